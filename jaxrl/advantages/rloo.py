@@ -1,0 +1,41 @@
+"""Leave-one-out advantages."""
+
+from typing import Any
+
+import chex
+import jax.numpy as jnp
+
+from jaxrl.array_ops import Array, group_sum
+
+
+def rloo(
+    token_level_rewards: Array,
+    response_mask: Array,
+    index: Array,
+    values: Array | None = None,
+    config: Any = None,
+    **_: Any,
+) -> tuple[Array, Array]:
+    """REINFORCE leave-one-out: the baseline of a sample is the mean of the others of its prompt.
+
+        s_i = sum_t r_it
+        A_i = s_i - mean_{j in G, j != i} s_j = (s_i - mean_G s) n / (n - 1)
+
+    Ahmadian et al., 2024, https://arxiv.org/abs/2402.14740 (eq. 8). A group of one gets 0.
+
+    Args:
+        token_level_rewards, response_mask: [B, T] float.
+        index: [B] int group ids in [0, B).
+        values, config: not used.
+
+    Returns:
+        advantages [B, T], the same number on every response token, 0 elsewhere; returns, equal to
+        them.
+    """
+    chex.assert_equal_shape([token_level_rewards, response_mask])
+    scores = token_level_rewards.sum(-1)
+    count = group_sum(jnp.ones_like(scores), index)
+    others = jnp.maximum(count - 1, 1)
+    centred = (scores - group_sum(scores, index) / count) * count / others
+    advantages = jnp.where(count > 1, centred, 0.0)[:, None] * response_mask
+    return advantages, advantages

@@ -1,0 +1,71 @@
+"""Masked reductions and token distributions.
+
+Masks are [B, T] float 0/1; NaN under a 0 never spreads.
+"""
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+
+def masked_sum(x: Array, mask: Array | None, axis: int | None = None) -> Array:
+    """Sum of x where mask is not 0, weighted by mask.
+
+    `where` first, so that a masked NaN stays out.
+    """
+    if mask is None:
+        return x.sum(axis)
+    return (jnp.where(mask != 0, x, 0) * mask).sum(axis)
+
+
+def masked_mean(x: Array, mask: Array | None, axis: int | None = None) -> Array:
+    """Weighted mean of x under mask; 0 where the mask is empty."""
+    if mask is None:
+        return x.mean(axis)
+    return masked_sum(x, mask, axis) / jnp.maximum(mask.sum(axis), 1.0)
+
+
+def safe_exp(x: Array, limit: float = 20.0) -> Array:
+    """exp in at least float32 with the exponent clamped to +-limit.
+
+    The gradient is 0 beyond the clamp.
+    """
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return jnp.exp(clamp(x, -limit, limit))
+
+
+@jax.custom_jvp
+def clamp(x: Array, low: Array | float, high: Array | float) -> Array:
+    """x limited to [low, high]; the gradient is 1 inside and AT the bounds, 0 outside.
+
+    `jnp.clip` passes half the gradient at a bound and `lax.clamp` none; the published losses (and
+    their torch implementations) pass all of it, which decides on-policy ratios at a bound of
+    exactly 1.
+    """
+    return jnp.clip(x, low, high)
+
+
+@clamp.defjvp
+def _clamp_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    x, low, high = primals
+    inside = (x >= low) & (x <= high)
+    return jnp.clip(x, low, high), jnp.where(inside, tangents[0], 0)
+
+
+def token_log_probs(logits: Array, tokens: Array) -> Array:
+    """log softmax(logits)[tokens]: logits [..., V], tokens [...] int -> [...] float32."""
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+    return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def entropy(logits: Array) -> Array:
+    """Entropy of softmax(logits) in nats: [..., V] -> [...]."""
+    log_p = jax.nn.log_softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
+    return -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+
+
+def group_sum(x: Array, index: Array) -> Array:
+    """For each row the sum of x over the rows of its group: x, index [B] -> [B]."""
+    return jax.ops.segment_sum(x, index, num_segments=x.shape[0])[index]

@@ -1,0 +1,26 @@
+"""Negative log-likelihood of the response tokens."""
+
+from typing import Any
+
+from jaxrl.array_ops import Array
+
+
+def cross_entropy(
+    log_probs: Array,
+    old_log_probs: Array | None = None,
+    advantages: Array | None = None,
+    config: Any = None,
+    loss_mask: Array | None = None,
+    rollout_log_probs: Array | None = None,
+) -> tuple[Array, dict[str, Array]]:
+    """Supervised loss; of the arguments that all losses share it uses the first alone.
+
+        L_t = -log pi_theta(a_t | s_t)
+
+    Args:
+        log_probs: [B, T] float.
+
+    Returns:
+        loss [B, T], unmasked and unreduced; no metrics.
+    """
+    return -log_probs, {}

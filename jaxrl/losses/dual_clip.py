@@ -1,0 +1,39 @@
+"""PPO with a second clip that bounds the loss of tokens with negative advantage."""
+
+from typing import Any
+
+import chex
+import jax.numpy as jnp
+
+from jaxrl.array_ops import Array, safe_exp
+from jaxrl.losses.regular import clipped_surrogate
+
+
+def dual_clip(
+    log_probs: Array,
+    old_log_probs: Array,
+    advantages: Array,
+    config: Any,
+    loss_mask: Array | None = None,
+    rollout_log_probs: Array | None = None,
+) -> tuple[Array, dict[str, Array]]:
+    """Dual-clip PPO: for A < 0 the loss is at most -c A, however large the ratio.
+
+        L_t = clipped surrogate of PPO
+        L_t = min(L_t, -c A_t)    where A_t < 0
+
+    Ye et al., 2020, https://arxiv.org/abs/1912.09729 (eq. 8).
+
+    Args:
+        log_probs, old_log_probs, advantages: [B, T] float.
+        config: uses eps_clip_low, eps_clip_high and clip_ratio_c (c > 1).
+        loss_mask, rollout_log_probs: not used; the caller masks and corrects.
+
+    Returns:
+        loss [B, T], unmasked and unreduced; {"clip_ratio": [B, T] 0/1 of the first clip only}.
+    """
+    chex.assert_equal_shape([log_probs, old_log_probs, advantages])
+    ratio = safe_exp(log_probs - old_log_probs)
+    loss, clipped = clipped_surrogate(ratio, advantages, config.eps_clip_low, config.eps_clip_high)
+    bounded = jnp.minimum(loss, -config.clip_ratio_c * advantages)
+    return jnp.where(advantages < 0, bounded, loss), {"clip_ratio": clipped}

@@ -1,0 +1,45 @@
+"""GSPO: importance ratios of whole sequences."""
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jaxrl.array_ops import Array, clamp, masked_mean
+from jaxrl.losses.regular import clipped_surrogate
+
+
+def gspo(
+    log_probs: Array,
+    old_log_probs: Array,
+    advantages: Array,
+    config: Any,
+    loss_mask: Array | None = None,
+    rollout_log_probs: Array | None = None,
+) -> tuple[Array, dict[str, Array]]:
+    """Group sequence policy optimization, token form: every token carries its sequence's ratio.
+
+        s   = mean_t (log pi_theta(a_t | s_t) - log pi_old(a_t | s_t))     over the sequence's mask
+        r_t = exp(sg[s] + log pi_theta(a_t | s_t) - sg[log pi_theta(a_t | s_t)])
+        L_t = -min(r_t A_t, clip(r_t, 1 - eps_low, 1 + eps_high) A_t)
+
+    Zheng et al., 2025, https://arxiv.org/abs/2507.18071 (eq. 13-14, GSPO-token). The exponent is
+    clamped to at most 10. The paper averages over sequences (loss_reduction "sequence_mean") and
+    clips at 3e-4 / 4e-4, not at the 0.2 that is usual for tokens.
+
+    Args:
+        log_probs, old_log_probs, advantages: [B, T] float.
+        config: uses eps_clip_low, eps_clip_high.
+        loss_mask: [B, T] tokens of the sequence mean; None = all.
+        rollout_log_probs: not used.
+
+    Returns:
+        loss [B, T], unmasked and unreduced; {"clip_ratio": [B, T] 0/1 where clipping took effect}.
+    """
+    chex.assert_equal_shape([log_probs, old_log_probs, advantages])
+    log_ratio = masked_mean(log_probs - old_log_probs, loss_mask, axis=-1)[:, None]
+    exponent = log_probs + jax.lax.stop_gradient(log_ratio - log_probs)
+    ratio = jnp.exp(clamp(exponent, -jnp.inf, 10.0))
+    loss, clipped = clipped_surrogate(ratio, advantages, config.eps_clip_low, config.eps_clip_high)
+    return loss, {"clip_ratio": clipped}

@@ -1,0 +1,115 @@
+"""What passes between the parts of jaxrl.
+
+Shape legend, used in every module: P prompts, B rows (trajectories), T tokens (prompt and response,
+right padded), V vocabulary. All [B, T] arrays are aligned to the predicted token:
+`log_probs[b, t] = log p(tokens[b, t] | tokens[b, :t])`, so column 0 is always 0.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, NotRequired, TypedDict
+
+import jax
+from flax import struct
+
+Array = jax.Array
+Message = dict[str, Any]  # {"role": "user", "content": "..."}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of a data set, tokenised with the chat template.
+
+    Example: `Prompt(uid="0:17", messages=[{"role": "user", "content": "3142"}], tokens=(3, 1, 4, 2,
+    13), env_class="sort_digits", extras={"reward_spec": {"ground_truth": "1234"}})`.
+    """
+
+    uid: str
+    messages: list[Message]
+    tokens: tuple[int, ...]
+    env_class: str
+    extras: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Trajectory:
+    """One finished conversation. All lists but `prompt_tokens` have one entry per response token.
+
+    Example: prompt "3142>" answered "1234<eos>", one reward per right position:
+    `Trajectory(uid="0:17", prompt_tokens=[3, 1, 4, 2, 13], response_tokens=[1, 2, 3, 4, 40],
+    loss_mask=[1, 1, 1, 1, 1], rollout_log_probs=[-0.1, -0.4, -0.2, -0.1, -0.3],
+    rewards=[0.2, 0.2, 0.2, 0.2, 0.2], stop_reason="stop", policy_version=12)`.
+    """
+
+    uid: str
+    prompt_tokens: list[int]
+    response_tokens: list[int]
+    loss_mask: list[int]  # 1 = sampled by the policy, 0 = observation
+    rollout_log_probs: list[float]
+    rewards: list[float] | float  # per token, or one number for the whole response
+    stop_reason: str  # "stop" or "length"
+    policy_version: int
+    env_class: str = ""
+    env_metrics: dict[str, Any] = field(default_factory=dict)
+
+
+class GeneratorInput(TypedDict):
+    """A batch of conversations to hold.
+
+    One entry per trajectory, samples of a prompt consecutive.
+    """
+
+    prompts: list[Prompt]
+    sampling_params: Any
+    keys: list[tuple[int, int]]  # PRNG key data of each trajectory
+    eos_token_ids: NotRequired[list[int]]
+
+
+class GeneratorOutput(TypedDict):
+    """Trajectories as columns, the form that `Trainer.postprocess_generator_output` sees.
+
+    Example: `{"prompt_token_ids": [[5, 13]], "response_ids": [[7, 40]], "rewards": [1.0],
+    "loss_masks": [[1, 1]], "stop_reasons": ["stop"], "rollout_logprobs": [[-0.1, -0.2]], ...}`.
+    """
+
+    prompt_token_ids: list[list[int]]
+    response_ids: list[list[int]]
+    rewards: list[float] | list[list[float]]
+    loss_masks: list[list[int]]
+    stop_reasons: list[str]
+    rollout_logprobs: list[list[float]]
+    policy_versions: list[int]
+    rollout_metrics: dict[str, float]
+
+
+@struct.dataclass
+class TrainBatch:
+    """One trajectory per row, right padded. Fields that a run does not need stay None.
+
+    Example, T = 6: prompt "42>" (3 tokens), response "24<eos>":
+    tokens [[4, 2, 13, 2, 4, 40]], response_mask = loss_mask [[0, 0, 0, 1, 1, 1]],
+    rewards [[0, 0, 0, 1/3, 1/3, 1/3]], index [0], lengths [6].
+    """
+
+    tokens: Array  # [B, T] int32
+    lengths: Array  # [B] int32, prompt and response
+    response_mask: Array  # [B, T] float32, response tokens including observations
+    loss_mask: Array  # [B, T] float32, tokens that the policy sampled
+    rewards: Array  # [B, T] float32, 0 outside response_mask
+    rollout_log_probs: Array  # [B, T] float32, 0 where not sampled
+    index: Array  # [B] int32, prompt group of the row
+    policy_versions: Array  # [B] int32
+    old_log_probs: Array | None = None  # [B, T] float32
+    ref_log_probs: Array | None = None
+    values: Array | None = None
+    advantages: Array | None = None
+    returns: Array | None = None
+
+
+@struct.dataclass
+class TrainState:
+    """Everything an optimizer update changes; saved whole in every checkpoint."""
+
+    params: Any
+    opt_state: Any
+    step: Array  # [] int32, finished training steps
+    skipped_updates: Array  # [] int32, updates skipped because the gradient was not finite
