@@ -1,0 +1,88 @@
+"""AdamW with warm-up and schedule, and the update that skips a gradient that is not finite."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxrl.types import TrainState
+
+SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine")
+
+
+def make_schedule(
+    scheduler: str, *, lr: float, num_warmup_steps: int, total_steps: int
+) -> optax.Schedule:
+    """Learning rate by optimizer update, under the names of transformers' SchedulerType.
+
+    constant ignores the warm-up; the others rise linearly from 0 over `num_warmup_steps`, then
+    constant_with_warmup stays, linear and cosine fall to 0 at `total_steps`.
+
+    Raises:
+        ValueError: unknown scheduler.
+    """
+    decay_steps = max(total_steps - num_warmup_steps, 1)
+    after = {
+        "constant": optax.constant_schedule(lr),
+        "constant_with_warmup": optax.constant_schedule(lr),
+        "linear": optax.linear_schedule(lr, 0.0, decay_steps),
+        "cosine": optax.cosine_decay_schedule(lr, decay_steps),
+    }
+    if scheduler not in after:
+        raise ValueError(f"scheduler={scheduler!r} is unknown; choose one of {list(SCHEDULERS)}")
+    if scheduler == "constant" or num_warmup_steps == 0:
+        return after[scheduler]
+    warmup = optax.linear_schedule(0.0, lr, num_warmup_steps)
+    return optax.join_schedules([warmup, after[scheduler]], [num_warmup_steps])
+
+
+def make_optimizer(
+    schedule: optax.Schedule,
+    *,
+    adam_betas: tuple[float, float],
+    weight_decay: float,
+    max_grad_norm: float,
+) -> optax.GradientTransformation:
+    """Clip by global norm, then AdamW with decoupled decay on every parameter.
+
+    Loshchilov & Hutter, https://arxiv.org/abs/1711.05101.
+    """
+    b1, b2 = adam_betas
+    return optax.chain(
+        optax.clip_by_global_norm(max_grad_norm),
+        optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay),
+    )
+
+
+def make_apply(
+    optimizer: optax.GradientTransformation, schedule: optax.Schedule
+) -> Callable[[TrainState, optax.Updates], tuple[TrainState, dict[str, jax.Array]]]:
+    """The update `(state, gradients) -> (state, {"grad_norm", "policy_lr"})`.
+
+    A gradient with a NaN or inf changes nothing but `skipped_updates`: parameters, moments and the
+    schedule stay where they were.
+    """
+
+    def apply(state: TrainState, grads: optax.Updates) -> tuple[TrainState, dict[str, jax.Array]]:
+        grad_norm = optax.global_norm(grads)
+        finite = jnp.isfinite(grad_norm)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        changed = (optax.apply_updates(state.params, updates), opt_state)
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old), changed, (state.params, state.opt_state)
+        )
+        count = optax.tree_utils.tree_get(state.opt_state, "count", filtering=_is_schedule_count)
+        new_state = state.replace(
+            params=params,
+            opt_state=opt_state,
+            skipped_updates=state.skipped_updates + jnp.where(finite, 0, 1),
+        )
+        return new_state, {"grad_norm": grad_norm, "policy_lr": jnp.asarray(schedule(count))}
+
+    return apply
+
+
+def _is_schedule_count(path: tuple, _: object) -> bool:
+    """Adam and the schedule both count updates; either number will do, take the schedule's."""
+    return any("ScaleBySchedule" in str(getattr(key, "tuple_name", "")) for key in path)
