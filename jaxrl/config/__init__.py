@@ -1,0 +1,110 @@
+"""The one config schema: dataclasses, overrides, recipes, checks, the objective card.
+
+config = apply_overrides(load_config_file(path), overrides)
+config = resolve(config)
+validate(config, num_devices)
+print(objective_card(config, num_devices))
+"""
+
+from jaxrl.config.algorithm import (
+    AlgorithmConfig,
+    CISPOConfig,
+    ClipCovConfig,
+    DynamicSamplingConfig,
+    KLCovConfig,
+    KLCtrlConfig,
+    OffPolicyCorrectionConfig,
+    SAPOConfig,
+)
+from jaxrl.config.backend import (
+    FSDPConfig,
+    MegatronConfig,
+    MegatronDDPConfig,
+    MegatronLoraConfig,
+    MegatronTorchProfilerConfig,
+    MixedPrecisionConfig,
+)
+from jaxrl.config.dataclass_config import BaseConfig, get_config_as_dict, get_config_as_yaml_str
+from jaxrl.config.environment import (
+    EnvironmentConfig,
+    GSM8kLLMJudgeEnvConfig,
+    SearchEnvConfig,
+    SkyRLGymConfig,
+    Text2SQLEnvConfig,
+)
+from jaxrl.config.generator import (
+    ChatTemplateConfig,
+    GeneratorConfig,
+    InferenceEngineConfig,
+    SamplingParams,
+)
+from jaxrl.config.model import ModelConfig, OptimizerConfig, SkyRLLoraConfig
+from jaxrl.config.objective_card import objective_card
+from jaxrl.config.overrides import apply_overrides, parse_command_line
+from jaxrl.config.recipe import default_config, load_config_file, to_train_config
+from jaxrl.config.train_config import (
+    DataConfig,
+    SkyRLTrainConfig,
+    TrainConfig,
+    make_config,
+    resolve,
+)
+from jaxrl.config.trainer import (
+    CriticConfig,
+    FullyAsyncConfig,
+    PlacementConfig,
+    PolicyConfig,
+    RefConfig,
+    TrainerConfig,
+)
+from jaxrl.config.validation import validate
+
+__all__ = [
+    "AlgorithmConfig",
+    "BaseConfig",
+    "CISPOConfig",
+    "ChatTemplateConfig",
+    "ClipCovConfig",
+    "CriticConfig",
+    "DataConfig",
+    "DynamicSamplingConfig",
+    "EnvironmentConfig",
+    "FSDPConfig",
+    "FullyAsyncConfig",
+    "GSM8kLLMJudgeEnvConfig",
+    "GeneratorConfig",
+    "InferenceEngineConfig",
+    "KLCovConfig",
+    "KLCtrlConfig",
+    "MegatronConfig",
+    "MegatronDDPConfig",
+    "MegatronLoraConfig",
+    "MegatronTorchProfilerConfig",
+    "MixedPrecisionConfig",
+    "ModelConfig",
+    "OffPolicyCorrectionConfig",
+    "OptimizerConfig",
+    "PlacementConfig",
+    "PolicyConfig",
+    "RefConfig",
+    "SAPOConfig",
+    "SamplingParams",
+    "SearchEnvConfig",
+    "SkyRLGymConfig",
+    "SkyRLLoraConfig",
+    "SkyRLTrainConfig",
+    "Text2SQLEnvConfig",
+    "TrainConfig",
+    "TrainerConfig",
+    "apply_overrides",
+    "default_config",
+    "get_config_as_dict",
+    "get_config_as_yaml_str",
+    "load_config_file",
+    "make_config",
+    "objective_card",
+    "parse_command_line",
+    "resolve",
+    "to_train_config",
+    "validate",
+]

@@ -1,0 +1,172 @@
+"""Config of the objective: advantages, policy loss, reduction, KL, entropy, corrections."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxrl.config.dataclass_config import BaseConfig
+
+
+@dataclass
+class KLCtrlConfig(BaseConfig):
+    """Controller of the KL coefficient in the reward."""
+
+    type: str = "fixed"
+    """"fixed" or "adaptive"."""
+    kl_target: float = 0.1
+    """KL that the adaptive controller aims at."""
+    horizon: int = 10000
+    """Rows over which the adaptive controller corrects."""
+
+
+@dataclass
+class SAPOConfig(BaseConfig):
+    """Policy loss sapo."""
+
+    tau_pos: float = 1.0
+    """Gate temperature where the advantage is positive."""
+    tau_neg: float = 1.05
+    """Gate temperature elsewhere."""
+
+
+@dataclass
+class DynamicSamplingConfig(BaseConfig):
+    """Sampling until enough prompts have rewards that differ."""
+
+    type: str | None = None
+    """"filter", "replace" or None."""
+    max_sample_batches: int = 30
+    """Give up after this many batches; -1 = never."""
+    min_replace_ratio: float = 0.3
+    """"replace": least fraction of good prompts to copy from."""
+
+
+@dataclass
+class ClipCovConfig(BaseConfig):
+    """Policy loss clip_cov."""
+
+    clip_ratio: float = 0.0002
+    """Fraction of tokens whose gradient is dropped."""
+    clip_cov_lb: float = 1.0
+    """Lower bound of the covariance of a candidate token."""
+    clip_cov_ub: float = 5.0
+    """Upper bound of the covariance of a candidate token."""
+
+
+@dataclass
+class KLCovConfig(BaseConfig):
+    """Policy loss kl_cov."""
+
+    kl_cov_frac: float = 0.2
+    """Fraction of tokens, of highest covariance, with a KL penalty."""
+    ppo_kl_coef: float = 1.0
+    """Coefficient of that penalty."""
+
+
+@dataclass
+class CISPOConfig(BaseConfig):
+    """Policy loss cispo."""
+
+    cispo_eps_clip_low: float = 1.0
+    """The importance weight is clipped below at 1 - this."""
+    cispo_eps_clip_high: float = 4.0
+    """The importance weight is clipped above at 1 + this."""
+
+
+@dataclass
+class OffPolicyCorrectionConfig(BaseConfig):
+    """Corrections by w = exp(old_log_probs - rollout_log_probs)."""
+
+    tis_ratio_type: str | None = None
+    """Truncated importance weights: "token", "sequence" or None."""
+    token_tis_ratio_clip_high: float = 2.0
+    """Upper bound of a token's weight."""
+    sequence_tis_ratio_clip_high: float = 5.0
+    """Upper bound of a sequence's weight."""
+    sequence_mask_metric: str | None = None
+    """Drop sequences by the "geometric" mean or the "product" of w; None = keep all."""
+    geo_mask_high: float = 1.01
+    """Upper bound of the geometric mean."""
+    geo_mask_low: float = 0.99
+    """Lower bound of the geometric mean."""
+    product_mask_high: float = 2.0
+    """Upper bound of the product."""
+    product_mask_low: float = 0.5
+    """Lower bound of the product."""
+    outlier_token_is_threshold_low: float | None = None
+    """Drop sequences with any w below this."""
+    outlier_token_is_threshold_high: float | None = None
+    """Drop sequences with any w above this."""
+    token_mask_is_threshold_low: float | None = None
+    """Drop tokens with w below this."""
+    token_mask_is_threshold_high: float | None = None
+    """Drop tokens with w above this."""
+
+
+@dataclass
+class AlgorithmConfig(BaseConfig):
+    """The objective. Policy losses and advantage estimators receive this config."""
+
+    advantage_estimator: str = "grpo"
+    """"grpo", "rloo", a registered name or "my_pkg.my_module:my_estimator"."""
+    kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
+    """Controller of the KL coefficient in the reward."""
+    kl_estimator_type: str = "k3"
+    """"k1", "k2", "k3" or "abs", http://joschu.net/blog/kl-approx.html."""
+    use_kl_in_reward: bool = False
+    """Subtract the KL to the reference model from the rewards."""
+    use_kl_loss: bool = True
+    """Add the KL to the reference model to the loss."""
+    kl_loss_coef: float = 0.001
+    """Coefficient of the KL term."""
+    use_entropy_loss: bool = False
+    """Subtract the policy's entropy from the loss."""
+    entropy_loss_coef: float = 0.01
+    """Coefficient of the entropy term."""
+    temperature: float | None = None
+    """Logits are divided by this before every log-softmax; None = the sampling temperature."""
+    advantage_batch_normalize: bool = False
+    """Shift and scale the advantages of a batch to mean 0 and variance 1."""
+    value_head_prefix: str = "value_head"
+    """Name of the critic's head."""
+    policy_loss_type: str = "regular"
+    """"regular", "dual_clip", "gspo", "cross_entropy", a registered name or "module:function"."""
+    policy_loss_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword-only hyperparameters of the policy loss function."""
+    loss_reduction: str = "token_mean"
+    """"token_mean", "sequence_mean" or "seq_mean_token_sum_norm"."""
+    grpo_norm_by_std: bool = True
+    """grpo: divide by the group's standard deviation; false gives Dr. GRPO."""
+    zero_variance_filter: bool = False
+    """Mask the prompts whose samples all have the same reward."""
+    lambd: float = 1.0
+    """GAE lambda, passed to the advantage estimator."""
+    gamma: float = 1.0
+    """Discount, passed to the advantage estimator."""
+    eps_clip_low: float = 0.2
+    """The ratio is clipped below at 1 - this."""
+    eps_clip_high: float = 0.2
+    """The ratio is clipped above at 1 + this."""
+    clip_ratio_c: float = 3.0
+    """dual_clip: bound of the loss for negative advantages, > 1."""
+    tis_imp_ratio_cap: float = -1.0
+    """Deprecated cap of the importance weights."""
+    use_tis: bool = False
+    """Deprecated switch of token importance weights."""
+    off_policy_correction: OffPolicyCorrectionConfig = field(
+        default_factory=OffPolicyCorrectionConfig
+    )
+    """Corrections for rollouts that another policy sampled."""
+    sapo: SAPOConfig = field(default_factory=SAPOConfig)
+    """Policy loss sapo."""
+    value_clip: float = 0.2
+    """Clip range of the critic's values."""
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    """Sampling until enough prompts have rewards that differ."""
+    clip_cov: ClipCovConfig = field(default_factory=ClipCovConfig)
+    """Policy loss clip_cov."""
+    kl_cov: KLCovConfig = field(default_factory=KLCovConfig)
+    """Policy loss kl_cov."""
+    cispo: CISPOConfig = field(default_factory=CISPOConfig)
+    """Policy loss cispo."""
+    max_seq_len: int | None = None
+    """Constant of seq_mean_token_sum_norm; None = max_input_length + max_generate_length."""

@@ -1,0 +1,130 @@
+"""Config of SkyRL's two training backends, of which jaxrl keeps the mesh sizes."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxrl.config.dataclass_config import BaseConfig
+
+
+@dataclass
+class MixedPrecisionConfig(BaseConfig):
+    """Data types of FSDP."""
+
+    param_dtype: str = "bf16"
+    """Data type of the weights in the forward pass."""
+    reduce_dtype: str = "fp32"
+    """Data type in which gradients are summed over devices."""
+    buffer_dtype: str = "fp32"
+    """Data type of non-trained buffers."""
+
+
+@dataclass
+class FSDPConfig(BaseConfig):
+    """Sharding of weights and optimizer state over devices."""
+
+    cpu_offload: bool = False
+    """Keep weights and optimizer state in host memory."""
+    reshard_after_forward: bool | int = True
+    """Free gathered weights after the forward pass."""
+    fsdp_size: int = -1
+    """Size of the mesh axis `fsdp`; -1 = all devices. The axis `data` gets the rest."""
+    mixed_precision: MixedPrecisionConfig | None = None
+    """Data types other than those of `trainer.bf16`."""
+    wrap_policy: dict[str, Any] = field(default_factory=dict)
+    """Which torch modules are sharded as one unit."""
+
+
+@dataclass
+class MegatronDDPConfig(BaseConfig):
+    """Gradient reduction of Megatron."""
+
+    grad_reduce_in_fp32: bool = True
+    """Sum gradients in float32."""
+    overlap_grad_reduce: bool = False
+    """Overlap the gradient reduction with the backward pass."""
+    overlap_param_gather: bool = False
+    """Overlap the weight gather with the forward pass."""
+    average_in_collective: bool = True
+    """Average inside the collective, not after it."""
+
+
+@dataclass
+class MegatronTorchProfilerConfig(BaseConfig):
+    """torch.profiler traces."""
+
+    enable: bool = False
+    """Record traces."""
+    ranks: list[int] = field(default_factory=list)
+    """Ranks that record."""
+    save_path: str | None = None
+    """Folder of the traces."""
+
+
+@dataclass
+class MegatronLoraConfig(BaseConfig):
+    """Adapters of Megatron."""
+
+    lora_type: str = "lora"
+    """"lora" or "canonical_lora"."""
+
+
+def _optimizer_kwargs() -> dict[str, Any]:
+    return {
+        "overlap_cpu_optimizer_d2h_h2d": False,
+        "use_precision_aware_optimizer": False,
+        "optimizer_cpu_offload": False,
+        "optimizer_offload_fraction": 0.0,
+    }
+
+
+def _transformer_kwargs() -> dict[str, Any]:
+    return {
+        "recompute_granularity": "full",
+        "recompute_modules": ["core_attn"],
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+
+
+@dataclass
+class MegatronConfig(BaseConfig):
+    """Megatron's parallelism, mixture-of-experts and recomputation settings."""
+
+    tensor_model_parallel_size: int = 1
+    """Devices that share each weight matrix."""
+    pipeline_model_parallel_size: int = 1
+    """Pipeline stages."""
+    context_parallel_size: int = 1
+    """Devices that share each sequence."""
+    expert_model_parallel_size: int = 1
+    """Devices that share the experts."""
+    expert_tensor_parallel_size: int | None = None
+    """Devices that share each expert matrix."""
+    moe_token_dispatcher_type: str = "alltoall"
+    """How tokens travel to experts."""
+    moe_router_load_balancing_type: str = "none"
+    """Auxiliary loss of the router."""
+    moe_grouped_gemm: bool = True
+    """One grouped matrix product for all experts."""
+    moe_router_score_function: str | None = None
+    """Router score, instead of the model's own."""
+    moe_router_enable_expert_bias: bool | None = None
+    """Router bias, instead of the model's own setting."""
+    ddp_config: MegatronDDPConfig = field(default_factory=MegatronDDPConfig)
+    """Gradient reduction."""
+    torch_profiler_config: MegatronTorchProfilerConfig = field(
+        default_factory=MegatronTorchProfilerConfig
+    )
+    """torch.profiler traces."""
+    lora_config: MegatronLoraConfig = field(default_factory=MegatronLoraConfig)
+    """Adapters."""
+    optimizer_config_kwargs: dict[str, Any] = field(default_factory=_optimizer_kwargs)
+    """Arguments of Megatron's optimizer."""
+    transformer_config_kwargs: dict[str, Any] = field(default_factory=_transformer_kwargs)
+    """Arguments of Megatron's transformer, activation recomputation among them."""
+    empty_cuda_cache: bool | None = None
+    """Empty the CUDA cache after a step."""
+    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Changes to the Hugging Face model config."""
+    dist_ckpt_optim_fully_reshardable: bool = False
+    """Checkpoint layout that can be loaded on another mesh."""

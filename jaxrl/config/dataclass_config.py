@@ -1,0 +1,282 @@
+"""What every config class has: strict construction from nested values, hashing, static pytree."""
+
+import ast
+import copy
+import dataclasses
+import difflib
+import inspect
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, Self, TypeGuard, TypeVar, cast
+
+import jax
+import yaml
+
+Config = TypeVar("Config", bound="BaseConfig")
+
+
+class Text(str):
+    """A value as typed on a command line; converted by the type of the field it is for."""
+
+
+class BaseConfig:
+    """Base of all config classes. Derive with `@dataclass`; defaults on every field."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # In the class's own __dict__, or @dataclass, which runs later, would set __hash__ to None.
+        cls.__hash__ = BaseConfig.__hash__
+        # A config is part of the program, not of its data: jit compiles once per distinct value.
+        jax.tree_util.register_static(cls)
+
+    def __hash__(self) -> int:
+        return hash((type(self).__qualname__, _hashable(field_values(self))))
+
+    @classmethod
+    def from_dict_config(cls, cfg: Any) -> Self:
+        """A config from nested values, over the defaults; what is not given keeps its default.
+
+        Args:
+            cfg: a nested dict, ml_collections.ConfigDict, or OmegaConf DictConfig.
+
+        Raises:
+            ValueError: unknown key or wrong type; the message has the dotted path and the fix.
+        """
+        return _merged(cls, cfg, "", None)
+
+
+def is_config(value: Any) -> TypeGuard[BaseConfig]:
+    """Whether `value` is a config instance."""
+    return isinstance(value, BaseConfig)
+
+
+def field_values(config: BaseConfig) -> dict[str, Any]:
+    """Field name -> value, one level deep."""
+    return {f.name: getattr(config, f.name) for f in _fields(config)}
+
+
+def flatten(config: BaseConfig, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value of every leaf; a dict-typed field is one leaf."""
+    leaves = {}
+    for name, value in field_values(config).items():
+        if is_config(value):
+            leaves |= flatten(value, f"{prefix}{name}.")
+        else:
+            leaves[prefix + name] = value
+    return leaves
+
+
+def field_types(cls: type[BaseConfig]) -> dict[str, Any]:
+    """Field name -> type, with annotations that are strings resolved."""
+    hints = typing.get_type_hints(cls)
+    return {f.name: hints[f.name] for f in _fields(cls)}
+
+
+def is_union(kind: Any) -> bool:
+    """Whether a field type is `A | B`."""
+    return typing.get_origin(kind) in (typing.Union, types.UnionType)
+
+
+def holds_dict(kind: Any) -> bool:
+    """Whether a field type is a dict, or a dict or something else."""
+    return any((typing.get_origin(m) or m) is dict for m in _members(kind))
+
+
+def config_class(kind: Any) -> type[BaseConfig] | None:
+    """The config class of a field type `C` or `C | None`; None for every other type."""
+    for member in _members(kind):
+        if isinstance(member, type) and issubclass(member, BaseConfig):
+            return member
+    return None
+
+
+def field_docs(cls: type[BaseConfig]) -> dict[str, str]:
+    """Field name -> the string literal under it, of the class and the classes it derives from."""
+    docs = {}
+    for owner in reversed([c for c in cls.__mro__ if dataclasses.is_dataclass(c)]):
+        body = ast.parse(inspect.cleandoc("\n" + inspect.getsource(owner))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for line, below in zip(body.body, body.body[1:], strict=False):
+            if (
+                isinstance(line, ast.AnnAssign)
+                and isinstance(line.target, ast.Name)
+                and isinstance(below, ast.Expr)
+                and isinstance(below.value, ast.Constant)
+            ):
+                docs[line.target.id] = " ".join(str(below.value.value).split())
+    return docs
+
+
+def get_config_as_dict(cfg: Mapping[str, Any] | BaseConfig) -> dict[str, Any]:
+    """The values as nested plain dicts, independent copies."""
+    if is_config(cfg):
+        cfg = field_values(cfg)
+    return {k: _plain(v) for k, v in cast(Mapping, cfg).items()}
+
+
+def get_config_as_yaml_str(cfg: BaseConfig) -> str:
+    """The values as YAML, in the order of the schema."""
+    return yaml.safe_dump(get_config_as_dict(cfg), sort_keys=False)
+
+
+def parse_literal(text: str) -> Any:
+    """The value a command-line text spells: None, bool, number, list, dict, or the text itself."""
+    word = text.strip()
+    if word in ("None", "null"):
+        return None
+    if word in ("true", "false"):
+        return word == "true"
+    try:
+        value = ast.literal_eval(word)
+        return value if isinstance(value, bool | int | float | str | list | dict | tuple) else word
+    except (ValueError, SyntaxError, TypeError):
+        pass
+    if word[:1] in ("[", "{"):  # unquoted members, as OmegaConf takes them: [a.parquet,b.parquet]
+        try:
+            return yaml.safe_load(re.sub(r"(?<=[\w'\"]):(?=[^\s/])", ": ", word))
+        except yaml.YAMLError:
+            pass
+    return str(text)
+
+
+def convert(value: Any, kind: Any, path: str, current: Any = None) -> Any:
+    """`value` as a value of the type `kind`.
+
+    Args:
+        value: what the user gave.
+        kind: the annotation of the field.
+        path: its dotted name, for messages.
+        current: the config that a mapping for a config-typed field is merged into.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    cls = config_class(kind)
+    if cls is not None and not (value is None and type(None) in _members(kind)):
+        given = parse_literal(value) if isinstance(value, Text) else value
+        if given is None and type(None) in _members(kind):
+            return None
+        return given if isinstance(given, cls) else _merged(cls, given, path, current)
+    candidates = [value]
+    if isinstance(value, Text):
+        literal = parse_literal(value)
+        # A string field takes the text itself, so run_name=123 is "123"; containers come first.
+        candidates = [literal, str(value)]
+    for candidate in candidates:
+        for member in _members(kind):
+            fits, result = _as_member(candidate, member, path)
+            if fits:
+                return result
+    raise ValueError(f"{path}={_shown(value)}: expected {type_name(kind)}")
+
+
+def type_name(kind: Any) -> str:
+    """A type as messages and the documentation write it: `int`, `list[str] | None`."""
+    if isinstance(kind, type) and not typing.get_args(kind):
+        return "None" if kind is type(None) else kind.__name__
+    if is_union(kind):
+        return " | ".join(type_name(m) for m in typing.get_args(kind))
+    return str(kind).replace("typing.", "")
+
+
+def check_field(cls: type[BaseConfig], name: str, prefix: str) -> None:
+    """Raises ValueError with the nearest valid name unless the class has the field."""
+    names = list(field_types(cls))
+    if name in names:
+        return
+    elsewhere = [k for k in flatten(cls()) if f".{name}." in f"{k}."]
+    elsewhere = [f"{k}.".split(f".{name}.")[0] + f".{name}" for k in elsewhere]
+    near = elsewhere[:1] or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"Did you mean '{_join(prefix, near[0])}'? " if near else ""
+    raise ValueError(
+        f"unknown config field '{_join(prefix, name)}'. {hint}"
+        f"Fields of {cls.__name__}: {', '.join(names)}"
+    )
+
+
+def _merged(cls: type[Config], values: Any, path: str, current: Config | None) -> Config:
+    """A config of `values` over `current` (default: the defaults of the class)."""
+    if not hasattr(values, "items"):
+        raise ValueError(
+            f"{path or cls.__name__}={_shown(values)}: expected a mapping of the fields of "
+            f"{cls.__name__}: {', '.join(field_types(cls))}"
+        )
+    current = cls() if current is None else current
+    cls, kinds = type(current), field_types(type(current))
+    given = {str(k): v for k, v in values.items()}
+    for name in given:
+        check_field(cls, name, path)
+    old = {k: v for k, v in field_values(current).items() if k not in given}
+    new = {k: convert(v, kinds[k], _join(path, k), getattr(current, k)) for k, v in given.items()}
+    return cls(**copy.deepcopy(old), **new)
+
+
+def _as_member(value: Any, member: Any, path: str) -> tuple[bool, Any]:
+    """Whether a value is of one non-union type, and the value in that type."""
+    origin, args = typing.get_origin(member) or member, typing.get_args(member)
+    if origin in (Any, object):
+        return True, _plain(value)
+    if origin is float:
+        return _as_float(value)
+    if origin in (list, tuple):
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            return False, None
+        kind = args[0] if args else Any
+        return True, origin([convert(v, kind, f"{path}[{i}]") for i, v in enumerate(value)])
+    if origin is dict:
+        fits = hasattr(value, "items")
+        return fits, _plain(value) if fits else None
+    if origin is typing.Literal:
+        fits = value in args
+    else:
+        fits = isinstance(value, origin) and (origin is bool or not isinstance(value, bool))
+    return fits, value
+
+
+def _as_float(value: Any) -> tuple[bool, float | None]:
+    if isinstance(value, str):  # YAML reads 1e-6, without a dot, as a string
+        try:
+            return True, float(value)
+        except ValueError:
+            return False, None
+    fits = isinstance(value, int | float) and not isinstance(value, bool)
+    return fits, float(value) if fits else None
+
+
+def _fields(cls: Any) -> list[dataclasses.Field]:
+    return [f for f in dataclasses.fields(cls) if f.init]
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    return typing.get_args(kind) if is_union(kind) else (kind,)
+
+
+def _plain(value: Any) -> Any:
+    """Mappings as dicts and sequences as lists, all the way down."""
+    if is_config(value) or hasattr(value, "items"):
+        return get_config_as_dict(value)
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [_plain(v) for v in value]
+    return str(value) if type(value) is Text else value
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return frozenset((k, _hashable(v)) for k, v in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(_hashable(v) for v in value)
+    try:
+        hash(value)
+    except TypeError:  # an array in a user's field: equal values have equal types at least
+        return type(value).__qualname__
+    return value
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _shown(value: Any) -> str:
+    return repr(str(value)) if isinstance(value, Text) else repr(value)

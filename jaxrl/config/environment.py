@@ -1,0 +1,61 @@
+"""Config of the environments that score the rollouts."""
+
+from dataclasses import dataclass, field
+
+from jaxrl.config.dataclass_config import BaseConfig
+
+
+@dataclass
+class Text2SQLEnvConfig(BaseConfig):
+    """Environment text2sql."""
+
+    db_path: str = "/home/ray/default/sql_data"
+    """Folder of the SQLite databases."""
+
+
+@dataclass
+class GSM8kLLMJudgeEnvConfig(BaseConfig):
+    """Environment gsm8k_llm_judge: a language model as the judge."""
+
+    model: str = "gpt-4o-mini"
+    """Name of the judge."""
+    base_url: str | None = None
+    """Address of its OpenAI-compatible endpoint."""
+
+
+@dataclass
+class SearchEnvConfig(BaseConfig):
+    """Environment search: questions with a retrieval tool."""
+
+    log_requests: bool = False
+    """Log every request to the retriever."""
+    search_url: str = "http://127.0.0.1:8000/retrieve"
+    """Address of the retriever."""
+    topk: int = 3
+    """Documents per query."""
+    timeout: int = 30
+    """Seconds to wait for the retriever."""
+
+
+@dataclass
+class SkyRLGymConfig(BaseConfig):
+    """Settings by environment."""
+
+    max_env_workers: int = 32
+    """Threads for environment steps."""
+    text2sql: Text2SQLEnvConfig = field(default_factory=Text2SQLEnvConfig)
+    """Environment text2sql."""
+    llm_as_a_judge: GSM8kLLMJudgeEnvConfig = field(default_factory=GSM8kLLMJudgeEnvConfig)
+    """Environment with a language model as the judge."""
+    search: SearchEnvConfig = field(default_factory=SearchEnvConfig)
+    """Environment search."""
+
+
+@dataclass
+class EnvironmentConfig(BaseConfig):
+    """Which environment scores a prompt."""
+
+    env_class: str = "gsm8k"
+    """Environment of prompts that name none: a known name or "my_pkg.my_module:MyEnv"."""
+    skyrl_gym: SkyRLGymConfig = field(default_factory=SkyRLGymConfig)
+    """Settings by environment."""

@@ -1,0 +1,338 @@
+"""What every field of SkyRL's config does in jaxrl: one row for every field or group of fields.
+
+The meaning of a field is the docstring under it in the schema; this table adds what differs.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+Status = Literal["implemented", "mapped", "inert", "planned"]
+SAME_DEFAULT = "same as SkyRL"
+
+
+@dataclass(frozen=True)
+class FieldStatus:
+    """A row.
+
+    Attributes:
+        status: implemented: as in SkyRL. mapped: the JAX counterpart, see `note`. inert: no
+            counterpart, accepted with a warning. planned: rejected until it exists.
+        prefix: dotted path of the group; `*` stands for one name.
+        names: field names in it, separated by spaces; a trailing `*` takes everything that starts
+            so, deeper levels included.
+        note: the difference from SkyRL, or the reason.
+        only_with: the setting without which the field has no effect. That setting is the one
+            `validate` rejects; the field itself may have any value.
+        skyrl_default: SkyRL's default where ours differs.
+        skyrl_only: False for fields that SkyRL does not have.
+    """
+
+    status: Status
+    prefix: str
+    names: str
+    note: str = ""
+    only_with: str = ""
+    skyrl_default: Any = SAME_DEFAULT
+    skyrl_only: bool = True
+
+    def covers(self, key: str) -> bool:
+        """Whether the row is about the dotted key."""
+        head, tail = key.split("."), self.prefix.split(".")
+        if len(head) <= len(tail) or any(
+            p not in ("*", h) for h, p in zip(head, tail, strict=False)
+        ):
+            return False
+        name = ".".join(head[len(tail) :])
+        return any(
+            name.startswith(n[:-1]) if n.endswith("*") else name == n for n in self.names.split()
+        )
+
+
+def status_of(key: str) -> FieldStatus | None:
+    """The row of a dotted key; None for a field of a user's own config class."""
+    return next((row for row in TABLE if row.covers(key)), None)
+
+
+_CRITIC = "trainer.critic.model.path"
+_ENGINE = "generator.inference_engine"
+_ALGORITHM = "trainer.algorithm"
+_CORRECTION = "trainer.algorithm.off_policy_correction"
+_MEGATRON = "trainer.*.megatron_config"
+_NEW = "not in SkyRL's reference"
+
+_implemented = partial(FieldStatus, "implemented")
+_mapped = partial(FieldStatus, "mapped")
+_inert = partial(FieldStatus, "inert")
+_planned = partial(FieldStatus, "planned")
+
+_MODELS = (
+    _implemented("data", "train_data val_data"),
+    _implemented("trainer.policy.model", "path"),
+    _implemented("trainer.ref.model", "path", "loaded only for a KL term"),
+    _implemented("trainer.policy.model", "random_init", _NEW, skyrl_only=False),
+    _implemented(
+        "trainer.ref.model", "random_init", f"{_NEW}; the policy's if no path", skyrl_only=False
+    ),
+    _planned("trainer.critic.model", "path", "a critic"),
+    _planned("trainer.critic.model", "random_init", _NEW, only_with=_CRITIC, skyrl_only=False),
+    _planned("trainer.*.model.lora", "rank", "low-rank adapters"),
+    _planned(
+        "trainer.*.model.lora",
+        "alpha dropout target_modules exclude_modules init_method",
+        only_with="lora.rank > 0",
+    ),
+    _inert("trainer.*.model.lora", "lora_sync_path", "weights are not synced by file"),
+    _implemented(
+        "trainer.policy.optimizer_config",
+        "lr adam_betas weight_decay max_grad_norm num_warmup_steps",
+    ),
+    _implemented(
+        "trainer.policy.optimizer_config", "scheduler", "linear and cosine end at the last update"
+    ),
+    _planned(
+        "trainer.policy.optimizer_config",
+        "offload_after_step",
+        "optimizer state in host memory",
+        skyrl_default=True,
+    ),
+    _planned(
+        "trainer.critic.optimizer_config",
+        "offload_after_step",
+        only_with=_CRITIC,
+        skyrl_default=True,
+    ),
+    _planned(
+        "trainer.critic.optimizer_config",
+        "lr adam_betas weight_decay max_grad_norm num_warmup_steps scheduler",
+        only_with=_CRITIC,
+    ),
+    _planned(
+        "trainer.critic",
+        "fsdp_config.* sequence_parallel_size model_config_kwargs",
+        only_with=_CRITIC,
+    ),
+    _mapped("trainer.policy.fsdp_config", "fsdp_size", "size of a mesh axis"),
+    _inert("trainer.ref.fsdp_config", "fsdp_size", "sharded as the policy is"),
+    *(
+        row
+        for role in ("trainer.policy", "trainer.ref")
+        for row in (
+            _planned(f"{role}.fsdp_config", "cpu_offload", "weights in host memory"),
+            _planned(
+                f"{role}.fsdp_config", "mixed_precision mixed_precision.*", "use trainer.bf16"
+            ),
+            _inert(f"{role}.fsdp_config", "reshard_after_forward wrap_policy", "XLA decides"),
+            _planned(role, "sequence_parallel_size", "sequences split over devices"),
+            _planned(role, "model_config_kwargs", "changes to the model config"),
+        )
+    ),
+    _inert("trainer.policy", "use_torch_compile", "everything is jitted"),
+    _planned("trainer.policy", "record_memory", "device memory profiles"),
+    _planned(
+        _MEGATRON,
+        "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
+        "expert_model_parallel_size expert_tensor_parallel_size",
+        "more mesh axes",
+    ),
+    _planned(_MEGATRON, "moe_*", "mixture-of-experts models"),
+    _planned(_MEGATRON, "model_config_kwargs", "changes to the model config"),
+    _planned(_MEGATRON, "lora_config.lora_type", only_with="lora.rank > 0"),
+    _inert(
+        _MEGATRON,
+        "ddp_config.* torch_profiler_config.* optimizer_config_kwargs transformer_config_kwargs "
+        "empty_cuda_cache dist_ckpt_optim_fully_reshardable",
+        "Megatron's own",
+    ),
+)
+
+_ALGORITHMS = (
+    _implemented(
+        _ALGORITHM,
+        "advantage_estimator policy_loss_type",
+        'also "module:function"; SkyRL\'s other built-ins come later',
+    ),
+    _implemented(_ALGORITHM, "policy_loss_kwargs", _NEW, skyrl_only=False),
+    _implemented(
+        _ALGORITHM,
+        "kl_estimator_type use_kl_loss kl_loss_coef use_entropy_loss entropy_loss_coef",
+        "averages over the whole minibatch",
+    ),
+    _implemented(_ALGORITHM, "temperature", "also applied to the reference model's logits"),
+    _implemented(_ALGORITHM, "loss_reduction", "counts of the minibatch, not of the microbatch"),
+    _implemented(_ALGORITHM, "max_seq_len", "must be set when max_turns > 1"),
+    _implemented(
+        _ALGORITHM, "grpo_norm_by_std eps_clip_low eps_clip_high clip_ratio_c gamma lambd"
+    ),
+    _planned(_ALGORITHM, "use_kl_in_reward", "use_kl_loss is there"),
+    _planned(_ALGORITHM, "kl_ctrl.*", only_with="use_kl_in_reward"),
+    _planned(_ALGORITHM, "advantage_batch_normalize", "normalisation over the batch"),
+    _planned(_ALGORITHM, "zero_variance_filter", "a filter of prompts"),
+    _planned(_ALGORITHM, "value_head_prefix value_clip", only_with=_CRITIC),
+    _planned(_ALGORITHM, "use_tis", "deprecated in SkyRL for off_policy_correction"),
+    _planned(_ALGORITHM, "tis_imp_ratio_cap", only_with="use_tis"),
+    _planned(
+        _CORRECTION,
+        "tis_ratio_type sequence_mask_metric outlier_token_is_threshold_low "
+        "outlier_token_is_threshold_high token_mask_is_threshold_low token_mask_is_threshold_high",
+        "off-policy correction",
+    ),
+    _planned(
+        _CORRECTION,
+        "token_tis_ratio_clip_high sequence_tis_ratio_clip_high",
+        only_with="tis_ratio_type",
+    ),
+    _planned(
+        _CORRECTION,
+        "geo_mask_high geo_mask_low product_mask_high product_mask_low",
+        only_with="sequence_mask_metric",
+    ),
+    *(
+        _planned(_ALGORITHM, f"{name}.*", only_with=f'policy_loss_type="{name}"')
+        for name in ("sapo", "clip_cov", "kl_cov")
+    ),
+    *(
+        _planned(
+            f"{_ALGORITHM}.cispo",
+            name,
+            "SkyRL's later default; 0 and 5 would bound the weight to [1, 6]",
+            only_with='policy_loss_type="cispo"',
+            skyrl_default=default,
+        )
+        for name, default in (("cispo_eps_clip_low", 0.0), ("cispo_eps_clip_high", 5.0))
+    ),
+    _planned(f"{_ALGORITHM}.dynamic_sampling", "type", "sampling until rewards differ"),
+    _planned(
+        f"{_ALGORITHM}.dynamic_sampling",
+        "max_sample_batches min_replace_ratio",
+        only_with="dynamic_sampling.type",
+    ),
+)
+
+_TRAINER = (
+    _planned("trainer.placement", "colocate_all colocate_policy_ref", "there is one mesh"),
+    _planned("trainer.placement", "policy_num_nodes ref_num_nodes", "more than one host"),
+    _inert(
+        "trainer.placement",
+        "policy_num_gpus_per_node ref_num_gpus_per_node",
+        "all devices of the process are used",
+    ),
+    _planned("trainer.placement", "critic_num_nodes critic_num_gpus_per_node", only_with=_CRITIC),
+    _inert("trainer", "sequence_parallel_backend", "one value only"),
+    _mapped("trainer", "strategy", "there is one backend", skyrl_default="fsdp2"),
+    _planned("trainer", "fully_async.*", only_with="the asynchronous trainer"),
+    _inert("trainer", "gradient_checkpointing_use_reentrant", "torch only"),
+    _implemented(
+        "trainer",
+        "gradient_checkpointing seed resume_mode resume_path ckpt_path ckpt_interval "
+        "max_ckpts_to_keep hf_save_interval export_path epochs update_epochs_per_batch "
+        "train_batch_size policy_mini_batch_size eval_batch_size eval_before_train eval_interval "
+        "max_prompt_length project_name run_name dump_eval_results",
+    ),
+    _implemented(
+        "trainer",
+        "micro_train_batch_size_per_gpu micro_forward_batch_size_per_gpu",
+        "changes memory and speed, never the gradient",
+    ),
+    _implemented("trainer", "max_training_steps print_example_interval", _NEW, skyrl_only=False),
+    _mapped("trainer", "log_path", "the run's records, not logs of engines"),
+    _mapped(
+        "trainer",
+        "bf16",
+        "data type of the computation; off until measured on accelerators",
+        skyrl_default=True,
+    ),
+    _planned("trainer", "critic_mini_batch_size", only_with=_CRITIC),
+    _planned("trainer", "update_ref_every_epoch", "a moving reference model"),
+    _planned("trainer", "use_sample_packing", "packed rows", skyrl_default=True),
+    _planned("trainer", "flash_attn", "fused attention", skyrl_default=True),
+    _inert("trainer", "disable_fast_tokenizer", "transformers 5 has one kind"),
+    _implemented(
+        "trainer",
+        "logger",
+        "wandb, mlflow and swanlab come later",
+        skyrl_default="wandb",
+    ),
+    _planned("trainer", "dump_data_batch", "batches on disk"),
+    _planned("trainer", "rope_scaling rope_theta", "the model's own are used"),
+)
+
+_GENERATOR = (
+    _implemented(_ENGINE, "backend", "external engines come later", skyrl_default="vllm"),
+    _implemented(
+        _ENGINE,
+        "model_dtype",
+        "float32 makes the sampler's log-probs those of the trainer",
+        skyrl_default="bfloat16",
+    ),
+    _implemented(_ENGINE, "max_num_seqs", "over all devices"),
+    _mapped(_ENGINE, "engine_init_kwargs", "arguments of the native engine"),
+    _planned(
+        _ENGINE,
+        "run_engines_locally num_engines tensor_parallel_size pipeline_parallel_size "
+        "expert_parallel_size data_parallel_size",
+        "one engine, on the trainer's mesh",
+    ),
+    _planned(_ENGINE, "remote_urls external_proxy_url external_server_urls", "external engines"),
+    *(
+        _planned(_ENGINE, name, note, skyrl_default=True)
+        for name, note in (
+            ("enable_prefix_caching", "the samples of a prompt already share its prefill"),
+            ("enable_chunked_prefill", "prompts are prefilled whole"),
+        )
+    ),
+    _planned(_ENGINE, "enable_http_endpoint", "an OpenAI-compatible endpoint"),
+    _planned(
+        _ENGINE,
+        "http_endpoint_host http_endpoint_port served_model_name",
+        only_with="enable_http_endpoint",
+    ),
+    _inert(
+        _ENGINE,
+        "weight_sync_backend weight_transfer_threshold_cuda_ipc_GB override_existing_update_group",
+        "trainer and engine share the weights",
+    ),
+    _inert(
+        _ENGINE,
+        "async_engine vllm_v1_disable_multiproc max_num_batched_tokens enforce_eager "
+        "fully_sharded_loras enable_ray_prometheus_stats gpu_memory_utilization "
+        "distributed_executor_backend",
+        "vLLM only",
+    ),
+    _implemented(
+        "generator",
+        "n_samples_per_prompt max_input_length chat_template_kwargs eval_sampling_params "
+        "eval_n_samples_per_prompt zero_reward_on_non_stop",
+    ),
+    _implemented("generator", "apply_overlong_filtering", "by stop_reason, not by the last token"),
+    _inert("generator", "batched", "a single-turn batch is always one call"),
+    _planned("generator", "max_turns", "conversations"),
+    _mapped("generator.chat_template", "source name_or_path", "SkyRL's named templates come later"),
+    *(
+        row
+        for group in ("generator.sampling_params", "generator.eval_sampling_params")
+        for row in (
+            _implemented(group, "max_generate_length temperature top_p top_k min_p"),
+            _mapped(group, "logprobs", "log-probs are always recorded"),
+            _planned(group, "stop", "stop_token_ids is there"),
+            _planned(group, "repetition_penalty additional_kwargs", "more sampling settings"),
+            _implemented(group, "stop_token_ids", _NEW, skyrl_only=False),
+        )
+    ),
+    _planned(
+        "generator",
+        "use_conversation_multi_turn append_eos_token_after_stop_str_in_multi_turn",
+        only_with="max_turns > 1",
+    ),
+    _planned("generator", "rope_scaling rope_theta", "the model's own are used"),
+    _planned("generator", "step_wise_trajectories", "one row per turn"),
+    _implemented("environment", "env_class", 'also "my_pkg.my_module:MyEnv"'),
+    _inert("environment.skyrl_gym", "max_env_workers", "single turns are scored in line"),
+    _planned(
+        "environment.skyrl_gym",
+        "text2sql.* llm_as_a_judge.* search.*",
+        only_with="these environments",
+    ),
+)
+
+TABLE = (*_MODELS, *_ALGORITHMS, *_TRAINER, *_GENERATOR)

@@ -1,0 +1,148 @@
+"""Config of the rollouts: inference engine, sampling, chat template."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxrl.config.dataclass_config import BaseConfig
+
+
+@dataclass
+class SamplingParams(BaseConfig):
+    """How tokens are sampled."""
+
+    max_generate_length: int = 1024
+    """Most tokens of one response."""
+    repetition_penalty: float = 1.0
+    """Penalty on tokens that occurred before."""
+    temperature: float = 1.0
+    """Sampling temperature; 0 = greedy, for evaluation only."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens with this probability."""
+    min_p: float = 0.0
+    """Drop tokens less probable than this times the most probable one."""
+    top_k: int = -1
+    """Sample from this many most probable tokens; -1 = all."""
+    logprobs: int | None = 1
+    """None, 0 or 1; the log-prob of the sampled token is always recorded."""
+    stop: list[str] | None = None
+    """Strings that end a response."""
+    additional_kwargs: dict[str, Any] | None = None
+    """Engine-specific sampling arguments."""
+    stop_token_ids: list[int] | None = None
+    """Token ids that end a response, besides the model's end-of-sequence ids."""
+
+
+@dataclass
+class ChatTemplateConfig(BaseConfig):
+    """Chat template other than the tokenizer's own."""
+
+    source: str = "name"
+    """"name" (with name_or_path unset: the tokenizer's own) or "file"."""
+    name_or_path: str | None = None
+    """source "file": path of a jinja file."""
+
+
+@dataclass
+class InferenceEngineConfig(BaseConfig):
+    """The engine that samples."""
+
+    model_dtype: str = "float32"
+    """Data type of the engine's weights: "float32" or "bfloat16"."""
+    run_engines_locally: bool = True
+    """Engine in this process; false = remote engines."""
+    num_engines: int = 1
+    """Number of engines."""
+    backend: str = "native"
+    """"native": jaxrl's engine, on the layer functions of the trainer."""
+    weight_sync_backend: str = "nccl"
+    """Transport of weights to the engine."""
+    weight_transfer_threshold_cuda_ipc_GB: float = 1.0
+    """Size of the chunks of a weight transfer."""
+    tensor_parallel_size: int = 1
+    """Devices of an engine that share each weight matrix."""
+    pipeline_parallel_size: int = 1
+    """Pipeline stages of an engine."""
+    expert_parallel_size: int = 1
+    """Devices of an engine that share the experts."""
+    data_parallel_size: int = 1
+    """Replicas inside an engine."""
+    async_engine: bool = True
+    """vLLM's asynchronous engine."""
+    vllm_v1_disable_multiproc: bool = True
+    """vLLM in one process."""
+    enable_prefix_caching: bool = False
+    """Keep keys and values of shared prefixes between requests."""
+    enable_chunked_prefill: bool = False
+    """Cut long prompts into chunks between decoding steps."""
+    max_num_batched_tokens: int = 8192
+    """Most tokens of one engine step."""
+    enforce_eager: bool = True
+    """No CUDA graphs."""
+    fully_sharded_loras: bool = False
+    """Shard adapters fully in vLLM."""
+    enable_ray_prometheus_stats: bool = False
+    """Engine statistics through Ray."""
+    gpu_memory_utilization: float = 0.8
+    """Share of the device memory for vLLM."""
+    max_num_seqs: int = 1024
+    """Rows decoded together, over all devices."""
+    remote_urls: list[str] = field(default_factory=list)
+    """Addresses of remote engines."""
+    enable_http_endpoint: bool = False
+    """Serve the engine over HTTP during training."""
+    http_endpoint_host: str = "127.0.0.1"
+    """Host of that endpoint."""
+    http_endpoint_port: int = 8000
+    """Port of that endpoint."""
+    served_model_name: str | None = None
+    """Model name that requests to the endpoint must carry."""
+    distributed_executor_backend: str = "ray"
+    """vLLM's executor."""
+    engine_init_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the engine, e.g. {"steps_per_dispatch": 32}."""
+    override_existing_update_group: str = "auto"
+    """Reuse of a weight-update group."""
+    external_proxy_url: str | None = None
+    """Address of a router before external engines."""
+    external_server_urls: list[str] | None = None
+    """Addresses of external engines."""
+
+
+@dataclass
+class GeneratorConfig(BaseConfig):
+    """Rollouts."""
+
+    inference_engine: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
+    """The engine that samples."""
+    n_samples_per_prompt: int = 5
+    """Samples per training prompt: the size of a group."""
+    batched: bool = False
+    """One engine call for the whole batch."""
+    max_turns: int = 1
+    """Most turns of a conversation."""
+    max_input_length: int | None = None
+    """Longest input of a turn, in tokens; None = trainer.max_prompt_length."""
+    chat_template: ChatTemplateConfig = field(default_factory=ChatTemplateConfig)
+    """Chat template other than the tokenizer's own."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, e.g. {"enable_thinking": False}."""
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    """Sampling for training."""
+    use_conversation_multi_turn: bool = True
+    """Each turn is a message of its own."""
+    append_eos_token_after_stop_str_in_multi_turn: bool = True
+    """Append the end-of-sequence token after a stop string."""
+    eval_sampling_params: SamplingParams | None = None
+    """Sampling for evaluation; None = greedy with the training max_generate_length."""
+    eval_n_samples_per_prompt: int = 1
+    """Samples per evaluation prompt."""
+    zero_reward_on_non_stop: bool = False
+    """Reward 0 for responses whose stop_reason is not "stop"."""
+    apply_overlong_filtering: bool = False
+    """Zero loss mask for responses whose stop_reason is not "stop" (DAPO)."""
+    rope_scaling: dict[str, Any] | None = None
+    """Rotary scaling of the engine; None = trainer.rope_scaling."""
+    rope_theta: float | None = None
+    """Rotary base of the engine; None = trainer.rope_theta."""
+    step_wise_trajectories: bool = False
+    """One row per turn."""

@@ -1,0 +1,57 @@
+"""Config of a model and its optimizer."""
+
+from dataclasses import dataclass, field
+
+from jaxrl.config.dataclass_config import BaseConfig
+
+
+@dataclass
+class SkyRLLoraConfig(BaseConfig):
+    """Low-rank adapters."""
+
+    rank: int = 0
+    """Rank of the adapters; 0 trains all weights."""
+    alpha: int = 16
+    """Adapter scale: the update is multiplied by alpha / rank."""
+    dropout: float = 0.0
+    """Dropout probability on the adapter input."""
+    lora_sync_path: str = "/tmp/skyrl_lora_sync"
+    """Folder through which adapters reach the inference engine."""
+    target_modules: str = "all-linear"
+    """Which linear layers get an adapter."""
+    exclude_modules: str | None = None
+    """Which of the target modules get none."""
+    init_method: str = "kaiming"
+    """Initialisation of the A matrices."""
+
+
+@dataclass
+class ModelConfig(BaseConfig):
+    """Where a model comes from."""
+
+    path: str | None = None
+    """Hugging Face model: a local folder, or a name in the local cache."""
+    lora: SkyRLLoraConfig = field(default_factory=SkyRLLoraConfig)
+    """Low-rank adapters."""
+    random_init: bool = False
+    """Random weights for the architecture in `path`/config.json, drawn from `trainer.seed`."""
+
+
+@dataclass
+class OptimizerConfig(BaseConfig):
+    """AdamW with clipping by the global gradient norm."""
+
+    lr: float = 1e-6
+    """Peak learning rate."""
+    adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """Decay rates of the first and second moments."""
+    weight_decay: float = 1e-2
+    """Decoupled weight decay."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm."""
+    offload_after_step: bool = False
+    """Keep the optimizer state in host memory between steps."""
+    num_warmup_steps: int = 0
+    """Optimizer updates (minibatches) of linear warm-up."""
+    scheduler: str = "constant_with_warmup"
+    """"constant", "constant_with_warmup", "linear" or "cosine" (the last two decay to 0)."""

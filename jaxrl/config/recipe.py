@@ -1,0 +1,100 @@
+"""Recipes: Python files whose `get_config()` returns the config of a run."""
+
+import copy
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict, FieldReference
+
+from jaxrl.config.dataclass_config import (
+    BaseConfig,
+    field_types,
+    field_values,
+    get_config_as_dict,
+    is_config,
+    is_union,
+)
+from jaxrl.config.train_config import TrainConfig
+
+
+def default_config(config_cls: type[TrainConfig] = TrainConfig) -> ConfigDict:
+    """All fields with their defaults, locked: a misspelt name or a wrong type is an error.
+
+    Dict-typed fields such as policy_loss_kwargs take new keys.
+
+    Args:
+        config_cls: your own class, if you have one; then return
+            `config_cls.from_dict_config(config)` from `get_config()`.
+
+    Example:
+        def get_config():
+            config = default_config()
+            config.trainer.seed = 1
+            return config
+    """
+    config = config_cls()
+    result = _config_dict(config).lock()
+    _unlock_dict_fields(result, config)
+    return result
+
+
+def to_train_config(config: Any, config_cls: type[TrainConfig] = TrainConfig) -> TrainConfig:
+    """A TrainConfig from a TrainConfig (copied), a ConfigDict or a nested dict.
+
+    Raises:
+        ValueError: unknown key or wrong type.
+    """
+    if isinstance(config, TrainConfig):
+        return copy.deepcopy(config)
+    return config_cls.from_dict_config(config)
+
+
+def load_config_file(path: str) -> TrainConfig:
+    """The config of a recipe: runs the file and calls its `get_config()`.
+
+    Raises:
+        ValueError: no such file, no `get_config` in it, or not a config that it returned.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(f"--config={path}: no such file (working directory {Path.cwd()})")
+    spec = importlib.util.spec_from_file_location(f"jaxrl_recipe_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"--config={path}: not a Python file; a recipe is a .py file")
+    module = importlib.util.module_from_spec(spec)
+    # @dataclass looks its module up there, should the recipe define a config class.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    if not hasattr(module, "get_config"):
+        raise ValueError(f"--config={path}: the file defines no function get_config()")
+    config = module.get_config()
+    try:
+        return to_train_config(config)
+    except ValueError as error:
+        raise ValueError(f"--config={path}: {error}") from error
+
+
+def _config_dict(config: BaseConfig) -> ConfigDict:
+    result = ConfigDict()
+    kinds = field_types(type(config))
+    for name, value in field_values(config).items():
+        if is_config(value):
+            result[name] = _config_dict(value)
+        elif isinstance(value, dict):
+            result[name] = ConfigDict(get_config_as_dict(value), type_safe=False)
+        elif is_union(kinds[name]) and value is not None:
+            # ml_collections would insist on the type of the default.
+            result[name] = FieldReference(copy.deepcopy(value), field_type=object)
+        else:
+            result[name] = copy.deepcopy(value)
+    return result
+
+
+def _unlock_dict_fields(result: Any, config: BaseConfig) -> None:
+    for name, value in field_values(config).items():
+        if is_config(value):
+            _unlock_dict_fields(result[name], value)
+        elif isinstance(value, dict):
+            result[name].unlock()

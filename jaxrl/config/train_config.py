@@ -1,0 +1,116 @@
+"""The top of the schema, and what its unset fields mean."""
+
+import copy
+import dataclasses
+import os
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from jaxrl.config import overrides
+from jaxrl.config.algorithm import AlgorithmConfig
+from jaxrl.config.dataclass_config import BaseConfig, Config
+from jaxrl.config.environment import EnvironmentConfig
+from jaxrl.config.generator import GeneratorConfig, SamplingParams
+from jaxrl.config.trainer import TrainerConfig
+
+
+@dataclass
+class DataConfig(BaseConfig):
+    """The prompts."""
+
+    train_data: list[str] = field(
+        default_factory=lambda: [os.path.expanduser("~/data/gsm8k/train.parquet")]
+    )
+    """Training prompts: .parquet, .jsonl or .json files, or "module:function" generators."""
+    val_data: list[str] = field(
+        default_factory=lambda: [os.path.expanduser("~/data/gsm8k/validation.parquet")]
+    )
+    """Evaluation prompts, likewise; an empty list = no evaluation."""
+
+
+@dataclass
+class TrainConfig(BaseConfig):
+    """Everything a run needs to know."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    """The prompts."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """The training run."""
+    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    """Rollouts."""
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    """Which environment scores a prompt."""
+
+    @classmethod
+    def from_cli_overrides(cls, args: list[str] | dict[str, Any]) -> Self:
+        """The defaults with overrides applied.
+
+        Args:
+            args: ["trainer.seed=1", ...] or {"trainer.seed": 1, ...}; see `apply_overrides`.
+
+        Raises:
+            ValueError: unknown key, wrong type, no "=", or a leading "+".
+        """
+        pairs = args if isinstance(args, dict) else overrides.parse_assignments(args)
+        return overrides.apply_overrides(cls(), pairs)
+
+
+SkyRLTrainConfig = TrainConfig
+
+
+def make_config(
+    algorithm_cls: type[AlgorithmConfig] | None = None,
+    trainer_cls: type[TrainerConfig] | None = None,
+    generator_cls: type[GeneratorConfig] | None = None,
+) -> type[TrainConfig]:
+    """A TrainConfig class with your subclasses in it.
+
+    Args:
+        algorithm_cls: class of `trainer.algorithm`; not used when `trainer_cls` is given.
+        trainer_cls: class of `trainer`.
+        generator_cls: class of `generator`.
+
+    Example:
+        @dataclass
+        class MyAlgorithmConfig(AlgorithmConfig):
+            my_param: int = 42
+
+        config = make_config(algorithm_cls=MyAlgorithmConfig).from_cli_overrides(sys.argv[1:])
+    """
+    if trainer_cls is None and algorithm_cls is not None:
+        trainer_cls = _with_fields(TrainerConfig, {"algorithm": algorithm_cls})
+    parts = {"trainer": trainer_cls, "generator": generator_cls}
+    return _with_fields(TrainConfig, {k: v for k, v in parts.items() if v is not None})
+
+
+def resolve(config: Config) -> Config:
+    """A copy in which every field that follows from another one is set.
+
+    ref.model = policy.model's path and random_init; generator.max_input_length =
+    trainer.max_prompt_length; algorithm.temperature = sampling temperature; algorithm.max_seq_len =
+    max_input_length + max_generate_length (for one turn only); eval_sampling_params = greedy with
+    the same length; generator.rope_* = trainer.rope_*. What the user set stays.
+    """
+    assert isinstance(config, TrainConfig)
+    config = copy.deepcopy(config)
+    trainer, generator = config.trainer, config.generator
+    ref, policy, algorithm = trainer.ref.model, trainer.policy.model, trainer.algorithm
+    if ref.path is None:
+        ref.path, ref.random_init = policy.path, policy.random_init
+    if generator.max_input_length is None:
+        generator.max_input_length = trainer.max_prompt_length
+    if algorithm.temperature is None:
+        algorithm.temperature = generator.sampling_params.temperature
+    length = generator.sampling_params.max_generate_length
+    if algorithm.max_seq_len is None and generator.max_turns == 1:
+        algorithm.max_seq_len = generator.max_input_length + length
+    if generator.eval_sampling_params is None:
+        generator.eval_sampling_params = SamplingParams(temperature=0.0, max_generate_length=length)
+    generator.rope_scaling = generator.rope_scaling or copy.deepcopy(trainer.rope_scaling)
+    generator.rope_theta = generator.rope_theta or trainer.rope_theta
+    return config
+
+
+def _with_fields(cls: type[Config], parts: dict[str, type[BaseConfig]]) -> type[Config]:
+    fields = [(name, part, field(default_factory=part)) for name, part in parts.items()]
+    return dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,))

@@ -1,0 +1,192 @@
+"""Config of the training run: models, devices, batch sizes, checkpoints, logging."""
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxrl.config.algorithm import AlgorithmConfig
+from jaxrl.config.backend import FSDPConfig, MegatronConfig
+from jaxrl.config.dataclass_config import BaseConfig
+from jaxrl.config.model import ModelConfig, OptimizerConfig
+
+
+@dataclass
+class PlacementConfig(BaseConfig):
+    """Which devices hold which model."""
+
+    colocate_all: bool = True
+    """Training and sampling share all devices."""
+    colocate_policy_ref: bool = True
+    """Policy and reference model share devices."""
+    policy_num_nodes: int = 1
+    """Hosts of the policy."""
+    policy_num_gpus_per_node: int = 1
+    """Devices per host of the policy."""
+    critic_num_nodes: int = 1
+    """Hosts of the critic."""
+    critic_num_gpus_per_node: int = 1
+    """Devices per host of the critic."""
+    ref_num_nodes: int = 1
+    """Hosts of the reference model."""
+    ref_num_gpus_per_node: int = 1
+    """Devices per host of the reference model."""
+
+
+@dataclass
+class PolicyConfig(BaseConfig):
+    """The model that is trained."""
+
+    model: ModelConfig = field(
+        default_factory=lambda: ModelConfig(path="Qwen/Qwen2.5-1.5B-Instruct")
+    )
+    """The model."""
+    optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Its optimizer."""
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    """Its sharding."""
+    sequence_parallel_size: int = 1
+    """Devices that share each sequence."""
+    use_torch_compile: bool = False
+    """torch.compile of the logits."""
+    record_memory: bool = False
+    """Save snapshots of the device memory."""
+    megatron_config: MegatronConfig = field(default_factory=MegatronConfig)
+    """Megatron settings."""
+    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Changes to the Hugging Face model config."""
+
+
+@dataclass
+class CriticConfig(BaseConfig):
+    """The value model of actor-critic algorithms."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The model; no path, no critic."""
+    optimizer_config: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=5e-6))
+    """Its optimizer."""
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    """Its sharding."""
+    sequence_parallel_size: int = 1
+    """Devices that share each sequence."""
+    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Changes to the Hugging Face model config."""
+
+
+@dataclass
+class RefConfig(BaseConfig):
+    """The frozen reference model of the KL term."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The model; no path = the policy's initial weights."""
+    sequence_parallel_size: int = 1
+    """Devices that share each sequence."""
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    """Its sharding."""
+    megatron_config: MegatronConfig = field(default_factory=MegatronConfig)
+    """Megatron settings."""
+    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Changes to the Hugging Face model config."""
+
+
+@dataclass
+class FullyAsyncConfig(BaseConfig):
+    """Training while sampling continues."""
+
+    max_staleness_steps: int = 4
+    """Most steps between the sampling of a group and its training."""
+    num_parallel_generation_workers: int = 768
+    """Groups in generation at the same time."""
+
+
+@dataclass
+class TrainerConfig(BaseConfig):
+    """The training run."""
+
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    """Which devices hold which model."""
+    sequence_parallel_backend: str = "ulysses"
+    """SkyRL's only sequence-parallel backend."""
+    strategy: str = "jax"
+    """"jax"; SkyRL's "fsdp", "fsdp2" and "megatron" mean the same here."""
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    """The model that is trained."""
+    ref: RefConfig = field(default_factory=RefConfig)
+    """The reference model."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The value model."""
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    """The objective."""
+    fully_async: FullyAsyncConfig = field(default_factory=FullyAsyncConfig)
+    """Training while sampling continues."""
+    gradient_checkpointing: bool = True
+    """Recompute each layer's activations in the backward pass."""
+    gradient_checkpointing_use_reentrant: bool = False
+    """Variant of torch's gradient checkpointing."""
+    seed: int = 42
+    """Seed of initialisation, data order and sampling."""
+    resume_mode: str | None = "latest"
+    """"latest" checkpoint in ckpt_path, "from_path", or "none"."""
+    resume_path: str | None = None
+    """Checkpoint for resume_mode "from_path"."""
+    log_path: str = "/tmp/skyrl-logs"
+    """Run folder: metrics.jsonl, curve.png, TensorBoard events."""
+    ckpt_path: str = field(default_factory=lambda: os.path.expanduser("~/ckpts/"))
+    """Folder of the checkpoints."""
+    max_ckpts_to_keep: int = -1
+    """Checkpoints kept, the latest ones; -1 = all."""
+    ckpt_interval: int = 10
+    """Steps between checkpoints; -1 = none."""
+    hf_save_interval: int = -1
+    """Steps between exports in Hugging Face format; -1 = none."""
+    export_path: str = field(default_factory=lambda: os.path.expanduser("~/exports/"))
+    """Folder of exported models and evaluation results."""
+    bf16: bool = False
+    """Compute in bfloat16; master weights and optimizer state stay float32."""
+    epochs: int = 1
+    """Passes over the training prompts."""
+    max_training_steps: int | None = None
+    """Stop after this many steps; None = all epochs."""
+    update_epochs_per_batch: int = 1
+    """Passes over the minibatches of a step."""
+    train_batch_size: int = 1024
+    """Prompts per step."""
+    policy_mini_batch_size: int = 256
+    """Prompts per optimizer update."""
+    critic_mini_batch_size: int = 256
+    """Prompts per optimizer update of the critic."""
+    micro_train_batch_size_per_gpu: int = 1
+    """Rows per device in one forward and backward pass."""
+    micro_forward_batch_size_per_gpu: int = 1
+    """Rows per device in one gradient-free forward pass."""
+    update_ref_every_epoch: bool = False
+    """Copy the policy into the reference model after every epoch."""
+    use_sample_packing: bool = False
+    """Several trajectories per row of the model's input."""
+    eval_batch_size: int = 1024
+    """Prompts per evaluation batch."""
+    eval_before_train: bool = True
+    """Evaluate before the first step."""
+    eval_interval: int = 5
+    """Steps between evaluations; -1 = none."""
+    max_prompt_length: int = 512
+    """Longer prompts, in tokens, are dropped from the data."""
+    flash_attn: bool = False
+    """Fused attention kernel."""
+    disable_fast_tokenizer: bool = False
+    """Slow tokenizer of transformers."""
+    project_name: str = "skyrl"
+    """Project of the run."""
+    run_name: str = "test_run"
+    """Name of the run."""
+    logger: str | list[str] = "console"
+    """"console" and "tensorboard", one or a list; JSONL and the curve are always written."""
+    print_example_interval: int = 1
+    """Steps between printed example trajectories; -1 = none."""
+    dump_data_batch: bool = False
+    """Write every training batch to export_path."""
+    dump_eval_results: bool = True
+    """Write evaluation trajectories to export_path."""
+    rope_scaling: dict[str, Any] | None = None
+    """Rotary scaling, instead of the model's own."""
+    rope_theta: float | None = None
+    """Rotary base, instead of the model's own."""

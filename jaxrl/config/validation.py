@@ -1,0 +1,307 @@
+"""Checks of a config before anything is loaded: every error names the field, the value, the fix."""
+
+import difflib
+import warnings
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from jaxrl.config.dataclass_config import flatten
+from jaxrl.config.field_status import status_of
+from jaxrl.config.generator import SamplingParams
+from jaxrl.config.train_config import TrainConfig, resolve
+
+STRATEGIES = ("jax", "fsdp", "fsdp2", "megatron")
+LOGGERS = ("console", "tensorboard")
+
+_CHOICES = {
+    "trainer.strategy": STRATEGIES,
+    "trainer.resume_mode": (None, "none", "latest", "from_path"),
+    "trainer.policy.optimizer_config.scheduler": (
+        "constant",
+        "constant_with_warmup",
+        "linear",
+        "cosine",
+    ),
+    "trainer.algorithm.kl_estimator_type": ("k1", "k2", "k3", "abs"),
+    "trainer.algorithm.loss_reduction": (
+        "token_mean",
+        "sequence_mean",
+        "seq_mean_token_sum_norm",
+    ),
+    "generator.inference_engine.backend": ("native",),
+    "generator.inference_engine.model_dtype": ("float32", "bfloat16"),
+    "generator.chat_template.source": ("name", "file"),
+    "generator.sampling_params.logprobs": (None, 0, 1),
+    "generator.eval_sampling_params.logprobs": (None, 0, 1),
+}
+_LATER = {  # SkyRL's values of implemented fields, so that the message can say that they will come
+    "generator.inference_engine.backend": ("vllm", "sglang"),
+    "trainer.logger": ("wandb", "mlflow", "swanlab"),
+    "trainer.algorithm.policy_loss_type": (
+        "sapo",
+        "cispo",
+        "clip_cov",
+        "kl_cov",
+        "importance_sampling",
+        "rollout_is",
+        "dppo",
+        "gmpo",
+    ),
+    "trainer.algorithm.advantage_estimator": ("gae", "reinforce++", "maxrl"),
+}
+_POSITIVE = """
+    trainer.train_batch_size trainer.policy_mini_batch_size trainer.epochs
+    trainer.update_epochs_per_batch trainer.micro_train_batch_size_per_gpu
+    trainer.micro_forward_batch_size_per_gpu trainer.eval_batch_size trainer.max_prompt_length
+    generator.n_samples_per_prompt generator.eval_n_samples_per_prompt
+    generator.max_input_length generator.inference_engine.max_num_seqs
+    generator.sampling_params.max_generate_length
+    generator.eval_sampling_params.max_generate_length
+"""
+_INTERVALS = """
+    trainer.ckpt_interval trainer.hf_save_interval trainer.eval_interval
+    trainer.print_example_interval trainer.max_ckpts_to_keep
+"""
+_NOT_NEGATIVE = """
+    trainer.policy.optimizer_config.lr trainer.policy.optimizer_config.weight_decay
+    trainer.policy.optimizer_config.num_warmup_steps trainer.algorithm.kl_loss_coef
+    trainer.algorithm.entropy_loss_coef trainer.algorithm.eps_clip_low
+    trainer.algorithm.eps_clip_high
+"""
+
+
+def validate(config: TrainConfig, num_devices: int = 1) -> None:
+    """Check a config, its derived defaults filled in by `resolve`; warn of fields without effect.
+
+    Args:
+        config: is not changed.
+        num_devices: devices that the run will use.
+
+    Raises:
+        ValueError: a field is out of range, not available, or at odds with another one.
+    """
+    config = resolve(config)
+    values = flatten(config)
+    _check_status(values)
+    _check_choices(values)
+    _check_ranges(values)
+    _check_batch(config, num_devices)
+    _check_lengths(config)
+    _check_objective(config)
+    _check_functions(config)
+    _check_sampling(config.generator.sampling_params, "generator.sampling_params", greedy=False)
+    eval_params = config.generator.eval_sampling_params
+    assert eval_params is not None
+    _check_sampling(eval_params, "generator.eval_sampling_params", greedy=True)
+    _check_files(config)
+
+
+def _fail(field: str, value: Any, fix: str) -> NoReturn:
+    raise ValueError(f"{field}={value!r}: {fix}")
+
+
+def _check_status(values: dict[str, Any]) -> None:
+    """Planned features must be off; fields without a counterpart are named in one warning."""
+    defaults = flatten(resolve(TrainConfig()))
+    ignored = []
+    for field, value in values.items():
+        row = status_of(field)
+        if row is None or row.only_with or (field in defaults and value == defaults[field]):
+            continue
+        if row.status == "planned":
+            if field in defaults:
+                fix = f"set it to {defaults[field]!r}"
+            else:  # a field of an optional group that is off by default
+                fix = f"set {field.rpartition('.')[0]} to None"
+            _fail(field, value, f"not available yet ({row.note}); {fix}")
+        if row.status == "inert":
+            ignored.append(f"{field}={value!r} ({row.note})")
+    if ignored:
+        warnings.warn(f"config fields without effect in jaxrl: {'; '.join(ignored)}", stacklevel=3)
+
+
+def _check_choices(values: dict[str, Any]) -> None:
+    for field, choices in _CHOICES.items():
+        _check_choice(field, values[field], choices)
+    loggers = values["trainer.logger"]
+    for name in [loggers] if isinstance(loggers, str) else loggers:
+        _check_choice("trainer.logger", name, LOGGERS)
+
+
+def _check_choice(field: str, value: Any, choices: Iterable[Any]) -> None:
+    if value in choices and not isinstance(value, bool):
+        return
+    shown = " or ".join(repr(c) for c in choices)
+    later = "not available yet, " if field in _LATER and value in _LATER[field] else ""
+    names = [c for c in choices if isinstance(c, str)]
+    near = difflib.get_close_matches(str(value), names, n=1) if len(names) > 1 else []
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    _fail(field, value, f"{later}must be {shown}{hint}")
+
+
+def _check_ranges(values: dict[str, Any]) -> None:
+    for field in _POSITIVE.split():
+        if values[field] <= 0:
+            _fail(field, values[field], "must be positive; set it to 1 or more")
+    for field in _INTERVALS.split():
+        if values[field] != -1 and values[field] <= 0:
+            meaning = "all" if field.endswith("to_keep") else "off"
+            _fail(field, values[field], f"must be positive, or -1 ({meaning})")
+    for field in _NOT_NEGATIVE.split():
+        if values[field] < 0:
+            _fail(field, values[field], "must not be negative; set it to 0 or more")
+    steps = values["trainer.max_training_steps"]
+    if steps is not None and steps <= 0:
+        _fail("trainer.max_training_steps", steps, "must be positive, or None (all epochs)")
+    norm = values["trainer.policy.optimizer_config.max_grad_norm"]
+    if norm <= 0:
+        _fail(
+            "trainer.policy.optimizer_config.max_grad_norm",
+            norm,
+            "must be positive; a large number such as 1e9 turns clipping off",
+        )
+    betas = values["trainer.policy.optimizer_config.adam_betas"]
+    if len(betas) != 2 or not all(0 <= b < 1 for b in betas):
+        _fail(
+            "trainer.policy.optimizer_config.adam_betas",
+            betas,
+            "must be two numbers in [0, 1), e.g. [0.9, 0.999]",
+        )
+
+
+def _check_batch(config: TrainConfig, num_devices: int) -> None:
+    prompts, mini = config.trainer.train_batch_size, config.trainer.policy_mini_batch_size
+    if prompts < mini:
+        _fail(
+            "trainer.train_batch_size",
+            prompts,
+            f"a step has fewer prompts than one minibatch (trainer.policy_mini_batch_size={mini}); "
+            f"set policy_mini_batch_size to {prompts} or less",
+        )
+    if prompts % mini:
+        _fail(
+            "trainer.train_batch_size",
+            prompts,
+            f"not a multiple of trainer.policy_mini_batch_size={mini} ({prompts} = "
+            f"{prompts // mini} x {mini} + {prompts % mini}); set it to {prompts - prompts % mini} "
+            f"or {prompts - prompts % mini + mini}",
+        )
+    fsdp = config.trainer.policy.fsdp_config.fsdp_size
+    if fsdp != -1 and (fsdp <= 0 or num_devices % fsdp):
+        divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
+        _fail(
+            "trainer.policy.fsdp_config.fsdp_size",
+            fsdp,
+            f"must divide the number of devices, {num_devices}: one of {divisors}, or -1 (all)",
+        )
+
+
+def _check_lengths(config: TrainConfig) -> None:
+    generator, prompt_length = config.generator, config.trainer.max_prompt_length
+    if generator.max_turns == 1 and generator.max_input_length != prompt_length:
+        _fail(
+            "generator.max_input_length",
+            generator.max_input_length,
+            f"with one turn it must equal trainer.max_prompt_length={prompt_length}; leave it None",
+        )
+
+
+def _check_objective(config: TrainConfig) -> None:
+    algorithm, samples = config.trainer.algorithm, config.generator.n_samples_per_prompt
+    sampling = config.generator.sampling_params.temperature
+    if algorithm.temperature != sampling:
+        _fail(
+            "trainer.algorithm.temperature",
+            algorithm.temperature,
+            f"differs from generator.sampling_params.temperature={sampling}: the loss would train "
+            "another distribution than the one sampled; leave it None",
+        )
+    if algorithm.policy_loss_type == "dual_clip" and algorithm.clip_ratio_c <= 1:
+        _fail("trainer.algorithm.clip_ratio_c", algorithm.clip_ratio_c, "must be > 1, e.g. 3.0")
+    if algorithm.loss_reduction == "seq_mean_token_sum_norm" and not (
+        algorithm.max_seq_len and algorithm.max_seq_len > 0
+    ):
+        _fail(
+            "trainer.algorithm.max_seq_len",
+            algorithm.max_seq_len,
+            "loss_reduction='seq_mean_token_sum_norm' divides by it; set it to the longest "
+            "sequence, in tokens",
+        )
+    if algorithm.policy_loss_type == "gspo" and algorithm.loss_reduction != "sequence_mean":
+        warnings.warn(
+            f"trainer.algorithm.loss_reduction={algorithm.loss_reduction!r}: gspo is defined with "
+            "'sequence_mean'",
+            stacklevel=3,
+        )
+    if algorithm.advantage_estimator in ("grpo", "rloo") and samples == 1:
+        effect = "the reward itself" if algorithm.advantage_estimator == "grpo" else "0"
+        warnings.warn(
+            f"generator.n_samples_per_prompt=1: in a group of one the advantage of "
+            f"{algorithm.advantage_estimator!r} is {effect}; set 2 or more",
+            stacklevel=3,
+        )
+
+
+def _check_functions(config: TrainConfig) -> None:
+    """Names resolve to functions, and the loss takes its hyperparameters."""
+    from jaxrl.registry import (
+        AdvantageEstimatorRegistry,
+        PolicyLossRegistry,
+        check_hyperparameters,
+    )
+
+    algorithm = config.trainer.algorithm
+    loss = _function("policy_loss_type", algorithm.policy_loss_type, PolicyLossRegistry)
+    check_hyperparameters(
+        loss, algorithm.policy_loss_kwargs, "trainer.algorithm.policy_loss_kwargs"
+    )
+    _function("advantage_estimator", algorithm.advantage_estimator, AdvantageEstimatorRegistry)
+
+
+def _function(name: str, value: str, registry: Any) -> Any:
+    field = f"trainer.algorithm.{name}"
+    try:
+        return registry.resolve(value)
+    except ValueError as error:
+        later = "not available yet. " if value in _LATER[field] else ""
+        fix = 'Set a known name, register yours, or write "my_pkg.my_module:my_function"'
+        raise ValueError(f"{field}={value!r}: {later}{error} {fix}") from error
+
+
+def _check_sampling(params: SamplingParams, field: str, *, greedy: bool) -> None:
+    if params.temperature < 0 or (params.temperature == 0 and not greedy):
+        fix = "must be 0 (greedy) or more" if greedy else "must be > 0 to train, e.g. 1.0"
+        _fail(f"{field}.temperature", params.temperature, fix)
+    if not 0 < params.top_p <= 1:
+        _fail(f"{field}.top_p", params.top_p, "must be in (0, 1]; 1.0 is off")
+    if not 0 <= params.min_p <= 1:
+        _fail(f"{field}.min_p", params.min_p, "must be in [0, 1]; 0.0 is off")
+    if params.top_k != -1 and params.top_k <= 0:
+        _fail(f"{field}.top_k", params.top_k, "must be positive, or -1 (off)")
+
+
+def _check_files(config: TrainConfig) -> None:
+    trainer, template = config.trainer, config.generator.chat_template
+    if trainer.policy.model.path is None:
+        _fail("trainer.policy.model.path", None, "set a Hugging Face model folder or name")
+    if not config.data.train_data:
+        _fail("data.train_data", [], "set at least one Parquet or JSONL file")
+    if trainer.resume_mode == "from_path" and not trainer.resume_path:
+        _fail(
+            "trainer.resume_path",
+            trainer.resume_path,
+            "trainer.resume_mode='from_path' needs it; set the folder of a checkpoint",
+        )
+    if template.source == "file" and not template.name_or_path:
+        _fail(
+            "generator.chat_template.name_or_path",
+            template.name_or_path,
+            "generator.chat_template.source='file' needs it; set the path of a jinja file",
+        )
+    if template.source == "name" and template.name_or_path:
+        _fail(
+            "generator.chat_template.name_or_path",
+            template.name_or_path,
+            "named templates are not available yet; set generator.chat_template.source='file' "
+            "and a jinja file, or leave it None",
+        )

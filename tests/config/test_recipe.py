@@ -1,0 +1,144 @@
+import textwrap
+
+import ml_collections
+import pytest
+
+from jaxrl.config import (
+    AlgorithmConfig,
+    SamplingParams,
+    TrainConfig,
+    default_config,
+    load_config_file,
+    make_config,
+    to_train_config,
+)
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    def write(text):
+        path = tmp_path / "recipe.py"
+        path.write_text(textwrap.dedent(text))
+        return str(path)
+
+    return write
+
+
+def test_default_config_is_the_schema():
+    assert isinstance(default_config(), ml_collections.ConfigDict)
+    assert to_train_config(default_config()) == TrainConfig()
+
+
+def test_default_config_rejects_misspelt_names_and_wrong_types():
+    config = default_config()
+    with pytest.raises(AttributeError, match="sed"):
+        config.trainer.sed = 1
+    with pytest.raises(AttributeError, match="my_new_group"):
+        config.my_new_group = 1
+    with pytest.raises(TypeError, match="seed"):
+        config.trainer.seed = "one"
+
+
+def test_dict_fields_take_new_keys_and_unions_take_every_member():
+    config = default_config()
+    config.trainer.algorithm.policy_loss_kwargs.beta = 0.1
+    config.generator.chat_template_kwargs = {"enable_thinking": False}
+    config.generator.inference_engine.engine_init_kwargs.steps_per_dispatch = 8
+    config.generator.eval_sampling_params = {"temperature": 0.6}
+    config.generator.sampling_params.logprobs = None
+    config.trainer.logger = ["console", "tensorboard"]
+    config.trainer.algorithm.max_seq_len = 64
+    config.trainer.policy.optimizer_config.lr = 1
+    config.data.train_data = ("a", "b")
+    result = to_train_config(config)
+    assert result.trainer.algorithm.policy_loss_kwargs == {"beta": 0.1}
+    assert result.generator.chat_template_kwargs == {"enable_thinking": False}
+    assert result.generator.inference_engine.engine_init_kwargs == {"steps_per_dispatch": 8}
+    assert result.generator.eval_sampling_params == SamplingParams(temperature=0.6)
+    assert result.generator.sampling_params.logprobs is None
+    assert result.trainer.logger == ["console", "tensorboard"]
+    assert result.trainer.algorithm.max_seq_len == 64
+    assert result.trainer.policy.optimizer_config.lr == 1.0
+    assert result.data.train_data == ["a", "b"]
+
+
+def test_what_ml_collections_lets_through_is_checked_on_conversion():
+    config = default_config()
+    config.trainer.max_training_steps = "ten"
+    with pytest.raises(ValueError, match=r"trainer.max_training_steps='ten': expected int \| None"):
+        to_train_config(config)
+
+
+def test_to_train_config_copies():
+    config = TrainConfig()
+    copied = to_train_config(config)
+    copied.trainer.seed = 1
+    assert config.trainer.seed == 42
+    assert to_train_config({"trainer": {"seed": 3}}).trainer.seed == 3
+
+
+def test_recipe_may_return_a_config_dict(recipe):
+    path = recipe("""
+        from jaxrl.config import default_config
+
+        def get_config():
+            config = default_config()
+            config.trainer.seed = 5
+            return config
+    """)
+    assert load_config_file(path).trainer.seed == 5
+
+
+def test_recipe_may_return_a_config_of_its_own_class(recipe):
+    path = recipe("""
+        from dataclasses import dataclass
+        from jaxrl.config import AlgorithmConfig, default_config, make_config
+
+        @dataclass
+        class MyAlgorithmConfig(AlgorithmConfig):
+            my_param: "int" = 42
+
+        MyConfig = make_config(algorithm_cls=MyAlgorithmConfig)
+
+        def get_config():
+            config = default_config(MyConfig)
+            config.trainer.algorithm.my_param = 6
+            return MyConfig.from_dict_config(config)
+    """)
+    config = load_config_file(path)
+    assert isinstance(config.trainer.algorithm, AlgorithmConfig)
+    assert config.trainer.algorithm.my_param == 6
+
+
+def test_default_config_of_a_user_class_needs_that_class_back():
+    cls = make_config(algorithm_cls=type("Plain", (AlgorithmConfig,), {}))
+    assert isinstance(to_train_config(default_config(cls), cls), cls)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1", r"--config=.*recipe.py: the file defines no function get_config\(\)"),
+        (
+            "def get_config(): return {'trainer': {'sed': 1}}",
+            r"--config=.*recipe.py: unknown config field 'trainer.sed'. Did you mean",
+        ),
+        (
+            "def get_config(): return None",
+            r"--config=.*recipe.py: TrainConfig=None: expected a mapping of the fields",
+        ),
+    ],
+)
+def test_recipe_errors_name_the_file(recipe, text, message):
+    with pytest.raises(ValueError, match=message):
+        load_config_file(recipe(text))
+
+
+def test_missing_recipe_is_named(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"--config=no/such.py: no such file \(working directory /"
+    ):
+        load_config_file("no/such.py")
+    (tmp_path / "recipe.txt").write_text("")
+    with pytest.raises(ValueError, match=r"recipe.txt: not a Python file; a recipe is a .py file"):
+        load_config_file(str(tmp_path / "recipe.txt"))

@@ -1,0 +1,395 @@
+import copy
+import warnings
+
+import pytest
+
+from jaxrl import registry
+from jaxrl.config import (
+    AlgorithmConfig,
+    MixedPrecisionConfig,
+    TrainConfig,
+    make_config,
+    resolve,
+    validate,
+)
+from jaxrl.config.field_status import TABLE, status_of
+
+
+def check(overrides, num_devices=1):
+    validate(TrainConfig.from_cli_overrides(overrides), num_devices)
+
+
+def my_loss(log_probs, old_log_probs, advantages, config, loss_mask=None, *, beta=0.1):
+    return -beta * log_probs * advantages, {}
+
+
+def my_estimator(token_level_rewards, response_mask, index, **kwargs):
+    return token_level_rewards, token_level_rewards
+
+
+def test_defaults_are_valid_and_silent():
+    config = TrainConfig()
+    before = copy.deepcopy(config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        validate(config)
+        validate(resolve(config), num_devices=8)
+    assert config == before
+
+
+PLANNED = [
+    ("trainer.policy.model.lora.rank", 8, 0),
+    ("trainer.ref.model.lora.rank", 8, 0),
+    ("trainer.critic.model.path", "m", None),
+    ("trainer.policy.optimizer_config.offload_after_step", True, False),
+    ("trainer.policy.fsdp_config.cpu_offload", True, False),
+    ("trainer.ref.fsdp_config.cpu_offload", True, False),
+    ("trainer.policy.sequence_parallel_size", 2, 1),
+    ("trainer.policy.record_memory", True, False),
+    ("trainer.policy.model_config_kwargs", {"a": 1}, {}),
+    ("trainer.policy.megatron_config.tensor_model_parallel_size", 2, 1),
+    ("trainer.policy.megatron_config.pipeline_model_parallel_size", 2, 1),
+    ("trainer.policy.megatron_config.context_parallel_size", 2, 1),
+    ("trainer.ref.megatron_config.expert_model_parallel_size", 2, 1),
+    ("trainer.placement.colocate_all", False, True),
+    ("trainer.placement.colocate_policy_ref", False, True),
+    ("trainer.placement.policy_num_nodes", 2, 1),
+    ("trainer.algorithm.use_kl_in_reward", True, False),
+    ("trainer.algorithm.advantage_batch_normalize", True, False),
+    ("trainer.algorithm.zero_variance_filter", True, False),
+    ("trainer.algorithm.use_tis", True, False),
+    ("trainer.algorithm.off_policy_correction.tis_ratio_type", "token", None),
+    ("trainer.algorithm.off_policy_correction.sequence_mask_metric", "product", None),
+    ("trainer.algorithm.off_policy_correction.outlier_token_is_threshold_high", 100.0, None),
+    ("trainer.algorithm.off_policy_correction.token_mask_is_threshold_low", 0.5, None),
+    ("trainer.algorithm.dynamic_sampling.type", "filter", None),
+    ("trainer.update_ref_every_epoch", True, False),
+    ("trainer.use_sample_packing", True, False),
+    ("trainer.flash_attn", True, False),
+    ("trainer.dump_data_batch", True, False),
+    ("trainer.rope_theta", 1e6, None),
+    ("generator.inference_engine.run_engines_locally", False, True),
+    ("generator.inference_engine.num_engines", 2, 1),
+    ("generator.inference_engine.tensor_parallel_size", 2, 1),
+    ("generator.inference_engine.enable_prefix_caching", True, False),
+    ("generator.inference_engine.enable_chunked_prefill", True, False),
+    ("generator.inference_engine.remote_urls", ["a:1"], []),
+    ("generator.inference_engine.external_proxy_url", "a:1", None),
+    ("generator.inference_engine.enable_http_endpoint", True, False),
+    ("generator.max_turns", 3, 1),
+    ("generator.step_wise_trajectories", True, False),
+    ("generator.sampling_params.repetition_penalty", 1.1, 1.0),
+    ("generator.sampling_params.stop", ["</s>"], None),
+    ("generator.sampling_params.additional_kwargs", {"a": 1}, None),
+    ("generator.eval_sampling_params.stop", ["</s>"], None),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "off"), PLANNED, ids=[p[0] for p in PLANNED])
+def test_planned_features_are_rejected_with_the_value_that_turns_them_off(field, value, off):
+    assert status_of(field).status == "planned"
+    with pytest.raises(ValueError) as error:
+        check({field: value})
+    message = str(error.value)
+    assert message.startswith(f"{field}={value!r}: not available yet (")
+    assert message.endswith(f"set it to {off!r}")
+
+
+def test_planned_group_that_is_off_by_default_is_rejected_as_a_group():
+    config = TrainConfig()
+    config.trainer.policy.fsdp_config.mixed_precision = MixedPrecisionConfig()
+    message = (
+        r"trainer.policy.fsdp_config.mixed_precision.param_dtype='bf16': not available yet \(use "
+        r"trainer.bf16\); set trainer.policy.fsdp_config.mixed_precision to None"
+    )
+    with pytest.raises(ValueError, match=message):
+        validate(config)
+
+
+def test_settings_of_a_feature_that_is_off_may_have_any_value():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(
+            {
+                "trainer.policy.model.lora.alpha": 32,
+                "trainer.critic_mini_batch_size": 64,
+                "trainer.critic.optimizer_config.lr": 1e-5,
+                "trainer.algorithm.kl_ctrl.horizon": 1,
+                "trainer.algorithm.cispo.cispo_eps_clip_high": 5,
+                "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high": 3,
+            }
+        )
+
+
+def test_every_planned_row_says_what_comes_or_what_it_belongs_to():
+    assert all(row.note or row.only_with for row in TABLE if row.status == "planned")
+
+
+def test_inert_fields_are_named_in_one_warning():
+    with pytest.warns(UserWarning) as caught:
+        check(
+            {
+                "generator.inference_engine.gpu_memory_utilization": 0.9,
+                "trainer.policy.use_torch_compile": True,
+                "generator.batched": True,
+            }
+        )
+    assert [str(w.message) for w in caught] == [
+        "config fields without effect in jaxrl: trainer.policy.use_torch_compile=True (everything "
+        "is jitted); generator.inference_engine.gpu_memory_utilization=0.9 (vLLM only); "
+        "generator.batched=True (a single-turn batch is always one call)"
+    ]
+
+
+def test_fields_of_a_user_class_are_not_judged():
+    from dataclasses import dataclass
+
+    @dataclass
+    class MyAlgorithmConfig(AlgorithmConfig):
+        my_param: int = 42
+
+    cls = make_config(algorithm_cls=MyAlgorithmConfig)
+    validate(cls.from_cli_overrides({"trainer.algorithm.my_param": 1}))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            {"trainer.strategy": "fsdp3"},
+            r"trainer.strategy='fsdp3': must be 'jax' or 'fsdp' or 'fsdp2' or 'megatron'; did you "
+            r"mean 'fsdp2?'\?",
+        ),
+        (
+            {"trainer.resume_mode": "last"},
+            r"trainer.resume_mode='last': must be None or 'none' or 'latest' or 'from_path'; did "
+            r"you mean 'latest'\?",
+        ),
+        (
+            {"trainer.policy.optimizer_config.scheduler": "cosin"},
+            r"trainer.policy.optimizer_config.scheduler='cosin': .* did you mean 'cosine'\?",
+        ),
+        (
+            {"trainer.algorithm.kl_estimator_type": "k4"},
+            r"trainer.algorithm.kl_estimator_type='k4': must be 'k1' or 'k2' or 'k3' or 'abs'",
+        ),
+        (
+            {"trainer.algorithm.loss_reduction": "tokenmean"},
+            r"trainer.algorithm.loss_reduction='tokenmean': .* did you mean 'token_mean'\?",
+        ),
+        (
+            {"generator.inference_engine.backend": "vllm"},
+            r"generator.inference_engine.backend='vllm': not available yet, must be 'native'",
+        ),
+        (
+            {"generator.inference_engine.model_dtype": "float16"},
+            r"generator.inference_engine.model_dtype='float16': must be 'float32' or 'bfloat16'",
+        ),
+        (
+            {"trainer.logger": "wandb"},
+            r"trainer.logger='wandb': not available yet, must be 'console' or 'tensorboard'",
+        ),
+        (
+            {"trainer.logger": "['console', 'tensorbord']"},
+            r"trainer.logger='tensorbord': must be .*; did you mean 'tensorboard'\?",
+        ),
+        (
+            {"generator.sampling_params.logprobs": 2},
+            r"generator.sampling_params.logprobs=2: must be None or 0 or 1",
+        ),
+        (
+            {"trainer.train_batch_size": 0},
+            r"trainer.train_batch_size=0: must be positive; set it to 1 or more",
+        ),
+        (
+            {"generator.n_samples_per_prompt": -1},
+            r"generator.n_samples_per_prompt=-1: must be positive",
+        ),
+        (
+            {"trainer.max_ckpts_to_keep": 0},
+            r"trainer.max_ckpts_to_keep=0: must be positive, or -1 \(all\)",
+        ),
+        ({"trainer.eval_interval": 0}, r"trainer.eval_interval=0: must be positive, or -1 \(off\)"),
+        (
+            {"trainer.max_training_steps": 0},
+            r"trainer.max_training_steps=0: must be positive, or None \(all epochs\)",
+        ),
+        (
+            {"trainer.algorithm.eps_clip_low": -0.1},
+            r"trainer.algorithm.eps_clip_low=-0.1: must not be negative; set it to 0 or more",
+        ),
+        (
+            {"trainer.policy.optimizer_config.max_grad_norm": 0},
+            r"max_grad_norm=0.0: must be positive; a large number such as 1e9 turns clipping off",
+        ),
+        (
+            {"trainer.policy.optimizer_config.adam_betas": [0.9]},
+            r"adam_betas=\[0.9\]: must be two numbers in \[0, 1\), e.g. \[0.9, 0.999\]",
+        ),
+        (
+            {"trainer.train_batch_size": 100},
+            r"trainer.train_batch_size=100: a step has fewer prompts than one minibatch "
+            r"\(trainer.policy_mini_batch_size=256\); set policy_mini_batch_size to 100 or less",
+        ),
+        (
+            {"trainer.train_batch_size": 10, "trainer.policy_mini_batch_size": 4},
+            r"trainer.train_batch_size=10: not a multiple of trainer.policy_mini_batch_size=4 "
+            r"\(10 = 2 x 4 \+ 2\); set it to 8 or 12",
+        ),
+        (
+            {"generator.max_input_length": 600},
+            r"generator.max_input_length=600: with one turn it must equal "
+            r"trainer.max_prompt_length=512; leave it None",
+        ),
+        (
+            {"trainer.algorithm.temperature": 0.7},
+            r"trainer.algorithm.temperature=0.7: differs from "
+            r"generator.sampling_params.temperature=1.0: .*; leave it None",
+        ),
+        (
+            {
+                "trainer.algorithm.policy_loss_type": "dual_clip",
+                "trainer.algorithm.clip_ratio_c": 1,
+            },
+            r"trainer.algorithm.clip_ratio_c=1.0: must be > 1, e.g. 3.0",
+        ),
+        (
+            {
+                "trainer.algorithm.loss_reduction": "seq_mean_token_sum_norm",
+                "trainer.algorithm.max_seq_len": 0,
+            },
+            r"trainer.algorithm.max_seq_len=0: loss_reduction='seq_mean_token_sum_norm' divides by "
+            r"it; set it to the longest",
+        ),
+        (
+            {"generator.sampling_params.temperature": 0},
+            r"generator.sampling_params.temperature=0.0: must be > 0 to train, e.g. 1.0",
+        ),
+        (
+            {"generator.eval_sampling_params.temperature": -1},
+            r"generator.eval_sampling_params.temperature=-1.0: must be 0 \(greedy\) or more",
+        ),
+        (
+            {"generator.sampling_params.top_p": 0},
+            r"generator.sampling_params.top_p=0.0: must be in \(0, 1\]; 1.0 is off",
+        ),
+        (
+            {"generator.sampling_params.min_p": 2},
+            r"generator.sampling_params.min_p=2.0: must be in \[0, 1\]; 0.0 is off",
+        ),
+        (
+            {"generator.sampling_params.top_k": 0},
+            r"generator.sampling_params.top_k=0: must be positive, or -1 \(off\)",
+        ),
+        (
+            {"trainer.policy.model.path": None},
+            r"trainer.policy.model.path=None: set a Hugging Face model folder or name",
+        ),
+        ({"data.train_data": []}, r"data.train_data=\[\]: set at least one Parquet or JSONL file"),
+        (
+            {"trainer.resume_mode": "from_path"},
+            r"trainer.resume_path=None: trainer.resume_mode='from_path' needs it; set the folder",
+        ),
+        (
+            {"generator.chat_template.source": "file"},
+            r"generator.chat_template.name_or_path=None: generator.chat_template.source='file' "
+            r"needs it; set the path of a jinja file",
+        ),
+        (
+            {"generator.chat_template.name_or_path": "qwen3_with_thinking"},
+            r"generator.chat_template.name_or_path='qwen3_with_thinking': named templates are not "
+            r"available yet; set generator.chat_template.source='file'",
+        ),
+        (
+            {"trainer.algorithm.policy_loss_type": "regularr"},
+            r"trainer.algorithm.policy_loss_type='regularr': .*'regular'.*\"my_pkg.my_module:my_",
+        ),
+        (
+            {"trainer.algorithm.policy_loss_type": "sapo"},
+            r"trainer.algorithm.policy_loss_type='sapo': not available yet. Unknown policy loss",
+        ),
+        (
+            {"trainer.algorithm.advantage_estimator": "gae"},
+            r"trainer.algorithm.advantage_estimator='gae': not available yet. Unknown advantage",
+        ),
+        (
+            {"trainer.algorithm.policy_loss_type": "no_such_pkg.module:loss"},
+            r"trainer.algorithm.policy_loss_type='no_such_pkg.module:loss': .*no_such_pkg",
+        ),
+        (
+            {"trainer.algorithm.policy_loss_kwargs": {"beta": 1}},
+            r"trainer.algorithm.policy_loss_kwargs.beta=1: 'regular' takes no such parameter",
+        ),
+    ],
+)
+def test_error_names_field_value_and_fix(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        check(overrides)
+
+
+def test_fsdp_size_must_divide_the_devices():
+    check({"trainer.policy.fsdp_config.fsdp_size": 4}, num_devices=8)
+    message = (
+        r"trainer.policy.fsdp_config.fsdp_size=3: must divide the number of devices, 8: one of "
+        r"\[1, 2, 4, 8\], or -1 \(all\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        check({"trainer.policy.fsdp_config.fsdp_size": 3}, num_devices=8)
+
+
+def test_functions_by_path_and_by_registered_name():
+    module = __name__
+    check(
+        {
+            "trainer.algorithm.policy_loss_type": f"{module}:my_loss",
+            "trainer.algorithm.policy_loss_kwargs": {"beta": 0.5},
+            "trainer.algorithm.advantage_estimator": f"{module}:my_estimator",
+        }
+    )
+    registry.PolicyLossRegistry.register("my_loss", my_loss)
+    try:
+        check({"trainer.algorithm.policy_loss_type": "my_loss"})
+    finally:
+        registry.PolicyLossRegistry.unregister("my_loss")
+
+
+@pytest.mark.parametrize(("estimator", "effect"), [("grpo", "the reward itself"), ("rloo", "0")])
+def test_groups_of_one_warn(estimator, effect):
+    message = rf"n_samples_per_prompt=1: .* advantage of '{estimator}' is {effect}; set 2 or more"
+    with pytest.warns(UserWarning, match=message):
+        check(
+            {
+                "generator.n_samples_per_prompt": 1,
+                "trainer.algorithm.advantage_estimator": estimator,
+            }
+        )
+
+
+def test_gspo_warns_unless_averaged_over_sequences():
+    gspo = {"trainer.algorithm.policy_loss_type": "gspo"}
+    with pytest.warns(UserWarning, match="loss_reduction='token_mean': gspo is defined with 'seq"):
+        check(gspo)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(gspo | {"trainer.algorithm.loss_reduction": "sequence_mean"})
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"trainer.algorithm.kl_loss_coef": 0},
+        {"trainer.strategy": "fsdp2"},
+        {"trainer.logger": ["console", "tensorboard"]},
+        {"generator.sampling_params.temperature": 0.7},
+        {"generator.sampling_params.logprobs": None},
+        {"trainer.update_epochs_per_batch": 2},
+        {"generator.apply_overlong_filtering": True, "generator.zero_reward_on_non_stop": True},
+        {"trainer.bf16": True, "generator.inference_engine.model_dtype": "bfloat16"},
+        {"trainer.resume_mode": "from_path", "trainer.resume_path": "ckpts/global_step_3"},
+        {"trainer.algorithm.loss_reduction": "seq_mean_token_sum_norm"},
+    ],
+)
+def test_accepted_without_a_word(overrides):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(overrides)
