@@ -1,0 +1,31 @@
+"""Language models: the transformer, its Hugging Face families, loading and export."""
+
+from jaxrl.models.families import config_from_hf, config_to_hf, params_to_hf
+from jaxrl.models.hf import load_config, load_params, save_pretrained
+from jaxrl.models.transformer import (
+    Params,
+    ParamSpec,
+    TransformerConfig,
+    forward,
+    init_params,
+    logical_axes,
+    param_specs,
+    unembed,
+)
+
+__all__ = [
+    "ParamSpec",
+    "Params",
+    "TransformerConfig",
+    "config_from_hf",
+    "config_to_hf",
+    "forward",
+    "init_params",
+    "load_config",
+    "load_params",
+    "logical_axes",
+    "param_specs",
+    "params_to_hf",
+    "save_pretrained",
+    "unembed",
+]
