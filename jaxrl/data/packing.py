@@ -1,0 +1,90 @@
+"""Trajectories -> `TrainBatch`: host arrays, one trajectory per row, right padded to a bucket."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.types import GeneratorOutput, TrainBatch
+
+
+def round_up(n: int, multiple: int) -> int:
+    """Smallest multiple of `multiple` that is at least n."""
+    return -(-n // multiple) * multiple
+
+
+def length_bucket(length: int) -> int:
+    """Smallest of 16, 24, 32, 48, 64, 96, 128, ... that holds `length` tokens.
+
+    Two buckets per octave: at most a third of a row is padding, and few shapes are ever compiled.
+    """
+    bucket = 16
+    while bucket < length:
+        half_more = bucket + bucket // 2
+        bucket = half_more if half_more >= length else 2 * bucket
+    return bucket
+
+
+def collate(output: GeneratorOutput, index: Sequence[int]) -> TrainBatch:
+    """One row per trajectory.
+
+    Args:
+        output: columns, with per-token rewards.
+        index: prompt group of each row.
+
+    Raises:
+        ValueError: a row whose lists differ in length; the message names the row and the column.
+    """
+    rows = len(output["response_ids"])
+    prompts, responses = output["prompt_token_ids"], output["response_ids"]
+    lengths = np.array([len(p) + len(r) for p, r in zip(prompts, responses, strict=True)], np.int32)
+    width = length_bucket(int(lengths.max()))
+
+    def response_array(column: str) -> np.ndarray:
+        array = np.zeros((rows, width), np.float32)
+        for row, values in enumerate(output[column]):
+            if np.ndim(values) != 1 or len(values) != len(responses[row]):
+                raise ValueError(
+                    f"{column}[{row}] must have one entry for each of the "
+                    f"{len(responses[row])} response tokens, got {values!r}"
+                )
+            start = len(prompts[row])
+            array[row, start : start + len(values)] = values
+        return array
+
+    tokens = np.zeros((rows, width), np.int32)
+    response_mask = np.zeros((rows, width), np.float32)
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        tokens[row, : lengths[row]] = [*prompt, *response]
+        response_mask[row, len(prompt) : lengths[row]] = 1
+    return TrainBatch(
+        tokens=tokens,
+        lengths=lengths,
+        response_mask=response_mask,
+        loss_mask=response_array("loss_masks"),
+        rewards=response_array("rewards"),
+        rollout_log_probs=response_array("rollout_logprobs"),
+        index=np.asarray(index, np.int32),
+        policy_versions=np.asarray(output["policy_versions"], np.int32),
+    )
+
+
+def row_slices(tree: Any, rows: int) -> Iterator[Any]:
+    """Consecutive slices of `rows` rows of every array; the last is filled with rows of zeros.
+
+    A row of zeros has length 0 and weight 0: it adds nothing to any sum.
+    """
+    total = jax.tree.leaves(tree)[0].shape[0]
+    for start in range(0, total, rows):
+        missing = max(start + rows - total, 0)
+
+        def cut(x: Any, start: int = start, missing: int = missing) -> Any:
+            part = x[start : start + rows]
+            if not missing:
+                return part
+            module = np if isinstance(part, np.ndarray) else jnp
+            return module.pad(part, ((0, missing), *((0, 0),) * (part.ndim - 1)))
+
+        yield jax.tree.map(cut, tree)

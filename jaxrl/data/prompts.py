@@ -1,0 +1,319 @@
+"""Data sets of prompts: reading rows, tokenising them, and the order in which they are visited.
+
+A row is a dict with SkyRL's columns: `prompt` (chat messages; a plain string is one user message),
+optionally `env_class`, and everything else, `reward_spec` and `data_source` by convention, which
+reaches the environment as `extras`.
+"""
+
+import ast
+import difflib
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from transformers import PreTrainedTokenizerBase
+
+from jaxrl.data.tokenizer import encode_prompt
+from jaxrl.types import Message, Prompt
+
+_GENERATOR = re.compile(
+    r"(?P<module>[A-Za-z_][\w.]*):(?P<call>[A-Za-z_]\w*\s*(\(.*\))?)", re.DOTALL
+)
+_MAX_REPORTED_ROWS = 5
+
+
+def load_rows(source: str) -> list[dict[str, Any]]:
+    """Reads a data set; every returned row has its `prompt` as a list of messages.
+
+    Args:
+        source: a `.parquet`, `.jsonl` or `.json` file (a list, or one object per line), or a Python
+            generator of rows: `"pkg.module:function"` or, with literal keyword arguments,
+            `"pkg.module:function(size=512, seed=1, family='chain_sum')"`. Arguments are literals;
+            no expression is evaluated.
+
+    Raises:
+        ValueError: the source does not exist, cannot be read, is empty, or has bad rows; the first
+            few are listed with what is wrong. Rows are counted from 0.
+    """
+    rows, problems = [], []
+    for number, raw in enumerate(_read(source)):
+        row = _plain(raw)
+        problem = _find_problem(row)
+        if problem:
+            problems.append(f"row {number}: {problem}")
+        else:
+            rows.append({**row, "prompt": _messages(row["prompt"])})
+    if problems:
+        shown = "\n  ".join(problems[:_MAX_REPORTED_ROWS])
+        more = len(problems) - _MAX_REPORTED_ROWS
+        rest = f"\n  and {more} more" if more > 0 else ""
+        total = len(rows) + len(problems)
+        raise ValueError(f"{source}: {len(problems)} of {total} rows are bad:\n  {shown}{rest}")
+    if not rows:
+        raise ValueError(f"data source {source!r} is empty")
+    return rows
+
+
+def load_prompts(
+    sources: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_prompt_length: int,
+    default_env_class: str,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> tuple[list[Prompt], int]:
+    """Reads and tokenises data sets, and drops the prompts that are too long.
+
+    Args:
+        sources: what `load_rows` takes, one or more.
+        tokenizer: a tokenizer with a chat template.
+        max_prompt_length: in tokens, with the chat template and the generation prompt.
+        default_env_class: for rows without `env_class`.
+        chat_template_kwargs: variables of the chat template.
+
+    Returns:
+        The prompts in the order of the sources, and how many were dropped. A uid is
+        "<source index>:<row number>", counted before anything is dropped.
+
+    Raises:
+        ValueError: a bad source (see `load_rows`), or no prompt is short enough.
+    """
+    if isinstance(sources, str):
+        raise ValueError(f"data sources are a list of strings, got the string {sources!r}")
+    if not sources:
+        raise ValueError("no data source was given")
+    prompts, dropped_lengths = [], []
+    for source_index, source in enumerate(sources):
+        for row_number, row in enumerate(load_rows(source)):
+            messages = row.pop("prompt")
+            env_class = row.pop("env_class", None) or default_env_class
+            where = f"row {row_number} of {source}"
+            tokens = _encode(tokenizer, messages, chat_template_kwargs or {}, where)
+            if len(tokens) <= max_prompt_length:
+                uid = f"{source_index}:{row_number}"
+                prompts.append(Prompt(uid, messages, tuple(tokens), env_class, extras=row))
+            else:
+                dropped_lengths.append(len(tokens))
+    if not prompts:
+        raise ValueError(
+            f"all {len(dropped_lengths)} prompts are longer than max_prompt_length="
+            f"{max_prompt_length} tokens; the shortest has {min(dropped_lengths)}"
+        )
+    return prompts, len(dropped_lengths)
+
+
+def epoch_order(num_prompts: int, seed: int, epoch: int) -> np.ndarray:
+    """The order in which an epoch visits the prompts [num_prompts], a function of its arguments."""
+    return np.random.default_rng((seed, epoch)).permutation(num_prompts)
+
+
+def batch_indices(position: int, batch_size: int, num_prompts: int, seed: int) -> np.ndarray:
+    """The prompts of one batch [batch_size], as indices into the data set.
+
+    Batches are counted over all epochs, so a training step finds its prompts from its number alone
+    and a checkpoint needs no loader state. The last, incomplete batch of an epoch is left out.
+
+    Args:
+        position: number of the batch, from 0.
+        batch_size: prompts per batch.
+        num_prompts: size of the data set.
+        seed: of the shuffling.
+    """
+    if not 0 < batch_size <= num_prompts:
+        raise ValueError(
+            f"a batch of {batch_size} prompts cannot be drawn from a data set of {num_prompts}; "
+            "batch_size must be at least 1 and at most the number of prompts"
+        )
+    epoch, batch = divmod(position, num_prompts // batch_size)
+    order = epoch_order(num_prompts, seed, epoch)
+    return order[batch * batch_size : (batch + 1) * batch_size]
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+def _read(source: str) -> Iterable[Any]:
+    readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json}
+    suffix = Path(source).suffix.lower()
+    if suffix in readers:
+        if not Path(source).is_file():
+            raise ValueError(f"data file {source!r} does not exist (looked in {Path.cwd()})")
+        return readers[suffix](Path(source))
+    if match := _GENERATOR.fullmatch(source.strip()):
+        return _generate(source, match["module"], match["call"])
+    raise ValueError(
+        f"data source {source!r} is not a .parquet, .jsonl or .json file nor a generator "
+        "written 'pkg.module:function(name=value, ...)'; data sets of the Hugging Face hub are "
+        "read from a downloaded parquet file"
+    )
+
+
+def _read_parquet(path: Path) -> list[Any]:
+    try:
+        return pq.read_table(path).to_pylist()
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{path} is not a readable parquet file: {error}") from error
+
+
+def _read_json(path: Path) -> list[Any]:
+    text = path.read_text(encoding="utf-8")
+    if not text.lstrip().startswith("["):
+        return _read_jsonl(path)
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {error.lineno}: malformed JSON: {error.msg}") from error
+
+
+def _read_jsonl(path: Path) -> list[Any]:
+    rows = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number}: malformed JSON: {error.msg}") from error
+    return rows
+
+
+def _generate(source: str, module_name: str, call: str) -> Iterator[Any]:
+    function_name, arguments = _parse_call(source, call)
+    function = _find_function(source, module_name, function_name)
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"data source {source!r}: {error}; the signature is "
+            f"{function_name}{inspect.signature(function)}"
+        ) from error
+    return iter(function(**arguments))
+
+
+def _parse_call(source: str, call: str) -> tuple[str, dict[str, Any]]:
+    try:
+        node = ast.parse(call.strip(), mode="eval").body
+    except SyntaxError as error:
+        raise ValueError(f"data source {source!r} is not a valid call: {error.msg}") from error
+    if isinstance(node, ast.Name):
+        return node.id, {}
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        raise ValueError(f"data source {source!r} must be one call 'pkg.module:function(...)'")
+    if node.args or any(keyword.arg is None for keyword in node.keywords):
+        raise ValueError(f"data source {source!r}: write the arguments as name=value")
+    arguments = {}
+    for keyword in node.keywords:
+        try:
+            arguments[keyword.arg] = ast.literal_eval(keyword.value)
+        except ValueError as error:
+            value = ast.unparse(keyword.value)
+            raise ValueError(
+                f"data source {source!r}: {keyword.arg}={value} is not a literal "
+                "(number, string, bool, None, list, tuple or dict)"
+            ) from error
+    return node.func.id, arguments
+
+
+def _find_function(source: str, module_name: str, function_name: str) -> Callable[..., Any]:
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # A module that exists but lacks one of its own imports is a different mistake.
+        if not module_name.startswith(error.name or "\0"):
+            raise
+        raise ValueError(f"data source {source!r}: there is no module {error.name!r}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        near = difflib.get_close_matches(function_name, vars(module), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"data source {source!r}: module {module_name!r} has no function "
+            f"{function_name!r}{hint}"
+        )
+    return function
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    chat_template_kwargs: Mapping[str, Any],
+    where: str,
+) -> list[int]:
+    try:
+        return encode_prompt(tokenizer, messages, **chat_template_kwargs)
+    except Exception as error:
+        # A chat template may refuse a conversation, for example one with a system message.
+        error.add_note(f"while applying the chat template to {where}")
+        raise
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+def _plain(value: Any) -> Any:
+    """The same value without numpy types, so that extras can be compared, pickled and logged."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, tuple):
+        return tuple(_plain(item) for item in value)
+    return value
+
+
+def _find_problem(row: Any) -> str | None:
+    if not isinstance(row, dict):
+        return f"not a dict but {type(row).__name__} {str(row)[:60]!r}"
+    if row.get("prompt") is None:
+        return f"no 'prompt'; the columns are {sorted(map(str, row))}"
+    if not isinstance(row.get("env_class"), str | None):
+        return f"env_class is not a string: {row['env_class']!r}"
+    return _find_prompt_problem(row["prompt"])
+
+
+def _find_prompt_problem(prompt: Any) -> str | None:
+    if not isinstance(prompt, str | list | tuple):
+        return f"the prompt is not a list of messages but {type(prompt).__name__} {prompt!r}"
+    if not prompt:
+        return "the prompt is empty"
+    if isinstance(prompt, str):
+        return None
+    for number, message in enumerate(prompt):
+        if problem := _find_message_problem(message):
+            return f"message {number} {problem}"
+    return None
+
+
+def _find_message_problem(message: Any) -> str | None:
+    if not isinstance(message, dict):
+        return f"is not a dict with role and content but {message!r}"
+    if not isinstance(message.get("role"), str):
+        return f"has no role; its keys are {sorted(map(str, message))}"
+    # Only a tool call may come without text; a list is content in parts.
+    if not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):
+        return (
+            f"(role {message['role']!r}) has no content; its keys are {sorted(map(str, message))}"
+        )
+    return None
+
+
+def _messages(prompt: str | Sequence[Message]) -> list[Message]:
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    # Parquet gives every message the keys of all of them, with None where a message had none.
+    return [
+        {key: value for key, value in message.items() if value is not None or key == "content"}
+        for message in prompt
+    ]

@@ -1,0 +1,159 @@
+"""Tokenizers: loading one with its chat template, encoding a prompt, and a character tokenizer."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+# Without one of these AutoTokenizer builds an empty vocabulary from config.json and says nothing.
+_VOCABULARY_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+)
+
+# The generation prompt stands before every assistant message too, so that a finished conversation
+# starts with the very prompt that the policy saw.
+_CHARACTER_TEMPLATE = (
+    "{{%- for message in messages %}}"
+    "{{%- if message['role'] == 'assistant' %}}"
+    "{{{{- {prompt} + message['content'] + eos_token }}}}"
+    "{{%- else %}}{{{{- message['content'] }}}}{{%- endif %}}"
+    "{{%- endfor %}}"
+    "{{%- if add_generation_prompt %}}{{{{- {prompt} }}}}{{%- endif %}}"
+)
+
+
+def load_tokenizer(
+    folder_or_id: str | Path, chat_template_file: str | Path | None = None
+) -> PreTrainedTokenizerBase:
+    """Loads a Hugging Face tokenizer that has a chat template and an end-of-sequence token.
+
+    A tokenizer without a pad token gets its end-of-sequence token for padding; jaxrl masks padding
+    by position and never by token id.
+
+    Args:
+        folder_or_id: a local folder, or the name of a model on the Hugging Face hub.
+        chat_template_file: a Jinja file used instead of the tokenizer's own chat template.
+
+    Raises:
+        ValueError: no tokenizer there, no chat template, or no end-of-sequence token.
+    """
+    _check_folder(folder_or_id)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder_or_id))
+    except OSError as error:
+        raise ValueError(
+            f"{str(folder_or_id)!r} is neither a local folder nor a Hugging Face model that can "
+            f"be reached from here; give the path of a folder that holds tokenizer.json ({error})"
+        ) from error
+    if chat_template_file is not None:
+        path = Path(chat_template_file)
+        if not path.is_file():
+            raise ValueError(f"chat template file {str(path)!r} does not exist")
+        tokenizer.chat_template = path.read_text(encoding="utf-8")
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"the tokenizer of {str(folder_or_id)!r} has no chat template; use the tokenizer of "
+            "an instruction-tuned model, put a chat_template.jinja into the folder, or name a "
+            "Jinja file as chat_template_file"
+        )
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"the tokenizer of {str(folder_or_id)!r} has no end-of-sequence token, so a response "
+            'could never end; set "eos_token" in its tokenizer_config.json'
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _check_folder(folder_or_id: str | Path) -> None:
+    folder = Path(folder_or_id)
+    if not folder.is_dir():
+        return
+    if not any((folder / name).is_file() for name in _VOCABULARY_FILES):
+        raise ValueError(
+            f"folder {str(folder)!r} holds no tokenizer: none of {', '.join(_VOCABULARY_FILES)} "
+            "is in it; copy the tokenizer files of the model there"
+        )
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    **chat_template_kwargs: Any,
+) -> list[int]:
+    """Token ids of a conversation in its chat template, up to where the assistant shall speak.
+
+    Args:
+        tokenizer: a tokenizer with a chat template.
+        messages: `[{"role": "user", "content": "..."}, ...]`.
+        **chat_template_kwargs: variables of the template, for example `enable_thinking=False`.
+    """
+    options = {"add_generation_prompt": True, **chat_template_kwargs}
+    tokens = tokenizer.apply_chat_template(
+        [dict(message) for message in messages], tokenize=True, return_dict=False, **options
+    )
+    return list(cast(list[int], tokens))
+
+
+def character_tokenizer(
+    alphabet: str,
+    *,
+    generation_prompt: str = ">",
+    eos_token: str = "<eos>",
+    pad_token: str = "<pad>",
+    unk_token: str = "<unk>",
+) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per character, for models small enough to train in seconds.
+
+    Token i is `alphabet[i]`; the three special tokens follow. Its chat template is the contents of
+    the messages one after the other, then `generation_prompt`: the user message "3142" becomes
+    "3142>". Decoding adds no spaces: `decode(encode(text)) == text` over the alphabet.
+
+    Args:
+        alphabet: the characters, each once.
+        generation_prompt: what stands between prompt and response; characters of the alphabet.
+        eos_token: ends a response.
+        pad_token: fills rows.
+        unk_token: stands for every character outside the alphabet.
+    """
+    if not alphabet or len(set(alphabet)) != len(alphabet):
+        raise ValueError(f"alphabet must name each character once and not be empty: {alphabet!r}")
+    if not set(generation_prompt) <= set(alphabet):
+        raise ValueError(
+            f"generation_prompt {generation_prompt!r} has characters that are not in the alphabet"
+        )
+    vocabulary = {token: i for i, token in enumerate([*alphabet, eos_token, pad_token, unk_token])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=unk_token))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=eos_token,
+        pad_token=pad_token,
+        unk_token=unk_token,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = _CHARACTER_TEMPLATE.format(prompt=json.dumps(generation_prompt))
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
+    """Writes tokenizer.json and tokenizer_config.json (with the chat template) into a folder."""
+    tokenizer.save_pretrained(str(folder), save_jinja_files=False)
+    path = Path(folder) / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    # transformers 5 writes a class name that transformers 4 (vLLM, JetStream) does not know; both
+    # read this one.
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

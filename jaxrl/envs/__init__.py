@@ -1,0 +1,96 @@
+"""The environments: a table of names, and making one for a prompt."""
+
+import difflib
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxrl.envs.protocol import Env, StepOutput
+
+__all__ = ["ENVS", "Env", "StepOutput", "load", "make", "register"]
+
+# name -> "module:Class", imported when first used. "reasoning_gym" is written with a family:
+# "reasoning_gym:chain_sum".
+ENVS: dict[str, str | Callable[..., Env]] = {
+    "gsm8k": "jaxrl.envs.gsm8k:Gsm8kEnv",
+    "reasoning_gym": "jaxrl.envs.reasoning_gym:ReasoningGymEnv",
+    "sort_digits": "jaxrl.envs.sort_digits:SortDigitsEnv",
+}
+
+
+def make(
+    env_class: str,
+    extras: Mapping[str, Any] | None = None,
+    env_config: Mapping[str, Any] | None = None,
+) -> Env:
+    """A fresh environment for one conversation.
+
+    Args:
+        env_class: a name of the table, `"reasoning_gym:<family>"`, or `"pkg.module:Class"`.
+        extras: the columns of the prompt's row besides `prompt` and `env_class`.
+        env_config: settings of the run.
+
+    Raises:
+        ValueError: there is no such environment; names the nearest one and lists all.
+    """
+    name, _, family = env_class.partition(":")
+    if name == "reasoning_gym":
+        if not family:
+            raise ValueError(
+                "environment 'reasoning_gym' needs a family, as in 'reasoning_gym:chain_sum'"
+            )
+        return load(env_class)(env_config=env_config, extras=extras, family=family)
+    return load(env_class)(env_config=env_config, extras=extras)
+
+
+def load(env_class: str) -> Any:
+    """The class behind a name, imported if need be; takes what `make` takes."""
+    entry_point = ENVS.get("reasoning_gym" if env_class.startswith("reasoning_gym:") else env_class)
+    if entry_point is None:
+        if ":" not in env_class:
+            near = difflib.get_close_matches(env_class, ENVS, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(
+                f"unknown environment {env_class!r}; {hint}known are {', '.join(sorted(ENVS))}, "
+                "'reasoning_gym:<family>' and 'pkg.module:Class'"
+            )
+        entry_point = env_class
+    return _import(entry_point) if isinstance(entry_point, str) else entry_point
+
+
+def register(name: str, entry_point: str | Callable[..., Env]) -> None:
+    """Adds an environment to the table.
+
+    Args:
+        name: what `env_class` says.
+        entry_point: a class, or `"pkg.module:Class"`, which is imported when first used.
+
+    Raises:
+        ValueError: the name is taken by something else, or contains a colon.
+    """
+    if ":" in name or not name:
+        raise ValueError(f"the name of an environment is a word without a colon, got {name!r}")
+    if ENVS.setdefault(name, entry_point) != entry_point:
+        raise ValueError(f"environment {name!r} is already registered as {ENVS[name]!r}")
+
+
+@functools.cache
+def _import(entry_point: str) -> Any:
+    module_name, _, class_name = entry_point.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # A module that exists but lacks one of its own imports is a different mistake.
+        if not module_name.startswith(error.name or "\0"):
+            raise
+        raise ValueError(f"environment {entry_point!r}: no module {error.name!r}") from error
+    found = getattr(module, class_name, None)
+    if not callable(getattr(found, "step", None)):
+        near = difflib.get_close_matches(class_name, vars(module), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"environment {entry_point!r}: {class_name!r} in module {module_name!r} is not a class "
+            f"with a method step{hint}"
+        )
+    return found

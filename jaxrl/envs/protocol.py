@@ -1,0 +1,105 @@
+"""What an environment is: it sees the text of a response and rewards it."""
+
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any, NotRequired, TypedDict
+
+from jaxrl.types import Message
+
+# How common tokenizers spell the token that ends a response; an environment that is given `tokens`
+# recognises the end by it. Another spelling goes into `env_config["eos_tokens"]`.
+EOS_TOKENS = frozenset(
+    {
+        "<eos>",
+        "</s>",
+        "<|im_end|>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<|eot_id|>",
+        "<|end|>",
+        "<|eom_id|>",
+        "<end_of_turn>",
+        "<turn|>",
+    }
+)
+
+
+class StepOutput(TypedDict):
+    """What one turn brought.
+
+    Example: `{"observations": [], "reward": 1.0, "done": True, "metadata": {"answer": "72"}}`.
+    """
+
+    observations: list[Message]  # what the environment says next; empty when done
+    reward: float | list[float]  # for the whole response, or one per response token
+    done: bool
+    metadata: dict[str, Any]
+    postprocessed_action: NotRequired[str | None]  # replaces the text of the response
+
+
+class Env:
+    """One conversation with an environment; the interface of skyrl-gym's `BaseTextEnv`.
+
+    A subclass overrides `step`. If its `step` has a parameter `tokens`, it is given the decoded
+    text of every response token, the end-of-sequence token included, so that it can reward tokens
+    without knowing the tokenizer. An object with the same methods need not be a subclass.
+
+    Args:
+        env_config: settings of the run, the same for every conversation.
+        extras: the columns of the prompt's row besides `prompt` and `env_class`.
+    """
+
+    def __init__(
+        self,
+        env_config: Mapping[str, Any] | None = None,
+        extras: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.env_config = {} if env_config is None else env_config
+        self.extras = {} if extras is None else extras
+        self.turns = 0
+        self.max_turns = 1
+
+    def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
+        """The messages that open the conversation, and anything worth recording."""
+        return prompt, {}
+
+    def step(self, action: str) -> StepOutput:
+        """Rewards a response and answers it."""
+        raise NotImplementedError(f"{type(self).__name__} has no step")
+
+    def close(self) -> None:
+        """Releases what the environment holds."""
+
+    def get_metrics(self) -> dict[str, Any]:
+        """Numbers about this conversation, read after the last step."""
+        return {}
+
+    @staticmethod
+    def aggregate_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """The mean of every numeric value over the conversations that report it."""
+        values: dict[str, list[float]] = {}
+        for conversation in metrics:
+            for name, value in conversation.items():
+                if isinstance(value, numbers.Real):
+                    values.setdefault(name, []).append(float(value))
+        return {name: sum(column) / len(column) for name, column in values.items()}
+
+
+def read_ground_truth(extras: Mapping[str, Any], env_class: str) -> str:
+    """The right answer of a row: `extras["reward_spec"]["ground_truth"]`, as text.
+
+    Args:
+        extras: of the row.
+        env_class: named in the error.
+
+    Raises:
+        ValueError: the row has none; says which columns it has.
+    """
+    reward_spec = extras.get("reward_spec")
+    if not isinstance(reward_spec, Mapping) or reward_spec.get("ground_truth") is None:
+        raise ValueError(
+            f"environment '{env_class}' needs a column reward_spec = {{'ground_truth': ...}}; "
+            f"reward_spec is {reward_spec!r} and the row's other columns are "
+            f"{sorted(set(extras) - {'reward_spec'})}"
+        )
+    return str(reward_spec["ground_truth"])

@@ -1,0 +1,322 @@
+"""Reading data sets, filtering prompts, and the order of batches."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jaxrl.data.prompts import batch_indices, epoch_order, load_prompts, load_rows
+from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.types import Prompt
+
+TINY = Path(__file__).parents[2] / "configs" / "tiny_char_model"
+HERE = "tests.data.test_prompts"
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+def rows_for_tests(size=2, seed=0, family="a"):
+    """A generator for the sources below."""
+    for i in range(size):
+        yield {"prompt": user(f"{family}{seed}{i}"), "number": np.int64(i), "grid": np.eye(2)}
+
+
+def rows_with_a_flaw():
+    yield {"prompt": user("1")}
+    yield "not a row"
+
+
+@pytest.fixture(autouse=True)
+def module_name(monkeypatch):
+    """Makes this module importable under a fixed name, whatever pytest calls it."""
+    import sys
+
+    monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+# ---- load_rows: what is accepted -----------------------------------------------------------------
+
+
+def test_parquet_rows_are_plain_python(tmp_path):
+    path = tmp_path / "train.parquet"
+    rows = [
+        {
+            "prompt": user("1+1"),
+            "env_class": "gsm8k",
+            "reward_spec": {"method": "rule", "ground_truth": "2"},
+            "extra_info": {"index": 0, "scores": [0.5, 1.0]},
+        },
+        {"prompt": user("2+2"), "reward_spec": {"method": "rule", "ground_truth": "4"}},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    first, second = load_rows(str(path))
+    assert first == rows[0]
+    assert type(first["extra_info"]["scores"]) is list
+    # Parquet fills the columns that a row does not have.
+    assert second == {**rows[1], "env_class": None, "extra_info": None}
+
+
+def test_keys_that_parquet_added_to_messages_are_removed(tmp_path):
+    path = tmp_path / "tools.parquet"
+    prompt = [{"role": "system", "content": "s"}, {"role": "tool", "content": "t", "name": "f"}]
+    pq.write_table(pa.Table.from_pylist([{"prompt": prompt}]), path)
+    assert pq.read_table(path).to_pylist()[0]["prompt"][0]["name"] is None
+    assert load_rows(str(path)) == [{"prompt": prompt}]
+
+
+def test_jsonl_skips_blank_lines(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"prompt": [{"role": "user", "content": "1"}], "level": 3}\n\n')
+    assert load_rows(str(path)) == [{"prompt": user("1"), "level": 3}]
+
+
+def test_json_is_a_list_or_lines(tmp_path):
+    rows = [{"prompt": user("1")}, {"prompt": user("2")}]
+    as_list, as_lines = tmp_path / "list.json", tmp_path / "lines.json"
+    as_list.write_text(json.dumps(rows, indent=2))
+    write_jsonl(as_lines, rows)
+    assert load_rows(str(as_list)) == load_rows(str(as_lines)) == rows
+
+
+def test_a_string_is_one_user_message(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "what is 1+1?"}])
+    assert load_rows(path) == [{"prompt": user("what is 1+1?")}]
+
+
+def test_generator_with_and_without_arguments():
+    rows = load_rows(f"{HERE}:rows_for_tests(size=3, seed=-1, family='b')")
+    assert [row["prompt"][0]["content"] for row in rows] == ["b-10", "b-11", "b-12"]
+    assert rows[1] == {"prompt": user("b-11"), "number": 1, "grid": [[1.0, 0.0], [0.0, 1.0]]}
+    assert type(rows[1]["number"]) is int
+    assert len(load_rows(f"{HERE}:rows_for_tests")) == 2
+
+
+# ---- load_rows: what is refused ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"question": "1"}, "no 'prompt'; the columns are ['question']"),
+        ({"prompt": None}, "no 'prompt'"),
+        ({"prompt": []}, "the prompt is empty"),
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt": 3}, "the prompt is not a list of messages but int 3"),
+        ({"prompt": {"role": "user"}}, "the prompt is not a list of messages but dict"),
+        ({"prompt": ["hi"]}, "message 0 is not a dict with role and content but 'hi'"),
+        ({"prompt": [{"content": "1"}]}, "message 0 has no role; its keys are ['content']"),
+        ({"prompt": [*user("1"), {"role": "user"}]}, "message 1 (role 'user') has no content"),
+        ({"prompt": user("1"), "env_class": 3}, "env_class is not a string: 3"),
+        ([1, 2], "not a dict but list '[1, 2]'"),
+    ],
+)
+def test_bad_row_is_reported_with_file_and_number(tmp_path, row, problem):
+    path = write_jsonl(tmp_path / "bad.jsonl", [{"prompt": "ok"}, row])
+    with pytest.raises(ValueError, match=re.escape(f"{path}: 1 of 2 rows are bad:")) as error:
+        load_rows(path)
+    assert f"row 1: {problem}" in str(error.value)
+
+
+def test_only_the_first_bad_rows_are_listed(tmp_path):
+    path = write_jsonl(tmp_path / "bad.jsonl", [{"prompt": "ok"}] + [{"prompt": ""}] * 8)
+    with pytest.raises(ValueError, match="8 of 9 rows are bad") as error:
+        load_rows(path)
+    lines = str(error.value).splitlines()
+    assert lines[1:] == [f"  row {i}: the prompt is empty" for i in range(1, 6)] + ["  and 3 more"]
+
+
+def test_bad_row_of_a_generator():
+    with pytest.raises(ValueError, match="row 1: not a dict but str 'not a row'"):
+        load_rows(f"{HERE}:rows_with_a_flaw")
+
+
+def test_malformed_json_line_is_numbered_from_one(tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "1"}\n{"prompt": \n')
+    with pytest.raises(ValueError, match=r"bad\.jsonl, line 2: malformed JSON: Expecting value"):
+        load_rows(str(path))
+
+
+def test_malformed_json_list_names_the_line(tmp_path):
+    path = tmp_path / "bad.json"
+    path.write_text('[\n{"prompt": "1"},\n{"prompt" 2}]')
+    with pytest.raises(ValueError, match=r"bad\.json, line 3: malformed JSON"):
+        load_rows(str(path))
+
+
+def test_file_that_is_no_parquet(tmp_path):
+    path = tmp_path / "bad.parquet"
+    path.write_text("prompt,answer\n")
+    with pytest.raises(ValueError, match=r"bad\.parquet is not a readable parquet file"):
+        load_rows(str(path))
+
+
+@pytest.mark.parametrize(("name", "text"), [("e.jsonl", ""), ("e.json", "[]"), ("f.jsonl", "\n")])
+def test_empty_data_set(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=f"{name}' is empty"):
+        load_rows(str(tmp_path / name))
+
+
+def test_missing_file():
+    with pytest.raises(ValueError, match=r"data file '/no/train\.parquet' does not exist"):
+        load_rows("/no/train.parquet")
+
+
+@pytest.mark.parametrize("source", ["train.csv", "openai/gsm8k", "", "openai/gsm8k:train"])
+def test_unknown_kind_of_source(source):
+    with pytest.raises(ValueError, match=f"data source '{source}' is not a .parquet, .jsonl"):
+        load_rows(source)
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        ("rows_for_tests(size=2+3*len('a'))", r"size=2 \+ 3 \* len\('a'\) is not a literal"),
+        ("rows_for_tests(family=__import__('os'))", r"family=__import__\('os'\) is not a literal"),
+        ("rows_for_tests(3)", "write the arguments as name=value"),
+        ("rows_for_tests(**{'size': 3})", "write the arguments as name=value"),
+        ("rows_for_tests(size=3)(seed=1)", r"must be one call 'pkg\.module:function\(\.\.\.\)'"),
+        ("rows_for_tests(size=)", "is not a valid call"),
+        (
+            "rows_for_tests(sise=3)",
+            r"unexpected keyword argument 'sise'; the signature is rows_for",
+        ),
+        ("row_for_tests(size=3)", "has no function 'row_for_tests'; did you mean 'rows_for_tests'"),
+    ],
+)
+def test_bad_generator_call(call, problem):
+    with pytest.raises(ValueError, match=problem):
+        load_rows(f"{HERE}:{call}")
+
+
+def test_missing_module():
+    with pytest.raises(ValueError, match="there is no module 'nowhere'"):
+        load_rows("nowhere.to_be:found()")
+
+
+def test_module_that_lacks_an_import_says_so(tmp_path, monkeypatch):
+    (tmp_path / "needs_more.py").write_text("import not_installed\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="not_installed"):
+        load_rows("needs_more:rows")
+
+
+# ---- load_prompts --------------------------------------------------------------------------------
+
+
+def load(sources, tokenizer=None, max_prompt_length=100, **options):
+    return load_prompts(
+        sources,
+        tokenizer or load_tokenizer(TINY),
+        max_prompt_length=max_prompt_length,
+        default_env_class="gsm8k",
+        **options,
+    )
+
+
+def test_prompts_carry_tokens_env_class_and_extras(tmp_path):
+    first = write_jsonl(
+        tmp_path / "a.jsonl", [{"prompt": "31", "reward_spec": {"ground_truth": "13"}, "level": 2}]
+    )
+    second = write_jsonl(
+        tmp_path / "b.jsonl", [{"prompt": "4"}, {"prompt": "20", "env_class": "sort_digits"}]
+    )
+    prompts, num_filtered = load([first, second])
+    # Token i is digit i, the generation prompt ">" is 13.
+    assert prompts == [
+        Prompt(
+            uid="0:0",
+            messages=user("31"),
+            tokens=(3, 1, 13),
+            env_class="gsm8k",
+            extras={"reward_spec": {"ground_truth": "13"}, "level": 2},
+        ),
+        Prompt(uid="1:0", messages=user("4"), tokens=(4, 13), env_class="gsm8k", extras={}),
+        Prompt("1:1", user("20"), (2, 0, 13), "sort_digits", {}),
+    ]
+    assert num_filtered == 0
+
+
+def test_long_prompts_are_dropped_and_uids_stay(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1" * n} for n in (3, 4, 5, 2)])
+    # With ">" the lengths are 4, 5, 6 and 3; a length equal to the limit stays.
+    prompts, num_filtered = load([path], max_prompt_length=4)
+    assert ([p.uid for p in prompts], num_filtered) == (["0:0", "0:3"], 2)
+
+
+def test_all_prompts_too_long_says_how_long(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "123456"}, {"prompt": "12345"}])
+    message = "all 2 prompts are longer than max_prompt_length=5 tokens; the shortest has 6"
+    with pytest.raises(ValueError, match=message):
+        load([path], max_prompt_length=5)
+
+
+def test_chat_template_kwargs_reach_the_template(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "12"}])
+    tokenizer = load_tokenizer(TINY)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{{ mark }}"
+    prompts, _ = load([path], tokenizer, chat_template_kwargs={"mark": "=="})
+    assert prompts[0].tokens == (1, 2, 12, 12)
+
+
+def test_template_that_refuses_a_row_names_it(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1"}, {"prompt": "2"}])
+    tokenizer = load_tokenizer(TINY)
+    tokenizer.chat_template = (
+        "{% if messages[0]['content'] == '2' %}{{ raise_exception('no twos') }}{% endif %}1"
+    )
+    with pytest.raises(Exception, match="no twos") as error:
+        load([path], tokenizer)
+    assert error.value.__notes__ == [f"while applying the chat template to row 1 of {path}"]
+
+
+@pytest.mark.parametrize(
+    ("sources", "problem"),
+    [([], "no data source was given"), ("a.jsonl", "list of strings, got the string 'a.jsonl'")],
+)
+def test_sources_must_be_a_list(sources, problem):
+    with pytest.raises(ValueError, match=problem):
+        load(sources)
+
+
+# ---- order ---------------------------------------------------------------------------------------
+
+
+def test_epoch_order_is_a_permutation_fixed_by_seed_and_epoch():
+    order = epoch_order(10, seed=1, epoch=0)
+    # numpy's PCG64 seeded with (1, 0); the literal guards resumed runs against a silent change.
+    assert order.tolist() == [8, 4, 7, 0, 1, 2, 5, 9, 6, 3]
+    assert order.tolist() != epoch_order(10, 1, 1).tolist()
+    assert order.tolist() != epoch_order(10, 2, 0).tolist()
+
+
+def test_batches_cover_an_epoch_once_and_drop_the_rest():
+    # 7 prompts in batches of 3: two batches per epoch, one prompt left out.
+    batches = [batch_indices(k, 3, 7, seed=5) for k in range(4)]
+    first, second = epoch_order(7, 5, 0).tolist(), epoch_order(7, 5, 1).tolist()
+    assert [b.tolist() for b in batches] == [first[:3], first[3:6], second[:3], second[3:6]]
+
+
+def test_position_alone_finds_a_batch():
+    alone = batch_indices(1001, 4, 16, seed=0)
+    walked = [batch_indices(k, 4, 16, seed=0) for k in range(1002)][-1]
+    assert alone.tolist() == walked.tolist()
+
+
+@pytest.mark.parametrize(("batch_size", "num_prompts"), [(8, 7), (0, 7)])
+def test_batch_larger_than_the_data_set(batch_size, num_prompts):
+    message = f"a batch of {batch_size} prompts cannot be drawn from a data set of {num_prompts}"
+    with pytest.raises(ValueError, match=message):
+        batch_indices(0, batch_size, num_prompts, seed=0)
