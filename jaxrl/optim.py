@@ -1,11 +1,14 @@
 """AdamW with warm-up and schedule, and the update that skips a gradient that is not finite."""
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxrl.models.transformer import TransformerConfig, init_params
 from jaxrl.types import TrainState
 
 SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine")
@@ -55,10 +58,32 @@ def make_optimizer(
     )
 
 
+def init_state(
+    optimizer: optax.GradientTransformation, params: Any, shardings: Any, whole: Any
+) -> TrainState:
+    """A fresh state around `params`; moments are placed like their parameters, counts whole."""
+    make = functools.partial(_new_state, optimizer)
+    placement = _state_shardings(optimizer, jax.eval_shape(make, params), shardings, whole)
+    return jax.jit(make, out_shardings=placement)(params)
+
+
+def abstract_state(
+    optimizer: optax.GradientTransformation, model: TransformerConfig, shardings: Any, whole: Any
+) -> TrainState:
+    """Shapes, dtypes and shardings of a model's state; nothing is allocated."""
+    params = jax.eval_shape(functools.partial(init_params, model), jax.random.key(0))
+    shapes = jax.eval_shape(functools.partial(_new_state, optimizer), params)
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        shapes,
+        _state_shardings(optimizer, shapes, shardings, whole),
+    )
+
+
 def make_apply(
     optimizer: optax.GradientTransformation, schedule: optax.Schedule
 ) -> Callable[[TrainState, optax.Updates], tuple[TrainState, dict[str, jax.Array]]]:
-    """The update `(state, gradients) -> (state, {"grad_norm", "policy_lr"})`.
+    """The update `(state, gradients) -> (state, metrics)`.
 
     A gradient with a NaN or inf changes nothing but `skipped_updates`: parameters, moments and the
     schedule stay where they were.
@@ -78,9 +103,31 @@ def make_apply(
             opt_state=opt_state,
             skipped_updates=state.skipped_updates + jnp.where(finite, 0, 1),
         )
-        return new_state, {"grad_norm": grad_norm, "policy_lr": jnp.asarray(schedule(count))}
+        return new_state, {
+            "grad_norm": grad_norm,
+            "policy_lr": jnp.asarray(schedule(count)),
+            "skipped_updates": jnp.where(finite, 0, 1),
+        }
 
     return apply
+
+
+def _new_state(optimizer: optax.GradientTransformation, params: Any) -> TrainState:
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(params, optimizer.init(params), step=zero, skipped_updates=zero)
+
+
+def _state_shardings(
+    optimizer: optax.GradientTransformation, shapes: TrainState, shardings: Any, whole: Any
+) -> TrainState:
+    moments = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        shapes.opt_state,
+        shardings,
+        transform_non_params=lambda _: whole,
+    )
+    return TrainState(shardings, moments, step=whole, skipped_updates=whole)
 
 
 def _is_schedule_count(path: tuple, _: object) -> bool:

@@ -6,12 +6,11 @@ right padded), V vocabulary. All [B, T] arrays are aligned to the predicted toke
 """
 
 from dataclasses import dataclass, field
-from typing import Any, NotRequired, TypedDict
+from typing import Any, TypedDict
 
-import jax
 from flax import struct
 
-Array = jax.Array
+Array = Any  # a numpy array on the host, a jax.Array on devices
 Message = dict[str, Any]  # {"role": "user", "content": "..."}
 
 
@@ -53,15 +52,15 @@ class Trajectory:
 
 
 class GeneratorInput(TypedDict):
-    """A batch of conversations to hold.
+    """What to generate; one entry per trajectory, the samples of a prompt consecutive.
 
-    One entry per trajectory, samples of a prompt consecutive.
+    Example, two samples of one prompt: `{"prompts": [p, p], "keys": [(7, 1), (7, 2)],
+    "sampling": Sampling(max_tokens=8)}`.
     """
 
     prompts: list[Prompt]
-    sampling_params: Any
     keys: list[tuple[int, int]]  # PRNG key data of each trajectory
-    eos_token_ids: NotRequired[list[int]]
+    sampling: Any  # rollout.protocol.Sampling
 
 
 class GeneratorOutput(TypedDict):
@@ -81,8 +80,7 @@ class GeneratorOutput(TypedDict):
     rollout_metrics: dict[str, float]
 
 
-@struct.dataclass
-class TrainBatch:
+class TrainBatch(struct.PyTreeNode):
     """One trajectory per row, right padded. Fields that a run does not need stay None.
 
     Example, T = 6: prompt "42>" (3 tokens), response "24<eos>":
@@ -105,8 +103,7 @@ class TrainBatch:
     returns: Array | None = None
 
 
-@struct.dataclass
-class TrainState:
+class TrainState(struct.PyTreeNode):
     """Everything an optimizer update changes; saved whole in every checkpoint."""
 
     params: Any

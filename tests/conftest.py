@@ -1,4 +1,4 @@
-"""Tests run on the CPU with eight host devices, so that every mesh of up to eight devices is real."""
+"""Tests run on the CPU with eight host devices: every mesh of up to eight devices is real."""
 
 import os
 

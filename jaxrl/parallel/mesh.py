@@ -1,6 +1,7 @@
 """Axis sizes -> `jax.sharding.Mesh`."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,7 +10,7 @@ from jax.sharding import AxisType, Mesh
 AXES = ("data", "fsdp")
 
 
-def make_mesh(*, fsdp: int = -1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(*, fsdp: int = -1, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh with axes data (batch only) and fsdp (batch and parameters) over all devices.
 
     Args:

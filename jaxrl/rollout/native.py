@@ -15,7 +15,7 @@ import numpy as np
 from flax import struct
 from jax.sharding import Mesh
 
-from jaxrl.array_ops import Array
+from jaxrl.data.packing import round_up
 from jaxrl.models.transformer import (
     Params,
     TransformerConfig,
@@ -29,10 +29,10 @@ from jaxrl.parallel import ShardingRules, batch_sharding, replicated
 from jaxrl.parallel.rules import batch_devices
 from jaxrl.rollout.protocol import Completion, Request
 from jaxrl.rollout.sampling import sample, uniforms
+from jaxrl.types import Array
 
 
-@struct.dataclass
-class RowSampling:
+class RowSampling(struct.PyTreeNode):
     """Sampling parameters by row, [B] each but `keys` [B, 2] and `stop_ids` [B, n]."""
 
     keys: Array
@@ -45,8 +45,7 @@ class RowSampling:
     filtered: bool = struct.field(pytree_node=False)
 
 
-@struct.dataclass
-class DecodeState:
+class DecodeState(struct.PyTreeNode):
     """Rows in flight."""
 
     cache: tuple  # per layer (keys, values), each [B, K, S, h]
@@ -227,11 +226,6 @@ def waves(requests: Sequence[Request], limit: int) -> Iterator[list[Request]]:
         yield wave
 
 
-def round_up(n: int, multiple: int) -> int:
-    """Smallest multiple of `multiple` that is at least n."""
-    return -(-n // multiple) * multiple
-
-
 def prefill(
     config: TransformerConfig,
     params: Params,
@@ -254,6 +248,7 @@ def prefill(
     hidden, kv = forward(
         config, stacked, prompts, positions, segment_ids, dtype=dtype, return_kv=True
     )
+    assert kv is not None
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
     logits = unembed(config, params, last)[source]
     free = ((0, 0), (0, 0), (0, slots - prompts.shape[1]), (0, 0))
@@ -332,13 +327,14 @@ def decode_step(
     slots = state.cache[0][0].shape[2]
     visible = (jnp.arange(slots) <= state.position[:, None])[:, None]  # [B, 1, S]
     x = embed(params, state.last_token[:, None], params["unembed"].dtype)
-    cache = []
-    for layer, (keys, values) in zip(params["layers"], state.cache, strict=True):
+    cache: list[tuple[Array, Array]] = []
+    at = (rows, slice(None), state.position)
 
-        def attend(q: Array, k: Array, v: Array, keys: Array = keys, values: Array = values):
-            at = (rows, slice(None), state.position)
-            cache.append((keys.at[at].set(k[:, :, 0]), values.at[at].set(v[:, :, 0])))
-            return attention(q, *cache[-1], visible)
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        keys, values = state.cache[len(cache)]  # of the layer that is being run
+        cache.append((keys.at[at].set(k[:, :, 0]), values.at[at].set(v[:, :, 0])))
+        return attention(q, *cache[-1], visible)
 
+    for layer in params["layers"]:
         x = decoder_layer(config, layer, x, state.position[:, None], attend)
     return unembed(config, params, x[:, 0]), tuple(cache)

@@ -1,4 +1,7 @@
-"""Numbers computed with SkyRL's own functions (commit a9564572e); README.md there has the contracts."""
+"""Numbers computed with SkyRL's own functions (commit a9564572e).
+
+README.md there has the contracts.
+"""
 
 import json
 from pathlib import Path

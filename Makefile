@@ -1,0 +1,32 @@
+# Each target sets up what it needs in .venv; nothing else has to be installed but Python >= 3.11.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: quickstart test test-all lint clean
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "jaxrl needs Python 3.11 or newer, this is " + sys.version; sys.exit(0)'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --editable .
+	touch $@
+
+$(STAMP)-dev: $(STAMP)
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@
+
+quickstart: $(STAMP)  ## train a small model from random weights, about two minutes on two cores
+	$(BIN)/python -m jaxrl.train --config=configs/quickstart.py
+
+test: $(STAMP)-dev  ## everything that is not marked slow
+	$(BIN)/python -m pytest
+
+test-all: $(STAMP)-dev  ## slow tests too
+	$(BIN)/python -m pytest -m ''
+
+lint: $(STAMP)-dev  ## what pre-commit and CI check
+	$(BIN)/pre-commit run --all-files
+
+clean:
+	rm -rf .venv runs

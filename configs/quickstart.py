@@ -1,0 +1,48 @@
+r"""A 115k-parameter model learns to sort four digits, from random weights, by GRPO (arXiv:2402.03300).
+
+    python -m jaxrl.train --config=configs/quickstart.py
+
+The reward is per token: 1/5 for each right digit and for stopping after the fourth.
+"""
+
+from pathlib import Path
+
+from jaxrl.config import default_config
+
+
+def get_config():
+    config = default_config()
+    config.data.train_data = ["jaxrl.envs.sort_digits:prompts(size=4096, seed=0)"]
+    config.data.val_data = ["jaxrl.envs.sort_digits:prompts(size=128, seed=1)"]
+
+    trainer = config.trainer
+    trainer.run_name = "quickstart"
+    trainer.policy.model.path = str(Path(__file__).parent / "tiny_char_model")
+    trainer.policy.model.random_init = True
+    trainer.policy.optimizer_config.lr = 1e-3
+    trainer.policy.optimizer_config.weight_decay = 0.0
+    trainer.algorithm.use_kl_loss = False  # there is nothing to stay close to
+    trainer.gradient_checkpointing = False
+
+    trainer.epochs = 3
+    trainer.max_training_steps = 300
+    trainer.train_batch_size = 32
+    trainer.policy_mini_batch_size = 32
+    trainer.micro_train_batch_size_per_gpu = 512
+    trainer.micro_forward_batch_size_per_gpu = 512
+    trainer.max_prompt_length = 16
+    config.generator.n_samples_per_prompt = 16
+    config.generator.sampling_params.max_generate_length = 8
+
+    trainer.eval_interval = 50
+    trainer.eval_batch_size = 128
+    trainer.print_example_interval = 50
+    trainer.ckpt_interval = 50
+    trainer.max_ckpts_to_keep = 2
+    trainer.hf_save_interval = 300
+    trainer.logger = ["console", "tensorboard"]
+    trainer.log_path = "runs"
+    trainer.ckpt_path = "runs/quickstart/checkpoints"
+    trainer.export_path = "runs/quickstart/exports"
+    config.environment.env_class = "sort_digits"
+    return config

@@ -1,0 +1,131 @@
+"""Metrics of a batch under SkyRL's names, and the loggers that keep them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrl.types import GeneratorOutput
+
+Metrics = dict[str, float]
+
+
+def outcome(reward: float | Sequence[float]) -> float:
+    """A trajectory's score: its reward, summed if it came per token."""
+    return float(np.sum(reward))
+
+
+def score_metrics(
+    rewards: Sequence[float | Sequence[float]], uids: Sequence[str], samples: int
+) -> Metrics:
+    """Mean reward and pass@n; a prompt passes if any of its samples scores more than 0.
+
+    SkyRL looks at the last token alone for token-level rewards; here the sum decides.
+    """
+    scores = np.array([outcome(r) for r in rewards])
+    positive = [float(np.clip(r, 0, None).sum()) for r in rewards]
+    passed = {uid: False for uid in uids}
+    for uid, value in zip(uids, scores, strict=True):
+        passed[uid] |= bool(value > 0)
+    return {
+        "avg_score": float(scores.mean()),
+        f"pass_at_{samples}": float(np.mean(list(passed.values()))),
+        "mean_positive_reward": float(np.mean(positive)),
+    }
+
+
+def generate_metrics(output: GeneratorOutput) -> Metrics:
+    """Length statistics of the responses, in tokens."""
+    lengths = np.array([len(r) for r in output["response_ids"]])
+    scores = np.array([outcome(r) for r in output["rewards"]])
+    rewarded, unrewarded = lengths[scores > 0], lengths[scores <= 0]
+    return {
+        "generate/batch_num_seq": len(lengths),
+        "generate/min_num_tokens": int(lengths.min()),
+        "generate/max_num_tokens": int(lengths.max()),
+        "generate/avg_num_tokens": float(lengths.mean()),
+        "generate/std_num_tokens": float(lengths.std()),
+        "generate/avg_tokens_non_zero_rewards": float(rewarded.mean()) if rewarded.size else 0.0,
+        "generate/avg_tokens_zero_rewards": float(unrewarded.mean()) if unrewarded.size else 0.0,
+        "generate/stop_ratio": float(np.mean([s == "stop" for s in output["stop_reasons"]])),
+        **output["rollout_metrics"],
+    }
+
+
+class RunLogger:
+    """Writes one line per step to `metrics.jsonl`, and to TensorBoard if asked.
+
+    Args:
+        folder: the run's folder; created.
+        loggers: names from the config; "tensorboard" adds `<folder>/tensorboard`.
+        finished_steps: what a resumed run has behind it; later lines of an earlier attempt are cut.
+    """
+
+    def __init__(self, folder: Path, loggers: Sequence[str], finished_steps: int) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / "metrics.jsonl"
+        kept = [line for line in read_lines(self.path) if line["step"] <= finished_steps]
+        self.path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        self.file = self.path.open("a")
+        self.tensorboard = None
+        if "tensorboard" in loggers:
+            from tensorboardX import SummaryWriter
+
+            self.tensorboard = SummaryWriter(
+                str(folder / "tensorboard"), purge_step=finished_steps + 1
+            )
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Record the numbers of one step."""
+        numbers = {name: float(value) for name, value in metrics.items()}
+        self.file.write(json.dumps({"step": step, **numbers}) + "\n")
+        self.file.flush()
+        if self.tensorboard:
+            for name, value in numbers.items():
+                self.tensorboard.add_scalar(name, value, step)
+
+    def plot(self) -> Path:
+        """Draw reward and evaluation score over steps to `curve.png`."""
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot as plt
+
+        figure, axes = plt.subplots(figsize=(7, 4))
+        lines = read_lines(self.path)
+        curves = (("reward/avg_raw_reward", "training"), ("eval/all/avg_score", "evaluation"))
+        for name, label in curves:
+            points = [(line["step"], line[name]) for line in lines if name in line]
+            if points:
+                axes.plot(
+                    *zip(*points, strict=True), label=label, marker="o" if "eval" in name else ""
+                )
+        axes.set(xlabel="step", ylabel="mean reward", title=self.folder.name)
+        axes.grid(alpha=0.3)
+        axes.legend()
+        path = self.folder / "curve.png"
+        figure.savefig(path, dpi=120, bbox_inches="tight")
+        plt.close(figure)
+        return path
+
+    def close(self) -> None:
+        """Flush everything."""
+        self.file.close()
+        if self.tensorboard:
+            self.tensorboard.close()
+
+
+def read_lines(path: Path) -> list[dict[str, float]]:
+    """The complete lines of a `metrics.jsonl`; a line cut off by a crash is left out."""
+    if not path.exists():
+        return []
+    lines = []
+    for line in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return lines

@@ -1,0 +1,153 @@
+"""Conversations between engine and environments: token ids in, token ids out.
+
+The engine's tokens and log-probs go into the trajectory as they are; text exists only for the
+environment.
+"""
+
+import hashlib
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from typing import Any
+
+from jaxrl import envs
+from jaxrl.rollout.protocol import Completion, Engine, Request
+from jaxrl.types import GeneratorInput, GeneratorOutput, Prompt, Trajectory
+
+
+def sample_key(*names: object) -> tuple[int, int]:
+    """PRNG key data from whatever names a sample: seed, phase, step, prompt, number.
+
+    A sample's tokens then depend on its name and the weights, not on what ran beside or before it,
+    which is what makes a resumed run equal to an uninterrupted one.
+    """
+    digest = hashlib.blake2b("/".join(map(str, names)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+class ConversationGenerator:
+    """Holds single-turn conversations: the engine speaks, the environment judges.
+
+    Args:
+        engine: samples token ids.
+        tokenizer: turns them into the text that environments read.
+        stop_token_ids: end-of-sequence tokens; a completion keeps the one it ends with.
+        env_config: handed to every environment.
+        max_env_workers: threads for `env.step`; 0 = inline.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        *,
+        stop_token_ids: Sequence[int],
+        env_config: Mapping[str, Any] | None = None,
+        max_env_workers: int = 32,
+    ) -> None:
+        self.engine, self.tokenizer = engine, tokenizer
+        self.stop_token_ids, self.env_config = tuple(stop_token_ids), env_config
+        self.max_env_workers = max_env_workers
+
+    def generate(self, batch: GeneratorInput) -> GeneratorOutput:
+        """One trajectory per entry of the batch, in order; equal neighbours share a prefill.
+
+        Raises:
+            RuntimeError: an environment raised; names the environment and the prompt.
+            ValueError: a reward that is not finite, or not one number per token.
+        """
+        prompts = batch["prompts"]
+        groups = [list(g) for _, g in groupby(range(len(prompts)), key=lambda i: prompts[i].uid)]
+        requests = [
+            Request(
+                prompt_tokens=prompts[rows[0]].tokens,
+                keys=tuple(batch["keys"][i] for i in rows),
+                sampling=batch["sampling"],
+                stop_token_ids=self.stop_token_ids,
+            )
+            for rows in groups
+        ]
+        completions = [c for samples in self.engine.generate(requests) for c in samples]
+
+        def judge(pair: tuple[Prompt, Completion]) -> Trajectory:
+            return score(*pair, tokenizer=self.tokenizer, env_config=self.env_config)
+
+        pairs = list(zip(prompts, completions, strict=True))
+        if self.max_env_workers == 0:
+            return to_columns([judge(pair) for pair in pairs])
+        with ThreadPoolExecutor(self.max_env_workers) as pool:
+            return to_columns(list(pool.map(judge, pairs)))
+
+
+def score(
+    prompt: Prompt,
+    completion: Completion,
+    *,
+    tokenizer: Any,
+    env_config: Mapping[str, Any] | None,
+) -> Trajectory:
+    """Let the prompt's environment judge a completion."""
+    ended = completion.stop_reason == "stop"
+    spoken = completion.tokens[:-1] if ended else completion.tokens
+    text = tokenizer.decode(spoken, skip_special_tokens=True)
+    try:
+        env = envs.make(prompt.env_class, prompt.extras, env_config)
+        env.init(prompt.messages)
+        wants_tokens = "tokens" in inspect.signature(env.step).parameters
+        pieces = {"tokens": [tokenizer.decode([t]) for t in completion.tokens]}
+        step = env.step(text, **(pieces if wants_tokens else {}))
+        metrics = env.get_metrics()
+        env.close()
+    except Exception as error:
+        raise RuntimeError(
+            f"environment '{prompt.env_class}' failed on prompt {prompt.uid} with the answer "
+            f"{text!r}: {error!r}"
+        ) from error
+    rewards = step["reward"]
+    numbers = rewards if isinstance(rewards, list) else [rewards]
+    if not all(math.isfinite(r) for r in numbers):
+        raise ValueError(
+            f"environment '{prompt.env_class}' gave the reward {rewards!r} for prompt {prompt.uid} "
+            f"and the answer {text!r}; rewards must be finite"
+        )
+    if isinstance(rewards, list) and len(rewards) != len(completion.tokens):
+        raise ValueError(
+            f"environment '{prompt.env_class}' gave {len(rewards)} rewards for the "
+            f"{len(completion.tokens)} tokens of prompt {prompt.uid}; give one per "
+            "token, or a number"
+        )
+    return Trajectory(
+        uid=prompt.uid,
+        prompt_tokens=list(prompt.tokens),
+        response_tokens=completion.tokens,
+        loss_mask=[1] * len(completion.tokens),
+        rollout_log_probs=completion.log_probs,
+        rewards=rewards,
+        stop_reason=completion.stop_reason,
+        policy_version=completion.policy_version,
+        env_class=prompt.env_class,
+        env_metrics=metrics,
+    )
+
+
+def to_columns(trajectories: Sequence[Trajectory]) -> GeneratorOutput:
+    """Trajectories as the columns that `Trainer.postprocess_generator_output` works on."""
+    metrics = {}
+    for env_class in {t.env_class for t in trajectories}:
+        measured = [t.env_metrics for t in trajectories if t.env_class == env_class]
+        metrics |= {
+            f"environment/{name}": value
+            for name, value in envs.load(env_class).aggregate_metrics(measured).items()
+        }
+    return GeneratorOutput(
+        prompt_token_ids=[t.prompt_tokens for t in trajectories],
+        response_ids=[t.response_tokens for t in trajectories],
+        rewards=[t.rewards for t in trajectories],  # type: ignore[typeddict-item]
+        loss_masks=[t.loss_mask for t in trajectories],
+        stop_reasons=[t.stop_reason for t in trajectories],
+        rollout_logprobs=[t.rollout_log_probs for t in trajectories],
+        policy_versions=[t.policy_version for t in trajectories],
+        rollout_metrics=metrics,
+    )

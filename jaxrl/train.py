@@ -1,0 +1,139 @@
+"""Start a run: from config to trained policy.
+
+    python -m jaxrl.train --config=configs/quickstart.py --config.trainer.seed=1
+
+`trainer.py` has the training step; this file puts its parts together.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxrl import config as cfg
+from jaxrl.data.prompts import load_prompts
+from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.models import hf
+from jaxrl.models.transformer import TransformerConfig
+from jaxrl.parallel import make_mesh
+from jaxrl.rollout.conversation import ConversationGenerator
+from jaxrl.rollout.native import NativeEngine
+from jaxrl.rollout.protocol import Engine
+from jaxrl.trainer import DTYPES, Trainer, run_folder
+from jaxrl.types import Prompt
+
+
+class BasePPOExp:
+    """A run, from config to trained policy.
+
+    Override a `get_` method to put in a part of your own.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.config = cfg.resolve(cfg.to_train_config(config))
+        cfg.validate(self.config, num_devices=len(jax.devices()))
+
+    def get_engine(self, model: TransformerConfig, mesh: jax.sharding.Mesh) -> Engine:
+        """The sampler."""
+        engine = self.config.generator.inference_engine
+        return NativeEngine(
+            model,
+            mesh,
+            dtype=DTYPES[engine.model_dtype],
+            max_num_seqs=engine.max_num_seqs,
+            **engine.engine_init_kwargs,
+        )
+
+    def get_generator(self, engine: Engine, tokenizer: Any) -> Any:
+        """What holds the conversations."""
+        gym = self.config.environment.skyrl_gym
+        stop = self.config.generator.sampling_params.stop_token_ids or []
+        return ConversationGenerator(
+            engine,
+            tokenizer,
+            stop_token_ids=[tokenizer.eos_token_id, *stop],
+            env_config=cfg.get_config_as_dict(gym),
+            max_env_workers=gym.max_env_workers,
+        )
+
+    def get_trainer(self, *args: Any, **kwargs: Any) -> Trainer:
+        """The loop."""
+        return Trainer(*args, **kwargs)
+
+    def run(self) -> Trainer:
+        """Load everything, print what will be done, train."""
+        config, path = self.config, self.config.trainer.policy.model.path
+        assert path is not None  # validated
+        template = config.generator.chat_template
+        tokenizer = load_tokenizer(
+            path, template.name_or_path if template.source == "file" else None
+        )
+        model = hf.load_config(path)
+        mesh = make_mesh(fsdp=config.trainer.policy.fsdp_config.fsdp_size)
+
+        def load(sources: Sequence[str]) -> list[Prompt]:
+            prompts, dropped = load_prompts(
+                sources,
+                tokenizer,
+                max_prompt_length=config.trainer.max_prompt_length,
+                default_env_class=config.environment.env_class,
+                chat_template_kwargs=config.generator.chat_template_kwargs,
+            )
+            print(f"{len(prompts)} prompts from {', '.join(sources)}; {dropped} too long, left out")
+            return prompts
+
+        train_prompts = load(config.data.train_data)
+        eval_prompts = load(config.data.val_data) if config.data.val_data else []
+        engine = self.get_engine(model, mesh)
+        trainer = self.get_trainer(
+            config,
+            tokenizer=tokenizer,
+            model=model,
+            mesh=mesh,
+            engine=engine,
+            generator=self.get_generator(engine, tokenizer),
+            train_prompts=train_prompts,
+            eval_prompts=eval_prompts,
+        )
+        print(cfg.objective_card(config, num_devices=mesh.size))
+        print(
+            f"mesh {dict(mesh.shape)} of {jax.default_backend()}, run folder {run_folder(config)}"
+        )
+        trainer.train()
+        return trainer
+
+
+def train(config: Any) -> Trainer:
+    """Run a `TrainConfig`, `ml_collections.ConfigDict` or nested dict to the end.
+
+    Returns:
+        The trainer: `.state` holds the parameters, `.config` what was resolved.
+
+    Raises:
+        ValueError: the config, a data file, the model folder or a checkpoint is wrong; nothing was
+            changed on disk.
+    """
+    return BasePPOExp(config).run()
+
+
+def main(argv: Sequence[str]) -> int:
+    """`python -m jaxrl.train --config=FILE [--config.a.b=value ...]`."""
+    if not argv or "--help" in argv or "-h" in argv:
+        print(
+            f"{__doc__}\nEvery field of docs/configuration.md can be set: --config.<path>=<value>."
+        )
+        return 0
+    try:
+        path, overrides = cfg.parse_command_line(list(argv))
+        config = cfg.apply_overrides(cfg.load_config_file(path), overrides)
+        experiment = BasePPOExp(config)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    experiment.run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

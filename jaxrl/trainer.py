@@ -1,0 +1,443 @@
+"""The synchronous trainer: the whole step top to bottom.
+
+One step is the nine lines of `Trainer.train_step` and `Trainer.train`; each line is one method that
+calls pure functions with explicit state. Everything random is named by (seed, step, prompt,
+sample), so a run that is killed and resumed equals one that was not.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from jaxrl import config as cfg
+from jaxrl.checkpoint import Checkpointer, locate, restore
+from jaxrl.data.packing import collate, round_up
+from jaxrl.data.prompts import batch_indices
+from jaxrl.evaluate import dump_rows, evaluate
+from jaxrl.forward import log_probs_and_entropy
+from jaxrl.metrics import RunLogger, generate_metrics, score_metrics
+from jaxrl.models import hf
+from jaxrl.models.transformer import TransformerConfig, init_params, logical_axes
+from jaxrl.optim import abstract_state, init_state, make_apply, make_optimizer, make_schedule
+from jaxrl.parallel import ShardingRules, batch_sharding, param_shardings, replicated
+from jaxrl.parallel.rules import batch_devices
+from jaxrl.registry import AdvantageEstimatorRegistry, accepted_keywords
+from jaxrl.rollout.conversation import sample_key
+from jaxrl.rollout.protocol import Engine, Sampling
+from jaxrl.types import GeneratorInput, GeneratorOutput, Prompt, TrainBatch, TrainState
+from jaxrl.update import Updater, merge_metrics
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+class Trainer:
+    """The synchronous loop. Subclass it and override a line; `BasePPOExp.get_trainer` returns it.
+
+    Args:
+        config: resolved and validated.
+        tokenizer: of the policy.
+        model: architecture of the policy.
+        mesh: devices.
+        engine: gets the weights after every step.
+        generator: `generate(GeneratorInput) -> GeneratorOutput`.
+        train_prompts, eval_prompts: tokenised prompts; no evaluation without the latter.
+    """
+
+    def __init__(
+        self,
+        config: cfg.TrainConfig,
+        *,
+        tokenizer: Any,
+        model: TransformerConfig,
+        mesh: jax.sharding.Mesh,
+        engine: Engine,
+        generator: Any,
+        train_prompts: Sequence[Prompt],
+        eval_prompts: Sequence[Prompt],
+    ) -> None:
+        self.config, self.tokenizer, self.model, self.mesh = config, tokenizer, model, mesh
+        self.engine, self.generator = engine, generator
+        self.train_prompts, self.eval_prompts = train_prompts, eval_prompts
+        trainer = config.trainer
+        self.samples = config.generator.n_samples_per_prompt
+        self.steps_per_epoch = len(train_prompts) // trainer.train_batch_size
+        batch_indices(0, trainer.train_batch_size, len(train_prompts), seed=trainer.seed)  # checks
+        self.total_steps = trainer.epochs * self.steps_per_epoch
+        if trainer.max_training_steps is not None:
+            self.total_steps = min(self.total_steps, trainer.max_training_steps)
+        self.metrics: dict[str, float] = {}
+        self.ref_params: Any = None
+        self.state: TrainState
+        self.logger: RunLogger
+        self._build()
+
+    def _build(self) -> None:
+        """Everything that is compiled or placed once."""
+        trainer, rules = self.config.trainer, ShardingRules()
+        algorithm = trainer.algorithm
+        assert algorithm.temperature is not None  # resolved
+        settings = trainer.policy.optimizer_config
+        minibatches = trainer.train_batch_size // trainer.policy_mini_batch_size
+        schedule = make_schedule(
+            settings.scheduler,
+            lr=settings.lr,
+            num_warmup_steps=settings.num_warmup_steps,
+            total_steps=self.total_steps * minibatches * trainer.update_epochs_per_batch,
+        )
+        self.optimizer = make_optimizer(
+            schedule,
+            adam_betas=(settings.adam_betas[0], settings.adam_betas[1]),
+            weight_decay=settings.weight_decay,
+            max_grad_norm=settings.max_grad_norm,
+        )
+        shapes = jax.eval_shape(functools.partial(init_params, self.model), jax.random.key(0))
+        self.shardings = param_shardings(self.mesh, logical_axes(self.model), shapes, rules)
+        devices = batch_devices(self.mesh, rules)
+        self.forward_rows = trainer.micro_forward_batch_size_per_gpu * devices
+        forward = functools.partial(
+            log_probs_and_entropy,
+            self.model,
+            temperature=algorithm.temperature,
+            dtype=DTYPES["bfloat16" if trainer.bf16 else "float32"],
+            remat=trainer.gradient_checkpointing,
+        )
+        self.updater = Updater(
+            forward,
+            make_apply(self.optimizer, schedule),
+            algorithm=algorithm,
+            microbatch_rows=min(
+                trainer.micro_train_batch_size_per_gpu * devices,
+                round_up(trainer.policy_mini_batch_size * self.samples, devices),
+            ),
+            place=functools.partial(jax.device_put, device=batch_sharding(self.mesh, rules)),
+        )
+        estimator = AdvantageEstimatorRegistry.resolve(algorithm.advantage_estimator)
+        options = {
+            "grpo_norm_by_std": algorithm.grpo_norm_by_std,
+            "gamma": algorithm.gamma,
+            "lambd": algorithm.lambd,
+            "config": algorithm,
+        }
+        self.estimate = jax.jit(
+            functools.partial(estimator, **accepted_keywords(estimator, options))
+        )
+        self.checkpointer = Checkpointer(trainer.ckpt_path, max_to_keep=trainer.max_ckpts_to_keep)
+
+    # ---------------------------------------------------------------- the loop
+
+    def train(self) -> TrainState:
+        """Train from the newest checkpoint, or from the start, to the last step."""
+        trainer = self.config.trainer
+        self.state = self.restore_or_init()
+        first = int(self.state.step)
+        self.load_reference()
+        self.logger = RunLogger(
+            run_folder(self.config), np.atleast_1d(trainer.logger).tolist(), first
+        )
+        self.sync_weights(first)
+        if first >= self.total_steps:
+            print(
+                f"nothing to do: {trainer.ckpt_path} holds step {first} of {self.total_steps}. "
+                "Set trainer.resume_mode=none to start again, or raise trainer.epochs"
+            )
+        if first == 0 and trainer.eval_before_train and trainer.eval_interval > 0:
+            self.record(0, self.evaluate(0))
+        with tqdm(total=self.total_steps, initial=first, desc=trainer.run_name) as bar:
+            for step in range(first + 1, self.total_steps + 1):
+                metrics = self.train_step(step)
+                if self._due(step, trainer.eval_interval):
+                    metrics |= self.evaluate(step)
+                self.record(step, metrics)  # 9
+                self.save(step)
+                bar.set_postfix(progress_line(metrics))
+                bar.update()
+        self.logger.plot()
+        self.logger.close()
+        self.checkpointer.close()
+        return self.state
+
+    def train_step(self, step: int) -> dict[str, float]:
+        """One step on one batch of prompts; returns its metrics."""
+        started = time.perf_counter()
+        self.metrics = {}
+        prompts = self.next_prompts(step)  # 1
+        with self.timer("generate"):
+            output = self.generate(prompts, step)  # 2, 3
+        uids = [p.uid for p in prompts for _ in range(self.samples)]
+        output = self.postprocess_generator_output(output, uids)
+        batch = self.collate(output)  # 4
+        with self.timer("fwd_logprobs_values_reward"):
+            batch = self.add_log_probs(batch)  # 5
+        batch = self.add_advantages(batch)  # 6
+        with self.timer("policy_train"):
+            self.update(batch, step)  # 7
+        with self.timer("sync_weights"):
+            self.sync_weights(step)  # 8
+        self.print_example(step, batch, output)
+        seconds = time.perf_counter() - started
+        tokens = float(batch.lengths.sum())
+        return self.metrics | {
+            "timing/step": seconds,
+            "trainer/tokens_per_second_per_gpu": tokens / seconds / self.mesh.size,
+            "trainer/global_step": step,
+            "trainer/epoch": (step - 1) // self.steps_per_epoch,
+        }
+
+    # ---------------------------------------------------------------- 1 to 6: the batch
+
+    def next_prompts(self, step: int) -> list[Prompt]:
+        """The prompts of a step: a function of (seed, step) alone."""
+        trainer = self.config.trainer
+        rows = batch_indices(
+            step - 1, trainer.train_batch_size, len(self.train_prompts), seed=trainer.seed
+        )
+        return [self.train_prompts[i] for i in rows]
+
+    def generate(self, prompts: Sequence[Prompt], step: int) -> GeneratorOutput:
+        """`n_samples_per_prompt` judged trajectories for each prompt."""
+        return self._generate(
+            "train", prompts, step, self.samples, params=self.config.generator.sampling_params
+        )
+
+    def postprocess_generator_output(
+        self, output: GeneratorOutput, uids: Sequence[str]
+    ) -> GeneratorOutput:
+        """Reward metrics, rewards and masks of truncated responses, rewards per token."""
+        generator = self.config.generator
+        reward = score_metrics(output["rewards"], uids, self.samples)
+        self.metrics |= generate_metrics(output) | {
+            f"reward/avg_pass_at_{self.samples}": reward[f"pass_at_{self.samples}"],
+            "reward/avg_raw_reward": reward["avg_score"],
+            "reward/mean_positive_reward": reward["mean_positive_reward"],
+        }
+        rewards = [
+            r if isinstance(r, list) else [0.0] * (len(tokens) - 1) + [r]
+            for r, tokens in zip(output["rewards"], output["response_ids"], strict=True)
+        ]
+        masks = output["loss_masks"]
+        truncated = [reason != "stop" for reason in output["stop_reasons"]]
+        if generator.zero_reward_on_non_stop:
+            rewards = [
+                [0.0] * len(r) if cut else r for r, cut in zip(rewards, truncated, strict=True)
+            ]
+        if generator.apply_overlong_filtering:
+            masks = [[0] * len(m) if cut else m for m, cut in zip(masks, truncated, strict=True)]
+        return {**output, "rewards": rewards, "loss_masks": masks}
+
+    def collate(self, output: GeneratorOutput) -> TrainBatch:
+        """Trajectories as rows [B, T]; the samples of a prompt are a group."""
+        rows = len(output["response_ids"])
+        return collate(output, index=[row // self.samples for row in range(rows)])
+
+    def add_log_probs(self, batch: TrainBatch) -> TrainBatch:
+        """Log-probs of the batch under the policy as it is now, and under the reference."""
+        rows, mask = self.forward_rows, batch.loss_mask
+        old, _ = self.updater.forward_rows(self.state.params, batch, rows)
+        difference = np.abs(old - batch.rollout_log_probs)[mask > 0]
+        if difference.size:
+            name = "policy/rollout_train_logprobs_abs_diff"
+            self.metrics |= {
+                f"{name}_mean": float(difference.mean()),
+                f"{name}_max": float(difference.max()),
+            }
+        batch = batch.replace(old_log_probs=old * batch.response_mask)
+        if self.ref_params is not None:
+            ref, _ = self.updater.forward_rows(self.ref_params, batch, rows)
+            batch = batch.replace(ref_log_probs=ref * batch.response_mask)
+        return batch
+
+    def add_advantages(self, batch: TrainBatch) -> TrainBatch:
+        """Advantages and returns of the whole batch."""
+        advantages, returns = jax.device_get(
+            self.estimate(batch.rewards, batch.response_mask, batch.index)
+        )
+        tokens = max(batch.response_mask.sum(), 1)
+        self.metrics |= {
+            "loss/avg_final_rewards": float(batch.rewards.sum(-1).mean()),
+            "loss/avg_raw_advantages": float((advantages * batch.response_mask).sum() / tokens),
+            "loss/avg_raw_advantages_abs": float(
+                (np.abs(advantages) * batch.response_mask).sum() / tokens
+            ),
+        }
+        return batch.replace(advantages=advantages, returns=returns)
+
+    # ---------------------------------------------------------------- 7 to 9: the update
+
+    def update(self, batch: TrainBatch, step: int) -> None:
+        """One optimizer update per minibatch of whole prompt groups."""
+        trainer = self.config.trainer
+        rows = trainer.policy_mini_batch_size * self.samples
+        key = jax.random.fold_in(jax.random.key(trainer.seed), step)
+        pending = []
+        for epoch in range(trainer.update_epochs_per_batch):
+            for start in range(0, batch.tokens.shape[0], rows):
+                minibatch = jax.tree.map(lambda x, s=start: x[s : s + rows], batch)
+                update_key = jax.random.fold_in(key, epoch * batch.tokens.shape[0] + start)
+                self.state, parts, applied = self.updater.update(self.state, minibatch, update_key)
+                pending.append((parts, applied))
+        self.state = self.state.replace(step=jnp.asarray(step, jnp.int32))
+        updates = [merge_metrics(parts) | applied for parts, applied in jax.device_get(pending)]
+        for name in updates[0]:
+            self.metrics[f"policy/{name}"] = float(np.mean([u[name] for u in updates]))
+        skipped = sum(int(u["skipped_updates"]) for u in updates)
+        self.metrics["policy/skipped_updates"] = skipped
+        if skipped:
+            tqdm.write(f"step {step}: {skipped} updates skipped, their gradient was not finite")
+
+    def sync_weights(self, step: int) -> None:
+        """Hand the parameters to the engine; they are version `step`."""
+        self.engine.update_weights(self.state.params, step)
+
+    def record(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the numbers of a step."""
+        self.logger.log(step, metrics)
+
+    def save(self, step: int) -> None:
+        """Checkpoint and export when they are due.
+
+        By interval, at epoch ends, after the last step.
+        """
+        trainer, last = self.config.trainer, step == self.total_steps
+        epoch_end = step % self.steps_per_epoch == 0
+        if trainer.ckpt_interval > 0 and (
+            last or epoch_end or self._due(step, trainer.ckpt_interval)
+        ):
+            meta = {
+                "model": dataclasses.asdict(self.model),
+                "config": cfg.get_config_as_dict(self.config),
+            }
+            self.checkpointer.save(step, self.state, meta)
+            self.logger.plot()
+        if trainer.hf_save_interval > 0 and (last or self._due(step, trainer.hf_save_interval)):
+            self.export(Path(trainer.export_path).expanduser() / f"global_step_{step}" / "policy")
+
+    # ---------------------------------------------------------------- around the steps
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Score the evaluation prompts, per data source and over all."""
+        trainer, generator = self.config.trainer, self.config.generator
+        if not self.eval_prompts or generator.eval_sampling_params is None:
+            return {}
+        with self.timer("eval"):
+            metrics, rows = evaluate(
+                functools.partial(self._generate, "eval", params=generator.eval_sampling_params),
+                self.eval_prompts,
+                step,
+                samples=generator.eval_n_samples_per_prompt,
+                batch_size=trainer.eval_batch_size,
+                tokenizer=self.tokenizer,
+            )
+        if trainer.dump_eval_results:
+            dump_rows(Path(trainer.export_path).expanduser() / "dumped_evals", step, rows)
+        return metrics | {"timing/eval": self.metrics["timing/eval"]}
+
+    def restore_or_init(self) -> TrainState:
+        """The state of the checkpoint that the config points to, else that of the model folder."""
+        trainer = self.config.trainer
+        found = locate(trainer.resume_mode, trainer.resume_path, trainer.ckpt_path)
+        if found is None:
+            params = load_policy(trainer.policy.model, self.model, self.shardings, trainer.seed)
+            return init_state(self.optimizer, params, self.shardings, replicated(self.mesh))
+        like = abstract_state(self.optimizer, self.model, self.shardings, replicated(self.mesh))
+        print(f"resuming after step {found[1]} from {found[0]}")
+        return restore(*found, like, dataclasses.asdict(self.model))
+
+    def load_reference(self) -> None:
+        """The frozen reference of the KL term, if the term counts."""
+        algorithm = self.config.trainer.algorithm
+        if algorithm.use_kl_loss and algorithm.kl_loss_coef != 0:
+            policy, ref = self.config.trainer.policy.model, self.config.trainer.ref.model
+            source = policy if ref.path == policy.path else ref
+            self.ref_params = load_policy(
+                source, self.model, self.shardings, self.config.trainer.seed
+            )
+
+    def export(self, folder: Path) -> None:
+        """Write the policy as a Hugging Face folder."""
+        hf.save_pretrained(
+            folder, self.model, jax.device_get(self.state.params), self.tokenizer, overwrite=True
+        )
+        tqdm.write(f"exported the policy to {folder}")
+
+    def print_example(self, step: int, batch: TrainBatch, output: GeneratorOutput) -> None:
+        """Show the step's first trajectory."""
+        if self._due(step, self.config.trainer.print_example_interval):
+            prompt = self.tokenizer.decode(output["prompt_token_ids"][0])
+            response = self.tokenizer.decode(output["response_ids"][0])
+            tqdm.write(
+                f"--- step {step}, reward {float(batch.rewards[0].sum()):.3f}\n{prompt}{response}"
+            )
+
+    @contextlib.contextmanager
+    def timer(self, name: str) -> Iterator[None]:
+        """Add the seconds of a block to `timing/<name>`."""
+        started = time.perf_counter()
+        yield
+        self.metrics[f"timing/{name}"] = time.perf_counter() - started
+
+    def _generate(
+        self,
+        phase: str,
+        prompts: Sequence[Prompt],
+        step: int,
+        samples: int,
+        *,
+        params: cfg.SamplingParams,
+    ) -> GeneratorOutput:
+        seed = self.config.trainer.seed
+        return self.generator.generate(
+            GeneratorInput(
+                prompts=[p for p in prompts for _ in range(samples)],
+                keys=[
+                    sample_key(seed, phase, step, p.uid, i) for p in prompts for i in range(samples)
+                ],
+                sampling=Sampling(
+                    max_tokens=params.max_generate_length,
+                    temperature=params.temperature,
+                    top_k=params.top_k,
+                    top_p=params.top_p,
+                    min_p=params.min_p,
+                ),
+            )
+        )
+
+    def _due(self, step: int, interval: int) -> bool:
+        return interval > 0 and step % interval == 0
+
+
+def load_policy(
+    source: cfg.ModelConfig, model: TransformerConfig, shardings: Any, seed: int
+) -> Any:
+    """Parameters of a model folder, or random ones of its architecture, placed on the mesh."""
+    if source.random_init:
+        init = jax.jit(functools.partial(init_params, model), out_shardings=shardings)
+        return init(jax.random.key(seed))
+    assert source.path is not None  # validated
+    return hf.load_params(source.path, model, shardings=shardings)
+
+
+def run_folder(config: cfg.TrainConfig) -> Path:
+    """Where a run writes metrics.jsonl, curve.png and tensorboard/."""
+    return Path(config.trainer.log_path).expanduser() / config.trainer.run_name
+
+
+def progress_line(metrics: dict[str, float]) -> dict[str, str]:
+    """The numbers that people watch."""
+    shown = {
+        "reward": "reward/avg_raw_reward",
+        "eval": "eval/all/avg_score",
+        "loss": "policy/final_loss",
+        "entropy": "policy/policy_entropy",
+        "tokens": "generate/avg_num_tokens",
+        "tok/s": "trainer/tokens_per_second_per_gpu",
+    }
+    return {label: f"{metrics[name]:.3g}" for label, name in shown.items() if name in metrics}

@@ -1,0 +1,237 @@
+"""One optimizer update: objective, gradients in microbatches, apply.
+
+    objective = sum_bt w_bt loss_bt + kl_loss_coef sum_bt k_bt kl_bt - entropy_loss_coef sum_bt e_bt
+    H_bt
+
+with weights w, k, e of the whole minibatch. Only sums are taken afterwards, so the gradient does
+not depend on the number of microbatches, on padding, or on the mesh.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxrl.array_ops import Array, masked_sum
+from jaxrl.data.packing import row_slices
+from jaxrl.losses.kl import approximate_kl
+from jaxrl.losses.reduction import reduction_weights
+from jaxrl.registry import PolicyLossRegistry, accepted_keywords, check_hyperparameters
+from jaxrl.types import TrainBatch, TrainState
+
+Metrics = dict[str, Array]
+Forward = Callable[
+    ..., tuple[Array, Array]
+]  # (params, tokens, lengths) -> log_probs, entropy [B, T]
+
+
+class TokenWeights(struct.PyTreeNode):
+    """Weights [B, T] of the terms of the objective, fixed by the whole minibatch."""
+
+    policy: Array
+    kl: Array  # sequence mean, as SkyRL's
+    entropy: Array  # token mean; also the weight of every logged mean
+
+
+@functools.partial(jax.jit, static_argnames="algorithm")
+def minibatch_weights(loss_mask: Array, algorithm: Any) -> TokenWeights:
+    """The weights of a minibatch with mask [B, T]."""
+    return TokenWeights(
+        policy=reduction_weights(
+            loss_mask, algorithm.loss_reduction, max_seq_len=algorithm.max_seq_len
+        ),
+        kl=reduction_weights(loss_mask, "sequence_mean"),
+        entropy=reduction_weights(loss_mask, "token_mean"),
+    )
+
+
+def make_policy_loss(algorithm: Any) -> Callable[..., tuple[Array, Metrics]]:
+    """The configured loss as `(log_probs, entropy, batch, key) -> (loss, metrics)`.
+
+    The function gets the keywords that its signature names, and its hyperparameters from
+    `algorithm.policy_loss_kwargs`. A plain number as second result is its clip ratio.
+    """
+    func = PolicyLossRegistry.resolve(algorithm.policy_loss_type)
+    check_hyperparameters(
+        func, algorithm.policy_loss_kwargs, "trainer.algorithm.policy_loss_kwargs"
+    )
+
+    def policy_loss(
+        log_probs: Array, entropy: Array, batch: TrainBatch, key: Array
+    ) -> tuple[Array, Metrics]:
+        offered = {
+            "loss_mask": batch.loss_mask,
+            "rollout_log_probs": batch.rollout_log_probs,
+            "ref_log_probs": batch.ref_log_probs,
+            "entropy": entropy,
+            "group_ids": batch.index,
+            "rewards": batch.rewards,
+            "policy_versions": batch.policy_versions,
+            "key": key,
+            **algorithm.policy_loss_kwargs,
+        }
+        loss, metrics = func(
+            log_probs,
+            batch.old_log_probs,
+            batch.advantages,
+            algorithm,
+            **accepted_keywords(func, offered),
+        )
+        metrics = metrics if isinstance(metrics, Mapping) else {"clip_ratio": metrics}
+        return loss, {name: jnp.asarray(value) for name, value in metrics.items()}
+
+    return policy_loss
+
+
+def make_objective(
+    algorithm: Any, policy_loss: Callable[..., tuple[Array, Metrics]]
+) -> Callable[..., tuple[Array, Metrics]]:
+    """`(log_probs, entropy, batch, weights, key) -> (objective, metrics)`, all terms summed."""
+
+    def objective(
+        log_probs: Array, entropy: Array, batch: TrainBatch, weights: TokenWeights, key: Array
+    ) -> tuple[Array, Metrics]:
+        mask = batch.loss_mask
+        with jax.named_scope("loss"):
+            loss, own = policy_loss(log_probs, entropy, batch, key)
+            policy = loss if loss.ndim == 0 else masked_sum(loss, weights.policy)
+            mean_entropy = masked_sum(entropy, weights.entropy)
+            total = policy
+            metrics = {"policy_loss": policy, "policy_entropy": mean_entropy}
+            if algorithm.use_entropy_loss:
+                total -= algorithm.entropy_loss_coef * mean_entropy
+            if batch.ref_log_probs is not None:
+                kl = approximate_kl(
+                    log_probs, batch.ref_log_probs, mask, algorithm.kl_estimator_type
+                )
+                metrics["policy_kl"] = masked_sum(kl, weights.kl)
+                total += algorithm.kl_loss_coef * metrics["policy_kl"]
+        metrics["final_loss"] = total
+        for name, value in own.items():
+            metrics[f"loss_metrics/{name}"] = reduce_metric(name, value, mask, weights.entropy)
+        return total, jax.lax.stop_gradient(metrics)
+
+    return objective
+
+
+def reduce_metric(name: str, value: Array, mask: Array, weights: Array) -> Array:
+    """A loss's metric [B, T] or [] -> this microbatch's part of it.
+
+    `_max` and `_min` by name; else the share of the masked mean (a number counts by its tokens).
+    """
+    if name.endswith("_max"):
+        return jnp.max(value, initial=-jnp.inf, where=mask != 0) if value.ndim else value
+    if name.endswith("_min"):
+        return jnp.min(value, initial=jnp.inf, where=mask != 0) if value.ndim else value
+    return masked_sum(jnp.broadcast_to(value, mask.shape), weights)
+
+
+def merge_metrics(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Metrics of a minibatch from those of its microbatches: sums, but for `_max` and `_min`."""
+    by_name = {"_max": max, "_min": min}
+    return {
+        name: float(by_name.get(name[-4:], sum)([float(part[name]) for part in parts]))
+        for name in parts[0]
+    }
+
+
+class Updater:
+    """The jitted pieces of an update, compiled once per shape.
+
+    Args:
+        forward: `(params, tokens, lengths) -> (log_probs, entropy)`.
+        apply: `(state, gradients) -> (state, metrics)`.
+        algorithm: the AlgorithmConfig.
+        microbatch_rows: rows of one backward pass, over all devices.
+        place: puts a tree of row arrays on the devices.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        apply: Callable[..., tuple[TrainState, Metrics]],
+        *,
+        algorithm: Any,
+        microbatch_rows: int,
+        place: Callable[[Any], Any],
+    ) -> None:
+        self.algorithm, self.microbatch_rows, self.place = algorithm, microbatch_rows, place
+        self.policy_loss = make_policy_loss(algorithm)
+        objective = make_objective(algorithm, self.policy_loss)
+
+        def accumulate(
+            grads: Any, params: Any, batch: TrainBatch, weights: TokenWeights, key: Array
+        ) -> tuple[Any, Metrics]:
+            def loss_fn(params: Any) -> tuple[Array, Metrics]:
+                log_probs, entropy = forward(params, batch.tokens, batch.lengths)
+                return objective(log_probs, entropy, batch, weights, key)
+
+            new, metrics = jax.grad(loss_fn, has_aux=True)(params)
+            return jax.tree.map(jnp.add, grads, new), metrics
+
+        def pull_back(grads: Any, params: Any, batch: TrainBatch, cotangents: Any) -> Any:
+            outputs, vjp = jax.vjp(lambda p: forward(p, batch.tokens, batch.lengths), params)
+            del outputs
+            return jax.tree.map(jnp.add, grads, vjp(cotangents)[0])
+
+        self.forward = jax.jit(forward)
+        self.zeros = jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params))
+        self.accumulate = jax.jit(accumulate, donate_argnums=0)
+        self.pull_back = jax.jit(pull_back, donate_argnums=0)
+        self.cotangents = jax.jit(jax.grad(objective, argnums=(0, 1), has_aux=True))
+        self.apply = jax.jit(apply, donate_argnums=0)
+
+    def update(
+        self, state: TrainState, minibatch: TrainBatch, key: Array
+    ) -> tuple[TrainState, list[Metrics], Metrics]:
+        """One optimizer update on a minibatch of host arrays; `state` is donated.
+
+        Returns:
+            The new state, the metrics of each microbatch (see `merge_metrics`), those of `apply`.
+        """
+        weights = minibatch_weights(minibatch.loss_mask, self.algorithm)
+        grads, metrics = self.gradients(state.params, minibatch, jax.device_get(weights), key)
+        state, applied = self.apply(state, grads)
+        return state, metrics, applied
+
+    def gradients(
+        self, params: Any, minibatch: TrainBatch, weights: TokenWeights, key: Array
+    ) -> tuple[Any, list[Metrics]]:
+        """Gradient of the objective of a minibatch, accumulated over its microbatches.
+
+        A loss that returns a number sees the minibatch as a whole: its cotangent is taken on the
+        [B, T] log-probs of a gradient-free pass and pulled back microbatch by microbatch.
+        """
+        rows = self.microbatch_rows
+        grads, metrics = self.zeros(params), []
+        if self._sees_whole_minibatch(minibatch) and minibatch.tokens.shape[0] != rows:
+            outputs = self.forward_rows(params, minibatch, rows)
+            cotangents, metrics = self.cotangents(*outputs, minibatch, weights, key)
+            for batch, cotangent in row_slices((minibatch, jax.device_get(cotangents)), rows):
+                grads = self.pull_back(grads, params, self.place(batch), self.place(cotangent))
+            return grads, [metrics]
+        for batch, weight in row_slices((minibatch, weights), rows):
+            grads, part = self.accumulate(grads, params, self.place(batch), self.place(weight), key)
+            metrics.append(part)
+        return grads, metrics
+
+    def forward_rows(
+        self, params: Any, batch: TrainBatch, rows: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Log-probs and entropy [B, T] of a whole batch, `rows` rows at a time, on the host."""
+        total = batch.tokens.shape[0]
+        parts = [
+            self.forward(params, *self.place(part))
+            for part in row_slices((batch.tokens, batch.lengths), rows)
+        ]
+        log_probs, entropy = zip(*jax.device_get(parts), strict=True)
+        return np.concatenate(log_probs)[:total], np.concatenate(entropy)[:total]
+
+    def _sees_whole_minibatch(self, minibatch: TrainBatch) -> bool:
+        array = jax.ShapeDtypeStruct(minibatch.tokens.shape, jnp.float32)
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        return jax.eval_shape(self.policy_loss, array, array, minibatch, key)[0].ndim == 0

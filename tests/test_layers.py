@@ -1,0 +1,93 @@
+"""Imports point one way: L0 <- L1 <- registry; L0 <- L2; L0, L1, registry, L2 <- L3 <- L4 <- L5."""
+
+import ast
+from pathlib import Path
+
+import jaxrl
+
+ROOT = Path(jaxrl.__file__).parent
+
+LAYER_OF = {
+    "types": "L0",
+    "array_ops": "L0",
+    "losses": "L1",
+    "advantages": "L1",
+    "registry": "registry",
+    "parallel": "L2",
+    "models": "L2",
+    "data": "L2",
+    "envs": "L2",
+    "config": "L3",
+    "rollout": "L3",
+    "optim": "L3",
+    "forward": "L3",
+    "update": "L3",
+    "checkpoint": "L3",
+    "metrics": "L3",
+    "evaluate": "L4",
+    "trainer": "L4",
+    "train": "L4",
+    "cluster": "L5",
+}
+MAY_IMPORT = {
+    "L0": {"L0"},
+    "L1": {"L0"},
+    "registry": {"L0", "L1"},
+    "L2": {"L0"},
+    "L3": {"L0", "L1", "registry", "L2", "L3"},
+    "L4": {"L0", "L1", "registry", "L2", "L3", "L4"},
+    "L5": {"L0", "L1", "registry", "L2", "L3", "L4", "L5"},
+}
+# The maths knows no framework but these.
+L1_PACKAGES = {"jax", "chex", "jaxrl", "typing"}
+
+
+def imported_modules(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def part_of(path: Path) -> str:
+    first = path.relative_to(ROOT).parts[0]
+    return first.removesuffix(".py")
+
+
+def modules():
+    return [p for p in sorted(ROOT.rglob("*.py")) if p != ROOT / "__init__.py"]
+
+
+def test_every_module_has_a_layer():
+    assert {part_of(p) for p in modules()} <= set(LAYER_OF)
+
+
+def test_imports_point_one_way():
+    wrong = []
+    for path in modules():
+        part = part_of(path)
+        for name in imported_modules(path):
+            pieces = name.split(".")
+            if pieces[0] != "jaxrl" or len(pieces) == 1 or pieces[1] == part:
+                continue
+            layer, target = LAYER_OF[part], LAYER_OF.get(pieces[1])
+            same_l2 = layer == target == "L2"  # packages of L2 do not know each other
+            if target not in MAY_IMPORT[layer] or same_l2:
+                wrong.append(f"{path.relative_to(ROOT)} ({layer}) imports {name} ({target})")
+    assert not wrong
+
+
+def test_the_maths_imports_only_jax():
+    for path in modules():
+        if LAYER_OF[part_of(path)] == "L1":
+            packages = {name.split(".")[0] for name in imported_modules(path)}
+            assert packages <= L1_PACKAGES, path
+
+
+def test_ray_stays_in_cluster():
+    for path in modules():
+        if part_of(path) != "cluster":
+            assert not any(n.split(".")[0] == "ray" for n in imported_modules(path)), path

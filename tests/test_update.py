@@ -1,0 +1,210 @@
+"""The real update with a model: its gradient must not depend on how the minibatch is cut."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.config import AlgorithmConfig
+from jaxrl.data.packing import row_slices
+from jaxrl.forward import log_probs_and_entropy
+from jaxrl.losses.reduction import REDUCTIONS
+from jaxrl.models.transformer import TransformerConfig, init_params, logical_axes
+from jaxrl.optim import init_state, make_apply, make_optimizer, make_schedule
+from jaxrl.parallel import (
+    ShardingRules,
+    batch_sharding,
+    make_mesh,
+    param_shardings,
+    replicated,
+)
+from jaxrl.registry import PolicyLossRegistry
+from jaxrl.types import TrainBatch
+from jaxrl.update import Updater, merge_metrics, minibatch_weights
+
+MODEL = TransformerConfig(
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    initializer_range=0.2,
+)
+ROWS, WIDTH = 8, 16
+
+
+def make_batch(width=WIDTH):
+    """Eight rows of different lengths; row 3 has an observation inside, row 5 an empty mask."""
+    rng = np.random.default_rng(0)
+    tokens = np.zeros((ROWS, width), np.int32)
+    response = np.zeros((ROWS, width), np.float32)
+    lengths = np.array([16, 9, 12, 14, 6, 10, 16, 7], np.int32)
+    for row, length in enumerate(lengths):
+        tokens[row, :length] = rng.integers(1, 32, length)
+        response[row, 4:length] = 1
+    mask = response.copy()
+    mask[3, 8:10] = 0
+    mask[5] = 0
+    noise = lambda scale: (  # noqa: E731
+        np.pad(rng.normal(0, scale, (ROWS, WIDTH)), ((0, 0), (0, width - WIDTH))).astype("float32")
+    )
+    base = -3 + noise(0.3)
+    return TrainBatch(
+        tokens=tokens,
+        lengths=lengths,
+        response_mask=response,
+        loss_mask=mask,
+        rewards=noise(1.0) * response,
+        rollout_log_probs=(base + noise(0.1)) * mask,
+        index=np.arange(ROWS, dtype=np.int32) // 2,
+        policy_versions=np.zeros(ROWS, np.int32),
+        old_log_probs=base * response,
+        ref_log_probs=(base + noise(0.3)) * response,
+        advantages=np.repeat(noise(1.0)[:, :1], width, 1) * response,
+        returns=np.zeros((ROWS, width), np.float32),
+    )
+
+
+def make_updater(algorithm, *, microbatch_rows, devices=1, fsdp=-1):
+    mesh = make_mesh(fsdp=fsdp, devices=jax.devices()[:devices])
+    params = init_params(MODEL, jax.random.key(0))
+    shardings = param_shardings(mesh, logical_axes(MODEL), params, ShardingRules())
+    schedule = make_schedule("constant", lr=1e-2, num_warmup_steps=0, total_steps=10)
+    optimizer = make_optimizer(
+        schedule, adam_betas=(0.9, 0.99), weight_decay=0.0, max_grad_norm=1.0
+    )
+    updater = Updater(
+        functools.partial(
+            log_probs_and_entropy, MODEL, temperature=0.9, dtype=jnp.float32, remat=True
+        ),
+        make_apply(optimizer, schedule),
+        algorithm=algorithm,
+        microbatch_rows=microbatch_rows,
+        place=lambda x: jax.device_put(x, batch_sharding(mesh, ShardingRules())),
+    )
+    state = init_state(optimizer, jax.device_put(params, shardings), shardings, replicated(mesh))
+    return updater, state
+
+
+def gradient(algorithm, batch, **cut):
+    updater, state = make_updater(algorithm, **cut)
+    weights = jax.device_get(minibatch_weights(batch.loss_mask, algorithm))
+    grads, parts = updater.gradients(state.params, batch, weights, jax.random.key(1))
+    flat = np.concatenate([np.ravel(g) for g in jax.tree.leaves(jax.device_get(grads))])
+    return flat, merge_metrics(jax.device_get(parts))
+
+
+def assert_same(cut, whole):
+    grad, metrics = cut
+    expected, expected_metrics = whole
+    assert np.abs(expected).max() > 1e-4  # the comparison means something
+    np.testing.assert_allclose(grad, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    assert metrics.keys() == expected_metrics.keys()
+    for name, value in metrics.items():
+        assert value == pytest.approx(expected_metrics[name], rel=1e-4, abs=1e-6), name
+
+
+def algorithm_with(**changes):
+    settings = {
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.1,
+        "use_entropy_loss": True,
+        "entropy_loss_coef": 0.05,
+        "max_seq_len": 24,
+    }
+    return AlgorithmConfig(**{**settings, **changes})
+
+
+@pytest.mark.parametrize("loss", ["regular", "dual_clip", "gspo", "cross_entropy"])
+def test_gradient_does_not_depend_on_microbatches(loss):
+    algorithm, batch = algorithm_with(policy_loss_type=loss), make_batch()
+    whole = gradient(algorithm, batch, microbatch_rows=ROWS)
+    for rows in (4, 3, 1):  # 3: the last microbatch is filled with empty rows
+        assert_same(gradient(algorithm, batch, microbatch_rows=rows), whole)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_gradient_does_not_depend_on_padding(reduction):
+    algorithm = algorithm_with(loss_reduction=reduction)
+    whole = gradient(algorithm, make_batch(), microbatch_rows=ROWS)
+    assert_same(gradient(algorithm, make_batch(width=40), microbatch_rows=2), whole)
+
+
+@pytest.mark.parametrize(("devices", "fsdp"), [(8, -1), (8, 2), (4, 1)])
+def test_gradient_does_not_depend_on_the_mesh(devices, fsdp):
+    algorithm, batch = algorithm_with(), make_batch()
+    whole = gradient(algorithm, batch, microbatch_rows=ROWS)
+    cut = gradient(algorithm, batch, microbatch_rows=8, devices=devices, fsdp=fsdp)
+    assert_same(cut, whole)
+
+
+def scalar_loss(log_probs, old_log_probs, advantages, config, loss_mask=None):
+    """Not a sum over tokens: its gradient at one token depends on all the others."""
+    ratio = jnp.exp(log_probs - old_log_probs)
+    mean = (ratio * advantages * loss_mask).sum() / loss_mask.sum()
+    return jnp.square(mean) - mean, 0.25
+
+
+def test_a_scalar_loss_sees_the_whole_minibatch():
+    PolicyLossRegistry.register("scalar_for_test", scalar_loss)
+    try:
+        algorithm, batch = algorithm_with(policy_loss_type="scalar_for_test"), make_batch()
+        whole = gradient(algorithm, batch, microbatch_rows=ROWS)
+        assert whole[1]["loss_metrics/clip_ratio"] == pytest.approx(0.25)
+        for rows in (4, 3, 1):
+            assert_same(gradient(algorithm, batch, microbatch_rows=rows), whole)
+    finally:
+        PolicyLossRegistry.unregister("scalar_for_test")
+
+
+def test_a_loss_gets_the_keywords_it_names_and_its_own_hyperparameters():
+    seen = {}
+
+    def nosy(log_probs, old, advantages, config, *, key, group_ids, entropy, beta=1.0):
+        seen.update(key=key.shape, group_ids=group_ids.shape, entropy=entropy.shape, beta=beta)
+        return beta * -log_probs, {"size_max": jnp.abs(log_probs), "size_min": log_probs}
+
+    PolicyLossRegistry.register("nosy_for_test", nosy)
+    try:
+        batch = make_batch()
+        algorithm = algorithm_with(
+            policy_loss_type="nosy_for_test", policy_loss_kwargs={"beta": 0.5}
+        )
+        _, metrics = gradient(algorithm, batch, microbatch_rows=2)
+        assert seen == {"key": (), "group_ids": (2,), "entropy": (2, WIDTH), "beta": 0.5}
+        assert metrics["loss_metrics/size_max"] == pytest.approx(-metrics["loss_metrics/size_min"])
+        typo = algorithm_with(policy_loss_type="nosy_for_test", policy_loss_kwargs={"bta": 0.5})
+        with pytest.raises(ValueError, match=r"policy_loss_kwargs.bta=0.5.*beta"):
+            make_updater(typo, microbatch_rows=2)
+    finally:
+        PolicyLossRegistry.unregister("nosy_for_test")
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_but_the_count():
+    algorithm, batch = algorithm_with(), make_batch()
+    updater, state = make_updater(algorithm, microbatch_rows=4)
+    state, _, _ = updater.update(state, batch, jax.random.key(0))
+    before = jax.device_get(state)
+    poisoned = batch.replace(advantages=np.where(batch.loss_mask > 0, np.nan, 0))
+    state, _, applied = updater.update(state, poisoned, jax.random.key(0))
+    assert np.isnan(applied["grad_norm"])
+    assert int(state.skipped_updates) == 1
+    for old, new in zip(
+        jax.tree.leaves((before.params, before.opt_state)),
+        jax.tree.leaves((state.params, state.opt_state)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(old, new)
+    state, _, applied = updater.update(state, batch, jax.random.key(0))
+    assert np.isfinite(applied["grad_norm"])
+    assert int(state.skipped_updates) == 1
+
+
+def test_row_slices_fill_the_last_one_with_zeros():
+    slices = list(row_slices({"a": np.array([1, 2, 3]), "b": np.ones((3, 2))}, 2))
+    np.testing.assert_array_equal(slices[1]["a"], [3, 0])
+    np.testing.assert_array_equal(slices[1]["b"], [[1, 1], [0, 0]])
