@@ -1,4 +1,5 @@
-r"""A 115k-parameter model learns to sort four digits, from random weights, by GRPO (arXiv:2402.03300).
+r"""A 115k-parameter model learns to sort four digits, from random weights, by GRPO
+(arXiv:2402.03300).
 
     python -m jaxrl.train --config=configs/quickstart.py
 
@@ -12,8 +13,8 @@ from jaxrl.config import default_config
 
 def get_config():
     config = default_config()
-    config.data.train_data = ["jaxrl.envs.sort_digits:prompts(size=4096, seed=0)"]
-    config.data.val_data = ["jaxrl.envs.sort_digits:prompts(size=128, seed=1)"]
+    config.data.train_data = ["jaxrl.envs.sort_digits:prompts(size=4096, split='train')"]
+    config.data.val_data = ["jaxrl.envs.sort_digits:prompts(size=128, split='eval')"]
 
     trainer = config.trainer
     trainer.run_name = "quickstart"

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.types import GeneratorOutput
+from jaxrl.types import GeneratorOutput, TrainBatch
 
 Metrics = dict[str, float]
 
@@ -52,6 +52,39 @@ def generate_metrics(output: GeneratorOutput) -> Metrics:
         "generate/stop_ratio": float(np.mean([s == "stop" for s in output["stop_reasons"]])),
         **output["rollout_metrics"],
     }
+
+
+def advantage_metrics(batch: TrainBatch) -> Metrics:
+    """Final rewards per row, and advantages per response token."""
+    tokens = max(float(batch.response_mask.sum()), 1.0)
+    advantages = np.asarray(batch.advantages) * batch.response_mask
+    return {
+        "loss/avg_final_rewards": float(batch.rewards.sum(-1).mean()),
+        "loss/avg_raw_advantages": float(advantages.sum() / tokens),
+        "loss/avg_raw_advantages_abs": float(np.abs(advantages).sum() / tokens),
+    }
+
+
+def mismatch_metrics(batch: TrainBatch) -> Metrics:
+    """How far sampler and trainer are apart on the log-probs of the sampled tokens."""
+    difference = np.abs(batch.old_log_probs - batch.rollout_log_probs)[batch.loss_mask > 0]
+    name = "policy/rollout_train_logprobs_abs_diff"
+    if not difference.size:
+        return {}
+    return {f"{name}_mean": float(difference.mean()), f"{name}_max": float(difference.max())}
+
+
+def progress_line(metrics: Mapping[str, float]) -> dict[str, str]:
+    """The numbers that people watch."""
+    shown = {
+        "reward": "reward/avg_raw_reward",
+        "eval": "eval/all/avg_score",
+        "loss": "policy/final_loss",
+        "entropy": "policy/policy_entropy",
+        "tokens": "generate/avg_num_tokens",
+        "tok/s": "trainer/tokens_per_second_per_gpu",
+    }
+    return {label: f"{metrics[name]:.3g}" for label, name in shown.items() if name in metrics}
 
 
 class RunLogger:

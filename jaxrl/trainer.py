@@ -24,7 +24,14 @@ from jaxrl.data.packing import collate, round_up
 from jaxrl.data.prompts import batch_indices
 from jaxrl.evaluate import dump_rows, evaluate
 from jaxrl.forward import log_probs_and_entropy
-from jaxrl.metrics import RunLogger, generate_metrics, score_metrics
+from jaxrl.metrics import (
+    RunLogger,
+    advantage_metrics,
+    generate_metrics,
+    mismatch_metrics,
+    progress_line,
+    score_metrics,
+)
 from jaxrl.models import hf
 from jaxrl.models.transformer import TransformerConfig, init_params, logical_axes
 from jaxrl.optim import abstract_state, init_state, make_apply, make_optimizer, make_schedule
@@ -240,16 +247,10 @@ class Trainer:
 
     def add_log_probs(self, batch: TrainBatch) -> TrainBatch:
         """Log-probs of the batch under the policy as it is now, and under the reference."""
-        rows, mask = self.forward_rows, batch.loss_mask
+        rows = self.forward_rows
         old, _ = self.updater.forward_rows(self.state.params, batch, rows)
-        difference = np.abs(old - batch.rollout_log_probs)[mask > 0]
-        if difference.size:
-            name = "policy/rollout_train_logprobs_abs_diff"
-            self.metrics |= {
-                f"{name}_mean": float(difference.mean()),
-                f"{name}_max": float(difference.max()),
-            }
         batch = batch.replace(old_log_probs=old * batch.response_mask)
+        self.metrics |= mismatch_metrics(batch)
         if self.ref_params is not None:
             ref, _ = self.updater.forward_rows(self.ref_params, batch, rows)
             batch = batch.replace(ref_log_probs=ref * batch.response_mask)
@@ -260,15 +261,9 @@ class Trainer:
         advantages, returns = jax.device_get(
             self.estimate(batch.rewards, batch.response_mask, batch.index)
         )
-        tokens = max(batch.response_mask.sum(), 1)
-        self.metrics |= {
-            "loss/avg_final_rewards": float(batch.rewards.sum(-1).mean()),
-            "loss/avg_raw_advantages": float((advantages * batch.response_mask).sum() / tokens),
-            "loss/avg_raw_advantages_abs": float(
-                (np.abs(advantages) * batch.response_mask).sum() / tokens
-            ),
-        }
-        return batch.replace(advantages=advantages, returns=returns)
+        batch = batch.replace(advantages=advantages, returns=returns)
+        self.metrics |= advantage_metrics(batch)
+        return batch
 
     # ---------------------------------------------------------------- 7 to 9: the update
 
@@ -345,7 +340,7 @@ class Trainer:
         trainer = self.config.trainer
         found = locate(trainer.resume_mode, trainer.resume_path, trainer.ckpt_path)
         if found is None:
-            params = load_policy(trainer.policy.model, self.model, self.shardings, trainer.seed)
+            params = self._load(trainer.policy.model)
             return init_state(self.optimizer, params, self.shardings, replicated(self.mesh))
         like = abstract_state(self.optimizer, self.model, self.shardings, replicated(self.mesh))
         print(f"resuming after step {found[1]} from {found[0]}")
@@ -355,11 +350,17 @@ class Trainer:
         """The frozen reference of the KL term, if the term counts."""
         algorithm = self.config.trainer.algorithm
         if algorithm.use_kl_loss and algorithm.kl_loss_coef != 0:
-            policy, ref = self.config.trainer.policy.model, self.config.trainer.ref.model
-            source = policy if ref.path == policy.path else ref
-            self.ref_params = load_policy(
-                source, self.model, self.shardings, self.config.trainer.seed
-            )
+            self.ref_params = self._load(self.config.trainer.ref.model)
+
+    def _load(self, source: cfg.ModelConfig) -> Any:
+        assert source.path is not None  # validated
+        return hf.load_or_init(
+            source.path,
+            self.model,
+            random_init=source.random_init,
+            seed=self.config.trainer.seed,
+            shardings=self.shardings,
+        )
 
     def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder."""
@@ -414,30 +415,6 @@ class Trainer:
         return interval > 0 and step % interval == 0
 
 
-def load_policy(
-    source: cfg.ModelConfig, model: TransformerConfig, shardings: Any, seed: int
-) -> Any:
-    """Parameters of a model folder, or random ones of its architecture, placed on the mesh."""
-    if source.random_init:
-        init = jax.jit(functools.partial(init_params, model), out_shardings=shardings)
-        return init(jax.random.key(seed))
-    assert source.path is not None  # validated
-    return hf.load_params(source.path, model, shardings=shardings)
-
-
 def run_folder(config: cfg.TrainConfig) -> Path:
     """Where a run writes metrics.jsonl, curve.png and tensorboard/."""
     return Path(config.trainer.log_path).expanduser() / config.trainer.run_name
-
-
-def progress_line(metrics: dict[str, float]) -> dict[str, str]:
-    """The numbers that people watch."""
-    shown = {
-        "reward": "reward/avg_raw_reward",
-        "eval": "eval/all/avg_score",
-        "loss": "policy/final_loss",
-        "entropy": "policy/policy_entropy",
-        "tokens": "generate/avg_num_tokens",
-        "tok/s": "trainer/tokens_per_second_per_gpu",
-    }
-    return {label: f"{metrics[name]:.3g}" for label, name in shown.items() if name in metrics}

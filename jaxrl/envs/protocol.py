@@ -6,23 +6,6 @@ from typing import Any, NotRequired, TypedDict
 
 from jaxrl.types import Message
 
-# How common tokenizers spell the token that ends a response; an environment that is given `tokens`
-# recognises the end by it. Another spelling goes into `env_config["eos_tokens"]`.
-EOS_TOKENS = frozenset(
-    {
-        "<eos>",
-        "</s>",
-        "<|im_end|>",
-        "<|endoftext|>",
-        "<|end_of_text|>",
-        "<|eot_id|>",
-        "<|end|>",
-        "<|eom_id|>",
-        "<end_of_turn>",
-        "<turn|>",
-    }
-)
-
 
 class StepOutput(TypedDict):
     """What one turn brought.
@@ -41,8 +24,9 @@ class Env:
     """One conversation with an environment; the interface of skyrl-gym's `BaseTextEnv`.
 
     A subclass overrides `step`. If its `step` has a parameter `tokens`, it is given the decoded
-    text of every response token, the end-of-sequence token included, so that it can reward tokens
-    without knowing the tokenizer. An object with the same methods need not be a subclass.
+    text of every response token, so that it can reward tokens without knowing the tokenizer; with a
+    parameter `stopped` it learns whether the last of them is an end-of-sequence token. An object
+    with the same methods need not be a subclass.
 
     Args:
         env_config: settings of the run, the same for every conversation.

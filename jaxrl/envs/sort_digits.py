@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.envs.protocol import EOS_TOKENS, Env, StepOutput, read_ground_truth
+from jaxrl.envs.protocol import Env, StepOutput, read_ground_truth
 from jaxrl.envs.split import in_split
 
 _MAX_ENUMERATED_LENGTH = 5
@@ -27,19 +27,25 @@ class SortDigitsEnv(Env):
     ) -> None:
         super().__init__(env_config, extras)
         self.answer = read_ground_truth(self.extras, "sort_digits")
-        self._eos_tokens = frozenset(self.env_config.get("eos_tokens") or EOS_TOKENS)
         self._exact = 0.0
 
-    def step(self, action: str, tokens: list[str] | None = None) -> StepOutput:
+    def step(
+        self, action: str, tokens: list[str] | None = None, stopped: bool = True
+    ) -> StepOutput:
         """Rewards a response token by token.
 
         Args:
             action: the text of the response.
-            tokens: the text of each of its tokens, with the end-of-sequence token; without them
-                the reward is one number, and the response counts as stopped.
+            tokens: the text of each of its tokens, with the end-of-sequence token if it stopped;
+                without them the reward is one number.
+            stopped: whether the response ended with an end-of-sequence token.
         """
         self.turns += 1
-        rewards = self._rewards([*action, min(self._eos_tokens)] if tokens is None else tokens)
+        if tokens is None:
+            spoken = list(action)
+        else:
+            spoken = tokens[:-1] if stopped else tokens
+        rewards = self._rewards(spoken, stopped)
         # The sum of n + 1 rounded shares may miss 1 by a rounding error.
         share = 1 / (len(self.answer) + 1)
         self._exact = float(sum(rewards) > 1 - share / 2)
@@ -50,19 +56,15 @@ class SortDigitsEnv(Env):
             metadata={"exact": self._exact, "ground_truth": self.answer},
         )
 
-    def _rewards(self, tokens: list[str]) -> list[float]:
+    def _rewards(self, spoken: list[str], stopped: bool) -> list[float]:
         share = 1 / (len(self.answer) + 1)
-        rewards = [0.0] * len(tokens)
-        position = 0
-        for i, token in enumerate(tokens):
-            if token in self._eos_tokens:
-                rewards[i] = share * (position == len(self.answer))
-                break
+        rewards, position = [], 0
+        for token in spoken:
             # A token may hold several characters when the tokenizer is not a character tokenizer.
             wanted = self.answer[position : position + len(token)]
-            rewards[i] = share * sum(a == b for a, b in zip(token, wanted, strict=False))
+            rewards.append(share * sum(a == b for a, b in zip(token, wanted, strict=False)))
             position += len(token)
-        return rewards
+        return rewards + [share * (position == len(self.answer))] * stopped
 
     def get_metrics(self) -> dict[str, Any]:
         """`exact`: 1 if the response is the answer and stops there, 0 otherwise."""

@@ -1,7 +1,7 @@
 """Language models: the transformer, its Hugging Face families, loading and export."""
 
 from jaxrl.models.families import config_from_hf, config_to_hf, params_to_hf
-from jaxrl.models.hf import load_config, load_params, save_pretrained
+from jaxrl.models.hf import load_config, load_or_init, load_params, save_pretrained
 from jaxrl.models.transformer import (
     Params,
     ParamSpec,
@@ -22,6 +22,7 @@ __all__ = [
     "forward",
     "init_params",
     "load_config",
+    "load_or_init",
     "load_params",
     "logical_axes",
     "param_specs",

@@ -4,6 +4,7 @@ Loading reads tensor by tensor and puts each stacked leaf on its devices before 
 so the host holds at most one leaf (all layers of one matrix) beside what the devices hold.
 """
 
+import functools
 import json
 import os
 import tempfile
@@ -29,7 +30,14 @@ from jaxrl.models.families import (
     params_to_hf,
     weight_map,
 )
-from jaxrl.models.transformer import Params, ParamSpec, TransformerConfig, is_spec, param_specs
+from jaxrl.models.transformer import (
+    Params,
+    ParamSpec,
+    TransformerConfig,
+    init_params,
+    is_spec,
+    param_specs,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -91,6 +99,21 @@ def load_params(
             # Blocking keeps the copies in flight from piling up on the host.
             leaves.append(jax.block_until_ready(jax.device_put(host, place)))
     return treedef.unflatten(leaves)
+
+
+def load_or_init(
+    folder: str | os.PathLike[str],
+    config: TransformerConfig,
+    *,
+    random_init: bool,
+    seed: int,
+    shardings: Any,
+) -> Params:
+    """The folder's parameters, or with `random_init` random ones of its architecture."""
+    if not random_init:
+        return load_params(folder, config, shardings=shardings)
+    init = jax.jit(functools.partial(init_params, config), out_shardings=shardings)
+    return init(jax.random.key(seed))
 
 
 def save_pretrained(

@@ -118,7 +118,10 @@ def init_params(
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """x / rms(x) * scale over the last dim, in float32. Zhang & Sennrich, https://arxiv.org/abs/1910.07467."""
+    """x / rms(x) * scale over the last dim, in float32.
+
+    Zhang & Sennrich, https://arxiv.org/abs/1910.07467.
+    """
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     return (normed * scale).astype(x.dtype)

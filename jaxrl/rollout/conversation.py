@@ -5,7 +5,6 @@ environment.
 """
 
 import hashlib
-import inspect
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from jaxrl import envs
+from jaxrl.registry import accepted_keywords
 from jaxrl.rollout.protocol import Completion, Engine, Request
 from jaxrl.types import GeneratorInput, GeneratorOutput, Prompt, Trajectory
 
@@ -95,9 +95,8 @@ def score(
     try:
         env = envs.make(prompt.env_class, prompt.extras, env_config)
         env.init(prompt.messages)
-        wants_tokens = "tokens" in inspect.signature(env.step).parameters
-        pieces = {"tokens": [tokenizer.decode([t]) for t in completion.tokens]}
-        step = env.step(text, **(pieces if wants_tokens else {}))
+        details = {"tokens": [tokenizer.decode([t]) for t in completion.tokens], "stopped": ended}
+        step = env.step(text, **accepted_keywords(env.step, details))
         metrics = env.get_metrics()
         env.close()
     except Exception as error:

@@ -1,0 +1,347 @@
+"""Whole runs of the real trainer on a tiny model, eight host devices."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from jaxrl import config as cfg
+from jaxrl.train import BasePPOExp, main, train
+from jaxrl.trainer import Trainer
+
+ROOT = Path(__file__).parent.parent
+QUICKSTART = str(ROOT / "configs" / "quickstart.py")
+
+
+def small(folder, **overrides):
+    """The quickstart, cut to four steps of 4 x 4 samples, two minibatches each."""
+    settings = {
+        "data.train_data": ["jaxrl.envs.sort_digits:prompts(size=64, seed=0)"],
+        "data.val_data": ["jaxrl.envs.sort_digits:prompts(size=8, seed=1)"],
+        "trainer.max_training_steps": 4,
+        "trainer.train_batch_size": 4,
+        "trainer.policy_mini_batch_size": 2,
+        "trainer.micro_train_batch_size_per_gpu": 1,
+        "trainer.micro_forward_batch_size_per_gpu": 2,
+        "generator.n_samples_per_prompt": 4,
+        "trainer.algorithm.use_kl_loss": True,
+        "trainer.algorithm.use_entropy_loss": True,
+        "trainer.eval_interval": 2,
+        "trainer.eval_batch_size": 5,
+        "trainer.ckpt_interval": 2,
+        "trainer.hf_save_interval": 4,
+        "trainer.print_example_interval": 4,
+        "trainer.log_path": str(folder),
+        "trainer.ckpt_path": str(folder / "checkpoints"),
+        "trainer.export_path": str(folder / "exports"),
+    }
+    return cfg.apply_overrides(cfg.load_config_file(QUICKSTART), {**settings, **overrides})
+
+
+def metric_lines(folder):
+    """metrics.jsonl without wall-clock numbers."""
+    lines = (folder / "quickstart" / "metrics.jsonl").read_text().splitlines()
+    return [
+        {k: v for k, v in json.loads(line).items() if "timing" not in k and "per_second" not in k}
+        for line in lines
+    ]
+
+
+def assert_bitwise_equal(a, b):
+    for left, right in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(jax.device_get(left), jax.device_get(right))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """One uninterrupted run and its trainer."""
+    folder = tmp_path_factory.mktemp("run")
+    return folder, train(small(folder))
+
+
+def test_a_run_leaves_what_it_should(finished):
+    folder, trainer = finished
+    lines = metric_lines(folder)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert all("eval/all/avg_score" in lines[i] for i in (0, 2, 4))
+    assert (folder / "quickstart" / "curve.png").stat().st_size > 5_000
+    assert list((folder / "quickstart" / "tensorboard").glob("events*"))
+    evaluations = (folder / "exports/dumped_evals/global_step_4_evals.jsonl").read_text()
+    assert len(evaluations.splitlines()) == 8
+    assert sorted(p.name for p in (folder / "checkpoints").glob("global_step_*")) == [
+        "global_step_2",
+        "global_step_4",
+    ]
+    assert int(trainer.state.step) == 4
+
+
+def test_sampler_and_trainer_agree_at_every_step(finished):
+    for line in metric_lines(finished[0])[1:]:
+        assert line["policy/rollout_train_logprobs_abs_diff_max"] <= 1e-4
+        assert line["policy/rollout_train_logprobs_abs_diff_mean"] <= 1e-5
+
+
+def test_metrics_are_coherent(finished):
+    for line in metric_lines(finished[0])[1:]:
+        objective = (
+            line["policy/policy_loss"]
+            + 0.001 * line["policy/policy_kl"]
+            - 0.01 * line["policy/policy_entropy"]
+        )
+        assert line["policy/final_loss"] == pytest.approx(objective, abs=1e-6)
+        assert 0 <= line["reward/avg_raw_reward"] <= 1
+        assert line["policy/skipped_updates"] == 0
+        assert line["generate/batch_num_seq"] == 16
+    # step 1, first update: the policy is its own reference and its own old policy
+    assert metric_lines(finished[0])[1]["policy/policy_kl"] < 1e-3
+
+
+def test_the_export_gives_the_same_logits_in_transformers(finished):
+    folder, trainer = finished
+    path = folder / "exports" / "global_step_4" / "policy"
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "3142"}], tokenize=False, add_generation_prompt=True
+    )
+    tokens = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(tokens) == "3142>"
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(path)(torch.tensor([tokens])).logits
+    from jaxrl.models.transformer import forward, unembed
+
+    ids = jnp.asarray([tokens])
+    positions = jnp.arange(len(tokens))[None]
+    params = jax.device_get(trainer.state.params)
+    hidden, _ = forward(trainer.model, params, ids, positions, jnp.ones_like(ids))
+    ours = unembed(trainer.model, params, hidden)
+    np.testing.assert_allclose(ours, expected.numpy(), atol=1e-4)
+
+
+def test_stopped_and_resumed_equals_uninterrupted(finished, tmp_path):
+    folder, whole = finished
+    train(small(tmp_path, **{"trainer.max_training_steps": 3}))  # commits steps 2 and 3
+    half = metric_lines(tmp_path)
+    resumed = train(small(tmp_path))
+    assert metric_lines(tmp_path)[:4] == half
+    assert metric_lines(tmp_path) == metric_lines(folder)
+    assert_bitwise_equal(resumed.state, whole.state)
+
+
+def test_killed_and_resumed_equals_uninterrupted(finished, tmp_path):
+    """SIGKILL after the checkpoint of step 2; what was logged later is cut and done again."""
+    folder, whole = finished
+    overrides = [
+        f"--config.{key}={value}"
+        for key, value in cfg.get_config_as_dict(small(tmp_path))["trainer"].items()
+        if not isinstance(value, dict) and value not in (None, "")
+    ]
+    generator = ["--config.generator.n_samples_per_prompt=4"]
+    algorithm = [
+        "--config.trainer.algorithm.use_kl_loss=True",
+        "--config.trainer.algorithm.use_entropy_loss=True",
+    ]
+    data = [
+        f"--config.data.{name}={value}"
+        for name, value in cfg.get_config_as_dict(small(tmp_path))["data"].items()
+    ]
+    command = [sys.executable, "-m", "jaxrl.train", f"--config={QUICKSTART}"]
+    process = subprocess.Popen(
+        [*command, *overrides, *generator, *algorithm, *data],
+        cwd=ROOT,
+        env=os.environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    log = tmp_path / "quickstart" / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while not (tmp_path / "checkpoints" / "global_step_2").exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    with log.open("a") as file:
+        file.write('{"step": 3, "reward/avg_ra')  # a line that the kill cut off
+    resumed = train(small(tmp_path))
+    assert metric_lines(tmp_path) == metric_lines(folder)
+    assert_bitwise_equal(resumed.state, whole.state)
+
+
+def test_resume_modes(finished, tmp_path, capsys):
+    folder, whole = finished
+    path = str(folder / "checkpoints" / "global_step_2")
+    again = train(
+        small(tmp_path, **{"trainer.resume_mode": "from_path", "trainer.resume_path": path})
+    )
+    assert_bitwise_equal(again.state, whole.state)
+    train(small(tmp_path))
+    assert "nothing to do" in capsys.readouterr().out
+    fresh = train(
+        small(tmp_path, **{"trainer.resume_mode": "none", "trainer.max_training_steps": 1})
+    )
+    assert int(fresh.state.step) == 1
+    assert [line["step"] for line in metric_lines(tmp_path)] == [0, 1]
+
+
+def test_a_checkpoint_of_another_model_is_refused(finished, tmp_path):
+    folder, _ = finished
+    other = tmp_path / "model"
+    other.mkdir()
+    source = ROOT / "configs" / "tiny_char_model"
+    for file in source.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    settings = json.loads((other / "config.json").read_text()) | {"intermediate_size": 128}
+    (other / "config.json").write_text(json.dumps(settings))
+    config = small(
+        folder, **{"trainer.policy.model.path": str(other), "trainer.log_path": str(tmp_path)}
+    )
+    with pytest.raises(ValueError, match=r"another model.*intermediate_size.*256.*128"):
+        train(config)
+
+
+class PenaltyTrainer(Trainer):
+    """The guide's CustomTrainer: a reward penalty, then the library's own work."""
+
+    def postprocess_generator_output(self, output, uids):
+        output["rewards"] = [[r - 0.1 for r in row] for row in output["rewards"]]
+        return super().postprocess_generator_output(output, uids)
+
+
+class PenaltyExp(BasePPOExp):
+    def get_trainer(self, *args, **kwargs):
+        return PenaltyTrainer(*args, **kwargs)
+
+
+def reinforce(log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_log_probs=None):
+    """The loss of SkyRL's guide: a number, and a plain float."""
+    loss = (-log_probs * advantages).mean()
+    return loss, 0.0
+
+
+def test_custom_trainer_loss_and_estimator(tmp_path):
+    config = small(
+        tmp_path,
+        **{
+            "trainer.max_training_steps": 1,
+            "trainer.algorithm.policy_loss_type": "tests.test_train:reinforce",
+            "trainer.algorithm.advantage_estimator": "rloo",
+        },
+    )
+    trainer = PenaltyExp(config).run()
+    assert type(trainer) is PenaltyTrainer
+    line = metric_lines(tmp_path)[-1]
+    assert line["policy/grad_norm"] > 0
+    assert line["reward/avg_raw_reward"] < line["eval/all/avg_score"] + 0.5
+    assert line["loss/avg_final_rewards"] == pytest.approx(line["reward/avg_raw_reward"])
+
+
+@pytest.mark.parametrize("kind", [ml_collections.ConfigDict, dict, cfg.to_train_config])
+def test_train_takes_any_form_of_config(tmp_path, kind):
+    values = cfg.get_config_as_dict(small(tmp_path, **{"trainer.max_training_steps": 1}))
+    assert int(train(kind(values)).state.step) == 1
+
+
+def test_a_truncated_response_can_lose_its_reward_and_its_loss(tmp_path):
+    config = small(
+        tmp_path,
+        **{
+            "trainer.max_training_steps": 1,
+            "generator.sampling_params.max_generate_length": 1,
+            "generator.zero_reward_on_non_stop": True,
+            "generator.apply_overlong_filtering": True,
+        },
+    )
+    trainer = train(config)
+    line = metric_lines(tmp_path)[-1]
+    assert line["generate/stop_ratio"] < 1
+    assert line["loss/avg_final_rewards"] == 0
+    assert int(trainer.state.step) == 1
+
+
+class BrokenEnv:
+    """Raises when it judges the first answer of the third step."""
+
+    steps = 0
+
+    def __init__(self, env_config=None, extras=None):
+        pass
+
+    def init(self, prompt):
+        return prompt, {}
+
+    def step(self, action):
+        BrokenEnv.steps += 1
+        if BrokenEnv.steps > 2 * 16 + 8:  # two training steps and one evaluation
+            raise KeyError("ground_truth")
+        return {"observations": [], "reward": 1.0, "done": True, "metadata": {}}
+
+    def close(self):
+        pass
+
+    def get_metrics(self):
+        return {}
+
+    @staticmethod
+    def aggregate_metrics(metrics):
+        return {}
+
+
+def plain_prompts(size):
+    """Prompts that leave the environment to the config."""
+    for i in range(size):
+        yield {"prompt": [{"role": "user", "content": str(1000 + i)}]}
+
+
+def test_an_environment_that_raises_loses_nothing_that_was_done(tmp_path):
+    config = small(
+        tmp_path,
+        **{
+            "data.train_data": ["tests.test_train:plain_prompts(size=64)"],
+            "data.val_data": ["tests.test_train:plain_prompts(size=8)"],
+            "environment.env_class": "tests.test_train:BrokenEnv",
+            "trainer.eval_before_train": False,
+        },
+    )
+    with pytest.raises(RuntimeError, match=r"BrokenEnv' failed on prompt 0:\d+.*KeyError"):
+        train(config)
+    assert [line["step"] for line in metric_lines(tmp_path)] == [1, 2]
+    assert (tmp_path / "checkpoints" / "global_step_2").exists()
+
+
+def test_the_command_line(tmp_path, capsys):
+    assert main(["--help"]) == 0
+    assert "--config=" in capsys.readouterr().out
+    assert main([f"--config={QUICKSTART}", "--config.trainer.sed=1"]) == 2
+    assert "trainer.seed" in capsys.readouterr().err
+    assert main([f"--config={QUICKSTART}", "--config.trainer.train_batch_size=33"]) == 2
+    assert "33" in capsys.readouterr().err
+    assert main(["--config=configs/no_such_file.py"]) == 2
+    assert "no_such_file" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_quickstart_learns(tmp_path, seed):
+    config = cfg.apply_overrides(
+        cfg.load_config_file(QUICKSTART),
+        {
+            "trainer.seed": seed,
+            "trainer.log_path": str(tmp_path),
+            "trainer.ckpt_path": str(tmp_path / "checkpoints"),
+            "trainer.export_path": str(tmp_path / "exports"),
+        },
+    )
+    train(config)
+    assert metric_lines(tmp_path)[-1]["eval/all/avg_score"] >= 0.9
