@@ -1,4 +1,4 @@
-r"""A 115k-parameter model learns to sort four digits, from random weights, by GRPO
+r"""A 126k-parameter model learns to sort four digits, from random weights, by GRPO
 (arXiv:2402.03300).
 
     python -m jaxrl.train --config=configs/quickstart.py
@@ -20,15 +20,18 @@ def get_config():
     trainer.run_name = "quickstart"
     trainer.policy.model.path = str(Path(__file__).parent / "tiny_char_model")
     trainer.policy.model.random_init = True
-    trainer.policy.optimizer_config.lr = 1e-3
-    trainer.policy.optimizer_config.weight_decay = 0.0
+    optimizer = trainer.policy.optimizer_config
+    optimizer.lr, optimizer.num_warmup_steps, optimizer.scheduler = 5e-3, 20, "linear"
+    optimizer.weight_decay = 0.0
     trainer.algorithm.use_kl_loss = False  # there is nothing to stay close to
+    trainer.algorithm.use_entropy_loss = True  # without it the policy stops exploring at 0.8
+    trainer.algorithm.entropy_loss_coef = 0.05
     trainer.gradient_checkpointing = False
 
     trainer.epochs = 3
-    trainer.max_training_steps = 300
+    trainer.max_training_steps = 220
     trainer.train_batch_size = 32
-    trainer.policy_mini_batch_size = 32
+    trainer.policy_mini_batch_size = 16  # two updates per step
     trainer.micro_train_batch_size_per_gpu = 512
     trainer.micro_forward_batch_size_per_gpu = 512
     trainer.max_prompt_length = 16
@@ -40,7 +43,7 @@ def get_config():
     trainer.print_example_interval = 50
     trainer.ckpt_interval = 50
     trainer.max_ckpts_to_keep = 2
-    trainer.hf_save_interval = 300
+    trainer.hf_save_interval = 220
     trainer.logger = ["console", "tensorboard"]
     trainer.log_path = "runs"
     trainer.ckpt_path = "runs/quickstart/checkpoints"

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxrl.models.transformer import TransformerConfig, init_params
+from jaxrl.models.transformer import TransformerConfig, abstract_params
 from jaxrl.types import TrainState
 
 SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine")
@@ -71,7 +71,7 @@ def abstract_state(
     optimizer: optax.GradientTransformation, model: TransformerConfig, shardings: Any, whole: Any
 ) -> TrainState:
     """Shapes, dtypes and shardings of a model's state; nothing is allocated."""
-    params = jax.eval_shape(functools.partial(init_params, model), jax.random.key(0))
+    params = abstract_params(model)
     shapes = jax.eval_shape(functools.partial(_new_state, optimizer), params)
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),

@@ -11,6 +11,7 @@ be installed there.
 """
 
 import difflib
+import functools
 import importlib
 import inspect
 import sys
@@ -247,7 +248,7 @@ def _decorator(registry: type[BaseFunctionRegistry], name: str | StrEnum) -> Cal
 def _pickle_by_value(obj: Any, label: str) -> bytes:
     """cloudpickle with the modules of user functions taken along instead of referred to."""
     funcs = [obj] if callable(obj) else [f for table in obj.values() for f in table.values()]
-    names = {inspect.unwrap(f).__module__ for f in funcs if hasattr(f, "__module__")}
+    names = {_innermost(f).__module__ for f in funcs if hasattr(_innermost(f), "__module__")}
     modules = [
         sys.modules[n] for n in names if n != "__main__" and not n.startswith(("jaxrl", "builtins"))
     ]
@@ -256,8 +257,15 @@ def _pickle_by_value(obj: Any, label: str) -> bytes:
     try:
         return cloudpickle.dumps(obj)
     except Exception as error:
-        captured = [] if not callable(obj) else sorted(inspect.getclosurevars(obj).nonlocals)
+        inner = _innermost(obj)
+        captured = sorted(inspect.getclosurevars(inner).nonlocals) if inspect.isfunction(inner) else []
         raise ValueError(f"{label} cannot be pickled ({error}); it captures {captured}") from error
     finally:
         for module in modules:
             cloudpickle.unregister_pickle_by_value(module)
+
+
+def _innermost(func: Any) -> Any:
+    """What a partial or a decorator such as jit wraps."""
+    func = inspect.unwrap(func)
+    return _innermost(func.func) if isinstance(func, functools.partial) else func

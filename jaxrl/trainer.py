@@ -33,7 +33,7 @@ from jaxrl.metrics import (
     score_metrics,
 )
 from jaxrl.models import hf
-from jaxrl.models.transformer import TransformerConfig, init_params, logical_axes
+from jaxrl.models.transformer import TransformerConfig, abstract_params, logical_axes
 from jaxrl.optim import abstract_state, init_state, make_apply, make_optimizer, make_schedule
 from jaxrl.parallel import ShardingRules, batch_sharding, param_shardings, replicated
 from jaxrl.parallel.rules import batch_devices
@@ -106,7 +106,7 @@ class Trainer:
             weight_decay=settings.weight_decay,
             max_grad_norm=settings.max_grad_norm,
         )
-        shapes = jax.eval_shape(functools.partial(init_params, self.model), jax.random.key(0))
+        shapes = abstract_params(self.model)
         self.shardings = param_shardings(self.mesh, logical_axes(self.model), shapes, rules)
         devices = batch_devices(self.mesh, rules)
         self.forward_rows = trainer.micro_forward_batch_size_per_gpu * devices

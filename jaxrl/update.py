@@ -179,7 +179,10 @@ class Updater:
             return jax.tree.map(jnp.add, grads, vjp(cotangents)[0])
 
         self.forward = jax.jit(forward)
-        self.zeros = jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params))
+        # placed like the parameters, which jit would not do: its zeros depend on no input
+        self.zeros = functools.partial(
+            jax.tree.map, lambda p: jnp.zeros(p.shape, p.dtype, device=p.sharding)
+        )
         self.accumulate = jax.jit(accumulate, donate_argnums=0)
         self.pull_back = jax.jit(pull_back, donate_argnums=0)
         self.cotangents = jax.jit(jax.grad(objective, argnums=(0, 1), has_aux=True))

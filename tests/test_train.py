@@ -103,8 +103,8 @@ def test_metrics_are_coherent(finished):
         assert 0 <= line["reward/avg_raw_reward"] <= 1
         assert line["policy/skipped_updates"] == 0
         assert line["generate/batch_num_seq"] == 16
-    # step 1, first update: the policy is its own reference and its own old policy
-    assert metric_lines(finished[0])[1]["policy/policy_kl"] < 1e-3
+    # the reference is the policy before its first update
+    assert 0 < metric_lines(finished[0])[1]["policy/policy_kl"] < 1e-2
 
 
 def test_the_export_gives_the_same_logits_in_transformers(finished):

@@ -71,7 +71,7 @@ def make_batch(width=WIDTH):
 
 def make_updater(algorithm, *, microbatch_rows, devices=1, fsdp=-1):
     mesh = make_mesh(fsdp=fsdp, devices=jax.devices()[:devices])
-    params = init_params(MODEL, jax.random.key(0))
+    params = init_params(MODEL, 0)
     shardings = param_shardings(mesh, logical_axes(MODEL), params, ShardingRules())
     schedule = make_schedule("constant", lr=1e-2, num_warmup_steps=0, total_steps=10)
     optimizer = make_optimizer(

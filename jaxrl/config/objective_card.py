@@ -20,7 +20,7 @@ def objective_card(config: TrainConfig, num_devices: int = 1) -> str:
     """
     config = resolve(config)
     algorithm, optimizer = config.trainer.algorithm, config.trainer.policy.optimizer_config
-    kl = f" + {algorithm.kl_loss_coef:g} KL" if algorithm.use_kl_loss else ""
+    kl = f" + {algorithm.kl_loss_coef:g} KL" if _kl_counts(algorithm) else ""
     entropy = f" - {algorithm.entropy_loss_coef:g} H" if algorithm.use_entropy_loss else ""
     rows = [
         (
@@ -86,7 +86,7 @@ def _reduction(algorithm: AlgorithmConfig) -> str:
 
 
 def _kl(algorithm: AlgorithmConfig) -> str:
-    if not algorithm.use_kl_loss:
+    if not _kl_counts(algorithm):
         return "off"
     estimate = _KL[algorithm.kl_estimator_type]
     kind = algorithm.kl_estimator_type
@@ -126,3 +126,7 @@ def _batch(config: TrainConfig, num_devices: int) -> list[str]:
 def _count(number: int, noun: str) -> str:
     plural = "es" if noun.endswith(("s", "ch")) else "s"
     return f"{number} {noun}{'' if number == 1 else plural}"
+
+
+def _kl_counts(algorithm: AlgorithmConfig) -> bool:
+    return algorithm.use_kl_loss and algorithm.kl_loss_coef != 0

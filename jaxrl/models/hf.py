@@ -4,7 +4,6 @@ Loading reads tensor by tensor and puts each stacked leaf on its devices before 
 so the host holds at most one leaf (all layers of one matrix) beside what the devices hold.
 """
 
-import functools
 import json
 import os
 import tempfile
@@ -110,10 +109,9 @@ def load_or_init(
     shardings: Any,
 ) -> Params:
     """The folder's parameters, or with `random_init` random ones of its architecture."""
-    if not random_init:
-        return load_params(folder, config, shardings=shardings)
-    init = jax.jit(functools.partial(init_params, config), out_shardings=shardings)
-    return init(jax.random.key(seed))
+    if random_init:
+        return init_params(config, seed, shardings)
+    return load_params(folder, config, shardings=shardings)
 
 
 def save_pretrained(

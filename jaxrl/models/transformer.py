@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Params = dict
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -102,17 +103,38 @@ def logical_axes(config: TransformerConfig) -> Params:
     return jax.tree.map(lambda spec: spec.axes, param_specs(config), is_leaf=is_spec)
 
 
-def init_params(
-    config: TransformerConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32
-) -> Params:
-    """Random parameters: normal(0, initializer_range), norms 1, biases 0."""
+def abstract_params(config: TransformerConfig) -> Params:
+    """Shapes and dtypes of the parameters; nothing is allocated."""
+    return jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32),
+        param_specs(config),
+        is_leaf=is_spec,
+    )
+
+
+def init_params(config: TransformerConfig, seed: int, shardings: Params | None = None) -> Params:
+    """Random float32 parameters: normal(0, initializer_range), norms 1, biases 0.
+
+    Drawn on the host leaf by leaf and placed at once, so the host holds one leaf at a time and
+    nothing is compiled: sharded random bits took 24 s of compilation on eight CPU devices.
+
+    Args:
+        seed: of numpy's generator; leaf i draws from (seed, i).
+        shardings: tree parallel to the parameters; None = the default device.
+    """
     specs, treedef = jax.tree.flatten(param_specs(config), is_leaf=is_spec)
-    constant = {"ones": jnp.ones, "zeros": jnp.zeros}
+    constant = {"ones": np.ones, "zeros": np.zeros}
+
+    def draw(leaf: int, spec: ParamSpec) -> np.ndarray:
+        if spec.init in constant:
+            return constant[spec.init](spec.shape, np.float32)
+        normal = np.random.default_rng((seed, leaf)).standard_normal(spec.shape, np.float32)
+        return np.float32(config.initializer_range) * normal
+
+    places = jax.tree.leaves(shardings) if shardings is not None else [None] * len(specs)
     leaves = [
-        constant[spec.init](spec.shape, dtype)
-        if spec.init in constant
-        else config.initializer_range * jax.random.normal(k, spec.shape, dtype)
-        for k, spec in zip(jax.random.split(key, len(specs)), specs, strict=True)
+        jax.device_put(draw(leaf, spec), place)
+        for leaf, (spec, place) in enumerate(zip(specs, places, strict=True))
     ]
     return jax.tree.unflatten(treedef, leaves)
 

@@ -106,7 +106,7 @@ def assert_same_params(a, b):
 def folder_fixture(tmp_path) -> Path:
     """A small tied Llama export that tests may damage."""
     folder = tmp_path / "model"
-    save_pretrained(folder, CONFIG, init_params(CONFIG, jax.random.key(0)))
+    save_pretrained(folder, CONFIG, init_params(CONFIG, 0))
     return folder
 
 
@@ -132,7 +132,7 @@ def test_logits_agree_in_both_directions_and_the_round_trip_is_exact(
 @pytest.mark.parametrize("features", [{}, {"attention_bias": True}, {"qk_norm": True}])
 def test_our_initialisation_runs_in_transformers(features, tmp_path):
     config = replace(CONFIG, initializer_range=0.3, tie_embeddings=False, **features)
-    params = init_params(config, jax.random.key(1))
+    params = init_params(config, 1)
     save_pretrained(tmp_path / "ours", config, params)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32).eval()
     assert_same_logits(our_logits(config, params), hf_logits(model))
@@ -187,7 +187,7 @@ def test_load_puts_each_leaf_on_its_sharding(folder):
     # [L, D, H, h] = [3, 32, 4, 8] over fsdp=2 and model=4.
     assert {s.data.shape for s in params["layers"]["wq"].addressable_shards} == {(3, 16, 1, 8)}
     assert_same_params(params, load_params(folder, CONFIG))
-    assert_same_params(params, init_params(CONFIG, jax.random.key(0)))
+    assert_same_params(params, init_params(CONFIG, 0))
 
 
 def test_export_of_sharded_bfloat16_parameters_is_float32(folder, tmp_path):
@@ -216,7 +216,7 @@ def small_tokenizer() -> PreTrainedTokenizerFast:
 
 def test_export_with_a_tokenizer_serves_chat(tmp_path):
     folder = tmp_path / "chat"
-    save_pretrained(folder, CONFIG, init_params(CONFIG, jax.random.key(0)), small_tokenizer())
+    save_pretrained(folder, CONFIG, init_params(CONFIG, 0), small_tokenizer())
     tokenizer = AutoTokenizer.from_pretrained(folder)
     chat = [{"role": "user", "content": "b a"}]
     assert tokenizer.apply_chat_template(chat, return_dict=False) == [4, 3, 2]
@@ -230,7 +230,7 @@ def test_export_with_a_tokenizer_serves_chat(tmp_path):
 
 def test_export_refuses_an_existing_folder_unless_told(folder):
     (folder / "notes.txt").write_text("mine")
-    params = init_params(CONFIG, jax.random.key(7))
+    params = init_params(CONFIG, 7)
     with pytest.raises(FileExistsError, match=r"model exists; pass overwrite=True"):
         save_pretrained(folder, CONFIG, params)
     assert (folder / "notes.txt").exists()
@@ -310,7 +310,7 @@ def test_tied_head_and_rotary_buffers_are_ignored(folder):
         "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32),
     }
     damage(folder, lambda t: t.update(extra))
-    assert_same_params(load_params(folder, CONFIG), init_params(CONFIG, jax.random.key(0)))
+    assert_same_params(load_params(folder, CONFIG), init_params(CONFIG, 0))
 
 
 def test_an_untied_config_needs_its_head(folder):

@@ -67,7 +67,7 @@ def alone(config, params, tokens):
 
 
 def test_init_params_has_the_shapes_of_param_specs(config):
-    params = init_params(config, jax.random.key(0))
+    params = init_params(config, 0)
     specs = param_specs(config)
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(
         lambda s: s.shape, specs, is_leaf=is_spec
