@@ -31,15 +31,15 @@ def get_config():
 
     trainer.epochs = 1
     trainer.max_training_steps = 24
-    trainer.train_batch_size = 8
-    trainer.policy_mini_batch_size = 8
+    trainer.train_batch_size = 4
+    trainer.policy_mini_batch_size = 4
     trainer.micro_train_batch_size_per_gpu = 16
-    trainer.micro_forward_batch_size_per_gpu = 16
+    trainer.micro_forward_batch_size_per_gpu = 32
     trainer.max_prompt_length = 64
     config.generator.n_samples_per_prompt = 8
-    config.generator.sampling_params.max_generate_length = 16
+    config.generator.sampling_params.max_generate_length = 12
 
-    trainer.eval_interval = 8
+    trainer.eval_interval = 12
     trainer.eval_batch_size = 32
     trainer.print_example_interval = 4
     trainer.ckpt_interval = 12

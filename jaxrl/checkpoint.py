@@ -1,5 +1,7 @@
 """Checkpoints: one orbax commit holds the whole state of a run."""
 
+import fnmatch
+import json
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +31,25 @@ class Checkpointer:
         self.manager = ocp.CheckpointManager(self.folder, options=options)
 
     def save(self, step: int, state: TrainState, meta: dict[str, Any]) -> None:
-        """Commit the state after `step` finished steps; a step that is saved already stays."""
-        if step in self.manager.all_steps():
-            return
+        """Commit the state after `step` finished steps."""
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
-        self.manager.save(step, args=args)
+        if not self.manager.save(step, args=args):
+            raise RuntimeError(f"orbax did not save step {step} to {self.folder}")
         self.manager.wait_until_finished()
 
-    def latest_step(self) -> int | None:
-        """Finished steps of the newest checkpoint; None without one."""
-        return self.manager.latest_step()
+    def refuse_later_than(self, step: int) -> None:
+        """A run that starts at `step` must not mix its checkpoints with later ones of another.
+
+        Raises:
+            ValueError: the folder holds later steps.
+        """
+        later = sorted(s for s in self.manager.all_steps() if s > step)
+        if later:
+            raise ValueError(
+                f"trainer.ckpt_path={str(self.folder)!r} holds the steps {later} of another run, "
+                f"which this one, starting after step {step}, would overwrite. Choose another "
+                "trainer.ckpt_path, or delete them, or set trainer.resume_mode=latest"
+            )
 
     def read_meta(self, step: int) -> dict[str, Any]:
         """The JSON part alone."""
@@ -56,23 +67,72 @@ class Checkpointer:
         self.manager.close()
 
 
-def restore(folder: str, step: int, like: TrainState, model: dict[str, Any]) -> TrainState:
+# What may change between a run and its continuation: where things go, how often, how far.
+MAY_CHANGE = (
+    "data.val_data",
+    "trainer.*_interval",
+    "trainer.ckpt_path",
+    "trainer.dump_*",
+    "trainer.epochs",
+    "trainer.eval_*",
+    "trainer.export_path",
+    "trainer.log*",
+    "trainer.max_ckpts_to_keep",
+    "trainer.max_training_steps",
+    "trainer.micro_*",
+    "trainer.policy.model.path",  # the architecture is compared by itself
+    "trainer.policy.model.random_init",
+    "trainer.project_name",
+    "trainer.resume_*",
+    "trainer.run_name",
+    "generator.eval_*",
+    "generator.inference_engine.*",
+)
+
+
+def restore(
+    folder: str, step: int, like: TrainState, model: dict[str, Any], config: dict[str, Any]
+) -> TrainState:
     """The state of `folder/global_step_<step>`.
 
     Raises:
-        ValueError: the checkpoint is of another model; the message shows the difference.
+        ValueError: the checkpoint is of another model, or of a run with another config; the message
+            shows the difference.
     """
     source = Checkpointer(folder)
-    saved = source.read_meta(step)["model"]
-    different = {k: (saved.get(k), v) for k, v in model.items() if saved.get(k) != v}
-    if different:
-        raise ValueError(
-            f"checkpoint {folder}/{PREFIX}_{step} is of another model; (saved, this run): "
-            f"{different}. Set trainer.resume_mode=none or another trainer.ckpt_path"
-        )
+    meta = source.read_meta(step)
+    changed = {
+        key: pair
+        for key, pair in differences(meta["config"], config).items()
+        if not any(fnmatch.fnmatch(key, pattern) for pattern in MAY_CHANGE)
+    }
+    for what, different in (("model", differences(meta["model"], model)), ("config", changed)):
+        if different:
+            raise ValueError(
+                f"checkpoint {folder}/{PREFIX}_{step} is of another {what}; (saved, this run): "
+                f"{different}. Choose another trainer.ckpt_path, or undo the change"
+            )
     state = source.restore(step, like)
     source.close()
     return state
+
+
+def differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys whose values differ: (saved, now). Lists and tuples are the same."""
+    left, right = (json.loads(json.dumps(_flat(values))) for values in (saved, now))
+    return {
+        key: (left.get(key), right.get(key))
+        for key in sorted({*left, *right})
+        if left.get(key) != right.get(key)
+    }
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in values.items():
+        nested = isinstance(value, dict) and value
+        flat |= _flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+    return flat
 
 
 def locate(
@@ -99,8 +159,10 @@ def locate(
     number = path.name.removeprefix(f"{PREFIX}_")
     if not path.name.startswith(PREFIX) or not number.isdigit():
         raise ValueError(f"trainer.resume_path={resume_path!r} must end in {PREFIX}_<N>")
-    if not path.is_dir():
-        raise FileNotFoundError(f"trainer.resume_path={resume_path!r} does not exist")
+    if not _complete(path):
+        raise FileNotFoundError(
+            f"trainer.resume_path={resume_path!r} does not exist or is not a whole checkpoint"
+        )
     return str(path.parent), int(number)
 
 

@@ -16,6 +16,7 @@ def log_probs_and_entropy(
     temperature: float,
     dtype: jnp.dtype,
     remat: bool = False,
+    with_entropy: bool = True,
 ) -> tuple[Array, Array]:
     """Log-prob of every token given those before it, and the entropy it was drawn from.
 
@@ -25,6 +26,7 @@ def log_probs_and_entropy(
         temperature: divides the logits, as the sampler's does.
         dtype: compute dtype of the model.
         remat: recompute layers in the backward pass.
+        with_entropy: False returns zeros for it; it costs a pass over the vocabulary.
 
     Returns:
         log_probs [B, T], entropy [B, T], float32: `log_probs[b, t] = log p(tokens[b, t] |
@@ -32,11 +34,11 @@ def log_probs_and_entropy(
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
-    hidden, _ = forward(config, params, tokens, positions, segment_ids, dtype=dtype, remat=remat)
+    hidden = forward(config, params, tokens, positions, segment_ids, dtype=dtype, remat=remat)
     logits = unembed(config, params, hidden[:, :-1]) / temperature
     with jax.named_scope("log_probs"):
         first_column = ((0, 0), (1, 0))
-        return (
-            jnp.pad(token_log_probs(logits, tokens[:, 1:]), first_column),
-            jnp.pad(entropy(logits), first_column),
-        )
+        log_probs = jnp.pad(token_log_probs(logits, tokens[:, 1:]), first_column)
+        if not with_entropy:
+            return log_probs, jnp.zeros_like(log_probs)
+        return log_probs, jnp.pad(entropy(logits), first_column)

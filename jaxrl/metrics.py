@@ -1,7 +1,9 @@
 """Metrics of a batch under SkyRL's names, and the loggers that keep them."""
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,14 @@ def mismatch_metrics(batch: TrainBatch) -> Metrics:
     return {f"{name}_mean": float(difference.mean()), f"{name}_max": float(difference.max())}
 
 
+@contextlib.contextmanager
+def timed(metrics: Metrics, name: str) -> Iterator[None]:
+    """Write the seconds of a block to `timing/<name>`."""
+    started = time.perf_counter()
+    yield
+    metrics[f"timing/{name}"] = time.perf_counter() - started
+
+
 def progress_line(metrics: Mapping[str, float]) -> dict[str, str]:
     """The numbers that people watch."""
     shown = {
@@ -93,14 +103,16 @@ class RunLogger:
     Args:
         folder: the run's folder; created.
         loggers: names from the config; "tensorboard" adds `<folder>/tensorboard`.
-        finished_steps: what a resumed run has behind it; later lines of an earlier attempt are cut.
+        finished_steps: what a resumed run has behind it; later lines of an earlier attempt are cut,
+            and all of them if it starts afresh.
     """
 
     def __init__(self, folder: Path, loggers: Sequence[str], finished_steps: int) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
-        kept = [line for line in read_lines(self.path) if line["step"] <= finished_steps]
+        earlier = read_lines(self.path) if finished_steps else []
+        kept = [line for line in earlier if line["step"] <= finished_steps]
         self.path.write_text("".join(json.dumps(line) + "\n" for line in kept))
         self.file = self.path.open("a")
         self.tensorboard = None

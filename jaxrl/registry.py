@@ -147,6 +147,23 @@ class AdvantageEstimatorRegistry(BaseFunctionRegistry):
 _REGISTRIES = {"policy_loss": PolicyLossRegistry, "advantage_estimator": AdvantageEstimatorRegistry}
 
 
+def bind_estimator(algorithm: Any) -> Function:
+    """The configured estimator as `(*, token_level_rewards, response_mask, index)`.
+
+    By keyword, because an estimator may take everything as `**kwargs`; it is offered the settings
+    of the config under SkyRL's names.
+    """
+    func = AdvantageEstimatorRegistry.resolve(algorithm.advantage_estimator)
+    offered = {
+        "grpo_norm_by_std": algorithm.grpo_norm_by_std,
+        "gamma": algorithm.gamma,
+        "lambd": algorithm.lambd,
+        "values": None,
+        "config": algorithm,
+    }
+    return functools.partial(func, **accepted_keywords(func, offered))
+
+
 def register_policy_loss(name: str | StrEnum) -> Callable[[Function], Function]:
     """Decorator: `@register_policy_loss("my_loss")`. Returns the function unchanged."""
     return _decorator(PolicyLossRegistry, name)
@@ -258,7 +275,9 @@ def _pickle_by_value(obj: Any, label: str) -> bytes:
         return cloudpickle.dumps(obj)
     except Exception as error:
         inner = _innermost(obj)
-        captured = sorted(inspect.getclosurevars(inner).nonlocals) if inspect.isfunction(inner) else []
+        captured = (
+            sorted(inspect.getclosurevars(inner).nonlocals) if inspect.isfunction(inner) else []
+        )
         raise ValueError(f"{label} cannot be pickled ({error}); it captures {captured}") from error
     finally:
         for module in modules:

@@ -48,11 +48,9 @@ class BasePPOExp:
     def get_generator(self, engine: Engine, tokenizer: Any) -> Any:
         """What holds the conversations."""
         gym = self.config.environment.skyrl_gym
-        stop = self.config.generator.sampling_params.stop_token_ids or []
         return ConversationGenerator(
             engine,
             tokenizer,
-            stop_token_ids=[tokenizer.eos_token_id, *stop],
             env_config=cfg.get_config_as_dict(gym),
             max_env_workers=gym.max_env_workers,
         )
@@ -62,17 +60,25 @@ class BasePPOExp:
         return Trainer(*args, **kwargs)
 
     def run(self) -> Trainer:
-        """Load everything, print what will be done, train."""
+        """Train to the end."""
+        trainer = self.build()
+        trainer.train()
+        return trainer
+
+    def build(self) -> Trainer:
+        """Load everything, print what will be done."""
         config, path = self.config, self.config.trainer.policy.model.path
         assert path is not None  # validated
         template = config.generator.chat_template
+        model = hf.load_config(path)
         tokenizer = load_tokenizer(
             path, template.name_or_path if template.source == "file" else None
         )
-        model = hf.load_config(path)
         mesh = make_mesh(fsdp=config.trainer.policy.fsdp_config.fsdp_size)
 
         def load(sources: Sequence[str]) -> list[Prompt]:
+            if not sources:
+                return []
             prompts, dropped = load_prompts(
                 sources,
                 tokenizer,
@@ -84,7 +90,7 @@ class BasePPOExp:
             return prompts
 
         train_prompts = load(config.data.train_data)
-        eval_prompts = load(config.data.val_data) if config.data.val_data else []
+        eval_prompts = load(config.data.val_data) if config.trainer.eval_interval > 0 else []
         engine = self.get_engine(model, mesh)
         trainer = self.get_trainer(
             config,
@@ -100,7 +106,6 @@ class BasePPOExp:
         print(
             f"mesh {dict(mesh.shape)} of {jax.default_backend()}, run folder {run_folder(config)}"
         )
-        trainer.train()
         return trainer
 
 
@@ -111,8 +116,8 @@ def train(config: Any) -> Trainer:
         The trainer: `.state` holds the parameters, `.config` what was resolved.
 
     Raises:
-        ValueError: the config, a data file, the model folder or a checkpoint is wrong; nothing was
-            changed on disk.
+        ValueError: the config, a data file, the model folder or a checkpoint is wrong; no earlier
+            result was touched.
     """
     return BasePPOExp(config).run()
 
@@ -127,11 +132,11 @@ def main(argv: Sequence[str]) -> int:
     try:
         path, overrides = cfg.parse_command_line(list(argv))
         config = cfg.apply_overrides(cfg.load_config_file(path), overrides)
-        experiment = BasePPOExp(config)
-    except ValueError as error:
+        trainer = BasePPOExp(config).build()
+    except (ValueError, OSError) as error:  # what a user can mend; OSError: files and folders
         print(f"error: {error}", file=sys.stderr)
         return 2
-    experiment.run()
+    trainer.train()
     return 0
 
 

@@ -5,11 +5,10 @@ calls pure functions with explicit state. Everything random is named by (seed, s
 sample), so a run that is killed and resumed equals one that was not.
 """
 
-import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from tqdm import tqdm
 
 from jaxrl import config as cfg
 from jaxrl.checkpoint import Checkpointer, locate, restore
-from jaxrl.data.packing import collate, round_up
+from jaxrl.data.packing import collate, round_up, row_slices
 from jaxrl.data.prompts import batch_indices
 from jaxrl.evaluate import dump_rows, evaluate
 from jaxrl.forward import log_probs_and_entropy
@@ -31,17 +30,18 @@ from jaxrl.metrics import (
     mismatch_metrics,
     progress_line,
     score_metrics,
+    timed,
 )
 from jaxrl.models import hf
 from jaxrl.models.transformer import TransformerConfig, abstract_params, logical_axes
 from jaxrl.optim import abstract_state, init_state, make_apply, make_optimizer, make_schedule
 from jaxrl.parallel import ShardingRules, batch_sharding, param_shardings, replicated
 from jaxrl.parallel.rules import batch_devices
-from jaxrl.registry import AdvantageEstimatorRegistry, accepted_keywords
-from jaxrl.rollout.conversation import sample_key
+from jaxrl.registry import bind_estimator
+from jaxrl.rollout.conversation import generator_input
 from jaxrl.rollout.protocol import Engine, Sampling
-from jaxrl.types import GeneratorInput, GeneratorOutput, Prompt, TrainBatch, TrainState
-from jaxrl.update import Updater, merge_metrics
+from jaxrl.types import GeneratorOutput, Prompt, TrainBatch, TrainState
+from jaxrl.update import Updater, merge_metrics, minibatch_weights
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
@@ -81,6 +81,10 @@ class Trainer:
         self.total_steps = trainer.epochs * self.steps_per_epoch
         if trainer.max_training_steps is not None:
             self.total_steps = min(self.total_steps, trainer.max_training_steps)
+        path = trainer.policy.model.path
+        assert path is not None  # validated
+        self.eos_token_ids = sorted({tokenizer.eos_token_id, *hf.eos_token_ids(path)})
+        self.generation_config = hf.load_generation_config(path)
         self.metrics: dict[str, float] = {}
         self.ref_params: Any = None
         self.state: TrainState
@@ -108,8 +112,12 @@ class Trainer:
         )
         shapes = abstract_params(self.model)
         self.shardings = param_shardings(self.mesh, logical_axes(self.model), shapes, rules)
+        self.like = abstract_state(
+            self.optimizer, self.model, self.shardings, replicated(self.mesh)
+        )
         devices = batch_devices(self.mesh, rules)
-        self.forward_rows = trainer.micro_forward_batch_size_per_gpu * devices
+        rows_per_step = round_up(trainer.train_batch_size * self.samples, devices)
+        self.forward_rows = min(trainer.micro_forward_batch_size_per_gpu * devices, rows_per_step)
         forward = functools.partial(
             log_probs_and_entropy,
             self.model,
@@ -121,22 +129,14 @@ class Trainer:
             forward,
             make_apply(self.optimizer, schedule),
             algorithm=algorithm,
+            shardings=jax.tree.map(lambda x: x.sharding, self.like),
             microbatch_rows=min(
                 trainer.micro_train_batch_size_per_gpu * devices,
                 round_up(trainer.policy_mini_batch_size * self.samples, devices),
             ),
             place=functools.partial(jax.device_put, device=batch_sharding(self.mesh, rules)),
         )
-        estimator = AdvantageEstimatorRegistry.resolve(algorithm.advantage_estimator)
-        options = {
-            "grpo_norm_by_std": algorithm.grpo_norm_by_std,
-            "gamma": algorithm.gamma,
-            "lambd": algorithm.lambd,
-            "config": algorithm,
-        }
-        self.estimate = jax.jit(
-            functools.partial(estimator, **accepted_keywords(estimator, options))
-        )
+        self.estimate = jax.jit(bind_estimator(algorithm))
         self.checkpointer = Checkpointer(trainer.ckpt_path, max_to_keep=trainer.max_ckpts_to_keep)
 
     # ---------------------------------------------------------------- the loop
@@ -147,14 +147,12 @@ class Trainer:
         self.state = self.restore_or_init()
         first = int(self.state.step)
         self.load_reference()
-        self.logger = RunLogger(
-            run_folder(self.config), np.atleast_1d(trainer.logger).tolist(), first
-        )
+        self.logger = RunLogger(run_folder(self.config), cfg.logger_names(trainer.logger), first)
         self.sync_weights(first)
         if first >= self.total_steps:
             print(
                 f"nothing to do: {trainer.ckpt_path} holds step {first} of {self.total_steps}. "
-                "Set trainer.resume_mode=none to start again, or raise trainer.epochs"
+                "Raise trainer.epochs, or choose another trainer.ckpt_path to start again"
             )
         if first == 0 and trainer.eval_before_train and trainer.eval_interval > 0:
             self.record(0, self.evaluate(0))
@@ -177,17 +175,18 @@ class Trainer:
         started = time.perf_counter()
         self.metrics = {}
         prompts = self.next_prompts(step)  # 1
-        with self.timer("generate"):
+        with timed(self.metrics, "generate"):
             output = self.generate(prompts, step)  # 2, 3
+            self.engine.sleep()  # its copy of the weights is of no more use
         uids = [p.uid for p in prompts for _ in range(self.samples)]
         output = self.postprocess_generator_output(output, uids)
         batch = self.collate(output)  # 4
-        with self.timer("fwd_logprobs_values_reward"):
+        with timed(self.metrics, "fwd_logprobs_values_reward"):
             batch = self.add_log_probs(batch)  # 5
         batch = self.add_advantages(batch)  # 6
-        with self.timer("policy_train"):
+        with timed(self.metrics, "policy_train"):
             self.update(batch, step)  # 7
-        with self.timer("sync_weights"):
+        with timed(self.metrics, "sync_weights"):
             self.sync_weights(step)  # 8
         self.print_example(step, batch, output)
         seconds = time.perf_counter() - started
@@ -259,7 +258,11 @@ class Trainer:
     def add_advantages(self, batch: TrainBatch) -> TrainBatch:
         """Advantages and returns of the whole batch."""
         advantages, returns = jax.device_get(
-            self.estimate(batch.rewards, batch.response_mask, batch.index)
+            self.estimate(  # by keyword: an estimator may take them all as **kwargs
+                token_level_rewards=batch.rewards,
+                response_mask=batch.response_mask,
+                index=batch.index,
+            )
         )
         batch = batch.replace(advantages=advantages, returns=returns)
         self.metrics |= advantage_metrics(batch)
@@ -272,14 +275,18 @@ class Trainer:
         trainer = self.config.trainer
         rows = trainer.policy_mini_batch_size * self.samples
         key = jax.random.fold_in(jax.random.key(trainer.seed), step)
-        pending = []
-        for epoch in range(trainer.update_epochs_per_batch):
-            for start in range(0, batch.tokens.shape[0], rows):
-                minibatch = jax.tree.map(lambda x, s=start: x[s : s + rows], batch)
-                update_key = jax.random.fold_in(key, epoch * batch.tokens.shape[0] + start)
-                self.state, parts, applied = self.updater.update(self.state, minibatch, update_key)
-                pending.append((parts, applied))
-        self.state = self.state.replace(step=jnp.asarray(step, jnp.int32))
+        minibatches = list(row_slices(batch, rows))
+        weights = [minibatch_weights(m.loss_mask, trainer.algorithm) for m in minibatches]
+        pairs = list(zip(minibatches, jax.device_get(weights), strict=True))
+        pending = []  # device values: nothing is fetched before the last update is dispatched
+        for number, (minibatch, weight) in enumerate(pairs * trainer.update_epochs_per_batch):
+            self.state, parts, applied = self.updater.update(
+                self.state, minibatch, weight, jax.random.fold_in(key, number)
+            )
+            pending.append((parts, applied))
+        self.state = self.state.replace(
+            step=jax.device_put(np.int32(step), self.like.step.sharding)
+        )
         updates = [merge_metrics(parts) | applied for parts, applied in jax.device_get(pending)]
         for name in updates[0]:
             self.metrics[f"policy/{name}"] = float(np.mean([u[name] for u in updates]))
@@ -301,19 +308,17 @@ class Trainer:
 
         By interval, at epoch ends, after the last step.
         """
-        trainer, last = self.config.trainer, step == self.total_steps
+        trainer = self.config.trainer
+        if self._due(step, trainer.hf_save_interval):
+            self.export(Path(trainer.export_path).expanduser() / f"global_step_{step}" / "policy")
         epoch_end = step % self.steps_per_epoch == 0
-        if trainer.ckpt_interval > 0 and (
-            last or epoch_end or self._due(step, trainer.ckpt_interval)
-        ):
+        if self._due(step, trainer.ckpt_interval) or (epoch_end and trainer.ckpt_interval > 0):
+            self.logger.plot()
             meta = {
                 "model": dataclasses.asdict(self.model),
                 "config": cfg.get_config_as_dict(self.config),
             }
-            self.checkpointer.save(step, self.state, meta)
-            self.logger.plot()
-        if trainer.hf_save_interval > 0 and (last or self._due(step, trainer.hf_save_interval)):
-            self.export(Path(trainer.export_path).expanduser() / f"global_step_{step}" / "policy")
+            self.checkpointer.save(step, self.state, meta)  # last: a resumed run goes on after it
 
     # ---------------------------------------------------------------- around the steps
 
@@ -322,7 +327,7 @@ class Trainer:
         trainer, generator = self.config.trainer, self.config.generator
         if not self.eval_prompts or generator.eval_sampling_params is None:
             return {}
-        with self.timer("eval"):
+        with timed(self.metrics, "eval"):
             metrics, rows = evaluate(
                 functools.partial(self._generate, "eval", params=generator.eval_sampling_params),
                 self.eval_prompts,
@@ -339,12 +344,13 @@ class Trainer:
         """The state of the checkpoint that the config points to, else that of the model folder."""
         trainer = self.config.trainer
         found = locate(trainer.resume_mode, trainer.resume_path, trainer.ckpt_path)
+        self.checkpointer.refuse_later_than(found[1] if found else 0)
         if found is None:
             params = self._load(trainer.policy.model)
             return init_state(self.optimizer, params, self.shardings, replicated(self.mesh))
-        like = abstract_state(self.optimizer, self.model, self.shardings, replicated(self.mesh))
         print(f"resuming after step {found[1]} from {found[0]}")
-        return restore(*found, like, dataclasses.asdict(self.model))
+        config = cfg.get_config_as_dict(self.config)
+        return restore(*found, self.like, dataclasses.asdict(self.model), config)
 
     def load_reference(self) -> None:
         """The frozen reference of the KL term, if the term counts."""
@@ -365,7 +371,12 @@ class Trainer:
     def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder."""
         hf.save_pretrained(
-            folder, self.model, jax.device_get(self.state.params), self.tokenizer, overwrite=True
+            folder,
+            self.model,
+            jax.device_get(self.state.params),
+            self.tokenizer,
+            generation_config=self.generation_config,
+            overwrite=True,
         )
         tqdm.write(f"exported the policy to {folder}")
 
@@ -378,13 +389,6 @@ class Trainer:
                 f"--- step {step}, reward {float(batch.rewards[0].sum()):.3f}\n{prompt}{response}"
             )
 
-    @contextlib.contextmanager
-    def timer(self, name: str) -> Iterator[None]:
-        """Add the seconds of a block to `timing/<name>`."""
-        started = time.perf_counter()
-        yield
-        self.metrics[f"timing/{name}"] = time.perf_counter() - started
-
     def _generate(
         self,
         phase: str,
@@ -394,25 +398,20 @@ class Trainer:
         *,
         params: cfg.SamplingParams,
     ) -> GeneratorOutput:
-        seed = self.config.trainer.seed
-        return self.generator.generate(
-            GeneratorInput(
-                prompts=[p for p in prompts for _ in range(samples)],
-                keys=[
-                    sample_key(seed, phase, step, p.uid, i) for p in prompts for i in range(samples)
-                ],
-                sampling=Sampling(
-                    max_tokens=params.max_generate_length,
-                    temperature=params.temperature,
-                    top_k=params.top_k,
-                    top_p=params.top_p,
-                    min_p=params.min_p,
-                ),
-            )
+        sampling = Sampling(
+            max_tokens=params.max_generate_length,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            stop_token_ids=(*self.eos_token_ids, *(params.stop_token_ids or ())),
         )
+        names = (self.config.trainer.seed, phase, step)
+        return self.generator.generate(generator_input(prompts, samples, names, sampling))
 
     def _due(self, step: int, interval: int) -> bool:
-        return interval > 0 and step % interval == 0
+        """Whether something done every `interval` steps, and after the last, is due; -1 = never."""
+        return interval > 0 and (step % interval == 0 or step == self.total_steps)
 
 
 def run_folder(config: cfg.TrainConfig) -> Path:

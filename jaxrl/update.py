@@ -81,6 +81,11 @@ def make_policy_loss(algorithm: Any) -> Callable[..., tuple[Array, Metrics]]:
             algorithm,
             **accepted_keywords(func, offered),
         )
+        if loss.shape not in ((), log_probs.shape):
+            raise ValueError(
+                f"policy loss '{algorithm.policy_loss_type}' returned the shape {loss.shape}; "
+                f"it must be one number, or the loss of each token {log_probs.shape}"
+            )
         metrics = metrics if isinstance(metrics, Mapping) else {"clip_ratio": metrics}
         return loss, {name: jnp.asarray(value) for name, value in metrics.items()}
 
@@ -146,6 +151,7 @@ class Updater:
         forward: `(params, tokens, lengths) -> (log_probs, entropy)`.
         apply: `(state, gradients) -> (state, metrics)`.
         algorithm: the AlgorithmConfig.
+        shardings: the TrainState's; gradients are placed like the parameters.
         microbatch_rows: rows of one backward pass, over all devices.
         place: puts a tree of row arrays on the devices.
     """
@@ -156,6 +162,7 @@ class Updater:
         apply: Callable[..., tuple[TrainState, Metrics]],
         *,
         algorithm: Any,
+        shardings: TrainState,
         microbatch_rows: int,
         place: Callable[[Any], Any],
     ) -> None:
@@ -178,26 +185,30 @@ class Updater:
             del outputs
             return jax.tree.map(jnp.add, grads, vjp(cotangents)[0])
 
-        self.forward = jax.jit(forward)
-        # placed like the parameters, which jit would not do: its zeros depend on no input
-        self.zeros = functools.partial(
-            jax.tree.map, lambda p: jnp.zeros(p.shape, p.dtype, device=p.sharding)
+        like_params = shardings.params
+        self.forward = jax.jit(forward, static_argnames="with_entropy")
+        self.zeros = jax.jit(
+            lambda params: jax.tree.map(jnp.zeros_like, params), out_shardings=like_params
         )
-        self.accumulate = jax.jit(accumulate, donate_argnums=0)
-        self.pull_back = jax.jit(pull_back, donate_argnums=0)
+        self.accumulate = jax.jit(accumulate, donate_argnums=0, out_shardings=(like_params, None))
+        self.pull_back = jax.jit(pull_back, donate_argnums=0, out_shardings=like_params)
         self.cotangents = jax.jit(jax.grad(objective, argnums=(0, 1), has_aux=True))
-        self.apply = jax.jit(apply, donate_argnums=0)
+        self.apply = jax.jit(apply, donate_argnums=0, out_shardings=(shardings, None))
+        self._whole: bool | None = None
 
     def update(
-        self, state: TrainState, minibatch: TrainBatch, key: Array
+        self, state: TrainState, minibatch: TrainBatch, weights: TokenWeights, key: Array
     ) -> tuple[TrainState, list[Metrics], Metrics]:
         """One optimizer update on a minibatch of host arrays; `state` is donated.
+
+        Args:
+            weights: `minibatch_weights` of the minibatch, on the host.
+            key: for losses that draw.
 
         Returns:
             The new state, the metrics of each microbatch (see `merge_metrics`), those of `apply`.
         """
-        weights = minibatch_weights(minibatch.loss_mask, self.algorithm)
-        grads, metrics = self.gradients(state.params, minibatch, jax.device_get(weights), key)
+        grads, metrics = self.gradients(state.params, minibatch, weights, key)
         state, applied = self.apply(state, grads)
         return state, metrics, applied
 
@@ -212,7 +223,7 @@ class Updater:
         rows = self.microbatch_rows
         grads, metrics = self.zeros(params), []
         if self._sees_whole_minibatch(minibatch) and minibatch.tokens.shape[0] != rows:
-            outputs = self.forward_rows(params, minibatch, rows)
+            outputs = self.forward_rows(params, minibatch, rows, with_entropy=True)
             cotangents, metrics = self.cotangents(*outputs, minibatch, weights, key)
             for batch, cotangent in row_slices((minibatch, jax.device_get(cotangents)), rows):
                 grads = self.pull_back(grads, params, self.place(batch), self.place(cotangent))
@@ -223,18 +234,21 @@ class Updater:
         return grads, metrics
 
     def forward_rows(
-        self, params: Any, batch: TrainBatch, rows: int
+        self, params: Any, batch: TrainBatch, rows: int, *, with_entropy: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
         """Log-probs and entropy [B, T] of a whole batch, `rows` rows at a time, on the host."""
         total = batch.tokens.shape[0]
         parts = [
-            self.forward(params, *self.place(part))
+            self.forward(params, *self.place(part), with_entropy=with_entropy)
             for part in row_slices((batch.tokens, batch.lengths), rows)
         ]
         log_probs, entropy = zip(*jax.device_get(parts), strict=True)
         return np.concatenate(log_probs)[:total], np.concatenate(entropy)[:total]
 
     def _sees_whole_minibatch(self, minibatch: TrainBatch) -> bool:
-        array = jax.ShapeDtypeStruct(minibatch.tokens.shape, jnp.float32)
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        return jax.eval_shape(self.policy_loss, array, array, minibatch, key)[0].ndim == 0
+        if self._whole is None:  # a property of the function: asked once
+            array = jax.ShapeDtypeStruct(minibatch.tokens.shape, jnp.float32)
+            key = jax.eval_shape(lambda: jax.random.key(0))
+            loss, _ = jax.eval_shape(self.policy_loss, array, array, minibatch, key)
+            self._whole = bool(loss.ndim == 0)
+        return bool(self._whole)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,8 +36,9 @@ def small(folder, **overrides):
         "trainer.micro_train_batch_size_per_gpu": 1,
         "trainer.micro_forward_batch_size_per_gpu": 2,
         "generator.n_samples_per_prompt": 4,
+        "trainer.policy.optimizer_config.scheduler": "constant",  # of any number of steps
         "trainer.algorithm.use_kl_loss": True,
-        "trainer.algorithm.use_entropy_loss": True,
+        "trainer.algorithm.entropy_loss_coef": 0.01,
         "trainer.eval_interval": 2,
         "trainer.eval_batch_size": 5,
         "trainer.ckpt_interval": 2,
@@ -123,17 +125,31 @@ def test_the_export_gives_the_same_logits_in_transformers(finished):
     ids = jnp.asarray([tokens])
     positions = jnp.arange(len(tokens))[None]
     params = jax.device_get(trainer.state.params)
-    hidden, _ = forward(trainer.model, params, ids, positions, jnp.ones_like(ids))
+    hidden = forward(trainer.model, params, ids, positions, jnp.ones_like(ids))
     ours = unembed(trainer.model, params, hidden)
     np.testing.assert_allclose(ours, expected.numpy(), atol=1e-4)
 
 
-def test_stopped_and_resumed_equals_uninterrupted(finished, tmp_path):
+class InterruptedTrainer(Trainer):
+    """Stops as by Ctrl-C in the update of the fourth step, after rollouts and advantages."""
+
+    def update(self, batch, step):
+        if step == 4:
+            raise KeyboardInterrupt
+        super().update(batch, step)
+
+
+class InterruptedExp(BasePPOExp):
+    def get_trainer(self, *args, **kwargs):
+        return InterruptedTrainer(*args, **kwargs)
+
+
+def test_interrupted_and_resumed_equals_uninterrupted(finished, tmp_path):
     folder, whole = finished
-    train(small(tmp_path, **{"trainer.max_training_steps": 3}))  # commits steps 2 and 3
-    half = metric_lines(tmp_path)
-    resumed = train(small(tmp_path))
-    assert metric_lines(tmp_path)[:4] == half
+    with pytest.raises(KeyboardInterrupt):
+        InterruptedExp(small(tmp_path)).run()
+    assert metric_lines(tmp_path) == metric_lines(folder)[:4]
+    resumed = train(small(tmp_path))  # from the checkpoint of step 2
     assert metric_lines(tmp_path) == metric_lines(folder)
     assert_bitwise_equal(resumed.state, whole.state)
 
@@ -141,23 +157,11 @@ def test_stopped_and_resumed_equals_uninterrupted(finished, tmp_path):
 def test_killed_and_resumed_equals_uninterrupted(finished, tmp_path):
     """SIGKILL after the checkpoint of step 2; what was logged later is cut and done again."""
     folder, whole = finished
-    overrides = [
-        f"--config.{key}={value}"
-        for key, value in cfg.get_config_as_dict(small(tmp_path))["trainer"].items()
-        if not isinstance(value, dict) and value not in (None, "")
-    ]
-    generator = ["--config.generator.n_samples_per_prompt=4"]
-    algorithm = [
-        "--config.trainer.algorithm.use_kl_loss=True",
-        "--config.trainer.algorithm.use_entropy_loss=True",
-    ]
-    data = [
-        f"--config.data.{name}={value}"
-        for name, value in cfg.get_config_as_dict(small(tmp_path))["data"].items()
-    ]
-    command = [sys.executable, "-m", "jaxrl.train", f"--config={QUICKSTART}"]
+    recipe = tmp_path / "recipe.py"
+    values = cfg.get_config_as_dict(small(tmp_path))
+    recipe.write_text(f"def get_config():\n    return {values!r}\n")
     process = subprocess.Popen(
-        [*command, *overrides, *generator, *algorithm, *data],
+        [sys.executable, "-m", "jaxrl.train", f"--config={recipe}"],
         cwd=ROOT,
         env=os.environ,
         stdout=subprocess.PIPE,
@@ -188,9 +192,11 @@ def test_resume_modes(finished, tmp_path, capsys):
     assert_bitwise_equal(again.state, whole.state)
     train(small(tmp_path))
     assert "nothing to do" in capsys.readouterr().out
-    fresh = train(
-        small(tmp_path, **{"trainer.resume_mode": "none", "trainer.max_training_steps": 1})
-    )
+    config = small(tmp_path, **{"trainer.resume_mode": "none", "trainer.max_training_steps": 1})
+    with pytest.raises(ValueError, match=r"ckpt_path=.*holds the steps \[4\] of another run"):
+        train(config)
+    assert [line["step"] for line in metric_lines(tmp_path)] == [3, 4]  # nothing was touched
+    fresh = train(cfg.apply_overrides(config, {"trainer.ckpt_path": str(tmp_path / "other")}))
     assert int(fresh.state.step) == 1
     assert [line["step"] for line in metric_lines(tmp_path)] == [0, 1]
 
@@ -211,11 +217,23 @@ def test_a_checkpoint_of_another_model_is_refused(finished, tmp_path):
         train(config)
 
 
+def test_a_checkpoint_of_another_config_is_refused(finished, tmp_path):
+    folder, _ = finished
+    config = small(folder, **{"trainer.seed": 7, "trainer.log_path": str(tmp_path)})
+    with pytest.raises(ValueError, match=r"another config.*trainer.seed': \(42, 7\)"):
+        train(config)
+    further = {"trainer.max_training_steps": 5, "trainer.log_path": str(tmp_path)}
+    copy = tmp_path / "checkpoints"
+    shutil.copytree(folder / "checkpoints", copy)
+    further |= {"trainer.ckpt_path": str(copy), "trainer.export_path": str(tmp_path)}
+    assert int(train(small(folder, **further)).state.step) == 5
+
+
 class PenaltyTrainer(Trainer):
     """The guide's CustomTrainer: a reward penalty, then the library's own work."""
 
     def postprocess_generator_output(self, output, uids):
-        output["rewards"] = [[r - 0.1 for r in row] for row in output["rewards"]]
+        output["rewards"] = [[r - 0.3 for r in row] for row in output["rewards"]]
         return super().postprocess_generator_output(output, uids)
 
 
@@ -230,20 +248,27 @@ def reinforce(log_probs, old_log_probs, advantages, config, loss_mask=None, roll
     return loss, 0.0
 
 
+def simple_baseline(**kwargs):
+    """An estimator that takes everything by keyword, as the guide's `another_estimator`."""
+    scores = (kwargs["token_level_rewards"] * kwargs["response_mask"]).sum(-1, keepdims=True)
+    advantages = (scores - scores.mean()) * kwargs["response_mask"]
+    return advantages, advantages
+
+
 def test_custom_trainer_loss_and_estimator(tmp_path):
     config = small(
         tmp_path,
         **{
             "trainer.max_training_steps": 1,
             "trainer.algorithm.policy_loss_type": "tests.test_train:reinforce",
-            "trainer.algorithm.advantage_estimator": "rloo",
+            "trainer.algorithm.advantage_estimator": "tests.test_train:simple_baseline",
         },
     )
     trainer = PenaltyExp(config).run()
     assert type(trainer) is PenaltyTrainer
     line = metric_lines(tmp_path)[-1]
     assert line["policy/grad_norm"] > 0
-    assert line["reward/avg_raw_reward"] < line["eval/all/avg_score"] + 0.5
+    assert line["reward/avg_raw_reward"] < 0  # about 0.02 a token before the penalty of 0.3 each
     assert line["loss/avg_final_rewards"] == pytest.approx(line["reward/avg_raw_reward"])
 
 

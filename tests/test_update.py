@@ -1,10 +1,12 @@
 """The real update with a model: its gradient must not depend on how the minibatch is cut."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxrl.config import AlgorithmConfig
@@ -12,7 +14,7 @@ from jaxrl.data.packing import row_slices
 from jaxrl.forward import log_probs_and_entropy
 from jaxrl.losses.reduction import REDUCTIONS
 from jaxrl.models.transformer import TransformerConfig, init_params, logical_axes
-from jaxrl.optim import init_state, make_apply, make_optimizer, make_schedule
+from jaxrl.optim import abstract_state, init_state, make_apply, make_optimizer, make_schedule
 from jaxrl.parallel import (
     ShardingRules,
     batch_sharding,
@@ -69,10 +71,16 @@ def make_batch(width=WIDTH):
     )
 
 
+@functools.cache
 def make_updater(algorithm, *, microbatch_rows, devices=1, fsdp=-1):
+    """An updater, parameters, and a function that makes a fresh state of them.
+
+    Cached, because an updater holds its compiled functions.
+    """
     mesh = make_mesh(fsdp=fsdp, devices=jax.devices()[:devices])
     params = init_params(MODEL, 0)
     shardings = param_shardings(mesh, logical_axes(MODEL), params, ShardingRules())
+    params = jax.device_put(params, shardings)
     schedule = make_schedule("constant", lr=1e-2, num_warmup_steps=0, total_steps=10)
     optimizer = make_optimizer(
         schedule, adam_betas=(0.9, 0.99), weight_decay=0.0, max_grad_norm=1.0
@@ -83,17 +91,27 @@ def make_updater(algorithm, *, microbatch_rows, devices=1, fsdp=-1):
         ),
         make_apply(optimizer, schedule),
         algorithm=algorithm,
+        shardings=jax.tree.map(
+            lambda x: x.sharding, abstract_state(optimizer, MODEL, shardings, replicated(mesh))
+        ),
         microbatch_rows=microbatch_rows,
         place=lambda x: jax.device_put(x, batch_sharding(mesh, ShardingRules())),
     )
-    state = init_state(optimizer, jax.device_put(params, shardings), shardings, replicated(mesh))
-    return updater, state
+    return updater, params, lambda: init_state(optimizer, params, shardings, replicated(mesh))
 
 
-def gradient(algorithm, batch, **cut):
-    updater, state = make_updater(algorithm, **cut)
-    weights = jax.device_get(minibatch_weights(batch.loss_mask, algorithm))
-    grads, parts = updater.gradients(state.params, batch, weights, jax.random.key(1))
+def update(updater, state, batch):
+    weights = jax.device_get(minibatch_weights(batch.loss_mask, updater.algorithm))
+    return updater.update(state, batch, weights, jax.random.key(0))
+
+
+def gradient(algorithm, batch, *, reduction="token_mean", **cut):
+    """Flat gradient and metrics; the weights alone know the reduction."""
+    updater, params, _ = make_updater(algorithm, **cut)
+    weights = minibatch_weights(
+        batch.loss_mask, dataclasses.replace(algorithm, loss_reduction=reduction)
+    )
+    grads, parts = updater.gradients(params, batch, jax.device_get(weights), jax.random.key(1))
     flat = np.concatenate([np.ravel(g) for g in jax.tree.leaves(jax.device_get(grads))])
     return flat, merge_metrics(jax.device_get(parts))
 
@@ -129,9 +147,9 @@ def test_gradient_does_not_depend_on_microbatches(loss):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_gradient_does_not_depend_on_padding(reduction):
-    algorithm = algorithm_with(loss_reduction=reduction)
-    whole = gradient(algorithm, make_batch(), microbatch_rows=ROWS)
-    assert_same(gradient(algorithm, make_batch(width=40), microbatch_rows=2), whole)
+    algorithm, options = algorithm_with(), {"reduction": reduction}
+    whole = gradient(algorithm, make_batch(), microbatch_rows=ROWS, **options)
+    assert_same(gradient(algorithm, make_batch(width=40), microbatch_rows=2, **options), whole)
 
 
 @pytest.mark.parametrize(("devices", "fsdp"), [(8, -1), (8, 2), (4, 1)])
@@ -140,6 +158,24 @@ def test_gradient_does_not_depend_on_the_mesh(devices, fsdp):
     whole = gradient(algorithm, batch, microbatch_rows=ROWS)
     cut = gradient(algorithm, batch, microbatch_rows=8, devices=devices, fsdp=fsdp)
     assert_same(cut, whole)
+
+
+def assert_placed_like(tree, params):
+    same = jax.tree.map(lambda x, p: x.sharding.is_equivalent_to(p.sharding, p.ndim), tree, params)
+    assert all(jax.tree.leaves(same)), same
+
+
+def test_gradients_start_where_the_parameters_are():
+    updater, params, _ = make_updater(algorithm_with(), microbatch_rows=8, devices=8)
+    assert not params["layers"]["wq"].sharding.is_fully_replicated
+    assert_placed_like(updater.zeros(params), params)
+
+
+def test_an_update_leaves_parameters_and_moments_where_they_were():
+    updater, params, fresh_state = make_updater(algorithm_with(), microbatch_rows=8, devices=8)
+    state, _, _ = update(updater, fresh_state(), make_batch())
+    assert_placed_like(state.params, params)
+    assert_placed_like(optax.tree_utils.tree_get(state.opt_state, "mu"), params)
 
 
 def scalar_loss(log_probs, old_log_probs, advantages, config, loss_mask=None):
@@ -184,13 +220,26 @@ def test_a_loss_gets_the_keywords_it_names_and_its_own_hyperparameters():
         PolicyLossRegistry.unregister("nosy_for_test")
 
 
+def test_a_loss_of_the_wrong_shape_is_an_error():
+    def per_row(log_probs, old_log_probs, advantages, config):
+        return log_probs.sum(-1), {}
+
+    PolicyLossRegistry.register("per_row_for_test", per_row)
+    try:
+        algorithm = algorithm_with(policy_loss_type="per_row_for_test")
+        with pytest.raises(ValueError, match=r"per_row_for_test' returned the shape \(8,\)"):
+            gradient(algorithm, make_batch(), microbatch_rows=4)
+    finally:
+        PolicyLossRegistry.unregister("per_row_for_test")
+
+
 def test_a_gradient_that_is_not_finite_changes_nothing_but_the_count():
     algorithm, batch = algorithm_with(), make_batch()
-    updater, state = make_updater(algorithm, microbatch_rows=4)
-    state, _, _ = updater.update(state, batch, jax.random.key(0))
+    updater, _, fresh_state = make_updater(algorithm, microbatch_rows=4)
+    state, _, _ = update(updater, fresh_state(), batch)
     before = jax.device_get(state)
     poisoned = batch.replace(advantages=np.where(batch.loss_mask > 0, np.nan, 0))
-    state, _, applied = updater.update(state, poisoned, jax.random.key(0))
+    state, _, applied = update(updater, state, poisoned)
     assert np.isnan(applied["grad_norm"])
     assert int(state.skipped_updates) == 1
     for old, new in zip(
@@ -199,7 +248,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_but_the_count():
         strict=True,
     ):
         np.testing.assert_array_equal(old, new)
-    state, _, applied = updater.update(state, batch, jax.random.key(0))
+    state, _, applied = update(updater, state, batch)
     assert np.isfinite(applied["grad_norm"])
     assert int(state.skipped_updates) == 1
 

@@ -56,6 +56,7 @@ from jaxrl.config.trainer import (
     PolicyConfig,
     RefConfig,
     TrainerConfig,
+    logger_names,
 )
 from jaxrl.config.validation import validate
 
@@ -101,6 +102,7 @@ __all__ = [
     "get_config_as_dict",
     "get_config_as_yaml_str",
     "load_config_file",
+    "logger_names",
     "make_config",
     "objective_card",
     "parse_command_line",

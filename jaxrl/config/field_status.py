@@ -222,12 +222,13 @@ _TRAINER = (
     _mapped("trainer", "strategy", "there is one backend", skyrl_default="fsdp2"),
     _planned("trainer", "fully_async.*", only_with="the asynchronous trainer"),
     _inert("trainer", "gradient_checkpointing_use_reentrant", "torch only"),
+    _inert("trainer", "project_name", "no logger that has projects yet"),
     _implemented(
         "trainer",
         "gradient_checkpointing seed resume_mode resume_path ckpt_path ckpt_interval "
         "max_ckpts_to_keep hf_save_interval export_path epochs update_epochs_per_batch "
         "train_batch_size policy_mini_batch_size eval_batch_size eval_before_train eval_interval "
-        "max_prompt_length project_name run_name dump_eval_results",
+        "max_prompt_length run_name dump_eval_results",
     ),
     _implemented(
         "trainer",
@@ -327,7 +328,7 @@ _GENERATOR = (
     _planned("generator", "rope_scaling rope_theta", "the model's own are used"),
     _planned("generator", "step_wise_trajectories", "one row per turn"),
     _implemented("environment", "env_class", 'also "my_pkg.my_module:MyEnv"'),
-    _inert("environment.skyrl_gym", "max_env_workers", "single turns are scored in line"),
+    _implemented("environment.skyrl_gym", "max_env_workers"),
     _planned(
         "environment.skyrl_gym",
         "text2sql.* llm_as_a_judge.* search.*",

@@ -30,7 +30,7 @@ class ModelConfig(BaseConfig):
     """Where a model comes from."""
 
     path: str | None = None
-    """Hugging Face model: a local folder, or a name in the local cache."""
+    """Hugging Face model folder."""
     lora: SkyRLLoraConfig = field(default_factory=SkyRLLoraConfig)
     """Low-rank adapters."""
     random_init: bool = False

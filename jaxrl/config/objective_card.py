@@ -106,7 +106,9 @@ def _masked(config: TrainConfig) -> str:
 def _batch(config: TrainConfig, num_devices: int) -> list[str]:
     trainer, samples = config.trainer, config.generator.n_samples_per_prompt
     rows, mini = trainer.train_batch_size * samples, trainer.policy_mini_batch_size
-    mini_rows, micro = mini * samples, trainer.micro_train_batch_size_per_gpu * num_devices
+    mini_rows = mini * samples
+    per_device = min(trainer.micro_train_batch_size_per_gpu, -(-mini_rows // num_devices))
+    micro = per_device * num_devices
     count = trainer.train_batch_size // mini
     passes = trainer.update_epochs_per_batch
     padding = -mini_rows % micro
@@ -118,7 +120,7 @@ def _batch(config: TrainConfig, num_devices: int) -> list[str]:
         f"{_count(count * passes, 'optimizer update')} of {_count(mini, 'prompt')} = "
         f"{_count(mini_rows, 'row')}",
         f"-> {_count(-(-mini_rows // micro), 'microbatch')} of "
-        f"{_count(trainer.micro_train_batch_size_per_gpu, 'row')} on each of "
+        f"{_count(per_device, 'row')} on each of "
         f"{_count(num_devices, 'device')}{padded}",
     ]
 

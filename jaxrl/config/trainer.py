@@ -190,3 +190,8 @@ class TrainerConfig(BaseConfig):
     """Rotary scaling, instead of the model's own."""
     rope_theta: float | None = None
     """Rotary base, instead of the model's own."""
+
+
+def logger_names(logger: str | list[str]) -> list[str]:
+    """`TrainerConfig.logger` as a list."""
+    return [logger] if isinstance(logger, str) else list(logger)

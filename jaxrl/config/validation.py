@@ -88,6 +88,7 @@ def validate(config: TrainConfig, num_devices: int = 1) -> None:
     _check_batch(config, num_devices)
     _check_lengths(config)
     _check_objective(config)
+    _warn_of_oddities(config)
     _check_functions(config)
     _check_sampling(config.generator.sampling_params, "generator.sampling_params", greedy=False)
     eval_params = config.generator.eval_sampling_params
@@ -207,7 +208,7 @@ def _check_lengths(config: TrainConfig) -> None:
 
 
 def _check_objective(config: TrainConfig) -> None:
-    algorithm, samples = config.trainer.algorithm, config.generator.n_samples_per_prompt
+    algorithm = config.trainer.algorithm
     sampling = config.generator.sampling_params.temperature
     if algorithm.temperature != sampling:
         _fail(
@@ -227,10 +228,36 @@ def _check_objective(config: TrainConfig) -> None:
             "loss_reduction='seq_mean_token_sum_norm' divides by it; set it to the longest "
             "sequence, in tokens",
         )
+
+
+def _warn_of_oddities(config: TrainConfig) -> None:
+    """What is legal but seldom meant."""
+    algorithm, samples = config.trainer.algorithm, config.generator.n_samples_per_prompt
     if algorithm.policy_loss_type == "gspo" and algorithm.loss_reduction != "sequence_mean":
         warnings.warn(
             f"trainer.algorithm.loss_reduction={algorithm.loss_reduction!r}: gspo is defined with "
             "'sequence_mean'",
+            stacklevel=3,
+        )
+    sampling_params = config.generator.sampling_params
+    filters = {
+        name: value
+        for name, off in (("top_k", -1), ("top_p", 1.0), ("min_p", 0.0))
+        if (value := getattr(sampling_params, name)) != off
+    }
+    if filters:
+        warnings.warn(
+            f"generator.sampling_params {filters}: tokens come from a filtered distribution and "
+            "the loss trains the whole one; policy/rollout_train_logprobs_abs_diff then measures "
+            "the filter too",
+            stacklevel=3,
+        )
+    engine_dtype = config.generator.inference_engine.model_dtype
+    if (engine_dtype == "bfloat16") != config.trainer.bf16:
+        warnings.warn(
+            f"generator.inference_engine.model_dtype={engine_dtype!r} and trainer.bf16="
+            f"{config.trainer.bf16}: sampler and trainer compute in different precision, their "
+            "log-probs will differ",
             stacklevel=3,
         )
     if algorithm.advantage_estimator in ("grpo", "rloo") and samples == 1:
@@ -283,7 +310,10 @@ def _check_sampling(params: SamplingParams, field: str, *, greedy: bool) -> None
 def _check_files(config: TrainConfig) -> None:
     trainer, template = config.trainer, config.generator.chat_template
     if trainer.policy.model.path is None:
-        _fail("trainer.policy.model.path", None, "set a Hugging Face model folder or name")
+        _fail("trainer.policy.model.path", None, "set a Hugging Face model folder")
+    for field in ("ckpt_path", "export_path", "log_path"):
+        if "://" in getattr(trainer, field):
+            _fail(f"trainer.{field}", getattr(trainer, field), "must be a local folder for now")
     if not config.data.train_data:
         _fail("data.train_data", [], "set at least one Parquet or JSONL file")
     if trainer.resume_mode == "from_path" and not trainer.resume_path:

@@ -145,15 +145,3 @@ def character_tokenizer(
     )
     tokenizer.chat_template = _CHARACTER_TEMPLATE.format(prompt=json.dumps(generation_prompt))
     return tokenizer
-
-
-def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
-    """Writes tokenizer.json and tokenizer_config.json (with the chat template) into a folder."""
-    tokenizer.save_pretrained(str(folder), save_jinja_files=False)
-    path = Path(folder) / "tokenizer_config.json"
-    settings = json.loads(path.read_text(encoding="utf-8"))
-    # transformers 5 writes a class name that transformers 4 (vLLM, JetStream) does not know; both
-    # read this one.
-    if settings.get("tokenizer_class") == "TokenizersBackend":
-        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

@@ -4,6 +4,7 @@ Loading reads tensor by tensor and puts each stacked leaf on its devices before 
 so the host holds at most one leaf (all layers of one matrix) beside what the devices hold.
 """
 
+import dataclasses
 import json
 import os
 import tempfile
@@ -108,7 +109,20 @@ def load_or_init(
     seed: int,
     shardings: Any,
 ) -> Params:
-    """The folder's parameters, or with `random_init` random ones of its architecture."""
+    """The folder's parameters, or with `random_init` random ones of its architecture.
+
+    Raises:
+        ValueError: the folder's architecture is not `config`; equal shapes alone are not enough (a
+            reference with another rope_theta would load and be wrong).
+    """
+    found, wanted = dataclasses.asdict(load_config(folder)), dataclasses.asdict(config)
+    different = {
+        name: (found[name], wanted[name])
+        for name in wanted
+        if found[name] != wanted[name] and name != "initializer_range"
+    }
+    if different:
+        raise ValueError(f"{folder} is of another model; (its config, the policy's): {different}")
     if random_init:
         return init_params(config, seed, shardings)
     return load_params(folder, config, shardings=shardings)
@@ -120,6 +134,7 @@ def save_pretrained(
     params: Params,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     *,
+    generation_config: dict[str, Any] | None = None,
     overwrite: bool = False,
 ) -> None:
     """Write a folder that `AutoModelForCausalLM.from_pretrained` loads; weights in float32.
@@ -130,6 +145,8 @@ def save_pretrained(
 
     Args:
         params: arrays that this process can read in full (all shards addressable), or numpy arrays.
+        generation_config: of the model that was trained, see `load_generation_config`; its list of
+            end-of-sequence ids outranks the tokenizer's one.
         overwrite: replace `folder`, with everything in it.
 
     Raises:
@@ -149,13 +166,41 @@ def save_pretrained(
         new = Path(scratch, "new")
         new.mkdir()
         _write_json(new / "config.json", hf_config | ids)
-        _write_json(new / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
+        known = {k: v for k, v in ids.items() if v is not None}
+        _write_json(new / "generation_config.json", known | (generation_config or {}))
         _write_weights(new / SINGLE_FILE, config, params)
         if tokenizer is not None:
-            tokenizer.save_pretrained(new)
+            save_tokenizer(tokenizer, new)
         if target.exists():
             os.replace(target, Path(scratch, "old"))
         os.replace(new, target)
+
+
+def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: str | os.PathLike[str]) -> None:
+    """Writes tokenizer.json and tokenizer_config.json (with the chat template) into a folder."""
+    tokenizer.save_pretrained(str(folder), save_jinja_files=False)
+    path = Path(folder) / "tokenizer_config.json"
+    settings = _read_json(path)
+    # transformers 5 writes a class name that transformers 4 (vLLM, JetStream) does not know; both
+    # read this one.
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    _write_json(path, settings)
+
+
+def load_generation_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The folder's generation_config.json; empty without one."""
+    path = Path(folder) / "generation_config.json"
+    return _read_json(path) if path.is_file() else {}
+
+
+def eos_token_ids(folder: str | os.PathLike[str]) -> list[int]:
+    """Every end-of-sequence id that generation_config.json or config.json names."""
+    configs = [load_generation_config(folder), _read_json(_existing_folder(folder) / "config.json")]
+    found = [config.get("eos_token_id") for config in configs]
+    return sorted(
+        {i for ids in found for i in (ids if isinstance(ids, list) else [ids]) if i is not None}
+    )
 
 
 def _existing_folder(folder: str | os.PathLike[str]) -> Path:

@@ -8,6 +8,7 @@ sampler runs the same `decoder_layer` over a key/value cache: what differs is on
 passes.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -242,29 +243,19 @@ def forward(
     *,
     dtype: jnp.dtype = jnp.float32,
     remat: bool = False,
-    return_kv: bool = False,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-    """Hidden states before the final norm, and with `return_kv` every layer's keys and values.
+) -> jax.Array:
+    """Hidden states [B, T, D] before the final norm.
 
     Args:
         tokens, positions, segment_ids: [B, T] int; segment 0 is padding.
         dtype: compute dtype; norms, rotary angles, softmax and logits stay float32.
         remat: recompute each layer in the backward pass.
-
-    Returns:
-        hidden [B, T, D]; (keys, values), each [L, B, K, T, h], or None.
     """
     mask = causal_mask(segment_ids)
 
-    def body(x: jax.Array, layer: Params):
-        seen = []
-
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            seen.append((k, v))
-            return attention(q, k, v, mask)
-
-        x = decoder_layer(config, layer, x, positions, attend)
-        return x, seen[0] if return_kv else None
+    def body(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
+        attend = functools.partial(attention, mask=mask)
+        return decoder_layer(config, layer, x, positions, attend), None
 
     body = jax.checkpoint(body) if remat else body
-    return jax.lax.scan(body, embed(params, tokens, dtype), params["layers"])
+    return jax.lax.scan(body, embed(params, tokens, dtype), params["layers"])[0]

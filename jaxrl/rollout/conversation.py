@@ -5,15 +5,16 @@ environment.
 """
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from typing import Any
 
+import numpy as np
+
 from jaxrl import envs
 from jaxrl.registry import accepted_keywords
-from jaxrl.rollout.protocol import Completion, Engine, Request
+from jaxrl.rollout.protocol import Completion, Engine, Request, Sampling
 from jaxrl.types import GeneratorInput, GeneratorOutput, Prompt, Trajectory
 
 
@@ -27,13 +28,27 @@ def sample_key(*names: object) -> tuple[int, int]:
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
+def generator_input(
+    prompts: Sequence[Prompt], samples: int, names: Sequence[object], sampling: Sampling
+) -> GeneratorInput:
+    """`samples` trajectories of every prompt, each with a key named by `names`, prompt and number.
+
+    Args:
+        names: seed, phase and step.
+    """
+    return GeneratorInput(
+        prompts=[p for p in prompts for _ in range(samples)],
+        keys=[sample_key(*names, p.uid, i) for p in prompts for i in range(samples)],
+        sampling=sampling,
+    )
+
+
 class ConversationGenerator:
     """Holds single-turn conversations: the engine speaks, the environment judges.
 
     Args:
         engine: samples token ids.
         tokenizer: turns them into the text that environments read.
-        stop_token_ids: end-of-sequence tokens; a completion keeps the one it ends with.
         env_config: handed to every environment.
         max_env_workers: threads for `env.step`; 0 = inline.
     """
@@ -43,12 +58,11 @@ class ConversationGenerator:
         engine: Engine,
         tokenizer: Any,
         *,
-        stop_token_ids: Sequence[int],
         env_config: Mapping[str, Any] | None = None,
         max_env_workers: int = 32,
     ) -> None:
         self.engine, self.tokenizer = engine, tokenizer
-        self.stop_token_ids, self.env_config = tuple(stop_token_ids), env_config
+        self.env_config = env_config
         self.max_env_workers = max_env_workers
 
     def generate(self, batch: GeneratorInput) -> GeneratorOutput:
@@ -65,7 +79,6 @@ class ConversationGenerator:
                 prompt_tokens=prompts[rows[0]].tokens,
                 keys=tuple(batch["keys"][i] for i in rows),
                 sampling=batch["sampling"],
-                stop_token_ids=self.stop_token_ids,
             )
             for rows in groups
         ]
@@ -95,8 +108,13 @@ def score(
     try:
         env = envs.make(prompt.env_class, prompt.extras, env_config)
         env.init(prompt.messages)
-        details = {"tokens": [tokenizer.decode([t]) for t in completion.tokens], "stopped": ended}
-        step = env.step(text, **accepted_keywords(env.step, details))
+        details = {
+            "tokens": lambda: [tokenizer.decode([t]) for t in completion.tokens],
+            "stopped": lambda: ended,
+        }
+        asked = accepted_keywords(env.step, details)
+        step = env.step(text, **{name: make() for name, make in asked.items()})
+        rewards = np.asarray(step["reward"], np.float64).tolist()  # an env may use numpy's numbers
         metrics = env.get_metrics()
         env.close()
     except Exception as error:
@@ -104,9 +122,7 @@ def score(
             f"environment '{prompt.env_class}' failed on prompt {prompt.uid} with the answer "
             f"{text!r}: {error!r}"
         ) from error
-    rewards = step["reward"]
-    numbers = rewards if isinstance(rewards, list) else [rewards]
-    if not all(math.isfinite(r) for r in numbers):
+    if not np.isfinite(rewards).all():
         raise ValueError(
             f"environment '{prompt.env_class}' gave the reward {rewards!r} for prompt {prompt.uid} "
             f"and the answer {text!r}; rewards must be finite"
@@ -133,13 +149,14 @@ def score(
 
 def to_columns(trajectories: Sequence[Trajectory]) -> GeneratorOutput:
     """Trajectories as the columns that `Trainer.postprocess_generator_output` works on."""
+    by_env: dict[Any, list[dict[str, Any]]] = {}  # families of one environment together
+    for t in trajectories:
+        by_env.setdefault(envs.load(t.env_class), []).append(t.env_metrics)
     metrics = {}
-    for env_class in {t.env_class for t in trajectories}:
-        measured = [t.env_metrics for t in trajectories if t.env_class == env_class]
-        metrics |= {
-            f"environment/{name}": value
-            for name, value in envs.load(env_class).aggregate_metrics(measured).items()
-        }
+    for env, measured in by_env.items():
+        label = "environment" if len(by_env) == 1 else f"environment/{env.__name__}"
+        averages = env.aggregate_metrics(measured)
+        metrics |= {f"{label}/{name}": value for name, value in averages.items()}
     return GeneratorOutput(
         prompt_token_ids=[t.prompt_tokens for t in trajectories],
         response_ids=[t.response_tokens for t in trajectories],

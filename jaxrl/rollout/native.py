@@ -15,14 +15,14 @@ import numpy as np
 from flax import struct
 from jax.sharding import Mesh
 
-from jaxrl.data.packing import round_up
+from jaxrl.data.packing import length_bucket, round_up
 from jaxrl.models.transformer import (
     Params,
     TransformerConfig,
     attention,
+    causal_mask,
     decoder_layer,
     embed,
-    forward,
     unembed,
 )
 from jaxrl.parallel import ShardingRules, batch_sharding, replicated
@@ -63,7 +63,7 @@ def decode_params(config: TransformerConfig, params: Params, dtype: jnp.dtype) -
 
     An unrolled loop over layers updates each cache in place, where a scan would restack them.
     """
-    cast = jax.tree.map(lambda x: x.astype(dtype), params)
+    cast = jax.tree.map(lambda x: x.astype(dtype), params) | {"final_norm": params["final_norm"]}
     layers = [jax.tree.map(lambda x, i=i: x[i], cast["layers"]) for i in range(config.num_layers)]
     head = cast["unembed"] if "unembed" in cast else cast["embed"].T
     return {**cast, "layers": tuple(layers), "unembed": head}
@@ -148,7 +148,7 @@ class NativeEngine:
     def _generate_wave(self, requests: Sequence[Request]) -> list[list[Completion]]:
         prompts, lengths, source, sampling = self._arrange(requests)
         longest = max(r.sampling.max_tokens for r in requests)
-        steps = round_up(longest, 16)
+        steps = length_bucket(longest)
         slots = prompts.shape[1] + steps
         state = self._prefill(
             self.params, prompts, lengths, source, sampling, slots=slots, steps=steps
@@ -184,7 +184,7 @@ class NativeEngine:
         source = [p for p, r in enumerate(requests) for _ in r.keys]
         padding = -len(source) % self.row_multiple
         prompt_rows = round_up(len(requests), self.row_multiple)
-        width = round_up(max(len(r.prompt_tokens) for r in requests), 16)
+        width = length_bucket(max(len(r.prompt_tokens) for r in requests))
         prompts = np.zeros((prompt_rows, width), np.int32)
         lengths = np.ones(prompt_rows, np.int32)
         for p, request in enumerate(requests):
@@ -192,10 +192,9 @@ class NativeEngine:
             prompts[p, : lengths[p]] = request.prompt_tokens
         by_row = [requests[p] for p in source] + [requests[-1]] * padding
         keys = [key for r in requests for key in r.keys] + [(0, 0)] * padding
-        longest_stop = max(len(r.stop_token_ids) for r in requests)
-        stop_ids = [
-            (*r.stop_token_ids, *(-1,) * (longest_stop - len(r.stop_token_ids))) for r in by_row
-        ]
+        longest_stop = max(len(r.sampling.stop_token_ids) for r in requests)
+        stops = [r.sampling.stop_token_ids for r in by_row]
+        stop_ids = [(*ids, *(-1,) * (longest_stop - len(ids))) for ids in stops]
         max_tokens = [r.sampling.max_tokens for r in by_row[: len(source)]] + [1] * padding
         sampling = RowSampling(
             keys=np.asarray(keys, np.uint32),
@@ -241,23 +240,23 @@ def prefill(
 
     prompts [P, S0] right padded, lengths [P], source [B] = the prompt of each row.
     """
-    dtype = params["unembed"].dtype
-    stacked = {**params, "layers": jax.tree.map(lambda *x: jnp.stack(x), *params["layers"])}
     positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
-    segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
-    hidden, kv = forward(
-        config, stacked, prompts, positions, segment_ids, dtype=dtype, return_kv=True
-    )
-    assert kv is not None
-    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    logits = unembed(config, params, last)[source]
+    mask = causal_mask((positions < lengths[:, None]).astype(jnp.int32))
     free = ((0, 0), (0, 0), (0, slots - prompts.shape[1]), (0, 0))
-    cache = tuple(
-        tuple(jnp.pad(x[layer][source], free) for x in kv) for layer in range(config.num_layers)
-    )
+    cache: list[tuple[Array, Array]] = []
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        cache.append((jnp.pad(k[source], free), jnp.pad(v[source], free)))
+        return attention(q, k, v, mask)
+
+    x = embed(params, prompts, params["unembed"].dtype)
+    for layer in params["layers"]:
+        x = decoder_layer(config, layer, x, positions, attend)
+    last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    logits = unembed(config, params, last)[source]
     rows = source.shape[0]
     state = DecodeState(
-        cache=cache,
+        cache=tuple(cache),
         last_token=jnp.zeros(rows, jnp.int32),
         position=lengths[source] - 1,
         count=jnp.zeros(rows, jnp.int32),

@@ -14,6 +14,7 @@ class Sampling:
     top_k: int = -1
     top_p: float = 1.0
     min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,12 @@ class Request:
     """n samples of one prompt.
 
     Example: `Request(prompt_tokens=(3, 1, 4, 13), keys=((7, 1), (7, 2)), sampling=Sampling(
-    max_tokens=8), stop_token_ids=(40,))` asks for two samples; the same key gives the same tokens.
+    max_tokens=8, stop_token_ids=(45,)))` asks for two samples; the same key gives the same tokens.
     """
 
     prompt_tokens: tuple[int, ...]
     keys: tuple[tuple[int, int], ...]  # PRNG key data of each sample
     sampling: Sampling
-    stop_token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -64,13 +64,14 @@ def sample(
         tokens = inverse_cdf(jnp.exp(log_p), u)
         log_mass = jnp.zeros_like(u)
     else:
+        probs = jnp.exp(log_p)
         order = jnp.argsort(-log_p, axis=-1, stable=True)
-        kept = filter_sorted(
-            jnp.take_along_axis(jnp.exp(log_p), order, axis=-1), top_k, top_p, min_p
-        )
-        choice = inverse_cdf(kept, u)
-        tokens = jnp.take_along_axis(order, choice[:, None], axis=-1)[:, 0]
-        log_mass = jnp.where(greedy, 0.0, jnp.log(kept.sum(-1)))
+        kept = filter_sorted(jnp.take_along_axis(probs, order, axis=-1), top_k, top_p, min_p)
+        # drawn in token order, as without filters: what other rows ask for plays no part
+        kept = jnp.put_along_axis(probs, order, kept, axis=-1, inplace=False)
+        tokens = inverse_cdf(kept, u)
+        whole = (top_k <= 0) & (top_p >= 1) & (min_p <= 0)
+        log_mass = jnp.where(greedy | whole, 0.0, jnp.log(kept.sum(-1)))
     tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1), tokens)
     chosen = jnp.take_along_axis(log_p, tokens[:, None], axis=-1)[:, 0]
     return tokens.astype(jnp.int32), chosen - log_mass

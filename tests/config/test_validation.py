@@ -283,7 +283,7 @@ def test_fields_of_a_user_class_are_not_judged():
         ),
         (
             {"trainer.policy.model.path": None},
-            r"trainer.policy.model.path=None: set a Hugging Face model folder or name",
+            r"trainer.policy.model.path=None: set a Hugging Face model folder",
         ),
         ({"data.train_data": []}, r"data.train_data=\[\]: set at least one Parquet or JSONL file"),
         (

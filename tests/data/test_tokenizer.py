@@ -11,8 +11,8 @@ from jaxrl.data.tokenizer import (
     character_tokenizer,
     encode_prompt,
     load_tokenizer,
-    save_tokenizer,
 )
+from jaxrl.models.hf import save_tokenizer
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny_char_model"
 ALPHABET = "0123456789 +=>,-*.?abcdefghijklmnopqrstuvwxyz"

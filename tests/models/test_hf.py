@@ -89,7 +89,7 @@ def hf_logits(model) -> np.ndarray:
 def our_logits(config, params):
     tokens = jnp.asarray(random_tokens())
     positions = jnp.tile(jnp.arange(LENGTH), (2, 1))
-    hidden, _ = forward(config, params, tokens, positions, jnp.ones_like(tokens))
+    hidden = forward(config, params, tokens, positions, jnp.ones_like(tokens))
     return unembed(config, params, hidden)
 
 
@@ -149,7 +149,7 @@ def test_right_padding_agrees_with_an_attention_mask(tmp_path):
     with torch.no_grad():
         theirs = model(torch.from_numpy(tokens), attention_mask=torch.from_numpy(mask)).logits
     positions = jnp.tile(jnp.arange(LENGTH), (2, 1))
-    hidden, _ = forward(config, params, jnp.asarray(tokens), positions, jnp.asarray(mask))
+    hidden = forward(config, params, jnp.asarray(tokens), positions, jnp.asarray(mask))
     ours = np.asarray(unembed(config, params, hidden))
     valid = mask.astype(bool)
     assert_same_logits(ours[valid], theirs.numpy()[valid])

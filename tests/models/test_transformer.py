@@ -56,7 +56,7 @@ def tokens_of(config: TransformerConfig, shape: tuple[int, ...], seed: int = 0) 
 
 @partial(jax.jit, static_argnums=0, static_argnames=("dtype", "remat"))
 def logits_of(config, params, tokens, positions, segment_ids, **options):
-    hidden, _ = forward(config, params, tokens, positions, segment_ids, **options)
+    hidden = forward(config, params, tokens, positions, segment_ids, **options)
     return unembed(config, params, hidden)
 
 
@@ -154,33 +154,11 @@ def test_remat_gives_the_same_gradients():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(jnp.max(jnp.abs(a))))
 
 
-def test_return_kv_gives_the_cache_layout_and_the_same_hidden_states():
-    config = EVERYTHING
-    params = random_params(config)
-    tokens, positions = tokens_of(config, (2, 9)), jnp.tile(jnp.arange(9), (2, 1))
-    hidden, nothing = forward(config, params, tokens, positions, jnp.ones_like(tokens))
-    with_kv, (keys, values) = forward(
-        config, params, tokens, positions, jnp.ones_like(tokens), return_kv=True
-    )
-    assert nothing is None
-    np.testing.assert_array_equal(hidden, with_kv)
-    assert keys.shape == values.shape == (3, 2, 2, 9, config.head_dim)
-    # Values of layer 0 by hand: norm, then the projection.
-    x = params["embed"][tokens]
-    y = x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + config.rms_norm_eps)
-    layer = jax.tree.map(lambda leaf: leaf[0], params["layers"])
-    expected = jnp.einsum("btd,dnh->bnth", y * layer["attn_norm"], layer["wv"])
-    expected += layer["bv"][:, None]
-    np.testing.assert_allclose(values[0], expected, atol=1e-5)
-
-
 def test_bfloat16_compute_keeps_float32_logits_near_the_float32_ones():
     config = EVERYTHING
     params = random_params(config)
     tokens, positions = tokens_of(config, (2, 9)), jnp.tile(jnp.arange(9), (2, 1))
-    hidden, _ = forward(
-        config, params, tokens, positions, jnp.ones_like(tokens), dtype=jnp.bfloat16
-    )
+    hidden = forward(config, params, tokens, positions, jnp.ones_like(tokens), dtype=jnp.bfloat16)
     assert hidden.dtype == jnp.bfloat16
     low = unembed(config, params, hidden)
     full = logits_of(config, params, tokens, positions, jnp.ones_like(tokens))

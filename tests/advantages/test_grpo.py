@@ -1,0 +1,104 @@
+"""Group-relative advantages."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.advantages.grpo import grpo
+
+# Two groups, scores 1, 0, 0 and 3, 1 (interleaved); row 1 answers with one token, the others two.
+# Group 0: mean 1/3, deviations 2/3, -1/3, -1/3; variance (4/9 + 1/9 + 1/9) / 2 = 1/3,
+#   std 0.5773503: advantages 1.1547005, -0.5773503, -0.5773503
+# Group 1: mean 2, deviations 1, -1; variance 2 / 1, std 1.4142136: 0.7071068, -0.7071068
+INDEX = np.array([0, 1, 0, 1, 0], np.int32)
+SCORES = np.array([1, 3, 0, 1, 0], np.float32)
+MASK = np.array([[0, 1, 1], [0, 1, 0], [0, 1, 1], [0, 1, 1], [0, 1, 1]], np.float32)
+ADVANTAGES = np.array([1.1547005, 0.7071068, -0.5773503, -0.7071068, -0.5773503])
+CENTRED = np.array([2 / 3, 1, -1 / 3, -1, -1 / 3])
+
+
+def rewards_at_end(scores, mask):
+    """Each row's score on its last response token."""
+    rewards = np.zeros_like(mask)
+    last = mask.shape[1] - 1 - np.argmax(mask[:, ::-1], axis=1)
+    rewards[np.arange(len(mask)), last] = scores
+    return rewards
+
+
+REWARDS = rewards_at_end(SCORES, MASK)
+
+
+def test_literal_of_interleaved_groups_of_different_size():
+    advantages, returns = grpo(REWARDS, MASK, INDEX)
+    np.testing.assert_allclose(advantages, ADVANTAGES[:, None] * MASK, rtol=1e-5)
+    np.testing.assert_array_equal(returns, advantages)
+
+
+def test_literal_without_the_standard_deviation():
+    advantages, _ = grpo(REWARDS, MASK, INDEX, grpo_norm_by_std=False)
+    np.testing.assert_allclose(advantages, CENTRED[:, None] * MASK, rtol=1e-6)
+
+
+def test_epsilon_is_added_to_the_standard_deviation():
+    # row 0: (2/3) / (0.5773503 + 1) = 0.4226497
+    advantages, _ = grpo(REWARDS, MASK, INDEX, epsilon=1.0)
+    np.testing.assert_allclose(advantages[0, 1], 0.4226497, rtol=1e-6)
+
+
+def test_rewards_per_token_are_summed():
+    spread = np.array([[0, 0.25, 0.75], [0, 3, 0], [0, -1, 1], [0, 2, -1], [0, 0, 0]], np.float32)
+    np.testing.assert_array_equal(grpo(spread, MASK, INDEX)[0], grpo(REWARDS, MASK, INDEX)[0])
+
+
+@pytest.mark.parametrize("order", [[4, 3, 2, 1, 0], [2, 0, 4, 1, 3]])
+def test_permuted_rows_give_permuted_advantages(order):
+    permuted, _ = grpo(REWARDS[order], MASK[order], INDEX[order])
+    np.testing.assert_allclose(permuted, (ADVANTAGES[:, None] * MASK)[order], rtol=1e-5)
+
+
+def test_the_names_of_the_groups_do_not_matter():
+    renamed, _ = grpo(REWARDS, MASK, np.array([3, 1, 3, 1, 3]))
+    np.testing.assert_array_equal(renamed, grpo(REWARDS, MASK, INDEX)[0])
+
+
+def test_a_group_of_one_keeps_its_score():
+    # mean 0, std 1: 5 / (1 + 1e-6)
+    rewards, mask = np.array([[5.0], [1.0], [3.0]], np.float32), np.ones((3, 1), np.float32)
+    advantages, _ = grpo(rewards, mask, np.array([1, 0, 0]))
+    np.testing.assert_allclose(advantages[:, 0], [5.0, -0.7071068, 0.7071068], rtol=1e-5)
+
+
+def test_equal_rewards_give_exactly_zero():
+    advantages, _ = grpo(np.full((4, 1), 0.5, np.float32), np.ones((4, 1)), np.zeros(4, np.int32))
+    np.testing.assert_array_equal(advantages, np.zeros((4, 1)))
+
+
+def test_jit_equals_eager():
+    for eager, jitted in zip(
+        grpo(REWARDS, MASK, INDEX), jax.jit(grpo)(REWARDS, MASK, INDEX), strict=True
+    ):
+        np.testing.assert_allclose(jitted, eager, rtol=1e-6)
+
+
+def test_vmap_over_batches():
+    both = partial(jnp.stack, axis=0)
+    rewards, mask = both([REWARDS, 2 * REWARDS]), both([MASK, MASK])
+    index = both([INDEX, np.zeros_like(INDEX)])
+    advantages, _ = jax.vmap(grpo)(rewards, mask, index)
+    np.testing.assert_allclose(advantages[0], ADVANTAGES[:, None] * MASK, rtol=1e-5)
+    np.testing.assert_allclose(
+        advantages[1], grpo(2 * REWARDS, MASK, np.zeros_like(INDEX))[0], rtol=1e-5
+    )
+
+
+def test_keywords_of_other_estimators_are_ignored():
+    advantages, _ = grpo(REWARDS, MASK, INDEX, values=None, config=None, gamma=0.9, lambd=0.9)
+    np.testing.assert_allclose(advantages, ADVANTAGES[:, None] * MASK, rtol=1e-5)
+
+
+def test_shapes_that_would_broadcast_are_refused():
+    with pytest.raises(AssertionError, match="shape"):
+        grpo(REWARDS, MASK[:, :1], INDEX)

@@ -1,0 +1,104 @@
+"""Estimators of the KL divergence."""
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.array_ops import masked_sum
+from jaxrl.losses.kl import KL_ESTIMATORS, approximate_kl
+
+# Four tokens with d = log pi_theta - log pi_ref = log 2, -log 2, 0, -3, where log 2 = 0.6931472:
+#   k1   d
+#   k2   d^2 / 2: 0.4804530 / 2 = 0.2402265; 9 / 2 = 4.5             gradient d
+#   k3   exp(-d) + d - 1: 1/2 + 0.6931472 - 1 = 0.1931472; 2 - 0.6931472 - 1 = 0.3068528; 0;
+#        exp(3) - 3 - 1 = 16.09, limited to 10                       gradient 1 - exp(-d), 0 beyond
+#   abs  |d|                                                         gradient sign(d)
+LOG_2 = 0.6931472
+DELTA = np.array([[LOG_2, -LOG_2, 0, -3]], np.float32)
+KL = {
+    "k1": [[LOG_2, -LOG_2, 0, -3]],
+    "k2": [[0.2402265, 0.2402265, 0, 4.5]],
+    "k3": [[0.1931472, 0.3068528, 0, 10]],
+    "abs": [[LOG_2, LOG_2, 0, 3]],
+}
+GRADIENT = {
+    "k1": [[1, 1, 1, 1]],
+    "k2": [[LOG_2, -LOG_2, 0, -3]],
+    "k3": [[0.5, -1, 0, 0]],
+    "abs": [[1, -1, 0, -1]],
+}
+REF = np.full_like(DELTA, -4.0)
+
+
+def test_every_estimator_is_tested():
+    assert set(KL) == set(GRADIENT) == set(KL_ESTIMATORS)
+
+
+@pytest.mark.parametrize("kind", KL_ESTIMATORS)
+def test_literal_value_and_gradient(kind):
+    value, grad = jax.value_and_grad(lambda x: approximate_kl(x, REF, kind=kind).sum())(REF + DELTA)
+    np.testing.assert_allclose(
+        approximate_kl(REF + DELTA, REF, kind=kind), KL[kind], rtol=1e-5, atol=1e-6
+    )
+    np.testing.assert_allclose(value, np.sum(KL[kind]), rtol=1e-5)
+    np.testing.assert_allclose(grad, GRADIENT[kind], rtol=1e-5, atol=1e-6)
+
+
+def test_the_default_is_k3():
+    np.testing.assert_array_equal(
+        approximate_kl(REF + DELTA, REF), approximate_kl(REF + DELTA, REF, kind="k3")
+    )
+
+
+@pytest.mark.parametrize("kind", KL_ESTIMATORS)
+@pytest.mark.parametrize("poisoned", ["log_probs", "ref_log_probs"])
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_what_is_masked_reaches_neither_value_nor_gradient(kind, poisoned, poison):
+    mask = np.array([[1, 1, 0, 1]], np.float32)
+    weights = mask / 2
+    inputs = {"log_probs": REF + DELTA, "ref_log_probs": REF.copy()}
+    inputs[poisoned][0, 2] = poison
+    ref = inputs["ref_log_probs"]
+
+    def objective(log_probs):
+        return masked_sum(approximate_kl(log_probs, ref, mask, kind), weights)
+
+    value, grad = jax.value_and_grad(objective)(inputs["log_probs"])
+    np.testing.assert_allclose(value, (np.array(KL[kind]) * weights).sum(), rtol=1e-5)
+    np.testing.assert_allclose(grad, np.array(GRADIENT[kind]) * weights, rtol=1e-5, atol=1e-6)
+
+
+def test_k1_and_k3_are_unbiased():
+    # pi = (1/2, 1/4, 1/4), ref = (1/4, 1/4, 1/2):
+    # KL = 1/2 log 2 + 1/4 log 1 + 1/4 log(1/2) = 1/4 log 2 = 0.1732868
+    pi = np.array([[0.5, 0.25, 0.25]], np.float32)
+    ref = np.array([[0.25, 0.25, 0.5]], np.float32)
+    for kind in ("k1", "k3"):
+        expectation = (pi * approximate_kl(np.log(pi), np.log(ref), kind=kind)).sum()
+        np.testing.assert_allclose(expectation, 0.1732868, rtol=1e-6)
+
+
+def test_k3_of_a_vanishing_probability_is_finite():
+    # d = -60: the exponent is limited to 20 and the result to 10; d = 60: 60 is taken for 20,
+    # exp(-20) + 20 - 1 = 19, limited to 10
+    log_probs = np.array([[-60.0, 60.0]], np.float32)
+    np.testing.assert_array_equal(approximate_kl(log_probs, np.zeros_like(log_probs)), [[10, 10]])
+
+
+@pytest.mark.parametrize("kind", KL_ESTIMATORS)
+def test_jit_equals_eager(kind):
+    mask = np.array([[1, 0, 1, 1]], np.float32)
+    estimate = partial(approximate_kl, kind=kind)
+    np.testing.assert_allclose(
+        jax.jit(estimate)(REF + DELTA, REF, mask),
+        estimate(REF + DELTA, REF, mask),
+        rtol=1e-6,
+        atol=1e-7,
+    )
+
+
+def test_an_unknown_kind_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"'k4'. Must be one of \['k1', 'k2', 'k3', 'abs'\]"):
+        approximate_kl(REF, REF, kind="k4")

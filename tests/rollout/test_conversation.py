@@ -1,0 +1,224 @@
+"""Engine and environments in conversation: a real tiny engine, a character tokenizer."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl import envs
+from jaxrl.data.tokenizer import encode_prompt, load_tokenizer
+from jaxrl.envs import Env
+from jaxrl.models.hf import load_config
+from jaxrl.models.transformer import is_spec, param_specs
+from jaxrl.parallel import make_mesh
+from jaxrl.rollout.conversation import ConversationGenerator, sample_key
+from jaxrl.rollout.native import NativeEngine
+from jaxrl.rollout.protocol import Request, Sampling
+from jaxrl.types import Prompt
+
+FOLDER = Path(__file__).parent.parent.parent / "configs" / "tiny_char_model"
+TOKENIZER = load_tokenizer(FOLDER)
+STOP = (TOKENIZER.eos_token_id, *range(20, 26))  # many, so that random weights stop too
+SAMPLING = Sampling(stop_token_ids=STOP, max_tokens=8)
+
+
+class RecordingEnv(Env):
+    """Rewards token by token with 0, 1, 2, ... and remembers what it was given."""
+
+    seen: list = []
+
+    def step(self, action, tokens, stopped):
+        self.turns += 1
+        self.seen.append((self.extras["name"], action, tokens, stopped))
+        rewards = [float(i) for i in range(len(tokens))]
+        return {"observations": [], "reward": rewards, "done": True, "metadata": {}}
+
+    def get_metrics(self):
+        return {"turns": self.turns, "length": len(self.seen[-1][2])}
+
+
+class NumberEnv(Env):
+    def step(self, action):
+        return {"observations": [], "reward": 0.5, "done": True, "metadata": {}}
+
+    def get_metrics(self):
+        return {"letters": 3 if self.extras["name"] == "p" else 5}
+
+
+class RaisingEnv(Env):
+    def step(self, action):
+        raise KeyError("no such key")
+
+
+class RewardEnv(Env):
+    """Gives whatever reward the row names."""
+
+    def step(self, action):
+        return {
+            "observations": [],
+            "reward": self.extras["reward"],
+            "done": True,
+            "metadata": {},
+        }
+
+
+@pytest.fixture(autouse=True)
+def test_environments(monkeypatch):
+    table = {
+        "recording": RecordingEnv,
+        "number": NumberEnv,
+        "raising": RaisingEnv,
+        "given_reward": RewardEnv,
+    }
+    for name, env in table.items():
+        monkeypatch.setitem(envs.ENVS, name, env)
+    monkeypatch.setattr(RecordingEnv, "seen", [])
+
+
+@pytest.fixture(scope="module", name="engine")
+def engine_fixture():
+    config, rng = load_config(FOLDER), np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda spec: jnp.asarray(rng.normal(0, 0.3, spec.shape), jnp.float32),
+        param_specs(config),
+        is_leaf=is_spec,
+    )
+    engine = NativeEngine(config, make_mesh())  # rows are padded to 8: one shape, one compilation
+    engine.update_weights(params, 12)
+    return engine
+
+
+def prompt(name, text="3142", env_class="recording", **extras):
+    messages = [{"role": "user", "content": text}]
+    return Prompt(
+        uid=f"0:{name}",
+        messages=messages,
+        tokens=tuple(encode_prompt(TOKENIZER, messages)),
+        env_class=env_class,
+        extras={"name": name, **extras},
+    )
+
+
+def generate(engine, prompts, **options):
+    generator = ConversationGenerator(engine, TOKENIZER, **options)
+    keys = [sample_key("test", i) for i in range(len(prompts))]
+    return generator.generate({"prompts": prompts, "keys": keys, "sampling": SAMPLING})
+
+
+P, Q = prompt("p"), prompt("q", "998")
+
+
+def test_token_ids_and_log_probs_are_passed_on_untouched(engine):
+    output = generate(engine, [P, P, Q, Q])
+    keys = [sample_key("test", i) for i in range(4)]
+    completions = engine.generate(
+        [
+            Request(P.tokens, (keys[0], keys[1]), SAMPLING),
+            Request(Q.tokens, (keys[2], keys[3]), SAMPLING),
+        ]
+    )
+    flat = [c for samples in completions for c in samples]
+    assert output["response_ids"] == [c.tokens for c in flat]
+    assert output["rollout_logprobs"] == [c.log_probs for c in flat]
+    assert output["stop_reasons"] == [c.stop_reason for c in flat]
+    assert set(output["stop_reasons"]) == {"stop", "length"}  # both kinds are tested
+    assert output["loss_masks"] == [[1] * len(c.tokens) for c in flat]
+    assert output["policy_versions"] == [12] * 4
+    # "3142>" and "998>": the digits are their own ids, ">" is 13
+    assert output["prompt_token_ids"] == [[3, 1, 4, 2, 13]] * 2 + [[9, 9, 8, 13]] * 2
+
+
+def test_the_environment_sees_the_text_without_the_stop_token_and_every_token(engine):
+    output = generate(engine, [P, P, Q, Q], max_env_workers=0)
+    assert [name for name, *_ in RecordingEnv.seen] == ["p", "p", "q", "q"]
+    assert len({tuple(ids) for ids in output["response_ids"]}) > 1
+    for (_, action, tokens, stopped), ids, reason in zip(
+        RecordingEnv.seen, output["response_ids"], output["stop_reasons"], strict=True
+    ):
+        assert tokens == [TOKENIZER.decode([i]) for i in ids]
+        assert stopped == (reason == "stop")
+        spoken = ids[:-1] if reason == "stop" else ids
+        assert action == TOKENIZER.decode(spoken, skip_special_tokens=True)
+
+
+def test_rewards_per_token_and_rewards_as_a_number(engine):
+    output = generate(engine, [P, prompt("r", env_class="number")])
+    assert output["rewards"] == [[float(i) for i in range(len(output["response_ids"][0]))], 0.5]
+
+
+def test_sort_digits_rewards_each_right_digit(engine):
+    # the answer to 3142 is 1234: a right digit at position i earns 1/5, so does any stop token
+    # after four
+    sort = prompt("s", env_class="sort_digits", reward_spec={"ground_truth": "1234"})
+    output = generate(engine, [sort] * 4)
+    for ids, rewards, reason in zip(
+        output["response_ids"], output["rewards"], output["stop_reasons"], strict=True
+    ):
+        right = [1, 2, 3, 4, ids[-1] if reason == "stop" else None]
+        expected = [0.2 * (i < 5 and token == right[i]) for i, token in enumerate(ids)]
+        np.testing.assert_allclose(rewards, expected)
+    assert set(output["rollout_metrics"]) == {"environment/exact"}
+
+
+def test_neighbouring_samples_of_a_prompt_share_one_request(engine, monkeypatch):
+    asked, real = [], engine.generate
+    monkeypatch.setattr(engine, "generate", lambda reqs: asked.extend(reqs) or real(reqs))
+    output = generate(engine, [P, P, P, Q, P])
+    assert [(r.prompt_tokens, len(r.keys)) for r in asked] == [
+        (P.tokens, 3),  # one prefill for three samples
+        (Q.tokens, 1),
+        (P.tokens, 1),
+    ]
+    assert [key for r in asked for key in r.keys] == [sample_key("test", i) for i in range(5)]
+    assert [len(ids) for ids in output["prompt_token_ids"]] == [5, 5, 5, 4, 5]
+
+
+def test_threads_do_not_change_order_or_result(engine):
+    prompts = [P, P, Q, prompt("r", env_class="number")]
+    assert generate(engine, prompts, max_env_workers=0) == generate(
+        engine, prompts, max_env_workers=3
+    )
+
+
+def test_metrics_are_averaged_and_named_by_environment_if_there_are_several(engine):
+    numbers = [prompt("p", env_class="number"), prompt("q", env_class="number")]
+    # letters 3 and 5
+    assert generate(engine, numbers)["rollout_metrics"] == {"environment/letters": 4.0}
+    output = generate(engine, [*numbers, P])
+    assert output["rollout_metrics"] == {
+        "environment/NumberEnv/letters": 4.0,
+        "environment/RecordingEnv/turns": 1.0,
+        "environment/RecordingEnv/length": float(len(output["response_ids"][2])),
+    }
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_environment_that_raises_is_named_with_prompt_and_answer(engine, workers):
+    message = r"environment 'raising' failed on prompt 0:x with the answer '.*': KeyError"
+    with pytest.raises(RuntimeError, match=message) as caught:
+        generate(engine, [P, prompt("x", env_class="raising")], max_env_workers=workers)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), [0.0, float("nan")]])
+def test_a_reward_that_is_not_finite_is_refused(engine, reward):
+    message = r"environment 'given_reward' gave the reward .* for prompt 0:x .*must be finite"
+    with pytest.raises(ValueError, match=message):
+        generate(engine, [prompt("x", env_class="given_reward", reward=reward)])
+
+
+def test_the_wrong_number_of_rewards_is_refused(engine):
+    message = r"'given_reward' gave 20 rewards for the \d tokens of prompt 0:x; give one per token"
+    with pytest.raises(ValueError, match=message):
+        generate(engine, [prompt("x", env_class="given_reward", reward=[0.0] * 20)])
+
+
+def test_sample_keys_are_two_words_of_the_name():
+    key = sample_key(7, "train", 3, "0:17", 1)
+    assert key == sample_key(7, "train", 3, "0:17", 1)
+    assert all(0 <= word < 2**32 for word in key)
+    others = {sample_key(7, "train", 3, "0:17", n) for n in range(1000)}
+    assert len(others) == 1000
+    assert sample_key(1, 23) != sample_key(12, 3)

@@ -1,0 +1,209 @@
+"""Drawing tokens, against a numpy reference."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.rollout.sampling import inverse_cdf, sample, uniforms
+
+ROWS, VOCAB = 64, 11
+LOGITS = np.random.default_rng(0).normal(0, 2, (ROWS, VOCAB)).astype(np.float32)
+U = np.random.default_rng(1).uniform(0, 1, ROWS).astype(np.float32)
+BELOW_ONE = np.nextafter(np.float32(1), np.float32(0))
+
+FILTERS = {
+    "temperature": {"temperature": 0.7},
+    "hot": {"temperature": 3.0},
+    "top_k": {"top_k": 3},
+    "top_k_1": {"top_k": 1},
+    "top_k_above_vocabulary": {"top_k": 100},
+    "top_p": {"top_p": 0.6},
+    "top_p_tiny": {"top_p": 1e-6},
+    "min_p": {"min_p": 0.2},
+    "all": {"temperature": 1.5, "top_k": 6, "top_p": 0.9, "min_p": 0.05},
+}
+
+draw_filtered = jax.jit(partial(sample, filtered=True))
+draw_unfiltered = jax.jit(partial(sample, filtered=False))
+
+
+def settings(rows=ROWS, *, temperature=1.0, top_k=-1, top_p=1.0, min_p=0.0):
+    return {
+        "temperature": np.full(rows, temperature, np.float32),
+        "top_k": np.full(rows, top_k, np.int32),
+        "top_p": np.full(rows, top_p, np.float32),
+        "min_p": np.full(rows, min_p, np.float32),
+    }
+
+
+def reference(logits, *, temperature=1.0, top_k=-1, top_p=1.0, min_p=0.0):
+    """Probabilities of one row: min-p, then top-k, then top-p of what is left; float64 loops."""
+    scaled = logits.astype(np.float64) / temperature
+    probs = np.exp(scaled - scaled.max())
+    probs /= probs.sum()
+    by_rank = np.argsort(-probs, kind="stable")
+    kept = [i for i in by_rank if probs[i] >= min_p * probs.max()]
+    if top_k > 0:
+        kept = kept[:top_k]
+    mass = sum(probs[i] for i in kept)
+    nucleus, reached = [], 0.0
+    for i in kept:
+        nucleus.append(i)
+        reached += probs[i]
+        if top_p < 1 and reached >= top_p * mass:
+            break
+    result = np.zeros_like(probs)
+    result[nucleus] = probs[nucleus]
+    return result / result.sum()
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_the_token_and_its_log_prob_are_of_the_reference_distribution(name):
+    expected = np.stack([reference(row, **FILTERS[name]) for row in LOGITS])
+    tokens, log_probs = draw_filtered(LOGITS, U, **settings(**FILTERS[name]))
+    chosen = expected[np.arange(ROWS), tokens]
+    assert (chosen > 0).all()  # nothing that a filter drops
+    np.testing.assert_allclose(log_probs, np.log(chosen), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_every_token_that_is_kept_can_be_drawn(name):
+    # 4000 evenly spaced uniforms draw every token of probability above 1/4000
+    row, count = LOGITS[0], 4000
+    probs = reference(row, **FILTERS[name])
+    u = ((np.arange(count) + 0.5) / count).astype(np.float32)
+    tokens, _ = draw_filtered(np.tile(row, (count, 1)), u, **settings(count, **FILTERS[name]))
+    frequencies = np.bincount(tokens, minlength=VOCAB) / count
+    # an interval of length p holds p * count evenly spaced points, give or take one
+    np.testing.assert_allclose(frequencies, probs, atol=1.5 / count)
+
+
+def test_without_filters_the_unsorted_path_has_the_same_distribution():
+    tokens, log_probs = draw_unfiltered(LOGITS, U, **settings(temperature=0.7))
+    expected = np.stack([reference(row, temperature=0.7) for row in LOGITS])
+    np.testing.assert_allclose(
+        log_probs, np.log(expected[np.arange(ROWS), tokens]), rtol=1e-5, atol=1e-5
+    )
+    # the smallest token whose cumulative probability exceeds u
+    np.testing.assert_array_equal(tokens, (expected.cumsum(-1) > U[:, None]).argmax(-1))
+
+
+def test_a_row_without_filters_is_drawn_the_same_beside_rows_with_filters():
+    options = settings()
+    options["top_k"][1::2] = 2  # every other row filters
+    beside, log_probs = draw_filtered(LOGITS, U, **options)
+    tokens, expected = draw_unfiltered(LOGITS, U, **settings())
+    np.testing.assert_array_equal(beside[::2], tokens[::2])
+    np.testing.assert_allclose(log_probs[::2], expected[::2], rtol=1e-6)
+
+
+@pytest.mark.parametrize("draw", [draw_filtered, draw_unfiltered])
+def test_greedy_is_the_argmax_with_the_untempered_log_prob(draw):
+    tokens, log_probs = draw(LOGITS, U, **settings(temperature=0.0))
+    np.testing.assert_array_equal(tokens, LOGITS.argmax(-1))
+    expected = np.stack([reference(row) for row in LOGITS]).max(-1)
+    np.testing.assert_allclose(log_probs, np.log(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_rows_have_settings_of_their_own():
+    # greedy, top-k 1 (log-prob 0), unfiltered, temperature 0.5
+    options = {
+        "temperature": np.float32([0, 1, 1, 0.5]),
+        "top_k": np.int32([-1, 1, -1, -1]),
+        "top_p": np.ones(4, np.float32),
+        "min_p": np.zeros(4, np.float32),
+    }
+    logits = np.tile(LOGITS[0], (4, 1))
+    tokens, log_probs = draw_filtered(logits, np.full(4, 0.99, np.float32), **options)
+    best = LOGITS[0].argmax()
+    assert tokens[0] == tokens[1] == best
+    np.testing.assert_allclose(log_probs[1], 0, atol=1e-6)
+    for row, temperature in ((0, 1.0), (2, 1.0), (3, 0.5)):
+        probs = reference(LOGITS[0], temperature=temperature)
+        np.testing.assert_allclose(log_probs[row], np.log(probs[tokens[row]]), atol=1e-5)
+
+
+def test_top_k_keeps_tied_tokens_in_order():
+    # four equal tokens, top-k 2: the first two, log(1/2) each
+    logits, u = np.zeros((2, 4), np.float32), np.float32([0.0, BELOW_ONE])
+    tokens, log_probs = draw_filtered(logits, u, **settings(2, top_k=2))
+    assert tokens.tolist() == [0, 1]
+    np.testing.assert_allclose(log_probs, [-0.6931472] * 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["temperature", "all"])
+def test_frequencies_of_20000_draws_match_the_probabilities(name):
+    count = 20_000
+    keys = np.stack([np.arange(count), np.full(count, 7)], axis=1).astype(np.uint32)
+    u = jax.jit(uniforms)(keys, np.full(count, 3))
+    tokens, _ = draw_filtered(np.tile(LOGITS[0], (count, 1)), u, **settings(count, **FILTERS[name]))
+    probs = reference(LOGITS[0], **FILTERS[name])
+    counts = np.bincount(tokens, minlength=VOCAB)
+    # standard error of a count of n draws of probability p: sqrt(n p (1 - p))
+    errors = np.sqrt(count * probs * (1 - probs))
+    assert (np.abs(counts - count * probs) <= 4 * errors).all(), (counts, count * probs)
+
+
+# ------------------------------------------------------------------ inverse_cdf
+
+
+def test_inverse_cdf_literal():
+    # cdf 1, 1, 4, 8 of 8: u * 8 = 0, 0.96, 1, 3.92, 4, 7.92
+    probs = np.tile(np.float32([1, 0, 3, 4]), (6, 1))
+    u = np.float32([0, 0.12, 0.125, 0.49, 0.5, 0.99])
+    assert inverse_cdf(probs, u).tolist() == [0, 0, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("u", [0.0, 1e-45, 0.5, BELOW_ONE])
+def test_inverse_cdf_never_returns_an_impossible_token(u):
+    rng = np.random.default_rng(2)
+    probs = rng.exponential(1, (300, 50)).astype(np.float32) ** 6  # many scales
+    probs *= rng.uniform(0, 1, probs.shape) < 0.3
+    probs[:, 17] = np.maximum(probs[:, 17], 1e-3)  # at least one is possible
+    probs[:100, -20:] = 0
+    probs[100:200, :10] = 0
+    chosen = jax.jit(inverse_cdf)(probs, np.full(300, u, np.float32))
+    assert (probs[np.arange(300), chosen] > 0).all()
+
+
+@pytest.mark.parametrize("u", [0.0, BELOW_ONE])
+def test_filtered_sampling_never_returns_an_impossible_token(u):
+    logits = np.where(np.arange(VOCAB) % 2, -np.inf, LOGITS).astype(np.float32)
+    for draw in (draw_filtered, draw_unfiltered):
+        tokens, log_probs = draw(logits, np.full(ROWS, u, np.float32), **settings())
+        assert (np.asarray(tokens) % 2 == 0).all()
+        assert np.isfinite(log_probs).all()
+
+
+def test_a_single_possible_token_is_always_drawn():
+    probs = np.zeros((3, 5), np.float32)
+    probs[:, 2] = 1e-30
+    assert inverse_cdf(probs, np.float32([0, 0.5, BELOW_ONE])).tolist() == [2, 2, 2]
+
+
+# ------------------------------------------------------------------ uniforms
+
+KEYS = np.array([[1, 2], [3, 4], [1, 2], [2, 1]], np.uint32)
+POSITIONS = np.array([5, 5, 5, 5])
+
+
+def test_uniforms_depend_on_key_and_position_only():
+    u = np.asarray(uniforms(KEYS, POSITIONS))
+    assert u[0] == u[2]
+    assert len(set(u.tolist())) == 3  # the order of the two words of a key matters
+    assert ((u >= 0) & (u < 1)).all()
+    np.testing.assert_array_equal(uniforms(KEYS[::-1], POSITIONS), u[::-1])  # not on the row
+    np.testing.assert_array_equal(uniforms(KEYS[1:2], POSITIONS[:1]), u[1:2])  # nor the batch
+    np.testing.assert_array_equal(jax.jit(uniforms)(KEYS, POSITIONS), u)
+    assert not np.isin(uniforms(KEYS, POSITIONS + 1), u).any()
+
+
+def test_uniforms_of_neighbouring_positions_are_independent():
+    # correlation of 4000 pairs has standard error 1/sqrt(4000) = 0.016
+    key = np.tile(np.uint32([9, 9]), (4001, 1))
+    u = np.asarray(jax.jit(uniforms)(key, jnp.arange(4001)))
+    assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 4 * 0.016
+    assert abs(u.mean() - 0.5) < 4 * 0.2887 / np.sqrt(4001)  # deviation of a uniform: 1/sqrt(12)
