@@ -190,8 +190,8 @@ def test_unknown_kind_of_source(source):
         ("rows_for_tests(size=3)(seed=1)", r"must be one call 'pkg\.module:function\(\.\.\.\)'"),
         ("rows_for_tests(size=)", "is not a valid call"),
         (
-            "rows_for_tests(sise=3)",
-            r"unexpected keyword argument 'sise'; the signature is rows_for",
+            "rows_for_tests(sizze=3)",
+            r"unexpected keyword argument 'sizze'; the signature is rows_for",
         ),
         ("row_for_tests(size=3)", "has no function 'row_for_tests'; did you mean 'rows_for_tests'"),
     ],
