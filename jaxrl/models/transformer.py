@@ -9,6 +9,7 @@ passes.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -178,6 +179,17 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.
     return jnp.einsum("bkgts,bksh->btkgh", probs, v).reshape(b, t, heads, hd)
 
 
+def project(x: jax.Array, w: jax.Array, contract: int = 1) -> jax.Array:
+    """x [B, T, in...] times w [in..., out...] -> [B, T, out...], contracting `contract` dims.
+
+    As one matrix product: on the CPU the backward of the einsum with two batch dims takes twice as
+    long (12.4 against 6.7 ms for [256, 16, 64] x [64, 256] on two cores).
+    """
+    inner = math.prod(w.shape[:contract])
+    out = x.reshape(-1, inner) @ w.reshape(inner, -1)
+    return out.reshape(*x.shape[:2], *w.shape[contract:])
+
+
 def decoder_layer(
     config: TransformerConfig, layer: Params, x: jax.Array, positions: jax.Array, attend: Attend
 ) -> jax.Array:
@@ -190,9 +202,9 @@ def decoder_layer(
     weights = {name: w.astype(dtype) for name, w in layer.items()}
     with jax.named_scope("attention"):
         y = rms_norm(x, weights["attn_norm"], config.rms_norm_eps)
-        q = jnp.einsum("btd,dnh->btnh", y, weights["wq"])
-        k = jnp.einsum("btd,dnh->btnh", y, weights["wk"])
-        v = jnp.einsum("btd,dnh->btnh", y, weights["wv"])
+        q = project(y, weights["wq"])
+        k = project(y, weights["wk"])
+        v = project(y, weights["wv"])
         if config.attention_bias:
             q, k, v = q + weights["bq"], k + weights["bk"], v + weights["bv"]
         if config.qk_norm:
@@ -201,12 +213,12 @@ def decoder_layer(
         q = rope(q, positions, config.rope_theta)
         k = rope(k, positions, config.rope_theta)
         out = attend(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
-        x = x + jnp.einsum("btnh,nhd->btd", out, weights["wo"])
+        x = x + project(out, weights["wo"], contract=2)
     with jax.named_scope("mlp"):
         y = rms_norm(x, weights["mlp_norm"], config.rms_norm_eps)
-        gate = jnp.einsum("btd,df->btf", y, weights["w_gate"])
-        up = jnp.einsum("btd,df->btf", y, weights["w_up"])
-        return x + jnp.einsum("btf,fd->btd", jax.nn.silu(gate) * up, weights["w_down"])
+        gate = project(y, weights["w_gate"])
+        up = project(y, weights["w_up"])
+        return x + project(jax.nn.silu(gate) * up, weights["w_down"])
 
 
 def embed(params: Params, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
