@@ -1,9 +1,9 @@
-r"""A 126k-parameter model learns to sort four digits, from random weights, by GRPO
+r"""A 126k-parameter model learns to sort three digits, from random weights, by GRPO
 (arXiv:2402.03300).
 
     python -m jaxrl.train --config=configs/quickstart.py
 
-The reward is per token: 1/5 for each right digit and for stopping after the fourth.
+The reward is per token: 1/4 for each right digit and for stopping after the third.
 """
 
 from pathlib import Path
@@ -13,8 +13,8 @@ from jaxrl.config import default_config
 
 def get_config():
     config = default_config()
-    config.data.train_data = ["jaxrl.envs.sort_digits:prompts(size=4096, split='train')"]
-    config.data.val_data = ["jaxrl.envs.sort_digits:prompts(size=128, split='eval')"]
+    config.data.train_data = ["jaxrl.envs.sort_digits:prompts(size=800, length=3, split='train')"]
+    config.data.val_data = ["jaxrl.envs.sort_digits:prompts(size=80, length=3, split='eval')"]
 
     trainer = config.trainer
     trainer.run_name = "quickstart"
@@ -28,22 +28,22 @@ def get_config():
     trainer.algorithm.entropy_loss_coef = 0.05
     trainer.gradient_checkpointing = False
 
-    trainer.epochs = 3
-    trainer.max_training_steps = 300
+    trainer.epochs = 12
+    trainer.max_training_steps = 260
     trainer.train_batch_size = 32
     trainer.policy_mini_batch_size = 16  # two updates per step
     trainer.micro_train_batch_size_per_gpu = 512
     trainer.micro_forward_batch_size_per_gpu = 512
     trainer.max_prompt_length = 16
     config.generator.n_samples_per_prompt = 16
-    config.generator.sampling_params.max_generate_length = 8
+    config.generator.sampling_params.max_generate_length = 6
 
     trainer.eval_interval = 50
     trainer.eval_batch_size = 128
     trainer.print_example_interval = 50
     trainer.ckpt_interval = 50
     trainer.max_ckpts_to_keep = 2
-    trainer.hf_save_interval = 300
+    trainer.hf_save_interval = 260
     trainer.logger = ["console", "tensorboard"]
     trainer.log_path = "runs"
     trainer.ckpt_path = "runs/quickstart/checkpoints"
