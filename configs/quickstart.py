@@ -29,7 +29,7 @@ def get_config():
     trainer.gradient_checkpointing = False
 
     trainer.epochs = 12
-    trainer.max_training_steps = 200
+    trainer.max_training_steps = 260
     trainer.train_batch_size = 32
     trainer.policy_mini_batch_size = 16  # two updates per step
     trainer.micro_train_batch_size_per_gpu = 512
@@ -43,7 +43,7 @@ def get_config():
     trainer.print_example_interval = 50
     trainer.ckpt_interval = 50
     trainer.max_ckpts_to_keep = 2
-    trainer.hf_save_interval = 200
+    trainer.hf_save_interval = 260
     trainer.logger = ["console", "tensorboard"]
     trainer.log_path = "runs"
     trainer.ckpt_path = "runs/quickstart/checkpoints"
