@@ -24,7 +24,7 @@ def get_config():
     optimizer.lr, optimizer.num_warmup_steps, optimizer.scheduler = 3e-3, 20, "linear"
     optimizer.weight_decay = 0.0
     trainer.algorithm.use_kl_loss = False  # there is nothing to stay close to
-    trainer.algorithm.use_entropy_loss = True  # without it the policy stops exploring at 0.8
+    trainer.algorithm.use_entropy_loss = True  # without it exploration ends too early (LOG.md)
     trainer.algorithm.entropy_loss_coef = 0.05
     trainer.gradient_checkpointing = False
 
