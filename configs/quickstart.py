@@ -28,8 +28,8 @@ def get_config():
     trainer.algorithm.entropy_loss_coef = 0.05
     trainer.gradient_checkpointing = False
 
-    trainer.epochs = 12
-    trainer.max_training_steps = 260
+    trainer.epochs = 15
+    trainer.max_training_steps = 340
     trainer.train_batch_size = 32
     trainer.policy_mini_batch_size = 16  # two updates per step
     trainer.micro_train_batch_size_per_gpu = 512
@@ -43,10 +43,11 @@ def get_config():
     trainer.print_example_interval = 50
     trainer.ckpt_interval = 50
     trainer.max_ckpts_to_keep = 2
-    trainer.hf_save_interval = 260
+    trainer.hf_save_interval = 340
     trainer.logger = ["console", "tensorboard"]
     trainer.log_path = "runs"
     trainer.ckpt_path = "runs/quickstart/checkpoints"
     trainer.export_path = "runs/quickstart/exports"
     config.environment.env_class = "sort_digits"
+    config.environment.skyrl_gym.max_env_workers = 0  # microseconds of Python: threads only wait
     return config

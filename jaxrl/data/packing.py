@@ -16,11 +16,11 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def length_bucket(length: int) -> int:
-    """Smallest of 16, 24, 32, 48, 64, 96, 128, ... that holds `length` tokens.
+    """Smallest of 8, 12, 16, 24, 32, 48, 64, 96, ... that holds `length` tokens.
 
     Two buckets per octave: at most a third of a row is padding, and few shapes are ever compiled.
     """
-    bucket = 16
+    bucket = 8
     while bucket < length:
         half_more = bucket + bucket // 2
         bucket = half_more if half_more >= length else 2 * bucket

@@ -18,6 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+# A scan writes every residual of the backward pass into a stacked buffer: for the two layers of the
+# quickstart that was a quarter of the gradient's time (170 against 128 ms). Deep models keep the
+# scan, whose compilation does not grow with depth.
+MAX_UNROLLED_LAYERS = 4
+
 Params = dict
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -270,4 +275,5 @@ def forward(
         return decoder_layer(config, layer, x, positions, attend), None
 
     body = jax.checkpoint(body) if remat else body
-    return jax.lax.scan(body, embed(params, tokens, dtype), params["layers"])[0]
+    unroll = config.num_layers if config.num_layers <= MAX_UNROLLED_LAYERS else 1
+    return jax.lax.scan(body, embed(params, tokens, dtype), params["layers"], unroll=unroll)[0]

@@ -4,6 +4,7 @@ The engine's tokens and log-probs go into the trajectory as they are; text exist
 environment.
 """
 
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -63,7 +64,8 @@ class ConversationGenerator:
     ) -> None:
         self.engine, self.tokenizer = engine, tokenizer
         self.env_config = env_config
-        self.max_env_workers = max_env_workers
+        # kept from batch to batch: starting threads took longer than judging 512 short answers
+        self._pool = ThreadPoolExecutor(max_env_workers) if max_env_workers else None
 
     def generate(self, batch: GeneratorInput) -> GeneratorOutput:
         """One trajectory per entry of the batch, in order; equal neighbours share a prefill.
@@ -88,10 +90,8 @@ class ConversationGenerator:
             return score(*pair, tokenizer=self.tokenizer, env_config=self.env_config)
 
         pairs = list(zip(prompts, completions, strict=True))
-        if self.max_env_workers == 0:
-            return to_columns([judge(pair) for pair in pairs])
-        with ThreadPoolExecutor(self.max_env_workers) as pool:
-            return to_columns(list(pool.map(judge, pairs)))
+        run = self._pool.map if self._pool else map
+        return to_columns(list(run(judge, pairs)))
 
 
 def score(
@@ -108,12 +108,11 @@ def score(
     try:
         env = envs.make(prompt.env_class, prompt.extras, env_config)
         env.init(prompt.messages)
-        details = {
-            "tokens": lambda: [tokenizer.decode([t]) for t in completion.tokens],
-            "stopped": lambda: ended,
-        }
-        asked = accepted_keywords(env.step, details)
-        step = env.step(text, **{name: make() for name, make in asked.items()})
+        asked = _step_keywords(type(env))
+        details: dict[str, Any] = {"stopped": ended} if "stopped" in asked else {}
+        if "tokens" in asked:
+            details["tokens"] = [tokenizer.decode([t]) for t in completion.tokens]
+        step = env.step(text, **details)
         rewards = np.asarray(step["reward"], np.float64).tolist()  # an env may use numpy's numbers
         metrics = env.get_metrics()
         env.close()
@@ -145,6 +144,12 @@ def score(
         env_class=prompt.env_class,
         env_metrics=metrics,
     )
+
+
+@functools.cache
+def _step_keywords(env: type) -> frozenset[str]:
+    """Which of the optional keywords an environment's `step` takes."""
+    return frozenset(accepted_keywords(env.step, {"tokens": None, "stopped": None}))
 
 
 def to_columns(trajectories: Sequence[Trajectory]) -> GeneratorOutput:

@@ -8,7 +8,7 @@ from jaxrl.data.packing import collate, length_bucket, round_up, row_slices
 
 @pytest.mark.parametrize(
     ("length", "bucket"),
-    [(1, 16), (16, 16), (17, 24), (24, 24), (25, 32), (33, 48), (49, 64), (65, 96), (97, 128)],
+    [(1, 8), (8, 8), (9, 12), (13, 16), (17, 24), (24, 24), (25, 32), (33, 48), (49, 64), (65, 96), (97, 128)],
 )
 def test_length_bucket_literals(length, bucket):
     assert length_bucket(length) == bucket
@@ -16,7 +16,7 @@ def test_length_bucket_literals(length, bucket):
 
 def test_at_most_a_third_of_a_row_is_padding():
     # the worst are 33 -> 48 = 31.25 % and 2^n + 1 -> 1.5 * 2^n, below a third
-    for length in range(16, 2000):
+    for length in range(8, 2000):
         assert length <= length_bucket(length) < 1.5 * length
 
 
@@ -43,8 +43,8 @@ def columns(**changes):
 
 
 def padded(*rows):
-    """Rows to the bucket of 16."""
-    return [[*row, *[0] * (16 - len(row))] for row in rows]
+    """Rows to the bucket of 8."""
+    return [[*row, *[0] * (8 - len(row))] for row in rows]
 
 
 def test_collate_literal():
