@@ -40,6 +40,7 @@ class AdvantageEstimator(StrEnum):
     """Names of the built-in advantage estimators."""
 
     GRPO = "grpo"
+    GRPO_TOKEN = "grpo_token"
     RLOO = "rloo"
 
 

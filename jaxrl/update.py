@@ -17,7 +17,7 @@ import numpy as np
 from flax import struct
 
 from jaxrl.array_ops import Array, masked_sum
-from jaxrl.data.packing import row_slices
+from jaxrl.data.packing import length_sorted
 from jaxrl.losses.kl import approximate_kl
 from jaxrl.losses.reduction import reduction_weights
 from jaxrl.registry import PolicyLossRegistry, accepted_keywords, check_hyperparameters
@@ -26,7 +26,7 @@ from jaxrl.types import TrainBatch, TrainState
 Metrics = dict[str, Array]
 Forward = Callable[
     ..., tuple[Array, Array]
-]  # (params, tokens, lengths) -> log_probs, entropy [B, T]
+]  # (params, tokens, lengths, mask) -> log_probs, entropy [B, T]
 
 
 class TokenWeights(struct.PyTreeNode):
@@ -74,9 +74,12 @@ def make_policy_loss(algorithm: Any) -> Callable[..., tuple[Array, Metrics]]:
             "key": key,
             **algorithm.policy_loss_kwargs,
         }
+        old_log_probs = batch.old_log_probs
+        if old_log_probs is None:  # the first update on a batch: the policy is the old policy
+            old_log_probs = jax.lax.stop_gradient(log_probs)
         loss, metrics = func(
             log_probs,
-            batch.old_log_probs,
+            old_log_probs,
             batch.advantages,
             algorithm,
             **accepted_keywords(func, offered),
@@ -107,6 +110,8 @@ def make_objective(
             mean_entropy = masked_sum(entropy, weights.entropy)
             total = policy
             metrics = {"policy_loss": policy, "policy_entropy": mean_entropy}
+            if batch.old_log_probs is None:
+                metrics |= mismatch(log_probs, batch, weights)
             if algorithm.use_entropy_loss:
                 total -= algorithm.entropy_loss_coef * mean_entropy
             if batch.ref_log_probs is not None:
@@ -121,6 +126,16 @@ def make_objective(
         return total, jax.lax.stop_gradient(metrics)
 
     return objective
+
+
+def mismatch(log_probs: Array, batch: TrainBatch, weights: TokenWeights) -> Metrics:
+    """How far sampler and trainer are apart on the log-probs of the sampled tokens."""
+    difference = jnp.abs(log_probs - batch.rollout_log_probs)
+    name = "rollout_train_logprobs_abs_diff"
+    return {
+        f"{name}_mean": masked_sum(difference, weights.entropy),
+        f"{name}_max": jnp.max(difference * (batch.loss_mask != 0)),
+    }
 
 
 def reduce_metric(name: str, value: Array, mask: Array, weights: Array) -> Array:
@@ -148,7 +163,7 @@ class Updater:
     """The jitted pieces of an update, compiled once per shape.
 
     Args:
-        forward: `(params, tokens, lengths) -> (log_probs, entropy)`.
+        forward: `(params, tokens, lengths, mask) -> (log_probs, entropy)`.
         apply: `(state, gradients) -> (state, metrics)`.
         algorithm: the AlgorithmConfig.
         shardings: the TrainState's; gradients are placed like the parameters.
@@ -174,14 +189,16 @@ class Updater:
             grads: Any, params: Any, batch: TrainBatch, weights: TokenWeights, key: Array
         ) -> tuple[Any, Metrics]:
             def loss_fn(params: Any) -> tuple[Array, Metrics]:
-                log_probs, entropy = forward(params, batch.tokens, batch.lengths)
+                log_probs, entropy = forward(params, batch.tokens, batch.lengths, batch.loss_mask)
                 return objective(log_probs, entropy, batch, weights, key)
 
             new, metrics = jax.grad(loss_fn, has_aux=True)(params)
             return jax.tree.map(jnp.add, grads, new), metrics
 
         def pull_back(grads: Any, params: Any, batch: TrainBatch, cotangents: Any) -> Any:
-            outputs, vjp = jax.vjp(lambda p: forward(p, batch.tokens, batch.lengths), params)
+            outputs, vjp = jax.vjp(
+                lambda p: forward(p, batch.tokens, batch.lengths, batch.loss_mask), params
+            )
             del outputs
             return jax.tree.map(jnp.add, grads, vjp(cotangents)[0])
 
@@ -220,15 +237,16 @@ class Updater:
         A loss that returns a number sees the minibatch as a whole: its cotangent is taken on the
         [B, T] log-probs of a gradient-free pass and pulled back microbatch by microbatch.
         """
-        rows = self.microbatch_rows
+        rows, lengths = self.microbatch_rows, np.asarray(minibatch.lengths)
         grads, metrics = self.zeros(params), []
         if self._sees_whole_minibatch(minibatch) and minibatch.tokens.shape[0] != rows:
             outputs = self.forward_rows(params, minibatch, rows, with_entropy=True)
             cotangents, metrics = self.cotangents(*outputs, minibatch, weights, key)
-            for batch, cotangent in row_slices((minibatch, jax.device_get(cotangents)), rows):
+            parts = length_sorted((minibatch, jax.device_get(cotangents)), lengths, rows)
+            for _, (batch, cotangent) in parts:
                 grads = self.pull_back(grads, params, self.place(batch), self.place(cotangent))
             return grads, [metrics]
-        for batch, weight in row_slices((minibatch, weights), rows):
+        for _, (batch, weight) in length_sorted((minibatch, weights), lengths, rows):
             grads, part = self.accumulate(grads, params, self.place(batch), self.place(weight), key)
             metrics.append(part)
         return grads, metrics
@@ -237,13 +255,18 @@ class Updater:
         self, params: Any, batch: TrainBatch, rows: int, *, with_entropy: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
         """Log-probs and entropy [B, T] of a whole batch, `rows` rows at a time, on the host."""
-        total = batch.tokens.shape[0]
-        parts = [
-            self.forward(params, *self.place(part), with_entropy=with_entropy)
-            for part in row_slices((batch.tokens, batch.lengths), rows)
-        ]
-        log_probs, entropy = zip(*jax.device_get(parts), strict=True)
-        return np.concatenate(log_probs)[:total], np.concatenate(entropy)[:total]
+        given = (batch.tokens, batch.lengths, batch.loss_mask)
+        slices, pending = [], []
+        for chosen, part in length_sorted(given, np.asarray(batch.lengths), rows):
+            slices.append((chosen, part[0].shape[1]))
+            pending.append(self.forward(params, *self.place(part), with_entropy=with_entropy))
+        log_probs, entropy = np.zeros((2, *batch.tokens.shape), np.float32)
+        for (chosen, width), (part, part_entropy) in zip(
+            slices, jax.device_get(pending), strict=True
+        ):
+            log_probs[chosen, :width] = part[: len(chosen)]
+            entropy[chosen, :width] = part_entropy[: len(chosen)]
+        return log_probs, entropy
 
     def _sees_whole_minibatch(self, minibatch: TrainBatch) -> bool:
         if self._whole is None:  # a property of the function: asked once

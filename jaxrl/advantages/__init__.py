@@ -6,9 +6,11 @@ Python loops.
 """
 
 from jaxrl.advantages.grpo import grpo
+from jaxrl.advantages.grpo_token import grpo_token
 from jaxrl.advantages.rloo import rloo
 
 ESTIMATORS = {
     "grpo": grpo,  # arXiv:2402.03300
+    "grpo_token": grpo_token,  # arXiv:2402.03300, rewards per token
     "rloo": rloo,  # arXiv:2402.14740
 }

@@ -40,12 +40,17 @@ def grpo(
     """
     chex.assert_equal_shape([token_level_rewards, response_mask])
     scores = token_level_rewards.sum(-1)
+    advantages = group_relative(scores, index, by_std=grpo_norm_by_std, epsilon=epsilon)
+    advantages = advantages[:, None] * response_mask
+    return advantages, advantages
+
+
+def group_relative(scores: Array, index: Array, *, by_std: bool, epsilon: float) -> Array:
+    """(scores - mean_G scores) / (std_G scores + epsilon): scores [B, ...], index [B]."""
     count = group_sum(jnp.ones_like(scores), index)
     alone = count == 1
     mean = jnp.where(alone, 0.0, group_sum(scores, index) / count)
     centred = scores - mean
     variance = group_sum(jnp.square(centred), index) / jnp.maximum(count - 1, 1)
     std = jnp.where(alone, 1.0, jnp.sqrt(variance))
-    advantages = centred / (std + epsilon) if grpo_norm_by_std else centred
-    advantages = advantages[:, None] * response_mask
-    return advantages, advantages
+    return centred / (std + epsilon) if by_std else centred

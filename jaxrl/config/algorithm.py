@@ -107,7 +107,7 @@ class AlgorithmConfig(BaseConfig):
     """The objective. Policy losses and advantage estimators receive this config."""
 
     advantage_estimator: str = "grpo"
-    """"grpo", "rloo", a registered name or "my_pkg.my_module:my_estimator"."""
+    """"grpo", "grpo_token", "rloo", a registered name or "my_pkg.my_module:my_estimator"."""
     kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
     """Controller of the KL coefficient in the reward."""
     kl_estimator_type: str = "k3"

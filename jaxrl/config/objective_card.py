@@ -66,14 +66,17 @@ def _advantage(algorithm: AlgorithmConfig, samples: int) -> str:
     group = f"G = the {samples} samples of a prompt"
     if algorithm.policy_loss_type == "cross_entropy":
         return "not used by the loss"
-    if algorithm.advantage_estimator == "grpo" and algorithm.grpo_norm_by_std:
-        return f"grpo: A = (R - mean_G R) / (std_G R + 1e-6), {group}"
-    if algorithm.advantage_estimator == "grpo":
-        return f"grpo: A = R - mean_G R, {group}"
-    if algorithm.advantage_estimator == "rloo":
+    name = algorithm.advantage_estimator
+    if name in ("grpo", "grpo_token"):
+        relative = "R - mean_G R"
+        if algorithm.grpo_norm_by_std:
+            relative = f"({relative}) / (std_G R + 1e-6)"
+        to_go = "R = r of t and after, " if name == "grpo_token" else ""
+        return f"{name}: A = {relative}, {to_go}{group}"
+    if name == "rloo":
         return f"rloo: A = R - mean of the others in G, {group}"
     numbers = f"gamma={algorithm.gamma:g}, lambd={algorithm.lambd:g}"
-    return f"custom function {algorithm.advantage_estimator}, {numbers}"
+    return f"custom function {name}, {numbers}"
 
 
 def _reduction(algorithm: AlgorithmConfig) -> str:

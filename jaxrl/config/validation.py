@@ -260,8 +260,8 @@ def _warn_of_oddities(config: TrainConfig) -> None:
             "log-probs will differ",
             stacklevel=3,
         )
-    if algorithm.advantage_estimator in ("grpo", "rloo") and samples == 1:
-        effect = "the reward itself" if algorithm.advantage_estimator == "grpo" else "0"
+    if algorithm.advantage_estimator in ("grpo", "grpo_token", "rloo") and samples == 1:
+        effect = "0" if algorithm.advantage_estimator == "rloo" else "the reward itself"
         warnings.warn(
             f"generator.n_samples_per_prompt=1: in a group of one the advantage of "
             f"{algorithm.advantage_estimator!r} is {effect}; set 2 or more",

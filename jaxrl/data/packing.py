@@ -88,3 +88,24 @@ def row_slices(tree: Any, rows: int) -> Iterator[Any]:
             return module.pad(part, ((0, missing), *((0, 0),) * (part.ndim - 1)))
 
         yield jax.tree.map(cut, tree)
+
+
+def length_sorted(tree: Any, lengths: np.ndarray, rows: int) -> Iterator[tuple[np.ndarray, Any]]:
+    """`row_slices`, longest rows first, each slice cut to the bucket of its longest row.
+
+    The slice that needs the most memory comes first, and the rows of zeros in the shortest slice.
+
+    Args:
+        tree: host arrays [B, T, ...] and [B].
+        lengths: [B] int, tokens of each row.
+        rows: per slice.
+
+    Yields:
+        The numbers of the slice's rows in `tree`, and the slice.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    slices = row_slices(jax.tree.map(lambda x: x[order], tree), rows)
+    for start, part in zip(range(0, len(order), rows), slices, strict=True):
+        chosen = order[start : start + rows]
+        width = length_bucket(int(lengths[chosen[0]]))
+        yield chosen, jax.tree.map(lambda x, w=width: x[:, :w] if x.ndim > 1 else x, part)

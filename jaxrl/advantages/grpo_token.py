@@ -1,0 +1,47 @@
+"""Group-relative advantages per token."""
+
+from typing import Any
+
+import chex
+import jax.numpy as jnp
+
+from jaxrl.advantages.grpo import group_relative
+from jaxrl.array_ops import Array
+
+
+def grpo_token(
+    token_level_rewards: Array,
+    response_mask: Array,
+    index: Array,
+    values: Array | None = None,
+    config: Any = None,
+    *,
+    grpo_norm_by_std: bool = True,
+    epsilon: float = 1e-6,
+    **_: Any,
+) -> tuple[Array, Array]:
+    """GRPO with rewards per token: what a sample earns from a token on, against its group.
+
+        R_it = sum_{u >= t} r_iu
+        A_it = (R_it - mean_G R_t) / (std_G R_t + epsilon)          std with n - 1
+
+    A sample that has ended earns 0. After the process supervision of Shao et al., 2024,
+    https://arxiv.org/abs/2402.03300 (sec. 4.1.3), which normalises each reward by all rewards of
+    the group and then sums; here the sums are normalised, so that an easy and a hard position have
+    baselines of their own. The samples of a group share their prompt, so equal columns are
+    equal positions of the response. With one reward at the end this is `grpo` for every
+    token before the shortest response ends.
+
+    Args:
+        token_level_rewards, response_mask: [B, T] float.
+        index: [B] int group ids in [0, B).
+        values, config: not used.
+        grpo_norm_by_std: divide by the group's standard deviation.
+
+    Returns:
+        advantages [B, T], 0 outside the response; returns R [B, T].
+    """
+    chex.assert_equal_shape([token_level_rewards, response_mask])
+    returns = jnp.cumsum(token_level_rewards[:, ::-1], axis=1)[:, ::-1]
+    advantages = group_relative(returns, index, by_std=grpo_norm_by_std, epsilon=epsilon)
+    return advantages * response_mask, returns * response_mask
