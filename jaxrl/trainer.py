@@ -5,6 +5,7 @@ calls pure functions with explicit state. Everything random is named by (seed, s
 sample), so a run that is killed and resumed equals one that was not.
 """
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -18,10 +19,11 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrl import config as cfg
-from jaxrl.checkpoint import Checkpointer, locate, restore
+from jaxrl.checkpoint import Checkpointer, resume
 from jaxrl.data.packing import collate, round_up, row_slices
 from jaxrl.data.prompts import batch_indices
 from jaxrl.evaluate import dump_rows, evaluate
+from jaxrl.files import writable_folder
 from jaxrl.forward import log_probs_and_entropy
 from jaxrl.metrics import (
     RunLogger,
@@ -37,7 +39,7 @@ from jaxrl.models.transformer import TransformerConfig, abstract_params, logical
 from jaxrl.optim import abstract_state, init_state, make_apply, make_optimizer, make_schedule
 from jaxrl.parallel import ShardingRules, batch_sharding, param_shardings, replicated
 from jaxrl.parallel.rules import batch_devices
-from jaxrl.registry import bind_estimator
+from jaxrl.registry import bind_estimator, source_hashes
 from jaxrl.rollout.conversation import generator_input
 from jaxrl.rollout.protocol import Engine, Sampling
 from jaxrl.types import GeneratorOutput, Prompt, TrainBatch, TrainState
@@ -137,7 +139,14 @@ class Trainer:
             place=functools.partial(jax.device_put, device=batch_sharding(self.mesh, rules)),
         )
         self.estimate = jax.jit(bind_estimator(algorithm))
+        writable_folder("trainer.log_path", run_folder(self.config))
+        writable_folder("trainer.export_path", trainer.export_path)
         self.checkpointer = Checkpointer(trainer.ckpt_path, max_to_keep=trainer.max_ckpts_to_keep)
+        self.checkpoint_meta = {
+            "model": dataclasses.asdict(self.model),
+            "config": cfg.get_config_as_dict(self.config),
+            "functions": source_hashes(algorithm),
+        }
 
     # ---------------------------------------------------------------- the loop
 
@@ -148,15 +157,20 @@ class Trainer:
         first = int(self.state.step)
         self.load_reference()
         self.logger = RunLogger(run_folder(self.config), cfg.logger_names(trainer.logger), first)
+        self.logger.write_config(cfg.get_config_as_dict(self.config))
         self.sync_weights(first)
         if first >= self.total_steps:
             print(
                 f"nothing to do: {trainer.ckpt_path} holds step {first} of {self.total_steps}. "
                 "Raise trainer.epochs, or choose another trainer.ckpt_path to start again"
             )
-        if first == 0 and trainer.eval_before_train and trainer.eval_interval > 0:
-            self.record(0, self.evaluate(0))
-        with tqdm(total=self.total_steps, initial=first, desc=trainer.run_name) as bar:
+        with (
+            contextlib.closing(self.logger),
+            contextlib.closing(self.checkpointer),  # waits for the save under way, come what may
+            tqdm(total=self.total_steps, initial=first, desc=trainer.run_name) as bar,
+        ):
+            if first == 0 and trainer.eval_before_train and trainer.eval_interval > 0:
+                self.record(0, self.evaluate(0))
             for step in range(first + 1, self.total_steps + 1):
                 metrics = self.train_step(step)
                 if self._due(step, trainer.eval_interval):
@@ -165,9 +179,7 @@ class Trainer:
                 self.save(step)
                 bar.set_postfix(progress_line(metrics))
                 bar.update()
-        self.logger.plot()
-        self.logger.close()
-        self.checkpointer.close()
+            self.logger.plot()
         return self.state
 
     def train_step(self, step: int) -> dict[str, float]:
@@ -288,8 +300,8 @@ class Trainer:
             step=jax.device_put(np.int32(step), self.like.step.sharding)
         )
         updates = [merge_metrics(parts) | applied for parts, applied in jax.device_get(pending)]
-        for name in updates[0]:
-            self.metrics[f"policy/{name}"] = float(np.mean([u[name] for u in updates]))
+        for name, value in merge_metrics(updates, np.mean).items():
+            self.metrics[f"policy/{name}"] = value
         skipped = sum(int(u["skipped_updates"]) for u in updates)
         self.metrics["policy/skipped_updates"] = skipped
         if skipped:
@@ -310,15 +322,13 @@ class Trainer:
         """
         trainer = self.config.trainer
         if self._due(step, trainer.hf_save_interval):
-            self.export(Path(trainer.export_path).expanduser() / f"global_step_{step}" / "policy")
+            self.export(Path(trainer.export_path) / f"global_step_{step}" / "policy")
         epoch_end = step % self.steps_per_epoch == 0
         if self._due(step, trainer.ckpt_interval) or (epoch_end and trainer.ckpt_interval > 0):
             self.logger.plot()
-            meta = {
-                "model": dataclasses.asdict(self.model),
-                "config": cfg.get_config_as_dict(self.config),
-            }
-            self.checkpointer.save(step, self.state, meta)  # last: a resumed run goes on after it
+            self.logger.flush()
+            # Last: a resumed run goes on after it.
+            self.checkpointer.save(step, self.state, self.checkpoint_meta)
 
     # ---------------------------------------------------------------- around the steps
 
@@ -337,20 +347,19 @@ class Trainer:
                 tokenizer=self.tokenizer,
             )
         if trainer.dump_eval_results:
-            dump_rows(Path(trainer.export_path).expanduser() / "dumped_evals", step, rows)
+            dump_rows(Path(trainer.export_path) / "dumped_evals", step, rows)
         return metrics | {"timing/eval": self.metrics["timing/eval"]}
 
     def restore_or_init(self) -> TrainState:
         """The state of the checkpoint that the config points to, else that of the model folder."""
         trainer = self.config.trainer
-        found = locate(trainer.resume_mode, trainer.resume_path, trainer.ckpt_path)
-        self.checkpointer.refuse_later_than(found[1] if found else 0)
-        if found is None:
-            params = self._load(trainer.policy.model)
-            return init_state(self.optimizer, params, self.shardings, replicated(self.mesh))
-        print(f"resuming after step {found[1]} from {found[0]}")
-        config = cfg.get_config_as_dict(self.config)
-        return restore(*found, self.like, dataclasses.asdict(self.model), config)
+        mode, path = trainer.resume_mode, trainer.resume_path
+        state = resume(self.checkpointer, mode, path, self.like, self.checkpoint_meta)
+        if state is not None:
+            print(f"resuming after step {int(state.step)}")
+            return state
+        params = self._load(trainer.policy.model)
+        return init_state(self.optimizer, params, self.shardings, replicated(self.mesh))
 
     def load_reference(self) -> None:
         """The frozen reference of the KL term, if the term counts."""
@@ -416,4 +425,4 @@ class Trainer:
 
 def run_folder(config: cfg.TrainConfig) -> Path:
     """Where a run writes metrics.jsonl, curve.png and tensorboard/."""
-    return Path(config.trainer.log_path).expanduser() / config.trainer.run_name
+    return Path(config.trainer.log_path) / config.trainer.run_name

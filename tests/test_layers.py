@@ -24,6 +24,7 @@ LAYER_OF = {
     "update": "L3",
     "checkpoint": "L3",
     "metrics": "L3",
+    "files": "L0",
     "evaluate": "L4",
     "trainer": "L4",
     "train": "L4",

@@ -97,7 +97,11 @@ def make_updater(algorithm, *, microbatch_rows, devices=1, fsdp=-1):
         microbatch_rows=microbatch_rows,
         place=lambda x: jax.device_put(x, batch_sharding(mesh, ShardingRules())),
     )
-    return updater, params, lambda: init_state(optimizer, params, shardings, replicated(mesh))
+    def state():
+        donated = jax.tree.map(jnp.copy, params)
+        return init_state(optimizer, donated, shardings, replicated(mesh))
+
+    return updater, params, state
 
 
 def update(updater, state, batch):
