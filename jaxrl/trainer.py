@@ -14,17 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
 from jaxrl import config as cfg
+from jaxrl.assemble import assemble_optimizer, assemble_updater
 from jaxrl.checkpoint import Checkpointer, resume
 from jaxrl.data.packing import collate, round_up, row_slices
 from jaxrl.data.prompts import batch_indices
 from jaxrl.evaluate import dump_rows, evaluate
 from jaxrl.files import writable_folder
-from jaxrl.forward import log_probs_and_entropy
 from jaxrl.metrics import (
     RunLogger,
     advantage_metrics,
@@ -36,16 +35,14 @@ from jaxrl.metrics import (
 )
 from jaxrl.models import hf
 from jaxrl.models.transformer import TransformerConfig, abstract_params, logical_axes
-from jaxrl.optim import abstract_state, init_state, make_apply, make_optimizer, make_schedule
-from jaxrl.parallel import ShardingRules, batch_sharding, param_shardings, replicated
+from jaxrl.optim import abstract_state, init_state, make_apply
+from jaxrl.parallel import ShardingRules, param_shardings, replicated
 from jaxrl.parallel.rules import batch_devices
 from jaxrl.registry import bind_estimator, source_hashes
 from jaxrl.rollout.conversation import generator_input
 from jaxrl.rollout.protocol import Engine, Sampling
 from jaxrl.types import GeneratorOutput, Prompt, TrainBatch, TrainState
-from jaxrl.update import Updater, merge_metrics, minibatch_weights
-
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+from jaxrl.update import merge_metrics, minibatch_weights
 
 
 class Trainer:
@@ -96,56 +93,25 @@ class Trainer:
     def _build(self) -> None:
         """Everything that is compiled or placed once."""
         trainer, rules = self.config.trainer, ShardingRules()
-        algorithm = trainer.algorithm
-        assert algorithm.temperature is not None  # resolved
-        settings = trainer.policy.optimizer_config
-        minibatches = trainer.train_batch_size // trainer.policy_mini_batch_size
-        schedule = make_schedule(
-            settings.scheduler,
-            lr=settings.lr,
-            num_warmup_steps=settings.num_warmup_steps,
-            total_steps=self.total_steps * minibatches * trainer.update_epochs_per_batch,
-        )
-        self.optimizer = make_optimizer(
-            schedule,
-            adam_betas=(settings.adam_betas[0], settings.adam_betas[1]),
-            weight_decay=settings.weight_decay,
-            max_grad_norm=settings.max_grad_norm,
-        )
+        self.optimizer, schedule = assemble_optimizer(trainer, self.total_steps)
         shapes = abstract_params(self.model)
         self.shardings = param_shardings(self.mesh, logical_axes(self.model), shapes, rules)
         self.like = abstract_state(
             self.optimizer, self.model, self.shardings, replicated(self.mesh)
         )
+        apply = make_apply(self.optimizer, schedule)
+        self.updater = assemble_updater(self.config, self.model, self.mesh, rules, self.like, apply)
         devices = batch_devices(self.mesh, rules)
         rows_per_step = round_up(trainer.train_batch_size * self.samples, devices)
         self.forward_rows = min(trainer.micro_forward_batch_size_per_gpu * devices, rows_per_step)
-        forward = functools.partial(
-            log_probs_and_entropy,
-            self.model,
-            temperature=algorithm.temperature,
-            dtype=DTYPES["bfloat16" if trainer.bf16 else "float32"],
-            remat=trainer.gradient_checkpointing,
-        )
-        self.updater = Updater(
-            forward,
-            make_apply(self.optimizer, schedule),
-            algorithm=algorithm,
-            shardings=jax.tree.map(lambda x: x.sharding, self.like),
-            microbatch_rows=min(
-                trainer.micro_train_batch_size_per_gpu * devices,
-                round_up(trainer.policy_mini_batch_size * self.samples, devices),
-            ),
-            place=functools.partial(jax.device_put, device=batch_sharding(self.mesh, rules)),
-        )
-        self.estimate = jax.jit(bind_estimator(algorithm))
-        writable_folder("trainer.log_path", run_folder(self.config))
+        self.estimate = jax.jit(bind_estimator(trainer.algorithm))
+        writable_folder("trainer.log_path", cfg.run_folder(trainer))
         writable_folder("trainer.export_path", trainer.export_path)
         self.checkpointer = Checkpointer(trainer.ckpt_path, max_to_keep=trainer.max_ckpts_to_keep)
         self.checkpoint_meta = {
             "model": dataclasses.asdict(self.model),
             "config": cfg.get_config_as_dict(self.config),
-            "functions": source_hashes(algorithm),
+            "functions": source_hashes(trainer.algorithm),
         }
 
     # ---------------------------------------------------------------- the loop
@@ -156,7 +122,7 @@ class Trainer:
         self.state = self.restore_or_init()
         first = int(self.state.step)
         self.load_reference()
-        self.logger = RunLogger(run_folder(self.config), cfg.logger_names(trainer.logger), first)
+        self.logger = RunLogger(cfg.run_folder(trainer), cfg.logger_names(trainer.logger), first)
         self.logger.write_config(cfg.get_config_as_dict(self.config))
         self.sync_weights(first)
         if first >= self.total_steps:
@@ -421,8 +387,3 @@ class Trainer:
     def _due(self, step: int, interval: int) -> bool:
         """Whether something done every `interval` steps, and after the last, is due; -1 = never."""
         return interval > 0 and (step % interval == 0 or step == self.total_steps)
-
-
-def run_folder(config: cfg.TrainConfig) -> Path:
-    """Where a run writes metrics.jsonl, curve.png and tensorboard/."""
-    return Path(config.trainer.log_path) / config.trainer.run_name

@@ -25,6 +25,7 @@ LAYER_OF = {
     "checkpoint": "L3",
     "metrics": "L3",
     "files": "L0",
+    "assemble": "L4",
     "evaluate": "L4",
     "trainer": "L4",
     "train": "L4",
