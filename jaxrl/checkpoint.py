@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from jaxrl.files import as_path, writable_folder
+from jaxrl.files import as_path, missing_packages_named, writable_folder
 from jaxrl.types import Array, TrainState
 
 PREFIX = "global_step"
@@ -34,7 +34,7 @@ class Checkpointer:
     """Saves and restores `(TrainState, meta)` under `<folder>/global_step_<N>`.
 
     Args:
-        folder: local, "file://", or in a bucket that orbax reaches ("gs://").
+        folder: local, "file://", or in a bucket ("gs://", with the packages of `jaxrl[gcs]`).
         max_to_keep: the latest ones; -1 = all.
         read_only: of another run; nothing in the folder is touched.
 
@@ -43,8 +43,8 @@ class Checkpointer:
     """
 
     def __init__(self, folder: str, *, max_to_keep: int = -1, read_only: bool = False) -> None:
-        find = as_path if read_only else writable_folder
-        self.folder = find("trainer.resume_path" if read_only else "trainer.ckpt_path", folder)
+        field = "trainer.resume_path" if read_only else "trainer.ckpt_path"
+        self.folder = (as_path if read_only else writable_folder)(field, folder)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=None if max_to_keep == -1 else max_to_keep,
             step_prefix=PREFIX,
@@ -53,7 +53,8 @@ class Checkpointer:
             create=False,
             lightweight_initialize=True,  # a damaged checkpoint must not keep others from loading
         )
-        self.manager = ocp.CheckpointManager(self.folder, options=options)
+        with missing_packages_named(field, folder):
+            self.manager = ocp.CheckpointManager(self.folder, options=options)
         self._saving: int | None = None
 
     # ---------------------------------------------------------------- save
@@ -229,12 +230,15 @@ def parse_resume_path(resume_path: str) -> tuple[str, int]:
         ValueError: resume_path does not end so.
         FileNotFoundError: it does not exist.
     """
-    path = as_path("trainer.resume_path", resume_path)
+    field = "trainer.resume_path"
+    path = as_path(field, resume_path)
     number = path.name.removeprefix(f"{PREFIX}_")
     if not path.name.startswith(PREFIX) or not number.isdigit():
-        raise ValueError(f"trainer.resume_path={resume_path!r} must end in {PREFIX}_<N>")
-    if not path.exists():
-        raise FileNotFoundError(f"trainer.resume_path={resume_path!r} does not exist")
+        raise ValueError(f"{field}={resume_path!r} must end in {PREFIX}_<N>")
+    with missing_packages_named(field, resume_path):
+        found = path.exists()
+    if not found:
+        raise FileNotFoundError(f"{field}={resume_path!r} does not exist")
     return str(path.parent), int(number)
 
 

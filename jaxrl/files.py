@@ -1,6 +1,8 @@
 """Folders that a run writes to, and files that are either the old or the new, never a half."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from etils import epath
@@ -35,16 +37,33 @@ def writable_folder(field: str, path: str | os.PathLike[str]) -> epath.Path:
     """
     folder = as_path(field, os.fspath(path))
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".jaxrl_write_test_{os.getpid()}"
-        probe.write_text("")
-        probe.unlink()
-    except (OSError, ImportError) as error:  # ImportError: the package for buckets is missing
+        with missing_packages_named(field, os.fspath(path)):
+            folder.mkdir(parents=True, exist_ok=True)
+            probe = folder / f".jaxrl_write_test_{os.getpid()}"
+            probe.write_text("")
+            probe.unlink()
+    except OSError as error:
         raise ValueError(
             f"{field}={os.fspath(path)!r} is not a folder that this run can write to "
             f"({type(error).__name__}: {error}). Choose another, or change its permissions"
         ) from error
     return folder
+
+
+@contextlib.contextmanager
+def missing_packages_named(field: str, path: str) -> Iterator[None]:
+    """Paths in buckets need packages that a local run does not.
+
+    Raises:
+        ValueError: one is missing; the message says how to get it.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise ValueError(
+            f"{field}={path!r} needs a package that is not installed ({error}): "
+            "pip install 'jaxrl[gcs]'"
+        ) from error
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -1,7 +1,12 @@
 """Folders that a run writes to, and files replaced whole."""
 
-import pytest
+import importlib.util
 
+import fsspec
+import pytest
+from etils.epath.backend import fsspec_backend
+
+from jaxrl.checkpoint import parse_resume_path
 from jaxrl.files import as_path, replace_text, writable_folder
 
 
@@ -16,6 +21,25 @@ def test_a_bucket_keeps_its_name():
     path = as_path("trainer.ckpt_path", "gs://bucket/run/checkpoints")
     assert str(path / "global_step_3") == "gs://bucket/run/checkpoints/global_step_3"
     assert str(path.parent) == "gs://bucket/run"
+
+
+@pytest.mark.skipif(bool(importlib.util.find_spec("gcsfs")), reason="would ask the network")
+def test_a_bucket_without_its_packages_says_what_to_install():
+    message = r"trainer.ckpt_path='gs://bucket/x' needs a package .* pip install 'jaxrl\[gcs\]'"
+    with pytest.raises(ValueError, match=message):
+        writable_folder("trainer.ckpt_path", "gs://bucket/x")
+
+
+def test_a_bucket_is_written_through_fsspec(monkeypatch):
+    """fsspec's own memory stands in for the bucket."""
+    monkeypatch.setattr(fsspec_backend, "_get_filesystem", lambda name: fsspec.filesystem("memory"))
+    folder = writable_folder("trainer.ckpt_path", "gs://bucket/run")
+    (folder / "global_step_3").mkdir()
+    assert [path.name for path in folder.iterdir()] == ["global_step_3"]
+    step = "gs://bucket/run/global_step_3"
+    assert parse_resume_path(step) == ("gs://bucket/run", 3)
+    with pytest.raises(FileNotFoundError, match="global_step_4' does not exist"):
+        parse_resume_path("gs://bucket/run/global_step_4")
 
 
 def test_an_unknown_scheme_is_refused():
