@@ -1,41 +1,107 @@
-"""Checkpoints: one orbax commit holds the whole state of a run."""
+"""Checkpoints: one orbax commit holds the whole state of a run.
 
+    <ckpt_path>/global_step_<N>/state    the TrainState, sharded arrays
+    <ckpt_path>/global_step_<N>/meta     JSON: model, config, user functions, checksums
+
+Nothing in it is pickled. Orbax writes into a temporary folder and renames it, so that a save that
+did not finish is never seen by a restore.
+"""
+
+import contextlib
 import fnmatch
+import itertools
 import json
-from pathlib import Path
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from jaxrl.types import TrainState
+from jaxrl.files import as_path, missing_packages_named, writable_folder
+from jaxrl.types import Array, TrainState
 
 PREFIX = "global_step"
+META_KEYS = {"model", "config", "functions", "checksums"}
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint whose files are missing, cut, or not what was saved."""
 
 
 class Checkpointer:
     """Saves and restores `(TrainState, meta)` under `<folder>/global_step_<N>`.
 
-    A save that did not finish is never seen by a restore: orbax writes into a temporary folder and
-    renames it. `meta` is JSON: what the arrays cannot say (config, model, data position).
+    Args:
+        folder: local, "file://", or in a bucket ("gs://", with the packages of `jaxrl[gcs]`).
+        max_to_keep: the latest ones; -1 = all.
+        read_only: of another run; nothing in the folder is touched.
+
+    Raises:
+        ValueError: the folder cannot be written to.
     """
 
-    def __init__(self, folder: str, *, max_to_keep: int = -1) -> None:
-        self.folder = Path(folder).expanduser().absolute()
+    def __init__(self, folder: str, *, max_to_keep: int = -1, read_only: bool = False) -> None:
+        field = "trainer.resume_path" if read_only else "trainer.ckpt_path"
+        self.folder = (as_path if read_only else writable_folder)(field, folder)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=None if max_to_keep == -1 else max_to_keep,
             step_prefix=PREFIX,
-            enable_async_checkpointing=False,
-            create=True,
+            enable_async_checkpointing=True,
+            cleanup_tmp_directories=not read_only,  # of a run that was killed in a save
+            create=False,
+            lightweight_initialize=True,  # a damaged checkpoint must not keep others from loading
         )
-        self.manager = ocp.CheckpointManager(self.folder, options=options)
+        with missing_packages_named(field, folder):
+            self.manager = ocp.CheckpointManager(self.folder, options=options)
+        self._saving: int | None = None
+
+    # ---------------------------------------------------------------- save
 
     def save(self, step: int, state: TrainState, meta: dict[str, Any]) -> None:
-        """Commit the state after `step` finished steps."""
+        """Start to write the state after `step` finished steps; it may be donated at once.
+
+        Args:
+            meta: JSON, what the arrays cannot say: "model", "config", "functions".
+
+        Raises:
+            RuntimeError: this save, or the one before, which ended in the meantime, failed.
+        """
+        self.wait()
+        self._saving = step
+        meta = {**meta, "checksums": checksums(state)}
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
-        if not self.manager.save(step, args=args):
-            raise RuntimeError(f"orbax did not save step {step} to {self.folder}")
-        self.manager.wait_until_finished()
+        with self._named_failure():
+            if not self.manager.save(step, args=args):
+                raise ValueError(f"the folder already holds a step after {step}")
+
+    def wait(self) -> None:
+        """Until the last save is committed.
+
+        Raises:
+            RuntimeError: it failed.
+        """
+        with self._named_failure():
+            self.manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Wait, then stop the threads that write."""
+        self.wait()
+        self.manager.close()
+
+    @contextlib.contextmanager
+    def _named_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise RuntimeError(
+                f"could not save step {self._saving} to trainer.ckpt_path={str(self.folder)!r}: "
+                f"{type(error).__name__}: {error}. Its earlier checkpoints are whole: mend the "
+                "folder (space, permissions), start again with trainer.resume_mode=latest"
+            ) from error
+
+    # ---------------------------------------------------------------- restore
 
     def refuse_later_than(self, step: int) -> None:
         """A run that starts at `step` must not mix its checkpoints with later ones of another.
@@ -54,18 +120,138 @@ class Checkpointer:
     def read_meta(self, step: int) -> dict[str, Any]:
         """The JSON part alone."""
         args = ocp.args.Composite(meta=ocp.args.JsonRestore())
-        return self.manager.restore(step, args=args)["meta"]
+        meta = self.manager.restore(step, args=args)["meta"]
+        if missing := META_KEYS - set(meta or {}):
+            raise ValueError(f"meta lacks {sorted(missing)}")
+        return meta
 
-    def restore(self, step: int, like: TrainState) -> TrainState:
-        """The state of `step`, with the shapes, dtypes and shardings of `like`."""
+    def restore(self, step: int, like: TrainState, meta: dict[str, Any]) -> TrainState:
+        """The state of a step, with the shapes, dtypes and shardings of `like`.
+
+        Args:
+            meta: what this run would save; a changed source of a user function is warned of.
+
+        Raises:
+            DamagedCheckpoint: files are missing or not what was saved.
+            ValueError: the checkpoint is of another model, or of a run with another config; the
+                message shows the difference.
+        """
+        path = self.folder / f"{PREFIX}_{step}"
+        with _damage(path):
+            saved = self.read_meta(step)
+        refuse_other(str(path), saved, meta)
+        warn_of_changed_functions(str(path), saved["functions"], meta["functions"])
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
-        return self.manager.restore(step, args=args)["state"]
+        with _damage(path):
+            state = self.manager.restore(step, args=args)["state"]
+            if different := differences(saved["checksums"], checksums(state)):
+                raise ValueError(f"the values of {sorted(different)} are not those that were saved")
+        return state
 
-    def close(self) -> None:
-        """Wait for what is being written."""
-        self.manager.close()
+    def restore_latest(
+        self, like: TrainState, meta: dict[str, Any]
+    ) -> tuple[int, TrainState] | None:
+        """Step and state of the newest checkpoint that is whole, or None if there is none at all.
 
+        Newer ones that are damaged are renamed to `<name>.damaged`, with a warning.
+
+        Raises:
+            ValueError: all are damaged, or the newest whole one is of another run.
+        """
+        damaged: dict[int, DamagedCheckpoint] = {}
+        for step in sorted(self.manager.all_steps(), reverse=True):
+            try:
+                state = self.restore(step, like, meta)
+            except DamagedCheckpoint as error:
+                damaged[step] = error
+            else:
+                for number, error in damaged.items():
+                    self._set_aside(number, error, step)
+                return step, state
+        if damaged:
+            reasons = "; ".join(str(error) for error in damaged.values())
+            raise ValueError(
+                f"trainer.ckpt_path={str(self.folder)!r} holds no whole checkpoint: {reasons}. "
+                "Choose another trainer.ckpt_path to start afresh"
+            )
+        return None
+
+    def _set_aside(self, step: int, error: DamagedCheckpoint, older: int) -> None:
+        path = self.folder / f"{PREFIX}_{step}"
+        names = itertools.chain(("damaged",), (f"damaged_{n}" for n in itertools.count(2)))
+        targets = (path.with_name(f"{path.name}.{name}") for name in names)
+        target = next(target for target in targets if not target.exists())
+        path.rename(target)
+        self.manager.reload()
+        warnings.warn(
+            f"{error}. Falling back to step {older}; the damaged one is kept as {target.name}",
+            stacklevel=3,
+        )
+
+
+def resume(
+    own: Checkpointer,
+    resume_mode: str | None,
+    resume_path: str | None,
+    like: TrainState,
+    meta: dict[str, Any],
+) -> TrainState | None:
+    """The state to go on from, or None to start afresh.
+
+    Args:
+        own: of this run's checkpoints.
+        resume_mode: None or "none", "latest" (of `own`), or "from_path".
+        resume_path: `.../global_step_<N>` for "from_path".
+        like, meta: see `Checkpointer.restore`.
+
+    Raises:
+        ValueError: resume_path is no checkpoint, the checkpoint is damaged or of another run, or
+            `own` holds later steps of another run.
+        FileNotFoundError: resume_path does not exist.
+    """
+    found = None
+    if resume_mode == "latest":
+        found = own.restore_latest(like, meta)
+    elif resume_mode == "from_path":
+        folder, step = parse_resume_path(resume_path or "")
+        own.refuse_later_than(step)
+        source = Checkpointer(folder, read_only=True)
+        found = step, source.restore(step, like, meta)
+        source.close()
+    own.refuse_later_than(found[0] if found else 0)
+    return found[1] if found else None
+
+
+def parse_resume_path(resume_path: str) -> tuple[str, int]:
+    """Folder and step of `.../global_step_<N>`.
+
+    Raises:
+        ValueError: resume_path does not end so.
+        FileNotFoundError: it does not exist.
+    """
+    field = "trainer.resume_path"
+    path = as_path(field, resume_path)
+    number = path.name.removeprefix(f"{PREFIX}_")
+    if not path.name.startswith(PREFIX) or not number.isdigit():
+        raise ValueError(f"{field}={resume_path!r} must end in {PREFIX}_<N>")
+    with missing_packages_named(field, resume_path):
+        found = path.exists()
+    if not found:
+        raise FileNotFoundError(f"{field}={resume_path!r} does not exist")
+    return str(path.parent), int(number)
+
+
+@contextlib.contextmanager
+def _damage(path: Any) -> Iterator[None]:
+    """Whatever a reader of damaged files may raise, under one name."""
+    try:
+        yield
+    except Exception as error:
+        raise DamagedCheckpoint(f"{path} is damaged ({type(error).__name__}: {error})") from error
+
+
+# ---------------------------------------------------------------- what must be the same
 
 # What may change between a run and its continuation: where things go, how often, how far.
 MAY_CHANGE = (
@@ -90,31 +276,37 @@ MAY_CHANGE = (
 )
 
 
-def restore(
-    folder: str, step: int, like: TrainState, model: dict[str, Any], config: dict[str, Any]
-) -> TrainState:
-    """The state of `folder/global_step_<step>`.
+def refuse_other(path: str, saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Compare "model" and "config" of two metas.
 
     Raises:
-        ValueError: the checkpoint is of another model, or of a run with another config; the message
-            shows the difference.
+        ValueError: they differ in more than MAY_CHANGE.
     """
-    source = Checkpointer(folder)
-    meta = source.read_meta(step)
     changed = {
         key: pair
-        for key, pair in differences(meta["config"], config).items()
+        for key, pair in differences(saved["config"], now["config"]).items()
         if not any(fnmatch.fnmatch(key, pattern) for pattern in MAY_CHANGE)
     }
-    for what, different in (("model", differences(meta["model"], model)), ("config", changed)):
+    for what, different in (
+        ("model", differences(saved["model"], now["model"])),
+        ("config", changed),
+    ):
         if different:
             raise ValueError(
-                f"checkpoint {folder}/{PREFIX}_{step} is of another {what}; (saved, this run): "
+                f"checkpoint {path} is of another {what}; (saved, this run): "
                 f"{different}. Choose another trainer.ckpt_path, or undo the change"
             )
-    state = source.restore(step, like)
-    source.close()
-    return state
+
+
+def warn_of_changed_functions(path: str, saved: dict[str, str], now: dict[str, str]) -> None:
+    """Their names are in the config and compared there; a new source may be meant, so go on."""
+    changed = [name for name in saved if name in now and saved[name] != now[name]]
+    if changed:
+        warnings.warn(
+            f"the source of {', '.join(changed)} has changed since {path} was saved; the run goes "
+            "on with the new one, and will differ from one that was not interrupted",
+            stacklevel=4,
+        )
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -135,36 +327,28 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def locate(
-    resume_mode: str | None, resume_path: str | None, ckpt_path: str
-) -> tuple[str, int] | None:
-    """Folder and step to resume from, or None to start afresh.
+def checksums(state: Any) -> dict[str, int]:
+    """A number for the bits of each array, the same on every mesh.
 
-    Args:
-        resume_mode: None or "none", "latest" (of `ckpt_path`), or "from_path".
-        resume_path: `.../global_step_<N>` for "from_path".
-        ckpt_path: where this run keeps its checkpoints.
-
-    Raises:
-        ValueError: resume_path does not end in global_step_<N>.
-        FileNotFoundError: resume_path does not exist.
+    Orbax's files have no checksum of array data: a flipped bit would go unnoticed.
     """
-    if resume_mode in (None, "none"):
-        return None
-    if resume_mode == "latest":
-        folder = Path(ckpt_path).expanduser().absolute()
-        steps = [int(p.name.split("_")[-1]) for p in folder.glob(f"{PREFIX}_*") if _complete(p)]
-        return (str(folder), max(steps)) if steps else None
-    path = Path(resume_path or "").expanduser().absolute()
-    number = path.name.removeprefix(f"{PREFIX}_")
-    if not path.name.startswith(PREFIX) or not number.isdigit():
-        raise ValueError(f"trainer.resume_path={resume_path!r} must end in {PREFIX}_<N>")
-    if not _complete(path):
-        raise FileNotFoundError(
-            f"trainer.resume_path={resume_path!r} does not exist or is not a whole checkpoint"
-        )
-    return str(path.parent), int(number)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+    numbers = jax.device_get(_checksums([leaf for _, leaf in leaves]))
+    names = (jax.tree_util.keystr(path) for path, _ in leaves)
+    return {name: int(number) for name, number in zip(names, numbers, strict=True)}
 
 
-def _complete(path: Path) -> bool:
-    return path.name.removeprefix(f"{PREFIX}_").isdigit() and (path / "state").is_dir()
+@jax.jit
+def _checksums(arrays: list[Array]) -> list[Array]:
+    return [_checksum(array) for array in arrays]
+
+
+def _checksum(array: Array) -> Array:
+    """Sum of bits times position mod 2^32; odd weights, so that any one changed element shows."""
+    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[array.dtype.itemsize]
+    bits = jax.lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)
+    weights, stride = jnp.ones(array.shape, jnp.uint32), 2
+    for dim in reversed(range(array.ndim)):
+        weights += jnp.uint32(stride) * jax.lax.broadcasted_iota(jnp.uint32, array.shape, dim)
+        stride = stride * array.shape[dim] % 2**32
+    return jnp.sum(bits * weights, dtype=jnp.uint32)

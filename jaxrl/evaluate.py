@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxrl.files import replace_text
 from jaxrl.metrics import outcome, score_metrics
 from jaxrl.types import GeneratorOutput, Prompt
 
@@ -55,4 +56,4 @@ def dump_rows(folder: Path, step: int, rows: Sequence[dict[str, Any]]) -> None:
     """Write the answers of an evaluation to `global_step_<step>_evals.jsonl`."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps(row) + "\n" for row in rows)
-    (folder / f"global_step_{step}_evals.jsonl").write_text(lines)
+    replace_text(folder / f"global_step_{step}_evals.jsonl", lines)

@@ -2,13 +2,17 @@
 
 import contextlib
 import json
+import os
 import time
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
+from jaxrl.files import replace_text
 from jaxrl.types import GeneratorOutput, TrainBatch
 
 Metrics = dict[str, float]
@@ -39,7 +43,11 @@ def score_metrics(
 
 
 def generate_metrics(output: GeneratorOutput) -> Metrics:
-    """Length statistics of the responses, in tokens."""
+    """Length statistics of the responses, in tokens, and a checksum of all tokens.
+
+    Two runs whose `generate/tokens_crc32` agree sampled the same tokens.
+    """
+    tokens = np.concatenate([np.asarray(r, np.int32) for r in output["response_ids"]])
     lengths = np.array([len(r) for r in output["response_ids"]])
     scores = np.array([outcome(r) for r in output["rewards"]])
     rewarded, unrewarded = lengths[scores > 0], lengths[scores <= 0]
@@ -52,6 +60,7 @@ def generate_metrics(output: GeneratorOutput) -> Metrics:
         "generate/avg_tokens_non_zero_rewards": float(rewarded.mean()) if rewarded.size else 0.0,
         "generate/avg_tokens_zero_rewards": float(unrewarded.mean()) if unrewarded.size else 0.0,
         "generate/stop_ratio": float(np.mean([s == "stop" for s in output["stop_reasons"]])),
+        "generate/tokens_crc32": zlib.crc32(tokens.tobytes()),
         **output["rollout_metrics"],
     }
 
@@ -100,6 +109,8 @@ def progress_line(metrics: Mapping[str, float]) -> dict[str, str]:
 class RunLogger:
     """Writes one line per step to `metrics.jsonl`, and to TensorBoard if asked.
 
+    A checkpoint must not be ahead of the lines before it: `flush` first, then commit.
+
     Args:
         folder: the run's folder; created.
         loggers: names from the config; "tensorboard" adds `<folder>/tensorboard`.
@@ -113,7 +124,7 @@ class RunLogger:
         self.path = folder / "metrics.jsonl"
         earlier = read_lines(self.path) if finished_steps else []
         kept = [line for line in earlier if line["step"] <= finished_steps]
-        self.path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        replace_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
         self.file = self.path.open("a")
         self.tensorboard = None
         if "tensorboard" in loggers:
@@ -131,6 +142,17 @@ class RunLogger:
         if self.tensorboard:
             for name, value in numbers.items():
                 self.tensorboard.add_scalar(name, value, step)
+
+    def flush(self) -> None:
+        """Everything logged so far is on disk."""
+        os.fsync(self.file.fileno())
+        if self.tensorboard:
+            self.tensorboard.flush()
+
+    def write_config(self, config: dict[str, Any]) -> None:
+        """Record what the run was asked to do in `config.yaml`."""
+        plain = json.loads(json.dumps(config))  # tuples are lists to YAML
+        replace_text(self.folder / "config.yaml", yaml.safe_dump(plain, sort_keys=False))
 
     def plot(self) -> Path:
         """Draw reward and evaluation score over steps to `curve.png`."""

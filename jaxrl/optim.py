@@ -61,10 +61,13 @@ def make_optimizer(
 def init_state(
     optimizer: optax.GradientTransformation, params: Any, shardings: Any, whole: Any
 ) -> TrainState:
-    """A fresh state around `params`; moments are placed like their parameters, counts whole."""
+    """A fresh state around `params`, which are donated.
+
+    Moments are placed like their parameters, counts whole.
+    """
     make = functools.partial(_new_state, optimizer)
     placement = _state_shardings(optimizer, jax.eval_shape(make, params), shardings, whole)
-    return jax.jit(make, out_shardings=placement)(params)
+    return jax.jit(make, out_shardings=placement, donate_argnums=0)(params)
 
 
 def abstract_state(

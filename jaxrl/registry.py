@@ -12,6 +12,7 @@ be installed there.
 
 import difflib
 import functools
+import hashlib
 import importlib
 import inspect
 import sys
@@ -165,6 +166,23 @@ def bind_estimator(algorithm: Any) -> Function:
     return functools.partial(func, **accepted_keywords(func, offered))
 
 
+def source_hashes(algorithm: Any) -> dict[str, str]:
+    """SHA-256 of the source of each configured function that is not a built-in.
+
+    Of the function itself, not of what it calls; "unknown" where Python has no source.
+    """
+    chosen = (
+        (PolicyLossRegistry, algorithm.policy_loss_type),
+        (AdvantageEstimatorRegistry, algorithm.advantage_estimator),
+    )
+    hashes = {}
+    for registry, name in chosen:
+        func = registry.resolve(name)
+        if registry._builtin.get(_plain(name)) is not func:
+            hashes[f"{registry._function_type} '{_plain(name)}'"] = _source_hash(func)
+    return hashes
+
+
 def register_policy_loss(name: str | StrEnum) -> Callable[[Function], Function]:
     """Decorator: `@register_policy_loss("my_loss")`. Returns the function unchanged."""
     return _decorator(PolicyLossRegistry, name)
@@ -249,6 +267,14 @@ def check_hyperparameters(func: Function, given: Mapping[str, Any], field: str) 
             raise ValueError(
                 f"{field}.{name}={value!r}: '{label}' takes no such parameter, only {own}"
             )
+
+
+def _source_hash(func: Function) -> str:
+    try:
+        source = inspect.getsource(_innermost(func))
+    except (OSError, TypeError):  # typed at a prompt; a callable object
+        return "unknown"
+    return hashlib.sha256(source.encode()).hexdigest()
 
 
 def _plain(name: str | StrEnum) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from jaxrl import config as cfg
+from jaxrl.assemble import DTYPES
 from jaxrl.data.prompts import load_prompts
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.models import hf
@@ -20,7 +21,7 @@ from jaxrl.parallel import make_mesh
 from jaxrl.rollout.conversation import ConversationGenerator
 from jaxrl.rollout.native import NativeEngine
 from jaxrl.rollout.protocol import Engine
-from jaxrl.trainer import DTYPES, Trainer, run_folder
+from jaxrl.trainer import Trainer
 from jaxrl.types import Prompt
 
 
@@ -104,7 +105,8 @@ class BasePPOExp:
         )
         print(cfg.objective_card(config, num_devices=mesh.size))
         print(
-            f"mesh {dict(mesh.shape)} of {jax.default_backend()}, run folder {run_folder(config)}"
+            f"mesh {dict(mesh.shape)} of {jax.default_backend()}, "
+            f"run folder {cfg.run_folder(config.trainer)}"
         )
         return trainer
 

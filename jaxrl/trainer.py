@@ -5,6 +5,7 @@ calls pure functions with explicit state. Everything random is named by (seed, s
 sample), so a run that is killed and resumed equals one that was not.
 """
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -13,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
 from jaxrl import config as cfg
-from jaxrl.checkpoint import Checkpointer, locate, restore
+from jaxrl.assemble import assemble_optimizer, assemble_updater
+from jaxrl.checkpoint import Checkpointer, resume
 from jaxrl.data.packing import collate, round_up, row_slices
 from jaxrl.data.prompts import batch_indices
 from jaxrl.evaluate import dump_rows, evaluate
-from jaxrl.forward import log_probs_and_entropy
+from jaxrl.files import writable_folder
 from jaxrl.metrics import (
     RunLogger,
     advantage_metrics,
@@ -34,16 +35,14 @@ from jaxrl.metrics import (
 )
 from jaxrl.models import hf
 from jaxrl.models.transformer import TransformerConfig, abstract_params, logical_axes
-from jaxrl.optim import abstract_state, init_state, make_apply, make_optimizer, make_schedule
-from jaxrl.parallel import ShardingRules, batch_sharding, param_shardings, replicated
+from jaxrl.optim import abstract_state, init_state, make_apply
+from jaxrl.parallel import ShardingRules, param_shardings, replicated
 from jaxrl.parallel.rules import batch_devices
-from jaxrl.registry import bind_estimator
+from jaxrl.registry import bind_estimator, source_hashes
 from jaxrl.rollout.conversation import generator_input
 from jaxrl.rollout.protocol import Engine, Sampling
 from jaxrl.types import GeneratorOutput, Prompt, TrainBatch, TrainState
-from jaxrl.update import Updater, merge_metrics, minibatch_weights
-
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+from jaxrl.update import merge_metrics, minibatch_weights
 
 
 class Trainer:
@@ -94,50 +93,26 @@ class Trainer:
     def _build(self) -> None:
         """Everything that is compiled or placed once."""
         trainer, rules = self.config.trainer, ShardingRules()
-        algorithm = trainer.algorithm
-        assert algorithm.temperature is not None  # resolved
-        settings = trainer.policy.optimizer_config
-        minibatches = trainer.train_batch_size // trainer.policy_mini_batch_size
-        schedule = make_schedule(
-            settings.scheduler,
-            lr=settings.lr,
-            num_warmup_steps=settings.num_warmup_steps,
-            total_steps=self.total_steps * minibatches * trainer.update_epochs_per_batch,
-        )
-        self.optimizer = make_optimizer(
-            schedule,
-            adam_betas=(settings.adam_betas[0], settings.adam_betas[1]),
-            weight_decay=settings.weight_decay,
-            max_grad_norm=settings.max_grad_norm,
-        )
+        self.optimizer, schedule = assemble_optimizer(trainer, self.total_steps)
         shapes = abstract_params(self.model)
         self.shardings = param_shardings(self.mesh, logical_axes(self.model), shapes, rules)
         self.like = abstract_state(
             self.optimizer, self.model, self.shardings, replicated(self.mesh)
         )
+        apply = make_apply(self.optimizer, schedule)
+        self.updater = assemble_updater(self.config, self.model, self.mesh, rules, self.like, apply)
         devices = batch_devices(self.mesh, rules)
         rows_per_step = round_up(trainer.train_batch_size * self.samples, devices)
         self.forward_rows = min(trainer.micro_forward_batch_size_per_gpu * devices, rows_per_step)
-        forward = functools.partial(
-            log_probs_and_entropy,
-            self.model,
-            temperature=algorithm.temperature,
-            dtype=DTYPES["bfloat16" if trainer.bf16 else "float32"],
-            remat=trainer.gradient_checkpointing,
-        )
-        self.updater = Updater(
-            forward,
-            make_apply(self.optimizer, schedule),
-            algorithm=algorithm,
-            shardings=jax.tree.map(lambda x: x.sharding, self.like),
-            microbatch_rows=min(
-                trainer.micro_train_batch_size_per_gpu * devices,
-                round_up(trainer.policy_mini_batch_size * self.samples, devices),
-            ),
-            place=functools.partial(jax.device_put, device=batch_sharding(self.mesh, rules)),
-        )
-        self.estimate = jax.jit(bind_estimator(algorithm))
+        self.estimate = jax.jit(bind_estimator(trainer.algorithm))
+        writable_folder("trainer.log_path", cfg.run_folder(trainer))
+        writable_folder("trainer.export_path", trainer.export_path)
         self.checkpointer = Checkpointer(trainer.ckpt_path, max_to_keep=trainer.max_ckpts_to_keep)
+        self.checkpoint_meta = {
+            "model": dataclasses.asdict(self.model),
+            "config": cfg.get_config_as_dict(self.config),
+            "functions": source_hashes(trainer.algorithm),
+        }
 
     # ---------------------------------------------------------------- the loop
 
@@ -147,16 +122,21 @@ class Trainer:
         self.state = self.restore_or_init()
         first = int(self.state.step)
         self.load_reference()
-        self.logger = RunLogger(run_folder(self.config), cfg.logger_names(trainer.logger), first)
+        self.logger = RunLogger(cfg.run_folder(trainer), cfg.logger_names(trainer.logger), first)
+        self.logger.write_config(cfg.get_config_as_dict(self.config))
         self.sync_weights(first)
         if first >= self.total_steps:
             print(
                 f"nothing to do: {trainer.ckpt_path} holds step {first} of {self.total_steps}. "
                 "Raise trainer.epochs, or choose another trainer.ckpt_path to start again"
             )
-        if first == 0 and trainer.eval_before_train and trainer.eval_interval > 0:
-            self.record(0, self.evaluate(0))
-        with tqdm(total=self.total_steps, initial=first, desc=trainer.run_name) as bar:
+        with (
+            contextlib.closing(self.logger),
+            contextlib.closing(self.checkpointer),  # waits for the save under way, come what may
+            tqdm(total=self.total_steps, initial=first, desc=trainer.run_name) as bar,
+        ):
+            if first == 0 and trainer.eval_before_train and trainer.eval_interval > 0:
+                self.record(0, self.evaluate(0))
             for step in range(first + 1, self.total_steps + 1):
                 metrics = self.train_step(step)
                 if self._due(step, trainer.eval_interval):
@@ -165,9 +145,7 @@ class Trainer:
                 self.save(step)
                 bar.set_postfix(progress_line(metrics))
                 bar.update()
-        self.logger.plot()
-        self.logger.close()
-        self.checkpointer.close()
+            self.logger.plot()
         return self.state
 
     def train_step(self, step: int) -> dict[str, float]:
@@ -288,8 +266,8 @@ class Trainer:
             step=jax.device_put(np.int32(step), self.like.step.sharding)
         )
         updates = [merge_metrics(parts) | applied for parts, applied in jax.device_get(pending)]
-        for name in updates[0]:
-            self.metrics[f"policy/{name}"] = float(np.mean([u[name] for u in updates]))
+        for name, value in merge_metrics(updates, np.mean).items():
+            self.metrics[f"policy/{name}"] = value
         skipped = sum(int(u["skipped_updates"]) for u in updates)
         self.metrics["policy/skipped_updates"] = skipped
         if skipped:
@@ -310,15 +288,13 @@ class Trainer:
         """
         trainer = self.config.trainer
         if self._due(step, trainer.hf_save_interval):
-            self.export(Path(trainer.export_path).expanduser() / f"global_step_{step}" / "policy")
+            self.export(Path(trainer.export_path) / f"global_step_{step}" / "policy")
         epoch_end = step % self.steps_per_epoch == 0
         if self._due(step, trainer.ckpt_interval) or (epoch_end and trainer.ckpt_interval > 0):
             self.logger.plot()
-            meta = {
-                "model": dataclasses.asdict(self.model),
-                "config": cfg.get_config_as_dict(self.config),
-            }
-            self.checkpointer.save(step, self.state, meta)  # last: a resumed run goes on after it
+            self.logger.flush()
+            # Last: a resumed run goes on after it.
+            self.checkpointer.save(step, self.state, self.checkpoint_meta)
 
     # ---------------------------------------------------------------- around the steps
 
@@ -337,20 +313,19 @@ class Trainer:
                 tokenizer=self.tokenizer,
             )
         if trainer.dump_eval_results:
-            dump_rows(Path(trainer.export_path).expanduser() / "dumped_evals", step, rows)
+            dump_rows(Path(trainer.export_path) / "dumped_evals", step, rows)
         return metrics | {"timing/eval": self.metrics["timing/eval"]}
 
     def restore_or_init(self) -> TrainState:
         """The state of the checkpoint that the config points to, else that of the model folder."""
         trainer = self.config.trainer
-        found = locate(trainer.resume_mode, trainer.resume_path, trainer.ckpt_path)
-        self.checkpointer.refuse_later_than(found[1] if found else 0)
-        if found is None:
-            params = self._load(trainer.policy.model)
-            return init_state(self.optimizer, params, self.shardings, replicated(self.mesh))
-        print(f"resuming after step {found[1]} from {found[0]}")
-        config = cfg.get_config_as_dict(self.config)
-        return restore(*found, self.like, dataclasses.asdict(self.model), config)
+        mode, path = trainer.resume_mode, trainer.resume_path
+        state = resume(self.checkpointer, mode, path, self.like, self.checkpoint_meta)
+        if state is not None:
+            print(f"resuming after step {int(state.step)}")
+            return state
+        params = self._load(trainer.policy.model)
+        return init_state(self.optimizer, params, self.shardings, replicated(self.mesh))
 
     def load_reference(self) -> None:
         """The frozen reference of the KL term, if the term counts."""
@@ -412,8 +387,3 @@ class Trainer:
     def _due(self, step: int, interval: int) -> bool:
         """Whether something done every `interval` steps, and after the last, is due; -1 = never."""
         return interval > 0 and (step % interval == 0 or step == self.total_steps)
-
-
-def run_folder(config: cfg.TrainConfig) -> Path:
-    """Where a run writes metrics.jsonl, curve.png and tensorboard/."""
-    return Path(config.trainer.log_path).expanduser() / config.trainer.run_name

@@ -150,11 +150,16 @@ def reduce_metric(name: str, value: Array, mask: Array, weights: Array) -> Array
     return masked_sum(jnp.broadcast_to(value, mask.shape), weights)
 
 
-def merge_metrics(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Metrics of a minibatch from those of its microbatches: sums, but for `_max` and `_min`."""
+def merge_metrics(
+    parts: Sequence[Mapping[str, Any]], merge: Callable[[Sequence[float]], Any] = sum
+) -> dict[str, float]:
+    """Metrics of a whole from those of its parts: `merge`d, but for `_max` and `_min`.
+
+    Microbatches hold shares of a minibatch's means (sum); a step's are the mean over minibatches.
+    """
     by_name = {"_max": max, "_min": min}
     return {
-        name: float(by_name.get(name[-4:], sum)([float(part[name]) for part in parts]))
+        name: float(by_name.get(name[-4:], merge)([float(part[name]) for part in parts]))
         for name in parts[0]
     }
 

@@ -3,6 +3,8 @@
 import os
 import tempfile
 
+import pytest
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -16,3 +18,13 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """Folder and trainer of one uninterrupted run, for the tests of whole runs."""
+    from jaxrl.train import train
+    from tests.test_train import small
+
+    folder = tmp_path_factory.mktemp("run")
+    return folder, train(small(folder))

@@ -1,6 +1,8 @@
 """Saving and restoring the whole state, on eight host devices."""
 
 import json
+import resource
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,12 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl.checkpoint import Checkpointer, locate, restore
+from jaxrl.checkpoint import (
+    Checkpointer,
+    checksums,
+    parse_resume_path,
+    resume,
+)
 from jaxrl.models.transformer import TransformerConfig, init_params, logical_axes
 from jaxrl.optim import abstract_state, init_state, make_apply, make_optimizer
 from jaxrl.parallel import ShardingRules, make_mesh, param_shardings, replicated
@@ -22,11 +29,11 @@ MODEL = TransformerConfig(
     num_kv_heads=1,
     head_dim=8,
 )
-SMALL = {"x": np.arange(3)}  # any tree will do where the arrays do not matter
+SMALL = {"x": np.arange(3, dtype=np.int32)}  # any tree will do where the arrays do not matter
 META = {
     "model": {"hidden_size": 16, "num_layers": 2},
     "config": {"trainer": {"seed": 1, "epochs": 2, "betas": [0.9, 0.99]}},
-    "data": [1, 2],
+    "functions": {"policy loss 'mine'": "f00"},
 }
 OPTIMIZER = make_optimizer(
     optax.constant_schedule(0.1), adam_betas=(0.9, 0.99), weight_decay=0.0, max_grad_norm=1.0
@@ -63,13 +70,19 @@ def assert_bit_equal(restored, state):
         )
 
 
-def test_round_trip_is_bit_equal_with_the_shardings(tmp_path, state):
-    checkpointer = Checkpointer(str(tmp_path))
-    checkpointer.save(7, state, META)
+def save(folder, *steps, state=SMALL, **meta):
+    """Commit some steps to a folder."""
+    checkpointer = Checkpointer(str(folder))
+    for step in steps:
+        checkpointer.save(step, state, {**META, **meta})
     checkpointer.close()
+
+
+def test_round_trip_is_bit_equal_with_the_shardings(tmp_path, state):
+    save(tmp_path, 7, state=state)
     _, shardings, mesh = placements(4)
     like = abstract_state(OPTIMIZER, MODEL, shardings, replicated(mesh))
-    restored = restore(str(tmp_path), 7, like, META["model"], META["config"])
+    restored = Checkpointer(str(tmp_path)).restore(7, like, META)
     assert_bit_equal(restored, state)
     assert (int(restored.step), int(restored.skipped_updates)) == (7, 3)
     assert np.abs(restored.opt_state[1][0].mu["embed"]).min() > 0  # moments are not just zeros
@@ -80,31 +93,92 @@ def test_round_trip_is_bit_equal_with_the_shardings(tmp_path, state):
 
 
 def test_another_mesh_may_restore(tmp_path, state):
-    Checkpointer(str(tmp_path)).save(7, state, META)
+    save(tmp_path, 7, state=state)
     _, shardings, mesh = placements(8)
     like = abstract_state(OPTIMIZER, MODEL, shardings, replicated(mesh))
-    restored = Checkpointer(str(tmp_path)).restore(7, like)
+    restored = Checkpointer(str(tmp_path)).restore(7, like, META)
     assert_bit_equal(restored, state)
     # wq [2, 16, 2, 8]: an eighth of the 16 on each device
     assert restored.params["layers"]["wq"].addressable_shards[0].data.shape == (2, 2, 2, 8)
 
 
-def test_meta_belongs_to_its_step(tmp_path, state):
-    checkpointer = Checkpointer(str(tmp_path))
-    checkpointer.save(7, state, META)
-    checkpointer.save(9, state, {**META, "data": [3]})
-    assert checkpointer.read_meta(7) == META
-    assert checkpointer.read_meta(9)["data"] == [3]
+# ------------------------------------------------------------------ saving while training
 
 
-def test_a_folder_with_later_steps_of_another_run_is_refused(tmp_path):
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_state_that_is_donated_at_once_is_saved_as_it_was(tmp_path, devices):
+    mesh = make_mesh(fsdp=devices, devices=jax.devices()[:devices])
+    sharded = jax.NamedSharding(mesh, jax.P("fsdp"))
+    update = jax.jit(lambda s: jax.tree.map(lambda x: 1.5 * x + 1, s), donate_argnums=0)
+    state = {
+        "sharded": jax.device_put(np.arange(8 * 100_000, dtype=np.float32), sharded),
+        "whole": jax.device_put(np.arange(1000, dtype=np.float32), replicated(mesh)),
+    }
+    checkpointer, saved = Checkpointer(str(tmp_path)), {}
+    for step in (1, 2, 3):
+        saved[step] = jax.tree.map(np.array, state)  # a copy
+        checkpointer.save(step, state, META)
+        for _ in range(10):
+            state = update(state)
+    checkpointer.close()
+    for step, expected in saved.items():
+        restored = Checkpointer(str(tmp_path)).restore(step, state, META)
+        assert_bit_equal(jax.device_get(restored), expected)
+
+
+def test_save_returns_before_the_files_are_there(tmp_path, monkeypatch):
+    """The writing thread is held back until the test lets it go."""
+    from orbax.checkpoint.checkpoint_managers import CheckpointManager
+
+    go = threading.Event()
+    finalize = CheckpointManager._finalize_checkpoint
+    monkeypatch.setattr(
+        CheckpointManager,
+        "_finalize_checkpoint",
+        lambda self, step: (go.wait(60), finalize(self, step))[1],
+    )
     checkpointer = Checkpointer(str(tmp_path))
-    checkpointer.refuse_later_than(0)
-    for step in (3, 6, 9):
-        checkpointer.save(step, SMALL, META)
-    checkpointer.refuse_later_than(9)
-    with pytest.raises(ValueError, match=r"holds the steps \[6, 9\] of another run.*after step 3"):
-        checkpointer.refuse_later_than(3)
+    checkpointer.save(1, SMALL, META)
+    assert checkpointer.manager.is_saving_in_progress()
+    go.set()
+    checkpointer.close()
+    assert Checkpointer(str(tmp_path)).restore(1, SMALL, META)["x"].tolist() == [0, 1, 2]
+
+
+def test_a_full_disk_is_reported_and_older_checkpoints_stay(tmp_path):
+    """No file may grow beyond 50 kB while step 2, 4 MB of noise, is written."""
+    noise = {"x": np.random.default_rng(0).standard_normal(500_000)}
+    noise = {"x": noise["x"].astype(np.float32)}
+    checkpointer = Checkpointer(str(tmp_path))
+    checkpointer.save(1, SMALL, META)
+    checkpointer.wait()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    message = rf"could not save step 2 to trainer.ckpt_path='{tmp_path}': .*earlier .* are whole"
+    try:
+        checkpointer.save(2, noise, META)
+        with pytest.raises(RuntimeError, match=message):
+            checkpointer.save(3, SMALL, META)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    checkpointer.close()  # was reported once
+    again = Checkpointer(str(tmp_path))
+    assert again.restore_latest(SMALL, META)[0] == 1
+    again.save(2, noise, META)  # the disk has space again
+    again.close()
+    assert steps_in(tmp_path) == ["global_step_1", "global_step_2"]
+
+
+def test_the_failure_of_the_last_save_is_reported_at_close(tmp_path, monkeypatch):
+    checkpointer = Checkpointer(str(tmp_path))
+
+    def fail(step):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpointer.manager, "_finalize_checkpoint", fail)
+    checkpointer.save(4, SMALL, META)
+    with pytest.raises(RuntimeError, match=r"could not save step 4 .*No space left on device"):
+        checkpointer.close()
 
 
 def steps_in(folder):
@@ -126,82 +200,117 @@ def test_max_to_keep(tmp_path, keep, left):
     assert steps_in(tmp_path) == left
 
 
+def test_what_a_killed_save_left_is_removed(tmp_path):
+    leftover = tmp_path / "global_step_8.orbax-checkpoint-tmp"
+    (leftover / "state").mkdir(parents=True)
+    save(tmp_path, 8)
+    assert steps_in(tmp_path) == ["global_step_8"]
+
+
+# ------------------------------------------------------------------ checkpoints of other runs
+
+
+def test_a_folder_with_later_steps_of_another_run_is_refused(tmp_path):
+    save(tmp_path, 3, 6, 9)
+    checkpointer = Checkpointer(str(tmp_path))
+    checkpointer.refuse_later_than(9)
+    with pytest.raises(ValueError, match=r"holds the steps \[6, 9\] of another run.*after step 3"):
+        checkpointer.refuse_later_than(3)
+    with pytest.raises(ValueError, match=r"holds the steps \[3, 6, 9\]"):
+        resume(checkpointer, "none", None, SMALL, META)
+
+
 def test_another_model_is_refused_with_the_difference(tmp_path):
-    Checkpointer(str(tmp_path)).save(7, SMALL, META)
+    save(tmp_path, 6, 7)
     model = {"hidden_size": 32, "num_layers": 2, "qk_norm": True}
     message = (
         rf"{tmp_path}/global_step_7 is of another model; \(saved, this run\): "
         r"\{'hidden_size': \(16, 32\), 'qk_norm': \(None, True\)\}. Choose another"
     )
-    with pytest.raises(ValueError, match=message):
-        restore(str(tmp_path), 7, SMALL, model, META["config"])
-
-
-# ------------------------------------------------------------------ locate
-
-
-def fake_checkpoint(folder, step):
-    (folder / f"global_step_{step}" / "state").mkdir(parents=True)
-
-
-@pytest.mark.parametrize("mode", [None, "none"])
-def test_locate_none_starts_afresh(tmp_path, mode):
-    fake_checkpoint(tmp_path, 5)
-    assert locate(mode, None, str(tmp_path)) is None
-
-
-def test_locate_latest_is_the_largest_number(tmp_path):
-    assert locate("latest", None, str(tmp_path / "not_there")) is None
-    assert locate("latest", None, str(tmp_path)) is None
-    for step in (9, 10, 2):
-        fake_checkpoint(tmp_path, step)
-    assert locate("latest", None, str(tmp_path)) == (str(tmp_path), 10)
-
-
-def test_locate_latest_skips_what_was_not_finished(tmp_path):
-    fake_checkpoint(tmp_path, 5)
-    (tmp_path / "global_step_7").mkdir()  # no state in it
-    (tmp_path / "global_step_8.orbax-checkpoint-tmp-1" / "state").mkdir(parents=True)
-    (tmp_path / "global_step_9_evals.jsonl").write_text("{}")
-    assert locate("latest", None, str(tmp_path)) == (str(tmp_path), 5)
-
-
-def test_locate_finds_what_the_checkpointer_saved(tmp_path):
-    Checkpointer(str(tmp_path)).save(12, SMALL, META)
-    assert locate("latest", None, str(tmp_path)) == (str(tmp_path), 12)
-
-
-def test_locate_from_path(tmp_path):
-    fake_checkpoint(tmp_path, 5)
-    fake_checkpoint(tmp_path, 7)
-    path = str(tmp_path / "global_step_5")
-    assert locate("from_path", path, "elsewhere") == (str(tmp_path), 5)
-    assert locate("from_path", path + "/", "elsewhere") == (str(tmp_path), 5)
-
-
-@pytest.mark.parametrize("path", ["runs/step_5", "runs/global_step_x", "runs", None])
-def test_locate_from_path_wants_a_step(path):
-    with pytest.raises(ValueError, match=r"resume_path=.* must end in global_step_<N>"):
-        locate("from_path", path, "elsewhere")
-
-
-def test_locate_from_path_wants_a_folder_that_exists(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"resume_path='.*global_step_5' does not exist"):
-        locate("from_path", str(tmp_path / "global_step_5"), "elsewhere")
-
-
-def test_meta_is_readable_json(tmp_path):
-    Checkpointer(str(tmp_path)).save(1, SMALL, META)
-    (file,) = (tmp_path / "global_step_1" / "meta").rglob("metadata")
-    assert json.loads(file.read_text()) == META
+    with pytest.raises(ValueError, match=message):  # 6 is no way out: this is no damage
+        Checkpointer(str(tmp_path)).restore_latest(SMALL, {**META, "model": model})
 
 
 def test_another_config_is_refused_but_for_what_may_change(tmp_path):
-    checkpointer = Checkpointer(str(tmp_path))
-    checkpointer.save(7, SMALL, META)
-    checkpointer.close()
+    save(tmp_path, 7)
     further = {"trainer": {"seed": 1, "epochs": 3, "betas": (0.9, 0.99)}}  # a tuple is a list
-    restore(str(tmp_path), 7, SMALL, META["model"], further)
+    checkpointer = Checkpointer(str(tmp_path))
+    checkpointer.restore(7, SMALL, {**META, "config": further})
     other = {"trainer": {"seed": 2, "epochs": 2, "betas": [0.9, 0.99]}}
     with pytest.raises(ValueError, match=r"another config; .*{'trainer.seed': \(1, 2\)}"):
-        restore(str(tmp_path), 7, SMALL, META["model"], other)
+        checkpointer.restore(7, SMALL, {**META, "config": other})
+
+
+def test_another_source_of_the_loss_is_warned_of(tmp_path):
+    save(tmp_path, 7)
+    other = {**META, "functions": {"policy loss 'mine'": "ba2"}}
+    message = r"source of policy loss 'mine' has changed since .*global_step_7"
+    with pytest.warns(UserWarning, match=message):
+        Checkpointer(str(tmp_path)).restore(7, SMALL, other)
+
+
+def test_checksum_literals():
+    # bits times odd weights: 5 * 1 + 7 * 3 + 2 * 5 = 36; 1.0 is 0x3f800000 = 1065353216
+    state = {"a": np.array([5, 7, 2], np.int32), "b": np.float32(1)}
+    assert checksums(state) == {"['a']": 36, "['b']": 1065353216}
+    # row-major positions: 1 * 1 + 2 * 3 + 3 * 5 + 4 * 7 = 50
+    assert checksums([np.array([[1, 2], [3, 4]], np.int32)]) == {"[0]": 50}
+    # -1 is 2^32 - 1, so weight 3 gives -3 mod 2^32; bfloat16 1.0 is 0x3f80 = 16256
+    assert checksums([np.array([0, -1], np.int32)]) == {"[0]": 2**32 - 3}
+    assert checksums([jnp.ones((), jnp.bfloat16)]) == {"[0]": 16256}
+
+
+# ------------------------------------------------------------------ which checkpoint
+
+
+@pytest.mark.parametrize("mode", [None, "none", "latest"])
+def test_an_empty_folder_starts_afresh(tmp_path, mode):
+    assert resume(Checkpointer(str(tmp_path / "new")), mode, None, SMALL, META) is None
+
+
+def test_latest_is_the_largest_number_of_a_finished_save(tmp_path):
+    for step in (9, 10):
+        save(tmp_path, step, state={"x": np.array([step], np.int32)})
+    (tmp_path / "global_step_12.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+    (tmp_path / "global_step_13_evals.jsonl").write_text("{}")
+    (tmp_path / "global_step_14.damaged").mkdir()
+    own = Checkpointer(str(tmp_path))
+    like = {"x": np.array([0], np.int32)}
+    assert resume(own, "latest", None, like, META)["x"].tolist() == [10]
+
+
+def test_from_path(tmp_path):
+    save(tmp_path / "other", 5, 7)
+    leftover = tmp_path / "other" / "global_step_9.orbax-checkpoint-tmp"
+    leftover.mkdir()  # of a run that may be saving right now
+    own = Checkpointer(str(tmp_path / "own"))
+    for end in ("global_step_5", "global_step_5/"):
+        path = f"{tmp_path}/other/{end}"
+        assert resume(own, "from_path", path, SMALL, META)["x"].tolist() == [0, 1, 2]
+    assert leftover.exists()
+
+
+@pytest.mark.parametrize("path", ["runs/step_5", "runs/global_step_x", "runs", ""])
+def test_from_path_wants_a_step(path):
+    with pytest.raises(ValueError, match=r"resume_path=.* must end in global_step_<N>"):
+        parse_resume_path(path)
+
+
+def test_from_path_wants_a_folder_that_exists(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"resume_path='.*global_step_5' does not exist"):
+        parse_resume_path(str(tmp_path / "global_step_5"))
+
+
+def test_a_file_url_is_a_local_folder(tmp_path):
+    checkpointer = Checkpointer(f"file://{tmp_path}/here")
+    checkpointer.save(1, SMALL, META)
+    checkpointer.close()
+    assert steps_in(tmp_path / "here") == ["global_step_1"]
+    assert parse_resume_path(f"file://{tmp_path}/here/global_step_1") == (f"{tmp_path}/here", 1)
+
+
+def test_meta_is_readable_json(tmp_path):
+    save(tmp_path, 1)
+    (file,) = (tmp_path / "global_step_1" / "meta").rglob("metadata")
+    # 0 * 1 + 1 * 3 + 2 * 5
+    assert json.loads(file.read_text()) == {**META, "checksums": {"['x']": 13}}

@@ -24,6 +24,8 @@ LAYER_OF = {
     "update": "L3",
     "checkpoint": "L3",
     "metrics": "L3",
+    "files": "L0",
+    "assemble": "L4",
     "evaluate": "L4",
     "trainer": "L4",
     "train": "L4",

@@ -45,6 +45,7 @@ def columns(**changes):
 
 
 def test_generate_metrics_literal():
+    # 12 tokens [1, 1, ...] as little-endian int32: crc32(b"\x01\0\0\0" * 12) = 2329099562
     # lengths 2 4 6: mean 4, deviation sqrt((4 + 0 + 4) / 3) = 1.6329932; rewarded are 2 and 6
     metrics = generate_metrics(columns())
     assert metrics.pop("generate/std_num_tokens") == pytest.approx(1.6329932)
@@ -56,6 +57,7 @@ def test_generate_metrics_literal():
         "generate/avg_num_tokens": 4.0,
         "generate/avg_tokens_non_zero_rewards": 4.0,
         "generate/avg_tokens_zero_rewards": 4.0,
+        "generate/tokens_crc32": 2329099562,
         "environment/exact": 0.5,
     }
 
@@ -116,6 +118,28 @@ def test_a_last_line_cut_off_by_a_crash_is_left_out(tmp_path):
     assert [line["step"] for line in read_lines(path)] == [1, 2, 3]
 
 
+def test_a_resumed_run_that_cannot_write_leaves_the_lines_as_they_were(tmp_path, monkeypatch):
+    """The new file takes the name of the old one in one step, or not at all."""
+    write_run(tmp_path, [1, 2, 3])
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+
+    def killed(source, target):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxrl.files.os.replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        RunLogger(tmp_path, [], 1)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_the_config_is_written_as_yaml(tmp_path):
+    logger = RunLogger(tmp_path, [], 0)
+    logger.write_config({"trainer": {"seed": 1, "betas": (0.9, 0.99), "path": None}})
+    logger.close()
+    text = (tmp_path / "config.yaml").read_text()
+    assert text == "trainer:\n  seed: 1\n  betas:\n  - 0.9\n  - 0.99\n  path: null\n"
+
+
 def test_read_lines_of_no_file(tmp_path):
     assert read_lines(tmp_path / "metrics.jsonl") == []
 
@@ -130,7 +154,10 @@ def test_plot_writes_a_png(tmp_path):
 def test_tensorboard_gets_the_same_numbers(tmp_path):
     from tensorboardX.proto.event_pb2 import Event
 
-    write_run(tmp_path, [1, 2], loggers=["console", "tensorboard"])
+    logger = RunLogger(tmp_path, ["console", "tensorboard"], 0)
+    for step in (1, 2):
+        logger.log(step, {"reward/avg_raw_reward": step})
+    logger.flush()  # a kill from here on loses nothing
     (events,) = (tmp_path / "tensorboard").iterdir()
     data, found = events.read_bytes(), []
     while data:  # length, its checksum, record, its checksum
@@ -139,6 +166,7 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
         found += [(event.step, v.tag, v.simple_value) for v in event.summary.value]
         data = data[16 + length :]
     assert found == [(1, "reward/avg_raw_reward", 1.0), (2, "reward/avg_raw_reward", 2.0)]
+    logger.close()
 
 
 def test_no_tensorboard_unless_asked(tmp_path):

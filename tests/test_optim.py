@@ -1,5 +1,7 @@
 """Schedules, AdamW, and the update that skips a gradient that is not finite."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,6 +122,22 @@ MODEL = TransformerConfig(
     num_kv_heads=1,
     head_dim=8,
 )
+
+
+def test_a_fresh_state_takes_over_its_parameters():
+    """Two copies of the parameters at the start of a run would need the most memory of all."""
+    mesh = make_mesh(fsdp=8)
+    shardings = param_shardings(mesh, logical_axes(MODEL), init_params(MODEL, 0), ShardingRules())
+    params = init_params(MODEL, 0, shardings)
+    optimizer = make_optimizer(
+        optax.constant_schedule(0.1), adam_betas=(0.9, 0.99), weight_decay=0.0, max_grad_norm=1.0
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # "some donated buffers were not usable"
+        state = init_state(optimizer, params, shardings, replicated(mesh))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+    expected = init_params(MODEL, 0)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), expected)
 
 
 def test_moments_are_sharded_like_their_parameters():

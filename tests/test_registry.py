@@ -1,6 +1,7 @@
 """Tables of losses and estimators, and how user functions travel."""
 
 import functools
+import hashlib
 import importlib
 import inspect
 import os
@@ -31,6 +32,7 @@ from jaxrl.registry import (
     register_advantage_estimator,
     register_policy_loss,
     snapshot,
+    source_hashes,
 )
 
 ROOT = Path(__file__).parent.parent
@@ -354,3 +356,37 @@ def test_every_builtin_has_its_file_its_tests_its_formula_and_its_paper(folder, 
     assert re.search(r"^ {4}\S.* = .*$", doc, re.MULTILINE), "no indented formula"
     if name != "cross_entropy":
         assert re.search(r"https?://\S+|arXiv:\d{4}\.\d{5}", doc), "no paper"
+
+
+def own_loss(log_probs, old_log_probs, advantages, config):
+    return -log_probs * advantages, {}
+
+
+def test_source_hashes_of_user_functions_alone():
+    name = "tests.test_registry:own_loss"
+    algorithm = AlgorithmConfig(policy_loss_type=name, advantage_estimator="grpo")
+    source = (
+        "def own_loss(log_probs, old_log_probs, advantages, config):\n"
+        "    return -log_probs * advantages, {}\n"
+    )
+    expected = hashlib.sha256(source.encode()).hexdigest()
+    assert source_hashes(algorithm) == {f"policy loss '{name}'": expected}
+    assert source_hashes(AlgorithmConfig(policy_loss_type="regular")) == {}
+
+
+def test_the_source_hash_sees_through_jit_and_partial(clean_registries):
+    register_policy_loss("plain")(own_loss)
+    register_policy_loss("wrapped")(functools.partial(jax.jit(own_loss), config=None))
+    plain, wrapped = (
+        list(source_hashes(AlgorithmConfig(policy_loss_type=name)).values())
+        for name in ("plain", "wrapped")
+    )
+    assert plain == wrapped
+
+
+def test_a_function_without_source_is_of_unknown_source(clean_registries):
+    scope = {}
+    exec("def typed(log_probs, *rest): return log_probs, {}", scope)
+    register_policy_loss("typed")(scope["typed"])
+    hashes = source_hashes(AlgorithmConfig(policy_loss_type="typed"))
+    assert hashes == {"policy loss 'typed'": "unknown"}

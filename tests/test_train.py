@@ -1,12 +1,6 @@
 """Whole runs of the real trainer on a tiny model, eight host devices."""
 
 import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import jax
@@ -15,6 +9,7 @@ import ml_collections
 import numpy as np
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jaxrl import config as cfg
@@ -65,18 +60,13 @@ def assert_bitwise_equal(a, b):
         np.testing.assert_array_equal(jax.device_get(left), jax.device_get(right))
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """One uninterrupted run and its trainer."""
-    folder = tmp_path_factory.mktemp("run")
-    return folder, train(small(folder))
-
-
 def test_a_run_leaves_what_it_should(finished):
     folder, trainer = finished
     lines = metric_lines(folder)
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
     assert all("eval/all/avg_score" in lines[i] for i in (0, 2, 4))
+    written = yaml.safe_load((folder / "quickstart" / "config.yaml").read_text())
+    assert cfg.to_train_config(written) == trainer.config
     assert (folder / "quickstart" / "curve.png").stat().st_size > 5_000
     assert list((folder / "quickstart" / "tensorboard").glob("events*"))
     evaluations = (folder / "exports/dumped_evals/global_step_4_evals.jsonl").read_text()
@@ -128,105 +118,6 @@ def test_the_export_gives_the_same_logits_in_transformers(finished):
     hidden = forward(trainer.model, params, ids, positions, jnp.ones_like(ids))
     ours = unembed(trainer.model, params, hidden)
     np.testing.assert_allclose(ours, expected.numpy(), atol=1e-4)
-
-
-class InterruptedTrainer(Trainer):
-    """Stops as by Ctrl-C in the update of the fourth step, after rollouts and advantages."""
-
-    def update(self, batch, step):
-        if step == 4:
-            raise KeyboardInterrupt
-        super().update(batch, step)
-
-
-class InterruptedExp(BasePPOExp):
-    def get_trainer(self, *args, **kwargs):
-        return InterruptedTrainer(*args, **kwargs)
-
-
-def test_interrupted_and_resumed_equals_uninterrupted(finished, tmp_path):
-    folder, whole = finished
-    with pytest.raises(KeyboardInterrupt):
-        InterruptedExp(small(tmp_path)).run()
-    assert metric_lines(tmp_path) == metric_lines(folder)[:4]
-    resumed = train(small(tmp_path))  # from the checkpoint of step 2
-    assert metric_lines(tmp_path) == metric_lines(folder)
-    assert_bitwise_equal(resumed.state, whole.state)
-
-
-def test_killed_and_resumed_equals_uninterrupted(finished, tmp_path):
-    """SIGKILL after the checkpoint of step 2; what was logged later is cut and done again."""
-    folder, whole = finished
-    recipe = tmp_path / "recipe.py"
-    values = cfg.get_config_as_dict(small(tmp_path))
-    recipe.write_text(f"def get_config():\n    return {values!r}\n")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "jaxrl.train", f"--config={recipe}"],
-        cwd=ROOT,
-        env=os.environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    log = tmp_path / "quickstart" / "metrics.jsonl"
-    deadline = time.monotonic() + 240
-    while not (tmp_path / "checkpoints" / "global_step_2").exists():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    with log.open("a") as file:
-        file.write('{"step": 3, "reward/avg_ra')  # a line that the kill cut off
-    resumed = train(small(tmp_path))
-    assert metric_lines(tmp_path) == metric_lines(folder)
-    assert_bitwise_equal(resumed.state, whole.state)
-
-
-def test_resume_modes(finished, tmp_path, capsys):
-    folder, whole = finished
-    path = str(folder / "checkpoints" / "global_step_2")
-    again = train(
-        small(tmp_path, **{"trainer.resume_mode": "from_path", "trainer.resume_path": path})
-    )
-    assert_bitwise_equal(again.state, whole.state)
-    train(small(tmp_path))
-    assert "nothing to do" in capsys.readouterr().out
-    config = small(tmp_path, **{"trainer.resume_mode": "none", "trainer.max_training_steps": 1})
-    with pytest.raises(ValueError, match=r"ckpt_path=.*holds the steps \[4\] of another run"):
-        train(config)
-    assert [line["step"] for line in metric_lines(tmp_path)] == [3, 4]  # nothing was touched
-    fresh = train(cfg.apply_overrides(config, {"trainer.ckpt_path": str(tmp_path / "other")}))
-    assert int(fresh.state.step) == 1
-    assert [line["step"] for line in metric_lines(tmp_path)] == [0, 1]
-
-
-def test_a_checkpoint_of_another_model_is_refused(finished, tmp_path):
-    folder, _ = finished
-    other = tmp_path / "model"
-    other.mkdir()
-    source = ROOT / "configs" / "tiny_char_model"
-    for file in source.iterdir():
-        (other / file.name).write_bytes(file.read_bytes())
-    settings = json.loads((other / "config.json").read_text()) | {"intermediate_size": 128}
-    (other / "config.json").write_text(json.dumps(settings))
-    config = small(
-        folder, **{"trainer.policy.model.path": str(other), "trainer.log_path": str(tmp_path)}
-    )
-    with pytest.raises(ValueError, match=r"another model.*intermediate_size.*256.*128"):
-        train(config)
-
-
-def test_a_checkpoint_of_another_config_is_refused(finished, tmp_path):
-    folder, _ = finished
-    config = small(folder, **{"trainer.seed": 7, "trainer.log_path": str(tmp_path)})
-    with pytest.raises(ValueError, match=r"another config.*trainer.seed': \(42, 7\)"):
-        train(config)
-    further = {"trainer.max_training_steps": 5, "trainer.log_path": str(tmp_path)}
-    copy = tmp_path / "checkpoints"
-    shutil.copytree(folder / "checkpoints", copy)
-    further |= {"trainer.ckpt_path": str(copy), "trainer.export_path": str(tmp_path)}
-    assert int(train(small(folder, **further)).state.step) == 5
 
 
 class PenaltyTrainer(Trainer):
@@ -354,6 +245,16 @@ def test_the_command_line(tmp_path, capsys):
     assert "33" in capsys.readouterr().err
     assert main(["--config=configs/no_such_file.py"]) == 2
     assert "no_such_file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("field", ["log_path", "ckpt_path", "export_path"])
+def test_a_folder_that_cannot_be_written_stops_the_run_before_it_starts(tmp_path, capsys, field):
+    (tmp_path / "file").write_text("a file where a folder should be")
+    folders = {name: f"{tmp_path}/{name}" for name in ("log_path", "ckpt_path", "export_path")}
+    folders[field] = f"{tmp_path}/file"
+    arguments = [f"--config.trainer.{name}={path}" for name, path in folders.items()]
+    assert main([f"--config={QUICKSTART}", *arguments]) == 2
+    assert f"error: trainer.{field}='{tmp_path}/file" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -97,7 +97,12 @@ def make_updater(algorithm, *, microbatch_rows, devices=1, fsdp=-1):
         microbatch_rows=microbatch_rows,
         place=lambda x: jax.device_put(x, batch_sharding(mesh, ShardingRules())),
     )
-    return updater, params, lambda: init_state(optimizer, params, shardings, replicated(mesh))
+
+    def state():
+        donated = jax.tree.map(jnp.copy, params)
+        return init_state(optimizer, donated, shardings, replicated(mesh))
+
+    return updater, params, state
 
 
 def update(updater, state, batch):
@@ -257,3 +262,11 @@ def test_row_slices_fill_the_last_one_with_zeros():
     slices = list(row_slices({"a": np.array([1, 2, 3]), "b": np.ones((3, 2))}, 2))
     np.testing.assert_array_equal(slices[1]["a"], [3, 0])
     np.testing.assert_array_equal(slices[1]["b"], [[1, 1], [0, 0]])
+
+
+def test_metrics_of_a_step_are_means_over_its_minibatches_but_for_max_and_min():
+    updates = [{"loss": 1.0, "ratio_max": 2.0, "ratio_min": 0.5}]
+    updates += [{"loss": 4.0, "ratio_max": 3.0, "ratio_min": 0.75}]
+    # (1 + 4) / 2
+    expected = {"loss": 2.5, "ratio_max": 3.0, "ratio_min": 0.5}
+    assert merge_metrics(updates, np.mean) == expected

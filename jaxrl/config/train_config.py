@@ -89,7 +89,8 @@ def resolve(config: Config) -> Config:
     ref.model = policy.model's path and random_init; generator.max_input_length =
     trainer.max_prompt_length; algorithm.temperature = sampling temperature; algorithm.max_seq_len =
     max_input_length + max_generate_length (for one turn only); eval_sampling_params = greedy with
-    the same length; generator.rope_* = trainer.rope_*. What the user set stays.
+    the same length; generator.rope_* = trainer.rope_*. What the user set stays, but for a leading
+    `~` in a path, which becomes the home folder.
     """
     assert isinstance(config, TrainConfig)
     config = copy.deepcopy(config)
@@ -108,7 +109,25 @@ def resolve(config: Config) -> Config:
         generator.eval_sampling_params = SamplingParams(temperature=0.0, max_generate_length=length)
     generator.rope_scaling = generator.rope_scaling or copy.deepcopy(trainer.rope_scaling)
     generator.rope_theta = generator.rope_theta or trainer.rope_theta
+    _expand_home(config)
     return config
+
+
+def _expand_home(config: TrainConfig) -> None:
+    trainer = config.trainer
+    paths = [
+        *((trainer, name) for name in ("log_path", "ckpt_path", "export_path", "resume_path")),
+        (trainer.policy.model, "path"),
+        (trainer.ref.model, "path"),
+        (config.generator.chat_template, "name_or_path"),
+    ]
+    for group, name in paths:
+        if path := getattr(group, name):
+            setattr(group, name, os.path.expanduser(path))
+    for name in ("train_data", "val_data"):
+        setattr(
+            config.data, name, [os.path.expanduser(path) for path in getattr(config.data, name)]
+        )
 
 
 def _with_fields(cls: type[Config], parts: dict[str, type[BaseConfig]]) -> type[Config]:

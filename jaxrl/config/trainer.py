@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from jaxrl.config.algorithm import AlgorithmConfig
@@ -129,7 +130,7 @@ class TrainerConfig(BaseConfig):
     resume_path: str | None = None
     """Checkpoint for resume_mode "from_path"."""
     log_path: str = "/tmp/skyrl-logs"
-    """Run folder: metrics.jsonl, curve.png, TensorBoard events."""
+    """Run folder: config.yaml, metrics.jsonl, curve.png, TensorBoard events."""
     ckpt_path: str = field(default_factory=lambda: os.path.expanduser("~/ckpts/"))
     """Folder of the checkpoints."""
     max_ckpts_to_keep: int = -1
@@ -190,6 +191,11 @@ class TrainerConfig(BaseConfig):
     """Rotary scaling, instead of the model's own."""
     rope_theta: float | None = None
     """Rotary base, instead of the model's own."""
+
+
+def run_folder(trainer: TrainerConfig) -> Path:
+    """Where a run writes config.yaml, metrics.jsonl, curve.png and tensorboard/."""
+    return Path(trainer.log_path) / trainer.run_name
 
 
 def logger_names(logger: str | list[str]) -> list[str]:

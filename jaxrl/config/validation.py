@@ -311,9 +311,9 @@ def _check_files(config: TrainConfig) -> None:
     trainer, template = config.trainer, config.generator.chat_template
     if trainer.policy.model.path is None:
         _fail("trainer.policy.model.path", None, "set a Hugging Face model folder")
-    for field in ("ckpt_path", "export_path", "log_path"):
+    for field in ("export_path", "log_path"):
         if "://" in getattr(trainer, field):
-            _fail(f"trainer.{field}", getattr(trainer, field), "must be a local folder for now")
+            _fail(f"trainer.{field}", getattr(trainer, field), "must be a local folder")
     if not config.data.train_data:
         _fail("data.train_data", [], "set at least one Parquet or JSONL file")
     if trainer.resume_mode == "from_path" and not trainer.resume_path:

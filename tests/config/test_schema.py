@@ -146,6 +146,23 @@ def test_resolve_fills_derived_fields_and_leaves_its_argument_alone():
     assert resolve(resolved) == resolved
 
 
+def test_resolve_expands_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = TrainConfig()
+    trainer = config.trainer
+    trainer.log_path, trainer.ckpt_path, trainer.export_path = "~/runs", "gs://b/~c", "~/exports"
+    trainer.resume_path = "~/runs/global_step_1"
+    trainer.policy.model.path = "~/model"
+    config.data.train_data = ["~/a.parquet", "my.module:prompts(size=1)"]
+    trainer = resolve(config).trainer
+    assert trainer.log_path == "/home/me/runs"
+    assert trainer.ckpt_path == "gs://b/~c"
+    assert trainer.export_path == "/home/me/exports"
+    assert trainer.resume_path == "/home/me/runs/global_step_1"
+    assert trainer.policy.model.path == trainer.ref.model.path == "/home/me/model"
+    assert resolve(config).data.train_data == ["/home/me/a.parquet", "my.module:prompts(size=1)"]
+
+
 def test_resolve_keeps_what_is_set():
     config = TrainConfig()
     config.trainer.ref.model.path = "other"

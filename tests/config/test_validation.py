@@ -365,6 +365,12 @@ def test_groups_of_one_warn(estimator, effect):
         )
 
 
+@pytest.mark.parametrize("field", ["trainer.export_path", "trainer.log_path"])
+def test_only_checkpoints_may_go_to_a_bucket(field):
+    with pytest.raises(ValueError, match=rf"{field}='gs://bucket/x': must be a local folder"):
+        check({field: "gs://bucket/x"})
+
+
 def test_gspo_warns_unless_averaged_over_sequences():
     gspo = {"trainer.algorithm.policy_loss_type": "gspo"}
     with pytest.warns(UserWarning, match="loss_reduction='token_mean': gspo is defined with 'seq"):
@@ -387,6 +393,7 @@ def test_gspo_warns_unless_averaged_over_sequences():
         {"trainer.bf16": True, "generator.inference_engine.model_dtype": "bfloat16"},
         {"trainer.resume_mode": "from_path", "trainer.resume_path": "ckpts/global_step_3"},
         {"trainer.algorithm.loss_reduction": "seq_mean_token_sum_norm"},
+        {"trainer.ckpt_path": "gs://bucket/checkpoints"},
     ],
 )
 def test_accepted_without_a_word(overrides):

@@ -1,0 +1,78 @@
+"""The optimizer and the update that a config asks for."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxrl import config as cfg
+from jaxrl.data.packing import round_up
+from jaxrl.forward import log_probs_and_entropy
+from jaxrl.models.transformer import TransformerConfig
+from jaxrl.optim import make_optimizer, make_schedule
+from jaxrl.parallel import ShardingRules, batch_sharding
+from jaxrl.parallel.rules import batch_devices
+from jaxrl.types import TrainState
+from jaxrl.update import Updater
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+def assemble_optimizer(
+    trainer: cfg.TrainerConfig, total_steps: int
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """The policy's optimizer and its learning rate by update; `total_steps` are training steps."""
+    settings = trainer.policy.optimizer_config
+    minibatches = trainer.train_batch_size // trainer.policy_mini_batch_size
+    schedule = make_schedule(
+        settings.scheduler,
+        lr=settings.lr,
+        num_warmup_steps=settings.num_warmup_steps,
+        total_steps=total_steps * minibatches * trainer.update_epochs_per_batch,
+    )
+    optimizer = make_optimizer(
+        schedule,
+        adam_betas=(settings.adam_betas[0], settings.adam_betas[1]),
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm,
+    )
+    return optimizer, schedule
+
+
+def assemble_updater(
+    config: cfg.TrainConfig,
+    model: TransformerConfig,
+    mesh: jax.sharding.Mesh,
+    rules: ShardingRules,
+    like: TrainState,
+    apply: Callable[[TrainState, optax.Updates], tuple[TrainState, dict[str, jax.Array]]],
+) -> Updater:
+    """Forward, objective and apply, jitted for this mesh.
+
+    Args:
+        like: abstract state with shardings.
+        apply: of `make_apply`.
+    """
+    trainer, samples = config.trainer, config.generator.n_samples_per_prompt
+    assert trainer.algorithm.temperature is not None  # resolved
+    devices = batch_devices(mesh, rules)
+    forward = functools.partial(
+        log_probs_and_entropy,
+        model,
+        temperature=trainer.algorithm.temperature,
+        dtype=DTYPES["bfloat16" if trainer.bf16 else "float32"],
+        remat=trainer.gradient_checkpointing,
+    )
+    return Updater(
+        forward,
+        apply,
+        algorithm=trainer.algorithm,
+        shardings=jax.tree.map(lambda x: x.sharding, like),
+        microbatch_rows=min(
+            trainer.micro_train_batch_size_per_gpu * devices,
+            round_up(trainer.policy_mini_batch_size * samples, devices),
+        ),
+        place=functools.partial(jax.device_put, device=batch_sharding(mesh, rules)),
+    )

@@ -1,0 +1,73 @@
+"""Folders that a run writes to, and files that are either the old or the new, never a half."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from etils import epath
+
+SCHEMES = ("gs", "s3")
+
+
+def as_path(field: str, path: str) -> epath.Path:
+    """A local path ("file://" or plain) made absolute, or a path in a bucket.
+
+    Raises:
+        ValueError: another scheme; the message names the config field.
+    """
+    plain = path.removeprefix("file://")
+    scheme, separator, _ = plain.partition("://")
+    if not separator:
+        return epath.Path(os.path.abspath(plain))
+    if scheme not in SCHEMES:
+        raise ValueError(
+            f"{field}={path!r}: cannot write to {scheme}://; give a local folder, or one that "
+            f"starts with {' or '.join(f'{name}://' for name in SCHEMES)}"
+        )
+    return epath.Path(plain)
+
+
+def writable_folder(field: str, path: str | os.PathLike[str]) -> epath.Path:
+    """The folder, created if need be; a file was written to it and removed.
+
+    Raises:
+        ValueError: it cannot be, so that a run stops before its first step; the message names the
+            config field.
+    """
+    folder = as_path(field, os.fspath(path))
+    try:
+        with missing_packages_named(field, os.fspath(path)):
+            folder.mkdir(parents=True, exist_ok=True)
+            probe = folder / f".jaxrl_write_test_{os.getpid()}"
+            probe.write_text("")
+            probe.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"{field}={os.fspath(path)!r} is not a folder that this run can write to "
+            f"({type(error).__name__}: {error}). Choose another, or change its permissions"
+        ) from error
+    return folder
+
+
+@contextlib.contextmanager
+def missing_packages_named(field: str, path: str) -> Iterator[None]:
+    """Paths in buckets need packages that a local run does not.
+
+    Raises:
+        ValueError: one is missing; the message says how to get it.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise ValueError(
+            f"{field}={path!r} needs a package that is not installed ({error}): "
+            "pip install 'jaxrl[gcs]'"
+        ) from error
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a local text file; whoever opens it sees the old content or the new, whole."""
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    os.replace(new, path)

@@ -1,0 +1,109 @@
+"""Checkpoints with missing, cut or changed files."""
+
+import shutil
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from jaxrl.checkpoint import Checkpointer, DamagedCheckpoint, resume
+from tests.test_checkpoint import META, SMALL, save, steps_in
+
+NOISE = {"noise": np.random.default_rng(0).standard_normal((300, 100)).astype(np.float32)}
+
+
+def cut_data_files(folder):
+    """Halve the files that hold array data (orbax keeps some of it twice)."""
+    for path in (folder / "state").rglob("d/*"):
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def remove(name):
+    def damage(folder):
+        path = folder / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    return damage
+
+
+def write_meta(text):
+    def damage(folder):
+        (folder / "meta" / "metadata").write_text(text)
+
+    return damage
+
+
+DAMAGES = {
+    "cut": (cut_data_files, ""),
+    "no arrays": (remove("state"), ""),
+    "no data": (remove("state/d"), ""),
+    "no manifest": (remove("state/manifest.ocdbt"), ""),
+    "no meta": (remove("meta"), ""),
+    "empty meta": (write_meta(""), "JSON"),
+    "meta of nothing": (
+        write_meta("{}"),
+        "meta lacks .'checksums', 'config', 'functions', 'model'",
+    ),
+    "half a meta": (write_meta('{"model": {"hidden'), "JSON"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path, damage):
+    save(tmp_path, 5, 7, state=NOISE)
+    break_it, reason = DAMAGES[damage]
+    break_it(tmp_path / "global_step_7")
+    with pytest.raises(DamagedCheckpoint, match=rf"global_step_7 is damaged .*{reason}"):
+        path = str(tmp_path / "global_step_7")
+        resume(Checkpointer(str(tmp_path)), "from_path", path, NOISE, META)
+    own = Checkpointer(str(tmp_path))
+    message = (
+        rf"(?s)global_step_7 is damaged .*{reason}.*Falling back to step 5.*global_step_7.damaged"
+    )
+    with pytest.warns(UserWarning, match=message):
+        restored = resume(own, "latest", None, NOISE, META)
+    np.testing.assert_array_equal(restored["noise"], NOISE["noise"])
+    assert steps_in(tmp_path) == ["global_step_5", "global_step_7.damaged"]
+    own.save(7, NOISE, META)  # the name is free again
+    own.close()
+    assert Checkpointer(str(tmp_path)).restore_latest(NOISE, META)[0] == 7
+
+
+def test_a_flipped_bit_is_found(tmp_path):
+    """The array data has no checksum of its own: orbax alone restores the wrong number."""
+    save(tmp_path, 1, state=NOISE)
+    path = max((tmp_path / "global_step_1" / "state").rglob("d/*"), key=lambda p: p.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    checkpointer = Checkpointer(str(tmp_path))
+    args = ocp.args.Composite(state=ocp.args.StandardRestore(NOISE))
+    unchecked = checkpointer.manager.restore(1, args=args)["state"]["noise"]
+    assert (unchecked != NOISE["noise"]).sum() == 1
+    with pytest.raises(DamagedCheckpoint, match=r"the values of .*noise.* are not those that were"):
+        checkpointer.restore(1, NOISE, META)
+
+
+def test_a_step_may_be_damaged_twice(tmp_path):
+    save(tmp_path, 1)
+    for _ in range(2):
+        save(tmp_path, 2)
+        cut_data_files(tmp_path / "global_step_2")
+        with pytest.warns(UserWarning, match="Falling back to step 1"):
+            Checkpointer(str(tmp_path)).restore_latest(SMALL, META)
+    assert steps_in(tmp_path) == [
+        "global_step_1",
+        "global_step_2.damaged",
+        "global_step_2.damaged_2",
+    ]
+
+
+def test_nothing_is_moved_when_every_checkpoint_is_damaged(tmp_path):
+    """What looks like damage may be this machine's fault."""
+    save(tmp_path, 1, 2)
+    for step in (1, 2):
+        cut_data_files(tmp_path / f"global_step_{step}")
+    message = r"(?s)holds no whole checkpoint: .*_2 is damaged .*_1 is damaged .*Choose another"
+    with pytest.raises(ValueError, match=message):
+        Checkpointer(str(tmp_path)).restore_latest(SMALL, META)
+    assert steps_in(tmp_path) == ["global_step_1", "global_step_2"]

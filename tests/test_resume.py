@@ -1,0 +1,258 @@
+"""Whole runs that are stopped, killed or damaged, and go on."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from orbax.checkpoint._src.path.atomicity import AtomicRenameTemporaryPath
+
+from jaxrl import config as cfg
+from jaxrl.checkpoint import Checkpointer
+from jaxrl.train import BasePPOExp, train
+from jaxrl.trainer import Trainer
+from tests.test_train import ROOT, assert_bitwise_equal, metric_lines, small
+
+
+class InterruptedTrainer(Trainer):
+    """Stops as by Ctrl-C in the update of the fourth step, after rollouts and advantages."""
+
+    def update(self, batch, step):
+        if step == 4:
+            raise KeyboardInterrupt
+        super().update(batch, step)
+
+
+class InterruptedExp(BasePPOExp):
+    def get_trainer(self, *args, **kwargs):
+        return InterruptedTrainer(*args, **kwargs)
+
+
+def test_interrupted_and_resumed_equals_uninterrupted(finished, tmp_path):
+    folder, whole = finished
+    with pytest.raises(KeyboardInterrupt):
+        InterruptedExp(small(tmp_path)).run()
+    assert metric_lines(tmp_path) == metric_lines(folder)[:4]
+    resumed = train(small(tmp_path))  # from the checkpoint of step 2
+    assert metric_lines(tmp_path) == metric_lines(folder)
+    assert_bitwise_equal(resumed.state, whole.state)
+
+
+def test_killed_and_resumed_equals_uninterrupted(finished, tmp_path):
+    """SIGKILL after the checkpoint of step 2; what was logged later is cut and done again."""
+    folder, whole = finished
+    recipe = tmp_path / "recipe.py"
+    values = cfg.get_config_as_dict(small(tmp_path))
+    recipe.write_text(f"def get_config():\n    return {values!r}\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxrl.train", f"--config={recipe}"],
+        cwd=ROOT,
+        env=os.environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    log = tmp_path / "quickstart" / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while not (tmp_path / "checkpoints" / "global_step_2").exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    with log.open("a") as file:
+        file.write('{"step": 3, "reward/avg_ra')  # a line that the kill cut off
+    resumed = train(small(tmp_path))
+    assert metric_lines(tmp_path) == metric_lines(folder)
+    assert_bitwise_equal(resumed.state, whole.state)
+
+
+def test_resume_modes(finished, tmp_path, capsys):
+    folder, whole = finished
+    path = str(folder / "checkpoints" / "global_step_2")
+    again = train(
+        small(tmp_path, **{"trainer.resume_mode": "from_path", "trainer.resume_path": path})
+    )
+    assert_bitwise_equal(again.state, whole.state)
+    train(small(tmp_path))
+    assert "nothing to do" in capsys.readouterr().out
+    config = small(tmp_path, **{"trainer.resume_mode": "none", "trainer.max_training_steps": 1})
+    with pytest.raises(ValueError, match=r"ckpt_path=.*holds the steps \[4\] of another run"):
+        train(config)
+    assert [line["step"] for line in metric_lines(tmp_path)] == [3, 4]  # nothing was touched
+    fresh = train(cfg.apply_overrides(config, {"trainer.ckpt_path": str(tmp_path / "other")}))
+    assert int(fresh.state.step) == 1
+    assert [line["step"] for line in metric_lines(tmp_path)] == [0, 1]
+
+
+def test_a_checkpoint_of_another_model_is_refused(finished, tmp_path):
+    folder, _ = finished
+    other = tmp_path / "model"
+    other.mkdir()
+    source = ROOT / "configs" / "tiny_char_model"
+    for file in source.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    settings = json.loads((other / "config.json").read_text()) | {"intermediate_size": 128}
+    (other / "config.json").write_text(json.dumps(settings))
+    config = small(
+        folder, **{"trainer.policy.model.path": str(other), "trainer.log_path": str(tmp_path)}
+    )
+    with pytest.raises(ValueError, match=r"another model.*intermediate_size.*256.*128"):
+        train(config)
+
+
+def test_a_checkpoint_of_another_config_is_refused(finished, tmp_path):
+    folder, _ = finished
+    config = small(folder, **{"trainer.seed": 7, "trainer.log_path": str(tmp_path)})
+    with pytest.raises(ValueError, match=r"another config.*trainer.seed': \(42, 7\)"):
+        train(config)
+    further = {"trainer.max_training_steps": 5, "trainer.log_path": str(tmp_path)}
+    copy = tmp_path / "checkpoints"
+    shutil.copytree(folder / "checkpoints", copy)
+    further |= {"trainer.ckpt_path": str(copy), "trainer.export_path": str(tmp_path)}
+    assert int(train(small(folder, **further)).state.step) == 5
+
+
+def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(finished, tmp_path):
+    folder, whole = finished
+    for name in ("checkpoints", "quickstart"):
+        shutil.copytree(folder / name, tmp_path / name)
+    (tmp_path / "checkpoints" / "global_step_4" / "meta" / "metadata").write_text("")
+    with pytest.warns(UserWarning, match=r"global_step_4 is damaged.*Falling back to step 2"):
+        again = train(small(tmp_path))
+    assert metric_lines(tmp_path) == metric_lines(folder)
+    assert_bitwise_equal(again.state, whole.state)
+
+
+def test_a_save_that_fails_ends_the_run_and_the_next_one_goes_on(finished, tmp_path, monkeypatch):
+    folder, whole = finished
+    commit = AtomicRenameTemporaryPath.finalize
+
+    async def full(self):
+        if "global_step_4" in str(self.get_final()):
+            raise OSError(28, "No space left on device")
+        await commit(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AtomicRenameTemporaryPath, "finalize", full)
+        with pytest.raises(RuntimeError, match=r"step 4 to trainer.ckpt_path=.*No space left"):
+            train(small(tmp_path))
+    assert_bitwise_equal(train(small(tmp_path)).state, whole.state)  # from step 2
+    assert metric_lines(tmp_path) == metric_lines(folder)
+
+
+# ------------------------------------------------------------------ killed again and again
+
+STEPS = 30
+KILLS = 20
+
+
+class Run:
+    """`python -m jaxrl.train` on one device, in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.checkpoints = folder / "checkpoints"
+        config = small(
+            folder,
+            **{
+                "trainer.max_training_steps": STEPS,
+                "trainer.ckpt_interval": 1,
+                "trainer.max_ckpts_to_keep": 2,
+                "trainer.eval_interval": 5,
+                "trainer.hf_save_interval": 15,
+                "trainer.print_example_interval": -1,
+            },
+        )
+        folder.mkdir()
+        self.recipe = folder / "recipe.py"
+        values = cfg.get_config_as_dict(config)
+        self.recipe.write_text(f"def get_config():\n    return {values!r}\n")
+
+    def start(self) -> subprocess.Popen:
+        with (self.folder / "output").open("a") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "jaxrl.train", f"--config={self.recipe}"],
+                cwd=ROOT,
+                env=os.environ | {"XLA_FLAGS": ""},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def newest(self) -> int:
+        """Step of the newest checkpoint, 0 without one."""
+        names = [
+            p.name.removeprefix("global_step_") for p in self.checkpoints.glob("global_step_*")
+        ]
+        return max((int(name) for name in names if name.isdigit()), default=0)
+
+    def saving(self) -> bool:
+        """Whether a save is under way, or was when the process died."""
+        return any(self.checkpoints.glob("*orbax-checkpoint-tmp*"))
+
+    def kill_once(self, rng: random.Random) -> bool:
+        """Start, wait for some progress, kill; True if that was in the middle of a save."""
+        where = rng.choice(["start", "step", "save", "save"])
+        target = self.newest() + rng.choice([0, 1, 2])
+        process = self.start()
+        deadline = time.monotonic() + 120
+        if where == "start":
+            time.sleep(rng.uniform(0, 10))
+        else:
+            while self.newest() < target or (where == "save" and not self.saving()):
+                assert process.poll() is None, (self.folder / "output").read_text()[-3000:]
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            time.sleep(rng.uniform(0, 0.5 if where == "step" else 0.03))
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL  # it had not ended by itself
+        return self.saving()
+
+    def finish(self) -> None:
+        assert self.start().wait() == 0, (self.folder / "output").read_text()[-3000:]
+
+    def state(self) -> dict:
+        args = ocp.args.Composite(state=ocp.args.StandardRestore())
+        manager = Checkpointer(str(self.checkpoints), read_only=True).manager
+        return jax.device_get(manager.restore(STEPS, args=args)["state"])
+
+
+@pytest.mark.slow
+def test_twenty_kills_change_nothing(tmp_path):
+    rng = random.Random(0)
+    whole, killed = Run(tmp_path / "whole"), Run(tmp_path / "killed")
+    whole.finish()
+    in_a_save = [killed.kill_once(rng) for _ in range(KILLS)]
+    assert sum(in_a_save) >= 3  # the least interesting place to die is between saves
+    assert killed.newest() < STEPS
+    killed.finish()
+
+    expected, state = whole.state(), killed.state()
+    assert jax.tree.structure(state) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, state, expected)
+    assert int(state["step"]) == STEPS
+    # with the checksum of the sampled tokens of every step
+    lines = metric_lines(killed.folder)
+    assert lines == metric_lines(whole.folder)
+    assert [line["step"] for line in lines] == list(range(STEPS + 1))
+    assert len({line["generate/tokens_crc32"] for line in lines[1:]}) == STEPS
+    for name in (
+        f"global_step_{STEPS}/policy/model.safetensors",
+        f"dumped_evals/global_step_{STEPS}_evals.jsonl",
+    ):
+        both = [(run.folder / "exports" / name).read_bytes() for run in (whole, killed)]
+        assert both[0] == both[1], name
+    assert sorted(p.name for p in killed.checkpoints.iterdir()) == [
+        f"global_step_{STEPS - 1}",
+        f"global_step_{STEPS}",
+    ]
+    print(json.dumps({"kills": KILLS, "in a save": sum(in_a_save)}))
