@@ -276,7 +276,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = ("qwen2.5-0.5b", "qwen2.5-1.5b") if arguments.device == "gpu" else ("3m",)
     results = [run_shape(s, arguments) for s in (("smoke",) if arguments.smoke else wanted)]
     arguments.json.write_text(
-        json.dumps({"benchmark": "grpo_step", "device": arguments.device, "results": results})
+        json.dumps(
+            {"benchmark": "grpo_step", "device": arguments.device, "results": results}, indent=1
+        )
     )
     return 0
 
