@@ -11,7 +11,8 @@ The systems run in turns, a peer's step next to one of ours, each in a process o
 every response has 128 tokens. "skewed": lengths are the quantiles of an exponential distribution
 cut at 128, mean 39, in an order drawn once. Each system is kept to these lengths: ours by a limit
 for each row, TRL and Tunix by forcing the end-of-sequence token. Fractions of the matmul rate count
-useful FLOPs only (see `roofline.py`). A dash: the system has no such phase.
+useful FLOPs only (see `roofline.py`). A dash: the system has no such phase. "cpu s" is the time of
+all cores; on a machine with other work it says more than the wall clock.
 """
 
 import argparse
@@ -40,7 +41,7 @@ from benchmarks.shapes import (
 from benchmarks.systems.worker import MARK, Workload
 
 ROOT = Path(__file__).parent.parent
-PHASES = ("generation", "reference", "old", "update", "total")
+PHASES = ("generation", "reference", "old", "update", "total")  # seconds; and "cpu"
 WARMUP_STEPS = 2  # the second runs with the layout that the first compiled for
 STEP_BATCHES = 16  # distinct batches of prompts
 SIZES: dict[str, dict[str, Any]] = {
@@ -66,7 +67,7 @@ def skewed_lengths(rows: int, max_tokens: int) -> list[int]:
     return lengths
 
 
-def make_workload(folder: Path, shape: str) -> Workload:
+def make_workload(folder: Path, shape: str, *, bf16: bool = False) -> Workload:
     """Write the model folder and the prompts of a shape."""
     write_model_folder(folder, shape)
     size = SIZES[shape]
@@ -87,7 +88,7 @@ def make_workload(folder: Path, shape: str) -> Workload:
         lengths=lengths,
         kl_coef=0.04,
         learning_rate=1e-6,
-        bf16=shape.startswith("qwen"),
+        bf16=bf16,
         **size,
     )
 
@@ -191,9 +192,7 @@ def summarise(
         for name in dict.fromkeys(r["system"] for r in here):
             steps = [r["seconds"] for r in here if r["system"] == name]
             seconds = {
-                phase: statistics.median(step[phase] for step in steps)
-                for phase in PHASES
-                if phase in steps[0]
+                phase: statistics.median(step[phase] for step in steps) for phase in steps[0]
             }
             rows.append(
                 {
@@ -206,7 +205,8 @@ def summarise(
                     "useful_tokens_per_second": sum(lengths) / seconds["total"],
                     "fraction_of_matmul_rate": {
                         phase: flops[phase] / seconds[phase] / rates.matmul_flops
-                        for phase in seconds
+                        for phase in PHASES
+                        if phase in seconds
                     },
                     "times_ours": times_ours(here, name),
                 }
@@ -224,7 +224,7 @@ def times_ours(records: Sequence[Mapping[str, Any]], name: str) -> float:
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     """Seconds and, in brackets, per cent of the matmul rate."""
     heads = "".join(f"{phase + ' s (%)':>17}" for phase in PHASES)
-    print(f"{'shape':14}{'lengths':9}{'system':8}{heads}{'tokens/s':>10}{'x ours':>8}")
+    print(f"{'shape':14}{'lengths':9}{'system':8}{heads}{'cpu s':>8}{'tokens/s':>10}{'x ours':>8}")
     for row in rows:
         seconds, fraction = row["seconds"], row["fraction_of_matmul_rate"]
         cells = [
@@ -233,7 +233,8 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
         print(
             f"{row['shape']:14}{row['workload']:9}{row['system']:8}"
             + "".join(f"{cell:>17}" for cell in cells)
-            + f"{row['useful_tokens_per_second']:>10.0f}{row['times_ours']:>8.2f}"
+            + f"{seconds['cpu']:>8.2f}{row['useful_tokens_per_second']:>10.0f}"
+            + f"{row['times_ours']:>8.2f}"
         )
 
 
@@ -242,7 +243,7 @@ def run_shape(shape: str, arguments: argparse.Namespace) -> dict[str, Any]:
     load = roofline.machine_load()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        work = make_workload(folder, shape)
+        work = make_workload(folder, shape, bf16=arguments.device == "gpu")
         wanted = {} if arguments.device == "gpu" or arguments.smoke else peers(arguments)
         systems = [
             stack.enter_context(start(name, python, work))

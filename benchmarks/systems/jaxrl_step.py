@@ -1,7 +1,6 @@
 """GRPO steps of jaxrl's own trainer, for `grpo_step.py`."""
 
 import dataclasses
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -116,10 +115,10 @@ class Steps:
 
     def run(self, workload: str) -> Mapping[str, float]:
         """One step; seconds by phase."""
-        trainer, self.clock.seconds = self.trainer, {}
+        trainer = self.trainer
         trainer.engine.lengths = self.work.lengths[workload]  # type: ignore[attr-defined]
         self.number += 1
-        start = time.perf_counter()
+        self.clock.start()
         metrics = trainer.train_step(self.number)
         jax.block_until_ready(trainer.state)
         return {
@@ -127,8 +126,7 @@ class Steps:
             "reference": self.clock.seconds.get("reference", 0.0),
             "old": self.clock.seconds.get("old", 0.0),
             "update": metrics["timing/policy_train"],
-            "total": time.perf_counter() - start,
-        }
+        } | self.clock.total()
 
 
 def main() -> None:

@@ -64,7 +64,19 @@ class Clock:
     """Seconds by phase of the step in progress."""
 
     def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        """A step begins."""
         self.seconds: dict[str, float] = {}
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def total(self) -> dict[str, float]:
+        """Seconds since `start`; "cpu" is the sum over the cores, and moves less with the load."""
+        return {
+            "total": time.perf_counter() - self._wall,
+            "cpu": time.process_time() - self._cpu,
+        }
 
     def timed(
         self, func: Callable[..., Any], phase: Callable[..., str], ready: Callable[..., Any]
