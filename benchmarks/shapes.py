@@ -1,0 +1,77 @@
+"""Model shapes of the benchmarks, and model folders with random weights and a tokenizer.
+
+The weights play no part in the seconds, so every benchmark but `decode.py` on SmolLM2 draws them at
+random (`random_init`).
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxrl.data.tokenizer import character_tokenizer
+from jaxrl.models.families import config_from_hf
+from jaxrl.models.hf import save_tokenizer
+from jaxrl.models.transformer import TransformerConfig
+
+
+def _hf_config(
+    model_type: str,
+    layers: int,
+    hidden: int,
+    mlp: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    vocab: int,
+) -> dict[str, Any]:
+    name = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[model_type]
+    return {
+        "architectures": [name],
+        "model_type": model_type,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": vocab,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "initializer_range": 0.02,
+        "dtype": "float32",
+    }
+
+
+SHAPES = {  # as in the config.json of Hugging Face
+    "smoke": _hf_config("qwen3", 1, 16, 32, 2, 1, 8, 64),
+    "3m": _hf_config("qwen3", 2, 256, 1024, 8, 4, 32, 4096),
+    "qwen2.5-0.5b": _hf_config("qwen2", 24, 896, 4864, 14, 2, 64, 151_936),
+    "qwen2.5-1.5b": _hf_config("qwen2", 28, 1536, 8960, 12, 2, 128, 151_936),
+}
+
+GENERATION_PROMPT = ">"
+_FIRST_CHARACTER = 0x10000  # from here on every number is a character, enough for any vocabulary
+
+
+def transformer_config(shape: str) -> TransformerConfig:
+    """The architecture of a shape."""
+    return config_from_hf(SHAPES[shape])
+
+
+def characters(shape: str) -> str:
+    """The ordinary tokens of a shape, one character each."""
+    return "".join(chr(_FIRST_CHARACTER + i) for i in range(SHAPES[shape]["vocab_size"] - 4))
+
+
+def write_model_folder(folder: Path, shape: str) -> None:
+    """A folder with config.json and a tokenizer of one token per character; no weights."""
+    tokenizer = character_tokenizer(
+        GENERATION_PROMPT + characters(shape), generation_prompt=GENERATION_PROMPT
+    )
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape] | {"bos_token_id": None} | ids))
+    save_tokenizer(tokenizer, folder)

@@ -1,0 +1,144 @@
+"""GRPO steps of jaxrl's own trainer, for `grpo_step.py`."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import roofline
+from benchmarks.systems.worker import Clock, Workload, answer, reward, wait_for_step
+from jaxrl.config import default_config
+from jaxrl.envs.protocol import Env, StepOutput
+from jaxrl.models.transformer import TransformerConfig
+from jaxrl.rollout.conversation import ConversationGenerator
+from jaxrl.rollout.native import NativeEngine, RowSampling
+from jaxrl.rollout.protocol import Engine
+from jaxrl.train import BasePPOExp
+from jaxrl.trainer import DTYPES, Trainer
+from jaxrl.types import Array, GeneratorInput, GeneratorOutput
+
+
+class ShareOfEven(Env):
+    """Rewards a response by `worker.reward`."""
+
+    def step(self, action: str) -> StepOutput:
+        """One turn, whatever the answer."""
+        return StepOutput(observations=[], reward=reward(action), done=True, metadata={})
+
+
+class FixedLengthEngine(NativeEngine):
+    """The native engine with a limit of its own for every sample of the step."""
+
+    lengths: Sequence[int] = ()
+
+    def _arrange(self, requests: Sequence[Any]) -> tuple[Array, Array, Array, RowSampling]:
+        prompts, lengths, source, sampling = super()._arrange(requests)
+        padding = [1] * (len(source) - len(self.lengths))
+        limits = jnp.asarray([*self.lengths, *padding], jnp.int32)
+        limits = jax.device_put(limits, sampling.max_tokens.sharding)
+        return prompts, lengths, source, sampling.replace(max_tokens=limits)
+
+
+class FixedLengthGenerator(ConversationGenerator):
+    """Nothing stops a response but its limit; checks that the engine kept to the limits."""
+
+    def generate(self, batch: GeneratorInput) -> GeneratorOutput:
+        """Trajectories of the lengths of the workload."""
+        sampling = dataclasses.replace(batch["sampling"], stop_token_ids=())
+        output = super().generate({**batch, "sampling": sampling})
+        lengths = [len(tokens) for tokens in output["response_ids"]]
+        wanted = list(self.engine.lengths)  # type: ignore[attr-defined]
+        if lengths != wanted:
+            raise RuntimeError(f"responses of {lengths} tokens instead of {wanted}")
+        return output
+
+
+class StepExp(BasePPOExp):
+    """A run with fixed response lengths."""
+
+    def get_engine(self, model: TransformerConfig, mesh: jax.sharding.Mesh) -> Engine:
+        """The native engine."""
+        settings = self.config.generator.inference_engine
+        return FixedLengthEngine(model, mesh, dtype=DTYPES[settings.model_dtype])
+
+    def get_generator(self, engine: Engine, tokenizer: Any) -> FixedLengthGenerator:
+        """Judges inline: the reward costs microseconds."""
+        return FixedLengthGenerator(engine, tokenizer, max_env_workers=0)
+
+
+def make_config(work: Workload) -> Any:
+    """The run's config."""
+    config, folder = default_config(), Path(work.folder)
+    config.data.train_data = [str(folder / "prompts.jsonl")]
+    config.environment.env_class = "benchmarks.systems.jaxrl_step:ShareOfEven"
+    config.generator.n_samples_per_prompt = work.samples
+    config.generator.sampling_params.max_generate_length = work.max_tokens
+    config.generator.inference_engine.model_dtype = "bfloat16" if work.bf16 else "float32"
+
+    trainer = config.trainer
+    trainer.policy.model.path, trainer.policy.model.random_init = work.folder, True
+    trainer.policy.optimizer_config.lr = work.learning_rate
+    trainer.algorithm.kl_estimator_type = "k1"
+    trainer.algorithm.kl_loss_coef = work.kl_coef
+    trainer.gradient_checkpointing = work.bf16  # activations of the large shapes would not fit
+    trainer.bf16 = work.bf16
+    trainer.epochs = 1000
+    trainer.train_batch_size = trainer.policy_mini_batch_size = work.prompts
+    trainer.micro_train_batch_size_per_gpu = work.micro_batch_rows
+    trainer.micro_forward_batch_size_per_gpu = work.micro_batch_rows
+    trainer.max_prompt_length = work.prompt_length
+    trainer.eval_interval = trainer.ckpt_interval = trainer.print_example_interval = -1
+    trainer.resume_mode = "none"
+    trainer.log_path = trainer.ckpt_path = trainer.export_path = str(folder / "run")
+    return config
+
+
+class Steps:
+    """The trainer, ready for `train_step`, and the clock that splits its log-prob phase."""
+
+    def __init__(self, work: Workload) -> None:
+        self.work, self.clock, self.number = work, Clock(), 0
+        self.trainer: Trainer = StepExp(make_config(work)).build()
+        self.trainer.state = self.trainer.restore_or_init()
+        self.trainer.load_reference()
+        self.trainer.sync_weights(0)
+        updater = self.trainer.updater
+        updater.forward_rows = self.clock.timed(  # returns host arrays
+            updater.forward_rows, self._whose_log_probs, ready=lambda _: None
+        )
+
+    def _whose_log_probs(self, params: Any, *_: Any, **__: Any) -> str:
+        return "reference" if params is self.trainer.ref_params else "old"
+
+    def run(self, workload: str) -> Mapping[str, float]:
+        """One step; seconds by phase."""
+        trainer = self.trainer
+        trainer.engine.lengths = self.work.lengths[workload]  # type: ignore[attr-defined]
+        self.number += 1
+        self.clock.start()
+        metrics = trainer.train_step(self.number)
+        jax.block_until_ready(trainer.state)
+        return {
+            "generation": metrics["timing/generate"],
+            "reference": self.clock.seconds.get("reference", 0.0),
+            "old": self.clock.seconds.get("old", 0.0),
+            "update": metrics["timing/policy_train"],
+        } | self.clock.total()
+
+
+def main() -> None:
+    """Measure the machine, then answer the parent."""
+    work = Workload.from_argv()
+    dtype = jnp.bfloat16 if work.bf16 else jnp.float32
+    rates = roofline.measure_rates(dtype, smoke=work.max_tokens < 16)
+    steps = Steps(work)
+    answer({"rates": dataclasses.asdict(rates), "device": jax.devices()[0].device_kind})
+    while True:
+        answer(dict(steps.run(wait_for_step())))
+
+
+if __name__ == "__main__":
+    main()

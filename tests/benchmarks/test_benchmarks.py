@@ -1,0 +1,92 @@
+"""Both benchmarks run on a tiny shape and write what they promise."""
+
+import json
+
+import pytest
+
+from benchmarks import decode, grpo_step, roofline
+from benchmarks.grpo_step import make_workload, skewed_lengths
+from jaxrl.models.transformer import TransformerConfig
+
+TOY = TransformerConfig(
+    vocab_size=10,
+    hidden_size=4,
+    intermediate_size=6,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=2,
+)
+
+
+def run(benchmark, tmp_path, capsys, *flags):
+    output = tmp_path / "result.json"
+    assert benchmark.main(["--smoke", f"--json={output}", *flags]) == 0
+    return capsys.readouterr().out, json.loads(output.read_text())
+
+
+@pytest.mark.parametrize("benchmark_module", [decode, grpo_step])
+def test_help(benchmark_module, capsys):
+    with pytest.raises(SystemExit, match="^0$"):
+        benchmark_module.main(["--help"])
+    assert "Claim: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_grpo_step(tmp_path, capsys, device):
+    printed, report = run(grpo_step, tmp_path, capsys, f"--device={device}")
+    assert "x ours" in printed
+    (result,) = report["results"]
+    assert set(result["rates"]) == {"matmul_flops", "bandwidth"}
+    assert [(row["workload"], row["system"]) for row in result["rows"]] == [
+        ("full", "jaxrl"),
+        ("skewed", "jaxrl"),
+    ]
+    phases = {"generation", "reference", "old", "update", "total"}
+    for row in result["rows"]:
+        assert set(row["seconds"]) == phases | {"cpu"}
+        assert set(row["fraction_of_matmul_rate"]) == phases
+        assert all(seconds > 0 for seconds in row["seconds"].values())
+        assert row["times_ours"] == 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_decode(tmp_path, capsys, device):
+    printed, report = run(decode, tmp_path, capsys, f"--device={device}")
+    assert "% of bound" in printed
+    (result,) = report["results"]
+    assert [(r["batch"], r["sampling"]) for r in result["rows"]] == [
+        (batch, mode) for batch in (1, 2) for mode in ("greedy", "sampled")
+    ]
+    assert {"tokens_per_second", "decode_step_ms", "bound_step_ms"} <= set(result["rows"][0])
+    split = result["split_ms"]
+    parts = [split[name] for name in ("attention", "mlp", "head", "sampling")]
+    assert sum(parts) == pytest.approx(split["whole"])
+
+
+def test_flops_of_a_step():
+    # a layer: q and o 4 x 4 each, k and v 4 x 2 each, MLP 3 x 4 x 6
+    assert roofline.layer_params(TOY) == 2 * (16 + 16 + 8 + 8 + 72) == 240
+    # positions 0, 1, 2 see 1 + 2 + 3 = 6 positions: 2 x 240 x 3 + 4 x 2 layers x 4 x 6
+    assert roofline.layers_flops(TOY, 0, 3) == 1440 + 192
+    assert roofline.head_flops(TOY, 5) == 2 * 4 * 10 * 5
+    flops = roofline.step_flops(TOY, prompts=1, prompt_length=2, lengths=[1, 2])
+    # forward: 3 + 4 positions seeing 6 and 10, 3 logits of 80 FLOPs
+    assert flops["reference"] == 480 * 7 + 32 * 16 + 240 == 4112
+    assert flops["update"] == 3 * 4112
+    # prefill 2 positions seeing 3; then 1 and 2 positions seeing 3 and 3 + 4
+    assert flops["generation"] == 480 * 5 + 32 * 13 + 240
+    assert flops["total"] == 5 * 4112 + flops["generation"]
+
+
+def test_bytes_of_a_decode_step():
+    # weights 240 + head 40; cache 2 x 2 layers x 1 head x 2 wide x 5 positions x 3 rows
+    assert roofline.decode_step_bytes(TOY, batch=3, context=5, bytes_per_element=4) == 4 * 400
+
+
+def test_lengths_and_prompts(tmp_path):
+    lengths = skewed_lengths(32, 128)
+    assert (sum(lengths), max(lengths), min(lengths)) == (1252, 128, 1)  # mean 39.1
+    work = make_workload(tmp_path, "smoke")
+    assert {len(text) for text in work.read_prompts()} == {8}
+    assert work.lengths["full"] == [8] * 8
