@@ -258,6 +258,7 @@ MAY_CHANGE = (
     "data.val_data",
     "trainer.*_interval",
     "trainer.ckpt_path",
+    "trainer.compilation_cache_path",
     "trainer.dump_*",
     "trainer.epochs",
     "trainer.eval_*",

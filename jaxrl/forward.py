@@ -57,9 +57,10 @@ def log_probs_and_entropy(
         return log_probs, entropy(logits) if with_entropy else jnp.zeros_like(log_probs)
 
     with jax.named_scope("log_probs"):
-        scores = score_columns(score, head, hidden[:, :-1], tokens[:, 1:], mask[:, 1:] != 0)
-        log_probs, entropies = (jnp.pad(x, ((0, 0), (1, 0))) for x in scores)
-    return log_probs, entropies
+        scores: tuple[Array, Array] = score_columns(
+            score, head, hidden[:, :-1], tokens[:, 1:], mask[:, 1:] != 0
+        )
+        return jnp.pad(scores[0], ((0, 0), (1, 0))), jnp.pad(scores[1], ((0, 0), (1, 0)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -13,6 +13,7 @@ import jax
 
 from jaxrl import config as cfg
 from jaxrl.assemble import DTYPES
+from jaxrl.compilation import enable_cache
 from jaxrl.data.prompts import load_prompts
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.models import hf
@@ -33,6 +34,7 @@ class BasePPOExp:
 
     def __init__(self, config: Any) -> None:
         self.config = cfg.resolve(cfg.to_train_config(config))
+        enable_cache(self.config.trainer.compilation_cache_path)
         cfg.validate(self.config, num_devices=len(jax.devices()))
 
     def get_engine(self, model: TransformerConfig, mesh: jax.sharding.Mesh) -> Engine:

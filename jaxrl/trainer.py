@@ -20,6 +20,7 @@ from tqdm import tqdm
 from jaxrl import config as cfg
 from jaxrl.assemble import assemble_optimizer, assemble_updater
 from jaxrl.checkpoint import Checkpointer, resume
+from jaxrl.compilation import CompilationWatch
 from jaxrl.data.packing import collate, round_up, row_slices
 from jaxrl.data.prompts import batch_indices
 from jaxrl.evaluate import dump_rows, evaluate
@@ -43,6 +44,7 @@ from jaxrl.rollout.conversation import generator_input
 from jaxrl.rollout.protocol import Engine, Sampling
 from jaxrl.types import GeneratorOutput, Prompt, TrainBatch, TrainState
 from jaxrl.update import merge_metrics, minibatch_weights
+from jaxrl.warm_up import warm_up
 
 
 class Trainer:
@@ -104,6 +106,10 @@ class Trainer:
         devices = batch_devices(self.mesh, rules)
         rows_per_step = round_up(trainer.train_batch_size * self.samples, devices)
         self.forward_rows = min(trainer.micro_forward_batch_size_per_gpu * devices, rows_per_step)
+        self.minibatch_rows = trainer.policy_mini_batch_size * self.samples
+        minibatches = trainer.train_batch_size // trainer.policy_mini_batch_size
+        # The first update on a batch has the old policy itself; only later ones must know it.
+        self.needs_old_log_probs = minibatches * trainer.update_epochs_per_batch > 1
         self.estimate = jax.jit(bind_estimator(trainer.algorithm))
         writable_folder("trainer.log_path", cfg.run_folder(trainer))
         writable_folder("trainer.export_path", trainer.export_path)
@@ -121,6 +127,7 @@ class Trainer:
         trainer = self.config.trainer
         self.state = self.restore_or_init()
         first = int(self.state.step)
+        self.first_step, self.recompiles = first + 1, 0
         self.load_reference()
         self.logger = RunLogger(cfg.run_folder(trainer), cfg.logger_names(trainer.logger), first)
         self.logger.write_config(cfg.get_config_as_dict(self.config))
@@ -131,10 +138,13 @@ class Trainer:
                 "Raise trainer.epochs, or choose another trainer.ckpt_path to start again"
             )
         with (
+            CompilationWatch() as self.watch,
             contextlib.closing(self.logger),
             contextlib.closing(self.checkpointer),  # waits for the save under way, come what may
             tqdm(total=self.total_steps, initial=first, desc=trainer.run_name) as bar,
         ):
+            if first < self.total_steps:
+                warm_up(self)
             if first == 0 and trainer.eval_before_train and trainer.eval_interval > 0:
                 self.record(0, self.evaluate(0))
             for step in range(first + 1, self.total_steps + 1):
@@ -223,14 +233,18 @@ class Trainer:
         return collate(output, index=[row // self.samples for row in range(rows)])
 
     def add_log_probs(self, batch: TrainBatch) -> TrainBatch:
-        """Log-probs of the batch under the policy as it is now, and under the reference."""
+        """Log-probs of the sampled tokens: of the policy as it is now, and of the reference.
+
+        Only those that the loss needs.
+        """
         rows = self.forward_rows
-        old, _ = self.updater.forward_rows(self.state.params, batch, rows)
-        batch = batch.replace(old_log_probs=old * batch.response_mask)
-        self.metrics |= mismatch_metrics(batch)
+        if self.needs_old_log_probs:
+            old, _ = self.updater.forward_rows(self.state.params, batch, rows)
+            batch = batch.replace(old_log_probs=old)
+            self.metrics |= mismatch_metrics(batch)
         if self.ref_params is not None:
             ref, _ = self.updater.forward_rows(self.ref_params, batch, rows)
-            batch = batch.replace(ref_log_probs=ref * batch.response_mask)
+            batch = batch.replace(ref_log_probs=ref)
         return batch
 
     def add_advantages(self, batch: TrainBatch) -> TrainBatch:
@@ -251,9 +265,8 @@ class Trainer:
     def update(self, batch: TrainBatch, step: int) -> None:
         """One optimizer update per minibatch of whole prompt groups."""
         trainer = self.config.trainer
-        rows = trainer.policy_mini_batch_size * self.samples
         key = jax.random.fold_in(jax.random.key(trainer.seed), step)
-        minibatches = list(row_slices(batch, rows))
+        minibatches = list(row_slices(batch, self.minibatch_rows))
         weights = [minibatch_weights(m.loss_mask, trainer.algorithm) for m in minibatches]
         pairs = list(zip(minibatches, jax.device_get(weights), strict=True))
         pending = []  # device values: nothing is fetched before the last update is dispatched
@@ -278,8 +291,14 @@ class Trainer:
         self.engine.update_weights(self.state.params, step)
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the numbers of a step."""
-        self.logger.log(step, metrics)
+        """Write the numbers of a step, and what was compiled since the last."""
+        names, seconds = self.watch.take()
+        warm = step > self.first_step  # the first step of a process compiles the last things
+        if warm and names:
+            self.recompiles += len(names)
+            tqdm.write(f"step {step}: {', '.join(names)} compiled again, {seconds:.1f} s")
+        compiled = {"compile/seconds": seconds, "compile/recompiles": self.recompiles}
+        self.logger.log(step, metrics | compiled)
 
     def save(self, step: int) -> None:
         """Checkpoint and export when they are due.
@@ -364,6 +383,17 @@ class Trainer:
                 f"--- step {step}, reward {float(batch.rewards[0].sum()):.3f}\n{prompt}{response}"
             )
 
+    def sampling(self, params: cfg.SamplingParams) -> Sampling:
+        """Sampling parameters as the engine takes them, with the model's end-of-sequence ids."""
+        return Sampling(
+            max_tokens=params.max_generate_length,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            stop_token_ids=(*self.eos_token_ids, *(params.stop_token_ids or ())),
+        )
+
     def _generate(
         self,
         phase: str,
@@ -373,16 +403,10 @@ class Trainer:
         *,
         params: cfg.SamplingParams,
     ) -> GeneratorOutput:
-        sampling = Sampling(
-            max_tokens=params.max_generate_length,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            stop_token_ids=(*self.eos_token_ids, *(params.stop_token_ids or ())),
-        )
         names = (self.config.trainer.seed, phase, step)
-        return self.generator.generate(generator_input(prompts, samples, names, sampling))
+        return self.generator.generate(
+            generator_input(prompts, samples, names, self.sampling(params))
+        )
 
     def _due(self, step: int, interval: int) -> bool:
         """Whether something done every `interval` steps, and after the last, is due; -1 = never."""

@@ -17,7 +17,7 @@ import numpy as np
 from flax import struct
 
 from jaxrl.array_ops import Array, masked_sum
-from jaxrl.data.packing import length_sorted
+from jaxrl.data.packing import length_sorted, row_slices
 from jaxrl.losses.kl import approximate_kl
 from jaxrl.losses.reduction import reduction_weights
 from jaxrl.registry import PolicyLossRegistry, accepted_keywords, check_hyperparameters
@@ -256,6 +256,13 @@ class Updater:
             metrics.append(part)
         return grads, metrics
 
+    def warm_up(self, params: Any, minibatch: TrainBatch) -> None:
+        """Compile `update`, all but `apply`, for minibatches of this shape."""
+        weights = jax.device_get(minibatch_weights(minibatch.loss_mask, self.algorithm))
+        if not self._sees_whole_minibatch(minibatch):  # then one microbatch will do
+            minibatch, weights = next(row_slices((minibatch, weights), self.microbatch_rows))
+        self.gradients(params, minibatch, weights, jax.random.key(0))
+
     def forward_rows(
         self, params: Any, batch: TrainBatch, rows: int, *, with_entropy: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -265,7 +272,8 @@ class Updater:
         for chosen, part in length_sorted(given, np.asarray(batch.lengths), rows):
             slices.append((chosen, part[0].shape[1]))
             pending.append(self.forward(params, *self.place(part), with_entropy=with_entropy))
-        log_probs, entropy = np.zeros((2, *batch.tokens.shape), np.float32)
+        log_probs = np.zeros(batch.tokens.shape, np.float32)
+        entropy = np.zeros_like(log_probs)
         for (chosen, width), (part, part_entropy) in zip(
             slices, jax.device_get(pending), strict=True
         ):

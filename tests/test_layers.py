@@ -23,11 +23,13 @@ LAYER_OF = {
     "forward": "L3",
     "update": "L3",
     "checkpoint": "L3",
+    "compilation": "L3",
     "metrics": "L3",
     "files": "L0",
     "assemble": "L4",
     "evaluate": "L4",
     "trainer": "L4",
+    "warm_up": "L4",
     "train": "L4",
     "cluster": "L5",
 }

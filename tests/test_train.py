@@ -50,7 +50,11 @@ def metric_lines(folder):
     """metrics.jsonl without wall-clock numbers."""
     lines = (folder / "quickstart" / "metrics.jsonl").read_text().splitlines()
     return [
-        {k: v for k, v in json.loads(line).items() if "timing" not in k and "per_second" not in k}
+        {
+            k: v
+            for k, v in json.loads(line).items()
+            if "timing" not in k and "per_second" not in k and "compile" not in k
+        }
         for line in lines
     ]
 

@@ -235,7 +235,12 @@ _TRAINER = (
         "micro_train_batch_size_per_gpu micro_forward_batch_size_per_gpu",
         "changes memory and speed, never the gradient",
     ),
-    _implemented("trainer", "max_training_steps print_example_interval", _NEW, skyrl_only=False),
+    _implemented(
+        "trainer",
+        "max_training_steps print_example_interval compilation_cache_path",
+        _NEW,
+        skyrl_only=False,
+    ),
     _mapped("trainer", "log_path", "the run's records, not logs of engines"),
     _mapped(
         "trainer",

@@ -187,6 +187,8 @@ class TrainerConfig(BaseConfig):
     """Write every training batch to export_path."""
     dump_eval_results: bool = True
     """Write evaluation trajectories to export_path."""
+    compilation_cache_path: str | None = "~/.cache/jaxrl/compiled"
+    """Where compiled programs are kept for later runs; JAX_COMPILATION_CACHE_DIR outranks it."""
     rope_scaling: dict[str, Any] | None = None
     """Rotary scaling, instead of the model's own."""
     rope_theta: float | None = None

@@ -27,6 +27,29 @@ def length_bucket(length: int) -> int:
     return bucket
 
 
+def buckets_between(shortest: int, longest: int) -> list[int]:
+    """The buckets of all lengths from `shortest` to `longest`, ascending."""
+    buckets = [length_bucket(shortest)]
+    while buckets[-1] < longest:
+        buckets.append(length_bucket(buckets[-1] + 1))
+    return buckets
+
+
+def empty_batch(rows: int, width: int) -> TrainBatch:
+    """Rows of `width` tokens as `collate` would make them, all 0 and masked."""
+    zeros = np.zeros((rows, width), np.float32)
+    return TrainBatch(
+        tokens=np.zeros((rows, width), np.int32),
+        lengths=np.full(rows, width, np.int32),
+        response_mask=zeros,
+        loss_mask=zeros,
+        rewards=zeros,
+        rollout_log_probs=zeros,
+        index=np.zeros(rows, np.int32),
+        policy_versions=np.zeros(rows, np.int32),
+    )
+
+
 def collate(output: GeneratorOutput, index: Sequence[int]) -> TrainBatch:
     """One row per trajectory.
 

@@ -145,7 +145,18 @@ class NativeEngine:
             done += self._generate_wave(wave)
         return done
 
-    def _generate_wave(self, requests: Sequence[Request]) -> list[list[Completion]]:
+    def warm_up(self, requests: Sequence[Request]) -> None:
+        """Compile prefill and decode for the shapes of these requests; nothing is decoded."""
+        for wave in waves(requests, self.max_num_seqs):
+            state, sampling, _ = self._prefill_wave(wave)
+            self._decode(
+                self.params,
+                state=state.replace(done=state.done | True),
+                sampling=sampling,
+                steps=self.steps_per_dispatch,
+            )
+
+    def _prefill_wave(self, requests: Sequence[Request]) -> tuple[DecodeState, RowSampling, int]:
         prompts, lengths, source, sampling = self._arrange(requests)
         longest = max(r.sampling.max_tokens for r in requests)
         steps = length_bucket(longest)
@@ -153,6 +164,10 @@ class NativeEngine:
         state = self._prefill(
             self.params, prompts, lengths, source, sampling, slots=slots, steps=steps
         )
+        return state, sampling, longest
+
+    def _generate_wave(self, requests: Sequence[Request]) -> list[list[Completion]]:
+        state, sampling, longest = self._prefill_wave(requests)
         for _ in range(0, longest - 1, self.steps_per_dispatch):
             state = self._decode(
                 self.params, state=state, sampling=sampling, steps=self.steps_per_dispatch
@@ -162,7 +177,7 @@ class NativeEngine:
         tokens, log_probs, count, stopped = jax.device_get(
             (state.tokens, state.log_probs, state.count, state.stopped)
         )
-        rows = iter(range(len(source)))
+        rows = iter(range(len(count)))
         return [
             [
                 Completion(

@@ -47,6 +47,10 @@ class Engine(Protocol):
         """The samples of each request, in order."""
         ...
 
+    def warm_up(self, requests: Sequence[Request]) -> None:
+        """Compile for batches with the shapes of these requests; nothing to do without XLA."""
+        ...
+
     def update_weights(self, params: Any, version: int) -> None:
         """Sample from these parameters from now on."""
         ...

@@ -1,0 +1,75 @@
+"""The shapes of a run, known from its data, compiled before its first step.
+
+Lengths vary from batch to batch; shapes only between the buckets of `data.packing.length_bucket`.
+Which of them can occur follows from the prompts and the longest response.
+"""
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from jaxrl.data.packing import buckets_between, empty_batch, length_bucket
+from jaxrl.rollout.protocol import Request
+from jaxrl.types import Prompt
+
+if TYPE_CHECKING:
+    from jaxrl.trainer import Trainer
+
+
+def warm_up(trainer: "Trainer") -> None:
+    """Compile what the steps and evaluations of a trainer will run; prints the shapes.
+
+    Rows of zeros, masked everywhere, take the way of real ones. Only the optimizer's own update is
+    left to the first step: it would change the state.
+    """
+    started = time.perf_counter()
+    lengths = [len(prompt.tokens) for prompt in trainer.train_prompts]
+    longest = trainer.config.generator.sampling_params.max_generate_length
+    widths = buckets_between(min(lengths) + 1, max(lengths) + longest)
+    tqdm.write(
+        f"shapes: prompts of {_prompt_buckets(trainer.train_prompts)} tokens; rows of {widths} "
+        f"tokens, {trainer.updater.microbatch_rows} rows per microbatch"
+    )
+    for width in widths:
+        warm_up_update(trainer, width)
+    for batch in engine_batches(trainer):
+        trainer.engine.warm_up(batch)
+    tqdm.write(f"compiled in {time.perf_counter() - started:.1f} s")
+
+
+def warm_up_update(trainer: "Trainer", width: int) -> None:
+    """Log-probs, advantages and gradients of rows with `width` tokens."""
+    settings, updater = trainer.config.trainer, trainer.updater
+    batch = trainer.add_log_probs(empty_batch(trainer.forward_rows, width))
+    batch = trainer.add_advantages(_rows(batch, settings.train_batch_size * trainer.samples))
+    updater.warm_up(trainer.state.params, _rows(batch, trainer.minibatch_rows))
+
+
+def engine_batches(trainer: "Trainer") -> Iterator[list[Request]]:
+    """Requests with the shapes of every training and evaluation batch."""
+    generator, settings = trainer.config.generator, trainer.config.trainer
+    evaluated, at_once = len(trainer.eval_prompts), settings.eval_batch_size
+    eval_sizes = {min(at_once, evaluated), evaluated % at_once} - {0}
+    train = trainer.train_prompts, [settings.train_batch_size], trainer.samples
+    evaluation = trainer.eval_prompts, sorted(eval_sizes), generator.eval_n_samples_per_prompt
+    phases = ((train, generator.sampling_params), (evaluation, generator.eval_sampling_params))
+    for (prompts, sizes, samples), params in phases:
+        if params is None:
+            continue
+        for size, width in itertools.product(sizes, _prompt_buckets(prompts)):
+            keys = ((0, 0),) * samples
+            yield [Request((0,) * width, keys, trainer.sampling(params))] * size
+
+
+def _prompt_buckets(prompts: Sequence[Prompt]) -> list[int]:
+    return sorted({length_bucket(len(prompt.tokens)) for prompt in prompts})
+
+
+def _rows(tree: Any, rows: int) -> Any:
+    """Host arrays with their rows repeated or cut to `rows`."""
+    return jax.tree.map(lambda x: np.resize(x, (rows, *x.shape[1:])), tree)
