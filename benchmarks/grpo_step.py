@@ -3,6 +3,9 @@
     python -m benchmarks.grpo_step --trl-python=VENV/bin/python --tunix-python=VENV/bin/python
     python -m benchmarks.grpo_step --device=gpu     # jaxrl alone, Qwen2.5-0.5B and 1.5B shapes
 
+The peers, each in an environment of its own: `pip install trl==1.16.0 torch==2.13.0` and `pip
+install google-tunix==0.1.7 jax==0.10.2 flax==0.12.8`. A peer that is not given is left out.
+
 Claim: a GRPO step of the 3M-parameter shape (2 layers, d 256, vocabulary 4096, float32, 4 prompts x
 8 samples, 64 + 128 tokens, KL to a reference, AdamW) takes jaxrl less time than Tunix and TRL on
 the same CPU, at equal and at skewed response lengths.
