@@ -1,7 +1,9 @@
 """Language models: the transformer, its Hugging Face families, loading and export."""
 
-from jaxrl.models.families import config_from_hf, config_to_hf, params_to_hf
-from jaxrl.models.hf import load_config, load_or_init, load_params, save_pretrained
+from jaxrl.models.export import save_pretrained
+from jaxrl.models.families import config_from_hf, config_to_hf
+from jaxrl.models.hf import load_config, load_or_init, load_params
+from jaxrl.models.rope import RopeScaling
 from jaxrl.models.transformer import (
     Params,
     ParamSpec,
@@ -13,10 +15,12 @@ from jaxrl.models.transformer import (
     param_specs,
     unembed,
 )
+from jaxrl.models.weights import params_to_hf
 
 __all__ = [
     "ParamSpec",
     "Params",
+    "RopeScaling",
     "TransformerConfig",
     "abstract_params",
     "config_from_hf",
