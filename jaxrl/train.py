@@ -70,7 +70,7 @@ class BasePPOExp:
         config, path = self.config, self.config.trainer.policy.model.path
         assert path is not None  # validated
         template = config.generator.chat_template
-        model = hf.load_config(path)
+        model = hf.load_config(path, cfg.model_overrides(config.trainer, config.trainer.policy))
         tokenizer = load_tokenizer(
             path, template.name_or_path if template.source == "file" else None
         )

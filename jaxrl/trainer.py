@@ -33,6 +33,7 @@ from jaxrl.metrics import (
     timed,
 )
 from jaxrl.models import hf
+from jaxrl.models.export import save_pretrained
 from jaxrl.models.transformer import TransformerConfig, abstract_params, logical_axes
 from jaxrl.optim import abstract_state, init_state, make_apply, make_optimizer, make_schedule
 from jaxrl.parallel import ShardingRules, batch_sharding, param_shardings, replicated
@@ -346,7 +347,7 @@ class Trainer:
         found = locate(trainer.resume_mode, trainer.resume_path, trainer.ckpt_path)
         self.checkpointer.refuse_later_than(found[1] if found else 0)
         if found is None:
-            params = self._load(trainer.policy.model)
+            params = self._load(trainer.policy)
             return init_state(self.optimizer, params, self.shardings, replicated(self.mesh))
         print(f"resuming after step {found[1]} from {found[0]}")
         config = cfg.get_config_as_dict(self.config)
@@ -356,24 +357,25 @@ class Trainer:
         """The frozen reference of the KL term, if the term counts."""
         algorithm = self.config.trainer.algorithm
         if algorithm.use_kl_loss and algorithm.kl_loss_coef != 0:
-            self.ref_params = self._load(self.config.trainer.ref.model)
+            self.ref_params = self._load(self.config.trainer.ref)
 
-    def _load(self, source: cfg.ModelConfig) -> Any:
-        assert source.path is not None  # validated
+    def _load(self, role: cfg.PolicyConfig | cfg.RefConfig) -> Any:
+        assert role.model.path is not None  # validated
         return hf.load_or_init(
-            source.path,
+            role.model.path,
             self.model,
-            random_init=source.random_init,
+            overrides=cfg.model_overrides(self.config.trainer, role),
+            random_init=role.model.random_init,
             seed=self.config.trainer.seed,
             shardings=self.shardings,
         )
 
     def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder."""
-        hf.save_pretrained(
+        save_pretrained(
             folder,
             self.model,
-            jax.device_get(self.state.params),
+            self.state.params,
             self.tokenizer,
             generation_config=self.generation_config,
             overwrite=True,

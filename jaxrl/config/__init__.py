@@ -57,6 +57,7 @@ from jaxrl.config.trainer import (
     RefConfig,
     TrainerConfig,
     logger_names,
+    model_overrides,
 )
 from jaxrl.config.validation import validate
 
@@ -103,6 +104,7 @@ __all__ = [
     "get_config_as_yaml_str",
     "load_config_file",
     "logger_names",
+    "model_overrides",
     "make_config",
     "objective_card",
     "parse_command_line",

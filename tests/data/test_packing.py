@@ -8,7 +8,19 @@ from jaxrl.data.packing import collate, length_bucket, round_up, row_slices
 
 @pytest.mark.parametrize(
     ("length", "bucket"),
-    [(1, 8), (8, 8), (9, 12), (13, 16), (17, 24), (24, 24), (25, 32), (33, 48), (49, 64), (65, 96), (97, 128)],
+    [
+        (1, 8),
+        (8, 8),
+        (9, 12),
+        (13, 16),
+        (17, 24),
+        (24, 24),
+        (25, 32),
+        (33, 48),
+        (49, 64),
+        (65, 96),
+        (97, 128),
+    ],
 )
 def test_length_bucket_literals(length, bucket):
     assert length_bucket(length) == bucket
