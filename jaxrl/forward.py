@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.array_ops import Array, entropy, token_log_probs
+from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.transformer import Params, TransformerConfig, forward, unembed
 
 
 def log_probs_and_entropy(
-    config: TransformerConfig,
+    config: TransformerConfig | AdaptedModel,
     params: Params,
     tokens: Array,
     lengths: Array,

@@ -15,11 +15,13 @@ from jaxrl import config as cfg
 from jaxrl.data.prompts import load_prompts
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.models import hf
+from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.transformer import TransformerConfig
 from jaxrl.parallel import make_mesh
 from jaxrl.rollout.conversation import ConversationGenerator
 from jaxrl.rollout.native import NativeEngine
 from jaxrl.rollout.protocol import Engine
+from jaxrl.rollout.recompute import RecomputeEngine
 from jaxrl.trainer import DTYPES, Trainer, run_folder
 from jaxrl.types import Prompt
 
@@ -34,10 +36,22 @@ class BasePPOExp:
         self.config = cfg.resolve(cfg.to_train_config(config))
         cfg.validate(self.config, num_devices=len(jax.devices()))
 
-    def get_engine(self, model: TransformerConfig, mesh: jax.sharding.Mesh) -> Engine:
+    def get_model(self) -> TransformerConfig | AdaptedModel:
+        """The architecture of the policy: that of `policy.model.path`, or a flax module of yours.
+
+        With an `AdaptedModel` (`adapt_nnx`, `adapt_linen`) the path names only the tokenizer.
+        """
+        role = self.config.trainer.policy
+        assert role.model.path is not None  # validated
+        return hf.load_config(role.model.path, cfg.model_overrides(self.config.trainer, role))
+
+    def get_engine(
+        self, model: TransformerConfig | AdaptedModel, mesh: jax.sharding.Mesh
+    ) -> Engine:
         """The sampler."""
         engine = self.config.generator.inference_engine
-        return NativeEngine(
+        kind: Any = NativeEngine if isinstance(model, TransformerConfig) else RecomputeEngine
+        return kind(
             model,
             mesh,
             dtype=DTYPES[engine.model_dtype],
@@ -70,7 +84,7 @@ class BasePPOExp:
         config, path = self.config, self.config.trainer.policy.model.path
         assert path is not None  # validated
         template = config.generator.chat_template
-        model = hf.load_config(path, cfg.model_overrides(config.trainer, config.trainer.policy))
+        model = self.get_model()
         tokenizer = load_tokenizer(
             path, template.name_or_path if template.source == "file" else None
         )
@@ -102,11 +116,22 @@ class BasePPOExp:
             train_prompts=train_prompts,
             eval_prompts=eval_prompts,
         )
+        _check_export(trainer)
         print(cfg.objective_card(config, num_devices=mesh.size))
         print(
             f"mesh {dict(mesh.shape)} of {jax.default_backend()}, run folder {run_folder(config)}"
         )
         return trainer
+
+
+def _check_export(trainer: Trainer) -> None:
+    """Better now than when the first export is due."""
+    model, interval = trainer.model, trainer.config.trainer.hf_save_interval
+    if isinstance(model, AdaptedModel) and interval > 0 and type(trainer).export is Trainer.export:
+        raise ValueError(
+            f"trainer.hf_save_interval={interval}: {model.name} has no Hugging Face form; set it "
+            "to -1, or override Trainer.export"
+        )
 
 
 def train(config: Any) -> Trainer:

@@ -5,7 +5,6 @@ calls pure functions with explicit state. Everything random is named by (seed, s
 sample), so a run that is killed and resumed equals one that was not.
 """
 
-import dataclasses
 import functools
 import time
 from collections.abc import Sequence
@@ -33,8 +32,15 @@ from jaxrl.metrics import (
     timed,
 )
 from jaxrl.models import hf
+from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.export import save_pretrained
-from jaxrl.models.transformer import TransformerConfig, abstract_params, logical_axes
+from jaxrl.models.transformer import (
+    TransformerConfig,
+    abstract_params,
+    describe,
+    init_params,
+    logical_axes,
+)
 from jaxrl.optim import abstract_state, init_state, make_apply, make_optimizer, make_schedule
 from jaxrl.parallel import ShardingRules, batch_sharding, param_shardings, replicated
 from jaxrl.parallel.rules import batch_devices
@@ -65,7 +71,7 @@ class Trainer:
         config: cfg.TrainConfig,
         *,
         tokenizer: Any,
-        model: TransformerConfig,
+        model: TransformerConfig | AdaptedModel,
         mesh: jax.sharding.Mesh,
         engine: Engine,
         generator: Any,
@@ -316,7 +322,7 @@ class Trainer:
         if self._due(step, trainer.ckpt_interval) or (epoch_end and trainer.ckpt_interval > 0):
             self.logger.plot()
             meta = {
-                "model": dataclasses.asdict(self.model),
+                "model": describe(self.model),
                 "config": cfg.get_config_as_dict(self.config),
             }
             self.checkpointer.save(step, self.state, meta)  # last: a resumed run goes on after it
@@ -351,7 +357,7 @@ class Trainer:
             return init_state(self.optimizer, params, self.shardings, replicated(self.mesh))
         print(f"resuming after step {found[1]} from {found[0]}")
         config = cfg.get_config_as_dict(self.config)
-        return restore(*found, self.like, dataclasses.asdict(self.model), config)
+        return restore(*found, self.like, describe(self.model), config)
 
     def load_reference(self) -> None:
         """The frozen reference of the KL term, if the term counts."""
@@ -360,6 +366,8 @@ class Trainer:
             self.ref_params = self._load(self.config.trainer.ref)
 
     def _load(self, role: cfg.PolicyConfig | cfg.RefConfig) -> Any:
+        if isinstance(self.model, AdaptedModel):
+            return init_params(self.model, self.config.trainer.seed, self.shardings)
         assert role.model.path is not None  # validated
         return hf.load_or_init(
             role.model.path,
@@ -372,6 +380,7 @@ class Trainer:
 
     def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder."""
+        assert isinstance(self.model, TransformerConfig)  # checked at the start
         save_pretrained(
             folder,
             self.model,

@@ -1,5 +1,6 @@
 """Language models: the transformer, its Hugging Face families, loading and export."""
 
+from jaxrl.models.adapter import AdaptedModel, adapt_linen, adapt_nnx
 from jaxrl.models.export import save_pretrained
 from jaxrl.models.families import config_from_hf, config_to_hf
 from jaxrl.models.hf import load_config, load_or_init, load_params
@@ -18,11 +19,14 @@ from jaxrl.models.transformer import (
 from jaxrl.models.weights import params_to_hf
 
 __all__ = [
+    "AdaptedModel",
     "ParamSpec",
     "Params",
     "RopeScaling",
     "TransformerConfig",
     "abstract_params",
+    "adapt_linen",
+    "adapt_nnx",
     "config_from_hf",
     "config_to_hf",
     "forward",

@@ -5,14 +5,16 @@ G = H / K, h head width, F MLP width, V vocabulary, S cache slots.
 
 Parameters are a nested dict; the leaves under "layers" carry a leading L and are scanned over. The
 sampler runs the same `decoder_layer` over a key/value cache: what differs is only the `attend` it
-passes.
+passes. The functions that trainer and sampler call dispatch on their first argument, so that
+`adapter.py` can put another model in the place of `TransformerConfig`.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -129,11 +131,19 @@ def is_spec(x: object) -> bool:
     return isinstance(x, ParamSpec)
 
 
+@functools.singledispatch
+def describe(config: TransformerConfig) -> dict[str, Any]:
+    """The architecture as JSON, kept in checkpoints."""
+    return dataclasses.asdict(config)
+
+
+@functools.singledispatch
 def logical_axes(config: TransformerConfig) -> Params:
     """Tree of logical axis names, parallel to the parameters."""
     return jax.tree.map(lambda spec: spec.axes, param_specs(config), is_leaf=is_spec)
 
 
+@functools.singledispatch
 def abstract_params(config: TransformerConfig) -> Params:
     """Shapes and dtypes of the parameters; nothing is allocated."""
     return jax.tree.map(
@@ -143,6 +153,7 @@ def abstract_params(config: TransformerConfig) -> Params:
     )
 
 
+@functools.singledispatch
 def init_params(config: TransformerConfig, seed: int, shardings: Params | None = None) -> Params:
     """Random float32 parameters: normal(0, initializer_range), norms 1, biases 0.
 
@@ -294,6 +305,7 @@ def embed(
     return x * jnp.asarray(math.sqrt(config.hidden_size), dtype) if config.scale_embeddings else x
 
 
+@functools.singledispatch
 def unembed(config: TransformerConfig, params: Params, hidden: jax.Array) -> jax.Array:
     """Final norm and vocabulary head: [..., D] -> float32 logits [..., V]."""
     with jax.named_scope("unembed"):
@@ -315,6 +327,7 @@ def causal_mask(segment_ids: jax.Array) -> jax.Array:
     return same_segment & jnp.tril(jnp.ones((t, t), bool))
 
 
+@functools.singledispatch
 def forward(
     config: TransformerConfig,
     params: Params,

@@ -154,7 +154,10 @@ def test_rope_of_old_and_new_configs(rope):
     [
         ({}, (1e6, 1e4, None)),
         ({"rope_theta": 5e5, "rope_local_base_freq": 5e3}, (5e5, 5e3, None)),
-        ({"rope_theta": 5e5, "rope_scaling": NEWER_LINEAR_4}, (5e5, 1e4, RopeScaling("linear", 4.0))),
+        (
+            {"rope_theta": 5e5, "rope_scaling": NEWER_LINEAR_4},
+            (5e5, 1e4, RopeScaling("linear", 4.0)),
+        ),
         (
             {
                 "rope_parameters": {

@@ -182,9 +182,11 @@ def test_load_puts_each_leaf_on_its_sharding(folder):
 def test_a_part_that_several_devices_hold_is_read_once(folder, monkeypatch):
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "fsdp"))
     shardings = jax.tree.map(
-        lambda s: NamedSharding(mesh, PartitionSpec(*[None] * (len(s.shape) - 1), "fsdp"))
-        if s.shape[-1] % 4 == 0
-        else NamedSharding(mesh, PartitionSpec()),
+        lambda s: (
+            NamedSharding(mesh, PartitionSpec(*[None] * (len(s.shape) - 1), "fsdp"))
+            if s.shape[-1] % 4 == 0
+            else NamedSharding(mesh, PartitionSpec())
+        ),
         param_specs(CONFIG),
         is_leaf=is_spec,
     )
