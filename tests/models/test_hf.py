@@ -37,6 +37,7 @@ from jaxrl.models.weights import read_part
 
 TOLERANCE = 1e-4
 LENGTH = 24
+SMOLLM2 = Path(__file__).parents[2] / "models" / "smollm2-135m-instruct"
 SIZES = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -161,6 +162,16 @@ def test_a_multimodal_gemma3_loads_as_its_text_model(tmp_path):
     config = load_config(tmp_path)
     assert config.sliding_layers == (True, True, True)
     assert_same_logits(our_logits(config, load_params(tmp_path, config)), hf_logits(model))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SMOLLM2.is_dir(), reason="made by examples/smollm2_to_hf.py")
+def test_real_weights_give_the_logits_of_transformers():
+    model = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32).eval()
+    config = load_config(SMOLLM2)
+    ours, theirs = our_logits(config, load_params(SMOLLM2, config)), hf_logits(model)
+    assert np.std(theirs) > 1
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
 
 
 def test_load_puts_each_leaf_on_its_sharding(folder):
