@@ -10,6 +10,7 @@ import optax
 from jaxrl import config as cfg
 from jaxrl.data.packing import round_up
 from jaxrl.forward import log_probs_and_entropy
+from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.transformer import TransformerConfig
 from jaxrl.optim import make_optimizer, make_schedule
 from jaxrl.parallel import ShardingRules, batch_sharding
@@ -43,7 +44,7 @@ def assemble_optimizer(
 
 def assemble_updater(
     config: cfg.TrainConfig,
-    model: TransformerConfig,
+    model: TransformerConfig | AdaptedModel,
     mesh: jax.sharding.Mesh,
     rules: ShardingRules,
     like: TrainState,

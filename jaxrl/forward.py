@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.array_ops import Array, entropy, token_log_probs
+from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.transformer import Params, TransformerConfig, forward, unembed
 
 CHUNK_TOKENS = 1024  # per chunk of the head, over all rows; at least one column
 
 
 def log_probs_and_entropy(
-    config: TransformerConfig,
+    config: TransformerConfig | AdaptedModel,
     params: Params,
     tokens: Array,
     lengths: Array,

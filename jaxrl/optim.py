@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxrl.models.transformer import TransformerConfig, abstract_params
+from jaxrl.models.transformer import abstract_params
 from jaxrl.types import TrainState
 
 SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine")
@@ -71,7 +71,7 @@ def init_state(
 
 
 def abstract_state(
-    optimizer: optax.GradientTransformation, model: TransformerConfig, shardings: Any, whole: Any
+    optimizer: optax.GradientTransformation, model: Any, shardings: Any, whole: Any
 ) -> TrainState:
     """Shapes, dtypes and shardings of a model's state; nothing is allocated."""
     params = abstract_params(model)

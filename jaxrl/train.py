@@ -17,11 +17,13 @@ from jaxrl.compilation import enable_cache
 from jaxrl.data.prompts import load_prompts
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.models import hf
+from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.transformer import TransformerConfig
 from jaxrl.parallel import make_mesh
 from jaxrl.rollout.conversation import ConversationGenerator
 from jaxrl.rollout.native import NativeEngine
 from jaxrl.rollout.protocol import Engine
+from jaxrl.rollout.recompute import RecomputeEngine
 from jaxrl.trainer import Trainer
 from jaxrl.types import Prompt
 
@@ -37,10 +39,22 @@ class BasePPOExp:
         enable_cache(self.config.trainer.compilation_cache_path)
         cfg.validate(self.config, num_devices=len(jax.devices()))
 
-    def get_engine(self, model: TransformerConfig, mesh: jax.sharding.Mesh) -> Engine:
+    def get_model(self) -> TransformerConfig | AdaptedModel:
+        """The architecture of the policy: that of `policy.model.path`, or a flax module of yours.
+
+        With an `AdaptedModel` (`adapt_nnx`, `adapt_linen`) the path names only the tokenizer.
+        """
+        role = self.config.trainer.policy
+        assert role.model.path is not None  # validated
+        return hf.load_config(role.model.path, cfg.model_overrides(self.config.trainer, role))
+
+    def get_engine(
+        self, model: TransformerConfig | AdaptedModel, mesh: jax.sharding.Mesh
+    ) -> Engine:
         """The sampler."""
         engine = self.config.generator.inference_engine
-        return NativeEngine(
+        kind: Any = NativeEngine if isinstance(model, TransformerConfig) else RecomputeEngine
+        return kind(
             model,
             mesh,
             dtype=DTYPES[engine.model_dtype],
@@ -73,7 +87,7 @@ class BasePPOExp:
         config, path = self.config, self.config.trainer.policy.model.path
         assert path is not None  # validated
         template = config.generator.chat_template
-        model = hf.load_config(path)
+        model = self.get_model()
         tokenizer = load_tokenizer(
             path, template.name_or_path if template.source == "file" else None
         )
@@ -105,12 +119,23 @@ class BasePPOExp:
             train_prompts=train_prompts,
             eval_prompts=eval_prompts,
         )
+        _check_export(trainer)
         print(cfg.objective_card(config, num_devices=mesh.size))
         print(
             f"mesh {dict(mesh.shape)} of {jax.default_backend()}, "
             f"run folder {cfg.run_folder(config.trainer)}"
         )
         return trainer
+
+
+def _check_export(trainer: Trainer) -> None:
+    """Better now than when the first export is due."""
+    model, interval = trainer.model, trainer.config.trainer.hf_save_interval
+    if isinstance(model, AdaptedModel) and interval > 0 and type(trainer).export is Trainer.export:
+        raise ValueError(
+            f"trainer.hf_save_interval={interval}: {model.name} has no Hugging Face form; set it "
+            "to -1, or override Trainer.export"
+        )
 
 
 def train(config: Any) -> Trainer:

@@ -6,7 +6,6 @@ sample), so a run that is killed and resumed equals one that was not.
 """
 
 import contextlib
-import dataclasses
 import functools
 import time
 from collections.abc import Sequence
@@ -35,7 +34,15 @@ from jaxrl.metrics import (
     timed,
 )
 from jaxrl.models import hf
-from jaxrl.models.transformer import TransformerConfig, abstract_params, logical_axes
+from jaxrl.models.adapter import AdaptedModel
+from jaxrl.models.export import save_pretrained
+from jaxrl.models.transformer import (
+    TransformerConfig,
+    abstract_params,
+    describe,
+    init_params,
+    logical_axes,
+)
 from jaxrl.optim import abstract_state, init_state, make_apply
 from jaxrl.parallel import ShardingRules, param_shardings, replicated
 from jaxrl.parallel.rules import batch_devices
@@ -65,7 +72,7 @@ class Trainer:
         config: cfg.TrainConfig,
         *,
         tokenizer: Any,
-        model: TransformerConfig,
+        model: TransformerConfig | AdaptedModel,
         mesh: jax.sharding.Mesh,
         engine: Engine,
         generator: Any,
@@ -115,7 +122,7 @@ class Trainer:
         writable_folder("trainer.export_path", trainer.export_path)
         self.checkpointer = Checkpointer(trainer.ckpt_path, max_to_keep=trainer.max_ckpts_to_keep)
         self.checkpoint_meta = {
-            "model": dataclasses.asdict(self.model),
+            "model": describe(self.model),
             "config": cfg.get_config_as_dict(self.config),
             "functions": source_hashes(trainer.algorithm),
         }
@@ -343,31 +350,35 @@ class Trainer:
         if state is not None:
             print(f"resuming after step {int(state.step)}")
             return state
-        params = self._load(trainer.policy.model)
+        params = self._load(trainer.policy)
         return init_state(self.optimizer, params, self.shardings, replicated(self.mesh))
 
     def load_reference(self) -> None:
         """The frozen reference of the KL term, if the term counts."""
         algorithm = self.config.trainer.algorithm
         if algorithm.use_kl_loss and algorithm.kl_loss_coef != 0:
-            self.ref_params = self._load(self.config.trainer.ref.model)
+            self.ref_params = self._load(self.config.trainer.ref)
 
-    def _load(self, source: cfg.ModelConfig) -> Any:
-        assert source.path is not None  # validated
+    def _load(self, role: cfg.PolicyConfig | cfg.RefConfig) -> Any:
+        if isinstance(self.model, AdaptedModel):
+            return init_params(self.model, self.config.trainer.seed, self.shardings)
+        assert role.model.path is not None  # validated
         return hf.load_or_init(
-            source.path,
+            role.model.path,
             self.model,
-            random_init=source.random_init,
+            overrides=cfg.model_overrides(self.config.trainer, role),
+            random_init=role.model.random_init,
             seed=self.config.trainer.seed,
             shardings=self.shardings,
         )
 
     def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder."""
-        hf.save_pretrained(
+        assert isinstance(self.model, TransformerConfig)  # checked at the start
+        save_pretrained(
             folder,
             self.model,
-            jax.device_get(self.state.params),
+            self.state.params,
             self.tokenizer,
             generation_config=self.generation_config,
             overwrite=True,

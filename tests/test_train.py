@@ -13,6 +13,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jaxrl import config as cfg
+from jaxrl.models import RopeScaling
 from jaxrl.train import BasePPOExp, main, train
 from jaxrl.trainer import Trainer
 
@@ -259,6 +260,23 @@ def test_a_folder_that_cannot_be_written_stops_the_run_before_it_starts(tmp_path
     arguments = [f"--config.trainer.{name}={path}" for name, path in folders.items()]
     assert main([f"--config={QUICKSTART}", *arguments]) == 2
     assert f"error: trainer.{field}='{tmp_path}/file" in capsys.readouterr().err
+
+
+def test_model_overrides_reach_policy_reference_and_engine(tmp_path):
+    changes = {
+        "trainer.rope_theta": 5e3,
+        "trainer.rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        "trainer.policy.model_config_kwargs": {"rms_norm_eps": 1e-5},
+    }
+    trainer = BasePPOExp(small(tmp_path, **changes)).build()
+    assert (trainer.model.rope_theta, trainer.model.rms_norm_eps) == (5e3, 1e-5)
+    assert trainer.model.rope_scaling == RopeScaling("linear", 2.0)
+    assert trainer.engine.config == trainer.model
+    trainer.load_reference()  # refuses another architecture
+    assert trainer.ref_params is not None
+    wrong = {"trainer.policy.model_config_kwargs": {"rms_norm_ep": 1e-5}}
+    with pytest.raises(ValueError, match="no field 'rms_norm_ep'; did you mean 'rms_norm_eps'"):
+        BasePPOExp(small(tmp_path, **wrong)).build()
 
 
 @pytest.mark.slow

@@ -57,6 +57,7 @@ from jaxrl.config.trainer import (
     RefConfig,
     TrainerConfig,
     logger_names,
+    model_overrides,
     run_folder,
 )
 from jaxrl.config.validation import validate
@@ -105,6 +106,7 @@ __all__ = [
     "load_config_file",
     "logger_names",
     "run_folder",
+    "model_overrides",
     "make_config",
     "objective_card",
     "parse_command_line",

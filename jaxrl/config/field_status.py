@@ -124,7 +124,7 @@ _MODELS = (
             ),
             _inert(f"{role}.fsdp_config", "reshard_after_forward wrap_policy", "XLA decides"),
             _planned(role, "sequence_parallel_size", "sequences split over devices"),
-            _planned(role, "model_config_kwargs", "changes to the model config"),
+            _implemented(role, "model_config_kwargs", "an unknown field is an error"),
         )
     ),
     _inert("trainer.policy", "use_torch_compile", "everything is jitted"),
@@ -260,7 +260,7 @@ _TRAINER = (
         skyrl_default="wandb",
     ),
     _planned("trainer", "dump_data_batch", "batches on disk"),
-    _planned("trainer", "rope_scaling rope_theta", "the model's own are used"),
+    _implemented("trainer", "rope_scaling rope_theta", "of policy, reference and engine"),
 )
 
 _GENERATOR = (
@@ -330,7 +330,7 @@ _GENERATOR = (
         "use_conversation_multi_turn append_eos_token_after_stop_str_in_multi_turn",
         only_with="max_turns > 1",
     ),
-    _planned("generator", "rope_scaling rope_theta", "the model's own are used"),
+    _implemented("generator", "rope_scaling rope_theta", "must equal the trainer's"),
     _planned("generator", "step_wise_trajectories", "one row per turn"),
     _implemented("environment", "env_class", 'also "my_pkg.my_module:MyEnv"'),
     _implemented("environment.skyrl_gym", "max_env_workers"),

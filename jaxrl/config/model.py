@@ -30,7 +30,7 @@ class ModelConfig(BaseConfig):
     """Where a model comes from."""
 
     path: str | None = None
-    """Hugging Face model folder."""
+    """Hugging Face model folder, or the id of a hub model, OWNER/NAME."""
     lora: SkyRLLoraConfig = field(default_factory=SkyRLLoraConfig)
     """Low-rank adapters."""
     random_init: bool = False

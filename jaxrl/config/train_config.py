@@ -86,11 +86,11 @@ def make_config(
 def resolve(config: Config) -> Config:
     """A copy in which every field that follows from another one is set.
 
-    ref.model = policy.model's path and random_init; generator.max_input_length =
-    trainer.max_prompt_length; algorithm.temperature = sampling temperature; algorithm.max_seq_len =
-    max_input_length + max_generate_length (for one turn only); eval_sampling_params = greedy with
-    the same length; generator.rope_* = trainer.rope_*. What the user set stays, but for a leading
-    `~` in a path, which becomes the home folder.
+    ref.model = policy.model's path and random_init, with its model_config_kwargs;
+    generator.max_input_length = trainer.max_prompt_length; algorithm.temperature = sampling
+    temperature; algorithm.max_seq_len = max_input_length + max_generate_length (for one turn only);
+    eval_sampling_params = greedy with the same length; generator.rope_* = trainer.rope_*. What the
+    user set stays, but for a leading `~` in a path, which becomes the home folder.
     """
     assert isinstance(config, TrainConfig)
     config = copy.deepcopy(config)
@@ -98,6 +98,8 @@ def resolve(config: Config) -> Config:
     ref, policy, algorithm = trainer.ref.model, trainer.policy.model, trainer.algorithm
     if ref.path is None:
         ref.path, ref.random_init = policy.path, policy.random_init
+        kwargs = trainer.ref.model_config_kwargs or trainer.policy.model_config_kwargs
+        trainer.ref.model_config_kwargs = copy.deepcopy(kwargs)
     if generator.max_input_length is None:
         generator.max_input_length = trainer.max_prompt_length
     if algorithm.temperature is None:

@@ -200,6 +200,12 @@ def run_folder(trainer: TrainerConfig) -> Path:
     return Path(trainer.log_path) / trainer.run_name
 
 
+def model_overrides(trainer: TrainerConfig, role: PolicyConfig | RefConfig) -> dict[str, Any]:
+    """Entries of the role's config.json that the run replaces."""
+    rope = {"rope_scaling": trainer.rope_scaling, "rope_theta": trainer.rope_theta}
+    return role.model_config_kwargs | {k: v for k, v in rope.items() if v is not None}
+
+
 def logger_names(logger: str | list[str]) -> list[str]:
     """`TrainerConfig.logger` as a list."""
     return [logger] if isinstance(logger, str) else list(logger)

@@ -88,6 +88,7 @@ def validate(config: TrainConfig, num_devices: int = 1) -> None:
     _check_batch(config, num_devices)
     _check_lengths(config)
     _check_objective(config)
+    _check_rope(config)
     _warn_of_oddities(config)
     _check_functions(config)
     _check_sampling(config.generator.sampling_params, "generator.sampling_params", greedy=False)
@@ -230,6 +231,22 @@ def _check_objective(config: TrainConfig) -> None:
         )
 
 
+def _check_rope(config: TrainConfig) -> None:
+    """The engine computes what the trainer computes."""
+    for name in ("rope_scaling", "rope_theta"):
+        ours, theirs = getattr(config.generator, name), getattr(config.trainer, name)
+        if ours != theirs:
+            _fail(
+                f"generator.{name}",
+                ours,
+                f"differs from trainer.{name}={theirs!r}: sampler and trainer would be different "
+                "models; leave it None and set the trainer's",
+            )
+    theta = config.trainer.rope_theta
+    if theta is not None and theta <= 1:
+        _fail("trainer.rope_theta", theta, "must be > 1, e.g. 10000.0; None keeps the model's own")
+
+
 def _warn_of_oddities(config: TrainConfig) -> None:
     """What is legal but seldom meant."""
     algorithm, samples = config.trainer.algorithm, config.generator.n_samples_per_prompt
@@ -310,7 +327,7 @@ def _check_sampling(params: SamplingParams, field: str, *, greedy: bool) -> None
 def _check_files(config: TrainConfig) -> None:
     trainer, template = config.trainer, config.generator.chat_template
     if trainer.policy.model.path is None:
-        _fail("trainer.policy.model.path", None, "set a Hugging Face model folder")
+        _fail("trainer.policy.model.path", None, "set a Hugging Face model folder, or a hub id")
     for field in ("export_path", "log_path"):
         if "://" in getattr(trainer, field):
             _fail(f"trainer.{field}", getattr(trainer, field), "must be a local folder")

@@ -1,7 +1,10 @@
 """Language models: the transformer, its Hugging Face families, loading and export."""
 
-from jaxrl.models.families import config_from_hf, config_to_hf, params_to_hf
-from jaxrl.models.hf import load_config, load_or_init, load_params, save_pretrained
+from jaxrl.models.adapter import AdaptedModel, adapt_linen, adapt_nnx
+from jaxrl.models.export import save_pretrained
+from jaxrl.models.families import config_from_hf, config_to_hf
+from jaxrl.models.hf import load_config, load_or_init, load_params
+from jaxrl.models.rope import RopeScaling
 from jaxrl.models.transformer import (
     Params,
     ParamSpec,
@@ -13,12 +16,17 @@ from jaxrl.models.transformer import (
     param_specs,
     unembed,
 )
+from jaxrl.models.weights import params_to_hf
 
 __all__ = [
+    "AdaptedModel",
     "ParamSpec",
     "Params",
+    "RopeScaling",
     "TransformerConfig",
     "abstract_params",
+    "adapt_linen",
+    "adapt_nnx",
     "config_from_hf",
     "config_to_hf",
     "forward",

@@ -1,156 +1,232 @@
-"""Llama, Qwen2 and Qwen3: their Hugging Face configs and weight names, and ours.
+"""Families of models: their Hugging Face config.json, and our `TransformerConfig`.
 
-Everything that differs between our stacked parameters and a Hugging Face checkpoint is in
-`WEIGHTS`; both directions read that one table. Shape legend: see `transformer.py`.
+A family is a row of `FAMILIES`. Writing chooses the first family whose config.json, read back,
+gives the same architecture, so an export never describes another model.
 """
 
-import math
-from collections.abc import Iterator
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import jax
-import numpy as np
+from jaxrl.models.rope import RopeScaling, parse_scaling
+from jaxrl.models.transformer import ACTIVATIONS, TransformerConfig
 
-from jaxrl.models.transformer import Params, ParamSpec, TransformerConfig, is_spec, param_specs
-
-MODEL_TYPES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-SIZES = {  # ours -> Hugging Face; a config.json must have them all
+SIZES = {  # ours -> Hugging Face; a config.json must have those without a default
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
     "intermediate_size": "intermediate_size",
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
 }
+PLAIN = {  # ours -> Hugging Face; the value is the same
+    "rms_norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+    "initializer_range": "initializer_range",
+}
+GEMMA_PLAIN = {
+    "query_pre_attn_scalar": "query_pre_attn_scalar",
+    "attention_softcap": "attn_logit_softcapping",
+    "final_softcap": "final_logit_softcapping",
+}
 # Fields that change the forward, and the only value of each that `transformer.py` computes.
 SUPPORTED_VALUES = {
-    "hidden_act": "silu",
     "mlp_bias": False,
-    "use_sliding_window": False,
     "quantization_config": None,
+    "use_bidirectional_attention": False,
 }
-# Defaults of transformers' config classes for absent fields; None = derived from the other sizes.
-DEFAULT_KV_HEADS = {"llama": None, "qwen2": 32, "qwen3": 32}
-DEFAULT_HEAD_DIM = {"llama": None, "qwen2": None, "qwen3": 128}
-DEFAULT_ROPE_THETA = 10_000.0
-DEFAULT_RMS_NORM_EPS = 1e-6
-
-DimGroups = tuple[tuple[int, ...], ...]
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-class HFWeight(NamedTuple):
-    """Where one parameter lies in a Hugging Face checkpoint.
+class Family(NamedTuple):
+    """One model type of transformers.
 
-    `name` holds "{i}" for the layer number if the leaf is stacked. `dims[j]` lists the dims of our
-    (unstacked) array that are flattened, in this order, into dim j of theirs.
+    `defaults` are those of its config class for absent fields (None = derived from the sizes), with
+    every field that the family reads. `features` hold for all its models. `slides(config, i)` is
+    whether layer i slides where config.json has no layer_types; None: the family has no windows.
     """
 
-    name: str
-    dims: DimGroups
+    architecture: str
+    defaults: dict[str, Any]
+    features: dict[str, Any]
+    slides: Callable[[Mapping[str, Any], int], bool] | None = None
 
 
-# A Hugging Face Linear is [out, in]; ours lead with the input.
-VECTOR: DimGroups = ((0,),)
-TABLE: DimGroups = ((0,), (1,))
-LINEAR: DimGroups = ((1,), (0,))
-TO_HEADS: DimGroups = ((1, 2), (0,))  # [D, H, h] -> [H * h, D]
-FROM_HEADS: DimGroups = ((2,), (0, 1))  # [H, h, D] -> [D, H * h]
-HEAD_BIAS: DimGroups = ((0, 1),)  # [H, h] -> [H * h]
-
-WEIGHTS = {
-    "embed": HFWeight("model.embed_tokens.weight", TABLE),
-    "attn_norm": HFWeight("model.layers.{i}.input_layernorm.weight", VECTOR),
-    "wq": HFWeight("model.layers.{i}.self_attn.q_proj.weight", TO_HEADS),
-    "wk": HFWeight("model.layers.{i}.self_attn.k_proj.weight", TO_HEADS),
-    "wv": HFWeight("model.layers.{i}.self_attn.v_proj.weight", TO_HEADS),
-    "bq": HFWeight("model.layers.{i}.self_attn.q_proj.bias", HEAD_BIAS),
-    "bk": HFWeight("model.layers.{i}.self_attn.k_proj.bias", HEAD_BIAS),
-    "bv": HFWeight("model.layers.{i}.self_attn.v_proj.bias", HEAD_BIAS),
-    "q_norm": HFWeight("model.layers.{i}.self_attn.q_norm.weight", VECTOR),
-    "k_norm": HFWeight("model.layers.{i}.self_attn.k_norm.weight", VECTOR),
-    "wo": HFWeight("model.layers.{i}.self_attn.o_proj.weight", FROM_HEADS),
-    "mlp_norm": HFWeight("model.layers.{i}.post_attention_layernorm.weight", VECTOR),
-    "w_gate": HFWeight("model.layers.{i}.mlp.gate_proj.weight", LINEAR),
-    "w_up": HFWeight("model.layers.{i}.mlp.up_proj.weight", LINEAR),
-    "w_down": HFWeight("model.layers.{i}.mlp.down_proj.weight", LINEAR),
-    "final_norm": HFWeight("model.norm.weight", VECTOR),
-    "unembed": HFWeight("lm_head.weight", LINEAR),
+DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "initializer_range": 0.02,
+    "max_position_embeddings": None,
+    "rope_parameters": None,
+    "rope_scaling": None,
+    "rope_theta": 10_000.0,
+    "layer_types": None,
+    **SUPPORTED_VALUES,
+}
+_QWEN = {
+    "num_key_value_heads": 32,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+_GEMMA = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+}
+_GEMMA_FEATURES = {"post_norms": True, "unit_offset_norm": True, "scale_embeddings": True}
+_GEMMA3 = {  # text_config of the published multimodal models relies on these
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "sliding_window_pattern": 6,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
 }
 
 
-def config_from_hf(hf_config: dict[str, Any]) -> TransformerConfig:
+def _qwen_slides(c: Mapping[str, Any], layer: int) -> bool:
+    return c["use_sliding_window"] and c["sliding_window"] and layer >= c["max_window_layers"]
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", {}, {}),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        _QWEN,
+        {"attention_bias": True, "attention_output_bias": False},  # whatever the file says
+        _qwen_slides,
+    ),
+    "qwen3": Family("Qwen3ForCausalLM", _QWEN | {"head_dim": 128}, {"qk_norm": True}, _qwen_slides),
+    "mistral": Family(
+        "MistralForCausalLM",
+        {"num_key_value_heads": 8, "sliding_window": 4096},
+        {"attention_bias": False, "attention_output_bias": False},
+        lambda c, _: c["sliding_window"] is not None,
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        _GEMMA_FEATURES,
+        lambda _, layer: layer % 2 == 0,
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        _GEMMA | _GEMMA3,
+        _GEMMA_FEATURES | {"qk_norm": True},
+        lambda c, layer: (layer + 1) % c["sliding_window_pattern"] != 0,
+    ),
+}
+WHOLE_HEADS = ("llama", "gemma2", "gemma3_text")  # transformers wants hidden_size % heads == 0
+
+
+def config_from_hf(
+    hf_config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None
+) -> TransformerConfig:
     """The architecture that a Hugging Face config.json describes.
 
-    Absent fields get the default of the family's config class in transformers; the five sizes of
-    `SIZES` must be there.
+    Absent fields get the default of the family's config class in transformers. Rotary settings may
+    be in the form of transformers 5 (`rope_parameters`) or 4 (`rope_scaling`, `rope_theta`).
+
+    Args:
+        hf_config: of a text model, or of a multimodal Gemma 3, whose text part is read.
+        overrides: entries of config.json that replace its own; `rope_scaling` and `rope_theta` win
+            over whatever form the file has.
 
     Raises:
-        ValueError: a model type or feature that the forward does not compute, or a missing size;
-            names the field, its value and what is supported.
+        ValueError: a model type or feature that the forward does not compute, a missing size or an
+            unknown override; names the field, its value and what is supported.
     """
+    if hf_config.get("model_type") == "gemma3":
+        hf_config = {**hf_config.get("text_config", {}), "model_type": "gemma3_text"}
     model_type = hf_config.get("model_type")
-    if model_type not in MODEL_TYPES:
-        raise _unsupported("model_type", model_type, " or ".join(map(repr, MODEL_TYPES)))
-    _check_supported(hf_config)
-    missing = [name for name in SIZES.values() if hf_config.get(name) is None]
-    if missing:
-        raise ValueError(f"config.json of model_type {model_type!r} lacks {', '.join(missing)}")
-    sizes = {ours: hf_config[theirs] for ours, theirs in SIZES.items()}
-    kv_heads = hf_config.get("num_key_value_heads", DEFAULT_KV_HEADS[model_type])
-    head_dim = hf_config.get("head_dim", DEFAULT_HEAD_DIM[model_type])
-    return TransformerConfig(
-        **sizes,
-        num_kv_heads=sizes["num_heads"] if kv_heads is None else kv_heads,
-        head_dim=sizes["hidden_size"] // sizes["num_heads"] if head_dim is None else head_dim,
-        rope_theta=_rope_theta(hf_config),
-        rms_norm_eps=hf_config.get("rms_norm_eps", DEFAULT_RMS_NORM_EPS),
-        tie_embeddings=hf_config.get("tie_word_embeddings", False),
-        attention_bias=model_type == "qwen2",
-        qk_norm=model_type == "qwen3",
-        initializer_range=hf_config.get("initializer_range", 0.02),
-    )
+    if model_type not in FAMILIES:
+        raise _unsupported("model_type", model_type, " or ".join(map(repr, FAMILIES)))
+    changes = dict(overrides or {})
+    _check_overrides(changes, hf_config, model_type)
+    rope_changes = {k: changes.pop(k) for k in ("rope_theta", "rope_scaling") if k in changes}
+    values = DEFAULTS | FAMILIES[model_type].defaults | dict(hf_config) | changes
+    config = _parse(model_type, values)
+    return dataclasses.replace(config, **_rope_overrides(config, values, rope_changes))
 
 
 def config_to_hf(
     config: TransformerConfig, *, max_position_embeddings: int = 32_768
 ) -> dict[str, Any]:
-    """A config.json for transformers.
+    """A config.json for transformers, of the first family that has this architecture.
 
-    The family is qwen3 with `qk_norm`, qwen2 with `attention_bias`, else llama. Token ids are
-    null here: the config classes' own defaults belong to other tokenizers.
+    Token ids are null here: the config classes' own defaults belong to other tokenizers.
 
     Args:
         max_position_embeddings: context length that serving engines read; the forward has no limit.
 
     Raises:
-        ValueError: no family has this combination of features or sizes.
+        ValueError: no family has this combination of features or sizes; says why not, by family.
     """
-    c = config
-    if c.qk_norm and c.attention_bias:
-        raise ValueError("qk_norm=True with attention_bias=True: no Hugging Face family has both")
-    model_type = "qwen3" if c.qk_norm else "qwen2" if c.attention_bias else "llama"
-    if model_type == "llama" and c.hidden_size % c.num_heads:
-        raise ValueError(
-            f"hidden_size={c.hidden_size} is not a multiple of num_heads={c.num_heads}, which "
-            "transformers' LlamaConfig requires; change one of them or set qk_norm=True (qwen3)"
-        )
+    reasons = []
+    for model_type in FAMILIES:
+        hf_config = _write(model_type, config) | {
+            "max_position_embeddings": max_position_embeddings
+        }
+        try:
+            found = dataclasses.asdict(config_from_hf(hf_config))
+        except ValueError as error:
+            reasons.append(f"{model_type}: {error}")
+            continue
+        wanted = dataclasses.asdict(config)
+        different = [f"{k}={v!r}, not {wanted[k]!r}" for k, v in found.items() if v != wanted[k]]
+        if not different:
+            return hf_config
+        reasons.append(f"{model_type} has {', '.join(different)}")
+    raise ValueError(f"no Hugging Face family has this architecture: {'; '.join(reasons)}")
+
+
+def _parse(model_type: str, values: dict[str, Any]) -> TransformerConfig:
+    """`values`: config.json over the family's defaults."""
+    family = FAMILIES[model_type]
+    _check_supported(model_type, values)
+    heads, kv_heads, head_dim = (
+        values[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    plain = PLAIN | {k: v for k, v in GEMMA_PLAIN.items() if v in family.defaults}
+    fields = {
+        **{ours: values[theirs] for ours, theirs in (SIZES | plain).items()},
+        "num_kv_heads": heads if kv_heads is None else kv_heads,
+        "head_dim": values["hidden_size"] // heads if head_dim is None else head_dim,
+        "activation": values[_activation_field(family)],
+        "attention_bias": values["attention_bias"],
+        "attention_output_bias": values["attention_bias"],
+        **_sliding(model_type, values),
+        **family.features,
+    }
+    return TransformerConfig(**fields, **_rope(values, bool(fields["sliding_layers"])))
+
+
+def _write(model_type: str, config: TransformerConfig) -> dict[str, Any]:
+    """config.json of the family as far as it can say what the architecture is."""
+    c, family = config, FAMILIES[model_type]
+    plain = PLAIN | {k: v for k, v in GEMMA_PLAIN.items() if v in family.defaults}
     return {
         "model_type": model_type,
-        "architectures": [MODEL_TYPES[model_type]],
-        **{theirs: getattr(c, ours) for ours, theirs in SIZES.items()},
+        "architectures": [family.architecture],
+        **{theirs: getattr(c, ours) for ours, theirs in (SIZES | plain).items()},
         "num_key_value_heads": c.num_kv_heads,
         "head_dim": c.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": c.rms_norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
-        "rope_theta": c.rope_theta,  # read by transformers 4
-        "tie_word_embeddings": c.tie_embeddings,
+        _activation_field(family): c.activation,
         "attention_bias": c.attention_bias,
-        "initializer_range": c.initializer_range,
-        "max_position_embeddings": max_position_embeddings,
+        **_written_windows(family, c),
+        **_written_rope(family, c),
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
@@ -158,92 +234,125 @@ def config_to_hf(
     }
 
 
-def weight_map(config: TransformerConfig) -> Params:
-    """Tree of `HFWeight`, parallel to the parameters."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: WEIGHTS[path[-1].key], param_specs(config), is_leaf=is_spec
-    )
+def _activation_field(family: Family) -> str:
+    return "hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"
 
 
-def layer_names(weight: HFWeight, num_layers: int) -> list[str]:
-    """The tensors behind one leaf: one per layer, or a single one for an unstacked leaf."""
-    if "{i}" not in weight.name:
-        return [weight.name]
-    return [weight.name.format(i=i) for i in range(num_layers)]
+def _sliding(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """sliding_window and sliding_layers."""
+    slides, layers = FAMILIES[model_type].slides, range(values["num_hidden_layers"])
+    kinds = values["layer_types"] if model_type != "mistral" else None  # Mistral does not read it
+    if kinds is None:
+        kinds = [SLIDING if slides and slides(values, i) else FULL for i in layers]
+    allowed = {FULL, SLIDING} if slides else {FULL}
+    if len(kinds) != len(layers) or set(kinds) - allowed:
+        needed = f"{' or '.join(map(repr, sorted(allowed)))} for each of {len(layers)} layers"
+        raise _unsupported("layer_types", kinds, needed)
+    if SLIDING not in kinds:
+        return {"sliding_window": None, "sliding_layers": ()}
+    window = values["sliding_window"] if values.get("use_sliding_window", True) else None
+    if window is None:
+        raise ValueError(
+            "config.json: layer_types has sliding layers, but sliding_window is null or "
+            "use_sliding_window is false; set the window, in tokens"
+        )
+    return {"sliding_window": window, "sliding_layers": tuple(kind == SLIDING for kind in kinds)}
 
 
-def layer_shape(weight: HFWeight, spec: ParamSpec) -> tuple[int, ...]:
-    """Our shape of one layer's part of a leaf."""
-    return spec.shape[1:] if "{i}" in weight.name else spec.shape
+def _written_windows(family: Family, config: TransformerConfig) -> dict[str, Any]:
+    if family.slides is None:
+        return {}
+    if family is FAMILIES["mistral"]:  # with layer_types transformers takes it for a Ministral
+        return {"sliding_window": config.sliding_window}
+    flags = config.sliding_layers or (False,) * config.num_layers
+    windows: dict[str, Any] = {
+        "sliding_window": config.sliding_window or family.defaults["sliding_window"],
+        "layer_types": [SLIDING if flag else FULL for flag in flags],
+    }
+    if "use_sliding_window" in family.defaults:  # transformers 4 reads these
+        windows["use_sliding_window"] = any(flags)
+        windows["max_window_layers"] = [*flags, True].index(True)
+    return windows
 
 
-def hf_shape(weight: HFWeight, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Their shape of an array that has shape `shape` on our side."""
-    return tuple(math.prod(shape[d] for d in group) for group in weight.dims)
-
-
-def to_hf(weight: HFWeight, x: np.ndarray) -> np.ndarray:
-    """One layer's array in the Hugging Face layout, C-contiguous."""
-    order = [d for group in weight.dims for d in group]
-    return np.ascontiguousarray(x.transpose(order).reshape(hf_shape(weight, x.shape)))
-
-
-def from_hf(weight: HFWeight, x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Inverse of `to_hf`: a view of `x` with our shape `shape` of one layer."""
-    order = [d for group in weight.dims for d in group]
-    return x.reshape([shape[d] for d in order]).transpose(np.argsort(order))
-
-
-def hf_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the Hugging Face checkpoint."""
-    weights, treedef = jax.tree.flatten(weight_map(config), is_leaf=_is_weight)
-    specs = treedef.flatten_up_to(param_specs(config))
+def _rope(values: Mapping[str, Any], slides: bool) -> dict[str, Any]:
+    """rope_theta, rope_scaling and local_rope_theta, from either version's fields."""
+    limit, theta = values["max_position_embeddings"], values["rope_theta"]
+    parameters, scaling = values["rope_parameters"] or {}, values["rope_scaling"] or {}
+    if "rope_local_base_freq" not in values:
+        rope, where = scaling or parameters, "rope_scaling" if scaling else "rope_parameters"
+        theta = rope.get("rope_theta", theta if theta is not None else DEFAULTS["rope_theta"])
+        parsed = parse_scaling(rope, f"config.json: {where}", limit)
+        return {"rope_theta": float(theta), "rope_scaling": parsed}
+    if parameters and not {FULL, SLIDING} & set(parameters):
+        raise _unsupported("rope_parameters", parameters, f"one entry each for {FULL}, {SLIDING}")
+    rope = {**(parameters.get(FULL) or {}), **scaling}
+    local = parameters.get(SLIDING) or {}
+    if parse_scaling(local, "config.json: rope_parameters", limit) is not None:
+        raise _unsupported("rope_parameters", parameters, f"no scaling of {SLIDING}")
+    local_theta = float(local.get("rope_theta", values["rope_local_base_freq"]))
     return {
-        name: hf_shape(weight, layer_shape(weight, spec))
-        for weight, spec in zip(weights, specs, strict=True)
-        for name in layer_names(weight, config.num_layers)
+        "rope_theta": float(rope.get("rope_theta", theta)),
+        "rope_scaling": parse_scaling(rope, "config.json: rope_parameters", limit),
+        "local_rope_theta": local_theta if slides else None,
     }
 
 
-def params_to_hf(config: TransformerConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor under its Hugging Face name, in the dtype of the parameters, leaf by leaf."""
-    weights, treedef = jax.tree.flatten(weight_map(config), is_leaf=_is_weight)
-    for weight, leaf in zip(weights, treedef.flatten_up_to(params), strict=True):
-        host = np.asarray(leaf)
-        names = layer_names(weight, config.num_layers)
-        layers = host if "{i}" in weight.name else host[None]
-        for name, x in zip(names, layers, strict=True):
-            yield name, to_hf(weight, x)
+def _written_rope(family: Family, config: TransformerConfig) -> dict[str, Any]:
+    """Both forms: rope_parameters for transformers 5, the others for 4."""
+    scaling = config.rope_scaling.to_hf() if config.rope_scaling else None
+    full = {**(scaling or {"rope_type": "default"}), "rope_theta": config.rope_theta}
+    written = {"rope_theta": config.rope_theta, "rope_scaling": scaling, "rope_parameters": full}
+    if "rope_local_base_freq" in family.defaults:
+        theta = config.local_rope_theta or family.defaults["rope_local_base_freq"]
+        local = {"rope_type": "default", "rope_theta": theta}
+        written["rope_parameters"] = {FULL: full, SLIDING: local}
+        written["rope_local_base_freq"] = theta
+    return written
 
 
-def _is_weight(x: object) -> bool:
-    return isinstance(x, HFWeight)
+def _rope_overrides(
+    config: TransformerConfig, values: Mapping[str, Any], changes: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Fields of the architecture that the overrides `rope_scaling` and `rope_theta` replace."""
+    scaling: RopeScaling | None = config.rope_scaling
+    rope = changes.get("rope_scaling") or {}
+    if "rope_scaling" in changes:
+        scaling = parse_scaling(rope, "rope_scaling", values["max_position_embeddings"])
+    theta = changes.get("rope_theta", rope.get("rope_theta", config.rope_theta))
+    return {"rope_theta": float(theta), "rope_scaling": scaling}
 
 
 def _unsupported(field: str, value: object, supported: str) -> ValueError:
     return ValueError(f"config.json: {field}={value!r} is not supported; supported: {supported}")
 
 
-def _check_supported(hf_config: dict[str, Any]) -> None:
+def _check_overrides(
+    changes: Mapping[str, Any], hf_config: Mapping[str, Any], model_type: str
+) -> None:
+    known = {*hf_config, *DEFAULTS, *FAMILIES[model_type].defaults, *SIZES.values()}
+    for name in changes:
+        if name not in known:
+            near = difflib.get_close_matches(name, sorted(known), n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "see the model's config.json"
+            raise ValueError(f"model_config_kwargs: {model_type} has no field {name!r}; {hint}")
+
+
+def _check_supported(model_type: str, values: Mapping[str, Any]) -> None:
     """Reject whatever would silently give other logits than transformers'."""
+    needed = [*SIZES.values(), *(n for n in ("query_pre_attn_scalar",) if n in values)]
+    missing = [name for name in needed if values.get(name) is None]
+    if missing:
+        raise ValueError(f"config.json of model_type {model_type!r} lacks {', '.join(missing)}")
     for field, supported in SUPPORTED_VALUES.items():
-        value = hf_config.get(field, supported)
-        if value != supported:
-            raise _unsupported(field, value, repr(supported))
-    if hf_config["model_type"] != "qwen2" and hf_config.get("attention_bias"):
-        # It adds a bias to o_proj too; Qwen2 has none there and ignores the field.
-        raise _unsupported("attention_bias", True, "False (or model_type 'qwen2')")
-    layer_types = hf_config.get("layer_types") or []
-    if any(kind != "full_attention" for kind in layer_types):
-        raise _unsupported("layer_types", layer_types, "'full_attention' in every layer")
-
-
-def _rope_theta(hf_config: dict[str, Any]) -> float:
-    """rope_theta of transformers 5 (inside rope_parameters) or 4 (at top level)."""
-    field = "rope_parameters" if hf_config.get("rope_parameters") else "rope_scaling"
-    rope = hf_config.get(field) or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    partial = rope.get("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0))
-    if kind != "default" or partial != 1.0:
-        raise _unsupported(field, rope, "null or rope_type 'default' on the whole head")
-    return float(rope.get("rope_theta", hf_config.get("rope_theta", DEFAULT_ROPE_THETA)))
+        if values[field] != supported and values[field] is not None:
+            raise _unsupported(field, values[field], repr(supported))
+    field = _activation_field(FAMILIES[model_type])
+    if values[field] not in ACTIVATIONS:
+        raise _unsupported(field, values[field], " or ".join(map(repr, ACTIVATIONS)))
+    if model_type == "gemma3_text" and values["attn_logit_softcapping"] is not None:
+        # transformers has the field and does not use it.
+        raise _unsupported("attn_logit_softcapping", values["attn_logit_softcapping"], "null")
+    if model_type in WHOLE_HEADS and values["hidden_size"] % values["num_attention_heads"]:
+        sizes = f"{values['hidden_size']} with num_attention_heads={values['num_attention_heads']}"
+        raise _unsupported("hidden_size", sizes, f"a multiple, as {model_type} in transformers has")

@@ -1,35 +1,27 @@
-"""Load and export Hugging Face model folders (config.json + safetensors).
+"""Load Hugging Face model folders (config.json + safetensors), from disk or from the hub.
 
-Loading reads tensor by tensor and puts each stacked leaf on its devices before it reads the next,
-so the host holds at most one leaf (all layers of one matrix) beside what the devices hold.
+Each device's part of each leaf is read by itself from the files, and a leaf is on its devices
+before the next is read: a host holds at most the slices of one leaf that its own devices need.
 """
 
 import dataclasses
+import functools
 import json
 import os
-import tempfile
-from collections.abc import Callable
+import re
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import huggingface_hub
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import safe_open
-from safetensors.numpy import save_file
+from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError, safe_open
 
-from jaxrl.models.families import (
-    HFWeight,
-    config_from_hf,
-    config_to_hf,
-    from_hf,
-    hf_shapes,
-    layer_names,
-    layer_shape,
-    params_to_hf,
-    weight_map,
-)
+from jaxrl.models.families import config_from_hf
 from jaxrl.models.transformer import (
     Params,
     ParamSpec,
@@ -38,26 +30,80 @@ from jaxrl.models.transformer import (
     is_spec,
     param_specs,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from jaxrl.models.weights import (
+    HFWeight,
+    hf_shapes,
+    layer_names,
+    layer_shape,
+    read_part,
+    weight_map,
+)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-UNLIMITED = 1_000_000  # transformers writes model_max_length=1e30 for "no limit"
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+# What a model folder needs; subfolders and "consolidated" files repeat the weights in other forms.
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+HUB_IGNORED = ["*/*", "consolidated*"]
+# Where a multimodal Gemma 3 keeps its text model (transformers 4, 5), and the rest of it.
+TEXT_PREFIXES = {
+    "language_model.model.": "model.",
+    "model.language_model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+NOT_TEXT = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 
 
-def load_config(folder: str | os.PathLike[str]) -> TransformerConfig:
+def load_config(
+    folder: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None
+) -> TransformerConfig:
     """The architecture in `folder`/config.json.
 
+    Args:
+        folder: a folder, or the id of a model on the Hugging Face hub.
+        overrides: entries of config.json to replace, see `config_from_hf`.
+
     Raises:
-        FileNotFoundError: no such folder, or no config.json in it.
+        FileNotFoundError: no such folder or model, or no config.json in it.
         ValueError: config.json is not JSON, or describes a model that the forward does not compute.
     """
-    path = _existing_folder(folder) / "config.json"
+    path = local_folder(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing; {folder} is not a Hugging Face model folder")
-    return config_from_hf(_read_json(path))
+    return config_from_hf(read_json(path), overrides)
+
+
+def local_folder(folder: str | os.PathLike[str]) -> Path:
+    """The folder itself, or the local copy of a hub model, fetched if it is not there yet.
+
+    Raises:
+        FileNotFoundError: neither a folder nor a model that the hub gives.
+    """
+    path = Path(folder)
+    if path.is_dir():
+        return path
+    if not HUB_ID.fullmatch(str(folder)):
+        raise FileNotFoundError(
+            f"{path} is not a folder; give a local Hugging Face model folder or the id of a hub "
+            "model, OWNER/NAME"
+        )
+    return _downloaded(str(folder))
+
+
+@functools.cache
+def _downloaded(hub_id: str) -> Path:
+    try:
+        snapshot = huggingface_hub.snapshot_download(
+            hub_id, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED
+        )
+    except (OSError, HFValidationError) as error:  # the hub's errors are OSErrors
+        cause = " ".join(str(error).split())
+        raise FileNotFoundError(
+            f"{hub_id!r} is neither a folder nor a model that the Hugging Face hub gives: {cause}. "
+            f"Correct the path or the id; for a gated model log in with `hf auth login`; without "
+            f"a network run `hf download {hub_id} --local-dir FOLDER` elsewhere and give FOLDER"
+        ) from error
+    return Path(snapshot)
 
 
 def load_params(
@@ -83,21 +129,19 @@ def load_params(
     """
     specs, treedef = jax.tree.flatten(param_specs(config), is_leaf=is_spec)
     weights = treedef.flatten_up_to(weight_map(config))
-    places = [None] * len(specs) if shardings is None else treedef.flatten_up_to(shardings)
-    paths = _weight_files(_existing_folder(folder))
+    default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    places = treedef.flatten_up_to(shardings) if shardings is not None else [default] * len(specs)
     with ExitStack() as stack:
-        files = [stack.enter_context(safe_open(path, framework="numpy")) for path in paths]
-        file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118
-        _check_tensors(folder, config, file_of)
-
-        def read(name: str) -> np.ndarray:
-            return file_of[name].get_tensor(name)
-
-        leaves = []
-        for weight, spec, place in zip(weights, specs, places, strict=True):
-            host = _read_leaf(weight, spec, config.num_layers, read, np.dtype(dtype))
-            # Blocking keeps the copies in flight from piling up on the host.
-            leaves.append(jax.block_until_ready(jax.device_put(host, place)))
+        slices: dict[str, Any] = {}
+        for path in _weight_files(local_folder(folder)):
+            file = stack.enter_context(_open(path))
+            names = file.keys()  # not a dict: it does not iterate
+            slices |= {_text_name(name): file.get_slice(name) for name in names}
+        _check_tensors(folder, config, slices)
+        leaves = [
+            _load_leaf(weight, spec, config.num_layers, slices, place, np.dtype(dtype))
+            for weight, spec, place in zip(weights, specs, places, strict=True)
+        ]
     return treedef.unflatten(leaves)
 
 
@@ -105,6 +149,7 @@ def load_or_init(
     folder: str | os.PathLike[str],
     config: TransformerConfig,
     *,
+    overrides: Mapping[str, Any] | None = None,
     random_init: bool,
     seed: int,
     shardings: Any,
@@ -112,10 +157,11 @@ def load_or_init(
     """The folder's parameters, or with `random_init` random ones of its architecture.
 
     Raises:
-        ValueError: the folder's architecture is not `config`; equal shapes alone are not enough (a
-            reference with another rope_theta would load and be wrong).
+        ValueError: the folder's architecture with its `overrides` is not `config`; equal shapes
+            alone are not enough (a reference with another rope_theta would load and be wrong).
     """
-    found, wanted = dataclasses.asdict(load_config(folder)), dataclasses.asdict(config)
+    found = dataclasses.asdict(load_config(folder, overrides))
+    wanted = dataclasses.asdict(config)
     different = {
         name: (found[name], wanted[name])
         for name in wanted
@@ -128,106 +174,43 @@ def load_or_init(
     return load_params(folder, config, shardings=shardings)
 
 
-def save_pretrained(
-    folder: str | os.PathLike[str],
-    config: TransformerConfig,
-    params: Params,
-    tokenizer: "PreTrainedTokenizerBase | None" = None,
-    *,
-    generation_config: dict[str, Any] | None = None,
-    overwrite: bool = False,
-) -> None:
-    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads; weights in float32.
-
-    The folder appears under its name only once it is complete. With a tokenizer, its files, chat
-    template and bos/eos/pad ids are part of it, and its `model_max_length` becomes
-    `max_position_embeddings`.
-
-    Args:
-        params: arrays that this process can read in full (all shards addressable), or numpy arrays.
-        generation_config: of the model that was trained, see `load_generation_config`; its list of
-            end-of-sequence ids outranks the tokenizer's one.
-        overwrite: replace `folder`, with everything in it.
-
-    Raises:
-        FileExistsError: `folder` exists and `overwrite` is False.
-        ValueError: no Hugging Face family has this config, see `config_to_hf`.
-    """
-    target = Path(folder)
-    if target.exists() and not overwrite:
-        raise FileExistsError(
-            f"{target} exists; pass overwrite=True to replace it, or another name"
-        )
-    hf_config = config_to_hf(config, **_context_length(tokenizer))
-    ids = {f"{kind}_token_id": _token_id(tokenizer, kind) for kind in ("bos", "eos", "pad")}
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Same file system as the target, so that the renames are atomic.
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
-        new = Path(scratch, "new")
-        new.mkdir()
-        _write_json(new / "config.json", hf_config | ids)
-        known = {k: v for k, v in ids.items() if v is not None}
-        _write_json(new / "generation_config.json", known | (generation_config or {}))
-        _write_weights(new / SINGLE_FILE, config, params)
-        if tokenizer is not None:
-            save_tokenizer(tokenizer, new)
-        if target.exists():
-            os.replace(target, Path(scratch, "old"))
-        os.replace(new, target)
-
-
-def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: str | os.PathLike[str]) -> None:
-    """Writes tokenizer.json and tokenizer_config.json (with the chat template) into a folder."""
-    tokenizer.save_pretrained(str(folder), save_jinja_files=False)
-    path = Path(folder) / "tokenizer_config.json"
-    settings = _read_json(path)
-    # transformers 5 writes a class name that transformers 4 (vLLM, JetStream) does not know; both
-    # read this one.
-    if settings.get("tokenizer_class") == "TokenizersBackend":
-        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-    _write_json(path, settings)
-
-
 def load_generation_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """The folder's generation_config.json; empty without one."""
-    path = Path(folder) / "generation_config.json"
-    return _read_json(path) if path.is_file() else {}
+    path = local_folder(folder) / "generation_config.json"
+    return read_json(path) if path.is_file() else {}
 
 
 def eos_token_ids(folder: str | os.PathLike[str]) -> list[int]:
     """Every end-of-sequence id that generation_config.json or config.json names."""
-    configs = [load_generation_config(folder), _read_json(_existing_folder(folder) / "config.json")]
+    configs = [load_generation_config(folder), read_json(local_folder(folder) / "config.json")]
     found = [config.get("eos_token_id") for config in configs]
     return sorted(
         {i for ids in found for i in (ids if isinstance(ids, list) else [ids]) if i is not None}
     )
 
 
-def _existing_folder(folder: str | os.PathLike[str]) -> Path:
-    path = Path(folder)
-    if not path.is_dir():
-        raise FileNotFoundError(
-            f"{path} is not a folder; give a local Hugging Face model folder (a hub model: "
-            "`hf download OWNER/NAME --local-dir FOLDER` first)"
-        )
-    return path
-
-
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file; an error that names it if it is none."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not valid JSON ({error}); copy the file again") from error
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+def _text_name(name: str) -> str:
+    for prefix, ours in TEXT_PREFIXES.items():
+        if name.startswith(prefix):
+            return ours + name.removeprefix(prefix)
+    return name
 
 
-def _write_weights(path: Path, config: TransformerConfig, params: Params) -> None:
-    tensors = {name: x.astype(np.float32, copy=False) for name, x in params_to_hf(config, params)}
-    save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors lets only the owner read it
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="numpy")
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} is not a whole safetensors file ({error}); download it again"
+        ) from error
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -239,7 +222,7 @@ def _weight_files(folder: Path) -> list[Path]:
             f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; other formats (.bin, .gguf) are "
             "not read: save the model with transformers' save_pretrained first"
         )
-    names = sorted(set(_read_json(folder / INDEX_FILE)["weight_map"].values()))
+    names = sorted(set(read_json(folder / INDEX_FILE)["weight_map"].values()))
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise FileNotFoundError(
@@ -249,22 +232,25 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _check_tensors(
-    folder: str | os.PathLike[str], config: TransformerConfig, file_of: dict[str, Any]
+    folder: str | os.PathLike[str], config: TransformerConfig, slices: dict[str, Any]
 ) -> None:
     """Compare names and shapes with the config before anything is read."""
     expected = hf_shapes(config)
-    missing = [name for name in expected if name not in file_of]
+    missing = [name for name in expected if name not in slices]
     if missing:
         raise ValueError(f"{folder} lacks the tensors: {_listed(missing)}")
     ignored = {"lm_head.weight"} if config.tie_embeddings else set()
     extra = [
         name
-        for name in file_of
-        if name not in expected and name not in ignored and not name.endswith("rotary_emb.inv_freq")
+        for name in slices
+        if name not in expected
+        and name not in ignored
+        and not name.endswith("rotary_emb.inv_freq")
+        and not NOT_TEXT.match(name)
     ]
     if extra:
         raise ValueError(f"{folder} has tensors that the config does not explain: {_listed(extra)}")
-    found = {name: tuple(file_of[name].get_slice(name).get_shape()) for name in expected}
+    found = {name: tuple(slices[name].get_shape()) for name in expected}
     wrong = [
         f"{name} has shape {found[name]}, expected {shape}"
         for name, shape in expected.items()
@@ -279,27 +265,34 @@ def _listed(items: list[str], most: int = 10) -> str:
     return ", ".join(items[:most]) + more
 
 
-def _read_leaf(
+def _load_leaf(
     weight: HFWeight,
     spec: ParamSpec,
     num_layers: int,
-    read: Callable[[str], np.ndarray],
+    slices: dict[str, Any],
+    sharding: jax.sharding.Sharding,
     dtype: np.dtype,
-) -> np.ndarray:
-    """One leaf of the parameters, filled layer by layer."""
-    names = layer_names(weight, num_layers)
-    shape = layer_shape(weight, spec)
-    leaf = np.empty((len(names), *shape), dtype)
-    for i, name in enumerate(names):
-        leaf[i] = from_hf(weight, read(name), shape)
-    return leaf.reshape(spec.shape)
+) -> jax.Array:
+    """One leaf of the parameters on its devices."""
+    names, shape = layer_names(weight, num_layers), layer_shape(weight, spec)
+    stacked = len(spec.shape) > len(shape)
+    parts: dict[str, np.ndarray] = {}  # devices that hold the same part share it
+
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None  # only of PRNG keys
+        key = str(index)
+        if key not in parts:
+            layers = names[index[0]] if stacked else names
+            whole = np.empty(_part_shape(spec.shape, index), dtype)
+            for target, name in zip(whole if stacked else [whole], layers, strict=True):
+                target[...] = read_part(weight, slices[name], shape, index[stacked:])
+            parts[key] = whole
+        return parts[key]
+
+    leaf = jax.make_array_from_callback(spec.shape, sharding, read)
+    # Blocking keeps the copies in flight from piling up on the host.
+    return jax.block_until_ready(leaf)
 
 
-def _token_id(tokenizer: "PreTrainedTokenizerBase | None", kind: str) -> int | None:
-    return None if tokenizer is None else getattr(tokenizer, f"{kind}_token_id")
-
-
-def _context_length(tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, int]:
-    if tokenizer is None or tokenizer.model_max_length > UNLIMITED:
-        return {}
-    return {"max_position_embeddings": tokenizer.model_max_length}
+def _part_shape(shape: tuple[int, ...], index: tuple[slice, ...]) -> tuple[int, ...]:
+    return tuple(len(range(*i.indices(size))) for i, size in zip(index, shape, strict=True))

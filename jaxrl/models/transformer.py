@@ -5,18 +5,22 @@ G = H / K, h head width, F MLP width, V vocabulary, S cache slots.
 
 Parameters are a nested dict; the leaves under "layers" carry a leading L and are scanned over. The
 sampler runs the same `decoder_layer` over a key/value cache: what differs is only the `attend` it
-passes.
+passes. The functions that trainer and sampler call dispatch on their first argument, so that
+`adapter.py` can put another model in the place of `TransformerConfig`.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jaxrl.models.rope import RopeScaling, rotary, rotate
 
 # A scan writes every residual of the backward pass into a stacked buffer: for the two layers of the
 # quickstart that was a quarter of the gradient's time (170 against 128 ms). Deep models keep the
@@ -24,12 +28,16 @@ import numpy as np
 MAX_UNROLLED_LAYERS = 4
 
 Params = dict
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
 
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Architecture of a Llama- or Qwen-shaped decoder.
+    """Architecture of a Llama-, Qwen-, Mistral- or Gemma-shaped decoder.
 
     Example: `TransformerConfig(vocab_size=32, hidden_size=64, intermediate_size=128, num_layers=2,
     num_heads=4, num_kv_heads=2, head_dim=16)` is the 100k-parameter model of the quickstart.
@@ -46,8 +54,20 @@ class TransformerConfig:
     rms_norm_eps: float = 1e-6
     tie_embeddings: bool = True
     attention_bias: bool = False  # Qwen2: biases on q, k and v
-    qk_norm: bool = False  # Qwen3: RMSNorm over each query and key head
+    qk_norm: bool = False  # Qwen3, Gemma 3: RMSNorm over each query and key head
     initializer_range: float = 0.02
+    attention_output_bias: bool = False
+    activation: str = "silu"  # a key of `ACTIVATIONS`
+    rope_scaling: RopeScaling | None = None
+    sliding_window: int | None = None  # a sliding layer sees this many tokens, its own included
+    sliding_layers: tuple[bool, ...] = ()  # one per layer; empty: no layer slides
+    local_rope_theta: float | None = None  # Gemma 3: unscaled rope of sliding layers; None = same
+    post_norms: bool = False  # Gemma: norms after attention and after the MLP as well
+    unit_offset_norm: bool = False  # Gemma: norms multiply by 1 + scale
+    scale_embeddings: bool = False  # Gemma: embeddings times sqrt(D)
+    query_pre_attn_scalar: float | None = None  # scores / its square root; None = h
+    attention_softcap: float | None = None  # Gemma 2: scores -> cap tanh(scores / cap)
+    final_softcap: float | None = None  # the same for logits
 
 
 class ParamSpec(NamedTuple):
@@ -68,13 +88,14 @@ def param_specs(config: TransformerConfig) -> Params:
         c.head_dim,
         c.intermediate_size,
     )
+    scale = "zeros" if c.unit_offset_norm else "ones"
     layers = {
-        "attn_norm": ParamSpec((d,), ("norm",), "ones"),
+        "attn_norm": ParamSpec((d,), ("norm",), scale),
         "wq": ParamSpec((d, heads, hd), ("embed", "heads", "head_dim")),
         "wk": ParamSpec((d, kv, hd), ("embed", "kv_heads", "head_dim")),
         "wv": ParamSpec((d, kv, hd), ("embed", "kv_heads", "head_dim")),
         "wo": ParamSpec((heads, hd, d), ("heads", "head_dim", "embed")),
-        "mlp_norm": ParamSpec((d,), ("norm",), "ones"),
+        "mlp_norm": ParamSpec((d,), ("norm",), scale),
         "w_gate": ParamSpec((d, ff), ("embed", "mlp")),
         "w_up": ParamSpec((d, ff), ("embed", "mlp")),
         "w_down": ParamSpec((ff, d), ("mlp", "embed")),
@@ -83,9 +104,14 @@ def param_specs(config: TransformerConfig) -> Params:
         layers["bq"] = ParamSpec((heads, hd), ("heads", "head_dim"), "zeros")
         layers["bk"] = ParamSpec((kv, hd), ("kv_heads", "head_dim"), "zeros")
         layers["bv"] = ParamSpec((kv, hd), ("kv_heads", "head_dim"), "zeros")
+    if c.attention_output_bias:
+        layers["bo"] = ParamSpec((d,), ("embed",), "zeros")
     if c.qk_norm:
-        layers["q_norm"] = ParamSpec((hd,), ("norm",), "ones")
-        layers["k_norm"] = ParamSpec((hd,), ("norm",), "ones")
+        layers["q_norm"] = ParamSpec((hd,), ("norm",), scale)
+        layers["k_norm"] = ParamSpec((hd,), ("norm",), scale)
+    if c.post_norms:
+        layers["attn_post_norm"] = ParamSpec((d,), ("norm",), scale)
+        layers["mlp_post_norm"] = ParamSpec((d,), ("norm",), scale)
     stacked = {
         name: ParamSpec((c.num_layers, *spec.shape), ("layers", *spec.axes), spec.init)
         for name, spec in layers.items()
@@ -93,7 +119,7 @@ def param_specs(config: TransformerConfig) -> Params:
     specs = {
         "embed": ParamSpec((c.vocab_size, d), ("vocab", "embed")),
         "layers": stacked,
-        "final_norm": ParamSpec((d,), ("norm",), "ones"),
+        "final_norm": ParamSpec((d,), ("norm",), scale),
     }
     if not c.tie_embeddings:
         specs["unembed"] = ParamSpec((d, c.vocab_size), ("embed", "vocab"))
@@ -105,11 +131,19 @@ def is_spec(x: object) -> bool:
     return isinstance(x, ParamSpec)
 
 
+@functools.singledispatch
+def describe(config: TransformerConfig) -> dict[str, Any]:
+    """The architecture as JSON, kept in checkpoints."""
+    return dataclasses.asdict(config)
+
+
+@functools.singledispatch
 def logical_axes(config: TransformerConfig) -> Params:
     """Tree of logical axis names, parallel to the parameters."""
     return jax.tree.map(lambda spec: spec.axes, param_specs(config), is_leaf=is_spec)
 
 
+@functools.singledispatch
 def abstract_params(config: TransformerConfig) -> Params:
     """Shapes and dtypes of the parameters; nothing is allocated."""
     return jax.tree.map(
@@ -119,6 +153,7 @@ def abstract_params(config: TransformerConfig) -> Params:
     )
 
 
+@functools.singledispatch
 def init_params(config: TransformerConfig, seed: int, shardings: Params | None = None) -> Params:
     """Random float32 parameters: normal(0, initializer_range), norms 1, biases 0.
 
@@ -146,30 +181,27 @@ def init_params(config: TransformerConfig, seed: int, shardings: Params | None =
     return jax.tree.unflatten(treedef, leaves)
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """x / rms(x) * scale over the last dim, in float32.
+def rms_norm(x: jax.Array, scale: jax.Array, config: TransformerConfig) -> jax.Array:
+    """x / rms(x) * scale over the last dim, in float32; times (1 + scale) with `unit_offset_norm`.
 
     Zhang & Sennrich, https://arxiv.org/abs/1910.07467.
     """
     x32 = x.astype(jnp.float32)
-    normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+    normed = x32 * jax.lax.rsqrt(mean_square + config.rms_norm_eps)
+    if config.unit_offset_norm:
+        scale = 1 + scale.astype(jnp.float32)
     return (normed * scale).astype(x.dtype)
 
 
-def rope(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
-    """Rotary embedding, half-split layout of Hugging Face. Su et al., https://arxiv.org/abs/2104.09864.
-
-    x [B, T, heads, h]; positions [B, T] int.
-    """
-    half = x.shape[-1] // 2
-    inverse_frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = positions[..., None, None].astype(jnp.float32) * inverse_frequency
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
+def softcap(x: jax.Array, cap: float | None) -> jax.Array:
+    """cap tanh(x / cap); x itself without a cap. Gemma 2, https://arxiv.org/abs/2408.00118."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+def attention(
+    config: TransformerConfig, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
+) -> jax.Array:
     """Grouped-query softmax attention, softmax in float32.
 
     q [B, T, H, h]; k, v [B, K, S, h] (the cache layout); mask [B, T, S] bool, True = attend.
@@ -179,7 +211,10 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.
     kv = k.shape[1]
     grouped = q.reshape(b, t, kv, heads // kv, hd)
     scores = jnp.einsum("btkgh,bksh->bkgts", grouped, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(mask[:, None, None], scores * hd**-0.5, jnp.finfo(jnp.float32).min)
+    scores = softcap(
+        scores * (config.query_pre_attn_scalar or hd) ** -0.5, config.attention_softcap
+    )
+    scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
     probs = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     return jnp.einsum("bkgts,bksh->btkgh", probs, v).reshape(b, t, heads, hd)
 
@@ -195,50 +230,91 @@ def project(x: jax.Array, w: jax.Array, contract: int = 1) -> jax.Array:
     return out.reshape(*x.shape[:2], *w.shape[contract:])
 
 
-def decoder_layer(
-    config: TransformerConfig, layer: Params, x: jax.Array, positions: jax.Array, attend: Attend
-) -> jax.Array:
-    """One pre-norm block; `attend` decides what is seen.
+class View(NamedTuple):
+    """What a layer knows of positions: mask [B, T, S] bool; cos, sin [B, T, 1, h / 2]."""
 
-    attend(q, k, v) takes q [B, T, H, h], k, v [B, K, T, h] and returns [B, T, H, h].
-    x [B, T, D]; positions [B, T]; returns [B, T, D].
+    mask: jax.Array
+    cos: jax.Array
+    sin: jax.Array
+
+
+def layer_views(
+    config: TransformerConfig, mask: jax.Array, positions: jax.Array, key_positions: jax.Array
+) -> Callable[[jax.Array | bool], View]:
+    """The view of a layer, by whether the layer slides; both kinds are computed once, here.
+
+    mask [B, T, S] bool; positions [B, T] and key_positions [B or 1, S] int.
     """
-    dtype = x.dtype
-    weights = {name: w.astype(dtype) for name, w in layer.items()}
+    c = config
+    full = View(mask, *rotary(positions, c.head_dim, c.rope_theta, c.rope_scaling))
+    if c.sliding_window is None:
+        return lambda sliding: full
+    near = positions[:, :, None] - key_positions[:, None, :] < c.sliding_window
+    local = full._replace(mask=mask & near)
+    if c.local_rope_theta is not None:
+        local = View(local.mask, *rotary(positions, c.head_dim, c.local_rope_theta, None))
+    return lambda sliding: jax.tree.map(functools.partial(jnp.where, sliding), local, full)
+
+
+def sliding_flags(config: TransformerConfig) -> np.ndarray:
+    """Whether each layer slides [L]."""
+    return np.asarray(config.sliding_layers or (False,) * config.num_layers)
+
+
+def decoder_layer(
+    config: TransformerConfig, layer: Params, x: jax.Array, view: View, attend: Attend
+) -> jax.Array:
+    """One pre-norm block; `attend` decides which keys there are.
+
+    attend(q, k, v, mask) takes q [B, T, H, h], k, v [B, K, T, h], mask [B, T, S] and returns
+    [B, T, H, h]. x [B, T, D]; returns [B, T, D].
+    """
+    weights = {name: w.astype(x.dtype) for name, w in layer.items()}
+
+    def norm(y: jax.Array, name: str) -> jax.Array:
+        return rms_norm(y, weights[name], config)
+
     with jax.named_scope("attention"):
-        y = rms_norm(x, weights["attn_norm"], config.rms_norm_eps)
+        y = norm(x, "attn_norm")
         q = project(y, weights["wq"])
         k = project(y, weights["wk"])
         v = project(y, weights["wv"])
         if config.attention_bias:
             q, k, v = q + weights["bq"], k + weights["bk"], v + weights["bv"]
         if config.qk_norm:
-            q = rms_norm(q, weights["q_norm"], config.rms_norm_eps)
-            k = rms_norm(k, weights["k_norm"], config.rms_norm_eps)
-        q = rope(q, positions, config.rope_theta)
-        k = rope(k, positions, config.rope_theta)
-        out = attend(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
-        x = x + project(out, weights["wo"], contract=2)
+            q, k = norm(q, "q_norm"), norm(k, "k_norm")
+        q, k = rotate(q, view.cos, view.sin), rotate(k, view.cos, view.sin)
+        out = attend(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), view.mask)
+        out = project(out, weights["wo"], contract=2)
+        if config.attention_output_bias:
+            out += weights["bo"]
+        x = x + (norm(out, "attn_post_norm") if config.post_norms else out)
     with jax.named_scope("mlp"):
-        y = rms_norm(x, weights["mlp_norm"], config.rms_norm_eps)
-        gate = project(y, weights["w_gate"])
-        up = project(y, weights["w_up"])
-        return x + project(jax.nn.silu(gate) * up, weights["w_down"])
+        y = norm(x, "mlp_norm")
+        gate = ACTIVATIONS[config.activation](project(y, weights["w_gate"]))
+        out = project(gate * project(y, weights["w_up"]), weights["w_down"])
+        return x + (norm(out, "mlp_post_norm") if config.post_norms else out)
 
 
-def embed(params: Params, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def embed(
+    config: TransformerConfig, params: Params, tokens: jax.Array, dtype: jnp.dtype
+) -> jax.Array:
     """Token embeddings [B, T, D] in the compute dtype."""
-    return params["embed"][tokens].astype(dtype)
+    x = params["embed"][tokens].astype(dtype)
+    # Gemma rounds the factor to the compute dtype before it multiplies.
+    return x * jnp.asarray(math.sqrt(config.hidden_size), dtype) if config.scale_embeddings else x
 
 
+@functools.singledispatch
 def unembed(config: TransformerConfig, params: Params, hidden: jax.Array) -> jax.Array:
     """Final norm and vocabulary head: [..., D] -> float32 logits [..., V]."""
     with jax.named_scope("unembed"):
-        y = rms_norm(hidden, params["final_norm"], config.rms_norm_eps)
+        y = rms_norm(hidden, params["final_norm"], config)
         head = params["unembed"] if "unembed" in params else params["embed"].T
-        return jnp.einsum(
+        logits = jnp.einsum(
             "...d,dv->...v", y, head.astype(y.dtype), preferred_element_type=jnp.float32
         )
+        return softcap(logits, config.final_softcap)
 
 
 def causal_mask(segment_ids: jax.Array) -> jax.Array:
@@ -251,6 +327,7 @@ def causal_mask(segment_ids: jax.Array) -> jax.Array:
     return same_segment & jnp.tril(jnp.ones((t, t), bool))
 
 
+@functools.singledispatch
 def forward(
     config: TransformerConfig,
     params: Params,
@@ -268,12 +345,14 @@ def forward(
         dtype: compute dtype; norms, rotary angles, softmax and logits stay float32.
         remat: recompute each layer in the backward pass.
     """
-    mask = causal_mask(segment_ids)
+    view = layer_views(config, causal_mask(segment_ids), positions, positions)
+    attend = functools.partial(attention, config)
 
-    def body(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
-        attend = functools.partial(attention, mask=mask)
-        return decoder_layer(config, layer, x, positions, attend), None
+    def body(x: jax.Array, layer: tuple[Params, jax.Array]) -> tuple[jax.Array, None]:
+        weights, sliding = layer
+        return decoder_layer(config, weights, x, view(sliding), attend), None
 
     body = jax.checkpoint(body) if remat else body
+    layers = (params["layers"], jnp.asarray(sliding_flags(config)))
     unroll = config.num_layers if config.num_layers <= MAX_UNROLLED_LAYERS else 1
-    return jax.lax.scan(body, embed(params, tokens, dtype), params["layers"], unroll=unroll)[0]
+    return jax.lax.scan(body, embed(config, params, tokens, dtype), layers, unroll=unroll)[0]

@@ -23,6 +23,8 @@ from jaxrl.models.transformer import (
     causal_mask,
     decoder_layer,
     embed,
+    layer_views,
+    sliding_flags,
     unembed,
 )
 from jaxrl.parallel import ShardingRules, batch_sharding, replicated
@@ -257,16 +259,17 @@ def prefill(
     """
     positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
     mask = causal_mask((positions < lengths[:, None]).astype(jnp.int32))
+    view = layer_views(config, mask, positions, positions)
     free = ((0, 0), (0, 0), (0, slots - prompts.shape[1]), (0, 0))
     cache: list[tuple[Array, Array]] = []
 
-    def attend(q: Array, k: Array, v: Array) -> Array:
+    def attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
         cache.append((jnp.pad(k[source], free), jnp.pad(v[source], free)))
-        return attention(q, k, v, mask)
+        return attention(config, q, k, v, mask)
 
-    x = embed(params, prompts, params["unembed"].dtype)
-    for layer in params["layers"]:
-        x = decoder_layer(config, layer, x, positions, attend)
+    x = embed(config, params, prompts, params["unembed"].dtype)
+    for layer, sliding in zip(params["layers"], sliding_flags(config), strict=True):
+        x = decoder_layer(config, layer, x, view(sliding), attend)
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
     logits = unembed(config, params, last)[source]
     rows = source.shape[0]
@@ -338,17 +341,18 @@ def decode_step(
 ) -> tuple[Array, tuple[Any, ...]]:
     """Logits [B, V] after `last_token`, and the cache with its keys and values written."""
     rows = jnp.arange(state.last_token.shape[0])
-    slots = state.cache[0][0].shape[2]
-    visible = (jnp.arange(slots) <= state.position[:, None])[:, None]  # [B, 1, S]
-    x = embed(params, state.last_token[:, None], params["unembed"].dtype)
+    positions = state.position[:, None]
+    slots = jnp.arange(state.cache[0][0].shape[2])[None]  # slot s holds position s
+    view = layer_views(config, (slots <= positions)[:, None], positions, slots)
+    x = embed(config, params, state.last_token[:, None], params["unembed"].dtype)
     cache: list[tuple[Array, Array]] = []
     at = (rows, slice(None), state.position)
 
-    def attend(q: Array, k: Array, v: Array) -> Array:
+    def attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
         keys, values = state.cache[len(cache)]  # of the layer that is being run
         cache.append((keys.at[at].set(k[:, :, 0]), values.at[at].set(v[:, :, 0])))
-        return attention(q, *cache[-1], visible)
+        return attention(config, q, *cache[-1], mask)
 
-    for layer in params["layers"]:
-        x = decoder_layer(config, layer, x, state.position[:, None], attend)
+    for layer, sliding in zip(params["layers"], sliding_flags(config), strict=True):
+        x = decoder_layer(config, layer, x, view(sliding), attend)
     return unembed(config, params, x[:, 0]), tuple(cache)

@@ -128,6 +128,7 @@ def test_resolve_fills_derived_fields_and_leaves_its_argument_alone():
     config = TrainConfig()
     config.trainer.policy.model.path = "m"
     config.trainer.policy.model.random_init = True
+    config.trainer.policy.model_config_kwargs = {"rms_norm_eps": 1e-5}
     config.trainer.max_prompt_length = 100
     config.trainer.rope_theta = 5.0
     config.generator.sampling_params = SamplingParams(max_generate_length=30, temperature=0.7)
@@ -136,6 +137,7 @@ def test_resolve_fills_derived_fields_and_leaves_its_argument_alone():
     assert config == before
     assert resolved.trainer.ref.model.path == "m"
     assert resolved.trainer.ref.model.random_init is True
+    assert resolved.trainer.ref.model_config_kwargs == {"rms_norm_eps": 1e-5}
     assert resolved.generator.max_input_length == 100
     assert resolved.trainer.algorithm.max_seq_len == 130
     assert resolved.trainer.algorithm.temperature == 0.7

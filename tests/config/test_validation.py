@@ -46,7 +46,6 @@ PLANNED = [
     ("trainer.ref.fsdp_config.cpu_offload", True, False),
     ("trainer.policy.sequence_parallel_size", 2, 1),
     ("trainer.policy.record_memory", True, False),
-    ("trainer.policy.model_config_kwargs", {"a": 1}, {}),
     ("trainer.policy.megatron_config.tensor_model_parallel_size", 2, 1),
     ("trainer.policy.megatron_config.pipeline_model_parallel_size", 2, 1),
     ("trainer.policy.megatron_config.context_parallel_size", 2, 1),
@@ -67,7 +66,6 @@ PLANNED = [
     ("trainer.use_sample_packing", True, False),
     ("trainer.flash_attn", True, False),
     ("trainer.dump_data_batch", True, False),
-    ("trainer.rope_theta", 1e6, None),
     ("generator.inference_engine.run_engines_locally", False, True),
     ("generator.inference_engine.num_engines", 2, 1),
     ("generator.inference_engine.tensor_parallel_size", 2, 1),
@@ -281,6 +279,15 @@ def test_fields_of_a_user_class_are_not_judged():
             {"generator.sampling_params.top_k": 0},
             r"generator.sampling_params.top_k=0: must be positive, or -1 \(off\)",
         ),
+        (
+            {"trainer.rope_theta": 1e6, "generator.rope_theta": 1e5},
+            r"generator.rope_theta=100000.0: differs from trainer.rope_theta=1000000.0: .* None",
+        ),
+        (
+            {"generator.rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            r"generator.rope_scaling=.*: differs from trainer.rope_scaling=None",
+        ),
+        ({"trainer.rope_theta": 0.5}, r"trainer.rope_theta=0.5: must be > 1"),
         (
             {"trainer.policy.model.path": None},
             r"trainer.policy.model.path=None: set a Hugging Face model folder",

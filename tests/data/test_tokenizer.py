@@ -12,7 +12,7 @@ from jaxrl.data.tokenizer import (
     encode_prompt,
     load_tokenizer,
 )
-from jaxrl.models.hf import save_tokenizer
+from jaxrl.models.export import save_tokenizer
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny_char_model"
 ALPHABET = "0123456789 +=>,-*.?abcdefghijklmnopqrstuvwxyz"

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl.forward import log_probs_and_entropy
+from jaxrl.models.rope import RopeScaling
 from jaxrl.models.transformer import TransformerConfig, forward, is_spec, param_specs, unembed
 from jaxrl.parallel import make_mesh
 from jaxrl.rollout.native import NativeEngine, waves
@@ -30,6 +31,25 @@ CONFIGS = {
     "qwen2": dataclasses.replace(LLAMA, attention_bias=True, tie_embeddings=False),
     "qwen3": dataclasses.replace(LLAMA, qk_norm=True, head_dim=16),
 }
+WINDOW = 6  # rows are up to 26 tokens long
+CONFIGS["mistral"] = dataclasses.replace(
+    LLAMA, sliding_window=WINDOW, sliding_layers=(True, True), tie_embeddings=False
+)
+CONFIGS["gemma3"] = dataclasses.replace(
+    LLAMA,
+    sliding_window=WINDOW,
+    sliding_layers=(True, False),
+    rope_scaling=RopeScaling("linear", 8.0),
+    local_rope_theta=100.0,
+    qk_norm=True,
+    post_norms=True,
+    unit_offset_norm=True,
+    scale_embeddings=True,
+    activation="gelu_pytorch_tanh",
+    query_pre_attn_scalar=16,
+    attention_softcap=4.0,
+    final_softcap=5.0,
+)
 NO_STOP = (1000,)  # outside the vocabulary; present, so that all requests have the same shapes
 WIDTH = 32  # of the rows that the trainer's forward sees
 MAX_TOKENS = 10

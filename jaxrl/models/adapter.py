@@ -1,0 +1,146 @@
+"""Any flax module as the policy: NNX or linen, (tokens, positions, segment_ids) -> logits.
+
+All three are [B, T] int, segment 0 is padding, rows are right padded; logits are [B, T, V]. The
+module must be causal. An `AdaptedModel` takes the place of `TransformerConfig` in the functions
+that `transformer.py` dispatches; only `NativeEngine`, which needs a key/value cache, cannot use it:
+`rollout.recompute.RecomputeEngine` samples instead.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxrl.models import transformer
+from jaxrl.models.transformer import Params
+
+EXAMPLE = jnp.zeros((1, 8), jnp.int32)  # tokens, positions and segment ids to initialise with
+
+
+@dataclass(frozen=True, eq=False)
+class AdaptedModel:
+    """A model as functions of its parameters.
+
+    Attributes:
+        name: kept in checkpoints; a run resumes only with the same name and shapes.
+        call: (params, tokens, positions, segment_ids) -> logits [B, T, V].
+        init: seed -> params, a pytree of arrays.
+        axes: tree of logical axis names parallel to the params, see `parallel/rules.py`; None
+            shards the largest dim of each.
+    """
+
+    name: str
+    call: Callable[[Params, jax.Array, jax.Array, jax.Array], jax.Array]
+    init: Callable[[int], Params]
+    axes: Params | None = None
+
+
+def adapt_linen(module: nn.Module, axes: Params | None = None) -> AdaptedModel:
+    """A linen module whose only variables are parameters.
+
+    Raises:
+        ValueError: on the first use of its parameters, if it has other collections.
+    """
+
+    def init(seed: int) -> Params:
+        variables = module.init(jax.random.key(seed), EXAMPLE, EXAMPLE, EXAMPLE)
+        _refuse_state(type(module).__name__, sorted(set(variables) - {"params"}))
+        return nn.meta.unbox(variables["params"])
+
+    def call(params: Params, *inputs: jax.Array) -> jax.Array:
+        return module.apply({"params": params}, *inputs)  # pyright: ignore[reportReturnType]
+
+    return AdaptedModel(type(module).__name__, call, init, axes)
+
+
+def adapt_nnx(make: Callable[[nnx.Rngs], nnx.Module], axes: Params | None = None) -> AdaptedModel:
+    """An NNX module whose only state is parameters; these are a dict by path, "layers/0/kernel".
+
+    Args:
+        make: random streams -> module, for example `lambda rngs: MyModel(width=64, rngs=rngs)`.
+
+    Raises:
+        ValueError: it has other state: batch statistics, or random streams of its own (dropout).
+    """
+    module = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+    name = type(module).__name__
+    graph, state, other = nnx.split(module, nnx.Param, ...)
+    _refuse_state(name, ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(other)])
+    paths = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
+    treedef = jax.tree.structure(state)
+
+    def init(seed: int) -> Params:
+        params = nnx.state(make(nnx.Rngs(seed)), nnx.Param)
+        return dict(zip(paths, jax.tree.leaves(params), strict=True))
+
+    def call(params: Params, *inputs: jax.Array) -> jax.Array:
+        return nnx.merge(graph, treedef.unflatten([params[path] for path in paths]))(*inputs)
+
+    return AdaptedModel(name, call, init, axes)
+
+
+def _refuse_state(name: str, other: list[str]) -> None:
+    if other:
+        raise ValueError(
+            f"{name} has state that is not a parameter: {', '.join(other)}; jaxrl trains pure "
+            "functions of parameters, take it out (batch statistics, caches, dropout)"
+        )
+
+
+@transformer.abstract_params.register
+def _(model: AdaptedModel) -> Params:
+    return jax.eval_shape(lambda: _float32(model.init(0)))
+
+
+@transformer.logical_axes.register
+def _(model: AdaptedModel) -> Params:
+    def largest(x: jax.ShapeDtypeStruct) -> tuple[str | None, ...]:
+        widest = max(range(x.ndim), key=lambda d: x.shape[d], default=None)
+        return tuple("embed" if d == widest else None for d in range(x.ndim))
+
+    return model.axes or jax.tree.map(largest, transformer.abstract_params(model))
+
+
+@transformer.init_params.register
+def _(model: AdaptedModel, seed: int, shardings: Params | None = None) -> Params:
+    return jax.device_put(_float32(model.init(seed)), shardings)
+
+
+@transformer.describe.register
+def _(model: AdaptedModel) -> dict[str, Any]:
+    shapes = jax.tree_util.tree_leaves_with_path(transformer.abstract_params(model))
+    return {"adapted": model.name} | {
+        jax.tree_util.keystr(path): list(x.shape) for path, x in shapes
+    }
+
+
+@transformer.forward.register
+def _(
+    model: AdaptedModel,
+    params: Params,
+    tokens: jax.Array,
+    positions: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    dtype: jnp.dtype = jnp.float32,
+    remat: bool = False,
+) -> jax.Array:
+    call = jax.checkpoint(model.call) if remat else model.call
+    return call(_cast(params, dtype), tokens, positions, segment_ids)
+
+
+@transformer.unembed.register
+def _(model: AdaptedModel, params: Params, hidden: jax.Array) -> jax.Array:
+    return hidden.astype(jnp.float32)  # its forward ends with logits
+
+
+def _cast(params: Params, dtype: jnp.dtype) -> Params:
+    return jax.tree.map(lambda x: x.astype(dtype), params)
+
+
+_float32 = functools.partial(_cast, dtype=jnp.float32)

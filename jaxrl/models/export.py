@@ -1,0 +1,143 @@
+"""Write Hugging Face model folders that transformers, vLLM and JetStream load.
+
+Weights go from the devices to the files leaf by leaf: the host holds one leaf (all layers of one
+matrix) and the tensors of the file that is being filled.
+"""
+
+import json
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from safetensors.numpy import save_file
+
+from jaxrl.models.families import config_to_hf
+from jaxrl.models.hf import INDEX_FILE, SINGLE_FILE, read_json
+from jaxrl.models.transformer import Params, TransformerConfig
+from jaxrl.models.weights import hf_shapes, params_to_hf
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+UNLIMITED = 1_000_000  # transformers writes model_max_length=1e30 for "no limit"
+MAX_SHARD_BYTES = 5 * 10**9
+ITEM_BYTES = 4  # weights are written in float32
+
+
+def save_pretrained(
+    folder: str | os.PathLike[str],
+    config: TransformerConfig,
+    params: Params,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    *,
+    generation_config: dict[str, Any] | None = None,
+    overwrite: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads; weights in float32.
+
+    The folder appears under its name only once it is complete. With a tokenizer, its files, chat
+    template and bos/eos/pad ids are part of it, and its `model_max_length` becomes
+    `max_position_embeddings`.
+
+    Args:
+        params: device or host arrays. Where they span hosts every process must call this; the first
+            one writes.
+        generation_config: of the model that was trained, see `load_generation_config`; its list of
+            end-of-sequence ids outranks the tokenizer's one.
+        overwrite: replace `folder`, with everything in it.
+        max_shard_bytes: larger weights are split into files of at most this size (a single tensor
+            may be larger) with an index, as transformers does.
+
+    Raises:
+        FileExistsError: `folder` exists and `overwrite` is False.
+        ValueError: no Hugging Face family has this config, see `config_to_hf`.
+    """
+    hf_config = config_to_hf(config, **_context_length(tokenizer))
+    target = Path(folder)
+    if jax.process_index() != 0:
+        for _ in params_to_hf(config, params):  # takes part in gathering them
+            pass
+        return
+    if target.exists() and not overwrite:
+        raise FileExistsError(
+            f"{target} exists; pass overwrite=True to replace it, or another name"
+        )
+    ids = {f"{kind}_token_id": _token_id(tokenizer, kind) for kind in ("bos", "eos", "pad")}
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Same file system as the target, so that the renames are atomic.
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
+        new = Path(scratch, "new")
+        new.mkdir()
+        _write_json(new / "config.json", hf_config | ids)
+        known = {k: v for k, v in ids.items() if v is not None}
+        _write_json(new / "generation_config.json", known | (generation_config or {}))
+        _write_weights(new, config, params, max_shard_bytes)
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, new)
+        if target.exists():
+            os.replace(target, Path(scratch, "old"))
+        os.replace(new, target)
+
+
+def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: str | os.PathLike[str]) -> None:
+    """Writes tokenizer.json and tokenizer_config.json (with the chat template) into a folder."""
+    tokenizer.save_pretrained(str(folder), save_jinja_files=False)
+    path = Path(folder) / "tokenizer_config.json"
+    settings = read_json(path)
+    # transformers 5 writes a class name that transformers 4 (vLLM, JetStream) does not know; both
+    # read this one.
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    _write_json(path, settings)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _write_weights(
+    folder: Path, config: TransformerConfig, params: Params, max_shard_bytes: int
+) -> None:
+    sizes = {name: ITEM_BYTES * math.prod(shape) for name, shape in hf_shapes(config).items()}
+    shards = _plan(sizes, max_shard_bytes)
+    tensors = params_to_hf(config, params)  # in the order of the plan
+    for file, names in shards.items():
+        # names come first: zip takes no tensor that belongs to the next file
+        held = {name: x.astype(np.float32) for name, (_, x) in zip(names, tensors, strict=False)}
+        save_file(held, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(0o644)  # safetensors lets only the owner read it
+    if len(shards) > 1:
+        index = {name: file for file, names in shards.items() for name in names}
+        total = {"total_size": sum(sizes.values())}
+        _write_json(folder / INDEX_FILE, {"metadata": total, "weight_map": index})
+
+
+def _plan(sizes: dict[str, int], limit: int) -> dict[str, list[str]]:
+    """File -> its tensors, filled in order."""
+    shards: list[list[str]] = []
+    room = 0
+    for name, size in sizes.items():
+        if not shards or size > room:
+            shards.append([])
+            room = limit
+        shards[-1].append(name)
+        room -= size
+    if len(shards) == 1:
+        return {SINGLE_FILE: shards[0]}
+    count = len(shards)
+    return {f"model-{i:05d}-of-{count:05d}.safetensors": s for i, s in enumerate(shards, 1)}
+
+
+def _token_id(tokenizer: "PreTrainedTokenizerBase | None", kind: str) -> int | None:
+    return None if tokenizer is None else getattr(tokenizer, f"{kind}_token_id")
+
+
+def _context_length(tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, int]:
+    if tokenizer is None or tokenizer.model_max_length > UNLIMITED:
+        return {}
+    return {"max_position_embeddings": tokenizer.model_max_length}

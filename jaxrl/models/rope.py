@@ -1,0 +1,164 @@
+"""Rotary position embedding, and the scalings that stretch it to longer contexts.
+
+Su et al., https://arxiv.org/abs/2104.09864. Shape legend: see `transformer.py`.
+"""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How frequencies are stretched; the fields are those of Hugging Face's `rope_parameters`.
+
+    Attributes:
+        rope_type: "linear" (all frequencies / factor), "llama3" (the low ones, with a smooth
+            crossing; Llama 3.1, https://arxiv.org/abs/2407.21783) or "yarn"
+            (https://arxiv.org/abs/2309.00071).
+        original_max_position_embeddings: context length before stretching; llama3 and yarn.
+        attention_factor: of cos and sin; None = yarn's 0.1 ln(factor) + 1.
+    """
+
+    rope_type: str
+    factor: float
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool | None = None
+
+    def to_hf(self) -> dict[str, Any]:
+        """The fields that are set."""
+        return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
+
+
+# Fields of each type: needed, optional.
+_YARN_OPTIONS = "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate".split()
+_FIELDS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
+    "linear": (["factor"], []),
+    "llama3": (
+        ["factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"],
+        [],
+    ),
+    "yarn": (["factor", "original_max_position_embeddings"], _YARN_OPTIONS),
+}
+
+
+def parse_scaling(
+    rope: Mapping[str, Any], where: str, max_position_embeddings: int | None = None
+) -> RopeScaling | None:
+    """A Hugging Face `rope_parameters` or `rope_scaling` -> scaling; None for the default type.
+
+    Args:
+        rope: may also hold rope_theta, which is not read.
+        where: the name of the field, for messages.
+        max_position_embeddings: context length where `rope` does not name the original one.
+
+    Raises:
+        ValueError: another type, a field missing or unknown; names it and what is supported.
+    """
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    nested = any(isinstance(value, Mapping) for value in rope.values())
+    if nested or rope.get("partial_rotary_factor", 1.0) != 1.0 or "mrope_section" in rope:
+        kind = None
+    if kind == "default":
+        return None
+    if kind not in _FIELDS:
+        raise ValueError(
+            f"{where}={dict(rope)!r} is not supported; supported: null, or rope_type 'default', "
+            f"{', '.join(map(repr, _FIELDS))} on the whole head"
+        )
+    needed, optional = _FIELDS[kind]
+    given = {k: v for k, v in rope.items() if v is not None}
+    if "original_max_position_embeddings" in needed and max_position_embeddings is not None:
+        given.setdefault("original_max_position_embeddings", max_position_embeddings)
+    missing = [name for name in needed if name not in given]
+    if missing:
+        raise ValueError(f"{where}={dict(rope)!r} of rope_type {kind!r} lacks {', '.join(missing)}")
+    known = [*needed, *optional]
+    read_elsewhere = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    for name in sorted(given.keys() - {*known, *read_elsewhere}):
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+        raise ValueError(f"{where} of rope_type {kind!r} has the unknown field {name!r}; {hint}")
+    return RopeScaling(rope_type=kind, **{k: given[k] for k in known if k in given})
+
+
+def inverse_frequency(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
+    """Radians per position [h / 2], float32."""
+    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    plain = np.float32(1) / np.float32(theta) ** exponent
+    if scaling is None:
+        return plain
+    if scaling.rope_type == "linear":
+        return plain / np.float32(scaling.factor)
+    stretch = _llama3_share if scaling.rope_type == "llama3" else _yarn_share
+    share = stretch(scaling, plain, theta).astype(np.float32)
+    return plain * (1 - share) + plain / np.float32(scaling.factor) * share
+
+
+def amplitude(scaling: RopeScaling | None) -> float:
+    """Factor of cos and sin: 1 but for yarn, section 3.4 of its paper."""
+    if scaling is None or scaling.rope_type != "yarn":
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0
+
+    if scaling.mscale and scaling.mscale_all_dim:
+        return mscale(scaling.mscale) / mscale(scaling.mscale_all_dim)
+    return mscale(1.0)
+
+
+def rotary(
+    positions: jax.Array, head_dim: int, theta: float, scaling: RopeScaling | None
+) -> tuple[jax.Array, jax.Array]:
+    """positions [B, T] int -> cos, sin [B, T, 1, h / 2] float32."""
+    frequency = inverse_frequency(head_dim, theta, scaling)
+    angle = positions[..., None, None].astype(jnp.float32) * frequency
+    scale = amplitude(scaling)
+    return jnp.cos(angle) * scale, jnp.sin(angle) * scale
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Turn queries or keys x [B, T, heads, h]; half-split layout of Hugging Face."""
+    x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
+
+
+def _llama3_share(scaling: RopeScaling, plain: np.ndarray, _: float) -> np.ndarray:
+    """How much of each frequency is stretched: 0 for short wavelengths, 1 for long ones."""
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    assert low is not None and high is not None and scaling.original_max_position_embeddings
+    turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
+    return 1 - np.clip((turns - low) / (high - low), 0, 1)
+
+
+def _yarn_share(scaling: RopeScaling, plain: np.ndarray, theta: float) -> np.ndarray:
+    """A ramp over the dims between beta_fast and beta_slow turns in the original context."""
+    dim = 2 * len(plain)
+    assert scaling.original_max_position_embeddings is not None
+    context = scaling.original_max_position_embeddings
+
+    def dim_of(turns: float) -> float:
+        return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = dim_of(scaling.beta_fast or 32), dim_of(scaling.beta_slow or 1)
+    if scaling.truncate is None or scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    return np.clip((np.arange(dim // 2) - first) / ((last - first) or 0.001), 0, 1)

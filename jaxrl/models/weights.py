@@ -1,0 +1,157 @@
+"""Weight names and layouts of Hugging Face checkpoints, and ours.
+
+Everything that differs between our stacked parameters and a Hugging Face checkpoint is in
+`WEIGHTS`; both directions read that one table. Shape legend: see `transformer.py`.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxrl.models.transformer import Params, ParamSpec, TransformerConfig, is_spec, param_specs
+
+DimGroups = tuple[tuple[int, ...], ...]
+
+
+class HFWeight(NamedTuple):
+    """Where one parameter lies in a Hugging Face checkpoint.
+
+    `name` holds "{i}" for the layer number if the leaf is stacked. `dims[j]` lists the dims of our
+    (unstacked) array that are flattened, in this order, into dim j of theirs.
+    """
+
+    name: str
+    dims: DimGroups
+
+
+# A Hugging Face Linear is [out, in]; ours lead with the input.
+VECTOR: DimGroups = ((0,),)
+TABLE: DimGroups = ((0,), (1,))
+LINEAR: DimGroups = ((1,), (0,))
+TO_HEADS: DimGroups = ((1, 2), (0,))  # [D, H, h] -> [H * h, D]
+FROM_HEADS: DimGroups = ((2,), (0, 1))  # [H, h, D] -> [D, H * h]
+HEAD_BIAS: DimGroups = ((0, 1),)  # [H, h] -> [H * h]
+
+WEIGHTS = {
+    "embed": HFWeight("model.embed_tokens.weight", TABLE),
+    "attn_norm": HFWeight("model.layers.{i}.input_layernorm.weight", VECTOR),
+    "wq": HFWeight("model.layers.{i}.self_attn.q_proj.weight", TO_HEADS),
+    "wk": HFWeight("model.layers.{i}.self_attn.k_proj.weight", TO_HEADS),
+    "wv": HFWeight("model.layers.{i}.self_attn.v_proj.weight", TO_HEADS),
+    "bq": HFWeight("model.layers.{i}.self_attn.q_proj.bias", HEAD_BIAS),
+    "bk": HFWeight("model.layers.{i}.self_attn.k_proj.bias", HEAD_BIAS),
+    "bv": HFWeight("model.layers.{i}.self_attn.v_proj.bias", HEAD_BIAS),
+    "q_norm": HFWeight("model.layers.{i}.self_attn.q_norm.weight", VECTOR),
+    "k_norm": HFWeight("model.layers.{i}.self_attn.k_norm.weight", VECTOR),
+    "wo": HFWeight("model.layers.{i}.self_attn.o_proj.weight", FROM_HEADS),
+    "mlp_norm": HFWeight("model.layers.{i}.post_attention_layernorm.weight", VECTOR),
+    "w_gate": HFWeight("model.layers.{i}.mlp.gate_proj.weight", LINEAR),
+    "w_up": HFWeight("model.layers.{i}.mlp.up_proj.weight", LINEAR),
+    "w_down": HFWeight("model.layers.{i}.mlp.down_proj.weight", LINEAR),
+    "bo": HFWeight("model.layers.{i}.self_attn.o_proj.bias", VECTOR),
+    "final_norm": HFWeight("model.norm.weight", VECTOR),
+    "unembed": HFWeight("lm_head.weight", LINEAR),
+}
+# With norms on both sides the name of Llama's norm before the MLP means the one after attention.
+POST_NORM_WEIGHTS = WEIGHTS | {
+    "attn_post_norm": HFWeight("model.layers.{i}.post_attention_layernorm.weight", VECTOR),
+    "mlp_norm": HFWeight("model.layers.{i}.pre_feedforward_layernorm.weight", VECTOR),
+    "mlp_post_norm": HFWeight("model.layers.{i}.post_feedforward_layernorm.weight", VECTOR),
+}
+
+
+def weight_map(config: TransformerConfig) -> Params:
+    """Tree of `HFWeight`, parallel to the parameters."""
+    table = POST_NORM_WEIGHTS if config.post_norms else WEIGHTS
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: table[path[-1].key], param_specs(config), is_leaf=is_spec
+    )
+
+
+def layer_names(weight: HFWeight, num_layers: int) -> list[str]:
+    """The tensors behind one leaf: one per layer, or a single one for an unstacked leaf."""
+    if "{i}" not in weight.name:
+        return [weight.name]
+    return [weight.name.format(i=i) for i in range(num_layers)]
+
+
+def layer_shape(weight: HFWeight, spec: ParamSpec) -> tuple[int, ...]:
+    """Our shape of one layer's part of a leaf."""
+    return spec.shape[1:] if "{i}" in weight.name else spec.shape
+
+
+def hf_shape(weight: HFWeight, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Their shape of an array that has shape `shape` on our side."""
+    return tuple(math.prod(shape[d] for d in group) for group in weight.dims)
+
+
+def to_hf(weight: HFWeight, x: np.ndarray) -> np.ndarray:
+    """One layer's array in the Hugging Face layout, C-contiguous."""
+    order = [d for group in weight.dims for d in group]
+    return np.ascontiguousarray(x.transpose(order).reshape(hf_shape(weight, x.shape)))
+
+
+def from_hf(weight: HFWeight, x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Inverse of `to_hf`: a view of `x` with our shape `shape` of one layer."""
+    order = [d for group in weight.dims for d in group]
+    return x.reshape([shape[d] for d in order]).transpose(np.argsort(order))
+
+
+def read_part(
+    weight: HFWeight, stored: Any, shape: tuple[int, ...], index: tuple[slice, ...]
+) -> np.ndarray:
+    """`index` of one layer's array in our layout, reading of their tensor no more than it must.
+
+    Of dims that are flattened together only the first is cut in the file, the others in memory.
+
+    Args:
+        stored: their tensor; anything that takes slices, such as safetensors' `get_slice`.
+        shape: our shape of the whole array.
+    """
+    cut = list(shape)
+    rows, rest = [], [slice(None)] * len(shape)
+    for first, *others in weight.dims:
+        start, stop, _ = index[first].indices(shape[first])
+        inner = math.prod(shape[d] for d in others)
+        rows.append(slice(start * inner, stop * inner))
+        cut[first] = stop - start
+        for d in others:
+            rest[d] = index[d]
+    return from_hf(weight, stored[tuple(rows)], tuple(cut))[tuple(rest)]
+
+
+def hf_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of the Hugging Face checkpoint."""
+    weights, treedef = jax.tree.flatten(weight_map(config), is_leaf=_is_weight)
+    specs = treedef.flatten_up_to(param_specs(config))
+    return {
+        name: hf_shape(weight, layer_shape(weight, spec))
+        for weight, spec in zip(weights, specs, strict=True)
+        for name in layer_names(weight, config.num_layers)
+    }
+
+
+def params_to_hf(config: TransformerConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
+    """Every tensor under its Hugging Face name, in the dtype of the parameters, leaf by leaf."""
+    weights, treedef = jax.tree.flatten(weight_map(config), is_leaf=_is_weight)
+    for weight, leaf in zip(weights, treedef.flatten_up_to(params), strict=True):
+        host = on_host(leaf)
+        names = layer_names(weight, config.num_layers)
+        layers = host if "{i}" in weight.name else host[None]
+        for name, x in zip(names, layers, strict=True):
+            yield name, to_hf(weight, x)
+
+
+def on_host(leaf: jax.Array | np.ndarray) -> np.ndarray:
+    """The whole array; one that spans hosts is gathered, which all processes must do together."""
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
+    return np.asarray(leaf)
+
+
+def _is_weight(x: object) -> bool:
+    return isinstance(x, HFWeight)

@@ -1,0 +1,58 @@
+"""Frequencies of each rope type against numbers worked out by hand; parity is in test_families."""
+
+import math
+
+import numpy as np
+import pytest
+
+from jaxrl.models.rope import (
+    RopeScaling,
+    amplitude,
+    inverse_frequency,
+    parse_scaling,
+    rotary,
+    rotate,
+)
+
+# head_dim 8, theta 10^4: 10^-(0, 1, 2, 3) radians per position.
+PLAIN = [1.0, 0.1, 0.01, 0.001]
+
+
+def test_default_and_linear():
+    np.testing.assert_allclose(inverse_frequency(8, 1e4, None), PLAIN, rtol=1e-6)
+    linear = inverse_frequency(8, 1e4, RopeScaling("linear", 4.0))
+    np.testing.assert_allclose(linear, [0.25, 0.025, 0.0025, 0.00025], rtol=1e-6)
+
+
+def test_llama3_stretches_long_wavelengths_only():
+    scaling = RopeScaling("llama3", 8.0, 200, low_freq_factor=1.0, high_freq_factor=4.0)
+    # Turns in 200 tokens: 31.8, 3.18, 0.318, 0.0318. Above 4: kept. Below 1: / 8. Between: the
+    # share (3.183 - 1) / (4 - 1) = 0.7277 is kept, 0.1 (0.7277 + 0.2723 / 8) = 0.07617.
+    expected = [1.0, 0.07617, 0.01 / 8, 0.001 / 8]
+    np.testing.assert_allclose(inverse_frequency(8, 1e4, scaling), expected, rtol=1e-4)
+
+
+def test_yarn_ramps_between_two_numbers_of_turns():
+    scaling = RopeScaling("yarn", 4.0, 400, beta_fast=32.0, beta_slow=1.0)
+    # dim of n turns: 8 ln(400 / (2 pi n)) / (2 ln 10^4); n = 32: 0.30 -> 0, n = 1: 1.80 -> 2.
+    # Stretched shares 0, 1/2, 1, 1: 0.1 (1/2 + 1/8) = 0.0625.
+    expected = [1.0, 0.0625, 0.0025, 0.00025]
+    np.testing.assert_allclose(inverse_frequency(8, 1e4, scaling), expected, rtol=1e-5)
+    assert amplitude(scaling) == pytest.approx(0.1 * math.log(4) + 1)
+    assert amplitude(RopeScaling("yarn", 4.0, 400, attention_factor=1.5)) == 1.5
+    assert amplitude(RopeScaling("linear", 4.0)) == amplitude(None) == 1.0
+
+
+def test_a_quarter_turn():
+    cos, sin = rotary(np.array([[1]]), 2, 1e4, None)
+    np.testing.assert_allclose([cos.item(), sin.item()], [math.cos(1), math.sin(1)], rtol=1e-6)
+    x = np.array([3.0, 4.0]).reshape(1, 1, 1, 2)
+    turned = rotate(x, np.zeros((1, 1, 1, 1)), np.ones((1, 1, 1, 1)))
+    np.testing.assert_array_equal(turned.ravel(), [-4.0, 3.0])
+
+
+def test_original_length_defaults_to_the_context_length():
+    rope = {"rope_type": "yarn", "factor": 2.0}
+    assert parse_scaling(rope, "rope", 64) == RopeScaling("yarn", 2.0, 64)
+    with pytest.raises(ValueError, match="'yarn' lacks original_max_position_embeddings"):
+        parse_scaling(rope, "rope")
