@@ -115,16 +115,20 @@ def seconds(func: Callable[..., Any], *args: Any) -> float:
 
 
 def measure_batch(
-    systems: Mapping[str, Generate], model: TransformerConfig, work: Work, batch: int
+    systems: Mapping[str, Generate],
+    model: TransformerConfig,
+    work: Work,
+    batch: int,
+    modes: Sequence[str] = tuple(MODES),
 ) -> list[dict[str, Any]]:
     """Rows of one batch size: the systems in turns, medians."""
     prompts = random_prompts(model, batch, work.prompt_length)
     times: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for repeat in range(-1, work.repeats):  # the first compiles
-        for mode, temperature in MODES.items():
+        for mode in modes:
             for name, generate in systems.items():
-                first = seconds(generate, prompts, 1, temperature)
-                whole = seconds(generate, prompts, work.new_tokens, temperature)
+                first = seconds(generate, prompts, 1, MODES[mode])
+                whole = seconds(generate, prompts, work.new_tokens, MODES[mode])
                 if repeat >= 0:
                     times.setdefault((name, mode), []).append((first, whole))
     rows = []
@@ -155,8 +159,9 @@ def split_decode_step(model: TransformerConfig, work: Work, batch: int) -> dict[
         name: engine_generate(config, init_params(config, 0), work.dtype)
         for name, config in ablated.items()
     }
-    rows = measure_batch(generate, ablated["no_vocabulary"], work, batch)  # tokens that all have
-    ms = {r["system"]: r["decode_step_ms"] for r in rows if r["sampling"] == "sampled"}
+    small = ablated["no_vocabulary"]  # its tokens are in all vocabularies
+    rows = measure_batch(generate, small, work, batch, modes=("sampled",))
+    ms = {row["system"]: row["decode_step_ms"] for row in rows}
     sampling = 1e3 * sample_seconds(model.vocab_size, batch)
     mlp = ms["whole"] - ms["no_mlp"]
     head = ms["whole"] - ms["no_vocabulary"] - sampling

@@ -71,7 +71,8 @@ class StepExp(BasePPOExp):
 
 def make_config(work: Workload) -> Any:
     """The run's config."""
-    config, folder = default_config(), Path(work.folder)
+    folder = Path(work.folder)
+    config: Any = default_config()
     config.data.train_data = [str(folder / "prompts.jsonl")]
     config.environment.env_class = "benchmarks.systems.jaxrl_step:ShareOfEven"
     config.generator.n_samples_per_prompt = work.samples
