@@ -24,8 +24,10 @@ def get_config():
     optimizer.lr, optimizer.num_warmup_steps, optimizer.scheduler = 2e-3, 20, "linear"
     optimizer.weight_decay = 0.0
     trainer.algorithm.use_kl_loss = False  # there is nothing to stay close to
-    # each digit against the same digit of the other samples; whole answers are slower (LOG.md)
-    trainer.algorithm.advantage_estimator = "grpo_token"
+    # Each digit has a reward of its own: it is judged against the same digit of the other samples.
+    trainer.algorithm.advantage_estimator, trainer.algorithm.gamma = "grpo_token", 0.0
+    trainer.algorithm.use_entropy_loss = True  # without it some seeds stay at 0.9 (LOG.md)
+    trainer.algorithm.entropy_loss_coef = 0.1
     trainer.gradient_checkpointing = False
 
     trainer.epochs = 10

@@ -66,6 +66,16 @@ def entropy(logits: Array) -> Array:
     return -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
 
 
+def discounted_sums(x: Array, gamma: float) -> Array:
+    """y[:, t] = sum_{u >= t} gamma^(u - t) x[:, u]: [B, T] -> [B, T]."""
+
+    def step(later: Array, now: Array) -> tuple[Array, Array]:
+        total = now + gamma * later
+        return total, total
+
+    return jax.lax.scan(step, jnp.zeros_like(x[:, 0]), x.T, reverse=True)[1].T
+
+
 def group_sum(x: Array, index: Array) -> Array:
     """For each row the sum of x over the rows of its group: x, index [B] -> [B]."""
     return jax.ops.segment_sum(x, index, num_segments=x.shape[0])[index]

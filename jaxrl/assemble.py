@@ -1,4 +1,4 @@
-"""The optimizer and the update that a config asks for."""
+"""The weights, the optimizer and the update that a config asks for."""
 
 import functools
 from collections.abc import Callable
@@ -10,8 +10,9 @@ import optax
 from jaxrl import config as cfg
 from jaxrl.data.packing import round_up
 from jaxrl.forward import log_probs_and_entropy
+from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel
-from jaxrl.models.transformer import TransformerConfig
+from jaxrl.models.transformer import Params, TransformerConfig, init_params
 from jaxrl.optim import make_optimizer, make_schedule
 from jaxrl.parallel import ShardingRules, batch_sharding
 from jaxrl.parallel.rules import batch_devices
@@ -19,6 +20,26 @@ from jaxrl.types import TrainState
 from jaxrl.update import Updater
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+def load_weights(
+    trainer: cfg.TrainerConfig,
+    role: cfg.PolicyConfig | cfg.RefConfig,
+    model: TransformerConfig | AdaptedModel,
+    shardings: Params,
+) -> Params:
+    """Parameters of the policy or the reference: from its folder, or random."""
+    if isinstance(model, AdaptedModel):
+        return init_params(model, trainer.seed, shardings)
+    assert role.model.path is not None  # validated
+    return hf.load_or_init(
+        role.model.path,
+        model,
+        overrides=cfg.model_overrides(trainer, role),
+        random_init=role.model.random_init,
+        seed=trainer.seed,
+        shardings=shardings,
+    )
 
 
 def assemble_optimizer(

@@ -17,10 +17,10 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrl import config as cfg
-from jaxrl.assemble import assemble_optimizer, assemble_updater
+from jaxrl.assemble import assemble_optimizer, assemble_updater, load_weights
 from jaxrl.checkpoint import Checkpointer, resume
 from jaxrl.compilation import CompilationWatch
-from jaxrl.data.packing import collate, round_up, row_slices
+from jaxrl.data.packing import collate, round_up, row_slices, token_level
 from jaxrl.data.prompts import batch_indices
 from jaxrl.evaluate import dump_rows, evaluate
 from jaxrl.files import writable_folder
@@ -40,7 +40,6 @@ from jaxrl.models.transformer import (
     TransformerConfig,
     abstract_params,
     describe,
-    init_params,
     logical_axes,
 )
 from jaxrl.optim import abstract_state, init_state, make_apply
@@ -220,19 +219,11 @@ class Trainer:
             "reward/avg_raw_reward": reward["avg_score"],
             "reward/mean_positive_reward": reward["mean_positive_reward"],
         }
-        rewards = [
-            r if isinstance(r, list) else [0.0] * (len(tokens) - 1) + [r]
-            for r, tokens in zip(output["rewards"], output["response_ids"], strict=True)
-        ]
-        masks = output["loss_masks"]
-        truncated = [reason != "stop" for reason in output["stop_reasons"]]
-        if generator.zero_reward_on_non_stop:
-            rewards = [
-                [0.0] * len(r) if cut else r for r, cut in zip(rewards, truncated, strict=True)
-            ]
-        if generator.apply_overlong_filtering:
-            masks = [[0] * len(m) if cut else m for m, cut in zip(masks, truncated, strict=True)]
-        return {**output, "rewards": rewards, "loss_masks": masks}
+        return token_level(
+            output,
+            zero_reward_on_non_stop=generator.zero_reward_on_non_stop,
+            apply_overlong_filtering=generator.apply_overlong_filtering,
+        )
 
     def collate(self, output: GeneratorOutput) -> TrainBatch:
         """Trajectories as rows [B, T]; the samples of a prompt are a group."""
@@ -350,27 +341,14 @@ class Trainer:
         if state is not None:
             print(f"resuming after step {int(state.step)}")
             return state
-        params = self._load(trainer.policy)
+        params = load_weights(trainer, trainer.policy, self.model, self.shardings)
         return init_state(self.optimizer, params, self.shardings, replicated(self.mesh))
 
     def load_reference(self) -> None:
         """The frozen reference of the KL term, if the term counts."""
-        algorithm = self.config.trainer.algorithm
-        if algorithm.use_kl_loss and algorithm.kl_loss_coef != 0:
-            self.ref_params = self._load(self.config.trainer.ref)
-
-    def _load(self, role: cfg.PolicyConfig | cfg.RefConfig) -> Any:
-        if isinstance(self.model, AdaptedModel):
-            return init_params(self.model, self.config.trainer.seed, self.shardings)
-        assert role.model.path is not None  # validated
-        return hf.load_or_init(
-            role.model.path,
-            self.model,
-            overrides=cfg.model_overrides(self.config.trainer, role),
-            random_init=role.model.random_init,
-            seed=self.config.trainer.seed,
-            shardings=self.shardings,
-        )
+        trainer = self.config.trainer
+        if trainer.algorithm.use_kl_loss and trainer.algorithm.kl_loss_coef != 0:
+            self.ref_params = load_weights(trainer, trainer.ref, self.model, self.shardings)
 
     def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder."""

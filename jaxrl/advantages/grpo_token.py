@@ -3,10 +3,9 @@
 from typing import Any
 
 import chex
-import jax.numpy as jnp
 
 from jaxrl.advantages.grpo import group_relative
-from jaxrl.array_ops import Array
+from jaxrl.array_ops import Array, discounted_sums
 
 
 def grpo_token(
@@ -16,13 +15,14 @@ def grpo_token(
     values: Array | None = None,
     config: Any = None,
     *,
+    gamma: float = 1.0,
     grpo_norm_by_std: bool = True,
     epsilon: float = 1e-6,
     **_: Any,
 ) -> tuple[Array, Array]:
     """GRPO with rewards per token: what a sample earns from a token on, against its group.
 
-        R_it = sum_{u >= t} r_iu
+        R_it = sum_{u >= t} gamma^(u - t) r_iu
         A_it = (R_it - mean_G R_t) / (std_G R_t + epsilon)          std with n - 1
 
     A sample that has ended earns 0. After the process supervision of Shao et al., 2024,
@@ -36,12 +36,13 @@ def grpo_token(
         token_level_rewards, response_mask: [B, T] float.
         index: [B] int group ids in [0, B).
         values, config: not used.
+        gamma: discount; 0 when each token has a reward of its own that the others do not change.
         grpo_norm_by_std: divide by the group's standard deviation.
 
     Returns:
         advantages [B, T], 0 outside the response; returns R [B, T].
     """
     chex.assert_equal_shape([token_level_rewards, response_mask])
-    returns = jnp.cumsum(token_level_rewards[:, ::-1], axis=1)[:, ::-1]
+    returns = discounted_sums(token_level_rewards, gamma)
     advantages = group_relative(returns, index, by_std=grpo_norm_by_std, epsilon=epsilon)
     return advantages * response_mask, returns * response_mask

@@ -71,7 +71,7 @@ def _advantage(algorithm: AlgorithmConfig, samples: int) -> str:
         relative = "R - mean_G R"
         if algorithm.grpo_norm_by_std:
             relative = f"({relative}) / (std_G R + 1e-6)"
-        to_go = "R = r of t and after, " if name == "grpo_token" else ""
+        to_go = f"R = r_t + {algorithm.gamma:g} R_t+1, " if name == "grpo_token" else ""
         return f"{name}: A = {relative}, {to_go}{group}"
     if name == "rloo":
         return f"rloo: A = R - mean of the others in G, {group}"

@@ -50,6 +50,28 @@ def empty_batch(rows: int, width: int) -> TrainBatch:
     )
 
 
+def token_level(
+    output: GeneratorOutput, *, zero_reward_on_non_stop: bool, apply_overlong_filtering: bool
+) -> GeneratorOutput:
+    """Rewards per token, a reward for the whole on the last; and what truncated responses lose.
+
+    Args:
+        zero_reward_on_non_stop: a response that did not stop by itself earns nothing.
+        apply_overlong_filtering: it is masked; nothing is learnt from it.
+    """
+    rewards = [
+        r if isinstance(r, list) else [0.0] * (len(tokens) - 1) + [r]
+        for r, tokens in zip(output["rewards"], output["response_ids"], strict=True)
+    ]
+    masks = output["loss_masks"]
+    cut = [reason != "stop" for reason in output["stop_reasons"]]
+    if zero_reward_on_non_stop:
+        rewards = [[0.0] * len(r) if c else r for r, c in zip(rewards, cut, strict=True)]
+    if apply_overlong_filtering:
+        masks = [[0] * len(m) if c else m for m, c in zip(masks, cut, strict=True)]
+    return {**output, "rewards": rewards, "loss_masks": masks}
+
+
 def collate(output: GeneratorOutput, index: Sequence[int]) -> TrainBatch:
     """One row per trajectory.
 

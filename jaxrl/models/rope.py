@@ -45,7 +45,10 @@ class RopeScaling:
 
 
 # Fields of each type: needed, optional.
-_YARN_OPTIONS = "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate".split()
+_YARN_OPTIONS = [
+    *("attention_factor", "beta_fast", "beta_slow"),
+    *("mscale", "mscale_all_dim", "truncate"),
+]
 _FIELDS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "linear": (["factor"], []),
     "llama3": (

@@ -23,6 +23,7 @@ from jaxrl.models.transformer import (
     causal_mask,
     decoder_layer,
     embed,
+    fuse_projections,
     layer_views,
     sliding_flags,
     unembed,
@@ -61,12 +62,15 @@ class DecodeState(struct.PyTreeNode):
 
 
 def decode_params(config: TransformerConfig, params: Params, dtype: jnp.dtype) -> Params:
-    """The decode layout: cast, layers as a tuple instead of stacked, the head as [D, V].
+    """The decode layout: cast, layers as a tuple and fused, the head as [D, V].
 
     An unrolled loop over layers updates each cache in place, where a scan would restack them.
     """
     cast = jax.tree.map(lambda x: x.astype(dtype), params) | {"final_norm": params["final_norm"]}
-    layers = [jax.tree.map(lambda x, i=i: x[i], cast["layers"]) for i in range(config.num_layers)]
+    layers = [
+        fuse_projections(jax.tree.map(lambda x, i=i: x[i], cast["layers"]))
+        for i in range(config.num_layers)
+    ]
     head = cast["unembed"] if "unembed" in cast else cast["embed"].T
     return {**cast, "layers": tuple(layers), "unembed": head}
 

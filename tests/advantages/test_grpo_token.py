@@ -29,6 +29,14 @@ def test_literal_without_std():
     np.testing.assert_array_equal(advantages, [[0, 1, 0.5, 1], [0, -1, -0.5, 0]])
 
 
+def test_literal_discount():
+    # gamma 0.5: 1 + 0.5 * (0 + 0.5 * 2) = 1.5, 0 + 0.5 * 2 = 1, 2; and 0 + 0.5 * 1 = 0.5, 1
+    _, returns = grpo_token(REWARDS, MASK, INDEX, gamma=0.5)
+    np.testing.assert_array_equal(returns, [[0, 1.5, 1, 2], [0, 0.5, 1, 0]])
+    _, returns = grpo_token(REWARDS, MASK, INDEX, gamma=0.0)
+    np.testing.assert_array_equal(returns, REWARDS)
+
+
 def test_what_earlier_tokens_earned_plays_no_part():
     other = REWARDS + np.array([[0, 5, 0, 0], [0, -3, 0, 0]], np.float32)
     kept = grpo_token(other, MASK, INDEX)[0][:, 2:]
