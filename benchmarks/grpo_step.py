@@ -49,7 +49,7 @@ WARMUP_STEPS = 2  # the second runs with the layout that the first compiled for
 STEP_BATCHES = 16  # distinct batches of prompts
 SIZES: dict[str, dict[str, Any]] = {
     "smoke": dict(prompts=2, samples=4, prompt_length=8, max_tokens=8, micro_batch_rows=8),
-    "3m": dict(prompts=4, samples=8, prompt_length=64, max_tokens=128, micro_batch_rows=32),
+    "3m": dict(prompts=4, samples=8, prompt_length=64, max_tokens=128, micro_batch_rows=8),
     "qwen2.5-0.5b": dict(
         prompts=16, samples=8, prompt_length=256, max_tokens=512, micro_batch_rows=8
     ),

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from jaxrl.checkpoint import checksums
 from jaxrl.data.packing import buckets_between, empty_batch, length_bucket
 from jaxrl.rollout.protocol import Request
 from jaxrl.types import Prompt
@@ -39,6 +40,7 @@ def warm_up(trainer: "Trainer") -> None:
         warm_up_update(trainer, width)
     for batch in engine_batches(trainer):
         trainer.engine.warm_up(batch)
+    checksums(trainer.state)  # as a save does
     tqdm.write(f"compiled in {time.perf_counter() - started:.1f} s")
 
 

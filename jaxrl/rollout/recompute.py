@@ -71,6 +71,12 @@ class RecomputeEngine:
             done += self._generate_wave(wave)
         return done
 
+    def warm_up(self, requests: Sequence[Request]) -> None:
+        """Compile for the shapes of these requests; one token is drawn and forgotten."""
+        for wave in waves(requests, self.max_num_seqs):
+            source = [request for request in wave for _ in request.keys]
+            self._next(self.params, *jax.device_put(self._arrange(source, wave), self.rows))
+
     def _generate_wave(self, requests: Sequence[Request]) -> list[list[Completion]]:
         source = [request for request in requests for _ in request.keys]
         tokens, lengths, keys, sampling = self._arrange(source, requests)
@@ -98,8 +104,9 @@ class RecomputeEngine:
         """Rows as arrays, padded to the devices: tokens [B, T], lengths [B], keys, sampling."""
         rows = round_up(len(source), self.row_multiple)
         padded = [*source, *[source[-1]] * (rows - len(source))]
-        width = max(len(r.prompt_tokens) + r.sampling.max_tokens for r in requests)
-        tokens = np.zeros((rows, length_bucket(width)), np.int32)
+        prompt = length_bucket(max(len(r.prompt_tokens) for r in requests))
+        width = length_bucket(prompt + max(r.sampling.max_tokens for r in requests))
+        tokens = np.zeros((rows, width), np.int32)
         for row, request in enumerate(padded):
             tokens[row, : len(request.prompt_tokens)] = request.prompt_tokens
         keys = np.zeros((rows, 2), np.uint32)

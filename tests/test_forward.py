@@ -1,0 +1,128 @@
+"""The head in chunks, on the wanted tokens alone, against the whole [B, T, V]."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxrl.forward
+from jaxrl.array_ops import entropy, token_log_probs
+from jaxrl.forward import log_probs_and_entropy
+from jaxrl.models import TransformerConfig, forward, init_params, unembed
+from jaxrl.parallel import ShardingRules, batch_sharding, make_mesh
+
+TEMPERATURE = 0.8
+ROWS, WIDTH = 8, 16
+TIED = TransformerConfig(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    initializer_range=0.3,
+)
+UNTIED = TransformerConfig(**{**vars(TIED), "tie_embeddings": False})
+
+
+@pytest.fixture(name="rows")
+def rows_fixture():
+    """Tokens, lengths, a mask with holes (two turns) and an empty row, and cotangents."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 61, (ROWS, WIDTH))
+    lengths = np.array([16, 16, 12, 9, 7, 5, 16, 3], np.int32)
+    mask = (np.arange(WIDTH) >= 4) & (np.arange(WIDTH) < lengths[:, None])
+    mask[0, 6:9] = False
+    mask[6] = False
+    return tokens, lengths, mask.astype(np.float32), rng.normal(size=(2, ROWS, WIDTH))
+
+
+def whole(config, params, tokens, lengths, mask):
+    """The same by materialising the logits of every token."""
+    positions = jnp.broadcast_to(jnp.arange(WIDTH), tokens.shape)
+    segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
+    hidden = forward(config, params, tokens, positions, segment_ids)
+    logits = unembed(config, params, hidden[:, :-1]) / TEMPERATURE
+    first = ((0, 0), (1, 0))
+    log_probs = jnp.pad(token_log_probs(logits, tokens[:, 1:]), first)
+    return log_probs * mask, jnp.pad(entropy(logits), first) * mask
+
+
+def weighted(function, cotangents):
+    def total(params):
+        log_probs, entropies = function(params)
+        return (cotangents[0] * log_probs).sum() + (cotangents[1] * entropies).sum()
+
+    return total
+
+
+@pytest.mark.parametrize("config", [TIED, UNTIED], ids=["tied", "untied"])
+@pytest.mark.parametrize("chunk_tokens", [1, 40, 10_000], ids=["1 column", "5 columns", "all"])
+def test_values_and_gradients_are_those_of_all_logits(monkeypatch, rows, config, chunk_tokens):
+    monkeypatch.setattr(jaxrl.forward, "CHUNK_TOKENS", chunk_tokens)
+    tokens, lengths, mask, cotangents = rows
+    params = init_params(config, 0)
+    chunked = functools.partial(
+        log_probs_and_entropy,
+        config,
+        tokens=tokens,
+        lengths=lengths,
+        mask=mask,
+        temperature=TEMPERATURE,
+        dtype=jnp.float32,
+    )
+    expected = functools.partial(whole, config, tokens=tokens, lengths=lengths, mask=mask)
+    for ours, theirs in zip(jax.jit(chunked)(params), jax.jit(expected)(params), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6)
+        assert np.abs(theirs).max() > 1
+    ours = jax.jit(jax.grad(weighted(chunked, cotangents)))(params)
+    theirs = jax.jit(jax.grad(weighted(expected, cotangents)))(params)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()),
+        ours,
+        theirs,
+    )
+
+
+def test_rows_on_eight_devices_give_the_same(rows):
+    tokens, lengths, mask, cotangents = rows
+    params = init_params(TIED, 0)
+
+    @jax.jit
+    def gradient(params, tokens, lengths, mask):
+        call = functools.partial(
+            log_probs_and_entropy,
+            TIED,
+            tokens=tokens,
+            lengths=lengths,
+            mask=mask,
+            temperature=TEMPERATURE,
+            dtype=jnp.float32,
+        )
+        return jax.grad(weighted(call, cotangents))(params)
+
+    alone = gradient(params, tokens, lengths, mask)
+    spread = jax.device_put((tokens, lengths, mask), batch_sharding(make_mesh(), ShardingRules()))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()),
+        gradient(params, *spread),
+        alone,
+    )
+
+
+def test_without_entropy_it_is_zero(rows):
+    tokens, lengths, mask, _ = rows
+    log_probs, entropies = log_probs_and_entropy(
+        TIED,
+        init_params(TIED, 0),
+        tokens,
+        lengths,
+        mask,
+        temperature=TEMPERATURE,
+        dtype=jnp.float32,
+        with_entropy=False,
+    )
+    assert not np.any(entropies) and np.any(log_probs)
