@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.data.tokenizer import character_tokenizer
+from jaxrl.models.export import save_tokenizer
 from jaxrl.models.families import config_from_hf
-from jaxrl.models.hf import save_tokenizer
 from jaxrl.models.transformer import TransformerConfig
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from benchmarks import roofline
 from benchmarks.systems.worker import Clock, Workload, answer, reward, wait_for_step
+from jaxrl.assemble import DTYPES
 from jaxrl.config import default_config
 from jaxrl.envs.protocol import Env, StepOutput
 from jaxrl.models.transformer import TransformerConfig
@@ -17,7 +18,7 @@ from jaxrl.rollout.conversation import ConversationGenerator
 from jaxrl.rollout.native import NativeEngine, RowSampling
 from jaxrl.rollout.protocol import Engine
 from jaxrl.train import BasePPOExp
-from jaxrl.trainer import DTYPES, Trainer
+from jaxrl.trainer import Trainer
 from jaxrl.types import Array, GeneratorInput, GeneratorOutput
 
 
@@ -124,8 +125,7 @@ class Steps:
         jax.block_until_ready(trainer.state)
         return {
             "generation": metrics["timing/generate"],
-            "reference": self.clock.seconds.get("reference", 0.0),
-            "old": self.clock.seconds.get("old", 0.0),
+            **self.clock.seconds,  # the log-prob passes that the step needed
             "update": metrics["timing/policy_train"],
         } | self.clock.total()
 
