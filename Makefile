@@ -16,7 +16,7 @@ $(STAMP)-dev: $(STAMP)
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@
 
-quickstart: $(STAMP)  ## train a small model from random weights, about three minutes on two cores (LOG.md)
+quickstart: $(STAMP)  ## train a small model from random weights, about two minutes on two cores (LOG.md)
 	$(BIN)/python -m jaxrl.train --config=configs/quickstart.py
 
 test: $(STAMP)-dev  ## everything that is not marked slow

@@ -190,6 +190,22 @@ def scalar_loss(log_probs, old_log_probs, advantages, config, loss_mask=None):
     return jnp.square(mean) - mean, 0.25
 
 
+@pytest.mark.parametrize("microbatch_rows", [ROWS, 4])
+def test_without_old_log_probs_they_are_those_of_the_update_itself(microbatch_rows):
+    algorithm, batch = algorithm_with(), make_batch()
+    updater, params, _ = make_updater(algorithm, microbatch_rows=microbatch_rows)
+    old, _ = updater.forward_rows(params, batch, 3)
+    told = gradient(algorithm, batch.replace(old_log_probs=old), microbatch_rows=microbatch_rows)
+    grad, metrics = gradient(
+        algorithm, batch.replace(old_log_probs=None), microbatch_rows=microbatch_rows
+    )
+    difference = np.abs(old - batch.rollout_log_probs)[batch.loss_mask > 0]
+    name = "rollout_train_logprobs_abs_diff"
+    assert metrics.pop(f"{name}_mean") == pytest.approx(difference.mean(), rel=1e-5)
+    assert metrics.pop(f"{name}_max") == pytest.approx(difference.max(), rel=1e-5)
+    assert_same((grad, metrics), told)
+
+
 def test_a_scalar_loss_sees_the_whole_minibatch():
     PolicyLossRegistry.register("scalar_for_test", scalar_loss)
     try:

@@ -42,7 +42,7 @@ def test_grpo_step(tmp_path, capsys, device):
         ("full", "jaxrl"),
         ("skewed", "jaxrl"),
     ]
-    phases = {"generation", "reference", "old", "update", "total"}
+    phases = {"generation", "reference", "update", "total"}  # one update: no old log-probs
     for row in result["rows"]:
         assert set(row["seconds"]) == phases | {"cpu"}
         assert set(row["fraction_of_matmul_rate"]) == phases
