@@ -44,6 +44,7 @@ OUR_FIELDS = {
     "trainer.ref.model.random_init",
     "trainer.critic.model.random_init",
     "trainer.algorithm.policy_loss_kwargs",
+    "trainer.compilation_cache_path",
     "trainer.max_training_steps",
     "trainer.print_example_interval",
     "generator.sampling_params.stop_token_ids",

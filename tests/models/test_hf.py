@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoTokenizer,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
 )
@@ -166,12 +167,27 @@ def test_a_multimodal_gemma3_loads_as_its_text_model(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not SMOLLM2.is_dir(), reason="made by examples/smollm2_to_hf.py")
-def test_real_weights_give_the_logits_of_transformers():
+@pytest.mark.parametrize(
+    "text",
+    [
+        "What is the capital of France? The capital of France is Paris, and it lies on the Seine.",
+        "def f(x):\n    return x + 1\n" * 6,
+    ],
+    ids=["prose", "code"],
+)
+def test_real_weights_give_the_logits_of_transformers(text):
+    ids = np.array([AutoTokenizer.from_pretrained(SMOLLM2)(text)["input_ids"]])
     model = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32).eval()
+    with torch.no_grad():
+        theirs = model(torch.from_numpy(ids)).logits.numpy()
     config = load_config(SMOLLM2)
-    ours, theirs = our_logits(config, load_params(SMOLLM2, config)), hf_logits(model)
-    assert np.std(theirs) > 1
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
+    params, positions = load_params(SMOLLM2, config), np.arange(ids.shape[1])[None]
+    hidden = jax.jit(forward, static_argnums=0)(
+        config, params, ids, positions, np.ones_like(positions)
+    )
+    ours = jax.jit(unembed, static_argnums=0)(config, params, hidden)
+    assert_same_logits(ours, theirs)  # logits up to 41
+    np.testing.assert_array_equal(np.argmax(ours, -1), theirs.argmax(-1))
 
 
 def test_load_puts_each_leaf_on_its_sharding(folder):

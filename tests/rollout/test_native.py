@@ -130,7 +130,7 @@ def test_log_probs_of_sampled_tokens_equal_the_trainers(name):
     score = jax.jit(
         functools.partial(log_probs_and_entropy, CONFIGS[name], temperature=0.7, dtype=jnp.float32)
     )
-    log_probs, _ = score(random_params(CONFIGS[name]), tokens, lengths)
+    log_probs, _ = score(random_params(CONFIGS[name]), tokens, lengths, np.ones_like(tokens))
     starts = [3, 3, 7, 16]
     for row, (completion, start) in enumerate(zip(flat(completions), starts, strict=True)):
         assert len(completion.tokens) == len(completion.log_probs) == MAX_TOKENS
