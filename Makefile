@@ -26,7 +26,7 @@ test-all: $(STAMP)-dev  ## slow tests too
 	$(BIN)/python -m pytest -m ''
 
 lint: $(STAMP)-dev  ## what pre-commit and CI check
-	$(BIN)/pre-commit run --all-files
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pre-commit run --all-files
 
 clean:
 	rm -rf .venv runs

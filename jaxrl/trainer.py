@@ -88,8 +88,7 @@ class Trainer:
         self.total_steps = trainer.epochs * self.steps_per_epoch
         if trainer.max_training_steps is not None:
             self.total_steps = min(self.total_steps, trainer.max_training_steps)
-        path = trainer.policy.model.path
-        assert path is not None  # validated
+        path = trainer.policy.model.path or ""  # validated
         self.eos_token_ids = sorted({tokenizer.eos_token_id, *hf.eos_token_ids(path)})
         self.generation_config = hf.load_generation_config(path)
         self.metrics: dict[str, float] = {}
@@ -113,8 +112,8 @@ class Trainer:
         rows_per_step = round_up(trainer.train_batch_size * self.samples, devices)
         self.forward_rows = min(trainer.micro_forward_batch_size_per_gpu * devices, rows_per_step)
         self.minibatch_rows = trainer.policy_mini_batch_size * self.samples
-        minibatches = trainer.train_batch_size // trainer.policy_mini_batch_size
         # The first update on a batch has the old policy itself; only later ones must know it.
+        minibatches = trainer.train_batch_size // trainer.policy_mini_batch_size
         self.needs_old_log_probs = minibatches * trainer.update_epochs_per_batch > 1
         self.estimate = jax.jit(bind_estimator(trainer.algorithm))
         writable_folder("trainer.log_path", cfg.run_folder(trainer))
