@@ -7,13 +7,16 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import yaml
 
 from jaxrl.files import replace_text
 from jaxrl.types import GeneratorOutput, TrainBatch
+
+if TYPE_CHECKING:
+    from tensorboardX.event_file_writer import EventsWriter
 
 Metrics = dict[str, float]
 
@@ -128,11 +131,7 @@ class RunLogger:
         self.file = self.path.open("a")
         self.tensorboard = None
         if "tensorboard" in loggers:
-            from tensorboardX import SummaryWriter
-
-            self.tensorboard = SummaryWriter(
-                str(folder / "tensorboard"), purge_step=finished_steps + 1
-            )
+            self.tensorboard = open_events(folder / "tensorboard", finished_steps + 1)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record the numbers of one step."""
@@ -140,8 +139,12 @@ class RunLogger:
         self.file.write(json.dumps({"step": step, **numbers}) + "\n")
         self.file.flush()
         if self.tensorboard:
-            for name, value in numbers.items():
-                self.tensorboard.add_scalar(name, value, step)
+            from tensorboardX.proto.event_pb2 import Event  # pyright: ignore
+            from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore
+
+            values = [Summary.Value(tag=name, simple_value=x) for name, x in numbers.items()]
+            event = Event(step=step, wall_time=time.time(), summary=Summary(value=values))
+            self.tensorboard.write_event(event)
 
     def flush(self) -> None:
         """Everything logged so far is on disk."""
@@ -183,6 +186,22 @@ class RunLogger:
         self.file.close()
         if self.tensorboard:
             self.tensorboard.close()
+
+
+def open_events(folder: Path, first_step: int) -> "EventsWriter":
+    """A TensorBoard event file that hides what earlier files in `folder` hold from `first_step` on.
+
+    The events are written by the caller's thread: tensorboardX's `SummaryWriter` leaves them to
+    another one, and its `flush` does not wait for it.
+    """
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore
+
+    folder.mkdir(parents=True, exist_ok=True)
+    events = EventsWriter(str(folder / "events"))
+    start = SessionLog(status=SessionLog.START)
+    events.write_event(Event(step=first_step, session_log=start))
+    return events
 
 
 def read_lines(path: Path) -> list[dict[str, float]]:

@@ -151,20 +151,36 @@ def test_plot_writes_a_png(tmp_path):
     assert len(data) > 5000
 
 
-def test_tensorboard_gets_the_same_numbers(tmp_path):
+def read_events(folder):
     from tensorboardX.proto.event_pb2 import Event
 
+    (path,) = folder.iterdir()
+    data = path.read_bytes()
+    while data:  # length, its checksum, record, its checksum
+        length = int.from_bytes(data[:8], "little")
+        yield Event.FromString(data[12 : 12 + length])
+        data = data[16 + length :]
+
+
+def test_tensorboard_hides_the_steps_that_a_resumed_run_repeats(tmp_path):
+    from tensorboardX.proto.event_pb2 import SessionLog
+
+    RunLogger(tmp_path, ["tensorboard"], 7).close()
+    version, start = read_events(tmp_path / "tensorboard")
+    assert version.file_version == "brain.Event:2"
+    assert (start.step, start.session_log.status) == (8, SessionLog.START)
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path):
     logger = RunLogger(tmp_path, ["console", "tensorboard"], 0)
     for step in (1, 2):
         logger.log(step, {"reward/avg_raw_reward": step})
     logger.flush()  # a kill from here on loses nothing
-    (events,) = (tmp_path / "tensorboard").iterdir()
-    data, found = events.read_bytes(), []
-    while data:  # length, its checksum, record, its checksum
-        length = int.from_bytes(data[:8], "little")
-        event = Event.FromString(data[12 : 12 + length])
-        found += [(event.step, v.tag, v.simple_value) for v in event.summary.value]
-        data = data[16 + length :]
+    found = [
+        (event.step, value.tag, value.simple_value)
+        for event in read_events(tmp_path / "tensorboard")
+        for value in event.summary.value
+    ]
     assert found == [(1, "reward/avg_raw_reward", 1.0), (2, "reward/avg_raw_reward", 2.0)]
     logger.close()
 
