@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+# Files are spread over processes: most of the time of most tests is compiling, on one core.
+WORKERS := -n auto --maxprocesses 4 --dist loadfile
 
 .PHONY: quickstart test test-all lint clean
 
@@ -20,10 +22,10 @@ quickstart: $(STAMP)  ## train a small model from random weights, about two minu
 	$(BIN)/python -m jaxrl.train --config=configs/quickstart.py
 
 test: $(STAMP)-dev  ## everything that is not marked slow
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(WORKERS)
 
 test-all: $(STAMP)-dev  ## slow tests too
-	$(BIN)/python -m pytest -m ''
+	$(BIN)/python -m pytest $(WORKERS) -m ''
 
 lint: $(STAMP)-dev  ## what pre-commit and CI check
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pre-commit run --all-files
