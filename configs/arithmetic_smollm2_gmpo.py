@@ -1,0 +1,24 @@
+r"""GMPO (arXiv:2507.20673) on one-digit sums with SmolLM2-135M-Instruct.
+
+    python -m jaxrl.train --config=configs/arithmetic_smollm2_gmpo.py
+
+As arithmetic_smollm2_grpo.py, with the geometric mean of the token ratios. The log of a ratio is
+clipped at the paper's +-0.4 (sec. 4). Two updates per step: with one, every ratio is 1.
+"""
+
+from pathlib import Path
+
+from jaxrl.config import load_config_file
+
+
+def get_config():
+    config = load_config_file(str(Path(__file__).parent / "arithmetic_smollm2_grpo.py"))
+    trainer = config.trainer
+    trainer.run_name = "arithmetic_smollm2_gmpo"
+    trainer.algorithm.policy_loss_type = "gmpo"
+    trainer.algorithm.loss_reduction = "sequence_mean"
+    trainer.algorithm.eps_clip_low = trainer.algorithm.eps_clip_high = 0.4
+    trainer.policy_mini_batch_size = 2
+    trainer.ckpt_path = "runs/arithmetic_smollm2_gmpo/checkpoints"
+    trainer.export_path = "runs/arithmetic_smollm2_gmpo/exports"
+    return config
