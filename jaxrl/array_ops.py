@@ -26,13 +26,42 @@ def masked_mean(x: Array, mask: Array | None, axis: int | None = None) -> Array:
     return masked_sum(x, mask, axis) / jnp.maximum(mask.sum(axis), 1.0)
 
 
+def zero_masked(mask: Array | None, *arrays: Array) -> tuple[Array, ...]:
+    """The arrays in at least float32, 0 where mask is 0.
+
+    Before any formula: `0 * nan` is NaN, in values and in gradients.
+    """
+    wide = tuple(at_least_float32(x) for x in arrays)
+    return wide if mask is None else tuple(jnp.where(mask != 0, x, 0) for x in wide)
+
+
+def at_least_float32(x: Array) -> Array:
+    """x in float32, or float64 if it has that."""
+    x = jnp.asarray(x)
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def whiten(x: Array, mask: Array, epsilon: float = 1e-8) -> Array:
+    """x shifted and scaled to mean 0 and (unbiased) variance 1 over mask; 0 where masked.
+
+    Fewer than two elements have no variance: they become 0.
+    """
+    centred = (jnp.where(mask != 0, x, 0) - masked_mean(x, mask)) * mask
+    variance = jnp.square(centred).sum() / jnp.maximum(mask.sum() - 1, 1)
+    return centred * jax.lax.rsqrt(variance + epsilon)
+
+
+def absolute(x: Array) -> Array:
+    """|x| with gradient sign(x), which is 0 at 0; that of `jnp.abs` is 1 there."""
+    return x * jax.lax.stop_gradient(jnp.sign(x))
+
+
 def safe_exp(x: Array, limit: float = 20.0) -> Array:
     """exp in at least float32 with the exponent clamped to +-limit.
 
     The gradient is 0 beyond the clamp.
     """
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return jnp.exp(clamp(x, -limit, limit))
+    return jnp.exp(clamp(at_least_float32(x), -limit, limit))
 
 
 @jax.custom_jvp
@@ -55,18 +84,19 @@ def _clamp_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
 
 def token_log_probs(logits: Array, tokens: Array) -> Array:
     """log softmax(logits)[tokens]: logits [..., V], tokens [...] int -> [...] float32."""
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = at_least_float32(logits)
     chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
     return chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
 def entropy(logits: Array) -> Array:
     """Entropy of softmax(logits) in nats: [..., V] -> [...]."""
-    log_p = jax.nn.log_softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
+    log_p = jax.nn.log_softmax(at_least_float32(logits))
     return -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
 
 
-def discounted_sums(x: Array, gamma: float) -> Array:
+@jax.jit  # a scan called eagerly is compiled at every call
+def discounted_sums(x: Array, gamma: Array | float) -> Array:
     """y[:, t] = sum_{u >= t} gamma^(u - t) x[:, u]: [B, T] -> [B, T]."""
 
     def step(later: Array, now: Array) -> tuple[Array, Array]:
@@ -79,3 +109,16 @@ def discounted_sums(x: Array, gamma: float) -> Array:
 def group_sum(x: Array, index: Array) -> Array:
     """For each row the sum of x over the rows of its group: x, index [B] -> [B]."""
     return jax.ops.segment_sum(x, index, num_segments=x.shape[0])[index]
+
+
+def step_ids(mask: Array) -> Array:
+    """For each token the number of the sampled token that it belongs to: mask [B, T] -> int.
+
+    A token that is not sampled (mask 0) belongs to the last sampled one before it, or to the first.
+    """
+    return jnp.maximum(jnp.cumsum(mask != 0, axis=-1) - 1, 0)
+
+
+def sum_by_step(x: Array, ids: Array) -> Array:
+    """y[b, k] = sum of x[b, t] over the tokens with ids[b, t] = k: x, ids [B, T] -> [B, T]."""
+    return jnp.zeros_like(x).at[jnp.arange(x.shape[0])[:, None], ids].add(x)

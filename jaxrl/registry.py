@@ -34,6 +34,14 @@ class PolicyLossType(StrEnum):
     REGULAR = "regular"
     DUAL_CLIP = "dual_clip"
     GSPO = "gspo"
+    SAPO = "sapo"
+    CISPO = "cispo"
+    ROLLOUT_IS = "rollout_is"
+    DPPO = "dppo"
+    CLIP_COV = "clip_cov"
+    KL_COV = "kl_cov"
+    GMPO = "gmpo"
+    IMPORTANCE_SAMPLING = "importance_sampling"
     CROSS_ENTROPY = "cross_entropy"
 
 
@@ -42,7 +50,11 @@ class AdvantageEstimator(StrEnum):
 
     GRPO = "grpo"
     GRPO_TOKEN = "grpo_token"
+    DR_GRPO = "dr_grpo"
     RLOO = "rloo"
+    MAXRL = "maxrl"
+    REINFORCE_PLUS_PLUS = "reinforce++"
+    GAE = "gae"
 
 
 class BaseFunctionRegistry:
