@@ -96,5 +96,6 @@ def assemble_updater(
             trainer.micro_train_batch_size_per_gpu * devices,
             round_up(trainer.policy_mini_batch_size * samples, devices),
         ),
+        block_rows=trainer.micro_train_batch_size_per_gpu,
         place=functools.partial(jax.device_put, device=batch_sharding(mesh, rules)),
     )

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import cloudpickle
 
 from jaxrl.advantages import ESTIMATORS
-from jaxrl.losses import LOSSES
+from jaxrl.losses import BATCH_STATISTICS, LOSSES
 
 Function = Callable[..., Any]
 
@@ -149,6 +149,11 @@ class PolicyLossRegistry(BaseFunctionRegistry):
 
     _function_type = "policy loss"
     _builtin = LOSSES
+
+    @classmethod
+    def has_batch_statistics(cls, name: str | StrEnum) -> bool:
+        """Whether a loss looks at the whole minibatch."""
+        return _plain(name) in BATCH_STATISTICS
 
 
 class AdvantageEstimatorRegistry(BaseFunctionRegistry):

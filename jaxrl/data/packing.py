@@ -47,6 +47,7 @@ def empty_batch(rows: int, width: int) -> TrainBatch:
         rollout_log_probs=zeros,
         index=np.zeros(rows, np.int32),
         policy_versions=np.zeros(rows, np.int32),
+        row_ids=np.arange(rows, dtype=np.int32),
     )
 
 
@@ -113,6 +114,7 @@ def collate(output: GeneratorOutput, index: Sequence[int]) -> TrainBatch:
         rollout_log_probs=response_array("rollout_logprobs"),
         index=np.asarray(index, np.int32),
         policy_versions=np.asarray(output["policy_versions"], np.int32),
+        row_ids=np.arange(rows, dtype=np.int32),
     )
 
 
