@@ -16,3 +16,4 @@ LOSSES = {
     "gspo": gspo,  # arXiv:2507.18071
     "cross_entropy": cross_entropy,  # supervised
 }
+BATCH_STATISTICS: frozenset[str] = frozenset()  # these look at the whole minibatch
