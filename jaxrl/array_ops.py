@@ -26,6 +26,34 @@ def masked_mean(x: Array, mask: Array | None, axis: int | None = None) -> Array:
     return masked_sum(x, mask, axis) / jnp.maximum(mask.sum(axis), 1.0)
 
 
+def zero_masked(mask: Array | None, *arrays: Array | None) -> tuple:
+    """The arrays in at least float32, 0 where mask is 0; None stays None.
+
+    Before any formula: `0 * nan` is NaN, in values and in gradients.
+    """
+    return tuple(None if x is None else _zero_masked(mask, x) for x in arrays)
+
+
+def _zero_masked(mask: Array | None, x: Array) -> Array:
+    x = jnp.asarray(x, jnp.promote_types(jnp.result_type(x), jnp.float32))
+    return x if mask is None else jnp.where(mask != 0, x, 0)
+
+
+def whiten(x: Array, mask: Array, epsilon: float = 1e-8) -> Array:
+    """x shifted and scaled to mean 0 and (unbiased) variance 1 over mask; 0 where masked.
+
+    Fewer than two elements have no variance: they become 0.
+    """
+    centred = (jnp.where(mask != 0, x, 0) - masked_mean(x, mask)) * mask
+    variance = jnp.square(centred).sum() / jnp.maximum(mask.sum() - 1, 1)
+    return centred * jax.lax.rsqrt(variance + epsilon)
+
+
+def absolute(x: Array) -> Array:
+    """|x| with gradient sign(x), which is 0 at 0; that of `jnp.abs` is 1 there."""
+    return x * jax.lax.stop_gradient(jnp.sign(x))
+
+
 def safe_exp(x: Array, limit: float = 20.0) -> Array:
     """exp in at least float32 with the exponent clamped to +-limit.
 
@@ -79,3 +107,16 @@ def discounted_sums(x: Array, gamma: float) -> Array:
 def group_sum(x: Array, index: Array) -> Array:
     """For each row the sum of x over the rows of its group: x, index [B] -> [B]."""
     return jax.ops.segment_sum(x, index, num_segments=x.shape[0])[index]
+
+
+def step_ids(mask: Array) -> Array:
+    """For each token the number of the sampled token that it belongs to: mask [B, T] -> int.
+
+    A token that is not sampled (mask 0) belongs to the last sampled one before it, or to the first.
+    """
+    return jnp.maximum(jnp.cumsum(mask != 0, axis=-1) - 1, 0)
+
+
+def sum_by_step(x: Array, ids: Array) -> Array:
+    """y[b, k] = sum of x[b, t] over the tokens with ids[b, t] = k: x, ids [B, T] -> [B, T]."""
+    return jnp.zeros_like(x).at[jnp.arange(x.shape[0])[:, None], ids].add(x)

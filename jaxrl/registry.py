@@ -29,6 +29,14 @@ class PolicyLossType(StrEnum):
     REGULAR = "regular"
     DUAL_CLIP = "dual_clip"
     GSPO = "gspo"
+    SAPO = "sapo"
+    CISPO = "cispo"
+    ROLLOUT_IS = "rollout_is"
+    DPPO = "dppo"
+    CLIP_COV = "clip_cov"
+    KL_COV = "kl_cov"
+    GMPO = "gmpo"
+    IMPORTANCE_SAMPLING = "importance_sampling"
     CROSS_ENTROPY = "cross_entropy"
 
 
@@ -37,7 +45,11 @@ class AdvantageEstimator(StrEnum):
 
     GRPO = "grpo"
     GRPO_TOKEN = "grpo_token"
+    DR_GRPO = "dr_grpo"
     RLOO = "rloo"
+    MAXRL = "maxrl"
+    REINFORCE_PLUS_PLUS = "reinforce++"
+    GAE = "gae"
 
 
 class PolicyLossRegistry(BaseFunctionRegistry):

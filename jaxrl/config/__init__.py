@@ -10,10 +10,12 @@ from jaxrl.config.algorithm import (
     AlgorithmConfig,
     CISPOConfig,
     ClipCovConfig,
+    DPPOConfig,
     DynamicSamplingConfig,
     KLCovConfig,
     KLCtrlConfig,
     OffPolicyCorrectionConfig,
+    OverlongBufferConfig,
     SAPOConfig,
 )
 from jaxrl.config.backend import (
@@ -69,6 +71,7 @@ __all__ = [
     "ChatTemplateConfig",
     "ClipCovConfig",
     "CriticConfig",
+    "DPPOConfig",
     "DataConfig",
     "DynamicSamplingConfig",
     "EnvironmentConfig",
@@ -87,6 +90,7 @@ __all__ = [
     "ModelConfig",
     "OffPolicyCorrectionConfig",
     "OptimizerConfig",
+    "OverlongBufferConfig",
     "PlacementConfig",
     "PolicyConfig",
     "RefConfig",

@@ -70,6 +70,30 @@ class CISPOConfig(BaseConfig):
     """The importance weight is clipped below at 1 - this."""
     cispo_eps_clip_high: float = 4.0
     """The importance weight is clipped above at 1 + this."""
+    cispo_anchor: str = "old"
+    """Policy that the weight is relative to: "old" or "rollout"."""
+
+
+@dataclass
+class DPPOConfig(BaseConfig):
+    """Policy loss dppo."""
+
+    dppo_type: str = "binary_tv"
+    """Divergence: "binary_tv" or "binary_kl" (then about 0.05 for the bounds)."""
+    delta_low: float = 0.2
+    """Bound of the divergence where the advantage is negative."""
+    delta_high: float = 0.2
+    """Bound of the divergence where the advantage is positive."""
+
+
+@dataclass
+class OverlongBufferConfig(BaseConfig):
+    """Soft overlong punishment, https://arxiv.org/abs/2503.14476 (eq. 13)."""
+
+    len: int = 4096
+    """Tokens before max_generate_length over which the punishment grows."""
+    penalty_factor: float = 1.0
+    """Punishment of a response of full length."""
 
 
 @dataclass
@@ -100,6 +124,8 @@ class OffPolicyCorrectionConfig(BaseConfig):
     """Drop tokens with w below this."""
     token_mask_is_threshold_high: float | None = None
     """Drop tokens with w above this."""
+    renormalize: bool = False
+    """Count only the tokens that are left in the mean; false keeps the weight of each token."""
 
 
 @dataclass
@@ -107,7 +133,9 @@ class AlgorithmConfig(BaseConfig):
     """The objective. Policy losses and advantage estimators receive this config."""
 
     advantage_estimator: str = "grpo"
-    """"grpo", "grpo_token", "rloo", a registered name or "my_pkg.my_module:my_estimator"."""
+    """A built-in or registered name, or "my_pkg.my_module:my_estimator"."""
+    advantage_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword-only hyperparameters of the advantage estimator."""
     kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
     """Controller of the KL coefficient in the reward."""
     kl_estimator_type: str = "k3"
@@ -129,15 +157,18 @@ class AlgorithmConfig(BaseConfig):
     value_head_prefix: str = "value_head"
     """Name of the critic's head."""
     policy_loss_type: str = "regular"
-    """"regular", "dual_clip", "gspo", "cross_entropy", a registered name or "module:function"."""
+    """A built-in or registered name, or "my_pkg.my_module:my_loss"."""
     policy_loss_kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword-only hyperparameters of the policy loss function."""
     loss_reduction: str = "token_mean"
-    """"token_mean", "sequence_mean" or "seq_mean_token_sum_norm"."""
+    """"token_mean", "token_mean_legacy", "sequence_mean", "seq_mean_token_sum_norm" or
+    "prompt_mean"."""
     grpo_norm_by_std: bool = True
     """grpo: divide by the group's standard deviation; false gives Dr. GRPO."""
     zero_variance_filter: bool = False
     """Mask the prompts whose samples all have the same reward."""
+    zero_variance_filter_tol: float = 1e-6
+    """Rewards that differ by at most this are the same."""
     lambd: float = 1.0
     """GAE lambda, passed to the advantage estimator."""
     gamma: float = 1.0
@@ -168,5 +199,9 @@ class AlgorithmConfig(BaseConfig):
     """Policy loss kl_cov."""
     cispo: CISPOConfig = field(default_factory=CISPOConfig)
     """Policy loss cispo."""
+    dppo: DPPOConfig = field(default_factory=DPPOConfig)
+    """Policy loss dppo."""
+    overlong_buffer: OverlongBufferConfig | None = None
+    """Punish responses near max_generate_length; None = do not."""
     max_seq_len: int | None = None
     """Constant of seq_mean_token_sum_norm; None = max_input_length + max_generate_length."""

@@ -60,6 +60,7 @@ _ALGORITHM = "trainer.algorithm"
 _CORRECTION = "trainer.algorithm.off_policy_correction"
 _MEGATRON = "trainer.*.megatron_config"
 _NEW = "not in SkyRL's reference"
+_LATER = "in SkyRL since August 2026"
 
 _implemented = partial(FieldStatus, "implemented")
 _mapped = partial(FieldStatus, "mapped")
@@ -150,9 +151,10 @@ _ALGORITHMS = (
     _implemented(
         _ALGORITHM,
         "advantage_estimator policy_loss_type",
-        'also "module:function"; SkyRL\'s other built-ins come later',
+        'also "module:function"',
     ),
     _implemented(_ALGORITHM, "policy_loss_kwargs", _NEW, skyrl_only=False),
+    _planned(_ALGORITHM, "advantage_kwargs", _NEW, skyrl_only=False),
     _implemented(
         _ALGORITHM,
         "kl_estimator_type use_kl_loss kl_loss_coef use_entropy_loss entropy_loss_coef",
@@ -168,6 +170,14 @@ _ALGORITHMS = (
     _planned(_ALGORITHM, "kl_ctrl.*", only_with="use_kl_in_reward"),
     _planned(_ALGORITHM, "advantage_batch_normalize", "normalisation over the batch"),
     _planned(_ALGORITHM, "zero_variance_filter", "a filter of prompts"),
+    _planned(
+        _ALGORITHM,
+        "zero_variance_filter_tol",
+        _LATER,
+        only_with="zero_variance_filter",
+        skyrl_only=False,
+    ),
+    _planned(_ALGORITHM, "overlong_buffer", _NEW, skyrl_only=False),
     _planned(_ALGORITHM, "value_head_prefix value_clip", only_with=_CRITIC),
     _planned(_ALGORITHM, "use_tis", "deprecated in SkyRL for off_policy_correction"),
     _planned(_ALGORITHM, "tis_imp_ratio_cap", only_with="use_tis"),
@@ -187,16 +197,15 @@ _ALGORITHMS = (
         "geo_mask_high geo_mask_low product_mask_high product_mask_low",
         only_with="sequence_mask_metric",
     ),
+    _planned(_CORRECTION, "renormalize", _NEW, only_with="a mask", skyrl_only=False),
+    _implemented(_ALGORITHM, "sapo.* clip_cov.* kl_cov.*"),
+    _implemented(_ALGORITHM, "dppo.*", _LATER, skyrl_only=False),
+    _implemented(f"{_ALGORITHM}.cispo", "cispo_anchor", _LATER, skyrl_only=False),
     *(
-        _planned(_ALGORITHM, f"{name}.*", only_with=f'policy_loss_type="{name}"')
-        for name in ("sapo", "clip_cov", "kl_cov")
-    ),
-    *(
-        _planned(
+        _implemented(
             f"{_ALGORITHM}.cispo",
             name,
             "SkyRL's later default; 0 and 5 would bound the weight to [1, 6]",
-            only_with='policy_loss_type="cispo"',
             skyrl_default=default,
         )
         for name, default in (("cispo_eps_clip_low", 0.0), ("cispo_eps_clip_high", 5.0))

@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from jaxrl.array_ops import Array
+import jax.numpy as jnp
+
+from jaxrl.array_ops import Array, zero_masked
 
 
 def cross_entropy(
@@ -21,6 +23,7 @@ def cross_entropy(
         log_probs: [B, T] float.
 
     Returns:
-        loss [B, T], unmasked and unreduced; no metrics.
+        loss [B, T], unmasked and unreduced; {"clip_ratio": 0}, as every loss that clips nothing.
     """
-    return -log_probs, {}
+    (log_probs,) = zero_masked(loss_mask, log_probs)
+    return -log_probs, {"clip_ratio": jnp.zeros(())}

@@ -5,7 +5,7 @@ from typing import Any
 import chex
 import jax.numpy as jnp
 
-from jaxrl.array_ops import Array, safe_exp
+from jaxrl.array_ops import Array, safe_exp, zero_masked
 from jaxrl.losses.regular import clipped_surrogate
 
 
@@ -27,12 +27,16 @@ def dual_clip(
     Args:
         log_probs, old_log_probs, advantages: [B, T] float.
         config: uses eps_clip_low, eps_clip_high and clip_ratio_c (c > 1).
-        loss_mask, rollout_log_probs: not used; the caller masks and corrects.
+        loss_mask: [B, T] or None; what is masked may be NaN.
+        rollout_log_probs: not used; the caller corrects.
 
     Returns:
         loss [B, T], unmasked and unreduced; {"clip_ratio": [B, T] 0/1 of the first clip only}.
     """
     chex.assert_equal_shape([log_probs, old_log_probs, advantages])
+    log_probs, old_log_probs, advantages = zero_masked(
+        loss_mask, log_probs, old_log_probs, advantages
+    )
     ratio = safe_exp(log_probs - old_log_probs)
     loss, clipped = clipped_surrogate(ratio, advantages, config.eps_clip_low, config.eps_clip_high)
     bounded = jnp.minimum(loss, -config.clip_ratio_c * advantages)

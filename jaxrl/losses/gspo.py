@@ -6,7 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jaxrl.array_ops import Array, clamp, masked_mean
+from jaxrl.array_ops import Array, clamp, masked_mean, zero_masked
 from jaxrl.losses.regular import clipped_surrogate
 
 
@@ -38,7 +38,9 @@ def gspo(
         loss [B, T], unmasked and unreduced; {"clip_ratio": [B, T] 0/1 where clipping took effect}.
     """
     chex.assert_equal_shape([log_probs, old_log_probs, advantages])
-    log_probs = log_probs.astype(jnp.promote_types(log_probs.dtype, jnp.float32))
+    log_probs, old_log_probs, advantages = zero_masked(
+        loss_mask, log_probs, old_log_probs, advantages
+    )
     log_ratio = masked_mean(log_probs - old_log_probs, loss_mask, axis=-1)[:, None]
     exponent = log_probs + jax.lax.stop_gradient(log_ratio - log_probs)
     ratio = jnp.exp(clamp(exponent, -jnp.inf, 10.0))

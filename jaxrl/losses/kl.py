@@ -1,11 +1,11 @@
-"""Estimators of KL(pi_theta || pi_ref) from one sample per token.
+"""Estimators of KL(pi_theta || pi_ref) from one sample per token, and the KL in the reward.
 
 Schulman, http://joschu.net/blog/kl-approx.html.
 """
 
 import jax.numpy as jnp
 
-from jaxrl.array_ops import Array, clamp
+from jaxrl.array_ops import Array, absolute, clamp, zero_masked
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs")
 
@@ -29,11 +29,8 @@ def approximate_kl(
     Raises:
         ValueError: unknown kind.
     """
+    log_probs, ref_log_probs = zero_masked(loss_mask, log_probs, ref_log_probs)
     delta = log_probs - ref_log_probs
-    if loss_mask is not None:
-        delta = jnp.where(
-            loss_mask != 0, delta, 0.0
-        )  # before the formula: k2's gradient of NaN is NaN
     if kind == "k1":
         kl = delta
     elif kind == "k2":
@@ -42,9 +39,52 @@ def approximate_kl(
         exponent = clamp(-delta, -20.0, 20.0)
         kl = clamp(jnp.exp(exponent) - exponent - 1, -10.0, 10.0)
     elif kind == "abs":
-        kl = delta * jnp.sign(delta)  # gradient 0 at 0; jax.grad(jnp.abs)(0.) is 1
+        kl = absolute(delta)
     else:
         raise ValueError(
             f"Invalid KL estimator type '{kind}'. Must be one of {list(KL_ESTIMATORS)}"
         )
     return kl if loss_mask is None else kl * loss_mask
+
+
+def penalized_rewards(rewards: Array, kl: Array, mask: Array, coef: Array | float) -> Array:
+    """Token rewards with the KL to the reference model taken off.
+
+        r'_t = r_t - max(0, coef) kl_t m_t
+
+    Ouyang et al., 2022, https://arxiv.org/abs/2203.02155 (eq. 2).
+
+    Args:
+        rewards: [B, T] float.
+        kl: [B, T] `approximate_kl` of the OLD policy: rewards carry no gradient.
+        mask: [B, T] tokens that the policy sampled; masked NaN does no harm.
+        coef: the controller's coefficient.
+    """
+    (kl,) = zero_masked(mask, kl)
+    return rewards - jnp.maximum(coef, 0.0) * kl * mask
+
+
+def adaptive_kl_coef(
+    coef: Array | float, kl: Array | float, *, kl_target: float, horizon: float, rows: int
+) -> Array:
+    """The coefficient after a batch whose KL was `kl`: it rises while the KL is over its target.
+
+        coef' = coef (1 + clip(kl / kl_target - 1, -0.2, 0.2) rows / horizon)
+
+    Ziegler et al., 2019, https://arxiv.org/abs/1909.08593 (sec. 2.2).
+
+    Args:
+        coef: the coefficient so far.
+        kl: mean KL of the batch, in nats per token.
+        kl_target: KL to aim at, > 0.
+        horizon: rows in which a KL 20 % or more off changes the coefficient by 20 %, > 0.
+        rows: trajectories in the batch.
+
+    Raises:
+        ValueError: kl_target or horizon not positive.
+    """
+    for name, value in (("kl_target", kl_target), ("horizon", horizon)):
+        if value <= 0:
+            raise ValueError(f"kl_ctrl.{name}={value} must be > 0")
+    error = jnp.clip(jnp.asarray(kl) / kl_target - 1, -0.2, 0.2)
+    return coef * (1 + error * rows / horizon)

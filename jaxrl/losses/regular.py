@@ -5,7 +5,7 @@ from typing import Any
 import chex
 import jax.numpy as jnp
 
-from jaxrl.array_ops import Array, clamp, safe_exp
+from jaxrl.array_ops import Array, clamp, safe_exp, zero_masked
 
 
 def clipped_surrogate(ratio: Array, advantages: Array, eps_low: float, eps_high: float) -> tuple:
@@ -34,12 +34,16 @@ def regular(
     Args:
         log_probs, old_log_probs, advantages: [B, T] float.
         config: uses eps_clip_low, eps_clip_high, offsets from 1.
-        loss_mask, rollout_log_probs: not used; the caller masks and corrects.
+        loss_mask: [B, T] or None; what is masked may be NaN.
+        rollout_log_probs: not used; the caller corrects.
 
     Returns:
         loss [B, T], unmasked and unreduced; {"clip_ratio": [B, T] 0/1 where clipping took effect}.
     """
     chex.assert_equal_shape([log_probs, old_log_probs, advantages])
+    log_probs, old_log_probs, advantages = zero_masked(
+        loss_mask, log_probs, old_log_probs, advantages
+    )
     ratio = safe_exp(log_probs - old_log_probs)
     loss, clipped = clipped_surrogate(ratio, advantages, config.eps_clip_low, config.eps_clip_high)
     return loss, {"clip_ratio": clipped}

@@ -312,14 +312,6 @@ def test_fields_of_a_user_class_are_not_judged():
             r"trainer.algorithm.policy_loss_type='regularr': .*'regular'.*\"my_pkg.my_module:my_",
         ),
         (
-            {"trainer.algorithm.policy_loss_type": "sapo"},
-            r"trainer.algorithm.policy_loss_type='sapo': not available yet. Unknown policy loss",
-        ),
-        (
-            {"trainer.algorithm.advantage_estimator": "gae"},
-            r"trainer.algorithm.advantage_estimator='gae': not available yet. Unknown advantage",
-        ),
-        (
             {"trainer.algorithm.policy_loss_type": "no_such_pkg.module:loss"},
             r"trainer.algorithm.policy_loss_type='no_such_pkg.module:loss': .*no_such_pkg",
         ),

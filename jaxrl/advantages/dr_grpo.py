@@ -1,0 +1,33 @@
+"""Group-relative advantages without the division by the standard deviation."""
+
+from typing import Any
+
+from jaxrl.advantages.grpo import grpo
+from jaxrl.array_ops import Array
+
+
+def dr_grpo(
+    token_level_rewards: Array,
+    response_mask: Array,
+    index: Array,
+    values: Array | None = None,
+    config: Any = None,
+    **_: Any,
+) -> tuple[Array, Array]:
+    """GRPO done right: `grpo` with grpo_norm_by_std false, whatever the config says.
+
+        A_i = s_i - mean_G s          s_i = sum_t r_it
+
+    Liu et al., 2025, https://arxiv.org/abs/2503.20783 (sec. 3.2). The paper's other half is the
+    loss: loss_reduction "seq_mean_token_sum_norm", no division by the length of a response.
+
+    Args:
+        token_level_rewards, response_mask: [B, T] float.
+        index: [B] int group ids in [0, B).
+        values, config: not used.
+
+    Returns:
+        advantages [B, T], the same number on every response token, 0 elsewhere; returns, equal to
+        them.
+    """
+    return grpo(token_level_rewards, response_mask, index, grpo_norm_by_std=False)

@@ -1,0 +1,60 @@
+"""Generalised advantage estimation, for a critic."""
+
+from typing import Any
+
+import chex
+import jax.numpy as jnp
+
+from jaxrl.array_ops import Array, discounted_sums, step_ids, sum_by_step, whiten
+
+
+def gae(
+    token_level_rewards: Array,
+    response_mask: Array,
+    index: Array,
+    values: Array | None = None,
+    config: Any = None,
+    *,
+    gamma: float = 1.0,
+    lambd: float = 1.0,
+    loss_mask: Array | None = None,
+    **_: Any,
+) -> tuple[Array, Array]:
+    """Exponentially weighted sum of the critic's one-step errors, normalised over the batch.
+
+        delta_t = r_t + gamma V_t' - V_t          t' the next token that the policy sampled, V = 0
+        G_t     = delta_t + gamma lambd G_t'      after the last
+        returns = G + V
+        A       = (G - mean G) / sqrt(var G + 1e-8)      over all sampled tokens, var with n - 1
+
+    Schulman et al., 2016, https://arxiv.org/abs/1506.02438 (eq. 16). Observation tokens are passed
+    over: they take no step of gamma, their values are not asked for, and what is earned on them
+    counts for the token before. With fewer than two tokens in the batch all advantages are 0.
+
+    Args:
+        token_level_rewards, response_mask: [B, T] float.
+        index, config: not used.
+        values: [B, T] of the state before each token.
+        gamma, lambd: discounts per sampled token.
+        loss_mask: [B, T] tokens that the policy sampled; None = the whole response.
+
+    Returns:
+        advantages and returns [B, T], 0 outside the mask.
+
+    Raises:
+        ValueError: no values.
+    """
+    if values is None:
+        raise ValueError("advantage estimator 'gae' needs the values of a critic, got None")
+    chex.assert_equal_shape([token_level_rewards, response_mask, values])
+    mask = response_mask if loss_mask is None else loss_mask * response_mask
+    ids = step_ids(mask)
+    rewards = sum_by_step(jnp.where(response_mask != 0, token_level_rewards, 0), ids)
+    state_values = sum_by_step(jnp.where(mask != 0, values, 0), ids)
+    next_values = jnp.pad(state_values[:, 1:], ((0, 0), (0, 1)))
+    errors = rewards + gamma * next_values - state_values
+    estimates = discounted_sums(errors, gamma * lambd)
+    advantages, returns = (
+        jnp.take_along_axis(x, ids, axis=-1) * mask for x in (estimates, estimates + state_values)
+    )
+    return whiten(advantages, mask), returns

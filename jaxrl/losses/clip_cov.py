@@ -1,0 +1,93 @@
+"""Clip-Cov: no gradient for a few tokens of high covariance."""
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jaxrl.array_ops import Array, masked_mean, zero_masked
+from jaxrl.losses.regular import clipped_surrogate
+
+
+def clip_cov(
+    log_probs: Array,
+    old_log_probs: Array,
+    advantages: Array,
+    config: Any,
+    loss_mask: Array | None = None,
+    rollout_log_probs: Array | None = None,
+    key: Array | None = None,
+    row_ids: Array | None = None,
+) -> tuple[Array, dict[str, Array]]:
+    """PPO that drops a random few of the tokens that drive the entropy down.
+
+        r_t   = pi_theta(a_t | s_t) / pi_old(a_t | s_t)
+        cov_t = (A_t - mean A) (log pi_theta(a_t | s_t) - mean log pi_theta)
+        L_t   = -min(r_t A_t, clip(r_t, 1 - eps_low, 1 + eps_high) A_t),
+                but 0 for k random tokens with clip_cov_lb < cov_t < clip_cov_ub that PPO leaves
+        k     = max(1, floor(clip_ratio * tokens))
+
+    Cui et al., 2025, https://arxiv.org/abs/2505.22617. The means and k are those of
+    the minibatch: the loss is registered with batch_statistics. Draws depend on (key, row id,
+    position), not on shapes, so padding and the order of rows change nothing.
+
+    Args:
+        log_probs, old_log_probs, advantages: [B, T] float, the whole minibatch.
+        config: uses eps_clip_low, eps_clip_high, clip_cov.clip_ratio, clip_cov.clip_cov_lb,
+            clip_cov.clip_cov_ub.
+        loss_mask: [B, T] or None; what is masked may be NaN.
+        rollout_log_probs: not used.
+        key: PRNG key, required.
+        row_ids: [B] int32, number of the row in its minibatch; None = 0, 1, 2 ...
+
+    Returns:
+        loss [B, T], unmasked and unreduced; {"clip_ratio": [B, T] 0/1 dropped tokens}.
+
+    Raises:
+        ValueError: no key.
+    """
+    if key is None:
+        raise ValueError("policy loss 'clip_cov' draws tokens and needs key, got None")
+    chex.assert_equal_shape([log_probs, old_log_probs, advantages])
+    mask = jnp.ones_like(log_probs) if loss_mask is None else loss_mask
+    log_probs, old_log_probs, advantages = zero_masked(mask, log_probs, old_log_probs, advantages)
+    ratio = jnp.exp(log_probs - old_log_probs)
+    loss, clipped = clipped_surrogate(ratio, advantages, config.eps_clip_low, config.eps_clip_high)
+    covariance = token_covariance(log_probs, advantages, mask)
+    candidates, count = drop_candidates(covariance, clipped, mask, config.clip_cov)
+    dropped = draw(candidates, count, key, row_ids)
+    return jnp.where(dropped, 0, loss), {"clip_ratio": dropped}
+
+
+def token_covariance(log_probs: Array, advantages: Array, mask: Array) -> Array:
+    """Each token's part [B, T] of the covariance of advantage and log-prob; no gradient."""
+    log_probs = jax.lax.stop_gradient(log_probs)
+    return (advantages - masked_mean(advantages, mask)) * (log_probs - masked_mean(log_probs, mask))
+
+
+def drop_candidates(
+    covariance: Array, clipped: Array, mask: Array, config: Any
+) -> tuple[Array, Array]:
+    """Tokens [B, T] that may be dropped, and how many are to be []."""
+    inside = (covariance > config.clip_cov_lb) & (covariance < config.clip_cov_ub)
+    return inside & ~clipped & (mask > 0), jnp.maximum(jnp.floor(config.clip_ratio * mask.sum()), 1)
+
+
+def draw(candidates: Array, count: Array, key: Array, row_ids: Array | None = None) -> Array:
+    """`count` of the candidates [B, T] at random, by (key, row id, position)."""
+    rows, length = candidates.shape
+    row_ids = jnp.arange(rows) if row_ids is None else row_ids
+
+    def bits(row: Array, position: Array) -> Array:
+        return jax.random.bits(jax.random.fold_in(jax.random.fold_in(key, row), position))
+
+    grid = jax.vmap(jax.vmap(bits, (None, 0)), (0, None))
+    noise = grid(row_ids, jnp.arange(length)).ravel()
+    order = jnp.lexsort((noise, ~candidates.ravel()))  # candidates first
+    return candidates & (ranks(order) < count).reshape(candidates.shape)
+
+
+def ranks(order: Array) -> Array:
+    """Rank of each element [N] from the order that sorts them [N]."""
+    return jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype))

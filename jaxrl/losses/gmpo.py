@@ -1,0 +1,52 @@
+"""GMPO: the geometric mean of a sequence's clipped ratios."""
+
+from typing import Any
+
+import chex
+import jax.numpy as jnp
+
+from jaxrl.array_ops import Array, clamp, masked_mean, safe_exp, zero_masked
+
+
+def gmpo(
+    log_probs: Array,
+    old_log_probs: Array,
+    advantages: Array,
+    config: Any,
+    loss_mask: Array | None = None,
+    rollout_log_probs: Array | None = None,
+) -> tuple[Array, dict[str, Array]]:
+    """Geometric-mean policy optimization: token log ratios are clipped, then averaged.
+
+        d_t = log pi_theta(a_t | s_t) - log pi_old(a_t | s_t)
+        e_t = min(d_t, eps_high) where A > 0,  max(d_t, -eps_low) where A < 0
+        L_t = -exp(mean_t e_t) A                   over the sequence's mask; the same on every token
+
+    Zhao et al., 2025, https://arxiv.org/abs/2507.20673. eps_low and eps_high are
+    bounds of the LOG ratio; the paper's are 0.4. A is constant over a sequence, and the reduction
+    is "sequence_mean". The mean is clamped to +-20 before exp.
+
+    Args:
+        log_probs, old_log_probs, advantages: [B, T] float.
+        config: uses eps_clip_low, eps_clip_high.
+        loss_mask: [B, T] tokens of the sequence mean; None = all.
+        rollout_log_probs: not used: there is no off-policy correction of a geometric mean.
+
+    Returns:
+        loss [B, T], unmasked and unreduced; {"clip_ratio", "clip_ratio_lower": [B, T] 0/1 where the
+        upper or lower bound took effect}.
+    """
+    chex.assert_equal_shape([log_probs, old_log_probs, advantages])
+    log_probs, old_log_probs, advantages = zero_masked(
+        loss_mask, log_probs, old_log_probs, advantages
+    )
+    log_ratio = log_probs - old_log_probs
+    upper = clamp(log_ratio, -jnp.inf, config.eps_clip_high)
+    lower = clamp(log_ratio, -config.eps_clip_low, jnp.inf)
+    effective = jnp.where(advantages < 0, lower, upper)
+    ratio = safe_exp(masked_mean(effective, loss_mask, axis=-1))[:, None]
+    metrics = {
+        "clip_ratio": (advantages > 0) & (upper != log_ratio),
+        "clip_ratio_lower": (advantages < 0) & (lower != log_ratio),
+    }
+    return -ratio * advantages, metrics

@@ -1,0 +1,40 @@
+"""The plain importance-weighted policy gradient."""
+
+from typing import Any
+
+import chex
+import jax.numpy as jnp
+
+from jaxrl.array_ops import Array, zero_masked
+
+
+def importance_sampling(
+    log_probs: Array,
+    old_log_probs: Array,
+    advantages: Array,
+    config: Any = None,
+    loss_mask: Array | None = None,
+    rollout_log_probs: Array | None = None,
+) -> tuple[Array, dict[str, Array]]:
+    """Importance sampling without any clip or clamp; one update per batch keeps it near 1.
+
+        L_t = -(pi_theta(a_t | s_t) / pi_old(a_t | s_t)) A_t
+
+    Tinker's loss of this name, https://tinker-docs.thinkingmachines.ai/losses; for two policies
+    Kakade & Langford, 2002. exp may overflow: such an update is skipped as not finite.
+
+    Args:
+        log_probs, old_log_probs, advantages: [B, T] float.
+        config: not used.
+        loss_mask: [B, T] or None; what is masked may be NaN.
+        rollout_log_probs: not used.
+
+    Returns:
+        loss [B, T], unmasked and unreduced; {"importance_ratio": [B, T]}.
+    """
+    chex.assert_equal_shape([log_probs, old_log_probs, advantages])
+    log_probs, old_log_probs, advantages = zero_masked(
+        loss_mask, log_probs, old_log_probs, advantages
+    )
+    ratio = jnp.exp(log_probs - old_log_probs)
+    return -ratio * advantages, {"importance_ratio": ratio}

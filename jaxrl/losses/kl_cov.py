@@ -1,0 +1,61 @@
+"""KL-Cov: a KL penalty for the tokens of highest covariance."""
+
+from typing import Any
+
+import chex
+import jax.numpy as jnp
+
+from jaxrl.array_ops import Array, absolute, zero_masked
+from jaxrl.losses.clip_cov import ranks, token_covariance
+
+
+def kl_cov(
+    log_probs: Array,
+    old_log_probs: Array,
+    advantages: Array,
+    config: Any,
+    loss_mask: Array | None = None,
+    rollout_log_probs: Array | None = None,
+    row_ids: Array | None = None,
+) -> tuple[Array, dict[str, Array]]:
+    """Policy gradient with a penalty on the tokens that drive the entropy down; no clip.
+
+        r_t   = pi_theta(a_t | s_t) / pi_old(a_t | s_t)
+        cov_t = (A_t - mean A) (log pi_theta(a_t | s_t) - mean log pi_theta)
+        L_t   = -r_t A_t + ppo_kl_coef |log r_t| [t among the k of highest cov]
+        k     = max(1, floor(kl_cov_frac * tokens))
+
+    Cui et al., 2025, https://arxiv.org/abs/2505.22617. The means and k are those of
+    the minibatch: the loss is registered with batch_statistics. Equal covariances are ranked by
+    row id and position, so padding and the order of rows change nothing.
+
+    Args:
+        log_probs, old_log_probs, advantages: [B, T] float, the whole minibatch.
+        config: uses kl_cov.kl_cov_frac and kl_cov.ppo_kl_coef.
+        loss_mask: [B, T] or None; what is masked may be NaN.
+        rollout_log_probs: not used.
+        row_ids: [B] int32, number of the row in its minibatch; None = 0, 1, 2 ...
+
+    Returns:
+        loss [B, T], unmasked and unreduced; {"clip_ratio": 0}: nothing is clipped.
+    """
+    chex.assert_equal_shape([log_probs, old_log_probs, advantages])
+    mask = jnp.ones_like(log_probs) if loss_mask is None else loss_mask
+    log_probs, old_log_probs, advantages = zero_masked(mask, log_probs, old_log_probs, advantages)
+    log_ratio = log_probs - old_log_probs
+    covariance = token_covariance(log_probs, advantages, mask)
+    penalized = highest(covariance, mask, config.kl_cov.kl_cov_frac, row_ids)
+    penalty = config.kl_cov.ppo_kl_coef * absolute(log_ratio)
+    loss = -jnp.exp(log_ratio) * advantages + jnp.where(penalized, penalty, 0)
+    return loss, {"clip_ratio": jnp.zeros(())}
+
+
+def highest(covariance: Array, mask: Array, fraction: float, row_ids: Array | None) -> Array:
+    """The max(1, floor(fraction * tokens)) tokens of highest covariance [B, T] bool."""
+    shape, valid = mask.shape, mask > 0
+    row_ids = jnp.arange(shape[0]) if row_ids is None else row_ids
+    rows = jnp.broadcast_to(row_ids[:, None], shape)
+    columns = jnp.broadcast_to(jnp.arange(shape[1]), shape)
+    order = jnp.lexsort(tuple(x.ravel() for x in (columns, rows, -covariance, ~valid)))
+    count = jnp.maximum(jnp.floor(fraction * valid.sum()), 1)
+    return valid & (ranks(order) < count).reshape(shape)

@@ -1,0 +1,50 @@
+"""REINFORCE weighted by the ratio to the rollout policy, zero outside a band."""
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jaxrl.array_ops import Array, safe_exp, zero_masked
+
+
+def rollout_is(
+    log_probs: Array,
+    old_log_probs: Array | None,
+    advantages: Array,
+    config: Any,
+    loss_mask: Array | None = None,
+    rollout_log_probs: Array | None = None,
+) -> tuple[Array, dict[str, Array]]:
+    """One importance weight for sampler mismatch and staleness together, double-sided mask.
+
+        r_t = pi_theta(a_t | s_t) / pi_rollout(a_t | s_t)
+        w_t = r_t if 1 - eps_low < r_t < 1 + eps_high, else 0
+        L_t = -sg[w_t] A_t log pi_theta(a_t | s_t)
+
+    GLM-5, 2026, https://arxiv.org/abs/2602.15763 (sec. 4.1.2), after IcePop. A token outside
+    the band has no gradient. The log ratio is clamped to +-20 before exp.
+
+    Args:
+        log_probs, advantages: [B, T] float.
+        old_log_probs: not used, may be None: no pass for them is needed.
+        config: uses eps_clip_low, eps_clip_high.
+        loss_mask: [B, T] or None; what is masked may be NaN.
+        rollout_log_probs: [B, T], required.
+
+    Returns:
+        loss [B, T], unmasked and unreduced; {"clip_ratio": [B, T] 0/1 outside the band}.
+
+    Raises:
+        ValueError: no rollout_log_probs.
+    """
+    if rollout_log_probs is None:
+        raise ValueError("policy loss 'rollout_is' needs rollout_log_probs, got None")
+    chex.assert_equal_shape([log_probs, rollout_log_probs, advantages])
+    log_probs, rollout_log_probs, advantages = zero_masked(
+        loss_mask, log_probs, rollout_log_probs, advantages
+    )
+    ratio = jax.lax.stop_gradient(safe_exp(log_probs - rollout_log_probs))
+    inside = (ratio > 1 - config.eps_clip_low) & (ratio < 1 + config.eps_clip_high)
+    return -jnp.where(inside, ratio, 0) * advantages * log_probs, {"clip_ratio": ~inside}
