@@ -275,7 +275,7 @@ class LockedLoss:
 
 def test_a_closure_that_cannot_be_pickled_is_named_with_what_it_captures():
     PolicyLossRegistry.register("x", unpicklable_loss())
-    with pytest.raises(ValueError, match=r"policy_loss 'x' cannot be pickled.*captures \['lock'\]"):
+    with pytest.raises(ValueError, match=r"policy loss 'x' cannot be pickled.*captures \['lock'\]"):
         snapshot()
 
 
@@ -284,13 +284,13 @@ def test_a_closure_that_cannot_be_pickled_is_named_with_what_it_captures():
 )
 def test_a_wrapped_closure_that_cannot_be_pickled_is_named_too(make):
     PolicyLossRegistry.register("x", make())
-    with pytest.raises(ValueError, match=r"policy_loss 'x' cannot be pickled.*captures \['lock'\]"):
+    with pytest.raises(ValueError, match=r"policy loss 'x' cannot be pickled.*captures \['lock'\]"):
         snapshot()
 
 
 def test_an_object_that_cannot_be_pickled_is_named_too():
     PolicyLossRegistry.register("x", LockedLoss())
-    with pytest.raises(ValueError, match="policy_loss 'x' cannot be pickled"):
+    with pytest.raises(ValueError, match="policy loss 'x' cannot be pickled"):
         snapshot()
 
 
