@@ -125,9 +125,7 @@ OFFERED = (
 """Keywords that a policy loss may name."""
 
 
-def make_objective(
-    algorithm: Any, policy_loss: PolicyLoss
-) -> Callable[..., tuple[Array, Metrics]]:
+def make_objective(algorithm: Any, policy_loss: PolicyLoss) -> Callable[..., tuple[Array, Metrics]]:
     """`(log_probs, entropy, batch, weights, key) -> (objective, metrics)`, all terms summed."""
 
     def objective(

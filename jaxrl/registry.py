@@ -10,7 +10,6 @@ other processes as one pickled dict (`snapshot`, `load_snapshot`), by value, so 
 be installed there.
 """
 
-import functools
 import inspect
 import pickle
 from collections.abc import Callable, Mapping
@@ -110,7 +109,7 @@ def bind_estimator(algorithm: Any) -> Function:
         **kwargs,
     }
     names = ("token_level_rewards", "response_mask", "index", "loss_mask")
-    offered = dict.fromkeys(names) | settings
+    offered: dict[str, Any] = {**dict.fromkeys(names), **settings}
     check_parameters(label, func, (), accepted_keywords(func, offered))
 
     def estimate(**arrays: Array) -> tuple[Array, Array]:

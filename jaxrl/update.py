@@ -23,6 +23,8 @@ Forward = Callable[
     ..., tuple[Array, Array]
 ]  # (params, tokens, lengths, mask) -> log_probs, entropy [B, T]
 
+Apply = Callable[..., tuple[TrainState, Metrics]]  # (state, gradients) -> state, metrics
+
 
 class Updater:
     """The jitted pieces of an update, compiled once per shape.
@@ -40,7 +42,7 @@ class Updater:
     def __init__(
         self,
         forward: Forward,
-        apply: Callable[..., tuple[TrainState, Metrics]],
+        apply: Apply,
         *,
         algorithm: Any,
         shardings: TrainState,
@@ -152,11 +154,10 @@ class Updater:
         return log_probs, entropy
 
     def _sees_whole_minibatch(self, minibatch: TrainBatch) -> bool:
-        if PolicyLossRegistry.has_batch_statistics(self.algorithm.policy_loss_type):
-            return True
         if self._whole is None:  # a property of the function: asked once
             array = jax.ShapeDtypeStruct(minibatch.tokens.shape, jnp.float32)
             key = jax.eval_shape(lambda: jax.random.key(0))
             loss, _ = jax.eval_shape(self.policy_loss, array, array, minibatch, key)
-            self._whole = bool(loss.ndim == 0)
+            name = self.algorithm.policy_loss_type
+            self._whole = loss.ndim == 0 or PolicyLossRegistry.has_batch_statistics(name)
         return bool(self._whole)

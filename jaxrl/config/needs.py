@@ -4,8 +4,10 @@ from typing import Literal
 
 from jaxrl.config.algorithm import AlgorithmConfig
 from jaxrl.config.trainer import TrainerConfig
+from jaxrl.function_contracts import asks_for
 from jaxrl.losses.off_policy import correction_enabled
 from jaxrl.losses.reduction import REDUCTIONS
+from jaxrl.registry import PolicyLossRegistry
 
 Anchor = Literal["old", "rollout"]
 
@@ -56,3 +58,9 @@ def kl_in_loss(algorithm: AlgorithmConfig) -> bool:
 def kl_in_reward(algorithm: AlgorithmConfig) -> bool:
     """Whether the KL to the reference counts in the rewards."""
     return algorithm.use_kl_in_reward and algorithm.kl_loss_coef != 0
+
+
+def needs_reference(algorithm: AlgorithmConfig) -> bool:
+    """Whether a KL counts, or the loss asks for ref_log_probs."""
+    func = PolicyLossRegistry.resolve(algorithm.policy_loss_type)
+    return kl_in_loss(algorithm) or kl_in_reward(algorithm) or asks_for(func, "ref_log_probs")

@@ -137,6 +137,12 @@ def row_slices(tree: Any, rows: int) -> Iterator[Any]:
         yield jax.tree.map(cut, tree)
 
 
+def minibatches(batch: TrainBatch, rows: int) -> list[TrainBatch]:
+    """Consecutive minibatches of `rows` rows, their prompt groups numbered from 0."""
+    slices = row_slices(batch, rows)
+    return [m.replace(index=np.unique(m.index, return_inverse=True)[1]) for m in slices]
+
+
 def length_sorted(tree: Any, lengths: np.ndarray, rows: int) -> Iterator[tuple[np.ndarray, Any]]:
     """`row_slices`, longest rows first, each slice cut to the bucket of its longest row.
 
