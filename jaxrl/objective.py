@@ -184,7 +184,7 @@ def mismatch(log_probs: Array, batch: TrainBatch, weights: TokenWeights) -> Metr
     name = "rollout_train_logprobs_abs_diff"
     return {
         f"{name}_mean": masked_sum(difference, weights.entropy),
-        f"{name}_max": jnp.max(difference * (batch.loss_mask != 0)),
+        f"{name}_max": jnp.max(difference, initial=0.0, where=batch.loss_mask != 0),
     }
 
 

@@ -31,6 +31,7 @@ CUTS = {
     "other order": {"microbatches": 2, "order": (3, 6, 1, 0, 7, 2, 5, 4)},
     "padding": {"microbatches": 2, "width": 40},
     "8 devices": {"microbatches": 1, "devices": 8},
+    "masked NaN": {"microbatches": 2, "masked": np.nan},
 }
 
 
@@ -88,6 +89,7 @@ def cut_gradient(
     width=WIDTH,
     order=None,
     devices=1,
+    masked=None,
     correction=None,
 ):
     """Flat gradient and metrics of a minibatch.
@@ -98,6 +100,13 @@ def cut_gradient(
     batch = make_batch(width, LENGTHS)
     if order is not None:
         batch = jax.tree.map(lambda x: x[np.array(order)], batch)
+    if masked is not None:
+        names = "old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages"
+        held = {name: getattr(batch, name) for name in names}
+        empty = batch.loss_mask == 0
+        batch = batch.replace(
+            **{n: np.where(empty, np.float32(masked), x) for n, x in held.items()}
+        )
     updater, params = make(algorithm, -(-ROWS // microbatches), devices)
     reduced = dataclasses.replace(correction or algorithm, loss_reduction=reduction)
     weights, metrics = minibatch_weights(batch, reduced, block_rows=1)
@@ -149,8 +158,8 @@ def guides_loss():
 
 def cuts_of(loss, reduction):
     """What the public contract exempts is left out."""
-    if loss == "reinforce":  # a mean over B x T counts the padding
-        return {name: cut for name, cut in CUTS.items() if name != "padding"}
+    if loss == "reinforce":  # a mean over B x T takes in what is masked
+        return {name: cut for name, cut in CUTS.items() if name not in ("padding", "masked NaN")}
     if reduction == "token_mean_legacy":  # its blocks are rows in order
         return {name: cut for name, cut in CUTS.items() if name != "other order"}
     return CUTS
