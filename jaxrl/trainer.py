@@ -208,18 +208,18 @@ class Trainer:
         )
 
     def postprocess_generator_output(
-        self, output: GeneratorOutput, uids: Sequence[str]
+        self, generator_output: GeneratorOutput, uids: Sequence[str]
     ) -> GeneratorOutput:
         """Reward metrics, rewards and masks of truncated responses, rewards per token."""
         generator = self.config.generator
-        reward = score_metrics(output["rewards"], uids, self.samples)
-        self.metrics |= generate_metrics(output) | {
+        reward = score_metrics(generator_output["rewards"], uids, self.samples)
+        self.metrics |= generate_metrics(generator_output) | {
             f"reward/avg_pass_at_{self.samples}": reward[f"pass_at_{self.samples}"],
             "reward/avg_raw_reward": reward["avg_score"],
             "reward/mean_positive_reward": reward["mean_positive_reward"],
         }
         return token_level(
-            output,
+            generator_output,
             zero_reward_on_non_stop=generator.zero_reward_on_non_stop,
             apply_overlong_filtering=generator.apply_overlong_filtering,
         )

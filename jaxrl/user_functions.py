@@ -35,6 +35,10 @@ class PackedFunction(NamedTuple):
     fingerprint: str
     origin: str  # "my_pkg.my_module:my_loss", for messages
 
+    def holds(self, func: Function, marks: Mapping[str, Any]) -> bool:
+        """Whether this is `func`, though perhaps of another import."""
+        return self.fingerprint == fingerprint((func, dict(marks)))
+
 
 def pack(func: Function, label: str, marks: Mapping[str, Any]) -> PackedFunction:
     """Pickle a function; modules that are not installed go along by value.
@@ -233,9 +237,9 @@ def _user_modules(func: Function) -> list[types.ModuleType]:
     while queue:
         name = queue.pop()
         module = sys.modules.get(name or "")
-        if module is None or name in found or not _is_user_module(name):
+        if module is None or module.__name__ in found or not _is_user_module(name):
             continue
-        found[name] = module
+        found[module.__name__] = module
         queue += map(_module_name, vars(module).values())
     return [module for name, module in found.items() if name != "__main__"]  # always by value
 
