@@ -26,17 +26,13 @@ def masked_mean(x: Array, mask: Array | None, axis: int | None = None) -> Array:
     return masked_sum(x, mask, axis) / jnp.maximum(mask.sum(axis), 1.0)
 
 
-def zero_masked(mask: Array | None, *arrays: Array | None) -> tuple:
-    """The arrays in at least float32, 0 where mask is 0; None stays None.
+def zero_masked(mask: Array | None, *arrays: Array) -> tuple[Array, ...]:
+    """The arrays in at least float32, 0 where mask is 0.
 
     Before any formula: `0 * nan` is NaN, in values and in gradients.
     """
-    return tuple(None if x is None else _zero_masked(mask, x) for x in arrays)
-
-
-def _zero_masked(mask: Array | None, x: Array) -> Array:
-    x = jnp.asarray(x, jnp.promote_types(jnp.result_type(x), jnp.float32))
-    return x if mask is None else jnp.where(mask != 0, x, 0)
+    arrays = tuple(jnp.asarray(x, jnp.promote_types(x.dtype, jnp.float32)) for x in arrays)
+    return arrays if mask is None else tuple(jnp.where(mask != 0, x, 0) for x in arrays)
 
 
 def whiten(x: Array, mask: Array, epsilon: float = 1e-8) -> Array:

@@ -5,6 +5,8 @@ weights are computed once from the whole minibatch and sliced with it, so the gr
 on how the minibatch is cut into microbatches, padded, or spread over devices.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -52,48 +54,42 @@ def reduction_weights(
     Raises:
         ValueError: unknown kind, or the argument that it needs is missing.
     """
-    _check(kind, max_seq_len, group_ids, microbatch_rows)
-    mask = jnp.asarray(loss_mask, jnp.promote_types(jnp.result_type(loss_mask), jnp.float32))
-    rows = mask.shape[0]
+    mask = jnp.asarray(loss_mask, jnp.promote_types(loss_mask.dtype, jnp.float32))
     if kind == "token_mean":
         return mask / jnp.maximum(_total(mask.sum(), axis_name), 1.0)
     if kind == "token_mean_legacy":
-        block = jnp.arange(rows) // microbatch_rows
-        blocks = _total(-(-rows // microbatch_rows), axis_name)
-        return _segment_mean_weights(mask, block, blocks, rows, None)
+        return _block_mean(mask, microbatch_rows, axis_name)
     if kind == "prompt_mean":
-        segments = int(_total(rows, axis_name))
-        present = _total(jnp.zeros(segments).at[group_ids].set(1.0), axis_name)
-        return _segment_mean_weights(mask, group_ids, (present > 0).sum(), segments, axis_name)
+        return _prompt_mean(mask, group_ids, axis_name)
+    rows = _total(mask.shape[0], axis_name)
     if kind == "sequence_mean":
-        tokens = jnp.maximum(mask.sum(-1, keepdims=True), 1.0)
-    else:
-        tokens = max_seq_len
-    return mask / (_total(rows, axis_name) * tokens)
+        return mask / (rows * jnp.maximum(mask.sum(-1, keepdims=True), 1.0))
+    if kind == "seq_mean_token_sum_norm":
+        if not max_seq_len:
+            raise ValueError("loss_reduction='seq_mean_token_sum_norm' needs max_seq_len > 0")
+        return mask / (rows * max_seq_len)
+    raise ValueError(f"Invalid loss reduction type '{kind}'. Must be one of {list(REDUCTIONS)}")
 
 
-def _segment_mean_weights(
-    mask: Array, segment: Array, count: Array, segments: int, axis_name: str | None
-) -> Array:
-    """Weights of the mean over `count` segments of the token means within each."""
-    tokens = jax.ops.segment_sum(mask.sum(-1), segment, num_segments=segments)
-    tokens = jnp.maximum(_total(tokens, axis_name), 1.0)
-    return mask / (count * tokens[segment][:, None])
+def _block_mean(mask: Array, block_rows: int | None, axis_name: str | None) -> Array:
+    if not block_rows:
+        raise ValueError("loss_reduction='token_mean_legacy' needs microbatch_rows > 0")
+    rows = mask.shape[0]
+    blocks = -(-rows // block_rows)
+    tokens = jax.ops.segment_sum(mask.sum(-1), jnp.arange(rows) // block_rows, blocks)
+    tokens = jnp.repeat(tokens, block_rows)[:rows, None]
+    return mask / (_total(blocks, axis_name) * jnp.maximum(tokens, 1.0))
 
 
-def _total(x: Array | int, axis_name: str | None) -> Array:
+def _prompt_mean(mask: Array, group_ids: Array | None, axis_name: str | None) -> Array:
+    if group_ids is None:
+        raise ValueError("loss_reduction='prompt_mean' needs group_ids, the prompt of each row")
+    segments = int(_total(mask.shape[0], axis_name))  # a prompt may be spread over devices
+    counts = jnp.stack([jnp.ones_like(mask[:, 0]), mask.sum(-1)])
+    rows, tokens = _total(jnp.zeros((2, segments)).at[:, group_ids].add(counts), axis_name)
+    return mask / ((rows > 0).sum() * jnp.maximum(tokens, 1.0)[group_ids][:, None])
+
+
+def _total(x: Any, axis_name: str | None) -> Any:
     """Sum over the mapped axis."""
     return x if axis_name is None else jax.lax.psum(x, axis_name)
-
-
-def _check(
-    kind: str, max_seq_len: int | None, group_ids: Array | None, microbatch_rows: int | None
-) -> None:
-    if kind not in REDUCTIONS:
-        raise ValueError(f"Invalid loss reduction type '{kind}'. Must be one of {list(REDUCTIONS)}")
-    if kind == "seq_mean_token_sum_norm" and not max_seq_len:
-        raise ValueError("loss_reduction='seq_mean_token_sum_norm' needs max_seq_len > 0")
-    if kind == "prompt_mean" and group_ids is None:
-        raise ValueError("loss_reduction='prompt_mean' needs group_ids, the prompt of each row")
-    if kind == "token_mean_legacy" and not microbatch_rows:
-        raise ValueError("loss_reduction='token_mean_legacy' needs microbatch_rows > 0")
