@@ -29,7 +29,7 @@ LOSSES = """
 """
 
 
-@ray.remote(num_cpus=1)
+@ray.remote(num_cpus=0)
 class Worker:
     """A process that keeps its registries between calls."""
 
