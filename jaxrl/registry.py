@@ -10,7 +10,6 @@ other processes as one pickled dict (`snapshot`, `load_snapshot`), by value, so 
 be installed there.
 """
 
-import functools
 import inspect
 import pickle
 from collections.abc import Callable, Mapping
@@ -18,6 +17,8 @@ from enum import StrEnum
 from typing import Any
 
 from jaxrl.advantages import ESTIMATORS
+from jaxrl.array_ops import Array
+from jaxrl.function_contracts import advantages_and_returns, call, check_parameters
 from jaxrl.function_registry import BaseFunctionRegistry, Entry, plain_name
 from jaxrl.losses import BATCH_STATISTICS, LOSSES
 from jaxrl.user_functions import Function, source_hash
@@ -87,20 +88,35 @@ _REGISTRIES = (PolicyLossRegistry, AdvantageEstimatorRegistry)
 
 
 def bind_estimator(algorithm: Any) -> Function:
-    """The configured estimator as `(*, token_level_rewards, response_mask, index)`.
+    """The configured estimator, `(*, token_level_rewards, response_mask, index, loss_mask)`.
 
-    By keyword, because an estimator may take everything as `**kwargs`; it is offered the settings
-    of the config under SkyRL's names.
+    By keyword, because an estimator may take everything as `**kwargs`. It is offered the settings
+    of the config under SkyRL's names, and its hyperparameters from `algorithm.advantage_kwargs`.
+
+    Raises:
+        ValueError: it requires a parameter that it will not get. When it is traced: it raised, or
+            returned something of another form; the message names the function and the part.
     """
-    func = AdvantageEstimatorRegistry.resolve(algorithm.advantage_estimator)
-    offered = {
+    name, kwargs = algorithm.advantage_estimator, algorithm.advantage_kwargs
+    func, label = AdvantageEstimatorRegistry.resolve(name), f"advantage estimator '{name}'"
+    check_hyperparameters(func, kwargs, "trainer.algorithm.advantage_kwargs")
+    settings = {
         "grpo_norm_by_std": algorithm.grpo_norm_by_std,
         "gamma": algorithm.gamma,
         "lambd": algorithm.lambd,
         "values": None,
         "config": algorithm,
+        **kwargs,
     }
-    return functools.partial(func, **accepted_keywords(func, offered))
+    names = ("token_level_rewards", "response_mask", "index", "loss_mask")
+    offered: dict[str, Any] = {**dict.fromkeys(names), **settings}
+    check_parameters(label, func, (), accepted_keywords(func, offered))
+
+    def estimate(**arrays: Array) -> tuple[Array, Array]:
+        result = call(label, func, **accepted_keywords(func, arrays | settings))
+        return advantages_and_returns(label, result, arrays["token_level_rewards"].shape)
+
+    return estimate
 
 
 def source_hashes(algorithm: Any) -> dict[str, str]:

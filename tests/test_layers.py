@@ -10,6 +10,7 @@ ROOT = Path(jaxrl.__file__).parent
 LAYER_OF = {
     "types": "L0",
     "array_ops": "L0",
+    "function_contracts": "L0",
     "losses": "L1",
     "advantages": "L1",
     "user_functions": "L0",
@@ -23,6 +24,8 @@ LAYER_OF = {
     "rollout": "L3",
     "optim": "L3",
     "forward": "L3",
+    "objective": "L3",
+    "rewards": "L3",
     "update": "L3",
     "checkpoint": "L3",
     "compilation": "L3",
