@@ -20,6 +20,9 @@ SHORT = {
     "trainer.ckpt_interval": -1,
     "trainer.hf_save_interval": -1,
     "trainer.eval_interval": -1,
+    "trainer.policy_mini_batch_size": 4,
+    "trainer.micro_train_batch_size_per_gpu": 2,
+    "trainer.algorithm.use_kl_loss": False,
     "trainer.algorithm.policy_loss_type": "reinforce",
     "trainer.algorithm.advantage_estimator": "simple_baseline",
 }
