@@ -90,7 +90,8 @@ def entropy(logits: Array) -> Array:
     return -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
 
 
-def discounted_sums(x: Array, gamma: float) -> Array:
+@jax.jit  # a scan called eagerly is compiled at every call
+def discounted_sums(x: Array, gamma: Array | float) -> Array:
     """y[:, t] = sum_{u >= t} gamma^(u - t) x[:, u]: [B, T] -> [B, T]."""
 
     def step(later: Array, now: Array) -> tuple[Array, Array]:

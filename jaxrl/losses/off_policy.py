@@ -123,7 +123,7 @@ def _truncated_weights(log_ratio: Array, mask: Array, config: Any) -> tuple[Arra
             safe_exp(masked_sum(log_ratio, mask, -1)),
             config.sequence_tis_ratio_clip_high,
         )
-        metrics = {"tis_seq_clip_high_ratio": (weights > cap).mean()}
+        metrics = {"tis_seq_clip_high_ratio": jnp.mean(weights > cap, dtype=mask.dtype)}
         weights = weights[:, None]
     else:
         raise ValueError(
@@ -152,8 +152,6 @@ def _sequence_mask(log_ratio: Array, mask: Array, config: Any) -> tuple[Array, M
 def _without_rows(mask: Array, over: Array, under: Array, name: str) -> tuple[Array, Metrics]:
     """The mask without the rows that are over or under [B], and the fractions of rows."""
     dropped = over | under
-    return mask * ~dropped[:, None], {
-        f"{name}_masked_ratio": dropped.mean(),
-        f"{name}_over_high_ratio": over.mean(),
-        f"{name}_under_low_ratio": under.mean(),
-    }
+    fractions = {"masked": dropped, "over_high": over, "under_low": under}
+    metrics = {f"{name}_{k}_ratio": jnp.mean(v, dtype=mask.dtype) for k, v in fractions.items()}
+    return mask * ~dropped[:, None], metrics
