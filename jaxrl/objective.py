@@ -46,31 +46,40 @@ def minibatch_weights(
         minibatch: with old_log_probs if there is a correction.
         block_rows: rows of a block of token_mean_legacy.
     """
-    corrected = correction_enabled(algorithm.off_policy_correction)
+    settings = algorithm.off_policy_correction
+    corrected = correction_enabled(settings)
     log_probs = (minibatch.old_log_probs, minibatch.rollout_log_probs) if corrected else None
-    given = minibatch.loss_mask, minibatch.index, log_probs
-    return _minibatch_weights(*given, algorithm=algorithm, block_rows=block_rows)
+    return _minibatch_weights(
+        minibatch.loss_mask,
+        minibatch.index,
+        log_probs,
+        settings=settings,
+        reduction=algorithm.loss_reduction,
+        max_seq_len=algorithm.max_seq_len,
+        block_rows=block_rows,
+    )
 
 
-@functools.partial(jax.jit, static_argnames=("algorithm", "block_rows"))
+@functools.partial(jax.jit, static_argnames=("settings", "reduction", "max_seq_len", "block_rows"))
 def _minibatch_weights(
     mask: Array,
     index: Array,
     log_probs: tuple[Array, Array] | None,
     *,
-    algorithm: Any,
+    settings: Any,
+    reduction: str,
+    max_seq_len: int | None,
     block_rows: int,
 ) -> tuple[TokenWeights, Metrics]:
     correction, counted, metrics = jnp.ones_like(mask), mask, {}
     if log_probs is not None:
-        settings = algorithm.off_policy_correction
         correction, kept, metrics = off_policy_correction(*log_probs, mask, settings)
         correction *= kept != 0
         counted = kept if settings.renormalize else mask
     policy = reduction_weights(
         counted,
-        algorithm.loss_reduction,
-        max_seq_len=algorithm.max_seq_len,
+        reduction,
+        max_seq_len=max_seq_len,
         group_ids=jnp.unique(index, return_inverse=True, size=index.shape[0])[1],
         microbatch_rows=block_rows,
     )
@@ -175,7 +184,7 @@ def mismatch(log_probs: Array, batch: TrainBatch, weights: TokenWeights) -> Metr
     name = "rollout_train_logprobs_abs_diff"
     return {
         f"{name}_mean": masked_sum(difference, weights.entropy),
-        f"{name}_max": jnp.max(difference * (batch.loss_mask != 0)),
+        f"{name}_max": jnp.max(difference, initial=0.0, where=batch.loss_mask != 0),
     }
 
 

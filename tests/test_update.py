@@ -14,6 +14,7 @@ from jaxrl.data.packing import row_slices
 from jaxrl.forward import log_probs_and_entropy
 from jaxrl.losses.reduction import REDUCTIONS
 from jaxrl.models.transformer import TransformerConfig, init_params, logical_axes
+from jaxrl.objective import merge_metrics, minibatch_weights
 from jaxrl.optim import abstract_state, init_state, make_apply, make_optimizer, make_schedule
 from jaxrl.parallel import (
     ShardingRules,
@@ -24,7 +25,6 @@ from jaxrl.parallel import (
 )
 from jaxrl.registry import PolicyLossRegistry
 from jaxrl.types import TrainBatch
-from jaxrl.objective import merge_metrics, minibatch_weights
 from jaxrl.update import Updater
 
 MODEL = TransformerConfig(
@@ -40,12 +40,15 @@ MODEL = TransformerConfig(
 ROWS, WIDTH = 8, 16
 
 
-def make_batch(width=WIDTH):
+LENGTHS = (16, 9, 12, 14, 6, 10, 16, 7)
+
+
+def make_batch(width=WIDTH, lengths=LENGTHS):
     """Eight rows of different lengths; row 3 has an observation inside, row 5 an empty mask."""
     rng = np.random.default_rng(0)
     tokens = np.zeros((ROWS, width), np.int32)
     response = np.zeros((ROWS, width), np.float32)
-    lengths = np.array([16, 9, 12, 14, 6, 10, 16, 7], np.int32)
+    lengths = np.array(lengths, np.int32)
     for row, length in enumerate(lengths):
         tokens[row, :length] = rng.integers(1, 32, length)
         response[row, 4:length] = 1
