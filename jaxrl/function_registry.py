@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 from jaxrl.user_functions import (
     Function,
     PackedFunction,
-    fingerprint,
     import_function,
     pack,
     unpack,
@@ -23,7 +22,7 @@ class Entry:
 
     func: Function
     batch_statistics: bool = False  # the loss looks at the whole minibatch
-    fingerprint: str = ""  # of a function that other processes know
+    packed: PackedFunction | None = None  # as it travels, once it has
     session: str = ""  # of the RegistryActor that has it, or had
     received: bool = False  # another process registered it
 
@@ -147,7 +146,7 @@ class BaseFunctionRegistry:
         session = actor.session()  # another one after ray.shutdown(): it knows nothing of ours yet
         shared = {n for n, entry in cls._entries.items() if entry.session == session}
         new = cls._pack(cls.user_functions().keys() - shared)
-        known = {name: cls._entries[name].fingerprint for name in shared}
+        known = {name: packed.fingerprint for name, packed in cls._pack(shared).items()}
         clashes, names, lacking = actor.exchange(cls._function_type, new, known)
         for name, other in clashes.items():
             raise ValueError(
@@ -158,9 +157,8 @@ class BaseFunctionRegistry:
         for name in shared.difference(names):
             del cls._entries[name]
         for name, packed in new.items():
-            cls._entries[name] = dataclasses.replace(
-                cls._entries[name], fingerprint=packed.fingerprint, session=session
-            )
+            entry = cls._entries[name]
+            cls._entries[name] = dataclasses.replace(entry, packed=packed, session=session)
         cls._receive(lacking, session)
 
     @classmethod
@@ -171,7 +169,8 @@ class BaseFunctionRegistry:
             )
         if (known := cls._entries.get(name)) is not None:
             # A process may import the module of a function that it has received already.
-            if not known.received or known.fingerprint != fingerprint((entry.func, entry.marks)):
+            packed = known.packed if known.received else None
+            if packed is None or not packed.holds(entry.func, entry.marks):
                 raise ValueError(f"{cls._function_type} '{name}' already registered")
             entry = dataclasses.replace(known, func=entry.func, received=False)
         cls._entries[name] = entry
@@ -204,16 +203,14 @@ class BaseFunctionRegistry:
                     f"{label} is built in and cannot be another function in other processes; "
                     "register yours under another name"
                 )
-            packed[name] = pack(entry.func, label, entry.marks)
+            packed[name] = entry.packed or pack(entry.func, label, entry.marks)
         return packed
 
     @classmethod
     def _receive(cls, functions: Mapping[str, PackedFunction], session: str = "") -> None:
         for name, packed in functions.items():
             func, marks = unpack(packed, f"{cls._function_type} '{name}'")
-            cls._entries[name] = Entry(
-                func, **marks, fingerprint=packed.fingerprint, session=session, received=True
-            )
+            cls._entries[name] = Entry(func, **marks, packed=packed, session=session, received=True)
 
 
 def plain_name(name: str | StrEnum) -> str:

@@ -5,6 +5,7 @@ import functools
 import hashlib
 import importlib
 import inspect
+import io
 import pickle
 import site
 import sys
@@ -26,6 +27,8 @@ _INSTALLED = tuple(
         site.getusersitepackages(),
     }
 )
+# Set by whoever imports a module; none of it can or need travel.
+_OF_THE_IMPORT = ("__builtins__", "__cached__", "__file__", "__loader__", "__path__", "__spec__")
 
 
 class PackedFunction(NamedTuple):
@@ -34,6 +37,10 @@ class PackedFunction(NamedTuple):
     data: bytes
     fingerprint: str
     origin: str  # "my_pkg.my_module:my_loss", for messages
+
+    def holds(self, func: Function, marks: Mapping[str, Any]) -> bool:
+        """Whether this is `func`, though perhaps of another import."""
+        return self.fingerprint == fingerprint((func, dict(marks)))
 
 
 def pack(func: Function, label: str, marks: Mapping[str, Any]) -> PackedFunction:
@@ -48,7 +55,7 @@ def pack(func: Function, label: str, marks: Mapping[str, Any]) -> PackedFunction
     """
     with _by_value(_user_modules(func)):
         try:
-            data = cloudpickle.dumps((func, dict(marks)))
+            data = _dumps((func, dict(marks)))
         except Exception as error:
             raise ValueError(
                 f"{label} cannot be pickled ({error}); it captures {_unpicklable_parts(func)}. "
@@ -233,9 +240,9 @@ def _user_modules(func: Function) -> list[types.ModuleType]:
     while queue:
         name = queue.pop()
         module = sys.modules.get(name or "")
-        if module is None or name in found or not _is_user_module(name):
+        if module is None or module.__name__ in found or not _is_user_module(name):
             continue
-        found[name] = module
+        found[module.__name__] = module
         queue += map(_module_name, vars(module).values())
     return [module for name, module in found.items() if name != "__main__"]  # always by value
 
@@ -245,6 +252,40 @@ def _module_name(obj: Any) -> str | None:
         return obj.__name__
     name = getattr(obj, "__module__", None)
     return name if isinstance(name, str) else None
+
+
+class _Pickler(cloudpickle.Pickler):
+    """cloudpickle, with what it lacks.
+
+    Modules of the user go as their contents, though they may import each other; a jitted function
+    keeps its name and the function in it.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj).__name__ == "PjitFunction":  # of jax.jit; the registry's actor has no jax
+            make, arguments, state = obj.__reduce_ex__(self.proto)[:3]
+            names = {name: getattr(obj, name) for name in functools.WRAPPER_ASSIGNMENTS[:3]}
+            names["__wrapped__"] = obj.__wrapped__
+            return make, arguments, (state, names), None, None, _fill_jitted
+        if isinstance(obj, types.ModuleType) and _is_user_module(obj.__name__):
+            contents = {k: v for k, v in vars(obj).items() if k not in _OF_THE_IMPORT}
+            return types.ModuleType, (obj.__name__,), contents, None, None, _fill_module
+        return super().reducer_override(obj)
+
+
+def _fill_module(module: types.ModuleType, contents: dict[str, Any]) -> None:
+    vars(module).update(contents)
+
+
+def _fill_jitted(func: Any, state: tuple[Any, dict[str, Any]]) -> None:
+    func.__setstate__(state[0])
+    vars(func).update(state[1])
+
+
+def _dumps(obj: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(obj)
+    return buffer.getvalue()
 
 
 @contextmanager
@@ -273,7 +314,7 @@ def _unpicklable_parts(func: Function) -> list[str]:
 
 def _can_be_pickled(value: Any) -> bool:
     try:
-        cloudpickle.dumps(value)
+        _dumps(value)
     except Exception:
         return False
     return True
