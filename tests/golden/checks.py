@@ -36,8 +36,8 @@ from jaxrl.losses.off_policy import correction_enabled, off_policy_correction
 from jaxrl.losses.reduction import reduction_weights
 from jaxrl.losses.value import value_loss
 from jaxrl.metrics import advantage_metrics, score_metrics
+from jaxrl.objective import reduce_metric
 from jaxrl.types import TrainBatch
-from jaxrl.update import reduce_metric
 from tests.golden import Case
 
 
