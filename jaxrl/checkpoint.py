@@ -26,7 +26,11 @@ PREFIX = "global_step"
 META_KEYS = {"model", "config", "functions", "checksums"}
 
 
-class DamagedCheckpoint(ValueError):
+class CheckpointError(ValueError):
+    """This run cannot go on from the checkpoint that it was pointed to."""
+
+
+class DamagedCheckpoint(CheckpointError):
     """A checkpoint whose files are missing, cut, or not what was saved."""
 
 
@@ -107,11 +111,11 @@ class Checkpointer:
         """A run that starts at `step` must not mix its checkpoints with later ones of another.
 
         Raises:
-            ValueError: the folder holds later steps.
+            CheckpointError: the folder holds later steps.
         """
         later = sorted(s for s in self.manager.all_steps() if s > step)
         if later:
-            raise ValueError(
+            raise CheckpointError(
                 f"trainer.ckpt_path={str(self.folder)!r} holds the steps {later} of another run, "
                 f"which this one, starting after step {step}, would overwrite. Choose another "
                 "trainer.ckpt_path, or delete them, or set trainer.resume_mode=latest"
@@ -133,7 +137,8 @@ class Checkpointer:
 
         Raises:
             DamagedCheckpoint: files are missing or not what was saved.
-            ValueError: the checkpoint is of another model, or of a run with another config; the
+            CheckpointError: the checkpoint is of another model, or of a run with another config;
+                the
                 message shows the difference.
         """
         path = self.folder / f"{PREFIX}_{step}"
@@ -157,7 +162,7 @@ class Checkpointer:
         Newer ones that are damaged are renamed to `<name>.damaged`, with a warning.
 
         Raises:
-            ValueError: all are damaged, or the newest whole one is of another run.
+            CheckpointError: all are damaged, or the newest whole one is of another run.
         """
         damaged: dict[int, DamagedCheckpoint] = {}
         for step in sorted(self.manager.all_steps(), reverse=True):
@@ -171,7 +176,7 @@ class Checkpointer:
                 return step, state
         if damaged:
             reasons = "; ".join(str(error) for error in damaged.values())
-            raise ValueError(
+            raise CheckpointError(
                 f"trainer.ckpt_path={str(self.folder)!r} holds no whole checkpoint: {reasons}. "
                 "Choose another trainer.ckpt_path to start afresh"
             )
@@ -206,7 +211,8 @@ def resume(
         like, meta: see `Checkpointer.restore`.
 
     Raises:
-        ValueError: resume_path is no checkpoint, the checkpoint is damaged or of another run, or
+        CheckpointError: resume_path is no checkpoint, the checkpoint is damaged or of another run,
+            or
             `own` holds later steps of another run.
         FileNotFoundError: resume_path does not exist.
     """
@@ -227,14 +233,14 @@ def parse_resume_path(resume_path: str) -> tuple[str, int]:
     """Folder and step of `.../global_step_<N>`.
 
     Raises:
-        ValueError: resume_path does not end so.
+        CheckpointError: resume_path does not end so.
         FileNotFoundError: it does not exist.
     """
     field = "trainer.resume_path"
     path = as_path(field, resume_path)
     number = path.name.removeprefix(f"{PREFIX}_")
     if not path.name.startswith(PREFIX) or not number.isdigit():
-        raise ValueError(f"{field}={resume_path!r} must end in {PREFIX}_<N>")
+        raise CheckpointError(f"{field}={resume_path!r} must end in {PREFIX}_<N>")
     with missing_packages_named(field, resume_path):
         found = path.exists()
     if not found:
@@ -281,7 +287,7 @@ def refuse_other(path: str, saved: dict[str, Any], now: dict[str, Any]) -> None:
     """Compare "model" and "config" of two metas.
 
     Raises:
-        ValueError: they differ in more than MAY_CHANGE.
+        CheckpointError: they differ in more than MAY_CHANGE.
     """
     changed = {
         key: pair
@@ -293,7 +299,7 @@ def refuse_other(path: str, saved: dict[str, Any], now: dict[str, Any]) -> None:
         ("config", changed),
     ):
         if different:
-            raise ValueError(
+            raise CheckpointError(
                 f"checkpoint {path} is of another {what}; (saved, this run): "
                 f"{different}. Choose another trainer.ckpt_path, or undo the change"
             )

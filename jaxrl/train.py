@@ -13,6 +13,7 @@ import jax
 
 from jaxrl import config as cfg
 from jaxrl.assemble import DTYPES
+from jaxrl.checkpoint import CheckpointError
 from jaxrl.compilation import enable_cache
 from jaxrl.data.prompts import load_prompts
 from jaxrl.data.tokenizer import load_tokenizer
@@ -163,10 +164,17 @@ def main(argv: Sequence[str]) -> int:
         config = cfg.apply_overrides(cfg.load_config_file(path), overrides)
         trainer = BasePPOExp(config).build()
     except (ValueError, OSError) as error:  # what a user can mend; OSError: files and folders
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    trainer.train()
+        return _refuse(error)
+    try:
+        trainer.train()
+    except CheckpointError as error:  # others are not the user's: they keep their traceback
+        return _refuse(error)
     return 0
+
+
+def _refuse(error: Exception) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

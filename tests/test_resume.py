@@ -19,9 +19,9 @@ from orbax.checkpoint._src.path.atomicity import AtomicRenameTemporaryPath
 
 from jaxrl import config as cfg
 from jaxrl.checkpoint import Checkpointer
-from jaxrl.train import BasePPOExp, train
+from jaxrl.train import BasePPOExp, main, train
 from jaxrl.trainer import Trainer
-from tests.test_train import ROOT, assert_bitwise_equal, metric_lines, small
+from tests.test_train import QUICKSTART, ROOT, assert_bitwise_equal, metric_lines, small
 
 
 class InterruptedTrainer(Trainer):
@@ -169,6 +169,14 @@ def test_a_checkpoint_of_another_config_is_refused(finished, tmp_path):
     shutil.copytree(folder / "checkpoints", copy)
     further |= {"trainer.ckpt_path": str(copy), "trainer.export_path": str(tmp_path)}
     assert int(train(small(folder, **further)).state.step) == 5
+
+
+def test_the_command_line_names_the_difference_without_a_traceback(finished, tmp_path, capsys):
+    folder, _ = finished
+    folders = {"ckpt_path": folder / "checkpoints", "log_path": tmp_path, "export_path": tmp_path}
+    arguments = [f"--config.trainer.{name}={path}" for name, path in folders.items()]
+    assert main([f"--config={QUICKSTART}", *arguments]) == 2
+    assert "is of another config; (saved, this run)" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(finished, tmp_path):
