@@ -14,7 +14,7 @@ from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry, bind_
 
 _ALGORITHM = "trainer.algorithm"
 _CORRECTION = f"{_ALGORITHM}.off_policy_correction"
-_UNCORRECTED = {
+UNCORRECTED = {
     "clip_cov": "it chooses tokens by its own statistics of the minibatch",
     "kl_cov": "it chooses tokens by its own statistics of the minibatch",
     "gmpo": "there is none of a geometric mean",
@@ -105,8 +105,8 @@ def _check_correction(algorithm: AlgorithmConfig) -> None:
     correction, name = algorithm.off_policy_correction, algorithm.policy_loss_type
     if algorithm.use_tis:
         _check_use_tis(algorithm)
-    if correction_enabled(correction) and name in _UNCORRECTED:
-        fix = f"no off-policy correction is defined for it: {_UNCORRECTED[name]}; turn off "
+    if correction_enabled(correction) and name in UNCORRECTED:
+        fix = f"no off-policy correction is defined for it: {UNCORRECTED[name]}; turn off "
         fail(f"{_ALGORITHM}.policy_loss_type", name, f"{fix}{_CORRECTION}.*")
     if correction.tis_ratio_type is not None:
         if ratio_anchor(algorithm) == "rollout":
