@@ -31,8 +31,14 @@ def zero_masked(mask: Array | None, *arrays: Array) -> tuple[Array, ...]:
 
     Before any formula: `0 * nan` is NaN, in values and in gradients.
     """
-    arrays = tuple(jnp.asarray(x, jnp.promote_types(x.dtype, jnp.float32)) for x in arrays)
-    return arrays if mask is None else tuple(jnp.where(mask != 0, x, 0) for x in arrays)
+    wide = tuple(at_least_float32(x) for x in arrays)
+    return wide if mask is None else tuple(jnp.where(mask != 0, x, 0) for x in wide)
+
+
+def at_least_float32(x: Array) -> Array:
+    """x in float32, or float64 if it has that."""
+    x = jnp.asarray(x)
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def whiten(x: Array, mask: Array, epsilon: float = 1e-8) -> Array:
@@ -55,8 +61,7 @@ def safe_exp(x: Array, limit: float = 20.0) -> Array:
 
     The gradient is 0 beyond the clamp.
     """
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return jnp.exp(clamp(x, -limit, limit))
+    return jnp.exp(clamp(at_least_float32(x), -limit, limit))
 
 
 @jax.custom_jvp
@@ -79,14 +84,14 @@ def _clamp_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
 
 def token_log_probs(logits: Array, tokens: Array) -> Array:
     """log softmax(logits)[tokens]: logits [..., V], tokens [...] int -> [...] float32."""
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = at_least_float32(logits)
     chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
     return chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
 def entropy(logits: Array) -> Array:
     """Entropy of softmax(logits) in nats: [..., V] -> [...]."""
-    log_p = jax.nn.log_softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
+    log_p = jax.nn.log_softmax(at_least_float32(logits))
     return -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
 
 

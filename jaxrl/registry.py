@@ -72,9 +72,9 @@ class PolicyLossRegistry(BaseFunctionRegistry):
 
     @classmethod
     def has_batch_statistics(cls, name: str | StrEnum) -> bool:
-        """Whether a loss was registered with `batch_statistics=True`."""
-        name = plain_name(name)
-        return cls._find(name) and cls._entries[name].batch_statistics
+        """Whether a loss, by its name or path, was registered with `batch_statistics=True`."""
+        func = cls.resolve(name)
+        return any(e.batch_statistics and e.func is func for e in cls._entries.values())
 
 
 class AdvantageEstimatorRegistry(BaseFunctionRegistry):

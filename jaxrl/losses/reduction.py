@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl.array_ops import Array
+from jaxrl.array_ops import Array, at_least_float32
 
 REDUCTIONS = (
     "token_mean",
@@ -54,7 +54,7 @@ def reduction_weights(
     Raises:
         ValueError: unknown kind, or the argument that it needs is missing.
     """
-    mask = jnp.asarray(loss_mask, jnp.promote_types(loss_mask.dtype, jnp.float32))
+    mask = at_least_float32(loss_mask)
     if kind == "token_mean":
         return mask / jnp.maximum(_total(mask.sum(), axis_name), 1.0)
     if kind == "token_mean_legacy":

@@ -1,4 +1,4 @@
-"""Estimators of the KL divergence."""
+"""Estimators of the KL divergence, the KL in the reward, its controller."""
 
 from functools import partial
 
@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 
 from jaxrl.array_ops import masked_sum
-from jaxrl.losses.kl import KL_ESTIMATORS, approximate_kl
+from jaxrl.losses.kl import (
+    KL_ESTIMATORS,
+    adaptive_kl_coef,
+    approximate_kl,
+    penalized_rewards,
+)
 
 # Four tokens with d = log pi_theta - log pi_ref = log 2, -log 2, 0, -3, where log 2 = 0.6931472:
 #   k1   d
@@ -102,3 +107,33 @@ def test_jit_equals_eager(kind):
 def test_an_unknown_kind_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match=r"'k4'. Must be one of \['k1', 'k2', 'k3', 'abs'\]"):
         approximate_kl(REF, REF, kind="k4")
+
+
+def test_literal_penalized_rewards():
+    # 1 - 0.5 * 2 = 0; masked: 2 stays, whatever the KL there; 0 - 0.5 * -1 = 0.5
+    rewards = np.array([[1.0, 2.0, 0.0]], np.float32)
+    kl = np.array([[2.0, np.nan, -1.0]], np.float32)
+    mask = np.array([[1, 0, 1]], np.float32)
+    np.testing.assert_allclose(penalized_rewards(rewards, kl, mask, 0.5), [[0, 2, 0.5]])
+    np.testing.assert_allclose(penalized_rewards(rewards, kl, mask, -0.5), rewards)
+
+
+@pytest.mark.parametrize(
+    ("kl", "expected"),
+    [
+        (0.2, 0.204),  # 0.2 / 0.1 - 1 = 1, limited to 0.2: 0.2 (1 + 0.2 * 10 / 100)
+        (0.11, 0.202),  # 0.1: 0.2 (1 + 0.1 * 10 / 100)
+        (0.1, 0.2),
+        (0.0, 0.196),  # -1, limited to -0.2
+    ],
+)
+def test_literal_adaptive_coefficient(kl, expected):
+    found = adaptive_kl_coef(0.2, kl, kl_target=0.1, horizon=100, rows=10)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["kl_target", "horizon"])
+def test_the_controller_refuses_what_it_would_divide_by(name):
+    settings = {"kl_target": 0.1, "horizon": 100, name: 0}
+    with pytest.raises(ValueError, match=f"kl_ctrl.{name}=0 must be > 0"):
+        adaptive_kl_coef(0.2, 0.1, rows=1, **settings)
