@@ -135,11 +135,13 @@ def source_hashes(algorithm: Any) -> dict[str, str]:
 def register_configured_functions(algorithm: Any) -> None:
     """Register what a config names as "my_pkg.my_module:my_function", under that very name.
 
-    Then it is found where the module cannot be imported.
+    Then it is found, as it is marked, where the module cannot be imported.
     """
     for registry, name in _configured(algorithm):
         if ":" in name and name not in registry.list_available():
-            registry.register(name, registry.resolve(name))
+            func = registry.resolve(name)
+            marked = any(e.batch_statistics and e.func is func for e in registry._entries.values())
+            registry._register(name, Entry(func, marked))
 
 
 def _configured(algorithm: Any) -> list[tuple[type[BaseFunctionRegistry], str]]:

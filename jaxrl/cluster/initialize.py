@@ -15,7 +15,7 @@ _PASSED_ON = ("JAX_", "XLA_", "LIBTPU_INIT_ARGS", "HF_HOME", "HF_HUB_OFFLINE", "
 _OF_ONE_PROCESS = ("JAX_COORDINATOR_", "JAX_PROCESS_", "JAX_NUM_PROCESSES", "JAX_LOCAL_DEVICE_")
 
 
-def initialize_ray(config: Any) -> None:
+def initialize_ray(config: Any, **options: Any) -> None:
     """Start Ray, or join the cluster of RAY_ADDRESS, and share the user functions with its workers.
 
     Workers get the driver's JAX and XLA settings. A task that asks Ray for no accelerator still
@@ -26,6 +26,7 @@ def initialize_ray(config: Any) -> None:
         config: a `TrainConfig`, `ml_collections.ConfigDict` or nested dict. Functions that it names
             as "my_pkg.my_module:my_loss" are registered under that name, so that the module need
             not be importable on the workers.
+        options: of `ray.init`, such as num_cpus or address.
 
     Raises:
         ValueError: see `jaxrl.registry.sync_registries`.
@@ -34,7 +35,7 @@ def initialize_ray(config: Any) -> None:
     from jaxrl.registry import register_configured_functions, sync_registries
 
     if not ray.is_initialized():
-        ray.init(runtime_env={"env_vars": worker_environment()})
+        ray.init(runtime_env={"env_vars": worker_environment()}, **options)
     train_config = to_train_config(config)
     for config_class in _classes(train_config):  # one of a recipe: workers cannot import that
         for module in user_modules(config_class):
