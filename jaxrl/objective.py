@@ -28,6 +28,13 @@ from jaxrl.types import TrainBatch
 Metrics = dict[str, Array]
 PolicyLoss = Callable[..., tuple[Array, Metrics]]  # (log_probs, entropy, batch, key)
 
+# What a policy loss is called with: these by position, and of the batch these by keyword.
+POSITIONAL = ("log_probs", "old_log_probs", "advantages", "config")
+BATCH_FIELDS = (
+    *("loss_mask", "rollout_log_probs", "ref_log_probs"),
+    *("rewards", "policy_versions", "row_ids"),
+)
+
 
 class TokenWeights(struct.PyTreeNode):
     """Weights [B, T] of the terms of the objective, fixed by the whole minibatch."""
@@ -104,19 +111,14 @@ def make_policy_loss(algorithm: Any) -> PolicyLoss:
     name, kwargs = algorithm.policy_loss_type, algorithm.policy_loss_kwargs
     func, label = PolicyLossRegistry.resolve(name), f"policy loss '{name}'"
     check_hyperparameters(func, kwargs, "trainer.algorithm.policy_loss_kwargs")
-    positional = ("log_probs", "old_log_probs", "advantages", "config")
-    check_parameters(
-        label, func, positional, accepted_keywords(func, dict.fromkeys(OFFERED) | kwargs)
-    )
+    names = dict.fromkeys((*BATCH_FIELDS, "group_ids", "entropy", "key", *kwargs))
+    check_parameters(label, func, POSITIONAL, accepted_keywords(func, names))
 
     def policy_loss(
         log_probs: Array, entropy: Array, batch: TrainBatch, key: Array
     ) -> tuple[Array, Metrics]:
-        values = (
-            *(batch.loss_mask, batch.rollout_log_probs, batch.ref_log_probs, entropy, batch.index),
-            *(batch.rewards, batch.policy_versions, key, batch.row_ids),
-        )
-        offered = dict(zip(OFFERED, values, strict=True)) | kwargs
+        offered = {name: getattr(batch, name) for name in BATCH_FIELDS}
+        offered |= {"group_ids": batch.index, "entropy": entropy, "key": key, **kwargs}
         old_log_probs = batch.old_log_probs
         if old_log_probs is None:  # the first update on a batch: the policy is the old policy
             old_log_probs = jax.lax.stop_gradient(log_probs)
@@ -125,13 +127,6 @@ def make_policy_loss(algorithm: Any) -> PolicyLoss:
         return loss_and_metrics(label, result, log_probs.shape)
 
     return policy_loss
-
-
-OFFERED = (
-    *("loss_mask", "rollout_log_probs", "ref_log_probs", "entropy", "group_ids"),
-    *("rewards", "policy_versions", "key", "row_ids"),
-)
-"""Keywords that a policy loss may name."""
 
 
 def make_objective(algorithm: Any, policy_loss: PolicyLoss) -> Callable[..., tuple[Array, Metrics]]:

@@ -32,13 +32,11 @@ def shape_rewards(
     Args:
         uids: prompt of each row.
     """
-    output, metrics = (
-        token_level(
-            output,
-            zero_reward_on_non_stop=generator.zero_reward_on_non_stop,
-            apply_overlong_filtering=generator.apply_overlong_filtering,
-        ),
-        {},
+    metrics: Metrics = {}
+    output = token_level(
+        output,
+        zero_reward_on_non_stop=generator.zero_reward_on_non_stop,
+        apply_overlong_filtering=generator.apply_overlong_filtering,
     )
     if algorithm.overlong_buffer is not None:
         output = _punish_overlong(output, generator, algorithm)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.array_ops import masked_mean
 from jaxrl.config import ClipCovConfig, OffPolicyCorrectionConfig
 from jaxrl.config.needs import allowed_reductions
 from jaxrl.losses import LOSSES
@@ -149,11 +150,18 @@ def reinforce(log_probs, old_log_probs, advantages, config, loss_mask=None, roll
     return (-log_probs * advantages).mean(), 0.0
 
 
+def centred(log_probs, old_log_probs, advantages, config, loss_mask=None):
+    """A user's loss of each token with a mean of the minibatch in it."""
+    return -(advantages - masked_mean(advantages, loss_mask)) * log_probs, {}
+
+
 @pytest.fixture
-def guides_loss():
+def user_losses():
     PolicyLossRegistry.register("reinforce", reinforce)
-    yield "reinforce"
+    PolicyLossRegistry.register("centred", centred, batch_statistics=True)
+    yield
     PolicyLossRegistry.unregister("reinforce")
+    PolicyLossRegistry.unregister("centred")
 
 
 def cuts_of(loss, reduction):
@@ -172,17 +180,17 @@ def test_the_cut_changes_nothing(loss):
         assert_invariant(make_updater, algorithm, reduction, cuts_of(loss, reduction))
 
 
-def test_the_cut_changes_nothing_for_the_scalar_loss_of_the_guide(guides_loss):
-    cuts = cuts_of(guides_loss, None)
-    assert_invariant(make_updater, algorithm_of(guides_loss), "token_mean", cuts)
+@pytest.mark.parametrize("loss", ["reinforce", "centred"])
+def test_the_cut_changes_nothing_for_a_loss_of_the_minibatch(user_losses, loss):
+    cuts = cuts_of(loss, "token_mean")
+    assert_invariant(make_updater, algorithm_of(loss), "token_mean", cuts)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", [*LOSSES, "reinforce"])
-def test_the_cut_changes_nothing_for_a_transformer(loss, guides_loss):
+@pytest.mark.parametrize("loss", [*LOSSES, "reinforce", "centred"])
+def test_the_cut_changes_nothing_for_a_transformer(user_losses, loss):
     algorithm = algorithm_of(loss)
-    reductions = ("token_mean",) if loss == guides_loss else allowed_reductions(loss)
-    for reduction in reductions:
+    for reduction in allowed_reductions(loss):
         assert_invariant(with_transformer, algorithm, reduction, cuts_of(loss, reduction))
 
 

@@ -9,7 +9,8 @@ from jaxrl.config.errors import check_choice, fail
 from jaxrl.config.needs import allowed_reductions, kl_in_reward, ratio_anchor
 from jaxrl.config.train_config import TrainConfig
 from jaxrl.losses.off_policy import correction_enabled
-from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry, check_hyperparameters
+from jaxrl.objective import make_policy_loss
+from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry, bind_estimator
 
 _ALGORITHM = "trainer.algorithm"
 _CORRECTION = f"{_ALGORITHM}.off_policy_correction"
@@ -177,14 +178,12 @@ def _check_filters(config: TrainConfig) -> None:
 
 
 def _check_functions(algorithm: AlgorithmConfig) -> None:
-    """Names resolve to functions, which take their hyperparameters and find what they need."""
-    loss = _function("policy_loss_type", algorithm.policy_loss_type, PolicyLossRegistry)
-    name, kwargs = f"{_ALGORITHM}.policy_loss_kwargs", algorithm.policy_loss_kwargs
-    check_hyperparameters(loss, kwargs, name)
+    """Names resolve to functions, which can be called with what they will get."""
+    _function("policy_loss_type", algorithm.policy_loss_type, PolicyLossRegistry)
+    make_policy_loss(algorithm)
     value = algorithm.advantage_estimator
     estimator = _function("advantage_estimator", value, AdvantageEstimatorRegistry)
-    name, kwargs = f"{_ALGORITHM}.advantage_kwargs", algorithm.advantage_kwargs
-    check_hyperparameters(estimator, kwargs, name)
+    bind_estimator(algorithm)
     values = inspect.signature(estimator).parameters.get("values")
     if value == "gae" or (values is not None and values.default is values.empty):
         fail(

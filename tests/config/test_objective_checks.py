@@ -106,6 +106,10 @@ INCOHERENT = [
     ),
     ({"advantage_estimator": "gae"}, r"'gae': needs the values of a critic, .* 'grpo' or 'reinf"),
     ({"advantage_kwargs": {"b": 1}, "advantage_estimator": f"{__name__}:strict"}, r"kwargs.b=1"),
+    (
+        {"policy_loss_type": f"{__name__}:wants_more"},
+        r"policy loss '.*:wants_more': missing a required argument: 'temperature'",
+    ),
     ({"advantage_estimator": f"{__name__}:critical"}, r":critical': needs the values of a critic"),
 ]
 ODD = [
@@ -169,6 +173,10 @@ COHERENT = [
 
 def strict(token_level_rewards, response_mask, index):
     return token_level_rewards, token_level_rewards
+
+
+def wants_more(log_probs, old_log_probs, advantages, config, temperature):
+    return -log_probs, {}
 
 
 def critical(token_level_rewards, response_mask, index, values):
