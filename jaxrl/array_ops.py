@@ -122,3 +122,38 @@ def step_ids(mask: Array) -> Array:
 def sum_by_step(x: Array, ids: Array) -> Array:
     """y[b, k] = sum of x[b, t] over the tokens with ids[b, t] = k: x, ids [B, T] -> [B, T]."""
     return jnp.zeros_like(x).at[jnp.arange(x.shape[0])[:, None], ids].add(x)
+
+
+def top_tokens(keys: Array, valid: Array, count: Array, row_ids: Array) -> Array:
+    """The `count` valid tokens with the largest keys [B, T] bool; of equal ones the first.
+
+    First by row id, then by position, so that the order of the rows does not matter. The smallest
+    key among them is found bit by bit, which takes no sort of B T tokens (8 times as long for
+    [512, 4096] on two cores).
+
+    Args:
+        keys: [B, T] float without NaN, or unsigned int.
+        valid: [B, T] bool.
+        count: []; with fewer valid tokens all of them are taken.
+        row_ids: [B] int.
+    """
+    keys = keys if jnp.issubdtype(keys.dtype, jnp.unsignedinteger) else _sortable_bits(keys)
+    bits = jnp.iinfo(keys.dtype).bits
+
+    def set_bit(i: Array, least: Array) -> Array:
+        higher = least | (jnp.ones((), keys.dtype) << (bits - 1 - i).astype(keys.dtype))
+        return jnp.where((valid & (keys >= higher)).sum() >= count, higher, least)
+
+    least = jax.lax.fori_loop(0, bits, set_bit, jnp.zeros((), keys.dtype))
+    above, equal = valid & (keys > least), valid & (keys == least)
+    in_rows_before = jnp.where(row_ids[None, :] < row_ids[:, None], equal.sum(-1), 0).sum(-1)
+    place = in_rows_before[:, None] + jnp.cumsum(equal, axis=-1)
+    return above | (equal & (place <= count - above.sum()))
+
+
+def _sortable_bits(x: Array) -> Array:
+    """Unsigned ints in the order of the floats."""
+    unsigned = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}[x.dtype.itemsize]
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0, x), unsigned)  # -0 equals 0
+    sign = jnp.ones((), unsigned) << jnp.asarray(x.dtype.itemsize * 8 - 1, unsigned)
+    return jnp.where(bits & sign, ~bits, bits | sign)

@@ -13,6 +13,7 @@ from jaxrl.array_ops import (
     masked_sum,
     safe_exp,
     token_log_probs,
+    top_tokens,
 )
 
 X = np.array([[1, 2, 4], [8, 16, 32]], np.float32)
@@ -122,3 +123,20 @@ def test_group_sum_literal():
     x, index = np.array([1, 2, 4, 8], np.float32), np.array([0, 3, 0, 3])
     np.testing.assert_array_equal(group_sum(x, index), [5, 10, 5, 10])
     np.testing.assert_array_equal(jax.jit(group_sum)(x, index), [5, 10, 5, 10])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.uint32])
+def test_top_tokens_are_those_of_a_stable_sort(dtype):
+    rng = np.random.default_rng(0)
+    row_ids = np.array([3, 0, 2, 1])
+    with jax.enable_x64(dtype is np.float64):
+        for count in (0, 1, 5, 11, 99):
+            keys = rng.integers(0, 4, (4, 5)).astype(dtype)  # many are equal
+            if dtype is not np.uint32:
+                keys = np.where(keys == 2, -0.0, keys - 2) * dtype(1.5)
+            valid = rng.random((4, 5)) < 0.7
+            rows, columns = np.broadcast_arrays(row_ids[:, None], np.arange(5))
+            best = sorted(zip(-keys[valid].astype(float), rows[valid], columns[valid], strict=True))
+            expected = {(row, column) for _, row, column in best[:count]}
+            chosen = top_tokens(jnp.asarray(keys), jnp.asarray(valid), count, jnp.asarray(row_ids))
+            assert {(row_ids[r], c) for r, c in np.argwhere(np.asarray(chosen))} == expected

@@ -6,7 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jaxrl.array_ops import Array, masked_mean, zero_masked
+from jaxrl.array_ops import Array, masked_mean, top_tokens, zero_masked
 from jaxrl.losses.regular import clipped_surrogate
 
 
@@ -83,11 +83,4 @@ def draw(candidates: Array, count: Array, key: Array, row_ids: Array | None = No
         return jax.random.bits(jax.random.fold_in(jax.random.fold_in(key, row), position))
 
     grid = jax.vmap(jax.vmap(bits, (None, 0)), (0, None))
-    noise = grid(row_ids, jnp.arange(length)).ravel()
-    order = jnp.lexsort((noise, ~candidates.ravel()))  # candidates first
-    return candidates & (ranks(order) < count).reshape(candidates.shape)
-
-
-def ranks(order: Array) -> Array:
-    """Rank of each element [N] from the order that sorts them [N]."""
-    return jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype))
+    return top_tokens(grid(row_ids, jnp.arange(length)), candidates, count, row_ids)

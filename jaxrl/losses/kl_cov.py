@@ -5,8 +5,8 @@ from typing import Any
 import chex
 import jax.numpy as jnp
 
-from jaxrl.array_ops import Array, absolute, zero_masked
-from jaxrl.losses.clip_cov import ranks, token_covariance
+from jaxrl.array_ops import Array, absolute, top_tokens, zero_masked
+from jaxrl.losses.clip_cov import token_covariance
 
 
 def kl_cov(
@@ -52,10 +52,7 @@ def kl_cov(
 
 def highest(covariance: Array, mask: Array, fraction: float, row_ids: Array | None) -> Array:
     """The max(1, floor(fraction * tokens)) tokens of highest covariance [B, T] bool."""
-    shape, valid = mask.shape, mask > 0
-    row_ids = jnp.arange(shape[0]) if row_ids is None else row_ids
-    rows = jnp.broadcast_to(row_ids[:, None], shape)
-    columns = jnp.broadcast_to(jnp.arange(shape[1]), shape)
-    order = jnp.lexsort(tuple(x.ravel() for x in (columns, rows, -covariance, ~valid)))
+    valid = mask > 0
+    row_ids = jnp.arange(mask.shape[0]) if row_ids is None else row_ids
     count = jnp.maximum(jnp.floor(fraction * valid.sum()), 1)
-    return valid & (ranks(order) < count).reshape(shape)
+    return top_tokens(covariance, valid, count, row_ids)
