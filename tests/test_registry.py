@@ -349,6 +349,7 @@ BUILTINS += [("advantages", name, f) for name, f in ESTIMATORS.items()]
 
 @pytest.mark.parametrize(("folder", "name", "func"), BUILTINS)
 def test_every_builtin_has_its_file_its_tests_its_formula_and_its_paper(folder, name, func):
+    name = name.replace("++", "_plus_plus")
     assert inspect.getsourcefile(func) == str(ROOT / "jaxrl" / folder / f"{name}.py")
     assert (ROOT / "tests" / folder / f"test_{name}.py").is_file()
     assert func.__name__ == name
