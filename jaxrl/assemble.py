@@ -1,7 +1,6 @@
 """The weights, the optimizer and the update that a config asks for."""
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +11,18 @@ from jaxrl.data.packing import round_up
 from jaxrl.forward import log_probs_and_entropy
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel
-from jaxrl.models.transformer import Params, TransformerConfig, init_params
-from jaxrl.optim import make_optimizer, make_schedule
-from jaxrl.parallel import ShardingRules, batch_sharding
+from jaxrl.models.transformer import (
+    Params,
+    TransformerConfig,
+    abstract_params,
+    init_params,
+    logical_axes,
+)
+from jaxrl.optim import abstract_state, make_apply, make_optimizer, make_schedule
+from jaxrl.parallel import ShardingRules, batch_sharding, param_shardings, replicated
 from jaxrl.parallel.rules import batch_devices
 from jaxrl.types import TrainState
-from jaxrl.update import Updater
+from jaxrl.update import Apply, Updater
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
@@ -63,20 +68,30 @@ def assemble_optimizer(
     return optimizer, schedule
 
 
-def assemble_updater(
+def assemble_update(
+    config: cfg.TrainConfig,
+    model: TransformerConfig | AdaptedModel,
+    mesh: jax.sharding.Mesh,
+    total_steps: int,
+) -> tuple[optax.GradientTransformation, TrainState, Updater]:
+    """The optimizer, the abstract state with its shardings, and the jitted update."""
+    rules = ShardingRules()
+    optimizer, schedule = assemble_optimizer(config.trainer, total_steps)
+    shardings = param_shardings(mesh, logical_axes(model), abstract_params(model), rules)
+    like = abstract_state(optimizer, model, shardings, replicated(mesh))
+    apply = make_apply(optimizer, schedule)
+    return optimizer, like, _updater(config, model, mesh, rules, like, apply)
+
+
+def _updater(
     config: cfg.TrainConfig,
     model: TransformerConfig | AdaptedModel,
     mesh: jax.sharding.Mesh,
     rules: ShardingRules,
     like: TrainState,
-    apply: Callable[[TrainState, optax.Updates], tuple[TrainState, dict[str, jax.Array]]],
+    apply: Apply,
 ) -> Updater:
-    """Forward, objective and apply, jitted for this mesh.
-
-    Args:
-        like: abstract state with shardings.
-        apply: of `make_apply`.
-    """
+    """Forward, objective and apply, jitted for this mesh."""
     trainer, samples = config.trainer, config.generator.n_samples_per_prompt
     assert trainer.algorithm.temperature is not None  # resolved
     devices = batch_devices(mesh, rules)
@@ -96,5 +111,6 @@ def assemble_updater(
             trainer.micro_train_batch_size_per_gpu * devices,
             round_up(trainer.policy_mini_batch_size * samples, devices),
         ),
+        block_rows=trainer.micro_train_batch_size_per_gpu,
         place=functools.partial(jax.device_put, device=batch_sharding(mesh, rules)),
     )

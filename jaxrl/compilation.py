@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import jax
+from tqdm import tqdm
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -24,9 +25,13 @@ class CompilationWatch:
 
     Example: `watch.take()` after step 7 returns `(["jit(accumulate)"], 2.3)`. A program that comes
     from the cache on disk counts too: the step had to wait for it.
+
+    Args:
+        warm_after: the last step of this process that is expected to compile something.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, warm_after: int = 0) -> None:
+        self.warm_after, self.recompiles = warm_after, 0
         self.seconds: list[float] = []
         self.names: list[str] = []
 
@@ -42,6 +47,14 @@ class CompilationWatch:
         taken = self.names, sum(self.seconds)
         self.names, self.seconds = [], []
         return taken
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Metrics of a step; what it compiled although everything should be warm is printed."""
+        names, seconds = self.take()
+        if names and step > self.warm_after:
+            self.recompiles += len(names)
+            tqdm.write(f"step {step}: {', '.join(names)} compiled again, {seconds:.1f} s")
+        return {"compile/seconds": seconds, "compile/recompiles": self.recompiles}
 
     def _listen(self, event: str, duration_secs: float, **details: Any) -> None:
         if event == COMPILED:

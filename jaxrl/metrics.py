@@ -68,6 +68,16 @@ def generate_metrics(output: GeneratorOutput) -> Metrics:
     }
 
 
+def rollout_metrics(output: GeneratorOutput, uids: Sequence[str], samples: int) -> Metrics:
+    """`generate_metrics`, and the rewards as the environment gave them."""
+    reward = score_metrics(output["rewards"], uids, samples)
+    return generate_metrics(output) | {
+        f"reward/avg_pass_at_{samples}": reward[f"pass_at_{samples}"],
+        "reward/avg_raw_reward": reward["avg_score"],
+        "reward/mean_positive_reward": reward["mean_positive_reward"],
+    }
+
+
 def advantage_metrics(batch: TrainBatch) -> Metrics:
     """Final rewards per row, and advantages per response token."""
     tokens = max(float(batch.response_mask.sum()), 1.0)

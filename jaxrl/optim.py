@@ -59,13 +59,21 @@ def make_optimizer(
 
 
 def init_state(
-    optimizer: optax.GradientTransformation, params: Any, shardings: Any, whole: Any
+    optimizer: optax.GradientTransformation,
+    params: Any,
+    shardings: Any,
+    whole: Any,
+    *,
+    kl_coef: float = 0.0,
 ) -> TrainState:
     """A fresh state around `params`, which are donated.
 
     Moments are placed like their parameters, counts whole.
+
+    Args:
+        kl_coef: first coefficient of the KL in the reward.
     """
-    make = functools.partial(_new_state, optimizer)
+    make = functools.partial(_new_state, optimizer, kl_coef=kl_coef)
     placement = _state_shardings(optimizer, jax.eval_shape(make, params), shardings, whole)
     return jax.jit(make, out_shardings=placement, donate_argnums=0)(params)
 
@@ -115,9 +123,18 @@ def make_apply(
     return apply
 
 
-def _new_state(optimizer: optax.GradientTransformation, params: Any) -> TrainState:
+def _new_state(
+    optimizer: optax.GradientTransformation, params: Any, kl_coef: float = 0.0
+) -> TrainState:
     zero = jnp.zeros((), jnp.int32)
-    return TrainState(params, optimizer.init(params), step=zero, skipped_updates=zero)
+    return TrainState(
+        params,
+        optimizer.init(params),
+        step=zero,
+        skipped_updates=zero,
+        kl_coef=jnp.float32(kl_coef),
+        batches_drawn=zero,
+    )
 
 
 def _state_shardings(
@@ -130,7 +147,7 @@ def _state_shardings(
         shardings,
         transform_non_params=lambda _: whole,
     )
-    return TrainState(shardings, moments, step=whole, skipped_updates=whole)
+    return TrainState(shardings, moments, whole, whole, whole, whole)
 
 
 def _is_schedule_count(path: tuple, _: object) -> bool:

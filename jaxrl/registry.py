@@ -10,22 +10,18 @@ other processes as one pickled dict (`snapshot`, `load_snapshot`), by value, so 
 be installed there.
 """
 
-import difflib
-import functools
-import hashlib
-import importlib
 import inspect
-import sys
+import pickle
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Any, ClassVar
-
-import cloudpickle
+from typing import Any
 
 from jaxrl.advantages import ESTIMATORS
-from jaxrl.losses import LOSSES
-
-Function = Callable[..., Any]
+from jaxrl.array_ops import Array
+from jaxrl.function_contracts import advantages_and_returns, call, check_parameters
+from jaxrl.function_registry import BaseFunctionRegistry, Entry, plain_name
+from jaxrl.losses import BATCH_STATISTICS, LOSSES
+from jaxrl.user_functions import Function, source_hash
 
 
 class PolicyLossType(StrEnum):
@@ -57,98 +53,28 @@ class AdvantageEstimator(StrEnum):
     GAE = "gae"
 
 
-class BaseFunctionRegistry:
-    """One table of functions; subclasses name the kind and bring the built-ins."""
-
-    _function_type: ClassVar[str] = "Function"
-    _builtin: ClassVar[Mapping[str, Function]] = {}
-    _functions: ClassVar[dict[str, Function]] = {}
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls._functions = dict(cls._builtin)
-
-    @classmethod
-    def register(cls, name: str | StrEnum, func: Function) -> None:
-        """Add a function.
-
-        Raises:
-            ValueError: the name is taken, or `func` is not callable.
-        """
-        name = _plain(name)
-        if not callable(func):
-            raise ValueError(f"{cls._function_type} '{name}' must be a function, got {func!r}")
-        if name in cls._functions:
-            raise ValueError(f"{cls._function_type} '{name}' already registered")
-        cls._functions[name] = func
-
-    @classmethod
-    def get(cls, name: str | StrEnum) -> Function:
-        """The function registered under `name`.
-
-        Raises:
-            ValueError: unknown name; the message lists the known ones.
-        """
-        name = _plain(name)
-        if name not in cls._functions:
-            near = difflib.get_close_matches(name, cls._functions, n=1)
-            hint = f" Did you mean '{near[0]}'?" if near else ""
-            kind, known = cls._function_type.lower(), list(cls._functions)
-            raise ValueError(f"Unknown {kind} '{name}'. Available: {known}.{hint}")
-        return cls._functions[name]
-
-    @classmethod
-    def resolve(cls, name: str | StrEnum) -> Function:
-        """The function of a config string: a registered name, or "my_pkg.my_module:my_function"."""
-        name = _plain(name)
-        if name in cls._functions or ":" not in name:
-            return cls.get(name)
-        return import_function(name, cls._function_type)
-
-    @classmethod
-    def list_available(cls) -> list[str]:
-        """Names of all registered functions."""
-        return list(cls._functions)
-
-    @classmethod
-    def unregister(cls, name: str | StrEnum) -> None:
-        """Remove a function.
-
-        Raises:
-            ValueError: the name is not registered.
-        """
-        name = _plain(name)
-        if name not in cls._functions:
-            raise ValueError(f"{cls._function_type} '{name}' not registered")
-        del cls._functions[name]
-
-    @classmethod
-    def reset(cls) -> None:
-        """Empty the table, built-ins included."""
-        cls._functions.clear()
-
-    @classmethod
-    def repopulate_registry(cls) -> None:
-        """Add the built-ins that are missing; what is registered stays."""
-        cls._functions.update({k: v for k, v in cls._builtin.items() if k not in cls._functions})
-
-    @classmethod
-    def repopulate(cls) -> None:
-        """Back to the built-ins alone."""
-        cls.reset()
-        cls.repopulate_registry()
-
-    @classmethod
-    def user_functions(cls) -> dict[str, Function]:
-        """What was registered beyond, or over, the built-ins."""
-        return {k: f for k, f in cls._functions.items() if cls._builtin.get(k) is not f}
-
-
 class PolicyLossRegistry(BaseFunctionRegistry):
     """Policy losses, see `jaxrl.losses` for the contract."""
 
     _function_type = "policy loss"
     _builtin = LOSSES
+    _batch_statistics = BATCH_STATISTICS
+
+    @classmethod
+    def register(cls, name: str | StrEnum, func: Function, batch_statistics: bool = False) -> None:
+        """`BaseFunctionRegistry.register`.
+
+        Args:
+            batch_statistics: the loss of a token depends on other rows of the minibatch (a
+                quantile, a top-k, a mean over rows): it must be evaluated on the whole minibatch.
+        """
+        cls._register(plain_name(name), Entry(func, batch_statistics))
+
+    @classmethod
+    def has_batch_statistics(cls, name: str | StrEnum) -> bool:
+        """Whether a loss, by its name or path, was registered with `batch_statistics=True`."""
+        func = cls.resolve(name)
+        return any(e.batch_statistics and e.func is func for e in cls._entries.values())
 
 
 class AdvantageEstimatorRegistry(BaseFunctionRegistry):
@@ -158,24 +84,39 @@ class AdvantageEstimatorRegistry(BaseFunctionRegistry):
     _builtin = ESTIMATORS
 
 
-_REGISTRIES = {"policy_loss": PolicyLossRegistry, "advantage_estimator": AdvantageEstimatorRegistry}
+_REGISTRIES = (PolicyLossRegistry, AdvantageEstimatorRegistry)
 
 
 def bind_estimator(algorithm: Any) -> Function:
-    """The configured estimator as `(*, token_level_rewards, response_mask, index)`.
+    """The configured estimator, `(*, token_level_rewards, response_mask, index, loss_mask)`.
 
-    By keyword, because an estimator may take everything as `**kwargs`; it is offered the settings
-    of the config under SkyRL's names.
+    By keyword, because an estimator may take everything as `**kwargs`. It is offered the settings
+    of the config under SkyRL's names, and its hyperparameters from `algorithm.advantage_kwargs`.
+
+    Raises:
+        ValueError: it requires a parameter that it will not get. When it is traced: it raised, or
+            returned something of another form; the message names the function and the part.
     """
-    func = AdvantageEstimatorRegistry.resolve(algorithm.advantage_estimator)
-    offered = {
+    name, kwargs = algorithm.advantage_estimator, algorithm.advantage_kwargs
+    func, label = AdvantageEstimatorRegistry.resolve(name), f"advantage estimator '{name}'"
+    check_hyperparameters(func, kwargs, "trainer.algorithm.advantage_kwargs")
+    settings = {
         "grpo_norm_by_std": algorithm.grpo_norm_by_std,
         "gamma": algorithm.gamma,
         "lambd": algorithm.lambd,
         "values": None,
         "config": algorithm,
+        **kwargs,
     }
-    return functools.partial(func, **accepted_keywords(func, offered))
+    names = ("token_level_rewards", "response_mask", "index", "loss_mask")
+    offered: dict[str, Any] = {**dict.fromkeys(names), **settings}
+    check_parameters(label, func, (), accepted_keywords(func, offered))
+
+    def estimate(**arrays: Array) -> tuple[Array, Array]:
+        result = call(label, func, **accepted_keywords(func, arrays | settings))
+        return advantages_and_returns(label, result, arrays["token_level_rewards"].shape)
+
+    return estimate
 
 
 def source_hashes(algorithm: Any) -> dict[str, str]:
@@ -183,21 +124,45 @@ def source_hashes(algorithm: Any) -> dict[str, str]:
 
     Of the function itself, not of what it calls; "unknown" where Python has no source.
     """
-    chosen = (
-        (PolicyLossRegistry, algorithm.policy_loss_type),
-        (AdvantageEstimatorRegistry, algorithm.advantage_estimator),
-    )
     hashes = {}
-    for registry, name in chosen:
+    for registry, name in _configured(algorithm):
         func = registry.resolve(name)
-        if registry._builtin.get(_plain(name)) is not func:
-            hashes[f"{registry._function_type} '{_plain(name)}'"] = _source_hash(func)
+        if registry._builtin.get(name) is not func:
+            hashes[f"{registry._function_type} '{name}'"] = source_hash(func)
     return hashes
 
 
-def register_policy_loss(name: str | StrEnum) -> Callable[[Function], Function]:
-    """Decorator: `@register_policy_loss("my_loss")`. Returns the function unchanged."""
-    return _decorator(PolicyLossRegistry, name)
+def register_configured_functions(algorithm: Any) -> None:
+    """Register what a config names as "my_pkg.my_module:my_function", under that very name.
+
+    Then it is found where the module cannot be imported.
+    """
+    for registry, name in _configured(algorithm):
+        if ":" in name and name not in registry.list_available():
+            registry.register(name, registry.resolve(name))
+
+
+def _configured(algorithm: Any) -> list[tuple[type[BaseFunctionRegistry], str]]:
+    return [
+        (PolicyLossRegistry, plain_name(algorithm.policy_loss_type)),
+        (AdvantageEstimatorRegistry, plain_name(algorithm.advantage_estimator)),
+    ]
+
+
+def register_policy_loss(
+    name: str | StrEnum, batch_statistics: bool = False
+) -> Callable[[Function], Function]:
+    """Decorator: `@register_policy_loss("my_loss")`. Returns the function unchanged.
+
+    Args:
+        batch_statistics: see `PolicyLossRegistry.register`.
+    """
+
+    def decorate(func: Function) -> Function:
+        PolicyLossRegistry.register(name, func, batch_statistics)
+        return func
+
+    return decorate
 
 
 def register_advantage_estimator(name: str | StrEnum) -> Callable[[Function], Function]:
@@ -205,20 +170,31 @@ def register_advantage_estimator(name: str | StrEnum) -> Callable[[Function], Fu
 
     `@register_advantage_estimator("my_estimator")`. Returns the function unchanged.
     """
-    return _decorator(AdvantageEstimatorRegistry, name)
+
+    def decorate(func: Function) -> Function:
+        AdvantageEstimatorRegistry.register(name, func)
+        return func
+
+    return decorate
+
+
+def sync_registries() -> None:
+    """`sync_with_actor` of every registry; `jaxrl.cluster.initialize_ray` does it.
+
+    Raises:
+        ValueError: see `BaseFunctionRegistry.sync_with_actor`.
+    """
+    for registry in _REGISTRIES:
+        registry.sync_with_actor()
 
 
 def snapshot() -> bytes:
     """All user functions of all registries as one pickle, their modules included by value.
 
     Raises:
-        ValueError: a function cannot be pickled; the message names it and what it captured.
+        ValueError: a function cannot be pickled; the message names it and what it captures.
     """
-    tables = {kind: registry.user_functions() for kind, registry in _REGISTRIES.items()}
-    for kind, table in tables.items():
-        for name, func in table.items():
-            _pickle_by_value(func, f"{kind} '{name}'")
-    return _pickle_by_value(tables, "registry")
+    return pickle.dumps({r._function_type: r._pack(r.user_functions()) for r in _REGISTRIES})
 
 
 def load_snapshot(data: bytes) -> None:
@@ -226,32 +202,10 @@ def load_snapshot(data: bytes) -> None:
 
     Names that are already here keep their function.
     """
-    for kind, table in cloudpickle.loads(data).items():
-        registry = _REGISTRIES[kind]
-        registry._functions.update({k: f for k, f in table.items() if k not in registry._functions})
-
-
-def import_function(path: str, kind: str = "function") -> Function:
-    """The object behind "my_pkg.my_module:my_function".
-
-    Raises:
-        ValueError: the module cannot be imported or has no such function.
-    """
-    module_name, _, attribute = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(
-            f"{kind} '{path}': cannot import module '{module_name}' ({error}). Expected "
-            "'my_pkg.my_module:my_function', importable from the working directory or installed"
-        ) from error
-    func = getattr(module, attribute, None)
-    if not callable(func):
-        public = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        raise ValueError(
-            f"{kind} '{path}': '{module_name}' has no function '{attribute}'; it has {public}"
-        )
-    return func
+    tables = pickle.loads(data)
+    for registry in _REGISTRIES:
+        table = tables[registry._function_type]
+        registry._receive({n: p for n, p in table.items() if n not in registry._entries})
 
 
 def accepted_keywords(func: Function, offered: Mapping[str, Any]) -> dict[str, Any]:
@@ -279,51 +233,3 @@ def check_hyperparameters(func: Function, given: Mapping[str, Any], field: str) 
             raise ValueError(
                 f"{field}.{name}={value!r}: '{label}' takes no such parameter, only {own}"
             )
-
-
-def _source_hash(func: Function) -> str:
-    try:
-        source = inspect.getsource(_innermost(func))
-    except (OSError, TypeError):  # typed at a prompt; a callable object
-        return "unknown"
-    return hashlib.sha256(source.encode()).hexdigest()
-
-
-def _plain(name: str | StrEnum) -> str:
-    return name.value if isinstance(name, StrEnum) else name
-
-
-def _decorator(registry: type[BaseFunctionRegistry], name: str | StrEnum) -> Callable:
-    def decorate(func: Function) -> Function:
-        registry.register(name, func)
-        return func
-
-    return decorate
-
-
-def _pickle_by_value(obj: Any, label: str) -> bytes:
-    """cloudpickle with the modules of user functions taken along instead of referred to."""
-    funcs = [obj] if callable(obj) else [f for table in obj.values() for f in table.values()]
-    names = {_innermost(f).__module__ for f in funcs if hasattr(_innermost(f), "__module__")}
-    modules = [
-        sys.modules[n] for n in names if n != "__main__" and not n.startswith(("jaxrl", "builtins"))
-    ]
-    for module in modules:
-        cloudpickle.register_pickle_by_value(module)
-    try:
-        return cloudpickle.dumps(obj)
-    except Exception as error:
-        inner = _innermost(obj)
-        captured = (
-            sorted(inspect.getclosurevars(inner).nonlocals) if inspect.isfunction(inner) else []
-        )
-        raise ValueError(f"{label} cannot be pickled ({error}); it captures {captured}") from error
-    finally:
-        for module in modules:
-            cloudpickle.unregister_pickle_by_value(module)
-
-
-def _innermost(func: Any) -> Any:
-    """What a partial or a decorator such as jit wraps."""
-    func = inspect.unwrap(func)
-    return _innermost(func.func) if isinstance(func, functools.partial) else func

@@ -17,39 +17,36 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrl import config as cfg
-from jaxrl.assemble import assemble_optimizer, assemble_updater, load_weights
+from jaxrl.assemble import assemble_update, load_weights
 from jaxrl.checkpoint import Checkpointer, resume
 from jaxrl.compilation import CompilationWatch
-from jaxrl.data.packing import collate, round_up, row_slices, token_level
+from jaxrl.config.needs import kl_in_reward, needs_old_log_probs, needs_reference
+from jaxrl.data.packing import collate, minibatches, round_up
 from jaxrl.data.prompts import batch_indices
 from jaxrl.evaluate import dump_rows, evaluate
 from jaxrl.files import writable_folder
 from jaxrl.metrics import (
     RunLogger,
     advantage_metrics,
-    generate_metrics,
     mismatch_metrics,
     progress_line,
-    score_metrics,
+    rollout_metrics,
     timed,
 )
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.export import save_pretrained
-from jaxrl.models.transformer import (
-    TransformerConfig,
-    abstract_params,
-    describe,
-    logical_axes,
-)
-from jaxrl.optim import abstract_state, init_state, make_apply
-from jaxrl.parallel import ShardingRules, param_shardings, replicated
+from jaxrl.models.transformer import TransformerConfig, describe
+from jaxrl.objective import step_metrics
+from jaxrl.optim import init_state
+from jaxrl.parallel import ShardingRules, replicated
 from jaxrl.parallel.rules import batch_devices
-from jaxrl.registry import bind_estimator, source_hashes
-from jaxrl.rollout.conversation import generator_input
-from jaxrl.rollout.protocol import Engine, Sampling
+from jaxrl.registry import source_hashes
+from jaxrl.rewards import make_estimate, next_kl_coef, penalize_kl, shape_rewards
+from jaxrl.rollout.conversation import generator_input, sampling_of
+from jaxrl.rollout.dynamic_sampling import dynamic_sampling
+from jaxrl.rollout.protocol import Engine
 from jaxrl.types import GeneratorOutput, Prompt, TrainBatch, TrainState
-from jaxrl.update import merge_metrics, minibatch_weights
 from jaxrl.warm_up import warm_up
 
 
@@ -99,23 +96,16 @@ class Trainer:
 
     def _build(self) -> None:
         """Everything that is compiled or placed once."""
-        trainer, rules = self.config.trainer, ShardingRules()
-        self.optimizer, schedule = assemble_optimizer(trainer, self.total_steps)
-        shapes = abstract_params(self.model)
-        self.shardings = param_shardings(self.mesh, logical_axes(self.model), shapes, rules)
-        self.like = abstract_state(
-            self.optimizer, self.model, self.shardings, replicated(self.mesh)
+        trainer = self.config.trainer
+        self.optimizer, self.like, self.updater = assemble_update(
+            self.config, self.model, self.mesh, self.total_steps
         )
-        apply = make_apply(self.optimizer, schedule)
-        self.updater = assemble_updater(self.config, self.model, self.mesh, rules, self.like, apply)
-        devices = batch_devices(self.mesh, rules)
+        self.shardings = jax.tree.map(lambda x: x.sharding, self.like.params)
+        devices = batch_devices(self.mesh, ShardingRules())
         rows_per_step = round_up(trainer.train_batch_size * self.samples, devices)
         self.forward_rows = min(trainer.micro_forward_batch_size_per_gpu * devices, rows_per_step)
         self.minibatch_rows = trainer.policy_mini_batch_size * self.samples
-        # The first update on a batch has the old policy itself; only later ones must know it.
-        minibatches = trainer.train_batch_size // trainer.policy_mini_batch_size
-        self.needs_old_log_probs = minibatches * trainer.update_epochs_per_batch > 1
-        self.estimate = jax.jit(bind_estimator(trainer.algorithm))
+        self.estimate = jax.jit(make_estimate(trainer.algorithm))
         writable_folder("trainer.log_path", cfg.run_folder(trainer))
         writable_folder("trainer.export_path", trainer.export_path)
         self.checkpointer = Checkpointer(trainer.ckpt_path, max_to_keep=trainer.max_ckpts_to_keep)
@@ -131,8 +121,7 @@ class Trainer:
         """Train from the newest checkpoint, or from the start, to the last step."""
         trainer = self.config.trainer
         self.state = self.restore_or_init()
-        first = int(self.state.step)
-        self.first_step, self.recompiles = first + 1, 0
+        first, self.batches_drawn = int(self.state.step), int(self.state.batches_drawn)
         self.load_reference()
         self.logger = RunLogger(cfg.run_folder(trainer), cfg.logger_names(trainer.logger), first)
         self.logger.write_config(cfg.get_config_as_dict(self.config))
@@ -143,7 +132,7 @@ class Trainer:
                 "Raise trainer.epochs, or choose another trainer.ckpt_path to start again"
             )
         with (
-            CompilationWatch() as self.watch,
+            CompilationWatch(warm_after=first + 1) as self.watch,
             contextlib.closing(self.logger),
             contextlib.closing(self.checkpointer),  # waits for the save under way, come what may
             tqdm(total=self.total_steps, initial=first, desc=trainer.run_name) as bar,
@@ -167,11 +156,9 @@ class Trainer:
         """One step on one batch of prompts; returns its metrics."""
         started = time.perf_counter()
         self.metrics = {}
-        prompts = self.next_prompts(step)  # 1
         with timed(self.metrics, "generate"):
-            output = self.generate(prompts, step)  # 2, 3
+            output, uids = self.rollouts(step)  # 1, 2, 3
             self.engine.sleep()  # its copy of the weights is of no more use
-        uids = [p.uid for p in prompts for _ in range(self.samples)]
         output = self.postprocess_generator_output(output, uids)
         batch = self.collate(output)  # 4
         with timed(self.metrics, "fwd_logprobs_values_reward"):
@@ -188,41 +175,59 @@ class Trainer:
             "timing/step": seconds,
             "trainer/tokens_per_second_per_gpu": tokens / seconds / self.mesh.size,
             "trainer/global_step": step,
-            "trainer/epoch": (step - 1) // self.steps_per_epoch,
+            "trainer/epoch": (self.batches_drawn - 1) // self.steps_per_epoch,
         }
 
     # ---------------------------------------------------------------- 1 to 6: the batch
 
-    def next_prompts(self, step: int) -> list[Prompt]:
-        """The prompts of a step: a function of (seed, step) alone."""
+    def rollouts(self, step: int) -> tuple[GeneratorOutput, list[str]]:
+        """Judged trajectories and the uid of each; dynamic sampling draws as often as it must."""
         trainer = self.config.trainer
-        rows = batch_indices(
-            step - 1, trainer.train_batch_size, len(self.train_prompts), seed=trainer.seed
+
+        def draw(attempt: int) -> tuple[GeneratorOutput, list[str]]:
+            self.metrics["generate/sampled_batches"] = attempt
+            prompts = self.next_prompts(step)  # 1
+            self.batches_drawn += 1
+            uids = [p.uid for p in prompts for _ in range(self.samples)]
+            return self.generate(prompts, step, attempt), uids  # 2, 3
+
+        settings, tol = (
+            trainer.algorithm.dynamic_sampling,
+            trainer.algorithm.zero_variance_filter_tol,
         )
+        if settings.type is None:
+            return draw(1)
+        size, seed = trainer.train_batch_size, (trainer.seed, step)
+        return dynamic_sampling(draw, settings, prompts=size, tol=tol, seed=seed)
+
+    def next_prompts(self, step: int) -> list[Prompt]:
+        """The next batch of prompts: a function of the seed and the number of batches drawn."""
+        trainer = self.config.trainer
+        size, total = trainer.train_batch_size, len(self.train_prompts)
+        rows = batch_indices(self.batches_drawn, size, total, seed=trainer.seed)
         return [self.train_prompts[i] for i in rows]
 
-    def generate(self, prompts: Sequence[Prompt], step: int) -> GeneratorOutput:
-        """`n_samples_per_prompt` judged trajectories for each prompt."""
+    def generate(self, prompts: Sequence[Prompt], step: int, attempt: int = 1) -> GeneratorOutput:
+        """`n_samples_per_prompt` judged trajectories for each prompt.
+
+        Args:
+            attempt: number of the batch within the step.
+        """
+        phase = "train" if attempt == 1 else f"train, batch {attempt}"
         return self._generate(
-            "train", prompts, step, self.samples, params=self.config.generator.sampling_params
+            phase, prompts, step, self.samples, params=self.config.generator.sampling_params
         )
 
     def postprocess_generator_output(
-        self, output: GeneratorOutput, uids: Sequence[str]
+        self, generator_output: GeneratorOutput, uids: Sequence[str]
     ) -> GeneratorOutput:
-        """Reward metrics, rewards and masks of truncated responses, rewards per token."""
-        generator = self.config.generator
-        reward = score_metrics(output["rewards"], uids, self.samples)
-        self.metrics |= generate_metrics(output) | {
-            f"reward/avg_pass_at_{self.samples}": reward[f"pass_at_{self.samples}"],
-            "reward/avg_raw_reward": reward["avg_score"],
-            "reward/mean_positive_reward": reward["mean_positive_reward"],
-        }
-        return token_level(
-            output,
-            zero_reward_on_non_stop=generator.zero_reward_on_non_stop,
-            apply_overlong_filtering=generator.apply_overlong_filtering,
+        """Reward metrics; rewards per token, and what is filtered or punished."""
+        self.metrics |= rollout_metrics(generator_output, uids, self.samples)
+        output, metrics = shape_rewards(
+            generator_output, uids, self.config.generator, self.config.trainer.algorithm
         )
+        self.metrics |= metrics
+        return output
 
     def collate(self, output: GeneratorOutput) -> TrainBatch:
         """Trajectories as rows [B, T]; the samples of a prompt are a group."""
@@ -235,7 +240,7 @@ class Trainer:
         Only those that the loss needs.
         """
         rows = self.forward_rows
-        if self.needs_old_log_probs:
+        if needs_old_log_probs(self.config.trainer):
             old, _ = self.updater.forward_rows(self.state.params, batch, rows)
             batch = batch.replace(old_log_probs=old)
             self.metrics |= mismatch_metrics(batch)
@@ -245,12 +250,17 @@ class Trainer:
         return batch
 
     def add_advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Advantages and returns of the whole batch."""
+        """Advantages and returns of the whole batch; before them the KL in the rewards."""
+        algorithm = self.config.trainer.algorithm
+        if kl_in_reward(algorithm):
+            batch, metrics = penalize_kl(batch, self.state.kl_coef, algorithm)
+            self.metrics |= metrics
         advantages, returns = jax.device_get(
             self.estimate(  # by keyword: an estimator may take them all as **kwargs
                 token_level_rewards=batch.rewards,
                 response_mask=batch.response_mask,
                 index=batch.index,
+                loss_mask=batch.loss_mask,
             )
         )
         batch = batch.replace(advantages=advantages, returns=returns)
@@ -263,25 +273,31 @@ class Trainer:
         """One optimizer update per minibatch of whole prompt groups."""
         trainer = self.config.trainer
         key = jax.random.fold_in(jax.random.key(trainer.seed), step)
-        minibatches = list(row_slices(batch, self.minibatch_rows))
-        weights = [minibatch_weights(m.loss_mask, trainer.algorithm) for m in minibatches]
-        pairs = list(zip(minibatches, jax.device_get(weights), strict=True))
+        weighed = [(m, *self.updater.weights(m)) for m in minibatches(batch, self.minibatch_rows)]
         pending = []  # device values: nothing is fetched before the last update is dispatched
-        for number, (minibatch, weight) in enumerate(pairs * trainer.update_epochs_per_batch):
+        for number, (minibatch, weights, correction) in enumerate(
+            weighed * trainer.update_epochs_per_batch
+        ):
             self.state, parts, applied = self.updater.update(
-                self.state, minibatch, weight, jax.random.fold_in(key, number)
+                self.state, minibatch, weights, jax.random.fold_in(key, number)
             )
-            pending.append((parts, applied))
-        self.state = self.state.replace(
-            step=jax.device_put(np.int32(step), self.like.step.sharding)
-        )
-        updates = [merge_metrics(parts) | applied for parts, applied in jax.device_get(pending)]
-        for name, value in merge_metrics(updates, np.mean).items():
-            self.metrics[f"policy/{name}"] = value
-        skipped = sum(int(u["skipped_updates"]) for u in updates)
-        self.metrics["policy/skipped_updates"] = skipped
-        if skipped:
+            pending.append((parts, applied | correction))
+        metrics = step_metrics(pending)
+        if skipped := metrics["policy/skipped_updates"]:
             tqdm.write(f"step {step}: {skipped} updates skipped, their gradient was not finite")
+        self.metrics |= metrics
+        self.finish(step, rows=len(batch.index))
+
+    def finish(self, step: int, rows: int) -> None:
+        """What a step leaves in the state beside the optimizer's work."""
+        control = self.config.trainer.algorithm.kl_ctrl
+        coef = next_kl_coef(float(self.state.kl_coef), self.metrics, control, rows)
+        numbers = {
+            "step": np.int32(step),
+            "batches_drawn": np.int32(self.batches_drawn),
+            "kl_coef": np.float32(coef),
+        }
+        self.state = self.state.replace(**jax.device_put(numbers, self.like.step.sharding))
 
     def sync_weights(self, step: int) -> None:
         """Hand the parameters to the engine; they are version `step`."""
@@ -289,13 +305,7 @@ class Trainer:
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
         """Write the numbers of a step, and what was compiled since the last."""
-        names, seconds = self.watch.take()
-        warm = step > self.first_step  # the first step of a process compiles the last things
-        if warm and names:
-            self.recompiles += len(names)
-            tqdm.write(f"step {step}: {', '.join(names)} compiled again, {seconds:.1f} s")
-        compiled = {"compile/seconds": seconds, "compile/recompiles": self.recompiles}
-        self.logger.log(step, metrics | compiled)
+        self.logger.log(step, metrics | self.watch.metrics(step))
 
     def save(self, step: int) -> None:
         """Checkpoint and export when they are due.
@@ -341,12 +351,13 @@ class Trainer:
             print(f"resuming after step {int(state.step)}")
             return state
         params = load_weights(trainer, trainer.policy, self.model, self.shardings)
-        return init_state(self.optimizer, params, self.shardings, replicated(self.mesh))
+        whole, coef = replicated(self.mesh), trainer.algorithm.kl_loss_coef
+        return init_state(self.optimizer, params, self.shardings, whole, kl_coef=coef)
 
     def load_reference(self) -> None:
-        """The frozen reference of the KL term, if the term counts."""
+        """The frozen reference, if a KL counts or the loss asks for its log-probs."""
         trainer = self.config.trainer
-        if trainer.algorithm.use_kl_loss and trainer.algorithm.kl_loss_coef != 0:
+        if needs_reference(trainer.algorithm):
             self.ref_params = load_weights(trainer, trainer.ref, self.model, self.shardings)
 
     def export(self, folder: Path) -> None:
@@ -371,17 +382,6 @@ class Trainer:
                 f"--- step {step}, reward {float(batch.rewards[0].sum()):.3f}\n{prompt}{response}"
             )
 
-    def sampling(self, params: cfg.SamplingParams) -> Sampling:
-        """Sampling parameters as the engine takes them, with the model's end-of-sequence ids."""
-        return Sampling(
-            max_tokens=params.max_generate_length,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            stop_token_ids=(*self.eos_token_ids, *(params.stop_token_ids or ())),
-        )
-
     def _generate(
         self,
         phase: str,
@@ -392,9 +392,8 @@ class Trainer:
         params: cfg.SamplingParams,
     ) -> GeneratorOutput:
         names = (self.config.trainer.seed, phase, step)
-        return self.generator.generate(
-            generator_input(prompts, samples, names, self.sampling(params))
-        )
+        sampling = sampling_of(params, self.eos_token_ids)
+        return self.generator.generate(generator_input(prompts, samples, names, sampling))
 
     def _due(self, step: int, interval: int) -> bool:
         """Whether something done every `interval` steps, and after the last, is due; -1 = never."""

@@ -96,6 +96,7 @@ class TrainBatch(struct.PyTreeNode):
     rollout_log_probs: Array  # [B, T] float32, 0 where not sampled
     index: Array  # [B] int32, prompt group of the row
     policy_versions: Array  # [B] int32
+    row_ids: Array  # [B] int32, number of the row in its batch: names what a loss draws for it
     old_log_probs: Array | None = None  # [B, T] float32
     ref_log_probs: Array | None = None
     values: Array | None = None
@@ -110,3 +111,5 @@ class TrainState(struct.PyTreeNode):
     opt_state: Any
     step: Array  # [] int32, finished training steps
     skipped_updates: Array  # [] int32, updates skipped because the gradient was not finite
+    kl_coef: Array  # [] float32, coefficient of the KL in the reward
+    batches_drawn: Array  # [] int32, batches of prompts; dynamic sampling draws several for a step

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from jaxrl.checkpoint import checksums
 from jaxrl.data.packing import buckets_between, empty_batch, length_bucket
+from jaxrl.rollout.conversation import sampling_of
 from jaxrl.rollout.protocol import Request
 from jaxrl.types import Prompt
 
@@ -65,7 +66,8 @@ def engine_batches(trainer: "Trainer") -> Iterator[list[Request]]:
             continue
         for size, width in itertools.product(sizes, _prompt_buckets(prompts)):
             keys = ((0, 0),) * samples
-            yield [Request((0,) * width, keys, trainer.sampling(params))] * size
+            sampling = sampling_of(params, trainer.eos_token_ids)
+            yield [Request((0,) * width, keys, sampling)] * size
 
 
 def _prompt_buckets(prompts: Sequence[Prompt]) -> list[int]:

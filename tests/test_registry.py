@@ -33,9 +33,11 @@ from jaxrl.registry import (
     register_policy_loss,
     snapshot,
     source_hashes,
+    sync_registries,
 )
 
 ROOT = Path(__file__).parent.parent
+has_batch_statistics = PolicyLossRegistry.has_batch_statistics
 KINDS = [(PolicyLossRegistry, "policy loss"), (AdvantageEstimatorRegistry, "advantage estimator")]
 USER_MODULE = """
     import functools
@@ -144,6 +146,41 @@ def test_decorators_register_and_return_the_function():
     assert register_advantage_estimator("b")(loss_two) is loss_two
     assert PolicyLossRegistry.get("a") is loss_one
     assert AdvantageEstimatorRegistry.get("b") is loss_two
+
+
+def test_losses_that_look_at_the_whole_minibatch_are_marked():
+    register_policy_loss("quantile", batch_statistics=True)(loss_one)
+    PolicyLossRegistry.register("rows", loss_one)
+    marked = [n for n in PolicyLossRegistry.list_available() if has_batch_statistics(n)]
+    assert marked == ["clip_cov", "kl_cov", "quantile"]
+    assert not has_batch_statistics("my_pkg.my_module:my_loss")
+    data = snapshot()
+    PolicyLossRegistry.repopulate()
+    load_snapshot(data)
+    assert has_batch_statistics("quantile")
+    assert not has_batch_statistics("rows")
+
+
+def test_a_received_function_may_be_registered_again_by_its_module():
+    register_policy_loss("x")(loss_one)
+    data = snapshot()
+    PolicyLossRegistry.repopulate()
+    load_snapshot(data)
+    with pytest.raises(ValueError, match="^policy loss 'x' already registered$"):
+        PolicyLossRegistry.register("x", loss_two)
+    PolicyLossRegistry.register("x", loss_one)
+    assert PolicyLossRegistry.get("x") is loss_one
+
+
+def test_synchronising_without_ray_is_refused():
+    with pytest.raises(ValueError, match="^Ray is not initialized, cannot sync with actor. Call"):
+        sync_registries()
+
+
+def test_the_registry_imports_no_ray():
+    code = "import sys, jaxrl.registry, jaxrl.train; print('ray' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=ROOT)
+    assert done.stdout == b"False\n"
 
 
 def test_enums_name_exactly_the_builtins():
@@ -275,7 +312,7 @@ class LockedLoss:
 
 def test_a_closure_that_cannot_be_pickled_is_named_with_what_it_captures():
     PolicyLossRegistry.register("x", unpicklable_loss())
-    with pytest.raises(ValueError, match=r"policy_loss 'x' cannot be pickled.*captures \['lock'\]"):
+    with pytest.raises(ValueError, match=r"policy loss 'x' cannot be pickled.*captures \['lock'\]"):
         snapshot()
 
 
@@ -284,13 +321,13 @@ def test_a_closure_that_cannot_be_pickled_is_named_with_what_it_captures():
 )
 def test_a_wrapped_closure_that_cannot_be_pickled_is_named_too(make):
     PolicyLossRegistry.register("x", make())
-    with pytest.raises(ValueError, match=r"policy_loss 'x' cannot be pickled.*captures \['lock'\]"):
+    with pytest.raises(ValueError, match=r"policy loss 'x' cannot be pickled.*captures \['lock'\]"):
         snapshot()
 
 
 def test_an_object_that_cannot_be_pickled_is_named_too():
     PolicyLossRegistry.register("x", LockedLoss())
-    with pytest.raises(ValueError, match="policy_loss 'x' cannot be pickled"):
+    with pytest.raises(ValueError, match="policy loss 'x' cannot be pickled"):
         snapshot()
 
 
@@ -349,10 +386,10 @@ BUILTINS += [("advantages", name, f) for name, f in ESTIMATORS.items()]
 
 @pytest.mark.parametrize(("folder", "name", "func"), BUILTINS)
 def test_every_builtin_has_its_file_its_tests_its_formula_and_its_paper(folder, name, func):
-    name = name.replace("++", "_plus_plus")
-    assert inspect.getsourcefile(func) == str(ROOT / "jaxrl" / folder / f"{name}.py")
-    assert (ROOT / "tests" / folder / f"test_{name}.py").is_file()
-    assert func.__name__ == name
+    file = name.replace("++", "_plus_plus")
+    assert inspect.getsourcefile(func) == str(ROOT / "jaxrl" / folder / f"{file}.py")
+    assert (ROOT / "tests" / folder / f"test_{file}.py").is_file()
+    assert func.__name__ == file
     doc = inspect.getdoc(func)
     assert re.search(r"^ {4}\S.* = .*$", doc, re.MULTILINE), "no indented formula"
     if name != "cross_entropy":

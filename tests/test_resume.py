@@ -1,5 +1,6 @@
 """Whole runs that are stopped, killed or damaged, and go on."""
 
+import itertools
 import json
 import os
 import random
@@ -74,6 +75,54 @@ def test_killed_and_resumed_equals_uninterrupted(finished, tmp_path):
     resumed = train(small(tmp_path))
     assert metric_lines(tmp_path) == metric_lines(folder)
     assert_bitwise_equal(resumed.state, whole.state)
+
+
+ALGORITHM = {  # everything of the algorithm that has a state
+    "use_kl_loss": False,
+    "use_kl_in_reward": True,
+    "kl_loss_coef": 0.1,
+    "kl_ctrl.type": "adaptive",
+    "kl_ctrl.kl_target": 0.01,
+    "kl_ctrl.horizon": 100,
+    "advantage_estimator": "grpo",
+    "dynamic_sampling.type": "filter",
+    "zero_variance_filter": True,
+    "advantage_batch_normalize": True,
+    "overlong_buffer": {"len": 2, "penalty_factor": 0.1},
+    "off_policy_correction.tis_ratio_type": "token",
+}
+
+
+STATEFUL = {
+    **{f"trainer.algorithm.{name}": value for name, value in ALGORITHM.items()},
+    "generator.n_samples_per_prompt": 2,
+    "trainer.eval_interval": -1,
+    "trainer.hf_save_interval": -1,
+}
+
+
+def test_controller_and_dynamic_sampling_resume_where_they_were(tmp_path):
+    whole = train(small(tmp_path / "whole", **STATEFUL))
+    lines = metric_lines(tmp_path / "whole")
+    drawn = [line["generate/sampled_batches"] for line in lines]
+    assert max(drawn) > 1  # two samples of four digits often earn the same
+    assert int(whole.state.batches_drawn) == sum(drawn)
+    coefs = [*(line["loss/kl_loss_coef"] for line in lines), float(whole.state.kl_coef)]
+    for line, (coef, after) in zip(lines, itertools.pairwise(coefs), strict=True):
+        error = np.clip(line["loss/avg_kl"] / 0.01 - 1, -0.2, 0.2)
+        assert after == pytest.approx(coef * (1 + error * 8 / 100), rel=1e-6)
+        assert line["generate/batch_num_seq"] == 8
+        assert line["policy/is_ratio_mean"] == pytest.approx(1, abs=1e-5)
+        # the KL and the punishment of the longest responses are taken off
+        assert line["loss/avg_final_rewards"] < line["reward/avg_raw_reward"]
+    assert coefs[0] == pytest.approx(0.1)
+    assert len(set(coefs)) == 5
+
+    path = str(tmp_path / "whole" / "checkpoints" / "global_step_2")
+    settings = {"trainer.resume_mode": "from_path", "trainer.resume_path": path}
+    again = train(small(tmp_path / "again", **STATEFUL, **settings))
+    assert metric_lines(tmp_path / "again") == lines[2:]
+    assert_bitwise_equal(again.state, whole.state)
 
 
 def test_resume_modes(finished, tmp_path, capsys):
@@ -159,7 +208,7 @@ KILLS = 20
 class Run:
     """`python -m jaxrl.train` on one device, in a folder of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **overrides: object) -> None:
         self.folder = folder
         self.checkpoints = folder / "checkpoints"
         config = small(
@@ -171,6 +220,7 @@ class Run:
                 "trainer.eval_interval": 5,
                 "trainer.hf_save_interval": 15,
                 "trainer.print_example_interval": -1,
+                **overrides,
             },
         )
         folder.mkdir()
@@ -256,3 +306,17 @@ def test_twenty_kills_change_nothing(tmp_path):
         f"global_step_{STEPS}",
     ]
     print(json.dumps({"kills": KILLS, "in a save": sum(in_a_save)}))
+
+
+@pytest.mark.slow
+def test_kills_change_neither_controller_nor_dynamic_sampling(tmp_path):
+    rng = random.Random(1)
+    whole, killed = (Run(tmp_path / name, **STATEFUL) for name in ("whole", "killed"))
+    whole.finish()
+    for _ in range(5):
+        killed.kill_once(rng)
+    killed.finish()
+    expected = whole.state()
+    jax.tree.map(np.testing.assert_array_equal, killed.state(), expected)
+    assert int(expected["batches_drawn"]) > STEPS
+    assert metric_lines(killed.folder) == metric_lines(whole.folder)

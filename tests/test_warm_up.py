@@ -42,5 +42,5 @@ def test_varied_lengths_compile_nothing_after_the_first_step(tmp_path, capsys):
     trainer = WatchedExp(small(tmp_path, **changes)).run()
     assert "prompts of [8, 12] tokens; rows of [8, 12, 16, 24] tokens" in capsys.readouterr().out
     assert len(set(trainer.widths)) >= 2
-    assert trainer.recompiles == 0, capsys.readouterr().out
+    assert trainer.watch.recompiles == 0, capsys.readouterr().out
     assert len(metric_lines(tmp_path)) == 13  # 12 steps and the evaluation before them

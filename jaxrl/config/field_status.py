@@ -154,7 +154,7 @@ _ALGORITHMS = (
         'also "module:function"',
     ),
     _implemented(_ALGORITHM, "policy_loss_kwargs", _NEW, skyrl_only=False),
-    _planned(_ALGORITHM, "advantage_kwargs", _NEW, skyrl_only=False),
+    _implemented(_ALGORITHM, "advantage_kwargs", _NEW, skyrl_only=False),
     _implemented(
         _ALGORITHM,
         "kl_estimator_type use_kl_loss kl_loss_coef use_entropy_loss entropy_loss_coef",
@@ -166,38 +166,17 @@ _ALGORITHMS = (
     _implemented(
         _ALGORITHM, "grpo_norm_by_std eps_clip_low eps_clip_high clip_ratio_c gamma lambd"
     ),
-    _planned(_ALGORITHM, "use_kl_in_reward", "use_kl_loss is there"),
-    _planned(_ALGORITHM, "kl_ctrl.*", only_with="use_kl_in_reward"),
-    _planned(_ALGORITHM, "advantage_batch_normalize", "normalisation over the batch"),
-    _planned(_ALGORITHM, "zero_variance_filter", "a filter of prompts"),
-    _planned(
-        _ALGORITHM,
-        "zero_variance_filter_tol",
-        _LATER,
-        only_with="zero_variance_filter",
-        skyrl_only=False,
-    ),
-    _planned(_ALGORITHM, "overlong_buffer", _NEW, skyrl_only=False),
+    _implemented(_ALGORITHM, "use_kl_in_reward", "excludes use_kl_loss"),
+    _implemented(_ALGORITHM, "kl_ctrl.*", "the coefficient is in the checkpoint"),
+    _implemented(_ALGORITHM, "advantage_batch_normalize", "over response tokens, not padding"),
+    _implemented(_ALGORITHM, "zero_variance_filter", "also of rewards per token"),
+    _implemented(_ALGORITHM, "zero_variance_filter_tol", _LATER, skyrl_only=False),
+    _implemented(_ALGORITHM, "overlong_buffer", _NEW, skyrl_only=False),
     _planned(_ALGORITHM, "value_head_prefix value_clip", only_with=_CRITIC),
-    _planned(_ALGORITHM, "use_tis", "deprecated in SkyRL for off_policy_correction"),
-    _planned(_ALGORITHM, "tis_imp_ratio_cap", only_with="use_tis"),
-    _planned(
-        _CORRECTION,
-        "tis_ratio_type sequence_mask_metric outlier_token_is_threshold_low "
-        "outlier_token_is_threshold_high token_mask_is_threshold_low token_mask_is_threshold_high",
-        "off-policy correction",
-    ),
-    _planned(
-        _CORRECTION,
-        "token_tis_ratio_clip_high sequence_tis_ratio_clip_high",
-        only_with="tis_ratio_type",
-    ),
-    _planned(
-        _CORRECTION,
-        "geo_mask_high geo_mask_low product_mask_high product_mask_low",
-        only_with="sequence_mask_metric",
-    ),
-    _planned(_CORRECTION, "renormalize", _NEW, only_with="a mask", skyrl_only=False),
+    _mapped(_ALGORITHM, "use_tis tis_imp_ratio_cap", "off_policy_correction; deprecated"),
+    _implemented(_CORRECTION, "renormalize", _NEW, skyrl_only=False),
+    _implemented(_CORRECTION, "token_mask_*", "both bounds or neither"),
+    _implemented(_CORRECTION, "tis_* sequence_* outlier_* token_tis_* geo_* product_*"),
     _implemented(_ALGORITHM, "sapo.* clip_cov.* kl_cov.*"),
     _implemented(_ALGORITHM, "dppo.*", _LATER, skyrl_only=False),
     _implemented(f"{_ALGORITHM}.cispo", "cispo_anchor", _LATER, skyrl_only=False),
@@ -210,12 +189,7 @@ _ALGORITHMS = (
         )
         for name, default in (("cispo_eps_clip_low", 0.0), ("cispo_eps_clip_high", 5.0))
     ),
-    _planned(f"{_ALGORITHM}.dynamic_sampling", "type", "sampling until rewards differ"),
-    _planned(
-        f"{_ALGORITHM}.dynamic_sampling",
-        "max_sample_batches min_replace_ratio",
-        only_with="dynamic_sampling.type",
-    ),
+    _implemented(f"{_ALGORITHM}.dynamic_sampling", "*", "a prompt drawn twice is two groups"),
 )
 
 _TRAINER = (

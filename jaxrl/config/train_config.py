@@ -89,8 +89,9 @@ def resolve(config: Config) -> Config:
     ref.model = policy.model's path and random_init, with its model_config_kwargs;
     generator.max_input_length = trainer.max_prompt_length; algorithm.temperature = sampling
     temperature; algorithm.max_seq_len = max_input_length + max_generate_length (for one turn only);
-    eval_sampling_params = greedy with the same length; generator.rope_* = trainer.rope_*. What the
-    user set stays, but for a leading `~` in a path, which becomes the home folder.
+    eval_sampling_params = greedy with the same length; generator.rope_* = trainer.rope_*;
+    off_policy_correction = token weights for the deprecated use_tis. What the user set stays, but
+    for a leading `~` in a path, which becomes the home folder.
     """
     assert isinstance(config, TrainConfig)
     config = copy.deepcopy(config)
@@ -104,6 +105,10 @@ def resolve(config: Config) -> Config:
         generator.max_input_length = trainer.max_prompt_length
     if algorithm.temperature is None:
         algorithm.temperature = generator.sampling_params.temperature
+    correction = algorithm.off_policy_correction
+    if algorithm.use_tis and correction.tis_ratio_type is None:
+        correction.tis_ratio_type = "token"
+        correction.token_tis_ratio_clip_high = algorithm.tis_imp_ratio_cap
     length = generator.sampling_params.max_generate_length
     if algorithm.max_seq_len is None and generator.max_turns == 1:
         algorithm.max_seq_len = generator.max_input_length + length

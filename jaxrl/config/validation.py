@@ -1,14 +1,16 @@
 """Checks of a config before anything is loaded: every error names the field, the value, the fix."""
 
-import difflib
 import warnings
-from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 from jaxrl.config.dataclass_config import flatten
+from jaxrl.config.errors import check_choice, fail
 from jaxrl.config.field_status import status_of
 from jaxrl.config.generator import SamplingParams
+from jaxrl.config.objective_checks import check_objective, warn_of_objective
 from jaxrl.config.train_config import TrainConfig, resolve
+from jaxrl.losses.kl import KL_ESTIMATORS
+from jaxrl.losses.reduction import REDUCTIONS
 
 STRATEGIES = ("jax", "fsdp", "fsdp2", "megatron")
 LOGGERS = ("console", "tensorboard")
@@ -22,11 +24,15 @@ _CHOICES = {
         "linear",
         "cosine",
     ),
-    "trainer.algorithm.kl_estimator_type": ("k1", "k2", "k3", "abs"),
-    "trainer.algorithm.loss_reduction": (
-        "token_mean",
-        "sequence_mean",
-        "seq_mean_token_sum_norm",
+    "trainer.algorithm.kl_estimator_type": KL_ESTIMATORS,
+    "trainer.algorithm.loss_reduction": REDUCTIONS,
+    "trainer.algorithm.kl_ctrl.type": ("fixed", "adaptive"),
+    "trainer.algorithm.dynamic_sampling.type": (None, "filter", "replace"),
+    "trainer.algorithm.off_policy_correction.tis_ratio_type": (None, "token", "sequence"),
+    "trainer.algorithm.off_policy_correction.sequence_mask_metric": (
+        None,
+        "geometric",
+        "product",
     ),
     "generator.inference_engine.backend": ("native",),
     "generator.inference_engine.model_dtype": ("float32", "bfloat16"),
@@ -37,17 +43,6 @@ _CHOICES = {
 _LATER = {  # SkyRL's values of implemented fields, so that the message can say that they will come
     "generator.inference_engine.backend": ("vllm", "sglang"),
     "trainer.logger": ("wandb", "mlflow", "swanlab"),
-    "trainer.algorithm.policy_loss_type": (
-        "sapo",
-        "cispo",
-        "clip_cov",
-        "kl_cov",
-        "importance_sampling",
-        "rollout_is",
-        "dppo",
-        "gmpo",
-    ),
-    "trainer.algorithm.advantage_estimator": ("gae", "reinforce++", "maxrl"),
 }
 _POSITIVE = """
     trainer.train_batch_size trainer.policy_mini_batch_size trainer.epochs
@@ -87,19 +82,15 @@ def validate(config: TrainConfig, num_devices: int = 1) -> None:
     _check_ranges(values)
     _check_batch(config, num_devices)
     _check_lengths(config)
-    _check_objective(config)
+    check_objective(config)
     _check_rope(config)
-    _warn_of_oddities(config)
-    _check_functions(config)
+    warn_of_objective(config)
+    _warn_of_sampling(config)
     _check_sampling(config.generator.sampling_params, "generator.sampling_params", greedy=False)
     eval_params = config.generator.eval_sampling_params
     assert eval_params is not None
     _check_sampling(eval_params, "generator.eval_sampling_params", greedy=True)
     _check_files(config)
-
-
-def _fail(field: str, value: Any, fix: str) -> NoReturn:
-    raise ValueError(f"{field}={value!r}: {fix}")
 
 
 def _check_status(values: dict[str, Any]) -> None:
@@ -115,7 +106,7 @@ def _check_status(values: dict[str, Any]) -> None:
                 fix = f"set it to {defaults[field]!r}"
             else:  # a field of an optional group that is off by default
                 fix = f"set {field.rpartition('.')[0]} to None"
-            _fail(field, value, f"not available yet ({row.note}); {fix}")
+            fail(field, value, f"not available yet ({row.note}); {fix}")
         if row.status == "inert":
             ignored.append(f"{field}={value!r} ({row.note})")
     if ignored:
@@ -124,47 +115,36 @@ def _check_status(values: dict[str, Any]) -> None:
 
 def _check_choices(values: dict[str, Any]) -> None:
     for field, choices in _CHOICES.items():
-        _check_choice(field, values[field], choices)
+        check_choice(field, values[field], choices, _LATER.get(field, ()))
     loggers = values["trainer.logger"]
     for name in [loggers] if isinstance(loggers, str) else loggers:
-        _check_choice("trainer.logger", name, LOGGERS)
-
-
-def _check_choice(field: str, value: Any, choices: Iterable[Any]) -> None:
-    if value in choices and not isinstance(value, bool):
-        return
-    shown = " or ".join(repr(c) for c in choices)
-    later = "not available yet, " if field in _LATER and value in _LATER[field] else ""
-    names = [c for c in choices if isinstance(c, str)]
-    near = difflib.get_close_matches(str(value), names, n=1) if len(names) > 1 else []
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    _fail(field, value, f"{later}must be {shown}{hint}")
+        check_choice("trainer.logger", name, LOGGERS, _LATER["trainer.logger"])
 
 
 def _check_ranges(values: dict[str, Any]) -> None:
     for field in _POSITIVE.split():
         if values[field] <= 0:
-            _fail(field, values[field], "must be positive; set it to 1 or more")
+            fail(field, values[field], "must be positive; set it to 1 or more")
     for field in _INTERVALS.split():
         if values[field] != -1 and values[field] <= 0:
             meaning = "all" if field.endswith("to_keep") else "off"
-            _fail(field, values[field], f"must be positive, or -1 ({meaning})")
+            fail(field, values[field], f"must be positive, or -1 ({meaning})")
     for field in _NOT_NEGATIVE.split():
         if values[field] < 0:
-            _fail(field, values[field], "must not be negative; set it to 0 or more")
+            fail(field, values[field], "must not be negative; set it to 0 or more")
     steps = values["trainer.max_training_steps"]
     if steps is not None and steps <= 0:
-        _fail("trainer.max_training_steps", steps, "must be positive, or None (all epochs)")
+        fail("trainer.max_training_steps", steps, "must be positive, or None (all epochs)")
     norm = values["trainer.policy.optimizer_config.max_grad_norm"]
     if norm <= 0:
-        _fail(
+        fail(
             "trainer.policy.optimizer_config.max_grad_norm",
             norm,
             "must be positive; a large number such as 1e9 turns clipping off",
         )
     betas = values["trainer.policy.optimizer_config.adam_betas"]
     if len(betas) != 2 or not all(0 <= b < 1 for b in betas):
-        _fail(
+        fail(
             "trainer.policy.optimizer_config.adam_betas",
             betas,
             "must be two numbers in [0, 1), e.g. [0.9, 0.999]",
@@ -174,14 +154,14 @@ def _check_ranges(values: dict[str, Any]) -> None:
 def _check_batch(config: TrainConfig, num_devices: int) -> None:
     prompts, mini = config.trainer.train_batch_size, config.trainer.policy_mini_batch_size
     if prompts < mini:
-        _fail(
+        fail(
             "trainer.train_batch_size",
             prompts,
             f"a step has fewer prompts than one minibatch (trainer.policy_mini_batch_size={mini}); "
             f"set policy_mini_batch_size to {prompts} or less",
         )
     if prompts % mini:
-        _fail(
+        fail(
             "trainer.train_batch_size",
             prompts,
             f"not a multiple of trainer.policy_mini_batch_size={mini} ({prompts} = "
@@ -191,7 +171,7 @@ def _check_batch(config: TrainConfig, num_devices: int) -> None:
     fsdp = config.trainer.policy.fsdp_config.fsdp_size
     if fsdp != -1 and (fsdp <= 0 or num_devices % fsdp):
         divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
-        _fail(
+        fail(
             "trainer.policy.fsdp_config.fsdp_size",
             fsdp,
             f"must divide the number of devices, {num_devices}: one of {divisors}, or -1 (all)",
@@ -201,33 +181,10 @@ def _check_batch(config: TrainConfig, num_devices: int) -> None:
 def _check_lengths(config: TrainConfig) -> None:
     generator, prompt_length = config.generator, config.trainer.max_prompt_length
     if generator.max_turns == 1 and generator.max_input_length != prompt_length:
-        _fail(
+        fail(
             "generator.max_input_length",
             generator.max_input_length,
             f"with one turn it must equal trainer.max_prompt_length={prompt_length}; leave it None",
-        )
-
-
-def _check_objective(config: TrainConfig) -> None:
-    algorithm = config.trainer.algorithm
-    sampling = config.generator.sampling_params.temperature
-    if algorithm.temperature != sampling:
-        _fail(
-            "trainer.algorithm.temperature",
-            algorithm.temperature,
-            f"differs from generator.sampling_params.temperature={sampling}: the loss would train "
-            "another distribution than the one sampled; leave it None",
-        )
-    if algorithm.policy_loss_type == "dual_clip" and algorithm.clip_ratio_c <= 1:
-        _fail("trainer.algorithm.clip_ratio_c", algorithm.clip_ratio_c, "must be > 1, e.g. 3.0")
-    if algorithm.loss_reduction == "seq_mean_token_sum_norm" and not (
-        algorithm.max_seq_len and algorithm.max_seq_len > 0
-    ):
-        _fail(
-            "trainer.algorithm.max_seq_len",
-            algorithm.max_seq_len,
-            "loss_reduction='seq_mean_token_sum_norm' divides by it; set it to the longest "
-            "sequence, in tokens",
         )
 
 
@@ -236,7 +193,7 @@ def _check_rope(config: TrainConfig) -> None:
     for name in ("rope_scaling", "rope_theta"):
         ours, theirs = getattr(config.generator, name), getattr(config.trainer, name)
         if ours != theirs:
-            _fail(
+            fail(
                 f"generator.{name}",
                 ours,
                 f"differs from trainer.{name}={theirs!r}: sampler and trainer would be different "
@@ -244,18 +201,11 @@ def _check_rope(config: TrainConfig) -> None:
             )
     theta = config.trainer.rope_theta
     if theta is not None and theta <= 1:
-        _fail("trainer.rope_theta", theta, "must be > 1, e.g. 10000.0; None keeps the model's own")
+        fail("trainer.rope_theta", theta, "must be > 1, e.g. 10000.0; None keeps the model's own")
 
 
-def _warn_of_oddities(config: TrainConfig) -> None:
-    """What is legal but seldom meant."""
-    algorithm, samples = config.trainer.algorithm, config.generator.n_samples_per_prompt
-    if algorithm.policy_loss_type == "gspo" and algorithm.loss_reduction != "sequence_mean":
-        warnings.warn(
-            f"trainer.algorithm.loss_reduction={algorithm.loss_reduction!r}: gspo is defined with "
-            "'sequence_mean'",
-            stacklevel=3,
-        )
+def _warn_of_sampling(config: TrainConfig) -> None:
+    """Where the sampler's distribution is not the trainer's."""
     sampling_params = config.generator.sampling_params
     filters = {
         name: value
@@ -277,76 +227,43 @@ def _warn_of_oddities(config: TrainConfig) -> None:
             "log-probs will differ",
             stacklevel=3,
         )
-    if algorithm.advantage_estimator in ("grpo", "grpo_token", "rloo") and samples == 1:
-        effect = "0" if algorithm.advantage_estimator == "rloo" else "the reward itself"
-        warnings.warn(
-            f"generator.n_samples_per_prompt=1: in a group of one the advantage of "
-            f"{algorithm.advantage_estimator!r} is {effect}; set 2 or more",
-            stacklevel=3,
-        )
-
-
-def _check_functions(config: TrainConfig) -> None:
-    """Names resolve to functions, and the loss takes its hyperparameters."""
-    from jaxrl.registry import (
-        AdvantageEstimatorRegistry,
-        PolicyLossRegistry,
-        check_hyperparameters,
-    )
-
-    algorithm = config.trainer.algorithm
-    loss = _function("policy_loss_type", algorithm.policy_loss_type, PolicyLossRegistry)
-    check_hyperparameters(
-        loss, algorithm.policy_loss_kwargs, "trainer.algorithm.policy_loss_kwargs"
-    )
-    _function("advantage_estimator", algorithm.advantage_estimator, AdvantageEstimatorRegistry)
-
-
-def _function(name: str, value: str, registry: Any) -> Any:
-    field = f"trainer.algorithm.{name}"
-    try:
-        return registry.resolve(value)
-    except ValueError as error:
-        later = "not available yet. " if value in _LATER[field] else ""
-        fix = 'Set a known name, register yours, or write "my_pkg.my_module:my_function"'
-        raise ValueError(f"{field}={value!r}: {later}{error} {fix}") from error
 
 
 def _check_sampling(params: SamplingParams, field: str, *, greedy: bool) -> None:
     if params.temperature < 0 or (params.temperature == 0 and not greedy):
         fix = "must be 0 (greedy) or more" if greedy else "must be > 0 to train, e.g. 1.0"
-        _fail(f"{field}.temperature", params.temperature, fix)
+        fail(f"{field}.temperature", params.temperature, fix)
     if not 0 < params.top_p <= 1:
-        _fail(f"{field}.top_p", params.top_p, "must be in (0, 1]; 1.0 is off")
+        fail(f"{field}.top_p", params.top_p, "must be in (0, 1]; 1.0 is off")
     if not 0 <= params.min_p <= 1:
-        _fail(f"{field}.min_p", params.min_p, "must be in [0, 1]; 0.0 is off")
+        fail(f"{field}.min_p", params.min_p, "must be in [0, 1]; 0.0 is off")
     if params.top_k != -1 and params.top_k <= 0:
-        _fail(f"{field}.top_k", params.top_k, "must be positive, or -1 (off)")
+        fail(f"{field}.top_k", params.top_k, "must be positive, or -1 (off)")
 
 
 def _check_files(config: TrainConfig) -> None:
     trainer, template = config.trainer, config.generator.chat_template
     if trainer.policy.model.path is None:
-        _fail("trainer.policy.model.path", None, "set a Hugging Face model folder, or a hub id")
+        fail("trainer.policy.model.path", None, "set a Hugging Face model folder, or a hub id")
     for field in ("export_path", "log_path"):
         if "://" in getattr(trainer, field):
-            _fail(f"trainer.{field}", getattr(trainer, field), "must be a local folder")
+            fail(f"trainer.{field}", getattr(trainer, field), "must be a local folder")
     if not config.data.train_data:
-        _fail("data.train_data", [], "set at least one Parquet or JSONL file")
+        fail("data.train_data", [], "set at least one Parquet or JSONL file")
     if trainer.resume_mode == "from_path" and not trainer.resume_path:
-        _fail(
+        fail(
             "trainer.resume_path",
             trainer.resume_path,
             "trainer.resume_mode='from_path' needs it; set the folder of a checkpoint",
         )
     if template.source == "file" and not template.name_or_path:
-        _fail(
+        fail(
             "generator.chat_template.name_or_path",
             template.name_or_path,
             "generator.chat_template.source='file' needs it; set the path of a jinja file",
         )
     if template.source == "name" and template.name_or_path:
-        _fail(
+        fail(
             "generator.chat_template.name_or_path",
             template.name_or_path,
             "named templates are not available yet; set generator.chat_template.source='file' "

@@ -47,6 +47,7 @@ def empty_batch(rows: int, width: int) -> TrainBatch:
         rollout_log_probs=zeros,
         index=np.zeros(rows, np.int32),
         policy_versions=np.zeros(rows, np.int32),
+        row_ids=np.arange(rows, dtype=np.int32),
     )
 
 
@@ -113,6 +114,7 @@ def collate(output: GeneratorOutput, index: Sequence[int]) -> TrainBatch:
         rollout_log_probs=response_array("rollout_logprobs"),
         index=np.asarray(index, np.int32),
         policy_versions=np.asarray(output["policy_versions"], np.int32),
+        row_ids=np.arange(rows, dtype=np.int32),
     )
 
 
@@ -133,6 +135,12 @@ def row_slices(tree: Any, rows: int) -> Iterator[Any]:
             return module.pad(part, ((0, missing), *((0, 0),) * (part.ndim - 1)))
 
         yield jax.tree.map(cut, tree)
+
+
+def minibatches(batch: TrainBatch, rows: int) -> list[TrainBatch]:
+    """Consecutive minibatches of `rows` rows, their prompt groups numbered from 0."""
+    slices = row_slices(batch, rows)
+    return [m.replace(index=np.unique(m.index, return_inverse=True)[1]) for m in slices]
 
 
 def length_sorted(tree: Any, lengths: np.ndarray, rows: int) -> Iterator[tuple[np.ndarray, Any]]:

@@ -86,8 +86,8 @@ def soft_overlong_punishment(
 ) -> np.ndarray:
     """What a response [B] loses for ending in the last `buffer_length` tokens before `max_length`.
 
-        punishment = penalty_factor clip((length - (max_length - buffer_length)) / buffer_length, 0,
-        1)
+        over       = (length - (max_length - buffer_length)) / buffer_length
+        punishment = penalty_factor clip(over, 0, 1)
 
     Yu et al., 2025, https://arxiv.org/abs/2503.14476 (eq. 13).
 

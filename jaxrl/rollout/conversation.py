@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl import envs
+from jaxrl.config import SamplingParams
 from jaxrl.registry import accepted_keywords
 from jaxrl.rollout.protocol import Completion, Engine, Request, Sampling
 from jaxrl.types import GeneratorInput, GeneratorOutput, Prompt, Trajectory
@@ -41,6 +42,18 @@ def generator_input(
         prompts=[p for p in prompts for _ in range(samples)],
         keys=[sample_key(*names, p.uid, i) for p in prompts for i in range(samples)],
         sampling=sampling,
+    )
+
+
+def sampling_of(params: SamplingParams, eos_token_ids: Sequence[int]) -> Sampling:
+    """Sampling parameters as the engine takes them, with the model's end-of-sequence ids."""
+    return Sampling(
+        max_tokens=params.max_generate_length,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        stop_token_ids=(*eos_token_ids, *(params.stop_token_ids or ())),
     )
 
 

@@ -1,11 +1,12 @@
-"""Both benchmarks run on a tiny shape and write what they promise."""
+"""The benchmarks run on a tiny shape and write what they promise."""
 
 import json
 
 import pytest
 
-from benchmarks import decode, grpo_step, roofline
+from benchmarks import decode, grpo_step, losses, roofline
 from benchmarks.grpo_step import make_workload, skewed_lengths
+from jaxrl.losses import LOSSES
 from jaxrl.models.transformer import TransformerConfig
 
 TOY = TransformerConfig(
@@ -25,7 +26,7 @@ def run(benchmark, tmp_path, capsys, *flags):
     return capsys.readouterr().out, json.loads(output.read_text())
 
 
-@pytest.mark.parametrize("benchmark_module", [decode, grpo_step])
+@pytest.mark.parametrize("benchmark_module", [decode, grpo_step, losses])
 def test_help(benchmark_module, capsys):
     with pytest.raises(SystemExit, match="^0$"):
         benchmark_module.main(["--help"])
@@ -62,6 +63,13 @@ def test_decode(tmp_path, capsys, device):
     split = result["split_ms"]
     parts = [split[name] for name in ("attention", "mlp", "head", "sampling")]
     assert sum(parts) == pytest.approx(split["whole"])
+
+
+def test_losses(tmp_path, capsys):
+    printed, report = run(losses, tmp_path, capsys, "--repeats=1")
+    assert "torch/ours" in printed
+    assert [row["loss"] for row in report["rows"]] == list(LOSSES)
+    assert all(row["seconds"] > 0 and row["torch_seconds"] > 0 for row in report["rows"])
 
 
 def test_flops_of_a_step():

@@ -1,18 +1,23 @@
 import pytest
 
+from jaxrl.advantages import ESTIMATORS
 from jaxrl.config import TrainConfig, apply_overrides, objective_card
+from jaxrl.losses import LOSSES
+from jaxrl.losses.reduction import REDUCTIONS
 
 CARD = """\
 objective
   minimise     sum_bt w_bt l_bt + 0.001 KL      (minibatch of B rows b, tokens t, loss mask m)
   policy loss  regular: l = -min(r A, clip(r, 0.8, 1.2) A)
                r = exp(log_probs - old_log_probs)
+               old_log_probs: the policy's at the start of the step, recomputed by the trainer
   advantage    grpo: A = (R - mean_G R) / (std_G R + 1e-6), G = the 5 samples of a prompt
   reduction    token_mean: w_bt = m_bt / sum m
+  correction   off
   KL           KL = mean_b mean_t k3, k3 = exp(-d) + d - 1, d = log_probs - ref_log_probs
   entropy      off
   temperature  1, of sampling and of every log-softmax
-  masked rows  none
+  filters      none
   optimizer    AdamW, lr 1e-06 constant_with_warmup, 0 warm-up updates, gradient norm <= 1
   batch        1024 prompts x 5 samples = 5120 rows per step
                -> 4 minibatches x 1 pass = 4 optimizer updates of 256 prompts = 1280 rows
@@ -83,7 +88,7 @@ def test_card_of_the_defaults():
                 "-> 2 minibatches x 2 passes = 4 optimizer updates of 3 prompts = 15 rows",
                 "-> 2 microbatches of 4 rows on each of 2 devices, the last with 1 empty row",
                 "rloo: A = R - mean of the others in G",
-                "masked rows  loss mask 0 unless stop_reason is 'stop'",
+                "filters      loss mask 0 unless stop_reason is 'stop'",
             ],
         ),
     ],
@@ -92,6 +97,115 @@ def test_card_has_the_numbers_and_fits_the_terminal(overrides, lines):
     card = objective_card(apply_overrides(TrainConfig(), overrides), num_devices=2)
     for line in lines:
         assert line in card
-    assert len(card.splitlines()) <= 25
+    assert_fits(card)
+
+
+def assert_fits(card):
+    assert len(card.splitlines()) <= 30
     assert max(len(line) for line in card.splitlines()) <= 100
     assert card.isascii()
+
+
+def card_of(**algorithm):
+    changes = {f"trainer.algorithm.{name.replace('__', '.')}": x for name, x in algorithm.items()}
+    card = objective_card(apply_overrides(TrainConfig(), changes))
+    assert_fits(card)
+    return " ".join(card.split())
+
+
+LOSSES_WITH_NUMBERS = {
+    "regular": "l = -min(r A, clip(r, 0.8, 1.2) A) r = exp(log_probs - old_log_probs) old",
+    "dual_clip": "clip(r, 0.8, 1.2) A), l = min(l, -3 A) where A < 0 r = exp(log_probs - old",
+    "gspo": "clip(r, 0.8, 1.2) A) r = exp(mean_t (log_probs - old_log_probs)), per row",
+    "sapo": "l = -4/tau sigmoid(tau (r - 1)) A, tau = 1 where A > 0, else 1.05 r =",
+    "cispo": "l = -sg[clip(r, 0, 5)] A log_probs r = exp(log_probs - old_log_probs)",
+    "rollout_is": "l = -sg[r] A log_probs where 0.8 < r < 1.2, else 0 r = exp(log_probs - rollout",
+    "dppo": "l = -r A; 0 where |p - q| > 0.2 (A > 0, p > q) or 0.2 (A < 0, p < q) r = exp(log_pr",
+    "clip_cov": "0 for 0.0002 of the tokens, random with 1 < cov < 5 r = exp(log_probs - old",
+    "kl_cov": "l = -r A, + 1 |log r| for the 0.2 of the tokens with highest cov r = exp",
+    "gmpo": "l = -r A, e = min(d, 0.2) where A > 0, max(d, -0.2) where A < 0 r = exp(mean_t e)",
+    "importance_sampling": "l = -r A r = exp(log_probs - old_log_probs)",
+    "cross_entropy": "l = -log_probs advantage not used",
+}
+
+
+def test_every_loss_and_estimator_has_its_formula():
+    assert LOSSES_WITH_NUMBERS.keys() == LOSSES.keys()
+    for name, formula in LOSSES_WITH_NUMBERS.items():
+        assert formula in card_of(policy_loss_type=name)
+    for name in ESTIMATORS:
+        assert f"advantage {name}: A = " in card_of(advantage_estimator=name)
+    for name in REDUCTIONS:
+        assert f"reduction {name}: w_bt = m_bt / (" in card_of(loss_reduction=name).replace(
+            "m_bt / sum", "m_bt / (sum"
+        )
+
+
+def test_the_policy_that_the_ratio_is_relative_to():
+    assert "old_log_probs: the policy's at the start of the step, recomputed" in card_of()
+    rollout = "r = exp(log_probs - rollout_log_probs) rollout_log_probs: the sampler's"
+    assert rollout in card_of(policy_loss_type="cispo", cispo__cispo_anchor="rollout")
+    once = {"trainer.train_batch_size": 8, "trainer.policy_mini_batch_size": 8}
+    card = objective_card(apply_overrides(TrainConfig(), once))
+    assert "old_log_probs: the policy's own, since a batch has one update; r = 1" in card
+    # a correction has to know the old policy anyway
+    once["trainer.algorithm.off_policy_correction.tis_ratio_type"] = "token"
+    assert "recomputed by the trainer" in objective_card(apply_overrides(TrainConfig(), once))
+
+
+def test_every_active_correction_has_a_line():
+    card = card_of(
+        off_policy_correction__tis_ratio_type="token",
+        off_policy_correction__sequence_mask_metric="geometric",
+        off_policy_correction__outlier_token_is_threshold_low=0.01,
+        off_policy_correction__outlier_token_is_threshold_high=100,
+        off_policy_correction__token_mask_is_threshold_low=0.5,
+        off_policy_correction__token_mask_is_threshold_high=2,
+        off_policy_correction__renormalize=True,
+    )
+    for line in (
+        "minimise sum_bt c_bt w_bt l_bt + 0.001 KL",
+        "correction v = exp(old_log_probs - rollout_log_probs); w counts the tokens left",
+        "c = 0 for rows with any v < 0.01 or v > 100",
+        "c = 0 for tokens with v outside [0.5, 2]",
+        "c = min(v, 2)",
+        "c = 0 for rows with geometric mean of v outside [0.99, 1.01]",
+    ):
+        assert line in card
+    card = card_of(
+        off_policy_correction__tis_ratio_type="sequence",
+        off_policy_correction__sequence_mask_metric="product",
+    )
+    assert "w counts the tokens of m, dropped or not c = min(prod_t v, 5), per row" in card
+    assert "c = 0 for rows with product of v outside [0.5, 2]" in card
+
+
+def test_kl_in_the_rewards_and_its_controller():
+    settings = {"use_kl_loss": False, "use_kl_in_reward": True}
+    card = card_of(**settings)
+    assert "minimise sum_bt w_bt l_bt (" in card
+    assert "KL in the rewards: r_t - beta k3_t, k3 = exp(-d) + d - 1, d = old_log_probs" in card
+    assert "beta = 0.001, fixed" in card
+    # 1024 prompts x 5 samples
+    assert (
+        "beta = 0.001 at first; after each step beta (1 + clip(KL / 0.1 - 1, -0.2, 0.2) 5120 / "
+        "10000)" in card_of(**settings, kl_ctrl__type="adaptive")
+    )
+
+
+def test_filters_and_shaped_rewards_are_named():
+    card = card_of(
+        dynamic_sampling__type="replace",
+        zero_variance_filter=True,
+        overlong_buffer={"len": 100, "penalty_factor": 0.5},
+        advantage_batch_normalize=True,
+    )
+    for line in (
+        "filters replace: batches are drawn until rewards differ; if 0.3 of the prompts differ, "
+        "they replace the others, at most 30",
+        "reward less 0.5 (length - 924) / 100 beyond 924 of 1024 tokens",
+        "loss mask 0 for prompts whose rewards differ by at most 1e-06",
+        "then (A - mean A) / std A over the response tokens of the batch",
+    ):
+        assert line in card
+    assert "those that differ are collected, at most 30" in card_of(dynamic_sampling__type="filter")

@@ -53,15 +53,6 @@ PLANNED = [
     ("trainer.placement.colocate_all", False, True),
     ("trainer.placement.colocate_policy_ref", False, True),
     ("trainer.placement.policy_num_nodes", 2, 1),
-    ("trainer.algorithm.use_kl_in_reward", True, False),
-    ("trainer.algorithm.advantage_batch_normalize", True, False),
-    ("trainer.algorithm.zero_variance_filter", True, False),
-    ("trainer.algorithm.use_tis", True, False),
-    ("trainer.algorithm.off_policy_correction.tis_ratio_type", "token", None),
-    ("trainer.algorithm.off_policy_correction.sequence_mask_metric", "product", None),
-    ("trainer.algorithm.off_policy_correction.outlier_token_is_threshold_high", 100.0, None),
-    ("trainer.algorithm.off_policy_correction.token_mask_is_threshold_low", 0.5, None),
-    ("trainer.algorithm.dynamic_sampling.type", "filter", None),
     ("trainer.update_ref_every_epoch", True, False),
     ("trainer.use_sample_packing", True, False),
     ("trainer.flash_attn", True, False),
@@ -246,13 +237,6 @@ def test_fields_of_a_user_class_are_not_judged():
         ),
         (
             {
-                "trainer.algorithm.policy_loss_type": "dual_clip",
-                "trainer.algorithm.clip_ratio_c": 1,
-            },
-            r"trainer.algorithm.clip_ratio_c=1.0: must be > 1, e.g. 3.0",
-        ),
-        (
-            {
                 "trainer.algorithm.loss_reduction": "seq_mean_token_sum_norm",
                 "trainer.algorithm.max_seq_len": 0,
             },
@@ -368,15 +352,6 @@ def test_groups_of_one_warn(estimator, effect):
 def test_only_checkpoints_may_go_to_a_bucket(field):
     with pytest.raises(ValueError, match=rf"{field}='gs://bucket/x': must be a local folder"):
         check({field: "gs://bucket/x"})
-
-
-def test_gspo_warns_unless_averaged_over_sequences():
-    gspo = {"trainer.algorithm.policy_loss_type": "gspo"}
-    with pytest.warns(UserWarning, match="loss_reduction='token_mean': gspo is defined with 'seq"):
-        check(gspo)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check(gspo | {"trainer.algorithm.loss_reduction": "sequence_mean"})
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from jaxrl.losses.kl import adaptive_kl_coef, approximate_kl, penalized_rewards
 from jaxrl.losses.off_policy import correction_enabled, off_policy_correction
 from jaxrl.losses.reduction import reduction_weights
 from jaxrl.losses.value import value_loss
-from jaxrl.update import reduce_metric
+from jaxrl.objective import reduce_metric
 from tests.golden import Case
 from tests.golden.arrays import (
     BITS,

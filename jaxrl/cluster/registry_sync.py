@@ -1,0 +1,104 @@
+"""The Ray actor through which the processes of a job share user functions.
+
+It holds pickles and never loads them, so neither this module nor the actor's process needs jax.
+`jaxrl.registry` is the only caller.
+"""
+
+import uuid
+from typing import Any, NamedTuple
+
+import ray
+
+from jaxrl.user_functions import PackedFunction
+
+
+class Exchange(NamedTuple):
+    """Answer of `RegistryActor.exchange`."""
+
+    clashes: dict[str, str]  # name -> origin of the other function; then nothing was stored
+    names: list[str]  # all that are registered
+    functions: dict[str, PackedFunction]  # those that the caller lacks
+
+
+@ray.remote(num_cpus=0)
+class RegistryActor:
+    """Tables of pickled functions: kind -> name -> function. One per Ray job."""
+
+    def __init__(self) -> None:
+        self._session = uuid.uuid4().hex
+        self._tables: dict[str, dict[str, PackedFunction]] = {}
+
+    def session(self) -> str:
+        """Differs between actors: what was shared with another one is not known here."""
+        return self._session
+
+    def exchange(
+        self, kind: str, new: dict[str, PackedFunction], known: dict[str, str]
+    ) -> Exchange:
+        """Take the caller's new functions and give it those it lacks.
+
+        Args:
+            kind: "policy loss" or "advantage estimator".
+            new: functions that the caller has not shared yet.
+            known: name -> fingerprint of those that it has.
+        """
+        table = self._tables.setdefault(kind, {})
+        clashes = {
+            name: table[name].origin
+            for name, packed in new.items()
+            if name in table and table[name].fingerprint != packed.fingerprint
+        }
+        if clashes:
+            return Exchange(clashes, [], {})
+        lacking = {n: p for n, p in table.items() if n not in new and known.get(n) != p.fingerprint}
+        table.update(new)
+        return Exchange({}, list(table), lacking)
+
+    def remove(self, kind: str, name: str) -> bool:
+        """Forget a function; whether there was one."""
+        return self._tables.get(kind, {}).pop(name, None) is not None
+
+    def clear(self, kind: str) -> None:
+        """Forget all functions of a kind."""
+        self._tables.pop(kind, None)
+
+
+def session() -> str:
+    """Identity of this job's actor, which is created by the first caller."""
+    return _answer("session")
+
+
+def exchange(kind: str, new: dict[str, PackedFunction], known: dict[str, str]) -> Exchange:
+    """See `RegistryActor.exchange`."""
+    return _answer("exchange", kind, new, known)
+
+
+def remove(kind: str, name: str) -> bool:
+    """See `RegistryActor.remove`."""
+    return _answer("remove", kind, name)
+
+
+def clear(kind: str) -> None:
+    """See `RegistryActor.clear`."""
+    _answer("clear", kind)
+
+
+_created: list[Any] = []  # an actor ends when its creator drops the handle
+
+
+def _answer(method: str, *args: Any) -> Any:
+    """Ask the actor of this job, found by name: a handle of before `ray.shutdown()` is stale.
+
+    The name holds the job, so that two runs on one cluster do not mix even in one namespace. The
+    actor ends with its creator, which is right for the driver; a worker may end before the job.
+    """
+    context = ray.get_runtime_context()
+    name = f"jaxrl_registry_{context.get_job_id()}"
+    try:
+        actor = ray.get_actor(name)
+    except ValueError:
+        lifetime = "detached" if context.worker.mode == ray.WORKER_MODE else None
+        options = RegistryActor.options(name=name, get_if_exists=True, lifetime=lifetime)
+        actor = options.remote()
+        _created[:] = [actor]
+    return ray.get(getattr(actor, method).remote(*args))

@@ -1,0 +1,191 @@
+"""Writes docs/algorithms.md: `python -m jaxrl.config.document_algorithms`."""
+
+import inspect
+import re
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxrl.advantages import ESTIMATORS
+from jaxrl.advantages.normalize import normalize_advantages
+from jaxrl.config.algorithm import AlgorithmConfig
+from jaxrl.config.dataclass_config import flatten
+from jaxrl.config.grpo_variants import GRPO_VARIANTS, GRPOVariant
+from jaxrl.config.needs import allowed_reductions, ratio_anchor
+from jaxrl.config.objective_checks import UNCORRECTED
+from jaxrl.data.selection import soft_overlong_punishment
+from jaxrl.losses import BATCH_STATISTICS, LOSSES
+from jaxrl.losses.kl import adaptive_kl_coef, approximate_kl, penalized_rewards
+from jaxrl.losses.off_policy import off_policy_correction
+from jaxrl.losses.reduction import REDUCTIONS, reduction_weights
+from jaxrl.losses.value import value_loss
+
+PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
+
+_INTRODUCTION = """# Algorithms
+
+<!-- Written by `python -m jaxrl.config.document_algorithms`; edit the docstrings, not this page.
+-->
+
+The objective of a minibatch is a sum over its rows b and tokens t,
+
+```
+sum_bt w_bt c_bt L_bt + kl_loss_coef sum_bt k_bt KL_bt - entropy_loss_coef sum_bt e_bt H_bt
+```
+
+with the loss L of a token, the weights w of `loss_reduction`, the off-policy correction c, and for
+KL and entropy weights of their own (mean over sequences, mean over tokens). Nothing else divides by
+a count. Every run prints the objective that its config means. All settings are fields of
+`trainer.algorithm`. Functions of your own: [custom_algorithms.md](custom_algorithms.md).
+
+A_t advantage, r_t ratio, m mask of the tokens that the policy sampled, sg[] no gradient.
+"""
+_SHARED = {
+    "Reductions": [("loss_reduction", reduction_weights)],
+    "KL to the reference model": [
+        ("use_kl_loss, kl_estimator_type", approximate_kl),
+        ("use_kl_in_reward", penalized_rewards),
+        ('kl_ctrl.type = "adaptive"', adaptive_kl_coef),
+    ],
+    "Off-policy correction": [("off_policy_correction", off_policy_correction)],
+    "Around the loss": [
+        ("advantage_batch_normalize", normalize_advantages),
+        ("overlong_buffer", soft_overlong_punishment),
+        ("value_clip", value_loss),
+    ],
+}
+_GRPO = """
+## What "GRPO" means in eight systems
+
+The name stands for eight objectives. These are the defaults of each system, read from its code:
+
+| system | advantage | ratio against | clip | mean | KL |
+|---|---|---|---|---|---|
+"""
+_GRPO_SETTINGS = "\nTo get them here, from the defaults of `trainer.algorithm`:\n"
+
+
+class Docstring(NamedTuple):
+    """The parts of a public docstring."""
+
+    summary: str
+    formula: str
+    source: str  # papers, and what differs from them
+    arguments: str
+
+
+def algorithms_page() -> str:
+    """The text of docs/algorithms.md."""
+    losses = [_function(name, func, _loss_facts(name, func)) for name, func in LOSSES.items()]
+    estimators = [_function(n, f, _estimator_facts(f)) for n, f in ESTIMATORS.items()]
+    parts = [_INTRODUCTION, _overview(), "\n## Policy losses\n\n`policy_loss_type`\n", *losses]
+    parts += ["\n## Advantage estimators\n\n`advantage_estimator`; rewards r_t, scores s.\n"]
+    parts += estimators
+    for title, functions in _SHARED.items():
+        parts.append(f"\n## {title}\n")
+        parts += [_function(name, func, {}) for name, func in functions]
+    parts += [_GRPO, *map(_row, GRPO_VARIANTS), _GRPO_SETTINGS, *map(_variant, GRPO_VARIANTS)]
+    return "".join(parts)
+
+
+def parse_docstring(func: Callable[..., Any]) -> Docstring:
+    """Summary, formula (the indented block), the text after it, and the section Args."""
+    doc = inspect.getdoc(func) or ""
+    body, *sections = re.split(r"\n(?=(?:Args|Returns|Raises):\n)", doc)
+    arguments = next((section for section in sections if section.startswith("Args:")), "")
+    summary, _, body = body.partition("\n\n")
+    formula = re.match(r"(?: {4}.*\n|\n)+", body + "\n")
+    block = formula.group() if formula else ""
+    return Docstring(summary, textwrap.dedent(block).strip(), body[len(block) :].strip(), arguments)
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(algorithms_page())
+
+
+def _overview() -> str:
+    """What each loss allows, at a glance."""
+    lines = ["\n| loss | ratio against | off-policy correction | reductions |", "|---|---|---|---|"]
+    for name, func in LOSSES.items():
+        facts = _loss_facts(name, func)
+        cells = (facts[key] for key in ("ratio against", "off-policy correction", "reductions"))
+        lines.append(f"| [`{name}`](#{name}) | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _function(name: str, func: Callable[..., Any], facts: dict[str, str]) -> str:
+    doc = parse_docstring(func)
+    file = Path(inspect.getsourcefile(func) or "").relative_to(PAGE.parents[1])
+    lines = [f"\n### {name}\n", _prose(doc.summary), f"\n```\n{doc.formula}\n```\n"]
+    lines += [_prose(doc.source), ""] if doc.source else []
+    lines += [
+        f"- {key}: {value}" for key, value in {**facts, "code": f"[{file}](../{file})"}.items()
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _loss_facts(name: str, func: Callable[..., Any]) -> dict[str, str]:
+    anchor = ratio_anchor(AlgorithmConfig(policy_loss_type=name))
+    against = {"old": "the policy before the step", "rollout": "the sampler", None: "nothing"}
+    reductions = allowed_reductions(name)
+    correction = (
+        "yes" if anchor == "old" else "masks only: the ratio is against the sampler already"
+    )
+    facts = {
+        "ratio against": against[anchor],
+        "off-policy correction": f"no: {UNCORRECTED[name]}" if name in UNCORRECTED else correction,
+        "reductions": "all"
+        if reductions == REDUCTIONS
+        else ", ".join(f"`{r}`" for r in reductions),
+    }
+    if settings := _settings(parse_docstring(func).arguments):
+        facts["defaults"] = settings
+    if name in BATCH_STATISTICS:
+        facts["needs"] = "the whole minibatch at once, which costs one more forward pass"
+    return facts
+
+
+def _settings(arguments: str) -> str:
+    """The config fields that the entry "config" of a docstring names, with their defaults."""
+    entry = re.search(r"^ {4}config: (.*(?:\n {8}.*)*)", arguments, re.MULTILINE)
+    words = re.findall(r"[a-z_]+(?:\.[a-z_]+)*", entry.group(1)) if entry else []
+    defaults = flatten(AlgorithmConfig())
+    return ", ".join(f"`{w} = {defaults[w]!r}`" for w in dict.fromkeys(words) if w in defaults)
+
+
+def _estimator_facts(func: Callable[..., Any]) -> dict[str, str]:
+    defaults, of_kwargs, facts = flatten(AlgorithmConfig()), " (in `advantage_kwargs`)", {}
+    own = [
+        f"`{p.name} = {defaults.get(p.name, p.default)!r}`{of_kwargs * (p.name not in defaults)}"
+        for p in inspect.signature(func).parameters.values()
+        if p.kind is p.KEYWORD_ONLY and p.name != "loss_mask"
+    ]
+    if own:
+        facts["defaults"] = ", ".join(own)
+    if re.search(r"^ {4}values: ", parse_docstring(func).arguments, re.MULTILINE):
+        facts["needs"] = "the values of a critic"
+    return facts
+
+
+def _row(variant: GRPOVariant) -> str:
+    return "| " + " | ".join(variant[: variant._fields.index("settings")]) + " |\n"
+
+
+def _variant(variant: GRPOVariant) -> str:
+    settings = "\n".join(
+        f"config.trainer.algorithm.{field} = {value!r}".replace("'", '"')
+        for field, value in variant.settings.items()
+    )
+    note = f"{variant.note}\n\n" if variant.note else ""
+    return f"\n### {variant.system}\n\n{note}```python\n{settings or '# the defaults'}\n```\n"
+
+
+def _prose(text: str) -> str:
+    """Paragraphs of a docstring with clickable links."""
+    return re.sub(r"(?<![<(])(https?://[^\s,;()]+[^\s,;().:])", r"<\1>", text)
+
+
+if __name__ == "__main__":
+    main()

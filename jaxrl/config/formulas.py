@@ -1,0 +1,181 @@
+"""The parts of the objective as formulas, with the numbers of a config in them."""
+
+from jaxrl.config.algorithm import AlgorithmConfig, OffPolicyCorrectionConfig
+from jaxrl.config.needs import needs_old_log_probs, ratio_anchor
+from jaxrl.config.train_config import TrainConfig
+from jaxrl.config.trainer import TrainerConfig
+
+_KL = {
+    "k1": "d",
+    "k2": "d^2 / 2",
+    "k3": "exp(-d) + d - 1",
+    "abs": "|d|",
+}
+_PER_TOKEN = "r = exp(log_probs - {anchor}_log_probs)"
+_PER_ROW = "r = exp(mean_t (log_probs - {anchor}_log_probs)), per row"
+_RATIO = {
+    "gspo": _PER_ROW,
+    "gmpo": "r = exp(mean_t e), per row; d = log_probs - {anchor}_log_probs",
+    "dppo": f"{_PER_TOKEN}; p, q = exp of the two",
+    "clip_cov": f"{_PER_TOKEN}; cov = (A - mean A)(log_probs - mean)",
+    "kl_cov": f"{_PER_TOKEN}; cov = (A - mean A)(log_probs - mean)",
+}
+
+
+def loss_lines(trainer: TrainerConfig) -> list[str]:
+    """Loss of a token, its ratio, and the policy that the ratio is relative to."""
+    algorithm = trainer.algorithm
+    name, anchor = algorithm.policy_loss_type, ratio_anchor(algorithm)
+    formula = _loss(algorithm)
+    if formula is None:
+        kwargs = ", ".join(f"{k}={v!r}" for k, v in algorithm.policy_loss_kwargs.items())
+        given = f"with {kwargs or 'its default hyperparameters'}"
+        return [f"custom function {name}", given, f"offered {_anchor(trainer)}"]
+    if anchor is None:
+        return [f"{name}: l = {formula}"]
+    ratio = _RATIO.get(name, _PER_TOKEN).format(anchor=anchor)
+    return [f"{name}: l = {formula}", ratio, _anchor(trainer)]
+
+
+def _loss(algorithm: AlgorithmConfig) -> str | None:
+    """None for a function of the user."""
+    eps_low, eps_high = algorithm.eps_clip_low, algorithm.eps_clip_high
+    low, high = f"{1 - eps_low:g}", f"{1 + eps_high:g}"
+    surrogate = f"-min(r A, clip(r, {low}, {high}) A)"
+    sapo, cispo, dppo = algorithm.sapo, algorithm.cispo, algorithm.dppo
+    clip_cov, kl_cov = algorithm.clip_cov, algorithm.kl_cov
+    weight = f"clip(r, {1 - cispo.cispo_eps_clip_low:g}, {1 + cispo.cispo_eps_clip_high:g})"
+    divergence = {"binary_tv": "|p - q|", "binary_kl": "KL of the binary q, p"}[dppo.dppo_type]
+    return {
+        "regular": surrogate,
+        "dual_clip": f"{surrogate}, l = min(l, -{algorithm.clip_ratio_c:g} A) where A < 0",
+        "gspo": surrogate,
+        "sapo": f"-4/tau sigmoid(tau (r - 1)) A, tau = {sapo.tau_pos:g} where A > 0, else "
+        f"{sapo.tau_neg:g}",
+        "cispo": f"-sg[{weight}] A log_probs",
+        "rollout_is": f"-sg[r] A log_probs where {low} < r < {high}, else 0",
+        "dppo": f"-r A; 0 where {divergence} > {dppo.delta_high:g} (A > 0, p > q) or "
+        f"{dppo.delta_low:g} (A < 0, p < q)",
+        "clip_cov": f"{surrogate}; 0 for {clip_cov.clip_ratio:g} of the tokens, random with "
+        f"{clip_cov.clip_cov_lb:g} < cov < {clip_cov.clip_cov_ub:g}",
+        "kl_cov": f"-r A, + {kl_cov.ppo_kl_coef:g} |log r| for the {kl_cov.kl_cov_frac:g} of the "
+        "tokens with highest cov",
+        "gmpo": f"-r A, e = min(d, {eps_high:g}) where A > 0, max(d, {-eps_low:g}) where A < 0",
+        "importance_sampling": "-r A",
+        "cross_entropy": "-log_probs",
+    }.get(algorithm.policy_loss_type)
+
+
+def _anchor(trainer: TrainerConfig) -> str:
+    if ratio_anchor(trainer.algorithm) == "rollout":
+        return "rollout_log_probs: the sampler's, as it recorded them"
+    if needs_old_log_probs(trainer):
+        return "old_log_probs: the policy's at the start of the step, recomputed by the trainer"
+    return "old_log_probs: the policy's own, since a batch has one update; r = 1"
+
+
+def advantage_line(algorithm: AlgorithmConfig, samples: int) -> str:
+    """Advantage of a token, from R, the sum of its row's rewards r_t."""
+    if algorithm.policy_loss_type == "cross_entropy":
+        return "not used by the loss"
+    line = _advantage(algorithm, f"G = the {samples} samples of a prompt")
+    if algorithm.advantage_kwargs:
+        line += ", " + ", ".join(f"{k}={v!r}" for k, v in algorithm.advantage_kwargs.items())
+    return line
+
+
+def _advantage(algorithm: AlgorithmConfig, group: str) -> str:
+    name = algorithm.advantage_estimator
+    gamma, decay = f"{algorithm.gamma:g}", f"{algorithm.gamma * algorithm.lambd:g}"
+    relative = "R - mean_G R"
+    if name in ("grpo", "grpo_token") and algorithm.grpo_norm_by_std:
+        relative = f"({relative}) / (std_G R + 1e-6)"
+    formula = {
+        "grpo": f"A = {relative}, {group}",
+        "dr_grpo": f"A = {relative}, {group}",
+        "grpo_token": f"A = {relative}, R = r_t + {gamma} R_t+1, {group}",
+        "rloo": f"A = R - mean of the others in G, {group}",
+        "maxrl": f"A = ({relative}) / (mean_G R + 1e-6), {group}",
+        "reinforce++": f"A = (R_t - mean R_t) / std R_t over the batch, R_t = r_t + {gamma} R_t+1",
+        "gae": f"A = normalised G_t = d_t + {decay} G_t+1, d_t = r_t + {gamma} V_t+1 - V_t",
+    }.get(name)
+    if formula is None:
+        numbers = f"gamma={algorithm.gamma:g}, lambd={algorithm.lambd:g}"
+        return f"custom function {name}, {numbers}"
+    return f"{name}: {formula}"
+
+
+def reduction_line(trainer: TrainerConfig) -> str:
+    """Weight of a token in the minibatch."""
+    algorithm, block = trainer.algorithm, trainer.micro_train_batch_size_per_gpu
+    formula = {
+        "token_mean": "w_bt = m_bt / sum m",
+        "token_mean_legacy": f"w_bt = m_bt / (blocks x sum of m in the block of {block} rows)",
+        "sequence_mean": "w_bt = m_bt / (B sum_t m_bt)",
+        "seq_mean_token_sum_norm": f"w_bt = m_bt / (B {algorithm.max_seq_len})",
+        "prompt_mean": "w_bt = m_bt / (prompts x sum of m over the prompt's samples)",
+    }[algorithm.loss_reduction]
+    return f"{algorithm.loss_reduction}: {formula}"
+
+
+def correction_lines(correction: OffPolicyCorrectionConfig) -> list[str]:
+    """What c, the off-policy correction, is made of; one line for each active part."""
+    lines = []
+    low, high = (
+        correction.outlier_token_is_threshold_low,
+        correction.outlier_token_is_threshold_high,
+    )
+    if low is not None or high is not None:
+        limits = [
+            f"v < {low:g}" if low is not None else "",
+            f"v > {high:g}" if high is not None else "",
+        ]
+        lines.append(f"c = 0 for rows with any {' or '.join(filter(None, limits))}")
+    low, high = correction.token_mask_is_threshold_low, correction.token_mask_is_threshold_high
+    if low is not None:
+        lines.append(f"c = 0 for tokens with v outside [{low:g}, {high:g}]")
+    if correction.tis_ratio_type == "token":
+        lines.append(f"c = min(v, {correction.token_tis_ratio_clip_high:g})")
+    if correction.tis_ratio_type == "sequence":
+        lines.append(f"c = min(prod_t v, {correction.sequence_tis_ratio_clip_high:g}), per row")
+    if correction.sequence_mask_metric == "geometric":
+        bounds = f"[{correction.geo_mask_low:g}, {correction.geo_mask_high:g}]"
+        lines.append(f"c = 0 for rows with geometric mean of v outside {bounds}")
+    if correction.sequence_mask_metric == "product":
+        bounds = f"[{correction.product_mask_low:g}, {correction.product_mask_high:g}]"
+        lines.append(f"c = 0 for rows with product of v outside {bounds}")
+    if lines:
+        counted = "left" if correction.renormalize else "of m, dropped or not"
+        lines.insert(
+            0, f"v = exp(old_log_probs - rollout_log_probs); w counts the tokens {counted}"
+        )
+    return lines or ["off"]
+
+
+def kl_line(config: TrainConfig) -> str:
+    """The KL to the reference, in the loss or in the rewards."""
+    algorithm = config.trainer.algorithm
+    kind, coef = algorithm.kl_estimator_type, algorithm.kl_loss_coef
+    if algorithm.use_kl_loss and coef:
+        estimate = f"{kind} = {_KL[kind]}, d = log_probs - ref_log_probs"
+        return f"KL = mean_b mean_t {kind}, {estimate}"
+    if not (algorithm.use_kl_in_reward and coef):
+        return "off"
+    return (
+        f"in the rewards: r_t - beta {kind}_t, {kind} = {_KL[kind]}, "
+        "d = old_log_probs - ref_log_probs"
+    )
+
+
+def controller_lines(config: TrainConfig) -> list[str]:
+    """The coefficient of the KL in the rewards."""
+    algorithm = config.trainer.algorithm
+    if not (algorithm.use_kl_in_reward and algorithm.kl_loss_coef):
+        return []
+    coef, control = f"beta = {algorithm.kl_loss_coef:g}", algorithm.kl_ctrl
+    if control.type == "fixed":
+        return [f"{coef}, fixed"]
+    rows = config.trainer.train_batch_size * config.generator.n_samples_per_prompt
+    target = f"clip(KL / {control.kl_target:g} - 1, -0.2, 0.2)"
+    update = f"beta (1 + {target} {rows} / {control.horizon})"
+    return [f"{coef} at first; after each step {update}"]

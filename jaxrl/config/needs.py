@@ -1,0 +1,66 @@
+"""What an objective needs, read off its config: log-probs of which policies, which reductions."""
+
+from typing import Literal
+
+from jaxrl.config.algorithm import AlgorithmConfig
+from jaxrl.config.trainer import TrainerConfig
+from jaxrl.function_contracts import asks_for
+from jaxrl.losses.off_policy import correction_enabled
+from jaxrl.losses.reduction import REDUCTIONS
+from jaxrl.registry import PolicyLossRegistry
+
+Anchor = Literal["old", "rollout"]
+
+
+def ratio_anchor(algorithm: AlgorithmConfig) -> Anchor | None:
+    """The policy that the loss takes its ratio against; None = the loss has no ratio.
+
+    "old" is the policy at the start of the step, recomputed by the trainer; "rollout" the sampler,
+    by the log-probs that it recorded. A user's loss is offered both, and taken to use the first.
+    """
+    name = algorithm.policy_loss_type
+    if name == "cispo":
+        return "rollout" if algorithm.cispo.cispo_anchor == "rollout" else "old"
+    if name in ("rollout_is", "dppo"):
+        return "rollout"
+    return None if name == "cross_entropy" else "old"
+
+
+def allowed_reductions(policy_loss_type: str) -> tuple[str, ...]:
+    """The values of loss_reduction under which a loss means something."""
+    return ("sequence_mean",) if policy_loss_type == "gmpo" else REDUCTIONS
+
+
+def updates_per_step(trainer: TrainerConfig) -> int:
+    """Optimizer updates on one batch."""
+    minibatches = trainer.train_batch_size // trainer.policy_mini_batch_size
+    return minibatches * trainer.update_epochs_per_batch
+
+
+def needs_old_log_probs(trainer: TrainerConfig) -> bool:
+    """Whether a step has to recompute the log-probs of its batch before the first update.
+
+    The first update on a batch has the old policy itself; only later ones must know it.
+    """
+    algorithm = trainer.algorithm
+    return (
+        (ratio_anchor(algorithm) == "old" and updates_per_step(trainer) > 1)
+        or correction_enabled(algorithm.off_policy_correction)
+        or kl_in_reward(algorithm)
+    )
+
+
+def kl_in_loss(algorithm: AlgorithmConfig) -> bool:
+    """Whether the KL to the reference counts as a term of the loss."""
+    return algorithm.use_kl_loss and algorithm.kl_loss_coef != 0
+
+
+def kl_in_reward(algorithm: AlgorithmConfig) -> bool:
+    """Whether the KL to the reference counts in the rewards."""
+    return algorithm.use_kl_in_reward and algorithm.kl_loss_coef != 0
+
+
+def needs_reference(algorithm: AlgorithmConfig) -> bool:
+    """Whether a KL counts, or the loss asks for ref_log_probs."""
+    func = PolicyLossRegistry.resolve(algorithm.policy_loss_type)
+    return kl_in_loss(algorithm) or kl_in_reward(algorithm) or asks_for(func, "ref_log_probs")

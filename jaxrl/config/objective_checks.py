@@ -1,0 +1,288 @@
+"""Checks of the objective: values without a meaning, corrections counted twice, legal oddities."""
+
+import inspect
+import warnings
+from typing import Any
+
+from jaxrl.config.algorithm import AlgorithmConfig
+from jaxrl.config.errors import check_choice, fail
+from jaxrl.config.needs import allowed_reductions, kl_in_reward, ratio_anchor
+from jaxrl.config.train_config import TrainConfig
+from jaxrl.losses.off_policy import correction_enabled
+from jaxrl.objective import make_policy_loss
+from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry, bind_estimator
+
+_ALGORITHM = "trainer.algorithm"
+_CORRECTION = f"{_ALGORITHM}.off_policy_correction"
+UNCORRECTED = {
+    "clip_cov": "it chooses tokens by its own statistics of the minibatch",
+    "kl_cov": "it chooses tokens by its own statistics of the minibatch",
+    "gmpo": "there is none of a geometric mean",
+    "cross_entropy": "it has no ratio",
+}
+
+
+def check_objective(config: TrainConfig) -> None:
+    """Refuse an objective that is incoherent.
+
+    Raises:
+        ValueError: names the field, the value and the fix.
+    """
+    algorithm = config.trainer.algorithm
+    _check_loss(algorithm)
+    _check_reduction(algorithm)
+    _check_kl(algorithm)
+    _check_correction(algorithm)
+    _check_filters(config)
+    _check_functions(algorithm)
+    sampling = config.generator.sampling_params.temperature
+    if algorithm.temperature != sampling:
+        fail(
+            f"{_ALGORITHM}.temperature",
+            algorithm.temperature,
+            f"differs from generator.sampling_params.temperature={sampling}: the loss would train "
+            "another distribution than the one sampled; leave it None",
+        )
+
+
+def _check_loss(algorithm: AlgorithmConfig) -> None:
+    """The hyperparameters of the chosen loss; those of others may have any value."""
+    name = algorithm.policy_loss_type
+    if name == "dual_clip" and algorithm.clip_ratio_c <= 1:
+        fail(f"{_ALGORITHM}.clip_ratio_c", algorithm.clip_ratio_c, "must be > 1, e.g. 3.0")
+    if name == "sapo":
+        _require(algorithm, "sapo.tau_pos sapo.tau_neg", lambda x: x > 0, "must be > 0, e.g. 1.0")
+    if name == "cispo":
+        anchor = algorithm.cispo.cispo_anchor
+        check_choice(f"{_ALGORITHM}.cispo.cispo_anchor", anchor, ("old", "rollout"))
+        fields = "cispo.cispo_eps_clip_low cispo.cispo_eps_clip_high"
+        _require(algorithm, fields, lambda x: x >= 0, "must be 0 or more, e.g. 1.0 and 4.0")
+    if name == "dppo":
+        kinds = ("binary_tv", "binary_kl")
+        check_choice(f"{_ALGORITHM}.dppo.dppo_type", algorithm.dppo.dppo_type, kinds)
+        fields = "dppo.delta_low dppo.delta_high"
+        _require(algorithm, fields, lambda x: x >= 0, "must be 0 or more, e.g. 0.2")
+    if name == "clip_cov":
+        _require(algorithm, "clip_cov.clip_ratio", lambda x: 0 < x <= 1, "must be in (0, 1]")
+        if algorithm.clip_cov.clip_cov_lb >= algorithm.clip_cov.clip_cov_ub:
+            bound = algorithm.clip_cov.clip_cov_ub
+            fix = f"must be below clip_cov_ub={bound}: no token would be dropped"
+            fail(f"{_ALGORITHM}.clip_cov.clip_cov_lb", algorithm.clip_cov.clip_cov_lb, fix)
+    if name == "kl_cov":
+        _require(algorithm, "kl_cov.kl_cov_frac", lambda x: 0 < x <= 1, "must be in (0, 1]")
+
+
+def _check_reduction(algorithm: AlgorithmConfig) -> None:
+    field, kind = f"{_ALGORITHM}.loss_reduction", algorithm.loss_reduction
+    allowed = allowed_reductions(algorithm.policy_loss_type)
+    if kind not in allowed:
+        why = f"policy_loss_type={algorithm.policy_loss_type!r} is defined with "
+        fail(field, kind, f"{why}{' or '.join(map(repr, allowed))} only; set that")
+    if kind == "seq_mean_token_sum_norm" and not (
+        algorithm.max_seq_len and algorithm.max_seq_len > 0
+    ):
+        fail(
+            f"{_ALGORITHM}.max_seq_len",
+            algorithm.max_seq_len,
+            "loss_reduction='seq_mean_token_sum_norm' divides by it; set it to the longest "
+            "sequence, in tokens",
+        )
+
+
+def _check_kl(algorithm: AlgorithmConfig) -> None:
+    if algorithm.use_kl_in_reward and algorithm.use_kl_loss:
+        fail(
+            f"{_ALGORITHM}.use_kl_in_reward",
+            True,
+            "the KL would count twice, in the reward and in the loss; set use_kl_loss to False",
+        )
+    if algorithm.use_kl_in_reward or algorithm.kl_ctrl.type == "adaptive":
+        fields, fix = "kl_ctrl.kl_target kl_ctrl.horizon", "must be > 0, e.g. 0.1 and 10000"
+        _require(algorithm, fields, lambda x: x > 0, fix)
+
+
+def _check_correction(algorithm: AlgorithmConfig) -> None:
+    correction, name = algorithm.off_policy_correction, algorithm.policy_loss_type
+    if algorithm.use_tis:
+        _check_use_tis(algorithm)
+    if correction_enabled(correction) and name in UNCORRECTED:
+        fix = f"no off-policy correction is defined for it: {UNCORRECTED[name]}; turn off "
+        fail(f"{_ALGORITHM}.policy_loss_type", name, f"{fix}{_CORRECTION}.*")
+    if correction.tis_ratio_type is not None:
+        if ratio_anchor(algorithm) == "rollout":
+            fail(
+                f"{_CORRECTION}.tis_ratio_type",
+                correction.tis_ratio_type,
+                f"policy_loss_type={name!r} takes its ratio against the rollout policy already: "
+                "the difference between trainer and sampler would count twice; set it to None",
+            )
+        cap = f"off_policy_correction.{correction.tis_ratio_type}_tis_ratio_clip_high"
+        _require(algorithm, cap, lambda x: x > 0, "must be > 0: it caps weights, e.g. 2.0")
+    low, high = correction.token_mask_is_threshold_low, correction.token_mask_is_threshold_high
+    if (low is None) != (high is None):
+        side, other = ("low", "high") if high is None else ("high", "low")
+        field = f"{_CORRECTION}.token_mask_is_threshold_{side}"
+        value, fix = (low if high is None else high), "the token mask has two bounds; set also"
+        fail(field, value, f"{fix} token_mask_is_threshold_{other}, or neither")
+    bounds = {
+        "token_mask_is_threshold": (low, high),
+        "outlier_token_is_threshold": (
+            correction.outlier_token_is_threshold_low,
+            correction.outlier_token_is_threshold_high,
+        ),
+        "geo_mask": (correction.geo_mask_low, correction.geo_mask_high),
+        "product_mask": (correction.product_mask_low, correction.product_mask_high),
+    }
+    for prefix, (low, high) in bounds.items():
+        if low is not None and high is not None and low >= high:
+            fix = f"must be below {prefix}_high={high}: nothing would be left"
+            fail(f"{_CORRECTION}.{prefix}_low", low, fix)
+
+
+def _check_use_tis(algorithm: AlgorithmConfig) -> None:
+    """`resolve` has mapped it to the token weights of off_policy_correction."""
+    cap, correction = algorithm.tis_imp_ratio_cap, algorithm.off_policy_correction
+    if cap <= 0:
+        fail(
+            f"{_ALGORITHM}.tis_imp_ratio_cap",
+            cap,
+            "must be > 0: it caps importance weights, and a negative one turns the loss around; "
+            f"leave use_tis and set {_CORRECTION}.tis_ratio_type='token'",
+        )
+    if (correction.tis_ratio_type, correction.token_tis_ratio_clip_high) != ("token", cap):
+        fail(
+            f"{_ALGORITHM}.use_tis",
+            True,
+            f"at odds with {_CORRECTION}, which it is the deprecated form of; set it to False",
+        )
+
+
+def _check_filters(config: TrainConfig) -> None:
+    algorithm, length = config.trainer.algorithm, config.generator.sampling_params
+    sampling = algorithm.dynamic_sampling
+    if sampling.max_sample_batches != -1 and sampling.max_sample_batches <= 0:
+        field = f"{_ALGORITHM}.dynamic_sampling.max_sample_batches"
+        fail(field, sampling.max_sample_batches, "must be positive, or -1 (never give up)")
+    field, fix = "dynamic_sampling.min_replace_ratio", "must be in [0, 1], e.g. 0.3"
+    _require(algorithm, field, lambda x: 0 <= x <= 1, fix)
+    _require(algorithm, "zero_variance_filter_tol", lambda x: x >= 0, "must be 0 or more")
+    buffer = algorithm.overlong_buffer
+    if buffer is None:
+        return
+    if not 0 < buffer.len <= length.max_generate_length:
+        longest = length.max_generate_length
+        fix = f"must be in (0, generator.sampling_params.max_generate_length={longest}]"
+        fail(f"{_ALGORITHM}.overlong_buffer.len", buffer.len, fix)
+    field = "overlong_buffer.penalty_factor"
+    _require(algorithm, field, lambda x: x >= 0, "must be 0 or more; it is subtracted")
+
+
+def _check_functions(algorithm: AlgorithmConfig) -> None:
+    """Names resolve to functions, which can be called with what they will get."""
+    _function("policy_loss_type", algorithm.policy_loss_type, PolicyLossRegistry)
+    make_policy_loss(algorithm)
+    value = algorithm.advantage_estimator
+    estimator = _function("advantage_estimator", value, AdvantageEstimatorRegistry)
+    bind_estimator(algorithm)
+    values = inspect.signature(estimator).parameters.get("values")
+    if value == "gae" or (values is not None and values.default is values.empty):
+        fail(
+            f"{_ALGORITHM}.advantage_estimator",
+            value,
+            "needs the values of a critic, which is not available yet; set one without, e.g. "
+            "'grpo' or 'reinforce++'",
+        )
+
+
+def _function(name: str, value: str, registry: Any) -> Any:
+    try:
+        return registry.resolve(value)
+    except ValueError as error:
+        fix = 'Set a known name, register yours, or write "my_pkg.my_module:my_function"'
+        raise ValueError(f"{_ALGORITHM}.{name}={value!r}: {error} {fix}") from error
+
+
+def _require(algorithm: AlgorithmConfig, fields: str, holds: Any, fix: str) -> None:
+    """`holds` is true of every field."""
+    for field in fields.split():
+        value: Any = algorithm
+        for part in field.split("."):
+            value = getattr(value, part)
+        if not holds(value):
+            fail(f"{_ALGORITHM}.{field}", value, fix)
+
+
+# ---------------------------------------------------------------- what is legal but seldom meant
+
+
+def warn_of_objective(config: TrainConfig) -> None:
+    """Warn of each oddity."""
+    algorithm, samples = config.trainer.algorithm, config.generator.n_samples_per_prompt
+    oddities = [*_odd_loss(algorithm), *_odd_kl(algorithm), *_odd_groups(algorithm, samples)]
+    correction = algorithm.off_policy_correction
+    if algorithm.use_tis:
+        oddities.append(f"use_tis=True is deprecated; set {_CORRECTION}.tis_ratio_type='token'")
+    if correction.renormalize and not correction_enabled(correction):
+        oddities.append("off_policy_correction.renormalize=True: there is no correction")
+    if algorithm.loss_reduction == "token_mean_legacy":
+        oddities.append(
+            "loss_reduction='token_mean_legacy': the gradient depends on "
+            "trainer.micro_train_batch_size_per_gpu; 'token_mean' does not"
+        )
+    for oddity in oddities:
+        warnings.warn(f"{_ALGORITHM}.{oddity}", stacklevel=4)
+
+
+def _odd_loss(algorithm: AlgorithmConfig) -> list[str]:
+    name, reduction = algorithm.policy_loss_type, algorithm.loss_reduction
+    low, high = algorithm.eps_clip_low, algorithm.eps_clip_high
+    shown = f"eps_clip_low={low:g}, eps_clip_high={high:g}"
+    odd = []
+    if name in ("gspo", "sapo") and reduction != "sequence_mean":
+        odd.append(f"loss_reduction={reduction!r}: {name} is defined with 'sequence_mean'")
+    if name == "gspo" and max(low, high) > 0.01:
+        odd.append(f"{shown}: gspo's ratio is of a sequence; its paper has 3e-4 and 4e-4")
+    if name == "gmpo" and max(low, high) < 0.4:
+        odd.append(f"{shown}: gmpo bounds the log ratio; its paper has 0.4 and 0.4")
+    if name == "cispo" and algorithm.cispo.cispo_eps_clip_low == 0:
+        odd.append("cispo.cispo_eps_clip_low=0: no weight is below 1; 1.0 is no lower bound")
+    if name == "cross_entropy":
+        odd.append(
+            "policy_loss_type='cross_entropy': all sampled tokens are trained alike; rewards and "
+            f"advantage_estimator={algorithm.advantage_estimator!r} have no effect"
+        )
+    return odd
+
+
+def _odd_kl(algorithm: AlgorithmConfig) -> list[str]:
+    odd = []
+    if algorithm.use_kl_loss and algorithm.kl_loss_coef and algorithm.kl_estimator_type == "k1":
+        odd.append(
+            "kl_estimator_type='k1': as a loss its gradient is that of log_probs, the same for "
+            "every token whatever the reference says; set 'k2' or 'k3'"
+        )
+    if algorithm.use_kl_in_reward and algorithm.kl_loss_coef == 0:
+        odd.append("kl_loss_coef=0: use_kl_in_reward has no effect")
+    if kl_in_reward(algorithm) and algorithm.advantage_estimator == "maxrl":
+        odd.append("advantage_estimator='maxrl' divides by the mean reward, made for 0 and 1")
+    return odd
+
+
+def _odd_groups(algorithm: AlgorithmConfig, samples: int) -> list[str]:
+    name, odd = algorithm.advantage_estimator, []
+    if algorithm.advantage_batch_normalize and name in ("gae", "reinforce++"):
+        odd.append(f"advantage_batch_normalize=True: {name!r} normalises over the batch itself")
+    if samples > 1:
+        return odd
+    if name in ("grpo", "grpo_token", "dr_grpo", "rloo", "maxrl"):
+        effect = "0" if name == "rloo" else "the reward itself"
+        odd.append(
+            f"advantage_estimator={name!r} with generator.n_samples_per_prompt=1: in a group of "
+            f"one the advantage of {name!r} is {effect}; set 2 or more"
+        )
+    filters = {
+        "dynamic_sampling.type": algorithm.dynamic_sampling.type,
+        "zero_variance_filter": algorithm.zero_variance_filter,
+    }
+    fix = "with generator.n_samples_per_prompt=1: a single sample never differs, all are kept"
+    return odd + [f"{field}={value!r} {fix}" for field, value in filters.items() if value]

@@ -1,0 +1,111 @@
+"""What a policy loss or an estimator may ask for and must return.
+
+Losses and estimators are written by users too, so every error names the function and the part of it
+that is wrong: a parameter, the returned form, a shape.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.array_ops import Array
+
+Shape = tuple[int, ...]
+
+
+def asks_for(func: Callable, name: str) -> bool:
+    """Whether the signature of `func` names a parameter."""
+    return name in inspect.signature(func).parameters
+
+
+def check_parameters(
+    label: str, func: Callable, positional: Sequence[str], keywords: Mapping[str, Any]
+) -> None:
+    """Refuse a function that cannot be called with what it will get.
+
+    Raises:
+        ValueError: a required parameter is not offered, or too few are taken by position.
+    """
+    try:
+        inspect.signature(func).bind(*positional, **keywords)
+    except TypeError as error:
+        given = [*positional, *(f"{name}=" for name in keywords)]
+        raise ValueError(
+            f"{label}: {error}. It is called with ({', '.join(given)}); give other parameters a "
+            "default"
+        ) from error
+
+
+def call(label: str, func: Callable, *args: Any, **kwargs: Any) -> Any:
+    """`func(*args, **kwargs)`.
+
+    Raises:
+        ValueError: `func` raised; names it, and what it raised.
+    """
+    try:
+        return func(*args, **kwargs)
+    except Exception as error:
+        hint = ""
+        if isinstance(error, jax.errors.JAXTypeError):
+            hint = (
+                ". It is traced by jax.jit: no Python if, float() or numpy on the values of "
+                "arrays; jnp.where and jax.numpy"
+            )
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{label} raised {type(error).__name__}: {reason}{hint}") from error
+
+
+def loss_and_metrics(label: str, result: Any, shape: Shape) -> tuple[Array, dict[str, Array]]:
+    """What a policy loss returned, checked; a plain number as second value is its clip ratio.
+
+    Args:
+        shape: [B, T].
+
+    Raises:
+        ValueError: not a pair, or a part of it has another form.
+    """
+    loss, metrics = _pair(label, result, "(loss, metrics)")
+    loss = _array(label, "loss", loss, {"one number": (), "the loss of each token": shape})
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise ValueError(f"{label} returned a loss of {loss.dtype}; it must be floating point")
+    metrics = metrics if isinstance(metrics, Mapping) else {"clip_ratio": metrics}
+    forms = {"one number": (), "one for each token": shape}
+    return loss, {
+        name: _array(label, f"metric {name!r}", value, forms) for name, value in metrics.items()
+    }
+
+
+def advantages_and_returns(label: str, result: Any, shape: Shape) -> tuple[Array, Array]:
+    """What an advantage estimator returned, checked.
+
+    Args:
+        shape: [B, T].
+
+    Raises:
+        ValueError: not a pair of arrays [B, T].
+    """
+    advantages, returns = _pair(label, result, "(advantages, returns)")
+    form = {"a number for each token": shape}
+    return _array(label, "advantages", advantages, form), _array(label, "returns", returns, form)
+
+
+def _pair(label: str, result: Any, names: str) -> tuple[Any, Any]:
+    if not isinstance(result, tuple) or len(result) != 2:
+        size = f" of {len(result)}" if isinstance(result, tuple) else ""
+        raise ValueError(f"{label} must return {names}, got {type(result).__name__}{size}")
+    return result
+
+
+def _array(label: str, what: str, value: Any, forms: Mapping[str, Shape]) -> Array:
+    expected = " or ".join(f"{name} {shape}" for name, shape in forms.items())
+    try:
+        array = jnp.asarray(value)
+    except TypeError as error:
+        got = type(value).__name__
+        raise ValueError(f"{label} returned {what} of type {got}; expected {expected}") from error
+    if array.shape not in forms.values():
+        raise ValueError(f"{label} returned {what} of shape {array.shape}; expected {expected}")
+    return array

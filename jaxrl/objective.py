@@ -1,0 +1,217 @@
+"""The objective of a minibatch, from log-probs to a number.
+
+    objective = sum_bt w_bt loss_bt + kl_loss_coef sum_bt k_bt kl_bt - entropy_loss_coef sum_bt e_bt
+    H_bt
+
+with weights w, k, e of the whole minibatch; w holds the reduction and the off-policy correction.
+Only sums are taken afterwards, so the gradient does not depend on the number of microbatches, on
+padding, or on the mesh.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxrl.array_ops import Array, masked_sum
+from jaxrl.function_contracts import call, check_parameters, loss_and_metrics
+from jaxrl.losses.kl import approximate_kl
+from jaxrl.losses.off_policy import correction_enabled, off_policy_correction
+from jaxrl.losses.reduction import reduction_weights
+from jaxrl.registry import PolicyLossRegistry, accepted_keywords, check_hyperparameters
+from jaxrl.types import TrainBatch
+
+Metrics = dict[str, Array]
+PolicyLoss = Callable[..., tuple[Array, Metrics]]  # (log_probs, entropy, batch, key)
+
+# What a policy loss is called with: these by position, and of the batch these by keyword.
+POSITIONAL = ("log_probs", "old_log_probs", "advantages", "config")
+BATCH_FIELDS = (
+    *("loss_mask", "rollout_log_probs", "ref_log_probs"),
+    *("rewards", "policy_versions", "row_ids"),
+)
+
+
+class TokenWeights(struct.PyTreeNode):
+    """Weights [B, T] of the terms of the objective, fixed by the whole minibatch."""
+
+    policy: Array  # the reduction, times the off-policy correction
+    kl: Array  # sequence mean, as SkyRL's
+    entropy: Array  # token mean; also the weight of every logged mean
+
+
+def minibatch_weights(
+    minibatch: TrainBatch, algorithm: Any, *, block_rows: int
+) -> tuple[TokenWeights, Metrics]:
+    """The weights of a minibatch, and the metrics of its off-policy correction.
+
+    Args:
+        minibatch: with old_log_probs if there is a correction.
+        block_rows: rows of a block of token_mean_legacy.
+    """
+    settings = algorithm.off_policy_correction
+    corrected = correction_enabled(settings)
+    log_probs = (minibatch.old_log_probs, minibatch.rollout_log_probs) if corrected else None
+    return _minibatch_weights(
+        minibatch.loss_mask,
+        minibatch.index,
+        log_probs,
+        settings=settings,
+        reduction=algorithm.loss_reduction,
+        max_seq_len=algorithm.max_seq_len,
+        block_rows=block_rows,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("settings", "reduction", "max_seq_len", "block_rows"))
+def _minibatch_weights(
+    mask: Array,
+    index: Array,
+    log_probs: tuple[Array, Array] | None,
+    *,
+    settings: Any,
+    reduction: str,
+    max_seq_len: int | None,
+    block_rows: int,
+) -> tuple[TokenWeights, Metrics]:
+    correction, counted, metrics = jnp.ones_like(mask), mask, {}
+    if log_probs is not None:
+        correction, kept, metrics = off_policy_correction(*log_probs, mask, settings)
+        correction *= kept != 0
+        counted = kept if settings.renormalize else mask
+    policy = reduction_weights(
+        counted,
+        reduction,
+        max_seq_len=max_seq_len,
+        group_ids=jnp.unique(index, return_inverse=True, size=index.shape[0])[1],
+        microbatch_rows=block_rows,
+    )
+    weights = TokenWeights(
+        policy=policy * correction,
+        kl=reduction_weights(mask, "sequence_mean"),
+        entropy=reduction_weights(mask, "token_mean"),
+    )
+    return weights, metrics
+
+
+def make_policy_loss(algorithm: Any) -> PolicyLoss:
+    """The configured loss as `(log_probs, entropy, batch, key) -> (loss, metrics)`.
+
+    The function gets the keywords that its signature names, and its hyperparameters from
+    `algorithm.policy_loss_kwargs`.
+
+    Raises:
+        ValueError: it requires a parameter that it will not get. When it is traced: it raised, or
+            returned something of another form; the message names the function and the part.
+    """
+    name, kwargs = algorithm.policy_loss_type, algorithm.policy_loss_kwargs
+    func, label = PolicyLossRegistry.resolve(name), f"policy loss '{name}'"
+    check_hyperparameters(func, kwargs, "trainer.algorithm.policy_loss_kwargs")
+    names = dict.fromkeys((*BATCH_FIELDS, "group_ids", "entropy", "key", *kwargs))
+    check_parameters(label, func, POSITIONAL, accepted_keywords(func, names))
+
+    def policy_loss(
+        log_probs: Array, entropy: Array, batch: TrainBatch, key: Array
+    ) -> tuple[Array, Metrics]:
+        offered = {name: getattr(batch, name) for name in BATCH_FIELDS}
+        offered |= {"group_ids": batch.index, "entropy": entropy, "key": key, **kwargs}
+        old_log_probs = batch.old_log_probs
+        if old_log_probs is None:  # the first update on a batch: the policy is the old policy
+            old_log_probs = jax.lax.stop_gradient(log_probs)
+        given = log_probs, old_log_probs, batch.advantages, algorithm
+        result = call(label, func, *given, **accepted_keywords(func, offered))
+        return loss_and_metrics(label, result, log_probs.shape)
+
+    return policy_loss
+
+
+def make_objective(algorithm: Any, policy_loss: PolicyLoss) -> Callable[..., tuple[Array, Metrics]]:
+    """`(log_probs, entropy, batch, weights, key) -> (objective, metrics)`, all terms summed."""
+
+    def objective(
+        log_probs: Array, entropy: Array, batch: TrainBatch, weights: TokenWeights, key: Array
+    ) -> tuple[Array, Metrics]:
+        mask = batch.loss_mask
+        with jax.named_scope("loss"):
+            loss, own = policy_loss(log_probs, entropy, batch, key)
+            policy = _reduced(loss, weights.policy, algorithm)
+            mean_entropy = masked_sum(entropy, weights.entropy)
+            total = policy
+            metrics = {"policy_loss": policy, "policy_entropy": mean_entropy}
+            if batch.old_log_probs is None:
+                metrics |= mismatch(log_probs, batch, weights)
+            if algorithm.use_entropy_loss:
+                total -= algorithm.entropy_loss_coef * mean_entropy
+            if algorithm.use_kl_loss and batch.ref_log_probs is not None:
+                kl = approximate_kl(
+                    log_probs, batch.ref_log_probs, mask, algorithm.kl_estimator_type
+                )
+                metrics["policy_kl"] = masked_sum(kl, weights.kl)
+                total += algorithm.kl_loss_coef * metrics["policy_kl"]
+        metrics["final_loss"] = total
+        for name, value in own.items():
+            metrics[f"loss_metrics/{name}"] = reduce_metric(name, value, mask, weights.entropy)
+        return total, jax.lax.stop_gradient(metrics)
+
+    return objective
+
+
+def _reduced(loss: Array, weights: Array, algorithm: Any) -> Array:
+    """Sum of the weighted loss [B, T]; a loss that is one number has done its own reduction."""
+    if loss.ndim:
+        return masked_sum(loss, weights)
+    if correction_enabled(algorithm.off_policy_correction):
+        raise ValueError(
+            f"policy loss '{algorithm.policy_loss_type}' returned one number: "
+            "trainer.algorithm.off_policy_correction weighs the loss of each token and would have "
+            "no effect. Return the loss of each token [B, T], or turn the correction off"
+        )
+    return loss
+
+
+def mismatch(log_probs: Array, batch: TrainBatch, weights: TokenWeights) -> Metrics:
+    """How far sampler and trainer are apart on the log-probs of the sampled tokens."""
+    difference = jnp.abs(log_probs - batch.rollout_log_probs)
+    name = "rollout_train_logprobs_abs_diff"
+    return {
+        f"{name}_mean": masked_sum(difference, weights.entropy),
+        f"{name}_max": jnp.max(difference, initial=0.0, where=batch.loss_mask != 0),
+    }
+
+
+def reduce_metric(name: str, value: Array, mask: Array, weights: Array) -> Array:
+    """A loss's metric [B, T] or [] -> this microbatch's part of it.
+
+    `_max` and `_min` by name; else the share of the masked mean (a number counts by its tokens).
+    """
+    if name.endswith("_max"):
+        return jnp.max(value, initial=-jnp.inf, where=mask != 0) if value.ndim else value
+    if name.endswith("_min"):
+        return jnp.min(value, initial=jnp.inf, where=mask != 0) if value.ndim else value
+    return masked_sum(jnp.broadcast_to(value, mask.shape), weights)
+
+
+def merge_metrics(
+    parts: Sequence[Mapping[str, Any]], merge: Callable[[Sequence[float]], Any] = sum
+) -> dict[str, float]:
+    """Metrics of a whole from those of its parts: `merge`d, but for `_max` and `_min`.
+
+    Microbatches hold shares of a minibatch's means (sum); a step's are the mean over minibatches.
+    """
+    by_name = {"_max": max, "_min": min}
+    return {
+        name: float(by_name.get(name[-4:], merge)([float(part[name]) for part in parts]))
+        for name in parts[0]
+    }
+
+
+def step_metrics(updates: Sequence[tuple[Sequence[Metrics], Metrics]]) -> dict[str, float]:
+    """Metrics of a step from those of its updates: (of each microbatch, of the whole)."""
+    merged = [merge_metrics(parts) | whole for parts, whole in jax.device_get(updates)]
+    metrics = {f"policy/{n}": x for n, x in merge_metrics(merged, np.mean).items()}
+    skipped = sum(int(update["skipped_updates"]) for update in merged)
+    return metrics | {"policy/skipped_updates": skipped}

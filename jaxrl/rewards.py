@@ -1,0 +1,124 @@
+"""Rewards on their way from the environment to the advantages, and what is learnt from them."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.advantages.normalize import normalize_advantages
+from jaxrl.array_ops import Array, masked_mean
+from jaxrl.config import AlgorithmConfig, GeneratorConfig, KLCtrlConfig
+from jaxrl.data.packing import token_level
+from jaxrl.data.selection import soft_overlong_punishment, zero_variance_groups
+from jaxrl.losses.kl import adaptive_kl_coef, approximate_kl, penalized_rewards
+from jaxrl.registry import bind_estimator
+from jaxrl.types import GeneratorOutput, TrainBatch
+
+Metrics = dict[str, float]
+
+
+def shape_rewards(
+    output: GeneratorOutput,
+    uids: Sequence[str],
+    generator: GeneratorConfig,
+    algorithm: AlgorithmConfig,
+) -> tuple[GeneratorOutput, Metrics]:
+    """Rewards per token; truncated and overlong responses, prompts without differences.
+
+    In this order: what a truncated response loses, soft overlong punishment, zero-variance filter.
+
+    Args:
+        uids: prompt of each row.
+    """
+    metrics: Metrics = {}
+    output = token_level(
+        output,
+        zero_reward_on_non_stop=generator.zero_reward_on_non_stop,
+        apply_overlong_filtering=generator.apply_overlong_filtering,
+    )
+    if algorithm.overlong_buffer is not None:
+        output = _punish_overlong(output, generator, algorithm)
+    if algorithm.zero_variance_filter:
+        rewards, masks = output["rewards"], output["loss_masks"]
+        same = zero_variance_groups(rewards, uids, masks, tol=algorithm.zero_variance_filter_tol)
+        masks = [[0] * len(m) if s else m for m, s in zip(masks, same, strict=True)]
+        output = GeneratorOutput({**output, "loss_masks": masks})
+        metrics["reward/num_zero_variance_filtered"] = int(same.sum())
+    return output, metrics
+
+
+def _punish_overlong(
+    output: GeneratorOutput, generator: GeneratorConfig, algorithm: AlgorithmConfig
+) -> GeneratorOutput:
+    """The last token's reward of every long response reduced."""
+    assert algorithm.overlong_buffer is not None
+    punishment = soft_overlong_punishment(
+        [len(tokens) for tokens in output["response_ids"]],
+        generator.sampling_params.max_generate_length,
+        algorithm.overlong_buffer.len,
+        algorithm.overlong_buffer.penalty_factor,
+    )
+    rewards: list[Any] = output["rewards"]
+    pairs = zip(rewards, punishment, strict=True)
+    shaped = [[*r[:-1], r[-1] - float(p)] for r, p in pairs]
+    return GeneratorOutput({**output, "rewards": shaped})
+
+
+def penalize_kl(
+    batch: TrainBatch, coef: Array, algorithm: AlgorithmConfig
+) -> tuple[TrainBatch, Metrics]:
+    """Rewards less the KL of the old policy to the reference.
+
+    Args:
+        batch: with old_log_probs and ref_log_probs.
+        coef: [] `TrainState.kl_coef`.
+
+    Returns:
+        The batch; avg_kl is the mean over rows of their token mean, avg_kl_max that of their
+        largest |kl|.
+    """
+    arrays = batch.rewards, batch.old_log_probs, batch.ref_log_probs, batch.loss_mask
+    rewards, metrics = jax.device_get(_penalize_kl(*arrays, coef, kind=algorithm.kl_estimator_type))
+    return batch.replace(rewards=rewards), {name: float(x) for name, x in metrics.items()}
+
+
+@functools.partial(jax.jit, static_argnames="kind")
+def _penalize_kl(
+    rewards: Array, old: Array, ref: Array, mask: Array, coef: Array, *, kind: str
+) -> tuple[Array, dict[str, Array]]:
+    kl = approximate_kl(old, ref, mask, kind)
+    metrics = {
+        "loss/avg_kl": masked_mean(kl, mask, -1).mean(),
+        "loss/avg_kl_max": jnp.abs(kl).max(-1).mean(),
+        "loss/kl_loss_coef": coef,
+    }
+    return penalized_rewards(rewards, kl, mask, coef), metrics
+
+
+def next_kl_coef(coef: float, metrics: Metrics, control: KLCtrlConfig, rows: int) -> float:
+    """The coefficient of the KL in the reward for the next step.
+
+    Args:
+        metrics: of `penalize_kl`.
+        rows: trajectories of the step.
+    """
+    if control.type == "fixed" or "loss/avg_kl" not in metrics:
+        return coef
+    target, horizon = control.kl_target, control.horizon
+    kl = metrics["loss/avg_kl"]
+    return float(adaptive_kl_coef(coef, kl, kl_target=target, horizon=horizon, rows=rows))
+
+
+def make_estimate(algorithm: AlgorithmConfig) -> Callable[..., tuple[Array, Array]]:
+    """The configured estimator, see `bind_estimator`, and the normalisation of its advantages."""
+    estimate = bind_estimator(algorithm)
+
+    def advantages_and_returns(**arrays: Array) -> tuple[Array, Array]:
+        advantages, returns = estimate(**arrays)
+        if algorithm.advantage_batch_normalize:
+            advantages = normalize_advantages(advantages, arrays["response_mask"])
+        return advantages, returns
+
+    return advantages_and_returns

@@ -1,0 +1,97 @@
+"""Dynamic sampling: batches are drawn until enough prompts have rewards that differ.
+
+Yu et al., 2025 (DAPO), https://arxiv.org/abs/2503.14476 (sec. 3.2). A prompt whose samples all earn
+the same has no advantage, so it would only make the batch smaller.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from jaxrl.config import DynamicSamplingConfig
+from jaxrl.data.selection import filter_rows, replace_rows, zero_variance_groups
+from jaxrl.types import GeneratorOutput
+
+Draw = Callable[
+    [int], tuple[GeneratorOutput, list[str]]
+]  # attempt 1, 2 ... -> trajectories, their uids
+
+
+def dynamic_sampling(
+    draw: Draw, settings: DynamicSamplingConfig, *, prompts: int, tol: float, seed: Sequence[int]
+) -> tuple[GeneratorOutput, list[str]]:
+    """Trajectories of `prompts` prompts, and the uid of each.
+
+    "filter" keeps the prompts whose rewards differ and draws until it has `prompts` of them;
+    what the last batch has beyond that is left out. "replace" takes the first batch in which a
+    fraction of min_replace_ratio differs, and lets random ones of these stand in for the others.
+    A prompt that comes twice is two groups, with a uid of its own.
+
+    Args:
+        draw: one batch of trajectories with consecutive samples of each prompt.
+        tol: rewards that differ by at most this are the same.
+        seed: of the stand-ins.
+
+    Raises:
+        RuntimeError: max_sample_batches were not enough.
+    """
+    rng, parts, uids = np.random.default_rng(seed), [], []
+    for attempt in itertools.count(1):
+        output, drawn = draw(attempt)
+        same = zero_variance_groups(output["rewards"], drawn, tol=tol)
+        samples = len(drawn) // len(set(drawn))
+        if settings.type == "filter":
+            rows = filter_rows(same, drawn, prompts - len(uids) // samples)
+        else:
+            replaced = replace_rows(same, drawn, settings.min_replace_ratio, rng)
+            rows = np.arange(0) if replaced is None else replaced[0]
+        parts.append(_take(output, rows))
+        uids += [drawn[row] for row in rows]
+        if len(uids) == prompts * samples:
+            return _concatenate(parts), distinct_uids(uids, samples)
+        if attempt == settings.max_sample_batches:
+            good = prompts - int(same.sum()) // samples
+            raise RuntimeError(
+                f"dynamic sampling ({settings.type!r}) drew {attempt} batches of {prompts} prompts "
+                f"and has {len(uids) // samples} to train on; in the last one the rewards of "
+                f"{good} differed. The prompts are too easy or too hard; or raise "
+                "trainer.algorithm.dynamic_sampling.max_sample_batches (-1 = never give up)"
+            )
+    raise AssertionError("unreachable")
+
+
+def distinct_uids(uids: Sequence[str], samples: int) -> list[str]:
+    """Uids of groups of `samples` consecutive rows: the second "a" becomes "a#2"."""
+    seen: Counter[str] = Counter()
+    distinct = []
+    for uid in uids[::samples]:
+        seen[uid] += 1
+        distinct += [uid if seen[uid] == 1 else f"{uid}#{seen[uid]}"] * samples
+    return distinct
+
+
+def _take(output: GeneratorOutput, rows: np.ndarray) -> GeneratorOutput:
+    return cast(
+        GeneratorOutput,
+        {
+            name: [column[row] for row in rows] if isinstance(column, list) else column
+            for name, column in output.items()
+        },
+    )
+
+
+def _concatenate(parts: Sequence[GeneratorOutput]) -> GeneratorOutput:
+    """Columns one after another; the generator's metrics are means over its batches."""
+    whole: dict[str, Any] = dict(parts[0])
+    for name, column in whole.items():
+        if isinstance(column, list):
+            whole[name] = list(
+                itertools.chain.from_iterable(cast(dict, part)[name] for part in parts)
+            )
+    metrics = [part["rollout_metrics"] for part in parts]
+    names = {name: None for m in metrics for name in m}
+    means = {n: float(np.mean([m[n] for m in metrics if n in m])) for n in names}
+    return cast(GeneratorOutput, whole | {"rollout_metrics": means})

@@ -1,0 +1,219 @@
+import re
+import warnings
+
+import pytest
+
+from jaxrl.config import TrainConfig, resolve, validate
+
+CORRECTION = "off_policy_correction"
+INCOHERENT = [
+    (
+        {"use_kl_in_reward": True},
+        r"use_kl_in_reward=True: the KL would count twice, .*; set use_kl_loss to False",
+    ),
+    (
+        {"use_kl_loss": False, "use_kl_in_reward": True, "kl_ctrl.horizon": 0},
+        r"kl_ctrl.horizon=0: must be > 0",
+    ),
+    ({"kl_ctrl.type": "adaptive", "kl_ctrl.kl_target": 0}, r"kl_ctrl.kl_target=0.0: must be > 0"),
+    ({"kl_ctrl.type": "adaptiv"}, r"kl_ctrl.type='adaptiv': must be .*mean 'adaptive'"),
+    ({"policy_loss_type": "dual_clip", "clip_ratio_c": 1}, r"clip_ratio_c=1.0: must be > 1"),
+    ({"policy_loss_type": "sapo", "sapo.tau_neg": 0}, r"sapo.tau_neg=0.0: must be > 0"),
+    (
+        {"policy_loss_type": "cispo", "cispo.cispo_anchor": "new"},
+        r"cispo.cispo_anchor='new': must be 'old' or 'rollout'",
+    ),
+    (
+        {"policy_loss_type": "cispo", "cispo.cispo_eps_clip_low": -1},
+        r"cispo.cispo_eps_clip_low=-1.0: must be 0 or more",
+    ),
+    (
+        {"policy_loss_type": "dppo", "dppo.dppo_type": "tv"},
+        r"dppo.dppo_type='tv': must be 'binary_tv' or 'binary_kl'",
+    ),
+    ({"policy_loss_type": "dppo", "dppo.delta_low": -1}, r"dppo.delta_low=-1.0: must be 0 or more"),
+    (
+        {"policy_loss_type": "clip_cov", "clip_cov.clip_ratio": 0},
+        r"clip_cov.clip_ratio=0.0: must be in \(0, 1\]",
+    ),
+    (
+        {"policy_loss_type": "clip_cov", "clip_cov.clip_cov_lb": 6},
+        r"clip_cov.clip_cov_lb=6.0: must be below clip_cov_ub=5.0",
+    ),
+    (
+        {"policy_loss_type": "kl_cov", "kl_cov.kl_cov_frac": 2},
+        r"kl_cov.kl_cov_frac=2.0: must be in \(0, 1\]",
+    ),
+    (
+        {"policy_loss_type": "gmpo"},
+        r"loss_reduction='token_mean': policy_loss_type='gmpo' is defined with 'sequence_mean' on",
+    ),
+    *(
+        (
+            {"policy_loss_type": name, "loss_reduction": "sequence_mean", **correction},
+            rf"policy_loss_type='{name}': no off-policy correction is defined for it: .*; turn off",
+        )
+        for name in ("gmpo", "clip_cov", "kl_cov", "cross_entropy")
+        for correction in (
+            {f"{CORRECTION}.tis_ratio_type": "token"},
+            {f"{CORRECTION}.outlier_token_is_threshold_high": 100},
+        )
+    ),
+    *(
+        (
+            {"policy_loss_type": name, f"{CORRECTION}.tis_ratio_type": "sequence", **anchor},
+            rf"tis_ratio_type='sequence': policy_loss_type='{name}' takes its ratio against the "
+            r"rollout policy already: .* count twice; set it to None",
+        )
+        for name, anchor in (
+            ("cispo", {"cispo.cispo_anchor": "rollout"}),
+            ("rollout_is", {}),
+            ("dppo", {}),
+        )
+    ),
+    ({f"{CORRECTION}.tis_ratio_type": "tokens"}, r"tis_ratio_type='tokens': .* mean 'token'"),
+    ({f"{CORRECTION}.sequence_mask_metric": "geo"}, r"metric='geo': must be None or 'geometric'"),
+    (
+        {f"{CORRECTION}.tis_ratio_type": "token", f"{CORRECTION}.token_tis_ratio_clip_high": 0},
+        r"token_tis_ratio_clip_high=0.0: must be > 0: it caps weights",
+    ),
+    (
+        {f"{CORRECTION}.token_mask_is_threshold_low": 0.5},
+        r"token_mask_is_threshold_low=0.5: the token mask has two bounds; set also "
+        r"token_mask_is_threshold_high, or neither",
+    ),
+    (
+        {f"{CORRECTION}.token_mask_is_threshold_high": 2},
+        r"token_mask_is_threshold_high=2.0: .* set also token_mask_is_threshold_low",
+    ),
+    (
+        {f"{CORRECTION}.geo_mask_low": 2},
+        r"geo_mask_low=2.0: must be below geo_mask_high=1.01: nothing would be left",
+    ),
+    ({"use_tis": True}, r"tis_imp_ratio_cap=-1.0: must be > 0: .* turns the loss around"),
+    (
+        {"use_tis": True, "tis_imp_ratio_cap": 2, f"{CORRECTION}.tis_ratio_type": "sequence"},
+        r"use_tis=True: at odds with trainer.algorithm.off_policy_correction",
+    ),
+    ({"dynamic_sampling.type": "filtr"}, r"dynamic_sampling.type='filtr': .* mean 'filter'"),
+    ({"dynamic_sampling.max_sample_batches": 0}, r"max_sample_batches=0: must be positive, or -1"),
+    ({"dynamic_sampling.min_replace_ratio": 2}, r"min_replace_ratio=2.0: must be in \[0, 1\]"),
+    ({"zero_variance_filter_tol": -1}, r"zero_variance_filter_tol=-1.0: must be 0 or more"),
+    ({"overlong_buffer": {"len": 2000}}, r"overlong_buffer.len=2000: must be in .*length=1024\]"),
+    (
+        {"overlong_buffer": {"len": 20, "penalty_factor": -1}},
+        r"overlong_buffer.penalty_factor=-1.0: must be 0 or more",
+    ),
+    ({"advantage_estimator": "gae"}, r"'gae': needs the values of a critic, .* 'grpo' or 'reinf"),
+    ({"advantage_kwargs": {"b": 1}, "advantage_estimator": f"{__name__}:strict"}, r"kwargs.b=1"),
+    (
+        {"policy_loss_type": f"{__name__}:wants_more"},
+        r"policy loss '.*:wants_more': missing a required argument: 'temperature'",
+    ),
+    ({"advantage_estimator": f"{__name__}:critical"}, r":critical': needs the values of a critic"),
+]
+ODD = [
+    ({"policy_loss_type": "gspo"}, "loss_reduction='token_mean': gspo is defined with 'sequence"),
+    ({"policy_loss_type": "sapo"}, "loss_reduction='token_mean': sapo is defined with 'sequence"),
+    (
+        {"policy_loss_type": "gspo", "loss_reduction": "sequence_mean"},
+        "eps_clip_low=0.2, eps_clip_high=0.2: gspo's .*; its paper has 3e-4 and 4e-4",
+    ),
+    (
+        {"policy_loss_type": "gmpo", "loss_reduction": "sequence_mean"},
+        "eps_clip_low=0.2, eps_clip_high=0.2: gmpo .*; its paper has 0.4 and 0.4",
+    ),
+    (
+        {"policy_loss_type": "cispo", "cispo.cispo_eps_clip_low": 0},
+        "cispo.cispo_eps_clip_low=0: no weight is below 1",
+    ),
+    ({"policy_loss_type": "cross_entropy"}, "rewards and advantage_estimator='grpo' have no"),
+    ({"kl_estimator_type": "k1"}, "kl_estimator_type='k1': .*same for every token"),
+    (
+        {"use_kl_loss": False, "use_kl_in_reward": True, "kl_loss_coef": 0},
+        "kl_loss_coef=0: use_kl_in_reward has no effect",
+    ),
+    (
+        {"use_kl_loss": False, "use_kl_in_reward": True, "advantage_estimator": "maxrl"},
+        "'maxrl' divides by the mean reward",
+    ),
+    (
+        {"advantage_batch_normalize": True, "advantage_estimator": "reinforce++"},
+        r"advantage_batch_normalize=True: 'reinforce\+\+' normalises over the batch itself",
+    ),
+    ({"loss_reduction": "token_mean_legacy"}, "depends on trainer.micro_train_batch_size_per_gpu"),
+    ({f"{CORRECTION}.renormalize": True}, "renormalize=True: there is no correction"),
+    ({"use_tis": True, "tis_imp_ratio_cap": 2}, "use_tis=True is deprecated; set trainer"),
+]
+COHERENT = [
+    {
+        "policy_loss_type": "gspo",
+        "loss_reduction": "sequence_mean",
+        "eps_clip_low": 3e-4,
+        "eps_clip_high": 4e-4,
+    },
+    {
+        "policy_loss_type": "gmpo",
+        "loss_reduction": "sequence_mean",
+        "eps_clip_low": 0.4,
+        "eps_clip_high": 0.4,
+    },
+    {"policy_loss_type": "cispo", "cispo.cispo_anchor": "rollout"},
+    # masks count nothing twice
+    {"policy_loss_type": "rollout_is", f"{CORRECTION}.sequence_mask_metric": "product"},
+    {"use_kl_loss": False, "use_kl_in_reward": True, "kl_ctrl.type": "adaptive"},
+    {"dynamic_sampling.type": "filter", "zero_variance_filter": True},
+    {"overlong_buffer": {"len": 256}, "advantage_batch_normalize": True},
+    {"loss_reduction": "prompt_mean", "advantage_estimator": "dr_grpo"},
+    {f"{CORRECTION}.tis_ratio_type": "token", f"{CORRECTION}.renormalize": True},
+    # hyperparameters of losses that are not chosen
+    {"sapo.tau_pos": 0, "clip_ratio_c": 0.5, "kl_cov.kl_cov_frac": 0},
+]
+
+
+def strict(token_level_rewards, response_mask, index):
+    return token_level_rewards, token_level_rewards
+
+
+def wants_more(log_probs, old_log_probs, advantages, config, temperature):
+    return -log_probs, {}
+
+
+def critical(token_level_rewards, response_mask, index, values):
+    return values, values
+
+
+def check(settings):
+    overrides = {f"trainer.algorithm.{name}": value for name, value in settings.items()}
+    validate(TrainConfig.from_cli_overrides(overrides))
+
+
+@pytest.mark.parametrize(("settings", "message"), INCOHERENT, ids=str)
+def test_an_incoherent_objective_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        check(settings)
+
+
+@pytest.mark.parametrize(("settings", "message"), ODD, ids=str)
+def test_an_oddity_is_a_warning(settings, message):
+    with pytest.warns(UserWarning) as caught:
+        check(settings)
+    text = " ".join(str(warning.message) for warning in caught)
+    assert re.search(message, text)
+
+
+@pytest.mark.parametrize("settings", COHERENT, ids=str)
+def test_a_coherent_objective_is_accepted_without_a_word(settings):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(settings)
+
+
+def test_the_deprecated_token_weights_become_the_correction():
+    config = TrainConfig()
+    config.trainer.algorithm.use_tis, config.trainer.algorithm.tis_imp_ratio_cap = True, 3.0
+    for _ in range(2):  # resolving again changes nothing
+        config = resolve(config)
+        correction = config.trainer.algorithm.off_policy_correction
+        assert correction.tis_ratio_type == "token"
+        assert correction.token_tis_ratio_clip_high == 3.0

@@ -1,0 +1,222 @@
+"""Through the real update: how a minibatch is cut, ordered, padded and spread changes nothing.
+
+Parametrised over the registry, so a new loss is covered by existing. The model of the default run
+is small in operations, since compiling is all the time it takes; the slow tests have a transformer.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.array_ops import masked_mean
+from jaxrl.config import ClipCovConfig, OffPolicyCorrectionConfig
+from jaxrl.config.needs import allowed_reductions
+from jaxrl.losses import LOSSES
+from jaxrl.objective import merge_metrics, minibatch_weights
+from jaxrl.optim import init_state, make_apply, make_optimizer, make_schedule
+from jaxrl.parallel import ShardingRules, batch_sharding, make_mesh, replicated
+from jaxrl.registry import PolicyLossRegistry
+from jaxrl.update import Updater
+from tests import test_update
+from tests.test_update import ROWS, WIDTH, algorithm_with, make_batch
+
+VOCABULARY, HIDDEN = 32, 16
+LENGTHS = (16, 13, 14, 14, 7, 13, 15, 8)  # microbatches of 4 x 16; of 2 x 16 and 2 x 8
+CUTS = {
+    "2 microbatches": {"microbatches": 2},
+    "4 microbatches": {"microbatches": 4},
+    "other order": {"microbatches": 2, "order": (3, 6, 1, 0, 7, 2, 5, 4)},
+    "padding": {"microbatches": 2, "width": 40},
+    "8 devices": {"microbatches": 1, "devices": 8},
+    "masked NaN": {"microbatches": 2, "masked": np.nan},
+}
+
+
+def forward(params, tokens, lengths, mask, with_entropy=True):
+    """Each token from the mean of those before: causal, and of few operations."""
+    position = jnp.arange(1, tokens.shape[1] + 1)[:, None]
+    context = jnp.cumsum(params["embed"][tokens], axis=1) / position
+    scores = jax.nn.log_softmax(jnp.tanh(context @ params["hidden"])[:, :-1] @ params["head"])
+    log_probs = jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1)[..., 0]
+    outputs = log_probs, -(jnp.exp(scores) * scores).sum(-1)
+    return tuple(jnp.pad(x, ((0, 0), (1, 0))) * (mask != 0) for x in outputs)
+
+
+def parameters():
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = {
+        "embed": (VOCABULARY, HIDDEN),
+        "hidden": (HIDDEN, HIDDEN),
+        "head": (HIDDEN, VOCABULARY),
+    }
+    return {
+        name: jax.random.normal(key, shape) / 2
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+
+@functools.cache
+def make_updater(algorithm, rows, devices):
+    mesh = make_mesh(fsdp=1, devices=jax.devices()[:devices])
+    params = jax.device_put(parameters(), replicated(mesh))
+    schedule = make_schedule("constant", lr=1e-2, num_warmup_steps=0, total_steps=10)
+    optimizer = make_optimizer(
+        schedule, adam_betas=(0.9, 0.99), weight_decay=0.0, max_grad_norm=1.0
+    )
+    shardings = jax.tree.map(lambda x: x.sharding, params)
+    state = init_state(optimizer, jax.tree.map(jnp.copy, params), shardings, replicated(mesh))
+    updater = Updater(
+        forward,
+        make_apply(optimizer, schedule),
+        algorithm=algorithm,
+        shardings=jax.tree.map(lambda x: x.sharding, state),
+        microbatch_rows=rows,
+        block_rows=rows // devices,
+        place=lambda x: jax.device_put(x, batch_sharding(mesh, ShardingRules())),
+    )
+    return updater, params
+
+
+def cut_gradient(
+    make,
+    algorithm,
+    reduction,
+    *,
+    microbatches,
+    width=WIDTH,
+    order=None,
+    devices=1,
+    masked=None,
+    correction=None,
+):
+    """Flat gradient and metrics of a minibatch.
+
+    The weights alone know the reduction, so that it costs no compilation. The block of
+    token_mean_legacy is one row, whatever the cut.
+    """
+    batch = make_batch(width, LENGTHS)
+    if order is not None:
+        batch = jax.tree.map(lambda x: x[np.array(order)], batch)
+    if masked is not None:
+        names = "old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages"
+        held = {name: getattr(batch, name) for name in names}
+        empty = batch.loss_mask == 0
+        batch = batch.replace(
+            **{n: np.where(empty, np.float32(masked), x) for n, x in held.items()}
+        )
+    updater, params = make(algorithm, -(-ROWS // microbatches), devices)
+    reduced = dataclasses.replace(correction or algorithm, loss_reduction=reduction)
+    weights, metrics = minibatch_weights(batch, reduced, block_rows=1)
+    grads, parts = updater.gradients(params, batch, jax.device_get(weights), jax.random.key(1))
+    flat = np.concatenate([np.ravel(g) for g in jax.tree.leaves(jax.device_get(grads))])
+    return flat, merge_metrics(jax.device_get(parts)) | jax.device_get(metrics)
+
+
+def assert_invariant(make, algorithm, reduction, cuts=CUTS, **options):
+    expected, expected_metrics = cut_gradient(make, algorithm, reduction, microbatches=1, **options)
+    assert np.abs(expected).max() > 1e-4  # the comparison means something
+    for name, cut in cuts.items():
+        gradient, metrics = cut_gradient(make, algorithm, reduction, **cut, **options)
+        scale = np.abs(expected).max()
+        np.testing.assert_allclose(gradient, expected, rtol=0, atol=1e-5 * scale, err_msg=name)
+        assert metrics.keys() == expected_metrics.keys()
+        for key, value in metrics.items():
+            assert value == pytest.approx(expected_metrics[key], rel=1e-4, abs=1e-6), (name, key)
+
+
+# A loss whose defaults would drop no token of the batch.
+SETTINGS = {"clip_cov": ClipCovConfig(clip_ratio=0.2, clip_cov_lb=-1.0, clip_cov_ub=5.0)}
+
+
+def algorithm_of(loss, **settings):
+    """With KL and entropy terms; the ratios of the batch are clipped here and there."""
+    own = {loss: SETTINGS[loss]} if loss in SETTINGS else {}
+    return algorithm_with(
+        policy_loss_type=loss, eps_clip_low=0.1, eps_clip_high=0.1, **own, **settings
+    )
+
+
+def with_transformer(algorithm, rows, devices):
+    updater, params, _ = test_update.make_updater(algorithm, microbatch_rows=rows, devices=devices)
+    return updater, params
+
+
+def reinforce(log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_log_probs=None):
+    """The guide's scalar loss: a mean over B x T."""
+    return (-log_probs * advantages).mean(), 0.0
+
+
+def centred(log_probs, old_log_probs, advantages, config, loss_mask=None):
+    """A user's loss of each token with a mean of the minibatch in it."""
+    return -(advantages - masked_mean(advantages, loss_mask)) * log_probs, {}
+
+
+@pytest.fixture
+def user_losses():
+    PolicyLossRegistry.register("reinforce", reinforce)
+    PolicyLossRegistry.register("centred", centred, batch_statistics=True)
+    yield
+    PolicyLossRegistry.unregister("reinforce")
+    PolicyLossRegistry.unregister("centred")
+
+
+def cuts_of(loss, reduction):
+    """What the public contract exempts is left out."""
+    if loss == "reinforce":  # a mean over B x T takes in what is masked
+        return {name: cut for name, cut in CUTS.items() if name not in ("padding", "masked NaN")}
+    if reduction == "token_mean_legacy":  # its blocks are rows in order
+        return {name: cut for name, cut in CUTS.items() if name != "other order"}
+    return CUTS
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_cut_changes_nothing(loss):
+    algorithm = algorithm_of(loss)
+    for reduction in allowed_reductions(loss):
+        assert_invariant(make_updater, algorithm, reduction, cuts_of(loss, reduction))
+
+
+@pytest.mark.parametrize("loss", ["reinforce", "centred"])
+def test_the_cut_changes_nothing_for_a_loss_of_the_minibatch(user_losses, loss):
+    cuts = cuts_of(loss, "token_mean")
+    assert_invariant(make_updater, algorithm_of(loss), "token_mean", cuts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", [*LOSSES, "reinforce", "centred"])
+def test_the_cut_changes_nothing_for_a_transformer(user_losses, loss):
+    algorithm = algorithm_of(loss)
+    for reduction in allowed_reductions(loss):
+        assert_invariant(with_transformer, algorithm, reduction, cuts_of(loss, reduction))
+
+
+CORRECTIONS = [
+    {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 1.05},
+    {"tis_ratio_type": "sequence", "sequence_mask_metric": "product", "product_mask_low": 0.8},
+    {"outlier_token_is_threshold_high": 1.2, "renormalize": True},
+    {
+        "token_mask_is_threshold_low": 0.9,
+        "token_mask_is_threshold_high": 1.1,
+        "sequence_mask_metric": "geometric",
+        "renormalize": True,
+    },
+]
+
+
+@pytest.mark.parametrize("settings", CORRECTIONS, ids=str)
+def test_the_cut_changes_nothing_under_a_correction(settings):
+    """No compilation of its own: the correction is in the weights."""
+    algorithm = algorithm_of("regular")
+    corrected = algorithm_of("regular", off_policy_correction=OffPolicyCorrectionConfig(**settings))
+    plain, _ = cut_gradient(make_updater, algorithm, "token_mean", microbatches=1)
+    for reduction in ("token_mean", "sequence_mean", "prompt_mean"):
+        assert_invariant(make_updater, algorithm, reduction, correction=corrected)
+    weighed, metrics = cut_gradient(
+        make_updater, algorithm, "token_mean", microbatches=1, correction=corrected
+    )
+    assert np.abs(weighed - plain).max() > 1e-3 * np.abs(plain).max()
+    assert "is_ratio_mean" in metrics

@@ -1,0 +1,274 @@
+"""The objective of a minibatch against SkyRL's worker, and what it asks of user functions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.config import AlgorithmConfig, OffPolicyCorrectionConfig
+from jaxrl.data.packing import empty_batch
+from jaxrl.losses.reduction import reduction_weights
+from jaxrl.objective import make_objective, make_policy_loss, minibatch_weights, mismatch
+from jaxrl.registry import PolicyLossRegistry, bind_estimator
+from tests import golden
+
+KEY = jax.random.key(0)
+
+
+def value_and_gradients(algorithm, batch, log_probs, entropy):
+    """Of the objective as `Updater` composes it, eagerly."""
+    weights, correction = minibatch_weights(batch, algorithm, block_rows=1)
+    objective = make_objective(algorithm, make_policy_loss(algorithm))
+    gradients, metrics = jax.grad(objective, (0, 1), has_aux=True)(
+        log_probs, entropy, batch, weights, KEY
+    )
+    return gradients, metrics | correction
+
+
+@pytest.mark.parametrize("case", golden.cases("worker_total_loss"), ids=lambda case: case["id"])
+def test_the_objective_of_skyrls_worker(case):
+    """Policy and KL term whatever the cut; SkyRL's entropy is a mean of microbatch means."""
+    algorithm, mask = AlgorithmConfig(**case["config"]), case.i["loss_mask"]
+    batch = empty_batch(*mask.shape).replace(
+        loss_mask=mask,
+        rollout_log_probs=case.i["rollout_logprobs"],
+        old_log_probs=case.i["old_log_probs"],
+        ref_log_probs=case.i["base_log_probs"],
+        advantages=case.i["advantages_raw"],
+    )
+    gradients, metrics = value_and_gradients(
+        algorithm, batch, jnp.asarray(case.i["log_probs"]), jnp.asarray(case.i["entropy"])
+    )
+    expected = case.o["grad_log_probs32"]
+    np.testing.assert_allclose(gradients[0], expected, rtol=1e-4, atol=1e-6)
+    for name in ("policy_loss", "policy_kl"):
+        if name in metrics:
+            assert metrics[name] == pytest.approx(case["metrics"][name], rel=1e-4, abs=1e-6)
+    block, coefficient = case["micro_batch_size"], algorithm.entropy_loss_coef
+    theirs = reduction_weights(mask, "token_mean_legacy", microbatch_rows=block)
+    used = algorithm.use_entropy_loss * coefficient
+    np.testing.assert_allclose(case.o["grad_entropy32"], -used * theirs, rtol=1e-4, atol=1e-8)
+    np.testing.assert_allclose(gradients[1], -used * mask / mask.sum(), rtol=1e-4, atol=1e-8)
+
+
+def small_batch(**fields):
+    """Two rows of four tokens; the last token of the second row is masked."""
+    batch = empty_batch(2, 4).replace(
+        loss_mask=np.array([[1, 1, 1, 1], [1, 1, 1, 0]], np.float32),
+        old_log_probs=np.full((2, 4), -1.0, np.float32),
+        rollout_log_probs=np.log([[0.1, 0.2, 0.4, 0.8], [0.1, 0.2, 0.4, 0.8]]).astype("float32"),
+        advantages=np.ones((2, 4), np.float32),
+    )
+    return batch.replace(**fields)
+
+
+def corrected(reduction="token_mean", **settings):
+    return AlgorithmConfig(
+        use_kl_loss=False,
+        loss_reduction=reduction,
+        off_policy_correction=OffPolicyCorrectionConfig(**settings),
+    )
+
+
+def test_a_correction_multiplies_the_weights_of_the_reduction():
+    # w = exp(old - rollout) = e^-1 / (0.1, 0.2, 0.4, 0.8) = 3.679, 1.839, 0.920, 0.460, cap 2
+    # each of 7 tokens counts 1/7
+    weights, metrics = minibatch_weights(
+        small_batch(), corrected(tis_ratio_type="token"), block_rows=1
+    )
+    row = np.array([2, 1.8394, 0.9197, 0.45985]) / 7
+    np.testing.assert_allclose(weights.policy[0], row, rtol=1e-4)
+    np.testing.assert_allclose(weights.policy[1], row * [1, 1, 1, 0], rtol=1e-4)
+    np.testing.assert_allclose(weights.entropy.sum(), 1)  # the other terms are not corrected
+    # (2 (3.679 + 1.839 + 0.920) + 0.460) / 7
+    assert metrics["is_ratio_mean"] == pytest.approx(1.9051, rel=1e-4)
+    assert metrics["tis_token_clip_high_ratio"] == pytest.approx(2 / 7)
+
+
+@pytest.mark.parametrize(("renormalize", "count"), [(False, 7), (True, 4)])
+def test_renormalize_counts_the_tokens_that_are_left(renormalize, count):
+    # 0.5 <= w <= 2 keeps two tokens of each row
+    settings = {"token_mask_is_threshold_low": 0.5, "token_mask_is_threshold_high": 2}
+    algorithm = corrected(**settings, renormalize=renormalize)
+    weights, _ = minibatch_weights(small_batch(), algorithm, block_rows=1)
+    np.testing.assert_allclose(weights.policy, np.array([[0, 1, 1, 0]] * 2) / count, rtol=1e-6)
+
+
+def test_group_ids_need_not_start_at_zero():
+    # one prompt of seven tokens
+    algorithm = AlgorithmConfig(loss_reduction="prompt_mean")
+    batch = small_batch(index=np.array([9, 9], np.int32))
+    weights, _ = minibatch_weights(batch, algorithm, block_rows=1)
+    np.testing.assert_allclose(weights.policy, batch.loss_mask / 7)
+
+
+def test_the_kl_in_the_rewards_is_no_term_of_the_loss():
+    algorithm = AlgorithmConfig(use_kl_loss=False, use_kl_in_reward=True, kl_loss_coef=0.5)
+    batch = small_batch(ref_log_probs=np.zeros((2, 4), np.float32))
+    _, metrics = value_and_gradients(algorithm, batch, jnp.full((2, 4), -1.0), jnp.zeros((2, 4)))
+    assert "policy_kl" not in metrics
+    assert metrics["final_loss"] == metrics["policy_loss"]
+
+
+def test_masked_nan_stays_out_of_the_mismatch():
+    nan = np.where(small_batch().loss_mask > 0, 0, np.nan).astype("float32")
+    batch = small_batch(rollout_log_probs=nan, old_log_probs=None)
+    weights, _ = minibatch_weights(batch, corrected(), block_rows=1)
+    metrics = mismatch(jnp.full((2, 4), -0.5), batch, weights)
+    assert {float(x) for x in metrics.values()} == {0.5}
+
+
+# ---------------------------------------------------------------- functions of users
+
+
+@pytest.fixture
+def loss_of():
+    """A policy loss as the trainer calls it, registered as "mine"."""
+
+    def evaluate(func, batch=None, **settings):
+        PolicyLossRegistry.register("mine", func)
+        algorithm = AlgorithmConfig(policy_loss_type="mine", use_kl_loss=False, **settings)
+        log_probs = jnp.full((2, 4), -1.0)
+        return value_and_gradients(algorithm, batch or small_batch(), log_probs, log_probs)
+
+    yield evaluate
+    PolicyLossRegistry.unregister("mine")
+
+
+def no_pair(log_probs, old_log_probs, advantages, config):
+    return -log_probs
+
+
+def three(log_probs, old_log_probs, advantages, config):
+    return -log_probs, {}, {}
+
+
+def transposed(log_probs, old_log_probs, advantages, config):
+    return log_probs.T, {}
+
+
+def integers(log_probs, old_log_probs, advantages, config):
+    return jnp.ones(log_probs.shape, int), {}
+
+
+def text(log_probs, old_log_probs, advantages, config):
+    return "loss", {}
+
+
+def row_metric(log_probs, old_log_probs, advantages, config):
+    return -log_probs, {"ratio": log_probs.sum(-1)}
+
+
+def unknown(log_probs, old_log_probs, advantages, config, reference):
+    return -log_probs, {}
+
+
+def too_few(log_probs, advantages):
+    return -log_probs, {}
+
+
+def raises(log_probs, old_log_probs, advantages, config):
+    raise KeyError("alpha")
+
+
+def branches(log_probs, old_log_probs, advantages, config):
+    return (log_probs if log_probs.sum() > 0 else -log_probs), {}
+
+
+@pytest.mark.parametrize(
+    ("func", "message"),
+    [
+        (no_pair, r"'mine' must return \(loss, metrics\), got .*"),
+        (three, r"'mine' must return \(loss, metrics\), got tuple of 3"),
+        (
+            transposed,
+            r"'mine' returned loss of shape \(4, 2\); expected one number \(\) or the loss of each "
+            r"token \(2, 4\)",
+        ),
+        (integers, r"'mine' returned a loss of int32; it must be floating point"),
+        (text, r"'mine' returned loss of type str; expected one number"),
+        (
+            row_metric,
+            r"'mine' returned metric 'ratio' of shape \(2,\); expected one number \(\) or",
+        ),
+        (
+            unknown,
+            r"'mine': missing a required argument: 'reference'. It is called with \(log_prob",
+        ),
+        (
+            too_few,
+            r"'mine': too many positional arguments. It is called with \(log_probs, old_log_",
+        ),
+        (raises, r"policy loss 'mine' raised KeyError: 'alpha'"),
+        (branches, r"'mine' raised TracerBoolConversionError: .*no Python if"),
+    ],
+)
+def test_what_is_wrong_with_a_loss_is_named(loss_of, func, message):
+    with pytest.raises(ValueError, match=message):
+        loss_of(jax.jit(func) if func is branches else func)
+
+
+def test_a_correction_of_one_number_is_refused(loss_of):
+    def scalar(log_probs, old_log_probs, advantages, config):
+        return -log_probs.mean(), 0.0
+
+    with pytest.raises(ValueError, match="'mine' returned one number: .* would have no effect"):
+        loss_of(scalar, off_policy_correction=OffPolicyCorrectionConfig(tis_ratio_type="token"))
+
+
+def test_a_loss_gets_the_ids_of_its_rows(loss_of):
+    def by_row(log_probs, old_log_probs, advantages, config, *, row_ids, group_ids):
+        return log_probs * row_ids[:, None], {"group_max": group_ids.max()}
+
+    batch = small_batch(row_ids=np.array([5, 3], np.int32))
+    gradients, metrics = loss_of(by_row, batch)
+    # 5 / 7 on four tokens, 3 / 7 on three
+    np.testing.assert_allclose(gradients[0], batch.loss_mask * [[5 / 7], [3 / 7]], rtol=1e-6)
+    assert metrics["loss_metrics/group_max"] == pytest.approx(0, abs=1e-6)
+
+
+def estimator_of(func, **settings):
+    from jaxrl.registry import AdvantageEstimatorRegistry
+
+    AdvantageEstimatorRegistry.register("mine", func)
+    try:
+        return bind_estimator(AlgorithmConfig(advantage_estimator="mine", **settings))
+    finally:
+        AdvantageEstimatorRegistry.unregister("mine")
+
+
+ARRAYS = {
+    "token_level_rewards": np.ones((2, 4), np.float32),
+    "response_mask": np.ones((2, 4), np.float32),
+    "index": np.zeros(2, np.int32),
+    "loss_mask": np.ones((2, 4), np.float32),
+}
+
+
+@pytest.mark.parametrize(
+    ("func", "message"),
+    [
+        (lambda **kwargs: kwargs["index"], r"'mine' must return \(advantages, returns\), got nda"),
+        (
+            lambda token_level_rewards, **_: (token_level_rewards.sum(-1), token_level_rewards),
+            r"'mine' returned advantages of shape \(2,\); expected a number for each token \(2",
+        ),
+        (
+            lambda token_level_rewards, **_: (token_level_rewards, 0.0),
+            r"'mine' returned returns of shape \(\); expected a number for each token \(2, 4\)",
+        ),
+        (lambda **kwargs: kwargs["nothing"], "'mine' raised KeyError: 'nothing'"),
+        (lambda scores, **kwargs: None, "'mine': missing a required argument: 'scores'. It is cal"),
+    ],
+)
+def test_what_is_wrong_with_an_estimator_is_named(func, message):
+    with pytest.raises(ValueError, match=f"advantage estimator {message}"):
+        estimator_of(func)(**ARRAYS)
+
+
+def test_an_estimator_gets_its_own_hyperparameters():
+    def scaled(token_level_rewards, response_mask, index, *, scale=1.0, gamma, **_):
+        return scale * gamma * token_level_rewards, token_level_rewards
+
+    estimate = estimator_of(scaled, gamma=0.5, advantage_kwargs={"scale": 3.0})
+    assert estimate(**ARRAYS)[0][0, 0] == 1.5
