@@ -5,126 +5,19 @@ exits with 1 if one fails.
 """
 
 import argparse
-import fnmatch
 import multiprocessing
 import os
 import sys
 import time
-import tomllib
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-if __name__ == "__main__":  # before jax is imported
+if __name__ == "__main__":  # before jax is imported, here and in the processes that are spawned
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
-import jax
-import numpy as np
-
-from tests.golden import FOLDER, Case, cases
-from tests.golden.checks import CHECKS, ONCE, Tolerance
-
-DIFFERENCES = FOLDER.parent / "golden_differences.toml"
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A deliberate difference from SkyRL: of these outputs of these cases, no others.
-
-    Attributes:
-        file, ids: name of the file and of cases; `*`, `?` and `[...]` match as in file names.
-        outputs: names of outputs, with the bits: "loss64", "metric32:clip_ratio", "raises".
-        reason: what SkyRL does and why it is not done here.
-        ours: what is done here.
-        test: the test that shows ours, "tests/file.py::test_name".
-    """
-
-    file: str
-    ids: tuple[str, ...]
-    outputs: tuple[str, ...]
-    reason: str
-    ours: str
-    test: str
-
-    def covers(self, file: str, case: str, output: str) -> bool:
-        return (
-            fnmatch.fnmatchcase(file, self.file)
-            and any(fnmatch.fnmatchcase(case, pattern) for pattern in self.ids)
-            and any(fnmatch.fnmatchcase(output, pattern) for pattern in self.outputs)
-        )
-
-
-@dataclass
-class Report:
-    """What became of a file's cases."""
-
-    passed: list[str] = field(default_factory=list)
-    listed: dict[str, list[Difference]] = field(default_factory=dict)
-    failed: dict[str, list[str]] = field(default_factory=dict)
-
-
-def load_differences(path: Path = DIFFERENCES) -> list[Difference]:
-    entries = tomllib.loads(path.read_text())["difference"]
-    lists = ("ids", "outputs")
-    return [Difference(**entry | {k: tuple(entry[k]) for k in lists}) for entry in entries]
-
-
-def mismatches(file: str, case: Case) -> dict[str, str]:
-    """Outputs of a case that differ from SkyRL's, each with what was found."""
-    found = {}
-    for bits in (64,) if file in ONCE else (32, 64):
-        with jax.enable_x64(bits == 64):
-            try:
-                outputs = CHECKS[file](case, bits)
-            except Exception as error:
-                if case.get("raises") is None:
-                    found["raises"] = f"{type(error).__name__}: {error}"
-                continue
-        for name, (ours, expected, tolerance) in outputs.items():
-            problem = difference(ours, expected, tolerance)
-            if problem:
-                head, colon, tail = name.partition(":")
-                found[
-                    name if file in ONCE or name == "raises" else f"{head}{bits}{colon}{tail}"
-                ] = problem
-    return found
-
-
-def difference(ours: Any, expected: Any, tolerance: Tolerance) -> str | None:
-    """What is wrong with ours; None if it is within the tolerance."""
-    if not tolerance.relative and not isinstance(expected, np.ndarray):
-        equal = np.array_equal(ours, expected) if hasattr(ours, "shape") else ours == expected
-        return None if equal else f"{ours!r}, SkyRL {expected!r}"
-    if isinstance(ours, str):
-        return f"{ours}, SkyRL {expected}"
-    ours, expected = np.asarray(ours, float), np.asarray(expected, float)
-    if ours.shape != expected.shape:
-        return f"shape {ours.shape}, SkyRL {expected.shape}"
-    allowed = tolerance.absolute * tolerance.scale
-    wrong = ~np.isclose(ours, expected, rtol=tolerance.relative, atol=allowed, equal_nan=True)
-    if not wrong.any():
-        return None
-    at = tuple(np.argwhere(wrong)[0])
-    number = f"{wrong.sum()} of {wrong.size} differ"
-    return f"{number}, first {ours[at]:.12g}, SkyRL {expected[at]:.12g}"
-
-
-def check_file(file: str, folder: Path, differences: list[Difference], every: int = 1) -> Report:
-    """The cases of one file, or every n-th of them."""
-    report = Report()
-    for case in cases(file, folder)[::every]:
-        wrong = mismatches(file, case)
-        covering = {o: [d for d in differences if d.covers(file, case["id"], o)] for o in wrong}
-        unlisted = [f"{output}: {wrong[output]}" for output, found in covering.items() if not found]
-        if unlisted:
-            report.failed[case["id"]] = unlisted
-        elif wrong:
-            report.listed[case["id"]] = [d for found in covering.values() for d in found]
-        else:
-            report.passed.append(case["id"])
-    return report
+from tests.golden import FOLDER
+from tests.golden.checker import CHECKS, Report, check_file, load_differences
 
 
 def show(path: Path, report: Report | None, failures: int) -> None:
