@@ -74,6 +74,7 @@ def trainer_advantages(case: Case, bits: int) -> Outputs:
         rollout_log_probs=None,
         index=index,
         policy_versions=None,
+        row_ids=None,
         advantages=np.asarray(ours[0]),
     )
     found = estimates_within(case, bits, ours, np.asarray(x.response_mask))
