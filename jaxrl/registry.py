@@ -73,6 +73,9 @@ class PolicyLossRegistry(BaseFunctionRegistry):
     @classmethod
     def has_batch_statistics(cls, name: str | StrEnum) -> bool:
         """Whether a loss, by its name or path, was registered with `batch_statistics=True`."""
+        name = plain_name(name)
+        if cls._find(name):
+            return cls._entries[name].batch_statistics
         func = cls.resolve(name)
         return any(e.batch_statistics and e.func is func for e in cls._entries.values())
 
@@ -139,7 +142,9 @@ def register_configured_functions(algorithm: Any) -> None:
     """
     for registry, name in _configured(algorithm):
         if ":" in name and name not in registry.list_available():
-            registry.register(name, registry.resolve(name))
+            marked = registry is PolicyLossRegistry and registry.has_batch_statistics(name)
+            marks = {"batch_statistics": True} if marked else {}
+            registry.register(name, registry.resolve(name), **marks)
 
 
 def _configured(algorithm: Any) -> list[tuple[type[BaseFunctionRegistry], str]]:

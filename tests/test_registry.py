@@ -153,7 +153,8 @@ def test_losses_that_look_at_the_whole_minibatch_are_marked():
     PolicyLossRegistry.register("rows", loss_one)
     marked = [n for n in PolicyLossRegistry.list_available() if has_batch_statistics(n)]
     assert marked == ["clip_cov", "kl_cov", "quantile"]
-    assert not has_batch_statistics("my_pkg.my_module:my_loss")
+    assert has_batch_statistics("jaxrl.losses.kl_cov:kl_cov")
+    assert not has_batch_statistics("jaxrl.losses.regular:regular")
     data = snapshot()
     PolicyLossRegistry.repopulate()
     load_snapshot(data)
