@@ -73,9 +73,6 @@ class PolicyLossRegistry(BaseFunctionRegistry):
     @classmethod
     def has_batch_statistics(cls, name: str | StrEnum) -> bool:
         """Whether a loss, by its name or path, was registered with `batch_statistics=True`."""
-        name = plain_name(name)
-        if cls._find(name):
-            return cls._entries[name].batch_statistics
         func = cls.resolve(name)
         return any(e.batch_statistics and e.func is func for e in cls._entries.values())
 
@@ -138,13 +135,13 @@ def source_hashes(algorithm: Any) -> dict[str, str]:
 def register_configured_functions(algorithm: Any) -> None:
     """Register what a config names as "my_pkg.my_module:my_function", under that very name.
 
-    Then it is found where the module cannot be imported.
+    Then it is found, as it is marked, where the module cannot be imported.
     """
     for registry, name in _configured(algorithm):
         if ":" in name and name not in registry.list_available():
-            marked = registry is PolicyLossRegistry and registry.has_batch_statistics(name)
-            marks = {"batch_statistics": True} if marked else {}
-            registry.register(name, registry.resolve(name), **marks)
+            func = registry.resolve(name)
+            marked = any(e.batch_statistics and e.func is func for e in registry._entries.values())
+            registry._register(name, Entry(func, marked))
 
 
 def _configured(algorithm: Any) -> list[tuple[type[BaseFunctionRegistry], str]]:

@@ -53,7 +53,7 @@ def pack(func: Function, label: str, marks: Mapping[str, Any]) -> PackedFunction
     Raises:
         ValueError: it cannot be pickled; the message names what it captures.
     """
-    with _by_value(_user_modules(func)):
+    with _by_value(user_modules(func)):
         try:
             data = _dumps((func, dict(marks)))
         except Exception as error:
@@ -231,8 +231,8 @@ def _is_user_module(name: str | None) -> bool:
     return place is not None and not place.startswith(_INSTALLED)
 
 
-def _user_modules(func: Function) -> list[types.ModuleType]:
-    """The user's modules that the function reaches through the globals of modules."""
+def user_modules(func: Any) -> list[types.ModuleType]:
+    """Modules that are not installed and that a function or class reaches through globals."""
     inner = _innermost(func)
     found, queue = {}, [_module_name(inner)]
     captured = inspect.getclosurevars(inner).nonlocals if inspect.isfunction(inner) else {}

@@ -1,16 +1,21 @@
 """Starting or joining Ray with what the workers of a run need."""
 
+import dataclasses
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import ray
+from ray import cloudpickle
+
+from jaxrl.user_functions import user_modules
 
 # Settings of the run, the same on every host; nothing secret, Ray's dashboard shows them.
 _PASSED_ON = ("JAX_", "XLA_", "LIBTPU_INIT_ARGS", "HF_HOME", "HF_HUB_OFFLINE", "TOKENIZERS_")
 _OF_ONE_PROCESS = ("JAX_COORDINATOR_", "JAX_PROCESS_", "JAX_NUM_PROCESSES", "JAX_LOCAL_DEVICE_")
 
 
-def initialize_ray(config: Any) -> None:
+def initialize_ray(config: Any, **options: Any) -> None:
     """Start Ray, or join the cluster of RAY_ADDRESS, and share the user functions with its workers.
 
     Workers get the driver's JAX and XLA settings. A task that asks Ray for no accelerator still
@@ -21,6 +26,7 @@ def initialize_ray(config: Any) -> None:
         config: a `TrainConfig`, `ml_collections.ConfigDict` or nested dict. Functions that it names
             as "my_pkg.my_module:my_loss" are registered under that name, so that the module need
             not be importable on the workers.
+        options: of `ray.init`, such as num_cpus or address.
 
     Raises:
         ValueError: see `jaxrl.registry.sync_registries`.
@@ -29,8 +35,12 @@ def initialize_ray(config: Any) -> None:
     from jaxrl.registry import register_configured_functions, sync_registries
 
     if not ray.is_initialized():
-        ray.init(runtime_env={"env_vars": worker_environment()})
-    register_configured_functions(to_train_config(config).trainer.algorithm)
+        ray.init(runtime_env={"env_vars": worker_environment()}, **options)
+    train_config = to_train_config(config)
+    for config_class in _classes(train_config):  # one of a recipe: workers cannot import that
+        for module in user_modules(config_class):
+            cloudpickle.register_pickle_by_value(module)
+    register_configured_functions(train_config.trainer.algorithm)
     sync_registries()
 
 
@@ -42,3 +52,10 @@ def worker_environment() -> dict[str, str]:
         if name.startswith(_PASSED_ON) and not name.startswith(_OF_ONE_PROCESS)
     }
     return {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", **shared}
+
+
+def _classes(config: Any) -> Iterator[type]:
+    yield type(config)
+    for value in vars(config).values():
+        if dataclasses.is_dataclass(value):
+            yield from _classes(value)

@@ -170,7 +170,8 @@ def _estimator_facts(func: Callable[..., Any]) -> dict[str, str]:
 
 
 def _row(variant: GRPOVariant) -> str:
-    return "| " + " | ".join(variant[: variant._fields.index("settings")]) + " |\n"
+    v = variant
+    return "| " + " | ".join((v.system, v.advantage, v.ratio, v.clip, v.aggregation, v.kl)) + " |\n"
 
 
 def _variant(variant: GRPOVariant) -> str:

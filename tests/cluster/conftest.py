@@ -57,7 +57,7 @@ def cluster(tmp_path_factory):
     PolicyLossRegistry.register("early", early_loss)
     for _ in range(2):
         ray.shutdown()
-        initialize_ray(TrainConfig())
+        initialize_ray(TrainConfig(), num_cpus=2, include_dashboard=False)
     yield Workers()
     ray.shutdown()
     PolicyLossRegistry.repopulate()

@@ -101,12 +101,15 @@ def test_a_name_given_by_path_travels_under_that_path(cluster, user_folder):
     from jaxrl.config import TrainConfig
 
     path = "user_losses:through_function"
+    module = importlib.import_module("user_losses")
+    PolicyLossRegistry.register("marked", module.through_function, batch_statistics=True)
     config = TrainConfig()
     config.trainer.algorithm.policy_loss_type = path
     initialize_ray(config)
     initialize_ray(config)  # as often as you like
     assert float(cluster(0, PolicyLossRegistry.resolve, path)(2.0, None, None, None)[0]) == 6
     assert cluster(1, value, path) == 6
+    assert cluster(1, has_batch_statistics, path)
 
 
 # ------------------------------------------------------------------ clashes
