@@ -216,8 +216,8 @@ def test_a_scalar_loss_sees_the_whole_minibatch():
         algorithm, batch = algorithm_with(policy_loss_type="scalar_for_test"), make_batch()
         whole = gradient(algorithm, batch, microbatch_rows=ROWS)
         assert whole[1]["loss_metrics/clip_ratio"] == pytest.approx(0.25)
-        for rows in (4, 3, 1):
-            assert_same(gradient(algorithm, batch, microbatch_rows=rows), whole)
+        # test_invariance.py has the other cuts; here the last microbatch has empty rows
+        assert_same(gradient(algorithm, batch, microbatch_rows=3), whole)
     finally:
         PolicyLossRegistry.unregister("scalar_for_test")
 
