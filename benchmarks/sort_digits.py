@@ -3,8 +3,8 @@
     python -m benchmarks.sort_digits --json=sort_digits.json
     python -m benchmarks.sort_digits --losses gspo gmpo --estimators --seeds 1
 
-Claim: the table of docs/algorithms.md. Not a contest: one learning rate for all, a task of seconds.
-It shows which functions learn here at all, and which do not and why.
+Claim: the table of docs/sort_digits.md. Not a contest: one learning rate for all, a task of
+seconds. It shows which functions learn here at all, and which do not and why.
 
 The model of configs/quickstart.py sorts two digits from random weights, 16 prompts x 16 samples,
 four updates per step (two minibatches, two passes), so that all but the first are off policy;

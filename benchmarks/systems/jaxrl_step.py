@@ -105,6 +105,7 @@ class Steps:
         self.work, self.clock, self.number = work, Clock(), 0
         self.trainer: Trainer = StepExp(make_config(work)).build()
         self.trainer.state = self.trainer.restore_or_init()
+        self.trainer.batches_drawn = 0
         self.trainer.load_reference()
         self.trainer.sync_weights(0)
         updater = self.trainer.updater
