@@ -208,9 +208,16 @@ class BaseFunctionRegistry:
 
     @classmethod
     def _receive(cls, functions: Mapping[str, PackedFunction], session: str = "") -> None:
+        errors = []
         for name, packed in functions.items():
-            func, marks = unpack(packed, f"{cls._function_type} '{name}'")
+            try:
+                func, marks = unpack(packed, f"{cls._function_type} '{name}'")
+            except ValueError as error:  # later: the other functions are fine
+                errors.append(error)
+                continue
             cls._entries[name] = Entry(func, **marks, packed=packed, session=session, received=True)
+        if errors:
+            raise errors[0]
 
 
 def plain_name(name: str | StrEnum) -> str:

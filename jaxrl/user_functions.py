@@ -51,11 +51,13 @@ def pack(func: Function, label: str, marks: Mapping[str, Any]) -> PackedFunction
         marks: what its registry notes about it; returned by `unpack`.
 
     Raises:
-        ValueError: it cannot be pickled; the message names what it captures.
+        ValueError: it cannot be pickled, or not be loaded again; the message names what it
+            captures.
     """
     with _by_value(user_modules(func)):
         try:
             data = _dumps((func, dict(marks)))
+            _Trial(io.BytesIO(data)).load()
         except Exception as error:
             raise ValueError(
                 f"{label} cannot be pickled ({error}); it captures {_unpicklable_parts(func)}. "
@@ -258,7 +260,7 @@ class _Pickler(cloudpickle.Pickler):
     """cloudpickle, with what it lacks.
 
     Modules of the user go as their contents, though they may import each other; a jitted function
-    keeps its name and the function in it.
+    keeps its name and the function in it; a `jax.custom_vjp` can be loaded.
     """
 
     def reducer_override(self, obj: Any) -> Any:
@@ -267,19 +269,35 @@ class _Pickler(cloudpickle.Pickler):
             names = {name: getattr(obj, name) for name in functools.WRAPPER_ASSIGNMENTS[:3]}
             names["__wrapped__"] = obj.__wrapped__
             return make, arguments, (state, names), None, None, _fill_jitted
+        if type(obj).__name__ == "custom_vjp":  # its __new__ asks for the function
+            return object.__new__, (type(obj),), vars(obj), None, None, _fill
         if isinstance(obj, types.ModuleType) and _is_user_module(obj.__name__):
             contents = {k: v for k, v in vars(obj).items() if k not in _OF_THE_IMPORT}
-            return types.ModuleType, (obj.__name__,), contents, None, None, _fill_module
+            return types.ModuleType, (obj.__name__,), contents, None, None, _fill
         return super().reducer_override(obj)
 
 
-def _fill_module(module: types.ModuleType, contents: dict[str, Any]) -> None:
-    vars(module).update(contents)
+def _fill(obj: Any, contents: dict[str, Any]) -> None:
+    vars(obj).update(contents)
 
 
 def _fill_jitted(func: Any, state: tuple[Any, dict[str, Any]]) -> None:
     func.__setstate__(state[0])
     vars(func).update(state[1])
+
+
+class _Trial(pickle.Unpickler):
+    """Loads what this process pickled, to see whether that can be done.
+
+    cloudpickle would overwrite the methods of the classes that are here by their copies; without
+    their tracker id it makes new classes.
+    """
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        found = super().find_class(module_name, global_name)
+        if global_name in ("_make_skeleton_class", "_make_skeleton_enum"):
+            return lambda *arguments: found(*arguments[:-2], None, arguments[-1])
+        return found
 
 
 def _dumps(obj: Any) -> bytes:
@@ -314,7 +332,7 @@ def _unpicklable_parts(func: Function) -> list[str]:
 
 def _can_be_pickled(value: Any) -> bool:
     try:
-        _dumps(value)
+        _Trial(io.BytesIO(_dumps(value))).load()
     except Exception:
         return False
     return True

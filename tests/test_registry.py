@@ -35,6 +35,7 @@ from jaxrl.registry import (
     source_hashes,
     sync_registries,
 )
+from jaxrl.user_functions import pack
 
 ROOT = Path(__file__).parent.parent
 has_batch_statistics = PolicyLossRegistry.has_batch_statistics
@@ -283,6 +284,14 @@ def test_loading_keeps_what_is_registered_here():
     load_snapshot(data)
     assert PolicyLossRegistry.get("x") is loss_two
     assert AdvantageEstimatorRegistry.get("y")(2.0, None, None, None)[0] == -2.0
+
+
+def test_a_function_that_cannot_be_loaded_does_not_keep_the_others_away():
+    good = pack(loss_one, "good", {"batch_statistics": False})
+    bad = good._replace(data=b"cno_such_package\nf\n.")
+    with pytest.raises(ValueError, match=r"'bad' \(.*:loss_one\) of .* cannot be loaded here"):
+        PolicyLossRegistry._receive({"bad": bad, "good": good})
+    assert PolicyLossRegistry.get("good")(2.0, None, None, None)[0] == -2.0
 
 
 def test_builtins_are_never_sent():

@@ -112,6 +112,47 @@ def test_a_function_is_the_same_after_the_journey(func):
     assert not packed.holds(loaded, {"batch_statistics": False})
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def straight_through(x, factor):
+    return 0 * x
+
+
+def straight_through_backward(factor, residuals, cotangent):
+    assert straight_through is not None  # a cycle: it reads what it is part of
+    return (factor * SCALE * cotangent,)
+
+
+straight_through.defvjp(lambda x, factor: (x, None), straight_through_backward)
+
+
+def test_a_custom_gradient_of_a_module_travels():
+    def loss(x):
+        return straight_through(x, 3.0)
+
+    loaded, _ = unpack(pack(loss, "loss 'x'", {}), "loss 'x'")
+    assert jax.grad(loaded)(1.0) == jax.grad(loss)(1.0) == 3 * 2  # factor * SCALE
+
+
+class CannotBeLoaded:
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def test_what_cannot_be_loaded_fails_where_it_is_packed():
+    with pytest.raises(ValueError, match=r"loss 'x' cannot be pickled.*captures \['factor'\]"):
+        pack(make(CannotBeLoaded()), "loss 'x'", {})
+
+
+def test_packing_leaves_the_classes_of_this_process_alone():
+    class Local:
+        def method(self):
+            return self
+
+    method = Local.method
+    pack(make(Local()), "loss 'x'", {})
+    assert Local.method is method
+
+
 def test_functions_of_the_library_go_by_name():
     packed = pack(LOSSES["gspo"], "policy loss 'x'", {})
     assert len(packed.data) < 100
