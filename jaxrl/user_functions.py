@@ -58,12 +58,13 @@ def pack(func: Function, label: str, marks: Mapping[str, Any]) -> PackedFunction
         try:
             data = _dumps((func, dict(marks)))
             _Trial(io.BytesIO(data)).load()
+            content = fingerprint((func, dict(marks)))
         except Exception as error:
             raise ValueError(
                 f"{label} cannot be pickled ({error}); it captures {_unpicklable_parts(func)}. "
                 "Create that inside the function"
             ) from error
-    return PackedFunction(data, fingerprint((func, dict(marks))), origin(func))
+    return PackedFunction(data, content, origin(func))
 
 
 def unpack(packed: PackedFunction, label: str) -> tuple[Function, dict[str, Any]]:
@@ -180,7 +181,7 @@ def _parts(obj: Any) -> Any:
     if hasattr(obj, "__wrapped__"):  # jax.jit, jax.custom_jvp, jax.custom_vjp
         return obj.__wrapped__, [getattr(obj, name, None) for name in ("jvp", "fwd", "bwd")]
     if hasattr(obj, "__array__"):
-        array = obj.__array__()
+        array = _as_numpy(obj)
         return str(array.dtype), array.shape, array.tobytes()
     return (type(obj), vars(obj)) if hasattr(obj, "__dict__") else pickle.dumps(obj)
 
@@ -204,6 +205,14 @@ def _(obj: functools.partial) -> Any:
 @_parts.register
 def _(obj: type) -> Any:
     return obj.__qualname__, {k: v for k, v in vars(obj).items() if inspect.isfunction(v)}
+
+
+def _as_numpy(obj: Any) -> Any:
+    if str(getattr(obj, "dtype", "")).startswith("key<"):  # of jax.random.key
+        import jax  # not above: the registry's actor needs no jax
+
+        obj = jax.random.key_data(obj)
+    return obj.__array__()
 
 
 def _globals_read(func: types.FunctionType) -> dict[str, Any]:
@@ -333,6 +342,7 @@ def _unpicklable_parts(func: Function) -> list[str]:
 def _can_be_pickled(value: Any) -> bool:
     try:
         _Trial(io.BytesIO(_dumps(value))).load()
+        fingerprint(value)
     except Exception:
         return False
     return True

@@ -62,6 +62,7 @@ def test_the_content_of_a_function_decides():
     [
         (np.arange(3), np.arange(3) + 1),
         (jnp.zeros(3), jnp.zeros(3, jnp.int32)),
+        (jax.random.key(0), jax.random.key(1)),
         ({"a": 1}, {"a": 2}),
         (frozenset("ab"), frozenset("ac")),
         (Callable(1.0), Callable(2.0)),
@@ -141,6 +142,16 @@ class CannotBeLoaded:
 def test_what_cannot_be_loaded_fails_where_it_is_packed():
     with pytest.raises(ValueError, match=r"loss 'x' cannot be pickled.*captures \['factor'\]"):
         pack(make(CannotBeLoaded()), "loss 'x'", {})
+
+
+class CannotBeToldApart:
+    def __array__(self):
+        raise TypeError("no numbers")
+
+
+def test_what_cannot_be_told_apart_is_named_too():
+    with pytest.raises(ValueError, match=r"loss 'x' cannot .*no numbers.*captures \['factor'\]"):
+        pack(make(CannotBeToldApart()), "loss 'x'", {})
 
 
 def test_packing_leaves_the_classes_of_this_process_alone():
