@@ -38,10 +38,6 @@ class PackedFunction(NamedTuple):
     fingerprint: str
     origin: str  # "my_pkg.my_module:my_loss", for messages
 
-    def holds(self, func: Function, marks: Mapping[str, Any]) -> bool:
-        """Whether this is `func`, though perhaps of another import."""
-        return self.fingerprint == fingerprint((func, dict(marks)))
-
 
 def pack(func: Function, label: str, marks: Mapping[str, Any]) -> PackedFunction:
     """Pickle a function; modules that are not installed go along by value.
@@ -107,9 +103,7 @@ def import_function(path: str, kind: str = "function") -> Function:
 
 def origin(func: Function) -> str:
     """Where a function was written: "my_pkg.my_module:my_loss"."""
-    inner = _innermost(func)
-    name = getattr(inner, "__qualname__", type(inner).__qualname__)
-    return f"{getattr(inner, '__module__', None)}:{name}"
+    return f"{getattr(_innermost(func), '__module__', None)}:{_name(func)}"
 
 
 def source_hash(func: Function) -> str:
@@ -128,6 +122,33 @@ def fingerprint(obj: Any) -> str:
     files and line numbers play no part. Installed functions and all modules count by name.
     """
     return hashlib.sha256(repr(_content(obj, {})).encode()).hexdigest()
+
+
+def has_same_content(one: Function, other: Function) -> bool:
+    """Whether two functions have the same name and compute the same, as far as can be told."""
+    if one is other:
+        return True
+    try:
+        return _name(one) == _name(other) and fingerprint(one) == fingerprint(other)
+    except Exception:  # of whatever they capture, a lock for instance
+        return False
+
+
+def is_defined_again(one: Function, other: Function) -> bool:
+    """Whether one definition ran twice: a module that was both sent and imported, a script too.
+
+    The globals play no part: they may have changed since, or not all be there yet.
+    """
+    one, other = (f.__wrapped__ if _is_jitted(f) else f for f in (one, other))
+    if not (inspect.isfunction(one) and inspect.isfunction(other) and _name(one) == _name(other)):
+        return False
+    same_file = one.__code__.co_filename == other.__code__.co_filename
+    if not (same_file or one.__module__ == other.__module__):
+        return False
+    try:
+        return fingerprint(_parts(one)[:-1]) == fingerprint(_parts(other)[:-1])
+    except Exception:
+        return False
 
 
 # ------------------------------------------------------------------ content
@@ -189,6 +210,7 @@ def _parts(obj: Any) -> Any:
 @_parts.register
 def _(obj: types.FunctionType) -> Any:
     cells = [cell.cell_contents for cell in obj.__closure__ or ()]
+    # `is_defined_again` drops the last
     return obj.__code__, obj.__defaults__, obj.__kwdefaults__, cells, _globals_read(obj)
 
 
@@ -273,7 +295,7 @@ class _Pickler(cloudpickle.Pickler):
     """
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj).__name__ == "PjitFunction":  # of jax.jit; the registry's actor has no jax
+        if _is_jitted(obj):
             make, arguments, state = obj.__reduce_ex__(self.proto)[:3]
             names = {name: getattr(obj, name) for name in functools.WRAPPER_ASSIGNMENTS[:3]}
             names["__wrapped__"] = obj.__wrapped__
@@ -346,6 +368,15 @@ def _can_be_pickled(value: Any) -> bool:
     except Exception:
         return False
     return True
+
+
+def _is_jitted(func: Any) -> bool:
+    return type(func).__name__ == "PjitFunction"  # of jax.jit; the registry's actor has no jax
+
+
+def _name(func: Function) -> str:
+    inner = _innermost(func)
+    return getattr(inner, "__qualname__", type(inner).__qualname__)
 
 
 def _innermost(func: Any) -> Any:

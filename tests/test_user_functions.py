@@ -2,7 +2,9 @@
 
 import functools
 import importlib
+import runpy
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,14 @@ import numpy as np
 import pytest
 
 from jaxrl.losses import LOSSES
-from jaxrl.user_functions import fingerprint, origin, pack, unpack
+from jaxrl.user_functions import (
+    fingerprint,
+    has_same_content,
+    is_defined_again,
+    origin,
+    pack,
+    unpack,
+)
 
 SCALE = 2.0
 
@@ -96,6 +105,27 @@ def test_module_names_and_line_numbers_do_not(tmp_path, monkeypatch):
     assert origin(first.loss) == "user_first:loss"
 
 
+def test_a_definition_that_ran_twice_is_recognised_whatever_its_globals(tmp_path, monkeypatch):
+    code = "SEEN = {}\ndef loss(x, b=1):\n    return SEEN\nhalf = lambda x: x / 2\n"
+    for name in ("user_one", "user_two"):
+        (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    one, two = (importlib.import_module(name) for name in ("user_one", "user_two"))
+    again = runpy.run_path(tmp_path / "user_one.py")["loss"]  # as of a script: another module name
+    one.SEEN["step"] = 1
+    assert not has_same_content(one.loss, again)
+    assert is_defined_again(one.loss, again)
+    assert not is_defined_again(one.loss, two.loss)
+    assert not is_defined_again(one.loss, one.half)
+    assert not is_defined_again(make(1.0), make(2.0))
+    assert is_defined_again(jax.jit(make(1.0)), make(1.0))
+    lock = threading.Lock()
+    assert has_same_content(make(lock), make(threading.Lock())) is False
+    assert is_defined_again(make(lock), make(lock)) is False
+    # The primal function alone does not tell them apart.
+    assert not is_defined_again(custom_gradient(1.0), custom_gradient(2.0))
+
+
 def test_recursive_functions_have_one():
     def count(n):
         return 0 if n == 0 else 1 + count(n - 1)
@@ -109,8 +139,9 @@ def test_a_function_is_the_same_after_the_journey(func):
     loaded, marks = unpack(packed, "loss 'x'")
     assert marks == {"batch_statistics": True}
     assert loaded(3.0) == func(3.0) == 6.0
-    assert packed.holds(loaded, marks)
-    assert not packed.holds(loaded, {"batch_statistics": False})
+    assert packed.fingerprint == fingerprint((loaded, marks))
+    assert packed.fingerprint != fingerprint((loaded, {"batch_statistics": False}))
+    assert has_same_content(loaded, func)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
