@@ -153,6 +153,14 @@ def test_decorators_register_and_return_the_function():
     assert AdvantageEstimatorRegistry.get("b") is loss_two
 
 
+@pytest.mark.parametrize("decorator", [register_policy_loss, register_advantage_estimator])
+def test_decorators_without_parentheses_are_refused(decorator):
+    spelling = f"@{decorator.__name__}"
+    expected = re.escape(f'{spelling} needs a name: {spelling}("loss_one")')
+    with pytest.raises(ValueError, match=expected):
+        decorator(loss_one)
+
+
 def test_losses_that_look_at_the_whole_minibatch_are_marked():
     register_policy_loss("quantile", batch_statistics=True)(loss_one)
     PolicyLossRegistry.register("rows", loss_two)
