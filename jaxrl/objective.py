@@ -26,6 +26,7 @@ from jaxrl.registry import PolicyLossRegistry, accepted_keywords, check_hyperpar
 from jaxrl.types import TrainBatch
 
 Metrics = dict[str, Array]
+MISMATCH = "rollout_train_logprobs_abs_diff"
 PolicyLoss = Callable[..., tuple[Array, Metrics]]  # (log_probs, entropy, batch, key)
 
 # What a policy loss is called with: these by position, and of the batch these by keyword.
@@ -176,10 +177,9 @@ def _reduced(loss: Array, weights: Array, algorithm: Any) -> Array:
 def mismatch(log_probs: Array, batch: TrainBatch, weights: TokenWeights) -> Metrics:
     """How far sampler and trainer are apart on the log-probs of the sampled tokens."""
     difference = jnp.abs(log_probs - batch.rollout_log_probs)
-    name = "rollout_train_logprobs_abs_diff"
     return {
-        f"{name}_mean": masked_sum(difference, weights.entropy),
-        f"{name}_max": jnp.max(difference, initial=0.0, where=batch.loss_mask != 0),
+        f"{MISMATCH}_mean": masked_sum(difference, weights.entropy),
+        f"{MISMATCH}_max": jnp.max(difference, initial=0.0, where=batch.loss_mask != 0),
     }
 
 
@@ -210,8 +210,13 @@ def merge_metrics(
 
 
 def step_metrics(updates: Sequence[tuple[Sequence[Metrics], Metrics]]) -> dict[str, float]:
-    """Metrics of a step from those of its updates: (of each microbatch, of the whole)."""
+    """Metrics of a step from those of its updates: (of each microbatch, of the whole).
+
+    The difference of sampler and trainer is that of the first update; later ones would add what the
+    updates before them have changed.
+    """
     merged = [merge_metrics(parts) | whole for parts, whole in jax.device_get(updates)]
-    metrics = {f"policy/{n}": x for n, x in merge_metrics(merged, np.mean).items()}
+    metrics = merge_metrics(merged, np.mean)
+    metrics |= {name: float(merged[0][name]) for name in metrics if name.startswith(MISMATCH)}
     skipped = sum(int(update["skipped_updates"]) for update in merged)
-    return metrics | {"policy/skipped_updates": skipped}
+    return {f"policy/{n}": x for n, x in metrics.items()} | {"policy/skipped_updates": skipped}

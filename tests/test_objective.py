@@ -8,7 +8,14 @@ import pytest
 from jaxrl.config import AlgorithmConfig, OffPolicyCorrectionConfig
 from jaxrl.data.packing import empty_batch
 from jaxrl.losses.reduction import reduction_weights
-from jaxrl.objective import make_objective, make_policy_loss, minibatch_weights, mismatch
+from jaxrl.objective import (
+    MISMATCH,
+    make_objective,
+    make_policy_loss,
+    minibatch_weights,
+    mismatch,
+    step_metrics,
+)
 from jaxrl.registry import PolicyLossRegistry, bind_estimator
 from tests import golden
 
@@ -108,6 +115,16 @@ def test_the_kl_in_the_rewards_is_no_term_of_the_loss():
     _, metrics = value_and_gradients(algorithm, batch, jnp.full((2, 4), -1.0), jnp.zeros((2, 4)))
     assert "policy_kl" not in metrics
     assert metrics["final_loss"] == metrics["policy_loss"]
+
+
+def test_the_mismatch_of_a_step_is_that_of_its_first_update():
+    def update(difference):
+        name = f"{MISMATCH}_max"
+        return [{name: difference, "policy_loss": difference}], {"skipped_updates": 0}
+
+    metrics = step_metrics([update(1.0), update(3.0)])  # the second holds what the first changed
+    assert metrics[f"policy/{MISMATCH}_max"] == 1.0
+    assert metrics["policy/policy_loss"] == 2.0  # (1 + 3) / 2
 
 
 def test_masked_nan_stays_out_of_the_mismatch():

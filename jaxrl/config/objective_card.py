@@ -42,7 +42,8 @@ def objective_card(config: TrainConfig, num_devices: int = 1) -> str:
             "optimizer",
             [
                 f"AdamW, lr {optimizer.lr:g} {optimizer.scheduler}, {optimizer.num_warmup_steps} "
-                f"warm-up updates, gradient norm <= {optimizer.max_grad_norm:g}"
+                f"warm-up updates, weight decay {optimizer.weight_decay:g}, gradient norm <= "
+                f"{optimizer.max_grad_norm:g}"
             ],
         ),
         ("batch", _batch(config, num_devices)),

@@ -18,7 +18,8 @@ objective
   entropy      off
   temperature  1, of sampling and of every log-softmax
   filters      none
-  optimizer    AdamW, lr 1e-06 constant_with_warmup, 0 warm-up updates, gradient norm <= 1
+  optimizer    AdamW, lr 1e-06 constant_with_warmup, 0 warm-up updates, weight decay 0.01, gradient
+               norm <= 1
   batch        1024 prompts x 5 samples = 5120 rows per step
                -> 4 minibatches x 1 pass = 4 optimizer updates of 256 prompts = 1280 rows
                -> 160 microbatches of 1 row on each of 8 devices"""
