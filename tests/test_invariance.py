@@ -96,7 +96,7 @@ def cut_gradient(
     """Flat gradient and metrics of a minibatch.
 
     The weights alone know the reduction, so that it costs no compilation. The block of
-    token_mean_legacy is one row, whatever the cut.
+    token_mean_legacy is two rows, whatever the cut; with one it would be sequence_mean.
     """
     batch = make_batch(width, LENGTHS)
     if order is not None:
@@ -110,7 +110,7 @@ def cut_gradient(
         )
     updater, params = make(algorithm, -(-ROWS // microbatches), devices)
     reduced = dataclasses.replace(correction or algorithm, loss_reduction=reduction)
-    weights, metrics = minibatch_weights(batch, reduced, block_rows=1)
+    weights, metrics = minibatch_weights(batch, reduced, block_rows=2)
     grads, parts = updater.gradients(params, batch, jax.device_get(weights), jax.random.key(1))
     flat = np.concatenate([np.ravel(g) for g in jax.tree.leaves(jax.device_get(grads))])
     return flat, merge_metrics(jax.device_get(parts)) | jax.device_get(metrics)
