@@ -9,7 +9,7 @@ from jaxrl.config import (
     OverlongBufferConfig,
     SamplingParams,
 )
-from jaxrl.data.packing import empty_batch
+from jaxrl.data.packing import collate, empty_batch
 from jaxrl.rewards import make_estimate, next_kl_coef, penalize_kl, shape_rewards
 
 
@@ -49,6 +49,14 @@ def test_soft_overlong_punishment_takes_from_the_last_token():
     shaped, _ = shape_rewards(output([1.0, 1.0, 1.0], [6, 8, 10]), "abc", GENERATOR, algorithm)
     assert [sum(r) for r in shaped["rewards"]] == [1.0, 0.75, 0.5]
     assert shaped["rewards"][1] == [0.0] * 7 + [0.75]
+
+
+@pytest.mark.parametrize("reward", [1.0, []])
+def test_an_empty_response_has_no_rewards_and_no_punishment(reward):
+    algorithm = AlgorithmConfig(overlong_buffer=OverlongBufferConfig(len=4))
+    shaped, _ = shape_rewards(output([reward, 1.0], [0, 6]), "ab", GENERATOR, algorithm)
+    assert shaped["rewards"] == [[], [0.0] * 5 + [1.0]]
+    np.testing.assert_array_equal(collate(shaped, [0, 1]).rewards.sum(1), [0, 1])
 
 
 def test_the_filter_sees_what_is_left_of_the_rewards():
