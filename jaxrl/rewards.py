@@ -118,7 +118,8 @@ def make_estimate(algorithm: AlgorithmConfig) -> Callable[..., tuple[Array, Arra
     def advantages_and_returns(**arrays: Array) -> tuple[Array, Array]:
         advantages, returns = estimate(**arrays)
         if algorithm.advantage_batch_normalize:
-            advantages = normalize_advantages(advantages, arrays["response_mask"])
+            sampled = arrays["loss_mask"] * arrays["response_mask"]
+            advantages = normalize_advantages(advantages, sampled)
         return advantages, returns
 
     return advantages_and_returns

@@ -97,16 +97,16 @@ def test_the_controller_moves_the_coefficient():
     assert next_kl_coef(0.5, {}, control, rows=10) == 0.5  # there is no KL
 
 
-def test_advantages_are_normalised_over_the_response_tokens_of_the_batch():
-    mask = np.array([[0, 1, 1], [0, 1, 0]], np.float32)
+def test_advantages_are_normalised_over_the_sampled_tokens_of_the_batch():
+    # row 0 ends with an observation; row 2, a group of its own, is filtered
     given = {
-        "token_level_rewards": np.array([[0, 0, 3], [0, 0, 0]], np.float32),
-        "response_mask": mask,
-        "index": np.zeros(2, np.int32),
-        "loss_mask": mask,
+        "token_level_rewards": np.array([[0, 0, 3, 0], [0, 0, 0, 0], [0, 9, 0, 0]], np.float32),
+        "response_mask": np.array([[0, 1, 1, 1], [0, 1, 0, 0], [0, 1, 1, 0]], np.float32),
+        "index": np.array([0, 0, 1], np.int32),
+        "loss_mask": np.array([[0, 1, 1, 0], [0, 1, 0, 0], [0, 0, 0, 0]], np.float32),
     }
     algorithm = AlgorithmConfig(grpo_norm_by_std=False, advantage_batch_normalize=True)
     advantages, _ = jax.jit(make_estimate(algorithm))(**given)
     # 1.5, 1.5, -1.5: mean 0.5, variance (1 + 1 + 4) / 3 = 2
-    expected = np.array([[0, 1, 1], [0, -2, 0]]) / np.sqrt(2)
+    expected = np.array([[0, 1, 1, 0], [0, -2, 0, 0], [0, 0, 0, 0]]) / np.sqrt(2)
     np.testing.assert_allclose(advantages, expected, rtol=1e-6)
