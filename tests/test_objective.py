@@ -18,6 +18,7 @@ from jaxrl.objective import (
 )
 from jaxrl.registry import PolicyLossRegistry, bind_estimator
 from tests import golden
+from tests.golden.losses import worker_minibatch
 
 KEY = jax.random.key(0)
 
@@ -36,15 +37,11 @@ def value_and_gradients(algorithm, batch, log_probs, entropy):
 def test_the_objective_of_skyrls_worker(case):
     """Policy and KL term whatever the cut; SkyRL's entropy is a mean of microbatch means."""
     algorithm, mask = AlgorithmConfig(**case["config"]), case.i["loss_mask"]
-    batch = empty_batch(*mask.shape).replace(
-        loss_mask=mask,
-        rollout_log_probs=case.i["rollout_logprobs"],
-        old_log_probs=case.i["old_log_probs"],
-        ref_log_probs=case.i["base_log_probs"],
-        advantages=case.i["advantages_raw"],
-    )
     gradients, metrics = value_and_gradients(
-        algorithm, batch, jnp.asarray(case.i["log_probs"]), jnp.asarray(case.i["entropy"])
+        algorithm,
+        worker_minibatch(case),
+        jnp.asarray(case.i["log_probs"]),
+        jnp.asarray(case.i["entropy"]),
     )
     expected = case.o["grad_log_probs32"]
     np.testing.assert_allclose(gradients[0], expected, rtol=1e-4, atol=1e-6)

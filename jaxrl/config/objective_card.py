@@ -67,7 +67,7 @@ def _minimise(algorithm: AlgorithmConfig) -> str:
 def _normalised(algorithm: AlgorithmConfig) -> list[str]:
     if not algorithm.advantage_batch_normalize:
         return []
-    return ["then (A - mean A) / std A over the response tokens of the batch"]
+    return ["then (A - mean A) / std A over the sampled tokens of the batch"]
 
 
 def _filters(config: TrainConfig) -> list[str]:

@@ -166,9 +166,15 @@ def _check_filters(config: TrainConfig) -> None:
     field, fix = "dynamic_sampling.min_replace_ratio", "must be in [0, 1], e.g. 0.3"
     _require(algorithm, field, lambda x: 0 <= x <= 1, fix)
     _require(algorithm, "zero_variance_filter_tol", lambda x: x >= 0, "must be 0 or more")
-    buffer = algorithm.overlong_buffer
+    buffer, turns = algorithm.overlong_buffer, config.generator.max_turns
     if buffer is None:
         return
+    if turns > 1:
+        fix = (
+            f"with generator.max_turns={turns}: the length that is punished is that of the whole "
+            "response, max_generate_length bounds one turn of it; set it to None"
+        )
+        fail(f"{_ALGORITHM}.overlong_buffer", buffer, fix)
     if not 0 < buffer.len <= length.max_generate_length:
         longest = length.max_generate_length
         fix = f"must be in (0, generator.sampling_params.max_generate_length={longest}]"

@@ -206,7 +206,7 @@ def test_filters_and_shaped_rewards_are_named():
         "they replace the others, at most 30",
         "reward less 0.5 (length - 924) / 100 beyond 924 of 1024 tokens",
         "loss mask 0 for prompts whose rewards differ by at most 1e-06",
-        "then (A - mean A) / std A over the response tokens of the batch",
+        "then (A - mean A) / std A over the sampled tokens of the batch",
     ):
         assert line in card
     assert "those that differ are collected, at most 30" in card_of(dynamic_sampling__type="filter")

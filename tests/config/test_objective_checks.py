@@ -4,6 +4,7 @@ import warnings
 import pytest
 
 from jaxrl.config import TrainConfig, resolve, validate
+from jaxrl.config.objective_checks import check_objective
 
 CORRECTION = "off_policy_correction"
 INCOHERENT = [
@@ -217,3 +218,11 @@ def test_the_deprecated_token_weights_become_the_correction():
         correction = config.trainer.algorithm.off_policy_correction
         assert correction.tis_ratio_type == "token"
         assert correction.token_tis_ratio_clip_high == 3.0
+
+
+def test_the_overlong_punishment_is_of_one_turn():
+    overrides = {"trainer.algorithm.overlong_buffer": {"len": 256}, "generator.max_turns": 2}
+    config = resolve(TrainConfig.from_cli_overrides(overrides))
+    message = r"overlong_buffer=.*: with generator.max_turns=2: .* one turn of it; set it to None"
+    with pytest.raises(ValueError, match=message):
+        check_objective(config)
