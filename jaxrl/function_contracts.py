@@ -15,6 +15,17 @@ from jaxrl.array_ops import Array
 
 Shape = tuple[int, ...]
 
+# What a policy loss is called with: these by position, the rest by keyword if it names them.
+LOSS_ARGUMENTS = ("log_probs", "old_log_probs", "advantages", "config")
+BATCH_FIELDS = (
+    *("loss_mask", "rollout_log_probs", "ref_log_probs"),
+    *("rewards", "policy_versions", "row_ids"),
+)
+LOSS_KEYWORDS = (*BATCH_FIELDS, "group_ids", "entropy", "key")
+# What an estimator is called with, all by keyword; the settings are hyperparameters of its config.
+ESTIMATOR_DATA = ("token_level_rewards", "response_mask", "index", "loss_mask", "values", "config")
+ESTIMATOR_SETTINGS = ("grpo_norm_by_std", "gamma", "lambd")
+
 
 def asks_for(func: Callable, name: str) -> bool:
     """Whether the signature of `func` names a parameter."""

@@ -18,7 +18,14 @@ import numpy as np
 from flax import struct
 
 from jaxrl.array_ops import Array, masked_sum
-from jaxrl.function_contracts import call, check_parameters, loss_and_metrics
+from jaxrl.function_contracts import (
+    BATCH_FIELDS,
+    LOSS_ARGUMENTS,
+    LOSS_KEYWORDS,
+    call,
+    check_parameters,
+    loss_and_metrics,
+)
 from jaxrl.losses.kl import approximate_kl
 from jaxrl.losses.off_policy import correction_enabled, off_policy_correction
 from jaxrl.losses.reduction import reduction_weights
@@ -27,13 +34,6 @@ from jaxrl.types import TrainBatch
 
 Metrics = dict[str, Array]
 PolicyLoss = Callable[..., tuple[Array, Metrics]]  # (log_probs, entropy, batch, key)
-
-# What a policy loss is called with: these by position, and of the batch these by keyword.
-POSITIONAL = ("log_probs", "old_log_probs", "advantages", "config")
-BATCH_FIELDS = (
-    *("loss_mask", "rollout_log_probs", "ref_log_probs"),
-    *("rewards", "policy_versions", "row_ids"),
-)
 
 
 class TokenWeights(struct.PyTreeNode):
@@ -110,9 +110,10 @@ def make_policy_loss(algorithm: Any) -> PolicyLoss:
     """
     name, kwargs = algorithm.policy_loss_type, algorithm.policy_loss_kwargs
     func, label = PolicyLossRegistry.resolve(name), f"policy loss '{name}'"
-    check_hyperparameters(func, kwargs, "trainer.algorithm.policy_loss_kwargs")
-    names = dict.fromkeys((*BATCH_FIELDS, "group_ids", "entropy", "key", *kwargs))
-    check_parameters(label, func, POSITIONAL, accepted_keywords(func, names))
+    supplied = (*LOSS_ARGUMENTS, *LOSS_KEYWORDS)
+    check_hyperparameters(func, kwargs, "trainer.algorithm.policy_loss_kwargs", supplied)
+    names = dict.fromkeys((*LOSS_KEYWORDS, *kwargs))
+    check_parameters(label, func, LOSS_ARGUMENTS, accepted_keywords(func, names))
 
     def policy_loss(
         log_probs: Array, entropy: Array, batch: TrainBatch, key: Array

@@ -106,6 +106,25 @@ INCOHERENT = [
     ),
     ({"advantage_estimator": "gae"}, r"'gae': needs the values of a critic, .* 'grpo' or 'reinf"),
     ({"advantage_kwargs": {"b": 1}, "advantage_estimator": f"{__name__}:strict"}, r"kwargs.b=1"),
+    *(
+        (
+            {"advantage_estimator": name, "advantage_kwargs": {setting: 3.0}},
+            rf"advantage_kwargs.{setting}=3.0: .* takes no such parameter, only \[.*\]",
+        )
+        for name, setting in (("grpo", "gamma"), ("rloo", "epsilon"), ("dr_grpo", "epsilom"))
+    ),
+    (
+        {"advantage_estimator": "rloo", "advantage_kwargs": {"response_mask": 3.0}},
+        r"advantage_kwargs.response_mask=3.0: the trainer supplies 'response_mask'; remove it",
+    ),
+    (
+        {"advantage_estimator": "reinforce++", "advantage_kwargs": {"loss_mask": 3.0}},
+        r"advantage_kwargs.loss_mask=3.0: the trainer supplies",
+    ),
+    (
+        {"policy_loss_type": f"{__name__}:takes_all", "policy_loss_kwargs": {"loss_mask": 0.3}},
+        r"policy_loss_kwargs.loss_mask=0.3: the trainer supplies",
+    ),
     (
         {"policy_loss_type": f"{__name__}:wants_more"},
         r"policy loss '.*:wants_more': missing a required argument: 'temperature'",
@@ -146,6 +165,9 @@ ODD = [
     ({"use_tis": True, "tis_imp_ratio_cap": 2}, "use_tis=True is deprecated; set trainer"),
 ]
 COHERENT = [
+    {"advantage_kwargs": {"epsilon": 1e-4, "grpo_norm_by_std": False}},
+    {"advantage_estimator": "grpo_token", "advantage_kwargs": {"gamma": 0.5}},
+    {"policy_loss_type": f"{__name__}:takes_all", "policy_loss_kwargs": {"beta": 0.3}},
     {
         "policy_loss_type": "gspo",
         "loss_reduction": "sequence_mean",
@@ -176,6 +198,10 @@ def strict(token_level_rewards, response_mask, index):
 
 
 def wants_more(log_probs, old_log_probs, advantages, config, temperature):
+    return -log_probs, {}
+
+
+def takes_all(log_probs, old_log_probs, advantages, config, **kwargs):
     return -log_probs, {}
 
 
