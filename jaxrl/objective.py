@@ -23,6 +23,7 @@ from jaxrl.function_contracts import (
     LOSS_ARGUMENTS,
     LOSS_KEYWORDS,
     call,
+    check_loss_signature,
     check_parameters,
     loss_and_metrics,
 )
@@ -110,6 +111,7 @@ def make_policy_loss(algorithm: Any) -> PolicyLoss:
     """
     name, kwargs = algorithm.policy_loss_type, algorithm.policy_loss_kwargs
     func, label = PolicyLossRegistry.resolve(name), f"policy loss '{name}'"
+    check_loss_signature(label, func)
     supplied = (*LOSS_ARGUMENTS, *LOSS_KEYWORDS)
     check_hyperparameters(func, kwargs, "trainer.algorithm.policy_loss_kwargs", supplied)
     names = dict.fromkeys((*LOSS_KEYWORDS, *kwargs))
@@ -120,6 +122,7 @@ def make_policy_loss(algorithm: Any) -> PolicyLoss:
     ) -> tuple[Array, Metrics]:
         offered = {name: getattr(batch, name) for name in BATCH_FIELDS}
         offered |= {"group_ids": batch.index, "entropy": entropy, "key": key, **kwargs}
+        offered["rollout_logprobs"] = batch.rollout_log_probs  # SkyRL's name
         old_log_probs = batch.old_log_probs
         if old_log_probs is None:  # the first update on a batch: the policy is the old policy
             old_log_probs = jax.lax.stop_gradient(log_probs)

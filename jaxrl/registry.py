@@ -22,6 +22,8 @@ from jaxrl.function_contracts import (
     ESTIMATOR_DATA,
     advantages_and_returns,
     call,
+    check_estimator_signature,
+    check_loss_signature,
     check_parameters,
 )
 from jaxrl.function_registry import BaseFunctionRegistry, Entry, plain_name
@@ -76,6 +78,10 @@ class PolicyLossRegistry(BaseFunctionRegistry):
         cls._register(plain_name(name), Entry(func, batch_statistics))
 
     @classmethod
+    def _check_signature(cls, label: str, func: Function) -> None:
+        check_loss_signature(label, func)
+
+    @classmethod
     def has_batch_statistics(cls, name: str | StrEnum) -> bool:
         """Whether a loss, by its name or path, was registered with `batch_statistics=True`."""
         func = cls.resolve(name)
@@ -87,6 +93,10 @@ class AdvantageEstimatorRegistry(BaseFunctionRegistry):
 
     _function_type = "advantage estimator"
     _builtin = ESTIMATORS
+
+    @classmethod
+    def _check_signature(cls, label: str, func: Function) -> None:
+        check_estimator_signature(label, func)
 
 
 _REGISTRIES = (PolicyLossRegistry, AdvantageEstimatorRegistry)
@@ -104,6 +114,7 @@ def bind_estimator(algorithm: Any) -> Function:
     """
     name, kwargs = algorithm.advantage_estimator, algorithm.advantage_kwargs
     func, label = AdvantageEstimatorRegistry.resolve(name), f"advantage estimator '{name}'"
+    check_estimator_signature(label, func)
     check_hyperparameters(func, kwargs, "trainer.algorithm.advantage_kwargs", ESTIMATOR_DATA)
     settings = {
         "grpo_norm_by_std": algorithm.grpo_norm_by_std,

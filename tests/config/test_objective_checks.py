@@ -127,7 +127,7 @@ INCOHERENT = [
     ),
     (
         {"policy_loss_type": f"{__name__}:wants_more"},
-        r"policy loss '.*:wants_more': missing a required argument: 'temperature'",
+        r"policy loss '.*:wants_more': nobody supplies its parameter 'temperature'",
     ),
     ({"advantage_estimator": f"{__name__}:critical"}, r":critical': needs the values of a critic"),
 ]
