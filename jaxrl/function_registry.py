@@ -84,6 +84,18 @@ class BaseFunctionRegistry:
         return import_function(name, cls._function_type)
 
     @classmethod
+    def builtin_name(cls, name: str | StrEnum) -> str:
+        """The name of the built-in that `name` or path stands for; else `name` itself."""
+        name = plain_name(name)
+        if name in cls._builtin:
+            return name
+        try:
+            func = cls.resolve(name)
+        except ValueError:  # unknown: validation says so
+            return name
+        return next((known for known, f in cls._builtin.items() if f is func), name)
+
+    @classmethod
     def list_available(cls) -> list[str]:
         """Names of all registered functions."""
         if _ray_is_initialized():

@@ -4,6 +4,7 @@ import warnings
 import pytest
 
 from jaxrl.config import TrainConfig, resolve, validate
+from jaxrl.losses.gmpo import gmpo  # noqa: F401, for a path
 
 CORRECTION = "off_policy_correction"
 INCOHERENT = [
@@ -71,6 +72,16 @@ INCOHERENT = [
             ("dppo", {}),
         )
     ),
+    # a built-in by its path, or by the path of a module that imports it
+    (
+        {
+            "policy_loss_type": "jaxrl.losses.rollout_is:rollout_is",
+            f"{CORRECTION}.tis_ratio_type": "token",
+        },
+        r"policy_loss_type='rollout_is' takes its ratio against the rollout policy already",
+    ),
+    ({"policy_loss_type": f"{__name__}:gmpo"}, r"policy_loss_type='gmpo' is defined with 'seq"),
+    ({"advantage_estimator": "jaxrl.advantages:gae"}, r"'gae': needs the values of a critic"),
     ({f"{CORRECTION}.tis_ratio_type": "tokens"}, r"tis_ratio_type='tokens': .* mean 'token'"),
     ({f"{CORRECTION}.sequence_mask_metric": "geo"}, r"metric='geo': must be None or 'geometric'"),
     (
