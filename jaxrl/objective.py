@@ -133,6 +133,24 @@ def make_policy_loss(algorithm: Any) -> PolicyLoss:
     return policy_loss
 
 
+def loss_ndim(algorithm: Any, shape: tuple[int, int]) -> int:
+    """2 for a loss of each token, 0 for one number; the loss is traced on rows x tokens.
+
+    Raises:
+        ValueError: see `make_policy_loss`.
+    """
+    array, number = jax.ShapeDtypeStruct(shape, jnp.float32), jnp.int32
+    row = jax.ShapeDtypeStruct(shape[:1], number)
+    batch = TrainBatch(
+        tokens=jax.ShapeDtypeStruct(shape, number),
+        **dict.fromkeys(("lengths", "index", "policy_versions", "row_ids"), row),
+        **dict.fromkeys(("response_mask", "loss_mask", "rewards", "rollout_log_probs"), array),
+        **dict.fromkeys(("old_log_probs", "ref_log_probs", "advantages"), array),
+    )
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return jax.eval_shape(make_policy_loss(algorithm), array, array, batch, key)[0].ndim
+
+
 def make_objective(algorithm: Any, policy_loss: PolicyLoss) -> Callable[..., tuple[Array, Metrics]]:
     """`(log_probs, entropy, batch, weights, key) -> (objective, metrics)`, all terms summed."""
 

@@ -5,8 +5,13 @@ import warnings
 from typing import Any
 
 from jaxrl.config.algorithm import AlgorithmConfig
-from jaxrl.config.errors import check_choice, fail
-from jaxrl.config.needs import allowed_reductions, kl_in_reward, ratio_anchor
+from jaxrl.config.errors import fail
+from jaxrl.config.needs import (
+    allowed_reductions,
+    kl_in_reward,
+    ratio_anchor,
+    reduces_by_itself,
+)
 from jaxrl.config.train_config import TrainConfig
 from jaxrl.losses.off_policy import correction_enabled
 from jaxrl.objective import make_policy_loss
@@ -35,6 +40,7 @@ def check_objective(config: TrainConfig) -> None:
     _check_correction(algorithm)
     _check_filters(config)
     _check_functions(algorithm)
+    _check_one_number(config)
     sampling = config.generator.sampling_params.temperature
     if algorithm.temperature != sampling:
         fail(
@@ -53,13 +59,9 @@ def _check_loss(algorithm: AlgorithmConfig) -> None:
     if name == "sapo":
         _require(algorithm, "sapo.tau_pos sapo.tau_neg", lambda x: x > 0, "must be > 0, e.g. 1.0")
     if name == "cispo":
-        anchor = algorithm.cispo.cispo_anchor
-        check_choice(f"{_ALGORITHM}.cispo.cispo_anchor", anchor, ("old", "rollout"))
         fields = "cispo.cispo_eps_clip_low cispo.cispo_eps_clip_high"
         _require(algorithm, fields, lambda x: x >= 0, "must be 0 or more, e.g. 1.0 and 4.0")
     if name == "dppo":
-        kinds = ("binary_tv", "binary_kl")
-        check_choice(f"{_ALGORITHM}.dppo.dppo_type", algorithm.dppo.dppo_type, kinds)
         fields = "dppo.delta_low dppo.delta_high"
         _require(algorithm, fields, lambda x: x >= 0, "must be 0 or more, e.g. 0.2")
     if name == "clip_cov":
@@ -191,6 +193,17 @@ def _check_functions(algorithm: AlgorithmConfig) -> None:
             value,
             "needs the values of a critic, which is not available yet; set one without, e.g. "
             "'grpo' or 'reinforce++'",
+        )
+
+
+def _check_one_number(config: TrainConfig) -> None:
+    algorithm = config.trainer.algorithm
+    if reduces_by_itself(config) and correction_enabled(algorithm.off_policy_correction):
+        fail(
+            f"{_ALGORITHM}.policy_loss_type",
+            algorithm.policy_loss_type,
+            f"it returns one number: {_CORRECTION} weighs the loss of each token and would have no "
+            "effect. Return the loss of each token [B, T], or turn the correction off",
         )
 
 

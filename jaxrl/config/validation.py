@@ -28,6 +28,8 @@ _CHOICES = {
     "trainer.algorithm.loss_reduction": REDUCTIONS,
     "trainer.algorithm.kl_ctrl.type": ("fixed", "adaptive"),
     "trainer.algorithm.dynamic_sampling.type": (None, "filter", "replace"),
+    "trainer.algorithm.cispo.cispo_anchor": ("old", "rollout"),
+    "trainer.algorithm.dppo.dppo_type": ("binary_tv", "binary_kl"),
     "trainer.algorithm.off_policy_correction.tis_ratio_type": (None, "token", "sequence"),
     "trainer.algorithm.off_policy_correction.sequence_mask_metric": (
         None,

@@ -20,6 +20,12 @@ INCOHERENT = [
     ({"kl_ctrl.type": "adaptiv"}, r"kl_ctrl.type='adaptiv': must be .*mean 'adaptive'"),
     ({"policy_loss_type": "dual_clip", "clip_ratio_c": 1}, r"clip_ratio_c=1.0: must be > 1"),
     ({"policy_loss_type": "sapo", "sapo.tau_neg": 0}, r"sapo.tau_neg=0.0: must be > 0"),
+    ({"dppo.dppo_type": "tv"}, r"dppo.dppo_type='tv': must be 'binary_tv' or 'binary_kl'"),
+    ({"cispo.cispo_anchor": "new"}, r"cispo.cispo_anchor='new': must be 'old' or 'rollout'"),
+    (
+        {"policy_loss_type": f"{__name__}:one_number", f"{CORRECTION}.tis_ratio_type": "token"},
+        r"policy_loss_type='.*:one_number': it returns one number: .* would have no effect",
+    ),
     (
         {"policy_loss_type": "cispo", "cispo.cispo_anchor": "new"},
         r"cispo.cispo_anchor='new': must be 'old' or 'rollout'",
@@ -214,6 +220,10 @@ def wants_more(log_probs, old_log_probs, advantages, config, temperature):
 
 def takes_all(log_probs, old_log_probs, advantages, config, **kwargs):
     return -log_probs, {}
+
+
+def one_number(log_probs, old_log_probs, advantages, config):
+    return -(log_probs * advantages).mean(), 0.0
 
 
 def critical(token_level_rewards, response_mask, index, values):
