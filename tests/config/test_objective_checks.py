@@ -7,6 +7,7 @@ from jaxrl.config import TrainConfig, resolve, validate
 from jaxrl.losses.gmpo import gmpo  # noqa: F401, for a path
 
 CORRECTION = "off_policy_correction"
+HIGH = "outlier_token_is_threshold_high"
 INCOHERENT = [
     (
         {"use_kl_in_reward": True},
@@ -107,6 +108,38 @@ INCOHERENT = [
         {f"{CORRECTION}.geo_mask_low": 2},
         r"geo_mask_low=2.0: must be below geo_mask_high=1.01: nothing would be left",
     ),
+    *(
+        (
+            {f"{CORRECTION}.{bound}": value},
+            rf"{bound}={value}: would drop what trainer and sampler agree on, .*; must be 1 or",
+        )
+        for bound, value in (
+            ("outlier_token_is_threshold_high", -1.0),
+            ("outlier_token_is_threshold_low", 1.5),
+            ("product_mask_high", 0.9),
+            ("geo_mask_low", 1.005),
+        )
+    ),
+    (
+        {f"{CORRECTION}.outlier_token_is_threshold_low": 2, f"{CORRECTION}.{HIGH}": 1.5},
+        r"outlier_token_is_threshold_low=2.0: must be below",
+    ),
+    (
+        {"policy_loss_type": "rollout_is", "eps_clip_low": 0, "eps_clip_high": 0},
+        r"eps_clip_low=0.0: and eps_clip_high=0: no ratio lies strictly inside the band",
+    ),
+    (
+        {"policy_loss_type": "kl_cov", "kl_cov.ppo_kl_coef": -1},
+        r"kl_cov.ppo_kl_coef=-1.0: must be 0 or more",
+    ),
+    ({"gamma": 1.5}, r"gamma=1.5: must be in \[0, 1\]"),
+    ({"lambd": -0.5}, r"lambd=-0.5: must be in \[0, 1\]"),
+    (
+        {"advantage_estimator": "grpo_token", "advantage_kwargs": {"gamma": 2.0}},
+        r"advantage_kwargs.gamma=2.0: must be in \[0, 1\]",
+    ),
+    ({"clip_ratio_c": float("nan")}, "clip_ratio_c=nan: is not a number"),
+    ({"advantage_kwargs": {"epsilon": float("nan")}}, "advantage_kwargs.epsilon=nan: is not a nu"),
     ({"use_tis": True}, r"tis_imp_ratio_cap=-1.0: must be > 0: .* turns the loss around"),
     (
         {"use_tis": True, "tis_imp_ratio_cap": 2, f"{CORRECTION}.tis_ratio_type": "sequence"},
@@ -125,8 +158,8 @@ INCOHERENT = [
     ({"advantage_kwargs": {"b": 1}, "advantage_estimator": f"{__name__}:strict"}, r"kwargs.b=1"),
     *(
         (
-            {"advantage_estimator": name, "advantage_kwargs": {setting: 3.0}},
-            rf"advantage_kwargs.{setting}=3.0: .* takes no such parameter, only \[.*\]",
+            {"advantage_estimator": name, "advantage_kwargs": {setting: 0.5}},
+            rf"advantage_kwargs.{setting}=0.5: .* takes no such parameter, only \[.*\]",
         )
         for name, setting in (("grpo", "gamma"), ("rloo", "epsilon"), ("dr_grpo", "epsilom"))
     ),
@@ -177,6 +210,11 @@ ODD = [
         {"advantage_batch_normalize": True, "advantage_estimator": "reinforce++"},
         r"advantage_batch_normalize=True: 'reinforce\+\+' normalises over the batch itself",
     ),
+    ({"eps_clip_low": 1}, "eps_clip_low=1: ratios are positive; 1 - 1 is no lower bound"),
+    (
+        {"kl_ctrl.type": "adaptive"},
+        "kl_ctrl.type='adaptive' has no effect without use_kl_in_reward",
+    ),
     ({"loss_reduction": "token_mean_legacy"}, "depends on trainer.micro_train_batch_size_per_gpu"),
     ({f"{CORRECTION}.renormalize": True}, "renormalize=True: there is no correction"),
     ({"use_tis": True, "tis_imp_ratio_cap": 2}, "use_tis=True is deprecated; set trainer"),
@@ -198,6 +236,12 @@ COHERENT = [
         "eps_clip_high": 0.4,
     },
     {"policy_loss_type": "cispo", "cispo.cispo_anchor": "rollout"},
+    {
+        "policy_loss_type": "gmpo",
+        "loss_reduction": "sequence_mean",
+        "eps_clip_low": 1.0,
+        "eps_clip_high": 1.0,
+    },
     # masks count nothing twice
     {"policy_loss_type": "rollout_is", f"{CORRECTION}.sequence_mask_metric": "product"},
     {"use_kl_loss": False, "use_kl_in_reward": True, "kl_ctrl.type": "adaptive"},
