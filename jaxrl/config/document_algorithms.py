@@ -133,6 +133,8 @@ def _loss_facts(name: str, func: Callable[..., Any]) -> dict[str, str]:
     correction = (
         "yes" if anchor == "old" else "masks only: the ratio is against the sampler already"
     )
+    if name == "cispo":
+        correction += "; with `cispo.cispo_anchor = 'rollout'` masks only"
     facts = {
         "ratio against": against[anchor],
         "off-policy correction": f"no: {UNCORRECTED[name]}" if name in UNCORRECTED else correction,

@@ -39,3 +39,7 @@ def test_the_settings_of_the_eight_systems_are_legal(variant):
 def test_the_eight_systems_are_eight_objectives():
     assert len(GRPO_VARIANTS) == 8
     assert len({repr(variant.settings) for variant in GRPO_VARIANTS}) == 8
+
+
+def test_the_anchor_of_cispo_decides_which_corrections_it_takes():
+    assert "yes; with `cispo.cispo_anchor = 'rollout'` masks only" in algorithms_page()
