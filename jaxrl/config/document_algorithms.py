@@ -58,12 +58,15 @@ _SHARED = {
 _GRPO = """
 ## What "GRPO" means in eight systems
 
-The name stands for eight objectives. These are the defaults of each system, read from its code:
+The name stands for eight objectives. These are the defaults of each system:
 
 | system | advantage | ratio against | clip | mean | KL |
 |---|---|---|---|---|---|
 """
-_GRPO_SETTINGS = "\nTo get them here, from the defaults of `trainer.algorithm`:\n"
+_GRPO_SETTINGS = (
+    "\nTo get them here, or as near as the note of each says, from the defaults of "
+    "`trainer.algorithm`:\n"
+)
 
 
 class Docstring(NamedTuple):
