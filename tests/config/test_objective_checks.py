@@ -4,11 +4,8 @@ import warnings
 import pytest
 
 from jaxrl.config import TrainConfig, resolve, validate
-<<<<<<< .merge_file_Y2NZep
 from jaxrl.config.objective_checks import check_objective
-=======
 from jaxrl.losses.gmpo import gmpo  # noqa: F401, for a path
->>>>>>> .merge_file_G5HiiE
 
 CORRECTION = "off_policy_correction"
 HIGH = "outlier_token_is_threshold_high"
