@@ -10,7 +10,10 @@ from typing import Any, ClassVar
 from jaxrl.user_functions import (
     Function,
     PackedFunction,
+    has_same_content,
     import_function,
+    is_defined_again,
+    origin,
     pack,
     unpack,
 )
@@ -54,9 +57,11 @@ class BaseFunctionRegistry:
     def register(cls, name: str | StrEnum, func: Function) -> None:
         """Add a function; when Ray is initialised, in every process of the job.
 
+        The same function may be registered again, as by a notebook cell that runs twice.
+
         Raises:
-            ValueError: the name is taken, here or in another process; `func` is not callable, or
-                not as its kind is called, or it must travel and cannot be pickled.
+            ValueError: the name is another function's, here or in another process; `func` is not
+                callable, or not as its kind is called, or it must travel and cannot be pickled.
         """
         cls._register(plain_name(name), Entry(func))
 
@@ -181,11 +186,7 @@ class BaseFunctionRegistry:
             )
         cls._check_signature(f"{cls._function_type} '{name}'", entry.func)
         if (known := cls._entries.get(name)) is not None:
-            # A process may import the module of a function that it has received already.
-            packed = known.packed if known.received else None
-            if packed is None or not packed.holds(entry.func, entry.marks):
-                raise ValueError(f"{cls._function_type} '{name}' already registered")
-            entry = dataclasses.replace(known, func=entry.func, received=False)
+            entry = cls._again(name, known, entry)
         cls._entries[name] = entry
         if known is None and _ray_is_initialized():
             try:
@@ -197,6 +198,23 @@ class BaseFunctionRegistry:
     @classmethod
     def _check_signature(cls, label: str, func: Function) -> None:
         """Refuse a function that cannot be called as its kind is; a ValueError that names why."""
+
+    @classmethod
+    def _again(cls, name: str, known: Entry, entry: Entry) -> Entry:
+        """A cell may run again; a module may be imported after the process received its function.
+
+        Where the globals of the two differ, the received one stays: all processes compute the same.
+        """
+        same = has_same_content(known.func, entry.func)
+        if known.marks != entry.marks or not (same or is_defined_again(known.func, entry.func)):
+            raise ValueError(
+                f"{cls._function_type} '{name}' already registered: {origin(known.func)}, with "
+                f"other code or marks than {origin(entry.func)}. Choose another name, or call "
+                f"{cls.__name__}.unregister('{name}') first"
+            )
+        if known.received and not same:
+            return known
+        return dataclasses.replace(known, func=entry.func, received=False)
 
     @classmethod
     def _find(cls, name: str) -> bool:
@@ -225,9 +243,16 @@ class BaseFunctionRegistry:
 
     @classmethod
     def _receive(cls, functions: Mapping[str, PackedFunction], session: str = "") -> None:
+        errors = []
         for name, packed in functions.items():
-            func, marks = unpack(packed, f"{cls._function_type} '{name}'")
+            try:
+                func, marks = unpack(packed, f"{cls._function_type} '{name}'")
+            except ValueError as error:  # later: the other functions are fine
+                errors.append(error)
+                continue
             cls._entries[name] = Entry(func, **marks, packed=packed, session=session, received=True)
+        if errors:
+            raise errors[0]
 
 
 def plain_name(name: str | StrEnum) -> str:

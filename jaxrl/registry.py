@@ -10,6 +10,7 @@ other processes as one pickled dict (`snapshot`, `load_snapshot`), by value, so 
 be installed there.
 """
 
+import functools
 import inspect
 import pickle
 from collections.abc import Callable, Collection, Mapping
@@ -173,23 +174,35 @@ def register_policy_loss(
 
     Args:
         batch_statistics: see `PolicyLossRegistry.register`.
+
+    Raises:
+        ValueError: used without parentheses; see `BaseFunctionRegistry.register`.
     """
-
-    def decorate(func: Function) -> Function:
-        PolicyLossRegistry.register(name, func, batch_statistics)
-        return func
-
-    return decorate
+    register = functools.partial(PolicyLossRegistry.register, batch_statistics=batch_statistics)
+    return _decorator("register_policy_loss", register, name)
 
 
 def register_advantage_estimator(name: str | StrEnum) -> Callable[[Function], Function]:
     """Decorator.
 
     `@register_advantage_estimator("my_estimator")`. Returns the function unchanged.
+
+    Raises:
+        ValueError: used without parentheses; see `BaseFunctionRegistry.register`.
     """
+    return _decorator("register_advantage_estimator", AdvantageEstimatorRegistry.register, name)
+
+
+def _decorator(
+    spelling: str, register: Callable[..., None], name: str | StrEnum
+) -> Callable[[Function], Function]:
+    if callable(name):  # without parentheses the function would be lost
+        raise ValueError(
+            f'@{spelling} needs a name: @{spelling}("{getattr(name, "__name__", "my_function")}")'
+        )
 
     def decorate(func: Function) -> Function:
-        AdvantageEstimatorRegistry.register(name, func)
+        register(name, func)
         return func
 
     return decorate

@@ -38,10 +38,6 @@ class PackedFunction(NamedTuple):
     fingerprint: str
     origin: str  # "my_pkg.my_module:my_loss", for messages
 
-    def holds(self, func: Function, marks: Mapping[str, Any]) -> bool:
-        """Whether this is `func`, though perhaps of another import."""
-        return self.fingerprint == fingerprint((func, dict(marks)))
-
 
 def pack(func: Function, label: str, marks: Mapping[str, Any]) -> PackedFunction:
     """Pickle a function; modules that are not installed go along by value.
@@ -51,17 +47,20 @@ def pack(func: Function, label: str, marks: Mapping[str, Any]) -> PackedFunction
         marks: what its registry notes about it; returned by `unpack`.
 
     Raises:
-        ValueError: it cannot be pickled; the message names what it captures.
+        ValueError: it cannot be pickled, or not be loaded again; the message names what it
+            captures.
     """
     with _by_value(user_modules(func)):
         try:
             data = _dumps((func, dict(marks)))
+            _Trial(io.BytesIO(data)).load()
+            content = fingerprint((func, dict(marks)))
         except Exception as error:
             raise ValueError(
                 f"{label} cannot be pickled ({error}); it captures {_unpicklable_parts(func)}. "
                 "Create that inside the function"
             ) from error
-    return PackedFunction(data, fingerprint((func, dict(marks))), origin(func))
+    return PackedFunction(data, content, origin(func))
 
 
 def unpack(packed: PackedFunction, label: str) -> tuple[Function, dict[str, Any]]:
@@ -104,9 +103,7 @@ def import_function(path: str, kind: str = "function") -> Function:
 
 def origin(func: Function) -> str:
     """Where a function was written: "my_pkg.my_module:my_loss"."""
-    inner = _innermost(func)
-    name = getattr(inner, "__qualname__", type(inner).__qualname__)
-    return f"{getattr(inner, '__module__', None)}:{name}"
+    return f"{getattr(_innermost(func), '__module__', None)}:{_name(func)}"
 
 
 def source_hash(func: Function) -> str:
@@ -125,6 +122,33 @@ def fingerprint(obj: Any) -> str:
     files and line numbers play no part. Installed functions and all modules count by name.
     """
     return hashlib.sha256(repr(_content(obj, {})).encode()).hexdigest()
+
+
+def has_same_content(one: Function, other: Function) -> bool:
+    """Whether two functions have the same name and compute the same, as far as can be told."""
+    if one is other:
+        return True
+    try:
+        return _name(one) == _name(other) and fingerprint(one) == fingerprint(other)
+    except Exception:  # of whatever they capture, a lock for instance
+        return False
+
+
+def is_defined_again(one: Function, other: Function) -> bool:
+    """Whether one definition ran twice: a module that was both sent and imported, a script too.
+
+    The globals play no part: they may have changed since, or not all be there yet.
+    """
+    one, other = (f.__wrapped__ if _is_jitted(f) else f for f in (one, other))
+    if not (inspect.isfunction(one) and inspect.isfunction(other) and _name(one) == _name(other)):
+        return False
+    same_file = one.__code__.co_filename == other.__code__.co_filename
+    if not (same_file or one.__module__ == other.__module__):
+        return False
+    try:
+        return fingerprint(_parts(one)[:-1]) == fingerprint(_parts(other)[:-1])
+    except Exception:
+        return False
 
 
 # ------------------------------------------------------------------ content
@@ -178,7 +202,7 @@ def _parts(obj: Any) -> Any:
     if hasattr(obj, "__wrapped__"):  # jax.jit, jax.custom_jvp, jax.custom_vjp
         return obj.__wrapped__, [getattr(obj, name, None) for name in ("jvp", "fwd", "bwd")]
     if hasattr(obj, "__array__"):
-        array = obj.__array__()
+        array = _as_numpy(obj)
         return str(array.dtype), array.shape, array.tobytes()
     return (type(obj), vars(obj)) if hasattr(obj, "__dict__") else pickle.dumps(obj)
 
@@ -186,6 +210,7 @@ def _parts(obj: Any) -> Any:
 @_parts.register
 def _(obj: types.FunctionType) -> Any:
     cells = [cell.cell_contents for cell in obj.__closure__ or ()]
+    # `is_defined_again` drops the last
     return obj.__code__, obj.__defaults__, obj.__kwdefaults__, cells, _globals_read(obj)
 
 
@@ -202,6 +227,14 @@ def _(obj: functools.partial) -> Any:
 @_parts.register
 def _(obj: type) -> Any:
     return obj.__qualname__, {k: v for k, v in vars(obj).items() if inspect.isfunction(v)}
+
+
+def _as_numpy(obj: Any) -> Any:
+    if str(getattr(obj, "dtype", "")).startswith("key<"):  # of jax.random.key
+        import jax  # not above: the registry's actor needs no jax
+
+        obj = jax.random.key_data(obj)
+    return obj.__array__()
 
 
 def _globals_read(func: types.FunctionType) -> dict[str, Any]:
@@ -258,28 +291,44 @@ class _Pickler(cloudpickle.Pickler):
     """cloudpickle, with what it lacks.
 
     Modules of the user go as their contents, though they may import each other; a jitted function
-    keeps its name and the function in it.
+    keeps its name and the function in it; a `jax.custom_vjp` can be loaded.
     """
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj).__name__ == "PjitFunction":  # of jax.jit; the registry's actor has no jax
+        if _is_jitted(obj):
             make, arguments, state = obj.__reduce_ex__(self.proto)[:3]
             names = {name: getattr(obj, name) for name in functools.WRAPPER_ASSIGNMENTS[:3]}
             names["__wrapped__"] = obj.__wrapped__
             return make, arguments, (state, names), None, None, _fill_jitted
+        if type(obj).__name__ == "custom_vjp":  # its __new__ asks for the function
+            return object.__new__, (type(obj),), vars(obj), None, None, _fill
         if isinstance(obj, types.ModuleType) and _is_user_module(obj.__name__):
             contents = {k: v for k, v in vars(obj).items() if k not in _OF_THE_IMPORT}
-            return types.ModuleType, (obj.__name__,), contents, None, None, _fill_module
+            return types.ModuleType, (obj.__name__,), contents, None, None, _fill
         return super().reducer_override(obj)
 
 
-def _fill_module(module: types.ModuleType, contents: dict[str, Any]) -> None:
-    vars(module).update(contents)
+def _fill(obj: Any, contents: dict[str, Any]) -> None:
+    vars(obj).update(contents)
 
 
 def _fill_jitted(func: Any, state: tuple[Any, dict[str, Any]]) -> None:
     func.__setstate__(state[0])
     vars(func).update(state[1])
+
+
+class _Trial(pickle.Unpickler):
+    """Loads what this process pickled, to see whether that can be done.
+
+    cloudpickle would overwrite the methods of the classes that are here by their copies; without
+    their tracker id it makes new classes.
+    """
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        found = super().find_class(module_name, global_name)
+        if global_name in ("_make_skeleton_class", "_make_skeleton_enum"):
+            return lambda *arguments: found(*arguments[:-2], None, arguments[-1])
+        return found
 
 
 def _dumps(obj: Any) -> bytes:
@@ -314,10 +363,20 @@ def _unpicklable_parts(func: Function) -> list[str]:
 
 def _can_be_pickled(value: Any) -> bool:
     try:
-        _dumps(value)
+        _Trial(io.BytesIO(_dumps(value))).load()
+        fingerprint(value)
     except Exception:
         return False
     return True
+
+
+def _is_jitted(func: Any) -> bool:
+    return type(func).__name__ == "PjitFunction"  # of jax.jit; the registry's actor has no jax
+
+
+def _name(func: Function) -> str:
+    inner = _innermost(func)
+    return getattr(inner, "__qualname__", type(inner).__qualname__)
 
 
 def _innermost(func: Any) -> Any:

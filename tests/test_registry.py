@@ -35,6 +35,7 @@ from jaxrl.registry import (
     source_hashes,
     sync_registries,
 )
+from jaxrl.user_functions import pack
 
 ROOT = Path(__file__).parent.parent
 has_batch_statistics = PolicyLossRegistry.has_batch_statistics
@@ -102,7 +103,11 @@ def test_register_get_list_unregister(registry, kind):
 @pytest.mark.parametrize(("registry", "kind"), KINDS)
 def test_error_texts(registry, kind):
     registry.register("x", loss_one)
-    with pytest.raises(ValueError, match=f"^{kind} 'x' already registered$"):
+    expected = (
+        rf"^{kind} 'x' already registered: .*test_registry:loss_one, .* than .*:loss_two. Choose "
+        rf"another name, or call {registry.__name__}.unregister\('x'\) first$"
+    )
+    with pytest.raises(ValueError, match=expected):
         registry.register("x", loss_two)
     assert registry.get("x") is loss_one
     registry.unregister("x")
@@ -148,6 +153,14 @@ def test_decorators_register_and_return_the_function():
     assert AdvantageEstimatorRegistry.get("b") is loss_two
 
 
+@pytest.mark.parametrize("decorator", [register_policy_loss, register_advantage_estimator])
+def test_decorators_without_parentheses_are_refused(decorator):
+    spelling = f"@{decorator.__name__}"
+    expected = re.escape(f'{spelling} needs a name: {spelling}("loss_one")')
+    with pytest.raises(ValueError, match=expected):
+        decorator(loss_one)
+
+
 def test_losses_that_look_at_the_whole_minibatch_are_marked():
     register_policy_loss("quantile", batch_statistics=True)(loss_one)
     PolicyLossRegistry.register("rows", loss_two)
@@ -165,10 +178,35 @@ def test_a_received_function_may_be_registered_again_by_its_module():
     data = snapshot()
     PolicyLossRegistry.repopulate()
     load_snapshot(data)
-    with pytest.raises(ValueError, match="^policy loss 'x' already registered$"):
+    with pytest.raises(ValueError, match="^policy loss 'x' already registered"):
         PolicyLossRegistry.register("x", loss_two)
     PolicyLossRegistry.register("x", loss_one)
     assert PolicyLossRegistry.get("x") is loss_one
+
+
+def test_a_received_function_stays_where_its_module_computes_otherwise(user_module):
+    register_policy_loss("x")(user_module.my_loss)
+    data = snapshot()
+    PolicyLossRegistry.repopulate()
+    load_snapshot(data)
+    user_module.SCALE = 5.0
+    register_policy_loss("x")(user_module.my_loss)
+    assert PolicyLossRegistry.get("x")(2.0, None, None, None)[0] == 3 * 2  # SCALE of the sender
+
+
+def test_a_cell_that_runs_again_registers_again():
+    cell = "def loss(log_probs, *rest, beta={}):\n    return beta * log_probs, {{}}\n"
+    for beta in (1.0, 1.0):
+        scope = {"__name__": "__main__"}
+        exec(cell.format(beta), scope)
+        register_policy_loss("x", batch_statistics=True)(scope["loss"])
+        assert PolicyLossRegistry.get("x") is scope["loss"]
+    assert has_batch_statistics("x")
+    with pytest.raises(ValueError, match="'x' already registered: __main__:loss"):
+        register_policy_loss("x")(scope["loss"])  # another mark
+    exec(cell.format(2.0), scope)
+    with pytest.raises(ValueError, match="'x' already registered: __main__:loss"):
+        register_policy_loss("x", batch_statistics=True)(scope["loss"])
 
 
 def test_synchronising_without_ray_is_refused():
@@ -283,6 +321,14 @@ def test_loading_keeps_what_is_registered_here():
     load_snapshot(data)
     assert PolicyLossRegistry.get("x") is loss_two
     assert AdvantageEstimatorRegistry.get("y")(2.0, None, None, None)[0] == -2.0
+
+
+def test_a_function_that_cannot_be_loaded_does_not_keep_the_others_away():
+    good = pack(loss_one, "good", {"batch_statistics": False})
+    bad = good._replace(data=b"cno_such_package\nf\n.")
+    with pytest.raises(ValueError, match=r"'bad' \(.*:loss_one\) of .* cannot be loaded here"):
+        PolicyLossRegistry._receive({"bad": bad, "good": good})
+    assert PolicyLossRegistry.get("good")(2.0, None, None, None)[0] == -2.0
 
 
 def test_builtins_are_never_sent():

@@ -2,7 +2,9 @@
 
 import functools
 import importlib
+import runpy
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,14 @@ import numpy as np
 import pytest
 
 from jaxrl.losses import LOSSES
-from jaxrl.user_functions import fingerprint, origin, pack, unpack
+from jaxrl.user_functions import (
+    fingerprint,
+    has_same_content,
+    is_defined_again,
+    origin,
+    pack,
+    unpack,
+)
 
 SCALE = 2.0
 
@@ -62,6 +71,7 @@ def test_the_content_of_a_function_decides():
     [
         (np.arange(3), np.arange(3) + 1),
         (jnp.zeros(3), jnp.zeros(3, jnp.int32)),
+        (jax.random.key(0), jax.random.key(1)),
         ({"a": 1}, {"a": 2}),
         (frozenset("ab"), frozenset("ac")),
         (Callable(1.0), Callable(2.0)),
@@ -95,6 +105,27 @@ def test_module_names_and_line_numbers_do_not(tmp_path, monkeypatch):
     assert origin(first.loss) == "user_first:loss"
 
 
+def test_a_definition_that_ran_twice_is_recognised_whatever_its_globals(tmp_path, monkeypatch):
+    code = "SEEN = {}\ndef loss(x, b=1):\n    return SEEN\nhalf = lambda x: x / 2\n"
+    for name in ("user_one", "user_two"):
+        (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    one, two = (importlib.import_module(name) for name in ("user_one", "user_two"))
+    again = runpy.run_path(tmp_path / "user_one.py")["loss"]  # as of a script: another module name
+    one.SEEN["step"] = 1
+    assert not has_same_content(one.loss, again)
+    assert is_defined_again(one.loss, again)
+    assert not is_defined_again(one.loss, two.loss)
+    assert not is_defined_again(one.loss, one.half)
+    assert not is_defined_again(make(1.0), make(2.0))
+    assert is_defined_again(jax.jit(make(1.0)), make(1.0))
+    lock = threading.Lock()
+    assert has_same_content(make(lock), make(threading.Lock())) is False
+    assert is_defined_again(make(lock), make(lock)) is False
+    # The primal function alone does not tell them apart.
+    assert not is_defined_again(custom_gradient(1.0), custom_gradient(2.0))
+
+
 def test_recursive_functions_have_one():
     def count(n):
         return 0 if n == 0 else 1 + count(n - 1)
@@ -108,8 +139,60 @@ def test_a_function_is_the_same_after_the_journey(func):
     loaded, marks = unpack(packed, "loss 'x'")
     assert marks == {"batch_statistics": True}
     assert loaded(3.0) == func(3.0) == 6.0
-    assert packed.holds(loaded, marks)
-    assert not packed.holds(loaded, {"batch_statistics": False})
+    assert packed.fingerprint == fingerprint((loaded, marks))
+    assert packed.fingerprint != fingerprint((loaded, {"batch_statistics": False}))
+    assert has_same_content(loaded, func)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def straight_through(x, factor):
+    return 0 * x
+
+
+def straight_through_backward(factor, residuals, cotangent):
+    assert straight_through is not None  # a cycle: it reads what it is part of
+    return (factor * SCALE * cotangent,)
+
+
+straight_through.defvjp(lambda x, factor: (x, None), straight_through_backward)
+
+
+def test_a_custom_gradient_of_a_module_travels():
+    def loss(x):
+        return straight_through(x, 3.0)
+
+    loaded, _ = unpack(pack(loss, "loss 'x'", {}), "loss 'x'")
+    assert jax.grad(loaded)(1.0) == jax.grad(loss)(1.0) == 3 * 2  # factor * SCALE
+
+
+class CannotBeLoaded:
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def test_what_cannot_be_loaded_fails_where_it_is_packed():
+    with pytest.raises(ValueError, match=r"loss 'x' cannot be pickled.*captures \['factor'\]"):
+        pack(make(CannotBeLoaded()), "loss 'x'", {})
+
+
+class CannotBeToldApart:
+    def __array__(self):
+        raise TypeError("no numbers")
+
+
+def test_what_cannot_be_told_apart_is_named_too():
+    with pytest.raises(ValueError, match=r"loss 'x' cannot .*no numbers.*captures \['factor'\]"):
+        pack(make(CannotBeToldApart()), "loss 'x'", {})
+
+
+def test_packing_leaves_the_classes_of_this_process_alone():
+    class Local:
+        def method(self):
+            return self
+
+    method = Local.method
+    pack(make(Local()), "loss 'x'", {})
+    assert Local.method is method
 
 
 def test_functions_of_the_library_go_by_name():
