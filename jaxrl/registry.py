@@ -5,9 +5,9 @@
         return -log_probs * advantages, {}
 
 A config names a function by its registered name or as "my_pkg.my_module:my_function". Tables hold
-the built-ins of `jaxrl.losses` and `jaxrl.advantages` from the start; user functions travel to
-other processes as one pickled dict (`snapshot`, `load_snapshot`), by value, so that they need not
-be installed there.
+the built-ins of `jaxrl.losses` and `jaxrl.advantages` from the start. User functions travel to
+other processes by value, so that they need not be installed there: through the actor of a Ray job
+(`sync_registries`), or from a launcher without Ray as one pickle (`snapshot`, `load_snapshot`).
 """
 
 import functools
@@ -221,6 +221,8 @@ def sync_registries() -> None:
 def snapshot() -> bytes:
     """All user functions of all registries as one pickle, their modules included by value.
 
+    For a launcher without Ray, which starts one process per host and gives it this.
+
     Raises:
         ValueError: a function cannot be pickled; the message names it and what it captures.
     """
@@ -228,9 +230,12 @@ def snapshot() -> bytes:
 
 
 def load_snapshot(data: bytes) -> None:
-    """Register the user functions of a `snapshot`.
+    """Register the user functions of a `snapshot`, in a process of a launcher without Ray.
 
     Names that are already here keep their function.
+
+    Raises:
+        ValueError: a function cannot be loaded here; the others are registered all the same.
     """
     tables = pickle.loads(data)
     for registry in _REGISTRIES:
