@@ -107,8 +107,17 @@ def discounted_sums(x: Array, gamma: Array | float) -> Array:
 
 
 def group_sum(x: Array, index: Array) -> Array:
-    """For each row the sum of x over the rows of its group: x, index [B] -> [B]."""
+    """For each row the sum of x over the rows of its group: x [B, ...], index [B] -> [B, ...]."""
     return jax.ops.segment_sum(x, index, num_segments=x.shape[0])[index]
+
+
+def group_centred(x: Array, index: Array) -> Array:
+    """x less the mean of its group, over rows: x [B, ...], index [B] -> [B, ...].
+
+    Exactly 0 where all of a group are equal, which sum / n alone, rounded, is not.
+    """
+    above = x - jax.ops.segment_min(x, index, num_segments=x.shape[0])[index]
+    return above - group_sum(above, index) / group_sum(jnp.ones_like(x), index)
 
 
 def step_ids(mask: Array) -> Array:

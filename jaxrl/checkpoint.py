@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxrl.files import as_path, missing_packages_named, writable_folder
@@ -58,7 +59,10 @@ class Checkpointer:
             lightweight_initialize=True,  # a damaged checkpoint must not keep others from loading
         )
         with missing_packages_named(field, folder):
-            self.manager = ocp.CheckpointManager(self.folder, options=options)
+            handlers = {"state": array_handler(), "meta": ocp.JsonCheckpointHandler()}
+            self.manager = ocp.CheckpointManager(
+                self.folder, options=options, item_handlers=handlers
+            )
         self._saving: int | None = None
 
     # ---------------------------------------------------------------- save
@@ -75,7 +79,7 @@ class Checkpointer:
         self.wait()
         self._saving = step
         meta = {**meta, "checksums": checksums(state)}
-        args = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
+        args = ocp.args.Composite(state=ocp.args.PyTreeSave(state), meta=ocp.args.JsonSave(meta))
         with self._named_failure():
             if not self.manager.save(step, args=args):
                 raise ValueError(f"the folder already holds a step after {step}")
@@ -147,7 +151,8 @@ class Checkpointer:
         refuse_other(str(path), saved, meta)
         warn_of_changed_functions(str(path), saved["functions"], meta["functions"])
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
+        targets = ocp.checkpoint_utils.construct_restore_args(abstract)
+        args = ocp.args.Composite(state=ocp.args.PyTreeRestore(abstract, restore_args=targets))
         with _damage(path):
             state = self.manager.restore(step, args=args)["state"]
             if different := differences(saved["checksums"], checksums(state)):
@@ -193,6 +198,20 @@ class Checkpointer:
             f"{error}. Falling back to step {older}; the damaged one is kept as {target.name}",
             stacklevel=3,
         )
+
+
+def array_handler() -> ocp.PyTreeCheckpointHandler:
+    """Of the state; writes the first copy of a replicated array.
+
+    Orbax's own way, a slice of every copy, compiles a program for each slice in the first save.
+    """
+    handlers = ocp.type_handlers
+    return ocp.PyTreeCheckpointHandler(
+        type_handler_registry=handlers.create_type_handler_registry(
+            (jax.Array, handlers.ArrayHandler(use_replica_parallel=False)),
+            (np.ndarray, handlers.NumpyHandler()),
+        )
+    )
 
 
 def resume(

@@ -15,10 +15,52 @@ from jaxrl.array_ops import Array
 
 Shape = tuple[int, ...]
 
+# What a policy loss is called with: these by position, the rest by keyword if it names them.
+LOSS_ARGUMENTS = ("log_probs", "old_log_probs", "advantages", "config")
+BATCH_FIELDS = (
+    *("loss_mask", "rollout_log_probs", "ref_log_probs"),
+    *("rewards", "policy_versions", "row_ids"),
+)
+LOSS_KEYWORDS = (*BATCH_FIELDS, "group_ids", "entropy", "key", "rollout_logprobs")
+# What an estimator is called with, all by keyword; the settings are hyperparameters of its config.
+ESTIMATOR_DATA = ("token_level_rewards", "response_mask", "index", "loss_mask", "values", "config")
+ESTIMATOR_SETTINGS = ("grpo_norm_by_std", "gamma", "lambd")
+
 
 def asks_for(func: Callable, name: str) -> bool:
     """Whether the signature of `func` names a parameter."""
     return name in inspect.signature(func).parameters
+
+
+def check_loss_signature(label: str, func: Callable) -> None:
+    """Refuse a policy loss whose parameters are not those of the contract.
+
+    Required keyword-only parameters are left to `check_parameters`: a config may set them.
+
+    Raises:
+        ValueError: the first four parameters are others, or a further one is required that nobody
+            supplies.
+    """
+    parameters = _parameters(func)
+    names = [p.name for p in parameters if p.kind in _POSITIONAL]
+    advice = f"the first four parameters must be {', '.join(LOSS_ARGUMENTS)}, in this order"
+    for place, (name, expected) in enumerate(zip(names, LOSS_ARGUMENTS, strict=False), start=1):
+        if name != expected and name in (*LOSS_ARGUMENTS, *LOSS_KEYWORDS):
+            raise ValueError(f"{label}: parameter {place} is '{name}'; {advice}")
+    if len(names) < len(LOSS_ARGUMENTS) and not _takes_rest(parameters):
+        raise ValueError(f"{label} takes {names} by position; {advice}")
+    _check_supplied(label, parameters[len(LOSS_ARGUMENTS) :], LOSS_KEYWORDS)
+
+
+def check_estimator_signature(label: str, func: Callable) -> None:
+    """Refuse an advantage estimator with a required parameter that nobody supplies.
+
+    Required keyword-only parameters are left to `check_parameters`: a config may set them.
+
+    Raises:
+        ValueError: names the parameter.
+    """
+    _check_supplied(label, _parameters(func), (*ESTIMATOR_DATA, *ESTIMATOR_SETTINGS))
 
 
 def check_parameters(
@@ -92,6 +134,34 @@ def advantages_and_returns(label: str, result: Any, shape: Shape) -> tuple[Array
     return _array(label, "advantages", advantages, form), _array(label, "returns", returns, form)
 
 
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _parameters(func: Callable) -> list[inspect.Parameter]:
+    """Those of the signature; *args where Python knows none."""
+    try:
+        return list(inspect.signature(func).parameters.values())
+    except (TypeError, ValueError):
+        return [inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)]
+
+
+def _takes_rest(parameters: Sequence[inspect.Parameter]) -> bool:
+    return any(p.kind is p.VAR_POSITIONAL for p in parameters)
+
+
+def _check_supplied(
+    label: str, parameters: Sequence[inspect.Parameter], supplied: Sequence[str]
+) -> None:
+    """All that these parameters get, they get by keyword."""
+    for p in parameters:
+        by_name = p.name in supplied and p.kind is not p.POSITIONAL_ONLY
+        if p.kind in _POSITIONAL and p.default is p.empty and not by_name:
+            raise ValueError(
+                f"{label}: nobody supplies its parameter '{p.name}'. Supplied by keyword are "
+                f"{', '.join(supplied)}; make a hyperparameter of yours keyword-only (after `*`)"
+            )
+
+
 def _pair(label: str, result: Any, names: str) -> tuple[Any, Any]:
     if not isinstance(result, tuple) or len(result) != 2:
         size = f" of {len(result)}" if isinstance(result, tuple) else ""
@@ -103,7 +173,7 @@ def _array(label: str, what: str, value: Any, forms: Mapping[str, Shape]) -> Arr
     expected = " or ".join(f"{name} {shape}" for name, shape in forms.items())
     try:
         array = jnp.asarray(value)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         got = type(value).__name__
         raise ValueError(f"{label} returned {what} of type {got}; expected {expected}") from error
     if array.shape not in forms.values():

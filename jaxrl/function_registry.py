@@ -61,7 +61,7 @@ class BaseFunctionRegistry:
 
         Raises:
             ValueError: the name is another function's, here or in another process; `func` is not
-                callable, or it must travel and cannot be pickled.
+                callable, or not as its kind is called, or it must travel and cannot be pickled.
         """
         cls._register(plain_name(name), Entry(func))
 
@@ -87,6 +87,18 @@ class BaseFunctionRegistry:
         if ":" not in name or cls._find(name):
             return cls.get(name)
         return import_function(name, cls._function_type)
+
+    @classmethod
+    def builtin_name(cls, name: str | StrEnum) -> str:
+        """The name of the built-in that `name` or path stands for; else `name` itself."""
+        name = plain_name(name)
+        if name in cls._builtin:
+            return name
+        try:
+            func = cls.resolve(name)
+        except ValueError:  # unknown: validation says so
+            return name
+        return next((known for known, f in cls._builtin.items() if f is func), name)
 
     @classmethod
     def list_available(cls) -> list[str]:
@@ -172,6 +184,7 @@ class BaseFunctionRegistry:
             raise ValueError(
                 f"{cls._function_type} '{name}' must be a function, got {entry.func!r}"
             )
+        cls._check_signature(f"{cls._function_type} '{name}'", entry.func)
         if (known := cls._entries.get(name)) is not None:
             entry = cls._again(name, known, entry)
         cls._entries[name] = entry
@@ -181,6 +194,10 @@ class BaseFunctionRegistry:
             except BaseException:
                 del cls._entries[name]
                 raise
+
+    @classmethod
+    def _check_signature(cls, label: str, func: Function) -> None:
+        """Refuse a function that cannot be called as its kind is; a ValueError that names why."""
 
     @classmethod
     def _again(cls, name: str, known: Entry, entry: Entry) -> Entry:

@@ -18,7 +18,15 @@ import numpy as np
 from flax import struct
 
 from jaxrl.array_ops import Array, masked_sum
-from jaxrl.function_contracts import call, check_parameters, loss_and_metrics
+from jaxrl.function_contracts import (
+    BATCH_FIELDS,
+    LOSS_ARGUMENTS,
+    LOSS_KEYWORDS,
+    call,
+    check_loss_signature,
+    check_parameters,
+    loss_and_metrics,
+)
 from jaxrl.losses.kl import approximate_kl
 from jaxrl.losses.off_policy import correction_enabled, off_policy_correction
 from jaxrl.losses.reduction import reduction_weights
@@ -26,14 +34,8 @@ from jaxrl.registry import PolicyLossRegistry, accepted_keywords, check_hyperpar
 from jaxrl.types import TrainBatch
 
 Metrics = dict[str, Array]
+MISMATCH = "rollout_train_logprobs_abs_diff"
 PolicyLoss = Callable[..., tuple[Array, Metrics]]  # (log_probs, entropy, batch, key)
-
-# What a policy loss is called with: these by position, and of the batch these by keyword.
-POSITIONAL = ("log_probs", "old_log_probs", "advantages", "config")
-BATCH_FIELDS = (
-    *("loss_mask", "rollout_log_probs", "ref_log_probs"),
-    *("rewards", "policy_versions", "row_ids"),
-)
 
 
 class TokenWeights(struct.PyTreeNode):
@@ -110,15 +112,18 @@ def make_policy_loss(algorithm: Any) -> PolicyLoss:
     """
     name, kwargs = algorithm.policy_loss_type, algorithm.policy_loss_kwargs
     func, label = PolicyLossRegistry.resolve(name), f"policy loss '{name}'"
-    check_hyperparameters(func, kwargs, "trainer.algorithm.policy_loss_kwargs")
-    names = dict.fromkeys((*BATCH_FIELDS, "group_ids", "entropy", "key", *kwargs))
-    check_parameters(label, func, POSITIONAL, accepted_keywords(func, names))
+    check_loss_signature(label, func)
+    supplied = (*LOSS_ARGUMENTS, *LOSS_KEYWORDS)
+    check_hyperparameters(func, kwargs, "trainer.algorithm.policy_loss_kwargs", supplied)
+    names = dict.fromkeys((*LOSS_KEYWORDS, *kwargs))
+    check_parameters(label, func, LOSS_ARGUMENTS, accepted_keywords(func, names))
 
     def policy_loss(
         log_probs: Array, entropy: Array, batch: TrainBatch, key: Array
     ) -> tuple[Array, Metrics]:
         offered = {name: getattr(batch, name) for name in BATCH_FIELDS}
         offered |= {"group_ids": batch.index, "entropy": entropy, "key": key, **kwargs}
+        offered["rollout_logprobs"] = batch.rollout_log_probs  # SkyRL's name
         old_log_probs = batch.old_log_probs
         if old_log_probs is None:  # the first update on a batch: the policy is the old policy
             old_log_probs = jax.lax.stop_gradient(log_probs)
@@ -127,6 +132,24 @@ def make_policy_loss(algorithm: Any) -> PolicyLoss:
         return loss_and_metrics(label, result, log_probs.shape)
 
     return policy_loss
+
+
+def loss_ndim(algorithm: Any, shape: tuple[int, int]) -> int:
+    """2 for a loss of each token, 0 for one number; the loss is traced on rows x tokens.
+
+    Raises:
+        ValueError: see `make_policy_loss`.
+    """
+    array, number = jax.ShapeDtypeStruct(shape, jnp.float32), jnp.int32
+    row = jax.ShapeDtypeStruct(shape[:1], number)
+    batch = TrainBatch(
+        tokens=jax.ShapeDtypeStruct(shape, number),
+        **dict.fromkeys(("lengths", "index", "policy_versions", "row_ids"), row),
+        **dict.fromkeys(("response_mask", "loss_mask", "rewards", "rollout_log_probs"), array),
+        **dict.fromkeys(("old_log_probs", "ref_log_probs", "advantages"), array),
+    )
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return jax.eval_shape(make_policy_loss(algorithm), array, array, batch, key)[0].ndim
 
 
 def make_objective(algorithm: Any, policy_loss: PolicyLoss) -> Callable[..., tuple[Array, Metrics]]:
@@ -176,10 +199,9 @@ def _reduced(loss: Array, weights: Array, algorithm: Any) -> Array:
 def mismatch(log_probs: Array, batch: TrainBatch, weights: TokenWeights) -> Metrics:
     """How far sampler and trainer are apart on the log-probs of the sampled tokens."""
     difference = jnp.abs(log_probs - batch.rollout_log_probs)
-    name = "rollout_train_logprobs_abs_diff"
     return {
-        f"{name}_mean": masked_sum(difference, weights.entropy),
-        f"{name}_max": jnp.max(difference, initial=0.0, where=batch.loss_mask != 0),
+        f"{MISMATCH}_mean": masked_sum(difference, weights.entropy),
+        f"{MISMATCH}_max": jnp.max(difference, initial=0.0, where=batch.loss_mask != 0),
     }
 
 
@@ -210,8 +232,13 @@ def merge_metrics(
 
 
 def step_metrics(updates: Sequence[tuple[Sequence[Metrics], Metrics]]) -> dict[str, float]:
-    """Metrics of a step from those of its updates: (of each microbatch, of the whole)."""
+    """Metrics of a step from those of its updates: (of each microbatch, of the whole).
+
+    The difference of sampler and trainer is that of the first update; later ones would add what the
+    updates before them have changed.
+    """
     merged = [merge_metrics(parts) | whole for parts, whole in jax.device_get(updates)]
-    metrics = {f"policy/{n}": x for n, x in merge_metrics(merged, np.mean).items()}
+    metrics = merge_metrics(merged, np.mean)
+    metrics |= {name: float(merged[0][name]) for name in metrics if name.startswith(MISMATCH)}
     skipped = sum(int(update["skipped_updates"]) for update in merged)
-    return metrics | {"policy/skipped_updates": skipped}
+    return {f"policy/{n}": x for n, x in metrics.items()} | {"policy/skipped_updates": skipped}

@@ -13,13 +13,20 @@ other processes by value, so that they need not be installed there: through the 
 import functools
 import inspect
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from enum import StrEnum
 from typing import Any
 
 from jaxrl.advantages import ESTIMATORS
 from jaxrl.array_ops import Array
-from jaxrl.function_contracts import advantages_and_returns, call, check_parameters
+from jaxrl.function_contracts import (
+    ESTIMATOR_DATA,
+    advantages_and_returns,
+    call,
+    check_estimator_signature,
+    check_loss_signature,
+    check_parameters,
+)
 from jaxrl.function_registry import BaseFunctionRegistry, Entry, plain_name
 from jaxrl.losses import BATCH_STATISTICS, LOSSES
 from jaxrl.user_functions import Function, source_hash
@@ -72,6 +79,10 @@ class PolicyLossRegistry(BaseFunctionRegistry):
         cls._register(plain_name(name), Entry(func, batch_statistics))
 
     @classmethod
+    def _check_signature(cls, label: str, func: Function) -> None:
+        check_loss_signature(label, func)
+
+    @classmethod
     def has_batch_statistics(cls, name: str | StrEnum) -> bool:
         """Whether a loss, by its name or path, was registered with `batch_statistics=True`."""
         func = cls.resolve(name)
@@ -83,6 +94,10 @@ class AdvantageEstimatorRegistry(BaseFunctionRegistry):
 
     _function_type = "advantage estimator"
     _builtin = ESTIMATORS
+
+    @classmethod
+    def _check_signature(cls, label: str, func: Function) -> None:
+        check_estimator_signature(label, func)
 
 
 _REGISTRIES = (PolicyLossRegistry, AdvantageEstimatorRegistry)
@@ -100,7 +115,8 @@ def bind_estimator(algorithm: Any) -> Function:
     """
     name, kwargs = algorithm.advantage_estimator, algorithm.advantage_kwargs
     func, label = AdvantageEstimatorRegistry.resolve(name), f"advantage estimator '{name}'"
-    check_hyperparameters(func, kwargs, "trainer.algorithm.advantage_kwargs")
+    check_estimator_signature(label, func)
+    check_hyperparameters(func, kwargs, "trainer.algorithm.advantage_kwargs", ESTIMATOR_DATA)
     settings = {
         "grpo_norm_by_std": algorithm.grpo_norm_by_std,
         "gamma": algorithm.gamma,
@@ -109,8 +125,7 @@ def bind_estimator(algorithm: Any) -> Function:
         "config": algorithm,
         **kwargs,
     }
-    names = ("token_level_rewards", "response_mask", "index", "loss_mask")
-    offered: dict[str, Any] = {**dict.fromkeys(names), **settings}
+    offered: dict[str, Any] = {**dict.fromkeys(ESTIMATOR_DATA), **settings}
     check_parameters(label, func, (), accepted_keywords(func, offered))
 
     def estimate(**arrays: Array) -> tuple[Array, Array]:
@@ -238,19 +253,28 @@ def accepted_keywords(func: Function, offered: Mapping[str, Any]) -> dict[str, A
     return {k: v for k, v in offered.items() if k in names}
 
 
-def check_hyperparameters(func: Function, given: Mapping[str, Any], field: str) -> None:
+def check_hyperparameters(
+    func: Function, given: Mapping[str, Any], field: str, supplied: Collection[str] = ()
+) -> None:
     """Check a `*_kwargs` config field against the keyword-only parameters of `func`.
 
+    A function with `**kwargs` takes any name; with `**_` it says that it ignores what it gets.
+
+    Args:
+        supplied: names that the trainer gives; a setting must not take their place.
+
     Raises:
-        ValueError: a name that `func` does not take as a keyword-only parameter.
+        ValueError: a name of `supplied`, or one that `func` does not take as a keyword-only
+            parameter.
     """
-    parameters = inspect.signature(func).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return
-    own = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    label, parameters = getattr(func, "__name__", repr(func)), inspect.signature(func).parameters
+    kinds = [p.kind for name, p in parameters.items() if not name.startswith("_")]
+    own = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
+    own = [name for name in own if name not in supplied]
     for name, value in given.items():
-        if name not in own:
-            label = getattr(func, "__name__", repr(func))
+        if name in supplied:
+            raise ValueError(f"{field}.{name}={value!r}: the trainer supplies '{name}'; remove it")
+        if name not in own and inspect.Parameter.VAR_KEYWORD not in kinds:
             raise ValueError(
                 f"{field}.{name}={value!r}: '{label}' takes no such parameter, only {own}"
             )

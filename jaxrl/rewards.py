@@ -52,7 +52,7 @@ def shape_rewards(
 def _punish_overlong(
     output: GeneratorOutput, generator: GeneratorConfig, algorithm: AlgorithmConfig
 ) -> GeneratorOutput:
-    """The last token's reward of every long response reduced."""
+    """The last token's reward of every long response reduced; an empty one has none."""
     assert algorithm.overlong_buffer is not None
     punishment = soft_overlong_punishment(
         [len(tokens) for tokens in output["response_ids"]],
@@ -62,7 +62,7 @@ def _punish_overlong(
     )
     rewards: list[Any] = output["rewards"]
     pairs = zip(rewards, punishment, strict=True)
-    shaped = [[*r[:-1], r[-1] - float(p)] for r, p in pairs]
+    shaped = [[*r[:-1], r[-1] - float(p)] if r else r for r, p in pairs]
     return GeneratorOutput({**output, "rewards": shaped})
 
 
@@ -118,7 +118,8 @@ def make_estimate(algorithm: AlgorithmConfig) -> Callable[..., tuple[Array, Arra
     def advantages_and_returns(**arrays: Array) -> tuple[Array, Array]:
         advantages, returns = estimate(**arrays)
         if algorithm.advantage_batch_normalize:
-            advantages = normalize_advantages(advantages, arrays["response_mask"])
+            sampled = arrays["loss_mask"] * arrays["response_mask"]
+            advantages = normalize_advantages(advantages, sampled)
         return advantages, returns
 
     return advantages_and_returns

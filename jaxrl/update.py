@@ -110,13 +110,17 @@ class Updater:
     ) -> tuple[Any, list[Metrics]]:
         """Gradient of the objective of a minibatch, accumulated over its microbatches.
 
-        A loss that returns a number, or has batch statistics, sees the minibatch as a whole: its
-        cotangent is taken on the [B, T] log-probs of a gradient-free pass and pulled back
-        microbatch by microbatch.
+        A loss that returns a number, or has batch statistics, sees the minibatch as a whole,
+        longest rows first and cut to the bucket of the longest: its cotangent is taken on the [B,
+        T] log-probs of a gradient-free pass and pulled back microbatch by microbatch.
         """
         rows, lengths = self.microbatch_rows, np.asarray(minibatch.lengths)
         grads, metrics = self.zeros(params), []
         if self._sees_whole_minibatch(minibatch) and minibatch.tokens.shape[0] != rows:
+            # as if it were one microbatch: a scalar loss may count what is masked
+            whole = length_sorted((minibatch, weights), lengths, len(lengths))
+            _, (minibatch, weights) = next(whole)
+            lengths = minibatch.lengths
             outputs = self.forward_rows(params, minibatch, rows, with_entropy=True)
             cotangents, metrics = self.cotangents(*outputs, minibatch, weights, key)
             parts = length_sorted((minibatch, jax.device_get(cotangents)), lengths, rows)

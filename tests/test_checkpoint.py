@@ -16,6 +16,7 @@ from jaxrl.checkpoint import (
     parse_resume_path,
     resume,
 )
+from jaxrl.compilation import CompilationWatch
 from jaxrl.models.transformer import TransformerConfig, init_params, logical_axes
 from jaxrl.optim import abstract_state, init_state, make_apply, make_optimizer
 from jaxrl.parallel import ShardingRules, make_mesh, param_shardings, replicated
@@ -124,6 +125,15 @@ def test_a_state_that_is_donated_at_once_is_saved_as_it_was(tmp_path, devices):
     for step, expected in saved.items():
         restored = Checkpointer(str(tmp_path)).restore(step, state, META)
         assert_bit_equal(jax.device_get(restored), expected)
+
+
+def test_a_save_of_replicated_arrays_compiles_nothing(tmp_path, state):
+    checksums(state)  # compiled in the warm-up of a run
+    checkpointer = Checkpointer(str(tmp_path))
+    with CompilationWatch() as watch:
+        checkpointer.save(1, state, META)
+        checkpointer.close()
+    assert watch.take() == ([], 0)
 
 
 def test_save_returns_before_the_files_are_there(tmp_path, monkeypatch):

@@ -77,7 +77,7 @@ def test_a_flipped_bit_is_found(tmp_path):
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     checkpointer = Checkpointer(str(tmp_path))
-    args = ocp.args.Composite(state=ocp.args.StandardRestore(NOISE))
+    args = ocp.args.Composite(state=ocp.args.PyTreeRestore(NOISE))
     unchecked = checkpointer.manager.restore(1, args=args)["state"]["noise"]
     assert (unchecked != NOISE["noise"]).sum() == 1
     with pytest.raises(DamagedCheckpoint, match=r"the values of .*noise.* are not those that were"):

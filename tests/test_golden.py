@@ -9,10 +9,10 @@ import pytest
 
 from jaxrl.config import TrainConfig
 from jaxrl.data.packing import row_slices
-from tests.golden import FOLDER, cases
+from tests.golden import FOLDER, Case, cases
 from tests.golden.__main__ import main
 from tests.golden.arrays import Tolerance
-from tests.golden.checker import CHECKS, check_file, difference, load_differences
+from tests.golden.checker import CHECKS, check_file, difference, load_differences, mismatches
 
 ROOT = Path(__file__).parents[1]
 DIFFERENCES = load_differences()
@@ -74,6 +74,30 @@ def test_the_checker_reports_failures_and_unknown_files(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "something_new                 unknown file, not checked" in printed
     assert "token_mean.mb1.s0  scaled64: 1 of 2 differ, first 1.5, SkyRL 2" in printed
+
+
+def raising(error):
+    def check(case, bits):
+        raise error
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("raises", "check", "found"),
+    [
+        (None, raising(ValueError("bad")), {"raises:ValueError"}),
+        ("ValueError: bad", raising(ValueError("worse")), set()),
+        ("ValueError: bad", raising(KeyError("log_probs")), {"raises:KeyError"}),
+        ("ValueError: bad", lambda case, bits: {}, {"no error"}),
+        (None, lambda case, bits: {}, {"nothing"}),
+    ],
+)
+def test_errors_are_compared_by_type_and_comparing_nothing_is_a_failure(
+    raises, check, found, monkeypatch
+):
+    monkeypatch.setitem(CHECKS, "reductions", check)
+    assert set(mismatches("reductions", Case(id="a", raises=raises))) == found
 
 
 def test_a_tolerance_is_relative_and_absolute_to_the_largest_number():

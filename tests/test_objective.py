@@ -8,9 +8,17 @@ import pytest
 from jaxrl.config import AlgorithmConfig, OffPolicyCorrectionConfig
 from jaxrl.data.packing import empty_batch
 from jaxrl.losses.reduction import reduction_weights
-from jaxrl.objective import make_objective, make_policy_loss, minibatch_weights, mismatch
+from jaxrl.objective import (
+    MISMATCH,
+    make_objective,
+    make_policy_loss,
+    minibatch_weights,
+    mismatch,
+    step_metrics,
+)
 from jaxrl.registry import PolicyLossRegistry, bind_estimator
 from tests import golden
+from tests.golden.losses import worker_minibatch
 
 KEY = jax.random.key(0)
 
@@ -29,15 +37,11 @@ def value_and_gradients(algorithm, batch, log_probs, entropy):
 def test_the_objective_of_skyrls_worker(case):
     """Policy and KL term whatever the cut; SkyRL's entropy is a mean of microbatch means."""
     algorithm, mask = AlgorithmConfig(**case["config"]), case.i["loss_mask"]
-    batch = empty_batch(*mask.shape).replace(
-        loss_mask=mask,
-        rollout_log_probs=case.i["rollout_logprobs"],
-        old_log_probs=case.i["old_log_probs"],
-        ref_log_probs=case.i["base_log_probs"],
-        advantages=case.i["advantages_raw"],
-    )
     gradients, metrics = value_and_gradients(
-        algorithm, batch, jnp.asarray(case.i["log_probs"]), jnp.asarray(case.i["entropy"])
+        algorithm,
+        worker_minibatch(case),
+        jnp.asarray(case.i["log_probs"]),
+        jnp.asarray(case.i["entropy"]),
     )
     expected = case.o["grad_log_probs32"]
     np.testing.assert_allclose(gradients[0], expected, rtol=1e-4, atol=1e-6)
@@ -110,6 +114,16 @@ def test_the_kl_in_the_rewards_is_no_term_of_the_loss():
     assert metrics["final_loss"] == metrics["policy_loss"]
 
 
+def test_the_mismatch_of_a_step_is_that_of_its_first_update():
+    def update(difference):
+        name = f"{MISMATCH}_max"
+        return [{name: difference, "policy_loss": difference}], {"skipped_updates": 0}
+
+    metrics = step_metrics([update(1.0), update(3.0)])  # the second holds what the first changed
+    assert metrics[f"policy/{MISMATCH}_max"] == 1.0
+    assert metrics["policy/policy_loss"] == 2.0  # (1 + 3) / 2
+
+
 def test_masked_nan_stays_out_of_the_mismatch():
     nan = np.where(small_batch().loss_mask > 0, 0, np.nan).astype("float32")
     batch = small_batch(rollout_log_probs=nan, old_log_probs=None)
@@ -147,6 +161,10 @@ def transposed(log_probs, old_log_probs, advantages, config):
     return log_probs.T, {}
 
 
+def no_metrics(log_probs, old_log_probs, advantages, config):
+    return -log_probs, None
+
+
 def integers(log_probs, old_log_probs, advantages, config):
     return jnp.ones(log_probs.shape, int), {}
 
@@ -157,14 +175,6 @@ def text(log_probs, old_log_probs, advantages, config):
 
 def row_metric(log_probs, old_log_probs, advantages, config):
     return -log_probs, {"ratio": log_probs.sum(-1)}
-
-
-def unknown(log_probs, old_log_probs, advantages, config, reference):
-    return -log_probs, {}
-
-
-def too_few(log_probs, advantages):
-    return -log_probs, {}
 
 
 def raises(log_probs, old_log_probs, advantages, config):
@@ -186,18 +196,11 @@ def branches(log_probs, old_log_probs, advantages, config):
             r"token \(2, 4\)",
         ),
         (integers, r"'mine' returned a loss of int32; it must be floating point"),
+        (no_metrics, r"'mine' returned metric 'clip_ratio' of type NoneType; expected one number"),
         (text, r"'mine' returned loss of type str; expected one number"),
         (
             row_metric,
             r"'mine' returned metric 'ratio' of shape \(2,\); expected one number \(\) or",
-        ),
-        (
-            unknown,
-            r"'mine': missing a required argument: 'reference'. It is called with \(log_prob",
-        ),
-        (
-            too_few,
-            r"'mine': too many positional arguments. It is called with \(log_probs, old_log_",
         ),
         (raises, r"policy loss 'mine' raised KeyError: 'alpha'"),
         (branches, r"'mine' raised TracerBoolConversionError: .*no Python if"),
@@ -225,6 +228,15 @@ def test_a_loss_gets_the_ids_of_its_rows(loss_of):
     # 5 / 7 on four tokens, 3 / 7 on three
     np.testing.assert_allclose(gradients[0], batch.loss_mask * [[5 / 7], [3 / 7]], rtol=1e-6)
     assert metrics["loss_metrics/group_max"] == pytest.approx(0, abs=1e-6)
+
+
+def test_a_loss_may_name_the_log_probs_of_the_sampler_as_skyrl_does(loss_of):
+    def weighted(log_probs, old_log_probs, advantages, config, rollout_logprobs=None):
+        return log_probs * rollout_logprobs, {}
+
+    batch = small_batch(rollout_log_probs=np.full((2, 4), -3.0, np.float32))
+    gradients, _ = loss_of(weighted, batch)
+    np.testing.assert_allclose(gradients[0], -3 / 7 * batch.loss_mask, rtol=1e-6)  # 7 tokens
 
 
 def estimator_of(func, **settings):
@@ -258,7 +270,11 @@ ARRAYS = {
             r"'mine' returned returns of shape \(\); expected a number for each token \(2, 4\)",
         ),
         (lambda **kwargs: kwargs["nothing"], "'mine' raised KeyError: 'nothing'"),
-        (lambda scores, **kwargs: None, "'mine': missing a required argument: 'scores'. It is cal"),
+        (
+            lambda *, scores, **_: None,
+            "'mine': missing a required argument: 'scores'. It is called",
+        ),
+        (lambda **kwargs: (None, kwargs["index"]), "'mine' returned advantages of type NoneType; "),
     ],
 )
 def test_what_is_wrong_with_an_estimator_is_named(func, message):

@@ -79,12 +79,12 @@ def user_module_fixture(tmp_path, monkeypatch):
     del sys.modules["user_losses_for_test"]
 
 
-def loss_one(log_probs, old_log_probs, advantages, config, loss_mask=None):
-    return -log_probs, {}
+def loss_one(*arrays, **settings):  # a loss and an estimator
+    return -arrays[0], {}
 
 
-def loss_two(log_probs, old_log_probs, advantages, config, loss_mask=None):
-    return -2 * log_probs, {}
+def loss_two(*arrays, **settings):
+    return -2 * arrays[0], {}
 
 
 # ------------------------------------------------------------------ the verbs
@@ -422,6 +422,60 @@ def test_a_jitted_user_function_is_called_with_the_config():
     np.testing.assert_array_equal(value, [[1.0, 1.0]])  # 4 * 0.25
 
 
+@pytest.mark.parametrize(
+    ("func", "message"),
+    [
+        (
+            lambda log_probs, advantages, old_log_probs, config: None,
+            "parameter 2 is 'advantages'; the first four parameters must be log_probs, "
+            "old_log_probs, advantages, config, in this order",
+        ),
+        (
+            lambda logp, old, advantages, loss_mask, config: None,
+            "parameter 4 is 'loss_mask'; the first four",
+        ),
+        (
+            lambda log_probs, old_log_probs, advantages, *, config: None,
+            r"takes \['log_probs', 'old_log_probs', 'advantages'\] by position; the first four",
+        ),
+        (lambda log_probs, advantages: None, "parameter 2 is 'advantages'; the first four"),
+        (lambda **kwargs: None, r"takes \[\] by position; the first four"),
+        (
+            lambda log_probs, old_log_probs, advantages, config, tau: None,
+            "nobody supplies its parameter 'tau'. Supplied by keyword are loss_mask, .* keyword-on",
+        ),
+    ],
+)
+def test_a_loss_of_other_parameters_is_refused_when_it_is_registered(func, message):
+    with pytest.raises(ValueError, match=f"^policy loss 'x':? {message}"):
+        PolicyLossRegistry.register("x", func)
+    assert "x" not in PolicyLossRegistry.list_available()
+
+
+@pytest.mark.parametrize(
+    "func",
+    [
+        lambda logp, old, adv, cfg, loss_mask, rollout_logprobs=None, *, tau: None,
+        lambda log_probs, *rest, **kwargs: None,
+        jax.jit(lambda log_probs, old, advantages, config, loss_mask: None),
+        functools.partial(lambda log_probs, old, adv, config, tau: None, tau=1.0),
+        print,
+    ],
+)
+def test_a_loss_that_can_be_called_is_registered(func):
+    PolicyLossRegistry.register("x", func)
+
+
+def test_an_estimator_is_refused_when_it_is_registered():
+    with pytest.raises(ValueError, match="^advantage estimator 'x': nobody supplies.*'scores'"):
+        AdvantageEstimatorRegistry.register("x", lambda scores, **kwargs: None)
+    with pytest.raises(ValueError, match="^advantage estimator 'x': nobody supplies.*'index'"):
+        AdvantageEstimatorRegistry.register("x", lambda index, /: None)
+    for func in (lambda **kwargs: None, lambda index, gamma, *, scale: None):
+        AdvantageEstimatorRegistry.register("x", func)
+        AdvantageEstimatorRegistry.unregister("x")
+
+
 # ------------------------------------------------------------------ the built-ins
 
 
@@ -459,7 +513,7 @@ def test_source_hashes_of_user_functions_alone():
 
 def test_the_source_hash_sees_through_jit_and_partial(clean_registries):
     register_policy_loss("plain")(own_loss)
-    register_policy_loss("wrapped")(functools.partial(jax.jit(own_loss), config=None))
+    register_policy_loss("wrapped")(functools.partial(jax.jit(own_loss)))
     plain, wrapped = (
         list(source_hashes(AlgorithmConfig(policy_loss_type=name)).values())
         for name in ("plain", "wrapped")

@@ -279,7 +279,7 @@ class Run:
         assert self.start().wait() == 0, (self.folder / "output").read_text()[-3000:]
 
     def state(self) -> dict:
-        args = ocp.args.Composite(state=ocp.args.StandardRestore())
+        args = ocp.args.Composite(state=ocp.args.PyTreeRestore())
         manager = Checkpointer(str(self.checkpoints), read_only=True).manager
         return jax.device_get(manager.restore(STEPS, args=args)["state"])
 

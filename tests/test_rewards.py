@@ -9,7 +9,7 @@ from jaxrl.config import (
     OverlongBufferConfig,
     SamplingParams,
 )
-from jaxrl.data.packing import empty_batch
+from jaxrl.data.packing import collate, empty_batch
 from jaxrl.rewards import make_estimate, next_kl_coef, penalize_kl, shape_rewards
 
 
@@ -51,6 +51,14 @@ def test_soft_overlong_punishment_takes_from_the_last_token():
     assert shaped["rewards"][1] == [0.0] * 7 + [0.75]
 
 
+@pytest.mark.parametrize("reward", [1.0, []])
+def test_an_empty_response_has_no_rewards_and_no_punishment(reward):
+    algorithm = AlgorithmConfig(overlong_buffer=OverlongBufferConfig(len=4))
+    shaped, _ = shape_rewards(output([reward, 1.0], [0, 6]), "ab", GENERATOR, algorithm)
+    assert shaped["rewards"] == [[], [0.0] * 5 + [1.0]]
+    np.testing.assert_array_equal(collate(shaped, [0, 1]).rewards.sum(1), [0, 1])
+
+
 def test_the_filter_sees_what_is_left_of_the_rewards():
     # the truncated 1 of the first row becomes 0: both samples of "a" earn the same
     generator = GeneratorConfig(
@@ -89,16 +97,16 @@ def test_the_controller_moves_the_coefficient():
     assert next_kl_coef(0.5, {}, control, rows=10) == 0.5  # there is no KL
 
 
-def test_advantages_are_normalised_over_the_response_tokens_of_the_batch():
-    mask = np.array([[0, 1, 1], [0, 1, 0]], np.float32)
+def test_advantages_are_normalised_over_the_sampled_tokens_of_the_batch():
+    # row 0 ends with an observation; row 2, a group of its own, is filtered
     given = {
-        "token_level_rewards": np.array([[0, 0, 3], [0, 0, 0]], np.float32),
-        "response_mask": mask,
-        "index": np.zeros(2, np.int32),
-        "loss_mask": mask,
+        "token_level_rewards": np.array([[0, 0, 3, 0], [0, 0, 0, 0], [0, 9, 0, 0]], np.float32),
+        "response_mask": np.array([[0, 1, 1, 1], [0, 1, 0, 0], [0, 1, 1, 0]], np.float32),
+        "index": np.array([0, 0, 1], np.int32),
+        "loss_mask": np.array([[0, 1, 1, 0], [0, 1, 0, 0], [0, 0, 0, 0]], np.float32),
     }
     algorithm = AlgorithmConfig(grpo_norm_by_std=False, advantage_batch_normalize=True)
     advantages, _ = jax.jit(make_estimate(algorithm))(**given)
     # 1.5, 1.5, -1.5: mean 0.5, variance (1 + 1 + 4) / 3 = 2
-    expected = np.array([[0, 1, 1], [0, -2, 0]]) / np.sqrt(2)
+    expected = np.array([[0, 1, 1, 0], [0, -2, 0, 0], [0, 0, 0, 0]]) / np.sqrt(2)
     np.testing.assert_allclose(advantages, expected, rtol=1e-6)

@@ -81,6 +81,7 @@ def test_a_run_leaves_what_it_should(finished):
         "global_step_4",
     ]
     assert int(trainer.state.step) == 4
+    assert trainer.watch.recompiles == 0
 
 
 def test_sampler_and_trainer_agree_at_every_step(finished):

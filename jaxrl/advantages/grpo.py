@@ -5,7 +5,7 @@ from typing import Any
 import chex
 import jax.numpy as jnp
 
-from jaxrl.array_ops import Array, group_sum
+from jaxrl.array_ops import Array, group_centred, group_sum
 
 
 def grpo(
@@ -49,8 +49,7 @@ def group_relative(scores: Array, index: Array, *, by_std: bool, epsilon: float)
     """(scores - mean_G scores) / (std_G scores + epsilon): scores [B, ...], index [B]."""
     count = group_sum(jnp.ones_like(scores), index)
     alone = count == 1
-    mean = jnp.where(alone, 0.0, group_sum(scores, index) / count)
-    centred = scores - mean
+    centred = jnp.where(alone, scores, group_centred(scores, index))
     variance = group_sum(jnp.square(centred), index) / jnp.maximum(count - 1, 1)
     std = jnp.where(alone, 1.0, jnp.sqrt(variance))
     return centred / (std + epsilon) if by_std else centred

@@ -5,7 +5,7 @@ from typing import Any
 import chex
 import jax.numpy as jnp
 
-from jaxrl.array_ops import Array, group_sum
+from jaxrl.array_ops import Array, group_centred, group_sum
 
 
 def maxrl(
@@ -40,6 +40,6 @@ def maxrl(
     scores = token_level_rewards.sum(-1)
     count = group_sum(jnp.ones_like(scores), index)
     mean = group_sum(scores, index) / count
-    relative = jnp.where(count > 1, (scores - mean) / (mean + epsilon), scores)
+    relative = jnp.where(count > 1, group_centred(scores, index) / (mean + epsilon), scores)
     advantages = relative[:, None] * response_mask
     return advantages, advantages

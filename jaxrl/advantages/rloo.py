@@ -5,7 +5,7 @@ from typing import Any
 import chex
 import jax.numpy as jnp
 
-from jaxrl.array_ops import Array, group_sum
+from jaxrl.array_ops import Array, group_centred, group_sum
 
 
 def rloo(
@@ -36,6 +36,5 @@ def rloo(
     scores = token_level_rewards.sum(-1)
     count = group_sum(jnp.ones_like(scores), index)
     others = jnp.maximum(count - 1, 1)
-    centred = (scores - group_sum(scores, index) / count) * count / others
-    advantages = jnp.where(count > 1, centred, 0.0)[:, None] * response_mask
+    advantages = (group_centred(scores, index) * count / others)[:, None] * response_mask
     return advantages, advantages

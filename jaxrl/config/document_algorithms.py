@@ -58,12 +58,15 @@ _SHARED = {
 _GRPO = """
 ## What "GRPO" means in eight systems
 
-The name stands for eight objectives. These are the defaults of each system, read from its code:
+The name stands for eight objectives. These are the defaults of each system:
 
 | system | advantage | ratio against | clip | mean | KL |
 |---|---|---|---|---|---|
 """
-_GRPO_SETTINGS = "\nTo get them here, from the defaults of `trainer.algorithm`:\n"
+_GRPO_SETTINGS = (
+    "\nTo get them here, or as near as the note of each says, from the defaults of "
+    "`trainer.algorithm`:\n"
+)
 
 
 class Docstring(NamedTuple):
@@ -133,6 +136,8 @@ def _loss_facts(name: str, func: Callable[..., Any]) -> dict[str, str]:
     correction = (
         "yes" if anchor == "old" else "masks only: the ratio is against the sampler already"
     )
+    if name == "cispo":
+        correction += "; with `cispo.cispo_anchor = 'rollout'` masks only"
     facts = {
         "ratio against": against[anchor],
         "off-policy correction": f"no: {UNCORRECTED[name]}" if name in UNCORRECTED else correction,

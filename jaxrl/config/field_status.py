@@ -168,7 +168,7 @@ _ALGORITHMS = (
     ),
     _implemented(_ALGORITHM, "use_kl_in_reward", "excludes use_kl_loss"),
     _implemented(_ALGORITHM, "kl_ctrl.*", "the coefficient is in the checkpoint"),
-    _implemented(_ALGORITHM, "advantage_batch_normalize", "over response tokens, not padding"),
+    _implemented(_ALGORITHM, "advantage_batch_normalize", "over sampled tokens, not padding"),
     _implemented(_ALGORITHM, "zero_variance_filter", "also of rewards per token"),
     _implemented(_ALGORITHM, "zero_variance_filter_tol", _LATER, skyrl_only=False),
     _implemented(_ALGORITHM, "overlong_buffer", _NEW, skyrl_only=False),

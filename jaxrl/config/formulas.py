@@ -1,7 +1,7 @@
 """The parts of the objective as formulas, with the numbers of a config in them."""
 
 from jaxrl.config.algorithm import AlgorithmConfig, OffPolicyCorrectionConfig
-from jaxrl.config.needs import needs_old_log_probs, ratio_anchor
+from jaxrl.config.needs import needs_old_log_probs, ratio_anchor, reduces_by_itself
 from jaxrl.config.train_config import TrainConfig
 from jaxrl.config.trainer import TrainerConfig
 
@@ -78,35 +78,39 @@ def advantage_line(algorithm: AlgorithmConfig, samples: int) -> str:
     """Advantage of a token, from R, the sum of its row's rewards r_t."""
     if algorithm.policy_loss_type == "cross_entropy":
         return "not used by the loss"
-    line = _advantage(algorithm, f"G = the {samples} samples of a prompt")
-    if algorithm.advantage_kwargs:
-        line += ", " + ", ".join(f"{k}={v!r}" for k, v in algorithm.advantage_kwargs.items())
-    return line
-
-
-def _advantage(algorithm: AlgorithmConfig, group: str) -> str:
-    name = algorithm.advantage_estimator
-    gamma, decay = f"{algorithm.gamma:g}", f"{algorithm.gamma * algorithm.lambd:g}"
-    relative = "R - mean_G R"
-    if name in ("grpo", "grpo_token") and algorithm.grpo_norm_by_std:
-        relative = f"({relative}) / (std_G R + 1e-6)"
+    name, group = algorithm.advantage_estimator, f"G = the {samples} samples of a prompt"
+    settings = {
+        "gamma": algorithm.gamma,
+        "lambd": algorithm.lambd,
+        "grpo_norm_by_std": algorithm.grpo_norm_by_std,
+        "epsilon": "1e-6",
+        **algorithm.advantage_kwargs,
+    }
+    gamma, decay = f"{settings['gamma']:g}", f"{settings['gamma'] * settings['lambd']:g}"
+    relative, epsilon = "R - mean_G R", settings["epsilon"]
+    if name in ("grpo", "grpo_token") and settings["grpo_norm_by_std"]:
+        relative = f"({relative}) / (std_G R + {epsilon})"
     formula = {
         "grpo": f"A = {relative}, {group}",
         "dr_grpo": f"A = {relative}, {group}",
         "grpo_token": f"A = {relative}, R = r_t + {gamma} R_t+1, {group}",
         "rloo": f"A = R - mean of the others in G, {group}",
-        "maxrl": f"A = ({relative}) / (mean_G R + 1e-6), {group}",
+        "maxrl": f"A = ({relative}) / (mean_G R + {epsilon}), {group}",
         "reinforce++": f"A = (R_t - mean R_t) / std R_t over the batch, R_t = r_t + {gamma} R_t+1",
         "gae": f"A = normalised G_t = d_t + {decay} G_t+1, d_t = r_t + {gamma} V_t+1 - V_t",
     }.get(name)
     if formula is None:
-        numbers = f"gamma={algorithm.gamma:g}, lambd={algorithm.lambd:g}"
-        return f"custom function {name}, {numbers}"
+        given = {"gamma": algorithm.gamma, "lambd": algorithm.lambd, **algorithm.advantage_kwargs}
+        numbers = (f"{k}={v:g}" if isinstance(v, float) else f"{k}={v!r}" for k, v in given.items())
+        return f"custom function {name}, {', '.join(numbers)}"
     return f"{name}: {formula}"
 
 
-def reduction_line(trainer: TrainerConfig) -> str:
+def reduction_line(config: TrainConfig) -> str:
     """Weight of a token in the minibatch."""
+    trainer = config.trainer
+    if reduces_by_itself(config):
+        return f"the loss reduces by itself; {trainer.algorithm.loss_reduction} has no effect"
     algorithm, block = trainer.algorithm, trainer.micro_train_batch_size_per_gpu
     formula = {
         "token_mean": "w_bt = m_bt / sum m",

@@ -1,4 +1,4 @@
-"""What eight systems call GRPO, and the settings that give each one's objective."""
+"""What eight systems call GRPO, and the settings that come nearest to each one's objective."""
 
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ class GRPOVariant(NamedTuple):
     clip: str
     aggregation: str
     kl: str
-    settings: dict[str, Any]  # what differs from our defaults
+    settings: dict[str, Any]  # what differs from our defaults, as near as they come
     note: str = ""
 
 
@@ -34,18 +34,22 @@ GRPO_VARIANTS = (
     ),
     GRPOVariant(
         "TRL",
-        _ZSCORE,
+        "(r - mean) / (std + 1e-4) of the group",
         _OLD,
         "0.2 / 0.2",
         "over all tokens",
         "off",
         {
+            "advantage_kwargs": {"epsilon": 1e-4},
             "use_kl_loss": False,
+            "off_policy_correction.tis_ratio_type": "sequence",
+            "off_policy_correction.sequence_tis_ratio_clip_high": 3.0,
             "off_policy_correction.sequence_mask_metric": "product",
             "off_policy_correction.product_mask_low": 0.0,
             "off_policy_correction.product_mask_high": 3.0,
         },
-        "Sequences whose importance weight against the sampler exceeds 3 are dropped.",
+        'Its "sequence_mask": sequences are weighted by their importance ratio against the '
+        "sampler, and dropped where it exceeds 3.",
     ),
     GRPOVariant(
         "prime-rl",
@@ -92,18 +96,20 @@ GRPO_VARIANTS = (
     ),
     GRPOVariant(
         "OpenRLHF",
-        _ZSCORE,
+        "(r - mean) / (std + 1e-9) of the group, then less the KL of each token",
         _OLD,
         "0.2 / 0.2",
         "over all tokens",
         "k1, 0.01, in the reward",
         {
+            "advantage_kwargs": {"epsilon": 1e-9},
             "use_kl_loss": False,
             "use_kl_in_reward": True,
             "kl_estimator_type": "k1",
             "kl_loss_coef": 0.01,
         },
-        'That is its estimator "group_norm".',
+        'Near to its estimator "group_norm", which normalises the scores first and takes the '
+        "KL off the result; here the KL is in the rewards that are normalised.",
     ),
     GRPOVariant(
         "NeMo-RL",

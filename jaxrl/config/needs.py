@@ -3,10 +3,13 @@
 from typing import Literal
 
 from jaxrl.config.algorithm import AlgorithmConfig
+from jaxrl.config.train_config import TrainConfig
 from jaxrl.config.trainer import TrainerConfig
 from jaxrl.function_contracts import asks_for
+from jaxrl.losses import LOSSES
 from jaxrl.losses.off_policy import correction_enabled
 from jaxrl.losses.reduction import REDUCTIONS
+from jaxrl.objective import loss_ndim
 from jaxrl.registry import PolicyLossRegistry
 
 Anchor = Literal["old", "rollout"]
@@ -29,6 +32,22 @@ def ratio_anchor(algorithm: AlgorithmConfig) -> Anchor | None:
 def allowed_reductions(policy_loss_type: str) -> tuple[str, ...]:
     """The values of loss_reduction under which a loss means something."""
     return ("sequence_mean",) if policy_loss_type == "gmpo" else REDUCTIONS
+
+
+def reduces_by_itself(config: TrainConfig) -> bool:
+    """Whether the policy loss is a user's that returns one number; loss_reduction is then inert.
+
+    Raises:
+        ValueError: it cannot be traced; see `jaxrl.objective.make_policy_loss`.
+    """
+    trainer, name = config.trainer, config.trainer.algorithm.policy_loss_type
+    try:
+        if PolicyLossRegistry.resolve(name) in LOSSES.values():
+            return False
+    except ValueError:  # unknown: validation says so
+        return False
+    rows = trainer.policy_mini_batch_size * config.generator.n_samples_per_prompt
+    return loss_ndim(trainer.algorithm, (rows, 8)) == 0
 
 
 def updates_per_step(trainer: TrainerConfig) -> int:

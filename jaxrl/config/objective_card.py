@@ -11,7 +11,7 @@ from jaxrl.config.formulas import (
     loss_lines,
     reduction_line,
 )
-from jaxrl.config.needs import kl_in_loss
+from jaxrl.config.needs import kl_in_loss, reduces_by_itself
 from jaxrl.config.train_config import TrainConfig, resolve
 from jaxrl.losses.off_policy import correction_enabled
 
@@ -29,10 +29,10 @@ def objective_card(config: TrainConfig, num_devices: int = 1) -> str:
     trainer, samples = config.trainer, config.generator.n_samples_per_prompt
     algorithm, optimizer = trainer.algorithm, trainer.policy.optimizer_config
     parts: list[tuple[str, list[str]]] = [
-        ("minimise", [_minimise(algorithm)]),
+        ("minimise", [_minimise(config)]),
         ("policy loss", loss_lines(trainer)),
         ("advantage", [advantage_line(algorithm, samples), *_normalised(algorithm)]),
-        ("reduction", [reduction_line(trainer)]),
+        ("reduction", [reduction_line(config)]),
         ("correction", correction_lines(algorithm.off_policy_correction)),
         ("KL", [kl_line(config), *controller_lines(config)]),
         ("entropy", ["H = sum_bt m_bt H_bt / sum m" if algorithm.use_entropy_loss else "off"]),
@@ -42,7 +42,8 @@ def objective_card(config: TrainConfig, num_devices: int = 1) -> str:
             "optimizer",
             [
                 f"AdamW, lr {optimizer.lr:g} {optimizer.scheduler}, {optimizer.num_warmup_steps} "
-                f"warm-up updates, gradient norm <= {optimizer.max_grad_norm:g}"
+                f"warm-up updates, weight decay {optimizer.weight_decay:g}, gradient norm <= "
+                f"{optimizer.max_grad_norm:g}"
             ],
         ),
         ("batch", _batch(config, num_devices)),
@@ -55,18 +56,20 @@ def objective_card(config: TrainConfig, num_devices: int = 1) -> str:
     return "\n".join(["objective"] + [f"  {label:<12} {text}" for label, text in rows])
 
 
-def _minimise(algorithm: AlgorithmConfig) -> str:
+def _minimise(config: TrainConfig) -> str:
+    algorithm = config.trainer.algorithm
     weight = "c_bt w_bt" if correction_enabled(algorithm.off_policy_correction) else "w_bt"
     kl = f" + {algorithm.kl_loss_coef:g} KL" if kl_in_loss(algorithm) else ""
     entropy = f" - {algorithm.entropy_loss_coef:g} H" if algorithm.use_entropy_loss else ""
     shapes = "(minibatch of B rows b, tokens t, loss mask m)"
-    return f"sum_bt {weight} l_bt{kl}{entropy}      {shapes}"
+    loss = "l" if reduces_by_itself(config) else f"sum_bt {weight} l_bt"
+    return f"{loss}{kl}{entropy}      {shapes}"
 
 
 def _normalised(algorithm: AlgorithmConfig) -> list[str]:
     if not algorithm.advantage_batch_normalize:
         return []
-    return ["then (A - mean A) / std A over the response tokens of the batch"]
+    return ["then (A - mean A) / std A over the sampled tokens of the batch"]
 
 
 def _filters(config: TrainConfig) -> list[str]:

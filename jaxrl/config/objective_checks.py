@@ -4,9 +4,14 @@ import inspect
 import warnings
 from typing import Any
 
-from jaxrl.config.algorithm import AlgorithmConfig
-from jaxrl.config.errors import check_choice, fail
-from jaxrl.config.needs import allowed_reductions, kl_in_reward, ratio_anchor
+from jaxrl.config.algorithm import AlgorithmConfig, OffPolicyCorrectionConfig
+from jaxrl.config.errors import fail
+from jaxrl.config.needs import (
+    allowed_reductions,
+    kl_in_reward,
+    ratio_anchor,
+    reduces_by_itself,
+)
 from jaxrl.config.train_config import TrainConfig
 from jaxrl.losses.off_policy import correction_enabled
 from jaxrl.objective import make_policy_loss
@@ -21,6 +26,8 @@ UNCORRECTED = {
     "cross_entropy": "it has no ratio",
 }
 
+_BOUNDED_RATIO = ("regular", "dual_clip", "gspo", "rollout_is", "clip_cov")
+
 
 def check_objective(config: TrainConfig) -> None:
     """Refuse an objective that is incoherent.
@@ -29,12 +36,14 @@ def check_objective(config: TrainConfig) -> None:
         ValueError: names the field, the value and the fix.
     """
     algorithm = config.trainer.algorithm
+    _check_discounts(algorithm)
     _check_loss(algorithm)
     _check_reduction(algorithm)
     _check_kl(algorithm)
     _check_correction(algorithm)
     _check_filters(config)
     _check_functions(algorithm)
+    _check_one_number(config)
     sampling = config.generator.sampling_params.temperature
     if algorithm.temperature != sampling:
         fail(
@@ -45,6 +54,15 @@ def check_objective(config: TrainConfig) -> None:
         )
 
 
+def _check_discounts(algorithm: AlgorithmConfig) -> None:
+    given = algorithm.advantage_kwargs
+    discounts = {"gamma": algorithm.gamma, "lambd": algorithm.lambd}
+    discounts |= {f"advantage_kwargs.{k}": given[k] for k in discounts if k in given}
+    for field, value in discounts.items():
+        if not 0 <= value <= 1:
+            fail(f"{_ALGORITHM}.{field}", value, "must be in [0, 1]; 1.0 is no discount")
+
+
 def _check_loss(algorithm: AlgorithmConfig) -> None:
     """The hyperparameters of the chosen loss; those of others may have any value."""
     name = algorithm.policy_loss_type
@@ -52,14 +70,13 @@ def _check_loss(algorithm: AlgorithmConfig) -> None:
         fail(f"{_ALGORITHM}.clip_ratio_c", algorithm.clip_ratio_c, "must be > 1, e.g. 3.0")
     if name == "sapo":
         _require(algorithm, "sapo.tau_pos sapo.tau_neg", lambda x: x > 0, "must be > 0, e.g. 1.0")
+    if name == "rollout_is" and algorithm.eps_clip_low == algorithm.eps_clip_high == 0:
+        fix = "and eps_clip_high=0: no ratio lies strictly inside the band; set e.g. 0.5 and 1.0"
+        fail(f"{_ALGORITHM}.eps_clip_low", algorithm.eps_clip_low, fix)
     if name == "cispo":
-        anchor = algorithm.cispo.cispo_anchor
-        check_choice(f"{_ALGORITHM}.cispo.cispo_anchor", anchor, ("old", "rollout"))
         fields = "cispo.cispo_eps_clip_low cispo.cispo_eps_clip_high"
         _require(algorithm, fields, lambda x: x >= 0, "must be 0 or more, e.g. 1.0 and 4.0")
     if name == "dppo":
-        kinds = ("binary_tv", "binary_kl")
-        check_choice(f"{_ALGORITHM}.dppo.dppo_type", algorithm.dppo.dppo_type, kinds)
         fields = "dppo.delta_low dppo.delta_high"
         _require(algorithm, fields, lambda x: x >= 0, "must be 0 or more, e.g. 0.2")
     if name == "clip_cov":
@@ -70,6 +87,8 @@ def _check_loss(algorithm: AlgorithmConfig) -> None:
             fail(f"{_ALGORITHM}.clip_cov.clip_cov_lb", algorithm.clip_cov.clip_cov_lb, fix)
     if name == "kl_cov":
         _require(algorithm, "kl_cov.kl_cov_frac", lambda x: 0 < x <= 1, "must be in (0, 1]")
+        fix = "must be 0 or more: a negative one rewards the distance"
+        _require(algorithm, "kl_cov.ppo_kl_coef", lambda x: x >= 0, fix)
 
 
 def _check_reduction(algorithm: AlgorithmConfig) -> None:
@@ -124,19 +143,22 @@ def _check_correction(algorithm: AlgorithmConfig) -> None:
         field = f"{_CORRECTION}.token_mask_is_threshold_{side}"
         value, fix = (low if high is None else high), "the token mask has two bounds; set also"
         fail(field, value, f"{fix} token_mask_is_threshold_{other}, or neither")
-    bounds = {
-        "token_mask_is_threshold": (low, high),
-        "outlier_token_is_threshold": (
-            correction.outlier_token_is_threshold_low,
-            correction.outlier_token_is_threshold_high,
-        ),
-        "geo_mask": (correction.geo_mask_low, correction.geo_mask_high),
-        "product_mask": (correction.product_mask_low, correction.product_mask_high),
-    }
-    for prefix, (low, high) in bounds.items():
+    _check_bands(correction)
+
+
+def _check_bands(correction: OffPolicyCorrectionConfig) -> None:
+    """A band of weights is not empty and holds 1, the weight where trainer and sampler agree."""
+    masks = "token_mask_is_threshold outlier_token_is_threshold geo_mask product_mask"
+    for mask in masks.split():
+        low, high = (getattr(correction, f"{mask}_{side}") for side in ("low", "high"))
         if low is not None and high is not None and low >= high:
-            fix = f"must be below {prefix}_high={high}: nothing would be left"
-            fail(f"{_CORRECTION}.{prefix}_low", low, fix)
+            fix = f"must be below {mask}_high={high}: nothing would be left"
+            fail(f"{_CORRECTION}.{mask}_low", low, fix)
+        fix = "would drop what trainer and sampler agree on, whose ratio is 1; must be "
+        if low is not None and low > 1:
+            fail(f"{_CORRECTION}.{mask}_low", low, f"{fix}1 or less")
+        if high is not None and high < 1:
+            fail(f"{_CORRECTION}.{mask}_high", high, f"{fix}1 or more")
 
 
 def _check_use_tis(algorithm: AlgorithmConfig) -> None:
@@ -166,9 +188,15 @@ def _check_filters(config: TrainConfig) -> None:
     field, fix = "dynamic_sampling.min_replace_ratio", "must be in [0, 1], e.g. 0.3"
     _require(algorithm, field, lambda x: 0 <= x <= 1, fix)
     _require(algorithm, "zero_variance_filter_tol", lambda x: x >= 0, "must be 0 or more")
-    buffer = algorithm.overlong_buffer
+    buffer, turns = algorithm.overlong_buffer, config.generator.max_turns
     if buffer is None:
         return
+    if turns > 1:
+        fix = (
+            f"with generator.max_turns={turns}: the length that is punished is that of the whole "
+            "response, max_generate_length bounds one turn of it; set it to None"
+        )
+        fail(f"{_ALGORITHM}.overlong_buffer", buffer, fix)
     if not 0 < buffer.len <= length.max_generate_length:
         longest = length.max_generate_length
         fix = f"must be in (0, generator.sampling_params.max_generate_length={longest}]"
@@ -191,6 +219,17 @@ def _check_functions(algorithm: AlgorithmConfig) -> None:
             value,
             "needs the values of a critic, which is not available yet; set one without, e.g. "
             "'grpo' or 'reinforce++'",
+        )
+
+
+def _check_one_number(config: TrainConfig) -> None:
+    algorithm = config.trainer.algorithm
+    if reduces_by_itself(config) and correction_enabled(algorithm.off_policy_correction):
+        fail(
+            f"{_ALGORITHM}.policy_loss_type",
+            algorithm.policy_loss_type,
+            f"it returns one number: {_CORRECTION} weighs the loss of each token and would have no "
+            "effect. Return the loss of each token [B, T], or turn the correction off",
         )
 
 
@@ -244,6 +283,8 @@ def _odd_loss(algorithm: AlgorithmConfig) -> list[str]:
         odd.append(f"{shown}: gspo's ratio is of a sequence; its paper has 3e-4 and 4e-4")
     if name == "gmpo" and max(low, high) < 0.4:
         odd.append(f"{shown}: gmpo bounds the log ratio; its paper has 0.4 and 0.4")
+    if name in _BOUNDED_RATIO and low >= 1:
+        odd.append(f"eps_clip_low={low:g}: ratios are positive; 1 - {low:g} is no lower bound")
     if name == "cispo" and algorithm.cispo.cispo_eps_clip_low == 0:
         odd.append("cispo.cispo_eps_clip_low=0: no weight is below 1; 1.0 is no lower bound")
     if name == "cross_entropy":
@@ -261,6 +302,8 @@ def _odd_kl(algorithm: AlgorithmConfig) -> list[str]:
             "kl_estimator_type='k1': as a loss its gradient is that of log_probs, the same for "
             "every token whatever the reference says; set 'k2' or 'k3'"
         )
+    if algorithm.kl_ctrl.type == "adaptive" and not algorithm.use_kl_in_reward:
+        odd.append("kl_ctrl.type='adaptive' has no effect without use_kl_in_reward")
     if algorithm.use_kl_in_reward and algorithm.kl_loss_coef == 0:
         odd.append("kl_loss_coef=0: use_kl_in_reward has no effect")
     if kl_in_reward(algorithm) and algorithm.advantage_estimator == "maxrl":

@@ -12,6 +12,7 @@ from jaxrl.config.dataclass_config import BaseConfig, Config
 from jaxrl.config.environment import EnvironmentConfig
 from jaxrl.config.generator import GeneratorConfig, SamplingParams
 from jaxrl.config.trainer import TrainerConfig
+from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry
 
 
 @dataclass
@@ -91,7 +92,8 @@ def resolve(config: Config) -> Config:
     temperature; algorithm.max_seq_len = max_input_length + max_generate_length (for one turn only);
     eval_sampling_params = greedy with the same length; generator.rope_* = trainer.rope_*;
     off_policy_correction = token weights for the deprecated use_tis. What the user set stays, but
-    for a leading `~` in a path, which becomes the home folder.
+    for a leading `~` in a path, which becomes the home folder, and for another name or path of a
+    built-in loss or estimator, which becomes the built-in's name.
     """
     assert isinstance(config, TrainConfig)
     config = copy.deepcopy(config)
@@ -105,6 +107,9 @@ def resolve(config: Config) -> Config:
         generator.max_input_length = trainer.max_prompt_length
     if algorithm.temperature is None:
         algorithm.temperature = generator.sampling_params.temperature
+    algorithm.policy_loss_type = PolicyLossRegistry.builtin_name(algorithm.policy_loss_type)
+    estimator = AdvantageEstimatorRegistry.builtin_name(algorithm.advantage_estimator)
+    algorithm.advantage_estimator = estimator
     correction = algorithm.off_policy_correction
     if algorithm.use_tis and correction.tis_ratio_type is None:
         correction.tis_ratio_type = "token"

@@ -1,5 +1,6 @@
 """Checks of a config before anything is loaded: every error names the field, the value, the fix."""
 
+import math
 import warnings
 from typing import Any
 
@@ -28,6 +29,8 @@ _CHOICES = {
     "trainer.algorithm.loss_reduction": REDUCTIONS,
     "trainer.algorithm.kl_ctrl.type": ("fixed", "adaptive"),
     "trainer.algorithm.dynamic_sampling.type": (None, "filter", "replace"),
+    "trainer.algorithm.cispo.cispo_anchor": ("old", "rollout"),
+    "trainer.algorithm.dppo.dppo_type": ("binary_tv", "binary_kl"),
     "trainer.algorithm.off_policy_correction.tis_ratio_type": (None, "token", "sequence"),
     "trainer.algorithm.off_policy_correction.sequence_mask_metric": (
         None,
@@ -77,6 +80,7 @@ def validate(config: TrainConfig, num_devices: int = 1) -> None:
     """
     config = resolve(config)
     values = flatten(config)
+    _check_nan(values)
     _check_status(values)
     _check_choices(values)
     _check_ranges(values)
@@ -91,6 +95,15 @@ def validate(config: TrainConfig, num_devices: int = 1) -> None:
     assert eval_params is not None
     _check_sampling(eval_params, "generator.eval_sampling_params", greedy=True)
     _check_files(config)
+
+
+def _check_nan(values: dict[str, Any]) -> None:
+    """Comparisons with NaN are false: it would pass checks."""
+    for field, value in values.items():
+        inner = value if isinstance(value, dict) else {}
+        for name, x in {field: value, **{f"{field}.{k}": v for k, v in inner.items()}}.items():
+            if isinstance(x, float) and math.isnan(x):
+                fail(name, x, "is not a number; set one")
 
 
 def _check_status(values: dict[str, Any]) -> None:

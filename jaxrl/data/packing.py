@@ -56,12 +56,14 @@ def token_level(
 ) -> GeneratorOutput:
     """Rewards per token, a reward for the whole on the last; and what truncated responses lose.
 
+    An empty response has no token to put its reward on: that reward is lost.
+
     Args:
         zero_reward_on_non_stop: a response that did not stop by itself earns nothing.
         apply_overlong_filtering: it is masked; nothing is learnt from it.
     """
     rewards = [
-        r if isinstance(r, list) else [0.0] * (len(tokens) - 1) + [r]
+        r if isinstance(r, list) else [*[0.0] * (len(tokens) - 1), r][: len(tokens)]
         for r, tokens in zip(output["rewards"], output["response_ids"], strict=True)
     ]
     masks = output["loss_masks"]

@@ -7,7 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.advantages.dr_grpo import dr_grpo
 from jaxrl.advantages.grpo import grpo
+from jaxrl.advantages.grpo_token import grpo_token
+from jaxrl.advantages.maxrl import maxrl
+from jaxrl.advantages.rloo import rloo
 
 # Two groups, scores 1, 0, 0 and 3, 1 (interleaved); row 1 answers with one token, the others two.
 # Group 0: mean 1/3, deviations 2/3, -1/3, -1/3; variance (4/9 + 1/9 + 1/9) / 2 = 1/3,
@@ -71,9 +75,13 @@ def test_a_group_of_one_keeps_its_score():
     np.testing.assert_allclose(advantages[:, 0], [5.0, -0.7071068, 0.7071068], rtol=1e-5)
 
 
-def test_equal_rewards_give_exactly_zero():
-    advantages, _ = grpo(np.full((4, 1), 0.5, np.float32), np.ones((4, 1)), np.zeros(4, np.int32))
-    np.testing.assert_array_equal(advantages, np.zeros((4, 1)))
+@pytest.mark.parametrize("estimator", [grpo, grpo_token, dr_grpo, rloo, maxrl])
+@pytest.mark.parametrize(("rows", "reward"), [(4, 0.5), (12, 5.1), (7, 100.1)])
+def test_equal_rewards_give_exactly_zero(estimator, rows, reward):
+    # In float32 the sum of 12 x 5.1 divided by 12 is not 5.1; over a std of as little that is 0.9.
+    rewards = np.full((rows, 1), reward, np.float32)
+    advantages, _ = estimator(rewards, np.ones((rows, 1)), np.zeros(rows, np.int32))
+    np.testing.assert_array_equal(advantages, np.zeros((rows, 1)))
 
 
 def test_jit_equals_eager():

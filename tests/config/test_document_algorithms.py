@@ -2,13 +2,23 @@
 
 import warnings
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxrl.advantages import ESTIMATORS
-from jaxrl.config import AlgorithmConfig, apply_overrides, load_config_file, resolve, validate
+from jaxrl.config import (
+    AlgorithmConfig,
+    TrainConfig,
+    apply_overrides,
+    load_config_file,
+    resolve,
+    validate,
+)
 from jaxrl.config.document_algorithms import PAGE, algorithms_page, parse_docstring
 from jaxrl.config.grpo_variants import GRPO_VARIANTS
 from jaxrl.losses import LOSSES
+from jaxrl.losses.off_policy import off_policy_correction
 from tests.test_train import QUICKSTART
 
 
@@ -36,6 +46,22 @@ def test_the_settings_of_the_eight_systems_are_legal(variant):
         validate(resolve(apply_overrides(config, settings)))
 
 
+def test_the_sequence_mask_of_trl_weighs_what_it_keeps():
+    config = TrainConfig()
+    (trl,) = (variant for variant in GRPO_VARIANTS if variant.system == "TRL")
+    settings = {f"trainer.algorithm.{field}": value for field, value in trl.settings.items()}
+    config = apply_overrides(config, settings)
+    # ratios of two sequences of one token: 2 is kept and weighs 2, 4 is above the cap of 3
+    old, mask = jnp.log(jnp.array([[2.0], [4.0]])), jnp.ones((2, 1))
+    correction = config.trainer.algorithm.off_policy_correction
+    weights, kept, _ = off_policy_correction(old, jnp.zeros((2, 1)), mask, correction)
+    np.testing.assert_allclose(weights * kept, [[2.0], [0.0]], rtol=1e-6)
+
+
 def test_the_eight_systems_are_eight_objectives():
     assert len(GRPO_VARIANTS) == 8
     assert len({repr(variant.settings) for variant in GRPO_VARIANTS}) == 8
+
+
+def test_the_anchor_of_cispo_decides_which_corrections_it_takes():
+    assert "yes; with `cispo.cispo_anchor = 'rollout'` masks only" in algorithms_page()

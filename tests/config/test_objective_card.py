@@ -18,7 +18,8 @@ objective
   entropy      off
   temperature  1, of sampling and of every log-softmax
   filters      none
-  optimizer    AdamW, lr 1e-06 constant_with_warmup, 0 warm-up updates, gradient norm <= 1
+  optimizer    AdamW, lr 1e-06 constant_with_warmup, 0 warm-up updates, weight decay 0.01, gradient
+               norm <= 1
   batch        1024 prompts x 5 samples = 5120 rows per step
                -> 4 minibatches x 1 pass = 4 optimizer updates of 256 prompts = 1280 rows
                -> 160 microbatches of 1 row on each of 8 devices"""
@@ -141,6 +142,27 @@ def test_every_loss_and_estimator_has_its_formula():
         )
 
 
+def test_settings_of_the_estimator_are_in_its_equation():
+    card = card_of(advantage_kwargs={"epsilon": 1e-4})
+    assert "A = (R - mean_G R) / (std_G R + 0.0001), G = the 5 samples of a prompt red" in card
+    card = card_of(advantage_kwargs={"grpo_norm_by_std": False})
+    assert "grpo: A = R - mean_G R, G = the 5 samples of a prompt red" in card
+    token = {"advantage_estimator": "grpo_token", "gamma": 0.9}
+    assert "R = r_t + 0.5 R_t+1" in card_of(**token, advantage_kwargs={"gamma": 0.5})
+    gae = {"advantage_estimator": "gae", "gamma": 0.5}
+    assert "G_t = d_t + 0.25 G_t+1" in card_of(**gae, advantage_kwargs={"lambd": 0.5})
+
+
+def mean_loss(log_probs, old_log_probs, advantages, config):
+    return -(log_probs * advantages).mean(), 0.0
+
+
+def test_a_loss_of_one_number_reduces_by_itself():
+    card = card_of(policy_loss_type=f"{__name__}:mean_loss")
+    assert "minimise l + 0.001 KL (" in card
+    assert "reduction the loss reduces by itself; token_mean has no effect" in card
+
+
 def test_the_policy_that_the_ratio_is_relative_to():
     assert "old_log_probs: the policy's at the start of the step, recomputed" in card_of()
     rollout = "r = exp(log_probs - rollout_log_probs) rollout_log_probs: the sampler's"
@@ -205,7 +227,7 @@ def test_filters_and_shaped_rewards_are_named():
         "they replace the others, at most 30",
         "reward less 0.5 (length - 924) / 100 beyond 924 of 1024 tokens",
         "loss mask 0 for prompts whose rewards differ by at most 1e-06",
-        "then (A - mean A) / std A over the response tokens of the batch",
+        "then (A - mean A) / std A over the sampled tokens of the batch",
     ):
         assert line in card
     assert "those that differ are collected, at most 30" in card_of(dynamic_sampling__type="filter")

@@ -4,8 +4,11 @@ import warnings
 import pytest
 
 from jaxrl.config import TrainConfig, resolve, validate
+from jaxrl.config.objective_checks import check_objective
+from jaxrl.losses.gmpo import gmpo  # noqa: F401, for a path
 
 CORRECTION = "off_policy_correction"
+HIGH = "outlier_token_is_threshold_high"
 INCOHERENT = [
     (
         {"use_kl_in_reward": True},
@@ -19,6 +22,12 @@ INCOHERENT = [
     ({"kl_ctrl.type": "adaptiv"}, r"kl_ctrl.type='adaptiv': must be .*mean 'adaptive'"),
     ({"policy_loss_type": "dual_clip", "clip_ratio_c": 1}, r"clip_ratio_c=1.0: must be > 1"),
     ({"policy_loss_type": "sapo", "sapo.tau_neg": 0}, r"sapo.tau_neg=0.0: must be > 0"),
+    ({"dppo.dppo_type": "tv"}, r"dppo.dppo_type='tv': must be 'binary_tv' or 'binary_kl'"),
+    ({"cispo.cispo_anchor": "new"}, r"cispo.cispo_anchor='new': must be 'old' or 'rollout'"),
+    (
+        {"policy_loss_type": f"{__name__}:one_number", f"{CORRECTION}.tis_ratio_type": "token"},
+        r"policy_loss_type='.*:one_number': it returns one number: .* would have no effect",
+    ),
     (
         {"policy_loss_type": "cispo", "cispo.cispo_anchor": "new"},
         r"cispo.cispo_anchor='new': must be 'old' or 'rollout'",
@@ -71,6 +80,16 @@ INCOHERENT = [
             ("dppo", {}),
         )
     ),
+    # a built-in by its path, or by the path of a module that imports it
+    (
+        {
+            "policy_loss_type": "jaxrl.losses.rollout_is:rollout_is",
+            f"{CORRECTION}.tis_ratio_type": "token",
+        },
+        r"policy_loss_type='rollout_is' takes its ratio against the rollout policy already",
+    ),
+    ({"policy_loss_type": f"{__name__}:gmpo"}, r"policy_loss_type='gmpo' is defined with 'seq"),
+    ({"advantage_estimator": "jaxrl.advantages:gae"}, r"'gae': needs the values of a critic"),
     ({f"{CORRECTION}.tis_ratio_type": "tokens"}, r"tis_ratio_type='tokens': .* mean 'token'"),
     ({f"{CORRECTION}.sequence_mask_metric": "geo"}, r"metric='geo': must be None or 'geometric'"),
     (
@@ -90,6 +109,38 @@ INCOHERENT = [
         {f"{CORRECTION}.geo_mask_low": 2},
         r"geo_mask_low=2.0: must be below geo_mask_high=1.01: nothing would be left",
     ),
+    *(
+        (
+            {f"{CORRECTION}.{bound}": value},
+            rf"{bound}={value}: would drop what trainer and sampler agree on, .*; must be 1 or",
+        )
+        for bound, value in (
+            ("outlier_token_is_threshold_high", -1.0),
+            ("outlier_token_is_threshold_low", 1.5),
+            ("product_mask_high", 0.9),
+            ("geo_mask_low", 1.005),
+        )
+    ),
+    (
+        {f"{CORRECTION}.outlier_token_is_threshold_low": 2, f"{CORRECTION}.{HIGH}": 1.5},
+        r"outlier_token_is_threshold_low=2.0: must be below",
+    ),
+    (
+        {"policy_loss_type": "rollout_is", "eps_clip_low": 0, "eps_clip_high": 0},
+        r"eps_clip_low=0.0: and eps_clip_high=0: no ratio lies strictly inside the band",
+    ),
+    (
+        {"policy_loss_type": "kl_cov", "kl_cov.ppo_kl_coef": -1},
+        r"kl_cov.ppo_kl_coef=-1.0: must be 0 or more",
+    ),
+    ({"gamma": 1.5}, r"gamma=1.5: must be in \[0, 1\]"),
+    ({"lambd": -0.5}, r"lambd=-0.5: must be in \[0, 1\]"),
+    (
+        {"advantage_estimator": "grpo_token", "advantage_kwargs": {"gamma": 2.0}},
+        r"advantage_kwargs.gamma=2.0: must be in \[0, 1\]",
+    ),
+    ({"clip_ratio_c": float("nan")}, "clip_ratio_c=nan: is not a number"),
+    ({"advantage_kwargs": {"epsilon": float("nan")}}, "advantage_kwargs.epsilon=nan: is not a nu"),
     ({"use_tis": True}, r"tis_imp_ratio_cap=-1.0: must be > 0: .* turns the loss around"),
     (
         {"use_tis": True, "tis_imp_ratio_cap": 2, f"{CORRECTION}.tis_ratio_type": "sequence"},
@@ -106,9 +157,28 @@ INCOHERENT = [
     ),
     ({"advantage_estimator": "gae"}, r"'gae': needs the values of a critic, .* 'grpo' or 'reinf"),
     ({"advantage_kwargs": {"b": 1}, "advantage_estimator": f"{__name__}:strict"}, r"kwargs.b=1"),
+    *(
+        (
+            {"advantage_estimator": name, "advantage_kwargs": {setting: 0.5}},
+            rf"advantage_kwargs.{setting}=0.5: .* takes no such parameter, only \[.*\]",
+        )
+        for name, setting in (("grpo", "gamma"), ("rloo", "epsilon"), ("dr_grpo", "epsilom"))
+    ),
+    (
+        {"advantage_estimator": "rloo", "advantage_kwargs": {"response_mask": 3.0}},
+        r"advantage_kwargs.response_mask=3.0: the trainer supplies 'response_mask'; remove it",
+    ),
+    (
+        {"advantage_estimator": "reinforce++", "advantage_kwargs": {"loss_mask": 3.0}},
+        r"advantage_kwargs.loss_mask=3.0: the trainer supplies",
+    ),
+    (
+        {"policy_loss_type": f"{__name__}:takes_all", "policy_loss_kwargs": {"loss_mask": 0.3}},
+        r"policy_loss_kwargs.loss_mask=0.3: the trainer supplies",
+    ),
     (
         {"policy_loss_type": f"{__name__}:wants_more"},
-        r"policy loss '.*:wants_more': missing a required argument: 'temperature'",
+        r"policy loss '.*:wants_more': nobody supplies its parameter 'temperature'",
     ),
     ({"advantage_estimator": f"{__name__}:critical"}, r":critical': needs the values of a critic"),
 ]
@@ -141,11 +211,19 @@ ODD = [
         {"advantage_batch_normalize": True, "advantage_estimator": "reinforce++"},
         r"advantage_batch_normalize=True: 'reinforce\+\+' normalises over the batch itself",
     ),
+    ({"eps_clip_low": 1}, "eps_clip_low=1: ratios are positive; 1 - 1 is no lower bound"),
+    (
+        {"kl_ctrl.type": "adaptive"},
+        "kl_ctrl.type='adaptive' has no effect without use_kl_in_reward",
+    ),
     ({"loss_reduction": "token_mean_legacy"}, "depends on trainer.micro_train_batch_size_per_gpu"),
     ({f"{CORRECTION}.renormalize": True}, "renormalize=True: there is no correction"),
     ({"use_tis": True, "tis_imp_ratio_cap": 2}, "use_tis=True is deprecated; set trainer"),
 ]
 COHERENT = [
+    {"advantage_kwargs": {"epsilon": 1e-4, "grpo_norm_by_std": False}},
+    {"advantage_estimator": "grpo_token", "advantage_kwargs": {"gamma": 0.5}},
+    {"policy_loss_type": f"{__name__}:takes_all", "policy_loss_kwargs": {"beta": 0.3}},
     {
         "policy_loss_type": "gspo",
         "loss_reduction": "sequence_mean",
@@ -159,6 +237,12 @@ COHERENT = [
         "eps_clip_high": 0.4,
     },
     {"policy_loss_type": "cispo", "cispo.cispo_anchor": "rollout"},
+    {
+        "policy_loss_type": "gmpo",
+        "loss_reduction": "sequence_mean",
+        "eps_clip_low": 1.0,
+        "eps_clip_high": 1.0,
+    },
     # masks count nothing twice
     {"policy_loss_type": "rollout_is", f"{CORRECTION}.sequence_mask_metric": "product"},
     {"use_kl_loss": False, "use_kl_in_reward": True, "kl_ctrl.type": "adaptive"},
@@ -177,6 +261,14 @@ def strict(token_level_rewards, response_mask, index):
 
 def wants_more(log_probs, old_log_probs, advantages, config, temperature):
     return -log_probs, {}
+
+
+def takes_all(log_probs, old_log_probs, advantages, config, **kwargs):
+    return -log_probs, {}
+
+
+def one_number(log_probs, old_log_probs, advantages, config):
+    return -(log_probs * advantages).mean(), 0.0
 
 
 def critical(token_level_rewards, response_mask, index, values):
@@ -217,3 +309,11 @@ def test_the_deprecated_token_weights_become_the_correction():
         correction = config.trainer.algorithm.off_policy_correction
         assert correction.tis_ratio_type == "token"
         assert correction.token_tis_ratio_clip_high == 3.0
+
+
+def test_the_overlong_punishment_is_of_one_turn():
+    overrides = {"trainer.algorithm.overlong_buffer": {"len": 256}, "generator.max_turns": 2}
+    config = resolve(TrainConfig.from_cli_overrides(overrides))
+    message = r"overlong_buffer=.*: with generator.max_turns=2: .* one turn of it; set it to None"
+    with pytest.raises(ValueError, match=message):
+        check_objective(config)

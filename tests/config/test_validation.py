@@ -37,6 +37,11 @@ def test_defaults_are_valid_and_silent():
     assert config == before
 
 
+def test_nan_is_refused_wherever_it_stands():
+    with pytest.raises(ValueError, match="optimizer_config.lr=nan: is not a number"):
+        check({"trainer.policy.optimizer_config.lr": float("nan")})
+
+
 PLANNED = [
     ("trainer.policy.model.lora.rank", 8, 0),
     ("trainer.ref.model.lora.rank", 8, 0),

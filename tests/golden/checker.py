@@ -43,7 +43,9 @@ class Difference:
 
     Attributes:
         file, ids: name of the file and of cases; `*`, `?` and `[...]` match as in file names.
-        outputs: names of outputs, with the bits: "loss64", "metric32:clip_ratio", "raises".
+        outputs: names of outputs, with the bits: "loss64", "metric32:clip_ratio";
+            "raises:ValueError"
+            where ours raises that type, "no error" where only SkyRL raises.
         reason: what SkyRL does and why it is not done here.
         ours: what is done here.
         test: the test that shows ours, "tests/file.py::test_name".
@@ -81,23 +83,31 @@ def load_differences(path: Path = DIFFERENCES) -> list[Difference]:
 
 def mismatches(file: str, case: Case) -> dict[str, str]:
     """Outputs of a case that differ from SkyRL's, each with what was found."""
-    found = {}
+    found, compared = {}, 0
+    theirs = case.get("raises")  # "ValueError: its message"
     for bits in (64,) if file in ONCE else (32, 64):
-        with jax.enable_x64(bits == 64):
-            try:
-                outputs = CHECKS[file](case, bits)
-            except Exception as error:
-                if case.get("raises") is None:
-                    found["raises"] = f"{type(error).__name__}: {error}"
-                continue
-        for name, (ours, expected, tolerance) in outputs.items():
-            problem = difference(ours, expected, tolerance)
+        outputs, error = outputs_or_error(file, case, bits)
+        compared += len(outputs)
+        ours = error and type(error).__name__
+        if ours != (theirs and theirs.partition(":")[0]):
+            found[f"raises:{ours}" if ours else "no error"] = f"{ours}: {error}, SkyRL {theirs}"
+        for name, values in outputs.items():
+            problem = difference(*values)
             if problem:
                 head, colon, tail = name.partition(":")
-                found[
-                    name if file in ONCE or name == "raises" else f"{head}{bits}{colon}{tail}"
-                ] = problem
+                found[name if file in ONCE else f"{head}{bits}{colon}{tail}"] = problem
+    if not compared and not theirs and not found:
+        found["nothing"] = "no output was compared"
     return found
+
+
+def outputs_or_error(file: str, case: Case, bits: int) -> tuple[Outputs, Exception | None]:
+    """What the file's check makes of the case; whatever it raises, a mistake in it too, counts."""
+    with jax.enable_x64(bits == 64):
+        try:
+            return CHECKS[file](case, bits), None
+        except Exception as error:
+            return {}, error
 
 
 def difference(ours: Any, expected: Any, tolerance: Tolerance) -> str | None:

@@ -16,13 +16,20 @@ import numpy as np
 
 from jaxrl.advantages.normalize import normalize_advantages
 from jaxrl.array_ops import masked_mean, masked_sum
-from jaxrl.config import TrainConfig, resolve
+from jaxrl.config import AlgorithmConfig, TrainConfig, resolve
+from jaxrl.data.packing import empty_batch
 from jaxrl.losses import LOSSES
 from jaxrl.losses.kl import adaptive_kl_coef, approximate_kl, penalized_rewards
 from jaxrl.losses.off_policy import correction_enabled, off_policy_correction
 from jaxrl.losses.reduction import reduction_weights
 from jaxrl.losses.value import value_loss
-from jaxrl.objective import reduce_metric
+from jaxrl.objective import (
+    make_objective,
+    make_policy_loss,
+    minibatch_weights,
+    reduce_metric,
+)
+from jaxrl.types import TrainBatch
 from tests.golden import Case
 from tests.golden.arrays import (
     BITS,
@@ -147,14 +154,24 @@ def seed_policy_reduced(case: Case, bits: int) -> Outputs:
             reduction_weights(mask, config.loss_reduction, max_seq_len=config.max_seq_len)
         )
 
+    kind = (case["config"]["policy_loss_type"], case["config"]["loss_reduction"])
+    if kind in (("importance_sampling", "token_mean"), ("cross_entropy", "token_mean")):
+        case = divided_by_tokens(case)
     return policy(case, bits, weigh=weigh)
+
+
+def divided_by_tokens(case: Case) -> Case:
+    """The token mean of a loss that SkyRL always sums, whatever loss_reduction says."""
+    tokens = max(case.i.get("loss_mask", np.ones_like(case.i["log_probs"])).sum(), 1)
+    out = {k: v / tokens if k.startswith(("loss", "grad")) else v for k, v in case.o.items()}
+    return Case(case, arrays={"in": case.i, "out": out})
 
 
 def gmpo(case: Case, bits: int) -> Outputs:
     if bits == 32:
         return {}
     x, config = floats(case, bits), namespace(case["config"], ALGORITHM)
-    weights = minibatch_weights(case, x, config.loss_reduction)
+    weights = padded_weights(case, x, config.loss_reduction)
 
     def objective(log_probs: Any) -> tuple[Any, Any]:
         loss, metrics = LOSSES["gmpo"](
@@ -172,7 +189,7 @@ def gmpo(case: Case, bits: int) -> Outputs:
     }
 
 
-def minibatch_weights(case: Case, x: Any, kind: str) -> Any:
+def padded_weights(case: Case, x: Any, kind: str) -> Any:
     """Weights of the minibatch without padding rows, then padded as the inputs are."""
     mask = case.i.get("loss_mask", np.ones_like(next(iter(case.i.values()))))
     weights = np.asarray(reduction_weights(mask.astype(next(iter(vars(x).values())).dtype), kind))
@@ -182,7 +199,7 @@ def minibatch_weights(case: Case, x: Any, kind: str) -> Any:
 def value(case: Case, bits: int) -> Outputs:
     x = floats(case, bits)
     mask = getattr(x, "loss_mask", jnp.ones_like(x.values))
-    weights = minibatch_weights(case, x, "sequence_mean")
+    weights = padded_weights(case, x, "sequence_mean")
 
     def objective(values: Any) -> tuple[Any, Any]:
         loss, metrics = value_loss(values, x.old_values, x.returns, case["value_clip"], mask)
@@ -199,35 +216,11 @@ def worker_total_loss(case: Case, bits: int) -> Outputs:
     """Policy, KL and entropy term of a whole minibatch, whatever its cut."""
     if bits == 64:
         return {}
-    x, config = floats(case, bits), namespace(case["config"], ALGORITHM)
-    kinds = (config.loss_reduction, "sequence_mean", "token_mean")
-    policy_weights, kl_weights, mean = (minibatch_weights(case, x, kind) for kind in kinds)
-
-    def objective(log_probs: Any, entropies: Any) -> tuple[Any, Any]:
-        loss, own = LOSSES[config.policy_loss_type](
-            log_probs,
-            x.old_log_probs,
-            x.advantages_raw,
-            config,
-            x.loss_mask,
-            x.rollout_logprobs,
-        )
-        kl = approximate_kl(log_probs, x.base_log_probs, x.loss_mask, config.kl_estimator_type)
-        metrics = {
-            "policy_loss": masked_sum(loss, policy_weights),
-            "policy_kl": masked_sum(kl, kl_weights),
-            "policy_entropy": masked_sum(entropies, mean),
-        }
-        total = metrics["policy_loss"]
-        if config.use_kl_loss:
-            total += config.kl_loss_coef * metrics["policy_kl"]
-        if config.use_entropy_loss:
-            total -= config.entropy_loss_coef * metrics["policy_entropy"]
-        own = {f"loss_metrics/{k}": reduce_metric(k, v, x.loss_mask, mean) for k, v in own.items()}
-        return total, metrics | own | {"final_loss": total}
-
-    (_, metrics), grads = jax.value_and_grad(objective, (0, 1), has_aux=True)(
-        x.log_probs, x.entropy
+    algorithm, batch = AlgorithmConfig(**case["config"]), worker_minibatch(case)
+    weights, _ = minibatch_weights(batch, algorithm, block_rows=1)
+    policy_loss = make_policy_loss(algorithm)
+    grads, metrics = jax.grad(make_objective(algorithm, policy_loss), (0, 1), has_aux=True)(
+        case.i["log_probs"], case.i["entropy"], batch, weights, jax.random.key(0)
     )
     ours = {"grad_log_probs": grads[0], "grad_entropy": grads[1]}
     compared = metrics_within(case, bits, metrics, BITS[32])
@@ -235,6 +228,16 @@ def worker_total_loss(case: Case, bits: int) -> Outputs:
     return within(case, bits, ours) | {
         k: v for k, v in compared.items() if not k.removeprefix("metric:").startswith(skipped)
     }
+
+
+def worker_minibatch(case: Case) -> TrainBatch:
+    return empty_batch(*case.i["loss_mask"].shape).replace(
+        loss_mask=case.i["loss_mask"],
+        rollout_log_probs=case.i["rollout_logprobs"],
+        old_log_probs=case.i["old_log_probs"],
+        ref_log_probs=case.i["base_log_probs"],
+        advantages=case.i["advantages_raw"],
+    )
 
 
 def off_policy(case: Case, bits: int) -> Outputs:
@@ -254,7 +257,7 @@ def off_policy(case: Case, bits: int) -> Outputs:
 def kl_estimators(case: Case, bits: int) -> Outputs:
     x, kind = floats(case, bits), case["kl_estimator_type"]
     mask = getattr(x, "loss_mask", None)
-    weights = minibatch_weights(case, x, "sequence_mean")
+    weights = padded_weights(case, x, "sequence_mean")
 
     def mean(log_probs: Any) -> Any:
         return masked_sum(estimate(log_probs), weights)
@@ -295,7 +298,7 @@ def kl_controller(case: Case, bits: int) -> Outputs:
     kl = approximate_kl(x.log_probs, x.base_log_probs, x.loss_mask, case["kl_estimator_type"])
     coefficient = case["kl_loss_coef"]
     rewards = penalized_rewards(x.rewards, kl, x.loss_mask, coefficient)
-    average = masked_sum(kl, minibatch_weights(case, x, "sequence_mean"))
+    average = masked_sum(kl, padded_weights(case, x, "sequence_mean"))
     rows = len(case.i["rewards"])
     metrics = {
         "loss/avg_kl": average,
