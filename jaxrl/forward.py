@@ -15,6 +15,7 @@ import numpy as np
 from jaxrl.array_ops import Array, entropy, token_log_probs
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.transformer import Params, TransformerConfig, forward, unembed
+from jaxrl.types import ModelRows
 
 CHUNK_TOKENS = 1024  # per chunk of the head, over all rows; at least one column
 
@@ -22,21 +23,17 @@ CHUNK_TOKENS = 1024  # per chunk of the head, over all rows; at least one column
 def log_probs_and_entropy(
     config: TransformerConfig | AdaptedModel,
     params: Params,
-    tokens: Array,
-    lengths: Array,
-    mask: Array,
+    rows: ModelRows,
     *,
     temperature: float,
     dtype: jnp.dtype,
     remat: bool = False,
     with_entropy: bool = True,
 ) -> tuple[Array, Array]:
-    """Log-prob of the masked tokens given those before, and the entropy they were drawn from.
+    """Log-prob of the wanted tokens given those before, and the entropy they were drawn from.
 
     Args:
-        tokens: [B, T] int, right padded.
-        lengths: [B] int, tokens that are not padding.
-        mask: [B, T], not 0 where the log-prob is wanted.
+        rows: [R, L], one or several trajectories in each.
         temperature: divides the logits, as the sampler's does.
         dtype: compute dtype of the model.
         remat: recompute layers in the backward pass.
@@ -44,12 +41,11 @@ def log_probs_and_entropy(
 
     Returns:
         log_probs [B, T], entropy [B, T], float32: `log_probs[b, t] = log p(tokens[b, t] |
-        tokens[b, :t])` where `mask` is not 0, else 0. Nothing predicts the first token: column 0
-        is 0.
+        tokens[b, :t])` where it is wanted, else 0. One trajectory in each row b, whatever the rows
+        of the model held; T = L where `rows.source` is None.
     """
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
-    hidden = forward(config, params, tokens, positions, segment_ids, dtype=dtype, remat=remat)
+    given = rows.tokens, rows.positions, rows.segment_ids
+    hidden = forward(config, params, *given, dtype=dtype, remat=remat)
     head = {name: params[name] for name in ("embed", "unembed", "final_norm") if name in params}
 
     def score(head: Params, hidden: Array, targets: Array) -> tuple[Array, Array]:
@@ -59,9 +55,18 @@ def log_probs_and_entropy(
 
     with jax.named_scope("log_probs"):
         scores: tuple[Array, Array] = score_columns(
-            score, head, hidden[:, :-1], tokens[:, 1:], mask[:, 1:] != 0
+            score, head, hidden[:, :-1], rows.tokens[:, 1:], rows.wanted[:, 1:]
         )
-        return jnp.pad(scores[0], ((0, 0), (1, 0))), jnp.pad(scores[1], ((0, 0), (1, 0)))
+        first = ((0, 0), (1, 0))  # nothing predicts the first token
+        return _by_trajectory(rows, jnp.pad(scores[0], first), jnp.pad(scores[1], first))
+
+
+def _by_trajectory(rows: ModelRows, *scores: Array) -> tuple[Array, Array]:
+    """[R, L] -> [B, T]; each place is read at most once, so the backward pass adds nothing up."""
+    if rows.source is not None:
+        read = {"mode": "fill", "fill_value": 0, "unique_indices": True}
+        scores = tuple(x.reshape(-1).at[rows.source].get(**read) for x in scores)
+    return scores[0], scores[1]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -104,6 +104,24 @@ class TrainBatch(struct.PyTreeNode):
     returns: Array | None = None
 
 
+class ModelRows(struct.PyTreeNode):
+    """Trajectories as the model's input: rows [R, L], several trajectories in one where packed.
+
+    Segment 0 is padding. `source` says where in the rows, read row after row, each token of a batch
+    [B, T] stands; another number >= R L for each that stands nowhere. None: the rows are the batch,
+    one trajectory in each.
+
+    Example, L = 6, a trajectory of 4 tokens and one of 2 in one row: segment_ids [[1, 1, 1, 1, 2,
+    2]], positions [[0, 1, 2, 3, 0, 1]], source [[0, 1, 2, 3], [4, 5, 6, 7]].
+    """
+
+    tokens: Array  # [R, L] int32
+    positions: Array  # [R, L] int32, from 0 in every segment
+    segment_ids: Array  # [R, L] int32
+    wanted: Array  # [R, L] bool, tokens whose log-prob is asked for; never the first of a segment
+    source: Array | None = None  # [B, T] int32
+
+
 class TrainState(struct.PyTreeNode):
     """Everything an optimizer update changes; saved whole in every checkpoint."""
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.array_ops import Array
-from jaxrl.data.packing import length_sorted, row_slices
+from jaxrl.data.packing import length_sorted, one_per_row, row_slices
 from jaxrl.objective import (
     Metrics,
     TokenWeights,
@@ -17,11 +17,9 @@ from jaxrl.objective import (
     minibatch_weights,
 )
 from jaxrl.registry import PolicyLossRegistry
-from jaxrl.types import TrainBatch, TrainState
+from jaxrl.types import ModelRows, TrainBatch, TrainState
 
-Forward = Callable[
-    ..., tuple[Array, Array]
-]  # (params, tokens, lengths, mask) -> log_probs, entropy [B, T]
+Forward = Callable[..., tuple[Array, Array]]  # (params, rows) -> log_probs, entropy [B, T]
 
 Apply = Callable[..., tuple[TrainState, Metrics]]  # (state, gradients) -> state, metrics
 
@@ -30,7 +28,7 @@ class Updater:
     """The jitted pieces of an update, compiled once per shape.
 
     Args:
-        forward: `(params, tokens, lengths, mask) -> (log_probs, entropy)`.
+        forward: `(params, ModelRows) -> (log_probs, entropy)`.
         apply: `(state, gradients) -> (state, metrics)`.
         algorithm: the AlgorithmConfig.
         shardings: the TrainState's; gradients are placed like the parameters.
@@ -55,20 +53,15 @@ class Updater:
         self.policy_loss = make_policy_loss(algorithm)
         objective = make_objective(algorithm, self.policy_loss)
 
-        def accumulate(
-            grads: Any, params: Any, batch: TrainBatch, weights: TokenWeights, key: Array
-        ) -> tuple[Any, Metrics]:
+        def accumulate(grads: Any, params: Any, rows: ModelRows, *of_loss: Any) -> Any:
             def loss_fn(params: Any) -> tuple[Array, Metrics]:
-                log_probs, entropy = forward(params, batch.tokens, batch.lengths, batch.loss_mask)
-                return objective(log_probs, entropy, batch, weights, key)
+                return objective(*forward(params, rows), *of_loss)  # batch, weights, key
 
             new, metrics = jax.grad(loss_fn, has_aux=True)(params)
             return jax.tree.map(jnp.add, grads, new), metrics
 
-        def pull_back(grads: Any, params: Any, batch: TrainBatch, cotangents: Any) -> Any:
-            outputs, vjp = jax.vjp(
-                lambda p: forward(p, batch.tokens, batch.lengths, batch.loss_mask), params
-            )
+        def pull_back(grads: Any, params: Any, rows: ModelRows, cotangents: Any) -> Any:
+            outputs, vjp = jax.vjp(lambda p: forward(p, rows), params)
             del outputs
             return jax.tree.map(jnp.add, grads, vjp(cotangents)[0])
 
@@ -125,10 +118,11 @@ class Updater:
             cotangents, metrics = self.cotangents(*outputs, minibatch, weights, key)
             parts = length_sorted((minibatch, jax.device_get(cotangents)), lengths, rows)
             for _, (batch, cotangent) in parts:
-                grads = self.pull_back(grads, params, self.place(batch), self.place(cotangent))
+                grads = self.pull_back(grads, params, *self.place((_rows_of(batch), cotangent)))
             return grads, [metrics]
         for _, (batch, weight) in length_sorted((minibatch, weights), lengths, rows):
-            grads, part = self.accumulate(grads, params, self.place(batch), self.place(weight), key)
+            of_loss = self.place((_rows_of(batch), batch, weight))
+            grads, part = self.accumulate(grads, params, *of_loss, key)
             metrics.append(part)
         return grads, metrics
 
@@ -143,11 +137,11 @@ class Updater:
         self, params: Any, batch: TrainBatch, rows: int, *, with_entropy: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
         """Log-probs and entropy [B, T] of a whole batch, `rows` rows at a time, on the host."""
-        given = (batch.tokens, batch.lengths, batch.loss_mask)
         slices, pending = [], []
-        for chosen, part in length_sorted(given, np.asarray(batch.lengths), rows):
-            slices.append((chosen, part[0].shape[1]))
-            pending.append(self.forward(params, *self.place(part), with_entropy=with_entropy))
+        for chosen, part in length_sorted(batch, np.asarray(batch.lengths), rows):
+            slices.append((chosen, part.tokens.shape[1]))
+            given = self.place(_rows_of(part))
+            pending.append(self.forward(params, given, with_entropy=with_entropy))
         log_probs = np.zeros(batch.tokens.shape, np.float32)
         entropy = np.zeros_like(log_probs)
         for (chosen, width), (part, part_entropy) in zip(
@@ -165,3 +159,7 @@ class Updater:
             name = self.algorithm.policy_loss_type
             self._whole = loss.ndim == 0 or PolicyLossRegistry.has_batch_statistics(name)
         return bool(self._whole)
+
+
+def _rows_of(batch: TrainBatch) -> ModelRows:
+    return one_per_row(batch.tokens, batch.lengths, batch.loss_mask)

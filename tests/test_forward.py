@@ -9,6 +9,7 @@ import pytest
 
 import jaxrl.forward
 from jaxrl.array_ops import entropy, token_log_probs
+from jaxrl.data.packing import one_per_row
 from jaxrl.forward import log_probs_and_entropy
 from jaxrl.models import TransformerConfig, forward, init_params, unembed
 from jaxrl.parallel import ShardingRules, batch_sharding, make_mesh
@@ -68,9 +69,7 @@ def test_values_and_gradients_are_those_of_all_logits(monkeypatch, rows, config,
     chunked = functools.partial(
         log_probs_and_entropy,
         config,
-        tokens=tokens,
-        lengths=lengths,
-        mask=mask,
+        rows=one_per_row(tokens, lengths, mask),
         temperature=TEMPERATURE,
         dtype=jnp.float32,
     )
@@ -92,23 +91,22 @@ def test_rows_on_eight_devices_give_the_same(rows):
     params = init_params(TIED, 0)
 
     @jax.jit
-    def gradient(params, tokens, lengths, mask):
+    def gradient(params, rows):
         call = functools.partial(
             log_probs_and_entropy,
             TIED,
-            tokens=tokens,
-            lengths=lengths,
-            mask=mask,
+            rows=rows,
             temperature=TEMPERATURE,
             dtype=jnp.float32,
         )
         return jax.grad(weighted(call, cotangents))(params)
 
-    alone = gradient(params, tokens, lengths, mask)
-    spread = jax.device_put((tokens, lengths, mask), batch_sharding(make_mesh(), ShardingRules()))
+    given = one_per_row(tokens, lengths, mask)
+    alone = gradient(params, given)
+    spread = jax.device_put(given, batch_sharding(make_mesh(), ShardingRules()))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()),
-        gradient(params, *spread),
+        gradient(params, spread),
         alone,
     )
 
@@ -118,9 +116,7 @@ def test_without_entropy_it_is_zero(rows):
     log_probs, entropies = log_probs_and_entropy(
         TIED,
         init_params(TIED, 0),
-        tokens,
-        lengths,
-        mask,
+        one_per_row(tokens, lengths, mask),
         temperature=TEMPERATURE,
         dtype=jnp.float32,
         with_entropy=False,

@@ -36,14 +36,15 @@ CUTS = {
 }
 
 
-def forward(params, tokens, lengths, mask, with_entropy=True):
+def forward(params, rows, with_entropy=True):
     """Each token from the mean of those before: causal, and of few operations."""
+    tokens = rows.tokens
     position = jnp.arange(1, tokens.shape[1] + 1)[:, None]
     context = jnp.cumsum(params["embed"][tokens], axis=1) / position
     scores = jax.nn.log_softmax(jnp.tanh(context @ params["hidden"])[:, :-1] @ params["head"])
     log_probs = jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1)[..., 0]
     outputs = log_probs, -(jnp.exp(scores) * scores).sum(-1)
-    return tuple(jnp.pad(x, ((0, 0), (1, 0))) * (mask != 0) for x in outputs)
+    return tuple(jnp.pad(x, ((0, 0), (1, 0))) * rows.wanted for x in outputs)
 
 
 def parameters():

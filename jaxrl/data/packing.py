@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.types import GeneratorOutput, TrainBatch
+from jaxrl.types import Array, GeneratorOutput, ModelRows, TrainBatch
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -117,6 +117,17 @@ def collate(output: GeneratorOutput, index: Sequence[int]) -> TrainBatch:
         index=np.asarray(index, np.int32),
         policy_versions=np.asarray(output["policy_versions"], np.int32),
         row_ids=np.arange(rows, dtype=np.int32),
+    )
+
+
+def one_per_row(tokens: Array, lengths: Array, mask: Array) -> ModelRows:
+    """Rows of one trajectory each: tokens [B, T], lengths [B], mask [B, T] not 0 where wanted."""
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    return ModelRows(
+        tokens=tokens,
+        positions=positions,
+        segment_ids=(positions < lengths[:, None]).astype(np.int32),
+        wanted=(mask != 0) & (positions > 0),
     )
 
 

@@ -1,5 +1,6 @@
 """Axis sizes -> `jax.sharding.Mesh`."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,25 +8,49 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-AXES = ("data", "fsdp")
+# data: rows of a batch. fsdp: rows, parameters and optimizer state. tensor: heads, MLP width and
+# vocabulary. context (positions) and expert are named, and of size 1 until they are built. The last
+# axes are neighbours on the machine: tensor communicates most, in every layer.
+AXES = ("data", "fsdp", "context", "expert", "tensor")
 
 
-def make_mesh(*, fsdp: int = -1, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh with axes data (batch only) and fsdp (batch and parameters) over all devices.
+def mesh_sizes(num_devices: int, **sizes: int) -> tuple[int, ...]:
+    """Sizes of `AXES` for that many devices.
 
     Args:
-        fsdp: devices that share one copy of the parameters; -1 = all. The data axis gets the rest.
-        devices: default `jax.devices()`.
+        sizes: by axis; at most one is -1 and takes the rest, which is `data` where it is not named
+            and no other is. Every other axis that is not named has size 1.
 
     Raises:
-        ValueError: fsdp does not divide the number of devices.
+        ValueError: they do not multiply to the number of devices.
+    """
+    said = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+    rest = 1 if -1 in sizes.values() else -1
+    wanted = dict.fromkeys(AXES, 1) | {"data": rest} | sizes
+    free = [axis for axis, size in wanted.items() if size == -1]
+    fixed = math.prod(size for size in wanted.values() if size != -1)
+    if len(free) > 1 or any(size < 1 and size != -1 for size in wanted.values()):
+        raise ValueError(
+            f"mesh {said}: every size must be at least 1, and one may be -1 (the rest)"
+        )
+    if num_devices % fixed or (not free and fixed != num_devices):
+        raise ValueError(
+            f"mesh {said} does not fit {num_devices} devices: the sizes must multiply to "
+            f"{num_devices}, or divide it where one of them is -1 (the rest)"
+        )
+    return tuple(num_devices // fixed if size == -1 else size for size in wanted.values())
+
+
+def make_mesh(*, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
+    """A mesh with all of `AXES` over all devices.
+
+    Args:
+        devices: default `jax.devices()`.
+        sizes: by axis, see `mesh_sizes`; none is fsdp=-1.
+
+    Raises:
+        ValueError: the sizes do not fit the devices.
     """
     devices = list(devices if devices is not None else jax.devices())
-    size = len(devices) if fsdp == -1 else fsdp
-    if size < 1 or len(devices) % size:
-        raise ValueError(
-            f"fsdp_size={fsdp} must be -1 or divide the {len(devices)} devices present "
-            f"({devices[0].platform})"
-        )
-    grid = np.array(devices).reshape(len(devices) // size, size)
-    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    shape = mesh_sizes(len(devices), **(sizes or {"fsdp": -1}))
+    return Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -13,34 +13,52 @@ MeshAxes = str | tuple[str, ...] | None
 
 @dataclass(frozen=True)
 class ShardingRules:
-    """Mesh axes of each logical axis; None = not sharded. The default is FSDP (ZeRO-3)."""
+    """Mesh axes of each logical axis; None = not sharded. The default is FSDP (ZeRO-3) and tensor.
+
+    A dim that its mesh axes do not divide stays whole.
+    """
 
     batch: MeshAxes = ("data", "fsdp")
     embed: MeshAxes = "fsdp"
-    vocab: MeshAxes = None
-    heads: MeshAxes = None
-    kv_heads: MeshAxes = None
+    vocab: MeshAxes = "tensor"
+    heads: MeshAxes = "tensor"
+    kv_heads: MeshAxes = "tensor"
     head_dim: MeshAxes = None
-    mlp: MeshAxes = None
+    mlp: MeshAxes = "tensor"
     layers: MeshAxes = None
     norm: MeshAxes = None
+    lora_rank: MeshAxes = None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A mesh and its rules: where the arrays of a model live."""
+
+    mesh: Mesh
+    rules: ShardingRules = field(default_factory=ShardingRules)
+
+    def spec(self, shape: Sequence[int], names: Sequence[str | None]) -> PartitionSpec:
+        """Mesh axes of each dim of an array with these logical axes."""
+        axes = [getattr(self.rules, name) if name else None for name in names]
+        fits = [
+            a if a and d % self.size(a) == 0 else None for d, a in zip(shape, axes, strict=True)
+        ]
+        return PartitionSpec(*fits)
+
+    def sharding(self, shape: Sequence[int], names: Sequence[str | None]) -> NamedSharding:
+        """The same as a sharding."""
+        return NamedSharding(self.mesh, self.spec(shape, names))
+
+    def size(self, axes: MeshAxes) -> int:
+        """Number of devices along mesh axes."""
+        names = (axes,) if isinstance(axes, str) else axes or ()
+        return math.prod(self.mesh.shape[name] for name in names)
 
 
 def param_shardings(mesh: Mesh, axes: Any, shapes: Any, rules: ShardingRules) -> Any:
-    """Tree of `NamedSharding` for a tree of logical axes and a parallel tree of arrays or shapes.
-
-    A dimension that its mesh axes do not divide stays whole.
-    """
-
-    def place(array: Any, names: Sequence[str | None]) -> NamedSharding:
-        wanted = [getattr(rules, name) if name else None for name in names]
-        parts = [
-            axis if axis and dim % _size(mesh, axis) == 0 else None
-            for dim, axis in zip(array.shape, wanted, strict=True)
-        ]
-        return NamedSharding(mesh, PartitionSpec(*parts))
-
-    return jax.tree.map(place, shapes, axes)
+    """Tree of `NamedSharding` for a tree of logical axes and a parallel tree of arrays or shapes."""
+    placement = Placement(mesh, rules)
+    return jax.tree.map(lambda x, names: placement.sharding(x.shape, names), shapes, axes)
 
 
 def batch_sharding(mesh: Mesh, rules: ShardingRules) -> NamedSharding:
@@ -49,15 +67,10 @@ def batch_sharding(mesh: Mesh, rules: ShardingRules) -> NamedSharding:
 
 
 def batch_devices(mesh: Mesh, rules: ShardingRules) -> int:
-    """Number of devices that hold different rows of a batch."""
-    return _size(mesh, rules.batch)
+    """Number of devices, or groups of them, that hold different rows of a batch."""
+    return Placement(mesh, rules).size(rules.batch)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
     """A whole copy on every device."""
     return NamedSharding(mesh, PartitionSpec())
-
-
-def _size(mesh: Mesh, axes: MeshAxes) -> int:
-    names = (axes,) if isinstance(axes, str) else axes or ()
-    return math.prod(mesh.shape[name] for name in names)

@@ -15,6 +15,7 @@ from flax import nnx
 
 import jaxrl
 from jaxrl import config as cfg
+from jaxrl.data.packing import one_per_row
 from jaxrl.forward import log_probs_and_entropy
 from jaxrl.models import (
     TransformerConfig,
@@ -105,7 +106,11 @@ def test_sampler_trainer_and_native_engine_agree(model):
     assert [c.tokens for c in ours] == [c.tokens for c in native]
     tokens, lengths = rows_of(ours)
     log_probs, _ = log_probs_and_entropy(
-        model, params, tokens, lengths, np.ones_like(tokens), temperature=0.7, dtype=jnp.float32
+        model,
+        params,
+        one_per_row(tokens, lengths, np.ones_like(tokens)),
+        temperature=0.7,
+        dtype=jnp.float32,
     )
     for row, (a, b) in enumerate(zip(ours, native, strict=True)):
         start = lengths[row] - len(a.tokens)
@@ -122,7 +127,7 @@ def test_gradients_are_those_of_the_native_model(model):
         score = functools.partial(
             log_probs_and_entropy, temperature=1.0, dtype=jnp.float32, remat=remat
         )
-        return score(which, params, tokens, lengths, np.ones_like(tokens))[0].sum()
+        return score(which, params, one_per_row(tokens, lengths, np.ones_like(tokens)))[0].sum()
 
     expected = jax.grad(functools.partial(loss, CONFIG, remat=False))(init_params(CONFIG, 0))
     for remat in (False, True):

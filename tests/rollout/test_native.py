@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.data.packing import one_per_row
 from jaxrl.forward import log_probs_and_entropy
 from jaxrl.models.rope import RopeScaling
 from jaxrl.models.transformer import TransformerConfig, forward, is_spec, param_specs, unembed
@@ -130,7 +131,9 @@ def test_log_probs_of_sampled_tokens_equal_the_trainers(name):
     score = jax.jit(
         functools.partial(log_probs_and_entropy, CONFIGS[name], temperature=0.7, dtype=jnp.float32)
     )
-    log_probs, _ = score(random_params(CONFIGS[name]), tokens, lengths, np.ones_like(tokens))
+    log_probs, _ = score(
+        random_params(CONFIGS[name]), one_per_row(tokens, lengths, np.ones_like(tokens))
+    )
     starts = [3, 3, 7, 16]
     for row, (completion, start) in enumerate(zip(flat(completions), starts, strict=True)):
         assert len(completion.tokens) == len(completion.log_probs) == MAX_TOKENS
