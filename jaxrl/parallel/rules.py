@@ -56,7 +56,7 @@ class Placement:
 
 
 def param_shardings(mesh: Mesh, axes: Any, shapes: Any, rules: ShardingRules) -> Any:
-    """Tree of `NamedSharding` for a tree of logical axes and a parallel tree of arrays or shapes."""
+    """Tree of `NamedSharding` for parallel trees of logical axes and of arrays or shapes."""
     placement = Placement(mesh, rules)
     return jax.tree.map(lambda x, names: placement.sharding(x.shape, names), shapes, axes)
 
