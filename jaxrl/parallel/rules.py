@@ -40,10 +40,11 @@ class Placement:
     def spec(self, shape: Sequence[int], names: Sequence[str | None]) -> PartitionSpec:
         """Mesh axes of each dim of an array with these logical axes."""
         axes = [getattr(self.rules, name) if name else None for name in names]
-        fits = [
-            a if a and d % self.size(a) == 0 else None for d, a in zip(shape, axes, strict=True)
-        ]
-        return PartitionSpec(*fits)
+
+        def fits(dim: int, axis: MeshAxes) -> bool:
+            return self.size(axis) > 1 and dim % self.size(axis) == 0
+
+        return PartitionSpec(*(a if fits(d, a) else None for d, a in zip(shape, axes, strict=True)))
 
     def sharding(self, shape: Sequence[int], names: Sequence[str | None]) -> NamedSharding:
         """The same as a sharding."""
