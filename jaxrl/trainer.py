@@ -39,8 +39,7 @@ from jaxrl.models.export import save_pretrained
 from jaxrl.models.transformer import TransformerConfig, describe
 from jaxrl.objective import step_metrics
 from jaxrl.optim import init_state
-from jaxrl.parallel import ShardingRules, replicated
-from jaxrl.parallel.rules import batch_devices
+from jaxrl.parallel import replicated
 from jaxrl.registry import source_hashes
 from jaxrl.rewards import make_estimate, next_kl_coef, penalize_kl, shape_rewards
 from jaxrl.rollout.conversation import generator_input, sampling_of
@@ -101,7 +100,7 @@ class Trainer:
             self.config, self.model, self.mesh, self.total_steps
         )
         self.shardings = jax.tree.map(lambda x: x.sharding, self.like.params)
-        devices = batch_devices(self.mesh, ShardingRules())
+        devices = cfg.batch_groups(self.config, self.mesh.size)
         rows_per_step = round_up(trainer.train_batch_size * self.samples, devices)
         self.forward_rows = min(trainer.micro_forward_batch_size_per_gpu * devices, rows_per_step)
         self.minibatch_rows = trainer.policy_mini_batch_size * self.samples
