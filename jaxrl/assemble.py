@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxrl import config as cfg
-from jaxrl.data.packing import round_up
+from jaxrl.config.microbatching import update_microbatching
 from jaxrl.forward import log_probs_and_entropy
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel
@@ -116,7 +116,7 @@ def _updater(
     apply: Apply,
 ) -> Updater:
     """Forward, objective and apply, jitted for this mesh."""
-    trainer, samples = config.trainer, config.generator.n_samples_per_prompt
+    trainer = config.trainer
     assert trainer.algorithm.temperature is not None  # resolved
     mesh, rules = placement.mesh, placement.rules
     devices = batch_devices(mesh, rules)
@@ -133,10 +133,7 @@ def _updater(
         apply,
         algorithm=trainer.algorithm,
         shardings=jax.tree.map(lambda x: x.sharding, like),
-        microbatch_rows=min(
-            trainer.micro_train_batch_size_per_gpu * devices,
-            round_up(trainer.policy_mini_batch_size * samples, devices),
-        ),
+        microbatching=update_microbatching(config, devices),
         block_rows=trainer.micro_train_batch_size_per_gpu,
         place=functools.partial(jax.device_put, device=batch_sharding(mesh, rules)),
     )

@@ -247,7 +247,16 @@ _TRAINER = (
     ),
     _planned("trainer", "critic_mini_batch_size", only_with=_CRITIC),
     _planned("trainer", "update_ref_every_epoch", "a moving reference model"),
-    _planned("trainer", "use_sample_packing", "packed rows", skyrl_default=True),
+    _implemented(
+        "trainer",
+        "use_sample_packing",
+        "by segment ids; at most 16 trajectories per row; off until measured on accelerators",
+        skyrl_default=True,
+    ),
+    _implemented("trainer", "packed_length", _NEW, skyrl_only=False),
+    _implemented(
+        "trainer", "max_tokens_per_microbatch", f"{_LATER}; counts all devices", skyrl_only=False
+    ),
     _planned("trainer", "flash_attn", "fused attention", skyrl_default=True),
     _inert("trainer", "disable_fast_tokenizer", "transformers 5 has one kind"),
     _implemented(

@@ -1,12 +1,14 @@
 """The device mesh of a config: SkyRL's fields mapped onto it, sizes and rules checked."""
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
 from jaxrl.config.backend import MeshConfig
 from jaxrl.config.errors import check_choice, fail
 from jaxrl.config.trainer import PolicyConfig, RefConfig
 from jaxrl.parallel import ShardingRules, mesh_sizes
+from jaxrl.parallel.mesh import AXES
 
 if TYPE_CHECKING:
     from jaxrl.config.train_config import TrainConfig
@@ -21,9 +23,10 @@ def sharding_rules(overrides: dict[str, Any]) -> ShardingRules:
 
 
 def batch_groups(config: "TrainConfig", num_devices: int) -> int:
-    """Groups of devices that hold different rows of a batch: data x fsdp."""
-    data, fsdp, *_ = mesh_sizes(num_devices, **dataclasses.asdict(config.trainer.policy.mesh))
-    return data * fsdp
+    """Groups of devices that hold different rows of a batch: data x fsdp by default."""
+    sizes = mesh_sizes(num_devices, **dataclasses.asdict(config.trainer.policy.mesh))
+    rows = sharding_rules(config.trainer.sharding_rules).batch or ()
+    return math.prod(size for axis, size in zip(AXES, sizes, strict=True) if axis in rows)
 
 
 def check_mesh(config: "TrainConfig", num_devices: int) -> None:

@@ -169,6 +169,10 @@ class TrainerConfig(BaseConfig):
     """Copy the policy into the reference model after every epoch."""
     use_sample_packing: bool = False
     """Several trajectories per row of the model's input."""
+    packed_length: int | None = None
+    """Tokens of a packed row; None = the length bucket of the batch's longest trajectory."""
+    max_tokens_per_microbatch: int = -1
+    """Rows x tokens of a forward pass over all devices, in place of row counts; -1 = row counts."""
     eval_batch_size: int = 1024
     """Prompts per evaluation batch."""
     eval_before_train: bool = True

@@ -8,7 +8,8 @@ from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.errors import check_choice, fail
 from jaxrl.config.field_status import status_of
 from jaxrl.config.generator import SamplingParams
-from jaxrl.config.mesh import check_mesh
+from jaxrl.config.mesh import batch_groups, check_mesh
+from jaxrl.config.microbatching import check_microbatches
 from jaxrl.config.objective_checks import check_objective, warn_of_objective
 from jaxrl.config.train_config import TrainConfig, resolve
 from jaxrl.losses.kl import KL_ESTIMATORS
@@ -59,7 +60,7 @@ _POSITIVE = """
 """
 _INTERVALS = """
     trainer.ckpt_interval trainer.hf_save_interval trainer.eval_interval
-    trainer.print_example_interval trainer.max_ckpts_to_keep
+    trainer.print_example_interval trainer.max_ckpts_to_keep trainer.max_tokens_per_microbatch
 """
 _NOT_NEGATIVE = """
     trainer.policy.optimizer_config.lr trainer.policy.optimizer_config.weight_decay
@@ -88,6 +89,7 @@ def validate(config: TrainConfig, num_devices: int = 1) -> None:
     _check_batch(config)
     check_mesh(config, num_devices)
     _check_lengths(config)
+    check_microbatches(config, batch_groups(config, num_devices))
     check_objective(config)
     _check_rope(config)
     warn_of_objective(config)

@@ -58,7 +58,6 @@ PLANNED = [
     ("trainer.placement.colocate_policy_ref", False, True),
     ("trainer.placement.policy_num_nodes", 2, 1),
     ("trainer.update_ref_every_epoch", True, False),
-    ("trainer.use_sample_packing", True, False),
     ("trainer.flash_attn", True, False),
     ("trainer.dump_data_batch", True, False),
     ("generator.inference_engine.run_engines_locally", False, True),
