@@ -40,8 +40,7 @@ from jaxrl.models.export import save_pretrained
 from jaxrl.models.transformer import TransformerConfig, describe
 from jaxrl.objective import step_metrics
 from jaxrl.optim import init_state
-from jaxrl.parallel import ShardingRules, replicated
-from jaxrl.parallel.rules import batch_devices
+from jaxrl.parallel import replicated
 from jaxrl.registry import source_hashes
 from jaxrl.rewards import make_estimate, next_kl_coef, penalize_kl, shape_rewards
 from jaxrl.rollout.conversation import generator_input, sampling_of
@@ -102,8 +101,8 @@ class Trainer:
             self.config, self.model, self.mesh, self.total_steps
         )
         self.shardings = jax.tree.map(lambda x: x.sharding, self.like.params)
-        devices = batch_devices(self.mesh, ShardingRules())
-        self.forward_microbatching = forward_microbatching(self.config, devices)
+        groups = cfg.batch_groups(self.config, self.mesh.size)
+        self.forward_microbatching = forward_microbatching(self.config, groups)
         self.minibatch_rows = trainer.policy_mini_batch_size * self.samples
         self.estimate = jax.jit(make_estimate(trainer.algorithm))
         writable_folder("trainer.log_path", cfg.run_folder(trainer))

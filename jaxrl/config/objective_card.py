@@ -11,6 +11,7 @@ from jaxrl.config.formulas import (
     loss_lines,
     reduction_line,
 )
+from jaxrl.config.mesh import batch_groups
 from jaxrl.config.microbatching import longest_trajectory, update_microbatching
 from jaxrl.config.needs import kl_in_loss, reduces_by_itself
 from jaxrl.config.train_config import TrainConfig, resolve
@@ -120,11 +121,14 @@ def _batch(config: TrainConfig, num_devices: int) -> list[str]:
 
 def _microbatches(config: TrainConfig, rows: int, num_devices: int) -> list[str]:
     """How a minibatch of so many rows is cut."""
-    settings, longest = update_microbatching(config, num_devices), longest_trajectory(config)
+    groups = batch_groups(config, num_devices)
+    settings, longest = update_microbatching(config, groups), longest_trajectory(config)
     width = settings.width(longest)
     micro, length = settings.row_counts(width)[-1], settings.length(width)
-    each = f"on each of {_count(num_devices, 'device')}"
-    per_device = _count(micro // num_devices, "row")
+    size = num_devices // groups
+    each = f"on each of {_count(groups, 'device' if size == 1 else 'group')}"
+    each += f" of {size} devices" if size > 1 else ""
+    per_device = _count(micro // groups, "row")
     if settings.packed:
         return [
             f"-> packed into microbatches of at most {_count(micro, 'row')} of {length} tokens "

@@ -51,7 +51,6 @@ PLANNED = [
     ("trainer.ref.fsdp_config.cpu_offload", True, False),
     ("trainer.policy.sequence_parallel_size", 2, 1),
     ("trainer.policy.record_memory", True, False),
-    ("trainer.policy.megatron_config.tensor_model_parallel_size", 2, 1),
     ("trainer.policy.megatron_config.pipeline_model_parallel_size", 2, 1),
     ("trainer.policy.megatron_config.context_parallel_size", 2, 1),
     ("trainer.ref.megatron_config.expert_model_parallel_size", 2, 1),
@@ -312,16 +311,6 @@ def test_fields_of_a_user_class_are_not_judged():
 def test_error_names_field_value_and_fix(overrides, message):
     with pytest.raises(ValueError, match=message):
         check(overrides)
-
-
-def test_fsdp_size_must_divide_the_devices():
-    check({"trainer.policy.fsdp_config.fsdp_size": 4}, num_devices=8)
-    message = (
-        r"trainer.policy.fsdp_config.fsdp_size=3: must divide the number of devices, 8: one of "
-        r"\[1, 2, 4, 8\], or -1 \(all\)"
-    )
-    with pytest.raises(ValueError, match=message):
-        check({"trainer.policy.fsdp_config.fsdp_size": 3}, num_devices=8)
 
 
 def test_functions_by_path_and_by_registered_name():
