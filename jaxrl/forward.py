@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxrl.array_ops import Array, entropy, token_log_probs
 from jaxrl.models.adapter import AdaptedModel
+from jaxrl.models.linear import merge
 from jaxrl.models.transformer import Params, TransformerConfig, forward, unembed
 from jaxrl.types import ModelRows
 
@@ -46,7 +47,8 @@ def log_probs_and_entropy(
     """
     given = rows.tokens, rows.positions, rows.segment_ids
     hidden = forward(config, params, *given, dtype=dtype, remat=remat)
-    head = {name: params[name] for name in ("embed", "unembed", "final_norm") if name in params}
+    # merged: an adapter of the head would be applied to every chunk anew
+    head = merge({n: params[n] for n in ("embed", "unembed", "final_norm") if n in params})
 
     def score(head: Params, hidden: Array, targets: Array) -> tuple[Array, Array]:
         logits = unembed(config, head, hidden) / temperature
