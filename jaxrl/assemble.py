@@ -1,4 +1,4 @@
-"""The weights, the optimizer and the update that a config asks for."""
+"""The optimizer and the update that a config asks for."""
 
 import functools
 
@@ -9,15 +9,9 @@ import optax
 from jaxrl import config as cfg
 from jaxrl.data.packing import round_up
 from jaxrl.forward import log_probs_and_entropy
-from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel
-from jaxrl.models.transformer import (
-    Params,
-    TransformerConfig,
-    abstract_params,
-    init_params,
-    logical_axes,
-)
+from jaxrl.models.lora import LoraConfig
+from jaxrl.models.transformer import TransformerConfig, abstract_params, logical_axes
 from jaxrl.optim import abstract_state, make_apply, make_optimizer, make_schedule
 from jaxrl.parallel import ShardingRules, batch_sharding, param_shardings, replicated
 from jaxrl.parallel.rules import batch_devices
@@ -25,26 +19,6 @@ from jaxrl.types import TrainState
 from jaxrl.update import Apply, Updater
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-
-
-def load_weights(
-    trainer: cfg.TrainerConfig,
-    role: cfg.PolicyConfig | cfg.RefConfig,
-    model: TransformerConfig | AdaptedModel,
-    shardings: Params,
-) -> Params:
-    """Parameters of the policy or the reference: from its folder, or random."""
-    if isinstance(model, AdaptedModel):
-        return init_params(model, trainer.seed, shardings)
-    assert role.model.path is not None  # validated
-    return hf.load_or_init(
-        role.model.path,
-        model,
-        overrides=cfg.model_overrides(trainer, role),
-        random_init=role.model.random_init,
-        seed=trainer.seed,
-        shardings=shardings,
-    )
 
 
 def assemble_optimizer(
@@ -73,12 +47,18 @@ def assemble_update(
     model: TransformerConfig | AdaptedModel,
     mesh: jax.sharding.Mesh,
     total_steps: int,
+    trained: TransformerConfig | AdaptedModel | LoraConfig | None = None,
 ) -> tuple[optax.GradientTransformation, TrainState, Updater]:
-    """The optimizer, the abstract state with its shardings, and the jitted update."""
+    """The optimizer, the abstract state with its shardings, and the jitted update.
+
+    Args:
+        trained: whose parameters the state holds, where they are not the model's.
+    """
     rules = ShardingRules()
     optimizer, schedule = assemble_optimizer(config.trainer, total_steps)
-    shardings = param_shardings(mesh, logical_axes(model), abstract_params(model), rules)
-    like = abstract_state(optimizer, model, shardings, replicated(mesh))
+    trained = trained or model
+    shardings = param_shardings(mesh, logical_axes(trained), abstract_params(trained), rules)
+    like = abstract_state(optimizer, trained, shardings, replicated(mesh))
     apply = make_apply(optimizer, schedule)
     return optimizer, like, _updater(config, model, mesh, rules, like, apply)
 

@@ -15,6 +15,7 @@ import numpy as np
 from jaxrl.array_ops import Array, entropy, token_log_probs
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.linear import merge
+from jaxrl.models.lora import with_dropout
 from jaxrl.models.transformer import Params, TransformerConfig, forward, unembed
 from jaxrl.types import ModelRows
 
@@ -45,6 +46,7 @@ def log_probs_and_entropy(
         tokens[b, :t])` where it is wanted, else 0. One trajectory in each row b, whatever the rows
         of the model held; T = L where `rows.source` is None.
     """
+    params = with_dropout(params, rows.keys)
     given = rows.tokens, rows.positions, rows.segment_ids
     hidden = forward(config, params, *given, dtype=dtype, remat=remat)
     # merged: an adapter of the head would be applied to every chunk anew

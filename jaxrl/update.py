@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxrl.array_ops import Array
 from jaxrl.data.packing import length_sorted, one_per_row, row_slices
+from jaxrl.models.lora import trained, with_token_keys, with_trained
 from jaxrl.objective import (
     Metrics,
     TokenWeights,
@@ -28,7 +29,8 @@ class Updater:
     """The jitted pieces of an update, compiled once per shape.
 
     Args:
-        forward: `(params, ModelRows) -> (log_probs, entropy)`.
+        forward: `(params, ModelRows) -> (log_probs, entropy)`. Where params have adapters
+            (`lora.attach`) only these get a gradient.
         apply: `(state, gradients) -> (state, metrics)`.
         algorithm: the AlgorithmConfig.
         shardings: the TrainState's; gradients are placed like the parameters.
@@ -54,21 +56,24 @@ class Updater:
         objective = make_objective(algorithm, self.policy_loss)
 
         def accumulate(grads: Any, params: Any, rows: ModelRows, *of_loss: Any) -> Any:
-            def loss_fn(params: Any) -> tuple[Array, Metrics]:
-                return objective(*forward(params, rows), *of_loss)  # batch, weights, key
+            def loss_fn(new: Any) -> tuple[Array, Metrics]:
+                outputs = forward(with_trained(params, new), rows)
+                return objective(*outputs, *of_loss)  # batch, weights, key
 
-            new, metrics = jax.grad(loss_fn, has_aux=True)(params)
+            new, metrics = jax.grad(loss_fn, has_aux=True)(trained(params))
             return jax.tree.map(jnp.add, grads, new), metrics
 
         def pull_back(grads: Any, params: Any, rows: ModelRows, cotangents: Any) -> Any:
-            outputs, vjp = jax.vjp(lambda p: forward(p, rows), params)
+            outputs, vjp = jax.vjp(
+                lambda p: forward(with_trained(params, p), rows), trained(params)
+            )
             del outputs
             return jax.tree.map(jnp.add, grads, vjp(cotangents)[0])
 
         like_params = shardings.params
         self.forward = jax.jit(forward, static_argnames="with_entropy")
         self.zeros = jax.jit(
-            lambda params: jax.tree.map(jnp.zeros_like, params), out_shardings=like_params
+            lambda params: jax.tree.map(jnp.zeros_like, trained(params)), out_shardings=like_params
         )
         self.accumulate = jax.jit(accumulate, donate_argnums=0, out_shardings=(like_params, None))
         self.pull_back = jax.jit(pull_back, donate_argnums=0, out_shardings=like_params)
@@ -83,18 +88,25 @@ class Updater:
         )
 
     def update(
-        self, state: TrainState, minibatch: TrainBatch, weights: TokenWeights, key: Array
+        self,
+        state: TrainState,
+        minibatch: TrainBatch,
+        weights: TokenWeights,
+        key: Array,
+        params: Any = None,
     ) -> tuple[TrainState, list[Metrics], Metrics]:
         """One optimizer update on a minibatch of host arrays; `state` is donated.
 
         Args:
             weights: `self.weights` of the minibatch.
-            key: for losses that draw.
+            key: for losses that draw, and for dropout.
+            params: of the policy, where they are more than `state.params`: adapters on their base.
 
         Returns:
             The new state, the metrics of each microbatch (see `merge_metrics`), those of `apply`.
         """
-        grads, metrics = self.gradients(state.params, minibatch, weights, key)
+        params = state.params if params is None else params
+        grads, metrics = self.gradients(params, minibatch, weights, key)
         state, applied = self.apply(state, grads)
         return state, metrics, applied
 
@@ -114,14 +126,15 @@ class Updater:
             whole = length_sorted((minibatch, weights), lengths, len(lengths))
             _, (minibatch, weights) = next(whole)
             lengths = minibatch.lengths
-            outputs = self.forward_rows(params, minibatch, rows, with_entropy=True)
+            outputs = self.forward_rows(params, minibatch, rows, with_entropy=True, key=key)
             cotangents, metrics = self.cotangents(*outputs, minibatch, weights, key)
             parts = length_sorted((minibatch, jax.device_get(cotangents)), lengths, rows)
             for _, (batch, cotangent) in parts:
-                grads = self.pull_back(grads, params, *self.place((_rows_of(batch), cotangent)))
+                given = self.place((_rows_of(batch, params, key), cotangent))
+                grads = self.pull_back(grads, params, *given)
             return grads, [metrics]
         for _, (batch, weight) in length_sorted((minibatch, weights), lengths, rows):
-            of_loss = self.place((_rows_of(batch), batch, weight))
+            of_loss = self.place((_rows_of(batch, params, key), batch, weight))
             grads, part = self.accumulate(grads, params, *of_loss, key)
             metrics.append(part)
         return grads, metrics
@@ -134,13 +147,23 @@ class Updater:
         self.gradients(params, minibatch, weights, jax.random.key(0))
 
     def forward_rows(
-        self, params: Any, batch: TrainBatch, rows: int, *, with_entropy: bool = False
+        self,
+        params: Any,
+        batch: TrainBatch,
+        rows: int,
+        *,
+        with_entropy: bool = False,
+        key: Array | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Log-probs and entropy [B, T] of a whole batch, `rows` rows at a time, on the host."""
+        """Log-probs and entropy [B, T] of a whole batch, `rows` rows at a time, on the host.
+
+        Args:
+            key: of the update that will pull back through this pass: the same dropout; None: none.
+        """
         slices, pending = [], []
         for chosen, part in length_sorted(batch, np.asarray(batch.lengths), rows):
             slices.append((chosen, part.tokens.shape[1]))
-            given = self.place(_rows_of(part))
+            given = self.place(_rows_of(part, params, key))
             pending.append(self.forward(params, given, with_entropy=with_entropy))
         log_probs = np.zeros(batch.tokens.shape, np.float32)
         entropy = np.zeros_like(log_probs)
@@ -161,5 +184,6 @@ class Updater:
         return bool(self._whole)
 
 
-def _rows_of(batch: TrainBatch) -> ModelRows:
-    return one_per_row(batch.tokens, batch.lengths, batch.loss_mask)
+def _rows_of(batch: TrainBatch, params: Any, key: Array | None) -> ModelRows:
+    rows = one_per_row(batch.tokens, batch.lengths, batch.loss_mask)
+    return rows if key is None else with_token_keys(params, rows, batch.row_ids, key)

@@ -50,7 +50,7 @@ def warm_up_update(trainer: "Trainer", width: int) -> None:
     settings, updater = trainer.config.trainer, trainer.updater
     batch = trainer.add_log_probs(empty_batch(trainer.forward_rows, width))
     batch = trainer.add_advantages(_rows(batch, settings.train_batch_size * trainer.samples))
-    updater.warm_up(trainer.state.params, _rows(batch, trainer.minibatch_rows))
+    updater.warm_up(trainer.params, _rows(batch, trainer.minibatch_rows))
 
 
 def engine_batches(trainer: "Trainer") -> Iterator[list[Request]]:

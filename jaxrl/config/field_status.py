@@ -77,7 +77,12 @@ _MODELS = (
     ),
     _planned("trainer.critic.model", "path", "a critic"),
     _planned("trainer.critic.model", "random_init", _NEW, only_with=_CRITIC, skyrl_only=False),
-    _planned("trainer.*.model.lora", "rank", "low-rank adapters"),
+    _implemented(
+        "trainer.policy.model.lora",
+        "rank alpha dropout exclude_modules init_method",
+    ),
+    _implemented("trainer.policy.model.lora", "target_modules", "also a list"),
+    _planned("trainer.*.model.lora", "rank", "adapters of another model than the policy"),
     _planned(
         "trainer.*.model.lora",
         "alpha dropout target_modules exclude_modules init_method",

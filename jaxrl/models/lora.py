@@ -269,41 +269,53 @@ def _adapted(params: Any) -> bool:
 # ---------------------------------------------------------------- dropout
 
 
-def with_dropout(params: Any, rows: ModelRows, row_ids: Array, key: Array) -> Any:
-    """`params` whose adapters drop elements of their inputs; the same without dropout.
+def with_token_keys(params: Any, rows: ModelRows, row_ids: np.ndarray, key: Array) -> ModelRows:
+    """Host rows with a PRNG key for each token, if `params` have adapters that drop elements.
 
-    What a token drops is drawn from (key, id of its row in the batch, position, matrix, layer): it
-    does not depend on microbatches, packing or devices.
+    It is named by (key, id of the token's row in the batch, position), so that what is dropped does
+    not depend on microbatches, packing or devices.
 
     Args:
         row_ids: [B] int.
     """
-    leaves, treedef = jax.tree.flatten(params, is_leaf=is_adapted)
-    if not any(is_adapted(w) and w.dropout for w in leaves):
+    if not any(is_adapted(w) and w.dropout for w in jax.tree.leaves(params, is_leaf=is_adapted)):
+        return rows
+    ids = np.zeros(rows.tokens.size + 1, np.int32)  # the last for tokens that stand nowhere
+    source = rows.source
+    if source is None:
+        source = np.arange(rows.tokens.size).reshape(rows.tokens.shape)
+    ids[np.minimum(source, rows.tokens.size)] = np.asarray(row_ids)[:, None]
+    return rows.replace(keys=_token_keys(key, ids[:-1].reshape(rows.tokens.shape), rows.positions))
+
+
+@jax.jit
+def _token_keys(key: Array, row_ids: Array, positions: Array) -> Array:
+    """[R, L] int each -> keys [R, L]."""
+
+    def token_key(row: Array, position: Array) -> Array:
+        return jax.random.fold_in(jax.random.fold_in(key, row), position)
+
+    return jax.vmap(jax.vmap(token_key))(row_ids, positions)
+
+
+def with_dropout(params: Any, keys: Array | None) -> Any:
+    """`params` whose adapters drop elements of their inputs, independently by matrix and layer.
+
+    Args:
+        keys: [R, L], one for each token; None: nothing is dropped.
+    """
+    if keys is None:
         return params
-    tokens = _token_keys(rows, row_ids, key)
+    leaves, treedef = jax.tree.flatten(params, is_leaf=is_adapted)
 
     def drawing(number: int, w: Any) -> Any:
-        if not is_adapted(w):
+        if not is_adapted(w) or not w.dropout:
             return w
-        layers = np.arange(math.prod(w.scale.shape))
-        keys = jax.vmap(lambda layer: _fold(_fold(tokens, number), layer))(layers)
-        return w.replace(keys=keys if w.scale.ndim else keys[0])
+        layers = np.arange(w.scale.size)
+        by_layer = jax.vmap(lambda layer: _fold(_fold(keys, number), layer))(layers)
+        return w.replace(keys=by_layer.reshape(*w.scale.shape, *keys.shape))
 
     return treedef.unflatten([drawing(number, w) for number, w in enumerate(leaves)])
-
-
-def _token_keys(rows: ModelRows, row_ids: Array, key: Array) -> Array:
-    """A key [R, L] for each token of the rows."""
-    shape = rows.tokens.shape
-    if rows.source is None:
-        ids = jnp.broadcast_to(row_ids[:, None], shape)
-    else:
-        spread = jnp.broadcast_to(row_ids[:, None], rows.source.shape)
-        write = {"mode": "drop", "unique_indices": True}
-        ids = jnp.zeros(math.prod(shape), row_ids.dtype).at[rows.source].set(spread, **write)
-    each = jax.vmap(jax.vmap(lambda i, t: jax.random.fold_in(jax.random.fold_in(key, i), t)))
-    return each(ids.reshape(shape), rows.positions)
 
 
 def _fold(keys: Array, number: int | Array) -> Array:
