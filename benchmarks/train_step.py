@@ -45,7 +45,7 @@ from benchmarks import roofline
 from benchmarks.grpo_step import skewed_lengths, start
 from benchmarks.shapes import SHAPES, transformer_config
 from benchmarks.systems.worker import TrainWork
-from jaxrl.assemble import assemble_update
+from jaxrl.assemble import assemble_update, make_scorer, place_model
 from jaxrl.config import TrainConfig, resolve
 from jaxrl.data.microbatches import microbatches
 from jaxrl.data.packing import empty_batch, length_bucket
@@ -119,7 +119,9 @@ class Steps:
         model, mesh = transformer_config(shape), make_mesh(devices=jax.devices()[:1])
         lengths = np.array(work.lengths[case], np.int32)
         config = _config(work, len(lengths), packed=packed)
-        optimizer, like, self.updater = assemble_update(config, model, mesh, total_steps=1000)
+        placement = place_model(config.trainer, model, mesh)
+        scorer = make_scorer(config, model, placement)
+        optimizer, like, self.updater = assemble_update(config, scorer, placement, 1000, model)
         shardings = jax.tree.map(lambda x: x.sharding, like.params)
         params = init_params(model, 0, shardings)
         self.state = init_state(optimizer, params, shardings, replicated(mesh))

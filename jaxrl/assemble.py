@@ -1,5 +1,6 @@
-"""The weights, the optimizer and the update that a config asks for."""
+"""The optimizer and the update that a config asks for."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,44 +8,19 @@ import jax.numpy as jnp
 import optax
 
 from jaxrl import config as cfg
-from jaxrl.config.microbatching import update_microbatching
+from jaxrl.config.microbatching import forward_microbatching, update_microbatching
 from jaxrl.forward import log_probs_and_entropy
-from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel
-from jaxrl.models.transformer import (
-    Params,
-    TransformerConfig,
-    abstract_params,
-    init_params,
-    logical_axes,
-)
+from jaxrl.models.lora import LoraConfig
+from jaxrl.models.transformer import TransformerConfig, abstract_params, logical_axes
 from jaxrl.optim import abstract_state, make_apply, make_optimizer, make_schedule
-from jaxrl.parallel import Placement, batch_sharding, param_shardings, replicated
+from jaxrl.parallel import Placement, batch_sharding, make_mesh, param_shardings, replicated
 from jaxrl.parallel.rules import batch_devices
+from jaxrl.scorer import Scorer
 from jaxrl.types import TrainState
-from jaxrl.update import Apply, Updater
+from jaxrl.update import Updater
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-
-
-def load_weights(
-    trainer: cfg.TrainerConfig,
-    role: cfg.PolicyConfig | cfg.RefConfig,
-    model: TransformerConfig | AdaptedModel,
-    shardings: Params,
-) -> Params:
-    """Parameters of the policy or the reference: from its folder, or random."""
-    if isinstance(model, AdaptedModel):
-        return init_params(model, trainer.seed, shardings)
-    assert role.model.path is not None  # validated
-    return hf.load_or_init(
-        role.model.path,
-        model,
-        overrides=cfg.model_overrides(trainer, role),
-        random_init=role.model.random_init,
-        seed=trainer.seed,
-        shardings=shardings,
-    )
 
 
 def assemble_optimizer(
@@ -68,22 +44,6 @@ def assemble_optimizer(
     return optimizer, schedule
 
 
-def assemble_update(
-    config: cfg.TrainConfig,
-    model: TransformerConfig | AdaptedModel,
-    mesh: jax.sharding.Mesh,
-    total_steps: int,
-) -> tuple[optax.GradientTransformation, TrainState, Updater]:
-    """The optimizer, the abstract state with its shardings, and the jitted update."""
-    placement = place_model(config.trainer, model, mesh)
-    optimizer, schedule = assemble_optimizer(config.trainer, total_steps)
-    axes, shapes = logical_axes(model), abstract_params(model)
-    shardings = param_shardings(mesh, axes, shapes, placement.rules)
-    like = abstract_state(optimizer, model, shardings, replicated(mesh))
-    apply = make_apply(optimizer, schedule)
-    return optimizer, like, _updater(config, model, placement, like, apply)
-
-
 def place_model(
     trainer: cfg.TrainerConfig, model: TransformerConfig | AdaptedModel, mesh: jax.sharding.Mesh
 ) -> Placement:
@@ -94,46 +54,71 @@ def place_model(
             model is a flax module, which has no axes to split.
     """
     placement = Placement(mesh, cfg.sharding_rules(trainer.sharding_rules))
-    sizes = {"heads": "num_heads", "mlp": "intermediate_size"}
-    for axis, field in sizes.items():
+    for axis, field in {"heads": "num_heads", "mlp": "intermediate_size"}.items():
         split = placement.size(getattr(placement.rules, axis))
         if split > 1 and isinstance(model, AdaptedModel):
             raise ValueError(f"mesh.tensor={split}: {model.name} is a flax module; set it to 1")
         if split > 1 and (whole := getattr(model, field)) % split:
             divisors = [n for n in range(1, mesh.size + 1) if whole % n == 0]
             raise ValueError(
-                f"trainer.policy.mesh.tensor={split} does not divide the model's {field}={whole}; "
-                f"set it to one of {divisors}"
+                f"mesh.tensor={split} does not divide the model's {field}={whole}; set "
+                f"trainer.policy.mesh.tensor to one of {divisors}"
             )
     return placement
 
 
-def _updater(
-    config: cfg.TrainConfig,
-    model: TransformerConfig | AdaptedModel,
-    placement: Placement,
-    like: TrainState,
-    apply: Apply,
-) -> Updater:
-    """Forward, objective and apply, jitted for this mesh."""
+def place_reference(
+    trainer: cfg.TrainerConfig, model: TransformerConfig | AdaptedModel, policy: Placement
+) -> Placement:
+    """The policy's placement, or that of `trainer.ref.mesh` on the same devices."""
+    if trainer.ref.mesh is None:
+        return policy
+    sizes = dataclasses.asdict(trainer.ref.mesh)
+    return place_model(trainer, model, make_mesh(devices=list(policy.mesh.devices.flat), **sizes))
+
+
+def make_scorer(
+    config: cfg.TrainConfig, model: TransformerConfig | AdaptedModel, placement: Placement
+) -> Scorer:
+    """Log-probs and entropy of a model, jitted for its mesh."""
     trainer = config.trainer
     assert trainer.algorithm.temperature is not None  # resolved
-    mesh, rules = placement.mesh, placement.rules
-    devices = batch_devices(mesh, rules)
     forward = functools.partial(
         log_probs_and_entropy,
         model,
         temperature=trainer.algorithm.temperature,
         dtype=DTYPES["bfloat16" if trainer.bf16 else "float32"],
         remat=trainer.gradient_checkpointing,
-        placement=placement if mesh.size > 1 else None,
+        placement=placement if placement.mesh.size > 1 else None,
     )
-    return Updater(
-        forward,
-        apply,
+    mesh, rules = placement.mesh, placement.rules
+    place = functools.partial(jax.device_put, device=batch_sharding(mesh, rules))
+    return Scorer(forward, place, forward_microbatching(config, batch_devices(mesh, rules)))
+
+
+def assemble_update(
+    config: cfg.TrainConfig,
+    scorer: Scorer,
+    placement: Placement,
+    total_steps: int,
+    trained: TransformerConfig | AdaptedModel | LoraConfig,
+) -> tuple[optax.GradientTransformation, TrainState, Updater]:
+    """The optimizer, the abstract state with its shardings, and the jitted update.
+
+    Args:
+        scorer: the policy's forward pass.
+        trained: whose parameters the state holds: the model, or its adapters.
+    """
+    trainer, mesh, rules = config.trainer, placement.mesh, placement.rules
+    optimizer, schedule = assemble_optimizer(trainer, total_steps)
+    shardings = param_shardings(mesh, logical_axes(trained), abstract_params(trained), rules)
+    like = abstract_state(optimizer, trained, shardings, replicated(mesh))
+    updater = Updater(
+        scorer,
+        make_apply(optimizer, schedule),
         algorithm=trainer.algorithm,
         shardings=jax.tree.map(lambda x: x.sharding, like),
-        microbatching=update_microbatching(config, devices),
+        microbatching=update_microbatching(config, batch_devices(mesh, rules)),
         block_rows=trainer.micro_train_batch_size_per_gpu,
-        place=functools.partial(jax.device_put, device=batch_sharding(mesh, rules)),
     )
+    return optimizer, like, updater

@@ -18,6 +18,8 @@ from jax.sharding import PartitionSpec
 
 from jaxrl.array_ops import Array, entropy, token_log_probs
 from jaxrl.models.adapter import AdaptedModel
+from jaxrl.models.linear import merge
+from jaxrl.models.lora import with_dropout
 from jaxrl.models.transformer import Params, TransformerConfig, forward, head_axes, unembed
 from jaxrl.parallel.rules import Placement
 from jaxrl.types import ModelRows
@@ -53,6 +55,7 @@ def log_probs_and_entropy(
         tokens[b, :t])` where it is wanted, else 0. One trajectory in each row b, whatever the rows
         of the model held; T = L where `rows.source` is None.
     """
+    params = with_dropout(params, rows.keys)
     given = rows.tokens, rows.positions, rows.segment_ids
     hidden = forward(config, params, *given, dtype=dtype, remat=remat, placement=placement)
     with jax.named_scope("log_probs"):
@@ -126,7 +129,8 @@ def score(
     own dtype; inside the loop over chunks the devices exchange only sums over the vocabulary.
     """
     axes = head_axes(head.config)
-    weights = {name: params[name] for name in axes}
+    # merged: an adapter of the head would be applied to every chunk anew
+    weights = merge({name: params[name] for name in axes})
     if placement is None:
         return score_columns(head, weights, hidden, targets, wanted)
     specs = {name: placement.spec(w.shape, axes[name]) for name, w in weights.items()}

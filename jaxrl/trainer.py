@@ -17,11 +17,10 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrl import config as cfg
-from jaxrl.assemble import assemble_update, load_weights
+from jaxrl.assemble import assemble_update, make_scorer, place_model, place_reference
 from jaxrl.checkpoint import Checkpointer, resume
 from jaxrl.compilation import CompilationWatch
-from jaxrl.config.microbatching import forward_microbatching
-from jaxrl.config.needs import kl_in_reward, needs_old_log_probs, needs_reference
+from jaxrl.config.needs import kl_in_reward, needs_old_log_probs
 from jaxrl.data.packing import collate, minibatches
 from jaxrl.data.prompts import batch_indices
 from jaxrl.evaluate import dump_rows, evaluate
@@ -36,11 +35,11 @@ from jaxrl.metrics import (
 )
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel
-from jaxrl.models.export import save_pretrained
-from jaxrl.models.transformer import TransformerConfig, describe
+from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.objective import step_metrics
 from jaxrl.optim import init_state
 from jaxrl.parallel import replicated
+from jaxrl.policy import Policy
 from jaxrl.registry import source_hashes
 from jaxrl.rewards import make_estimate, next_kl_coef, penalize_kl, shape_rewards
 from jaxrl.rollout.conversation import generator_input, sampling_of
@@ -97,22 +96,29 @@ class Trainer:
     def _build(self) -> None:
         """Everything that is compiled or placed once."""
         trainer = self.config.trainer
+        placement = place_model(trainer, self.model, self.mesh)
+        ref_placement = place_reference(trainer, self.model, placement)
+        self.policy = Policy(trainer, self.model, placement, ref_placement)
+        self.scorer = self.ref_scorer = make_scorer(self.config, self.model, placement)
+        if ref_placement is not placement:
+            self.ref_scorer = make_scorer(self.config, self.model, ref_placement)
         self.optimizer, self.like, self.updater = assemble_update(
-            self.config, self.model, self.mesh, self.total_steps
+            self.config, self.scorer, placement, self.total_steps, self.policy.trained
         )
-        self.shardings = jax.tree.map(lambda x: x.sharding, self.like.params)
-        groups = cfg.batch_groups(self.config, self.mesh.size)
-        self.forward_microbatching = forward_microbatching(self.config, groups)
         self.minibatch_rows = trainer.policy_mini_batch_size * self.samples
         self.estimate = jax.jit(make_estimate(trainer.algorithm))
         writable_folder("trainer.log_path", cfg.run_folder(trainer))
         writable_folder("trainer.export_path", trainer.export_path)
         self.checkpointer = Checkpointer(trainer.ckpt_path, max_to_keep=trainer.max_ckpts_to_keep)
         self.checkpoint_meta = {
-            "model": describe(self.model),
             "config": cfg.get_config_as_dict(self.config),
             "functions": source_hashes(trainer.algorithm),
         }
+
+    @property
+    def params(self) -> Params:
+        """All parameters of the policy: `state.params`, or those adapters on their base."""
+        return self.policy.whole(self.state.params)
 
     # ---------------------------------------------------------------- the loop
 
@@ -239,11 +245,11 @@ class Trainer:
         Only those that the loss needs.
         """
         if needs_old_log_probs(self.config.trainer):
-            old, _ = self.updater.forward_rows(self.state.params, batch, self.forward_microbatching)
+            old, _ = self.scorer(self.params, batch)
             batch = batch.replace(old_log_probs=old)
             self.metrics |= mismatch_metrics(batch)
         if self.ref_params is not None:
-            ref, _ = self.updater.forward_rows(self.ref_params, batch, self.forward_microbatching)
+            ref, _ = self.ref_scorer(self.ref_params, batch)
             batch = batch.replace(ref_log_probs=ref)
         return batch
 
@@ -277,7 +283,7 @@ class Trainer:
             weighed * trainer.update_epochs_per_batch
         ):
             self.state, parts, applied = self.updater.update(
-                self.state, minibatch, weights, jax.random.fold_in(key, number)
+                self.state, minibatch, weights, jax.random.fold_in(key, number), self.params
             )
             pending.append((parts, applied | correction))
         metrics = step_metrics(pending)
@@ -300,7 +306,7 @@ class Trainer:
 
     def sync_weights(self, step: int) -> None:
         """Hand the parameters to the engine; they are version `step`."""
-        self.engine.update_weights(self.state.params, step)
+        self.engine.update_weights(self.params, step)
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
         """Write the numbers of a step, and what was compiled since the last."""
@@ -344,32 +350,26 @@ class Trainer:
     def restore_or_init(self) -> TrainState:
         """The state of the checkpoint that the config points to, else that of the model folder."""
         trainer = self.config.trainer
+        self.checkpoint_meta["model"] = self.policy.describe()
         mode, path = trainer.resume_mode, trainer.resume_path
         state = resume(self.checkpointer, mode, path, self.like, self.checkpoint_meta)
         if state is not None:
             print(f"resuming after step {int(state.step)}")
             return state
-        params = load_weights(trainer, trainer.policy, self.model, self.shardings)
+        params, shardings = (
+            self.policy.initial(),
+            jax.tree.map(lambda x: x.sharding, self.like.params),
+        )
         whole, coef = replicated(self.mesh), trainer.algorithm.kl_loss_coef
-        return init_state(self.optimizer, params, self.shardings, whole, kl_coef=coef)
+        return init_state(self.optimizer, params, shardings, whole, kl_coef=coef)
 
     def load_reference(self) -> None:
         """The frozen reference, if a KL counts or the loss asks for its log-probs."""
-        trainer = self.config.trainer
-        if needs_reference(trainer.algorithm):
-            self.ref_params = load_weights(trainer, trainer.ref, self.model, self.shardings)
+        self.ref_params = self.policy.reference()
 
     def export(self, folder: Path) -> None:
-        """Write the policy as a Hugging Face folder."""
-        assert isinstance(self.model, TransformerConfig)  # checked at the start
-        save_pretrained(
-            folder,
-            self.model,
-            self.state.params,
-            self.tokenizer,
-            generation_config=self.generation_config,
-            overwrite=True,
-        )
+        """Write the policy as a Hugging Face folder, or its adapters as a PEFT folder."""
+        self.policy.export(folder, self.state.params, self.tokenizer, self.generation_config)
         tqdm.write(f"exported the policy to {folder}")
 
     def print_example(self, step: int, batch: TrainBatch, output: GeneratorOutput) -> None:

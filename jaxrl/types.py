@@ -120,6 +120,7 @@ class ModelRows(struct.PyTreeNode):
     segment_ids: Array  # [R, L] int32
     wanted: Array  # [R, L] bool, tokens whose log-prob is asked for; never the first of a segment
     source: Array | None = None  # [B, T] int32
+    keys: Array | None = None  # [R, L] PRNG keys for what drops out; None = nothing
 
 
 class TrainState(struct.PyTreeNode):

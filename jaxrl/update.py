@@ -10,6 +10,7 @@ import numpy as np
 from jaxrl.array_ops import Array
 from jaxrl.data.microbatches import Microbatching, computed_tokens, microbatches
 from jaxrl.data.packing import row_slices
+from jaxrl.models.lora import trained, with_token_keys, with_trained
 from jaxrl.objective import (
     Metrics,
     TokenWeights,
@@ -18,9 +19,8 @@ from jaxrl.objective import (
     minibatch_weights,
 )
 from jaxrl.registry import PolicyLossRegistry
+from jaxrl.scorer import Scorer
 from jaxrl.types import ModelRows, TrainBatch, TrainState
-
-Forward = Callable[..., tuple[Array, Array]]  # (params, rows) -> log_probs, entropy [B, T]
 
 Apply = Callable[..., tuple[TrainState, Metrics]]  # (state, gradients) -> state, metrics
 
@@ -29,47 +29,48 @@ class Updater:
     """The jitted pieces of an update, compiled once per shape.
 
     Args:
-        forward: `(params, ModelRows) -> (log_probs, entropy)`.
+        scorer: the policy's forward pass and its devices. Where params have adapters
+            (`lora.attach`) only these get a gradient.
         apply: `(state, gradients) -> (state, metrics)`.
         algorithm: the AlgorithmConfig.
         shardings: the TrainState's; gradients are placed like the parameters.
         microbatching: how minibatches are cut.
         block_rows: rows that token_mean_legacy takes its means over.
-        place: puts a tree of row arrays on the devices.
     """
 
     def __init__(
         self,
-        forward: Forward,
+        scorer: Scorer,
         apply: Apply,
         *,
         algorithm: Any,
         shardings: TrainState,
         microbatching: Microbatching,
         block_rows: int,
-        place: Callable[[Any], Any],
     ) -> None:
-        self.algorithm, self.microbatching, self.place = algorithm, microbatching, place
-        self.block_rows = block_rows
+        self.algorithm, self.microbatching, self.block_rows = algorithm, microbatching, block_rows
+        self.scorer, self.place, forward = scorer, scorer.place, scorer.forward
         self.policy_loss = make_policy_loss(algorithm)
         objective = make_objective(algorithm, self.policy_loss)
 
         def accumulate(grads: Any, params: Any, rows: ModelRows, *of_loss: Any) -> Any:
-            def loss_fn(params: Any) -> tuple[Array, Metrics]:
-                return objective(*forward(params, rows), *of_loss)  # batch, weights, key
+            def loss_fn(new: Any) -> tuple[Array, Metrics]:
+                outputs = forward(with_trained(params, new), rows)
+                return objective(*outputs, *of_loss)  # batch, weights, key
 
-            new, metrics = jax.grad(loss_fn, has_aux=True)(params)
+            new, metrics = jax.grad(loss_fn, has_aux=True)(trained(params))
             return jax.tree.map(jnp.add, grads, new), metrics
 
         def pull_back(grads: Any, params: Any, rows: ModelRows, cotangents: Any) -> Any:
-            outputs, vjp = jax.vjp(lambda p: forward(p, rows), params)
+            outputs, vjp = jax.vjp(
+                lambda p: forward(with_trained(params, p), rows), trained(params)
+            )
             del outputs
             return jax.tree.map(jnp.add, grads, vjp(cotangents)[0])
 
         like_params = shardings.params
-        self.forward = jax.jit(forward, static_argnames="with_entropy")
         self.zeros = jax.jit(
-            lambda params: jax.tree.map(jnp.zeros_like, params), out_shardings=like_params
+            lambda params: jax.tree.map(jnp.zeros_like, trained(params)), out_shardings=like_params
         )
         self.accumulate = jax.jit(accumulate, donate_argnums=0, out_shardings=(like_params, None))
         self.pull_back = jax.jit(pull_back, donate_argnums=0, out_shardings=like_params)
@@ -84,18 +85,25 @@ class Updater:
         )
 
     def update(
-        self, state: TrainState, minibatch: TrainBatch, weights: TokenWeights, key: Array
+        self,
+        state: TrainState,
+        minibatch: TrainBatch,
+        weights: TokenWeights,
+        key: Array,
+        params: Any = None,
     ) -> tuple[TrainState, list[Metrics], Metrics]:
         """One optimizer update on a minibatch of host arrays; `state` is donated.
 
         Args:
             weights: `self.weights` of the minibatch.
-            key: for losses that draw.
+            key: for losses that draw, and for dropout.
+            params: of the policy, where they are more than `state.params`: adapters on their base.
 
         Returns:
             The new state, the metrics of each microbatch (see `merge_metrics`), those of `apply`.
         """
-        grads, metrics = self.gradients(state.params, minibatch, weights, key)
+        params = state.params if params is None else params
+        grads, metrics = self.gradients(params, minibatch, weights, key)
         state, applied = self.apply(state, grads)
         return state, metrics, applied
 
@@ -113,20 +121,25 @@ class Updater:
             # as if it were one microbatch: a scalar loss may count what is masked
             one = Microbatching(rows=len(lengths), total=len(lengths))
             _, _, (minibatch, weights) = next(microbatches((minibatch, weights), minibatch, one))
-            outputs = self.forward_rows(params, minibatch, self.microbatching, with_entropy=True)
+            outputs = self._whole_outputs(params, minibatch, key)
             cotangents, metrics = self.cotangents(*outputs, minibatch, weights, key)
-            return self.pulled_back(grads, params, minibatch, jax.device_get(cotangents)), [metrics]
+            cotangents = jax.device_get(cotangents)
+            return self.pulled_back(grads, params, minibatch, cotangents, key), [metrics]
         parts = microbatches((minibatch, weights), minibatch, self.microbatching)
-        for _, rows, of_loss in parts:
-            given = self.place((rows, *of_loss))
-            grads, part = self.accumulate(grads, params, *given, key)
+        for _, rows, (batch, weight) in parts:
+            given = with_token_keys(params, rows, batch.row_ids, key), batch, weight
+            grads, part = self.accumulate(grads, params, *self.place(given), key)
             metrics.append(part)
         return grads, metrics
 
-    def pulled_back(self, grads: Any, params: Any, batch: TrainBatch, cotangents: Any) -> Any:
+    def pulled_back(
+        self, grads: Any, params: Any, batch: TrainBatch, cotangents: Any, key: Array
+    ) -> Any:
         """`grads` plus the gradient from the cotangents of log-probs and entropy, [B, T] each."""
-        for _, rows, cotangent in microbatches(cotangents, batch, self.microbatching):
-            grads = self.pull_back(grads, params, *self.place((rows, cotangent)))
+        tree = batch.row_ids, cotangents
+        for _, rows, (row_ids, cotangent) in microbatches(tree, batch, self.microbatching):
+            given = with_token_keys(params, rows, row_ids, key), cotangent
+            grads = self.pull_back(grads, params, *self.place(given))
         return grads
 
     def warm_up(self, params: Any, minibatch: TrainBatch) -> None:
@@ -147,28 +160,15 @@ class Updater:
             if not whole:
                 self.gradients(params, part, weight, key)
                 continue
-            outputs = self.forward_rows(params, part, self.microbatching, with_entropy=True)
-            self.pulled_back(self.zeros(params), params, part, outputs)
+            outputs = self._whole_outputs(params, part, key)
+            self.pulled_back(self.zeros(params), params, part, outputs, key)
 
-    def forward_rows(
-        self,
-        params: Any,
-        batch: TrainBatch,
-        microbatching: Microbatching,
-        *,
-        with_entropy: bool = False,
+    def _whole_outputs(
+        self, params: Any, batch: TrainBatch, key: Array
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Log-probs and entropy [B, T] of a whole batch, in microbatches, on the host."""
-        pending = [
-            (chosen, self.forward(params, self.place(rows), with_entropy=with_entropy))
-            for chosen, rows, _ in microbatches((), batch, microbatching)
-        ]
-        log_probs = np.zeros(batch.tokens.shape, np.float32)
-        entropy = np.zeros_like(log_probs)
-        for chosen, parts in jax.device_get(pending):
-            for output, part in zip((log_probs, entropy), parts, strict=True):
-                output[chosen, : part.shape[1]] = part[: len(chosen)]
-        return log_probs, entropy
+        """Log-probs and entropy of the pass that is pulled back through: in the same cuts."""
+        cut = self.microbatching
+        return self.scorer(params, batch, microbatching=cut, with_entropy=True, key=key)
 
     def packing_efficiency(self, minibatches: Sequence[TrainBatch]) -> float:
         """Tokens of the trajectories / tokens that the model runs on, in one pass over them."""

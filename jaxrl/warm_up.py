@@ -50,10 +50,11 @@ def warm_up_update(trainer: "Trainer", width: int) -> None:
     """Log-probs, advantages and gradients of rows with `width` tokens."""
     settings, updater = trainer.config.trainer, trainer.updater
     length = min(width, settings.packed_length or width)
-    for rows in trainer.forward_microbatching.batch_sizes(length):
+    cuts = {trainer.scorer.microbatching, trainer.ref_scorer.microbatching}
+    for rows in sorted({size for cut in cuts for size in cut.batch_sizes(length)}):
         batch = trainer.add_log_probs(empty_batch(rows, width, length))
     batch = trainer.add_advantages(_rows(batch, settings.train_batch_size * trainer.samples))
-    updater.warm_up(trainer.state.params, _rows(batch, trainer.minibatch_rows))
+    updater.warm_up(trainer.params, _rows(batch, trainer.minibatch_rows))
 
 
 def engine_batches(trainer: "Trainer") -> Iterator[list[Request]]:

@@ -23,6 +23,7 @@ from jaxrl.objective import merge_metrics, minibatch_weights
 from jaxrl.optim import init_state, make_apply, make_optimizer, make_schedule
 from jaxrl.parallel import ShardingRules, batch_sharding, make_mesh, replicated
 from jaxrl.registry import PolicyLossRegistry
+from jaxrl.scorer import Scorer
 from jaxrl.update import Updater
 from tests import test_update
 from tests.test_update import ROWS, WIDTH, algorithm_with, make_batch
@@ -76,14 +77,15 @@ def make_updater(algorithm, rows, devices, **packing):
     )
     shardings = jax.tree.map(lambda x: x.sharding, params)
     state = init_state(optimizer, jax.tree.map(jnp.copy, params), shardings, replicated(mesh))
+    cut = Microbatching(rows, ROWS, groups=devices, **packing)
+    spread = batch_sharding(mesh, ShardingRules())
     updater = Updater(
-        forward,
+        Scorer(forward, lambda x: jax.device_put(x, spread), cut),
         make_apply(optimizer, schedule),
         algorithm=algorithm,
         shardings=jax.tree.map(lambda x: x.sharding, state),
-        microbatching=Microbatching(rows, ROWS, groups=devices, **packing),
+        microbatching=cut,
         block_rows=rows // devices,
-        place=lambda x: jax.device_put(x, batch_sharding(mesh, ShardingRules())),
     )
     return updater, params
 

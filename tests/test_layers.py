@@ -34,6 +34,7 @@ LAYER_OF = {
     "compilation": "L3",
     "metrics": "L3",
     "files": "L0",
+    "policy": "L4",
     "assemble": "L4",
     "evaluate": "L4",
     "trainer": "L4",

@@ -14,17 +14,24 @@ from jaxrl.data.microbatches import Microbatching
 from jaxrl.data.packing import row_slices
 from jaxrl.forward import log_probs_and_entropy
 from jaxrl.losses.reduction import REDUCTIONS
-from jaxrl.models.transformer import TransformerConfig, init_params, logical_axes
+from jaxrl.models.lora import attach
+from jaxrl.models.transformer import (
+    TransformerConfig,
+    abstract_params,
+    init_params,
+    logical_axes,
+)
 from jaxrl.objective import merge_metrics, minibatch_weights
 from jaxrl.optim import abstract_state, init_state, make_apply, make_optimizer, make_schedule
 from jaxrl.parallel import (
-    ShardingRules,
+    Placement,
     batch_sharding,
     make_mesh,
     param_shardings,
     replicated,
 )
 from jaxrl.registry import PolicyLossRegistry
+from jaxrl.scorer import Scorer
 from jaxrl.types import TrainBatch
 from jaxrl.update import Updater
 
@@ -78,31 +85,45 @@ def make_batch(width=WIDTH, lengths=LENGTHS):
 
 
 @functools.cache
-def make_updater(algorithm, *, microbatch_rows, devices=1, fsdp=-1, **packing):
+def make_updater(algorithm, *, microbatch_rows, devices=1, sizes=(), lora=None, **packing):
     """An updater, parameters, and a function that makes a fresh state of them.
 
     Cached, because an updater holds its compiled functions.
     """
-    mesh = make_mesh(fsdp=fsdp, devices=jax.devices()[:devices])
+    placement = Placement(make_mesh(devices=jax.devices()[:devices], **dict(sizes)))
+    mesh, groups = placement.mesh, placement.size(("data", "fsdp"))
+    trained = lora or MODEL
+    shardings = param_shardings(
+        mesh, logical_axes(trained), abstract_params(trained), placement.rules
+    )
     params = init_params(MODEL, 0)
-    shardings = param_shardings(mesh, logical_axes(MODEL), params, ShardingRules())
-    params = jax.device_put(params, shardings)
+    base = param_shardings(mesh, logical_axes(MODEL), params, placement.rules)
+    params = jax.device_put(params, base)
+    if lora is not None:
+        params = attach(lora, params, jax.device_put(random_adapters(lora), shardings))
     schedule = make_schedule("constant", lr=1e-2, num_warmup_steps=0, total_steps=10)
     optimizer = make_optimizer(
         schedule, adam_betas=(0.9, 0.99), weight_decay=0.0, max_grad_norm=1.0
     )
+    forward = functools.partial(
+        log_probs_and_entropy,
+        MODEL,
+        temperature=0.9,
+        dtype=jnp.float32,
+        remat=True,
+        placement=placement if devices > 1 else None,
+    )
+    cut = Microbatching(microbatch_rows, ROWS, groups=groups, **packing)
+    rows = batch_sharding(mesh, placement.rules)
     updater = Updater(
-        functools.partial(
-            log_probs_and_entropy, MODEL, temperature=0.9, dtype=jnp.float32, remat=True
-        ),
+        Scorer(forward, lambda x: jax.device_put(x, rows), cut),
         make_apply(optimizer, schedule),
         algorithm=algorithm,
         shardings=jax.tree.map(
-            lambda x: x.sharding, abstract_state(optimizer, MODEL, shardings, replicated(mesh))
+            lambda x: x.sharding, abstract_state(optimizer, trained, shardings, replicated(mesh))
         ),
-        microbatching=Microbatching(microbatch_rows, ROWS, groups=devices, **packing),
-        block_rows=microbatch_rows // devices,
-        place=lambda x: jax.device_put(x, batch_sharding(mesh, ShardingRules())),
+        microbatching=cut,
+        block_rows=microbatch_rows // groups,
     )
 
     def state():
@@ -110,6 +131,14 @@ def make_updater(algorithm, *, microbatch_rows, devices=1, fsdp=-1, **packing):
         return init_state(optimizer, donated, shardings, replicated(mesh))
 
     return updater, params, state
+
+
+def random_adapters(lora):
+    """Adapters whose B is not 0."""
+    keys = iter(jax.random.split(jax.random.key(3), 100))
+    return jax.tree.map(
+        lambda x: 0.2 * jax.random.normal(next(keys), x.shape), abstract_params(lora)
+    )
 
 
 def update(updater, state, batch):
@@ -158,8 +187,7 @@ def test_gradient_does_not_depend_on_microbatches():
 PACKINGS = [
     # 16, 16, 14, 12, 10 + 6, 9 + 7 tokens, in rows of 16 of which 8 devices take one each
     {"microbatch_rows": 8, "devices": 8},
-    # 16 + 16, 14 + 12, 10 + 9, 7 + 6: two microbatches of two rows of 32, then four of one
-    {"microbatch_rows": 2, "packed_length": 32},
+    # 16 + 16, 14 + 12, 10 + 9, 7 + 6 tokens, four microbatches of one row of 32
     {"microbatch_rows": 1, "packed_length": 32},
 ]
 
@@ -178,9 +206,9 @@ def test_gradient_does_not_depend_on_packing(loss):
 def test_packed_log_probs_are_those_of_padded_rows():
     batch, cut = make_batch(), Microbatching(rows=3, total=ROWS)
     updater, params, _ = make_updater(algorithm_with(), microbatch_rows=4)
-    padded = updater.forward_rows(params, batch, cut, with_entropy=True)
+    padded = updater.scorer(params, batch, microbatching=cut, with_entropy=True)
     cut = dataclasses.replace(cut, packed=True, packed_length=40)
-    packed = updater.forward_rows(params, batch, cut, with_entropy=True)
+    packed = updater.scorer(params, batch, microbatching=cut, with_entropy=True)
     np.testing.assert_allclose(packed, padded, rtol=0, atol=1e-5)
     assert not packed[0][5].any()  # nothing is wanted of row 5
     assert packed[0][3, 7] and packed[0][3, 10]
@@ -198,7 +226,7 @@ def test_gradient_does_not_depend_on_padding(reduction):
 def test_gradient_does_not_depend_on_the_mesh(devices, fsdp):
     algorithm, batch = algorithm_with(), make_batch()
     whole = gradient(algorithm, batch, microbatch_rows=ROWS)
-    cut = gradient(algorithm, batch, microbatch_rows=8, devices=devices, fsdp=fsdp)
+    cut = gradient(algorithm, batch, microbatch_rows=8, devices=devices, sizes=(("fsdp", fsdp),))
     assert_same(cut, whole)
 
 
@@ -231,7 +259,7 @@ def scalar_loss(log_probs, old_log_probs, advantages, config, loss_mask=None):
 def test_without_old_log_probs_they_are_those_of_the_update_itself(microbatch_rows):
     algorithm, batch = algorithm_with(), make_batch()
     updater, params, _ = make_updater(algorithm, microbatch_rows=microbatch_rows)
-    old, _ = updater.forward_rows(params, batch, Microbatching(rows=3, total=ROWS))
+    old, _ = updater.scorer(params, batch, microbatching=Microbatching(rows=3, total=ROWS))
     told = gradient(algorithm, batch.replace(old_log_probs=old), microbatch_rows=microbatch_rows)
     grad, metrics = gradient(
         algorithm, batch.replace(old_log_probs=None), microbatch_rows=microbatch_rows

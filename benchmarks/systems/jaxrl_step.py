@@ -108,9 +108,8 @@ class Steps:
         self.trainer.batches_drawn = 0
         self.trainer.load_reference()
         self.trainer.sync_weights(0)
-        updater = self.trainer.updater
-        updater.forward_rows = self.clock.timed(  # returns host arrays
-            updater.forward_rows, self._whose_log_probs, ready=lambda _: None
+        self.trainer.scorer = self.trainer.ref_scorer = self.clock.timed(  # returns host arrays
+            self.trainer.scorer, self._whose_log_probs, ready=lambda _: None
         )
 
     def _whose_log_probs(self, params: Any, *_: Any, **__: Any) -> str:

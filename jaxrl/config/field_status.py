@@ -77,11 +77,19 @@ _MODELS = (
     ),
     _planned("trainer.critic.model", "path", "a critic"),
     _planned("trainer.critic.model", "random_init", _NEW, only_with=_CRITIC, skyrl_only=False),
-    _planned("trainer.*.model.lora", "rank", "low-rank adapters"),
-    _planned(
-        "trainer.*.model.lora",
-        "alpha dropout target_modules exclude_modules init_method",
-        only_with="lora.rank > 0",
+    _implemented("trainer.policy.model.lora", "rank alpha dropout init_method"),
+    _implemented("trainer.policy.model.lora", "target_modules exclude_modules", "also a list"),
+    *(
+        row
+        for role in ("trainer.ref", "trainer.critic")
+        for row in (
+            _planned(f"{role}.model.lora", "rank", "adapters of other models than the policy"),
+            _planned(
+                f"{role}.model.lora",
+                "alpha dropout target_modules exclude_modules init_method",
+                only_with="lora.rank > 0",
+            ),
+        )
     ),
     _inert("trainer.*.model.lora", "lora_sync_path", "weights are not synced by file"),
     _implemented(

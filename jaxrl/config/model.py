@@ -7,22 +7,24 @@ from jaxrl.config.dataclass_config import BaseConfig
 
 @dataclass
 class SkyRLLoraConfig(BaseConfig):
-    """Low-rank adapters."""
+    """Low-rank adapters: y = x W + (alpha / rank) dropout(x) A B; only A and B are trained."""
 
     rank: int = 0
     """Rank of the adapters; 0 trains all weights."""
     alpha: int = 16
     """Adapter scale: the update is multiplied by alpha / rank."""
     dropout: float = 0.0
-    """Dropout probability on the adapter input."""
+    """Dropout probability on the adapter input, in the passes that are differentiated."""
     lora_sync_path: str = "/tmp/skyrl_lora_sync"
     """Folder through which adapters reach the inference engine."""
-    target_modules: str = "all-linear"
-    """Which linear layers get an adapter."""
-    exclude_modules: str | None = None
-    """Which of the target modules get none."""
+    target_modules: str | list[str] = "all-linear"
+    """Matrices with an adapter, one pattern or several: the end of a Hugging Face module name
+    ("q_proj"), a regular expression for a whole one, or "all-linear", all but embed_tokens and
+    lm_head."""
+    exclude_modules: str | list[str] | None = None
+    """Which of the target modules get none, as the same patterns."""
     init_method: str = "kaiming"
-    """Initialisation of the A matrices."""
+    """"kaiming": A uniform in +-1 / sqrt(inputs); "gaussian": A normal, deviation 1 / rank; B 0."""
 
 
 @dataclass

@@ -14,6 +14,7 @@ from jaxrl.config.objective_checks import check_objective, warn_of_objective
 from jaxrl.config.train_config import TrainConfig, resolve
 from jaxrl.losses.kl import KL_ESTIMATORS
 from jaxrl.losses.reduction import REDUCTIONS
+from jaxrl.models.lora import INIT_METHODS
 
 STRATEGIES = ("jax", "fsdp", "fsdp2", "megatron")
 LOGGERS = ("console", "tensorboard")
@@ -27,6 +28,7 @@ _CHOICES = {
         "linear",
         "cosine",
     ),
+    "trainer.policy.model.lora.init_method": INIT_METHODS,
     "trainer.algorithm.kl_estimator_type": KL_ESTIMATORS,
     "trainer.algorithm.loss_reduction": REDUCTIONS,
     "trainer.algorithm.kl_ctrl.type": ("fixed", "adaptive"),
@@ -48,8 +50,10 @@ _CHOICES = {
 _LATER = {  # SkyRL's values of implemented fields, so that the message can say that they will come
     "generator.inference_engine.backend": ("vllm", "sglang"),
     "trainer.logger": ("wandb", "mlflow", "swanlab"),
+    "trainer.policy.model.lora.init_method": ("xavier", "normal", "zero"),  # Megatron's
 }
 _POSITIVE = """
+    trainer.policy.model.lora.alpha
     trainer.train_batch_size trainer.policy_mini_batch_size trainer.epochs
     trainer.update_epochs_per_batch trainer.micro_train_batch_size_per_gpu
     trainer.micro_forward_batch_size_per_gpu trainer.eval_batch_size trainer.max_prompt_length
@@ -63,10 +67,10 @@ _INTERVALS = """
     trainer.print_example_interval trainer.max_ckpts_to_keep trainer.max_tokens_per_microbatch
 """
 _NOT_NEGATIVE = """
-    trainer.policy.optimizer_config.lr trainer.policy.optimizer_config.weight_decay
-    trainer.policy.optimizer_config.num_warmup_steps trainer.algorithm.kl_loss_coef
-    trainer.algorithm.entropy_loss_coef trainer.algorithm.eps_clip_low
-    trainer.algorithm.eps_clip_high
+    trainer.policy.model.lora.rank trainer.policy.optimizer_config.lr
+    trainer.policy.optimizer_config.weight_decay trainer.policy.optimizer_config.num_warmup_steps
+    trainer.algorithm.kl_loss_coef trainer.algorithm.entropy_loss_coef
+    trainer.algorithm.eps_clip_low trainer.algorithm.eps_clip_high
 """
 
 
@@ -159,6 +163,9 @@ def _check_ranges(values: dict[str, Any]) -> None:
             norm,
             "must be positive; a large number such as 1e9 turns clipping off",
         )
+    dropout = values["trainer.policy.model.lora.dropout"]
+    if not 0 <= dropout < 1:
+        fail("trainer.policy.model.lora.dropout", dropout, "must be in [0, 1); 0.0 is off")
     betas = values["trainer.policy.optimizer_config.adam_betas"]
     if len(betas) != 2 or not all(0 <= b < 1 for b in betas):
         fail(

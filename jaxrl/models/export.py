@@ -4,10 +4,12 @@ Weights go from the devices to the files leaf by leaf: the host holds one leaf (
 matrix) and the tensors of the file that is being filled.
 """
 
+import contextlib
 import json
 import math
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,25 +65,42 @@ def save_pretrained(
         for _ in params_to_hf(config, params):  # takes part in gathering them
             pass
         return
+    ids = {f"{kind}_token_id": _token_id(tokenizer, kind) for kind in ("bos", "eos", "pad")}
+    with whole_folder(target, overwrite=overwrite) as new:
+        write_json(new / "config.json", hf_config | ids)
+        known = {k: v for k, v in ids.items() if v is not None}
+        write_json(new / "generation_config.json", known | (generation_config or {}))
+        _write_weights(new, config, params, max_shard_bytes)
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, new)
+
+
+@contextlib.contextmanager
+def whole_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
+    """An empty folder to write into, which becomes `target` once everything is in it.
+
+    Raises:
+        FileExistsError: `target` exists and `overwrite` is False.
+    """
     if target.exists() and not overwrite:
         raise FileExistsError(
             f"{target} exists; pass overwrite=True to replace it, or another name"
         )
-    ids = {f"{kind}_token_id": _token_id(tokenizer, kind) for kind in ("bos", "eos", "pad")}
     target.parent.mkdir(parents=True, exist_ok=True)
     # Same file system as the target, so that the renames are atomic.
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
         new = Path(scratch, "new")
         new.mkdir()
-        _write_json(new / "config.json", hf_config | ids)
-        known = {k: v for k, v in ids.items() if v is not None}
-        _write_json(new / "generation_config.json", known | (generation_config or {}))
-        _write_weights(new, config, params, max_shard_bytes)
-        if tokenizer is not None:
-            save_tokenizer(tokenizer, new)
+        yield new
         if target.exists():
             os.replace(target, Path(scratch, "old"))
         os.replace(new, target)
+
+
+def write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """A safetensors file that everyone may read (safetensors itself lets only the owner)."""
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)
 
 
 def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: str | os.PathLike[str]) -> None:
@@ -93,10 +112,11 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: str | os.PathLi
     # read this one.
     if settings.get("tokenizer_class") == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-    _write_json(path, settings)
+    write_json(path, settings)
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Readable, in the order of the keys."""
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -109,12 +129,11 @@ def _write_weights(
     for file, names in shards.items():
         # names come first: zip takes no tensor that belongs to the next file
         held = {name: x.astype(np.float32) for name, (_, x) in zip(names, tensors, strict=False)}
-        save_file(held, folder / file, metadata={"format": "pt"})
-        (folder / file).chmod(0o644)  # safetensors lets only the owner read it
+        write_tensors(folder / file, held)
     if len(shards) > 1:
         index = {name: file for file, names in shards.items() for name in names}
         total = {"total_size": sum(sizes.values())}
-        _write_json(folder / INDEX_FILE, {"metadata": total, "weight_map": index})
+        write_json(folder / INDEX_FILE, {"metadata": total, "weight_map": index})
 
 
 def _plan(sizes: dict[str, int], limit: int) -> dict[str, list[str]]:

@@ -126,7 +126,7 @@ def read_part(
 
 def hf_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of the Hugging Face checkpoint."""
-    weights, treedef = jax.tree.flatten(weight_map(config), is_leaf=_is_weight)
+    weights, treedef = jax.tree.flatten(weight_map(config), is_leaf=is_weight)
     specs = treedef.flatten_up_to(param_specs(config))
     return {
         name: hf_shape(weight, layer_shape(weight, spec))
@@ -137,7 +137,7 @@ def hf_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
 
 def params_to_hf(config: TransformerConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
     """Every tensor under its Hugging Face name, in the dtype of the parameters, leaf by leaf."""
-    weights, treedef = jax.tree.flatten(weight_map(config), is_leaf=_is_weight)
+    weights, treedef = jax.tree.flatten(weight_map(config), is_leaf=is_weight)
     for weight, leaf in zip(weights, treedef.flatten_up_to(params), strict=True):
         host = on_host(leaf)
         names = layer_names(weight, config.num_layers)
@@ -153,5 +153,6 @@ def on_host(leaf: jax.Array | np.ndarray) -> np.ndarray:
     return np.asarray(leaf)
 
 
-def _is_weight(x: object) -> bool:
+def is_weight(x: object) -> bool:
+    """Whether `x` is a leaf of `weight_map` (an `HFWeight` is a tuple, hence itself a pytree)."""
     return isinstance(x, HFWeight)

@@ -10,22 +10,27 @@ from jaxrl.parallel.rules import Placement
 
 
 def look_up(
-    table: jax.Array, tokens: jax.Array, placement: Placement | None, dtype: jnp.dtype
+    table: jax.Array,
+    names: tuple[str, str],
+    tokens: jax.Array,
+    placement: Placement | None,
+    dtype: jnp.dtype,
 ) -> jax.Array:
     """Rows of a table [V, D] for tokens [B, T] -> [B, T, D] in `dtype`.
 
-    A table of logical axes (vocab, embed) is never whole on a device, nor is its gradient, which is
+    The table, of logical axes `names`, is never whole on a device, nor is its gradient, which is
     summed in the table's dtype: a device looks its columns up for the tokens of all devices that
     share the table, then they exchange rows for columns. B T D numbers travel instead of V D.
     """
     if placement is None:
         return table[tokens].astype(dtype)
-    (vocab_axis, embed_axis), batch = placement.spec(table.shape, ("vocab", "embed")), placement
+    vocab_axis, embed_axis = placement.spec(table.shape, names)
+    rows = PartitionSpec(placement.rules.batch)
     return jax.shard_map(
         functools.partial(_look_up, vocab_axis=vocab_axis, embed_axis=embed_axis, dtype=dtype),
         mesh=placement.mesh,
-        in_specs=(PartitionSpec(vocab_axis, embed_axis), PartitionSpec(batch.rules.batch)),
-        out_specs=PartitionSpec(batch.rules.batch),
+        in_specs=(PartitionSpec(vocab_axis, embed_axis), rows),
+        out_specs=rows,
         check_vma=False,
     )(table, tokens)
 

@@ -16,6 +16,7 @@ from flax import struct
 from jax.sharding import Mesh
 
 from jaxrl.data.packing import length_bucket, round_up
+from jaxrl.models.linear import merge
 from jaxrl.models.transformer import (
     Params,
     TransformerConfig,
@@ -62,11 +63,13 @@ class DecodeState(struct.PyTreeNode):
 
 
 def decode_params(config: TransformerConfig, params: Params, dtype: jnp.dtype) -> Params:
-    """The decode layout: cast, layers as a tuple and fused, the head as [D, V].
+    """The decode layout: adapters merged, cast, layers as a tuple and fused, the head as [D, V].
 
     An unrolled loop over layers updates each cache in place, where a scan would restack them.
     """
-    cast = jax.tree.map(lambda x: x.astype(dtype), params) | {"final_norm": params["final_norm"]}
+    cast = jax.tree.map(lambda x: x.astype(dtype), merge(params)) | {
+        "final_norm": params["final_norm"]
+    }
     layers = [
         fuse_projections(jax.tree.map(lambda x, i=i: x[i], cast["layers"]))
         for i in range(config.num_layers)

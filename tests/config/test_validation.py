@@ -43,7 +43,6 @@ def test_nan_is_refused_wherever_it_stands():
 
 
 PLANNED = [
-    ("trainer.policy.model.lora.rank", 8, 0),
     ("trainer.ref.model.lora.rank", 8, 0),
     ("trainer.critic.model.path", "m", None),
     ("trainer.policy.optimizer_config.offload_after_step", True, False),

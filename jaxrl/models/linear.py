@@ -1,0 +1,126 @@
+"""Products with a weight matrix, alone or with a low-rank adapter (LoRA) beside it.
+
+Hu et al., 2021, https://arxiv.org/abs/2106.09685.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxrl.parallel import embedding
+from jaxrl.parallel.rules import Placement, gather
+from jaxrl.types import Array
+
+
+class LoraWeight(struct.PyTreeNode):
+    """A frozen matrix and its adapter; stands in the parameters where the matrix stood.
+
+        y = x w + scale * (dropout(x) a) b
+
+    A stacked matrix has a leading L in every array; the scale is 0 in layers without an adapter.
+
+    Example: w [L, D, H, h], a [L, D, r], b [L, r, H, h], scale [L].
+    """
+
+    w: jax.Array  # [in..., out...]
+    a: jax.Array  # [in..., r]
+    b: jax.Array  # [r, out...]
+    scale: Array  # [], alpha / r
+    keys: Array | None = None  # [B, T] PRNG keys; None = no dropout
+    dropout: float = struct.field(pytree_node=False, default=0.0)
+
+    def astype(self, dtype: jnp.dtype) -> "LoraWeight":
+        """All arrays in the compute dtype."""
+        return self.each_part(lambda x, _: x.astype(dtype), (None,) * self.w.ndim)
+
+    def each_part(
+        self,
+        change: Callable[[jax.Array, tuple[str | None, ...]], jax.Array],
+        names: tuple[str | None, ...],
+    ) -> "LoraWeight":
+        """`change(array, logical axes)` of w, a and b; `names` are the axes of w."""
+        stack, inputs = self.scale.ndim, self.a.ndim - 1
+        return self.replace(
+            w=change(self.w, names),
+            a=change(self.a, (*names[:inputs], "lora_rank")),
+            b=change(self.b, (*names[:stack], "lora_rank", *names[inputs:])),
+        )
+
+
+Weight = jax.Array | LoraWeight
+
+
+def is_adapted(x: object) -> bool:
+    """Whether `x` is a matrix with an adapter (which is itself a pytree)."""
+    return isinstance(x, LoraWeight)
+
+
+def project(x: jax.Array, w: Weight, contract: int = 1) -> jax.Array:
+    """x [B, T, in...] times w [in..., out...] -> [B, T, out...], contracting `contract` dims.
+
+    As one matrix product: on the CPU the backward of the einsum with two batch dims takes twice as
+    long (12.4 against 6.7 ms for [256, 16, 64] x [64, 256] on two cores). An adapter is applied to
+    x rather than added to w: that costs 2 r (in + out) operations a token instead of a matrix and
+    its gradient in every microbatch.
+    """
+    if isinstance(w, LoraWeight):
+        low_rank = project(drop_out(x, w.keys, w.dropout), w.a, contract)
+        return project(x, w.w, contract) + project(low_rank * w.scale.astype(x.dtype), w.b)
+    inner = math.prod(w.shape[:contract])
+    out = x.reshape(-1, inner) @ w.reshape(inner, -1)
+    return out.reshape(*x.shape[:2], *w.shape[contract:])
+
+
+def look_up(
+    table: Weight, tokens: jax.Array, dtype: jnp.dtype, placement: Placement | None
+) -> jax.Array:
+    """Rows [B, T, D] of a table [V, D]; PEFT applies no dropout here."""
+    if isinstance(table, LoraWeight):
+        a = embedding.look_up(table.a, ("vocab", "lora_rank"), tokens, placement, dtype)
+        b = gather(table.b, ("lora_rank", "embed"), placement, dtype)
+        return look_up(table.w, tokens, dtype, placement) + project(
+            a * table.scale.astype(dtype), b
+        )
+    return embedding.look_up(table, ("vocab", "embed"), tokens, placement, dtype)
+
+
+def gather_weight(
+    w: Weight, names: tuple[str | None, ...], placement: Placement | None, dtype: jnp.dtype
+) -> Weight:
+    """A weight of logical axes `names` as a layer needs it, see `parallel.rules.gather`."""
+    if isinstance(w, LoraWeight):
+        return w.each_part(lambda x, axes: gather(x, axes, placement, dtype), names)
+    return gather(w, names, placement, dtype)
+
+
+def drop_out(x: jax.Array, keys: jax.Array | None, rate: float) -> jax.Array:
+    """x [B, T, ...] with each element 0 with probability `rate`, else divided by 1 - rate.
+
+    Args:
+        keys: [B, T] PRNG keys, one for each token; None returns x itself.
+    """
+    if keys is None:
+        return x
+    keep = jax.vmap(jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[2:])))(keys)
+    return jnp.where(keep, x / (1 - rate), 0)
+
+
+def merge(params: Any) -> Any:
+    """The parameters with every adapter added to its matrix, w + scale a b.
+
+    For a sampler, which multiplies by a matrix many times before it changes.
+    """
+    return jax.tree.map(
+        lambda w: _merged(w) if isinstance(w, LoraWeight) else w, params, is_leaf=is_adapted
+    )
+
+
+def _merged(weight: LoraWeight) -> jax.Array:
+    stack, rank = weight.scale.shape, weight.b.shape[weight.scale.ndim]
+    a, b = weight.a.reshape(*stack, -1, rank), weight.b.reshape(*stack, rank, -1)
+    product = jnp.matmul(a, b, precision="highest") * weight.scale[..., None, None]
+    return weight.w + product.reshape(weight.w.shape)

@@ -1,0 +1,169 @@
+"""Adapters as folders of the PEFT library: adapter_config.json, adapter_model.safetensors.
+
+https://huggingface.co/docs/peft/developer_guides/checkpoint. A matrix "model.layers.0.mlp.up_proj"
+has lora_A.weight [r, in] and lora_B.weight [out, r]; an embedding lora_embedding_A [r, V] and
+lora_embedding_B [D, r]. Float32.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+from safetensors.numpy import load_file
+
+from jaxrl.models.export import save_tokenizer, whole_folder, write_json, write_tensors
+from jaxrl.models.hf import read_json
+from jaxrl.models.lora import LoraConfig, adapter_specs, matrices, select_modules
+from jaxrl.models.transformer import Params, TransformerConfig, abstract_params
+from jaxrl.models.weights import HFWeight, from_hf, hf_shape, on_host, to_hf
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CONFIG_FILE = "adapter_config.json"
+TENSOR_FILE = "adapter_model.safetensors"
+
+
+class Tensor(NamedTuple):
+    """One tensor of a PEFT file and the part of our adapters that it is."""
+
+    name: str
+    leaf: str
+    part: str  # "a" or "b"
+    index: Any  # the layer, or ... of a leaf that is not stacked
+    layout: HFWeight
+    shape: tuple[int, ...]  # ours
+
+
+def save_adapter(
+    folder: str | os.PathLike[str],
+    lora: LoraConfig,
+    adapters: Params,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    *,
+    base: str,
+    overwrite: bool = False,
+) -> None:
+    """Write a folder that `peft.PeftModel.from_pretrained(base_model, folder)` loads.
+
+    The folder appears under its name only once it is complete.
+
+    Args:
+        adapters: device or host arrays. Where they span hosts every process must call this; the
+            first one writes.
+        base: folder or hub id of the base model, for those who load the adapters.
+        overwrite: replace `folder`, with everything in it.
+
+    Raises:
+        FileExistsError: `folder` exists and `overwrite` is False.
+    """
+    host = jax.tree.map(on_host, adapters)
+    found = {t.name: to_hf(t.layout, host[t.leaf][t.part][t.index]) for t in _tensors(lora)}
+    if jax.process_index() != 0:
+        return
+    with whole_folder(Path(folder), overwrite=overwrite) as new:
+        write_json(new / CONFIG_FILE, peft_config(lora, base))
+        write_tensors(new / TENSOR_FILE, found)
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, new)
+
+
+def load_adapter(
+    folder: str | os.PathLike[str], model: TransformerConfig
+) -> tuple[LoraConfig, Params]:
+    """The adapters of a PEFT folder, as host arrays for `attach`.
+
+    Args:
+        model: of the base model.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: adapters of another kind, or not those that its config and the model call for.
+    """
+    path = Path(folder)
+    settings = read_json(path / CONFIG_FILE)
+    _refuse_other_kinds(path, settings)
+    lora = LoraConfig(
+        model,
+        select_modules(model, settings["target_modules"], settings.get("exclude_modules")),
+        rank=settings["r"],
+        alpha=settings["lora_alpha"],
+        dropout=settings.get("lora_dropout", 0.0),
+    )
+    found = load_file(path / TENSOR_FILE)
+    _check_shapes(path / TENSOR_FILE, lora, found)
+    adapters = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), abstract_params(lora))
+    for t in _tensors(lora):
+        adapters[t.leaf][t.part][t.index] = from_hf(t.layout, found[t.name], t.shape)
+    return lora, adapters
+
+
+def peft_config(lora: LoraConfig, base: str) -> dict[str, Any]:
+    """The content of adapter_config.json."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": _shortest_names(lora),
+        "init_lora_weights": True,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "modules_to_save": None,
+        "use_rslora": False,
+        "use_dora": False,
+    }
+
+
+def _shortest_names(lora: LoraConfig) -> list[str]:
+    """The last part of a name where every layer has the adapter, else full names."""
+    names, chosen = [], set(lora.modules)
+    for modules in matrices(lora.model).values():
+        left = [name for name in modules if name in chosen]
+        names += [modules[0].rpartition(".")[2]] if left == modules else left
+    return sorted(names)
+
+
+def _tensors(lora: LoraConfig) -> Iterator[Tensor]:
+    names, chosen = matrices(lora.model), set(lora.modules)
+    for leaf, parts in adapter_specs(lora).items():
+        kind = "lora_embedding_{}" if leaf == "embed" else "lora_{}.weight"
+        for part, spec in parts.items():
+            stacked = spec.axes[0] == "layers"
+            shape = spec.shape[stacked:]
+            for layer, module in enumerate(names[leaf]):
+                if module in chosen:
+                    name = f"base_model.model.{module}.{kind.format(part.upper())}"
+                    index = layer if stacked else ...
+                    yield Tensor(name, leaf, part, index, _layout(name, part, len(shape)), shape)
+
+
+def _layout(name: str, part: str, dims: int) -> HFWeight:
+    """[in..., r] -> [r, in] of a, [r, out...] -> [out, r] of b."""
+    if part == "a":
+        return HFWeight(name, ((dims - 1,), tuple(range(dims - 1))))
+    return HFWeight(name, (tuple(range(1, dims)), (0,)))
+
+
+def _check_shapes(path: Path, lora: LoraConfig, found: dict[str, np.ndarray]) -> None:
+    shapes = {name: x.shape for name, x in found.items()}
+    wanted = {t.name: hf_shape(t.layout, t.shape) for t in _tensors(lora)}
+    names = {*shapes, *wanted}
+    different = sorted(name for name in names if shapes.get(name) != wanted.get(name))
+    if different:
+        told = [f"{n} {shapes.get(n)}, expected {wanted.get(n)}" for n in different[:5]]
+        raise ValueError(f"{path} does not match its config: {'; '.join(told)}")
+
+
+def _refuse_other_kinds(path: Path, settings: dict[str, Any]) -> None:
+    plain = {"peft_type": "LORA", "bias": "none", "use_rslora": False, "use_dora": False}
+    plain |= dict.fromkeys(("modules_to_save", "rank_pattern", "alpha_pattern"), None)
+    other = {k: settings[k] for k, v in plain.items() if settings.get(k) and settings[k] != v}
+    if other:
+        raise ValueError(f"{path / CONFIG_FILE}: {other} is not supported, only plain LoRA")

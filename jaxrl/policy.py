@@ -1,0 +1,156 @@
+"""The weights of a run: what is trained, what that rests on, and the reference."""
+
+import os
+from typing import Any
+
+from jaxrl import config as cfg
+from jaxrl.checkpoint import checksums
+from jaxrl.config.needs import needs_reference
+from jaxrl.models import hf
+from jaxrl.models.adapter import AdaptedModel
+from jaxrl.models.export import save_pretrained
+from jaxrl.models.lora import LoraConfig, attach, select_modules
+from jaxrl.models.peft_format import save_adapter
+from jaxrl.models.transformer import (
+    Params,
+    TransformerConfig,
+    abstract_params,
+    describe,
+    init_params,
+    logical_axes,
+)
+from jaxrl.parallel import Placement, param_shardings
+
+
+class Policy:
+    """Where the parameters of policy and reference come from, and where the policy's go.
+
+    With adapters (`trainer.policy.model.lora`) these are all that is trained, differentiated,
+    checkpointed and exported; `base` is read once and never changes. The reference shares it where
+    it is the initial policy: its forward is that of the base without adapters.
+
+    Args:
+        trainer: the TrainerConfig.
+        model: architecture.
+        placement, ref_placement: of the parameters of policy and reference.
+
+    Raises:
+        ValueError: adapters for a flax module, or for matrices that the model does not have.
+    """
+
+    def __init__(
+        self,
+        trainer: cfg.TrainerConfig,
+        model: TransformerConfig | AdaptedModel,
+        placement: Placement,
+        ref_placement: Placement,
+    ) -> None:
+        self.trainer, self.model = trainer, model
+        self.placement, self.ref_placement = placement, ref_placement
+        self.lora = lora_config(trainer.policy.model.lora, model)
+        self.trained = self.lora or model
+        self.base: Params | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """What a checkpoint of this policy must agree with; reads the base, if there is one."""
+        if self.lora is None:
+            return describe(self.model)
+        self.base = self._load(self.trainer.policy, self.placement)
+        return describe(self.lora) | {"base": checksums(self.base)}
+
+    def initial(self) -> Params:
+        """The trained parameters at the start of a run."""
+        if self.lora is None:
+            return self._load(self.trainer.policy, self.placement)
+        return init_params(self.lora, self.trainer.seed, _shardings(self.placement, self.lora))
+
+    def whole(self, trained: Params) -> Params:
+        """All parameters of the policy, from those that are trained; nothing is copied."""
+        if self.lora is None:
+            return trained
+        assert self.base is not None  # read by `describe`
+        return attach(self.lora, self.base, trained)
+
+    def reference(self) -> Params | None:
+        """The frozen reference, if a KL counts or the loss asks for its log-probs."""
+        if not needs_reference(self.trainer.algorithm):
+            return None
+        same = self._source("ref") == self._source("policy")
+        if self.base is not None and same and self.ref_placement == self.placement:
+            return self.base
+        return self._load(self.trainer.ref, self.ref_placement)
+
+    def export(
+        self,
+        folder: str | os.PathLike[str],
+        trained: Params,
+        tokenizer: Any,
+        generation_config: dict[str, Any] | None,
+    ) -> None:
+        """Write a Hugging Face folder; with adapters a PEFT folder that names the base."""
+        if self.lora is not None:
+            base = self.trainer.policy.model.path or ""  # validated
+            save_adapter(folder, self.lora, trained, tokenizer, base=base, overwrite=True)
+            return
+        assert isinstance(self.model, TransformerConfig)  # checked at the start
+        save_pretrained(
+            folder,
+            self.model,
+            trained,
+            tokenizer,
+            generation_config=generation_config,
+            overwrite=True,
+        )
+
+    def _source(self, name: str) -> tuple[Any, ...]:
+        role = getattr(self.trainer, name)
+        overrides = cfg.model_overrides(self.trainer, role)
+        return role.model.path, role.model.random_init, overrides
+
+    def _load(self, role: cfg.PolicyConfig | cfg.RefConfig, placement: Placement) -> Params:
+        """From the role's folder, or random."""
+        shardings = _shardings(placement, self.model)
+        if isinstance(self.model, AdaptedModel):
+            return init_params(self.model, self.trainer.seed, shardings)
+        assert role.model.path is not None  # validated
+        return hf.load_or_init(
+            role.model.path,
+            self.model,
+            overrides=cfg.model_overrides(self.trainer, role),
+            random_init=role.model.random_init,
+            seed=self.trainer.seed,
+            shardings=shardings,
+        )
+
+
+def _shardings(
+    placement: Placement, model: TransformerConfig | AdaptedModel | LoraConfig
+) -> Params:
+    """Tree parallel to the parameters of the whole model, or of its adapters."""
+    axes, shapes = logical_axes(model), abstract_params(model)
+    return param_shardings(placement.mesh, axes, shapes, placement.rules)
+
+
+def lora_config(
+    settings: cfg.SkyRLLoraConfig, model: TransformerConfig | AdaptedModel
+) -> LoraConfig | None:
+    """The adapters that a config asks for; None: rank 0, all weights are trained.
+
+    Raises:
+        ValueError: the model is a flax module, or a pattern matches none of its matrices.
+    """
+    if settings.rank == 0:
+        return None
+    if isinstance(model, AdaptedModel):
+        raise ValueError(
+            f"trainer.policy.model.lora.rank={settings.rank}: {model.name} is a flax module, whose "
+            "products jaxrl cannot see; set rank to 0, or put adapters into the module"
+        )
+    return LoraConfig(
+        model,
+        select_modules(model, settings.target_modules, settings.exclude_modules),
+        rank=settings.rank,
+        alpha=settings.alpha,
+        dropout=settings.dropout,
+        init_method=settings.init_method,
+    )

@@ -1,0 +1,267 @@
+"""Adapters: which matrices, what they compute, what of them is trained."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.data.packing import one_per_row
+from jaxrl.forward import log_probs_and_entropy
+from jaxrl.models.linear import LoraWeight, drop_out, merge, project
+from jaxrl.models.lora import (
+    LoraConfig,
+    adapter_specs,
+    attach,
+    select_modules,
+    trained,
+    with_dropout,
+    with_token_keys,
+    with_trained,
+)
+from jaxrl.models.transformer import (
+    TransformerConfig,
+    abstract_params,
+    forward,
+    init_params,
+    logical_axes,
+    unembed,
+)
+from jaxrl.rollout.native import decode_params
+from jaxrl.types import ModelRows
+
+MODEL = TransformerConfig(
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    initializer_range=0.2,
+    tie_embeddings=False,
+)
+TIED = dataclasses.replace(MODEL, tie_embeddings=True)
+LINEAR = {"w_down", "w_gate", "w_up", "wk", "wo", "wq", "wv"}
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(1, 32, (2, 6)))
+
+
+def lora_of(target="all-linear", model=MODEL, exclude=None, **fields):
+    modules = select_modules(model, target, exclude)
+    return LoraConfig(model, modules, **({"rank": 4, "alpha": 8} | fields))
+
+
+def moved(lora, scale=0.1):
+    """Adapters as after some training: B is not 0."""
+    rng = np.random.default_rng(1)
+    return jax.tree.map(
+        lambda x: x + np.float32(scale) * rng.standard_normal(x.shape).astype("f4"),
+        init_params(lora, 0),
+    )
+
+
+def logits(params, model=MODEL):
+    positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
+    hidden = forward(model, params, TOKENS, positions, jnp.ones_like(TOKENS))
+    return unembed(model, params, hidden)
+
+
+# ---------------------------------------------------------------- the arithmetic
+
+
+def test_the_adapter_adds_scale_x_a_b():
+    weight = LoraWeight(
+        w=jnp.array([[1.0, 0.0], [0.0, 1.0]]),
+        a=jnp.array([[1.0], [2.0]]),
+        b=jnp.array([[3.0, -1.0]]),
+        scale=np.float32(0.5),
+    )
+    x = jnp.array([[[4.0, 1.0]]])
+    # x w = (4, 1); x a = 4 + 2 = 6; times 0.5 = 3; times b = (9, -3)
+    np.testing.assert_array_equal(project(x, weight), [[[13.0, -2.0]]])
+    # w + 0.5 a b = ((1, 0), (0, 1)) + 0.5 ((3, -1), (6, -2))
+    np.testing.assert_array_equal(merge(weight), [[2.5, -0.5], [3.0, 0.0]])
+
+
+def test_without_training_nothing_changes_bit_for_bit():
+    base = init_params(MODEL, 0)
+    for init_method in ("kaiming", "gaussian"):
+        lora = lora_of([".*"], init_method=init_method)
+        np.testing.assert_array_equal(
+            logits(attach(lora, base, init_params(lora, 0))), logits(base)
+        )
+
+
+def test_initial_values():
+    adapters = init_params(lora_of([".*"]), 0)
+    a = np.asarray(adapters["wo"]["a"])  # inputs 4 heads x 8: uniform in +-1 / sqrt(32) = 0.1768
+    assert 0.17 < np.abs(a).max() <= 32**-0.5
+    assert abs(a.std() - 32**-0.5 / 3**0.5) < 0.01
+    gaussian = init_params(lora_of("down_proj", init_method="gaussian"), 0)["w_down"]["a"]
+    assert abs(np.asarray(gaussian).std() - 1 / 4) < 0.03
+    assert not np.any(adapters["wo"]["b"]) and not np.any(adapters["embed"]["a"])
+    assert abs(np.asarray(adapters["embed"]["b"]).std() - 1) < 0.15
+
+
+def test_merged_equals_applied():
+    lora, base = lora_of([".*"]), init_params(MODEL, 0)
+    params = attach(lora, base, moved(lora))
+    applied = logits(params)
+    assert float(jnp.abs(applied - logits(base)).max()) > 1
+    np.testing.assert_allclose(logits(merge(params)), applied, atol=1e-5)
+    decode = decode_params(MODEL, params, jnp.float32)
+    whole = decode_params(MODEL, merge(params), jnp.float32)
+    jax.tree.map(np.testing.assert_array_equal, decode, whole)
+
+
+def test_the_gradient_is_that_of_the_dense_formula():
+    """d/da and d/db of f(w + s a b) by the chain rule through the whole matrix."""
+    model = dataclasses.replace(MODEL, num_layers=1)
+    lora, base = lora_of(["o_proj", "up_proj"], model), init_params(model, 0)
+    adapters = moved(lora)
+    merged = merge(attach(lora, base, adapters))
+
+    def loss(params):
+        return jnp.sum(jnp.sin(logits(params, model)))
+
+    def dense_loss(some):
+        return loss(merged | {"layers": merged["layers"] | some})
+
+    ours = jax.grad(lambda new: loss(attach(lora, base, new)))(adapters)
+    dense = jax.grad(dense_loss)({leaf: merged["layers"][leaf] for leaf in ("wo", "w_up")})
+    for leaf, split in (("wo", 32), ("w_up", 16)):
+        g = np.asarray(dense[leaf], np.float64).reshape(1, split, -1)
+        a = np.asarray(adapters[leaf]["a"], np.float64).reshape(1, split, 4)
+        b = np.asarray(adapters[leaf]["b"], np.float64).reshape(1, 4, -1)
+        expected = {"a": 2 * g @ b.swapaxes(1, 2), "b": 2 * a.swapaxes(1, 2) @ g}  # alpha / r = 2
+        for part, value in expected.items():
+            got = np.asarray(ours[leaf][part])
+            np.testing.assert_allclose(got.reshape(value.shape), value, rtol=1e-3, atol=1e-4)
+
+
+def test_shapes_and_logical_axes():
+    specs = adapter_specs(lora_of(["q_proj", "o_proj", "embed_tokens"]))
+    assert {leaf: (s["a"].shape, s["b"].shape) for leaf, s in specs.items()} == {
+        "embed": ((32, 4), (4, 16)),
+        "wo": ((2, 4, 8, 4), (2, 4, 16)),
+        "wq": ((2, 16, 4), (2, 4, 4, 8)),
+    }
+    assert logical_axes(lora_of("o_proj"))["wo"] == {
+        "a": ("layers", "heads", "head_dim", "lora_rank"),
+        "b": ("layers", "lora_rank", "embed"),
+    }
+    weight = attach(lora_of("o_proj"), init_params(MODEL, 0), moved(lora_of("o_proj")))
+    seen = []
+    weight["layers"]["wo"].each_part(
+        lambda x, names: seen.append(names) or x, ("layers", "heads", "head_dim", "embed")
+    )
+    assert seen[1:] == list(logical_axes(lora_of("o_proj"))["wo"].values())
+
+
+# ---------------------------------------------------------------- which matrices
+
+
+@pytest.mark.parametrize(
+    ("target", "exclude", "leaves"),
+    [
+        ("all-linear", None, LINEAR),
+        ("q_proj", None, {"wq"}),
+        ("mlp.up_proj", None, {"w_up"}),
+        (["q_proj", "lm_head"], None, {"wq", "unembed"}),
+        (r".*\.(gate|up)_proj", None, {"w_gate", "w_up"}),
+        ("all-linear", ["o_proj", r".*mlp\..*"], {"wq", "wk", "wv"}),
+        ([".*"], None, {*LINEAR, "embed", "unembed"}),
+    ],
+)
+def test_patterns(target, exclude, leaves):
+    assert set(adapter_specs(lora_of(target, exclude=exclude))) == leaves
+
+
+def test_layers_that_are_not_chosen_keep_their_matrix():
+    lora, base = lora_of(r"model\.layers\.1\..*q_proj"), init_params(MODEL, 0)
+    assert lora.modules == ("model.layers.1.self_attn.q_proj",)
+    params = attach(lora, base, moved(lora))
+    merged = np.asarray(merge(params)["layers"]["wq"])
+    np.testing.assert_array_equal(merged[0], base["layers"]["wq"][0])
+    assert np.abs(merged[1] - base["layers"]["wq"][1]).max() > 1e-3
+    grads = jax.grad(lambda new: logits(attach(lora, base, new)).sum())(moved(lora))["wq"]
+    assert not np.any(grads["a"][0]) and np.any(grads["a"][1])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: lora_of("qproj"),
+            r"lora.target_modules: 'qproj' matches no matrix; there are down_proj, embed_tokens, "
+            r"gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj, or in full",
+        ),
+        (lambda: lora_of(["q_proj", "x"]), "lora.target_modules: 'x' matches no matrix"),
+        (lambda: lora_of(exclude="x"), "lora.exclude_modules: 'x' matches no matrix"),
+        (lambda: lora_of("lm_head", TIED), "embed_tokens and lm_head are one matrix here"),
+        (lambda: lora_of("q_proj", exclude="q_proj"), "'q_proj' leaves nothing of"),
+        (lambda: lora_of("(q"), r"'\(q' is not a regular expression"),
+        (lambda: lora_of(rank=0), "rank=0 must be at least 1"),
+        (lambda: lora_of(dropout=1.0), r"dropout=1.0 in \[0, 1\)"),
+        (lambda: lora_of(init_method="pissa"), "init_method='pissa' is unknown; choose one of"),
+        (lambda: lora_of("lm_head", dropout=0.1), "dropout=0.1 is not available for lm_head"),
+    ],
+)
+def test_bad_input_is_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# ---------------------------------------------------------------- what is trained
+
+
+def test_the_trained_part_goes_out_and_in():
+    lora, base = lora_of(), init_params(MODEL, 0)
+    adapters = moved(lora)
+    params = attach(lora, base, init_params(lora, 0))
+    assert params["layers"]["wq"].w is base["layers"]["wq"]  # no copy
+    assert trained(base) is base and with_trained(base, adapters) is adapters
+    jax.tree.map(np.testing.assert_array_equal, trained(with_trained(params, adapters)), adapters)
+    assert jax.tree.map(lambda x: x.shape, abstract_params(lora)) == jax.tree.map(
+        lambda x: x.shape, adapters
+    )
+
+
+# ---------------------------------------------------------------- dropout
+
+
+def test_dropout_keeps_the_mean_and_scales():
+    keys = jax.random.split(jax.random.key(0), (4, 50))
+    x = drop_out(jnp.full((4, 50, 20), 3.0), keys, 0.25)
+    assert set(np.unique(x)) == {0.0, 4.0}  # 3 / (1 - 0.25)
+    assert abs(float((x == 0).mean()) - 0.25) < 0.02  # 4000 draws: 3 deviations
+
+
+def test_what_drops_out_depends_on_the_row_and_position_alone():
+    """Packed two in a row, in another order: each trajectory keeps its log-probs."""
+    model = dataclasses.replace(MODEL, num_layers=1)
+    lora = lora_of(["q_proj", "down_proj"], model, dropout=0.5)
+    base = init_params(model, 0)
+    params, key = attach(lora, base, moved(lora)), jax.random.key(7)
+    tokens, row_ids = np.asarray(TOKENS), np.array([3, 5], np.int32)
+    run = functools.partial(
+        log_probs_and_entropy, model, temperature=1.0, dtype=jnp.float32, with_entropy=False
+    )
+    rows = one_per_row(tokens, np.array([6, 6]), np.ones((2, 6)))
+    whole, _ = run(params, with_token_keys(params, rows, row_ids, key))
+    packed = ModelRows(
+        tokens=tokens[::-1].reshape(1, 12),
+        positions=np.tile(np.arange(6), 2)[None],
+        segment_ids=np.repeat([1, 2], 6)[None],
+        wanted=np.tile(np.arange(6) > 0, 2)[None],
+        source=np.array([[6, 7, 8, 9, 10, 11], [0, 1, 2, 3, 4, 5]]),
+    )
+    other, _ = run(params, with_token_keys(params, packed, row_ids, key))
+    np.testing.assert_allclose(other, whole, atol=1e-5)
+    plain, _ = run(params, rows)
+    assert float(jnp.abs(plain - whole).max()) > 1e-2
+    undropped = attach(dataclasses.replace(lora, dropout=0.0), base, moved(lora))
+    assert with_token_keys(undropped, rows, row_ids, key) is rows
+    assert with_dropout(params, None) is params

@@ -1,0 +1,98 @@
+"""One gradient on any arrangement of devices, packed or not, of all weights or of adapters.
+
+Twelve meshes, packed and unpacked rows, one, two and four microbatches, all weights or adapters:
+every pair of these choices occurs in the default run, the full product is marked slow.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from jaxrl.models.lora import LoraConfig, select_modules
+from tests.test_update import MODEL, ROWS, algorithm_with, gradient, make_batch
+
+MESHES = (  # data, fsdp, tensor; 4 query heads, 2 key/value heads, vocabulary 32, MLP width 32
+    (2, 1, 1),
+    (1, 2, 1),
+    (1, 1, 2),
+    (8, 1, 1),
+    (1, 8, 1),
+    (2, 4, 1),
+    (4, 1, 2),
+    (1, 4, 2),
+    (2, 2, 2),
+    (1, 1, 4),  # more devices than key/value heads
+    (2, 1, 4),
+    (1, 2, 4),
+)
+PACKED, MICROBATCHES = (False, True), (1, 2, 4)
+MODULES = ["q_proj", "o_proj", "down_proj", "model.layers.1.self_attn.v_proj"]
+LORA = LoraConfig(MODEL, select_modules(MODEL, MODULES), rank=4, alpha=8)
+WEIGHTS = {"full": None, "lora": LORA}
+PRODUCT = list(itertools.product(MESHES, PACKED, MICROBATCHES, WEIGHTS))
+ALGORITHM = algorithm_with()  # with KL and entropy terms
+
+
+def pairs_of(case):
+    return {(i, j, case[i], case[j]) for i, j in itertools.combinations(range(4), 2)}
+
+
+def pairwise(cases):
+    """The cases that bring a new pair of choices, greedily: most new pairs first."""
+    open_pairs, chosen = set().union(*map(pairs_of, cases)), []
+    while open_pairs:
+        chosen.append(max(cases, key=lambda case: len(pairs_of(case) & open_pairs)))
+        open_pairs -= pairs_of(chosen[-1])
+    return chosen
+
+
+CHOSEN = pairwise(PRODUCT)
+REST = [case for case in PRODUCT if case not in CHOSEN]
+
+
+def name(case):
+    mesh, packed, microbatches, weights = case
+    sizes = "x".join(map(str, mesh))
+    return f"{sizes}-{'packed' if packed else 'padded'}-{microbatches}-{weights}"
+
+
+def spread_gradient(mesh, packed, microbatches, lora):
+    data, fsdp, tensor = mesh
+    groups = data * fsdp
+    return gradient(
+        ALGORITHM,
+        make_batch(),
+        microbatch_rows=max(ROWS // microbatches, groups),  # a row for every group
+        devices=groups * tensor,
+        sizes=(("data", data), ("fsdp", fsdp), ("tensor", tensor)),
+        packed=packed,
+        lora=lora,
+    )
+
+
+def check(mesh, packed, microbatches, weights):
+    lora = WEIGHTS[weights]
+    expected, expected_metrics = gradient(ALGORITHM, make_batch(), microbatch_rows=ROWS, lora=lora)
+    found, metrics = spread_gradient(mesh, packed, microbatches, lora)
+    difference = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    assert np.linalg.norm(expected) > 1e-2
+    assert difference <= 2e-5
+    for key in ("policy_loss", "final_loss", "policy_kl", "policy_entropy"):
+        assert metrics[key] == pytest.approx(expected_metrics[key], rel=2e-5, abs=1e-6), key
+
+
+def test_the_cover_is_small_and_complete():
+    assert len(CHOSEN) <= 40
+    assert set().union(*map(pairs_of, CHOSEN)) == set().union(*map(pairs_of, PRODUCT))
+
+
+@pytest.mark.parametrize("case", CHOSEN, ids=name)
+def test_loss_and_gradient_are_those_of_one_device(case):
+    check(*case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", REST, ids=name)
+def test_loss_and_gradient_are_those_of_one_device_all(case):
+    check(*case)
