@@ -72,6 +72,7 @@ def test_losses(tmp_path, capsys):
     assert all(row["seconds"] > 0 and row["torch_seconds"] > 0 for row in report["rows"])
 
 
+@pytest.mark.slow
 def test_train_step(tmp_path, capsys):
     printed, report = run(train_step, tmp_path, capsys)
     assert "packed/this" in printed
