@@ -62,6 +62,7 @@ def moved(lora, scale=0.1):
     )
 
 
+@functools.partial(jax.jit, static_argnames="model")
 def logits(params, model=MODEL):
     positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
     hidden = forward(model, params, TOKENS, positions, jnp.ones_like(TOKENS))
