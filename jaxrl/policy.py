@@ -21,7 +21,7 @@ from jaxrl.models.transformer import (
     init_params,
     logical_axes,
 )
-from jaxrl.parallel import ShardingRules, param_shardings
+from jaxrl.parallel import param_shardings
 
 
 class Policy:
@@ -53,9 +53,8 @@ class Policy:
 
     def shardings(self, model: TransformerConfig | AdaptedModel | LoraConfig) -> Any:
         """Tree parallel to the parameters of `model`: of the whole model, or of the adapters."""
-        return param_shardings(
-            self.mesh, logical_axes(model), abstract_params(model), ShardingRules()
-        )
+        rules = cfg.sharding_rules(self.trainer.sharding_rules)
+        return param_shardings(self.mesh, logical_axes(model), abstract_params(model), rules)
 
     def describe(self) -> dict[str, Any]:
         """What a checkpoint of this policy must agree with; reads the base, if there is one."""

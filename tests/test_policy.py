@@ -1,6 +1,7 @@
 """Adapters through the real update and whole runs."""
 
 import functools
+import math
 import shutil
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 
 from jaxrl import config as cfg
 from jaxrl.checkpoint import CheckpointError
+from jaxrl.data.microbatches import Microbatching
 from jaxrl.forward import log_probs_and_entropy
 from jaxrl.models import init_params, logical_axes, save_pretrained
 from jaxrl.models.adapter import AdaptedModel
@@ -17,7 +19,7 @@ from jaxrl.models.lora import LoraConfig, attach, select_modules
 from jaxrl.models.peft_format import load_adapter
 from jaxrl.objective import minibatch_weights
 from jaxrl.optim import abstract_state, make_apply, make_optimizer, make_schedule
-from jaxrl.parallel import ShardingRules, batch_sharding, make_mesh, param_shardings, replicated
+from jaxrl.parallel import Placement, batch_sharding, make_mesh, param_shardings, replicated
 from jaxrl.policy import lora_config
 from jaxrl.train import BasePPOExp, train
 from jaxrl.update import Updater
@@ -29,12 +31,14 @@ LORA = LoraConfig(
 )
 
 
-def adapter_gradient(*, loss="regular", microbatch_rows=ROWS, devices=1):
-    """Gradient of adapters that have moved, with dropout, on one host."""
-    mesh = make_mesh(devices=jax.devices()[:devices])
+def adapter_gradient(*, loss="regular", microbatch_rows=ROWS, packed=False, **sizes):
+    """Gradient of adapters that have moved, with dropout, on a mesh of these sizes."""
+    sizes = sizes or {"fsdp": 1}
+    mesh = make_mesh(devices=jax.devices()[: math.prod(sizes.values())], **sizes)
+    groups, placement = sizes.get("fsdp", 1), Placement(mesh)
 
     def placed(model, params):
-        shardings = param_shardings(mesh, logical_axes(model), params, ShardingRules())
+        shardings = param_shardings(mesh, logical_axes(model), params, placement.rules)
         return jax.device_put(params, shardings), shardings
 
     base, _ = placed(MODEL, init_params(MODEL, 0))
@@ -52,13 +56,19 @@ def adapter_gradient(*, loss="regular", microbatch_rows=ROWS, devices=1):
     like = abstract_state(optimizer, LORA, shardings, replicated(mesh))
     algorithm = algorithm_with(policy_loss_type=loss)
     updater = Updater(
-        functools.partial(log_probs_and_entropy, MODEL, temperature=0.9, dtype=jnp.float32),
+        functools.partial(
+            log_probs_and_entropy,
+            MODEL,
+            temperature=0.9,
+            dtype=jnp.float32,
+            placement=placement,
+        ),
         make_apply(optimizer, schedule),
         algorithm=algorithm,
         shardings=jax.tree.map(lambda x: x.sharding, like),
-        microbatch_rows=microbatch_rows,
-        block_rows=microbatch_rows // devices,
-        place=lambda x: jax.device_put(x, batch_sharding(mesh, ShardingRules())),
+        microbatching=Microbatching(microbatch_rows, ROWS, groups=groups, packed=packed),
+        block_rows=microbatch_rows // groups,
+        place=lambda x: jax.device_put(x, batch_sharding(mesh, placement.rules)),
     )
     batch = make_batch()
     weights, _ = minibatch_weights(batch, algorithm, block_rows=updater.block_rows)
@@ -68,12 +78,13 @@ def adapter_gradient(*, loss="regular", microbatch_rows=ROWS, devices=1):
     return np.concatenate([np.ravel(g) for g in jax.tree.leaves(jax.device_get(grads))])
 
 
-def test_the_gradient_depends_neither_on_microbatches_nor_on_devices():
+def test_the_gradient_depends_neither_on_microbatches_nor_on_packing_nor_on_devices():
     whole = adapter_gradient()
     assert np.abs(whole).max() > 1e-3
     tolerance = 2e-5 * np.abs(whole).max()
-    np.testing.assert_allclose(adapter_gradient(microbatch_rows=2), whole, atol=tolerance)
-    np.testing.assert_allclose(adapter_gradient(devices=8), whole, atol=tolerance)
+    cut = adapter_gradient(microbatch_rows=2, packed=True)
+    np.testing.assert_allclose(cut, whole, atol=tolerance)
+    np.testing.assert_allclose(adapter_gradient(fsdp=4, tensor=2), whole, atol=tolerance)
 
 
 @pytest.mark.slow

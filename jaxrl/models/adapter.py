@@ -18,6 +18,7 @@ from flax import nnx
 
 from jaxrl.models import transformer
 from jaxrl.models.transformer import Params
+from jaxrl.parallel.rules import Placement
 
 EXAMPLE = jnp.zeros((1, 8), jnp.int32)  # tokens, positions and segment ids to initialise with
 
@@ -129,9 +130,16 @@ def _(
     *,
     dtype: jnp.dtype = jnp.float32,
     remat: bool = False,
+    placement: Placement | None = None,
 ) -> jax.Array:
+    del placement  # left to the partitioner
     call = jax.checkpoint(model.call) if remat else model.call
     return call(_cast(params, dtype), tokens, positions, segment_ids)
+
+
+@transformer.head_axes.register
+def _(model: AdaptedModel) -> Params:
+    return {}
 
 
 @transformer.unembed.register

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxrl.parallel.embedding import look_up
+from jaxrl.parallel.rules import Placement, gather
 from jaxrl.types import Array
 
 
@@ -73,12 +75,24 @@ def project(x: jax.Array, w: Weight, contract: int = 1) -> jax.Array:
     return out.reshape(*x.shape[:2], *w.shape[contract:])
 
 
-def look_up(table: Weight, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Rows [B, T, D] of a table [V, D]; PEFT applies no dropout here."""
+def gather_weight(
+    w: Weight, names: tuple[str | None, ...], placement: Placement | None, dtype: jnp.dtype
+) -> Weight:
+    """`gather` of a matrix with logical axes `names`, and of its adapter."""
+    if isinstance(w, LoraWeight):
+        return w.each_part(lambda x, axes: gather(x, axes, placement, dtype), names)
+    return gather(w, names, placement, dtype)
+
+
+def embed_rows(
+    table: Weight, tokens: jax.Array, placement: Placement | None, dtype: jnp.dtype
+) -> jax.Array:
+    """`look_up` in a table and in its adapter; PEFT applies no dropout here."""
     if isinstance(table, LoraWeight):
-        low_rank = table.a[tokens].astype(dtype) * table.scale.astype(dtype)
-        return table.w[tokens].astype(dtype) + project(low_rank, table.b.astype(dtype))
-    return table[tokens].astype(dtype)
+        low_rank = look_up(table.a, tokens, placement, dtype) * table.scale.astype(dtype)
+        rows = look_up(table.w, tokens, placement, dtype)
+        return rows + project(low_rank, table.b.astype(dtype))
+    return look_up(table, tokens, placement, dtype)
 
 
 def drop_out(x: jax.Array, keys: jax.Array | None, rate: float) -> jax.Array:

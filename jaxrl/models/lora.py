@@ -269,7 +269,9 @@ def _adapted(params: Any) -> bool:
 # ---------------------------------------------------------------- dropout
 
 
-def with_token_keys(params: Any, rows: ModelRows, row_ids: np.ndarray, key: Array) -> ModelRows:
+def with_token_keys(
+    params: Any, rows: ModelRows, row_ids: np.ndarray, key: Array | None
+) -> ModelRows:
     """Host rows with a PRNG key for each token, if `params` have adapters that drop elements.
 
     It is named by (key, id of the token's row in the batch, position), so that what is dropped does
@@ -277,8 +279,10 @@ def with_token_keys(params: Any, rows: ModelRows, row_ids: np.ndarray, key: Arra
 
     Args:
         row_ids: [B] int.
+        key: of the update; None: nothing is dropped.
     """
-    if not any(is_adapted(w) and w.dropout for w in jax.tree.leaves(params, is_leaf=is_adapted)):
+    leaves = jax.tree.leaves(params, is_leaf=is_adapted)
+    if key is None or not any(is_adapted(w) and w.dropout for w in leaves):
         return rows
     ids = np.zeros(rows.tokens.size + 1, np.int32)  # the last for tokens that stand nowhere
     source = rows.source
