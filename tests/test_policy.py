@@ -1,5 +1,6 @@
 """Adapters through the real update and whole runs."""
 
+import dataclasses
 import functools
 import math
 import shutil
@@ -23,9 +24,11 @@ from jaxrl.parallel import Placement, batch_sharding, make_mesh, param_shardings
 from jaxrl.policy import lora_config
 from jaxrl.train import BasePPOExp, train
 from jaxrl.update import Updater
+from tests import test_update
 from tests.test_train import assert_bitwise_equal, metric_lines, small
-from tests.test_update import MODEL, ROWS, algorithm_with, make_batch
+from tests.test_update import ROWS, algorithm_with, make_batch
 
+MODEL = dataclasses.replace(test_update.MODEL, num_layers=1)
 LORA = LoraConfig(
     MODEL, select_modules(MODEL, ["q_proj", "down_proj"]), rank=2, alpha=4, dropout=0.3
 )
@@ -104,6 +107,7 @@ def lora_run(folder, **overrides):
         "trainer.ckpt_interval": 1,
         "trainer.hf_save_interval": 2,
         "trainer.eval_interval": -1,
+        "generator.sampling_params.max_generate_length": 2,  # one bucket: fewer compilations
         "data.val_data": [],
     }
     return small(folder, **{**settings, **overrides})
