@@ -63,6 +63,15 @@ class Policy:
         self.base = self._load(self.trainer.policy)
         return describe(self.lora) | {"base": checksums(self.base)}
 
+    def size(self) -> str:
+        """How much is trained, in words."""
+        if self.lora is None:
+            return f"all {_parameters(self.model):,} parameters"
+        return (
+            f"{_parameters(self.lora):,} parameters, adapters of rank {self.lora.rank} for "
+            f"{len(self.lora.modules)} matrices of a model of {_parameters(self.model):,}"
+        )
+
     def initial(self) -> Params:
         """The trained parameters at the start of a run."""
         if self.lora is None:
@@ -125,6 +134,10 @@ class Policy:
             seed=self.trainer.seed,
             shardings=shardings,
         )
+
+
+def _parameters(model: TransformerConfig | AdaptedModel | LoraConfig) -> int:
+    return sum(x.size for x in jax.tree.leaves(abstract_params(model)))
 
 
 def lora_config(

@@ -123,6 +123,7 @@ def test_only_adapters_are_trained_kept_and_exported(run):
     folder, trainer = run
     rank, layers, inputs, width = 4, 2, 64, 256  # of the quickstart's model
     adapters, base = trainer.state.params, trainer.policy.base
+    assert "of rank 4 for 14 matrices" in trainer.policy.size()  # 7 x 2 layers
     assert adapters["w_up"]["a"].shape == (layers, inputs, rank)
     assert adapters["w_up"]["b"].shape == (layers, rank, width)
     assert all(np.any(pair["b"]) for pair in adapters.values())  # trained
