@@ -1,32 +1,24 @@
 """Adapters through the real update and whole runs."""
 
 import dataclasses
-import functools
 import math
 import shutil
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrl import config as cfg
 from jaxrl.checkpoint import CheckpointError
-from jaxrl.data.microbatches import Microbatching
-from jaxrl.forward import log_probs_and_entropy
-from jaxrl.models import init_params, logical_axes, save_pretrained
+from jaxrl.models import init_params, save_pretrained
 from jaxrl.models.adapter import AdaptedModel
-from jaxrl.models.lora import LoraConfig, attach, select_modules
+from jaxrl.models.lora import LoraConfig, select_modules
 from jaxrl.models.peft_format import load_adapter
-from jaxrl.objective import minibatch_weights
-from jaxrl.optim import abstract_state, make_apply, make_optimizer, make_schedule
-from jaxrl.parallel import Placement, batch_sharding, make_mesh, param_shardings, replicated
 from jaxrl.policy import lora_config
 from jaxrl.train import BasePPOExp, train
-from jaxrl.update import Updater
 from tests import test_update
 from tests.test_train import assert_bitwise_equal, metric_lines, small
-from tests.test_update import ROWS, algorithm_with, make_batch
+from tests.test_update import MODEL, ROWS, algorithm_with, gradient, make_batch
 
 MODEL = dataclasses.replace(test_update.MODEL, num_layers=1)
 LORA = LoraConfig(
@@ -36,49 +28,16 @@ LORA = LoraConfig(
 
 def adapter_gradient(*, loss="regular", microbatch_rows=ROWS, packed=False, **sizes):
     """Gradient of adapters that have moved, with dropout, on a mesh of these sizes."""
-    sizes = sizes or {"fsdp": 1}
-    mesh = make_mesh(devices=jax.devices()[: math.prod(sizes.values())], **sizes)
-    groups, placement = sizes.get("fsdp", 1), Placement(mesh)
-
-    def placed(model, params):
-        shardings = param_shardings(mesh, logical_axes(model), params, placement.rules)
-        return jax.device_put(params, shardings), shardings
-
-    base, _ = placed(MODEL, init_params(MODEL, 0))
-    noise = np.random.default_rng(0)
-    adapters, shardings = placed(
-        LORA,
-        jax.tree.map(
-            lambda x: x + 0.1 * noise.standard_normal(x.shape).astype("f4"), init_params(LORA, 0)
-        ),
+    flat, _ = gradient(
+        algorithm_with(policy_loss_type=loss),
+        make_batch(),
+        microbatch_rows=microbatch_rows,
+        devices=math.prod(sizes.values()),
+        sizes=tuple(sizes.items()),
+        packed=packed,
+        lora=LORA,
     )
-    schedule = make_schedule("constant", lr=1e-2, num_warmup_steps=0, total_steps=1)
-    optimizer = make_optimizer(
-        schedule, adam_betas=(0.9, 0.99), weight_decay=0.0, max_grad_norm=1.0
-    )
-    like = abstract_state(optimizer, LORA, shardings, replicated(mesh))
-    algorithm = algorithm_with(policy_loss_type=loss)
-    updater = Updater(
-        functools.partial(
-            log_probs_and_entropy,
-            MODEL,
-            temperature=0.9,
-            dtype=jnp.float32,
-            placement=placement,
-        ),
-        make_apply(optimizer, schedule),
-        algorithm=algorithm,
-        shardings=jax.tree.map(lambda x: x.sharding, like),
-        microbatching=Microbatching(microbatch_rows, ROWS, groups=groups, packed=packed),
-        block_rows=microbatch_rows // groups,
-        place=lambda x: jax.device_put(x, batch_sharding(mesh, placement.rules)),
-    )
-    batch = make_batch()
-    weights, _ = minibatch_weights(batch, algorithm, block_rows=updater.block_rows)
-    params = attach(LORA, base, adapters)
-    grads, _ = updater.gradients(params, batch, jax.device_get(weights), jax.random.key(1))
-    assert jax.tree.map(lambda x: x.shape, grads) == jax.tree.map(lambda x: x.shape, adapters)
-    return np.concatenate([np.ravel(g) for g in jax.tree.leaves(jax.device_get(grads))])
+    return flat
 
 
 def test_the_gradient_depends_neither_on_microbatches_nor_on_packing_nor_on_devices():
