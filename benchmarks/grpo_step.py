@@ -32,7 +32,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from benchmarks import roofline
 from benchmarks.shapes import (
@@ -42,6 +42,9 @@ from benchmarks.shapes import (
     write_model_folder,
 )
 from benchmarks.systems.worker import MARK, Workload
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 ROOT = Path(__file__).parent.parent
 PHASES = ("generation", "reference", "old", "update", "total")  # seconds; and "cpu"
@@ -59,12 +62,13 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def skewed_lengths(rows: int, max_tokens: int) -> list[int]:
+def skewed_lengths(rows: int, max_tokens: int, scale: float = 0.32) -> list[int]:
     """Quantiles of an exponential distribution, cut at max_tokens, in a fixed random order.
 
-    The scale 0.32 max_tokens makes the mean 39 for 32 rows of at most 128 tokens.
+    The scale 0.32 max_tokens makes the mean 39 for 32 rows of at most 128 tokens; 0.45 makes it 40
+    % of max_tokens.
     """
-    quantiles = [-0.32 * max_tokens * math.log(1 - (i + 0.5) / rows) for i in range(rows)]
+    quantiles = [-scale * max_tokens * math.log(1 - (i + 0.5) / rows) for i in range(rows)]
     lengths = [max(1, min(max_tokens, round(q))) for q in quantiles]
     random.Random(0).shuffle(lengths)
     return lengths
@@ -123,8 +127,8 @@ class System:
 
 
 @contextmanager
-def start(name: str, python: str, work: Workload) -> Iterator[System]:
-    """Run benchmarks/systems/<name>_step.py under `python` until the block ends."""
+def start(name: str, python: str, work: "DataclassInstance") -> Iterator[System]:
+    """Run benchmarks/systems/<name>_step.py on `work` under `python` until the block ends."""
     command = [python, "-m", f"benchmarks.systems.{name}_step", json.dumps(asdict(work))]
     with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
         process = subprocess.Popen(

@@ -24,9 +24,8 @@ def _hf_config(
     head_dim: int,
     vocab: int,
 ) -> dict[str, Any]:
-    name = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[model_type]
     return {
-        "architectures": [name],
+        "architectures": [f"{model_type.capitalize()}ForCausalLM"],
         "model_type": model_type,
         "num_hidden_layers": layers,
         "hidden_size": hidden,
@@ -48,6 +47,8 @@ def _hf_config(
 SHAPES = {  # as in the config.json of Hugging Face
     "smoke": _hf_config("qwen3", 1, 16, 32, 2, 1, 8, 64),
     "3m": _hf_config("qwen3", 2, 256, 1024, 8, 4, 32, 4096),
+    "smollm2-135m": _hf_config("llama", 30, 576, 1536, 9, 3, 64, 49_152),
+    "qwen3-0.6b": _hf_config("qwen3", 28, 1024, 3072, 16, 8, 128, 151_936),
     "qwen2.5-0.5b": _hf_config("qwen2", 24, 896, 4864, 14, 2, 64, 151_936),
     "qwen2.5-1.5b": _hf_config("qwen2", 28, 1536, 8960, 12, 2, 128, 151_936),
 }

@@ -63,10 +63,10 @@ def log_probs_and_entropy(
         given = hidden[:, :-1], rows.tokens[:, 1:], rows.wanted[:, 1:]
         scores = score(head, params, *given, placement)
         first = ((0, 0), (1, 0))  # nothing predicts the first token
-        return _by_trajectory(rows, jnp.pad(scores[0], first), jnp.pad(scores[1], first))
+        return by_trajectory(rows, jnp.pad(scores[0], first), jnp.pad(scores[1], first))
 
 
-def _by_trajectory(rows: ModelRows, *scores: Array) -> tuple[Array, Array]:
+def by_trajectory(rows: ModelRows, *scores: Array) -> tuple[Array, Array]:
     """[R, L] -> [B, T]; each place is read at most once, so the backward pass adds nothing up."""
     if rows.source is not None:
         read = {"mode": "fill", "fill_value": 0, "unique_indices": True}

@@ -16,7 +16,9 @@ from jaxrl.array_ops import masked_mean
 from jaxrl.config import ClipCovConfig, OffPolicyCorrectionConfig
 from jaxrl.config.needs import allowed_reductions
 from jaxrl.data.microbatches import Microbatching
+from jaxrl.forward import by_trajectory
 from jaxrl.losses import LOSSES
+from jaxrl.models.transformer import causal_mask
 from jaxrl.objective import merge_metrics, minibatch_weights
 from jaxrl.optim import init_state, make_apply, make_optimizer, make_schedule
 from jaxrl.parallel import ShardingRules, batch_sharding, make_mesh, replicated
@@ -34,6 +36,8 @@ CUTS = {
     "other order": {"microbatches": 2, "order": (3, 6, 1, 0, 7, 2, 5, 4)},
     "padding": {"microbatches": 2, "width": 40},
     "8 devices": {"microbatches": 1, "devices": 8},
+    # 16 + 15, 14 + 14, 13 + 13, 8 + 7 tokens in rows of 32, two rows at a time
+    "packed": {"microbatches": 4, "packed_length": 32},
     "masked NaN": {"microbatches": 2, "masked": np.nan},
 }
 
@@ -41,12 +45,13 @@ CUTS = {
 def forward(params, rows, with_entropy=True):
     """Each token from the mean of those before: causal, and of few operations."""
     tokens = rows.tokens
-    position = jnp.arange(1, tokens.shape[1] + 1)[:, None]
-    context = jnp.cumsum(params["embed"][tokens], axis=1) / position
+    before = causal_mask(rows.segment_ids) / (1.0 + rows.positions[..., None])
+    context = before @ params["embed"][tokens]
     scores = jax.nn.log_softmax(jnp.tanh(context @ params["hidden"])[:, :-1] @ params["head"])
     log_probs = jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1)[..., 0]
     outputs = log_probs, -(jnp.exp(scores) * scores).sum(-1)
-    return tuple(jnp.pad(x, ((0, 0), (1, 0))) * rows.wanted for x in outputs)
+    scored = (jnp.pad(x, ((0, 0), (1, 0))) * rows.wanted for x in outputs)
+    return by_trajectory(rows, *scored)
 
 
 def parameters():
@@ -63,7 +68,7 @@ def parameters():
 
 
 @functools.cache
-def make_updater(algorithm, rows, devices):
+def make_updater(algorithm, rows, devices, **packing):
     mesh = make_mesh(fsdp=1, devices=jax.devices()[:devices])
     params = jax.device_put(parameters(), replicated(mesh))
     schedule = make_schedule("constant", lr=1e-2, num_warmup_steps=0, total_steps=10)
@@ -72,7 +77,8 @@ def make_updater(algorithm, rows, devices):
     )
     shardings = jax.tree.map(lambda x: x.sharding, params)
     state = init_state(optimizer, jax.tree.map(jnp.copy, params), shardings, replicated(mesh))
-    cut, spread = Microbatching(rows, ROWS, groups=devices), batch_sharding(mesh, ShardingRules())
+    cut = Microbatching(rows, ROWS, groups=devices, **packing)
+    spread = batch_sharding(mesh, ShardingRules())
     updater = Updater(
         Scorer(forward, lambda x: jax.device_put(x, spread), cut),
         make_apply(optimizer, schedule),
@@ -95,6 +101,7 @@ def cut_gradient(
     devices=1,
     masked=None,
     correction=None,
+    packed_length=None,
 ):
     """Flat gradient and metrics of a minibatch.
 
@@ -111,7 +118,8 @@ def cut_gradient(
         batch = batch.replace(
             **{n: np.where(empty, np.float32(masked), x) for n, x in held.items()}
         )
-    updater, params = make(algorithm, -(-ROWS // microbatches), devices)
+    packing = {"packed": True, "packed_length": packed_length} if packed_length else {}
+    updater, params = make(algorithm, -(-ROWS // microbatches), devices, **packing)
     reduced = dataclasses.replace(correction or algorithm, loss_reduction=reduction)
     weights, metrics = minibatch_weights(batch, reduced, block_rows=2)
     grads, parts = updater.gradients(params, batch, jax.device_get(weights), jax.random.key(1))
@@ -143,8 +151,10 @@ def algorithm_of(loss, **settings):
     )
 
 
-def with_transformer(algorithm, rows, devices):
-    updater, params, _ = test_update.make_updater(algorithm, microbatch_rows=rows, devices=devices)
+def with_transformer(algorithm, rows, devices, **packing):
+    updater, params, _ = test_update.make_updater(
+        algorithm, microbatch_rows=rows, devices=devices, **packing
+    )
     return updater, params
 
 

@@ -18,7 +18,7 @@ from jaxrl.policy import lora_config
 from jaxrl.train import BasePPOExp, train
 from tests import test_update
 from tests.test_train import assert_bitwise_equal, metric_lines, small
-from tests.test_update import MODEL, ROWS, algorithm_with, gradient, make_batch
+from tests.test_update import ROWS, algorithm_with, gradient, make_batch
 
 MODEL = dataclasses.replace(test_update.MODEL, num_layers=1)
 LORA = LoraConfig(
@@ -31,6 +31,7 @@ def adapter_gradient(*, loss="regular", microbatch_rows=ROWS, packed=False, **si
     flat, _ = gradient(
         algorithm_with(policy_loss_type=loss),
         make_batch(),
+        model=MODEL,
         microbatch_rows=microbatch_rows,
         devices=math.prod(sizes.values()),
         sizes=tuple(sizes.items()),

@@ -72,7 +72,8 @@ def test_packed_rows_train_to_the_same_weights(finished, tmp_path):
     assert packed.watch.recompiles == 0
     weights = (jax.tree.leaves(jax.device_get(x.state.params)) for x in (packed, padded))
     for ours, expected in zip(*weights, strict=True):
-        np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+        # by norm: Adam divides a gradient of rounding errors by its own size
+        assert np.linalg.norm(ours - expected) <= 1e-5 * np.linalg.norm(expected)
     efficiency = {"trainer/packing_efficiency"}
     for ours, expected in zip(metric_lines(tmp_path), metric_lines(folder), strict=True):
         assert ours.keys() == expected.keys()

@@ -186,6 +186,37 @@ def test_gradient_does_not_depend_on_microbatches():
         assert_same(gradient(algorithm, batch, microbatch_rows=rows), whole)
 
 
+PACKINGS = [
+    # 16, 16, 14, 12, 10 + 6, 9 + 7 tokens, in rows of 16 of which 8 devices take one each
+    {"microbatch_rows": 8, "devices": 8},
+    # 16 + 16, 14 + 12, 10 + 9, 7 + 6 tokens, four microbatches of one row of 32
+    {"microbatch_rows": 1, "packed_length": 32},
+]
+
+
+@pytest.mark.parametrize("loss", ["gspo", "kl_cov"])  # of a sequence, of the whole minibatch
+def test_gradient_does_not_depend_on_packing(loss):
+    algorithm, batch = algorithm_with(policy_loss_type=loss), make_batch()
+    names = "old_log_probs", "ref_log_probs", "advantages"
+    held = {name: np.where(batch.loss_mask > 0, getattr(batch, name), np.nan) for name in names}
+    batch = batch.replace(**held)  # what is masked must not matter
+    whole = gradient(algorithm, batch, microbatch_rows=ROWS)
+    for cut in PACKINGS[:1] if loss == "kl_cov" else PACKINGS:
+        assert_same(gradient(algorithm, batch, packed=True, **cut), whole)
+
+
+def test_packed_log_probs_are_those_of_padded_rows():
+    batch, cut = make_batch(), Microbatching(rows=3, total=ROWS)
+    updater, params, _ = make_updater(algorithm_with(), microbatch_rows=4)
+    padded = updater.scorer(params, batch, microbatching=cut, with_entropy=True)
+    cut = dataclasses.replace(cut, packed=True, packed_length=40)
+    packed = updater.scorer(params, batch, microbatching=cut, with_entropy=True)
+    np.testing.assert_allclose(packed, padded, rtol=0, atol=1e-5)
+    assert not packed[0][5].any()  # nothing is wanted of row 5
+    assert packed[0][3, 7] and packed[0][3, 10]
+    assert not packed[0][3, 8:10].any()  # an observation
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_gradient_does_not_depend_on_padding(reduction):
     algorithm, options = algorithm_with(), {"reduction": reduction, "microbatch_rows": 4}
@@ -197,7 +228,7 @@ def test_gradient_does_not_depend_on_padding(reduction):
 def test_gradient_does_not_depend_on_the_mesh(devices, fsdp):
     algorithm, batch = algorithm_with(), make_batch()
     whole = gradient(algorithm, batch, microbatch_rows=ROWS)
-    cut = gradient(algorithm, batch, microbatch_rows=8, devices=devices, fsdp=fsdp)
+    cut = gradient(algorithm, batch, microbatch_rows=8, devices=devices, sizes=(("fsdp", fsdp),))
     assert_same(cut, whole)
 
 

@@ -42,6 +42,18 @@ class Workload:
             return [json.loads(line)["text"] for line in lines]
 
 
+@dataclass(frozen=True)
+class TrainWork:
+    """Updates on given trajectories, the same for every system of `train_step.py`."""
+
+    model: dict[str, Any]  # config.json
+    lengths: dict[str, list[int]]  # case -> tokens of each trajectory
+    max_tokens: int  # rows x tokens of a microbatch
+    bf16: bool
+    recompute: bool  # activations of the layers in the backward pass
+    learning_rate: float
+
+
 def reward(response: str) -> float:
     """Share of characters with an even code point: costs nothing, differs between samples."""
     return sum(ord(c) % 2 == 0 for c in response) / max(len(response), 1)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import decode, grpo_step, losses, roofline
+from benchmarks import decode, grpo_step, losses, roofline, train_step
 from benchmarks.grpo_step import make_workload, skewed_lengths
 from jaxrl.losses import LOSSES
 from jaxrl.models.transformer import TransformerConfig
@@ -26,7 +26,7 @@ def run(benchmark, tmp_path, capsys, *flags):
     return capsys.readouterr().out, json.loads(output.read_text())
 
 
-@pytest.mark.parametrize("benchmark_module", [decode, grpo_step, losses])
+@pytest.mark.parametrize("benchmark_module", [decode, grpo_step, losses, train_step])
 def test_help(benchmark_module, capsys):
     with pytest.raises(SystemExit, match="^0$"):
         benchmark_module.main(["--help"])
@@ -70,6 +70,24 @@ def test_losses(tmp_path, capsys):
     assert "torch/ours" in printed
     assert [row["loss"] for row in report["rows"]] == list(LOSSES)
     assert all(row["seconds"] > 0 and row["torch_seconds"] > 0 for row in report["rows"])
+
+
+def test_train_step(tmp_path, capsys):
+    printed, report = run(train_step, tmp_path, capsys)
+    assert "packed/this" in printed
+    packed, by_length, padded = report["results"][0]["rows"]
+    assert [row["system"] for row in (packed, by_length, padded)] == ["packed", "sorted", "padded"]
+    # 2 to 16 tokens, 53 in all: two packed microbatches of 2 x 16; four padded ones
+    assert packed["efficiency"] == 53 / 64
+    assert by_length["efficiency"] == 53 / 96
+    assert padded["efficiency"] == 53 / 128
+    assert all(row["peak_bytes"] > 0 and row["mfu"] > 0 for row in report["results"][0]["rows"])
+
+
+def test_flops_of_an_update():
+    # a layer: 16 x 8 x (2 x 2 + 2 x 1) + 3 x 16 x 32 = 2304; head 16 x 64; 2 tokens see 1 + 2
+    forward = 2 * 2304 * 2 + 4 * 2 * 8 * 3 + 2 * 1024 * 2
+    assert train_step.update_flops("smoke", [2]) == 3 * forward
 
 
 def test_flops_of_a_step():
