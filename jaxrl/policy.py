@@ -3,6 +3,8 @@
 import os
 from typing import Any
 
+import jax
+
 from jaxrl import config as cfg
 from jaxrl.checkpoint import checksums
 from jaxrl.config.needs import needs_reference
@@ -57,6 +59,15 @@ class Policy:
             return describe(self.model)
         self.base = self._load(self.trainer.policy, self.placement)
         return describe(self.lora) | {"base": checksums(self.base)}
+
+    def size(self) -> str:
+        """How much is trained, in words."""
+        if self.lora is None:
+            return f"all {_parameters(self.model):,} parameters"
+        return (
+            f"{_parameters(self.lora):,} parameters, adapters of rank {self.lora.rank} for "
+            f"{len(self.lora.modules)} matrices of a model of {_parameters(self.model):,}"
+        )
 
     def initial(self) -> Params:
         """The trained parameters at the start of a run."""
@@ -129,6 +140,10 @@ def _shardings(
     """Tree parallel to the parameters of the whole model, or of its adapters."""
     axes, shapes = logical_axes(model), abstract_params(model)
     return param_shardings(placement.mesh, axes, shapes, placement.rules)
+
+
+def _parameters(model: TransformerConfig | AdaptedModel | LoraConfig) -> int:
+    return sum(x.size for x in jax.tree.leaves(abstract_params(model)))
 
 
 def lora_config(

@@ -30,6 +30,7 @@ LAYER_OF = {
     "objective": "L3",
     "rewards": "L3",
     "update": "L3",
+    "scorer": "L3",
     "checkpoint": "L3",
     "compilation": "L3",
     "metrics": "L3",

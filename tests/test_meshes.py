@@ -4,6 +4,7 @@ Twelve meshes, packed and unpacked rows, one, two and four microbatches, all wei
 every pair of these choices occurs in the default run, the full product is marked slow.
 """
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -28,7 +29,8 @@ MESHES = (  # data, fsdp, tensor; 4 query heads, 2 key/value heads, vocabulary 3
 )
 PACKED, MICROBATCHES = (False, True), (1, 2, 4)
 MODULES = ["q_proj", "o_proj", "down_proj", "model.layers.1.self_attn.v_proj"]
-LORA = LoraConfig(MODEL, select_modules(MODEL, MODULES), rank=4, alpha=8)
+DEEP = dataclasses.replace(MODEL, num_layers=5)  # deep enough to be scanned over
+LORA = LoraConfig(DEEP, select_modules(DEEP, MODULES), rank=4, alpha=8)
 WEIGHTS = {"full": None, "lora": LORA}
 PRODUCT = list(itertools.product(MESHES, PACKED, MICROBATCHES, WEIGHTS))
 ALGORITHM = algorithm_with()  # with KL and entropy terms
@@ -63,6 +65,7 @@ def spread_gradient(mesh, packed, microbatches, lora):
     return gradient(
         ALGORITHM,
         make_batch(),
+        model=DEEP,
         microbatch_rows=max(ROWS // microbatches, groups),  # a row for every group
         devices=groups * tensor,
         sizes=(("data", data), ("fsdp", fsdp), ("tensor", tensor)),
@@ -73,7 +76,9 @@ def spread_gradient(mesh, packed, microbatches, lora):
 
 def check(mesh, packed, microbatches, weights):
     lora = WEIGHTS[weights]
-    expected, expected_metrics = gradient(ALGORITHM, make_batch(), microbatch_rows=ROWS, lora=lora)
+    expected, expected_metrics = gradient(
+        ALGORITHM, make_batch(), model=DEEP, microbatch_rows=ROWS, lora=lora
+    )
     found, metrics = spread_gradient(mesh, packed, microbatches, lora)
     difference = np.linalg.norm(found - expected) / np.linalg.norm(expected)
     assert np.linalg.norm(expected) > 1e-2

@@ -85,19 +85,21 @@ def make_batch(width=WIDTH, lengths=LENGTHS):
 
 
 @functools.cache
-def make_updater(algorithm, *, microbatch_rows, devices=1, sizes=(), lora=None, **packing):
+def make_updater(
+    algorithm, *, microbatch_rows, devices=1, sizes=(), model=MODEL, lora=None, **packing
+):
     """An updater, parameters, and a function that makes a fresh state of them.
 
     Cached, because an updater holds its compiled functions.
     """
     placement = Placement(make_mesh(devices=jax.devices()[:devices], **dict(sizes)))
     mesh, groups = placement.mesh, placement.size(("data", "fsdp"))
-    trained = lora or MODEL
+    trained = lora or model
     shardings = param_shardings(
         mesh, logical_axes(trained), abstract_params(trained), placement.rules
     )
-    params = init_params(MODEL, 0)
-    base = param_shardings(mesh, logical_axes(MODEL), params, placement.rules)
+    params = init_params(model, 0)
+    base = param_shardings(mesh, logical_axes(model), params, placement.rules)
     params = jax.device_put(params, base)
     if lora is not None:
         params = attach(lora, params, jax.device_put(random_adapters(lora), shardings))
@@ -107,7 +109,7 @@ def make_updater(algorithm, *, microbatch_rows, devices=1, sizes=(), lora=None, 
     )
     forward = functools.partial(
         log_probs_and_entropy,
-        MODEL,
+        model,
         temperature=0.9,
         dtype=jnp.float32,
         remat=True,

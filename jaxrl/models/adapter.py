@@ -3,8 +3,10 @@
 All three are [B, T] int, segment 0 is padding, rows are right padded; logits are [B, T, V]. The
 module must be causal. With `trainer.use_sample_packing` a row holds several segments, each with
 positions from 0: the module must then take its positions from the argument and let no token attend
-to another segment; nothing checks that it does. An `AdaptedModel` takes the place of `TransformerConfig` in the functions
-that `transformer.py` dispatches; only `NativeEngine`, which needs a key/value cache, cannot use it:
+to another segment; nothing checks that it does.
+
+An `AdaptedModel` takes the place of `TransformerConfig` in the functions that `transformer.py`
+dispatches; only `NativeEngine`, which needs a key/value cache, cannot use it:
 `rollout.recompute.RecomputeEngine` samples instead.
 """
 

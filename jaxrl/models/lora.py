@@ -279,11 +279,10 @@ def with_token_keys(
 
     Args:
         row_ids: [B] int.
-        key: None: nothing drops out.
+        key: of the update; None: nothing is dropped.
     """
-    if key is None or not any(
-        is_adapted(w) and w.dropout for w in jax.tree.leaves(params, is_leaf=is_adapted)
-    ):
+    leaves = jax.tree.leaves(params, is_leaf=is_adapted)
+    if key is None or not any(is_adapted(w) and w.dropout for w in leaves):
         return rows
     ids = np.zeros(rows.tokens.size + 1, np.int32)  # the last for tokens that stand nowhere
     source = rows.source

@@ -254,6 +254,22 @@ def test_fields_of_a_user_class_are_not_judged():
             r"generator.eval_sampling_params.temperature=-1.0: must be 0 \(greedy\) or more",
         ),
         (
+            {"trainer.policy.model.lora.rank": -1},
+            r"trainer.policy.model.lora.rank=-1: must not be negative; set it to 0 or more",
+        ),
+        (
+            {"trainer.policy.model.lora.alpha": 0},
+            r"trainer.policy.model.lora.alpha=0: must be positive",
+        ),
+        (
+            {"trainer.policy.model.lora.dropout": 1.0},
+            r"trainer.policy.model.lora.dropout=1.0: must be in \[0, 1\); 0.0 is off",
+        ),
+        (
+            {"trainer.policy.model.lora.init_method": "xavier"},
+            r"init_method='xavier': not available yet, must be 'kaiming' or 'gaussian'",
+        ),
+        (
             {"generator.sampling_params.top_p": 0},
             r"generator.sampling_params.top_p=0.0: must be in \(0, 1\]; 1.0 is off",
         ),

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from jaxrl.data.packing import one_per_row
-from jaxrl.forward import log_probs_and_entropy
 from jaxrl.models.linear import LoraWeight, drop_out, merge, project
 from jaxrl.models.lora import (
     LoraConfig,
@@ -62,6 +61,7 @@ def moved(lora, scale=0.1):
     )
 
 
+@functools.partial(jax.jit, static_argnames="model")
 def logits(params, model=MODEL):
     positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
     hidden = forward(model, params, TOKENS, positions, jnp.ones_like(TOKENS))
@@ -239,29 +239,27 @@ def test_dropout_keeps_the_mean_and_scales():
     assert abs(float((x == 0).mean()) - 0.25) < 0.02  # 4000 draws: 3 deviations
 
 
-def test_what_drops_out_depends_on_the_row_and_position_alone():
-    """Packed two in a row, in another order: each trajectory keeps its log-probs."""
-    model = dataclasses.replace(MODEL, num_layers=1)
-    lora = lora_of(["q_proj", "down_proj"], model, dropout=0.5)
-    base = init_params(model, 0)
+def test_what_drops_out_is_named_by_the_row_and_position_alone():
+    """The keys of trajectories 3 and 5, one per row, and packed in the other order into one."""
+    lora, base = lora_of("q_proj", dropout=0.5), init_params(MODEL, 0)
     params, key = attach(lora, base, moved(lora)), jax.random.key(7)
     tokens, row_ids = np.asarray(TOKENS), np.array([3, 5], np.int32)
-    run = functools.partial(
-        log_probs_and_entropy, model, temperature=1.0, dtype=jnp.float32, with_entropy=False
-    )
     rows = one_per_row(tokens, np.array([6, 6]), np.ones((2, 6)))
-    whole, _ = run(params, with_token_keys(params, rows, row_ids, key))
     packed = ModelRows(
         tokens=tokens[::-1].reshape(1, 12),
-        positions=np.tile(np.arange(6), 2)[None],
+        positions=np.tile(np.arange(6, dtype=np.int32), 2)[None],
         segment_ids=np.repeat([1, 2], 6)[None],
         wanted=np.tile(np.arange(6) > 0, 2)[None],
         source=np.array([[6, 7, 8, 9, 10, 11], [0, 1, 2, 3, 4, 5]]),
     )
-    other, _ = run(params, with_token_keys(params, packed, row_ids, key))
-    np.testing.assert_allclose(other, whole, atol=1e-5)
-    plain, _ = run(params, rows)
-    assert float(jnp.abs(plain - whole).max()) > 1e-2
+    alone = with_token_keys(params, rows, row_ids, key)
+    together = with_token_keys(params, packed, row_ids, key)
+    bits = np.asarray(jax.random.key_data(alone.keys))  # [2, 6, words]
+    np.testing.assert_array_equal(bits[::-1].reshape(12, -1), jax.random.key_data(together.keys)[0])
+    assert len(np.unique(bits.reshape(12, -1), axis=0)) == 12
+    layers = with_dropout(params, alone.keys)["layers"]["wq"].keys
+    assert layers.shape == (2, 2, 6) and not np.any(layers[0] == layers[1])
     undropped = attach(dataclasses.replace(lora, dropout=0.0), base, moved(lora))
     assert with_token_keys(undropped, rows, row_ids, key) is rows
+    assert with_token_keys(params, rows, row_ids, None) is rows
     assert with_dropout(params, None) is params

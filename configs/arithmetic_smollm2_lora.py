@@ -1,0 +1,24 @@
+r"""GRPO with LoRA (arXiv:2106.09685) on one-digit sums with SmolLM2-135M-Instruct.
+
+    python examples/smollm2_to_hf.py --out models/smollm2-135m-instruct
+    python -m jaxrl.train --config=configs/arithmetic_smollm2_lora.py
+
+`arithmetic_smollm2_grpo.py` with adapters of rank 32 in every linear layer and ten times its
+learning rate. The exports are PEFT folders. docs/lora.md says what the fields mean.
+"""
+
+from pathlib import Path
+
+from jaxrl.config import load_config_file
+
+
+def get_config():
+    config = load_config_file(str(Path(__file__).parent / "arithmetic_smollm2_grpo.py"))
+    trainer = config.trainer
+    trainer.run_name = "arithmetic_smollm2_lora"
+    trainer.policy.model.lora.rank = 32
+    trainer.policy.model.lora.alpha = 32
+    trainer.policy.optimizer_config.lr = 1e-4
+    trainer.ckpt_path = "runs/arithmetic_smollm2_lora/checkpoints"
+    trainer.export_path = "runs/arithmetic_smollm2_lora/exports"
+    return config
