@@ -38,6 +38,7 @@ def topology_devices(name: str) -> list[jax.Device]:
         "TPU_SKIP_MDS_QUERY": "1",  # no question to a cloud's metadata server
         "TPU_ACCELERATOR_TYPE": name.replace(":", "-"),
         "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # compiling takes no chip
     }.items():
         os.environ.setdefault(variable, value)
     try:
@@ -93,7 +94,7 @@ def accumulate_arguments(
     return state.params, state.params, model_rows, batch, weights, key
 
 
-def compile_accumulate(
+def lower_accumulate(
     model: TransformerConfig,
     devices: list[jax.Device],
     sizes: Mapping[str, int],
@@ -101,13 +102,13 @@ def compile_accumulate(
     rows: int,
     length: int,
     settings: Mapping[str, Any],
-) -> tuple[TrainState, jax.stages.Compiled]:
-    """The gradient of one microbatch, compiled for a mesh of these axis sizes.
+) -> tuple[TrainState, jax.stages.Lowered]:
+    """The gradient of one microbatch, to be compiled for a mesh of these axis sizes.
 
     Returns:
-        The state it is for, with its shardings, and the program.
+        The state it is for, with its shardings, and the lowered program.
     """
     mesh = make_mesh(devices=devices, **sizes)
     state, updater = assemble(model, mesh, rows, settings)
     arguments = accumulate_arguments(updater, state, mesh, rows, length)
-    return state, updater.accumulate.lower(*arguments).compile()
+    return state, updater.accumulate.lower(*arguments)

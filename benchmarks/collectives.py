@@ -1,7 +1,7 @@
 """What the devices of a mesh send each other for the gradient of one microbatch.
 
     JAX_PLATFORMS=cpu python -m benchmarks.collectives --topology=v5e:2x4 [--json=FILE]
-    JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8 \
+    NPROC=32 JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8 \
         python -m benchmarks.collectives            # cost of 1, 2, 4, 8 host devices
 
 Claim: under FSDP the devices exchange what they must and little else: each parameter is gathered
@@ -16,7 +16,8 @@ all-reduces of the activations per layer (Shoeybi et al., https://arxiv.org/abs/
 recomputing a layer repeats the two of its forward.
 
 The host part times the same gradient on 1, 2, 4 and 8 CPU devices that share the cores, at the same
-total work: the ratio to one device is the cost of partitioning.
+total work: the ratio to one device is the cost of partitioning. NPROC is the number of XLA's
+threads: with few, independent collectives of eight devices can wait for each other for ever.
 """
 
 import argparse
@@ -87,7 +88,7 @@ def measure(arguments: argparse.Namespace, mesh_text: str) -> dict[str, Any]:
     """Collectives of the gradient on one mesh, and the least there can be."""
     devices = ahead_of_time.topology_devices(arguments.topology)
     sizes, dtype = mesh_sizes(mesh_text), jnp.bfloat16
-    state, compiled = ahead_of_time.compile_accumulate(
+    state, lowered = ahead_of_time.lower_accumulate(
         transformer_config(arguments.shape),
         devices,
         sizes,
@@ -95,6 +96,7 @@ def measure(arguments: argparse.Namespace, mesh_text: str) -> dict[str, Any]:
         length=arguments.length,
         settings={"trainer.bf16": True},
     )
+    compiled = lowered.compile()
     mesh = dict(make_mesh(devices=devices, **sizes).shape)
     found = hlo.collectives(compiled.as_text())
     largest = sorted(found, key=lambda one: -one.moved * one.times)[: arguments.largest]

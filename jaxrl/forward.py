@@ -27,7 +27,8 @@ def log_probs_and_entropy(
     *,
     temperature: float,
     dtype: jnp.dtype,
-    remat: bool = False,
+    remat: str = "none",
+    kernel: str = "xla",
     with_entropy: bool = True,
 ) -> tuple[Array, Array]:
     """Log-prob of the wanted tokens given those before, and the entropy they were drawn from.
@@ -36,7 +37,8 @@ def log_probs_and_entropy(
         rows: [R, L], one or several trajectories in each.
         temperature: divides the logits, as the sampler's does.
         dtype: compute dtype of the model.
-        remat: recompute layers in the backward pass.
+        remat: what layers keep for the backward pass, see `models/remat.py`.
+        kernel: of the attention, see `models/attention.py`.
         with_entropy: False returns zeros for it; it costs a pass over the vocabulary.
 
     Returns:
@@ -45,7 +47,7 @@ def log_probs_and_entropy(
         of the model held; T = L where `rows.source` is None.
     """
     given = rows.tokens, rows.positions, rows.segment_ids
-    hidden = forward(config, params, *given, dtype=dtype, remat=remat)
+    hidden = forward(config, params, *given, dtype=dtype, remat=remat, kernel=kernel)
     head = {name: params[name] for name in ("embed", "unembed", "final_norm") if name in params}
 
     def score(head: Params, hidden: Array, targets: Array) -> tuple[Array, Array]:

@@ -92,7 +92,7 @@ def make_updater(algorithm, *, microbatch_rows, devices=1, fsdp=-1):
     )
     updater = Updater(
         functools.partial(
-            log_probs_and_entropy, MODEL, temperature=0.9, dtype=jnp.float32, remat=True
+            log_probs_and_entropy, MODEL, temperature=0.9, dtype=jnp.float32, remat="full"
         ),
         make_apply(optimizer, schedule),
         algorithm=algorithm,

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl.models import transformer
+from jaxrl.models.remat import recompute
 from jaxrl.models.transformer import Params
 
 EXAMPLE = jnp.zeros((1, 8), jnp.int32)  # tokens, positions and segment ids to initialise with
@@ -128,9 +129,12 @@ def _(
     segment_ids: jax.Array,
     *,
     dtype: jnp.dtype = jnp.float32,
-    remat: bool = False,
+    remat: str = "none",
+    kernel: str = "xla",
 ) -> jax.Array:
-    call = jax.checkpoint(model.call) if remat else model.call
+    if kernel != "xla":
+        raise ValueError("trainer.flash_attn=True: an adapted model brings its own attention")
+    call = recompute(model.call, remat)
     return call(_cast(params, dtype), tokens, positions, segment_ids)
 
 
