@@ -3,6 +3,8 @@
 Masks are [B, T] float 0/1; NaN under a 0 never spreads.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -82,17 +84,37 @@ def _clamp_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     return jnp.clip(x, low, high), jnp.where(inside, tangents[0], 0)
 
 
-def token_log_probs(logits: Array, tokens: Array) -> Array:
-    """log softmax(logits)[tokens]: logits [..., V], tokens [...] int -> [...] float32."""
+def token_log_probs(logits: Array, tokens: Array, axis_name: Any = None) -> Array:
+    """log softmax(logits)[tokens]: logits [..., V], tokens [...] int -> [...] float32.
+
+    Args:
+        axis_name: mesh axis over which the vocabulary is split, V of it here; None = all is here.
+    """
     logits = at_least_float32(logits)
-    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
-    return chosen - jax.nn.logsumexp(logits, axis=-1)
+    if axis_name is None:
+        chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+        return chosen - logsumexp(logits)
+    column = tokens - jax.lax.axis_index(axis_name) * logits.shape[-1]
+    here = (column >= 0) & (column < logits.shape[-1])
+    chosen = jnp.take_along_axis(logits, jnp.where(here, column, 0)[..., None], axis=-1)[..., 0]
+    chosen = jax.lax.psum(jnp.where(here, chosen, 0), axis_name)
+    return chosen - logsumexp(logits, axis_name)
 
 
-def entropy(logits: Array) -> Array:
-    """Entropy of softmax(logits) in nats: [..., V] -> [...]."""
-    log_p = jax.nn.log_softmax(at_least_float32(logits))
-    return -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+def entropy(logits: Array, axis_name: Any = None) -> Array:
+    """Entropy of softmax(logits) in nats: [..., V] -> [...]; `axis_name` as in token_log_probs."""
+    logits = at_least_float32(logits)
+    log_p = logits - logsumexp(logits, axis_name)[..., None]
+    minus = jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+    return -(minus if axis_name is None else jax.lax.psum(minus, axis_name))
+
+
+def logsumexp(x: Array, axis_name: Any = None) -> Array:
+    """log sum exp over the last dim, [..., V] -> [...]; `axis_name` as in token_log_probs."""
+    if axis_name is None:
+        return jax.nn.logsumexp(x, axis=-1)
+    largest = jax.lax.pmax(jax.lax.stop_gradient(x).max(-1), axis_name)
+    return largest + jnp.log(jax.lax.psum(jnp.exp(x - largest[..., None]).sum(-1), axis_name))
 
 
 @jax.jit  # a scan called eagerly is compiled at every call

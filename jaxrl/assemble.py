@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import optax
 
 from jaxrl import config as cfg
-from jaxrl.data.packing import round_up
+from jaxrl.config.microbatching import update_microbatching
 from jaxrl.forward import log_probs_and_entropy
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel
+from jaxrl.models.attention import choose_kernel
 from jaxrl.models.transformer import (
     Params,
     TransformerConfig,
@@ -19,7 +20,7 @@ from jaxrl.models.transformer import (
     logical_axes,
 )
 from jaxrl.optim import abstract_state, make_apply, make_optimizer, make_schedule
-from jaxrl.parallel import ShardingRules, batch_sharding, param_shardings, replicated
+from jaxrl.parallel import Placement, batch_sharding, param_shardings, replicated
 from jaxrl.parallel.rules import batch_devices
 from jaxrl.types import TrainState
 from jaxrl.update import Apply, Updater
@@ -75,42 +76,79 @@ def assemble_update(
     total_steps: int,
 ) -> tuple[optax.GradientTransformation, TrainState, Updater]:
     """The optimizer, the abstract state with its shardings, and the jitted update."""
-    rules = ShardingRules()
+    placement = place_model(config.trainer, model, mesh)
     optimizer, schedule = assemble_optimizer(config.trainer, total_steps)
-    shardings = param_shardings(mesh, logical_axes(model), abstract_params(model), rules)
+    axes, shapes = logical_axes(model), abstract_params(model)
+    shardings = param_shardings(mesh, axes, shapes, placement.rules)
     like = abstract_state(optimizer, model, shardings, replicated(mesh))
     apply = make_apply(optimizer, schedule)
-    return optimizer, like, _updater(config, model, mesh, rules, like, apply)
+    return optimizer, like, _updater(config, model, placement, like, apply)
+
+
+def place_model(
+    trainer: cfg.TrainerConfig, model: TransformerConfig | AdaptedModel, mesh: jax.sharding.Mesh
+) -> Placement:
+    """A mesh and the rules of the run, for a model that fits them.
+
+    Raises:
+        ValueError: the tensor axis does not divide the heads or the MLP width of the model, or the
+            model is a flax module, which has no axes to split.
+    """
+    placement = Placement(mesh, cfg.sharding_rules(trainer.sharding_rules))
+    sizes = {"heads": "num_heads", "mlp": "intermediate_size"}
+    for axis, field in sizes.items():
+        split = placement.size(getattr(placement.rules, axis))
+        if split > 1 and isinstance(model, AdaptedModel):
+            raise ValueError(f"mesh.tensor={split}: {model.name} is a flax module; set it to 1")
+        if split > 1 and (whole := getattr(model, field)) % split:
+            divisors = [n for n in range(1, mesh.size + 1) if whole % n == 0]
+            raise ValueError(
+                f"trainer.policy.mesh.tensor={split} does not divide the model's {field}={whole}; "
+                f"set it to one of {divisors}"
+            )
+    return placement
+
+
+def _kernel(
+    trainer: cfg.TrainerConfig,
+    model: TransformerConfig | AdaptedModel,
+    mesh: jax.sharding.Mesh,
+    dtype: jnp.dtype,
+) -> str:
+    """The attention kernel; a flax module brings its own attention."""
+    if isinstance(model, AdaptedModel):
+        return "xla"
+    return choose_kernel(model, trainer.flash_attn, mesh.devices.flat[0].platform, dtype)
 
 
 def _updater(
     config: cfg.TrainConfig,
     model: TransformerConfig | AdaptedModel,
-    mesh: jax.sharding.Mesh,
-    rules: ShardingRules,
+    placement: Placement,
     like: TrainState,
     apply: Apply,
 ) -> Updater:
     """Forward, objective and apply, jitted for this mesh."""
-    trainer, samples = config.trainer, config.generator.n_samples_per_prompt
+    trainer = config.trainer
     assert trainer.algorithm.temperature is not None  # resolved
+    mesh, rules = placement.mesh, placement.rules
     devices = batch_devices(mesh, rules)
+    dtype = DTYPES["bfloat16" if trainer.bf16 else "float32"]
     forward = functools.partial(
         log_probs_and_entropy,
         model,
         temperature=trainer.algorithm.temperature,
-        dtype=DTYPES["bfloat16" if trainer.bf16 else "float32"],
-        remat=trainer.gradient_checkpointing,
+        dtype=dtype,
+        remat=trainer.remat_policy if trainer.gradient_checkpointing else "none",
+        kernel=_kernel(trainer, model, mesh, dtype),
+        placement=placement if mesh.size > 1 else None,
     )
     return Updater(
         forward,
         apply,
         algorithm=trainer.algorithm,
         shardings=jax.tree.map(lambda x: x.sharding, like),
-        microbatch_rows=min(
-            trainer.micro_train_batch_size_per_gpu * devices,
-            round_up(trainer.policy_mini_batch_size * samples, devices),
-        ),
+        microbatching=update_microbatching(config, devices),
         block_rows=trainer.micro_train_batch_size_per_gpu,
         place=functools.partial(jax.device_put, device=batch_sharding(mesh, rules)),
     )

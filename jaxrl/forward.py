@@ -5,19 +5,26 @@ So it runs on the tokens that the loss asks for and on no others, a few columns 
 backward pass computes the logits again instead of keeping them: [B, T, V] never exists.
 """
 
+import dataclasses
 import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jaxrl.array_ops import Array, entropy, token_log_probs
 from jaxrl.models.adapter import AdaptedModel
-from jaxrl.models.transformer import Params, TransformerConfig, forward, unembed
+from jaxrl.models.transformer import Params, TransformerConfig, forward, head_axes, unembed
+from jaxrl.parallel.rules import Placement
 from jaxrl.types import ModelRows
 
-CHUNK_TOKENS = 1024  # per chunk of the head, over all rows; at least one column
+# Per chunk of the head on one device; at least one column. The logits are the largest temporary of
+# a step, hence the second bound.
+CHUNK_TOKENS, CHUNK_LOGITS = 1024, 2**26
 
 
 def log_probs_and_entropy(
@@ -30,6 +37,7 @@ def log_probs_and_entropy(
     remat: str = "none",
     kernel: str = "xla",
     with_entropy: bool = True,
+    placement: Placement | None = None,
 ) -> tuple[Array, Array]:
     """Log-prob of the wanted tokens given those before, and the entropy they were drawn from.
 
@@ -40,6 +48,7 @@ def log_probs_and_entropy(
         remat: what layers keep for the backward pass, see `models/remat.py`.
         kernel: of the attention, see `models/attention.py`.
         with_entropy: False returns zeros for it; it costs a pass over the vocabulary.
+        placement: of the parameters and rows; None = one device, or as the partitioner decides.
 
     Returns:
         log_probs [B, T], entropy [B, T], float32: `log_probs[b, t] = log p(tokens[b, t] |
@@ -47,18 +56,12 @@ def log_probs_and_entropy(
         of the model held; T = L where `rows.source` is None.
     """
     given = rows.tokens, rows.positions, rows.segment_ids
-    hidden = forward(config, params, *given, dtype=dtype, remat=remat, kernel=kernel)
-    head = {name: params[name] for name in ("embed", "unembed", "final_norm") if name in params}
-
-    def score(head: Params, hidden: Array, targets: Array) -> tuple[Array, Array]:
-        logits = unembed(config, head, hidden) / temperature
-        log_probs = token_log_probs(logits, targets)
-        return log_probs, entropy(logits) if with_entropy else jnp.zeros_like(log_probs)
-
+    options = {"dtype": dtype, "remat": remat, "kernel": kernel, "placement": placement}
+    hidden = forward(config, params, *given, **options)
     with jax.named_scope("log_probs"):
-        scores: tuple[Array, Array] = score_columns(
-            score, head, hidden[:, :-1], rows.tokens[:, 1:], rows.wanted[:, 1:]
-        )
+        head = Head(config, temperature, dtype, with_entropy)
+        given = hidden[:, :-1], rows.tokens[:, 1:], rows.wanted[:, 1:]
+        scores = score(head, params, *given, placement)
         first = ((0, 0), (1, 0))  # nothing predicts the first token
         return _by_trajectory(rows, jnp.pad(scores[0], first), jnp.pad(scores[1], first))
 
@@ -71,71 +74,158 @@ def _by_trajectory(rows: ModelRows, *scores: Array) -> tuple[Array, Array]:
     return scores[0], scores[1]
 
 
+@dataclass(frozen=True)
+class Head:
+    """The vocabulary head: which model, how its logits are scored, where its weights lie.
+
+    Attributes:
+        specs: how each weight is sharded; empty on one device.
+        batch: mesh axes over which weights are stored in parts, and whole when used.
+        vocab: mesh axis over which the vocabulary is split, in storage and in use.
+    """
+
+    config: TransformerConfig | AdaptedModel
+    temperature: float
+    dtype: Any
+    with_entropy: bool
+    specs: tuple[tuple[str, PartitionSpec], ...] = ()
+    batch: tuple[str, ...] = ()
+    vocab: Any = None
+
+    def gather(self, weights: Params) -> Params:
+        """The weights whole over the batch axes."""
+        specs = dict(self.specs)
+        return {name: self._gather(w, specs.get(name, ())) for name, w in weights.items()}
+
+    def _gather(self, w: Array, spec: Iterable[Any]) -> Array:
+        for dim, axes in enumerate(spec):
+            names = (axes,) if isinstance(axes, str) else axes or ()
+            if stored := tuple(name for name in names if name in self.batch):
+                w = jax.lax.all_gather(w, stored, axis=dim, tiled=True)
+        return w
+
+    def cast(self, weights: Params) -> Params:
+        """Matrices in the compute dtype; the scale of the norm stays float32."""
+        return {n: w if n == "final_norm" else w.astype(self.dtype) for n, w in weights.items()}
+
+    def __call__(self, weights: Params, hidden: Array, targets: Array) -> tuple[Array, Array]:
+        """Log-probs and entropy [B, C] for hidden [B, C, D] and targets [B, C]."""
+        logits = unembed(self.config, weights, hidden) / self.temperature
+        log_probs = token_log_probs(logits, targets, self.vocab)
+        return log_probs, entropy(logits, self.vocab) if self.with_entropy else 0 * log_probs
+
+
+def score(
+    head: Head,
+    params: Params,
+    hidden: Array,
+    targets: Array,
+    wanted: Array,
+    placement: Placement | None,
+) -> tuple[Array, Array]:
+    """`score_columns`, each device on its own rows and its own slice of the vocabulary.
+
+    The weights are gathered once in each direction and their gradient is scattered once, in their
+    own dtype; inside the loop over chunks the devices exchange only sums over the vocabulary.
+    """
+    axes = head_axes(head.config)
+    weights = {name: params[name] for name in axes}
+    if placement is None:
+        return score_columns(head, weights, hidden, targets, wanted)
+    specs = {name: placement.spec(w.shape, axes[name]) for name, w in weights.items()}
+    rows = PartitionSpec(placement.rules.batch)
+    placed = dataclasses.replace(
+        head,
+        specs=tuple(specs.items()),
+        batch=placement.batch_axes,
+        vocab=_vocab_axis(axes, specs),
+    )
+    return jax.shard_map(
+        functools.partial(score_columns, placed),
+        mesh=placement.mesh,
+        in_specs=(specs, rows, rows, rows),
+        out_specs=rows,
+        check_vma=False,
+    )(weights, hidden, targets, wanted)
+
+
+def _vocab_axis(axes: Params, specs: dict[str, PartitionSpec]) -> Any:
+    """Mesh axis of the vocabulary dim of the head's matrix, if it is split."""
+    name = "unembed" if "unembed" in axes else "embed"
+    return specs[name][axes[name].index("vocab")] if name in axes else None
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def score_columns(
-    score: Any, head: Params, hidden: Array, targets: Array, wanted: Array
+    head: Head, weights: Params, hidden: Array, targets: Array, wanted: Array
 ) -> tuple[Array, Array]:
-    """`score(head, hidden, targets)` at the wanted tokens, 0 elsewhere.
+    """`head(weights, hidden, targets)` at the wanted tokens, 0 elsewhere.
 
     The wanted tokens of each row are moved to its front, and a loop runs over chunks of columns for
     as long as a row has one left: work follows the longest response of the microbatch, though
     the shapes are fixed. Rows stay where they are, so a sharded batch stays sharded.
 
     Args:
-        score: (head, hidden [B, C, D], targets [B, C]) -> two arrays [B, C].
+        weights: of the head, as stored.
         hidden: [B, T, D]; targets: [B, T]; wanted: [B, T] bool.
     """
-    return _score_columns(score, head, hidden, targets, wanted)[0]
+    return _score_columns(head, weights, hidden, targets, wanted)[0]
 
 
 def _score_columns(
-    score: Any, head: Params, hidden: Array, targets: Array, wanted: Array
+    head: Head, weights: Params, hidden: Array, targets: Array, wanted: Array
 ) -> tuple[tuple[Array, Array], tuple]:
+    whole = head.gather(head.cast(weights))
     length = wanted.shape[1]
     order = jnp.argsort(~wanted, axis=1, stable=True)  # wanted first
-    width = _columns(*wanted.shape)
+    width = _columns(wanted.shape, whole)
     pad = -length % width
     front = _take(hidden, order, pad), _take(targets, order, pad)
     chunks = -(-wanted.sum(1).max() // width)
 
     def body(i: Array, out: tuple[Array, Array]) -> tuple[Array, Array]:
-        new = score(head, *(_chunk(x, i, width) for x in front))
+        new = head(whole, *(_chunk(x, i, width) for x in front))
         return tuple(_write(x, y, i, width) for x, y in zip(out, new, strict=True))  # type: ignore
 
     zeros = jnp.zeros(front[1].shape, jnp.float32)
     scores = jax.lax.fori_loop(0, chunks, body, (zeros, zeros))
     back = jnp.argsort(order, axis=1)
     scores = tuple(jnp.where(wanted, _take(x, back), 0.0) for x in scores)
-    return scores, (head, front, order, back, wanted, chunks)  # type: ignore[return-value]
+    return scores, (weights, front, order, back, wanted, chunks)  # type: ignore[return-value]
 
 
-def _score_columns_backward(score: Any, residuals: tuple, cotangents: tuple) -> tuple:
-    head, front, order, back, wanted, chunks = residuals
+def _score_columns_backward(head: Head, residuals: tuple, cotangents: tuple) -> tuple:
+    weights, front, order, back, wanted, chunks = residuals
+    whole = head.gather(head.cast(weights))
     hidden, targets = front
-    width = _columns(*wanted.shape)
+    width = _columns(wanted.shape, whole)
     pad = targets.shape[1] - wanted.shape[1]
     cotangents = tuple(_take(jnp.where(wanted, g, 0.0), order, pad) for g in cotangents)
 
     def body(i: Array, grads: tuple[Params, Array]) -> tuple[Params, Array]:
         targets_i = _chunk(targets, i, width)
-        pull_back = jax.vjp(lambda w, x: score(w, x, targets_i), head, _chunk(hidden, i, width))[1]
+        pull_back = jax.vjp(lambda w, x: head(w, x, targets_i), whole, _chunk(hidden, i, width))[1]
         for_head, for_hidden = pull_back(tuple(_chunk(g, i, width) for g in cotangents))
         return (
-            jax.tree.map(jnp.add, grads[0], for_head),
+            jax.tree.map(lambda total, g: total + g, grads[0], for_head),
             _write(grads[1], for_hidden, i, width),
         )
 
-    zeros = jax.tree.map(jnp.zeros_like, (head, hidden))
+    gathered, scatter = jax.vjp(head.gather, weights)
+    zeros = jax.tree.map(jnp.zeros_like, (gathered, hidden))
     for_head, for_hidden = jax.lax.fori_loop(0, chunks, body, zeros)
     no_gradient = np.zeros(wanted.shape, jax.dtypes.float0)
-    return for_head, _take(for_hidden, back), no_gradient, no_gradient
+    return scatter(for_head)[0], _take(for_hidden, back), no_gradient, no_gradient
 
 
 score_columns.defvjp(_score_columns, _score_columns_backward)
 
 
-def _columns(rows: int, length: int) -> int:
-    return min(max(CHUNK_TOKENS // rows, 1), length)
+def _columns(shape: tuple[int, ...], weights: Params) -> int:
+    rows, length = shape
+    vocabulary = max((w.size // w.shape[0] for w in weights.values() if w.ndim == 2), default=1)
+    tokens = min(CHUNK_TOKENS, CHUNK_LOGITS // vocabulary)
+    return min(max(tokens // rows, 1), length)
 
 
 def _take(x: Array, order: Array, pad: int = 0) -> Array:

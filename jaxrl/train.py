@@ -5,6 +5,7 @@
 `trainer.py` has the training step; this file puts its parts together.
 """
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -92,7 +93,7 @@ class BasePPOExp:
         tokenizer = load_tokenizer(
             path, template.name_or_path if template.source == "file" else None
         )
-        mesh = make_mesh(fsdp=config.trainer.policy.fsdp_config.fsdp_size)
+        mesh = make_mesh(**dataclasses.asdict(config.trainer.policy.mesh))
 
         def load(sources: Sequence[str]) -> list[Prompt]:
             if not sources:

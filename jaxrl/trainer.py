@@ -20,8 +20,9 @@ from jaxrl import config as cfg
 from jaxrl.assemble import assemble_update, load_weights
 from jaxrl.checkpoint import Checkpointer, resume
 from jaxrl.compilation import CompilationWatch
+from jaxrl.config.microbatching import forward_microbatching
 from jaxrl.config.needs import kl_in_reward, needs_old_log_probs, needs_reference
-from jaxrl.data.packing import collate, minibatches, round_up
+from jaxrl.data.packing import collate, minibatches
 from jaxrl.data.prompts import batch_indices
 from jaxrl.evaluate import dump_rows, evaluate
 from jaxrl.files import writable_folder
@@ -39,8 +40,7 @@ from jaxrl.models.export import save_pretrained
 from jaxrl.models.transformer import TransformerConfig, describe
 from jaxrl.objective import step_metrics
 from jaxrl.optim import init_state
-from jaxrl.parallel import ShardingRules, replicated
-from jaxrl.parallel.rules import batch_devices
+from jaxrl.parallel import replicated
 from jaxrl.registry import source_hashes
 from jaxrl.rewards import make_estimate, next_kl_coef, penalize_kl, shape_rewards
 from jaxrl.rollout.conversation import generator_input, sampling_of
@@ -101,9 +101,8 @@ class Trainer:
             self.config, self.model, self.mesh, self.total_steps
         )
         self.shardings = jax.tree.map(lambda x: x.sharding, self.like.params)
-        devices = batch_devices(self.mesh, ShardingRules())
-        rows_per_step = round_up(trainer.train_batch_size * self.samples, devices)
-        self.forward_rows = min(trainer.micro_forward_batch_size_per_gpu * devices, rows_per_step)
+        groups = cfg.batch_groups(self.config, self.mesh.size)
+        self.forward_microbatching = forward_microbatching(self.config, groups)
         self.minibatch_rows = trainer.policy_mini_batch_size * self.samples
         self.estimate = jax.jit(make_estimate(trainer.algorithm))
         writable_folder("trainer.log_path", cfg.run_folder(trainer))
@@ -239,13 +238,12 @@ class Trainer:
 
         Only those that the loss needs.
         """
-        rows = self.forward_rows
         if needs_old_log_probs(self.config.trainer):
-            old, _ = self.updater.forward_rows(self.state.params, batch, rows)
+            old, _ = self.updater.forward_rows(self.state.params, batch, self.forward_microbatching)
             batch = batch.replace(old_log_probs=old)
             self.metrics |= mismatch_metrics(batch)
         if self.ref_params is not None:
-            ref, _ = self.updater.forward_rows(self.ref_params, batch, rows)
+            ref, _ = self.updater.forward_rows(self.ref_params, batch, self.forward_microbatching)
             batch = batch.replace(ref_log_probs=ref)
         return batch
 
@@ -285,7 +283,8 @@ class Trainer:
         metrics = step_metrics(pending)
         if skipped := metrics["policy/skipped_updates"]:
             tqdm.write(f"step {step}: {skipped} updates skipped, their gradient was not finite")
-        self.metrics |= metrics
+        efficiency = self.updater.packing_efficiency([m for m, *_ in weighed])
+        self.metrics |= metrics | {"trainer/packing_efficiency": efficiency}
         self.finish(step, rows=len(batch.index))
 
     def finish(self, step: int, rows: int) -> None:

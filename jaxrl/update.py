@@ -1,6 +1,6 @@
 """One optimizer update: gradients in microbatches, apply."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.array_ops import Array
-from jaxrl.data.packing import length_sorted, one_per_row, row_slices
+from jaxrl.data.microbatches import Microbatching, computed_tokens, microbatches
+from jaxrl.data.packing import row_slices
 from jaxrl.objective import (
     Metrics,
     TokenWeights,
@@ -32,8 +33,8 @@ class Updater:
         apply: `(state, gradients) -> (state, metrics)`.
         algorithm: the AlgorithmConfig.
         shardings: the TrainState's; gradients are placed like the parameters.
-        microbatch_rows: rows of one backward pass, over all devices.
-        block_rows: those of one device, which token_mean_legacy takes its means over.
+        microbatching: how minibatches are cut.
+        block_rows: rows that token_mean_legacy takes its means over.
         place: puts a tree of row arrays on the devices.
     """
 
@@ -44,11 +45,11 @@ class Updater:
         *,
         algorithm: Any,
         shardings: TrainState,
-        microbatch_rows: int,
+        microbatching: Microbatching,
         block_rows: int,
         place: Callable[[Any], Any],
     ) -> None:
-        self.algorithm, self.microbatch_rows, self.place = algorithm, microbatch_rows, place
+        self.algorithm, self.microbatching, self.place = algorithm, microbatching, place
         self.block_rows = block_rows
         self.policy_loss = make_policy_loss(algorithm)
         objective = make_objective(algorithm, self.policy_loss)
@@ -107,49 +108,73 @@ class Updater:
         longest rows first and cut to the bucket of the longest: its cotangent is taken on the [B,
         T] log-probs of a gradient-free pass and pulled back microbatch by microbatch.
         """
-        rows, lengths = self.microbatch_rows, np.asarray(minibatch.lengths)
-        grads, metrics = self.zeros(params), []
-        if self._sees_whole_minibatch(minibatch) and minibatch.tokens.shape[0] != rows:
+        lengths, grads, metrics = np.asarray(minibatch.lengths), self.zeros(params), []
+        if self._sees_whole_minibatch(minibatch) and not self.microbatching.is_single(lengths):
             # as if it were one microbatch: a scalar loss may count what is masked
-            whole = length_sorted((minibatch, weights), lengths, len(lengths))
-            _, (minibatch, weights) = next(whole)
-            lengths = minibatch.lengths
-            outputs = self.forward_rows(params, minibatch, rows, with_entropy=True)
+            one = Microbatching(rows=len(lengths), total=len(lengths))
+            _, _, (minibatch, weights) = next(microbatches((minibatch, weights), minibatch, one))
+            outputs = self.forward_rows(params, minibatch, self.microbatching, with_entropy=True)
             cotangents, metrics = self.cotangents(*outputs, minibatch, weights, key)
-            parts = length_sorted((minibatch, jax.device_get(cotangents)), lengths, rows)
-            for _, (batch, cotangent) in parts:
-                grads = self.pull_back(grads, params, *self.place((_rows_of(batch), cotangent)))
-            return grads, [metrics]
-        for _, (batch, weight) in length_sorted((minibatch, weights), lengths, rows):
-            of_loss = self.place((_rows_of(batch), batch, weight))
-            grads, part = self.accumulate(grads, params, *of_loss, key)
+            return self.pulled_back(grads, params, minibatch, jax.device_get(cotangents)), [metrics]
+        parts = microbatches((minibatch, weights), minibatch, self.microbatching)
+        for _, rows, of_loss in parts:
+            given = self.place((rows, *of_loss))
+            grads, part = self.accumulate(grads, params, *given, key)
             metrics.append(part)
         return grads, metrics
 
+    def pulled_back(self, grads: Any, params: Any, batch: TrainBatch, cotangents: Any) -> Any:
+        """`grads` plus the gradient from the cotangents of log-probs and entropy, [B, T] each."""
+        for _, rows, cotangent in microbatches(cotangents, batch, self.microbatching):
+            grads = self.pull_back(grads, params, *self.place((rows, cotangent)))
+        return grads
+
     def warm_up(self, params: Any, minibatch: TrainBatch) -> None:
-        """Compile `update`, all but `apply`, for minibatches of this shape."""
-        weights, _ = self.weights(minibatch)
-        if not self._sees_whole_minibatch(minibatch):  # then one microbatch will do
-            minibatch, weights = next(row_slices((minibatch, weights), self.microbatch_rows))
-        self.gradients(params, minibatch, weights, jax.random.key(0))
+        """Compile `update`, all but `apply`, for all microbatches of trajectories of this length.
+
+        Args:
+            minibatch: all its trajectories are equally long.
+        """
+        (weights, _), key = self.weights(minibatch), jax.random.key(0)
+        lengths = np.asarray(minibatch.lengths)
+        whole = self._sees_whole_minibatch(minibatch)
+        if whole:
+            self.gradients(params, minibatch, weights, key)
+        if whole and self.microbatching.is_single(lengths):
+            return
+        for size in self.microbatching.batch_sizes(self.microbatching.width(int(lengths[0]))):
+            part, weight = next(row_slices((minibatch, weights), size))
+            if not whole:
+                self.gradients(params, part, weight, key)
+                continue
+            outputs = self.forward_rows(params, part, self.microbatching, with_entropy=True)
+            self.pulled_back(self.zeros(params), params, part, outputs)
 
     def forward_rows(
-        self, params: Any, batch: TrainBatch, rows: int, *, with_entropy: bool = False
+        self,
+        params: Any,
+        batch: TrainBatch,
+        microbatching: Microbatching,
+        *,
+        with_entropy: bool = False,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Log-probs and entropy [B, T] of a whole batch, `rows` rows at a time, on the host."""
-        slices, pending = [], []
-        for chosen, part in length_sorted(batch, np.asarray(batch.lengths), rows):
-            slices.append((chosen, part.tokens.shape[1]))
-            given = self.place(_rows_of(part))
-            pending.append(self.forward(params, given, with_entropy=with_entropy))
+        """Log-probs and entropy [B, T] of a whole batch, in microbatches, on the host."""
+        pending = [
+            (chosen, self.forward(params, self.place(rows), with_entropy=with_entropy))
+            for chosen, rows, _ in microbatches((), batch, microbatching)
+        ]
         log_probs = np.zeros(batch.tokens.shape, np.float32)
         entropy = np.zeros_like(log_probs)
-        for (chosen, width), (part, part_entropy) in zip(
-            slices, jax.device_get(pending), strict=True
-        ):
-            log_probs[chosen, :width] = part[: len(chosen)]
-            entropy[chosen, :width] = part_entropy[: len(chosen)]
+        for chosen, parts in jax.device_get(pending):
+            for output, part in zip((log_probs, entropy), parts, strict=True):
+                output[chosen, : part.shape[1]] = part[: len(chosen)]
         return log_probs, entropy
+
+    def packing_efficiency(self, minibatches: Sequence[TrainBatch]) -> float:
+        """Tokens of the trajectories / tokens that the model runs on, in one pass over them."""
+        lengths = [np.asarray(minibatch.lengths) for minibatch in minibatches]
+        computed = sum(computed_tokens(x, self.microbatching) for x in lengths)
+        return float(sum(x.sum() for x in lengths) / computed)
 
     def _sees_whole_minibatch(self, minibatch: TrainBatch) -> bool:
         if self._whole is None:  # a property of the function: asked once
@@ -159,7 +184,3 @@ class Updater:
             name = self.algorithm.policy_loss_type
             self._whole = loss.ndim == 0 or PolicyLossRegistry.has_batch_statistics(name)
         return bool(self._whole)
-
-
-def _rows_of(batch: TrainBatch) -> ModelRows:
-    return one_per_row(batch.tokens, batch.lengths, batch.loss_mask)

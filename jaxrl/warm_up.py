@@ -14,6 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrl.checkpoint import checksums
+from jaxrl.data.microbatches import Microbatching
 from jaxrl.data.packing import buckets_between, empty_batch, length_bucket
 from jaxrl.rollout.conversation import sampling_of
 from jaxrl.rollout.protocol import Request
@@ -35,7 +36,7 @@ def warm_up(trainer: "Trainer") -> None:
     widths = buckets_between(min(lengths) + 1, max(lengths) + longest)
     tqdm.write(
         f"shapes: prompts of {_prompt_buckets(trainer.train_prompts)} tokens; rows of {widths} "
-        f"tokens, {trainer.updater.microbatch_rows} rows per microbatch"
+        f"tokens; microbatches of {_shapes(trainer.updater.microbatching, widths)}"
     )
     for width in widths:
         warm_up_update(trainer, width)
@@ -48,7 +49,9 @@ def warm_up(trainer: "Trainer") -> None:
 def warm_up_update(trainer: "Trainer", width: int) -> None:
     """Log-probs, advantages and gradients of rows with `width` tokens."""
     settings, updater = trainer.config.trainer, trainer.updater
-    batch = trainer.add_log_probs(empty_batch(trainer.forward_rows, width))
+    length = min(width, settings.packed_length or width)
+    for rows in trainer.forward_microbatching.batch_sizes(length):
+        batch = trainer.add_log_probs(empty_batch(rows, width, length))
     batch = trainer.add_advantages(_rows(batch, settings.train_batch_size * trainer.samples))
     updater.warm_up(trainer.state.params, _rows(batch, trainer.minibatch_rows))
 
@@ -68,6 +71,13 @@ def engine_batches(trainer: "Trainer") -> Iterator[list[Request]]:
             keys = ((0, 0),) * samples
             sampling = sampling_of(params, trainer.eos_token_ids)
             yield [Request((0,) * width, keys, sampling)] * size
+
+
+def _shapes(settings: Microbatching, widths: Sequence[int]) -> str:
+    """All shapes of the model's rows, "rows x tokens"."""
+    wide = (settings.width(width) for width in widths)
+    shapes = [(n, settings.length(width)) for width in wide for n in settings.row_counts(width)]
+    return ", ".join(f"{rows} x {length}" for rows, length in dict.fromkeys(shapes))
 
 
 def _prompt_buckets(prompts: Sequence[Prompt]) -> list[int]:

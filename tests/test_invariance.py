@@ -15,6 +15,7 @@ import pytest
 from jaxrl.array_ops import masked_mean
 from jaxrl.config import ClipCovConfig, OffPolicyCorrectionConfig
 from jaxrl.config.needs import allowed_reductions
+from jaxrl.data.microbatches import Microbatching
 from jaxrl.losses import LOSSES
 from jaxrl.objective import merge_metrics, minibatch_weights
 from jaxrl.optim import init_state, make_apply, make_optimizer, make_schedule
@@ -75,7 +76,7 @@ def make_updater(algorithm, rows, devices):
         make_apply(optimizer, schedule),
         algorithm=algorithm,
         shardings=jax.tree.map(lambda x: x.sharding, state),
-        microbatch_rows=rows,
+        microbatching=Microbatching(rows, ROWS, groups=devices),
         block_rows=rows // devices,
         place=lambda x: jax.device_put(x, batch_sharding(mesh, ShardingRules())),
     )

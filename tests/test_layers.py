@@ -1,4 +1,7 @@
-"""Imports point one way: L0 <- L1 <- registry; L0 <- L2; L0, L1, registry, L2 <- L3 <- L4 <- L5."""
+"""Imports point one way: L0 <- L1 <- registry; L0 <- parallel <- L2; all of them <- L3 <- L4 <- L5.
+
+Of the packages of L2 only `parallel` is known to others: models place their arrays.
+"""
 
 import ast
 from pathlib import Path
@@ -16,7 +19,7 @@ LAYER_OF = {
     "user_functions": "L0",
     "function_registry": "registry",
     "registry": "registry",
-    "parallel": "L2",
+    "parallel": "placement",
     "models": "L2",
     "data": "L2",
     "envs": "L2",
@@ -42,10 +45,11 @@ MAY_IMPORT = {
     "L0": {"L0"},
     "L1": {"L0"},
     "registry": {"L0", "L1", "registry"},
-    "L2": {"L0"},
-    "L3": {"L0", "L1", "registry", "L2", "L3"},
-    "L4": {"L0", "L1", "registry", "L2", "L3", "L4"},
-    "L5": {"L0", "L1", "registry", "L2", "L3", "L4", "L5"},
+    "placement": {"L0"},
+    "L2": {"L0", "placement"},
+    "L3": {"L0", "L1", "registry", "placement", "L2", "L3"},
+    "L4": {"L0", "L1", "registry", "placement", "L2", "L3", "L4"},
+    "L5": {"L0", "L1", "registry", "placement", "L2", "L3", "L4", "L5"},
 }
 # In a process where Ray is initialised, a registry asks the actor that shares it.
 UPWARD = {("function_registry", "jaxrl.cluster.registry_sync")}

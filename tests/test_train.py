@@ -65,6 +65,21 @@ def assert_bitwise_equal(a, b):
         np.testing.assert_array_equal(jax.device_get(left), jax.device_get(right))
 
 
+def test_packed_rows_train_to_the_same_weights(finished, tmp_path):
+    folder, padded = finished
+    packing = {"trainer.use_sample_packing": True, "trainer.packed_length": 24}
+    packed = train(small(tmp_path, **packing))
+    assert packed.watch.recompiles == 0
+    weights = (jax.tree.leaves(jax.device_get(x.state.params)) for x in (packed, padded))
+    for ours, expected in zip(*weights, strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    efficiency = {"trainer/packing_efficiency"}
+    for ours, expected in zip(metric_lines(tmp_path), metric_lines(folder), strict=True):
+        assert ours.keys() == expected.keys()
+        same = {name: x for name, x in ours.items() if name not in efficiency}
+        assert same == pytest.approx({name: expected[name] for name in same}, rel=1e-3, abs=1e-5)
+
+
 def test_a_run_leaves_what_it_should(finished):
     folder, trainer = finished
     lines = metric_lines(folder)

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from jaxrl.config import AlgorithmConfig
+from jaxrl.data.microbatches import Microbatching
 from jaxrl.data.packing import row_slices
 from jaxrl.forward import log_probs_and_entropy
 from jaxrl.losses.reduction import REDUCTIONS
@@ -77,7 +78,7 @@ def make_batch(width=WIDTH, lengths=LENGTHS):
 
 
 @functools.cache
-def make_updater(algorithm, *, microbatch_rows, devices=1, fsdp=-1):
+def make_updater(algorithm, *, microbatch_rows, devices=1, fsdp=-1, **packing):
     """An updater, parameters, and a function that makes a fresh state of them.
 
     Cached, because an updater holds its compiled functions.
@@ -99,7 +100,7 @@ def make_updater(algorithm, *, microbatch_rows, devices=1, fsdp=-1):
         shardings=jax.tree.map(
             lambda x: x.sharding, abstract_state(optimizer, MODEL, shardings, replicated(mesh))
         ),
-        microbatch_rows=microbatch_rows,
+        microbatching=Microbatching(microbatch_rows, ROWS, groups=devices, **packing),
         block_rows=microbatch_rows // devices,
         place=lambda x: jax.device_put(x, batch_sharding(mesh, ShardingRules())),
     )
@@ -198,7 +199,7 @@ def scalar_loss(log_probs, old_log_probs, advantages, config, loss_mask=None):
 def test_without_old_log_probs_they_are_those_of_the_update_itself(microbatch_rows):
     algorithm, batch = algorithm_with(), make_batch()
     updater, params, _ = make_updater(algorithm, microbatch_rows=microbatch_rows)
-    old, _ = updater.forward_rows(params, batch, 3)
+    old, _ = updater.forward_rows(params, batch, Microbatching(rows=3, total=ROWS))
     told = gradient(algorithm, batch.replace(old_log_probs=old), microbatch_rows=microbatch_rows)
     grad, metrics = gradient(
         algorithm, batch.replace(old_log_probs=None), microbatch_rows=microbatch_rows

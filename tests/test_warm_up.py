@@ -1,5 +1,7 @@
 """All shapes of a run are compiled before its steps."""
 
+import pytest
+
 from jaxrl.train import BasePPOExp
 from jaxrl.trainer import Trainer
 from tests.test_train import metric_lines, small
@@ -19,7 +21,8 @@ class WatchedExp(BasePPOExp):
         return WatchedTrainer(*args, **kwargs)
 
 
-def test_varied_lengths_compile_nothing_after_the_first_step(tmp_path, capsys):
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_varied_lengths_compile_nothing_after_the_first_step(tmp_path, capsys, packed):
     # Prompts of 2 and 10 tokens in random order and responses of 1 to 12: prompts fill the buckets
     # 8 and 12, rows of 3 to 22 tokens the buckets 8, 12, 16 and 24.
     lengths = {"short": 1, "long": 9}
@@ -38,9 +41,12 @@ def test_varied_lengths_compile_nothing_after_the_first_step(tmp_path, capsys):
         "trainer.eval_interval": 5,
         "trainer.ckpt_interval": -1,
         "trainer.hf_save_interval": -1,
+        "trainer.use_sample_packing": packed,
     }
     trainer = WatchedExp(small(tmp_path, **changes)).run()
-    assert "prompts of [8, 12] tokens; rows of [8, 12, 16, 24] tokens" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "prompts of [8, 12] tokens; rows of [8, 12, 16, 24] tokens" in printed
+    assert "microbatches of 8 x 8, 8 x 12, 8 x 16, 8 x 24\n" in printed
     assert len(set(trainer.widths)) >= 2
     assert trainer.watch.recompiles == 0, capsys.readouterr().out
     assert len(metric_lines(tmp_path)) == 13  # 12 steps and the evaluation before them

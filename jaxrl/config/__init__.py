@@ -24,6 +24,7 @@ from jaxrl.config.backend import (
     MegatronDDPConfig,
     MegatronLoraConfig,
     MegatronTorchProfilerConfig,
+    MeshConfig,
     MixedPrecisionConfig,
 )
 from jaxrl.config.dataclass_config import BaseConfig, get_config_as_dict, get_config_as_yaml_str
@@ -40,6 +41,7 @@ from jaxrl.config.generator import (
     InferenceEngineConfig,
     SamplingParams,
 )
+from jaxrl.config.mesh import batch_groups, sharding_rules
 from jaxrl.config.model import ModelConfig, OptimizerConfig, SkyRLLoraConfig
 from jaxrl.config.objective_card import objective_card
 from jaxrl.config.overrides import apply_overrides, parse_command_line
@@ -83,6 +85,7 @@ __all__ = [
     "KLCovConfig",
     "KLCtrlConfig",
     "MegatronConfig",
+    "MeshConfig",
     "MegatronDDPConfig",
     "MegatronLoraConfig",
     "MegatronTorchProfilerConfig",
@@ -105,6 +108,7 @@ __all__ = [
     "TrainerConfig",
     "apply_overrides",
     "default_config",
+    "batch_groups",
     "get_config_as_dict",
     "get_config_as_yaml_str",
     "load_config_file",
@@ -116,5 +120,6 @@ __all__ = [
     "parse_command_line",
     "resolve",
     "to_train_config",
+    "sharding_rules",
     "validate",
 ]

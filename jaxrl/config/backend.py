@@ -1,9 +1,25 @@
-"""Config of SkyRL's two training backends, of which jaxrl keeps the mesh sizes."""
+"""Config of the device mesh, and of SkyRL's two training backends, which are mapped onto it."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl.config.dataclass_config import BaseConfig
+
+
+@dataclass
+class MeshConfig(BaseConfig):
+    """Sizes of the axes of a device mesh. One may be -1: it takes the devices that are left."""
+
+    data: int = 1
+    """Groups of devices with a copy of the parameters each and other rows of the batch."""
+    fsdp: int = -1
+    """Devices that share one copy of parameters and optimizer state, with other rows each."""
+    tensor: int = 1
+    """Devices that share the rows, and split heads, MLP width and vocabulary."""
+    context: int = 1
+    """Devices that split the positions of a row."""
+    expert: int = 1
+    """Devices that split the experts."""
 
 
 @dataclass

@@ -113,8 +113,16 @@ _MODELS = (
         "fsdp_config.* sequence_parallel_size model_config_kwargs",
         only_with=_CRITIC,
     ),
-    _mapped("trainer.policy.fsdp_config", "fsdp_size", "size of a mesh axis"),
-    _inert("trainer.ref.fsdp_config", "fsdp_size", "sharded as the policy is"),
+    *(
+        row
+        for role in ("trainer.policy", "trainer.ref")
+        for row in (
+            _planned(f"{role}.mesh", "context expert", only_with="later axes", skyrl_only=False),
+            _implemented(f"{role}.mesh", "data fsdp tensor", _NEW, skyrl_only=False),
+            _mapped(f"{role}.fsdp_config", "fsdp_size", "mesh.fsdp, with mesh.data=-1"),
+        )
+    ),
+    _implemented("trainer.ref", "mesh", _NEW, skyrl_only=False),
     *(
         row
         for role in ("trainer.policy", "trainer.ref")
@@ -130,11 +138,16 @@ _MODELS = (
     ),
     _inert("trainer.policy", "use_torch_compile", "everything is jitted"),
     _planned("trainer.policy", "record_memory", "device memory profiles"),
+    _mapped(_MEGATRON, "tensor_model_parallel_size", "mesh.tensor"),
     _planned(
         _MEGATRON,
-        "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
-        "expert_model_parallel_size expert_tensor_parallel_size",
-        "more mesh axes",
+        "pipeline_model_parallel_size",
+        "its stages would idle in every microbatch; mesh.fsdp and mesh.tensor hold any model",
+    ),
+    _planned(
+        _MEGATRON,
+        "context_parallel_size expert_model_parallel_size expert_tensor_parallel_size",
+        "mesh.context and mesh.expert are later axes",
     ),
     _planned(_MEGATRON, "moe_*", "mixture-of-experts models"),
     _planned(_MEGATRON, "model_config_kwargs", "changes to the model config"),
@@ -206,6 +219,7 @@ _TRAINER = (
     _planned("trainer", "fully_async.*", only_with="the asynchronous trainer"),
     _inert("trainer", "gradient_checkpointing_use_reentrant", "torch only"),
     _inert("trainer", "project_name", "no logger that has projects yet"),
+    _implemented("trainer", "sharding_rules", _NEW, skyrl_only=False),
     _implemented(
         "trainer",
         "gradient_checkpointing seed resume_mode resume_path ckpt_path ckpt_interval "
@@ -233,8 +247,23 @@ _TRAINER = (
     ),
     _planned("trainer", "critic_mini_batch_size", only_with=_CRITIC),
     _planned("trainer", "update_ref_every_epoch", "a moving reference model"),
-    _planned("trainer", "use_sample_packing", "packed rows", skyrl_default=True),
-    _planned("trainer", "flash_attn", "fused attention", skyrl_default=True),
+    _implemented(
+        "trainer",
+        "use_sample_packing",
+        "by segment ids; at most 16 trajectories per row; off until measured on accelerators",
+        skyrl_default=True,
+    ),
+    _implemented("trainer", "packed_length", _NEW, skyrl_only=False),
+    _implemented(
+        "trainer", "max_tokens_per_microbatch", f"{_LATER}; counts all devices", skyrl_only=False
+    ),
+    _implemented(
+        "trainer",
+        "flash_attn",
+        "an error where the backend's kernel cannot run the model; plain attention on CPUs",
+        skyrl_default=True,
+    ),
+    _implemented("trainer", "remat_policy", _NEW, skyrl_only=False),
     _inert("trainer", "disable_fast_tokenizer", "transformers 5 has one kind"),
     _implemented(
         "trainer",

@@ -11,8 +11,11 @@ from jaxrl.config.formulas import (
     loss_lines,
     reduction_line,
 )
+from jaxrl.config.mesh import batch_groups
+from jaxrl.config.microbatching import longest_trajectory, update_microbatching
 from jaxrl.config.needs import kl_in_loss, reduces_by_itself
 from jaxrl.config.train_config import TrainConfig, resolve
+from jaxrl.data.microbatches import MAX_PER_ROW
 from jaxrl.losses.off_policy import correction_enabled
 
 WIDTH = 85  # of the text beside the labels
@@ -104,22 +107,42 @@ def _batch(config: TrainConfig, num_devices: int) -> list[str]:
     trainer, samples = config.trainer, config.generator.n_samples_per_prompt
     rows, mini = trainer.train_batch_size * samples, trainer.policy_mini_batch_size
     mini_rows = mini * samples
-    per_device = min(trainer.micro_train_batch_size_per_gpu, -(-mini_rows // num_devices))
-    micro = per_device * num_devices
     count = trainer.train_batch_size // mini
     passes = trainer.update_epochs_per_batch
-    padding = -mini_rows % micro
-    padded = f", the last with {_count(padding, 'empty row')}" if padding else ""
     return [
         f"{_count(trainer.train_batch_size, 'prompt')} x {_count(samples, 'sample')} = "
         f"{_count(rows, 'row')} per step",
         f"-> {_count(count, 'minibatch')} x {_count(passes, 'pass')} = "
         f"{_count(count * passes, 'optimizer update')} of {_count(mini, 'prompt')} = "
         f"{_count(mini_rows, 'row')}",
-        f"-> {_count(-(-mini_rows // micro), 'microbatch')} of "
-        f"{_count(per_device, 'row')} on each of "
-        f"{_count(num_devices, 'device')}{padded}",
+        *_microbatches(config, mini_rows, num_devices),
     ]
+
+
+def _microbatches(config: TrainConfig, rows: int, num_devices: int) -> list[str]:
+    """How a minibatch of so many rows is cut."""
+    groups = batch_groups(config, num_devices)
+    settings, longest = update_microbatching(config, groups), longest_trajectory(config)
+    width = settings.width(longest)
+    micro, length = settings.row_counts(width)[-1], settings.length(width)
+    size = num_devices // groups
+    each = f"on each of {_count(groups, 'device' if size == 1 else 'group')}"
+    each += f" of {size} devices" if size > 1 else ""
+    per_device = _count(micro // groups, "row")
+    if settings.packed:
+        return [
+            f"-> packed into microbatches of at most {_count(micro, 'row')} of {length} tokens "
+            f"= {micro * length} tokens, {per_device} {each}; at most {MAX_PER_ROW} trajectories "
+            "per row"
+        ]
+    if settings.max_tokens is not None:
+        return [
+            f"-> microbatches of at most {settings.max_tokens} tokens: {per_device} of "
+            f"{length} tokens {each}, more where they are shorter"
+        ]
+    padding = -rows % micro
+    padded = f", the last with {_count(padding, 'empty row')}" if padding else ""
+    return [f"-> {_count(-(-rows // micro), 'microbatch')} of {per_device} {each}{padded}"]
 
 
 def _count(number: int, noun: str) -> str:

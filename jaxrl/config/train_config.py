@@ -8,9 +8,11 @@ from typing import Any, Self
 
 from jaxrl.config import overrides
 from jaxrl.config.algorithm import AlgorithmConfig
+from jaxrl.config.backend import MeshConfig
 from jaxrl.config.dataclass_config import BaseConfig, Config
 from jaxrl.config.environment import EnvironmentConfig
 from jaxrl.config.generator import GeneratorConfig, SamplingParams
+from jaxrl.config.mesh import map_mesh
 from jaxrl.config.trainer import TrainerConfig
 from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry
 
@@ -90,6 +92,7 @@ def resolve(config: Config) -> Config:
     ref.model = policy.model's path and random_init, with its model_config_kwargs;
     generator.max_input_length = trainer.max_prompt_length; algorithm.temperature = sampling
     temperature; algorithm.max_seq_len = max_input_length + max_generate_length (for one turn only);
+    policy.mesh and ref.mesh = what SkyRL's fields say where they do not;
     eval_sampling_params = greedy with the same length; generator.rope_* = trainer.rope_*;
     off_policy_correction = token weights for the deprecated use_tis. What the user set stays, but
     for a leading `~` in a path, which becomes the home folder, and for another name or path of a
@@ -103,6 +106,8 @@ def resolve(config: Config) -> Config:
         ref.path, ref.random_init = policy.path, policy.random_init
         kwargs = trainer.ref.model_config_kwargs or trainer.policy.model_config_kwargs
         trainer.ref.model_config_kwargs = copy.deepcopy(kwargs)
+    trainer.policy.mesh = map_mesh(trainer.policy) or MeshConfig()
+    trainer.ref.mesh = map_mesh(trainer.ref)
     if generator.max_input_length is None:
         generator.max_input_length = trainer.max_prompt_length
     if algorithm.temperature is None:

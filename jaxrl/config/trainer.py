@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config.algorithm import AlgorithmConfig
-from jaxrl.config.backend import FSDPConfig, MegatronConfig
+from jaxrl.config.backend import FSDPConfig, MegatronConfig, MeshConfig
 from jaxrl.config.dataclass_config import BaseConfig
 from jaxrl.config.model import ModelConfig, OptimizerConfig
 
@@ -43,6 +43,8 @@ class PolicyConfig(BaseConfig):
     """The model."""
     optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Its optimizer."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    """Its device mesh."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     """Its sharding."""
     sequence_parallel_size: int = 1
@@ -79,6 +81,8 @@ class RefConfig(BaseConfig):
 
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model; no path = the policy's initial weights."""
+    mesh: MeshConfig | None = None
+    """Its device mesh, over the same devices; None = the policy's."""
     sequence_parallel_size: int = 1
     """Devices that share each sequence."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
@@ -119,8 +123,13 @@ class TrainerConfig(BaseConfig):
     """The objective."""
     fully_async: FullyAsyncConfig = field(default_factory=FullyAsyncConfig)
     """Training while sampling continues."""
+    sharding_rules: dict[str, Any] = field(default_factory=dict)
+    """Mesh axes of logical axes, instead of those of `jaxrl.parallel.ShardingRules`."""
     gradient_checkpointing: bool = True
     """Recompute each layer's activations in the backward pass."""
+    remat_policy: str = "full"
+    """What layers keep when gradient_checkpointing is on, see `jaxrl/models/remat.py`: "full",
+    "attention", "dots", "none" or "offload"."""
     gradient_checkpointing_use_reentrant: bool = False
     """Variant of torch's gradient checkpointing."""
     seed: int = 42
@@ -163,6 +172,10 @@ class TrainerConfig(BaseConfig):
     """Copy the policy into the reference model after every epoch."""
     use_sample_packing: bool = False
     """Several trajectories per row of the model's input."""
+    packed_length: int | None = None
+    """Tokens of a packed row; None = the length bucket of the batch's longest trajectory."""
+    max_tokens_per_microbatch: int = -1
+    """Rows x tokens of a forward pass over all devices, in place of row counts; -1 = row counts."""
     eval_batch_size: int = 1024
     """Prompts per evaluation batch."""
     eval_before_train: bool = True
@@ -172,7 +185,7 @@ class TrainerConfig(BaseConfig):
     max_prompt_length: int = 512
     """Longer prompts, in tokens, are dropped from the data."""
     flash_attn: bool = False
-    """Fused attention kernel."""
+    """Fused attention kernel: splash on TPUs, Pallas-Triton on GPUs (bf16 only), none on CPUs."""
     disable_fast_tokenizer: bool = False
     """Slow tokenizer of transformers."""
     project_name: str = "skyrl"

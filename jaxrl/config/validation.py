@@ -8,16 +8,20 @@ from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.errors import check_choice, fail
 from jaxrl.config.field_status import status_of
 from jaxrl.config.generator import SamplingParams
+from jaxrl.config.mesh import batch_groups, check_mesh
+from jaxrl.config.microbatching import check_microbatches
 from jaxrl.config.objective_checks import check_objective, warn_of_objective
 from jaxrl.config.train_config import TrainConfig, resolve
 from jaxrl.losses.kl import KL_ESTIMATORS
 from jaxrl.losses.reduction import REDUCTIONS
+from jaxrl.models.remat import REMAT_POLICIES
 
 STRATEGIES = ("jax", "fsdp", "fsdp2", "megatron")
 LOGGERS = ("console", "tensorboard")
 
 _CHOICES = {
     "trainer.strategy": STRATEGIES,
+    "trainer.remat_policy": tuple(REMAT_POLICIES),
     "trainer.resume_mode": (None, "none", "latest", "from_path"),
     "trainer.policy.optimizer_config.scheduler": (
         "constant",
@@ -58,7 +62,7 @@ _POSITIVE = """
 """
 _INTERVALS = """
     trainer.ckpt_interval trainer.hf_save_interval trainer.eval_interval
-    trainer.print_example_interval trainer.max_ckpts_to_keep
+    trainer.print_example_interval trainer.max_ckpts_to_keep trainer.max_tokens_per_microbatch
 """
 _NOT_NEGATIVE = """
     trainer.policy.optimizer_config.lr trainer.policy.optimizer_config.weight_decay
@@ -84,8 +88,10 @@ def validate(config: TrainConfig, num_devices: int = 1) -> None:
     _check_status(values)
     _check_choices(values)
     _check_ranges(values)
-    _check_batch(config, num_devices)
+    _check_batch(config)
+    check_mesh(config, num_devices)
     _check_lengths(config)
+    check_microbatches(config, batch_groups(config, num_devices))
     check_objective(config)
     _check_rope(config)
     warn_of_objective(config)
@@ -164,7 +170,7 @@ def _check_ranges(values: dict[str, Any]) -> None:
         )
 
 
-def _check_batch(config: TrainConfig, num_devices: int) -> None:
+def _check_batch(config: TrainConfig) -> None:
     prompts, mini = config.trainer.train_batch_size, config.trainer.policy_mini_batch_size
     if prompts < mini:
         fail(
@@ -180,14 +186,6 @@ def _check_batch(config: TrainConfig, num_devices: int) -> None:
             f"not a multiple of trainer.policy_mini_batch_size={mini} ({prompts} = "
             f"{prompts // mini} x {mini} + {prompts % mini}); set it to {prompts - prompts % mini} "
             f"or {prompts - prompts % mini + mini}",
-        )
-    fsdp = config.trainer.policy.fsdp_config.fsdp_size
-    if fsdp != -1 and (fsdp <= 0 or num_devices % fsdp):
-        divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
-        fail(
-            "trainer.policy.fsdp_config.fsdp_size",
-            fsdp,
-            f"must divide the number of devices, {num_devices}: one of {divisors}, or -1 (all)",
         )
 
 

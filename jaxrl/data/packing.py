@@ -35,12 +35,12 @@ def buckets_between(shortest: int, longest: int) -> list[int]:
     return buckets
 
 
-def empty_batch(rows: int, width: int) -> TrainBatch:
-    """Rows of `width` tokens as `collate` would make them, all 0 and masked."""
+def empty_batch(rows: int, width: int, length: int) -> TrainBatch:
+    """Trajectories of `length` tokens as `collate` would make them, all 0 and masked."""
     zeros = np.zeros((rows, width), np.float32)
     return TrainBatch(
         tokens=np.zeros((rows, width), np.int32),
-        lengths=np.full(rows, width, np.int32),
+        lengths=np.full(rows, length, np.int32),
         response_mask=zeros,
         loss_mask=zeros,
         rewards=zeros,
@@ -154,24 +154,3 @@ def minibatches(batch: TrainBatch, rows: int) -> list[TrainBatch]:
     """Consecutive minibatches of `rows` rows, their prompt groups numbered from 0."""
     slices = row_slices(batch, rows)
     return [m.replace(index=np.unique(m.index, return_inverse=True)[1]) for m in slices]
-
-
-def length_sorted(tree: Any, lengths: np.ndarray, rows: int) -> Iterator[tuple[np.ndarray, Any]]:
-    """`row_slices`, longest rows first, each slice cut to the bucket of its longest row.
-
-    The slice that needs the most memory comes first, and the rows of zeros in the shortest slice.
-
-    Args:
-        tree: host arrays [B, T, ...] and [B].
-        lengths: [B] int, tokens of each row.
-        rows: per slice.
-
-    Yields:
-        The numbers of the slice's rows in `tree`, and the slice.
-    """
-    order = np.argsort(-lengths, kind="stable")
-    slices = row_slices(jax.tree.map(lambda x: x[order], tree), rows)
-    for start, part in zip(range(0, len(order), rows), slices, strict=True):
-        chosen = order[start : start + rows]
-        width = length_bucket(int(lengths[chosen[0]]))
-        yield chosen, jax.tree.map(lambda x, w=width: x[:, :w] if x.ndim > 1 else x, part)

@@ -19,6 +19,7 @@ from flax import nnx
 from jaxrl.models import transformer
 from jaxrl.models.remat import recompute
 from jaxrl.models.transformer import Params
+from jaxrl.parallel.rules import Placement
 
 EXAMPLE = jnp.zeros((1, 8), jnp.int32)  # tokens, positions and segment ids to initialise with
 
@@ -131,11 +132,16 @@ def _(
     dtype: jnp.dtype = jnp.float32,
     remat: str = "none",
     kernel: str = "xla",
+    placement: Placement | None = None,
 ) -> jax.Array:
-    if kernel != "xla":
-        raise ValueError("trainer.flash_attn=True: an adapted model brings its own attention")
+    del kernel, placement  # the module's own attention; left to the partitioner
     call = recompute(model.call, remat)
     return call(_cast(params, dtype), tokens, positions, segment_ids)
+
+
+@transformer.head_axes.register
+def _(model: AdaptedModel) -> Params:
+    return {}
 
 
 @transformer.unembed.register

@@ -10,7 +10,7 @@ segment ids, and its packed form is no public interface of JAX. The CPU has none
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -205,7 +205,7 @@ def splash(
     block = next(b for b in (512, 256, BLOCK) if shape[0] % b == 0)
 
     def run(mask: splash_attention_mask.Mask) -> Callable[[], jax.Array]:
-        kernel = splash_attention_kernel.make_splash_mha_single_device(
+        kernel: Any = splash_attention_kernel.make_splash_mha_single_device(
             mask=splash_attention_mask.MultiHeadMask([mask] * heads),
             block_sizes=_splash_blocks(block),
             attn_logits_soft_cap=config.attention_softcap,
@@ -225,12 +225,19 @@ def splash(
     return out.transpose(0, 2, 1, 3)[:, :t]
 
 
-def _splash_blocks(block: int) -> "object":
+def _splash_blocks(block: int) -> Any:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
-    names = "block_q block_kv block_kv_compute block_q_dkv block_kv_dkv block_kv_dkv_compute"
-    sizes = dict.fromkeys([*names.split(), "block_q_dq", "block_kv_dq"], block)
-    return splash_attention_kernel.BlockSizes(**sizes)
+    return splash_attention_kernel.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_kv_compute=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_kv_dkv_compute=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
 
 
 def triton(
@@ -251,7 +258,8 @@ def triton(
     t, group = q.shape[1], q.shape[2] // k.shape[1]
     keys, values = (jnp.repeat(x, group, axis=1).transpose(0, 2, 1, 3) for x in (k, v))
     inputs = (_pad(x, axis=1) for x in (q, keys, values, segments.ids))
-    return mha(*inputs, sm_scale=_scale(config), causal=True, interpret=interpret)[:, :t]
+    out: Any = mha(*inputs, sm_scale=_scale(config), causal=True, interpret=interpret)
+    return out[:, :t]
 
 
 def _pad(x: jax.Array, axis: int) -> jax.Array:

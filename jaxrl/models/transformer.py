@@ -31,6 +31,8 @@ from jaxrl.models.attention import (
 )
 from jaxrl.models.remat import ATTENTION, LAYER_INPUT, recompute
 from jaxrl.models.rope import RopeScaling, rotate
+from jaxrl.parallel.embedding import look_up
+from jaxrl.parallel.rules import Placement, constrain, gather
 
 # A scan writes every residual of the backward pass into a stacked buffer: for the two layers of the
 # quickstart that was a quarter of the gradient's time (170 against 128 ms). Deep models keep the
@@ -264,12 +266,18 @@ def project_gate_up(weights: Params, y: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 def decoder_layer(
-    config: TransformerConfig, layer: Params, x: jax.Array, view: View, attend: Attend
+    config: TransformerConfig,
+    layer: Params,
+    x: jax.Array,
+    view: View,
+    attend: Attend,
+    placement: Placement | None = None,
 ) -> jax.Array:
     """One pre-norm block; `attend` decides which keys there are.
 
     attend(q, k, v, mask) takes q [B, T, H, h], k, v [B, K, T, h], the view's mask and returns
-    [B, T, H, h]. x [B, T, D]; returns [B, T, D].
+    [B, T, H, h]. x [B, T, D]; returns [B, T, D]. Heads and MLP width are spread by
+    `placement`.
     """
     x = checkpoint_name(x, LAYER_INPUT)
     weights = {name: w.astype(x.dtype) for name, w in layer.items()}
@@ -277,31 +285,47 @@ def decoder_layer(
     def norm(y: jax.Array, name: str) -> jax.Array:
         return rms_norm(y, weights[name], config)
 
+    def spread(y: jax.Array, *names: str | None) -> jax.Array:
+        return constrain(y, ("batch", None, *names), placement)
+
     with jax.named_scope("attention"):
         y = norm(x, "attn_norm")
         q, k, v = project_qkv(config, weights, y)
+        q, k, v = spread(q, "heads", None), spread(k, "kv_heads", None), spread(v, "kv_heads", None)
         if config.qk_norm:
             q, k = norm(q, "q_norm"), norm(k, "k_norm")
         q, k = rotate(q, view.cos, view.sin), rotate(k, view.cos, view.sin)
         out = attend(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), view.mask)
-        out = project(checkpoint_name(out, ATTENTION), weights["wo"], contract=2)
+        out = spread(project(checkpoint_name(out, ATTENTION), weights["wo"], contract=2), None)
         if config.attention_output_bias:
             out += weights["bo"]
         x = x + (norm(out, "attn_post_norm") if config.post_norms else out)
     with jax.named_scope("mlp"):
         y = norm(x, "mlp_norm")
         gate, up = project_gate_up(weights, y)
-        out = project(ACTIVATIONS[config.activation](gate) * up, weights["w_down"])
+        hidden = spread(ACTIVATIONS[config.activation](gate) * up, "mlp")
+        out = spread(project(hidden, weights["w_down"]), None)
         return x + (norm(out, "mlp_post_norm") if config.post_norms else out)
 
 
 def embed(
-    config: TransformerConfig, params: Params, tokens: jax.Array, dtype: jnp.dtype
+    config: TransformerConfig,
+    params: Params,
+    tokens: jax.Array,
+    dtype: jnp.dtype,
+    placement: Placement | None = None,
 ) -> jax.Array:
     """Token embeddings [B, T, D] in the compute dtype."""
-    x = params["embed"][tokens].astype(dtype)
+    x = look_up(params["embed"], tokens, placement, dtype)
     # Gemma rounds the factor to the compute dtype before it multiplies.
     return x * jnp.asarray(math.sqrt(config.hidden_size), dtype) if config.scale_embeddings else x
+
+
+@functools.singledispatch
+def head_axes(config: TransformerConfig) -> Params:
+    """The parameters that `unembed` reads, by name, and their logical axes."""
+    names = ("final_norm", "embed" if config.tie_embeddings else "unembed")
+    return {name: logical_axes(config)[name] for name in names}
 
 
 @functools.singledispatch
@@ -327,6 +351,7 @@ def forward(
     dtype: jnp.dtype = jnp.float32,
     remat: str = "none",
     kernel: str = "xla",
+    placement: Placement | None = None,
 ) -> jax.Array:
     """Hidden states [B, T, D] before the final norm.
 
@@ -335,15 +360,19 @@ def forward(
         dtype: compute dtype; norms, rotary angles, softmax and logits stay float32.
         remat: what each layer keeps for the backward pass, see `remat.py`.
         kernel: of the attention, see `choose_kernel`.
+        placement: where rows, heads and MLP width are spread, and parameters gathered from.
     """
+    axes = logical_axes(config)["layers"]
     view = layer_views(config, training_mask(segment_ids, kernel), positions, positions)
-    attend = functools.partial(self_attention, config, kernel=kernel)
+    attend = functools.partial(self_attention, config, kernel=kernel, placement=placement)
 
     def body(x: jax.Array, layer: tuple[Params, jax.Array]) -> tuple[jax.Array, None]:
-        weights, sliding = layer
-        return decoder_layer(config, weights, x, view(sliding), attend), None
+        stored, sliding = layer
+        weights = {name: gather(w, axes[name][1:], placement, dtype) for name, w in stored.items()}
+        return decoder_layer(config, weights, x, view(sliding), attend, placement), None
 
     body = recompute(body, remat)
     layers = (params["layers"], jnp.asarray(sliding_flags(config)))
     unroll = config.num_layers if config.num_layers <= MAX_UNROLLED_LAYERS else 1
-    return jax.lax.scan(body, embed(config, params, tokens, dtype), layers, unroll=unroll)[0]
+    x = embed(config, params, tokens, dtype, placement)
+    return jax.lax.scan(body, x, layers, unroll=unroll)[0]

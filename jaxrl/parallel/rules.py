@@ -1,11 +1,13 @@
 """Logical axis -> mesh axis. A sharding strategy is one `ShardingRules` value."""
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 MeshAxes = str | tuple[str, ...] | None
@@ -50,10 +52,68 @@ class Placement:
         """The same as a sharding."""
         return NamedSharding(self.mesh, self.spec(shape, names))
 
+    def whole_over_batch(self, spec: PartitionSpec) -> PartitionSpec:
+        """The spec without the axes of the batch: a parameter as the computation needs it."""
+
+        def keep(axes: MeshAxes) -> MeshAxes:
+            return tuple(axis for axis in _names(axes) if axis not in self.batch_axes) or None
+
+        return PartitionSpec(*(keep(axes) for axes in spec))
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Mesh axes over which rows are spread."""
+        return _names(self.rules.batch)
+
     def size(self, axes: MeshAxes) -> int:
         """Number of devices along mesh axes."""
-        names = (axes,) if isinstance(axes, str) else axes or ()
-        return math.prod(self.mesh.shape[name] for name in names)
+        return math.prod(self.mesh.shape[name] for name in _names(axes))
+
+
+def constrain(x: jax.Array, names: Sequence[str | None], placement: Placement | None) -> jax.Array:
+    """x, sharded by its logical axes; x itself without a placement."""
+    if placement is None:
+        return x
+    return _place(x, placement.mesh, placement.spec(x.shape, names))
+
+
+def gather(
+    w: jax.Array, names: Sequence[str | None], placement: Placement | None, dtype: Any
+) -> jax.Array:
+    """A parameter in the compute dtype, whole over the batch axes: FSDP's all-gather.
+
+    It is cast before it travels. Its gradient is scattered again, summed in the parameter's dtype:
+    left to the partitioner it is reduced whole, on every device.
+    """
+    if placement is None:
+        return w.astype(dtype)
+    return _gather(w, placement, placement.spec(w.shape, names), dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather(w: jax.Array, placement: Placement, spec: PartitionSpec, dtype: Any) -> jax.Array:
+    cast = _place(w.astype(dtype), placement.mesh, spec)
+    return _place(cast, placement.mesh, placement.whole_over_batch(spec))
+
+
+def _gather_forward(
+    w: jax.Array, placement: Placement, spec: PartitionSpec, dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+    return _gather(w, placement, spec, dtype), jnp.zeros((), w.dtype)
+
+
+def _scatter(
+    placement: Placement, spec: PartitionSpec, dtype: Any, like: jax.Array, gradient: jax.Array
+) -> tuple[jax.Array]:
+    del dtype
+    return (_place(gradient.astype(like.dtype), placement.mesh, spec),)
+
+
+_gather.defvjp(_gather_forward, _scatter)
+
+
+def _place(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 def param_shardings(mesh: Mesh, axes: Any, shapes: Any, rules: ShardingRules) -> Any:
@@ -75,3 +135,7 @@ def batch_devices(mesh: Mesh, rules: ShardingRules) -> int:
 def replicated(mesh: Mesh) -> NamedSharding:
     """A whole copy on every device."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def _names(axes: MeshAxes) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else axes or ()

@@ -43,6 +43,9 @@ OUR_FIELDS = {
     "trainer.policy.model.random_init",
     "trainer.ref.model.random_init",
     "trainer.critic.model.random_init",
+    *(f"trainer.policy.mesh.{axis}" for axis in ("data", "fsdp", "tensor", "context", "expert")),
+    "trainer.ref.mesh",
+    "trainer.sharding_rules",
     "trainer.algorithm.policy_loss_kwargs",
     "trainer.algorithm.advantage_kwargs",
     "trainer.algorithm.zero_variance_filter_tol",
@@ -53,7 +56,10 @@ OUR_FIELDS = {
     "trainer.algorithm.dppo.delta_low",
     "trainer.algorithm.dppo.delta_high",
     "trainer.compilation_cache_path",
+    "trainer.remat_policy",
+    "trainer.max_tokens_per_microbatch",
     "trainer.max_training_steps",
+    "trainer.packed_length",
     "trainer.print_example_interval",
     "generator.sampling_params.stop_token_ids",
     "generator.eval_sampling_params.stop_token_ids",
@@ -91,8 +97,8 @@ class MyGeneratorConfig(GeneratorConfig):
     my_flag: bool = False
 
 
-def test_there_are_the_34_dataclasses_of_the_reference_and_two_later_ones():
-    assert len(set(CLASSES)) == 34 + len({"DPPOConfig", "OverlongBufferConfig"})
+def test_there_are_the_34_dataclasses_of_the_reference_and_three_more():
+    assert len(set(CLASSES)) == 34 + len({"DPPOConfig", "OverlongBufferConfig", "MeshConfig"})
     assert SkyRLTrainConfig is TrainConfig
 
 
@@ -127,6 +133,7 @@ def test_every_status_row_covers_a_field():
     keys |= {
         f"trainer.{role}.fsdp_config.mixed_precision.param_dtype" for role in ("policy", "ref")
     }
+    keys |= {f"trainer.ref.mesh.{axis}" for axis in ("data", "fsdp", "tensor", "context", "expert")}
     for row in TABLE:
         for name in row.names.split():
             alone = dataclasses.replace(row, names=name)

@@ -51,7 +51,6 @@ PLANNED = [
     ("trainer.ref.fsdp_config.cpu_offload", True, False),
     ("trainer.policy.sequence_parallel_size", 2, 1),
     ("trainer.policy.record_memory", True, False),
-    ("trainer.policy.megatron_config.tensor_model_parallel_size", 2, 1),
     ("trainer.policy.megatron_config.pipeline_model_parallel_size", 2, 1),
     ("trainer.policy.megatron_config.context_parallel_size", 2, 1),
     ("trainer.ref.megatron_config.expert_model_parallel_size", 2, 1),
@@ -59,8 +58,6 @@ PLANNED = [
     ("trainer.placement.colocate_policy_ref", False, True),
     ("trainer.placement.policy_num_nodes", 2, 1),
     ("trainer.update_ref_every_epoch", True, False),
-    ("trainer.use_sample_packing", True, False),
-    ("trainer.flash_attn", True, False),
     ("trainer.dump_data_batch", True, False),
     ("generator.inference_engine.run_engines_locally", False, True),
     ("generator.inference_engine.num_engines", 2, 1),
@@ -313,16 +310,6 @@ def test_fields_of_a_user_class_are_not_judged():
 def test_error_names_field_value_and_fix(overrides, message):
     with pytest.raises(ValueError, match=message):
         check(overrides)
-
-
-def test_fsdp_size_must_divide_the_devices():
-    check({"trainer.policy.fsdp_config.fsdp_size": 4}, num_devices=8)
-    message = (
-        r"trainer.policy.fsdp_config.fsdp_size=3: must divide the number of devices, 8: one of "
-        r"\[1, 2, 4, 8\], or -1 \(all\)"
-    )
-    with pytest.raises(ValueError, match=message):
-        check({"trainer.policy.fsdp_config.fsdp_size": 3}, num_devices=8)
 
 
 def test_functions_by_path_and_by_registered_name():

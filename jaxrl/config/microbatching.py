@@ -1,0 +1,71 @@
+"""How a config cuts its batches: the same for the trainer, the checks and the objective card."""
+
+from jaxrl.config.errors import fail
+from jaxrl.config.train_config import TrainConfig
+from jaxrl.data.microbatches import Microbatching
+from jaxrl.data.packing import length_bucket, round_up
+
+
+def update_microbatching(config: TrainConfig, groups: int) -> Microbatching:
+    """Of a minibatch, on `groups` data-parallel groups of devices."""
+    trainer = config.trainer
+    prompts, rows = trainer.policy_mini_batch_size, trainer.micro_train_batch_size_per_gpu
+    return _microbatching(config, groups, prompts, rows)
+
+
+def forward_microbatching(config: TrainConfig, groups: int) -> Microbatching:
+    """Of the whole batch of a step, for its gradient-free passes."""
+    trainer = config.trainer
+    prompts, rows = trainer.train_batch_size, trainer.micro_forward_batch_size_per_gpu
+    return _microbatching(config, groups, prompts, rows)
+
+
+def _microbatching(
+    config: TrainConfig, groups: int, prompts: int, rows_per_group: int
+) -> Microbatching:
+    trainer, budget = config.trainer, config.trainer.max_tokens_per_microbatch
+    return Microbatching(
+        rows=rows_per_group * groups,
+        total=round_up(prompts * config.generator.n_samples_per_prompt, groups),
+        groups=groups,
+        max_tokens=None if budget == -1 else budget,
+        packed=trainer.use_sample_packing,
+        packed_length=trainer.packed_length,
+    )
+
+
+def longest_trajectory(config: TrainConfig) -> int:
+    """Most tokens of a trajectory of a resolved config: input and response of its last turn."""
+    generator = config.generator
+    assert generator.max_input_length is not None  # resolved
+    return generator.max_input_length + generator.sampling_params.max_generate_length
+
+
+def check_microbatches(config: TrainConfig, num_devices: int) -> None:
+    """Refuse rows that cannot hold every trajectory, and a budget without a row per device."""
+    trainer, longest = config.trainer, longest_trajectory(config)
+    length, budget = trainer.packed_length, trainer.max_tokens_per_microbatch
+    if length is not None and not trainer.use_sample_packing:
+        fail(
+            "trainer.packed_length",
+            length,
+            "has no effect without trainer.use_sample_packing=True; set that, or leave it None",
+        )
+    if length is not None and length < longest:
+        fail(
+            "trainer.packed_length",
+            length,
+            f"shorter than a trajectory of generator.max_input_length="
+            f"{config.generator.max_input_length} (trainer.max_prompt_length="
+            f"{trainer.max_prompt_length}) + max_generate_length="
+            f"{config.generator.sampling_params.max_generate_length} tokens; set it to {longest} "
+            "or more, or leave it None",
+        )
+    needed = num_devices * (length or length_bucket(longest))
+    if budget != -1 and budget < needed:
+        fail(
+            "trainer.max_tokens_per_microbatch",
+            budget,
+            f"less than one row of {needed // num_devices} tokens on each of {num_devices} "
+            f"devices; set it to {needed} or more (it counts all devices), or to -1 (row counts)",
+        )

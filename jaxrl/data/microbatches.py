@@ -1,0 +1,266 @@
+"""A batch -> microbatches: which trajectories run together, and where in the rows of the model.
+
+Padded, a row holds one trajectory. Packed, it holds several, found by best-fit decreasing; a
+trajectory never straddles two rows. All of it is numpy on the host, and the same lengths give the
+same microbatches. Shapes are few: a length bucket decides all but the number of packed rows, which
+is one of four.
+"""
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxrl.data.packing import length_bucket, one_per_row, round_up
+from jaxrl.types import Array, ModelRows, TrainBatch
+
+MAX_PER_ROW = 16  # trajectories: bounds the rows of the losses' arrays
+
+
+@dataclass(frozen=True)
+class Microbatching:
+    """How batches are cut; rows are counted over all devices.
+
+    Example: 8 trajectories of at most 12 tokens on 2 devices, packed into rows of 24 tokens, at
+    most 96 tokens at once: 4 rows are full, and a microbatch has 2 or 4.
+
+    Args:
+        rows: of a microbatch.
+        total: most trajectories of a batch, a multiple of `groups`.
+        groups: data-parallel groups of devices; each gets the same number of consecutive rows.
+        max_tokens: rows x tokens of a microbatch, in place of `rows`.
+        packed: several trajectories in a row.
+        packed_length: tokens of a packed row; None = the bucket of the batch's longest trajectory.
+    """
+
+    rows: int
+    total: int
+    groups: int = 1
+    max_tokens: int | None = None
+    packed: bool = False
+    packed_length: int | None = None
+
+    def width(self, longest: int) -> int:
+        """T of the losses' arrays: the bucket of the longest trajectory, or a packed row."""
+        bucket = length_bucket(longest)
+        return bucket if self.packed_length is None else min(bucket, self.packed_length)
+
+    def length(self, width: int) -> int:
+        """L of the model's rows."""
+        return self.packed_length or width
+
+    def row_counts(self, width: int) -> list[int]:
+        """The numbers of rows that a microbatch can have, ascending; the last is a full one.
+
+        The quarters of a full one if packed, so that a few trajectories left over cost few rows.
+        """
+        full = min(self._limit(width), self._most(width))
+        quarters = (1, 2, 3, 4) if self.packed else (4,)
+        return sorted({round_up(-(-full * n // 4), self.groups) for n in quarters})
+
+    def batch_sizes(self, width: int) -> list[int]:
+        """Numbers of trajectories of `width` tokens that make one microbatch of each row count."""
+        return [min(rows * self._per_row(width), self.total) for rows in self.row_counts(width)]
+
+    def is_single(self, lengths: np.ndarray) -> bool:
+        """Whether a batch of such shapes is one microbatch, without rows of zeros, for certain."""
+        width = self.width(int(lengths.max()))
+        fits = self.max_tokens is None and self.rows >= self._most(width)
+        return fits and len(lengths) == self.total
+
+    def _per_row(self, width: int) -> int:
+        """Trajectories of up to `width` tokens in every row but the last, at least."""
+        return min(self.length(width) // width, MAX_PER_ROW) if self.packed else 1
+
+    def _most(self, width: int) -> int:
+        """Rows that a batch takes at most."""
+        return round_up(-(-self.total // self._per_row(width)), self.groups)
+
+    def _limit(self, width: int) -> int:
+        length = self.length(width)
+        if self.max_tokens is None:
+            return self.rows
+        if self.max_tokens < self.groups * length:
+            raise ValueError(
+                f"max_tokens_per_microbatch={self.max_tokens} is less than one row of {length} "
+                f"tokens for each of {self.groups} devices; set it to {self.groups * length} or "
+                "more"
+            )
+        return self.max_tokens // length // self.groups * self.groups
+
+
+class Layout(NamedTuple):
+    """One microbatch: where its n trajectories stand in the rows of the model.
+
+    Example: trajectories 3 and 5, of 4 and 2 tokens, in the first of two rows of 8: chosen [3, 5],
+    row [0, 0], start [0, 4], shape (2, 8).
+    """
+
+    chosen: np.ndarray  # [n] number of each trajectory in the batch
+    row: np.ndarray  # [n], ascending
+    start: np.ndarray  # [n]
+    shape: tuple[int, int]  # R, L
+    size: tuple[int, int]  # B, T of the losses' arrays; B >= n
+
+
+def plan(lengths: np.ndarray, settings: Microbatching) -> list[Layout]:
+    """The microbatches of trajectories of these lengths [B]; those that need most come first.
+
+    Raises:
+        ValueError: a trajectory is longer than a packed row; more trajectories than
+            `settings.total`; not one row for each device within `settings.max_tokens`.
+    """
+    if len(lengths) > settings.total:
+        raise ValueError(f"{len(lengths)} trajectories; the shapes are for {settings.total}")
+    return (_packed if settings.packed else _padded)(lengths, settings)
+
+
+def computed_tokens(lengths: np.ndarray, settings: Microbatching) -> int:
+    """Tokens that the model runs on for trajectories of these lengths, padding included."""
+    return sum(math.prod(layout.shape) for layout in plan(lengths, settings))
+
+
+def microbatches(
+    tree: Any, batch: TrainBatch, settings: Microbatching
+) -> Iterator[tuple[np.ndarray, ModelRows, Any]]:
+    """The model's input and the losses' arrays of each microbatch.
+
+    Args:
+        tree: host arrays [B, T, ...] and [B], parallel to the batch.
+        batch: its tokens, lengths and loss_mask make the rows of the model.
+
+    Yields:
+        The numbers [n] of its trajectories in the batch; the rows; `tree` for these trajectories,
+        filled with rows of zeros, which have length 0 and weight 0 and add nothing to any sum.
+    """
+    given = batch.tokens, batch.lengths, batch.loss_mask
+    for layout in plan(np.asarray(batch.lengths), settings):
+        size, width = layout.size
+
+        def take(x: Array, layout: Layout = layout, size: int = size, width: int = width) -> Any:
+            part = np.asarray(x)[layout.chosen]
+            part = part[:, :width] if part.ndim > 1 else part
+            return np.pad(part, ((0, size - len(part)), *((0, 0),) * (part.ndim - 1)))
+
+        (tokens, lengths, mask), part = jax.tree.map(take, (given, tree))
+        if settings.packed:
+            yield layout.chosen, packed_rows(tokens, lengths, mask, layout), part
+        else:
+            yield layout.chosen, one_per_row(tokens, lengths, mask), part
+
+
+def best_fit_decreasing(lengths: np.ndarray, length: int) -> list[list[int]]:
+    """Rows of at most `length` tokens and 16 trajectories; the numbers of those in each.
+
+    Longest first, each into the row with the least space that holds it: best-fit decreasing,
+    Johnson et al. 1974, https://doi.org/10.1137/0203025.
+    """
+    rows: list[list[int]] = []
+    space: list[tuple[int, int]] = []  # (tokens free, row), ascending
+    for number in np.argsort(-lengths, kind="stable").tolist():
+        tokens = int(lengths[number])
+        best = bisect_left(space, (tokens, -1))
+        free, row = space.pop(best) if best < len(space) else (length, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(number)
+        if len(rows[row]) < MAX_PER_ROW:
+            insort(space, (free - tokens, row))
+    return rows
+
+
+def balance(costs: Sequence[float], groups: int) -> list[int]:
+    """An order of rows in which `groups` runs of equally many rows cost about the same.
+
+    The costliest row first, each to the cheapest group that is not full (Graham 1969, LPT,
+    https://doi.org/10.1137/0117039).
+    """
+    members: list[list[int]] = [[] for _ in range(groups)]
+    cost = [0.0] * groups
+    for row in sorted(range(len(costs)), key=lambda row: -costs[row]):
+        open_groups = (g for g in range(groups) if len(members[g]) < len(costs) // groups)
+        cheapest = min(open_groups, key=lambda g: cost[g])
+        members[cheapest].append(row)
+        cost[cheapest] += costs[row]
+    return [row for group in members for row in group]
+
+
+def _padded(lengths: np.ndarray, settings: Microbatching) -> list[Layout]:
+    """One trajectory per row, longest first; rows are cut to the bucket of the longest."""
+    order, layouts = np.argsort(-lengths, kind="stable"), []
+    while len(order):
+        width = length_bucket(int(lengths[order[0]]))
+        (rows,) = settings.row_counts(width)
+        chosen, order = order[:rows], order[rows:]
+        row = np.arange(len(chosen))
+        layouts.append(Layout(chosen, row, 0 * row, (rows, width), (rows, width)))
+    return layouts
+
+
+def _packed(lengths: np.ndarray, settings: Microbatching) -> list[Layout]:
+    """Rows of equal cost run together, so that no device waits long for another.
+
+    Microbatches run one after the other: that they cost the same would gain nothing.
+    """
+    longest = int(lengths.max())
+    width = settings.width(longest)
+    length, counts = settings.length(width), settings.row_counts(width)
+    if longest > length:
+        raise ValueError(
+            f"a trajectory of {longest} tokens does not fit in packed_length={length}; raise "
+            "trainer.packed_length, or leave it None"
+        )
+
+    def cost(row: list[int]) -> float:
+        return float(np.square(lengths[row], dtype=np.float64).sum())
+
+    rows = sorted(best_fit_decreasing(lengths, length), key=cost, reverse=True)
+    layouts = []
+    for first in range(0, len(rows), counts[-1]):
+        part = rows[first : first + counts[-1]]
+        count = next(n for n in counts if n >= len(part))
+        part += [[]] * (count - len(part))
+        order = balance([cost(row) for row in part], settings.groups)
+        size = min(MAX_PER_ROW * count, settings.total), width
+        layouts.append(_layout([part[i] for i in order], lengths, length, size))
+    return layouts
+
+
+def _layout(
+    rows: list[list[int]], lengths: np.ndarray, length: int, size: tuple[int, int]
+) -> Layout:
+    """Each row's trajectories one behind the other."""
+    chosen = np.array([number for row in rows for number in row], np.int64)
+    row = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+    before = np.cumsum(lengths[chosen]) - lengths[chosen]  # tokens in all rows
+    start = before - before[np.searchsorted(row, row)]
+    return Layout(chosen, row, start, (len(rows), length), size)
+
+
+def packed_rows(tokens: Array, lengths: Array, mask: Array, layout: Layout) -> ModelRows:
+    """`one_per_row` for a layout: tokens and mask [B, T], lengths [B], 0 where there is none."""
+    count, length = layout.shape
+    column, n = np.arange(tokens.shape[1], dtype=np.int32), len(layout.chosen)
+    real = column < lengths[:, None]
+    first, segment = np.zeros((2, len(lengths), 1), np.int32)
+    first[:n, 0] = layout.row * length + layout.start
+    segment[:n, 0] = np.arange(n) - np.searchsorted(layout.row, layout.row) + 1
+    nowhere = count * length + np.arange(tokens.size, dtype=np.int32).reshape(tokens.shape)
+    source = np.where(real, first + column, nowhere)
+
+    def place(x: Array) -> np.ndarray:
+        rows = np.zeros(count * length, x.dtype)
+        rows[source[real]] = np.broadcast_to(x, real.shape)[real]
+        return rows.reshape(count, length)
+
+    return ModelRows(
+        tokens=place(tokens),
+        positions=place(column),
+        segment_ids=place(segment),
+        wanted=place((mask != 0) & (column > 0)),
+        source=source,
+    )
