@@ -19,6 +19,7 @@ from jaxrl.models.transformer import (
     init_params,
     logical_axes,
 )
+from jaxrl.offload import host_shardings
 from jaxrl.optim import abstract_state, make_apply, make_optimizer, make_schedule
 from jaxrl.parallel import Placement, batch_sharding, param_shardings, replicated
 from jaxrl.parallel.rules import batch_devices
@@ -46,6 +47,15 @@ def load_weights(
         seed=trainer.seed,
         shardings=shardings,
     )
+
+
+def load_reference(
+    trainer: cfg.TrainerConfig, model: TransformerConfig | AdaptedModel, shardings: Params
+) -> Params:
+    """Parameters of the reference, in host memory with `cpu_offload`."""
+    if trainer.ref.fsdp_config.cpu_offload:
+        shardings = host_shardings(shardings, "trainer.ref.fsdp_config.cpu_offload")
+    return load_weights(trainer, trainer.ref, model, shardings)
 
 
 def assemble_optimizer(
@@ -143,11 +153,15 @@ def _updater(
         kernel=_kernel(trainer, model, mesh, dtype),
         placement=placement if mesh.size > 1 else None,
     )
+    shardings = jax.tree.map(lambda x: x.sharding, like)
+    field = "trainer.policy.optimizer_config.offload_after_step"
+    offload = trainer.policy.optimizer_config.offload_after_step
     return Updater(
         forward,
         apply,
         algorithm=trainer.algorithm,
-        shardings=jax.tree.map(lambda x: x.sharding, like),
+        shardings=shardings,
+        resting=host_shardings(shardings.opt_state, field) if offload else None,
         microbatching=update_microbatching(config, devices),
         block_rows=trainer.micro_train_batch_size_per_gpu,
         place=functools.partial(jax.device_put, device=batch_sharding(mesh, rules)),

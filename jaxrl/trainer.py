@@ -17,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrl import config as cfg
-from jaxrl.assemble import assemble_update, load_weights
+from jaxrl.assemble import assemble_update, load_reference, load_weights
 from jaxrl.checkpoint import Checkpointer, resume
 from jaxrl.compilation import CompilationWatch
 from jaxrl.config.microbatching import forward_microbatching
@@ -39,6 +39,7 @@ from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.export import save_pretrained
 from jaxrl.models.transformer import TransformerConfig, describe
 from jaxrl.objective import step_metrics
+from jaxrl.offload import on_device
 from jaxrl.optim import init_state
 from jaxrl.parallel import replicated
 from jaxrl.registry import source_hashes
@@ -119,7 +120,7 @@ class Trainer:
     def train(self) -> TrainState:
         """Train from the newest checkpoint, or from the start, to the last step."""
         trainer = self.config.trainer
-        self.state = self.restore_or_init()
+        self.state = self.updater.rest(self.restore_or_init())
         first, self.batches_drawn = int(self.state.step), int(self.state.batches_drawn)
         self.load_reference()
         self.logger = RunLogger(cfg.run_folder(trainer), cfg.logger_names(trainer.logger), first)
@@ -234,16 +235,14 @@ class Trainer:
         return collate(output, index=[row // self.samples for row in range(rows)])
 
     def add_log_probs(self, batch: TrainBatch) -> TrainBatch:
-        """Log-probs of the sampled tokens: of the policy as it is now, and of the reference.
-
-        Only those that the loss needs.
-        """
+        """Log-probs that the loss needs: of the policy as it is now, and of the reference."""
         if needs_old_log_probs(self.config.trainer):
             old, _ = self.updater.forward_rows(self.state.params, batch, self.forward_microbatching)
             batch = batch.replace(old_log_probs=old)
             self.metrics |= mismatch_metrics(batch)
         if self.ref_params is not None:
-            ref, _ = self.updater.forward_rows(self.ref_params, batch, self.forward_microbatching)
+            params = on_device(self.ref_params)
+            ref, _ = self.updater.forward_rows(params, batch, self.forward_microbatching)
             batch = batch.replace(ref_log_probs=ref)
         return batch
 
@@ -357,7 +356,7 @@ class Trainer:
         """The frozen reference, if a KL counts or the loss asks for its log-probs."""
         trainer = self.config.trainer
         if needs_reference(trainer.algorithm):
-            self.ref_params = load_weights(trainer, trainer.ref, self.model, self.shardings)
+            self.ref_params = load_reference(trainer, self.model, self.shardings)
 
     def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder."""

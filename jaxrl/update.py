@@ -17,6 +17,7 @@ from jaxrl.objective import (
     make_policy_loss,
     minibatch_weights,
 )
+from jaxrl.offload import on_device
 from jaxrl.registry import PolicyLossRegistry
 from jaxrl.types import ModelRows, TrainBatch, TrainState
 
@@ -36,6 +37,7 @@ class Updater:
         microbatching: how minibatches are cut.
         block_rows: rows that token_mean_legacy takes its means over.
         place: puts a tree of row arrays on the devices.
+        resting: the optimizer state's shardings between updates; None = as in an update.
     """
 
     def __init__(
@@ -48,7 +50,9 @@ class Updater:
         microbatching: Microbatching,
         block_rows: int,
         place: Callable[[Any], Any],
+        resting: Any = None,
     ) -> None:
+        self.resting = resting
         self.algorithm, self.microbatching, self.place = algorithm, microbatching, place
         self.block_rows = block_rows
         self.policy_loss = make_policy_loss(algorithm)
@@ -96,8 +100,16 @@ class Updater:
             The new state, the metrics of each microbatch (see `merge_metrics`), those of `apply`.
         """
         grads, metrics = self.gradients(state.params, minibatch, weights, key)
+        if self.resting is not None:
+            state = state.replace(opt_state=on_device(state.opt_state))
         state, applied = self.apply(state, grads)
-        return state, metrics, applied
+        return self.rest(state), metrics, applied
+
+    def rest(self, state: TrainState) -> TrainState:
+        """The state as it is kept between updates: its optimizer state where it rests."""
+        if self.resting is None:
+            return state
+        return state.replace(opt_state=jax.device_put(state.opt_state, self.resting))
 
     def gradients(
         self, params: Any, minibatch: TrainBatch, weights: TokenWeights, key: Array

@@ -91,10 +91,10 @@ _MODELS = (
     _implemented(
         "trainer.policy.optimizer_config", "scheduler", "linear and cosine end at the last update"
     ),
-    _planned(
+    _implemented(
         "trainer.policy.optimizer_config",
         "offload_after_step",
-        "optimizer state in host memory",
+        "also between the minibatches of a step; no effect without pinned_host memory",
         skyrl_default=True,
     ),
     _planned(
@@ -113,6 +113,8 @@ _MODELS = (
         "fsdp_config.* sequence_parallel_size model_config_kwargs",
         only_with=_CRITIC,
     ),
+    _planned("trainer.policy.fsdp_config", "cpu_offload", "weights in host memory"),
+    _implemented("trainer.ref.fsdp_config", "cpu_offload", "on the device during its forward"),
     *(
         row
         for role in ("trainer.policy", "trainer.ref")
@@ -127,7 +129,6 @@ _MODELS = (
         row
         for role in ("trainer.policy", "trainer.ref")
         for row in (
-            _planned(f"{role}.fsdp_config", "cpu_offload", "weights in host memory"),
             _planned(
                 f"{role}.fsdp_config", "mixed_precision mixed_precision.*", "use trainer.bf16"
             ),
