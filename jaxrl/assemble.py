@@ -11,8 +11,10 @@ from jaxrl import config as cfg
 from jaxrl.config.microbatching import forward_microbatching, update_microbatching
 from jaxrl.forward import log_probs_and_entropy
 from jaxrl.models.adapter import AdaptedModel
+from jaxrl.models.attention import choose_kernel
 from jaxrl.models.lora import LoraConfig
 from jaxrl.models.transformer import TransformerConfig, abstract_params, logical_axes
+from jaxrl.offload import host_shardings
 from jaxrl.optim import abstract_state, make_apply, make_optimizer, make_schedule
 from jaxrl.parallel import Placement, batch_sharding, make_mesh, param_shardings, replicated
 from jaxrl.parallel.rules import batch_devices
@@ -83,15 +85,21 @@ def make_scorer(
     """Log-probs and entropy of a model, jitted for its mesh."""
     trainer = config.trainer
     assert trainer.algorithm.temperature is not None  # resolved
+    mesh, rules = placement.mesh, placement.rules
+    dtype = DTYPES["bfloat16" if trainer.bf16 else "float32"]
+    kernel = "xla"  # a flax module brings its own attention
+    if isinstance(model, TransformerConfig):
+        platform = mesh.devices.flat[0].platform
+        kernel = choose_kernel(model, trainer.flash_attn, platform, dtype)
     forward = functools.partial(
         log_probs_and_entropy,
         model,
         temperature=trainer.algorithm.temperature,
-        dtype=DTYPES["bfloat16" if trainer.bf16 else "float32"],
-        remat=trainer.gradient_checkpointing,
-        placement=placement if placement.mesh.size > 1 else None,
+        dtype=dtype,
+        remat=trainer.remat_policy if trainer.gradient_checkpointing else "none",
+        kernel=kernel,
+        placement=placement if mesh.size > 1 else None,
     )
-    mesh, rules = placement.mesh, placement.rules
     place = functools.partial(jax.device_put, device=batch_sharding(mesh, rules))
     return Scorer(forward, place, forward_microbatching(config, batch_devices(mesh, rules)))
 
@@ -113,11 +121,15 @@ def assemble_update(
     optimizer, schedule = assemble_optimizer(trainer, total_steps)
     shardings = param_shardings(mesh, logical_axes(trained), abstract_params(trained), rules)
     like = abstract_state(optimizer, trained, shardings, replicated(mesh))
+    state_shardings = jax.tree.map(lambda x: x.sharding, like)
+    field = "trainer.policy.optimizer_config.offload_after_step"
+    offload = trainer.policy.optimizer_config.offload_after_step
     updater = Updater(
         scorer,
         make_apply(optimizer, schedule),
         algorithm=trainer.algorithm,
-        shardings=jax.tree.map(lambda x: x.sharding, like),
+        shardings=state_shardings,
+        resting=host_shardings(state_shardings.opt_state, field) if offload else None,
         microbatching=update_microbatching(config, batch_devices(mesh, rules)),
         block_rows=trainer.micro_train_batch_size_per_gpu,
     )

@@ -21,6 +21,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxrl.files import as_path, missing_packages_named, writable_folder
+from jaxrl.offload import on_device
 from jaxrl.types import Array, TrainState
 
 PREFIX = "global_step"
@@ -359,7 +360,7 @@ def checksums(state: Any) -> dict[str, int]:
     Orbax's files have no checksum of array data: a flipped bit would go unnoticed.
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(state)
-    numbers = jax.device_get(_checksums([leaf for _, leaf in leaves]))
+    numbers = jax.device_get(_checksums(on_device([leaf for _, leaf in leaves])))
     names = (jax.tree_util.keystr(path) for path, _ in leaves)
     return {name: int(number) for name, number in zip(names, numbers, strict=True)}
 

@@ -36,7 +36,8 @@ def log_probs_and_entropy(
     *,
     temperature: float,
     dtype: jnp.dtype,
-    remat: bool = False,
+    remat: str = "none",
+    kernel: str = "xla",
     with_entropy: bool = True,
     placement: Placement | None = None,
 ) -> tuple[Array, Array]:
@@ -46,7 +47,8 @@ def log_probs_and_entropy(
         rows: [R, L], one or several trajectories in each.
         temperature: divides the logits, as the sampler's does.
         dtype: compute dtype of the model.
-        remat: recompute layers in the backward pass.
+        remat: what layers keep for the backward pass, see `models/remat.py`.
+        kernel: of the attention, see `models/attention.py`.
         with_entropy: False returns zeros for it; it costs a pass over the vocabulary.
         placement: of the parameters and rows; None = one device, or as the partitioner decides.
 
@@ -57,7 +59,8 @@ def log_probs_and_entropy(
     """
     params = with_dropout(params, rows.keys)
     given = rows.tokens, rows.positions, rows.segment_ids
-    hidden = forward(config, params, *given, dtype=dtype, remat=remat, placement=placement)
+    options = {"dtype": dtype, "remat": remat, "kernel": kernel, "placement": placement}
+    hidden = forward(config, params, *given, **options)
     with jax.named_scope("log_probs"):
         head = Head(config, temperature, dtype, with_entropy)
         given = hidden[:, :-1], rows.tokens[:, 1:], rows.wanted[:, 1:]

@@ -21,6 +21,7 @@ from jaxrl.models.transformer import (
     init_params,
     logical_axes,
 )
+from jaxrl.offload import host_shardings
 from jaxrl.parallel import Placement, param_shardings
 
 
@@ -89,7 +90,9 @@ class Policy:
         same = self._source("ref") == self._source("policy")
         if self.base is not None and same and self.ref_placement == self.placement:
             return self.base
-        return self._load(self.trainer.ref, self.ref_placement)
+        return self._load(
+            self.trainer.ref, self.ref_placement, offload=self.trainer.ref.fsdp_config.cpu_offload
+        )
 
     def export(
         self,
@@ -118,9 +121,17 @@ class Policy:
         overrides = cfg.model_overrides(self.trainer, role)
         return role.model.path, role.model.random_init, overrides
 
-    def _load(self, role: cfg.PolicyConfig | cfg.RefConfig, placement: Placement) -> Params:
-        """From the role's folder, or random."""
+    def _load(
+        self,
+        role: cfg.PolicyConfig | cfg.RefConfig,
+        placement: Placement,
+        *,
+        offload: bool = False,
+    ) -> Params:
+        """From the role's folder, or random; into host memory with `offload`."""
         shardings = _shardings(placement, self.model)
+        if offload:
+            shardings = host_shardings(shardings, "trainer.ref.fsdp_config.cpu_offload")
         if isinstance(self.model, AdaptedModel):
             return init_params(self.model, self.trainer.seed, shardings)
         assert role.model.path is not None  # validated

@@ -37,6 +37,7 @@ from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.objective import step_metrics
+from jaxrl.offload import on_device
 from jaxrl.optim import init_state
 from jaxrl.parallel import replicated
 from jaxrl.policy import Policy
@@ -125,7 +126,7 @@ class Trainer:
     def train(self) -> TrainState:
         """Train from the newest checkpoint, or from the start, to the last step."""
         trainer = self.config.trainer
-        self.state = self.restore_or_init()
+        self.state = self.updater.rest(self.restore_or_init())
         first, self.batches_drawn = int(self.state.step), int(self.state.batches_drawn)
         self.load_reference()
         self.logger = RunLogger(cfg.run_folder(trainer), cfg.logger_names(trainer.logger), first)
@@ -240,16 +241,13 @@ class Trainer:
         return collate(output, index=[row // self.samples for row in range(rows)])
 
     def add_log_probs(self, batch: TrainBatch) -> TrainBatch:
-        """Log-probs of the sampled tokens: of the policy as it is now, and of the reference.
-
-        Only those that the loss needs.
-        """
+        """Log-probs that the loss needs: of the policy as it is now, and of the reference."""
         if needs_old_log_probs(self.config.trainer):
             old, _ = self.scorer(self.params, batch)
             batch = batch.replace(old_log_probs=old)
             self.metrics |= mismatch_metrics(batch)
         if self.ref_params is not None:
-            ref, _ = self.ref_scorer(self.ref_params, batch)
+            ref, _ = self.ref_scorer(on_device(self.ref_params), batch)
             batch = batch.replace(ref_log_probs=ref)
         return batch
 

@@ -18,6 +18,7 @@ from jaxrl.objective import (
     make_policy_loss,
     minibatch_weights,
 )
+from jaxrl.offload import on_device
 from jaxrl.registry import PolicyLossRegistry
 from jaxrl.scorer import Scorer
 from jaxrl.types import ModelRows, TrainBatch, TrainState
@@ -36,6 +37,7 @@ class Updater:
         shardings: the TrainState's; gradients are placed like the parameters.
         microbatching: how minibatches are cut.
         block_rows: rows that token_mean_legacy takes its means over.
+        resting: the optimizer state's shardings between updates; None = as in an update.
     """
 
     def __init__(
@@ -47,9 +49,11 @@ class Updater:
         shardings: TrainState,
         microbatching: Microbatching,
         block_rows: int,
+        resting: Any = None,
     ) -> None:
         self.algorithm, self.microbatching, self.block_rows = algorithm, microbatching, block_rows
         self.scorer, self.place, forward = scorer, scorer.place, scorer.forward
+        self.resting = resting
         self.policy_loss = make_policy_loss(algorithm)
         objective = make_objective(algorithm, self.policy_loss)
 
@@ -104,8 +108,16 @@ class Updater:
         """
         params = state.params if params is None else params
         grads, metrics = self.gradients(params, minibatch, weights, key)
+        if self.resting is not None:
+            state = state.replace(opt_state=on_device(state.opt_state))
         state, applied = self.apply(state, grads)
-        return state, metrics, applied
+        return self.rest(state), metrics, applied
+
+    def rest(self, state: TrainState) -> TrainState:
+        """The state as it is kept between updates: its optimizer state where it rests."""
+        if self.resting is None:
+            return state
+        return state.replace(opt_state=jax.device_put(state.opt_state, self.resting))
 
     def gradients(
         self, params: Any, minibatch: TrainBatch, weights: TokenWeights, key: Array

@@ -112,7 +112,7 @@ def make_updater(
         model,
         temperature=0.9,
         dtype=jnp.float32,
-        remat=True,
+        remat="full",
         placement=placement if devices > 1 else None,
     )
     cut = Microbatching(microbatch_rows, ROWS, groups=groups, **packing)

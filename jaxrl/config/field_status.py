@@ -99,10 +99,10 @@ _MODELS = (
     _implemented(
         "trainer.policy.optimizer_config", "scheduler", "linear and cosine end at the last update"
     ),
-    _planned(
+    _implemented(
         "trainer.policy.optimizer_config",
         "offload_after_step",
-        "optimizer state in host memory",
+        "also between the minibatches of a step; no effect without pinned_host memory",
         skyrl_default=True,
     ),
     _planned(
@@ -121,6 +121,8 @@ _MODELS = (
         "fsdp_config.* sequence_parallel_size model_config_kwargs",
         only_with=_CRITIC,
     ),
+    _planned("trainer.policy.fsdp_config", "cpu_offload", "weights in host memory"),
+    _implemented("trainer.ref.fsdp_config", "cpu_offload", "on the device during its forward"),
     *(
         row
         for role in ("trainer.policy", "trainer.ref")
@@ -135,7 +137,6 @@ _MODELS = (
         row
         for role in ("trainer.policy", "trainer.ref")
         for row in (
-            _planned(f"{role}.fsdp_config", "cpu_offload", "weights in host memory"),
             _planned(
                 f"{role}.fsdp_config", "mixed_precision mixed_precision.*", "use trainer.bf16"
             ),
@@ -265,7 +266,13 @@ _TRAINER = (
     _implemented(
         "trainer", "max_tokens_per_microbatch", f"{_LATER}; counts all devices", skyrl_only=False
     ),
-    _planned("trainer", "flash_attn", "fused attention", skyrl_default=True),
+    _implemented(
+        "trainer",
+        "flash_attn",
+        "an error where the backend's kernel cannot run the model; plain attention on CPUs",
+        skyrl_default=True,
+    ),
+    _implemented("trainer", "remat_policy", _NEW, skyrl_only=False),
     _inert("trainer", "disable_fast_tokenizer", "transformers 5 has one kind"),
     _implemented(
         "trainer",

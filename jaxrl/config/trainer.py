@@ -127,6 +127,9 @@ class TrainerConfig(BaseConfig):
     """Mesh axes of logical axes, instead of those of `jaxrl.parallel.ShardingRules`."""
     gradient_checkpointing: bool = True
     """Recompute each layer's activations in the backward pass."""
+    remat_policy: str = "full"
+    """What layers keep when gradient_checkpointing is on, see `jaxrl/models/remat.py`: "full",
+    "attention", "dots", "none" or "offload"."""
     gradient_checkpointing_use_reentrant: bool = False
     """Variant of torch's gradient checkpointing."""
     seed: int = 42
@@ -182,7 +185,7 @@ class TrainerConfig(BaseConfig):
     max_prompt_length: int = 512
     """Longer prompts, in tokens, are dropped from the data."""
     flash_attn: bool = False
-    """Fused attention kernel."""
+    """Fused attention kernel: splash on TPUs, Pallas-Triton on GPUs (bf16 only), none on CPUs."""
     disable_fast_tokenizer: bool = False
     """Slow tokenizer of transformers."""
     project_name: str = "skyrl"

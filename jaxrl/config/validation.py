@@ -15,12 +15,14 @@ from jaxrl.config.train_config import TrainConfig, resolve
 from jaxrl.losses.kl import KL_ESTIMATORS
 from jaxrl.losses.reduction import REDUCTIONS
 from jaxrl.models.lora import INIT_METHODS
+from jaxrl.models.remat import REMAT_POLICIES
 
 STRATEGIES = ("jax", "fsdp", "fsdp2", "megatron")
 LOGGERS = ("console", "tensorboard")
 
 _CHOICES = {
     "trainer.strategy": STRATEGIES,
+    "trainer.remat_policy": tuple(REMAT_POLICIES),
     "trainer.resume_mode": (None, "none", "latest", "from_path"),
     "trainer.policy.optimizer_config.scheduler": (
         "constant",

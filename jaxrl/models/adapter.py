@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl.models import transformer
+from jaxrl.models.remat import recompute
 from jaxrl.models.transformer import Params
 from jaxrl.parallel.rules import Placement
 
@@ -133,11 +134,12 @@ def _(
     segment_ids: jax.Array,
     *,
     dtype: jnp.dtype = jnp.float32,
-    remat: bool = False,
+    remat: str = "none",
+    kernel: str = "xla",
     placement: Placement | None = None,
 ) -> jax.Array:
-    del placement  # left to the partitioner
-    call = jax.checkpoint(model.call) if remat else model.call
+    del kernel, placement  # the module's own attention; left to the partitioner
+    call = recompute(model.call, remat)
     return call(_cast(params, dtype), tokens, positions, segment_ids)
 
 

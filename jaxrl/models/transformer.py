@@ -19,9 +19,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
+from jaxrl.models.attention import (
+    Attend,
+    View,
+    layer_views,
+    self_attention,
+    softcap,
+    training_mask,
+)
 from jaxrl.models.linear import gather_weight, look_up, merge, project
-from jaxrl.models.rope import RopeScaling, rotary, rotate
+from jaxrl.models.remat import ATTENTION, LAYER_INPUT, recompute
+from jaxrl.models.rope import RopeScaling, rotate
 from jaxrl.parallel.rules import Placement, constrain
 
 # A scan writes every residual of the backward pass into a stacked buffer: for the two layers of the
@@ -30,7 +40,6 @@ from jaxrl.parallel.rules import Placement, constrain
 MAX_UNROLLED_LAYERS = 4
 
 Params = dict
-Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
@@ -196,57 +205,6 @@ def rms_norm(x: jax.Array, scale: jax.Array, config: TransformerConfig) -> jax.A
     return (normed * scale).astype(x.dtype)
 
 
-def softcap(x: jax.Array, cap: float | None) -> jax.Array:
-    """cap tanh(x / cap); x itself without a cap. Gemma 2, https://arxiv.org/abs/2408.00118."""
-    return x if cap is None else cap * jnp.tanh(x / cap)
-
-
-def attention(
-    config: TransformerConfig, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
-) -> jax.Array:
-    """Grouped-query softmax attention, softmax in float32.
-
-    q [B, T, H, h]; k, v [B, K, S, h] (the cache layout); mask [B, T, S] bool, True = attend.
-    Returns [B, T, H, h]. Ainslie et al., https://arxiv.org/abs/2305.13245.
-    """
-    b, t, heads, hd = q.shape
-    kv = k.shape[1]
-    grouped = q.reshape(b, t, kv, heads // kv, hd)
-    scores = jnp.einsum("btkgh,bksh->bkgts", grouped, k, preferred_element_type=jnp.float32)
-    scores = softcap(
-        scores * (config.query_pre_attn_scalar or hd) ** -0.5, config.attention_softcap
-    )
-    scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    probs = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bkgts,bksh->btkgh", probs, v).reshape(b, t, heads, hd)
-
-
-class View(NamedTuple):
-    """What a layer knows of positions: mask [B, T, S] bool; cos, sin [B, T, 1, h / 2]."""
-
-    mask: jax.Array
-    cos: jax.Array
-    sin: jax.Array
-
-
-def layer_views(
-    config: TransformerConfig, mask: jax.Array, positions: jax.Array, key_positions: jax.Array
-) -> Callable[[jax.Array | bool], View]:
-    """The view of a layer, by whether the layer slides; both kinds are computed once, here.
-
-    mask [B, T, S] bool; positions [B, T] and key_positions [B or 1, S] int.
-    """
-    c = config
-    full = View(mask, *rotary(positions, c.head_dim, c.rope_theta, c.rope_scaling))
-    if c.sliding_window is None:
-        return lambda sliding: full
-    near = positions[:, :, None] - key_positions[:, None, :] < c.sliding_window
-    local = full._replace(mask=mask & near)
-    if c.local_rope_theta is not None:
-        local = View(local.mask, *rotary(positions, c.head_dim, c.local_rope_theta, None))
-    return lambda sliding: jax.tree.map(functools.partial(jnp.where, sliding), local, full)
-
-
 def sliding_flags(config: TransformerConfig) -> np.ndarray:
     """Whether each layer slides [L]."""
     return np.asarray(config.sliding_layers or (False,) * config.num_layers)
@@ -306,9 +264,11 @@ def decoder_layer(
 ) -> jax.Array:
     """One pre-norm block; `attend` decides which keys there are.
 
-    attend(q, k, v, mask) takes q [B, T, H, h], k, v [B, K, T, h], mask [B, T, S] and returns
-    [B, T, H, h]. x [B, T, D]; returns [B, T, D]. Heads and MLP width are spread by `placement`.
+    attend(q, k, v, mask) takes q [B, T, H, h], k, v [B, K, T, h], the view's mask and returns
+    [B, T, H, h]. x [B, T, D]; returns [B, T, D]. Heads and MLP width are spread by
+    `placement`.
     """
+    x = checkpoint_name(x, LAYER_INPUT)
     weights = {name: w.astype(x.dtype) for name, w in layer.items()}
 
     def norm(y: jax.Array, name: str) -> jax.Array:
@@ -325,7 +285,7 @@ def decoder_layer(
             q, k = norm(q, "q_norm"), norm(k, "k_norm")
         q, k = rotate(q, view.cos, view.sin), rotate(k, view.cos, view.sin)
         out = attend(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), view.mask)
-        out = spread(project(out, weights["wo"], contract=2), None)
+        out = spread(project(checkpoint_name(out, ATTENTION), weights["wo"], contract=2), None)
         if config.attention_output_bias:
             out += weights["bo"]
         x = x + (norm(out, "attn_post_norm") if config.post_norms else out)
@@ -369,16 +329,6 @@ def unembed(config: TransformerConfig, params: Params, hidden: jax.Array) -> jax
         return softcap(logits, config.final_softcap)
 
 
-def causal_mask(segment_ids: jax.Array) -> jax.Array:
-    """[B, T] segment ids (0 = padding) -> [B, T, T] bool: look back within one's own segment.
-
-    Padding attends to padding, so that no softmax is over an empty set.
-    """
-    t = segment_ids.shape[-1]
-    same_segment = segment_ids[:, :, None] == segment_ids[:, None, :]
-    return same_segment & jnp.tril(jnp.ones((t, t), bool))
-
-
 @functools.singledispatch
 def forward(
     config: TransformerConfig,
@@ -388,7 +338,8 @@ def forward(
     segment_ids: jax.Array,
     *,
     dtype: jnp.dtype = jnp.float32,
-    remat: bool = False,
+    remat: str = "none",
+    kernel: str = "xla",
     placement: Placement | None = None,
 ) -> jax.Array:
     """Hidden states [B, T, D] before the final norm.
@@ -396,12 +347,13 @@ def forward(
     Args:
         tokens, positions, segment_ids: [B, T] int; segment 0 is padding.
         dtype: compute dtype; norms, rotary angles, softmax and logits stay float32.
-        remat: recompute each layer in the backward pass.
+        remat: what each layer keeps for the backward pass, see `remat.py`.
+        kernel: of the attention, see `choose_kernel`.
         placement: where rows, heads and MLP width are spread, and parameters gathered from.
     """
     axes = logical_axes(config)["layers"]
-    view = layer_views(config, causal_mask(segment_ids), positions, positions)
-    attend = functools.partial(attention, config)
+    view = layer_views(config, training_mask(segment_ids, kernel), positions, positions)
+    attend = functools.partial(self_attention, config, kernel=kernel, placement=placement)
 
     def body(x: jax.Array, layer: tuple[Params, jax.Array]) -> tuple[jax.Array, None]:
         stored, sliding = layer
@@ -410,7 +362,7 @@ def forward(
         }
         return decoder_layer(config, weights, x, view(sliding), attend, placement), None
 
-    body = jax.checkpoint(body) if remat else body
+    body = recompute(body, remat)
     layers = (params["layers"], jnp.asarray(sliding_flags(config)))
     unroll = config.num_layers if config.num_layers <= MAX_UNROLLED_LAYERS else 1
     x = embed(config, params, tokens, dtype, placement)

@@ -16,16 +16,14 @@ from flax import struct
 from jax.sharding import Mesh
 
 from jaxrl.data.packing import length_bucket, round_up
+from jaxrl.models.attention import attention, causal_mask, layer_views
 from jaxrl.models.linear import merge
 from jaxrl.models.transformer import (
     Params,
     TransformerConfig,
-    attention,
-    causal_mask,
     decoder_layer,
     embed,
     fuse_projections,
-    layer_views,
     sliding_flags,
     unembed,
 )

@@ -4,7 +4,16 @@ import json
 
 import pytest
 
-from benchmarks import decode, grpo_step, losses, roofline, train_step
+from benchmarks import (
+    collectives,
+    decode,
+    grpo_step,
+    hlo,
+    losses,
+    memory,
+    roofline,
+    train_step,
+)
 from benchmarks.grpo_step import make_workload, skewed_lengths
 from jaxrl.losses import LOSSES
 from jaxrl.models.transformer import TransformerConfig
@@ -26,7 +35,9 @@ def run(benchmark, tmp_path, capsys, *flags):
     return capsys.readouterr().out, json.loads(output.read_text())
 
 
-@pytest.mark.parametrize("benchmark_module", [decode, grpo_step, losses, train_step])
+@pytest.mark.parametrize(
+    "benchmark_module", [collectives, decode, grpo_step, losses, memory, train_step]
+)
 def test_help(benchmark_module, capsys):
     with pytest.raises(SystemExit, match="^0$"):
         benchmark_module.main(["--help"])
@@ -89,6 +100,88 @@ def test_flops_of_an_update():
     # a layer: 16 x 8 x (2 x 2 + 2 x 1) + 3 x 16 x 32 = 2304; head 16 x 64; 2 tokens see 1 + 2
     forward = 2 * 2304 * 2 + 4 * 2 * 8 * 3 + 2 * 1024 * 2
     assert train_step.update_flops("smoke", [2]) == 3 * forward
+
+
+def test_memory(tmp_path, capsys):
+    printed, report = run(memory, tmp_path, capsys)
+    assert "64 tokens   naive" in printed
+    (row,) = report["rows"]
+    assert row["naive"] > 64 * 512 * 4  # the logits, float32
+    assert row["ours"] > 0
+
+
+def test_collectives_of_host_devices(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(collectives, "HOST_DEVICES", (1, 2))
+    printed, report = run(collectives, tmp_path, capsys, "--repeats=1")
+    assert "times one" in printed
+    assert [row["devices"] for row in report["host"]] == [1, 2]
+
+
+@pytest.mark.parametrize("benchmark_module", [collectives, memory])
+def test_a_topology_without_its_compiler_is_refused(benchmark_module, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="--topology=v5e:2x4 needs the TPU compiler: pip install"):
+        benchmark_module.main(["--topology=v5e:2x4"])
+
+
+HLO = """
+%fused (p: f32[8]) -> f32[2] {
+  %all-gather.9 = f32[8]{0} all-gather(%p), replica_groups=[2,4]<=[8], chain_id="1"
+  ROOT %c = (f32[8], u32[]) custom-call(%all-gather.9), custom_call_target="AsyncCollectiveStart"
+}
+
+%fused.again (p: f32[8]) -> f32[2] {
+  %all-gather.10 = f32[8]{0} all-gather(%p), replica_groups=[2,4]<=[8], chain_id="1"
+}
+
+%all-reduce-scatter.1 (p: f32[8]) -> f32[2] {
+  %all-reduce.1 = bf16[16,4]{1,0} all-reduce(%p), replica_groups={{0,2},{1,3}}, to_apply=%add
+}
+
+%body (p: s32[]) -> s32[] {
+  %a = f32[2] fusion(%p), kind=kCustom, calls=%all-reduce-scatter.1
+  %b = f32[2] fusion(%p), kind=kCustom, calls=%fused
+  %c = f32[2] fusion(%p), kind=kCustom, calls=%fused.again
+}
+
+%condition (p: s32[]) -> pred[] {
+  %n = s32[] constant(24)
+  ROOT %lt = pred[] compare(%p, %n), direction=LT
+}
+
+ENTRY %main (p: s32[]) -> s32[] {
+  %w = s32[] while(%p), condition=%condition, body=%body
+  %r = pred[6]{0} all-reduce(%p), replica_groups=mesh['a'=4,'b'=2] {'b'}, metadata={op_name="x/y"}
+  %s = (s32[3], s32[3], u32[]) collective-permute-start(%p), source_target_pairs={{0,1},{1,2}}
+}
+"""
+
+
+def test_collectives_of_a_program():
+    found = {one.array.split("[")[0]: one for one in hlo.collectives(HLO)}
+    assert len(found) == len(hlo.collectives(HLO)) == 4  # fused.again waits for what fused started
+    scatter = found["bf16"]
+    # 16 x 4 x 2 bytes, of which a ring of two sends half; once per trip
+    assert (scatter.kind, scatter.size, scatter.moved, scatter.times) == (
+        "reduce-scatter",
+        128,
+        64,
+        24,
+    )
+    assert scatter.group == (0, 2)
+    assert (found["f32"].kind, found["f32"].group) == ("all-gather", (0, 1, 2, 3))
+    assert found["f32"].moved == 8 * 4 * 3 / 4
+    reduce = found["pred"]
+    # 6 bytes, there and back: 2 x 1 / 2
+    assert (reduce.moved, reduce.times, reduce.group, reduce.source) == (6, 1, (0, 1), "x/y")
+    assert found["(s32"].moved == (12 + 12 + 4) // 2
+
+
+def test_mesh_axes_of_a_group():
+    mesh = {"data": 1, "fsdp": 4, "tensor": 2}  # device = 2 fsdp + tensor
+    assert collectives.mesh_axes((0, 2, 4, 6), mesh) == "fsdp"
+    assert collectives.mesh_axes((4, 5), mesh) == "tensor"
+    assert collectives.mesh_axes(range(8), mesh) == "fsdp+tensor"
 
 
 def test_flops_of_a_step():

@@ -56,6 +56,7 @@ OUR_FIELDS = {
     "trainer.algorithm.dppo.delta_low",
     "trainer.algorithm.dppo.delta_high",
     "trainer.compilation_cache_path",
+    "trainer.remat_policy",
     "trainer.max_tokens_per_microbatch",
     "trainer.max_training_steps",
     "trainer.packed_length",

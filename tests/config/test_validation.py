@@ -45,9 +45,7 @@ def test_nan_is_refused_wherever_it_stands():
 PLANNED = [
     ("trainer.ref.model.lora.rank", 8, 0),
     ("trainer.critic.model.path", "m", None),
-    ("trainer.policy.optimizer_config.offload_after_step", True, False),
     ("trainer.policy.fsdp_config.cpu_offload", True, False),
-    ("trainer.ref.fsdp_config.cpu_offload", True, False),
     ("trainer.policy.sequence_parallel_size", 2, 1),
     ("trainer.policy.record_memory", True, False),
     ("trainer.policy.megatron_config.pipeline_model_parallel_size", 2, 1),
@@ -57,7 +55,6 @@ PLANNED = [
     ("trainer.placement.colocate_policy_ref", False, True),
     ("trainer.placement.policy_num_nodes", 2, 1),
     ("trainer.update_ref_every_epoch", True, False),
-    ("trainer.flash_attn", True, False),
     ("trainer.dump_data_batch", True, False),
     ("generator.inference_engine.run_engines_locally", False, True),
     ("generator.inference_engine.num_engines", 2, 1),

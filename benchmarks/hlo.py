@@ -1,0 +1,167 @@
+"""The collectives of a compiled program, read from the text of its HLO."""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+_INSTRUCTION = re.compile(
+    rf"^\s*(?:ROOT )?%?(?P<name>\S+) = (?P<type>.*?) (?P<kind>{'|'.join(KINDS)})"
+    r"(?P<start>-start)?\((?P<rest>.*)$"
+)
+_WHILE = re.compile(r" while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)")
+_CALLED = re.compile(
+    r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
+)
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_ARRAY = re.compile(r"\b([a-z]+\d*(?:e\dm\d\w*)?)\[([\d,]*)\]")
+_BITS = re.compile(r"\d+")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective instruction.
+
+    Attributes:
+        kind: one of `KINDS`.
+        array: type of the result, as in the HLO.
+        size: bytes of the whole array: what an all-gather gives, what a reduce-scatter or an
+            all-reduce takes, what one device sends in the other two.
+        group: the devices of one group, numbered as in the mesh.
+        times: executions per run of the program, once per trip of a loop without a fixed count.
+        fixed: whether all loops around it have fixed counts.
+        source: the operation of the JAX program.
+    """
+
+    kind: str
+    array: str
+    size: int
+    group: tuple[int, ...]
+    times: int
+    fixed: bool
+    source: str
+
+    @property
+    def moved(self) -> float:
+        """Bytes that one device sends in one execution, on a ring.
+
+        (n - 1) / n of the array; twice that for an all-reduce; all of it for a permute.
+        """
+        n = len(self.group)
+        factor = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0}
+        return self.size * factor.get(self.kind, (n - 1) / n)
+
+
+def collectives(text: str) -> list[Collective]:
+    """Collectives of an optimised HLO module, `compiled.as_text()`.
+
+    The TPU compiler writes a reduce-scatter as an all-reduce and a slice, fused under a name that
+    says so, and an asynchronous collective once for its start and again for each fusion that it
+    overlaps with: these count as what they are, and once.
+    """
+    blocks = _computations(text)
+    return [
+        found
+        for name, times, fixed in _executions(blocks)
+        for line in blocks[name]
+        if (found := _parse(line, name, blocks[name], times, fixed))
+    ]
+
+
+def _computations(text: str) -> dict[str, list[str]]:
+    """Lines of each computation by name; that of the entry is "ENTRY"."""
+    blocks: dict[str, list[str]] = {}
+    name = None
+    for line in text.splitlines():
+        if head := re.match(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+            name = "ENTRY" if head[1] else head[2]
+            blocks[name] = []
+        elif line.startswith("}"):
+            name = None
+        elif name:
+            blocks[name].append(line)
+    return blocks
+
+
+def _executions(blocks: dict[str, list[str]]) -> Iterator[tuple[str, int, bool]]:
+    """Each call of each computation: its name, how often it runs, whether that count is fixed."""
+    todo = [("ENTRY", 1, True)]
+    while todo:
+        name, times, fixed = todo.pop()
+        yield name, times, fixed
+        for line in blocks[name]:
+            if loop := _WHILE.search(line):
+                trips = _trips(line, blocks[loop[1]])
+                todo.append((loop[2], times * (trips or 1), fixed and trips is not None))
+                continue
+            called = _CALLED.findall(line)
+            for branches in _BRANCHES.findall(line):
+                called += [branch.strip().lstrip("%") for branch in branches.split(",")]
+            todo += [(other, times, fixed) for other in called if other in blocks]
+
+
+def _trips(line: str, condition: list[str]) -> int | None:
+    """Iterations of a loop that counts from 0 to a constant; None for any other."""
+    if known := re.search(r'known_trip_count":\{"n":"(\d+)"', line):
+        return int(known[1])
+    constants = [
+        c for text in condition for c in re.findall(r"= s32\[\]\S* constant\((\d+)\)", text)
+    ]
+    compares = [text for text in condition if "direction=LT" in text]
+    return int(constants[0]) if len(constants) == len(compares) == 1 else None
+
+
+def _parse(
+    line: str, computation: str, block: list[str], times: int, fixed: bool
+) -> Collective | None:
+    match = _INSTRUCTION.match(line)
+    if match is None or ("chain_id=" in line and not _starts(match["name"], block)):
+        return None
+    kind, group = match["kind"], _group(line)
+    size = sum(map(_bytes, _ARRAY.findall(match["type"])))
+    if kind == "reduce-scatter":
+        size *= len(group)
+    elif match["start"] and kind == "all-gather":  # its type holds the operand as well
+        size = size * len(group) // (len(group) + 1)
+    elif match["start"] and kind == "collective-permute":
+        size //= 2
+    if kind == "all-reduce" and "reduce-scatter" in computation:
+        kind = "reduce-scatter"
+    source = re.search(r'op_name="([^"]*)"', line)
+    array = re.sub(r"\{[^}]*\}", "", match["type"])
+    return Collective(kind, array, size, group, times, fixed, source[1] if source else "")
+
+
+def _starts(name: str, block: list[str]) -> bool:
+    """Whether an asynchronous collective starts here, and not in an earlier instruction."""
+    return any("AsyncCollectiveStart" in line and f"%{name})" in line for line in block)
+
+
+def _bytes(array: tuple[str, str]) -> int:
+    dtype, dims = array
+    bits = 8 if dtype == "pred" else int(match[0]) if (match := _BITS.search(dtype)) else 0
+    return math.prod(int(d) for d in dims.split(",") if d) * bits // 8
+
+
+def _group(line: str) -> tuple[int, ...]:
+    """Devices of the first group: a list, an iota, a mesh, or the pairs of a permute."""
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
+        return tuple(int(d) for d in listed[1].split(","))
+    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
+        shape, reshape, axes = (
+            [int(n) for n in part.split(",")] if part else None for part in iota.groups()
+        )
+        ids = np.arange(math.prod(reshape)).reshape(reshape)
+        return tuple(ids.transpose(axes).reshape(shape)[0].tolist())
+    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line):
+        sizes = {n: int(size) for n, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
+        over = re.findall(r"'(\w+)'", mesh[2])
+        ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        return tuple(ids[tuple(slice(None) if n in over else 0 for n in sizes)].ravel().tolist())
+    pairs = re.findall(
+        r"\{(\d+),(\d+)\}", line.partition("source_target_pairs=")[2].partition("}}")[0] + "}"
+    )
+    return tuple(sorted({int(d) for pair in pairs for d in pair}))

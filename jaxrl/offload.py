@@ -1,0 +1,36 @@
+"""Arrays that wait in the host's memory until they are used.
+
+`pinned_host` is the memory kind of JAX that TPUs, GPUs and the CPU backend share; computation takes
+arrays from the device's own memory, so they are moved before and after each use.
+"""
+
+import warnings
+from typing import Any
+
+import jax
+
+
+def host_shardings(shardings: Any, field: str) -> Any:
+    """A tree of shardings in host memory; where the backend has none, as they were, and a warning.
+
+    Args:
+        field: of the config that asks for it, named by the warning.
+    """
+    device = next(iter(jax.tree.leaves(shardings)[0].device_set))
+    if not any(memory.kind == "pinned_host" for memory in device.addressable_memories()):
+        warnings.warn(
+            f"{field}=True has no effect: {device.device_kind} has no pinned_host memory",
+            stacklevel=2,
+        )
+        return shardings
+    return jax.tree.map(lambda x: x.with_memory_kind("pinned_host"), shardings)
+
+
+def on_device(tree: Any) -> Any:
+    """A tree whose arrays in host memory are moved to their devices; the others stay."""
+
+    def move(x: Any) -> Any:
+        waits = isinstance(x, jax.Array) and x.sharding.memory_kind == "pinned_host"
+        return jax.device_put(x, x.sharding.with_memory_kind("device")) if waits else x
+
+    return jax.tree.map(move, tree)
