@@ -31,6 +31,7 @@ LAYER_OF = {
     "rewards": "L3",
     "update": "L3",
     "scorer": "L3",
+    "offload": "L0",
     "checkpoint": "L3",
     "compilation": "L3",
     "metrics": "L3",
