@@ -23,6 +23,7 @@ from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.transformer import TransformerConfig
 from jaxrl.parallel import make_mesh
 from jaxrl.rollout.conversation import ConversationGenerator
+from jaxrl.rollout.dynamic_sampling import DynamicSamplingError
 from jaxrl.rollout.native import NativeEngine
 from jaxrl.rollout.protocol import Engine
 from jaxrl.rollout.recompute import RecomputeEngine
@@ -169,7 +170,7 @@ def main(argv: Sequence[str]) -> int:
         return _refuse(error)
     try:
         trainer.train()
-    except CheckpointError as error:  # others are not the user's: they keep their traceback
+    except (CheckpointError, DynamicSamplingError) as error:  # others are not the user's: they keep their traceback
         return _refuse(error)
     return 0
 

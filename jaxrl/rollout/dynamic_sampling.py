@@ -20,6 +20,10 @@ Draw = Callable[
 ]  # attempt 1, 2 ... -> trajectories, their uids
 
 
+class DynamicSamplingError(ValueError):
+    """The prompts of this run do not give batches that can be trained on."""
+
+
 def dynamic_sampling(
     draw: Draw, settings: DynamicSamplingConfig, *, prompts: int, tol: float, seed: Sequence[int]
 ) -> tuple[GeneratorOutput, list[str]]:
@@ -36,7 +40,7 @@ def dynamic_sampling(
         seed: of the stand-ins.
 
     Raises:
-        RuntimeError: max_sample_batches were not enough.
+        DynamicSamplingError: max_sample_batches were not enough.
     """
     rng, parts, uids = np.random.default_rng(seed), [], []
     for attempt in itertools.count(1):
@@ -54,7 +58,7 @@ def dynamic_sampling(
             return _concatenate(parts), distinct_uids(uids, samples)
         if attempt == settings.max_sample_batches:
             good = prompts - int(same.sum()) // samples
-            raise RuntimeError(
+            raise DynamicSamplingError(
                 f"dynamic sampling ({settings.type!r}) drew {attempt} batches of {prompts} prompts "
                 f"and has {len(uids) // samples} to train on; in the last one the rewards of "
                 f"{good} differed. The prompts are too easy or too hard; or raise "

@@ -3,7 +3,11 @@ import itertools
 import pytest
 
 from jaxrl.config import DynamicSamplingConfig
-from jaxrl.rollout.dynamic_sampling import distinct_uids, dynamic_sampling
+from jaxrl.rollout.dynamic_sampling import (
+    DynamicSamplingError,
+    distinct_uids,
+    dynamic_sampling,
+)
 
 
 def batches(*drawn):
@@ -68,7 +72,7 @@ def test_too_many_batches_are_an_error(kind):
         rf"dynamic sampling \('{kind}'\) drew 2 batches of 3 prompts and has \d to train on; in "
         r"the last one the rewards of 1 differed. .*max_sample_batches \(-1 = never give up\)"
     )
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(DynamicSamplingError, match=message):
         sample(draw, type=kind, max_sample_batches=2, min_replace_ratio=0.5)
     assert asked == [1, 2]
 
