@@ -170,7 +170,8 @@ def main(argv: Sequence[str]) -> int:
         return _refuse(error)
     try:
         trainer.train()
-    except (CheckpointError, DynamicSamplingError) as error:  # others are not the user's: they keep their traceback
+    # others are not the user's: they keep their traceback
+    except (CheckpointError, DynamicSamplingError) as error:
         return _refuse(error)
     return 0
 
