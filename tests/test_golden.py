@@ -121,8 +121,8 @@ def test_minibatches_are_whole_prompts():
 
 
 def test_a_later_field_is_an_error():
-    with pytest.raises(ValueError, match="max_tokens_per_microbatch"):
-        TrainConfig.from_cli_overrides({"trainer.max_tokens_per_microbatch": 1024})
+    with pytest.raises(ValueError, match="use_expandable_segments"):
+        TrainConfig.from_cli_overrides({"trainer.use_expandable_segments": True})
 
 
 def test_every_case_has_a_name_of_its_own():

@@ -18,7 +18,7 @@ from jaxrl.config.needs import allowed_reductions
 from jaxrl.data.microbatches import Microbatching
 from jaxrl.forward import by_trajectory
 from jaxrl.losses import LOSSES
-from jaxrl.models.transformer import causal_mask
+from jaxrl.models.attention import causal_mask
 from jaxrl.objective import merge_metrics, minibatch_weights
 from jaxrl.optim import init_state, make_apply, make_optimizer, make_schedule
 from jaxrl.parallel import ShardingRules, batch_sharding, make_mesh, replicated

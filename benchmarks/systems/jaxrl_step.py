@@ -108,12 +108,9 @@ class Steps:
         self.trainer.batches_drawn = 0
         self.trainer.load_reference()
         self.trainer.sync_weights(0)
-        self.trainer.scorer = self.trainer.ref_scorer = self.clock.timed(  # returns host arrays
-            self.trainer.scorer, self._whose_log_probs, ready=lambda _: None
-        )
-
-    def _whose_log_probs(self, params: Any, *_: Any, **__: Any) -> str:
-        return "reference" if params is self.trainer.ref_params else "old"
+        for name, phase in {"scorer": "old", "ref_scorer": "reference"}.items():
+            scorer = getattr(self.trainer, name)  # returns host arrays
+            setattr(self.trainer, name, self.clock.timed(scorer, phase, ready=lambda _: None))
 
     def run(self, workload: str) -> Mapping[str, float]:
         """One step; seconds by phase."""

@@ -35,12 +35,12 @@ def buckets_between(shortest: int, longest: int) -> list[int]:
     return buckets
 
 
-def empty_batch(rows: int, width: int, length: int) -> TrainBatch:
-    """Trajectories of `length` tokens as `collate` would make them, all 0 and masked."""
+def empty_batch(rows: int, width: int, length: int | None = None) -> TrainBatch:
+    """Trajectories of `length` tokens (None = `width`) as `collate` would make them, masked."""
     zeros = np.zeros((rows, width), np.float32)
     return TrainBatch(
         tokens=np.zeros((rows, width), np.int32),
-        lengths=np.full(rows, length, np.int32),
+        lengths=np.full(rows, width if length is None else length, np.int32),
         response_mask=zeros,
         loss_mask=zeros,
         rewards=zeros,
