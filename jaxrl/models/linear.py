@@ -71,8 +71,32 @@ def project(x: jax.Array, w: Weight, contract: int = 1) -> jax.Array:
         low_rank = project(drop_out(x, w.keys, w.dropout), w.a, contract)
         return project(x, w.w, contract) + project(low_rank * w.scale.astype(x.dtype), w.b)
     inner = math.prod(w.shape[:contract])
-    out = x.reshape(-1, inner) @ w.reshape(inner, -1)
+    out = multiply(x.reshape(-1, inner), w.reshape(inner, -1))
     return out.reshape(*x.shape[:2], *w.shape[contract:])
+
+
+@jax.custom_vjp
+def multiply(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x [n, in] times w [in, out] in the dtype of x.
+
+    The gradient of w is made in the dtype of w: cast afterwards, as the transpose of a cast before
+    the product has it, it is summed over devices in bfloat16.
+    """
+    return x @ w.astype(x.dtype)
+
+
+def _multiply(x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple]:
+    cast = w.astype(x.dtype)
+    return x @ cast, (x, cast, jnp.zeros((), w.dtype))
+
+
+def _multiply_backward(residuals: tuple, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, w, like = residuals
+    for_w = jnp.einsum("ni,no->io", x, g, preferred_element_type=like.dtype)
+    return g @ w.T, for_w
+
+
+multiply.defvjp(_multiply, _multiply_backward)
 
 
 def look_up(

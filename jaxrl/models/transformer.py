@@ -269,7 +269,8 @@ def decoder_layer(
     `placement`.
     """
     x = checkpoint_name(x, LAYER_INPUT)
-    weights = {name: w.astype(x.dtype) for name, w in layer.items()}
+    # `project` casts the matrices itself
+    weights = {name: w if name[0] == "w" else w.astype(x.dtype) for name, w in layer.items()}
 
     def norm(y: jax.Array, name: str) -> jax.Array:
         return rms_norm(y, weights[name], config)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 MeshAxes = str | tuple[str, ...] | None
@@ -80,33 +79,32 @@ def constrain(x: jax.Array, names: Sequence[str | None], placement: Placement | 
 def gather(
     w: jax.Array, names: Sequence[str | None], placement: Placement | None, dtype: Any
 ) -> jax.Array:
-    """A parameter in the compute dtype, whole over the batch axes: FSDP's all-gather.
+    """A parameter rounded to the compute dtype, whole over the batch axes: FSDP's all-gather.
 
-    It is cast before it travels. Its gradient is scattered again, summed in the parameter's dtype:
-    left to the partitioner it is reduced whole, on every device.
+    It travels in the compute dtype and then has its own again, so that its gradient does too. That
+    is scattered: left to the partitioner it is reduced whole, on every device.
     """
     if placement is None:
-        return w.astype(dtype)
+        return w
     return _gather(w, placement, placement.spec(w.shape, names), dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _gather(w: jax.Array, placement: Placement, spec: PartitionSpec, dtype: Any) -> jax.Array:
     cast = _place(w.astype(dtype), placement.mesh, spec)
-    return _place(cast, placement.mesh, placement.whole_over_batch(spec))
+    return _place(cast, placement.mesh, placement.whole_over_batch(spec)).astype(w.dtype)
 
 
 def _gather_forward(
     w: jax.Array, placement: Placement, spec: PartitionSpec, dtype: Any
-) -> tuple[jax.Array, jax.Array]:
-    return _gather(w, placement, spec, dtype), jnp.zeros((), w.dtype)
+) -> tuple[jax.Array, None]:
+    return _gather(w, placement, spec, dtype), None
 
 
 def _scatter(
-    placement: Placement, spec: PartitionSpec, dtype: Any, like: jax.Array, gradient: jax.Array
+    placement: Placement, spec: PartitionSpec, dtype: Any, _: None, gradient: jax.Array
 ) -> tuple[jax.Array]:
-    del dtype
-    return (_place(gradient.astype(like.dtype), placement.mesh, spec),)
+    return (_place(gradient, placement.mesh, spec),)
 
 
 _gather.defvjp(_gather_forward, _scatter)
