@@ -41,6 +41,7 @@ def adapter_gradient(*, loss="regular", microbatch_rows=ROWS, packed=False, **si
     return flat
 
 
+@pytest.mark.slow  # with dropout; without it, tests/test_meshes.py
 def test_the_gradient_depends_neither_on_microbatches_nor_on_packing_nor_on_devices():
     whole = adapter_gradient()
     assert np.abs(whole).max() > 1e-3
