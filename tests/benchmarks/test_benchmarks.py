@@ -44,7 +44,7 @@ def test_help(benchmark_module, capsys):
     assert "Claim: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("device", ["cpu", "gpu"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.slow)])
 def test_grpo_step(tmp_path, capsys, device):
     printed, report = run(grpo_step, tmp_path, capsys, f"--device={device}")
     assert "x ours" in printed
