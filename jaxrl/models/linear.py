@@ -33,10 +33,6 @@ class LoraWeight(struct.PyTreeNode):
     keys: Array | None = None  # [B, T] PRNG keys; None = no dropout
     dropout: float = struct.field(pytree_node=False, default=0.0)
 
-    def astype(self, dtype: jnp.dtype) -> "LoraWeight":
-        """All arrays in the compute dtype."""
-        return self.each_part(lambda x, _: x.astype(dtype), (None,) * self.w.ndim)
-
     def each_part(
         self,
         change: Callable[[jax.Array, tuple[str | None, ...]], jax.Array],
