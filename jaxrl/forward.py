@@ -247,8 +247,8 @@ score_columns.defvjp(_score_columns, _score_columns_backward)
 def _columns(shape: tuple[int, ...], weights: Params) -> int:
     rows, length = shape
     vocabulary = max((w.size // w.shape[0] for w in weights.values() if w.ndim == 2), default=1)
-    tokens = min(CHUNK_TOKENS, CHUNK_LOGITS // vocabulary)
-    return min(max(tokens // rows, 1), length)
+    width = max(min(CHUNK_TOKENS, CHUNK_LOGITS // vocabulary) // rows, 1)
+    return min(width - width % 8 or width, length)  # TPUs lay columns out by eights
 
 
 def _take(x: Array, order: Array, pad: int = 0) -> Array:
