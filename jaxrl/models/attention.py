@@ -81,7 +81,8 @@ def softcap(x: jax.Array, cap: float | None) -> jax.Array:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def _scale(config: "TransformerConfig") -> float:
+def scale(config: "TransformerConfig") -> float:
+    """Factor of the scores."""
     return (config.query_pre_attn_scalar or config.head_dim) ** -0.5
 
 
@@ -97,7 +98,7 @@ def attention(
     kv = k.shape[1]
     grouped = q.reshape(b, t, kv, heads // kv, hd)
     scores = jnp.einsum("btkgh,bksh->bkgts", grouped, k, preferred_element_type=jnp.float32)
-    scores = softcap(scores * _scale(config), config.attention_softcap)
+    scores = softcap(scores * scale(config), config.attention_softcap)
     scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
     probs = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     return jnp.einsum("bkgts,bksh->btkgh", probs, v).reshape(b, t, heads, hd)
@@ -198,7 +199,7 @@ def splash(
     )
 
     t, heads = q.shape[1:3]
-    scaled = (q * jnp.asarray(_scale(config), q.dtype)).transpose(0, 2, 1, 3)
+    scaled = (q * jnp.asarray(scale(config), q.dtype)).transpose(0, 2, 1, 3)
     q, k, v = (_pad(x, axis=2) for x in (scaled, k, v))
     ids = _pad(segments.ids, axis=1)
     shape = (ids.shape[1], ids.shape[1])
@@ -258,7 +259,7 @@ def triton(
     t, group = q.shape[1], q.shape[2] // k.shape[1]
     keys, values = (jnp.repeat(x, group, axis=1).transpose(0, 2, 1, 3) for x in (k, v))
     inputs = (_pad(x, axis=1) for x in (q, keys, values, segments.ids))
-    out: Any = mha(*inputs, sm_scale=_scale(config), causal=True, interpret=interpret)
+    out: Any = mha(*inputs, sm_scale=scale(config), causal=True, interpret=interpret)
     return out[:, :t]
 
 

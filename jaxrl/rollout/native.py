@@ -1,7 +1,7 @@
 """The in-process engine: prefill once per prompt, then decode all samples together.
 
 It runs the trainer's own `decoder_layer`; only `attend` differs: keys and values go to a cache of S
-slots, one per position. A cache layer is [B, K, S, h]. Decoding runs `steps_per_dispatch` tokens
+slots, one per position. Decoding runs `steps_per_dispatch` tokens
 per dispatch in one jitted loop that also samples and checks stop tokens.
 """
 
@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from jaxrl.data.packing import length_bucket, round_up
 from jaxrl.models.attention import attention, causal_mask, layer_views
+from jaxrl.models.decode_attention import decode_attention
 from jaxrl.models.linear import merge
 from jaxrl.models.transformer import (
     Params,
@@ -50,7 +51,7 @@ class RowSampling(struct.PyTreeNode):
 class DecodeState(struct.PyTreeNode):
     """Rows in flight."""
 
-    cache: tuple  # per layer (keys, values), each [B, K, S, h]
+    cache: tuple  # per layer keys [B, K, h, S] and values [B, K, S, h]
     last_token: Array  # [B]
     position: Array  # [B] position of last_token
     count: Array  # [B] tokens generated
@@ -269,7 +270,8 @@ def prefill(
     cache: list[tuple[Array, Array]] = []
 
     def attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
-        cache.append((jnp.pad(k[source], free), jnp.pad(v[source], free)))
+        keys, values = jnp.pad(k[source], free), jnp.pad(v[source], free)
+        cache.append((keys.swapaxes(2, 3), values))
         return attention(config, q, k, v, mask)
 
     x = embed(config, params, prompts, params["unembed"].dtype)
@@ -347,16 +349,17 @@ def decode_step(
     """Logits [B, V] after `last_token`, and the cache with its keys and values written."""
     rows = jnp.arange(state.last_token.shape[0])
     positions = state.position[:, None]
-    slots = jnp.arange(state.cache[0][0].shape[2])[None]  # slot s holds position s
+    slots = jnp.arange(state.cache[0][1].shape[2])[None]  # slot s holds position s
     view = layer_views(config, (slots <= positions)[:, None], positions, slots)
     x = embed(config, params, state.last_token[:, None], params["unembed"].dtype)
     cache: list[tuple[Array, Array]] = []
-    at = (rows, slice(None), state.position)
 
     def attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
         keys, values = state.cache[len(cache)]  # of the layer that is being run
-        cache.append((keys.at[at].set(k[:, :, 0]), values.at[at].set(v[:, :, 0])))
-        return attention(config, q, *cache[-1], mask)
+        keys = keys.at[rows, :, :, state.position].set(k[:, :, 0])
+        values = values.at[rows, :, state.position].set(v[:, :, 0])
+        cache.append((keys, values))
+        return decode_attention(config, q, keys, values, mask[:, 0])
 
     for layer, sliding in zip(params["layers"], sliding_flags(config), strict=True):
         x = decoder_layer(config, layer, x, view(sliding), attend)
