@@ -153,7 +153,7 @@ def score(
         rollout_log_probs=completion.log_probs,
         rewards=rewards,
         stop_reason=completion.stop_reason,
-        policy_version=completion.policy_version,
+        policy_version=completion.versions[0],
         env_class=prompt.env_class,
         env_metrics=metrics,
     )

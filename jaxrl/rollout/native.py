@@ -192,7 +192,7 @@ class NativeEngine:
                     tokens=tokens[row, : count[row]].tolist(),
                     log_probs=log_probs[row, : count[row]].tolist(),
                     stop_reason="stop" if stopped[row] else "length",
-                    policy_version=self.version,
+                    versions=[self.version] * int(count[row]),
                 )
                 for _, row in zip(request.keys, rows, strict=False)  # keys first: a row is not lost
             ]

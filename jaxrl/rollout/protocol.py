@@ -1,20 +1,35 @@
 """What every rollout engine speaks: token ids in, token ids and log-probs out."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. `temperature=0` is greedy; `top_k=-1`, `top_p=1`, `min_p=0` are off."""
+    """How tokens are drawn and what ends a sample.
+
+    `temperature=0` is greedy; `top_k=-1`, `top_p=1`, `min_p=0`, `repetition_penalty=1` are off.
+
+    Attributes:
+        min_tokens: nothing stops a sample before it has as many tokens.
+        stop_token_ids: the token that stops a sample is its last.
+        stop: strings, looked for in the decoded text; the sample ends with the token that completes
+            one.
+        logprobs: most probable alternatives that are reported with each token.
+    """
 
     max_tokens: int
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    logprobs: int = 0
 
 
 @dataclass(frozen=True)
@@ -32,19 +47,41 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sample. `tokens` ends with the stop token if there was one."""
+    """One sample.
+
+    Attributes:
+        tokens: with the stop token, if one stopped it.
+        log_probs: of each token under the distribution it was drawn from.
+        stop_reason: "stop", "length", or "abort" if the engine was told to end it.
+        versions: of the policy that drew each token.
+        stop_string: the member of `Sampling.stop` that ended it.
+        top_log_probs: per token, the `Sampling.logprobs` most probable ids and their log-probs.
+    """
 
     tokens: list[int]
-    log_probs: list[float]  # under the distribution that each token was drawn from
-    stop_reason: str  # "stop" or "length"
-    policy_version: int
+    log_probs: list[float]
+    stop_reason: str
+    versions: list[int]
+    stop_string: str | None = None
+    top_log_probs: list[dict[int, float]] = field(default_factory=list)
 
 
 class Engine(Protocol):
     """A sampler that holds one version of the policy."""
 
+    def submit(self, requests: Sequence[Request]) -> list[list[Future[Completion]]]:
+        """Queue requests and return at once: one future per sample.
+
+        Cancelling a future frees what its sample holds. Requests of one call are admitted in order,
+        and what is drawn from them depends on nothing that is submitted later.
+
+        Raises:
+            ValueError: a request that can never be served; nothing of the call is queued.
+        """
+        ...
+
     def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
-        """The samples of each request, in order."""
+        """`submit`, and wait for all of it."""
         ...
 
     def warm_up(self, requests: Sequence[Request]) -> None:
@@ -52,7 +89,7 @@ class Engine(Protocol):
         ...
 
     def update_weights(self, params: Any, version: int) -> None:
-        """Sample from these parameters from now on."""
+        """Sample from these parameters from the next block of tokens on."""
         ...
 
     def sleep(self) -> None:

@@ -93,7 +93,12 @@ class RecomputeEngine:
                 log_probs[row].append(float(log_prob[row]))
             active = [row for row in active if not _ends(drawn[row], source[row])]
         rows = (
-            Completion(sample_tokens, scores, _stop_reason(sample_tokens, request), self.version)
+            Completion(
+                sample_tokens,
+                scores,
+                _stop_reason(sample_tokens, request),
+                [self.version] * len(sample_tokens),
+            )
             for sample_tokens, scores, request in zip(drawn, log_probs, source, strict=True)
         )
         return [[next(rows) for _ in request.keys] for request in requests]

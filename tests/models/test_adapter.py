@@ -116,7 +116,7 @@ def test_sampler_trainer_and_native_engine_agree(model):
         start = lengths[row] - len(a.tokens)
         np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-4)
         np.testing.assert_allclose(a.log_probs, log_probs[row, start : lengths[row]], atol=1e-4)
-        assert (a.stop_reason, a.policy_version) == (b.stop_reason, b.policy_version)
+        assert (a.stop_reason, a.versions) == (b.stop_reason, b.versions)
 
 
 def test_gradients_are_those_of_the_native_model(model):
