@@ -20,6 +20,7 @@ jitted `sample` alone; attention, with norms and everything else, is the rest.
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import itertools
 import json
@@ -67,8 +68,12 @@ class Work:
 
 def engine_generate(model: TransformerConfig, params: Params, dtype: Any) -> Generate:
     """Generation with the native engine; no stop tokens."""
-    engine = NativeEngine(model, make_mesh(), dtype=dtype)
-    engine.update_weights(params, 0)
+
+    @functools.cache
+    def engine_of(batch: int) -> NativeEngine:
+        engine = NativeEngine(model, make_mesh(), dtype=dtype, max_num_seqs=batch, shrink=False)
+        engine.update_weights(params, 0)
+        return engine
 
     def generate(prompts: np.ndarray, new_tokens: int, temperature: float) -> None:
         sampling = Sampling(max_tokens=new_tokens, temperature=temperature)
@@ -76,7 +81,7 @@ def engine_generate(model: TransformerConfig, params: Params, dtype: Any) -> Gen
         requests = [
             Request(prompt, tuple((0, i) for i, _ in rows), sampling) for prompt, rows in by_prompt
         ]
-        completions = engine.generate(requests)
+        completions = engine_of(len(prompts)).generate(requests)
         assert all(len(c.tokens) == new_tokens for samples in completions for c in samples)
 
     return generate

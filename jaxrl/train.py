@@ -55,15 +55,23 @@ class BasePPOExp:
         self, model: TransformerConfig | AdaptedModel, mesh: jax.sharding.Mesh
     ) -> Engine:
         """The sampler."""
-        engine = self.config.generator.inference_engine
-        kind: Any = NativeEngine if isinstance(model, TransformerConfig) else RecomputeEngine
-        return kind(
-            model,
-            mesh,
-            dtype=DTYPES[engine.model_dtype],
-            max_num_seqs=engine.max_num_seqs,
-            **engine.engine_init_kwargs,
+        generator, trainer = self.config.generator, self.config.trainer
+        settings = generator.inference_engine
+        at_once = max(
+            trainer.train_batch_size * generator.n_samples_per_prompt,
+            trainer.eval_batch_size * generator.eval_n_samples_per_prompt,
         )
+        options: dict[str, Any] = {
+            "dtype": DTYPES[settings.model_dtype],
+            "max_num_seqs": min(settings.max_num_seqs, at_once),
+        }
+        if isinstance(model, AdaptedModel):
+            return RecomputeEngine(model, mesh, **options, **settings.engine_init_kwargs)
+        options |= {
+            "max_num_batched_tokens": settings.max_num_batched_tokens,
+            "enable_prefix_caching": settings.enable_prefix_caching,
+        }
+        return NativeEngine(model, mesh, **(options | settings.engine_init_kwargs))
 
     def get_generator(self, engine: Engine, tokenizer: Any) -> Any:
         """What holds the conversations."""

@@ -1,7 +1,8 @@
 """GRPO steps of jaxrl's own trainer, for `grpo_step.py`."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from jaxrl.config import default_config
 from jaxrl.envs.protocol import Env, StepOutput
 from jaxrl.models.transformer import TransformerConfig
 from jaxrl.rollout.conversation import ConversationGenerator
-from jaxrl.rollout.native import NativeEngine, RowSampling
-from jaxrl.rollout.protocol import Engine
+from jaxrl.rollout.native import NativeEngine
+from jaxrl.rollout.protocol import Completion, Engine, Request
+from jaxrl.rollout.slots import Sample
 from jaxrl.train import BasePPOExp
 from jaxrl.trainer import Trainer
-from jaxrl.types import Array, GeneratorInput, GeneratorOutput
+from jaxrl.types import GeneratorInput, GeneratorOutput
 
 
 class ShareOfEven(Env):
@@ -34,13 +36,18 @@ class FixedLengthEngine(NativeEngine):
     """The native engine with a limit of its own for every sample of the step."""
 
     lengths: Sequence[int] = ()
+    limits: Iterator[int] = iter(())
 
-    def _arrange(self, requests: Sequence[Any]) -> tuple[Array, Array, Array, RowSampling]:
-        prompts, lengths, source, sampling = super()._arrange(requests)
-        padding = [1] * (len(source) - len(self.lengths))
-        limits = jnp.asarray([*self.lengths, *padding], jnp.int32)
-        limits = jax.device_put(limits, sampling.max_tokens.sharding)
-        return prompts, lengths, source, sampling.replace(max_tokens=limits)
+    def submit(self, requests: Sequence[Request]) -> list[list[Future[Completion]]]:
+        """Queue the step's requests, with the lengths of the workload."""
+        self.limits = iter(self.lengths)
+        return super().submit(requests)
+
+    def _samples(self, request: Request) -> list[Sample]:
+        samples = super()._samples(request)
+        for sample in samples:
+            sample.max_tokens = next(self.limits, 1)  # a warm-up has no lengths
+        return samples
 
 
 class FixedLengthGenerator(ConversationGenerator):
@@ -63,7 +70,9 @@ class StepExp(BasePPOExp):
     def get_engine(self, model: TransformerConfig, mesh: jax.sharding.Mesh) -> Engine:
         """The native engine."""
         settings = self.config.generator.inference_engine
-        return FixedLengthEngine(model, mesh, dtype=DTYPES[settings.model_dtype])
+        rows = self.config.trainer.train_batch_size * self.config.generator.n_samples_per_prompt
+        dtype = DTYPES[settings.model_dtype]
+        return FixedLengthEngine(model, mesh, dtype=dtype, max_num_seqs=rows)
 
     def get_generator(self, engine: Engine, tokenizer: Any) -> FixedLengthGenerator:
         """Judges inline: the reward costs microseconds."""

@@ -1,91 +1,58 @@
-"""The in-process engine: prefill once per prompt, then decode all samples together.
+"""The in-process engine: continuous batching over slots of a key/value cache.
 
-It runs the trainer's own `decoder_layer`; only `attend` differs: keys and values go to a cache of S
-slots, one per position. Decoding runs `steps_per_dispatch` tokens
-per dispatch in one jitted loop that also samples and checks stop tokens.
+A thread runs while there is work. Each of its turns admits samples to free slots, prefills chunks
+of their prompts, and decodes a block of tokens for all that are ready; between two turns samples
+join, leave and are cut off, and the weights may change. A prompt is prefilled but for its last
+token, which the first decode step takes: so prefill needs no vocabulary head, and the samples of a
+prompt differ from there on. docs/rollouts.md has a drawing.
 """
 
-import functools
-from collections.abc import Iterator, Sequence
-from typing import Any
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax.sharding import Mesh
 
-from jaxrl.data.packing import length_bucket, round_up
-from jaxrl.models.attention import attention, causal_mask, layer_views
-from jaxrl.models.decode_attention import decode_attention
-from jaxrl.models.linear import merge
-from jaxrl.models.transformer import (
-    Params,
-    TransformerConfig,
-    decoder_layer,
-    embed,
-    fuse_projections,
-    sliding_flags,
-    unembed,
-)
-from jaxrl.parallel import ShardingRules, batch_sharding, replicated
-from jaxrl.parallel.rules import batch_devices
-from jaxrl.rollout.protocol import Completion, Request
-from jaxrl.rollout.sampling import sample, uniforms
-from jaxrl.types import Array
+from jaxrl.data.packing import round_up
+from jaxrl.models.transformer import Params, TransformerConfig
+from jaxrl.rollout.decode import Rows
+from jaxrl.rollout.programs import Programs
+from jaxrl.rollout.protocol import Completion, Request, Sampling
+from jaxrl.rollout.slots import Sample, SlotTable
 
-
-class RowSampling(struct.PyTreeNode):
-    """Sampling parameters by row, [B] each but `keys` [B, 2] and `stop_ids` [B, n]."""
-
-    keys: Array
-    stop_ids: Array
-    max_tokens: Array
-    temperature: Array
-    top_k: Array
-    top_p: Array
-    min_p: Array
-    filtered: bool = struct.field(pytree_node=False)
-
-
-class DecodeState(struct.PyTreeNode):
-    """Rows in flight."""
-
-    cache: tuple  # per layer keys [B, K, h, S] and values [B, K, S, h]
-    last_token: Array  # [B]
-    position: Array  # [B] position of last_token
-    count: Array  # [B] tokens generated
-    done: Array  # [B] bool
-    stopped: Array  # [B] bool, ended by a stop token
-    tokens: Array  # [B, N]
-    log_probs: Array  # [B, N]
-
-
-def decode_params(config: TransformerConfig, params: Params, dtype: jnp.dtype) -> Params:
-    """The decode layout: adapters merged, cast, layers as a tuple and fused, the head as [D, V].
-
-    An unrolled loop over layers updates each cache in place, where a scan would restack them.
-    """
-    cast = jax.tree.map(lambda x: x.astype(dtype), merge(params)) | {
-        "final_norm": params["final_norm"]
-    }
-    layers = [
-        fuse_projections(jax.tree.map(lambda x, i=i: x[i], cast["layers"]))
-        for i in range(config.num_layers)
-    ]
-    head = cast["unembed"] if "unembed" in cast else cast["embed"].T
-    return {**cast, "layers": tuple(layers), "unembed": head}
+STOP_IDS = 4  # their number is rounded up to it, for few shapes
+ROW_SETTINGS = {  # fields of Sampling that are columns of Rows
+    np.float32: ("temperature", "top_p", "min_p", "repetition_penalty"),
+    np.int32: ("top_k", "min_tokens"),
+}
 
 
 class NativeEngine:
-    """Batched generation with the trainer's model on the trainer's mesh.
+    """Generation with the trainer's model; an `Engine`.
 
     Args:
         config: architecture.
-        mesh: rows are spread over its batch axes, weights are whole on every device.
+        mesh: slots are spread over its batch axes, weights over "tensor".
         dtype: compute and cache dtype.
-        max_num_seqs: rows decoded together; more requests run one wave after the other.
-        steps_per_dispatch: decode steps between two looks at the host.
+        max_num_seqs: slots; samples beyond them wait.
+        max_num_batched_tokens: most prompt tokens between two blocks.
+        max_model_len: most tokens of a row; a longer request is refused. None = no limit, the cache
+            grows with the requests.
+        steps_per_dispatch: decode steps of a block, between two looks at the host.
+        enable_prefix_caching: reuse keys and values between requests, not only between the samples
+            of one. What is reused then depends on timing, and with it the last bits.
+        recompute_kv_on_update: new weights compute the cache of samples in flight anew.
+        shrink: blocks run over fewer rows when fewer are live, which changes the last bits; None =
+            on one CPU device. False where samples join by the clock and bits must repeat.
+        decode_text: token ids to text, for stop strings.
+
+    Attributes:
+        prefilled_tokens: computed so far, each time counted.
+        decoded_tokens: drawn so far.
     """
 
     def __init__(
@@ -95,272 +62,344 @@ class NativeEngine:
         *,
         dtype: jnp.dtype = jnp.float32,
         max_num_seqs: int = 1024,
+        max_num_batched_tokens: int = 8192,
+        max_model_len: int | None = None,
         steps_per_dispatch: int = 32,
+        enable_prefix_caching: bool = False,
+        recompute_kv_on_update: bool = False,
+        shrink: bool | None = None,
+        decode_text: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        if steps_per_dispatch < 1 or max_num_seqs < 1:
-            raise ValueError(
-                f"steps_per_dispatch={steps_per_dispatch} and max_num_seqs={max_num_seqs} must be "
-                "at least 1"
-            )
-        rules = ShardingRules()
-        self.config, self.max_num_seqs = config, max_num_seqs
-        self.steps_per_dispatch = steps_per_dispatch
-        self.rows = batch_sharding(mesh, rules)
-        self.row_multiple = batch_devices(mesh, rules)
-        self.whole = replicated(mesh)
-        self.params: Params | None = None
+        for name, value in (
+            ("steps_per_dispatch", steps_per_dispatch),
+            ("max_num_seqs", max_num_seqs),
+            ("max_num_batched_tokens", max_num_batched_tokens),
+        ):
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        self.max_num_batched_tokens, self.max_model_len = max_num_batched_tokens, max_model_len
+        self.recompute_kv_on_update, self.decode_text = recompute_kv_on_update, decode_text
+        self.programs = Programs(
+            config, mesh, max_num_seqs, dtype=dtype, steps=steps_per_dispatch, shrink=shrink
+        )
+        self.table = SlotTable(self.programs.slots, share_prefixes=enable_prefix_caching)
         self.version = -1
-        self._to_decode = jax.jit(
-            functools.partial(decode_params, config, dtype=dtype), out_shardings=self.whole
-        )
-        self._prefill = jax.jit(
-            functools.partial(prefill, config), static_argnames=("slots", "steps")
-        )
-        self._decode = jax.jit(
-            functools.partial(decode, config), static_argnames="steps", donate_argnames="state"
-        )
+        self.prefilled_tokens = self.decoded_tokens = 0
+        self._queue: deque[Sample] = deque()
+        self._groups, self._paused, self._running = 0, False, False
+        # what any request asked for so far; monotone, so that programs are compiled once
+        self._filtered, self._penalised, self._alternatives = False, False, 0
+        self._stop_ids = STOP_IDS
+        self._done: list[Sample] = []  # to be handed over when the lock is free
+        # The lock is held by every turn and every public method. Whoever waits for it holds the
+        # door, so the thread, which comes back at once, cannot keep others out.
+        self._lock, self._door = threading.Lock(), threading.Lock()
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """The lock; samples that ended meanwhile are handed over when it is free again."""
+        with self._door:
+            self._lock.acquire()
+        try:
+            yield
+            done, self._done = self._done, []
+        finally:
+            self._lock.release()
+        for sample in done:
+            sample.hand_over()
+
+    # ---- weights
 
     def update_weights(self, params: Params, version: int) -> None:
-        """Sample from these parameters from now on.
+        """Sample from these parameters from the next block on.
 
-        `params` is copied, the caller may donate it.
+        `params` is copied, the caller may donate it. What finished samples left in the cache is
+        forgotten; samples in flight go on with theirs, or compute it anew with
+        `recompute_kv_on_update`.
         """
-        self.params = None  # two decode copies never live together
-        self.params = self._to_decode(params)
-        self.version = version
+        with self._held():
+            self.programs.load(params)
+            self.version = version
+            self.table.forget(live=self.recompute_kv_on_update)
+        self._start()
 
     def sleep(self) -> None:
-        """Drop the decode copy of the weights; `update_weights` brings the next one."""
-        self.params = None
-
-    def wake(self) -> None:
-        """Nothing to do: the cache lives only inside `generate`."""
-
-    def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
-        """The samples of each request, in order.
+        """Drop weights and cache; `update_weights` wakes the engine.
 
         Raises:
-            ValueError: an empty prompt or a non-positive max_tokens.
+            RuntimeError: samples are in flight.
+        """
+        with self._held():
+            if self._queue or any(self.table.live()):
+                raise RuntimeError("samples are in flight: wait for them, or abort them, first")
+            self.programs.drop(weights=True)
+            self.table.forget(live=True)
+
+    def wake(self) -> None:
+        """Nothing to do: the cache is made when it is needed."""
+
+    # ---- requests
+
+    def submit(self, requests: Sequence[Request]) -> list[list[Future[Completion]]]:
+        """Queue requests; see `protocol.Engine`.
+
+        Raises:
+            ValueError: an empty prompt, a non-positive max_tokens, more tokens than max_model_len,
+                or stop strings without `decode_text`.
             RuntimeError: no weights yet.
         """
-        if self.params is None:
-            raise RuntimeError("the engine has no weights: call update_weights first")
         for request in requests:
-            if not request.prompt_tokens or request.sampling.max_tokens < 1:
-                raise ValueError(f"empty prompt or max_tokens < 1 in {request}")
-        done: list[list[Completion]] = []
-        for wave in waves(requests, self.max_num_seqs):
-            done += self._generate_wave(wave)
-        return done
+            self._check(request)
+        with self._held():
+            self._prepare(requests)
+            samples = [self._samples(request) for request in requests]
+            self._queue.extend(sample for group in samples for sample in group)
+        self._start()
+        return [[sample.future for sample in group] for group in samples]
+
+    def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
+        """The samples of each request, in order; raises what `submit` raises."""
+        return [[future.result() for future in group] for group in self.submit(requests)]
 
     def warm_up(self, requests: Sequence[Request]) -> None:
-        """Compile prefill and decode for the shapes of these requests; nothing is decoded."""
-        for wave in waves(requests, self.max_num_seqs):
-            state, sampling, _ = self._prefill_wave(wave)
-            self._decode(
-                self.params,
-                state=state.replace(done=state.done | True),
-                sampling=sampling,
-                steps=self.steps_per_dispatch,
+        """Compile prefill and decode for the shapes of these requests; nothing is drawn."""
+        with self._held():
+            self._prepare(requests)
+            self.programs.warm_up(
+                [len(r.prompt_tokens) for r in requests],
+                self.table.share_prefixes or self.recompute_kv_on_update,
+                lambda size: self._rows([self.programs.slots] * size),
             )
 
-    def _prefill_wave(self, requests: Sequence[Request]) -> tuple[DecodeState, RowSampling, int]:
-        prompts, lengths, source, sampling = self._arrange(requests)
-        longest = max(r.sampling.max_tokens for r in requests)
-        steps = length_bucket(longest)
-        slots = prompts.shape[1] + steps
-        state = self._prefill(
-            self.params, prompts, lengths, source, sampling, slots=slots, steps=steps
-        )
-        return state, sampling, longest
+    def abort(self) -> None:
+        """End all samples now, with the tokens they have and the reason "abort"."""
+        with self._held():
+            for sample in self._all_out():
+                sample.finish("abort")
+                self._done.append(sample)
 
-    def _generate_wave(self, requests: Sequence[Request]) -> list[list[Completion]]:
-        state, sampling, longest = self._prefill_wave(requests)
-        for _ in range(0, longest - 1, self.steps_per_dispatch):
-            state = self._decode(
-                self.params, state=state, sampling=sampling, steps=self.steps_per_dispatch
+    def pause(self) -> None:
+        """Draw no more tokens until `resume`; samples stay where they are."""
+        with self._held():
+            self._paused = True
+
+    def resume(self) -> None:
+        """Undo `pause`."""
+        with self._held():
+            self._paused = False
+        self._start()
+
+    def _check(self, request: Request) -> None:
+        if not request.prompt_tokens or request.sampling.max_tokens < 1:
+            raise ValueError(f"empty prompt or max_tokens < 1 in {request}")
+        if self.max_model_len is not None and _tokens(request) > self.max_model_len:
+            raise ValueError(
+                f"a prompt of {len(request.prompt_tokens)} tokens and max_tokens="
+                f"{request.sampling.max_tokens} need more than max_model_len={self.max_model_len}; "
+                "shorten one, or raise the limit"
             )
-            if bool(state.done.all()):
-                break
-        tokens, log_probs, count, stopped = jax.device_get(
-            (state.tokens, state.log_probs, state.count, state.stopped)
-        )
-        rows = iter(range(len(count)))
-        return [
-            [
-                Completion(
-                    tokens=tokens[row, : count[row]].tolist(),
-                    log_probs=log_probs[row, : count[row]].tolist(),
-                    stop_reason="stop" if stopped[row] else "length",
-                    versions=[self.version] * int(count[row]),
-                )
-                for _, row in zip(request.keys, rows, strict=False)  # keys first: a row is not lost
-            ]
-            for request in requests
-        ]
+        if request.sampling.stop and self.decode_text is None:
+            raise ValueError(
+                f"stop={request.sampling.stop} is looked for in text: give the engine decode_text"
+            )
 
-    def _arrange(self, requests: Sequence[Request]) -> tuple[Array, Array, Array, RowSampling]:
-        """Requests as arrays: prompts [P, S0], lengths [P], the prompt of each row [B], sampling.
+    def _prepare(self, requests: Sequence[Request]) -> None:
+        """Make room for requests, and see what their sampling needs."""
+        if self.programs.params is None:
+            raise RuntimeError("the engine has no weights: call update_weights first")
+        self.programs.reserve(max(map(_tokens, requests), default=1))
+        self.table.lengthen(self.programs.length)
+        for s in {request.sampling for request in requests}:
+            self._filtered |= s.top_k > 0 or s.top_p < 1 or s.min_p > 0
+            self._penalised |= s.repetition_penalty != 1
+            self._alternatives = max(self._alternatives, s.logprobs)
+            self._stop_ids = max(self._stop_ids, round_up(len(s.stop_token_ids), STOP_IDS))
 
-        P and B are padded to the devices; padding rows repeat the last request and stop at once.
+    def _samples(self, request: Request) -> list[Sample]:
+        self._groups += 1
+        limit = request.sampling.max_tokens
+        return [Sample(request, self._groups, key, limit) for key in request.keys]
+
+    # ---- the thread
+
+    def _start(self) -> None:
+        with self._held():
+            if not self._running and self._has_work():
+                self._running = True
+                threading.Thread(target=self._run, name="jaxrl-engine", daemon=True).start()
+
+    def _has_work(self) -> bool:
+        waiting = bool(self._queue) or any(self.table.live())
+        return waiting and not self._paused and self.programs.params is not None
+
+    def _run(self) -> None:
+        while True:
+            with self._held():
+                if not self._has_work():
+                    self._running = False
+                    return
+                try:
+                    self._turn()
+                except BaseException as error:  # whoever waits must learn of it
+                    for sample in self._all_out():
+                        sample.outcome = error
+                        self._done.append(sample)
+                    self.table.forget(live=True)
+                    self.programs.drop(weights=False)  # the cache may have been donated
+                    self.programs.reserve(1)
+
+    def _all_out(self) -> Iterator[Sample]:
+        """Take every sample out of the queue and the slots."""
+        while self._queue:
+            yield self._queue.popleft()
+        for slot, sample in list(self.table.live()):
+            self.table.release(slot)
+            yield sample
+
+    def _turn(self) -> None:
+        for slot, sample in list(self.table.live()):
+            if sample.future.cancelled():
+                self.table.release(slot)
+        while self._queue and self._admit(self._queue[0]):
+            self._queue.popleft()
+        self._fill_slots()
+        ready = [slot for slot, _ in self.table.live() if self.table.missing(slot) == 0]
+        if ready:
+            self._decode_block(ready)
+
+    def _admit(self, sample: Sample) -> bool:
+        """Whether the sample has left the queue: it got a slot, or nobody waits for it."""
+        return sample.future.cancelled() or self.table.take(sample) is not None
+
+    # ---- prefill
+
+    def _fill_slots(self) -> None:
+        """Copy what other slots hold, then prefill chunks, until the turn's tokens are spent."""
+        budget = self.max_num_batched_tokens
+        while budget > 0:
+            self._copy_prefixes()
+            shapes = self._next_chunks()
+            if not shapes:
+                return
+            for (width, fresh), slots in shapes.items():
+                rows = self.programs.prefill_rows(width)
+                for first in range(0, len(slots), rows):
+                    self._prefill(width, fresh, slots[first : first + rows])
+                    budget -= rows * width
+
+    def _copy_prefixes(self) -> None:
+        pairs = []
+        for slot, _ in self.table.live():
+            if self.table.missing(slot):
+                source, known = self.table.donor(slot)
+                if known:
+                    pairs.append((source, slot))
+                    self.table.filled[slot] = known
+        if pairs:
+            self.programs.copy(pairs)
+
+    def _next_chunks(self) -> dict[tuple[int, bool], list[int]]:
+        """Slots by the shape of their next chunk: tokens, and whether they begin at position 0.
+
+        Of the samples of one request that share a prompt the first alone is prefilled.
         """
-        source = [p for p, r in enumerate(requests) for _ in r.keys]
-        padding = -len(source) % self.row_multiple
-        prompt_rows = round_up(len(requests), self.row_multiple)
-        width = length_bucket(max(len(r.prompt_tokens) for r in requests))
-        prompts = np.zeros((prompt_rows, width), np.int32)
-        lengths = np.ones(prompt_rows, np.int32)
-        for p, request in enumerate(requests):
-            lengths[p] = len(request.prompt_tokens)
-            prompts[p, : lengths[p]] = request.prompt_tokens
-        by_row = [requests[p] for p in source] + [requests[-1]] * padding
-        keys = [key for r in requests for key in r.keys] + [(0, 0)] * padding
-        longest_stop = max(len(r.sampling.stop_token_ids) for r in requests)
-        stops = [r.sampling.stop_token_ids for r in by_row]
-        stop_ids = [(*ids, *(-1,) * (longest_stop - len(ids))) for ids in stops]
-        max_tokens = [r.sampling.max_tokens for r in by_row[: len(source)]] + [1] * padding
-        sampling = RowSampling(
-            keys=np.asarray(keys, np.uint32),
-            stop_ids=np.asarray(stop_ids, np.int32).reshape(len(by_row), longest_stop),
-            max_tokens=np.asarray(max_tokens, np.int32),
-            temperature=np.asarray([r.sampling.temperature for r in by_row], np.float32),
-            top_k=np.asarray([r.sampling.top_k for r in by_row], np.int32),
-            top_p=np.asarray([r.sampling.top_p for r in by_row], np.float32),
-            min_p=np.asarray([r.sampling.min_p for r in by_row], np.float32),
-            filtered=any(
-                r.sampling.top_k > 0 or r.sampling.top_p < 1 or r.sampling.min_p > 0
-                for r in requests
-            ),
+        shapes: dict[tuple[int, bool], list[int]] = {}
+        groups = set()
+        for slot, sample in self.table.live():
+            missing = self.table.missing(slot)
+            if missing == 0 or (not sample.tokens and sample.group in groups):
+                continue
+            groups.add(sample.group)
+            shape = self.programs.chunk(missing), bool(self.table.filled[slot] == 0)
+            shapes.setdefault(shape, []).append(slot)
+        return shapes
+
+    def _prefill(self, width: int, fresh: bool, slots: Sequence[int]) -> None:
+        table, chunks = self.table, []
+        for slot in slots:
+            start, size = int(table.filled[slot]), min(table.missing(slot), width)
+            chunks.append((slot, start, table.tokens[slot, start : start + size].copy()))
+            table.filled[slot] += size
+            self.prefilled_tokens += size
+        self.programs.prefill(width, fresh, chunks)
+
+    # ---- decode
+
+    def _decode_block(self, ready: list[int]) -> None:
+        table, total = self.table, self.programs.slots
+        size = min(size for size in self.programs.sizes() if size >= len(ready))
+        if size == total:  # row s is slot s
+            slots = [slot if slot in set(ready) else total for slot in range(total)]
+        else:
+            slots = ready + [total] * (size - len(ready))
+        block = self.programs.decode(self._rows(slots), self._reach(ready))
+        for row, slot in enumerate(slots):
+            sample = table.samples[slot] if slot < total else None
+            if sample is None:
+                continue
+            tokens = block.tokens[row, : block.count[row]]
+            self.decoded_tokens += len(tokens)
+            table.append(slot, tokens)
+            sample.append(block, row, self.version)
+            if self._ended(sample, bool(block.stopped[row]), len(tokens)):
+                table.release(slot)
+
+    def _reach(self, ready: Sequence[int]) -> int:
+        """Tokens of the longest row after the next block."""
+
+        def after(slot: int) -> int:
+            sample = self.table.samples[slot]
+            assert sample is not None
+            left = sample.max_tokens - len(sample.tokens)
+            return int(self.table.length[slot]) + min(left, self.programs.steps)
+
+        return max(map(after, ready))
+
+    def _rows(self, slots: Sequence[int]) -> Rows:
+        """The samples in `slots` as arrays; slot S = padding."""
+        table, total = self.table, self.programs.slots
+        held = [(table.samples[s] if s < total else None) or PADDING for s in slots]
+        at = np.minimum(slots, total - 1)
+        settings = [sample.request.sampling for sample in held]
+        stop_ids = np.full((len(slots), self._stop_ids), -1, np.int32)
+        for row, s in enumerate(settings):
+            stop_ids[row, : len(s.stop_token_ids)] = s.stop_token_ids
+        columns = {
+            name: np.array([getattr(s, name) for s in settings], kind)
+            for kind, names in ROW_SETTINGS.items()
+            for name in names
+        }
+        last = np.maximum(table.length[at] - 1, 0)
+        history = np.where(np.arange(table.tokens.shape[1]) <= last[:, None], table.tokens[at], -1)
+        return Rows(
+            slots=np.array(slots, np.int32),
+            last_token=table.tokens[at, last],
+            position=last.astype(np.int32),
+            count=np.array([len(sample.tokens) for sample in held], np.int32),
+            keys=np.array([sample.key for sample in held], np.uint32),
+            max_tokens=np.array([sample.max_tokens for sample in held], np.int32),
+            stop_ids=stop_ids,
+            history=history if self._penalised else None,
+            filtered=self._filtered,
+            alternatives=self._alternatives,
+            **columns,
         )
-        row_source = np.asarray(source + [len(requests) - 1] * padding, np.int32)
-        return jax.device_put((prompts, lengths, row_source, sampling), self.rows)
+
+    def _ended(self, sample: Sample, stopped: bool, new: int) -> bool:
+        """Whether a sample, `new` tokens longer, is at its end; if so it is handed over."""
+        string = sample.cut_at_stop_string(self.decode_text, new)
+        if string is not None or stopped:
+            sample.finish("stop", string)
+        elif len(sample.tokens) >= sample.max_tokens:
+            sample.finish("length")
+        else:
+            return False
+        self._done.append(sample)
+        return True
 
 
-def waves(requests: Sequence[Request], limit: int) -> Iterator[list[Request]]:
-    """Consecutive requests with at most `limit` samples together; a larger one runs alone."""
-    wave: list[Request] = []
-    for request in requests:
-        if wave and sum(len(r.keys) for r in wave) + len(request.keys) > limit:
-            yield wave
-            wave = []
-        wave.append(request)
-    if wave:
-        yield wave
+PADDING = Sample(Request((0,), (), Sampling(max_tokens=0)), group=-1, key=(0, 0), max_tokens=0)
 
 
-def prefill(
-    config: TransformerConfig,
-    params: Params,
-    prompts: Array,
-    lengths: Array,
-    source: Array,
-    sampling: RowSampling,
-    *,
-    slots: int,
-    steps: int,
-) -> DecodeState:
-    """Run the prompts once, copy their cache to the rows that continue them, draw the first token.
-
-    prompts [P, S0] right padded, lengths [P], source [B] = the prompt of each row.
-    """
-    positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
-    mask = causal_mask((positions < lengths[:, None]).astype(jnp.int32))
-    view = layer_views(config, mask, positions, positions)
-    free = ((0, 0), (0, 0), (0, slots - prompts.shape[1]), (0, 0))
-    cache: list[tuple[Array, Array]] = []
-
-    def attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
-        keys, values = jnp.pad(k[source], free), jnp.pad(v[source], free)
-        cache.append((keys.swapaxes(2, 3), values))
-        return attention(config, q, k, v, mask)
-
-    x = embed(config, params, prompts, params["unembed"].dtype)
-    for layer, sliding in zip(params["layers"], sliding_flags(config), strict=True):
-        x = decoder_layer(config, layer, x, view(sliding), attend)
-    last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    logits = unembed(config, params, last)[source]
-    rows = source.shape[0]
-    state = DecodeState(
-        cache=tuple(cache),
-        last_token=jnp.zeros(rows, jnp.int32),
-        position=lengths[source] - 1,
-        count=jnp.zeros(rows, jnp.int32),
-        done=jnp.zeros(rows, bool),
-        stopped=jnp.zeros(rows, bool),
-        tokens=jnp.zeros((rows, steps), jnp.int32),
-        log_probs=jnp.zeros((rows, steps), jnp.float32),
-    )
-    return draw(state, logits, sampling)
-
-
-def draw(state: DecodeState, logits: Array, sampling: RowSampling) -> DecodeState:
-    """Sample the next token of every row that is not done, and note which rows end with it."""
-    position = state.position + 1
-    token, log_prob = sample(
-        logits,
-        uniforms(sampling.keys, position),
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        filtered=sampling.filtered,
-    )
-    rows = jnp.arange(token.shape[0])
-    # a finished row writes out of bounds, which drops the write
-    slot = jnp.where(state.done, state.tokens.shape[1], state.count)
-    count = jnp.where(state.done, state.count, state.count + 1)
-    hit = (token[:, None] == sampling.stop_ids).any(-1) & ~state.done
-    return state.replace(
-        last_token=jnp.where(state.done, state.last_token, token),
-        position=jnp.where(state.done, state.position, position),
-        count=count,
-        done=state.done | hit | (count >= sampling.max_tokens),
-        stopped=state.stopped | hit,
-        tokens=state.tokens.at[rows, slot].set(token, mode="drop"),
-        log_probs=state.log_probs.at[rows, slot].set(log_prob, mode="drop"),
-    )
-
-
-def decode(
-    config: TransformerConfig,
-    params: Params,
-    *,
-    state: DecodeState,
-    sampling: RowSampling,
-    steps: int,
-) -> DecodeState:
-    """Up to `steps` tokens for every row; ends early when all rows are done."""
-
-    def unfinished(carry: tuple[Array, DecodeState]) -> Array:
-        step, state = carry
-        return (step < steps) & ~state.done.all()
-
-    def one_token(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
-        step, state = carry
-        logits, cache = decode_step(config, params, state)
-        return step + 1, draw(state.replace(cache=cache), logits, sampling)
-
-    return jax.lax.while_loop(unfinished, one_token, (jnp.int32(0), state))[1]
-
-
-def decode_step(
-    config: TransformerConfig, params: Params, state: DecodeState
-) -> tuple[Array, tuple[Any, ...]]:
-    """Logits [B, V] after `last_token`, and the cache with its keys and values written."""
-    rows = jnp.arange(state.last_token.shape[0])
-    positions = state.position[:, None]
-    slots = jnp.arange(state.cache[0][1].shape[2])[None]  # slot s holds position s
-    view = layer_views(config, (slots <= positions)[:, None], positions, slots)
-    x = embed(config, params, state.last_token[:, None], params["unembed"].dtype)
-    cache: list[tuple[Array, Array]] = []
-
-    def attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
-        keys, values = state.cache[len(cache)]  # of the layer that is being run
-        keys = keys.at[rows, :, :, state.position].set(k[:, :, 0])
-        values = values.at[rows, :, state.position].set(v[:, :, 0])
-        cache.append((keys, values))
-        return decode_attention(config, q, keys, values, mask[:, 0])
-
-    for layer, sliding in zip(params["layers"], sliding_flags(config), strict=True):
-        x = decoder_layer(config, layer, x, view(sliding), attend)
-    return unembed(config, params, x[:, 0]), tuple(cache)
+def _tokens(request: Request) -> int:
+    return len(request.prompt_tokens) + request.sampling.max_tokens

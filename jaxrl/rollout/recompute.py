@@ -5,7 +5,8 @@ token as `NativeEngine` would with the same model.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -17,7 +18,6 @@ from jaxrl.data.packing import length_bucket, round_up
 from jaxrl.models.transformer import Params, forward, unembed
 from jaxrl.parallel import ShardingRules, batch_sharding
 from jaxrl.parallel.rules import batch_devices
-from jaxrl.rollout.native import waves
 from jaxrl.rollout.protocol import Completion, Request
 from jaxrl.rollout.sampling import sample, uniforms
 from jaxrl.types import Array
@@ -53,6 +53,16 @@ class RecomputeEngine:
 
     def wake(self) -> None:
         """Nothing to do."""
+
+    def submit(self, requests: Sequence[Request]) -> list[list[Future[Completion]]]:
+        """`generate`, as futures that are done."""
+
+        def done(completion: Completion) -> Future[Completion]:
+            future: Future[Completion] = Future()
+            future.set_result(completion)
+            return future
+
+        return [[done(c) for c in samples] for samples in self.generate(requests)]
 
     def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
         """The samples of each request, in order.
@@ -122,6 +132,18 @@ class RecomputeEngine:
             for name, kind in kinds.items()
         }
         return tokens, np.array([len(r.prompt_tokens) for r in padded], np.int32), keys, sampling
+
+
+def waves(requests: Sequence[Request], limit: int) -> Iterator[list[Request]]:
+    """Consecutive requests with at most `limit` samples together; a larger one runs alone."""
+    wave: list[Request] = []
+    for request in requests:
+        if wave and sum(len(r.keys) for r in wave) + len(request.keys) > limit:
+            yield wave
+            wave = []
+        wave.append(request)
+    if wave:
+        yield wave
 
 
 def next_token(

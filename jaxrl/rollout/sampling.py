@@ -93,6 +93,33 @@ def sample(
     return tokens.astype(jnp.int32), chosen - jnp.log(kept.sum(-1))
 
 
+def adjust(logits: Array, seen: Array | None, penalty: Array) -> Array:
+    """Make tokens that a row holds less likely by its repetition penalty.
+
+    logits / penalty where they are positive, logits * penalty where not (Keskar et al., 2019,
+    https://arxiv.org/abs/1909.05858, in the form that `transformers` gave it). logits [B, V]; seen
+    [B, V] bool, None = no row has a penalty; penalty [B].
+    """
+    if seen is None:
+        return logits
+    factor = penalty[:, None]
+    return jnp.where(seen, jnp.where(logits > 0, logits / factor, logits * factor), logits)
+
+
+def top_tokens(logits: Array, temperature: Array, number: int) -> tuple[Array, Array]:
+    """The `number` most probable tokens of softmax(logits / temperature) and their log-probs.
+
+    Filters play no part; temperature 0 counts as 1, as in `sample`. Both [B, number].
+    """
+    if number == 0:
+        return jnp.zeros((len(logits), 0), jnp.int32), jnp.zeros((len(logits), 0), jnp.float32)
+    log_probs = jax.nn.log_softmax(
+        logits / jnp.where(temperature == 0, 1.0, temperature)[:, None], axis=-1
+    )
+    values, ids = jax.lax.top_k(log_probs, number)
+    return ids.astype(jnp.int32), values
+
+
 def filter_sorted(probs: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
     """Zero what min-p, top-k and top-p drop: probs [B, V] in descending order."""
     vocab = probs.shape[-1]

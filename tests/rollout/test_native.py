@@ -13,7 +13,7 @@ from jaxrl.forward import log_probs_and_entropy
 from jaxrl.models.rope import RopeScaling
 from jaxrl.models.transformer import TransformerConfig, forward, is_spec, param_specs, unembed
 from jaxrl.parallel import make_mesh
-from jaxrl.rollout.native import NativeEngine, waves
+from jaxrl.rollout.native import NativeEngine
 from jaxrl.rollout.protocol import Request, Sampling
 
 LLAMA = TransformerConfig(
@@ -204,10 +204,6 @@ def test_another_key_gives_other_tokens():
     assert_same(engine.generate([request(PROMPTS[0], 1)]), first)
 
 
-def test_waves_keep_order_and_limit():
-    two, three, one, five = (request([1], *range(n)) for n in (2, 3, 1, 5))
-    assert list(waves([two, three, one, five, one], 5)) == [[two, three], [one], [five], [one]]
-    assert list(waves([five, two], 4)) == [[five], [two]]  # too large for any wave: alone
 
 
 # ------------------------------------------------------------------ ends

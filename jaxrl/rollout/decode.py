@@ -1,0 +1,315 @@
+"""What the native engine runs on its devices: prefill into cache slots, and blocks of decode steps.
+
+Both run the trainer's own `decoder_layer`; only `attend` differs. Everything but the cache is small
+and lives on the host, which says in every call which slot is at which position.
+
+Shape legend: S slots, L positions of a slot, B rows of a call, C tokens of a chunk, N decode steps.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxrl.models.attention import attention, layer_views
+from jaxrl.models.decode_attention import decode_attention
+from jaxrl.models.linear import merge
+from jaxrl.models.transformer import (
+    Params,
+    TransformerConfig,
+    decoder_layer,
+    embed,
+    fuse_projections,
+    sliding_flags,
+    unembed,
+)
+from jaxrl.parallel.rules import Placement
+from jaxrl.rollout.sampling import adjust, sample, top_tokens, uniforms
+from jaxrl.types import Array
+
+
+class LayerCache(NamedTuple):
+    """Keys and values of one layer; position p of a slot holds the token at p of its row."""
+
+    keys: Array  # [S, K, h, L]
+    values: Array  # [S, K, L, h]
+
+
+Cache = tuple[LayerCache, ...]
+
+
+class Rows(struct.PyTreeNode):
+    """Samples that are decoded together. A row whose slot is S or more is padding."""
+
+    slots: Array  # [B]
+    last_token: Array  # [B], not yet in the cache
+    position: Array  # [B] position of last_token
+    count: Array  # [B] tokens drawn before
+    keys: Array  # [B, 2] PRNG key data
+    max_tokens: Array  # [B]
+    min_tokens: Array  # [B]
+    stop_ids: Array  # [B, n], filled up with -1
+    temperature: Array  # [B]
+    top_k: Array  # [B]
+    top_p: Array  # [B]
+    min_p: Array  # [B]
+    repetition_penalty: Array  # [B]
+    history: Array | None = None  # [B, L] tokens up to last_token, then -1; None = no penalties
+    filtered: bool = struct.field(pytree_node=False, default=False)
+    alternatives: int = struct.field(pytree_node=False, default=0)
+
+
+class Block(struct.PyTreeNode):
+    """What a block of decode steps drew: `count` tokens in each row."""
+
+    tokens: Array  # [B, N]
+    log_probs: Array  # [B, N]
+    count: Array  # [B]
+    stopped: Array  # [B] bool, the last one is a stop token
+    top_ids: Array  # [B, N, alternatives]
+    top_log_probs: Array  # [B, N, alternatives]
+
+
+class Run(struct.PyTreeNode):
+    """Rows in the middle of a block."""
+
+    cache: Cache
+    last_token: Array
+    position: Array
+    done: Array
+    seen: Array | None  # [B, V] bool
+    block: Block
+
+
+def decode_params(
+    config: TransformerConfig, params: Params, dtype: jnp.dtype, *, fuse: bool = True
+) -> Params:
+    """The decode layout: adapters merged, cast, layers as a tuple and fused, the head as [D, V].
+
+    An unrolled loop over layers updates each cache in place, where a scan would restack them.
+    """
+    cast = jax.tree.map(lambda x: x.astype(dtype), merge(params)) | {
+        "final_norm": params["final_norm"]
+    }
+    layers = [jax.tree.map(lambda x, i=i: x[i], cast["layers"]) for i in range(config.num_layers)]
+    head = cast["unembed"] if "unembed" in cast else cast["embed"].T
+    fused = tuple(fuse_projections(layer) if fuse else layer for layer in layers)
+    return {**cast, "layers": fused, "unembed": head}
+
+
+def empty_cache(config: TransformerConfig, slots: int, length: int, dtype: jnp.dtype) -> Cache:
+    """Room for `length` tokens in each of `slots` slots."""
+    heads, width = config.num_kv_heads, config.head_dim
+    return tuple(
+        LayerCache(
+            jnp.zeros((slots, heads, width, length), dtype),
+            jnp.zeros((slots, heads, length, width), dtype),
+        )
+        for _ in range(config.num_layers)
+    )
+
+
+def lengthen(cache: Cache, length: int) -> Cache:
+    """The cache with room for `length` tokens in each slot."""
+
+    def pad(layer: LayerCache) -> LayerCache:
+        more = (0, length - layer.values.shape[2])
+        keep = (0, 0)
+        return LayerCache(
+            jnp.pad(layer.keys, (keep, keep, keep, more)),
+            jnp.pad(layer.values, (keep, keep, more, keep)),
+        )
+
+    return tuple(map(pad, cache))
+
+
+def copy_slots(cache: Cache, sources: Array, targets: Array, number: Array) -> Cache:
+    """The first `number` entries of `targets` become copies of the slots in `sources`, in order."""
+
+    def copy(i: Array, cache: Cache) -> Cache:
+        def put(x: Array) -> Array:
+            row = jax.lax.dynamic_slice_in_dim(x, sources[i], 1)
+            return jax.lax.dynamic_update_slice_in_dim(x, row, targets[i], 0)
+
+        return jax.tree.map(put, cache)
+
+    return jax.lax.fori_loop(0, number, copy, cache)
+
+
+def prefill(
+    config: TransformerConfig,
+    params: Params,
+    cache: Cache,
+    tokens: Array,
+    slots: Array,
+    starts: Array,
+    *,
+    length: int | None,
+    placement: Placement | None = None,
+) -> Cache:
+    """Write keys and values of a chunk of each row; no logits.
+
+    Args:
+        tokens: [B, C]. What follows a row's own tokens may be anything: it is written behind them,
+            where every position is written anew before it is read.
+        slots: [B]; S = padding.
+        starts: [B] positions of the first tokens.
+        length: None = the rows start at 0 and see themselves alone; else they see the first
+            `length` positions of their slots.
+    """
+    positions = starts[:, None] + jnp.arange(tokens.shape[1])
+    seen = positions if length is None else jnp.arange(length)[None]
+    view = layer_views(config, seen[:, None] <= positions[:, :, None], positions, seen)
+    new: list[LayerCache] = []
+    rows = jnp.arange(len(slots))[:, None]
+
+    def attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
+        old = cache[len(new)]  # of the layer that is being run
+        new.append(write(old, slots[:, None], positions, k, v))
+        if length is not None:
+            past = take_slots((old,), slots, length)[0]
+            keys, values = write(past, rows, positions, k, v)
+            k, v = keys.swapaxes(2, 3), values
+        return attention(config, q, k, v, mask)
+
+    x = embed(config, params, tokens, params["unembed"].dtype)
+    for layer, sliding in zip(params["layers"], sliding_flags(config), strict=True):
+        x = decoder_layer(config, layer, x, view(sliding), attend, placement)
+    return tuple(new)
+
+
+def write(layer: LayerCache, slots: Array, positions: Array, k: Array, v: Array) -> LayerCache:
+    """Put k, v [B, K, C, h] at `positions` [B, C] of `slots` [B, 1]; what is outside is dropped."""
+    k, v = (x.swapaxes(1, 2).astype(layer.keys.dtype) for x in (k, v))  # [B, C, K, h]
+    return LayerCache(
+        layer.keys.at[slots, :, :, positions].set(k, mode="drop"),
+        layer.values.at[slots, :, positions].set(v, mode="drop"),
+    )
+
+
+def take_slots(cache: Cache, slots: Array | None, length: int) -> Cache:
+    """The first `length` positions of some slots; None = all of them, in order."""
+
+    def take(x: Array, axis: int) -> Array:
+        x = jax.lax.slice_in_dim(x, 0, length, axis=axis)
+        return x if slots is None else x.at[slots].get(mode="clip")
+
+    return tuple(LayerCache(take(x.keys, 3), take(x.values, 2)) for x in cache)
+
+
+def put_slots(cache: Cache, slots: Array | None, part: Cache, length: int) -> Cache:
+    """Undo `take_slots`; padding is dropped."""
+    at = slice(None) if slots is None else slots
+    return tuple(
+        LayerCache(
+            layer.keys.at[at, :, :, :length].set(new.keys, mode="drop"),
+            layer.values.at[at, :, :length].set(new.values, mode="drop"),
+        )
+        for layer, new in zip(cache, part, strict=True)
+    )
+
+
+def decode(
+    config: TransformerConfig,
+    params: Params,
+    cache: Cache,
+    rows: Rows,
+    *,
+    steps: int,
+    length: int,
+    every_slot: bool,
+    placement: Placement | None = None,
+) -> tuple[Cache, Block]:
+    """Up to `steps` tokens for every row; ends early when all rows are done.
+
+    Args:
+        length: positions that the rows may reach; no others are read.
+        every_slot: row s is slot s. Otherwise the rows' slots are copied, once a block.
+    """
+    slots = None if every_slot else rows.slots
+    size, total = len(rows.slots), len(cache[0].keys)
+    numbers = jnp.zeros((size, steps), jnp.int32), jnp.zeros((size, steps), jnp.float32)
+    nobody = jnp.zeros(size, bool)
+    several = (size, steps, rows.alternatives)
+    run = Run(
+        cache=take_slots(cache, slots, length),
+        last_token=rows.last_token,
+        position=rows.position,
+        done=(rows.slots >= total) | (rows.count >= rows.max_tokens),
+        seen=None if rows.history is None else _seen(config, rows.history),
+        block=Block(
+            *numbers,
+            count=jnp.zeros(size, jnp.int32),
+            stopped=nobody,
+            top_ids=jnp.zeros(several, jnp.int32),
+            top_log_probs=jnp.zeros(several, jnp.float32),
+        ),
+    )
+
+    def unfinished(carry: tuple[Array, Run]) -> Array:
+        return (carry[0] < steps) & ~carry[1].done.all()
+
+    def one_token(carry: tuple[Array, Run]) -> tuple[Array, Run]:
+        logits, new = decode_step(config, params, carry[1], placement)
+        return carry[0] + 1, draw(carry[1].replace(cache=new), logits, rows)
+
+    run = jax.lax.while_loop(unfinished, one_token, (jnp.int32(0), run))[1]
+    return put_slots(cache, slots, run.cache, length), run.block
+
+
+def _seen(config: TransformerConfig, history: Array) -> Array:
+    """[B, L] tokens, -1 = none -> [B, V], whether a row holds a token."""
+    rows = jnp.arange(len(history))[:, None]
+    at = jnp.where(history < 0, config.vocab_size, history)
+    return jnp.zeros((len(history), config.vocab_size), bool).at[rows, at].set(True, mode="drop")
+
+
+def decode_step(
+    config: TransformerConfig, params: Params, run: Run, placement: Placement | None
+) -> tuple[Array, Cache]:
+    """Logits [B, V] after `last_token`, and the cache with its keys and values written."""
+    rows, positions = jnp.arange(len(run.last_token)), run.position[:, None]
+    seen = jnp.arange(run.cache[0].values.shape[2])[None]
+    view = layer_views(config, (seen <= positions)[:, None], positions, seen)
+    x = embed(config, params, run.last_token[:, None], params["unembed"].dtype)
+    new: list[LayerCache] = []
+
+    def attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
+        new.append(write(run.cache[len(new)], rows[:, None], positions, k, v))
+        return decode_attention(config, q, *new[-1], mask[:, 0])
+
+    for layer, sliding in zip(params["layers"], sliding_flags(config), strict=True):
+        x = decoder_layer(config, layer, x, view(sliding), attend, placement)
+    return unembed(config, params, x[:, 0]), tuple(new)
+
+
+def draw(run: Run, logits: Array, rows: Rows) -> Run:
+    """Sample the next token of every row that is not done, and note which rows end with it."""
+    index, block, live = jnp.arange(len(run.done)), run.block, ~run.done
+    position, drawn = run.position + 1, rows.count + block.count
+    logits = adjust(logits, run.seen, rows.repetition_penalty)
+    early = (drawn < rows.min_tokens)[:, None] & (rows.stop_ids >= 0)
+    stops = jnp.where(early, rows.stop_ids, logits.shape[1])
+    logits = logits.at[index[:, None], stops].set(-jnp.inf, mode="drop")
+    filters = {name: getattr(rows, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    given = logits, uniforms(rows.keys, position)
+    token, log_prob = sample(*given, **filters, filtered=rows.filtered)
+    at = jnp.where(live, block.count, block.tokens.shape[1])  # out of bounds drops the write
+    hit = (token[:, None] == rows.stop_ids).any(-1) & live
+    top = top_tokens(logits, rows.temperature, rows.alternatives)
+    seen = run.seen if run.seen is None else run.seen.at[index, token].set(True)
+    return run.replace(
+        last_token=jnp.where(live, token, run.last_token),
+        position=jnp.where(live, position, run.position),
+        done=run.done | hit | (drawn + 1 >= rows.max_tokens),
+        seen=seen,
+        block=Block(
+            tokens=block.tokens.at[index, at].set(token, mode="drop"),
+            log_probs=block.log_probs.at[index, at].set(log_prob, mode="drop"),
+            count=block.count + live,
+            stopped=block.stopped | hit,
+            top_ids=block.top_ids.at[index, at].set(top[0], mode="drop"),
+            top_log_probs=block.top_log_probs.at[index, at].set(top[1], mode="drop"),
+        ),
+    )

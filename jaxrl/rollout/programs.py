@@ -1,0 +1,224 @@
+"""The native engine's device side: weights in the decode layout, the cache, compiled programs.
+
+Programs have few shapes, listed by `sizes`, `lengths` and `prefill_rows`: what a block or a chunk
+computes follows from them and from no other sample, so neighbours do not change a sample's bits.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl.data.packing import buckets_between, length_bucket, round_up
+from jaxrl.models.transformer import Params, TransformerConfig, abstract_params, logical_axes
+from jaxrl.parallel import ShardingRules
+from jaxrl.parallel.rules import Placement, batch_devices
+from jaxrl.rollout import decode as device
+from jaxrl.types import Array
+
+LEAST_LENGTH = 64  # positions; fewer are not worth shapes of their own
+SHARES = (4, 2, 1)  # a block runs over a quarter, a half or all of the slots, or of their length
+# Tokens of a prefill call with several prompts, and of the longest chunk, by platform: a call with
+# too few does not fill the device, one with too many computes padding and makes decoding wait.
+PREFILL_TOKENS = {"cpu": (64, 256)}
+DEFAULT_PREFILL_TOKENS = (1024, 1024)
+
+
+class Programs:
+    """Prefill, decode and copies over one cache of `slots` slots.
+
+    Args:
+        mesh: slots are spread over its batch axes, heads and MLP over "tensor".
+        shrink: blocks may run over fewer rows than slots; None = on one CPU device. On accelerators
+            a block takes as long, and between devices slots would move.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        mesh: Mesh,
+        slots: int,
+        *,
+        dtype: jnp.dtype,
+        steps: int,
+        shrink: bool | None,
+    ) -> None:
+        # weights are whole but for the tensor axis: a step of decoding would gather them every time
+        rules = ShardingRules(embed=None)
+        platform, split = mesh.devices.flat[0].platform, mesh.shape["tensor"] > 1
+        alone = platform == "cpu" and mesh.size == 1
+        placement = Placement(mesh, rules)
+        self.config, self.steps, self.length = config, steps, 0
+        self.row_multiple = batch_devices(mesh, rules)
+        self.slots = round_up(slots, self.row_multiple)
+        self.chunk_tokens, self.longest_chunk = PREFILL_TOKENS.get(platform, DEFAULT_PREFILL_TOKENS)
+        self.params: Params | None = None
+        self._row_shares = SHARES if (alone if shrink is None else shrink) else (1,)
+        self._devices = frozenset(mesh.devices.flat)
+        self._by_row = placement.sharding((self.slots,), ("batch",))
+        self._whole = placement.sharding((), ())
+        self._cache: device.Cache | None = None
+        shape = jax.eval_shape(functools.partial(device.empty_cache, config, self.slots, 8, dtype))
+        names = device.LayerCache(
+            ("batch", "kv_heads", None, None), ("batch", "kv_heads", None, None)
+        )
+        cache = tuple(
+            device.LayerCache(
+                *(placement.sharding(x.shape, n) for x, n in zip(layer, names, strict=True))
+            )
+            for layer in shape
+        )
+        weights = _weight_shardings(config, placement) if split else self._whole
+        spread = placement if mesh.size > 1 else None
+        bind, jit = functools.partial, functools.partial(jax.jit, out_shardings=cache)
+        to_decode = bind(device.decode_params, config, dtype=dtype, fuse=not split)
+        self._to_decode = jax.jit(to_decode, out_shardings=weights)
+        self._empty = jit(
+            bind(device.empty_cache, config, self.slots, dtype=dtype), static_argnames="length"
+        )
+        self._lengthen = jit(device.lengthen, static_argnums=1)
+        self._copy = jit(device.copy_slots, donate_argnums=0)
+        self._prefill = jit(
+            bind(device.prefill, config, placement=spread),
+            static_argnames="length",
+            donate_argnums=1,
+        )
+        self._decode = jax.jit(
+            bind(device.decode, config, placement=spread),
+            static_argnames=("steps", "length", "every_slot"),
+            donate_argnums=1,
+            out_shardings=(cache, self._whole),
+        )
+
+    def load(self, params: Params) -> None:
+        """Take over a copy of the trainer's parameters, from whatever devices they are on."""
+        self.params = None  # two decode copies never live together
+        if jax.tree.leaves(params)[0].sharding.device_set != self._devices:
+            params = jax.device_put(params, self._whole)
+        self.params = self._to_decode(params)
+
+    def drop(self, *, weights: bool) -> None:
+        """Free the cache, and the weights. Its length stays: programs are compiled for it."""
+        self._cache = None
+        if weights:
+            self.params = None
+
+    def reserve(self, length: int) -> None:
+        """Room for rows of `length` tokens in every slot; what is in them stays."""
+        length = max(length_bucket(length), LEAST_LENGTH, self.length)
+        if self._cache is None:
+            self._cache = self._empty(length=length)
+        elif length > self.length:
+            self._cache = self._lengthen(self._cache, length)
+        self.length = length
+
+    def sizes(self) -> list[int]:
+        """Rows that a block can have."""
+        return sorted({-(-self.slots // share) for share in self._row_shares})
+
+    def lengths(self) -> list[int]:
+        """Positions that a block, or a chunk in the middle of a prompt, can see."""
+        shares = (round_up(self.length // share, 8) for share in SHARES)
+        return sorted({min(max(share, LEAST_LENGTH), self.length) for share in shares})
+
+    def chunk(self, missing: int) -> int:
+        """Tokens of the chunk that prefills the next of `missing` tokens."""
+        return min(length_bucket(min(missing, self.longest_chunk)), self.length)
+
+    def prefill_rows(self, width: int) -> int:
+        """Chunks of `width` tokens in one call."""
+        return round_up(max(self.chunk_tokens // width, 1), self.row_multiple)
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy slots: (from, to), in order; at most one pair for each slot."""
+        padded = np.resize(np.array([*pairs, (0, 0)], np.int32), (self.slots + 1, 2))
+        self._cache = self._copy(self._cache, *padded.T, len(pairs))
+
+    def prefill(
+        self, width: int, fresh: bool, chunks: Sequence[tuple[int, int, np.ndarray]]
+    ) -> None:
+        """Prefill at most `prefill_rows(width)` chunks: slot, first position, tokens.
+
+        Args:
+            fresh: all chunks start at position 0.
+        """
+        rows = self.prefill_rows(width)
+        tokens = np.zeros((rows, width), np.int32)
+        slots, starts = np.full(rows, self.slots, np.int32), np.zeros(rows, np.int32)
+        for row, (slot, start, new) in enumerate(chunks):
+            tokens[row, : len(new)], slots[row], starts[row] = new, slot, start
+        end = max((start + len(new) for _, start, new in chunks), default=0)
+        self._run_prefill(tokens, slots, starts, None if fresh else self._at_least(end))
+
+    def _run_prefill(self, tokens: Array, slots: Array, starts: Array, length: int | None) -> None:
+        given = jax.device_put((tokens, slots, starts), self._by_row)
+        self._cache = self._prefill(self.params, self._cache, *given, length=length)
+
+    def decode(self, rows: device.Rows, reach: int) -> device.Block:
+        """A block for rows of one of `sizes` that reach `reach` tokens; on the host."""
+        self._cache, block = self._decode(
+            self.params,
+            self._cache,
+            jax.device_put(rows, self._by_row),
+            steps=self.steps,
+            length=self._at_least(reach),
+            every_slot=len(rows.slots) == self.slots,
+        )
+        return jax.device_get(block)
+
+    def _at_least(self, length: int) -> int:
+        return min(size for size in self.lengths() if size >= length)
+
+    def warm_up(self, prompts: Sequence[int], rests: bool, padding: Any) -> None:
+        """Compile everything for prompts of these lengths; nothing is drawn.
+
+        Args:
+            rests: also for what follows a prefix that is in the cache.
+            padding: number of rows -> `Rows` of nothing but padding.
+        """
+        for width, length in self._prefill_shapes(prompts, rests):
+            rows = self.prefill_rows(width)
+            nothing = np.zeros((rows, width), np.int32)
+            slots, starts = np.full(rows, self.slots, np.int32), np.zeros(rows, np.int32)
+            self._run_prefill(nothing, slots, starts, length)
+        for size in self.sizes():
+            for length in self.lengths():
+                self.decode(padding(size), length)
+        self.copy([])
+
+    def _prefill_shapes(
+        self, prompts: Sequence[int], rests: bool
+    ) -> Iterator[tuple[int, int | None]]:
+        """Chunk lengths, and the positions that they see."""
+        for width in sorted({self.chunk(max(n - 1, 1)) for n in prompts}):
+            yield width, None
+        longest = max(prompts)
+        if longest - 1 > self.longest_chunk or rests:
+            for width in sorted({*map(self.chunk, buckets_between(1, longest))}):
+                for length in self.lengths():
+                    yield width, length
+
+    def describe(self) -> str:
+        """The shapes of all programs."""
+        return (
+            f"blocks of {self.sizes()} rows x {self.steps} tokens that see {self.lengths()} "
+            f"positions; prefill in chunks of at most {self.longest_chunk} tokens"
+        )
+
+
+def _weight_shardings(config: TransformerConfig, placement: Placement) -> Params:
+    """Shardings of the decode layout, matrices not fused."""
+    axes = logical_axes(config)
+    head = axes.get("unembed", axes["embed"][::-1])
+    layer = {name: names[1:] for name, names in axes["layers"].items()}
+    layers = tuple(layer for _ in range(config.num_layers))
+    decode_axes = {**axes, "layers": layers, "unembed": head}
+    shapes = jax.eval_shape(
+        functools.partial(device.decode_params, config, dtype=jnp.float32, fuse=False),
+        abstract_params(config),
+    )
+    return jax.tree.map(lambda x, names: placement.sharding(x.shape, names), shapes, decode_axes)

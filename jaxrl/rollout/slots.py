@@ -1,0 +1,163 @@
+"""Which sample is in which slot of the cache, and which of its positions are filled. Host only."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxrl.rollout.decode import Block
+from jaxrl.rollout.protocol import Completion, Request
+
+LEAST_REUSE = 16  # tokens; copying fewer from another request's slot is not worth a copy
+
+
+@dataclass(eq=False)
+class Sample:
+    """One sample in flight."""
+
+    request: Request
+    group: int  # number of its request
+    key: tuple[int, int]
+    max_tokens: int
+    future: Future[Completion] = field(default_factory=Future)
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    top_log_probs: list[dict[int, float]] = field(default_factory=list)
+    outcome: Completion | BaseException | None = None
+
+    def append(self, block: Block, row: int, version: int) -> None:
+        """Add what a block drew in a row."""
+        drawn, wanted = int(block.count[row]), self.request.sampling.logprobs
+        self.tokens += block.tokens[row, :drawn].tolist()
+        self.log_probs += block.log_probs[row, :drawn].tolist()
+        self.versions += [version] * drawn
+        for i in range(drawn if wanted else 0):
+            ids, scores = block.top_ids[row, i, :wanted], block.top_log_probs[row, i, :wanted]
+            self.top_log_probs.append(dict(zip(ids.tolist(), scores.tolist(), strict=True)))
+
+    def cut_at_stop_string(
+        self, decode_text: Callable[[Sequence[int]], str] | None, new: int
+    ) -> str | None:
+        """The stop string that one of the last `new` tokens completes; cuts off what follows it."""
+        strings, least = self.request.sampling.stop, self.request.sampling.min_tokens
+        if not strings or decode_text is None:
+            return None
+        text = decode_text(self.tokens)
+        if not any(string in text for string in strings):
+            return None
+        for size in range(max(len(self.tokens) - new + 1, least), len(self.tokens) + 1):
+            text = decode_text(self.tokens[:size])
+            found = next((string for string in strings if string in text), None)
+            if found is not None:
+                columns = (self.tokens, self.log_probs, self.versions, self.top_log_probs)
+                for column in columns:
+                    del column[size:]
+                return found
+        return None
+
+    def finish(self, reason: str, stop_string: str | None = None) -> None:
+        """Its end; what there is can be handed over."""
+        columns = self.tokens, self.log_probs, reason, self.versions
+        self.outcome = Completion(*columns, stop_string, self.top_log_probs)
+
+    def hand_over(self) -> None:
+        """Tell whoever waits, if anybody still does."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        if isinstance(self.outcome, BaseException):
+            self.future.set_exception(self.outcome)
+        else:
+            self.future.set_result(self.outcome)  # type: ignore[arg-type]
+
+
+class SlotTable:
+    """The slots of a cache, as the host knows them.
+
+    A slot holds the keys and values of the first `filled` tokens of a row. They stay when its
+    sample ends, until another one takes the slot: the next turn of a conversation, and samples of
+    the same prompt, find them there.
+
+    Args:
+        slots: number.
+        share_prefixes: reuse what any request left; False: only other samples of the same request.
+    """
+
+    def __init__(self, slots: int, *, share_prefixes: bool) -> None:
+        self.share_prefixes = share_prefixes
+        self.samples: list[Sample | None] = [None] * slots
+        self.tokens = np.zeros((slots, 0), np.int32)  # [S, L]
+        self.length = np.zeros(slots, np.int32)  # [S] tokens of the row, prompt and response
+        self.filled = np.zeros(slots, np.int32)  # [S]
+        self.group = np.full(slots, -1)  # [S] request of the tokens
+        self.used = np.zeros(slots, np.int64)  # [S] when the slot was taken last
+        self._clock = 0
+
+    def lengthen(self, length: int) -> None:
+        """Room for rows of `length` tokens."""
+        self.tokens = np.pad(self.tokens, ((0, 0), (0, length - self.tokens.shape[1])))
+
+    def live(self) -> Iterator[tuple[int, Sample]]:
+        """Slots with a sample in them."""
+        return ((slot, s) for slot, s in enumerate(self.samples) if s is not None)
+
+    def missing(self, slot: int) -> int:
+        """Positions to fill before the slot can decode: all tokens but the last."""
+        return int(self.length[slot] - 1 - self.filled[slot])
+
+    def take(self, sample: Sample) -> int | None:
+        """Put a sample into the free slot that holds most of its prompt, or was used least lately.
+
+        None if no slot is free.
+        """
+        free = np.array([slot for slot, s in enumerate(self.samples) if s is None])
+        if not free.size:
+            return None
+        row = np.array([*sample.request.prompt_tokens, *sample.tokens], np.int32)
+        slot, known = self._best(row, sample.group, free)
+        if not known:
+            slot = int(free[self.used[free].argmin()])
+        self._clock += 1
+        self.used[slot], self.samples[slot], self.group[slot] = self._clock, sample, sample.group
+        self.tokens[slot, : len(row)], self.length[slot] = row, len(row)
+        self.filled[slot] = known
+        return slot
+
+    def append(self, slot: int, tokens: np.ndarray) -> None:
+        """Tokens that were drawn in a slot; all but the last are in the cache."""
+        start = self.length[slot]
+        self.tokens[slot, start : start + len(tokens)] = tokens
+        self.length[slot] += len(tokens)
+        self.filled[slot] = self.length[slot] - 1
+
+    def donor(self, slot: int) -> tuple[int, int]:
+        """The slot that holds more of this slot's row than itself, and how much; or (-1, 0)."""
+        row, filled = self.tokens[slot, : self.length[slot]], int(self.filled[slot])
+        source, known = self._best(row, int(self.group[slot]), np.arange(len(self.samples)))
+        return (source, known) if known > filled else (-1, 0)
+
+    def _best(self, row: np.ndarray, group: int, among: np.ndarray) -> tuple[int, int]:
+        """The slot that shares most positions with a row, and how many; never the last one."""
+        for chosen, least in ((self.group[among] == group, 1), (self.share_prefixes, LEAST_REUSE)):
+            slots = among[chosen & (self.filled[among] >= least)]
+            if not slots.size:
+                continue
+            width = len(row) - 1
+            same = self.tokens[slots, :width] == row[:width]
+            same &= np.arange(width) < self.filled[slots, None]
+            known = np.minimum.accumulate(same, axis=1).sum(1)
+            best = int(known.argmax())
+            if known[best] >= least:
+                return int(slots[best]), int(known[best])
+        return -1, 0
+
+    def release(self, slot: int) -> None:
+        """The slot is free; what it holds may be reused."""
+        self.samples[slot] = None
+
+    def forget(self, *, live: bool) -> None:
+        """Nothing that free slots (and live ones) hold is valid any more."""
+        for slot, sample in enumerate(self.samples):
+            if live or sample is None:
+                self.filled[slot] = 0

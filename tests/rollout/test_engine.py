@@ -1,0 +1,306 @@
+"""The engine's schedule: joining, waiting, stopping, weights that change in flight."""
+
+import functools
+import threading
+
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.data.packing import one_per_row
+from jaxrl.forward import log_probs_and_entropy
+from jaxrl.models.transformer import forward, unembed
+from jaxrl.parallel import make_mesh
+from jaxrl.rollout.native import NativeEngine
+from jaxrl.rollout.protocol import Request, Sampling
+from tests.rollout.test_native import LLAMA, flat, random_params
+
+PROMPT = tuple(int(t) for t in np.random.default_rng(0).integers(1, 32, 40))
+WIDTH = 96
+
+
+def make(slots=4, *, devices=None, version=1, **options):
+    mesh = make_mesh(devices=jax.devices()[:1]) if devices is None else make_mesh(**devices)
+    engine = NativeEngine(LLAMA, mesh, max_num_seqs=slots, **{"steps_per_dispatch": 8, **options})
+    engine.update_weights(random_params(LLAMA), version)
+    return engine
+
+
+shared = functools.cache(make)  # for tests that leave the engine as it was
+
+
+def request(prompt=PROMPT, keys=(1,), **sampling):
+    return Request(
+        tuple(prompt), tuple((7, k) for k in keys), Sampling(**{"max_tokens": 12, **sampling})
+    )
+
+
+@functools.cache
+def scorer():
+    return jax.jit(
+        functools.partial(log_probs_and_entropy, LLAMA, temperature=1.0, dtype=jnp.float32)
+    )
+
+
+def scores(prompt, completion, seed=0):
+    """Log-probs of a completion by the trainer's forward."""
+    row = np.zeros((1, WIDTH), np.int32)
+    whole = [*prompt, *completion.tokens]
+    row[0, : len(whole)] = whole
+    rows = one_per_row(row, np.array([len(whole)], np.int32), np.ones_like(row))
+    return np.asarray(scorer()(random_params(LLAMA, seed), rows)[0])[0, len(prompt) : len(whole)]
+
+
+# ------------------------------------------------------------------ prefill
+
+
+def test_a_group_of_16_prefills_one_prompt_even_over_4_slots():
+    engine = make()
+    samples = flat(engine.generate([request(keys=range(16))]))
+    assert engine.prefilled_tokens == len(PROMPT) - 1  # the last token is decoded
+    assert len({tuple(c.tokens) for c in samples}) == 16
+
+
+@pytest.mark.parametrize("length", [1, 2, 8, 9, 33, 40])
+def test_chunked_prefill_is_prefill(length, monkeypatch):
+    monkeypatch.setattr("jaxrl.rollout.programs.PREFILL_TOKENS", {"cpu": (16, 16)})
+    (completion,) = flat(make().generate([request(PROMPT[:length])]))
+    np.testing.assert_allclose(
+        completion.log_probs, scores(PROMPT[:length], completion), atol=1e-4
+    )
+
+
+def test_a_conversation_goes_on_where_it_ended():
+    engine = make(enable_prefix_caching=True)
+    first = flat(engine.generate([request()]))[0]
+    turn = [*PROMPT, *first.tokens, 3, 1, 4]  # 40 + 12 + 3
+    computed = engine.prefilled_tokens
+    second = flat(engine.generate([request(turn, max_tokens=20)]))[0]
+    # positions 0 ... 50 are in the cache, 51 (the last drawn), 52, 53 are not; 54 is decoded
+    assert engine.prefilled_tokens - computed == 3
+    np.testing.assert_allclose(second.log_probs, scores(turn, second), atol=1e-4)
+    engine.update_weights(random_params(LLAMA, 1), 2)  # the cache is of no more use
+    third = flat(engine.generate([request(turn)]))[0]
+    np.testing.assert_allclose(third.log_probs, scores(turn, third, seed=1), atol=1e-4)
+
+
+# ------------------------------------------------------------------ what a sample depends on
+
+
+def test_neighbours_and_slots_change_no_bit():
+    engine = shared(shrink=False)
+    (alone,) = flat(engine.generate([request(temperature=0.9)]))
+    others = [
+        request(PROMPT[n:], (n, n + 50), max_tokens=3 + n, top_k=n % 3) for n in range(1, 12)
+    ]
+    mixed = flat(engine.generate([*others, request(temperature=0.9), *others]))[22]
+    assert mixed.tokens == alone.tokens
+    assert mixed.log_probs == alone.log_probs
+
+
+def test_a_tensor_parallel_engine_draws_the_same():
+    expected = flat(shared().generate([request(keys=(1, 2, 3))]))
+    split = make(devices={"devices": jax.devices()[:4], "data": 2, "tensor": 2})
+    for ours, theirs in zip(flat(split.generate([request(keys=(1, 2, 3))])), expected, strict=True):
+        assert ours.tokens == theirs.tokens
+        np.testing.assert_allclose(ours.log_probs, theirs.log_probs, atol=1e-5)
+
+
+def test_1000_requests_over_16_slots_lose_and_repeat_nothing():
+    engine = make(16)
+    rng = np.random.default_rng(0)
+    asked = [
+        request(rng.integers(1, 32, rng.integers(1, 30)), (i,), max_tokens=int(rng.integers(1, 9)))
+        for i in range(1000)
+    ]
+    futures = [f for group in engine.submit(asked) for f in group]
+    for r, f in zip(asked, futures, strict=True):
+        assert len(f.result(timeout=300).tokens) == r.sampling.max_tokens
+    assert engine.decoded_tokens == sum(r.sampling.max_tokens for r in asked)
+
+
+def test_nothing_compiles_after_the_warm_up():
+    engine = make(8)
+    rng = np.random.default_rng(1)
+
+    def some(n):
+        return [
+            request(
+                rng.integers(1, 32, rng.integers(1, 60)),
+                tuple(range(rng.integers(1, 5))),
+                max_tokens=int(rng.integers(1, 30)),
+                top_k=int(rng.integers(-1, 4)),
+                stop_token_ids=tuple(range(rng.integers(0, 3))),
+            )
+            for _ in range(n)
+        ]
+
+    widest = [request(range(1, n), max_tokens=30, top_k=1) for n in range(2, 61)]
+    engine.warm_up(widest)
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
+    )
+    engine.generate(some(200))
+    assert not compiled
+
+
+# ------------------------------------------------------------------ sampling parameters
+
+
+def test_the_repetition_penalty_is_that_of_transformers():
+    """logits of seen tokens / 1.5 where positive, * 1.5 where negative; prompt and response."""
+    (greedy,) = flat(shared().generate([request(temperature=0.0, repetition_penalty=1.5)]))
+    row = [*PROMPT]
+    step = jax.jit(functools.partial(forward, LLAMA))
+    for token, log_prob in zip(greedy.tokens, greedy.log_probs, strict=True):
+        tokens = np.zeros((1, WIDTH), np.int32)
+        tokens[0, : len(row)] = row
+        place = np.arange(WIDTH)[None]
+        hidden = step(random_params(LLAMA), tokens, place, (place < len(row)).astype(np.int32))
+        logits = np.array(unembed(LLAMA, random_params(LLAMA), hidden[0, len(row) - 1]))
+        for seen in set(row):
+            logits[seen] = logits[seen] / 1.5 if logits[seen] > 0 else logits[seen] * 1.5
+        assert token == logits.argmax()
+        np.testing.assert_allclose(
+            log_prob, logits[token] - np.log(np.exp(logits).sum()), atol=1e-4
+        )
+        row.append(token)
+
+
+def test_no_stop_token_before_min_tokens():
+    (free,) = flat(shared().generate([request()]))
+    stops = tuple(set(free.tokens[:4]))
+    (early,) = flat(shared().generate([request(stop_token_ids=stops)]))
+    assert len(early.tokens) == 1
+    (late,) = flat(shared().generate([request(stop_token_ids=stops, min_tokens=6)]))
+    assert len(late.tokens) >= 6
+    assert not set(late.tokens[:5]) & set(stops)
+
+
+def test_alternatives_are_the_most_probable_tokens():
+    (completion,) = flat(shared().generate([request(logprobs=3, temperature=0.0)]))
+    for token, log_prob, top in zip(
+        completion.tokens, completion.log_probs, completion.top_log_probs, strict=True
+    ):
+        assert len(top) == 3
+        assert next(iter(top)) == token  # greedy
+        assert top[token] == pytest.approx(log_prob, abs=1e-5)
+        assert list(top.values()) == sorted(top.values(), reverse=True)
+
+
+def test_a_stop_string_ends_with_the_token_that_completes_it():
+    def text(tokens):
+        return "".join(chr(97 + t % 26) for t in tokens)
+
+    engine = make(decode_text=text)
+    (free,) = flat(engine.generate([request()]))
+    stop = text(free.tokens)[4:7]  # three letters, the last by the seventh token
+    at = text(free.tokens).index(stop) + 3
+    (cut,) = flat(engine.generate([request(stop=("0", stop))]))
+    assert (cut.stop_reason, cut.stop_string) == ("stop", stop)
+    assert cut.tokens == free.tokens[:at]
+    assert cut.log_probs == free.log_probs[:at]
+    assert len(cut.versions) == at
+    with pytest.raises(ValueError, match="give the engine decode_text"):
+        shared().generate([request(stop=("x",))])
+
+
+# ------------------------------------------------------------------ in flight
+
+
+def between_turns(engine, turns, act):
+    """Run `act` in the engine's thread after its `turns`-th turn from now on."""
+    original, left = engine._turn, [turns]
+
+    def turn():
+        original()
+        left[0] -= 1
+        if left[0] == 0:
+            engine._turn = original
+            threading.Thread(target=act).start()
+            event.wait(0.2)
+
+    event = threading.Event()
+    engine._turn = turn
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_weights_change_in_flight(recompute):
+    engine = make(recompute_kv_on_update=recompute)
+    between_turns(engine, 2, lambda: engine.update_weights(random_params(LLAMA, 1), 2))
+    (completion,) = flat(engine.generate([request(max_tokens=40)]))
+    switched = completion.versions.index(2)
+    assert completion.versions == [1] * switched + [2] * (40 - switched)
+    assert switched % 8 == 0  # between two blocks
+    old, new = (scores(PROMPT, completion, seed) for seed in (0, 1))
+    np.testing.assert_allclose(completion.log_probs[:switched], old[:switched], atol=1e-4)
+    difference = np.abs(np.array(completion.log_probs) - new)[switched:].max()
+    assert (difference <= 1e-4) == recompute  # a cache of the old weights is caught
+
+
+def test_cancelled_samples_leave_and_the_others_do_not_notice():
+    expected = flat(shared().generate([request(keys=(5,), max_tokens=30)]))[0]
+    engine = make(2)
+    storm = [f for g in engine.submit([request(keys=range(10), max_tokens=30)]) for f in g]
+    (kept,) = (f for g in engine.submit([request(keys=(5,), max_tokens=30)]) for f in g)
+    for future in storm:
+        future.cancel()
+    assert kept.result(timeout=60).tokens == expected.tokens
+    assert engine.decoded_tokens < 11 * 30
+
+
+def test_abort_hands_over_what_there_is():
+    engine = make(2)
+    between_turns(engine, 1, engine.abort)
+    samples = flat(engine.generate([request(keys=(1, 2, 3), max_tokens=40)]))
+    assert [c.stop_reason for c in samples] == ["abort"] * 3
+    lengths = [len(c.tokens) for c in samples]
+    assert lengths[0] == lengths[1] > 0
+    assert lengths[2] == 0
+    expected = flat(shared().generate([request(keys=(1,), max_tokens=40)]))[0]
+    assert samples[0].tokens == expected.tokens[: lengths[0]]
+
+
+def test_a_paused_engine_goes_on_where_it_was():
+    expected = flat(shared().generate([request(max_tokens=30)]))[0]
+    engine = make()
+    engine.pause()
+    (future,) = engine.submit([request(max_tokens=30)])[0]
+    assert not future.done()
+    engine.resume()
+    assert future.result(timeout=60).tokens == expected.tokens
+    engine.sleep()
+    with pytest.raises(RuntimeError, match="no weights"):
+        engine.generate([request()])
+    engine.update_weights(random_params(LLAMA), 3)
+    assert flat(engine.generate([request(max_tokens=30)]))[0].tokens == expected.tokens
+
+
+def test_sleeping_with_samples_in_flight_is_refused():
+    engine = make()
+    engine.pause()
+    futures = engine.submit([request()])
+    with pytest.raises(RuntimeError, match="in flight"):
+        engine.sleep()
+    engine.abort()
+    assert futures[0][0].result().stop_reason == "abort"
+
+
+def test_an_error_in_a_turn_reaches_whoever_waits_and_the_engine_lives():
+    engine = make()
+    decode, engine.programs.decode = engine.programs.decode, None
+    with pytest.raises(TypeError):
+        engine.generate([request()])
+    engine.programs.decode = decode
+    (after,) = flat(engine.generate([request()]))
+    assert after.tokens == flat(shared().generate([request()]))[0].tokens
+
+
+def test_a_request_longer_than_a_row_is_refused():
+    engine = make(max_model_len=48)
+    with pytest.raises(ValueError, match="need more than max_model_len=48"):
+        engine.submit([request(), request(PROMPT * 2)])
+    assert len(flat(engine.generate([request(PROMPT[:30])]))[0].tokens) == 12
