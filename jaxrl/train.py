@@ -21,7 +21,8 @@ from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.transformer import TransformerConfig
-from jaxrl.parallel import make_mesh
+from jaxrl.parallel import engine_meshes, make_mesh
+from jaxrl.rollout.balancer import Balancer
 from jaxrl.rollout.conversation import ConversationGenerator
 from jaxrl.rollout.dynamic_sampling import DynamicSamplingError
 from jaxrl.rollout.native import NativeEngine
@@ -55,23 +56,26 @@ class BasePPOExp:
         self, model: TransformerConfig | AdaptedModel, mesh: jax.sharding.Mesh
     ) -> Engine:
         """The sampler."""
-        generator, trainer = self.config.generator, self.config.trainer
-        settings = generator.inference_engine
-        at_once = max(
-            trainer.train_batch_size * generator.n_samples_per_prompt,
-            trainer.eval_batch_size * generator.eval_n_samples_per_prompt,
-        )
-        options: dict[str, Any] = {
-            "dtype": DTYPES[settings.model_dtype],
-            "max_num_seqs": min(settings.max_num_seqs, at_once),
-        }
+        settings = self.config.generator.inference_engine
+        dtype, given = DTYPES[settings.model_dtype], settings.engine_init_kwargs
+        rows = min(settings.max_num_seqs, cfg.rows_at_once(self.config))
         if isinstance(model, AdaptedModel):
-            return RecomputeEngine(model, mesh, **options, **settings.engine_init_kwargs)
-        options |= {
+            return RecomputeEngine(model, mesh, dtype=dtype, max_num_seqs=rows, **given)
+        options: dict[str, Any] = {
+            "max_num_seqs": -(-rows // settings.num_engines),
             "max_num_batched_tokens": settings.max_num_batched_tokens,
+            "max_model_len": cfg.longest_row(self.config),
+            "gpu_memory_utilization": settings.gpu_memory_utilization,
             "enable_prefix_caching": settings.enable_prefix_caching,
-        }
-        return NativeEngine(model, mesh, **(options | settings.engine_init_kwargs))
+            # environments answer by the clock; the order in which turns come must change no bit
+            "shrink": None if self.config.generator.max_turns == 1 else False,
+            "decode_text": self.tokenizer.decode,
+        } | given
+        meshes = engine_meshes(
+            mesh.devices.flat, settings.num_engines, settings.tensor_parallel_size
+        )
+        engines = [NativeEngine(model, part, dtype=dtype, **options) for part in meshes]
+        return engines[0] if len(engines) == 1 else Balancer(engines)
 
     def get_generator(self, engine: Engine, tokenizer: Any) -> Any:
         """What holds the conversations."""
@@ -99,7 +103,7 @@ class BasePPOExp:
         assert path is not None  # validated
         template = config.generator.chat_template
         model = self.get_model()
-        tokenizer = load_tokenizer(
+        self.tokenizer = tokenizer = load_tokenizer(
             path, template.name_or_path if template.source == "file" else None
         )
         mesh = make_mesh(**dataclasses.asdict(config.trainer.policy.mesh))

@@ -40,7 +40,8 @@ def warm_up(trainer: "Trainer") -> None:
     )
     for width in widths:
         warm_up_update(trainer, width)
-    for batch in engine_batches(trainer):
+    # longest first: the cache then has its length, and shorter ones compile nothing for their own
+    for batch in sorted(engine_batches(trainer), key=_longest, reverse=True):
         trainer.engine.warm_up(batch)
     checksums(trainer.state)  # as a save does
     tqdm.write(f"compiled in {time.perf_counter() - started:.1f} s")
@@ -83,6 +84,10 @@ def _shapes(settings: Microbatching, widths: Sequence[int]) -> str:
 
 def _prompt_buckets(prompts: Sequence[Prompt]) -> list[int]:
     return sorted({length_bucket(len(prompt.tokens)) for prompt in prompts})
+
+
+def _longest(batch: Sequence[Request]) -> int:
+    return max(len(r.prompt_tokens) + r.sampling.max_tokens for r in batch)
 
 
 def _rows(tree: Any, rows: int) -> Any:

@@ -46,6 +46,7 @@ from jaxrl.config.model import ModelConfig, OptimizerConfig, SkyRLLoraConfig
 from jaxrl.config.objective_card import objective_card
 from jaxrl.config.overrides import apply_overrides, parse_command_line
 from jaxrl.config.recipe import default_config, load_config_file, to_train_config
+from jaxrl.config.rollouts import longest_row, rows_at_once
 from jaxrl.config.train_config import (
     DataConfig,
     SkyRLTrainConfig,
@@ -112,6 +113,7 @@ __all__ = [
     "get_config_as_dict",
     "get_config_as_yaml_str",
     "load_config_file",
+    "longest_row",
     "logger_names",
     "run_folder",
     "model_overrides",
@@ -119,6 +121,7 @@ __all__ = [
     "objective_card",
     "parse_command_line",
     "resolve",
+    "rows_at_once",
     "to_train_config",
     "sharding_rules",
     "validate",

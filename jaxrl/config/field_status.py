@@ -292,22 +292,28 @@ _GENERATOR = (
         "float32 makes the sampler's log-probs those of the trainer",
         skyrl_default="bfloat16",
     ),
-    _implemented(_ENGINE, "max_num_seqs", "over all devices"),
+    _implemented(
+        _ENGINE,
+        "max_num_seqs max_num_batched_tokens gpu_memory_utilization",
+        "slots over all engines, at most the trajectories of a batch; prompt tokens between two "
+        "blocks of decoding; decode weights and cache, fewer slots where it does not hold them",
+    ),
+    _implemented(_ENGINE, "num_engines tensor_parallel_size", "parts of the trainer's devices"),
+    _mapped(_ENGINE, "data_parallel_size", "an engine spreads its slots over all its devices"),
+    _implemented(
+        _ENGINE,
+        "enable_prefix_caching",
+        "between requests; the samples of a prompt always share its prefill",
+        skyrl_default=True,
+    ),
+    _mapped(_ENGINE, "enable_chunked_prefill", "always on", skyrl_default=True),
     _mapped(_ENGINE, "engine_init_kwargs", "arguments of the native engine"),
     _planned(
         _ENGINE,
-        "run_engines_locally num_engines tensor_parallel_size pipeline_parallel_size "
-        "expert_parallel_size data_parallel_size",
-        "one engine, on the trainer's mesh",
+        "run_engines_locally pipeline_parallel_size expert_parallel_size",
+        "engines in this process, split by tensor parallelism",
     ),
     _planned(_ENGINE, "remote_urls external_proxy_url external_server_urls", "external engines"),
-    *(
-        _planned(_ENGINE, name, note, skyrl_default=True)
-        for name, note in (
-            ("enable_prefix_caching", "the samples of a prompt already share its prefill"),
-            ("enable_chunked_prefill", "prompts are prefilled whole"),
-        )
-    ),
     _planned(_ENGINE, "enable_http_endpoint", "an OpenAI-compatible endpoint"),
     _planned(
         _ENGINE,
@@ -321,9 +327,8 @@ _GENERATOR = (
     ),
     _inert(
         _ENGINE,
-        "async_engine vllm_v1_disable_multiproc max_num_batched_tokens enforce_eager "
-        "fully_sharded_loras enable_ray_prometheus_stats gpu_memory_utilization "
-        "distributed_executor_backend",
+        "async_engine vllm_v1_disable_multiproc enforce_eager fully_sharded_loras "
+        "enable_ray_prometheus_stats distributed_executor_backend",
         "vLLM only",
     ),
     _implemented(

@@ -65,17 +65,18 @@ class InferenceEngineConfig(BaseConfig):
     expert_parallel_size: int = 1
     """Devices of an engine that share the experts."""
     data_parallel_size: int = 1
-    """Replicas inside an engine."""
+    """Replicas inside an engine; ours spreads its slots over all its devices."""
     async_engine: bool = True
     """vLLM's asynchronous engine."""
     vllm_v1_disable_multiproc: bool = True
     """vLLM in one process."""
     enable_prefix_caching: bool = False
-    """Keep keys and values of shared prefixes between requests."""
+    """Reuse keys and values between requests, such as the turns of a conversation. What is reused
+    then depends on timing, and with it the last bits: a resumed run is not bit-identical."""
     enable_chunked_prefill: bool = False
-    """Cut long prompts into chunks between decoding steps."""
+    """Cut long prompts into chunks between decoding steps; ours always does."""
     max_num_batched_tokens: int = 8192
-    """Most tokens of one engine step."""
+    """Most prompt tokens between two blocks of decoding."""
     enforce_eager: bool = True
     """No CUDA graphs."""
     fully_sharded_loras: bool = False
@@ -83,9 +84,9 @@ class InferenceEngineConfig(BaseConfig):
     enable_ray_prometheus_stats: bool = False
     """Engine statistics through Ray."""
     gpu_memory_utilization: float = 0.8
-    """Share of the device memory for vLLM."""
+    """Share of the device memory for decode weights and cache."""
     max_num_seqs: int = 1024
-    """Rows decoded together, over all devices."""
+    """Rows decoded together, over all engines."""
     remote_urls: list[str] = field(default_factory=list)
     """Addresses of remote engines."""
     enable_http_endpoint: bool = False

@@ -11,6 +11,7 @@ from jaxrl.config.generator import SamplingParams
 from jaxrl.config.mesh import batch_groups, check_mesh
 from jaxrl.config.microbatching import check_microbatches
 from jaxrl.config.objective_checks import check_objective, warn_of_objective
+from jaxrl.config.rollouts import check_engines
 from jaxrl.config.train_config import TrainConfig, resolve
 from jaxrl.losses.kl import KL_ESTIMATORS
 from jaxrl.losses.reduction import REDUCTIONS
@@ -95,6 +96,7 @@ def validate(config: TrainConfig, num_devices: int = 1) -> None:
     _check_batch(config)
     check_mesh(config, num_devices)
     _check_lengths(config)
+    check_engines(config, num_devices)
     check_microbatches(config, batch_groups(config, num_devices))
     check_objective(config)
     _check_rope(config)

@@ -1,6 +1,6 @@
 """Meshes and the rules that place arrays on them."""
 
-from jaxrl.parallel.mesh import make_mesh, mesh_sizes
+from jaxrl.parallel.mesh import engine_meshes, make_mesh, mesh_sizes
 from jaxrl.parallel.rules import (
     Placement,
     ShardingRules,
@@ -13,6 +13,7 @@ __all__ = [
     "Placement",
     "ShardingRules",
     "batch_sharding",
+    "engine_meshes",
     "make_mesh",
     "mesh_sizes",
     "param_shardings",

@@ -1,7 +1,7 @@
 """Axis sizes -> `jax.sharding.Mesh`."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -54,3 +54,20 @@ def make_mesh(*, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
     devices = list(devices if devices is not None else jax.devices())
     shape = mesh_sizes(len(devices), **(sizes or {"fsdp": -1}))
     return Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def engine_meshes(devices: Iterable[Any], engines: int, tensor: int) -> list[Mesh]:
+    """The devices in `engines` equal parts, each with a tensor axis and data over the rest.
+
+    Raises:
+        ValueError: they cannot be parted so.
+    """
+    given = list(devices)
+    if len(given) % (engines * tensor):
+        raise ValueError(
+            f"generator.inference_engine.num_engines={engines} x tensor_parallel_size={tensor} "
+            f"does not divide {len(given)} devices; choose sizes whose product does"
+        )
+    size = len(given) // engines
+    parts = (given[first : first + size] for first in range(0, len(given), size))
+    return [make_mesh(devices=part, data=-1, tensor=tensor) for part in parts]

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jaxrl.data.packing import round_up
 from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.rollout.decode import Rows
-from jaxrl.rollout.programs import Programs
+from jaxrl.rollout.programs import Programs, slots_that_fit
 from jaxrl.rollout.protocol import Completion, Request, Sampling
 from jaxrl.rollout.slots import Sample, SlotTable
 
@@ -42,6 +42,8 @@ class NativeEngine:
         max_num_batched_tokens: most prompt tokens between two blocks.
         max_model_len: most tokens of a row; a longer request is refused. None = no limit, the cache
             grows with the requests.
+        gpu_memory_utilization: share of the devices' memory for decode weights and cache, if
+            `max_model_len` is given: there are as many slots, of `max_num_seqs`, as fit into it.
         steps_per_dispatch: decode steps of a block, between two looks at the host.
         enable_prefix_caching: reuse keys and values between requests, not only between the samples
             of one. What is reused then depends on timing, and with it the last bits.
@@ -64,6 +66,7 @@ class NativeEngine:
         max_num_seqs: int = 1024,
         max_num_batched_tokens: int = 8192,
         max_model_len: int | None = None,
+        gpu_memory_utilization: float = 0.8,
         steps_per_dispatch: int = 32,
         enable_prefix_caching: bool = False,
         recompute_kv_on_update: bool = False,
@@ -79,8 +82,12 @@ class NativeEngine:
                 raise ValueError(f"{name}={value} must be at least 1")
         self.max_num_batched_tokens, self.max_model_len = max_num_batched_tokens, max_model_len
         self.recompute_kv_on_update, self.decode_text = recompute_kv_on_update, decode_text
+        slots = max_num_seqs
+        if max_model_len is not None:
+            fit = slots_that_fit(config, mesh, dtype, max_model_len, gpu_memory_utilization)
+            slots = min(slots, fit)
         self.programs = Programs(
-            config, mesh, max_num_seqs, dtype=dtype, steps=steps_per_dispatch, shrink=shrink
+            config, mesh, slots, dtype=dtype, steps=steps_per_dispatch, shrink=shrink
         )
         self.table = SlotTable(self.programs.slots, share_prefixes=enable_prefix_caching)
         self.version = -1
@@ -149,7 +156,7 @@ class NativeEngine:
             RuntimeError: no weights yet.
         """
         for request in requests:
-            self._check(request)
+            self.check(request)
         with self._held():
             self._prepare(requests)
             samples = [self._samples(request) for request in requests]
@@ -189,7 +196,8 @@ class NativeEngine:
             self._paused = False
         self._start()
 
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
+        """Raise what `submit` raises for a request that can never be served."""
         if not request.prompt_tokens or request.sampling.max_tokens < 1:
             raise ValueError(f"empty prompt or max_tokens < 1 in {request}")
         if self.max_model_len is not None and _tokens(request) > self.max_model_len:
@@ -202,6 +210,14 @@ class NativeEngine:
             raise ValueError(
                 f"stop={request.sampling.stop} is looked for in text: give the engine decode_text"
             )
+
+    def known_prefix(self, tokens: Sequence[int]) -> int:
+        """Tokens of a prompt that the cache holds for any request; 0 without prefix caching."""
+        return self.table.known_prefix(tokens)
+
+    def describe(self) -> str:
+        """The shapes of all programs."""
+        return self.programs.describe()
 
     def _prepare(self, requests: Sequence[Request]) -> None:
         """Make room for requests, and see what their sampling needs."""

@@ -5,6 +5,8 @@ computes follows from them and from no other sample, so neighbours do not change
 """
 
 import functools
+import math
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,6 +28,7 @@ SHARES = (4, 2, 1)  # a block runs over a quarter, a half or all of the slots, o
 # too few does not fill the device, one with too many computes padding and makes decoding wait.
 PREFILL_TOKENS = {"cpu": (64, 256)}
 DEFAULT_PREFILL_TOKENS = (1024, 1024)
+GIB = 2**30
 
 
 class Programs:
@@ -208,6 +211,39 @@ class Programs:
             f"blocks of {self.sizes()} rows x {self.steps} tokens that see {self.lengths()} "
             f"positions; prefill in chunks of at most {self.longest_chunk} tokens"
         )
+
+
+def slots_that_fit(
+    config: TransformerConfig, mesh: Mesh, dtype: jnp.dtype, length: int, utilization: float
+) -> int:
+    """Slots of `length` tokens that fit, beside the weights, into a share of the memory.
+
+    Raises:
+        ValueError: not even one on each device.
+    """
+    tensor, groups = mesh.shape["tensor"], batch_devices(mesh, ShardingRules())
+    size = jnp.dtype(dtype).itemsize
+    elements = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract_params(config)))
+    weights = elements * size / tensor
+    row = 2 * config.num_layers * config.num_kv_heads * config.head_dim * length * size / tensor
+    budget = utilization * _memory(mesh.devices.flat[0])
+    each = int((budget - weights) // row)
+    if each < 1:
+        raise ValueError(
+            f"generator.inference_engine.gpu_memory_utilization={utilization}: {budget / GIB:.2f} "
+            f"GiB per device hold {weights / GIB:.2f} GiB of weights but not one row of {length} "
+            f"tokens ({row / GIB:.2f} GiB); raise it or tensor_parallel_size, or shorten prompts "
+            "or responses"
+        )
+    return each * groups
+
+
+def _memory(device: Any) -> float:
+    """Bytes of a device; host devices share the machine's."""
+    if device.platform == "cpu":
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return whole / jax.local_device_count("cpu")
+    return (device.memory_stats() or {}).get("bytes_limit", math.inf)
 
 
 def _weight_shardings(config: TransformerConfig, placement: Placement) -> Params:

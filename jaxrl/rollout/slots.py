@@ -152,6 +152,10 @@ class SlotTable:
                 return int(slots[best]), int(known[best])
         return -1, 0
 
+    def known_prefix(self, tokens: Sequence[int]) -> int:
+        """Tokens of a row that some slot holds for any request; 0 without `share_prefixes`."""
+        return self._best(np.array(tokens, np.int32), -1, np.arange(len(self.samples)))[1]
+
     def release(self, slot: int) -> None:
         """The slot is free; what it holds may be reused."""
         self.samples[slot] = None

@@ -57,10 +57,7 @@ PLANNED = [
     ("trainer.update_ref_every_epoch", True, False),
     ("trainer.dump_data_batch", True, False),
     ("generator.inference_engine.run_engines_locally", False, True),
-    ("generator.inference_engine.num_engines", 2, 1),
-    ("generator.inference_engine.tensor_parallel_size", 2, 1),
-    ("generator.inference_engine.enable_prefix_caching", True, False),
-    ("generator.inference_engine.enable_chunked_prefill", True, False),
+    ("generator.inference_engine.pipeline_parallel_size", 2, 1),
     ("generator.inference_engine.remote_urls", ["a:1"], []),
     ("generator.inference_engine.external_proxy_url", "a:1", None),
     ("generator.inference_engine.enable_http_endpoint", True, False),
@@ -117,14 +114,14 @@ def test_inert_fields_are_named_in_one_warning():
     with pytest.warns(UserWarning) as caught:
         check(
             {
-                "generator.inference_engine.gpu_memory_utilization": 0.9,
+                "generator.inference_engine.enforce_eager": False,
                 "trainer.policy.use_torch_compile": True,
                 "generator.batched": True,
             }
         )
     assert [str(w.message) for w in caught] == [
         "config fields without effect in jaxrl: trainer.policy.use_torch_compile=True (everything "
-        "is jitted); generator.inference_engine.gpu_memory_utilization=0.9 (vLLM only); "
+        "is jitted); generator.inference_engine.enforce_eager=False (vLLM only); "
         "generator.batched=True (a single-turn batch is always one call)"
     ]
 
@@ -164,6 +161,14 @@ def test_fields_of_a_user_class_are_not_judged():
         (
             {"trainer.algorithm.loss_reduction": "tokenmean"},
             r"trainer.algorithm.loss_reduction='tokenmean': .* did you mean 'token_mean'\?",
+        ),
+        (
+            {"generator.inference_engine.num_engines": 3},
+            r"num_engines=3: times tensor_parallel_size=1 is 3, which does not divide 8 devices",
+        ),
+        (
+            {"generator.inference_engine.gpu_memory_utilization": 1.5},
+            r"gpu_memory_utilization=1.5: is a share of the memory: above 0 and at most 1",
         ),
         (
             {"generator.inference_engine.backend": "vllm"},

@@ -67,9 +67,7 @@ def test_a_group_of_16_prefills_one_prompt_even_over_4_slots():
 def test_chunked_prefill_is_prefill(length, monkeypatch):
     monkeypatch.setattr("jaxrl.rollout.programs.PREFILL_TOKENS", {"cpu": (16, 16)})
     (completion,) = flat(make().generate([request(PROMPT[:length])]))
-    np.testing.assert_allclose(
-        completion.log_probs, scores(PROMPT[:length], completion), atol=1e-4
-    )
+    np.testing.assert_allclose(completion.log_probs, scores(PROMPT[:length], completion), atol=1e-4)
 
 
 def test_a_conversation_goes_on_where_it_ended():
@@ -92,9 +90,7 @@ def test_a_conversation_goes_on_where_it_ended():
 def test_neighbours_and_slots_change_no_bit():
     engine = shared(shrink=False)
     (alone,) = flat(engine.generate([request(temperature=0.9)]))
-    others = [
-        request(PROMPT[n:], (n, n + 50), max_tokens=3 + n, top_k=n % 3) for n in range(1, 12)
-    ]
+    others = [request(PROMPT[n:], (n, n + 50), max_tokens=3 + n, top_k=n % 3) for n in range(1, 12)]
     mixed = flat(engine.generate([*others, request(temperature=0.9), *others]))[22]
     assert mixed.tokens == alone.tokens
     assert mixed.log_probs == alone.log_probs

@@ -204,8 +204,6 @@ def test_another_key_gives_other_tokens():
     assert_same(engine.generate([request(PROMPTS[0], 1)]), first)
 
 
-
-
 # ------------------------------------------------------------------ ends
 
 
