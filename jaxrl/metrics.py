@@ -13,6 +13,7 @@ import numpy as np
 import yaml
 
 from jaxrl.files import replace_text
+from jaxrl.rollout.step_wise import last_steps
 from jaxrl.types import GeneratorOutput, TrainBatch
 
 if TYPE_CHECKING:
@@ -69,8 +70,12 @@ def generate_metrics(output: GeneratorOutput) -> Metrics:
 
 
 def rollout_metrics(output: GeneratorOutput, uids: Sequence[str], samples: int) -> Metrics:
-    """`generate_metrics`, and the rewards as the environment gave them."""
-    reward = score_metrics(output["rewards"], uids, samples)
+    """`generate_metrics`, and the rewards as the environment gave them.
+
+    Args:
+        uids: prompt of each trajectory.
+    """
+    reward = score_metrics(last_steps(output)["rewards"], uids, samples)
     return generate_metrics(output) | {
         f"reward/avg_pass_at_{samples}": reward[f"pass_at_{samples}"],
         "reward/avg_raw_reward": reward["avg_score"],

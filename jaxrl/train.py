@@ -24,6 +24,7 @@ from jaxrl.models.transformer import TransformerConfig
 from jaxrl.parallel import make_mesh
 from jaxrl.rollout.conversation import ConversationGenerator
 from jaxrl.rollout.dynamic_sampling import DynamicSamplingError
+from jaxrl.rollout.generator import GeneratorInterface
 from jaxrl.rollout.native import NativeEngine
 from jaxrl.rollout.protocol import Engine
 from jaxrl.rollout.recompute import RecomputeEngine
@@ -73,14 +74,16 @@ class BasePPOExp:
         }
         return NativeEngine(model, mesh, **(options | settings.engine_init_kwargs))
 
-    def get_generator(self, engine: Engine, tokenizer: Any) -> Any:
+    def get_generator(self, engine: Engine, tokenizer: Any) -> GeneratorInterface:
         """What holds the conversations."""
         gym = self.config.environment.skyrl_gym
         return ConversationGenerator(
             engine,
             tokenizer,
+            self.config.generator,
             env_config=cfg.get_config_as_dict(gym),
             max_env_workers=gym.max_env_workers,
+            env_timeout_seconds=gym.env_timeout_seconds,
         )
 
     def get_trainer(self, *args: Any, **kwargs: Any) -> Trainer:

@@ -117,7 +117,7 @@ class GeneratorConfig(BaseConfig):
     n_samples_per_prompt: int = 5
     """Samples per training prompt: the size of a group."""
     batched: bool = False
-    """One engine call for the whole batch."""
+    """One engine call for the whole batch; one turn."""
     max_turns: int = 1
     """Most turns of a conversation."""
     max_input_length: int | None = None
@@ -146,3 +146,5 @@ class GeneratorConfig(BaseConfig):
     """Rotary base of the engine; None = trainer.rope_theta."""
     step_wise_trajectories: bool = False
     """One row per turn."""
+    merge_stepwise_output: bool = False
+    """Merge neighbouring turns where the later prompt begins with the earlier turn."""

@@ -4,6 +4,7 @@ import math
 import warnings
 from typing import Any
 
+from jaxrl.config.conversation_checks import check_conversations
 from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.errors import check_choice, fail
 from jaxrl.config.field_status import status_of
@@ -59,7 +60,8 @@ _POSITIVE = """
     trainer.train_batch_size trainer.policy_mini_batch_size trainer.epochs
     trainer.update_epochs_per_batch trainer.micro_train_batch_size_per_gpu
     trainer.micro_forward_batch_size_per_gpu trainer.eval_batch_size trainer.max_prompt_length
-    generator.n_samples_per_prompt generator.eval_n_samples_per_prompt
+    generator.max_turns generator.n_samples_per_prompt
+    generator.eval_n_samples_per_prompt
     generator.max_input_length generator.inference_engine.max_num_seqs
     generator.sampling_params.max_generate_length
     generator.eval_sampling_params.max_generate_length
@@ -94,7 +96,7 @@ def validate(config: TrainConfig, num_devices: int = 1) -> None:
     _check_ranges(values)
     _check_batch(config)
     check_mesh(config, num_devices)
-    _check_lengths(config)
+    check_conversations(config)
     check_microbatches(config, batch_groups(config, num_devices))
     check_objective(config)
     _check_rope(config)
@@ -193,16 +195,6 @@ def _check_batch(config: TrainConfig) -> None:
             f"not a multiple of trainer.policy_mini_batch_size={mini} ({prompts} = "
             f"{prompts // mini} x {mini} + {prompts % mini}); set it to {prompts - prompts % mini} "
             f"or {prompts - prompts % mini + mini}",
-        )
-
-
-def _check_lengths(config: TrainConfig) -> None:
-    generator, prompt_length = config.generator, config.trainer.max_prompt_length
-    if generator.max_turns == 1 and generator.max_input_length != prompt_length:
-        fail(
-            "generator.max_input_length",
-            generator.max_input_length,
-            f"with one turn it must equal trainer.max_prompt_length={prompt_length}; leave it None",
         )
 
 
