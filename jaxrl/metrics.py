@@ -84,11 +84,13 @@ def rollout_metrics(output: GeneratorOutput, uids: Sequence[str], samples: int) 
 
 
 def advantage_metrics(batch: TrainBatch) -> Metrics:
-    """Final rewards per row, and advantages per response token."""
+    """Final rewards per trajectory, and advantages per response token."""
+    rewards = np.asarray(batch.rewards).sum(-1)
+    last = slice(None) if batch.is_last_step is None else batch.is_last_step
     tokens = max(float(batch.response_mask.sum()), 1.0)
     advantages = np.asarray(batch.advantages) * batch.response_mask
     return {
-        "loss/avg_final_rewards": float(batch.rewards.sum(-1).mean()),
+        "loss/avg_final_rewards": float(rewards[last].mean()),
         "loss/avg_raw_advantages": float(advantages.sum() / tokens),
         "loss/avg_raw_advantages_abs": float(np.abs(advantages).sum() / tokens),
     }

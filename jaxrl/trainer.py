@@ -266,9 +266,9 @@ class Trainer:
             batch, metrics = penalize_kl(batch, self.state.kl_coef, algorithm)
             self.metrics |= metrics
         advantages, returns = advantages_of(self.estimate, batch)
-        batch = batch.replace(advantages=advantages, returns=returns, is_last_step=None)
+        batch = batch.replace(advantages=advantages, returns=returns)
         self.metrics |= advantage_metrics(batch)
-        return batch
+        return batch.replace(is_last_step=None)
 
     # ---------------------------------------------------------------- 7 to 9: the update
 

@@ -75,3 +75,11 @@ def converse(reply, prompts, tokenizer, *, stop_ids=None, stop=(), engine=None, 
     sampling = Sampling(8, stop_token_ids=stop_ids or (tokenizer.eos_token_id,), stop=stop)
     keys = [sample_key("test", i) for i in range(len(prompts))]
     return generate_now(generator, {"prompts": prompts, "keys": keys, "sampling": sampling})
+
+
+class TwiceEnv(TalkingEnv):
+    """Says everything in two messages."""
+
+    def step(self, action):
+        step = super().step(action)
+        return {**step, "observations": step["observations"] * 2}
