@@ -42,13 +42,7 @@ from jaxrl.optim import init_state
 from jaxrl.parallel import replicated
 from jaxrl.policy import Policy
 from jaxrl.registry import source_hashes
-from jaxrl.rewards import (
-    advantages_of,
-    make_estimate,
-    next_kl_coef,
-    penalize_kl,
-    shape_rewards,
-)
+from jaxrl.rewards import advantages_of, make_estimate, next_kl_coef, penalize_kl, shape_rewards
 from jaxrl.rollout.conversation import generator_input, sampling_of
 from jaxrl.rollout.dynamic_sampling import dynamic_sampling
 from jaxrl.rollout.generator import GeneratorInterface, generate_now

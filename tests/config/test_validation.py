@@ -64,12 +64,8 @@ PLANNED = [
     ("generator.inference_engine.remote_urls", ["a:1"], []),
     ("generator.inference_engine.external_proxy_url", "a:1", None),
     ("generator.inference_engine.enable_http_endpoint", True, False),
-    ("generator.max_turns", 3, 1),
-    ("generator.step_wise_trajectories", True, False),
     ("generator.sampling_params.repetition_penalty", 1.1, 1.0),
-    ("generator.sampling_params.stop", ["</s>"], None),
     ("generator.sampling_params.additional_kwargs", {"a": 1}, None),
-    ("generator.eval_sampling_params.stop", ["</s>"], None),
 ]
 
 
@@ -119,13 +115,11 @@ def test_inert_fields_are_named_in_one_warning():
             {
                 "generator.inference_engine.gpu_memory_utilization": 0.9,
                 "trainer.policy.use_torch_compile": True,
-                "generator.batched": True,
             }
         )
     assert [str(w.message) for w in caught] == [
         "config fields without effect in jaxrl: trainer.policy.use_torch_compile=True (everything "
-        "is jitted); generator.inference_engine.gpu_memory_utilization=0.9 (vLLM only); "
-        "generator.batched=True (a single-turn batch is always one call)"
+        "is jitted); generator.inference_engine.gpu_memory_utilization=0.9 (vLLM only)"
     ]
 
 
