@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from itertools import groupby
 from typing import Any
 
@@ -19,11 +18,11 @@ from jaxrl.envs import StepOutput
 from jaxrl.rollout.environment_pool import EnvironmentPool
 from jaxrl.rollout.protocol import Completion, Engine, Request, Sampling
 from jaxrl.rollout.session import EnvironmentFailure, Session
+from jaxrl.rollout.submissions import Submissions, Turn
 from jaxrl.rollout.trajectories import to_columns
 from jaxrl.rollout.turns import Transcript, TurnTemplate, tokens_of_prefix
 from jaxrl.types import GeneratorInput, GeneratorOutput, Prompt, Trajectory, TrajectoryID
 
-Turn = Future[Completion]
 _log = logging.getLogger(__name__)
 
 
@@ -69,8 +68,15 @@ def sampling_of(params: SamplingParams, eos_token_ids: Sequence[int]) -> Samplin
 class Conversation:
     """What is known of one conversation while it goes on."""
 
-    def __init__(self, prompt: Prompt, key: tuple[int, int], session: Session) -> None:
-        self.prompt, self.key, self.session = prompt, key, session
+    def __init__(
+        self,
+        prompt: Prompt,
+        key: tuple[int, int],
+        session: Session,
+        submissions: Submissions,
+    ) -> None:
+        self.prompt, self.key = prompt, key
+        self.session, self.submissions = session, submissions
         self.transcript = Transcript(list(prompt.tokens))
         self.stop_reason, self.version, self.reward_is_number = "", -1, False
         self.metrics: dict[str, Any] = {}
@@ -117,7 +123,8 @@ class ConversationGenerator:
     """Holds conversations: the engine speaks, the environment judges and answers.
 
     A `GeneratorInterface`. One coroutine per trajectory; the first turns of a batch are one call of
-    the engine, in which the samples of a prompt share a request.
+    the engine, in which the samples of a prompt share a request, later turns are requests of their
+    own.
 
     Args:
         engine: samples token ids.
@@ -152,8 +159,9 @@ class ConversationGenerator:
         Raises:
             RuntimeError: that is what became of every trajectory; gives the first one's reason.
         """
+        later = Submissions(self.engine)
         talks = [
-            Conversation(prompt, key, Session(prompt, self.pool, self.env_config))
+            Conversation(prompt, key, Session(prompt, self.pool, self.env_config), later)
             for prompt, key in zip(batch["prompts"], batch["keys"], strict=True)
         ]
         sampling: Sampling = batch["sampling"]
@@ -163,6 +171,7 @@ class ConversationGenerator:
             pairs = zip(talks, turns, strict=True)
             await _all([self._hold(talk, turn, sampling) for talk, turn in pairs])
         finally:
+            await later.close()
             await _all([_close(talk.session) for talk in talks])
         failures = [talk.failure for talk in talks if talk.failure]
         if failures and len(failures) == len(talks):
@@ -230,7 +239,7 @@ class ConversationGenerator:
         if not self._fits(talk):
             return None
         key = sample_key(*talk.key, len(transcript.turns))
-        return self.engine.submit([Request(transcript.input, (key,), sampling)])[0][0]
+        return await talk.submissions.submit(Request(transcript.input, (key,), sampling))
 
     async def _step(self, session: Session, completion: Completion) -> tuple[StepOutput, int]:
         """The environment's judgement, and how many of the tokens it lets stand."""

@@ -63,12 +63,13 @@ def test_requests_share_the_first_prefill_and_each_turn_has_a_key_of_its_own():
     converse(None, [TALK, TALK], TOKENIZER, engine=engine)
     first, *later = engine.calls
     assert [(r.prompt_tokens, len(r.keys)) for r in first] == [((1, 2, ASK), 2)]
-    assert [len(call) for call in later] == [1] * 4  # two turns of two conversations
+    later = [request for call in later for request in call]
+    assert len(later) == 4  # two turns of two conversations
     keys = [sample_key("test", i) for i in range(2)]
     assert first[0].keys == tuple(keys)
-    asked = {r.keys[0] for (r,) in later}
+    asked = {r.keys[0] for r in later}
     assert asked == {sample_key(*key, turn) for key in keys for turn in (1, 2)}
-    assert sorted(r.prompt_tokens for (r,) in later)[0] == (1, 2, ASK, 3, END, 10, 11, ASK)
+    assert sorted(r.prompt_tokens for r in later)[0] == (1, 2, ASK, 3, END, 10, 11, ASK)
 
 
 @pytest.mark.parametrize("turns", [1, 2])
