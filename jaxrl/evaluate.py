@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxrl.files import replace_text
 from jaxrl.metrics import outcome, score_metrics
+from jaxrl.rollout.step_wise import last_steps
 from jaxrl.types import GeneratorOutput, Prompt
 
 
@@ -31,7 +32,7 @@ def evaluate(
     rows = []
     for start in range(0, len(prompts), batch_size):
         batch = prompts[start : start + batch_size]
-        output = generate(batch, step, samples)
+        output = last_steps(generate(batch, step, samples))
         for i, prompt in enumerate(p for p in batch for _ in range(samples)):
             rows.append(
                 {

@@ -13,6 +13,7 @@ import numpy as np
 import yaml
 
 from jaxrl.files import replace_text
+from jaxrl.rollout.step_wise import last_steps
 from jaxrl.types import GeneratorOutput, TrainBatch
 
 if TYPE_CHECKING:
@@ -69,8 +70,12 @@ def generate_metrics(output: GeneratorOutput) -> Metrics:
 
 
 def rollout_metrics(output: GeneratorOutput, uids: Sequence[str], samples: int) -> Metrics:
-    """`generate_metrics`, and the rewards as the environment gave them."""
-    reward = score_metrics(output["rewards"], uids, samples)
+    """`generate_metrics`, and the rewards as the environment gave them.
+
+    Args:
+        uids: prompt of each trajectory.
+    """
+    reward = score_metrics(last_steps(output)["rewards"], uids, samples)
     return generate_metrics(output) | {
         f"reward/avg_pass_at_{samples}": reward[f"pass_at_{samples}"],
         "reward/avg_raw_reward": reward["avg_score"],
@@ -79,11 +84,13 @@ def rollout_metrics(output: GeneratorOutput, uids: Sequence[str], samples: int) 
 
 
 def advantage_metrics(batch: TrainBatch) -> Metrics:
-    """Final rewards per row, and advantages per response token."""
+    """Final rewards per trajectory, and advantages per response token."""
+    rewards = np.asarray(batch.rewards).sum(-1)
+    last = slice(None) if batch.is_last_step is None else batch.is_last_step
     tokens = max(float(batch.response_mask.sum()), 1.0)
     advantages = np.asarray(batch.advantages) * batch.response_mask
     return {
-        "loss/avg_final_rewards": float(batch.rewards.sum(-1).mean()),
+        "loss/avg_final_rewards": float(rewards[last].mean()),
         "loss/avg_raw_advantages": float(advantages.sum() / tokens),
         "loss/avg_raw_advantages_abs": float(np.abs(advantages).sum() / tokens),
     }

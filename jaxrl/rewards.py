@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl.advantages.normalize import normalize_advantages
 from jaxrl.array_ops import Array, masked_mean
@@ -14,6 +15,7 @@ from jaxrl.data.packing import token_level
 from jaxrl.data.selection import soft_overlong_punishment, zero_variance_groups
 from jaxrl.losses.kl import adaptive_kl_coef, approximate_kl, penalized_rewards
 from jaxrl.registry import bind_estimator
+from jaxrl.rollout.step_wise import last_steps, trajectory_numbers
 from jaxrl.types import GeneratorOutput, TrainBatch
 
 Metrics = dict[str, float]
@@ -30,7 +32,7 @@ def shape_rewards(
     In this order: what a truncated response loses, soft overlong punishment, zero-variance filter.
 
     Args:
-        uids: prompt of each row.
+        uids: prompt of each trajectory.
     """
     metrics: Metrics = {}
     output = token_level(
@@ -41,9 +43,11 @@ def shape_rewards(
     if algorithm.overlong_buffer is not None:
         output = _punish_overlong(output, generator, algorithm)
     if algorithm.zero_variance_filter:
-        rewards, masks = output["rewards"], output["loss_masks"]
-        same = zero_variance_groups(rewards, uids, masks, tol=algorithm.zero_variance_filter_tol)
-        masks = [[0] * len(m) if s else m for m, s in zip(masks, same, strict=True)]
+        last, tol = last_steps(output), algorithm.zero_variance_filter_tol
+        same = zero_variance_groups(last["rewards"], uids, last["loss_masks"], tol=tol)
+        masks = output["loss_masks"]
+        of_row = trajectory_numbers(output.get("is_last_step", [True] * len(masks)))
+        masks = [[0] * len(m) if s else m for m, s in zip(masks, same[of_row], strict=True)]
         output = GeneratorOutput({**output, "loss_masks": masks})
         metrics["reward/num_zero_variance_filtered"] = int(same.sum())
     return output, metrics
@@ -123,3 +127,31 @@ def make_estimate(algorithm: AlgorithmConfig) -> Callable[..., tuple[Array, Arra
         return advantages, returns
 
     return advantages_and_returns
+
+
+def advantages_of(
+    estimate: Callable[..., tuple[Array, Array]], batch: TrainBatch
+) -> tuple[Array, Array]:
+    """Advantages and returns [B, T], on the host.
+
+    Of a trajectory with a row per step, the last step's advantage is that of all its rows: the
+    estimator sees the last rows alone, every token of them a response.
+
+    Args:
+        estimate: `make_estimate`.
+        batch: the whole batch of a step.
+    """
+    arrays = {  # by keyword: an estimator may take them all as **kwargs
+        "token_level_rewards": batch.rewards,
+        "response_mask": batch.response_mask,
+        "index": batch.index,
+        "loss_mask": batch.loss_mask,
+    }
+    if batch.is_last_step is None:
+        return jax.device_get(estimate(**arrays))
+    arrays = {name: np.asarray(x)[batch.is_last_step] for name, x in arrays.items()}
+    arrays["response_mask"] = np.ones_like(arrays["response_mask"])
+    found = jax.device_get(estimate(**arrays))
+    of_row, mask = trajectory_numbers(batch.is_last_step), np.asarray(batch.response_mask)
+    advantages, returns = (x[of_row] * mask for x in found)
+    return advantages, returns

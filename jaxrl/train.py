@@ -25,6 +25,7 @@ from jaxrl.parallel import engine_meshes, make_mesh
 from jaxrl.rollout.balancer import Balancer
 from jaxrl.rollout.conversation import ConversationGenerator
 from jaxrl.rollout.dynamic_sampling import DynamicSamplingError
+from jaxrl.rollout.generator import GeneratorInterface
 from jaxrl.rollout.native import NativeEngine
 from jaxrl.rollout.protocol import Engine
 from jaxrl.rollout.recompute import RecomputeEngine
@@ -77,14 +78,16 @@ class BasePPOExp:
         engines = [NativeEngine(model, part, dtype=dtype, **options) for part in meshes]
         return engines[0] if len(engines) == 1 else Balancer(engines)
 
-    def get_generator(self, engine: Engine, tokenizer: Any) -> Any:
+    def get_generator(self, engine: Engine, tokenizer: Any) -> GeneratorInterface:
         """What holds the conversations."""
         gym = self.config.environment.skyrl_gym
         return ConversationGenerator(
             engine,
             tokenizer,
+            self.config.generator,
             env_config=cfg.get_config_as_dict(gym),
             max_env_workers=gym.max_env_workers,
+            env_timeout_seconds=gym.env_timeout_seconds,
         )
 
     def get_trainer(self, *args: Any, **kwargs: Any) -> Trainer:

@@ -42,10 +42,12 @@ from jaxrl.optim import init_state
 from jaxrl.parallel import replicated
 from jaxrl.policy import Policy
 from jaxrl.registry import source_hashes
-from jaxrl.rewards import make_estimate, next_kl_coef, penalize_kl, shape_rewards
+from jaxrl.rewards import advantages_of, make_estimate, next_kl_coef, penalize_kl, shape_rewards
 from jaxrl.rollout.conversation import generator_input, sampling_of
 from jaxrl.rollout.dynamic_sampling import dynamic_sampling
+from jaxrl.rollout.generator import GeneratorInterface, generate_now
 from jaxrl.rollout.protocol import Engine
+from jaxrl.rollout.step_wise import merge_steps, trajectory_numbers
 from jaxrl.types import GeneratorOutput, Prompt, TrainBatch, TrainState
 from jaxrl.warm_up import warm_up
 
@@ -59,7 +61,7 @@ class Trainer:
         model: architecture of the policy.
         mesh: devices.
         engine: gets the weights after every step.
-        generator: `generate(GeneratorInput) -> GeneratorOutput`.
+        generator: makes the trajectories.
         train_prompts, eval_prompts: tokenised prompts; no evaluation without the latter.
     """
 
@@ -71,7 +73,7 @@ class Trainer:
         model: TransformerConfig | AdaptedModel,
         mesh: jax.sharding.Mesh,
         engine: Engine,
-        generator: Any,
+        generator: GeneratorInterface,
         train_prompts: Sequence[Prompt],
         eval_prompts: Sequence[Prompt],
     ) -> None:
@@ -187,7 +189,7 @@ class Trainer:
     # ---------------------------------------------------------------- 1 to 6: the batch
 
     def rollouts(self, step: int) -> tuple[GeneratorOutput, list[str]]:
-        """Judged trajectories and the uid of each; dynamic sampling draws as often as it must."""
+        """Judged trajectories and their uids; dynamic sampling draws as often as it must."""
         trainer = self.config.trainer
 
         def draw(attempt: int) -> tuple[GeneratorOutput, list[str]]:
@@ -236,9 +238,9 @@ class Trainer:
         return output
 
     def collate(self, output: GeneratorOutput) -> TrainBatch:
-        """Trajectories as rows [B, T]; the samples of a prompt are a group."""
-        rows = len(output["response_ids"])
-        return collate(output, index=[row // self.samples for row in range(rows)])
+        """Rows [B, T]; the samples of a prompt are a group."""
+        last = output.get("is_last_step", [True] * len(output["response_ids"]))
+        return collate(output, index=trajectory_numbers(last) // self.samples)
 
     def add_log_probs(self, batch: TrainBatch) -> TrainBatch:
         """Log-probs that the loss needs: of the policy as it is now, and of the reference."""
@@ -257,17 +259,10 @@ class Trainer:
         if kl_in_reward(algorithm):
             batch, metrics = penalize_kl(batch, self.state.kl_coef, algorithm)
             self.metrics |= metrics
-        advantages, returns = jax.device_get(
-            self.estimate(  # by keyword: an estimator may take them all as **kwargs
-                token_level_rewards=batch.rewards,
-                response_mask=batch.response_mask,
-                index=batch.index,
-                loss_mask=batch.loss_mask,
-            )
-        )
+        advantages, returns = advantages_of(self.estimate, batch)
         batch = batch.replace(advantages=advantages, returns=returns)
         self.metrics |= advantage_metrics(batch)
-        return batch
+        return batch.replace(is_last_step=None)
 
     # ---------------------------------------------------------------- 7 to 9: the update
 
@@ -275,7 +270,8 @@ class Trainer:
         """One optimizer update per minibatch of whole prompt groups."""
         trainer = self.config.trainer
         key = jax.random.fold_in(jax.random.key(trainer.seed), step)
-        weighed = [(m, *self.updater.weights(m)) for m in minibatches(batch, self.minibatch_rows)]
+        prompts = trainer.policy_mini_batch_size
+        weighed = [(m, *self.updater.weights(m)) for m in minibatches(batch, prompts)]
         pending = []  # device values: nothing is fetched before the last update is dispatched
         for number, (minibatch, weights, correction) in enumerate(
             weighed * trainer.update_epochs_per_batch
@@ -390,7 +386,9 @@ class Trainer:
     ) -> GeneratorOutput:
         names = (self.config.trainer.seed, phase, step)
         sampling = sampling_of(params, self.eos_token_ids)
-        return self.generator.generate(generator_input(prompts, samples, names, sampling))
+        batch = generator_input(prompts, samples, names, sampling)
+        output = generate_now(self.generator, batch)
+        return merge_steps(output) if self.config.generator.merge_stepwise_output else output
 
     def _due(self, step: int, interval: int) -> bool:
         """Whether something done every `interval` steps, and after the last, is due; -1 = never."""

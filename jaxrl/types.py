@@ -6,7 +6,7 @@ right padded), V vocabulary. All [B, T] arrays are aligned to the predicted toke
 """
 
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from flax import struct
 
@@ -45,10 +45,19 @@ class Trajectory:
     loss_mask: list[int]  # 1 = sampled by the policy, 0 = observation
     rollout_log_probs: list[float]
     rewards: list[float] | float  # per token, or one number for the whole response
-    stop_reason: str  # "stop" or "length"
-    policy_version: int
+    stop_reason: str  # why the last turn ended: "stop", "length", "abort"; or "env_error"
+    policy_version: int  # of the first sampled token; -1 if there is none
     env_class: str = ""
     env_metrics: dict[str, Any] = field(default_factory=dict)
+    env_seconds: float = 0.0  # waited for the environment
+    turns: list[tuple[int, int]] = field(default_factory=list)  # response tokens [first, last + 1)
+
+
+class TrajectoryID(NamedTuple):
+    """Which sample of which prompt a row belongs to."""
+
+    instance_id: str  # the prompt's uid
+    repetition_id: int
 
 
 class GeneratorInput(TypedDict):
@@ -61,10 +70,14 @@ class GeneratorInput(TypedDict):
     prompts: list[Prompt]
     keys: list[tuple[int, int]]  # PRNG key data of each trajectory
     sampling: Any  # rollout.protocol.Sampling
+    trajectory_ids: NotRequired[list[TrajectoryID]]
 
 
 class GeneratorOutput(TypedDict):
     """Trajectories as columns, the form that `Trainer.postprocess_generator_output` sees.
+
+    A row is a trajectory; with `is_last_step` a step of one, its steps neighbours and in order. The
+    reward of the last step is then that of the trajectory.
 
     Example: `{"prompt_token_ids": [[5, 13]], "response_ids": [[7, 40]], "rewards": [1.0],
     "loss_masks": [[1, 1]], "stop_reasons": ["stop"], "rollout_logprobs": [[-0.1, -0.2]], ...}`.
@@ -78,6 +91,8 @@ class GeneratorOutput(TypedDict):
     rollout_logprobs: list[list[float]]
     policy_versions: list[int]
     rollout_metrics: dict[str, float]
+    trajectory_ids: NotRequired[list[TrajectoryID]]
+    is_last_step: NotRequired[list[bool]]
 
 
 class TrainBatch(struct.PyTreeNode):
@@ -102,6 +117,7 @@ class TrainBatch(struct.PyTreeNode):
     values: Array | None = None
     advantages: Array | None = None
     returns: Array | None = None
+    is_last_step: Array | None = None  # [B] bool, until there are advantages; None = all are
 
 
 class ModelRows(struct.PyTreeNode):

@@ -110,13 +110,6 @@ def test_a_tolerance_is_relative_and_absolute_to_the_largest_number():
     assert difference(np.array([np.nan]), np.array([1.0]), tolerance)
 
 
-def test_a_row_per_turn_is_refused():
-    from tests.config.test_validation import check
-
-    with pytest.raises(ValueError, match="step_wise_trajectories=True: not available yet"):
-        check({"generator.step_wise_trajectories": True})
-
-
 def test_minibatches_are_whole_prompts():
     # 2 prompts with 2 samples each, minibatches of 1 prompt: rows 0-1 and 2-3
     index = np.array([0, 0, 1, 1])

@@ -13,6 +13,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jaxrl import config as cfg
+from jaxrl.envs import Env
 from jaxrl.models import RopeScaling
 from jaxrl.train import BasePPOExp, main, train
 from jaxrl.trainer import Trainer
@@ -208,32 +209,17 @@ def test_a_truncated_response_can_lose_its_reward_and_its_loss(tmp_path):
     assert int(trainer.state.step) == 1
 
 
-class BrokenEnv:
-    """Raises when it judges the first answer of the third step."""
+class BrokenEnv(Env):
+    """Raises in the second step, once, and always from the third step on."""
 
     steps = 0
 
-    def __init__(self, env_config=None, extras=None):
-        pass
-
-    def init(self, prompt):
-        return prompt, {}
-
     def step(self, action):
         BrokenEnv.steps += 1
-        if BrokenEnv.steps > 2 * 16 + 8:  # two training steps and one evaluation
+        once, always = 16 + 5, 2 * 16 + 8  # an evaluation has 8 answers
+        if BrokenEnv.steps == once or BrokenEnv.steps > always:
             raise KeyError("ground_truth")
         return {"observations": [], "reward": 1.0, "done": True, "metadata": {}}
-
-    def close(self):
-        pass
-
-    def get_metrics(self):
-        return {}
-
-    @staticmethod
-    def aggregate_metrics(metrics):
-        return {}
 
 
 def plain_prompts(size):
@@ -242,7 +228,7 @@ def plain_prompts(size):
         yield {"prompt": [{"role": "user", "content": str(1000 + i)}]}
 
 
-def test_an_environment_that_raises_loses_nothing_that_was_done(tmp_path):
+def test_an_environment_that_raises_costs_a_trajectory_and_only_if_it_always_does_the_run(tmp_path):
     config = small(
         tmp_path,
         **{
@@ -252,10 +238,49 @@ def test_an_environment_that_raises_loses_nothing_that_was_done(tmp_path):
             "trainer.eval_before_train": False,
         },
     )
-    with pytest.raises(RuntimeError, match=r"BrokenEnv' failed on prompt 0:\d+.*KeyError"):
+    message = (
+        r"all 16 trajectories of the batch failed; .*BrokenEnv' failed on prompt 0:\d+.*KeyErr"
+    )
+    with pytest.raises(RuntimeError, match=message):
         train(config)
-    assert [line["step"] for line in metric_lines(tmp_path)] == [1, 2]
+    lines = metric_lines(tmp_path)
+    assert [line["step"] for line in lines] == [1, 2]
+    assert [line["generate/env_errors"] for line in lines] == [0, 1]
+    assert [line["reward/avg_raw_reward"] for line in lines] == [1, 15 / 16]
     assert (tmp_path / "checkpoints" / "global_step_2").exists()
+
+
+GUESS = str(ROOT / "configs" / "guess_number.py")
+
+
+@pytest.mark.parametrize("step_wise", [False, True])
+def test_conversations_of_several_turns(tmp_path, step_wise):
+    changes = {
+        "data.train_data": ["jaxrl.envs.guess_number:prompts(size=16, seed=0)"],
+        "data.val_data": ["jaxrl.envs.guess_number:prompts(size=4, seed=1)"],
+        "trainer.max_training_steps": 2,
+        "trainer.train_batch_size": 4,
+        "trainer.policy_mini_batch_size": 2,
+        "trainer.micro_train_batch_size_per_gpu": 2,
+        "trainer.micro_forward_batch_size_per_gpu": 4,
+        "generator.n_samples_per_prompt": 4,
+        "generator.step_wise_trajectories": step_wise,
+        "trainer.log_path": str(tmp_path),
+        "trainer.ckpt_path": str(tmp_path / "checkpoints"),
+        "trainer.export_path": str(tmp_path / "exports"),
+        "trainer.run_name": "quickstart",
+    }
+    train(cfg.apply_overrides(cfg.load_config_file(GUESS), changes))
+    first, *lines = metric_lines(tmp_path)
+    assert 0 <= first["eval/all/avg_score"] <= 1
+    for line in lines:
+        assert 2 < line["generate/avg_turns"] <= line["generate/max_turns"] == 4
+        turns = line["generate/avg_turns"] * 16  # hardly a guess is right at first
+        assert line["generate/batch_num_seq"] == (turns if step_wise else 16)
+        assert line["environment/guesses"] == line["generate/avg_turns"]
+        assert line["policy/grad_norm"] > 0
+        # the trainer's log-probs of whole conversations are those that they were sampled with
+        assert line["policy/rollout_train_logprobs_abs_diff_max"] <= 1e-4
 
 
 def test_the_command_line(tmp_path, capsys):

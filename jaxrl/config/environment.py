@@ -42,7 +42,9 @@ class SkyRLGymConfig(BaseConfig):
     """Settings by environment."""
 
     max_env_workers: int = 32
-    """Threads for environment steps."""
+    """Environment calls at a time, in threads; 0 = inline."""
+    env_timeout_seconds: float | None = 300.0
+    """Seconds that one call of an environment may take; None = any."""
     text2sql: Text2SQLEnvConfig = field(default_factory=Text2SQLEnvConfig)
     """Environment text2sql."""
     llm_as_a_judge: GSM8kLLMJudgeEnvConfig = field(default_factory=GSM8kLLMJudgeEnvConfig)

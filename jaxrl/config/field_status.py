@@ -337,29 +337,40 @@ _GENERATOR = (
         "eval_n_samples_per_prompt zero_reward_on_non_stop",
     ),
     _implemented("generator", "apply_overlong_filtering", "by stop_reason, not by the last token"),
-    _inert("generator", "batched", "a single-turn batch is always one call"),
-    _planned("generator", "max_turns", "conversations"),
-    _mapped("generator.chat_template", "source name_or_path", "SkyRL's named templates come later"),
+    _implemented("generator", "batched", "a single-turn batch is always one call"),
+    _implemented("generator", "max_turns", "also ends conversations that the environment does not"),
+    _mapped(
+        "generator.chat_template",
+        "source name_or_path",
+        "nothing is tokenised again, so no named templates that rewrite earlier turns",
+    ),
     *(
         row
         for group in ("generator.sampling_params", "generator.eval_sampling_params")
         for row in (
             _implemented(group, "max_generate_length temperature top_p top_k min_p"),
             _mapped(group, "logprobs", "log-probs are always recorded"),
-            _planned(group, "stop", "stop_token_ids is there"),
-            _planned(group, "repetition_penalty additional_kwargs", "more sampling settings"),
+            _implemented(group, "stop"),
+            _implemented(group, "repetition_penalty"),
+            _mapped(group, "additional_kwargs", "min_tokens alone"),
             _implemented(group, "stop_token_ids", _NEW, skyrl_only=False),
         )
     ),
-    _planned(
+    _implemented(
         "generator",
         "use_conversation_multi_turn append_eos_token_after_stop_str_in_multi_turn",
-        only_with="max_turns > 1",
+        "an appended token is masked",
     ),
     _implemented("generator", "rope_scaling rope_theta", "must equal the trainer's"),
-    _planned("generator", "step_wise_trajectories", "one row per turn"),
+    _implemented(
+        "generator",
+        "step_wise_trajectories",
+        "the last row has the reward of all turns",
+    ),
+    _implemented("generator", "merge_stepwise_output", _LATER, skyrl_only=False),
     _implemented("environment", "env_class", 'also "my_pkg.my_module:MyEnv"'),
     _implemented("environment.skyrl_gym", "max_env_workers"),
+    _implemented("environment.skyrl_gym", "env_timeout_seconds", _NEW, skyrl_only=False),
     _planned(
         "environment.skyrl_gym",
         "text2sql.* llm_as_a_judge.* search.*",

@@ -13,7 +13,7 @@ class SamplingParams(BaseConfig):
     max_generate_length: int = 1024
     """Most tokens of one response."""
     repetition_penalty: float = 1.0
-    """Penalty on tokens that occurred before."""
+    """Divides (multiplies, below 0) the logits of tokens that occurred before; 1 = off."""
     temperature: float = 1.0
     """Sampling temperature; 0 = greedy, for evaluation only."""
     top_p: float = 1.0
@@ -27,7 +27,7 @@ class SamplingParams(BaseConfig):
     stop: list[str] | None = None
     """Strings that end a response."""
     additional_kwargs: dict[str, Any] | None = None
-    """Engine-specific sampling arguments."""
+    """{"min_tokens": n}: nothing ends a response before it has n tokens."""
     stop_token_ids: list[int] | None = None
     """Token ids that end a response, besides the model's end-of-sequence ids."""
 
@@ -118,7 +118,7 @@ class GeneratorConfig(BaseConfig):
     n_samples_per_prompt: int = 5
     """Samples per training prompt: the size of a group."""
     batched: bool = False
-    """One engine call for the whole batch."""
+    """One engine call for the whole batch; one turn."""
     max_turns: int = 1
     """Most turns of a conversation."""
     max_input_length: int | None = None
@@ -147,3 +147,5 @@ class GeneratorConfig(BaseConfig):
     """Rotary base of the engine; None = trainer.rope_theta."""
     step_wise_trajectories: bool = False
     """One row per turn."""
+    merge_stepwise_output: bool = False
+    """Merge neighbouring turns where the later prompt begins with the earlier turn."""

@@ -23,10 +23,12 @@ def forward_microbatching(config: TrainConfig, groups: int) -> Microbatching:
 def _microbatching(
     config: TrainConfig, groups: int, prompts: int, rows_per_group: int
 ) -> Microbatching:
-    trainer, budget = config.trainer, config.trainer.max_tokens_per_microbatch
+    trainer, generator = config.trainer, config.generator
+    budget = trainer.max_tokens_per_microbatch
+    steps = generator.max_turns if generator.step_wise_trajectories else 1
     return Microbatching(
         rows=rows_per_group * groups,
-        total=round_up(prompts * config.generator.n_samples_per_prompt, groups),
+        total=round_up(prompts * generator.n_samples_per_prompt * steps, groups),
         groups=groups,
         max_tokens=None if budget == -1 else budget,
         packed=trainer.use_sample_packing,
@@ -38,7 +40,9 @@ def longest_trajectory(config: TrainConfig) -> int:
     """Most tokens of a trajectory of a resolved config: input and response of its last turn."""
     generator = config.generator
     assert generator.max_input_length is not None  # resolved
-    return generator.max_input_length + generator.sampling_params.max_generate_length
+    sampling = generator.sampling_params
+    # an end-of-sequence token may be appended to a stop string
+    return generator.max_input_length + sampling.max_generate_length + bool(sampling.stop)
 
 
 def check_microbatches(config: TrainConfig, num_devices: int) -> None:

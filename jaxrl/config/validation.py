@@ -4,6 +4,7 @@ import math
 import warnings
 from typing import Any
 
+from jaxrl.config.conversation_checks import check_conversations
 from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.errors import check_choice, fail
 from jaxrl.config.field_status import status_of
@@ -60,7 +61,8 @@ _POSITIVE = """
     trainer.train_batch_size trainer.policy_mini_batch_size trainer.epochs
     trainer.update_epochs_per_batch trainer.micro_train_batch_size_per_gpu
     trainer.micro_forward_batch_size_per_gpu trainer.eval_batch_size trainer.max_prompt_length
-    generator.n_samples_per_prompt generator.eval_n_samples_per_prompt
+    generator.max_turns generator.n_samples_per_prompt
+    generator.eval_n_samples_per_prompt
     generator.max_input_length generator.inference_engine.max_num_seqs
     generator.sampling_params.max_generate_length
     generator.eval_sampling_params.max_generate_length
@@ -95,7 +97,7 @@ def validate(config: TrainConfig, num_devices: int = 1) -> None:
     _check_ranges(values)
     _check_batch(config)
     check_mesh(config, num_devices)
-    _check_lengths(config)
+    check_conversations(config)
     check_engines(config, num_devices)
     check_microbatches(config, batch_groups(config, num_devices))
     check_objective(config)
@@ -198,16 +200,6 @@ def _check_batch(config: TrainConfig) -> None:
         )
 
 
-def _check_lengths(config: TrainConfig) -> None:
-    generator, prompt_length = config.generator, config.trainer.max_prompt_length
-    if generator.max_turns == 1 and generator.max_input_length != prompt_length:
-        fail(
-            "generator.max_input_length",
-            generator.max_input_length,
-            f"with one turn it must equal trainer.max_prompt_length={prompt_length}; leave it None",
-        )
-
-
 def _check_rope(config: TrainConfig) -> None:
     """The engine computes what the trainer computes."""
     for name in ("rope_scaling", "rope_theta"):
@@ -229,7 +221,13 @@ def _warn_of_sampling(config: TrainConfig) -> None:
     sampling_params = config.generator.sampling_params
     filters = {
         name: value
-        for name, off in (("top_k", -1), ("top_p", 1.0), ("min_p", 0.0))
+        for name, off in (
+            ("top_k", -1),
+            ("top_p", 1.0),
+            ("min_p", 0.0),
+            ("repetition_penalty", 1.0),
+            ("additional_kwargs", None),
+        )
         if (value := getattr(sampling_params, name)) != off
     }
     if filters:
@@ -259,6 +257,12 @@ def _check_sampling(params: SamplingParams, field: str, *, greedy: bool) -> None
         fail(f"{field}.min_p", params.min_p, "must be in [0, 1]; 0.0 is off")
     if params.top_k != -1 and params.top_k <= 0:
         fail(f"{field}.top_k", params.top_k, "must be positive, or -1 (off)")
+    if params.repetition_penalty <= 0:
+        fail(f"{field}.repetition_penalty", params.repetition_penalty, "must be > 0; 1.0 is off")
+    more = params.additional_kwargs or {}
+    if set(more) - {"min_tokens"} or not isinstance(more.get("min_tokens", 0), int):
+        fix = "the native engine takes 'min_tokens', a number of tokens, and nothing else"
+        fail(f"{field}.additional_kwargs", params.additional_kwargs, fix)
 
 
 def _check_files(config: TrainConfig) -> None:

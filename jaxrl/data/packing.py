@@ -75,8 +75,8 @@ def token_level(
     return {**output, "rewards": rewards, "loss_masks": masks}
 
 
-def collate(output: GeneratorOutput, index: Sequence[int]) -> TrainBatch:
-    """One row per trajectory.
+def collate(output: GeneratorOutput, index: Sequence[int] | np.ndarray) -> TrainBatch:
+    """One row per trajectory, or per step of one.
 
     Args:
         output: columns, with per-token rewards.
@@ -117,6 +117,7 @@ def collate(output: GeneratorOutput, index: Sequence[int]) -> TrainBatch:
         index=np.asarray(index, np.int32),
         policy_versions=np.asarray(output["policy_versions"], np.int32),
         row_ids=np.arange(rows, dtype=np.int32),
+        is_last_step=np.asarray(output["is_last_step"]) if "is_last_step" in output else None,
     )
 
 
@@ -150,7 +151,16 @@ def row_slices(tree: Any, rows: int) -> Iterator[Any]:
         yield jax.tree.map(cut, tree)
 
 
-def minibatches(batch: TrainBatch, rows: int) -> list[TrainBatch]:
-    """Consecutive minibatches of `rows` rows, their prompt groups numbered from 0."""
-    slices = row_slices(batch, rows)
-    return [m.replace(index=np.unique(m.index, return_inverse=True)[1]) for m in slices]
+def minibatches(batch: TrainBatch, prompts: int) -> list[TrainBatch]:
+    """Consecutive minibatches of `prompts` groups, numbered from 0 in each.
+
+    Args:
+        batch: its index numbers the groups from 0, rows of one are neighbours.
+    """
+    index = np.asarray(batch.index)
+    cuts = np.searchsorted(index, range(0, int(index[-1]) + 1 + prompts, prompts))
+    parts = [
+        jax.tree.map(lambda x, a=a, b=b: x[a:b], batch)
+        for a, b in zip(cuts[:-1], cuts[1:], strict=True)
+    ]
+    return [m.replace(index=np.unique(m.index, return_inverse=True)[1]) for m in parts]

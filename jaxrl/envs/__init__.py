@@ -14,6 +14,7 @@ __all__ = ["ENVS", "Env", "StepOutput", "load", "make", "register"]
 # "reasoning_gym:chain_sum".
 ENVS: dict[str, str | Callable[..., Env]] = {
     "gsm8k": "jaxrl.envs.gsm8k:Gsm8kEnv",
+    "guess_number": "jaxrl.envs.guess_number:GuessNumberEnv",
     "reasoning_gym": "jaxrl.envs.reasoning_gym:ReasoningGymEnv",
     "sort_digits": "jaxrl.envs.sort_digits:SortDigitsEnv",
 }

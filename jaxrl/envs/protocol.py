@@ -1,4 +1,4 @@
-"""What an environment is: it sees the text of a response and rewards it."""
+"""What an environment is: it sees the text of a response, rewards it and may answer."""
 
 import numbers
 from collections.abc import Mapping, Sequence
@@ -17,20 +17,21 @@ class StepOutput(TypedDict):
     reward: float | list[float]  # for the whole response, or one per response token
     done: bool
     metadata: dict[str, Any]
-    postprocessed_action: NotRequired[str | None]  # replaces the text of the response
+    postprocessed_action: NotRequired[str | None]  # the beginning of the response that stands
 
 
 class Env:
     """One conversation with an environment; the interface of skyrl-gym's `BaseTextEnv`.
 
-    A subclass overrides `step`. If its `step` has a parameter `tokens`, it is given the decoded
-    text of every response token, so that it can reward tokens without knowing the tokenizer; with a
-    parameter `stopped` it learns whether the last of them is an end-of-sequence token. An object
-    with the same methods need not be a subclass.
+    A subclass overrides `step`, which may be a coroutine function. If its `step` has a parameter
+    `tokens`, it is given the decoded text of every response token, so that it can reward tokens
+    without knowing the tokenizer; with a parameter `stopped` it learns whether the last of them is
+    an end-of-sequence token. An object with the same methods need not be a subclass.
 
     Args:
         env_config: settings of the run, the same for every conversation.
-        extras: the columns of the prompt's row besides `prompt` and `env_class`.
+        extras: the columns of the prompt's row besides `prompt` and `env_class`; `max_turns`, which
+            is `generator.max_turns` unless the row has that column.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Env:
         self.env_config = {} if env_config is None else env_config
         self.extras = {} if extras is None else extras
         self.turns = 0
-        self.max_turns = 1
+        self.max_turns = int(self.extras.get("max_turns", 1))
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
         """The messages that open the conversation, and anything worth recording."""

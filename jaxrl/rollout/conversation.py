@@ -4,20 +4,26 @@ The engine's tokens and log-probs go into the trajectory as they are; text exist
 environment.
 """
 
-import functools
+import asyncio
+import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import logging
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-import numpy as np
-
-from jaxrl import envs
-from jaxrl.config import SamplingParams
-from jaxrl.registry import accepted_keywords
+from jaxrl.config import GeneratorConfig, SamplingParams
+from jaxrl.data.tokenizer import encode_prompt
+from jaxrl.envs import StepOutput
+from jaxrl.rollout.environment_pool import EnvironmentPool
 from jaxrl.rollout.protocol import Completion, Engine, Request, Sampling
-from jaxrl.types import GeneratorInput, GeneratorOutput, Prompt, Trajectory
+from jaxrl.rollout.session import EnvironmentFailure, Session
+from jaxrl.rollout.submissions import Submissions, Turn
+from jaxrl.rollout.trajectories import to_columns
+from jaxrl.rollout.turns import Transcript, TurnTemplate, tokens_of_prefix
+from jaxrl.types import GeneratorInput, GeneratorOutput, Prompt, Trajectory, TrajectoryID
+
+_log = logging.getLogger(__name__)
 
 
 def sample_key(*names: object) -> tuple[int, int]:
@@ -40,6 +46,7 @@ def generator_input(
     """
     return GeneratorInput(
         prompts=[p for p in prompts for _ in range(samples)],
+        trajectory_ids=[TrajectoryID(p.uid, i) for p in prompts for i in range(samples)],
         keys=[sample_key(*names, p.uid, i) for p in prompts for i in range(samples)],
         sampling=sampling,
     )
@@ -53,135 +60,253 @@ def sampling_of(params: SamplingParams, eos_token_ids: Sequence[int]) -> Samplin
         top_k=params.top_k,
         top_p=params.top_p,
         min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        min_tokens=(params.additional_kwargs or {}).get("min_tokens", 0),
         stop_token_ids=(*eos_token_ids, *(params.stop_token_ids or ())),
+        stop=tuple(params.stop or ()),
     )
 
 
+class Conversation:
+    """What is known of one conversation while it goes on."""
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        key: tuple[int, int],
+        session: Session,
+        submissions: Submissions,
+    ) -> None:
+        self.prompt, self.key = prompt, key
+        self.session, self.submissions = session, submissions
+        self.transcript = Transcript(list(prompt.tokens))
+        self.stop_reason, self.version, self.reward_is_number = "", -1, False
+        self.metrics: dict[str, Any] = {}
+        self.failure: EnvironmentFailure | None = None
+
+    def take(self, completion: Completion) -> None:
+        """A turn of the policy."""
+        if not self.transcript.turns:
+            self.version = completion.versions[0]
+        self.transcript.add_sampled(completion.tokens, completion.log_probs)
+        self.stop_reason = completion.stop_reason
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """A failure of the environment ends the conversation, and nothing else."""
+        try:
+            yield
+        except EnvironmentFailure as failure:
+            _log.warning("%s", failure)
+            self.failure, self.stop_reason = failure, "env_error"
+            self.transcript.mask()
+
+    def trajectory(self) -> Trajectory:
+        """The finished conversation."""
+        transcript = self.transcript
+        plain = self.reward_is_number and len(transcript.turns) == 1 and all(transcript.loss_mask)
+        return Trajectory(
+            uid=self.prompt.uid,
+            prompt_tokens=transcript.prompt,
+            response_tokens=transcript.tokens,
+            loss_mask=transcript.loss_mask,
+            rollout_log_probs=transcript.log_probs,
+            rewards=transcript.rewards[-1] if plain else transcript.rewards,
+            stop_reason=self.stop_reason,
+            policy_version=self.version,
+            env_class=self.prompt.env_class,
+            env_metrics=self.metrics,
+            env_seconds=self.session.seconds,
+            turns=transcript.turns,
+        )
+
+
 class ConversationGenerator:
-    """Holds single-turn conversations: the engine speaks, the environment judges.
+    """Holds conversations: the engine speaks, the environment judges and answers.
+
+    A `GeneratorInterface`. One coroutine per trajectory; the first turns of a batch are one call of
+    the engine, in which the samples of a prompt share a request, later turns are requests of their
+    own.
 
     Args:
         engine: samples token ids.
         tokenizer: turns them into the text that environments read.
+        settings: turns, lengths, what stands between turns.
         env_config: handed to every environment.
-        max_env_workers: threads for `env.step`; 0 = inline.
+        max_env_workers: calls of environments at a time; 0 = inline.
+        env_timeout_seconds: of each call of an environment; None = none.
     """
 
     def __init__(
         self,
         engine: Engine,
         tokenizer: Any,
+        settings: GeneratorConfig | None = None,
         *,
         env_config: Mapping[str, Any] | None = None,
         max_env_workers: int = 32,
+        env_timeout_seconds: float | None = None,
     ) -> None:
-        self.engine, self.tokenizer = engine, tokenizer
-        self.env_config = env_config
-        # kept from batch to batch: starting threads took longer than judging 512 short answers
-        self._pool = ThreadPoolExecutor(max_env_workers) if max_env_workers else None
+        self.engine, self.tokenizer, self.env_config = engine, tokenizer, env_config
+        self.settings = GeneratorConfig() if settings is None else settings
+        self.pool = EnvironmentPool(max_env_workers, env_timeout_seconds)
+        self.template = TurnTemplate(tokenizer, self.settings.chat_template_kwargs)
 
-    def generate(self, batch: GeneratorInput) -> GeneratorOutput:
-        """One trajectory per entry of the batch, in order; equal neighbours share a prefill.
+    async def generate(self, batch: GeneratorInput) -> GeneratorOutput:
+        """Trajectories of the batch, in order.
+
+        What goes wrong in an environment ends its own conversation: stop_reason "env_error",
+        reward 0, everything masked.
 
         Raises:
-            RuntimeError: an environment raised; names the environment and the prompt.
-            ValueError: a reward that is not finite, or not one number per token.
+            RuntimeError: that is what became of every trajectory; gives the first one's reason.
         """
-        prompts = batch["prompts"]
-        groups = [list(g) for _, g in groupby(range(len(prompts)), key=lambda i: prompts[i].uid)]
-        requests = [
-            Request(
-                prompt_tokens=prompts[rows[0]].tokens,
-                keys=tuple(batch["keys"][i] for i in rows),
-                sampling=batch["sampling"],
-            )
-            for rows in groups
+        later = Submissions(self.engine)
+        talks = [
+            Conversation(prompt, key, Session(prompt, self.pool, self.env_config), later)
+            for prompt, key in zip(batch["prompts"], batch["keys"], strict=True)
         ]
-        completions = [c for samples in self.engine.generate(requests) for c in samples]
+        sampling: Sampling = batch["sampling"]
+        try:
+            await _all([self._open(talk) for talk in talks])
+            turns = self._first_turns(talks, sampling)
+            pairs = zip(talks, turns, strict=True)
+            await _all([self._hold(talk, turn, sampling) for talk, turn in pairs])
+        finally:
+            await later.close()
+            await _all([_close(talk.session) for talk in talks])
+        failures = [talk.failure for talk in talks if talk.failure]
+        if failures and len(failures) == len(talks):
+            message = f"all {len(talks)} trajectories of the batch failed; the first: {failures[0]}"
+            raise RuntimeError(message) from failures[0]
+        trajectories = [talk.trajectory() for talk in talks]
+        ids, step_wise = batch.get("trajectory_ids"), self.settings.step_wise_trajectories
+        return to_columns(trajectories, ids, step_wise=step_wise)
 
-        def judge(pair: tuple[Prompt, Completion]) -> Trajectory:
-            return score(*pair, tokenizer=self.tokenizer, env_config=self.env_config)
+    async def _open(self, talk: Conversation) -> None:
+        """Let the environment open the conversation, perhaps in words of its own."""
+        with talk.failing():
+            messages = await talk.session.open(self.settings.max_turns)
+            if messages != talk.prompt.messages:
+                variables = self.settings.chat_template_kwargs
+                with talk.session.blamed("at the start"):
+                    opening = encode_prompt(self.tokenizer, messages, **variables)
+                talk.transcript.prompt = opening
 
-        pairs = list(zip(prompts, completions, strict=True))
-        run = self._pool.map if self._pool else map
-        return to_columns(list(run(judge, pairs)))
+    def _first_turns(self, talks: Sequence[Conversation], sampling: Sampling) -> list[Turn | None]:
+        """One call of the engine for all; None where nothing is to be sampled."""
+        able = [i for i, talk in enumerate(talks) if not talk.failure and self._fits(talk)]
+        alike = groupby(able, lambda i: (talks[i].prompt.uid, talks[i].transcript.input))
+        groups = [(tokens, list(rows)) for (_, tokens), rows in alike]
+        requests = [
+            Request(tokens, tuple(talks[i].key for i in rows), sampling) for tokens, rows in groups
+        ]
+        turns: list[Turn | None] = [None] * len(talks)
+        for (_, rows), samples in zip(groups, self.engine.submit(requests), strict=True):
+            for i, turn in zip(rows, samples, strict=True):
+                turns[i] = turn
+        return turns
+
+    async def _hold(self, talk: Conversation, turn: Turn | None, sampling: Sampling) -> None:
+        """A conversation from its first turn to its end."""
+        with talk.failing():
+            while turn is not None:
+                turn = await self._turn(talk, await asyncio.wrap_future(turn), sampling)
+            if not talk.failure:
+                talk.metrics = await talk.session.metrics()
+        talk.transcript.end_at_turn()
+        await _close(talk.session)
+
+    async def _turn(
+        self, talk: Conversation, completion: Completion, sampling: Sampling
+    ) -> Turn | None:
+        """Take what was said to the environment; the next turn, if there is one."""
+        transcript = talk.transcript
+        talk.take(completion)
+        if completion.stop_reason == "abort":
+            transcript.mask()
+            return None
+        step, kept = await self._step(talk.session, completion)
+        goes_on = not step["done"] and len(transcript.turns) < self.settings.max_turns
+        if goes_on and kept > 1 and not self.settings.use_conversation_multi_turn:
+            kept -= completion.tokens[kept - 1] in sampling.stop_token_ids  # one message: no end
+        transcript.keep(kept)
+        transcript.reward(step["reward"])
+        talk.reward_is_number = not isinstance(step["reward"], list)
+        closed = self._end_turn(transcript, completion, sampling, goes_on=goes_on)
+        if not goes_on:
+            return None
+        with talk.session.blamed("with its observations"):
+            transcript.add_given(self._answer(step, sampling, closed=closed))
+        if not self._fits(talk):
+            return None
+        key = sample_key(*talk.key, len(transcript.turns))
+        return await talk.submissions.submit(Request(transcript.input, (key,), sampling))
+
+    async def _step(self, session: Session, completion: Completion) -> tuple[StepOutput, int]:
+        """The environment's judgement, and how many of the tokens it lets stand."""
+        tokens, string = completion.tokens, completion.stop_string
+        ended = completion.stop_reason == "stop" and string is None
+        spoken = tokens[:-1] if ended else tokens
+        text = self.tokenizer.decode(spoken, skip_special_tokens=True)
+        if string is not None:  # its last token may reach beyond
+            head, found, _ = text.rpartition(string)
+            text = head + found if found else text
+        pieces = [self.tokenizer.decode([token]) for token in tokens]
+        step = await session.step(text, pieces, ended)
+        action = step.get("postprocessed_action")
+        if action is None or action == text:
+            return step, len(tokens)
+        with session.blamed(f"with the answer {text!r}"):
+            return step, tokens_of_prefix(self.tokenizer, spoken, action)
+
+    def _end_turn(
+        self, transcript: Transcript, completion: Completion, sampling: Sampling, *, goes_on: bool
+    ) -> bool:
+        """Append the end-of-sequence token where it is wanted; whether the turn needs no end."""
+        if transcript.tokens[-1] in sampling.stop_token_ids:
+            return True
+        start, end = transcript.turns[-1]
+        by_string = completion.stop_string is not None and end - start == len(completion.tokens)
+        if self.settings.use_conversation_multi_turn:
+            wanted = by_string and self.settings.append_eos_token_after_stop_str_in_multi_turn
+        else:
+            wanted = completion.stop_reason == "stop" and not goes_on
+        if wanted:
+            transcript.extend_turn(self.tokenizer.eos_token_id)
+        return by_string
+
+    def _answer(self, step: StepOutput, sampling: Sampling, *, closed: bool) -> list[int]:
+        """The tokens between two turns."""
+        if not self.settings.use_conversation_multi_turn:
+            return self.template.encode("".join(m["content"] for m in step["observations"]))
+        end, rest = self.template.between(step["observations"], sampling.stop_token_ids)
+        return rest if closed else end + rest
+
+    def _fits(self, talk: Conversation) -> bool:
+        """Whether the input of the next turn is short enough; if not, there is none."""
+        longest = self.settings.max_input_length
+        if longest is None or len(talk.transcript.input) <= longest:
+            return True
+        talk.stop_reason = "length"
+        return False
 
 
-def score(
-    prompt: Prompt,
-    completion: Completion,
-    *,
-    tokenizer: Any,
-    env_config: Mapping[str, Any] | None,
-) -> Trajectory:
-    """Let the prompt's environment judge a completion."""
-    ended = completion.stop_reason == "stop"
-    spoken = completion.tokens[:-1] if ended else completion.tokens
-    text = tokenizer.decode(spoken, skip_special_tokens=True)
+async def _close(session: Session) -> None:
+    """What was judged stays judged."""
     try:
-        env = envs.make(prompt.env_class, prompt.extras, env_config)
-        env.init(prompt.messages)
-        asked = _step_keywords(type(env))
-        details: dict[str, Any] = {"stopped": ended} if "stopped" in asked else {}
-        if "tokens" in asked:
-            details["tokens"] = [tokenizer.decode([t]) for t in completion.tokens]
-        step = env.step(text, **details)
-        rewards = np.asarray(step["reward"], np.float64).tolist()  # an env may use numpy's numbers
-        metrics = env.get_metrics()
-        env.close()
-    except Exception as error:
-        raise RuntimeError(
-            f"environment '{prompt.env_class}' failed on prompt {prompt.uid} with the answer "
-            f"{text!r}: {error!r}"
-        ) from error
-    if not np.isfinite(rewards).all():
-        raise ValueError(
-            f"environment '{prompt.env_class}' gave the reward {rewards!r} for prompt {prompt.uid} "
-            f"and the answer {text!r}; rewards must be finite"
-        )
-    if isinstance(rewards, list) and len(rewards) != len(completion.tokens):
-        raise ValueError(
-            f"environment '{prompt.env_class}' gave {len(rewards)} rewards for the "
-            f"{len(completion.tokens)} tokens of prompt {prompt.uid}; give one per "
-            "token, or a number"
-        )
-    return Trajectory(
-        uid=prompt.uid,
-        prompt_tokens=list(prompt.tokens),
-        response_tokens=completion.tokens,
-        loss_mask=[1] * len(completion.tokens),
-        rollout_log_probs=completion.log_probs,
-        rewards=rewards,
-        stop_reason=completion.stop_reason,
-        policy_version=completion.versions[0],
-        env_class=prompt.env_class,
-        env_metrics=metrics,
-    )
+        await session.close()
+    except EnvironmentFailure as failure:
+        _log.warning("%s", failure)
 
 
-@functools.cache
-def _step_keywords(env: type) -> frozenset[str]:
-    """Which of the optional keywords an environment's `step` takes."""
-    return frozenset(accepted_keywords(env.step, {"tokens": None, "stopped": None}))
-
-
-def to_columns(trajectories: Sequence[Trajectory]) -> GeneratorOutput:
-    """Trajectories as the columns that `Trainer.postprocess_generator_output` works on."""
-    by_env: dict[Any, list[dict[str, Any]]] = {}  # families of one environment together
-    for t in trajectories:
-        by_env.setdefault(envs.load(t.env_class), []).append(t.env_metrics)
-    metrics = {}
-    for env, measured in by_env.items():
-        label = "environment" if len(by_env) == 1 else f"environment/{env.__name__}"
-        averages = env.aggregate_metrics(measured)
-        metrics |= {f"{label}/{name}": value for name, value in averages.items()}
-    return GeneratorOutput(
-        prompt_token_ids=[t.prompt_tokens for t in trajectories],
-        response_ids=[t.response_tokens for t in trajectories],
-        rewards=[t.rewards for t in trajectories],  # type: ignore[typeddict-item]
-        loss_masks=[t.loss_mask for t in trajectories],
-        stop_reasons=[t.stop_reason for t in trajectories],
-        rollout_logprobs=[t.rollout_log_probs for t in trajectories],
-        policy_versions=[t.policy_version for t in trajectories],
-        rollout_metrics=metrics,
-    )
+async def _all(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """All of them, side by side; the first error ends the others and is raised."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxrl.config import DynamicSamplingConfig
 from jaxrl.data.selection import filter_rows, replace_rows, zero_variance_groups
+from jaxrl.rollout.step_wise import take_rows
 from jaxrl.types import GeneratorOutput
 
 Draw = Callable[
@@ -52,7 +53,7 @@ def dynamic_sampling(
         else:
             replaced = replace_rows(same, drawn, settings.min_replace_ratio, rng)
             rows = np.arange(0) if replaced is None else replaced[0]
-        parts.append(_take(output, rows))
+        parts.append(take_rows(output, rows))
         uids += [drawn[row] for row in rows]
         if len(uids) == prompts * samples:
             return _concatenate(parts), distinct_uids(uids, samples)
@@ -75,16 +76,6 @@ def distinct_uids(uids: Sequence[str], samples: int) -> list[str]:
         seen[uid] += 1
         distinct += [uid if seen[uid] == 1 else f"{uid}#{seen[uid]}"] * samples
     return distinct
-
-
-def _take(output: GeneratorOutput, rows: np.ndarray) -> GeneratorOutput:
-    return cast(
-        GeneratorOutput,
-        {
-            name: [column[row] for row in rows] if isinstance(column, list) else column
-            for name, column in output.items()
-        },
-    )
 
 
 def _concatenate(parts: Sequence[GeneratorOutput]) -> GeneratorOutput:

@@ -55,6 +55,8 @@ OUR_FIELDS = {
     "trainer.algorithm.dppo.dppo_type",
     "trainer.algorithm.dppo.delta_low",
     "trainer.algorithm.dppo.delta_high",
+    "generator.merge_stepwise_output",
+    "environment.skyrl_gym.env_timeout_seconds",
     "trainer.compilation_cache_path",
     "trainer.remat_policy",
     "trainer.max_tokens_per_microbatch",

@@ -61,12 +61,6 @@ PLANNED = [
     ("generator.inference_engine.remote_urls", ["a:1"], []),
     ("generator.inference_engine.external_proxy_url", "a:1", None),
     ("generator.inference_engine.enable_http_endpoint", True, False),
-    ("generator.max_turns", 3, 1),
-    ("generator.step_wise_trajectories", True, False),
-    ("generator.sampling_params.repetition_penalty", 1.1, 1.0),
-    ("generator.sampling_params.stop", ["</s>"], None),
-    ("generator.sampling_params.additional_kwargs", {"a": 1}, None),
-    ("generator.eval_sampling_params.stop", ["</s>"], None),
 ]
 
 
@@ -116,13 +110,11 @@ def test_inert_fields_are_named_in_one_warning():
             {
                 "generator.inference_engine.enforce_eager": False,
                 "trainer.policy.use_torch_compile": True,
-                "generator.batched": True,
             }
         )
     assert [str(w.message) for w in caught] == [
         "config fields without effect in jaxrl: trainer.policy.use_torch_compile=True (everything "
-        "is jitted); generator.inference_engine.enforce_eager=False (vLLM only); "
-        "generator.batched=True (a single-turn batch is always one call)"
+        "is jitted); generator.inference_engine.enforce_eager=False (vLLM only)"
     ]
 
 
@@ -163,8 +155,17 @@ def test_fields_of_a_user_class_are_not_judged():
             r"trainer.algorithm.loss_reduction='tokenmean': .* did you mean 'token_mean'\?",
         ),
         (
+            {"generator.sampling_params.additional_kwargs": {"min_token": 4}},
+            r"sampling_params.additional_kwargs={'min_token': 4}: the native engine takes "
+            r"'min_tokens'",
+        ),
+        (
+            {"generator.sampling_params.repetition_penalty": 0.0},
+            r"sampling_params.repetition_penalty=0.0: must be > 0; 1.0 is off",
+        ),
+        (
             {"generator.inference_engine.num_engines": 3},
-            r"num_engines=3: times tensor_parallel_size=1 is 3, which does not divide 8 devices",
+            r"num_engines=3: times tensor_parallel_size=1 is 3, which does not divide 1 devices",
         ),
         (
             {"generator.inference_engine.gpu_memory_utilization": 1.5},

@@ -22,6 +22,8 @@ from jaxrl.data.selection import (
     zero_variance_groups,
 )
 from jaxrl.metrics import advantage_metrics, score_metrics
+from jaxrl.rewards import advantages_of
+from jaxrl.rollout.step_wise import merge_steps
 from jaxrl.types import TrainBatch
 from tests.golden import Case
 from tests.golden.arrays import BITS, EXACT, Outputs, floats, metrics_within, unpadded, within
@@ -56,13 +58,14 @@ def estimates_within(case: Case, bits: int, ours: Any, mask: np.ndarray) -> Outp
 
 
 def trainer_advantages(case: Case, bits: int) -> Outputs:
-    if case["step_wise"]:
-        return {"step_wise": ("no counterpart", "advantage of the last step", EXACT)}
     real = len(case["uids"]) - case["pad_size"]  # there are no rows of padding here
     names = ("rewards", "response_mask", "values")
     x = SimpleNamespace(**{k: jnp.asarray(case.i[k][:real], f"float{bits}") for k in names})
     index = np.unique(case["uids"][:real], return_inverse=True)[1]
-    ours = estimate(case, x, jnp.asarray(index))
+    if case["step_wise"]:
+        ours = step_wise_advantages(case, x, index, case["is_last_step"][:real])
+    else:
+        ours = estimate(case, x, jnp.asarray(index))
     case = Case(case, arrays={"in": case.i, "out": cut_rows(case.o, real)})
     batch = TrainBatch(
         tokens=None,
@@ -75,9 +78,31 @@ def trainer_advantages(case: Case, bits: int) -> Outputs:
         policy_versions=None,
         row_ids=None,
         advantages=np.asarray(ours[0]),
+        is_last_step=np.array(case["is_last_step"][:real]) if case["step_wise"] else None,
     )
     found = estimates_within(case, bits, ours, np.asarray(x.response_mask))
     return found | metrics_within(case, bits, advantage_metrics(batch), BITS[bits])
+
+
+def step_wise_advantages(case: Case, x: Any, index: Any, last: list[bool]) -> Any:
+    """What the trainer makes of rows that are steps."""
+    batch = TrainBatch(
+        tokens=None,
+        lengths=None,
+        response_mask=x.response_mask,
+        loss_mask=x.response_mask,
+        rewards=x.rewards,
+        rollout_log_probs=None,
+        index=index,
+        policy_versions=None,
+        row_ids=None,
+        is_last_step=np.array(last),
+    )
+
+    def of_last_rows(*, token_level_rewards: Any, response_mask: Any, index: Any, **_: Any) -> Any:
+        return ESTIMATORS[case["estimator"]](token_level_rewards, response_mask, index)
+
+    return advantages_of(of_last_rows, batch)
 
 
 def cut_rows(arrays: dict[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
@@ -224,7 +249,14 @@ def overlong_punishment(case: Case) -> Iterator[tuple[str, tuple]]:
     yield "beyond the limit", (ours[~fits], expected[~fits], BITS[64])
 
 
+def merged(case: Case) -> Iterator[tuple[str, tuple]]:
+    ours = merge_steps({k: v for k, v in case["inp"].items() if v is not None})
+    for name, expected in case["out"].items():
+        yield name, (ours.get(name), expected, EXACT)
+
+
 PYTHON_UTILS = {
+    "merge_single_trajectory": merged,
     "get_metrics_from_generator_output": generator_metrics,
     "apply_overlong_filtering": overlong_filtering,
     "zero_variance_filter": zero_variance,

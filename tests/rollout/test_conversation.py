@@ -1,5 +1,6 @@
 """Engine and environments in conversation: a real tiny engine, a character tokenizer."""
 
+import re
 from pathlib import Path
 
 import jax
@@ -14,6 +15,7 @@ from jaxrl.models.hf import load_config
 from jaxrl.models.transformer import is_spec, param_specs
 from jaxrl.parallel import make_mesh
 from jaxrl.rollout.conversation import ConversationGenerator, sample_key
+from jaxrl.rollout.generator import generate_now
 from jaxrl.rollout.native import NativeEngine
 from jaxrl.rollout.protocol import Request, Sampling
 from jaxrl.types import Prompt
@@ -32,11 +34,12 @@ class RecordingEnv(Env):
     def step(self, action, tokens, stopped):
         self.turns += 1
         self.seen.append((self.extras["name"], action, tokens, stopped))
+        self.length = len(tokens)
         rewards = [float(i) for i in range(len(tokens))]
         return {"observations": [], "reward": rewards, "done": True, "metadata": {}}
 
     def get_metrics(self):
-        return {"turns": self.turns, "length": len(self.seen[-1][2])}
+        return {"turns": self.turns, "length": self.length}
 
 
 class NumberEnv(Env):
@@ -104,7 +107,12 @@ def prompt(name, text="3142", env_class="recording", **extras):
 def generate(engine, prompts, **options):
     generator = ConversationGenerator(engine, TOKENIZER, **options)
     keys = [sample_key("test", i) for i in range(len(prompts))]
-    return generator.generate({"prompts": prompts, "keys": keys, "sampling": SAMPLING})
+    return generate_now(generator, {"prompts": prompts, "keys": keys, "sampling": SAMPLING})
+
+
+def environment_metrics(output):
+    metrics = output["rollout_metrics"]
+    return {name: x for name, x in metrics.items() if name.startswith("environment/")}
 
 
 P, Q = prompt("p"), prompt("q", "998")
@@ -159,13 +167,14 @@ def test_sort_digits_rewards_each_right_digit(engine):
         right = [1, 2, 3, 4, ids[-1] if reason == "stop" else None]
         expected = [0.2 * (i < 5 and token == right[i]) for i, token in enumerate(ids)]
         np.testing.assert_allclose(rewards, expected)
-    assert set(output["rollout_metrics"]) == {"environment/exact"}
+    assert set(environment_metrics(output)) == {"environment/exact"}
 
 
 def test_neighbouring_samples_of_a_prompt_share_one_request(engine, monkeypatch):
-    asked, real = [], engine.generate
-    monkeypatch.setattr(engine, "generate", lambda reqs: asked.extend(reqs) or real(reqs))
+    calls, real = [], engine.submit
+    monkeypatch.setattr(engine, "submit", lambda requests: calls.append(requests) or real(requests))
     output = generate(engine, [P, P, P, Q, P])
+    (asked,) = calls  # one call for the whole batch
     assert [(r.prompt_tokens, len(r.keys)) for r in asked] == [
         (P.tokens, 3),  # one prefill for three samples
         (Q.tokens, 1),
@@ -177,42 +186,67 @@ def test_neighbouring_samples_of_a_prompt_share_one_request(engine, monkeypatch)
 
 def test_threads_do_not_change_order_or_result(engine):
     prompts = [P, P, Q, prompt("r", env_class="number")]
-    assert generate(engine, prompts, max_env_workers=0) == generate(
-        engine, prompts, max_env_workers=3
-    )
+    inline, threaded = (generate(engine, prompts, max_env_workers=n) for n in (0, 3))
+    for output in (inline, threaded):
+        assert output["rollout_metrics"].pop("timing/environment") > 0
+    assert inline == threaded
 
 
 def test_metrics_are_averaged_and_named_by_environment_if_there_are_several(engine):
     numbers = [prompt("p", env_class="number"), prompt("q", env_class="number")]
     # letters 3 and 5
-    assert generate(engine, numbers)["rollout_metrics"] == {"environment/letters": 4.0}
+    assert environment_metrics(generate(engine, numbers)) == {"environment/letters": 4.0}
     output = generate(engine, [*numbers, P])
-    assert output["rollout_metrics"] == {
+    assert environment_metrics(output) == {
         "environment/NumberEnv/letters": 4.0,
         "environment/RecordingEnv/turns": 1.0,
         "environment/RecordingEnv/length": float(len(output["response_ids"][2])),
     }
 
 
+def failed(output, row):
+    """Whether a row is recorded as an environment's failure: nothing is learnt from it."""
+    length = len(output["response_ids"][row])
+    assert output["loss_masks"][row] == [0] * length
+    assert output["rewards"][row] == [0.0] * length
+    return output["stop_reasons"][row] == "env_error"
+
+
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_environment_that_raises_is_named_with_prompt_and_answer(engine, workers):
-    message = r"environment 'raising' failed on prompt 0:x with the answer '.*': KeyError"
+def test_an_environment_that_raises_costs_its_own_trajectory(engine, workers, caplog):
+    output = generate(engine, [P, prompt("x", env_class="raising")], max_env_workers=workers)
+    assert failed(output, 1)
+    assert output["response_ids"][1]  # what was sampled is kept
+    assert output["stop_reasons"][0] in ("stop", "length")
+    assert output["loss_masks"][0] == [1] * len(output["response_ids"][0])
+    assert output["rollout_metrics"]["generate/env_errors"] == 1
+    (record,) = caplog.records
+    start = "environment 'raising' failed on prompt 0:x with the answer '"
+    assert record.getMessage().startswith(start)
+    assert record.getMessage().endswith("KeyError('no such key')")
+
+
+def test_a_batch_in_which_everything_fails_is_an_error(engine):
+    message = r"all 2 trajectories of the batch failed; the first: environment 'raising' .* 0:x "
     with pytest.raises(RuntimeError, match=message) as caught:
-        generate(engine, [P, prompt("x", env_class="raising")], max_env_workers=workers)
-    assert isinstance(caught.value.__cause__, KeyError)
+        generate(engine, [prompt(name, env_class="raising") for name in "xy"])
+    assert isinstance(caught.value.__cause__.__cause__, KeyError)
 
 
-@pytest.mark.parametrize("reward", [float("nan"), float("inf"), [0.0, float("nan")]])
-def test_a_reward_that_is_not_finite_is_refused(engine, reward):
-    message = r"environment 'given_reward' gave the reward .* for prompt 0:x .*must be finite"
-    with pytest.raises(ValueError, match=message):
-        generate(engine, [prompt("x", env_class="given_reward", reward=reward)])
-
-
-def test_the_wrong_number_of_rewards_is_refused(engine):
-    message = r"'given_reward' gave 20 rewards for the \d tokens of prompt 0:x; give one per token"
-    with pytest.raises(ValueError, match=message):
-        generate(engine, [prompt("x", env_class="given_reward", reward=[0.0] * 20)])
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (float("nan"), "gave the reward nan; rewards must be finite"),
+        ([0.0, float("inf")], "rewards must be finite"),
+        ([0.0] * 20, r"gave 20 rewards for \d tokens; give one per token"),
+        (None, "nan; rewards must be finite"),
+        ("high", "could not convert string to float"),
+    ],
+)
+def test_a_reward_that_cannot_be_used_costs_its_own_trajectory(engine, reward, message, caplog):
+    output = generate(engine, [P, prompt("x", env_class="given_reward", reward=reward)])
+    assert failed(output, 1)
+    assert re.search(rf"'given_reward' failed on prompt 0:x .*{message}", caplog.text)
 
 
 def test_sample_keys_are_two_words_of_the_name():

@@ -1,0 +1,105 @@
+"""Checks of conversations: lengths, turns, a row per turn, and what these exclude."""
+
+from typing import Any
+
+from jaxrl.config.errors import fail
+from jaxrl.config.train_config import TrainConfig
+
+_EVERY_TOKEN_COUNTS = ("gae", "reinforce++", "grpo_token")
+
+
+def check_conversations(config: TrainConfig) -> None:
+    """Refuse conversations that cannot be held or trained on.
+
+    Raises:
+        ValueError: names the field, the value and the fix.
+    """
+    _check_lengths(config)
+    _check_turns(config)
+    _check_environments(config)
+    for group in ("sampling_params", "eval_sampling_params"):
+        params = getattr(config.generator, group)
+        if params is not None and "" in (params.stop or ()):
+            fail(f"generator.{group}.stop", params.stop, "would end at once; remove the ''")
+
+
+def _check_lengths(config: TrainConfig) -> None:
+    generator, prompt_length = config.generator, config.trainer.max_prompt_length
+    field, length = "generator.max_input_length", generator.max_input_length
+    assert length is not None  # resolved
+    if generator.max_turns == 1 and length != prompt_length:
+        fix = f"with one turn it must equal trainer.max_prompt_length={prompt_length}"
+        fail(field, length, f"{fix}; leave it None")
+    if length < prompt_length:
+        fix = f"shorter than a prompt (trainer.max_prompt_length={prompt_length})"
+        fail(field, length, f"{fix}; set it to {prompt_length} or more")
+
+
+def _check_turns(config: TrainConfig) -> None:
+    generator = config.generator
+    if generator.batched and generator.max_turns > 1:
+        fix = f"with generator.max_turns={generator.max_turns}: turns depend on each other"
+        fail("generator.batched", True, f"{fix}; set it to False")
+    if generator.merge_stepwise_output and not generator.step_wise_trajectories:
+        fix = "there is nothing to merge without generator.step_wise_trajectories; set it to False"
+        fail("generator.merge_stepwise_output", True, fix)
+    if generator.step_wise_trajectories:
+        _check_step_wise(config)
+
+
+def _check_step_wise(config: TrainConfig) -> None:
+    """A row per turn has one advantage for all rows of a trajectory."""
+    generator, algorithm = config.generator, config.trainer.algorithm
+    estimator, reduction = algorithm.advantage_estimator, algorithm.loss_reduction
+    kind = algorithm.dynamic_sampling.type
+    excluded: tuple[tuple[str, Any, bool, str], ...] = (
+        ("generator.batched", True, generator.batched, "set it to False"),
+        (
+            "generator.use_conversation_multi_turn",
+            False,
+            not generator.use_conversation_multi_turn,
+            "a turn is then no message of its own; set it to True",
+        ),
+        (
+            "trainer.algorithm.advantage_estimator",
+            estimator,
+            estimator in _EVERY_TOKEN_COUNTS,
+            "it needs the rewards of a trajectory in one row; set 'grpo', 'rloo' or 'maxrl'",
+        ),
+        (
+            "trainer.algorithm.loss_reduction",
+            reduction,
+            reduction == "token_mean_legacy",
+            "its blocks are of whole trajectories; set 'token_mean'",
+        ),
+        (
+            "trainer.algorithm.use_kl_in_reward",
+            True,
+            algorithm.use_kl_in_reward,
+            "only the last turn's KL would count; set use_kl_loss",
+        ),
+        (
+            "trainer.algorithm.advantage_batch_normalize",
+            True,
+            algorithm.advantage_batch_normalize,
+            "not available for a row per turn; set it to False",
+        ),
+        (
+            "trainer.algorithm.dynamic_sampling.type",
+            kind,
+            kind is not None,
+            "not available for a row per turn; set it to None",
+        ),
+    )
+    for field, value, holds, fix in excluded:
+        if holds:
+            fail(field, value, f"with generator.step_wise_trajectories=True: {fix}")
+
+
+def _check_environments(config: TrainConfig) -> None:
+    gym, group = config.environment.skyrl_gym, "environment.skyrl_gym"
+    workers, seconds = gym.max_env_workers, gym.env_timeout_seconds
+    if workers < 0:
+        fail(f"{group}.max_env_workers", workers, "must be 0 (inline) or more")
+    if seconds is not None and seconds <= 0:
+        fail(f"{group}.env_timeout_seconds", seconds, "must be > 0, or None (no limit)")

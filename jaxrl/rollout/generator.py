@@ -1,0 +1,41 @@
+"""What the trainer asks for trajectories, and how it waits for them."""
+
+import asyncio
+import inspect
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from jaxrl.types import GeneratorInput, GeneratorOutput
+
+
+class GeneratorInterface(Protocol):
+    """Makes trajectories of prompts. Return one of yours from `BasePPOExp.get_generator`."""
+
+    async def generate(self, batch: GeneratorInput) -> GeneratorOutput:
+        """One trajectory per entry of the batch, in order.
+
+        Each is one row, or with `is_last_step` one or more neighbouring rows.
+        """
+        ...
+
+
+def generate_now(generator: Any, batch: GeneratorInput) -> GeneratorOutput:
+    """Run `generator.generate(batch)` to its end.
+
+    In a thread of its own where a loop already runs in this one, as in a notebook.
+
+    Raises:
+        TypeError: `generate` is not a coroutine function.
+    """
+    work = generator.generate(batch)
+    if not inspect.iscoroutine(work):
+        raise TypeError(
+            f"{type(generator).__name__}.generate must be written 'async def generate', it "
+            f"returned {type(work).__name__}"
+        )
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()

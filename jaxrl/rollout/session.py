@@ -1,0 +1,115 @@
+"""A conversation's environment, and what becomes of its mistakes."""
+
+import contextlib
+import functools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from jaxrl import envs
+from jaxrl.envs import StepOutput
+from jaxrl.registry import accepted_keywords
+from jaxrl.rollout.environment_pool import EnvironmentPool
+from jaxrl.types import Message, Prompt
+
+
+class EnvironmentFailure(Exception):
+    """An environment raised, hung, or answered with what cannot be used."""
+
+
+class Session:
+    """One conversation with an environment, whose calls run in a pool.
+
+    Attributes:
+        seconds: waited for its calls so far.
+    """
+
+    def __init__(
+        self, prompt: Prompt, pool: EnvironmentPool, env_config: Mapping[str, Any] | None
+    ) -> None:
+        self.prompt, self.pool, self.env_config = prompt, pool, env_config
+        self.seconds = 0.0
+        self._env: Any = None
+
+    async def open(self, max_turns: int) -> list[Message]:
+        """Make the environment; the messages that open the conversation.
+
+        Args:
+            max_turns: for environments that count turns; a column of the row's own holds instead.
+        """
+
+        def start() -> Any:
+            extras = {"max_turns": max_turns, **self.prompt.extras}
+            self._env = envs.make(self.prompt.env_class, extras, self.env_config)
+            messages, _ = self._env.init(self.prompt.messages)
+            return messages
+
+        return await self._ask("at the start", start)
+
+    async def step(self, text: str, tokens: Sequence[str], stopped: bool) -> StepOutput:
+        """Take a response to the environment.
+
+        Args:
+            text: of the response.
+            tokens: text of each of its tokens.
+            stopped: whether the last one is an end-of-sequence token.
+
+        Returns:
+            Its answer, with `reward` a finite float, or a list of one for each token.
+        """
+        when = f"with the answer {text!r}"
+        asked = _step_keywords(type(self._env))
+        details = {"tokens": list(tokens), "stopped": stopped}
+        details = {name: value for name, value in details.items() if name in asked}
+        step = await self._ask(when, functools.partial(self._env.step, text, **details))
+        with self.blamed(when):
+            rewards = np.asarray(step["reward"], np.float64).tolist()  # may be numpy's numbers
+            _check_rewards(rewards, len(tokens))
+            said, done = step.get("observations") or [], bool(step["done"])
+            checked = {"reward": rewards, "observations": said, "done": done}
+            return cast(StepOutput, {**step, **checked})
+
+    async def metrics(self) -> dict[str, Any]:
+        """The environment's numbers about the conversation."""
+        return await self._ask("in get_metrics", lambda: dict(self._env.get_metrics()))
+
+    async def close(self) -> None:
+        """Let the environment release what it holds; only the first call does."""
+        env, self._env = self._env, None
+        if env is not None:
+            await self._ask("in close", env.close)
+
+    async def _ask(self, when: str, call: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            with self.blamed(when):
+                return await self.pool.run(call)
+        finally:
+            self.seconds += time.perf_counter() - started
+
+    @contextlib.contextmanager
+    def blamed(self, when: str) -> Iterator[None]:
+        """What is raised in the block is the environment's failure."""
+        try:
+            yield
+        except Exception as error:
+            name, uid = self.prompt.env_class, self.prompt.uid
+            message = f"environment '{name}' failed on prompt {uid} {when}: {error!r}"
+            raise EnvironmentFailure(message) from error
+
+
+@functools.cache
+def _step_keywords(env: Any) -> frozenset[str]:
+    """Which of the optional keywords an environment's `step` takes."""
+    return frozenset(accepted_keywords(env.step, {"tokens": None, "stopped": None}))
+
+
+def _check_rewards(rewards: Any, tokens: int) -> None:
+    if not np.isfinite(rewards).all():
+        raise ValueError(f"gave the reward {rewards!r}; rewards must be finite")
+    if np.ndim(rewards) > 1 or (np.ndim(rewards) == 1 and len(rewards) != tokens):
+        raise ValueError(
+            f"gave {len(rewards)} rewards for {tokens} tokens; give one per token, or a number"
+        )

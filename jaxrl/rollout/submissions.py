@@ -1,0 +1,51 @@
+"""Requests of many conversations, in few calls of the engine."""
+
+import asyncio
+from concurrent.futures import Future
+
+from jaxrl.rollout.protocol import Completion, Engine, Request
+
+Turn = Future[Completion]
+
+
+class Submissions:
+    """Collects single requests while the engine takes earlier ones.
+
+    An engine takes requests between two blocks of tokens: calls one after the other would each wait
+    for a block, and in the event loop's thread they would stop all conversations. Belongs to one
+    loop.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._waiting: list[tuple[Request, asyncio.Future[Turn]]] = []
+        self._call: asyncio.Task[None] | None = None
+
+    async def submit(self, request: Request) -> Turn:
+        """Queue a request for one sample; raises what the engine raises."""
+        taken: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
+        self._waiting.append((request, taken))
+        if self._call is None or self._call.done():
+            self._call = asyncio.create_task(self._submit())
+        return await taken
+
+    async def close(self) -> None:
+        """Wait for the call under way."""
+        if self._call is not None:
+            await self._call
+
+    async def _submit(self) -> None:
+        while self._waiting:
+            batch, self._waiting = self._waiting, []
+            try:
+                turns = await asyncio.to_thread(self.engine.submit, [r for r, _ in batch])
+            except Exception as error:
+                for _, taken in batch:
+                    if not taken.done():
+                        taken.set_exception(error)
+                continue
+            for (_, taken), (turn,) in zip(batch, turns, strict=True):
+                if taken.done():  # nobody waits any more
+                    turn.cancel()
+                else:
+                    taken.set_result(turn)

@@ -1,0 +1,166 @@
+"""The tokens of a conversation: what was sampled, what was given, what stands between turns."""
+
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from jaxrl.types import Message
+
+_WORDS = "I am an assistant."
+_EXCHANGE = [{"role": "user", "content": "I am a user."}, {"role": "assistant", "content": _WORDS}]
+
+
+@dataclass
+class Transcript:
+    """The tokens of a conversation so far; they are only ever appended.
+
+    Example: "3142>" was answered "12<eos>", the environment said "no" and the template asked again
+    with ">": prompt [3, 1, 4, 2, 13], tokens [1, 2, 45, 33, 34, 13], loss_mask [1, 1, 1, 0, 0, 0],
+    turns [(0, 3)].
+    """
+
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)  # 1 = sampled
+    log_probs: list[float] = field(default_factory=list)  # 0 where not sampled
+    rewards: list[float] = field(default_factory=list)
+    turns: list[tuple[int, int]] = field(default_factory=list)  # first token, one after the last
+
+    @property
+    def input(self) -> tuple[int, ...]:
+        """What the next turn is sampled from."""
+        return (*self.prompt, *self.tokens)
+
+    def add_sampled(self, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
+        """A turn of the policy."""
+        start = len(self.tokens)
+        self._add(tokens, 1, log_probs)
+        self.turns.append((start, len(self.tokens)))
+
+    def add_given(self, tokens: Sequence[int]) -> None:
+        """Tokens that the policy did not sample."""
+        self._add(tokens, 0, [0.0] * len(tokens))
+
+    def extend_turn(self, token: int) -> None:
+        """A given token that belongs to the turn before it."""
+        self.add_given([token])
+        self.turns[-1] = self.turns[-1][0], len(self.tokens)
+
+    def keep(self, sampled: int) -> None:
+        """Keep the first `sampled` tokens of the last turn, which ends the transcript."""
+        start = self.turns[-1][0]
+        self._cut(start + sampled)
+        self.turns[-1] = start, len(self.tokens)
+
+    def end_at_turn(self) -> None:
+        """Cut off what was given after the last turn: nothing followed from it."""
+        self._cut(self.turns[-1][1] if self.turns else 0)
+
+    def reward(self, rewards: float | Sequence[float]) -> None:
+        """Reward of the last turn, which ends the transcript: of each token, or on its last.
+
+        What the environment gave to tokens that were not kept goes to the last one.
+        """
+        start, end = self.turns[-1]
+        if isinstance(rewards, Sequence):
+            kept, lost = rewards[: end - start], rewards[end - start :]
+            self.rewards[start:end] = kept
+            self.rewards[end - 1] += sum(lost)
+        else:
+            self.rewards[end - 1] += rewards
+
+    def mask(self) -> None:
+        """Nothing is learnt from this conversation."""
+        self.loss_mask, self.rewards = [0] * len(self.tokens), [0.0] * len(self.tokens)
+
+    def _add(self, tokens: Sequence[int], mask: int, log_probs: Sequence[float]) -> None:
+        self.tokens += tokens
+        self.loss_mask += [mask] * len(tokens)
+        self.log_probs += log_probs
+        self.rewards += [0.0] * len(tokens)
+
+    def _cut(self, length: int) -> None:
+        for column in (self.tokens, self.loss_mask, self.log_probs, self.rewards):
+            del column[length:]
+
+
+class TurnTemplate:
+    """What a chat template writes from the end of the assistant's words to its next ones.
+
+    The template renders a fixed exchange of a user and an assistant, followed by the new messages;
+    what stands after the assistant's words does not depend on what these were. So the tokens of a
+    conversation are appended and never made again from text.
+
+    Args:
+        tokenizer: with a chat template.
+        variables: of the template.
+    """
+
+    def __init__(self, tokenizer: Any, variables: Mapping[str, Any]) -> None:
+        self.tokenizer, self.variables = tokenizer, variables
+
+    def between(
+        self, messages: Sequence[Message], stop_token_ids: Collection[int]
+    ) -> tuple[list[int], list[int]]:
+        """Tokens that end the assistant's turn, and those from there to its next turn.
+
+        Args:
+            messages: what the environment says.
+            stop_token_ids: a turn ends with the first of these that the template writes.
+
+        Raises:
+            Exception: whatever the template raises for such messages.
+        """
+        tokens = self._after_words(messages, add_generation_prompt=True)
+        stops = [i for i, token in enumerate(self._closing) if token in stop_token_ids]
+        end = stops[0] + 1 if stops else 0
+        if tokens[:end] != self._closing[:end]:  # a template that looks at what follows
+            end = 0
+        return tokens[:end], tokens[end:]
+
+    def encode(self, text: str) -> list[int]:
+        """Text as it stands, without the template."""
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    @cached_property
+    def _closing(self) -> list[int]:
+        """What follows the words of an assistant who has the last word."""
+        return self._after_words([], add_generation_prompt=False)
+
+    def _after_words(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        text = self.tokenizer.apply_chat_template(
+            [*_EXCHANGE, *map(dict, messages)], tokenize=False, **{**options, **self.variables}
+        )
+        at = text.find(_WORDS)
+        if at < 0:
+            raise ValueError(
+                "the chat template does not write what the assistant says, so a conversation "
+                "cannot have several turns; set generator.chat_template to one that does"
+            )
+        head = self.encode(text[: at + len(_WORDS)])
+        whole = self.encode(text)
+        if whole[: len(head)] == head:
+            return whole[len(head) :]
+        return self.encode(text[at + len(_WORDS) :])  # a token reaches over the end of the words
+
+
+def tokens_of_prefix(tokenizer: Any, tokens: Sequence[int], text: str) -> int:
+    """How many of the sampled tokens it takes to say a prefix of what they say; at least 1.
+
+    Raises:
+        ValueError: they do not say it: another text would have to be tokenised, and the policy
+            trained on tokens that it did not sample.
+    """
+
+    def said(count: int) -> bool:
+        return tokenizer.decode(tokens[:count], skip_special_tokens=True).startswith(text)
+
+    count = bisect_left(range(1, len(tokens)), True, key=said) + 1
+    if said(count):
+        return count
+    raise ValueError(
+        f"postprocessed_action {text!r} is not a prefix of the response; sampled tokens can be "
+        "cut off, never replaced"
+    )
