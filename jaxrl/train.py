@@ -38,6 +38,8 @@ class BasePPOExp:
     Override a `get_` method to put in a part of your own.
     """
 
+    tokenizer: Any  # of the policy, once `build` has loaded it
+
     def __init__(self, config: Any) -> None:
         self.config = cfg.resolve(cfg.to_train_config(config))
         enable_cache(self.config.trainer.compilation_cache_path)
@@ -71,6 +73,7 @@ class BasePPOExp:
         options |= {
             "max_num_batched_tokens": settings.max_num_batched_tokens,
             "enable_prefix_caching": settings.enable_prefix_caching,
+            "decode_text": self.tokenizer.decode,
         }
         return NativeEngine(model, mesh, **(options | settings.engine_init_kwargs))
 
@@ -102,7 +105,7 @@ class BasePPOExp:
         assert path is not None  # validated
         template = config.generator.chat_template
         model = self.get_model()
-        tokenizer = load_tokenizer(
+        tokenizer = self.tokenizer = load_tokenizer(
             path, template.name_or_path if template.source == "file" else None
         )
         mesh = make_mesh(**dataclasses.asdict(config.trainer.policy.mesh))
