@@ -27,7 +27,7 @@ def get_config():
     trainer.algorithm.use_kl_loss = False  # there is nothing to stay close to
     trainer.algorithm.use_entropy_loss = True
     trainer.algorithm.entropy_loss_coef = 0.01
-    trainer.algorithm.max_seq_len = 50
+    trainer.algorithm.max_seq_len = 54
     trainer.gradient_checkpointing = False
 
     trainer.epochs = 10
@@ -39,8 +39,8 @@ def get_config():
     trainer.max_prompt_length = 16
     config.generator.n_samples_per_prompt = 16
     config.generator.max_turns = 4
-    # 13 tokens of the prompt and three turns of at most 2 + 7: a digit and its end, "higher>"
-    config.generator.max_input_length = 48
+    # a prompt of 13 tokens and three times a guess of 2, its end if it has none, "a number?>"
+    config.generator.max_input_length = 52
     config.generator.sampling_params.max_generate_length = 2
 
     trainer.eval_interval = 50

@@ -39,6 +39,8 @@ class BasePPOExp:
     Override a `get_` method to put in a part of your own.
     """
 
+    tokenizer: Any  # of the policy, once `build` has loaded it
+
     def __init__(self, config: Any) -> None:
         self.config = cfg.resolve(cfg.to_train_config(config))
         enable_cache(self.config.trainer.compilation_cache_path)

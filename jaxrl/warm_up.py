@@ -14,6 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrl.checkpoint import checksums
+from jaxrl.config.microbatching import longest_trajectory
 from jaxrl.data.microbatches import Microbatching
 from jaxrl.data.packing import buckets_between, empty_batch, length_bucket
 from jaxrl.rollout.conversation import sampling_of
@@ -32,8 +33,11 @@ def warm_up(trainer: "Trainer") -> None:
     """
     started = time.perf_counter()
     lengths = [len(prompt.tokens) for prompt in trainer.train_prompts]
-    longest = trainer.config.generator.sampling_params.max_generate_length
-    widths = buckets_between(min(lengths) + 1, max(lengths) + longest)
+    generator = trainer.config.generator
+    longest = max(lengths) + generator.sampling_params.max_generate_length
+    if generator.max_turns > 1:
+        longest = longest_trajectory(trainer.config)
+    widths = buckets_between(min(lengths) + 1, longest)
     tqdm.write(
         f"shapes: prompts of {_prompt_buckets(trainer.train_prompts)} tokens; rows of {widths} "
         f"tokens; microbatches of {_shapes(trainer.updater.microbatching, widths)}"
@@ -69,7 +73,11 @@ def engine_batches(trainer: "Trainer") -> Iterator[list[Request]]:
     for (prompts, sizes, samples), params in phases:
         if params is None:
             continue
-        for size, width in itertools.product(sizes, _prompt_buckets(prompts)):
+        inputs = _prompt_buckets(prompts)
+        if generator.max_turns > 1:  # later turns have inputs of any length
+            assert generator.max_input_length is not None  # resolved
+            inputs = buckets_between(inputs[0], generator.max_input_length)
+        for size, width in itertools.product(sizes, inputs):
             keys = ((0, 0),) * samples
             sampling = sampling_of(params, trainer.eos_token_ids)
             yield [Request((0,) * width, keys, sampling)] * size

@@ -53,10 +53,10 @@ class FixedLengthEngine(NativeEngine):
 class FixedLengthGenerator(ConversationGenerator):
     """Nothing stops a response but its limit; checks that the engine kept to the limits."""
 
-    def generate(self, batch: GeneratorInput) -> GeneratorOutput:
+    async def generate(self, batch: GeneratorInput) -> GeneratorOutput:
         """Trajectories of the lengths of the workload."""
         sampling = dataclasses.replace(batch["sampling"], stop_token_ids=())
-        output = super().generate({**batch, "sampling": sampling})
+        output = await super().generate({**batch, "sampling": sampling})
         lengths = [len(tokens) for tokens in output["response_ids"]]
         wanted = list(self.engine.lengths)  # type: ignore[attr-defined]
         if lengths != wanted:
