@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import warnings
 from typing import Any
 
 import jax
@@ -64,6 +65,14 @@ def place_model(
             model is a flax module, which has no axes to split.
     """
     placement = Placement(mesh, cfg.sharding_rules(trainer.sharding_rules))
+    parts = placement.size(placement.rules.embed)
+    if isinstance(model, TransformerConfig) and model.hidden_size % parts:
+        warnings.warn(
+            f"trainer.{role}.mesh: {parts} devices do not divide the model's hidden_size="
+            f"{model.hidden_size}, so each holds all of its weights; split over fewer with fsdp, "
+            "and over the rest with data",
+            stacklevel=2,
+        )
     name = f"trainer.{role}.mesh.tensor"
     for axis, field in {"heads": "num_heads", "mlp": "intermediate_size"}.items():
         split = placement.size(getattr(placement.rules, axis))

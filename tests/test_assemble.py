@@ -34,6 +34,12 @@ def test_a_tensor_size_that_does_not_divide_the_mlp_is_named():
         place_model(TRAINER, model, make_mesh(tensor=8))
 
 
+def test_weights_that_stay_whole_are_warned_of():
+    model = dataclasses.replace(MODEL, hidden_size=12)  # 8 does not divide it
+    with pytest.warns(UserWarning, match=r"ref.mesh: 8 devices do not divide .*hidden_size=12"):
+        place_model(TRAINER, model, make_mesh(fsdp=8), "ref")
+
+
 def test_key_value_heads_need_not_be_divided():
     assert place_model(TRAINER, MODEL, make_mesh(fsdp=2, tensor=4)).size("tensor") == 4
 
