@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import math
+import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,24 +50,42 @@ def assemble_optimizer(
 
 
 def place_model(
-    trainer: cfg.TrainerConfig, model: TransformerConfig | AdaptedModel, mesh: jax.sharding.Mesh
+    trainer: cfg.TrainerConfig,
+    model: TransformerConfig | AdaptedModel,
+    mesh: jax.sharding.Mesh,
+    role: str = "policy",
 ) -> Placement:
     """A mesh and the rules of the run, for a model that fits them.
+
+    Args:
+        role: "policy" or "ref", whose mesh it is.
 
     Raises:
         ValueError: the tensor axis does not divide the heads or the MLP width of the model, or the
             model is a flax module, which has no axes to split.
     """
     placement = Placement(mesh, cfg.sharding_rules(trainer.sharding_rules))
+    parts = placement.size(placement.rules.embed)
+    if isinstance(model, TransformerConfig) and model.hidden_size % parts:
+        warnings.warn(
+            f"trainer.{role}.mesh: {parts} devices do not divide the model's hidden_size="
+            f"{model.hidden_size}, so each holds all of its weights; split over fewer with fsdp, "
+            "and over the rest with data",
+            stacklevel=2,
+        )
+    name = f"trainer.{role}.mesh.tensor"
     for axis, field in {"heads": "num_heads", "mlp": "intermediate_size"}.items():
         split = placement.size(getattr(placement.rules, axis))
-        if split > 1 and isinstance(model, AdaptedModel):
-            raise ValueError(f"mesh.tensor={split}: {model.name} is a flax module; set it to 1")
-        if split > 1 and (whole := getattr(model, field)) % split:
-            divisors = [n for n in range(1, mesh.size + 1) if whole % n == 0]
+        if split == 1:
+            continue
+        if isinstance(model, AdaptedModel):
+            raise ValueError(f"{name}={split}: {model.name} is a flax module; set it to 1")
+        if (whole := getattr(model, field)) % split:
+            common = math.gcd(mesh.size, model.num_heads, model.intermediate_size)
+            divisors = [n for n in range(1, common + 1) if common % n == 0]
             raise ValueError(
-                f"mesh.tensor={split} does not divide the model's {field}={whole}; set "
-                f"trainer.policy.mesh.tensor to one of {divisors}"
+                f"{name}={split} does not divide the model's {field}={whole}; on {mesh.size} "
+                f"devices set it to one of {divisors}"
             )
     return placement
 
@@ -75,8 +96,8 @@ def place_reference(
     """The policy's placement, or that of `trainer.ref.mesh` on the same devices."""
     if trainer.ref.mesh is None:
         return policy
-    sizes = dataclasses.asdict(trainer.ref.mesh)
-    return place_model(trainer, model, make_mesh(devices=list(policy.mesh.devices.flat), **sizes))
+    mesh = make_mesh(devices=list(policy.mesh.devices.flat), **dataclasses.asdict(trainer.ref.mesh))
+    return place_model(trainer, model, mesh, "ref")
 
 
 def make_scorer(
@@ -122,15 +143,23 @@ def assemble_update(
     shardings = param_shardings(mesh, logical_axes(trained), abstract_params(trained), rules)
     like = abstract_state(optimizer, trained, shardings, replicated(mesh))
     state_shardings = jax.tree.map(lambda x: x.sharding, like)
-    field = "trainer.policy.optimizer_config.offload_after_step"
-    offload = trainer.policy.optimizer_config.offload_after_step
     updater = Updater(
         scorer,
         make_apply(optimizer, schedule),
         algorithm=trainer.algorithm,
         shardings=state_shardings,
-        resting=host_shardings(state_shardings.opt_state, field) if offload else None,
+        resting=_resting(trainer.policy, state_shardings),
         microbatching=update_microbatching(config, batch_devices(mesh, rules)),
         block_rows=trainer.micro_train_batch_size_per_gpu,
     )
     return optimizer, like, updater
+
+
+def _resting(policy: cfg.PolicyConfig, shardings: TrainState) -> dict[str, Any]:
+    """Shardings of what waits in host memory between updates, by field of the state."""
+    fields = {}
+    if policy.optimizer_config.offload_after_step:
+        fields["opt_state"] = "trainer.policy.optimizer_config.offload_after_step"
+    if policy.fsdp_config.cpu_offload:
+        fields |= dict.fromkeys(("params", "opt_state"), "trainer.policy.fsdp_config.cpu_offload")
+    return {name: host_shardings(getattr(shardings, name), field) for name, field in fields.items()}

@@ -282,6 +282,10 @@ def _damage(path: Any) -> Iterator[None]:
 # What may change between a run and its continuation: where things go, how often, how far.
 MAY_CHANGE = (
     "data.val_data",
+    "trainer.*.fsdp_config.*",  # where and in which parts the same numbers are computed
+    "trainer.*.megatron_config.tensor_model_parallel_size",
+    "trainer.*.mesh*",
+    "trainer.*.offload_after_step",
     "trainer.*_interval",
     "trainer.ckpt_path",
     "trainer.compilation_cache_path",
@@ -289,15 +293,23 @@ MAY_CHANGE = (
     "trainer.epochs",
     "trainer.eval_*",
     "trainer.export_path",
+    "trainer.flash_attn",
+    "trainer.gradient_checkpointing*",
     "trainer.log*",
     "trainer.max_ckpts_to_keep",
+    "trainer.max_tokens_per_microbatch",
     "trainer.max_training_steps",
     "trainer.micro_*",
+    "trainer.packed_length",
     "trainer.policy.model.path",  # the architecture is compared by itself
     "trainer.policy.model.random_init",
     "trainer.project_name",
+    "trainer.remat_policy",
     "trainer.resume_*",
     "trainer.run_name",
+    "trainer.sharding_rules*",
+    "trainer.strategy",
+    "trainer.use_sample_packing",
     "generator.eval_*",
     "generator.inference_engine.*",
 )

@@ -21,7 +21,7 @@ from jaxrl.models.transformer import (
     init_params,
     logical_axes,
 )
-from jaxrl.offload import host_shardings
+from jaxrl.offload import host_shardings, on_device
 from jaxrl.parallel import Placement, param_shardings
 
 
@@ -58,7 +58,7 @@ class Policy:
         """What a checkpoint of this policy must agree with; reads the base, if there is one."""
         if self.lora is None:
             return describe(self.model)
-        self.base = self._load(self.trainer.policy, self.placement)
+        self.base = self._load("policy", self.placement)
         return describe(self.lora) | {"base": checksums(self.base)}
 
     def size(self) -> str:
@@ -73,7 +73,7 @@ class Policy:
     def initial(self) -> Params:
         """The trained parameters at the start of a run."""
         if self.lora is None:
-            return self._load(self.trainer.policy, self.placement)
+            return on_device(self._load("policy", self.placement))
         return init_params(self.lora, self.trainer.seed, _shardings(self.placement, self.lora))
 
     def whole(self, trained: Params) -> Params:
@@ -90,9 +90,7 @@ class Policy:
         same = self._source("ref") == self._source("policy")
         if self.base is not None and same and self.ref_placement == self.placement:
             return self.base
-        return self._load(
-            self.trainer.ref, self.ref_placement, offload=self.trainer.ref.fsdp_config.cpu_offload
-        )
+        return self._load("ref", self.ref_placement)
 
     def export(
         self,
@@ -121,17 +119,12 @@ class Policy:
         overrides = cfg.model_overrides(self.trainer, role)
         return role.model.path, role.model.random_init, overrides
 
-    def _load(
-        self,
-        role: cfg.PolicyConfig | cfg.RefConfig,
-        placement: Placement,
-        *,
-        offload: bool = False,
-    ) -> Params:
-        """From the role's folder, or random; into host memory with `offload`."""
+    def _load(self, name: str, placement: Placement) -> Params:
+        """From the folder of policy or ref, or random; into host memory where it asks for that."""
+        role = getattr(self.trainer, name)
         shardings = _shardings(placement, self.model)
-        if offload:
-            shardings = host_shardings(shardings, "trainer.ref.fsdp_config.cpu_offload")
+        if role.fsdp_config.cpu_offload:
+            shardings = host_shardings(shardings, f"trainer.{name}.fsdp_config.cpu_offload")
         if isinstance(self.model, AdaptedModel):
             return init_params(self.model, self.trainer.seed, shardings)
         assert role.model.path is not None  # validated

@@ -34,7 +34,7 @@ from jaxrl.metrics import (
     timed,
 )
 from jaxrl.models import hf
-from jaxrl.models.adapter import AdaptedModel
+from jaxrl.models.adapter import AdaptedModel, check_packing
 from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.objective import step_metrics
 from jaxrl.offload import on_device
@@ -120,8 +120,8 @@ class Trainer:
 
     @property
     def params(self) -> Params:
-        """All parameters of the policy: `state.params`, or those adapters on their base."""
-        return self.policy.whole(self.state.params)
+        """All parameters of the policy, on its devices: with adapters these on their base."""
+        return on_device(self.policy.whole(self.state.params))
 
     # ---------------------------------------------------------------- the loop
 
@@ -129,6 +129,8 @@ class Trainer:
         """Train from the newest checkpoint, or from the start, to the last step."""
         trainer = self.config.trainer
         self.state = self.updater.rest(self.restore_or_init())
+        if trainer.use_sample_packing and isinstance(self.model, AdaptedModel):
+            check_packing(self.model, self.params)
         first, self.batches_drawn = int(self.state.step), int(self.state.batches_drawn)
         self.load_reference()
         self.logger = RunLogger(cfg.run_folder(trainer), cfg.logger_names(trainer.logger), first)
@@ -276,8 +278,9 @@ class Trainer:
         for number, (minibatch, weights, correction) in enumerate(
             weighed * trainer.update_epochs_per_batch
         ):
+            params = self.policy.whole(self.state.params)
             self.state, parts, applied = self.updater.update(
-                self.state, minibatch, weights, jax.random.fold_in(key, number), self.params
+                self.state, minibatch, weights, jax.random.fold_in(key, number), params
             )
             pending.append((parts, applied | correction))
         metrics = step_metrics(pending)
@@ -350,10 +353,8 @@ class Trainer:
         if state is not None:
             print(f"resuming after step {int(state.step)}")
             return state
-        params, shardings = (
-            self.policy.initial(),
-            jax.tree.map(lambda x: x.sharding, self.like.params),
-        )
+        params = self.policy.initial()
+        shardings = jax.tree.map(lambda x: x.sharding, self.like.params)
         whole, coef = replicated(self.mesh), trainer.algorithm.kl_loss_coef
         return init_state(self.optimizer, params, shardings, whole, kl_coef=coef)
 

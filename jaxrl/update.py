@@ -1,6 +1,7 @@
 """One optimizer update: gradients in microbatches, apply."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -37,7 +38,7 @@ class Updater:
         shardings: the TrainState's; gradients are placed like the parameters.
         microbatching: how minibatches are cut.
         block_rows: rows that token_mean_legacy takes its means over.
-        resting: the optimizer state's shardings between updates; None = as in an update.
+        resting: shardings between updates of the parts of the state that wait elsewhere, by name.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Updater:
         shardings: TrainState,
         microbatching: Microbatching,
         block_rows: int,
-        resting: Any = None,
+        resting: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.algorithm, self.microbatching, self.block_rows = algorithm, microbatching, block_rows
         self.scorer, self.place, forward = scorer, scorer.place, scorer.forward
@@ -102,22 +103,20 @@ class Updater:
             weights: `self.weights` of the minibatch.
             key: for losses that draw, and for dropout.
             params: of the policy, where they are more than `state.params`: adapters on their base.
+                They may wait in host memory.
 
         Returns:
             The new state, the metrics of each microbatch (see `merge_metrics`), those of `apply`.
         """
         params = state.params if params is None else params
-        grads, metrics = self.gradients(params, minibatch, weights, key)
-        if self.resting is not None:
-            state = state.replace(opt_state=on_device(state.opt_state))
-        state, applied = self.apply(state, grads)
+        grads, metrics = self.gradients(on_device(params), minibatch, weights, key)
+        state, applied = self.apply(on_device(state), grads)
         return self.rest(state), metrics, applied
 
     def rest(self, state: TrainState) -> TrainState:
-        """The state as it is kept between updates: its optimizer state where it rests."""
-        if self.resting is None:
-            return state
-        return state.replace(opt_state=jax.device_put(state.opt_state, self.resting))
+        """The state as it is kept between updates: each part where it rests."""
+        parts = {name: getattr(state, name) for name in self.resting}
+        return state.replace(**jax.device_put(parts, dict(self.resting)))
 
     def gradients(
         self, params: Any, minibatch: TrainBatch, weights: TokenWeights, key: Array

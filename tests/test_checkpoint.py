@@ -244,6 +244,8 @@ def test_another_model_is_refused_with_the_difference(tmp_path):
 def test_another_config_is_refused_but_for_what_may_change(tmp_path):
     save(tmp_path, 7)
     further = {"trainer": {"seed": 1, "epochs": 3, "betas": (0.9, 0.99)}}  # a tuple is a list
+    arrangement = {"mesh": {"fsdp": 2}, "fsdp_config": {"cpu_offload": True}}
+    further["trainer"] |= {"policy": arrangement, "use_sample_packing": True}
     checkpointer = Checkpointer(str(tmp_path))
     checkpointer.restore(7, SMALL, {**META, "config": further})
     other = {"trainer": {"seed": 2, "epochs": 2, "betas": [0.9, 0.99]}}

@@ -15,15 +15,16 @@ def kinds(tree):
 
 
 def test_an_offloaded_run_stopped_and_resumed_is_the_run_on_the_device(finished, tmp_path):
-    offload = {
-        "trainer.policy.optimizer_config.offload_after_step": True,
-        "trainer.ref.fsdp_config.cpu_offload": True,
-    }
-    train(small(tmp_path, **offload, **{"trainer.max_training_steps": 2}))
-    resumed = train(small(tmp_path, **offload))
+    moments = {"trainer.policy.optimizer_config.offload_after_step": True}
+    weights = {f"trainer.{role}.fsdp_config.cpu_offload": True for role in ("policy", "ref")}
+    stopped = train(small(tmp_path, **moments, **{"trainer.max_training_steps": 2}))
+    assert kinds(stopped.state.opt_state) == {"pinned_host"}
+    assert kinds(stopped.state.params) == kinds(stopped.ref_params) == {"device"}
+    resumed = train(small(tmp_path, **weights))
     assert int(resumed.state.step) == 4
     assert kinds(resumed.state.opt_state) == kinds(resumed.ref_params) == {"pinned_host"}
-    assert kinds(resumed.state.params) == {"device"}
+    assert kinds(resumed.state.params) == {"pinned_host"}
+    assert kinds(resumed.params) == {"device"}
     assert_bitwise_equal(resumed.state, finished[1].state)
 
 

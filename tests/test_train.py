@@ -66,20 +66,46 @@ def assert_bitwise_equal(a, b):
         np.testing.assert_array_equal(jax.device_get(left), jax.device_get(right))
 
 
+def assert_close(a, b):
+    """By norm: Adam divides a gradient of rounding errors by its own size."""
+    for left, right in zip(*(jax.tree.leaves(jax.device_get(x)) for x in (a, b)), strict=True):
+        assert np.linalg.norm(left - right) <= 1e-5 * np.linalg.norm(right)
+
+
 def test_packed_rows_train_to_the_same_weights(finished, tmp_path):
     folder, padded = finished
     packing = {"trainer.use_sample_packing": True, "trainer.packed_length": 24}
     packed = train(small(tmp_path, **packing))
     assert packed.watch.recompiles == 0
-    weights = (jax.tree.leaves(jax.device_get(x.state.params)) for x in (packed, padded))
-    for ours, expected in zip(*weights, strict=True):
-        # by norm: Adam divides a gradient of rounding errors by its own size
-        assert np.linalg.norm(ours - expected) <= 1e-5 * np.linalg.norm(expected)
+    assert_close(packed.state.params, padded.state.params)
     efficiency = {"trainer/packing_efficiency"}
     for ours, expected in zip(metric_lines(tmp_path), metric_lines(folder), strict=True):
         assert ours.keys() == expected.keys()
         same = {name: x for name, x in ours.items() if name not in efficiency}
         assert same == pytest.approx({name: expected[name] for name in same}, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.slow  # a run on two new meshes
+def test_a_run_goes_on_in_packed_rows_on_another_mesh_with_a_reference_on_a_third(
+    finished, tmp_path
+):
+    folder, padded = finished  # one trajectory a row, on fsdp 8
+    settings = {
+        "trainer.policy.mesh.fsdp": 4,
+        "trainer.policy.mesh.tensor": 2,
+        "trainer.ref.mesh": {"data": 2, "fsdp": 4},
+        "trainer.use_sample_packing": True,
+        "trainer.resume_mode": "from_path",
+        "trainer.resume_path": str(folder / "checkpoints" / "global_step_2"),
+        **dict.fromkeys(("trainer.eval_interval", "trainer.hf_save_interval"), -1),
+    }
+    moved = train(small(tmp_path, **settings))
+    sizes = [dict(x.ref_params["embed"].sharding.mesh.shape) for x in (moved, padded)]
+    assert [(x["data"], x["fsdp"], x["tensor"]) for x in sizes] == [(2, 4, 1), (1, 8, 1)]
+    assert_close(moved.state.params, padded.state.params)
+    assert metric_lines(tmp_path)[-1]["policy/policy_kl"] == pytest.approx(
+        metric_lines(folder)[-1]["policy/policy_kl"], rel=1e-3
+    )
 
 
 def test_a_run_leaves_what_it_should(finished):

@@ -121,7 +121,11 @@ _MODELS = (
         "fsdp_config.* sequence_parallel_size model_config_kwargs",
         only_with=_CRITIC,
     ),
-    _planned("trainer.policy.fsdp_config", "cpu_offload", "weights in host memory"),
+    _implemented(
+        "trainer.policy.fsdp_config",
+        "cpu_offload",
+        "weights and optimizer state, computed with on the device; no effect without pinned_host",
+    ),
     _implemented("trainer.ref.fsdp_config", "cpu_offload", "on the device during its forward"),
     *(
         row
@@ -215,7 +219,13 @@ _ALGORITHMS = (
 )
 
 _TRAINER = (
-    _planned("trainer.placement", "colocate_all colocate_policy_ref", "there is one mesh"),
+    _planned("trainer.placement", "colocate_all", "one engine, on the trainer's mesh"),
+    _planned(
+        "trainer.placement",
+        "colocate_policy_ref",
+        "devices of the reference's own would idle while the policy trains; ref.mesh cuts it "
+        "differently over all of them, ref.fsdp_config.cpu_offload clears their memory",
+    ),
     _planned("trainer.placement", "policy_num_nodes ref_num_nodes", "more than one host"),
     _inert(
         "trainer.placement",

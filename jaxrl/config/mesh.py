@@ -22,9 +22,14 @@ def sharding_rules(overrides: dict[str, Any]) -> ShardingRules:
     return ShardingRules(**changes)
 
 
-def batch_groups(config: "TrainConfig", num_devices: int) -> int:
-    """Groups of devices that hold different rows of a batch: data x fsdp by default."""
-    sizes = mesh_sizes(num_devices, **dataclasses.asdict(config.trainer.policy.mesh))
+def batch_groups(config: "TrainConfig", num_devices: int, role: str = "policy") -> int:
+    """Groups of devices that hold different rows of a batch: data x fsdp by default.
+
+    Args:
+        role: "policy", or "ref" for those of the reference.
+    """
+    mesh = getattr(config.trainer, role).mesh or config.trainer.policy.mesh
+    sizes = mesh_sizes(num_devices, **dataclasses.asdict(mesh))
     rows = sharding_rules(config.trainer.sharding_rules).batch or ()
     return math.prod(size for axis, size in zip(AXES, sizes, strict=True) if axis in rows)
 

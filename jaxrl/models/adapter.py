@@ -3,7 +3,7 @@
 All three are [B, T] int, segment 0 is padding, rows are right padded; logits are [B, T, V]. The
 module must be causal. With `trainer.use_sample_packing` a row holds several segments, each with
 positions from 0: the module must then take its positions from the argument and let no token attend
-to another segment; nothing checks that it does.
+to another segment; `check_packing` refuses one that does not.
 
 An `AdaptedModel` takes the place of `TransformerConfig` in the functions that `transformer.py`
 dispatches; only `NativeEngine`, which needs a key/value cache, cannot use it:
@@ -18,6 +18,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxrl.models import transformer
@@ -88,6 +89,38 @@ def adapt_nnx(make: Callable[[nnx.Rngs], nnx.Module], axes: Params | None = None
         return nnx.merge(graph, treedef.unflatten([params[path] for path in paths]))(*inputs)
 
     return AdaptedModel(name, call, init, axes)
+
+
+def check_packing(model: AdaptedModel, params: Params) -> None:
+    """Refuse a module for which it matters what else is in a row.
+
+    Five tokens and three, in one row and in two, must have the same logits. The parameters are
+    shifted for that, so that a head that starts at zero hides nothing.
+
+    Raises:
+        ValueError: a segment's logits depend on the other one, or on its place in the row.
+    """
+    tokens = np.array(
+        [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 0, 0, 0], [6, 7, 8, 0, 0, 0, 0, 0]]
+    )
+    segment_ids = np.array([[1] * 5 + [2] * 3, [1] * 5 + [0] * 3, [1] * 3 + [0] * 5])
+    positions = np.array([[*range(5), *range(3)], [*range(8)], [*range(8)]])
+
+    @jax.jit
+    def logits(params: Params) -> jax.Array:
+        shifted = jax.tree.map(
+            lambda x: x + 0.1 * jnp.sin(jnp.arange(x.size)).reshape(x.shape), params
+        )
+        return model.call(shifted, *map(jnp.asarray, (tokens, positions, segment_ids)))
+
+    together, first, second = jax.device_get(logits(params))
+    difference = np.abs(together - np.concatenate([first[:5], second[:3]])).max()
+    if not difference <= 1e-3 * np.abs(together).max():
+        raise ValueError(
+            f"trainer.use_sample_packing=True: the logits of {model.name} for several segments in "
+            f"a row differ by {difference:.2g} from those of each alone; let no token attend to "
+            "another segment and take positions from the argument, or set it to False"
+        )
 
 
 def _refuse_state(name: str, other: list[str]) -> None:

@@ -49,6 +49,14 @@ def test_sizes():
             r"trainer.max_tokens_per_microbatch=3000: less than one row of 1536 tokens on each of "
             r"2 devices; set it to 3072 or more \(it counts all devices\), or to -1",
         ),
+        (  # enough for the policy's one group, not for the two of the reference
+            {
+                "max_tokens_per_microbatch": 1536,
+                "policy.mesh.tensor": 2,
+                "ref.mesh": {"fsdp": 2},
+            },
+            r"trainer.max_tokens_per_microbatch=1536: .* 1536 tokens on each of 2 devices",
+        ),
         (
             {
                 "max_tokens_per_microbatch": 3072,

@@ -45,7 +45,6 @@ def test_nan_is_refused_wherever_it_stands():
 PLANNED = [
     ("trainer.ref.model.lora.rank", 8, 0),
     ("trainer.critic.model.path", "m", None),
-    ("trainer.policy.fsdp_config.cpu_offload", True, False),
     ("trainer.policy.sequence_parallel_size", 2, 1),
     ("trainer.policy.record_memory", True, False),
     ("trainer.policy.megatron_config.pipeline_model_parallel_size", 2, 1),

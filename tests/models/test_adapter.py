@@ -15,6 +15,7 @@ from flax import nnx
 
 import jaxrl
 from jaxrl import config as cfg
+from jaxrl.data.microbatches import Microbatching
 from jaxrl.data.packing import one_per_row
 from jaxrl.forward import log_probs_and_entropy
 from jaxrl.models import (
@@ -27,11 +28,14 @@ from jaxrl.models import (
     logical_axes,
     unembed,
 )
+from jaxrl.models.adapter import check_packing
 from jaxrl.models.transformer import describe
 from jaxrl.parallel import ShardingRules, make_mesh, param_shardings
 from jaxrl.rollout.native import NativeEngine
 from jaxrl.rollout.protocol import Request, Sampling
 from jaxrl.rollout.recompute import RecomputeEngine
+from jaxrl.scorer import Scorer
+from tests.test_update import ROWS, make_batch
 
 CONFIG = TransformerConfig(
     vocab_size=32,
@@ -134,6 +138,45 @@ def test_gradients_are_those_of_the_native_model(model):
         found = jax.grad(functools.partial(loss, model, remat=remat))(init_params(model, 0))
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_packed_rows_have_the_log_probs_of_padded_ones():
+    model, batch = MODELS["nnx"], make_batch()
+    params, forward = (
+        init_params(model, 0),
+        functools.partial(log_probs_and_entropy, model, temperature=1.0, dtype=jnp.float32),
+    )
+    padded = Microbatching(rows=ROWS, total=ROWS)
+    packed = dataclasses.replace(padded, packed=True, packed_length=32)
+    expected, found = (
+        Scorer(forward, jax.device_put, cut)(params, batch)[0] for cut in (padded, packed)
+    )
+    assert np.abs(expected).max() > 1
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    check_packing(model, params)
+
+
+class BlindToSegments(nn.Module):
+    """Adds up what stands before, whosever it is."""
+
+    @nn.compact
+    def __call__(self, tokens, positions, segment_ids):
+        return nn.Embed(9, 4)(tokens).cumsum(1)
+
+
+class BlindToPositions(nn.Module):
+    """Takes the column for the position."""
+
+    @nn.compact
+    def __call__(self, tokens, positions, segment_ids):
+        return nn.Embed(9, 4)(tokens) + nn.Embed(8, 4)(jnp.arange(tokens.shape[1]))
+
+
+@pytest.mark.parametrize("module", [BlindToSegments, BlindToPositions])
+def test_a_module_that_cannot_be_packed_is_refused(module):
+    model = adapt_linen(module())
+    with pytest.raises(ValueError, match=f"use_sample_packing=True: the logits of {model.name} "):
+        check_packing(model, init_params(model, 0))
 
 
 def test_parameters_are_sharded_and_described(model):
