@@ -11,6 +11,7 @@ from benchmarks import (
     hlo,
     losses,
     memory,
+    rollout,
     roofline,
     train_step,
 )
@@ -36,7 +37,7 @@ def run(benchmark, tmp_path, capsys, *flags):
 
 
 @pytest.mark.parametrize(
-    "benchmark_module", [collectives, decode, grpo_step, losses, memory, train_step]
+    "benchmark_module", [collectives, decode, grpo_step, losses, memory, rollout, train_step]
 )
 def test_help(benchmark_module, capsys):
     with pytest.raises(SystemExit, match="^0$"):
@@ -74,6 +75,16 @@ def test_decode(tmp_path, capsys, device):
     split = result["split_ms"]
     parts = [split[name] for name in ("attention", "mlp", "head", "sampling")]
     assert sum(parts) == pytest.approx(split["whole"])
+
+
+def test_rollout(tmp_path, capsys):
+    printed, report = run(rollout, tmp_path, capsys, "--repeats=1")
+    assert "% of the bound" in printed
+    assert [(row["system"], row["sampling"]) for row in report["rows"]] == [
+        ("jaxrl", "greedy"),
+        ("jaxrl", "sampled"),
+    ]
+    assert report["bound"] > 0
 
 
 def test_losses(tmp_path, capsys):
