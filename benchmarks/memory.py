@@ -31,19 +31,25 @@ from jaxrl.array_ops import Array
 from jaxrl.forward import Head, score
 from jaxrl.models.remat import REMAT_POLICIES
 from jaxrl.models.transformer import Params, abstract_params, head_axes
+from jaxrl.parallel import Placement, make_mesh
 from jaxrl.types import ModelRows
 
 GIB = 2**30
 ROW = 1024  # tokens
 
 
-def ours(head: Head, weights: Params, hidden: Array, rows: ModelRows) -> tuple[Array, Array]:
+def ours(
+    head: Head, weights: Params, hidden: Array, rows: ModelRows, placement: Placement
+) -> tuple[Array, Array]:
     """Log-probs and entropy as the trainer computes them."""
-    return score(head, weights, hidden[:, :-1], rows.tokens[:, 1:], rows.wanted[:, 1:], None)
+    return score(head, weights, hidden[:, :-1], rows.tokens[:, 1:], rows.wanted[:, 1:], placement)
 
 
-def naive(head: Head, weights: Params, hidden: Array, rows: ModelRows) -> tuple[Array, Array]:
+def naive(
+    head: Head, weights: Params, hidden: Array, rows: ModelRows, placement: Placement
+) -> tuple[Array, Array]:
     """The same from logits [B, T, V]."""
+    del placement  # one device
     return head(weights, hidden[:, :-1], rows.tokens[:, 1:])
 
 
@@ -55,8 +61,8 @@ def head_temporaries(
     device: jax.Device,
 ) -> int | str:
     """Bytes of temporaries of value and gradient; the compiler's words if they do not fit."""
-    place = jax.sharding.SingleDeviceSharding(device)
-    array = functools.partial(jax.ShapeDtypeStruct, sharding=place)
+    placement = Placement(make_mesh(devices=[device]))
+    array = functools.partial(jax.ShapeDtypeStruct, sharding=placement.sharding((), ()))
     model = dataclasses.replace(
         transformer_config("smoke"), vocab_size=vocabulary, hidden_size=width, tie_embeddings=False
     )
@@ -68,7 +74,7 @@ def head_temporaries(
     rows = ModelRows(ints, ints, ints, array(shape, jnp.bool_))
 
     def objective(weights: Params, hidden: Array, rows: ModelRows) -> Array:
-        log_probs, entropy = scores(head, weights, hidden, rows)
+        log_probs, entropy = scores(head, weights, hidden, rows, placement)
         return log_probs.sum() + 0.01 * entropy.sum()
 
     lowered = jax.jit(jax.value_and_grad(objective, argnums=(0, 1))).lower(weights, hidden, rows)

@@ -23,9 +23,10 @@ from jaxrl.models.transformer import Params, TransformerConfig, forward, head_ax
 from jaxrl.parallel.rules import Placement
 from jaxrl.types import ModelRows
 
-# Per chunk of the head on one device; at least one column. The logits are the largest temporary of
-# a step, hence the second bound.
-CHUNK_TOKENS, CHUNK_LOGITS = 1024, 2**26
+# Per chunk of the head on one device; at least one column. Short responses want short chunks, but
+# the gradient of the head is read and written for each: more tokens where products are fast. The
+# logits are the largest temporary of a step, hence the last bound.
+CHUNK_TOKENS, CPU_CHUNK_TOKENS, CHUNK_LOGITS = 1024, 256, 2**26
 
 
 def log_probs_and_entropy(
@@ -84,6 +85,7 @@ class Head:
         specs: how each weight is sharded; empty on one device.
         batch: mesh axes over which weights are stored in parts, and whole when used.
         vocab: mesh axis over which the vocabulary is split, in storage and in use.
+        chunk_tokens: scored together, if their logits are not too many.
     """
 
     config: TransformerConfig | AdaptedModel
@@ -93,6 +95,7 @@ class Head:
     specs: tuple[tuple[str, PartitionSpec], ...] = ()
     batch: tuple[str, ...] = ()
     vocab: Any = None
+    chunk_tokens: int = CHUNK_TOKENS
 
     def gather(self, weights: Params) -> Params:
         """The weights whole over the batch axes."""
@@ -153,6 +156,9 @@ def score(
     axes = head_axes(head.config)
     # merged: an adapter of the head would be applied to every chunk anew
     weights = merge({name: params[name] for name in axes})
+    platform = jax.default_backend() if placement is None else placement.platform
+    chunk_tokens = CPU_CHUNK_TOKENS if platform == "cpu" else CHUNK_TOKENS
+    head = dataclasses.replace(head, chunk_tokens=chunk_tokens)
     if placement is None:
         return score_columns(head, weights, hidden, targets, wanted)
     specs = {name: placement.spec(w.shape, axes[name]) for name, w in weights.items()}
@@ -201,7 +207,7 @@ def _score_columns(
     whole = head.gather(head.cast(weights))
     length = wanted.shape[1]
     order = jnp.argsort(~wanted, axis=1, stable=True)  # wanted first
-    width = _columns(wanted.shape, whole)
+    width = _columns(head, wanted.shape, whole)
     pad = -length % width
     front = _take(hidden, order, pad), _take(targets, order, pad)
     chunks = -(-wanted.sum(1).max() // width)
@@ -221,7 +227,7 @@ def _score_columns_backward(head: Head, residuals: tuple, cotangents: tuple) -> 
     weights, front, order, back, wanted, chunks = residuals
     whole = head.gather(head.cast(weights))
     hidden, targets = front
-    width = _columns(wanted.shape, whole)
+    width = _columns(head, wanted.shape, whole)
     pad = targets.shape[1] - wanted.shape[1]
     cotangents = tuple(_take(jnp.where(wanted, g, 0.0), order, pad) for g in cotangents)
 
@@ -244,10 +250,10 @@ def _score_columns_backward(head: Head, residuals: tuple, cotangents: tuple) -> 
 score_columns.defvjp(_score_columns, _score_columns_backward)
 
 
-def _columns(shape: tuple[int, ...], weights: Params) -> int:
+def _columns(head: Head, shape: tuple[int, ...], weights: Params) -> int:
     rows, length = shape
     vocabulary = max((w.size // w.shape[0] for w in weights.values() if w.ndim == 2), default=1)
-    width = max(min(CHUNK_TOKENS, CHUNK_LOGITS // vocabulary) // rows, 1)
+    width = max(min(head.chunk_tokens, CHUNK_LOGITS // vocabulary) // rows, 1)
     return min(width - width % 8 or width, length)  # TPUs lay columns out by eights
 
 

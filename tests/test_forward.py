@@ -63,7 +63,7 @@ def weighted(function, cotangents):
 @pytest.mark.parametrize("config", [TIED, UNTIED], ids=["tied", "untied"])
 @pytest.mark.parametrize("chunk_tokens", [1, 40, 10_000], ids=["1 column", "5 columns", "all"])
 def test_values_and_gradients_are_those_of_all_logits(monkeypatch, rows, config, chunk_tokens):
-    monkeypatch.setattr(jaxrl.forward, "CHUNK_TOKENS", chunk_tokens)
+    monkeypatch.setattr(jaxrl.forward, "CPU_CHUNK_TOKENS", chunk_tokens)
     tokens, lengths, mask, cotangents = rows
     params = init_params(config, 0)
     chunked = functools.partial(

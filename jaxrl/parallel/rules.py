@@ -60,6 +60,11 @@ class Placement:
         return PartitionSpec(*(keep(axes) for axes in spec))
 
     @property
+    def platform(self) -> str:
+        """Of the devices: "cpu", "gpu", "tpu"."""
+        return self.mesh.devices.flat[0].platform
+
+    @property
     def batch_axes(self) -> tuple[str, ...]:
         """Mesh axes over which rows are spread."""
         return _names(self.rules.batch)
