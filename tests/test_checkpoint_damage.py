@@ -79,7 +79,7 @@ def test_a_flipped_bit_is_found(tmp_path):
     checkpointer = Checkpointer(str(tmp_path))
     args = ocp.args.Composite(state=ocp.args.PyTreeRestore(NOISE))
     unchecked = checkpointer.manager.restore(1, args=args)["state"]["noise"]
-    assert (unchecked != NOISE["noise"]).sum() == 1
+    assert (unchecked != NOISE["noise"]).any()  # one number, or as many as the bit compresses
     with pytest.raises(DamagedCheckpoint, match=r"the values of .*noise.* are not those that were"):
         checkpointer.restore(1, NOISE, META)
 

@@ -342,7 +342,7 @@ def test_model_overrides_reach_policy_reference_and_engine(tmp_path):
     trainer = BasePPOExp(small(tmp_path, **changes)).build()
     assert (trainer.model.rope_theta, trainer.model.rms_norm_eps) == (5e3, 1e-5)
     assert trainer.model.rope_scaling == RopeScaling("linear", 2.0)
-    assert trainer.engine.config == trainer.model
+    assert trainer.engine.programs.config == trainer.model
     trainer.load_reference()  # refuses another architecture
     assert trainer.ref_params is not None
     wrong = {"trainer.policy.model_config_kwargs": {"rms_norm_ep": 1e-5}}

@@ -8,7 +8,7 @@ import functools
 import math
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,9 +52,8 @@ class Programs:
     ) -> None:
         # weights are whole but for the tensor axis: a step of decoding would gather them every time
         rules = ShardingRules(embed=None)
-        platform, split = mesh.devices.flat[0].platform, mesh.shape["tensor"] > 1
-        alone = platform == "cpu" and mesh.size == 1
         placement = Placement(mesh, rules)
+        platform, alone = placement.platform, placement.platform == "cpu" and mesh.size == 1
         self.config, self.steps, self.length = config, steps, 0
         self.row_multiple = batch_devices(mesh, rules)
         self.slots = round_up(slots, self.row_multiple)
@@ -65,44 +64,14 @@ class Programs:
         self._by_row = placement.sharding((self.slots,), ("batch",))
         self._whole = placement.sharding((), ())
         self._cache: device.Cache | None = None
-        shape = jax.eval_shape(functools.partial(device.empty_cache, config, self.slots, 8, dtype))
-        names = device.LayerCache(
-            ("batch", "kv_heads", None, None), ("batch", "kv_heads", None, None)
-        )
-        cache = tuple(
-            device.LayerCache(
-                *(placement.sharding(x.shape, n) for x, n in zip(layer, names, strict=True))
-            )
-            for layer in shape
-        )
-        weights = _weight_shardings(config, placement) if split else self._whole
-        spread = placement if mesh.size > 1 else None
-        bind, jit = functools.partial, functools.partial(jax.jit, out_shardings=cache)
-        to_decode = bind(device.decode_params, config, dtype=dtype, fuse=not split)
-        self._to_decode = jax.jit(to_decode, out_shardings=weights)
-        self._empty = jit(
-            bind(device.empty_cache, config, self.slots, dtype=dtype), static_argnames="length"
-        )
-        self._lengthen = jit(device.lengthen, static_argnums=1)
-        self._copy = jit(device.copy_slots, donate_argnums=0)
-        self._prefill = jit(
-            bind(device.prefill, config, placement=spread),
-            static_argnames="length",
-            donate_argnums=1,
-        )
-        self._decode = jax.jit(
-            bind(device.decode, config, placement=spread),
-            static_argnames=("steps", "length", "every_slot"),
-            donate_argnums=1,
-            out_shardings=(cache, self._whole),
-        )
+        self._jit = _jitted(config, placement, self.slots, jnp.dtype(dtype))
 
     def load(self, params: Params) -> None:
         """Take over a copy of the trainer's parameters, from whatever devices they are on."""
         self.params = None  # two decode copies never live together
         if jax.tree.leaves(params)[0].sharding.device_set != self._devices:
             params = jax.device_put(params, self._whole)
-        self.params = self._to_decode(params)
+        self.params = self._jit.decode_params(params)
 
     def drop(self, *, weights: bool) -> None:
         """Free the cache, and the weights. Its length stays: programs are compiled for it."""
@@ -114,9 +83,9 @@ class Programs:
         """Room for rows of `length` tokens in every slot; what is in them stays."""
         length = max(length_bucket(length), LEAST_LENGTH, self.length)
         if self._cache is None:
-            self._cache = self._empty(length=length)
+            self._cache = self._jit.empty(length=length)
         elif length > self.length:
-            self._cache = self._lengthen(self._cache, length)
+            self._cache = self._jit.lengthen(self._cache, length)
         self.length = length
 
     def sizes(self) -> list[int]:
@@ -139,7 +108,7 @@ class Programs:
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy slots: (from, to), in order; at most one pair for each slot."""
         padded = np.resize(np.array([*pairs, (0, 0)], np.int32), (self.slots + 1, 2))
-        self._cache = self._copy(self._cache, *padded.T, len(pairs))
+        self._cache = self._jit.copy(self._cache, *padded.T, len(pairs))
 
     def prefill(
         self, width: int, fresh: bool, chunks: Sequence[tuple[int, int, np.ndarray]]
@@ -159,11 +128,11 @@ class Programs:
 
     def _run_prefill(self, tokens: Array, slots: Array, starts: Array, length: int | None) -> None:
         given = jax.device_put((tokens, slots, starts), self._by_row)
-        self._cache = self._prefill(self.params, self._cache, *given, length=length)
+        self._cache = self._jit.prefill(self.params, self._cache, *given, length=length)
 
     def decode(self, rows: device.Rows, reach: int) -> device.Block:
         """A block for rows of one of `sizes` that reach `reach` tokens; on the host."""
-        self._cache, block = self._decode(
+        self._cache, block = self._jit.decode(
             self.params,
             self._cache,
             jax.device_put(rows, self._by_row),
@@ -211,6 +180,54 @@ class Programs:
             f"blocks of {self.sizes()} rows x {self.steps} tokens that see {self.lengths()} "
             f"positions; prefill in chunks of at most {self.longest_chunk} tokens"
         )
+
+
+class _Jitted(NamedTuple):
+    decode_params: Any
+    empty: Any
+    lengthen: Any
+    copy: Any
+    prefill: Any
+    decode: Any
+
+
+@functools.lru_cache(maxsize=8)  # an engine made anew finds what was compiled for the last one
+def _jitted(
+    config: TransformerConfig, placement: Placement, slots: int, dtype: jnp.dtype
+) -> _Jitted:
+    """The functions of `decode.py`, with the shardings of their results."""
+    bind, jit = functools.partial, jax.jit
+    split, whole = placement.mesh.shape["tensor"] > 1, placement.sharding((), ())
+    spread = placement if placement.mesh.size > 1 else None
+    layer = jax.eval_shape(bind(device.empty_cache, config, slots, 8, dtype))[0]
+    names = "batch", "kv_heads", None, None
+    sharding = device.LayerCache(*(placement.sharding(x.shape, names) for x in layer))
+    cache = (sharding,) * config.num_layers
+    return _Jitted(
+        jit(
+            bind(device.decode_params, config, dtype=dtype, fuse=not split),
+            out_shardings=_weight_shardings(config, placement) if split else whole,
+        ),
+        jit(
+            bind(device.empty_cache, config, slots, dtype=dtype),
+            static_argnames="length",
+            out_shardings=cache,
+        ),
+        jit(device.lengthen, static_argnums=1, out_shardings=cache),
+        jit(device.copy_slots, donate_argnums=0, out_shardings=cache),
+        jit(
+            bind(device.prefill, config, placement=spread),
+            static_argnames="length",
+            donate_argnums=1,
+            out_shardings=cache,
+        ),
+        jit(
+            bind(device.decode, config, placement=spread),
+            static_argnames=("steps", "length", "every_slot"),
+            donate_argnums=1,
+            out_shardings=(cache, whole),
+        ),
+    )
 
 
 def slots_that_fit(

@@ -63,7 +63,7 @@ def test_a_group_of_16_prefills_one_prompt_even_over_4_slots():
     assert len({tuple(c.tokens) for c in samples}) == 16
 
 
-@pytest.mark.parametrize("length", [1, 2, 8, 9, 33, 40])
+@pytest.mark.parametrize("length", [1, 9, 40])
 def test_chunked_prefill_is_prefill(length, monkeypatch):
     monkeypatch.setattr("jaxrl.rollout.programs.PREFILL_TOKENS", {"cpu": (16, 16)})
     (completion,) = flat(make().generate([request(PROMPT[:length])]))
@@ -124,7 +124,7 @@ def test_nothing_compiles_after_the_warm_up():
     def some(n):
         return [
             request(
-                rng.integers(1, 32, rng.integers(1, 60)),
+                rng.integers(1, 32, rng.integers(1, 24)),
                 tuple(range(rng.integers(1, 5))),
                 max_tokens=int(rng.integers(1, 30)),
                 top_k=int(rng.integers(-1, 4)),
@@ -133,7 +133,7 @@ def test_nothing_compiles_after_the_warm_up():
             for _ in range(n)
         ]
 
-    widest = [request(range(1, n), max_tokens=30, top_k=1) for n in range(2, 61)]
+    widest = [request(range(1, n), max_tokens=30, top_k=1) for n in (2, 9, 13, 17, 24)]
     engine.warm_up(widest)
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
