@@ -21,8 +21,8 @@ from jaxrl.data.packing import round_up
 from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.rollout.decode import Rows
 from jaxrl.rollout.programs import Programs, slots_that_fit
-from jaxrl.rollout.protocol import Completion, Request, Sampling
-from jaxrl.rollout.slots import Sample, SlotTable
+from jaxrl.rollout.protocol import Completion, Request
+from jaxrl.rollout.slots import PADDING, Sample, SlotTable
 
 STOP_IDS = 4  # their number is rounded up to it, for few shapes
 ROW_SETTINGS = {  # fields of Sampling that are columns of Rows
@@ -198,18 +198,7 @@ class NativeEngine:
 
     def check(self, request: Request) -> None:
         """Raise what `submit` raises for a request that can never be served."""
-        if not request.prompt_tokens or request.sampling.max_tokens < 1:
-            raise ValueError(f"empty prompt or max_tokens < 1 in {request}")
-        if self.max_model_len is not None and _tokens(request) > self.max_model_len:
-            raise ValueError(
-                f"a prompt of {len(request.prompt_tokens)} tokens and max_tokens="
-                f"{request.sampling.max_tokens} need more than max_model_len={self.max_model_len}; "
-                "shorten one, or raise the limit"
-            )
-        if request.sampling.stop and self.decode_text is None:
-            raise ValueError(
-                f"stop={request.sampling.stop} is looked for in text: give the engine decode_text"
-            )
+        request.check(self.max_model_len, self.decode_text is not None)
 
     def known_prefix(self, tokens: Sequence[int]) -> int:
         """Tokens of a prompt that the cache holds for any request; 0 without prefix caching."""
@@ -223,7 +212,7 @@ class NativeEngine:
         """Make room for requests, and see what their sampling needs."""
         if self.programs.params is None:
             raise RuntimeError("the engine has no weights: call update_weights first")
-        self.programs.reserve(max(map(_tokens, requests), default=1))
+        self.programs.reserve(max((request.longest for request in requests), default=1))
         self.table.lengthen(self.programs.length)
         for s in {request.sampling for request in requests}:
             self._filtered |= s.top_k > 0 or s.top_p < 1 or s.min_p > 0
@@ -362,14 +351,9 @@ class NativeEngine:
 
     def _reach(self, ready: Sequence[int]) -> int:
         """Tokens of the longest row after the next block."""
-
-        def after(slot: int) -> int:
-            sample = self.table.samples[slot]
-            assert sample is not None
-            left = sample.max_tokens - len(sample.tokens)
-            return int(self.table.length[slot]) + min(left, self.programs.steps)
-
-        return max(map(after, ready))
+        chosen = set(ready)  # in the order of `live`
+        left = [s.max_tokens - len(s.tokens) for slot, s in self.table.live() if slot in chosen]
+        return int((self.table.length[ready] + np.minimum(left, self.programs.steps)).max())
 
     def _rows(self, slots: Sequence[int]) -> Rows:
         """The samples in `slots` as arrays; slot S = padding."""
@@ -412,10 +396,3 @@ class NativeEngine:
             return False
         self._done.append(sample)
         return True
-
-
-PADDING = Sample(Request((0,), (), Sampling(max_tokens=0)), group=-1, key=(0, 0), max_tokens=0)
-
-
-def _tokens(request: Request) -> int:
-    return len(request.prompt_tokens) + request.sampling.max_tokens

@@ -44,6 +44,34 @@ class Request:
     keys: tuple[tuple[int, int], ...]  # PRNG key data of each sample
     sampling: Sampling
 
+    @property
+    def longest(self) -> int:
+        """Tokens of prompt and response, at most."""
+        return len(self.prompt_tokens) + self.sampling.max_tokens
+
+    def check(self, max_model_len: int | None, has_text: bool) -> None:
+        """Refuse what an engine can never serve.
+
+        Args:
+            max_model_len: most tokens of a row.
+            has_text: the engine can decode text.
+
+        Raises:
+            ValueError: says what is wrong, and the fix.
+        """
+        if not self.prompt_tokens or self.sampling.max_tokens < 1:
+            raise ValueError(f"empty prompt or max_tokens < 1 in {self}")
+        if max_model_len is not None and self.longest > max_model_len:
+            raise ValueError(
+                f"a prompt of {len(self.prompt_tokens)} tokens and max_tokens="
+                f"{self.sampling.max_tokens} need more than max_model_len={max_model_len}; shorten "
+                "one, or raise the limit"
+            )
+        if self.sampling.stop and not has_text:
+            raise ValueError(
+                f"stop={self.sampling.stop} is looked for in text: give the engine decode_text"
+            )
+
 
 @dataclass(frozen=True)
 class Completion:

@@ -74,8 +74,7 @@ class RecomputeEngine:
         if self.params is None:
             raise RuntimeError("the engine has no weights: call update_weights first")
         for request in requests:
-            if not request.prompt_tokens or request.sampling.max_tokens < 1:
-                raise ValueError(f"empty prompt or max_tokens < 1 in {request}")
+            request.check(None, has_text=False)
         done: list[list[Completion]] = []
         for wave in waves(requests, self.max_num_seqs):
             done += self._generate_wave(wave)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxrl.rollout.decode import Block
-from jaxrl.rollout.protocol import Completion, Request
+from jaxrl.rollout.protocol import Completion, Request, Sampling
 
 LEAST_REUSE = 16  # tokens; copying fewer from another request's slot is not worth a copy
 
@@ -70,6 +70,10 @@ class Sample:
             self.future.set_exception(self.outcome)
         else:
             self.future.set_result(self.outcome)  # type: ignore[arg-type]
+
+
+# stands in rows of a block that hold no sample
+PADDING = Sample(Request((0,), (), Sampling(max_tokens=0)), group=-1, key=(0, 0), max_tokens=0)
 
 
 class SlotTable:
