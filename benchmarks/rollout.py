@@ -3,16 +3,18 @@
     python -m benchmarks.rollout [--model=models/smollm2-135m-instruct] [--json=FILE]
     python -m benchmarks.rollout --device=gpu --shape=qwen2.5-1.5b --requests=256
 
-Claim: none measured yet. The aim: 64 requests on SmolLM2-135M (float32; groups of 8 samples of a
-prompt, prompts of 16-200 tokens, limits of 16-128 tokens) take the engine at most half the time of
-transformers' padded batches on the same CPU, and greedy tokens are the same.
+Claim: 64 requests on SmolLM2-135M (float32; groups of 8 samples of a prompt, prompts of 16-200
+tokens, limits of 16-128 tokens) take the engine at most half the time of transformers' padded
+batches on the same CPU. Greedy tokens are the same but for near ties, whose gap is printed.
 
 transformers gets the requests sorted by limit, in left-padded batches of `--batch` rows, each run
 to the longest limit in it; that is how its `generate` is used without a server. Both are kept to
 the limits. Only wanted tokens count. The bound of a step is the larger of bytes (weights, filled
 keys and values) over the measured bandwidth and FLOPs over the measured rate of matrix products;
 the bound of the run adds up those of the steps that a schedule without waiting would take, and the
-prefill of every prompt once. Without --model our engine runs alone, on random weights.
+prefill of every prompt once. "where": one more run of ours with a clock around prefill and blocks;
+idle = row-steps of blocks in which a row was done or no row was there. Without --model our engine
+runs alone, on random weights.
 """
 
 import argparse
@@ -139,13 +141,15 @@ def measure(
     """Medians over turns of the systems, and what each drew greedily."""
     times: dict[tuple[str, str], list[float]] = {}
     greedy: dict[str, Tokens] = {}
-    for repeat in range(-1, repeats):  # the first compiles
+    for temperature in MODES.values():
+        systems["jaxrl"](temperature)  # compiles
+    for _ in range(repeats):
         for mode, temperature in MODES.items():
             for name, generate in systems.items():
                 start = time.perf_counter()
                 tokens = generate(temperature)
-                if repeat >= 0:
-                    times.setdefault((name, mode), []).append(time.perf_counter() - start)
+                times.setdefault((name, mode), []).append(time.perf_counter() - start)
+                print(f"{name} {mode}: {times[name, mode][-1]:.2f} s", flush=True)
                 if mode == "greedy":
                     greedy[name] = tokens
     rows = [
@@ -160,16 +164,54 @@ def measure(
     return rows, greedy
 
 
-def same_tokens(greedy: dict[str, Tokens]) -> float | None:
-    """Share of greedy tokens that agree up to the first difference of each sample."""
+def same_tokens(greedy: dict[str, Tokens], engine: NativeEngine, work: Work) -> dict[str, float]:
+    """Share of greedy tokens up to the first difference of each sample; the largest gap there.
+
+    The gap is that of the log-probs that our engine gives the two tokens.
+    """
     if len(greedy) < 2:
-        return None
+        return {}
     ours, theirs = greedy.values()
     agree = total = 0
-    for a, b in zip(ours, theirs, strict=True):
+    gaps = [0.0]
+    for row, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         first = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
         agree, total = agree + first, total + len(a)
-    return agree / total
+        if first < len(a) and row % work.group == 0:
+            prefix = (*work.prompts[row // work.group], *a[:first])
+            asked = Request(prefix, ((0, 0),), Sampling(max_tokens=1, temperature=0.0, logprobs=5))
+            top = engine.generate([asked])[0][0].top_log_probs[0]
+            gaps.append(top[a[first]] - top.get(b[first], -np.inf))
+    return {"share": agree / total, "largest_gap": max(gaps)}
+
+
+def where(engine: NativeEngine, generate: Callable[[float], Tokens]) -> dict[str, float]:
+    """Seconds of one sampled run by part, and the idle share of the row-steps of its blocks."""
+    programs, seconds = engine.programs, {"prefill": 0.0, "blocks": 0.0}
+    computed, before = 0, engine.decoded_tokens
+    prefill, decode = programs.prefill, programs.decode
+
+    def timed_prefill(*args: Any) -> None:
+        started = time.perf_counter()
+        prefill(*args)
+        jax.block_until_ready(programs._cache)
+        seconds["prefill"] += time.perf_counter() - started
+
+    def timed_decode(rows: Any, reach: int) -> Any:
+        nonlocal computed
+        started = time.perf_counter()
+        block = decode(rows, reach)
+        seconds["blocks"] += time.perf_counter() - started
+        computed += len(rows.slots) * int(block.count.max())
+        return block
+
+    programs.prefill, programs.decode = timed_prefill, timed_decode
+    started = time.perf_counter()
+    generate(1.0)
+    total = time.perf_counter() - started
+    programs.prefill, programs.decode = prefill, decode
+    idle = 1 - (engine.decoded_tokens - before) / computed
+    return {**seconds, "rest": total - sum(seconds.values()), "total": total, "idle": idle}
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -194,14 +236,16 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         f"{work.tokens} tokens; {rates.matmul_flops / 1e9:.0f} GFLOP/s, "
         f"{rates.bandwidth / 1e9:.1f} GB/s, load {load}; {engine.describe()}"
     )
-    print(f"bound {bound:.2f} s; greedy tokens alike: {same_tokens(greedy)}")
+    alike, parts = same_tokens(greedy, engine, work), where(engine, systems["jaxrl"])
+    print(f"bound {bound:.2f} s; greedy tokens alike: {alike}")
+    print("where: " + ", ".join(f"{name} {value:.2f}" for name, value in parts.items()))
     for row in rows:
         row["of_bound"] = bound / row["seconds"]
         print(
             f"{row['system']:<14}{row['sampling']:<9}{row['seconds']:>8.2f} s"
             f"{row['tokens_per_second']:>9.1f} tokens/s{100 * row['of_bound']:>6.0f} % of the bound"
         )
-    return {"rows": rows, "bound": bound, "load": load, "same_greedy": same_tokens(greedy)}
+    return {"rows": rows, "bound": bound, "load": load, "same_greedy": alike, "where": parts}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

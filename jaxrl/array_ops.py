@@ -101,6 +101,26 @@ def token_log_probs(logits: Array, tokens: Array, axis_name: Any = None) -> Arra
     return chosen - logsumexp(logits, axis_name)
 
 
+FILTERED = float(jnp.finfo(jnp.float32).min) / 2  # a logit whose probability is exactly 0
+
+
+def keep_only(logits: Array, kept: Array, axis_name: Any = None) -> Array:
+    """Logits [B, C, V] with all but the kept ids at `FILTERED`; float32.
+
+    Args:
+        kept: [B, C, k] ids, then -1; nothing but -1 = all ids.
+        axis_name: as in token_log_probs; the ids are those of the whole vocabulary.
+    """
+    logits = at_least_float32(logits)
+    rows, columns, vocab = logits.shape
+    first = 0 if axis_name is None else jax.lax.axis_index(axis_name) * vocab
+    here = (kept >= first) & (kept < first + vocab)
+    at = jnp.arange(rows)[:, None, None], jnp.arange(columns)[:, None]
+    chosen = jnp.zeros(logits.shape, bool)
+    chosen = chosen.at[*at, jnp.where(here, kept - first, vocab)].set(True, mode="drop")
+    return jnp.where(chosen | (kept < 0).all(-1, keepdims=True), logits, FILTERED)
+
+
 def entropy(logits: Array, axis_name: Any = None) -> Array:
     """Entropy of softmax(logits) in nats: [..., V] -> [...]; `axis_name` as in token_log_probs."""
     logits = at_least_float32(logits)

@@ -8,14 +8,14 @@ backward pass computes the logits again instead of keeping them: [B, T, V] never
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxrl.array_ops import Array, entropy, token_log_probs
+from jaxrl.array_ops import Array, entropy, keep_only, token_log_probs
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.linear import merge
 from jaxrl.models.lora import with_dropout
@@ -63,8 +63,9 @@ def log_probs_and_entropy(
     hidden = forward(config, params, *given, **options)
     with jax.named_scope("log_probs"):
         head = Head(config, temperature, dtype, with_entropy)
-        given = hidden[:, :-1], rows.tokens[:, 1:], rows.wanted[:, 1:]
-        scores = score(head, params, *given, placement)
+        targets = Targets(rows.tokens, rows.kept)
+        targets, wanted = jax.tree.map(lambda x: x[:, 1:], (targets, rows.wanted))
+        scores = score(head, params, hidden[:, :-1], targets, wanted, placement)
         first = ((0, 0), (1, 0))  # nothing predicts the first token
         return by_trajectory(rows, jnp.pad(scores[0], first), jnp.pad(scores[1], first))
 
@@ -75,6 +76,13 @@ def by_trajectory(rows: ModelRows, *scores: Array) -> tuple[Array, Array]:
         read = {"mode": "fill", "fill_value": 0, "unique_indices": True}
         scores = tuple(x.reshape(-1).at[rows.source].get(**read) for x in scores)
     return scores[0], scores[1]
+
+
+class Targets(NamedTuple):
+    """What is scored, by the place that predicts it."""
+
+    tokens: Array  # [B, T]
+    kept: Array | None  # [B, T, k] ids that the token was drawn from, then -1; None = all
 
 
 @dataclass(frozen=True)
@@ -133,10 +141,12 @@ class Head:
         """Matrices in the compute dtype; the scale of the norm stays float32."""
         return {n: w if n == "final_norm" else w.astype(self.dtype) for n, w in weights.items()}
 
-    def __call__(self, weights: Params, hidden: Array, targets: Array) -> tuple[Array, Array]:
+    def __call__(self, weights: Params, hidden: Array, targets: Targets) -> tuple[Array, Array]:
         """Log-probs and entropy [B, C] for hidden [B, C, D] and targets [B, C]."""
         logits = unembed(self.config, weights, hidden) / self.temperature
-        log_probs = token_log_probs(logits, targets, self.vocab)
+        if targets.kept is not None:
+            logits = keep_only(logits, targets.kept, self.vocab)
+        log_probs = token_log_probs(logits, targets.tokens, self.vocab)
         return log_probs, entropy(logits, self.vocab) if self.with_entropy else 0 * log_probs
 
 
@@ -144,7 +154,7 @@ def score(
     head: Head,
     params: Params,
     hidden: Array,
-    targets: Array,
+    targets: Targets,
     wanted: Array,
     placement: Placement | None,
 ) -> tuple[Array, Array]:
@@ -186,7 +196,7 @@ def _vocab_axis(axes: Params, specs: dict[str, PartitionSpec]) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def score_columns(
-    head: Head, weights: Params, hidden: Array, targets: Array, wanted: Array
+    head: Head, weights: Params, hidden: Array, targets: Targets, wanted: Array
 ) -> tuple[Array, Array]:
     """`head(weights, hidden, targets)` at the wanted tokens, 0 elsewhere.
 
@@ -196,27 +206,27 @@ def score_columns(
 
     Args:
         weights: of the head, as stored.
-        hidden: [B, T, D]; targets: [B, T]; wanted: [B, T] bool.
+        hidden: [B, T, D]; targets: of [B, T] tokens; wanted: [B, T] bool.
     """
     return _score_columns(head, weights, hidden, targets, wanted)[0]
 
 
 def _score_columns(
-    head: Head, weights: Params, hidden: Array, targets: Array, wanted: Array
+    head: Head, weights: Params, hidden: Array, targets: Targets, wanted: Array
 ) -> tuple[tuple[Array, Array], tuple]:
     whole = head.gather(head.cast(weights))
     length = wanted.shape[1]
     order = jnp.argsort(~wanted, axis=1, stable=True)  # wanted first
     width = _columns(head, wanted.shape, whole)
     pad = -length % width
-    front = _take(hidden, order, pad), _take(targets, order, pad)
+    front = jax.tree.map(lambda x: _take(x, order, pad), (hidden, targets))
     chunks = -(-wanted.sum(1).max() // width)
 
     def body(i: Array, out: tuple[Array, Array]) -> tuple[Array, Array]:
-        new = head(whole, *(_chunk(x, i, width) for x in front))
+        new = head(whole, *jax.tree.map(lambda x: _chunk(x, i, width), front))
         return tuple(_write(x, y, i, width) for x, y in zip(out, new, strict=True))  # type: ignore
 
-    zeros = jnp.zeros(front[1].shape, jnp.float32)
+    zeros = jnp.zeros(front[1].tokens.shape, jnp.float32)
     scores = jax.lax.fori_loop(0, chunks, body, (zeros, zeros))
     back = jnp.argsort(order, axis=1)
     scores = tuple(jnp.where(wanted, _take(x, back), 0.0) for x in scores)
@@ -228,11 +238,11 @@ def _score_columns_backward(head: Head, residuals: tuple, cotangents: tuple) -> 
     whole = head.gather(head.cast(weights))
     hidden, targets = front
     width = _columns(head, wanted.shape, whole)
-    pad = targets.shape[1] - wanted.shape[1]
+    pad = targets.tokens.shape[1] - wanted.shape[1]
     cotangents = tuple(_take(jnp.where(wanted, g, 0.0), order, pad) for g in cotangents)
 
     def body(i: Array, grads: tuple[Params, Array]) -> tuple[Params, Array]:
-        targets_i = _chunk(targets, i, width)
+        targets_i = jax.tree.map(lambda x: _chunk(x, i, width), targets)
         pull_back = jax.vjp(lambda w, x: head(w, x, targets_i), whole, _chunk(hidden, i, width))[1]
         for_head, for_hidden = pull_back(tuple(_chunk(g, i, width) for g in cotangents))
         return (
@@ -243,8 +253,10 @@ def _score_columns_backward(head: Head, residuals: tuple, cotangents: tuple) -> 
     like = {name: jnp.zeros(w.shape, weights[name].dtype) for name, w in whole.items()}
     zeros = like, jnp.zeros_like(hidden)
     for_head, for_hidden = jax.lax.fori_loop(0, chunks, body, zeros)
-    no_gradient = np.zeros(wanted.shape, jax.dtypes.float0)
-    return head.scatter(for_head), _take(for_hidden, back), no_gradient, no_gradient
+    none = jax.tree.map(
+        lambda x: np.zeros((*wanted.shape, *x.shape[2:]), jax.dtypes.float0), (targets, wanted)
+    )
+    return head.scatter(for_head), _take(for_hidden, back), *none
 
 
 score_columns.defvjp(_score_columns, _score_columns_backward)

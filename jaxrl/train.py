@@ -70,6 +70,7 @@ class BasePPOExp:
             "max_model_len": cfg.longest_row(self.config),
             "gpu_memory_utilization": settings.gpu_memory_utilization,
             "enable_prefix_caching": settings.enable_prefix_caching,
+            "recompute_kv_on_update": settings.recompute_kv_on_update,
             # environments answer by the clock; the order in which turns come must change no bit
             "shrink": None if self.config.generator.max_turns == 1 else False,
             "decode_text": self.tokenizer.decode,

@@ -51,6 +51,7 @@ class Trajectory:
     env_metrics: dict[str, Any] = field(default_factory=dict)
     env_seconds: float = 0.0  # waited for the environment
     turns: list[tuple[int, int]] = field(default_factory=list)  # response tokens [first, last + 1)
+    kept: list[tuple[int, ...]] = field(default_factory=list)  # see `rollout.protocol.Completion`
 
 
 class TrajectoryID(NamedTuple):
@@ -93,6 +94,7 @@ class GeneratorOutput(TypedDict):
     rollout_metrics: dict[str, float]
     trajectory_ids: NotRequired[list[TrajectoryID]]
     is_last_step: NotRequired[list[bool]]
+    kept: NotRequired[list[list[tuple[int, ...]]]]  # per token the ids it was drawn from, () = all
 
 
 class TrainBatch(struct.PyTreeNode):
@@ -118,6 +120,7 @@ class TrainBatch(struct.PyTreeNode):
     advantages: Array | None = None
     returns: Array | None = None
     is_last_step: Array | None = None  # [B] bool, until there are advantages; None = all are
+    kept: Array | None = None  # [B, T, k] int32 ids that a token was drawn from, then -1; see there
 
 
 class ModelRows(struct.PyTreeNode):
@@ -137,6 +140,7 @@ class ModelRows(struct.PyTreeNode):
     wanted: Array  # [R, L] bool, tokens whose log-prob is asked for; never the first of a segment
     source: Array | None = None  # [B, T] int32
     keys: Array | None = None  # [R, L] PRNG keys for what drops out; None = nothing
+    kept: Array | None = None  # [R, L, k], as in TrainBatch
 
 
 class TrainState(struct.PyTreeNode):

@@ -47,6 +47,7 @@ def warm_up(trainer: "Trainer") -> None:
     # longest first: the cache then has its length, and shorter ones compile nothing for their own
     for batch in sorted(engine_batches(trainer), key=_longest, reverse=True):
         trainer.engine.warm_up(batch)
+    tqdm.write(f"engine: {trainer.engine.describe()}")
     checksums(trainer.state)  # as a save does
     tqdm.write(f"compiled in {time.perf_counter() - started:.1f} s")
 
@@ -55,9 +56,11 @@ def warm_up_update(trainer: "Trainer", width: int) -> None:
     """Log-probs, advantages and gradients of rows with `width` tokens."""
     settings, updater = trainer.config.trainer, trainer.updater
     length = min(width, settings.packed_length or width)
+    sampling = trainer.config.generator.sampling_params
+    kept = sampling.top_k if sampling.keep_sampling_mask else 0
     cuts = {trainer.scorer.microbatching, trainer.ref_scorer.microbatching}
     for rows in sorted({size for cut in cuts for size in cut.batch_sizes(length)}):
-        batch = trainer.add_log_probs(empty_batch(rows, width, length))
+        batch = trainer.add_log_probs(empty_batch(rows, width, length, kept=kept))
     batch = trainer.add_advantages(_rows(batch, settings.train_batch_size * trainer.samples))
     updater.warm_up(trainer.params, _rows(batch, trainer.minibatch_rows))
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxrl.forward
-from jaxrl.array_ops import entropy, token_log_probs
+from jaxrl.array_ops import entropy, keep_only, token_log_probs
 from jaxrl.data.packing import one_per_row
 from jaxrl.forward import log_probs_and_entropy
 from jaxrl.models import TransformerConfig, forward, init_params, unembed
@@ -41,12 +41,12 @@ def rows_fixture():
     return tokens, lengths, mask.astype(np.float32), rng.normal(size=(2, ROWS, WIDTH))
 
 
-def whole(config, params, tokens, lengths, mask):
+def whole(config, params, tokens, lengths, mask, keep=True):
     """The same by materialising the logits of every token."""
     positions = jnp.broadcast_to(jnp.arange(WIDTH), tokens.shape)
     segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
     hidden = forward(config, params, tokens, positions, segment_ids)
-    logits = unembed(config, params, hidden[:, :-1]) / TEMPERATURE
+    logits = jnp.where(keep, unembed(config, params, hidden[:, :-1]) / TEMPERATURE, -1e9)
     first = ((0, 0), (1, 0))
     log_probs = jnp.pad(token_log_probs(logits, tokens[:, 1:]), first)
     return log_probs * mask, jnp.pad(entropy(logits), first) * mask
@@ -108,6 +108,60 @@ def test_rows_on_eight_devices_give_the_same(rows):
         lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()),
         gradient(params, spread),
         alone,
+    )
+
+
+def test_only_kept_ids_count():
+    """logits [1, 2, 3, 4] of ids 0 to 3; of three places, one keeps 0 and 2, one all, one 3."""
+    logits = np.tile(np.float32([1, 2, 3, 4]), (1, 3, 1))
+    kept = np.int32([[[0, 2], [-1, -1], [3, -1]]])
+    left = keep_only(logits, kept)
+    log_probs = token_log_probs(left, np.int32([[0, 3, 3]]))
+    e = np.exp([1.0, 2.0, 3.0, 4.0])
+    expected = [1 - np.log(e[0] + e[2]), 4 - np.log(e.sum()), 0.0]
+    np.testing.assert_allclose(log_probs[0], expected, rtol=1e-6)
+    # of two outcomes e and e^3: p = 1 / (1 + e^2)
+    p = 1 / (1 + np.exp(2.0))
+    entropies = entropy(left)[0]
+    assert entropies[0] == pytest.approx(-p * np.log(p) - (1 - p) * np.log(1 - p), rel=1e-6)
+    assert entropies[2] == 0
+    gradient = jax.grad(lambda x: token_log_probs(keep_only(x, kept), np.int32([[0, 3, 3]])).sum())
+    # d log p_0 = 1 - p at 0, -(1 - p) at 2, nothing elsewhere; the third place is certain
+    found = gradient(logits)[0]
+    np.testing.assert_allclose(found[0], [1 - p, 0, p - 1, 0], rtol=1e-6)
+    np.testing.assert_allclose(found[2], 0, atol=0)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 10_000])
+def test_kept_ids_go_through_the_chunks(monkeypatch, rows, chunk_tokens):
+    monkeypatch.setattr(jaxrl.forward, "CPU_CHUNK_TOKENS", chunk_tokens)
+    tokens, lengths, mask, cotangents = rows
+    rng = np.random.default_rng(1)
+    kept = rng.integers(-1, 61, (ROWS, WIDTH, 5))
+    kept[..., 0] = tokens  # what was drawn is among them
+    kept[:, 5::3] = -1
+
+    def ours(params):
+        given = one_per_row(tokens, lengths, mask, kept)
+        return log_probs_and_entropy(
+            TIED, params, given, temperature=TEMPERATURE, dtype=jnp.float32
+        )
+
+    def theirs(params):
+        keep = np.zeros((ROWS, WIDTH, 61), bool)
+        for b, t in np.ndindex(ROWS, WIDTH):
+            ids = kept[b, t][kept[b, t] >= 0]
+            keep[b, t, ids if len(ids) else slice(None)] = True
+        return whole(TIED, params, tokens, lengths, mask, keep[:, 1:])
+
+    params = init_params(TIED, 0)
+    for found, expected in zip(jax.jit(ours)(params), jax.jit(theirs)(params), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
+    found, expected = (jax.jit(jax.grad(weighted(f, cotangents)))(params) for f in (ours, theirs))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()),
+        found,
+        expected,
     )
 
 

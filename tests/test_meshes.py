@@ -59,12 +59,12 @@ def name(case):
     return f"{sizes}-{'packed' if packed else 'padded'}-{microbatches}-{weights}"
 
 
-def spread_gradient(mesh, packed, microbatches, lora):
+def spread_gradient(mesh, packed, microbatches, lora, batch=None):
     data, fsdp, tensor = mesh
     groups = data * fsdp
     return gradient(
         ALGORITHM,
-        make_batch(),
+        batch or make_batch(),
         model=DEEP,
         microbatch_rows=max(ROWS // microbatches, groups),  # a row for every group
         devices=groups * tensor,
@@ -85,6 +85,21 @@ def check(mesh, packed, microbatches, weights):
     assert difference <= 2e-5
     for key in ("policy_loss", "final_loss", "policy_kl", "policy_entropy"):
         assert metrics[key] == pytest.approx(expected_metrics[key], rel=2e-5, abs=1e-6), key
+
+
+@pytest.mark.parametrize("case", [(2, 1, 4), (1, 4, 2), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("packed", PACKED, ids=["padded", "packed"])
+def test_gradients_over_kept_ids_too(case, packed):
+    batch = make_batch()
+    kept = np.random.default_rng(5).integers(-1, 32, (*batch.tokens.shape, 6)).astype(np.int32)
+    kept[..., 0] = batch.tokens
+    kept[2] = -1  # nothing was filtered in this row
+    batch = batch.replace(kept=kept)
+    expected, _ = gradient(ALGORITHM, batch, model=DEEP, microbatch_rows=ROWS)
+    found, _ = spread_gradient(case, packed, 2, None, batch)
+    assert np.linalg.norm(found - expected) <= 2e-5 * np.linalg.norm(expected)
+    unfiltered, _ = gradient(ALGORITHM, make_batch(), model=DEEP, microbatch_rows=ROWS)
+    assert np.linalg.norm(unfiltered - expected) > 1e-2 * np.linalg.norm(expected)
 
 
 def test_the_cover_is_small_and_complete():

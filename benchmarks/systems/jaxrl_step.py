@@ -13,6 +13,7 @@ from benchmarks import roofline
 from benchmarks.systems.worker import Clock, Workload, answer, reward, wait_for_step
 from jaxrl.assemble import DTYPES
 from jaxrl.config import default_config
+from jaxrl.data.packing import length_bucket
 from jaxrl.envs.protocol import Env, StepOutput
 from jaxrl.models.transformer import TransformerConfig
 from jaxrl.rollout.conversation import ConversationGenerator
@@ -98,6 +99,10 @@ def make_config(work: Workload) -> Any:
     trainer.bf16 = work.bf16
     trainer.epochs = 1000
     trainer.train_batch_size = trainer.policy_mini_batch_size = work.prompts
+    # as many tokens at a time as the rows of the others hold
+    trainer.use_sample_packing = True
+    longest = work.prompt_length + work.max_tokens
+    trainer.max_tokens_per_microbatch = work.micro_batch_rows * length_bucket(longest)
     trainer.micro_train_batch_size_per_gpu = work.micro_batch_rows
     trainer.micro_forward_batch_size_per_gpu = work.micro_batch_rows
     trainer.max_prompt_length = work.prompt_length

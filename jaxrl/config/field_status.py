@@ -318,6 +318,7 @@ _GENERATOR = (
     ),
     _mapped(_ENGINE, "enable_chunked_prefill", "always on", skyrl_default=True),
     _mapped(_ENGINE, "engine_init_kwargs", "arguments of the native engine"),
+    _implemented(_ENGINE, "recompute_kv_on_update", _NEW, skyrl_only=False),
     _planned(
         _ENGINE,
         "run_engines_locally pipeline_parallel_size expert_parallel_size",
@@ -363,7 +364,7 @@ _GENERATOR = (
             _implemented(group, "stop"),
             _implemented(group, "repetition_penalty"),
             _mapped(group, "additional_kwargs", "min_tokens alone"),
-            _implemented(group, "stop_token_ids", _NEW, skyrl_only=False),
+            _implemented(group, "stop_token_ids keep_sampling_mask", _NEW, skyrl_only=False),
         )
     ),
     _implemented(

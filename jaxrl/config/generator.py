@@ -28,6 +28,9 @@ class SamplingParams(BaseConfig):
     """Strings that end a response."""
     additional_kwargs: dict[str, Any] | None = None
     """{"min_tokens": n}: nothing ends a response before it has n tokens."""
+    keep_sampling_mask: bool = False
+    """Record the tokens that top_k, top_p and min_p left, and train on the distribution over
+    these; needs top_k, which bounds them."""
     stop_token_ids: list[int] | None = None
     """Token ids that end a response, besides the model's end-of-sequence ids."""
 
@@ -75,6 +78,9 @@ class InferenceEngineConfig(BaseConfig):
     then depends on timing, and with it the last bits: a resumed run is not bit-identical."""
     enable_chunked_prefill: bool = False
     """Cut long prompts into chunks between decoding steps; ours always does."""
+    recompute_kv_on_update: bool = False
+    """New weights compute the keys and values of samples in flight anew; false = these go on with
+    the old ones."""
     max_num_batched_tokens: int = 8192
     """Most prompt tokens between two blocks of decoding."""
     enforce_eager: bool = True

@@ -220,22 +220,17 @@ def _check_rope(config: TrainConfig) -> None:
 def _warn_of_sampling(config: TrainConfig) -> None:
     """Where the sampler's distribution is not the trainer's."""
     sampling_params = config.generator.sampling_params
-    filters = {
-        name: value
-        for name, off in (
-            ("top_k", -1),
-            ("top_p", 1.0),
-            ("min_p", 0.0),
-            ("repetition_penalty", 1.0),
-            ("additional_kwargs", None),
-        )
-        if (value := getattr(sampling_params, name)) != off
-    }
+    off = {"repetition_penalty": 1.0, "additional_kwargs": None}
+    if not sampling_params.keep_sampling_mask:
+        off |= {"top_k": -1, "top_p": 1.0, "min_p": 0.0}
+    values = {name: getattr(sampling_params, name) for name in off}
+    filters = {name: value for name, value in values.items() if value != off[name]}
     if filters:
         warnings.warn(
             f"generator.sampling_params {filters}: tokens come from a filtered distribution and "
             "the loss trains the whole one; policy/rollout_train_logprobs_abs_diff then measures "
-            "the filter too",
+            "the filter too (generator.sampling_params.keep_sampling_mask trains what top_k, top_p "
+            "and min_p left)",
             stacklevel=3,
         )
     engine_dtype = config.generator.inference_engine.model_dtype
@@ -258,6 +253,9 @@ def _check_sampling(params: SamplingParams, field: str, *, greedy: bool) -> None
         fail(f"{field}.min_p", params.min_p, "must be in [0, 1]; 0.0 is off")
     if params.top_k != -1 and params.top_k <= 0:
         fail(f"{field}.top_k", params.top_k, "must be positive, or -1 (off)")
+    if params.keep_sampling_mask and params.top_k == -1:
+        fix = "needs top_k, which bounds what is recorded of each token; set it, e.g. to 64"
+        fail(f"{field}.keep_sampling_mask", True, fix)
     if params.repetition_penalty <= 0:
         fail(f"{field}.repetition_penalty", params.repetition_penalty, "must be > 0; 1.0 is off")
     more = params.additional_kwargs or {}

@@ -131,13 +131,13 @@ def microbatches(
 
     Args:
         tree: host arrays [B, T, ...] and [B], parallel to the batch.
-        batch: its tokens, lengths and loss_mask make the rows of the model.
+        batch: its tokens, lengths, loss_mask and kept make the rows of the model.
 
     Yields:
         The numbers [n] of its trajectories in the batch; the rows; `tree` for these trajectories,
         filled with rows of zeros, which have length 0 and weight 0 and add nothing to any sum.
     """
-    given = batch.tokens, batch.lengths, batch.loss_mask
+    given = batch.tokens, batch.lengths, batch.loss_mask, batch.kept
     for layout in plan(np.asarray(batch.lengths), settings):
         size, width = layout.size
 
@@ -146,11 +146,11 @@ def microbatches(
             part = part[:, :width] if part.ndim > 1 else part
             return np.pad(part, ((0, size - len(part)), *((0, 0),) * (part.ndim - 1)))
 
-        (tokens, lengths, mask), part = jax.tree.map(take, (given, tree))
+        (tokens, lengths, mask, kept), part = jax.tree.map(take, (given, tree))
         if settings.packed:
-            yield layout.chosen, packed_rows(tokens, lengths, mask, layout), part
+            yield layout.chosen, packed_rows(tokens, lengths, mask, layout, kept), part
         else:
-            yield layout.chosen, one_per_row(tokens, lengths, mask), part
+            yield layout.chosen, one_per_row(tokens, lengths, mask, kept), part
 
 
 def best_fit_decreasing(lengths: np.ndarray, length: int) -> list[list[int]]:
@@ -241,8 +241,10 @@ def _layout(
     return Layout(chosen, row, start, (len(rows), length), size)
 
 
-def packed_rows(tokens: Array, lengths: Array, mask: Array, layout: Layout) -> ModelRows:
-    """`one_per_row` for a layout: tokens and mask [B, T], lengths [B], 0 where there is none."""
+def packed_rows(
+    tokens: Array, lengths: Array, mask: Array, layout: Layout, kept: Array | None = None
+) -> ModelRows:
+    """`one_per_row` for a layout; lengths are 0 where there is no trajectory."""
     count, length = layout.shape
     column, n = np.arange(tokens.shape[1], dtype=np.int32), len(layout.chosen)
     real = column < lengths[:, None]
@@ -253,9 +255,10 @@ def packed_rows(tokens: Array, lengths: Array, mask: Array, layout: Layout) -> M
     source = np.where(real, first + column, nowhere)
 
     def place(x: Array) -> np.ndarray:
-        rows = np.zeros(count * length, x.dtype)
-        rows[source[real]] = np.broadcast_to(x, real.shape)[real]
-        return rows.reshape(count, length)
+        more = x.shape[2:]
+        rows = np.zeros((count * length, *more), x.dtype)
+        rows[source[real]] = np.broadcast_to(x, real.shape + more)[real]
+        return rows.reshape(count, length, *more)
 
     return ModelRows(
         tokens=place(tokens),
@@ -263,4 +266,5 @@ def packed_rows(tokens: Array, lengths: Array, mask: Array, layout: Layout) -> M
         segment_ids=place(segment),
         wanted=place((mask != 0) & (column > 0)),
         source=source,
+        kept=None if kept is None else place(kept),
     )

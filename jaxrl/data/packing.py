@@ -35,8 +35,12 @@ def buckets_between(shortest: int, longest: int) -> list[int]:
     return buckets
 
 
-def empty_batch(rows: int, width: int, length: int | None = None) -> TrainBatch:
-    """Trajectories of `length` tokens (None = `width`) as `collate` would make them, masked."""
+def empty_batch(rows: int, width: int, length: int | None = None, *, kept: int = 0) -> TrainBatch:
+    """Trajectories of `length` tokens (None = `width`) as `collate` would make them, masked.
+
+    Args:
+        kept: ids that are recorded with each token; 0 = None are.
+    """
     zeros = np.zeros((rows, width), np.float32)
     return TrainBatch(
         tokens=np.zeros((rows, width), np.int32),
@@ -48,6 +52,7 @@ def empty_batch(rows: int, width: int, length: int | None = None) -> TrainBatch:
         index=np.zeros(rows, np.int32),
         policy_versions=np.zeros(rows, np.int32),
         row_ids=np.arange(rows, dtype=np.int32),
+        kept=np.full((rows, width, kept), -1, np.int32) if kept else None,
     )
 
 
@@ -118,17 +123,37 @@ def collate(output: GeneratorOutput, index: Sequence[int] | np.ndarray) -> Train
         policy_versions=np.asarray(output["policy_versions"], np.int32),
         row_ids=np.arange(rows, dtype=np.int32),
         is_last_step=np.asarray(output["is_last_step"]) if "is_last_step" in output else None,
+        kept=_kept(output, width),
     )
 
 
-def one_per_row(tokens: Array, lengths: Array, mask: Array) -> ModelRows:
-    """Rows of one trajectory each: tokens [B, T], lengths [B], mask [B, T] not 0 where wanted."""
+def _kept(output: GeneratorOutput, width: int) -> np.ndarray | None:
+    """[B, T, k], -1 where there is nothing."""
+    if "kept" not in output:
+        return None
+    most = max(len(ids) for row in output["kept"] for ids in row)
+    array = np.full((len(output["kept"]), width, most), -1, np.int32)
+    for row, (prompt, kept) in enumerate(
+        zip(output["prompt_token_ids"], output["kept"], strict=True)
+    ):
+        for column, ids in enumerate(kept, start=len(prompt)):
+            array[row, column, : len(ids)] = ids
+    return array
+
+
+def one_per_row(tokens: Array, lengths: Array, mask: Array, kept: Array | None = None) -> ModelRows:
+    """Rows of one trajectory each.
+
+    Args:
+        tokens: [B, T]; lengths: [B]; mask: [B, T] not 0 where wanted; kept: [B, T, k].
+    """
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     return ModelRows(
         tokens=tokens,
         positions=positions,
         segment_ids=(positions < lengths[:, None]).astype(np.int32),
         wanted=(mask != 0) & (positions > 0),
+        kept=kept,
     )
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # transformer.py imports this module
     from jaxrl.models.transformer import TransformerConfig
 
 BLOCK = 128  # the kernels take whole blocks of tokens
+CAUSAL_BLOCKS, LEAST_CAUSAL_BLOCK = 4, 32  # of queries; more and smaller ones gain nothing
 KERNEL_OF_PLATFORM = {"tpu": "splash", "gpu": "triton", "cuda": "triton"}
 
 
@@ -104,6 +105,23 @@ def attention(
     return jnp.einsum("bkgts,bksh->btkgh", probs, v).reshape(b, t, heads, hd)
 
 
+def causal_attention(
+    config: "TransformerConfig", q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
+) -> jax.Array:
+    """`attention` where no token looks ahead: a block of queries and the keys up to its end.
+
+    Five eighths of the products and of the scores kept for the backward pass, which then find room
+    in a CPU's cache (docs/performance.md). mask [B, T, T].
+    """
+    size = max(-(-q.shape[1] // CAUSAL_BLOCKS), LEAST_CAUSAL_BLOCK)
+    blocks = []
+    for start in range(0, q.shape[1], size):
+        end = start + size
+        seen = k[:, :, :end], v[:, :, :end], mask[:, start:end, :end]
+        blocks.append(attention(config, q[:, start:end], *seen))
+    return jnp.concatenate(blocks, axis=1)
+
+
 def choose_kernel(
     config: "TransformerConfig", flash_attn: bool, platform: str, dtype: jnp.dtype
 ) -> str:
@@ -161,7 +179,7 @@ def self_attention(
         [B, T, H, h].
     """
     if not isinstance(mask, Segments):
-        return attention(config, q, k, v, mask)
+        return causal_attention(config, q, k, v, mask)
     run = functools.partial({"splash": splash, "triton": triton}[kernel], config)
     if placement is None:
         return run(q, k, v, mask)

@@ -3,12 +3,16 @@
 Shape legend: B rows, S cache positions, H query heads, K key/value heads, h head width.
 """
 
+import functools
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from jaxrl.models import decode_kernels
 from jaxrl.models.attention import scale, softcap
+from jaxrl.parallel.rules import Placement
 from jaxrl.types import Array
 
 if TYPE_CHECKING:
@@ -19,9 +23,14 @@ CPU_DOT_GROUP = 5
 
 
 def decode_attention(
-    config: "TransformerConfig", q: Array, keys: Array, values: Array, mask: Array
+    config: "TransformerConfig",
+    q: Array,
+    keys: Array,
+    values: Array,
+    mask: Array,
+    placement: Placement | None = None,
 ) -> Array:
-    """`attention.attention` for one query per row.
+    """`attention.attention` for one query per row: by a kernel where the platform has one.
 
     Keys lie transposed. On the CPU a product that runs along the minor dim of both arrays, or along
     the minor dim of neither, takes 3 to 7 times as long (docs/performance.md).
@@ -29,20 +38,54 @@ def decode_attention(
     Args:
         q: [B, 1, H, h].
         keys: [B, K, h, S]; values: [B, K, S, h].
-        mask: [B, S] bool, True = attend.
+        mask: [B, S] bool, True = attend; one run of True in every row.
+        placement: the mesh over whose batch and head axes rows and heads are split; None = one
+            device.
 
     Returns:
         [B, 1, H, h].
     """
     rows, _, heads, width = q.shape
     grouped = q.reshape(rows, keys.shape[1], -1, width)
-    products = {"cpu": _multiply_and_add} if grouped.shape[2] < CPU_DOT_GROUP else {}
-    scores = jax.lax.platform_dependent(grouped, keys, default=_product, **products)
-    scores = softcap(scores * scale(config), config.attention_softcap)
+    run = functools.partial(_on_device, config)
+    if placement is not None:
+        by_row, by_head, *_ = placement.spec(grouped.shape, ("batch", "kv_heads", None, None))
+        split = PartitionSpec(by_row, by_head)
+        run = jax.shard_map(
+            run,
+            mesh=placement.mesh,
+            in_specs=(split, split, split, PartitionSpec(by_row)),
+            out_specs=split,
+            check_vma=False,  # a kernel does not say over which axes its output varies
+        )
+    out = run(grouped, keys, values, mask)
+    return out.astype(values.dtype).reshape(rows, 1, heads, width)
+
+
+def _on_device(
+    config: "TransformerConfig", q: Array, keys: Array, values: Array, mask: Array
+) -> Array:
+    """q [B, K, G, h] -> [B, K, G, h] float32, all of it on one device."""
+    settings = {"scale": scale(config), "cap": config.attention_softcap}
+    kernels = {"tpu": decode_kernels.tpu_attention, "gpu": decode_kernels.gpu_attention}
+    platforms = {
+        {"gpu": "cuda"}.get(name, name): functools.partial(kernel, **settings)
+        for name, kernel in kernels.items()
+        if decode_kernels.fits(name, keys.shape[3], keys.shape[2])
+    }
+    plain = functools.partial(_plain, **settings)
+    return jax.lax.platform_dependent(q, keys, values, mask, default=plain, **platforms)
+
+
+def _plain(
+    q: Array, keys: Array, values: Array, mask: Array, *, scale: float, cap: float | None
+) -> Array:
+    products = {"cpu": _multiply_and_add} if q.shape[2] < CPU_DOT_GROUP else {}
+    scores = jax.lax.platform_dependent(q, keys, default=_product, **products)
+    scores = softcap(scores * scale, cap)
     scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
     probs = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-    out = jax.lax.platform_dependent(probs, values, default=_product, **products)
-    return out.astype(values.dtype).reshape(rows, 1, heads, width)
+    return jax.lax.platform_dependent(probs, values, default=_product, **products)
 
 
 def _product(x: Array, y: Array) -> Array:

@@ -64,6 +64,7 @@ def sampling_of(params: SamplingParams, eos_token_ids: Sequence[int]) -> Samplin
         min_tokens=(params.additional_kwargs or {}).get("min_tokens", 0),
         stop_token_ids=(*eos_token_ids, *(params.stop_token_ids or ())),
         stop=tuple(params.stop or ()),
+        keep_sampling_mask=params.keep_sampling_mask,
     )
 
 
@@ -88,7 +89,7 @@ class Conversation:
         """A turn of the policy."""
         if not self.transcript.turns:
             self.version = completion.versions[0]
-        self.transcript.add_sampled(completion.tokens, completion.log_probs)
+        self.transcript.add_sampled(completion.tokens, completion.log_probs, completion.kept)
         self.stop_reason = completion.stop_reason
 
     @contextlib.contextmanager
@@ -118,6 +119,7 @@ class Conversation:
             env_metrics=self.metrics,
             env_seconds=self.session.seconds,
             turns=transcript.turns,
+            kept=transcript.kept,
         )
 
 

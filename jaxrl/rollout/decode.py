@@ -6,13 +6,15 @@ and lives on the host, which says in every call which slot is at which position.
 Shape legend: S slots, L positions of a slot, B rows of a call, C tokens of a chunk, N decode steps.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxrl.models.attention import attention, layer_views
+from jaxrl.array_ops import token_log_probs
+from jaxrl.models.attention import attention, causal_attention, layer_views
 from jaxrl.models.decode_attention import decode_attention
 from jaxrl.models.linear import merge
 from jaxrl.models.transformer import (
@@ -25,6 +27,7 @@ from jaxrl.models.transformer import (
     unembed,
 )
 from jaxrl.parallel.rules import Placement
+from jaxrl.rollout.protocol import Sampling
 from jaxrl.rollout.sampling import adjust, sample, top_tokens, uniforms
 from jaxrl.types import Array
 
@@ -37,6 +40,35 @@ class LayerCache(NamedTuple):
 
 
 Cache = tuple[LayerCache, ...]
+
+
+@dataclass(frozen=True)
+class Features:
+    """What some row of a block needs: a program for each combination.
+
+    Attributes:
+        filtered: top_k, top_p or min_p.
+        penalised: repetition_penalty.
+        alternatives: most that are reported of a token.
+        raw: log-probs of the model's own distribution.
+        kept: most ids of a set that is reported.
+    """
+
+    filtered: bool = False
+    penalised: bool = False
+    alternatives: int = 0
+    raw: bool = False
+    kept: int = 0
+
+    def including(self, s: Sampling) -> "Features":
+        """These, and what such sampling needs."""
+        return Features(
+            filtered=self.filtered or s.top_k > 0 or s.top_p < 1 or s.min_p > 0,
+            penalised=self.penalised or s.repetition_penalty != 1,
+            alternatives=max(self.alternatives, s.logprobs),
+            raw=self.raw or s.raw_log_probs,
+            kept=max(self.kept, s.top_k if s.keep_sampling_mask else 0),
+        )
 
 
 class Rows(struct.PyTreeNode):
@@ -56,8 +88,7 @@ class Rows(struct.PyTreeNode):
     min_p: Array  # [B]
     repetition_penalty: Array  # [B]
     history: Array | None = None  # [B, L] tokens up to last_token, then -1; None = no penalties
-    filtered: bool = struct.field(pytree_node=False, default=False)
-    alternatives: int = struct.field(pytree_node=False, default=0)
+    features: Features = struct.field(pytree_node=False, default=Features())
 
 
 class Block(struct.PyTreeNode):
@@ -69,6 +100,8 @@ class Block(struct.PyTreeNode):
     stopped: Array  # [B] bool, the last one is a stop token
     top_ids: Array  # [B, N, alternatives]
     top_log_probs: Array  # [B, N, alternatives]
+    raw_log_probs: Array  # [B, N], or [B, 0] where nobody asks for them
+    kept: Array  # [B, N, k] ids, then -1
 
 
 class Run(struct.PyTreeNode):
@@ -171,7 +204,8 @@ def prefill(
             past = take_slots((old,), slots, length)[0]
             keys, values = write(past, rows, positions, k, v)
             k, v = keys.swapaxes(2, 3), values
-        return attention(config, q, k, v, mask)
+        attend_to = causal_attention if length is None else attention
+        return attend_to(config, q, k, v, mask)
 
     x = embed(config, params, tokens, params["unembed"].dtype)
     for layer, sliding in zip(params["layers"], sliding_flags(config), strict=True):
@@ -230,8 +264,8 @@ def decode(
     slots = None if every_slot else rows.slots
     size, total = len(rows.slots), len(cache[0].keys)
     numbers = jnp.zeros((size, steps), jnp.int32), jnp.zeros((size, steps), jnp.float32)
-    nobody = jnp.zeros(size, bool)
-    several = (size, steps, rows.alternatives)
+    nobody, features = jnp.zeros(size, bool), rows.features
+    several = (size, steps, features.alternatives)
     run = Run(
         cache=take_slots(cache, slots, length),
         last_token=rows.last_token,
@@ -244,6 +278,8 @@ def decode(
             stopped=nobody,
             top_ids=jnp.zeros(several, jnp.int32),
             top_log_probs=jnp.zeros(several, jnp.float32),
+            raw_log_probs=jnp.zeros((size, steps if features.raw else 0), jnp.float32),
+            kept=jnp.full((size, steps, features.kept), -1),
         ),
     )
 
@@ -277,7 +313,7 @@ def decode_step(
 
     def attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
         new.append(write(run.cache[len(new)], rows[:, None], positions, k, v))
-        return decode_attention(config, q, *new[-1], mask[:, 0])
+        return decode_attention(config, q, *new[-1], mask[:, 0], placement)
 
     for layer, sliding in zip(params["layers"], sliding_flags(config), strict=True):
         x = decoder_layer(config, layer, x, view(sliding), attend, placement)
@@ -287,17 +323,23 @@ def decode_step(
 def draw(run: Run, logits: Array, rows: Rows) -> Run:
     """Sample the next token of every row that is not done, and note which rows end with it."""
     index, block, live = jnp.arange(len(run.done)), run.block, ~run.done
-    position, drawn = run.position + 1, rows.count + block.count
+    position, drawn, raw = run.position + 1, rows.count + block.count, logits
     logits = adjust(logits, run.seen, rows.repetition_penalty)
     early = (drawn < rows.min_tokens)[:, None] & (rows.stop_ids >= 0)
     stops = jnp.where(early, rows.stop_ids, logits.shape[1])
     logits = logits.at[index[:, None], stops].set(-jnp.inf, mode="drop")
     filters = {name: getattr(rows, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     given = logits, uniforms(rows.keys, position)
-    token, log_prob = sample(*given, **filters, filtered=rows.filtered)
+    features = rows.features
+    token, log_prob, kept = sample(
+        *given, **filters, filtered=features.filtered, keep=features.kept
+    )
     at = jnp.where(live, block.count, block.tokens.shape[1])  # out of bounds drops the write
     hit = (token[:, None] == rows.stop_ids).any(-1) & live
-    top = top_tokens(logits, rows.temperature, rows.alternatives)
+    top = top_tokens(logits, rows.temperature, features.alternatives)
+    raw_log_probs = block.raw_log_probs
+    if features.raw:
+        raw_log_probs = raw_log_probs.at[index, at].set(token_log_probs(raw, token), mode="drop")
     seen = run.seen if run.seen is None else run.seen.at[index, token].set(True)
     return run.replace(
         last_token=jnp.where(live, token, run.last_token),
@@ -311,5 +353,7 @@ def draw(run: Run, logits: Array, rows: Rows) -> Run:
             stopped=block.stopped | hit,
             top_ids=block.top_ids.at[index, at].set(top[0], mode="drop"),
             top_log_probs=block.top_log_probs.at[index, at].set(top[1], mode="drop"),
+            raw_log_probs=raw_log_probs,
+            kept=block.kept.at[index, at].set(kept, mode="drop"),
         ),
     )

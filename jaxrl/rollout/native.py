@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from jaxrl.data.packing import round_up
 from jaxrl.models.transformer import Params, TransformerConfig
-from jaxrl.rollout.decode import Rows
+from jaxrl.rollout.decode import Features, Rows
 from jaxrl.rollout.programs import Programs, slots_that_fit
 from jaxrl.rollout.protocol import Completion, Request
 from jaxrl.rollout.slots import PADDING, Sample, SlotTable
@@ -95,8 +95,7 @@ class NativeEngine:
         self._queue: deque[Sample] = deque()
         self._groups, self._paused, self._running = 0, False, False
         # what any request asked for so far; monotone, so that programs are compiled once
-        self._filtered, self._penalised, self._alternatives = False, False, 0
-        self._stop_ids = STOP_IDS
+        self._features, self._stop_ids = Features(), STOP_IDS
         self._done: list[Sample] = []  # to be handed over when the lock is free
         # The lock is held by every turn and every public method. Whoever waits for it holds the
         # door, so the thread, which comes back at once, cannot keep others out.
@@ -215,9 +214,7 @@ class NativeEngine:
         self.programs.reserve(max((request.longest for request in requests), default=1))
         self.table.lengthen(self.programs.length)
         for s in {request.sampling for request in requests}:
-            self._filtered |= s.top_k > 0 or s.top_p < 1 or s.min_p > 0
-            self._penalised |= s.repetition_penalty != 1
-            self._alternatives = max(self._alternatives, s.logprobs)
+            self._features = self._features.including(s)
             self._stop_ids = max(self._stop_ids, round_up(len(s.stop_token_ids), STOP_IDS))
 
     def _samples(self, request: Request) -> list[Sample]:
@@ -379,9 +376,8 @@ class NativeEngine:
             keys=np.array([sample.key for sample in held], np.uint32),
             max_tokens=np.array([sample.max_tokens for sample in held], np.int32),
             stop_ids=stop_ids,
-            history=history if self._penalised else None,
-            filtered=self._filtered,
-            alternatives=self._alternatives,
+            history=history if self._features.penalised else None,
+            features=self._features,
             **columns,
         )
 

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl.data.packing import buckets_between, length_bucket, round_up
+from jaxrl.models import decode_kernels
 from jaxrl.models.transformer import Params, TransformerConfig, abstract_params, logical_axes
 from jaxrl.parallel import ShardingRules
 from jaxrl.parallel.rules import Placement, batch_devices
@@ -59,6 +60,8 @@ class Programs:
         self.slots = round_up(slots, self.row_multiple)
         self.chunk_tokens, self.longest_chunk = PREFILL_TOKENS.get(platform, DEFAULT_PREFILL_TOKENS)
         self.params: Params | None = None
+        # a kernel reads what is filled, whatever it is shown
+        self._kernel = decode_kernels.fits(platform, decode_kernels.POSITIONS, config.head_dim)
         self._row_shares = SHARES if (alone if shrink is None else shrink) else (1,)
         self._devices = frozenset(mesh.devices.flat)
         self._by_row = placement.sharding((self.slots,), ("batch",))
@@ -82,6 +85,8 @@ class Programs:
     def reserve(self, length: int) -> None:
         """Room for rows of `length` tokens in every slot; what is in them stays."""
         length = max(length_bucket(length), LEAST_LENGTH, self.length)
+        if self._kernel:
+            length = round_up(length, decode_kernels.POSITIONS)
         if self._cache is None:
             self._cache = self._jit.empty(length=length)
         elif length > self.length:
@@ -92,8 +97,12 @@ class Programs:
         """Rows that a block can have."""
         return sorted({-(-self.slots // share) for share in self._row_shares})
 
+    def decode_lengths(self) -> list[int]:
+        """Positions that a block can see."""
+        return [self.length] if self._kernel else self.lengths()
+
     def lengths(self) -> list[int]:
-        """Positions that a block, or a chunk in the middle of a prompt, can see."""
+        """Positions that a chunk in the middle of a prompt can see."""
         shares = (round_up(self.length // share, 8) for share in SHARES)
         return sorted({min(max(share, LEAST_LENGTH), self.length) for share in shares})
 
@@ -124,7 +133,7 @@ class Programs:
         for row, (slot, start, new) in enumerate(chunks):
             tokens[row, : len(new)], slots[row], starts[row] = new, slot, start
         end = max((start + len(new) for _, start, new in chunks), default=0)
-        self._run_prefill(tokens, slots, starts, None if fresh else self._at_least(end))
+        self._run_prefill(tokens, slots, starts, None if fresh else _at_least(end, self.lengths()))
 
     def _run_prefill(self, tokens: Array, slots: Array, starts: Array, length: int | None) -> None:
         given = jax.device_put((tokens, slots, starts), self._by_row)
@@ -137,13 +146,10 @@ class Programs:
             self._cache,
             jax.device_put(rows, self._by_row),
             steps=self.steps,
-            length=self._at_least(reach),
+            length=_at_least(reach, self.decode_lengths()),
             every_slot=len(rows.slots) == self.slots,
         )
         return jax.device_get(block)
-
-    def _at_least(self, length: int) -> int:
-        return min(size for size in self.lengths() if size >= length)
 
     def warm_up(self, prompts: Sequence[int], rests: bool, padding: Any) -> None:
         """Compile everything for prompts of these lengths; nothing is drawn.
@@ -158,7 +164,7 @@ class Programs:
             slots, starts = np.full(rows, self.slots, np.int32), np.zeros(rows, np.int32)
             self._run_prefill(nothing, slots, starts, length)
         for size in self.sizes():
-            for length in self.lengths():
+            for length in self.decode_lengths():
                 self.decode(padding(size), length)
         self.copy([])
 
@@ -177,9 +183,13 @@ class Programs:
     def describe(self) -> str:
         """The shapes of all programs."""
         return (
-            f"blocks of {self.sizes()} rows x {self.steps} tokens that see {self.lengths()} "
+            f"blocks of {self.sizes()} rows x {self.steps} tokens that see {self.decode_lengths()} "
             f"positions; prefill in chunks of at most {self.longest_chunk} tokens"
         )
+
+
+def _at_least(length: int, sizes: Sequence[int]) -> int:
+    return min(size for size in sizes if size >= length)
 
 
 class _Jitted(NamedTuple):

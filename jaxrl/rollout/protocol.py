@@ -18,6 +18,9 @@ class Sampling:
         stop: strings, looked for in the decoded text; the sample ends with the token that completes
             one.
         logprobs: most probable alternatives that are reported with each token.
+        raw_log_probs: report also the log-probs without temperature, filters and penalties.
+        keep_sampling_mask: report with each token the set that the filters left; needs `top_k`,
+            which bounds it.
     """
 
     max_tokens: int
@@ -30,6 +33,8 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     logprobs: int = 0
+    raw_log_probs: bool = False
+    keep_sampling_mask: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,11 @@ class Request:
             raise ValueError(
                 f"stop={self.sampling.stop} is looked for in text: give the engine decode_text"
             )
+        if self.sampling.keep_sampling_mask and self.sampling.top_k < 1:
+            raise ValueError(
+                f"keep_sampling_mask with top_k={self.sampling.top_k}: the set could be the whole "
+                "vocabulary; set top_k, e.g. 64"
+            )
 
 
 @dataclass(frozen=True)
@@ -84,6 +94,9 @@ class Completion:
         versions: of the policy that drew each token.
         stop_string: the member of `Sampling.stop` that ended it.
         top_log_probs: per token, the `Sampling.logprobs` most probable ids and their log-probs.
+        raw_log_probs: per token, under the model's own distribution, if they are asked for.
+        kept: per token, the ids it was drawn from, filled up with -1 to `top_k`, if they are asked
+            for. Nothing but -1 = all ids.
     """
 
     tokens: list[int]
@@ -92,6 +105,8 @@ class Completion:
     versions: list[int]
     stop_string: str | None = None
     top_log_probs: list[dict[int, float]] = field(default_factory=list)
+    raw_log_probs: list[float] = field(default_factory=list)
+    kept: list[tuple[int, ...]] = field(default_factory=list)
 
 
 class Engine(Protocol):
@@ -118,6 +133,10 @@ class Engine(Protocol):
 
     def update_weights(self, params: Any, version: int) -> None:
         """Sample from these parameters from the next block of tokens on."""
+        ...
+
+    def describe(self) -> str:
+        """The shapes of what is compiled, in a line."""
         ...
 
     def sleep(self) -> None:

@@ -18,9 +18,12 @@ from jaxrl.data.packing import length_bucket, round_up
 from jaxrl.models.transformer import Params, forward, unembed
 from jaxrl.parallel import ShardingRules, batch_sharding
 from jaxrl.parallel.rules import batch_devices
-from jaxrl.rollout.protocol import Completion, Request
+from jaxrl.rollout.protocol import Completion, Request, Sampling
 from jaxrl.rollout.sampling import sample, uniforms
 from jaxrl.types import Array
+
+# fields of Sampling that this engine does not know
+ONLY_NATIVE = "repetition_penalty", "min_tokens", "logprobs", "raw_log_probs", "keep_sampling_mask"
 
 
 class RecomputeEngine:
@@ -54,6 +57,10 @@ class RecomputeEngine:
     def wake(self) -> None:
         """Nothing to do."""
 
+    def describe(self) -> str:
+        """What it does for a token."""
+        return f"the full forward for every token, {self.max_num_seqs} rows at most"
+
     def submit(self, requests: Sequence[Request]) -> list[list[Future[Completion]]]:
         """`generate`, as futures that are done."""
 
@@ -68,13 +75,20 @@ class RecomputeEngine:
         """The samples of each request, in order.
 
         Raises:
-            ValueError: an empty prompt or a non-positive max_tokens.
+            ValueError: an empty prompt, a non-positive max_tokens, or sampling that only
+                `NativeEngine` knows.
             RuntimeError: no weights yet.
         """
         if self.params is None:
             raise RuntimeError("the engine has no weights: call update_weights first")
         for request in requests:
             request.check(None, has_text=False)
+            for name in ONLY_NATIVE:
+                if (value := getattr(request.sampling, name)) != getattr(Sampling, name):
+                    raise ValueError(
+                        f"{name}={value}: a flax module is sampled without it; leave it at "
+                        f"{getattr(Sampling, name)}"
+                    )
         done: list[list[Completion]] = []
         for wave in waves(requests, self.max_num_seqs):
             done += self._generate_wave(wave)
@@ -160,7 +174,8 @@ def next_token(
     hidden = forward(model, params, tokens, positions, segment_ids, dtype=dtype)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
     logits = unembed(model, params, last)
-    return sample(logits, uniforms(keys, lengths), **sampling, filtered=True)
+    token, log_prob, _ = sample(logits, uniforms(keys, lengths), **sampling, filtered=True)
+    return token, log_prob
 
 
 def _stop_reason(tokens: Sequence[int], request: Request) -> str:

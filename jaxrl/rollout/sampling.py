@@ -60,7 +60,8 @@ def sample(
     top_p: Array,
     min_p: Array,
     filtered: bool,
-) -> tuple[Array, Array]:
+    keep: int = 0,
+) -> tuple[Array, Array, Array]:
     """Draw one token per row.
 
     The distribution is softmax(logits / temperature), then tokens below `min_p` times the largest
@@ -73,24 +74,29 @@ def sample(
         temperature: [B]; 0 = argmax.
         top_k, top_p, min_p: [B]; off at k <= 0, p >= 1, p <= 0.
         filtered: False skips the sort; only right if no row filters.
+        keep: most tokens of a set that is reported.
 
     Returns:
-        tokens [B] int32 and their log-probs [B] under the distribution they were drawn from. A
-        greedy token has the log-prob of the untempered softmax: a point mass would say 0.
+        tokens [B] int32; their log-probs [B] under the distribution they were drawn from; the ids
+        that filters left [B, keep], most probable first, then -1. A greedy token has the log-prob
+        of the untempered softmax, a point mass would say 0; and no ids.
     """
     greedy = temperature == 0
     scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
     peak = scaled.max(axis=-1, keepdims=True)
     weights = kept = jnp.exp(scaled - peak)
+    ids = jnp.full((len(logits), keep), -1)
     if filtered:
         order = jnp.argsort(-scaled, axis=-1, stable=True)
         kept = filter_sorted(jnp.take_along_axis(weights, order, axis=-1), top_k, top_p, min_p)
+        among = (kept > 0) & ~greedy[:, None]
+        ids = ids.at[:, : order.shape[1]].set(jnp.where(among, order, -1)[:, :keep])
         # drawn in token order, as without filters: what other rows ask for plays no part
         kept = jnp.put_along_axis(weights, order, kept, axis=-1, inplace=False)
         kept = jnp.where(greedy[:, None], weights, kept)  # greedy rows are scored by the whole
     tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1), inverse_cdf(kept, u))
     chosen = jnp.take_along_axis(scaled - peak, tokens[:, None], axis=-1)[:, 0]
-    return tokens.astype(jnp.int32), chosen - jnp.log(kept.sum(-1))
+    return tokens.astype(jnp.int32), chosen - jnp.log(kept.sum(-1)), ids
 
 
 def adjust(logits: Array, seen: Array | None, penalty: Array) -> Array:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -25,17 +26,25 @@ class Sample:
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     top_log_probs: list[dict[int, float]] = field(default_factory=list)
+    raw_log_probs: list[float] = field(default_factory=list)
+    kept: list[tuple[int, ...]] = field(default_factory=list)
     outcome: Completion | BaseException | None = None
 
     def append(self, block: Block, row: int, version: int) -> None:
         """Add what a block drew in a row."""
-        drawn, wanted = int(block.count[row]), self.request.sampling.logprobs
+        drawn, sampling = int(block.count[row]), self.request.sampling
+        wanted = sampling.logprobs
         self.tokens += block.tokens[row, :drawn].tolist()
         self.log_probs += block.log_probs[row, :drawn].tolist()
         self.versions += [version] * drawn
         for i in range(drawn if wanted else 0):
             ids, scores = block.top_ids[row, i, :wanted], block.top_log_probs[row, i, :wanted]
             self.top_log_probs.append(dict(zip(ids.tolist(), scores.tolist(), strict=True)))
+        if sampling.raw_log_probs:
+            self.raw_log_probs += block.raw_log_probs[row, :drawn].tolist()
+        if sampling.keep_sampling_mask:
+            kept = block.kept[row, :drawn, : sampling.top_k]
+            self.kept += map(tuple, kept.tolist())
 
     def cut_at_stop_string(
         self, decode_text: Callable[[Sequence[int]], str] | None, new: int
@@ -51,16 +60,20 @@ class Sample:
             text = decode_text(self.tokens[:size])
             found = next((string for string in strings if string in text), None)
             if found is not None:
-                columns = (self.tokens, self.log_probs, self.versions, self.top_log_probs)
-                for column in columns:
+                for column in self._columns():
                     del column[size:]
                 return found
         return None
 
     def finish(self, reason: str, stop_string: str | None = None) -> None:
         """Its end; what there is can be handed over."""
-        columns = self.tokens, self.log_probs, reason, self.versions
-        self.outcome = Completion(*columns, stop_string, self.top_log_probs)
+        tokens, log_probs, versions, *optional = self._columns()
+        self.outcome = Completion(tokens, log_probs, reason, versions, stop_string, *optional)
+
+    def _columns(self) -> tuple[list[Any], ...]:
+        """What there is of each token, in the order of `Completion`."""
+        always = self.tokens, self.log_probs, self.versions
+        return *always, self.top_log_probs, self.raw_log_probs, self.kept
 
     def hand_over(self) -> None:
         """Tell whoever waits, if anybody still does."""

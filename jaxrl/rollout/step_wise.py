@@ -8,7 +8,8 @@ import numpy as np
 
 from jaxrl.types import GeneratorOutput, Trajectory
 
-_TOKENS = ("response_ids", "loss_masks", "rollout_logprobs")
+# columns of one entry per token, and the entry of a token that was not sampled
+_TOKENS = {"loss_masks": 0, "rollout_logprobs": 0, "kept": ()}
 
 
 def steps_of(trajectory: Trajectory) -> list[Trajectory]:
@@ -84,6 +85,7 @@ def _step(t: Trajectory, start: int, end: int) -> Trajectory:
         rollout_log_probs=t.rollout_log_probs[start:end],
         rewards=[0.0] * (end - start),
         turns=[(0, end - start)],
+        kept=t.kept[start:end],
     )
 
 
@@ -106,6 +108,6 @@ def _append(rows: dict[str, list[Any]], row: dict[str, Any]) -> None:
         if name == "response_ids":
             column[-1] += given + row[name]
         elif name in _TOKENS or (name == "rewards" and isinstance(row[name], list)):
-            column[-1] += [0] * len(given) + row[name]
+            column[-1] += [_TOKENS.get(name, 0)] * len(given) + row[name]
         elif name not in ("prompt_token_ids", "policy_versions"):
             column[-1] = row[name]

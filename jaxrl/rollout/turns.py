@@ -26,6 +26,7 @@ class Transcript:
     loss_mask: list[int] = field(default_factory=list)  # 1 = sampled
     log_probs: list[float] = field(default_factory=list)  # 0 where not sampled
     rewards: list[float] = field(default_factory=list)
+    kept: list[tuple[int, ...]] = field(default_factory=list)  # () = all, or not recorded
     turns: list[tuple[int, int]] = field(default_factory=list)  # first token, one after the last
 
     @property
@@ -33,10 +34,15 @@ class Transcript:
         """What the next turn is sampled from."""
         return (*self.prompt, *self.tokens)
 
-    def add_sampled(self, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
-        """A turn of the policy."""
+    def add_sampled(
+        self,
+        tokens: Sequence[int],
+        log_probs: Sequence[float],
+        kept: Sequence[tuple[int, ...]] = (),
+    ) -> None:
+        """A turn of the policy; `kept` may be empty, as a whole."""
         start = len(self.tokens)
-        self._add(tokens, 1, log_probs)
+        self._add(tokens, 1, log_probs, kept)
         self.turns.append((start, len(self.tokens)))
 
     def add_given(self, tokens: Sequence[int]) -> None:
@@ -75,14 +81,21 @@ class Transcript:
         """Nothing is learnt from this conversation."""
         self.loss_mask, self.rewards = [0] * len(self.tokens), [0.0] * len(self.tokens)
 
-    def _add(self, tokens: Sequence[int], mask: int, log_probs: Sequence[float]) -> None:
+    def _add(
+        self,
+        tokens: Sequence[int],
+        mask: int,
+        log_probs: Sequence[float],
+        kept: Sequence[tuple[int, ...]] = (),
+    ) -> None:
         self.tokens += tokens
         self.loss_mask += [mask] * len(tokens)
         self.log_probs += log_probs
         self.rewards += [0.0] * len(tokens)
+        self.kept += kept or [()] * len(tokens)
 
     def _cut(self, length: int) -> None:
-        for column in (self.tokens, self.loss_mask, self.log_probs, self.rewards):
+        for column in (self.tokens, self.loss_mask, self.log_probs, self.rewards, self.kept):
             del column[length:]
 
 

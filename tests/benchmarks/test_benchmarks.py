@@ -5,6 +5,7 @@ import json
 import pytest
 
 from benchmarks import (
+    agreement,
     collectives,
     decode,
     grpo_step,
@@ -37,7 +38,8 @@ def run(benchmark, tmp_path, capsys, *flags):
 
 
 @pytest.mark.parametrize(
-    "benchmark_module", [collectives, decode, grpo_step, losses, memory, rollout, train_step]
+    "benchmark_module",
+    [agreement, collectives, decode, grpo_step, losses, memory, rollout, train_step],
 )
 def test_help(benchmark_module, capsys):
     with pytest.raises(SystemExit, match="^0$"):
@@ -221,3 +223,13 @@ def test_lengths_and_prompts(tmp_path):
     work = make_workload(tmp_path, "smoke")
     assert {len(text) for text in work.read_prompts()} == {8}
     assert work.lengths["full"] == [8] * 8
+
+
+def test_agreement(tmp_path, capsys):
+    printed, rows = run(agreement, tmp_path, capsys)
+    assert [row["variant"] for row in rows] == list(agreement.VARIANTS)
+    assert all(name in printed for name in agreement.VARIANTS)
+    for row in rows:
+        assert row["tokens"] == 240
+        assert 0 < row["of_new_version"] < 240
+        assert row["prefilled"] < row["prompt_tokens"]  # prefixes were found

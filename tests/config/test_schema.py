@@ -63,6 +63,9 @@ OUR_FIELDS = {
     "trainer.max_training_steps",
     "trainer.packed_length",
     "trainer.print_example_interval",
+    "generator.inference_engine.recompute_kv_on_update",
+    "generator.sampling_params.keep_sampling_mask",
+    "generator.eval_sampling_params.keep_sampling_mask",
     "generator.sampling_params.stop_token_ids",
     "generator.eval_sampling_params.stop_token_ids",
 }

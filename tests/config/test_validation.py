@@ -284,6 +284,13 @@ def test_fields_of_a_user_class_are_not_judged():
             r"generator.sampling_params.top_k=0: must be positive, or -1 \(off\)",
         ),
         (
+            {
+                "generator.sampling_params.top_p": 0.9,
+                "generator.sampling_params.keep_sampling_mask": True,
+            },
+            r"generator.sampling_params.keep_sampling_mask=True: needs top_k, which bounds",
+        ),
+        (
             {"trainer.rope_theta": 1e6, "generator.rope_theta": 1e5},
             r"generator.rope_theta=100000.0: differs from trainer.rope_theta=1000000.0: .* None",
         ),

@@ -59,6 +59,17 @@ def value_and_gradient(config, kernel, mask):
     return out, *grads
 
 
+@pytest.mark.parametrize("blocks", [1, 3, 4, 100])
+@pytest.mark.parametrize("config", [MODEL, GEMMA], ids=["plain", "gemma"])
+def test_blocks_of_queries_are_the_whole(monkeypatch, config, blocks):
+    monkeypatch.setattr(attention, "CAUSAL_BLOCKS", blocks)
+    mask = training_mask(IDS, "xla")
+    expected = value_and_gradient(config, attention.attention, mask)
+    found = value_and_gradient(config, attention.causal_attention, mask)
+    for a, b in zip(expected, found, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-4)
+
+
 @pytest.mark.parametrize("sliding", [False, True])
 @pytest.mark.parametrize("config", [MODEL, GEMMA], ids=["plain", "gemma"])
 def test_splash_is_the_plain_attention(config, sliding):

@@ -38,19 +38,23 @@ def request(prompt=PROMPT, keys=(1,), **sampling):
 
 
 @functools.cache
-def scorer():
+def scorer(temperature):
     return jax.jit(
-        functools.partial(log_probs_and_entropy, LLAMA, temperature=1.0, dtype=jnp.float32)
+        functools.partial(log_probs_and_entropy, LLAMA, temperature=temperature, dtype=jnp.float32)
     )
 
 
-def scores(prompt, completion, seed=0):
+def scores(prompt, completion, seed=0, kept=None, temperature=1.0):
     """Log-probs of a completion by the trainer's forward."""
     row = np.zeros((1, WIDTH), np.int32)
     whole = [*prompt, *completion.tokens]
     row[0, : len(whole)] = whole
-    rows = one_per_row(row, np.array([len(whole)], np.int32), np.ones_like(row))
-    return np.asarray(scorer()(random_params(LLAMA, seed), rows)[0])[0, len(prompt) : len(whole)]
+    if kept is not None:
+        ids, kept = kept, np.full((1, WIDTH, len(kept[0])), -1, np.int32)
+        kept[0, len(prompt) : len(whole)] = ids
+    rows = one_per_row(row, np.array([len(whole)], np.int32), np.ones_like(row), kept)
+    found = scorer(temperature)(random_params(LLAMA, seed), rows)[0]
+    return np.asarray(found)[0, len(prompt) : len(whole)]
 
 
 # ------------------------------------------------------------------ prefill
@@ -139,7 +143,7 @@ def test_nothing_compiles_after_the_warm_up():
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
     )
-    engine.generate(some(200))
+    engine.generate(some(500))
     assert not compiled
 
 
@@ -185,6 +189,35 @@ def test_alternatives_are_the_most_probable_tokens():
         assert next(iter(top)) == token  # greedy
         assert top[token] == pytest.approx(log_prob, abs=1e-5)
         assert list(top.values()) == sorted(top.values(), reverse=True)
+
+
+FILTERS = {"top_k": 6, "top_p": 0.8, "min_p": 0.02, "temperature": 0.7}
+
+
+def test_the_trainer_scores_over_the_set_that_was_kept():
+    asked = request(keys=(1, 2), keep_sampling_mask=True, raw_log_probs=True, **FILTERS)
+    for completion in flat(shared().generate([asked])):
+        assert {len(ids) for ids in completion.kept} == {6}
+        sizes = [sum(i >= 0 for i in ids) for ids in completion.kept]
+        assert 1 <= min(sizes) < max(sizes) <= 6
+        assert all(t in ids for t, ids in zip(completion.tokens, completion.kept, strict=True))
+        over_kept = scores(PROMPT, completion, kept=completion.kept, temperature=0.7)
+        np.testing.assert_allclose(completion.log_probs, over_kept, atol=1e-4)
+        over_all = scores(PROMPT, completion, temperature=0.7)
+        assert np.abs(over_all - completion.log_probs).max() > 0.1  # the filter is seen
+        raw = scores(PROMPT, completion)  # temperature 1, no filters
+        np.testing.assert_allclose(completion.raw_log_probs, raw, atol=1e-4)
+
+
+def test_a_greedy_token_is_drawn_from_all():
+    asked = request(temperature=0.0, top_k=3, keep_sampling_mask=True)
+    (completion,) = flat(shared().generate([asked]))
+    assert completion.kept == [(-1, -1, -1)] * len(completion.tokens)
+
+
+def test_a_set_without_a_bound_is_refused():
+    with pytest.raises(ValueError, match=r"top_k=-1: the set could be the whole vocabulary"):
+        shared().generate([request(top_p=0.9, keep_sampling_mask=True)])
 
 
 def test_a_stop_string_ends_with_the_token_that_completes_it():

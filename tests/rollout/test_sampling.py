@@ -63,7 +63,7 @@ def reference(logits, *, temperature=1.0, top_k=-1, top_p=1.0, min_p=0.0):
 @pytest.mark.parametrize("name", FILTERS)
 def test_the_token_and_its_log_prob_are_of_the_reference_distribution(name):
     expected = np.stack([reference(row, **FILTERS[name]) for row in LOGITS])
-    tokens, log_probs = draw_filtered(LOGITS, U, **settings(**FILTERS[name]))
+    tokens, log_probs, _ = draw_filtered(LOGITS, U, **settings(**FILTERS[name]))
     chosen = expected[np.arange(ROWS), tokens]
     assert (chosen > 0).all()  # nothing that a filter drops
     np.testing.assert_allclose(log_probs, np.log(chosen), rtol=1e-5, atol=1e-5)
@@ -75,14 +75,14 @@ def test_every_token_that_is_kept_can_be_drawn(name):
     row, count = LOGITS[0], 4000
     probs = reference(row, **FILTERS[name])
     u = ((np.arange(count) + 0.5) / count).astype(np.float32)
-    tokens, _ = draw_filtered(np.tile(row, (count, 1)), u, **settings(count, **FILTERS[name]))
+    tokens, _, _ = draw_filtered(np.tile(row, (count, 1)), u, **settings(count, **FILTERS[name]))
     frequencies = np.bincount(tokens, minlength=VOCAB) / count
     # an interval of length p holds p * count evenly spaced points, give or take one
     np.testing.assert_allclose(frequencies, probs, atol=1.5 / count)
 
 
 def test_without_filters_the_unsorted_path_has_the_same_distribution():
-    tokens, log_probs = draw_unfiltered(LOGITS, U, **settings(temperature=0.7))
+    tokens, log_probs, _ = draw_unfiltered(LOGITS, U, **settings(temperature=0.7))
     expected = np.stack([reference(row, temperature=0.7) for row in LOGITS])
     np.testing.assert_allclose(
         log_probs, np.log(expected[np.arange(ROWS), tokens]), rtol=1e-5, atol=1e-5
@@ -94,15 +94,15 @@ def test_without_filters_the_unsorted_path_has_the_same_distribution():
 def test_a_row_without_filters_is_drawn_the_same_beside_rows_with_filters():
     options = settings()
     options["top_k"][1::2] = 2  # every other row filters
-    beside, log_probs = draw_filtered(LOGITS, U, **options)
-    tokens, expected = draw_unfiltered(LOGITS, U, **settings())
+    beside, log_probs, _ = draw_filtered(LOGITS, U, **options)
+    tokens, expected, _ = draw_unfiltered(LOGITS, U, **settings())
     np.testing.assert_array_equal(beside[::2], tokens[::2])
     np.testing.assert_allclose(log_probs[::2], expected[::2], rtol=1e-6)
 
 
 @pytest.mark.parametrize("draw", [draw_filtered, draw_unfiltered])
 def test_greedy_is_the_argmax_with_the_untempered_log_prob(draw):
-    tokens, log_probs = draw(LOGITS, U, **settings(temperature=0.0))
+    tokens, log_probs, _ = draw(LOGITS, U, **settings(temperature=0.0))
     np.testing.assert_array_equal(tokens, LOGITS.argmax(-1))
     expected = np.stack([reference(row) for row in LOGITS]).max(-1)
     np.testing.assert_allclose(log_probs, np.log(expected), rtol=1e-5, atol=1e-5)
@@ -117,7 +117,7 @@ def test_rows_have_settings_of_their_own():
         "min_p": np.zeros(4, np.float32),
     }
     logits = np.tile(LOGITS[0], (4, 1))
-    tokens, log_probs = draw_filtered(logits, np.full(4, 0.99, np.float32), **options)
+    tokens, log_probs, _ = draw_filtered(logits, np.full(4, 0.99, np.float32), **options)
     best = LOGITS[0].argmax()
     assert tokens[0] == tokens[1] == best
     np.testing.assert_allclose(log_probs[1], 0, atol=1e-6)
@@ -129,7 +129,7 @@ def test_rows_have_settings_of_their_own():
 def test_top_k_keeps_tied_tokens_in_order():
     # four equal tokens, top-k 2: the first two, log(1/2) each
     logits, u = np.zeros((2, 4), np.float32), np.float32([0.0, BELOW_ONE])
-    tokens, log_probs = draw_filtered(logits, u, **settings(2, top_k=2))
+    tokens, log_probs, _ = draw_filtered(logits, u, **settings(2, top_k=2))
     assert tokens.tolist() == [0, 1]
     np.testing.assert_allclose(log_probs, [-0.6931472] * 2, rtol=1e-6)
 
@@ -139,7 +139,9 @@ def test_frequencies_of_20000_draws_match_the_probabilities(name):
     count = 20_000
     keys = np.stack([np.arange(count), np.full(count, 7)], axis=1).astype(np.uint32)
     u = jax.jit(uniforms)(keys, np.full(count, 3))
-    tokens, _ = draw_filtered(np.tile(LOGITS[0], (count, 1)), u, **settings(count, **FILTERS[name]))
+    tokens, _, _ = draw_filtered(
+        np.tile(LOGITS[0], (count, 1)), u, **settings(count, **FILTERS[name])
+    )
     probs = reference(LOGITS[0], **FILTERS[name])
     counts = np.bincount(tokens, minlength=VOCAB)
     # standard error of a count of n draws of probability p: sqrt(n p (1 - p))
@@ -173,7 +175,7 @@ def test_inverse_cdf_never_returns_an_impossible_token(u):
 def test_filtered_sampling_never_returns_an_impossible_token(u):
     logits = np.where(np.arange(VOCAB) % 2, -np.inf, LOGITS).astype(np.float32)
     for draw in (draw_filtered, draw_unfiltered):
-        tokens, log_probs = draw(logits, np.full(ROWS, u, np.float32), **settings())
+        tokens, log_probs, _ = draw(logits, np.full(ROWS, u, np.float32), **settings())
         assert (np.asarray(tokens) % 2 == 0).all()
         assert np.isfinite(log_probs).all()
 

@@ -8,7 +8,7 @@ from jaxrl.metrics import rollout_metrics
 from jaxrl.rewards import advantages_of, make_estimate, shape_rewards
 from jaxrl.rollout.step_wise import last_steps, merge_steps, trajectory_numbers
 from jaxrl.types import TrajectoryID
-from tests.rollout.scripted import converse, make_prompt
+from tests.rollout.scripted import completion, converse, make_prompt
 from tests.rollout.test_multi_turn import ASK, END, TALK, TOKENIZER, by_turn
 
 SHORT = make_prompt(TOKENIZER, "12", uid="0:q", says=[None])
@@ -42,6 +42,30 @@ def test_merged_rows_are_the_conversation():
     assert all(merged[name] == whole[name] for name in same.split())
     assert merged["is_last_step"] == [True, True]
     assert sum(merged["rewards"][0]) == sum(whole["rewards"][0]) == 6
+
+
+def test_recorded_sets_go_with_their_tokens():
+    replies = [
+        completion(tokens, "stop", kept=[(t, 2, -1) for t in tokens])
+        for tokens in ([3, 4, END], [5, END], [6, END])
+    ]
+    spoken = by_turn(*replies)
+    whole = converse(spoken, [TALK], TOKENIZER)
+    assert whole["kept"] == [
+        [
+            *((3, 2, -1), (4, 2, -1), (END, 2, -1), (), (), ()),
+            *((5, 2, -1), (END, 2, -1), (), ()),
+            *((6, 2, -1), (END, 2, -1)),
+        ]
+    ]
+    rows = converse(spoken, [TALK], TOKENIZER, step_wise_trajectories=True)
+    assert rows["kept"][1] == [(5, 2, -1), (END, 2, -1)]
+    assert merge_steps(rows)["kept"] == whole["kept"]
+    batch = collate({**whole, "rewards": [[0.0] * 12]}, [0])
+    assert batch.kept.shape == (1, 16, 3)
+    # three tokens of the prompt before
+    np.testing.assert_array_equal(batch.kept[0, 3], [3, 2, -1])
+    np.testing.assert_array_equal(batch.kept[0, 6], [-1, -1, -1])
 
 
 def test_steps_that_do_not_go_on_stay_apart():

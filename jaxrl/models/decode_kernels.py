@@ -1,0 +1,233 @@
+"""Attention of one new token per row as one kernel: it reads the filled part of the cache alone.
+
+Both kernels go through the positions of a row in blocks and keep a running maximum and sum
+(Milakov and Gimelshein, https://arxiv.org/abs/1805.02867). On the TPU the blocks of a row follow
+one another on the grid, and those without a position in use are not fetched. On the GPU a row is
+split over several programs, as rows and heads alone are too few for it, and their results are added
+up afterwards (flash decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+
+Shape legend: B rows, S positions of the cache, K key/value heads, G query heads of each, h width.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import triton
+
+from jaxrl.models.attention import softcap
+from jaxrl.types import Array
+
+POSITIONS = 128  # the cache has a multiple of them where a kernel reads it
+TPU_BLOCKS = (512, 256, POSITIONS)
+GPU_BLOCK = 64
+LEAST_QUERIES = 16  # rows of the GPU's matrix products
+GPU_PROGRAMS = 512  # about as many as keep a GPU busy
+LOWEST = float(jnp.finfo(jnp.float32).min) / 2
+
+
+def fits(platform: str, positions: int, width: int) -> bool:
+    """Whether the platform has a kernel for heads of this width."""
+    power_of_two = width & (width - 1) == 0
+    able = {"tpu": width % 64 == 0, "gpu": power_of_two and 16 <= width <= 256}
+    return positions % POSITIONS == 0 and able.get(platform, False)
+
+
+def tpu_attention(
+    q: Array,
+    keys: Array,
+    values: Array,
+    mask: Array,
+    *,
+    scale: float,
+    cap: float | None,
+    interpret: bool = False,
+) -> Array:
+    """Softmax attention of the positions in use.
+
+    Args:
+        q: [B, K, G, h]; keys: [B, K, h, S]; values: [B, K, S, h].
+        mask: [B, S] bool, one run of True in every row.
+        scale, cap: of the scores.
+        interpret: run anywhere, slowly, for tests.
+
+    Returns:
+        [B, K, G, h] float32.
+    """
+    rows, heads, group, width = q.shape
+    positions = keys.shape[3]
+    block = next(b for b in TPU_BLOCKS if positions % b == 0)
+
+    def part(row: Array, number: Array, first: Array, end: Array) -> Array:
+        """The block to fetch: one in use, so that no other is."""
+        # lax.div: `//` asks for the sign, and the compiler then for a TPU of its own
+        return jnp.clip(number, jax.lax.div(first[row], block), jax.lax.div(end[row] - 1, block))
+
+    whole = pl.BlockSpec((None, heads, group, width), lambda row, number, *_: (row, 0, 0, 0))
+    return pl.pallas_call(
+        functools.partial(_tpu_kernel, scale=scale, cap=cap, block=block),
+        out_shape=jax.ShapeDtypeStruct(q.shape, jnp.float32),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(rows, positions // block),
+            in_specs=[
+                whole,
+                pl.BlockSpec((None, heads, width, block), lambda *at: (at[0], 0, 0, part(*at))),
+                pl.BlockSpec((None, heads, block, width), lambda *at: (at[0], 0, part(*at), 0)),
+            ],
+            out_specs=whole,
+            scratch_shapes=[pltpu.VMEM((heads, group, 1), jnp.float32)] * 2,
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        interpret=interpret,
+        name="decode_attention",
+    )(*_run(mask), q, keys, values)
+
+
+def _tpu_kernel(
+    first: Any,
+    end: Any,
+    q: Any,
+    keys: Any,
+    values: Any,
+    out: Any,
+    peak: Any,
+    total: Any,
+    *,
+    scale: float,
+    cap: float | None,
+    block: int,
+) -> None:
+    row, number = pl.program_id(0), pl.program_id(1)
+    start = number * block
+
+    @pl.when(number == 0)
+    def begin() -> None:
+        peak[...] = jnp.full_like(peak, LOWEST)
+        total[...] = jnp.zeros_like(total)
+        out[...] = jnp.zeros_like(out)
+
+    @pl.when((start < end[row]) & (start + block > first[row]))
+    def add() -> None:
+        place = start + jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)
+        used = (place >= first[row]) & (place < end[row])
+        for head in range(q.shape[0]):
+            sums = peak[head], total[head], out[head]
+            sums = _add_block(sums, q[head], keys[head], values[head], used, scale, cap)
+            peak[head], total[head], out[head] = sums
+
+    @pl.when(number == pl.num_programs(1) - 1)
+    def divide() -> None:
+        out[...] = out[...] / total[...]
+
+
+def gpu_attention(
+    q: Array,
+    keys: Array,
+    values: Array,
+    mask: Array,
+    *,
+    scale: float,
+    cap: float | None,
+    interpret: bool = False,
+) -> Array:
+    """`tpu_attention` on a GPU."""
+    rows, heads, group, width = q.shape
+    positions = keys.shape[3]
+    queries = max(pl.next_power_of_2(group), LEAST_QUERIES)
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, queries - group), (0, 0)))
+    blocks = positions // GPU_BLOCK
+    wanted = max(GPU_PROGRAMS // (rows * heads), 1)
+    splits = max(n for n in range(1, min(wanted, blocks) + 1) if blocks % n == 0)
+    span = positions // splits
+    number = pl.BlockSpec((None,), lambda b, k, s: (b,))
+    sums = jax.ShapeDtypeStruct((rows, heads, splits, queries), jnp.float32)
+    out, peak, total = pl.pallas_call(
+        functools.partial(_gpu_kernel, scale=scale, cap=cap, span=span),
+        out_shape=(jax.ShapeDtypeStruct((*sums.shape, width), jnp.float32), sums, sums),
+        grid=(rows, heads, splits),
+        in_specs=[
+            number,
+            number,
+            pl.BlockSpec((None, None, queries, width), lambda b, k, s: (b, k, 0, 0)),
+            pl.BlockSpec((None, None, width, span), lambda b, k, s: (b, k, 0, s)),
+            pl.BlockSpec((None, None, span, width), lambda b, k, s: (b, k, s, 0)),
+        ],
+        out_specs=(
+            pl.BlockSpec((None, None, None, queries, width), lambda b, k, s: (b, k, s, 0, 0)),
+            *(pl.BlockSpec((None, None, None, queries), lambda b, k, s: (b, k, s, 0)),) * 2,
+        ),
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+        name="decode_attention",
+    )(*_run(mask), q, keys, values)
+    weight = jnp.exp(peak - peak.max(2, keepdims=True))
+    out = (weight[..., None] * out).sum(2) / (weight * total).sum(2)[..., None]
+    return out[:, :, :group]
+
+
+def _gpu_kernel(
+    first: Any,
+    end: Any,
+    q: Any,
+    keys: Any,
+    values: Any,
+    out: Any,
+    peak: Any,
+    total: Any,
+    *,
+    scale: float,
+    cap: float | None,
+    span: int,
+) -> None:
+    start = pl.program_id(2) * span
+    queries, begin, stop = q[...], first[...], end[...]
+    low = jnp.clip(begin - start, 0, span) // GPU_BLOCK
+    high = pl.cdiv(jnp.clip(stop - start, 0, span), GPU_BLOCK)
+
+    def add(i: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        part = pl.ds(i * GPU_BLOCK, GPU_BLOCK)
+        place = (start + i * GPU_BLOCK + jnp.arange(GPU_BLOCK))[None]
+        used = (place >= begin) & (place < stop)
+        return _add_block(sums, queries, keys[:, part], values[part, :], used, scale, cap)
+
+    nothing = jnp.zeros((len(queries), 1), jnp.float32)
+    zeros = jnp.zeros(queries.shape, jnp.float32)
+    sums = jax.lax.fori_loop(low, high, add, (nothing + LOWEST, nothing, zeros))
+    peak[...], total[...], out[...] = sums[0].sum(1), sums[1].sum(1), sums[2]
+
+
+def _add_block(
+    sums: tuple[Array, Array, Array],
+    q: Array,
+    keys: Array,
+    values: Array,
+    used: Array,
+    scale: float,
+    cap: float | None,
+) -> tuple[Array, Array, Array]:
+    """Running maximum [G, 1], sum [G, 1] and weighted values [G, h], with n positions more.
+
+    q [G, h]; keys [h, n]; values [n, h]; used [1, n].
+    """
+    peak, total, out = sums
+    scores = softcap(_product(q, keys) * scale, cap)
+    scores = jnp.where(used, scores, LOWEST)
+    new = jnp.maximum(peak, scores.max(1, keepdims=True))
+    old, weights = jnp.exp(peak - new), jnp.where(used, jnp.exp(scores - new), 0)
+    out = old * out + _product(weights.astype(values.dtype), values)
+    return new, old * total + weights.sum(1, keepdims=True), out
+
+
+def _product(x: Array, y: Array) -> Array:
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.dot(x, y, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _run(mask: Array) -> tuple[Array, Array]:
+    """Where the run of True begins, and where it has ended: [B, S] -> [B] twice."""
+    first = mask.argmax(1).astype(jnp.int32)
+    return first, first + mask.sum(1, dtype=jnp.int32)

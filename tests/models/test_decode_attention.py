@@ -1,0 +1,144 @@
+"""Attention of one token per row: the kernels against the plain one, and where each runs."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.models import decode_kernels
+from jaxrl.models.attention import attention
+from jaxrl.models.decode_attention import decode_attention
+from jaxrl.models.transformer import TransformerConfig
+from jaxrl.parallel import Placement, make_mesh
+
+ROWS, POSITIONS = 5, 256
+MODEL = TransformerConfig(
+    vocab_size=32,
+    hidden_size=64,
+    intermediate_size=32,
+    num_layers=1,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=64,
+)
+GEMMA = dataclasses.replace(MODEL, attention_softcap=3.0, query_pre_attn_scalar=16)
+KERNELS = {"tpu": decode_kernels.tpu_attention, "gpu": decode_kernels.gpu_attention}
+# first position and one after the last, of each row: one, some, a window, all, the end
+RUNS = ((0, 1), (0, 100), (90, 140), (0, POSITIONS), (POSITIONS - 3, POSITIONS))
+
+
+def inputs(config=MODEL, dtype=jnp.float32, rows=ROWS):
+    keys = iter(jax.random.split(jax.random.key(0), 3))
+    heads, width = config.num_kv_heads, config.head_dim
+    q = jax.random.normal(next(keys), (rows, 1, config.num_heads, width), dtype)
+    k = jax.random.normal(next(keys), (rows, heads, width, POSITIONS), dtype)
+    v = jax.random.normal(next(keys), (rows, heads, POSITIONS, width), dtype)
+    places = np.arange(POSITIONS)
+    mask = np.array([(places >= a) & (places < b) for a, b in RUNS])
+    return q, k, v, np.resize(mask, (rows, POSITIONS))
+
+
+def by_kernel(platform, config, q, k, v, mask):
+    rows, _, heads, width = q.shape
+    grouped = q.reshape(rows, k.shape[1], -1, width)
+    scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
+    out = KERNELS[platform](
+        grouped, k, v, mask, scale=scale, cap=config.attention_softcap, interpret=True
+    )
+    return out.reshape(rows, 1, heads, width)
+
+
+@pytest.mark.parametrize("config", [MODEL, GEMMA], ids=["llama", "softcap"])
+@pytest.mark.parametrize("platform", KERNELS)
+def test_a_kernel_is_the_plain_attention(platform, config):
+    q, k, v, mask = inputs(config)
+    expected = attention(config, q, k.swapaxes(2, 3), v, mask[:, None])
+    np.testing.assert_allclose(by_kernel(platform, config, q, k, v, mask), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("platform", KERNELS)
+def test_what_is_not_in_use_is_not_read(platform):
+    q, k, v, mask = inputs()
+    expected = by_kernel(platform, MODEL, q, k, v, mask)
+    outside = ~mask[:, None]
+    k = jnp.where(outside[:, :, None], jnp.inf, k)
+    v = jnp.where(outside[..., None], 1e30, v)
+    np.testing.assert_array_equal(by_kernel(platform, MODEL, q, k, v, mask), expected)
+
+
+@pytest.mark.parametrize("platform", KERNELS)
+def test_bfloat16_is_as_near_as_the_plain_one(platform):
+    exact = attention(MODEL, *transposed(*inputs()))
+    q, k, v, mask = inputs(dtype=jnp.bfloat16)
+    plain = attention(MODEL, *transposed(q, k, v, mask)).astype(jnp.float32)
+    found = by_kernel(platform, MODEL, q, k, v, mask)
+    assert np.abs(found - exact).max() <= 1.5 * np.abs(plain - exact).max()
+
+
+def transposed(q, k, v, mask):
+    return q, k.swapaxes(2, 3), v, mask[:, None]
+
+
+@pytest.mark.parametrize("sizes", [{"data": 4, "tensor": 2}, {"data": 2, "tensor": 4}], ids=str)
+def test_rows_and_heads_are_split_over_a_mesh(sizes):
+    q, k, v, mask = inputs(rows=8)
+    placement = Placement(make_mesh(**sizes))
+    spread = jax.jit(lambda *given: decode_attention(MODEL, *given, placement))
+    expected = decode_attention(MODEL, q, k, v, mask)
+    np.testing.assert_allclose(spread(q, k, v, mask), expected, atol=1e-6)
+
+
+def lowered(platform, config=MODEL):
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs(config, jnp.bfloat16)]
+    call = jax.jit(lambda *given: decode_attention(config, *given))
+    return call.trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize("config", [MODEL, GEMMA], ids=["llama", "softcap"])
+def test_each_platform_gets_its_kernel(config):
+    """Lowered for the platform; nothing runs."""
+    assert "__gpu$xla.gpu.triton" in lowered("cuda", config)
+    assert "tpu_custom_call" in lowered("tpu", config)
+    assert "custom_call" not in lowered("cpu", config)
+
+
+@pytest.mark.parametrize(
+    ("platform", "positions", "width", "able"),
+    [
+        ("tpu", 256, 128, True),
+        ("tpu", 256, 80, False),
+        ("tpu", 200, 128, False),
+        ("gpu", 256, 128, True),
+        ("gpu", 256, 96, False),  # no power of two
+        ("gpu", 256, 512, False),
+        ("cpu", 256, 128, False),
+    ],
+)
+def test_shapes_without_a_kernel(platform, positions, width, able):
+    assert decode_kernels.fits(platform, positions, width) == able
+    other = dataclasses.replace(MODEL, head_dim=80)
+    assert "custom_call" not in lowered("tpu", other)
+
+
+@pytest.mark.slow  # the TPU compiler
+def test_the_kernel_compiles_for_a_tpu():
+    pytest.importorskip("libtpu")
+    from benchmarks.ahead_of_time import topology_devices
+
+    mesh = make_mesh(devices=topology_devices("v5e:2x4"), data=4, tensor=2)
+    placement = Placement(mesh)
+    names = {4: ("batch", "kv_heads", None, None), 2: ("batch", None)}
+
+    def array(x, names):
+        sharding = placement.sharding(x.shape, names)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    q, k, v, mask = inputs(dtype=jnp.bfloat16, rows=8)
+    given = (
+        array(q, ("batch", None, "heads", None)),
+        *(array(x, names[x.ndim]) for x in (k, v, mask)),
+    )
+    call = jax.jit(lambda *given: decode_attention(MODEL, *given, placement))
+    assert "custom_call" in call.lower(*given).compile().as_text()

@@ -1,0 +1,79 @@
+"""Several engines as one: who gets what, and that nothing is lost between them."""
+
+import jax
+import numpy as np
+
+from jaxrl.parallel import engine_meshes
+from jaxrl.rollout.balancer import Balancer
+from jaxrl.rollout.native import NativeEngine
+from tests.rollout.test_engine import PROMPT, request, shared
+from tests.rollout.test_native import LLAMA, flat, random_params
+
+
+def balanced(engines=2, slots=2, **options):
+    meshes = engine_meshes(jax.devices()[:engines], engines, 1)
+    settings = {"max_num_seqs": slots, "steps_per_dispatch": 8, **options}
+    balancer = Balancer([NativeEngine(LLAMA, mesh, **settings) for mesh in meshes])
+    balancer.update_weights(random_params(LLAMA), 1)
+    return balancer
+
+
+def prompts(number):
+    rng = np.random.default_rng(3)
+    return [tuple(rng.integers(1, 32, int(n)).tolist()) for n in rng.integers(20, 40, number)]
+
+
+def test_samples_are_those_of_one_engine():
+    asked = [request(prompt, (n, n + 100)) for n, prompt in enumerate(prompts(20))]
+    expected = flat(shared().generate(asked))
+    for ours, theirs in zip(flat(balanced().generate(asked)), expected, strict=True):
+        assert ours.tokens == theirs.tokens
+        np.testing.assert_allclose(ours.log_probs, theirs.log_probs, atol=1e-5)
+
+
+def test_requests_go_where_least_is_in_flight():
+    balancer = balanced()
+    balancer.pause()
+    sizes = [5, 1, 1, 1, 1, 1, 2]
+    # 5 | 1 1 1 1 1 (a tie goes to the first engine, so the last 1 of 5 still goes right) then
+    # 5 = 5: the 2 goes to the first
+    futures = balancer.submit(
+        [request(p, range(n)) for p, n in zip(prompts(7), sizes, strict=True)]
+    )
+    assert [len(engine._queue) for engine in balancer.engines] == [7, 5]
+    balancer.resume()
+    assert all(f.result(timeout=60).stop_reason == "length" for group in futures for f in group)
+    assert balancer._in_flight == [0, 0]
+
+
+def test_a_conversation_stays_with_its_prefix():
+    balancer = balanced(enable_prefix_caching=True)
+    first = [flat(balancer.generate([request(p)]))[0] for p in prompts(2)]
+    computed = [engine.prefilled_tokens for engine in balancer.engines]
+    turns = [(*p, *c.tokens, 3) for p, c in zip(prompts(2), first, strict=True)]
+    balancer.generate([request(turn) for turn in reversed(turns)])
+    new = [e.prefilled_tokens - n for e, n in zip(balancer.engines, computed, strict=True)]
+    # of each turn only the last drawn token was not in the cache; the new one is decoded
+    assert sum(new) == 2
+
+
+def test_what_ends_all_ends_all():
+    balancer = balanced()
+    balancer.pause()
+    futures = flat(balancer.submit([request(p, range(3), max_tokens=40) for p in prompts(4)]))
+    balancer.abort()
+    assert [f.result(timeout=60).stop_reason for f in futures] == ["abort"] * 12
+    assert balancer._in_flight == [0, 0]
+    balancer.sleep()
+    balancer.update_weights(random_params(LLAMA, 1), 2)
+    balancer.resume()
+    assert flat(balancer.generate([request()]))[0].versions == [2] * 12
+
+
+def test_a_request_that_can_never_be_served_queues_nothing():
+    balancer = balanced(max_model_len=32)
+    try:
+        balancer.submit([request(PROMPT[:8]), request(PROMPT)])
+    except ValueError as error:
+        assert "max_model_len=32" in str(error)
+    assert balancer._in_flight == [0, 0]
