@@ -28,7 +28,7 @@ from benchmarks import ahead_of_time
 from benchmarks.collectives import mesh_sizes
 from benchmarks.shapes import SHAPES, transformer_config
 from jaxrl.array_ops import Array
-from jaxrl.forward import Head, score
+from jaxrl.forward import Head, Targets, score
 from jaxrl.models.remat import REMAT_POLICIES
 from jaxrl.models.transformer import Params, abstract_params, head_axes
 from jaxrl.parallel import Placement, make_mesh
@@ -42,7 +42,8 @@ def ours(
     head: Head, weights: Params, hidden: Array, rows: ModelRows, placement: Placement
 ) -> tuple[Array, Array]:
     """Log-probs and entropy as the trainer computes them."""
-    return score(head, weights, hidden[:, :-1], rows.tokens[:, 1:], rows.wanted[:, 1:], placement)
+    targets = Targets(rows.tokens[:, 1:], None)
+    return score(head, weights, hidden[:, :-1], targets, rows.wanted[:, 1:], placement)
 
 
 def naive(
@@ -50,7 +51,7 @@ def naive(
 ) -> tuple[Array, Array]:
     """The same from logits [B, T, V]."""
     del placement  # one device
-    return head(weights, hidden[:, :-1], rows.tokens[:, 1:])
+    return head(weights, hidden[:, :-1], Targets(rows.tokens[:, 1:], None))
 
 
 def head_temporaries(

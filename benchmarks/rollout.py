@@ -1,7 +1,7 @@
 """A mixed batch of requests, by our engine and by `generate` of transformers.
 
     python -m benchmarks.rollout [--model=models/smollm2-135m-instruct] [--json=FILE]
-    python -m benchmarks.rollout --device=gpu --shape=qwen2.5-1.5b --requests=256
+    python -m benchmarks.rollout --device=gpu --shape=qwen2.5-1.5b --requests=256 --slots=256
 
 Claim: 64 requests on SmolLM2-135M (float32; groups of 8 samples of a prompt, prompts of 16-200
 tokens, limits of 16-128 tokens) take the engine at most half the time of transformers' padded

@@ -167,6 +167,7 @@ def _config(work: TrainWork, trajectories: int, *, packed: bool) -> TrainConfig:
     trainer.train_batch_size = trainer.policy_mini_batch_size = trajectories
     trainer.use_sample_packing, trainer.max_tokens_per_microbatch = packed, work.max_tokens
     trainer.bf16, trainer.gradient_checkpointing = work.bf16, work.recompute
+    trainer.flash_attn = work.bf16  # on the GPU; the CPU has no kernel
     trainer.policy.optimizer_config.lr = work.learning_rate
     return resolve(config)
 

@@ -101,7 +101,8 @@ def token_log_probs(logits: Array, tokens: Array, axis_name: Any = None) -> Arra
     return chosen - logsumexp(logits, axis_name)
 
 
-FILTERED = float(jnp.finfo(jnp.float32).min) / 2  # a logit whose probability is exactly 0
+# A logit whose probability is exactly 0. Not the lowest float: cotangents are multiplied by it.
+FILTERED = -1e15
 
 
 def keep_only(logits: Array, kept: Array, axis_name: Any = None) -> Array:

@@ -29,14 +29,14 @@ from tests import test_update
 from tests.test_update import ROWS, WIDTH, algorithm_with, make_batch
 
 VOCABULARY, HIDDEN = 32, 16
-LENGTHS = (16, 13, 14, 14, 7, 13, 15, 8)  # microbatches of 4 x 16; of 2 x 16 and 2 x 8
+LENGTHS = (16, 13, 14, 14, 13, 13, 15, 16)  # of one bucket: every cut compiles one shape
 CUTS = {
     "2 microbatches": {"microbatches": 2},
     "4 microbatches": {"microbatches": 4},
     "other order": {"microbatches": 2, "order": (3, 6, 1, 0, 7, 2, 5, 4)},
     "padding": {"microbatches": 2, "width": 40},
     "8 devices": {"microbatches": 1, "devices": 8},
-    # 16 + 15, 14 + 14, 13 + 13, 8 + 7 tokens in rows of 32, two rows at a time
+    # 16 + 16, 15 + 14, 14 + 13, 13 + 13 tokens in rows of 32, two rows at a time
     "packed": {"microbatches": 4, "packed_length": 32},
     "masked NaN": {"microbatches": 2, "masked": np.nan},
 }

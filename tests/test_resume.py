@@ -101,6 +101,7 @@ STATEFUL = {
 }
 
 
+@pytest.mark.slow
 def test_controller_and_dynamic_sampling_resume_where_they_were(tmp_path):
     whole = train(small(tmp_path / "whole", **STATEFUL))
     lines = metric_lines(tmp_path / "whole")

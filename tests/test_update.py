@@ -279,7 +279,8 @@ def test_without_old_log_probs_they_are_those_of_the_update_itself(microbatch_ro
 def test_a_scalar_loss_sees_the_whole_minibatch():
     PolicyLossRegistry.register("scalar_for_test", scalar_loss)
     try:
-        algorithm, batch = algorithm_with(policy_loss_type="scalar_for_test"), make_batch()
+        algorithm = algorithm_with(policy_loss_type="scalar_for_test")
+        batch = make_batch(lengths=(16, 13, 14, 16, 13, 15, 16, 14))  # of one bucket
         whole = gradient(algorithm, batch, microbatch_rows=ROWS)
         assert whole[1]["loss_metrics/clip_ratio"] == pytest.approx(0.25)
         # test_invariance.py has the other cuts; here the last microbatch has empty rows

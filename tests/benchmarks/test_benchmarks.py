@@ -65,6 +65,7 @@ def test_grpo_step(tmp_path, capsys, device):
         assert row["times_ours"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_decode(tmp_path, capsys, device):
     printed, report = run(decode, tmp_path, capsys, f"--device={device}")

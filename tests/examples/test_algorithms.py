@@ -46,12 +46,14 @@ def test_custom_policy_loss(tmp_path):
     assert line["policy/loss_metrics/advantage_max"] > 0
 
 
+@pytest.mark.slow
 def test_custom_advantage_estimator(tmp_path):
     _, (line,) = run("custom_advantage_estimator", tmp_path)
     assert line["policy/grad_norm"] > 0
     assert line["loss/avg_raw_advantages_abs"] > 0
 
 
+@pytest.mark.slow
 def test_dapo(tmp_path):
     trainer, (line,) = run("dapo", tmp_path)
     assert type(trainer).__name__ == "DAPOTrainer"

@@ -235,6 +235,7 @@ def load_example():
     return module
 
 
+@pytest.mark.slow
 def test_the_example_trains_resumes_and_refuses_an_export(tmp_path):
     example = load_example()
     small = {

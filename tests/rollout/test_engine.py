@@ -2,6 +2,7 @@
 
 import functools
 import threading
+import time
 
 import jax
 import jax.monitoring
@@ -250,9 +251,11 @@ def between_turns(engine, turns, act):
         if left[0] == 0:
             engine._turn = original
             threading.Thread(target=act).start()
-            event.wait(0.2)
+            for _ in range(10_000):
+                if engine._door.locked():  # it waits for this turn to end
+                    break
+                time.sleep(0.001)
 
-    event = threading.Event()
     engine._turn = turn
 
 
