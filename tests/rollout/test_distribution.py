@@ -86,7 +86,7 @@ def draw(name):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_first_and_second_token_have_the_exact_distribution(name):
-    """The keys are fixed, so are the p-values; among 22 of them the least is about 0.02."""
+    """The keys are fixed, and so are the p-values."""
     options = OPTIONS[name]
     samples = draw(name)
     first = np.array([c.tokens[0] for c in samples])
