@@ -226,11 +226,11 @@ def _warn_of_sampling(config: TrainConfig) -> None:
     values = {name: getattr(sampling_params, name) for name in off}
     filters = {name: value for name, value in values.items() if value != off[name]}
     if filters:
+        fix = "; generator.sampling_params.keep_sampling_mask trains what top_k, top_p, min_p left"
         warnings.warn(
             f"generator.sampling_params {filters}: tokens come from a filtered distribution and "
             "the loss trains the whole one; policy/rollout_train_logprobs_abs_diff then measures "
-            "the filter too (generator.sampling_params.keep_sampling_mask trains what top_k, top_p "
-            "and min_p left)",
+            "the filter too" + fix * any(name in filters for name in ("top_k", "top_p", "min_p")),
             stacklevel=3,
         )
     engine_dtype = config.generator.inference_engine.model_dtype
