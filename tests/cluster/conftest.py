@@ -47,6 +47,17 @@ class Workers:
         return ray.get(self._actors[number].run.remote(func, *args))
 
 
+def start_ray() -> None:
+    """A new session; Ray gives a node 30 seconds to start, which a busy machine may exceed."""
+    for attempt in range(5):
+        ray.shutdown()
+        try:
+            return initialize_ray(TrainConfig(), num_cpus=2, include_dashboard=False)
+        except Exception as error:
+            if attempt == 4 or "timed out during startup" not in str(error):
+                raise
+
+
 def early_loss(log_probs, old_log_probs, advantages, config, loss_mask=None):
     return 7 * log_probs, {}
 
@@ -56,8 +67,7 @@ def cluster(tmp_path_factory):
     """Workers of a session whose driver registered `early_loss` before, and used another one."""
     PolicyLossRegistry.register("early", early_loss)
     for _ in range(2):
-        ray.shutdown()
-        initialize_ray(TrainConfig(), num_cpus=2, include_dashboard=False)
+        start_ray()
     yield Workers()
     ray.shutdown()
     PolicyLossRegistry.repopulate()
