@@ -116,8 +116,8 @@ class Completion:
     kept: list[tuple[int, ...]] = field(default_factory=list)
 
 
-class Engine(Protocol):
-    """A sampler that holds one version of the policy."""
+class Sampler(Protocol):
+    """Takes requests."""
 
     def submit(self, requests: Sequence[Request]) -> list[list[Future[Completion]]]:
         """Queue requests and return at once: one future per sample.
@@ -129,6 +129,10 @@ class Engine(Protocol):
             ValueError: a request that can never be served; nothing of the call is queued.
         """
         ...
+
+
+class Engine(Sampler, Protocol):
+    """A sampler that holds one version of the policy."""
 
     def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
         """`submit`, and wait for all of it."""

@@ -3,7 +3,7 @@
 import asyncio
 from concurrent.futures import Future
 
-from jaxrl.rollout.protocol import Completion, Engine, Request
+from jaxrl.rollout.protocol import Completion, Request, Sampler
 
 Turn = Future[Completion]
 Samples = list[Turn]  # of one request
@@ -17,7 +17,7 @@ class Submissions:
     loop.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Sampler) -> None:
         self.engine = engine
         self._waiting: list[tuple[Request, asyncio.Future[Samples]]] = []
         self._call: asyncio.Task[None] | None = None
@@ -28,7 +28,13 @@ class Submissions:
         self._waiting.append((request, taken))
         if self._call is None or self._call.done():
             self._call = asyncio.create_task(self._submit())
-        return await taken
+        try:
+            return await taken
+        except asyncio.CancelledError:
+            if taken.done() and not taken.cancelled() and not taken.exception():
+                for turn in taken.result():  # they came in the very moment
+                    turn.cancel()
+            raise
 
     async def close(self) -> None:
         """Wait for the call under way."""

@@ -216,7 +216,10 @@ class AskReader:
         if tokens > room:
             fix = f"prompt and answer exceed the context of {served.max_model_len}; at most {room}"
             raise ApiError(
-                400, f"max_tokens={tokens}: {fix}", param="max_tokens", code="context_length_exceeded"
+                400,
+                f"max_tokens={tokens}: {fix}",
+                param="max_tokens",
+                code="context_length_exceeded",
             )
         top_k = fields.integer("top_k", base.top_k, -1, served.vocab_size)
         ids = () if fields.flag("ignore_eos") else base.stop_token_ids
@@ -283,7 +286,7 @@ def read_variables(fields: Fields) -> dict[str, Any]:
 def _only(prompts: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
     if len(prompts) > 1:
         refuse("prompt", f"{len(prompts)} prompts", "a conversation goes on from one prompt")
-    return prompts[0]
+    return next(iter(prompts))
 
 
 def _check_distribution(base: Sampling, sampling: Sampling) -> None:

@@ -7,10 +7,19 @@ from typing import Any, NoReturn
 from jaxrl.serving.errors import ApiError
 
 # about the client, its bills and its caches: they cannot change an answer
-IGNORED = frozenset(
-    "user metadata store service_tier prompt_cache_key prompt_cache_retention safety_identifier "
-    "prediction parallel_tool_calls priority cache_salt".split()
-)
+IGNORED = {
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "prediction",
+    "parallel_tool_calls",
+    "priority",
+    "cache_salt",
+}
 # features that are not there, with the values that do not ask for them
 _OFF: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
@@ -105,12 +114,9 @@ class Fields:
         value = self.take("keys")
         if value is None:
             return None
-        pairs = value if isinstance(value, list) and value else [None]
-        for pair in pairs:
-            usable = isinstance(pair, list) and len(pair) == 2 and all(map(is_integer, pair))
-            if not usable or not all(0 <= part < _UINT32 for part in pair):
-                refuse("keys", value, "must be a list of pairs of integers in [0, 2^32)")
-        return [(pair[0], pair[1]) for pair in pairs]
+        if not isinstance(value, list) or not value or not all(map(_is_key, value)):
+            refuse("keys", value, "must be a list of pairs of integers in [0, 2^32)")
+        return [(first, second) for first, second in value]
 
     def end(self) -> None:
         """Refuse what nobody has read and what would change the answer."""
@@ -132,6 +138,11 @@ def refuse(name: str, value: Any, fix: str) -> NoReturn:
 def is_integer(value: Any) -> bool:
     """An int that is no bool."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_key(pair: Any) -> bool:
+    usable = isinstance(pair, list) and len(pair) == 2 and all(map(is_integer, pair))
+    return usable and all(0 <= part < _UINT32 for part in pair)
 
 
 def check_ids(name: str, values: list[Any], vocab_size: int) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ class Guests:
             futures = [future for group in groups for future in group]
             self._running.update(futures)
         for future in futures:
-            future.add_done_callback(self._running.discard)
+            future.add_done_callback(self._left)
         return groups
 
     def send_away(self) -> None:
@@ -45,6 +45,10 @@ class Guests:
             running = list(self._running)
         for future in running:
             future.cancel()
+
+    def _left(self, future: Future[Completion]) -> None:
+        with self._lock:
+            self._running.discard(future)
 
 
 class HostEngine:
@@ -89,3 +93,11 @@ class HostEngine:
     def wake(self) -> None:
         """See `protocol.Engine`."""
         self.engine.wake()
+
+    def pause(self) -> None:
+        """Draw no more tokens until `resume`."""
+        self.engine.pause()  # type: ignore[attr-defined]
+
+    def resume(self) -> None:
+        """Undo `pause`."""
+        self.engine.resume()  # type: ignore[attr-defined]

@@ -53,12 +53,17 @@ class Run:
         first, calls = 0, []
         for prompt, keys in zip(self.ask.prompts, self.ask.keys, strict=True):
             request = Request(prompt, keys, self.ask.sampling, self._teller(first))
-            calls.append(submissions.submit(request))
+            calls.append(self._submit(submissions, request, first))
             first += len(keys)
-        groups = await asyncio.gather(*calls)
-        self._futures = [future for group in groups for future in group]
-        for number, future in enumerate(self._futures):
+        await asyncio.gather(*calls)
+
+    async def _submit(self, submissions: Submissions, request: Request, first: int) -> None:
+        futures = await submissions.submit(request)
+        self._futures += futures
+        for number, future in enumerate(futures, first):
             future.add_done_callback(lambda f, n=number: self._post(self._finish, n, f))
+        if self._aborted:
+            self.close()
 
     async def parts(self) -> AsyncIterator[Part]:
         """What comes, until all samples have ended.

@@ -64,14 +64,7 @@ OUR_FIELDS = {
     "trainer.packed_length",
     "trainer.print_example_interval",
     "generator.inference_engine.recompute_kv_on_update",
-    *(
-        f"serve.{name}"
-        for name in (
-            "token_env token_file weights_root max_num_seqs max_model_len steps_per_dispatch "
-            "max_body_bytes max_samples max_samples_per_request request_seconds max_sessions "
-            "session_seconds"
-        ).split()
-    ),
+    *(f"serve.{field.name}" for field in dataclasses.fields(jaxrl.config.ServeConfig)),
     "generator.sampling_params.keep_sampling_mask",
     "generator.eval_sampling_params.keep_sampling_mask",
     "generator.sampling_params.stop_token_ids",
