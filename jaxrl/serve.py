@@ -44,8 +44,12 @@ def served_model(
     )
 
 
-def make_server(config: Any) -> Server:
+def make_server(config: Any, devices: Sequence[Any] | None = None) -> Server:
     """A server of the model that a config names, its weights loaded, to be started.
+
+    Args:
+        config: `TrainConfig`, `ml_collections.ConfigDict` or nested dict.
+        devices: for the engine; None = all.
 
     Raises:
         ValueError: the config or the model folder is wrong, or no token protects the server.
@@ -56,14 +60,14 @@ def make_server(config: Any) -> Server:
     if path is None:
         raise ValueError("trainer.policy.model.path=None: set a Hugging Face model folder")
     cfg.check_serving(serve)
-    cfg.check_engines(config, len(jax.devices()))
+    cfg.check_engines(config, len(devices or jax.devices()))
     enable_cache(trainer.compilation_cache_path)
     tokenizer: Any = load_tokenizer(
         path, template.name_or_path if template.source == "file" else None
     )
     model = hf.load_config(path, cfg.model_overrides(trainer, trainer.policy))
     length = serve.max_model_len or cfg.longest_row(config)
-    mesh = make_mesh(**dataclasses.asdict(trainer.policy.mesh))
+    mesh = make_mesh(devices=devices, **dataclasses.asdict(trainer.policy.mesh))
     engine = native_engine(
         settings,
         model,

@@ -1,5 +1,6 @@
 """A server with the quickstart's model and random weights, shared by the tests of this folder."""
 
+import jax
 import openai
 import pytest
 
@@ -33,7 +34,7 @@ def serve_config(folder, **overrides):
         "trainer.policy.model.random_init": False,
         "generator.inference_engine.http_endpoint_port": 0,
         "generator.inference_engine.served_model_name": "tiny",
-        "trainer.policy.mesh": {"data": 8, "fsdp": 1},
+        "generator.inference_engine.engine_init_kwargs": {"shrink": False},  # few programs
         "serve.max_num_seqs": 8,
         "serve.max_model_len": 64,
         "serve.steps_per_dispatch": 4,
@@ -50,7 +51,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="package")
 def server(folder):
-    running = make_server(serve_config(folder))
+    running = make_server(serve_config(folder), jax.devices()[:1])
     running.start()
     yield running
     running.stop()
