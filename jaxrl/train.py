@@ -28,6 +28,8 @@ from jaxrl.rollout.dynamic_sampling import DynamicSamplingError
 from jaxrl.rollout.generator import GeneratorInterface
 from jaxrl.rollout.protocol import Engine
 from jaxrl.rollout.recompute import RecomputeEngine
+from jaxrl.serve import served_model
+from jaxrl.serving.server import Server
 from jaxrl.trainer import Trainer
 from jaxrl.types import Prompt
 
@@ -39,6 +41,7 @@ class BasePPOExp:
     """
 
     tokenizer: Any  # of the policy, once `build` has loaded it
+    server: Server | None = None  # once `build` has made it
 
     def __init__(self, config: Any) -> None:
         self.config = cfg.resolve(cfg.to_train_config(config))
@@ -75,6 +78,22 @@ class BasePPOExp:
             decode_text=self.tokenizer.decode,
         )
 
+    def get_server(self, engine: Engine, model: TransformerConfig | AdaptedModel) -> Server:
+        """The HTTP endpoint beside the run."""
+        config, settings = self.config, self.config.generator.inference_engine
+        if isinstance(model, AdaptedModel):
+            raise ValueError(
+                f"generator.inference_engine.enable_http_endpoint=True: {model.name} is a flax "
+                "module, whose sampler takes one batch at a time; set it to False"
+            )
+        return Server(
+            engine,
+            served_model(config, self.tokenizer, model.vocab_size, cfg.longest_row(config)),
+            config.serve,
+            host=settings.http_endpoint_host,
+            port=settings.http_endpoint_port,
+        )
+
     def get_generator(self, engine: Engine, tokenizer: Any) -> GeneratorInterface:
         """What holds the conversations."""
         gym = self.config.environment.skyrl_gym
@@ -94,8 +113,20 @@ class BasePPOExp:
     def run(self) -> Trainer:
         """Train to the end."""
         trainer = self.build()
-        trainer.train()
+        self.train(trainer)
         return trainer
+
+    def train(self, trainer: Trainer) -> None:
+        """Train to the end; the HTTP endpoint, if it is wanted, is there meanwhile."""
+        if self.server is None:
+            trainer.train()
+            return
+        self.server.start()
+        print(f"serving {self.server.served.name} at {self.server.url}")
+        try:
+            trainer.train()
+        finally:
+            self.server.stop()
 
     def build(self) -> Trainer:
         """Load everything, print what will be done."""
@@ -124,6 +155,9 @@ class BasePPOExp:
         train_prompts = load(config.data.train_data)
         eval_prompts = load(config.data.val_data) if config.trainer.eval_interval > 0 else []
         engine = self.get_engine(model, mesh)
+        if config.generator.inference_engine.enable_http_endpoint:
+            self.server = self.get_server(engine, model)
+            engine = self.server.host
         trainer = self.get_trainer(
             config,
             tokenizer=tokenizer,
@@ -177,11 +211,12 @@ def main(argv: Sequence[str]) -> int:
     try:
         path, overrides = cfg.parse_command_line(list(argv))
         config = cfg.apply_overrides(cfg.load_config_file(path), overrides)
-        trainer = BasePPOExp(config).build()
+        run = BasePPOExp(config)
+        trainer = run.build()
     except (ValueError, OSError) as error:  # what a user can mend; OSError: files and folders
         return _refuse(error)
     try:
-        trainer.train()
+        run.train(trainer)
     # others are not the user's: they keep their traceback
     except (CheckpointError, DynamicSamplingError) as error:
         return _refuse(error)
