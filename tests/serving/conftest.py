@@ -33,7 +33,7 @@ def serve_config(folder, **overrides):
         "trainer.policy.model.path": str(folder),
         "trainer.policy.model.random_init": False,
         "generator.inference_engine.http_endpoint_port": 0,
-        "generator.inference_engine.served_model_name": "tiny",
+        "generator.inference_engine.served_model_name": "policy",
         "generator.inference_engine.engine_init_kwargs": {"shrink": False},  # few programs
         "serve.max_num_seqs": 8,
         "serve.max_model_len": 64,

@@ -36,7 +36,7 @@ def ask(server, path, body=None, method="POST", raw=None, headers=None):
 
 def completion(client, **options):
     extra = {"return_token_ids": True, **options.pop("extra_body", {})}
-    settings = {"model": "tiny", "prompt": PROMPT, "max_tokens": 8, "seed": 3, **options}
+    settings = {"model": "policy", "prompt": PROMPT, "max_tokens": 8, "seed": 3, **options}
     return client.completions.create(**settings, extra_body=extra)
 
 
@@ -98,7 +98,7 @@ def test_a_stream_adds_up_to_the_answer_in_one_piece(client, options):
 
 
 def test_chat_whole_and_streamed(client):
-    settings = {"model": "tiny", "messages": HELLO, "max_tokens": 30, "seed": 5}
+    settings = {"model": "policy", "messages": HELLO, "max_tokens": 30, "seed": 5}
     whole = client.chat.completions.create(**settings, logprobs=True, top_logprobs=2)
     text = whole.choices[0].message.content
     entries = whole.choices[0].logprobs.content
@@ -183,7 +183,7 @@ def test_errors_have_openais_form(server, path, method, raw, status):
 
 
 def test_models_tokenize_detokenize_health(server, client):
-    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert [model.id for model in client.models.list()] == ["policy"]
     tokens = {"count": 5, "max_model_len": 64, "tokens": PROMPT}
     assert ask(server, "/tokenize", {"prompt": "3142>"}) == (200, tokens)
     assert ask(server, "/tokenize", {"messages": HELLO}) == (200, tokens)
@@ -195,7 +195,7 @@ def test_models_tokenize_detokenize_health(server, client):
 def test_two_hundred_streams_lose_nothing(server):
     async def one(client, seed):
         stream = await client.completions.create(
-            model="tiny",
+            model="policy",
             prompt=PROMPT,
             max_tokens=4,
             seed=seed % 20,

@@ -27,7 +27,7 @@ SAMPLING = Sampling(max_tokens=6, stop_token_ids=(EOS,), temperature=0.9)
 def chat(client, name, messages, **options):
     settings = {"max_tokens": 6, "seed": 4, **options}
     answer = client.chat.completions.create(
-        model="tiny",
+        model="policy",
         messages=messages,
         extra_headers={"X-Session-ID": name},
         extra_body={"return_token_ids": True},
@@ -71,7 +71,7 @@ def test_token_prompts_go_on_too(client, server):
     def complete(prompt):
         extra = {"return_token_ids": True}
         headers = {"X-Session-ID": "tokens"}
-        settings = {"model": "tiny", "max_tokens": 4, "seed": 1, "prompt": prompt}
+        settings = {"model": "policy", "max_tokens": 4, "seed": 1, "prompt": prompt}
         answer = client.completions.create(**settings, extra_body=extra, extra_headers=headers)
         return answer.choices[0].token_ids
 
@@ -132,7 +132,7 @@ async def answer_once(base_url, session_id, prompt):
     """The simplest agent; what it is rewarded for is the length of its answer."""
     headers = {"X-Session-ID": session_id}
     async with openai.AsyncOpenAI(base_url=base_url, api_key="-", default_headers=headers) as api:
-        answer = await api.chat.completions.create(model="tiny", messages=prompt.messages)
+        answer = await api.chat.completions.create(model="policy", messages=prompt.messages)
     return answer.usage.completion_tokens
 
 
