@@ -25,6 +25,7 @@ from jaxrl.models.transformer import TransformerConfig, abstract_params, logical
 from jaxrl.parallel import make_mesh, param_shardings
 from jaxrl.rollout.protocol import Request, Sampling
 from jaxrl.serving.asks import ServedModel
+from jaxrl.serving.guard import read_token
 from jaxrl.serving.server import Server
 
 
@@ -61,6 +62,7 @@ def make_server(config: Any, devices: Sequence[Any] | None = None) -> Server:
         raise ValueError("trainer.policy.model.path=None: set a Hugging Face model folder")
     cfg.check_serving(serve)
     cfg.check_engines(config, len(devices or jax.devices()))
+    read_token(serve, settings.http_endpoint_host)  # before anything is loaded
     enable_cache(trainer.compilation_cache_path)
     tokenizer: Any = load_tokenizer(
         path, template.name_or_path if template.source == "file" else None
@@ -77,10 +79,7 @@ def make_server(config: Any, devices: Sequence[Any] | None = None) -> Server:
         decode_text=tokenizer.decode,
         steps_per_dispatch=serve.steps_per_dispatch,
     )
-    placement = place_model(trainer, model, mesh)
-    shardings = param_shardings(mesh, logical_axes(model), abstract_params(model), placement.rules)
-    load = functools.partial(_load, config, model, shardings)
-    folder = hf.local_folder(path)
+    load, folder = functools.partial(_load, config, model, mesh), hf.local_folder(path)
     server = Server(
         engine,
         served_model(config, tokenizer, model.vocab_size, length),
@@ -89,8 +88,7 @@ def make_server(config: Any, devices: Sequence[Any] | None = None) -> Server:
         port=settings.http_endpoint_port,
         weights=(load, folder),
     )
-    random_init = trainer.policy.model.random_init
-    server.host.update_weights(load(folder, random_init=random_init), 0)
+    server.host.update_weights(load(folder), 0)
     server.host.warm_up([Request((0,) * (length - 1), ((0, 0),), Sampling(max_tokens=1))])
     return server
 
@@ -98,19 +96,19 @@ def make_server(config: Any, devices: Sequence[Any] | None = None) -> Server:
 def _load(
     config: cfg.TrainConfig,
     model: TransformerConfig,
-    shardings: Any,
+    mesh: jax.sharding.Mesh,
     folder: Path,
-    *,
-    random_init: bool = False,
 ) -> Any:
-    """The parameters in a folder of the same architecture."""
+    """The parameters in a folder of the same architecture; `random_init` is of the policy's own."""
+    policy, rules = config.trainer.policy.model, place_model(config.trainer, model, mesh).rules
+    own = policy.path is not None and folder == hf.local_folder(policy.path)
     return hf.load_or_init(
         folder,
         model,
         overrides=cfg.model_overrides(config.trainer, config.trainer.policy),
-        random_init=random_init,
+        random_init=policy.random_init and own,
         seed=config.trainer.seed,
-        shardings=shardings,
+        shardings=param_shardings(mesh, logical_axes(model), abstract_params(model), rules),
     )
 
 

@@ -16,7 +16,7 @@ class Measures:
         self.prompt_tokens = Counter("jaxrl_prompt_tokens", "Prompt tokens.", registry=registry)
         self.tokens = Counter("jaxrl_generated_tokens", "Sampled tokens.", registry=registry)
         self.cancelled = Counter(
-            "jaxrl_cancelled_requests", "Requests whose client left.", registry=registry
+            "jaxrl_cut_short_requests", "Their client left, or time was over.", registry=registry
         )
         self.samples = Gauge("jaxrl_samples", "Samples that run or wait.", registry=registry)
         self.version = Gauge("jaxrl_policy_version", "Of the weights.", registry=registry)

@@ -76,12 +76,12 @@ class Server:
         self._thread.join()
 
     def open_session(self, name: str, sampling: Sampling, key: tuple[int, int]) -> None:
-        """Begin a session whose requests sample so, unless they say otherwise.
+        """Begin a session whose requests sample so, and which stays until it is taken.
 
         Args:
             key: names the PRNG keys of its turns.
         """
-        self.sessions.open(name, sampling, key)
+        self.sessions.hold(name, sampling, key)
 
     def take_session(self, name: str) -> Session:
         """What was said under an X-Session-ID, and forget it.

@@ -94,7 +94,11 @@ class Session:
         for segment in reversed(self.segments):
             known = segment.messages
             if known is not None and len(messages) > len(known) and messages[: len(known)] == known:
-                new = _between(segment, messages[len(known) :], variables, served)
+                stops = served.eos_token_ids
+                if self.sampling is not None:
+                    stops = self.sampling.stop_token_ids
+                template = TurnTemplate(served.tokenizer, variables)
+                new = _between(segment, messages[len(known) :], template, stops)
                 return self._turn((*segment.transcript.input, *new), segment, messages)
         return self._turn(served.encode_chat(messages, variables), None, messages)
 
@@ -146,17 +150,23 @@ class Sessions:
     def __init__(self, most: int, seconds: float) -> None:
         self.most, self.seconds = most, seconds
         self._by_name: OrderedDict[str, Session] = OrderedDict()  # the one used last is last
+        self._held: dict[str, Session] = {}
         self._lock = threading.Lock()
 
-    def open(
-        self, name: str, sampling: Sampling | None = None, key: tuple[int, int] | None = None
-    ) -> Session:
+    def hold(self, name: str, sampling: Sampling, key: tuple[int, int]) -> None:
+        """Begin a session that stays until it is taken."""
+        with self._lock:
+            self._held[name] = Session(name, sampling, key)
+
+    def open(self, name: str) -> Session:
         """The session of this name; a new one if there is none."""
         if not 0 < len(name) <= LONGEST_ID:
             raise ApiError(400, f"X-Session-ID must have 1 to {LONGEST_ID} characters")
         with self._lock:
             self._forget_old()
-            session = self._by_name.setdefault(name, Session(name, sampling, key))
+            if name in self._held:
+                return self._held[name]
+            session = self._by_name.setdefault(name, Session(name))
             session.used = time.monotonic()
             self._by_name.move_to_end(name)
             while len(self._by_name) > self.most:
@@ -167,13 +177,14 @@ class Sessions:
         """Raises `ApiError` 404 if there is none."""
         with self._lock:
             self._forget_old()
-            return self._found(self._by_name.get(name), name)
+            return self._found(self._held.get(name) or self._by_name.get(name), name)
 
     def take(self, name: str) -> Session:
         """The same, and forget it."""
         with self._lock:
             self._forget_old()
-            return self._found(self._by_name.pop(name, None), name)
+            held = self._held.pop(name, None)
+            return self._found(held or self._by_name.pop(name, None), name)
 
     def _found(self, session: Session | None, name: str) -> Session:
         if session is None:
@@ -208,15 +219,14 @@ def _plain(content: Any) -> str:
 def _between(
     segment: Segment,
     messages: Sequence[Message],
-    variables: Mapping[str, Any],
-    served: "ServedModel",
+    template: TurnTemplate,
+    stops: Sequence[int],
 ) -> list[int]:
     """Tokens from the end of what was sampled to where the assistant shall speak again."""
     try:
-        template = TurnTemplate(served.tokenizer, variables)
-        end, rest = template.between(messages, served.eos_token_ids)
+        end, rest = template.between(messages, stops)
     except Exception as error:  # whatever a template raises
         message = f"messages: the chat template refuses them: {error}"
         raise ApiError(400, message, param="messages") from error
-    closed = segment.transcript.tokens[-1] in served.eos_token_ids
+    closed = segment.transcript.tokens[-1] in stops
     return rest if closed else end + rest
