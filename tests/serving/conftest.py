@@ -35,7 +35,7 @@ def serve_config(folder, **overrides):
         "generator.inference_engine.http_endpoint_port": 0,
         "generator.inference_engine.served_model_name": "policy",
         "generator.inference_engine.engine_init_kwargs": {"shrink": False},  # few programs
-        "serve.max_num_seqs": 8,
+        "serve.max_num_seqs": 16,
         "serve.max_model_len": 64,
         "serve.steps_per_dispatch": 4,
         "serve.max_samples_per_request": 8,
