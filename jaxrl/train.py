@@ -18,17 +18,18 @@ from jaxrl.checkpoint import CheckpointError
 from jaxrl.compilation import enable_cache
 from jaxrl.data.prompts import load_prompts
 from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.engines import native_engine
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.transformer import TransformerConfig
-from jaxrl.parallel import engine_meshes, make_mesh
-from jaxrl.rollout.balancer import Balancer
+from jaxrl.parallel import make_mesh
 from jaxrl.rollout.conversation import ConversationGenerator
 from jaxrl.rollout.dynamic_sampling import DynamicSamplingError
 from jaxrl.rollout.generator import GeneratorInterface
-from jaxrl.rollout.native import NativeEngine
 from jaxrl.rollout.protocol import Engine
 from jaxrl.rollout.recompute import RecomputeEngine
+from jaxrl.serve import served_model
+from jaxrl.serving.server import Server
 from jaxrl.trainer import Trainer
 from jaxrl.types import Prompt
 
@@ -40,6 +41,7 @@ class BasePPOExp:
     """
 
     tokenizer: Any  # of the policy, once `build` has loaded it
+    server: Server | None = None  # once `build` has made it
 
     def __init__(self, config: Any) -> None:
         self.config = cfg.resolve(cfg.to_train_config(config))
@@ -60,26 +62,37 @@ class BasePPOExp:
     ) -> Engine:
         """The sampler."""
         settings = self.config.generator.inference_engine
-        dtype, given = DTYPES[settings.model_dtype], settings.engine_init_kwargs
         rows = min(settings.max_num_seqs, cfg.rows_at_once(self.config))
         if isinstance(model, AdaptedModel):
+            dtype, given = DTYPES[settings.model_dtype], settings.engine_init_kwargs
             return RecomputeEngine(model, mesh, dtype=dtype, max_num_seqs=rows, **given)
-        options: dict[str, Any] = {
-            "max_num_seqs": -(-rows // settings.num_engines),
-            "max_num_batched_tokens": settings.max_num_batched_tokens,
-            "max_model_len": cfg.longest_row(self.config),
-            "gpu_memory_utilization": settings.gpu_memory_utilization,
-            "enable_prefix_caching": settings.enable_prefix_caching,
-            "recompute_kv_on_update": settings.recompute_kv_on_update,
-            # environments answer by the clock; the order in which turns come must change no bit
-            "shrink": None if self.config.generator.max_turns == 1 else False,
-            "decode_text": self.tokenizer.decode,
-        } | given
-        meshes = engine_meshes(
-            mesh.devices.flat, settings.num_engines, settings.tensor_parallel_size
+        # environments and guests come by the clock; the order in which they do must change no bit
+        by_clock = self.config.generator.max_turns > 1 or settings.enable_http_endpoint
+        return native_engine(
+            settings,
+            model,
+            mesh,
+            rows=rows,
+            max_model_len=cfg.longest_row(self.config),
+            shrink=False if by_clock else None,
+            decode_text=self.tokenizer.decode,
         )
-        engines = [NativeEngine(model, part, dtype=dtype, **options) for part in meshes]
-        return engines[0] if len(engines) == 1 else Balancer(engines)
+
+    def get_server(self, engine: Engine, model: TransformerConfig | AdaptedModel) -> Server:
+        """The HTTP endpoint beside the run."""
+        config, settings = self.config, self.config.generator.inference_engine
+        if isinstance(model, AdaptedModel):
+            raise ValueError(
+                f"generator.inference_engine.enable_http_endpoint=True: {model.name} is a flax "
+                "module, whose sampler takes one batch at a time; set it to False"
+            )
+        return Server(
+            engine,
+            served_model(config, self.tokenizer, model.vocab_size, cfg.longest_row(config)),
+            config.serve,
+            host=settings.http_endpoint_host,
+            port=settings.http_endpoint_port,
+        )
 
     def get_generator(self, engine: Engine, tokenizer: Any) -> GeneratorInterface:
         """What holds the conversations."""
@@ -100,8 +113,20 @@ class BasePPOExp:
     def run(self) -> Trainer:
         """Train to the end."""
         trainer = self.build()
-        trainer.train()
+        self.train(trainer)
         return trainer
+
+    def train(self, trainer: Trainer) -> None:
+        """Train to the end; the HTTP endpoint, if it is wanted, is there meanwhile."""
+        if self.server is None:
+            trainer.train()
+            return
+        self.server.start()
+        print(f"serving {self.server.served.name} at {self.server.url}")
+        try:
+            trainer.train()
+        finally:
+            self.server.stop()
 
     def build(self) -> Trainer:
         """Load everything, print what will be done."""
@@ -130,6 +155,9 @@ class BasePPOExp:
         train_prompts = load(config.data.train_data)
         eval_prompts = load(config.data.val_data) if config.trainer.eval_interval > 0 else []
         engine = self.get_engine(model, mesh)
+        if config.generator.inference_engine.enable_http_endpoint:
+            self.server = self.get_server(engine, model)
+            engine = self.server.host
         trainer = self.get_trainer(
             config,
             tokenizer=tokenizer,
@@ -183,11 +211,12 @@ def main(argv: Sequence[str]) -> int:
     try:
         path, overrides = cfg.parse_command_line(list(argv))
         config = cfg.apply_overrides(cfg.load_config_file(path), overrides)
-        trainer = BasePPOExp(config).build()
+        run = BasePPOExp(config)
+        trainer = run.build()
     except (ValueError, OSError) as error:  # what a user can mend; OSError: files and folders
         return _refuse(error)
     try:
-        trainer.train()
+        run.train(trainer)
     # others are not the user's: they keep their traceback
     except (CheckpointError, DynamicSamplingError) as error:
         return _refuse(error)

@@ -14,6 +14,7 @@ from benchmarks import (
     memory,
     rollout,
     roofline,
+    serve,
     train_step,
 )
 from benchmarks.grpo_step import make_workload, skewed_lengths
@@ -39,7 +40,7 @@ def run(benchmark, tmp_path, capsys, *flags):
 
 @pytest.mark.parametrize(
     "benchmark_module",
-    [agreement, collectives, decode, grpo_step, losses, memory, rollout, train_step],
+    [agreement, collectives, decode, grpo_step, losses, memory, rollout, serve, train_step],
 )
 def test_help(benchmark_module, capsys):
     with pytest.raises(SystemExit, match="^0$"):
@@ -235,3 +236,14 @@ def test_agreement(tmp_path, capsys):
         assert row["tokens"] == 240
         assert 0 < row["of_new_version"] < 240
         assert row["prefilled"] < row["prompt_tokens"]  # prefixes were found
+
+
+@pytest.mark.slow  # a server in a process of its own
+def test_serve(tmp_path, capsys):
+    printed, report = run(serve, tmp_path, capsys)
+    assert "first token" in printed
+    assert [(row["system"], row["streams"]) for row in report["rows"]] == [
+        ("jaxrl", 1),
+        ("jaxrl", 2),
+    ]
+    assert all(row["tokens_per_second"] > 0 for row in report["rows"])

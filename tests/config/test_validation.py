@@ -59,7 +59,6 @@ PLANNED = [
     ("generator.inference_engine.pipeline_parallel_size", 2, 1),
     ("generator.inference_engine.remote_urls", ["a:1"], []),
     ("generator.inference_engine.external_proxy_url", "a:1", None),
-    ("generator.inference_engine.enable_http_endpoint", True, False),
 ]
 
 
