@@ -1,0 +1,160 @@
+"""One server of a remote engine: HTTP calls, and what their failures mean."""
+
+import asyncio
+import json
+from typing import Any
+
+from jaxrl.rollout.protocol import Completion, Request
+from jaxrl.rollout.wire import Dialect, InvalidAnswer
+
+try:
+    import aiohttp
+except ImportError as error:
+    raise ImportError("engines over HTTP need aiohttp: pip install 'jaxrl[serve]'") from error
+
+# Servers close idle connections, some after 5 s; to use one at that moment looks like a crash.
+IDLE_SECONDS = 2
+HEALTH_SECONDS, CONNECT_SECONDS = 30, 10
+TOO_MANY, SERVER_ERROR, BAD_REQUEST = 429, 500, 400
+
+
+class ServerError(Exception):
+    """A call that failed.
+
+    Attributes:
+        retryable: the same call may succeed later, or elsewhere.
+        broken: the connection failed, so the server may have died, or been restarted.
+        wait: seconds that the server asks for before the next try.
+    """
+
+    def __init__(
+        self, message: str, *, retryable: bool = True, broken: bool = False, wait: float = 0.0
+    ) -> None:
+        super().__init__(message)
+        self.retryable, self.broken, self.wait = retryable, broken, wait
+
+
+def open_session(token: str | None) -> aiohttp.ClientSession:
+    """A session for any number of connections; belongs to the running loop."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
+    return aiohttp.ClientSession(connector=connector, headers=headers)
+
+
+class Server:
+    """A server, as the client knows it.
+
+    Args:
+        url: its address.
+        samples_url: where requests for samples go, if not there.
+        model: name of the model that requests carry.
+        timeout: seconds of a call.
+
+    Attributes:
+        version: of its weights; None = not known to be anything.
+        ready: it has weights that were verified, and its last call did not find it dead.
+        in_flight: samples that it was asked for.
+        calls: requests for samples under way.
+        lock: held while it is given weights.
+        doubt: set when somebody should look whether it lives.
+        cause: why it is not ready.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        dialect: Dialect,
+        *,
+        samples_url: str | None = None,
+        model: str | None = None,
+        timeout: float,
+    ) -> None:
+        self.url, self.dialect, self.model, self.timeout = url.rstrip("/"), dialect, model, timeout
+        self.samples_url = (samples_url or url).rstrip("/")
+        self.version: int | None = None
+        self.ready, self.in_flight, self.cause = False, 0, "it has no weights yet"
+        self.calls: set[asyncio.Task[list[Completion]]] = set()
+        self.lock, self.doubt = asyncio.Lock(), asyncio.Event()
+        self.session: aiohttp.ClientSession
+
+    async def complete(self, request: Request) -> list[Completion]:
+        """All samples of a request.
+
+        Raises:
+            ServerError: there is no whole answer.
+        """
+        body, version = self.dialect.body(request, self.model), self.version
+        url = f"{self.samples_url}/v1/completions"
+        answer = await self._answer("POST", url, body, self.timeout)
+        try:
+            return self.dialect.completions(answer, request, -1 if version is None else version)
+        except InvalidAnswer as error:
+            raise ServerError(f"invalid answer: {error}") from error
+
+    async def load(self, folder: str, version: int) -> None:
+        """Have it take the weights of a folder; raises ServerError."""
+
+        async def ask(path: str, body: Any) -> Any:
+            return await self._answer("POST", f"{self.url}{path}", body, self.timeout)
+
+        await self.dialect.load(ask, folder, version)
+
+    async def look(self) -> int | None:
+        """The version that it says it has, if it says one.
+
+        Raises:
+            ServerError: it is not there, or not well.
+        """
+        status, text = await self._call("GET", f"{self.url}/health", None, HEALTH_SECONDS)
+        if status not in self.dialect.alive:
+            raise ServerError(f"GET /health gives {status}")
+        if not self.dialect.says_versions:
+            return self.version
+        try:
+            return json.loads(text).get("version")
+        except (ValueError, AttributeError) as error:
+            raise ServerError(f"GET /health gives {text[:80]!r}, which has no version") from error
+
+    async def _answer(self, method: str, url: str, body: Any, timeout: float) -> Any:
+        status, text = await self._call(method, url, body, timeout)
+        if status >= BAD_REQUEST:
+            retryable = status == TOO_MANY or status >= SERVER_ERROR
+            raise ServerError(f"{method} {url} gives {status}: {_said(text)}", retryable=retryable)
+        if not text.strip():
+            return None
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise ServerError(f"{method} {url}: not JSON, or cut off: {error}") from error
+
+    async def _call(self, method: str, url: str, body: Any, timeout: float) -> tuple[int, str]:
+        limit = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_SECONDS)
+        try:
+            async with self.session.request(method, url, json=body, timeout=limit) as reply:
+                text = await reply.text(errors="replace")
+                if reply.status == TOO_MANY:
+                    wait = _seconds(reply.headers.get("Retry-After"))
+                    raise ServerError(f"{method} {url} gives 429: {_said(text)}", wait=wait)
+                return reply.status, text
+        except aiohttp.ConnectionTimeoutError as error:
+            raise ServerError(f"{method} {url}: no connection", broken=True) from error
+        except TimeoutError as error:
+            raise ServerError(f"{method} {url}: no answer within {timeout:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise ServerError(f"{method} {url}: {what}", broken=True) from error
+
+
+def _said(text: str) -> str:
+    """The message of an error in OpenAI's form, or the text itself."""
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return text[:300]
+
+
+def _seconds(value: str | None) -> float:
+    try:
+        return max(float(value or 0), 0.0)
+    except ValueError:  # a date
+        return 0.0
