@@ -28,6 +28,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
         self.end_headers()
+    def log_message(self, *_):
+        pass
 http.server.HTTPServer((flags["--host"], int(flags["--port"])), Handler).serve_forever()
 """
 
