@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import sys
 
 import numpy as np
 import pytest
@@ -14,8 +13,8 @@ from jaxrl.rollout.probe import Probe, WeightMismatch
 from jaxrl.rollout.remote import RemoteEngine, RemoteOptions
 from jaxrl.rollout.vllm import VllmServer, command_line
 from jaxrl.rollout.weight_folder import WeightFolder
-from tests.rollout.test_remote import NEW, OLD, SCORE, request, wait_until
 from tests.rollout.test_native import LLAMA, flat, random_params
+from tests.rollout.test_remote import NEW, OLD, SCORE, request, wait_until
 
 # What the supervisor sees of a server: its module, its flags, /health, and how it dies.
 STAND_IN = """
