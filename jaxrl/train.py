@@ -18,15 +18,14 @@ from jaxrl.checkpoint import CheckpointError
 from jaxrl.compilation import enable_cache
 from jaxrl.data.prompts import load_prompts
 from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.engines import native_engine
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.transformer import TransformerConfig
-from jaxrl.parallel import engine_meshes, make_mesh
-from jaxrl.rollout.balancer import Balancer
+from jaxrl.parallel import make_mesh
 from jaxrl.rollout.conversation import ConversationGenerator
 from jaxrl.rollout.dynamic_sampling import DynamicSamplingError
 from jaxrl.rollout.generator import GeneratorInterface
-from jaxrl.rollout.native import NativeEngine
 from jaxrl.rollout.protocol import Engine
 from jaxrl.rollout.recompute import RecomputeEngine
 from jaxrl.trainer import Trainer
@@ -64,26 +63,21 @@ class BasePPOExp:
 
             return assemble_remote_engine(self.config, model, mesh, self.tokenizer)
         settings = self.config.generator.inference_engine
-        dtype, given = DTYPES[settings.model_dtype], settings.engine_init_kwargs
         rows = min(settings.max_num_seqs, cfg.rows_at_once(self.config))
         if isinstance(model, AdaptedModel):
+            dtype, given = DTYPES[settings.model_dtype], settings.engine_init_kwargs
             return RecomputeEngine(model, mesh, dtype=dtype, max_num_seqs=rows, **given)
-        options: dict[str, Any] = {
-            "max_num_seqs": -(-rows // settings.num_engines),
-            "max_num_batched_tokens": settings.max_num_batched_tokens,
-            "max_model_len": cfg.longest_row(self.config),
-            "gpu_memory_utilization": settings.gpu_memory_utilization,
-            "enable_prefix_caching": settings.enable_prefix_caching,
-            "recompute_kv_on_update": settings.recompute_kv_on_update,
-            # environments answer by the clock; the order in which turns come must change no bit
-            "shrink": None if self.config.generator.max_turns == 1 else False,
-            "decode_text": self.tokenizer.decode,
-        } | given
-        meshes = engine_meshes(
-            mesh.devices.flat, settings.num_engines, settings.tensor_parallel_size
+        # environments and guests come by the clock; the order in which they do must change no bit
+        by_clock = self.config.generator.max_turns > 1 or settings.enable_http_endpoint
+        return native_engine(
+            settings,
+            model,
+            mesh,
+            rows=rows,
+            max_model_len=cfg.longest_row(self.config),
+            shrink=False if by_clock else None,
+            decode_text=self.tokenizer.decode,
         )
-        engines = [NativeEngine(model, part, dtype=dtype, **options) for part in meshes]
-        return engines[0] if len(engines) == 1 else Balancer(engines)
 
     def get_generator(self, engine: Engine, tokenizer: Any) -> GeneratorInterface:
         """What holds the conversations."""

@@ -42,6 +42,9 @@ LAYER_OF = {
     "evaluate": "L4",
     "trainer": "L4",
     "warm_up": "L4",
+    "engines": "L4",
+    "serving": "L4",
+    "serve": "L4",
     "train": "L4",
     "cluster": "L5",
 }

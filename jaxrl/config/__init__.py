@@ -46,7 +46,8 @@ from jaxrl.config.model import ModelConfig, OptimizerConfig, SkyRLLoraConfig
 from jaxrl.config.objective_card import objective_card
 from jaxrl.config.overrides import apply_overrides, parse_command_line
 from jaxrl.config.recipe import default_config, load_config_file, to_train_config
-from jaxrl.config.rollouts import in_process, longest_row, rows_at_once
+from jaxrl.config.rollouts import check_engines, in_process, longest_row, rows_at_once
+from jaxrl.config.serving import ServeConfig, check_serving
 from jaxrl.config.train_config import (
     DataConfig,
     SkyRLTrainConfig,
@@ -101,6 +102,7 @@ __all__ = [
     "SAPOConfig",
     "SamplingParams",
     "SearchEnvConfig",
+    "ServeConfig",
     "SkyRLGymConfig",
     "SkyRLLoraConfig",
     "SkyRLTrainConfig",
@@ -108,6 +110,8 @@ __all__ = [
     "TrainConfig",
     "TrainerConfig",
     "apply_overrides",
+    "check_engines",
+    "check_serving",
     "default_config",
     "batch_groups",
     "get_config_as_dict",

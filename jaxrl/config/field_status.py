@@ -334,10 +334,11 @@ _GENERATOR = (
     ),
     _mapped(_ENGINE, "pipeline_parallel_size enforce_eager", "of vLLM servers started here"),
     _planned(_ENGINE, "expert_parallel_size", "mixture-of-experts models"),
-    _planned(_ENGINE, "enable_http_endpoint", "an OpenAI-compatible endpoint"),
-    _planned(
+    _implemented(_ENGINE, "enable_http_endpoint", "also sessions; a token off loopback"),
+    _implemented(
         _ENGINE,
         "http_endpoint_host http_endpoint_port served_model_name",
+        "also of `python -m jaxrl.serve`",
         only_with="enable_http_endpoint",
     ),
     _inert(
@@ -391,6 +392,14 @@ _GENERATOR = (
     _implemented("environment", "env_class", 'also "my_pkg.my_module:MyEnv"'),
     _implemented("environment.skyrl_gym", "max_env_workers"),
     _implemented("environment.skyrl_gym", "env_timeout_seconds", _NEW, skyrl_only=False),
+    _implemented(
+        "serve",
+        "token_env token_file weights_root max_num_seqs max_model_len steps_per_dispatch "
+        "max_body_bytes max_samples max_samples_per_request request_seconds max_sessions "
+        "session_seconds",
+        _NEW,
+        skyrl_only=False,
+    ),
     _planned(
         "environment.skyrl_gym",
         "text2sql.* llm_as_a_judge.* search.*",

@@ -13,6 +13,7 @@ from jaxrl.config.dataclass_config import BaseConfig, Config
 from jaxrl.config.environment import EnvironmentConfig
 from jaxrl.config.generator import GeneratorConfig, SamplingParams
 from jaxrl.config.mesh import map_mesh
+from jaxrl.config.serving import ServeConfig
 from jaxrl.config.trainer import TrainerConfig
 from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry
 
@@ -43,6 +44,8 @@ class TrainConfig(BaseConfig):
     """Rollouts."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     """Which environment scores a prompt."""
+    serve: ServeConfig = field(default_factory=ServeConfig)
+    """Serving over HTTP."""
 
     @classmethod
     def from_cli_overrides(cls, args: list[str] | dict[str, Any]) -> Self:
@@ -137,6 +140,8 @@ def _expand_home(config: TrainConfig) -> None:
         (trainer.policy.model, "path"),
         (trainer.ref.model, "path"),
         (config.generator.chat_template, "name_or_path"),
+        (config.serve, "token_file"),
+        (config.serve, "weights_root"),
     ]
     for group, name in paths:
         if path := getattr(group, name):

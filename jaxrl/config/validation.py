@@ -13,6 +13,7 @@ from jaxrl.config.mesh import batch_groups, check_mesh
 from jaxrl.config.microbatching import check_microbatches
 from jaxrl.config.objective_checks import check_objective, warn_of_objective
 from jaxrl.config.rollouts import check_engines
+from jaxrl.config.serving import check_serving
 from jaxrl.config.train_config import TrainConfig, resolve
 from jaxrl.losses.kl import KL_ESTIMATORS
 from jaxrl.losses.reduction import REDUCTIONS
@@ -101,6 +102,7 @@ def validate(config: TrainConfig, num_devices: int = 1) -> None:
     check_mesh(config, num_devices)
     check_conversations(config)
     check_engines(config, num_devices)
+    check_serving(config.serve)
     groups = (batch_groups(config, num_devices, role) for role in ("policy", "ref"))
     check_microbatches(config, max(groups))
     check_objective(config)

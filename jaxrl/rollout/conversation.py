@@ -20,7 +20,7 @@ from jaxrl.rollout.protocol import Completion, Engine, Request, Sampling
 from jaxrl.rollout.session import EnvironmentFailure, Session
 from jaxrl.rollout.submissions import Submissions, Turn
 from jaxrl.rollout.trajectories import to_columns
-from jaxrl.rollout.turns import Transcript, TurnTemplate, tokens_of_prefix
+from jaxrl.rollout.turns import Transcript, TurnTemplate, spoken_tokens, tokens_of_prefix
 from jaxrl.types import GeneratorInput, GeneratorOutput, Prompt, Trajectory, TrajectoryID
 
 _log = logging.getLogger(__name__)
@@ -243,13 +243,14 @@ class ConversationGenerator:
         if not self._fits(talk):
             return None
         key = sample_key(*talk.key, len(transcript.turns))
-        return await talk.submissions.submit(Request(transcript.input, (key,), sampling))
+        (turn,) = await talk.submissions.submit(Request(transcript.input, (key,), sampling))
+        return turn
 
     async def _step(self, session: Session, completion: Completion) -> tuple[StepOutput, int]:
         """The environment's judgement, and how many of the tokens it lets stand."""
         tokens, string = completion.tokens, completion.stop_string
-        ended = completion.stop_reason == "stop" and string is None
-        spoken = tokens[:-1] if ended else tokens
+        spoken = spoken_tokens(completion)
+        ended = len(spoken) < len(tokens)
         text = self.tokenizer.decode(spoken, skip_special_tokens=True)
         if string is not None:  # its last token may reach beyond
             head, found, _ = text.rpartition(string)

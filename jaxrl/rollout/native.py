@@ -96,14 +96,14 @@ class NativeEngine:
         self._groups, self._paused, self._running = 0, False, False
         # what any request asked for so far; monotone, so that programs are compiled once
         self._features, self._stop_ids = Features(), STOP_IDS
-        self._done: list[Sample] = []  # to be handed over when the lock is free
+        self._done: list[Callable[[], None]] = []  # told when the lock is free
         # The lock is held by every turn and every public method. Whoever waits for it holds the
         # door, so the thread, which comes back at once, cannot keep others out.
         self._lock, self._door = threading.Lock(), threading.Lock()
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        """The lock; samples that ended meanwhile are handed over when it is free again."""
+        """The lock; what there is to tell of samples is told when it is free again."""
         with self._door:
             self._lock.acquire()
         try:
@@ -111,8 +111,8 @@ class NativeEngine:
             done, self._done = self._done, []
         finally:
             self._lock.release()
-        for sample in done:
-            sample.hand_over()
+        for tell in done:
+            tell()
 
     # ---- weights
 
@@ -136,6 +136,7 @@ class NativeEngine:
             RuntimeError: samples are in flight.
         """
         with self._held():
+            self._drop_cancelled()
             if self._queue or any(self.table.live()):
                 raise RuntimeError("samples are in flight: wait for them, or abort them, first")
             self.programs.drop(weights=True)
@@ -182,7 +183,7 @@ class NativeEngine:
         with self._held():
             for sample in self._all_out():
                 sample.finish("abort")
-                self._done.append(sample)
+                self._done.append(sample.hand_over)
 
     def pause(self) -> None:
         """Draw no more tokens until `resume`; samples stay where they are."""
@@ -220,7 +221,8 @@ class NativeEngine:
     def _samples(self, request: Request) -> list[Sample]:
         self._groups += 1
         limit = request.sampling.max_tokens
-        return [Sample(request, self._groups, key, limit) for key in request.keys]
+        keys = enumerate(request.keys)
+        return [Sample(request, self._groups, key, limit, number) for number, key in keys]
 
     # ---- the thread
 
@@ -245,7 +247,7 @@ class NativeEngine:
                 except BaseException as error:  # whoever waits must learn of it
                     for sample in self._all_out():
                         sample.outcome = error
-                        self._done.append(sample)
+                        self._done.append(sample.hand_over)
                     self.table.forget(live=True)
                     self.programs.drop(weights=False)  # the cache may have been donated
                     self.programs.reserve(1)
@@ -258,20 +260,20 @@ class NativeEngine:
             self.table.release(slot)
             yield sample
 
-    def _turn(self) -> None:
+    def _drop_cancelled(self) -> None:
+        self._queue = deque(sample for sample in self._queue if not sample.future.cancelled())
         for slot, sample in list(self.table.live()):
             if sample.future.cancelled():
                 self.table.release(slot)
-        while self._queue and self._admit(self._queue[0]):
+
+    def _turn(self) -> None:
+        self._drop_cancelled()
+        while self._queue and self.table.take(self._queue[0]) is not None:
             self._queue.popleft()
         self._fill_slots()
         ready = [slot for slot, _ in self.table.live() if self.table.missing(slot) == 0]
         if ready:
             self._decode_block(ready)
-
-    def _admit(self, sample: Sample) -> bool:
-        """Whether the sample has left the queue: it got a slot, or nobody waits for it."""
-        return sample.future.cancelled() or self.table.take(sample) is not None
 
     # ---- prefill
 
@@ -345,6 +347,8 @@ class NativeEngine:
             sample.append(block, row, self.version)
             if self._ended(sample, bool(block.stopped[row]), len(tokens)):
                 table.release(slot)
+            elif news := sample.news():
+                self._done.append(news)
 
     def _reach(self, ready: Sequence[int]) -> int:
         """Tokens of the longest row after the next block."""
@@ -390,5 +394,5 @@ class NativeEngine:
             sample.finish("length")
         else:
             return False
-        self._done.append(sample)
+        self._done.append(sample.hand_over)
         return True

@@ -1,6 +1,6 @@
 """What every rollout engine speaks: token ids in, token ids and log-probs out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -41,13 +41,20 @@ class Sampling:
 class Request:
     """n samples of one prompt.
 
+    Attributes:
+        keys: PRNG key data of each sample.
+        on_tokens: an engine that can calls it, between two blocks of tokens, with the number of a
+            sample that goes on and its new tokens, as a Completion with stop_reason "". It must
+            return at once. What came last is only in the sample's own Completion.
+
     Example: `Request(prompt_tokens=(3, 1, 4, 13), keys=((7, 1), (7, 2)), sampling=Sampling(
     max_tokens=8, stop_token_ids=(45,)))` asks for two samples; the same key gives the same tokens.
     """
 
     prompt_tokens: tuple[int, ...]
-    keys: tuple[tuple[int, int], ...]  # PRNG key data of each sample
+    keys: tuple[tuple[int, int], ...]
     sampling: Sampling
+    on_tokens: Callable[[int, "Completion"], None] | None = field(default=None, compare=False)
 
     @property
     def longest(self) -> int:
@@ -109,8 +116,8 @@ class Completion:
     kept: list[tuple[int, ...]] = field(default_factory=list)
 
 
-class Engine(Protocol):
-    """A sampler that holds one version of the policy."""
+class Sampler(Protocol):
+    """Takes requests."""
 
     def submit(self, requests: Sequence[Request]) -> list[list[Future[Completion]]]:
         """Queue requests and return at once: one future per sample.
@@ -122,6 +129,10 @@ class Engine(Protocol):
             ValueError: a request that can never be served; nothing of the call is queued.
         """
         ...
+
+
+class Engine(Sampler, Protocol):
+    """A sampler that holds one version of the policy."""
 
     def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
         """`submit`, and wait for all of it."""

@@ -21,6 +21,7 @@ class Sample:
     group: int  # number of its request
     key: tuple[int, int]
     max_tokens: int
+    number: int = 0  # in its request
     future: Future[Completion] = field(default_factory=Future)
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -29,6 +30,7 @@ class Sample:
     raw_log_probs: list[float] = field(default_factory=list)
     kept: list[tuple[int, ...]] = field(default_factory=list)
     outcome: Completion | BaseException | None = None
+    told: int = 0  # tokens that `on_tokens` has been given
 
     def append(self, block: Block, row: int, version: int) -> None:
         """Add what a block drew in a row."""
@@ -74,6 +76,16 @@ class Sample:
         """What there is of each token, in the order of `Completion`."""
         always = self.tokens, self.log_probs, self.versions
         return *always, self.top_log_probs, self.raw_log_probs, self.kept
+
+    def news(self) -> Callable[[], None] | None:
+        """A call that tells of the tokens since the last one, if anybody wants to know."""
+        tell, start = self.request.on_tokens, self.told
+        if tell is None or start == len(self.tokens):
+            return None
+        self.told = len(self.tokens)
+        tokens, log_probs, versions, *optional = (column[start:] for column in self._columns())
+        new = Completion(tokens, log_probs, "", versions, None, *optional)
+        return lambda: tell(self.number, new)
 
     def hand_over(self) -> None:
         """Tell whoever waits, if anybody still does."""

@@ -3,9 +3,10 @@
 import asyncio
 from concurrent.futures import Future
 
-from jaxrl.rollout.protocol import Completion, Engine, Request
+from jaxrl.rollout.protocol import Completion, Request, Sampler
 
 Turn = Future[Completion]
+Samples = list[Turn]  # of one request
 
 
 class Submissions:
@@ -16,18 +17,24 @@ class Submissions:
     loop.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Sampler) -> None:
         self.engine = engine
-        self._waiting: list[tuple[Request, asyncio.Future[Turn]]] = []
+        self._waiting: list[tuple[Request, asyncio.Future[Samples]]] = []
         self._call: asyncio.Task[None] | None = None
 
-    async def submit(self, request: Request) -> Turn:
-        """Queue a request for one sample; raises what the engine raises."""
-        taken: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
+    async def submit(self, request: Request) -> Samples:
+        """Queue a request; raises what the engine raises."""
+        taken: asyncio.Future[Samples] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, taken))
         if self._call is None or self._call.done():
             self._call = asyncio.create_task(self._submit())
-        return await taken
+        try:
+            return await taken
+        except asyncio.CancelledError:
+            if taken.done() and not taken.cancelled() and not taken.exception():
+                for turn in taken.result():  # they came in the very moment
+                    turn.cancel()
+            raise
 
     async def close(self) -> None:
         """Wait for the call under way."""
@@ -38,14 +45,15 @@ class Submissions:
         while self._waiting:
             batch, self._waiting = self._waiting, []
             try:
-                turns = await asyncio.to_thread(self.engine.submit, [r for r, _ in batch])
+                groups = await asyncio.to_thread(self.engine.submit, [r for r, _ in batch])
             except Exception as error:
                 for _, taken in batch:
                     if not taken.done():
                         taken.set_exception(error)
                 continue
-            for (_, taken), (turn,) in zip(batch, turns, strict=True):
-                if taken.done():  # nobody waits any more
+            for (_, taken), samples in zip(batch, groups, strict=True):
+                if not taken.done():
+                    taken.set_result(samples)
+                    continue
+                for turn in samples:  # nobody waits any more
                     turn.cancel()
-                else:
-                    taken.set_result(turn)

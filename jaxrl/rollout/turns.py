@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from jaxrl.rollout.protocol import Completion
 from jaxrl.types import Message
 
 _WORDS = "I am an assistant."
@@ -157,6 +158,12 @@ class TurnTemplate:
         if whole[: len(head)] == head:
             return whole[len(head) :]
         return self.encode(text[at + len(_WORDS) :])  # a token reaches over the end of the words
+
+
+def spoken_tokens(completion: Completion) -> list[int]:
+    """The tokens without the one that stopped them, if one did; a stop string's stay."""
+    ended = completion.stop_reason == "stop" and completion.stop_string is None
+    return completion.tokens[:-1] if ended else completion.tokens
 
 
 def tokens_of_prefix(tokenizer: Any, tokens: Sequence[int], text: str) -> int:

@@ -27,6 +27,7 @@ class Dialect:
         name: of the dialect.
         extras: a request's fields beside those that all have in common.
         load: have a server take the weights of a folder, as a version.
+        lacks: settings of Sampling that its protocol does not have.
         alive: answers of GET /health with which a server can be given weights.
         says_versions: answers carry the version of each token, and /health that of the weights.
     """
@@ -34,6 +35,7 @@ class Dialect:
     name: str
     extras: Callable[[Request], dict[str, Any]]
     load: Callable[[Ask, str, int], Awaitable[None]]
+    lacks: tuple[str, ...]
     alive: frozenset[int]
     says_versions: bool
 
@@ -43,7 +45,7 @@ class Dialect:
         Raises:
             ValueError: names the setting.
         """
-        for name in ("keep_sampling_mask", "raw_log_probs"):
+        for name in self.lacks:
             if getattr(sampling, name):
                 raise ValueError(
                     f"Sampling.{name} is not available from a {self.name} server over HTTP; turn "
@@ -89,7 +91,9 @@ class Dialect:
             if [choice["index"] for choice in choices] != list(range(len(request.keys))):
                 raise InvalidAnswer(f"{len(choices)} samples where {len(request.keys)} were asked")
             return [self._completion(choice, request.sampling, version) for choice in choices]
-        except (KeyError, TypeError, AttributeError) as error:
+        except InvalidAnswer:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise InvalidAnswer(f"an answer without what was asked for: {error!r}") from error
 
     def _completion(self, choice: Any, sampling: Sampling, version: int) -> Completion:
@@ -169,7 +173,15 @@ async def _vllm_load(ask: Ask, folder: str, version: int) -> None:
     await ask("/resume", None)
 
 
+_LACKS = ("keep_sampling_mask", "raw_log_probs")
 DIALECTS = {
-    "native": Dialect("native", _native_extras, _native_load, frozenset({200, 503}), True),
-    "vllm": Dialect("vllm", _vllm_extras, _vllm_load, frozenset({200}), False),
+    "native": Dialect(
+        "native",
+        _native_extras,
+        _native_load,
+        (*_LACKS, "logprobs"),  # alternatives go by their text, which several ids may share
+        frozenset({200, 503}),  # 503: it has no weights yet
+        True,
+    ),
+    "vllm": Dialect("vllm", _vllm_extras, _vllm_load, _LACKS, frozenset({200}), False),
 }

@@ -75,6 +75,7 @@ OUR_FIELDS = {
             "api_token_env",
         )
     ),
+    *(f"serve.{field.name}" for field in dataclasses.fields(jaxrl.config.ServeConfig)),
     "generator.sampling_params.keep_sampling_mask",
     "generator.eval_sampling_params.keep_sampling_mask",
     "generator.sampling_params.stop_token_ids",
@@ -113,8 +114,9 @@ class MyGeneratorConfig(GeneratorConfig):
     my_flag: bool = False
 
 
-def test_there_are_the_34_dataclasses_of_the_reference_and_three_more():
-    assert len(set(CLASSES)) == 34 + len({"DPPOConfig", "OverlongBufferConfig", "MeshConfig"})
+def test_there_are_the_34_dataclasses_of_the_reference_and_four_more():
+    ours = {"DPPOConfig", "OverlongBufferConfig", "MeshConfig", "ServeConfig"}
+    assert len(set(CLASSES)) == 34 + len(ours)
     assert SkyRLTrainConfig is TrainConfig
 
 

@@ -55,7 +55,6 @@ PLANNED = [
     ("trainer.placement.policy_num_nodes", 2, 1),
     ("trainer.update_ref_every_epoch", True, False),
     ("trainer.dump_data_batch", True, False),
-    ("generator.inference_engine.enable_http_endpoint", True, False),
 ]
 
 

@@ -116,7 +116,7 @@ def test_a_real_vllm_server(tmp_path, monkeypatch):
         after = flat(engine.generate([request()]))
         assert [s.tokens for s in before] != [s.tokens for s in after]
         for sample in after:
-            scores = score(NEW, [3, 1, 4, 1, 5, *sample.tokens], 5)
+            scores = SCORE(NEW, [3, 1, 4, 1, 5, *sample.tokens], 5)
             np.testing.assert_allclose(sample.log_probs, scores.log_probs, atol=1e-3)
         futures = engine.submit([request(max_tokens=100)])
         os.killpg(server._process.pid, signal.SIGKILL)

@@ -1,0 +1,60 @@
+"""Config of the HTTP server: `python -m jaxrl.serve`, and the endpoint beside a training run."""
+
+from dataclasses import dataclass
+
+from jaxrl.config.dataclass_config import BaseConfig
+from jaxrl.config.errors import fail
+
+_POSITIVE = (
+    "max_num_seqs",
+    "steps_per_dispatch",
+    "max_body_bytes",
+    "max_samples",
+    "max_samples_per_request",
+    "request_seconds",
+    "max_sessions",
+    "session_seconds",
+)
+
+
+@dataclass
+class ServeConfig(BaseConfig):
+    """Serving over HTTP; address and model name are those of generator.inference_engine."""
+
+    token_env: str = "JAXRL_SERVE_TOKEN"
+    """Environment variable that holds the token which every request must carry."""
+    token_file: str | None = None
+    """File that holds the token, instead of the environment variable."""
+    weights_root: str | None = None
+    """Folder under which /update_weights may read; None = no update over HTTP."""
+    max_num_seqs: int = 32
+    """Samples decoded together by `jaxrl.serve`, over all engines."""
+    max_model_len: int | None = None
+    """Most tokens of prompt and answer in `jaxrl.serve`; None = the longest row of training."""
+    steps_per_dispatch: int = 8
+    """Tokens between two pieces of a stream in `jaxrl.serve`."""
+    max_body_bytes: int = 4 * 1024**2
+    """Longest body of a request."""
+    max_samples: int = 1024
+    """Samples that run or wait; a request beyond them is answered 429."""
+    max_samples_per_request: int = 128
+    """Most samples of one request, over all of its prompts."""
+    request_seconds: float = 600.0
+    """Longest time of a request."""
+    max_sessions: int = 4096
+    """Conversations (X-Session-ID) that are kept; the one used least lately goes first."""
+    session_seconds: float = 3600.0
+    """How long a conversation that nobody uses is kept."""
+
+
+def check_serving(serve: ServeConfig) -> None:
+    """Refuse limits that nothing can meet.
+
+    Raises:
+        ValueError: names the field, the value and the fix.
+    """
+    for name in _POSITIVE:
+        if not getattr(serve, name) > 0:
+            fail(f"serve.{name}", getattr(serve, name), "must be positive")
+    if serve.max_model_len is not None and serve.max_model_len < 2:
+        fail("serve.max_model_len", serve.max_model_len, "must hold a prompt and an answer")

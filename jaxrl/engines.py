@@ -1,0 +1,48 @@
+"""The native engine that a config asks for, in training and serving."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxrl import config as cfg
+from jaxrl.assemble import DTYPES
+from jaxrl.models.transformer import TransformerConfig
+from jaxrl.parallel import engine_meshes
+from jaxrl.rollout.balancer import Balancer
+from jaxrl.rollout.native import NativeEngine
+
+
+def native_engine(
+    settings: cfg.InferenceEngineConfig,
+    model: TransformerConfig,
+    mesh: jax.sharding.Mesh,
+    *,
+    rows: int,
+    max_model_len: int,
+    decode_text: Callable[[Sequence[int]], str],
+    **options: Any,
+) -> NativeEngine | Balancer:
+    """One engine over the devices of `mesh`, or several over parts of them.
+
+    Args:
+        settings: `engine_init_kwargs` outrank everything here.
+        rows: samples decoded together, over all engines.
+        max_model_len: most tokens of a row.
+        decode_text: token ids to text.
+        **options: further arguments of `NativeEngine`.
+    """
+    arguments = {
+        "dtype": DTYPES[settings.model_dtype],
+        "max_num_seqs": -(-rows // settings.num_engines),
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "max_model_len": max_model_len,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "enable_prefix_caching": settings.enable_prefix_caching,
+        "recompute_kv_on_update": settings.recompute_kv_on_update,
+        "decode_text": decode_text,
+    }
+    arguments |= options | settings.engine_init_kwargs
+    parts = engine_meshes(mesh.devices.flat, settings.num_engines, settings.tensor_parallel_size)
+    engines = [NativeEngine(model, part, **arguments) for part in parts]
+    return engines[0] if len(engines) == 1 else Balancer(engines)

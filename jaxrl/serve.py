@@ -1,0 +1,138 @@
+"""Serve a model over HTTP, as OpenAI's API.
+
+    python -m jaxrl.serve --config=configs/quickstart.py \\
+        --config.trainer.policy.model.path=FOLDER --config.serve.weights_root=FOLDER
+
+docs/serving.md has the routes, the limits, and what to know before others can reach it.
+"""
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxrl import config as cfg
+from jaxrl.assemble import place_model
+from jaxrl.compilation import enable_cache
+from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.engines import native_engine
+from jaxrl.models import hf
+from jaxrl.models.transformer import TransformerConfig, abstract_params, logical_axes
+from jaxrl.parallel import make_mesh, param_shardings
+from jaxrl.rollout.protocol import Request, Sampling
+from jaxrl.serving.asks import ServedModel
+from jaxrl.serving.server import Server
+
+
+def served_model(
+    config: cfg.TrainConfig, tokenizer: Any, vocab_size: int, max_model_len: int
+) -> ServedModel:
+    """What clients are told of the policy of a config; its name is the folder's, unless given."""
+    path = config.trainer.policy.model.path
+    assert path is not None  # checked
+    return ServedModel(
+        name=config.generator.inference_engine.served_model_name or Path(path).name,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=tuple(sorted({tokenizer.eos_token_id, *hf.eos_token_ids(path)})),
+        variables=config.generator.chat_template_kwargs,
+    )
+
+
+def make_server(config: Any, devices: Sequence[Any] | None = None) -> Server:
+    """A server of the model that a config names, its weights loaded, to be started.
+
+    Args:
+        config: `TrainConfig`, `ml_collections.ConfigDict` or nested dict.
+        devices: for the engine; None = all.
+
+    Raises:
+        ValueError: the config or the model folder is wrong, or no token protects the server.
+    """
+    config = cfg.resolve(cfg.to_train_config(config))
+    trainer, settings, serve = config.trainer, config.generator.inference_engine, config.serve
+    path, template = trainer.policy.model.path, config.generator.chat_template
+    if path is None:
+        raise ValueError("trainer.policy.model.path=None: set a Hugging Face model folder")
+    cfg.check_serving(serve)
+    cfg.check_engines(config, len(devices or jax.devices()))
+    enable_cache(trainer.compilation_cache_path)
+    tokenizer: Any = load_tokenizer(
+        path, template.name_or_path if template.source == "file" else None
+    )
+    model = hf.load_config(path, cfg.model_overrides(trainer, trainer.policy))
+    length = serve.max_model_len or cfg.longest_row(config)
+    mesh = make_mesh(devices=devices, **dataclasses.asdict(trainer.policy.mesh))
+    engine = native_engine(
+        settings,
+        model,
+        mesh,
+        rows=serve.max_num_seqs,
+        max_model_len=length,
+        decode_text=tokenizer.decode,
+        steps_per_dispatch=serve.steps_per_dispatch,
+    )
+    placement = place_model(trainer, model, mesh)
+    shardings = param_shardings(mesh, logical_axes(model), abstract_params(model), placement.rules)
+    load = functools.partial(_load, config, model, shardings)
+    folder = hf.local_folder(path)
+    server = Server(
+        engine,
+        served_model(config, tokenizer, model.vocab_size, length),
+        serve,
+        host=settings.http_endpoint_host,
+        port=settings.http_endpoint_port,
+        weights=(load, folder),
+    )
+    random_init = trainer.policy.model.random_init
+    server.host.update_weights(load(folder, random_init=random_init), 0)
+    server.host.warm_up([Request((0,) * (length - 1), ((0, 0),), Sampling(max_tokens=1))])
+    return server
+
+
+def _load(
+    config: cfg.TrainConfig,
+    model: TransformerConfig,
+    shardings: Any,
+    folder: Path,
+    *,
+    random_init: bool = False,
+) -> Any:
+    """The parameters in a folder of the same architecture."""
+    return hf.load_or_init(
+        folder,
+        model,
+        overrides=cfg.model_overrides(config.trainer, config.trainer.policy),
+        random_init=random_init,
+        seed=config.trainer.seed,
+        shardings=shardings,
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """`python -m jaxrl.serve --config=FILE [--config.a.b=value ...]`."""
+    if not argv or "--help" in argv or "-h" in argv:
+        print(f"{__doc__}\nFields: serve.* and generator.* of docs/configuration.md.")
+        return 0
+    try:
+        path, overrides = cfg.parse_command_line(list(argv))
+        server = make_server(cfg.apply_overrides(cfg.load_config_file(path), overrides))
+        server.start()
+    except (ValueError, OSError, ImportError) as error:  # what a user can mend
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"serving {server.served.name} at {server.url}; {server.host.describe()}", flush=True)
+    try:
+        server.join()
+    except KeyboardInterrupt:
+        server.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
