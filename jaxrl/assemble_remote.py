@@ -17,8 +17,9 @@ from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.export import save_pretrained
 from jaxrl.models.linear import merge
 from jaxrl.models.transformer import Params, TransformerConfig
+from jaxrl.rollout.http_client import RemoteOptions
 from jaxrl.rollout.probe import Probe, make_score
-from jaxrl.rollout.remote import RemoteEngine, RemoteOptions
+from jaxrl.rollout.remote import RemoteEngine
 from jaxrl.rollout.vllm import VllmServer
 from jaxrl.rollout.weight_folder import WeightFolder
 

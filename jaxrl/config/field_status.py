@@ -91,7 +91,7 @@ _MODELS = (
             ),
         )
     ),
-    _inert("trainer.*.model.lora", "lora_sync_path", "weights are not synced by file"),
+    _inert("trainer.*.model.lora", "lora_sync_path", "servers get the adapters merged into the weights"),
     _implemented(
         "trainer.policy.optimizer_config",
         "lr adam_betas weight_decay max_grad_norm num_warmup_steps",

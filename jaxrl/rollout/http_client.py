@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl.rollout.protocol import Completion, Request
@@ -13,9 +14,34 @@ except ImportError as error:
     raise ImportError("engines over HTTP need aiohttp: pip install 'jaxrl[serve]'") from error
 
 # Servers close idle connections, some after 5 s; to use one at that moment looks like a crash.
-IDLE_SECONDS = 2
+IDLE_SECONDS, RETRY_SECONDS = 2, 1.0
 HEALTH_SECONDS, CONNECT_SECONDS = 30, 10
 TOO_MANY, SERVER_ERROR, BAD_REQUEST = 429, 500, 400
+
+
+@dataclass(frozen=True)
+class RemoteOptions:
+    """How patient the engine is.
+
+    Attributes:
+        model: name of the model that requests carry; None = none.
+        token: bearer token of the servers.
+        timeout_seconds: of one call: all tokens of a request, or one update of weights.
+        attempts: calls for one request, those aside that were answered with 429.
+        backoff_seconds: before the second attempt; doubled for each further one, times 0.5 to 1.5.
+        recovery_seconds: how long a request or an update waits while no server is ready.
+        poll_seconds: between two looks at a server.
+        max_model_len: most tokens of a row; None = the servers refuse what is too long.
+    """
+
+    model: str | None = None
+    token: str | None = field(default=None, repr=False)
+    timeout_seconds: float = 1800.0
+    attempts: int = 8
+    backoff_seconds: float = 0.5
+    recovery_seconds: float = 900.0
+    poll_seconds: float = 5.0
+    max_model_len: int | None = None
 
 
 class ServerError(Exception):
@@ -47,8 +73,6 @@ class Server:
     Args:
         url: its address.
         samples_url: where requests for samples go, if not there.
-        model: name of the model that requests carry.
-        timeout: seconds of a call.
 
     Attributes:
         version: of its weights; None = not known to be anything.
@@ -64,12 +88,10 @@ class Server:
         self,
         url: str,
         dialect: Dialect,
-        *,
+        options: RemoteOptions,
         samples_url: str | None = None,
-        model: str | None = None,
-        timeout: float,
     ) -> None:
-        self.url, self.dialect, self.model, self.timeout = url.rstrip("/"), dialect, model, timeout
+        self.url, self.dialect, self.options = url.rstrip("/"), dialect, options
         self.samples_url = (samples_url or url).rstrip("/")
         self.version: int | None = None
         self.ready, self.in_flight, self.cause = False, 0, "it has no weights yet"
@@ -83,9 +105,9 @@ class Server:
         Raises:
             ServerError: there is no whole answer.
         """
-        body, version = self.dialect.body(request, self.model), self.version
+        body, version = self.dialect.body(request, self.options.model), self.version
         url = f"{self.samples_url}/v1/completions"
-        answer = await self._answer("POST", url, body, self.timeout)
+        answer = await self._answer("POST", url, body, self.options.timeout_seconds)
         try:
             return self.dialect.completions(answer, request, -1 if version is None else version)
         except InvalidAnswer as error:
@@ -95,7 +117,7 @@ class Server:
         """Have it take the weights of a folder; raises ServerError."""
 
         async def ask(path: str, body: Any) -> Any:
-            return await self._answer("POST", f"{self.url}{path}", body, self.timeout)
+            return await self._answer("POST", f"{self.url}{path}", body, self.options.timeout_seconds)
 
         await self.dialect.load(ask, folder, version)
 
@@ -154,7 +176,8 @@ def _said(text: str) -> str:
 
 
 def _seconds(value: str | None) -> float:
+    """Of a Retry-After, which may be missing, or a date."""
     try:
-        return max(float(value or 0), 0.0)
-    except ValueError:  # a date
-        return 0.0
+        return max(float(value or RETRY_SECONDS), 0.0)
+    except ValueError:
+        return RETRY_SECONDS

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from jaxrl.models.transformer import Params
-from jaxrl.rollout.http_client import Server, ServerError, open_session
+from jaxrl.rollout.http_client import RemoteOptions, Server, ServerError, open_session
 from jaxrl.rollout.probe import Expected, Probe, WeightMismatch
 from jaxrl.rollout.protocol import Completion, Request
 from jaxrl.rollout.routes import Routes
@@ -46,31 +46,6 @@ class Host(Protocol):
     def stop(self) -> None:
         """End it."""
         ...
-
-
-@dataclass(frozen=True)
-class RemoteOptions:
-    """How patient the engine is.
-
-    Attributes:
-        model: name of the model that requests carry; None = none.
-        token: bearer token of the servers.
-        timeout_seconds: of one call: all tokens of a request, or one update of weights.
-        attempts: calls for one request, those aside that were answered with 429.
-        backoff_seconds: before the second attempt; doubled for each further one, times 0.5 to 1.5.
-        recovery_seconds: how long a request or an update waits while no server is ready.
-        poll_seconds: between two looks at a server.
-        max_model_len: most tokens of a row; None = the servers refuse what is too long.
-    """
-
-    model: str | None = None
-    token: str | None = field(default=None, repr=False)
-    timeout_seconds: float = 1800.0
-    attempts: int = 8
-    backoff_seconds: float = 0.5
-    recovery_seconds: float = 900.0
-    poll_seconds: float = 5.0
-    max_model_len: int | None = None
 
 
 @dataclass
@@ -133,8 +108,7 @@ class RemoteEngine:
             raise ValueError(f"urls={list(urls)} and dialect={dialect!r} ({', '.join(DIALECTS)})")
         self.options = options or RemoteOptions()
         self.dialect, self.folder, self.probe = DIALECTS[dialect], weights, probe
-        settings = {"model": self.options.model, "timeout": self.options.timeout_seconds}
-        self.servers = [Server(u, self.dialect, samples_url=proxy_url, **settings) for u in urls]
+        self.servers = [Server(url, self.dialect, self.options, proxy_url) for url in urls]
         self.hosts = dict(zip(self.servers, hosts, strict=True)) if hosts else {}
         self._weights: Weights | None = None
         self._failure: BaseException | None = None

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from jaxrl.models.export import save_pretrained
+from jaxrl.rollout.http_client import RemoteOptions
 from jaxrl.rollout.probe import Probe, WeightMismatch, make_score
 from jaxrl.rollout.protocol import Request, Sampling
-from jaxrl.rollout.remote import RemoteEngine, RemoteEngineError, RemoteOptions
+from jaxrl.rollout.remote import RemoteEngine, RemoteEngineError
 from jaxrl.rollout.weight_folder import WeightFolder
 from tests.rollout.http_servers import FakeServer, engine_of
 from tests.rollout.test_native import LLAMA, flat, random_params

@@ -7,14 +7,16 @@ import signal
 import numpy as np
 import pytest
 
+from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.models.export import save_pretrained
-from jaxrl.rollout.http_client import ServerError
-from jaxrl.rollout.probe import Probe, WeightMismatch
-from jaxrl.rollout.remote import RemoteEngine, RemoteOptions
+from jaxrl.models.transformer import TransformerConfig
+from jaxrl.rollout.http_client import RemoteOptions, ServerError
+from jaxrl.rollout.probe import Probe, WeightMismatch, make_score
+from jaxrl.rollout.remote import RemoteEngine
 from jaxrl.rollout.vllm import VllmServer, command_line
 from jaxrl.rollout.weight_folder import WeightFolder
-from tests.rollout.test_native import LLAMA, flat, random_params
-from tests.rollout.test_remote import NEW, OLD, SCORE, request, wait_until
+from tests.rollout.test_native import flat, random_params
+from tests.rollout.test_remote import request
 
 # What the supervisor sees of a server: its module, its flags, /health, and how it dies.
 STAND_IN = """
@@ -83,48 +85,61 @@ def test_the_end_of_the_log_is_in_the_error(server, tmp_path):
 # ------------------------------------------------------------------ a real vLLM, on CPUs
 
 
+# vLLM's attention on CPUs wants heads of 32 or more
+MODEL = TransformerConfig(
+    vocab_size=64,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=32,
+    initializer_range=0.3,
+)
+
+
+def real_engine(server, folder):
+    tokenizer = load_tokenizer("configs/tiny_char_model")
+
+    def write(params, folder):
+        save_pretrained(folder, MODEL, params, tokenizer, overwrite=True)
+
+    return RemoteEngine(
+        [server.url],
+        "vllm",
+        weights=WeightFolder(folder, write),
+        probe=Probe(make_score(MODEL, np.float32, None, 16), 40, 1e-3),
+        hosts=[server],
+        options=RemoteOptions(recovery_seconds=900, timeout_seconds=900),
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON names no interpreter")
 def test_a_real_vllm_server(tmp_path, monkeypatch):
     """Samples, log-probs, new weights, a kill and a restart; then weights that are not used."""
-    for name, value in {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "2",
-        "XLA_FLAGS": "",
-    }.items():
-        monkeypatch.setenv(name, value)
+    settings = {"CPU_KVCACHE_SPACE": "1", "CPU_OMP_THREADS_BIND": "nobind"}
+    for name, value in settings.items():
+        monkeypatch.setenv(f"VLLM_{name}", value)
     flags = {"dtype": "float32", "max_model_len": 128, "enforce_eager": True, "max_num_seqs": 16}
-    flags |= {"skip_tokenizer_init": True}
     server = VllmServer(flags, tmp_path / "server.log", python=os.environ["VLLM_PYTHON"])
-
-    def write(params, folder):
-        save_pretrained(folder, LLAMA, params, overwrite=True)
-
-    engine = RemoteEngine(
-        [server.url],
-        "vllm",
-        weights=WeightFolder(tmp_path / "weights", write),
-        probe=Probe(SCORE, LLAMA.vocab_size, 1e-3),
-        hosts=[server],
-        options=RemoteOptions(recovery_seconds=900, timeout_seconds=900),
-    )
+    engine = real_engine(server, tmp_path / "weights")
+    old, new, other = (random_params(MODEL, seed) for seed in range(3))
     try:
-        engine.update_weights(OLD, 1)
+        engine.update_weights(old, 1)
         before = flat(engine.generate([request()]))
-        engine.update_weights(NEW, 2)
+        engine.update_weights(new, 2)
         after = flat(engine.generate([request()]))
         assert [s.tokens for s in before] != [s.tokens for s in after]
-        for sample in after:
-            scores = SCORE(NEW, [3, 1, 4, 1, 5, *sample.tokens], 5)
-            np.testing.assert_allclose(sample.log_probs, scores.log_probs, atol=1e-3)
-        futures = engine.submit([request(max_tokens=100)])
+        greedy = flat(engine.generate([request(1, temperature=0.0)]))[0]
+        scores = engine.probe.score(new, [3, 1, 4, 1, 5, *greedy.tokens], 5)
+        np.testing.assert_allclose(greedy.log_probs, scores.log_probs, atol=1e-3)
+        (futures,) = engine.submit([request(max_tokens=100)])
         os.killpg(server._process.pid, signal.SIGKILL)
-        assert [len(f.result(timeout=900).tokens) for f in futures[0]] == [100] * 4
-        wait_until(lambda: engine.servers[0].ready)
-        stale = WeightFolder(tmp_path / "weights", lambda _, folder: write(NEW, folder))
-        engine.folder = stale
+        assert [len(future.result(timeout=900).tokens) for future in futures] == [100] * 4
+        write = engine.folder.write  # the trainer goes on to `other`, the folder does not
+        engine.folder = WeightFolder(tmp_path / "weights", lambda _, folder: write(new, folder))
         with pytest.raises(WeightMismatch, match="stale or wrong weights"):
-            engine.update_weights(random_params(LLAMA, 2), 3)
+            engine.update_weights(other, 3)
     finally:
         engine.close()
