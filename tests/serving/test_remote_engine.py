@@ -50,7 +50,8 @@ def test_same_keys_same_tokens_as_in_process(server, tmp_path):
     asked = [Request((3, 1, 4), ((1, 2), (1, 3)), sampling), Request((5, 9), ((7, 7),), sampling)]
     engine = engine_of(server, tmp_path / "weights")
     engine.update_weights(PARAMS, 5)
-    inside = NativeEngine(MODEL, make_mesh(devices=jax.devices()[:1]), shrink=False)
+    one = make_mesh(devices=jax.devices()[:1])
+    inside = NativeEngine(MODEL, one, max_num_seqs=8, shrink=False)
     inside.update_weights(PARAMS, 5)
     for group, same in zip(engine.generate(asked), inside.generate(asked), strict=True):
         for ours, theirs in zip(group, same, strict=True):
