@@ -129,7 +129,8 @@ class Server:
         """
         status, text = await self._call("GET", f"{self.url}/health", None, HEALTH_SECONDS)
         if status not in self.dialect.alive:
-            raise ServerError(f"GET /health gives {status}")
+            refused = BAD_REQUEST <= status < SERVER_ERROR  # a wrong token, or no such server
+            raise ServerError(f"GET /health gives {status}", retryable=not refused)
         if not self.dialect.says_versions:
             return self.version
         try:
