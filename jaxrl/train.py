@@ -61,6 +61,10 @@ class BasePPOExp:
         self, model: TransformerConfig | AdaptedModel, mesh: jax.sharding.Mesh
     ) -> Engine:
         """The sampler."""
+        if not cfg.in_process(self.config):
+            from jaxrl.assemble_remote import assemble_remote_engine  # needs jaxrl[serve]
+
+            return assemble_remote_engine(self.config, model, mesh, self.tokenizer)
         settings = self.config.generator.inference_engine
         rows = min(settings.max_num_seqs, cfg.rows_at_once(self.config))
         if isinstance(model, AdaptedModel):

@@ -38,6 +38,7 @@ LAYER_OF = {
     "files": "L0",
     "policy": "L4",
     "assemble": "L4",
+    "assemble_remote": "L4",
     "evaluate": "L4",
     "trainer": "L4",
     "warm_up": "L4",

@@ -46,7 +46,7 @@ from jaxrl.config.model import ModelConfig, OptimizerConfig, SkyRLLoraConfig
 from jaxrl.config.objective_card import objective_card
 from jaxrl.config.overrides import apply_overrides, parse_command_line
 from jaxrl.config.recipe import default_config, load_config_file, to_train_config
-from jaxrl.config.rollouts import check_engines, longest_row, rows_at_once
+from jaxrl.config.rollouts import check_engines, in_process, longest_row, rows_at_once
 from jaxrl.config.serving import ServeConfig, check_serving
 from jaxrl.config.train_config import (
     DataConfig,
@@ -116,6 +116,7 @@ __all__ = [
     "batch_groups",
     "get_config_as_dict",
     "get_config_as_yaml_str",
+    "in_process",
     "load_config_file",
     "longest_row",
     "logger_names",

@@ -91,7 +91,7 @@ _MODELS = (
             ),
         )
     ),
-    _inert("trainer.*.model.lora", "lora_sync_path", "weights are not synced by file"),
+    _inert("trainer.*.model.lora", "lora_sync_path", "servers get the adapters merged into the weights"),
     _implemented(
         "trainer.policy.optimizer_config",
         "lr adam_betas weight_decay max_grad_norm num_warmup_steps",
@@ -295,7 +295,7 @@ _TRAINER = (
 )
 
 _GENERATOR = (
-    _implemented(_ENGINE, "backend", "external engines come later", skyrl_default="vllm"),
+    _implemented(_ENGINE, "backend", '"native" and "vllm"', skyrl_default="vllm"),
     _implemented(
         _ENGINE,
         "model_dtype",
@@ -317,14 +317,23 @@ _GENERATOR = (
         skyrl_default=True,
     ),
     _mapped(_ENGINE, "enable_chunked_prefill", "always on", skyrl_default=True),
-    _mapped(_ENGINE, "engine_init_kwargs", "arguments of the native engine"),
-    _implemented(_ENGINE, "recompute_kv_on_update", _NEW, skyrl_only=False),
-    _planned(
-        _ENGINE,
-        "run_engines_locally pipeline_parallel_size expert_parallel_size",
-        "engines in this process, split by tensor parallelism",
+    _mapped(
+        _ENGINE, "engine_init_kwargs", "arguments of the native engine, or flags of vLLM servers"
     ),
-    _planned(_ENGINE, "remote_urls external_proxy_url external_server_urls", "external engines"),
+    _implemented(_ENGINE, "recompute_kv_on_update", _NEW, skyrl_only=False),
+    _implemented(_ENGINE, "run_engines_locally remote_urls", "backends native and vllm"),
+    _implemented(
+        _ENGINE, "external_proxy_url external_server_urls", "with run_engines_locally=false"
+    ),
+    _implemented(
+        _ENGINE,
+        "vllm_python engine_devices weights_folder probe_bound request_timeout_seconds "
+        "api_token_env",
+        _NEW,
+        skyrl_only=False,
+    ),
+    _mapped(_ENGINE, "pipeline_parallel_size enforce_eager", "of vLLM servers started here"),
+    _planned(_ENGINE, "expert_parallel_size", "mixture-of-experts models"),
     _implemented(_ENGINE, "enable_http_endpoint", "also sessions; a token off loopback"),
     _implemented(
         _ENGINE,
@@ -335,11 +344,11 @@ _GENERATOR = (
     _inert(
         _ENGINE,
         "weight_sync_backend weight_transfer_threshold_cuda_ipc_GB override_existing_update_group",
-        "trainer and engine share the weights",
+        "weights are shared in one process, and go through a folder to others",
     ),
     _inert(
         _ENGINE,
-        "async_engine vllm_v1_disable_multiproc enforce_eager fully_sharded_loras "
+        "async_engine vllm_v1_disable_multiproc fully_sharded_loras "
         "enable_ray_prometheus_stats distributed_executor_backend",
         "vLLM only",
     ),

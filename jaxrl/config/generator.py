@@ -52,11 +52,12 @@ class InferenceEngineConfig(BaseConfig):
     model_dtype: str = "float32"
     """Data type of the engine's weights: "float32" or "bfloat16"."""
     run_engines_locally: bool = True
-    """Engine in this process; false = remote engines."""
+    """Engines in this process, or started by it (backend "vllm"); false = they run already, at
+    remote_urls."""
     num_engines: int = 1
     """Number of engines."""
     backend: str = "native"
-    """"native": jaxrl's engine, on the layer functions of the trainer."""
+    """"native": jaxrl's engine, on the layer functions of the trainer; "vllm": vLLM servers."""
     weight_sync_backend: str = "nccl"
     """Transport of weights to the engine."""
     weight_transfer_threshold_cuda_ipc_GB: float = 1.0
@@ -94,7 +95,7 @@ class InferenceEngineConfig(BaseConfig):
     max_num_seqs: int = 1024
     """Rows decoded together, over all engines."""
     remote_urls: list[str] = field(default_factory=list)
-    """Addresses of remote engines."""
+    """Addresses of the servers of remote engines, e.g. ["http://10.0.0.2:8000"]."""
     enable_http_endpoint: bool = False
     """Serve the engine over HTTP during training."""
     http_endpoint_host: str = "127.0.0.1"
@@ -106,13 +107,29 @@ class InferenceEngineConfig(BaseConfig):
     distributed_executor_backend: str = "ray"
     """vLLM's executor."""
     engine_init_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the engine, e.g. {"steps_per_dispatch": 32}."""
+    """Keyword arguments of the engine, e.g. {"steps_per_dispatch": 32}; with backend "vllm" flags
+    of its servers, e.g. {"max_model_len": 4096}."""
     override_existing_update_group: str = "auto"
     """Reuse of a weight-update group."""
     external_proxy_url: str | None = None
-    """Address of a router before external engines."""
+    """Address of a router before the servers: it gets the requests, they get the weights."""
     external_server_urls: list[str] | None = None
-    """Addresses of external engines."""
+    """The same as remote_urls."""
+    vllm_python: str | None = None
+    """Interpreter that has vLLM, to start servers with; None = this one."""
+    engine_devices: list[str] | None = None
+    """CUDA_VISIBLE_DEVICES of each vLLM server that is started, e.g. ["2,3", "4,5"]; None = as in
+    this process."""
+    weights_folder: str | None = None
+    """Where weights are written for remote engines, which must see it under the same path; None =
+    "weights" in the run's folder."""
+    probe_bound: float = 0.05
+    """Largest difference between the log-probs of a remote engine and the trainer, of a short probe
+    after every update; more with bfloat16 on either side, e.g. 0.2."""
+    request_timeout_seconds: float = 1800.0
+    """Longest wait for a remote engine: for all tokens of a request, or one update of weights."""
+    api_token_env: str | None = None
+    """Environment variable that holds the bearer token of remote engines."""
 
 
 @dataclass

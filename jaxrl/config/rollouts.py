@@ -1,6 +1,9 @@
 """What the engine must hold: how many rows together, and how long."""
 
+from typing import Any, NoReturn
+
 from jaxrl.config.errors import fail
+from jaxrl.config.generator import InferenceEngineConfig
 from jaxrl.config.train_config import TrainConfig
 
 
@@ -21,24 +24,101 @@ def longest_row(config: TrainConfig) -> int:
     return generator.max_input_length + max(p.max_generate_length for p in phases if p is not None)
 
 
+def in_process(config: TrainConfig) -> bool:
+    """Whether the engine shares this process and its devices."""
+    engine = config.generator.inference_engine
+    return engine.run_engines_locally and engine.backend == "native"
+
+
+def server_urls(config: TrainConfig) -> list[str]:
+    """Addresses of the servers that run already; a router alone counts as one."""
+    engine = config.generator.inference_engine
+    urls = engine.remote_urls or engine.external_server_urls or []
+    return urls or [u for u in [engine.external_proxy_url] if u]
+
+
 def check_engines(config: TrainConfig, num_devices: int) -> None:
-    """Engines and their tensor parallelism fit the devices."""
+    """Engines and their tensor parallelism fit the devices; remote ones have an address."""
     engine = config.generator.inference_engine
     for name in ("num_engines", "tensor_parallel_size"):
         if getattr(engine, name) < 1:
-            fail(f"generator.inference_engine.{name}", getattr(engine, name), "must be at least 1")
+            _fail(name, getattr(engine, name), "must be at least 1")
+    share = engine.gpu_memory_utilization
+    if not 0 < share <= 1:
+        fix = "is a share of the memory: above 0 and at most 1"
+        _fail("gpu_memory_utilization", share, fix)
+    if in_process(config):
+        _check_in_process(engine, num_devices)
+    else:
+        _check_sampling_mask(config)
+    if engine.run_engines_locally:
+        _check_started(config)
+    else:
+        _check_remote(config)
+
+
+def _fail(name: str, value: Any, problem: str) -> NoReturn:
+    fail(f"generator.inference_engine.{name}", value, problem)
+
+
+def _check_in_process(engine: InferenceEngineConfig, num_devices: int) -> None:
     parts = engine.num_engines * engine.tensor_parallel_size
     if num_devices % parts:
-        fail(
-            "generator.inference_engine.num_engines",
+        _fail(
+            "num_engines",
             engine.num_engines,
             f"times tensor_parallel_size={engine.tensor_parallel_size} is {parts}, which does not "
             f"divide {num_devices} devices; choose sizes whose product does",
         )
-    share = engine.gpu_memory_utilization
-    if not 0 < share <= 1:
-        fail(
-            "generator.inference_engine.gpu_memory_utilization",
-            share,
-            "is a share of the memory: above 0 and at most 1",
+    if engine.pipeline_parallel_size != 1:
+        stages = engine.pipeline_parallel_size
+        _fail("pipeline_parallel_size", stages, "is for backend='vllm'; set it to 1")
+
+
+def _check_sampling_mask(config: TrainConfig) -> None:
+    generator = config.generator
+    for name in ("sampling_params", "eval_sampling_params"):
+        if getattr(getattr(generator, name), "keep_sampling_mask", False):
+            fail(
+                f"generator.{name}.keep_sampling_mask",
+                True,
+                "is not sent over HTTP; set it to false, or use the engine in this process: "
+                "generator.inference_engine.backend='native' and run_engines_locally=true",
+            )
+
+
+def _check_started(config: TrainConfig) -> None:
+    """Addresses are of servers that somebody else starts."""
+    engine = config.generator.inference_engine
+    for name in ("remote_urls", "external_server_urls", "external_proxy_url"):
+        if getattr(engine, name):
+            _fail(name, getattr(engine, name), "needs run_engines_locally=false; set it, or no url")
+    devices = engine.engine_devices
+    if devices is None:
+        return
+    if engine.backend != "vllm" or len(devices) != engine.num_engines:
+        problem = (
+            f"gives the devices of each vLLM server that is started; with backend="
+            f"{engine.backend!r} and num_engines={engine.num_engines} "
         )
+        wanted = f"set {engine.num_engines} of them" if engine.backend == "vllm" else "set None"
+        _fail("engine_devices", devices, problem + wanted)
+
+
+def _check_remote(config: TrainConfig) -> None:
+    engine, urls = config.generator.inference_engine, server_urls(config)
+    if not urls:
+        fix = "needs remote_urls, the addresses of the servers; set them, or start them here (true)"
+        _fail("run_engines_locally", False, fix)
+    if engine.remote_urls and engine.external_server_urls:
+        fix = "means the same as external_server_urls, which is set too; set one of them"
+        _fail("remote_urls", engine.remote_urls, fix)
+    for url in [*urls, *filter(None, [engine.external_proxy_url])]:
+        if not url.startswith(("http://", "https://")):
+            _fail("remote_urls", url, "is no address; write it as http://host:port")
+    if len(set(urls)) < len(urls):
+        _fail("remote_urls", urls, "names a server twice; give each once")
+    for name in ("engine_init_kwargs", "engine_devices", "vllm_python"):
+        if getattr(engine, name):
+            fix = "is for engines that are started here; set it where the remote ones start"
+            _fail(name, getattr(engine, name), fix)

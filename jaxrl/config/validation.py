@@ -46,14 +46,14 @@ _CHOICES = {
         "geometric",
         "product",
     ),
-    "generator.inference_engine.backend": ("native",),
+    "generator.inference_engine.backend": ("native", "vllm"),
     "generator.inference_engine.model_dtype": ("float32", "bfloat16"),
     "generator.chat_template.source": ("name", "file"),
     "generator.sampling_params.logprobs": (None, 0, 1),
     "generator.eval_sampling_params.logprobs": (None, 0, 1),
 }
 _LATER = {  # SkyRL's values of implemented fields, so that the message can say that they will come
-    "generator.inference_engine.backend": ("vllm", "sglang"),
+    "generator.inference_engine.backend": ("sglang",),
     "trainer.logger": ("wandb", "mlflow", "swanlab"),
     "trainer.policy.model.lora.init_method": ("xavier", "normal", "zero"),  # Megatron's
 }
@@ -65,6 +65,8 @@ _POSITIVE = """
     generator.max_turns generator.n_samples_per_prompt
     generator.eval_n_samples_per_prompt
     generator.max_input_length generator.inference_engine.max_num_seqs
+    generator.inference_engine.pipeline_parallel_size generator.inference_engine.probe_bound
+    generator.inference_engine.request_timeout_seconds
     generator.sampling_params.max_generate_length
     generator.eval_sampling_params.max_generate_length
 """

@@ -63,7 +63,18 @@ OUR_FIELDS = {
     "trainer.max_training_steps",
     "trainer.packed_length",
     "trainer.print_example_interval",
-    "generator.inference_engine.recompute_kv_on_update",
+    *(
+        f"generator.inference_engine.{name}"
+        for name in (
+            "recompute_kv_on_update",
+            "vllm_python",
+            "engine_devices",
+            "weights_folder",
+            "probe_bound",
+            "request_timeout_seconds",
+            "api_token_env",
+        )
+    ),
     *(f"serve.{field.name}" for field in dataclasses.fields(jaxrl.config.ServeConfig)),
     "generator.sampling_params.keep_sampling_mask",
     "generator.eval_sampling_params.keep_sampling_mask",

@@ -55,10 +55,6 @@ PLANNED = [
     ("trainer.placement.policy_num_nodes", 2, 1),
     ("trainer.update_ref_every_epoch", True, False),
     ("trainer.dump_data_batch", True, False),
-    ("generator.inference_engine.run_engines_locally", False, True),
-    ("generator.inference_engine.pipeline_parallel_size", 2, 1),
-    ("generator.inference_engine.remote_urls", ["a:1"], []),
-    ("generator.inference_engine.external_proxy_url", "a:1", None),
 ]
 
 
@@ -106,13 +102,13 @@ def test_inert_fields_are_named_in_one_warning():
     with pytest.warns(UserWarning) as caught:
         check(
             {
-                "generator.inference_engine.enforce_eager": False,
+                "generator.inference_engine.async_engine": False,
                 "trainer.policy.use_torch_compile": True,
             }
         )
     assert [str(w.message) for w in caught] == [
         "config fields without effect in jaxrl: trainer.policy.use_torch_compile=True (everything "
-        "is jitted); generator.inference_engine.enforce_eager=False (vLLM only)"
+        "is jitted); generator.inference_engine.async_engine=False (vLLM only)"
     ]
 
 
@@ -170,8 +166,8 @@ def test_fields_of_a_user_class_are_not_judged():
             r"gpu_memory_utilization=1.5: is a share of the memory: above 0 and at most 1",
         ),
         (
-            {"generator.inference_engine.backend": "vllm"},
-            r"generator.inference_engine.backend='vllm': not available yet, must be 'native'",
+            {"generator.inference_engine.backend": "sglang"},
+            r"inference_engine.backend='sglang': not available yet, must be 'native' or 'vllm'",
         ),
         (
             {"generator.inference_engine.model_dtype": "float16"},

@@ -1,0 +1,134 @@
+"""The engine over HTTP that a config asks for."""
+
+import functools
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxrl import config as cfg
+from jaxrl.assemble import DTYPES, place_model
+from jaxrl.config.rollouts import server_urls
+from jaxrl.files import writable_folder
+from jaxrl.models import hf
+from jaxrl.models.adapter import AdaptedModel
+from jaxrl.models.export import save_pretrained
+from jaxrl.models.linear import merge
+from jaxrl.models.transformer import Params, TransformerConfig
+from jaxrl.rollout.http_client import RemoteOptions
+from jaxrl.rollout.probe import Probe, make_score
+from jaxrl.rollout.remote import RemoteEngine
+from jaxrl.rollout.vllm import VllmServer
+from jaxrl.rollout.weight_folder import WeightFolder
+
+PROBE_LENGTH = 8  # tokens of its prompt, and of its continuation
+
+
+def assemble_remote_engine(
+    config: cfg.TrainConfig,
+    model: TransformerConfig | AdaptedModel,
+    mesh: jax.sharding.Mesh,
+    tokenizer: Any,
+) -> RemoteEngine:
+    """Servers that are started here with the first weights, or that run already.
+
+    Args:
+        config: resolved and validated.
+        model: architecture of the policy.
+        mesh: of the trainer.
+        tokenizer: its files go into the weights' folders.
+
+    Raises:
+        ValueError: the model is a flax module, or a field cannot be what it is.
+    """
+    engine = config.generator.inference_engine
+    if isinstance(model, AdaptedModel):
+        raise ValueError(
+            f"generator.inference_engine.backend={engine.backend!r}, run_engines_locally="
+            f"{engine.run_engines_locally}: {model.name} has no Hugging Face form, in which "
+            "weights go to other processes; set backend='native' and run_engines_locally=true"
+        )
+    hosts = _vllm_servers(config) if engine.run_engines_locally else []
+    return RemoteEngine(
+        [host.url for host in hosts] or server_urls(config),
+        engine.backend,
+        weights=_weight_folder(config, model, tokenizer),
+        probe=_probe(config, model, mesh),
+        hosts=hosts,
+        proxy_url=engine.external_proxy_url,
+        options=RemoteOptions(
+            model=engine.served_model_name,
+            token=_token(engine.api_token_env),
+            timeout_seconds=engine.request_timeout_seconds,
+            max_model_len=cfg.longest_row(config),
+        ),
+    )
+
+
+def _weight_folder(
+    config: cfg.TrainConfig, model: TransformerConfig, tokenizer: Any
+) -> WeightFolder:
+    """Whole Hugging Face folders, adapters merged: a server can also be started from one."""
+    field, path = "generator.inference_engine.weights_folder", config.trainer.policy.model.path
+    folder = config.generator.inference_engine.weights_folder
+    root = writable_folder(field, folder or cfg.run_folder(config.trainer) / "weights")
+    if "://" in str(root):
+        raise ValueError(f"{field}={folder!r} must be a folder that servers can open, not a bucket")
+    settings = hf.load_generation_config(path or "")  # validated
+    save = functools.partial(
+        save_pretrained, config=model, tokenizer=tokenizer, generation_config=settings
+    )
+
+    def write(params: Params, folder: Path) -> None:
+        save(folder, params=merge(params), overwrite=True)
+
+    return WeightFolder(Path(root), write)
+
+
+def _probe(config: cfg.TrainConfig, model: TransformerConfig, mesh: jax.sharding.Mesh) -> Probe:
+    trainer, length = config.trainer, min(PROBE_LENGTH, cfg.longest_row(config) // 2)
+    placement = place_model(trainer, model, mesh) if mesh.size > 1 else None
+    dtype = DTYPES["bfloat16" if trainer.bf16 else "float32"]
+    score = make_score(model, dtype, placement, 2 * length)
+    bound = config.generator.inference_engine.probe_bound
+    return Probe(score, model.vocab_size, bound, length)
+
+
+def _token(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    token = os.environ.get(variable)
+    if not token:
+        raise ValueError(
+            f"generator.inference_engine.api_token_env={variable!r}: the environment has no such "
+            "variable, or an empty one; set it to the servers' token"
+        )
+    return token
+
+
+def _vllm_servers(config: cfg.TrainConfig) -> list[VllmServer]:
+    """One for each engine, not started yet."""
+    engine, logs = config.generator.inference_engine, cfg.run_folder(config.trainer) / "vllm"
+    flags = {
+        "dtype": engine.model_dtype,
+        "max_model_len": cfg.longest_row(config),
+        "max_num_seqs": -(
+            -min(engine.max_num_seqs, cfg.rows_at_once(config)) // engine.num_engines
+        ),
+        "max_num_batched_tokens": engine.max_num_batched_tokens,
+        "gpu_memory_utilization": engine.gpu_memory_utilization,
+        "tensor_parallel_size": engine.tensor_parallel_size,
+        "pipeline_parallel_size": engine.pipeline_parallel_size,
+        "enable_prefix_caching": engine.enable_prefix_caching,
+        "enforce_eager": engine.enforce_eager,
+        "served_model_name": engine.served_model_name,
+        **engine.engine_init_kwargs,
+    }
+    python = engine.vllm_python or sys.executable
+    devices = engine.engine_devices or [None] * engine.num_engines
+    return [
+        VllmServer(flags, logs / f"server_{number}.log", python, of_one)
+        for number, of_one in enumerate(devices)
+    ]

@@ -1,0 +1,387 @@
+"""An engine whose samples come over HTTP: from vLLM, or from jaxrl's own server.
+
+One event loop in a daemon thread serves everything. A request is one call that carries all its
+samples, to the server with the fewest samples in flight, or to the one that served the conversation
+so far. A call that fails is made again, perhaps elsewhere; samples are handed over only from a
+whole answer, so each is delivered once. Every server has a keeper: a coroutine that looks whether
+it lives, and gives it the newest weights, verified by a probe, before it is asked for samples.
+"""
+
+import asyncio
+import atexit
+import contextlib
+import logging
+import random
+import threading
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from jaxrl.models.transformer import Params
+from jaxrl.rollout.http_client import RemoteOptions, Server, ServerError, open_session
+from jaxrl.rollout.probe import Expected, Probe, WeightMismatch
+from jaxrl.rollout.protocol import Completion, Request
+from jaxrl.rollout.routes import Routes
+from jaxrl.rollout.weight_folder import WeightFolder
+from jaxrl.rollout.wire import DIALECTS
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+LONGEST_WAIT = 30.0  # seconds between two tries, unless the server asks for more
+
+
+class RemoteEngineError(RuntimeError):
+    """Servers did not do what was asked, however often; names server, request and last cause."""
+
+
+class Host(Protocol):
+    """What starts a server, and starts it again; see `vllm.VllmServer`."""
+
+    async def ensure(self, folder: Path) -> bool:
+        """Have it run; True if it had to be started, which it was with the weights of `folder`."""
+        ...
+
+    def stop(self) -> None:
+        """End it."""
+        ...
+
+
+@dataclass
+class Weights:
+    """The newest weights."""
+
+    folder: Path
+    version: int
+    params: Params | None  # only while `update_weights` runs
+    expected: list[Expected] = field(default_factory=list)  # of the probe
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+@dataclass
+class Job:
+    """A request, and who waits for its samples."""
+
+    request: Request
+    futures: list[Future[Completion]]
+
+    def deliver(self, outcome: list[Completion] | BaseException) -> None:
+        """Tell whoever still waits."""
+        for number, future in enumerate(self.futures):
+            if not future.set_running_or_notify_cancel():
+                continue
+            if isinstance(outcome, BaseException):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome[number])
+
+
+class RemoteEngine:
+    """An `Engine` over HTTP servers.
+
+    Args:
+        urls: of the servers, e.g. ["http://10.0.0.2:8000"].
+        dialect: a key of `wire.DIALECTS`.
+        weights: where new weights are written for them.
+        probe: asked of every server after every update; None = servers are trusted.
+        hosts: what starts each of the servers; none = they run already.
+        proxy_url: of a router before them, which then chooses who samples.
+        options: timeouts and retries.
+
+    Raises:
+        ValueError: no servers, or an unknown dialect.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        dialect: str,
+        *,
+        weights: WeightFolder,
+        probe: Probe | None,
+        hosts: Sequence[Host] = (),
+        proxy_url: str | None = None,
+        options: RemoteOptions | None = None,
+    ) -> None:
+        if not urls or dialect not in DIALECTS:
+            raise ValueError(f"urls={list(urls)} and dialect={dialect!r} ({', '.join(DIALECTS)})")
+        self.options = options or RemoteOptions()
+        self.dialect, self.folder, self.probe = DIALECTS[dialect], weights, probe
+        self.servers = [Server(url, self.dialect, self.options, proxy_url) for url in urls]
+        self.hosts = dict(zip(self.servers, hosts, strict=True)) if hosts else {}
+        self._weights: Weights | None = None
+        self._failure: BaseException | None = None
+        self._routes: Routes[Server] = Routes()
+        self._loop = asyncio.new_event_loop()
+        self._some_ready = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        threading.Thread(target=self._run, name="jaxrl-remote-engine", daemon=True).start()
+        self._call(self._open())
+        atexit.register(self.close)
+
+    # ---- the loop's thread
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run in the loop and wait for it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _open(self) -> None:
+        self._session = open_session(self.options.token)
+        for server in self.servers:
+            server.session = self._session
+            self._spawn(self._keep(server))
+
+    def close(self) -> None:
+        """End requests, servers that were started here, and the thread; the engine is used up."""
+        atexit.unregister(self.close)
+        if self._loop.is_running():
+            self._call(self._close())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        for host in self.hosts.values():
+            host.stop()
+
+    async def _close(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._session.close()
+
+    # ---- requests
+
+    def submit(self, requests: Sequence[Request]) -> list[list[Future[Completion]]]:
+        """Queue requests; see `protocol.Engine`. The samples of a request come all at once.
+
+        Raises:
+            ValueError: a request that can never be served, or settings that the servers' protocol
+                cannot express.
+            RuntimeError: no weights yet.
+        """
+        for request in requests:
+            request.check(self.options.max_model_len, True)
+            self.dialect.check(request.sampling)
+        if self._weights is None:
+            raise RuntimeError("the engine has no weights: call update_weights first")
+        jobs = [Job(request, [Future() for _ in request.keys]) for request in requests]
+        self._loop.call_soon_threadsafe(self._begin, [job for job in jobs if job.futures])
+        return [job.futures for job in jobs]
+
+    def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
+        """The samples of each request, in order; raises what `submit` raises, and what befell."""
+        return [[future.result() for future in group] for group in self.submit(requests)]
+
+    def _begin(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            task = self._spawn(self._serve(job))
+            for future in job.futures:
+                future.add_done_callback(lambda _, job=job, task=task: self._left(job, task))
+
+    def _left(self, job: Job, task: asyncio.Task[Any]) -> None:
+        """A future is done; a call for which nobody waits any more is given up."""
+        if all(future.cancelled() for future in job.futures):
+            self._loop.call_soon_threadsafe(task.cancel)
+
+    async def _serve(self, job: Job) -> None:
+        try:
+            job.deliver(await self._complete(job.request))
+        except asyncio.CancelledError:
+            job.deliver(RemoteEngineError("the engine was closed"))
+            raise
+        except Exception as error:
+            job.deliver(error)
+
+    async def _complete(self, request: Request) -> list[Completion]:
+        """The samples of a request, from whichever server has them to give."""
+        failed, last, tries, name = None, None, 0, _name(request)
+        deadline = self._loop.time() + self.options.timeout_seconds
+        while tries < self.options.attempts:
+            server = await self._choose(request, failed)
+            try:
+                return await self._attempt(server, request)
+            except ServerError as error:
+                failed, last = server, error
+                if not error.retryable:
+                    raise RemoteEngineError(f"{server.url} refuses {name}: {error}") from error
+                if error.broken:
+                    self._leave_out(server, error)
+                    server.doubt.set()
+                crowded = bool(error.wait) and self._loop.time() < deadline
+                tries += not crowded
+                _log.info("%s: attempt %d of %s failed: %s", server.url, tries, name, error)
+                await asyncio.sleep(self._pause(tries, error))
+        url = failed.url if failed else ""
+        raise RemoteEngineError(f"{url}: {tries} attempts at {name} failed; the last: {last}")
+
+    def _pause(self, tries: int, error: ServerError) -> float:
+        """Seconds before the next attempt."""
+        doubled = self.options.backoff_seconds * 2 ** max(tries - 1, 0)
+        return max(error.wait, min(doubled, LONGEST_WAIT)) * random.uniform(0.5, 1.5)
+
+    async def _choose(self, request: Request, failed: Server | None) -> Server:
+        """The server of the conversation so far, else the one with the fewest samples in flight."""
+        await self._wait_for_server()
+        ready = [server for server in self.servers if server.ready]
+        others = [server for server in ready if server is not failed] or ready
+        known = self._routes.find(request.prompt_tokens)
+        chosen = min(others, key=lambda s: (s is not known, s.in_flight))
+        self._routes.add(request.prompt_tokens, chosen)
+        return chosen
+
+    async def _wait_for_server(self) -> None:
+        try:
+            await asyncio.wait_for(self._some_ready.wait(), self.options.recovery_seconds)
+        except TimeoutError as error:
+            causes = "; ".join(f"{server.url}: {server.cause}" for server in self.servers)
+            raise RemoteEngineError(
+                f"no server was ready for {self.options.recovery_seconds:g} s: {causes}"
+            ) from error
+        if self._failure is not None:
+            raise self._failure
+
+    async def _attempt(self, server: Server, request: Request) -> list[Completion]:
+        """One call, which ends when the server is given up."""
+        call = self._loop.create_task(server.complete(request))
+        server.calls.add(call)
+        server.in_flight += len(request.keys)
+        try:
+            return await call
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise ServerError(f"given up: {server.cause}") from error
+        finally:
+            server.in_flight -= len(request.keys)
+            server.calls.discard(call)
+
+    # ---- weights
+
+    def update_weights(self, params: Params, version: int) -> None:
+        """Write the parameters, have every server take them, and see that it has.
+
+        Samples in flight go on with them. A server that is dead meanwhile gets them when it is
+        back; if none is alive this waits for one.
+
+        Raises:
+            WeightMismatch: a server answers the probe otherwise than the trainer.
+            RemoteEngineError: no server took them.
+        """
+        folder = self.folder.publish(params, version)
+        self._call(self._update(Weights(folder, version, params)))
+        self.folder.keep_only(folder)
+
+    async def _update(self, weights: Weights) -> None:
+        self._weights, self._failure = weights, None
+        self._routes = Routes()  # new weights, no more old keys and values to go back to
+        outcomes = await asyncio.gather(*(self._bring(server) for server in self.servers))
+        for server, error in zip(self.servers, outcomes, strict=True):
+            if isinstance(error, WeightMismatch):
+                raise error
+            if error is not None and not error.retryable:
+                message = f"{server.url} does not take the weights of {weights.folder}: {error}"
+                raise RemoteEngineError(message) from error
+        await self._wait_for_server()
+        async with weights.lock:  # the caller may donate them once this returns
+            weights.params = None
+
+    async def _keep(self, server: Server) -> None:
+        """Look at a server for as long as the engine lives, and mend what can be mended."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(server.doubt.wait(), self.options.poll_seconds)
+            server.doubt.clear()
+            if self._weights is None:
+                continue
+            error = await self._bring(server)
+            if isinstance(error, WeightMismatch):  # nobody may sample; whoever waits must know
+                self._failure = error
+                self._some_ready.set()
+
+    async def _bring(self, server: Server) -> ServerError | WeightMismatch | None:
+        """See that a server lives and has the newest weights; the reason why it has not."""
+        async with server.lock:
+            try:
+                await self._refresh(server)
+            except (ServerError, WeightMismatch) as error:
+                self._leave_out(server, error)
+                for call in list(server.calls):
+                    call.cancel()
+                return error
+        server.ready = True
+        self._some_ready.set()
+        return None
+
+    async def _refresh(self, server: Server) -> None:
+        weights = self._weights
+        assert weights is not None  # nobody is brought to none
+        host = self.hosts.get(server)
+        started = host is not None and await host.ensure(weights.folder)
+        says = await server.look()
+        if started:
+            server.version, server.ready = None, False
+        elif server.ready and says == server.version == weights.version:
+            return
+        else:
+            await server.load(str(weights.folder), weights.version)
+        server.version = weights.version
+        await self._verify(server, weights)
+
+    async def _verify(self, server: Server, weights: Weights) -> None:
+        """Compare what a server says to the probe with what the trainer thinks of it.
+
+        Its tokens are scored while the trainer's parameters are there; a server that comes back
+        later is held against what was scored then.
+        """
+        if self.probe is None:
+            return
+        (said,) = await server.complete(self.probe.request)
+        async with weights.lock:
+            same = [e for e in weights.expected if e.tokens == said.tokens]
+            if not same and weights.params is not None:
+                same = [await asyncio.to_thread(self.probe.expect, weights.params, said)]
+                weights.expected += same
+        expected = (same or weights.expected)[0]
+        difference = self.probe.check(server.url, weights.version, said, expected)
+        _log.info("%s has version %d, probe %.2g", server.url, weights.version, difference)
+
+    def _leave_out(self, server: Server, error: Exception) -> None:
+        """Ask a server for nothing until its keeper has seen to it."""
+        if server.ready or str(error) != server.cause:
+            _log.warning("%s is left out: %s", server.url, error)
+        server.ready, server.cause = False, str(error)
+        if not any(other.ready for other in self.servers):
+            self._some_ready.clear()
+
+    # ---- what the trainer asks of every engine
+
+    def warm_up(self, requests: Sequence[Request]) -> None:
+        """Nothing to do: servers compile by themselves."""
+
+    def describe(self) -> str:
+        """The servers and their versions."""
+        held = ", ".join(f"{server.url} version {server.version}" for server in self.servers)
+        return f"{len(self.servers)} {self.dialect.name} servers: {held}"
+
+    def sleep(self) -> None:
+        """Nothing to do: the servers' memory is their own."""
+
+    def wake(self) -> None:
+        """Nothing to do."""
+
+
+def _name(request: Request) -> str:
+    return (
+        f"a request of {len(request.keys)} samples of at most {request.sampling.max_tokens} tokens "
+        f"for a prompt of {len(request.prompt_tokens)} tokens {list(request.prompt_tokens[:8])}..."
+    )

@@ -1,0 +1,158 @@
+"""vLLM servers of our own: started, watched, started again, and ended with this process."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxrl.rollout.http_client import ServerError
+
+HOST = "127.0.0.1"
+MODULE = "vllm.entrypoints.openai.api_server"
+TAIL_LINES = 30
+POLL_SECONDS, STOP_SECONDS = 0.5, 15.0
+
+
+@dataclass
+class VllmServer:
+    """One server process; it loads the weights that are newest when it starts.
+
+    Attributes:
+        flags: of vLLM's command line, by their names in Python, e.g. {"max_model_len": 1024}.
+        log: file that gets what the server prints.
+        python: interpreter that has vllm.
+        devices: value of CUDA_VISIBLE_DEVICES; None = as in this process.
+        start_seconds: until it must answer.
+        port: where it listens; a free one.
+    """
+
+    flags: Mapping[str, Any]
+    log: Path
+    python: str = sys.executable
+    devices: str | None = None
+    start_seconds: float = 1200.0
+    port: int = field(default_factory=lambda: free_port())
+    _process: "subprocess.Popen[bytes] | None" = field(default=None, repr=False)
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return f"http://{HOST}:{self.port}"
+
+    def command(self, folder: Path) -> list[str]:
+        """The command line that serves the weights of a folder.
+
+        Requests carry no model name, log-probs are those after temperature and filters, and no
+        defaults for sampling are read from the folder.
+        """
+        fixed = {
+            "model": str(folder),
+            "host": HOST,
+            "port": self.port,
+            "logprobs_mode": "processed_logprobs",
+            "generation_config": "vllm",
+        }
+        return [self.python, "-m", MODULE, *command_line({**self.flags, **fixed})]
+
+    async def ensure(self, folder: Path) -> bool:
+        """Have it run; True if it had to be started, which it was with the weights of `folder`.
+
+        Raises:
+            ServerError: it ended, or does not answer; with the end of its log.
+        """
+        if self._process is not None and self._process.poll() is None:
+            return False
+        self.stop()  # what it started may have outlived it
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}  # for /collective_rpc
+        if self.devices is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = self.devices
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self.command(folder),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # it has processes of its own: they end together
+            )
+        await self._answers(self._process)
+        return True
+
+    async def _answers(self, process: "subprocess.Popen[bytes]") -> None:
+        deadline = time.monotonic() + self.start_seconds
+        while not await _healthy(self.port):
+            status = process.poll()
+            if status is not None:
+                raise self._failure(f"ended with status {status}")
+            if time.monotonic() > deadline:
+                self.stop()
+                raise self._failure(f"did not answer within {self.start_seconds:g} s")
+            await asyncio.sleep(POLL_SECONDS)
+
+    def _failure(self, what: str) -> ServerError:
+        tail = self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        command = " ".join(self._process.args) if self._process else ""  # type: ignore[arg-type]
+        text = "\n".join(tail)
+        return ServerError(
+            f"the vLLM server `{command}` {what}. The end of its log {self.log}:\n{text}",
+            retryable=False,
+        )
+
+    def stop(self) -> None:
+        """End it, and the processes that it started."""
+        process = self._process
+        if process is None:
+            return
+        for kind in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(process.pid, kind)
+                process.wait(STOP_SECONDS)
+            except (ProcessLookupError, PermissionError):  # none is left
+                return
+            except subprocess.TimeoutExpired:
+                continue
+
+
+def command_line(flags: Mapping[str, Any]) -> list[str]:
+    """Keyword arguments as flags: true and false as --flag and --no-flag, None as nothing."""
+    words: list[str] = []
+    for name, value in flags.items():
+        flag = name.replace("_", "-")
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, (list, tuple)):
+            words += [f"--{flag}", *map(str, value)]
+        else:
+            text = json.dumps(value) if isinstance(value, dict) else str(value)
+            words += [f"--{flag}", text]
+    return words
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+async def _healthy(port: int) -> bool:
+    """Whether GET /health gives 200."""
+    try:
+        async with asyncio.timeout(POLL_SECONDS * 10):
+            reader, writer = await asyncio.open_connection(HOST, port)
+            writer.write(b"GET /health HTTP/1.0\r\nHost: localhost\r\n\r\n")
+            status = (await reader.readline()).split()
+            writer.close()
+    except (OSError, TimeoutError):
+        return False
+    return status[1:2] == [b"200"]

@@ -1,0 +1,73 @@
+"""Which engines a config may ask for."""
+
+import pytest
+
+from jaxrl.config import TrainConfig, in_process, validate
+from jaxrl.config.rollouts import server_urls
+
+MODEL = {"trainer.policy.model.path": "m"}
+DATA = {"data.train_data": ["d.parquet"]}
+URLS = ["http://a:1", "http://b:1"]
+
+
+def config_of(**engine):
+    fields = {f"generator.inference_engine.{name}": value for name, value in engine.items()}
+    mask = fields.pop("generator.inference_engine.mask", None)
+    sampling = {} if mask is None else {"generator.sampling_params.keep_sampling_mask": True}
+    more = {} if mask is None else {"generator.sampling_params.top_k": mask}
+    return TrainConfig.from_cli_overrides({**MODEL, **DATA, **fields, **sampling, **more})
+
+
+@pytest.mark.parametrize(
+    ("engine", "urls"),
+    [
+        # three servers do not divide the trainer's eight devices, and need not
+        ({"backend": "vllm", "num_engines": 3, "tensor_parallel_size": 2}, []),
+        ({"backend": "vllm", "num_engines": 2, "engine_devices": ["0", "1"]}, []),
+        ({"run_engines_locally": False, "remote_urls": URLS}, URLS),
+        ({"run_engines_locally": False, "backend": "vllm", "external_server_urls": URLS}, URLS),
+        ({"run_engines_locally": False, "external_proxy_url": URLS[0]}, URLS[:1]),
+    ],
+)
+def test_engines_in_other_processes(engine, urls):
+    config = config_of(**engine)
+    validate(config, 8)
+    assert not in_process(config)
+    assert server_urls(config) == urls
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"run_engines_locally": False}, "run_engines_locally=False: needs remote_urls"),
+        ({"remote_urls": URLS}, "remote_urls=.*needs run_engines_locally=false"),
+        ({"external_proxy_url": URLS[0]}, "external_proxy_url='http://a:1': needs run_engines_loc"),
+        (
+            {"run_engines_locally": False, "remote_urls": URLS, "external_server_urls": URLS},
+            "means the same as external_server_urls",
+        ),
+        (
+            {"run_engines_locally": False, "remote_urls": ["a:1"]},
+            "remote_urls='a:1': is no address; write it as http://host:port",
+        ),
+        (
+            {"run_engines_locally": False, "remote_urls": URLS * 2},
+            "names a server twice",
+        ),
+        (
+            {"run_engines_locally": False, "remote_urls": URLS, "vllm_python": "python"},
+            "vllm_python='python': is for engines that are started here",
+        ),
+        ({"engine_devices": ["0"]}, r"engine_devices=\['0'\]: .*backend='native'.* set None"),
+        (
+            {"backend": "vllm", "num_engines": 2, "engine_devices": ["0"]},
+            r"engine_devices=\['0'\]: .*num_engines=2 set 2 of them",
+        ),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: is for backend='vllm'"),
+        ({"backend": "vllm", "mask": 4}, "keep_sampling_mask=True: is not sent over HTTP"),
+        ({"probe_bound": 0.0}, "probe_bound=0.0: must be positive"),
+    ],
+)
+def test_impossible_combinations_are_refused(engine, message):
+    with pytest.raises(ValueError, match=message):
+        validate(config_of(**engine), 8)

@@ -1,0 +1,197 @@
+"""A server for tests: speaks vLLM's recorded protocol or our own, over a real engine.
+
+Tokens, log-probs and weights are real; faults are put in by the test.
+"""
+
+import asyncio
+import functools
+import threading
+from collections import Counter, deque
+
+import jax
+from aiohttp import web
+
+from jaxrl.models import hf
+from jaxrl.parallel import make_mesh
+from jaxrl.rollout.native import NativeEngine
+from jaxrl.rollout.protocol import Request, Sampling
+
+SETTINGS = (
+    *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p"),
+    *("repetition_penalty", "logprobs"),
+)
+
+
+@functools.cache
+def engine_of(config, number):
+    """One for each server of a test; kept, because it holds the compiled functions."""
+    return NativeEngine(config, make_mesh(devices=jax.devices()[:1]), max_num_seqs=16, shrink=False)
+
+
+class FakeServer:
+    """Runs in a thread between `start` and `kill`.
+
+    Attributes:
+        faults: path -> what befalls its next calls: a status, "truncated", "drop", "hang".
+        stale: weights are taken but not used.
+        log_prob_error: added to every log-prob.
+        calls: number of calls by path.
+        served: samples that were answered.
+    """
+
+    def __init__(self, dialect, config, params, number=0):
+        self.dialect, self.config, self.params = dialect, config, params
+        self.engine = engine_of(config, number)
+        self.faults, self.calls, self.bodies = {}, Counter(), []
+        self.stale, self.log_prob_error, self.port, self.served = False, 0.0, 0, 0
+        self.start()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self):
+        """With the weights of the beginning, as after a crash."""
+        self.engine.update_weights(self.params, -1)
+        self.engine.resume()
+        ready = threading.Event()
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self._run, args=(ready,), daemon=True)
+        self.thread.start()
+        assert ready.wait(30)
+        return self
+
+    def kill(self):
+        """Connections break; nothing is remembered."""
+        if not self.thread.is_alive():
+            return
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(30)
+        self.engine.resume()
+        self.engine.abort()
+
+    def _run(self, ready):
+        app = web.Application(middlewares=[self._fault])
+        app.router.add_get("/health", self._health)
+        for path, handler in {
+            "/v1/completions": self._completions,
+            "/update_weights": self._update_weights,
+            "/collective_rpc": self._collective_rpc,
+            "/pause": self._pause,
+            "/resume": self._resume,
+            "/reset_prefix_cache": self._nothing,
+        }.items():
+            app.router.add_post(path, handler)
+        runner = web.AppRunner(app, shutdown_timeout=0.01)
+
+        async def serve():
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True)
+            await site.start()
+            self.port = site._server.sockets[0].getsockname()[1]
+            ready.set()
+
+        async def end():
+            for connection in list(runner.server.connections):
+                if connection.transport is not None:
+                    connection.transport.abort()
+            rest = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in rest:
+                task.cancel()
+            await asyncio.gather(*rest, return_exceptions=True)
+            await runner.cleanup()
+
+        self.loop.run_until_complete(serve())
+        self.loop.run_forever()
+        self.loop.run_until_complete(end())
+        self.loop.close()
+
+    @web.middleware
+    async def _fault(self, request, handler):
+        self.calls[request.path] += 1
+        faults = self.faults.get(request.path) or deque()
+        fault = faults.popleft() if faults else None
+        if fault == "hang":
+            await asyncio.sleep(3600)
+        if fault == "drop":
+            request.transport.abort()
+        if isinstance(fault, int):
+            headers = {"Retry-After": "0.01"} if fault == 429 else {}
+            error = {"error": {"message": "planted", "code": fault}}
+            return web.json_response(error, status=fault, headers=headers)
+        if callable(fault):
+            fault()
+        answer = await handler(request)
+        if fault == "truncated":
+            return web.Response(text=answer.text[: len(answer.text) // 2])
+        return answer
+
+    async def _health(self, request):
+        return web.json_response({"status": "ok", "version": self.engine.version})
+
+    async def _nothing(self, request):
+        return web.Response()
+
+    async def _pause(self, request):
+        assert request.query["mode"] == "keep"
+        self.engine.pause()
+        return web.Response()
+
+    async def _resume(self, request):
+        self.engine.resume()
+        return web.Response()
+
+    async def _collective_rpc(self, request):
+        body = await request.json()
+        assert body["method"] == "reload_weights"
+        await self._load(body["kwargs"]["weights_path"], self.engine.version + 1)
+        return web.json_response({"results": [None]})
+
+    async def _update_weights(self, request):
+        body = await request.json()
+        await self._load(body["path"], body["version"])
+        return web.json_response({"version": body["version"]})
+
+    async def _load(self, folder, version):
+        assert hf.load_config(folder) == self.config
+        params = self.params if self.stale else hf.load_params(folder, self.config)
+        await asyncio.to_thread(self.engine.update_weights, params, version)
+
+    async def _completions(self, request):
+        body = await request.json()
+        self.bodies.append(body)
+        sampling = Sampling(
+            **{name: body[name] for name in SETTINGS},
+            stop_token_ids=tuple(body["stop_token_ids"]),
+        )
+        if self.dialect == "vllm":
+            seed, first = divmod(body["seed"], 2**32)
+            keys = [(seed, first + i) for i in range(body["n"])]
+        else:
+            keys = [tuple(key) for key in body["keys"]]
+        asked = Request(tuple(body["prompt"]), tuple(keys), sampling)
+        futures = self.engine.submit([asked])[0]
+        try:
+            samples = await asyncio.gather(*map(asyncio.wrap_future, futures))
+        finally:
+            for future in futures:
+                future.cancel()
+        self.served += len(samples)
+        choices = [self._choice(i, sample) for i, sample in enumerate(samples)]
+        return web.json_response({"choices": choices[::-1]})  # any order will do
+
+    def _choice(self, index, sample):
+        top = [
+            {f"token_id:{token}": x for token, x in place.items()} for place in sample.top_log_probs
+        ]
+        choice = {
+            "index": index,
+            "token_ids": sample.tokens,
+            "finish_reason": sample.stop_reason,
+            "stop_reason": sample.stop_string,
+            "logprobs": {
+                "token_logprobs": [x + self.log_prob_error for x in sample.log_probs],
+                "top_logprobs": top or None,
+            },
+        }
+        return choice | ({} if self.dialect == "vllm" else {"versions": sample.versions})

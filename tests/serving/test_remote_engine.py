@@ -1,0 +1,74 @@
+"""The engine over HTTP against jaxrl's own server."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.models.export import save_pretrained
+from jaxrl.models.hf import load_config
+from jaxrl.models.transformer import init_params
+from jaxrl.parallel import make_mesh
+from jaxrl.rollout.http_client import RemoteOptions
+from jaxrl.rollout.native import NativeEngine
+from jaxrl.rollout.probe import Probe, make_score
+from jaxrl.rollout.protocol import Request, Sampling
+from jaxrl.rollout.remote import RemoteEngine, RemoteEngineError
+from jaxrl.rollout.weight_folder import WeightFolder
+from jaxrl.serve import make_server
+from tests.serving.conftest import CHARACTERS, model_folder, serve_config
+
+MODEL = load_config(CHARACTERS)
+PARAMS = jax.device_put(init_params(MODEL, 3), jax.devices()[0])
+
+
+def write(params, folder):
+    save_pretrained(folder, MODEL, params, overwrite=True)
+
+
+def engine_of(server, root, token="secret"):
+    return RemoteEngine(
+        [server.url.removesuffix("/v1")],
+        "native",
+        weights=WeightFolder(root, write),
+        probe=Probe(make_score(MODEL, jnp.float32, None, 16), MODEL.vocab_size, 1e-3),
+        options=RemoteOptions(model="tiny", token=token, timeout_seconds=300),
+    )
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXRL_SERVE_TOKEN", "secret")
+    running = make_server(serve_config(model_folder(tmp_path / "first", 0)), jax.devices()[:1])
+    running.start()
+    yield running
+    running.stop()
+
+
+def test_same_keys_same_tokens_as_in_process(server, tmp_path):
+    sampling = Sampling(max_tokens=6, temperature=0.8, top_p=0.9, stop_token_ids=(4,))
+    asked = [Request((3, 1, 4), ((1, 2), (1, 3)), sampling), Request((5, 9), ((7, 7),), sampling)]
+    engine = engine_of(server, tmp_path / "weights")
+    engine.update_weights(PARAMS, 5)
+    one = make_mesh(devices=jax.devices()[:1])
+    inside = NativeEngine(MODEL, one, max_num_seqs=8, shrink=False)
+    inside.update_weights(PARAMS, 5)
+    for group, same in zip(engine.generate(asked), inside.generate(asked), strict=True):
+        for ours, theirs in zip(group, same, strict=True):
+            assert (ours.tokens, ours.versions) == (theirs.tokens, theirs.versions)
+            assert ours.stop_reason == theirs.stop_reason
+            np.testing.assert_allclose(ours.log_probs, theirs.log_probs, atol=1e-5)
+    with pytest.raises(ValueError, match=r"Sampling\.logprobs is not available from a native"):
+        engine.submit([Request((3,), ((1, 2),), Sampling(max_tokens=2, logprobs=1))])
+    engine.close()
+
+
+def test_what_the_server_forbids_is_said(server, tmp_path, tmp_path_factory):
+    elsewhere = engine_of(server, tmp_path_factory.mktemp("elsewhere"))
+    with pytest.raises(RemoteEngineError, match=r"403: .*outside of serve\.weights_root"):
+        elsewhere.update_weights(PARAMS, 5)
+    elsewhere.close()
+    stranger = engine_of(server, tmp_path / "weights", token="wrong")
+    with pytest.raises(RemoteEngineError, match="401"):
+        stranger.update_weights(PARAMS, 5)
+    stranger.close()
