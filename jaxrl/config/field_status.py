@@ -360,7 +360,7 @@ _GENERATOR = (
         for group in ("generator.sampling_params", "generator.eval_sampling_params")
         for row in (
             _implemented(group, "max_generate_length temperature top_p top_k min_p"),
-            _mapped(group, "logprobs", "log-probs are always recorded"),
+            _implemented(group, "logprobs", "None: the trainer's own are all there is"),
             _implemented(group, "stop"),
             _implemented(group, "repetition_penalty"),
             _mapped(group, "additional_kwargs", "min_tokens alone"),

@@ -23,7 +23,8 @@ class SamplingParams(BaseConfig):
     top_k: int = -1
     """Sample from this many most probable tokens; -1 = all."""
     logprobs: int | None = 1
-    """None, 0 or 1; the log-prob of the sampled token is always recorded."""
+    """0 or 1: the log-prob of each sampled token is recorded; None: rollouts carry none, for
+    engines that give none, and the trainer uses its own."""
     stop: list[str] | None = None
     """Strings that end a response."""
     additional_kwargs: dict[str, Any] | None = None
