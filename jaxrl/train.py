@@ -18,6 +18,7 @@ from jaxrl.checkpoint import CheckpointError
 from jaxrl.compilation import enable_cache
 from jaxrl.data.prompts import load_prompts
 from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.jetstream_backend import jetstream_engine
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.transformer import TransformerConfig
@@ -60,6 +61,8 @@ class BasePPOExp:
     ) -> Engine:
         """The sampler."""
         settings = self.config.generator.inference_engine
+        if settings.backend == "jetstream":
+            return jetstream_engine(self.config, model, mesh, self.tokenizer)
         dtype, given = DTYPES[settings.model_dtype], settings.engine_init_kwargs
         rows = min(settings.max_num_seqs, cfg.rows_at_once(self.config))
         if isinstance(model, AdaptedModel):

@@ -42,6 +42,7 @@ LAYER_OF = {
     "trainer": "L4",
     "warm_up": "L4",
     "train": "L4",
+    "jetstream_backend": "L4",
     "cluster": "L5",
 }
 MAY_IMPORT = {

@@ -295,7 +295,9 @@ _TRAINER = (
 )
 
 _GENERATOR = (
-    _implemented(_ENGINE, "backend", "external engines come later", skyrl_default="vllm"),
+    _implemented(
+        _ENGINE, "backend", "native or jetstream; others come later", skyrl_default="vllm"
+    ),
     _implemented(
         _ENGINE,
         "model_dtype",
@@ -321,10 +323,11 @@ _GENERATOR = (
     _implemented(_ENGINE, "recompute_kv_on_update", _NEW, skyrl_only=False),
     _planned(
         _ENGINE,
-        "run_engines_locally pipeline_parallel_size expert_parallel_size",
+        "pipeline_parallel_size expert_parallel_size",
         "engines in this process, split by tensor parallelism",
     ),
-    _planned(_ENGINE, "remote_urls external_proxy_url external_server_urls", "external engines"),
+    _implemented(_ENGINE, "run_engines_locally remote_urls", "remote engines: JetStream servers"),
+    _planned(_ENGINE, "external_proxy_url external_server_urls", "external engines"),
     _planned(_ENGINE, "enable_http_endpoint", "an OpenAI-compatible endpoint"),
     _planned(
         _ENGINE,

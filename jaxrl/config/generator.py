@@ -57,7 +57,8 @@ class InferenceEngineConfig(BaseConfig):
     num_engines: int = 1
     """Number of engines."""
     backend: str = "native"
-    """"native": jaxrl's engine, on the layer functions of the trainer."""
+    """"native": jaxrl's engine, on the layer functions of the trainer; "jetstream": an engine of
+    JetStream's protocol, or JetStream servers."""
     weight_sync_backend: str = "nccl"
     """Transport of weights to the engine."""
     weight_transfer_threshold_cuda_ipc_GB: float = 1.0
@@ -95,7 +96,7 @@ class InferenceEngineConfig(BaseConfig):
     max_num_seqs: int = 1024
     """Rows decoded together, over all engines."""
     remote_urls: list[str] = field(default_factory=list)
-    """Addresses of remote engines."""
+    """Addresses of remote engines; of JetStream servers "host:port"."""
     enable_http_endpoint: bool = False
     """Serve the engine over HTTP during training."""
     http_endpoint_host: str = "127.0.0.1"
@@ -107,7 +108,8 @@ class InferenceEngineConfig(BaseConfig):
     distributed_executor_backend: str = "ray"
     """vLLM's executor."""
     engine_init_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the engine, e.g. {"steps_per_dispatch": 32}."""
+    """Keyword arguments of the engine, e.g. {"steps_per_dispatch": 32}; those of "jetstream" are in
+    docs/jetstream.md."""
     override_existing_update_group: str = "auto"
     """Reuse of a weight-update group."""
     external_proxy_url: str | None = None

@@ -1,7 +1,12 @@
 """What the engine must hold: how many rows together, and how long."""
 
+from typing import Any
+
 from jaxrl.config.errors import fail
+from jaxrl.config.generator import InferenceEngineConfig, SamplingParams
 from jaxrl.config.train_config import TrainConfig
+
+_ENGINE = "generator.inference_engine"
 
 
 def rows_at_once(config: TrainConfig) -> int:
@@ -42,3 +47,64 @@ def check_engines(config: TrainConfig, num_devices: int) -> None:
             share,
             "is a share of the memory: above 0 and at most 1",
         )
+
+
+def check_jetstream(config: TrainConfig) -> None:
+    """JetStream servers are told what they need, and asked for what they can give."""
+    generator = config.generator
+    engine = generator.inference_engine
+    if engine.run_engines_locally:
+        if engine.remote_urls:
+            fix = "has no effect with run_engines_locally=True; set that to False"
+            fail(f"{_ENGINE}.remote_urls", engine.remote_urls, fix)
+        return
+    if engine.backend != "jetstream":
+        fix = f"backend={engine.backend!r} runs in this process; set it to True"
+        fail(f"{_ENGINE}.run_engines_locally", False, fix)
+    _check_servers(engine)
+    if generator.sampling_params.logprobs is not None:
+        fail(
+            "generator.sampling_params.logprobs",
+            generator.sampling_params.logprobs,
+            "JetStream's wire carries no log-probs; set it to None: the trainer uses its own",
+        )
+    said = engine.engine_init_kwargs.get("sampling") or {}
+    for name in ("sampling_params", "eval_sampling_params"):
+        params = getattr(generator, name)
+        if params is not None and (name == "sampling_params" or config.trainer.eval_interval > 0):
+            _check_said(f"generator.{name}", params, said)
+
+
+def _check_servers(engine: InferenceEngineConfig) -> None:
+    if not engine.remote_urls or any("/" in url or ":" not in url for url in engine.remote_urls):
+        fix = "set the addresses of the JetStream servers, e.g. ['10.0.0.5:9000']"
+        fail(f"{_ENGINE}.remote_urls", engine.remote_urls, fix)
+    for name in ("control", "weights_folder"):
+        if name not in engine.engine_init_kwargs:
+            fail(
+                f"{_ENGINE}.engine_init_kwargs",
+                engine.engine_init_kwargs,
+                "JetStream's wire has no weight update, so training needs another way: set "
+                "'weights_folder', where each version is written, and 'control', a function "
+                "'module:name' that is called with a folder and its version and makes the servers "
+                "load it",
+            )
+
+
+def _check_said(field: str, params: SamplingParams, said: dict[str, Any]) -> None:
+    """The servers sample as the config asks, at the user's word."""
+    defaults = SamplingParams(temperature=1.0)
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+        theirs = said.get(name, getattr(defaults, name))
+        if getattr(params, name) != theirs:
+            fail(
+                f"{field}.{name}",
+                getattr(params, name),
+                f"JetStream servers cannot be told how to sample, and they are said to use "
+                f"{theirs}; ask for that, or correct {_ENGINE}.engine_init_kwargs['sampling'] "
+                "(evaluation alone: trainer.eval_interval=-1 turns it off)",
+            )
+    for name in ("additional_kwargs", "keep_sampling_mask"):
+        if getattr(params, name):
+            fix = "JetStream's wire has no such option; leave it off"
+            fail(f"{field}.{name}", getattr(params, name), fix)

@@ -12,7 +12,7 @@ from jaxrl.config.generator import SamplingParams
 from jaxrl.config.mesh import batch_groups, check_mesh
 from jaxrl.config.microbatching import check_microbatches
 from jaxrl.config.objective_checks import check_objective, warn_of_objective
-from jaxrl.config.rollouts import check_engines
+from jaxrl.config.rollouts import check_engines, check_jetstream
 from jaxrl.config.train_config import TrainConfig, resolve
 from jaxrl.losses.kl import KL_ESTIMATORS
 from jaxrl.losses.reduction import REDUCTIONS
@@ -45,7 +45,7 @@ _CHOICES = {
         "geometric",
         "product",
     ),
-    "generator.inference_engine.backend": ("native",),
+    "generator.inference_engine.backend": ("native", "jetstream"),
     "generator.inference_engine.model_dtype": ("float32", "bfloat16"),
     "generator.chat_template.source": ("name", "file"),
     "generator.sampling_params.logprobs": (None, 0, 1),
@@ -99,6 +99,7 @@ def validate(config: TrainConfig, num_devices: int = 1) -> None:
     check_mesh(config, num_devices)
     check_conversations(config)
     check_engines(config, num_devices)
+    check_jetstream(config)
     groups = (batch_groups(config, num_devices, role) for role in ("policy", "ref"))
     check_microbatches(config, max(groups))
     check_objective(config)

@@ -22,6 +22,25 @@ REPORTS = "logprobs", "raw_log_probs", "keep_sampling_mask"  # no room in Result
 DRAWING = "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_tokens"
 
 
+def check_sampling(
+    asked: Sampling, known: Sampling, names: Sequence[str] = (*REPORTS, *DRAWING)
+) -> None:
+    """Refuse what an engine cannot be told.
+
+    Raises:
+        ValueError: names the field, what it asks for, and what the engine does.
+    """
+    for name in names:
+        if (value := getattr(asked, name)) != getattr(known, name):
+            fix = "leave it at that"
+            if name in DRAWING:
+                fix = "ask for that, or say in engine_init_kwargs['sampling'] what it does"
+            raise ValueError(
+                f"{name}={value}: this JetStream engine cannot be told, it samples with "
+                f"{name}={getattr(known, name)}; {fix}"
+            )
+
+
 class JetStreamDriver(SampleThread):
     """An `Engine` over an engine of JetStream's protocol.
 
@@ -111,14 +130,10 @@ class JetStreamDriver(SampleThread):
                 f"a prompt of {len(request.prompt_tokens)} tokens is longer than the engine's "
                 f"max_prefill_length={longest}; shorten generator.max_input_length"
             )
-        known = Sampling(max_tokens=1) if self.make_sampler else self.declared
-        for name in REPORTS if self.make_sampler else (*REPORTS, *DRAWING):
-            if (value := getattr(sampling, name)) != getattr(known, name):
-                raise ValueError(
-                    f"{name}={value}: {type(self.engine).__name__} cannot be told, it samples with "
-                    f"{name}={getattr(known, name)}; ask for that, or say in "
-                    "engine_init_kwargs['sampling'] how the engine samples"
-                )
+        if self.make_sampler:
+            check_sampling(sampling, Sampling(max_tokens=1), REPORTS)
+        else:
+            check_sampling(sampling, self.declared)
 
     def warm_up(self, requests: Sequence[Request]) -> None:
         """Compile for prompts and groups of these shapes; what is drawn is forgotten."""
@@ -232,18 +247,7 @@ class JetStreamDriver(SampleThread):
 
     def _take(self, slot: int, sample: Sample, tokens: list[int], log_probs: list[float]) -> None:
         """Add what was drawn in a slot to its sample, up to its end."""
-        sampling, before = sample.request.sampling, len(sample.tokens)
-        room = sample.max_tokens - before
-        stops = (
-            i
-            for i, token in enumerate(tokens)
-            if token in sampling.stop_token_ids and before + i >= sampling.min_tokens
-        )
-        stop = next(stops, room)
-        new = tokens[: min(stop + 1, room)]
-        sample.extend(new, log_probs[: len(new)], self.version)
-        ended = sample.ended(stop < room, len(new), self.decode_text)
-        if not new and not ended:
+        if not sample.take(tokens, log_probs, self.version, self.decode_text) and not tokens:
             sample.finish("length")  # the engine has no more room for it
         if sample.outcome is not None:
             self._release(slot)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import Any
 
 from jaxrl.rollout.protocol import Completion, Request
 from jaxrl.rollout.slots import Sample
@@ -28,6 +29,22 @@ class SampleThread(ABC):
         # The lock is held by every turn and every public method. Whoever waits for it holds the
         # door, so the thread, which comes back at once, cannot keep others out.
         self._lock, self._door = threading.Lock(), threading.Lock()
+
+    @abstractmethod
+    def update_weights(self, params: Any, version: int) -> None:
+        """See `protocol.Engine`; so are the next four."""
+
+    @abstractmethod
+    def sleep(self) -> None: ...
+
+    @abstractmethod
+    def wake(self) -> None: ...
+
+    @abstractmethod
+    def warm_up(self, requests: Sequence[Request]) -> None: ...
+
+    @abstractmethod
+    def describe(self) -> str: ...
 
     @abstractmethod
     def check(self, request: Request) -> None:

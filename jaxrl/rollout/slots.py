@@ -66,6 +66,26 @@ class Sample:
             self.finish("length")
         return self.outcome is not None
 
+    def take(
+        self,
+        tokens: Sequence[int],
+        log_probs: Sequence[float],
+        version: int,
+        decode_text: Callable[[Sequence[int]], str] | None,
+    ) -> bool:
+        """Add tokens up to its end, of an engine that may draw more; whether it has ended."""
+        sampling, before = self.request.sampling, len(self.tokens)
+        room = self.max_tokens - before
+        stops = (
+            i
+            for i, token in enumerate(tokens[:room])
+            if token in sampling.stop_token_ids and before + i >= sampling.min_tokens
+        )
+        stop = next(stops, room)
+        new = tokens[: stop + 1][:room]
+        self.extend(new, log_probs[: len(new)], version)
+        return self.ended(stop < room, len(new), decode_text)
+
     def cut_at_stop_string(
         self, decode_text: Callable[[Sequence[int]], str] | None, new: int
     ) -> str | None:
