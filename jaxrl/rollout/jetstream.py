@@ -7,7 +7,6 @@ Shape legend: S slots, L positions of a slot, n samples of a prompt, k tokens of
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax.sharding import Mesh
 
 from jaxrl.data.packing import round_up
@@ -23,15 +21,21 @@ from jaxrl.models import decode_kernels
 from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.parallel import ShardingRules
 from jaxrl.parallel.rules import Placement, batch_devices
-from jaxrl.rollout import decode as device
-from jaxrl.rollout.decode import Block, Cache, Features, Rows
+from jaxrl.rollout.decode import Cache, Features, Rows
 from jaxrl.rollout.jetstream_protocol import ResultTokens, prefill_length
+from jaxrl.rollout.jetstream_slots import (
+    FREE,
+    Slots,
+    advance,
+    for_decode,
+    insert_prefix,
+    with_stop_ids,
+)
+from jaxrl.rollout.jetstream_tokenizer import PaddingTokenizer
 from jaxrl.rollout.native import ROW_SETTINGS, STOP_IDS
 from jaxrl.rollout.programs import DEFAULT_PREFILL_TOKENS, PREFILL_TOKENS, compiled
 from jaxrl.rollout.protocol import Sampling
 from jaxrl.types import Array
-
-FREE = -1  # of a slot without a sample
 
 
 @dataclass(frozen=True)
@@ -65,17 +69,6 @@ class ParamsRef:
         if self.value is None:
             raise RuntimeError("the engine has no weights: call load_params(params) first")
         return self.value
-
-
-class Slots(struct.PyTreeNode):
-    """Samples in the middle of decoding: a prefix (its cache has one slot), or all slots.
-
-    `rows.slots` is FREE where a row is done, or was never filled.
-    """
-
-    cache: Cache
-    rows: Rows
-    tokens: Array  # [rows, L] prompt and response
 
 
 class TransformerEngine:
@@ -212,7 +205,9 @@ class TransformerEngine:
         weights = params.get()
         cache = self._fill(weights, cache, prompt, len(before))
         state = Slots(cache, *self._rows(prompt, sampler))
-        prefix, result = self._draw(self._prefilling, weights, state, tokens=1, shared=True)
+        nobody = np.zeros(len(state.tokens), bool)
+        given = self._prefilling, weights, state, nobody
+        prefix, result = self._draw(*given, tokens=1, shared=True)
         real = jax.tree.map(lambda x: x[: len(sampler.keys)], result)
         return prefix, real.replace(samples_per_slot=len(sampler.keys))
 
@@ -303,7 +298,7 @@ class TransformerEngine:
         state = decode_state.replace(rows=with_stop_ids(decode_state.rows, prefix.rows))
         prefix = prefix.replace(rows=with_stop_ids(prefix.rows, decode_state.rows))
         places = np.array(slots, np.int32)
-        return _insert(state, prefix, jax.device_put(places))
+        return insert_prefix(state, prefix, jax.device_put(places))
 
     def free_resource(self, slot: int) -> None:
         """Draw nothing more in a slot."""
@@ -322,28 +317,34 @@ class TransformerEngine:
         """
         if sampler is not None:
             raise ValueError(f"sampler={sampler!r}: give it to prefill, each slot has its own")
-        state = decode_state
-        if self._freed:
-            gone = np.isin(np.arange(self.max_concurrent_decodes), list(self._freed))
-            self._freed.clear()
-            slots = jnp.where(gone, FREE, state.rows.slots)
-            state = state.replace(rows=state.rows.replace(slots=slots))
-        return self._draw(self._decoding, params.get(), state, tokens=self.tokens_per_call)
+        freed = np.isin(np.arange(self.max_concurrent_decodes), list(self._freed))
+        self._freed.clear()
+        return self._draw(
+            self._decoding, params.get(), decode_state, freed, tokens=self.tokens_per_call
+        )
 
     def _draw(
-        self, programs: Any, weights: Params, state: Slots, *, tokens: int, shared: bool = False
+        self,
+        programs: Any,
+        weights: Params,
+        state: Slots,
+        freed: np.ndarray,
+        *,
+        tokens: int,
+        shared: bool = False,
     ) -> tuple[Slots, ResultTokens]:
         """Decode `tokens` steps.
 
         Args:
+            freed: [rows] bool.
             shared: all rows begin in slot 0.
         """
-        total = len(state.cache[0].keys)
-        rows = _for_decode(state.rows, state.tokens, total)
+        rows = for_decode(state.rows, state.tokens, freed)
         cache, block = programs.decode(
             weights, state.cache, rows, steps=tokens, length=self.length, every_slot=not shared
         )
-        return _advance(cache, state.rows, state.tokens, block)
+        rows, seen, result = advance(rows.replace(history=None), state.tokens, block)
+        return Slots(cache, rows, seen), result
 
     # ---- the rest of the protocol
 
@@ -355,7 +356,7 @@ class TransformerEngine:
         """What `build_tokenizer` takes."""
         return self.tokenizer
 
-    def build_tokenizer(self, metadata: Any) -> "PaddingTokenizer":
+    def build_tokenizer(self, metadata: Any) -> PaddingTokenizer:
         """In the form that JetStream's orchestrator calls.
 
         Raises:
@@ -364,82 +365,3 @@ class TransformerEngine:
         if metadata is None:
             raise ValueError("the engine has no tokenizer: give TransformerEngine one")
         return PaddingTokenizer(metadata, self.sampling.stop_token_ids)
-
-
-class PaddingTokenizer:
-    """A Hugging Face tokenizer as JetStream's orchestrator calls it: prompts come out padded.
-
-    Args:
-        stop_token_ids: besides the end-of-sequence token.
-    """
-
-    def __init__(self, tokenizer: Any, stop_token_ids: Sequence[int] = ()) -> None:
-        self.tokenizer = tokenizer
-        self.eos_id: int = tokenizer.eos_token_id
-        self.bos_id: int | None = tokenizer.bos_token_id
-        self.pad_id: int = 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        self.stop_tokens = {self.eos_id, *stop_token_ids}
-
-    def encode(self, s: str, **kwargs: Any) -> tuple[np.ndarray, int]:
-        """Padded tokens [P] and how many of them are real."""
-        ids = self.tokenizer(s, add_special_tokens=False)["input_ids"]
-        if kwargs.get("is_bos") and self.bos_id is not None:
-            ids = [self.bos_id, *ids]
-        padded = np.full(prefill_length(len(ids)), self.pad_id, np.int32)
-        padded[: len(ids)] = ids
-        return padded, len(ids)
-
-    def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str:
-        """Text of tokens."""
-        del kwargs
-        return self.tokenizer.decode(token_ids)
-
-
-def with_stop_ids(rows: Rows, other: Rows) -> Rows:
-    """Rows with room for the stop ids, and with the features, of others too."""
-    wider = max(rows.stop_ids.shape[1], other.stop_ids.shape[1]) - rows.stop_ids.shape[1]
-    mine, theirs = rows.features, other.features
-    features = Features(*map(max, dataclasses.astuple(mine), dataclasses.astuple(theirs)))
-    padded = jnp.pad(rows.stop_ids, ((0, 0), (0, wider)), constant_values=-1)
-    return rows.replace(stop_ids=padded, features=features)
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def _for_decode(rows: Rows, tokens: Array, total: int) -> Rows:
-    """As `decode` takes them: padding is beyond the last slot, history where it is needed."""
-    seen = jnp.arange(tokens.shape[1]) <= rows.position[:, None]
-    history = jnp.where(seen, tokens, -1) if rows.features.penalised else None
-    slots = jnp.where(rows.slots == FREE, total, rows.slots)
-    return rows.replace(slots=slots, history=history)
-
-
-@jax.jit
-def _advance(cache: Cache, rows: Rows, tokens: Array, block: Block) -> tuple[Slots, ResultTokens]:
-    """The state after a block, and what it drew."""
-    size, k = block.tokens.shape
-    drawn = jnp.arange(k) < block.count[:, None]
-    at = jnp.where(drawn, rows.position[:, None] + 1 + jnp.arange(k), tokens.shape[1])
-    tokens = tokens.at[jnp.arange(size)[:, None], at].set(block.tokens, mode="drop")
-    last = jnp.take_along_axis(block.tokens, jnp.maximum(block.count - 1, 0)[:, None], 1)[:, 0]
-    count = rows.count + block.count
-    rows = rows.replace(
-        slots=jnp.where(block.stopped | (count >= rows.max_tokens), FREE, rows.slots),
-        last_token=jnp.where(block.count > 0, last, rows.last_token),
-        position=rows.position + block.count,
-        count=count,
-    )
-    data = jnp.concatenate([block.tokens, drawn.astype(jnp.int32), count[:, None]], axis=1)
-    ends = (0, k), (k, 2 * k), (2 * k, 2 * k + 1)
-    return Slots(cache, rows, tokens), ResultTokens(data, *ends, 1, block.log_probs)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _insert(state: Slots, prefix: Slots, slots: Array) -> Slots:
-    """Sample i of the prefix goes to slots[i]."""
-    n, length = len(slots), state.tokens.shape[1]
-    copies = device.take_slots(prefix.cache, jnp.zeros_like(slots), length)
-    cache = device.put_slots(state.cache, slots, copies, length)
-    live = jnp.where(prefix.rows.slots[:n] == FREE, FREE, slots)
-    new = jax.tree.map(lambda x: x[:n], prefix.rows).replace(slots=live)
-    rows = jax.tree.map(lambda old, x: old.at[slots].set(x), state.rows, new)
-    return Slots(cache, rows, state.tokens.at[slots].set(prefix.tokens[:n]))

@@ -1,5 +1,6 @@
 """Our engine of JetStream's protocol, by hand and through the driver, against the native one."""
 
+import dataclasses
 import functools
 
 import jax
@@ -21,6 +22,8 @@ from tests.rollout.test_native import (
     requests,
     with_stop,
 )
+
+SLOW = pytest.mark.slow  # programs of their own
 
 
 def make(slots=4, devices=1, **options):
@@ -131,11 +134,17 @@ def test_what_the_engine_refuses():
 # ------------------------------------------------------------------ the driver
 
 
-@pytest.mark.parametrize("options", [{}, {"top_k": 5, "repetition_penalty": 1.3, "min_tokens": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"top_k": 5, "repetition_penalty": 1.3, "min_tokens": 2}, marks=SLOW),
+    ],
+)
 def test_the_driver_draws_what_the_native_engine_draws(options):
-    expected = engine_of("llama").generate(requests(**options))
-    assert_same(driver().generate(requests(**options)), expected)
-    assert all(c.versions == [3] * 10 for c in flat(driver().generate(requests())))
+    found = driver().generate(requests(**options))
+    assert_same(found, engine_of("llama").generate(requests(**options)))
+    assert all(c.versions == [3] * 10 for c in flat(found))
 
 
 def test_a_group_is_prefilled_once_and_waits_until_it_fits():
@@ -155,20 +164,22 @@ def test_a_group_larger_than_all_slots_comes_in_pieces():
 def test_stop_ids_and_stop_strings():
     whole = flat(engine_of("llama").generate([request([3, 1, 4], 1)]))[0]
     stop = with_stop(request([3, 1, 4], 1), whole.tokens[3])
-    string = request(
-        [3, 1, 4],
-        1,
-        stop=(),
-    )
-    string = request([3, 1, 4], 1)
     assert_same(driver().generate([stop]), engine_of("llama").generate([stop]))
-    import dataclasses
+    string = f"{whole.tokens[1]} {whole.tokens[2]}"
+    sampling = dataclasses.replace(request([3], 1).sampling, stop=(string,))
+    asked = dataclasses.replace(request([3, 1, 4], 1), sampling=sampling)
+    (completion,) = flat(driver().generate([asked]))
+    assert (completion.stop_string, completion.stop_reason) == (string, "stop")
+    assert completion.tokens == whole.tokens[:3]
 
-    sampling = dataclasses.replace(string.sampling, stop=(f" {whole.tokens[2]}",))
-    (by_string,) = flat(driver().generate([dataclasses.replace(string, sampling=sampling)]))
-    assert by_string.stop_string == f" {whole.tokens[2]}" and by_string.stop_reason == "stop"
-    assert by_string.tokens == whole.tokens[: len(by_string.tokens)]
 
-
+@SLOW
 def test_slots_over_eight_devices():
     assert_same(driver(8, 8).generate(requests()), engine_of("llama").generate(requests()))
+
+
+def test_the_loop_of_the_docs(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "jetstream.md").read_text()
+    (loop,) = [part.split("```")[0] for part in page.split("```python\n") if "bulk_insert(" in part]
+    exec(loop, {})
+    assert capsys.readouterr().out == "(2, 1) (2, 1)\n"
