@@ -105,6 +105,11 @@ def test_accepted(tmp_path, overrides):
             r"remote_urls=\['a:1'\]: has no effect with run_engines_locally=True",
         ),
         (
+            IN_PROCESS
+            | {f"{ENGINE}.engine_init_kwargs": {"engine": "a:b"}, f"{ENGINE}.num_engines": 2},
+            "num_engines=2: engine_init_kwargs\\['engine'\\] makes one engine",
+        ),
+        (
             SERVERS | {f"{ENGINE}.backend": "native"},
             "run_engines_locally=False: backend='native' runs in this process",
         ),

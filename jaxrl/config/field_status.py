@@ -319,7 +319,7 @@ _GENERATOR = (
         skyrl_default=True,
     ),
     _mapped(_ENGINE, "enable_chunked_prefill", "always on", skyrl_default=True),
-    _mapped(_ENGINE, "engine_init_kwargs", "arguments of the native engine"),
+    _mapped(_ENGINE, "engine_init_kwargs", "arguments of our engines"),
     _implemented(_ENGINE, "recompute_kv_on_update", _NEW, skyrl_only=False),
     _planned(
         _ENGINE,

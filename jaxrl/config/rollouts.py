@@ -57,6 +57,8 @@ def check_jetstream(config: TrainConfig) -> None:
         if engine.remote_urls:
             fix = "has no effect with run_engines_locally=True; set that to False"
             fail(f"{_ENGINE}.remote_urls", engine.remote_urls, fix)
+        if engine.backend == "jetstream" and "engine" in engine.engine_init_kwargs:
+            _check_single(engine)
         return
     if engine.backend != "jetstream":
         fix = f"backend={engine.backend!r} runs in this process; set it to True"
@@ -73,6 +75,13 @@ def check_jetstream(config: TrainConfig) -> None:
         params = getattr(generator, name)
         if params is not None and (name == "sampling_params" or config.trainer.eval_interval > 0):
             _check_said(f"generator.{name}", params, said)
+
+
+def _check_single(engine: InferenceEngineConfig) -> None:
+    """An engine that the user's function makes is one."""
+    if engine.num_engines != 1:
+        fix = "engine_init_kwargs['engine'] makes one engine; set it to 1"
+        fail(f"{_ENGINE}.num_engines", engine.num_engines, fix)
 
 
 def _check_servers(engine: InferenceEngineConfig) -> None:

@@ -59,6 +59,9 @@ class JetStreamDriver(SampleThread):
         decode_text: token ids to text, for stop strings.
         max_model_len: most tokens of a row.
 
+    Attributes:
+        prefills: calls of prefill so far.
+
     Raises:
         ValueError: the engine lacks a part of the protocol, or has no way for weights to come in.
     """
@@ -226,11 +229,12 @@ class JetStreamDriver(SampleThread):
         length, engine = len(request.prompt_tokens), self.engine
         prefill = {"params": self.params, "padded_tokens": tokens, "true_length": length}
         together = getattr(engine, "prefill_multisampling", None)
-        if together and hasattr(engine, "bulk_insert"):
+        bulk_insert = getattr(engine, "bulk_insert", None)
+        if together and bulk_insert:
             self.prefills += 1
             options = self._options(request, keys) | {"num_samples": len(keys)}
             prefix, result = together(**prefill, **options)
-            self._state = engine.bulk_insert(prefix, self._state, slots=list(slots))
+            self._state = bulk_insert(prefix, self._state, slots=list(slots))
             drawn = _Drawn(result)
             return [drawn.of(row) for row in range(len(keys))]
         first = []

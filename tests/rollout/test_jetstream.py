@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -47,7 +48,7 @@ def padded(prompt):
 
 
 def test_by_hand_a_group_draws_what_the_native_engine_draws():
-    engine, prompt = make(tokens_per_call=1), [3, 1, 4]
+    engine, prompt = make(), [3, 1, 4]
     assert isinstance(engine, JetStreamEngine)
     group = request(prompt, 1, 2, max_tokens=5)
     params = engine.load_params(random_params(LLAMA))
@@ -58,13 +59,12 @@ def test_by_hand_a_group_draws_what_the_native_engine_draws():
     assert first.get_result_at_slot(0).lengths.tolist() == [1, 1]
     state = engine.bulk_insert(prefix, engine.init_decode_state(), [2, 0])
     tokens, log_probs = first.get_result_at_slot(0).tokens.tolist(), first.log_prob.tolist()
-    for length in (2, 3, 4, 5):
-        state, result = engine.generate(params, state)
-        drawn = result.convert_to_numpy().get_result_at_slots((2, 0))
-        assert drawn.valid.tolist() == [[1], [1]] and drawn.lengths.tolist() == [length] * 2
-        for row in (0, 1):
-            tokens[row] += drawn.tokens[row].tolist()
-            log_probs[row] += drawn.log_prob[row].tolist()
+    state, result = engine.generate(params, state)
+    drawn = result.convert_to_numpy().get_result_at_slots((2, 0))
+    assert drawn.valid.tolist() == [[1] * 4] * 2 and drawn.lengths.tolist() == [5, 5]
+    for row in (0, 1):
+        tokens[row] += drawn.tokens[row].tolist()
+        log_probs[row] += drawn.log_prob[row].tolist()
     expected = engine_of("llama").generate([group])[0]
     assert tokens == [c.tokens for c in expected]
     np.testing.assert_allclose(log_probs, [c.log_probs for c in expected], atol=1e-5)
@@ -73,7 +73,7 @@ def test_by_hand_a_group_draws_what_the_native_engine_draws():
 
 
 def test_a_freed_slot_draws_nothing_until_it_is_filled():
-    engine = make(tokens_per_call=1)
+    engine = make()
     params = engine.load_params(random_params(LLAMA))
     prefill = functools.partial(
         engine.prefill, params=params, padded_tokens=padded([5, 9]), true_length=2
@@ -86,7 +86,7 @@ def test_a_freed_slot_draws_nothing_until_it_is_filled():
     engine.free_resource(3)
     state = engine.insert(prefill()[0], state, slot=3)  # a new sample: freed no more
     state, result = engine.generate(params, state)
-    assert result.get_result_at_slot(3).valid.tolist() == [[1]]
+    assert result.get_result_at_slot(3).valid.tolist() == [[1] * 4]
 
 
 def test_a_prompt_goes_on_from_an_existing_prefix():

@@ -2,8 +2,8 @@
 
 import hmac
 import secrets
-from collections.abc import Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from typing import Any
@@ -12,7 +12,7 @@ import grpc
 
 from jaxrl.rollout.jetstream_wire import SERVICE
 from jaxrl.rollout.jetstream_wire import jetstream_pb2 as pb
-from jaxrl.rollout.protocol import Engine, Request, Sampling
+from jaxrl.rollout.protocol import Completion, Engine, Request, Sampling
 
 REFUSED = grpc.StatusCode.INVALID_ARGUMENT
 
@@ -68,6 +68,12 @@ def serve_grpc(
     return server
 
 
+def _cancel(futures: Sequence[Future[Completion]]) -> None:
+    """The client has gone, or has everything: free what is left of slots."""
+    for future in futures:
+        future.cancel()
+
+
 def _is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
@@ -102,7 +108,7 @@ class _Orchestrator:
         except RuntimeError as error:
             context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         numbers = {future: number for number, future in enumerate(futures)}
-        context.add_callback(lambda: [future.cancel() for future in futures])  # frees the slots
+        context.add_callback(lambda: _cancel(futures))
         for future in as_completed(futures):
             try:
                 completion = future.result()
