@@ -98,6 +98,10 @@ def _client(
     control = import_function(given.pop("control"), "control")
     folder = Path(os.path.abspath(os.path.expanduser(given.pop("weights_folder"))))
     if name := given.pop("token_env", None):
+        if name not in os.environ:
+            raise ValueError(
+                f"engine_init_kwargs['token_env']={name!r}: there is no such environment variable"
+            )
         options["token"] = os.environ[name]
     options["publish"] = _publisher(folder, control, model, tokenizer)
     return JetStreamClient(config.generator.inference_engine.remote_urls, **options | given)
