@@ -178,6 +178,7 @@ def test_slots_over_eight_devices():
     assert_same(driver(8, 8).generate(requests()), engine_of("llama").generate(requests()))
 
 
+@SLOW
 def test_the_loop_of_the_docs(capsys):
     page = (Path(__file__).parents[2] / "docs" / "jetstream.md").read_text()
     (loop,) = [part.split("```")[0] for part in page.split("```python\n") if "bulk_insert(" in part]
