@@ -1,9 +1,7 @@
 """The engine over HTTP that a config asks for."""
 
-import functools
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,17 +9,13 @@ import jax
 from jaxrl import config as cfg
 from jaxrl.assemble import DTYPES, place_model
 from jaxrl.config.rollouts import server_urls
-from jaxrl.files import writable_folder
-from jaxrl.models import hf
+from jaxrl.engines import weight_folder
 from jaxrl.models.adapter import AdaptedModel
-from jaxrl.models.export import save_pretrained
-from jaxrl.models.linear import merge
-from jaxrl.models.transformer import Params, TransformerConfig
+from jaxrl.models.transformer import TransformerConfig
 from jaxrl.rollout.http_client import RemoteOptions
 from jaxrl.rollout.probe import Probe, make_score
 from jaxrl.rollout.remote import RemoteEngine
 from jaxrl.rollout.vllm import VllmServer
-from jaxrl.rollout.weight_folder import WeightFolder
 
 PROBE_LENGTH = 8  # tokens of its prompt, and of its continuation
 
@@ -54,7 +48,7 @@ def assemble_remote_engine(
     return RemoteEngine(
         [host.url for host in hosts] or server_urls(config),
         engine.backend,
-        weights=_weight_folder(config, model, tokenizer),
+        weights=weight_folder(config, model, tokenizer),
         probe=_probe(config, model, mesh),
         hosts=hosts,
         proxy_url=engine.external_proxy_url,
@@ -65,26 +59,6 @@ def assemble_remote_engine(
             max_model_len=cfg.longest_row(config),
         ),
     )
-
-
-def _weight_folder(
-    config: cfg.TrainConfig, model: TransformerConfig, tokenizer: Any
-) -> WeightFolder:
-    """Whole Hugging Face folders, adapters merged: a server can also be started from one."""
-    field, path = "generator.inference_engine.weights_folder", config.trainer.policy.model.path
-    folder = config.generator.inference_engine.weights_folder
-    root = writable_folder(field, folder or cfg.run_folder(config.trainer) / "weights")
-    if "://" in str(root):
-        raise ValueError(f"{field}={folder!r} must be a folder that servers can open, not a bucket")
-    settings = hf.load_generation_config(path or "")  # validated
-    save = functools.partial(
-        save_pretrained, config=model, tokenizer=tokenizer, generation_config=settings
-    )
-
-    def write(params: Params, folder: Path) -> None:
-        save(folder, params=merge(params), overwrite=True)
-
-    return WeightFolder(Path(root), write)
 
 
 def _probe(config: cfg.TrainConfig, model: TransformerConfig, mesh: jax.sharding.Mesh) -> Probe:

@@ -1,16 +1,23 @@
-"""The native engine that a config asks for, in training and serving."""
+"""What a config asks for: the native engine, and the folder where others find the weights."""
 
+import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxrl import config as cfg
 from jaxrl.assemble import DTYPES
-from jaxrl.models.transformer import TransformerConfig
+from jaxrl.files import writable_folder
+from jaxrl.models import hf
+from jaxrl.models.export import save_pretrained
+from jaxrl.models.linear import merge
+from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.parallel import engine_meshes
 from jaxrl.rollout.balancer import Balancer
 from jaxrl.rollout.native import NativeEngine
+from jaxrl.rollout.weight_folder import WeightFolder
 
 
 def native_engine(
@@ -46,3 +53,23 @@ def native_engine(
     parts = engine_meshes(mesh.devices.flat, settings.num_engines, settings.tensor_parallel_size)
     engines = [NativeEngine(model, part, **arguments) for part in parts]
     return engines[0] if len(engines) == 1 else Balancer(engines)
+
+
+def weight_folder(
+    config: cfg.TrainConfig, model: TransformerConfig, tokenizer: Any
+) -> WeightFolder:
+    """Whole Hugging Face folders, adapters merged: a server can also be started from one."""
+    field, path = "generator.inference_engine.weights_folder", config.trainer.policy.model.path
+    folder = config.generator.inference_engine.weights_folder
+    root = writable_folder(field, folder or cfg.run_folder(config.trainer) / "weights")
+    if "://" in str(root):
+        raise ValueError(f"{field}={folder!r} must be a folder that servers can open, not a bucket")
+    settings = hf.load_generation_config(path or "")  # validated
+    save = functools.partial(
+        save_pretrained, config=model, tokenizer=tokenizer, generation_config=settings
+    )
+
+    def write(params: Params, folder: Path) -> None:
+        save(folder, params=merge(params), overwrite=True)
+
+    return WeightFolder(Path(root), write)

@@ -98,6 +98,8 @@ def advantage_metrics(batch: TrainBatch) -> Metrics:
 
 def mismatch_metrics(batch: TrainBatch) -> Metrics:
     """How far sampler and trainer are apart on the log-probs of the sampled tokens."""
+    if batch.rollout_log_probs is None:
+        return {}
     difference = np.abs(batch.old_log_probs - batch.rollout_log_probs)[batch.loss_mask > 0]
     name = "policy/rollout_train_logprobs_abs_diff"
     if not difference.size:

@@ -198,6 +198,8 @@ def _reduced(loss: Array, weights: Array, algorithm: Any) -> Array:
 
 def mismatch(log_probs: Array, batch: TrainBatch, weights: TokenWeights) -> Metrics:
     """How far sampler and trainer are apart on the log-probs of the sampled tokens."""
+    if batch.rollout_log_probs is None:
+        return {}
     difference = jnp.abs(log_probs - batch.rollout_log_probs)
     return {
         f"{MISMATCH}_mean": masked_sum(difference, weights.entropy),

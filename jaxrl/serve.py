@@ -24,8 +24,8 @@ from jaxrl.models import hf
 from jaxrl.models.transformer import TransformerConfig, abstract_params, logical_axes
 from jaxrl.parallel import make_mesh, param_shardings
 from jaxrl.rollout.protocol import Request, Sampling
-from jaxrl.serving.asks import ServedModel
-from jaxrl.serving.guard import read_token
+from jaxrl.serving.auth import read_token
+from jaxrl.serving.requests import ServedModel
 from jaxrl.serving.server import Server
 
 

@@ -19,6 +19,7 @@ from jaxrl.compilation import enable_cache
 from jaxrl.data.prompts import load_prompts
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.engines import native_engine
+from jaxrl.jetstream_backend import jetstream_engine
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.transformer import TransformerConfig
@@ -61,11 +62,13 @@ class BasePPOExp:
         self, model: TransformerConfig | AdaptedModel, mesh: jax.sharding.Mesh
     ) -> Engine:
         """The sampler."""
+        settings = self.config.generator.inference_engine
+        if settings.backend == "jetstream":
+            return jetstream_engine(self.config, model, mesh, self.tokenizer)
         if not cfg.in_process(self.config):
             from jaxrl.assemble_remote import assemble_remote_engine  # needs jaxrl[serve]
 
             return assemble_remote_engine(self.config, model, mesh, self.tokenizer)
-        settings = self.config.generator.inference_engine
         rows = min(settings.max_num_seqs, cfg.rows_at_once(self.config))
         if isinstance(model, AdaptedModel):
             dtype, given = DTYPES[settings.model_dtype], settings.engine_init_kwargs

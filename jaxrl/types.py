@@ -89,7 +89,7 @@ class GeneratorOutput(TypedDict):
     rewards: list[float] | list[list[float]]
     loss_masks: list[list[int]]
     stop_reasons: list[str]
-    rollout_logprobs: list[list[float]]
+    rollout_logprobs: list[list[float]] | None  # None = the rollouts carry none
     policy_versions: list[int]
     rollout_metrics: dict[str, float]
     trajectory_ids: NotRequired[list[TrajectoryID]]
@@ -110,7 +110,7 @@ class TrainBatch(struct.PyTreeNode):
     response_mask: Array  # [B, T] float32, response tokens including observations
     loss_mask: Array  # [B, T] float32, tokens that the policy sampled
     rewards: Array  # [B, T] float32, 0 outside response_mask
-    rollout_log_probs: Array  # [B, T] float32, 0 where not sampled
+    rollout_log_probs: Array | None  # [B, T] float32, 0 where not sampled
     index: Array  # [B] int32, prompt group of the row
     policy_versions: Array  # [B] int32
     row_ids: Array  # [B] int32, number of the row in its batch: names what a loss draws for it

@@ -60,7 +60,8 @@ def warm_up_update(trainer: "Trainer", width: int) -> None:
     kept = sampling.top_k if sampling.keep_sampling_mask else 0
     cuts = {trainer.scorer.microbatching, trainer.ref_scorer.microbatching}
     for rows in sorted({size for cut in cuts for size in cut.batch_sizes(length)}):
-        batch = trainer.add_log_probs(empty_batch(rows, width, length, kept=kept))
+        empty = empty_batch(rows, width, length, kept=kept, log_probs=sampling.logprobs is not None)
+        batch = trainer.add_log_probs(empty)
     batch = trainer.add_advantages(_rows(batch, settings.train_batch_size * trainer.samples))
     updater.warm_up(trainer.params, _rows(batch, trainer.minibatch_rows))
 

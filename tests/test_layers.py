@@ -46,6 +46,7 @@ LAYER_OF = {
     "serving": "L4",
     "serve": "L4",
     "train": "L4",
+    "jetstream_backend": "L4",
     "cluster": "L5",
 }
 MAY_IMPORT = {

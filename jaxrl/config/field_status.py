@@ -91,7 +91,9 @@ _MODELS = (
             ),
         )
     ),
-    _inert("trainer.*.model.lora", "lora_sync_path", "servers get the adapters merged into the weights"),
+    _inert(
+        "trainer.*.model.lora", "lora_sync_path", "servers get the adapters merged into the weights"
+    ),
     _implemented(
         "trainer.policy.optimizer_config",
         "lr adam_betas weight_decay max_grad_norm num_warmup_steps",
@@ -295,12 +297,9 @@ _TRAINER = (
 )
 
 _GENERATOR = (
-    _implemented(_ENGINE, "backend", '"native" and "vllm"', skyrl_default="vllm"),
+    _implemented(_ENGINE, "backend", skyrl_default="vllm"),
     _implemented(
-        _ENGINE,
-        "model_dtype",
-        "float32 makes the sampler's log-probs those of the trainer",
-        skyrl_default="bfloat16",
+        _ENGINE, "model_dtype", "the trainer's, for equal log-probs", skyrl_default="bfloat16"
     ),
     _implemented(
         _ENGINE,
@@ -317,18 +316,13 @@ _GENERATOR = (
         skyrl_default=True,
     ),
     _mapped(_ENGINE, "enable_chunked_prefill", "always on", skyrl_default=True),
-    _mapped(
-        _ENGINE, "engine_init_kwargs", "arguments of the native engine, or flags of vLLM servers"
-    ),
-    _implemented(_ENGINE, "recompute_kv_on_update", _NEW, skyrl_only=False),
-    _implemented(_ENGINE, "run_engines_locally remote_urls", "backends native and vllm"),
-    _implemented(
-        _ENGINE, "external_proxy_url external_server_urls", "with run_engines_locally=false"
-    ),
+    _mapped(_ENGINE, "engine_init_kwargs", "arguments of our engines, or flags of vLLM servers"),
+    _implemented(_ENGINE, "run_engines_locally remote_urls"),
+    _implemented(_ENGINE, "external_proxy_url external_server_urls", "of servers that run already"),
     _implemented(
         _ENGINE,
-        "vllm_python engine_devices weights_folder probe_bound request_timeout_seconds "
-        "api_token_env",
+        "recompute_kv_on_update vllm_python engine_devices weights_folder probe_bound "
+        "request_timeout_seconds api_token_env",
         _NEW,
         skyrl_only=False,
     ),
@@ -369,10 +363,10 @@ _GENERATOR = (
         row
         for group in ("generator.sampling_params", "generator.eval_sampling_params")
         for row in (
-            _implemented(group, "max_generate_length temperature top_p top_k min_p"),
-            _mapped(group, "logprobs", "log-probs are always recorded"),
-            _implemented(group, "stop"),
-            _implemented(group, "repetition_penalty"),
+            _implemented(
+                group, "max_generate_length temperature top_p top_k min_p stop repetition_penalty"
+            ),
+            _implemented(group, "logprobs", "None: the trainer's own are all there is"),
             _mapped(group, "additional_kwargs", "min_tokens alone"),
             _implemented(group, "stop_token_ids keep_sampling_mask", _NEW, skyrl_only=False),
         )
@@ -383,11 +377,7 @@ _GENERATOR = (
         "an appended token is masked",
     ),
     _implemented("generator", "rope_scaling rope_theta", "must equal the trainer's"),
-    _implemented(
-        "generator",
-        "step_wise_trajectories",
-        "the last row has the reward of all turns",
-    ),
+    _implemented("generator", "step_wise_trajectories", "the last row has the reward of all turns"),
     _implemented("generator", "merge_stepwise_output", _LATER, skyrl_only=False),
     _implemented("environment", "env_class", 'also "my_pkg.my_module:MyEnv"'),
     _implemented("environment.skyrl_gym", "max_env_workers"),

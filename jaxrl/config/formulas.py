@@ -122,6 +122,16 @@ def reduction_line(config: TrainConfig) -> str:
     return f"{algorithm.loss_reduction}: {formula}"
 
 
+def sampler_lines(config: TrainConfig) -> list[str]:
+    """What is not known of the sampler."""
+    if config.generator.sampling_params.logprobs is not None:
+        return []
+    return [
+        "gives no log-probs: all log-probs are of the trainer's own forward, and how far the two "
+        "are apart is not known"
+    ]
+
+
 def correction_lines(correction: OffPolicyCorrectionConfig) -> list[str]:
     """What c, the off-policy correction, is made of; one line for each active part."""
     lines = []

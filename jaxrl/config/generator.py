@@ -23,7 +23,8 @@ class SamplingParams(BaseConfig):
     top_k: int = -1
     """Sample from this many most probable tokens; -1 = all."""
     logprobs: int | None = 1
-    """None, 0 or 1; the log-prob of the sampled token is always recorded."""
+    """0 or 1: the log-prob of each sampled token is recorded; None: rollouts carry none, for
+    engines that give none, and the trainer uses its own."""
     stop: list[str] | None = None
     """Strings that end a response."""
     additional_kwargs: dict[str, Any] | None = None
@@ -57,7 +58,8 @@ class InferenceEngineConfig(BaseConfig):
     num_engines: int = 1
     """Number of engines."""
     backend: str = "native"
-    """"native": jaxrl's engine, on the layer functions of the trainer; "vllm": vLLM servers."""
+    """"native": jaxrl's engine, on the layer functions of the trainer; "vllm": vLLM servers;
+    "jetstream": an engine of JetStream's protocol, or JetStream servers."""
     weight_sync_backend: str = "nccl"
     """Transport of weights to the engine."""
     weight_transfer_threshold_cuda_ipc_GB: float = 1.0
@@ -95,7 +97,8 @@ class InferenceEngineConfig(BaseConfig):
     max_num_seqs: int = 1024
     """Rows decoded together, over all engines."""
     remote_urls: list[str] = field(default_factory=list)
-    """Addresses of the servers of remote engines, e.g. ["http://10.0.0.2:8000"]."""
+    """Addresses of the servers of remote engines, e.g. ["http://10.0.0.2:8000"]; of JetStream
+    servers "host:port"."""
     enable_http_endpoint: bool = False
     """Serve the engine over HTTP during training."""
     http_endpoint_host: str = "127.0.0.1"
@@ -108,7 +111,7 @@ class InferenceEngineConfig(BaseConfig):
     """vLLM's executor."""
     engine_init_kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the engine, e.g. {"steps_per_dispatch": 32}; with backend "vllm" flags
-    of its servers, e.g. {"max_model_len": 4096}."""
+    of its servers, e.g. {"max_model_len": 4096}; those of "jetstream" are in docs/jetstream.md."""
     override_existing_update_group: str = "auto"
     """Reuse of a weight-update group."""
     external_proxy_url: str | None = None

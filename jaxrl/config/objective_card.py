@@ -10,6 +10,7 @@ from jaxrl.config.formulas import (
     kl_line,
     loss_lines,
     reduction_line,
+    sampler_lines,
 )
 from jaxrl.config.mesh import batch_groups
 from jaxrl.config.microbatching import longest_trajectory, update_microbatching
@@ -37,6 +38,7 @@ def objective_card(config: TrainConfig, num_devices: int = 1) -> str:
         ("advantage", [advantage_line(algorithm, samples), *_normalised(algorithm)]),
         ("reduction", [reduction_line(config)]),
         ("correction", correction_lines(algorithm.off_policy_correction)),
+        ("sampler", sampler_lines(config)),
         ("KL", [kl_line(config), *controller_lines(config)]),
         ("entropy", ["H = sum_bt m_bt H_bt / sum m" if algorithm.use_entropy_loss else "off"]),
         ("temperature", [f"{algorithm.temperature:g}, of sampling and of every log-softmax"]),

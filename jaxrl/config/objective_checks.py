@@ -41,6 +41,7 @@ def check_objective(config: TrainConfig) -> None:
     _check_reduction(algorithm)
     _check_kl(algorithm)
     _check_correction(algorithm)
+    _check_log_probs(config)
     _check_filters(config)
     _check_functions(algorithm)
     _check_one_number(config)
@@ -144,6 +145,27 @@ def _check_correction(algorithm: AlgorithmConfig) -> None:
         value, fix = (low if high is None else high), "the token mask has two bounds; set also"
         fail(field, value, f"{fix} token_mask_is_threshold_{other}, or neither")
     _check_bands(correction)
+
+
+def _check_log_probs(config: TrainConfig) -> None:
+    """Nothing needs the sampler's log-probs where rollouts carry none."""
+    algorithm = config.trainer.algorithm
+    if config.generator.sampling_params.logprobs is not None:
+        return
+    func = inspect.signature(PolicyLossRegistry.resolve(algorithm.policy_loss_type)).parameters
+    required = any(
+        name in func and func[name].default is inspect.Parameter.empty
+        for name in ("rollout_log_probs", "rollout_logprobs")
+    )
+    without = (
+        "needs the sampler's log-probs, and generator.sampling_params.logprobs=None: rollouts "
+    )
+    without += "carry none"
+    if ratio_anchor(algorithm) == "rollout" or required:
+        fix = f"{without}; choose a loss whose ratio is against old_log_probs, e.g. 'regular'"
+        fail(f"{_ALGORITHM}.policy_loss_type", algorithm.policy_loss_type, fix)
+    if correction_enabled(algorithm.off_policy_correction):
+        fail(_CORRECTION, "on", f"{without}; turn it off")
 
 
 def _check_bands(correction: OffPolicyCorrectionConfig) -> None:

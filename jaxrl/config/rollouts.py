@@ -4,7 +4,10 @@ from typing import Any, NoReturn
 
 from jaxrl.config.errors import fail
 from jaxrl.config.generator import InferenceEngineConfig
+from jaxrl.config.jetstream_checks import check_jetstream
 from jaxrl.config.train_config import TrainConfig
+
+_ENGINE = "generator.inference_engine"
 
 
 def rows_at_once(config: TrainConfig) -> int:
@@ -27,7 +30,7 @@ def longest_row(config: TrainConfig) -> int:
 def in_process(config: TrainConfig) -> bool:
     """Whether the engine shares this process and its devices."""
     engine = config.generator.inference_engine
-    return engine.run_engines_locally and engine.backend == "native"
+    return engine.run_engines_locally and engine.backend != "vllm"
 
 
 def server_urls(config: TrainConfig) -> list[str]:
@@ -51,7 +54,9 @@ def check_engines(config: TrainConfig, num_devices: int) -> None:
         _check_in_process(engine, num_devices)
     else:
         _check_sampling_mask(config)
-    if engine.run_engines_locally:
+    if engine.backend == "jetstream":
+        check_jetstream(config)
+    elif engine.run_engines_locally:
         _check_started(config)
     else:
         _check_remote(config)

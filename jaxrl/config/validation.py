@@ -46,7 +46,7 @@ _CHOICES = {
         "geometric",
         "product",
     ),
-    "generator.inference_engine.backend": ("native", "vllm"),
+    "generator.inference_engine.backend": ("native", "vllm", "jetstream"),
     "generator.inference_engine.model_dtype": ("float32", "bfloat16"),
     "generator.chat_template.source": ("name", "file"),
     "generator.sampling_params.logprobs": (None, 0, 1),

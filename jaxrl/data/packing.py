@@ -35,11 +35,14 @@ def buckets_between(shortest: int, longest: int) -> list[int]:
     return buckets
 
 
-def empty_batch(rows: int, width: int, length: int | None = None, *, kept: int = 0) -> TrainBatch:
+def empty_batch(
+    rows: int, width: int, length: int | None = None, *, kept: int = 0, log_probs: bool = True
+) -> TrainBatch:
     """Trajectories of `length` tokens (None = `width`) as `collate` would make them, masked.
 
     Args:
         kept: ids that are recorded with each token; 0 = None are.
+        log_probs: the rollouts carry them.
     """
     zeros = np.zeros((rows, width), np.float32)
     return TrainBatch(
@@ -48,7 +51,7 @@ def empty_batch(rows: int, width: int, length: int | None = None, *, kept: int =
         response_mask=zeros,
         loss_mask=zeros,
         rewards=zeros,
-        rollout_log_probs=zeros,
+        rollout_log_probs=zeros if log_probs else None,
         index=np.zeros(rows, np.int32),
         policy_versions=np.zeros(rows, np.int32),
         row_ids=np.arange(rows, dtype=np.int32),
@@ -118,7 +121,9 @@ def collate(output: GeneratorOutput, index: Sequence[int] | np.ndarray) -> Train
         response_mask=response_mask,
         loss_mask=response_array("loss_masks"),
         rewards=response_array("rewards"),
-        rollout_log_probs=response_array("rollout_logprobs"),
+        rollout_log_probs=None
+        if output["rollout_logprobs"] is None
+        else response_array("rollout_logprobs"),
         index=np.asarray(index, np.int32),
         policy_versions=np.asarray(output["policy_versions"], np.int32),
         row_ids=np.arange(rows, dtype=np.int32),

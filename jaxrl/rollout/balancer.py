@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 from jaxrl.models.transformer import Params
-from jaxrl.rollout.native import NativeEngine
 from jaxrl.rollout.protocol import Completion, Request
+from jaxrl.rollout.sample_thread import SampleThread
 
 
 class Balancer:
@@ -19,7 +19,7 @@ class Balancer:
         engines: at least one.
     """
 
-    def __init__(self, engines: Sequence[NativeEngine]) -> None:
+    def __init__(self, engines: Sequence[SampleThread]) -> None:
         self.engines = list(engines)
         self._in_flight = [0] * len(self.engines)
         self._lock = threading.Lock()

@@ -24,6 +24,10 @@ from jaxrl.rollout.turns import Transcript, TurnTemplate, spoken_tokens, tokens_
 from jaxrl.types import GeneratorInput, GeneratorOutput, Prompt, Trajectory, TrajectoryID
 
 _log = logging.getLogger(__name__)
+_NO_LOG_PROBS = (
+    "the engine gives no log-probs of what it samples; set generator.sampling_params.logprobs to "
+    "None: the trainer then uses its own"
+)
 
 
 def sample_key(*names: object) -> tuple[int, int]:
@@ -151,6 +155,7 @@ class ConversationGenerator:
     ) -> None:
         self.engine, self.tokenizer, self.env_config = engine, tokenizer, env_config
         self.settings = GeneratorConfig() if settings is None else settings
+        self.log_probs = self.settings.sampling_params.logprobs is not None
         self.pool = EnvironmentPool(max_env_workers, env_timeout_seconds)
         self.template = TurnTemplate(tokenizer, self.settings.chat_template_kwargs)
 
@@ -183,7 +188,7 @@ class ConversationGenerator:
             raise RuntimeError(message) from failures[0]
         trajectories = [talk.trajectory() for talk in talks]
         ids, step_wise = batch.get("trajectory_ids"), self.settings.step_wise_trajectories
-        return to_columns(trajectories, ids, step_wise=step_wise)
+        return to_columns(trajectories, ids, step_wise=step_wise, log_probs=self.log_probs)
 
     async def _open(self, talk: Conversation) -> None:
         """Let the environment open the conversation, perhaps in words of its own."""
@@ -224,6 +229,8 @@ class ConversationGenerator:
     ) -> Turn | None:
         """Take what was said to the environment; the next turn, if there is one."""
         transcript = talk.transcript
+        if self.log_probs and completion.tokens and not completion.log_probs:
+            raise ValueError(_NO_LOG_PROBS)
         talk.take(completion)
         if completion.stop_reason == "abort":
             transcript.mask()

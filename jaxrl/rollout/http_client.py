@@ -117,7 +117,8 @@ class Server:
         """Have it take the weights of a folder; raises ServerError."""
 
         async def ask(path: str, body: Any) -> Any:
-            return await self._answer("POST", f"{self.url}{path}", body, self.options.timeout_seconds)
+            limit = self.options.timeout_seconds
+            return await self._answer("POST", f"{self.url}{path}", body, limit)
 
         await self.dialect.load(ask, folder, version)
 

@@ -7,11 +7,7 @@ token, which the first decode step takes: so prefill needs no vocabulary head, a
 prompt differ from there on. docs/rollouts.md has a drawing.
 """
 
-import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +17,8 @@ from jaxrl.data.packing import round_up
 from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.rollout.decode import Features, Rows
 from jaxrl.rollout.programs import Programs, slots_that_fit
-from jaxrl.rollout.protocol import Completion, Request
+from jaxrl.rollout.protocol import Request
+from jaxrl.rollout.sample_thread import SampleThread
 from jaxrl.rollout.slots import PADDING, Sample, SlotTable
 
 STOP_IDS = 4  # their number is rounded up to it, for few shapes
@@ -31,7 +28,7 @@ ROW_SETTINGS = {  # fields of Sampling that are columns of Rows
 }
 
 
-class NativeEngine:
+class NativeEngine(SampleThread):
     """Generation with the trainer's model; an `Engine`.
 
     Args:
@@ -73,6 +70,7 @@ class NativeEngine:
         shrink: bool | None = None,
         decode_text: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
+        super().__init__()
         for name, value in (
             ("steps_per_dispatch", steps_per_dispatch),
             ("max_num_seqs", max_num_seqs),
@@ -90,29 +88,9 @@ class NativeEngine:
             config, mesh, slots, dtype=dtype, steps=steps_per_dispatch, shrink=shrink
         )
         self.table = SlotTable(self.programs.slots, share_prefixes=enable_prefix_caching)
-        self.version = -1
         self.prefilled_tokens = self.decoded_tokens = 0
-        self._queue: deque[Sample] = deque()
-        self._groups, self._paused, self._running = 0, False, False
         # what any request asked for so far; monotone, so that programs are compiled once
         self._features, self._stop_ids = Features(), STOP_IDS
-        self._done: list[Callable[[], None]] = []  # told when the lock is free
-        # The lock is held by every turn and every public method. Whoever waits for it holds the
-        # door, so the thread, which comes back at once, cannot keep others out.
-        self._lock, self._door = threading.Lock(), threading.Lock()
-
-    @contextmanager
-    def _held(self) -> Iterator[None]:
-        """The lock; what there is to tell of samples is told when it is free again."""
-        with self._door:
-            self._lock.acquire()
-        try:
-            yield
-            done, self._done = self._done, []
-        finally:
-            self._lock.release()
-        for tell in done:
-            tell()
 
     # ---- weights
 
@@ -136,9 +114,7 @@ class NativeEngine:
             RuntimeError: samples are in flight.
         """
         with self._held():
-            self._drop_cancelled()
-            if self._queue or any(self.table.live()):
-                raise RuntimeError("samples are in flight: wait for them, or abort them, first")
+            self._check_idle()
             self.programs.drop(weights=True)
             self.table.forget(live=True)
 
@@ -146,27 +122,6 @@ class NativeEngine:
         """Nothing to do: the cache is made when it is needed."""
 
     # ---- requests
-
-    def submit(self, requests: Sequence[Request]) -> list[list[Future[Completion]]]:
-        """Queue requests; see `protocol.Engine`.
-
-        Raises:
-            ValueError: an empty prompt, a non-positive max_tokens, more tokens than max_model_len,
-                or stop strings without `decode_text`.
-            RuntimeError: no weights yet.
-        """
-        for request in requests:
-            self.check(request)
-        with self._held():
-            self._prepare(requests)
-            samples = [self._samples(request) for request in requests]
-            self._queue.extend(sample for group in samples for sample in group)
-        self._start()
-        return [[sample.future for sample in group] for group in samples]
-
-    def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
-        """The samples of each request, in order; raises what `submit` raises."""
-        return [[future.result() for future in group] for group in self.submit(requests)]
 
     def warm_up(self, requests: Sequence[Request]) -> None:
         """Compile prefill and decode for the shapes of these requests; nothing is drawn."""
@@ -178,26 +133,13 @@ class NativeEngine:
                 lambda size: self._rows([self.programs.slots] * size),
             )
 
-    def abort(self) -> None:
-        """End all samples now, with the tokens they have and the reason "abort"."""
-        with self._held():
-            for sample in self._all_out():
-                sample.finish("abort")
-                self._done.append(sample.hand_over)
-
-    def pause(self) -> None:
-        """Draw no more tokens until `resume`; samples stay where they are."""
-        with self._held():
-            self._paused = True
-
-    def resume(self) -> None:
-        """Undo `pause`."""
-        with self._held():
-            self._paused = False
-        self._start()
-
     def check(self, request: Request) -> None:
-        """Raise what `submit` raises for a request that can never be served."""
+        """Refuse what can never be served.
+
+        Raises:
+            ValueError: an empty prompt, a non-positive max_tokens, more tokens than max_model_len,
+                or stop strings without `decode_text`.
+        """
         request.check(self.max_model_len, self.decode_text is not None)
 
     def known_prefix(self, tokens: Sequence[int]) -> int:
@@ -218,53 +160,21 @@ class NativeEngine:
             self._features = self._features.including(s)
             self._stop_ids = max(self._stop_ids, round_up(len(s.stop_token_ids), STOP_IDS))
 
-    def _samples(self, request: Request) -> list[Sample]:
-        self._groups += 1
-        limit = request.sampling.max_tokens
-        keys = enumerate(request.keys)
-        return [Sample(request, self._groups, key, limit, number) for number, key in keys]
-
     # ---- the thread
 
-    def _start(self) -> None:
-        with self._held():
-            if not self._running and self._has_work():
-                self._running = True
-                threading.Thread(target=self._run, name="jaxrl-engine", daemon=True).start()
+    def _has_weights(self) -> bool:
+        return self.programs.params is not None
 
-    def _has_work(self) -> bool:
-        waiting = bool(self._queue) or any(self.table.live())
-        return waiting and not self._paused and self.programs.params is not None
+    def _live(self) -> Iterator[tuple[int, Sample]]:
+        return self.table.live()
 
-    def _run(self) -> None:
-        while True:
-            with self._held():
-                if not self._has_work():
-                    self._running = False
-                    return
-                try:
-                    self._turn()
-                except BaseException as error:  # whoever waits must learn of it
-                    for sample in self._all_out():
-                        sample.outcome = error
-                        self._done.append(sample.hand_over)
-                    self.table.forget(live=True)
-                    self.programs.drop(weights=False)  # the cache may have been donated
-                    self.programs.reserve(1)
+    def _release(self, slot: int) -> None:
+        self.table.release(slot)
 
-    def _all_out(self) -> Iterator[Sample]:
-        """Take every sample out of the queue and the slots."""
-        while self._queue:
-            yield self._queue.popleft()
-        for slot, sample in list(self.table.live()):
-            self.table.release(slot)
-            yield sample
-
-    def _drop_cancelled(self) -> None:
-        self._queue = deque(sample for sample in self._queue if not sample.future.cancelled())
-        for slot, sample in list(self.table.live()):
-            if sample.future.cancelled():
-                self.table.release(slot)
+    def _recover(self) -> None:
+        self.table.forget(live=True)
+        self.programs.drop(weights=False)  # the cache may have been donated
+        self.programs.reserve(1)
 
     def _turn(self) -> None:
         self._drop_cancelled()
@@ -345,7 +255,8 @@ class NativeEngine:
             self.decoded_tokens += len(tokens)
             table.append(slot, tokens)
             sample.append(block, row, self.version)
-            if self._ended(sample, bool(block.stopped[row]), len(tokens)):
+            if sample.ended(bool(block.stopped[row]), len(tokens), self.decode_text):
+                self._done.append(sample.hand_over)
                 table.release(slot)
             elif news := sample.news():
                 self._done.append(news)
@@ -384,15 +295,3 @@ class NativeEngine:
             features=self._features,
             **columns,
         )
-
-    def _ended(self, sample: Sample, stopped: bool, new: int) -> bool:
-        """Whether a sample, `new` tokens longer, is at its end; if so it is handed over."""
-        string = sample.cut_at_stop_string(self.decode_text, new)
-        if string is not None or stopped:
-            sample.finish("stop", string)
-        elif len(sample.tokens) >= sample.max_tokens:
-            sample.finish("length")
-        else:
-            return False
-        self._done.append(sample.hand_over)
-        return True

@@ -63,18 +63,14 @@ class Programs:
         # a kernel reads what is filled, whatever it is shown
         self._kernel = decode_kernels.fits(platform, decode_kernels.POSITIONS, config.head_dim)
         self._row_shares = SHARES if (alone if shrink is None else shrink) else (1,)
-        self._devices = frozenset(mesh.devices.flat)
         self._by_row = placement.sharding((self.slots,), ("batch",))
-        self._whole = placement.sharding((), ())
         self._cache: device.Cache | None = None
-        self._jit = _jitted(config, placement, self.slots, jnp.dtype(dtype))
+        self._jit = compiled(config, placement, self.slots, jnp.dtype(dtype))
 
     def load(self, params: Params) -> None:
         """Take over a copy of the trainer's parameters, from whatever devices they are on."""
         self.params = None  # two decode copies never live together
-        if jax.tree.leaves(params)[0].sharding.device_set != self._devices:
-            params = jax.device_put(params, self._whole)
-        self.params = self._jit.decode_params(params)
+        self.params = self._jit.load(params)
 
     def drop(self, *, weights: bool) -> None:
         """Free the cache, and the weights. Its length stays: programs are compiled for it."""
@@ -192,7 +188,10 @@ def _at_least(length: int, sizes: Sequence[int]) -> int:
     return min(size for size in sizes if size >= length)
 
 
-class _Jitted(NamedTuple):
+class Compiled(NamedTuple):
+    """The functions of `decode.py` for one architecture, placement and number of slots."""
+
+    whole: Any  # sharding
     decode_params: Any
     empty: Any
     lengthen: Any
@@ -200,11 +199,18 @@ class _Jitted(NamedTuple):
     prefill: Any
     decode: Any
 
+    def load(self, params: Params) -> Params:
+        """The decode layout of the trainer's parameters, from whatever devices they are on."""
+        devices = jax.tree.leaves(params)[0].sharding.device_set
+        if devices != self.whole.device_set:
+            params = jax.device_put(params, self.whole)
+        return self.decode_params(params)
+
 
 @functools.lru_cache(maxsize=8)  # an engine made anew finds what was compiled for the last one
-def _jitted(
+def compiled(
     config: TransformerConfig, placement: Placement, slots: int, dtype: jnp.dtype
-) -> _Jitted:
+) -> Compiled:
     """The functions of `decode.py`, with the shardings of their results."""
     bind, jit = functools.partial, jax.jit
     split, whole = placement.mesh.shape["tensor"] > 1, placement.sharding((), ())
@@ -213,7 +219,8 @@ def _jitted(
     names = "batch", "kv_heads", None, None
     sharding = device.LayerCache(*(placement.sharding(x.shape, names) for x in layer))
     cache = (sharding,) * config.num_layers
-    return _Jitted(
+    return Compiled(
+        whole,
         jit(
             bind(device.decode_params, config, dtype=dtype, fuse=not split),
             out_shardings=_weight_shardings(config, placement) if split else whole,

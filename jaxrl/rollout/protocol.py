@@ -96,7 +96,8 @@ class Completion:
 
     Attributes:
         tokens: with the stop token, if one stopped it.
-        log_probs: of each token under the distribution it was drawn from.
+        log_probs: of each token under the distribution it was drawn from; empty where the engine
+            has none.
         stop_reason: "stop", "length", or "abort" if the engine was told to end it.
         versions: of the policy that drew each token.
         stop_string: the member of `Sampling.stop` that ended it.

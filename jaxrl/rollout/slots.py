@@ -36,9 +36,8 @@ class Sample:
         """Add what a block drew in a row."""
         drawn, sampling = int(block.count[row]), self.request.sampling
         wanted = sampling.logprobs
-        self.tokens += block.tokens[row, :drawn].tolist()
-        self.log_probs += block.log_probs[row, :drawn].tolist()
-        self.versions += [version] * drawn
+        log_probs = block.log_probs[row, :drawn].tolist()
+        self.extend(block.tokens[row, :drawn].tolist(), log_probs, version)
         for i in range(drawn if wanted else 0):
             ids, scores = block.top_ids[row, i, :wanted], block.top_log_probs[row, i, :wanted]
             self.top_log_probs.append(dict(zip(ids.tolist(), scores.tolist(), strict=True)))
@@ -47,6 +46,47 @@ class Sample:
         if sampling.keep_sampling_mask:
             kept = block.kept[row, :drawn, : sampling.top_k]
             self.kept += map(tuple, kept.tolist())
+
+    def extend(self, tokens: Sequence[int], log_probs: Sequence[float], version: int) -> None:
+        """Add tokens; `log_probs` are empty where the engine has none."""
+        self.tokens += tokens
+        self.log_probs += log_probs
+        self.versions += [version] * len(tokens)
+
+    def ended(
+        self, stopped: bool, new: int, decode_text: Callable[[Sequence[int]], str] | None
+    ) -> bool:
+        """Whether it is at its end, `new` tokens longer; if so its outcome is known.
+
+        Args:
+            stopped: the last token is a stop token.
+        """
+        string = self.cut_at_stop_string(decode_text, new)
+        if string is not None or stopped:
+            self.finish("stop", string)
+        elif len(self.tokens) >= self.max_tokens:
+            self.finish("length")
+        return self.outcome is not None
+
+    def take(
+        self,
+        tokens: Sequence[int],
+        log_probs: Sequence[float],
+        version: int,
+        decode_text: Callable[[Sequence[int]], str] | None,
+    ) -> bool:
+        """Add tokens up to its end, of an engine that may draw more; whether it has ended."""
+        sampling, before = self.request.sampling, len(self.tokens)
+        room = self.max_tokens - before
+        stops = (
+            i
+            for i, token in enumerate(tokens[:room])
+            if token in sampling.stop_token_ids and before + i >= sampling.min_tokens
+        )
+        stop = next(stops, room)
+        new = tokens[: stop + 1][:room]
+        self.extend(new, log_probs[: len(new)], version)
+        return self.ended(stop < room, len(new), decode_text)
 
     def cut_at_stop_string(
         self, decode_text: Callable[[Sequence[int]], str] | None, new: int

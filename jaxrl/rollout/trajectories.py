@@ -16,12 +16,14 @@ def to_columns(
     ids: Sequence[TrajectoryID] | None = None,
     *,
     step_wise: bool = False,
+    log_probs: bool = True,
 ) -> GeneratorOutput:
     """Trajectories as the columns that `Trainer.postprocess_generator_output` works on.
 
     Args:
         ids: None = the samples of each uid are numbered.
         step_wise: a row per turn.
+        log_probs: whether the rollouts carry them.
     """
     ids = _numbered(trajectories) if ids is None else ids
     steps = [steps_of(t) if step_wise else [t] for t in trajectories]
@@ -32,7 +34,7 @@ def to_columns(
         rewards=[t.rewards for t in rows],  # type: ignore[typeddict-item]
         loss_masks=[t.loss_mask for t in rows],
         stop_reasons=[t.stop_reason for t in rows],
-        rollout_logprobs=[t.rollout_log_probs for t in rows],
+        rollout_logprobs=[t.rollout_log_probs for t in rows] if log_probs else None,
         policy_versions=[t.policy_version for t in rows],
         rollout_metrics=environment_metrics(trajectories) | conversation_metrics(trajectories),
         trajectory_ids=[i for i, s in zip(ids, steps, strict=True) for _ in s],

@@ -41,9 +41,9 @@ class Transcript:
         log_probs: Sequence[float],
         kept: Sequence[tuple[int, ...]] = (),
     ) -> None:
-        """A turn of the policy; `kept` may be empty, as a whole."""
+        """A turn of the policy; `log_probs` and `kept` may be empty, as a whole."""
         start = len(self.tokens)
-        self._add(tokens, 1, log_probs, kept)
+        self._add(tokens, 1, log_probs or [0.0] * len(tokens), kept)
         self.turns.append((start, len(self.tokens)))
 
     def add_given(self, tokens: Sequence[int]) -> None:

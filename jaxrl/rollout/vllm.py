@@ -21,6 +21,13 @@ TAIL_LINES = 30
 POLL_SECONDS, STOP_SECONDS = 0.5, 15.0
 
 
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
 @dataclass
 class VllmServer:
     """One server process; it loads the weights that are newest when it starts.
@@ -39,7 +46,7 @@ class VllmServer:
     python: str = sys.executable
     devices: str | None = None
     start_seconds: float = 1200.0
-    port: int = field(default_factory=lambda: free_port())
+    port: int = field(default_factory=free_port)
     _process: "subprocess.Popen[bytes] | None" = field(default=None, repr=False)
 
     @property
@@ -136,13 +143,6 @@ def command_line(flags: Mapping[str, Any]) -> list[str]:
             text = json.dumps(value) if isinstance(value, dict) else str(value)
             words += [f"--{flag}", text]
     return words
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
 
 
 async def _healthy(port: int) -> bool:

@@ -10,12 +10,12 @@ from typing import Any
 from aiohttp import web
 
 from jaxrl.rollout.protocol import Completion
-from jaxrl.serving.answers import Answer, TextStream, said
-from jaxrl.serving.asks import Ask, read_messages, read_variables
+from jaxrl.serving.auth import Guard
 from jaxrl.serving.errors import ApiError, parse_json
 from jaxrl.serving.fields import Fields, check_ids, is_integer, refuse
-from jaxrl.serving.guard import Guard
-from jaxrl.serving.measures import Stopwatch
+from jaxrl.serving.prometheus import Stopwatch
+from jaxrl.serving.requests import Ask, read_messages, read_variables
+from jaxrl.serving.responses import Answer, TextStream, said
 from jaxrl.serving.runs import Part, Run
 from jaxrl.serving.service import Control, Service
 

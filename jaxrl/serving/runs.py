@@ -11,8 +11,8 @@ from typing import Any
 
 from jaxrl.rollout.protocol import Completion, Request
 from jaxrl.rollout.submissions import Submissions
-from jaxrl.serving.asks import Ask
 from jaxrl.serving.errors import ApiError
+from jaxrl.serving.requests import Ask
 
 _log = logging.getLogger(__name__)
 _COLUMNS = ("tokens", "log_probs", "versions", "top_log_probs", "raw_log_probs", "kept")

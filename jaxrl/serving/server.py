@@ -8,10 +8,10 @@ from typing import Any
 
 from jaxrl.config import ServeConfig
 from jaxrl.rollout.protocol import Engine, Sampling
-from jaxrl.serving.asks import ServedModel
-from jaxrl.serving.guard import Guard, read_token
-from jaxrl.serving.guests import HostEngine
+from jaxrl.serving.auth import Guard, read_token
+from jaxrl.serving.requests import ServedModel
 from jaxrl.serving.sessions import Session, Sessions
+from jaxrl.serving.shared_engine import HostEngine
 
 EXTRA = "the HTTP server needs aiohttp and prometheus-client: pip install 'jaxrl[serve]'"
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from jaxrl.config import ServeConfig
 from jaxrl.rollout.submissions import Submissions
-from jaxrl.serving.asks import Ask, AskReader, ServedModel
 from jaxrl.serving.errors import ApiError
-from jaxrl.serving.guests import Guests, HostEngine
-from jaxrl.serving.measures import Measures
+from jaxrl.serving.prometheus import Measures
+from jaxrl.serving.requests import Ask, AskReader, ServedModel
 from jaxrl.serving.runs import Run
 from jaxrl.serving.sessions import Sessions
+from jaxrl.serving.shared_engine import Guests, HostEngine
 from jaxrl.serving.weights import folder_under
 
 PAUSE_MODES = ("abort", "keep", "wait")

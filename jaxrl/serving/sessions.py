@@ -19,7 +19,7 @@ from jaxrl.serving.errors import ApiError
 from jaxrl.types import Message
 
 if TYPE_CHECKING:
-    from jaxrl.serving.asks import ServedModel
+    from jaxrl.serving.requests import ServedModel
 
 LONGEST_ID = 200
 

@@ -52,7 +52,8 @@ def start_ray() -> None:
     for attempt in range(5):
         ray.shutdown()
         try:
-            return initialize_ray(TrainConfig(), num_cpus=2, include_dashboard=False)
+            initialize_ray(TrainConfig(), num_cpus=2, include_dashboard=False)
+            return
         except Exception as error:
             if attempt == 4 or "timed out during startup" not in str(error):
                 raise

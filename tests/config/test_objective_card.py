@@ -49,6 +49,10 @@ def test_card_of_the_defaults():
             ],
         ),
         (
+            {"generator.sampling_params.logprobs": None},
+            ["sampler      gives no log-probs: all log-probs are of the trainer's own forward"],
+        ),
+        (
             {"trainer.algorithm.policy_loss_type": "cross_entropy"},
             ["cross_entropy: l = -log_probs", "advantage    not used by the loss"],
         ),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxrl.data.packing import collate, length_bucket, round_up, row_slices
+from jaxrl.data.packing import collate, length_bucket, minibatches, round_up, row_slices
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,12 @@ def columns(**changes):
         "rollout_metrics": {},
         **changes,
     }
+
+
+def test_rollouts_without_log_probs():
+    batch = collate(columns(rollout_logprobs=None), index=[0, 5])
+    assert batch.rollout_log_probs is None
+    assert minibatches(batch.replace(index=np.array([0, 1])), 1)[0].rollout_log_probs is None
 
 
 def padded(*rows):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl import envs
+from jaxrl.config import GeneratorConfig, SamplingParams
 from jaxrl.data.tokenizer import encode_prompt, load_tokenizer
 from jaxrl.envs import Env
 from jaxrl.models.hf import load_config
@@ -17,8 +18,9 @@ from jaxrl.parallel import make_mesh
 from jaxrl.rollout.conversation import ConversationGenerator, sample_key
 from jaxrl.rollout.generator import generate_now
 from jaxrl.rollout.native import NativeEngine
-from jaxrl.rollout.protocol import Request, Sampling
+from jaxrl.rollout.protocol import Completion, Request, Sampling
 from jaxrl.types import Prompt
+from tests.rollout.scripted import ScriptedEngine
 
 FOLDER = Path(__file__).parent.parent.parent / "configs" / "tiny_char_model"
 TOKENIZER = load_tokenizer(FOLDER)
@@ -108,6 +110,15 @@ def generate(engine, prompts, **options):
     generator = ConversationGenerator(engine, TOKENIZER, **options)
     keys = [sample_key("test", i) for i in range(len(prompts))]
     return generate_now(generator, {"prompts": prompts, "keys": keys, "sampling": SAMPLING})
+
+
+def test_an_engine_without_log_probs():
+    silent = ScriptedEngine(lambda prompt, key: Completion([2, 1, 40], [], "stop", [7] * 3))
+    with pytest.raises(ValueError, match="gives no log-probs .*sampling_params.logprobs to None"):
+        generate(silent, [P])
+    settings = GeneratorConfig(sampling_params=SamplingParams(logprobs=None))
+    output = generate(silent, [P], settings=settings)
+    assert output["rollout_logprobs"] is None and output["response_ids"] == [[2, 1, 40]]
 
 
 def environment_metrics(output):

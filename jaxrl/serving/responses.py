@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxrl.rollout.protocol import Completion
 from jaxrl.rollout.turns import spoken_tokens
-from jaxrl.serving.asks import Ask
+from jaxrl.serving.requests import Ask
 
 _REPLACEMENT = "\ufffd"  # a decoder writes it for bytes that are no whole character yet
 
