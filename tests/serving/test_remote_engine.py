@@ -32,7 +32,7 @@ def engine_of(server, root, token="secret"):
         "native",
         weights=WeightFolder(root, write),
         probe=Probe(make_score(MODEL, jnp.float32, None, 16), MODEL.vocab_size, 1e-3),
-        options=RemoteOptions(model="tiny", token=token, timeout_seconds=300),
+        options=RemoteOptions(model="policy", token=token, timeout_seconds=300),
     )
 
 
