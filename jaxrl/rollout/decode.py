@@ -304,15 +304,20 @@ def _seen(config: TransformerConfig, history: Array) -> Array:
 def decode_step(
     config: TransformerConfig, params: Params, run: Run, placement: Placement | None
 ) -> tuple[Array, Cache]:
-    """Logits [B, V] after `last_token`, and the cache with its keys and values written."""
+    """Logits [B, V] after `last_token`, and the cache with its keys and values written.
+
+    A row that is done writes nothing: it may be a slot that waits for the rest of its prompt, or
+    keeps a prefix for others.
+    """
     rows, positions = jnp.arange(len(run.last_token)), run.position[:, None]
-    seen = jnp.arange(run.cache[0].values.shape[2])[None]
+    length = run.cache[0].values.shape[2]
+    seen, written = jnp.arange(length)[None], jnp.where(run.done[:, None], length, positions)
     view = layer_views(config, (seen <= positions)[:, None], positions, seen)
     x = embed(config, params, run.last_token[:, None], params["unembed"].dtype)
     new: list[LayerCache] = []
 
     def attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
-        new.append(write(run.cache[len(new)], rows[:, None], positions, k, v))
+        new.append(write(run.cache[len(new)], rows[:, None], written, k, v))
         return decode_attention(config, q, *new[-1], mask[:, 0], placement)
 
     for layer, sliding in zip(params["layers"], sliding_flags(config), strict=True):

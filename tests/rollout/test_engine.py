@@ -75,6 +75,26 @@ def test_chunked_prefill_is_prefill(length, monkeypatch):
     np.testing.assert_allclose(completion.log_probs, scores(PROMPT[:length], completion), atol=1e-4)
 
 
+def test_decoding_leaves_a_half_prefilled_neighbour_alone(monkeypatch):
+    monkeypatch.setattr("jaxrl.rollout.programs.PREFILL_TOKENS", {"cpu": (16, 16)})
+    engine = make(2, max_num_batched_tokens=16, shrink=False)
+    long, short = request(keys=(1,)), request(PROMPT[:3], keys=(2,), max_tokens=40)
+    (first,), (second,) = engine.generate([long, short])  # 39 tokens, 16 a turn: three turns
+    np.testing.assert_allclose(first.log_probs, scores(PROMPT, first), atol=1e-4)
+    np.testing.assert_allclose(second.log_probs, scores(PROMPT[:3], second), atol=1e-4)
+
+
+def test_decoding_leaves_the_prefix_in_a_free_slot_alone():
+    engine = make(2, enable_prefix_caching=True, shrink=False)
+    ((first,),) = engine.generate([request()])
+    engine.generate([request(PROMPT[:3], max_tokens=20)])
+    before = engine.prefilled_tokens
+    told = [*PROMPT, *first.tokens, 5]
+    ((second,),) = engine.generate([request(told)])
+    assert engine.prefilled_tokens - before == 1  # but for the last token drawn all was there
+    np.testing.assert_allclose(second.log_probs, scores(told, second), atol=1e-4)
+
+
 def test_a_conversation_goes_on_where_it_ended():
     engine = make(enable_prefix_caching=True)
     first = flat(engine.generate([request()]))[0]
