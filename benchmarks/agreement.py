@@ -163,7 +163,9 @@ def run_variant(
 ) -> dict[str, Any]:
     """One rollout and its differences."""
     dtype, recompute, planted = VARIANTS[name]
-    precision = "highest" if dtype == jnp.float32 else "default"  # XLA's CPU has no other of bfloat16
+    precision = (
+        "highest" if dtype == jnp.float32 else "default"
+    )  # XLA's CPU has no other of bfloat16
     jax.config.update("jax_default_matmul_precision", precision)  # of all threads
     given = new
     if planted:  # the first layer's output projection was forgotten

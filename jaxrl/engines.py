@@ -11,7 +11,7 @@ from jaxrl import config as cfg
 from jaxrl.assemble import DTYPES
 from jaxrl.files import writable_folder
 from jaxrl.models import hf
-from jaxrl.models.export import save_pretrained
+from jaxrl.models.export import save_pretrained, untied
 from jaxrl.models.linear import merge
 from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.parallel import engine_meshes
@@ -58,7 +58,10 @@ def native_engine(
 def weight_folder(
     config: cfg.TrainConfig, model: TransformerConfig, tokenizer: Any
 ) -> WeightFolder:
-    """Whole Hugging Face folders, adapters merged: a server can also be started from one."""
+    """Whole Hugging Face folders, adapters merged: a server can also be started from one.
+
+    vLLM 0.32 does not reload a head that is the embeddings; it gets one of its own.
+    """
     field, path = "generator.inference_engine.weights_folder", config.trainer.policy.model.path
     folder = config.generator.inference_engine.weights_folder
     root = writable_folder(field, folder or cfg.run_folder(config.trainer) / "weights")
@@ -66,10 +69,12 @@ def weight_folder(
         raise ValueError(f"{field}={folder!r} must be a folder that servers can open, not a bucket")
     settings = hf.load_generation_config(path or "")  # validated
     save = functools.partial(
-        save_pretrained, config=model, tokenizer=tokenizer, generation_config=settings
+        save_pretrained, tokenizer=tokenizer, generation_config=settings, overwrite=True
     )
+    is_vllm = config.generator.inference_engine.backend == "vllm"
 
     def write(params: Params, folder: Path) -> None:
-        save(folder, params=merge(params), overwrite=True)
+        params = merge(params)
+        save(folder, *(untied(model, params) if is_vllm else (model, params)))
 
     return WeightFolder(Path(root), write)

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import yaml
 
+from jaxrl.config.generator import SamplingParams
 from jaxrl.files import replace_text
 from jaxrl.rollout.step_wise import last_steps
-from jaxrl.types import GeneratorOutput, TrainBatch
+from jaxrl.types import Array, GeneratorOutput, TrainBatch
 
 if TYPE_CHECKING:
     from tensorboardX.event_file_writer import EventsWriter
 
 Metrics = dict[str, float]
+SURPRISE_BOUND = 8.0
 
 
 def outcome(reward: float | Sequence[float]) -> float:
@@ -96,15 +98,46 @@ def advantage_metrics(batch: TrainBatch) -> Metrics:
     }
 
 
-def mismatch_metrics(batch: TrainBatch) -> Metrics:
-    """How far sampler and trainer are apart on the log-probs of the sampled tokens."""
+def mismatch_metrics(batch: TrainBatch, entropy: Array) -> Metrics:
+    """How far sampler and trainer are apart on the log-probs of the sampled tokens.
+
+    Where the sampler gives none, `policy/rollout_surprise_z` tells whether the tokens are of the
+    trainer's policy: -log p(token) minus its expectation, the entropy, is then a martingale
+    difference, so its mean over n tokens times sqrt(n) / std is about a standard normal number
+    (below it for policies that are nearly sure of each token).
+
+    Args:
+        entropy: [B, T] of the trainer's policy; read where there are no rollout log-probs.
+    """
+    sampled = batch.loss_mask > 0
+    if not sampled.any():
+        return {}
     if batch.rollout_log_probs is None:
-        return {}
-    difference = np.abs(batch.old_log_probs - batch.rollout_log_probs)[batch.loss_mask > 0]
+        surprise = -(batch.old_log_probs + entropy)[sampled]
+        z = surprise.mean() * np.sqrt(surprise.size) / max(surprise.std(), 1e-8)
+        return {"policy/rollout_surprise_z": float(z)}
+    difference = np.abs(batch.old_log_probs - batch.rollout_log_probs)[sampled]
     name = "policy/rollout_train_logprobs_abs_diff"
-    if not difference.size:
-        return {}
     return {f"{name}_mean": float(difference.mean()), f"{name}_max": float(difference.max())}
+
+
+def check_surprise(metrics: Metrics, sampling: SamplingParams) -> None:
+    """Stop where tokens without log-probs are not of the trainer's policy.
+
+    With filters or a penalty they are not meant to be, and nothing is known.
+
+    Raises:
+        RuntimeError: they are less probable than the policy's own by `SURPRISE_BOUND` deviations.
+    """
+    z = metrics.get("policy/rollout_surprise_z", 0.0)
+    filters = sampling.top_k, sampling.top_p, sampling.min_p, sampling.repetition_penalty
+    if filters == (-1, 1.0, 0.0, 1.0) and z > SURPRISE_BOUND:
+        raise RuntimeError(
+            f"policy/rollout_surprise_z={z:.1f}: the sampled tokens are less probable under the "
+            f"trainer's weights than their own would be (above {SURPRISE_BOUND:g} deviations of "
+            "the mean): the engine samples from stale or wrong weights, or otherwise than "
+            "generator.sampling_params says. See that it reads the weights it is given"
+        )
 
 
 @contextlib.contextmanager

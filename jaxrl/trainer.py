@@ -28,6 +28,7 @@ from jaxrl.files import writable_folder
 from jaxrl.metrics import (
     RunLogger,
     advantage_metrics,
+    check_surprise,
     mismatch_metrics,
     progress_line,
     rollout_metrics,
@@ -246,10 +247,12 @@ class Trainer:
 
     def add_log_probs(self, batch: TrainBatch) -> TrainBatch:
         """Log-probs that the loss needs: of the policy as it is now, and of the reference."""
-        if needs_old_log_probs(self.config.trainer):
-            old, _ = self.scorer(self.params, batch)
+        blind = batch.rollout_log_probs is None  # the sampler has none
+        if needs_old_log_probs(self.config.trainer) or blind:
+            old, entropy = self.scorer(self.params, batch, with_entropy=blind)
             batch = batch.replace(old_log_probs=old)
-            self.metrics |= mismatch_metrics(batch)
+            self.metrics |= mismatch_metrics(batch, entropy)
+            check_surprise(self.metrics, self.config.generator.sampling_params)
         if self.ref_params is not None:
             ref, _ = self.ref_scorer(on_device(self.ref_params), batch)
             batch = batch.replace(ref_log_probs=ref)

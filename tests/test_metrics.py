@@ -5,7 +5,17 @@ import json
 import numpy as np
 import pytest
 
-from jaxrl.metrics import RunLogger, generate_metrics, outcome, read_lines, score_metrics
+from jaxrl.config import SamplingParams
+from jaxrl.data.packing import empty_batch
+from jaxrl.metrics import (
+    RunLogger,
+    check_surprise,
+    generate_metrics,
+    mismatch_metrics,
+    outcome,
+    read_lines,
+    score_metrics,
+)
 
 
 def test_outcome_sums_rewards_per_token():
@@ -78,6 +88,34 @@ def write_run(folder, steps, *, finished=0, loggers=(), plot=False, offset=0.0):
     if plot:
         logger.plot()
     logger.close()
+
+
+def surprise(noise):
+    """Of 64 x 63 tokens of a policy, to one whose logits have so much noise."""
+    rng = np.random.default_rng(0)
+    shape = 64, 64
+    logits = rng.normal(size=(*shape, 16))
+    tokens = (logits + rng.gumbel(size=logits.shape)).argmax(-1)
+    logits = logits + noise * rng.normal(size=logits.shape)
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    said = np.take_along_axis(log_p, tokens[..., None], -1)[..., 0]
+    mask = np.ones(shape, np.float32)
+    mask[:, 0] = 0
+    batch = empty_batch(*shape).replace(loss_mask=mask, old_log_probs=said, rollout_log_probs=None)
+    return mismatch_metrics(batch, -(np.exp(log_p) * log_p).sum(-1))
+
+
+def test_the_surprise_of_the_policys_own_tokens_is_standard_normal():
+    metrics = surprise(0.0)
+    assert abs(metrics["policy/rollout_surprise_z"]) < 3
+    check_surprise(metrics, SamplingParams())
+
+
+def test_tokens_of_stale_weights_surprise():
+    metrics = surprise(0.5)
+    check_surprise(metrics, SamplingParams(top_p=0.9))  # they are not meant to be the policy's
+    with pytest.raises(RuntimeError, match=r"rollout_surprise_z=\d.*stale or wrong weights"):
+        check_surprise(metrics, SamplingParams())
 
 
 def test_a_line_per_step(tmp_path):

@@ -5,6 +5,7 @@ matrix) and the tensors of the file that is being filled.
 """
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -28,6 +29,14 @@ if TYPE_CHECKING:
 UNLIMITED = 1_000_000  # transformers writes model_max_length=1e30 for "no limit"
 MAX_SHARD_BYTES = 5 * 10**9
 ITEM_BYTES = 4  # weights are written in float32
+
+
+def untied(config: TransformerConfig, params: Params) -> tuple[TransformerConfig, Params]:
+    """The same model with a vocabulary head of its own: for engines that reload tied ones wrong."""
+    if not config.tie_embeddings:
+        return config, params
+    config = dataclasses.replace(config, tie_embeddings=False)
+    return config, params | {"unembed": params["embed"].T}
 
 
 def save_pretrained(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl.data.tokenizer import load_tokenizer
-from jaxrl.models.export import save_pretrained
+from jaxrl.models.export import save_pretrained, untied
 from jaxrl.models.transformer import TransformerConfig
 from jaxrl.rollout.http_client import RemoteOptions, ServerError
 from jaxrl.rollout.probe import Probe, WeightMismatch, make_score
@@ -102,7 +102,7 @@ def real_engine(server, folder):
     tokenizer = load_tokenizer("configs/tiny_char_model")
 
     def write(params, folder):
-        save_pretrained(folder, MODEL, params, tokenizer, overwrite=True)
+        save_pretrained(folder, *untied(MODEL, params), tokenizer, overwrite=True)
 
     return RemoteEngine(
         [server.url],
