@@ -2,12 +2,11 @@
 
     python -m benchmarks.agreement [--model=models/smollm2-135m-instruct] [--tokens=50000]
 
-Claim: over 3,000 tokens (3M shape; 50,000 are the default) of conversations of three turns (prompts
-of 16-600 tokens, some in chunks; prefixes found in the cache; new weights while samples are in
-flight, their cache computed anew) the log-prob that came with each token differs in float32 from
-that of the trainer's forward, under the version that drew it, by at most 1e-4, and with one matrix
-of the engine left as it was by more than that. bfloat16 and a cache of the old weights are run
-beside them; no figure is recorded yet.
+Claim: over 50,000 tokens (3M shape) of conversations of three turns (prompts of 16-600 tokens, some
+in chunks; prefixes found in the cache; new weights while samples are in flight, their cache
+computed anew) the log-prob that came with each token differs in float32 from that of the trainer's
+forward, under the version that drew it, by at most 1e-4, and with one matrix of the engine left as
+it was by more than that. bfloat16 and a cache of the old weights are run beside them.
 
 The new weights are the old ones with noise of 2 % of the size of each matrix. Products of
 float32 are of the highest precision that the platform has.
