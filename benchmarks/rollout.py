@@ -1,15 +1,18 @@
-"""A mixed batch of requests, by our engine and by `generate` of transformers.
+"""A mixed batch of requests, by our engine, by `generate` of transformers, and by vLLM.
 
     python -m benchmarks.rollout [--model=models/smollm2-135m-instruct] [--json=FILE]
+        [--vllm-url=http://127.0.0.1:8001 --vllm-model=NAME]
     python -m benchmarks.rollout --device=gpu --shape=qwen2.5-1.5b --requests=256 --slots=256
 
 Claim: 64 requests on SmolLM2-135M (float32; groups of 8 samples of a prompt, prompts of 16-200
 tokens, limits of 16-128 tokens) take the engine at most half the time of transformers' padded
-batches on the same CPU. Greedy tokens are the same but for near ties, whose gap is printed.
+batches on the same CPU, and half of vLLM's. Greedy tokens are the same but for near ties, whose gap
+is printed.
 
 transformers gets the requests sorted by limit, in left-padded batches of `--batch` rows, each run
 to the longest limit in it; that is how its `generate` is used without a server. Both are kept to
-the limits. Only wanted tokens count. The bound of a step is the larger of bytes (weights, filled
+the limits. vLLM gets all groups at once, over HTTP, from a server that runs already with the same
+model. Only wanted tokens count. The bound of a step is the larger of bytes (weights, filled
 keys and values) over the measured bandwidth and FLOPs over the measured rate of matrix products;
 the bound of the run adds up those of the steps that a schedule without waiting would take, and the
 prefill of every prompt once. "where": one more run of ours with a clock around prefill and blocks;
@@ -18,6 +21,7 @@ runs alone, on random weights.
 """
 
 import argparse
+import asyncio
 import importlib.util
 import json
 import statistics
@@ -124,6 +128,26 @@ def transformers_generate(folder: Path, work: Work, batch: int) -> Callable[[flo
     return generate
 
 
+def vllm_generate(url: str, name: str, work: Work) -> Callable[[float], Tokens]:
+    """All groups at once to a vLLM server."""
+    import aiohttp
+
+    async def ask(http: aiohttp.ClientSession, prompt: list[int], limit: int, t: float) -> Tokens:
+        body = {"model": name, "prompt": prompt, "n": work.group, "max_tokens": limit}
+        body |= {"temperature": t, "ignore_eos": True, "return_token_ids": True}
+        async with http.post(f"{url}/v1/completions", json=body) as response:
+            response.raise_for_status()
+            return [choice["token_ids"] for choice in (await response.json())["choices"]]
+
+    async def all_groups(temperature: float) -> Tokens:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(None)) as http:
+            asked = zip(work.prompts, work.limits, strict=True)
+            groups = await asyncio.gather(*(ask(http, p, n, temperature) for p, n in asked))
+        return [tokens for group in groups for tokens in group]
+
+    return lambda temperature: asyncio.run(all_groups(temperature))
+
+
 def bound_seconds(model: TransformerConfig, work: Work, rates: roofline.Rates, size: int) -> float:
     """Least seconds: every prompt prefilled once, every step with all rows that have one left."""
     flops = sum(roofline.layers_flops(model, 0, len(p)) for p in work.prompts)
@@ -142,7 +166,8 @@ def measure(
     times: dict[tuple[str, str], list[float]] = {}
     greedy: dict[str, Tokens] = {}
     for temperature in MODES.values():
-        systems["jaxrl"](temperature)  # compiles
+        for name in systems.keys() - {"transformers"}:
+            systems[name](temperature)  # compiles
     for _ in range(repeats):
         for mode, temperature in MODES.items():
             for name, generate in systems.items():
@@ -164,14 +189,11 @@ def measure(
     return rows, greedy
 
 
-def same_tokens(greedy: dict[str, Tokens], engine: NativeEngine, work: Work) -> dict[str, float]:
+def same_tokens(ours: Tokens, theirs: Tokens, engine: NativeEngine, work: Work) -> dict[str, float]:
     """Share of greedy tokens up to the first difference of each sample; the largest gap there.
 
     The gap is that of the log-probs that our engine gives the two tokens.
     """
-    if len(greedy) < 2:
-        return {}
-    ours, theirs = greedy.values()
     agree = total = 0
     gaps = [0.0]
     for row, (a, b) in enumerate(zip(ours, theirs, strict=True)):
@@ -229,6 +251,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     systems = {"jaxrl": engine_generate(engine, work)}
     if folder and not gpu and importlib.util.find_spec("torch"):
         systems["transformers"] = transformers_generate(folder, work, arguments.batch)
+    if arguments.vllm_url:
+        systems["vllm"] = vllm_generate(arguments.vllm_url, arguments.vllm_model, work)
     load = roofline.machine_load()
     rows, greedy = measure(systems, work, arguments.repeats)
     bound = bound_seconds(model, work, rates, jnp.dtype(dtype).itemsize)
@@ -236,7 +260,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         f"{work.tokens} tokens; {rates.matmul_flops / 1e9:.0f} GFLOP/s, "
         f"{rates.bandwidth / 1e9:.1f} GB/s, load {load}; {engine.describe()}"
     )
-    alike, parts = same_tokens(greedy, engine, work), where(engine, systems["jaxrl"])
+    ours, parts = greedy.pop("jaxrl"), where(engine, systems["jaxrl"])
+    alike = {name: same_tokens(ours, tokens, engine, work) for name, tokens in greedy.items()}
     print(f"bound {bound:.2f} s; greedy tokens alike: {alike}")
     print("where: " + ", ".join(f"{name} {value:.2f}" for name, value in parts.items()))
     for row in rows:
@@ -261,6 +286,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--block", type=int, default=16, help="decode steps per dispatch")
     parser.add_argument("--batch", type=int, default=16, help="rows of transformers")
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--vllm-url", help="of a vLLM server with the same model")
+    parser.add_argument("--vllm-model", default="model", help="its name there")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--smoke", action="store_true", help="a tiny shape, few tokens")
     arguments = parser.parse_args(argv)
