@@ -46,7 +46,8 @@ class JetStreamClient:
         decode_text: token ids to text, for stop strings.
         max_model_len: most tokens of a row.
         concurrency: most calls in flight.
-        patience: seconds until a call that fails again and again is given up.
+        patience: seconds until a call that fails again and again is given up; a server that does
+            not answer has half of them, so that another one can.
         token: sent as `authorization: Bearer TOKEN`.
     """
 
@@ -182,7 +183,7 @@ class JetStreamClient:
             num_samples=len(samples),
             has_bos=self.has_bos,
         )
-        call = self._decode[address](request, metadata=self._metadata, timeout=self.patience)
+        call = self._decode[address](request, metadata=self._metadata, timeout=self.patience / 2)
 
         def cancel(_: Any) -> None:
             if all(sample.future.cancelled() for sample in samples):
