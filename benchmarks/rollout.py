@@ -28,6 +28,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,7 @@ def transformers_generate(folder: Path, work: Work, batch: int) -> Callable[[flo
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None  # it goes on to the limit, as the others do
     rows = [
         (limit, number * work.group + i, prompt)
         for number, (prompt, limit) in enumerate(zip(work.prompts, work.limits, strict=True))
@@ -116,7 +118,6 @@ def transformers_generate(folder: Path, work: Work, batch: int) -> Callable[[flo
                 input_ids=ids,
                 attention_mask=mask,
                 do_sample=bool(temperature),
-                min_new_tokens=limit,
                 max_new_tokens=limit,
                 pad_token_id=0,
                 **options,
@@ -132,17 +133,28 @@ def vllm_generate(url: str, name: str, work: Work) -> Callable[[float], Tokens]:
     """All groups at once to a vLLM server."""
     import aiohttp
 
-    async def ask(http: aiohttp.ClientSession, prompt: list[int], limit: int, t: float) -> Tokens:
-        body = {"model": name, "prompt": prompt, "n": work.group, "max_tokens": limit}
+    async def ask(
+        http: aiohttp.ClientSession, prompt: list[int], limit: int, n: int, t: float
+    ) -> Tokens:
+        body = {"model": name, "prompt": prompt, "n": n, "max_tokens": limit}
         body |= {"temperature": t, "ignore_eos": True, "return_token_ids": True}
         async with http.post(f"{url}/v1/completions", json=body) as response:
-            response.raise_for_status()
+            if response.status != HTTPStatus.OK:
+                raise RuntimeError(f"{url} answered {response.status}: {await response.text()}")
             return [choice["token_ids"] for choice in (await response.json())["choices"]]
 
     async def all_groups(temperature: float) -> Tokens:
+        # vLLM takes n > 1 only of samples: greedy ones are asked one by one, it finds their prefix
+        n = work.group if temperature else 1
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(None)) as http:
             asked = zip(work.prompts, work.limits, strict=True)
-            groups = await asyncio.gather(*(ask(http, p, n, temperature) for p, n in asked))
+            groups = await asyncio.gather(
+                *(
+                    ask(http, p, limit, n, temperature)
+                    for p, limit in asked
+                    for _ in range(work.group // n)
+                )
+            )
         return [tokens for group in groups for tokens in group]
 
     return lambda temperature: asyncio.run(all_groups(temperature))

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxrl.models.linear import einsum_float32
 from jaxrl.models.rope import rotary
 from jaxrl.parallel.rules import Placement
 
@@ -100,7 +101,7 @@ def attention(
     b, t, heads, hd = q.shape
     kv = k.shape[1]
     grouped = q.reshape(b, t, kv, heads // kv, hd)
-    scores = jnp.einsum("btkgh,bksh->bkgts", grouped, k, preferred_element_type=jnp.float32)
+    scores = einsum_float32("btkgh,bksh->bkgts", grouped, k)
     scores = softcap(scores * scale(config), config.attention_softcap)
     scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
     probs = jax.nn.softmax(scores, axis=-1).astype(v.dtype)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jaxrl.models import decode_kernels
 from jaxrl.models.attention import scale, softcap
+from jaxrl.models.linear import einsum_float32
 from jaxrl.parallel.rules import Placement
 from jaxrl.types import Array
 
@@ -90,8 +91,7 @@ def _plain(
 
 def _product(x: Array, y: Array) -> Array:
     """x [B, K, G, a] times y [B, K, a, b] -> [B, K, G, b], float32."""
-    batch = ((0, 1), (0, 1))
-    return jax.lax.dot_general(x, y, (((3,), (2,)), batch), preferred_element_type=jnp.float32)
+    return einsum_float32("bkgs,bksh->bkgh", x, y)
 
 
 def _multiply_and_add(x: Array, y: Array) -> Array:

@@ -50,6 +50,24 @@ class LoraWeight(struct.PyTreeNode):
 Weight = jax.Array | LoraWeight
 
 
+def einsum_float32(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """`jnp.einsum` of narrow types, summed up and returned in float32.
+
+    XLA's CPU backend has no product of bfloat16 that is float32 outside of its fusions. There the
+    operands are cast first, which changes nothing: float32 holds their products exactly.
+    """
+    if x.dtype == jnp.float32:
+        return jnp.einsum(spec, x, y)
+
+    def narrow(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32)
+
+    def cast(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.einsum(spec, x.astype(jnp.float32), y.astype(jnp.float32))
+
+    return jax.lax.platform_dependent(x, y, cpu=cast, default=narrow)
+
+
 def is_adapted(x: object) -> bool:
     """Whether `x` is a matrix with an adapter (which is itself a pytree)."""
     return isinstance(x, LoraWeight)

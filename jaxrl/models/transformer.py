@@ -29,7 +29,7 @@ from jaxrl.models.attention import (
     softcap,
     training_mask,
 )
-from jaxrl.models.linear import gather_weight, look_up, merge, project
+from jaxrl.models.linear import einsum_float32, gather_weight, look_up, merge, project
 from jaxrl.models.remat import ATTENTION, LAYER_INPUT, recompute
 from jaxrl.models.rope import RopeScaling, rotate
 from jaxrl.parallel.rules import Placement, constrain
@@ -324,9 +324,7 @@ def unembed(config: TransformerConfig, params: Params, hidden: jax.Array) -> jax
     with jax.named_scope("unembed"):
         y = rms_norm(hidden, params["final_norm"], config)
         head = merge(params["unembed"] if "unembed" in params else params["embed"].T)
-        logits = jnp.einsum(
-            "...d,dv->...v", y, head.astype(y.dtype), preferred_element_type=jnp.float32
-        )
+        logits = einsum_float32("...d,dv->...v", y, head.astype(y.dtype))
         return softcap(logits, config.final_softcap)
 
 

@@ -51,6 +51,15 @@ def _first_above(weights: Array, target: Array) -> tuple[Array, Array]:
     return first, before
 
 
+def _first_of(chosen: Array) -> Array:
+    """The first True of each row, [B, V] -> [B]; the last token where there is none (NaN).
+
+    `argmax` of the logits reduces pairs of numbers, which XLA does not vectorise on CPUs.
+    """
+    last = chosen.shape[-1] - 1
+    return jnp.where(chosen, jnp.arange(last + 1), last).min(axis=-1)
+
+
 def sample(
     logits: Array,
     u: Array,
@@ -94,7 +103,7 @@ def sample(
         # drawn in token order, as without filters: what other rows ask for plays no part
         kept = jnp.put_along_axis(weights, order, kept, axis=-1, inplace=False)
         kept = jnp.where(greedy[:, None], weights, kept)  # greedy rows are scored by the whole
-    tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1), inverse_cdf(kept, u))
+    tokens = jnp.where(greedy, _first_of(scaled == peak), inverse_cdf(kept, u))
     chosen = jnp.take_along_axis(scaled - peak, tokens[:, None], axis=-1)[:, 0]
     return tokens.astype(jnp.int32), chosen - jnp.log(kept.sum(-1)), ids
 
