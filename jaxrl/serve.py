@@ -23,6 +23,7 @@ from jaxrl.engines import native_engine
 from jaxrl.models import hf
 from jaxrl.models.transformer import TransformerConfig, abstract_params, logical_axes
 from jaxrl.parallel import make_mesh, param_shardings
+from jaxrl.rollout.conversation import sampling_of
 from jaxrl.rollout.protocol import Request, Sampling
 from jaxrl.serving.auth import read_token
 from jaxrl.serving.requests import ServedModel
@@ -93,6 +94,30 @@ def make_server(config: Any, devices: Sequence[Any] | None = None) -> Server:
     return server
 
 
+def serve_jetstream(config: Any, server: Server) -> Any:
+    """Answer JetStream's gRPC on `serve.grpc_port`, with the engine and the token of a server.
+
+    Its wire has no sampling parameters: all is sampled with `generator.sampling_params`.
+
+    Raises:
+        ValueError: jaxrl[jetstream] is not installed, or the port is taken.
+    """
+    try:
+        from jaxrl.rollout.jetstream_wire.server import serve_grpc
+    except ImportError as error:
+        raise ValueError(
+            f"serve.grpc_port needs pip install 'jaxrl[jetstream]' ({error})"
+        ) from error
+    config = cfg.resolve(cfg.to_train_config(config))
+    host, port = config.generator.inference_engine.http_endpoint_host, config.serve.grpc_port
+    sampling = sampling_of(config.generator.sampling_params, server.served.eos_token_ids)
+    options = {"host": host, "token": read_token(config.serve, host)}
+    try:
+        return serve_grpc(server.host.guests, server.served.tokenizer, port, sampling, **options)
+    except RuntimeError as error:
+        raise ValueError(f"serve.grpc_port={port}: {error}; choose another one") from error
+
+
 def _load(
     config: cfg.TrainConfig,
     model: TransformerConfig,
@@ -119,8 +144,12 @@ def main(argv: Sequence[str]) -> int:
         return 0
     try:
         path, overrides = cfg.parse_command_line(list(argv))
-        server = make_server(cfg.apply_overrides(cfg.load_config_file(path), overrides))
+        config = cfg.apply_overrides(cfg.load_config_file(path), overrides)
+        server = make_server(config)
         server.start()
+        if config.serve.grpc_port is not None:
+            grpc = serve_jetstream(config, server)
+            print(f"serving JetStream's clients at port {grpc.bound_port}")
     except (ValueError, OSError, ImportError) as error:  # what a user can mend
         print(f"error: {error}", file=sys.stderr)
         return 2

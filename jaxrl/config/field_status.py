@@ -384,7 +384,7 @@ _GENERATOR = (
     _implemented("environment.skyrl_gym", "env_timeout_seconds", _NEW, skyrl_only=False),
     _implemented(
         "serve",
-        "token_env token_file weights_root max_num_seqs max_model_len steps_per_dispatch "
+        "grpc_port token_env token_file weights_root max_num_seqs max_model_len steps_per_dispatch "
         "max_body_bytes max_samples max_samples_per_request request_seconds max_sessions "
         "session_seconds",
         _NEW,

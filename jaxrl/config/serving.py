@@ -21,6 +21,8 @@ _POSITIVE = (
 class ServeConfig(BaseConfig):
     """Serving over HTTP; address and model name are those of generator.inference_engine."""
 
+    grpc_port: int | None = None
+    """Port on which `jaxrl.serve` also answers JetStream's clients; None = on none."""
     token_env: str = "JAXRL_SERVE_TOKEN"
     """Environment variable that holds the token which every request must carry."""
     token_file: str | None = None

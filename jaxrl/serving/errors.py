@@ -15,7 +15,7 @@ _TYPES = {
 }
 
 
-class ApiError(Exception):
+class ApiError(RuntimeError):
     """A request that is answered with an error.
 
     Args:

@@ -12,13 +12,13 @@ import grpc
 
 from jaxrl.rollout.jetstream_wire import SERVICE
 from jaxrl.rollout.jetstream_wire import jetstream_pb2 as pb
-from jaxrl.rollout.protocol import Completion, Engine, Request, Sampling
+from jaxrl.rollout.protocol import Completion, Request, Sampler, Sampling
 
 REFUSED = grpc.StatusCode.INVALID_ARGUMENT
 
 
 def serve_grpc(
-    engine: Engine,
+    engine: Sampler,
     tokenizer: Any,
     port: int,
     sampling: Sampling,
@@ -61,7 +61,11 @@ def serve_grpc(
             pb.HealthCheckResponse.SerializeToString,
         ),
     }
-    server = grpc.server(ThreadPoolExecutor(max_requests), maximum_concurrent_rpcs=max_requests)
+    server = grpc.server(
+        ThreadPoolExecutor(max_requests),
+        maximum_concurrent_rpcs=max_requests,
+        options=[("grpc.so_reuseport", 0)],  # a second server on the port is an error
+    )
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
     server.bound_port = server.add_insecure_port(f"{host}:{port}")  # type: ignore[attr-defined]
     server.start()
@@ -87,7 +91,7 @@ def _is_loopback(host: str) -> bool:
 class _Orchestrator:
     """The two methods of the service."""
 
-    engine: Engine
+    engine: Sampler
     tokenizer: Any
     sampling: Sampling
     token: str | None
