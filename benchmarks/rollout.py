@@ -6,8 +6,8 @@
 
 Claim: 64 requests on SmolLM2-135M (float32; groups of 8 samples of a prompt, prompts of 16-200
 tokens, limits of 16-128 tokens) take the engine at most half the time of transformers' padded
-batches on the same CPU, and half of vLLM's. Greedy tokens are the same but for near ties, whose gap
-is printed.
+batches on the same CPU; half of vLLM's is the aim, LOG.md says how far it is. Greedy tokens are the
+same but for near ties, whose gap is printed.
 
 transformers gets the requests sorted by limit, in left-padded batches of `--batch` rows, each run
 to the longest limit in it; that is how its `generate` is used without a server. Both are kept to

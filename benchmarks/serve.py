@@ -3,8 +3,8 @@
     python -m benchmarks.serve --model=models/smollm2-135m-instruct [--json=FILE]
         [--vllm-url=http://127.0.0.1:8001 --vllm-model=NAME]
 
-Claim: at 32 streams on SmolLM2-135M (float32, CPU) `jaxrl.serve` gives at least twice the tokens
-per second of a vLLM CPU server that runs beside it. LOG.md says what was measured of it so far.
+Claim: at 32 streams on SmolLM2-135M (float32, CPU) `jaxrl.serve` gives about the tokens per second
+of a vLLM CPU server that runs beside it (LOG.md); twice as many are the aim.
 
 As many clients as there are streams ask one after the other for `--tokens` tokens each, with
 prompts of `--prompt` random token ids, streamed. The servers are asked in turn, level by level; one
