@@ -29,6 +29,7 @@ from jaxrl.rollout.dynamic_sampling import DynamicSamplingError
 from jaxrl.rollout.generator import GeneratorInterface
 from jaxrl.rollout.protocol import Engine
 from jaxrl.rollout.recompute import RecomputeEngine
+from jaxrl.rollout.reward_terms import RewardTermError, RewardTerms
 from jaxrl.serve import served_model
 from jaxrl.serving.server import Server
 from jaxrl.trainer import Trainer
@@ -103,7 +104,7 @@ class BasePPOExp:
 
     def get_generator(self, engine: Engine, tokenizer: Any) -> GeneratorInterface:
         """What holds the conversations."""
-        gym = self.config.environment.skyrl_gym
+        environment, gym = self.config.environment, self.config.environment.skyrl_gym
         return ConversationGenerator(
             engine,
             tokenizer,
@@ -111,6 +112,7 @@ class BasePPOExp:
             env_config=cfg.get_config_as_dict(gym),
             max_env_workers=gym.max_env_workers,
             env_timeout_seconds=gym.env_timeout_seconds,
+            reward_terms=RewardTerms(environment.reward_weights, environment.reward_functions),
         )
 
     def get_trainer(self, *args: Any, **kwargs: Any) -> Trainer:
@@ -225,7 +227,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         run.train(trainer)
     # others are not the user's: they keep their traceback
-    except (CheckpointError, DynamicSamplingError) as error:
+    except (CheckpointError, DynamicSamplingError, RewardTermError) as error:
         return _refuse(error)
     return 0
 

@@ -56,6 +56,8 @@ OUR_FIELDS = {
     "trainer.algorithm.dppo.delta_low",
     "trainer.algorithm.dppo.delta_high",
     "generator.merge_stepwise_output",
+    "environment.reward_weights",
+    "environment.reward_functions",
     "environment.skyrl_gym.env_timeout_seconds",
     "trainer.compilation_cache_path",
     "trainer.remat_policy",

@@ -88,6 +88,7 @@ ROWS = (
     implemented("generator", "step_wise_trajectories", "the last row has the reward of all turns"),
     implemented("generator", "merge_stepwise_output", LATER, skyrl_only=False),
     implemented("environment", "env_class", 'also "my_pkg.my_module:MyEnv"'),
+    implemented("environment", "reward_weights reward_functions", NEW, skyrl_only=False),
     implemented("environment.skyrl_gym", "max_env_workers"),
     implemented("environment.skyrl_gym", "env_timeout_seconds", NEW, skyrl_only=False),
     implemented(
