@@ -55,7 +55,6 @@ def _check_step_wise(config: TrainConfig) -> None:
     """A row per turn has one advantage for all rows of a trajectory."""
     generator, algorithm = config.generator, config.trainer.algorithm
     estimator, reduction = algorithm.advantage_estimator, algorithm.loss_reduction
-    kind = algorithm.dynamic_sampling.type
     excluded: tuple[tuple[str, Any, bool, str], ...] = (
         ("generator.batched", True, generator.batched, "set it to False"),
         (
@@ -87,12 +86,6 @@ def _check_step_wise(config: TrainConfig) -> None:
             True,
             algorithm.advantage_batch_normalize,
             "not available for a row per turn; set it to False",
-        ),
-        (
-            "trainer.algorithm.dynamic_sampling.type",
-            kind,
-            kind is not None,
-            "not available for a row per turn; set it to None",
         ),
     )
     for field, value, holds, fix in excluded:
