@@ -101,11 +101,12 @@ class Trainer:
         """Everything that is compiled or placed once."""
         trainer = self.config.trainer
         placement = place_model(trainer, self.model, self.mesh)
-        ref_placement = place_reference(trainer, self.model, placement)
+        ref_placement = place_reference(trainer, self.model, placement, self._ref_devices())
         self.policy = Policy(trainer, self.model, placement, ref_placement)
         self.scorer = self.ref_scorer = make_scorer(self.config, self.model, placement)
-        if ref_placement is not placement:
-            self.ref_scorer = make_scorer(self.config, self.model, ref_placement)
+        dtypes = {cfg.compute_dtype(trainer, role) for role in ("policy", "ref")}
+        if ref_placement is not placement or len(dtypes) > 1:
+            self.ref_scorer = make_scorer(self.config, self.model, ref_placement, "ref")
         self.optimizer, self.like, self.updater = assemble_update(
             self.config, self.scorer, placement, self.total_steps, self.policy.trained
         )
@@ -118,6 +119,13 @@ class Trainer:
             "config": cfg.get_config_as_dict(self.config),
             "functions": source_hashes(trainer.algorithm),
         }
+
+    def _ref_devices(self) -> list[Any] | None:
+        """Those of a reference that has its own."""
+        if self.config.trainer.placement.colocate_policy_ref:
+            return None
+        devices = jax.devices()
+        return [devices[i] for i in cfg.device_shares(self.config, len(devices)).ref]
 
     @property
     def params(self) -> Params:

@@ -16,17 +16,19 @@ ROWS = (
     planned("trainer.critic.model", "random_init", NEW, only_with=CRITIC, skyrl_only=False),
     implemented("trainer.policy.model.lora", "rank alpha dropout init_method"),
     implemented("trainer.policy.model.lora", "target_modules exclude_modules", "also a list"),
-    *(
-        row
-        for role in ("trainer.ref", "trainer.critic")
-        for row in (
-            planned(f"{role}.model.lora", "rank", "adapters of other models than the policy"),
-            planned(
-                f"{role}.model.lora",
-                "alpha dropout target_modules exclude_modules init_method",
-                only_with="lora.rank > 0",
-            ),
-        )
+    implemented(
+        "trainer.ref.model.lora", "rank", "of the adapters in ref.model.path, then a PEFT folder"
+    ),
+    inert(
+        "trainer.ref.model.lora",
+        "alpha dropout target_modules exclude_modules init_method",
+        "read from the PEFT folder in ref.model.path",
+    ),
+    planned("trainer.critic.model.lora", "rank", "adapters of the critic"),
+    planned(
+        "trainer.critic.model.lora",
+        "alpha dropout target_modules exclude_modules init_method",
+        only_with="lora.rank > 0",
     ),
     inert(
         "trainer.*.model.lora", "lora_sync_path", "servers get the adapters merged into the weights"
@@ -80,9 +82,18 @@ ROWS = (
         row
         for role in ("trainer.policy", "trainer.ref")
         for row in (
-            planned(f"{role}.fsdp_config", "mixed_precision mixed_precision.*", "use trainer.bf16"),
+            implemented(
+                f"{role}.fsdp_config",
+                "mixed_precision mixed_precision.param_dtype",
+                "of the computation; weights and optimizer state stay float32",
+            ),
+            mapped(
+                f"{role}.fsdp_config",
+                "mixed_precision.reduce_dtype mixed_precision.buffer_dtype",
+                "fp32 alone: gradients are summed in it, so that no mesh changes them",
+            ),
             inert(f"{role}.fsdp_config", "reshard_after_forward wrap_policy", "XLA decides"),
-            planned(role, "sequence_parallel_size", "sequences split over devices"),
+            planned(role, "sequence_parallel_size", "mesh.context is a later axis"),
             implemented(role, "model_config_kwargs", "an unknown field is an error"),
         )
     ),
@@ -99,9 +110,13 @@ ROWS = (
         "context_parallel_size expert_model_parallel_size expert_tensor_parallel_size",
         "mesh.context and mesh.expert are later axes",
     ),
-    planned(_MEGATRON, "moe_*", "mixture-of-experts models"),
-    planned(_MEGATRON, "model_config_kwargs", "changes to the model config"),
-    planned(_MEGATRON, "lora_config.lora_type", only_with="lora.rank > 0"),
+    inert(_MEGATRON, "moe_*", "Megatron's mixture-of-experts layers; our models are dense"),
+    mapped(_MEGATRON, "model_config_kwargs", "added to the role's model_config_kwargs"),
+    inert(
+        _MEGATRON,
+        "lora_config.lora_type",
+        "every Hugging Face matrix has adapters of its own, as with canonical_lora",
+    ),
     inert(
         _MEGATRON,
         "ddp_config.* torch_profiler_config.* optimizer_config_kwargs transformer_config_kwargs "

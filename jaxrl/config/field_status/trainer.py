@@ -3,18 +3,17 @@
 from jaxrl.config.field_status.row import CRITIC, LATER, NEW, implemented, inert, mapped, planned
 
 ROWS = (
-    planned("trainer.placement", "colocate_all", "one engine, on the trainer's mesh"),
-    planned(
+    implemented(
         "trainer.placement",
-        "colocate_policy_ref",
-        "devices of the reference's own would idle while the policy trains; ref.mesh cuts it "
-        "differently over all of them, ref.fsdp_config.cpu_offload clears their memory",
+        "colocate_all",
+        "of engines in this process; servers are never colocated",
     ),
+    implemented("trainer.placement", "colocate_policy_ref", "also with colocate_all"),
     planned("trainer.placement", "policy_num_nodes ref_num_nodes", "more than one host"),
-    inert(
+    mapped(
         "trainer.placement",
         "policy_num_gpus_per_node ref_num_gpus_per_node",
-        "all devices of the process are used",
+        "counted only where parts have devices of their own; else all parts have all devices",
     ),
     planned("trainer.placement", "critic_num_nodes critic_num_gpus_per_node", only_with=CRITIC),
     inert("trainer", "sequence_parallel_backend", "one value only"),
