@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -91,23 +92,38 @@ def place_model(
 
 
 def place_reference(
-    trainer: cfg.TrainerConfig, model: TransformerConfig | AdaptedModel, policy: Placement
+    trainer: cfg.TrainerConfig,
+    model: TransformerConfig | AdaptedModel,
+    policy: Placement,
+    devices: Sequence[Any] | None = None,
 ) -> Placement:
-    """The policy's placement, or that of `trainer.ref.mesh` on the same devices."""
+    """The policy's placement, or that of `trainer.ref.mesh`, on the same devices or on others.
+
+    Args:
+        devices: of a reference that has its own; None = the policy's.
+    """
     if trainer.ref.mesh is None:
         return policy
-    mesh = make_mesh(devices=list(policy.mesh.devices.flat), **dataclasses.asdict(trainer.ref.mesh))
+    given = list(policy.mesh.devices.flat) if devices is None else devices
+    mesh = make_mesh(devices=given, **dataclasses.asdict(trainer.ref.mesh))
     return place_model(trainer, model, mesh, "ref")
 
 
 def make_scorer(
-    config: cfg.TrainConfig, model: TransformerConfig | AdaptedModel, placement: Placement
+    config: cfg.TrainConfig,
+    model: TransformerConfig | AdaptedModel,
+    placement: Placement,
+    role: str = "policy",
 ) -> Scorer:
-    """Log-probs and entropy of a model, jitted for its mesh."""
+    """Log-probs and entropy of a model, jitted for its mesh.
+
+    Args:
+        role: "policy" or "ref", whose precision it is.
+    """
     trainer = config.trainer
     assert trainer.algorithm.temperature is not None  # resolved
     mesh, rules = placement.mesh, placement.rules
-    dtype = DTYPES["bfloat16" if trainer.bf16 else "float32"]
+    dtype = DTYPES[cfg.compute_dtype(trainer, role)]
     kernel = "xla"  # a flax module brings its own attention
     if isinstance(model, TransformerConfig):
         platform = mesh.devices.flat[0].platform

@@ -64,7 +64,7 @@ def assemble_remote_engine(
 def _probe(config: cfg.TrainConfig, model: TransformerConfig, mesh: jax.sharding.Mesh) -> Probe:
     trainer, length = config.trainer, min(PROBE_LENGTH, cfg.longest_row(config) // 2)
     placement = place_model(trainer, model, mesh) if mesh.size > 1 else None
-    dtype = DTYPES["bfloat16" if trainer.bf16 else "float32"]
+    dtype = DTYPES[cfg.compute_dtype(trainer, "policy")]
     score = make_score(model, dtype, placement, 2 * length)
     bound = config.generator.inference_engine.probe_bound
     return Probe(score, model.vocab_size, bound, length)

@@ -25,6 +25,10 @@ LOSS_KEYWORDS = (*BATCH_FIELDS, "group_ids", "entropy", "key", "rollout_logprobs
 # What an estimator is called with, all by keyword; the settings are hyperparameters of its config.
 ESTIMATOR_DATA = ("token_level_rewards", "response_mask", "index", "loss_mask", "values", "config")
 ESTIMATOR_SETTINGS = ("grpo_norm_by_std", "gamma", "lambd")
+# What a reward function is called with, after every turn, all by keyword: the text, its tokens'
+# texts, whether an end-of-sequence token ended it, the number of the turn (from 1), whether it is
+# the last one, the messages of the prompt, the other columns of its row.
+REWARD_KEYWORDS = ("action", "tokens", "stopped", "turn", "done", "prompt", "extras")
 
 
 def asks_for(func: Callable, name: str) -> bool:
@@ -61,6 +65,21 @@ def check_estimator_signature(label: str, func: Callable) -> None:
         ValueError: names the parameter.
     """
     _check_supplied(label, _parameters(func), (*ESTIMATOR_DATA, *ESTIMATOR_SETTINGS))
+
+
+def check_reward_signature(label: str, func: Callable) -> None:
+    """Refuse a reward function with a required parameter that nobody supplies.
+
+    Raises:
+        ValueError: names the parameter.
+    """
+    required = [p for p in _parameters(func) if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    for p in required:
+        if p.name not in REWARD_KEYWORDS:
+            raise ValueError(
+                f"{label}: nobody supplies its parameter '{p.name}'; give it a default"
+            )
+    _check_supplied(label, _parameters(func), REWARD_KEYWORDS)
 
 
 def check_parameters(

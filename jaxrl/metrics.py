@@ -71,18 +71,38 @@ def generate_metrics(output: GeneratorOutput) -> Metrics:
     }
 
 
+def reward_term_metrics(terms: Sequence[Mapping[str, float]]) -> Metrics:
+    """`reward/<term>/mean` and `/std` over trajectories that were judged, before the weights."""
+    columns: dict[str, list[float]] = {}
+    for of_one in terms:
+        for name, value in of_one.items():
+            columns.setdefault(name, []).append(value)
+    statistics = {"mean": np.mean, "std": np.std}
+    return {
+        f"reward/{name}/{kind}": float(of(column))
+        for name, column in columns.items()
+        for kind, of in statistics.items()
+    }
+
+
 def rollout_metrics(output: GeneratorOutput, uids: Sequence[str], samples: int) -> Metrics:
     """`generate_metrics`, and the rewards as the environment gave them.
 
     Args:
         uids: prompt of each trajectory.
     """
-    reward = score_metrics(last_steps(output)["rewards"], uids, samples)
-    return generate_metrics(output) | {
-        f"reward/avg_pass_at_{samples}": reward[f"pass_at_{samples}"],
-        "reward/avg_raw_reward": reward["avg_score"],
-        "reward/mean_positive_reward": reward["mean_positive_reward"],
-    }
+    last = last_steps(output)
+    reward = score_metrics(last["rewards"], uids, samples)
+    terms = reward_term_metrics(last.get("reward_terms", []))
+    return (
+        generate_metrics(output)
+        | terms
+        | {
+            f"reward/avg_pass_at_{samples}": reward[f"pass_at_{samples}"],
+            "reward/avg_raw_reward": reward["avg_score"],
+            "reward/mean_positive_reward": reward["mean_positive_reward"],
+        }
+    )
 
 
 def advantage_metrics(batch: TrainBatch) -> Metrics:

@@ -11,8 +11,9 @@ from jaxrl.config.needs import needs_reference
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.export import save_pretrained
+from jaxrl.models.linear import merge
 from jaxrl.models.lora import LoraConfig, attach, select_modules
-from jaxrl.models.peft_format import save_adapter
+from jaxrl.models.peft_format import base_of_adapter, load_adapter, save_adapter
 from jaxrl.models.transformer import (
     Params,
     TransformerConfig,
@@ -30,7 +31,8 @@ class Policy:
 
     With adapters (`trainer.policy.model.lora`) these are all that is trained, differentiated,
     checkpointed and exported; `base` is read once and never changes. The reference shares it where
-    it is the initial policy: its forward is that of the base without adapters.
+    it is the initial policy: its forward is that of the base without adapters. A reference with
+    adapters of its own (`trainer.ref.model.lora`) is read from a PEFT folder and its base.
 
     Args:
         trainer: the TrainerConfig.
@@ -38,7 +40,8 @@ class Policy:
         placement, ref_placement: of the parameters of policy and reference.
 
     Raises:
-        ValueError: adapters for a flax module, or for matrices that the model does not have.
+        ValueError: adapters for a flax module, or for matrices that the model does not have; a
+            folder of the reference without the adapters that the config says.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Policy:
         self.lora = lora_config(trainer.policy.model.lora, model)
         self.trained = self.lora or model
         self.base: Params | None = None
+        self.ref_adapters = reference_adapters(trainer.ref.model, model)
 
     def describe(self) -> dict[str, Any]:
         """What a checkpoint of this policy must agree with; reads the base, if there is one."""
@@ -128,14 +132,21 @@ class Policy:
         if isinstance(self.model, AdaptedModel):
             return init_params(self.model, self.trainer.seed, shardings)
         assert role.model.path is not None  # validated
-        return hf.load_or_init(
-            role.model.path,
+        adapted, path = name == "ref" and self.ref_adapters, role.model.path
+        params = hf.load_or_init(
+            base_of_adapter(hf.local_folder(path)) if adapted else path,
             self.model,
             overrides=cfg.model_overrides(self.trainer, role),
             random_init=role.model.random_init,
             seed=self.trainer.seed,
             shardings=shardings,
         )
+        if not adapted:
+            return params
+        lora, adapters = adapted
+        adapters = jax.device_put(adapters, _shardings(placement, lora))
+        whole = jax.jit(lambda w, x: merge(attach(lora, w, x)))(on_device(params), adapters)
+        return jax.device_put(whole, shardings)
 
 
 def _shardings(
@@ -173,3 +184,28 @@ def lora_config(
         dropout=settings.dropout,
         init_method=settings.init_method,
     )
+
+
+def reference_adapters(
+    settings: cfg.ModelConfig, model: TransformerConfig | AdaptedModel
+) -> tuple[LoraConfig, Params] | None:
+    """The adapters of a reference in `settings.path`; None: rank 0, the folder is a whole model.
+
+    Raises:
+        ValueError: the model is a flax module; the folder has no adapters, or of another rank.
+    """
+    field = "trainer.ref.model"
+    if settings.lora.rank == 0:
+        return None
+    if isinstance(model, AdaptedModel):
+        fix = f"{model.name} is a flax module; set it to 0"
+        raise ValueError(f"{field}.lora.rank={settings.lora.rank}: {fix}")
+    try:
+        lora, adapters = load_adapter(hf.local_folder(settings.path or ""), model)
+    except FileNotFoundError as error:
+        fix = f"set a PEFT folder, or {field}.lora.rank=0"
+        raise ValueError(f"{field}.path={settings.path!r}: {error}; {fix}") from error
+    if lora.rank != settings.lora.rank:
+        fix = f"the adapters in {settings.path} have rank {lora.rank}; set that"
+        raise ValueError(f"{field}.lora.rank={settings.lora.rank}: {fix}")
+    return lora, adapters

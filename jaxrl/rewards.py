@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,13 +34,14 @@ def shape_rewards(
         uids: prompt of each trajectory.
     """
     metrics: Metrics = {}
+    sampled = output["loss_masks"]
     output = token_level(
         output,
         zero_reward_on_non_stop=generator.zero_reward_on_non_stop,
         apply_overlong_filtering=generator.apply_overlong_filtering,
     )
     if algorithm.overlong_buffer is not None:
-        output = _punish_overlong(output, generator, algorithm)
+        output = _punish_overlong(output, sampled, generator, algorithm)
     if algorithm.zero_variance_filter:
         last, tol = last_steps(output), algorithm.zero_variance_filter_tol
         same = zero_variance_groups(last["rewards"], uids, last["loss_masks"], tol=tol)
@@ -54,19 +54,36 @@ def shape_rewards(
 
 
 def _punish_overlong(
-    output: GeneratorOutput, generator: GeneratorConfig, algorithm: AlgorithmConfig
+    output: GeneratorOutput,
+    sampled: Sequence[Sequence[int]],
+    generator: GeneratorConfig,
+    algorithm: AlgorithmConfig,
 ) -> GeneratorOutput:
-    """The last token's reward of every long response reduced; an empty one has none."""
+    """The reward on the last sampled token of every long turn reduced.
+
+    max_generate_length bounds a turn, so each turn is judged by its own length. Of a row per turn
+    the last row, which has the reward, has the reductions of all.
+
+    Args:
+        sampled: per row 1 where the policy sampled the token: the runs are the turns.
+    """
     assert algorithm.overlong_buffer is not None
-    punishment = soft_overlong_punishment(
-        [len(tokens) for tokens in output["response_ids"]],
-        generator.sampling_params.max_generate_length,
-        algorithm.overlong_buffer.len,
-        algorithm.overlong_buffer.penalty_factor,
-    )
-    rewards: list[Any] = output["rewards"]
-    pairs = zip(rewards, punishment, strict=True)
-    shaped = [[*r[:-1], r[-1] - float(p)] if r else r for r, p in pairs]
+    buffer, longest = algorithm.overlong_buffer, generator.sampling_params.max_generate_length
+    shaped, owed = [], 0.0
+    last = output.get("is_last_step", [True] * len(sampled))
+    for rewards, mask, is_last in zip(output["rewards"], sampled, last, strict=True):
+        edges = np.diff([0, *mask, 0])
+        starts, ends = np.flatnonzero(edges > 0), np.flatnonzero(edges < 0)
+        lost = soft_overlong_punishment(ends - starts, longest, buffer.len, buffer.penalty_factor)
+        if not is_last:
+            owed += float(lost.sum())
+            shaped.append(rewards)
+            continue
+        left = np.array(rewards, np.float64)
+        left[ends - 1] -= lost
+        left[ends[-1:] - 1] -= owed
+        shaped.append(left.tolist())
+        owed = 0.0
     return GeneratorOutput({**output, "rewards": shaped})
 
 

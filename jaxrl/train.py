@@ -29,6 +29,7 @@ from jaxrl.rollout.dynamic_sampling import DynamicSamplingError
 from jaxrl.rollout.generator import GeneratorInterface
 from jaxrl.rollout.protocol import Engine
 from jaxrl.rollout.recompute import RecomputeEngine
+from jaxrl.rollout.reward_terms import RewardTermError, RewardTerms
 from jaxrl.serve import served_model
 from jaxrl.serving.server import Server
 from jaxrl.trainer import Trainer
@@ -61,7 +62,7 @@ class BasePPOExp:
     def get_engine(
         self, model: TransformerConfig | AdaptedModel, mesh: jax.sharding.Mesh
     ) -> Engine:
-        """The sampler."""
+        """The sampler, on the devices of `mesh`: the trainer's, or others in their place."""
         settings = self.config.generator.inference_engine
         if settings.backend == "jetstream":
             return jetstream_engine(self.config, model, mesh, self.tokenizer)
@@ -103,7 +104,7 @@ class BasePPOExp:
 
     def get_generator(self, engine: Engine, tokenizer: Any) -> GeneratorInterface:
         """What holds the conversations."""
-        gym = self.config.environment.skyrl_gym
+        environment, gym = self.config.environment, self.config.environment.skyrl_gym
         return ConversationGenerator(
             engine,
             tokenizer,
@@ -111,6 +112,7 @@ class BasePPOExp:
             env_config=cfg.get_config_as_dict(gym),
             max_env_workers=gym.max_env_workers,
             env_timeout_seconds=gym.env_timeout_seconds,
+            reward_terms=RewardTerms(environment.reward_weights, environment.reward_functions),
         )
 
     def get_trainer(self, *args: Any, **kwargs: Any) -> Trainer:
@@ -144,7 +146,7 @@ class BasePPOExp:
         self.tokenizer = tokenizer = load_tokenizer(
             path, template.name_or_path if template.source == "file" else None
         )
-        mesh = make_mesh(**dataclasses.asdict(config.trainer.policy.mesh))
+        mesh, of_engine = _meshes(config)
 
         def load(sources: Sequence[str]) -> list[Prompt]:
             if not sources:
@@ -161,7 +163,7 @@ class BasePPOExp:
 
         train_prompts = load(config.data.train_data)
         eval_prompts = load(config.data.val_data) if config.trainer.eval_interval > 0 else []
-        engine = self.get_engine(model, mesh)
+        engine = self.get_engine(model, of_engine)
         if config.generator.inference_engine.enable_http_endpoint:
             self.server = self.get_server(engine, model)
             engine = self.server.host
@@ -183,6 +185,17 @@ class BasePPOExp:
             f"run folder {cfg.run_folder(config.trainer)}"
         )
         return trainer
+
+
+def _meshes(config: cfg.TrainConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
+    """That of training, and the sampler's: the same, or one over other devices."""
+    devices = jax.devices()
+    shares = cfg.device_shares(config, len(devices))
+    policy = [devices[i] for i in shares.policy]
+    mesh = make_mesh(devices=policy, **dataclasses.asdict(config.trainer.policy.mesh))
+    if shares.engine == shares.policy:
+        return mesh, mesh
+    return mesh, make_mesh(devices=[devices[i] for i in shares.engine], data=-1)
 
 
 def _check_export(trainer: Trainer) -> None:
@@ -225,7 +238,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         run.train(trainer)
     # others are not the user's: they keep their traceback
-    except (CheckpointError, DynamicSamplingError) as error:
+    except (CheckpointError, DynamicSamplingError, RewardTermError) as error:
         return _refuse(error)
     return 0
 

@@ -45,7 +45,7 @@ from jaxrl.policy import Policy
 from jaxrl.registry import source_hashes
 from jaxrl.rewards import advantages_of, make_estimate, next_kl_coef, penalize_kl, shape_rewards
 from jaxrl.rollout.conversation import generator_input, sampling_of
-from jaxrl.rollout.dynamic_sampling import dynamic_sampling
+from jaxrl.rollout.dynamic_sampling import collect
 from jaxrl.rollout.generator import GeneratorInterface, generate_now
 from jaxrl.rollout.protocol import Engine
 from jaxrl.rollout.step_wise import merge_steps, trajectory_numbers
@@ -101,11 +101,12 @@ class Trainer:
         """Everything that is compiled or placed once."""
         trainer = self.config.trainer
         placement = place_model(trainer, self.model, self.mesh)
-        ref_placement = place_reference(trainer, self.model, placement)
+        ref_placement = place_reference(trainer, self.model, placement, self._ref_devices())
         self.policy = Policy(trainer, self.model, placement, ref_placement)
         self.scorer = self.ref_scorer = make_scorer(self.config, self.model, placement)
-        if ref_placement is not placement:
-            self.ref_scorer = make_scorer(self.config, self.model, ref_placement)
+        dtypes = {cfg.compute_dtype(trainer, role) for role in ("policy", "ref")}
+        if ref_placement is not placement or len(dtypes) > 1:
+            self.ref_scorer = make_scorer(self.config, self.model, ref_placement, "ref")
         self.optimizer, self.like, self.updater = assemble_update(
             self.config, self.scorer, placement, self.total_steps, self.policy.trained
         )
@@ -118,6 +119,13 @@ class Trainer:
             "config": cfg.get_config_as_dict(self.config),
             "functions": source_hashes(trainer.algorithm),
         }
+
+    def _ref_devices(self) -> list[Any] | None:
+        """Those of a reference that has its own."""
+        if self.config.trainer.placement.colocate_policy_ref:
+            return None
+        devices = jax.devices()
+        return [devices[i] for i in cfg.device_shares(self.config, len(devices)).ref]
 
     @property
     def params(self) -> Params:
@@ -193,7 +201,6 @@ class Trainer:
 
     def rollouts(self, step: int) -> tuple[GeneratorOutput, list[str]]:
         """Judged trajectories and their uids; dynamic sampling draws as often as it must."""
-        trainer = self.config.trainer
 
         def draw(attempt: int) -> tuple[GeneratorOutput, list[str]]:
             self.metrics["generate/sampled_batches"] = attempt
@@ -202,14 +209,7 @@ class Trainer:
             uids = [p.uid for p in prompts for _ in range(self.samples)]
             return self.generate(prompts, step, attempt), uids  # 2, 3
 
-        settings, tol = (
-            trainer.algorithm.dynamic_sampling,
-            trainer.algorithm.zero_variance_filter_tol,
-        )
-        if settings.type is None:
-            return draw(1)
-        size, seed = trainer.train_batch_size, (trainer.seed, step)
-        return dynamic_sampling(draw, settings, prompts=size, tol=tol, seed=seed)
+        return collect(draw, self.config, step)
 
     def next_prompts(self, step: int) -> list[Prompt]:
         """The next batch of prompts: a function of the seed and the number of batches drawn."""

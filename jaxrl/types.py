@@ -49,6 +49,7 @@ class Trajectory:
     policy_version: int  # of the first sampled token; -1 if there is none
     env_class: str = ""
     env_metrics: dict[str, Any] = field(default_factory=dict)
+    reward_terms: dict[str, float] = field(default_factory=dict)  # unweighted, summed over turns
     env_seconds: float = 0.0  # waited for the environment
     turns: list[tuple[int, int]] = field(default_factory=list)  # response tokens [first, last + 1)
     kept: list[tuple[int, ...]] = field(default_factory=list)  # see `rollout.protocol.Completion`
@@ -94,6 +95,7 @@ class GeneratorOutput(TypedDict):
     rollout_metrics: dict[str, float]
     trajectory_ids: NotRequired[list[TrajectoryID]]
     is_last_step: NotRequired[list[bool]]
+    reward_terms: NotRequired[list[dict[str, float]]]  # by name, unweighted; {} = not judged
     kept: NotRequired[list[list[tuple[int, ...]]]]  # per token the ids it was drawn from, () = all
 
 

@@ -12,9 +12,10 @@ from jaxrl import config as cfg
 from jaxrl.checkpoint import CheckpointError
 from jaxrl.models import init_params, save_pretrained
 from jaxrl.models.adapter import AdaptedModel
+from jaxrl.models.linear import merge
 from jaxrl.models.lora import LoraConfig, select_modules
 from jaxrl.models.peft_format import load_adapter
-from jaxrl.policy import lora_config
+from jaxrl.policy import Policy, lora_config
 from jaxrl.train import BasePPOExp, train
 from tests import test_update
 from tests.test_train import assert_bitwise_equal, metric_lines, small
@@ -130,3 +131,24 @@ def test_a_flax_module_takes_no_adapters():
     with pytest.raises(ValueError, match=r"lora.rank=8: Tiny is a flax module"):
         lora_config(cfg.SkyRLLoraConfig(rank=8), model)
     assert lora_config(cfg.SkyRLLoraConfig(), model) is None
+
+
+def test_a_reference_has_adapters_of_its_own(run, tmp_path):
+    """Those that the run exported: the reference then is the trained policy."""
+    folder, trainer = run
+    path = folder / "exports" / "global_step_2" / "policy"
+
+    def reference(path, rank):
+        settings = {"model.path": str(path), "model.random_init": True, "model.lora.rank": rank}
+        settings = {f"trainer.ref.{name}": value for name, value in settings.items()}
+        config = cfg.resolve(lora_run(tmp_path, **settings)).trainer
+        places = trainer.policy.placement, trainer.policy.ref_placement
+        return Policy(config, trainer.model, *places).reference()
+
+    expected = merge(trainer.params)
+    for ours, theirs in zip(*map(jax.tree.leaves, (reference(path, 4), expected)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match=r"lora.rank=2: the adapters in .* have rank 4; set that"):
+        reference(path, 2)
+    with pytest.raises(ValueError, match=r"ref.model.path=.*; set a PEFT folder, or .*rank=0"):
+        reference(tmp_path, 4)

@@ -51,6 +51,21 @@ def test_soft_overlong_punishment_takes_from_the_last_token():
     assert shaped["rewards"][1] == [0.0] * 7 + [0.75]
 
 
+def test_each_turn_is_punished_by_its_own_length():
+    # turns of 8 and 6 tokens, two given between: 0.5 (8 - 6) / 4 = 0.25 and 0; 10 tokens: 0.5
+    algorithm = AlgorithmConfig(overlong_buffer=OverlongBufferConfig(len=4, penalty_factor=0.5))
+    given = output([1.0, 1.0], [16, 20])
+    given["loss_masks"] = [[1] * 8 + [0] * 2 + [1] * 6, [1] * 8 + [0] * 2 + [1] * 10]
+    shaped, _ = shape_rewards(given, "ab", GENERATOR, algorithm)
+    assert shaped["rewards"][0] == [0.0] * 7 + [-0.25] + [0.0] * 7 + [1.0]
+    assert sum(shaped["rewards"][1]) == 1 - 0.25 - 0.5
+    # the same trajectories with a row per turn earn the same
+    steps = output([[0.0] * 8, 1.0, [0.0] * 8, 1.0], [8, 6, 8, 10])
+    steps["is_last_step"] = [False, True, False, True]
+    shaped, _ = shape_rewards(steps, "ab", GENERATOR, algorithm)
+    assert [sum(r) for r in shaped["rewards"]] == [0.0, 0.75, 0.0, 0.25]
+
+
 @pytest.mark.parametrize("reward", [1.0, []])
 def test_an_empty_response_has_no_rewards_and_no_punishment(reward):
     algorithm = AlgorithmConfig(overlong_buffer=OverlongBufferConfig(len=4))

@@ -45,6 +45,7 @@ from jaxrl.config.mesh import batch_groups, sharding_rules
 from jaxrl.config.model import ModelConfig, OptimizerConfig, SkyRLLoraConfig
 from jaxrl.config.objective_card import objective_card
 from jaxrl.config.overrides import apply_overrides, parse_command_line
+from jaxrl.config.placement import device_shares
 from jaxrl.config.recipe import default_config, load_config_file, to_train_config
 from jaxrl.config.rollouts import check_engines, in_process, longest_row, rows_at_once
 from jaxrl.config.serving import ServeConfig, check_serving
@@ -62,6 +63,7 @@ from jaxrl.config.trainer import (
     PolicyConfig,
     RefConfig,
     TrainerConfig,
+    compute_dtype,
     logger_names,
     model_overrides,
     run_folder,
@@ -112,7 +114,9 @@ __all__ = [
     "apply_overrides",
     "check_engines",
     "check_serving",
+    "compute_dtype",
     "default_config",
+    "device_shares",
     "batch_groups",
     "get_config_as_dict",
     "get_config_as_yaml_str",

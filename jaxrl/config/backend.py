@@ -22,12 +22,16 @@ class MeshConfig(BaseConfig):
     """Devices that split the experts."""
 
 
+# values of MixedPrecisionConfig, as NumPy names them
+PRECISIONS = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32"}
+
+
 @dataclass
 class MixedPrecisionConfig(BaseConfig):
     """Data types of FSDP."""
 
     param_dtype: str = "bf16"
-    """Data type of the weights in the forward pass."""
+    """Data type of the computation, "bf16" or "fp32", in place of that of `trainer.bf16`."""
     reduce_dtype: str = "fp32"
     """Data type in which gradients are summed over devices."""
     buffer_dtype: str = "fp32"
@@ -45,7 +49,7 @@ class FSDPConfig(BaseConfig):
     fsdp_size: int = -1
     """Size of the mesh axis `fsdp`; -1 = all devices. The axis `data` gets the rest."""
     mixed_precision: MixedPrecisionConfig | None = None
-    """Data types other than those of `trainer.bf16`."""
+    """Data types of this model, in place of those of `trainer.bf16`; None = these."""
     wrap_policy: dict[str, Any] = field(default_factory=dict)
     """Which torch modules are sharded as one unit."""
 

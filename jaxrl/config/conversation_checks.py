@@ -1,9 +1,12 @@
 """Checks of conversations: lengths, turns, a row per turn, and what these exclude."""
 
+import math
 from typing import Any
 
 from jaxrl.config.errors import fail
 from jaxrl.config.train_config import TrainConfig
+from jaxrl.function_contracts import check_reward_signature
+from jaxrl.user_functions import import_function
 
 _EVERY_TOKEN_COUNTS = ("gae", "reinforce++", "grpo_token")
 
@@ -17,6 +20,7 @@ def check_conversations(config: TrainConfig) -> None:
     _check_lengths(config)
     _check_turns(config)
     _check_environments(config)
+    _check_reward_terms(config)
     for group in ("sampling_params", "eval_sampling_params"):
         params = getattr(config.generator, group)
         if params is not None and "" in (params.stop or ()):
@@ -51,7 +55,6 @@ def _check_step_wise(config: TrainConfig) -> None:
     """A row per turn has one advantage for all rows of a trajectory."""
     generator, algorithm = config.generator, config.trainer.algorithm
     estimator, reduction = algorithm.advantage_estimator, algorithm.loss_reduction
-    kind = algorithm.dynamic_sampling.type
     excluded: tuple[tuple[str, Any, bool, str], ...] = (
         ("generator.batched", True, generator.batched, "set it to False"),
         (
@@ -84,12 +87,6 @@ def _check_step_wise(config: TrainConfig) -> None:
             algorithm.advantage_batch_normalize,
             "not available for a row per turn; set it to False",
         ),
-        (
-            "trainer.algorithm.dynamic_sampling.type",
-            kind,
-            kind is not None,
-            "not available for a row per turn; set it to None",
-        ),
     )
     for field, value, holds, fix in excluded:
         if holds:
@@ -103,3 +100,23 @@ def _check_environments(config: TrainConfig) -> None:
         fail(f"{group}.max_env_workers", workers, "must be 0 (inline) or more")
     if seconds is not None and seconds <= 0:
         fail(f"{group}.env_timeout_seconds", seconds, "must be > 0, or None (no limit)")
+
+
+def _check_reward_terms(config: TrainConfig) -> None:
+    """Weights that are numbers, functions that exist and can be called with what they will get."""
+    environment, names = config.environment, set()
+    for name, weight in environment.reward_weights.items():
+        if isinstance(weight, bool) or not math.isfinite(weight):
+            fail(f"environment.reward_weights[{name!r}]", weight, "must be a finite number")
+    field = "environment.reward_functions"
+    for path in environment.reward_functions:
+        try:
+            func = import_function(path, "reward function")
+            check_reward_signature(f"reward function '{path}'", func)
+        except ValueError as error:
+            fail(field, path, str(error))
+        name = path.rpartition(":")[2]
+        if name in names:
+            fix = f"two functions are named '{name}', and so would their terms be; rename one"
+            fail(field, environment.reward_functions, fix)
+        names.add(name)

@@ -59,5 +59,12 @@ class EnvironmentConfig(BaseConfig):
 
     env_class: str = "gsm8k"
     """Environment of prompts that name none: a known name or "my_pkg.my_module:MyEnv"."""
+    reward_weights: dict[str, float] = field(default_factory=dict)
+    """Weights of reward terms by name, e.g. {"correct": 1.0, "format": 0.1}: the reward is the
+    weighted sum. A reward that an environment gives without a name is the term "environment".
+    Empty = every term counts once."""
+    reward_functions: list[str] = field(default_factory=list)
+    """Functions that judge every turn beside the environment, "my_pkg.my_module:my_reward"; a
+    number, or one per token, is the term of the function's name."""
     skyrl_gym: SkyRLGymConfig = field(default_factory=SkyRLGymConfig)
     """Settings by environment."""

@@ -11,6 +11,7 @@ from jaxrl.parallel import ShardingRules, mesh_sizes
 from jaxrl.parallel.mesh import AXES
 
 if TYPE_CHECKING:
+    from jaxrl.config.placement import DeviceShares
     from jaxrl.config.train_config import TrainConfig
 
 _RULES = "trainer.sharding_rules"
@@ -34,19 +35,20 @@ def batch_groups(config: "TrainConfig", num_devices: int, role: str = "policy") 
     return math.prod(size for axis, size in zip(AXES, sizes, strict=True) if axis in rows)
 
 
-def check_mesh(config: "TrainConfig", num_devices: int) -> None:
+def check_mesh(config: "TrainConfig", shares: "DeviceShares") -> None:
     """Sizes that fit the devices, SkyRL's fields that agree with them, rules that can be placed.
 
     Raises:
         ValueError: with the field, its value and the fix.
     """
     trainer = config.trainer
-    for name, role in (("policy", trainer.policy), ("ref", trainer.ref)):
+    roles = ("policy", trainer.policy, shares.policy), ("ref", trainer.ref, shares.ref)
+    for name, role, devices in roles:
         if role.mesh is None:
             continue
         field, sizes = f"trainer.{name}.mesh", dataclasses.asdict(role.mesh)
         try:
-            mesh_sizes(num_devices, **sizes)
+            mesh_sizes(len(devices), **sizes)
         except ValueError as error:
             said = {axis: size for axis, size in sizes.items() if size != 1}
             fail(field, said, str(error).partition(": ")[2] or str(error))

@@ -92,7 +92,8 @@ def make_config(
 def resolve(config: Config) -> Config:
     """A copy in which every field that follows from another one is set.
 
-    ref.model = policy.model's path and random_init, with its model_config_kwargs;
+    ref.model = policy.model's path and random_init, with its model_config_kwargs, to which those
+    of megatron_config are added;
     generator.max_input_length = trainer.max_prompt_length; algorithm.temperature = sampling
     temperature; algorithm.max_seq_len = max_input_length + max_generate_length (for one turn only);
     policy.mesh and ref.mesh = what SkyRL's fields say where they do not;
@@ -105,12 +106,16 @@ def resolve(config: Config) -> Config:
     config = copy.deepcopy(config)
     trainer, generator = config.trainer, config.generator
     ref, policy, algorithm = trainer.ref.model, trainer.policy.model, trainer.algorithm
+    for role in (trainer.policy, trainer.ref):
+        theirs = copy.deepcopy(role.megatron_config.model_config_kwargs)
+        role.model_config_kwargs = theirs | role.model_config_kwargs
     if ref.path is None:
         ref.path, ref.random_init = policy.path, policy.random_init
         kwargs = trainer.ref.model_config_kwargs or trainer.policy.model_config_kwargs
         trainer.ref.model_config_kwargs = copy.deepcopy(kwargs)
     trainer.policy.mesh = map_mesh(trainer.policy) or MeshConfig()
-    trainer.ref.mesh = map_mesh(trainer.ref)
+    own_devices = not trainer.placement.colocate_policy_ref
+    trainer.ref.mesh = map_mesh(trainer.ref) or (MeshConfig() if own_devices else None)
     if generator.max_input_length is None:
         generator.max_input_length = trainer.max_prompt_length
     if algorithm.temperature is None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config.algorithm import AlgorithmConfig
-from jaxrl.config.backend import FSDPConfig, MegatronConfig, MeshConfig
+from jaxrl.config.backend import PRECISIONS, FSDPConfig, MegatronConfig, MeshConfig
 from jaxrl.config.dataclass_config import BaseConfig
 from jaxrl.config.model import ModelConfig, OptimizerConfig
 
@@ -16,13 +16,15 @@ class PlacementConfig(BaseConfig):
     """Which devices hold which model."""
 
     colocate_all: bool = True
-    """Training and sampling share all devices."""
+    """Training and sampling share all devices; false = an engine in this process has the devices
+    that policy_num_gpus_per_node leaves."""
     colocate_policy_ref: bool = True
-    """Policy and reference model share devices."""
+    """Policy and reference model share devices; false = the reference has ref_num_gpus_per_node of
+    its own, after the policy's."""
     policy_num_nodes: int = 1
     """Hosts of the policy."""
     policy_num_gpus_per_node: int = 1
-    """Devices per host of the policy."""
+    """Devices of the policy where not all parts share all devices."""
     critic_num_nodes: int = 1
     """Hosts of the critic."""
     critic_num_gpus_per_node: int = 1
@@ -30,7 +32,7 @@ class PlacementConfig(BaseConfig):
     ref_num_nodes: int = 1
     """Hosts of the reference model."""
     ref_num_gpus_per_node: int = 1
-    """Devices per host of the reference model."""
+    """Devices of a reference model on its own."""
 
 
 @dataclass
@@ -82,7 +84,7 @@ class RefConfig(BaseConfig):
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model; no path = the policy's initial weights."""
     mesh: MeshConfig | None = None
-    """Its device mesh, over the same devices; None = the policy's."""
+    """Its device mesh; None = the policy's, or fsdp over devices of its own."""
     sequence_parallel_size: int = 1
     """Devices that share each sequence."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
@@ -217,6 +219,18 @@ def model_overrides(trainer: TrainerConfig, role: PolicyConfig | RefConfig) -> d
     """Entries of the role's config.json that the run replaces."""
     rope = {"rope_scaling": trainer.rope_scaling, "rope_theta": trainer.rope_theta}
     return role.model_config_kwargs | {k: v for k, v in rope.items() if v is not None}
+
+
+def compute_dtype(trainer: TrainerConfig, role: str) -> str:
+    """Data type in which a model computes, "bfloat16" or "float32".
+
+    Args:
+        role: "policy", "ref" or "critic".
+    """
+    own = getattr(trainer, role).fsdp_config.mixed_precision
+    if own is None:
+        return "bfloat16" if trainer.bf16 else "float32"
+    return PRECISIONS[own.param_dtype]
 
 
 def logger_names(logger: str | list[str]) -> list[str]:

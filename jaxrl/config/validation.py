@@ -11,10 +11,13 @@ from jaxrl.config.field_status import status_of
 from jaxrl.config.generator import SamplingParams
 from jaxrl.config.mesh import batch_groups, check_mesh
 from jaxrl.config.microbatching import check_microbatches
+from jaxrl.config.model_checks import check_models
 from jaxrl.config.objective_checks import check_objective, warn_of_objective
+from jaxrl.config.placement import check_placement
 from jaxrl.config.rollouts import check_engines
 from jaxrl.config.serving import check_serving
 from jaxrl.config.train_config import TrainConfig, resolve
+from jaxrl.config.trainer import compute_dtype
 from jaxrl.losses.kl import KL_ESTIMATORS
 from jaxrl.losses.reduction import REDUCTIONS
 from jaxrl.models.lora import INIT_METHODS
@@ -99,13 +102,16 @@ def validate(config: TrainConfig, num_devices: int = 1) -> None:
     _check_choices(values)
     _check_ranges(values)
     _check_batch(config)
-    check_mesh(config, num_devices)
+    shares = check_placement(config, num_devices)
+    check_mesh(config, shares)
     check_conversations(config)
-    check_engines(config, num_devices)
+    check_engines(config, len(shares.engine))
     check_serving(config.serve)
-    groups = (batch_groups(config, num_devices, role) for role in ("policy", "ref"))
+    parts = ("policy", shares.policy), ("ref", shares.ref)
+    groups = [batch_groups(config, len(devices), role) for role, devices in parts]
     check_microbatches(config, max(groups))
     check_objective(config)
+    check_models(config.trainer)
     _check_rope(config)
     warn_of_objective(config)
     _warn_of_sampling(config)
@@ -134,11 +140,7 @@ def _check_status(values: dict[str, Any]) -> None:
         if row is None or row.only_with or (field in defaults and value == defaults[field]):
             continue
         if row.status == "planned":
-            if field in defaults:
-                fix = f"set it to {defaults[field]!r}"
-            else:  # a field of an optional group that is off by default
-                fix = f"set {field.rpartition('.')[0]} to None"
-            fail(field, value, f"not available yet ({row.note}); {fix}")
+            fail(field, value, f"not available yet ({row.note}); set it to {defaults[field]!r}")
         if row.status == "inert":
             ignored.append(f"{field}={value!r} ({row.note})")
     if ignored:
@@ -238,11 +240,11 @@ def _warn_of_sampling(config: TrainConfig) -> None:
             stacklevel=3,
         )
     engine_dtype = config.generator.inference_engine.model_dtype
-    if (engine_dtype == "bfloat16") != config.trainer.bf16:
+    trained_dtype = compute_dtype(config.trainer, "policy")
+    if engine_dtype != trained_dtype:
         warnings.warn(
-            f"generator.inference_engine.model_dtype={engine_dtype!r} and trainer.bf16="
-            f"{config.trainer.bf16}: sampler and trainer compute in different precision, their "
-            "log-probs will differ",
+            f"generator.inference_engine.model_dtype={engine_dtype!r}, and the trainer computes in "
+            f"{trained_dtype} (trainer.bf16={config.trainer.bf16}): their log-probs will differ",
             stacklevel=3,
         )
 

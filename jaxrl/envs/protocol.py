@@ -10,11 +10,14 @@ from jaxrl.types import Message
 class StepOutput(TypedDict):
     """What one turn brought.
 
-    Example: `{"observations": [], "reward": 1.0, "done": True, "metadata": {"answer": "72"}}`.
+    Example: `{"observations": [], "reward": 1.0, "done": True, "metadata": {"answer": "72"}}`. With
+    reward terms, weighed by `environment.reward_weights`: `{"reward": {"correct": 1.0, "format":
+    0.0}, ...}`.
     """
 
     observations: list[Message]  # what the environment says next; empty when done
-    reward: float | list[float]  # for the whole response, or one per response token
+    # for the whole response, or one per response token; or several of these by name
+    reward: float | list[float] | Mapping[str, float | list[float]]
     done: bool
     metadata: dict[str, Any]
     postprocessed_action: NotRequired[str | None]  # the beginning of the response that stands

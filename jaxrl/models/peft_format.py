@@ -101,6 +101,11 @@ def load_adapter(
     return lora, adapters
 
 
+def base_of_adapter(folder: str | os.PathLike[str]) -> str:
+    """Path or hub id of the model that the adapters of a PEFT folder belong to."""
+    return read_json(Path(folder) / CONFIG_FILE)["base_model_name_or_path"]
+
+
 def peft_config(lora: LoraConfig, base: str) -> dict[str, Any]:
     """The content of adapter_config.json."""
     return {

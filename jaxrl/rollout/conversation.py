@@ -17,6 +17,7 @@ from jaxrl.data.tokenizer import encode_prompt
 from jaxrl.envs import StepOutput
 from jaxrl.rollout.environment_pool import EnvironmentPool
 from jaxrl.rollout.protocol import Completion, Engine, Request, Sampling
+from jaxrl.rollout.reward_terms import RewardTerms
 from jaxrl.rollout.session import EnvironmentFailure, Session
 from jaxrl.rollout.submissions import Submissions, Turn
 from jaxrl.rollout.trajectories import to_columns
@@ -121,6 +122,7 @@ class Conversation:
             policy_version=self.version,
             env_class=self.prompt.env_class,
             env_metrics=self.metrics,
+            reward_terms={} if self.failure else self.session.earned,
             env_seconds=self.session.seconds,
             turns=transcript.turns,
             kept=transcript.kept,
@@ -141,6 +143,7 @@ class ConversationGenerator:
         env_config: handed to every environment.
         max_env_workers: calls of environments at a time; 0 = inline.
         env_timeout_seconds: of each call of an environment; None = none.
+        reward_terms: weights of named rewards, and functions that judge beside the environment.
     """
 
     def __init__(
@@ -152,11 +155,13 @@ class ConversationGenerator:
         env_config: Mapping[str, Any] | None = None,
         max_env_workers: int = 32,
         env_timeout_seconds: float | None = None,
+        reward_terms: RewardTerms | None = None,
     ) -> None:
         self.engine, self.tokenizer, self.env_config = engine, tokenizer, env_config
         self.settings = GeneratorConfig() if settings is None else settings
         self.log_probs = self.settings.sampling_params.logprobs is not None
         self.pool = EnvironmentPool(max_env_workers, env_timeout_seconds)
+        self.reward_terms = reward_terms
         self.template = TurnTemplate(tokenizer, self.settings.chat_template_kwargs)
 
     async def generate(self, batch: GeneratorInput) -> GeneratorOutput:
@@ -167,10 +172,11 @@ class ConversationGenerator:
 
         Raises:
             RuntimeError: that is what became of every trajectory; gives the first one's reason.
+            RewardTermError: reward terms and their weights do not belong together.
         """
         later = Submissions(self.engine)
         talks = [
-            Conversation(prompt, key, Session(prompt, self.pool, self.env_config), later)
+            Conversation(prompt, key, self._session(prompt), later)
             for prompt, key in zip(batch["prompts"], batch["keys"], strict=True)
         ]
         sampling: Sampling = batch["sampling"]
@@ -189,6 +195,9 @@ class ConversationGenerator:
         trajectories = [talk.trajectory() for talk in talks]
         ids, step_wise = batch.get("trajectory_ids"), self.settings.step_wise_trajectories
         return to_columns(trajectories, ids, step_wise=step_wise, log_probs=self.log_probs)
+
+    def _session(self, prompt: Prompt) -> Session:
+        return Session(prompt, self.pool, self.env_config, self.reward_terms)
 
     async def _open(self, talk: Conversation) -> None:
         """Let the environment open the conversation, perhaps in words of its own."""

@@ -11,9 +11,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from jaxrl.config import DynamicSamplingConfig
+from jaxrl.config import DynamicSamplingConfig, TrainConfig
+from jaxrl.data.packing import token_level
 from jaxrl.data.selection import filter_rows, replace_rows, zero_variance_groups
-from jaxrl.rollout.step_wise import take_rows
+from jaxrl.rollout.step_wise import last_steps, take_trajectories
 from jaxrl.types import GeneratorOutput
 
 Draw = Callable[
@@ -25,8 +26,37 @@ class DynamicSamplingError(ValueError):
     """The prompts of this run do not give batches that can be trained on."""
 
 
+def collect(draw: Draw, config: TrainConfig, step: int) -> tuple[GeneratorOutput, list[str]]:
+    """The trajectories of a step: one batch, or as many as dynamic sampling needs."""
+    trainer, generator = config.trainer, config.generator
+    if trainer.algorithm.dynamic_sampling.type is None:
+        return draw(1)
+
+    def judged(output: GeneratorOutput) -> GeneratorOutput:
+        return token_level(
+            output,
+            zero_reward_on_non_stop=generator.zero_reward_on_non_stop,
+            apply_overlong_filtering=generator.apply_overlong_filtering,
+        )
+
+    return dynamic_sampling(
+        draw,
+        trainer.algorithm.dynamic_sampling,
+        prompts=trainer.train_batch_size,
+        tol=trainer.algorithm.zero_variance_filter_tol,
+        seed=(trainer.seed, step),
+        judged=judged,
+    )
+
+
 def dynamic_sampling(
-    draw: Draw, settings: DynamicSamplingConfig, *, prompts: int, tol: float, seed: Sequence[int]
+    draw: Draw,
+    settings: DynamicSamplingConfig,
+    *,
+    prompts: int,
+    tol: float,
+    seed: Sequence[int],
+    judged: Callable[[GeneratorOutput], GeneratorOutput] = lambda output: output,
 ) -> tuple[GeneratorOutput, list[str]]:
     """Trajectories of `prompts` prompts, and the uid of each.
 
@@ -36,9 +66,11 @@ def dynamic_sampling(
     A prompt that comes twice is two groups, with a uid of its own.
 
     Args:
-        draw: one batch of trajectories with consecutive samples of each prompt.
+        draw: one batch of trajectories with consecutive samples of each prompt, and the uid of each
+            trajectory; rows may be its steps.
         tol: rewards that differ by at most this are the same.
         seed: of the stand-ins.
+        judged: rewards and loss masks as they will be trained on; they alone are looked at.
 
     Raises:
         DynamicSamplingError: max_sample_batches were not enough.
@@ -46,14 +78,14 @@ def dynamic_sampling(
     rng, parts, uids = np.random.default_rng(seed), [], []
     for attempt in itertools.count(1):
         output, drawn = draw(attempt)
-        same = zero_variance_groups(output["rewards"], drawn, tol=tol)
         samples = len(drawn) // len(set(drawn))
+        same = _uninformative(judged(last_steps(output)), drawn, samples, tol)
         if settings.type == "filter":
             rows = filter_rows(same, drawn, prompts - len(uids) // samples)
         else:
             replaced = replace_rows(same, drawn, settings.min_replace_ratio, rng)
             rows = np.arange(0) if replaced is None else replaced[0]
-        parts.append(take_rows(output, rows))
+        parts.append(take_trajectories(output, rows))
         uids += [drawn[row] for row in rows]
         if len(uids) == prompts * samples:
             return _concatenate(parts), distinct_uids(uids, samples)
@@ -66,6 +98,20 @@ def dynamic_sampling(
                 "trainer.algorithm.dynamic_sampling.max_sample_batches (-1 = never give up)"
             )
     raise AssertionError("unreachable")
+
+
+def _uninformative(
+    output: GeneratorOutput, uids: Sequence[str], samples: int, tol: float
+) -> np.ndarray:
+    """Rows [B] bool of prompts with no two trajectories to learn from whose rewards differ.
+
+    A prompt with a single sample has no group to differ from and is kept, as in SkyRL.
+    """
+    same = zero_variance_groups(output["rewards"], uids, output["loss_masks"], tol=tol)
+    learnable = Counter(
+        uid for uid, mask in zip(uids, output["loss_masks"], strict=True) if any(mask)
+    )
+    return same | np.array([learnable[uid] < min(samples, 2) for uid in uids])
 
 
 def distinct_uids(uids: Sequence[str], samples: int) -> list[str]:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jaxrl.data.packing import length_bucket, round_up
 from jaxrl.models.transformer import Params, forward, unembed
-from jaxrl.parallel import ShardingRules, batch_sharding
+from jaxrl.parallel import ShardingRules, batch_sharding, replicated
 from jaxrl.parallel.rules import batch_devices
 from jaxrl.rollout.protocol import Completion, Request, Sampling
 from jaxrl.rollout.sampling import sample, uniforms
@@ -31,7 +31,8 @@ class RecomputeEngine:
 
     Args:
         model: an `AdaptedModel` or a `TransformerConfig`.
-        mesh: rows are spread over its batch axes, weights stay as the trainer has them.
+        mesh: rows are spread over its batch axes; weights stay as the trainer has them, or are
+            whole on every device where these are not the trainer's.
         dtype: compute dtype.
         max_num_seqs: rows sampled together.
     """
@@ -48,7 +49,11 @@ class RecomputeEngine:
 
     def update_weights(self, params: Params, version: int) -> None:
         """Sample from these parameters from now on; they are copied."""
-        self.params, self.version = jax.tree.map(jnp.copy, params), version
+        if jax.tree.leaves(params)[0].sharding.device_set != self.rows.device_set:
+            params = jax.device_put(params, replicated(self.rows.mesh))
+        else:
+            params = jax.tree.map(jnp.copy, params)
+        self.params, self.version = params, version
 
     def sleep(self) -> None:
         """Drop the copy of the weights."""

@@ -12,6 +12,7 @@ from jaxrl import envs
 from jaxrl.envs import StepOutput
 from jaxrl.registry import accepted_keywords
 from jaxrl.rollout.environment_pool import EnvironmentPool
+from jaxrl.rollout.reward_terms import PLAIN, Reward, RewardTerms, named
 from jaxrl.types import Message, Prompt
 
 
@@ -24,13 +25,22 @@ class Session:
 
     Attributes:
         seconds: waited for its calls so far.
+        earned: the sum of each reward term so far, unweighted; empty where there is but the
+            environment's own reward.
     """
 
     def __init__(
-        self, prompt: Prompt, pool: EnvironmentPool, env_config: Mapping[str, Any] | None
+        self,
+        prompt: Prompt,
+        pool: EnvironmentPool,
+        env_config: Mapping[str, Any] | None,
+        terms: RewardTerms | None = None,
     ) -> None:
         self.prompt, self.pool, self.env_config = prompt, pool, env_config
+        self.terms = RewardTerms() if terms is None else terms
         self.seconds = 0.0
+        self.earned: dict[str, float] = {}
+        self._turns, self._max_turns = 0, 1
         self._env: Any = None
 
     async def open(self, max_turns: int) -> list[Message]:
@@ -39,6 +49,7 @@ class Session:
         Args:
             max_turns: for environments that count turns; a column of the row's own holds instead.
         """
+        self._max_turns = max_turns
 
         def start() -> Any:
             extras = {"max_turns": max_turns, **self.prompt.extras}
@@ -57,7 +68,11 @@ class Session:
             stopped: whether the last one is an end-of-sequence token.
 
         Returns:
-            Its answer, with `reward` a finite float, or a list of one for each token.
+            Its answer, with `reward` a finite float, or a list of one for each token: the weighted
+            sum of all reward terms.
+
+        Raises:
+            RewardTermError: the terms are not those that have a weight.
         """
         when = f"with the answer {text!r}"
         asked = _step_keywords(type(self._env))
@@ -65,11 +80,46 @@ class Session:
         details = {name: value for name, value in details.items() if name in asked}
         step = await self._ask(when, functools.partial(self._env.step, text, **details))
         with self.blamed(when):
-            rewards = np.asarray(step["reward"], np.float64).tolist()  # may be numpy's numbers
-            _check_rewards(rewards, len(tokens))
+            given = named(step["reward"], PLAIN)
+            terms = {name: _checked(x, len(tokens), name) for name, x in given.items()}
             said, done = step.get("observations") or [], bool(step["done"])
-            checked = {"reward": rewards, "observations": said, "done": done}
-            return cast(StepOutput, {**step, **checked})
+        terms |= await self._judge(text, tokens, stopped, done=done, taken=terms)
+        checked = {"reward": self._weigh(terms), "observations": said, "done": done}
+        return cast(StepOutput, {**step, **checked})
+
+    async def _judge(
+        self,
+        text: str,
+        tokens: Sequence[str],
+        stopped: bool,
+        *,
+        done: bool,
+        taken: Mapping[str, Reward],
+    ) -> dict[str, Reward]:
+        """The terms of the user's functions."""
+        self._turns += 1
+        details = {"action": text, "tokens": list(tokens), "stopped": stopped, "turn": self._turns}
+        details |= {"prompt": self.prompt.messages, "extras": self.prompt.extras}
+        details["done"] = done or self._turns >= self._max_turns
+        found: dict[str, Reward] = {}
+        for function, call, keywords in self.terms.calls(**details):
+            when = f"in reward function '{function}' with the answer {text!r}"
+            given = await self._ask(when, functools.partial(call, **keywords))
+            with self.blamed(when):
+                for name, x in named(given, function).items():
+                    if name in taken or name in found:
+                        raise ValueError(f"gave the reward term '{name}', which is given already")
+                    found[name] = _checked(x, len(tokens), name)
+        return found
+
+    def _weigh(self, terms: Mapping[str, Reward]) -> Reward:
+        """The reward of a turn; its terms are recorded."""
+        if not self.terms.weights and terms.keys() == {PLAIN}:
+            return terms[PLAIN]
+        for name, x in terms.items():
+            self.earned[name] = self.earned.get(name, 0.0) + float(np.sum(x))
+        label = f"environment '{self.prompt.env_class}' on prompt {self.prompt.uid}"
+        return self.terms.weigh(terms, label)
 
     async def metrics(self) -> dict[str, Any]:
         """The environment's numbers about the conversation."""
@@ -106,10 +156,18 @@ def _step_keywords(env: Any) -> frozenset[str]:
     return frozenset(accepted_keywords(env.step, {"tokens": None, "stopped": None}))
 
 
-def _check_rewards(rewards: Any, tokens: int) -> None:
+def _checked(given: Any, tokens: int, term: str) -> Reward:
+    """A reward as Python's numbers."""
+    rewards = np.asarray(given, np.float64).tolist()  # may be numpy's numbers
+    _check_rewards(rewards, tokens, "" if term == PLAIN else f" for '{term}'")
+    return rewards
+
+
+def _check_rewards(rewards: Any, tokens: int, term: str) -> None:
     if not np.isfinite(rewards).all():
-        raise ValueError(f"gave the reward {rewards!r}; rewards must be finite")
+        raise ValueError(f"gave the reward {rewards!r}{term}; rewards must be finite")
     if np.ndim(rewards) > 1 or (np.ndim(rewards) == 1 and len(rewards) != tokens):
         raise ValueError(
-            f"gave {len(rewards)} rewards for {tokens} tokens; give one per token, or a number"
+            f"gave {len(rewards)} rewards{term} for {tokens} tokens; give one per token, or a "
+            "number"
         )

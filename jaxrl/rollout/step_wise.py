@@ -76,6 +76,17 @@ def take_rows(output: GeneratorOutput, rows: np.ndarray) -> GeneratorOutput:
     )
 
 
+def take_trajectories(output: GeneratorOutput, chosen: np.ndarray) -> GeneratorOutput:
+    """All rows of these trajectories, in this order."""
+    last = output.get("is_last_step")
+    if last is None:
+        return take_rows(output, chosen)
+    ends = np.flatnonzero(last) + 1
+    starts = np.concatenate([[0], ends[:-1]])
+    rows = [np.arange(starts[i], ends[i]) for i in chosen]
+    return take_rows(output, np.concatenate([np.arange(0), *rows]))
+
+
 def _step(t: Trajectory, start: int, end: int) -> Trajectory:
     return dataclasses.replace(
         t,

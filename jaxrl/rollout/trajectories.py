@@ -41,6 +41,8 @@ def to_columns(
     )
     if step_wise:
         output["is_last_step"] = [row is s[-1] for s in steps for row in s]
+    if any(t.reward_terms for t in rows):
+        output["reward_terms"] = [t.reward_terms for t in rows]
     if any(any(t.kept) for t in rows):
         output["kept"] = [t.kept for t in rows]
     return output

@@ -60,7 +60,6 @@ def test_what_is_allowed(overrides):
             "use_kl_in_reward=True: with generator.step_wise",
         ),
         ({**STEP_WISE, "trainer.algorithm.advantage_batch_normalize": True}, "set it to False"),
-        ({**STEP_WISE, "trainer.algorithm.dynamic_sampling.type": "filter"}, "set it to None"),
         ({**STEP_WISE, "generator.max_turns": 1, "generator.batched": True}, "batched=True: with"),
         ({"generator.sampling_params.stop": [""]}, r"sampling_params.stop=\[''\]: would end at"),
         ({"generator.eval_sampling_params.stop": ["a", ""]}, "eval_sampling_params.stop="),

@@ -6,7 +6,6 @@ import pytest
 from jaxrl import registry
 from jaxrl.config import (
     AlgorithmConfig,
-    MixedPrecisionConfig,
     TrainConfig,
     make_config,
     resolve,
@@ -43,15 +42,12 @@ def test_nan_is_refused_wherever_it_stands():
 
 
 PLANNED = [
-    ("trainer.ref.model.lora.rank", 8, 0),
     ("trainer.critic.model.path", "m", None),
     ("trainer.policy.sequence_parallel_size", 2, 1),
     ("trainer.policy.record_memory", True, False),
     ("trainer.policy.megatron_config.pipeline_model_parallel_size", 2, 1),
     ("trainer.policy.megatron_config.context_parallel_size", 2, 1),
     ("trainer.ref.megatron_config.expert_model_parallel_size", 2, 1),
-    ("trainer.placement.colocate_all", False, True),
-    ("trainer.placement.colocate_policy_ref", False, True),
     ("trainer.placement.policy_num_nodes", 2, 1),
     ("trainer.update_ref_every_epoch", True, False),
     ("trainer.dump_data_batch", True, False),
@@ -66,17 +62,6 @@ def test_planned_features_are_rejected_with_the_value_that_turns_them_off(field,
     message = str(error.value)
     assert message.startswith(f"{field}={value!r}: not available yet (")
     assert message.endswith(f"set it to {off!r}")
-
-
-def test_planned_group_that_is_off_by_default_is_rejected_as_a_group():
-    config = TrainConfig()
-    config.trainer.policy.fsdp_config.mixed_precision = MixedPrecisionConfig()
-    message = (
-        r"trainer.policy.fsdp_config.mixed_precision.param_dtype='bf16': not available yet \(use "
-        r"trainer.bf16\); set trainer.policy.fsdp_config.mixed_precision to None"
-    )
-    with pytest.raises(ValueError, match=message):
-        validate(config)
 
 
 def test_settings_of_a_feature_that_is_off_may_have_any_value():

@@ -21,6 +21,7 @@ def batches(*drawn):
         return {
             "response_ids": [[f"{uid}{i}"] for uid, i, _ in rows],
             "rewards": [r for *_, r in rows],
+            "loss_masks": [[1]] * len(rows),
             "rollout_metrics": {"environment/score": float(attempt)},
         }, [uid for uid, *_ in rows]
 
@@ -79,3 +80,41 @@ def test_too_many_batches_are_an_error(kind):
 
 def test_uids_of_groups():
     assert distinct_uids(["a", "a", "b", "b", "a", "a"], 2) == ["a", "a", "b", "b", "a#2", "a#2"]
+
+
+def test_rows_with_nothing_to_learn_from_are_no_evidence():
+    """a's 0 is a failed trajectory; of b one is left; d was cut off, which `judged` masks."""
+    given = {"a": [0, 1, 1], "b": [0, 1, 0], "c": [0, 1, 0], "d": [0, 1, 1]}
+    masks = [[0], [1], [1], [0], [1], [0], [1], [1], [0], [1], [1], [1]]
+
+    def draw(attempt):
+        output, uids = batches(given)[0](1)
+        return {**output, "loss_masks": masks}, uids
+
+    def judged(output):
+        return {**output, "loss_masks": masks[:9] + [[0], [1], [1]]}
+
+    settings = DynamicSamplingConfig(type="filter", max_sample_batches=1)
+    output, uids = dynamic_sampling(draw, settings, prompts=1, tol=1e-6, seed=(1,), judged=judged)
+    assert uids == ["c"] * 3
+    assert output["loss_masks"] == [[1], [1], [0]]  # as they were drawn
+
+
+@pytest.mark.parametrize("kind", ["filter", "replace"])
+def test_all_steps_of_a_trajectory_stay_together(kind):
+    """Samples of a: 1 step earning 1, 2 steps earning 1; of b: 2 steps earning 1, 1 step 0."""
+
+    def draw(attempt):
+        return {
+            "response_ids": [["a0"], ["a1"], ["a1+"], ["b0"], ["b0+"], ["b1"]],
+            "rewards": [[1.0], [0.0], [1.0], [0.0], [1.0], [0.0]],
+            "loss_masks": [[1]] * 6,
+            "is_last_step": [True, False, True, False, True, True],
+            "rollout_metrics": {},
+        }, ["a", "a", "b", "b"]
+
+    settings = DynamicSamplingConfig(type=kind)
+    output, uids = dynamic_sampling(draw, settings, prompts=2, tol=1e-6, seed=(1,))
+    assert output["response_ids"] == [["b0"], ["b0+"], ["b1"]] * 2
+    assert output["is_last_step"] == [False, True, True] * 2
+    assert uids == ["b", "b", "b#2", "b#2"]

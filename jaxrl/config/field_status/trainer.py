@@ -1,0 +1,78 @@
+"""The rows of `trainer`, but its models and its algorithm."""
+
+from jaxrl.config.field_status.row import CRITIC, LATER, NEW, implemented, inert, mapped, planned
+
+ROWS = (
+    implemented(
+        "trainer.placement",
+        "colocate_all",
+        "of engines in this process; servers are never colocated",
+    ),
+    implemented("trainer.placement", "colocate_policy_ref", "also with colocate_all"),
+    planned("trainer.placement", "policy_num_nodes ref_num_nodes", "more than one host"),
+    mapped(
+        "trainer.placement",
+        "policy_num_gpus_per_node ref_num_gpus_per_node",
+        "counted only where parts have devices of their own; else all parts have all devices",
+    ),
+    planned("trainer.placement", "critic_num_nodes critic_num_gpus_per_node", only_with=CRITIC),
+    inert("trainer", "sequence_parallel_backend", "one value only"),
+    mapped("trainer", "strategy", "there is one backend", skyrl_default="fsdp2"),
+    planned("trainer", "fully_async.*", only_with="the asynchronous trainer"),
+    inert("trainer", "gradient_checkpointing_use_reentrant", "torch only"),
+    inert("trainer", "project_name", "no logger that has projects yet"),
+    implemented("trainer", "sharding_rules", NEW, skyrl_only=False),
+    implemented(
+        "trainer",
+        "gradient_checkpointing seed resume_mode resume_path ckpt_path ckpt_interval "
+        "max_ckpts_to_keep hf_save_interval export_path epochs update_epochs_per_batch "
+        "train_batch_size policy_mini_batch_size eval_batch_size eval_before_train eval_interval "
+        "max_prompt_length run_name dump_eval_results",
+    ),
+    implemented(
+        "trainer",
+        "micro_train_batch_size_per_gpu micro_forward_batch_size_per_gpu",
+        "changes memory and speed, never the gradient",
+    ),
+    implemented(
+        "trainer",
+        "max_training_steps print_example_interval compilation_cache_path",
+        NEW,
+        skyrl_only=False,
+    ),
+    mapped("trainer", "log_path", "the run's records, not logs of engines"),
+    mapped(
+        "trainer",
+        "bf16",
+        "data type of the computation; off until measured on accelerators",
+        skyrl_default=True,
+    ),
+    planned("trainer", "critic_mini_batch_size", only_with=CRITIC),
+    planned("trainer", "update_ref_every_epoch", "a moving reference model"),
+    implemented(
+        "trainer",
+        "use_sample_packing",
+        "by segment ids; at most 16 trajectories per row; off until measured on accelerators",
+        skyrl_default=True,
+    ),
+    implemented("trainer", "packed_length", NEW, skyrl_only=False),
+    implemented(
+        "trainer", "max_tokens_per_microbatch", f"{LATER}; counts all devices", skyrl_only=False
+    ),
+    implemented(
+        "trainer",
+        "flash_attn",
+        "an error where the backend's kernel cannot run the model; plain attention on CPUs",
+        skyrl_default=True,
+    ),
+    implemented("trainer", "remat_policy", NEW, skyrl_only=False),
+    inert("trainer", "disable_fast_tokenizer", "transformers 5 has one kind"),
+    implemented(
+        "trainer",
+        "logger",
+        "wandb, mlflow and swanlab come later",
+        skyrl_default="wandb",
+    ),
+    planned("trainer", "dump_data_batch", "batches on disk"),
+    implemented("trainer", "rope_scaling rope_theta", "of policy, reference and engine"),
+)

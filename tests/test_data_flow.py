@@ -1,0 +1,115 @@
+"""What the sampled trajectories become, in whole runs of the trainer."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.envs import Env
+from jaxrl.train import BasePPOExp, train
+from jaxrl.trainer import Trainer
+from tests.test_train import assert_close, metric_lines, small
+
+HERE = __name__
+
+
+class HalfDullEnv(Env):
+    """Every second prompt earns 1 whatever is said, the others a number for each answer."""
+
+    def step(self, action):
+        dull = self.extras["number"] % 2 == 0
+        reward = 1.0 if dull else (sum(map(ord, action)) % 97) / 97
+        return {"observations": [], "reward": reward, "done": True, "metadata": {}}
+
+
+class CountingTrainer(Trainer):
+    """Keeps, of every step, the fraction of its groups that have an advantage other than 0."""
+
+    def add_advantages(self, batch):
+        batch = super().add_advantages(batch)
+        moved = np.abs(np.asarray(batch.advantages) * batch.loss_mask).sum(1) > 0
+        groups = [moved[batch.index == g].any() for g in np.unique(batch.index)]
+        self.__dict__.setdefault("informative", []).append(float(np.mean(groups)))
+        return batch
+
+
+class CountingExp(BasePPOExp):
+    def get_trainer(self, *args, **kwargs):
+        return CountingTrainer(*args, **kwargs)
+
+
+@pytest.fixture
+def half_dull(tmp_path):
+    """64 prompts, half of which teach nothing."""
+    path = tmp_path / "prompts.jsonl"
+    env = f"{HERE}:HalfDullEnv"
+    rows = (
+        {"prompt": [{"role": "user", "content": f"{n:02d}"}], "number": n, "env_class": env}
+        for n in range(64)
+    )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def counted(folder, data, **overrides):
+    """Informative fractions of the steps of a run, and the batches that each step drew."""
+    settings = {
+        "data.train_data": [data],
+        "data.val_data": [],
+        "trainer.algorithm.advantage_estimator": "grpo",
+        "trainer.eval_interval": -1,
+        "trainer.hf_save_interval": -1,
+        "trainer.ckpt_interval": -1,
+    }
+    trainer = CountingExp(small(folder, **{**settings, **overrides})).run()
+    drawn = [line["generate/sampled_batches"] for line in metric_lines(folder)]
+    return trainer.informative[-4:], drawn  # before them those of compiling
+
+
+@pytest.mark.slow  # three runs
+def test_dynamic_sampling_doubles_the_informative_groups(tmp_path, half_dull):
+    plain, drawn = counted(tmp_path / "plain", half_dull)
+    assert drawn == [1] * 4
+    assert 0.25 <= np.mean(plain) <= 0.6  # half of the prompts, less answers that are the same
+    for kind in ("filter", "replace"):
+        informative, drawn = counted(
+            tmp_path / kind,
+            half_dull,
+            **{"trainer.algorithm.dynamic_sampling.type": kind},
+        )
+        assert informative == [1.0] * 4
+        print({"type": kind, "without": plain, "with": informative, "batches": drawn})
+        assert np.mean(informative) >= 1.9 * np.mean(plain)
+        assert (max(drawn) > 1) == (kind == "filter")
+
+
+PLACES = {
+    "trainer.policy.mesh.fsdp": 2,
+    "trainer.policy.mesh.data": -1,
+    "trainer.placement.policy_num_gpus_per_node": 4,
+    "trainer.placement.ref_num_gpus_per_node": 2,
+    "trainer.algorithm.kl_loss_coef": 0.1,
+}
+
+
+@pytest.mark.slow  # two runs on new meshes
+def test_parts_on_devices_of_their_own_sample_and_train_the_same(tmp_path):
+    together = train(small(tmp_path / "together", **PLACES))
+    apart = BasePPOExp(
+        small(
+            tmp_path / "apart",
+            **PLACES,
+            **{"trainer.placement.colocate_all": False},
+            **{"trainer.placement.colocate_policy_ref": False},
+        )
+    ).build()
+    apart.train()
+    weights = apart.state.params, apart.ref_params, apart.engine.programs.params
+    places = [sorted(d.id for d in jax.tree.leaves(w)[0].sharding.device_set) for w in weights]
+    assert places == [[0, 1, 2, 3], [4, 5], [6, 7]]
+    assert_close(apart.state.params, together.state.params)
+    lines = metric_lines(tmp_path / "together"), metric_lines(tmp_path / "apart")
+    for name in ("generate/tokens_crc32", "policy/grad_norm", "policy/policy_kl"):
+        ours, expected = ([line[name] for line in of[1:]] for of in lines)
+        assert ours == pytest.approx(expected, rel=1e-4)
