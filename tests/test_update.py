@@ -21,7 +21,7 @@ from jaxrl.models.transformer import (
     init_params,
     logical_axes,
 )
-from jaxrl.objective import merge_metrics, minibatch_weights
+from jaxrl.objective import merge_metrics, minibatch_weights, policy_objective
 from jaxrl.optim import abstract_state, init_state, make_apply, make_optimizer, make_schedule
 from jaxrl.parallel import (
     Placement,
@@ -120,12 +120,11 @@ def make_updater(
     updater = Updater(
         Scorer(forward, lambda x: jax.device_put(x, rows), cut),
         make_apply(optimizer, schedule),
-        algorithm=algorithm,
+        objective=policy_objective(algorithm, microbatch_rows // groups),
         shardings=jax.tree.map(
             lambda x: x.sharding, abstract_state(optimizer, trained, shardings, replicated(mesh))
         ),
         microbatching=cut,
-        block_rows=microbatch_rows // groups,
     )
 
     def state():
@@ -152,7 +151,8 @@ def gradient(algorithm, batch, *, reduction="token_mean", **cut):
     """Flat gradient and metrics; the weights alone know the reduction."""
     updater, params, _ = make_updater(algorithm, **cut)
     reduced = dataclasses.replace(algorithm, loss_reduction=reduction)
-    weights, _ = minibatch_weights(batch, reduced, block_rows=updater.block_rows)
+    block_rows = updater.microbatching.rows // updater.microbatching.groups
+    weights, _ = minibatch_weights(batch, reduced, block_rows=block_rows)
     grads, parts = updater.gradients(params, batch, jax.device_get(weights), jax.random.key(1))
     flat = np.concatenate([np.ravel(g) for g in jax.tree.leaves(jax.device_get(grads))])
     return flat, merge_metrics(jax.device_get(parts))

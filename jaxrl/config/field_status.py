@@ -75,8 +75,8 @@ _MODELS = (
     _implemented(
         "trainer.ref.model", "random_init", f"{_NEW}; the policy's if no path", skyrl_only=False
     ),
-    _planned("trainer.critic.model", "path", "a critic"),
-    _planned("trainer.critic.model", "random_init", _NEW, only_with=_CRITIC, skyrl_only=False),
+    _implemented("trainer.critic.model", "path", "its head is drawn where the folder has none"),
+    _implemented("trainer.critic.model", "random_init", _NEW, skyrl_only=False),
     _implemented("trainer.policy.model.lora", "rank alpha dropout init_method"),
     _implemented("trainer.policy.model.lora", "target_modules exclude_modules", "also a list"),
     *(
@@ -94,44 +94,35 @@ _MODELS = (
     _inert(
         "trainer.*.model.lora", "lora_sync_path", "servers get the adapters merged into the weights"
     ),
-    _implemented(
-        "trainer.policy.optimizer_config",
-        "lr adam_betas weight_decay max_grad_norm num_warmup_steps",
-    ),
-    _implemented(
-        "trainer.policy.optimizer_config", "scheduler", "linear and cosine end at the last update"
-    ),
-    _implemented(
-        "trainer.policy.optimizer_config",
-        "offload_after_step",
-        "also between the minibatches of a step; no effect without pinned_host memory",
-        skyrl_default=True,
-    ),
-    _planned(
-        "trainer.critic.optimizer_config",
-        "offload_after_step",
-        only_with=_CRITIC,
-        skyrl_default=True,
-    ),
-    _planned(
-        "trainer.critic.optimizer_config",
-        "lr adam_betas weight_decay max_grad_norm num_warmup_steps scheduler",
-        only_with=_CRITIC,
-    ),
-    _planned(
-        "trainer.critic",
-        "fsdp_config.* sequence_parallel_size model_config_kwargs",
-        only_with=_CRITIC,
-    ),
-    _implemented(
-        "trainer.policy.fsdp_config",
-        "cpu_offload",
-        "weights and optimizer state, computed with on the device; no effect without pinned_host",
+    *(
+        row
+        for role in ("trainer.policy", "trainer.critic")
+        for row in (
+            _implemented(
+                f"{role}.optimizer_config",
+                "lr adam_betas weight_decay max_grad_norm num_warmup_steps",
+            ),
+            _implemented(
+                f"{role}.optimizer_config", "scheduler", "linear and cosine end at the last update"
+            ),
+            _implemented(
+                f"{role}.optimizer_config",
+                "offload_after_step",
+                "also between the minibatches of a step; no effect without pinned_host memory",
+                skyrl_default=True,
+            ),
+            _implemented(
+                f"{role}.fsdp_config",
+                "cpu_offload",
+                "weights and optimizer state, computed with on the device; no effect without "
+                "pinned_host",
+            ),
+        )
     ),
     _implemented("trainer.ref.fsdp_config", "cpu_offload", "on the device during its forward"),
     *(
         row
-        for role in ("trainer.policy", "trainer.ref")
+        for role in ("trainer.policy", "trainer.ref", "trainer.critic")
         for row in (
             _planned(f"{role}.mesh", "context expert", only_with="later axes", skyrl_only=False),
             _implemented(f"{role}.mesh", "data fsdp tensor", _NEW, skyrl_only=False),
@@ -139,9 +130,10 @@ _MODELS = (
         )
     ),
     _implemented("trainer.ref", "mesh", _NEW, skyrl_only=False),
+    _implemented("trainer.critic", "mesh", _NEW, skyrl_only=False),
     *(
         row
-        for role in ("trainer.policy", "trainer.ref")
+        for role in ("trainer.policy", "trainer.ref", "trainer.critic")
         for row in (
             _planned(
                 f"{role}.fsdp_config", "mixed_precision mixed_precision.*", "use trainer.bf16"
@@ -200,7 +192,8 @@ _ALGORITHMS = (
     _implemented(_ALGORITHM, "zero_variance_filter", "also of rewards per token"),
     _implemented(_ALGORITHM, "zero_variance_filter_tol", _LATER, skyrl_only=False),
     _implemented(_ALGORITHM, "overlong_buffer", _NEW, skyrl_only=False),
-    _planned(_ALGORITHM, "value_head_prefix value_clip", only_with=_CRITIC),
+    _implemented(_ALGORITHM, "value_clip", "rounding is no clip"),
+    _implemented(_ALGORITHM, "value_head_prefix"),
     _mapped(_ALGORITHM, "use_tis tis_imp_ratio_cap", "off_policy_correction; deprecated"),
     _implemented(_CORRECTION, "renormalize", _NEW, skyrl_only=False),
     _implemented(_CORRECTION, "token_mask_*", "both bounds or neither"),
@@ -228,13 +221,16 @@ _TRAINER = (
         "devices of the reference's own would idle while the policy trains; ref.mesh cuts it "
         "differently over all of them, ref.fsdp_config.cpu_offload clears their memory",
     ),
-    _planned("trainer.placement", "policy_num_nodes ref_num_nodes", "more than one host"),
+    _planned(
+        "trainer.placement",
+        "policy_num_nodes ref_num_nodes critic_num_nodes",
+        "more than one host",
+    ),
     _inert(
         "trainer.placement",
-        "policy_num_gpus_per_node ref_num_gpus_per_node",
+        "policy_num_gpus_per_node ref_num_gpus_per_node critic_num_gpus_per_node",
         "all devices of the process are used",
     ),
-    _planned("trainer.placement", "critic_num_nodes critic_num_gpus_per_node", only_with=_CRITIC),
     _inert("trainer", "sequence_parallel_backend", "one value only"),
     _mapped("trainer", "strategy", "there is one backend", skyrl_default="fsdp2"),
     _planned("trainer", "fully_async.*", only_with="the asynchronous trainer"),
@@ -244,10 +240,11 @@ _TRAINER = (
     _implemented(
         "trainer",
         "gradient_checkpointing seed resume_mode resume_path ckpt_path ckpt_interval "
-        "max_ckpts_to_keep hf_save_interval export_path epochs update_epochs_per_batch "
-        "train_batch_size policy_mini_batch_size eval_batch_size eval_before_train eval_interval "
+        "max_ckpts_to_keep hf_save_interval export_path epochs train_batch_size "
+        " policy_mini_batch_size eval_batch_size eval_before_train eval_interval "
         "max_prompt_length run_name dump_eval_results",
     ),
+    _implemented("trainer", "update_epochs_per_batch", "minibatches are drawn anew for each"),
     _implemented(
         "trainer",
         "micro_train_batch_size_per_gpu micro_forward_batch_size_per_gpu",
@@ -266,8 +263,8 @@ _TRAINER = (
         "data type of the computation; off until measured on accelerators",
         skyrl_default=True,
     ),
-    _planned("trainer", "critic_mini_batch_size", only_with=_CRITIC),
-    _planned("trainer", "update_ref_every_epoch", "a moving reference model"),
+    _implemented("trainer", "critic_mini_batch_size", only_with=_CRITIC),
+    _implemented("trainer", "update_ref_every_epoch", "the reference is in the checkpoint"),
     _implemented(
         "trainer",
         "use_sample_packing",
