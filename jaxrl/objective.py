@@ -245,9 +245,11 @@ def value_objective(value_clip: float | None) -> Objective:
         values: Array, batch: TrainBatch, weights: ValueWeights, key: Array
     ) -> tuple[Array, Metrics]:
         del key  # nothing is drawn
-        given = batch.values, batch.returns, value_clip, batch.loss_mask
+        old_values, returns = batch.values, batch.returns
+        assert old_values is not None
+        assert returns is not None
         with jax.named_scope("value_loss"):
-            per_token, own = value_loss(values, *given)
+            per_token, own = value_loss(values, old_values, returns, value_clip, batch.loss_mask)
             total = masked_sum(per_token, weights.loss)
         metrics = {
             "critic_loss": total,

@@ -97,8 +97,9 @@ class Updater:
         """
         params = state.params if params is None else params
         grads, metrics = self.gradients(on_device(params), minibatch, weights, key)
-        state, applied = self.apply(on_device(state), grads)
-        return self.rest(state), metrics, applied
+        new_state: State
+        new_state, applied = self.apply(on_device(state), grads)
+        return self.rest(new_state), metrics, applied
 
     def rest(self, state: State) -> State:
         """The state as it is kept between updates: each part where it rests."""

@@ -214,18 +214,18 @@ PPO = {
     "trainer.update_ref_every_epoch": True,
     "trainer.eval_interval": -1,
 }
+SHORT = {
+    "data.train_data": ["jaxrl.envs.sort_digits:prompts(size=4, seed=0)"],
+    "trainer.epochs": 2,
+    "generator.sampling_params.max_generate_length": 3,
+}
 
 
 @pytest.fixture(name="ppo", scope="module")
 def ppo_fixture(tmp_path_factory):
-    """Two steps, each an epoch."""
+    """Two steps, each an epoch; rows of one length: 5 tokens of the prompt and up to 3."""
     folder = tmp_path_factory.mktemp("ppo")
-    settings = {
-        "data.train_data": ["jaxrl.envs.sort_digits:prompts(size=4, seed=0)"],
-        "trainer.epochs": 2,
-        "trainer.hf_save_interval": 2,
-    }
-    return folder, train(small(folder, **PPO, **settings))
+    return folder, train(small(folder, **PPO, **SHORT, **{"trainer.hf_save_interval": 2}))
 
 
 def test_a_run_with_a_critic_and_a_moving_reference(ppo):
@@ -296,15 +296,13 @@ def test_critic_passes_and_moving_reference_resume_bit_for_bit(tmp_path, lora):
 def test_a_critic_on_a_mesh_of_its_own_that_waits_in_host_memory(ppo, tmp_path):
     folder, whole = ppo
     settings = {
-        "data.train_data": ["jaxrl.envs.sort_digits:prompts(size=4, seed=0)"],
-        "trainer.epochs": 2,
         "trainer.hf_save_interval": -1,
         "trainer.critic.mesh": {"fsdp": 4, "tensor": 2},
         "trainer.critic.fsdp_config.cpu_offload": True,
         "trainer.ref.fsdp_config.cpu_offload": True,
         "trainer.use_sample_packing": True,
     }
-    moved = train(small(tmp_path, **PPO, **settings))
+    moved = train(small(tmp_path, **PPO, **SHORT, **settings))
     embed = moved.state.critic.params["embed"].sharding
     assert (embed.mesh.shape["fsdp"], embed.mesh.shape["tensor"]) == (4, 2)
     assert embed.memory_kind == "pinned_host"

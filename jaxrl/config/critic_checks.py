@@ -3,11 +3,12 @@
 import inspect
 import warnings
 
+from jaxrl.advantages import ESTIMATORS
 from jaxrl.config.errors import fail
 from jaxrl.config.needs import has_critic, needs_reference
 from jaxrl.config.train_config import TrainConfig
 from jaxrl.config.trainer import TrainerConfig
-from jaxrl.registry import AdvantageEstimatorRegistry, accepted_keywords
+from jaxrl.registry import AdvantageEstimatorRegistry
 
 _ESTIMATOR = "trainer.algorithm.advantage_estimator"
 
@@ -19,8 +20,8 @@ def check_critic(config: TrainConfig) -> None:
         ValueError: names the field, the value and the fix.
     """
     trainer, name = config.trainer, config.trainer.algorithm.advantage_estimator
-    estimator = AdvantageEstimatorRegistry.resolve(name)
-    values = inspect.signature(estimator).parameters.get("values")
+    parameters = inspect.signature(AdvantageEstimatorRegistry.resolve(name)).parameters
+    values = parameters.get("values")
     required = name == "gae" or (values is not None and values.default is values.empty)
     if required and not has_critic(trainer):
         fail(
@@ -32,7 +33,8 @@ def check_critic(config: TrainConfig) -> None:
     if not has_critic(trainer):
         return
     _check_head(trainer)
-    if "values" not in accepted_keywords(estimator, {"values": None}):
+    rest = [p for p in parameters.values() if p.kind is p.VAR_KEYWORD]
+    if (name in ESTIMATORS and name != "gae") or not (values or rest):
         warnings.warn(
             f"{_ESTIMATOR}={name!r} takes no values: the critic of trainer.critic.model.path="
             f"{trainer.critic.model.path!r} is trained, and has no effect",

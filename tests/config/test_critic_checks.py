@@ -15,6 +15,10 @@ MOVING = {"trainer.update_ref_every_epoch": True, "trainer.algorithm.use_kl_loss
 ADAPTERS = {**MOVING, "trainer.policy.model.lora.rank": 4}
 
 
+def own(token_level_rewards, response_mask, index, values=None):
+    return values, values
+
+
 def made(settings):
     return TrainConfig.from_cli_overrides(settings)
 
@@ -49,7 +53,11 @@ WRONG = [
         r"trainer.critic.optimizer_config.scheduler='cosin': .*did you mean 'cosine'",
     ),
     (
-        {"generator.step_wise_trajectories": True, "generator.max_turns": 2},
+        {
+            "generator.step_wise_trajectories": True,
+            "generator.max_turns": 2,
+            "trainer.algorithm.advantage_estimator": f"{__name__}:own",
+        },
         r"step_wise_trajectories=True: .* is that of its last row, .* to one without values",
     ),
     ({"trainer.critic.mesh": {"tensor": 3}}, r"trainer.critic.mesh=\{.*'tensor': 3\}"),
