@@ -17,7 +17,6 @@ from jax.experimental import topologies
 from jaxrl import config as cfg
 from jaxrl.assemble import assemble_update, make_scorer, place_model
 from jaxrl.models.transformer import TransformerConfig
-from jaxrl.objective import minibatch_weights
 from jaxrl.parallel import ShardingRules, batch_sharding, make_mesh
 from jaxrl.types import ModelRows, TrainBatch, TrainState
 from jaxrl.update import Updater
@@ -88,9 +87,7 @@ def accumulate_arguments(
         old_log_probs=floats,
         advantages=floats,
     )
-    weights = jax.eval_shape(
-        lambda batch: minibatch_weights(batch, updater.algorithm, block_rows=rows)[0], batch
-    )
+    weights = jax.eval_shape(lambda batch: updater.objective.weights(batch)[0], batch)
     weights = jax.tree.map(lambda x: array(x.dtype, *x.shape), weights)
     key = jax.eval_shape(lambda: jax.random.key(0))
     return state.params, state.params, model_rows, batch, weights, key

@@ -1,10 +1,10 @@
-"""The optimizer and the update that a config asks for."""
+"""The optimizers and the updates that a config asks for."""
 
 import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,28 +13,41 @@ import optax
 
 from jaxrl import config as cfg
 from jaxrl.config.microbatching import forward_microbatching, update_microbatching
-from jaxrl.forward import log_probs_and_entropy
+from jaxrl.forward import log_probs_and_entropy, state_values
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.attention import choose_kernel
 from jaxrl.models.lora import LoraConfig
 from jaxrl.models.transformer import TransformerConfig, abstract_params, logical_axes
+from jaxrl.objective import Objective, policy_objective, value_objective
 from jaxrl.offload import host_shardings
-from jaxrl.optim import abstract_state, make_apply, make_optimizer, make_schedule
+from jaxrl.optim import (
+    abstract_state,
+    make_apply,
+    make_optimizer,
+    make_schedule,
+    new_critic_state,
+    new_state,
+)
 from jaxrl.parallel import Placement, batch_sharding, make_mesh, param_shardings, replicated
 from jaxrl.parallel.rules import batch_devices
 from jaxrl.scorer import Scorer
-from jaxrl.types import TrainState
+from jaxrl.types import CriticState, TrainState
 from jaxrl.update import Updater
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
 def assemble_optimizer(
-    trainer: cfg.TrainerConfig, total_steps: int
+    trainer: cfg.TrainerConfig, total_steps: int, role: str = "policy"
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """The policy's optimizer and its learning rate by update; `total_steps` are training steps."""
-    settings = trainer.policy.optimizer_config
-    minibatches = trainer.train_batch_size // trainer.policy_mini_batch_size
+    """The optimizer of policy or critic and its learning rate by update.
+
+    Args:
+        total_steps: training steps.
+        role: "policy" or "critic".
+    """
+    settings = getattr(trainer, role).optimizer_config
+    minibatches = trainer.train_batch_size // getattr(trainer, f"{role}_mini_batch_size")
     schedule = make_schedule(
         settings.scheduler,
         lr=settings.lr,
@@ -59,7 +72,7 @@ def place_model(
     """A mesh and the rules of the run, for a model that fits them.
 
     Args:
-        role: "policy" or "ref", whose mesh it is.
+        role: "policy", "ref" or "critic", whose mesh it is.
 
     Raises:
         ValueError: the tensor axis does not divide the heads or the MLP width of the model, or the
@@ -91,22 +104,26 @@ def place_model(
     return placement
 
 
-def place_reference(
+def place_beside(
+    role: str,
     trainer: cfg.TrainerConfig,
     model: TransformerConfig | AdaptedModel,
     policy: Placement,
     devices: Sequence[Any] | None = None,
 ) -> Placement:
-    """The policy's placement, or that of `trainer.ref.mesh`, on the same devices or on others.
+    """On the mesh of the policy, or on that of the role, over the same devices or over others.
 
     Args:
-        devices: of a reference that has its own; None = the policy's.
+        role: "ref" or "critic".
+        model: of the role.
+        devices: of a role that has its own; None = the policy's.
     """
-    if trainer.ref.mesh is None:
-        return policy
+    sizes = getattr(trainer, role).mesh
+    if sizes is None:
+        return place_model(trainer, model, policy.mesh, role) if role == "critic" else policy
     given = list(policy.mesh.devices.flat) if devices is None else devices
-    mesh = make_mesh(devices=given, **dataclasses.asdict(trainer.ref.mesh))
-    return place_model(trainer, model, mesh, "ref")
+    mesh = make_mesh(devices=given, **dataclasses.asdict(sizes))
+    return place_model(trainer, model, mesh, role)
 
 
 def make_scorer(
@@ -115,30 +132,30 @@ def make_scorer(
     placement: Placement,
     role: str = "policy",
 ) -> Scorer:
-    """Log-probs and entropy of a model, jitted for its mesh.
+    """Log-probs and entropy of a model, jitted for its mesh; values, if it is a critic.
 
     Args:
-        role: "policy" or "ref", whose precision it is.
+        role: "policy", "ref" or "critic", whose precision it is.
     """
-    trainer = config.trainer
-    assert trainer.algorithm.temperature is not None  # resolved
-    mesh, rules = placement.mesh, placement.rules
+    trainer, mesh, rules = config.trainer, placement.mesh, placement.rules
     dtype = DTYPES[cfg.compute_dtype(trainer, role)]
     kernel = "xla"  # a flax module brings its own attention
     if isinstance(model, TransformerConfig):
         platform = mesh.devices.flat[0].platform
         kernel = choose_kernel(model, trainer.flash_attn, platform, dtype)
-    forward = functools.partial(
-        log_probs_and_entropy,
-        model,
-        temperature=trainer.algorithm.temperature,
-        dtype=dtype,
-        remat=trainer.remat_policy if trainer.gradient_checkpointing else "none",
-        kernel=kernel,
-        placement=placement if mesh.size > 1 else None,
-    )
+    given = {
+        "dtype": dtype,
+        "remat": trainer.remat_policy if trainer.gradient_checkpointing else "none",
+        "kernel": kernel,
+        "placement": placement if mesh.size > 1 else None,
+    }
     place = functools.partial(jax.device_put, device=batch_sharding(mesh, rules))
-    return Scorer(forward, place, forward_microbatching(config, batch_devices(mesh, rules)))
+    cut = forward_microbatching(config, batch_devices(mesh, rules))
+    if isinstance(model, TransformerConfig) and model.value_head is not None:
+        return Scorer(functools.partial(state_values, model, **given), place, cut, options={})
+    assert trainer.algorithm.temperature is not None  # resolved
+    given["temperature"] = trainer.algorithm.temperature
+    return Scorer(functools.partial(log_probs_and_entropy, model, **given), place, cut)
 
 
 def assemble_update(
@@ -154,28 +171,57 @@ def assemble_update(
         scorer: the policy's forward pass.
         trained: whose parameters the state holds: the model, or its adapters.
     """
+    trainer = config.trainer
+    objective = policy_objective(trainer.algorithm, trainer.micro_train_batch_size_per_gpu)
+    assembled = "policy", config, scorer, placement, total_steps, trained
+    return _assemble(*assembled, objective=objective, new=new_state)
+
+
+def assemble_critic_update(
+    config: cfg.TrainConfig,
+    scorer: Scorer,
+    placement: Placement,
+    total_steps: int,
+    model: TransformerConfig,
+) -> tuple[optax.GradientTransformation, CriticState, Updater]:
+    """The same for the critic."""
+    assembled = "critic", config, scorer, placement, total_steps, model
+    objective = value_objective(config.trainer.algorithm.value_clip)
+    return _assemble(*assembled, objective=objective, new=new_critic_state)
+
+
+def _assemble(
+    role: str,
+    config: cfg.TrainConfig,
+    scorer: Scorer,
+    placement: Placement,
+    total_steps: int,
+    trained: TransformerConfig | AdaptedModel | LoraConfig,
+    *,
+    objective: Objective,
+    new: Callable[..., Any],
+) -> tuple[optax.GradientTransformation, Any, Updater]:
     trainer, mesh, rules = config.trainer, placement.mesh, placement.rules
-    optimizer, schedule = assemble_optimizer(trainer, total_steps)
+    optimizer, schedule = assemble_optimizer(trainer, total_steps, role)
     shardings = param_shardings(mesh, logical_axes(trained), abstract_params(trained), rules)
-    like = abstract_state(optimizer, trained, shardings, replicated(mesh))
+    like = abstract_state(optimizer, trained, shardings, replicated(mesh), new=new)
     state_shardings = jax.tree.map(lambda x: x.sharding, like)
     updater = Updater(
         scorer,
-        make_apply(optimizer, schedule),
-        algorithm=trainer.algorithm,
+        make_apply(optimizer, schedule, role),
+        objective=objective,
         shardings=state_shardings,
-        resting=_resting(trainer.policy, state_shardings),
-        microbatching=update_microbatching(config, batch_devices(mesh, rules)),
-        block_rows=trainer.micro_train_batch_size_per_gpu,
+        resting=_resting(trainer, role, state_shardings),
+        microbatching=update_microbatching(config, batch_devices(mesh, rules), role),
     )
     return optimizer, like, updater
 
 
-def _resting(policy: cfg.PolicyConfig, shardings: TrainState) -> dict[str, Any]:
+def _resting(trainer: cfg.TrainerConfig, role: str, shardings: Any) -> dict[str, Any]:
     """Shardings of what waits in host memory between updates, by field of the state."""
-    fields = {}
-    if policy.optimizer_config.offload_after_step:
-        fields["opt_state"] = "trainer.policy.optimizer_config.offload_after_step"
-    if policy.fsdp_config.cpu_offload:
-        fields |= dict.fromkeys(("params", "opt_state"), "trainer.policy.fsdp_config.cpu_offload")
+    settings, fields = getattr(trainer, role), {}
+    if settings.optimizer_config.offload_after_step:
+        fields["opt_state"] = f"trainer.{role}.optimizer_config.offload_after_step"
+    if settings.fsdp_config.cpu_offload:
+        fields |= dict.fromkeys(("params", "opt_state"), f"trainer.{role}.fsdp_config.cpu_offload")
     return {name: host_shardings(getattr(shardings, name), field) for name, field in fields.items()}

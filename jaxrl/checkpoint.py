@@ -303,6 +303,8 @@ MAY_CHANGE = (
     "trainer.packed_length",
     "trainer.policy.model.path",  # the architecture is compared by itself
     "trainer.policy.model.random_init",
+    "trainer.critic.model.path",
+    "trainer.critic.model.random_init",
     "trainer.project_name",
     "trainer.remat_policy",
     "trainer.resume_*",

@@ -1,4 +1,4 @@
-"""Model -> what the losses need: log-probs and entropy, aligned to the predicted token.
+"""Model -> what the losses need: log-probs, entropy, values, aligned to the predicted token.
 
 The vocabulary head is the widest matrix of the model, and its logits the largest array of a step.
 So it runs on the tokens that the loss asks for and on no others, a few columns at a time, and the
@@ -19,8 +19,16 @@ from jaxrl.array_ops import Array, entropy, keep_only, token_log_probs
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.linear import merge
 from jaxrl.models.lora import with_dropout
-from jaxrl.models.transformer import Params, TransformerConfig, forward, head_axes, unembed
-from jaxrl.parallel.rules import Placement
+from jaxrl.models.transformer import (
+    Params,
+    TransformerConfig,
+    forward,
+    head_axes,
+    logical_axes,
+    rms_norm,
+    unembed,
+)
+from jaxrl.parallel.rules import Placement, gather
 from jaxrl.types import ModelRows
 
 # Per chunk of the head on one device; at least one column. Short responses want short chunks, but
@@ -67,15 +75,45 @@ def log_probs_and_entropy(
         targets, wanted = jax.tree.map(lambda x: x[:, 1:], (targets, rows.wanted))
         scores = score(head, params, hidden[:, :-1], targets, wanted, placement)
         first = ((0, 0), (1, 0))  # nothing predicts the first token
-        return by_trajectory(rows, jnp.pad(scores[0], first), jnp.pad(scores[1], first))
+        log_probs, entropies = by_trajectory(rows, *(jnp.pad(x, first) for x in scores))
+        return log_probs, entropies
 
 
-def by_trajectory(rows: ModelRows, *scores: Array) -> tuple[Array, Array]:
+def state_values(
+    config: TransformerConfig,
+    params: Params,
+    rows: ModelRows,
+    *,
+    dtype: jnp.dtype,
+    remat: str = "none",
+    kernel: str = "xla",
+    placement: Placement | None = None,
+) -> tuple[Array, ...]:
+    """A critic's value of the state before each token, see `log_probs_and_entropy`.
+
+    Returns:
+        values [B, T] float32, alone in a tuple: `values[b, t]` is that of tokens[b, :t]; 0 for the
+        first token and for padding.
+    """
+    given = rows.tokens, rows.positions, rows.segment_ids
+    options = {"dtype": dtype, "remat": remat, "kernel": kernel, "placement": placement}
+    hidden = forward(config, params, *given, **options)
+    with jax.named_scope("values"):
+        normed = rms_norm(hidden, params["final_norm"], config).astype(jnp.float32)
+        axes = logical_axes(config)["value_head"]
+        head = gather(params["value_head"], axes, placement, jnp.float32)
+        after = jnp.sum(normed * head[:, 0], axis=-1)  # a matrix product would round on TPUs
+        before = jnp.pad(after[:, :-1], ((0, 0), (1, 0)))
+        known = (rows.positions > 0) & (rows.segment_ids > 0)
+        return by_trajectory(rows, jnp.where(known, before, 0.0))
+
+
+def by_trajectory(rows: ModelRows, *scores: Array) -> tuple[Array, ...]:
     """[R, L] -> [B, T]; each place is read at most once, so the backward pass adds nothing up."""
     if rows.source is not None:
         read = {"mode": "fill", "fill_value": 0, "unique_indices": True}
         scores = tuple(x.reshape(-1).at[rows.source].get(**read) for x in scores)
-    return scores[0], scores[1]
+    return scores
 
 
 class Targets(NamedTuple):

@@ -1,7 +1,8 @@
-"""The objective of a minibatch, from log-probs to a number.
+"""The objective of a minibatch, from the outputs of the model to a number: policy and critic.
 
     objective = sum_bt w_bt loss_bt + kl_loss_coef sum_bt k_bt kl_bt - entropy_loss_coef sum_bt e_bt
-    H_bt
+    H_bt                                                                          (policy)
+    objective = sum_bt v_bt value_loss_bt                                         (critic)
 
 with weights w, k, e of the whole minibatch; w holds the reduction and the off-policy correction.
 Only sums are taken afterwards, so the gradient does not depend on the number of microbatches, on
@@ -10,6 +11,7 @@ padding, or on the mesh.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -30,6 +32,7 @@ from jaxrl.function_contracts import (
 from jaxrl.losses.kl import approximate_kl
 from jaxrl.losses.off_policy import correction_enabled, off_policy_correction
 from jaxrl.losses.reduction import reduction_weights
+from jaxrl.losses.value import value_loss
 from jaxrl.registry import PolicyLossRegistry, accepted_keywords, check_hyperparameters
 from jaxrl.types import TrainBatch
 
@@ -38,8 +41,24 @@ MISMATCH = "rollout_train_logprobs_abs_diff"
 PolicyLoss = Callable[..., tuple[Array, Metrics]]  # (log_probs, entropy, batch, key)
 
 
+@dataclass(frozen=True, eq=False)
+class Objective:
+    """What an update minimises, of the outputs [B, T] of a forward pass.
+
+    Attributes:
+        loss: (*outputs, batch, weights, key) -> (number, metrics); a sum over tokens, which
+            microbatches take in parts.
+        weights: minibatch -> (weights of its tokens, metrics), fixed by the whole minibatch.
+        sees_whole: minibatch -> whether it is no such sum, and `loss` must see it as a whole.
+    """
+
+    loss: Callable[..., tuple[Array, Metrics]]
+    weights: Callable[[TrainBatch], tuple[Any, Metrics]]
+    sees_whole: Callable[[TrainBatch], bool] = lambda minibatch: False
+
+
 class TokenWeights(struct.PyTreeNode):
-    """Weights [B, T] of the terms of the objective, fixed by the whole minibatch."""
+    """Weights [B, T] of the terms of the policy's objective."""
 
     policy: Array  # the reduction, times the off-policy correction
     kl: Array  # sequence mean, as SkyRL's
@@ -152,6 +171,31 @@ def loss_ndim(algorithm: Any, shape: tuple[int, int]) -> int:
     return jax.eval_shape(make_policy_loss(algorithm), array, array, batch, key)[0].ndim
 
 
+def policy_objective(algorithm: Any, block_rows: int) -> Objective:
+    """Policy loss, KL and entropy of the config; outputs are log-probs and entropy.
+
+    Args:
+        algorithm: the AlgorithmConfig.
+        block_rows: rows that token_mean_legacy takes its means over.
+
+    Raises:
+        ValueError: see `make_policy_loss`.
+    """
+    policy_loss, name = make_policy_loss(algorithm), algorithm.policy_loss_type
+
+    def sees_whole(minibatch: TrainBatch) -> bool:
+        array = jax.ShapeDtypeStruct(minibatch.tokens.shape, jnp.float32)
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        loss, _ = jax.eval_shape(policy_loss, array, array, minibatch, key)
+        return loss.ndim == 0 or PolicyLossRegistry.has_batch_statistics(name)
+
+    return Objective(
+        make_objective(algorithm, policy_loss),
+        functools.partial(minibatch_weights, algorithm=algorithm, block_rows=block_rows),
+        sees_whole,
+    )
+
+
 def make_objective(algorithm: Any, policy_loss: PolicyLoss) -> Callable[..., tuple[Array, Metrics]]:
     """`(log_probs, entropy, batch, weights, key) -> (objective, metrics)`, all terms summed."""
 
@@ -181,6 +225,52 @@ def make_objective(algorithm: Any, policy_loss: PolicyLoss) -> Callable[..., tup
         return total, jax.lax.stop_gradient(metrics)
 
     return objective
+
+
+class ValueWeights(struct.PyTreeNode):
+    """Weights [B, T] of the critic's loss."""
+
+    loss: Array  # sequence mean, as SkyRL's
+    mean: Array  # token mean, of every logged mean
+
+
+def value_objective(value_clip: float | None) -> Objective:
+    """The critic's loss, averaged over each sequence and over sequences; the output is values.
+
+    Args:
+        value_clip: see `value_loss`.
+    """
+
+    def loss(
+        values: Array, batch: TrainBatch, weights: ValueWeights, key: Array
+    ) -> tuple[Array, Metrics]:
+        del key  # nothing is drawn
+        old_values, returns = batch.values, batch.returns
+        assert old_values is not None
+        assert returns is not None
+        with jax.named_scope("value_loss"):
+            per_token, own = value_loss(values, old_values, returns, value_clip, batch.loss_mask)
+            total = masked_sum(per_token, weights.loss)
+        metrics = {
+            "critic_loss": total,
+            "values_mean": masked_sum(values, weights.mean),
+            "values_clipfrac": masked_sum(own["clipfrac"], weights.mean),
+        }
+        return total, jax.lax.stop_gradient(metrics)
+
+    return Objective(loss, _value_weights)
+
+
+@jax.jit
+def _weights_of_values(mask: Array) -> ValueWeights:
+    sequence_mean, token_mean = (
+        reduction_weights(mask, kind) for kind in ("sequence_mean", "token_mean")
+    )
+    return ValueWeights(sequence_mean, token_mean)
+
+
+def _value_weights(minibatch: TrainBatch) -> tuple[ValueWeights, Metrics]:
+    return _weights_of_values(minibatch.loss_mask), {}
 
 
 def _reduced(loss: Array, weights: Array, algorithm: Any) -> Array:
@@ -233,7 +323,9 @@ def merge_metrics(
     }
 
 
-def step_metrics(updates: Sequence[tuple[Sequence[Metrics], Metrics]]) -> dict[str, float]:
+def step_metrics(
+    updates: Sequence[tuple[Sequence[Metrics], Metrics]], role: str = "policy"
+) -> dict[str, float]:
     """Metrics of a step from those of its updates: (of each microbatch, of the whole).
 
     The difference of sampler and trainer is that of the first update; later ones would add what the
@@ -243,4 +335,4 @@ def step_metrics(updates: Sequence[tuple[Sequence[Metrics], Metrics]]) -> dict[s
     metrics = merge_metrics(merged, np.mean)
     metrics |= {name: float(merged[0][name]) for name in metrics if name.startswith(MISMATCH)}
     skipped = sum(int(update["skipped_updates"]) for update in merged)
-    return {f"policy/{n}": x for n, x in metrics.items()} | {"policy/skipped_updates": skipped}
+    return {f"{role}/{n}": x for n, x in metrics.items()} | {f"{role}/skipped_updates": skipped}

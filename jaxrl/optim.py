@@ -2,15 +2,16 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from jaxrl.models.transformer import abstract_params
-from jaxrl.types import TrainState
+from jaxrl.types import CriticState, TrainState
 
+State = TypeVar("State", TrainState, CriticState)
 SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine")
 
 
@@ -58,32 +59,63 @@ def make_optimizer(
     )
 
 
+def new_state(
+    optimizer: optax.GradientTransformation, params: Any, kl_coef: float = 0.0
+) -> TrainState:
+    """The policy's state before the first step.
+
+    Args:
+        kl_coef: first coefficient of the KL in the reward.
+    """
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(
+        params,
+        optimizer.init(params),
+        step=zero,
+        skipped_updates=zero,
+        kl_coef=jnp.float32(kl_coef),
+        batches_drawn=zero,
+    )
+
+
+def new_critic_state(optimizer: optax.GradientTransformation, params: Any) -> CriticState:
+    """The critic's state before the first step."""
+    return CriticState(params, optimizer.init(params), skipped_updates=jnp.zeros((), jnp.int32))
+
+
 def init_state(
     optimizer: optax.GradientTransformation,
     params: Any,
     shardings: Any,
     whole: Any,
     *,
-    kl_coef: float = 0.0,
-) -> TrainState:
+    new: Callable[..., State] = new_state,
+    **numbers: float,
+) -> State:
     """A fresh state around `params`, which are donated.
 
     Moments are placed like their parameters, counts whole.
 
     Args:
-        kl_coef: first coefficient of the KL in the reward.
+        new: whose state.
+        numbers: of it.
     """
-    make = functools.partial(_new_state, optimizer, kl_coef=kl_coef)
+    make = functools.partial(new, optimizer, **numbers)
     placement = _state_shardings(optimizer, jax.eval_shape(make, params), shardings, whole)
     return jax.jit(make, out_shardings=placement, donate_argnums=0)(params)
 
 
 def abstract_state(
-    optimizer: optax.GradientTransformation, model: Any, shardings: Any, whole: Any
-) -> TrainState:
+    optimizer: optax.GradientTransformation,
+    model: Any,
+    shardings: Any,
+    whole: Any,
+    *,
+    new: Callable[..., State] = new_state,
+) -> State:
     """Shapes, dtypes and shardings of a model's state; nothing is allocated."""
     params = abstract_params(model)
-    shapes = jax.eval_shape(functools.partial(_new_state, optimizer), params)
+    shapes = jax.eval_shape(functools.partial(new, optimizer), params)
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         shapes,
@@ -92,15 +124,15 @@ def abstract_state(
 
 
 def make_apply(
-    optimizer: optax.GradientTransformation, schedule: optax.Schedule
-) -> Callable[[TrainState, optax.Updates], tuple[TrainState, dict[str, jax.Array]]]:
-    """The update `(state, gradients) -> (state, metrics)`.
+    optimizer: optax.GradientTransformation, schedule: optax.Schedule, role: str = "policy"
+) -> Callable[[State, optax.Updates], tuple[State, dict[str, jax.Array]]]:
+    """The update `(state, gradients) -> (state, metrics)` of the policy, or of a "critic".
 
     A gradient with a NaN or inf changes nothing but `skipped_updates`: parameters, moments and the
     schedule stay where they were.
     """
 
-    def apply(state: TrainState, grads: optax.Updates) -> tuple[TrainState, dict[str, jax.Array]]:
+    def apply(state: State, grads: optax.Updates) -> tuple[State, dict[str, jax.Array]]:
         grad_norm = optax.global_norm(grads)
         finite = jnp.isfinite(grad_norm)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -116,30 +148,16 @@ def make_apply(
         )
         return new_state, {
             "grad_norm": grad_norm,
-            "policy_lr": jnp.asarray(schedule(count)),
+            f"{role}_lr": jnp.asarray(schedule(count)),
             "skipped_updates": jnp.where(finite, 0, 1),
         }
 
     return apply
 
 
-def _new_state(
-    optimizer: optax.GradientTransformation, params: Any, kl_coef: float = 0.0
-) -> TrainState:
-    zero = jnp.zeros((), jnp.int32)
-    return TrainState(
-        params,
-        optimizer.init(params),
-        step=zero,
-        skipped_updates=zero,
-        kl_coef=jnp.float32(kl_coef),
-        batches_drawn=zero,
-    )
-
-
 def _state_shardings(
-    optimizer: optax.GradientTransformation, shapes: TrainState, shardings: Any, whole: Any
-) -> TrainState:
+    optimizer: optax.GradientTransformation, shapes: State, shardings: Any, whole: Any
+) -> State:
     moments = optax.tree_utils.tree_map_params(
         optimizer,
         lambda _, sharding: sharding,
@@ -147,7 +165,8 @@ def _state_shardings(
         shardings,
         transform_non_params=lambda _: whole,
     )
-    return TrainState(shardings, moments, whole, whole, whole, whole)
+    counts = jax.tree.map(lambda _: whole, shapes.replace(params=None, opt_state=None))
+    return counts.replace(params=shardings, opt_state=moments)
 
 
 def _is_schedule_count(path: tuple, _: object) -> bool:

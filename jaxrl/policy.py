@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxrl import config as cfg
 from jaxrl.checkpoint import checksums
@@ -87,14 +88,51 @@ class Policy:
         assert self.base is not None  # read by `describe`
         return attach(self.lora, self.base, trained)
 
-    def reference(self) -> Params | None:
-        """The frozen reference, if a KL counts or the loss asks for its log-probs."""
+    def reference(self, moved: Params | None = None) -> Params | None:
+        """All parameters of the reference, if a KL counts or the loss asks for its log-probs.
+
+        Args:
+            moved: of one that moves, `TrainState.ref_params`; None = that of the config.
+        """
         if not needs_reference(self.trainer.algorithm):
             return None
+        if moved is not None:
+            return self.whole(moved)
         same = self._source("ref") == self._source("policy")
         if self.base is not None and same and self.ref_placement == self.placement:
             return self.base
         return self._load("ref", self.ref_placement)
+
+    @property
+    def moves_reference(self) -> bool:
+        """Whether the reference becomes a copy of the policy after every epoch."""
+        algorithm = self.trainer.algorithm
+        return self.trainer.update_ref_every_epoch and needs_reference(algorithm)
+
+    def reference_like(self) -> Params | None:
+        """Shapes and shardings of `TrainState.ref_params`; None: the reference stays."""
+        if not self.moves_reference:
+            return None
+        shardings = _shardings(self.ref_placement, self.trained)
+        return jax.tree.map(
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+            abstract_params(self.trained),
+            shardings,
+        )
+
+    def first_reference(self, trained: Params) -> Params | None:
+        """`TrainState.ref_params` at the start of a run."""
+        if not self.moves_reference:
+            return None
+        return self.reference() if self.lora is None else self.moved_reference(trained)
+
+    def moved_reference(self, trained: Params) -> Params:
+        """A copy of the trained parameters, where those of the reference lie."""
+        shardings = _shardings(self.ref_placement, self.trained)
+        if self.trainer.ref.fsdp_config.cpu_offload:
+            shardings = host_shardings(shardings, "trainer.ref.fsdp_config.cpu_offload")
+        # what is put where it is already would be donated with the policy
+        return jax.device_put(jax.tree.map(jnp.copy, on_device(trained)), shardings)
 
     def export(
         self,

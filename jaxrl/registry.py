@@ -104,9 +104,10 @@ _REGISTRIES = (PolicyLossRegistry, AdvantageEstimatorRegistry)
 
 
 def bind_estimator(algorithm: Any) -> Function:
-    """The configured estimator, `(*, token_level_rewards, response_mask, index, loss_mask)`.
+    """The configured estimator, `(*, token_level_rewards, response_mask, index, loss_mask, ...)`.
 
-    By keyword, because an estimator may take everything as `**kwargs`. It is offered the settings
+    By keyword, because an estimator may take everything as `**kwargs`; the values of a critic are
+    one more, None where there is none. It is offered the settings
     of the config under SkyRL's names, and its hyperparameters from `algorithm.advantage_kwargs`.
 
     Raises:
@@ -121,15 +122,15 @@ def bind_estimator(algorithm: Any) -> Function:
         "grpo_norm_by_std": algorithm.grpo_norm_by_std,
         "gamma": algorithm.gamma,
         "lambd": algorithm.lambd,
-        "values": None,
         "config": algorithm,
         **kwargs,
     }
     offered: dict[str, Any] = {**dict.fromkeys(ESTIMATOR_DATA), **settings}
     check_parameters(label, func, (), accepted_keywords(func, offered))
+    no_values = {"values": None}  # without a critic
 
     def estimate(**arrays: Array) -> tuple[Array, Array]:
-        result = call(label, func, **accepted_keywords(func, arrays | settings))
+        result = call(label, func, **accepted_keywords(func, no_values | arrays | settings))
         return advantages_and_returns(label, result, arrays["token_level_rewards"].shape)
 
     return estimate

@@ -164,6 +164,8 @@ def advantages_of(
         "index": batch.index,
         "loss_mask": batch.loss_mask,
     }
+    if batch.values is not None:
+        arrays["values"] = batch.values
     if batch.is_last_step is None:
         return jax.device_get(estimate(**arrays))
     arrays = {name: np.asarray(x)[batch.is_last_step] for name, x in arrays.items()}

@@ -1,6 +1,7 @@
-"""Log-probs and entropy of whole batches, in microbatches."""
+"""A forward pass over whole batches, in microbatches: log-probs and entropy, or values."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -10,22 +11,29 @@ from jaxrl.data.microbatches import Microbatching, microbatches
 from jaxrl.models.lora import with_token_keys
 from jaxrl.types import Array, TrainBatch
 
-Forward = Callable[..., tuple[Array, Array]]  # (params, rows) -> log_probs, entropy [B, T]
+Forward = Callable[..., tuple[Array, ...]]  # (params, rows) -> log_probs, entropy [B, T]
 
 
 class Scorer:
     """A forward pass, jitted on one mesh: that of the policy, or of a reference on its own.
 
     Args:
-        forward: `(params, ModelRows) -> (log_probs, entropy)`.
+        forward: `(params, ModelRows, **options) -> (log_probs, entropy)`, or a critic's to
+            `(values,)`.
         place: puts a tree of row arrays on the devices.
         microbatching: how batches are cut.
+        options: of `forward`, static, with their values here.
     """
 
     def __init__(
-        self, forward: Forward, place: Callable[[Any], Any], microbatching: Microbatching
+        self,
+        forward: Forward,
+        place: Callable[[Any], Any],
+        microbatching: Microbatching,
+        options: Mapping[str, Any] = MappingProxyType({"with_entropy": False}),
     ) -> None:
-        self.forward = jax.jit(forward, static_argnames="with_entropy")
+        self.forward = jax.jit(forward, static_argnames=tuple(options))
+        self.options = dict(options)
         self.place, self.microbatching = place, microbatching
 
     def __call__(
@@ -34,22 +42,22 @@ class Scorer:
         batch: TrainBatch,
         *,
         microbatching: Microbatching | None = None,
-        with_entropy: bool = False,
         key: Array | None = None,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Log-probs and entropy [B, T], on the host.
+        **options: Any,
+    ) -> tuple[np.ndarray, ...]:
+        """The outputs of the forward pass, each [B, T], on the host.
 
         Args:
             microbatching: another cut than the scorer's own.
             key: of the update that will pull back through this pass: the same dropout; None: none.
+            options: in place of the scorer's own.
         """
         pending, settings = [], microbatching or self.microbatching
         for chosen, rows, row_ids in microbatches(batch.row_ids, batch, settings):
             given = self.place(with_token_keys(params, rows, row_ids, key))
-            pending.append((chosen, self.forward(params, given, with_entropy=with_entropy)))
-        log_probs = np.zeros(batch.tokens.shape, np.float32)
-        entropy = np.zeros_like(log_probs)
+            pending.append((chosen, self.forward(params, given, **(self.options | options))))
+        outputs = tuple(np.zeros(batch.tokens.shape, np.float32) for _ in pending[0][1])
         for chosen, parts in jax.device_get(pending):
-            for output, part in zip((log_probs, entropy), parts, strict=True):
+            for output, part in zip(outputs, parts, strict=True):
                 output[chosen, : part.shape[1]] = part[: len(chosen)]
-        return log_probs, entropy
+        return outputs

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from tqdm import tqdm
 
 from jaxrl import config as cfg
-from jaxrl.assemble import assemble_update, make_scorer, place_model, place_reference
-from jaxrl.checkpoint import Checkpointer, resume
+from jaxrl.assemble import assemble_update, make_scorer, place_beside, place_model
+from jaxrl.checkpoint import Checkpointer
 from jaxrl.compilation import CompilationWatch
-from jaxrl.config.needs import kl_in_reward, needs_old_log_probs
+from jaxrl.config.needs import has_critic, kl_in_reward, needs_old_log_probs
+from jaxrl.critic import Critic
 from jaxrl.data.packing import collate, minibatches
 from jaxrl.data.prompts import batch_indices
 from jaxrl.evaluate import dump_rows, evaluate
@@ -39,17 +39,17 @@ from jaxrl.models.adapter import AdaptedModel, check_packing
 from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.objective import step_metrics
 from jaxrl.offload import on_device
-from jaxrl.optim import init_state
-from jaxrl.parallel import replicated
 from jaxrl.policy import Policy
 from jaxrl.registry import source_hashes
-from jaxrl.rewards import advantages_of, make_estimate, next_kl_coef, penalize_kl, shape_rewards
+from jaxrl.rewards import advantages_of, make_estimate, penalize_kl, shape_rewards
 from jaxrl.rollout.conversation import generator_input, sampling_of
 from jaxrl.rollout.dynamic_sampling import collect
 from jaxrl.rollout.generator import GeneratorInterface, generate_now
 from jaxrl.rollout.protocol import Engine
 from jaxrl.rollout.step_wise import merge_steps, trajectory_numbers
+from jaxrl.run_state import finished_state, restore_or_init
 from jaxrl.types import GeneratorOutput, Prompt, TrainBatch, TrainState
+from jaxrl.update import updates_on
 from jaxrl.warm_up import warm_up
 
 
@@ -101,7 +101,8 @@ class Trainer:
         """Everything that is compiled or placed once."""
         trainer = self.config.trainer
         placement = place_model(trainer, self.model, self.mesh)
-        ref_placement = place_reference(trainer, self.model, placement, self._ref_devices())
+        ref_devices = self._ref_devices()
+        ref_placement = place_beside("ref", trainer, self.model, placement, ref_devices)
         self.policy = Policy(trainer, self.model, placement, ref_placement)
         self.scorer = self.ref_scorer = make_scorer(self.config, self.model, placement)
         dtypes = {cfg.compute_dtype(trainer, role) for role in ("policy", "ref")}
@@ -110,6 +111,11 @@ class Trainer:
         self.optimizer, self.like, self.updater = assemble_update(
             self.config, self.scorer, placement, self.total_steps, self.policy.trained
         )
+        self.like = self.like.replace(ref_params=self.policy.reference_like())
+        self.critic = None
+        if has_critic(trainer):
+            self.critic = Critic(self.config, placement, len(self.tokenizer), self.total_steps)
+            self.like = self.like.replace(critic=self.critic.like)
         self.minibatch_rows = trainer.policy_mini_batch_size * self.samples
         self.estimate = jax.jit(make_estimate(trainer.algorithm))
         writable_folder("trainer.log_path", cfg.run_folder(trainer))
@@ -137,7 +143,7 @@ class Trainer:
     def train(self) -> TrainState:
         """Train from the newest checkpoint, or from the start, to the last step."""
         trainer = self.config.trainer
-        self.state = self.updater.rest(self.restore_or_init())
+        self.state = self.restore_or_init()
         if trainer.use_sample_packing and isinstance(self.model, AdaptedModel):
             check_packing(self.model, self.params)
         first, self.batches_drawn = int(self.state.step), int(self.state.batches_drawn)
@@ -183,8 +189,9 @@ class Trainer:
         with timed(self.metrics, "fwd_logprobs_values_reward"):
             batch = self.add_log_probs(batch)  # 5
         batch = self.add_advantages(batch)  # 6
+        self.update_critic(batch, step)  # 7
         with timed(self.metrics, "policy_train"):
-            self.update(batch, step)  # 7
+            self.update(batch, step)
         with timed(self.metrics, "sync_weights"):
             self.sync_weights(step)  # 8
         self.print_example(step, batch, output)
@@ -246,7 +253,7 @@ class Trainer:
         return collate(output, index=trajectory_numbers(last) // self.samples)
 
     def add_log_probs(self, batch: TrainBatch) -> TrainBatch:
-        """Log-probs that the loss needs: of the policy as it is now, and of the reference."""
+        """Log-probs that the loss needs, of policy and reference, and the critic's values."""
         blind = batch.rollout_log_probs is None  # the sampler has none
         if needs_old_log_probs(self.config.trainer) or blind:
             old, entropy = self.scorer(self.params, batch, with_entropy=blind)
@@ -256,6 +263,8 @@ class Trainer:
         if self.ref_params is not None:
             ref, _ = self.ref_scorer(on_device(self.ref_params), batch)
             batch = batch.replace(ref_log_probs=ref)
+        if self.critic:
+            batch = batch.replace(values=self.critic.values(self.state.critic, batch))
         return batch
 
     def add_advantages(self, batch: TrainBatch) -> TrainBatch:
@@ -271,38 +280,36 @@ class Trainer:
 
     # ---------------------------------------------------------------- 7 to 9: the update
 
+    def update_critic(self, batch: TrainBatch, step: int) -> None:
+        """The critic learns the returns, if there is one."""
+        if self.critic:
+            with timed(self.metrics, "critic_train"):
+                critic, metrics = self.critic.update(self.state.critic, batch, step)
+            self.state, self.metrics = self.state.replace(critic=critic), self.metrics | metrics
+
     def update(self, batch: TrainBatch, step: int) -> None:
-        """One optimizer update per minibatch of whole prompt groups."""
-        trainer = self.config.trainer
-        key = jax.random.fold_in(jax.random.key(trainer.seed), step)
-        prompts = trainer.policy_mini_batch_size
-        weighed = [(m, *self.updater.weights(m)) for m in minibatches(batch, prompts)]
-        pending = []  # device values: nothing is fetched before the last update is dispatched
-        for number, (minibatch, weights, correction) in enumerate(
-            weighed * trainer.update_epochs_per_batch
-        ):
-            params = self.policy.whole(self.state.params)
-            self.state, parts, applied = self.updater.update(
-                self.state, minibatch, weights, jax.random.fold_in(key, number), params
-            )
-            pending.append((parts, applied | correction))
+        """One optimizer update of the policy per minibatch of whole prompt groups."""
+        trainer, prompts = self.config.trainer, self.config.trainer.policy_mini_batch_size
+        others = {"critic": self.state.critic, "ref_params": self.state.ref_params}
+        given = self.updater, self.state.replace(**dict.fromkeys(others)), batch  # state: donated
+        passes, names = trainer.update_epochs_per_batch, (trainer.seed, step)
+        whole = self.policy.whole
+        state, pending = updates_on(
+            *given, prompts=prompts, passes=passes, names=names, whole=whole
+        )
+        self.state = state.replace(**others)
         metrics = step_metrics(pending)
         if skipped := metrics["policy/skipped_updates"]:
             tqdm.write(f"step {step}: {skipped} updates skipped, their gradient was not finite")
-        efficiency = self.updater.packing_efficiency([m for m, *_ in weighed])
+        efficiency = self.updater.packing_efficiency(minibatches(batch, prompts))
         self.metrics |= metrics | {"trainer/packing_efficiency": efficiency}
         self.finish(step, rows=len(batch.index))
 
     def finish(self, step: int, rows: int) -> None:
-        """What a step leaves in the state beside the optimizer's work."""
-        control = self.config.trainer.algorithm.kl_ctrl
-        coef = next_kl_coef(float(self.state.kl_coef), self.metrics, control, rows)
-        numbers = {
-            "step": np.int32(step),
-            "batches_drawn": np.int32(self.batches_drawn),
-            "kl_coef": np.float32(coef),
-        }
-        self.state = self.state.replace(**jax.device_put(numbers, self.like.step.sharding))
+        """What a step leaves in the state beside the optimizers' work."""
+        self.state = finished_state(self, step, rows)
+        if self.state.ref_params is not None:  # it may have moved
+            self.load_reference()
 
     def sync_weights(self, step: int) -> None:
         """Hand the parameters to the engine; they are version `step`."""
@@ -319,7 +326,10 @@ class Trainer:
         """
         trainer = self.config.trainer
         if self._due(step, trainer.hf_save_interval):
-            self.export(Path(trainer.export_path) / f"global_step_{step}" / "policy")
+            folder = Path(trainer.export_path) / f"global_step_{step}"
+            self.export(folder / "policy")
+            if self.critic:
+                self.critic.export(folder / "critic", self.state.critic.params, self.tokenizer)
         epoch_end = step % self.steps_per_epoch == 0
         if self._due(step, trainer.ckpt_interval) or (epoch_end and trainer.ckpt_interval > 0):
             self.logger.plot()
@@ -348,22 +358,12 @@ class Trainer:
         return metrics | {"timing/eval": self.metrics["timing/eval"]}
 
     def restore_or_init(self) -> TrainState:
-        """The state of the checkpoint that the config points to, else that of the model folder."""
-        trainer = self.config.trainer
-        self.checkpoint_meta["model"] = self.policy.describe()
-        mode, path = trainer.resume_mode, trainer.resume_path
-        state = resume(self.checkpointer, mode, path, self.like, self.checkpoint_meta)
-        if state is not None:
-            print(f"resuming after step {int(state.step)}")
-            return state
-        params = self.policy.initial()
-        shardings = jax.tree.map(lambda x: x.sharding, self.like.params)
-        whole, coef = replicated(self.mesh), trainer.algorithm.kl_loss_coef
-        return init_state(self.optimizer, params, shardings, whole, kl_coef=coef)
+        """The state of the checkpoint that the config points to, else that of the model folders."""
+        return restore_or_init(self)
 
     def load_reference(self) -> None:
-        """The frozen reference, if a KL counts or the loss asks for its log-probs."""
-        self.ref_params = self.policy.reference()
+        """The reference, if a KL counts or the loss asks for its log-probs."""
+        self.ref_params = self.policy.reference(self.state.ref_params)
 
     def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder, or its adapters as a PEFT folder."""

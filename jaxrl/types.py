@@ -145,8 +145,16 @@ class ModelRows(struct.PyTreeNode):
     kept: Array | None = None  # [R, L, k], as in TrainBatch
 
 
+class CriticState(struct.PyTreeNode):
+    """What an update of the critic changes."""
+
+    params: Any
+    opt_state: Any
+    skipped_updates: Array  # [] int32, updates skipped because the gradient was not finite
+
+
 class TrainState(struct.PyTreeNode):
-    """Everything an optimizer update changes; saved whole in every checkpoint."""
+    """Everything that a step changes; saved whole in every checkpoint."""
 
     params: Any
     opt_state: Any
@@ -154,3 +162,5 @@ class TrainState(struct.PyTreeNode):
     skipped_updates: Array  # [] int32, updates skipped because the gradient was not finite
     kl_coef: Array  # [] float32, coefficient of the KL in the reward
     batches_drawn: Array  # [] int32, batches of prompts; dynamic sampling draws several for a step
+    critic: Any = None  # CriticState
+    ref_params: Any = None  # of a moving reference: what is trained, as it was at an epoch's end

@@ -1,8 +1,8 @@
-"""One optimizer update: gradients in microbatches, apply."""
+"""Optimizer updates of policy or critic: gradients in microbatches, apply."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,34 +10,27 @@ import numpy as np
 
 from jaxrl.array_ops import Array
 from jaxrl.data.microbatches import Microbatching, computed_tokens, microbatches
-from jaxrl.data.packing import row_slices
+from jaxrl.data.packing import minibatches, row_slices
 from jaxrl.models.lora import trained, with_token_keys, with_trained
-from jaxrl.objective import (
-    Metrics,
-    TokenWeights,
-    make_objective,
-    make_policy_loss,
-    minibatch_weights,
-)
+from jaxrl.objective import Metrics, Objective
 from jaxrl.offload import on_device
-from jaxrl.registry import PolicyLossRegistry
 from jaxrl.scorer import Scorer
-from jaxrl.types import ModelRows, TrainBatch, TrainState
+from jaxrl.types import CriticState, ModelRows, TrainBatch, TrainState
 
-Apply = Callable[..., tuple[TrainState, Metrics]]  # (state, gradients) -> state, metrics
+State = TypeVar("State", TrainState, CriticState)
+Apply = Callable[..., tuple[Any, Metrics]]  # (state, gradients) -> state, metrics
 
 
 class Updater:
     """The jitted pieces of an update, compiled once per shape.
 
     Args:
-        scorer: the policy's forward pass and its devices. Where params have adapters
-            (`lora.attach`) only these get a gradient.
+        scorer: the forward pass and its devices. Where params have adapters (`lora.attach`) only
+            these get a gradient.
         apply: `(state, gradients) -> (state, metrics)`.
-        algorithm: the AlgorithmConfig.
-        shardings: the TrainState's; gradients are placed like the parameters.
+        objective: what is minimised, of the outputs of the forward pass.
+        shardings: the state's; gradients are placed like the parameters.
         microbatching: how minibatches are cut.
-        block_rows: rows that token_mean_legacy takes its means over.
         resting: shardings between updates of the parts of the state that wait elsewhere, by name.
     """
 
@@ -46,22 +39,18 @@ class Updater:
         scorer: Scorer,
         apply: Apply,
         *,
-        algorithm: Any,
-        shardings: TrainState,
+        objective: Objective,
+        shardings: Any,
         microbatching: Microbatching,
-        block_rows: int,
         resting: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self.algorithm, self.microbatching, self.block_rows = algorithm, microbatching, block_rows
+        self.objective, self.microbatching, self.resting = objective, microbatching, resting
         self.scorer, self.place, forward = scorer, scorer.place, scorer.forward
-        self.resting = resting
-        self.policy_loss = make_policy_loss(algorithm)
-        objective = make_objective(algorithm, self.policy_loss)
 
         def accumulate(grads: Any, params: Any, rows: ModelRows, *of_loss: Any) -> Any:
             def loss_fn(new: Any) -> tuple[Array, Metrics]:
                 outputs = forward(with_trained(params, new), rows)
-                return objective(*outputs, *of_loss)  # batch, weights, key
+                return objective.loss(*outputs, *of_loss)  # batch, weights, key
 
             new, metrics = jax.grad(loss_fn, has_aux=True)(trained(params))
             return jax.tree.map(jnp.add, grads, new), metrics
@@ -79,24 +68,22 @@ class Updater:
         )
         self.accumulate = jax.jit(accumulate, donate_argnums=0, out_shardings=(like_params, None))
         self.pull_back = jax.jit(pull_back, donate_argnums=0, out_shardings=like_params)
-        self.cotangents = jax.jit(jax.grad(objective, argnums=(0, 1), has_aux=True))
+        self.cotangents = jax.jit(jax.grad(objective.loss, argnums=(0, 1), has_aux=True))
         self.apply = jax.jit(apply, donate_argnums=0, out_shardings=(shardings, None))
         self._whole: bool | None = None
 
-    def weights(self, minibatch: TrainBatch) -> tuple[TokenWeights, Metrics]:
-        """`minibatch_weights`, on the host."""
-        return jax.device_get(
-            minibatch_weights(minibatch, self.algorithm, block_rows=self.block_rows)
-        )
+    def weights(self, minibatch: TrainBatch) -> tuple[Any, Metrics]:
+        """Those of the objective, on the host."""
+        return jax.device_get(self.objective.weights(minibatch))
 
     def update(
         self,
-        state: TrainState,
+        state: State,
         minibatch: TrainBatch,
-        weights: TokenWeights,
+        weights: Any,
         key: Array,
         params: Any = None,
-    ) -> tuple[TrainState, list[Metrics], Metrics]:
+    ) -> tuple[State, list[Metrics], Metrics]:
         """One optimizer update on a minibatch of host arrays; `state` is donated.
 
         Args:
@@ -110,16 +97,17 @@ class Updater:
         """
         params = state.params if params is None else params
         grads, metrics = self.gradients(on_device(params), minibatch, weights, key)
-        state, applied = self.apply(on_device(state), grads)
-        return self.rest(state), metrics, applied
+        new_state: State
+        new_state, applied = self.apply(on_device(state), grads)
+        return self.rest(new_state), metrics, applied
 
-    def rest(self, state: TrainState) -> TrainState:
+    def rest(self, state: State) -> State:
         """The state as it is kept between updates: each part where it rests."""
         parts = {name: getattr(state, name) for name in self.resting}
         return state.replace(**jax.device_put(parts, dict(self.resting)))
 
     def gradients(
-        self, params: Any, minibatch: TrainBatch, weights: TokenWeights, key: Array
+        self, params: Any, minibatch: TrainBatch, weights: Any, key: Array
     ) -> tuple[Any, list[Metrics]]:
         """Gradient of the objective of a minibatch, accumulated over its microbatches.
 
@@ -176,10 +164,8 @@ class Updater:
             outputs = self._whole_outputs(params, part, key)
             self.pulled_back(self.zeros(params), params, part, outputs, key)
 
-    def _whole_outputs(
-        self, params: Any, batch: TrainBatch, key: Array
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Log-probs and entropy of the pass that is pulled back through: in the same cuts."""
+    def _whole_outputs(self, params: Any, batch: TrainBatch, key: Array) -> tuple[np.ndarray, ...]:
+        """The outputs of the pass that is pulled back through: in the same cuts."""
         cut = self.microbatching
         return self.scorer(params, batch, microbatching=cut, with_entropy=True, key=key)
 
@@ -191,9 +177,48 @@ class Updater:
 
     def _sees_whole_minibatch(self, minibatch: TrainBatch) -> bool:
         if self._whole is None:  # a property of the function: asked once
-            array = jax.ShapeDtypeStruct(minibatch.tokens.shape, jnp.float32)
-            key = jax.eval_shape(lambda: jax.random.key(0))
-            loss, _ = jax.eval_shape(self.policy_loss, array, array, minibatch, key)
-            name = self.algorithm.policy_loss_type
-            self._whole = loss.ndim == 0 or PolicyLossRegistry.has_batch_statistics(name)
-        return bool(self._whole)
+            self._whole = self.objective.sees_whole(minibatch)
+        return self._whole
+
+
+def updates_on(
+    updater: Updater,
+    state: State,
+    batch: TrainBatch,
+    *,
+    prompts: int,
+    passes: int,
+    names: tuple[int, int],
+    whole: Callable[[Any], Any] = lambda params: params,
+) -> tuple[State, list[tuple[list[Metrics], Metrics]]]:
+    """All updates on a batch: `passes` over its minibatches of whole prompt groups.
+
+    The first pass takes the groups in their order, which is random already; each further one
+    shuffles them into other minibatches.
+
+    Args:
+        state: is donated.
+        prompts: groups of a minibatch.
+        names: seed and step, from which everything random is drawn.
+        whole: all parameters, of those that the state holds: adapters on their base.
+
+    Returns:
+        The state; per update the metrics of each microbatch and of the whole (`step_metrics`). They
+        are device values: nothing is fetched before the last update is dispatched.
+    """
+    seed, step = names
+    key = jax.random.fold_in(jax.random.key(seed), step)
+    orders = (pass_order(batch, seed, step, number) for number in range(passes))
+    parts = [part for order in orders for part in minibatches(batch, prompts, order)]
+    pending = []
+    for number, (part, weights, fixed) in enumerate([(m, *updater.weights(m)) for m in parts]):
+        named = part, weights, jax.random.fold_in(key, number)
+        state, metrics, applied = updater.update(state, *named, whole(state.params))
+        pending.append((metrics, applied | fixed))
+    return state, pending
+
+
+def pass_order(batch: TrainBatch, seed: int, step: int, number: int) -> np.ndarray | None:
+    """The prompt groups of a pass over a batch, [groups]; None: as they are, in the first."""
+    groups = int(np.asarray(batch.index)[-1]) + 1
+    return np.random.default_rng((seed, step, number)).permutation(groups) if number else None

@@ -53,17 +53,22 @@ def warm_up(trainer: "Trainer") -> None:
 
 
 def warm_up_update(trainer: "Trainer", width: int) -> None:
-    """Log-probs, advantages and gradients of rows with `width` tokens."""
+    """Log-probs, values, advantages and gradients of rows with `width` tokens."""
     settings, updater = trainer.config.trainer, trainer.updater
     length = min(width, settings.packed_length or width)
     sampling = trainer.config.generator.sampling_params
     kept = sampling.top_k if sampling.keep_sampling_mask else 0
-    cuts = {trainer.scorer.microbatching, trainer.ref_scorer.microbatching}
+    scorers = [trainer.scorer, trainer.ref_scorer]
+    scorers += [trainer.critic.scorer] if trainer.critic else []
+    cuts = {scorer.microbatching for scorer in scorers}
     for rows in sorted({size for cut in cuts for size in cut.batch_sizes(length)}):
         empty = empty_batch(rows, width, length, kept=kept, log_probs=sampling.logprobs is not None)
         batch = trainer.add_log_probs(empty)
     batch = trainer.add_advantages(_rows(batch, settings.train_batch_size * trainer.samples))
     updater.warm_up(trainer.params, _rows(batch, trainer.minibatch_rows))
+    if trainer.critic:
+        rows = _rows(batch, trainer.critic.minibatch_rows)
+        trainer.critic.warm_up(trainer.state.critic, rows)
 
 
 def engine_batches(trainer: "Trainer") -> Iterator[list[Request]]:

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jaxrl import config as cfg
-from jaxrl.assemble import place_model, place_reference
+from jaxrl.assemble import place_beside, place_model
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.parallel import make_mesh
 from tests.test_update import MODEL
@@ -47,10 +47,10 @@ def test_key_value_heads_need_not_be_divided():
 def test_the_mesh_of_the_reference_is_named_as_its_own():
     trainer = cfg.TrainConfig().trainer
     policy = place_model(trainer, NINE_HEADS, make_mesh())
-    assert place_reference(trainer, NINE_HEADS, policy) is policy
+    assert place_beside("ref", trainer, NINE_HEADS, policy) is policy
     trainer.ref.mesh = cfg.MeshConfig(fsdp=-1, tensor=8)
     with pytest.raises(ValueError, match=r"trainer.ref.mesh.tensor=8 .* num_heads=9"):
-        place_reference(trainer, NINE_HEADS, policy)
+        place_beside("ref", trainer, NINE_HEADS, policy)
 
 
 def test_a_flax_module_has_no_tensor_axis():

@@ -19,7 +19,7 @@ from jaxrl.data.microbatches import Microbatching
 from jaxrl.forward import by_trajectory
 from jaxrl.losses import LOSSES
 from jaxrl.models.attention import causal_mask
-from jaxrl.objective import merge_metrics, minibatch_weights
+from jaxrl.objective import merge_metrics, minibatch_weights, policy_objective
 from jaxrl.optim import init_state, make_apply, make_optimizer, make_schedule
 from jaxrl.parallel import ShardingRules, batch_sharding, make_mesh, replicated
 from jaxrl.registry import PolicyLossRegistry
@@ -82,10 +82,9 @@ def make_updater(algorithm, rows, devices, **packing):
     updater = Updater(
         Scorer(forward, lambda x: jax.device_put(x, spread), cut),
         make_apply(optimizer, schedule),
-        algorithm=algorithm,
+        objective=policy_objective(algorithm, rows // devices),
         shardings=jax.tree.map(lambda x: x.sharding, state),
         microbatching=cut,
-        block_rows=rows // devices,
     )
     return updater, params
 

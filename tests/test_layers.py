@@ -37,6 +37,8 @@ LAYER_OF = {
     "metrics": "L3",
     "files": "L0",
     "policy": "L4",
+    "critic": "L4",
+    "run_state": "L4",
     "assemble": "L4",
     "assemble_remote": "L4",
     "evaluate": "L4",

@@ -317,15 +317,33 @@ def test_twenty_kills_change_nothing(tmp_path):
     print(json.dumps({"kills": KILLS, "in a save": sum(in_a_save)}))
 
 
+ACTOR_CRITIC = {  # with GAE, three shuffled passes and a reference that moves every three steps
+    **dict.fromkeys(("trainer.eval_interval", "trainer.hf_save_interval"), -1),
+    "data.train_data": ["jaxrl.envs.sort_digits:prompts(size=12, seed=0)"],
+    "trainer.epochs": STEPS,
+    "trainer.critic.model.path": str(ROOT / "configs" / "tiny_char_model"),
+    "trainer.critic.model.random_init": True,
+    "trainer.critic_mini_batch_size": 4,
+    "trainer.algorithm.advantage_estimator": "gae",
+    "trainer.update_epochs_per_batch": 3,
+    "trainer.update_ref_every_epoch": True,
+}
+
+
 @pytest.mark.slow
-def test_kills_change_neither_controller_nor_dynamic_sampling(tmp_path):
+@pytest.mark.parametrize("settings", [STATEFUL, ACTOR_CRITIC], ids=["sampling", "critic"])
+def test_kills_change_nothing_that_a_step_leaves(tmp_path, settings):
+    """Controller and dynamic sampling; critic, passes and moving reference."""
     rng = random.Random(1)
-    whole, killed = (Run(tmp_path / name, **STATEFUL) for name in ("whole", "killed"))
+    whole, killed = (Run(tmp_path / name, **settings) for name in ("whole", "killed"))
     whole.finish()
     for _ in range(5):
         killed.kill_once(rng)
     killed.finish()
     expected = whole.state()
     jax.tree.map(np.testing.assert_array_equal, killed.state(), expected)
-    assert int(expected["batches_drawn"]) > STEPS
+    assert metric_lines(killed.folder) == metric_lines(whole.folder)
+    drawn = int(expected["batches_drawn"])
+    assert drawn > STEPS if settings is STATEFUL else drawn == STEPS
+    assert bool(expected.get("critic")) == (settings is ACTOR_CRITIC)
     assert metric_lines(killed.folder) == metric_lines(whole.folder)

@@ -21,7 +21,7 @@ from jaxrl.models.transformer import (
     init_params,
     logical_axes,
 )
-from jaxrl.objective import merge_metrics, minibatch_weights
+from jaxrl.objective import merge_metrics, minibatch_weights, policy_objective
 from jaxrl.optim import abstract_state, init_state, make_apply, make_optimizer, make_schedule
 from jaxrl.parallel import (
     Placement,
@@ -120,12 +120,11 @@ def make_updater(
     updater = Updater(
         Scorer(forward, lambda x: jax.device_put(x, rows), cut),
         make_apply(optimizer, schedule),
-        algorithm=algorithm,
+        objective=policy_objective(algorithm, microbatch_rows // groups),
         shardings=jax.tree.map(
             lambda x: x.sharding, abstract_state(optimizer, trained, shardings, replicated(mesh))
         ),
         microbatching=cut,
-        block_rows=microbatch_rows // groups,
     )
 
     def state():
@@ -148,11 +147,15 @@ def update(updater, state, batch):
     return updater.update(state, batch, weights, jax.random.key(0))
 
 
-def gradient(algorithm, batch, *, reduction="token_mean", **cut):
-    """Flat gradient and metrics; the weights alone know the reduction."""
+def gradient(algorithm, batch, *, reduction="token_mean", term=None, **cut):
+    """Flat gradient and metrics; the weights alone know the reduction, and which term counts."""
     updater, params, _ = make_updater(algorithm, **cut)
     reduced = dataclasses.replace(algorithm, loss_reduction=reduction)
-    weights, _ = minibatch_weights(batch, reduced, block_rows=updater.block_rows)
+    block_rows = updater.microbatching.rows // updater.microbatching.groups
+    weights, _ = minibatch_weights(batch, reduced, block_rows=block_rows)
+    if term is not None:
+        others = {"policy", "kl", "entropy"} - {term}
+        weights = weights.replace(**{name: 0 * getattr(weights, name) for name in others})
     grads, parts = updater.gradients(params, batch, jax.device_get(weights), jax.random.key(1))
     flat = np.concatenate([np.ravel(g) for g in jax.tree.leaves(jax.device_get(grads))])
     return flat, merge_metrics(jax.device_get(parts))
@@ -233,6 +236,19 @@ def test_gradient_does_not_depend_on_the_mesh(devices, fsdp):
     whole = gradient(algorithm, batch, microbatch_rows=ROWS)
     cut = gradient(algorithm, batch, microbatch_rows=8, devices=devices, sizes=(("fsdp", fsdp),))
     assert_same(cut, whole)
+
+
+@pytest.mark.parametrize("term", ["policy", "kl", "entropy"])
+def test_the_gradient_of_each_term_depends_on_no_cut(term):
+    algorithm, batch = algorithm_with(), make_batch()
+    whole = gradient(algorithm, batch, term=term, microbatch_rows=ROWS)
+    all_terms, _ = gradient(algorithm, batch, microbatch_rows=ROWS)
+    assert np.abs(whole[0] - all_terms).max() > 1e-4  # the others are there
+    cuts = [{"packed": True, **cut} for cut in PACKINGS]
+    cuts += [{"microbatch_rows": 3}, {"microbatch_rows": 8, "devices": 8, "sizes": (("fsdp", 2),)}]
+    for cut in cuts:
+        assert_same(gradient(algorithm, batch, term=term, **cut), whole)
+    assert_same(gradient(algorithm, make_batch(width=40), term=term, microbatch_rows=4), whole)
 
 
 def assert_placed_like(tree, params):

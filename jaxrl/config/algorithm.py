@@ -189,8 +189,8 @@ class AlgorithmConfig(BaseConfig):
     """Corrections for rollouts that another policy sampled."""
     sapo: SAPOConfig = field(default_factory=SAPOConfig)
     """Policy loss sapo."""
-    value_clip: float = 0.2
-    """Clip range of the critic's values."""
+    value_clip: float | None = 0.2
+    """Clip range of the critic's values around those before the step; None = no clip."""
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     """Sampling until enough prompts have rewards that differ."""
     clip_cov: ClipCovConfig = field(default_factory=ClipCovConfig)

@@ -1,7 +1,12 @@
 """The parts of the objective as formulas, with the numbers of a config in them."""
 
 from jaxrl.config.algorithm import AlgorithmConfig, OffPolicyCorrectionConfig
-from jaxrl.config.needs import needs_old_log_probs, ratio_anchor, reduces_by_itself
+from jaxrl.config.needs import (
+    needs_old_log_probs,
+    needs_reference,
+    ratio_anchor,
+    reduces_by_itself,
+)
 from jaxrl.config.train_config import TrainConfig
 from jaxrl.config.trainer import TrainerConfig
 
@@ -193,3 +198,22 @@ def controller_lines(config: TrainConfig) -> list[str]:
     target = f"clip(KL / {control.kl_target:g} - 1, -0.2, 0.2)"
     update = f"beta (1 + {target} {rows} / {control.horizon})"
     return [f"{coef} at first; after each step {update}"]
+
+
+def reference_lines(trainer: TrainerConfig) -> list[str]:
+    """What becomes of the reference in a run."""
+    if not (trainer.update_ref_every_epoch and needs_reference(trainer.algorithm)):
+        return []
+    return ["ref is the policy at the end of the last epoch; in the first one the given model"]
+
+
+def value_lines(algorithm: AlgorithmConfig) -> list[str]:
+    """What the critic minimises."""
+    clip, target = algorithm.value_clip, "y_t = G_t + V_old,t, the returns"
+    if clip is None:
+        return [f"minimise mean_b mean_t (V - y)^2 / 2, {target}"]
+    return [
+        "minimise mean_b mean_t max((V - y)^2, (c - y)^2) / 2, "
+        f"c = V_old + clip(V - V_old, -{clip:g}, {clip:g})",
+        target,
+    ]

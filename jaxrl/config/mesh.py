@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrl.config.backend import MeshConfig
 from jaxrl.config.errors import check_choice, fail
-from jaxrl.config.trainer import PolicyConfig, RefConfig
+from jaxrl.config.trainer import CriticConfig, PolicyConfig, RefConfig
 from jaxrl.parallel import ShardingRules, mesh_sizes
 from jaxrl.parallel.mesh import AXES
 
@@ -27,7 +27,7 @@ def batch_groups(config: "TrainConfig", num_devices: int, role: str = "policy") 
     """Groups of devices that hold different rows of a batch: data x fsdp by default.
 
     Args:
-        role: "policy", or "ref" for those of the reference.
+        role: "policy", "ref" or "critic".
     """
     mesh = getattr(config.trainer, role).mesh or config.trainer.policy.mesh
     sizes = mesh_sizes(num_devices, **dataclasses.asdict(mesh))
@@ -42,8 +42,8 @@ def check_mesh(config: "TrainConfig", shares: "DeviceShares") -> None:
         ValueError: with the field, its value and the fix.
     """
     trainer = config.trainer
-    roles = ("policy", trainer.policy, shares.policy), ("ref", trainer.ref, shares.ref)
-    for name, role, devices in roles:
+    for name, devices in shares.of_roles():
+        role = getattr(trainer, name)
         if role.mesh is None:
             continue
         field, sizes = f"trainer.{name}.mesh", dataclasses.asdict(role.mesh)
@@ -64,22 +64,16 @@ def check_mesh(config: "TrainConfig", shares: "DeviceShares") -> None:
     _check_rules(trainer.sharding_rules)
 
 
-def skyrl_sizes(role: PolicyConfig | RefConfig) -> list[tuple[str, str, int]]:
+def skyrl_sizes(role: PolicyConfig | RefConfig | CriticConfig) -> list[tuple[str, str, int]]:
     """SkyRL's size fields of a role that are set: (field, mesh axis, size)."""
-    megatron = role.megatron_config
-    fields = (
-        ("fsdp_config.fsdp_size", "fsdp", role.fsdp_config.fsdp_size, -1),
-        (
-            "megatron_config.tensor_model_parallel_size",
-            "tensor",
-            megatron.tensor_model_parallel_size,
-            1,
-        ),
-    )
+    fields = [("fsdp_config.fsdp_size", "fsdp", role.fsdp_config.fsdp_size, -1)]
+    if not isinstance(role, CriticConfig):  # SkyRL has no critic on Megatron
+        tensor = role.megatron_config.tensor_model_parallel_size
+        fields.append(("megatron_config.tensor_model_parallel_size", "tensor", tensor, 1))
     return [(field, axis, size) for field, axis, size, default in fields if size != default]
 
 
-def map_mesh(role: PolicyConfig | RefConfig) -> MeshConfig | None:
+def map_mesh(role: PolicyConfig | RefConfig | CriticConfig) -> MeshConfig | None:
     """The mesh of a role with SkyRL's fields in it, where the mesh itself does not say."""
     default, sizes = MeshConfig(), skyrl_sizes(role)
     if not sizes:

@@ -6,11 +6,11 @@ from jaxrl.data.microbatches import Microbatching
 from jaxrl.data.packing import length_bucket, round_up
 
 
-def update_microbatching(config: TrainConfig, groups: int) -> Microbatching:
-    """Of a minibatch, on `groups` data-parallel groups of devices."""
+def update_microbatching(config: TrainConfig, groups: int, role: str = "policy") -> Microbatching:
+    """Of a minibatch of policy or critic, on `groups` data-parallel groups of devices."""
     trainer = config.trainer
-    prompts, rows = trainer.policy_mini_batch_size, trainer.micro_train_batch_size_per_gpu
-    return _microbatching(config, groups, prompts, rows)
+    prompts = getattr(trainer, f"{role}_mini_batch_size")
+    return _microbatching(config, groups, prompts, trainer.micro_train_batch_size_per_gpu)
 
 
 def forward_microbatching(config: TrainConfig, groups: int) -> Microbatching:

@@ -50,6 +50,11 @@ def reduces_by_itself(config: TrainConfig) -> bool:
     return loss_ndim(trainer.algorithm, (rows, 8)) == 0
 
 
+def has_critic(trainer: TrainerConfig) -> bool:
+    """Whether a critic is trained beside the policy."""
+    return trainer.critic.model.path is not None
+
+
 def updates_per_step(trainer: TrainerConfig) -> int:
     """Optimizer updates on one batch."""
     minibatches = trainer.train_batch_size // trainer.policy_mini_batch_size

@@ -10,12 +10,16 @@ from jaxrl.config.formulas import (
     kl_line,
     loss_lines,
     reduction_line,
+    reference_lines,
     sampler_lines,
+    value_lines,
 )
 from jaxrl.config.mesh import batch_groups
 from jaxrl.config.microbatching import longest_trajectory, update_microbatching
-from jaxrl.config.needs import kl_in_loss, reduces_by_itself
+from jaxrl.config.model import OptimizerConfig
+from jaxrl.config.needs import has_critic, kl_in_loss, reduces_by_itself
 from jaxrl.config.train_config import TrainConfig, resolve
+from jaxrl.config.trainer import TrainerConfig
 from jaxrl.data.microbatches import MAX_PER_ROW
 from jaxrl.losses.off_policy import correction_enabled
 
@@ -31,7 +35,7 @@ def objective_card(config: TrainConfig, num_devices: int = 1) -> str:
     """
     config = resolve(config)
     trainer, samples = config.trainer, config.generator.n_samples_per_prompt
-    algorithm, optimizer = trainer.algorithm, trainer.policy.optimizer_config
+    algorithm = trainer.algorithm
     parts: list[tuple[str, list[str]]] = [
         ("minimise", [_minimise(config)]),
         ("policy loss", loss_lines(trainer)),
@@ -39,19 +43,13 @@ def objective_card(config: TrainConfig, num_devices: int = 1) -> str:
         ("reduction", [reduction_line(config)]),
         ("correction", correction_lines(algorithm.off_policy_correction)),
         ("sampler", sampler_lines(config)),
-        ("KL", [kl_line(config), *controller_lines(config)]),
+        ("KL", [kl_line(config), *controller_lines(config), *reference_lines(trainer)]),
         ("entropy", ["H = sum_bt m_bt H_bt / sum m" if algorithm.use_entropy_loss else "off"]),
         ("temperature", [f"{algorithm.temperature:g}, of sampling and of every log-softmax"]),
         ("filters", _filters(config)),
-        (
-            "optimizer",
-            [
-                f"AdamW, lr {optimizer.lr:g} {optimizer.scheduler}, {optimizer.num_warmup_steps} "
-                f"warm-up updates, weight decay {optimizer.weight_decay:g}, gradient norm <= "
-                f"{optimizer.max_grad_norm:g}"
-            ],
-        ),
+        ("optimizer", [_adamw(trainer.policy.optimizer_config)]),
         ("batch", _batch(config, num_devices)),
+        ("critic", _critic(trainer)),
     ]
     rows = [
         (label if number == 0 else "", line)
@@ -103,6 +101,29 @@ def _filters(config: TrainConfig) -> list[str]:
     if algorithm.zero_variance_filter:
         lines.append(f"loss mask 0 for prompts whose rewards differ by at most {tol:g}")
     return lines or ["none"]
+
+
+def _adamw(settings: OptimizerConfig) -> str:
+    return (
+        f"AdamW, lr {settings.lr:g} {settings.scheduler}, {settings.num_warmup_steps} "
+        f"warm-up updates, weight decay {settings.weight_decay:g}, gradient norm <= "
+        f"{settings.max_grad_norm:g}"
+    )
+
+
+def _critic(trainer: TrainerConfig) -> list[str]:
+    """What the critic minimises, and how; nothing without one."""
+    if not has_critic(trainer):
+        return []
+    mini, passes = trainer.critic_mini_batch_size, trainer.update_epochs_per_batch
+    count = trainer.train_batch_size // mini
+    return [
+        *value_lines(trainer.algorithm),
+        _adamw(trainer.critic.optimizer_config),
+        f"{_count(count, 'minibatch')} x {_count(passes, 'pass')} = "
+        f"{_count(count * passes, 'optimizer update')} of {_count(mini, 'prompt')}, before the "
+        "policy's",
+    ]
 
 
 def _batch(config: TrainConfig, num_devices: int) -> list[str]:

@@ -232,16 +232,8 @@ def _check_functions(algorithm: AlgorithmConfig) -> None:
     _function("policy_loss_type", algorithm.policy_loss_type, PolicyLossRegistry)
     make_policy_loss(algorithm)
     value = algorithm.advantage_estimator
-    estimator = _function("advantage_estimator", value, AdvantageEstimatorRegistry)
+    _function("advantage_estimator", value, AdvantageEstimatorRegistry)
     bind_estimator(algorithm)
-    values = inspect.signature(estimator).parameters.get("values")
-    if value == "gae" or (values is not None and values.default is values.empty):
-        fail(
-            f"{_ALGORITHM}.advantage_estimator",
-            value,
-            "needs the values of a critic, which is not available yet; set one without, e.g. "
-            "'grpo' or 'reinforce++'",
-        )
 
 
 def _check_one_number(config: TrainConfig) -> None:

@@ -18,6 +18,10 @@ class DeviceShares(NamedTuple):
     ref: range
     engine: range
 
+    def of_roles(self) -> list[tuple[str, range]]:
+        """The devices of each model; a critic lies where the policy does."""
+        return [("policy", self.policy), ("ref", self.ref), ("critic", self.policy)]
+
 
 def device_shares(config: "TrainConfig", num_devices: int) -> DeviceShares:
     """All devices for all parts, or first the policy's, then those of parts on their own.

@@ -96,7 +96,7 @@ def resolve(config: Config) -> Config:
     of megatron_config are added;
     generator.max_input_length = trainer.max_prompt_length; algorithm.temperature = sampling
     temperature; algorithm.max_seq_len = max_input_length + max_generate_length (for one turn only);
-    policy.mesh and ref.mesh = what SkyRL's fields say where they do not;
+    policy.mesh, ref.mesh and critic.mesh = what SkyRL's fields say where they do not;
     eval_sampling_params = greedy with the same length; generator.rope_* = trainer.rope_*;
     off_policy_correction = token weights for the deprecated use_tis. What the user set stays, but
     for a leading `~` in a path, which becomes the home folder, and for another name or path of a
@@ -116,6 +116,7 @@ def resolve(config: Config) -> Config:
     trainer.policy.mesh = map_mesh(trainer.policy) or MeshConfig()
     own_devices = not trainer.placement.colocate_policy_ref
     trainer.ref.mesh = map_mesh(trainer.ref) or (MeshConfig() if own_devices else None)
+    trainer.critic.mesh = map_mesh(trainer.critic)
     if generator.max_input_length is None:
         generator.max_input_length = trainer.max_prompt_length
     if algorithm.temperature is None:
@@ -144,6 +145,7 @@ def _expand_home(config: TrainConfig) -> None:
         *((trainer, name) for name in ("log_path", "ckpt_path", "export_path", "resume_path")),
         (trainer.policy.model, "path"),
         (trainer.ref.model, "path"),
+        (trainer.critic.model, "path"),
         (config.generator.chat_template, "name_or_path"),
         (config.serve, "token_file"),
         (config.serve, "weights_root"),

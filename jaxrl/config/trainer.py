@@ -66,9 +66,11 @@ class CriticConfig(BaseConfig):
     """The value model of actor-critic algorithms."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    """The model; no path, no critic."""
+    """The model; no path, no critic. Its vocabulary must be the policy's, its size need not."""
     optimizer_config: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=5e-6))
     """Its optimizer."""
+    mesh: MeshConfig | None = None
+    """Its device mesh, over the same devices; None = the policy's."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     """Its sharding."""
     sequence_parallel_size: int = 1
@@ -159,7 +161,8 @@ class TrainerConfig(BaseConfig):
     max_training_steps: int | None = None
     """Stop after this many steps; None = all epochs."""
     update_epochs_per_batch: int = 1
-    """Passes over the minibatches of a step."""
+    """Passes over the batch of a step; after the first its prompts are shuffled into other
+    minibatches."""
     train_batch_size: int = 1024
     """Prompts per step."""
     policy_mini_batch_size: int = 256
@@ -171,7 +174,7 @@ class TrainerConfig(BaseConfig):
     micro_forward_batch_size_per_gpu: int = 1
     """Rows per device in one gradient-free forward pass."""
     update_ref_every_epoch: bool = False
-    """Copy the policy into the reference model after every epoch."""
+    """Copy the policy into the reference model after every epoch; the copy is in checkpoints."""
     use_sample_packing: bool = False
     """Several trajectories per row of the model's input."""
     packed_length: int | None = None
@@ -215,7 +218,9 @@ def run_folder(trainer: TrainerConfig) -> Path:
     return Path(trainer.log_path) / trainer.run_name
 
 
-def model_overrides(trainer: TrainerConfig, role: PolicyConfig | RefConfig) -> dict[str, Any]:
+def model_overrides(
+    trainer: TrainerConfig, role: PolicyConfig | RefConfig | CriticConfig
+) -> dict[str, Any]:
     """Entries of the role's config.json that the run replaces."""
     rope = {"rope_scaling": trainer.rope_scaling, "rope_theta": trainer.rope_theta}
     return role.model_config_kwargs | {k: v for k, v in rope.items() if v is not None}

@@ -5,6 +5,7 @@ import warnings
 from typing import Any
 
 from jaxrl.config.conversation_checks import check_conversations
+from jaxrl.config.critic_checks import check_critic, check_moving_reference
 from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.errors import check_choice, fail
 from jaxrl.config.field_status import status_of
@@ -12,6 +13,7 @@ from jaxrl.config.generator import SamplingParams
 from jaxrl.config.mesh import batch_groups, check_mesh
 from jaxrl.config.microbatching import check_microbatches
 from jaxrl.config.model_checks import check_models
+from jaxrl.config.needs import has_critic
 from jaxrl.config.objective_checks import check_objective, warn_of_objective
 from jaxrl.config.placement import check_placement
 from jaxrl.config.rollouts import check_engines
@@ -22,6 +24,7 @@ from jaxrl.losses.kl import KL_ESTIMATORS
 from jaxrl.losses.reduction import REDUCTIONS
 from jaxrl.models.lora import INIT_METHODS
 from jaxrl.models.remat import REMAT_POLICIES
+from jaxrl.optim import SCHEDULERS
 
 STRATEGIES = ("jax", "fsdp", "fsdp2", "megatron")
 LOGGERS = ("console", "tensorboard")
@@ -30,12 +33,6 @@ _CHOICES = {
     "trainer.strategy": STRATEGIES,
     "trainer.remat_policy": tuple(REMAT_POLICIES),
     "trainer.resume_mode": (None, "none", "latest", "from_path"),
-    "trainer.policy.optimizer_config.scheduler": (
-        "constant",
-        "constant_with_warmup",
-        "linear",
-        "cosine",
-    ),
     "trainer.policy.model.lora.init_method": INIT_METHODS,
     "trainer.algorithm.kl_estimator_type": KL_ESTIMATORS,
     "trainer.algorithm.loss_reduction": REDUCTIONS,
@@ -62,7 +59,8 @@ _LATER = {  # SkyRL's values of implemented fields, so that the message can say 
 }
 _POSITIVE = """
     trainer.policy.model.lora.alpha
-    trainer.train_batch_size trainer.policy_mini_batch_size trainer.epochs
+    trainer.train_batch_size trainer.policy_mini_batch_size trainer.critic_mini_batch_size
+    trainer.epochs
     trainer.update_epochs_per_batch trainer.micro_train_batch_size_per_gpu
     trainer.micro_forward_batch_size_per_gpu trainer.eval_batch_size trainer.max_prompt_length
     generator.max_turns generator.n_samples_per_prompt
@@ -78,8 +76,7 @@ _INTERVALS = """
     trainer.print_example_interval trainer.max_ckpts_to_keep trainer.max_tokens_per_microbatch
 """
 _NOT_NEGATIVE = """
-    trainer.policy.model.lora.rank trainer.policy.optimizer_config.lr
-    trainer.policy.optimizer_config.weight_decay trainer.policy.optimizer_config.num_warmup_steps
+    trainer.policy.model.lora.rank
     trainer.algorithm.kl_loss_coef trainer.algorithm.entropy_loss_coef
     trainer.algorithm.eps_clip_low trainer.algorithm.eps_clip_high
 """
@@ -107,10 +104,11 @@ def validate(config: TrainConfig, num_devices: int = 1) -> None:
     check_conversations(config)
     check_engines(config, len(shares.engine))
     check_serving(config.serve)
-    parts = ("policy", shares.policy), ("ref", shares.ref)
-    groups = [batch_groups(config, len(devices), role) for role, devices in parts]
+    groups = [batch_groups(config, len(devices), role) for role, devices in shares.of_roles()]
     check_microbatches(config, max(groups))
     check_objective(config)
+    check_critic(config)
+    check_moving_reference(config.trainer)
     check_models(config.trainer)
     _check_rope(config)
     warn_of_objective(config)
@@ -169,42 +167,43 @@ def _check_ranges(values: dict[str, Any]) -> None:
     steps = values["trainer.max_training_steps"]
     if steps is not None and steps <= 0:
         fail("trainer.max_training_steps", steps, "must be positive, or None (all epochs)")
-    norm = values["trainer.policy.optimizer_config.max_grad_norm"]
-    if norm <= 0:
-        fail(
-            "trainer.policy.optimizer_config.max_grad_norm",
-            norm,
-            "must be positive; a large number such as 1e9 turns clipping off",
-        )
     dropout = values["trainer.policy.model.lora.dropout"]
     if not 0 <= dropout < 1:
         fail("trainer.policy.model.lora.dropout", dropout, "must be in [0, 1); 0.0 is off")
-    betas = values["trainer.policy.optimizer_config.adam_betas"]
+    for role in ("policy", "critic"):
+        _check_optimizer(values, f"trainer.{role}.optimizer_config")
+
+
+def _check_optimizer(values: dict[str, Any], group: str) -> None:
+    for name in ("lr", "weight_decay", "num_warmup_steps"):
+        if (value := values[f"{group}.{name}"]) < 0:
+            fail(f"{group}.{name}", value, "must not be negative; set it to 0 or more")
+    if (norm := values[f"{group}.max_grad_norm"]) <= 0:
+        fix = "must be positive; a large number such as 1e9 turns clipping off"
+        fail(f"{group}.max_grad_norm", norm, fix)
+    betas = values[f"{group}.adam_betas"]
     if len(betas) != 2 or not all(0 <= b < 1 for b in betas):
-        fail(
-            "trainer.policy.optimizer_config.adam_betas",
-            betas,
-            "must be two numbers in [0, 1), e.g. [0.9, 0.999]",
-        )
+        fail(f"{group}.adam_betas", betas, "must be two numbers in [0, 1), e.g. [0.9, 0.999]")
+    check_choice(f"{group}.scheduler", values[f"{group}.scheduler"], SCHEDULERS)
 
 
 def _check_batch(config: TrainConfig) -> None:
-    prompts, mini = config.trainer.train_batch_size, config.trainer.policy_mini_batch_size
-    if prompts < mini:
-        fail(
-            "trainer.train_batch_size",
-            prompts,
-            f"a step has fewer prompts than one minibatch (trainer.policy_mini_batch_size={mini}); "
-            f"set policy_mini_batch_size to {prompts} or less",
-        )
-    if prompts % mini:
-        fail(
-            "trainer.train_batch_size",
-            prompts,
-            f"not a multiple of trainer.policy_mini_batch_size={mini} ({prompts} = "
-            f"{prompts // mini} x {mini} + {prompts % mini}); set it to {prompts - prompts % mini} "
-            f"or {prompts - prompts % mini + mini}",
-        )
+    prompts = config.trainer.train_batch_size
+    for role in ("policy", "critic") if has_critic(config.trainer) else ("policy",):
+        name = f"{role}_mini_batch_size"
+        mini, rest = getattr(config.trainer, name), prompts % getattr(config.trainer, name)
+        if prompts < mini:
+            fix = (
+                f"a step has fewer prompts than one minibatch (trainer.{name}={mini}); set {name} "
+                f"to {prompts} or less"
+            )
+            fail("trainer.train_batch_size", prompts, fix)
+        if rest:
+            fix = (
+                f"not a multiple of trainer.{name}={mini} ({prompts} = {prompts // mini} x {mini} "
+                f"+ {rest}); set it to {prompts - rest} or {prompts - rest + mini}"
+            )
+            fail("trainer.train_batch_size", prompts, fix)
 
 
 def _check_rope(config: TrainConfig) -> None:

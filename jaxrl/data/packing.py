@@ -181,12 +181,19 @@ def row_slices(tree: Any, rows: int) -> Iterator[Any]:
         yield jax.tree.map(cut, tree)
 
 
-def minibatches(batch: TrainBatch, prompts: int) -> list[TrainBatch]:
+def minibatches(
+    batch: TrainBatch, prompts: int, order: np.ndarray | None = None
+) -> list[TrainBatch]:
     """Consecutive minibatches of `prompts` groups, numbered from 0 in each.
 
     Args:
         batch: its index numbers the groups from 0, rows of one are neighbours.
+        order: the groups in another order; the rows of each stay in theirs.
     """
+    if order is not None:
+        place = np.argsort(order)[batch.index]  # of each row's group
+        rows = np.argsort(place, kind="stable")
+        batch = jax.tree.map(lambda x: x[rows], batch.replace(index=place))
     index = np.asarray(batch.index)
     cuts = np.searchsorted(index, range(0, int(index[-1]) + 1 + prompts, prompts))
     parts = [

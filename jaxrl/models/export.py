@@ -51,6 +51,8 @@ def save_pretrained(
 ) -> None:
     """Write a folder that `AutoModelForCausalLM.from_pretrained` loads; weights in float32.
 
+    A critic's has `<value_head>.weight` in place of a vocabulary head: `AutoModel` loads the rest.
+
     The folder appears under its name only once it is complete. With a tokenizer, its files, chat
     template and bos/eos/pad ids are part of it, and its `model_max_length` becomes
     `max_position_embeddings`.
@@ -68,7 +70,8 @@ def save_pretrained(
         FileExistsError: `folder` exists and `overwrite` is False.
         ValueError: no Hugging Face family has this config, see `config_to_hf`.
     """
-    hf_config = config_to_hf(config, **_context_length(tokenizer))
+    trunk = dataclasses.replace(config, value_head=None)
+    hf_config = config_to_hf(trunk, **_context_length(tokenizer))
     target = Path(folder)
     if jax.process_index() != 0:
         for _ in params_to_hf(config, params):  # takes part in gathering them

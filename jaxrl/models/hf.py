@@ -26,6 +26,7 @@ from jaxrl.models.transformer import (
     Params,
     ParamSpec,
     TransformerConfig,
+    draw,
     init_params,
     is_spec,
     param_specs,
@@ -156,6 +157,8 @@ def load_or_init(
 ) -> Params:
     """The folder's parameters, or with `random_init` random ones of its architecture.
 
+    The head of a critic is drawn from the seed where the folder has none.
+
     Raises:
         ValueError: the folder's architecture with its `overrides` is not `config`; equal shapes
             alone are not enough (a reference with another rope_theta would load and be wrong).
@@ -165,13 +168,19 @@ def load_or_init(
     different = {
         name: (found[name], wanted[name])
         for name in wanted
-        if found[name] != wanted[name] and name != "initializer_range"
+        if found[name] != wanted[name] and name not in ("initializer_range", "value_head")
     }
     if different:
         raise ValueError(f"{folder} is of another model; (its config, the policy's): {different}")
     if random_init:
         return init_params(config, seed, shardings)
-    return load_params(folder, config, shardings=shardings)
+    if config.value_head is None or f"{config.value_head}.weight" in _tensor_names(folder):
+        return load_params(folder, config, shardings=shardings)
+    trunk = dataclasses.replace(config, value_head=None, tie_embeddings=True)
+    head, rest = "value_head", {name: x for name, x in shardings.items() if name != "value_head"}
+    drawn = draw(param_specs(config)[head], (seed, 0), config.initializer_range)
+    params = load_params(folder, trunk, shardings=rest)
+    return params | {head: jax.device_put(drawn, shardings[head])}
 
 
 def load_generation_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -231,6 +240,14 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
+def _tensor_names(folder: str | os.PathLike[str]) -> set[str]:
+    names: set[str] = set()
+    for path in _weight_files(local_folder(folder)):
+        with _open(path) as file:
+            names |= set(file.keys())
+    return names
+
+
 def _check_tensors(
     folder: str | os.PathLike[str], config: TransformerConfig, slices: dict[str, Any]
 ) -> None:
@@ -239,7 +256,8 @@ def _check_tensors(
     missing = [name for name in expected if name not in slices]
     if missing:
         raise ValueError(f"{folder} lacks the tensors: {_listed(missing)}")
-    ignored = {"lm_head.weight"} if config.tie_embeddings else set()
+    unread = config.tie_embeddings or config.value_head is not None
+    ignored = {"lm_head.weight"} if unread else set()
     extra = [
         name
         for name in slices

@@ -79,6 +79,7 @@ class TransformerConfig:
     query_pre_attn_scalar: float | None = None  # scores / its square root; None = h
     attention_softcap: float | None = None  # Gemma 2: scores -> cap tanh(scores / cap)
     final_softcap: float | None = None  # the same for logits
+    value_head: str | None = None  # a critic: name of its head, which has the vocabulary's place
 
 
 class ParamSpec(NamedTuple):
@@ -87,6 +88,7 @@ class ParamSpec(NamedTuple):
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     init: str = "normal"
+    deviation: float | None = None  # of "normal"; None = the model's initializer_range
 
 
 def param_specs(config: TransformerConfig) -> Params:
@@ -132,7 +134,9 @@ def param_specs(config: TransformerConfig) -> Params:
         "layers": stacked,
         "final_norm": ParamSpec((d,), ("norm",), scale),
     }
-    if not c.tie_embeddings:
+    if c.value_head is not None:
+        specs["value_head"] = ParamSpec((d, 1), ("embed", None), deviation=1 / (d + 1))
+    elif not c.tie_embeddings:
         specs["unembed"] = ParamSpec((d, c.vocab_size), ("embed", "vocab"))
     return specs
 
@@ -176,20 +180,22 @@ def init_params(config: TransformerConfig, seed: int, shardings: Params | None =
         shardings: tree parallel to the parameters; None = the default device.
     """
     specs, treedef = jax.tree.flatten(param_specs(config), is_leaf=is_spec)
-    constant = {"ones": np.ones, "zeros": np.zeros}
-
-    def draw(leaf: int, spec: ParamSpec) -> np.ndarray:
-        if spec.init in constant:
-            return constant[spec.init](spec.shape, np.float32)
-        normal = np.random.default_rng((seed, leaf)).standard_normal(spec.shape, np.float32)
-        return np.float32(config.initializer_range) * normal
-
     places = jax.tree.leaves(shardings) if shardings is not None else [None] * len(specs)
     leaves = [
-        jax.device_put(draw(leaf, spec), place)
+        jax.device_put(draw(spec, (seed, leaf), config.initializer_range), place)
         for leaf, (spec, place) in enumerate(zip(specs, places, strict=True))
     ]
     return jax.tree.unflatten(treedef, leaves)
+
+
+def draw(spec: ParamSpec, name: tuple[int, int], initializer_range: float) -> np.ndarray:
+    """A random parameter, named by (seed, leaf)."""
+    constant = {"ones": np.ones, "zeros": np.zeros}
+    if spec.init in constant:
+        return constant[spec.init](spec.shape, np.float32)
+    normal = np.random.default_rng(name).standard_normal(spec.shape, np.float32)
+    deviation = initializer_range if spec.deviation is None else spec.deviation
+    return np.float32(deviation) * normal
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, config: TransformerConfig) -> jax.Array:

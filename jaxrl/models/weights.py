@@ -67,6 +67,7 @@ POST_NORM_WEIGHTS = WEIGHTS | {
 def weight_map(config: TransformerConfig) -> Params:
     """Tree of `HFWeight`, parallel to the parameters."""
     table = POST_NORM_WEIGHTS if config.post_norms else WEIGHTS
+    table = table | {"value_head": HFWeight(f"{config.value_head}.weight", LINEAR)}
     return jax.tree_util.tree_map_with_path(
         lambda path, _: table[path[-1].key], param_specs(config), is_leaf=is_spec
     )

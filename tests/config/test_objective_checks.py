@@ -155,7 +155,10 @@ INCOHERENT = [
         {"overlong_buffer": {"len": 20, "penalty_factor": -1}},
         r"overlong_buffer.penalty_factor=-1.0: must be 0 or more",
     ),
-    ({"advantage_estimator": "gae"}, r"'gae': needs the values of a critic, .* 'grpo' or 'reinf"),
+    (
+        {"advantage_estimator": "gae"},
+        r"'gae': needs the values of a critic, and .*critic.model.path=None; .* 'grpo' or 'reinf",
+    ),
     ({"advantage_kwargs": {"b": 1}, "advantage_estimator": f"{__name__}:strict"}, r"kwargs.b=1"),
     *(
         (

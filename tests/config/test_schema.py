@@ -45,6 +45,7 @@ OUR_FIELDS = {
     "trainer.critic.model.random_init",
     *(f"trainer.policy.mesh.{axis}" for axis in ("data", "fsdp", "tensor", "context", "expert")),
     "trainer.ref.mesh",
+    "trainer.critic.mesh",
     "trainer.sharding_rules",
     "trainer.algorithm.policy_loss_kwargs",
     "trainer.algorithm.advantage_kwargs",
@@ -184,9 +185,14 @@ def test_the_only_planned_fields_are_of_later_axes_hosts_asynchrony_and_environm
 def test_every_status_row_covers_a_field():
     keys = {*SEED, *OUR_FIELDS, "generator.eval_sampling_params"}
     keys |= {
-        f"trainer.{role}.fsdp_config.mixed_precision.param_dtype" for role in ("policy", "ref")
+        f"trainer.{role}.fsdp_config.mixed_precision.param_dtype"
+        for role in ("policy", "ref", "critic")
     }
-    keys |= {f"trainer.ref.mesh.{axis}" for axis in ("data", "fsdp", "tensor", "context", "expert")}
+    keys |= {
+        f"trainer.{role}.mesh.{axis}"
+        for role in ("ref", "critic")
+        for axis in ("data", "fsdp", "tensor", "context", "expert")
+    }
     for row in TABLE:
         for name in row.names.split():
             alone = dataclasses.replace(row, names=name)

@@ -42,14 +42,14 @@ def test_nan_is_refused_wherever_it_stands():
 
 
 PLANNED = [
-    ("trainer.critic.model.path", "m", None),
+    ("trainer.critic.model.lora.rank", 8, 0),
+    ("trainer.critic.sequence_parallel_size", 2, 1),
     ("trainer.policy.sequence_parallel_size", 2, 1),
     ("trainer.policy.record_memory", True, False),
     ("trainer.policy.megatron_config.pipeline_model_parallel_size", 2, 1),
     ("trainer.policy.megatron_config.context_parallel_size", 2, 1),
     ("trainer.ref.megatron_config.expert_model_parallel_size", 2, 1),
     ("trainer.placement.policy_num_nodes", 2, 1),
-    ("trainer.update_ref_every_epoch", True, False),
     ("trainer.dump_data_batch", True, False),
 ]
 

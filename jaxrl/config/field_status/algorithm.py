@@ -1,6 +1,6 @@
 """The rows of `trainer.algorithm`."""
 
-from jaxrl.config.field_status.row import CRITIC, LATER, NEW, implemented, mapped, planned
+from jaxrl.config.field_status.row import LATER, NEW, implemented, mapped
 
 _ALGORITHM = "trainer.algorithm"
 _CORRECTION = "trainer.algorithm.off_policy_correction"
@@ -28,7 +28,8 @@ ROWS = (
     implemented(_ALGORITHM, "zero_variance_filter", "also of rewards per token"),
     implemented(_ALGORITHM, "zero_variance_filter_tol", LATER, skyrl_only=False),
     implemented(_ALGORITHM, "overlong_buffer", NEW, skyrl_only=False),
-    planned(_ALGORITHM, "value_head_prefix value_clip", only_with=CRITIC),
+    implemented(_ALGORITHM, "value_clip", "rounding is no clip"),
+    implemented(_ALGORITHM, "value_head_prefix"),
     mapped(_ALGORITHM, "use_tis tis_imp_ratio_cap", "off_policy_correction; deprecated"),
     implemented(_CORRECTION, "renormalize", NEW, skyrl_only=False),
     implemented(_CORRECTION, "token_mask_*", "both bounds or neither"),

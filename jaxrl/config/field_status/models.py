@@ -1,6 +1,6 @@
 """The rows of models: weights, optimizers, adapters, meshes."""
 
-from jaxrl.config.field_status.row import CRITIC, NEW, implemented, inert, mapped, planned
+from jaxrl.config.field_status.row import NEW, implemented, inert, mapped, planned
 
 _MEGATRON = "trainer.*.megatron_config"
 
@@ -12,8 +12,8 @@ ROWS = (
     implemented(
         "trainer.ref.model", "random_init", f"{NEW}; the policy's if no path", skyrl_only=False
     ),
-    planned("trainer.critic.model", "path", "a critic"),
-    planned("trainer.critic.model", "random_init", NEW, only_with=CRITIC, skyrl_only=False),
+    implemented("trainer.critic.model", "path", "its head is drawn where the folder has none"),
+    implemented("trainer.critic.model", "random_init", NEW, skyrl_only=False),
     implemented("trainer.policy.model.lora", "rank alpha dropout init_method"),
     implemented("trainer.policy.model.lora", "target_modules exclude_modules", "also a list"),
     implemented(
@@ -33,44 +33,35 @@ ROWS = (
     inert(
         "trainer.*.model.lora", "lora_sync_path", "servers get the adapters merged into the weights"
     ),
-    implemented(
-        "trainer.policy.optimizer_config",
-        "lr adam_betas weight_decay max_grad_norm num_warmup_steps",
-    ),
-    implemented(
-        "trainer.policy.optimizer_config", "scheduler", "linear and cosine end at the last update"
-    ),
-    implemented(
-        "trainer.policy.optimizer_config",
-        "offload_after_step",
-        "also between the minibatches of a step; no effect without pinned_host memory",
-        skyrl_default=True,
-    ),
-    planned(
-        "trainer.critic.optimizer_config",
-        "offload_after_step",
-        only_with=CRITIC,
-        skyrl_default=True,
-    ),
-    planned(
-        "trainer.critic.optimizer_config",
-        "lr adam_betas weight_decay max_grad_norm num_warmup_steps scheduler",
-        only_with=CRITIC,
-    ),
-    planned(
-        "trainer.critic",
-        "fsdp_config.* sequence_parallel_size model_config_kwargs",
-        only_with=CRITIC,
-    ),
-    implemented(
-        "trainer.policy.fsdp_config",
-        "cpu_offload",
-        "weights and optimizer state, computed with on the device; no effect without pinned_host",
+    *(
+        row
+        for role in ("trainer.policy", "trainer.critic")
+        for row in (
+            implemented(
+                f"{role}.optimizer_config",
+                "lr adam_betas weight_decay max_grad_norm num_warmup_steps",
+            ),
+            implemented(
+                f"{role}.optimizer_config", "scheduler", "linear and cosine end at the last update"
+            ),
+            implemented(
+                f"{role}.optimizer_config",
+                "offload_after_step",
+                "also between the minibatches of a step; no effect without pinned_host memory",
+                skyrl_default=True,
+            ),
+            implemented(
+                f"{role}.fsdp_config",
+                "cpu_offload",
+                "weights and optimizer state, computed with on the device; no effect without "
+                "pinned_host",
+            ),
+        )
     ),
     implemented("trainer.ref.fsdp_config", "cpu_offload", "on the device during its forward"),
     *(
         row
-        for role in ("trainer.policy", "trainer.ref")
+        for role in ("trainer.policy", "trainer.ref", "trainer.critic")
         for row in (
             planned(f"{role}.mesh", "context expert", only_with="later axes", skyrl_only=False),
             implemented(f"{role}.mesh", "data fsdp tensor", NEW, skyrl_only=False),
@@ -78,9 +69,10 @@ ROWS = (
         )
     ),
     implemented("trainer.ref", "mesh", NEW, skyrl_only=False),
+    implemented("trainer.critic", "mesh", NEW, skyrl_only=False),
     *(
         row
-        for role in ("trainer.policy", "trainer.ref")
+        for role in ("trainer.policy", "trainer.ref", "trainer.critic")
         for row in (
             implemented(
                 f"{role}.fsdp_config",

@@ -9,13 +9,17 @@ ROWS = (
         "of engines in this process; servers are never colocated",
     ),
     implemented("trainer.placement", "colocate_policy_ref", "also with colocate_all"),
-    planned("trainer.placement", "policy_num_nodes ref_num_nodes", "more than one host"),
+    planned(
+        "trainer.placement",
+        "policy_num_nodes ref_num_nodes critic_num_nodes",
+        "more than one host",
+    ),
     mapped(
         "trainer.placement",
         "policy_num_gpus_per_node ref_num_gpus_per_node",
         "counted only where parts have devices of their own; else all parts have all devices",
     ),
-    planned("trainer.placement", "critic_num_nodes critic_num_gpus_per_node", only_with=CRITIC),
+    inert("trainer.placement", "critic_num_gpus_per_node", "the critic lies with the policy"),
     inert("trainer", "sequence_parallel_backend", "one value only"),
     mapped("trainer", "strategy", "there is one backend", skyrl_default="fsdp2"),
     planned("trainer", "fully_async.*", only_with="the asynchronous trainer"),
@@ -25,10 +29,11 @@ ROWS = (
     implemented(
         "trainer",
         "gradient_checkpointing seed resume_mode resume_path ckpt_path ckpt_interval "
-        "max_ckpts_to_keep hf_save_interval export_path epochs update_epochs_per_batch "
+        "max_ckpts_to_keep hf_save_interval export_path epochs "
         "train_batch_size policy_mini_batch_size eval_batch_size eval_before_train eval_interval "
         "max_prompt_length run_name dump_eval_results",
     ),
+    implemented("trainer", "update_epochs_per_batch", "minibatches are drawn anew for each"),
     implemented(
         "trainer",
         "micro_train_batch_size_per_gpu micro_forward_batch_size_per_gpu",
@@ -47,8 +52,8 @@ ROWS = (
         "data type of the computation; off until measured on accelerators",
         skyrl_default=True,
     ),
-    planned("trainer", "critic_mini_batch_size", only_with=CRITIC),
-    planned("trainer", "update_ref_every_epoch", "a moving reference model"),
+    implemented("trainer", "critic_mini_batch_size", only_with=CRITIC),
+    implemented("trainer", "update_ref_every_epoch", "the reference is in the checkpoint"),
     implemented(
         "trainer",
         "use_sample_packing",
