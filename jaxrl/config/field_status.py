@@ -246,7 +246,7 @@ _TRAINER = (
         "gradient_checkpointing seed resume_mode resume_path ckpt_path ckpt_interval "
         "max_ckpts_to_keep hf_save_interval export_path epochs update_epochs_per_batch "
         "train_batch_size policy_mini_batch_size eval_batch_size eval_before_train eval_interval "
-        "max_prompt_length run_name dump_eval_results",
+        "max_prompt_length run_name dump_data_batch dump_eval_results",
     ),
     _implemented(
         "trainer",
@@ -292,7 +292,6 @@ _TRAINER = (
         "wandb, mlflow and swanlab come later",
         skyrl_default="wandb",
     ),
-    _planned("trainer", "dump_data_batch", "batches on disk"),
     _implemented("trainer", "rope_scaling rope_theta", "of policy, reference and engine"),
 )
 
@@ -351,6 +350,7 @@ _GENERATOR = (
         "n_samples_per_prompt max_input_length chat_template_kwargs eval_sampling_params "
         "eval_n_samples_per_prompt zero_reward_on_non_stop",
     ),
+    _implemented("generator", "eval_pass_at_k", _NEW, skyrl_only=False),
     _implemented("generator", "apply_overlong_filtering", "by stop_reason, not by the last token"),
     _implemented("generator", "batched", "a single-turn batch is always one call"),
     _implemented("generator", "max_turns", "also ends conversations that the environment does not"),

@@ -54,7 +54,6 @@ PLANNED = [
     ("trainer.placement.colocate_policy_ref", False, True),
     ("trainer.placement.policy_num_nodes", 2, 1),
     ("trainer.update_ref_every_epoch", True, False),
-    ("trainer.dump_data_batch", True, False),
 ]
 
 
