@@ -15,7 +15,6 @@ The prompts are data.val_data. docs/evaluation.md says what the numbers mean.
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
 import re
 import sys
@@ -28,13 +27,13 @@ from jaxrl import config as cfg
 from jaxrl.assemble import place_model
 from jaxrl.eval_metrics import METHOD
 from jaxrl.eval_subject import Subject, config_for, find_subject, load_weights, policy_of
-from jaxrl.evaluation import dump_evaluation, evaluate
+from jaxrl.evaluation import Rows, dump_evaluation, evaluate
 from jaxrl.files import replace_text, writable_folder
 from jaxrl.models import hf
 from jaxrl.parallel import make_mesh
 from jaxrl.rollout.conversation import sampling_of
-from jaxrl.rollout.generator import GeneratorInterface, sample_prompts
-from jaxrl.rollout.protocol import Engine, Sampling
+from jaxrl.rollout.generator import sample_prompts
+from jaxrl.rollout.protocol import Engine
 from jaxrl.train import BasePPOExp
 from jaxrl.types import GeneratorOutput, Prompt
 
@@ -66,33 +65,20 @@ def evaluate_subject(
     config = cfg.to_train_config(config)
     found = find_subject(subject) if subject else policy_of(config)
     run = run_class(config_for(config, found))
-    config = run.config
-    if not config.data.val_data:
-        raise ValueError("data.val_data=[] has no prompts; name at least one file or generator")
-    run.tokenizer = run.get_tokenizer()
-    prompts = run.get_prompts(config.data.val_data)
-    step = found.step if step is None else step
+    config, step = run.config, found.step if step is None else step
     name = re.sub(r"[^\w.-]+", "_", found.where).strip("_")
     folder = Path(output or Path(config.trainer.export_path) / "evaluations" / name)
     writable_folder("--output", folder)
-    path = config.trainer.policy.model.path or ""  # validated
-    eos = sorted({run.tokenizer.eos_token_id, *hf.eos_token_ids(path)})
-    params = config.generator.eval_sampling_params
-    assert params is not None  # resolved
-    with asked_engine(run, found, step) as engine:
-        started = time.perf_counter()
-        generator = run.get_generator(engine, run.tokenizer)
-        generate = functools.partial(_generate, config, generator, sampling_of(params, eos))
-        metrics, rows = evaluate(generate, prompts, step, config, tokenizer=run.tokenizer)
+    started = time.perf_counter()
+    metrics, rows = ask(run, found, step)
     results: Results = {
         "subject": found.where,
         "kind": found.kind,
         "step": step,
         "policy_versions": sorted({row["policy_version"] for row in rows}),
         "data": list(config.data.val_data),
-        "prompts": len(prompts),
         "samples_per_prompt": config.generator.eval_n_samples_per_prompt,
-        "sampling_params": dataclasses.asdict(params),
+        "sampling_params": cfg.get_config_as_dict(config)["generator"]["eval_sampling_params"],
         "seed": config.trainer.seed,
         "intervals": METHOD,
         "seconds": time.perf_counter() - started,
@@ -104,17 +90,25 @@ def evaluate_subject(
     return results | {"folder": str(folder)}
 
 
-def _generate(
-    config: cfg.TrainConfig,
-    generator: GeneratorInterface,
-    sampling: Sampling,
-    prompts: Sequence[Prompt],
-    step: int,
-    samples: int,
-) -> GeneratorOutput:
-    """As in training: the same names of what is random."""
-    names, merge = (config.trainer.seed, "eval", step), config.generator.merge_stepwise_output
-    return sample_prompts(generator, prompts, samples, names, sampling, merge=merge)
+def ask(run: BasePPOExp, subject: Subject, step: int) -> tuple[dict[str, float], Rows]:
+    """Metrics and answers, see `evaluation.evaluate`; what is random is named as in a run."""
+    config, sources = run.config, run.config.data.val_data
+    if not sources:
+        raise ValueError("data.val_data=[] has no prompts; name at least one file or generator")
+    run.tokenizer = run.get_tokenizer()
+    prompts = run.get_prompts(sources)
+    path, params = config.trainer.policy.model.path, config.generator.eval_sampling_params
+    assert path is not None and params is not None  # validated, resolved
+    sampling = sampling_of(params, sorted({run.tokenizer.eos_token_id, *hf.eos_token_ids(path)}))
+    merge = config.generator.merge_stepwise_output
+    with asked_engine(run, subject, step) as engine:
+        generator = run.get_generator(engine, run.tokenizer)
+
+        def generate(prompts: Sequence[Prompt], step: int, samples: int) -> GeneratorOutput:
+            names = (config.trainer.seed, "eval", step)
+            return sample_prompts(generator, prompts, samples, names, sampling, merge=merge)
+
+        return evaluate(generate, prompts, step, config, tokenizer=run.tokenizer)
 
 
 @contextlib.contextmanager
