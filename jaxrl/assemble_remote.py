@@ -15,6 +15,7 @@ from jaxrl.models.transformer import TransformerConfig
 from jaxrl.rollout.http_client import RemoteOptions
 from jaxrl.rollout.probe import Probe, make_score
 from jaxrl.rollout.remote import RemoteEngine
+from jaxrl.rollout.served import ServedEngine
 from jaxrl.rollout.vllm import VllmServer
 
 PROBE_LENGTH = 8  # tokens of its prompt, and of its continuation
@@ -52,12 +53,28 @@ def assemble_remote_engine(
         probe=_probe(config, model, mesh),
         hosts=hosts,
         proxy_url=engine.external_proxy_url,
-        options=RemoteOptions(
-            model=engine.served_model_name,
-            token=_token(engine.api_token_env),
-            timeout_seconds=engine.request_timeout_seconds,
-            max_model_len=cfg.longest_row(config),
-        ),
+        options=_options(config),
+    )
+
+
+def served_engine(config: cfg.TrainConfig) -> ServedEngine:
+    """The servers at `remote_urls`, which keep the weights they have.
+
+    Raises:
+        ConnectionError: one is not there.
+        ValueError: a field cannot be what it is.
+    """
+    backend = config.generator.inference_engine.backend
+    return ServedEngine(server_urls(config), backend, _options(config))
+
+
+def _options(config: cfg.TrainConfig) -> RemoteOptions:
+    engine = config.generator.inference_engine
+    return RemoteOptions(
+        model=engine.served_model_name,
+        token=_token(engine.api_token_env),
+        timeout_seconds=engine.request_timeout_seconds,
+        max_model_len=cfg.longest_row(config),
     )
 
 

@@ -1,60 +1,187 @@
-"""Evaluation: score a set of prompts, per data source and over all."""
+"""Evaluate a policy: scores of its answers, per data source and over all.
 
+    python -m jaxrl.evaluate --config=configs/quickstart.py --subject=WHAT \\
+        --config.generator.eval_n_samples_per_prompt=8 \\
+        --config.generator.eval_sampling_params.temperature=1.0
+
+    --subject  a checkpoint (.../global_step_<N>), a Hugging Face folder or hub id, a PEFT folder,
+               or the address of a server (http://host:port); default trainer.policy.model.path
+    --step     number that names the samples' randomness; default that of the checkpoint, else 0
+    --output   folder of results.json and the answers; default <export_path>/evaluations/<subject>
+
+The prompts are data.val_data. docs/evaluation.md says what the numbers mean.
+"""
+
+import argparse
+import contextlib
+import dataclasses
 import json
-from collections.abc import Callable, Sequence
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl.files import replace_text
-from jaxrl.metrics import outcome, score_metrics
-from jaxrl.rollout.step_wise import last_steps
+from jaxrl import config as cfg
+from jaxrl.assemble import place_model
+from jaxrl.eval_metrics import METHOD
+from jaxrl.eval_subject import Subject, config_for, find_subject, load_weights, policy_of
+from jaxrl.evaluation import Rows, dump_evaluation, evaluate
+from jaxrl.files import replace_text, writable_folder
+from jaxrl.models import hf
+from jaxrl.parallel import make_mesh
+from jaxrl.rollout.conversation import sampling_of
+from jaxrl.rollout.generator import sample_prompts
+from jaxrl.rollout.protocol import Engine
+from jaxrl.train import BasePPOExp
 from jaxrl.types import GeneratorOutput, Prompt
 
+Results = dict[str, Any]
 
-def evaluate(
-    generate: Callable[[Sequence[Prompt], int, int], GeneratorOutput],
-    prompts: Sequence[Prompt],
-    step: int,
+
+def evaluate_subject(
+    config: Any,
+    subject: str | None = None,
     *,
-    samples: int,
-    batch_size: int,
-    tokenizer: Any,
-) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Generate and score `samples` answers to every prompt.
+    step: int | None = None,
+    output: str | Path | None = None,
+    run_class: type[BasePPOExp] = BasePPOExp,
+) -> Results:
+    """Ask the subject every prompt of `data.val_data`, score the answers, write what came out.
 
     Args:
-        generate: `(prompts, step, samples) -> GeneratorOutput`.
-        batch_size: prompts generated together.
+        config: `TrainConfig`, `ml_collections.ConfigDict` or nested dict; that of the run.
+        subject, step, output: see the command.
+        run_class: whose `get_` methods give model, engine and conversations.
 
     Returns:
-        Metrics `eval/<data source>/<name>` and `eval/all/<name>`; one row per answer.
+        What results.json holds; "metrics" has the names that a training run logs.
+
+    Raises:
+        ValueError, OSError: the config, a data file, or the subject is wrong; no server is there.
+        ImportError: a server is asked, and jaxrl[serve] is not installed.
     """
-    rows = []
-    for start in range(0, len(prompts), batch_size):
-        batch = prompts[start : start + batch_size]
-        output = last_steps(generate(batch, step, samples))
-        for i, prompt in enumerate(p for p in batch for _ in range(samples)):
-            rows.append(
-                {
-                    "uid": prompt.uid,
-                    "data_source": str(prompt.extras.get("data_source", "unknown")),
-                    "prompt": prompt.messages,
-                    "response": tokenizer.decode(output["response_ids"][i]),
-                    "reward": output["rewards"][i],
-                    "score": outcome(output["rewards"][i]),
-                    "stop_reason": output["stop_reasons"][i],
-                }
-            )
-    metrics = {}
-    for source in [*dict.fromkeys(row["data_source"] for row in rows), "all"]:
-        chosen = [row for row in rows if source in ("all", row["data_source"])]
-        scores = score_metrics([r["reward"] for r in chosen], [r["uid"] for r in chosen], samples)
-        metrics |= {f"eval/{source}/{name}": value for name, value in scores.items()}
-    return metrics, rows
+    config = cfg.to_train_config(config)
+    found = find_subject(subject) if subject else policy_of(config)
+    run = run_class(config_for(config, found))
+    config, step = run.config, found.step if step is None else step
+    name = re.sub(r"[^\w.-]+", "_", found.where).strip("_")
+    folder = Path(output or Path(config.trainer.export_path) / "evaluations" / name)
+    writable_folder("--output", folder)
+    started = time.perf_counter()
+    metrics, rows = ask(run, found, step)
+    results: Results = {
+        "subject": found.where,
+        "kind": found.kind,
+        "step": step,
+        "policy_versions": sorted({row["policy_version"] for row in rows}),
+        "data": list(config.data.val_data),
+        "samples_per_prompt": config.generator.eval_n_samples_per_prompt,
+        "sampling_params": cfg.get_config_as_dict(config)["generator"]["eval_sampling_params"],
+        "seed": config.trainer.seed,
+        "intervals": METHOD,
+        "seconds": time.perf_counter() - started,
+        "metrics": metrics,
+    }
+    if config.trainer.dump_eval_results:
+        dump_evaluation(folder, rows, metrics)
+    replace_text(folder / "results.json", json.dumps(results, indent=2) + "\n")
+    return results | {"folder": str(folder)}
 
 
-def dump_rows(folder: Path, step: int, rows: Sequence[dict[str, Any]]) -> None:
-    """Write the answers of an evaluation to `global_step_<step>_evals.jsonl`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    replace_text(folder / f"global_step_{step}_evals.jsonl", lines)
+def ask(run: BasePPOExp, subject: Subject, step: int) -> tuple[dict[str, float], Rows]:
+    """Metrics and answers, see `evaluation.evaluate`; what is random is named as in a run."""
+    config, sources = run.config, run.config.data.val_data
+    if not sources:
+        raise ValueError("data.val_data=[] has no prompts; name at least one file or generator")
+    run.tokenizer = run.get_tokenizer()
+    prompts = run.get_prompts(sources)
+    path, params = config.trainer.policy.model.path, config.generator.eval_sampling_params
+    assert path is not None and params is not None  # validated, resolved
+    sampling = sampling_of(params, sorted({run.tokenizer.eos_token_id, *hf.eos_token_ids(path)}))
+    merge = config.generator.merge_stepwise_output
+    with asked_engine(run, subject, step) as engine:
+        generator = run.get_generator(engine, run.tokenizer)
+
+        def generate(prompts: Sequence[Prompt], step: int, samples: int) -> GeneratorOutput:
+            names = (config.trainer.seed, "eval", step)
+            return sample_prompts(generator, prompts, samples, names, sampling, merge=merge)
+
+        return evaluate(generate, prompts, step, config, tokenizer=run.tokenizer)
+
+
+@contextlib.contextmanager
+def asked_engine(run: BasePPOExp, subject: Subject, step: int) -> Iterator[Engine]:
+    """The subject behind the interface of an engine: servers, or its weights in the run's engine.
+
+    Neither a training state, nor an optimizer, nor a reference is built.
+    """
+    if subject.kind == "server":
+        from jaxrl.assemble_remote import served_engine  # needs jaxrl[serve]
+        from jaxrl.rollout.remote import RemoteEngineError
+
+        with contextlib.closing(served_engine(run.config)) as engine:
+            try:
+                yield engine
+            except RemoteEngineError as error:
+                raise ConnectionError(str(error)) from error
+        return
+    trainer = run.config.trainer
+    model, mesh = run.get_model(), make_mesh(**dataclasses.asdict(trainer.policy.mesh))
+    placement = place_model(trainer, model, mesh)
+    engine = run.get_engine(model, mesh)
+    engine.update_weights(load_weights(subject, trainer, model, placement), step)
+    yield engine
+
+
+def table(metrics: dict[str, float]) -> str:
+    """The scores per source with their intervals, and over all, as text."""
+    names = [n.removeprefix("eval/all/") for n in metrics if n.startswith("eval/all/")]
+    scores = [n for n in names if f"{n}_ci_low" in names or n.startswith(("avg_score", "pass_"))]
+    scores = [n for n in scores if "_ci_" not in n]
+    sources = list(dict.fromkeys(name[5:].rpartition("/")[0] for name in metrics))
+    rows = [["source", "prompts", *scores, "avg_num_tokens", "stop_ratio"]]
+    for source in sources:
+        of = {n.removeprefix(f"eval/{source}/"): x for n, x in metrics.items()}
+        cells = [_with_interval(of, name) for name in scores]
+        lengths = [f"{of['avg_num_tokens']:.1f}", f"{of['stop_ratio']:.3f}"]
+        rows.append([source, f"{of['num_prompts']:.0f}", *cells, *lengths])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def _with_interval(metrics: dict[str, float], name: str) -> str:
+    low, high = metrics.get(f"{name}_ci_low"), metrics.get(f"{name}_ci_high")
+    ends = "" if low is None else f" [{low:.3f}, {high:.3f}]"
+    return f"{metrics[name]:.4f}{ends}"
+
+
+def main(argv: Sequence[str]) -> int:
+    """`python -m jaxrl.evaluate --config=FILE [--subject=WHAT] [--config.a.b=value ...]`."""
+    if not argv or "--help" in argv or "-h" in argv:
+        print(f"{__doc__}\nFields: generator.eval_* and more in docs/configuration.md.")
+        return 0
+    parser = argparse.ArgumentParser("python -m jaxrl.evaluate", allow_abbrev=False)
+    parser.add_argument("--subject")
+    parser.add_argument("--step", type=int)
+    parser.add_argument("--output")
+    options, rest = parser.parse_known_args(argv)
+    try:
+        path, overrides = cfg.parse_command_line(rest)
+        config = cfg.apply_overrides(cfg.load_config_file(path), overrides)
+        results = evaluate_subject(config, **vars(options))
+    except (ValueError, OSError, ImportError) as error:  # what a user can mend
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    shown = ("subject", "kind", "step", "samples_per_prompt", "seconds")
+    print("\n".join(f"{name}: {results[name]}" for name in shown))
+    print(f"{table(results['metrics'])}\nintervals: {METHOD}\nwritten to {results['folder']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

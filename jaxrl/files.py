@@ -66,8 +66,15 @@ def missing_packages_named(field: str, path: str) -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A path to write a local file to; once that is done it is at `path`, in place of the old."""
+    new = path.with_name(f".{path.name}.new")
+    yield new
+    os.replace(new, path)
+
+
 def replace_text(path: Path, text: str) -> None:
     """Write a local text file; whoever opens it sees the old content or the new, whole."""
-    new = path.with_name(f".{path.name}.new")
-    new.write_text(text, encoding="utf-8")
-    os.replace(new, path)
+    with replaced(path) as new:
+        new.write_text(text, encoding="utf-8")

@@ -59,6 +59,26 @@ class BasePPOExp:
         assert role.model.path is not None  # validated
         return hf.load_config(role.model.path, cfg.model_overrides(self.config.trainer, role))
 
+    def get_tokenizer(self) -> Any:
+        """Of the policy's folder, with the chat template of `generator.chat_template`."""
+        path, template = self.config.trainer.policy.model.path, self.config.generator.chat_template
+        assert path is not None  # validated
+        return load_tokenizer(path, template.name_or_path if template.source == "file" else None)
+
+    def get_prompts(self, sources: Sequence[str]) -> list[Prompt]:
+        """The prompts of some data sets, tokenised; prints how many, and how many are too long."""
+        if not sources:
+            return []
+        prompts, dropped = load_prompts(
+            sources,
+            self.tokenizer,
+            max_prompt_length=self.config.trainer.max_prompt_length,
+            default_env_class=self.config.environment.env_class,
+            chat_template_kwargs=self.config.generator.chat_template_kwargs,
+        )
+        print(f"{len(prompts)} prompts from {', '.join(sources)}; {dropped} too long, left out")
+        return prompts
+
     def get_engine(
         self, model: TransformerConfig | AdaptedModel, mesh: jax.sharding.Mesh
     ) -> Engine:
@@ -139,30 +159,13 @@ class BasePPOExp:
 
     def build(self) -> Trainer:
         """Load everything, print what will be done."""
-        config, path = self.config, self.config.trainer.policy.model.path
-        assert path is not None  # validated
-        template = config.generator.chat_template
+        config = self.config
         model = self.get_model()
-        self.tokenizer = tokenizer = load_tokenizer(
-            path, template.name_or_path if template.source == "file" else None
-        )
+        self.tokenizer = tokenizer = self.get_tokenizer()
         mesh, of_engine = _meshes(config)
-
-        def load(sources: Sequence[str]) -> list[Prompt]:
-            if not sources:
-                return []
-            prompts, dropped = load_prompts(
-                sources,
-                tokenizer,
-                max_prompt_length=config.trainer.max_prompt_length,
-                default_env_class=config.environment.env_class,
-                chat_template_kwargs=config.generator.chat_template_kwargs,
-            )
-            print(f"{len(prompts)} prompts from {', '.join(sources)}; {dropped} too long, left out")
-            return prompts
-
-        train_prompts = load(config.data.train_data)
-        eval_prompts = load(config.data.val_data) if config.trainer.eval_interval > 0 else []
+        train_prompts = self.get_prompts(config.data.train_data)
+        evaluates = config.trainer.eval_interval > 0
+        eval_prompts = self.get_prompts(config.data.val_data) if evaluates else []
         engine = self.get_engine(model, of_engine)
         if config.generator.inference_engine.enable_http_endpoint:
             self.server = self.get_server(engine, model)

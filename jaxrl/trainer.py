@@ -17,13 +17,14 @@ from tqdm import tqdm
 
 from jaxrl import config as cfg
 from jaxrl.assemble import assemble_update, make_scorer, place_beside, place_model
+from jaxrl.batch_file import batch_path, dump_batch
 from jaxrl.checkpoint import Checkpointer
 from jaxrl.compilation import CompilationWatch
 from jaxrl.config.needs import has_critic, kl_in_reward, needs_old_log_probs
 from jaxrl.critic import Critic
 from jaxrl.data.packing import collate, minibatches
 from jaxrl.data.prompts import batch_indices
-from jaxrl.evaluate import dump_rows, evaluate
+from jaxrl.evaluation import dump_evaluation, evals_folder, evaluate
 from jaxrl.files import writable_folder
 from jaxrl.metrics import (
     RunLogger,
@@ -42,11 +43,11 @@ from jaxrl.offload import on_device
 from jaxrl.policy import Policy
 from jaxrl.registry import source_hashes
 from jaxrl.rewards import advantages_of, make_estimate, penalize_kl, shape_rewards
-from jaxrl.rollout.conversation import generator_input, sampling_of
+from jaxrl.rollout.conversation import sampling_of
 from jaxrl.rollout.dynamic_sampling import collect
-from jaxrl.rollout.generator import GeneratorInterface, generate_now
+from jaxrl.rollout.generator import GeneratorInterface, sample_prompts
 from jaxrl.rollout.protocol import Engine
-from jaxrl.rollout.step_wise import merge_steps, trajectory_numbers
+from jaxrl.rollout.step_wise import trajectory_numbers
 from jaxrl.run_state import finished_state, restore_or_init
 from jaxrl.types import GeneratorOutput, Prompt, TrainBatch, TrainState
 from jaxrl.update import updates_on
@@ -189,6 +190,8 @@ class Trainer:
         with timed(self.metrics, "fwd_logprobs_values_reward"):
             batch = self.add_log_probs(batch)  # 5
         batch = self.add_advantages(batch)  # 6
+        if self.config.trainer.dump_data_batch:
+            dump_batch(batch_path(self.config.trainer.export_path, step), batch, step)
         self.update_critic(batch, step)  # 7
         with timed(self.metrics, "policy_train"):
             self.update(batch, step)
@@ -344,17 +347,13 @@ class Trainer:
         trainer, generator = self.config.trainer, self.config.generator
         if not self.eval_prompts or generator.eval_sampling_params is None:
             return {}
+        generate = functools.partial(self._generate, "eval", params=generator.eval_sampling_params)
         with timed(self.metrics, "eval"):
             metrics, rows = evaluate(
-                functools.partial(self._generate, "eval", params=generator.eval_sampling_params),
-                self.eval_prompts,
-                step,
-                samples=generator.eval_n_samples_per_prompt,
-                batch_size=trainer.eval_batch_size,
-                tokenizer=self.tokenizer,
+                generate, self.eval_prompts, step, self.config, tokenizer=self.tokenizer
             )
         if trainer.dump_eval_results:
-            dump_rows(Path(trainer.export_path) / "dumped_evals", step, rows)
+            dump_evaluation(evals_folder(trainer.export_path, step), rows, metrics)
         return metrics | {"timing/eval": self.metrics["timing/eval"]}
 
     def restore_or_init(self) -> TrainState:
@@ -390,9 +389,8 @@ class Trainer:
     ) -> GeneratorOutput:
         names = (self.config.trainer.seed, phase, step)
         sampling = sampling_of(params, self.eos_token_ids)
-        batch = generator_input(prompts, samples, names, sampling)
-        output = generate_now(self.generator, batch)
-        return merge_steps(output) if self.config.generator.merge_stepwise_output else output
+        merge = self.config.generator.merge_stepwise_output
+        return sample_prompts(self.generator, prompts, samples, names, sampling, merge=merge)
 
     def _due(self, step: int, interval: int) -> bool:
         """Whether something done every `interval` steps, and after the last, is due; -1 = never."""

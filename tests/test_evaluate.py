@@ -1,92 +1,171 @@
-"""Scores per data source and over all, and the answers on disk."""
+"""`python -m jaxrl.evaluate`: a checkpoint, model folders and a server give the same answers."""
 
 import json
+import shutil
+from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
-from jaxrl.data.tokenizer import character_tokenizer
-from jaxrl.evaluate import dump_rows, evaluate
-from jaxrl.types import Prompt
+from jaxrl.batch_file import batch_path, load_batch
+from jaxrl.eval_subject import Subject, find_subject
+from jaxrl.evaluate import evaluate_subject, main, table
+from jaxrl.serve import make_server
+from jaxrl.train import train
+from tests.test_train import QUICKSTART, metric_lines, small
 
-TOKENIZER = character_tokenizer("0123456789>")
-# Prompts a0, a1 of source "a", b0 of "b", x0 of none; two samples each, rewarded as follows.
-REWARDS = {"a0": [1.0, 0.0], "a1": [0.0, 0.0], "b0": [[0.5, 0.25], [-1.0, 0.0]], "x0": [0.0, 2.0]}
-
-
-def prompt(uid):
-    extras = {"data_source": uid[0]} if uid != "x0" else {}
-    return Prompt(
-        uid=uid,
-        messages=[{"role": "user", "content": uid[1]}],
-        tokens=(int(uid[1]), 10),
-        env_class="stub",
-        extras=extras,
-    )
+SAMPLED = {
+    "generator.eval_n_samples_per_prompt": 4,
+    "generator.eval_sampling_params": {"temperature": 1.0, "max_generate_length": 6},
+}
 
 
-def generate(prompts, step, samples):
-    """Answers "7<n>" with n the number of the sample; the second one is cut off."""
-    assert (step, samples) == (3, 2)
-    calls.append([p.uid for p in prompts])
-    return {
-        "response_ids": [[7, n] for _ in prompts for n in range(samples)],
-        "rewards": [r for p in prompts for r in REWARDS[p.uid]],
-        "stop_reasons": ["stop", "length"] * len(prompts),
+def answers(results):
+    text = Path(results["folder"], "sort_digits.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def said(results):
+    return [(row["uid"], row["tokens"], row["reward"]) for row in answers(results)]
+
+
+def test_a_checkpoint_scores_as_in_its_run(finished, tmp_path):
+    folder, _ = finished
+    subject = f"{folder}/checkpoints/global_step_4"
+    results = evaluate_subject(small(folder), subject, output=tmp_path / "out")
+    logged = {k: v for k, v in metric_lines(folder)[-1].items() if k.startswith("eval/")}
+    assert results["metrics"] == logged
+    dumped = folder / "exports/dumped_evals/global_step_4_evals/sort_digits.jsonl"
+    assert (tmp_path / "out/sort_digits.jsonl").read_text() == dumped.read_text()
+    assert (results["kind"], results["step"], results["policy_versions"]) == ("checkpoint", 4, [4])
+    written = json.loads((tmp_path / "out/results.json").read_text())
+    assert written == {k: v for k, v in results.items() if k != "folder"}
+
+
+def test_the_batches_of_a_run_can_be_read(finished):
+    folder, trainer = finished
+    batch = load_batch(batch_path(folder / "exports", 4))
+    line = metric_lines(folder)[-1]
+    assert batch.tokens.shape[0] == 16
+    assert batch.index.tolist() == [i for i in range(4) for _ in range(4)]
+    assert batch.rewards.sum(-1).mean() == pytest.approx(line["loss/avg_final_rewards"])
+    difference = np.abs(batch.old_log_probs - batch.rollout_log_probs)[batch.loss_mask > 0]
+    name = "policy/rollout_train_logprobs_abs_diff_max"
+    assert difference.max() == pytest.approx(line[name])
+    assert batch.advantages.shape == batch.ref_log_probs.shape == batch.tokens.shape
+
+
+@pytest.mark.slow  # three engines and a server
+@pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_checkpoint_export_and_server_agree(finished, tmp_path, how):
+    folder, _ = finished
+    export = folder / "exports/global_step_4/policy"
+    config = small(folder, **how)
+    serving = {
+        "trainer.policy.model.path": str(export),
+        "trainer.policy.model.random_init": False,
+        "generator.inference_engine.http_endpoint_port": 0,
+        "serve.max_num_seqs": 32,
+        "serve.max_model_len": 64,
     }
+    server = make_server(small(folder, **serving), jax.devices()[:1])
+    server.start()
+    try:
+        found = [
+            evaluate_subject(config, str(subject), step=4, output=tmp_path / str(number))
+            for number, subject in enumerate(
+                (folder / "checkpoints/global_step_4", export, server.url)
+            )
+        ]
+    finally:
+        server.stop()
+    assert [results["kind"] for results in found] == ["checkpoint", "model", "server"]
+    assert said(found[0]) == said(found[1]) == said(found[2])
+    assert len(said(found[0])) == 8 * config.generator.eval_n_samples_per_prompt
+    assert found[0]["metrics"] == found[1]["metrics"] == found[2]["metrics"]
 
 
-calls: list[list[str]] = []
+@pytest.mark.slow  # a run
+def test_adapters_score_as_in_their_run(tmp_path):
+    lora = {"trainer.policy.model.lora.rank": 4, "trainer.max_training_steps": 2}
+    config = small(tmp_path, **lora, **{"trainer.hf_save_interval": 2})
+    train(config)
+    logged = {k: v for k, v in metric_lines(tmp_path)[-1].items() if k.startswith("eval/")}
+    subjects = "checkpoints/global_step_2", "exports/global_step_2/policy"
+    found = [
+        evaluate_subject(config, f"{tmp_path}/{s}", step=2, output=tmp_path / f"out{n}")
+        for n, s in enumerate(subjects)
+    ]
+    assert [results["kind"] for results in found] == ["checkpoint", "adapter"]
+    assert found[0]["metrics"] == found[1]["metrics"] == logged
+    assert said(found[0]) == said(found[1])
 
 
-@pytest.fixture(name="result")
-def result_fixture():
-    calls.clear()
-    prompts = [prompt(uid) for uid in REWARDS]
-    return evaluate(generate, prompts, 3, samples=2, batch_size=3, tokenizer=TOKENIZER)
+def test_a_checkpoint_of_another_model_or_a_damaged_one_is_refused(finished, tmp_path):
+    folder, _ = finished
+    source = folder / "checkpoints/global_step_4"
+    other = {"trainer.policy.model_config_kwargs": {"rope_theta": 77.0}}
+    with pytest.raises(ValueError, match=r"of another model; .*rope_theta.*config of its run"):
+        evaluate_subject(small(folder, **other), str(source), output=tmp_path / "out")
+    copy = tmp_path / "global_step_4"
+    shutil.copytree(source, copy)
+    (meta,) = (p for p in (copy / "meta").rglob("*") if "checksums" in p.read_text())
+    saved = json.loads(meta.read_text())
+    saved["checksums"][next(k for k in saved["checksums"] if k.startswith(".params"))] += 1
+    meta.write_text(json.dumps(saved))
+    with pytest.raises(ValueError, match=r"damaged .*values of \['.params\["):
+        evaluate_subject(small(folder), str(copy), output=tmp_path / "out")
 
 
-def test_prompts_come_in_batches(result):
-    assert calls == [["a0", "a1", "b0"], ["x0"]]
+def test_what_a_subject_is(finished, tmp_path):
+    folder, _ = finished
+    checkpoint = f"{folder}/checkpoints/global_step_2"
+    assert find_subject(f"{checkpoint}/") == Subject("checkpoint", checkpoint, 2)
+    export = f"{folder}/exports/global_step_4/policy"
+    assert find_subject(export) == Subject("model", export)
+    assert find_subject("Qwen/Qwen3-0.6B") == Subject("model", "Qwen/Qwen3-0.6B")
+    assert find_subject("http://a:1/v1, http://b:2/").urls == ["http://a:1", "http://b:2"]
+    with pytest.raises(ValueError, match=r"neither a model folder.*\['global_step_2', 'global_st"):
+        find_subject(f"{folder}/checkpoints")
+    with pytest.raises(ValueError, match=r"--subject='.*/none' does not exist; give a model"):
+        find_subject(f"{tmp_path}/none")
 
 
-def test_metrics_literal(result):
-    # a:       scores 1 0 0 0, mean 1/4; one of two prompts passes; positive mean 1/4
-    # b:       scores 0.75 -1, mean -1/8; passes; positive 0.75 and 0, mean 0.375
-    # unknown: scores 0 2, mean 1; passes; positive mean 1
-    # all:     (1 + 0.75 - 1 + 2) / 8 = 0.34375; three of four pass; (1 + 0.75 + 2) / 8 = 0.46875
-    metrics, _ = result
-    assert metrics == {
-        "eval/a/avg_score": 0.25,
-        "eval/a/pass_at_2": 0.5,
-        "eval/a/mean_positive_reward": 0.25,
-        "eval/b/avg_score": -0.125,
-        "eval/b/pass_at_2": 1.0,
-        "eval/b/mean_positive_reward": 0.375,
-        "eval/unknown/avg_score": 1.0,
-        "eval/unknown/pass_at_2": 1.0,
-        "eval/unknown/mean_positive_reward": 1.0,
-        "eval/all/avg_score": 0.34375,
-        "eval/all/pass_at_2": 0.75,
-        "eval/all/mean_positive_reward": 0.46875,
-    }
+def run_command(capsys, *flags):
+    status = main([f"--config={QUICKSTART}", *flags])
+    return status, capsys.readouterr()
 
 
-def test_one_row_per_answer(result):
-    _, rows = result
-    assert [row["uid"] for row in rows] == ["a0", "a0", "a1", "a1", "b0", "b0", "x0", "x0"]
-    assert rows[5] == {
-        "uid": "b0",
-        "data_source": "b",
-        "prompt": [{"role": "user", "content": "0"}],
-        "response": "71",
-        "reward": [-1.0, 0.0],
-        "score": -1.0,
-        "stop_reason": "length",
-    }
+def test_the_command_says_what_is_wrong(tmp_path, capsys):
+    assert main(["--help"]) == 0
+    assert "--subject" in capsys.readouterr().out
+    output = f"--output={tmp_path}/out"
+    model = "--subject=configs/tiny_char_model"
+    for flags, message in (
+        ((f"--subject={tmp_path}/none",), "does not exist"),
+        (("--subject=http://127.0.0.1:9", output), "http://127.0.0.1:9 does not answer as a nativ"),
+        ((model, "--config.data.val_data=[]", output), "data.val_data=[] has no prompts"),
+        ((model, "--config.data.val_data=['none.jsonl']", output), "'none.jsonl' does not exist"),
+        ((model, "--config.generator.eval_pass_at_k=[2]", output), "eval_pass_at_k=[2]: of gener"),
+        ((model, output), "safetensors"),
+        (("--subjec=x",), "unknown argument '--subjec=x'"),
+    ):
+        status, printed = run_command(capsys, *flags)
+        assert status == 2
+        assert printed.err.startswith("error: ")
+        assert message in printed.err
 
 
-def test_rows_are_written_as_json_lines(tmp_path, result):
-    _, rows = result
-    dump_rows(tmp_path / "new", 3, rows)
-    lines = (tmp_path / "new" / "global_step_3_evals.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == rows
+def test_the_table():
+    metrics = {}
+    for source, low in (("gsm8k", 0.25), ("all", None)):
+        numbers = {"avg_score": 0.5, "pass_at_1": 0.5, "mean_positive_reward": 0.5}
+        ends = {} if low is None else {"avg_score_ci_low": low, "avg_score_ci_high": 0.75}
+        numbers |= ends | {"num_prompts": 3, "avg_num_tokens": 4.25, "stop_ratio": 1.0}
+        metrics |= {f"eval/{source}/{name}": value for name, value in numbers.items()}
+    assert table(metrics).splitlines() == [
+        "source  prompts  avg_score              pass_at_1  avg_num_tokens  stop_ratio",
+        "gsm8k   3        0.5000 [0.250, 0.750]  0.5000     4.2             1.000",
+        "all     3        0.5000                 0.5000     4.2             1.000",
+    ]

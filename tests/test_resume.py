@@ -306,7 +306,7 @@ def test_twenty_kills_change_nothing(tmp_path):
     assert len({line["generate/tokens_crc32"] for line in lines[1:]}) == STEPS
     for name in (
         f"global_step_{STEPS}/policy/model.safetensors",
-        f"dumped_evals/global_step_{STEPS}_evals.jsonl",
+        f"dumped_evals/global_step_{STEPS}_evals/sort_digits.jsonl",
     ):
         both = [(run.folder / "exports" / name).read_bytes() for run in (whole, killed)]
         assert both[0] == both[1], name

@@ -40,6 +40,7 @@ def small(folder, **overrides):
         "trainer.eval_batch_size": 5,
         "trainer.ckpt_interval": 2,
         "trainer.hf_save_interval": 4,
+        "trainer.dump_data_batch": True,
         "trainer.print_example_interval": 4,
         "trainer.log_path": str(folder),
         "trainer.ckpt_path": str(folder / "checkpoints"),
@@ -118,8 +119,8 @@ def test_a_run_leaves_what_it_should(finished):
     assert cfg.to_train_config(written) == trainer.config
     assert (folder / "quickstart" / "curve.png").stat().st_size > 5_000
     assert list((folder / "quickstart" / "tensorboard").glob("events*"))
-    evaluations = (folder / "exports/dumped_evals/global_step_4_evals.jsonl").read_text()
-    assert len(evaluations.splitlines()) == 8
+    evaluations = folder / "exports/dumped_evals/global_step_4_evals/sort_digits.jsonl"
+    assert len(evaluations.read_text().splitlines()) == 8
     assert sorted(p.name for p in (folder / "checkpoints").glob("global_step_*")) == [
         "global_step_2",
         "global_step_4",

@@ -163,6 +163,9 @@ class GeneratorConfig(BaseConfig):
     """Sampling for evaluation; None = greedy with the training max_generate_length."""
     eval_n_samples_per_prompt: int = 1
     """Samples per evaluation prompt."""
+    eval_pass_at_k: list[int] | None = None
+    """k of the pass@k that an evaluation reports; None = powers of two up to
+    eval_n_samples_per_prompt, and that number."""
     zero_reward_on_non_stop: bool = False
     """Reward 0 for responses whose stop_reason is not "stop"."""
     apply_overlong_filtering: bool = False

@@ -202,9 +202,9 @@ class TrainerConfig(BaseConfig):
     print_example_interval: int = 1
     """Steps between printed example trajectories; -1 = none."""
     dump_data_batch: bool = False
-    """Write every training batch to export_path."""
+    """Write every training batch to export_path/dumped_data, a .npz per step."""
     dump_eval_results: bool = True
-    """Write evaluation trajectories to export_path."""
+    """Write evaluation trajectories to export_path/dumped_evals, a folder per step."""
     compilation_cache_path: str | None = "~/.cache/jaxrl/compiled"
     """Where compiled programs are kept for later runs; JAX_COMPILATION_CACHE_DIR outranks it."""
     rope_scaling: dict[str, Any] | None = None

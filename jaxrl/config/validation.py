@@ -9,7 +9,7 @@ from jaxrl.config.critic_checks import check_critic, check_moving_reference
 from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.errors import check_choice, fail
 from jaxrl.config.field_status import status_of
-from jaxrl.config.generator import SamplingParams
+from jaxrl.config.generator import GeneratorConfig, SamplingParams
 from jaxrl.config.mesh import batch_groups, check_mesh
 from jaxrl.config.microbatching import check_microbatches
 from jaxrl.config.model_checks import check_models
@@ -117,6 +117,7 @@ def validate(config: TrainConfig, num_devices: int = 1) -> None:
     eval_params = config.generator.eval_sampling_params
     assert eval_params is not None
     _check_sampling(eval_params, "generator.eval_sampling_params", greedy=True)
+    _check_pass_at_k(config.generator)
     _check_files(config)
 
 
@@ -267,6 +268,20 @@ def _check_sampling(params: SamplingParams, field: str, *, greedy: bool) -> None
     if set(more) - {"min_tokens"} or not isinstance(more.get("min_tokens", 0), int):
         fix = "the native engine takes 'min_tokens', a number of tokens, and nothing else"
         fail(f"{field}.additional_kwargs", params.additional_kwargs, fix)
+
+
+def _check_pass_at_k(generator: GeneratorConfig) -> None:
+    samples, field = generator.eval_n_samples_per_prompt, "generator.eval_pass_at_k"
+    if wrong := [k for k in generator.eval_pass_at_k or [] if not 1 <= k <= samples]:
+        fix = f"of generator.eval_n_samples_per_prompt={samples} samples; set k between 1 and that"
+        fail(field, wrong, fix)
+    assert generator.eval_sampling_params is not None  # resolved
+    if samples > 1 and generator.eval_sampling_params.temperature == 0:
+        warnings.warn(
+            f"generator.eval_n_samples_per_prompt={samples} greedy samples of a prompt are all the "
+            "same; set generator.eval_sampling_params.temperature above 0, or take one sample",
+            stacklevel=3,
+        )
 
 
 def _check_files(config: TrainConfig) -> None:

@@ -2,10 +2,14 @@
 
 import asyncio
 import inspect
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from jaxrl.types import GeneratorInput, GeneratorOutput
+from jaxrl.rollout.conversation import generator_input
+from jaxrl.rollout.protocol import Sampling
+from jaxrl.rollout.step_wise import merge_steps
+from jaxrl.types import GeneratorInput, GeneratorOutput, Prompt
 
 
 class GeneratorInterface(Protocol):
@@ -39,3 +43,22 @@ def generate_now(generator: Any, batch: GeneratorInput) -> GeneratorOutput:
         return asyncio.run(work)
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work).result()
+
+
+def sample_prompts(
+    generator: Any,
+    prompts: Sequence[Prompt],
+    samples: int,
+    names: Sequence[object],
+    sampling: Sampling,
+    *,
+    merge: bool,
+) -> GeneratorOutput:
+    """`samples` judged trajectories of every prompt.
+
+    Args:
+        names: seed, phase and step, which with prompt and sample name all that is random.
+        merge: neighbouring steps of a trajectory are one row where they can be.
+    """
+    output = generate_now(generator, generator_input(prompts, samples, names, sampling))
+    return merge_steps(output) if merge else output

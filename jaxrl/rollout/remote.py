@@ -83,7 +83,7 @@ class RemoteEngine:
     Args:
         urls: of the servers, e.g. ["http://10.0.0.2:8000"].
         dialect: a key of `wire.DIALECTS`.
-        weights: where new weights are written for them.
+        weights: where new weights are written for them; None only in `ServedEngine`.
         probe: asked of every server after every update; None = servers are trusted.
         hosts: what starts each of the servers; none = they run already.
         proxy_url: of a router before them, which then chooses who samples.
@@ -98,7 +98,7 @@ class RemoteEngine:
         urls: Sequence[str],
         dialect: str,
         *,
-        weights: WeightFolder,
+        weights: WeightFolder | None,
         probe: Probe | None,
         hosts: Sequence[Host] = (),
         proxy_url: str | None = None,
@@ -277,6 +277,7 @@ class RemoteEngine:
             WeightMismatch: a server answers the probe otherwise than the trainer.
             RemoteEngineError: no server took them.
         """
+        assert self.folder is not None
         folder = self.folder.publish(params, version)
         self._call(self._update(Weights(folder, version, params)))
         self.folder.keep_only(folder)

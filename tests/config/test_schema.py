@@ -79,6 +79,7 @@ OUR_FIELDS = {
         )
     ),
     *(f"serve.{field.name}" for field in dataclasses.fields(jaxrl.config.ServeConfig)),
+    "generator.eval_pass_at_k",
     "generator.sampling_params.keep_sampling_mask",
     "generator.eval_sampling_params.keep_sampling_mask",
     "generator.sampling_params.stop_token_ids",

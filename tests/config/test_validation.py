@@ -50,7 +50,6 @@ PLANNED = [
     ("trainer.policy.megatron_config.context_parallel_size", 2, 1),
     ("trainer.ref.megatron_config.expert_model_parallel_size", 2, 1),
     ("trainer.placement.policy_num_nodes", 2, 1),
-    ("trainer.dump_data_batch", True, False),
 ]
 
 

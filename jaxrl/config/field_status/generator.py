@@ -59,6 +59,7 @@ ROWS = (
         "n_samples_per_prompt max_input_length chat_template_kwargs eval_sampling_params "
         "eval_n_samples_per_prompt zero_reward_on_non_stop",
     ),
+    implemented("generator", "eval_pass_at_k", NEW, skyrl_only=False),
     implemented("generator", "apply_overlong_filtering", "by stop_reason, not by the last token"),
     implemented("generator", "batched", "a single-turn batch is always one call"),
     implemented("generator", "max_turns", "also ends conversations that the environment does not"),

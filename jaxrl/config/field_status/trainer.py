@@ -31,7 +31,7 @@ ROWS = (
         "gradient_checkpointing seed resume_mode resume_path ckpt_path ckpt_interval "
         "max_ckpts_to_keep hf_save_interval export_path epochs "
         "train_batch_size policy_mini_batch_size eval_batch_size eval_before_train eval_interval "
-        "max_prompt_length run_name dump_eval_results",
+        "max_prompt_length run_name dump_data_batch dump_eval_results",
     ),
     implemented("trainer", "update_epochs_per_batch", "minibatches are drawn anew for each"),
     implemented(
@@ -78,6 +78,5 @@ ROWS = (
         "wandb, mlflow and swanlab come later",
         skyrl_default="wandb",
     ),
-    planned("trainer", "dump_data_batch", "batches on disk"),
     implemented("trainer", "rope_scaling rope_theta", "of policy, reference and engine"),
 )
