@@ -32,8 +32,10 @@ from jaxrl.losses.off_policy import correction_enabled, off_policy_correction
 from jaxrl.losses.reduction import reduction_weights
 from jaxrl.registry import PolicyLossRegistry, accepted_keywords, check_hyperparameters
 from jaxrl.types import TrainBatch
+from jaxrl.watching.ratios import add_ratio_sums, ratio_metrics, ratio_sums
 
-Metrics = dict[str, Array]
+Metrics = dict[str, Any]  # arrays; under RATIOS a dict of them
+RATIOS = "ratios"
 MISMATCH = "rollout_train_logprobs_abs_diff"
 PolicyLoss = Callable[..., tuple[Array, Metrics]]  # (log_probs, entropy, batch, key)
 
@@ -164,17 +166,23 @@ def make_objective(algorithm: Any, policy_loss: PolicyLoss) -> Callable[..., tup
             policy = _reduced(loss, weights.policy, algorithm)
             mean_entropy = masked_sum(entropy, weights.entropy)
             total = policy
-            metrics = {"policy_loss": policy, "policy_entropy": mean_entropy}
+            clip = algorithm.eps_clip_low, algorithm.eps_clip_high
+            metrics = {
+                "policy_loss": policy,
+                "policy_entropy": mean_entropy,
+                RATIOS: ratio_sums(log_probs, batch, *clip),
+            }
             if batch.old_log_probs is None:
                 metrics |= mismatch(log_probs, batch, weights)
             if algorithm.use_entropy_loss:
                 total -= algorithm.entropy_loss_coef * mean_entropy
-            if algorithm.use_kl_loss and batch.ref_log_probs is not None:
+            if batch.ref_log_probs is not None:
                 kl = approximate_kl(
                     log_probs, batch.ref_log_probs, mask, algorithm.kl_estimator_type
                 )
                 metrics["policy_kl"] = masked_sum(kl, weights.kl)
-                total += algorithm.kl_loss_coef * metrics["policy_kl"]
+                if algorithm.use_kl_loss:
+                    total += algorithm.kl_loss_coef * metrics["policy_kl"]
         metrics["final_loss"] = total
         for name, value in own.items():
             metrics[f"loss_metrics/{name}"] = reduce_metric(name, value, mask, weights.entropy)
@@ -230,17 +238,21 @@ def merge_metrics(
     return {
         name: float(by_name.get(name[-4:], merge)([float(part[name]) for part in parts]))
         for name in parts[0]
+        if name != RATIOS
     }
 
 
 def step_metrics(updates: Sequence[tuple[Sequence[Metrics], Metrics]]) -> dict[str, float]:
     """Metrics of a step from those of its updates: (of each microbatch, of the whole).
 
-    The difference of sampler and trainer is that of the first update; later ones would add what the
+    Ratios are those of all its updates together. The difference of sampler and trainer is that of the first update; later ones would add what the
     updates before them have changed.
     """
-    merged = [merge_metrics(parts) | whole for parts, whole in jax.device_get(updates)]
+    updates = jax.device_get(updates)
+    merged = [merge_metrics(parts) | whole for parts, whole in updates]
     metrics = merge_metrics(merged, np.mean)
     metrics |= {name: float(merged[0][name]) for name in metrics if name.startswith(MISMATCH)}
+    ratios = [part[RATIOS] for parts, _ in updates for part in parts if RATIOS in part]
+    metrics |= ratio_metrics(add_ratio_sums(ratios)) if ratios else {}
     skipped = sum(int(update["skipped_updates"]) for update in merged)
     return {f"policy/{n}": x for n, x in metrics.items()} | {"policy/skipped_updates": skipped}

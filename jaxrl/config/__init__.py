@@ -67,6 +67,7 @@ from jaxrl.config.trainer import (
     run_folder,
 )
 from jaxrl.config.validation import validate
+from jaxrl.config.watching import WatchingConfig
 
 __all__ = [
     "AlgorithmConfig",
@@ -109,6 +110,7 @@ __all__ = [
     "Text2SQLEnvConfig",
     "TrainConfig",
     "TrainerConfig",
+    "WatchingConfig",
     "apply_overrides",
     "check_engines",
     "check_serving",

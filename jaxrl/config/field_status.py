@@ -152,7 +152,7 @@ _MODELS = (
         )
     ),
     _inert("trainer.policy", "use_torch_compile", "everything is jitted"),
-    _planned("trainer.policy", "record_memory", "device memory profiles"),
+    _mapped("trainer.policy", "record_memory", "pprof files, of every step"),
     _mapped(_MEGATRON, "tensor_model_parallel_size", "mesh.tensor"),
     _planned(
         _MEGATRON,
@@ -239,14 +239,13 @@ _TRAINER = (
     _mapped("trainer", "strategy", "there is one backend", skyrl_default="fsdp2"),
     _planned("trainer", "fully_async.*", only_with="the asynchronous trainer"),
     _inert("trainer", "gradient_checkpointing_use_reentrant", "torch only"),
-    _inert("trainer", "project_name", "no logger that has projects yet"),
     _implemented("trainer", "sharding_rules", _NEW, skyrl_only=False),
     _implemented(
         "trainer",
         "gradient_checkpointing seed resume_mode resume_path ckpt_path ckpt_interval "
         "max_ckpts_to_keep hf_save_interval export_path epochs update_epochs_per_batch "
         "train_batch_size policy_mini_batch_size eval_batch_size eval_before_train eval_interval "
-        "max_prompt_length run_name dump_eval_results",
+        "max_prompt_length project_name run_name dump_eval_results",
     ),
     _implemented(
         "trainer",
@@ -289,9 +288,10 @@ _TRAINER = (
     _implemented(
         "trainer",
         "logger",
-        "wandb, mlflow and swanlab come later",
+        "a run needs no account unless it asks for one; no swanlab, which a callback can feed",
         skyrl_default="wandb",
     ),
+    _implemented("trainer.watching", "*", _NEW, skyrl_only=False),
     _planned("trainer", "dump_data_batch", "batches on disk"),
     _implemented("trainer", "rope_scaling rope_theta", "of policy, reference and engine"),
 )

@@ -15,13 +15,14 @@ from jaxrl.config.objective_checks import check_objective, warn_of_objective
 from jaxrl.config.rollouts import check_engines
 from jaxrl.config.serving import check_serving
 from jaxrl.config.train_config import TrainConfig, resolve
+from jaxrl.config.trainer import logger_names
+from jaxrl.config.watching import check_watching
 from jaxrl.losses.kl import KL_ESTIMATORS
 from jaxrl.losses.reduction import REDUCTIONS
 from jaxrl.models.lora import INIT_METHODS
 from jaxrl.models.remat import REMAT_POLICIES
 
 STRATEGIES = ("jax", "fsdp", "fsdp2", "megatron")
-LOGGERS = ("console", "tensorboard")
 
 _CHOICES = {
     "trainer.strategy": STRATEGIES,
@@ -54,7 +55,6 @@ _CHOICES = {
 }
 _LATER = {  # SkyRL's values of implemented fields, so that the message can say that they will come
     "generator.inference_engine.backend": ("sglang",),
-    "trainer.logger": ("wandb", "mlflow", "swanlab"),
     "trainer.policy.model.lora.init_method": ("xavier", "normal", "zero"),  # Megatron's
 }
 _POSITIVE = """
@@ -103,6 +103,7 @@ def validate(config: TrainConfig, num_devices: int = 1) -> None:
     check_conversations(config)
     check_engines(config, num_devices)
     check_serving(config.serve)
+    check_watching(config.trainer.watching, logger_names(config.trainer.logger))
     groups = (batch_groups(config, num_devices, role) for role in ("policy", "ref"))
     check_microbatches(config, max(groups))
     check_objective(config)
@@ -148,9 +149,6 @@ def _check_status(values: dict[str, Any]) -> None:
 def _check_choices(values: dict[str, Any]) -> None:
     for field, choices in _CHOICES.items():
         check_choice(field, values[field], choices, _LATER.get(field, ()))
-    loggers = values["trainer.logger"]
-    for name in [loggers] if isinstance(loggers, str) else loggers:
-        check_choice("trainer.logger", name, LOGGERS, _LATER["trainer.logger"])
 
 
 def _check_ranges(values: dict[str, Any]) -> None:

@@ -174,8 +174,8 @@ def test_fields_of_a_user_class_are_not_judged():
             r"generator.inference_engine.model_dtype='float16': must be 'float32' or 'bfloat16'",
         ),
         (
-            {"trainer.logger": "wandb"},
-            r"trainer.logger='wandb': not available yet, must be 'console' or 'tensorboard'",
+            {"trainer.logger": "swanlab"},
+            r"trainer.logger='swanlab': not available yet, must be 'console' or 'jsonl' or 'tens",
         ),
         (
             {"trainer.logger": "['console', 'tensorbord']"},
