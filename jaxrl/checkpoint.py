@@ -312,8 +312,10 @@ MAY_CHANGE = (
     "trainer.resume_*",
     "trainer.run_name",
     "trainer.sharding_rules*",
+    "trainer.policy.record_memory",
     "trainer.strategy",
     "trainer.use_sample_packing",
+    "trainer.watching.*",
     "generator.eval_*",
     "generator.inference_engine.*",
 )

@@ -176,13 +176,12 @@ def make_objective(algorithm: Any, policy_loss: PolicyLoss) -> Callable[..., tup
                 metrics |= mismatch(log_probs, batch, weights)
             if algorithm.use_entropy_loss:
                 total -= algorithm.entropy_loss_coef * mean_entropy
-            if batch.ref_log_probs is not None:
+            if algorithm.use_kl_loss and batch.ref_log_probs is not None:
                 kl = approximate_kl(
                     log_probs, batch.ref_log_probs, mask, algorithm.kl_estimator_type
                 )
                 metrics["policy_kl"] = masked_sum(kl, weights.kl)
-                if algorithm.use_kl_loss:
-                    total += algorithm.kl_loss_coef * metrics["policy_kl"]
+                total += algorithm.kl_loss_coef * metrics["policy_kl"]
         metrics["final_loss"] = total
         for name, value in own.items():
             metrics[f"loss_metrics/{name}"] = reduce_metric(name, value, mask, weights.entropy)
@@ -245,8 +244,8 @@ def merge_metrics(
 def step_metrics(updates: Sequence[tuple[Sequence[Metrics], Metrics]]) -> dict[str, float]:
     """Metrics of a step from those of its updates: (of each microbatch, of the whole).
 
-    Ratios are those of all its updates together. The difference of sampler and trainer is that of the first update; later ones would add what the
-    updates before them have changed.
+    Ratios are those of all its updates together. The difference of sampler and trainer is that of
+    the first update; later ones would add what the updates before them have changed.
     """
     updates = jax.device_get(updates)
     merged = [merge_metrics(parts) | whole for parts, whole in updates]

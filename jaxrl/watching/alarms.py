@@ -135,7 +135,7 @@ RULES = {
         0,
         "metrics that are NaN or infinite, and updates skipped for it",
         "go back to a checkpoint before it; a smaller learning rate or max_grad_norm; "
-        "trainer.bf16=False; look at rewards and at a loss of your own for a log or a quotient of 0",
+        "trainer.bf16=False; look for a log or a quotient of 0 in rewards or a loss of your own",
     ),
 }
 

@@ -13,7 +13,7 @@ from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.transformer import TransformerConfig, abstract_params
 from jaxrl.types import TrainBatch
 
-# Dense bfloat16 FLOP/s of one device as its maker gives it, by a part of `device_kind`. First match.
+# Dense bfloat16 FLOP/s of one device as its maker gives it, by a part of `device_kind`; the first.
 PEAK_FLOPS = {
     "TPU v6": 918e12,
     "TPU v5 lite": 197e12,

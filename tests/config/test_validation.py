@@ -46,7 +46,6 @@ PLANNED = [
     ("trainer.ref.model.lora.rank", 8, 0),
     ("trainer.critic.model.path", "m", None),
     ("trainer.policy.sequence_parallel_size", 2, 1),
-    ("trainer.policy.record_memory", True, False),
     ("trainer.policy.megatron_config.pipeline_model_parallel_size", 2, 1),
     ("trainer.policy.megatron_config.context_parallel_size", 2, 1),
     ("trainer.ref.megatron_config.expert_model_parallel_size", 2, 1),
