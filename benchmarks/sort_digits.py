@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config import TrainConfig, load_config_file, to_train_config
-from jaxrl.metrics import read_lines
 from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry
 from jaxrl.train import BasePPOExp
+from jaxrl.watching.json_lines import read_lines
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.py"
 NEEDS_CRITIC = {"gae"}

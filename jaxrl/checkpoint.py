@@ -68,11 +68,14 @@ class Checkpointer:
 
     # ---------------------------------------------------------------- save
 
-    def save(self, step: int, state: TrainState, meta: dict[str, Any]) -> None:
+    def save(self, step: int, state: TrainState, meta: dict[str, Any]) -> str:
         """Start to write the state after `step` finished steps; it may be donated at once.
 
         Args:
             meta: JSON, what the arrays cannot say: "model", "config", "functions".
+
+        Returns:
+            The folder that it will be.
 
         Raises:
             RuntimeError: this save, or the one before, which ended in the meantime, failed.
@@ -84,6 +87,7 @@ class Checkpointer:
         with self._named_failure():
             if not self.manager.save(step, args=args):
                 raise ValueError(f"the folder already holds a step after {step}")
+        return str(self.folder / f"{PREFIX}_{step}")
 
     def wait(self) -> None:
         """Until the last save is committed.
@@ -310,8 +314,10 @@ MAY_CHANGE = (
     "trainer.resume_*",
     "trainer.run_name",
     "trainer.sharding_rules*",
+    "trainer.policy.record_memory",
     "trainer.strategy",
     "trainer.use_sample_packing",
+    "trainer.watching.*",
     "generator.eval_*",
     "generator.inference_engine.*",
 )

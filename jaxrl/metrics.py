@@ -1,24 +1,17 @@
-"""Metrics of a batch under SkyRL's names, and the loggers that keep them."""
+"""Metrics of a batch under SkyRL's names."""
 
 import contextlib
-import json
-import os
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
-import yaml
 
 from jaxrl.config.generator import SamplingParams
-from jaxrl.files import replace_text
 from jaxrl.rollout.step_wise import last_steps
 from jaxrl.types import Array, GeneratorOutput, TrainBatch
-
-if TYPE_CHECKING:
-    from tensorboardX.event_file_writer import EventsWriter
+from jaxrl.watching.diagnostics import group_metrics, length_metrics
 
 Metrics = dict[str, float]
 SURPRISE_BOUND = 8.0
@@ -66,6 +59,7 @@ def generate_metrics(output: GeneratorOutput) -> Metrics:
         "generate/avg_tokens_non_zero_rewards": float(rewarded.mean()) if rewarded.size else 0.0,
         "generate/avg_tokens_zero_rewards": float(unrewarded.mean()) if unrewarded.size else 0.0,
         "generate/stop_ratio": float(np.mean([s == "stop" for s in output["stop_reasons"]])),
+        **length_metrics(output, scores),
         "generate/tokens_crc32": zlib.crc32(tokens.tobytes()),
         **output["rollout_metrics"],
     }
@@ -92,11 +86,12 @@ def rollout_metrics(output: GeneratorOutput, uids: Sequence[str], samples: int) 
         uids: prompt of each trajectory.
     """
     last = last_steps(output)
-    reward = score_metrics(last["rewards"], uids, samples)
-    terms = reward_term_metrics(last.get("reward_terms", []))
+    rewards = last["rewards"]
+    reward = score_metrics(rewards, uids, samples)
     return (
         generate_metrics(output)
-        | terms
+        | reward_term_metrics(last.get("reward_terms", []))
+        | group_metrics(np.array([outcome(r) for r in rewards]), uids)
         | {
             f"reward/avg_pass_at_{samples}": reward[f"pass_at_{samples}"],
             "reward/avg_raw_reward": reward["avg_score"],
@@ -162,10 +157,12 @@ def check_surprise(metrics: Metrics, sampling: SamplingParams) -> None:
 
 @contextlib.contextmanager
 def timed(metrics: Metrics, name: str) -> Iterator[None]:
-    """Write the seconds of a block to `timing/<name>`."""
+    """Add the seconds of a block to `timing/<name>`, and name it in a trace of the profiler."""
     started = time.perf_counter()
-    yield
-    metrics[f"timing/{name}"] = time.perf_counter() - started
+    with jax.profiler.TraceAnnotation(name):
+        yield
+    key = f"timing/{name}"
+    metrics[key] = metrics.get(key, 0.0) + time.perf_counter() - started
 
 
 def progress_line(metrics: Mapping[str, float]) -> dict[str, str]:
@@ -179,111 +176,3 @@ def progress_line(metrics: Mapping[str, float]) -> dict[str, str]:
         "tok/s": "trainer/tokens_per_second_per_gpu",
     }
     return {label: f"{metrics[name]:.3g}" for label, name in shown.items() if name in metrics}
-
-
-class RunLogger:
-    """Writes one line per step to `metrics.jsonl`, and to TensorBoard if asked.
-
-    A checkpoint must not be ahead of the lines before it: `flush` first, then commit.
-
-    Args:
-        folder: the run's folder; created.
-        loggers: names from the config; "tensorboard" adds `<folder>/tensorboard`.
-        finished_steps: what a resumed run has behind it; later lines of an earlier attempt are cut,
-            and all of them if it starts afresh.
-    """
-
-    def __init__(self, folder: Path, loggers: Sequence[str], finished_steps: int) -> None:
-        self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / "metrics.jsonl"
-        earlier = read_lines(self.path) if finished_steps else []
-        kept = [line for line in earlier if line["step"] <= finished_steps]
-        replace_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
-        self.file = self.path.open("a")
-        self.tensorboard = None
-        if "tensorboard" in loggers:
-            self.tensorboard = open_events(folder / "tensorboard", finished_steps + 1)
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Record the numbers of one step."""
-        numbers = {name: float(value) for name, value in metrics.items()}
-        self.file.write(json.dumps({"step": step, **numbers}) + "\n")
-        self.file.flush()
-        if self.tensorboard:
-            from tensorboardX.proto.event_pb2 import Event  # pyright: ignore
-            from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore
-
-            values = [Summary.Value(tag=name, simple_value=x) for name, x in numbers.items()]
-            event = Event(step=step, wall_time=time.time(), summary=Summary(value=values))
-            self.tensorboard.write_event(event)
-
-    def flush(self) -> None:
-        """Everything logged so far is on disk."""
-        os.fsync(self.file.fileno())
-        if self.tensorboard:
-            self.tensorboard.flush()
-
-    def write_config(self, config: dict[str, Any]) -> None:
-        """Record what the run was asked to do in `config.yaml`."""
-        plain = json.loads(json.dumps(config))  # tuples are lists to YAML
-        replace_text(self.folder / "config.yaml", yaml.safe_dump(plain, sort_keys=False))
-
-    def plot(self) -> Path:
-        """Draw reward and evaluation score over steps to `curve.png`."""
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot as plt
-
-        figure, axes = plt.subplots(figsize=(7, 4))
-        lines = read_lines(self.path)
-        curves = (("reward/avg_raw_reward", "training"), ("eval/all/avg_score", "evaluation"))
-        for name, label in curves:
-            points = [(line["step"], line[name]) for line in lines if name in line]
-            if points:
-                axes.plot(
-                    *zip(*points, strict=True), label=label, marker="o" if "eval" in name else ""
-                )
-        axes.set(xlabel="step", ylabel="mean reward", title=self.folder.name)
-        axes.grid(alpha=0.3)
-        axes.legend()
-        path = self.folder / "curve.png"
-        figure.savefig(path, dpi=120, bbox_inches="tight")
-        plt.close(figure)
-        return path
-
-    def close(self) -> None:
-        """Flush everything."""
-        self.file.close()
-        if self.tensorboard:
-            self.tensorboard.close()
-
-
-def open_events(folder: Path, first_step: int) -> "EventsWriter":
-    """A TensorBoard event file that hides what earlier files in `folder` hold from `first_step` on.
-
-    The events are written by the caller's thread: tensorboardX's `SummaryWriter` leaves them to
-    another one, and its `flush` does not wait for it.
-    """
-    from tensorboardX.event_file_writer import EventsWriter
-    from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore
-
-    folder.mkdir(parents=True, exist_ok=True)
-    events = EventsWriter(str(folder / "events"))
-    start = SessionLog(status=SessionLog.START)
-    events.write_event(Event(step=first_step, session_log=start))
-    return events
-
-
-def read_lines(path: Path) -> list[dict[str, float]]:
-    """The complete lines of a `metrics.jsonl`; a line cut off by a crash is left out."""
-    if not path.exists():
-        return []
-    lines = []
-    for line in path.read_text().splitlines():
-        try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return lines

@@ -35,8 +35,10 @@ from jaxrl.losses.reduction import reduction_weights
 from jaxrl.losses.value import value_loss
 from jaxrl.registry import PolicyLossRegistry, accepted_keywords, check_hyperparameters
 from jaxrl.types import TrainBatch
+from jaxrl.watching.ratios import add_ratio_sums, ratio_metrics, ratio_sums
 
-Metrics = dict[str, Array]
+Metrics = dict[str, Any]  # arrays; under RATIOS a dict of them
+RATIOS = "ratios"
 MISMATCH = "rollout_train_logprobs_abs_diff"
 PolicyLoss = Callable[..., tuple[Array, Metrics]]  # (log_probs, entropy, batch, key)
 
@@ -208,7 +210,12 @@ def make_objective(algorithm: Any, policy_loss: PolicyLoss) -> Callable[..., tup
             policy = _reduced(loss, weights.policy, algorithm)
             mean_entropy = masked_sum(entropy, weights.entropy)
             total = policy
-            metrics = {"policy_loss": policy, "policy_entropy": mean_entropy}
+            clip = algorithm.eps_clip_low, algorithm.eps_clip_high
+            metrics = {
+                "policy_loss": policy,
+                "policy_entropy": mean_entropy,
+                RATIOS: ratio_sums(log_probs, batch, *clip),
+            }
             if batch.old_log_probs is None:
                 metrics |= mismatch(log_probs, batch, weights)
             if algorithm.use_entropy_loss:
@@ -320,6 +327,7 @@ def merge_metrics(
     return {
         name: float(by_name.get(name[-4:], merge)([float(part[name]) for part in parts]))
         for name in parts[0]
+        if name != RATIOS
     }
 
 
@@ -328,11 +336,14 @@ def step_metrics(
 ) -> dict[str, float]:
     """Metrics of a step from those of its updates: (of each microbatch, of the whole).
 
-    The difference of sampler and trainer is that of the first update; later ones would add what the
-    updates before them have changed.
+    Ratios are those of all its updates together. The difference of sampler and trainer is that of
+    the first update; later ones would add what the updates before them have changed.
     """
-    merged = [merge_metrics(parts) | whole for parts, whole in jax.device_get(updates)]
+    updates = jax.device_get(updates)
+    merged = [merge_metrics(parts) | whole for parts, whole in updates]
     metrics = merge_metrics(merged, np.mean)
     metrics |= {name: float(merged[0][name]) for name in metrics if name.startswith(MISMATCH)}
+    ratios = [part[RATIOS] for parts, _ in updates for part in parts if RATIOS in part]
+    metrics |= ratio_metrics(add_ratio_sums(ratios)) if ratios else {}
     skipped = sum(int(update["skipped_updates"]) for update in merged)
     return {f"{role}/{n}": x for n, x in metrics.items()} | {f"{role}/skipped_updates": skipped}

@@ -34,6 +34,7 @@ from jaxrl.serve import served_model
 from jaxrl.serving.server import Server
 from jaxrl.trainer import Trainer
 from jaxrl.types import Prompt
+from jaxrl.watching.callbacks import TrainingCallback, load_callbacks
 
 
 class BasePPOExp:
@@ -135,6 +136,10 @@ class BasePPOExp:
             reward_terms=RewardTerms(environment.reward_weights, environment.reward_functions),
         )
 
+    def get_callbacks(self) -> list[TrainingCallback]:
+        """What is told of the events of the run: `trainer.watching.callbacks`."""
+        return load_callbacks(self.config.trainer.watching.callbacks)
+
     def get_trainer(self, *args: Any, **kwargs: Any) -> Trainer:
         """The loop."""
         return Trainer(*args, **kwargs)
@@ -179,6 +184,7 @@ class BasePPOExp:
             generator=self.get_generator(engine, tokenizer),
             train_prompts=train_prompts,
             eval_prompts=eval_prompts,
+            callbacks=self.get_callbacks(),
         )
         _check_export(trainer)
         print(cfg.objective_card(config, num_devices=mesh.size))
@@ -245,7 +251,7 @@ def main(argv: Sequence[str]) -> int:
     # others are not the user's: they keep their traceback
     except (CheckpointError, DynamicSamplingError, RewardTermError) as error:
         return _refuse(error)
-    return 0
+    return int(trainer.recorder.stopped_by_alarm)
 
 
 def _refuse(error: Exception) -> int:

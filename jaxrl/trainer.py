@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from tqdm import tqdm
 
 from jaxrl import config as cfg
 from jaxrl.assemble import assemble_update, make_scorer, place_beside, place_model
 from jaxrl.batch_file import batch_path, dump_batch
 from jaxrl.checkpoint import Checkpointer
-from jaxrl.compilation import CompilationWatch
 from jaxrl.config.needs import has_critic, kl_in_reward, needs_old_log_probs
 from jaxrl.critic import Critic
 from jaxrl.data.packing import collate, minibatches
@@ -27,11 +27,9 @@ from jaxrl.data.prompts import batch_indices
 from jaxrl.evaluation import dump_evaluation, evals_folder, evaluate
 from jaxrl.files import writable_folder
 from jaxrl.metrics import (
-    RunLogger,
     advantage_metrics,
     check_surprise,
     mismatch_metrics,
-    progress_line,
     rollout_metrics,
     timed,
 )
@@ -52,6 +50,10 @@ from jaxrl.run_state import finished_state, restore_or_init
 from jaxrl.types import GeneratorOutput, Prompt, TrainBatch, TrainState
 from jaxrl.update import updates_on
 from jaxrl.warm_up import warm_up
+from jaxrl.watching.callbacks import TrainingCallback
+from jaxrl.watching.diagnostics import advantages_by_correctness
+from jaxrl.watching.flops import speed_metrics
+from jaxrl.watching.recorder import Recorder
 
 
 class Trainer:
@@ -65,6 +67,7 @@ class Trainer:
         engine: gets the weights after every step.
         generator: makes the trajectories.
         train_prompts, eval_prompts: tokenised prompts; no evaluation without the latter.
+        callbacks: are told of the events of the run.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Trainer:
         generator: GeneratorInterface,
         train_prompts: Sequence[Prompt],
         eval_prompts: Sequence[Prompt],
+        callbacks: Sequence[TrainingCallback] = (),
     ) -> None:
         self.config, self.tokenizer, self.model, self.mesh = config, tokenizer, model, mesh
         self.engine, self.generator = engine, generator
@@ -93,9 +97,12 @@ class Trainer:
         self.eos_token_ids = sorted({tokenizer.eos_token_id, *hf.eos_token_ids(path)})
         self.generation_config = hf.load_generation_config(path)
         self.metrics: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}  # between steps, since the last line of the log
         self.ref_params: Any = None
         self.state: TrainState
-        self.logger: RunLogger
+        self.batch: TrainBatch | None = None  # of the last step
+        self.recorder = Recorder(self, callbacks)
+        self.watch = self.recorder.watch  # counts compilations
         self._build()
 
     def _build(self) -> None:
@@ -144,38 +151,39 @@ class Trainer:
     def train(self) -> TrainState:
         """Train from the newest checkpoint, or from the start, to the last step."""
         trainer = self.config.trainer
-        self.state = self.restore_or_init()
-        if trainer.use_sample_packing and isinstance(self.model, AdaptedModel):
-            check_packing(self.model, self.params)
-        first, self.batches_drawn = int(self.state.step), int(self.state.batches_drawn)
-        self.load_reference()
-        self.logger = RunLogger(cfg.run_folder(trainer), cfg.logger_names(trainer.logger), first)
-        self.logger.write_config(cfg.get_config_as_dict(self.config))
-        self.sync_weights(first)
+        self.recorder.start_clock()
+        with timed(self.seconds, "load_checkpoints"):
+            self.state = self.restore_or_init()
+            if trainer.use_sample_packing and isinstance(self.model, AdaptedModel):
+                check_packing(self.model, self.params)
+            first, self.batches_drawn = int(self.state.step), int(self.state.batches_drawn)
+            self.load_reference()
+        recorder = self.recorder.open(first)
+        with timed(self.seconds, "init_weight_sync_state"):
+            self.sync_weights(first)
         if first >= self.total_steps:
             print(
                 f"nothing to do: {trainer.ckpt_path} holds step {first} of {self.total_steps}. "
                 "Raise trainer.epochs, or choose another trainer.ckpt_path to start again"
             )
-        with (
-            CompilationWatch(warm_after=first + 1) as self.watch,
-            contextlib.closing(self.logger),
-            contextlib.closing(self.checkpointer),  # waits for the save under way, come what may
-            tqdm(total=self.total_steps, initial=first, desc=trainer.run_name) as bar,
-        ):
+        with recorder, contextlib.closing(self.checkpointer):  # waits for the save under way
             if first < self.total_steps:
-                warm_up(self)
+                with timed(self.seconds, "warm_up"):
+                    warm_up(self)
             if first == 0 and trainer.eval_before_train and trainer.eval_interval > 0:
-                self.record(0, self.evaluate(0))
+                recorder.record(0, recorder.evaluate(0))
             for step in range(first + 1, self.total_steps + 1):
-                metrics = self.train_step(step)
-                if self._due(step, trainer.eval_interval):
-                    metrics |= self.evaluate(step)
-                self.record(step, metrics)  # 9
+                with recorder.step(step):
+                    metrics = self.train_step(step)
+                recorder.end_step(step, metrics, self.batch)
+                if self._due(step, trainer.eval_interval) or recorder.take("should_evaluate"):
+                    metrics |= recorder.evaluate(step)
+                recorder.record(step, metrics)  # 9
                 self.save(step)
-                bar.set_postfix(progress_line(metrics))
-                bar.update()
-            self.logger.plot()
+                if recorder.control.should_stop:
+                    break
+            with timed(self.seconds, "save_checkpoints"):
+                self.checkpointer.wait()
         return self.state
 
     def train_step(self, step: int) -> dict[str, float]:
@@ -185,24 +193,27 @@ class Trainer:
         with timed(self.metrics, "generate"):
             output, uids = self.rollouts(step)  # 1, 2, 3
             self.engine.sleep()  # its copy of the weights is of no more use
-        output = self.postprocess_generator_output(output, uids)
-        batch = self.collate(output)  # 4
+        with timed(self.metrics, "postprocess_generator_output"):
+            output = self.postprocess_generator_output(output, uids)
+        with timed(self.metrics, "convert_to_training_input"):
+            batch = self.collate(output)  # 4
         with timed(self.metrics, "fwd_logprobs_values_reward"):
             batch = self.add_log_probs(batch)  # 5
-        batch = self.add_advantages(batch)  # 6
+        with timed(self.metrics, "compute_advantages_and_returns"):
+            self.batch = batch = self.add_advantages(batch)  # 6
         if self.config.trainer.dump_data_batch:
-            dump_batch(batch_path(self.config.trainer.export_path, step), batch, step)
+            with timed(self.metrics, "dump_data_batch"):
+                dump_batch(batch_path(self.config.trainer.export_path, step), batch, step)
         self.update_critic(batch, step)  # 7
         with timed(self.metrics, "policy_train"):
             self.update(batch, step)
         with timed(self.metrics, "sync_weights"):
             self.sync_weights(step)  # 8
-        self.print_example(step, batch, output)
-        seconds = time.perf_counter() - started
-        tokens = float(batch.lengths.sum())
+        if self._due(step, self.config.trainer.print_example_interval):
+            self.recorder.print_example(step, batch, output)
+        self.metrics["timing/step"] = time.perf_counter() - started
         return self.metrics | {
-            "timing/step": seconds,
-            "trainer/tokens_per_second_per_gpu": tokens / seconds / self.mesh.size,
+            **speed_metrics(self, batch),
             "trainer/global_step": step,
             "trainer/epoch": (self.batches_drawn - 1) // self.steps_per_epoch,
         }
@@ -273,12 +284,13 @@ class Trainer:
     def add_advantages(self, batch: TrainBatch) -> TrainBatch:
         """Advantages and returns of the whole batch; before them the KL in the rewards."""
         algorithm = self.config.trainer.algorithm
+        scores = np.asarray(batch.rewards).sum(-1)
         if kl_in_reward(algorithm):
             batch, metrics = penalize_kl(batch, self.state.kl_coef, algorithm)
             self.metrics |= metrics
         advantages, returns = advantages_of(self.estimate, batch)
         batch = batch.replace(advantages=advantages, returns=returns)
-        self.metrics |= advantage_metrics(batch)
+        self.metrics |= advantage_metrics(batch) | advantages_by_correctness(batch, scores)
         return batch.replace(is_last_step=None)
 
     # ---------------------------------------------------------------- 7 to 9: the update
@@ -318,10 +330,6 @@ class Trainer:
         """Hand the parameters to the engine; they are version `step`."""
         self.engine.update_weights(self.params, step)
 
-    def record(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the numbers of a step, and what was compiled since the last."""
-        self.logger.log(step, metrics | self.watch.metrics(step))
-
     def save(self, step: int) -> None:
         """Checkpoint and export when they are due.
 
@@ -330,15 +338,17 @@ class Trainer:
         trainer = self.config.trainer
         if self._due(step, trainer.hf_save_interval):
             folder = Path(trainer.export_path) / f"global_step_{step}"
-            self.export(folder / "policy")
-            if self.critic:
-                self.critic.export(folder / "critic", self.state.critic.params, self.tokenizer)
+            with timed(self.seconds, "save_hf_model"):
+                self.export(folder / "policy")
+                if self.critic:
+                    self.critic.export(folder / "critic", self.state.critic.params, self.tokenizer)
         epoch_end = step % self.steps_per_epoch == 0
-        if self._due(step, trainer.ckpt_interval) or (epoch_end and trainer.ckpt_interval > 0):
-            self.logger.plot()
-            self.logger.flush()
-            # Last: a resumed run goes on after it.
-            self.checkpointer.save(step, self.state, self.checkpoint_meta)
+        due = self._due(step, trainer.ckpt_interval) or (epoch_end and trainer.ckpt_interval > 0)
+        if self.recorder.take("should_save") or due:
+            self.recorder.flush()
+            with timed(self.seconds, "save_checkpoints"):  # last: a resumed run goes on after it
+                path = self.checkpointer.save(step, self.state, self.checkpoint_meta)
+            self.recorder.fire("on_save", step, ckpt_path=path)
 
     # ---------------------------------------------------------------- around the steps
 
@@ -368,15 +378,6 @@ class Trainer:
         """Write the policy as a Hugging Face folder, or its adapters as a PEFT folder."""
         self.policy.export(folder, self.state.params, self.tokenizer, self.generation_config)
         tqdm.write(f"exported the policy to {folder}")
-
-    def print_example(self, step: int, batch: TrainBatch, output: GeneratorOutput) -> None:
-        """Show the step's first trajectory."""
-        if self._due(step, self.config.trainer.print_example_interval):
-            prompt = self.tokenizer.decode(output["prompt_token_ids"][0])
-            response = self.tokenizer.decode(output["response_ids"][0])
-            tqdm.write(
-                f"--- step {step}, reward {float(batch.rewards[0].sum()):.3f}\n{prompt}{response}"
-            )
 
     def _generate(
         self,

@@ -35,6 +35,7 @@ LAYER_OF = {
     "checkpoint": "L3",
     "compilation": "L3",
     "metrics": "L3",
+    "watching": "L3",
     "files": "L0",
     "policy": "L4",
     "critic": "L4",

@@ -1,6 +1,4 @@
-"""Scores, length statistics and the loggers."""
-
-import json
+"""Scores and length statistics."""
 
 import numpy as np
 import pytest
@@ -8,12 +6,10 @@ import pytest
 from jaxrl.config import SamplingParams
 from jaxrl.data.packing import empty_batch
 from jaxrl.metrics import (
-    RunLogger,
     check_surprise,
     generate_metrics,
     mismatch_metrics,
     outcome,
-    read_lines,
     score_metrics,
 )
 
@@ -67,6 +63,10 @@ def test_generate_metrics_literal():
         "generate/avg_num_tokens": 4.0,
         "generate/avg_tokens_non_zero_rewards": 4.0,
         "generate/avg_tokens_zero_rewards": 4.0,
+        "generate/max_tokens_non_zero_rewards": 6.0,
+        "generate/max_tokens_zero_rewards": 4.0,
+        "generate/stop_ratio_non_zero_rewards": 1.0,
+        "generate/stop_ratio_zero_rewards": 0.0,
         "generate/tokens_crc32": 2329099562,
         "environment/exact": 0.5,
     }
@@ -76,18 +76,6 @@ def test_generate_metrics_when_nothing_is_rewarded():
     metrics = generate_metrics(columns(rewards=[0.0, 0.0, 0.0]))
     assert metrics["generate/avg_tokens_non_zero_rewards"] == 0.0
     assert metrics["generate/avg_tokens_zero_rewards"] == 4.0
-
-
-# ------------------------------------------------------------------ RunLogger
-
-
-def write_run(folder, steps, *, finished=0, loggers=(), plot=False, offset=0.0):
-    logger = RunLogger(folder, loggers, finished)
-    for step in steps:
-        logger.log(step, {"reward/avg_raw_reward": np.float32(step + offset)})
-    if plot:
-        logger.plot()
-    logger.close()
 
 
 def surprise(noise):
@@ -116,113 +104,3 @@ def test_tokens_of_stale_weights_surprise():
     check_surprise(metrics, SamplingParams(top_p=0.9))  # they are not meant to be the policy's
     with pytest.raises(RuntimeError, match=r"rollout_surprise_z=\d.*stale or wrong weights"):
         check_surprise(metrics, SamplingParams())
-
-
-def test_a_line_per_step(tmp_path):
-    write_run(tmp_path / "new" / "run", [1, 2])
-    text = (tmp_path / "new" / "run" / "metrics.jsonl").read_text()
-    assert [json.loads(line) for line in text.splitlines()] == [
-        {"step": 1, "reward/avg_raw_reward": 1.0},
-        {"step": 2, "reward/avg_raw_reward": 2.0},
-    ]
-
-
-def test_a_line_is_on_disk_as_soon_as_it_is_logged(tmp_path):
-    logger = RunLogger(tmp_path, [], 0)
-    logger.log(1, {"x": 1})
-    assert read_lines(tmp_path / "metrics.jsonl") == [{"step": 1, "x": 1.0}]
-    logger.close()
-
-
-def test_resuming_cuts_the_steps_of_the_earlier_attempt(tmp_path):
-    write_run(tmp_path, [1, 2, 3, 4])
-    write_run(tmp_path, [3], finished=2, offset=0.5)
-    lines = read_lines(tmp_path / "metrics.jsonl")
-    assert [(x["step"], x["reward/avg_raw_reward"]) for x in lines] == [(1, 1), (2, 2), (3, 3.5)]
-
-
-def test_a_fresh_start_cuts_everything(tmp_path):
-    write_run(tmp_path, [0, 1, 2])
-    write_run(tmp_path, [], finished=0)
-    assert read_lines(tmp_path / "metrics.jsonl") == []
-
-
-def test_a_last_line_cut_off_by_a_crash_is_left_out(tmp_path):
-    write_run(tmp_path, [1, 2, 3])
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(path.read_text()[:-10])
-    assert [line["step"] for line in read_lines(path)] == [1, 2]
-    write_run(tmp_path, [3], finished=2)  # the new line does not continue the broken one
-    assert [line["step"] for line in read_lines(path)] == [1, 2, 3]
-
-
-def test_a_resumed_run_that_cannot_write_leaves_the_lines_as_they_were(tmp_path, monkeypatch):
-    """The new file takes the name of the old one in one step, or not at all."""
-    write_run(tmp_path, [1, 2, 3])
-    before = (tmp_path / "metrics.jsonl").read_bytes()
-
-    def killed(source, target):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("jaxrl.files.os.replace", killed)
-    with pytest.raises(KeyboardInterrupt):
-        RunLogger(tmp_path, [], 1)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
-
-
-def test_the_config_is_written_as_yaml(tmp_path):
-    logger = RunLogger(tmp_path, [], 0)
-    logger.write_config({"trainer": {"seed": 1, "betas": (0.9, 0.99), "path": None}})
-    logger.close()
-    text = (tmp_path / "config.yaml").read_text()
-    assert text == "trainer:\n  seed: 1\n  betas:\n  - 0.9\n  - 0.99\n  path: null\n"
-
-
-def test_read_lines_of_no_file(tmp_path):
-    assert read_lines(tmp_path / "metrics.jsonl") == []
-
-
-def test_plot_writes_a_png(tmp_path):
-    write_run(tmp_path, [1, 2, 3], plot=True)
-    data = (tmp_path / "curve.png").read_bytes()
-    assert data.startswith(b"\x89PNG\r\n\x1a\n")
-    assert len(data) > 5000
-
-
-def read_events(folder):
-    from tensorboardX.proto.event_pb2 import Event
-
-    (path,) = folder.iterdir()
-    data = path.read_bytes()
-    while data:  # length, its checksum, record, its checksum
-        length = int.from_bytes(data[:8], "little")
-        yield Event.FromString(data[12 : 12 + length])
-        data = data[16 + length :]
-
-
-def test_tensorboard_hides_the_steps_that_a_resumed_run_repeats(tmp_path):
-    from tensorboardX.proto.event_pb2 import SessionLog
-
-    RunLogger(tmp_path, ["tensorboard"], 7).close()
-    version, start = read_events(tmp_path / "tensorboard")
-    assert version.file_version == "brain.Event:2"
-    assert (start.step, start.session_log.status) == (8, SessionLog.START)
-
-
-def test_tensorboard_gets_the_same_numbers(tmp_path):
-    logger = RunLogger(tmp_path, ["console", "tensorboard"], 0)
-    for step in (1, 2):
-        logger.log(step, {"reward/avg_raw_reward": step})
-    logger.flush()  # a kill from here on loses nothing
-    found = [
-        (event.step, value.tag, value.simple_value)
-        for event in read_events(tmp_path / "tensorboard")
-        for value in event.summary.value
-    ]
-    assert found == [(1, "reward/avg_raw_reward", 1.0), (2, "reward/avg_raw_reward", 2.0)]
-    logger.close()
-
-
-def test_no_tensorboard_unless_asked(tmp_path):
-    write_run(tmp_path, [1], loggers=["console"])
-    assert not (tmp_path / "tensorboard").exists()

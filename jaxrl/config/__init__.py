@@ -69,6 +69,7 @@ from jaxrl.config.trainer import (
     run_folder,
 )
 from jaxrl.config.validation import validate
+from jaxrl.config.watching import WatchingConfig
 
 __all__ = [
     "AlgorithmConfig",
@@ -111,6 +112,7 @@ __all__ = [
     "Text2SQLEnvConfig",
     "TrainConfig",
     "TrainerConfig",
+    "WatchingConfig",
     "apply_overrides",
     "check_engines",
     "check_serving",

@@ -9,6 +9,7 @@ from jaxrl.config.algorithm import AlgorithmConfig
 from jaxrl.config.backend import PRECISIONS, FSDPConfig, MegatronConfig, MeshConfig
 from jaxrl.config.dataclass_config import BaseConfig
 from jaxrl.config.model import ModelConfig, OptimizerConfig
+from jaxrl.config.watching import WatchingConfig
 
 
 @dataclass
@@ -54,7 +55,7 @@ class PolicyConfig(BaseConfig):
     use_torch_compile: bool = False
     """torch.compile of the logits."""
     record_memory: bool = False
-    """Save snapshots of the device memory."""
+    """Profile the device memory of every step, into <run folder>/profiles/memory."""
     megatron_config: MegatronConfig = field(default_factory=MegatronConfig)
     """Megatron settings."""
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -194,11 +195,14 @@ class TrainerConfig(BaseConfig):
     disable_fast_tokenizer: bool = False
     """Slow tokenizer of transformers."""
     project_name: str = "skyrl"
-    """Project of the run."""
+    """Project of the run: W&B's project, MLflow's experiment."""
     run_name: str = "test_run"
     """Name of the run."""
     logger: str | list[str] = "console"
-    """"console" and "tensorboard", one or a list; JSONL and the curve are always written."""
+    """"console" (the progress bar), "jsonl", "tensorboard", "wandb", "mlflow": one or a list;
+    metrics.jsonl and the curve are always written."""
+    watching: WatchingConfig = field(default_factory=WatchingConfig)
+    """Alarms, callbacks and profiles."""
     print_example_interval: int = 1
     """Steps between printed example trajectories; -1 = none."""
     dump_data_batch: bool = False

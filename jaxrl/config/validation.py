@@ -19,7 +19,8 @@ from jaxrl.config.placement import check_placement
 from jaxrl.config.rollouts import check_engines
 from jaxrl.config.serving import check_serving
 from jaxrl.config.train_config import TrainConfig, resolve
-from jaxrl.config.trainer import compute_dtype
+from jaxrl.config.trainer import compute_dtype, logger_names
+from jaxrl.config.watching import check_watching
 from jaxrl.losses.kl import KL_ESTIMATORS
 from jaxrl.losses.reduction import REDUCTIONS
 from jaxrl.models.lora import INIT_METHODS
@@ -27,7 +28,6 @@ from jaxrl.models.remat import REMAT_POLICIES
 from jaxrl.optim import SCHEDULERS
 
 STRATEGIES = ("jax", "fsdp", "fsdp2", "megatron")
-LOGGERS = ("console", "tensorboard")
 
 _CHOICES = {
     "trainer.strategy": STRATEGIES,
@@ -54,7 +54,6 @@ _CHOICES = {
 }
 _LATER = {  # SkyRL's values of implemented fields, so that the message can say that they will come
     "generator.inference_engine.backend": ("sglang",),
-    "trainer.logger": ("wandb", "mlflow", "swanlab"),
     "trainer.policy.model.lora.init_method": ("xavier", "normal", "zero"),  # Megatron's
 }
 _POSITIVE = """
@@ -104,6 +103,7 @@ def validate(config: TrainConfig, num_devices: int = 1) -> None:
     check_conversations(config)
     check_engines(config, len(shares.engine))
     check_serving(config.serve)
+    check_watching(config.trainer.watching, logger_names(config.trainer.logger))
     groups = [batch_groups(config, len(devices), role) for role, devices in shares.of_roles()]
     check_microbatches(config, max(groups))
     check_objective(config)
@@ -149,9 +149,6 @@ def _check_status(values: dict[str, Any]) -> None:
 def _check_choices(values: dict[str, Any]) -> None:
     for field, choices in _CHOICES.items():
         check_choice(field, values[field], choices, _LATER.get(field, ()))
-    loggers = values["trainer.logger"]
-    for name in [loggers] if isinstance(loggers, str) else loggers:
-        check_choice("trainer.logger", name, LOGGERS, _LATER["trainer.logger"])
 
 
 def _check_ranges(values: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from benchmarks import (
     hlo,
     losses,
     memory,
+    overhead,
     rollout,
     roofline,
     serve,
@@ -40,7 +41,18 @@ def run(benchmark, tmp_path, capsys, *flags):
 
 @pytest.mark.parametrize(
     "benchmark_module",
-    [agreement, collectives, decode, grpo_step, losses, memory, rollout, serve, train_step],
+    [
+        agreement,
+        collectives,
+        decode,
+        grpo_step,
+        losses,
+        memory,
+        overhead,
+        rollout,
+        serve,
+        train_step,
+    ],
 )
 def test_help(benchmark_module, capsys):
     with pytest.raises(SystemExit, match="^0$"):
@@ -247,3 +259,11 @@ def test_serve(tmp_path, capsys):
         ("jaxrl", 2),
     ]
     assert all(row["tokens_per_second"] > 0 for row in report["rows"])
+
+
+@pytest.mark.slow
+def test_overhead(tmp_path, capsys):
+    printed, report = run(overhead, tmp_path, capsys)
+    assert "3 pairs" in printed
+    assert len(report["rows"]) == 3
+    assert all(min(row.values()) > 0 for row in report["rows"])

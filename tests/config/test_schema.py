@@ -67,6 +67,10 @@ OUR_FIELDS = {
     "trainer.packed_length",
     "trainer.print_example_interval",
     *(
+        f"trainer.watching.{field.name}"
+        for field in dataclasses.fields(jaxrl.config.WatchingConfig)
+    ),
+    *(
         f"generator.inference_engine.{name}"
         for name in (
             "recompute_kv_on_update",
@@ -118,8 +122,8 @@ class MyGeneratorConfig(GeneratorConfig):
     my_flag: bool = False
 
 
-def test_there_are_the_34_dataclasses_of_the_reference_and_four_more():
-    ours = {"DPPOConfig", "OverlongBufferConfig", "MeshConfig", "ServeConfig"}
+def test_there_are_the_34_dataclasses_of_the_reference_and_five_more():
+    ours = {"DPPOConfig", "OverlongBufferConfig", "MeshConfig", "ServeConfig", "WatchingConfig"}
     assert len(set(CLASSES)) == 34 + len(ours)
     assert SkyRLTrainConfig is TrainConfig
 

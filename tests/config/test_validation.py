@@ -45,7 +45,6 @@ PLANNED = [
     ("trainer.critic.model.lora.rank", 8, 0),
     ("trainer.critic.sequence_parallel_size", 2, 1),
     ("trainer.policy.sequence_parallel_size", 2, 1),
-    ("trainer.policy.record_memory", True, False),
     ("trainer.policy.megatron_config.pipeline_model_parallel_size", 2, 1),
     ("trainer.policy.megatron_config.context_parallel_size", 2, 1),
     ("trainer.ref.megatron_config.expert_model_parallel_size", 2, 1),
@@ -158,8 +157,8 @@ def test_fields_of_a_user_class_are_not_judged():
             r"generator.inference_engine.model_dtype='float16': must be 'float32' or 'bfloat16'",
         ),
         (
-            {"trainer.logger": "wandb"},
-            r"trainer.logger='wandb': not available yet, must be 'console' or 'tensorboard'",
+            {"trainer.logger": "swanlab"},
+            r"trainer.logger='swanlab': not available yet, must be 'console' or 'jsonl' or 'tens",
         ),
         (
             {"trainer.logger": "['console', 'tensorbord']"},

@@ -90,7 +90,7 @@ ROWS = (
         )
     ),
     inert("trainer.policy", "use_torch_compile", "everything is jitted"),
-    planned("trainer.policy", "record_memory", "device memory profiles"),
+    mapped("trainer.policy", "record_memory", "pprof files, of every step"),
     mapped(_MEGATRON, "tensor_model_parallel_size", "mesh.tensor"),
     planned(
         _MEGATRON,

@@ -24,14 +24,13 @@ ROWS = (
     mapped("trainer", "strategy", "there is one backend", skyrl_default="fsdp2"),
     planned("trainer", "fully_async.*", only_with="the asynchronous trainer"),
     inert("trainer", "gradient_checkpointing_use_reentrant", "torch only"),
-    inert("trainer", "project_name", "no logger that has projects yet"),
     implemented("trainer", "sharding_rules", NEW, skyrl_only=False),
     implemented(
         "trainer",
         "gradient_checkpointing seed resume_mode resume_path ckpt_path ckpt_interval "
         "max_ckpts_to_keep hf_save_interval export_path epochs "
         "train_batch_size policy_mini_batch_size eval_batch_size eval_before_train eval_interval "
-        "max_prompt_length run_name dump_data_batch dump_eval_results",
+        "max_prompt_length project_name run_name dump_data_batch dump_eval_results",
     ),
     implemented("trainer", "update_epochs_per_batch", "minibatches are drawn anew for each"),
     implemented(
@@ -75,8 +74,9 @@ ROWS = (
     implemented(
         "trainer",
         "logger",
-        "wandb, mlflow and swanlab come later",
+        "a run needs no account unless it asks for one; no swanlab, which a callback can feed",
         skyrl_default="wandb",
     ),
+    implemented("trainer.watching", "*", NEW, skyrl_only=False),
     implemented("trainer", "rope_scaling rope_theta", "of policy, reference and engine"),
 )

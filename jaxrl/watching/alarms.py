@@ -1,0 +1,194 @@
+"""Alarms: rules over the metrics of a run that say when it is breaking, and what to try.
+
+The rules and their thresholds are one table, `RULES`; each is a pure function of the numbers
+logged so far, so a resumed run raises what an uninterrupted one would.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import fmean, median
+
+REWARD = "reward/avg_raw_reward"
+BEST, WORST = "reward/max_raw_reward", "reward/min_raw_reward"
+ENTROPY = "policy/policy_entropy"
+LENGTH, STOPPED = "generate/avg_num_tokens", "generate/stop_ratio"
+MISMATCH = "policy/rollout_train_logprobs_abs_diff_mean"
+SAME = "reward/zero_variance_ratio"
+SKIPPED = "policy/skipped_updates"
+FINITE = (REWARD, ENTROPY, "policy/final_loss", "policy/grad_norm", "loss/avg_raw_advantages_abs")
+SOLVED = 0.7  # of the way from the worst reward of the run to the best
+WINDOW = 20  # steps that lengths are compared over, and that an alarm is silent before it repeats
+
+History = Mapping[str, list[float]]  # values of each metric, in the order of the steps
+
+
+def _last(history: History, name: str, count: int = 3) -> float | None:
+    """Mean of the last values; None before there are so many."""
+    values = history.get(name, [])
+    return fmean(values[-count:]) if len(values) >= count else None
+
+
+def _is_solved(history: History) -> bool:
+    """Whether most samples earn about as much as any sample of the run did.
+
+    A policy that is sure of right answers, or gives nothing else, has not collapsed.
+    """
+    reward = _last(history, REWARD, 1)
+    best, worst = max(history.get(BEST, [0.0])), min(history.get(WORST, [0.0]))
+    return reward is not None and best > worst and (reward - worst) / (best - worst) >= SOLVED
+
+
+def entropy_left(history: History) -> float | None:
+    """Entropy of the last three steps over that of the first three; None where it is solved."""
+    now, start = _last(history, ENTROPY), history.get(ENTROPY, [])[:3]
+    if now is None or fmean(start) <= 0 or _is_solved(history):
+        return None
+    return now / fmean(start)
+
+
+def length_growth(history: History) -> float | None:
+    """Mean length over that of some steps ago; None while most responses end by themselves.
+
+    The last three of `WINDOW` steps over the median of their first five.
+    """
+    now, stopped = _last(history, LENGTH), _last(history, STOPPED)
+    window = history.get(LENGTH, [])[-WINDOW:]
+    if now is None or stopped is None or len(window) < 8 or stopped >= 0.5:
+        return None
+    return now / max(median(window[:5]), 1.0)
+
+
+def mismatch(history: History) -> float | None:
+    """Mean |log p(sampler) - log p(trainer)| of the last three steps, in nats."""
+    return _last(history, MISMATCH)
+
+
+def groups_without_variance(history: History) -> float | None:
+    """Share of prompts whose samples all earned the same, over five steps; None where solved."""
+    return None if _is_solved(history) else _last(history, SAME, 5)
+
+
+def not_finite(history: History) -> float | None:
+    """Metrics of the last step that are NaN or infinite, and updates that it skipped for that."""
+    last = [history[name][-1] for name in FINITE if history.get(name)]
+    return sum(not math.isfinite(x) for x in last) + (_last(history, SKIPPED, 1) or 0.0)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """When an alarm goes off.
+
+    Attributes:
+        measure: a number of the history, or None: nothing can be said.
+        threshold: it goes off above it; with `below` under it.
+        says: what the number is.
+        advice: what to try.
+    """
+
+    measure: Callable[[History], float | None]
+    threshold: float
+    says: str
+    advice: str
+    below: bool = False
+
+    def goes_off(self, history: History, threshold: float) -> float | None:
+        """The number, where it is beyond the threshold."""
+        value = self.measure(history)
+        if value is None:
+            return None
+        return value if (value < threshold if self.below else value > threshold) else None
+
+
+RULES = {
+    "entropy_collapse": Rule(
+        entropy_left,
+        0.05,
+        "entropy over what it was at the start, without the rewards for it",
+        "algorithm.use_entropy_loss or a larger entropy_loss_coef; a larger eps_clip_high; a "
+        "smaller learning rate; clip_cov or kl_cov; go back to a checkpoint before the fall",
+        below=True,
+    ),
+    "length_explosion": Rule(
+        length_growth,
+        1.5,
+        "mean response length over what it was some steps ago, most responses cut off",
+        "generator.zero_reward_on_non_stop or algorithm.overlong_buffer; apply_overlong_filtering "
+        "off; loss_reduction=seq_mean_token_sum_norm; look whether the reward pays for length",
+    ),
+    "mismatch_growth": Rule(
+        mismatch,
+        0.1,
+        "mean difference of the log-probs of sampler and trainer, in nats",
+        "the same model_dtype and temperature for both; see that the sampler gets every update; "
+        "algorithm.off_policy_correction.tis_ratio_type=token; fewer updates per batch",
+    ),
+    "vanishing_reward_variance": Rule(
+        groups_without_variance,
+        0.95,
+        "share of prompts whose samples all earned the same, far from the best reward seen",
+        "look at printed examples: does the environment ever reward? easier prompts, more samples "
+        "per prompt, a higher sampling temperature, algorithm.dynamic_sampling.type=filter",
+    ),
+    "not_finite": Rule(
+        not_finite,
+        0,
+        "metrics that are NaN or infinite, and updates skipped for it",
+        "go back to a checkpoint before it; a smaller learning rate or max_grad_norm; "
+        "trainer.bf16=False; look for a log or a quotient of 0 in rewards or a loss of your own",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One that went off."""
+
+    name: str
+    step: int
+    value: float
+    threshold: float
+
+    def __str__(self) -> str:
+        rule = RULES[self.name]
+        side = "below" if rule.below else "above"
+        return (
+            f"ALARM {self.name} at step {self.step}: {self.value:.3g} is {side} "
+            f"{self.threshold:g} ({rule.says}). Try: {rule.advice}"
+        )
+
+
+@dataclass
+class Alarms:
+    """The rules over the steps of one run.
+
+    Attributes:
+        thresholds: instead of those of `RULES`; None switches a rule off.
+    """
+
+    thresholds: Mapping[str, float | None] = field(default_factory=dict)
+    history: dict[str, list[float]] = field(default_factory=dict)
+    last_beyond: dict[str, int] = field(default_factory=dict)
+
+    def replay(self, lines: Iterable[Mapping[str, float]]) -> None:
+        """What was logged before a resumed run went on."""
+        for line in lines:
+            self.update(int(line["step"]), line)
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> list[Alarm]:
+        """Alarms that go off at this step: beyond the threshold as not for `WINDOW` steps."""
+        if REWARD not in metrics:  # of an evaluation before the first step
+            return []
+        for name in (*FINITE, BEST, WORST, LENGTH, STOPPED, MISMATCH, SAME, SKIPPED):
+            if name in metrics:
+                self.history.setdefault(name, []).append(float(metrics[name]))
+        alarms = []
+        for name, rule in RULES.items():
+            threshold = self.thresholds.get(name, rule.threshold)
+            value = None if threshold is None else rule.goes_off(self.history, threshold)
+            if threshold is None or value is None:
+                continue
+            if step - self.last_beyond.get(name, -WINDOW) >= WINDOW:
+                alarms.append(Alarm(name, step, value, threshold))
+            self.last_beyond[name] = step
+        return alarms

@@ -1,0 +1,81 @@
+"""`metrics.jsonl`: a line per step, the record that every other one can be made from."""
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from tqdm import tqdm
+
+from jaxrl.files import replace_text
+
+
+class JsonLines:
+    """Appends lines; those that cannot be written, to a full disk, wait, and the run goes on.
+
+    Args:
+        path: its folder exists.
+        finished_steps: what a resumed run has behind it; later lines of an earlier attempt are cut,
+            and all of them if it starts afresh.
+
+    Attributes:
+        earlier: the lines that were kept.
+    """
+
+    def __init__(self, path: Path, finished_steps: int) -> None:
+        self.path = path
+        earlier = read_lines(path) if finished_steps else []
+        self.earlier = [line for line in earlier if line["step"] <= finished_steps]
+        replace_text(path, "".join(json.dumps(line) + "\n" for line in self.earlier))
+        self.file = path.open("ab", buffering=0)
+        self.size = path.stat().st_size
+        self.waiting: list[bytes] = []
+        self._failing = False
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Write the line of a step, after those that wait."""
+        self.waiting.append((json.dumps({"step": step, **numbers}) + "\n").encode())
+        try:
+            self._write(b"".join(self.waiting))
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self.file.truncate(self.size)  # half a line would cut off all that follow
+            if not self._failing:
+                tqdm.write(
+                    f"step {step}: cannot write {self.path} ({error}); its lines wait, and the run "
+                    "goes on"
+                )
+            self._failing = True
+            return
+        if self._failing:
+            tqdm.write(f"step {step}: {self.path} has all lines again, {len(self.waiting)} of them")
+        self.waiting, self._failing = [], False
+
+    def flush(self) -> None:
+        """What could be written is on disk."""
+        with contextlib.suppress(OSError):  # `log` says so
+            os.fsync(self.file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+    def _write(self, data: bytes) -> None:
+        done = 0
+        while done < len(data):  # a disk that fills takes a part of it first
+            done += self.file.write(data[done:])
+        self.size += done
+
+
+def read_lines(path: Path) -> list[dict[str, float]]:
+    """The complete lines of a `metrics.jsonl`; a line cut off by a crash is left out."""
+    if not path.exists():
+        return []
+    lines = []
+    for line in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return lines

@@ -1,0 +1,233 @@
+"""The recorder of a training run: what the trainer tells it goes to the loggers, alarms, callbacks.
+
+A line of `metrics.jsonl` covers the time from the line before it to this one: what follows the line
+of a step, its checkpoint for one, is in the next.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import jax
+from tqdm import tqdm
+
+from jaxrl import config as cfg
+from jaxrl.compilation import CompilationWatch
+from jaxrl.metrics import progress_line, timed
+from jaxrl.types import GeneratorOutput, TrainBatch
+from jaxrl.watching.alarms import Alarm, Alarms
+from jaxrl.watching.callbacks import CallbackInput, TrainingCallback, TrainingControl
+from jaxrl.watching.loggers import check_installed
+from jaxrl.watching.profiling import Profiler, memory_metrics
+from jaxrl.watching.run_logger import RunLogger
+
+# Of `timing/<phase>`, those that do not hold one another; they are nearly all of `timing/wall`.
+PHASES = (
+    "load_checkpoints",
+    "init_weight_sync_state",
+    "warm_up",
+    "generate",
+    "postprocess_generator_output",
+    "convert_to_training_input",
+    "fwd_logprobs_values_reward",
+    "compute_advantages_and_returns",
+    "dump_data_batch",
+    "critic_train",
+    "policy_train",
+    "sync_weights",
+    "eval",
+    "save_hf_model",
+    "save_checkpoints",
+    "log",
+    "callbacks",
+)
+
+
+class Recorder:
+    """Of one trainer; a context while it trains, which closes everything.
+
+    Args:
+        trainer: has config, total_steps, steps_per_epoch; the seconds of its phases are in the
+            metrics of a step, and in `seconds` what is done between steps.
+        callbacks: are told of its events, in this order.
+
+    Attributes:
+        control: what callbacks and alarms ask for; stopped_by_alarm: the run ended for one.
+        watch: counts compilations.
+
+    Raises:
+        ValueError: the package of a logger is not installed.
+    """
+
+    def __init__(self, trainer: Any, callbacks: Sequence[TrainingCallback] = ()) -> None:
+        self.trainer, self.callbacks = trainer, callbacks
+        settings = trainer.config.trainer
+        self.settings, self.folder = settings, cfg.run_folder(settings)
+        self.names = cfg.logger_names(settings.logger)
+        check_installed(self.names)
+        self.control, self.watch = TrainingControl(), CompilationWatch()
+        self.alarms = Alarms(settings.watching.thresholds)
+        self.profiler = Profiler(
+            self.folder,
+            settings.watching.trace_steps,
+            settings.watching.memory_steps,
+            every_memory=settings.policy.record_memory,
+        )
+        self.total: dict[str, float] = {}
+        self.stopped_by_alarm = False
+        self._started = self._line = time.perf_counter()
+        self._stack = contextlib.ExitStack()
+
+    def start_clock(self) -> None:
+        """The run begins here."""
+        self._started = self._line = time.perf_counter()
+
+    def open(self, first: int) -> Self:
+        """Go on after `first` finished steps: cut the records to them, open the loggers."""
+        settings = self.settings
+        with timed(self.trainer.seconds, "log"):
+            self.logger = RunLogger(
+                self.folder,
+                self.names,
+                first,
+                config=cfg.get_config_as_dict(self.trainer.config),
+                project=settings.project_name,
+                run_name=settings.run_name,
+            )
+        self.alarms.replay(self.logger.lines.earlier)
+        self.watch.warm_after = first + 1
+        self.bar = tqdm(
+            total=self.trainer.total_steps,
+            initial=first,
+            desc=settings.run_name,
+            disable="console" not in self.names,
+        )
+        return self
+
+    def __enter__(self) -> Self:
+        for part in (self.bar, contextlib.closing(self.logger), self.watch):
+            self._stack.enter_context(part)
+        self._stack.callback(self.profiler.close)
+        self.fire("on_train_start", self._finished_steps())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        if kind is None:
+            self.fire("on_train_end", self._finished_steps())
+            with timed(self.trainer.seconds, "log"):
+                self.logger.plot()
+        if kind is None and self.control.should_stop:
+            tqdm.write("stopped early, as an alarm or a callback asked for")
+        self._stack.__exit__(kind, *error)
+        self._say_times()
+
+    # ---------------------------------------------------------------- the events of a step
+
+    @contextlib.contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Around the nine lines of a step."""
+        of_epoch = (step - 1) % self.trainer.steps_per_epoch
+        if of_epoch == 0:
+            self.fire("on_epoch_start", step)
+        self.fire("on_step_start", step)
+        self.profiler.start(step)
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            yield
+        self.profiler.stop(step)
+
+    def end_step(self, step: int, metrics: dict[str, float], batch: TrainBatch | None) -> None:
+        """The weights are updated."""
+        self.fire("on_step_end", step, metrics=metrics, batch=batch)
+        if step % self.trainer.steps_per_epoch == 0:
+            self.fire("on_epoch_end", step)
+
+    def fire(self, event: str, step: int, **about: Any) -> None:
+        """Tell the callbacks of an event."""
+        if not self.callbacks:
+            return
+        with timed(self.trainer.seconds, "callbacks"):
+            per_epoch = self.trainer.steps_per_epoch
+            total = self.trainer.total_steps
+            given = CallbackInput(step, max(step - 1, 0) // per_epoch, total, per_epoch, **about)
+            for callback in self.callbacks:
+                getattr(callback, event)(self.trainer, given, self.control)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """The trainer's evaluation, between its events."""
+        self.fire("on_eval_start", step)
+        metrics = self.trainer.evaluate(step)
+        self.fire("on_eval_end", step, metrics=metrics)
+        return metrics
+
+    def print_example(self, step: int, batch: TrainBatch, output: GeneratorOutput) -> None:
+        """Show the step's first trajectory."""
+        with timed(self.trainer.seconds, "log"):
+            prompt = self.trainer.tokenizer.decode(output["prompt_token_ids"][0])
+            response = self.trainer.tokenizer.decode(output["response_ids"][0])
+            reward = float(batch.rewards[0].sum())
+            tqdm.write(f"--- step {step}, reward {reward:.3f}\n{prompt}{response}")
+
+    def flush(self) -> None:
+        """Before a checkpoint: the records are on disk, and the curve is drawn."""
+        with timed(self.trainer.seconds, "log"):
+            self.logger.plot()
+            self.logger.flush()
+
+    def take(self, request: str) -> bool:
+        """Whether `should_save` or `should_evaluate` was asked for since the last time."""
+        asked = getattr(self.control, request)
+        setattr(self.control, request, False)
+        return asked
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the numbers of a step: its own, the times since the last line, the alarms."""
+        logs = {**metrics, **self._times(metrics), **self.watch.metrics(step), **memory_metrics()}
+        alarms = self.alarms.update(step, logs)
+        beyond = self.alarms.last_beyond
+        logs |= {f"alarm/{name}": float(step == at) for name, at in beyond.items()}
+        if alarms:
+            self._heed(alarms, step, logs)
+        self.fire("on_log", step, logs=logs)
+        with timed(self.trainer.seconds, "log"):
+            self.logger.log(step, logs)
+            self.bar.set_postfix(progress_line(logs))
+            self.bar.update(step - self.bar.n)
+
+    def _heed(self, alarms: Sequence[Alarm], step: int, logs: dict[str, float]) -> None:
+        """Say them, and do what `on_alarm` asks for."""
+        for alarm in alarms:
+            tqdm.write(str(alarm))
+        asked = self.settings.watching.on_alarm
+        self.stopped_by_alarm |= asked == "stop"
+        self.control.should_save |= asked in ("checkpoint", "stop")
+        self.control.should_stop |= asked == "stop"
+        self.fire("on_alarm", step, metrics=logs, alarms=tuple(alarm.name for alarm in alarms))
+
+    def _finished_steps(self) -> int:
+        return int(self.trainer.state.step)
+
+    # ---------------------------------------------------------------- time
+
+    def _times(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The phases since the last line, the time that they were part of, and the rest of it."""
+        now, seconds = time.perf_counter(), self.trainer.seconds
+        wall, self._line = now - self._line, now
+        keys = {name: f"timing/{name}" for name in PHASES}
+        spent = {name: metrics.get(x, 0.0) + seconds.get(x, 0.0) for name, x in keys.items()}
+        for name, value in spent.items():
+            self.total[name] = self.total.get(name, 0.0) + value
+        times = seconds | {"timing/wall": wall, "timing/other": wall - sum(spent.values())}
+        seconds.clear()
+        return times
+
+    def _say_times(self) -> None:
+        """Where the time of the run went."""
+        wall = max(time.perf_counter() - self._started, 1e-9)
+        for name in PHASES:
+            late = self.trainer.seconds.pop(f"timing/{name}", 0.0)  # after the last line
+            self.total[name] = self.total.get(name, 0.0) + late
+        self.total["other"] = wall - sum(self.total.values())
+        shares = sorted(self.total.items(), key=lambda item: -item[1])
+        text = ", ".join(f"{name} {x / wall:.1%}" for name, x in shares if x >= 0.001 * wall)
+        tqdm.write(f"{wall:.1f} s: {text}")
