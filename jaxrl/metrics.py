@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Metrics = dict[str, float]
 SURPRISE_BOUND = 8.0
+REWARD_CURVES = (("reward/avg_raw_reward", "training"), ("eval/all/avg_score", "evaluation"))
 
 
 def outcome(reward: float | Sequence[float]) -> float:
@@ -209,8 +210,10 @@ class RunLogger:
         plain = json.loads(json.dumps(config))  # tuples are lists to YAML
         replace_text(self.folder / "config.yaml", yaml.safe_dump(plain, sort_keys=False))
 
-    def plot(self) -> Path:
-        """Draw reward and evaluation score over steps to `curve.png`."""
+    def plot(
+        self, curves: Sequence[tuple[str, str]] = REWARD_CURVES, ylabel: str = "mean reward"
+    ) -> Path:
+        """Draw metrics over steps, (name, label) each, to `curve.png`."""
         import matplotlib
 
         matplotlib.use("Agg")
@@ -218,14 +221,13 @@ class RunLogger:
 
         figure, axes = plt.subplots(figsize=(7, 4))
         lines = read_lines(self.path)
-        curves = (("reward/avg_raw_reward", "training"), ("eval/all/avg_score", "evaluation"))
         for name, label in curves:
             points = [(line["step"], line[name]) for line in lines if name in line]
             if points:
                 axes.plot(
                     *zip(*points, strict=True), label=label, marker="o" if "eval" in name else ""
                 )
-        axes.set(xlabel="step", ylabel="mean reward", title=self.folder.name)
+        axes.set(xlabel="step", ylabel=ylabel, title=self.folder.name)
         axes.grid(alpha=0.3)
         axes.legend()
         path = self.folder / "curve.png"

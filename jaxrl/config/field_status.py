@@ -181,8 +181,7 @@ _ALGORITHMS = (
         "advantage_estimator policy_loss_type",
         'also "module:function"',
     ),
-    _implemented(_ALGORITHM, "policy_loss_kwargs", _NEW, skyrl_only=False),
-    _implemented(_ALGORITHM, "advantage_kwargs", _NEW, skyrl_only=False),
+    _implemented(_ALGORITHM, "policy_loss_kwargs advantage_kwargs", _NEW, skyrl_only=False),
     _implemented(
         _ALGORITHM,
         "kl_estimator_type use_kl_loss kl_loss_coef use_entropy_loss entropy_loss_coef",
@@ -382,6 +381,7 @@ _GENERATOR = (
     _implemented("environment", "env_class", 'also "my_pkg.my_module:MyEnv"'),
     _implemented("environment.skyrl_gym", "max_env_workers"),
     _implemented("environment.skyrl_gym", "env_timeout_seconds", _NEW, skyrl_only=False),
+    _implemented("sft", "max_length overlong train_on_what", _NEW, skyrl_only=False),
     _implemented(
         "serve",
         "token_env token_file weights_root max_num_seqs max_model_len steps_per_dispatch "

@@ -1,6 +1,7 @@
 """The objective of a run in plain text, printed before its first step."""
 
 import textwrap
+from collections.abc import Sequence
 
 from jaxrl.config.algorithm import AlgorithmConfig
 from jaxrl.config.formulas import (
@@ -16,6 +17,7 @@ from jaxrl.config.mesh import batch_groups
 from jaxrl.config.microbatching import longest_trajectory, update_microbatching
 from jaxrl.config.needs import kl_in_loss, reduces_by_itself
 from jaxrl.config.train_config import TrainConfig, resolve
+from jaxrl.config.trainer import TrainerConfig
 from jaxrl.data.microbatches import MAX_PER_ROW
 from jaxrl.losses.off_policy import correction_enabled
 
@@ -31,7 +33,7 @@ def objective_card(config: TrainConfig, num_devices: int = 1) -> str:
     """
     config = resolve(config)
     trainer, samples = config.trainer, config.generator.n_samples_per_prompt
-    algorithm, optimizer = trainer.algorithm, trainer.policy.optimizer_config
+    algorithm = trainer.algorithm
     parts: list[tuple[str, list[str]]] = [
         ("minimise", [_minimise(config)]),
         ("policy loss", loss_lines(trainer)),
@@ -43,22 +45,30 @@ def objective_card(config: TrainConfig, num_devices: int = 1) -> str:
         ("entropy", ["H = sum_bt m_bt H_bt / sum m" if algorithm.use_entropy_loss else "off"]),
         ("temperature", [f"{algorithm.temperature:g}, of sampling and of every log-softmax"]),
         ("filters", _filters(config)),
-        (
-            "optimizer",
-            [
-                f"AdamW, lr {optimizer.lr:g} {optimizer.scheduler}, {optimizer.num_warmup_steps} "
-                f"warm-up updates, weight decay {optimizer.weight_decay:g}, gradient norm <= "
-                f"{optimizer.max_grad_norm:g}"
-            ],
-        ),
+        ("optimizer", [optimizer_line(trainer)]),
         ("batch", _batch(config, num_devices)),
     ]
+    return format_card(parts)
+
+
+def format_card(parts: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """Labels and lines in two columns."""
     rows = [
         (label if number == 0 else "", line)
         for label, lines in parts
         for number, line in enumerate(part for x in lines for part in textwrap.wrap(x, WIDTH))
     ]
     return "\n".join(["objective"] + [f"  {label:<12} {text}" for label, text in rows])
+
+
+def optimizer_line(trainer: TrainerConfig) -> str:
+    """Of the policy."""
+    optimizer = trainer.policy.optimizer_config
+    return (
+        f"AdamW, lr {optimizer.lr:g} {optimizer.scheduler}, {optimizer.num_warmup_steps} "
+        f"warm-up updates, weight decay {optimizer.weight_decay:g}, gradient norm <= "
+        f"{optimizer.max_grad_norm:g}"
+    )
 
 
 def _minimise(config: TrainConfig) -> str:
@@ -117,14 +127,16 @@ def _batch(config: TrainConfig, num_devices: int) -> list[str]:
         f"-> {_count(count, 'minibatch')} x {_count(passes, 'pass')} = "
         f"{_count(count * passes, 'optimizer update')} of {_count(mini, 'prompt')} = "
         f"{_count(mini_rows, 'row')}",
-        *_microbatches(config, mini_rows, num_devices),
+        *microbatch_lines(config, mini_rows, num_devices, longest_trajectory(config)),
     ]
 
 
-def _microbatches(config: TrainConfig, rows: int, num_devices: int) -> list[str]:
-    """How a minibatch of so many rows is cut."""
+def microbatch_lines(
+    config: TrainConfig, rows: int, num_devices: int, longest: int
+) -> list[str]:
+    """How a minibatch of so many rows of at most `longest` tokens is cut."""
     groups = batch_groups(config, num_devices)
-    settings, longest = update_microbatching(config, groups), longest_trajectory(config)
+    settings = update_microbatching(config, groups)
     width = settings.width(longest)
     micro, length = settings.row_counts(width)[-1], settings.length(width)
     size = num_devices // groups
