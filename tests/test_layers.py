@@ -52,6 +52,7 @@ LAYER_OF = {
     "engines": "L4",
     "serving": "L4",
     "serve": "L4",
+    "sft": "L4",
     "train": "L4",
     "jetstream_backend": "L4",
     "cluster": "L5",

@@ -49,6 +49,8 @@ from jaxrl.config.placement import device_shares
 from jaxrl.config.recipe import default_config, load_config_file, to_train_config
 from jaxrl.config.rollouts import check_engines, in_process, longest_row, rows_at_once
 from jaxrl.config.serving import ServeConfig, check_serving
+from jaxrl.config.sft import SFTConfig
+from jaxrl.config.supervised import check_lengths, resolve_sft, sft_card, validate_sft
 from jaxrl.config.train_config import (
     DataConfig,
     SkyRLTrainConfig,
@@ -103,6 +105,7 @@ __all__ = [
     "PolicyConfig",
     "RefConfig",
     "SAPOConfig",
+    "SFTConfig",
     "SamplingParams",
     "SearchEnvConfig",
     "ServeConfig",
@@ -115,6 +118,7 @@ __all__ = [
     "WatchingConfig",
     "apply_overrides",
     "check_engines",
+    "check_lengths",
     "check_serving",
     "compute_dtype",
     "default_config",
@@ -132,8 +136,11 @@ __all__ = [
     "objective_card",
     "parse_command_line",
     "resolve",
+    "resolve_sft",
+    "sft_card",
     "rows_at_once",
     "to_train_config",
     "sharding_rules",
     "validate",
+    "validate_sft",
 ]

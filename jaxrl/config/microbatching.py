@@ -2,6 +2,7 @@
 
 from jaxrl.config.errors import fail
 from jaxrl.config.train_config import TrainConfig
+from jaxrl.config.trainer import TrainerConfig
 from jaxrl.data.microbatches import Microbatching
 from jaxrl.data.packing import length_bucket, round_up
 
@@ -46,8 +47,25 @@ def longest_trajectory(config: TrainConfig) -> int:
 
 
 def check_microbatches(config: TrainConfig, num_devices: int) -> None:
-    """Refuse rows that cannot hold every trajectory, and a budget without a row per device."""
-    trainer, longest = config.trainer, longest_trajectory(config)
+    """`check_rows` for the longest trajectory that a config allows."""
+    trainer, generator = config.trainer, config.generator
+    check_rows(
+        trainer,
+        num_devices,
+        longest_trajectory(config),
+        f"a trajectory of generator.max_input_length={generator.max_input_length} "
+        f"(trainer.max_prompt_length={trainer.max_prompt_length}) + max_generate_length="
+        f"{generator.sampling_params.max_generate_length} tokens",
+    )
+
+
+def check_rows(trainer: TrainerConfig, num_devices: int, longest: int, described: str) -> None:
+    """Refuse rows that cannot hold every trajectory, and a budget without a row per device.
+
+    Args:
+        longest: tokens of the longest trajectory.
+        described: it, in words.
+    """
     length, budget = trainer.packed_length, trainer.max_tokens_per_microbatch
     if length is not None and not trainer.use_sample_packing:
         fail(
@@ -56,15 +74,8 @@ def check_microbatches(config: TrainConfig, num_devices: int) -> None:
             "has no effect without trainer.use_sample_packing=True; set that, or leave it None",
         )
     if length is not None and length < longest:
-        fail(
-            "trainer.packed_length",
-            length,
-            f"shorter than a trajectory of generator.max_input_length="
-            f"{config.generator.max_input_length} (trainer.max_prompt_length="
-            f"{trainer.max_prompt_length}) + max_generate_length="
-            f"{config.generator.sampling_params.max_generate_length} tokens; set it to {longest} "
-            "or more, or leave it None",
-        )
+        fix = f"shorter than {described}; set it to {longest} or more, or leave it None"
+        fail("trainer.packed_length", length, fix)
     needed = num_devices * (length or length_bucket(longest))
     if budget != -1 and budget < needed:
         fail(

@@ -1,6 +1,7 @@
 """The objective of a run in plain text, printed before its first step."""
 
 import textwrap
+from collections.abc import Sequence
 
 from jaxrl.config.algorithm import AlgorithmConfig
 from jaxrl.config.formulas import (
@@ -47,10 +48,15 @@ def objective_card(config: TrainConfig, num_devices: int = 1) -> str:
         ("entropy", ["H = sum_bt m_bt H_bt / sum m" if algorithm.use_entropy_loss else "off"]),
         ("temperature", [f"{algorithm.temperature:g}, of sampling and of every log-softmax"]),
         ("filters", _filters(config)),
-        ("optimizer", [_adamw(trainer.policy.optimizer_config)]),
+        ("optimizer", [optimizer_line(trainer.policy.optimizer_config)]),
         ("batch", _batch(config, num_devices)),
         ("critic", _critic(trainer)),
     ]
+    return format_card(parts)
+
+
+def format_card(parts: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """Labels and lines in two columns."""
     rows = [
         (label if number == 0 else "", line)
         for label, lines in parts
@@ -103,7 +109,8 @@ def _filters(config: TrainConfig) -> list[str]:
     return lines or ["none"]
 
 
-def _adamw(settings: OptimizerConfig) -> str:
+def optimizer_line(settings: OptimizerConfig) -> str:
+    """Of the policy, or of the critic."""
     return (
         f"AdamW, lr {settings.lr:g} {settings.scheduler}, {settings.num_warmup_steps} "
         f"warm-up updates, weight decay {settings.weight_decay:g}, gradient norm <= "
@@ -119,7 +126,7 @@ def _critic(trainer: TrainerConfig) -> list[str]:
     count = trainer.train_batch_size // mini
     return [
         *value_lines(trainer.algorithm),
-        _adamw(trainer.critic.optimizer_config),
+        optimizer_line(trainer.critic.optimizer_config),
         f"{_count(count, 'minibatch')} x {_count(passes, 'pass')} = "
         f"{_count(count * passes, 'optimizer update')} of {_count(mini, 'prompt')}, before the "
         "policy's",
@@ -138,14 +145,16 @@ def _batch(config: TrainConfig, num_devices: int) -> list[str]:
         f"-> {_count(count, 'minibatch')} x {_count(passes, 'pass')} = "
         f"{_count(count * passes, 'optimizer update')} of {_count(mini, 'prompt')} = "
         f"{_count(mini_rows, 'row')}",
-        *_microbatches(config, mini_rows, num_devices),
+        *microbatch_lines(config, mini_rows, num_devices, longest_trajectory(config)),
     ]
 
 
-def _microbatches(config: TrainConfig, rows: int, num_devices: int) -> list[str]:
-    """How a minibatch of so many rows is cut."""
+def microbatch_lines(
+    config: TrainConfig, rows: int, num_devices: int, longest: int
+) -> list[str]:
+    """How a minibatch of so many rows of at most `longest` tokens is cut."""
     groups = batch_groups(config, num_devices)
-    settings, longest = update_microbatching(config, groups), longest_trajectory(config)
+    settings = update_microbatching(config, groups)
     width = settings.width(longest)
     micro, length = settings.row_counts(width)[-1], settings.length(width)
     size = num_devices // groups

@@ -14,6 +14,7 @@ from jaxrl.config.environment import EnvironmentConfig
 from jaxrl.config.generator import GeneratorConfig, SamplingParams
 from jaxrl.config.mesh import map_mesh
 from jaxrl.config.serving import ServeConfig
+from jaxrl.config.sft import SFTConfig
 from jaxrl.config.trainer import TrainerConfig
 from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry
 
@@ -46,6 +47,8 @@ class TrainConfig(BaseConfig):
     """Which environment scores a prompt."""
     serve: ServeConfig = field(default_factory=ServeConfig)
     """Serving over HTTP."""
+    sft: SFTConfig = field(default_factory=SFTConfig)
+    """Supervised fine-tuning."""
 
     @classmethod
     def from_cli_overrides(cls, args: list[str] | dict[str, Any]) -> Self:

@@ -18,9 +18,11 @@ from jaxrl.config.objective_checks import check_objective, warn_of_objective
 from jaxrl.config.placement import check_placement
 from jaxrl.config.rollouts import check_engines
 from jaxrl.config.serving import check_serving
+from jaxrl.config.sft import SFTConfig
 from jaxrl.config.train_config import TrainConfig, resolve
 from jaxrl.config.trainer import compute_dtype, logger_names
 from jaxrl.config.watching import check_watching
+from jaxrl.data.conversations import OVERLONG, TRAIN_ON_WHAT
 from jaxrl.losses.kl import KL_ESTIMATORS
 from jaxrl.losses.reduction import REDUCTIONS
 from jaxrl.models.lora import INIT_METHODS
@@ -51,6 +53,8 @@ _CHOICES = {
     "generator.chat_template.source": ("name", "file"),
     "generator.sampling_params.logprobs": (None, 0, 1),
     "generator.eval_sampling_params.logprobs": (None, 0, 1),
+    "sft.overlong": OVERLONG,
+    "sft.train_on_what": TRAIN_ON_WHAT,
 }
 _LATER = {  # SkyRL's values of implemented fields, so that the message can say that they will come
     "generator.inference_engine.backend": ("sglang",),
@@ -92,12 +96,9 @@ def validate(config: TrainConfig, num_devices: int = 1) -> None:
         ValueError: a field is out of range, not available, or at odds with another one.
     """
     config = resolve(config)
-    values = flatten(config)
-    _check_nan(values)
-    _check_status(values)
-    _check_choices(values)
-    _check_ranges(values)
-    _check_batch(config)
+    if config.sft != SFTConfig():
+        fail("sft", config.sft, "is for `python -m jaxrl.sft` alone; leave it at its defaults")
+    check_fields(config)
     shares = check_placement(config, num_devices)
     check_mesh(config, shares)
     check_conversations(config)
@@ -109,8 +110,6 @@ def validate(config: TrainConfig, num_devices: int = 1) -> None:
     check_objective(config)
     check_critic(config)
     check_moving_reference(config.trainer)
-    check_models(config.trainer)
-    _check_rope(config)
     warn_of_objective(config)
     _warn_of_sampling(config)
     _check_sampling(config.generator.sampling_params, "generator.sampling_params", greedy=False)
@@ -118,6 +117,22 @@ def validate(config: TrainConfig, num_devices: int = 1) -> None:
     assert eval_params is not None
     _check_sampling(eval_params, "generator.eval_sampling_params", greedy=True)
     _check_pass_at_k(config.generator)
+
+
+def check_fields(config: TrainConfig) -> None:
+    """What every run needs of its fields by themselves: available, in range, files and folders.
+
+    Args:
+        config: resolved.
+    """
+    values = flatten(config)
+    _check_nan(values)
+    _check_status(values)
+    _check_choices(values)
+    _check_ranges(values)
+    _check_batch(config)
+    check_models(config.trainer)
+    _check_rope(config)
     _check_files(config)
 
 
@@ -162,9 +177,9 @@ def _check_ranges(values: dict[str, Any]) -> None:
     for field in _NOT_NEGATIVE.split():
         if values[field] < 0:
             fail(field, values[field], "must not be negative; set it to 0 or more")
-    steps = values["trainer.max_training_steps"]
-    if steps is not None and steps <= 0:
-        fail("trainer.max_training_steps", steps, "must be positive, or None (all epochs)")
+    for field, meaning in (("trainer.max_training_steps", "all epochs"), ("sft.max_length", "any")):
+        if (value := values[field]) is not None and value <= 0:
+            fail(field, value, f"must be positive, or None ({meaning})")
     dropout = values["trainer.policy.model.lora.dropout"]
     if not 0 <= dropout < 1:
         fail("trainer.policy.model.lora.dropout", dropout, "must be in [0, 1); 0.0 is off")

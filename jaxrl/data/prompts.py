@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -27,6 +27,11 @@ _GENERATOR = re.compile(
     r"(?P<module>[A-Za-z_][\w.]*):(?P<call>[A-Za-z_]\w*\s*(\(.*\))?)", re.DOTALL
 )
 _MAX_REPORTED_ROWS = 5
+Row = TypeVar("Row")
+
+
+class BadRow(ValueError):
+    """What is wrong with a row of a data set; its number is added by `convert_rows`."""
 
 
 def load_rows(source: str) -> list[dict[str, Any]]:
@@ -42,14 +47,29 @@ def load_rows(source: str) -> list[dict[str, Any]]:
         ValueError: the source does not exist, cannot be read, is empty, or has bad rows; the first
             few are listed with what is wrong. Rows are counted from 0.
     """
+    return convert_rows(source, _prompt_row)
+
+
+def convert_rows(source: str, convert: Callable[[dict[str, Any]], Row]) -> list[Row]:
+    """What `convert` makes of every row of a data set.
+
+    Args:
+        source: see `load_rows`.
+        convert: raises BadRow.
+
+    Raises:
+        ValueError: the source does not exist, cannot be read, is empty, or has bad rows; the first
+            few are listed with what is wrong. Rows are counted from 0.
+    """
     rows, problems = [], []
     for number, raw in enumerate(_read(source)):
         row = _plain(raw)
-        problem = _find_problem(row)
-        if problem:
-            problems.append(f"row {number}: {problem}")
-        else:
-            rows.append({**row, "prompt": _messages(row["prompt"])})
+        try:
+            if not isinstance(row, dict):
+                raise BadRow(f"not a dict but {type(row).__name__} {str(row)[:60]!r}")
+            rows.append(convert(row))
+        except BadRow as error:
+            problems.append(f"row {number}: {error}")
     if problems:
         shown = "\n  ".join(problems[:_MAX_REPORTED_ROWS])
         more = len(problems) - _MAX_REPORTED_ROWS
@@ -273,27 +293,38 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _find_problem(row: Any) -> str | None:
-    if not isinstance(row, dict):
-        return f"not a dict but {type(row).__name__} {str(row)[:60]!r}"
+def _prompt_row(row: dict[str, Any]) -> dict[str, Any]:
     if row.get("prompt") is None:
-        return f"no 'prompt'; the columns are {sorted(map(str, row))}"
+        raise BadRow(f"no 'prompt'; the columns are {sorted(map(str, row))}")
     if not isinstance(row.get("env_class"), str | None):
-        return f"env_class is not a string: {row['env_class']!r}"
-    return _find_prompt_problem(row["prompt"])
+        raise BadRow(f"env_class is not a string: {row['env_class']!r}")
+    return {**row, "prompt": messages_of(row["prompt"], "prompt")}
 
 
-def _find_prompt_problem(prompt: Any) -> str | None:
-    if not isinstance(prompt, str | list | tuple):
-        return f"the prompt is not a list of messages but {type(prompt).__name__} {prompt!r}"
-    if not prompt:
-        return "the prompt is empty"
-    if isinstance(prompt, str):
-        return None
-    for number, message in enumerate(prompt):
+def messages_of(value: Any, column: str, role: str = "user") -> list[Message]:
+    """The messages of a column: a list of them, or a string, which is one message.
+
+    Args:
+        role: of a string.
+
+    Raises:
+        BadRow: it is neither, or empty, or a message has no role or no content.
+    """
+    if not isinstance(value, str | list | tuple):
+        kind = type(value).__name__
+        raise BadRow(f"the {column} is not a list of messages but {kind} {value!r}")
+    if not value:
+        raise BadRow(f"the {column} is empty")
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    for number, message in enumerate(value):
         if problem := _find_message_problem(message):
-            return f"message {number} {problem}"
-    return None
+            raise BadRow(f"message {number} {problem}")
+    # Parquet gives every message the keys of all of them, with None where a message had none.
+    return [
+        {key: item for key, item in message.items() if item is not None or key == "content"}
+        for message in value
+    ]
 
 
 def _find_message_problem(message: Any) -> str | None:
@@ -307,13 +338,3 @@ def _find_message_problem(message: Any) -> str | None:
             f"(role {message['role']!r}) has no content; its keys are {sorted(map(str, message))}"
         )
     return None
-
-
-def _messages(prompt: str | Sequence[Message]) -> list[Message]:
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    # Parquet gives every message the keys of all of them, with None where a message had none.
-    return [
-        {key: value for key, value in message.items() if value is not None or key == "content"}
-        for message in prompt
-    ]

@@ -13,6 +13,7 @@ __all__ = ["ENVS", "Env", "StepOutput", "load", "make", "register"]
 # name -> "module:Class", imported when first used. "reasoning_gym" is written with a family:
 # "reasoning_gym:chain_sum".
 ENVS: dict[str, str | Callable[..., Env]] = {
+    "addition": "jaxrl.envs.addition:AdditionEnv",
     "gsm8k": "jaxrl.envs.gsm8k:Gsm8kEnv",
     "guess_number": "jaxrl.envs.guess_number:GuessNumberEnv",
     "reasoning_gym": "jaxrl.envs.reasoning_gym:ReasoningGymEnv",

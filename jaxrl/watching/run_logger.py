@@ -13,7 +13,7 @@ from jaxrl.files import replace_text
 from jaxrl.watching.json_lines import JsonLines, read_lines
 from jaxrl.watching.loggers import Logger, RunInfo, open_logger
 
-CURVES = (("reward/avg_raw_reward", "training"), ("eval/all/avg_score", "evaluation"))
+REWARD_CURVES = (("reward/avg_raw_reward", "training"), ("eval/all/avg_score", "evaluation"))
 
 
 class RunLogger:
@@ -63,8 +63,10 @@ class RunLogger:
         self.lines.flush()
         self._each(lambda logger: logger.flush())
 
-    def plot(self) -> Path:
-        """Draw reward and evaluation score over steps to `curve.png`."""
+    def plot(
+        self, curves: Sequence[tuple[str, str]] = REWARD_CURVES, ylabel: str = "mean reward"
+    ) -> Path:
+        """Draw metrics over steps, (name, label) each, to `curve.png`."""
         import matplotlib
 
         matplotlib.use("Agg")
@@ -72,13 +74,13 @@ class RunLogger:
 
         figure, axes = plt.subplots(figsize=(7, 4))
         lines = read_lines(self.lines.path)
-        for name, label in CURVES:
+        for name, label in curves:
             points = [(line["step"], line[name]) for line in lines if name in line]
             if points:
                 axes.plot(
                     *zip(*points, strict=True), label=label, marker="o" if "eval" in name else ""
                 )
-        axes.set(xlabel="step", ylabel="mean reward", title=self.folder.name)
+        axes.set(xlabel="step", ylabel=ylabel, title=self.folder.name)
         axes.grid(alpha=0.3)
         axes.legend()
         path = self.folder / "curve.png"

@@ -92,6 +92,7 @@ ROWS = (
     implemented("environment", "reward_weights reward_functions", NEW, skyrl_only=False),
     implemented("environment.skyrl_gym", "max_env_workers"),
     implemented("environment.skyrl_gym", "env_timeout_seconds", NEW, skyrl_only=False),
+    implemented("sft", "max_length overlong train_on_what", NEW, skyrl_only=False),
     implemented(
         "serve",
         "grpc_port token_env token_file weights_root max_num_seqs max_model_len steps_per_dispatch "

@@ -1,0 +1,42 @@
+r"""A 126k-parameter model learns to add two numbers of two digits from examples, by supervised
+fine-tuning.
+
+    python -m jaxrl.sft --config=configs/sft_addition.py
+    python -m jaxrl.train --config=configs/addition_grpo.py
+
+The second command goes on from its export, with a fresh optimizer. A tenth of all sums is held out.
+"""
+
+from pathlib import Path
+
+from jaxrl.config import default_config
+
+
+def get_config():
+    config = default_config()
+    config.data.train_data = ["jaxrl.envs.addition:prompts(size=6400, split='train')"]
+    config.data.val_data = ["jaxrl.envs.addition:prompts(size=640, split='eval')"]
+
+    trainer = config.trainer
+    trainer.run_name = "sft_addition"
+    trainer.policy.model.path = str(Path(__file__).parent / "tiny_char_model")
+    trainer.policy.model.random_init = True
+    optimizer = trainer.policy.optimizer_config
+    optimizer.lr, optimizer.num_warmup_steps = 2e-3, 20
+    optimizer.weight_decay = 0.0
+    trainer.gradient_checkpointing = False
+
+    trainer.epochs = 10
+    trainer.max_training_steps = 150
+    trainer.train_batch_size = 128
+    trainer.micro_train_batch_size_per_gpu = 128
+    trainer.micro_forward_batch_size_per_gpu = 640
+    trainer.eval_interval = 50
+    trainer.eval_batch_size = 640
+    trainer.ckpt_interval = 50
+    trainer.max_ckpts_to_keep = 1
+    trainer.hf_save_interval = 150
+    trainer.log_path = "runs"
+    trainer.ckpt_path = "runs/sft_addition/checkpoints"
+    trainer.export_path = "runs/sft_addition/exports"
+    return config

@@ -1,0 +1,376 @@
+"""Supervised fine-tuning on conversations: only what the assistant says is imitated.
+
+    python -m jaxrl.sft --config=configs/sft_addition.py --config.trainer.seed=1
+
+One step is one optimizer update on `trainer.train_batch_size` conversations. Model, update,
+sharding, packing, adapters, checkpoints and exports are those of `jaxrl.train`.
+"""
+
+import contextlib
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from jaxrl import config as cfg
+from jaxrl.assemble import assemble_update, make_scorer, place_model
+from jaxrl.checkpoint import Checkpointer, CheckpointError, checksums, resume
+from jaxrl.compilation import CompilationWatch, enable_cache
+from jaxrl.data.conversations import Conversation, conversation_batch, load_conversations
+from jaxrl.data.packing import buckets_between, empty_batch, round_up
+from jaxrl.data.prompts import batch_indices
+from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.files import writable_folder
+from jaxrl.models import hf
+from jaxrl.models.adapter import AdaptedModel, check_packing
+from jaxrl.models.transformer import Params, TransformerConfig
+from jaxrl.objective import step_metrics
+from jaxrl.offload import on_device
+from jaxrl.optim import init_state
+from jaxrl.parallel import make_mesh, replicated
+from jaxrl.parallel.rules import batch_devices
+from jaxrl.policy import Policy
+from jaxrl.types import TrainBatch, TrainState
+from jaxrl.watching.run_logger import RunLogger
+
+CURVES = (("train/loss", "training"), ("eval/loss", "evaluation"))
+# of the update, under the names of SkyRL's supervised trainer
+NAMES = {
+    "policy/final_loss": "train/loss",
+    "policy/grad_norm": "train/grad_norm",
+    "policy/policy_lr": "train/lr",
+    "policy/policy_entropy": "train/entropy",
+    "policy/skipped_updates": "train/skipped_updates",
+}
+
+
+class SFTTrainer:
+    """The supervised loop.
+
+    Args:
+        config: resolved by `resolve_sft` and validated.
+        tokenizer: of the policy.
+        model: its architecture.
+        mesh: devices.
+        train_data, eval_data: tokenised conversations; no evaluation without the latter.
+
+    Raises:
+        ValueError: fewer conversations than a batch, or rows that cannot hold the longest.
+    """
+
+    def __init__(
+        self,
+        config: cfg.TrainConfig,
+        *,
+        tokenizer: Any,
+        model: TransformerConfig | AdaptedModel,
+        mesh: jax.sharding.Mesh,
+        train_data: Sequence[Conversation],
+        eval_data: Sequence[Conversation],
+    ) -> None:
+        self.config, self.tokenizer, self.model, self.mesh = config, tokenizer, model, mesh
+        self.train_data, self.eval_data = train_data, eval_data
+        trainer, size = config.trainer, config.trainer.train_batch_size
+        if not 0 < size <= len(train_data):
+            raise ValueError(
+                f"trainer.train_batch_size={size}: there are {len(train_data)} conversations; set "
+                f"it to {len(train_data)} or less"
+            )
+        if isinstance(model, AdaptedModel) and trainer.hf_save_interval > 0:
+            raise ValueError(
+                f"trainer.hf_save_interval={trainer.hf_save_interval}: {model.name} has no Hugging "
+                "Face form; set it to -1"
+            )
+        self.lengths = [len(c.tokens) for c in (*train_data, *eval_data)]
+        cfg.check_lengths(config, mesh.size, max(self.lengths))
+        self.steps_per_epoch = len(train_data) // size
+        self.total_steps = trainer.epochs * self.steps_per_epoch
+        if trainer.max_training_steps is not None:
+            self.total_steps = min(self.total_steps, trainer.max_training_steps)
+        self.state: TrainState
+        self.logger: RunLogger
+        self._build()
+
+    def _build(self) -> None:
+        """Everything that is compiled or placed once."""
+        trainer = self.config.trainer
+        placement = place_model(trainer, self.model, self.mesh)
+        self.policy = Policy(trainer, self.model, placement, placement)
+        self.scorer = make_scorer(self.config, self.model, placement)
+        self.optimizer, self.like, self.updater = assemble_update(
+            self.config, self.scorer, placement, self.total_steps, self.policy.trained
+        )
+        groups = batch_devices(self.mesh, placement.rules)
+        cut = self.scorer.microbatching
+        self.eval_cut = dataclasses.replace(cut, total=round_up(trainer.eval_batch_size, groups))
+        writable_folder("trainer.log_path", cfg.run_folder(trainer))
+        writable_folder("trainer.export_path", trainer.export_path)
+        self.checkpointer = Checkpointer(trainer.ckpt_path, max_to_keep=trainer.max_ckpts_to_keep)
+        self.meta = {"config": cfg.get_config_as_dict(self.config), "functions": {}}
+
+    @property
+    def params(self) -> Params:
+        """All parameters of the policy, on its devices: with adapters these on their base."""
+        return on_device(self.policy.whole(self.state.params))
+
+    # ---------------------------------------------------------------- the loop
+
+    def train(self) -> TrainState:
+        """Train from the newest checkpoint, or from the start, to the last step."""
+        trainer = self.config.trainer
+        self.state = self.updater.rest(self.restore_or_init())
+        if trainer.use_sample_packing and isinstance(self.model, AdaptedModel):
+            check_packing(self.model, self.params)
+        first = int(self.state.step)
+        self.logger = RunLogger(
+            cfg.run_folder(trainer),
+            cfg.logger_names(trainer.logger),
+            first,
+            config=cfg.get_config_as_dict(self.config),
+            project=trainer.project_name,
+            run_name=trainer.run_name,
+        )
+        if first >= self.total_steps:
+            print(
+                f"nothing to do: {trainer.ckpt_path} holds step {first} of {self.total_steps}. "
+                "Raise trainer.epochs, or choose another trainer.ckpt_path to start again"
+            )
+        with (
+            CompilationWatch(warm_after=first + 1) as self.watch,
+            contextlib.closing(self.logger),
+            contextlib.closing(self.checkpointer),  # waits for the save under way, come what may
+            tqdm(total=self.total_steps, initial=first, desc=trainer.run_name) as bar,
+        ):
+            if first < self.total_steps:
+                self.warm_up()
+            if first == 0 and trainer.eval_before_train and trainer.eval_interval > 0:
+                self.record(0, self.evaluate())
+            for step in range(first + 1, self.total_steps + 1):
+                metrics = self.train_step(step)
+                if self._due(step, trainer.eval_interval):
+                    metrics |= self.evaluate()
+                self.record(step, metrics)
+                self.save(step)
+                shown = {n: f"{metrics[n]:.3g}" for n, _ in CURVES if n in metrics}
+                bar.set_postfix(shown)
+                bar.update()
+            self.logger.plot(CURVES, "loss per token")
+        return self.state
+
+    def train_step(self, step: int) -> dict[str, float]:
+        """One optimizer update on one batch; returns its metrics."""
+        started = time.perf_counter()
+        batch = self.next_batch(step)
+        key = jax.random.fold_in(jax.random.key(self.config.trainer.seed), step)
+        weights, _ = self.updater.weights(batch)
+        params = self.policy.whole(self.state.params)
+        self.state, parts, applied = self.updater.update(self.state, batch, weights, key, params)
+        metrics = step_metrics([(parts, applied)])
+        numbers = {"step": np.int32(step), "batches_drawn": np.int32(step)}
+        self.state = self.state.replace(**jax.device_put(numbers, self.like.step.sharding))
+        if metrics["policy/skipped_updates"]:
+            tqdm.write(f"step {step}: the update was skipped, its gradient was not finite")
+        seconds = time.perf_counter() - started
+        tokens, rows = int(batch.lengths.sum()), len(batch.lengths)
+        return {ours: metrics[name] for name, ours in NAMES.items()} | {
+            "train/actual_num_tokens": tokens,
+            "train/trained_tokens": int(batch.loss_mask.sum()),
+            "train/batch_num_seq": rows,
+            "train/tokens_per_second": tokens / seconds,
+            "train/tokens_per_second_per_gpu": tokens / seconds / self.mesh.size,
+            "timing/step": seconds,
+            "trainer/packing_efficiency": self.updater.packing_efficiency([batch]),
+            "trainer/global_step": step,
+            "trainer/epoch": (step - 1) // self.steps_per_epoch,
+        }
+
+    def next_batch(self, step: int) -> TrainBatch:
+        """The batch of a step, a function of the seed and the step alone; every epoch reshuffles.
+
+        The last, incomplete batch of an epoch is left out.
+        """
+        trainer, total = self.config.trainer, len(self.train_data)
+        rows = batch_indices(step - 1, trainer.train_batch_size, total, seed=trainer.seed)
+        return conversation_batch([self.train_data[i] for i in rows])
+
+    def evaluate(self) -> dict[str, float]:
+        """Loss per imitated token over all evaluation conversations."""
+        if not self.eval_data:
+            return {}
+        started, size = time.perf_counter(), self.config.trainer.eval_batch_size
+        loss, tokens = 0.0, 0
+        for first in range(0, len(self.eval_data), size):
+            batch = conversation_batch(self.eval_data[first : first + size])
+            log_probs, _ = self.scorer(self.params, batch, microbatching=self.eval_cut)
+            loss -= float(np.sum(log_probs * batch.loss_mask, dtype=np.float64))
+            tokens += int(batch.loss_mask.sum())
+        return {
+            "eval/loss": loss / tokens,
+            "eval/trained_tokens": tokens,
+            "timing/eval": time.perf_counter() - started,
+        }
+
+    def warm_up(self) -> None:
+        """Compile what the steps and evaluations will run, all but the optimizer's own update."""
+        started, settings = time.perf_counter(), self.config.trainer
+        widths = buckets_between(min(self.lengths), max(self.lengths))
+        for width in widths:
+            length = min(width, settings.packed_length or width)
+            empty = empty_batch(settings.train_batch_size, width, length, log_probs=False)
+            self.updater.warm_up(self.params, empty)
+            for rows in self.eval_cut.batch_sizes(length) if self.eval_data else ():
+                empty = empty_batch(rows, width, length, log_probs=False)
+                self.scorer(self.params, empty, microbatching=self.eval_cut)
+        checksums(self.state)  # as a save does
+        tqdm.write(f"rows of {widths} tokens; compiled in {time.perf_counter() - started:.1f} s")
+
+    # ---------------------------------------------------------------- what is kept
+
+    def restore_or_init(self) -> TrainState:
+        """The state of the checkpoint that the config points to, else that of the model folder."""
+        trainer = self.config.trainer
+        self.meta["model"] = self.policy.describe()
+        mode, path = trainer.resume_mode, trainer.resume_path
+        state = resume(self.checkpointer, mode, path, self.like, self.meta)
+        if state is not None:
+            print(f"resuming after step {int(state.step)}")
+            return state
+        shardings = jax.tree.map(lambda x: x.sharding, self.like.params)
+        whole = replicated(self.mesh)
+        return init_state(self.optimizer, self.policy.initial(), shardings, whole)
+
+    def record(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the numbers of a step, and what was compiled since the last."""
+        self.logger.log(step, metrics | self.watch.metrics(step))
+
+    def save(self, step: int) -> None:
+        """Export and checkpoint when they are due: by interval, at epoch ends, after the last."""
+        trainer = self.config.trainer
+        if self._due(step, trainer.hf_save_interval):
+            self.export(Path(trainer.export_path) / f"global_step_{step}" / "policy")
+        epoch_end = step % self.steps_per_epoch == 0
+        if self._due(step, trainer.ckpt_interval) or (epoch_end and trainer.ckpt_interval > 0):
+            self.logger.plot(CURVES, "loss per token")
+            self.logger.flush()
+            self.checkpointer.save(step, self.state, self.meta)  # last: a resumed run goes on here
+
+    def export(self, folder: Path) -> None:
+        """Write the policy as a Hugging Face folder, or its adapters as a PEFT folder."""
+        path = self.config.trainer.policy.model.path or ""  # validated
+        settings = hf.load_generation_config(path)
+        self.policy.export(folder, self.state.params, self.tokenizer, settings)
+        tqdm.write(f"exported the policy to {folder}")
+
+    def _due(self, step: int, interval: int) -> bool:
+        return interval > 0 and (step % interval == 0 or step == self.total_steps)
+
+
+def build(config: Any) -> SFTTrainer:
+    """Load everything, print what will be done.
+
+    Args:
+        config: a `TrainConfig`, `ml_collections.ConfigDict` or nested dict.
+
+    Raises:
+        ValueError: the config, a data file, the model folder or a checkpoint is wrong; no earlier
+            result was touched.
+    """
+    given = cfg.to_train_config(config)
+    cfg.validate_sft(given, num_devices=len(jax.devices()))
+    config = cfg.resolve_sft(given)
+    enable_cache(config.trainer.compilation_cache_path)
+    role, template = config.trainer.policy, config.generator.chat_template
+    path = role.model.path or ""  # validated
+    model = hf.load_config(path, cfg.model_overrides(config.trainer, role))
+    tokenizer = load_tokenizer(path, template.name_or_path if template.source == "file" else None)
+    mesh = make_mesh(**dataclasses.asdict(role.mesh))
+    evaluated = config.trainer.eval_interval > 0
+    trainer = SFTTrainer(
+        config,
+        tokenizer=tokenizer,
+        model=model,
+        mesh=mesh,
+        train_data=_load(config, tokenizer, config.data.train_data),
+        eval_data=_load(config, tokenizer, config.data.val_data if evaluated else []),
+    )
+    print(cfg.sft_card(config, mesh.size, max(trainer.lengths)))
+    print(f"trained: {trainer.policy.size()}")
+    print(
+        f"mesh {dict(mesh.shape)} of {jax.default_backend()}, "
+        f"run folder {cfg.run_folder(config.trainer)}"
+    )
+    print_example(tokenizer, trainer.train_data[0])
+    return trainer
+
+
+def _load(config: cfg.TrainConfig, tokenizer: Any, sources: Sequence[str]) -> list[Conversation]:
+    if not sources:
+        return []
+    stops = {tokenizer.eos_token_id, *hf.eos_token_ids(config.trainer.policy.model.path or "")}
+    found, counts = load_conversations(
+        sources,
+        tokenizer,
+        **dataclasses.asdict(config.sft),
+        stop_token_ids=stops,
+        chat_template_kwargs=config.generator.chat_template_kwargs,
+    )
+    said = ", ".join(f"{number} {what}" for what, number in counts.items() if number)
+    print(f"{len(found)} conversations from {', '.join(sources)}{said and f'; {said}'}")
+    endless = sum(not stops.intersection(np.compress(c.loss_mask, c.tokens)) for c in found)
+    if endless:
+        print(f"{endless} of them end no turn with {sorted(stops)}: stopping is not learnt there")
+    return found
+
+
+def print_example(tokenizer: Any, conversation: Conversation) -> None:
+    """Show a conversation as the model sees it, with [[ ]] around what is imitated."""
+    mask = np.array(conversation.loss_mask)
+    cuts = np.flatnonzero(np.diff(mask)) + 1
+    parts = np.split(np.array(conversation.tokens), cuts)
+    texts = [tokenizer.decode(part) for part in parts]
+    imitated = [bool(mask[start]) for start in (0, *cuts)]
+    pairs = zip(texts, imitated, strict=True)
+    print("".join(f"[[{text}]]" if loud else text for text, loud in pairs))
+
+
+def sft(config: Any) -> SFTTrainer:
+    """Run a config to the end; see `build`.
+
+    Returns:
+        The trainer: `.state` holds the parameters, `.config` what was resolved.
+    """
+    trainer = build(config)
+    trainer.train()
+    return trainer
+
+
+def main(argv: Sequence[str]) -> int:
+    """`python -m jaxrl.sft --config=FILE [--config.a.b=value ...]`."""
+    if not argv or "--help" in argv or "-h" in argv:
+        print(f"{__doc__}\ndocs/sft.md says which fields of docs/configuration.md it reads.")
+        return 0
+    try:
+        path, overrides = cfg.parse_command_line(list(argv))
+        trainer = build(cfg.apply_overrides(cfg.load_config_file(path), overrides))
+    except (ValueError, OSError) as error:  # what a user can mend; OSError: files and folders
+        return _refuse(error)
+    try:
+        trainer.train()
+    except CheckpointError as error:  # others are not the user's: they keep their traceback
+        return _refuse(error)
+    return 0
+
+
+def _refuse(error: Exception) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
