@@ -30,7 +30,7 @@ from jaxrl.rollout.generator import GeneratorInterface
 from jaxrl.rollout.protocol import Engine
 from jaxrl.rollout.recompute import RecomputeEngine
 from jaxrl.serve import served_model
-from jaxrl.serving.server import Server
+from jaxrl.serving.server import AddressError, Server
 from jaxrl.trainer import Trainer
 from jaxrl.types import Prompt
 
@@ -225,7 +225,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         run.train(trainer)
     # others are not the user's: they keep their traceback
-    except (CheckpointError, DynamicSamplingError) as error:
+    except (AddressError, CheckpointError, DynamicSamplingError) as error:
         return _refuse(error)
     return 0
 

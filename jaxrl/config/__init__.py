@@ -46,7 +46,13 @@ from jaxrl.config.model import ModelConfig, OptimizerConfig, SkyRLLoraConfig
 from jaxrl.config.objective_card import objective_card
 from jaxrl.config.overrides import apply_overrides, parse_command_line
 from jaxrl.config.recipe import default_config, load_config_file, to_train_config
-from jaxrl.config.rollouts import check_engines, in_process, longest_row, rows_at_once
+from jaxrl.config.rollouts import (
+    check_engines,
+    in_process,
+    longest_row,
+    rows_at_once,
+    sends_adapters,
+)
 from jaxrl.config.serving import ServeConfig, check_serving
 from jaxrl.config.train_config import (
     DataConfig,
@@ -128,6 +134,7 @@ __all__ = [
     "resolve",
     "rows_at_once",
     "to_train_config",
+    "sends_adapters",
     "sharding_rules",
     "validate",
 ]

@@ -91,8 +91,12 @@ _MODELS = (
             ),
         )
     ),
-    _inert(
-        "trainer.*.model.lora", "lora_sync_path", "servers get the adapters merged into the weights"
+    _implemented(
+        "trainer.*.model.lora",
+        "lora_sync_path",
+        "the policy's, with backend='vllm'; None: adapters are merged into the weights",
+        only_with="lora.rank > 0",
+        skyrl_default="/tmp/skyrl_lora_sync",
     ),
     _implemented(
         "trainer.policy.optimizer_config",
@@ -176,11 +180,7 @@ _MODELS = (
 )
 
 _ALGORITHMS = (
-    _implemented(
-        _ALGORITHM,
-        "advantage_estimator policy_loss_type",
-        'also "module:function"',
-    ),
+    _implemented(_ALGORITHM, "advantage_estimator policy_loss_type", 'also "module:function"'),
     _implemented(_ALGORITHM, "policy_loss_kwargs", _NEW, skyrl_only=False),
     _implemented(_ALGORITHM, "advantage_kwargs", _NEW, skyrl_only=False),
     _implemented(
@@ -287,10 +287,7 @@ _TRAINER = (
     _implemented("trainer", "remat_policy", _NEW, skyrl_only=False),
     _inert("trainer", "disable_fast_tokenizer", "transformers 5 has one kind"),
     _implemented(
-        "trainer",
-        "logger",
-        "wandb, mlflow and swanlab come later",
-        skyrl_default="wandb",
+        "trainer", "logger", "wandb, mlflow and swanlab come later", skyrl_default="wandb"
     ),
     _planned("trainer", "dump_data_batch", "batches on disk"),
     _implemented("trainer", "rope_scaling rope_theta", "of policy, reference and engine"),
