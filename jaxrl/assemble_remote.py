@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,14 +10,19 @@ import jax
 from jaxrl import config as cfg
 from jaxrl.assemble import DTYPES, place_model
 from jaxrl.config.rollouts import server_urls
-from jaxrl.engines import weight_folder
+from jaxrl.engines import model_writer, server_folder, weight_folder, weights_root
 from jaxrl.models.adapter import AdaptedModel
-from jaxrl.models.transformer import TransformerConfig
+from jaxrl.models.linear import base
+from jaxrl.models.lora import trained
+from jaxrl.models.peft_format import save_adapter
+from jaxrl.models.transformer import Params, TransformerConfig
+from jaxrl.policy import lora_config
 from jaxrl.rollout.http_client import RemoteOptions
 from jaxrl.rollout.probe import Probe, make_score
 from jaxrl.rollout.remote import RemoteEngine
 from jaxrl.rollout.served import ServedEngine
-from jaxrl.rollout.vllm import VllmServer
+from jaxrl.rollout.vllm import VllmServer, lora_flags
+from jaxrl.rollout.weight_folder import AdapterFolder
 
 PROBE_LENGTH = 8  # tokens of its prompt, and of its continuation
 
@@ -46,10 +52,12 @@ def assemble_remote_engine(
             "weights go to other processes; set backend='native' and run_engines_locally=true"
         )
     hosts = _vllm_servers(config) if engine.run_engines_locally else []
+    adapters = cfg.sends_adapters(config)
+    folder = _adapter_folder if adapters else weight_folder
     return RemoteEngine(
         [host.url for host in hosts] or server_urls(config),
-        engine.backend,
-        weights=weight_folder(config, model, tokenizer),
+        "vllm_lora" if adapters else engine.backend,
+        weights=folder(config, model, tokenizer),
         probe=_probe(config, model, mesh),
         hosts=hosts,
         proxy_url=engine.external_proxy_url,
@@ -75,6 +83,30 @@ def _options(config: cfg.TrainConfig) -> RemoteOptions:
         token=_token(engine.api_token_env),
         timeout_seconds=engine.request_timeout_seconds,
         max_model_len=cfg.longest_row(config),
+    )
+
+
+def _adapter_folder(
+    config: cfg.TrainConfig, model: TransformerConfig, tokenizer: Any
+) -> AdapterFolder:
+    """PEFT folders in `lora_sync_path`, and the base for servers that are started here."""
+    policy = config.trainer.policy.model
+    lora = lora_config(policy.lora, model)
+    assert lora is not None and policy.lora.lora_sync_path is not None  # adapters are sent
+    field, path = "trainer.policy.model.lora.lora_sync_path", policy.path or ""  # validated
+
+    def write(params: Params, folder: Path) -> None:
+        save_adapter(folder, lora, trained(params), base=path, overwrite=True)
+
+    root = server_folder(field, policy.lora.lora_sync_path)
+    if not config.generator.inference_engine.run_engines_locally:
+        return AdapterFolder(root, write)
+    write_model = model_writer(config, model, tokenizer)
+    return AdapterFolder(
+        root,
+        write,
+        weights_root(config) / "base",
+        lambda params, folder: write_model(base(params), folder),
     )
 
 
@@ -117,6 +149,8 @@ def _vllm_servers(config: cfg.TrainConfig) -> list[VllmServer]:
         "served_model_name": engine.served_model_name,
         **engine.engine_init_kwargs,
     }
+    if cfg.sends_adapters(config):
+        flags = lora_flags(config.trainer.policy.model.lora.rank) | flags
     python = engine.vllm_python or sys.executable
     devices = engine.engine_devices or [None] * engine.num_engines
     return [

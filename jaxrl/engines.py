@@ -58,23 +58,50 @@ def native_engine(
 def weight_folder(
     config: cfg.TrainConfig, model: TransformerConfig, tokenizer: Any
 ) -> WeightFolder:
-    """Whole Hugging Face folders, adapters merged: a server can also be started from one.
+    """Whole Hugging Face folders, adapters merged: a server can also be started from one."""
+    root, write = weights_root(config), model_writer(config, model, tokenizer)
+    return WeightFolder(root, lambda params, folder: write(merge(params), folder))
+
+
+def weights_root(config: cfg.TrainConfig) -> Path:
+    """Where weights for servers are written.
+
+    Raises:
+        ValueError: it cannot be written to, or servers could not open it.
+    """
+    folder = config.generator.inference_engine.weights_folder
+    return server_folder(
+        "generator.inference_engine.weights_folder",
+        str(folder or cfg.run_folder(config.trainer) / "weights"),
+    )
+
+
+def server_folder(field: str, folder: str) -> Path:
+    """A folder of this machine, which servers see under the same path.
+
+    Raises:
+        ValueError: it cannot be written to, or is a bucket; names the config field.
+    """
+    root = writable_folder(field, folder)
+    if "://" in str(root):
+        raise ValueError(f"{field}={folder!r} must be a folder that servers can open, not a bucket")
+    return Path(root)
+
+
+def model_writer(
+    config: cfg.TrainConfig, model: TransformerConfig, tokenizer: Any
+) -> Callable[[Params, Path], None]:
+    """Writes parameters without adapters as a Hugging Face folder.
 
     vLLM 0.32 does not reload a head that is the embeddings; it gets one of its own.
     """
-    field, path = "generator.inference_engine.weights_folder", config.trainer.policy.model.path
-    folder = config.generator.inference_engine.weights_folder
-    root = writable_folder(field, folder or cfg.run_folder(config.trainer) / "weights")
-    if "://" in str(root):
-        raise ValueError(f"{field}={folder!r} must be a folder that servers can open, not a bucket")
-    settings = hf.load_generation_config(path or "")  # validated
+    settings = hf.load_generation_config(config.trainer.policy.model.path or "")  # validated
     save = functools.partial(
         save_pretrained, tokenizer=tokenizer, generation_config=settings, overwrite=True
     )
     is_vllm = config.generator.inference_engine.backend == "vllm"
 
     def write(params: Params, folder: Path) -> None:
-        params = merge(params)
         save(folder, *(untied(model, params) if is_vllm else (model, params)))
 
-    return WeightFolder(Path(root), write)
+    return write

@@ -15,7 +15,6 @@ from jaxrl.watching.diagnostics import group_metrics, length_metrics
 
 Metrics = dict[str, float]
 SURPRISE_BOUND = 8.0
-REWARD_CURVES = (("reward/avg_raw_reward", "training"), ("eval/all/avg_score", "evaluation"))
 
 
 def outcome(reward: float | Sequence[float]) -> float:

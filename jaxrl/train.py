@@ -31,7 +31,7 @@ from jaxrl.rollout.protocol import Engine
 from jaxrl.rollout.recompute import RecomputeEngine
 from jaxrl.rollout.reward_terms import RewardTermError, RewardTerms
 from jaxrl.serve import served_model
-from jaxrl.serving.server import Server
+from jaxrl.serving.server import AddressError, Server
 from jaxrl.trainer import Trainer
 from jaxrl.types import Prompt
 from jaxrl.watching.callbacks import TrainingCallback, load_callbacks
@@ -249,7 +249,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         run.train(trainer)
     # others are not the user's: they keep their traceback
-    except (CheckpointError, DynamicSamplingError, RewardTermError) as error:
+    except (AddressError, CheckpointError, DynamicSamplingError, RewardTermError) as error:
         return _refuse(error)
     return int(trainer.recorder.stopped_by_alarm)
 

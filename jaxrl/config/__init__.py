@@ -47,7 +47,13 @@ from jaxrl.config.objective_card import objective_card
 from jaxrl.config.overrides import apply_overrides, parse_command_line
 from jaxrl.config.placement import device_shares
 from jaxrl.config.recipe import default_config, load_config_file, to_train_config
-from jaxrl.config.rollouts import check_engines, in_process, longest_row, rows_at_once
+from jaxrl.config.rollouts import (
+    check_engines,
+    in_process,
+    longest_row,
+    rows_at_once,
+    sends_adapters,
+)
 from jaxrl.config.serving import ServeConfig, check_serving
 from jaxrl.config.sft import SFTConfig
 from jaxrl.config.supervised import check_lengths, resolve_sft, sft_card, validate_sft
@@ -140,6 +146,7 @@ __all__ = [
     "sft_card",
     "rows_at_once",
     "to_train_config",
+    "sends_adapters",
     "sharding_rules",
     "validate",
     "validate_sft",

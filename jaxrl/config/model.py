@@ -15,8 +15,9 @@ class SkyRLLoraConfig(BaseConfig):
     """Adapter scale: the update is multiplied by alpha / rank."""
     dropout: float = 0.0
     """Dropout probability on the adapter input, in the passes that are differentiated."""
-    lora_sync_path: str = "/tmp/skyrl_lora_sync"
-    """Folder through which adapters reach the inference engine."""
+    lora_sync_path: str | None = None
+    """Folder of this run alone through which adapters reach vLLM servers, which must see it under
+    the same path; None = the servers get all weights, adapters merged."""
     target_modules: str | list[str] = "all-linear"
     """Matrices with an adapter, one pattern or several: the end of a Hugging Face module name
     ("q_proj"), a regular expression for a whole one, or "all-linear", all but embed_tokens and

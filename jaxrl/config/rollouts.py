@@ -1,5 +1,6 @@
 """What the engine must hold: how many rows together, and how long."""
 
+import warnings
 from typing import Any, NoReturn
 
 from jaxrl.config.errors import fail
@@ -33,6 +34,13 @@ def in_process(config: TrainConfig) -> bool:
     return engine.run_engines_locally and engine.backend != "vllm"
 
 
+def sends_adapters(config: TrainConfig) -> bool:
+    """Whether servers get the adapters alone; they have the base, or are started with it."""
+    lora = config.trainer.policy.model.lora
+    on_vllm = config.generator.inference_engine.backend == "vllm"
+    return on_vllm and lora.rank > 0 and lora.lora_sync_path is not None
+
+
 def server_urls(config: TrainConfig) -> list[str]:
     """Addresses of the servers that run already; a router alone counts as one."""
     engine = config.generator.inference_engine
@@ -46,6 +54,8 @@ def check_engines(config: TrainConfig, num_devices: int) -> None:
     for name in ("num_engines", "tensor_parallel_size"):
         if getattr(engine, name) < 1:
             _fail(name, getattr(engine, name), "must be at least 1")
+    if engine.http_endpoint_port not in range(65536):
+        _fail("http_endpoint_port", engine.http_endpoint_port, "must be 0 (any) to 65535")
     share = engine.gpu_memory_utilization
     if not 0 < share <= 1:
         fix = "is a share of the memory: above 0 and at most 1"
@@ -54,12 +64,24 @@ def check_engines(config: TrainConfig, num_devices: int) -> None:
         _check_in_process(engine, num_devices)
     else:
         _check_sampling_mask(config)
+    _warn_of_adapter_folder(config)
     if engine.backend == "jetstream":
         check_jetstream(config)
     elif engine.run_engines_locally:
         _check_started(config)
     else:
         _check_remote(config)
+
+
+def _warn_of_adapter_folder(config: TrainConfig) -> None:
+    lora, backend = config.trainer.policy.model.lora, config.generator.inference_engine.backend
+    if lora.rank > 0 and lora.lora_sync_path is not None and backend != "vllm":
+        warnings.warn(
+            f"trainer.policy.model.lora.lora_sync_path={lora.lora_sync_path!r} has no effect with "
+            f"generator.inference_engine.backend={backend!r}, which gets the adapters merged into "
+            "the weights; set it to None",
+            stacklevel=4,
+        )
 
 
 def _fail(name: str, value: Any, problem: str) -> NoReturn:

@@ -157,6 +157,11 @@ def merge(params: Any) -> Any:
     )
 
 
+def base(params: Any) -> Any:
+    """The parameters without their adapters."""
+    return jax.tree.map(lambda w: w.w if is_adapted(w) else w, params, is_leaf=is_adapted)
+
+
 def _merged(weight: LoraWeight) -> jax.Array:
     stack, rank = weight.scale.shape, weight.b.shape[weight.scale.ndim]
     a, b = weight.a.reshape(*stack, -1, rank), weight.b.reshape(*stack, rank, -1)

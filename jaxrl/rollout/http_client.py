@@ -16,7 +16,12 @@ except ImportError as error:
 # Servers close idle connections, some after 5 s; to use one at that moment looks like a crash.
 IDLE_SECONDS, RETRY_SECONDS = 2, 1.0
 HEALTH_SECONDS, CONNECT_SECONDS = 30, 10
-TOO_MANY, SERVER_ERROR, BAD_REQUEST = 429, 500, 400
+TOO_MANY, SERVER_ERROR, BAD_REQUEST, NOT_FOUND = 429, 500, 400, 404
+LORA_NEEDS = (
+    "vLLM takes adapters with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora and a "
+    "--max-lora-rank of at least trainer.policy.model.lora.rank, and reads them from "
+    "trainer.policy.model.lora.lora_sync_path"
+)
 
 
 @dataclass(frozen=True)
@@ -51,13 +56,20 @@ class ServerError(Exception):
         retryable: the same call may succeed later, or elsewhere.
         broken: the connection failed, so the server may have died, or been restarted.
         wait: seconds that the server asks for before the next try.
+        status: of its answer; 0 = there was none.
     """
 
     def __init__(
-        self, message: str, *, retryable: bool = True, broken: bool = False, wait: float = 0.0
+        self,
+        message: str,
+        *,
+        retryable: bool = True,
+        broken: bool = False,
+        wait: float = 0.0,
+        status: int = 0,
     ) -> None:
         super().__init__(message)
-        self.retryable, self.broken, self.wait = retryable, broken, wait
+        self.retryable, self.broken, self.wait, self.status = retryable, broken, wait, status
 
 
 def open_session(token: str | None) -> aiohttp.ClientSession:
@@ -76,9 +88,10 @@ class Server:
 
     Attributes:
         version: of its weights; None = not known to be anything.
+        model: name that requests carry; None = none.
         ready: it has weights that were verified, and its last call did not find it dead.
         in_flight: samples that it was asked for.
-        calls: requests for samples under way.
+        calls: requests for samples under way, and the version that each asks for.
         lock: held while it is given weights.
         doubt: set when somebody should look whether it lives.
         cause: why it is not ready.
@@ -94,33 +107,55 @@ class Server:
         self.url, self.dialect, self.options = url.rstrip("/"), dialect, options
         self.samples_url = (samples_url or url).rstrip("/")
         self.version: int | None = None
+        self.model = options.model
         self.ready, self.in_flight, self.cause = False, 0, "it has no weights yet"
-        self.calls: set[asyncio.Task[list[Completion]]] = set()
+        self.calls: dict[asyncio.Task[list[Completion]], int | None] = {}
         self.lock, self.doubt = asyncio.Lock(), asyncio.Event()
         self.session: aiohttp.ClientSession
 
-    async def complete(self, request: Request) -> list[Completion]:
+    async def complete(self, request: Request, url: str | None = None) -> list[Completion]:
         """All samples of a request.
+
+        Args:
+            url: whom to ask; None = `samples_url`.
 
         Raises:
             ServerError: there is no whole answer.
         """
-        body, version = self.dialect.body(request, self.options.model), self.version
-        url = f"{self.samples_url}/v1/completions"
-        answer = await self._answer("POST", url, body, self.options.timeout_seconds)
+        body, version = self.dialect.body(request, self.model), self.version
+        url = f"{url or self.samples_url}/v1/completions"
         try:
+            text = await self._answer("POST", url, body)
+            answer = json.loads(text)
             return self.dialect.completions(answer, request, -1 if version is None else version)
+        except ValueError as error:  # InvalidAnswer among them
+            raise ServerError(f"POST {url}: invalid answer, or cut off: {error}") from error
+        except ServerError as error:
+            if self.dialect.adapters and error.status == NOT_FOUND:  # started again without it
+                raise ServerError(str(error), broken=True, status=NOT_FOUND) from error
+            raise
+
+    async def load(self, folder: str, version: int, name: str) -> None:
+        """Have it take the weights of a folder; raises ServerError.
+
+        Args:
+            name: of the adapter, where weights are one.
+        """
+
+        async def ask(path: str, body: Any, method: str = "POST") -> str:
+            return await self._answer(method, f"{self.url}{path}", body)
+
+        try:
+            await self.dialect.load(ask, folder, version, name)
         except InvalidAnswer as error:
-            raise ServerError(f"invalid answer: {error}") from error
-
-    async def load(self, folder: str, version: int) -> None:
-        """Have it take the weights of a folder; raises ServerError."""
-
-        async def ask(path: str, body: Any) -> Any:
-            limit = self.options.timeout_seconds
-            return await self._answer("POST", f"{self.url}{path}", body, limit)
-
-        await self.dialect.load(ask, folder, version)
+            raise ServerError(str(error)) from error
+        except ServerError as error:
+            if not self.dialect.adapters or not error.status:
+                raise
+            await self.look()  # if it is well it will refuse again
+            raise ServerError(f"{error}. {LORA_NEEDS}", retryable=False) from error
+        if self.dialect.adapters:
+            self.model = name
 
     async def look(self) -> int | None:
         """The version that it says it has, if it says one.
@@ -139,17 +174,13 @@ class Server:
         except (ValueError, AttributeError) as error:
             raise ServerError(f"GET /health gives {text[:80]!r}, which has no version") from error
 
-    async def _answer(self, method: str, url: str, body: Any, timeout: float) -> Any:
-        status, text = await self._call(method, url, body, timeout)
+    async def _answer(self, method: str, url: str, body: Any) -> str:
+        status, text = await self._call(method, url, body, self.options.timeout_seconds)
         if status >= BAD_REQUEST:
             retryable = status == TOO_MANY or status >= SERVER_ERROR
-            raise ServerError(f"{method} {url} gives {status}: {_said(text)}", retryable=retryable)
-        if not text.strip():
-            return None
-        try:
-            return json.loads(text)
-        except ValueError as error:
-            raise ServerError(f"{method} {url}: not JSON, or cut off: {error}") from error
+            message = f"{method} {url} gives {status}: {_said(text)}"
+            raise ServerError(message, retryable=retryable, status=status)
+        return text
 
     async def _call(self, method: str, url: str, body: Any, timeout: float) -> tuple[int, str]:
         limit = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_SECONDS)

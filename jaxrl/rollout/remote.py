@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import logging
 import random
+import secrets
 import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
@@ -20,9 +21,16 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from jaxrl.models.transformer import Params
-from jaxrl.rollout.http_client import RemoteOptions, Server, ServerError, open_session
+from jaxrl.rollout.http_client import (
+    NOT_FOUND,
+    RemoteOptions,
+    Server,
+    ServerError,
+    open_session,
+)
 from jaxrl.rollout.probe import Expected, Probe, WeightMismatch
 from jaxrl.rollout.protocol import Completion, Request
+from jaxrl.rollout.remote_job import Job, name_of
 from jaxrl.rollout.routes import Routes
 from jaxrl.rollout.weight_folder import WeightFolder
 from jaxrl.rollout.wire import DIALECTS
@@ -59,24 +67,6 @@ class Weights:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-@dataclass
-class Job:
-    """A request, and who waits for its samples."""
-
-    request: Request
-    futures: list[Future[Completion]]
-
-    def deliver(self, outcome: list[Completion] | BaseException) -> None:
-        """Tell whoever still waits."""
-        for number, future in enumerate(self.futures):
-            if not future.set_running_or_notify_cancel():
-                continue
-            if isinstance(outcome, BaseException):
-                future.set_exception(outcome)
-            else:
-                future.set_result(outcome[number])
-
-
 class RemoteEngine:
     """An `Engine` over HTTP servers.
 
@@ -110,6 +100,7 @@ class RemoteEngine:
         self.dialect, self.folder, self.probe = DIALECTS[dialect], weights, probe
         self.servers = [Server(url, self.dialect, self.options, proxy_url) for url in urls]
         self.hosts = dict(zip(self.servers, hosts, strict=True)) if hosts else {}
+        self._label = secrets.token_hex(4)  # vLLM's cache knows an adapter by name and folder
         self._weights: Weights | None = None
         self._failure: BaseException | None = None
         self._routes: Routes[Server] = Routes()
@@ -203,7 +194,7 @@ class RemoteEngine:
 
     async def _complete(self, request: Request) -> list[Completion]:
         """The samples of a request, from whichever server has them to give."""
-        failed, last, tries, name = None, None, 0, _name(request)
+        failed, last, tries, name = None, None, 0, name_of(request)
         deadline = self._loop.time() + self.options.timeout_seconds
         while tries < self.options.attempts:
             server = await self._choose(request, failed)
@@ -214,14 +205,20 @@ class RemoteEngine:
                 if not error.retryable:
                     raise RemoteEngineError(f"{server.url} refuses {name}: {error}") from error
                 if error.broken:
-                    self._leave_out(server, error)
-                    server.doubt.set()
+                    self._suspect(server, error)
                 crowded = bool(error.wait) and self._loop.time() < deadline
                 tries += not crowded
                 _log.info("%s: attempt %d of %s failed: %s", server.url, tries, name, error)
                 await asyncio.sleep(self._pause(tries, error))
         url = failed.url if failed else ""
         raise RemoteEngineError(f"{url}: {tries} attempts at {name} failed; the last: {last}")
+
+    def _suspect(self, server: Server, error: ServerError) -> None:
+        """Have looked at who failed; who lacks an adapter is not known behind a router."""
+        anyone = error.status == NOT_FOUND and server.samples_url != server.url
+        for one in self.servers if anyone else [server]:
+            self._leave_out(one, error)
+            one.doubt.set()
 
     def _pause(self, tries: int, error: ServerError) -> float:
         """Seconds before the next attempt."""
@@ -252,7 +249,7 @@ class RemoteEngine:
     async def _attempt(self, server: Server, request: Request) -> list[Completion]:
         """One call, which ends when the server is given up."""
         call = self._loop.create_task(server.complete(request))
-        server.calls.add(call)
+        server.calls[call] = server.version
         server.in_flight += len(request.keys)
         try:
             return await call
@@ -263,7 +260,7 @@ class RemoteEngine:
             raise ServerError(f"given up: {server.cause}") from error
         finally:
             server.in_flight -= len(request.keys)
-            server.calls.discard(call)
+            del server.calls[call]
 
     # ---- weights
 
@@ -280,7 +277,14 @@ class RemoteEngine:
         assert self.folder is not None
         folder = self.folder.publish(params, version)
         self._call(self._update(Weights(folder, version, params)))
-        self.folder.keep_only(folder)
+        self.folder.keep_only(version, *self._versions_in_use())
+
+    def _versions_in_use(self) -> set[int | None]:
+        """Of adapters: vLLM puts them aside when it has too many, and may read them again."""
+        if not self.dialect.adapters:
+            return set()
+        asked = {version for server in self.servers for version in list(server.calls.values())}
+        return asked | {server.version for server in self.servers}
 
     async def _update(self, weights: Weights) -> None:
         self._weights, self._failure = weights, None
@@ -326,15 +330,16 @@ class RemoteEngine:
     async def _refresh(self, server: Server) -> None:
         weights = self._weights
         assert weights is not None  # nobody is brought to none
-        host = self.hosts.get(server)
-        started = host is not None and await host.ensure(weights.folder)
+        host, first = self.hosts.get(server), self.folder.start(weights.folder)
+        started = host is not None and await host.ensure(first)
         says = await server.look()
         if started:
             server.version, server.ready = None, False
         elif server.ready and says == server.version == weights.version:
             return
-        else:
-            await server.load(str(weights.folder), weights.version)
+        if not started or first != weights.folder:
+            name = f"version-{weights.version}-{self._label}"
+            await server.load(str(weights.folder), weights.version, name)
         server.version = weights.version
         await self._verify(server, weights)
 
@@ -346,7 +351,7 @@ class RemoteEngine:
         """
         if self.probe is None:
             return
-        (said,) = await server.complete(self.probe.request)
+        (said,) = await server.complete(self.probe.request, server.url)  # past a router
         async with weights.lock:
             same = [e for e in weights.expected if e.tokens == said.tokens]
             if not same and weights.params is not None:
@@ -379,10 +384,3 @@ class RemoteEngine:
 
     def wake(self) -> None:
         """Nothing to do."""
-
-
-def _name(request: Request) -> str:
-    return (
-        f"a request of {len(request.keys)} samples of at most {request.sampling.max_tokens} tokens "
-        f"for a prompt of {len(request.prompt_tokens)} tokens {list(request.prompt_tokens[:8])}..."
-    )

@@ -18,6 +18,7 @@ from jaxrl.rollout.http_client import ServerError
 HOST = "127.0.0.1"
 MODULE = "vllm.entrypoints.openai.api_server"
 TAIL_LINES = 30
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of --max-lora-rank
 POLL_SECONDS, STOP_SECONDS = 0.5, 15.0
 
 
@@ -79,7 +80,11 @@ class VllmServer:
             return False
         self.stop()  # what it started may have outlived it
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}  # for /collective_rpc
+        # the calls that load adapters, or weights (/collective_rpc)
+        calls = (
+            "ALLOW_RUNTIME_LORA_UPDATING" if self.flags.get("enable_lora") else "SERVER_DEV_MODE"
+        )
+        environment = {**os.environ, f"VLLM_{calls}": "1"}
         if self.devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self.devices
         with self.log.open("ab") as log:
@@ -126,6 +131,23 @@ class VllmServer:
                 return
             except subprocess.TimeoutExpired:
                 continue
+
+
+def lora_flags(rank: int) -> dict[str, Any]:
+    """Flags of a server that takes adapters.
+
+    Two side by side: after an update requests with the old one go on beside those with the new.
+
+    Raises:
+        ValueError: vLLM takes none of that rank.
+    """
+    enough = next((most for most in LORA_RANKS if most >= rank), None)
+    if enough is None:
+        raise ValueError(
+            f"trainer.policy.model.lora.rank={rank}: vLLM takes adapters of rank {LORA_RANKS[-1]} "
+            "at most; choose that or less, or set trainer.policy.model.lora.lora_sync_path to None"
+        )
+    return {"enable_lora": True, "max_lora_rank": enough, "max_loras": 2}
 
 
 def command_line(flags: Mapping[str, Any]) -> list[str]:

@@ -1,9 +1,11 @@
 """What a remote engine and its servers say to each other: requests, answers, new weights.
 
-Two dialects of OpenAI's completions: "native", of jaxrl's own server, and "vllm", of vLLM 0.32. A
-dialect is what differs between them, as data and functions; `remote.RemoteEngine` is the rest.
+Dialects of OpenAI's completions: "native", of jaxrl's own server, "vllm", of vLLM 0.32, and
+"vllm_lora", of vLLM whose weights stay and which gets adapters. A dialect is what differs between
+them, as data and functions; `remote.RemoteEngine` is the rest.
 """
 
+import json
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from typing import Any
 
 from jaxrl.rollout.protocol import Completion, Request, Sampling
 
-Ask = Callable[..., Awaitable[Any]]  # (path, body) -> the answer's JSON; a POST
+Ask = Callable[..., Awaitable[str]]  # (path, body, method="POST") -> the text of the answer
 TOKEN_PREFIX = "token_id:"  # of the names of tokens in top_logprobs
 
 
@@ -26,18 +28,20 @@ class Dialect:
     Attributes:
         name: of the dialect.
         extras: a request's fields beside those that all have in common.
-        load: have a server take the weights of a folder, as a version.
+        load: have a server take the weights of a folder, as a version, under a name.
         lacks: settings of Sampling that its protocol does not have.
         alive: answers of GET /health with which a server can be given weights.
         says_versions: answers carry the version of each token, and /health that of the weights.
+        adapters: weights are adapters, which requests ask for by name, as the `model`.
     """
 
     name: str
     extras: Callable[[Request], dict[str, Any]]
-    load: Callable[[Ask, str, int], Awaitable[None]]
+    load: Callable[[Ask, str, int, str], Awaitable[None]]
     lacks: tuple[str, ...]
     alive: frozenset[int]
     says_versions: bool
+    adapters: bool = False
 
     def check(self, sampling: Sampling) -> None:
         """Refuse what no field of the protocol can ask for.
@@ -143,7 +147,8 @@ def _native_extras(request: Request) -> dict[str, Any]:
     return {"keys": [list(key) for key in request.keys]}
 
 
-async def _native_load(ask: Ask, folder: str, version: int) -> None:
+async def _native_load(ask: Ask, folder: str, version: int, name: str) -> None:
+    del name
     await ask("/update_weights", {"path": folder, "version": version})
 
 
@@ -160,17 +165,40 @@ def _vllm_extras(request: Request) -> dict[str, Any]:
     }
 
 
-async def _vllm_load(ask: Ask, folder: str, version: int) -> None:
+async def _vllm_load(ask: Ask, folder: str, version: int, name: str) -> None:
     """Requests in flight are frozen, then go on with the new weights.
 
     Where one of the calls fails the server is left paused: it must not go on with old weights.
     """
-    del version  # vLLM counts none
+    del version, name  # vLLM counts none
     await ask("/pause?mode=keep", None)
     arguments = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
     await ask("/collective_rpc", arguments)
     await ask("/reset_prefix_cache", None)
     await ask("/resume", None)
+
+
+async def _vllm_load_adapter(ask: Ask, folder: str, version: int, name: str) -> None:
+    """A new adapter stands beside the old one; requests in flight end with the one they named.
+
+    Not in place, under the old name (`load_inplace`): vLLM 0.32 then reads the folder again before
+    every decoding step, and dies when it is gone.
+    """
+    del version
+    held = _adapters(await ask("/v1/models", None, "GET"))
+    if name not in held:
+        await ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+    for old in held:
+        if old != name:
+            await ask("/v1/unload_lora_adapter", {"lora_name": old})
+
+
+def _adapters(listed: str) -> list[str]:
+    """Names of the adapters among models: models have no parent."""
+    try:
+        return [model["id"] for model in json.loads(listed)["data"] if model["parent"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidAnswer(f"GET /v1/models gives {listed[:80]!r}") from error
 
 
 _LACKS = ("keep_sampling_mask", "raw_log_probs")
@@ -184,4 +212,7 @@ DIALECTS = {
         True,
     ),
     "vllm": Dialect("vllm", _vllm_extras, _vllm_load, _LACKS, frozenset({200}), False),
+    "vllm_lora": Dialect(
+        "vllm", _vllm_extras, _vllm_load_adapter, _LACKS, frozenset({200}), False, adapters=True
+    ),
 }

@@ -1,6 +1,7 @@
 """The server in a thread of its own."""
 
 import asyncio
+import errno
 import threading
 from concurrent.futures import Future
 from pathlib import Path
@@ -14,6 +15,10 @@ from jaxrl.serving.sessions import Session, Sessions
 from jaxrl.serving.shared_engine import HostEngine
 
 EXTRA = "the HTTP server needs aiohttp and prometheus-client: pip install 'jaxrl[serve]'"
+
+
+class AddressError(ValueError):
+    """The address to listen on cannot be had."""
 
 
 class Server:
@@ -59,7 +64,7 @@ class Server:
         """Listen.
 
         Raises:
-            OSError: the address is in use, or not one of this machine.
+            AddressError: it is in use, not one of this machine, or not allowed.
             ImportError: names the extra to install.
         """
         self._thread.start()
@@ -116,8 +121,10 @@ class Server:
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=5)
         await runner.setup()
         try:
-            site = web.TCPSite(runner, *self._address)
-            await site.start()
+            try:
+                await web.TCPSite(runner, *self._address).start()
+            except OSError as error:
+                raise _refused(*self._address, error) from error
             host, port = runner.addresses[0][:2]
             self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
             self._started.set_result(None)
@@ -126,3 +133,18 @@ class Server:
         finally:
             await runner.cleanup()
             service.close()
+
+
+def _refused(host: str, port: int, error: OSError) -> AddressError:
+    """Names the field that has to change."""
+    engine = "generator.inference_engine"
+    if error.errno in (errno.EADDRINUSE, errno.EACCES):
+        what = "in use" if error.errno == errno.EADDRINUSE else "not allowed for this user"
+        return AddressError(
+            f"{engine}.http_endpoint_port={port}: {what} on {host}; choose another, or 0 for any "
+            "that is free"
+        )
+    return AddressError(
+        f"{engine}.http_endpoint_host={host!r}: cannot listen there ({error.strerror or error}); "
+        "set it to an address of this machine, e.g. '127.0.0.1'"
+    )

@@ -90,6 +90,10 @@ OUR_FIELDS = {
     "generator.eval_sampling_params.stop_token_ids",
 }
 CHANGED_DEFAULTS = {  # key: (SkyRL, jaxrl)
+    **{
+        f"trainer.{role}.model.lora.lora_sync_path": ("/tmp/skyrl_lora_sync", None)
+        for role in ("policy", "ref", "critic")
+    },
     "trainer.strategy": ("fsdp2", "jax"),
     "trainer.policy.optimizer_config.offload_after_step": (True, False),
     "trainer.critic.optimizer_config.offload_after_step": (True, False),

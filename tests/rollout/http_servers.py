@@ -1,4 +1,4 @@
-"""A server for tests: speaks vLLM's recorded protocol or our own, over a real engine.
+"""Servers for tests: speak vLLM's recorded protocol or our own, over a real engine; and a router.
 
 Tokens, log-probs and weights are real; faults are put in by the test.
 """
@@ -6,13 +6,19 @@ Tokens, log-probs and weights are real; faults are put in by the test.
 import asyncio
 import dataclasses
 import functools
+import itertools
 import threading
 from collections import Counter, deque
+from pathlib import Path
 
+import aiohttp
 import jax
 from aiohttp import web
 
 from jaxrl.models import hf
+from jaxrl.models.linear import merge
+from jaxrl.models.lora import attach
+from jaxrl.models.peft_format import load_adapter
 from jaxrl.parallel import make_mesh
 from jaxrl.rollout.native import NativeEngine
 from jaxrl.rollout.protocol import Request, Sampling
@@ -29,60 +35,33 @@ def engine_of(config, number):
     return NativeEngine(config, make_mesh(devices=jax.devices()[:1]), max_num_seqs=16, shrink=False)
 
 
-class FakeServer:
-    """Runs in a thread between `start` and `kill`.
+class HttpThread:
+    """An aiohttp application in a thread, between `listen` and `end`, at the same port each time.
 
-    Attributes:
-        faults: path -> what befalls its next calls: a status, "truncated", "drop", "hang".
-        stale: weights are taken but not used.
-        log_prob_error: added to every log-prob.
-        calls: number of calls by path.
-        served: samples that were answered.
+    `handlers` gives it its routes, `middlewares` what stands before them.
     """
 
-    def __init__(self, dialect, config, params, number=0):
-        self.dialect, self.config, self.params = dialect, config, params
-        self.engine = engine_of(config, number)
-        self.faults, self.calls, self.bodies = {}, Counter(), []
-        self.stale, self.log_prob_error, self.port, self.served = False, 0.0, 0, 0
-        self.start()
+    port, middlewares = 0, ()
 
     @property
     def url(self):
         return f"http://127.0.0.1:{self.port}"
 
-    def start(self):
-        """With the weights of the beginning, as after a crash."""
-        self.engine.update_weights(self.params, -1)
-        self.engine.resume()
+    def listen(self):
         ready = threading.Event()
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._run, args=(ready,), daemon=True)
         self.thread.start()
         assert ready.wait(30)
-        return self
 
-    def kill(self):
-        """Connections break; nothing is remembered."""
-        if not self.thread.is_alive():
-            return
+    def end(self):
+        """Connections break."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(30)
-        self.engine.resume()
-        self.engine.abort()
 
     def _run(self, ready):
-        app = web.Application(middlewares=[self._fault])
-        app.router.add_get("/health", self._health)
-        for path, handler in {
-            "/v1/completions": self._completions,
-            "/update_weights": self._update_weights,
-            "/collective_rpc": self._collective_rpc,
-            "/pause": self._pause,
-            "/resume": self._resume,
-            "/reset_prefix_cache": self._nothing,
-        }.items():
-            app.router.add_post(path, handler)
+        app = web.Application(middlewares=self.middlewares)
+        app.router.add_routes(self.handlers())
         runner = web.AppRunner(app, shutdown_timeout=0.01)
 
         async def serve():
@@ -106,6 +85,52 @@ class FakeServer:
         self.loop.run_forever()
         self.loop.run_until_complete(end())
         self.loop.close()
+
+
+class FakeServer(HttpThread):
+    """Runs in a thread between `start` and `kill`.
+
+    Attributes:
+        faults: path -> what befalls its next calls: a status, "truncated", "drop", "hang".
+        stale: weights are taken but not used.
+        log_prob_error: added to every log-prob.
+        calls: number of calls by path.
+        served: samples that were answered.
+    """
+
+    def __init__(self, dialect, config, params, number=0):
+        self.dialect, self.config, self.params = dialect, config, params
+        self.engine = engine_of(config, number)
+        self.faults, self.calls, self.bodies = {}, Counter(), []
+        self.stale, self.log_prob_error, self.served = False, 0.0, 0
+        self.middlewares = [self._fault]
+        self.start()
+
+    def start(self):
+        """With the weights of the beginning, as after a crash."""
+        self.engine.update_weights(self.params, -1)
+        self.engine.resume()
+        self.listen()
+        return self
+
+    def kill(self):
+        """Connections break; nothing is remembered."""
+        if not self.thread.is_alive():
+            return
+        self.end()
+        self.engine.resume()
+        self.engine.abort()
+
+    def handlers(self):
+        return [
+            web.get("/health", self._health),
+            web.post("/v1/completions", self._completions),
+            web.post("/update_weights", self._update_weights),
+            web.post("/collective_rpc", self._collective_rpc),
+            web.post("/pause", self._pause),
+            web.post("/resume", self._resume),
+            web.post("/reset_prefix_cache", self._nothing),
+        ]
 
     @web.middleware
     async def _fault(self, request, handler):
@@ -198,3 +223,104 @@ class FakeServer:
             },
         }
         return choice | ({} if self.dialect == "vllm" else {"versions": sample.versions})
+
+
+class FakeAdapterServer(FakeServer):
+    """vLLM 0.32 with --enable-lora: its answers, as they were recorded.
+
+    Adapters are read for every request, as vLLM does where it has had to put them aside.
+
+    Attributes:
+        params: of the base.
+        adapters: name -> folder.
+        max_lora_rank: as vLLM's flag.
+        holds: events; the next requests wait for one each when they have found their adapter.
+    """
+
+    max_lora_rank = 8
+
+    def __init__(self, config, params, number=0):
+        self.holds = deque()
+        super().__init__("vllm", config, params, number)
+
+    def start(self):
+        """With the base alone, as after a crash."""
+        self.adapters, self.one_by_one = {}, asyncio.Lock()
+        return super().start()
+
+    def handlers(self):
+        return [
+            web.get("/health", self._health),
+            web.post("/v1/completions", self._completions),
+            web.get("/v1/models", self._models),
+            web.post("/v1/load_lora_adapter", self._load_adapter),
+            web.post("/v1/unload_lora_adapter", self._unload_adapter),
+        ]
+
+    async def _models(self, request):
+        cards = [{"id": "base", "parent": None}]
+        cards += [{"id": name, "parent": "base"} for name in self.adapters]
+        return web.json_response({"object": "list", "data": cards})
+
+    async def _load_adapter(self, request):
+        body = await request.json()
+        name, folder = body["lora_name"], Path(body["lora_path"])
+        if name in self.adapters:
+            return _error(400, f"The lora adapter '{name}' has already been loaded.")
+        if not folder.exists():
+            return _error(404, f"Loading lora {name} failed: No adapter found for <path>")
+        lora, _ = load_adapter(folder, self.config)
+        if lora.rank > self.max_lora_rank:
+            said = f"LoRA rank {lora.rank} is greater than max_lora_rank {self.max_lora_rank}."
+            return _error(500, f"Call to add_lora method failed: {said}")
+        self.adapters[name] = folder
+        return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def _unload_adapter(self, request):
+        name = (await request.json())["lora_name"]
+        if self.adapters.pop(name, None) is None:
+            return _error(404, f"The lora adapter '{name}' cannot be found.")
+        return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
+
+    async def _completions(self, request):
+        name = (await request.json())["model"]
+        if name not in self.adapters:
+            return _error(404, f"The model `{name}` does not exist. Valid aliases: base.")
+        folder = self.adapters[name]
+        if self.holds:
+            await asyncio.to_thread(self.holds.popleft().wait)
+        async with self.one_by_one:  # our engine has one set of weights
+            lora, adapters = load_adapter(folder, self.config)
+            params = self.params if self.stale else merge(attach(lora, self.params, adapters))
+            await asyncio.to_thread(self.engine.update_weights, params, self.engine.version + 1)
+            return await super()._completions(request)
+
+
+def _error(status, message):
+    return web.json_response({"error": {"message": message, "code": status}}, status=status)
+
+
+class Router(HttpThread):
+    """Passes requests for samples to one server after the other, and everything else to all.
+
+    Attributes:
+        calls: number of calls by path.
+    """
+
+    def __init__(self, servers):
+        self.servers, self.turns, self.calls = servers, itertools.cycle(servers), Counter()
+        self.listen()
+
+    def handlers(self):
+        return [web.route("*", "/{path:.*}", self._pass_on)]
+
+    async def _pass_on(self, request):
+        self.calls[request.path] += 1
+        body, for_all = await request.read(), request.path != "/v1/completions"
+        async with aiohttp.ClientSession() as session:
+            for server in self.servers if for_all else [next(self.turns)]:
+                url, headers = server.url + request.path_qs, {"Content-Type": "application/json"}
+                ask = session.request(request.method, url, data=body, headers=headers)
+                async with ask as answer:
+                    text, status = await answer.text(), answer.status
+        return web.Response(text=text, status=status)

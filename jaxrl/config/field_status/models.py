@@ -30,8 +30,12 @@ ROWS = (
         "alpha dropout target_modules exclude_modules init_method",
         only_with="lora.rank > 0",
     ),
-    inert(
-        "trainer.*.model.lora", "lora_sync_path", "servers get the adapters merged into the weights"
+    implemented(
+        "trainer.*.model.lora",
+        "lora_sync_path",
+        "the policy's, with backend='vllm'; None: adapters are merged into the weights",
+        only_with="lora.rank > 0",
+        skyrl_default="/tmp/skyrl_lora_sync",
     ),
     *(
         row
