@@ -8,10 +8,11 @@ process (`in_process`), from `jaxrl.serve` over HTTP (`http`), from an engine of
 protocol in the process (`jetstream`), from `jaxrl.serve` over JetStream's gRPC (`grpc`), or from a
 vLLM server (`vllm`).
 
-One seed, no evaluation. "reward" is the mean of the sampled answers over the last 20 steps;
-"difference" is the largest |sampler - trainer| of a token's log-prob over all steps, for gRPC,
-which has no log-probs, the largest `policy/rollout_surprise_z` (a run ends above 8). Servers are
-processes beside the trainer, on the same cores.
+The model's heads are 32 wide instead of 16, which vLLM's CPU build cannot run. One seed, no
+evaluation. "reward" is the mean of the sampled answers over the last 20 steps; "difference" is the
+largest |sampler - trainer| of a token's log-prob over all steps, for gRPC, which has no log-probs,
+the largest `policy/rollout_surprise_z` (a run ends above 8). Servers are processes beside the
+trainer, on the same cores.
 """
 
 import argparse
@@ -35,6 +36,7 @@ from jaxrl.train import BasePPOExp
 QUICKSTART = "configs/quickstart.py"
 CONTROL = "JAXRL_BENCHMARK_CONTROL"  # address of the server that `reload` tells
 ENGINE = "generator.inference_engine"
+HEADS = {"head_dim": 32}
 DIFFERENCES = ("policy/rollout_train_logprobs_abs_diff_max", "policy/rollout_surprise_z")
 
 
@@ -50,6 +52,7 @@ def reload(folder: str, version: int) -> None:
 def server(folder: Path) -> Iterator[tuple[str, str]]:
     """`jaxrl.serve` in a process of its own: its HTTP and its gRPC address."""
     settings = {
+        "trainer.policy.model_config_kwargs": HEADS,
         f"{ENGINE}.http_endpoint_port": 0,
         f"{ENGINE}.served_model_name": "policy",
         "serve.grpc_port": 0,
@@ -97,6 +100,7 @@ def learn(backend: str, folder: Path, arguments: argparse.Namespace) -> list[dic
     """The metrics of each step of a run."""
     settings = {
         "trainer.run_name": backend,
+        "trainer.policy.model_config_kwargs": HEADS,
         "trainer.log_path": str(folder),
         "trainer.ckpt_path": str(folder / backend / "checkpoints"),
         "trainer.export_path": str(folder / backend / "exports"),
