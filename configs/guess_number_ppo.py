@@ -4,7 +4,8 @@ r"""A 126k-parameter model learns to guess a digit in up to four turns, from ran
     python -m jaxrl.train --config=configs/guess_number_ppo.py
 
 The reward, 1 for the right digit, comes in the last of several turns; there are no groups to
-compare with: every prompt is answered once, and the critic says what a guess was worth.
+compare with: every prompt is answered once, and the critic says what a guess was worth. Expected:
+0.9 to 1.0 of the digits found after 160 steps, greedy; ten minutes on a busy CPU core.
 """
 
 import runpy

@@ -188,9 +188,8 @@ class BasePPOExp:
         )
         _check_export(trainer)
         print(cfg.objective_card(config, num_devices=mesh.size))
-        print(f"trained: {trainer.policy.size()}")
-        if trainer.critic:
-            print(f"critic: {trainer.critic.size()}")
+        sizes = [part.size() for part in (trainer.policy, trainer.critic) if part]
+        print(f"trained: {'; critic: '.join(sizes)}")
         print(
             f"mesh {dict(mesh.shape)} of {jax.default_backend()}, "
             f"run folder {cfg.run_folder(config.trainer)}"

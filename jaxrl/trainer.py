@@ -157,7 +157,7 @@ class Trainer:
             if trainer.use_sample_packing and isinstance(self.model, AdaptedModel):
                 check_packing(self.model, self.params)
             first, self.batches_drawn = int(self.state.step), int(self.state.batches_drawn)
-            self.load_reference()
+            self.load_reference(self.state.ref_params)
         recorder = self.recorder.open(first)
         with timed(self.seconds, "init_weight_sync_state"):
             self.sync_weights(first)
@@ -324,7 +324,7 @@ class Trainer:
         """What a step leaves in the state beside the optimizers' work."""
         self.state = finished_state(self, step, rows)
         if self.state.ref_params is not None:  # it may have moved
-            self.load_reference()
+            self.load_reference(self.state.ref_params)
 
     def sync_weights(self, step: int) -> None:
         """Hand the parameters to the engine; they are version `step`."""
@@ -370,9 +370,9 @@ class Trainer:
         """The state of the checkpoint that the config points to, else that of the model folders."""
         return restore_or_init(self)
 
-    def load_reference(self) -> None:
-        """The reference, if a KL counts or the loss asks for its log-probs."""
-        self.ref_params = self.policy.reference(self.state.ref_params)
+    def load_reference(self, moved: Params | None = None) -> None:
+        """The reference, if a KL counts or the loss asks for its log-probs; see `Policy`."""
+        self.ref_params = self.policy.reference(moved)
 
     def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder, or its adapters as a PEFT folder."""
