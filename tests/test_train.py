@@ -1,6 +1,7 @@
 """Whole runs of the real trainer on a tiny model, eight host devices."""
 
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -13,7 +14,9 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jaxrl import config as cfg
+from jaxrl.batch_file import batch_path, load_batch
 from jaxrl.envs import Env
+from jaxrl.evaluate import evaluate_subject
 from jaxrl.models import RopeScaling
 from jaxrl.train import BasePPOExp, main, train
 from jaxrl.trainer import Trainer
@@ -127,6 +130,48 @@ def test_a_run_leaves_what_it_should(finished):
     ]
     assert int(trainer.state.step) == 4
     assert trainer.watch.recompiles == 0
+
+
+def test_a_checkpoint_evaluated_by_itself_scores_as_in_its_run(finished, tmp_path):
+    folder, _ = finished
+    subject = f"{folder}/checkpoints/global_step_4"
+    results = evaluate_subject(small(folder), subject, output=tmp_path / "out")
+    logged = {k: v for k, v in metric_lines(folder)[-1].items() if k.startswith("eval/")}
+    assert results["metrics"] == logged
+    dumped = folder / "exports/dumped_evals/global_step_4_evals/sort_digits.jsonl"
+    assert (tmp_path / "out/sort_digits.jsonl").read_text() == dumped.read_text()
+    assert (results["kind"], results["step"], results["policy_versions"]) == ("checkpoint", 4, [4])
+    written = json.loads((tmp_path / "out/results.json").read_text())
+    assert written == {k: v for k, v in results.items() if k != "folder"}
+
+
+def test_the_batches_of_a_run_can_be_read(finished):
+    folder, trainer = finished
+    batch = load_batch(batch_path(folder / "exports", 4))
+    line = metric_lines(folder)[-1]
+    assert batch.tokens.shape[0] == 16
+    assert batch.index.tolist() == [i for i in range(4) for _ in range(4)]
+    assert batch.rewards.sum(-1).mean() == pytest.approx(line["loss/avg_final_rewards"])
+    difference = np.abs(batch.old_log_probs - batch.rollout_log_probs)[batch.loss_mask > 0]
+    name = "policy/rollout_train_logprobs_abs_diff_max"
+    assert difference.max() == pytest.approx(line[name])
+    assert batch.advantages.shape == batch.ref_log_probs.shape == batch.tokens.shape
+
+
+def test_a_checkpoint_of_another_model_or_a_damaged_one_is_not_evaluated(finished, tmp_path):
+    folder, _ = finished
+    source = folder / "checkpoints/global_step_4"
+    other = {"trainer.policy.model_config_kwargs": {"rope_theta": 77.0}}
+    with pytest.raises(ValueError, match=r"of another model; .*rope_theta.*config of its run"):
+        evaluate_subject(small(folder, **other), str(source), output=tmp_path / "out")
+    copy = tmp_path / "global_step_4"
+    shutil.copytree(source, copy)
+    (meta,) = (p for p in (copy / "meta").rglob("*") if "checksums" in p.read_text())
+    saved = json.loads(meta.read_text())
+    saved["checksums"][next(k for k in saved["checksums"] if k.startswith(".params"))] += 1
+    meta.write_text(json.dumps(saved))
+    with pytest.raises(ValueError, match=r"damaged .*values of \[.*params"):
+        evaluate_subject(small(folder), str(copy), output=tmp_path / "out")
 
 
 def test_sampler_and_trainer_agree_at_every_step(finished):

@@ -1,5 +1,6 @@
 """The engine over HTTP, against servers with real engines: each sample comes once, whole."""
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -13,6 +14,7 @@ from jaxrl.rollout.http_client import RemoteOptions
 from jaxrl.rollout.probe import Probe, WeightMismatch, make_score
 from jaxrl.rollout.protocol import Request, Sampling
 from jaxrl.rollout.remote import RemoteEngine, RemoteEngineError
+from jaxrl.rollout.served import ServedEngine
 from jaxrl.rollout.weight_folder import WeightFolder
 from tests.rollout.http_servers import FakeServer, engine_of
 from tests.rollout.test_native import LLAMA, flat, random_params
@@ -281,3 +283,22 @@ def test_a_server_that_lacks_the_update_call_is_named(world):
     server.faults["/collective_rpc"] = deque([404])
     with pytest.raises(RemoteEngineError, match=r"does not take the weights of .*version-7.*404"):
         engine.update_weights(NEW, 7)
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "native"])
+def test_servers_that_keep_their_weights_are_only_asked(world, dialect):
+    _, servers = world(2, dialect=dialect, updated=False)
+    inside = engine_of(LLAMA, 9)
+    inside.update_weights(OLD, -1)
+    same = [sample.tokens for sample in flat(inside.generate([request()]))]
+    urls = [server.url for server in servers]
+    with contextlib.closing(ServedEngine(urls, dialect, QUICK)) as engine:
+        assert [sample.tokens for sample in flat(engine.generate([request()]))] == same
+        with pytest.raises(RuntimeError, match="keep their own weights"):
+            engine.update_weights(NEW, 1)
+        servers[0].kill()
+        assert [sample.tokens for sample in flat(engine.generate([request()]))] == same
+    for server in servers:
+        assert not server.calls["/update_weights"] + server.calls["/collective_rpc"]
+    with pytest.raises(ConnectionError, match=f"{servers[0].url} does not answer as a {dialect}"):
+        ServedEngine(urls, dialect, QUICK)
