@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl.config import TrainConfig, in_process, validate
+from jaxrl.config import TrainConfig, in_process, sends_adapters, validate
 from jaxrl.config.rollouts import server_urls
 
 MODEL = {"trainer.policy.model.path": "m"}
@@ -66,8 +66,38 @@ def test_engines_in_other_processes(engine, urls):
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: is for backend='vllm'"),
         ({"backend": "vllm", "mask": 4}, "keep_sampling_mask=True: is not sent over HTTP"),
         ({"probe_bound": 0.0}, "probe_bound=0.0: must be positive"),
+        ({"http_endpoint_port": 70000}, r"http_endpoint_port=70000: must be 0 \(any\) to 65535"),
     ],
 )
 def test_impossible_combinations_are_refused(engine, message):
     with pytest.raises(ValueError, match=message):
         validate(config_of(**engine), 8)
+
+
+LORA = {
+    "trainer.policy.model.lora.rank": 4,
+    "trainer.policy.model.lora.lora_sync_path": "/shared/adapters",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "adapters"),
+    [
+        ({}, True),
+        ({"trainer.policy.model.lora.rank": 0}, False),
+        ({"trainer.policy.model.lora.lora_sync_path": None}, False),
+    ],
+)
+def test_adapters_alone_go_to_vllm(changes, adapters):
+    engine = {"generator.inference_engine.backend": "vllm"}
+    config = TrainConfig.from_cli_overrides({**MODEL, **DATA, **engine, **LORA, **changes})
+    validate(config, 8)
+    assert sends_adapters(config) is adapters
+
+
+def test_a_folder_for_adapters_that_nobody_reads_is_warned_of():
+    config = TrainConfig.from_cli_overrides({**MODEL, **DATA, **LORA})
+    said = "lora_sync_path='/shared/adapters' has no effect with .*backend='native'.*set it to None"
+    with pytest.warns(UserWarning, match=said):
+        validate(config, 8)
+    assert not sends_adapters(config)

@@ -1,5 +1,6 @@
 """Adapters over HTTP: servers keep the base, and get nothing but a PEFT folder after an update."""
 
+import dataclasses
 import json
 import threading
 from collections import deque
@@ -80,7 +81,7 @@ def world(tmp_path):
             probe=Probe(SCORE, LLAMA.vocab_size, 1e-3),
             hosts=hosts,
             proxy_url=routers[0].url if router else None,
-            options=QUICK,
+            options=dataclasses.replace(QUICK, attempts=40),
         )
         things.extend([engine.close, *(server.kill for server in servers)])
         things.extend(router.end for router in routers)
