@@ -184,7 +184,9 @@ def test_the_only_planned_fields_are_of_later_axes_hosts_asynchrony_and_environm
 def test_every_status_row_covers_a_field():
     keys = {*SEED, *OUR_FIELDS, "generator.eval_sampling_params"}
     keys |= {
-        f"trainer.{role}.fsdp_config.mixed_precision.param_dtype" for role in ("policy", "ref")
+        f"trainer.{role}.fsdp_config.mixed_precision.{part}_dtype"
+        for role in ("policy", "ref")
+        for part in ("param", "reduce", "buffer")
     }
     keys |= {f"trainer.ref.mesh.{axis}" for axis in ("data", "fsdp", "tensor", "context", "expert")}
     for row in TABLE:
