@@ -43,7 +43,8 @@ ROWS = (
     implemented(
         "trainer.policy.optimizer_config",
         "offload_after_step",
-        "also between the minibatches of a step; no effect without pinned_host memory",
+        "off: two transfers an update, wasted where the memory suffices; also between the "
+        "minibatches of a step; no effect without pinned_host memory",
         skyrl_default=True,
     ),
     planned(
