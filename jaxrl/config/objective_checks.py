@@ -320,6 +320,11 @@ def _odd_kl(algorithm: AlgorithmConfig) -> list[str]:
         odd.append("kl_ctrl.type='adaptive' has no effect without use_kl_in_reward")
     if algorithm.use_kl_in_reward and algorithm.kl_loss_coef == 0:
         odd.append("kl_loss_coef=0: use_kl_in_reward has no effect")
+    if kl_in_reward(algorithm) and algorithm.kl_estimator_type == "k3":
+        odd.append(
+            "kl_estimator_type='k3': as a reward its gradient is that of KL(policy | reference) - "
+            "KL(reference | policy), which does not hold the KL down; set 'k1'"
+        )
     if kl_in_reward(algorithm) and algorithm.advantage_estimator == "maxrl":
         odd.append("advantage_estimator='maxrl' divides by the mean reward, made for 0 and 1")
     return odd

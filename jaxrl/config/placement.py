@@ -47,13 +47,13 @@ def check_placement(config: "TrainConfig", num_devices: int) -> DeviceShares:
         ValueError: names the field, its value and the fix.
     """
     placement, shares = config.trainer.placement, device_shares(config, num_devices)
-    if shares.policy == range(num_devices):
+    apart = _engine_is_apart(config)
+    if placement.colocate_policy_ref and not apart:
         return shares
     counts = {"policy": placement.policy_num_gpus_per_node}
     if not placement.colocate_policy_ref:
         counts["ref"] = placement.ref_num_gpus_per_node
     said = " + ".join(f"{role}_num_gpus_per_node={n}" for role, n in counts.items())
-    apart = _engine_is_apart(config)
     field = "colocate_all" if apart else "colocate_policy_ref"
     for role, number in counts.items():
         if number < 1:

@@ -211,6 +211,10 @@ ODD = [
         "'maxrl' divides by the mean reward",
     ),
     (
+        {"use_kl_loss": False, "use_kl_in_reward": True},
+        r"kl_estimator_type='k3': as a reward its gradient is .*; set 'k1'",
+    ),
+    (
         {"advantage_batch_normalize": True, "advantage_estimator": "reinforce++"},
         r"advantage_batch_normalize=True: 'reinforce\+\+' normalises over the batch itself",
     ),
@@ -248,7 +252,12 @@ COHERENT = [
     },
     # masks count nothing twice
     {"policy_loss_type": "rollout_is", f"{CORRECTION}.sequence_mask_metric": "product"},
-    {"use_kl_loss": False, "use_kl_in_reward": True, "kl_ctrl.type": "adaptive"},
+    {
+        "use_kl_loss": False,
+        "use_kl_in_reward": True,
+        "kl_estimator_type": "k1",
+        "kl_ctrl.type": "adaptive",
+    },
     {"dynamic_sampling.type": "filter", "zero_variance_filter": True},
     {"overlong_buffer": {"len": 256}, "advantage_batch_normalize": True},
     {"loss_reduction": "prompt_mean", "advantage_estimator": "dr_grpo"},

@@ -9,8 +9,10 @@ from jaxrl.rollout.generator import generate_now
 from jaxrl.rollout.protocol import Sampling
 from jaxrl.rollout.reward_terms import RewardTermError, RewardTerms
 from jaxrl.rollout.step_wise import merge_steps
+from jaxrl.train import BasePPOExp
 from tests.rollout.scripted import ScriptedEngine, TalkingEnv, make_prompt
 from tests.rollout.test_multi_turn import END, TOKENIZER, by_turn, row
+from tests.test_train import small
 
 HERE = __name__
 
@@ -149,3 +151,16 @@ def test_the_config_is_checked_before_the_run(field, value, message):
     setattr(config.environment, field, value)
     with pytest.raises(ValueError, match=message):
         validate(config)
+
+
+def test_a_run_hands_weights_and_functions_to_its_generator(tmp_path):
+    settings = {"reward_weights": "{environment: 1, brevity: 0.5}"}
+    settings |= {"reward_functions": f"['{HERE}:brevity']"}
+    overrides = [f"environment.{name}={value}" for name, value in settings.items()]
+    environment = TrainConfig.from_cli_overrides(overrides).environment
+    config = small(tmp_path)
+    config.environment.reward_weights = environment.reward_weights
+    config.environment.reward_functions = environment.reward_functions
+    terms = BasePPOExp(config).get_generator(ScriptedEngine(None), TOKENIZER).reward_terms
+    assert terms.weights == {"environment": 1.0, "brevity": 0.5}
+    assert terms.functions == {"brevity": brevity}

@@ -5,7 +5,12 @@ from jaxrl.config.field_status.row import LATER, NEW, implemented, inert, mapped
 _ENGINE = "generator.inference_engine"
 
 ROWS = (
-    implemented(_ENGINE, "backend", skyrl_default="vllm"),
+    implemented(
+        _ENGINE,
+        "backend",
+        "native: in this process, the trainer's layer functions and its weights",
+        skyrl_default="vllm",
+    ),
     implemented(
         _ENGINE, "model_dtype", "the trainer's, for equal log-probs", skyrl_default="bfloat16"
     ),
@@ -20,7 +25,8 @@ ROWS = (
     implemented(
         _ENGINE,
         "enable_prefix_caching",
-        "between requests; the samples of a prompt always share its prefill",
+        "off: a resumed run would not be bit-identical; between requests, as the samples of a "
+        "prompt always share its prefill",
         skyrl_default=True,
     ),
     mapped(_ENGINE, "enable_chunked_prefill", "always on", skyrl_default=True),

@@ -51,7 +51,8 @@ ROWS = (
             implemented(
                 f"{role}.optimizer_config",
                 "offload_after_step",
-                "also between the minibatches of a step; no effect without pinned_host memory",
+                "off: two transfers an update, wasted where the memory suffices; also between the "
+                "minibatches of a step; no effect without pinned_host memory",
                 skyrl_default=True,
             ),
             implemented(

@@ -66,7 +66,7 @@ ROWS = (
     implemented(
         "trainer",
         "flash_attn",
-        "an error where the backend's kernel cannot run the model; plain attention on CPUs",
+        "off: an error where the backend's kernel cannot run the model; plain attention on CPUs",
         skyrl_default=True,
     ),
     implemented("trainer", "remat_policy", NEW, skyrl_only=False),
