@@ -188,7 +188,7 @@ def test_a_broken_run_raises_its_alarm_within_20_steps(tmp_path, name):
         if "environment.env_class" in BROKEN[name]
         else ["jaxrl.envs.sort_digits:prompts(size=64, seed=0)"],
         "data.val_data": [],
-        "trainer.epochs": 2,
+        "trainer.epochs": 3,
         "trainer.max_training_steps": 20,
         "trainer.train_batch_size": 8,
         "trainer.policy_mini_batch_size": 4,
