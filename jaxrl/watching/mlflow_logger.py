@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 asks for it; before its import
-from mlflow import MlflowClient  # noqa: E402
-from mlflow.entities import Metric, Param  # noqa: E402
+from mlflow import MlflowClient  # noqa: E402  # pyright: ignore[reportMissingImports]
+from mlflow.entities import Metric, Param  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 from jaxrl.watching.loggers import RunInfo  # noqa: E402
 

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 
-import wandb
+import wandb  # pyright: ignore[reportMissingImports]
 from tqdm import tqdm
 
 from jaxrl.watching.loggers import CLOSE_SECONDS, RunInfo

@@ -1,6 +1,7 @@
 """The rules of the alarms on made-up histories, and runs that are broken on purpose."""
 
 import math
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
@@ -187,7 +188,7 @@ def test_a_broken_run_raises_its_alarm_within_20_steps(tmp_path, name):
         if "environment.env_class" in BROKEN[name]
         else ["jaxrl.envs.sort_digits:prompts(size=64, seed=0)"],
         "data.val_data": [],
-        "trainer.epochs": 2,
+        "trainer.epochs": 3,
         "trainer.max_training_steps": 20,
         "trainer.train_batch_size": 8,
         "trainer.policy_mini_batch_size": 4,
@@ -217,3 +218,11 @@ def test_a_healthy_run_raises_none_in_300_steps(tmp_path):
     BasePPOExp(cfg.apply_overrides(cfg.load_config_file(QUICKSTART), settings)).run()
     assert len(read_lines(tmp_path / "quickstart" / "metrics.jsonl")) == 301
     assert alarms_of(tmp_path) == set()
+
+
+def test_the_documentation_has_every_rule_and_its_threshold():
+    page = (Path(__file__).parents[2] / "docs" / "watching.md").read_text()
+    rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
+    for name, rule in RULES.items():
+        assert f" {rule.threshold:g} " in rows[name], name
+        assert ("below" if rule.below else "above") in rows[name], name
