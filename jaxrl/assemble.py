@@ -12,7 +12,9 @@ import optax
 
 from jaxrl import config as cfg
 from jaxrl.config.microbatching import forward_microbatching, update_microbatching
+from jaxrl.config.needs import needs_reference
 from jaxrl.forward import log_probs_and_entropy
+from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.attention import choose_kernel
 from jaxrl.models.lora import LoraConfig
@@ -21,6 +23,7 @@ from jaxrl.offload import host_shardings
 from jaxrl.optim import abstract_state, make_apply, make_optimizer, make_schedule
 from jaxrl.parallel import Placement, batch_sharding, make_mesh, param_shardings, replicated
 from jaxrl.parallel.rules import batch_devices
+from jaxrl.policy import Policy
 from jaxrl.scorer import Scorer
 from jaxrl.types import TrainState
 from jaxrl.update import Updater
@@ -90,14 +93,47 @@ def place_model(
     return placement
 
 
+def reference_model(
+    trainer: cfg.TrainerConfig, model: TransformerConfig | AdaptedModel
+) -> TransformerConfig | AdaptedModel:
+    """The architecture of the reference: the policy's, or that of its own path (a teacher)."""
+    path = trainer.ref.model.path
+    if path == trainer.policy.model.path or isinstance(model, AdaptedModel):
+        return model
+    if path is None or not needs_reference(trainer.algorithm):
+        return model
+    return hf.load_config(path, cfg.model_overrides(trainer, trainer.ref))
+
+
 def place_reference(
     trainer: cfg.TrainerConfig, model: TransformerConfig | AdaptedModel, policy: Placement
 ) -> Placement:
-    """The policy's placement, or that of `trainer.ref.mesh` on the same devices."""
+    """The policy's placement, or that of `trainer.ref.mesh` on the same devices.
+
+    Args:
+        model: architecture of the reference.
+    """
     if trainer.ref.mesh is None:
         return policy
     mesh = make_mesh(devices=list(policy.mesh.devices.flat), **dataclasses.asdict(trainer.ref.mesh))
     return place_model(trainer, model, mesh, "ref")
+
+
+def assemble_policy(
+    config: cfg.TrainConfig, model: TransformerConfig | AdaptedModel, mesh: jax.sharding.Mesh
+) -> tuple[Policy, Scorer, Scorer]:
+    """The weights of a run, the policy's forward pass, and that of the reference.
+
+    The two passes are one where architecture and placement are the same.
+    """
+    trainer = config.trainer
+    placement, ref_model = place_model(trainer, model, mesh), reference_model(trainer, model)
+    ref_placement = place_reference(trainer, ref_model, placement)
+    policy = Policy(trainer, model, placement, ref_model, ref_placement)
+    scorer = ref_scorer = make_scorer(config, model, placement)
+    if ref_placement is not placement or ref_model != model:
+        ref_scorer = make_scorer(config, ref_model, ref_placement)
+    return policy, scorer, ref_scorer
 
 
 def make_scorer(

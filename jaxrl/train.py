@@ -16,8 +16,9 @@ from jaxrl import config as cfg
 from jaxrl.assemble import DTYPES
 from jaxrl.checkpoint import CheckpointError
 from jaxrl.compilation import enable_cache
+from jaxrl.config.needs import needs_reference
 from jaxrl.data.prompts import load_prompts
-from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.data.tokenizer import check_vocabulary, load_tokenizer
 from jaxrl.engines import native_engine
 from jaxrl.jetstream_backend import jetstream_engine
 from jaxrl.models import hf
@@ -144,6 +145,9 @@ class BasePPOExp:
         self.tokenizer = tokenizer = load_tokenizer(
             path, template.name_or_path if template.source == "file" else None
         )
+        ref_path = config.trainer.ref.model.path or path
+        if ref_path != path and needs_reference(config.trainer.algorithm):
+            check_vocabulary(tokenizer, ref_path)
         mesh = make_mesh(**dataclasses.asdict(config.trainer.policy.mesh))
 
         def load(sources: Sequence[str]) -> list[Prompt]:

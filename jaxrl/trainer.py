@@ -17,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrl import config as cfg
-from jaxrl.assemble import assemble_update, make_scorer, place_model, place_reference
+from jaxrl.assemble import assemble_policy, assemble_update
 from jaxrl.checkpoint import Checkpointer, resume
 from jaxrl.compilation import CompilationWatch
 from jaxrl.config.needs import kl_in_reward, needs_old_log_probs
@@ -41,7 +41,6 @@ from jaxrl.objective import step_metrics
 from jaxrl.offload import on_device
 from jaxrl.optim import init_state
 from jaxrl.parallel import replicated
-from jaxrl.policy import Policy
 from jaxrl.registry import source_hashes
 from jaxrl.rewards import advantages_of, make_estimate, next_kl_coef, penalize_kl, shape_rewards
 from jaxrl.rollout.conversation import generator_input, sampling_of
@@ -100,12 +99,10 @@ class Trainer:
     def _build(self) -> None:
         """Everything that is compiled or placed once."""
         trainer = self.config.trainer
-        placement = place_model(trainer, self.model, self.mesh)
-        ref_placement = place_reference(trainer, self.model, placement)
-        self.policy = Policy(trainer, self.model, placement, ref_placement)
-        self.scorer = self.ref_scorer = make_scorer(self.config, self.model, placement)
-        if ref_placement is not placement:
-            self.ref_scorer = make_scorer(self.config, self.model, ref_placement)
+        self.policy, self.scorer, self.ref_scorer = assemble_policy(
+            self.config, self.model, self.mesh
+        )
+        placement = self.policy.placement
         self.optimizer, self.like, self.updater = assemble_update(
             self.config, self.scorer, placement, self.total_steps, self.policy.trained
         )

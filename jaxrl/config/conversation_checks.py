@@ -5,7 +5,7 @@ from typing import Any
 from jaxrl.config.errors import fail
 from jaxrl.config.train_config import TrainConfig
 
-_EVERY_TOKEN_COUNTS = ("gae", "reinforce++", "grpo_token")
+_EVERY_TOKEN_COUNTS = ("gae", "reinforce++", "grpo_token", "on_policy_distillation")
 
 
 def check_conversations(config: TrainConfig) -> None:

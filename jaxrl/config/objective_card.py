@@ -131,9 +131,7 @@ def _batch(config: TrainConfig, num_devices: int) -> list[str]:
     ]
 
 
-def microbatch_lines(
-    config: TrainConfig, rows: int, num_devices: int, longest: int
-) -> list[str]:
+def microbatch_lines(config: TrainConfig, rows: int, num_devices: int, longest: int) -> list[str]:
     """How a minibatch of so many rows of at most `longest` tokens is cut."""
     groups = batch_groups(config, num_devices)
     settings = update_microbatching(config, groups)

@@ -75,6 +75,7 @@ OUR_FIELDS = {
             "api_token_env",
         )
     ),
+    *(f"sft.{field.name}" for field in dataclasses.fields(jaxrl.config.SFTConfig)),
     *(f"serve.{field.name}" for field in dataclasses.fields(jaxrl.config.ServeConfig)),
     "generator.sampling_params.keep_sampling_mask",
     "generator.eval_sampling_params.keep_sampling_mask",
@@ -114,8 +115,8 @@ class MyGeneratorConfig(GeneratorConfig):
     my_flag: bool = False
 
 
-def test_there_are_the_34_dataclasses_of_the_reference_and_four_more():
-    ours = {"DPPOConfig", "OverlongBufferConfig", "MeshConfig", "ServeConfig"}
+def test_there_are_the_34_dataclasses_of_the_reference_and_five_more():
+    ours = {"DPPOConfig", "OverlongBufferConfig", "MeshConfig", "ServeConfig", "SFTConfig"}
     assert len(set(CLASSES)) == 34 + len(ours)
     assert SkyRLTrainConfig is TrainConfig
 
