@@ -35,7 +35,7 @@ def get_config():
     trainer.eval_batch_size = 640
     trainer.ckpt_interval = 50
     trainer.max_ckpts_to_keep = 1
-    trainer.hf_save_interval = 250
+    trainer.hf_save_interval = 50
     trainer.log_path = "runs"
     trainer.ckpt_path = "runs/sft_addition/checkpoints"
     trainer.export_path = "runs/sft_addition/exports"

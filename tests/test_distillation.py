@@ -53,45 +53,50 @@ def test_a_teacher_with_another_vocabulary_is_refused(tmp_path):
         BasePPOExp(config).build()
 
 
-@pytest.mark.slow  # two runs
+@pytest.mark.slow  # three runs
 def test_the_student_approaches_a_teacher_of_another_architecture(tmp_path):
     rows = [
         {**row, "completion": row["reward_spec"]["ground_truth"]} for row in prompts(640, length=3)
     ]
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = {
-        "data.train_data": [str(data)],
-        "data.val_data": [],
-        "trainer.epochs": 6,
-        "trainer.train_batch_size": 32,
-        "trainer.micro_train_batch_size_per_gpu": 4,
-        "trainer.ckpt_interval": -1,
-        "trainer.hf_save_interval": 120,
-        "trainer.policy.model_config_kwargs": {"num_hidden_layers": 1},
-    }
-    sft(test_sft.small(tmp_path / "teacher", **settings))
-    teacher = str(tmp_path / "teacher/exports/global_step_120/policy")
+
+    def finetuned(name, steps, **settings):
+        settings |= {
+            "data.train_data": [str(data)],
+            "data.val_data": [],
+            "trainer.epochs": 6,
+            "trainer.max_training_steps": steps,
+            "trainer.train_batch_size": 32,
+            "trainer.micro_train_batch_size_per_gpu": 4,
+            "trainer.ckpt_interval": -1,
+            "trainer.hf_save_interval": steps,
+        }
+        sft(test_sft.small(tmp_path / name, **settings))
+        return str(tmp_path / name / f"exports/global_step_{steps}/policy")
+
+    one_layer = {"trainer.policy.model_config_kwargs": {"num_hidden_layers": 1}}
+    teacher, student = finetuned("teacher", 120, **one_layer), finetuned("student", 30)
     settings = {
         "data.train_data": ["jaxrl.envs.sort_digits:prompts(size=640, length=3)"],
+        "trainer.policy.model.path": student,
+        "trainer.policy.model.random_init": False,
         "trainer.ref.model.path": teacher,
         "trainer.max_training_steps": 40,
-        "trainer.train_batch_size": 16,
-        "trainer.policy_mini_batch_size": 16,
-        "trainer.micro_train_batch_size_per_gpu": 8,
-        "trainer.micro_forward_batch_size_per_gpu": 8,
+        "trainer.train_batch_size": 32,
+        "trainer.policy_mini_batch_size": 32,
+        "trainer.micro_train_batch_size_per_gpu": 16,
+        "trainer.micro_forward_batch_size_per_gpu": 16,
         **dict.fromkeys(("trainer.eval_interval", "trainer.ckpt_interval"), -1),
         "trainer.hf_save_interval": -1,
     }
-    trainer = train(small(tmp_path / "student", **DISTILL, **settings))
-    assert trainer.policy.ref_model.num_layers == 1
-    assert hf.load_config(teacher).num_layers == 1
+    trainer = train(small(tmp_path / "distilled", **DISTILL, **settings))
+    assert hf.load_config(teacher).num_layers == trainer.policy.ref_model.num_layers == 1
     assert trainer.policy.model.num_layers == 2
-    lines = metric_lines(tmp_path / "student")
-    # minus the reverse KL per token, by its estimate on 64 samples of a step
+    lines = metric_lines(tmp_path / "distilled")
+    # minus the reverse KL per token, by its estimate on the 128 samples of a step
     kl = [-line["loss/avg_raw_advantages"] for line in lines]
-    assert kl[0] > 1
-    assert sum(kl[-5:]) / 5 < kl[0] / 2
+    assert sum(kl[-5:]) < sum(kl[:5]) / 2
     # no reward was given for it
     reward = [line["reward/avg_raw_reward"] for line in lines]
-    assert sum(reward[-5:]) > 1.5 * sum(reward[:5])
+    assert sum(reward[-5:]) > sum(reward[:5])
