@@ -1,4 +1,4 @@
-r"""GRPO (arXiv:2402.03300) on sums of two numbers of two digits, where supervised fine-tuning ended.
+r"""GRPO (arXiv:2402.03300) on sums of two numbers of two digits, from where fine-tuning ended.
 
     python -m jaxrl.sft --config=configs/sft_addition.py
     python -m jaxrl.train --config=configs/addition_grpo.py
@@ -8,7 +8,6 @@ there is nothing to learn from. docs/sft.md has the curves. The optimizer is a f
 fraction of the supervised learning rate.
 """
 
-from pathlib import Path
 
 from jaxrl.config import default_config
 
@@ -20,7 +19,7 @@ def get_config():
 
     trainer = config.trainer
     trainer.run_name = "addition_grpo"
-    trainer.policy.model.path = "runs/sft_addition/exports/global_step_150/policy"
+    trainer.policy.model.path = "runs/sft_addition/exports/global_step_250/policy"
     optimizer = trainer.policy.optimizer_config
     optimizer.lr, optimizer.num_warmup_steps = 3e-4, 10
     optimizer.weight_decay = 0.0
@@ -28,7 +27,7 @@ def get_config():
     trainer.gradient_checkpointing = False
 
     trainer.epochs = 10
-    trainer.max_training_steps = 200
+    trainer.max_training_steps = 150
     trainer.train_batch_size = 32
     trainer.policy_mini_batch_size = 32
     trainer.micro_train_batch_size_per_gpu = 512

@@ -22,20 +22,20 @@ def get_config():
     trainer.policy.model.path = str(Path(__file__).parent / "tiny_char_model")
     trainer.policy.model.random_init = True
     optimizer = trainer.policy.optimizer_config
-    optimizer.lr, optimizer.num_warmup_steps = 2e-3, 20
+    optimizer.lr, optimizer.num_warmup_steps = 3e-3, 20
     optimizer.weight_decay = 0.0
     trainer.gradient_checkpointing = False
 
-    trainer.epochs = 10
-    trainer.max_training_steps = 150
-    trainer.train_batch_size = 128
-    trainer.micro_train_batch_size_per_gpu = 128
+    trainer.epochs = 21
+    trainer.max_training_steps = 250
+    trainer.train_batch_size = 512
+    trainer.micro_train_batch_size_per_gpu = 512
     trainer.micro_forward_batch_size_per_gpu = 640
     trainer.eval_interval = 50
     trainer.eval_batch_size = 640
     trainer.ckpt_interval = 50
     trainer.max_ckpts_to_keep = 1
-    trainer.hf_save_interval = 150
+    trainer.hf_save_interval = 50
     trainer.log_path = "runs"
     trainer.ckpt_path = "runs/sft_addition/checkpoints"
     trainer.export_path = "runs/sft_addition/exports"

@@ -13,7 +13,9 @@ import optax
 
 from jaxrl import config as cfg
 from jaxrl.config.microbatching import forward_microbatching, update_microbatching
+from jaxrl.config.needs import needs_reference
 from jaxrl.forward import log_probs_and_entropy, state_values
+from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.attention import choose_kernel
 from jaxrl.models.lora import LoraConfig
@@ -30,6 +32,7 @@ from jaxrl.optim import (
 )
 from jaxrl.parallel import Placement, batch_sharding, make_mesh, param_shardings, replicated
 from jaxrl.parallel.rules import batch_devices
+from jaxrl.policy import Policy
 from jaxrl.scorer import Scorer
 from jaxrl.types import CriticState, TrainState
 from jaxrl.update import Updater
@@ -104,6 +107,28 @@ def place_model(
     return placement
 
 
+def reference_model(
+    trainer: cfg.TrainerConfig, model: TransformerConfig | AdaptedModel
+) -> TransformerConfig | AdaptedModel:
+    """The architecture of the reference: the policy's, or that of its own path (a teacher).
+
+    Raises:
+        ValueError: the policy's weights are to become those of a reference of another architecture.
+    """
+    ref = trainer.ref.model
+    if ref.path in (None, trainer.policy.model.path) or isinstance(model, AdaptedModel):
+        return model
+    if ref.lora.rank or not needs_reference(trainer.algorithm):  # adapters of the policy's model
+        return model
+    found = hf.load_config(ref.path, cfg.model_overrides(trainer, trainer.ref))
+    if trainer.update_ref_every_epoch and found != model:
+        raise ValueError(
+            f"trainer.update_ref_every_epoch=True: trainer.ref.model.path={ref.path!r} is of "
+            "another architecture than the policy; set it to False"
+        )
+    return found
+
+
 def place_beside(
     role: str,
     trainer: cfg.TrainerConfig,
@@ -124,6 +149,32 @@ def place_beside(
     given = list(policy.mesh.devices.flat) if devices is None else devices
     mesh = make_mesh(devices=given, **dataclasses.asdict(sizes))
     return place_model(trainer, model, mesh, role)
+
+
+def _ref_devices(config: cfg.TrainConfig) -> list[Any] | None:
+    """Those of a reference that has its own."""
+    if config.trainer.placement.colocate_policy_ref:
+        return None
+    devices = jax.devices()
+    return [devices[i] for i in cfg.device_shares(config, len(devices)).ref]
+
+
+def assemble_policy(
+    config: cfg.TrainConfig, model: TransformerConfig | AdaptedModel, mesh: jax.sharding.Mesh
+) -> tuple[Policy, Scorer, Scorer]:
+    """The weights of a run, the policy's forward pass, and that of the reference.
+
+    The two passes are one where architecture, placement and precision are the same.
+    """
+    trainer = config.trainer
+    placement, ref_model = place_model(trainer, model, mesh), reference_model(trainer, model)
+    ref_placement = place_beside("ref", trainer, ref_model, placement, _ref_devices(config))
+    policy = Policy(trainer, model, placement, ref_model, ref_placement)
+    scorer = ref_scorer = make_scorer(config, model, placement)
+    dtypes = {cfg.compute_dtype(trainer, role) for role in ("policy", "ref")}
+    if ref_placement is not placement or ref_model != model or len(dtypes) > 1:
+        ref_scorer = make_scorer(config, ref_model, ref_placement, "ref")
+    return policy, scorer, ref_scorer
 
 
 def make_scorer(

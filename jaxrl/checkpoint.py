@@ -69,13 +69,12 @@ class Checkpointer:
     # ---------------------------------------------------------------- save
 
     def save(self, step: int, state: TrainState, meta: dict[str, Any]) -> str:
-        """Start to write the state after `step` finished steps; it may be donated at once.
+        """Start to write the state after `step` finished steps, and say where.
+
+        The state may be donated at once.
 
         Args:
             meta: JSON, what the arrays cannot say: "model", "config", "functions".
-
-        Returns:
-            The folder that it will be.
 
         Raises:
             RuntimeError: this save, or the one before, which ended in the meantime, failed.

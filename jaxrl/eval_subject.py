@@ -129,7 +129,7 @@ def load_weights(
         CheckpointError: the checkpoint is damaged, or of another model.
         ValueError, OSError: a folder is not what it should be.
     """
-    policy = Policy(trainer, model, placement, placement)
+    policy = Policy(trainer, model, placement, model, placement)
     described = policy.describe()  # reads the base, if there are adapters
     if subject.kind == "checkpoint":
         shapes = abstract_params(policy.trained)

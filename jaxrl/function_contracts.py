@@ -23,7 +23,10 @@ BATCH_FIELDS = (
 )
 LOSS_KEYWORDS = (*BATCH_FIELDS, "group_ids", "entropy", "key", "rollout_logprobs")
 # What an estimator is called with, all by keyword; the settings are hyperparameters of its config.
-ESTIMATOR_DATA = ("token_level_rewards", "response_mask", "index", "loss_mask", "values", "config")
+ESTIMATOR_DATA = (
+    *("token_level_rewards", "response_mask", "index", "loss_mask", "values", "config"),
+    *("old_log_probs", "ref_log_probs"),
+)
 ESTIMATOR_SETTINGS = ("grpo_norm_by_std", "gamma", "lambd")
 # What a reward function is called with, after every turn, all by keyword: the text, its tokens'
 # texts, whether an end-of-sequence token ended it, the number of the turn (from 1), whether it is

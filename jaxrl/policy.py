@@ -37,8 +37,8 @@ class Policy:
 
     Args:
         trainer: the TrainerConfig.
-        model: architecture.
-        placement, ref_placement: of the parameters of policy and reference.
+        model, ref_model: architecture of policy and reference.
+        placement, ref_placement: of their parameters.
 
     Raises:
         ValueError: adapters for a flax module, or for matrices that the model does not have; a
@@ -50,14 +50,15 @@ class Policy:
         trainer: cfg.TrainerConfig,
         model: TransformerConfig | AdaptedModel,
         placement: Placement,
+        ref_model: TransformerConfig | AdaptedModel,
         ref_placement: Placement,
     ) -> None:
-        self.trainer, self.model = trainer, model
+        self.trainer, self.model, self.ref_model = trainer, model, ref_model
         self.placement, self.ref_placement = placement, ref_placement
         self.lora = lora_config(trainer.policy.model.lora, model)
         self.trained = self.lora or model
         self.base: Params | None = None
-        self.ref_adapters = reference_adapters(trainer.ref.model, model)
+        self.ref_adapters = reference_adapters(trainer.ref.model, ref_model)
 
     def describe(self) -> dict[str, Any]:
         """What a checkpoint of this policy must agree with; reads the base, if there is one."""
@@ -164,16 +165,17 @@ class Policy:
     def _load(self, name: str, placement: Placement) -> Params:
         """From the folder of policy or ref, or random; into host memory where it asks for that."""
         role = getattr(self.trainer, name)
-        shardings = _shardings(placement, self.model)
+        model = self.ref_model if name == "ref" else self.model
+        shardings = _shardings(placement, model)
         if role.fsdp_config.cpu_offload:
             shardings = host_shardings(shardings, f"trainer.{name}.fsdp_config.cpu_offload")
-        if isinstance(self.model, AdaptedModel):
-            return init_params(self.model, self.trainer.seed, shardings)
+        if isinstance(model, AdaptedModel):
+            return init_params(model, self.trainer.seed, shardings)
         assert role.model.path is not None  # validated
         adapted, path = name == "ref" and self.ref_adapters, role.model.path
         params = hf.load_or_init(
             base_of_adapter(hf.local_folder(path)) if adapted else path,
-            self.model,
+            model,
             overrides=cfg.model_overrides(self.trainer, role),
             random_init=role.model.random_init,
             seed=self.trainer.seed,

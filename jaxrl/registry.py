@@ -58,6 +58,7 @@ class AdvantageEstimator(StrEnum):
     RLOO = "rloo"
     MAXRL = "maxrl"
     REINFORCE_PLUS_PLUS = "reinforce++"
+    ON_POLICY_DISTILLATION = "on_policy_distillation"
     GAE = "gae"
 
 

@@ -164,8 +164,8 @@ def advantages_of(
         "index": batch.index,
         "loss_mask": batch.loss_mask,
     }
-    if batch.values is not None:
-        arrays["values"] = batch.values
+    more = {name: getattr(batch, name) for name in ("values", "old_log_probs", "ref_log_probs")}
+    arrays |= {name: x for name, x in more.items() if x is not None}
     if batch.is_last_step is None:
         return jax.device_get(estimate(**arrays))
     arrays = {name: np.asarray(x)[batch.is_last_step] for name, x in arrays.items()}

@@ -19,7 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrl import config as cfg
-from jaxrl.assemble import assemble_update, make_scorer, place_model
+from jaxrl.assemble import assemble_policy, assemble_update
 from jaxrl.checkpoint import Checkpointer, CheckpointError, checksums, resume
 from jaxrl.compilation import CompilationWatch, enable_cache
 from jaxrl.data.conversations import Conversation, conversation_batch, load_conversations
@@ -35,7 +35,6 @@ from jaxrl.offload import on_device
 from jaxrl.optim import init_state
 from jaxrl.parallel import make_mesh, replicated
 from jaxrl.parallel.rules import batch_devices
-from jaxrl.policy import Policy
 from jaxrl.types import TrainBatch, TrainState
 from jaxrl.watching.run_logger import RunLogger
 
@@ -100,9 +99,8 @@ class SFTTrainer:
     def _build(self) -> None:
         """Everything that is compiled or placed once."""
         trainer = self.config.trainer
-        placement = place_model(trainer, self.model, self.mesh)
-        self.policy = Policy(trainer, self.model, placement, placement)
-        self.scorer = make_scorer(self.config, self.model, placement)
+        self.policy, self.scorer, _ = assemble_policy(self.config, self.model, self.mesh)
+        placement = self.policy.placement
         self.optimizer, self.like, self.updater = assemble_update(
             self.config, self.scorer, placement, self.total_steps, self.policy.trained
         )

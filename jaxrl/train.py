@@ -16,8 +16,9 @@ from jaxrl import config as cfg
 from jaxrl.assemble import DTYPES
 from jaxrl.checkpoint import CheckpointError
 from jaxrl.compilation import enable_cache
+from jaxrl.config.needs import needs_reference
 from jaxrl.data.prompts import load_prompts
-from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.data.tokenizer import check_vocabulary, load_tokenizer
 from jaxrl.engines import native_engine
 from jaxrl.jetstream_backend import jetstream_engine
 from jaxrl.models import hf
@@ -167,6 +168,9 @@ class BasePPOExp:
         config = self.config
         model = self.get_model()
         self.tokenizer = tokenizer = self.get_tokenizer()
+        ref_path, path = config.trainer.ref.model.path, config.trainer.policy.model.path
+        if ref_path not in (None, path) and needs_reference(config.trainer.algorithm):
+            check_vocabulary(tokenizer, ref_path)
         mesh, of_engine = _meshes(config)
         train_prompts = self.get_prompts(config.data.train_data)
         evaluates = config.trainer.eval_interval > 0

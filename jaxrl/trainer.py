@@ -17,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrl import config as cfg
-from jaxrl.assemble import assemble_update, make_scorer, place_beside, place_model
+from jaxrl.assemble import assemble_policy, assemble_update
 from jaxrl.batch_file import batch_path, dump_batch
 from jaxrl.checkpoint import Checkpointer
 from jaxrl.config.needs import has_critic, kl_in_reward, needs_old_log_probs
@@ -38,7 +38,6 @@ from jaxrl.models.adapter import AdaptedModel, check_packing
 from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.objective import step_metrics
 from jaxrl.offload import on_device
-from jaxrl.policy import Policy
 from jaxrl.registry import source_hashes
 from jaxrl.rewards import advantages_of, make_estimate, penalize_kl, shape_rewards
 from jaxrl.rollout.conversation import sampling_of
@@ -108,14 +107,10 @@ class Trainer:
     def _build(self) -> None:
         """Everything that is compiled or placed once."""
         trainer = self.config.trainer
-        placement = place_model(trainer, self.model, self.mesh)
-        ref_devices = self._ref_devices()
-        ref_placement = place_beside("ref", trainer, self.model, placement, ref_devices)
-        self.policy = Policy(trainer, self.model, placement, ref_placement)
-        self.scorer = self.ref_scorer = make_scorer(self.config, self.model, placement)
-        dtypes = {cfg.compute_dtype(trainer, role) for role in ("policy", "ref")}
-        if ref_placement is not placement or len(dtypes) > 1:
-            self.ref_scorer = make_scorer(self.config, self.model, ref_placement, "ref")
+        self.policy, self.scorer, self.ref_scorer = assemble_policy(
+            self.config, self.model, self.mesh
+        )
+        placement = self.policy.placement
         self.optimizer, self.like, self.updater = assemble_update(
             self.config, self.scorer, placement, self.total_steps, self.policy.trained
         )
@@ -133,13 +128,6 @@ class Trainer:
             "config": cfg.get_config_as_dict(self.config),
             "functions": source_hashes(trainer.algorithm),
         }
-
-    def _ref_devices(self) -> list[Any] | None:
-        """Those of a reference that has its own."""
-        if self.config.trainer.placement.colocate_policy_ref:
-            return None
-        devices = jax.devices()
-        return [devices[i] for i in cfg.device_shares(self.config, len(devices)).ref]
 
     @property
     def params(self) -> Params:

@@ -142,8 +142,8 @@ def test_a_reference_has_adapters_of_its_own(run, tmp_path):
         settings = {"model.path": str(path), "model.random_init": True, "model.lora.rank": rank}
         settings = {f"trainer.ref.{name}": value for name, value in settings.items()}
         config = cfg.resolve(lora_run(tmp_path, **settings)).trainer
-        places = trainer.policy.placement, trainer.policy.ref_placement
-        return Policy(config, trainer.model, *places).reference()
+        ours, theirs = trainer.policy.placement, trainer.policy.ref_placement
+        return Policy(config, trainer.model, ours, trainer.model, theirs).reference()
 
     expected = merge(trainer.params)
     for ours, theirs in zip(*map(jax.tree.leaves, (reference(path, 4), expected)), strict=True):

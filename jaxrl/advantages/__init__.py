@@ -10,6 +10,7 @@ from jaxrl.advantages.gae import gae
 from jaxrl.advantages.grpo import grpo
 from jaxrl.advantages.grpo_token import grpo_token
 from jaxrl.advantages.maxrl import maxrl
+from jaxrl.advantages.on_policy_distillation import on_policy_distillation
 from jaxrl.advantages.reinforce_plus_plus import reinforce_plus_plus
 from jaxrl.advantages.rloo import rloo
 
@@ -20,5 +21,6 @@ ESTIMATORS = {
     "rloo": rloo,  # arXiv:2402.14740
     "maxrl": maxrl,  # arXiv:2602.02710
     "reinforce++": reinforce_plus_plus,  # arXiv:2501.03262
+    "on_policy_distillation": on_policy_distillation,  # arXiv:2306.13649, needs a teacher
     "gae": gae,  # arXiv:1506.02438, needs a critic
 }

@@ -8,7 +8,7 @@ from jaxrl.config.train_config import TrainConfig
 from jaxrl.function_contracts import check_reward_signature
 from jaxrl.user_functions import import_function
 
-_EVERY_TOKEN_COUNTS = ("gae", "reinforce++", "grpo_token")
+_EVERY_TOKEN_COUNTS = ("gae", "reinforce++", "grpo_token", "on_policy_distillation")
 
 
 def check_conversations(config: TrainConfig) -> None:

@@ -15,6 +15,7 @@ from jaxrl.config.grpo_variants import GRPO_VARIANTS, GRPOVariant
 from jaxrl.config.needs import allowed_reductions, ratio_anchor
 from jaxrl.config.objective_checks import UNCORRECTED
 from jaxrl.data.selection import soft_overlong_punishment
+from jaxrl.function_contracts import ESTIMATOR_DATA
 from jaxrl.losses import BATCH_STATISTICS, LOSSES
 from jaxrl.losses.kl import adaptive_kl_coef, approximate_kl, penalized_rewards
 from jaxrl.losses.off_policy import off_policy_correction
@@ -166,12 +167,14 @@ def _estimator_facts(func: Callable[..., Any]) -> dict[str, str]:
     own = [
         f"`{p.name} = {defaults.get(p.name, p.default)!r}`{of_kwargs * (p.name not in defaults)}"
         for p in inspect.signature(func).parameters.values()
-        if p.kind is p.KEYWORD_ONLY and p.name != "loss_mask"
+        if p.kind is p.KEYWORD_ONLY and p.name not in ESTIMATOR_DATA
     ]
     if own:
         facts["defaults"] = ", ".join(own)
     if re.search(r"^ {4}values: ", parse_docstring(func).arguments, re.MULTILINE):
         facts["needs"] = "the values of a critic"
+    if "ref_log_probs" in inspect.signature(func).parameters:
+        facts["needs"] = "a teacher: `trainer.ref.model.path`, see [sft.md](sft.md)"
     return facts
 
 

@@ -93,6 +93,8 @@ def advantage_line(algorithm: AlgorithmConfig, samples: int) -> str:
     }
     gamma, decay = f"{settings['gamma']:g}", f"{settings['gamma'] * settings['lambd']:g}"
     relative, epsilon = "R - mean_G R", settings["epsilon"]
+    if name == "on_policy_distillation":
+        return f"{name}: A = ref_log_probs - old_log_probs; rewards do not count"
     if name in ("grpo", "grpo_token") and settings["grpo_norm_by_std"]:
         relative = f"({relative}) / (std_G R + {epsilon})"
     formula = {

@@ -10,7 +10,7 @@ from jaxrl.losses import LOSSES
 from jaxrl.losses.off_policy import correction_enabled
 from jaxrl.losses.reduction import REDUCTIONS
 from jaxrl.objective import loss_ndim
-from jaxrl.registry import PolicyLossRegistry
+from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry
 
 Anchor = Literal["old", "rollout"]
 
@@ -71,6 +71,7 @@ def needs_old_log_probs(trainer: TrainerConfig) -> bool:
         (ratio_anchor(algorithm) == "old" and updates_per_step(trainer) > 1)
         or correction_enabled(algorithm.off_policy_correction)
         or kl_in_reward(algorithm)
+        or _estimator_asks_for(algorithm, "old_log_probs")
     )
 
 
@@ -85,6 +86,15 @@ def kl_in_reward(algorithm: AlgorithmConfig) -> bool:
 
 
 def needs_reference(algorithm: AlgorithmConfig) -> bool:
-    """Whether a KL counts, or the loss asks for ref_log_probs."""
+    """Whether a KL counts, or the loss or the estimator asks for ref_log_probs."""
     func = PolicyLossRegistry.resolve(algorithm.policy_loss_type)
-    return kl_in_loss(algorithm) or kl_in_reward(algorithm) or asks_for(func, "ref_log_probs")
+    return (
+        kl_in_loss(algorithm)
+        or kl_in_reward(algorithm)
+        or asks_for(func, "ref_log_probs")
+        or _estimator_asks_for(algorithm, "ref_log_probs")
+    )
+
+
+def _estimator_asks_for(algorithm: AlgorithmConfig, name: str) -> bool:
+    return asks_for(AdvantageEstimatorRegistry.resolve(algorithm.advantage_estimator), name)

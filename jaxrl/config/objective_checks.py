@@ -45,6 +45,7 @@ def check_objective(config: TrainConfig) -> None:
     _check_filters(config)
     _check_functions(algorithm)
     _check_one_number(config)
+    _check_teacher(config)
     sampling = config.generator.sampling_params.temperature
     if algorithm.temperature != sampling:
         fail(
@@ -247,6 +248,16 @@ def _check_one_number(config: TrainConfig) -> None:
         )
 
 
+def _check_teacher(config: TrainConfig) -> None:
+    """Distillation from oneself teaches nothing."""
+    trainer, name = config.trainer, "on_policy_distillation"
+    policy, teacher = trainer.policy.model, trainer.ref.model
+    same = (policy.path, policy.random_init) == (teacher.path, teacher.random_init)
+    if trainer.algorithm.advantage_estimator == name and same:
+        fix = f"is the policy's own model, and advantage_estimator={name!r} needs a teacher; set it"
+        fail("trainer.ref.model.path", teacher.path, fix)
+
+
 def _function(name: str, value: str, registry: Any) -> Any:
     try:
         return registry.resolve(value)
@@ -318,6 +329,8 @@ def _odd_kl(algorithm: AlgorithmConfig) -> list[str]:
         )
     if algorithm.kl_ctrl.type == "adaptive" and not algorithm.use_kl_in_reward:
         odd.append("kl_ctrl.type='adaptive' has no effect without use_kl_in_reward")
+    if kl_in_reward(algorithm) and algorithm.advantage_estimator == "on_policy_distillation":
+        odd.append("use_kl_in_reward=True: 'on_policy_distillation' does not use rewards")
     if algorithm.use_kl_in_reward and algorithm.kl_loss_coef == 0:
         odd.append("kl_loss_coef=0: use_kl_in_reward has no effect")
     if kl_in_reward(algorithm) and algorithm.kl_estimator_type == "k3":

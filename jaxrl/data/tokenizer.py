@@ -86,6 +86,31 @@ def _check_folder(folder_or_id: str | Path) -> None:
         )
 
 
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, folder_or_id: str | Path) -> None:
+    """Refuse a second model, such as a reference, to which the tokens mean something else.
+
+    Args:
+        tokenizer: whose tokens it will score.
+        folder_or_id: of the second model; a folder without a tokenizer is taken at its word.
+
+    Raises:
+        ValueError: a token has another id there.
+    """
+    folder = Path(folder_or_id)
+    if folder.is_dir() and not any((folder / name).is_file() for name in _VOCABULARY_FILES):
+        return
+    theirs = AutoTokenizer.from_pretrained(str(folder_or_id)).get_vocab()
+    ours = tokenizer.get_vocab()
+    different = [token for token in sorted(ours) if theirs.get(token) != ours[token]]
+    if different:
+        token = different[0]
+        raise ValueError(
+            f"trainer.ref.model.path={str(folder_or_id)!r} has another vocabulary than the policy: "
+            f"{len(different)} of {len(ours)} tokens differ, e.g. {token!r} is {ours[token]} for "
+            f"the policy and {theirs.get(token)} there. Set a model with the policy's tokenizer"
+        )
+
+
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],

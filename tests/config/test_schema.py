@@ -82,6 +82,7 @@ OUR_FIELDS = {
             "api_token_env",
         )
     ),
+    *(f"sft.{field.name}" for field in dataclasses.fields(jaxrl.config.SFTConfig)),
     *(f"serve.{field.name}" for field in dataclasses.fields(jaxrl.config.ServeConfig)),
     "generator.eval_pass_at_k",
     "generator.sampling_params.keep_sampling_mask",
@@ -126,8 +127,9 @@ class MyGeneratorConfig(GeneratorConfig):
     my_flag: bool = False
 
 
-def test_there_are_the_34_dataclasses_of_the_reference_and_five_more():
-    ours = {"DPPOConfig", "OverlongBufferConfig", "MeshConfig", "ServeConfig", "WatchingConfig"}
+def test_there_are_the_34_dataclasses_of_the_reference_and_six_more():
+    ours = {"DPPOConfig", "OverlongBufferConfig", "MeshConfig", "ServeConfig", "SFTConfig"}
+    ours.add("WatchingConfig")
     assert len(set(CLASSES)) == 34 + len(ours)
     assert SkyRLTrainConfig is TrainConfig
 

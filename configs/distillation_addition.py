@@ -1,0 +1,30 @@
+r"""On-policy distillation (arXiv:2306.13649): a 126k-parameter model that has seen few examples of
+addition learns on samples of its own what one that has seen many knows.
+
+    python -m jaxrl.sft --config=configs/sft_addition.py
+    python -m jaxrl.train --config=configs/distillation_addition.py
+
+The teacher is the reference model. The advantage of a token is how much likelier the teacher finds
+it; the reward, 1 for a right sum, is only watched.
+"""
+
+from pathlib import Path
+
+from jaxrl.config import load_config_file
+
+
+def get_config():
+    config = load_config_file(str(Path(__file__).parent / "addition_grpo.py"))
+    trainer = config.trainer
+    trainer.run_name = "distillation_addition"
+    trainer.ref.model.path = trainer.policy.model.path  # the teacher: where fine-tuning ended
+    trainer.policy.model.path = "runs/sft_addition/exports/global_step_100/policy"  # the student
+    trainer.policy.optimizer_config.lr = 1e-3
+    trainer.max_training_steps = 100
+    trainer.algorithm.advantage_estimator = "on_policy_distillation"
+    trainer.algorithm.policy_loss_type = "importance_sampling"
+    config.generator.n_samples_per_prompt = 4
+    trainer.train_batch_size = trainer.policy_mini_batch_size = 128
+    trainer.ckpt_path = "runs/distillation_addition/checkpoints"
+    trainer.export_path = "runs/distillation_addition/exports"
+    return config

@@ -1,0 +1,46 @@
+"""How much likelier a teacher finds each token."""
+
+from typing import Any
+
+import chex
+import jax.numpy as jnp
+
+from jaxrl.array_ops import Array
+
+
+def on_policy_distillation(
+    token_level_rewards: Array,
+    response_mask: Array,
+    index: Array,
+    values: Array | None = None,
+    config: Any = None,
+    *,
+    old_log_probs: Array,
+    ref_log_probs: Array,
+    loss_mask: Array | None = None,
+    **_: Any,
+) -> tuple[Array, Array]:
+    """On-policy distillation: the student samples, the reference model is the teacher.
+
+        A_t = log pi_teacher(a_t | s_t) - log pi_student(a_t | s_t)
+
+    Its mean is minus the reverse KL per token, so raising it draws the student to the teacher on
+    the student's own samples. Agarwal et al., 2023, https://arxiv.org/abs/2306.13649, with the
+    reverse KL estimated from the sampled token alone, as in
+    https://thinkingmachines.ai/blog/on-policy-distillation/: no token is credited with what it
+    makes of later ones. Rewards of the environment do not count.
+
+    Args:
+        response_mask: [B, T] float.
+        old_log_probs: [B, T] of the policy that is trained, before the step.
+        ref_log_probs: [B, T] of the teacher.
+        loss_mask: [B, T] tokens that the policy sampled; None = the whole response.
+        token_level_rewards, index, values, config: not used.
+
+    Returns:
+        advantages [B, T], 0 outside the mask; the same as returns.
+    """
+    chex.assert_equal_shape([response_mask, old_log_probs, ref_log_probs])
+    mask = response_mask if loss_mask is None else loss_mask * response_mask
+    advantages = jnp.where(mask != 0, ref_log_probs - old_log_probs, 0)
+    return advantages, advantages
