@@ -112,6 +112,6 @@ def _publisher(
     def publish(params: Params, version: int) -> None:
         folder = weights.publish(params, version)
         control(str(folder), version)
-        weights.keep_only(folder)
+        weights.keep_only(version)
 
     return publish
