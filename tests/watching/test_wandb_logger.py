@@ -17,7 +17,7 @@ def write_run(folder, steps, *, finished=0):
 
 
 def records(data):
-    """Of a file in LevelDB's log format: blocks of 32 KiB, checksum, length and kind before each."""
+    """Of a file in LevelDB's log format: blocks of 32 KiB; checksum, length and kind first."""
     position, record = 7, b""
     while position + 7 <= len(data):
         left = 2**15 - position % 2**15
