@@ -110,6 +110,9 @@ def measure(steps: Steps, pairs: int) -> list[dict[str, float]]:
         (recorded, recorded_cpu), (bare, bare_cpu) = seconds[True], seconds[False]
         row = {"recorded": recorded, "bare": bare}
         rows.append(row | {"recorded_cpu": recorded_cpu, "bare_cpu": bare_cpu})
+        if number >= 0:
+            told = ", ".join(f"{name} {x:.3f} s" for name, x in rows[-1].items())
+            print(f"pair {number}: {told}", flush=True)
     return rows[2:]
 
 

@@ -1,6 +1,7 @@
 """Weights & Biases. `WANDB_MODE=offline` writes under `<run folder>/wandb` alone."""
 
 import os
+import uuid
 from collections.abc import Mapping
 
 import wandb  # pyright: ignore[reportMissingImports]
@@ -18,7 +19,7 @@ class WandbLogger:
     """
 
     def __init__(self, run: RunInfo) -> None:
-        self.info, run_id = run, run.run_id("wandb") or wandb.util.generate_id()
+        self.info, run_id = run, run.run_id("wandb") or uuid.uuid4().hex[:8]
         run.keep_run_id("wandb", run_id)
         try:
             self.run = self._init(run_id, mode=None)

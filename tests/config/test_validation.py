@@ -165,6 +165,22 @@ def test_fields_of_a_user_class_are_not_judged():
             r"trainer.logger='tensorbord': must be .*; did you mean 'tensorboard'\?",
         ),
         (
+            {"trainer.watching.on_alarm": "halt"},
+            r"trainer.watching.on_alarm='halt': must be 'warn' or 'checkpoint' or 'stop'",
+        ),
+        (
+            {"trainer.watching.thresholds": {"entropy_colapse": 0.1}},
+            r"key of trainer.watching.thresholds='entropy_colapse': .* mean 'entropy_collapse'\?",
+        ),
+        (
+            {"trainer.watching.thresholds": {"not_finite": float("nan")}},
+            r"trainer.watching.thresholds.not_finite=nan: is not a number|must be a number",
+        ),
+        (
+            {"trainer.watching.trace_steps": [0, 3]},
+            r"trainer.watching.trace_steps=\[0, 3\]: steps are numbered from 1",
+        ),
+        (
             {"generator.sampling_params.logprobs": 2},
             r"generator.sampling_params.logprobs=2: must be None or 0 or 1",
         ),

@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -148,11 +149,13 @@ def log_of_zero(log_probs, old_log_probs, advantages, config):
 
 
 class StaleTrainer(Trainer):
-    """The sampler keeps the weights that it began with."""
+    """The sampler gets the weights that it began with, again and again."""
 
     def sync_weights(self, step):
         if step == 0:
-            super().sync_weights(step)
+            self.first = jax.device_get(self.params)
+        shardings = jax.tree.map(lambda x: x.sharding, self.params)
+        self.engine.update_weights(jax.device_put(self.first, shardings), step)
 
 
 class StaleExp(BasePPOExp):

@@ -16,15 +16,32 @@ def write_run(folder, steps, *, finished=0):
     logger.close()
 
 
+def records(data):
+    """Of a file in LevelDB's log format: blocks of 32 KiB; checksum, length and kind first."""
+    position, record = 7, b""
+    while position + 7 <= len(data):
+        left = 2**15 - position % 2**15
+        if left < 7:
+            position += left
+            continue
+        length, kind = (
+            int.from_bytes(data[position + 4 : position + 6], "little"),
+            data[position + 6],
+        )
+        record += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
+
+
 def history(folder):
     """Run id, and steps with their rewards, of each offline run."""
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
     for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
-        store, name, rows = DataStore(), None, []
-        store.open_for_scan(str(path))
-        while (data := store.scan_data()) is not None:
+        name, rows = None, []
+        for data in records(path.read_bytes()):
             record = wandb_internal_pb2.Record.FromString(data)
             if record.HasField("run"):
                 name = record.run.run_id, record.run.project, record.run.display_name
