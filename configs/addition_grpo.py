@@ -8,7 +8,6 @@ there is nothing to learn from. docs/sft.md has the curves. The optimizer is a f
 fraction of the supervised learning rate.
 """
 
-
 from jaxrl.config import default_config
 
 

@@ -8,6 +8,7 @@ sharding, packing, adapters, checkpoints and exports are those of `jaxrl.train`.
 
 import contextlib
 import dataclasses
+import itertools
 import sys
 import time
 from collections.abc import Sequence
@@ -320,7 +321,8 @@ def _load(config: cfg.TrainConfig, tokenizer: Any, sources: Sequence[str]) -> li
     )
     said = ", ".join(f"{number} {what}" for what, number in counts.items() if number)
     print(f"{len(found)} conversations from {', '.join(sources)}{said and f'; {said}'}")
-    endless = sum(not stops.intersection(np.compress(c.loss_mask, c.tokens)) for c in found)
+    imitated = [itertools.compress(c.tokens, c.loss_mask) for c in found]
+    endless = sum(stops.isdisjoint(tokens) for tokens in imitated)
     if endless:
         print(f"{endless} of them end no turn with {sorted(stops)}: stopping is not learnt there")
     return found

@@ -101,7 +101,7 @@ class Updater:
         new_state, applied = self.apply(on_device(state), grads)
         return self.rest(new_state), metrics, applied
 
-    def rest(self, state: State) -> State:
+    def rest(self, state: Any) -> Any:
         """The state as it is kept between updates: each part where it rests."""
         parts = {name: getattr(state, name) for name in self.resting}
         return state.replace(**jax.device_put(parts, dict(self.resting)))

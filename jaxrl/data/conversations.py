@@ -187,7 +187,7 @@ class _Template:
             if len(part) <= len(whole) and all(agree):
                 continue
             at = agree.index(False) if False in agree else len(agree)
-            shown = [self.tokenizer.decode(x[at : at + 8]) for x in (part, whole)]
+            shown = [self.tokenizer.decode(list(x[at : at + 8])) for x in (part, whole)]
             raise BadRow(
                 f"message {number}: up to {what} it the chat template renders {shown[0]!r} where "
                 f"the whole conversation has {shown[1]!r}, so which tokens are the assistant's is "
@@ -200,11 +200,9 @@ class _Template:
     def _apply(self, count: int, **options: Any) -> dict[str, Any]:
         options = {"add_generation_prompt": False, **self.kwargs, **options}
         try:
-            return dict(
-                self.tokenizer.apply_chat_template(
-                    self.messages[:count], tokenize=True, return_dict=True, **options
-                )
-            )
+            given = {"tokenize": True, "return_dict": True, **options}
+            rendered: Any = self.tokenizer.apply_chat_template(self.messages[:count], **given)
+            return dict(rendered)
         except Exception as error:  # whatever a Jinja template may raise
             raise BadRow(
                 f"the chat template refuses its first {count} messages: "

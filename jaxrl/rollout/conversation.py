@@ -249,8 +249,10 @@ class ConversationGenerator:
         if goes_on and kept > 1 and not self.settings.use_conversation_multi_turn:
             kept -= completion.tokens[kept - 1] in sampling.stop_token_ids  # one message: no end
         transcript.keep(kept)
-        transcript.reward(step["reward"])
-        talk.reward_is_number = not isinstance(step["reward"], list)
+        earned = step["reward"]
+        assert not isinstance(earned, Mapping)  # the session has weighed the terms
+        transcript.reward(earned)
+        talk.reward_is_number = not isinstance(earned, list)
         closed = self._end_turn(transcript, completion, sampling, goes_on=goes_on)
         if not goes_on:
             return None

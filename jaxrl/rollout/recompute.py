@@ -40,7 +40,7 @@ class RecomputeEngine:
     def __init__(
         self, model: Any, mesh: Mesh, *, dtype: jnp.dtype = jnp.float32, max_num_seqs: int = 1024
     ) -> None:
-        self.max_num_seqs = max_num_seqs
+        self.mesh, self.max_num_seqs = mesh, max_num_seqs
         self.rows = batch_sharding(mesh, ShardingRules())
         self.row_multiple = batch_devices(mesh, ShardingRules())
         self.params: Params | None = None
@@ -50,7 +50,7 @@ class RecomputeEngine:
     def update_weights(self, params: Params, version: int) -> None:
         """Sample from these parameters from now on; they are copied."""
         if jax.tree.leaves(params)[0].sharding.device_set != self.rows.device_set:
-            params = jax.device_put(params, replicated(self.rows.mesh))
+            params = jax.device_put(params, replicated(self.mesh))
         else:
             params = jax.tree.map(jnp.copy, params)
         self.params, self.version = params, version

@@ -329,7 +329,7 @@ class RemoteEngine:
 
     async def _refresh(self, server: Server) -> None:
         weights = self._weights
-        assert weights is not None  # nobody is brought to none
+        assert weights is not None and self.folder is not None  # nobody is brought to none
         host, first = self.hosts.get(server), self.folder.start(weights.folder)
         started = host is not None and await host.ensure(first)
         says = await server.look()

@@ -83,8 +83,8 @@ def take_trajectories(output: GeneratorOutput, chosen: np.ndarray) -> GeneratorO
         return take_rows(output, chosen)
     ends = np.flatnonzero(last) + 1
     starts = np.concatenate([[0], ends[:-1]])
-    rows = [np.arange(starts[i], ends[i]) for i in chosen]
-    return take_rows(output, np.concatenate([np.arange(0), *rows]))
+    rows = [row for i in chosen.tolist() for row in range(int(starts[i]), int(ends[i]))]
+    return take_rows(output, np.array(rows, int))
 
 
 def _step(t: Trajectory, start: int, end: int) -> Trajectory:
