@@ -6,10 +6,11 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl import config as cfg
 from jaxrl.envs import Env
 from jaxrl.train import BasePPOExp, train
 from jaxrl.trainer import Trainer
-from tests.test_train import assert_close, metric_lines, small
+from tests.test_train import QUICKSTART, assert_close, metric_lines, small
 
 HERE = __name__
 EPOCH = 16  # steps: each of the 64 prompts once
@@ -81,7 +82,6 @@ def test_dynamic_sampling_doubles_the_informative_groups(tmp_path, half_dull):
             **{"trainer.algorithm.dynamic_sampling.type": kind},
         )
         assert informative == [1.0] * EPOCH
-        print({"type": kind, "without": np.mean(plain), "with": 1.0, "batches": np.mean(drawn)})
         assert np.mean(informative) >= 2 * np.mean(plain)
         assert np.mean(drawn) > 1.5 if kind == "filter" else np.mean(drawn) < 1.5
 
@@ -115,3 +115,34 @@ def test_parts_on_devices_of_their_own_sample_and_train_the_same(tmp_path):
     for name in ("generate/tokens_crc32", "policy/grad_norm", "policy/policy_kl"):
         ours, expected = ([line[name] for line in of[1:]] for of in lines)
         assert ours == pytest.approx(expected, rel=1e-4)
+
+
+CONTROLLED = {
+    "data.train_data": ["jaxrl.envs.sort_digits:prompts(size=96, length=2)"],
+    "data.val_data": [],
+    "trainer.epochs": 100,
+    "trainer.max_training_steps": 240,
+    "trainer.train_batch_size": 16,
+    "trainer.algorithm.advantage_estimator": "rloo",  # no deviation divides the KL away
+    "trainer.algorithm.gamma": 1.0,
+    "trainer.algorithm.use_entropy_loss": False,
+    "trainer.algorithm.use_kl_in_reward": True,
+    "trainer.algorithm.kl_estimator_type": "k1",
+    "trainer.algorithm.kl_loss_coef": 0.1,
+    "trainer.algorithm.kl_ctrl.type": "adaptive",
+    "trainer.algorithm.kl_ctrl.kl_target": 1.0,
+    "trainer.algorithm.kl_ctrl.horizon": 5120,
+    "trainer.policy.optimizer_config.scheduler": "constant_with_warmup",
+    **{f"trainer.{name}": -1 for name in ("ckpt_interval", "hf_save_interval", "eval_interval")},
+}
+
+
+@pytest.mark.slow  # a run of 240 steps
+def test_the_adaptive_coefficient_holds_the_kl_at_its_target(tmp_path):
+    folders = {f"trainer.{name}_path": str(tmp_path / name) for name in ("log", "ckpt", "export")}
+    train(cfg.apply_overrides(cfg.load_config_file(QUICKSTART), {**CONTROLLED, **folders}))
+    lines = [line for line in metric_lines(tmp_path / "log") if line["step"] > 160]
+    kl = np.reshape([line["loss/avg_kl"] for line in lines], (4, 20)).mean(1)
+    assert (abs(kl - 1.0) <= 0.2).all()
+    # where the free run ends is beyond 0.9: the KL is what holds it back, and it has learnt
+    assert 0.3 < np.mean([line["reward/avg_raw_reward"] for line in lines]) < 0.6
