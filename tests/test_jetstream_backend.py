@@ -60,22 +60,27 @@ def control(folder, version):
     engine.update_weights(hf.load_params(folder, model), version)
 
 
-@pytest.mark.slow
-def test_a_run_over_grpc_uses_the_trainers_log_probs(tmp_path, capsys):
+@pytest.fixture
+def serving(tmp_path):
+    """A gRPC server whose engine `control` tells, and the config of a run that asks it."""
     overrides = SERVERS | SHORT
     config = check(tmp_path, overrides)
     path = config.trainer.policy.model.path
     model = hf.load_config(path, cfg.model_overrides(config.trainer, config.trainer.policy))
-
-    tokenizer = load_tokenizer(path, None)
     engine = NativeEngine(model, make_mesh(), max_num_seqs=16)
     told.append((engine, model))
     sampling = Sampling(max_tokens=64, stop_token_ids=tuple(hf.eos_token_ids(path)))
-    server = serve_grpc(engine, tokenizer, 0, sampling)
+    server = serve_grpc(engine, load_tokenizer(path, None), 0, sampling)
     overrides[f"{ENGINE}.remote_urls"] = [f"127.0.0.1:{server.bound_port}"]
     overrides[f"{ENGINE}.weights_folder"] = str(tmp_path / "w")
-    trainer = train(small(tmp_path, **overrides))
+    yield engine, overrides
     server.stop(None)
+
+
+@pytest.mark.slow
+def test_a_run_over_grpc_uses_the_trainers_log_probs(tmp_path, capsys, serving):
+    engine, overrides = serving
+    trainer = train(small(tmp_path, **overrides))
     assert int(trainer.state.step) == 2
     assert engine.version == 2 and [p.name for p in (tmp_path / "w").iterdir()] == ["version-2"]
     for line in metric_lines(tmp_path)[1:]:
@@ -83,6 +88,23 @@ def test_a_run_over_grpc_uses_the_trainers_log_probs(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "gives no log-probs: all log-probs are of the trainer's own forward" in printed
     assert "which are said to sample with temperature 1, top_k -1, top_p 1" in printed
+
+
+def only_first(folder, version):
+    """A server that takes no weights but the first."""
+    if version == 0:
+        control(folder, version)
+
+
+@pytest.mark.slow
+def test_a_server_that_keeps_its_first_weights_ends_the_run(tmp_path, serving):
+    _, overrides = serving
+    overrides[f"{ENGINE}.engine_init_kwargs"] = {
+        "control": "tests.test_jetstream_backend:only_first"
+    }
+    overrides |= {"trainer.max_training_steps": 20, "trainer.policy.optimizer_config.lr": 0.02}
+    with pytest.raises(RuntimeError, match=r"rollout_surprise_z=\d.*stale or wrong weights"):
+        train(small(tmp_path, **overrides))
 
 
 # ------------------------------------------------------------------ the config
