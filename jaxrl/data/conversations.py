@@ -75,8 +75,7 @@ def load_conversations(
             counts["truncated" if overlong == "truncate" else "dropped"] += 1
             if overlong == "drop":
                 return None
-            tokens, mask = conversation.tokens[:max_length], conversation.loss_mask[:max_length]
-            conversation = Conversation(tokens, mask)
+            conversation = _beginning(conversation, max_length)
         if not any(conversation.loss_mask):
             counts["untrained"] += 1
             return None
@@ -85,12 +84,22 @@ def load_conversations(
     found = [row for source in sources for row in convert_rows(source, convert)]
     kept = [conversation for conversation in found if conversation is not None]
     if not kept:
-        reasons = ", ".join(f"{number} {reason}" for reason, number in counts.items())
-        raise ValueError(
-            f"no conversation is left of {', '.join(sources)}: {reasons}; sft.max_length="
-            f"{max_length} is too short for them"
-        )
+        raise _nothing_left(sources, counts, max_length)
     return kept, {name: counts[name] for name in ("truncated", "dropped", "untrained")}
+
+
+def _beginning(conversation: Conversation, length: int) -> Conversation:
+    return Conversation(conversation.tokens[:length], conversation.loss_mask[:length])
+
+
+def _nothing_left(
+    sources: Sequence[str], counts: Mapping[str, int], max_length: int | None
+) -> ValueError:
+    reasons = ", ".join(f"{number} {reason}" for reason, number in counts.items())
+    return ValueError(
+        f"no conversation is left of {', '.join(sources)}: {reasons}; sft.max_length="
+        f"{max_length} is too short for them"
+    )
 
 
 def encode_conversation(

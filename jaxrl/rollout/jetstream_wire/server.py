@@ -48,19 +48,7 @@ def serve_grpc(
         raise ValueError(
             f"host={host!r} can be reached from other machines: set a token, or serve on 127.0.0.1"
         )
-    orchestrator = _Orchestrator(engine, tokenizer, sampling, token)
-    handlers = {
-        "Decode": grpc.unary_stream_rpc_method_handler(
-            orchestrator.decode,
-            pb.DecodeRequest.FromString,
-            pb.DecodeResponse.SerializeToString,
-        ),
-        "HealthCheck": grpc.unary_unary_rpc_method_handler(
-            orchestrator.health_check,
-            pb.HealthCheckRequest.FromString,
-            pb.HealthCheckResponse.SerializeToString,
-        ),
-    }
+    handlers = _Orchestrator(engine, tokenizer, sampling, token).handlers()
     server = grpc.server(
         ThreadPoolExecutor(max_requests),
         maximum_concurrent_rpcs=max_requests,
@@ -95,6 +83,19 @@ class _Orchestrator:
     tokenizer: Any
     sampling: Sampling
     token: str | None
+
+    def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
+        """By name of the method."""
+        return {
+            "Decode": grpc.unary_stream_rpc_method_handler(
+                self.decode, pb.DecodeRequest.FromString, pb.DecodeResponse.SerializeToString
+            ),
+            "HealthCheck": grpc.unary_unary_rpc_method_handler(
+                self.health_check,
+                pb.HealthCheckRequest.FromString,
+                pb.HealthCheckResponse.SerializeToString,
+            ),
+        }
 
     def health_check(self, request: Any, context: grpc.ServicerContext) -> Any:
         del request
