@@ -53,12 +53,10 @@ def load_conversations(
         train_on_what, stop_token_ids, chat_template_kwargs: see `encode_conversation`.
 
     Returns:
-        The conversations in the order of the sources; how many were "truncated", and left out:
-        "dropped" as too long, "untrained" because no token of the assistant is left.
+        The conversations in order; numbers of "truncated", "dropped", "untrained" (no mask) ones.
 
     Raises:
-        ValueError: a bad source or bad rows, the first few of which are listed with their numbers;
-            or nothing is left.
+        ValueError: a bad source, bad rows (the first few listed by number), or nothing is left.
     """
     counts: Counter[str] = Counter()
 
