@@ -331,7 +331,7 @@ def refuse_other(path: str, saved: dict[str, Any], now: dict[str, Any]) -> None:
     changed = {
         key: pair
         for key, pair in differences(saved["config"], now["config"]).items()
-        if not any(fnmatch.fnmatch(key, pattern) for pattern in MAY_CHANGE)
+        if ".mixed_precision" in key or not any(fnmatch.fnmatch(key, p) for p in MAY_CHANGE)
     }
     for what, different in (
         ("model", differences(saved["model"], now["model"])),

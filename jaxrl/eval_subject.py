@@ -98,6 +98,15 @@ def config_for(config: cfg.TrainConfig, subject: Subject) -> cfg.TrainConfig:
     config = copy.deepcopy(config)
     policy, engine = config.trainer.policy.model, config.generator.inference_engine
     engine.enable_http_endpoint = False
+    config.trainer.ref.model.lora = cfg.SkyRLLoraConfig()  # no adapters of a reference are read
+    if config.sft != cfg.SFTConfig():  # a supervised run's, whose batch is one minibatch
+        config.sft = cfg.SFTConfig()
+        config.trainer.policy_mini_batch_size = config.trainer.train_batch_size
+    if subject.kind != "server" and not engine.run_engines_locally:
+        raise ValueError(
+            "generator.inference_engine.run_engines_locally=False: the servers would lose the "
+            f"weights that they have; set it to true, or give {_FLAG}=http://..."
+        )
     if subject.kind == "model":
         policy.path, policy.random_init = subject.where, False
     if subject.kind in ("model", "adapter"):
@@ -167,7 +176,8 @@ def restore_params(subject: Subject, like: Params, model: dict[str, Any]) -> Par
     )
     try:
         saved = source.read_meta(step)
-        if different := differences(saved["model"], model):
+        of_policy = {key: x for key, x in saved["model"].items() if key != "critic"}  # not asked
+        if different := differences(of_policy, model):
             raise CheckpointError(
                 f"checkpoint {path} is of another model; (saved, this config's): {different}. Give "
                 "the config of its run"

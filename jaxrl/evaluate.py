@@ -14,7 +14,6 @@ The prompts are data.val_data. docs/evaluation.md says what the numbers mean.
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import re
 import sys
@@ -30,11 +29,10 @@ from jaxrl.eval_subject import Subject, config_for, find_subject, load_weights, 
 from jaxrl.evaluation import Rows, dump_evaluation, evaluate
 from jaxrl.files import replace_text, writable_folder
 from jaxrl.models import hf
-from jaxrl.parallel import make_mesh
 from jaxrl.rollout.conversation import sampling_of
 from jaxrl.rollout.generator import sample_prompts
 from jaxrl.rollout.protocol import Engine
-from jaxrl.train import BasePPOExp
+from jaxrl.train import BasePPOExp, meshes
 from jaxrl.types import GeneratorOutput, Prompt
 
 Results = dict[str, Any]
@@ -64,11 +62,15 @@ def evaluate_subject(
     """
     config = cfg.to_train_config(config)
     found = find_subject(subject) if subject else policy_of(config)
-    run = run_class(config_for(config, found))
-    config, step = run.config, found.step if step is None else step
+    config, step = config_for(config, found), found.step if step is None else step
     name = re.sub(r"[^\w.-]+", "_", found.where).strip("_")
     folder = Path(output or Path(config.trainer.export_path) / "evaluations" / name)
     writable_folder("--output", folder)
+    # not where a run keeps those that its servers read
+    config.generator.inference_engine.weights_folder = str(folder / "weights")
+    config.trainer.policy.model.lora.lora_sync_path = None
+    run = run_class(config)
+    config = run.config
     started = time.perf_counter()
     metrics, rows = ask(run, found, step)
     results: Results = {
@@ -128,11 +130,14 @@ def asked_engine(run: BasePPOExp, subject: Subject, step: int) -> Iterator[Engin
                 raise ConnectionError(str(error)) from error
         return
     trainer = run.config.trainer
-    model, mesh = run.get_model(), make_mesh(**dataclasses.asdict(trainer.policy.mesh))
+    model, (mesh, of_engine) = run.get_model(), meshes(run.config)
     placement = place_model(trainer, model, mesh)
-    engine = run.get_engine(model, mesh)
-    engine.update_weights(load_weights(subject, trainer, model, placement), step)
-    yield engine
+    engine = run.get_engine(model, of_engine)
+    try:
+        engine.update_weights(load_weights(subject, trainer, model, placement), step)
+        yield engine
+    finally:
+        getattr(engine, "close", lambda: None)()  # servers that were started
 
 
 def table(metrics: dict[str, float]) -> str:

@@ -37,10 +37,9 @@ def evaluate(
         to a prompt neighbours.
 
     Raises:
-        ValueError: a data source is called "all".
+        ValueError: see `check_sources`.
     """
-    if any(_source(prompt) == "all" for prompt in prompts):
-        raise ValueError("data_source='all' is the name of all sources together; choose another")
+    check_sources(prompts)
     samples, size = config.generator.eval_n_samples_per_prompt, config.trainer.eval_batch_size
     rows: Rows = []
     for start in range(0, len(prompts), size):
@@ -53,6 +52,18 @@ def evaluate(
         found = source_metrics(chosen, samples, ks)
         metrics |= {f"eval/{source}/{name}": value for name, value in found.items()}
     return metrics, rows
+
+
+def check_sources(prompts: Sequence[Prompt]) -> None:
+    """Refuse names of data sources that mean something else.
+
+    Raises:
+        ValueError: a data source is called "all" or "aggregated_results".
+    """
+    for name in {_source(prompt) for prompt in prompts} & {"all", "aggregated_results"}:
+        raise ValueError(
+            f"data_source={name!r} is the name of all sources together; choose another"
+        )
 
 
 def source_metrics(rows: Rows, samples: int, ks: Sequence[int]) -> dict[str, float]:

@@ -111,7 +111,12 @@ def serve_jetstream(config: Any, server: Server) -> Any:
     config = cfg.resolve(cfg.to_train_config(config))
     host, port = config.generator.inference_engine.http_endpoint_host, config.serve.grpc_port
     sampling = sampling_of(config.generator.sampling_params, server.served.eos_token_ids)
-    options = {"host": host, "token": read_token(config.serve, host)}
+    options = {
+        "host": host,
+        "token": read_token(config.serve, host),
+        "max_samples": config.serve.max_samples_per_request,
+        "vocab_size": server.served.vocab_size,
+    }
     try:
         return serve_grpc(server.host.guests, server.served.tokenizer, port, sampling, **options)
     except RuntimeError as error:

@@ -37,6 +37,7 @@ from jaxrl.optim import init_state
 from jaxrl.parallel import make_mesh, replicated
 from jaxrl.parallel.rules import batch_devices
 from jaxrl.types import TrainBatch, TrainState
+from jaxrl.watching.loggers import check_installed
 from jaxrl.watching.run_logger import RunLogger
 
 CURVES = (("train/loss", "training"), ("eval/loss", "evaluation"))
@@ -283,6 +284,7 @@ def build(config: Any) -> SFTTrainer:
     given = cfg.to_train_config(config)
     cfg.validate_sft(given, num_devices=len(jax.devices()))
     config = cfg.resolve_sft(given)
+    check_installed(cfg.logger_names(config.trainer.logger))
     enable_cache(config.trainer.compilation_cache_path)
     role, template = config.trainer.policy, config.generator.chat_template
     path = role.model.path or ""  # validated

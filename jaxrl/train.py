@@ -20,6 +20,7 @@ from jaxrl.config.needs import needs_reference
 from jaxrl.data.prompts import load_prompts
 from jaxrl.data.tokenizer import check_vocabulary, load_tokenizer
 from jaxrl.engines import native_engine
+from jaxrl.evaluation import check_sources
 from jaxrl.jetstream_backend import jetstream_engine
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel
@@ -171,10 +172,11 @@ class BasePPOExp:
         ref_path, path = config.trainer.ref.model.path, config.trainer.policy.model.path
         if ref_path not in (None, path) and needs_reference(config.trainer.algorithm):
             check_vocabulary(tokenizer, ref_path)
-        mesh, of_engine = _meshes(config)
+        mesh, of_engine = meshes(config)
         train_prompts = self.get_prompts(config.data.train_data)
         evaluates = config.trainer.eval_interval > 0
         eval_prompts = self.get_prompts(config.data.val_data) if evaluates else []
+        check_sources(eval_prompts)
         engine = self.get_engine(model, of_engine)
         if config.generator.inference_engine.enable_http_endpoint:
             self.server = self.get_server(engine, model)
@@ -201,7 +203,7 @@ class BasePPOExp:
         return trainer
 
 
-def _meshes(config: cfg.TrainConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
+def meshes(config: cfg.TrainConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
     """That of training, and the sampler's: the same, or one over other devices."""
     devices = jax.devices()
     shares = cfg.device_shares(config, len(devices))

@@ -164,7 +164,7 @@ class Trainer:
                 with recorder.step(step):
                     metrics = self.train_step(step)
                 recorder.end_step(step, metrics, self.batch)
-                if self._due(step, trainer.eval_interval) or recorder.take("should_evaluate"):
+                if recorder.take("should_evaluate") or self._due(step, trainer.eval_interval):
                     metrics |= recorder.evaluate(step)
                 recorder.record(step, metrics)  # 9
                 self.save(step)

@@ -12,7 +12,9 @@ from jaxrl.config.microbatching import check_rows
 from jaxrl.config.objective_card import format_card, microbatch_lines, optimizer_line
 from jaxrl.config.placement import check_placement
 from jaxrl.config.train_config import TrainConfig, resolve
+from jaxrl.config.trainer import logger_names
 from jaxrl.config.validation import check_fields
+from jaxrl.config.watching import check_watching
 
 # What supervised fine-tuning reads; everything else of the schema is about rollouts.
 _READ = """
@@ -65,6 +67,9 @@ def validate_sft(config: TrainConfig, num_devices: int = 1) -> None:
             fail(key, value, fix)
     check_fields(resolved)
     check_mesh(resolved, check_placement(resolved, num_devices))
+    check_watching(resolved.trainer.watching, logger_names(resolved.trainer.logger))
+    if resolved.trainer.policy.record_memory:
+        fail("trainer.policy.record_memory", True, "is of reinforcement learning; set it to False")
 
 
 def check_lengths(config: TrainConfig, num_devices: int, longest: int) -> None:

@@ -109,17 +109,23 @@ class Recorder:
         for part in (self.bar, contextlib.closing(self.logger), self.watch):
             self._stack.enter_context(part)
         self._stack.callback(self.profiler.close)
-        self.fire("on_train_start", self._finished_steps())
+        try:
+            self.fire("on_train_start", self._finished_steps())
+        except BaseException:
+            self._stack.close()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
-        if kind is None:
-            self.fire("on_train_end", self._finished_steps())
-            with timed(self.trainer.seconds, "log"):
-                self.logger.plot()
-        if kind is None and self.control.should_stop:
-            tqdm.write("stopped early, as an alarm or a callback asked for")
-        self._stack.__exit__(kind, *error)
+        try:
+            if kind is None:
+                self.fire("on_train_end", self._finished_steps())
+                with timed(self.trainer.seconds, "log"):
+                    self.logger.plot()
+            if kind is None and self.control.should_stop:
+                tqdm.write("stopped early, as an alarm or a callback asked for")
+        finally:
+            self._stack.__exit__(kind, *error)
         self._say_times()
 
     # ---------------------------------------------------------------- the events of a step

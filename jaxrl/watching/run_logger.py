@@ -80,14 +80,14 @@ class RunLogger:
                 axes.plot(
                     *zip(*points, strict=True), label=label, marker="o" if "eval" in name else ""
                 )
-        axes.set(xlabel="step", ylabel=ylabel, title=self.folder.name)
+        axes.set(xlabel="step", ylabel=ylabel, title=self.folder.name.replace("$", r"\$"))
         axes.grid(alpha=0.3)
         axes.legend()
         path = self.folder / "curve.png"
         try:
             figure.savefig(path, dpi=120, bbox_inches="tight")
-        except OSError as error:
-            tqdm.write(f"{path} could not be written: {error}")
+        except Exception as error:  # a picture is no reason to end a run
+            tqdm.write(f"{path} could not be drawn ({type(error).__name__}: {error})")
         plt.close(figure)
         return path
 

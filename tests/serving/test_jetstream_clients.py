@@ -2,8 +2,11 @@
 
 import dataclasses
 
+import grpc
 import pytest
 
+from jaxrl.rollout.jetstream_wire import SERVICE
+from jaxrl.rollout.jetstream_wire import jetstream_pb2 as pb
 from jaxrl.rollout.jetstream_wire.client import JetStreamClient
 from jaxrl.rollout.protocol import Request, Sampling
 from jaxrl.serve import serve_jetstream
@@ -43,3 +46,24 @@ def test_a_port_in_use_is_named(server, folder, port):
     config = serve_config(folder, **{"serve.grpc_port": port})
     with pytest.raises(ValueError, match=f"serve.grpc_port={port}: .*choose another one"):
         serve_jetstream(config, server)
+
+
+@pytest.mark.parametrize(
+    ("ids", "samples", "said"),
+    [
+        ([3, 1], 2**31 - 1, "num_samples=2147483647: must be 1 to 8"),
+        ([3, 10**9], 1, r"token_ids has \[1000000000\]; ids are 0 to 47"),
+    ],
+)
+def test_limits_are_those_of_http(port, ids, samples, said):
+    content = pb.DecodeRequest.TokenContent(token_ids=ids)
+    asked = pb.DecodeRequest(token_content=content, max_tokens=2, num_samples=samples)
+    with (
+        grpc.insecure_channel(f"127.0.0.1:{port}") as channel,
+        pytest.raises(grpc.RpcError, match=said) as error,
+    ):
+        decode = channel.unary_stream(
+            f"/{SERVICE}/Decode", pb.DecodeRequest.SerializeToString, pb.DecodeResponse.FromString
+        )
+        list(decode(asked, timeout=20))
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -26,6 +26,8 @@ def serve_grpc(
     host: str = "127.0.0.1",
     token: str | None = None,
     max_requests: int = 256,
+    max_samples: int = 128,
+    vocab_size: int | None = None,
 ) -> grpc.Server:
     """Start to serve, in threads of this process; `stop(grace)` ends it.
 
@@ -39,6 +41,8 @@ def serve_grpc(
         sampling: of every request, since the wire has only max_tokens; at most its own.
         host: an address of this machine.
         token: what clients must send as metadata `authorization: Bearer TOKEN`.
+        max_samples: of one request.
+        vocab_size: token ids are below it; None = any.
 
     Raises:
         ValueError: others could reach the host, and there is no token.
@@ -48,14 +52,16 @@ def serve_grpc(
         raise ValueError(
             f"host={host!r} can be reached from other machines: set a token, or serve on 127.0.0.1"
         )
-    handlers = _Orchestrator(engine, tokenizer, sampling, token).handlers()
+    limits = max_samples, vocab_size
+    handlers = _Orchestrator(engine, tokenizer, sampling, token, *limits).handlers()
     server = grpc.server(
         ThreadPoolExecutor(max_requests),
         maximum_concurrent_rpcs=max_requests,
         options=[("grpc.so_reuseport", 0)],  # a second server on the port is an error
     )
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-    server.bound_port = server.add_insecure_port(f"{host}:{port}")  # type: ignore[attr-defined]
+    where = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    server.bound_port = server.add_insecure_port(f"{where}:{port}")  # type: ignore[attr-defined]
     server.start()
     return server
 
@@ -83,6 +89,8 @@ class _Orchestrator:
     tokenizer: Any
     sampling: Sampling
     token: str | None
+    max_samples: int
+    vocab_size: int | None
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
         """By name of the method."""
@@ -131,6 +139,8 @@ class _Orchestrator:
             yield pb.DecodeResponse(stream_content=content)
 
     def _request(self, request: Any, samples: int) -> Request:
+        if not 1 <= samples <= self.max_samples:
+            raise ValueError(f"num_samples={samples}: must be 1 to {self.max_samples}")
         if request.lora_adapter_id:
             raise ValueError(f"lora_adapter_id={request.lora_adapter_id!r}: there are no adapters")
         if request.HasField("text_content"):
@@ -139,6 +149,9 @@ class _Orchestrator:
             prompt = self.tokenizer(text, **options)["input_ids"]
         else:
             prompt = request.token_content.token_ids
+            size = max(prompt, default=0) + 1 if self.vocab_size is None else self.vocab_size
+            if wrong := [token for token in prompt if not 0 <= token < size][:3]:
+                raise ValueError(f"token_ids has {wrong}; ids are 0 to {size - 1}")
         longest = self.sampling.max_tokens
         sampling = replace(self.sampling, max_tokens=min(request.max_tokens or longest, longest))
         keys = tuple((secrets.randbits(32), secrets.randbits(32)) for _ in range(samples))
