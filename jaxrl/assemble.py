@@ -121,6 +121,7 @@ def reference_model(
     if ref.lora.rank or not needs_reference(trainer.algorithm):  # adapters of the policy's model
         return model
     found = hf.load_config(ref.path, cfg.model_overrides(trainer, trainer.ref))
+    found = dataclasses.replace(found, initializer_range=model.initializer_range)  # not of weights
     if trainer.update_ref_every_epoch and found != model:
         raise ValueError(
             f"trainer.update_ref_every_epoch=True: trainer.ref.model.path={ref.path!r} is of "

@@ -16,13 +16,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jaxrl.checksums import checksums
 from jaxrl.files import as_path, missing_packages_named, writable_folder
-from jaxrl.offload import on_device
-from jaxrl.types import Array, TrainState
+from jaxrl.types import TrainState
 
 PREFIX = "global_step"
 META_KEYS = {"model", "config", "functions", "checksums"}
@@ -304,6 +303,7 @@ MAY_CHANGE = (
     "trainer.max_training_steps",
     "trainer.micro_*",
     "trainer.packed_length",
+    "trainer.placement.*",
     "trainer.policy.model.path",  # the architecture is compared by itself
     "trainer.policy.model.random_init",
     "trainer.critic.model.path",
@@ -371,30 +371,3 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         nested = isinstance(value, dict) and value
         flat |= _flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
     return flat
-
-
-def checksums(state: Any) -> dict[str, int]:
-    """A number for the bits of each array, the same on every mesh.
-
-    Orbax's files have no checksum of array data: a flipped bit would go unnoticed.
-    """
-    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
-    numbers = jax.device_get(_checksums(on_device([leaf for _, leaf in leaves])))
-    names = (jax.tree_util.keystr(path) for path, _ in leaves)
-    return {name: int(number) for name, number in zip(names, numbers, strict=True)}
-
-
-@jax.jit
-def _checksums(arrays: list[Array]) -> list[Array]:
-    return [_checksum(array) for array in arrays]
-
-
-def _checksum(array: Array) -> Array:
-    """Sum of bits times position mod 2^32; odd weights, so that any one changed element shows."""
-    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[array.dtype.itemsize]
-    bits = jax.lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)
-    weights, stride = jnp.ones(array.shape, jnp.uint32), 2
-    for dim in reversed(range(array.ndim)):
-        weights += jnp.uint32(stride) * jax.lax.broadcasted_iota(jnp.uint32, array.shape, dim)
-        stride = stride * array.shape[dim] % 2**32
-    return jnp.sum(bits * weights, dtype=jnp.uint32)

@@ -84,7 +84,7 @@ class Critic:
 
     def values(self, state: CriticState, batch: TrainBatch) -> np.ndarray:
         """Value of the state before each response token [B, T], 0 elsewhere."""
-        (values,) = self.scorer(on_device(state.params), batch)
+        (values,) = self.scorer(on_device(state.params), batch.replace(kept=None))
         return values * np.asarray(batch.response_mask)
 
     def update(

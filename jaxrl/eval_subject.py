@@ -15,9 +15,9 @@ from jaxrl.checkpoint import (
     Checkpointer,
     CheckpointError,
     DamagedCheckpoint,
-    checksums,
     differences,
 )
+from jaxrl.checksums import checksums
 from jaxrl.files import as_path, missing_packages_named
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.hf import HUB_ID

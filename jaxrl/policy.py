@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl import config as cfg
-from jaxrl.checkpoint import checksums
+from jaxrl.checksums import checksums
 from jaxrl.config.needs import needs_reference
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel

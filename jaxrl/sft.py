@@ -21,7 +21,8 @@ from tqdm import tqdm
 
 from jaxrl import config as cfg
 from jaxrl.assemble import assemble_policy, assemble_update
-from jaxrl.checkpoint import Checkpointer, CheckpointError, checksums, resume
+from jaxrl.checkpoint import Checkpointer, CheckpointError, resume
+from jaxrl.checksums import checksums
 from jaxrl.compilation import CompilationWatch, enable_cache
 from jaxrl.data.conversations import Conversation, conversation_batch, load_conversations
 from jaxrl.data.packing import buckets_between, empty_batch, round_up

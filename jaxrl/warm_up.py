@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from jaxrl.checkpoint import checksums
+from jaxrl.checksums import checksums
 from jaxrl.config.microbatching import longest_trajectory
 from jaxrl.data.microbatches import Microbatching
 from jaxrl.data.packing import buckets_between, empty_batch, length_bucket
@@ -49,6 +49,8 @@ def warm_up(trainer: "Trainer") -> None:
         trainer.engine.warm_up(batch)
     tqdm.write(f"engine: {trainer.engine.describe()}")
     checksums(trainer.state)  # as a save does
+    if trainer.policy.moves_reference:
+        trainer.policy.moved_reference(trainer.state.params)  # as an epoch's end does
     tqdm.write(f"compiled in {time.perf_counter() - started:.1f} s")
 
 
@@ -61,7 +63,8 @@ def warm_up_update(trainer: "Trainer", width: int) -> None:
     scorers = [trainer.scorer, trainer.ref_scorer]
     scorers += [trainer.critic.scorer] if trainer.critic else []
     cuts = {scorer.microbatching for scorer in scorers}
-    for rows in sorted({size for cut in cuts for size in cut.batch_sizes(length)}):
+    most = min(cut.total for cut in cuts)  # of a batch; each rounds it up to its own devices
+    for rows in sorted({min(size, most) for cut in cuts for size in cut.batch_sizes(length)}):
         empty = empty_batch(rows, width, length, kept=kept, log_probs=sampling.logprobs is not None)
         batch = trainer.add_log_probs(empty)
     batch = trainer.add_advantages(_rows(batch, settings.train_batch_size * trainer.samples))

@@ -12,10 +12,10 @@ import pytest
 
 from jaxrl.checkpoint import (
     Checkpointer,
-    checksums,
     parse_resume_path,
     resume,
 )
+from jaxrl.checksums import checksums
 from jaxrl.compilation import CompilationWatch
 from jaxrl.models.transformer import TransformerConfig, init_params, logical_axes
 from jaxrl.optim import abstract_state, init_state, make_apply, make_optimizer

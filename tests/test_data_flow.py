@@ -92,6 +92,7 @@ PLACES = {
     "trainer.placement.policy_num_gpus_per_node": 4,
     "trainer.placement.ref_num_gpus_per_node": 2,
     "trainer.algorithm.kl_loss_coef": 0.1,
+    "trainer.update_ref_every_epoch": True,
 }
 
 

@@ -33,6 +33,7 @@ LAYER_OF = {
     "scorer": "L3",
     "offload": "L0",
     "checkpoint": "L3",
+    "checksums": "L3",
     "compilation": "L3",
     "metrics": "L3",
     "watching": "L3",

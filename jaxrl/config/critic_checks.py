@@ -74,6 +74,9 @@ def check_moving_reference(trainer: TrainerConfig) -> None:
     ):
         fix = "with trainer.policy.model.lora the reference has adapters on the policy's base, and "
         fail(field, True, f"{fix}trainer.ref.model.path={ref.model.path!r} is another; set it None")
+    if lora and not trainer.placement.colocate_policy_ref:
+        fix = "with trainer.policy.model.lora needs trainer.placement.colocate_policy_ref=True; "
+        fail(field, True, f"{fix}set it, or this one to False")
     if lora and ref.mesh is not None:
         fail(field, True, "with trainer.policy.model.lora needs trainer.ref.mesh=None")
     if not needs_reference(trainer.algorithm):
