@@ -30,7 +30,7 @@ from jaxrl.evaluation import Rows, dump_evaluation, evaluate
 from jaxrl.files import replace_text, writable_folder
 from jaxrl.models import hf
 from jaxrl.rollout.conversation import sampling_of
-from jaxrl.rollout.generator import sample_prompts
+from jaxrl.rollout.generator import run_now, sample_prompts
 from jaxrl.rollout.protocol import Engine
 from jaxrl.train import BasePPOExp, meshes
 from jaxrl.types import GeneratorOutput, Prompt
@@ -108,7 +108,8 @@ def ask(run: BasePPOExp, subject: Subject, step: int) -> tuple[dict[str, float],
 
         def generate(prompts: Sequence[Prompt], step: int, samples: int) -> GeneratorOutput:
             names = (config.trainer.seed, "eval", step)
-            return sample_prompts(generator, prompts, samples, names, sampling, merge=merge)
+            answers = sample_prompts(generator, prompts, samples, names, sampling, merge=merge)
+            return run_now(answers)
 
         return evaluate(generate, prompts, step, config, tokenizer=run.tokenizer)
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import inspect
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -23,13 +23,11 @@ class GeneratorInterface(Protocol):
         ...
 
 
-def generate_now(generator: Any, batch: GeneratorInput) -> GeneratorOutput:
-    """Run `generator.generate(batch)` to its end.
-
-    In a thread of its own where a loop already runs in this one, as in a notebook.
+async def generate(generator: Any, batch: GeneratorInput) -> GeneratorOutput:
+    """`generator.generate(batch)`.
 
     Raises:
-        TypeError: `generate` is not a coroutine function.
+        TypeError: it is not a coroutine function.
     """
     work = generator.generate(batch)
     if not inspect.iscoroutine(work):
@@ -37,6 +35,35 @@ def generate_now(generator: Any, batch: GeneratorInput) -> GeneratorOutput:
             f"{type(generator).__name__}.generate must be written 'async def generate', it "
             f"returned {type(work).__name__}"
         )
+    return await work
+
+
+async def sample_prompts(
+    generator: Any,
+    prompts: Sequence[Prompt],
+    samples: int,
+    names: Sequence[object],
+    sampling: Sampling,
+    *,
+    merge: bool,
+    part: bool = False,
+) -> GeneratorOutput:
+    """`samples` judged trajectories of every prompt.
+
+    Args:
+        names: seed, phase and step, which with prompt and sample name all that is random.
+        merge: neighbouring steps of a trajectory are one row where they can be.
+        part: these are not the whole batch; `buffer.gather` puts the parts together.
+    """
+    batch = generator_input(prompts, samples, names, sampling)
+    if part:
+        batch["part"] = True
+    output = await generate(generator, batch)
+    return merge_steps(output) if merge else output
+
+
+def run_now(work: Coroutine[Any, Any, GeneratorOutput]) -> GeneratorOutput:
+    """Run a coroutine to its end, in a thread of its own where a loop already runs in this one."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -45,20 +72,6 @@ def generate_now(generator: Any, batch: GeneratorInput) -> GeneratorOutput:
         return thread.submit(asyncio.run, work).result()
 
 
-def sample_prompts(
-    generator: Any,
-    prompts: Sequence[Prompt],
-    samples: int,
-    names: Sequence[object],
-    sampling: Sampling,
-    *,
-    merge: bool,
-) -> GeneratorOutput:
-    """`samples` judged trajectories of every prompt.
-
-    Args:
-        names: seed, phase and step, which with prompt and sample name all that is random.
-        merge: neighbouring steps of a trajectory are one row where they can be.
-    """
-    output = generate_now(generator, generator_input(prompts, samples, names, sampling))
-    return merge_steps(output) if merge else output
+def generate_now(generator: Any, batch: GeneratorInput) -> GeneratorOutput:
+    """`generate`, run to its end."""
+    return run_now(generate(generator, batch))
