@@ -22,6 +22,7 @@ from jaxrl.data.tokenizer import check_vocabulary, load_tokenizer
 from jaxrl.engines import native_engine
 from jaxrl.evaluation import check_sources
 from jaxrl.jetstream_backend import jetstream_engine
+from jaxrl.ledger import LedgerError
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.transformer import TransformerConfig
@@ -34,9 +35,13 @@ from jaxrl.rollout.recompute import RecomputeEngine
 from jaxrl.rollout.reward_terms import RewardTermError, RewardTerms
 from jaxrl.serve import served_model
 from jaxrl.serving.server import AddressError, Server
+from jaxrl.train_async import AsyncTrainer
 from jaxrl.trainer import Trainer
 from jaxrl.types import Prompt
 from jaxrl.watching.callbacks import TrainingCallback, load_callbacks
+
+# What ends a run and is the user's to mend; every checkpoint before it is whole.
+_MENDABLE = AddressError, CheckpointError, DynamicSamplingError, LedgerError, RewardTermError
 
 
 class BasePPOExp:
@@ -99,6 +104,7 @@ class BasePPOExp:
             return RecomputeEngine(model, mesh, dtype=dtype, max_num_seqs=rows, **given)
         # environments and guests come by the clock; the order in which they do must change no bit
         by_clock = self.config.generator.max_turns > 1 or settings.enable_http_endpoint
+        by_clock |= cfg.overlaps(self.config)
         return native_engine(
             settings,
             model,
@@ -144,7 +150,8 @@ class BasePPOExp:
 
     def get_trainer(self, *args: Any, **kwargs: Any) -> Trainer:
         """The loop."""
-        return Trainer(*args, **kwargs)
+        kind = AsyncTrainer if self.config.trainer.fully_async.enabled else Trainer
+        return kind(*args, **kwargs)
 
     def run(self) -> Trainer:
         """Train to the end."""
@@ -254,7 +261,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         run.train(trainer)
     # others are not the user's: they keep their traceback
-    except (AddressError, CheckpointError, DynamicSamplingError, RewardTermError) as error:
+    except _MENDABLE as error:
         return _refuse(error)
     return int(trainer.recorder.stopped_by_alarm)
 

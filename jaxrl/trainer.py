@@ -5,10 +5,10 @@ calls pure functions with explicit state. Everything random is named by (seed, s
 sample), so a run that is killed and resumed equals one that was not.
 """
 
-import contextlib
 import functools
 import time
 from collections.abc import Sequence
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from jaxrl.data.packing import collate, minibatches
 from jaxrl.data.prompts import batch_indices
 from jaxrl.evaluation import dump_evaluation, evals_folder, evaluate
 from jaxrl.files import writable_folder
+from jaxrl.ledger import Books
 from jaxrl.metrics import (
     advantage_metrics,
     check_surprise,
@@ -40,9 +41,8 @@ from jaxrl.objective import step_metrics
 from jaxrl.offload import on_device
 from jaxrl.registry import source_hashes
 from jaxrl.rewards import advantages_of, make_estimate, penalize_kl, shape_rewards
-from jaxrl.rollout.conversation import sampling_of
 from jaxrl.rollout.dynamic_sampling import collect
-from jaxrl.rollout.generator import GeneratorInterface, sample_prompts
+from jaxrl.rollout.generator import GeneratorInterface, run_now, sample_prompts
 from jaxrl.rollout.protocol import Engine
 from jaxrl.rollout.step_wise import trajectory_numbers
 from jaxrl.run_state import finished_state, restore_or_init
@@ -60,14 +60,17 @@ class Trainer:
 
     Args:
         config: resolved and validated.
-        tokenizer: of the policy.
-        model: architecture of the policy.
+        tokenizer, model: of the policy; model is its architecture.
         mesh: devices.
         engine: gets the weights after every step.
         generator: makes the trajectories.
         train_prompts, eval_prompts: tokenised prompts; no evaluation without the latter.
         callbacks: are told of the events of the run.
     """
+
+    held_groups: Sequence[int] = ()  # numbers in the ledger of groups that wait to be trained
+    wait_for = staticmethod(run_now)  # for a coroutine
+    sampling = staticmethod(nullcontext)  # around the steps, where rollouts go on beside them
 
     def __init__(
         self,
@@ -94,13 +97,14 @@ class Trainer:
             self.total_steps = min(self.total_steps, trainer.max_training_steps)
         path = trainer.policy.model.path or ""  # validated
         self.eos_token_ids = sorted({tokenizer.eos_token_id, *hf.eos_token_ids(path)})
+        self.sample = functools.partial(sample_prompts, config, generator, self.eos_token_ids)
         self.generation_config = hf.load_generation_config(path)
         self.metrics: dict[str, float] = {}
         self.seconds: dict[str, float] = {}  # between steps, since the last line of the log
         self.ref_params: Any = None
         self.state: TrainState
         self.batch: TrainBatch | None = None  # of the last step
-        self.recorder = Recorder(self, callbacks)
+        self.recorder, self.books = Recorder(self, callbacks), Books(self)
         self.watch = self.recorder.watch  # counts compilations
         self._build()
 
@@ -149,12 +153,9 @@ class Trainer:
         recorder = self.recorder.open(first)
         with timed(self.seconds, "init_weight_sync_state"):
             self.sync_weights(first)
-        if first >= self.total_steps:
-            print(
-                f"nothing to do: {trainer.ckpt_path} holds step {first} of {self.total_steps}. "
-                "Raise trainer.epochs, or choose another trainer.ckpt_path to start again"
-            )
-        with recorder, contextlib.closing(self.checkpointer):  # waits for the save under way
+        # the rollouts end before the ledger does; closing the checkpointer waits for the last save
+        with recorder, closing(self.books), closing(self.checkpointer), self.sampling():
+            self.books.begin(first, held=self.held_groups)
             if first < self.total_steps:
                 with timed(self.seconds, "warm_up"):
                     warm_up(self)
@@ -166,6 +167,8 @@ class Trainer:
                 recorder.end_step(step, metrics, self.batch)
                 if recorder.take("should_evaluate") or self._due(step, trainer.eval_interval):
                     metrics |= recorder.evaluate(step)
+                with timed(self.seconds, "ledger"):
+                    self.books.end_step(step, self.batch)
                 recorder.record(step, metrics)  # 9
                 self.save(step)
                 if recorder.control.should_stop:
@@ -180,7 +183,7 @@ class Trainer:
         self.metrics = {}
         with timed(self.metrics, "generate"):
             output, uids = self.rollouts(step)  # 1, 2, 3
-            self.engine.sleep()  # its copy of the weights is of no more use
+            self.books.take(output, uids)
         with timed(self.metrics, "postprocess_generator_output"):
             output = self.postprocess_generator_output(output, uids)
         with timed(self.metrics, "convert_to_training_input"):
@@ -210,22 +213,33 @@ class Trainer:
 
     def rollouts(self, step: int) -> tuple[GeneratorOutput, list[str]]:
         """Judged trajectories and their uids; dynamic sampling draws as often as it must."""
+        books, size, drawn = self.books, self.config.trainer.train_batch_size, set[int]()
 
         def draw(attempt: int) -> tuple[GeneratorOutput, list[str]]:
             self.metrics["generate/sampled_batches"] = attempt
             prompts = self.next_prompts(step)  # 1
+            groups = books.hand_out(step - 1, self.batches_drawn * size, prompts)
             self.batches_drawn += 1
             uids = [p.uid for p in prompts for _ in range(self.samples)]
-            return self.generate(prompts, step, attempt), uids  # 2, 3
+            output = self.generate(prompts, step, attempt)  # 2, 3
+            output = books.sampled(groups, output, self.samples)
+            drawn.update(output.get("ledger_ids", ()))
+            return output, uids
 
-        return collect(draw, self.config, step)
+        output, uids = collect(draw, self.config, step)
+        books.drop(drawn.difference(output.get("ledger_ids", ())), step, "dynamic_sampling")
+        self.engine.sleep()  # its copy of the weights is of no more use
+        return output, uids
 
     def next_prompts(self, step: int) -> list[Prompt]:
         """The next batch of prompts: a function of the seed and the number of batches drawn."""
+        return self.prompts_of(self.batches_drawn)
+
+    def prompts_of(self, batch: int) -> list[Prompt]:
+        """The prompts of a batch, counted from 0 over all epochs."""
         trainer = self.config.trainer
         size, total = trainer.train_batch_size, len(self.train_prompts)
-        rows = batch_indices(self.batches_drawn, size, total, seed=trainer.seed)
-        return [self.train_prompts[i] for i in rows]
+        return [self.train_prompts[i] for i in batch_indices(batch, size, total, seed=trainer.seed)]
 
     def generate(self, prompts: Sequence[Prompt], step: int, attempt: int = 1) -> GeneratorOutput:
         """`n_samples_per_prompt` judged trajectories for each prompt.
@@ -234,9 +248,8 @@ class Trainer:
             attempt: number of the batch within the step.
         """
         phase = "train" if attempt == 1 else f"train, batch {attempt}"
-        return self._generate(
-            phase, prompts, step, self.samples, params=self.config.generator.sampling_params
-        )
+        params = self.config.generator.sampling_params
+        return self.wait_for(self.sample(phase, prompts, step, self.samples, params))
 
     def postprocess_generator_output(
         self, generator_output: GeneratorOutput, uids: Sequence[str]
@@ -335,8 +348,13 @@ class Trainer:
         if self.recorder.take("should_save") or due:
             self.recorder.flush()
             with timed(self.seconds, "save_checkpoints"):  # last: a resumed run goes on after it
-                path = self.checkpointer.save(step, self.state, self.checkpoint_meta)
+                path = self.commit(step)
             self.recorder.fire("on_save", step, ckpt_path=path)
+
+    def commit(self, step: int) -> str:
+        """Save the state, and where the ledger stands; returns the path."""
+        meta = {**self.checkpoint_meta, "ledger": self.books.commit()}
+        return self.checkpointer.save(step, self.state, meta)
 
     # ---------------------------------------------------------------- around the steps
 
@@ -345,7 +363,11 @@ class Trainer:
         trainer, generator = self.config.trainer, self.config.generator
         if not self.eval_prompts or generator.eval_sampling_params is None:
             return {}
-        generate = functools.partial(self._generate, "eval", params=generator.eval_sampling_params)
+        params = generator.eval_sampling_params
+
+        def generate(prompts: Sequence[Prompt], step: int, samples: int) -> GeneratorOutput:
+            return self.wait_for(self.sample("eval", prompts, step, samples, params))
+
         with timed(self.metrics, "eval"):
             metrics, rows = evaluate(
                 generate, self.eval_prompts, step, self.config, tokenizer=self.tokenizer
@@ -366,20 +388,6 @@ class Trainer:
         """Write the policy as a Hugging Face folder, or its adapters as a PEFT folder."""
         self.policy.export(folder, self.state.params, self.tokenizer, self.generation_config)
         tqdm.write(f"exported the policy to {folder}")
-
-    def _generate(
-        self,
-        phase: str,
-        prompts: Sequence[Prompt],
-        step: int,
-        samples: int,
-        *,
-        params: cfg.SamplingParams,
-    ) -> GeneratorOutput:
-        names = (self.config.trainer.seed, phase, step)
-        sampling = sampling_of(params, self.eos_token_ids)
-        merge = self.config.generator.merge_stepwise_output
-        return sample_prompts(self.generator, prompts, samples, names, sampling, merge=merge)
 
     def _due(self, step: int, interval: int) -> bool:
         """Whether something done every `interval` steps, and after the last, is due; -1 = never."""

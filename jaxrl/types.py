@@ -110,6 +110,7 @@ class GeneratorOutput(TypedDict):
     reward_terms: NotRequired[list[dict[str, float]]]  # by name, unweighted; {} = not judged
     kept: NotRequired[list[list[tuple[int, ...]]]]  # per token the ids it was drawn from, () = all
     measured: NotRequired[list[Measured]]  # of parts, for the `rollout_metrics` of the batch
+    ledger_ids: NotRequired[list[int]]  # of the trajectory in run.db
 
 
 class TrainBatch(struct.PyTreeNode):

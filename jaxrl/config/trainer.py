@@ -8,6 +8,7 @@ from typing import Any
 from jaxrl.config.algorithm import AlgorithmConfig
 from jaxrl.config.backend import PRECISIONS, FSDPConfig, MegatronConfig, MeshConfig
 from jaxrl.config.dataclass_config import BaseConfig
+from jaxrl.config.ledger import LedgerConfig
 from jaxrl.config.model import ModelConfig, OptimizerConfig
 from jaxrl.config.watching import WatchingConfig
 
@@ -100,12 +101,19 @@ class RefConfig(BaseConfig):
 
 @dataclass
 class FullyAsyncConfig(BaseConfig):
-    """Training while sampling continues."""
+    """Training while sampling continues, see docs/asynchrony.md."""
 
+    enabled: bool = False
+    """Sample later batches while a batch is trained."""
+    schedule: str = "free"
+    """"free": prompts are trained in the order in which they are finished, and weights change while
+    tokens are drawn. "lockstep": batches are sampled whole, each by a fixed version of the weights;
+    a resumed run equals an undisturbed one bit for bit."""
     max_staleness_steps: int = 4
-    """Most steps between the sampling of a group and its training."""
+    """Training steps that sampling may be ahead; 0 = nothing overlaps, as in synchronous runs."""
     num_parallel_generation_workers: int = 768
-    """Groups in generation at the same time."""
+    """Prompts in generation at the same time, in the schedule "free"; the default is brought
+    between train_batch_size and that times max_staleness_steps + 1, beyond which none has work."""
 
 
 @dataclass
@@ -203,6 +211,8 @@ class TrainerConfig(BaseConfig):
     metrics.jsonl and the curve are always written."""
     watching: WatchingConfig = field(default_factory=WatchingConfig)
     """Alarms, callbacks and profiles."""
+    ledger: LedgerConfig = field(default_factory=LedgerConfig)
+    """Where every prompt and trajectory ended."""
     print_example_interval: int = 1
     """Steps between printed example trajectories; -1 = none."""
     dump_data_batch: bool = False

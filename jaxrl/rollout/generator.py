@@ -6,8 +6,8 @@ from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from jaxrl.rollout.conversation import generator_input
-from jaxrl.rollout.protocol import Sampling
+from jaxrl.config import SamplingParams, TrainConfig
+from jaxrl.rollout.conversation import generator_input, sampling_of
 from jaxrl.rollout.step_wise import merge_steps
 from jaxrl.types import GeneratorInput, GeneratorOutput, Prompt
 
@@ -39,27 +39,31 @@ async def generate(generator: Any, batch: GeneratorInput) -> GeneratorOutput:
 
 
 async def sample_prompts(
+    config: TrainConfig,
     generator: Any,
+    eos_token_ids: Sequence[int],
+    phase: str,
     prompts: Sequence[Prompt],
+    step: int,
     samples: int,
-    names: Sequence[object],
-    sampling: Sampling,
+    params: SamplingParams,
     *,
-    merge: bool,
     part: bool = False,
 ) -> GeneratorOutput:
     """`samples` judged trajectories of every prompt.
 
     Args:
-        names: seed, phase and step, which with prompt and sample name all that is random.
-        merge: neighbouring steps of a trajectory are one row where they can be.
-        part: these are not the whole batch; `buffer.gather` puts the parts together.
+        config: resolved.
+        eos_token_ids: of the model.
+        phase, step: with seed, prompt and sample they name all that is random.
+        part: these are not the whole batch; `parts.gather` puts the parts together.
     """
+    names, sampling = (config.trainer.seed, phase, step), sampling_of(params, eos_token_ids)
     batch = generator_input(prompts, samples, names, sampling)
     if part:
         batch["part"] = True
     output = await generate(generator, batch)
-    return merge_steps(output) if merge else output
+    return merge_steps(output) if config.generator.merge_stepwise_output else output
 
 
 def run_now(work: Coroutine[Any, Any, GeneratorOutput]) -> GeneratorOutput:

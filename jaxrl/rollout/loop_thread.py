@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for rollouts that go on while the caller does other work."""
+"""An event loop in a thread of its own, for rollouts that go on beside other work."""
 
 import asyncio
 import threading
@@ -38,7 +38,7 @@ class LoopThread:
             future.cancel()
 
     def close(self) -> None:
-        """End the thread. One that does not answer is left behind: it cannot outlive the process."""
+        """End the thread. One that does not answer is left behind; it ends with the process."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(CLOSING_SECONDS)

@@ -45,7 +45,8 @@ class RolloutStream:
     """Keeps samplers busy, and hands the trainer a batch at a time.
 
     Args:
-        sample: makes the trajectories of some ordinals; runs in the loop of `thread`.
+        sample: (ordinal of a unit, the training step now) -> its trajectories; runs in the loop
+            of `thread`.
         groups: P, of a batch.
         ahead: s.
         steps: of the whole run; nothing is sampled for later ones.
@@ -57,7 +58,7 @@ class RolloutStream:
 
     def __init__(
         self,
-        sample: Callable[[range], Awaitable[GeneratorOutput]],
+        sample: Callable[[int, int], Awaitable[GeneratorOutput]],
         thread: LoopThread,
         *,
         groups: int,
@@ -152,7 +153,7 @@ class RolloutStream:
 
     async def _run(self, ordinal: int) -> None:
         try:
-            output = await self._sample(range(ordinal, ordinal + self.unit))
+            output = await self._sample(ordinal, self.step)
         except BaseException as error:  # it stays in flight, for the checkpoint
             with self._changed:
                 self._error = self._error or error

@@ -17,9 +17,7 @@ class Submissions:
     loop.
     """
 
-    def __init__(
-        self, engine: Sampler, loop: asyncio.AbstractEventLoop | None = None
-    ) -> None:
+    def __init__(self, engine: Sampler, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self.engine, self.loop = engine, loop
         self._waiting: list[tuple[Request, asyncio.Future[Samples]]] = []
         self._call: asyncio.Task[None] | None = None

@@ -95,7 +95,9 @@ def _conversation_metrics(measured: Sequence[Measured]) -> dict[str, float]:
     return {
         "generate/avg_turns": float(np.mean(turns)),
         "generate/max_turns": float(np.max(turns)),
-        "generate/sampled_tokens": float(sum(end - start for m in measured for start, end in m.turns)),
+        "generate/sampled_tokens": float(
+            sum(end - start for m in measured for start, end in m.turns)
+        ),
         "generate/env_errors": float(sum(bool(m.failure) for m in measured)),
         "timing/environment": float(np.mean([m.env_seconds for m in measured])),
     }

@@ -60,12 +60,17 @@ OUR_FIELDS = {
     "environment.reward_weights",
     "environment.reward_functions",
     "environment.skyrl_gym.env_timeout_seconds",
+    "trainer.fully_async.enabled",
+    "trainer.fully_async.schedule",
     "trainer.compilation_cache_path",
     "trainer.remat_policy",
     "trainer.max_tokens_per_microbatch",
     "trainer.max_training_steps",
     "trainer.packed_length",
     "trainer.print_example_interval",
+    "trainer.ledger.record_rollouts",
+    "trainer.ledger.record_checksums",
+    "trainer.ledger.lock_timeout_seconds",
     *(
         f"trainer.watching.{field.name}"
         for field in dataclasses.fields(jaxrl.config.WatchingConfig)
