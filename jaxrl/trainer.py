@@ -17,22 +17,17 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrl import config as cfg
+from jaxrl.anchors import with_anchor
 from jaxrl.assemble import assemble_policy, assemble_update
 from jaxrl.batch_file import batch_path, dump_batch
 from jaxrl.checkpoint import Checkpointer
-from jaxrl.config.needs import has_critic, kl_in_reward, needs_old_log_probs
+from jaxrl.config.needs import has_critic, kl_in_reward
 from jaxrl.critic import Critic
 from jaxrl.data.packing import collate, minibatches
 from jaxrl.data.prompts import batch_indices
 from jaxrl.evaluation import dump_evaluation, evals_folder, evaluate
 from jaxrl.files import writable_folder
-from jaxrl.metrics import (
-    advantage_metrics,
-    check_surprise,
-    mismatch_metrics,
-    rollout_metrics,
-    timed,
-)
+from jaxrl.metrics import advantage_metrics, rollout_metrics, timed
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel, check_packing
 from jaxrl.models.transformer import Params, TransformerConfig
@@ -256,12 +251,7 @@ class Trainer:
 
     def add_log_probs(self, batch: TrainBatch) -> TrainBatch:
         """Log-probs that the loss needs, of policy and reference, and the critic's values."""
-        blind = batch.rollout_log_probs is None  # the sampler has none
-        if needs_old_log_probs(self.config.trainer) or blind:
-            old, entropy = self.scorer(self.params, batch, with_entropy=blind)
-            batch = batch.replace(old_log_probs=old)
-            self.metrics |= mismatch_metrics(batch, entropy)
-            check_surprise(self.metrics, self.config.generator.sampling_params)
+        batch = with_anchor(self, batch)
         if self.ref_params is not None:
             ref, _ = self.ref_scorer(on_device(self.ref_params), batch)
             batch = batch.replace(ref_log_probs=ref)
