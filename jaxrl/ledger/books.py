@@ -151,7 +151,7 @@ def step_checksums(batch: TrainBatch, state: Any) -> dict[str, int]:
     found = {}
     for name, array in vars(batch).items():
         if array is not None:
-            found[f"batch.{name}"] = zlib.crc32(np.ascontiguousarray(jax.device_get(array)))
+            found[f"batch.{name}"] = zlib.crc32(np.asarray(jax.device_get(array)).tobytes())
     return found | {f"state{name}": number for name, number in checksums(state).items()}
 
 
