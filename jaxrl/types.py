@@ -101,6 +101,7 @@ class GeneratorOutput(TypedDict):
     reward_terms: NotRequired[list[dict[str, float]]]  # by name, unweighted; {} = not judged
     kept: NotRequired[list[list[tuple[int, ...]]]]  # per token the ids it was drawn from, () = all
     token_versions: NotRequired[list[list[int]]]  # per token, of the policy that drew it; -1 = none
+    ledger_ids: NotRequired[list[int]]  # of the trajectory in run.db
 
 
 class TrainBatch(struct.PyTreeNode):
