@@ -17,8 +17,9 @@ from jaxrl.rollout.dynamic_sampling import distinct_uids
 from jaxrl.rollout.loop_thread import LoopThread
 from jaxrl.rollout.parts import from_bytes, gather, to_bytes
 from jaxrl.rollout.stream import Held, RolloutStream, Unit
+from jaxrl.staleness import staleness_metrics
 from jaxrl.trainer import Trainer
-from jaxrl.types import Array, GeneratorOutput, Prompt, TrainBatch, TrainState
+from jaxrl.types import GeneratorOutput, Prompt, TrainBatch, TrainState
 
 
 class Schedule(NamedTuple):
@@ -98,7 +99,9 @@ class AsyncTrainer(Trainer):
         """Rows [B, T], and how old they are."""
         batch = super().collate(output)
         assert self.stream is not None
-        versions = np.where(batch.loss_mask > 0, batch.policy_versions[:, None], -1)
+        versions = batch.token_versions
+        if versions is None:  # a generator of one's own that gives none
+            versions = np.broadcast_to(batch.policy_versions[:, None], batch.tokens.shape)
         given = versions, batch.loss_mask, self.stream.step - 1, self.ahead
         self.metrics |= staleness_metrics(*given)
         return batch
@@ -193,20 +196,3 @@ class AsyncTrainer(Trainer):
         output = await self.sample(*asked, part=len(prompts) < size)
         self.groups[ordinal] = groups
         return self.books.sampled(groups, output, self.samples)
-
-
-def staleness_metrics(
-    token_versions: Array, loss_mask: Array, version: int, max_staleness_steps: int
-) -> dict[str, float]:
-    """`async/staleness_*` over the sampled tokens: [B, T] versions, and the trainer's own."""
-    sampled = np.asarray(loss_mask) > 0
-    if not sampled.any():
-        return {}
-    age = np.where(sampled, version - token_versions, 0)
-    return {
-        "async/staleness_mean": float(age[sampled].mean()),
-        "async/staleness_max": int(age[sampled].max()),
-        "async/staleness_min": int(age[sampled].min()),
-        "async/staleness_ratio": float((age[sampled] > 0).mean()),
-        "async/staleness_violation_count": int((age > max_staleness_steps).any(-1).sum()),
-    }

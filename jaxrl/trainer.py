@@ -17,23 +17,18 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrl import config as cfg
+from jaxrl.anchors import with_anchor
 from jaxrl.assemble import assemble_policy, assemble_update
 from jaxrl.batch_file import batch_path, dump_batch
 from jaxrl.checkpoint import Checkpointer
-from jaxrl.config.needs import has_critic, kl_in_reward, needs_old_log_probs
+from jaxrl.config.needs import has_critic, kl_in_reward
 from jaxrl.critic import Critic
 from jaxrl.data.packing import collate, minibatches
 from jaxrl.data.prompts import batch_indices
 from jaxrl.evaluation import dump_evaluation, evals_folder, evaluate
 from jaxrl.files import writable_folder
 from jaxrl.ledger import Books
-from jaxrl.metrics import (
-    advantage_metrics,
-    check_surprise,
-    mismatch_metrics,
-    rollout_metrics,
-    timed,
-)
+from jaxrl.metrics import advantage_metrics, rollout_metrics, timed
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel, check_packing
 from jaxrl.models.transformer import Params, TransformerConfig
@@ -47,7 +42,7 @@ from jaxrl.rollout.protocol import Engine
 from jaxrl.rollout.step_wise import trajectory_numbers
 from jaxrl.run_state import finished_state, restore_or_init
 from jaxrl.types import GeneratorOutput, Prompt, TrainBatch, TrainState
-from jaxrl.update import updates_on
+from jaxrl.update import rows_without_update, updates_on
 from jaxrl.warm_up import warm_up
 from jaxrl.watching.callbacks import TrainingCallback
 from jaxrl.watching.diagnostics import advantages_by_correctness
@@ -269,12 +264,7 @@ class Trainer:
 
     def add_log_probs(self, batch: TrainBatch) -> TrainBatch:
         """Log-probs that the loss needs, of policy and reference, and the critic's values."""
-        blind = batch.rollout_log_probs is None  # the sampler has none
-        if needs_old_log_probs(self.config.trainer) or blind:
-            old, entropy = self.scorer(self.params, batch, with_entropy=blind)
-            batch = batch.replace(old_log_probs=old)
-            self.metrics |= mismatch_metrics(batch, entropy)
-            check_surprise(self.metrics, self.config.generator.sampling_params)
+        batch = with_anchor(self, batch)
         if self.ref_params is not None:
             ref, _ = self.ref_scorer(on_device(self.ref_params), batch)
             batch = batch.replace(ref_log_probs=ref)
@@ -317,6 +307,7 @@ class Trainer:
         metrics = step_metrics(pending)
         if skipped := metrics["policy/skipped_updates"]:
             tqdm.write(f"step {step}: {skipped} updates skipped, their gradient was not finite")
+            self.books.skip(rows_without_update(batch, pending, prompts, names))
         efficiency = self.updater.packing_efficiency(minibatches(batch, prompts))
         self.metrics |= metrics | {"trainer/packing_efficiency": efficiency}
         self.finish(step, rows=len(batch.index))
@@ -332,10 +323,7 @@ class Trainer:
         self.engine.update_weights(self.params, step)
 
     def save(self, step: int) -> None:
-        """Checkpoint and export when they are due.
-
-        By interval, at epoch ends, after the last step.
-        """
+        """Checkpoint and export when due: by interval, at epoch ends, after the last step."""
         trainer = self.config.trainer
         if self._due(step, trainer.hf_save_interval):
             folder = Path(trainer.export_path) / f"global_step_{step}"

@@ -43,6 +43,8 @@ LAYER_OF = {
     "policy": "L4",
     "critic": "L4",
     "run_state": "L4",
+    "anchors": "L4",
+    "staleness": "L3",
     "assemble": "L4",
     "assemble_remote": "L4",
     "batch_file": "L3",

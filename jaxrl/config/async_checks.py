@@ -2,6 +2,7 @@
 
 from typing import Any, NoReturn
 
+from jaxrl.config.anchor_checks import check_anchor
 from jaxrl.config.errors import check_choice, fail
 from jaxrl.config.needs import has_critic
 from jaxrl.config.rollouts import in_process
@@ -40,6 +41,7 @@ def check_async(config: TrainConfig, num_devices: int) -> None:
     if (kind := trainer.algorithm.dynamic_sampling.type) is not None:
         fix = "an asynchronous run takes every prompt once, in no fixed batches; set it to None"
         fail("trainer.algorithm.dynamic_sampling.type", kind, fix)
+    check_anchor(trainer.algorithm, settings.max_staleness_steps)
     if settings.schedule == "free":
         _check_free(config)
     _check_devices(config, num_devices)

@@ -44,6 +44,8 @@ _CHOICES = {
     "trainer.algorithm.dynamic_sampling.type": (None, "filter", "replace"),
     "trainer.algorithm.cispo.cispo_anchor": ("old", "rollout"),
     "trainer.algorithm.dppo.dppo_type": ("binary_tv", "binary_kl"),
+    "trainer.algorithm.decoupled_ppo.proximal": ("forward", "log_linear"),
+    "trainer.algorithm.old_log_probs": ("trainer", "rollout"),
     "trainer.algorithm.off_policy_correction.tis_ratio_type": (None, "token", "sequence"),
     "trainer.algorithm.off_policy_correction.sequence_mask_metric": (
         None,

@@ -94,7 +94,8 @@ class Conversation:
         """A turn of the policy."""
         if not self.transcript.turns:
             self.version = completion.versions[0]
-        self.transcript.add_sampled(completion.tokens, completion.log_probs, completion.kept)
+        columns = completion.log_probs, completion.kept, completion.versions
+        self.transcript.add_sampled(completion.tokens, *columns)
         self.stop_reason = completion.stop_reason
 
     @contextlib.contextmanager
@@ -127,6 +128,7 @@ class Conversation:
             failure=str(self.failure) if self.failure else "",
             turns=transcript.turns,
             kept=transcript.kept,
+            versions=transcript.versions,
         )
 
 

@@ -50,6 +50,8 @@ def to_columns(
         output["reward_terms"] = [t.reward_terms for t in rows]
     if any(any(t.kept) for t in rows):
         output["kept"] = [t.kept for t in rows]
+    if all(len(t.versions) == len(t.response_tokens) for t in rows):
+        output["token_versions"] = [t.versions for t in rows]
     return output
 
 
