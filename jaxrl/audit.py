@@ -2,7 +2,7 @@
 
     python -m jaxrl.audit RUN [--json FILE]
 
-    RUN     the run folder, <trainer.log_path>/<trainer.run_name>; the run may be going on, or killed
+    RUN     the run folder, <trainer.log_path>/<trainer.run_name>; the run may go on, or be killed
     --json  where to write the results
 
 Nothing in the run folder is written to. Exit code 0: every check passed; 1: one failed; 2: there is

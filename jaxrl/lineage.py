@@ -1,4 +1,4 @@
-"""The surviving lineage of a run: what its ledger says once the rows that crashes took back are out.
+"""The surviving lineage of a run: its ledger without the rows that were taken back after crashes.
 
 `run.db` is only read, in one transaction: a run may go on meanwhile, or may have been killed and
 have left rows in the log beside the database (`run.db-wal`).
@@ -35,8 +35,8 @@ class Run:
     Attributes:
         facts: seed, train_batch_size, num_prompts, samples, ... as the run wrote them.
         settings: its config.yaml.
-        attempt, from_step, first_ordinal, origin: of the attempt that the lineage begins with, 0 and
-            "" for a run that knows its whole history.
+        attempt, from_step, first_ordinal, origin: of the attempt that the lineage begins with; 0
+            and "" where the whole history is known.
         last_step: finished steps.
     """
 
@@ -99,15 +99,17 @@ def open_run(folder: Path) -> Iterator[Run]:
             f"{folder} holds no {FILE}: give the run folder, <trainer.log_path>/<trainer.run_name>"
         )
     if not config.is_file():
-        raise NothingToAudit(f"{folder} holds no config.yaml beside {FILE}: put that of the run back")
+        raise NothingToAudit(
+            f"{folder} holds no config.yaml beside {FILE}: put that of the run back"
+        )
     with contextlib.closing(_connect(path)) as db:
         try:
             yield _read(folder, db, yaml.safe_load(config.read_text()))
         except sqlite3.Error as error:
             raise NothingToAudit(
-                f"{path} cannot be read ({type(error).__name__}: {error}): it is damaged, or not the "
-                "ledger of a run; put a copy in its place, or move it away, and the run goes on with a "
-                "new one, which knows nothing earlier"
+                f"{path} cannot be read ({type(error).__name__}: {error}): it is damaged, or no "
+                "ledger. Put a copy in its place; or move it away: the run then goes on with a new "
+                "one, which knows nothing earlier"
             ) from error
 
 
@@ -129,14 +131,12 @@ def _read(folder: Path, db: sqlite3.Connection, settings: dict[str, Any]) -> Run
     if not tables or ("attempts" in tables and not db.execute("SELECT 1 FROM attempts").fetchone()):
         raise NothingToAudit(f"{folder / FILE} is empty: the run has not begun yet, let it start")
     for name in TABLES:
-        db.execute(
-            f"CREATE TEMP VIEW live_{name} AS SELECT * FROM {name} WHERE superseded IS NULL"
-        )
+        db.execute(f"CREATE TEMP VIEW live_{name} AS SELECT * FROM {name} WHERE superseded IS NULL")
     found = db.execute("SELECT run_id, format, facts FROM runs").fetchone()
     if found is None or found[1] != FORMAT:
         raise NothingToAudit(
-            f"{folder / FILE} has format {found and found[1]}, this jaxrl reads {FORMAT}: audit it with "
-            "the version that wrote it"
+            f"{folder / FILE} has format {found and found[1]}, this jaxrl reads {FORMAT}: audit it "
+            "with the version that wrote it"
         )
     start = db.execute(
         "SELECT attempt, from_step, first_ordinal, origin FROM attempts "

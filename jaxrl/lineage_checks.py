@@ -44,16 +44,21 @@ class Check:
 
 
 def history(run: Run) -> Check:
-    """The ledger knows the run from its first step."""
+    """The ledger knows the run from its first step.
+
+    A run may begin with the checkpoint of another run, whose ledger has the steps before; but one
+    that goes on from its own checkpoint without having its rows has lost them.
+    """
     (attempts,) = run.rows("SELECT COUNT(*), SUM(position > 0) FROM attempts")
     figures = {"attempts": attempts[0], "resumed": attempts[1], "finished steps": run.last_step}
     if not run.origin:
         return Check("history", figures)
     text = (
-        f"attempt {run.attempt} began with {run.origin}: where the prompts of steps 1 to "
-        f"{run.from_step} ended is not in this ledger"
+        f"attempt {run.attempt} went on from {run.origin}: where the prompts of its steps, "
+        f"1 to {run.from_step}, ended is not in this ledger"
     )
-    own = Path(run.origin).parent == Path(run.trainer["ckpt_path"])
+    checkpoint, _, _ = run.origin.rpartition(" of run ")
+    own = Path(checkpoint).parent == Path(as_path("trainer.ckpt_path", run.trainer["ckpt_path"]))
     return Check("history", figures, failures=[text] if own else [], unknown="" if own else text)
 
 
@@ -108,7 +113,7 @@ def order(run: Run) -> Check:
 def in_flight(run: Run) -> Check:
     """Prompts that were being sampled at a crash are sampled again; those of now are listed."""
     crashed = run.rows(
-        "SELECT g.ordinal, (SELECT COUNT(*) FROM live_groups l WHERE l.ordinal = g.ordinal) "
+        "SELECT g.ordinal, g.ordinal IN (SELECT ordinal FROM live_groups) "
         "FROM groups g WHERE superseded > 0 AND g.ordinal >= ? "
         "AND NOT EXISTS (SELECT 1 FROM trajectories t WHERE t.group_id = g.id) GROUP BY 1",
         run.first_ordinal,
@@ -118,14 +123,14 @@ def in_flight(run: Run) -> Check:
         "WHERE NOT EXISTS (SELECT 1 FROM live_trajectories t WHERE t.group_id = g.id)"
     )
     waiting = run.rows(
-        "SELECT DISTINCT g.ordinal FROM live_groups g JOIN live_trajectories t ON t.group_id = g.id "
-        "WHERE NOT EXISTS (SELECT 1 FROM live_ends e WHERE e.trajectory_id = t.id)"
+        "SELECT DISTINCT g.ordinal FROM live_groups g JOIN live_trajectories t "
+        "ON t.group_id = g.id WHERE NOT EXISTS (SELECT 1 FROM live_ends e WHERE e.trajectory_id = t.id)"
     )
     (last,) = run.rows("SELECT MAX(attempt) FROM attempts")[0]
     lost = [k for k, attempt in now if attempt < last]
     figures = {
         "at crashes": len(crashed),
-        "of these handed out again": sum(again > 0 for _, again in crashed),
+        "of these handed out again": sum(again for _, again in crashed),
         "in flight now": _listed([k for k, attempt in now if attempt == last]),
         "sampled, not trained": _listed([k for (k,) in waiting]),
     }
@@ -217,7 +222,8 @@ def steps(run: Run) -> Check:
         f"step {step} was trained by attempts {attempts}"
         for step, attempts in run.rows(
             "SELECT step, GROUP_CONCAT(DISTINCT attempt) FROM (SELECT step, attempt FROM live_ends "
-            "UNION SELECT step, attempt FROM live_steps) GROUP BY 1 HAVING COUNT(DISTINCT attempt) > 1"
+            "UNION SELECT step, attempt FROM live_steps) GROUP BY 1 "
+            "HAVING COUNT(DISTINCT attempt) > 1"
         )
     ]
     (again,) = run.rows("SELECT COUNT(*) FROM steps WHERE superseded > 0")[0]
@@ -324,7 +330,7 @@ def _disagreements(run: Run, step: int, position: int) -> Iterable[str]:
     name = f"{PREFIX}_{step}"
     before = run.rows("SELECT COUNT(*) FROM live_steps WHERE id <= ?", position)[0][0]
     if before != step - run.from_step and step > run.from_step:
-        yield f"{name} was saved after {step} steps, the ledger has {run.from_step + before} by then"
+        yield f"{name} holds {step} steps, the ledger has {run.from_step + before} by then"
     late = run.rows(
         "SELECT COUNT(*) FROM live_ends WHERE (id <= ?) != (step <= ?)", position, step
     )[0][0]
@@ -344,4 +350,3 @@ def _prompts_named(run: Run, ordinals: list[int], what: str) -> list[str]:
 def _listed(ordinals: list[int]) -> str:
     shown = ", ".join(map(str, sorted(ordinals)[:10]))
     return f"{len(ordinals)} ({shown}{', ...' if len(ordinals) > 10 else ''})" if ordinals else "0"
-

@@ -57,6 +57,9 @@ LAYER_OF = {
     "sft": "L4",
     "train": "L4",
     "jetstream_backend": "L4",
+    "lineage": "L4",
+    "lineage_checks": "L4",
+    "audit": "L4",
     "cluster": "L5",
 }
 MAY_IMPORT = {
