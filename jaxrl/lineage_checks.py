@@ -124,7 +124,8 @@ def in_flight(run: Run) -> Check:
     )
     waiting = run.rows(
         "SELECT DISTINCT g.ordinal FROM live_groups g JOIN live_trajectories t "
-        "ON t.group_id = g.id WHERE NOT EXISTS (SELECT 1 FROM live_ends e WHERE e.trajectory_id = t.id)"
+        "ON t.group_id = g.id "
+        "WHERE NOT EXISTS (SELECT 1 FROM live_ends e WHERE e.trajectory_id = t.id)"
     )
     (last,) = run.rows("SELECT MAX(attempt) FROM attempts")[0]
     lost = [k for k, attempt in now if attempt < last]

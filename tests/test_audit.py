@@ -5,8 +5,6 @@ import json
 import re
 import shutil
 import sqlite3
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -18,7 +16,7 @@ from jaxrl.ledger import FILE, Ledger
 from jaxrl.lineage_checks import sign_flip_p
 from jaxrl.train import BasePPOExp
 from jaxrl.trainer import Trainer
-from tests.test_train import ROOT, small
+from tests.test_train import small
 
 SIZE, SAMPLES, PROMPTS, SEED = 2, 2, 5, 7  # an epoch is two batches, a prompt is left out
 FACTS = {"seed": SEED, "train_batch_size": SIZE, "num_prompts": PROMPTS, "samples": SAMPLES}
@@ -407,25 +405,20 @@ def test_help(capsys):
 
 def test_a_run_is_read_while_it_goes_on_and_after_it_was_killed(tmp_path):
     """Its rows are in the log beside the database; no file is touched."""
-    code = f"""
-from pathlib import Path
-from tests.test_audit import Scribe
-scribe = Scribe(Path({str(tmp_path)!r}))
-scribe.begin(); scribe.step(1); scribe.step(2); scribe.ledger.position()
-print("written", flush=True)
-input()
-"""
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert process.stdout is not None and process.stdout.readline() == b"written\n"
-    assert (tmp_path / f"{FILE}-wal").stat().st_size > 0
-    for _ in range(2):
-        before = snapshot(tmp_path)
-        checks = {check.name: check for check in audit(tmp_path)}
+    run, killed = tmp_path / "run", tmp_path / "killed"
+    run.mkdir()
+    scribe = Scribe(run)
+    scribe.begin()
+    scribe.step(1)
+    scribe.step(2)
+    scribe.ledger.position()
+    shutil.copytree(run, killed)  # a kill leaves the files as they are
+    for folder in (run, killed):
+        assert (folder / f"{FILE}-wal").stat().st_size > 0
+        before = snapshot(folder)
+        checks = {check.name: check for check in audit(folder)}
         assert not failed(checks) and checks["none trained twice"].figures["trained"] == 8
-        assert snapshot(tmp_path) == before
-        process.kill()
-        process.communicate()
-    (tmp_path / f"{FILE}-shm").unlink()  # as in a copy of the two files
-    assert audit(tmp_path)[0].figures["finished steps"] == 2
+        assert snapshot(folder) == before
+    scribe.ledger.close()
+    (killed / f"{FILE}-shm").unlink()  # as in a copy of the two files
+    assert audit(killed)[0].figures["finished steps"] == 2
