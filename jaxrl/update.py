@@ -121,11 +121,11 @@ class Updater:
             one = Microbatching(rows=len(lengths), total=len(lengths))
             _, _, (minibatch, weights) = next(microbatches((minibatch, weights), minibatch, one))
             outputs = self._whole_outputs(params, minibatch, key)
-            of_loss = minibatch.replace(kept=None), weights, key
+            of_loss = self.objective.seen(minibatch), weights, key
             cotangents, metrics = self.cotangents(*outputs, *of_loss)
             cotangents = jax.device_get(cotangents)
             return self.pulled_back(grads, params, minibatch, cotangents, key), [metrics]
-        tree = minibatch.replace(kept=None), weights  # the rows of the model have it
+        tree = self.objective.seen(minibatch), weights
         parts = microbatches(tree, minibatch, self.microbatching)
         for _, rows, (batch, weight) in parts:
             given = with_token_keys(params, rows, batch.row_ids, key), batch, weight
@@ -216,6 +216,27 @@ def updates_on(
         state, metrics, applied = updater.update(state, *named, whole(state.params))
         pending.append((metrics, applied | fixed))
     return state, pending
+
+
+def rows_without_update(
+    batch: TrainBatch, pending: Sequence[tuple[Any, Metrics]], prompts: int, names: tuple[int, int]
+) -> np.ndarray:
+    """Rows [B] bool from which nothing was learnt: every update with them was skipped.
+
+    Args:
+        batch, prompts, names: as given to `updates_on`, which gave `pending`.
+    """
+    skipped = jax.device_get([applied["skipped_updates"] for _, applied in pending])
+    index, (seed, step) = np.asarray(batch.index), names
+    groups = int(index[-1]) + 1
+    cuts = range(0, groups, prompts)
+    learnt = np.zeros(groups, bool)
+    for number in range(len(pending) // len(cuts)):
+        order = pass_order(batch, seed, step, number)
+        order = np.arange(groups) if order is None else order
+        for cut, missed in zip(cuts, skipped[number * len(cuts) :], strict=False):
+            learnt[order[cut : cut + prompts]] |= not missed
+    return ~learnt[index]
 
 
 def pass_order(batch: TrainBatch, seed: int, step: int, number: int) -> np.ndarray | None:
