@@ -21,7 +21,9 @@ QUICK = {  # one update a step, of rows that are one shape; nothing that the tes
     "trainer.policy_mini_batch_size": 4,
     "trainer.algorithm.use_kl_loss": False,
     "trainer.algorithm.policy_loss_type": "rollout_is",
+    "generator.sampling_params.max_generate_length": 3,
     "trainer.eval_interval": 3,
+    "trainer.ckpt_interval": 3,
     "trainer.hf_save_interval": -1,
     "trainer.dump_data_batch": False,
     "trainer.print_example_interval": -1,
@@ -111,9 +113,9 @@ def lockstep_whole_and_resumed(tmp_path, ahead, **overrides):
     assert not rollout_threads()
     assert len(lines_of(tmp_path / "cut")) == 6
     again = Watched(quick(tmp_path / "cut", "lockstep", ahead, **overrides))
-    assert_bitwise_equal(again.run().state, state)  # from the checkpoint of step 4
+    assert_bitwise_equal(again.run().state, state)  # from the checkpoint of step 3
     assert lines_of(tmp_path / "cut") == lines_of(tmp_path / "whole")
-    for step in (5, 6):
+    for step in (4, 5, 6):
         assert again.watcher.rows[step] == whole.watcher.rows[step]
     for step, versions in (whole.watcher.versions | again.watcher.versions).items():
         assert set(versions) == {max(0, step - 1 - ahead)}
@@ -290,7 +292,5 @@ def test_a_buffer_goes_on_in_the_ledger_of_another_run(tmp_path):
     for path in (tmp_path / "quickstart").glob("run.db*"):
         path.unlink()
     train(quick(tmp_path, "lockstep", 2))
-    trained = trained_ordinals(tmp_path)  # of steps 5 and 6
-    assert trained == [(5, o) for o in range(16, 20) for _ in range(4)] + [
-        (6, o) for o in range(20, 24) for _ in range(4)
-    ]
+    expected = [(1 + o // 4, o) for o in range(12, 24) for _ in range(4)]
+    assert trained_ordinals(tmp_path) == expected  # of steps 4 to 6
