@@ -12,7 +12,7 @@ import pytest
 from jaxrl.train import BasePPOExp, train
 from jaxrl.train_async import AsyncTrainer
 from jaxrl.watching.callbacks import TrainingCallback
-from tests.test_train import assert_bitwise_equal, metric_lines, small
+from tests.test_train import ROOT, assert_bitwise_equal, metric_lines, small
 
 QUICK = {  # one update a step, of rows that are one shape; nothing that the tests do not look at
     "data.train_data": ["jaxrl.envs.sort_digits:prompts(size=12, seed=0)"],
@@ -280,8 +280,43 @@ def test_conversations_of_several_turns_run_free(tmp_path, step_wise):
 
 
 @pytest.mark.slow
-def test_conversations_of_several_turns_are_resumed_in_lockstep(tmp_path):
-    lockstep_whole_and_resumed(tmp_path, 1, **TURNS)
+def test_conversations_of_several_turns_at_staleness_0(tmp_path):
+    whole = train(quick(tmp_path / "whole", **TURNS))
+    assert_bitwise_equal(train(quick(tmp_path, "free", 0, **TURNS)).state, whole.state)
+    assert lines_of(tmp_path) == lines_of(tmp_path / "whole")
+
+
+ACTOR_CRITIC = {  # with GAE, two passes and a reference that moves
+    "trainer.critic.model.path": str(ROOT / "configs" / "tiny_char_model"),
+    "trainer.critic.model.random_init": True,
+    "trainer.critic_mini_batch_size": 4,
+    "trainer.algorithm.advantage_estimator": "gae",
+    "trainer.algorithm.use_kl_loss": True,
+    "trainer.update_epochs_per_batch": 2,
+    "trainer.update_ref_every_epoch": True,
+}
+ADAPTERS = {"trainer.policy.model.lora.rank": 4, "trainer.policy.model.lora.alpha": 8}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings", [TURNS, ACTOR_CRITIC, ADAPTERS], ids=["several turns", "critic", "adapters"]
+)
+def test_other_parts_are_resumed_in_lockstep(tmp_path, settings):
+    lockstep_whole_and_resumed(tmp_path, 1, **settings)
+
+
+@pytest.mark.slow
+def test_a_free_engine_on_devices_of_its_own(tmp_path):
+    """Split over two of them, with the HTTP endpoint beside the run."""
+    devices = {"colocate_all": False, "policy_num_gpus_per_node": 4}
+    engine = {"tensor_parallel_size": 2, "num_engines": 2, "enable_http_endpoint": True}
+    settings = {f"trainer.placement.{name}": value for name, value in devices.items()}
+    settings |= {f"generator.inference_engine.{name}": value for name, value in engine.items()}
+    settings["generator.inference_engine.http_endpoint_port"] = 0
+    train(quick(tmp_path, "free", 2, **settings))
+    trained = trained_ordinals(tmp_path)
+    assert sorted(ordinal for _, ordinal in trained) == [o for o in range(24) for _ in range(4)]
 
 
 @pytest.mark.slow
