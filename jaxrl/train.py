@@ -110,16 +110,18 @@ class BasePPOExp:
         if isinstance(model, AdaptedModel):
             dtype, given = DTYPES[settings.model_dtype], settings.engine_init_kwargs
             return RecomputeEngine(model, mesh, dtype=dtype, max_num_seqs=rows, **given)
-        # environments and guests come by the clock; the order in which they do must change no bit
+        # environments, guests and evaluations come by the clock; the order in which they do must
+        # change no bit, but of a run that follows the clock anyway
         by_clock = self.config.generator.max_turns > 1 or settings.enable_http_endpoint
         by_clock |= cfg.overlaps(self.config)
+        repeats = not cfg.runs_free(self.config)
         return native_engine(
             settings,
             model,
             mesh,
             rows=rows,
             max_model_len=cfg.longest_row(self.config),
-            shrink=False if by_clock else None,
+            shrink=False if by_clock and repeats else None,
             decode_text=self.tokenizer.decode,
         )
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxrl.config import overlaps, runs_free
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.rollout.dynamic_sampling import distinct_uids
 from jaxrl.rollout.loop_thread import LoopThread
@@ -50,7 +51,7 @@ class AsyncTrainer(Trainer):
     def _build(self) -> None:
         settings, size = self.config.trainer.fully_async, self.config.trainer.train_batch_size
         self.ahead = settings.max_staleness_steps
-        free = settings.schedule == "free" and self.ahead > 0
+        free = runs_free(self.config)
         if free and isinstance(self.model, AdaptedModel):
             raise ValueError(
                 f"trainer.fully_async.schedule='free': {self.model.name} is a flax module, whose "
@@ -61,7 +62,7 @@ class AsyncTrainer(Trainer):
             unit=1 if free else size,
             workers=workers if free else 1,
             drains=not free,
-            overlaps=self.ahead > 0,
+            overlaps=overlaps(self.config),
         )
         self.batch_of = functools.lru_cache(maxsize=16)(self.prompts_of)
         self.held: Held | None = None  # of the checkpoint that the run goes on from

@@ -54,6 +54,7 @@ from jaxrl.config.rollouts import (
     longest_row,
     overlaps,
     rows_at_once,
+    runs_free,
     sends_adapters,
 )
 from jaxrl.config.serving import ServeConfig, check_serving
@@ -149,6 +150,7 @@ __all__ = [
     "sft_card",
     "overlaps",
     "rows_at_once",
+    "runs_free",
     "to_train_config",
     "sends_adapters",
     "sharding_rules",

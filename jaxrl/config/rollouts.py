@@ -20,9 +20,8 @@ def rows_at_once(config: TrainConfig) -> int:
     evaluated = trainer.eval_batch_size * generator.eval_n_samples_per_prompt
     if not overlaps(config):
         return max(trainer.train_batch_size * generator.n_samples_per_prompt, evaluated)
-    free = trainer.fully_async.schedule == "free"
     workers = trainer.fully_async.num_parallel_generation_workers
-    groups = workers if free else trainer.train_batch_size
+    groups = workers if runs_free(config) else trainer.train_batch_size
     return groups * generator.n_samples_per_prompt + evaluated * (trainer.eval_interval > 0)
 
 
@@ -30,6 +29,11 @@ def overlaps(config: TrainConfig) -> bool:
     """Whether sampling goes on while the trainer trains and evaluates."""
     settings = config.trainer.fully_async
     return settings.enabled and settings.max_staleness_steps > 0
+
+
+def runs_free(config: TrainConfig) -> bool:
+    """Whether the clock decides what makes a batch."""
+    return overlaps(config) and config.trainer.fully_async.schedule == "free"
 
 
 def longest_row(config: TrainConfig) -> int:
