@@ -53,9 +53,7 @@ class Trajectory:
     env_seconds: float = 0.0  # waited for the environment
     turns: list[tuple[int, int]] = field(default_factory=list)  # response tokens [first, last + 1)
     kept: list[tuple[int, ...]] = field(default_factory=list)  # see `rollout.protocol.Completion`
-    versions: list[int] = field(
-        default_factory=list
-    )  # of the policy that drew it; -1 = not sampled
+    versions: list[int] = field(default_factory=list)  # of the policy; -1 = not sampled
 
 
 class TrajectoryID(NamedTuple):
