@@ -33,6 +33,7 @@ LAYER_OF = {
     "scorer": "L3",
     "offload": "L0",
     "checkpoint": "L3",
+    "checkpoint_items": "L3",
     "checksums": "L3",
     "ledger": "L3",
     "compilation": "L3",
@@ -58,6 +59,7 @@ LAYER_OF = {
     "serve": "L4",
     "sft": "L4",
     "train": "L4",
+    "train_async": "L4",
     "jetstream_backend": "L4",
     "cluster": "L5",
 }

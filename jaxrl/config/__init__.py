@@ -52,6 +52,7 @@ from jaxrl.config.rollouts import (
     check_engines,
     in_process,
     longest_row,
+    overlaps,
     rows_at_once,
     sends_adapters,
 )
@@ -146,6 +147,7 @@ __all__ = [
     "resolve",
     "resolve_sft",
     "sft_card",
+    "overlaps",
     "rows_at_once",
     "to_train_config",
     "sends_adapters",

@@ -63,6 +63,8 @@ OUR_FIELDS = {
     "environment.reward_weights",
     "environment.reward_functions",
     "environment.skyrl_gym.env_timeout_seconds",
+    "trainer.fully_async.enabled",
+    "trainer.fully_async.schedule",
     "trainer.compilation_cache_path",
     "trainer.remat_policy",
     "trainer.max_tokens_per_microbatch",
