@@ -18,6 +18,8 @@ same, the learning rate too, which is chosen for none of the losses.
     log_linear  the same with the proximal policy that needs no forward pass
     rollout_is  REINFORCE with the ratio to the sampler, dropped outside (0.5, 5)
     cispo       REINFORCE with the ratio to the sampler, clipped to [0, 5]
+    uncorrected regular around the policy at the start of the step, as if that had sampled; refused
+                as a built-in loss where rollouts are stale, so it runs as a user's
 
 "reward" is the mean reward of the sampled answers over the last 20 steps, 1/4 for each right digit
 and for stopping after the third; "greedy" that of greedy answers to 80 held-out strings after the
@@ -39,7 +41,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl import config as cfg
+from jaxrl.losses.regular import regular
 from jaxrl.train import BasePPOExp
+from jaxrl.types import Array
 from jaxrl.watching.json_lines import read_lines
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.py"
@@ -49,6 +53,7 @@ METHODS: dict[str, dict[str, Any]] = {  # fields of trainer.algorithm
     "log_linear": {"policy_loss_type": "decoupled_ppo", "decoupled_ppo.proximal": "log_linear"},
     "rollout_is": {"policy_loss_type": "rollout_is", "eps_clip_low": 0.5, "eps_clip_high": 4.0},
     "cispo": {"policy_loss_type": "cispo", "cispo.cispo_anchor": "rollout"},
+    "uncorrected": {"policy_loss_type": "benchmarks.staleness:uncorrected"},
 }
 LAST = 20
 MEANS = {  # over the last steps
@@ -57,6 +62,17 @@ MEANS = {  # over the last steps
     "staleness": "async/staleness_mean",
     "entropy": "policy/policy_entropy",
 }
+
+
+def uncorrected(
+    log_probs: Array,
+    old_log_probs: Array,
+    advantages: Array,
+    config: Any,
+    loss_mask: Array | None = None,
+) -> tuple[Array, Any]:
+    """`regular`, by another name."""
+    return regular(log_probs, old_log_probs, advantages, config, loss_mask)
 
 
 def make_config(method: str, staleness: int, seed: int, steps: int, folder: Path) -> Any:
@@ -191,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--smoke", action="store_true", help="one short run of two losses")
+    parser.add_argument("--smoke", action="store_true", help="one short run each of two losses")
     arguments = parser.parse_args(argv)
     if arguments.smoke:
         arguments.methods, arguments.staleness, arguments.seeds = ["ppo", "log_linear"], [2], [1]
