@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import (
     agreement,
+    chaos,
     collectives,
     decode,
     grpo_step,
@@ -45,6 +46,7 @@ def run(benchmark, tmp_path, capsys, *flags):
     "benchmark_module",
     [
         agreement,
+        chaos,
         collectives,
         decode,
         grpo_step,
