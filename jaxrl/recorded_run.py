@@ -1,0 +1,303 @@
+"""A run as its folder recorded it, and its trainer put back to before a recorded step.
+
+Nothing in the folder is written to.
+"""
+
+import contextlib
+import json
+import os
+import sqlite3
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import yaml
+
+from jaxrl import config as cfg
+from jaxrl.checkpoint import PREFIX, Checkpointer, parse_resume_path
+from jaxrl.ledger import FILE, read_rollouts
+from jaxrl.ledger.rollout_file import file_digest
+from jaxrl.train import BasePPOExp, meshes
+from jaxrl.trainer import Trainer
+from jaxrl.types import GeneratorOutput
+
+START = "start"  # in place of a checkpoint: the models that the run began with
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """A finished step of the surviving lineage.
+
+    Attributes:
+        file: of its rollouts, under the run folder; None = not recorded.
+        checksums: array -> number, see `ledger.books.step_checksums`; empty = not recorded.
+        draws: batches of prompts, several with dynamic sampling.
+        machine: what it ran on, see `ledger.books.machine_of`.
+    """
+
+    step: int
+    file: str | None
+    digest: str | None
+    checksums: dict[str, int]
+    draws: int
+    machine: dict[str, Any]
+
+
+class RecordedRun:
+    """What a run folder holds.
+
+    Args:
+        folder: with config.yaml and run.db.
+
+    Attributes:
+        config: resolved, as the run wrote it.
+        steps: by number.
+        starts: (from_step, origin) of the attempts of the run.
+
+    Raises:
+        ValueError: it is no run folder, or its database cannot be read.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        for name in ("config.yaml", FILE):
+            if not (self.folder / name).is_file():
+                raise ValueError(
+                    f"{self.folder} has no {name}: give a run folder, <trainer.log_path>/"
+                    "<trainer.run_name>"
+                )
+        values = yaml.safe_load((self.folder / "config.yaml").read_text(encoding="utf-8"))
+        self.config = cfg.to_train_config(values)
+        try:
+            with contextlib.closing(_read_only(self.folder / FILE)) as db:
+                self._read(db)
+        except sqlite3.Error as error:
+            raise ValueError(
+                f"{self.folder / FILE} cannot be read ({type(error).__name__}: {error}); take a "
+                "copy of the run that is whole"
+            ) from error
+        if not self.steps:
+            raise ValueError(f"{self.folder / FILE} has no finished step; let the run do one")
+
+    def _read(self, db: sqlite3.Connection) -> None:
+        self.run_id, facts = db.execute("SELECT run_id, facts FROM runs").fetchone()
+        self.facts = json.loads(facts)
+        attempts = db.execute("SELECT attempt, from_step, origin, machine FROM attempts").fetchall()
+        machines = {attempt: json.loads(machine) for attempt, _, _, machine in attempts}
+        self.starts = [(from_step, origin) for _, from_step, origin, _ in attempts]
+        handed_out = dict(
+            db.execute(
+                "SELECT step + 1, COUNT(*) FROM groups WHERE superseded IS NULL GROUP BY step"
+            ).fetchall()
+        )
+        # only dynamic sampling draws more than once for a step, and never ahead of it
+        several = self.config.trainer.algorithm.dynamic_sampling.type is not None
+        size = self.config.trainer.train_batch_size
+        rows = db.execute(
+            "SELECT step, file, file_digest, checksums, attempt FROM steps "
+            "WHERE superseded IS NULL ORDER BY step"
+        )
+        self.steps = {
+            step: RecordedStep(
+                step,
+                file,
+                digest,
+                json.loads(numbers),
+                handed_out.get(step, 0) // size if several else 1,
+                machines[attempt],
+            )
+            for step, file, digest, numbers, attempt in rows
+        }
+
+    def rollouts(self, step: int) -> tuple[GeneratorOutput, list[str]]:
+        """The trajectories of a step, and their uids; the digest is `damage`'s affair.
+
+        Raises:
+            ValueError, FileNotFoundError: they were not recorded, are gone, or cannot be read.
+        """
+        return read_rollouts(self.path(step))
+
+    def path(self, step: int) -> Path:
+        """The file of a step's trajectories.
+
+        Raises:
+            ValueError: there is no such step, or it was not recorded.
+        """
+        if step not in self.steps:
+            have = sorted(self.steps)
+            raise ValueError(
+                f"step {step} is not in {self.folder / FILE}, which has the steps {have[0]} to "
+                f"{have[-1]} of the surviving run; take one of those"
+            )
+        if (file := self.steps[step].file) is None:
+            raise ValueError(
+                f"step {step} of {self.folder} has no rollouts: it ran with "
+                "trainer.ledger.record_rollouts=false; take a step that has them"
+            )
+        return self.folder / file
+
+    def damage(self, steps: Iterable[int]) -> str | None:
+        """The first rollout file that is not as it was written, in words; None: all are.
+
+        Raises:
+            ValueError, FileNotFoundError: one is not there.
+        """
+        for step in steps:
+            path, digest = self.path(step), self.steps[step].digest
+            if not path.is_file():
+                raise FileNotFoundError(
+                    f"{path}, the rollouts of step {step}, is gone; copy it back, or take later "
+                    "steps, from a later --checkpoint"
+                )
+            if (found := file_digest(path)) != digest:
+                return (
+                    f"step {step}: {path} is not the file that the run wrote: its digest is "
+                    f"{found}, run.db has {digest}"
+                )
+        return None
+
+    def find_checkpoint(self, step: int | None, given: str | None = None) -> str | None:
+        """Where to start: the folder of a checkpoint; None: the models that the run began with.
+
+        Args:
+            step: the newest before it; None: the oldest there is.
+            given: by the user, a checkpoint or "start".
+
+        Raises:
+            ValueError: there is none to start from.
+        """
+        if given is not None and given != START:
+            number = parse_resume_path(given)[1]
+            if step is not None and number >= step:
+                raise ValueError(
+                    f"--checkpoint={given!r} is not before step {step}; take an earlier one"
+                )
+            return given
+        folder = self.config.trainer.ckpt_path
+        held = [] if given == START else self._checkpoints(folder)
+        if step is not None:
+            held = [number for number in held if number < step]
+        if held:
+            return os.path.join(folder, f"{PREFIX}_{min(held) if step is None else max(held)}")
+        if 1 not in self.steps or not any(start == (0, "") for start in self.starts):
+            raise ValueError(
+                f"{folder} has no checkpoint before step {step or min(self.steps)}, and "
+                f"{self.folder} did not begin at step 0; name one with --checkpoint"
+            )
+        return None
+
+    def _checkpoints(self, folder: str) -> list[int]:
+        if "://" not in folder and not os.path.isdir(os.path.expanduser(folder)):
+            return []
+        source = Checkpointer(folder, read_only=True)
+        try:
+            return [step for step in source.manager.all_steps() if step < max(self.steps)]
+        finally:
+            source.close()
+
+
+def _read_only(path: Path) -> sqlite3.Connection:
+    """Without a log beside it nobody writes it, and SQLite need not put its own files there."""
+    log = path.with_name(f"{path.name}-wal")
+    quiet = not log.exists() or log.stat().st_size == 0
+    return sqlite3.connect(
+        f"{path.resolve().as_uri()}?mode=ro{'&immutable=1' if quiet else ''}", uri=True
+    )
+
+
+# ---------------------------------------------------------------- its trainer
+
+
+@contextlib.contextmanager
+def restored(
+    run: RecordedRun,
+    checkpoint: str | None,
+    *,
+    run_class: type[BasePPOExp] = BasePPOExp,
+) -> Iterator[Trainer]:
+    """The trainer of the run, without an engine, as it was at a checkpoint.
+
+    Its `train_step` takes the recorded rollouts of the step; what it would write goes to a
+    temporary folder.
+
+    Args:
+        checkpoint: of `RecordedRun.find_checkpoint`.
+        run_class: whose `get_` methods give model, tokenizer and trainer.
+
+    Raises:
+        ValueError, OSError: the config does not fit this machine, the model is not there, or the
+            checkpoint is of another run or damaged.
+    """
+    with tempfile.TemporaryDirectory(prefix="jaxrl_replay_") as folder:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run has said what is odd about its config
+            experiment = run_class(_config_of_replay(run.config, checkpoint, folder))
+        config = experiment.config
+        experiment.tokenizer = experiment.get_tokenizer()
+        trainer = experiment.get_trainer(
+            config,
+            tokenizer=experiment.tokenizer,
+            model=experiment.get_model(),
+            mesh=meshes(config)[0],
+            engine=None,
+            generator=None,
+            train_prompts=range(run.facts["num_prompts"]),  # counted, never read
+            eval_prompts=(),
+        )
+        # what is compared with the checkpoint is the run's
+        trainer.checkpoint_meta["config"] = cfg.get_config_as_dict(run.config)
+
+        def rollouts(step: int) -> tuple[GeneratorOutput, list[str]]:
+            trainer.batches_drawn += run.steps[step].draws
+            return run.rollouts(step)
+
+        vars(trainer).update(rollouts=rollouts, sync_weights=lambda step: None)
+        trainer.state = trainer.restore_or_init()
+        saved = (trainer.checkpointer.restored_meta or {}).get("ledger") or {}
+        if checkpoint and saved.get("run_id") != run.run_id:
+            raise ValueError(
+                f"{checkpoint} was saved by run {saved.get('run_id')}, and {run.folder} is run "
+                f"{run.run_id}; name a checkpoint of it with --checkpoint"
+            )
+        trainer.batches_drawn = int(trainer.state.batches_drawn)
+        trainer.load_reference(trainer.state.ref_params)
+        yield trainer
+        trainer.checkpointer.close()
+
+
+def _config_of_replay(
+    config: cfg.TrainConfig, checkpoint: str | None, folder: str
+) -> cfg.TrainConfig:
+    """The run's, but that it writes elsewhere, and that nothing is sampled."""
+    intervals = ("eval_interval", "ckpt_interval", "hf_save_interval", "print_example_interval")
+    changes = {
+        **{f"trainer.{name}": -1 for name in intervals},
+        "trainer.log_path": folder,
+        "trainer.ckpt_path": os.path.join(folder, "checkpoints"),
+        "trainer.export_path": folder,
+        "trainer.dump_data_batch": False,
+        "trainer.logger": "console",
+        "trainer.resume_mode": "from_path" if checkpoint else "none",
+        "trainer.resume_path": checkpoint,
+    }
+    return cfg.apply_overrides(config, changes)
+
+
+def use_devices(run: RecordedRun, count: int | None) -> None:
+    """As many devices of the CPU as the run had; before the first use of a device.
+
+    Args:
+        count: instead of the run's number.
+
+    Raises:
+        ValueError: it is too late.
+    """
+    machine = run.steps[max(run.steps)].machine
+    wanted = count or (machine["devices"] if machine["platform"] == "cpu" else None)
+    if wanted is None or "host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return
+    jax.config.update("jax_num_cpu_devices", wanted)
