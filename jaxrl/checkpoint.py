@@ -64,6 +64,7 @@ class Checkpointer:
                 self.folder, options=options, item_handlers=handlers
             )
         self._saving: int | None = None
+        self.restored_meta: dict[str, Any] | None = None  # of what the run goes on from
 
     # ---------------------------------------------------------------- save
 
@@ -160,6 +161,7 @@ class Checkpointer:
             state = self.manager.restore(step, args=args)["state"]
             if different := differences(saved["checksums"], checksums(state)):
                 raise ValueError(f"the values of {sorted(different)} are not those that were saved")
+        self.restored_meta = saved
         return state
 
     def restore_latest(
@@ -246,6 +248,7 @@ def resume(
         own.refuse_later_than(step)
         source = Checkpointer(folder, read_only=True)
         found = step, source.restore(step, like, meta)
+        own.restored_meta = source.restored_meta
         source.close()
     own.refuse_later_than(found[0] if found else 0)
     return found[1] if found else None
@@ -296,6 +299,7 @@ MAY_CHANGE = (
     "trainer.eval_*",
     "trainer.export_path",
     "trainer.flash_attn",
+    "trainer.ledger.*",
     "trainer.gradient_checkpointing*",
     "trainer.log*",
     "trainer.max_ckpts_to_keep",

@@ -22,6 +22,7 @@ from jaxrl.data.tokenizer import check_vocabulary, load_tokenizer
 from jaxrl.engines import native_engine
 from jaxrl.evaluation import check_sources
 from jaxrl.jetstream_backend import jetstream_engine
+from jaxrl.ledger import LedgerError
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.transformer import TransformerConfig
@@ -37,6 +38,9 @@ from jaxrl.serving.server import AddressError, Server
 from jaxrl.trainer import Trainer
 from jaxrl.types import Prompt
 from jaxrl.watching.callbacks import TrainingCallback, load_callbacks
+
+# What ends a run and is the user's to mend; every checkpoint before it is whole.
+_MENDABLE = AddressError, CheckpointError, DynamicSamplingError, LedgerError, RewardTermError
 
 
 class BasePPOExp:
@@ -254,7 +258,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         run.train(trainer)
     # others are not the user's: they keep their traceback
-    except (AddressError, CheckpointError, DynamicSamplingError, RewardTermError) as error:
+    except _MENDABLE as error:
         return _refuse(error)
     return int(trainer.recorder.stopped_by_alarm)
 

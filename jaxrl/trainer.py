@@ -5,10 +5,10 @@ calls pure functions with explicit state. Everything random is named by (seed, s
 sample), so a run that is killed and resumed equals one that was not.
 """
 
-import contextlib
 import functools
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from jaxrl.data.packing import collate, minibatches
 from jaxrl.data.prompts import batch_indices
 from jaxrl.evaluation import dump_evaluation, evals_folder, evaluate
 from jaxrl.files import writable_folder
+from jaxrl.ledger import Books
 from jaxrl.metrics import (
     advantage_metrics,
     check_surprise,
@@ -60,14 +61,15 @@ class Trainer:
 
     Args:
         config: resolved and validated.
-        tokenizer: of the policy.
-        model: architecture of the policy.
+        tokenizer, model: of the policy; model is its architecture.
         mesh: devices.
         engine: gets the weights after every step.
         generator: makes the trajectories.
         train_prompts, eval_prompts: tokenised prompts; no evaluation without the latter.
         callbacks: are told of the events of the run.
     """
+
+    held_groups: Sequence[int] = ()  # numbers in the ledger of groups that wait to be trained
 
     def __init__(
         self,
@@ -100,7 +102,7 @@ class Trainer:
         self.ref_params: Any = None
         self.state: TrainState
         self.batch: TrainBatch | None = None  # of the last step
-        self.recorder = Recorder(self, callbacks)
+        self.recorder, self.books = Recorder(self, callbacks), Books(self)
         self.watch = self.recorder.watch  # counts compilations
         self._build()
 
@@ -154,7 +156,8 @@ class Trainer:
                 f"nothing to do: {trainer.ckpt_path} holds step {first} of {self.total_steps}. "
                 "Raise trainer.epochs, or choose another trainer.ckpt_path to start again"
             )
-        with recorder, contextlib.closing(self.checkpointer):  # waits for the save under way
+        with recorder, closing(self.books), closing(self.checkpointer):  # waits for the last save
+            self.books.begin(first, held=self.held_groups)
             if first < self.total_steps:
                 with timed(self.seconds, "warm_up"):
                     warm_up(self)
@@ -166,6 +169,8 @@ class Trainer:
                 recorder.end_step(step, metrics, self.batch)
                 if recorder.take("should_evaluate") or self._due(step, trainer.eval_interval):
                     metrics |= recorder.evaluate(step)
+                with timed(self.seconds, "ledger"):
+                    self.books.end_step(step, self.batch)
                 recorder.record(step, metrics)  # 9
                 self.save(step)
                 if recorder.control.should_stop:
@@ -180,7 +185,7 @@ class Trainer:
         self.metrics = {}
         with timed(self.metrics, "generate"):
             output, uids = self.rollouts(step)  # 1, 2, 3
-            self.engine.sleep()  # its copy of the weights is of no more use
+            self.books.take(output, uids)
         with timed(self.metrics, "postprocess_generator_output"):
             output = self.postprocess_generator_output(output, uids)
         with timed(self.metrics, "convert_to_training_input"):
@@ -210,15 +215,23 @@ class Trainer:
 
     def rollouts(self, step: int) -> tuple[GeneratorOutput, list[str]]:
         """Judged trajectories and their uids; dynamic sampling draws as often as it must."""
+        books, size, drawn = self.books, self.config.trainer.train_batch_size, set[int]()
 
         def draw(attempt: int) -> tuple[GeneratorOutput, list[str]]:
             self.metrics["generate/sampled_batches"] = attempt
             prompts = self.next_prompts(step)  # 1
+            groups = books.hand_out(step - 1, self.batches_drawn * size, prompts)
             self.batches_drawn += 1
             uids = [p.uid for p in prompts for _ in range(self.samples)]
-            return self.generate(prompts, step, attempt), uids  # 2, 3
+            output = self.generate(prompts, step, attempt)  # 2, 3
+            output = books.sampled(groups, output, self.samples)
+            drawn.update(output.get("ledger_ids", ()))
+            return output, uids
 
-        return collect(draw, self.config, step)
+        output, uids = collect(draw, self.config, step)
+        books.drop(drawn.difference(output.get("ledger_ids", ())), step, "dynamic_sampling")
+        self.engine.sleep()  # its copy of the weights is of no more use
+        return output, uids
 
     def next_prompts(self, step: int) -> list[Prompt]:
         """The next batch of prompts: a function of the seed and the number of batches drawn."""
@@ -335,7 +348,8 @@ class Trainer:
         if self.recorder.take("should_save") or due:
             self.recorder.flush()
             with timed(self.seconds, "save_checkpoints"):  # last: a resumed run goes on after it
-                path = self.checkpointer.save(step, self.state, self.checkpoint_meta)
+                meta = {**self.checkpoint_meta, "ledger": self.books.commit()}
+                path = self.checkpointer.save(step, self.state, meta)
             self.recorder.fire("on_save", step, ckpt_path=path)
 
     # ---------------------------------------------------------------- around the steps

@@ -97,6 +97,7 @@ class GeneratorOutput(TypedDict):
     is_last_step: NotRequired[list[bool]]
     reward_terms: NotRequired[list[dict[str, float]]]  # by name, unweighted; {} = not judged
     kept: NotRequired[list[list[tuple[int, ...]]]]  # per token the ids it was drawn from, () = all
+    ledger_ids: NotRequired[list[int]]  # of the trajectory in run.db
 
 
 class TrainBatch(struct.PyTreeNode):

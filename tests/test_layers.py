@@ -34,6 +34,7 @@ LAYER_OF = {
     "offload": "L0",
     "checkpoint": "L3",
     "checksums": "L3",
+    "ledger": "L3",
     "compilation": "L3",
     "metrics": "L3",
     "watching": "L3",

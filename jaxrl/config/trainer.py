@@ -8,6 +8,7 @@ from typing import Any
 from jaxrl.config.algorithm import AlgorithmConfig
 from jaxrl.config.backend import PRECISIONS, FSDPConfig, MegatronConfig, MeshConfig
 from jaxrl.config.dataclass_config import BaseConfig
+from jaxrl.config.ledger import LedgerConfig
 from jaxrl.config.model import ModelConfig, OptimizerConfig
 from jaxrl.config.watching import WatchingConfig
 
@@ -203,6 +204,8 @@ class TrainerConfig(BaseConfig):
     metrics.jsonl and the curve are always written."""
     watching: WatchingConfig = field(default_factory=WatchingConfig)
     """Alarms, callbacks and profiles."""
+    ledger: LedgerConfig = field(default_factory=LedgerConfig)
+    """Where every prompt and trajectory ended."""
     print_example_interval: int = 1
     """Steps between printed example trajectories; -1 = none."""
     dump_data_batch: bool = False

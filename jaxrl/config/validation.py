@@ -10,6 +10,7 @@ from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.errors import check_choice, fail
 from jaxrl.config.field_status import status_of
 from jaxrl.config.generator import GeneratorConfig, SamplingParams
+from jaxrl.config.ledger import check_ledger
 from jaxrl.config.mesh import batch_groups, check_mesh
 from jaxrl.config.microbatching import check_microbatches
 from jaxrl.config.model_checks import check_models
@@ -105,6 +106,7 @@ def validate(config: TrainConfig, num_devices: int = 1) -> None:
     check_engines(config, len(shares.engine))
     check_serving(config.serve)
     check_watching(config.trainer.watching, logger_names(config.trainer.logger))
+    check_ledger(config.trainer.ledger)
     groups = [batch_groups(config, len(devices), role) for role, devices in shares.of_roles()]
     check_microbatches(config, max(groups))
     check_objective(config)

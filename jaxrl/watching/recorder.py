@@ -39,6 +39,7 @@ PHASES = (
     "eval",
     "save_hf_model",
     "save_checkpoints",
+    "ledger",
     "log",
     "callbacks",
 )

@@ -66,6 +66,9 @@ OUR_FIELDS = {
     "trainer.max_training_steps",
     "trainer.packed_length",
     "trainer.print_example_interval",
+    "trainer.ledger.record_rollouts",
+    "trainer.ledger.record_checksums",
+    "trainer.ledger.lock_timeout_seconds",
     *(
         f"trainer.watching.{field.name}"
         for field in dataclasses.fields(jaxrl.config.WatchingConfig)

@@ -78,5 +78,6 @@ ROWS = (
         skyrl_default="wandb",
     ),
     implemented("trainer.watching", "*", NEW, skyrl_only=False),
+    implemented("trainer.ledger", "*", NEW, skyrl_only=False),
     implemented("trainer", "rope_scaling rope_theta", "of policy, reference and engine"),
 )

@@ -1,0 +1,183 @@
+"""What a trainer tells the ledger, in the order of a step."""
+
+import json
+import zlib
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from jaxrl import config as cfg
+from jaxrl.checksums import checksums
+from jaxrl.ledger.database import FILE, Ledger
+from jaxrl.ledger.rollout_file import rollouts_path, write_rollouts
+from jaxrl.types import GeneratorOutput, Prompt, TrainBatch
+
+FAILED = ("env_error", "abort")  # stop reasons of trajectories from which nothing is learnt
+
+
+class Books:
+    """Of one trainer, which may be called from several threads; records nothing before `begin`.
+
+    Args:
+        trainer: has config, train_prompts, samples, steps_per_epoch and the state.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.ledger = trainer, cast(Ledger | None, None)
+        self.folder = cfg.run_folder(trainer.config.trainer)
+        self._taken: tuple[GeneratorOutput, Sequence[str]] | None = None
+        self._writing: Future[Any] | None = None
+
+    def begin(self, step: int, *, held: Collection[int] = ()) -> None:
+        """Open the ledger for an attempt after `step` finished steps; what the checkpoint lacks
+        that it goes on from is taken back.
+
+        Args:
+            held: groups that wait in the checkpoint.
+
+        Raises:
+            LedgerError: see `Ledger`.
+        """
+        trainer, settings = self.trainer, self.trainer.config.trainer
+        timeout = settings.ledger.lock_timeout_seconds
+        saved = (trainer.checkpointer.restored_meta or {}).get("ledger")
+        self.ledger = Ledger(self.folder / FILE, lock_timeout=timeout)
+        size = settings.train_batch_size
+        self.ledger.begin(
+            step,
+            saved if step else None,
+            first_ordinal=int(trainer.state.batches_drawn) * size,
+            facts={
+                "seed": settings.seed,
+                "train_batch_size": size,
+                "num_prompts": len(trainer.train_prompts),
+                "samples": trainer.samples,
+                "policy_mini_batch_size": settings.policy_mini_batch_size,
+                "dynamic_sampling": settings.algorithm.dynamic_sampling.type,
+            },
+            uids=[prompt.uid for prompt in trainer.train_prompts],
+            held=held,
+        )
+        for path in (self.folder / "rollouts").glob("step_*.npz"):
+            if int(path.stem.removeprefix("step_")) > step:  # of what is superseded
+                path.unlink()
+
+    # ---------------------------------------------------------------- the way of a trajectory
+
+    def hand_out(self, step: int, first_ordinal: int, prompts: Sequence[Prompt]) -> list[int]:
+        """Prompts go to the samplers, after `step` finished steps; returns a number for each.
+
+        Args:
+            first_ordinal: place of the first one in the order of the data over all epochs.
+        """
+        if self.ledger is None:
+            return []
+        rows = [(first_ordinal + i, p.uid, step) for i, p in enumerate(prompts)]
+        return self.ledger.add("groups", rows)
+
+    def sampled(
+        self, groups: Sequence[int], output: GeneratorOutput, samples: int
+    ) -> GeneratorOutput:
+        """Trajectories are sampled and judged; returns them with the column `ledger_ids`.
+
+        Args:
+            groups: of `hand_out`, one for every `samples` trajectories.
+        """
+        if self.ledger is None:
+            return output
+        last = output.get("is_last_step", [True] * len(output["response_ids"]))
+        ends = np.flatnonzero(last)
+        starts = [0, *(ends[:-1] + 1).tolist()]
+        rows = [
+            (groups[number // samples], number % samples, *_judged(output, start, end))
+            for number, (start, end) in enumerate(zip(starts, ends.tolist(), strict=True))
+        ]
+        ids = np.array(self.ledger.add("trajectories", rows))
+        of_row = np.cumsum(last) - np.asarray(last, int)
+        return cast(GeneratorOutput, {**output, "ledger_ids": ids[of_row].tolist()})
+
+    def drop(self, ledger_ids: Collection[int], step: int, reason: str) -> None:
+        """Trajectories that no update will see."""
+        if self.ledger is not None:
+            self.ledger.add("ends", [(i, step, reason) for i in sorted(ledger_ids)])
+
+    def take(self, output: GeneratorOutput, uids: Sequence[str]) -> None:
+        """These are the trajectories of the step that begins."""
+        self._taken = output, uids
+
+    def end_step(self, step: int, batch: TrainBatch | None) -> None:
+        """The step is finished: where its trajectories ended, their file, the checksums.
+
+        Args:
+            batch: what was trained, a row for each row of `take`.
+        """
+        if self.ledger is None or self._taken is None or batch is None:
+            return
+        (output, uids), self._taken = self._taken, None
+        self.ledger.add("ends", _ends(output, np.asarray(batch.loss_mask), step))
+        settings = self.trainer.config.trainer.ledger
+        numbers = self._checksums(batch) if settings.record_checksums else "{}"
+
+        def make() -> tuple[Any, ...]:
+            if not settings.record_rollouts:
+                return step, None, None, numbers
+            path = rollouts_path(self.folder, step)
+            digest = write_rollouts(path, output, uids)
+            return step, str(path.relative_to(self.folder)), digest, numbers
+
+        if self._writing is not None:  # a slow disk may be one step behind, not more
+            self._writing.result()
+        self._writing = self.ledger.add_made("steps", make)
+
+    def commit(self) -> dict[str, Any] | None:
+        """What the checkpoint that is saved now has to know; all of it is on disk."""
+        return None if self.ledger is None else self.ledger.position()
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self.ledger is not None:
+            self.ledger.close()
+            self.ledger = None
+
+    def _checksums(self, batch: TrainBatch) -> str:
+        return json.dumps(step_checksums(batch, self.trainer.state))
+
+
+def step_checksums(batch: TrainBatch, state: Any) -> dict[str, int]:
+    """A number for the bits of each array of a step: "batch.<field>", then "state<path>"."""
+    found = {}
+    for name, array in vars(batch).items():
+        if array is not None:
+            found[f"batch.{name}"] = zlib.crc32(np.ascontiguousarray(jax.device_get(array)))
+    return found | {f"state{name}": number for name, number in checksums(state).items()}
+
+
+def _judged(output: GeneratorOutput, start: int, end: int) -> tuple[Any, ...]:
+    """Reward, sampled tokens, stop reason, first and last version of the rows of a trajectory."""
+    reward = cast(Any, output["rewards"][end])
+    tokens = sum(sum(output["loss_masks"][row]) for row in range(start, end + 1))
+    versions = [
+        v for row in output.get("token_versions", [])[start : end + 1] for v in row if v >= 0
+    ]
+    first = output["policy_versions"][start]
+    return (
+        float(sum(reward) if isinstance(reward, list) else reward),
+        int(tokens),
+        output["stop_reasons"][end],
+        int(first),
+        int(max(versions, default=first)),
+    )
+
+
+def _ends(output: GeneratorOutput, loss_mask: np.ndarray, step: int) -> list[tuple[Any, ...]]:
+    """Trained if an update saw a token of it; else why not."""
+    learnt: dict[int, str | None] = {}
+    rows = zip(output.get("ledger_ids", []), output["stop_reasons"], loss_mask, strict=False)
+    for number, stop_reason, mask in rows:
+        reason = stop_reason if stop_reason in FAILED else "filtered"
+        trained = bool(mask.any()) or (number in learnt and learnt[number] is None)
+        learnt[number] = None if trained else reason
+    return [(number, step, reason) for number, reason in learnt.items()]

@@ -1,0 +1,297 @@
+"""`run.db`: one append-only SQLite database per run, written by one thread.
+
+Rows are only ever added. Each has an id from one counter, so a single number, the position, says
+what a checkpoint knows. The orbax commit is the only commit point: a run that goes on from a
+checkpoint marks the rows after its position as superseded, by the attempt that takes them back.
+What is not superseded is the surviving lineage.
+"""
+
+import fcntl
+import json
+import queue
+import sqlite3
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+FILE = "run.db"
+FORMAT = 1
+_TABLES = {
+    "groups": "ordinal INTEGER, uid TEXT, step INTEGER",
+    "trajectories": "group_id INTEGER, sample INTEGER, reward REAL, tokens INTEGER, "
+    "stop_reason TEXT, first_version INTEGER, last_version INTEGER",
+    "ends": "trajectory_id INTEGER, step INTEGER, reason TEXT",
+    "steps": "step INTEGER, file TEXT, file_digest TEXT, checksums TEXT",
+}
+_SCHEMA = (
+    "CREATE TABLE IF NOT EXISTS runs (run_id TEXT, format INTEGER, facts TEXT)",
+    "CREATE TABLE IF NOT EXISTS data (row INTEGER PRIMARY KEY, uid TEXT)",
+    "CREATE TABLE IF NOT EXISTS attempts (attempt INTEGER PRIMARY KEY, position INTEGER, "
+    "from_step INTEGER, first_ordinal INTEGER, origin TEXT, started REAL)",
+    *(
+        f"CREATE TABLE IF NOT EXISTS {name} (id INTEGER PRIMARY KEY, attempt INTEGER, {columns}, "
+        "superseded INTEGER)"
+        for name, columns in _TABLES.items()
+    ),
+    "CREATE INDEX IF NOT EXISTS ends_of ON ends (trajectory_id)",
+    "CREATE INDEX IF NOT EXISTS trajectories_of ON trajectories (group_id)",
+)
+# Groups without an end of any of their trajectories, all along the surviving lineage.
+_OPEN_GROUPS = """SELECT id FROM groups WHERE superseded IS NULL AND id NOT IN (
+    SELECT t.group_id FROM trajectories t JOIN ends e ON e.trajectory_id = t.id
+    WHERE t.superseded IS NULL AND e.superseded IS NULL)"""
+
+Work = Callable[[sqlite3.Connection], Any]
+Row = Sequence[Any]
+
+
+class LedgerError(RuntimeError):
+    """The ledger cannot be written; what the last checkpoint holds is not touched by it."""
+
+
+class Ledger:
+    """The writer of a run's database.
+
+    Methods return at once; `position` and `begin` wait. What goes wrong in the writing thread is
+    raised by the next call.
+
+    Args:
+        path: of the database; its folder exists.
+        lock_timeout: seconds to wait for another process that locks the database.
+
+    Raises:
+        LedgerError: another run writes it, it is no database of ours, or the disk refuses.
+    """
+
+    def __init__(self, path: Path, *, lock_timeout: float = 60.0) -> None:
+        self.path, self.lock_timeout = path, lock_timeout
+        self._lock, self._next = threading.Lock(), 1
+        self._failure: LedgerError | None = None
+        self._own = path.with_name(f"{path.name}.lock").open("w")
+        try:
+            fcntl.flock(self._own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._own.close()
+            raise LedgerError(
+                f"another process trains in {path.parent} and writes {path.name}: give this run a "
+                "trainer.run_name of its own, or end the other one"
+            ) from error
+        try:
+            self._connection = self._connect()
+            self.run_id, self._next = self._open()
+        except sqlite3.Error as error:
+            self._own.close()
+            raise self._named(error) from error
+        self.attempt = 0
+        self._queue: queue.SimpleQueue[tuple[Work, Future[Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write, name="jaxrl-ledger", daemon=True)
+        self._thread.start()
+
+    # ---------------------------------------------------------------- the rows
+
+    def begin(
+        self,
+        step: int,
+        saved: Mapping[str, Any] | None,
+        *,
+        first_ordinal: int,
+        facts: Mapping[str, Any],
+        uids: Sequence[str],
+        held: Collection[int] = (),
+    ) -> None:
+        """Begin an attempt after `step` finished steps; supersede what its checkpoint lacks.
+
+        Args:
+            saved: what `position` gave for the checkpoint; None without one.
+            first_ordinal: number of the first prompt that is to be handed out.
+            facts: of the run, JSON.
+            uids: of the training prompts, in the order of the data.
+            held: groups that were sampled and wait in the checkpoint.
+        """
+        known = saved is not None and saved["run_id"] == self.run_id
+        position = saved["position"] if saved is not None and known else 0
+        elsewhere = step > 0 and not known
+        origin = f"step {step} of run {saved['run_id'] if saved else '?'}" if elsewhere else ""
+
+        def work(db: sqlite3.Connection) -> int:
+            (last,) = db.execute("SELECT COALESCE(MAX(attempt), 0) FROM attempts").fetchone()
+            attempt = last + 1
+            for table in _TABLES:
+                _supersede(db, table, attempt, "id > ?", (position,))
+            if known:
+                lost = {g for (g,) in db.execute(_OPEN_GROUPS)} - set(held)
+                for table, column in (("groups", "id"), ("trajectories", "group_id")):
+                    for group in lost:
+                        _supersede(db, table, attempt, f"{column} = ?", (group,))
+            db.execute("UPDATE runs SET facts = ?", (json.dumps(dict(facts)),))
+            db.execute("DELETE FROM data")
+            db.executemany("INSERT INTO data VALUES (?, ?)", enumerate(uids))
+            row = attempt, position, step, first_ordinal, origin, time.time()
+            db.execute("INSERT INTO attempts VALUES (?, ?, ?, ?, ?, ?)", row)
+            return attempt
+
+        self.attempt = self.submit(work).result()
+
+    def add(self, table: str, rows: Iterable[Row]) -> list[int]:
+        """Add rows, without id, attempt and superseded; returns their ids."""
+        with self._lock:
+            given = list(enumerate(rows, self._next))
+            self._next += len(given)
+            whole = [(i, self.attempt, *row, None) for i, row in given]
+            self.submit(lambda db: _insert(db, table, whole))
+        return [i for i, _ in given]
+
+    def add_made(self, table: str, make: Callable[[], Row]) -> Future[Any]:
+        """Add a row that the writing thread makes first, as of a file that it writes."""
+        with self._lock:
+            number, self._next = self._next, self._next + 1
+            return self.submit(
+                lambda db: _insert(db, table, [(number, self.attempt, *make(), None)])
+            )
+
+    def position(self) -> dict[str, Any]:
+        """What a checkpoint that is saved now knows; all of it is on disk."""
+        with self._lock:
+            last, done = self._next - 1, self.submit(_sync)
+        done.result()
+        return {"run_id": self.run_id, "position": last}
+
+    def close(self) -> None:
+        """Write what is left; failures were raised before, or do not matter any more."""
+        self._queue.put(None)
+        self._thread.join()
+        self._connection.close()
+        self._own.close()
+
+    # ---------------------------------------------------------------- the thread
+
+    def submit(self, work: Work) -> Future[Any]:
+        """Do something in a transaction of the writing thread.
+
+        Raises:
+            LedgerError: something earlier failed.
+        """
+        if self._failure is not None:
+            raise self._failure
+        done: Future[Any] = Future()
+        self._queue.put((work, done))
+        return done
+
+    def _write(self) -> None:
+        while True:
+            item = self._queue.get()
+            if item is None:
+                return
+            work, done = item
+            if self._failure is not None:
+                done.set_exception(self._failure)
+                continue
+            try:
+                done.set_result(self._transaction(work))
+            except (sqlite3.Error, OSError) as error:
+                self._failure = self._named(error)
+                self._failure.__cause__ = error
+                done.set_exception(self._failure)
+            except BaseException as error:
+                self._failure = LedgerError(f"{self.path}: {type(error).__name__}: {error}")
+                self._failure.__cause__ = error
+                done.set_exception(error)
+
+    def _transaction(self, work: Work) -> Any:
+        if not _is_open_file(self.path, self._inode):
+            self._write_anew()
+        db = self._connection
+        if work is _sync:
+            return _sync(db)
+        db.execute("BEGIN IMMEDIATE")
+        try:
+            result = work(db)
+            db.execute("COMMIT")
+        except BaseException:
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+            raise
+        return result
+
+    def _connect(self) -> sqlite3.Connection:
+        db = sqlite3.connect(
+            self.path, timeout=self.lock_timeout, isolation_level=None, check_same_thread=False
+        )
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=NORMAL")  # `position` syncs
+        self._inode = self.path.stat().st_ino
+        return db
+
+    def _open(self) -> tuple[str, int]:
+        """The id of the run and the next number of a row; makes what is missing."""
+        db = self._connection
+        db.execute("BEGIN IMMEDIATE")
+        for statement in _SCHEMA:
+            db.execute(statement)
+        found = db.execute("SELECT run_id, format FROM runs").fetchone()
+        if found is None:
+            found = uuid.uuid4().hex, FORMAT
+            db.execute("INSERT INTO runs VALUES (?, ?, '{}')", found)
+        if found[1] != FORMAT:
+            raise sqlite3.DatabaseError(f"format {found[1]}, this jaxrl writes {FORMAT}")
+        last = max(
+            db.execute(f"SELECT COALESCE(MAX(id), 0) FROM {t}").fetchone()[0] for t in _TABLES
+        )
+        db.execute("COMMIT")
+        return found[0], last + 1
+
+    def _write_anew(self) -> None:
+        """Somebody deleted or replaced the file: what is still open goes to a new one."""
+        new = self.path.with_name(f"{self.path.name}.new")
+        new.unlink(missing_ok=True)
+        copy = sqlite3.connect(new)
+        self._connection.backup(copy)
+        copy.close()
+        self._connection.close()
+        new.replace(self.path)
+        self._connection = self._connect()
+        print(f"{self.path} was deleted while the run went on: written anew, nothing is lost")
+
+    def _named(self, error: BaseException) -> LedgerError:
+        text = str(error)
+        fix = "mend the disk or its permissions"
+        if "full" in text:
+            fix = "free space"
+        elif "locked" in text:
+            fix = f"it was locked for {self.lock_timeout:g} s: end the process that holds it"
+        elif isinstance(error, sqlite3.DatabaseError) and not isinstance(
+            error, sqlite3.OperationalError
+        ):
+            fix = "move it away: the run then goes on with a new one, which knows nothing earlier"
+        return LedgerError(
+            f"cannot write the ledger {self.path} ({type(error).__name__}: {text}): {fix}, and "
+            "start again; the run goes on from its last checkpoint"
+        )
+
+
+def _insert(db: sqlite3.Connection, table: str, rows: Sequence[Row]) -> None:
+    if rows:
+        marks = ", ".join("?" * len(rows[0]))
+        db.executemany(f"INSERT INTO {table} VALUES ({marks})", rows)
+
+
+def _supersede(db: sqlite3.Connection, table: str, attempt: int, where: str, given: Row) -> None:
+    db.execute(
+        f"UPDATE {table} SET superseded = ? WHERE superseded IS NULL AND {where}", (attempt, *given)
+    )
+
+
+def _sync(db: sqlite3.Connection) -> None:
+    """Everything committed so far is on disk: the log is synced, and moved into the database."""
+    db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+
+
+def _is_open_file(path: Path, inode: int) -> bool:
+    try:
+        return path.stat().st_ino == inode
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,156 @@
+"""The trajectories that a step was trained on, a file per step: the recorded batch of `replay`.
+
+    <run folder>/rollouts/step_000012.npz
+
+It holds the columns that `Trainer.rollouts` returned, as they were before rewards are shaped; all
+that a step computes follows from them and from the state before it. Lists per token are one array
+each, with the length of every row; what is not numbers is JSON. Nothing is pickled.
+"""
+
+import hashlib
+import io
+import json
+import os
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from jaxrl.files import replaced
+from jaxrl.types import GeneratorOutput, TrajectoryID
+
+FORMAT = 1
+_NUMBER = -1  # in place of a length: the row is one number, a reward for the whole response
+# Per token, and what the batch makes of it anyway; rewards are shaped first, so they stay exact.
+_PER_TOKEN = {
+    "prompt_token_ids": np.int32,
+    "response_ids": np.int32,
+    "loss_masks": np.int8,
+    "rollout_logprobs": np.float32,
+    "token_versions": np.int32,
+    "rewards": np.float64,
+}
+_PER_ROW = {
+    "policy_versions": np.int32,
+    "is_last_step": np.bool_,
+    "ledger_ids": np.int64,
+}
+
+
+def rollouts_path(run_folder: Path, step: int) -> Path:
+    """Where the trajectories of a step are."""
+    return run_folder / "rollouts" / f"step_{step:06d}.npz"
+
+
+def write_rollouts(path: Path, output: GeneratorOutput, uids: Sequence[str]) -> str:
+    """Write trajectories and the prompt of each; returns the digest of the file.
+
+    The file is on disk, whole, when it has its name.
+
+    Raises:
+        TypeError: a column of a custom generator is not JSON.
+    """
+    columns = to_arrays(output)
+    columns["uids"], columns["format"] = _json_array(list(uids)), np.int32(FORMAT)
+    buffer = io.BytesIO()
+    np.savez(buffer, **columns)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replaced(path) as new, new.open("wb") as file:
+        file.write(buffer.getbuffer())
+        file.flush()
+        os.fsync(file.fileno())
+    return _digest(buffer.getvalue())
+
+
+def file_digest(path: Path) -> str:
+    """What `write_rollouts` returned, if the file is as it was written."""
+    return _digest(path.read_bytes())
+
+
+def read_rollouts(path: Path) -> tuple[GeneratorOutput, list[str]]:
+    """The trajectories of a step and the prompt of each.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: it is damaged, or of another version.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        written = int(arrays.pop("format"))
+        uids = _from_json(arrays.pop("uids"))
+        output = from_arrays(arrays)
+    except FileNotFoundError:
+        raise
+    except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile) as error:
+        raise ValueError(
+            f"{path} is damaged ({type(error).__name__}: {error}); nothing replaces it but a run "
+            "that does the step again"
+        ) from error
+    if written != FORMAT:
+        raise ValueError(
+            f"{path} has format {written}, this jaxrl reads {FORMAT}: read it with the version "
+            "that wrote it"
+        )
+    return output, uids
+
+
+def to_arrays(output: GeneratorOutput) -> dict[str, np.ndarray]:
+    """Columns as arrays, without loss; `from_arrays` undoes it."""
+    arrays: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    for name, column in output.items():
+        if isinstance(column, list) and name in _PER_TOKEN:
+            rows = [np.asarray(row, _PER_TOKEN[name]) for row in column]
+            sizes = [row.size if row.ndim else _NUMBER for row in rows]
+            arrays[f"{name}.lengths"] = np.array(sizes, np.int32)
+            arrays[name] = np.concatenate([np.atleast_1d(row) for row in rows])
+        elif isinstance(column, list) and name in _PER_ROW:
+            arrays[name] = np.array(column, _PER_ROW[name])
+        else:
+            rest[name] = column
+    return arrays | {"json": _json_array(rest)}
+
+
+def from_arrays(arrays: dict[str, np.ndarray]) -> GeneratorOutput:
+    """The columns that `to_arrays` was given."""
+    output: dict[str, Any] = _from_json(arrays["json"])
+    for name, array in arrays.items():
+        if name == "json" or name.endswith(".lengths"):
+            continue
+        lengths = arrays.get(f"{name}.lengths")
+        output[name] = array.tolist() if lengths is None else _split(array.tolist(), lengths)
+    if "trajectory_ids" in output:
+        output["trajectory_ids"] = [TrajectoryID(*i) for i in output["trajectory_ids"]]
+    if "kept" in output:
+        output["kept"] = [[tuple(ids) for ids in row] for row in output["kept"]]
+    return cast(GeneratorOutput, output)
+
+
+def _split(values: list[Any], lengths: np.ndarray) -> list[Any]:
+    ends = np.cumsum(np.where(lengths == _NUMBER, 1, lengths)).tolist()
+    return [
+        values[end - 1] if n == _NUMBER else values[end - n : end]
+        for end, n in zip(ends, lengths.tolist(), strict=True)
+    ]
+
+
+def _json_array(value: Any) -> np.ndarray:
+    return np.frombuffer(json.dumps(value, default=_plain).encode(), np.uint8)
+
+
+def _from_json(array: np.ndarray) -> Any:
+    return json.loads(array.tobytes())
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of numpy, which custom generators like to give."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError(f"a column of the rollouts holds a {type(value).__name__}, which is not JSON")
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -1,0 +1,107 @@
+"""What a real run leaves in the ledger."""
+
+import json
+import sqlite3
+
+import numpy as np
+import pytest
+
+from jaxrl.batch_file import batch_path, load_batch
+from jaxrl.data.prompts import batch_indices
+from jaxrl.ledger import FILE, read_rollouts, rollouts_path
+from jaxrl.ledger.books import step_checksums
+from jaxrl.ledger.rollout_file import file_digest
+from jaxrl.train import BasePPOExp, train
+from jaxrl.trainer import Trainer
+from tests.test_train import small
+
+
+def table(folder, query):
+    with sqlite3.connect(folder / "quickstart" / FILE) as db:
+        return db.execute(query).fetchall()
+
+
+ALL_OF_A_TRAJECTORY = """
+    SELECT g.ordinal, g.uid, g.step, t.sample, t.reward, t.tokens, e.step, e.reason
+    FROM groups g JOIN trajectories t ON t.group_id = g.id JOIN ends e ON e.trajectory_id = t.id
+    WHERE g.superseded IS NULL AND t.superseded IS NULL AND e.superseded IS NULL
+    ORDER BY g.ordinal, t.sample"""
+
+
+def test_every_trajectory_of_a_run_is_accounted_for(finished):
+    folder, trainer = finished
+    found = table(folder, ALL_OF_A_TRAJECTORY)
+    assert len(found) == 4 * 4 * 4  # steps x prompts x samples
+    order = [trainer.train_prompts[i].uid for d in range(4) for i in batch_indices(d, 4, 64, 42)]
+    assert [(o, uid) for o, uid, *_ in found[::4]] == list(enumerate(order))
+    for ordinal, _, handed, sample, *_, step, reason in found:
+        assert (handed, step, reason) == (ordinal // 4, ordinal // 4 + 1, None)
+        assert sample < 4
+    batch = load_batch(batch_path(folder / "exports", 3))
+    rewards, lengths = batch.rewards.sum(-1), batch.loss_mask.sum(-1)
+    np.testing.assert_allclose([row[4] for row in found[32:48]], rewards, rtol=1e-6)
+    assert [row[5] for row in found[32:48]] == lengths.tolist()
+
+
+def test_steps_have_their_rollouts_and_checksums(finished):
+    folder, trainer = finished
+    steps = table(folder, "SELECT step, file, file_digest, checksums FROM steps")
+    assert [step for step, *_ in steps] == [1, 2, 3, 4]
+    for step, file, digest, _ in steps:
+        path = rollouts_path(folder / "quickstart", step)
+        assert path == folder / "quickstart" / file and file_digest(path) == digest
+        output, uids = read_rollouts(path)
+        batch = load_batch(batch_path(folder / "exports", step))
+        at = int(batch.lengths[0])
+        assert batch.tokens[0, :at].tolist() == (
+            output["prompt_token_ids"][0] + output["response_ids"][0]
+        )
+        assert len(uids) == len(batch.index) == 16
+    numbers = json.loads(steps[-1][3])
+    assert numbers == step_checksums(trainer.batch, trainer.state)
+    assert {"batch.tokens", "batch.advantages", "state.step"} <= set(numbers)
+    assert json.loads(steps[0][3])["state.step"] != numbers["state.step"]
+
+
+class StoppedTrainer(Trainer):
+    """Stops in the update of the fourth step: two steps after its checkpoint, one recorded."""
+
+    def update(self, batch, step):
+        if step == 4:
+            raise KeyboardInterrupt
+        super().update(batch, step)
+
+
+class StoppedExp(BasePPOExp):
+    def get_trainer(self, *args, **kwargs):
+        return StoppedTrainer(*args, **kwargs)
+
+
+def test_a_resumed_run_takes_back_and_does_again(finished, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        StoppedExp(small(tmp_path)).run()
+    in_flight = "SELECT COUNT(*) FROM groups WHERE ordinal >= 12"  # handed out in step 4
+    assert table(tmp_path, in_flight) == [(4,)]
+    assert table(tmp_path, "SELECT MAX(step) FROM ends") == [(3,)]
+    train(small(tmp_path))
+    assert table(tmp_path, ALL_OF_A_TRAJECTORY) == table(finished[0], ALL_OF_A_TRAJECTORY)
+    taken_back = "SELECT ordinal, superseded FROM groups WHERE superseded IS NOT NULL"
+    assert table(tmp_path, taken_back) == [(ordinal, 2) for ordinal in range(8, 16)]
+    attempts = table(tmp_path, "SELECT attempt, from_step, first_ordinal, origin FROM attempts")
+    assert attempts == [(1, 0, 0, ""), (2, 2, 8, "")]
+
+
+@pytest.mark.slow
+def test_dynamic_sampling_says_what_it_dropped(tmp_path):
+    settings = {
+        "trainer.algorithm.dynamic_sampling.type": "filter",
+        "trainer.algorithm.advantage_estimator": "grpo",
+        "generator.n_samples_per_prompt": 2,
+        "trainer.eval_interval": -1,
+        "trainer.hf_save_interval": -1,
+    }
+    train(small(tmp_path, **settings))
+    reasons = dict(table(tmp_path, "SELECT reason, COUNT(*) FROM ends GROUP BY reason"))
+    sampled = table(tmp_path, "SELECT COUNT(*) FROM trajectories")[0][0]
+    assert reasons == {None: 32, "dynamic_sampling": sampled - 32}
+    assert sampled > 32
