@@ -21,15 +21,16 @@ import argparse
 import json
 import math
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxrl.files import replace_text, replaced
 from jaxrl.loss_comparison import Comparison, compare_choices, parse_choices
-from jaxrl.recorded_run import RecordedRun, restored, use_devices
+from jaxrl.recorded_run import RecordedRun, restored, step_of, use_devices
 from jaxrl.train import BasePPOExp
 
 COLUMNS = {
@@ -61,8 +62,9 @@ def compare(
         ValueError, OSError: the run cannot be read, or a choice makes no sense.
     """
     recorded = RecordedRun(run)
-    with tempfile.TemporaryDirectory(prefix="jaxrl_compare_") as folder:
-        trainer = restored(recorded, step, folder, checkpoint=checkpoint, run_class=run_class)
+    source = recorded.find_checkpoint(step, checkpoint)
+    recorded.check_files(range(step_of(source) + 1, step + 1))
+    with restored(recorded, source, run_class=run_class) as trainer:
         choices = parse_choices(trainer.config, losses, estimators)
         for earlier in range(int(trainer.state.step) + 1, step):
             trainer.train_step(earlier)
@@ -77,11 +79,19 @@ def table(comparison: Comparison) -> str:
         rows.append([choice.name, *(_shown(getattr(choice, name)) for name in COLUMNS)])
     numbers = [str(i + 1) for i in range(len(comparison.choices))]
     matrix = [["cosine", *numbers]]
-    for number, choice, cosines in zip(
-        numbers, comparison.choices, comparison.cosine, strict=True
-    ):
+    for number, choice, cosines in zip(numbers, comparison.choices, comparison.cosine, strict=True):
         matrix.append([f"{number} {choice.name}", *(_shown(x, "+.4f") for x in cosines)])
     return f"{_aligned(rows)}\n\n{_aligned(matrix)}"
+
+
+def described(comparison: Comparison) -> str:
+    """The minibatch, whatever the loss."""
+    ratios = comparison.ratios
+    return (
+        f"{comparison.tokens} sampled tokens; ratio to the old policy {ratios['ratio_min']:.4g} to "
+        f"{ratios['ratio_max']:.4g}, KL {ratios['approx_kl']:.3g}; effective sample size of the "
+        f"weights to the sampler {ratios['effective_sample_size']:.4g}"
+    )
 
 
 def _shown(value: float | None, form: str = ".4g") -> str:
@@ -115,7 +125,7 @@ def heat_map(comparison: Comparison, path: Path, title: str) -> None:
     image = axes.imshow(comparison.cosine, vmin=-1, vmax=1, cmap="RdBu_r")
     axes.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=8)
     axes.set_yticks(range(len(names)), names, fontsize=8)
-    for (row, column), value in np_enumerate(comparison.cosine):
+    for (row, column), value in np.ndenumerate(comparison.cosine):
         color = "white" if abs(value) > 0.6 else "black"
         text = _shown(value, ".2f")
         axes.text(column, row, text, ha="center", va="center", color=color, fontsize=7)
@@ -142,7 +152,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--plot", type=Path)
     given = parser.parse_args(argv)
     try:
-        use_devices(given.device_count)
+        use_devices(RecordedRun(given.run), given.device_count)
         found = compare(
             given.run,
             given.step,
@@ -159,5 +169,9 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, OSError) as error:  # what a user can mend
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{where}: {found.tokens} sampled tokens\n{_described(found.ratios)}\n\n{table(found)}")
+    print(f"{where}: {described(found)}\n\n{table(found)}")
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

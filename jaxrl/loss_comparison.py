@@ -5,8 +5,6 @@ advantages, reduction, KL and entropy terms, through the update that such a run 
 """
 
 import copy
-import dataclasses
-import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ from jaxrl.assemble import assemble_update
 from jaxrl.config.needs import needs_reference
 from jaxrl.config.objective_checks import check_objective
 from jaxrl.config.overrides import parse_assignments
-from jaxrl.objective import RATIOS, merge_metrics, policy_objective
+from jaxrl.objective import RATIOS, merge_metrics
 from jaxrl.offload import on_device
 from jaxrl.rewards import make_estimate
 from jaxrl.scorer import Scorer
@@ -250,36 +248,43 @@ def evaluate_choices(
     params = trainer.params
     before = scored(trainer, params, own)
     found, gradients, ratios, length = [], [], {}, 0.0
-    for number, (choice, (part, key)) in enumerate(zip(choices, parts, strict=True)):
-        updater = updater_of(trainer, choice.config)
+    updaters: dict[cfg.TrainConfig, Updater] = {}
+    for choice, (part, key) in zip(choices, parts, strict=True):
+        of_loss = without_estimator(choice.config)
+        if of_loss not in updaters:
+            updaters[of_loss] = updater_of(trainer, of_loss)
+        updater = updaters[of_loss]
         weights, _ = updater.weights(part)
         grads, pieces = updater.gradients(params, part, weights, key)
         pieces = jax.device_get(pieces)
-        metrics = merge_metrics(pieces)
-        norm = float(optax.global_norm(grads))
-        updated = updated_params(trainer, grads)
-        if number == 0:
+        metrics, norm = merge_metrics(pieces), float(optax.global_norm(grads))
+        updated, along = updated_params(trainer, grads), None
+        if not found:
             ratios = ratio_metrics(add_ratio_sums([piece[RATIOS] for piece in pieces]))
             length = float(distance(updated, trainer.state.params))
-        outputs = scored(trainer, params, part, key)
-        along = None
         if norm and length:
             moved = moved_along(trainer.state.params, grads, length / norm)
             along = measured_kl(before, scored(trainer, trainer.policy.whole(moved), own), own)
-        found.append(
-            Evaluated(
-                choice.name,
-                metrics["final_loss"],
-                norm,
-                metrics.get("loss_metrics/clip_ratio"),
-                weight_ess(choice.config, outputs, part, weights, key),
-                measured_kl(before, scored(trainer, trainer.policy.whole(updated), own), own),
-                along,
-            )
+        evaluated = Evaluated(
+            choice.name,
+            metrics["final_loss"],
+            norm,
+            metrics.get("loss_metrics/clip_ratio"),
+            weight_ess(updater, scored(trainer, params, part, key), part, weights, key),
+            measured_kl(before, scored(trainer, trainer.policy.whole(updated), own), own),
+            along,
         )
+        found.append(evaluated)
         gradients.append(jax.device_get(grads))
     tokens = int((np.asarray(own.loss_mask) > 0).sum())
     return Comparison(found, cosines(gradients), tokens, ratios, length)
+
+
+def without_estimator(config: cfg.TrainConfig) -> cfg.TrainConfig:
+    """A config that choices of one loss share: its update does not know the estimator."""
+    algorithm = {"advantage_estimator": "grpo", "advantage_kwargs": {}}
+    changes = {f"trainer.algorithm.{name}": value for name, value in algorithm.items()}
+    return cfg.apply_overrides(config, changes)
 
 
 def updater_of(trainer: Trainer, config: cfg.TrainConfig) -> Updater:
@@ -297,7 +302,7 @@ def scored(
 
 
 def weight_ess(
-    config: cfg.TrainConfig,
+    updater: Updater,
     outputs: tuple[np.ndarray, ...],
     minibatch: TrainBatch,
     weights: Any,
@@ -308,8 +313,8 @@ def weight_ess(
         u_t = (d loss / d log pi_t) / A_t        (sum |u_t|)^2 / (n sum u_t^2)
 
     over the n sampled tokens with A_t != 0: the gradient is sum_t u_t A_t grad log pi_t. 1 = every
-    token counts alike; importance weights, clips, gates and the reduction make it less. The KL and
-    entropy terms are left out.
+    token counts alike; importance weights, clips, gates and the reduction make it less. The KL
+    to the reference and the entropy are left out.
 
     Args:
         outputs: log-probs and entropy [B, T] of the parameters.
@@ -317,13 +322,8 @@ def weight_ess(
     Returns:
         None: all advantages are 0, or all weights.
     """
-    algorithm = dataclasses.replace(
-        config.trainer.algorithm, use_kl_loss=False, use_entropy_loss=False
-    )
-    block_rows = config.trainer.micro_train_batch_size_per_gpu
-    of_loss = minibatch.replace(kept=None), weights, key
-    loss = policy_objective(algorithm, block_rows).loss
-    slopes, _ = jax.jit(jax.grad(loss, has_aux=True))(*map(jnp.asarray, outputs), *of_loss)
+    of_loss = minibatch.replace(kept=None), weights.replace(kl=np.zeros_like(weights.kl)), key
+    (slopes, _), _ = updater.cotangents(*outputs, *of_loss)
     advantages = np.asarray(minibatch.advantages, np.float64)
     counted = (np.asarray(minibatch.loss_mask) > 0) & (advantages != 0)
     given = np.abs(np.asarray(slopes, np.float64)[counted] / advantages[counted])
@@ -352,9 +352,10 @@ def moved_along(params: Any, grads: Any, scale: Array) -> Any:
 def measured_kl(
     before: tuple[np.ndarray, ...], after: tuple[np.ndarray, ...], minibatch: TrainBatch
 ) -> float:
-    """KL(before || after), estimated on the recorded tokens: mean of r - 1 - log r, r = after/before.
+    """KL(before || after), nats per token: mean of r - 1 - log r, r = after / before.
 
-    Schulman, http://joschu.net/blog/kl-approx.html (k3). Unbiased for tokens that `before` sampled.
+    Estimated on the recorded tokens, unbiased for those that `before` sampled. Schulman,
+    http://joschu.net/blog/kl-approx.html (k3).
     """
     mask = np.asarray(minibatch.loss_mask) > 0
     log_ratio = after[0].astype(np.float64)[mask] - before[0].astype(np.float64)[mask]

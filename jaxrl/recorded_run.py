@@ -28,6 +28,10 @@ from jaxrl.types import GeneratorOutput
 START = "start"  # in place of a checkpoint: the models that the run began with
 
 
+class CorruptedRollouts(ValueError):
+    """A file of recorded rollouts is not as the run wrote it."""
+
+
 @dataclass(frozen=True)
 class RecordedStep:
     """A finished step of the surviving lineage.
@@ -114,51 +118,72 @@ class RecordedRun:
         }
 
     def rollouts(self, step: int) -> tuple[GeneratorOutput, list[str]]:
-        """The trajectories of a step, and their uids; the digest is `damage`'s affair.
+        """The trajectories of a step, and their uids; `check_files` compares the digest.
 
         Raises:
             ValueError, FileNotFoundError: they were not recorded, are gone, or cannot be read.
         """
         return read_rollouts(self.path(step))
 
+    def step(self, number: int) -> RecordedStep:
+        """A finished step.
+
+        Raises:
+            ValueError: the surviving run has no such step.
+        """
+        if number not in self.steps:
+            raise ValueError(
+                f"step {number} is not in {self.folder / FILE}, which has the steps "
+                f"{min(self.steps)} to {max(self.steps)} of the surviving run; take one of those"
+            )
+        return self.steps[number]
+
+    def checksums(self, step: int) -> dict[str, int]:
+        """Of the arrays of a step.
+
+        Raises:
+            ValueError: there is no such step, or they were not recorded.
+        """
+        if not (found := self.step(step).checksums):
+            raise ValueError(
+                f"step {step} of {self.folder} has no checksums: it ran with "
+                "trainer.ledger.record_checksums=false; there is nothing to compare it with"
+            )
+        return found
+
     def path(self, step: int) -> Path:
         """The file of a step's trajectories.
 
         Raises:
-            ValueError: there is no such step, or it was not recorded.
+            ValueError: there is no such step, or its trajectories were not recorded.
+            FileNotFoundError: the file is gone.
         """
-        if step not in self.steps:
-            have = sorted(self.steps)
-            raise ValueError(
-                f"step {step} is not in {self.folder / FILE}, which has the steps {have[0]} to "
-                f"{have[-1]} of the surviving run; take one of those"
-            )
-        if (file := self.steps[step].file) is None:
+        if (file := self.step(step).file) is None:
             raise ValueError(
                 f"step {step} of {self.folder} has no rollouts: it ran with "
                 "trainer.ledger.record_rollouts=false; take a step that has them"
             )
-        return self.folder / file
+        if not (path := self.folder / file).is_file():
+            raise FileNotFoundError(
+                f"{path}, the rollouts of step {step}, is gone; copy it back, or begin after it "
+                "with a later --checkpoint"
+            )
+        return path
 
-    def damage(self, steps: Iterable[int]) -> str | None:
-        """The first rollout file that is not as it was written, in words; None: all are.
+    def check_files(self, steps: Iterable[int]) -> None:
+        """Compare the rollout files of steps with the digests that were recorded.
 
         Raises:
-            ValueError, FileNotFoundError: one is not there.
+            CorruptedRollouts: one is not as the run wrote it.
+            ValueError, FileNotFoundError: see `path`.
         """
         for step in steps:
             path, digest = self.path(step), self.steps[step].digest
-            if not path.is_file():
-                raise FileNotFoundError(
-                    f"{path}, the rollouts of step {step}, is gone; copy it back, or take later "
-                    "steps, from a later --checkpoint"
-                )
             if (found := file_digest(path)) != digest:
-                return (
+                raise CorruptedRollouts(
                     f"step {step}: {path} is not the file that the run wrote: its digest is "
                     f"{found}, run.db has {digest}"
                 )
-        return None
 
     def find_checkpoint(self, step: int | None, given: str | None = None) -> str | None:
         """Where to start: the folder of a checkpoint; None: the models that the run began with.
@@ -198,6 +223,11 @@ class RecordedRun:
             return [step for step in source.manager.all_steps() if step < max(self.steps)]
         finally:
             source.close()
+
+
+def step_of(checkpoint: str | None) -> int:
+    """Finished steps of a checkpoint; 0 for the models that a run began with."""
+    return parse_resume_path(checkpoint)[1] if checkpoint else 0
 
 
 def _read_only(path: Path) -> sqlite3.Connection:
@@ -294,10 +324,14 @@ def use_devices(run: RecordedRun, count: int | None) -> None:
         count: instead of the run's number.
 
     Raises:
-        ValueError: it is too late.
+        ValueError: a device was used already, and there is another number of them.
     """
     machine = run.steps[max(run.steps)].machine
     wanted = count or (machine["devices"] if machine["platform"] == "cpu" else None)
     if wanted is None or "host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return
-    jax.config.update("jax_num_cpu_devices", wanted)
+    try:
+        jax.config.update("jax_num_cpu_devices", wanted)
+    except RuntimeError as error:
+        if wanted != len(jax.devices()):
+            raise ValueError(f"--device-count={wanted}: {error}") from error
