@@ -90,7 +90,8 @@ def described(comparison: Comparison) -> str:
     return (
         f"{comparison.tokens} sampled tokens; ratio to the old policy {ratios['ratio_min']:.4g} to "
         f"{ratios['ratio_max']:.4g}, KL {ratios['approx_kl']:.3g}; effective sample size of the "
-        f"weights to the sampler {ratios['effective_sample_size']:.4g}"
+        f"weights to the sampler {ratios['effective_sample_size']:.4g}; steps of length "
+        f"{comparison.length:.3g}"
     )
 
 

@@ -53,8 +53,8 @@ class Evaluated:
             loss without the metric `clip_ratio`.
         effective_sample_size: see `weight_ess`.
         kl_of_update: `measured_kl` of one update by the run's optimizer, nats per token.
-        kl_of_length: the same of a step along the gradient that is as long as that update of the
-            first choice; None: either has none.
+        kl_of_length: the same of a step straight along the gradient, of `Comparison.length`; None:
+            the gradient is 0.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Comparison:
         cosine: [N, N] between the gradients; NaN for one that is 0.
         tokens: that the policy sampled.
         ratios: of the minibatch, whatever the loss: `watching.ratios.ratio_metrics`.
-        length: of the steps of `kl_of_length`.
+        length: a tenth of the first choice's update, near enough for a KL to be of second order.
     """
 
     choices: list[Evaluated]
@@ -261,7 +261,7 @@ def evaluate_choices(
         updated, along = updated_params(trainer, grads), None
         if not found:
             ratios = ratio_metrics(add_ratio_sums([piece[RATIOS] for piece in pieces]))
-            length = float(distance(updated, trainer.state.params))
+            length = float(distance(updated, trainer.state.params)) / 10
         if norm and length:
             moved = moved_along(trainer.state.params, grads, length / norm)
             along = measured_kl(before, scored(trainer, trainer.policy.whole(moved), own), own)
