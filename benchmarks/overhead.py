@@ -4,16 +4,16 @@
     python -m benchmarks.overhead --smoke                  # the quickstart's model
     python -m benchmarks.overhead --loggers jsonl tensorboard wandb
 
-Claim: diagnostics, alarms and the loggers jsonl and tensorboard cost less than 3 % of the time of a
-step of configs/arithmetic_smollm2_grpo.py.
+Claim: diagnostics, alarms, the ledger and the loggers jsonl and tensorboard cost less than 3 % of
+the time of a step of configs/arithmetic_smollm2_grpo.py.
 
 One process, one trainer, two jitted updates: one counts ratios, the other does not. The steps come
 in pairs, recorded and bare in turns as to which is first. Both of a pair do the same work to the
 token: the learning rate is 0, and the same prompts are drawn with the same keys. Bare is a step
 without the statistics of ratios, groups, lengths by reward, advantages by correctness and speed,
-and without a line for anybody. The figures are the quartiles over the pairs of recorded / bare - 1;
-"cpu" is the same of the time of all cores, which says more than the wall clock on a machine with
-other work.
+without a line for anybody, and without rollouts, checksums and ledger. The figures are the
+quartiles over the pairs of recorded / bare - 1; "cpu" is the same of the time of all cores, which
+says more than the wall clock on a machine with other work.
 """
 
 import argparse
@@ -34,6 +34,7 @@ import jax
 from benchmarks import roofline
 from jaxrl import config as cfg
 from jaxrl.assemble import assemble_update
+from jaxrl.ledger import Books
 from jaxrl.train import BasePPOExp
 from jaxrl.trainer import Trainer
 
@@ -75,6 +76,8 @@ class Steps:
         trainer.load_reference()
         trainer.sync_weights(0)
         self.recorder = trainer.recorder.open(0)
+        self.books = {True: trainer.books, False: Books(trainer)}
+        trainer.books.begin(0)
         placement, trained = trainer.policy.placement, trainer.policy.trained
         bare = assemble_update(
             trainer.config, trainer.scorer, placement, trainer.total_steps, trained
@@ -86,6 +89,7 @@ class Steps:
         """Wall and CPU seconds of step `number`, done once more."""
         trainer = self.trainer
         trainer.batches_drawn, trainer.updater = number, self.updaters[recorded]
+        trainer.books = self.books[recorded]
         with contextlib.ExitStack() as stack:
             for name in () if recorded else STATISTICS:
                 stack.enter_context(mock.patch(name, lambda *_: {}))
@@ -96,6 +100,7 @@ class Steps:
             metrics = trainer.train_step(number + 1)
             if recorded:
                 self.lines += 1
+                trainer.books.end_step(self.lines, trainer.batch)
                 self.recorder.record(self.lines, metrics)
             jax.block_until_ready(trainer.state)
             return time.perf_counter() - started[0], time.process_time() - started[1]
@@ -132,6 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         steps = Steps(config)
         rows = measure(steps, 3 if arguments.smoke else arguments.pairs)
         steps.recorder.logger.close()
+        steps.books[True].close()
     report: dict[str, Any] = {"benchmark": "overhead", "loggers": arguments.loggers, "rows": rows}
     for kind in ("", "_cpu"):
         shares = [row[f"recorded{kind}"] / row[f"bare{kind}"] - 1 for row in rows]

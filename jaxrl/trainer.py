@@ -48,7 +48,7 @@ from jaxrl.rollout.protocol import Engine
 from jaxrl.rollout.step_wise import trajectory_numbers
 from jaxrl.run_state import finished_state, restore_or_init
 from jaxrl.types import GeneratorOutput, Prompt, TrainBatch, TrainState
-from jaxrl.update import updates_on
+from jaxrl.update import rows_without_update, updates_on
 from jaxrl.warm_up import warm_up
 from jaxrl.watching.callbacks import TrainingCallback
 from jaxrl.watching.diagnostics import advantages_by_correctness
@@ -317,6 +317,7 @@ class Trainer:
         metrics = step_metrics(pending)
         if skipped := metrics["policy/skipped_updates"]:
             tqdm.write(f"step {step}: {skipped} updates skipped, their gradient was not finite")
+            self.books.skip(rows_without_update(batch, pending, prompts, names))
         efficiency = self.updater.packing_efficiency(minibatches(batch, prompts))
         self.metrics |= metrics | {"trainer/packing_efficiency": efficiency}
         self.finish(step, rows=len(batch.index))
@@ -332,10 +333,7 @@ class Trainer:
         self.engine.update_weights(self.params, step)
 
     def save(self, step: int) -> None:
-        """Checkpoint and export when they are due.
-
-        By interval, at epoch ends, after the last step.
-        """
+        """Checkpoint and export when due: by interval, at epoch ends, after the last step."""
         trainer = self.config.trainer
         if self._due(step, trainer.hf_save_interval):
             folder = Path(trainer.export_path) / f"global_step_{step}"

@@ -225,6 +225,27 @@ def minibatches_of_step(
     return [(part, jax.random.fold_in(key, number)) for number, part in enumerate(parts)]
 
 
+def rows_without_update(
+    batch: TrainBatch, pending: Sequence[tuple[Any, Metrics]], prompts: int, names: tuple[int, int]
+) -> np.ndarray:
+    """Rows [B] bool from which nothing was learnt: every update with them was skipped.
+
+    Args:
+        batch, prompts, names: as given to `updates_on`, which gave `pending`.
+    """
+    skipped = jax.device_get([applied["skipped_updates"] for _, applied in pending])
+    index, (seed, step) = np.asarray(batch.index), names
+    groups = int(index[-1]) + 1
+    cuts = range(0, groups, prompts)
+    learnt = np.zeros(groups, bool)
+    for number in range(len(pending) // len(cuts)):
+        order = pass_order(batch, seed, step, number)
+        order = np.arange(groups) if order is None else order
+        for cut, missed in zip(cuts, skipped[number * len(cuts) :], strict=False):
+            learnt[order[cut : cut + prompts]] |= not missed
+    return ~learnt[index]
+
+
 def pass_order(batch: TrainBatch, seed: int, step: int, number: int) -> np.ndarray | None:
     """The prompt groups of a pass over a batch, [groups]; None: as they are, in the first."""
     groups = int(np.asarray(batch.index)[-1]) + 1

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ from jaxrl.parallel import (
 from jaxrl.registry import PolicyLossRegistry
 from jaxrl.scorer import Scorer
 from jaxrl.types import TrainBatch
-from jaxrl.update import Updater
+from jaxrl.update import Updater, pass_order, rows_without_update
 
 MODEL = TransformerConfig(
     vocab_size=32,
@@ -374,3 +375,17 @@ def test_metrics_of_a_step_are_means_over_its_minibatches_but_for_max_and_min():
     # (1 + 4) / 2
     expected = {"loss": 2.5, "ratio_max": 3.0, "ratio_min": 0.5}
     assert merge_metrics(updates, np.mean) == expected
+
+
+def test_rows_without_update_follow_the_order_of_each_pass():
+    batch = types.SimpleNamespace(index=np.repeat(np.arange(4), 2))
+    order = pass_order(batch, 7, 3, 1)  # of the second pass
+    missed = [1, 0, 1, 1]  # first pass: groups 0, 1 and then 2, 3; second: order[:2], order[2:]
+    pending = [([], {"skipped_updates": np.int32(x)}) for x in missed]
+    rows = rows_without_update(batch, pending, 2, (7, 3))
+    assert rows.tolist() == [True] * 4 + [False] * 4
+    missed[2:] = [0, 1]
+    pending = [([], {"skipped_updates": np.int32(x)}) for x in missed]
+    learnt = {2, 3, *order[:2].tolist()}
+    expected = [group not in learnt for group in range(4) for _ in range(2)]
+    assert rows_without_update(batch, pending, 2, (7, 3)).tolist() == expected

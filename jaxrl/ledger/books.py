@@ -29,6 +29,7 @@ class Books:
         self.trainer, self.ledger = trainer, cast(Ledger | None, None)
         self.folder = cfg.run_folder(trainer.config.trainer)
         self._taken: tuple[GeneratorOutput, Sequence[str]] | None = None
+        self._skipped: np.ndarray | None = None
         self._writing: Future[Any] | None = None
 
     def begin(self, step: int, *, held: Collection[int] = ()) -> None:
@@ -107,7 +108,11 @@ class Books:
 
     def take(self, output: GeneratorOutput, uids: Sequence[str]) -> None:
         """These are the trajectories of the step that begins."""
-        self._taken = output, uids
+        self._taken, self._skipped = (output, uids), None
+
+    def skip(self, rows: np.ndarray) -> None:
+        """From these rows of the step, [B] bool, nothing was learnt: their update was skipped."""
+        self._skipped = rows
 
     def end_step(self, step: int, batch: TrainBatch | None) -> None:
         """The step is finished: where its trajectories ended, their file, the checksums.
@@ -118,7 +123,8 @@ class Books:
         if self.ledger is None or self._taken is None or batch is None:
             return
         (output, uids), self._taken = self._taken, None
-        self.ledger.add("ends", _ends(output, np.asarray(batch.loss_mask), step))
+        reasons = _reasons(output, np.asarray(batch.loss_mask), self._skipped)
+        self.ledger.add("ends", [(number, step, reason) for number, reason in reasons.items()])
         settings = self.trainer.config.trainer.ledger
         numbers = self._checksums(batch) if settings.record_checksums else "{}"
 
@@ -152,7 +158,7 @@ def step_checksums(batch: TrainBatch, state: Any) -> dict[str, int]:
     found = {}
     for name, array in vars(batch).items():
         if array is not None:
-            found[f"batch.{name}"] = zlib.crc32(np.ascontiguousarray(jax.device_get(array)))
+            found[f"batch.{name}"] = zlib.crc32(np.asarray(jax.device_get(array)).tobytes())
     return found | {f"state{name}": number for name, number in checksums(state).items()}
 
 
@@ -184,12 +190,18 @@ def _judged(output: GeneratorOutput, start: int, end: int) -> tuple[Any, ...]:
     )
 
 
-def _ends(output: GeneratorOutput, loss_mask: np.ndarray, step: int) -> list[tuple[Any, ...]]:
-    """Trained if an update saw a token of it; else why not."""
-    learnt: dict[int, str | None] = {}
-    rows = zip(output.get("ledger_ids", []), output["stop_reasons"], loss_mask, strict=False)
-    for number, stop_reason, mask in rows:
-        reason = stop_reason if stop_reason in FAILED else "filtered"
-        trained = bool(mask.any()) or (number in learnt and learnt[number] is None)
-        learnt[number] = None if trained else reason
-    return [(number, step, reason) for number, reason in learnt.items()]
+def _reasons(
+    output: GeneratorOutput, loss_mask: np.ndarray, skipped: np.ndarray | None
+) -> dict[int, str | None]:
+    """Why nothing was learnt from a trajectory, by its number; None if an update saw a token."""
+    reasons: dict[int, str | None] = {}
+    for row, number in enumerate(output.get("ledger_ids", [])):
+        reason = None
+        if not loss_mask[row].any():
+            stopped = output["stop_reasons"][row]
+            reason = stopped if stopped in FAILED else "filtered"
+        elif skipped is not None and skipped[row]:
+            reason = "skipped_update"
+        if reasons.get(number, "new") is not None:  # one of its rows is enough
+            reasons[number] = reason
+    return reasons

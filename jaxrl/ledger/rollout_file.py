@@ -52,8 +52,8 @@ def write_rollouts(path: Path, output: GeneratorOutput, uids: Sequence[str]) -> 
     Raises:
         TypeError: a column of a custom generator is not JSON.
     """
-    columns = to_arrays(output)
-    columns["uids"], columns["format"] = _json_array(list(uids)), np.int32(FORMAT)
+    columns: dict[str, Any] = to_arrays(output)
+    columns |= {"uids": _json_array(list(uids)), "format": np.int32(FORMAT)}
     buffer = io.BytesIO()
     np.savez(buffer, **columns)
     path.parent.mkdir(parents=True, exist_ok=True)

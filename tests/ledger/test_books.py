@@ -105,3 +105,28 @@ def test_dynamic_sampling_says_what_it_dropped(tmp_path):
     sampled = table(tmp_path, "SELECT COUNT(*) FROM trajectories")[0][0]
     assert reasons == {None: 32, "dynamic_sampling": sampled - 32}
     assert sampled > 32
+
+
+class OverflowingTrainer(Trainer):
+    """The rewards of the first prompt of step 2 are infinite: its minibatch has no gradient."""
+
+    def add_advantages(self, batch):
+        batch = super().add_advantages(batch)
+        if self.state.step == 1 and hasattr(self, "batches_drawn") and self.batches_drawn == 2:
+            advantages = np.array(batch.advantages)
+            advantages[0] = np.inf
+            batch = batch.replace(advantages=advantages)
+        return batch
+
+
+class OverflowingExp(BasePPOExp):
+    def get_trainer(self, *args, **kwargs):
+        return OverflowingTrainer(*args, **kwargs)
+
+
+def test_a_skipped_update_is_no_training(tmp_path):
+    OverflowingExp(small(tmp_path, **{"trainer.max_training_steps": 2})).run()
+    found = table(tmp_path, ALL_OF_A_TRAJECTORY)
+    reasons = [row[-1] for row in found]
+    # step 2 is prompts 4 to 7 of 4 samples; its first minibatch, of two prompts, was skipped
+    assert reasons == [None] * 16 + ["skipped_update"] * 8 + [None] * 8
