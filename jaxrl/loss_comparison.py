@@ -256,11 +256,11 @@ def evaluate_choices(
         updater = updaters[of_loss]
         weights, _ = updater.weights(part)
         grads, pieces = updater.gradients(params, part, weights, key)
-        pieces = jax.device_get(pieces)
-        metrics, norm = merge_metrics(pieces), float(optax.global_norm(grads))
+        metrics, norm = merge_metrics(jax.device_get(pieces)), float(optax.global_norm(grads))
         updated, along = updated_params(trainer, grads), None
         if not found:
-            ratios = ratio_metrics(add_ratio_sums([piece[RATIOS] for piece in pieces]))
+            sums = jax.device_get([piece[RATIOS] for piece in pieces])
+            ratios = ratio_metrics(add_ratio_sums(sums))
             length = float(distance(updated, trainer.state.params)) / 10
         if norm and length:
             moved = moved_along(trainer.state.params, grads, length / norm)

@@ -263,40 +263,44 @@ def restored(
             checkpoint is of another run or damaged.
     """
     with tempfile.TemporaryDirectory(prefix="jaxrl_replay_") as folder:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the run has said what is odd about its config
-            experiment = run_class(_config_of_replay(run.config, checkpoint, folder))
-        config = experiment.config
-        experiment.tokenizer = experiment.get_tokenizer()
-        trainer = experiment.get_trainer(
-            config,
-            tokenizer=experiment.tokenizer,
-            model=experiment.get_model(),
-            mesh=meshes(config)[0],
-            engine=None,
-            generator=None,
-            train_prompts=range(run.facts["num_prompts"]),  # counted, never read
-            eval_prompts=(),
-        )
-        # what is compared with the checkpoint is the run's
-        trainer.checkpoint_meta["config"] = cfg.get_config_as_dict(run.config)
+        trainer = _trainer(run, _config_of_replay(run.config, checkpoint, folder), run_class)
+        with contextlib.closing(trainer.checkpointer):
+            trainer.state = trainer.restore_or_init()
+            saved = (trainer.checkpointer.restored_meta or {}).get("ledger") or {}
+            if checkpoint and saved.get("run_id") != run.run_id:
+                raise ValueError(
+                    f"{checkpoint} was saved by run {saved.get('run_id')}, and {run.folder} is "
+                    f"{run.run_id}; name a checkpoint of it with --checkpoint"
+                )
+            trainer.batches_drawn = int(trainer.state.batches_drawn)
+            trainer.load_reference(trainer.state.ref_params)
+            yield trainer
 
-        def rollouts(step: int) -> tuple[GeneratorOutput, list[str]]:
-            trainer.batches_drawn += run.steps[step].draws
-            return run.rollouts(step)
 
-        vars(trainer).update(rollouts=rollouts, sync_weights=lambda step: None)
-        trainer.state = trainer.restore_or_init()
-        saved = (trainer.checkpointer.restored_meta or {}).get("ledger") or {}
-        if checkpoint and saved.get("run_id") != run.run_id:
-            raise ValueError(
-                f"{checkpoint} was saved by run {saved.get('run_id')}, and {run.folder} is run "
-                f"{run.run_id}; name a checkpoint of it with --checkpoint"
-            )
-        trainer.batches_drawn = int(trainer.state.batches_drawn)
-        trainer.load_reference(trainer.state.ref_params)
-        yield trainer
-        trainer.checkpointer.close()
+def _trainer(run: RecordedRun, config: cfg.TrainConfig, run_class: type[BasePPOExp]) -> Trainer:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the run has said what is odd about its config
+        experiment = run_class(config)
+    experiment.tokenizer = experiment.get_tokenizer()
+    trainer = experiment.get_trainer(
+        experiment.config,
+        tokenizer=experiment.tokenizer,
+        model=experiment.get_model(),
+        mesh=meshes(experiment.config)[0],
+        engine=None,
+        generator=None,
+        train_prompts=range(run.facts["num_prompts"]),  # counted, never read
+        eval_prompts=(),
+    )
+    # what is compared with that of the checkpoint is the run's
+    trainer.checkpoint_meta["config"] = cfg.get_config_as_dict(run.config)
+
+    def rollouts(step: int) -> tuple[GeneratorOutput, list[str]]:
+        trainer.batches_drawn += run.steps[step].draws
+        return run.rollouts(step)
+
+    vars(trainer).update(rollouts=rollouts, sync_weights=lambda step: None)
+    return trainer
 
 
 def _config_of_replay(

@@ -156,7 +156,7 @@ def test_what_cannot_be_replayed_is_said_with_what_to_do(recorded, tmp_path):
     real = RecordedRun(recorded).find_checkpoint(4)
     assert "is not before step 2; take an earlier one" in error(recorded, 2, checkpoint=real)
     change(recorded, "UPDATE runs SET run_id = 'another'")
-    assert "is run another; name a checkpoint of it" in error(recorded)
+    assert "is another; name a checkpoint of it" in error(recorded)
     change(recorded, "UPDATE steps SET file = NULL WHERE step = 4")
     assert "trainer.ledger.record_rollouts=false" in error(recorded)
     change(recorded, "UPDATE steps SET checksums = '{}' WHERE step = 4")
