@@ -35,6 +35,7 @@ from jaxrl.rollout.recompute import RecomputeEngine
 from jaxrl.rollout.reward_terms import RewardTermError, RewardTerms
 from jaxrl.serve import served_model
 from jaxrl.serving.server import AddressError, Server
+from jaxrl.train_async import AsyncTrainer
 from jaxrl.trainer import Trainer
 from jaxrl.types import Prompt
 from jaxrl.watching.callbacks import TrainingCallback, load_callbacks
@@ -103,6 +104,7 @@ class BasePPOExp:
             return RecomputeEngine(model, mesh, dtype=dtype, max_num_seqs=rows, **given)
         # environments and guests come by the clock; the order in which they do must change no bit
         by_clock = self.config.generator.max_turns > 1 or settings.enable_http_endpoint
+        by_clock |= cfg.overlaps(self.config)
         return native_engine(
             settings,
             model,
@@ -148,7 +150,8 @@ class BasePPOExp:
 
     def get_trainer(self, *args: Any, **kwargs: Any) -> Trainer:
         """The loop."""
-        return Trainer(*args, **kwargs)
+        kind = AsyncTrainer if self.config.trainer.fully_async.enabled else Trainer
+        return kind(*args, **kwargs)
 
     def run(self) -> Trainer:
         """Train to the end."""

@@ -121,11 +121,11 @@ class Updater:
             one = Microbatching(rows=len(lengths), total=len(lengths))
             _, _, (minibatch, weights) = next(microbatches((minibatch, weights), minibatch, one))
             outputs = self._whole_outputs(params, minibatch, key)
-            of_loss = minibatch.replace(kept=None), weights, key
+            of_loss = self.objective.seen(minibatch), weights, key
             cotangents, metrics = self.cotangents(*outputs, *of_loss)
             cotangents = jax.device_get(cotangents)
             return self.pulled_back(grads, params, minibatch, cotangents, key), [metrics]
-        tree = minibatch.replace(kept=None), weights  # the rows of the model have it
+        tree = self.objective.seen(minibatch), weights
         parts = microbatches(tree, minibatch, self.microbatching)
         for _, rows, (batch, weight) in parts:
             given = with_token_keys(params, rows, batch.row_ids, key), batch, weight
