@@ -169,7 +169,8 @@ def compare_choices(
         raise ValueError(f"--minibatch={minibatch}: step {step} has 1 to {len(order)}; take one")
     advance(trainer, order[: minibatch - 1])
     parts = [minibatches_of_step(batch, **named)[minibatch - 1] for batch in batches]
-    return evaluate_choices(trainer, order[minibatch - 1][0], choices, parts)
+    updaters = [pose.updater(choice.config) for choice in choices]
+    return evaluate_choices(trainer, order[minibatch - 1][0], choices, updaters, parts)
 
 
 class Poser:
@@ -179,6 +180,7 @@ class Poser:
         self.trainer, self.rollouts = trainer, rollouts
         self.scorer, self.ref_scorer = ScoredOnce(trainer.scorer), ScoredOnce(trainer.ref_scorer)
         self.reference = trainer.ref_params
+        self.updaters = {without_estimator(trainer.config): trainer.updater}
 
     def __call__(self, config: cfg.TrainConfig) -> TrainBatch:
         """With the log-probs and advantages of a run with this config; the trainer's own methods.
@@ -187,13 +189,22 @@ class Poser:
             config: differs from the trainer's in `trainer.algorithm` alone.
         """
         run: Any = copy.copy(self.trainer)
-        run.config, run.metrics = config, {}
+        run.config, run.metrics, run.updater = config, {}, self.updater(config)
         run.scorer, run.ref_scorer = self.scorer, self.ref_scorer
         run.estimate = jax.jit(make_estimate(config.trainer.algorithm))
         run.ref_params = self._reference(config)
         output, uids = self.rollouts
         output = run.postprocess_generator_output(GeneratorOutput({**output}), uids)
         return run.add_advantages(run.add_log_probs(run.collate(output)))
+
+    def updater(self, config: cfg.TrainConfig) -> Updater:
+        """That of a run with this config, on the trainer's forward pass and devices."""
+        config = without_estimator(config)
+        if config not in self.updaters:
+            trainer, policy = self.trainer, self.trainer.policy
+            given = config, trainer.scorer, policy.placement, trainer.total_steps, policy.trained
+            self.updaters[config] = assemble_update(*given)[2]
+        return self.updaters[config]
 
     def _reference(self, config: cfg.TrainConfig) -> Any:
         """Loaded for the first that needs it, should the run itself have none."""
@@ -236,6 +247,7 @@ def evaluate_choices(
     trainer: Trainer,
     own: TrainBatch,
     choices: Sequence[Choice],
+    updaters: Sequence[Updater],
     parts: Sequence[tuple[TrainBatch, Array]],
 ) -> Comparison:
     """Gradients of the choices, each on its form of the same minibatch.
@@ -243,17 +255,12 @@ def evaluate_choices(
     Args:
         trainer: its state is that before the minibatch, without critic and reference.
         own: the minibatch as the run has it; its loss mask says on which tokens KLs are measured.
-        parts: of each choice, with the key of the update.
+        updaters, parts: of each choice; a part has the key of the update.
     """
     params = trainer.params
     before = scored(trainer, params, own)
     found, gradients, ratios, length = [], [], {}, 0.0
-    updaters: dict[cfg.TrainConfig, Updater] = {}
-    for choice, (part, key) in zip(choices, parts, strict=True):
-        of_loss = without_estimator(choice.config)
-        if of_loss not in updaters:
-            updaters[of_loss] = updater_of(trainer, of_loss)
-        updater = updaters[of_loss]
+    for choice, updater, (part, key) in zip(choices, updaters, parts, strict=True):
         weights, _ = updater.weights(part)
         grads, pieces = updater.gradients(params, part, weights, key)
         metrics, norm = merge_metrics(jax.device_get(pieces)), float(optax.global_norm(grads))
@@ -287,12 +294,6 @@ def without_estimator(config: cfg.TrainConfig) -> cfg.TrainConfig:
     return cfg.apply_overrides(config, changes)
 
 
-def updater_of(trainer: Trainer, config: cfg.TrainConfig) -> Updater:
-    """That of a run with this config, on the trainer's forward pass and devices."""
-    placement, trained = trainer.policy.placement, trainer.policy.trained
-    return assemble_update(config, trainer.scorer, placement, trainer.total_steps, trained)[2]
-
-
 def scored(
     trainer: Trainer, params: Any, minibatch: TrainBatch, key: Array | None = None
 ) -> tuple[np.ndarray, ...]:
@@ -322,7 +323,8 @@ def weight_ess(
     Returns:
         None: all advantages are 0, or all weights.
     """
-    of_loss = minibatch.replace(kept=None), weights.replace(kl=np.zeros_like(weights.kl)), key
+    no_kl = weights.replace(kl=np.zeros_like(weights.kl))
+    of_loss = updater.objective.seen(minibatch), no_kl, key
     (slopes, _), _ = updater.cotangents(*outputs, *of_loss)
     advantages = np.asarray(minibatch.advantages, np.float64)
     counted = (np.asarray(minibatch.loss_mask) > 0) & (advantages != 0)

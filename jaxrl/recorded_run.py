@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.extend
 import yaml
 
 from jaxrl import config as cfg
@@ -196,7 +197,7 @@ class RecordedRun:
             ValueError: there is none to start from.
         """
         if given is not None and given != START:
-            number = parse_resume_path(given)[1]
+            number = parse_resume_path(given, "--checkpoint")[1]
             if step is not None and number >= step:
                 raise ValueError(
                     f"--checkpoint={given!r} is not before step {step}; take an earlier one"
@@ -315,6 +316,7 @@ def _config_of_replay(
         "trainer.export_path": folder,
         "trainer.dump_data_batch": False,
         "trainer.logger": "console",
+        "trainer.fully_async.enabled": False,
         "trainer.resume_mode": "from_path" if checkpoint else "none",
         "trainer.resume_path": checkpoint,
     }
@@ -322,20 +324,24 @@ def _config_of_replay(
 
 
 def use_devices(run: RecordedRun, count: int | None) -> None:
-    """As many devices of the CPU as the run had; before the first use of a device.
+    """As many devices of the CPU as the run had; before there is any array.
 
     Args:
         count: instead of the run's number.
 
     Raises:
-        ValueError: a device was used already, and there is another number of them.
+        ValueError: there are other devices here, or XLA_FLAGS says another number.
     """
-    machine = run.steps[max(run.steps)].machine
-    wanted = count or (machine["devices"] if machine["platform"] == "cpu" else None)
-    if wanted is None or "host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+    machine, here = run.steps[max(run.steps)].machine, jax.default_backend()
+    if count is not None and here != "cpu":
+        raise ValueError(f"--device-count={count}: is for the CPU, and this is a {here}; leave it")
+    wanted = count or machine["devices"]
+    if here != "cpu" or machine["platform"] != "cpu" or wanted == len(jax.devices()):
         return
-    try:
-        jax.config.update("jax_num_cpu_devices", wanted)
-    except RuntimeError as error:
-        if wanted != len(jax.devices()):
-            raise ValueError(f"--device-count={wanted}: {error}") from error
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "host_platform_device_count" in flags:
+        raise ValueError(
+            f"{wanted} devices of the CPU are wanted, and XLA_FLAGS={flags!r}; unset it"
+        )
+    jax.extend.backend.clear_backends()  # imports have made one
+    jax.config.update("jax_num_cpu_devices", wanted)

@@ -89,7 +89,7 @@ def replay(
     """
     recorded = RecordedRun(run)
     source = recorded.find_checkpoint(step, checkpoint)
-    first, last = step_of(source), step or max(recorded.steps)
+    first, last = step_of(source), recorded.step(step or max(recorded.steps)).step
     numbers = range(first + 1, last + 1)
     expected = {number: recorded.checksums(number) for number in numbers}
     recorded.check_files(numbers)

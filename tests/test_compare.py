@@ -142,11 +142,12 @@ def test_the_effective_sample_size_is_of_the_weights_that_tokens_get():
         assert not weights["kl"].any()
         return (slopes, None), None
 
-    found = weight_ess(SimpleNamespace(cotangents=cotangents), (None, None), minibatch, weights, 0)
+    objective = SimpleNamespace(seen=lambda minibatch: minibatch)
+    updater = SimpleNamespace(cotangents=cotangents, objective=objective)
+    found = weight_ess(updater, (None, None), minibatch, weights, 0)
     # weights 6 / 2 = 3 and 1 / 1 = 1: (3 + 1)^2 / (2 (9 + 1))
     assert found == pytest.approx(16 / 20)
     nothing = two_tokens(advantages=np.zeros((1, 3)))
-    updater = SimpleNamespace(cotangents=cotangents)
     assert weight_ess(updater, (None, None), nothing, weights, 0) is None
 
 
