@@ -21,6 +21,7 @@ from jaxrl.data.prompts import load_prompts
 from jaxrl.data.tokenizer import check_vocabulary, load_tokenizer
 from jaxrl.engines import native_engine
 from jaxrl.evaluation import check_sources
+from jaxrl.files import FolderInUse
 from jaxrl.jetstream_backend import jetstream_engine
 from jaxrl.ledger import LedgerError
 from jaxrl.models import hf
@@ -41,7 +42,14 @@ from jaxrl.types import Prompt
 from jaxrl.watching.callbacks import TrainingCallback, load_callbacks
 
 # What ends a run and is the user's to mend; every checkpoint before it is whole.
-_MENDABLE = AddressError, CheckpointError, DynamicSamplingError, LedgerError, RewardTermError
+_MENDABLE = (
+    AddressError,
+    CheckpointError,
+    DynamicSamplingError,
+    FolderInUse,
+    LedgerError,
+    RewardTermError,
+)
 
 
 class BasePPOExp:

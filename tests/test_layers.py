@@ -65,6 +65,9 @@ LAYER_OF = {
     "train": "L4",
     "train_async": "L4",
     "jetstream_backend": "L4",
+    "lineage": "L4",
+    "lineage_checks": "L4",
+    "audit": "L4",
     "cluster": "L5",
 }
 MAY_IMPORT = {
