@@ -6,7 +6,6 @@ Nothing in the folder is written to.
 import contextlib
 import json
 import os
-import sqlite3
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
@@ -16,12 +15,12 @@ from typing import Any
 
 import jax
 import jax.extend
-import yaml
 
 from jaxrl import config as cfg
 from jaxrl.checkpoint import PREFIX, Checkpointer, parse_resume_path
 from jaxrl.ledger import FILE, read_rollouts
 from jaxrl.ledger.rollout_file import file_digest
+from jaxrl.lineage import open_run
 from jaxrl.train import BasePPOExp, meshes
 from jaxrl.trainer import Trainer
 from jaxrl.types import GeneratorOutput
@@ -61,51 +60,32 @@ class RecordedRun:
     Attributes:
         config: resolved, as the run wrote it.
         steps: by number.
-        starts: (from_step, origin) of the attempts of the run.
+        facts: of the ledger.
+        begins_afresh: the surviving run knows its whole history, from the models of its config.
 
     Raises:
-        ValueError: it is no run folder, or its database cannot be read.
+        ValueError: it is no run folder, its database cannot be read, or it did no step.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        for name in ("config.yaml", FILE):
-            if not (self.folder / name).is_file():
-                raise ValueError(
-                    f"{self.folder} has no {name}: give a run folder, <trainer.log_path>/"
-                    "<trainer.run_name>"
-                )
-        values = yaml.safe_load((self.folder / "config.yaml").read_text(encoding="utf-8"))
-        self.config = cfg.to_train_config(values)
-        try:
-            with contextlib.closing(_read_only(self.folder / FILE)) as db:
-                self._read(db)
-        except sqlite3.Error as error:
-            raise ValueError(
-                f"{self.folder / FILE} cannot be read ({type(error).__name__}: {error}); take a "
-                "copy of the run that is whole"
-            ) from error
-        if not self.steps:
+        with open_run(self.folder) as run:
+            self.run_id, self.facts = run.run_id, run.facts
+            self.begins_afresh = run.from_step == 0
+            self.config = cfg.to_train_config(run.settings)
+            machines = {
+                attempt: json.loads(machine)
+                for attempt, machine in run.rows("SELECT attempt, machine FROM attempts")
+            }
+            query = "SELECT step + 1, COUNT(*) FROM live_groups GROUP BY step"
+            handed_out = {step: count for step, count in run.rows(query)}
+            query = "SELECT step, file, file_digest, checksums, attempt FROM live_steps"
+            steps = run.rows(f"{query} ORDER BY step")
+        if not steps:
             raise ValueError(f"{self.folder / FILE} has no finished step; let the run do one")
-
-    def _read(self, db: sqlite3.Connection) -> None:
-        self.run_id, facts = db.execute("SELECT run_id, facts FROM runs").fetchone()
-        self.facts = json.loads(facts)
-        attempts = db.execute("SELECT attempt, from_step, origin, machine FROM attempts").fetchall()
-        machines = {attempt: json.loads(machine) for attempt, _, _, machine in attempts}
-        self.starts = [(from_step, origin) for _, from_step, origin, _ in attempts]
-        handed_out = dict(
-            db.execute(
-                "SELECT step + 1, COUNT(*) FROM groups WHERE superseded IS NULL GROUP BY step"
-            ).fetchall()
-        )
         # only dynamic sampling draws more than once for a step, and never ahead of it
-        several = self.config.trainer.algorithm.dynamic_sampling.type is not None
-        size = self.config.trainer.train_batch_size
-        rows = db.execute(
-            "SELECT step, file, file_digest, checksums, attempt FROM steps "
-            "WHERE superseded IS NULL ORDER BY step"
-        )
+        several = self.facts["dynamic_sampling"] is not None
+        size = self.facts["train_batch_size"]
         self.steps = {
             step: RecordedStep(
                 step,
@@ -115,7 +95,7 @@ class RecordedRun:
                 handed_out.get(step, 0) // size if several else 1,
                 machines[attempt],
             )
-            for step, file, digest, numbers, attempt in rows
+            for step, file, digest, numbers, attempt in steps
         }
 
     def rollouts(self, step: int) -> tuple[GeneratorOutput, list[str]]:
@@ -209,10 +189,11 @@ class RecordedRun:
             held = [number for number in held if number < step]
         if held:
             return os.path.join(folder, f"{PREFIX}_{min(held) if step is None else max(held)}")
-        if 1 not in self.steps or not any(start == (0, "") for start in self.starts):
+        if not self.begins_afresh:
             raise ValueError(
-                f"{folder} has no checkpoint before step {step or min(self.steps)}, and "
-                f"{self.folder} did not begin at step 0; name one with --checkpoint"
+                f"{folder} has no checkpoint of {self.folder} before step "
+                f"{step or max(self.steps)}, and this run went on from one of another; name one "
+                "with --checkpoint"
             )
         return None
 
@@ -229,15 +210,6 @@ class RecordedRun:
 def step_of(checkpoint: str | None) -> int:
     """Finished steps of a checkpoint; 0 for the models that a run began with."""
     return parse_resume_path(checkpoint)[1] if checkpoint else 0
-
-
-def _read_only(path: Path) -> sqlite3.Connection:
-    """Without a log beside it nobody writes it, and SQLite need not put its own files there."""
-    log = path.with_name(f"{path.name}-wal")
-    quiet = not log.exists() or log.stat().st_size == 0
-    return sqlite3.connect(
-        f"{path.resolve().as_uri()}?mode=ro{'&immutable=1' if quiet else ''}", uri=True
-    )
 
 
 # ---------------------------------------------------------------- its trainer

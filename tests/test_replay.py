@@ -149,7 +149,7 @@ def test_what_cannot_be_replayed_is_said_with_what_to_do(recorded, tmp_path):
             list(replay(*args, **kwargs))
         return str(caught.value)
 
-    assert f"{tmp_path} has no config.yaml: give a run folder" in error(tmp_path)
+    assert f"{tmp_path} holds no run.db: give the run folder" in error(tmp_path)
     assert "step 9 is not in" in error(recorded, 9)
     assert "--checkpoint='x' must end in global_step_<N>" in error(recorded, checkpoint="x")
     given = str(tmp_path / "checkpoints" / "global_step_2")
@@ -162,6 +162,8 @@ def test_what_cannot_be_replayed_is_said_with_what_to_do(recorded, tmp_path):
     assert "trainer.ledger.record_rollouts=false" in error(recorded)
     change(recorded, "UPDATE steps SET checksums = '{}' WHERE step = 4")
     assert "trainer.ledger.record_checksums=false" in error(recorded)
+    change(recorded, "UPDATE attempts SET from_step = 2, origin = 'step 2 of run x'")
+    assert "went on from one of another; name one with --checkpoint" in error(recorded, 2)
     (recorded / "run.db").write_bytes(b"no database" * 100)
     assert "run.db cannot be read (DatabaseError" in error(recorded)
 
