@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl.audit import audit
 from jaxrl.train import BasePPOExp, train
 from jaxrl.train_async import AsyncTrainer
 from jaxrl.watching.callbacks import TrainingCallback
@@ -82,6 +83,11 @@ class Watched(BasePPOExp):
         return [self.watcher]
 
 
+def audited(folder):
+    """Every check of the ledger's that can be made passes."""
+    return {check.name: check.failures for check in audit(folder / "quickstart") if check.failures}
+
+
 def rollout_threads():
     return [t for t in threading.enumerate() if t.name.startswith("jaxrl-rollouts")]
 
@@ -119,6 +125,7 @@ def lockstep_whole_and_resumed(tmp_path, ahead, **overrides):
         assert again.watcher.rows[step] == whole.watcher.rows[step]
     for step, versions in (whole.watcher.versions | again.watcher.versions).items():
         assert set(versions) == {max(0, step - 1 - ahead)}
+    assert not audited(tmp_path / "cut")
     return whole
 
 
@@ -178,6 +185,7 @@ def test_a_free_run_that_a_worker_ends_trains_every_group_once_when_resumed(tmp_
     assert sorted(ordinal for _, ordinal in trained) == [o for o in range(24) for _ in range(4)]
     assert [step for step, _ in trained] == [step for step in range(1, 7) for _ in range(16)]
     assert all(line["async/keep_rate"] == 1 for line in lines[1:])
+    assert not audited(tmp_path)
 
 
 # ------------------------------------------------------------------ weights that change in flight
@@ -329,3 +337,4 @@ def test_a_buffer_goes_on_in_the_ledger_of_another_run(tmp_path):
     train(quick(tmp_path, "lockstep", 2))
     expected = [(1 + o // 4, o) for o in range(12, 24) for _ in range(4)]
     assert trained_ordinals(tmp_path) == expected  # of steps 4 to 6
+    assert not audited(tmp_path)
