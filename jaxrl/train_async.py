@@ -16,7 +16,7 @@ from jaxrl.models.adapter import AdaptedModel
 from jaxrl.rollout.dynamic_sampling import distinct_uids
 from jaxrl.rollout.loop_thread import LoopThread
 from jaxrl.rollout.parts import from_bytes, gather, to_bytes
-from jaxrl.rollout.stream import Held, RolloutStream
+from jaxrl.rollout.stream import Held, RolloutStream, Unit
 from jaxrl.staleness import staleness_metrics
 from jaxrl.trainer import Trainer
 from jaxrl.types import GeneratorOutput, Prompt, TrainBatch, TrainState
@@ -161,6 +161,9 @@ class AsyncTrainer(Trainer):
     def _open(self, step: int) -> RolloutStream:
         """Begin to sample, for training step `step` and later ones."""
         size = self.config.trainer.train_batch_size
+        held = self.held or Held(next_ordinal=(step - 1) * size)
+        if not self.books.knows(self.checkpointer.restored_meta):
+            held.finished = [self._enter(unit, step) for unit in held.finished]
         return RolloutStream(
             self._sample,
             self.thread,
@@ -168,10 +171,16 @@ class AsyncTrainer(Trainer):
             ahead=self.ahead,
             steps=self.total_steps,
             step=step,
-            held=self.held or Held(next_ordinal=(step - 1) * size),
+            held=held,
             unit=self.schedule.unit,
             workers=self.schedule.workers,
         )
+
+    def _enter(self, unit: Unit, step: int) -> Unit:
+        """What waits in a checkpoint of another ledger, in this one."""
+        groups = self.books.hand_out(step - 1, unit.ordinal, self._prompts(unit.ordinal))
+        self.groups[unit.ordinal] = groups
+        return Unit(unit.ordinal, self.books.sampled(groups, unit.output, self.samples))
 
     def _prompts(self, ordinal: int) -> list[Prompt]:
         """Of the unit that begins with the group `ordinal`."""

@@ -69,6 +69,11 @@ class Books:
             if int(path.stem.removeprefix("step_")) > step:  # of what is superseded
                 path.unlink()
 
+    def knows(self, saved_meta: dict[str, Any] | None) -> bool:
+        """Whether the rows that a checkpoint speaks of are in this ledger."""
+        saved = (saved_meta or {}).get("ledger")
+        return self.ledger is None or (saved or {}).get("run_id") == self.ledger.run_id
+
     # ---------------------------------------------------------------- the way of a trajectory
 
     def hand_out(self, step: int, first_ordinal: int, prompts: Sequence[Prompt]) -> list[int]:
