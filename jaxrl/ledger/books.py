@@ -48,12 +48,13 @@ class Books:
         saved = (trainer.checkpointer.restored_meta or {}).get("ledger")
         self.ledger = Ledger(self.folder / FILE, lock_timeout=timeout)
         size = settings.train_batch_size
+        drawn = int(trainer.state.batches_drawn) * size
         path = settings.resume_path if settings.resume_mode == "from_path" else None
         self.ledger.begin(
             step,
             saved if step else None,
             path=path or str(trainer.checkpointer.folder / f"{PREFIX}_{step}"),
-            first_ordinal=int(trainer.state.batches_drawn) * size,
+            first_ordinal=drawn if trainer.next_ordinal is None else trainer.next_ordinal,
             facts={
                 "seed": settings.seed,
                 "train_batch_size": size,

@@ -21,12 +21,13 @@ class Scribe:
 
     def __init__(self, folder, schedule="sync"):
         self.folder = folder
+        folder.mkdir(exist_ok=True)
         asynchronous = {"enabled": schedule != "sync", "schedule": schedule}
         settings = {"ckpt_path": str(folder / "checkpoints"), "fully_async": asynchronous}
         (folder / "config.yaml").write_text(yaml.safe_dump({"trainer": settings}))
 
-    def begin(self, step=0, saved=None, first=0, **given):
-        self.ledger = Ledger(self.folder / FILE)
+    def begin(self, step=0, saved=None, first=0, lock_timeout=60.0, **given):
+        self.ledger = Ledger(self.folder / FILE, lock_timeout=lock_timeout)
         self.ledger.begin(step, saved, first_ordinal=first, facts=FACTS, uids=UIDS, **given)
 
     def hand_out(self, step, *ordinals):
