@@ -106,6 +106,16 @@ def test_a_run_whose_disk_is_full_stops_and_goes_on_when_it_is_not(
     assert not failed(checks) and checks["history"].figures["resumed"] == 1
 
 
+def test_a_run_that_starts_on_a_full_disk_is_refused(tmp_path, monkeypatch, capsys):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("jaxrl.watching.run_logger.replace_text", full)
+    assert run(tmp_path, monkeypatch) == 2
+    message = f"cannot write to the run folder {tmp_path / 'quickstart'} ([Errno 28] No space left"
+    assert message in capsys.readouterr().err
+
+
 # ------------------------------------------------------------------ locked
 
 
