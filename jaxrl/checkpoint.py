@@ -263,14 +263,16 @@ def resume(
     return found[1] if found else None
 
 
-def parse_resume_path(resume_path: str) -> tuple[str, int]:
+def parse_resume_path(resume_path: str, field: str = "trainer.resume_path") -> tuple[str, int]:
     """Folder and step of `.../global_step_<N>`.
+
+    Args:
+        field: what the user calls it.
 
     Raises:
         CheckpointError: resume_path does not end so.
         FileNotFoundError: it does not exist.
     """
-    field = "trainer.resume_path"
     path = as_path(field, resume_path)
     number = path.name.removeprefix(f"{PREFIX}_")
     if not path.name.startswith(PREFIX) or not number.isdigit():

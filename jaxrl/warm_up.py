@@ -83,7 +83,7 @@ def engine_batches(trainer: "Trainer") -> Iterator[list[Request]]:
     evaluation = trainer.eval_prompts, sorted(eval_sizes), generator.eval_n_samples_per_prompt
     phases = ((train, generator.sampling_params), (evaluation, generator.eval_sampling_params))
     for (prompts, sizes, samples), params in phases:
-        if params is None:
+        if params is None or not prompts:
             continue
         inputs = _prompt_buckets(prompts)
         if generator.max_turns > 1:  # later turns have inputs of any length

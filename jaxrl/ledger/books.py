@@ -63,6 +63,7 @@ class Books:
                 "policy_mini_batch_size": settings.policy_mini_batch_size,
                 "dynamic_sampling": settings.algorithm.dynamic_sampling.type,
             },
+            machine=machine_of(trainer.mesh),
             uids=[prompt.uid for prompt in trainer.train_prompts],
             held=held,
         )
@@ -168,6 +169,17 @@ def step_checksums(batch: TrainBatch, state: Any) -> dict[str, int]:
         if array is not None:
             found[f"batch.{name}"] = zlib.crc32(np.asarray(jax.device_get(array)).tobytes())
     return found | {f"state{name}": number for name, number in checksums(state).items()}
+
+
+def machine_of(mesh: jax.sharding.Mesh) -> dict[str, Any]:
+    """Where bits come from beside the state and the batch."""
+    return {
+        "platform": jax.default_backend(),
+        "device": mesh.devices.flat[0].device_kind,
+        "devices": len(jax.devices()),
+        "mesh": {axis: size for axis, size in mesh.shape.items() if size > 1},
+        "jax": jax.__version__,
+    }
 
 
 def _judged(output: GeneratorOutput, start: int, end: int) -> tuple[Any, ...]:

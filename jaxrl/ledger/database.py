@@ -32,7 +32,7 @@ _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS runs (run_id TEXT, format INTEGER, facts TEXT)",
     "CREATE TABLE IF NOT EXISTS data (row INTEGER PRIMARY KEY, uid TEXT)",
     "CREATE TABLE IF NOT EXISTS attempts (attempt INTEGER PRIMARY KEY, position INTEGER, "
-    "from_step INTEGER, first_ordinal INTEGER, origin TEXT, started REAL)",
+    "from_step INTEGER, first_ordinal INTEGER, origin TEXT, started REAL, machine TEXT)",
     *(
         f"CREATE TABLE IF NOT EXISTS {name} (id INTEGER PRIMARY KEY, attempt INTEGER, {columns}, "
         "superseded INTEGER)"
@@ -102,6 +102,7 @@ class Ledger:
         path: str = "",
         first_ordinal: int,
         facts: Mapping[str, Any],
+        machine: Mapping[str, Any],
         uids: Sequence[str],
         held: Collection[int] = (),
     ) -> None:
@@ -112,6 +113,7 @@ class Ledger:
             path: of the checkpoint.
             first_ordinal: number of the first prompt that was never handed out.
             facts: of the run, JSON.
+            machine: what this attempt runs on, JSON.
             uids: of the training prompts, in the order of the data.
             held: groups that were sampled and wait in the checkpoint.
         """
@@ -134,7 +136,8 @@ class Ledger:
             db.execute("DELETE FROM data")
             db.executemany("INSERT INTO data VALUES (?, ?)", enumerate(uids))
             row = attempt, position, step, first_ordinal, origin, time.time()
-            db.execute("INSERT INTO attempts VALUES (?, ?, ?, ?, ?, ?)", row)
+            row = *row, json.dumps(dict(machine))
+            db.execute("INSERT INTO attempts VALUES (?, ?, ?, ?, ?, ?, ?)", row)
             return attempt
 
         self.attempt = self.submit(work).result()

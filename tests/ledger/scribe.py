@@ -28,7 +28,8 @@ class Scribe:
 
     def begin(self, step=0, saved=None, first=0, lock_timeout=60.0, **given):
         self.ledger = Ledger(self.folder / FILE, lock_timeout=lock_timeout)
-        self.ledger.begin(step, saved, first_ordinal=first, facts=FACTS, uids=UIDS, **given)
+        known = {"first_ordinal": first, "facts": FACTS, "machine": {}, "uids": UIDS}
+        self.ledger.begin(step, saved, **known, **given)
 
     def hand_out(self, step, *ordinals):
         groups = self.ledger.add("groups", [(k, uid(k), step) for k in ordinals])

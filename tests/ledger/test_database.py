@@ -18,7 +18,7 @@ def open_ledger(folder, **kwargs):
 
 
 def begin(ledger, step=0, saved=None, **kwargs):
-    given = {"first_ordinal": 2 * step, "facts": FACTS, "uids": ["a", "b"]}
+    given = {"first_ordinal": 2 * step, "facts": FACTS, "machine": {}, "uids": ["a", "b"]}
     ledger.begin(step, saved, **{**given, **kwargs})
 
 
