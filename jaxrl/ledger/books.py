@@ -12,6 +12,7 @@ import numpy as np
 from jaxrl import config as cfg
 from jaxrl.checkpoint import PREFIX
 from jaxrl.checksums import checksums
+from jaxrl.files import as_path
 from jaxrl.ledger.database import FILE, Ledger
 from jaxrl.ledger.rollout_file import rollouts_path, write_rollouts
 from jaxrl.types import GeneratorOutput, Prompt, TrainBatch
@@ -49,11 +50,13 @@ class Books:
         self.ledger = Ledger(self.folder / FILE, lock_timeout=timeout)
         size = settings.train_batch_size
         drawn = int(trainer.state.batches_drawn) * size
-        path = settings.resume_path if settings.resume_mode == "from_path" else None
+        path = trainer.checkpointer.folder / f"{PREFIX}_{step}"
+        if settings.resume_mode == "from_path":
+            path = as_path("trainer.resume_path", settings.resume_path)
         self.ledger.begin(
             step,
             saved if step else None,
-            path=path or str(trainer.checkpointer.folder / f"{PREFIX}_{step}"),
+            path=str(path),
             first_ordinal=drawn if trainer.next_ordinal is None else trainer.next_ordinal,
             facts={
                 "seed": settings.seed,
