@@ -11,15 +11,15 @@ from etils import epath
 SCHEMES = ("gs", "s3")
 
 
-class FolderInUse(ValueError):
-    """Another process works in a folder that only one may work in."""
+class FolderError(ValueError):
+    """A folder that this run cannot work in: it is another run's, or its disk is full."""
 
 
 class FolderLock:
     """Held while a process works in a local folder; the system lets go of it when it dies.
 
     Raises:
-        FolderInUse: another one holds it.
+        FolderError: another one holds it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -29,7 +29,7 @@ class FolderLock:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self.close()
-            raise FolderInUse(
+            raise FolderError(
                 f"another run goes on in {folder}: give this one a trainer.run_name of its own, or "
                 "end the other"
             ) from error

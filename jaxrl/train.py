@@ -21,7 +21,7 @@ from jaxrl.data.prompts import load_prompts
 from jaxrl.data.tokenizer import check_vocabulary, load_tokenizer
 from jaxrl.engines import native_engine
 from jaxrl.evaluation import check_sources
-from jaxrl.files import FolderInUse
+from jaxrl.files import FolderError
 from jaxrl.jetstream_backend import jetstream_engine
 from jaxrl.ledger import LedgerError
 from jaxrl.models import hf
@@ -46,7 +46,7 @@ _MENDABLE = (
     AddressError,
     CheckpointError,
     DynamicSamplingError,
-    FolderInUse,
+    FolderError,
     LedgerError,
     RewardTermError,
 )

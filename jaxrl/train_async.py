@@ -143,6 +143,7 @@ class AsyncTrainer(Trainer):
             units = from_bytes(buffer["units"]) if buffer else []
             self.held = Held(saved["next_ordinal"], saved["in_flight"], units)
             self.groups = {int(ordinal): ids for ordinal, ids in saved["groups"].items()}
+            self.next_ordinal = saved["next_ordinal"]
             self.held_groups = [i for ids in self.groups.values() for i in ids]
         return state
 

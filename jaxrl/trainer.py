@@ -64,6 +64,7 @@ class Trainer:
     """
 
     held_groups: Sequence[int] = ()  # numbers in the ledger of groups that wait to be trained
+    next_ordinal: int | None = None  # of the first prompt never handed out; None: none waits
     wait_for = staticmethod(run_now)  # for a coroutine
     sampling = staticmethod(nullcontext)  # around the steps, where rollouts go on beside them
 

@@ -13,7 +13,7 @@ import yaml
 from jaxrl.audit import audit, main
 from jaxrl.ledger import FILE
 from jaxrl.lineage_checks import sign_flip_p
-from jaxrl.train import BasePPOExp
+from jaxrl.train import BasePPOExp, train
 from jaxrl.trainer import Trainer
 from tests.ledger.scribe import Scribe, failed, uid
 from tests.test_train import small
@@ -171,6 +171,23 @@ def test_a_skipped_batch_of_a_real_run_is_found(tmp_path, trainer_class, check, 
     wrong = failed({check.name: check for check in audit(tmp_path / "quickstart")})
     assert set(wrong) == {check} and len(wrong[check]) == 4
     assert re.search(text, wrong[check][0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["filter", "replace"])
+def test_dynamic_sampling_passes(tmp_path, kind):
+    settings = {
+        "trainer.algorithm.dynamic_sampling.type": kind,
+        "trainer.algorithm.dynamic_sampling.min_replace_ratio": 0.2,
+        "trainer.algorithm.advantage_estimator": "grpo",
+        "generator.n_samples_per_prompt": 2,
+        "trainer.eval_interval": -1,
+        "trainer.hf_save_interval": -1,
+    }
+    train(small(tmp_path, **settings))
+    checks = {check.name: check for check in audit(tmp_path / "quickstart")}
+    assert not failed(checks)
+    assert checks["every trajectory ends once"].figures["dynamic_sampling"] > 0
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import numpy as np
 from jaxrl import config as cfg
 from jaxrl.checkpoint import PREFIX
 from jaxrl.checksums import checksums
+from jaxrl.files import as_path
 from jaxrl.ledger.database import FILE, Ledger
 from jaxrl.ledger.rollout_file import rollouts_path, write_rollouts
 from jaxrl.types import GeneratorOutput, Prompt, TrainBatch
@@ -48,12 +49,15 @@ class Books:
         saved = (trainer.checkpointer.restored_meta or {}).get("ledger")
         self.ledger = Ledger(self.folder / FILE, lock_timeout=timeout)
         size = settings.train_batch_size
-        path = settings.resume_path if settings.resume_mode == "from_path" else None
+        drawn = int(trainer.state.batches_drawn) * size
+        path = trainer.checkpointer.folder / f"{PREFIX}_{step}"
+        if settings.resume_mode == "from_path":
+            path = as_path("trainer.resume_path", settings.resume_path)
         self.ledger.begin(
             step,
             saved if step else None,
-            path=path or str(trainer.checkpointer.folder / f"{PREFIX}_{step}"),
-            first_ordinal=int(trainer.state.batches_drawn) * size,
+            path=str(path),
+            first_ordinal=drawn if trainer.next_ordinal is None else trainer.next_ordinal,
             facts={
                 "seed": settings.seed,
                 "train_batch_size": size,

@@ -111,7 +111,7 @@ class Ledger:
         Args:
             saved: what `position` gave for the checkpoint; None without one.
             path: of the checkpoint.
-            first_ordinal: number of the first prompt that is to be handed out.
+            first_ordinal: number of the first prompt that was never handed out.
             facts: of the run, JSON.
             machine: what this attempt runs on, JSON.
             uids: of the training prompts, in the order of the data.
@@ -228,7 +228,7 @@ class Ledger:
         db.execute("PRAGMA synchronous=NORMAL")  # `position` syncs
         (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
-            raise sqlite3.DatabaseError(found)
+            raise sqlite3.DatabaseError(" ".join(found.split()))
         self._files = self._inodes()
         return db
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from jaxrl import config as cfg
 from jaxrl.compilation import CompilationWatch
-from jaxrl.files import FolderLock
+from jaxrl.files import FolderError, FolderLock
 from jaxrl.metrics import progress_line, timed
 from jaxrl.types import GeneratorOutput, TrainBatch
 from jaxrl.watching.alarms import Alarm, Alarms
@@ -60,7 +60,7 @@ class Recorder:
 
     Raises:
         ValueError: the package of a logger is not installed.
-        FolderInUse: another run goes on in the run folder.
+        FolderError: another run goes on in the run folder.
     """
 
     def __init__(self, trainer: Any, callbacks: Sequence[TrainingCallback] = ()) -> None:
@@ -92,18 +92,25 @@ class Recorder:
         """Go on after `first` finished steps: cut the records to them, open the loggers.
 
         Raises:
-            FolderInUse: another run goes on in the run folder.
+            FolderError: another run goes on in the run folder, or it cannot be written to.
         """
         settings, self._lock = self.settings, FolderLock(self.folder)
-        with timed(self.trainer.seconds, "log"):
-            self.logger = RunLogger(
-                self.folder,
-                self.names,
-                first,
-                config=cfg.get_config_as_dict(self.trainer.config),
-                project=settings.project_name,
-                run_name=settings.run_name,
-            )
+        try:
+            with timed(self.trainer.seconds, "log"):
+                self.logger = RunLogger(
+                    self.folder,
+                    self.names,
+                    first,
+                    config=cfg.get_config_as_dict(self.trainer.config),
+                    project=settings.project_name,
+                    run_name=settings.run_name,
+                )
+        except OSError as error:
+            self._lock.close()
+            raise FolderError(
+                f"cannot write to the run folder {self.folder} ({error}): free space on its disk, "
+                "or mend its permissions, and start again"
+            ) from error
         self.alarms.replay(self.logger.lines.earlier)
         self.watch.warm_after = first + 1
         self.bar = tqdm(

@@ -21,12 +21,13 @@ class Scribe:
 
     def __init__(self, folder, schedule="sync"):
         self.folder = folder
+        folder.mkdir(exist_ok=True)
         asynchronous = {"enabled": schedule != "sync", "schedule": schedule}
         settings = {"ckpt_path": str(folder / "checkpoints"), "fully_async": asynchronous}
         (folder / "config.yaml").write_text(yaml.safe_dump({"trainer": settings}))
 
-    def begin(self, step=0, saved=None, first=0, **given):
-        self.ledger = Ledger(self.folder / FILE)
+    def begin(self, step=0, saved=None, first=0, lock_timeout=60.0, **given):
+        self.ledger = Ledger(self.folder / FILE, lock_timeout=lock_timeout)
         known = {"first_ordinal": first, "facts": FACTS, "machine": {}, "uids": UIDS}
         self.ledger.begin(step, saved, **known, **given)
 
