@@ -155,9 +155,9 @@ def compare_choices(
     Raises:
         ValueError: the step has no such minibatch; a loss or an estimator raised.
     """
-    pose = Poser(trainer, rollouts)
-    own = pose(trainer.config)
-    batches = [pose(choice.config) for choice in choices]
+    runs = OtherRuns(trainer, rollouts)
+    own = runs.batch(trainer.config)
+    batches = [runs.batch(choice.config) for choice in choices]
     settings = trainer.config.trainer
     named = {
         "prompts": settings.policy_mini_batch_size,
@@ -169,12 +169,12 @@ def compare_choices(
         raise ValueError(f"--minibatch={minibatch}: step {step} has 1 to {len(order)}; take one")
     advance(trainer, order[: minibatch - 1])
     parts = [minibatches_of_step(batch, **named)[minibatch - 1] for batch in batches]
-    updaters = [pose.updater(choice.config) for choice in choices]
+    updaters = [runs.updater(choice.config) for choice in choices]
     return evaluate_choices(trainer, order[minibatch - 1][0], choices, updaters, parts)
 
 
-class Poser:
-    """Makes the batch of a step as runs of other objectives would, from the same rollouts."""
+class OtherRuns:
+    """A step as runs of other objectives would do it, from the same state and rollouts."""
 
     def __init__(self, trainer: Trainer, rollouts: tuple[GeneratorOutput, Sequence[str]]) -> None:
         self.trainer, self.rollouts = trainer, rollouts
@@ -182,7 +182,7 @@ class Poser:
         self.reference = trainer.ref_params
         self.updaters = {without_estimator(trainer.config): trainer.updater}
 
-    def __call__(self, config: cfg.TrainConfig) -> TrainBatch:
+    def batch(self, config: cfg.TrainConfig) -> TrainBatch:
         """With the log-probs and advantages of a run with this config; the trainer's own methods.
 
         Args:
