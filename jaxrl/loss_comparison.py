@@ -153,7 +153,8 @@ def compare_choices(
         minibatch: from 1, over all passes of the step.
 
     Raises:
-        ValueError: the step has no such minibatch; a loss or an estimator raised.
+        ValueError: the step has no such minibatch, or nothing counts in it; a loss or an estimator
+            raised.
     """
     runs = OtherRuns(trainer, rollouts)
     own = runs.batch(trainer.config)
@@ -167,6 +168,8 @@ def compare_choices(
     order = minibatches_of_step(own, **named)
     if not 1 <= minibatch <= len(order):
         raise ValueError(f"--minibatch={minibatch}: step {step} has 1 to {len(order)}; take one")
+    if not np.asarray(order[minibatch - 1][0].loss_mask).any():
+        raise ValueError(f"--minibatch={minibatch}: every token of it is masked; take another")
     advance(trainer, order[: minibatch - 1])
     parts = [minibatches_of_step(batch, **named)[minibatch - 1] for batch in batches]
     updaters = [runs.updater(choice.config) for choice in choices]
