@@ -8,8 +8,9 @@ kinds end with the parameters and optimizer state of the run that was not distur
 
 Each run is `python -m jaxrl.train` on the task of the quickstart, in a process of its own, with a
 checkpoint every second step. A kill is aimed at the start-up, at an instant of training, at a
-checkpoint that is being written, or at the log of the ledger as it changes; what it hit is read from
-what it left. The seed fixes what is aimed at; the instant is the machine's.
+checkpoint that is being written, or at one of the next writes to the log of the ledger: strace,
+where it is installed, kills between the pages of a transaction. What was hit is read from what is
+left. The seed fixes what is aimed at; the instant is the machine's.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import sqlite3
 import struct
@@ -25,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +44,16 @@ from jaxrl.lineage import NothingToAudit
 ROOT = Path(__file__).parent.parent
 ASYNCHRONOUS = {
     "trainer.fully_async.enabled": True,
-    "trainer.fully_async.max_staleness_steps": 1,
-    "trainer.fully_async.num_parallel_generation_workers": 8,
+    "trainer.fully_async.max_staleness_steps": 2,
+    "trainer.fully_async.num_parallel_generation_workers": 12,
     "trainer.algorithm.old_log_probs": "rollout",
-    "trainer.placement.colocate_all": False,
 }
 KINDS: dict[str, dict[str, Any]] = {
     "sync": {},
     "lockstep": {**ASYNCHRONOUS, "trainer.fully_async.schedule": "lockstep"},
     "free": {**ASYNCHRONOUS, "trainer.fully_async.schedule": "free"},
 }
+INTERVALS = ("eval", "hf_save", "print_example")
 AIMS = ("start", "step", "save", "ledger")
 START_UP = 8.0  # seconds in which a kill at the start falls
 
@@ -136,6 +138,10 @@ class Run:
         manager = Checkpointer(str(self.checkpoints), read_only=True).manager
         return jax.device_get(manager.restore(self.steps, args=args)["state"])
 
+    def attempts(self) -> int:
+        """How often it has begun."""
+        return len(self.rows("SELECT attempt FROM attempts"))
+
     def rows(self, query: str) -> list[tuple[Any, ...]]:
         """Of the ledger as it lies there; none if it has not begun."""
         path = self.run_folder / FILE
@@ -148,46 +154,48 @@ class Run:
                 return []
 
 
-INTERVALS = ("eval", "hf_save", "print_example")
-
-
 def kill_once(run: Run, aim: str, rng: random.Random) -> str:
     """Start, wait for what is aimed at, kill; says what was hit."""
-    attempts, target = len(run.rows("SELECT * FROM attempts")), run.newest() + rng.choice([0, 2])
+    attempts, target = run.attempts(), min(run.newest() + rng.choice([0, 2]), run.steps - 6)
     process = run.start()
     if aim == "start":
         time.sleep(rng.uniform(0, START_UP))
     else:
-        _wait(run, process, aim, min(target, run.steps - 4), attempts, rng)
-    os.killpg(process.pid, signal.SIGKILL)
+        _until(run, process, lambda: run.attempts() > attempts, 0.05)
+        _until(run, process, lambda: run.newest() >= target, 0.002)
+    if aim == "step":
+        time.sleep(rng.uniform(0, 0.6))
+    elif aim == "save":
+        _until(run, process, run.saving, 0.0005)
+        time.sleep(rng.uniform(0, 0.03))
+    elif aim == "ledger":
+        _kill_at_write(run, process, rng.randrange(1, 40))
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     if process.wait() != -signal.SIGKILL:
         raise RuntimeError(f"the run ended before it was killed:\n{run.output()}")
     return hit(run, attempts)
 
 
-def _wait(
-    run: Run, process: subprocess.Popen, aim: str, target: int, attempts: int, rng: random.Random
-) -> None:
-    """Until it has got to `target` and what is aimed at happens."""
+def _until(run: Run, process: subprocess.Popen, happens: Callable[[], bool], pause: float) -> None:
     deadline = time.monotonic() + 300
+    while not happens():
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"the run ended, or hangs, before its kill:\n{run.output()}")
+        time.sleep(pause)
 
-    def until(happens: Any, pause: float) -> None:
-        while not happens():
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the run ended, or hangs, before its kill:\n{run.output()}")
-            time.sleep(pause)
 
-    until(lambda: len(run.rows("SELECT * FROM attempts")) > attempts, 0.05)
-    until(lambda: run.newest() >= target, 0.002)
-    if aim == "step":
-        time.sleep(rng.uniform(0, 0.6))
-    elif aim == "save":
-        until(run.saving, 0.0005)
-        time.sleep(rng.uniform(0, 0.03))
-    else:
-        for _ in range(rng.randrange(1, 12)):
-            before = run.log_changed()
-            until(lambda before=before: run.log_changed() != before, 0)
+def _kill_at_write(run: Run, process: subprocess.Popen, number: int) -> None:
+    """Kill at a write to the ledger's log; without strace, when the log has changed so often."""
+    log = run.run_folder / f"{FILE}-wal"
+    if shutil.which("strace"):
+        what = f"inject=pwrite64:signal=SIGKILL:when={number}"
+        command = ["strace", "-f", "-qqq", "-o", os.devnull, "-P", str(log), "-e", what]
+        subprocess.run([*command, "-p", str(process.pid)], check=False, stderr=subprocess.DEVNULL)
+        return
+    for _ in range(number // 4):
+        before = run.log_changed()
+        _until(run, process, lambda before=before: run.log_changed() != before, 0)
 
 
 def hit(run: Run, attempts: int) -> str:
@@ -196,7 +204,7 @@ def hit(run: Run, attempts: int) -> str:
         return "writing a checkpoint"
     if torn(run.run_folder / f"{FILE}-wal"):
         return "writing the ledger"
-    if len(run.rows("SELECT * FROM attempts")) == attempts:
+    if run.attempts() == attempts:
         return "starting"
     last = run.rows(
         "SELECT 'sampling' AS name, MAX(id) AS at FROM groups UNION "

@@ -250,7 +250,7 @@ def length_bias(run: Run) -> Check:
     mean = float(difference.mean()) if len(difference) else 0.0
     figures = {
         "thrown away": thrown,
-        "sampled again": len(difference),
+        "compared samples": len(difference),
         "of other length": int(np.count_nonzero(difference)),
         "mean difference": f"{mean:+.3f} tokens",
         "p": f"{p:.4f}",

@@ -12,7 +12,7 @@ import pytest
 from jaxrl.train import BasePPOExp, train
 from jaxrl.train_async import AsyncTrainer
 from jaxrl.watching.callbacks import TrainingCallback
-from tests.test_train import assert_bitwise_equal, metric_lines, small
+from tests.test_train import ROOT, assert_bitwise_equal, metric_lines, small
 
 QUICK = {  # one update a step, of rows that are one shape; nothing that the tests do not look at
     "data.train_data": ["jaxrl.envs.sort_digits:prompts(size=12, seed=0)"],
@@ -21,7 +21,9 @@ QUICK = {  # one update a step, of rows that are one shape; nothing that the tes
     "trainer.policy_mini_batch_size": 4,
     "trainer.algorithm.use_kl_loss": False,
     "trainer.algorithm.policy_loss_type": "rollout_is",
+    "generator.sampling_params.max_generate_length": 3,
     "trainer.eval_interval": 3,
+    "trainer.ckpt_interval": 3,
     "trainer.hf_save_interval": -1,
     "trainer.dump_data_batch": False,
     "trainer.print_example_interval": -1,
@@ -111,9 +113,9 @@ def lockstep_whole_and_resumed(tmp_path, ahead, **overrides):
     assert not rollout_threads()
     assert len(lines_of(tmp_path / "cut")) == 6
     again = Watched(quick(tmp_path / "cut", "lockstep", ahead, **overrides))
-    assert_bitwise_equal(again.run().state, state)  # from the checkpoint of step 4
+    assert_bitwise_equal(again.run().state, state)  # from the checkpoint of step 3
     assert lines_of(tmp_path / "cut") == lines_of(tmp_path / "whole")
-    for step in (5, 6):
+    for step in (4, 5, 6):
         assert again.watcher.rows[step] == whole.watcher.rows[step]
     for step, versions in (whole.watcher.versions | again.watcher.versions).items():
         assert set(versions) == {max(0, step - 1 - ahead)}
@@ -278,8 +280,43 @@ def test_conversations_of_several_turns_run_free(tmp_path, step_wise):
 
 
 @pytest.mark.slow
-def test_conversations_of_several_turns_are_resumed_in_lockstep(tmp_path):
-    lockstep_whole_and_resumed(tmp_path, 1, **TURNS)
+def test_conversations_of_several_turns_at_staleness_0(tmp_path):
+    whole = train(quick(tmp_path / "whole", **TURNS))
+    assert_bitwise_equal(train(quick(tmp_path, "free", 0, **TURNS)).state, whole.state)
+    assert lines_of(tmp_path) == lines_of(tmp_path / "whole")
+
+
+ACTOR_CRITIC = {  # with GAE, two passes and a reference that moves
+    "trainer.critic.model.path": str(ROOT / "configs" / "tiny_char_model"),
+    "trainer.critic.model.random_init": True,
+    "trainer.critic_mini_batch_size": 4,
+    "trainer.algorithm.advantage_estimator": "gae",
+    "trainer.algorithm.use_kl_loss": True,
+    "trainer.update_epochs_per_batch": 2,
+    "trainer.update_ref_every_epoch": True,
+}
+ADAPTERS = {"trainer.policy.model.lora.rank": 4, "trainer.policy.model.lora.alpha": 8}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings", [TURNS, ACTOR_CRITIC, ADAPTERS], ids=["several turns", "critic", "adapters"]
+)
+def test_other_parts_are_resumed_in_lockstep(tmp_path, settings):
+    lockstep_whole_and_resumed(tmp_path, 1, **settings)
+
+
+@pytest.mark.slow
+def test_a_free_engine_on_devices_of_its_own(tmp_path):
+    """Split over two of them, with the HTTP endpoint beside the run."""
+    devices = {"colocate_all": False, "policy_num_gpus_per_node": 4}
+    engine = {"tensor_parallel_size": 2, "num_engines": 2, "enable_http_endpoint": True}
+    settings = {f"trainer.placement.{name}": value for name, value in devices.items()}
+    settings |= {f"generator.inference_engine.{name}": value for name, value in engine.items()}
+    settings["generator.inference_engine.http_endpoint_port"] = 0
+    train(quick(tmp_path, "free", 2, **settings))
+    trained = trained_ordinals(tmp_path)
+    assert sorted(ordinal for _, ordinal in trained) == [o for o in range(24) for _ in range(4)]
 
 
 @pytest.mark.slow
@@ -290,7 +327,5 @@ def test_a_buffer_goes_on_in_the_ledger_of_another_run(tmp_path):
     for path in (tmp_path / "quickstart").glob("run.db*"):
         path.unlink()
     train(quick(tmp_path, "lockstep", 2))
-    trained = trained_ordinals(tmp_path)  # of steps 5 and 6
-    assert trained == [(5, o) for o in range(16, 20) for _ in range(4)] + [
-        (6, o) for o in range(20, 24) for _ in range(4)
-    ]
+    expected = [(1 + o // 4, o) for o in range(12, 24) for _ in range(4)]
+    assert trained_ordinals(tmp_path) == expected  # of steps 4 to 6

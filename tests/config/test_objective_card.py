@@ -241,3 +241,24 @@ def test_filters_and_shaped_rewards_are_named():
     ):
         assert line in card
     assert "those that differ are collected, at most 30" in card_of(dynamic_sampling__type="filter")
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({}, "sampling is up to 4 steps ahead, 768 prompts at a time; weights change in flight"),
+        (
+            {"schedule": "lockstep", "max_staleness_steps": 2},
+            "ahead        batch t is sampled by the policy after max(0, t - 1 - 2) steps",
+        ),
+        (
+            {"max_staleness_steps": 0},
+            "ahead        batch t is sampled by the policy after max(0, t - 1) steps",
+        ),
+    ],
+)
+def test_how_far_sampling_is_ahead(settings, line):
+    changes = {"enabled": True, **settings}
+    changes = {f"trainer.fully_async.{name}": value for name, value in changes.items()}
+    changes["trainer.train_batch_size"] = 256
+    assert line in objective_card(apply_overrides(TrainConfig(), changes))
