@@ -153,11 +153,12 @@ def compare_choices(
         minibatch: from 1, over all passes of the step.
 
     Raises:
-        ValueError: the step has no such minibatch; a loss or an estimator raised.
+        ValueError: the step has no such minibatch, or nothing counts in it; a loss or an estimator
+            raised.
     """
-    pose = Poser(trainer, rollouts)
-    own = pose(trainer.config)
-    batches = [pose(choice.config) for choice in choices]
+    runs = OtherRuns(trainer, rollouts)
+    own = runs.batch(trainer.config)
+    batches = [runs.batch(choice.config) for choice in choices]
     settings = trainer.config.trainer
     named = {
         "prompts": settings.policy_mini_batch_size,
@@ -167,14 +168,16 @@ def compare_choices(
     order = minibatches_of_step(own, **named)
     if not 1 <= minibatch <= len(order):
         raise ValueError(f"--minibatch={minibatch}: step {step} has 1 to {len(order)}; take one")
+    if not np.asarray(order[minibatch - 1][0].loss_mask).any():
+        raise ValueError(f"--minibatch={minibatch}: every token of it is masked; take another")
     advance(trainer, order[: minibatch - 1])
     parts = [minibatches_of_step(batch, **named)[minibatch - 1] for batch in batches]
-    updaters = [pose.updater(choice.config) for choice in choices]
+    updaters = [runs.updater(choice.config) for choice in choices]
     return evaluate_choices(trainer, order[minibatch - 1][0], choices, updaters, parts)
 
 
-class Poser:
-    """Makes the batch of a step as runs of other objectives would, from the same rollouts."""
+class OtherRuns:
+    """A step as runs of other objectives would do it, from the same state and rollouts."""
 
     def __init__(self, trainer: Trainer, rollouts: tuple[GeneratorOutput, Sequence[str]]) -> None:
         self.trainer, self.rollouts = trainer, rollouts
@@ -182,7 +185,7 @@ class Poser:
         self.reference = trainer.ref_params
         self.updaters = {without_estimator(trainer.config): trainer.updater}
 
-    def __call__(self, config: cfg.TrainConfig) -> TrainBatch:
+    def batch(self, config: cfg.TrainConfig) -> TrainBatch:
         """With the log-probs and advantages of a run with this config; the trainer's own methods.
 
         Args:

@@ -61,7 +61,7 @@ class RecordedRun:
         config: resolved, as the run wrote it.
         steps: by number.
         facts: of the ledger.
-        begins_afresh: the surviving run knows its whole history, from the models of its config.
+        origin: "", or "step <N> of run <id>": the checkpoint of another run that it went on from.
 
     Raises:
         ValueError: it is no run folder, its database cannot be read, or it did no step.
@@ -71,7 +71,7 @@ class RecordedRun:
         self.folder = Path(folder)
         with open_run(self.folder) as run:
             self.run_id, self.facts = run.run_id, run.facts
-            self.begins_afresh = run.from_step == 0
+            self.origin = run.origin
             self.config = cfg.to_train_config(run.settings)
             machines = {
                 attempt: json.loads(machine)
@@ -189,10 +189,10 @@ class RecordedRun:
             held = [number for number in held if number < step]
         if held:
             return os.path.join(folder, f"{PREFIX}_{min(held) if step is None else max(held)}")
-        if not self.begins_afresh:
+        if self.origin:
             raise ValueError(
                 f"{folder} has no checkpoint of {self.folder} before step "
-                f"{step or max(self.steps)}, and this run went on from one of another; name one "
+                f"{step or max(self.steps)}, and this run went on from {self.origin}; name that "
                 "with --checkpoint"
             )
         return None
@@ -240,7 +240,8 @@ def restored(
         with contextlib.closing(trainer.checkpointer):
             trainer.state = trainer.restore_or_init()
             saved = (trainer.checkpointer.restored_meta or {}).get("ledger") or {}
-            if checkpoint and saved.get("run_id") != run.run_id:
+            origin = f"step {int(trainer.state.step)} of run {saved.get('run_id')}"
+            if checkpoint and saved.get("run_id") != run.run_id and origin != run.origin:
                 raise ValueError(
                     f"{checkpoint} was saved by run {saved.get('run_id')}, and {run.folder} is "
                     f"{run.run_id}; name a checkpoint of it with --checkpoint"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrl import config as cfg
-from jaxrl.compare import as_json, main, table
+from jaxrl.compare import as_json, compare, main, table
 from jaxrl.data.packing import one_per_row
 from jaxrl.forward import log_probs_and_entropy
 from jaxrl.loss_comparison import (
@@ -26,6 +26,7 @@ from jaxrl.loss_comparison import (
 from jaxrl.recorded_run import RecordedRun, restored
 from jaxrl.train import train
 from jaxrl.types import TrainBatch
+from tests.test_resume import ACTOR_CRITIC
 from tests.test_train import small
 
 PURE = "+use_kl_loss=false+use_entropy_loss=false"
@@ -235,3 +236,20 @@ def test_norms_do_not_depend_on_microbatches_or_packing(tmp_path):
         np.testing.assert_allclose(found.cosine, 1, rtol=0, atol=1e-6)
         norms = [choice.grad_norm for choice in found.choices]
         np.testing.assert_allclose(norms, norms[0], rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "estimators"),
+    [
+        ({"trainer.policy.model.lora.rank": 4, "trainer.policy.model.lora.dropout": 0.2}, "grpo"),
+        (ACTOR_CRITIC | {"trainer.epochs": 2, "trainer.max_ckpts_to_keep": -1}, "gae,grpo"),
+    ],
+)
+def test_adapters_critics_and_a_reference_that_the_run_did_not_need(tmp_path, settings, estimators):
+    off = {"trainer.algorithm.use_kl_loss": False, "trainer.update_ref_every_epoch": False}
+    run = train(small(tmp_path, **{**settings, **off})).books.folder
+    found = compare(run, 3, "regular,regular+use_kl_loss=true+kl_loss_coef=10", estimators)
+    assert np.isfinite(found.cosine).all()
+    assert all(choice.grad_norm > 0 and choice.kl_of_update > 0 for choice in found.choices)
+    assert found.cosine[0, -1] < 0.999  # the reference pulls

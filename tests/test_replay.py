@@ -163,7 +163,7 @@ def test_what_cannot_be_replayed_is_said_with_what_to_do(recorded, tmp_path):
     change(recorded, "UPDATE steps SET checksums = '{}' WHERE step = 4")
     assert "trainer.ledger.record_checksums=false" in error(recorded)
     change(recorded, "UPDATE attempts SET from_step = 2, origin = 'step 2 of run x'")
-    assert "went on from one of another; name one with --checkpoint" in error(recorded, 2)
+    assert "went on from step 2 of run x; name that with --checkpoint" in error(recorded, 2)
     (recorded / "run.db").write_bytes(b"no database" * 100)
     assert "run.db cannot be read (DatabaseError" in error(recorded)
 
@@ -228,6 +228,15 @@ def test_a_run_that_was_interrupted_replays_along_its_surviving_lineage(tmp_path
     run = train(config).books.folder
     assert [step.machine["platform"] for step in RecordedRun(run).steps.values()] == ["cpu"] * 4
     assert main([str(run), "--checkpoint=start"]) == 0
+
+
+@pytest.mark.slow
+def test_a_run_that_went_on_from_another_replays_from_its_checkpoint(finished, tmp_path):
+    path = str(finished[0] / "checkpoints" / "global_step_2")
+    resumed = {"trainer.resume_mode": "from_path", "trainer.resume_path": path}
+    run = train(small(tmp_path, **QUIET, **resumed)).books.folder
+    found = [x for x in replay(run, checkpoint=path) if isinstance(x, Compared)]
+    assert found == [Compared(step, [], ARRAYS) for step in (3, 4)]
 
 
 @pytest.mark.slow
