@@ -117,16 +117,16 @@ tpu() { # group verb words...: of gcloud compute tpus, in this project and zone
   run gcloud compute tpus "$group" "$verb" "--project=$project" "--zone=$zone" "$@"
 }
 
-on_host() { # worker command [ssh arguments]: run there by its login shell
+on_host() { # worker command [options of gcloud]: run there by its login shell
   local worker=$1 command=$2
   shift 2
-  tpu tpu-vm ssh ${internal_ip:+--internal-ip} "$name" "--worker=$worker" "--command=$command" ${1+-- "$@"}
+  tpu tpu-vm ssh "$name" ${internal_ip:+--internal-ip} "--worker=$worker" "--command=$command" "$@"
 }
 
 copy() { # worker words...: of scp, where NAME: is the host's home folder
   local worker=$1
   shift
-  tpu tpu-vm scp ${internal_ip:+--internal-ip} "--worker=$worker" "$@"
+  tpu tpu-vm scp "$@" ${internal_ip:+--internal-ip} "--worker=$worker"
 }
 
 confirm() { # question
