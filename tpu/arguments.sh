@@ -1,11 +1,12 @@
 # shellcheck shell=bash disable=SC2154
 # Sourced by every script of this folder: its options, the table of slices, and how a command is
-# printed and run. Works with bash 3.2, macOS's.
+# printed and run. Written for bash 3.2, macOS's.
 #
 # A script names its options in `flags` (without a value), `values` and `required` (of the values),
 # then calls parse_arguments "$@", which sets the variable of each: --dry-run sets $dry_run. What
 # follows -- is in the array `rest`. Its first comment is its help.
 
+unset project zone name type worker chips lines port watch internal_ip yes # of the environment
 table="$(dirname "${BASH_SOURCE[0]}")/accelerators.tsv"
 
 fail() {

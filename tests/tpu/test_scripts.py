@@ -231,6 +231,10 @@ def test_the_environment_names_the_slice_and_options_outrank_it():
     assert out.splitlines() == DRY_RUNS["create.sh --type=v6e-8"]
     _, out, _ = start("create.sh --dry-run --type=v5p-8", environment=environment)
     assert "--accelerator-type=v5p-8" in out
+    others = {"name": "Not A Name", "type": "v0", "internal_ip": "yes", "yes": "yes"}
+    _, out, _ = start("logs.sh --dry-run", environment=environment | others)
+    assert out.endswith("first --worker=0 '--command=tail -n 50 jaxrl/runs/logs/latest.log'\n")
+    assert start(["delete.sh", *SLICE], environment=others)[0] == 2  # it still asks
 
 
 @pytest.mark.parametrize(("answer", "created"), [("y\n", True), ("n\n", False), ("\n", False)])
