@@ -1,11 +1,12 @@
 # shellcheck shell=bash disable=SC2154
 # Sourced by every script of this folder: its options, the table of slices, and how a command is
-# printed and run. Works with bash 3.2, macOS's.
+# printed and run. Written for bash 3.2, macOS's.
 #
 # A script names its options in `flags` (without a value), `values` and `required` (of the values),
 # then calls parse_arguments "$@", which sets the variable of each: --dry-run sets $dry_run. What
 # follows -- is in the array `rest`. Its first comment is its help.
 
+unset project zone name type worker chips lines port watch internal_ip yes # of the environment
 table="$(dirname "${BASH_SOURCE[0]}")/accelerators.tsv"
 
 fail() {
@@ -117,16 +118,16 @@ tpu() { # group verb words...: of gcloud compute tpus, in this project and zone
   run gcloud compute tpus "$group" "$verb" "--project=$project" "--zone=$zone" "$@"
 }
 
-on_host() { # worker command [ssh arguments]: run there by its login shell
+on_host() { # worker command [options of gcloud]: run there by its login shell
   local worker=$1 command=$2
   shift 2
-  tpu tpu-vm ssh ${internal_ip:+--internal-ip} "$name" "--worker=$worker" "--command=$command" ${1+-- "$@"}
+  tpu tpu-vm ssh "$name" ${internal_ip:+--internal-ip} "--worker=$worker" "--command=$command" "$@"
 }
 
 copy() { # worker words...: of scp, where NAME: is the host's home folder
   local worker=$1
   shift
-  tpu tpu-vm scp ${internal_ip:+--internal-ip} "--worker=$worker" "$@"
+  tpu tpu-vm scp "$@" ${internal_ip:+--internal-ip} "--worker=$worker"
 }
 
 confirm() { # question

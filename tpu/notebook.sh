@@ -17,4 +17,5 @@ values='project zone name port'
 required='project zone name'
 parse_arguments "$@"
 port=${port:-8888}
-on_host 0 "cd jaxrl && bash tpu/host/notebook.sh --port=$port" -t -L "$port:127.0.0.1:$port"
+on_host 0 "cd jaxrl && bash tpu/host/notebook.sh --port=$port" \
+  --ssh-flag=-t "--ssh-flag=-L $port:127.0.0.1:$port"

@@ -44,7 +44,7 @@ case $models in
   '') ;;
   gs://*)
     target=jaxrl/models/$(basename "$models")
-    on_host all "mkdir -p $(quoted "$target") && gcloud storage rsync --recursive $(quoted "$models" "$target")"
+    on_host all "mkdir -p $(quoted "$target") && gcloud storage rsync $(quoted "$models" "$target") --recursive"
     ;;
   *) copy all --recurse "$models" "$name:jaxrl/models/" ;;
 esac
