@@ -42,7 +42,8 @@ class Schedule(NamedTuple):
 class AsyncTrainer(Trainer):
     """The loop whose rollouts are sampled ahead, by weights up to some steps old.
 
-    Override `sample`, not `generate`, to change how prompts become trajectories.
+    It calls neither `generate` nor `next_prompts`: change how prompts become trajectories by a
+    generator of your own, and which prompts make a batch by overriding `prompts_of`.
 
     Raises:
         ValueError: a flax module, which samples a batch at a time, with the schedule "free".
@@ -99,11 +100,10 @@ class AsyncTrainer(Trainer):
     def collate(self, output: GeneratorOutput) -> TrainBatch:
         """Rows [B, T], and how old they are."""
         batch = super().collate(output)
-        assert self.stream is not None
         versions = batch.token_versions
         if versions is None:  # a generator of one's own that gives none
             versions = np.broadcast_to(batch.policy_versions[:, None], batch.tokens.shape)
-        given = versions, batch.loss_mask, self.stream.step - 1, self.ahead
+        given = versions, batch.loss_mask, int(self.state.step), self.ahead
         self.metrics |= staleness_metrics(*given)
         return batch
 

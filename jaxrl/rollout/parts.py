@@ -51,7 +51,7 @@ def concatenate(parts: Sequence[GeneratorOutput]) -> GeneratorOutput:
 
 
 def _column(name: str, parts: Sequence[GeneratorOutput]) -> Any:
-    columns = [cast(dict, part).get(name) for part in parts]
+    columns: list[Any] = [cast(dict, part).get(name) for part in parts]
     if not any(isinstance(column, list) for column in columns):
         return columns[0]
     if name in _EMPTY:
@@ -75,8 +75,9 @@ def to_bytes(units: Sequence[Unit]) -> np.ndarray:
         "rows": [len(unit.output["response_ids"]) for unit in units],
         "metrics": [unit.output["rollout_metrics"] for unit in units],
     }
+    arrays: dict[str, Any] = to_arrays({**whole, "rollout_metrics": {}})
     file = io.BytesIO()
-    np.savez(file, **to_arrays({**whole, "rollout_metrics": {}}), about=_json(about))
+    np.savez(file, **arrays, about=_json(about))
     return np.frombuffer(file.getvalue(), np.uint8)
 
 
