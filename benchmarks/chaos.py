@@ -121,9 +121,12 @@ class Run:
         names = [p.name.removeprefix(f"{PREFIX}_") for p in self.checkpoints.glob(f"{PREFIX}_*")]
         return max((int(name) for name in names if name.isdigit()), default=0)
 
-    def saving(self) -> bool:
-        """Whether a checkpoint is half written."""
-        return any(self.checkpoints.glob("*orbax-checkpoint-tmp*"))
+    def half_written(self) -> set[tuple[str, int]]:
+        """Checkpoints that are being written, or were when a process died."""
+        found = self.checkpoints.glob("*orbax-checkpoint-tmp*")
+        with contextlib.suppress(FileNotFoundError):  # it is whole by now
+            return {(path.name, path.stat().st_ino) for path in found}
+        return set()
 
     def log_changed(self) -> int:
         """When the log of the ledger last changed, in ns."""
@@ -156,7 +159,9 @@ class Run:
 
 def kill_once(run: Run, aim: str, rng: random.Random) -> str:
     """Start, wait for what is aimed at, kill; says what was hit."""
-    attempts, target = run.attempts(), min(run.newest() + rng.choice([0, 2]), run.steps - 6)
+    before = run.attempts(), run.half_written(), run.log_changed()
+    attempts, left, _ = before
+    target = min(run.newest() + rng.choice([0, 2]), run.steps - 6)
     process = run.start()
     if aim == "start":
         time.sleep(rng.uniform(0, START_UP))
@@ -166,7 +171,7 @@ def kill_once(run: Run, aim: str, rng: random.Random) -> str:
     if aim == "step":
         time.sleep(rng.uniform(0, 0.6))
     elif aim == "save":
-        _until(run, process, run.saving, 0.0005)
+        _until(run, process, lambda: bool(run.half_written() - left), 0.0005)
         time.sleep(rng.uniform(0, 0.03))
     elif aim == "ledger":
         _kill_at_write(run, process, rng.randrange(1, 40))
@@ -174,7 +179,7 @@ def kill_once(run: Run, aim: str, rng: random.Random) -> str:
         os.killpg(process.pid, signal.SIGKILL)
     if process.wait() != -signal.SIGKILL:
         raise RuntimeError(f"the run ended before it was killed:\n{run.output()}")
-    return hit(run, attempts)
+    return hit(run, *before)
 
 
 def _until(run: Run, process: subprocess.Popen, happens: Callable[[], bool], pause: float) -> None:
@@ -198,12 +203,17 @@ def _kill_at_write(run: Run, process: subprocess.Popen, number: int) -> None:
         _until(run, process, lambda before=before: run.log_changed() != before, 0)
 
 
-def hit(run: Run, attempts: int) -> str:
-    """What the process was doing when it died, as its files tell."""
-    if run.saving():
-        return "writing a checkpoint"
-    if torn(run.run_folder / f"{FILE}-wal"):
+def hit(run: Run, attempts: int, left: set[tuple[str, int]], log_changed: int) -> str:
+    """What the process was doing when it died, as its files tell.
+
+    Args:
+        attempts, left, log_changed: the attempts, half-written checkpoints and time of the log
+            before it was started.
+    """
+    if run.log_changed() != log_changed and torn(run.run_folder / f"{FILE}-wal"):
         return "writing the ledger"
+    if run.half_written() - left:
+        return "writing a checkpoint"
     if run.attempts() == attempts:
         return "starting"
     last = run.rows(
