@@ -55,7 +55,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 INTERVALS = ("eval", "hf_save", "print_example")
 AIMS = ("start", "step", "save", "ledger")
-START_UP = 8.0  # seconds in which a kill at the start falls
+START_UP = 12.0  # seconds in which a kill at the start falls
 
 
 class Run:
@@ -145,6 +145,11 @@ class Run:
         """How often it has begun."""
         return len(self.rows("SELECT attempt FROM attempts"))
 
+    def sampling(self) -> bool:
+        """Whether the last attempt has handed out prompts."""
+        mine = "SELECT 1 FROM groups WHERE attempt = (SELECT MAX(attempt) FROM attempts) LIMIT 1"
+        return bool(self.rows(mine))
+
     def rows(self, query: str) -> list[tuple[Any, ...]]:
         """Of the ledger as it lies there; none if it has not begun."""
         path = self.run_folder / FILE
@@ -161,12 +166,12 @@ def kill_once(run: Run, aim: str, rng: random.Random) -> str:
     """Start, wait for what is aimed at, kill; says what was hit."""
     before = run.attempts(), run.half_written(), run.log_changed()
     attempts, left, _ = before
-    target = min(run.newest() + rng.choice([0, 2]), run.steps - 6)
+    target = run.newest() + rng.choice([0, 2])
     process = run.start()
     if aim == "start":
         time.sleep(rng.uniform(0, START_UP))
     else:
-        _until(run, process, lambda: run.attempts() > attempts, 0.05)
+        _until(run, process, lambda: run.attempts() > attempts and run.sampling(), 0.05)
         _until(run, process, lambda: run.newest() >= target, 0.002)
     if aim == "step":
         time.sleep(rng.uniform(0, 0.6))
@@ -222,10 +227,7 @@ def hit(run: Run, attempts: int, left: set[tuple[str, int]], log_changed: int) -
         "SELECT 'recording a step', MAX(id) FROM ends UNION "
         "SELECT 'between steps', MAX(id) FROM steps ORDER BY at DESC LIMIT 1"
     )
-    (mine,) = run.rows(
-        "SELECT COUNT(*) FROM groups WHERE attempt > (SELECT MAX(attempt) - 1 FROM attempts)"
-    )[0]
-    return last[0][0] if mine else "compiling"
+    return last[0][0] if run.sampling() else "compiling"
 
 
 def torn(log: Path) -> bool:
@@ -254,7 +256,7 @@ def check(run: Run) -> list[str]:
 
 def torment(folder: Path, kind: str, kills: int, rng: random.Random) -> dict[str, Any]:
     """Kill a run of a kind, let it finish, compare it with one that was left alone."""
-    steps = 3 * kills + 8
+    steps = 8 * kills + 16
     killed = Run(folder / kind, kind, steps, folder / "cache")
     whole = Run(folder / f"{kind}-whole", kind, steps, folder / "cache")
     whole.finish()  # fills the cache of compiled programs
