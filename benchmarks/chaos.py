@@ -55,7 +55,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 INTERVALS = ("eval", "hf_save", "print_example")
 AIMS = ("start", "step", "save", "ledger")
-START_UP = 8.0  # seconds in which a kill at the start falls
+START_UP = 12.0  # seconds in which a kill at the start falls
 
 
 class Run:
@@ -121,9 +121,12 @@ class Run:
         names = [p.name.removeprefix(f"{PREFIX}_") for p in self.checkpoints.glob(f"{PREFIX}_*")]
         return max((int(name) for name in names if name.isdigit()), default=0)
 
-    def saving(self) -> bool:
-        """Whether a checkpoint is half written."""
-        return any(self.checkpoints.glob("*orbax-checkpoint-tmp*"))
+    def half_written(self) -> set[tuple[str, int]]:
+        """Checkpoints that are being written, or were when a process died."""
+        found = self.checkpoints.glob("*orbax-checkpoint-tmp*")
+        with contextlib.suppress(FileNotFoundError):  # it is whole by now
+            return {(path.name, path.stat().st_ino) for path in found}
+        return set()
 
     def log_changed(self) -> int:
         """When the log of the ledger last changed, in ns."""
@@ -142,6 +145,11 @@ class Run:
         """How often it has begun."""
         return len(self.rows("SELECT attempt FROM attempts"))
 
+    def sampling(self) -> bool:
+        """Whether the last attempt has handed out prompts."""
+        mine = "SELECT 1 FROM groups WHERE attempt = (SELECT MAX(attempt) FROM attempts) LIMIT 1"
+        return bool(self.rows(mine))
+
     def rows(self, query: str) -> list[tuple[Any, ...]]:
         """Of the ledger as it lies there; none if it has not begun."""
         path = self.run_folder / FILE
@@ -156,17 +164,19 @@ class Run:
 
 def kill_once(run: Run, aim: str, rng: random.Random) -> str:
     """Start, wait for what is aimed at, kill; says what was hit."""
-    attempts, target = run.attempts(), min(run.newest() + rng.choice([0, 2]), run.steps - 6)
+    before = run.attempts(), run.half_written(), run.log_changed()
+    attempts, left, _ = before
+    target = run.newest() + rng.choice([0, 2])
     process = run.start()
     if aim == "start":
         time.sleep(rng.uniform(0, START_UP))
     else:
-        _until(run, process, lambda: run.attempts() > attempts, 0.05)
+        _until(run, process, lambda: run.attempts() > attempts and run.sampling(), 0.05)
         _until(run, process, lambda: run.newest() >= target, 0.002)
     if aim == "step":
         time.sleep(rng.uniform(0, 0.6))
     elif aim == "save":
-        _until(run, process, run.saving, 0.0005)
+        _until(run, process, lambda: bool(run.half_written() - left), 0.0005)
         time.sleep(rng.uniform(0, 0.03))
     elif aim == "ledger":
         _kill_at_write(run, process, rng.randrange(1, 40))
@@ -174,7 +184,7 @@ def kill_once(run: Run, aim: str, rng: random.Random) -> str:
         os.killpg(process.pid, signal.SIGKILL)
     if process.wait() != -signal.SIGKILL:
         raise RuntimeError(f"the run ended before it was killed:\n{run.output()}")
-    return hit(run, attempts)
+    return hit(run, *before)
 
 
 def _until(run: Run, process: subprocess.Popen, happens: Callable[[], bool], pause: float) -> None:
@@ -198,12 +208,17 @@ def _kill_at_write(run: Run, process: subprocess.Popen, number: int) -> None:
         _until(run, process, lambda before=before: run.log_changed() != before, 0)
 
 
-def hit(run: Run, attempts: int) -> str:
-    """What the process was doing when it died, as its files tell."""
-    if run.saving():
-        return "writing a checkpoint"
-    if torn(run.run_folder / f"{FILE}-wal"):
+def hit(run: Run, attempts: int, left: set[tuple[str, int]], log_changed: int) -> str:
+    """What the process was doing when it died, as its files tell.
+
+    Args:
+        attempts, left, log_changed: the attempts, half-written checkpoints and time of the log
+            before it was started.
+    """
+    if run.log_changed() != log_changed and torn(run.run_folder / f"{FILE}-wal"):
         return "writing the ledger"
+    if run.half_written() - left:
+        return "writing a checkpoint"
     if run.attempts() == attempts:
         return "starting"
     last = run.rows(
@@ -212,10 +227,7 @@ def hit(run: Run, attempts: int) -> str:
         "SELECT 'recording a step', MAX(id) FROM ends UNION "
         "SELECT 'between steps', MAX(id) FROM steps ORDER BY at DESC LIMIT 1"
     )
-    (mine,) = run.rows(
-        "SELECT COUNT(*) FROM groups WHERE attempt > (SELECT MAX(attempt) - 1 FROM attempts)"
-    )[0]
-    return last[0][0] if mine else "compiling"
+    return last[0][0] if run.sampling() else "compiling"
 
 
 def torn(log: Path) -> bool:
@@ -244,7 +256,7 @@ def check(run: Run) -> list[str]:
 
 def torment(folder: Path, kind: str, kills: int, rng: random.Random) -> dict[str, Any]:
     """Kill a run of a kind, let it finish, compare it with one that was left alone."""
-    steps = 3 * kills + 8
+    steps = 8 * kills + 16
     killed = Run(folder / kind, kind, steps, folder / "cache")
     whole = Run(folder / f"{kind}-whole", kind, steps, folder / "cache")
     whole.finish()  # fills the cache of compiled programs

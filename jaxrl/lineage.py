@@ -15,8 +15,11 @@ from typing import Any
 
 import numpy as np
 import yaml
+from etils import epath
 
+from jaxrl.checkpoint import PREFIX
 from jaxrl.data.prompts import epoch_order
+from jaxrl.files import as_path
 from jaxrl.ledger.database import FILE, FORMAT
 
 TABLES = ("groups", "trajectories", "ends", "steps")
@@ -38,6 +41,7 @@ class Run:
         attempt, from_step, first_ordinal, origin: of the attempt that the lineage begins with; 0
             and "" where the whole history is known.
         last_step: finished steps.
+        checkpoints: steps of those that were there before the snapshot, which has their rows.
     """
 
     folder: Path
@@ -50,6 +54,7 @@ class Run:
     first_ordinal: int
     origin: str
     last_step: int
+    checkpoints: list[int]
 
     def rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
         """Result of a query."""
@@ -65,6 +70,11 @@ class Run:
         return self.settings["trainer"]
 
     @property
+    def checkpoint_folder(self) -> epath.Path:
+        """`trainer.ckpt_path`."""
+        return as_path("trainer.ckpt_path", self.trainer["ckpt_path"])
+
+    @property
     def schedule(self) -> str:
         """ "sync", or of an asynchronous run "lockstep" or "free"."""
         settings = self.trainer.get("fully_async") or {}
@@ -76,14 +86,18 @@ class Run:
         return [uid for (uid,) in self.rows("SELECT uid FROM data ORDER BY row")]
 
     def uids(self, ordinals: np.ndarray) -> list[str]:
-        """The prompts that the order of the data has at these places, over all epochs."""
+        """The prompts that the order of the data has at these places, over all epochs.
+
+        "?" for one that is not among those that the ledger lists.
+        """
         size, total = self.facts["train_batch_size"], self.facts["num_prompts"]
         of_epoch = total // size * size  # the last, incomplete batch of an epoch is left out
         orders = {
             epoch: epoch_order(total, self.facts["seed"], epoch)
             for epoch in np.unique(ordinals // of_epoch).tolist()
         }
-        return [self.data[orders[k // of_epoch][k % of_epoch]] for k in ordinals.tolist()]
+        rows = [orders[k // of_epoch][k % of_epoch] for k in ordinals.tolist()]
+        return [self.data[row] if row < len(self.data) else "?" for row in rows]
 
 
 @contextlib.contextmanager
@@ -102,9 +116,11 @@ def open_run(folder: Path) -> Iterator[Run]:
         raise NothingToAudit(
             f"{folder} holds no config.yaml beside {FILE}: put that of the run back"
         )
+    settings = yaml.safe_load(config.read_text())
+    saved = _checkpoints(as_path("trainer.ckpt_path", settings["trainer"]["ckpt_path"]))
     with contextlib.closing(_connect(path)) as db:
         try:
-            yield _read(folder, db, yaml.safe_load(config.read_text()))
+            yield _read(folder, db, settings, saved)
         except sqlite3.Error as error:
             raise NothingToAudit(
                 f"{path} cannot be read ({type(error).__name__}: {error}): it is damaged, or no "
@@ -125,7 +141,14 @@ def _connect(path: Path) -> sqlite3.Connection:
     return sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True, isolation_level=None)
 
 
-def _read(folder: Path, db: sqlite3.Connection, settings: dict[str, Any]) -> Run:
+def _checkpoints(folder: epath.Path) -> list[int]:
+    """The steps of the checkpoints in a folder."""
+    names = [path.name for path in folder.iterdir()] if folder.exists() else []
+    numbers = [name.removeprefix(f"{PREFIX}_") for name in names]
+    return sorted(int(number) for number in numbers if number.isdigit())
+
+
+def _read(folder: Path, db: sqlite3.Connection, settings: dict[str, Any], saved: list[int]) -> Run:
     db.execute("BEGIN")
     tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
     if not tables or ("attempts" in tables and not db.execute("SELECT 1 FROM attempts").fetchone()):
@@ -149,4 +172,4 @@ def _read(folder: Path, db: sqlite3.Connection, settings: dict[str, Any]) -> Run
     last = db.execute("SELECT MAX(step) FROM live_steps").fetchone()[0]
     run_id, _, facts = found
     last = start[1] if last is None else last
-    return Run(folder, db, run_id, json.loads(facts), settings, *start, last)
+    return Run(folder, db, run_id, json.loads(facts), settings, *start, last, saved)

@@ -57,8 +57,7 @@ def history(run: Run) -> Check:
         f"1 to {run.from_step}, ended is not in this ledger"
     )
     checkpoint, _, _ = run.origin.rpartition(" of run ")
-    folder = as_path("trainer.ckpt_path", run.trainer["ckpt_path"])
-    own = as_path("origin", checkpoint).parent == folder
+    own = as_path("origin", checkpoint).parent == run.checkpoint_folder
     return Check("history", figures, failures=[text] if own else [], unknown="" if own else text)
 
 
@@ -302,16 +301,11 @@ def rollout_files(run: Run) -> Check:
 
 def checkpoints(run: Run) -> Check:
     """A checkpoint knows the steps up to its own, and none after it."""
-    field, folder = "trainer.ckpt_path", run.trainer["ckpt_path"]
-    where = as_path(field, folder)
-    names = [p.name for p in where.iterdir()] if where.exists() else []
-    numbers = sorted(
-        int(n.removeprefix(f"{PREFIX}_")) for n in names if n.removeprefix(f"{PREFIX}_").isdigit()
-    )
     failures, others, checked = [], 0, []
-    for step in numbers:
+    for step in run.checkpoints:
+        path = run.checkpoint_folder / f"{PREFIX}_{step}" / "meta" / "metadata"
         try:
-            meta = json.loads((where / f"{PREFIX}_{step}" / "meta" / "metadata").read_text())
+            meta = json.loads(path.read_text())
         except FileNotFoundError:  # the run goes on, and keeps only its latest
             continue
         except ValueError as error:
