@@ -100,6 +100,7 @@ def test_a_run_whose_disk_is_full_stops_and_goes_on_when_it_is_not(
     full = After(3, lambda trainer: fill(trainer.books.ledger))
     assert run(tmp_path, monkeypatch, full) == 2
     assert "database or disk is full): free space on its disk" in capsys.readouterr().err
+    monkeypatch.undo()
     assert_bitwise_equal(train(small(tmp_path)).state, whole.state)  # from step 2
     assert metric_lines(tmp_path) == metric_lines(folder)
     checks = {check.name: check for check in audit(tmp_path / "quickstart")}
