@@ -1,9 +1,9 @@
 """What accelerators can do: memory, rate, bandwidths, as their makers give them; one table.
 
-Sources. TPUs: the "key specifications" of docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x};
-their memory is what the compiler says a program may use (libtpu 0.0.42, "available HBM"), less than
-the nominal size; of v3 Jouppi et al., 2020,
-https://doi.org/10.1145/3360307. GPUs: the maker's data sheets (dense bfloat16, no sparsity), nominal memory.
+Sources. TPUs: the "key specifications" of docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x},
+of v3 Jouppi et al., 2020, https://doi.org/10.1145/3360307; the memory from v4 on is what the
+compiler says a program may use (libtpu 0.0.42, "available HBM"), less than the nominal size. GPUs:
+the maker's data sheets (dense bfloat16 without sparsity, nominal memory).
 """
 
 from dataclasses import dataclass

@@ -57,6 +57,9 @@ LAYER_OF = {
     "sft": "L4",
     "train": "L4",
     "jetstream_backend": "L4",
+    "plan": "L4",
+    "planning": "L4",
+    "chips": "L0",
     "cluster": "L5",
 }
 MAY_IMPORT = {

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import jax
 
 from jaxrl import config as cfg
+from jaxrl.parallel.rules import batch_devices
 from jaxrl.planning import estimate, hlo
 from jaxrl.planning.phases import Phase
 from jaxrl.planning.rates import Rates, measure_rates
@@ -112,7 +113,9 @@ def estimated(phase: Phase, config: cfg.TrainConfig) -> Memory:
 def _from_shapes(phase: Phase) -> Memory:
     call = phase.call
     donated = 0 if phase.donated is None else device_bytes(call.args[phase.donated])
-    return Memory(device_bytes(call.args), device_bytes(call.results()), donated, 0.0)
+    place = phase.part.placement
+    results = device_bytes(call.results(), batch_devices(place.mesh, place.rules))
+    return Memory(device_bytes(call.args), results, donated, 0.0)
 
 
 # ---------------------------------------------------------------- time

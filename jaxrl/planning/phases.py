@@ -146,8 +146,8 @@ def _update(
     )
     call = Call(updater.apply, (state, state.params), {})
     holds = part.names[0], f"{prefix}optimizer"
-    apply = Phase(f"{prefix}apply", "apply", part, call, shape, holds, updates, Work(0.0), donated=0)
-    return [gradient, apply]
+    given = part, call, shape, holds, updates, Work(0.0)
+    return [gradient, Phase(f"{prefix}apply", "apply", *given, donated=0)]
 
 
 def _sampling(run: Run, engine: NativeEngine, policy: Part) -> Iterator[Phase]:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+
 @dataclass(frozen=True)
 class Rates:
     """Measured limits of this machine."""

@@ -3,38 +3,44 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrl.chips import GIB
 from jaxrl.planning.plan import Line, Plan
 from jaxrl.planning.remedies import Remedy, said
 
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _COLUMNS = (
-    f"{'phase':<18}{'x':>5}{'arguments':>11}{'results':>9}{'temps':>9}{'beside':>9}{'peak':>9}"
+    f"{'phase':<18}{'x':>5}{'arguments':>10}{'results':>10}{'temps':>10}{'beside':>10}{'peak':>10}"
     f"{'TFLOP':>11}{'GB moved':>11}{'GB sent':>10}{'seconds':>10}  bound by"
 )
+
+
+def size(number: float) -> str:
+    """Bytes, in binary units."""
+    unit = next((unit for unit in ("KiB", "MiB") if abs(number) < _UNITS[unit] * 1024), "GiB")
+    return f"{number / _UNITS[unit]:,.2f} {unit}"
 
 
 def text(plan: Plan) -> str:
     """The whole plan, memory in GiB of one device."""
     machine, peak = plan.machine, plan.peak
     lines = [
-        f"plan for {machine.name}: {machine.memory / GIB:,.2f} GiB per device",
+        f"plan for {machine.name}: {size(machine.memory)} per device",
         f"mesh {_sizes(plan)}; {plan.can.source}: {plan.can.flops / 1e12:,.4g} TFLOP/s, memory "
         f"{plan.can.bandwidth / 1e9:,.4g} GB/s, network {plan.can.network / 1e9:,.4g} GB/s",
     ]
     if any(line.memory.estimated for line in plan.lines):
         lines.append("ESTIMATE: nothing was compiled; temporaries and collectives are formulas")
-    lines += ["", "GiB of one device; work, bytes and least seconds of one step", _COLUMNS]
+    lines += ["", "memory of one device; its work, bytes and least seconds in one step", _COLUMNS]
     lines += [_row(line) for line in plan.lines]
     total = sum(line.seconds for line in plan.lines)
     lines += [f"{'step at least':<{len(_COLUMNS) - 19}}{total:>9,.3f}", ""]
-    lines += ["stays between programs (GiB of one device)"]
+    lines += ["stays between programs"]
     for resident in plan.stay:
         where = "" if resident.size else "  in host memory"
         when = "" if resident.kinds is None else "  while sampling"
-        lines.append(f"  {resident.name:<18}{resident.size / GIB:>9,.3f}{where}{when}")
+        lines.append(f"  {resident.name:<18}{size(resident.size):>10}{where}{when}")
     lines += _cache_lines(plan) + _collective_lines(plan) + [f"note: {x}" for x in plan.notes]
     left = machine.memory - peak.peak
-    lines += ["", f"peak {peak.peak / GIB:,.2f} GiB, in {peak.phase.name}, {left / GIB:,.2f} left"]
+    lines += ["", f"peak {size(peak.peak)}, in {peak.phase.name}, {size(left)} left"]
     return "\n".join(lines + _verdict(plan))
 
 
@@ -44,18 +50,13 @@ def _sizes(plan: Plan) -> dict[str, int]:
 
 def _row(line: Line) -> str:
     phase, memory = line.phase, line.memory
-    gib = (
-        memory.arguments,
-        memory.results - memory.aliased,
-        memory.temporaries,
-        line.beside,
-        line.peak,
-    )
-    sizes = "".join(f"{x / GIB:>9,.3f}" for x in gib[1:])
+    fresh = memory.results - memory.aliased
+    parts = memory.arguments, fresh, memory.temporaries, line.beside, line.peak
+    sizes = "".join(f"{size(x):>10}" for x in parts)
     flops = phase.runs * (phase.work.flops + phase.work.recomputed) / len(phase.part.devices)
     sent = phase.runs * sum(memory.collectives.values())
     return (
-        f"{phase.name:<18}{phase.runs:>5}{gib[0] / GIB:>11,.3f}{sizes}{flops / 1e12:>11,.4g}"
+        f"{phase.name:<18}{phase.runs:>5}{sizes}{flops / 1e12:>11,.4g}"
         f"{line.traffic / 1e9:>11,.4g}{sent / 1e9:>10,.4g}{line.seconds:>10,.4g}  {line.bound}"
     )
 
@@ -65,10 +66,10 @@ def _cache_lines(plan: Plan) -> list[str]:
     if plan.cache is None or left is None:
         return []
     rows, length = plan.cache
-    size = next(resident.size for resident in plan.stay if resident.name == "KV cache")
-    more = max(int(left // (size / rows)), 0)
+    cache = next(resident.size for resident in plan.stay if resident.name == "KV cache")
+    more = max(int(left // (cache / rows)), 0)
     return [
-        f"KV cache: {rows} rows of {length} tokens on a device; {left / GIB:,.2f} GiB left while "
+        f"KV cache: {rows} rows of {length} tokens on a device; {size(left)} left while "
         f"sampling, {more} more rows"
     ]
 
@@ -78,7 +79,8 @@ def _collective_lines(plan: Plan) -> list[str]:
     lines = []
     for line in plan.lines:
         if sent := line.memory.collectives:
-            parts = ", ".join(f"{kind} {size / 1e6:,.1f}" for kind, size in sorted(sent.items()))
+            kinds = (f"{kind} {number / 1e6:,.1f}" for kind, number in sorted(sent.items()))
+            parts = ", ".join(kinds)
             lines.append(f"  {line.phase.name:<18}{parts}")
     return ["collectives, MB that a device sends in one execution", *lines] if lines else []
 
@@ -88,7 +90,7 @@ def _verdict(plan: Plan) -> list[str]:
         return ["fits"]
     lines = [f"does not fit: {plan.refusal}"] if plan.refusal else []
     for line in plan.too_large:
-        words = f"{line.peak / GIB:,.2f} of {plan.machine.memory / GIB:,.2f} GiB"
+        words = f"{size(line.peak)} of {size(plan.machine.memory)}"
         why = f" (compiler: {line.memory.refusal})" if line.memory.refusal else ""
         lines.append(f"does not fit: {line.phase.name} needs {words}{why}")
     return lines
@@ -103,7 +105,7 @@ def remedies_text(remedies: Sequence[Remedy]) -> str:
         )
     lines = ["to make it fit, any of:" if len(remedies) > 1 else "to make it fit:"]
     for remedy in remedies:
-        peak = f"peak {remedy.plan.peak.peak / GIB:,.2f} GiB in {remedy.plan.peak.phase.name}"
+        peak = f"peak {size(remedy.plan.peak.peak)} in {remedy.plan.peak.phase.name}"
         lines.append(f"  {said(remedy.changes)}\n    applied, fits: {peak}; {remedy.cost}")
     return "\n".join(lines)
 
@@ -146,7 +148,7 @@ def _phase_json(line: Line) -> dict[str, Any]:
         "flops": phase.runs * phase.work.flops / devices,
         "recomputed_flops": phase.runs * phase.work.recomputed / devices,
         "bytes": line.traffic,
-        "collectives": {kind: phase.runs * size for kind, size in memory.collectives.items()},
+        "collectives": {kind: phase.runs * sent for kind, sent in memory.collectives.items()},
         "seconds": line.times,
         "bound": line.bound,
     }

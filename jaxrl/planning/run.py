@@ -1,5 +1,6 @@
 """A run assembled from its config alone: shapes and shardings; no weights, no data."""
 
+import functools
 from typing import Any
 
 import jax
@@ -16,7 +17,12 @@ from jaxrl.data.packing import empty_batch
 from jaxrl.engines import engine_of_run
 from jaxrl.models import hf
 from jaxrl.models.lora import attach, with_token_keys
-from jaxrl.models.transformer import Params, abstract_params, logical_axes
+from jaxrl.models.transformer import (
+    Params,
+    TransformerConfig,
+    abstract_params,
+    logical_axes,
+)
 from jaxrl.offload import IN_HOST_MEMORY
 from jaxrl.parallel import Placement, batch_sharding, param_shardings
 from jaxrl.planning.topology import Machine
@@ -36,17 +42,22 @@ class Run:
     Args:
         config: resolved and validated.
         machine: its devices.
+        model: architecture of the policy; None = that of its folder.
 
     Raises:
         FileNotFoundError, ValueError: see `hf.load_config`, `assemble` and `slots_that_fit`.
     """
 
-    def __init__(self, config: cfg.TrainConfig, machine: Machine) -> None:
+    def __init__(
+        self, config: cfg.TrainConfig, machine: Machine, model: TransformerConfig | None = None
+    ) -> None:
         self.config, self.machine = config, machine
         trainer, generator = config.trainer, config.generator
         role = trainer.policy
-        assert role.model.path is not None  # validated
-        self.model = hf.load_config(role.model.path, cfg.model_overrides(trainer, role))
+        if model is None:
+            assert role.model.path is not None  # validated
+            model = hf.load_config(role.model.path, cfg.model_overrides(trainer, role))
+        self.model = model
         self.mesh, self.engine_mesh = meshes(config, machine.devices)
         self.policy, self.scorer, self.ref_scorer = assemble_policy(
             config, self.model, self.mesh, machine.devices
@@ -185,10 +196,20 @@ def reference_params(run: Run) -> Params:
     return placed_params(run.policy.ref_model, run.policy.ref_placement)
 
 
-def device_bytes(tree: Any) -> int:
-    """Bytes of arrays on one device, of shapes with shardings; 0 for what is in host memory."""
-    return sum(
-        int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize
-        for x in jax.tree.leaves(tree)
-        if isinstance(x, jax.ShapeDtypeStruct) and x.sharding.memory_kind != IN_HOST_MEMORY
-    )
+def device_bytes(tree: Any, groups: int = 1) -> int:
+    """Bytes of arrays on one device, of shapes with shardings; 0 for what is in host memory.
+
+    Args:
+        groups: of devices, over which rows without a sharding are spread.
+    """
+    return sum(map(functools.partial(_device_bytes, groups), jax.tree.leaves(tree)))
+
+
+def _device_bytes(groups: int, x: Any) -> int:
+    if not isinstance(x, jax.ShapeDtypeStruct):  # a number or a key
+        return 0
+    if x.sharding is None:
+        return x.size * x.dtype.itemsize // groups
+    if x.sharding.memory_kind == IN_HOST_MEMORY:
+        return 0
+    return int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize

@@ -14,6 +14,7 @@ from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.transformer import TransformerConfig, abstract_params
 from jaxrl.types import TrainBatch
 
+
 def peak_flops(device: Any) -> float | None:
     """FLOP/s of a device at best; None for a kind that is not in the table of `chips.py`."""
     chip = chip_of(device)
