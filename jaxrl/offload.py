@@ -18,12 +18,12 @@ def host_shardings(shardings: Any, field: str) -> Any:
     Args:
         field: of the config that asks for it, named by the warning.
     """
-    device = next(iter(jax.tree.leaves(shardings)[0].device_set))
-    if not any(memory.kind == IN_HOST_MEMORY for memory in device.addressable_memories()):
-        warnings.warn(
-            f"{field}=True has no effect: {device.device_kind} has no pinned_host memory",
-            stacklevel=2,
-        )
+    devices = jax.tree.leaves(shardings)[0].device_set
+    # those of other processes have no memory here
+    kinds = {memory.kind for device in devices for memory in device.addressable_memories()}
+    if IN_HOST_MEMORY not in kinds:
+        kind = next(iter(devices)).device_kind
+        warnings.warn(f"{field}=True has no effect: {kind} has no pinned_host memory", stacklevel=2)
         return shardings
     return jax.tree.map(lambda x: x.with_memory_kind(IN_HOST_MEMORY), shardings)
 

@@ -1,12 +1,13 @@
 """What a run will need of its devices, from its config and shapes alone; no weights are loaded.
 
     python -m jaxrl.plan --config=configs/quickstart.py [--config.trainer.seed=1 ...]
-        [--topology=v5e:2x4] [--hbm-gib=16] [--json=FILE]
+        [--topology=v5e:2x4] [--hbm-gib=16] [--json=FILE] [--estimate]
 
 Compiles every program of a training step for the devices of this process, or for TPUs that are not
 here (--topology=v5e:2x4; needs libtpu), and prints what each needs of one device, its work, what it
 sends, and its least time. Of GPUs that are not here (--topology=h100:8) the same is estimated.
---hbm-gib: memory of a device, in place of what is known of it. The model folder needs no weights.
+--hbm-gib: memory of a device, in place of what is known of it; --estimate: compile nothing, seconds
+instead of minutes. The model folder needs no weights.
 
 Exit status: 0 it fits, 1 it does not (changes that make it fit are named), 2 bad input.
 """
@@ -39,6 +40,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--topology")
     parser.add_argument("--hbm-gib", type=float)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--estimate", action="store_true")
     options, rest = parser.parse_known_args(argv)
     try:
         path, overrides = cfg.parse_command_line(rest)
@@ -46,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         if options.json is not None:
             writable_folder("--json", options.json.parent)
         here = _machine(options.topology, options.hbm_gib)
-        memory_of = _estimate if here.stand_in else _compile()
+        memory_of = _estimate if here.stand_in or options.estimate else _compile()
         plan = make_plan(cfg.to_train_config(config), here, memory_of, _tell)
         print(report.text(plan), flush=True)
         remedies = []

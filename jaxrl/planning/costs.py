@@ -82,7 +82,7 @@ def _compiled(phase: Phase, lowered: jax.stages.Lowered) -> Memory:
 
 
 def _refused(phase: Phase, message: str) -> Memory:
-    """"... HLO temporaries (30.00G) exceeds available HBM", or "Used 20.3G of 15.75G hbm"."""
+    """ "... HLO temporaries (30.00G) exceeds available HBM", or "Used 20.3G of 15.75G hbm"."""
     given = _from_shapes(phase)
     whole = re.search(r"Used ([\d.]+)([KMGT]) of", message)
     parts = re.search(r"temporaries \(([\d.]+)([KMGT])\)", message)
@@ -111,11 +111,14 @@ def estimated(phase: Phase, config: cfg.TrainConfig) -> Memory:
 
 
 def _from_shapes(phase: Phase) -> Memory:
-    call = phase.call
-    donated = 0 if phase.donated is None else device_bytes(call.args[phase.donated])
-    place = phase.part.placement
-    results = device_bytes(call.results(), batch_devices(place.mesh, place.rules))
-    return Memory(device_bytes(call.args), results, donated, 0.0)
+    args, place = phase.call.args, phase.part.placement
+    if phase.donated is not None:  # numbers of a few rows beside it: not worth a trace of the model
+        donated = device_bytes(args[phase.donated])
+        return Memory(device_bytes(args), donated, donated, 0.0)
+    results = phase.call.results()
+    return Memory(
+        device_bytes(args), device_bytes(results, batch_devices(place.mesh, place.rules)), 0.0, 0.0
+    )
 
 
 # ---------------------------------------------------------------- time

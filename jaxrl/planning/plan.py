@@ -122,16 +122,21 @@ def make_plan(
     return Plan(config, machine, can, lines, stay, _cache(engine, found), refusal, notes)
 
 
-def _line(phase: Phase, memory: Memory, stay: list[Resident], can: Limits) -> Line:
-    beside = sum(
+def beside(phase: Phase, stay: list[Resident]) -> float:
+    """Bytes that stay on a phase's devices and are not among its arguments."""
+    return sum(
         resident.size
         for resident in stay
         if resident.devices & phase.part.devices
         and resident.name not in phase.holds
         and (resident.kinds is None or phase.kind in resident.kinds)
     )
+
+
+def _line(phase: Phase, memory: Memory, stay: list[Resident], can: Limits) -> Line:
     times = {name: phase.runs * s for name, s in seconds(phase, memory, can).items()}
-    return Line(phase, memory, beside, phase.runs * device_traffic(phase, memory), times)
+    traffic = phase.runs * device_traffic(phase, memory)
+    return Line(phase, memory, beside(phase, stay), traffic, times)
 
 
 def _check_kernels(run: Run) -> None:

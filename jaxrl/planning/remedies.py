@@ -1,5 +1,6 @@
 """The smallest changes of a config that make its run fit, each tried before it is named."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -130,7 +131,8 @@ class _Search:
     def _plan(self, changes: Changes, memory_of: MemoryOf) -> Plan | None:
         changed = cfg.apply_overrides(self.config, changes)
         try:
-            return make_plan(changed, self.plan.machine, memory_of)
+            with warnings.catch_warnings(action="ignore"):  # the user was warned of the config
+                return make_plan(changed, self.plan.machine, memory_of)
         except ValueError:  # sizes that do not divide, a kernel that the model does not have
             return None
 
@@ -180,9 +182,7 @@ def _passes(plan: Plan) -> Iterator[Knob]:
     now = trainer.remat_policy if trainer.gradient_checkpointing else "none"
     order = [name for name in REMAT_POLICIES if fast or name != "offload"]
     lighter = order[order.index(now) + 1 :] if now in order else []
-    remat = [
-        {"trainer.gradient_checkpointing": True, "trainer.remat_policy": p} for p in lighter
-    ]
+    remat = [{"trainer.gradient_checkpointing": True, "trainer.remat_policy": p} for p in lighter]
     yield Knob("layers are computed again", remat, frozenset({"gradient"}))
 
 

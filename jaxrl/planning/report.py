@@ -8,7 +8,7 @@ from jaxrl.planning.remedies import Remedy, said
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _COLUMNS = (
-    f"{'phase':<18}{'x':>5}{'arguments':>10}{'results':>10}{'temps':>10}{'beside':>10}{'peak':>10}"
+    f"{'phase':<18}{'x':>5}{'arguments':>12}{'results':>12}{'temps':>12}{'beside':>12}{'peak':>12}"
     f"{'TFLOP':>11}{'GB moved':>11}{'GB sent':>10}{'seconds':>10}  bound by"
 )
 
@@ -37,7 +37,7 @@ def text(plan: Plan) -> str:
     for resident in plan.stay:
         where = "" if resident.size else "  in host memory"
         when = "" if resident.kinds is None else "  while sampling"
-        lines.append(f"  {resident.name:<18}{size(resident.size):>10}{where}{when}")
+        lines.append(f"  {resident.name:<18}{size(resident.size):>12}{where}{when}")
     lines += _cache_lines(plan) + _collective_lines(plan) + [f"note: {x}" for x in plan.notes]
     left = machine.memory - peak.peak
     lines += ["", f"peak {size(peak.peak)}, in {peak.phase.name}, {size(left)} left"]
@@ -52,7 +52,7 @@ def _row(line: Line) -> str:
     phase, memory = line.phase, line.memory
     fresh = memory.results - memory.aliased
     parts = memory.arguments, fresh, memory.temporaries, line.beside, line.peak
-    sizes = "".join(f"{size(x):>10}" for x in parts)
+    sizes = "".join(f"{size(x):>12}" for x in parts)
     flops = phase.runs * (phase.work.flops + phase.work.recomputed) / len(phase.part.devices)
     sent = phase.runs * sum(memory.collectives.values())
     return (

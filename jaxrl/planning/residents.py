@@ -41,8 +41,10 @@ def residents(run: Run, found: list[Phase]) -> list[Resident]:
         _of_state("optimizer", run.updater, run.state, "opt_state", at),
     ]
     if policy.lora:
-        base = 0 if trainer.policy.fsdp_config.cpu_offload else device_bytes(
-            placed_params(run.model, policy.placement)
+        base = (
+            0
+            if trainer.policy.fsdp_config.cpu_offload
+            else device_bytes(placed_params(run.model, policy.placement))
         )
         stay.append(Resident("base", base, at))
     of_ref = frozenset(policy.ref_placement.mesh.devices.flat)
