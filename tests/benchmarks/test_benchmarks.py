@@ -1,6 +1,10 @@
 """The benchmarks run on a tiny shape and write what they promise."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +16,7 @@ from benchmarks import (
     losses,
     memory,
     overhead,
+    plan_memory,
     rollout,
     roofline,
     serve,
@@ -21,6 +26,7 @@ from benchmarks.grpo_step import make_workload, skewed_lengths
 from jaxrl.losses import LOSSES
 from jaxrl.models.transformer import TransformerConfig
 
+ROOT = Path(__file__).parents[2]
 TOY = TransformerConfig(
     vocab_size=10,
     hidden_size=4,
@@ -48,6 +54,7 @@ def run(benchmark, tmp_path, capsys, *flags):
         losses,
         memory,
         overhead,
+        plan_memory,
         rollout,
         serve,
         train_step,
@@ -205,6 +212,17 @@ def test_serve(tmp_path, capsys):
         ("jaxrl", 2),
     ]
     assert all(row["tokens_per_second"] > 0 for row in report["rows"])
+
+
+@pytest.mark.slow  # a process of its own: its memory is measured
+def test_the_plan_of_an_update_is_the_memory_that_it_takes(tmp_path):
+    file = tmp_path / "memory.json"
+    command = [sys.executable, "-m", "benchmarks.plan_memory", f"--json={file}"]
+    own = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    subprocess.run(command, check=True, env=own | {"JAX_PLATFORMS": "cpu"}, cwd=ROOT)
+    report = json.loads(file.read_text())
+    assert report["measured"] >= 2e9
+    assert max(report["planned"].values()) == pytest.approx(report["measured"], rel=0.2)
 
 
 @pytest.mark.slow
