@@ -2,6 +2,7 @@
 
     <ckpt_path>/global_step_<N>/state    the TrainState, sharded arrays
     <ckpt_path>/global_step_<N>/meta     JSON: model, config, user functions, checksums
+    <ckpt_path>/global_step_<N>/buffer   what an asynchronous run had sampled and not yet trained
 
 Nothing in it is pickled. Orbax writes into a temporary folder and renames it, so that a save that
 did not finish is never seen by a restore.
@@ -19,7 +20,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxrl.checksums import checksums
+from jaxrl.checkpoint_items import Buffer, item_handlers
+from jaxrl.checksums import checksums, host_checksums
 from jaxrl.files import as_path, missing_packages_named, writable_folder
 from jaxrl.types import TrainState
 
@@ -59,22 +61,26 @@ class Checkpointer:
             lightweight_initialize=True,  # a damaged checkpoint must not keep others from loading
         )
         with missing_packages_named(field, folder):
-            handlers = {"state": array_handler(), "meta": ocp.JsonCheckpointHandler()}
             self.manager = ocp.CheckpointManager(
-                self.folder, options=options, item_handlers=handlers
+                self.folder, options=options, item_handlers=item_handlers()
             )
         self._saving: int | None = None
-        self.restored_meta: dict[str, Any] | None = None  # of what the run goes on from
+        # of what the run goes on from
+        self.restored_meta: dict[str, Any] | None = None
+        self.restored_buffer: Buffer | None = None
 
     # ---------------------------------------------------------------- save
 
-    def save(self, step: int, state: TrainState, meta: dict[str, Any]) -> str:
+    def save(
+        self, step: int, state: TrainState, meta: dict[str, Any], buffer: Buffer | None = None
+    ) -> str:
         """Start to write the state after `step` finished steps, and say where.
 
         The state may be donated at once.
 
         Args:
             meta: JSON, what the arrays cannot say: "model", "config", "functions".
+            buffer: not empty, nor are its arrays; None = there is none.
 
         Raises:
             RuntimeError: this save, or the one before, which ended in the meantime, failed.
@@ -82,7 +88,11 @@ class Checkpointer:
         self.wait()
         self._saving = step
         meta = {**meta, "checksums": checksums(state)}
-        args = ocp.args.Composite(state=ocp.args.PyTreeSave(state), meta=ocp.args.JsonSave(meta))
+        items: dict[str, Any] = {"state": ocp.args.PyTreeSave(state)}
+        if buffer is not None:
+            meta["buffer_checksums"] = host_checksums(buffer)
+            items["buffer"] = ocp.args.PyTreeSave(buffer)
+        args = ocp.args.Composite(**items, meta=ocp.args.JsonSave(meta))
         with self._named_failure():
             if not self.manager.save(step, args=args):
                 raise ValueError(f"the folder already holds a step after {step}")
@@ -140,6 +150,8 @@ class Checkpointer:
     def restore(self, step: int, like: TrainState, meta: dict[str, Any]) -> TrainState:
         """The state of a step, with the shapes, dtypes and shardings of `like`.
 
+        What else was saved is then in `restored_meta` and `restored_buffer`.
+
         Args:
             meta: what this run would save; a changed source of a user function is warned of.
 
@@ -161,8 +173,19 @@ class Checkpointer:
             state = self.manager.restore(step, args=args)["state"]
             if different := differences(saved["checksums"], checksums(state)):
                 raise ValueError(f"the values of {sorted(different)} are not those that were saved")
-        self.restored_meta = saved
+            buffer = self._read_buffer(step, saved.get("buffer_checksums"))
+        self.restored_meta, self.restored_buffer = saved, buffer
         return state
+
+    def _read_buffer(self, step: int, saved: dict[str, int] | None) -> Buffer | None:
+        if saved is None:
+            return None
+        args = ocp.args.Composite(buffer=ocp.args.PyTreeRestore())
+        found = self.manager.restore(step, args=args)["buffer"]
+        buffer = {name: np.asarray(array) for name, array in found.items()}
+        if different := differences(saved, host_checksums(buffer)):
+            raise ValueError(f"{sorted(different)} of the buffer are not what was saved")
+        return buffer
 
     def restore_latest(
         self, like: TrainState, meta: dict[str, Any]
@@ -205,20 +228,6 @@ class Checkpointer:
         )
 
 
-def array_handler() -> ocp.PyTreeCheckpointHandler:
-    """Of the state; writes the first copy of a replicated array.
-
-    Orbax's own way, a slice of every copy, compiles a program for each slice in the first save.
-    """
-    handlers = ocp.type_handlers
-    return ocp.PyTreeCheckpointHandler(
-        type_handler_registry=handlers.create_type_handler_registry(
-            (jax.Array, handlers.ArrayHandler(use_replica_parallel=False)),
-            (np.ndarray, handlers.NumpyHandler()),
-        )
-    )
-
-
 def resume(
     own: Checkpointer,
     resume_mode: str | None,
@@ -248,20 +257,22 @@ def resume(
         own.refuse_later_than(step)
         source = Checkpointer(folder, read_only=True)
         found = step, source.restore(step, like, meta)
-        own.restored_meta = source.restored_meta
+        own.restored_meta, own.restored_buffer = source.restored_meta, source.restored_buffer
         source.close()
     own.refuse_later_than(found[0] if found else 0)
     return found[1] if found else None
 
 
-def parse_resume_path(resume_path: str) -> tuple[str, int]:
+def parse_resume_path(resume_path: str, field: str = "trainer.resume_path") -> tuple[str, int]:
     """Folder and step of `.../global_step_<N>`.
+
+    Args:
+        field: what the user calls it.
 
     Raises:
         CheckpointError: resume_path does not end so.
         FileNotFoundError: it does not exist.
     """
-    field = "trainer.resume_path"
     path = as_path(field, resume_path)
     number = path.name.removeprefix(f"{PREFIX}_")
     if not path.name.startswith(PREFIX) or not number.isdigit():
@@ -299,6 +310,7 @@ MAY_CHANGE = (
     "trainer.eval_*",
     "trainer.export_path",
     "trainer.flash_attn",
+    "trainer.fully_async.num_parallel_generation_workers",
     "trainer.ledger.*",
     "trainer.gradient_checkpointing*",
     "trainer.log*",

@@ -1,9 +1,12 @@
 """Checksums of arrays on devices."""
 
+import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl.offload import on_device
 from jaxrl.types import Array
@@ -22,6 +25,11 @@ def checksums(state: Any) -> dict[str, int]:
         part[jax.tree_util.keystr(path)] = leaf
     found = [jax.device_get(_checksums(on_device(part))) for part in parts.values()]
     return {name: int(number) for part in found for name, number in part.items()}
+
+
+def host_checksums(arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
+    """A number for the bytes of each array of the host."""
+    return {name: zlib.crc32(np.ascontiguousarray(array)) for name, array in arrays.items()}
 
 
 @jax.jit

@@ -71,6 +71,7 @@ def engine_of_run(
     settings = config.generator.inference_engine
     # environments and guests come by the clock; the order in which they do must change no bit
     by_clock = config.generator.max_turns > 1 or settings.enable_http_endpoint
+    by_clock |= cfg.overlaps(config)
     return native_engine(
         settings,
         model,

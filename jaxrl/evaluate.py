@@ -29,8 +29,7 @@ from jaxrl.eval_subject import Subject, config_for, find_subject, load_weights, 
 from jaxrl.evaluation import Rows, dump_evaluation, evaluate
 from jaxrl.files import replace_text, writable_folder
 from jaxrl.models import hf
-from jaxrl.rollout.conversation import sampling_of
-from jaxrl.rollout.generator import sample_prompts
+from jaxrl.rollout.generator import run_now, sample_prompts
 from jaxrl.rollout.protocol import Engine
 from jaxrl.train import BasePPOExp, meshes
 from jaxrl.types import GeneratorOutput, Prompt
@@ -101,14 +100,13 @@ def ask(run: BasePPOExp, subject: Subject, step: int) -> tuple[dict[str, float],
     prompts = run.get_prompts(sources)
     path, params = config.trainer.policy.model.path, config.generator.eval_sampling_params
     assert path is not None and params is not None  # validated, resolved
-    sampling = sampling_of(params, sorted({run.tokenizer.eos_token_id, *hf.eos_token_ids(path)}))
-    merge = config.generator.merge_stepwise_output
+    eos_token_ids = sorted({run.tokenizer.eos_token_id, *hf.eos_token_ids(path)})
     with asked_engine(run, subject, step) as engine:
         generator = run.get_generator(engine, run.tokenizer)
 
         def generate(prompts: Sequence[Prompt], step: int, samples: int) -> GeneratorOutput:
-            names = (config.trainer.seed, "eval", step)
-            return sample_prompts(generator, prompts, samples, names, sampling, merge=merge)
+            given = config, generator, eos_token_ids, "eval", prompts, step, samples, params
+            return run_now(sample_prompts(*given))
 
         return evaluate(generate, prompts, step, config, tokenizer=run.tokenizer)
 

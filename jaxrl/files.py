@@ -1,6 +1,7 @@
 """Folders that a run writes to, and files that are either the old or the new, never a half."""
 
 import contextlib
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,34 @@ from pathlib import Path
 from etils import epath
 
 SCHEMES = ("gs", "s3")
+
+
+class FolderInUse(ValueError):
+    """Another process works in a folder that only one may work in."""
+
+
+class FolderLock:
+    """Held while a process works in a local folder; the system lets go of it when it dies.
+
+    Raises:
+        FolderInUse: another one holds it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / ".lock").open("w")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.close()
+            raise FolderInUse(
+                f"another run goes on in {folder}: give this one a trainer.run_name of its own, or "
+                "end the other"
+            ) from error
+
+    def close(self) -> None:
+        """Let go of it."""
+        self._file.close()
 
 
 def as_path(field: str, path: str) -> epath.Path:

@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 LOSS_ARGUMENTS = ("log_probs", "old_log_probs", "advantages", "config")
 BATCH_FIELDS = (
     *("loss_mask", "rollout_log_probs", "ref_log_probs"),
-    *("rewards", "policy_versions", "row_ids"),
+    *("rewards", "policy_versions", "token_versions", "staleness", "row_ids"),
 )
 LOSS_KEYWORDS = (*BATCH_FIELDS, "group_ids", "entropy", "key", "rollout_logprobs")
 # What an estimator is called with, all by keyword; the settings are hyperparameters of its config.

@@ -39,6 +39,7 @@ from jaxrl.watching.ratios import add_ratio_sums, ratio_metrics, ratio_sums
 
 Metrics = dict[str, Any]  # arrays; under RATIOS a dict of them
 RATIOS = "ratios"
+OPTIONAL = ("token_versions", "staleness")  # fields of a batch that few losses ask for
 MISMATCH = "rollout_train_logprobs_abs_diff"
 PolicyLoss = Callable[..., tuple[Array, Metrics]]  # (log_probs, entropy, batch, key)
 
@@ -52,11 +53,18 @@ class Objective:
             microbatches take in parts.
         weights: minibatch -> (weights of its tokens, metrics), fixed by the whole minibatch.
         sees_whole: minibatch -> whether it is no such sum, and `loss` must see it as a whole.
+        reads: which of `OPTIONAL` it looks at.
     """
 
     loss: Callable[..., tuple[Array, Metrics]]
     weights: Callable[[TrainBatch], tuple[Any, Metrics]]
     sees_whole: Callable[[TrainBatch], bool] = lambda minibatch: False
+    reads: frozenset[str] = frozenset()
+
+    def seen(self, minibatch: TrainBatch) -> TrainBatch:
+        """What `loss` is called with: nothing is moved, or compiled for, that it does not read."""
+        unread = set(OPTIONAL) - self.reads
+        return minibatch.replace(kept=None, **dict.fromkeys(unread))  # the model's rows have kept
 
 
 class TokenWeights(struct.PyTreeNode):
@@ -168,6 +176,7 @@ def loss_ndim(algorithm: Any, shape: tuple[int, int]) -> int:
         **dict.fromkeys(("lengths", "index", "policy_versions", "row_ids"), row),
         **dict.fromkeys(("response_mask", "loss_mask", "rewards", "rollout_log_probs"), array),
         **dict.fromkeys(("old_log_probs", "ref_log_probs", "advantages"), array),
+        **dict.fromkeys(OPTIONAL, jax.ShapeDtypeStruct(shape, number)),
     )
     key = jax.eval_shape(lambda: jax.random.key(0))
     return jax.eval_shape(make_policy_loss(algorithm), array, array, batch, key)[0].ndim
@@ -195,6 +204,7 @@ def policy_objective(algorithm: Any, block_rows: int) -> Objective:
         make_objective(algorithm, policy_loss),
         functools.partial(minibatch_weights, algorithm=algorithm, block_rows=block_rows),
         sees_whole,
+        frozenset(accepted_keywords(PolicyLossRegistry.resolve(name), dict.fromkeys(OPTIONAL))),
     )
 
 
@@ -216,7 +226,7 @@ def make_objective(algorithm: Any, policy_loss: PolicyLoss) -> Callable[..., tup
                 "policy_entropy": mean_entropy,
                 RATIOS: ratio_sums(log_probs, batch, *clip),
             }
-            if batch.old_log_probs is None:
+            if batch.old_log_probs is None or algorithm.old_log_probs == "rollout":
                 metrics |= mismatch(log_probs, batch, weights)
             if algorithm.use_entropy_loss:
                 total -= algorithm.entropy_loss_coef * mean_entropy

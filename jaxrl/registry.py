@@ -42,6 +42,7 @@ class PolicyLossType(StrEnum):
     CISPO = "cispo"
     ROLLOUT_IS = "rollout_is"
     DPPO = "dppo"
+    DECOUPLED_PPO = "decoupled_ppo"
     CLIP_COV = "clip_cov"
     KL_COV = "kl_cov"
     GMPO = "gmpo"

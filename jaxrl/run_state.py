@@ -30,6 +30,12 @@ def restore_or_init(trainer: "Trainer") -> TrainState:
     state = resume(*given, trainer.like, trainer.checkpoint_meta)
     if state is not None:
         print(f"resuming after step {int(state.step)}")
+        if int(state.step) >= trainer.total_steps:
+            print(
+                f"nothing to do: {settings.ckpt_path} holds step {int(state.step)} of "
+                f"{trainer.total_steps}. Raise trainer.epochs, or choose another "
+                "trainer.ckpt_path to start again"
+            )
         if state.ref_params is not None:
             state = state.replace(ref_params=policy.moved_reference(state.ref_params))
     else:

@@ -21,6 +21,7 @@ from jaxrl.data.prompts import load_prompts
 from jaxrl.data.tokenizer import check_vocabulary, load_tokenizer
 from jaxrl.engines import engine_of_run
 from jaxrl.evaluation import check_sources
+from jaxrl.files import FolderInUse
 from jaxrl.jetstream_backend import jetstream_engine
 from jaxrl.ledger import LedgerError
 from jaxrl.models import hf
@@ -35,12 +36,20 @@ from jaxrl.rollout.recompute import RecomputeEngine
 from jaxrl.rollout.reward_terms import RewardTermError, RewardTerms
 from jaxrl.serve import served_model
 from jaxrl.serving.server import AddressError, Server
+from jaxrl.train_async import AsyncTrainer
 from jaxrl.trainer import Trainer
 from jaxrl.types import Prompt
 from jaxrl.watching.callbacks import TrainingCallback, load_callbacks
 
 # What ends a run and is the user's to mend; every checkpoint before it is whole.
-_MENDABLE = AddressError, CheckpointError, DynamicSamplingError, LedgerError, RewardTermError
+_MENDABLE = (
+    AddressError,
+    CheckpointError,
+    DynamicSamplingError,
+    FolderInUse,
+    LedgerError,
+    RewardTermError,
+)
 
 
 class BasePPOExp:
@@ -138,7 +147,8 @@ class BasePPOExp:
 
     def get_trainer(self, *args: Any, **kwargs: Any) -> Trainer:
         """The loop."""
-        return Trainer(*args, **kwargs)
+        kind = AsyncTrainer if self.config.trainer.fully_async.enabled else Trainer
+        return kind(*args, **kwargs)
 
     def run(self) -> Trainer:
         """Train to the end."""

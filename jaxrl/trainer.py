@@ -8,7 +8,7 @@ sample), so a run that is killed and resumed equals one that was not.
 import functools
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +17,18 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrl import config as cfg
+from jaxrl.anchors import with_anchor
 from jaxrl.assemble import assemble_policy, assemble_update
 from jaxrl.batch_file import batch_path, dump_batch
 from jaxrl.checkpoint import Checkpointer
-from jaxrl.config.needs import has_critic, kl_in_reward, needs_old_log_probs
+from jaxrl.config.needs import has_critic, kl_in_reward
 from jaxrl.critic import Critic
 from jaxrl.data.packing import collate, minibatches
 from jaxrl.data.prompts import batch_indices
 from jaxrl.evaluation import dump_evaluation, evals_folder, evaluate
 from jaxrl.files import writable_folder
 from jaxrl.ledger import Books
-from jaxrl.metrics import (
-    advantage_metrics,
-    check_surprise,
-    mismatch_metrics,
-    rollout_metrics,
-    timed,
-)
+from jaxrl.metrics import advantage_metrics, rollout_metrics, timed
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel, check_packing
 from jaxrl.models.transformer import Params, TransformerConfig
@@ -41,9 +36,8 @@ from jaxrl.objective import step_metrics
 from jaxrl.offload import on_device
 from jaxrl.registry import source_hashes
 from jaxrl.rewards import advantages_of, make_estimate, penalize_kl, shape_rewards
-from jaxrl.rollout.conversation import sampling_of
 from jaxrl.rollout.dynamic_sampling import collect
-from jaxrl.rollout.generator import GeneratorInterface, sample_prompts
+from jaxrl.rollout.generator import GeneratorInterface, run_now, sample_prompts
 from jaxrl.rollout.protocol import Engine
 from jaxrl.rollout.step_wise import trajectory_numbers
 from jaxrl.run_state import finished_state, restore_or_init
@@ -70,6 +64,8 @@ class Trainer:
     """
 
     held_groups: Sequence[int] = ()  # numbers in the ledger of groups that wait to be trained
+    wait_for = staticmethod(run_now)  # for a coroutine
+    sampling = staticmethod(nullcontext)  # around the steps, where rollouts go on beside them
 
     def __init__(
         self,
@@ -96,6 +92,7 @@ class Trainer:
             self.total_steps = min(self.total_steps, trainer.max_training_steps)
         path = trainer.policy.model.path or ""  # validated
         self.eos_token_ids = sorted({tokenizer.eos_token_id, *hf.eos_token_ids(path)})
+        self.sample = functools.partial(sample_prompts, config, generator, self.eos_token_ids)
         self.generation_config = hf.load_generation_config(path)
         self.metrics: dict[str, float] = {}
         self.seconds: dict[str, float] = {}  # between steps, since the last line of the log
@@ -151,12 +148,8 @@ class Trainer:
         recorder = self.recorder.open(first)
         with timed(self.seconds, "init_weight_sync_state"):
             self.sync_weights(first)
-        if first >= self.total_steps:
-            print(
-                f"nothing to do: {trainer.ckpt_path} holds step {first} of {self.total_steps}. "
-                "Raise trainer.epochs, or choose another trainer.ckpt_path to start again"
-            )
-        with recorder, closing(self.books), closing(self.checkpointer):  # waits for the last save
+        # the rollouts end before the ledger does; closing the checkpointer waits for the last save
+        with recorder, closing(self.books), closing(self.checkpointer), self.sampling():
             self.books.begin(first, held=self.held_groups)
             if first < self.total_steps:
                 with timed(self.seconds, "warm_up"):
@@ -235,10 +228,13 @@ class Trainer:
 
     def next_prompts(self, step: int) -> list[Prompt]:
         """The next batch of prompts: a function of the seed and the number of batches drawn."""
+        return self.prompts_of(self.batches_drawn)
+
+    def prompts_of(self, batch: int) -> list[Prompt]:
+        """The prompts of a batch, counted from 0 over all epochs."""
         trainer = self.config.trainer
         size, total = trainer.train_batch_size, len(self.train_prompts)
-        rows = batch_indices(self.batches_drawn, size, total, seed=trainer.seed)
-        return [self.train_prompts[i] for i in rows]
+        return [self.train_prompts[i] for i in batch_indices(batch, size, total, seed=trainer.seed)]
 
     def generate(self, prompts: Sequence[Prompt], step: int, attempt: int = 1) -> GeneratorOutput:
         """`n_samples_per_prompt` judged trajectories for each prompt.
@@ -247,9 +243,8 @@ class Trainer:
             attempt: number of the batch within the step.
         """
         phase = "train" if attempt == 1 else f"train, batch {attempt}"
-        return self._generate(
-            phase, prompts, step, self.samples, params=self.config.generator.sampling_params
-        )
+        params = self.config.generator.sampling_params
+        return self.wait_for(self.sample(phase, prompts, step, self.samples, params))
 
     def postprocess_generator_output(
         self, generator_output: GeneratorOutput, uids: Sequence[str]
@@ -269,12 +264,7 @@ class Trainer:
 
     def add_log_probs(self, batch: TrainBatch) -> TrainBatch:
         """Log-probs that the loss needs, of policy and reference, and the critic's values."""
-        blind = batch.rollout_log_probs is None  # the sampler has none
-        if needs_old_log_probs(self.config.trainer) or blind:
-            old, entropy = self.scorer(self.params, batch, with_entropy=blind)
-            batch = batch.replace(old_log_probs=old)
-            self.metrics |= mismatch_metrics(batch, entropy)
-            check_surprise(self.metrics, self.config.generator.sampling_params)
+        batch = with_anchor(self, batch)
         if self.ref_params is not None:
             ref, _ = self.ref_scorer(on_device(self.ref_params), batch)
             batch = batch.replace(ref_log_probs=ref)
@@ -346,9 +336,13 @@ class Trainer:
         if self.recorder.take("should_save") or due:
             self.recorder.flush()
             with timed(self.seconds, "save_checkpoints"):  # last: a resumed run goes on after it
-                meta = {**self.checkpoint_meta, "ledger": self.books.commit()}
-                path = self.checkpointer.save(step, self.state, meta)
+                path = self.commit(step)
             self.recorder.fire("on_save", step, ckpt_path=path)
+
+    def commit(self, step: int) -> str:
+        """Save the state, and where the ledger stands; returns the path."""
+        meta = {**self.checkpoint_meta, "ledger": self.books.commit()}
+        return self.checkpointer.save(step, self.state, meta)
 
     # ---------------------------------------------------------------- around the steps
 
@@ -357,7 +351,11 @@ class Trainer:
         trainer, generator = self.config.trainer, self.config.generator
         if not self.eval_prompts or generator.eval_sampling_params is None:
             return {}
-        generate = functools.partial(self._generate, "eval", params=generator.eval_sampling_params)
+        params = generator.eval_sampling_params
+
+        def generate(prompts: Sequence[Prompt], step: int, samples: int) -> GeneratorOutput:
+            return self.wait_for(self.sample("eval", prompts, step, samples, params))
+
         with timed(self.metrics, "eval"):
             metrics, rows = evaluate(
                 generate, self.eval_prompts, step, self.config, tokenizer=self.tokenizer
@@ -378,20 +376,6 @@ class Trainer:
         """Write the policy as a Hugging Face folder, or its adapters as a PEFT folder."""
         self.policy.export(folder, self.state.params, self.tokenizer, self.generation_config)
         tqdm.write(f"exported the policy to {folder}")
-
-    def _generate(
-        self,
-        phase: str,
-        prompts: Sequence[Prompt],
-        step: int,
-        samples: int,
-        *,
-        params: cfg.SamplingParams,
-    ) -> GeneratorOutput:
-        names = (self.config.trainer.seed, phase, step)
-        sampling = sampling_of(params, self.eos_token_ids)
-        merge = self.config.generator.merge_stepwise_output
-        return sample_prompts(self.generator, prompts, samples, names, sampling, merge=merge)
 
     def _due(self, step: int, interval: int) -> bool:
         """Whether something done every `interval` steps, and after the last, is due; -1 = never."""

@@ -51,8 +51,10 @@ class Trajectory:
     env_metrics: dict[str, Any] = field(default_factory=dict)
     reward_terms: dict[str, float] = field(default_factory=dict)  # unweighted, summed over turns
     env_seconds: float = 0.0  # waited for the environment
+    failure: str = ""  # of the environment, where stop_reason is "env_error"
     turns: list[tuple[int, int]] = field(default_factory=list)  # response tokens [first, last + 1)
     kept: list[tuple[int, ...]] = field(default_factory=list)  # see `rollout.protocol.Completion`
+    versions: list[int] = field(default_factory=list)  # of the policy that drew it; -1 = given
 
 
 class TrajectoryID(NamedTuple):
@@ -73,6 +75,17 @@ class GeneratorInput(TypedDict):
     keys: list[tuple[int, int]]  # PRNG key data of each trajectory
     sampling: Any  # rollout.protocol.Sampling
     trajectory_ids: NotRequired[list[TrajectoryID]]
+    part: NotRequired[bool]  # of a batch whose parts are sampled one by one; see `measured` below
+
+
+class Measured(NamedTuple):
+    """What the metrics of a batch need of a trajectory beside its columns."""
+
+    env_class: str
+    env_metrics: dict[str, Any]
+    env_seconds: float
+    turns: list[tuple[int, int]]
+    failure: str  # of its environment; "" = none
 
 
 class GeneratorOutput(TypedDict):
@@ -97,6 +110,8 @@ class GeneratorOutput(TypedDict):
     is_last_step: NotRequired[list[bool]]
     reward_terms: NotRequired[list[dict[str, float]]]  # by name, unweighted; {} = not judged
     kept: NotRequired[list[list[tuple[int, ...]]]]  # per token the ids it was drawn from, () = all
+    token_versions: NotRequired[list[list[int]]]  # per token, of the policy that drew it; -1 = none
+    measured: NotRequired[list[Measured]]  # of parts, for the `rollout_metrics` of the batch
     ledger_ids: NotRequired[list[int]]  # of the trajectory in run.db
 
 
@@ -124,6 +139,8 @@ class TrainBatch(struct.PyTreeNode):
     returns: Array | None = None
     is_last_step: Array | None = None  # [B] bool, until there are advantages; None = all are
     kept: Array | None = None  # [B, T, k] int32 ids that a token was drawn from, then -1; see there
+    token_versions: Array | None = None  # [B, T] int32, -1 where not sampled; None = not recorded
+    staleness: Array | None = None  # [B, T] int32, if the loss asks for it; see jaxrl/staleness.py
 
 
 class ModelRows(struct.PyTreeNode):

@@ -121,11 +121,11 @@ class Updater:
             one = Microbatching(rows=len(lengths), total=len(lengths))
             _, _, (minibatch, weights) = next(microbatches((minibatch, weights), minibatch, one))
             outputs = self._whole_outputs(params, minibatch, key)
-            of_loss = minibatch.replace(kept=None), weights, key
+            of_loss = self.objective.seen(minibatch), weights, key
             cotangents, metrics = self.cotangents(*outputs, *of_loss)
             cotangents = jax.device_get(cotangents)
             return self.pulled_back(grads, params, minibatch, cotangents, key), [metrics]
-        tree = minibatch.replace(kept=None), weights  # the rows of the model have it
+        tree = self.objective.seen(minibatch), weights
         parts = microbatches(tree, minibatch, self.microbatching)
         for _, rows, (batch, weight) in parts:
             given = with_token_keys(params, rows, batch.row_ids, key), batch, weight
@@ -206,16 +206,23 @@ def updates_on(
         The state; per update the metrics of each microbatch and of the whole (`step_metrics`). They
         are device values: nothing is fetched before the last update is dispatched.
     """
+    parts = minibatches_of_step(batch, prompts=prompts, passes=passes, names=names)
+    pending = []
+    for part, key, weights, fixed in [(*named, *updater.weights(named[0])) for named in parts]:
+        state, metrics, applied = updater.update(state, part, weights, key, whole(state.params))
+        pending.append((metrics, applied | fixed))
+    return state, pending
+
+
+def minibatches_of_step(
+    batch: TrainBatch, *, prompts: int, passes: int, names: tuple[int, int]
+) -> list[tuple[TrainBatch, Array]]:
+    """The minibatches of `updates_on` in the order of their updates, each with its key."""
     seed, step = names
     key = jax.random.fold_in(jax.random.key(seed), step)
     orders = (pass_order(batch, seed, step, number) for number in range(passes))
     parts = [part for order in orders for part in minibatches(batch, prompts, order)]
-    pending = []
-    for number, (part, weights, fixed) in enumerate([(m, *updater.weights(m)) for m in parts]):
-        named = part, weights, jax.random.fold_in(key, number)
-        state, metrics, applied = updater.update(state, *named, whole(state.params))
-        pending.append((metrics, applied | fixed))
-    return state, pending
+    return [(part, jax.random.fold_in(key, number)) for number, part in enumerate(parts)]
 
 
 def rows_without_update(

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from jaxrl.checksums import checksums
 from jaxrl.config.microbatching import longest_trajectory
-from jaxrl.config.rollouts import in_process
+from jaxrl.config.rollouts import in_process, overlaps
 from jaxrl.data.microbatches import Microbatching
 from jaxrl.data.packing import buckets_between, empty_batch, length_bucket
 from jaxrl.rollout.conversation import sampling_of
@@ -43,12 +43,12 @@ def warm_up(trainer: "Trainer") -> None:
         f"shapes: prompts of {_prompt_buckets(trainer.train_prompts)} tokens; rows of {widths} "
         f"tokens; microbatches of {_shapes(trainer.updater.microbatching, widths)}"
     )
-    beside = in_process(trainer.config)
-    if beside:  # as in a step: its copy of the weights is not there during the passes
+    sleeps = in_process(trainer.config) and not overlaps(trainer.config)
+    if sleeps:  # as in a step: its copy of the weights is not there during the passes
         trainer.engine.sleep()
     for width in widths:
         warm_up_update(trainer, width)
-    if beside:
+    if sleeps:
         trainer.sync_weights(int(trainer.state.step))
     # longest first: the cache then has its length, and shorter ones compile nothing for their own
     for batch in sorted(engine_batches(trainer), key=_longest, reverse=True):
@@ -89,7 +89,7 @@ def engine_batches(trainer: "Trainer") -> Iterator[list[Request]]:
     evaluation = trainer.eval_prompts, sorted(eval_sizes), generator.eval_n_samples_per_prompt
     phases = ((train, generator.sampling_params), (evaluation, generator.eval_sampling_params))
     for (prompts, sizes, samples), params in phases:
-        if params is None:
+        if params is None or not prompts:
             continue
         inputs = _prompt_buckets(prompts)
         if generator.max_turns > 1:  # later turns have inputs of any length

@@ -24,7 +24,9 @@ def make_batch(**fields):
 
 
 def test_what_is_loaded_is_what_was_dumped(tmp_path):
-    batch = make_batch(old_log_probs=jnp.ones((2, 6)), kept=np.full((2, 6, 3), -1, np.int32))
+    versions = {"token_versions": np.full((2, 6), 3, np.int32)}
+    kept = np.full((2, 6, 3), -1, np.int32)
+    batch = make_batch(old_log_probs=jnp.ones((2, 6)), kept=kept, **versions)
     path = batch_path(tmp_path, 7)
     assert path == tmp_path / "dumped_data" / "global_step_7_training_input.npz"
     dump_batch(path, batch, 7)

@@ -112,3 +112,50 @@ def test_nothing_is_moved_when_every_checkpoint_is_damaged(tmp_path):
     with pytest.raises(ValueError, match=message):
         Checkpointer(str(tmp_path)).restore_latest(SMALL, META)
     assert steps_in(tmp_path) == ["global_step_1", "global_step_2"]
+
+
+# ------------------------------------------------------------------ a buffer beside the state
+
+BUFFER = {"units": np.frombuffer(NOISE["noise"].tobytes(), np.uint8)}
+
+
+def save_with_buffer(folder, step):
+    checkpointer = Checkpointer(str(folder))
+    checkpointer.save(step, SMALL, META, BUFFER)
+    checkpointer.close()
+
+
+def test_a_buffer_comes_back_with_its_state(tmp_path):
+    save(tmp_path, 1)
+    save_with_buffer(tmp_path, 2)
+    own = Checkpointer(str(tmp_path))
+    resume(own, "latest", None, SMALL, META)
+    assert own.restored_buffer.keys() == BUFFER.keys()
+    np.testing.assert_array_equal(own.restored_buffer["units"], BUFFER["units"])
+    own.restore(1, SMALL, META)
+    assert own.restored_buffer is None  # there was none
+    other = Checkpointer(str(tmp_path / "other"))
+    resume(other, "from_path", str(tmp_path / "global_step_2"), SMALL, META)
+    np.testing.assert_array_equal(other.restored_buffer["units"], BUFFER["units"])
+
+
+def change_buffer(folder):
+    """Another buffer, whole in itself, in the place of the one that was saved."""
+    others = folder.parent / "others"
+    checkpointer = Checkpointer(str(others))
+    checkpointer.save(7, SMALL, META, {"units": BUFFER["units"][::-1].copy()})
+    checkpointer.close()
+    shutil.rmtree(folder / "buffer")
+    shutil.move(others / "global_step_7" / "buffer", folder / "buffer")
+    shutil.rmtree(others)
+
+
+@pytest.mark.parametrize("break_it", [remove("buffer"), change_buffer], ids=["gone", "changed"])
+def test_a_damaged_buffer_is_a_damaged_checkpoint(tmp_path, break_it):
+    save(tmp_path, 5)
+    save_with_buffer(tmp_path, 7)
+    break_it(tmp_path / "global_step_7")
+    own = Checkpointer(str(tmp_path))
+    with pytest.warns(UserWarning, match="(?s)global_step_7 is damaged.*Falling back to step 5"):
+        resume(own, "latest", None, SMALL, META)
+    assert own.restored_buffer is None

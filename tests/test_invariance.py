@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxrl.array_ops import masked_mean
-from jaxrl.config import ClipCovConfig, OffPolicyCorrectionConfig
+from jaxrl.config import ClipCovConfig, DecoupledPPOConfig, OffPolicyCorrectionConfig
 from jaxrl.config.needs import allowed_reductions
 from jaxrl.data.microbatches import Microbatching
 from jaxrl.forward import by_trajectory
@@ -197,6 +197,11 @@ def test_the_cut_changes_nothing(loss):
     algorithm = algorithm_of(loss)
     for reduction in allowed_reductions(loss):
         assert_invariant(make_updater, algorithm, reduction, cuts_of(loss, reduction))
+
+
+def test_the_cut_changes_nothing_where_the_age_of_tokens_counts():
+    algorithm = algorithm_of("decoupled_ppo", decoupled_ppo=DecoupledPPOConfig("log_linear"))
+    assert_invariant(make_updater, algorithm, "token_mean")
 
 
 @pytest.mark.parametrize("loss", ["reinforce", "centred"])

@@ -14,6 +14,7 @@ from jaxrl.objective import (
     make_policy_loss,
     minibatch_weights,
     mismatch,
+    policy_objective,
     step_metrics,
 )
 from jaxrl.registry import PolicyLossRegistry, bind_estimator
@@ -237,6 +238,36 @@ def test_a_loss_may_name_the_log_probs_of_the_sampler_as_skyrl_does(loss_of):
     batch = small_batch(rollout_log_probs=np.full((2, 4), -3.0, np.float32))
     gradients, _ = loss_of(weighted, batch)
     np.testing.assert_allclose(gradients[0], -3 / 7 * batch.loss_mask, rtol=1e-6)  # 7 tokens
+
+
+def test_a_loss_may_ask_for_the_versions_and_the_age_of_tokens(loss_of):
+    def aged(log_probs, old_log_probs, advantages, config, *, token_versions, staleness):
+        return log_probs * (token_versions + 10 * staleness), {}
+
+    versions, age = np.full((2, 4), 2, np.int32), np.full((2, 4), 3, np.int32)
+    batch = small_batch(token_versions=versions, staleness=age)
+    gradients, _ = loss_of(aged, batch)
+    np.testing.assert_allclose(gradients[0], 32 / 7 * batch.loss_mask, rtol=1e-6)  # 7 tokens
+
+
+def test_a_loss_that_does_not_read_versions_does_not_get_them():
+    """Else whether a generator records them would be another program."""
+    batch = small_batch(token_versions=np.zeros((2, 4), np.int32), staleness=np.ones((2, 4)))
+    plain = policy_objective(AlgorithmConfig(), 1)
+    assert plain.seen(batch).token_versions is plain.seen(batch).staleness is None
+    aged = policy_objective(AlgorithmConfig(policy_loss_type="decoupled_ppo"), 1)
+    assert aged.seen(batch).token_versions is None
+    np.testing.assert_array_equal(aged.seen(batch).staleness, batch.staleness)
+
+
+def test_the_mismatch_is_measured_where_the_sampler_is_the_old_policy():
+    log_probs = jnp.full((2, 4), -1.0)
+    batch = small_batch(rollout_log_probs=np.full((2, 4), -1.5, np.float32))
+    for source, measured in (("trainer", False), ("rollout", True)):
+        algorithm = AlgorithmConfig(use_kl_loss=False, old_log_probs=source)
+        _, metrics = value_and_gradients(algorithm, batch, log_probs, log_probs)
+        assert (f"{MISMATCH}_mean" in metrics) is measured
+    assert metrics[f"{MISMATCH}_mean"] == pytest.approx(0.5)
 
 
 def estimator_of(func, **settings):

@@ -82,6 +82,8 @@ def make_batch(width=WIDTH, lengths=LENGTHS):
         ref_log_probs=(base + noise(0.3)) * response,
         advantages=np.repeat(noise(1.0)[:, :1], width, 1) * response,
         returns=np.zeros((ROWS, width), np.float32),
+        token_versions=np.where(mask != 0, tokens % 4, -1).astype(np.int32),
+        staleness=np.where(mask != 0, 3 - tokens % 4, 0).astype(np.int32),
     )
 
 

@@ -64,6 +64,13 @@ def dppo(x: Tensor, old: Tensor, rollout: Tensor, a: Tensor, mask: Tensor, c: An
     return -safe_exp(x - rollout) * a * ~dropped
 
 
+def decoupled_ppo(
+    x: Tensor, old: Tensor, rollout: Tensor, a: Tensor, mask: Tensor, c: Any
+) -> Tensor:
+    weight = safe_exp(old - rollout)
+    return weight * (weight <= c.decoupled_ppo.behave_cap) * clipped(safe_exp(x - old), a, c)
+
+
 def covariance(x: Tensor, a: Tensor, mask: Tensor) -> Tensor:
     return (a - masked_mean(a, mask)) * (x.detach() - masked_mean(x.detach(), mask))
 
@@ -116,6 +123,7 @@ LOSSES: dict[str, Loss] = {
     "cispo": cispo,
     "rollout_is": rollout_is,
     "dppo": dppo,
+    "decoupled_ppo": decoupled_ppo,
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
     "gmpo": gmpo,

@@ -87,6 +87,17 @@ class DPPOConfig(BaseConfig):
 
 
 @dataclass
+class DecoupledPPOConfig(BaseConfig):
+    """Policy loss decoupled_ppo."""
+
+    proximal: str = "forward"
+    """Policy that the ratio is clipped around: "forward" is the one at the start of the step,
+    "log_linear" lies between sampler and policy by the age of the token; no forward pass."""
+    behave_cap: float = 5.0
+    """Tokens whose weight, proximal policy / sampler, is above this are not learnt from."""
+
+
+@dataclass
 class OverlongBufferConfig(BaseConfig):
     """Soft overlong punishment, https://arxiv.org/abs/2503.14476 (eq. 13)."""
 
@@ -163,6 +174,9 @@ class AlgorithmConfig(BaseConfig):
     loss_reduction: str = "token_mean"
     """"token_mean", "token_mean_legacy", "sequence_mean", "seq_mean_token_sum_norm" or
     "prompt_mean"."""
+    old_log_probs: str = "trainer"
+    """What old_log_probs are: "trainer", of the policy at the start of the step, by a forward pass
+    where they are needed; "rollout", the sampler's, as it recorded them."""
     grpo_norm_by_std: bool = True
     """grpo: divide by the group's standard deviation; false gives Dr. GRPO."""
     zero_variance_filter: bool = False
@@ -201,6 +215,8 @@ class AlgorithmConfig(BaseConfig):
     """Policy loss cispo."""
     dppo: DPPOConfig = field(default_factory=DPPOConfig)
     """Policy loss dppo."""
+    decoupled_ppo: DecoupledPPOConfig = field(default_factory=DecoupledPPOConfig)
+    """Policy loss decoupled_ppo."""
     overlong_buffer: OverlongBufferConfig | None = None
     """Punish responses near max_generate_length; None = do not."""
     max_seq_len: int | None = None

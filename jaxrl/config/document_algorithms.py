@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from jaxrl.advantages import ESTIMATORS
 from jaxrl.advantages.normalize import normalize_advantages
 from jaxrl.config.algorithm import AlgorithmConfig
+from jaxrl.config.anchor_checks import UNCORRECTED
 from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.grpo_variants import GRPO_VARIANTS, GRPOVariant
 from jaxrl.config.needs import allowed_reductions, ratio_anchor
-from jaxrl.config.objective_checks import UNCORRECTED
 from jaxrl.data.selection import soft_overlong_punishment
 from jaxrl.function_contracts import ESTIMATOR_DATA
 from jaxrl.losses import BATCH_STATISTICS, LOSSES
@@ -138,6 +138,8 @@ def _loss_facts(name: str, func: Callable[..., Any]) -> dict[str, str]:
     correction = (
         "yes" if anchor == "old" else "masks only: the ratio is against the sampler already"
     )
+    if name == "decoupled_ppo":
+        correction = "masks only: it weighs against the sampler itself"
     if name == "cispo":
         correction += "; with `cispo.cispo_anchor = 'rollout'` masks only"
     facts = {

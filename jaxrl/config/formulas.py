@@ -38,6 +38,8 @@ def loss_lines(trainer: TrainerConfig) -> list[str]:
         return [f"custom function {name}", given, f"offered {_anchor(trainer)}"]
     if anchor is None:
         return [f"{name}: l = {formula}"]
+    if name == "decoupled_ppo":
+        return [f"{name}: l = {formula}", *_proximal(trainer)]
     ratio = _RATIO.get(name, _PER_TOKEN).format(anchor=anchor)
     return [f"{name}: l = {formula}", ratio, _anchor(trainer)]
 
@@ -61,6 +63,8 @@ def _loss(algorithm: AlgorithmConfig) -> str | None:
         "rollout_is": f"-sg[r] A log_probs where {low} < r < {high}, else 0",
         "dppo": f"-r A; 0 where {divergence} > {dppo.delta_high:g} (A > 0, p > q) or "
         f"{dppo.delta_low:g} (A < 0, p < q)",
+        "decoupled_ppo": f"sg[v] {surrogate} where v <= {algorithm.decoupled_ppo.behave_cap:g}, "
+        "else 0",
         "clip_cov": f"{surrogate}; 0 for {clip_cov.clip_ratio:g} of the tokens, random with "
         f"{clip_cov.clip_cov_lb:g} < cov < {clip_cov.clip_cov_ub:g}",
         "kl_cov": f"-r A, + {kl_cov.ppo_kl_coef:g} |log r| for the {kl_cov.kl_cov_frac:g} of the "
@@ -71,8 +75,20 @@ def _loss(algorithm: AlgorithmConfig) -> str | None:
     }.get(algorithm.policy_loss_type)
 
 
+def _proximal(trainer: TrainerConfig) -> list[str]:
+    """The two ratios of decoupled PPO, and the policy between them."""
+    ratios = "r = exp(log_probs - {0}), v = exp({0} - rollout_log_probs)"
+    if trainer.algorithm.decoupled_ppo.proximal == "forward":
+        return [ratios.format("old_log_probs"), _anchor(trainer)]
+    between = "rollout_log_probs + d / (d + 1) sg[log_probs - rollout_log_probs]"
+    return [ratios.format("prox"), f"prox = {between}", "d = staleness of the token, in steps"]
+
+
 def _anchor(trainer: TrainerConfig) -> str:
-    if ratio_anchor(trainer.algorithm) == "rollout":
+    algorithm = trainer.algorithm
+    if algorithm.old_log_probs == "rollout":
+        return "old_log_probs: the sampler's, as it recorded them; no forward pass"
+    if ratio_anchor(algorithm) == "rollout":
         return "rollout_log_probs: the sampler's, as it recorded them"
     if needs_old_log_probs(trainer):
         return "old_log_probs: the policy's at the start of the step, recomputed by the trainer"

@@ -22,16 +22,34 @@ def ratio_anchor(algorithm: AlgorithmConfig) -> Anchor | None:
     by the log-probs that it recorded. A user's loss is offered both, and taken to use the first.
     """
     name = algorithm.policy_loss_type
-    if name == "cispo":
-        return "rollout" if algorithm.cispo.cispo_anchor == "rollout" else "old"
-    if name in ("rollout_is", "dppo"):
-        return "rollout"
-    return None if name == "cross_entropy" else "old"
+    if name == "cross_entropy":
+        return None
+    by_sampler = (
+        name in ("rollout_is", "dppo")
+        or (name == "cispo" and algorithm.cispo.cispo_anchor == "rollout")
+        or (name == "decoupled_ppo" and algorithm.decoupled_ppo.proximal == "log_linear")
+        or algorithm.old_log_probs == "rollout"
+    )
+    return "rollout" if by_sampler else "old"
+
+
+def corrects_itself(algorithm: AlgorithmConfig) -> bool:
+    """Whether the loss itself accounts for the difference between trainer and sampler."""
+    return ratio_anchor(algorithm) == "rollout" or algorithm.policy_loss_type == "decoupled_ppo"
 
 
 def allowed_reductions(policy_loss_type: str) -> tuple[str, ...]:
     """The values of loss_reduction under which a loss means something."""
     return ("sequence_mean",) if policy_loss_type == "gmpo" else REDUCTIONS
+
+
+def is_builtin_loss(policy_loss_type: str) -> bool:
+    """Whether the policy loss is one of the library's.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    return PolicyLossRegistry.resolve(policy_loss_type) in LOSSES.values()
 
 
 def reduces_by_itself(config: TrainConfig) -> bool:
@@ -42,7 +60,7 @@ def reduces_by_itself(config: TrainConfig) -> bool:
     """
     trainer, name = config.trainer, config.trainer.algorithm.policy_loss_type
     try:
-        if PolicyLossRegistry.resolve(name) in LOSSES.values():
+        if is_builtin_loss(name):
             return False
     except ValueError:  # unknown: validation says so
         return False
@@ -67,6 +85,8 @@ def needs_old_log_probs(trainer: TrainerConfig) -> bool:
     The first update on a batch has the old policy itself; only later ones must know it.
     """
     algorithm = trainer.algorithm
+    if algorithm.old_log_probs == "rollout":
+        return False
     return (
         (ratio_anchor(algorithm) == "old" and updates_per_step(trainer) > 1)
         or correction_enabled(algorithm.off_policy_correction)

@@ -50,9 +50,25 @@ def objective_card(config: TrainConfig, num_devices: int = 1) -> str:
         ("filters", _filters(config)),
         ("optimizer", [optimizer_line(trainer.policy.optimizer_config)]),
         ("batch", _batch(config, num_devices)),
+        ("ahead", _ahead(trainer)),
         ("critic", _critic(trainer)),
     ]
     return format_card(parts)
+
+
+def _ahead(trainer: TrainerConfig) -> list[str]:
+    settings = trainer.fully_async
+    if not settings.enabled:
+        return []
+    steps = settings.max_staleness_steps
+    if settings.schedule == "lockstep" or steps == 0:
+        behind = f" - {steps}" if steps else ""
+        return [f"batch t is sampled by the policy after max(0, t - 1{behind}) steps"]
+    workers = settings.num_parallel_generation_workers
+    return [
+        f"sampling is up to {steps} steps ahead, {workers} prompts at a time; weights change in "
+        "flight"
+    ]
 
 
 def format_card(parts: Sequence[tuple[str, Sequence[str]]]) -> str:

@@ -5,13 +5,9 @@ import warnings
 from typing import Any
 
 from jaxrl.config.algorithm import AlgorithmConfig, OffPolicyCorrectionConfig
+from jaxrl.config.anchor_checks import UNCORRECTED, check_old_log_probs, check_recorded
 from jaxrl.config.errors import fail
-from jaxrl.config.needs import (
-    allowed_reductions,
-    kl_in_reward,
-    ratio_anchor,
-    reduces_by_itself,
-)
+from jaxrl.config.needs import allowed_reductions, corrects_itself, kl_in_reward, reduces_by_itself
 from jaxrl.config.train_config import TrainConfig
 from jaxrl.losses.off_policy import correction_enabled
 from jaxrl.objective import make_policy_loss
@@ -19,13 +15,6 @@ from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry, bind_
 
 _ALGORITHM = "trainer.algorithm"
 _CORRECTION = f"{_ALGORITHM}.off_policy_correction"
-UNCORRECTED = {
-    "clip_cov": "it chooses tokens by its own statistics of the minibatch",
-    "kl_cov": "it chooses tokens by its own statistics of the minibatch",
-    "gmpo": "there is none of a geometric mean",
-    "cross_entropy": "it has no ratio",
-}
-
 _BOUNDED_RATIO = ("regular", "dual_clip", "gspo", "rollout_is", "clip_cov")
 
 
@@ -40,6 +29,7 @@ def check_objective(config: TrainConfig) -> None:
     _check_loss(algorithm)
     _check_reduction(algorithm)
     _check_kl(algorithm)
+    check_old_log_probs(algorithm)
     _check_correction(algorithm)
     _check_log_probs(config)
     _check_filters(config)
@@ -81,6 +71,9 @@ def _check_loss(algorithm: AlgorithmConfig) -> None:
     if name == "dppo":
         fields = "dppo.delta_low dppo.delta_high"
         _require(algorithm, fields, lambda x: x >= 0, "must be 0 or more, e.g. 0.2")
+    if name == "decoupled_ppo":
+        fix = "must be 1 or more, the weight where the policies are the same; e.g. 5.0"
+        _require(algorithm, "decoupled_ppo.behave_cap", lambda x: x >= 1, fix)
     if name == "clip_cov":
         _require(algorithm, "clip_cov.clip_ratio", lambda x: 0 < x <= 1, "must be in (0, 1]")
         if algorithm.clip_cov.clip_cov_lb >= algorithm.clip_cov.clip_cov_ub:
@@ -130,7 +123,7 @@ def _check_correction(algorithm: AlgorithmConfig) -> None:
         fix = f"no off-policy correction is defined for it: {UNCORRECTED[name]}; turn off "
         fail(f"{_ALGORITHM}.policy_loss_type", name, f"{fix}{_CORRECTION}.*")
     if correction.tis_ratio_type is not None:
-        if ratio_anchor(algorithm) == "rollout":
+        if corrects_itself(algorithm):
             fail(
                 f"{_CORRECTION}.tis_ratio_type",
                 correction.tis_ratio_type,
@@ -162,7 +155,8 @@ def _check_log_probs(config: TrainConfig) -> None:
         "needs the sampler's log-probs, and generator.sampling_params.logprobs=None: rollouts "
     )
     without += "carry none"
-    if ratio_anchor(algorithm) == "rollout" or required:
+    check_recorded(algorithm, without)
+    if corrects_itself(algorithm) or required:
         fix = f"{without}; choose a loss whose ratio is against old_log_probs, e.g. 'regular'"
         fail(f"{_ALGORITHM}.policy_loss_type", algorithm.policy_loss_type, fix)
     if correction_enabled(algorithm.off_policy_correction):

@@ -12,12 +12,24 @@ _ENGINE = "generator.inference_engine"
 
 
 def rows_at_once(config: TrainConfig) -> int:
-    """Trajectories of the larger of a training and an evaluation batch."""
+    """Trajectories of the larger of a training and an evaluation batch.
+
+    Of both where they are sampled side by side.
+    """
     generator, trainer = config.generator, config.trainer
-    return max(
-        trainer.train_batch_size * generator.n_samples_per_prompt,
-        trainer.eval_batch_size * generator.eval_n_samples_per_prompt,
-    )
+    evaluated = trainer.eval_batch_size * generator.eval_n_samples_per_prompt
+    if not overlaps(config):
+        return max(trainer.train_batch_size * generator.n_samples_per_prompt, evaluated)
+    free = trainer.fully_async.schedule == "free"
+    workers = trainer.fully_async.num_parallel_generation_workers
+    groups = workers if free else trainer.train_batch_size
+    return groups * generator.n_samples_per_prompt + evaluated * (trainer.eval_interval > 0)
+
+
+def overlaps(config: TrainConfig) -> bool:
+    """Whether sampling goes on while the trainer trains and evaluates."""
+    settings = config.trainer.fully_async
+    return settings.enabled and settings.max_staleness_steps > 0
 
 
 def longest_row(config: TrainConfig) -> int:

@@ -15,7 +15,7 @@ from jaxrl.config.generator import GeneratorConfig, SamplingParams
 from jaxrl.config.mesh import map_mesh
 from jaxrl.config.serving import ServeConfig
 from jaxrl.config.sft import SFTConfig
-from jaxrl.config.trainer import TrainerConfig
+from jaxrl.config.trainer import FullyAsyncConfig, TrainerConfig
 from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry
 
 
@@ -101,6 +101,8 @@ def resolve(config: Config) -> Config:
     temperature; algorithm.max_seq_len = max_input_length + max_generate_length (for one turn only);
     policy.mesh, ref.mesh and critic.mesh = what SkyRL's fields say where they do not;
     eval_sampling_params = greedy with the same length; generator.rope_* = trainer.rope_*;
+    fully_async.num_parallel_generation_workers, if it is the default = a number that the batch can
+    keep at work;
     off_policy_correction = token weights for the deprecated use_tis. What the user set stays, but
     for a leading `~` in a path, which becomes the home folder, and for another name or path of a
     built-in loss or estimator, which becomes the built-in's name.
@@ -136,10 +138,20 @@ def resolve(config: Config) -> Config:
         algorithm.max_seq_len = generator.max_input_length + length
     if generator.eval_sampling_params is None:
         generator.eval_sampling_params = SamplingParams(temperature=0.0, max_generate_length=length)
+    _fit_workers(trainer)
     generator.rope_scaling = generator.rope_scaling or copy.deepcopy(trainer.rope_scaling)
     generator.rope_theta = generator.rope_theta or trainer.rope_theta
     _expand_home(config)
     return config
+
+
+def _fit_workers(trainer: TrainerConfig) -> None:
+    """SkyRL's default is for large batches."""
+    settings, size = trainer.fully_async, trainer.train_batch_size
+    default = FullyAsyncConfig.num_parallel_generation_workers
+    if settings.enabled and settings.num_parallel_generation_workers == default:
+        most = size * (max(settings.max_staleness_steps, 0) + 1)
+        settings.num_parallel_generation_workers = min(max(default, size), most)
 
 
 def _expand_home(config: TrainConfig) -> None:

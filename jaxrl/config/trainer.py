@@ -101,12 +101,19 @@ class RefConfig(BaseConfig):
 
 @dataclass
 class FullyAsyncConfig(BaseConfig):
-    """Training while sampling continues."""
+    """Training while sampling continues, see docs/asynchrony.md."""
 
+    enabled: bool = False
+    """Sample later batches while a batch is trained."""
+    schedule: str = "free"
+    """"free": prompts are trained in the order in which they are finished, and weights change while
+    tokens are drawn. "lockstep": batches are sampled whole, each by a fixed version of the weights;
+    a resumed run equals an undisturbed one bit for bit."""
     max_staleness_steps: int = 4
-    """Most steps between the sampling of a group and its training."""
+    """Training steps that sampling may be ahead; 0 = nothing overlaps, as in synchronous runs."""
     num_parallel_generation_workers: int = 768
-    """Groups in generation at the same time."""
+    """Prompts in generation at the same time, in the schedule "free"; the default is brought
+    between train_batch_size and that times max_staleness_steps + 1, beyond which none has work."""
 
 
 @dataclass

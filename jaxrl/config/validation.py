@@ -4,6 +4,7 @@ import math
 import warnings
 from typing import Any
 
+from jaxrl.config.async_checks import check_async
 from jaxrl.config.conversation_checks import check_conversations
 from jaxrl.config.critic_checks import check_critic, check_moving_reference
 from jaxrl.config.dataclass_config import flatten
@@ -43,6 +44,8 @@ _CHOICES = {
     "trainer.algorithm.dynamic_sampling.type": (None, "filter", "replace"),
     "trainer.algorithm.cispo.cispo_anchor": ("old", "rollout"),
     "trainer.algorithm.dppo.dppo_type": ("binary_tv", "binary_kl"),
+    "trainer.algorithm.decoupled_ppo.proximal": ("forward", "log_linear"),
+    "trainer.algorithm.old_log_probs": ("trainer", "rollout"),
     "trainer.algorithm.off_policy_correction.tis_ratio_type": (None, "token", "sequence"),
     "trainer.algorithm.off_policy_correction.sequence_mask_metric": (
         None,
@@ -104,6 +107,7 @@ def validate(config: TrainConfig, num_devices: int = 1) -> None:
     check_mesh(config, shares)
     check_conversations(config)
     check_engines(config, len(shares.engine))
+    check_async(config, len(shares.engine))
     check_serving(config.serve)
     check_watching(config.trainer.watching, logger_names(config.trainer.logger))
     check_ledger(config.trainer.ledger)

@@ -1,7 +1,7 @@
 """Trajectories -> `TrainBatch`: host arrays, one trajectory per row, right padded to a bucket."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +56,7 @@ def empty_batch(
         policy_versions=np.zeros(rows, np.int32),
         row_ids=np.arange(rows, dtype=np.int32),
         kept=np.full((rows, width, kept), -1, np.int32) if kept else None,
+        token_versions=np.full((rows, width), -1, np.int32),
     )
 
 
@@ -98,9 +99,9 @@ def collate(output: GeneratorOutput, index: Sequence[int] | np.ndarray) -> Train
     lengths = np.array([len(p) + len(r) for p, r in zip(prompts, responses, strict=True)], np.int32)
     width = length_bucket(int(lengths.max()))
 
-    def response_array(column: str) -> np.ndarray:
-        array = np.zeros((rows, width), np.float32)
-        for row, values in enumerate(output[column]):
+    def response_array(column: str, empty: float | np.int32 = 0.0) -> np.ndarray:
+        array = np.full((rows, width), empty, getattr(empty, "dtype", np.float32))
+        for row, values in enumerate(cast(dict, output)[column]):
             if np.ndim(values) != 1 or len(values) != len(responses[row]):
                 raise ValueError(
                     f"{column}[{row}] must have one entry for each of the "
@@ -129,6 +130,9 @@ def collate(output: GeneratorOutput, index: Sequence[int] | np.ndarray) -> Train
         row_ids=np.arange(rows, dtype=np.int32),
         is_last_step=np.asarray(output["is_last_step"]) if "is_last_step" in output else None,
         kept=_kept(output, width),
+        token_versions=response_array("token_versions", np.int32(-1))
+        if "token_versions" in output
+        else None,
     )
 
 

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jaxrl import config as cfg
+from jaxrl.checkpoint import PREFIX
 from jaxrl.checksums import checksums
 from jaxrl.ledger.database import FILE, Ledger
 from jaxrl.ledger.rollout_file import rollouts_path, write_rollouts
@@ -47,9 +48,11 @@ class Books:
         saved = (trainer.checkpointer.restored_meta or {}).get("ledger")
         self.ledger = Ledger(self.folder / FILE, lock_timeout=timeout)
         size = settings.train_batch_size
+        path = settings.resume_path if settings.resume_mode == "from_path" else None
         self.ledger.begin(
             step,
             saved if step else None,
+            path=path or str(trainer.checkpointer.folder / f"{PREFIX}_{step}"),
             first_ordinal=int(trainer.state.batches_drawn) * size,
             facts={
                 "seed": settings.seed,
@@ -59,12 +62,18 @@ class Books:
                 "policy_mini_batch_size": settings.policy_mini_batch_size,
                 "dynamic_sampling": settings.algorithm.dynamic_sampling.type,
             },
+            machine=machine_of(trainer.mesh),
             uids=[prompt.uid for prompt in trainer.train_prompts],
             held=held,
         )
         for path in (self.folder / "rollouts").glob("step_*.npz"):
             if int(path.stem.removeprefix("step_")) > step:  # of what is superseded
                 path.unlink()
+
+    def knows(self, saved_meta: dict[str, Any] | None) -> bool:
+        """Whether the rows that a checkpoint speaks of are in this ledger."""
+        saved = (saved_meta or {}).get("ledger")
+        return self.ledger is None or (saved or {}).get("run_id") == self.ledger.run_id
 
     # ---------------------------------------------------------------- the way of a trajectory
 
@@ -159,6 +168,17 @@ def step_checksums(batch: TrainBatch, state: Any) -> dict[str, int]:
         if array is not None:
             found[f"batch.{name}"] = zlib.crc32(np.asarray(jax.device_get(array)).tobytes())
     return found | {f"state{name}": number for name, number in checksums(state).items()}
+
+
+def machine_of(mesh: jax.sharding.Mesh) -> dict[str, Any]:
+    """Where bits come from beside the state and the batch."""
+    return {
+        "platform": jax.default_backend(),
+        "device": mesh.devices.flat[0].device_kind,
+        "devices": len(jax.devices()),
+        "mesh": {axis: size for axis, size in mesh.shape.items() if size > 1},
+        "jax": jax.__version__,
+    }
 
 
 def _judged(output: GeneratorOutput, start: int, end: int) -> tuple[Any, ...]:

@@ -6,8 +6,9 @@ checkpoint marks the rows after its position as superseded, by the attempt that 
 What is not superseded is the surviving lineage.
 """
 
-import fcntl
+import errno
 import json
+import os
 import queue
 import sqlite3
 import threading
@@ -31,7 +32,7 @@ _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS runs (run_id TEXT, format INTEGER, facts TEXT)",
     "CREATE TABLE IF NOT EXISTS data (row INTEGER PRIMARY KEY, uid TEXT)",
     "CREATE TABLE IF NOT EXISTS attempts (attempt INTEGER PRIMARY KEY, position INTEGER, "
-    "from_step INTEGER, first_ordinal INTEGER, origin TEXT, started REAL)",
+    "from_step INTEGER, first_ordinal INTEGER, origin TEXT, started REAL, machine TEXT)",
     *(
         f"CREATE TABLE IF NOT EXISTS {name} (id INTEGER PRIMARY KEY, attempt INTEGER, {columns}, "
         "superseded INTEGER)"
@@ -45,16 +46,26 @@ _OPEN_GROUPS = """SELECT id FROM groups WHERE superseded IS NULL AND id NOT IN (
     SELECT t.group_id FROM trajectories t JOIN ends e ON e.trajectory_id = t.id
     WHERE t.superseded IS NULL AND e.superseded IS NULL)"""
 
+_DAMAGED = "move it away: the run then goes on with a new one, which knows nothing earlier"
+_FIXES = {  # by the first letters of SQLite's error
+    "SQLITE_FULL": "free space on its disk",
+    "SQLITE_BUSY": "it was locked for {.lock_timeout:g} s, end the process that holds it",
+    "SQLITE_CORRUPT": _DAMAGED,
+    "SQLITE_NOTADB": _DAMAGED,
+}
+_OTHER_FIX = "mend the disk or the permissions of its folder"
+_NO_SPACE = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
+
 Work = Callable[[sqlite3.Connection], Any]
 Row = Sequence[Any]
 
 
-class LedgerError(RuntimeError):
+class LedgerError(ValueError):
     """The ledger cannot be written; what the last checkpoint holds is not touched by it."""
 
 
 class Ledger:
-    """The writer of a run's database.
+    """The writer of a run's database; a run folder has one, `files.FolderLock`.
 
     Methods return at once; `position` and `begin` wait. What goes wrong in the writing thread is
     raised by the next call.
@@ -64,27 +75,17 @@ class Ledger:
         lock_timeout: seconds to wait for another process that locks the database.
 
     Raises:
-        LedgerError: another run writes it, it is no database of ours, or the disk refuses.
+        LedgerError: it is damaged or no ledger, another process locks it, or the disk refuses.
     """
 
     def __init__(self, path: Path, *, lock_timeout: float = 60.0) -> None:
         self.path, self.lock_timeout = path, lock_timeout
         self._lock, self._next = threading.Lock(), 1
         self._failure: LedgerError | None = None
-        self._own = path.with_name(f"{path.name}.lock").open("w")
-        try:
-            fcntl.flock(self._own, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._own.close()
-            raise LedgerError(
-                f"another process trains in {path.parent} and writes {path.name}: give this run a "
-                "trainer.run_name of its own, or end the other one"
-            ) from error
         try:
             self._connection = self._connect()
             self.run_id, self._next = self._open()
         except sqlite3.Error as error:
-            self._own.close()
             raise self._named(error) from error
         self.attempt = 0
         self._queue: queue.SimpleQueue[tuple[Work, Future[Any]] | None] = queue.SimpleQueue()
@@ -98,8 +99,10 @@ class Ledger:
         step: int,
         saved: Mapping[str, Any] | None,
         *,
+        path: str = "",
         first_ordinal: int,
         facts: Mapping[str, Any],
+        machine: Mapping[str, Any],
         uids: Sequence[str],
         held: Collection[int] = (),
     ) -> None:
@@ -107,15 +110,17 @@ class Ledger:
 
         Args:
             saved: what `position` gave for the checkpoint; None without one.
+            path: of the checkpoint.
             first_ordinal: number of the first prompt that is to be handed out.
             facts: of the run, JSON.
+            machine: what this attempt runs on, JSON.
             uids: of the training prompts, in the order of the data.
             held: groups that were sampled and wait in the checkpoint.
         """
         known = saved is not None and saved["run_id"] == self.run_id
         position = saved["position"] if saved is not None and known else 0
-        elsewhere = step > 0 and not known
-        origin = f"step {step} of run {saved['run_id'] if saved else '?'}" if elsewhere else ""
+        origin = "" if known or not step else f"{path} of run {saved['run_id'] if saved else '?'}"
+        self._next = max(self._next, position + 1)  # a disk that lost rows must not give ids twice
 
         def work(db: sqlite3.Connection) -> int:
             (last,) = db.execute("SELECT COALESCE(MAX(attempt), 0) FROM attempts").fetchone()
@@ -131,7 +136,8 @@ class Ledger:
             db.execute("DELETE FROM data")
             db.executemany("INSERT INTO data VALUES (?, ?)", enumerate(uids))
             row = attempt, position, step, first_ordinal, origin, time.time()
-            db.execute("INSERT INTO attempts VALUES (?, ?, ?, ?, ?, ?)", row)
+            row = *row, json.dumps(dict(machine))
+            db.execute("INSERT INTO attempts VALUES (?, ?, ?, ?, ?, ?, ?)", row)
             return attempt
 
         self.attempt = self.submit(work).result()
@@ -156,7 +162,7 @@ class Ledger:
     def position(self) -> dict[str, Any]:
         """What a checkpoint that is saved now knows; all of it is on disk."""
         with self._lock:
-            last, done = self._next - 1, self.submit(_sync)
+            last, done = self._next - 1, self.submit(self._sync)
         done.result()
         return {"run_id": self.run_id, "position": last}
 
@@ -165,7 +171,6 @@ class Ledger:
         self._queue.put(None)
         self._thread.join()
         self._connection.close()
-        self._own.close()
 
     # ---------------------------------------------------------------- the thread
 
@@ -202,11 +207,9 @@ class Ledger:
                 done.set_exception(error)
 
     def _transaction(self, work: Work) -> Any:
-        if not _is_open_file(self.path, self._inode):
+        if self._inodes() != self._files:
             self._write_anew()
         db = self._connection
-        if work is _sync:
-            return _sync(db)
         db.execute("BEGIN IMMEDIATE")
         try:
             result = work(db)
@@ -223,13 +226,33 @@ class Ledger:
         )
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")  # `position` syncs
-        self._inode = self.path.stat().st_ino
+        (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise sqlite3.DatabaseError(found)
+        self._files = self._inodes()
         return db
+
+    def _inodes(self) -> list[int | None]:
+        """Of the database and its log, None for one that is gone."""
+        paths = self.path, self._log
+        return [path.stat().st_ino if path.exists() else None for path in paths]
+
+    @property
+    def _log(self) -> Path:
+        return self.path.with_name(f"{self.path.name}-wal")
+
+    def _sync(self, _: sqlite3.Connection) -> None:
+        """Everything committed so far is on disk."""
+        with self._log.open("rb") as file:
+            os.fsync(file.fileno())
 
     def _open(self) -> tuple[str, int]:
         """The id of the run and the next number of a row; makes what is missing."""
         db = self._connection
         db.execute("BEGIN IMMEDIATE")
+        tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
+        if tables and "runs" not in tables:
+            raise sqlite3.DatabaseError(f"it is no ledger, its tables are {sorted(tables)}")
         for statement in _SCHEMA:
             db.execute(statement)
         found = db.execute("SELECT run_id, format FROM runs").fetchone()
@@ -257,19 +280,13 @@ class Ledger:
         print(f"{self.path} was deleted while the run went on: written anew, nothing is lost")
 
     def _named(self, error: BaseException) -> LedgerError:
-        text = str(error)
-        fix = "mend the disk or its permissions"
-        if "full" in text:
-            fix = "free space"
-        elif "locked" in text:
-            fix = f"it was locked for {self.lock_timeout:g} s: end the process that holds it"
-        elif isinstance(error, sqlite3.DatabaseError) and not isinstance(
-            error, sqlite3.OperationalError
-        ):
-            fix = "move it away: the run then goes on with a new one, which knows nothing earlier"
+        code = getattr(error, "sqlite_errorname", "SQLITE_NOTADB")  # what we found ourselves
+        if isinstance(error, OSError):
+            code = "SQLITE_FULL" if error.errno in _NO_SPACE else "SQLITE_IOERR"
+        fix = next((fix for name, fix in _FIXES.items() if code.startswith(name)), _OTHER_FIX)
         return LedgerError(
-            f"cannot write the ledger {self.path} ({type(error).__name__}: {text}): {fix}, and "
-            "start again; the run goes on from its last checkpoint"
+            f"cannot write the ledger {self.path} ({type(error).__name__}: {error}): "
+            f"{fix.format(self)}, and start again; the run goes on from its last checkpoint"
         )
 
 
@@ -283,15 +300,3 @@ def _supersede(db: sqlite3.Connection, table: str, attempt: int, where: str, giv
     db.execute(
         f"UPDATE {table} SET superseded = ? WHERE superseded IS NULL AND {where}", (attempt, *given)
     )
-
-
-def _sync(db: sqlite3.Connection) -> None:
-    """Everything committed so far is on disk: the log is synced, and moved into the database."""
-    db.execute("PRAGMA wal_checkpoint(PASSIVE)")
-
-
-def _is_open_file(path: Path, inode: int) -> bool:
-    try:
-        return path.stat().st_ino == inode
-    except FileNotFoundError:
-        return False

@@ -9,6 +9,7 @@ rollouts of another policy, `kl.py` the estimators of the KL term, `value.py` th
 from jaxrl.losses.cispo import cispo
 from jaxrl.losses.clip_cov import clip_cov
 from jaxrl.losses.cross_entropy import cross_entropy
+from jaxrl.losses.decoupled_ppo import decoupled_ppo
 from jaxrl.losses.dppo import dppo
 from jaxrl.losses.dual_clip import dual_clip
 from jaxrl.losses.gmpo import gmpo
@@ -27,6 +28,7 @@ LOSSES = {
     "cispo": cispo,  # arXiv:2506.13585
     "rollout_is": rollout_is,  # GLM-5
     "dppo": dppo,  # arXiv:2602.04879
+    "decoupled_ppo": decoupled_ppo,  # arXiv:2505.24298
     "clip_cov": clip_cov,  # arXiv:2505.22617
     "kl_cov": kl_cov,  # arXiv:2505.22617
     "gmpo": gmpo,  # arXiv:2507.20673

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from jaxrl import config as cfg
 from jaxrl.offload import IN_HOST_MEMORY
 from jaxrl.planning.phases import Phase
 from jaxrl.planning.run import Run, device_bytes, placed_params, reference_params, shares_base
@@ -32,8 +33,10 @@ class Resident:
 def residents(run: Run, found: list[Phase]) -> list[Resident]:
     """On the devices of policy, reference, critic and engine.
 
-    The engine's weights and cache are dropped when the rollouts of a step are there.
+    The engine's weights and cache are dropped when the rollouts of a step are there, unless
+    sampling goes on while the trainer trains.
     """
+    kinds = None if cfg.overlaps(run.config) else SAMPLING
     policy, trainer = run.policy, run.config.trainer
     at = frozenset(policy.placement.mesh.devices.flat)
     stay = [
@@ -60,8 +63,8 @@ def residents(run: Run, found: list[Phase]) -> list[Resident]:
         stay.append(_of_state("critic optimizer", *given, "opt_state", at))
     for decode in (phase for phase in found if phase.kind == "decode"):
         weights, cache = (device_bytes(x) for x in decode.call.args[:2])
-        stay.append(Resident("engine weights", weights, decode.part.devices, SAMPLING))
-        stay.append(Resident("KV cache", cache, decode.part.devices, SAMPLING))
+        stay.append(Resident("engine weights", weights, decode.part.devices, kinds))
+        stay.append(Resident("KV cache", cache, decode.part.devices, kinds))
     return stay
 
 

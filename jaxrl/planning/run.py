@@ -158,7 +158,7 @@ class Run:
             batch = without_policy(batch)
         weights = jax.eval_shape(lambda batch: updater.objective.weights(batch)[0], batch)
         weights = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), weights)
-        tree, key = (batch.replace(kept=None), weights), jax.random.key(0)
+        tree, key = (updater.objective.seen(batch), weights), jax.random.key(0)
         _, rows, part = next(microbatches(tree, batch, updater.microbatching))
         rows = placed(with_token_keys(params, rows, part[0].row_ids, key), at)
         cut = updater.microbatching

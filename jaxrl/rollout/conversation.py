@@ -20,7 +20,7 @@ from jaxrl.rollout.protocol import Completion, Engine, Request, Sampling
 from jaxrl.rollout.reward_terms import RewardTerms
 from jaxrl.rollout.session import EnvironmentFailure, Session
 from jaxrl.rollout.submissions import Submissions, Turn
-from jaxrl.rollout.trajectories import to_columns
+from jaxrl.rollout.trajectories import refuse_all_failed, to_columns
 from jaxrl.rollout.turns import Transcript, TurnTemplate, spoken_tokens, tokens_of_prefix
 from jaxrl.types import GeneratorInput, GeneratorOutput, Prompt, Trajectory, TrajectoryID
 
@@ -94,7 +94,8 @@ class Conversation:
         """A turn of the policy."""
         if not self.transcript.turns:
             self.version = completion.versions[0]
-        self.transcript.add_sampled(completion.tokens, completion.log_probs, completion.kept)
+        columns = completion.log_probs, completion.kept, completion.versions
+        self.transcript.add_sampled(completion.tokens, *columns)
         self.stop_reason = completion.stop_reason
 
     @contextlib.contextmanager
@@ -124,8 +125,10 @@ class Conversation:
             env_metrics=self.metrics,
             reward_terms={} if self.failure else self.session.earned,
             env_seconds=self.session.seconds,
+            failure=str(self.failure) if self.failure else "",
             turns=transcript.turns,
             kept=transcript.kept,
+            versions=transcript.versions,
         )
 
 
@@ -161,6 +164,7 @@ class ConversationGenerator:
         self.settings = GeneratorConfig() if settings is None else settings
         self.log_probs = self.settings.sampling_params.logprobs is not None
         self.pool = EnvironmentPool(max_env_workers, env_timeout_seconds)
+        self._submissions: Submissions | None = None
         self.reward_terms = reward_terms
         self.template = TurnTemplate(tokenizer, self.settings.chat_template_kwargs)
 
@@ -171,10 +175,11 @@ class ConversationGenerator:
         reward 0, everything masked.
 
         Raises:
-            RuntimeError: that is what became of every trajectory; gives the first one's reason.
+            RuntimeError: that is what became of every trajectory of a whole batch; gives the first
+                one's reason.
             RewardTermError: reward terms and their weights do not belong together.
         """
-        later = Submissions(self.engine)
+        later = self._submissions_here()
         talks = [
             Conversation(prompt, key, self._session(prompt), later)
             for prompt, key in zip(batch["prompts"], batch["keys"], strict=True)
@@ -182,19 +187,30 @@ class ConversationGenerator:
         sampling: Sampling = batch["sampling"]
         try:
             await _all([self._open(talk) for talk in talks])
-            turns = self._first_turns(talks, sampling)
+            turns = await self._first_turns(talks, later, sampling)
             pairs = zip(talks, turns, strict=True)
             await _all([self._hold(talk, turn, sampling) for talk, turn in pairs])
         finally:
             await later.close()
             await _all([_close(talk.session) for talk in talks])
-        failures = [talk.failure for talk in talks if talk.failure]
-        if failures and len(failures) == len(talks):
-            message = f"all {len(talks)} trajectories of the batch failed; the first: {failures[0]}"
-            raise RuntimeError(message) from failures[0]
+        part, ids = batch.get("part", False), batch.get("trajectory_ids")
         trajectories = [talk.trajectory() for talk in talks]
-        ids, step_wise = batch.get("trajectory_ids"), self.settings.step_wise_trajectories
-        return to_columns(trajectories, ids, step_wise=step_wise, log_probs=self.log_probs)
+        if not part:
+            refuse_all_failed([talk.failure for talk in talks])
+        return to_columns(
+            trajectories,
+            ids,
+            step_wise=self.settings.step_wise_trajectories,
+            log_probs=self.log_probs,
+            part=part,
+        )
+
+    def _submissions_here(self) -> Submissions:
+        """Of this loop: batches that are sampled side by side share calls of the engine."""
+        found, loop = self._submissions, asyncio.get_running_loop()
+        if found is None or found.loop is not loop:
+            found = self._submissions = Submissions(self.engine, loop)
+        return found
 
     def _session(self, prompt: Prompt) -> Session:
         return Session(prompt, self.pool, self.env_config, self.reward_terms)
@@ -209,7 +225,9 @@ class ConversationGenerator:
                     opening = encode_prompt(self.tokenizer, messages, **variables)
                 talk.transcript.prompt = opening
 
-    def _first_turns(self, talks: Sequence[Conversation], sampling: Sampling) -> list[Turn | None]:
+    async def _first_turns(
+        self, talks: Sequence[Conversation], later: Submissions, sampling: Sampling
+    ) -> list[Turn | None]:
         """One call of the engine for all; None where nothing is to be sampled."""
         able = [i for i, talk in enumerate(talks) if not talk.failure and self._fits(talk)]
         alike = groupby(able, lambda i: (talks[i].prompt.uid, talks[i].transcript.input))
@@ -218,7 +236,8 @@ class ConversationGenerator:
             Request(tokens, tuple(talks[i].key for i in rows), sampling) for tokens, rows in groups
         ]
         turns: list[Turn | None] = [None] * len(talks)
-        for (_, rows), samples in zip(groups, self.engine.submit(requests), strict=True):
+        submitted = await asyncio.gather(*(later.submit(request) for request in requests))
+        for (_, rows), samples in zip(groups, submitted, strict=True):
             for i, turn in zip(rows, samples, strict=True):
                 turns[i] = turn
         return turns

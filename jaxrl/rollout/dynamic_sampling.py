@@ -7,13 +7,13 @@ the same has no advantage, so it would only make the batch smaller.
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, cast
 
 import numpy as np
 
 from jaxrl.config import DynamicSamplingConfig, TrainConfig
 from jaxrl.data.packing import token_level
 from jaxrl.data.selection import filter_rows, replace_rows, zero_variance_groups
+from jaxrl.rollout.parts import concatenate
 from jaxrl.rollout.step_wise import last_steps, take_trajectories
 from jaxrl.types import GeneratorOutput
 
@@ -88,7 +88,7 @@ def dynamic_sampling(
         parts.append(take_trajectories(output, rows))
         uids += [drawn[row] for row in rows]
         if len(uids) == prompts * samples:
-            return _concatenate(parts), distinct_uids(uids, samples)
+            return concatenate(parts), distinct_uids(uids, samples)
         if attempt == settings.max_sample_batches:
             good = prompts - int(same.sum()) // samples
             raise DynamicSamplingError(
@@ -122,17 +122,3 @@ def distinct_uids(uids: Sequence[str], samples: int) -> list[str]:
         seen[uid] += 1
         distinct += [uid if seen[uid] == 1 else f"{uid}#{seen[uid]}"] * samples
     return distinct
-
-
-def _concatenate(parts: Sequence[GeneratorOutput]) -> GeneratorOutput:
-    """Columns one after another; the generator's metrics are means over its batches."""
-    whole: dict[str, Any] = dict(parts[0])
-    for name, column in whole.items():
-        if isinstance(column, list):
-            whole[name] = list(
-                itertools.chain.from_iterable(cast(dict, part)[name] for part in parts)
-            )
-    metrics = [part["rollout_metrics"] for part in parts]
-    names = {name: None for m in metrics for name in m}
-    means = {n: float(np.mean([m[n] for m in metrics if n in m])) for n in names}
-    return cast(GeneratorOutput, whole | {"rollout_metrics": means})

@@ -2,12 +2,12 @@
 
 import asyncio
 import inspect
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from jaxrl.rollout.conversation import generator_input
-from jaxrl.rollout.protocol import Sampling
+from jaxrl.config import SamplingParams, TrainConfig
+from jaxrl.rollout.conversation import generator_input, sampling_of
 from jaxrl.rollout.step_wise import merge_steps
 from jaxrl.types import GeneratorInput, GeneratorOutput, Prompt
 
@@ -23,13 +23,11 @@ class GeneratorInterface(Protocol):
         ...
 
 
-def generate_now(generator: Any, batch: GeneratorInput) -> GeneratorOutput:
-    """Run `generator.generate(batch)` to its end.
-
-    In a thread of its own where a loop already runs in this one, as in a notebook.
+async def generate(generator: Any, batch: GeneratorInput) -> GeneratorOutput:
+    """`generator.generate(batch)`.
 
     Raises:
-        TypeError: `generate` is not a coroutine function.
+        TypeError: it is not a coroutine function.
     """
     work = generator.generate(batch)
     if not inspect.iscoroutine(work):
@@ -37,6 +35,39 @@ def generate_now(generator: Any, batch: GeneratorInput) -> GeneratorOutput:
             f"{type(generator).__name__}.generate must be written 'async def generate', it "
             f"returned {type(work).__name__}"
         )
+    return await work
+
+
+async def sample_prompts(
+    config: TrainConfig,
+    generator: Any,
+    eos_token_ids: Sequence[int],
+    phase: str,
+    prompts: Sequence[Prompt],
+    step: int,
+    samples: int,
+    params: SamplingParams,
+    *,
+    part: bool = False,
+) -> GeneratorOutput:
+    """`samples` judged trajectories of every prompt.
+
+    Args:
+        config: resolved.
+        eos_token_ids: of the model.
+        phase, step: with seed, prompt and sample they name all that is random.
+        part: these are not the whole batch; `parts.gather` puts the parts together.
+    """
+    names, sampling = (config.trainer.seed, phase, step), sampling_of(params, eos_token_ids)
+    batch = generator_input(prompts, samples, names, sampling)
+    if part:
+        batch["part"] = True
+    output = await generate(generator, batch)
+    return merge_steps(output) if config.generator.merge_stepwise_output else output
+
+
+def run_now(work: Coroutine[Any, Any, GeneratorOutput]) -> GeneratorOutput:
+    """Run a coroutine to its end, in a thread of its own where a loop already runs in this one."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -45,20 +76,6 @@ def generate_now(generator: Any, batch: GeneratorInput) -> GeneratorOutput:
         return thread.submit(asyncio.run, work).result()
 
 
-def sample_prompts(
-    generator: Any,
-    prompts: Sequence[Prompt],
-    samples: int,
-    names: Sequence[object],
-    sampling: Sampling,
-    *,
-    merge: bool,
-) -> GeneratorOutput:
-    """`samples` judged trajectories of every prompt.
-
-    Args:
-        names: seed, phase and step, which with prompt and sample name all that is random.
-        merge: neighbouring steps of a trajectory are one row where they can be.
-    """
-    output = generate_now(generator, generator_input(prompts, samples, names, sampling))
-    return merge_steps(output) if merge else output
+def generate_now(generator: Any, batch: GeneratorInput) -> GeneratorOutput:
+    """`generate`, run to its end."""
+    return run_now(generate(generator, batch))

@@ -9,7 +9,7 @@ import numpy as np
 from jaxrl.types import GeneratorOutput, Trajectory
 
 # columns of one entry per token, and the entry of a token that was not sampled
-_TOKENS = {"loss_masks": 0, "rollout_logprobs": 0, "kept": ()}
+_TOKENS = {"loss_masks": 0, "rollout_logprobs": 0, "kept": (), "token_versions": -1}
 
 
 def steps_of(trajectory: Trajectory) -> list[Trajectory]:
@@ -97,6 +97,7 @@ def _step(t: Trajectory, start: int, end: int) -> Trajectory:
         rewards=[0.0] * (end - start),
         turns=[(0, end - start)],
         kept=t.kept[start:end],
+        versions=t.versions[start:end],
     )
 
 

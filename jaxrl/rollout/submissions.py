@@ -17,8 +17,8 @@ class Submissions:
     loop.
     """
 
-    def __init__(self, engine: Sampler) -> None:
-        self.engine = engine
+    def __init__(self, engine: Sampler, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self.engine, self.loop = engine, loop
         self._waiting: list[tuple[Request, asyncio.Future[Samples]]] = []
         self._call: asyncio.Task[None] | None = None
 
@@ -39,7 +39,7 @@ class Submissions:
     async def close(self) -> None:
         """Wait for the call under way."""
         if self._call is not None:
-            await self._call
+            await asyncio.wait([self._call])  # which leaves it alone if this is cancelled
 
     async def _submit(self) -> None:
         while self._waiting:

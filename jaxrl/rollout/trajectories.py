@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxrl import envs
 from jaxrl.rollout.step_wise import steps_of
-from jaxrl.types import GeneratorOutput, Trajectory, TrajectoryID
+from jaxrl.types import GeneratorOutput, Measured, Trajectory, TrajectoryID
 
 
 def to_columns(
@@ -17,6 +17,7 @@ def to_columns(
     *,
     step_wise: bool = False,
     log_probs: bool = True,
+    part: bool = False,
 ) -> GeneratorOutput:
     """Trajectories as the columns that `Trainer.postprocess_generator_output` works on.
 
@@ -24,10 +25,12 @@ def to_columns(
         ids: None = the samples of each uid are numbered.
         step_wise: a row per turn.
         log_probs: whether the rollouts carry them.
+        part: of a batch; the column `measured` is for the metrics of the whole.
     """
     ids = _numbered(trajectories) if ids is None else ids
     steps = [steps_of(t) if step_wise else [t] for t in trajectories]
     rows = [row for of_one in steps for row in of_one]
+    measured = [_measured(t) for t in trajectories]
     output = GeneratorOutput(
         prompt_token_ids=[t.prompt_tokens for t in rows],
         response_ids=[t.response_tokens for t in rows],
@@ -36,43 +39,69 @@ def to_columns(
         stop_reasons=[t.stop_reason for t in rows],
         rollout_logprobs=[t.rollout_log_probs for t in rows] if log_probs else None,
         policy_versions=[t.policy_version for t in rows],
-        rollout_metrics=environment_metrics(trajectories) | conversation_metrics(trajectories),
+        rollout_metrics=batch_metrics(measured),
         trajectory_ids=[i for i, s in zip(ids, steps, strict=True) for _ in s],
     )
     if step_wise:
         output["is_last_step"] = [row is s[-1] for s in steps for row in s]
+    if part:
+        output["measured"] = [m for m, s in zip(measured, steps, strict=True) for _ in s]
     if any(t.reward_terms for t in rows):
         output["reward_terms"] = [t.reward_terms for t in rows]
     if any(any(t.kept) for t in rows):
         output["kept"] = [t.kept for t in rows]
+    if all(len(t.versions) == len(t.response_tokens) for t in rows):
+        output["token_versions"] = [t.versions for t in rows]
     return output
 
 
-def environment_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def batch_metrics(measured: Sequence[Measured]) -> dict[str, float]:
+    """The `rollout_metrics` of a batch; one entry per trajectory."""
+    return _environment_metrics(measured) | _conversation_metrics(measured)
+
+
+def refuse_all_failed(failures: Sequence[Exception | str | None]) -> None:
+    """Refuse a batch whose environments failed, all of them; None and "": one did not.
+
+    Raises:
+        RuntimeError: gives the first one's reason.
+    """
+    if failures and all(failures):
+        message = f"all {len(failures)} trajectories of the batch failed; the first: {failures[0]}"
+        cause = failures[0] if isinstance(failures[0], Exception) else None
+        raise RuntimeError(message) from cause
+
+
+def _measured(t: Trajectory) -> Measured:
+    failure = t.failure or "the environment failed" if t.stop_reason == "env_error" else ""
+    return Measured(t.env_class, t.env_metrics, t.env_seconds, t.turns, failure)
+
+
+def _environment_metrics(measured: Sequence[Measured]) -> dict[str, float]:
     """`environment/<name>`, with the class in the name if there are several environments."""
     by_env: dict[Any, list[dict[str, Any]]] = {}  # families of one environment together
-    for t in trajectories:
-        if t.stop_reason != "env_error":
-            by_env.setdefault(envs.load(t.env_class), []).append(t.env_metrics)
+    for m in measured:
+        if not m.failure:
+            by_env.setdefault(envs.load(m.env_class), []).append(m.env_metrics)
     metrics = {}
-    for env, measured in by_env.items():
+    for env, values in by_env.items():
         label = "environment" if len(by_env) == 1 else f"environment/{env.__name__}"
-        averages = env.aggregate_metrics(measured)
+        averages = env.aggregate_metrics(values)
         metrics |= {f"{label}/{name}": value for name, value in averages.items()}
     return metrics
 
 
-def conversation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def _conversation_metrics(measured: Sequence[Measured]) -> dict[str, float]:
     """Turns, sampled tokens and failures; seconds that a conversation waits for its environment."""
-    turns = [len(t.turns) for t in trajectories]
+    turns = [len(m.turns) for m in measured]
     return {
         "generate/avg_turns": float(np.mean(turns)),
         "generate/max_turns": float(np.max(turns)),
         "generate/sampled_tokens": float(
-            sum(end - start for t in trajectories for start, end in t.turns)
+            sum(end - start for m in measured for start, end in m.turns)
         ),
-        "generate/env_errors": float(sum(t.stop_reason == "env_error" for t in trajectories)),
-        "timing/environment": float(np.mean([t.env_seconds for t in trajectories])),
+        "generate/env_errors": float(sum(bool(m.failure) for m in measured)),
+        "timing/environment": float(np.mean([m.env_seconds for m in measured])),
     }
 
 

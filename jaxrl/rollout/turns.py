@@ -28,6 +28,7 @@ class Transcript:
     log_probs: list[float] = field(default_factory=list)  # 0 where not sampled
     rewards: list[float] = field(default_factory=list)
     kept: list[tuple[int, ...]] = field(default_factory=list)  # () = all, or not recorded
+    versions: list[int] = field(default_factory=list)  # of the policy; -1 where not sampled
     turns: list[tuple[int, int]] = field(default_factory=list)  # first token, one after the last
 
     @property
@@ -40,10 +41,11 @@ class Transcript:
         tokens: Sequence[int],
         log_probs: Sequence[float],
         kept: Sequence[tuple[int, ...]] = (),
+        versions: Sequence[int] = (),
     ) -> None:
-        """A turn of the policy; `log_probs` and `kept` may be empty, as a whole."""
+        """A turn of the policy; all but its tokens may be empty, as a whole."""
         start = len(self.tokens)
-        self._add(tokens, 1, log_probs or [0.0] * len(tokens), kept)
+        self._add(tokens, 1, log_probs or [0.0] * len(tokens), kept, versions)
         self.turns.append((start, len(self.tokens)))
 
     def add_given(self, tokens: Sequence[int]) -> None:
@@ -88,15 +90,25 @@ class Transcript:
         mask: int,
         log_probs: Sequence[float],
         kept: Sequence[tuple[int, ...]] = (),
+        versions: Sequence[int] = (),
     ) -> None:
         self.tokens += tokens
         self.loss_mask += [mask] * len(tokens)
         self.log_probs += log_probs
         self.rewards += [0.0] * len(tokens)
         self.kept += kept or [()] * len(tokens)
+        self.versions += versions or [-1] * len(tokens)
 
     def _cut(self, length: int) -> None:
-        for column in (self.tokens, self.loss_mask, self.log_probs, self.rewards, self.kept):
+        columns = (
+            self.tokens,
+            self.loss_mask,
+            self.log_probs,
+            self.rewards,
+            self.kept,
+            self.versions,
+        )
+        for column in columns:
             del column[length:]
 
 

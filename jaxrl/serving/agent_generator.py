@@ -113,7 +113,7 @@ def _row(prompt: Prompt, segment: Segment, *, failed: bool) -> Trajectory:
     transcript = segment.transcript
     if failed or segment.stop_reason == "abort":
         transcript.mask()
-    sampled = [version for version in segment.versions if version >= 0]
+    sampled = [version for version in transcript.versions if version >= 0]
     return Trajectory(
         uid=prompt.uid,
         prompt_tokens=transcript.prompt,
@@ -126,4 +126,5 @@ def _row(prompt: Prompt, segment: Segment, *, failed: bool) -> Trajectory:
         env_class=prompt.env_class,
         turns=transcript.turns,
         kept=transcript.kept,
+        versions=transcript.versions,
     )

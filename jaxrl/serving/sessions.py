@@ -9,7 +9,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxrl.rollout.conversation import sample_key
@@ -29,12 +29,10 @@ class Segment:
     """A part of a session in which every turn goes on from the one before.
 
     Attributes:
-        versions: of the policy, for each token of the transcript; -1 = given.
         messages: what the next request must begin with to go on; None: it came as tokens.
     """
 
     transcript: Transcript
-    versions: list[int] = field(default_factory=list)
     messages: list[Message] | None = None
     stop_reason: str = ""
 
@@ -46,7 +44,7 @@ class Segment:
             "response_token_ids": transcript.tokens,
             "loss_mask": transcript.loss_mask,
             "logprobs": transcript.log_probs,
-            "versions": self.versions,
+            "versions": transcript.versions,
             "turns": transcript.turns,
             "finish_reason": self.stop_reason,
         }
@@ -125,11 +123,9 @@ class Session:
             segment = Segment(Transcript(list(turn.prompt)))
             self.segments.append(segment)
         else:
-            given = turn.prompt[turn.known :]
-            segment.transcript.add_given(given)
-            segment.versions += [-1] * len(given)
-        segment.transcript.add_sampled(completion.tokens, completion.log_probs, completion.kept)
-        segment.versions += completion.versions
+            segment.transcript.add_given(turn.prompt[turn.known :])
+        columns = completion.log_probs, completion.kept, completion.versions
+        segment.transcript.add_sampled(completion.tokens, *columns)
         segment.stop_reason = completion.stop_reason
         if turn.messages is not None:
             segment.messages = [*turn.messages, {"role": "assistant", "content": text}]

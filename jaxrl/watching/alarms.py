@@ -14,6 +14,7 @@ BEST, WORST = "reward/max_raw_reward", "reward/min_raw_reward"
 ENTROPY = "policy/policy_entropy"
 LENGTH, STOPPED = "generate/avg_num_tokens", "generate/stop_ratio"
 MISMATCH = "policy/rollout_train_logprobs_abs_diff_mean"
+STALENESS = "async/staleness_max"
 SAME = "reward/zero_variance_ratio"
 SKIPPED = "policy/skipped_updates"
 FINITE = (REWARD, ENTROPY, "policy/final_loss", "policy/grad_norm", "loss/avg_raw_advantages_abs")
@@ -60,8 +61,11 @@ def length_growth(history: History) -> float | None:
 
 
 def mismatch(history: History) -> float | None:
-    """Mean |log p(sampler) - log p(trainer)| of the last three steps, in nats."""
-    return _last(history, MISMATCH)
+    """Mean |log p(sampler) - log p(trainer)| of the last three steps, in nats.
+
+    None with rollouts of an older policy: the difference is then what was learnt since.
+    """
+    return None if _last(history, STALENESS, 1) else _last(history, MISMATCH)
 
 
 def groups_without_variance(history: History) -> float | None:
@@ -179,7 +183,7 @@ class Alarms:
         """Alarms that go off at this step: beyond the threshold as not for `WINDOW` steps."""
         if REWARD not in metrics:  # of an evaluation before the first step
             return []
-        for name in (*FINITE, BEST, WORST, LENGTH, STOPPED, MISMATCH, SAME, SKIPPED):
+        for name in (*FINITE, BEST, WORST, LENGTH, STOPPED, MISMATCH, STALENESS, SAME, SKIPPED):
             if name in metrics:
                 self.history.setdefault(name, []).append(float(metrics[name]))
         alarms = []

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from jaxrl import config as cfg
 from jaxrl.compilation import CompilationWatch
+from jaxrl.files import FolderLock
 from jaxrl.metrics import progress_line, timed
 from jaxrl.types import GeneratorOutput, TrainBatch
 from jaxrl.watching.alarms import Alarm, Alarms
@@ -59,6 +60,7 @@ class Recorder:
 
     Raises:
         ValueError: the package of a logger is not installed.
+        FolderInUse: another run goes on in the run folder.
     """
 
     def __init__(self, trainer: Any, callbacks: Sequence[TrainingCallback] = ()) -> None:
@@ -79,14 +81,20 @@ class Recorder:
         self.stopped_by_alarm = False
         self._started = self._line = time.perf_counter()
         self._stack = contextlib.ExitStack()
+        if self.folder.exists():  # else nothing is touched before `open`
+            FolderLock(self.folder).close()
 
     def start_clock(self) -> None:
         """The run begins here."""
         self._started = self._line = time.perf_counter()
 
     def open(self, first: int) -> Self:
-        """Go on after `first` finished steps: cut the records to them, open the loggers."""
-        settings = self.settings
+        """Go on after `first` finished steps: cut the records to them, open the loggers.
+
+        Raises:
+            FolderInUse: another run goes on in the run folder.
+        """
+        settings, self._lock = self.settings, FolderLock(self.folder)
         with timed(self.trainer.seconds, "log"):
             self.logger = RunLogger(
                 self.folder,
@@ -107,7 +115,8 @@ class Recorder:
         return self
 
     def __enter__(self) -> Self:
-        for part in (self.bar, contextlib.closing(self.logger), self.watch):
+        closed = map(contextlib.closing, (self._lock, self.logger))
+        for part in (*closed, self.bar, self.watch):
             self._stack.enter_context(part)
         self._stack.callback(self.profiler.close)
         try:

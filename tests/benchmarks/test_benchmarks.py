@@ -10,16 +10,19 @@ import pytest
 
 from benchmarks import (
     agreement,
+    chaos,
     collectives,
     decode,
     grpo_step,
     losses,
     memory,
     overhead,
+    overlap,
     plan_memory,
     rollout,
     roofline,
     serve,
+    staleness,
     train_step,
 )
 from benchmarks.grpo_step import make_workload, skewed_lengths
@@ -48,15 +51,18 @@ def run(benchmark, tmp_path, capsys, *flags):
     "benchmark_module",
     [
         agreement,
+        chaos,
         collectives,
         decode,
         grpo_step,
         losses,
         memory,
         overhead,
+        overlap,
         plan_memory,
         rollout,
         serve,
+        staleness,
         train_step,
     ],
 )
@@ -114,6 +120,29 @@ def test_losses(tmp_path, capsys):
     assert "torch/ours" in printed
     assert [row["loss"] for row in report["rows"]] == list(LOSSES)
     assert all(row["seconds"] > 0 and row["torch_seconds"] > 0 for row in report["rows"])
+
+
+def test_staleness_tables():
+    runs = [
+        {
+            **{"method": "ppo", "max_staleness_steps": 8, "seed": seed, "half_at": half_at},
+            **dict.fromkeys(("reward", "greedy", "effective_sample_size"), reward),
+        }
+        for seed, reward, half_at in ((1, 0.5, 70), (2, 0.7, None))
+    ]
+    # mean 0.6, standard deviation sqrt(2 * 0.1^2 / 1) = 0.14
+    printed = staleness.tables(runs)
+    assert "| reward, last 20 steps | 8 |\n|---|---|\n| `ppo` | 0.60 +- 0.14 |" in printed
+    assert "| `ppo` | 70 / - |" in printed
+
+
+@pytest.mark.slow
+def test_staleness(tmp_path, capsys):
+    printed, report = run(staleness, tmp_path, capsys, f"--plot={tmp_path / 'plot.png'}")
+    assert "| `log_linear` |" in printed
+    assert (tmp_path / "plot.png").stat().st_size > 0
+    # lockstep: of four steps the first is on policy, the second one step old, then two
+    assert [row["staleness"] for row in report["runs"]] == [1.25, 1.25]
 
 
 @pytest.mark.slow

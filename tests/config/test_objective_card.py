@@ -126,6 +126,8 @@ LOSSES_WITH_NUMBERS = {
     "cispo": "l = -sg[clip(r, 0, 5)] A log_probs r = exp(log_probs - old_log_probs)",
     "rollout_is": "l = -sg[r] A log_probs where 0.8 < r < 1.2, else 0 r = exp(log_probs - rollout",
     "dppo": "l = -r A; 0 where |p - q| > 0.2 (A > 0, p > q) or 0.2 (A < 0, p < q) r = exp(log_pr",
+    "decoupled_ppo": "sg[v] -min(r A, clip(r, 0.8, 1.2) A) where v <= 5, else 0 r = exp(log_probs "
+    "- old_log_probs), v = exp(old_log_probs - rollout_log_probs) old_log_probs: the policy's at",
     "clip_cov": "0 for 0.0002 of the tokens, random with 1 < cov < 5 r = exp(log_probs - old",
     "kl_cov": "l = -r A, + 1 |log r| for the 0.2 of the tokens with highest cov r = exp",
     "gmpo": "l = -r A, e = min(d, 0.2) where A > 0, max(d, -0.2) where A < 0 r = exp(mean_t e)",
@@ -171,6 +173,10 @@ def test_the_policy_that_the_ratio_is_relative_to():
     assert "old_log_probs: the policy's at the start of the step, recomputed" in card_of()
     rollout = "r = exp(log_probs - rollout_log_probs) rollout_log_probs: the sampler's"
     assert rollout in card_of(policy_loss_type="cispo", cispo__cispo_anchor="rollout")
+    card = card_of(policy_loss_type="decoupled_ppo", decoupled_ppo__proximal="log_linear")
+    assert "prox = rollout_log_probs + d / (d + 1) sg[log_probs - rollout_log_probs] d = st" in card
+    card = card_of(old_log_probs="rollout")
+    assert "old_log_probs: the sampler's, as it recorded them; no forward pass advantage" in card
     once = {"trainer.train_batch_size": 8, "trainer.policy_mini_batch_size": 8}
     card = objective_card(apply_overrides(TrainConfig(), once))
     assert "old_log_probs: the policy's own, since a batch has one update; r = 1" in card
@@ -235,3 +241,24 @@ def test_filters_and_shaped_rewards_are_named():
     ):
         assert line in card
     assert "those that differ are collected, at most 30" in card_of(dynamic_sampling__type="filter")
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({}, "sampling is up to 4 steps ahead, 768 prompts at a time; weights change in flight"),
+        (
+            {"schedule": "lockstep", "max_staleness_steps": 2},
+            "ahead        batch t is sampled by the policy after max(0, t - 1 - 2) steps",
+        ),
+        (
+            {"max_staleness_steps": 0},
+            "ahead        batch t is sampled by the policy after max(0, t - 1) steps",
+        ),
+    ],
+)
+def test_how_far_sampling_is_ahead(settings, line):
+    changes = {"enabled": True, **settings}
+    changes = {f"trainer.fully_async.{name}": value for name, value in changes.items()}
+    changes["trainer.train_batch_size"] = 256
+    assert line in objective_card(apply_overrides(TrainConfig(), changes))

@@ -53,6 +53,9 @@ OUR_FIELDS = {
     "trainer.algorithm.overlong_buffer",
     "trainer.algorithm.off_policy_correction.renormalize",
     "trainer.algorithm.cispo.cispo_anchor",
+    "trainer.algorithm.decoupled_ppo.proximal",
+    "trainer.algorithm.decoupled_ppo.behave_cap",
+    "trainer.algorithm.old_log_probs",
     "trainer.algorithm.dppo.dppo_type",
     "trainer.algorithm.dppo.delta_low",
     "trainer.algorithm.dppo.delta_high",
@@ -60,6 +63,8 @@ OUR_FIELDS = {
     "environment.reward_weights",
     "environment.reward_functions",
     "environment.skyrl_gym.env_timeout_seconds",
+    "trainer.fully_async.enabled",
+    "trainer.fully_async.schedule",
     "trainer.compilation_cache_path",
     "trainer.remat_policy",
     "trainer.max_tokens_per_microbatch",
@@ -131,7 +136,14 @@ class MyGeneratorConfig(GeneratorConfig):
 
 
 def test_there_are_the_34_dataclasses_of_the_reference_and_six_more():
-    ours = {"DPPOConfig", "OverlongBufferConfig", "MeshConfig", "ServeConfig", "SFTConfig"}
+    ours = {
+        "DPPOConfig",
+        "DecoupledPPOConfig",
+        "OverlongBufferConfig",
+        "MeshConfig",
+        "ServeConfig",
+        "SFTConfig",
+    }
     ours.add("WatchingConfig")
     assert len(set(CLASSES)) == 34 + len(ours)
     assert SkyRLTrainConfig is TrainConfig

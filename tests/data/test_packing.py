@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from jaxrl.data.packing import collate, length_bucket, minibatches, round_up, row_slices
+from jaxrl.data.packing import (
+    collate,
+    empty_batch,
+    length_bucket,
+    minibatches,
+    round_up,
+    row_slices,
+)
 
 
 @pytest.mark.parametrize(
@@ -60,13 +67,24 @@ def test_rollouts_without_log_probs():
     assert minibatches(batch.replace(index=np.array([0, 1])), 1)[0].rollout_log_probs is None
 
 
+def test_versions_go_with_their_rows_and_may_be_unknown():
+    batch = collate(columns(token_versions=[[3, 3, 4], [-1, 4]]), index=[0, 1])
+    second, first = minibatches(batch, 1, np.array([1, 0]))
+    np.testing.assert_array_equal(second.token_versions[0, :4], [-1, -1, 4, -1])
+    np.testing.assert_array_equal(first.token_versions[0, :6], [-1, -1, -1, 3, 3, 4])
+    empty = empty_batch(2, 8)
+    assert (empty.token_versions == -1).all()
+    assert empty.token_versions.dtype == np.int32
+    assert collate(columns(), index=[0, 1]).token_versions is None
+
+
 def padded(*rows):
     """Rows to the bucket of 8."""
     return [[*row, *[0] * (8 - len(row))] for row in rows]
 
 
 def test_collate_literal():
-    batch = collate(columns(), index=[0, 5])
+    batch = collate(columns(token_versions=[[3, 3, 4], [-1, 4]]), index=[0, 5])
     third = np.float32(1 / 3)
     expected = {
         "tokens": padded([4, 2, 13, 2, 4, 40], [7, 9, 40]),
@@ -77,8 +95,9 @@ def test_collate_literal():
         "rollout_log_probs": np.float32(padded([0, 0, 0, -0.1, -0.2, -0.3], [0, 0, -0.5])),
         "index": [0, 5],
         "policy_versions": [3, 4],
+        "token_versions": [[-1, -1, -1, 3, 3, 4, -1, -1], [-1, -1, 4, -1, -1, -1, -1, -1]],
     }
-    integers = {"tokens", "lengths", "index", "policy_versions"}
+    integers = {"tokens", "lengths", "index", "policy_versions", "token_versions"}
     for name, value in expected.items():
         np.testing.assert_array_equal(getattr(batch, name), value, err_msg=name)
         assert getattr(batch, name).dtype == (np.int32 if name in integers else np.float32), name
@@ -97,6 +116,7 @@ def test_the_longest_row_decides_the_width():
         ("rewards", [[1 / 3, 1 / 3, 1 / 3], 1.0]),
         ("loss_masks", [[1, 1, 1], [1, 1, 1]]),
         ("rollout_logprobs", [[-0.1, -0.2, -0.3], []]),
+        ("token_versions", [[3, 3, 3], [3]]),
     ],
 )
 def test_a_list_of_the_wrong_length_is_named_by_column_and_row(column, values):

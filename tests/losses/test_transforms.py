@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl.array_ops import masked_sum
-from jaxrl.config import AlgorithmConfig
+from jaxrl.config import AlgorithmConfig, DecoupledPPOConfig
 from jaxrl.losses import BATCH_STATISTICS, LOSSES
 from jaxrl.losses.reduction import REDUCTIONS, reduction_weights
 
@@ -29,7 +29,18 @@ def user_loss(log_probs, old_log_probs, advantages, config, loss_mask=None):
     return -config.eps_clip_low * advantages * log_probs, {}
 
 
-ALL = {**LOSSES, "user": user_loss}
+LOG_LINEAR = AlgorithmConfig(decoupled_ppo=DecoupledPPOConfig(proximal="log_linear"))
+
+
+def log_linear(
+    log_probs, old, advantages, config, loss_mask=None, rollout_log_probs=None, staleness=None
+):
+    """The second form of decoupled PPO, which looks at the age of the tokens."""
+    given = loss_mask, rollout_log_probs, staleness
+    return LOSSES["decoupled_ppo"](log_probs, None, advantages, LOG_LINEAR, *given)
+
+
+ALL = {**LOSSES, "user": user_loss, "log_linear": log_linear}
 
 
 def allowed(name):
@@ -50,13 +61,14 @@ def minibatch(dtype="float32", seed=0):
         "advantages": np.repeat(rng.normal(0, 1, (ROWS, 1)), TOKENS, 1).astype(dtype),
         "mask": mask,
         "row_ids": np.arange(ROWS, dtype=np.int32),
+        "staleness": rng.integers(0, 4, shape, np.int32),
         "groups": np.arange(ROWS, dtype=np.int32) // 2,
     }
 
 
 def per_token(name, x, config=CONFIG):
     """Loss [B, T] of a batch of arrays."""
-    func, offered = ALL[name], {"key": KEY, "row_ids": x["row_ids"]}
+    func, offered = ALL[name], {"key": KEY, "row_ids": x["row_ids"], "staleness": x["staleness"]}
     named = inspect.signature(func).parameters
     offered = {k: v for k, v in offered.items() if k in named}
     if "rollout_log_probs" in named:
@@ -163,7 +175,7 @@ def test_the_cut_into_microbatches_changes_nothing(name):
             assert_close(sums, (value, gradient), 1e-12)
 
 
-@pytest.mark.parametrize("name", sorted(LOSSES))
+@pytest.mark.parametrize("name", sorted({*LOSSES, "log_linear"}))
 def test_what_is_masked_reaches_neither_value_nor_gradient(name):
     x = minibatch()
     weights = np.asarray(weigh(x, allowed(name)[0]))
@@ -176,7 +188,7 @@ def test_what_is_masked_reaches_neither_value_nor_gradient(name):
                 np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("name", sorted(LOSSES))
+@pytest.mark.parametrize("name", sorted({*LOSSES, "log_linear"}))
 def test_bfloat16_inputs_give_a_float32_loss(name):
     x = minibatch()
     floats = ("log_probs", "old", "rollout", "advantages")
@@ -187,7 +199,7 @@ def test_bfloat16_inputs_give_a_float32_loss(name):
     np.testing.assert_array_equal(loss, per_token(name, {**x, **exact}))
 
 
-@pytest.mark.parametrize("name", sorted(set(LOSSES) - {"cross_entropy", "clip_cov"}))
+@pytest.mark.parametrize("name", sorted({*LOSSES, "log_linear"} - {"cross_entropy", "clip_cov"}))
 def test_on_policy_gradient_is_minus_advantage_times_weight(name):
     """Where all policies are the same: clip_cov drops tokens, cross_entropy knows no advantage."""
     x = minibatch()

@@ -1,7 +1,8 @@
 """JetStream's gRPC over loopback: our server, our client, and a server that dies."""
 
 import threading
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+import time
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import grpc
 import pytest
@@ -184,6 +185,51 @@ def test_groups_are_complete_after_a_server_died_in_mid_stream():
 def test_patience_ends():
     with pytest.raises(RuntimeError, match="JetStream server 127.0.0.1:1: .*UNAVAILABLE"):
         client("127.0.0.1:1", patience=0.3).generate([greedy([3])])
+
+
+class SilentEngine:
+    """Takes requests and never answers."""
+
+    def __init__(self):
+        self.futures, self.asked = [], threading.Event()
+
+    def submit(self, requests):
+        groups = [[Future() for _ in r.keys] for r in requests]
+        self.futures += flat(groups)
+        self.asked.set()
+        return groups
+
+
+def test_a_client_that_goes_away_holds_no_thread():
+    """The only one of the pool is free for the next call, and for the end of the process."""
+    engine = SilentEngine()
+    server = serve_grpc(engine, Words(), 0, GREEDY, max_requests=1)
+    channel = grpc.insecure_channel(f"127.0.0.1:{server.bound_port}")
+    stream = channel.unary_stream(
+        f"/{SERVICE}/Decode", pb.DecodeRequest.SerializeToString, pb.DecodeResponse.FromString
+    )
+    content = pb.DecodeRequest.TokenContent(token_ids=[1, 2])
+    call = stream(pb.DecodeRequest(token_content=content, num_samples=2), timeout=60)
+    assert engine.asked.wait(30)
+    call.cancel()
+    for future in engine.futures:
+        with pytest.raises(CancelledError):
+            future.result(30)
+    health = channel.unary_unary(
+        f"/{SERVICE}/HealthCheck",
+        pb.HealthCheckRequest.SerializeToString,
+        pb.HealthCheckResponse.FromString,
+    )
+    for _ in range(400):
+        try:
+            assert health(pb.HealthCheckRequest(), timeout=20).is_live
+            break
+        except grpc.RpcError as error:  # the cancelled call still counts for a moment
+            assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            time.sleep(0.05)
+    else:
+        pytest.fail("the cancelled call still holds the thread")
+    server.stop(None)
 
 
 def test_cancelling_ends_the_call():

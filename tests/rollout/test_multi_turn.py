@@ -40,6 +40,7 @@ def test_three_turns_by_hand():
         "stop",
     ]
     assert output["policy_versions"] == [7]
+    assert output["token_versions"] == [[7, 7, 7, -1, -1, -1, 7, 7, -1, -1, 7, 7]]
     assert output["rollout_metrics"].pop("timing/environment") > 0
     assert output["rollout_metrics"] == {
         "environment/answered": 3.0,

@@ -39,6 +39,7 @@ def test_a_row_per_turn():
 def test_merged_rows_are_the_conversation():
     merged, whole = merge_steps(step_wise()), converse(REPLIES, [TALK, SHORT], TOKENIZER)
     same = "prompt_token_ids response_ids loss_masks rollout_logprobs stop_reasons policy_versions"
+    same += " token_versions"
     assert all(merged[name] == whole[name] for name in same.split())
     assert merged["is_last_step"] == [True, True]
     assert sum(merged["rewards"][0]) == sum(whole["rewards"][0]) == 6
@@ -78,6 +79,7 @@ def test_steps_that_do_not_go_on_stay_apart():
         "stop_reasons": ["stop", "length", "stop", "stop"],
         "rollout_logprobs": [[-1.0], [-2.0], [-3.0], [-4.0]],
         "policy_versions": [4, 5, 6, 7],
+        "token_versions": [[4], [5], [6], [7]],
         "rollout_metrics": {"a": 1.0},
         "is_last_step": [False, False, True, True],
     }
@@ -89,6 +91,7 @@ def test_steps_that_do_not_go_on_stay_apart():
         "stop_reasons": ["length", "stop", "stop"],
         "rollout_logprobs": [[-1.0, 0, -2.0], [-3.0], [-4.0]],
         "policy_versions": [4, 6, 7],
+        "token_versions": [[4, -1, 5], [6], [7]],
         "rollout_metrics": {"a": 1.0},
         "is_last_step": [False, True, True],
     }

@@ -49,7 +49,7 @@ def test_a_second_turn_goes_on_from_the_first_ones_tokens(server, client):
     assert second.prompt_token_ids == [*PROMPT, *first.token_ids, *between]
     sampled = [1] * len(first.token_ids), [0] * len(between), [1] * len(second.token_ids)
     assert transcript.loss_mask == sum(sampled, [])
-    versions = [version for version in segment.versions if version >= 0]
+    versions = [version for version in segment.transcript.versions if version >= 0]
     assert len(versions) == sum(transcript.loss_mask)
     with pytest.raises(ApiError, match="no session"):
         server.take_session("two-turns")
@@ -79,7 +79,7 @@ def test_token_prompts_go_on_too(client, server):
     second = complete([*PROMPT, *first, 5])
     (segment,) = server.take_session("tokens").segments
     assert segment.transcript.tokens == [*first, 5, *second]
-    assert segment.versions == [0] * len(first) + [-1] + [0] * len(second)
+    assert segment.transcript.versions == [0] * len(first) + [-1] + [0] * len(second)
 
 
 def test_sessions_over_http(server, client):

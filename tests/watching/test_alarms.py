@@ -70,6 +70,9 @@ def test_lengths_that_grow_until_they_are_cut_off_explode():
 def test_mismatch_and_variance():
     name = "policy/rollout_train_logprobs_abs_diff_mean"
     assert raised([{name: 0.2}] * 4) == [(3, "mismatch_growth")]
+    # what an older policy sampled differs by what was learnt since
+    assert raised([{name: 0.2, "async/staleness_max": 2}] * 4) == []
+    assert raised([{name: 0.2, "async/staleness_max": 0}] * 4) == [(3, "mismatch_growth")]
     nothing = {"reward/avg_raw_reward": 0.0, "reward/max_raw_reward": 0.0}
     assert raised([{**nothing, "reward/zero_variance_ratio": 1.0}] * 6) == [
         (5, "vanishing_reward_variance")

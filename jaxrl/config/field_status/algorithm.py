@@ -36,6 +36,7 @@ ROWS = (
     implemented(_CORRECTION, "tis_* sequence_* outlier_* token_tis_* geo_* product_*"),
     implemented(_ALGORITHM, "sapo.* clip_cov.* kl_cov.*"),
     implemented(_ALGORITHM, "dppo.*", LATER, skyrl_only=False),
+    implemented(_ALGORITHM, "decoupled_ppo.* old_log_probs", NEW, skyrl_only=False),
     implemented(f"{_ALGORITHM}.cispo", "cispo_anchor", LATER, skyrl_only=False),
     *(
         implemented(

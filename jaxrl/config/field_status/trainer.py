@@ -22,7 +22,20 @@ ROWS = (
     inert("trainer.placement", "critic_num_gpus_per_node", "the critic lies with the policy"),
     inert("trainer", "sequence_parallel_backend", "one value only"),
     mapped("trainer", "strategy", "there is one backend", skyrl_default="fsdp2"),
-    planned("trainer", "fully_async.*", only_with="the asynchronous trainer"),
+    implemented("trainer.fully_async", "enabled", LATER, skyrl_only=False),
+    implemented("trainer.fully_async", "schedule", NEW, skyrl_only=False),
+    implemented(
+        "trainer.fully_async",
+        "max_staleness_steps",
+        "also with an engine on the trainer's devices",
+        only_with="trainer.fully_async.enabled",
+    ),
+    implemented(
+        "trainer.fully_async",
+        "num_parallel_generation_workers",
+        "the default fits itself to the batch",
+        only_with="trainer.fully_async.schedule='free'",
+    ),
     inert("trainer", "gradient_checkpointing_use_reentrant", "torch only"),
     implemented("trainer", "sharding_rules", NEW, skyrl_only=False),
     implemented(

@@ -3,9 +3,10 @@
 import hmac
 import secrets
 from collections.abc import Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
+from queue import SimpleQueue
 from typing import Any
 
 import grpc
@@ -121,8 +122,13 @@ class _Orchestrator:
         except RuntimeError as error:
             context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         numbers = {future: number for number, future in enumerate(futures)}
-        context.add_callback(lambda: _cancel(futures))
-        for future in as_completed(futures):
+        ended: SimpleQueue[Future[Completion]] = SimpleQueue()  # as_completed misses cancelled ones
+        for future in futures:
+            future.add_done_callback(ended.put)
+        if not context.add_callback(lambda: _cancel(futures)):  # the client has gone already
+            _cancel(futures)
+        for _ in futures:
+            future = ended.get()
             try:
                 completion = future.result()
             except CancelledError:

@@ -1,0 +1,317 @@
+"""Kill training runs at random instants, again and again, and see whether anything was lost.
+
+    python -m benchmarks.chaos --kills 40 --kinds sync,lockstep,free
+
+Claim: 40 SIGKILLs at random instants, some in the middle of writing a checkpoint or the ledger, of
+synchronous, lockstep and free-running runs: after every one `jaxrl.audit` passes, and the first two
+kinds end with the parameters and optimizer state of the run that was not disturbed, bit for bit.
+
+Each run is `python -m jaxrl.train` on the task of the quickstart, in a process of its own, with a
+checkpoint every second step. A kill is aimed at the start-up, at an instant of training, at a
+checkpoint that is being written, or at one of the next writes to the log of the ledger: strace,
+where it is installed, kills between the pages of a transaction. What was hit is read from what is
+left. The seed fixes what is aimed at; the instant is the machine's.
+"""
+
+import argparse
+import collections
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from jaxrl import config as cfg
+from jaxrl.audit import audit, report
+from jaxrl.checkpoint import PREFIX, Checkpointer
+from jaxrl.ledger import FILE
+from jaxrl.lineage import NothingToAudit
+
+ROOT = Path(__file__).parent.parent
+ASYNCHRONOUS = {
+    "trainer.fully_async.enabled": True,
+    "trainer.fully_async.max_staleness_steps": 2,
+    "trainer.fully_async.num_parallel_generation_workers": 12,
+    "trainer.algorithm.old_log_probs": "rollout",
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "lockstep": {**ASYNCHRONOUS, "trainer.fully_async.schedule": "lockstep"},
+    "free": {**ASYNCHRONOUS, "trainer.fully_async.schedule": "free"},
+}
+INTERVALS = ("eval", "hf_save", "print_example")
+AIMS = ("start", "step", "save", "ledger")
+START_UP = 8.0  # seconds in which a kill at the start falls
+
+
+class Run:
+    """`python -m jaxrl.train` on one device, in a folder of its own."""
+
+    def __init__(self, folder: Path, kind: str, steps: int, cache: Path) -> None:
+        self.folder, self.steps, self.cache = folder, steps, cache
+        self.checkpoints, self.run_folder = folder / "checkpoints", folder / "quickstart"
+        config = cfg.apply_overrides(
+            cfg.load_config_file(str(ROOT / "configs" / "quickstart.py")),
+            {
+                "data.train_data": ["jaxrl.envs.sort_digits:prompts(size=64, seed=0)"],
+                "data.val_data": [],
+                "trainer.max_training_steps": steps,
+                "trainer.epochs": steps,
+                "trainer.train_batch_size": 4,
+                "trainer.policy_mini_batch_size": 4,
+                "generator.n_samples_per_prompt": 4,
+                "trainer.policy.optimizer_config.scheduler": "constant",
+                "trainer.ckpt_interval": 2,
+                "trainer.logger": [],
+                **dict.fromkeys((f"trainer.{x}_interval" for x in INTERVALS), -1),
+                "trainer.log_path": str(folder),
+                "trainer.ckpt_path": str(self.checkpoints),
+                "trainer.export_path": str(folder / "exports"),
+                **KINDS[kind],
+            },
+        )
+        folder.mkdir(parents=True)
+        self.recipe = folder / "recipe.py"
+        values = cfg.get_config_as_dict(config)
+        self.recipe.write_text(f"def get_config():\n    return {values!r}\n")
+
+    def start(self) -> subprocess.Popen:
+        """In a process group of its own, which is killed whole."""
+        environment = {
+            "XLA_FLAGS": "",
+            "JAX_COMPILATION_CACHE_DIR": str(self.cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        with (self.folder / "output").open("a") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "jaxrl.train", f"--config={self.recipe}"],
+                cwd=ROOT,
+                env=os.environ | environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def finish(self) -> None:
+        """To the end, without another kill."""
+        if self.start().wait() != 0:
+            raise RuntimeError(f"the run failed:\n{self.output()}")
+
+    def output(self) -> str:
+        """The end of what it printed."""
+        return (self.folder / "output").read_text()[-3000:]
+
+    def newest(self) -> int:
+        """Step of the newest checkpoint, 0 without one."""
+        names = [p.name.removeprefix(f"{PREFIX}_") for p in self.checkpoints.glob(f"{PREFIX}_*")]
+        return max((int(name) for name in names if name.isdigit()), default=0)
+
+    def saving(self) -> bool:
+        """Whether a checkpoint is half written."""
+        return any(self.checkpoints.glob("*orbax-checkpoint-tmp*"))
+
+    def log_changed(self) -> int:
+        """When the log of the ledger last changed, in ns."""
+        try:
+            return os.stat(self.run_folder / f"{FILE}-wal").st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
+    def state(self) -> dict[str, Any]:
+        """The arrays of the last checkpoint."""
+        args = ocp.args.Composite(state=ocp.args.PyTreeRestore())
+        manager = Checkpointer(str(self.checkpoints), read_only=True).manager
+        return jax.device_get(manager.restore(self.steps, args=args)["state"])
+
+    def attempts(self) -> int:
+        """How often it has begun."""
+        return len(self.rows("SELECT attempt FROM attempts"))
+
+    def rows(self, query: str) -> list[tuple[Any, ...]]:
+        """Of the ledger as it lies there; none if it has not begun."""
+        path = self.run_folder / FILE
+        if not path.exists():
+            return []
+        with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as db:
+            try:
+                return db.execute(query).fetchall()
+            except sqlite3.OperationalError:  # no table yet
+                return []
+
+
+def kill_once(run: Run, aim: str, rng: random.Random) -> str:
+    """Start, wait for what is aimed at, kill; says what was hit."""
+    attempts, target = run.attempts(), min(run.newest() + rng.choice([0, 2]), run.steps - 6)
+    process = run.start()
+    if aim == "start":
+        time.sleep(rng.uniform(0, START_UP))
+    else:
+        _until(run, process, lambda: run.attempts() > attempts, 0.05)
+        _until(run, process, lambda: run.newest() >= target, 0.002)
+    if aim == "step":
+        time.sleep(rng.uniform(0, 0.6))
+    elif aim == "save":
+        _until(run, process, run.saving, 0.0005)
+        time.sleep(rng.uniform(0, 0.03))
+    elif aim == "ledger":
+        _kill_at_write(run, process, rng.randrange(1, 40))
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    if process.wait() != -signal.SIGKILL:
+        raise RuntimeError(f"the run ended before it was killed:\n{run.output()}")
+    return hit(run, attempts)
+
+
+def _until(run: Run, process: subprocess.Popen, happens: Callable[[], bool], pause: float) -> None:
+    deadline = time.monotonic() + 300
+    while not happens():
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"the run ended, or hangs, before its kill:\n{run.output()}")
+        time.sleep(pause)
+
+
+def _kill_at_write(run: Run, process: subprocess.Popen, number: int) -> None:
+    """Kill at a write to the ledger's log; without strace, when the log has changed so often."""
+    log = run.run_folder / f"{FILE}-wal"
+    if shutil.which("strace"):
+        what = f"inject=pwrite64:signal=SIGKILL:when={number}"
+        command = ["strace", "-f", "-qqq", "-o", os.devnull, "-P", str(log), "-e", what]
+        subprocess.run([*command, "-p", str(process.pid)], check=False, stderr=subprocess.DEVNULL)
+        return
+    for _ in range(number // 4):
+        before = run.log_changed()
+        _until(run, process, lambda before=before: run.log_changed() != before, 0)
+
+
+def hit(run: Run, attempts: int) -> str:
+    """What the process was doing when it died, as its files tell."""
+    if run.saving():
+        return "writing a checkpoint"
+    if torn(run.run_folder / f"{FILE}-wal"):
+        return "writing the ledger"
+    if run.attempts() == attempts:
+        return "starting"
+    last = run.rows(
+        "SELECT 'sampling' AS name, MAX(id) AS at FROM groups UNION "
+        "SELECT 'training', MAX(id) FROM trajectories UNION "
+        "SELECT 'recording a step', MAX(id) FROM ends UNION "
+        "SELECT 'between steps', MAX(id) FROM steps ORDER BY at DESC LIMIT 1"
+    )
+    (mine,) = run.rows(
+        "SELECT COUNT(*) FROM groups WHERE attempt > (SELECT MAX(attempt) - 1 FROM attempts)"
+    )[0]
+    return last[0][0] if mine else "compiling"
+
+
+def torn(log: Path) -> bool:
+    """Whether SQLite's log ends in pages of a transaction that was not committed."""
+    data = log.read_bytes() if log.exists() else b""
+    if len(data) < 32:
+        return False
+    page, salts, at, committed = struct.unpack(">I", data[8:12])[0], data[16:24], 32, True
+    while at + 24 <= len(data) and data[at + 8 : at + 16] == salts:
+        if at + 24 + page > len(data):
+            return True
+        committed = data[at + 4 : at + 8] != bytes(4)
+        at += 24 + page
+    return not committed
+
+
+def check(run: Run) -> list[str]:
+    """What the audit has to say against the run."""
+    try:
+        results = audit(run.run_folder)
+    except NothingToAudit as error:
+        begun = run.newest() > 0 or run.rows("SELECT * FROM attempts")
+        return [str(error)] if begun else []
+    return [report(results)] if any(result.failures for result in results) else []
+
+
+def torment(folder: Path, kind: str, kills: int, rng: random.Random) -> dict[str, Any]:
+    """Kill a run of a kind, let it finish, compare it with one that was left alone."""
+    steps = 3 * kills + 8
+    killed = Run(folder / kind, kind, steps, folder / "cache")
+    whole = Run(folder / f"{kind}-whole", kind, steps, folder / "cache")
+    whole.finish()  # fills the cache of compiled programs
+    hits, failures = collections.Counter[str](), check(whole)
+    for number in range(1, kills + 1):
+        aim = rng.choice(AIMS)
+        found = kill_once(killed, aim, rng)
+        hits[found] += 1
+        failures += (now := check(killed))
+        verdict = "FAILED" if now else "passed"
+        print(
+            f"{kind}: kill {number}, aimed at {aim}, hit {found}, after checkpoint "
+            f"{killed.newest()} of {steps}; audit {verdict}",
+            flush=True,
+        )
+    killed.finish()
+    failures += check(killed)
+    print(report(audit(killed.run_folder)))
+    same = equal(killed.state(), whole.state())
+    if kind != "free" and not same:
+        failures.append(f"{kind}: the last state is not that of the undisturbed run")
+    return {
+        "kind": kind,
+        "kills": kills,
+        "steps": steps,
+        "hits": dict(hits),
+        "equal": same,
+        "failures": failures,
+    }
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Same structure, same bits."""
+    if jax.tree.structure(a) != jax.tree.structure(b):
+        return False
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.array_equal(x, y, equal_nan=True) for x, y in pairs)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run, print, write the JSON; 1 if something was lost."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=40, help="over all kinds, default: 40")
+    parser.add_argument("--kinds", default=",".join(KINDS), help=f"default: {','.join(KINDS)}")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, help="keep the runs there; it must not exist")
+    parser.add_argument("--json", type=Path, default=Path("chaos.json"), help="output file")
+    arguments = parser.parse_args(argv)
+    kinds, rng = arguments.kinds.split(","), random.Random(arguments.seed)
+    with contextlib.ExitStack() as stack:
+        given = arguments.folder
+        folder = given or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        shares = [
+            arguments.kills // len(kinds) + (i < arguments.kills % len(kinds))
+            for i in range(len(kinds))
+        ]
+        rows = [torment(folder, *pair, rng) for pair in zip(kinds, shares, strict=True)]
+    for row in rows:
+        hits = ", ".join(f"{name} {n}" for name, n in sorted(row["hits"].items()))
+        equality = "equal" if row["equal"] else "other"
+        print(f"{row['kind']:9}{row['kills']} kills ({hits}); last state {equality}")
+        print(*row["failures"], sep="\n", end="")
+    arguments.json.write_text(json.dumps({"benchmark": "chaos", "rows": rows}, indent=1))
+    return int(any(row["failures"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

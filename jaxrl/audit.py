@@ -1,0 +1,95 @@
+"""Audit a run: did every prompt get its turn, did every trajectory end once, did crashes lose any?
+
+    python -m jaxrl.audit RUN [--json FILE]
+
+    RUN     the run folder, <trainer.log_path>/<trainer.run_name>; the run may go on, or be killed
+    --json  where to write the results
+
+Nothing in the run folder is written to. Exit code 0: every check passed; 1: one failed; 2: there is
+nothing to audit. docs/ledger.md says what each check looks at.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxrl import lineage_checks as checks
+from jaxrl.files import replace_text
+from jaxrl.lineage import NothingToAudit, open_run
+from jaxrl.lineage_checks import Check
+
+CHECKS = (
+    checks.history,
+    checks.prompts,
+    checks.order,
+    checks.in_flight,
+    checks.trained_once,
+    checks.batches,
+    checks.ends,
+    checks.steps,
+    checks.length_bias,
+    checks.rollout_files,
+    checks.checkpoints,
+)
+SHOWN = 10  # failures of a check
+
+
+def audit(folder: str | Path) -> list[Check]:
+    """The checks of the run in a folder, of one snapshot of its ledger.
+
+    Raises:
+        NothingToAudit: it has no ledger that can be read.
+    """
+    with open_run(Path(folder)) as run:
+        return [check(run) for check in CHECKS]
+
+
+def report(results: Sequence[Check]) -> str:
+    """A table of the checks, then what is wrong."""
+    rows = [("check", "result", "figures")]
+    for check in results:
+        figures = ", ".join(f"{name} {value}" for name, value in check.figures.items())
+        rows.append((check.name, check.result, figures))
+    widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
+    lines = [f"{name:{widths[0]}}  {result:{widths[1]}}  {text}" for name, result, text in rows]
+    for check in results:
+        more = len(check.failures) - SHOWN
+        shown = [*check.failures[:SHOWN], *([f"and {more} more"] if more > 0 else [])]
+        lines += [f"{check.name}: {text}" for text in (*shown, check.unknown) if text]
+    failed = [check.name for check in results if check.failures]
+    verdict = f"FAILED: {', '.join(failed)}" if failed else "passed"
+    return "\n".join((*lines, f"audit {verdict}"))
+
+
+def to_json(results: Sequence[Check]) -> str:
+    """The same for programs, with every failure."""
+    passed = not any(check.failures for check in results)
+    found = [vars(check) | {"result": check.result} for check in results]
+    return json.dumps({"passed": passed, "checks": found}, indent=1) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m jaxrl.audit RUN`."""
+    parser = argparse.ArgumentParser(
+        "python -m jaxrl.audit",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args(argv)
+    try:
+        results = audit(options.run)
+        if options.json:
+            replace_text(options.json, to_json(results))
+    except (NothingToAudit, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(report(results))
+    return int(any(check.failures for check in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

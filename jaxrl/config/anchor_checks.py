@@ -1,0 +1,89 @@
+"""Checks of what the loss compares the policy with, where another one may have sampled."""
+
+from jaxrl.config.algorithm import AlgorithmConfig
+from jaxrl.config.errors import fail
+from jaxrl.config.needs import corrects_itself, is_builtin_loss, ratio_anchor
+from jaxrl.losses.off_policy import correction_enabled
+
+_ALGORITHM = "trainer.algorithm"
+UNCORRECTED = {
+    "clip_cov": "it chooses tokens by its own statistics of the minibatch",
+    "kl_cov": "it chooses tokens by its own statistics of the minibatch",
+    "gmpo": "there is none of a geometric mean",
+    "cross_entropy": "it has no ratio",
+}
+"""Losses without an off-policy correction, and why."""
+
+
+def check_old_log_probs(algorithm: AlgorithmConfig) -> None:
+    """Refuse what has no meaning where the sampler's log-probs are the old ones.
+
+    Raises:
+        ValueError: names the field, the value and the fix.
+    """
+    if algorithm.old_log_probs != "rollout":
+        return
+    field, value = f"{_ALGORITHM}.old_log_probs", "rollout"
+    if correction_enabled(algorithm.off_policy_correction):
+        fix = (
+            "off_policy_correction weighs by old_log_probs - rollout_log_probs, which is then 0, "
+            "and the ratio of the loss is against the rollout policy already; set 'trainer', or "
+            f"turn off {_ALGORITHM}.off_policy_correction.*"
+        )
+        fail(field, value, fix)
+    decoupled = algorithm.policy_loss_type == "decoupled_ppo"
+    if decoupled and algorithm.decoupled_ppo.proximal == "forward":
+        fix = (
+            "policy_loss_type='decoupled_ppo' would be clipped around the sampler itself, which is "
+            "'regular'; set 'trainer', or decoupled_ppo.proximal='log_linear', which needs no "
+            "forward pass either"
+        )
+        fail(field, value, fix)
+
+
+def check_recorded(algorithm: AlgorithmConfig, without: str) -> None:
+    """Refuse the sampler's log-probs as the old ones where it records none.
+
+    Args:
+        without: says so.
+
+    Raises:
+        ValueError: names the field, the value and the fix.
+    """
+    if algorithm.old_log_probs == "rollout":
+        fail(f"{_ALGORITHM}.old_log_probs", "rollout", f"{without}; set 'trainer'")
+
+
+def check_anchor(algorithm: AlgorithmConfig, max_staleness_steps: int) -> None:
+    """Refuse a loss that takes rollouts of an older policy for the trainer's own.
+
+    Its ratio would be against the policy at the start of the step, which did not sample them, so
+    nothing would tell how much more or less probable they have become. Allowed are losses whose
+    ratio is against the sampler, `decoupled_ppo`, truncated importance weights beside any other
+    ratio, and losses of users, who are offered all log-probs.
+
+    Args:
+        algorithm: resolved.
+        max_staleness_steps: of an asynchronous run; 0 = rollouts are the trainer's own.
+
+    Raises:
+        ValueError: names the loss and what can be set instead.
+    """
+    name = algorithm.policy_loss_type
+    if max_staleness_steps == 0 or not is_builtin_loss(name) or corrects_itself(algorithm):
+        return
+    if algorithm.off_policy_correction.tis_ratio_type is not None:
+        return
+    others = (
+        "policy_loss_type='decoupled_ppo', 'rollout_is', 'dppo', or 'cispo' with "
+        "cispo.cispo_anchor='rollout'"
+    )
+    stale = f"with trainer.fully_async.max_staleness_steps={max_staleness_steps}: "
+    if ratio_anchor(algorithm) is None:
+        why = "it has no ratio, and learns what an older policy said as if it were the policy's own"
+        fail(f"{_ALGORITHM}.policy_loss_type", name, f"{stale}{why}; set {others}")
+    fix = f"{others}; or {_ALGORITHM}.old_log_probs='rollout'"
+    if name not in UNCORRECTED:
+        fix += f" or {_ALGORITHM}.off_policy_correction.tis_ratio_type='token'"
+    why = "its ratio is against the policy at the start of the step, and an older one sampled"
+    fail(f"{_ALGORITHM}.policy_loss_type", name, f"{stale}{why}; set {fix}")

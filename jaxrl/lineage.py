@@ -1,0 +1,152 @@
+"""The surviving lineage of a run: its ledger without the rows that were taken back after crashes.
+
+`run.db` is only read, in one transaction: a run may go on meanwhile, or may have been killed and
+have left rows in the log beside the database (`run.db-wal`).
+"""
+
+import contextlib
+import json
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from jaxrl.data.prompts import epoch_order
+from jaxrl.ledger.database import FILE, FORMAT
+
+TABLES = ("groups", "trajectories", "ends", "steps")
+
+
+class NothingToAudit(ValueError):
+    """A folder without a ledger that can be read."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder and one snapshot of its ledger.
+
+    The views live_groups, live_trajectories, live_ends and live_steps are the surviving lineage.
+
+    Attributes:
+        facts: seed, train_batch_size, num_prompts, samples, ... as the run wrote them.
+        settings: its config.yaml.
+        attempt, from_step, first_ordinal, origin: of the attempt that the lineage begins with; 0
+            and "" where the whole history is known.
+        last_step: finished steps.
+    """
+
+    folder: Path
+    db: sqlite3.Connection
+    run_id: str
+    facts: dict[str, Any]
+    settings: dict[str, Any]
+    attempt: int
+    from_step: int
+    first_ordinal: int
+    origin: str
+    last_step: int
+
+    def rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        """Result of a query."""
+        return self.db.execute(query, values).fetchall()
+
+    def pairs(self, query: str) -> np.ndarray:
+        """Result of a query [rows, 2] of integers."""
+        return np.array(self.rows(query), np.int64).reshape(-1, 2)
+
+    @property
+    def trainer(self) -> dict[str, Any]:
+        """The group `trainer` of the config."""
+        return self.settings["trainer"]
+
+    @property
+    def schedule(self) -> str:
+        """ "sync", or of an asynchronous run "lockstep" or "free"."""
+        settings = self.trainer.get("fully_async") or {}
+        return settings.get("schedule", "free") if settings.get("enabled") else "sync"
+
+    @cached_property
+    def data(self) -> list[str]:
+        """The uids of the training prompts, in the order of the data."""
+        return [uid for (uid,) in self.rows("SELECT uid FROM data ORDER BY row")]
+
+    def uids(self, ordinals: np.ndarray) -> list[str]:
+        """The prompts that the order of the data has at these places, over all epochs."""
+        size, total = self.facts["train_batch_size"], self.facts["num_prompts"]
+        of_epoch = total // size * size  # the last, incomplete batch of an epoch is left out
+        orders = {
+            epoch: epoch_order(total, self.facts["seed"], epoch)
+            for epoch in np.unique(ordinals // of_epoch).tolist()
+        }
+        return [self.data[orders[k // of_epoch][k % of_epoch]] for k in ordinals.tolist()]
+
+
+@contextlib.contextmanager
+def open_run(folder: Path) -> Iterator[Run]:
+    """The run in a folder.
+
+    Raises:
+        NothingToAudit: there is no ledger that can be read; the message says what to do.
+    """
+    path, config = folder / FILE, folder / "config.yaml"
+    if not path.is_file():
+        raise NothingToAudit(
+            f"{folder} holds no {FILE}: give the run folder, <trainer.log_path>/<trainer.run_name>"
+        )
+    if not config.is_file():
+        raise NothingToAudit(
+            f"{folder} holds no config.yaml beside {FILE}: put that of the run back"
+        )
+    with contextlib.closing(_connect(path)) as db:
+        try:
+            yield _read(folder, db, yaml.safe_load(config.read_text()))
+        except sqlite3.Error as error:
+            raise NothingToAudit(
+                f"{path} cannot be read ({type(error).__name__}: {error}): it is damaged, or no "
+                "ledger. Put a copy in its place; or move it away: the run then goes on with a new "
+                "one, which knows nothing earlier"
+            ) from error
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    """For reading, in a way that leaves every file as it is."""
+    log, shared = (path.with_name(f"{path.name}-{end}") for end in ("wal", "shm"))
+    if shared.exists():  # a run has it open, or was killed
+        how = "mode=ro&readonly_shm=1"
+    elif log.exists():  # a copy without the index of its log, which has to be made
+        how = "mode=ro"
+    else:
+        how = "immutable=1"
+    return sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True, isolation_level=None)
+
+
+def _read(folder: Path, db: sqlite3.Connection, settings: dict[str, Any]) -> Run:
+    db.execute("BEGIN")
+    tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
+    if not tables or ("attempts" in tables and not db.execute("SELECT 1 FROM attempts").fetchone()):
+        raise NothingToAudit(f"{folder / FILE} is empty: the run has not begun yet, let it start")
+    for name in TABLES:
+        db.execute(f"CREATE TEMP VIEW live_{name} AS SELECT * FROM {name} WHERE superseded IS NULL")
+    found = db.execute("SELECT run_id, format, facts FROM runs").fetchone()
+    if found is None or found[1] != FORMAT:
+        raise NothingToAudit(
+            f"{folder / FILE} has format {found and found[1]}, this jaxrl reads {FORMAT}: audit it "
+            "with the version that wrote it"
+        )
+    start = db.execute(
+        "SELECT attempt, from_step, first_ordinal, origin FROM attempts "
+        "WHERE origin != '' ORDER BY attempt DESC LIMIT 1"
+    ).fetchone()
+    # an attempt from step 0 took all before it back, foreign history too
+    fresh = db.execute("SELECT MAX(attempt) FROM attempts WHERE from_step = 0").fetchone()[0] or 1
+    if start is None or start[0] < fresh:
+        start = fresh, 0, 0, ""
+    last = db.execute("SELECT MAX(step) FROM live_steps").fetchone()[0]
+    run_id, _, facts = found
+    last = start[1] if last is None else last
+    return Run(folder, db, run_id, json.loads(facts), settings, *start, last)

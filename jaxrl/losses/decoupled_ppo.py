@@ -1,0 +1,91 @@
+"""Decoupled PPO: one policy weighs what another sampled, a third bounds the step."""
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jaxrl.array_ops import Array, safe_exp, zero_masked
+from jaxrl.losses.regular import clipped_surrogate
+
+
+def decoupled_ppo(
+    log_probs: Array,
+    old_log_probs: Array | None,
+    advantages: Array,
+    config: Any,
+    loss_mask: Array | None = None,
+    rollout_log_probs: Array | None = None,
+    staleness: Array | None = None,
+) -> tuple[Array, dict[str, Array]]:
+    """The clip is around a recent policy, whatever the age of the one that sampled.
+
+        r_t = pi_theta(a_t | s_t) / pi_prox(a_t | s_t)
+        w_t = pi_prox(a_t | s_t) / pi_rollout(a_t | s_t) if that is at most behave_cap, else 0
+        L_t = -sg[w_t] min(r_t A_t, clip(r_t, 1 - eps_low, 1 + eps_high) A_t)
+        "forward":    pi_prox = pi_old, the policy at the start of the step
+        "log_linear": log pi_prox = log pi_rollout + a_t sg[log pi_theta - log pi_rollout],
+                      a_t = d_t / (d_t + 1)
+
+    with d_t the staleness of the token: a step takes the policy from d_t steps after the sampler's
+    to d_t + 1, and the log-prob is taken to move evenly. The first form is AReaL's, Fu et al.,
+    2025, https://arxiv.org/abs/2505.24298 (sec. 5.2), after Hilton et al., 2022,
+    https://arxiv.org/abs/2110.00641; the second A-3PO, Li et al., 2025,
+    https://arxiv.org/abs/2512.06547, which needs no forward pass. Log ratios are clamped to +-20
+    before exp.
+
+    Args:
+        log_probs, advantages: [B, T] float.
+        old_log_probs: [B, T]; None is possible with "log_linear".
+        config: uses eps_clip_low, eps_clip_high, decoupled_ppo.proximal, decoupled_ppo.behave_cap.
+        loss_mask: [B, T] or None; what is masked may be NaN.
+        rollout_log_probs: [B, T], required.
+        staleness: [B, T] int, "log_linear" needs it; an array, so that no step compiles anew.
+
+    Returns:
+        loss [B, T], unmasked and unreduced; metrics [B, T]: clip_ratio (0/1 where clipping took
+        effect), behave_weight_mean, behave_weight_max of pi_prox / pi_rollout, behave_masked (0/1).
+
+    Raises:
+        ValueError: unknown proximal policy; no rollout_log_probs; no old_log_probs or staleness
+            where they are needed.
+    """
+    if rollout_log_probs is None:
+        raise ValueError("policy loss 'decoupled_ppo' needs rollout_log_probs, got None")
+    chex.assert_equal_shape([log_probs, rollout_log_probs, advantages])
+    log_probs, rollout, advantages = zero_masked(
+        loss_mask, log_probs, rollout_log_probs, advantages
+    )
+    old = None if old_log_probs is None else zero_masked(loss_mask, old_log_probs)[0]
+    proximal = proximal_log_probs(log_probs, old, rollout, staleness, config.decoupled_ppo.proximal)
+    weight = jax.lax.stop_gradient(safe_exp(proximal - rollout))
+    kept = weight <= config.decoupled_ppo.behave_cap
+    ratio = safe_exp(log_probs - proximal)
+    loss, clipped = clipped_surrogate(ratio, advantages, config.eps_clip_low, config.eps_clip_high)
+    metrics = {
+        "clip_ratio": clipped,
+        "behave_weight_mean": weight,
+        "behave_weight_max": weight,
+        "behave_masked": ~kept,
+    }
+    return jnp.where(kept, weight, 0) * loss, metrics
+
+
+def proximal_log_probs(
+    log_probs: Array, old: Array | None, rollout: Array, staleness: Array | None, kind: str
+) -> Array:
+    """Log-probs [B, T] of the policy that the ratio is clipped around; they have no gradient."""
+    if kind == "forward":
+        if old is None:
+            raise ValueError("decoupled_ppo.proximal='forward' needs old_log_probs, got None")
+        return old
+    if kind != "log_linear":
+        raise ValueError(f"decoupled_ppo.proximal='{kind}' must be 'forward' or 'log_linear'")
+    if staleness is None:
+        raise ValueError(
+            "decoupled_ppo.proximal='log_linear' needs the staleness of each token, and the "
+            "generator gives no 'token_versions' in its output; set 'forward', or give them"
+        )
+    moved = staleness / (staleness + 1.0)
+    return rollout + moved * (jax.lax.stop_gradient(log_probs) - rollout)

@@ -1,0 +1,214 @@
+"""Replay recorded steps and compare bits; or find where two runs part.
+
+    python -m jaxrl.replay RUN --step=12
+    python -m jaxrl.replay RUN --against=RUN2
+
+    RUN            folder of a run (config.yaml, run.db, rollouts)
+    --step         the last step to replay, from the newest checkpoint before it; without it all
+                   steps from the oldest checkpoint on
+    --checkpoint   to start from instead: .../global_step_<N>, or "start" for the models that the
+                   run began with
+    --device-count devices of the CPU, if not as many as the run had
+    --against      another run: compares what both recorded, computes nothing
+
+A replayed step takes its rollouts from RUN and does everything else again: log-probs, advantages,
+updates. The checksum of every array of its batch and of its state is compared with the recorded
+one. Exit status 0: bit-identical; 1: not, and where first; 2: the run cannot be replayed.
+docs/replay.md explains.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxrl import config as cfg
+from jaxrl.checkpoint import differences
+from jaxrl.checksums import checksums
+from jaxrl.ledger.books import machine_of, step_checksums
+from jaxrl.recorded_run import CorruptedRollouts, RecordedRun, restored, step_of, use_devices
+from jaxrl.train import BasePPOExp
+
+# In the order in which a step makes them: the first that differs is the cause of the others.
+MADE_BY = {
+    "batch.tokens": "what was sampled: prompts, keys, weights of the sampler",
+    "batch.rollout_log_probs": "the sampler's arithmetic, or its weights",
+    "batch.rewards": "the environment, or the shaping of rewards",
+    "batch.old_log_probs": "the policy's forward pass",
+    "batch.ref_log_probs": "the reference, or its forward pass",
+    "batch.values": "the critic, or its forward pass",
+    "batch.advantages": "the advantage estimator",
+    "batch.returns": "the advantage estimator",
+    "batch": "the rollouts",
+    "state": "the update",
+}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A step, and the arrays in which it differs, those first that are made first.
+
+    Attributes:
+        arrays: that were compared.
+    """
+
+    step: int
+    different: list[str]
+    arrays: int
+
+    def __str__(self) -> str:
+        if not self.different:
+            return f"step {self.step}: bit-identical, {self.arrays} arrays"
+        first, *others = self.different
+        return (
+            f"step {self.step}: {first} differs first ({_maker(first)}); "
+            f"{len(self.different)} of {self.arrays} arrays do"
+            + (f": then {_some(others)}" if others else "")
+        )
+
+
+def replay(
+    run: str | Path,
+    step: int | None = None,
+    *,
+    checkpoint: str | None = None,
+    run_class: type[BasePPOExp] = BasePPOExp,
+) -> Iterator[str | Compared]:
+    """Do recorded steps again, up to the first that differs.
+
+    Args:
+        run, step, checkpoint: see the command.
+        run_class: whose `get_` methods give model, tokenizer and trainer.
+
+    Yields:
+        What is done or odd, in words; a `Compared` for the checkpoint and for every step.
+
+    Raises:
+        ValueError, OSError: the run cannot be replayed.
+    """
+    recorded = RecordedRun(run)
+    source = recorded.find_checkpoint(step, checkpoint)
+    first, last = step_of(source), recorded.step(step or max(recorded.steps)).step
+    numbers = range(first + 1, last + 1)
+    expected = {number: recorded.checksums(number) for number in numbers}
+    recorded.check_files(numbers)
+    yield f"step {first}: {source or 'the models that the run began with'}"
+    with restored(recorded, source, run_class=run_class) as trainer:
+        yield from _other_machine(recorded.steps[last].machine, machine_of(trainer.mesh))
+        if first in recorded.steps:
+            found = {f"state{name}": x for name, x in checksums(trainer.state).items()}
+            theirs = recorded.steps[first].checksums
+            states = {name: x for name, x in theirs.items() if name.startswith("state")}
+            yield (result := compared(first, states, found))
+            if result.different:
+                return
+        for number in numbers:
+            trainer.train_step(number)
+            assert trainer.batch is not None
+            found = step_checksums(trainer.batch, trainer.state)
+            yield (result := compared(number, expected[number], found))
+            if result.different:
+                return
+
+
+def compared(step: int, recorded: Mapping[str, int], found: Mapping[str, int]) -> Compared:
+    """The arrays whose checksums differ, or that only one of the two has."""
+    names = {*recorded, *found}
+    different = [name for name in names if recorded.get(name) != found.get(name)]
+    return Compared(step, sorted(different, key=_when_made), len(names))
+
+
+def against(run: str | Path, other: str | Path) -> Iterator[str | Compared]:
+    """Compare two runs by what they recorded, up to the first step that differs.
+
+    Yields:
+        What is different in their configs, in words; a `Compared` for every common step.
+
+    Raises:
+        ValueError: one cannot be read, has no checksums, or they have no step in common.
+    """
+    left, right = RecordedRun(run), RecordedRun(other)
+    if not (common := sorted(left.steps.keys() & right.steps.keys())):
+        raise ValueError(
+            f"{left.folder} has the steps {_span(left)}, {right.folder} {_span(right)}: none in "
+            "common; take runs that overlap"
+        )
+    if different := differences(*(cfg.get_config_as_dict(x.config) for x in (left, right))):
+        yield "configs differ: " + "; ".join(
+            f"{name}: {a!r} | {b!r}" for name, (a, b) in different.items()
+        )
+    yield from _other_machine(left.steps[common[-1]].machine, right.steps[common[-1]].machine)
+    yield f"steps {_span(left)} and {_span(right)}, {len(common)} in common"
+    for step in common:
+        pair = left.checksums(step), right.checksums(step)
+        yield (result := compared(step, *pair))
+        if result.different:
+            return
+
+
+def _maker(name: str) -> str:
+    return MADE_BY.get(name, MADE_BY[name.partition(".")[0].partition("[")[0]])
+
+
+def _when_made(name: str) -> tuple[int, int, str]:
+    """Place in a step: batch arrays in the order of `MADE_BY`, then parameters, then the rest."""
+    order = list(MADE_BY)
+    if name.startswith("batch"):
+        return 0, order.index(name) if name in order else 0, name
+    return 1, 0 if name.startswith("state.params") else 1, name
+
+
+def _some(names: Sequence[str], most: int = 6) -> str:
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _span(run: RecordedRun) -> str:
+    return f"{min(run.steps)} to {max(run.steps)}"
+
+
+def _other_machine(recorded: Mapping[str, object], now: Mapping[str, object]) -> Iterator[str]:
+    different = [
+        f"{name} {recorded.get(name)!r} | {now.get(name)!r}"
+        for name in now
+        if recorded.get(name) != now.get(name)
+    ]
+    if different:
+        yield (
+            f"other machines: {'; '.join(different)}. Sums are taken in another order there, so "
+            "bits may differ although nothing is wrong"
+        )
+
+
+def main(argv: Sequence[str]) -> int:
+    """`python -m jaxrl.replay RUN [--step=N | --against=RUN2] ...`."""
+    if not argv or "--help" in argv or "-h" in argv:
+        print(__doc__)
+        return 0
+    parser = argparse.ArgumentParser("python -m jaxrl.replay", allow_abbrev=False)
+    parser.add_argument("run")
+    for name, kind in (("step", int), ("checkpoint", str), ("device-count", int)):
+        parser.add_argument(f"--{name}", type=kind)
+    parser.add_argument("--against")
+    given = parser.parse_args(argv)
+    result = None
+    try:
+        if given.against is None:
+            use_devices(RecordedRun(given.run), given.device_count)
+            results = replay(given.run, given.step, checkpoint=given.checkpoint)
+        else:
+            results = against(given.run, given.against)
+        for result in results:
+            print(result, flush=True)
+    except CorruptedRollouts as error:
+        print(error)
+        return 1
+    except (ValueError, OSError) as error:  # what a user can mend
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return int(isinstance(result, Compared) and bool(result.different))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

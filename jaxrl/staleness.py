@@ -1,0 +1,51 @@
+"""How old rollouts are: training steps between the policy that drew a token and the trainer's.
+
+All of it is numpy on the host, a function of the versions that the sampler recorded.
+"""
+
+import numpy as np
+
+from jaxrl.types import Array
+
+
+def token_staleness(token_versions: Array, loss_mask: Array, version: int) -> np.ndarray:
+    """Staleness [B, T] int32: `version` less the version of each token, 0 where masked.
+
+    It is computed on the host and goes to the devices with the batch: as an array it compiles
+    nothing anew, as a number in the loss the step would be a constant of the program.
+
+    Args:
+        token_versions: [B, T] int, of the policy that drew each token.
+        loss_mask: [B, T].
+        version: of the trainer's policy when the step began, the number of finished steps.
+    """
+    age = version - np.asarray(token_versions, np.int32)
+    return np.where(np.asarray(loss_mask) != 0, age, 0).astype(np.int32)
+
+
+def staleness_metrics(
+    token_versions: Array, loss_mask: Array, version: int, max_staleness_steps: int
+) -> dict[str, float]:
+    """`async/staleness_*` of a batch; none without a sampled token.
+
+    mean, max, min: over the sampled tokens, which in one trajectory can have several versions.
+    ratio: share of them that an earlier policy than `version` drew. violation_count: trajectories
+    with a token older than max_staleness_steps. SkyRL counts prompt groups, by the step in which
+    each was begun.
+
+    Args:
+        token_versions, loss_mask, version: see `token_staleness`.
+        max_staleness_steps: the limit of the run.
+    """
+    sampled = np.asarray(loss_mask) != 0
+    if not sampled.any():
+        return {}
+    age = token_staleness(token_versions, loss_mask, version)
+    of_tokens = age[sampled]
+    return {
+        "async/staleness_mean": float(of_tokens.mean()),
+        "async/staleness_max": int(of_tokens.max()),
+        "async/staleness_min": int(of_tokens.min()),
+        "async/staleness_ratio": float((of_tokens > 0).mean()),
+        "async/staleness_violation_count": int((age > max_staleness_steps).any(-1).sum()),
+    }

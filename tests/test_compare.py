@@ -1,0 +1,237 @@
+"""Losses and estimators on one recorded minibatch, against gradients that are written out here."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl import config as cfg
+from jaxrl.compare import as_json, main, table
+from jaxrl.data.packing import one_per_row
+from jaxrl.forward import log_probs_and_entropy
+from jaxrl.loss_comparison import (
+    Choice,
+    Comparison,
+    Evaluated,
+    compare_choices,
+    cosines,
+    measured_kl,
+    parse_choices,
+    weight_ess,
+)
+from jaxrl.recorded_run import RecordedRun, restored
+from jaxrl.train import train
+from jaxrl.types import TrainBatch
+from tests.test_train import small
+
+PURE = "+use_kl_loss=false+use_entropy_loss=false"
+REWARDS = (1.0, 0.0, 0.0, 1.0, 0.5, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.25, 0.5, 0.75)
+
+
+def negative_regular(log_probs, old_log_probs, advantages, config, loss_mask=None):
+    """The default loss, with the sign of every advantage turned round after its minimum."""
+    ratio = jnp.exp((log_probs - old_log_probs) * loss_mask)
+    clipped = jnp.clip(ratio, 1 - config.eps_clip_low, 1 + config.eps_clip_high)
+    return jnp.minimum(ratio * advantages, clipped * advantages), {}
+
+
+NEGATIVE = "tests.test_compare:negative_regular"
+
+
+@pytest.fixture(scope="module")
+def compared(finished):
+    """Step 4 of the session's run, its second minibatch, with rewards that differ in each group.
+
+    The trainer as it is before that minibatch; the batch, its log-probs before the step; what came
+    out.
+    """
+    run = RecordedRun(finished[0] / "quickstart")
+    output, uids = run.rollouts(4)
+    output["rewards"] = list(REWARDS)
+    with restored(run, run.find_checkpoint(4)) as trainer:
+        trainer.train_step(3)
+        batch = trainer.collate(trainer.postprocess_generator_output({**output}, uids))
+        old, _ = trainer.scorer(trainer.params, batch)
+        choices = parse_choices(trainer.config, f"regular{PURE},{NEGATIVE}{PURE}", "grpo,rloo")
+        found = compare_choices(trainer, (output, uids), choices, step=4, minibatch=2)
+        yield trainer, batch, old, found
+
+
+def test_a_loss_is_like_itself_and_unlike_its_negative(compared):
+    found = compared[-1]
+    regular, _, negative, _ = found.choices
+    assert (regular.name, negative.name) == (f"regular{PURE} | grpo", f"{NEGATIVE}{PURE} | grpo")
+    assert found.cosine[0, 0] == pytest.approx(1, abs=1e-12)
+    assert found.cosine[0, 2] == pytest.approx(-1, abs=1e-6)
+    np.testing.assert_array_equal(found.cosine, found.cosine.T)
+    assert regular.grad_norm == pytest.approx(negative.grad_norm, rel=1e-5)
+    assert regular.loss == pytest.approx(-negative.loss, rel=1e-4)
+    # a step against the gradient and one along it: the same distance, to second order
+    assert regular.kl_of_length == pytest.approx(negative.kl_of_length, rel=0.2)
+    assert regular.clip_fraction is not None and negative.clip_fraction is None
+    assert 0.5 < regular.effective_sample_size < 1  # the policy has moved since the step began
+    assert found.ratios["ratio_max"] > 1.05
+
+
+def advantages_of(estimator):
+    """Of the rewards of four groups of four, as the two papers have it."""
+    rewards = np.reshape(REWARDS, (4, 4))
+    mean, total = rewards.mean(1, keepdims=True), rewards.sum(1, keepdims=True)
+    if estimator == "grpo":
+        return ((rewards - mean) / (rewards.std(1, ddof=1, keepdims=True) + 1e-6)).ravel()
+    return (rewards - (total - rewards) / 3).ravel()
+
+
+def test_cosine_and_norms_are_those_of_a_gradient_that_is_written_out(compared):
+    trainer, batch, old, found = compared
+    half = jax.tree.map(lambda x: np.asarray(x)[8:], batch)
+    rows = one_per_row(half.tokens, half.lengths, half.loss_mask)
+    options = {"temperature": 1.0, "dtype": jnp.float32, "remat": "none", "with_entropy": False}
+
+    @jax.jit
+    @jax.value_and_grad
+    def clipped_surrogate(params, advantages):
+        log_probs, _ = log_probs_and_entropy(trainer.model, params, rows, **options)
+        ratio = jnp.exp(log_probs - old[8:])
+        gain = jnp.minimum(ratio * advantages, jnp.clip(ratio, 0.8, 1.2) * advantages)
+        return -(gain * half.loss_mask).sum() / half.loss_mask.sum()
+
+    direct = []
+    for choice, estimator in zip(found.choices, ("grpo", "rloo"), strict=False):
+        params, advantages = jax.device_get(trainer.params), advantages_of(estimator)[8:, None]
+        loss, gradient = clipped_surrogate(params, advantages)
+        flat = np.concatenate([np.ravel(x) for x in jax.tree.leaves(gradient)]).astype(np.float64)
+        assert choice.loss == pytest.approx(float(loss), rel=1e-4)
+        assert choice.grad_norm == pytest.approx(np.linalg.norm(flat), rel=1e-4)
+        direct.append(flat / np.linalg.norm(flat))
+    cosine = float(direct[0] @ direct[1])
+    assert cosine < 0.999  # the estimators weigh the groups otherwise
+    assert found.cosine[0, 1] == pytest.approx(cosine, abs=1e-5)
+
+
+def test_cosines_of_all_parameters_as_one_vector():
+    a = {"x": np.array([[3.0, 0.0]]), "y": np.array([4.0])}
+    b = {"x": np.array([[4.0, 0.0]]), "y": np.array([3.0])}
+    zero = jax.tree.map(np.zeros_like, a)
+    # (3 * 4 + 4 * 3) / (5 * 5) = 0.96
+    nan = np.nan
+    expected = [[1, 0.96, nan], [0.96, 1, nan], [nan, nan, nan]]
+    np.testing.assert_allclose(cosines([a, b, zero]), expected)
+
+
+def two_tokens(**fields):
+    """A row of three places, two of them sampled."""
+    return TrainBatch(
+        **dict.fromkeys(("tokens", "lengths", "response_mask", "rewards", "index"), 0),
+        **dict.fromkeys(("rollout_log_probs", "policy_versions", "row_ids"), 0),
+        loss_mask=np.array([[0.0, 1.0, 1.0]]),
+        **fields,
+    )
+
+
+def test_the_effective_sample_size_is_of_the_weights_that_tokens_get():
+    minibatch = two_tokens(advantages=np.array([[9.0, 2.0, -1.0]]))
+    slopes = np.array([[9.0, -6.0, 1.0]])
+    weights = SimpleNamespace(kl=np.ones((1, 3)), replace=lambda **changes: changes)
+
+    def cotangents(log_probs, entropy, batch, weights, key):
+        assert not weights["kl"].any()
+        return (slopes, None), None
+
+    objective = SimpleNamespace(seen=lambda minibatch: minibatch)
+    updater = SimpleNamespace(cotangents=cotangents, objective=objective)
+    found = weight_ess(updater, (None, None), minibatch, weights, 0)
+    # weights 6 / 2 = 3 and 1 / 1 = 1: (3 + 1)^2 / (2 (9 + 1))
+    assert found == pytest.approx(16 / 20)
+    nothing = two_tokens(advantages=np.zeros((1, 3)))
+    assert weight_ess(updater, (None, None), nothing, weights, 0) is None
+
+
+def test_the_measured_kl_is_a_mean_over_sampled_tokens():
+    before = (np.log(np.array([[0.1, 0.5, 0.2]])),)
+    after = (np.log(np.array([[0.9, 0.25, 0.2]])),)
+    # r = 0.5: 0.5 - 1 + log 2 = 0.193147; r = 1: 0
+    assert measured_kl(before, after, two_tokens()) == pytest.approx(0.193147 / 2, abs=1e-6)
+
+
+def test_choices_are_read_with_their_changes():
+    config = cfg.resolve(small(Path("/tmp")))
+    names = "regular+eps_clip_high=2.8e-1+loss_reduction=sequence_mean, gspo"
+    first, *_, last = parse_choices(config, names, "rloo,reinforce+++gamma=0.9")
+    assert first.name == "regular+eps_clip_high=2.8e-1+loss_reduction=sequence_mean | rloo"
+    algorithm = first.config.trainer.algorithm
+    assert (algorithm.eps_clip_high, algorithm.loss_reduction) == (0.28, "sequence_mean")
+    assert (algorithm.eps_clip_low, algorithm.advantage_estimator) == (0.2, "rloo")
+    assert last.config.trainer.algorithm.advantage_estimator == "reinforce++"
+    assert last.config.trainer.algorithm.gamma == 0.9
+    (own,) = parse_choices(config, "regular", None)
+    assert own == Choice("regular", config)
+    for losses, message in {
+        "regular,": "--losses='regular,' has an empty name",
+        "reglar": "reglar: trainer.algorithm.policy_loss_type='reglar'.*regular",
+        "regular+eps_clip=1": "unknown.*eps_clip",
+        "gmpo": "gmpo: trainer.algorithm.loss_reduction='token_mean'.*sequence_mean",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            parse_choices(config, losses, None)
+
+
+def test_a_table_has_a_dash_where_there_is_no_number():
+    one = Evaluated("regular", -0.5, 2.0, 0.25, 0.9, 1e-3, None)
+    none = Evaluated("mine", 0.0, 0.0, None, None, 0.0, None)
+    found = Comparison([one, none], np.array([[1, np.nan], [np.nan, np.nan]]), 7, {}, 0.1)
+    assert table(found).splitlines() == [
+        "         loss  grad norm  clip  ESS  KL update  KL length",
+        "regular  -0.5          2  0.25  0.9      0.001          -",
+        "mine        0          0     -    -          0          -",
+        "",
+        "cosine           1  2",
+        "1 regular  +1.0000  -",
+        "2 mine           -  -",
+    ]
+    assert as_json(found)["cosine"] == [[1, None], [None, None]]
+
+
+def test_the_command_writes_table_numbers_and_picture(finished, tmp_path, capsys):
+    run, out = str(finished[0] / "quickstart"), tmp_path / "found.json"
+    picture = tmp_path / "found.png"
+    options = ["--step=3", "--losses=regular", f"--json={out}", f"--plot={picture}"]
+    assert main([run, *options]) == 0
+    text = capsys.readouterr().out
+    assert f"{run}, step 3, minibatch 1: " in text
+    assert "ratio to the old policy 1 to 1, KL 0;" in text
+    (choice,) = json.loads(out.read_text())["choices"]
+    assert choice["grad_norm"] > 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main([run, "--step=3", "--losses=regular", "--minibatch=3"]) == 2
+    assert "--minibatch=3: step 3 has 1 to 2; take one" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_norms_do_not_depend_on_microbatches_or_packing(tmp_path):
+    """16 rows of a minibatch on 8 devices: two microbatches, or one, or packed ones."""
+    whole = {"trainer.policy_mini_batch_size": 4, "trainer.algorithm.advantage_estimator": "grpo"}
+    run = RecordedRun(train(small(tmp_path, **whole)).books.folder)
+    output, uids = run.rollouts(4)
+    output["rewards"] = list(REWARDS)
+    cuts = [
+        {},
+        {"trainer.micro_train_batch_size_per_gpu": 2},
+        {"trainer.use_sample_packing": True, "trainer.packed_length": 24},
+    ]
+    for loss in ("regular", "gspo", "kl_cov"):
+        with restored(run, run.find_checkpoint(4)) as trainer:
+            trainer.train_step(3)
+            (choice,) = parse_choices(trainer.config, loss, None)
+            choices = [
+                Choice(str(number), cfg.apply_overrides(choice.config, cut))
+                for number, cut in enumerate(cuts)
+            ]
+            found = compare_choices(trainer, (output, uids), choices, step=4)
+        np.testing.assert_allclose(found.cosine, 1, rtol=0, atol=1e-6)
+        norms = [choice.grad_norm for choice in found.choices]
+        np.testing.assert_allclose(norms, norms[0], rtol=1e-5)

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+#
+# Start a run on every host of a slice, one process per host, and leave it running; or end it.
+#
+#   tpu/run.sh --project=P --zone=Z --name=N --type=v6e-8 [--dry-run] -- --config=configs/quickstart.py
+#   tpu/run.sh --project=P --zone=Z --name=N --type=v6e-8 --stop
+#
+#   --project --zone --name --type   or JAXRL_TPU_PROJECT, _ZONE, _NAME, _TYPE in the environment
+#   --module=jaxrl.train   what `python -m` runs; jaxrl.sft, jaxrl.evaluate, ...
+#   --watch=15             seconds to wait for an early end, to show here what was wrong
+#   --stop                 end the run; the same command resumes it from its last checkpoint
+#   --internal-ip          the slice has no external address
+#   --dry-run              print the commands, run nothing
+#
+# What follows -- goes to the module as it is. tpu/logs.sh shows what the run prints.
+
+set -euo pipefail
+# shellcheck source-path=SCRIPTDIR source=arguments.sh
+. "$(dirname "$0")/arguments.sh"
+flags='stop internal-ip'
+values='project zone name type module watch'
+required='project zone name type'
+parse_arguments "$@"
+host_script='cd jaxrl && bash tpu/host/train.sh'
+if [[ -n $stop ]]; then
+  on_host all "$host_script stop"
+  exit
+fi
+((hosts == 1)) || fail "--type=$type has $hosts hosts, and jaxrl trains on one today: choose v5litepod-8, v5p-8 or v6e-8 (tpu/README.md, Many hosts)"
+((${#rest[@]})) || fail 'nothing to run: give the arguments of the module after --, such as -- --config=configs/quickstart.py'
+on_host all "$host_script $(quoted start ${module:+"--module=$module"} ${watch:+"--watch=$watch"} -- "${rest[@]}")"
