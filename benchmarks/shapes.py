@@ -1,10 +1,13 @@
 """Model shapes of the benchmarks, and model folders with random weights and a tokenizer.
 
+    python -m benchmarks.shapes qwen2.5-7b FOLDER       # config.json and a tokenizer, no weights
+
 The weights play no part in the seconds, so every benchmark but `decode.py` on SmolLM2 draws them at
 random (`random_init`).
 """
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,3 +83,7 @@ def write_model_folder(folder: Path, shape: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(SHAPES[shape] | {"bos_token_id": None} | ids))
     save_tokenizer(tokenizer, folder)
+
+
+if __name__ == "__main__":  # python -m benchmarks.shapes qwen2.5-7b FOLDER
+    write_model_folder(Path(sys.argv[2]), sys.argv[1])
