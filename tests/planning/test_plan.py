@@ -178,3 +178,35 @@ def test_a_slice_that_does_not_exist(capsys):
     pytest.importorskip("libtpu")
     assert plan.main([QUICKSTART, "--topology=v5e:3x5"]) == 2
     assert "--topology=v5e:3x5 is not one that libtpu knows" in capsys.readouterr().err
+
+
+def test_adapters_rest_on_a_base_that_the_reference_shares(capsys, planned):
+    rank = "--config.trainer.policy.model.lora.rank=4"
+    _, _, report = planned(capsys, "--estimate", WITH_REFERENCE, rank)
+    stay = report["residents"]
+    assert stay["base"] == pytest.approx(4 * PARAMETERS / 8, rel=0.1)
+    assert "reference" not in stay
+    # of 2 layers: A 64 x 4 and B 4 x 64 of q and o, 4 x 32 for k and v, 4 x 256 for gate and up,
+    # A 256 x 4 and B 4 x 64 of down
+    pairs = 2 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 256)) * 4
+    assert 4 * pairs / 8 <= stay["parameters"] <= 4 * pairs
+    phases = phases_of(report)
+    # frozen weights: their own gradients are not computed
+    assert phases["gradient"]["flops"] == pytest.approx(2 * phases["reference"]["flops"])
+    assert phases["apply"]["arguments"] == pytest.approx(4 * stay["parameters"], rel=0.1)
+
+
+def test_a_critic_is_a_second_model(capsys, planned):
+    path = ROOT / "configs" / "guess_number_ppo.py"
+    _, _, report = planned(capsys, "--estimate", f"--config={path}")
+    names = list(phases_of(report))
+    assert names.index("values") < names.index("critic gradient") < names.index("gradient")
+    assert report["residents"]["critic optimizer"] >= 2 * report["residents"]["critic"]
+
+
+def test_weights_and_moments_in_host_memory_leave_the_device(capsys, planned):
+    flag = "--config.trainer.policy.optimizer_config.offload_after_step=True"
+    _, printed, report = planned(capsys, "--estimate", flag)
+    assert report["residents"]["optimizer"] == 0
+    assert "in host memory" in printed
+    assert phases_of(report)["apply"]["beside"] == 0
