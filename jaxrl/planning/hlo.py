@@ -19,6 +19,10 @@ _CALLED = re.compile(
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\dm\d\w*)?)\[([\d,]*)\]")
 _BITS = re.compile(r"\d+")
+_MESH = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\]"
+    r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}"
+)
 
 
 @dataclass(frozen=True)
@@ -156,10 +160,14 @@ def _group(line: str) -> tuple[int, ...]:
         )
         ids = np.arange(math.prod(reshape)).reshape(reshape)
         return tuple(ids.transpose(axes).reshape(shape)[0].tolist())
-    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line):
+    if mesh := _MESH.search(line):
         sizes = {n: int(size) for n, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
-        over = re.findall(r"'(\w+)'", mesh[2])
-        ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        over = re.findall(r"'(\w+)'", mesh[4])
+        ids = np.arange(math.prod(sizes.values()))
+        if mesh[2]:  # devices in another order
+            order = None if mesh[3] is None else [int(n) for n in mesh[3].split(",")]
+            ids = ids.reshape([int(n) for n in mesh[2].split(",")]).transpose(order)
+        ids = ids.reshape(tuple(sizes.values()))
         return tuple(ids[tuple(slice(None) if n in over else 0 for n in sizes)].ravel().tolist())
     pairs = re.findall(
         r"\{(\d+),(\d+)\}", line.partition("source_target_pairs=")[2].partition("}}")[0] + "}"
