@@ -61,9 +61,9 @@ class AsyncTrainer(Trainer):
         evaluates = self.config.trainer.eval_interval > 0
         if overlaps(self.config) and isinstance(self.model, AdaptedModel) and evaluates:
             raise ValueError(
-                f"trainer.eval_interval={self.config.trainer.eval_interval}: {self.model.name} is a "
-                "flax module, whose sampler pads what comes together, and beside training the clock "
-                "decides what does; set it to -1, and evaluate checkpoints with jaxrl.evaluate"
+                f"trainer.eval_interval={self.config.trainer.eval_interval}: {self.model.name} is "
+                "a flax module, whose sampler pads what comes together, and beside training the "
+                "clock decides what does; set it to -1, and use jaxrl.evaluate on checkpoints"
             )
         workers = settings.num_parallel_generation_workers
         self.schedule = Schedule(
