@@ -200,11 +200,12 @@ def kill_once(run: Run, aim: str, rng: random.Random) -> str:
         time.sleep(rng.uniform(0, 0.03))
     elif aim == "ledger":
         _kill_at_write(run, process, rng.randrange(1, 40))
+    by_strace = process.poll() == -signal.SIGKILL
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     if process.wait() != -signal.SIGKILL:
         raise RuntimeError(f"the run ended before it was killed:\n{run.output()}")
-    return hit(run, *before)
+    return "writing the ledger" if by_strace else hit(run, *before)
 
 
 def _until(run: Run, process: subprocess.Popen, happens: Callable[[], bool], pause: float) -> None:
