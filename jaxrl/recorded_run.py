@@ -61,7 +61,7 @@ class RecordedRun:
         config: resolved, as the run wrote it.
         steps: by number.
         facts: of the ledger.
-        origin: "", or "step <N> of run <id>": the checkpoint of another run that it went on from.
+        origin: "", or "<path> of run <id>": the checkpoint of another run that it went on from.
 
     Raises:
         ValueError: it is no run folder, its database cannot be read, or it did no step.
@@ -240,11 +240,12 @@ def restored(
         with contextlib.closing(trainer.checkpointer):
             trainer.state = trainer.restore_or_init()
             saved = (trainer.checkpointer.restored_meta or {}).get("ledger") or {}
-            origin = f"step {int(trainer.state.step)} of run {saved.get('run_id')}"
-            if checkpoint and saved.get("run_id") != run.run_id and origin != run.origin:
+            saver = saved.get("run_id")
+            known = saver == run.run_id or run.origin.endswith(f" of run {saver}")
+            if checkpoint and not known:
                 raise ValueError(
-                    f"{checkpoint} was saved by run {saved.get('run_id')}, and {run.folder} is "
-                    f"{run.run_id}; name a checkpoint of it with --checkpoint"
+                    f"{checkpoint} was saved by run {saver}, and {run.folder} is {run.run_id}; "
+                    "name a checkpoint of it with --checkpoint"
                 )
             trainer.batches_drawn = int(trainer.state.batches_drawn)
             trainer.load_reference(trainer.state.ref_params)

@@ -162,8 +162,10 @@ def test_what_cannot_be_replayed_is_said_with_what_to_do(recorded, tmp_path):
     assert "trainer.ledger.record_rollouts=false" in error(recorded)
     change(recorded, "UPDATE steps SET checksums = '{}' WHERE step = 4")
     assert "trainer.ledger.record_checksums=false" in error(recorded)
-    change(recorded, "UPDATE attempts SET from_step = 2, origin = 'step 2 of run x'")
-    assert "went on from step 2 of run x; name that with --checkpoint" in error(recorded, 2)
+    change(recorded, "UPDATE attempts SET from_step = 2, origin = 'some/global_step_2 of run x'")
+    assert "went on from some/global_step_2 of run x; name that with --checkpoint" in error(
+        recorded, 2
+    )
     (recorded / "run.db").write_bytes(b"no database" * 100)
     assert "run.db cannot be read (DatabaseError" in error(recorded)
 
