@@ -155,17 +155,13 @@ def seconds(phase: Phase, memory: Memory, can: Limits) -> dict[str, float]:
     return {
         "compute": (work.flops + work.recomputed) / mesh.size / can.flops,
         "memory": device_traffic(phase, memory) / can.bandwidth,
-        "network": sent(phase, memory) / can.network,
+        "network": sent(memory) / can.network,
     }
 
 
-def sent(phase: Phase, memory: Memory) -> float:
-    """Bytes that a device sends in one execution: those counted, and no fewer than FSDP needs.
-
-    The text of a large TPU program does not show how often its asynchronous loops run.
-    """
-    least = estimate.collectives(phase, "none")
-    return max(sum(memory.collectives.values()), sum(least.values()))
+def sent(memory: Memory) -> float:
+    """Bytes that a device sends in one execution."""
+    return sum(memory.collectives.values())
 
 
 def device_traffic(phase: Phase, memory: Memory) -> float:

@@ -83,7 +83,7 @@ def _computations(text: str) -> dict[str, list[str]]:
         if head := re.match(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
             name = "ENTRY" if head[1] else head[2]
             blocks[name] = []
-        elif line.startswith("}"):
+        elif line.rstrip() == "}":
             name = None
         elif name:
             blocks[name].append(line)

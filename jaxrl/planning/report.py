@@ -55,7 +55,7 @@ def _row(line: Line) -> str:
     parts = memory.arguments, fresh, memory.temporaries, line.beside, line.peak
     sizes = "".join(f"{size(x):>12}" for x in parts)
     flops = phase.runs * (phase.work.flops + phase.work.recomputed) / len(phase.part.devices)
-    total = phase.runs * sent(phase, memory)
+    total = phase.runs * sent(memory)
     return (
         f"{phase.name:<18}{phase.runs:>5}{sizes}{flops / 1e12:>11,.4g}"
         f"{line.traffic / 1e9:>11,.4g}{total / 1e9:>10,.4g}{line.seconds:>10,.4g}  {line.bound}"
@@ -149,7 +149,7 @@ def _phase_json(line: Line) -> dict[str, Any]:
         "flops": phase.runs * phase.work.flops / devices,
         "recomputed_flops": phase.runs * phase.work.recomputed / devices,
         "bytes": line.traffic,
-        "sent": phase.runs * sent(phase, memory),
+        "sent": phase.runs * sent(memory),
         "collectives": {kind: phase.runs * n for kind, n in memory.collectives.items()},
         "seconds": line.times,
         "bound": line.bound,
