@@ -42,16 +42,23 @@ class Schedule(NamedTuple):
 class AsyncTrainer(Trainer):
     """The loop whose rollouts are sampled ahead, by weights up to some steps old.
 
-    It calls neither `generate` nor `next_prompts`: change how prompts become trajectories by a
-    generator of your own, and which prompts make a batch by overriding `prompts_of`.
+    It calls neither `generate` nor `next_prompts`: change how prompts become trajectories by
+    overriding `sample`, and which prompts make a batch by overriding `prompts_of`.
 
     Raises:
-        ValueError: a flax module, which samples a batch at a time, with the schedule "free".
+        ValueError: one of the two is overridden; or a flax module, which samples a batch at a time,
+            with the schedule "free".
     """
 
     def _build(self) -> None:
         settings, size = self.config.trainer.fully_async, self.config.trainer.train_batch_size
         self.ahead = settings.max_staleness_steps
+        for unused, instead in (("generate", "sample"), ("next_prompts", "prompts_of")):
+            if getattr(type(self), unused) is not getattr(Trainer, unused):
+                raise ValueError(
+                    f"trainer.fully_async.enabled=True: {type(self).__name__} overrides {unused!r},"
+                    f" which an asynchronous trainer never calls; override {instead!r}"
+                )
         free = runs_free(self.config)
         if free and isinstance(self.model, AdaptedModel):
             raise ValueError(

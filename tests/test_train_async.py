@@ -111,6 +111,18 @@ def test_staleness_0_is_the_synchronous_trainer(synchronous, tmp_path, schedule)
     assert not rollout_threads()
 
 
+@pytest.mark.parametrize(
+    ("unused", "instead"), [("generate", "sample"), ("next_prompts", "prompts_of")]
+)
+def test_an_override_that_is_never_called_is_refused(tmp_path, unused, instead):
+    kind = type("Mine", (AsyncTrainer,), {unused: lambda self, *args: []})
+    trainer = object.__new__(kind)
+    trainer.config = quick(tmp_path, "free")
+    message = f"Mine overrides '{unused}', which .* never calls; override '{instead}'"
+    with pytest.raises(ValueError, match=message):
+        trainer._build()
+
+
 def lockstep_whole_and_resumed(tmp_path, ahead, **overrides):
     whole = Watched(quick(tmp_path / "whole", "lockstep", ahead, **overrides))
     state = whole.run().state
