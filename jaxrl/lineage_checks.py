@@ -308,18 +308,18 @@ def checkpoints(run: Run) -> Check:
     for step in run.checkpoints:
         path = run.checkpoint_folder / f"{PREFIX}_{step}" / "meta" / "metadata"
         try:
-            meta = json.loads(path.read_text())
+            ledger = json.loads(path.read_text()).get("ledger") or {}
+            own, position = ledger.get("run_id") == run.run_id, ledger.get("position")
         except FileNotFoundError:  # the run goes on, and keeps only its latest
             continue
-        except ValueError as error:
-            failures.append(f"{PREFIX}_{step} is damaged: its meta is not JSON ({error})")
+        except (ValueError, AttributeError) as error:
+            failures.append(f"{PREFIX}_{step} is damaged: its meta is not JSON of a run ({error})")
             continue
-        ledger = meta.get("ledger") or {}
-        if ledger.get("run_id") != run.run_id:
+        if not own:
             others += 1
             continue
         checked.append(step)
-        failures += _disagreements(run, step, ledger["position"])
+        failures += _disagreements(run, step, position)
     figures = {"checkpoints": len(checked), "newest": max(checked, default=None), "others": others}
     return Check("checkpoints", figures, failures)
 
