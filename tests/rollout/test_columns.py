@@ -5,7 +5,6 @@ import pytest
 
 from jaxrl.rollout.columns import checked
 
-
 GONE = object()
 
 
