@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl import config as cfg
+from jaxrl.files import check_file
 from jaxrl.losses.regular import regular
 from jaxrl.train import BasePPOExp
 from jaxrl.types import Array
@@ -215,6 +216,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.smoke:
         arguments.methods, arguments.staleness, arguments.seeds = ["ppo", "log_linear"], [2], [1]
         arguments.steps = 4
+    try:
+        check_file("--json", arguments.json)
+        check_file("--plot", arguments.plot)
+    except ValueError as error:
+        parser.error(str(error))
     runs: list[dict[str, Any]] = []
     for seed in arguments.seeds:
         for age in arguments.staleness:

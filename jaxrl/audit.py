@@ -17,7 +17,7 @@ from pathlib import Path
 
 from jaxrl import lineage_checks as checks
 from jaxrl.files import replace_text
-from jaxrl.lineage import NothingToAudit, open_run
+from jaxrl.lineage import open_run
 from jaxrl.lineage_checks import Check
 
 CHECKS = (
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         results = audit(options.run)
         if options.json:
             replace_text(options.json, to_json(results))
-    except (NothingToAudit, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(report(results))

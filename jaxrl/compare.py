@@ -10,9 +10,12 @@
     --minibatch    of the step, from 1 over all its passes (default 1); the run's own updates on
                    those before it are made first, so that ratios are not all 1
     --checkpoint   to start from instead of the newest before the step: .../global_step_<N>, or
-                   "start" for the models that the run began with
-    --device-count devices of the CPU, if the run had more than one
-    --json         file for all numbers; --plot: file for a heat map of the cosines (.png)
+                   "start" for what the run began with, its models or a checkpoint of another run
+    --device-count devices of the CPU, if not as many as the run had
+    --json         file for all numbers; --plot: file for a heat map of the cosines (.png, .pdf)
+
+Steps between the start and the step are done again and compared with what RUN recorded; what
+differs is said first.
 
 Exit status 0, or 2: the run cannot be read, or a choice makes no sense. docs/replay.md explains.
 """
@@ -22,15 +25,18 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxrl.files import replace_text, replaced
-from jaxrl.loss_comparison import Comparison, compare_choices, parse_choices
+from jaxrl.files import check_file, replace_text, replaced
+from jaxrl.ledger.books import machine_of
+from jaxrl.loss_choices import parse_choices
+from jaxrl.loss_comparison import Comparison, check_minibatch, compare_choices
 from jaxrl.recorded_run import RecordedRun, restored, step_of, use_devices
+from jaxrl.replay import other_machine, redone
 from jaxrl.train import BasePPOExp
 
 COLUMNS = {
@@ -62,14 +68,24 @@ def compare(
         ValueError, OSError: the run cannot be read, or a choice makes no sense.
     """
     recorded = RecordedRun(run)
+    machine = recorded.step(step).machine
     source = recorded.find_checkpoint(step, checkpoint)
-    recorded.check_files(range(step_of(source) + 1, step + 1))
+    first = step_of(source)
+    recorded.check_files(range(first + 1, step + 1))
+    rollouts = recorded.rollouts(step)
+    # what makes no sense is said before anything is restored
+    parse_choices(recorded.config, losses, estimators)
+    check_minibatch(recorded.config, rollouts[1], step, minibatch)
     with restored(recorded, source, run_class=run_class) as trainer:
         choices = parse_choices(trainer.config, losses, estimators)
-        for earlier in range(int(trainer.state.step) + 1, step):
-            trainer.train_step(earlier)
-        rollouts = recorded.rollouts(step)
-        return compare_choices(trainer, rollouts, choices, step=step, minibatch=minibatch)
+        notes = [f"step {first}: {recorded.described(source)}"]
+        notes += other_machine(machine, machine_of(trainer.mesh))
+        results = list(redone(recorded, trainer, range(first + 1, step)))
+        notes += [str(result) for result in results if result.different][:1]
+        if blind := [i for i in range(first + 1, step) if not recorded.steps[i].checksums]:
+            notes.append(f"steps {blind} have no checksums, what they give was not compared")
+        found = compare_choices(trainer, rollouts, choices, step=step, minibatch=minibatch)
+        return replace(found, notes=notes)
 
 
 def table(comparison: Comparison) -> str:
@@ -133,8 +149,22 @@ def heat_map(comparison: Comparison, path: Path, title: str) -> None:
     axes.set_title(title.replace("$", r"\$"), fontsize=9)
     figure.colorbar(image, label="cosine of the gradients", shrink=0.8)
     with replaced(path) as new:
-        figure.savefig(new, dpi=130, bbox_inches="tight", format="png")
+        figure.savefig(new, dpi=130, bbox_inches="tight", format=path.suffix[1:])
     plt.close(figure)
+
+
+def check_picture(flag: str, path: Path | None) -> None:
+    """Whether a picture can be written, by its name.
+
+    Raises:
+        ValueError: it cannot; the message says why.
+    """
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    check_file(flag, path)
+    formats = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path is not None and path.suffix[1:] not in formats:
+        raise ValueError(f"{flag}={path}: its name must end in one of .{', .'.join(formats)}")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -153,6 +183,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--plot", type=Path)
     given = parser.parse_args(argv)
     try:
+        check_file("--json", given.json)
+        check_picture("--plot", given.plot)
         use_devices(RecordedRun(given.run), given.device_count)
         found = compare(
             given.run,
@@ -170,6 +202,7 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, OSError) as error:  # what a user can mend
         print(f"error: {error}", file=sys.stderr)
         return 2
+    print(*found.notes, sep="\n")
     print(f"{where}: {described(found)}\n\n{table(found)}")
     return 0
 

@@ -95,6 +95,23 @@ def missing_packages_named(field: str, path: str) -> Iterator[None]:
         ) from error
 
 
+def check_file(flag: str, path: Path | None) -> None:
+    """Whether a local file can be written, before the work whose results go there.
+
+    Raises:
+        ValueError: it cannot; the message names the option of the command.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"{flag}={path} is a folder; add the name of a file")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(
+            f"{flag}={path}: {path.parent} is not a folder that can be written to; make it, or "
+            "choose another"
+        )
+
+
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
     """A path to write a local file to; once that is done it is at `path`, in place of the old."""

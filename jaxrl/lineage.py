@@ -6,7 +6,9 @@ have left rows in the log beside the database (`run.db-wal`).
 
 import contextlib
 import json
+import shutil
 import sqlite3
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +25,14 @@ from jaxrl.files import as_path
 from jaxrl.ledger.database import FILE, FORMAT
 
 TABLES = ("groups", "trajectories", "ends", "steps")
+# What comes of a field or a row that no run writes.
+_NOT_AS_WRITTEN = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    json.JSONDecodeError,
+)
 
 
 class NothingToAudit(ValueError):
@@ -116,29 +126,50 @@ def open_run(folder: Path) -> Iterator[Run]:
         raise NothingToAudit(
             f"{folder} holds no config.yaml beside {FILE}: put that of the run back"
         )
-    settings = yaml.safe_load(config.read_text())
+    settings = _settings(config)
     saved = _checkpoints(as_path("trainer.ckpt_path", settings["trainer"]["ckpt_path"]))
-    with contextlib.closing(_connect(path)) as db:
-        try:
+    try:
+        with _connected(path) as db:
             yield _read(folder, db, settings, saved)
-        except sqlite3.Error as error:
-            raise NothingToAudit(
-                f"{path} cannot be read ({type(error).__name__}: {error}): it is damaged, or no "
-                "ledger. Put a copy in its place; or move it away: the run then goes on with a new "
-                "one, which knows nothing earlier"
-            ) from error
+    except (sqlite3.Error, *_NOT_AS_WRITTEN) as error:
+        raise NothingToAudit(
+            f"{path} cannot be read ({type(error).__name__}: {error}): it is damaged, or no "
+            "ledger. Put a copy in its place; or move it away: the run then goes on with a new "
+            "one, which knows nothing earlier"
+        ) from error
 
 
-def _connect(path: Path) -> sqlite3.Connection:
+def _settings(path: Path) -> dict[str, Any]:
+    """The config that a run wrote."""
+    try:
+        settings = yaml.safe_load(path.read_text())
+        if not isinstance(settings["trainer"]["ckpt_path"], str):
+            raise TypeError("trainer.ckpt_path is no text")
+    except (yaml.YAMLError, UnicodeDecodeError, *_NOT_AS_WRITTEN) as error:
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise NothingToAudit(
+            f"{path} is not the config of a run ({what}): put that of the run back"
+        ) from error
+    return settings
+
+
+@contextlib.contextmanager
+def _connected(path: Path) -> Iterator[sqlite3.Connection]:
     """For reading, in a way that leaves every file as it is."""
     log, shared = (path.with_name(f"{path.name}-{end}") for end in ("wal", "shm"))
-    if shared.exists():  # a run has it open, or was killed
-        how = "mode=ro&readonly_shm=1"
-    elif log.exists():  # a copy without the index of its log, which has to be made
-        how = "mode=ro"
-    else:
-        how = "immutable=1"
-    return sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True, isolation_level=None)
+    with contextlib.ExitStack() as stack:
+        if shared.exists():  # a run has it open, or was killed
+            how = "mode=ro&readonly_shm=1"
+        elif log.exists():  # without the index of its log, which SQLite would make beside it
+            copies = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxrl_ledger_")))
+            for file in (path, log):
+                shutil.copyfile(file, copies / file.name)
+            path, how = copies / path.name, "mode=ro"
+        else:
+            how = "immutable=1"
+        uri = f"{path.absolute().as_uri()}?{how}"
+        db = sqlite3.connect(uri, uri=True, isolation_level=None)
+        yield stack.enter_context(contextlib.closing(db))
 
 
 def _checkpoints(folder: epath.Path) -> list[int]:
@@ -169,7 +200,19 @@ def _read(folder: Path, db: sqlite3.Connection, settings: dict[str, Any], saved:
     fresh = db.execute("SELECT MAX(attempt) FROM attempts WHERE from_step = 0").fetchone()[0] or 1
     if start is None or start[0] < fresh:
         start = fresh, 0, 0, ""
-    last = db.execute("SELECT MAX(step) FROM live_steps").fetchone()[0]
+    attempt, from_step, first_ordinal, origin = start
     run_id, _, facts = found
-    last = start[1] if last is None else last
-    return Run(folder, db, run_id, json.loads(facts), settings, *start, last, saved)
+    (last,) = db.execute("SELECT MAX(step) FROM live_steps").fetchone()
+    return Run(
+        folder=folder,
+        db=db,
+        run_id=run_id,
+        facts=json.loads(facts),
+        settings=settings,
+        attempt=attempt,
+        from_step=from_step,
+        first_ordinal=first_ordinal,
+        origin=origin,
+        last_step=from_step if last is None else last,
+        checkpoints=saved,
+    )

@@ -73,7 +73,10 @@ def prompts(run: Run) -> Check:
     first, stop = run.first_ordinal, int(max(ordinals, default=run.first_ordinal - 1)) + 1
     missing = np.setdiff1d(np.arange(first, stop), distinct)
     taken_back = dict(
-        run.rows("SELECT ordinal, MAX(superseded) FROM groups WHERE superseded > 0 GROUP BY 1")
+        run.rows(
+            "SELECT ordinal, MIN(MAX(superseded), (SELECT MAX(attempt) FROM attempts)) "
+            "FROM groups WHERE superseded > 0 GROUP BY 1"
+        )
     )
     latest_after = np.maximum.accumulate(attempts[::-1])[::-1]  # attempt of any that comes later
     after = latest_after[np.searchsorted(ordinals, missing)]
@@ -305,18 +308,18 @@ def checkpoints(run: Run) -> Check:
     for step in run.checkpoints:
         path = run.checkpoint_folder / f"{PREFIX}_{step}" / "meta" / "metadata"
         try:
-            meta = json.loads(path.read_text())
+            ledger = json.loads(path.read_text()).get("ledger") or {}
+            own, position = ledger.get("run_id") == run.run_id, ledger.get("position")
         except FileNotFoundError:  # the run goes on, and keeps only its latest
             continue
-        except ValueError as error:
-            failures.append(f"{PREFIX}_{step} is damaged: its meta is not JSON ({error})")
+        except (ValueError, AttributeError) as error:
+            failures.append(f"{PREFIX}_{step} is damaged: its meta is not JSON of a run ({error})")
             continue
-        ledger = meta.get("ledger") or {}
-        if ledger.get("run_id") != run.run_id:
+        if not own:
             others += 1
             continue
         checked.append(step)
-        failures += _disagreements(run, step, ledger["position"])
+        failures += _disagreements(run, step, position)
     figures = {"checkpoints": len(checked), "newest": max(checked, default=None), "others": others}
     return Check("checkpoints", figures, failures)
 

@@ -5,7 +5,6 @@ advantages, reduction, KL and entropy terms, through the update that such a run 
 """
 
 import copy
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,28 +17,17 @@ import optax
 from jaxrl import config as cfg
 from jaxrl.assemble import assemble_update
 from jaxrl.config.needs import needs_reference
-from jaxrl.config.objective_checks import check_objective
-from jaxrl.config.overrides import parse_assignments
-from jaxrl.objective import RATIOS, merge_metrics
+from jaxrl.loss_choices import Choice
+from jaxrl.objective import merge_metrics
 from jaxrl.offload import on_device
 from jaxrl.rewards import make_estimate
 from jaxrl.scorer import Scorer
 from jaxrl.trainer import Trainer
 from jaxrl.types import Array, GeneratorOutput, TrainBatch, TrainState
 from jaxrl.update import Updater, minibatches_of_step
-from jaxrl.watching.ratios import add_ratio_sums, ratio_metrics
+from jaxrl.watching.ratios import ratio_metrics, ratio_sums
 
-_BETWEEN = re.compile(r",(?![^\[\](){}]*[\])}])")  # commas, but for those inside of brackets
-_CHANGE = re.compile(r"\+(?=[A-Za-z_][\w.]*=)")
 _CHUNK = 1 << 20  # parameters whose products are added at a time
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A loss and an estimator, and the config of a run that has them."""
-
-    name: str
-    config: cfg.TrainConfig
 
 
 @dataclass(frozen=True)
@@ -75,6 +63,8 @@ class Comparison:
         tokens: that the policy sampled.
         ratios: of the minibatch, whatever the loss: `watching.ratios.ratio_metrics`.
         length: a tenth of the first choice's update, near enough for a KL to be of second order.
+        notes: how the state before the step was come to, in words: where that began, and what was
+            not as the run recorded it.
     """
 
     choices: list[Evaluated]
@@ -82,55 +72,7 @@ class Comparison:
     tokens: int
     ratios: dict[str, float]
     length: float
-
-
-# ---------------------------------------------------------------- which
-
-
-def parse_choices(config: cfg.TrainConfig, losses: str, estimators: str | None) -> list[Choice]:
-    """Every loss with every estimator, as configs.
-
-    Args:
-        config: of the run, resolved.
-        losses: names or "module:function", separated by commas, each with changes of
-            `trainer.algorithm`: "regular+eps_clip_high=0.28+loss_reduction=sequence_mean".
-        estimators: likewise; None: the run's own.
-
-    Raises:
-        ValueError: there is no such loss, estimator or field; the objective is incoherent.
-    """
-    own = config.trainer.algorithm.advantage_estimator
-    found = {}
-    for loss in _listed(losses, "--losses"):
-        for estimator in _listed(estimators or own, "--estimators"):
-            name = f"{loss} | {estimator}" if estimators else loss
-            changes = _changes(config, "policy_loss", loss)
-            changes |= _changes(config, "advantage", estimator)
-            try:
-                given = cfg.resolve(cfg.apply_overrides(config, changes))
-                check_objective(given)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
-            found[name] = Choice(name, given)
-    return list(found.values())
-
-
-def _listed(text: str, flag: str) -> list[str]:
-    names = [name.strip() for name in _BETWEEN.split(text)]
-    if not all(names):
-        raise ValueError(f"{flag}={text!r} has an empty name; write e.g. {flag}=regular,gspo")
-    return names
-
-
-def _changes(config: cfg.TrainConfig, kind: str, text: str) -> dict[str, Any]:
-    """Overrides of a config for "name+field=value"; hyperparameters of another function go."""
-    name, *assignments = _CHANGE.split(text)
-    field = {"policy_loss": "policy_loss_type", "advantage": "advantage_estimator"}[kind]
-    changes: dict[str, Any] = {field: name}
-    if name != getattr(config.trainer.algorithm, field):
-        changes[f"{kind}_kwargs"] = {}
-    changes |= parse_assignments(assignments)
-    return {f"trainer.algorithm.{key}": value for key, value in changes.items()}
+    notes: Sequence[str] = ()
 
 
 # ---------------------------------------------------------------- on what
@@ -156,24 +98,51 @@ def compare_choices(
         ValueError: the step has no such minibatch, or nothing counts in it; a loss or an estimator
             raised.
     """
-    runs = OtherRuns(trainer, rollouts)
+    check_minibatch(trainer.config, rollouts[1], step, minibatch)
+    runs, settings = OtherRuns(trainer, rollouts), trainer.config.trainer
     own = runs.batch(trainer.config)
+    # ratios are to the policy before the step, whether or not the run's loss needs its log-probs
+    blind = own.rollout_log_probs is None  # as the batch has scored it, if it has
+    old, *_ = runs.scorer(trainer.params, own, with_entropy=blind)
+    measured = own.replace(old_log_probs=old)
     batches = [runs.batch(choice.config) for choice in choices]
-    settings = trainer.config.trainer
     named = {
         "prompts": settings.policy_mini_batch_size,
         "passes": settings.update_epochs_per_batch,
         "names": (settings.seed, step),
     }
-    order = minibatches_of_step(own, **named)
-    if not 1 <= minibatch <= len(order):
-        raise ValueError(f"--minibatch={minibatch}: step {step} has 1 to {len(order)}; take one")
-    if not np.asarray(order[minibatch - 1][0].loss_mask).any():
-        raise ValueError(f"--minibatch={minibatch}: every token of it is masked; take another")
-    advance(trainer, order[: minibatch - 1])
-    parts = [minibatches_of_step(batch, **named)[minibatch - 1] for batch in batches]
+    before = minibatches_of_step(own, **named)[: minibatch - 1]
+    of_run, *parts = (
+        minibatches_of_step(batch, **named)[minibatch - 1] for batch in (measured, *batches)
+    )
+    names = ["the run's own objective", *(choice.name for choice in choices)]
+    for name, (part, _) in zip(names, (of_run, *parts), strict=True):
+        if not np.asarray(part.loss_mask).any():
+            raise ValueError(
+                f"minibatch {minibatch} of step {step} has no sampled token that counts for "
+                f"{name}; take another --minibatch"
+            )
+    advance(trainer, before)
     updaters = [runs.updater(choice.config) for choice in choices]
-    return evaluate_choices(trainer, order[minibatch - 1][0], choices, updaters, parts)
+    return evaluate_choices(trainer, of_run[0], choices, updaters, parts)
+
+
+def check_minibatch(
+    config: cfg.TrainConfig, uids: Sequence[str], step: int, minibatch: int
+) -> None:
+    """Whether a step has a minibatch of this number, over all its passes.
+
+    Args:
+        uids: of the trajectories of the step.
+
+    Raises:
+        ValueError: it has not.
+    """
+    settings = config.trainer
+    prompts = len(uids) // config.generator.n_samples_per_prompt
+    count = -(-prompts // settings.policy_mini_batch_size) * settings.update_epochs_per_batch
+    if not 1 <= minibatch <= count:
+        raise ValueError(f"--minibatch={minibatch}: step {step} has 1 to {count}; take one")
 
 
 class OtherRuns:
@@ -196,6 +165,9 @@ class OtherRuns:
         run.scorer, run.ref_scorer = self.scorer, self.ref_scorer
         run.estimate = jax.jit(make_estimate(config.trainer.algorithm))
         run.ref_params = self._reference(config)
+        coef, own = (x.trainer.algorithm.kl_loss_coef for x in (config, self.trainer.config))
+        if coef != own:  # else that of the KL in the reward is where its controller has brought it
+            run.state = run.state.replace(kl_coef=np.float32(coef))
         output, uids = self.rollouts
         output = run.postprocess_generator_output(GeneratorOutput({**output}), uids)
         return run.add_advantages(run.add_log_probs(run.collate(output)))
@@ -257,20 +229,19 @@ def evaluate_choices(
 
     Args:
         trainer: its state is that before the minibatch, without critic and reference.
-        own: the minibatch as the run has it; its loss mask says on which tokens KLs are measured.
+        own: the minibatch as the run has it, with log-probs before the step; its loss mask says on
+            which tokens KLs and ratios are measured.
         updaters, parts: of each choice; a part has the key of the update.
     """
     params = trainer.params
     before = scored(trainer, params, own)
-    found, gradients, ratios, length = [], [], {}, 0.0
+    found, gradients, length = [], [], 0.0
     for choice, updater, (part, key) in zip(choices, updaters, parts, strict=True):
         weights, _ = updater.weights(part)
         grads, pieces = updater.gradients(params, part, weights, key)
         metrics, norm = merge_metrics(jax.device_get(pieces)), float(optax.global_norm(grads))
         updated, along = updated_params(trainer, grads), None
         if not found:
-            sums = jax.device_get([piece[RATIOS] for piece in pieces])
-            ratios = ratio_metrics(add_ratio_sums(sums))
             length = float(distance(updated, trainer.state.params)) / 10
         if norm and length:
             moved = moved_along(trainer.state.params, grads, length / norm)
@@ -287,6 +258,9 @@ def evaluate_choices(
         found.append(evaluated)
         gradients.append(jax.device_get(grads))
     tokens = int((np.asarray(own.loss_mask) > 0).sum())
+    clip = trainer.config.trainer.algorithm
+    sums = ratio_sums(before[0], own, clip.eps_clip_low, clip.eps_clip_high)
+    ratios = ratio_metrics(jax.device_get(sums))
     return Comparison(found, cosines(gradients), tokens, ratios, length)
 
 

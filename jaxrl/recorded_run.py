@@ -61,7 +61,8 @@ class RecordedRun:
         config: resolved, as the run wrote it.
         steps: by number.
         facts: of the ledger.
-        origin: "", or "step <N> of run <id>": the checkpoint of another run that it went on from.
+        origin: "", or the checkpoint of another run that it went on from; `origin_run`: its run_id.
+        from_step: finished steps of that; 0 without.
 
     Raises:
         ValueError: it is no run folder, its database cannot be read, or it did no step.
@@ -71,7 +72,8 @@ class RecordedRun:
         self.folder = Path(folder)
         with open_run(self.folder) as run:
             self.run_id, self.facts = run.run_id, run.facts
-            self.origin = run.origin
+            self.origin, _, self.origin_run = run.origin.rpartition(" of run ")
+            self.from_step = run.from_step
             self.config = cfg.to_train_config(run.settings)
             machines = {
                 attempt: json.loads(machine)
@@ -81,22 +83,22 @@ class RecordedRun:
             handed_out = {step: count for step, count in run.rows(query)}
             query = "SELECT step, file, file_digest, checksums, attempt FROM live_steps"
             steps = run.rows(f"{query} ORDER BY step")
-        if not steps:
+            # only dynamic sampling draws more than once for a step, and never ahead of it
+            several = self.facts["dynamic_sampling"] is not None
+            size = self.facts["train_batch_size"]
+            self.steps = {
+                step: RecordedStep(
+                    step,
+                    file,
+                    digest,
+                    dict(json.loads(numbers)),
+                    handed_out.get(step, 0) // size if several else 1,
+                    {"platform": "?", "devices": None} | machines[attempt],
+                )
+                for step, file, digest, numbers, attempt in steps
+            }
+        if not self.steps:
             raise ValueError(f"{self.folder / FILE} has no finished step; let the run do one")
-        # only dynamic sampling draws more than once for a step, and never ahead of it
-        several = self.facts["dynamic_sampling"] is not None
-        size = self.facts["train_batch_size"]
-        self.steps = {
-            step: RecordedStep(
-                step,
-                file,
-                digest,
-                json.loads(numbers),
-                handed_out.get(step, 0) // size if several else 1,
-                machines[attempt],
-            )
-            for step, file, digest, numbers, attempt in steps
-        }
 
     def rollouts(self, step: int) -> tuple[GeneratorOutput, list[str]]:
         """The trajectories of a step, and their uids; `check_files` compares the digest.
@@ -169,6 +171,8 @@ class RecordedRun:
     def find_checkpoint(self, step: int | None, given: str | None = None) -> str | None:
         """Where to start: the folder of a checkpoint; None: the models that the run began with.
 
+        A run that went on from a checkpoint of another one begins with that.
+
         Args:
             step: the newest before it; None: the oldest there is.
             given: by the user, a checkpoint or "start".
@@ -189,22 +193,41 @@ class RecordedRun:
             held = [number for number in held if number < step]
         if held:
             return os.path.join(folder, f"{PREFIX}_{min(held) if step is None else max(held)}")
-        if self.origin:
+        if not self.origin:
+            return None
+        try:
+            parse_resume_path(self.origin)
+        except (ValueError, FileNotFoundError) as error:
+            last = max(self.steps) if step is None else step
             raise ValueError(
-                f"{folder} has no checkpoint of {self.folder} before step "
-                f"{step or max(self.steps)}, and this run went on from {self.origin}; name that "
-                "with --checkpoint"
-            )
-        return None
+                f"{folder} has no checkpoint of {self.folder} before step {last}, and the one that "
+                f"it went on from, {self.origin} of run {self.origin_run}, is not there; where it "
+                "was moved, name it with --checkpoint"
+            ) from error
+        return self.origin
+
+    def described(self, checkpoint: str | None) -> str:
+        """Where a replay starts, in words."""
+        if checkpoint:
+            return checkpoint
+        folder = self.config.trainer.ckpt_path
+        gone = "" if _exists(folder) else f"; the folder of checkpoints, {folder}, is not there"
+        return f"the models that the run began with{gone}"
 
     def _checkpoints(self, folder: str) -> list[int]:
-        if "://" not in folder and not os.path.isdir(os.path.expanduser(folder)):
+        if not _exists(folder):
             return []
         source = Checkpointer(folder, read_only=True)
         try:
-            return [step for step in source.manager.all_steps() if step < max(self.steps)]
+            held = range(self.from_step, max(self.steps))  # those before are another run's
+            return [step for step in source.manager.all_steps() if step in held]
         finally:
             source.close()
+
+
+def _exists(folder: str) -> bool:
+    """Whether a folder of checkpoints is there; of one in a bucket it is taken for granted."""
+    return "://" in folder or os.path.isdir(os.path.expanduser(folder))
 
 
 def step_of(checkpoint: str | None) -> int:
@@ -240,10 +263,12 @@ def restored(
         with contextlib.closing(trainer.checkpointer):
             trainer.state = trainer.restore_or_init()
             saved = (trainer.checkpointer.restored_meta or {}).get("ledger") or {}
-            origin = f"step {int(trainer.state.step)} of run {saved.get('run_id')}"
-            if checkpoint and saved.get("run_id") != run.run_id and origin != run.origin:
+            of_run, step = saved.get("run_id"), int(trainer.state.step)
+            # without a ledger it has no run_id, and the run wrote "?"
+            begun = run.origin and (of_run or "?", step) == (run.origin_run, run.from_step)
+            if checkpoint and of_run != run.run_id and not begun:
                 raise ValueError(
-                    f"{checkpoint} was saved by run {saved.get('run_id')}, and {run.folder} is "
+                    f"{checkpoint} was saved by run {of_run}, and {run.folder} is "
                     f"{run.run_id}; name a checkpoint of it with --checkpoint"
                 )
             trainer.batches_drawn = int(trainer.state.batches_drawn)
@@ -303,13 +328,16 @@ def use_devices(run: RecordedRun, count: int | None) -> None:
         count: instead of the run's number.
 
     Raises:
-        ValueError: there are other devices here, or XLA_FLAGS says another number.
+        ValueError: there are other devices here, XLA_FLAGS says another number, or it is none.
     """
+    if count is not None and count < 1:
+        raise ValueError(f"--device-count={count}: there is at least 1; take that or more")
     machine, here = run.steps[max(run.steps)].machine, jax.default_backend()
     if count is not None and here != "cpu":
         raise ValueError(f"--device-count={count}: is for the CPU, and this is a {here}; leave it")
     wanted = count or machine["devices"]
-    if here != "cpu" or machine["platform"] != "cpu" or wanted == len(jax.devices()):
+    of_cpu = count is not None or machine["platform"] == "cpu"
+    if here != "cpu" or not of_cpu or wanted == len(jax.devices()):
         return
     flags = os.environ.get("XLA_FLAGS", "")
     if "host_platform_device_count" in flags:

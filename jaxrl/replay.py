@@ -6,29 +6,34 @@
     RUN            folder of a run (config.yaml, run.db, rollouts)
     --step         the last step to replay, from the newest checkpoint before it; without it all
                    steps from the oldest checkpoint on
-    --checkpoint   to start from instead: .../global_step_<N>, or "start" for the models that the
-                   run began with
+    --checkpoint   to start from instead: .../global_step_<N>, or "start" for what the run began
+                   with, its models or the checkpoint of another run
     --device-count devices of the CPU, if not as many as the run had
-    --against      another run: compares what both recorded, computes nothing
+    --against      another run: compares what both recorded, computes nothing; takes none of the
+                   other options
 
 A replayed step takes its rollouts from RUN and does everything else again: log-probs, advantages,
 updates. The checksum of every array of its batch and of its state is compared with the recorded
-one. Exit status 0: bit-identical; 1: not, and where first; 2: the run cannot be replayed.
+one; metrics, exports and evaluations are not. All is done with the config of the last attempt: a
+run that was resumed with other micro batch sizes, packing or meshes may differ in bits before that.
+Exit status 0: bit-identical; 1: not, and where first; 2: the run cannot be replayed.
 docs/replay.md explains.
 """
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from jaxrl import config as cfg
 from jaxrl.checkpoint import differences
 from jaxrl.checksums import checksums
+from jaxrl.config.needs import kl_in_reward
 from jaxrl.ledger.books import machine_of, step_checksums
 from jaxrl.recorded_run import CorruptedRollouts, RecordedRun, restored, step_of, use_devices
 from jaxrl.train import BasePPOExp
+from jaxrl.trainer import Trainer
 
 # In the order in which a step makes them: the first that differs is the cause of the others.
 MADE_BY = {
@@ -43,6 +48,9 @@ MADE_BY = {
     "batch": "the rollouts",
     "state": "the update",
 }
+
+# Fields that say where a run writes, in which two runs always differ.
+PLACES = {f"trainer.{name}" for name in ("ckpt_path", "export_path", "log_path", "run_name")}
 
 
 @dataclass(frozen=True)
@@ -88,35 +96,63 @@ def replay(
         ValueError, OSError: the run cannot be replayed.
     """
     recorded = RecordedRun(run)
+    last = max(recorded.steps) if step is None else recorded.step(step).step
     source = recorded.find_checkpoint(step, checkpoint)
-    first, last = step_of(source), recorded.step(step or max(recorded.steps)).step
+    first = step_of(source)
     numbers = range(first + 1, last + 1)
-    expected = {number: recorded.checksums(number) for number in numbers}
+    for number in numbers:
+        recorded.checksums(number)  # or nothing would be compared
     recorded.check_files(numbers)
-    yield f"step {first}: {source or 'the models that the run began with'}"
+    yield f"step {first}: {recorded.described(source)}"
     with restored(recorded, source, run_class=run_class) as trainer:
-        yield from _other_machine(recorded.steps[last].machine, machine_of(trainer.mesh))
-        if first in recorded.steps:
-            found = {f"state{name}": x for name, x in checksums(trainer.state).items()}
-            theirs = recorded.steps[first].checksums
-            states = {name: x for name, x in theirs.items() if name.startswith("state")}
-            yield (result := compared(first, states, found))
+        yield from other_machine(recorded.steps[last].machine, machine_of(trainer.mesh))
+        for result in redone(recorded, trainer, numbers):
+            yield result
             if result.different:
                 return
-        for number in numbers:
-            trainer.train_step(number)
-            assert trainer.batch is not None
+
+
+def redone(run: RecordedRun, trainer: Trainer, numbers: Iterable[int]) -> Iterator[Compared]:
+    """The restored state compared with the recorded one; then steps, each done again and compared.
+
+    What has no checksums is done, and not compared.
+
+    Args:
+        trainer: of `recorded_run.restored`.
+        numbers: of the steps that follow its state.
+    """
+    first, penalized = int(trainer.state.step), kl_in_reward(run.config.trainer.algorithm)
+    if first in run.steps and (recorded := run.steps[first].checksums):
+        found = {f"state{name}": x for name, x in checksums(trainer.state).items()}
+        states = {name: x for name, x in recorded.items() if name.startswith("state")}
+        yield compared(first, states, found)
+    for number in numbers:
+        trainer.train_step(number)
+        assert trainer.batch is not None
+        if recorded := run.steps[number].checksums:
             found = step_checksums(trainer.batch, trainer.state)
-            yield (result := compared(number, expected[number], found))
-            if result.different:
-                return
+            yield compared(number, recorded, found, kl_in_rewards=penalized)
 
 
-def compared(step: int, recorded: Mapping[str, int], found: Mapping[str, int]) -> Compared:
-    """The arrays whose checksums differ, or that only one of the two has."""
+def compared(
+    step: int,
+    recorded: Mapping[str, int],
+    found: Mapping[str, int],
+    *,
+    kl_in_rewards: bool = False,
+) -> Compared:
+    """The arrays whose checksums differ, or that only one of the two has.
+
+    Args:
+        kl_in_rewards: rewards are made of log-probs, so they come after these.
+    """
     names = {*recorded, *found}
     different = [name for name in names if recorded.get(name) != found.get(name)]
-    return Compared(step, sorted(different, key=_when_made), len(names))
+    order = list(MADE_BY)
+    if kl_in_rewards:
+        order.remove("batch.rewards")
+        order.insert(order.index("batch.advantages"), "batch.rewards")
+    return Compared(step, sorted(different, key=lambda x: _when_made(x, order)), len(names))
 
 
 def against(run: str | Path, other: str | Path) -> Iterator[str | Compared]:
@@ -134,15 +170,17 @@ def against(run: str | Path, other: str | Path) -> Iterator[str | Compared]:
             f"{left.folder} has the steps {_span(left)}, {right.folder} {_span(right)}: none in "
             "common; take runs that overlap"
         )
-    if different := differences(*(cfg.get_config_as_dict(x.config) for x in (left, right))):
+    different = differences(*(cfg.get_config_as_dict(x.config) for x in (left, right)))
+    if different := {name: pair for name, pair in different.items() if name not in PLACES}:
         yield "configs differ: " + "; ".join(
             f"{name}: {a!r} | {b!r}" for name, (a, b) in different.items()
         )
-    yield from _other_machine(left.steps[common[-1]].machine, right.steps[common[-1]].machine)
+    yield from other_machine(left.steps[common[-1]].machine, right.steps[common[-1]].machine)
     yield f"steps {_span(left)} and {_span(right)}, {len(common)} in common"
+    penalized = any(kl_in_reward(x.config.trainer.algorithm) for x in (left, right))
     for step in common:
         pair = left.checksums(step), right.checksums(step)
-        yield (result := compared(step, *pair))
+        yield (result := compared(step, *pair, kl_in_rewards=penalized))
         if result.different:
             return
 
@@ -151,9 +189,8 @@ def _maker(name: str) -> str:
     return MADE_BY.get(name, MADE_BY[name.partition(".")[0].partition("[")[0]])
 
 
-def _when_made(name: str) -> tuple[int, int, str]:
-    """Place in a step: batch arrays in the order of `MADE_BY`, then parameters, then the rest."""
-    order = list(MADE_BY)
+def _when_made(name: str, order: Sequence[str]) -> tuple[int, int, str]:
+    """Place in a step: batch arrays in their order, then parameters, then the rest."""
     if name.startswith("batch"):
         return 0, order.index(name) if name in order else 0, name
     return 1, 0 if name.startswith("state.params") else 1, name
@@ -168,7 +205,8 @@ def _span(run: RecordedRun) -> str:
     return f"{min(run.steps)} to {max(run.steps)}"
 
 
-def _other_machine(recorded: Mapping[str, object], now: Mapping[str, object]) -> Iterator[str]:
+def other_machine(recorded: Mapping[str, object], now: Mapping[str, object]) -> Iterator[str]:
+    """What differs between two machines, if anything does, and what that means; in words."""
     different = [
         f"{name} {recorded.get(name)!r} | {now.get(name)!r}"
         for name in now
@@ -192,6 +230,11 @@ def main(argv: Sequence[str]) -> int:
         parser.add_argument(f"--{name}", type=kind)
     parser.add_argument("--against")
     given = parser.parse_args(argv)
+    if given.against is not None:
+        for name in ("step", "checkpoint", "device_count"):
+            if getattr(given, name) is not None:
+                flag = name.replace("_", "-")
+                parser.error(f"--against compares what was recorded, without --{flag}; leave it")
     result = None
     try:
         if given.against is None:

@@ -238,6 +238,11 @@ ALONE = "WHERE group_id = (SELECT id FROM groups WHERE ordinal = 5) AND sample =
             {"no prompt skipped", "order of the data", "none trained twice"},
             "batch 1) was skipped",
         ),
+        (
+            "UPDATE groups SET superseded = 2 WHERE ordinal = 5",  # by no attempt that there was
+            {"no prompt skipped", "every trajectory ends once"},
+            "batch 1) was skipped",
+        ),
         ("DELETE FROM steps WHERE step = 2", {"steps", "checkpoints"}, "step 2 is missing"),
         (
             "UPDATE ends SET attempt = 2 WHERE step = 3",
@@ -371,6 +376,55 @@ def test_what_cannot_be_audited_is_named(tmp_path, capsys, content, change, text
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "content, text",
+    [
+        ("trainer: [", "is not the config of a run (ParserError: while parsing"),
+        ("", "is not the config of a run (TypeError: 'NoneType'"),
+        ("[trainer]", "is not the config of a run (TypeError: list"),
+        ("trainer: {}", "is not the config of a run (KeyError: 'ckpt_path')"),
+        ("trainer: {ckpt_path: 3}", "trainer.ckpt_path is no text): put that of the run back"),
+        ("trainer: {ckpt_path: 'ftp://x'}", "trainer.ckpt_path='ftp://x': cannot write to ftp://"),
+        (b"\xff\xfe\x00", "is not the config of a run (UnicodeDecodeError"),
+    ],
+)
+def test_a_config_that_no_run_wrote_is_named(scribe, tmp_path, capsys, content, text):
+    data = content if isinstance(content, bytes) else content.encode()
+    (tmp_path / "config.yaml").write_bytes(data)
+    assert main([str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert text in error
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE runs SET facts = 'none'",
+        "UPDATE runs SET facts = '{}'",
+        "UPDATE runs SET facts = json_set(facts, '$.train_batch_size', 0)",
+        "UPDATE groups SET ordinal = 'first' WHERE ordinal = 0",
+    ],
+)
+def test_rows_that_no_run_wrote_are_no_failed_check(scribe, tmp_path, capsys, statement):
+    scribe.step(1)
+    scribe.ledger.position()
+    with contextlib.closing(sqlite3.connect(tmp_path / FILE, isolation_level=None)) as db:
+        db.execute(statement)
+    assert main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_checkpoint_whose_meta_no_run_wrote_fails(scribe, tmp_path):
+    scribe.step(1)
+    meta = tmp_path / "checkpoints" / "global_step_1" / "meta"
+    meta.mkdir(parents=True)
+    for text in ("[]", "not JSON"):
+        (meta / "metadata").write_text(text)
+        (failure,) = failed(scribe.checks())["checkpoints"]
+        assert failure.startswith("global_step_1 is damaged: its meta is not JSON of a run")
+
+
 def test_help(capsys):
     with pytest.raises(SystemExit, match="^0$"):
         main(["--help"])
@@ -395,4 +449,6 @@ def test_a_run_is_read_while_it_goes_on_and_after_it_was_killed(tmp_path):
         assert snapshot(folder) == before
     scribe.ledger.close()
     (killed / f"{FILE}-shm").unlink()  # as in a copy of the two files
+    before = snapshot(killed)
     assert audit(killed)[0].figures["finished steps"] == 2
+    assert snapshot(killed) == before  # the index of the log is made elsewhere

@@ -1,6 +1,10 @@
 """Losses and estimators on one recorded minibatch, against gradients that are written out here."""
 
+import contextlib
+import copy
 import json
+import shutil
+import sqlite3
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,17 +14,17 @@ import numpy as np
 import pytest
 
 from jaxrl import config as cfg
-from jaxrl.compare import as_json, compare, main, table
+from jaxrl.compare import as_json, compare, heat_map, main, table
 from jaxrl.data.packing import one_per_row
 from jaxrl.forward import log_probs_and_entropy
+from jaxrl.loss_choices import Choice, parse_choices
 from jaxrl.loss_comparison import (
-    Choice,
     Comparison,
     Evaluated,
+    OtherRuns,
     compare_choices,
     cosines,
     measured_kl,
-    parse_choices,
     weight_ess,
 )
 from jaxrl.recorded_run import RecordedRun, restored
@@ -47,8 +51,8 @@ NEGATIVE = "tests.test_compare:negative_regular"
 def compared(finished):
     """Step 4 of the session's run, its second minibatch, with rewards that differ in each group.
 
-    The trainer as it is before that minibatch; the batch, its log-probs before the step; what came
-    out.
+    The trainer as it is before that minibatch; the batch, its log-probs before the step; the state
+    before the step and its rollouts; what came out.
     """
     run = RecordedRun(finished[0] / "quickstart")
     output, uids = run.rollouts(4)
@@ -58,8 +62,9 @@ def compared(finished):
         batch = trainer.collate(trainer.postprocess_generator_output({**output}, uids))
         old, _ = trainer.scorer(trainer.params, batch)
         choices = parse_choices(trainer.config, f"regular{PURE},{NEGATIVE}{PURE}", "grpo,rloo")
+        before = jax.tree.map(jnp.copy, trainer.state)
         found = compare_choices(trainer, (output, uids), choices, step=4, minibatch=2)
-        yield trainer, batch, old, found
+        yield trainer, batch, old, (before, (output, uids)), found
 
 
 def test_a_loss_is_like_itself_and_unlike_its_negative(compared):
@@ -88,7 +93,7 @@ def advantages_of(estimator):
 
 
 def test_cosine_and_norms_are_those_of_a_gradient_that_is_written_out(compared):
-    trainer, batch, old, found = compared
+    trainer, batch, old, _, found = compared
     half = jax.tree.map(lambda x: np.asarray(x)[8:], batch)
     rows = one_per_row(half.tokens, half.lengths, half.loss_mask)
     options = {"temperature": 1.0, "dtype": jnp.float32, "remat": "none", "with_entropy": False}
@@ -203,13 +208,98 @@ def test_the_command_writes_table_numbers_and_picture(finished, tmp_path, capsys
     options = ["--step=3", "--losses=regular", f"--json={out}", f"--plot={picture}"]
     assert main([run, *options]) == 0
     text = capsys.readouterr().out
-    assert f"{run}, step 3, minibatch 1: " in text
+    start = f"step 2: {finished[0] / 'checkpoints' / 'global_step_2'}"
+    assert f"{start}\n{run}, step 3, minibatch 1: " in text
     assert "ratio to the old policy 1 to 1, KL 0;" in text
     (choice,) = json.loads(out.read_text())["choices"]
     assert choice["grad_norm"] > 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert main([run, "--step=3", "--losses=regular", "--minibatch=3"]) == 2
     assert "--minibatch=3: step 3 has 1 to 2; take one" in capsys.readouterr().err
+
+
+def test_what_makes_no_sense_is_said_before_anything_is_restored(
+    finished, tmp_path, capsys, monkeypatch
+):
+    def restored_too_early(*args, **kwargs):
+        raise AssertionError
+
+    monkeypatch.setattr("jaxrl.compare.restored", restored_too_early)
+    run, missing = str(finished[0] / "quickstart"), tmp_path / "missing"
+    for option, message in {
+        "--step=9": "step 9 is not in",
+        "--step=0": "step 0 is not in",
+        "--losses=reglar": "reglar: trainer.algorithm.policy_loss_type='reglar'",
+        "--estimators=rlo": "trainer.algorithm.advantage_estimator='rlo'",
+        "--minibatch=0": "--minibatch=0: step 3 has 1 to 2; take one",
+        "--minibatch=3": "--minibatch=3: step 3 has 1 to 2; take one",
+        "--device-count=0": "--device-count=0: there is at least 1",
+        f"--json={missing}/x.json": f"--json={missing}/x.json: {missing} is not a folder",
+        f"--json={tmp_path}": f"--json={tmp_path} is a folder; add the name of a file",
+        f"--plot={missing}/x.png": f"--plot={missing}/x.png: {missing} is not a folder",
+        f"--plot={tmp_path}/x": f"--plot={tmp_path}/x: its name must end in one of .",
+    }.items():
+        assert main([run, "--step=3", "--losses=regular", option]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_picture_is_of_the_kind_that_its_name_says(tmp_path):
+    one = Evaluated("regular", -0.5, 2.0, 0.25, 0.9, 1e-3, None)
+    heat_map(Comparison([one], np.eye(1), 7, {}, 0.1), tmp_path / "x.svg", "a title")
+    assert "<svg" in (tmp_path / "x.svg").read_text()
+
+
+def test_the_coefficient_of_the_kl_in_the_rewards_is_that_of_the_choice(compared):
+    trainer, _, _, (_, rollouts), _ = compared
+    kl = {"use_kl_in_reward": True, "use_kl_loss": False, "kl_loss_coef": 0.0625}
+    changes = {f"trainer.algorithm.{name}": value for name, value in kl.items()}
+    penalized = copy.copy(trainer)
+    penalized.config = cfg.apply_overrides(trainer.config, changes)
+    penalized.state = trainer.state.replace(kl_coef=np.float32(0.25))  # as a controller left it
+    changes["trainer.algorithm.kl_loss_coef"] = 0.125
+    other = cfg.apply_overrides(trainer.config, changes)
+    runs = OtherRuns(penalized, rollouts)
+    raw = np.asarray(OtherRuns(trainer, rollouts).batch(trainer.config).rewards)
+    own, others = (raw - runs.batch(config).rewards for config in (penalized.config, other))
+    assert np.abs(own).max() > 1e-3
+    np.testing.assert_allclose(others, own * 0.125 / 0.25, rtol=1e-3, atol=1e-6)
+
+
+def test_the_minibatch_is_described_whatever_the_losses(compared):
+    """Of one that has no use for the log-probs before the step, too."""
+    trainer, batch, old, (before, rollouts), found = compared
+    other = copy.copy(trainer)
+    other.state = before
+    choices = parse_choices(trainer.config, f"rollout_is{PURE}", None)
+    ratios = compare_choices(other, rollouts, choices, step=4, minibatch=2).ratios
+    assert ratios == pytest.approx(found.ratios, rel=1e-5)
+    now, _ = trainer.scorer(trainer.params, batch)
+    ratio = np.exp(now - old)[8:][np.asarray(batch.loss_mask)[8:] > 0]
+    assert ratios["ratio_max"] == pytest.approx(ratio.max(), rel=1e-5)
+    assert ratios["ratio_min"] == pytest.approx(ratio.min(), rel=1e-5)
+
+
+def test_a_choice_that_leaves_no_token_is_named(compared):
+    trainer, _, _, (_, (output, uids)), _ = compared
+    same = {**output, "rewards": [0.5] * 16}
+    choices = parse_choices(trainer.config, "regular,regular+zero_variance_filter=true", None)
+    message = r"minibatch 2 of step 4 has no sampled token that counts for regular\+zero_variance"
+    with pytest.raises(ValueError, match=message):
+        compare_choices(trainer, (same, uids), choices, step=4, minibatch=2)
+
+
+def test_a_state_that_is_not_the_recorded_one_is_said(finished, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    shutil.copytree(finished[0] / "quickstart", run)
+    numbers = RecordedRun(run).steps[2].checksums
+    numbers["state.kl_coef"] += 1
+    with contextlib.closing(sqlite3.connect(run / "run.db")) as db, db:
+        db.execute("UPDATE steps SET checksums = ? WHERE step = 2", [json.dumps(numbers)])
+    nothing = Comparison([], np.eye(0), 0, {}, 0.0)
+    monkeypatch.setattr("jaxrl.compare.compare_choices", lambda *args, **kwargs: nothing)
+    start, different = compare(run, 3, "regular").notes
+    assert start.startswith("step 2: ") and start.endswith("checkpoints/global_step_2")
+    assert different.startswith("step 2: state.kl_coef differs first (the update); 1 of ")
 
 
 @pytest.mark.slow

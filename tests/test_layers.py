@@ -45,6 +45,7 @@ LAYER_OF = {
     "run_state": "L4",
     "recorded_run": "L4",
     "replay": "L4",
+    "loss_choices": "L4",
     "loss_comparison": "L4",
     "compare": "L4",
     "anchors": "L4",

@@ -104,6 +104,11 @@ def test_arrays_that_differ_are_named_in_the_order_in_which_a_step_makes_them():
     assert compared(7, NAMES, other) == Compared(7, list(NAMES), 4)
     assert compared(7, NAMES, dict(NAMES)) == Compared(7, [], 4)
     assert compared(7, NAMES, {**NAMES, "batch.kept": 5}).different == ["batch.kept"]
+    # with the KL in the rewards these are made of the log-probs
+    penalized = ["batch.old_log_probs", "batch.rewards", "batch.advantages"]
+    theirs, ours = (dict.fromkeys(penalized, number) for number in (1, 2))
+    assert compared(7, theirs, ours, kl_in_rewards=True).different == penalized
+    assert compared(7, theirs, ours).different[0] == "batch.rewards"
     text = str(compared(7, NAMES, {**NAMES, "state.step": 0, "batch.advantages": 0}))
     assert text == (
         "step 7: batch.advantages differs first (the advantage estimator); 2 of 4 arrays do: "
@@ -124,7 +129,8 @@ def test_two_runs_part_where_their_checksums_first_differ(recorded, tmp_path, ca
     numbers["batch.rollout_log_probs"] += 1
     change(other, "UPDATE steps SET checksums = ? WHERE step = 3", json.dumps(numbers))
     config = other / "config.yaml"
-    config.write_text(config.read_text().replace("seed: 42", "seed: 43", 1))
+    text = config.read_text().replace("seed: 42", "seed: 43", 1)
+    config.write_text(text.replace("run_name: quickstart", "run_name: another"))
     assert main([str(recorded), f"--against={other}"]) == 1
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "configs differ: trainer.seed: 42 | 43"
@@ -151,7 +157,8 @@ def test_what_cannot_be_replayed_is_said_with_what_to_do(recorded, tmp_path):
         return str(caught.value)
 
     assert f"{tmp_path} holds no run.db: give the run folder" in error(tmp_path)
-    assert "step 9 is not in" in error(recorded, 9)
+    for step in (9, 0, -1):
+        assert f"step {step} is not in" in error(recorded, step)
     assert "--checkpoint='x' must end in global_step_<N>" in error(recorded, checkpoint="x")
     given = str(tmp_path / "checkpoints" / "global_step_2")
     assert "global_step_2' does not exist" in error(recorded, checkpoint=given)
@@ -164,9 +171,67 @@ def test_what_cannot_be_replayed_is_said_with_what_to_do(recorded, tmp_path):
     change(recorded, "UPDATE steps SET checksums = '{}' WHERE step = 4")
     assert "trainer.ledger.record_checksums=false" in error(recorded)
     change(recorded, "UPDATE attempts SET from_step = 2, origin = 'step 2 of run x'")
-    assert "went on from step 2 of run x; name that with --checkpoint" in error(recorded, 2)
+    gone = f"{tmp_path}/gone/global_step_2"
+    origin = f"{gone} of run x"
+    change(recorded, "UPDATE attempts SET from_step = 2, origin = ?", origin)
+    assert f"it went on from, {origin}, is not there; where it was moved" in error(
+        recorded, 3, checkpoint="start"
+    )
     (recorded / "run.db").write_bytes(b"no database" * 100)
     assert "run.db cannot be read (DatabaseError" in error(recorded)
+
+
+def test_a_run_that_went_on_from_another_begins_with_its_checkpoint(recorded, finished):
+    """The session's run under another run_id: checkpoint 2 is then of another run."""
+    origin = RecordedRun(recorded).find_checkpoint(3)
+    run_id = RecordedRun(recorded).run_id
+    change(recorded, "UPDATE runs SET run_id = 'mine'")
+    change(recorded, "DELETE FROM steps WHERE step <= 2")
+    statement = "UPDATE attempts SET from_step = 2, origin = ?"
+    change(recorded, statement, f"{origin} of run {run_id}")
+    config = recorded / "config.yaml"
+    folder = str(finished[0] / "checkpoints")
+    config.write_text(config.read_text().replace(f"ckpt_path: {folder}", f"ckpt_path: {folder}_2"))
+    start, *found = replay(recorded, 3)
+    assert start == f"step 2: {origin}"
+    assert found == [Compared(3, [], ARRAYS)]
+    change(recorded, statement, f"{origin} of run x")
+    with pytest.raises(ValueError, match=f"was saved by run {run_id}, and .* is mine; name a"):
+        list(replay(recorded, 3))
+
+
+def test_a_folder_of_checkpoints_that_is_gone_is_said(recorded, finished):
+    config, folder = recorded / "config.yaml", str(finished[0] / "checkpoints")
+    config.write_text(config.read_text().replace(f"ckpt_path: {folder}", "ckpt_path: gone"))
+    assert next(replay(recorded, 3)) == (
+        "step 0: the models that the run began with; the folder of checkpoints, gone, is not there"
+    )
+
+
+def test_options_that_make_no_sense_are_refused(recorded, capsys):
+    for option in ("--step=3", "--step=0", "--checkpoint=start", "--device-count=1"):
+        with pytest.raises(SystemExit, match="^2$"):
+            main([str(recorded), f"--against={recorded}", option])
+        flag = option.partition("=")[0]
+        assert f"compares what was recorded, without {flag}; leave" in capsys.readouterr().err
+    assert main([str(recorded), "--step=0"]) == 2
+    assert "step 0 is not in" in capsys.readouterr().err
+    for count in (0, -1):
+        assert main([str(recorded), f"--device-count={count}"]) == 2
+        assert f"--device-count={count}: there is at least 1" in capsys.readouterr().err
+
+
+def test_a_run_folder_that_no_run_wrote_is_no_difference(recorded, capsys):
+    good = (recorded / "config.yaml").read_text()
+    for text in ("trainer: [", "", "trainer: {ckpt_path: x, seed: one}"):
+        (recorded / "config.yaml").write_text(text)
+        assert main([str(recorded)]) == 2
+        assert capsys.readouterr().err.startswith("error: ")
+    (recorded / "config.yaml").write_text(good)
+    for statement in ("machine = 'none'", "machine = '[]'", "machine = NULL"):
+        change(recorded, f"UPDATE attempts SET {statement}")
+        assert main([str(recorded)]) == 2
+        assert "run.db cannot be read" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- every kind of run

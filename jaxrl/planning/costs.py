@@ -155,8 +155,13 @@ def seconds(phase: Phase, memory: Memory, can: Limits) -> dict[str, float]:
     return {
         "compute": (work.flops + work.recomputed) / mesh.size / can.flops,
         "memory": device_traffic(phase, memory) / can.bandwidth,
-        "network": sum(memory.collectives.values()) / can.network,
+        "network": sent(memory) / can.network,
     }
+
+
+def sent(memory: Memory) -> float:
+    """Bytes that a device sends in one execution."""
+    return sum(memory.collectives.values())
 
 
 def device_traffic(phase: Phase, memory: Memory) -> float:

@@ -83,6 +83,7 @@ def phases(run: Run, engine: NativeEngine | None) -> list[Phase]:
         found.append(_forward(run, "log-probs", run.scorer, run.params, part))
     if run.has_reference:
         names = ("base" if shares_base(run) else "reference",)
+        assert isinstance(policy.ref_model, TransformerConfig)  # from a folder
         ref = Part(policy.ref_model, policy.ref_placement, _dtype(run, "ref"), names)
         found.append(_forward(run, "reference", run.ref_scorer, reference_params(run), ref))
     if critic := run.critic:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from jaxrl.planning.costs import sent
 from jaxrl.planning.plan import Line, Plan
 from jaxrl.planning.remedies import Remedy, said
 
@@ -54,10 +55,10 @@ def _row(line: Line) -> str:
     parts = memory.arguments, fresh, memory.temporaries, line.beside, line.peak
     sizes = "".join(f"{size(x):>12}" for x in parts)
     flops = phase.runs * (phase.work.flops + phase.work.recomputed) / len(phase.part.devices)
-    sent = phase.runs * sum(memory.collectives.values())
+    total = phase.runs * sent(memory)
     return (
         f"{phase.name:<18}{phase.runs:>5}{sizes}{flops / 1e12:>11,.4g}"
-        f"{line.traffic / 1e9:>11,.4g}{sent / 1e9:>10,.4g}{line.seconds:>10,.4g}  {line.bound}"
+        f"{line.traffic / 1e9:>11,.4g}{total / 1e9:>10,.4g}{line.seconds:>10,.4g}  {line.bound}"
     )
 
 
@@ -78,8 +79,8 @@ def _collective_lines(plan: Plan) -> list[str]:
     """Bytes by kind, where anything is sent."""
     lines = []
     for line in plan.lines:
-        if sent := line.memory.collectives:
-            kinds = (f"{kind} {number / 1e6:,.1f}" for kind, number in sorted(sent.items()))
+        if counted := line.memory.collectives:
+            kinds = (f"{kind} {number / 1e6:,.1f}" for kind, number in sorted(counted.items()))
             parts = ", ".join(kinds)
             lines.append(f"  {line.phase.name:<18}{parts}")
     return ["collectives, MB that a device sends in one execution", *lines] if lines else []
@@ -148,7 +149,8 @@ def _phase_json(line: Line) -> dict[str, Any]:
         "flops": phase.runs * phase.work.flops / devices,
         "recomputed_flops": phase.runs * phase.work.recomputed / devices,
         "bytes": line.traffic,
-        "collectives": {kind: phase.runs * sent for kind, sent in memory.collectives.items()},
+        "sent": phase.runs * sent(memory),
+        "collectives": {kind: phase.runs * n for kind, n in memory.collectives.items()},
         "seconds": line.times,
         "bound": line.bound,
     }

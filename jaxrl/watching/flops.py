@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jaxrl.chips import chip_of
+from jaxrl.config.rollouts import overlaps
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.transformer import TransformerConfig, abstract_params
 from jaxrl.types import TrainBatch
@@ -54,8 +55,9 @@ def speed_metrics(trainer: Any, batch: TrainBatch) -> dict[str, float]:
     tokens = float(lengths.sum()) / seconds["timing/step"]
     metrics = {
         "trainer/tokens_per_second_per_gpu": tokens / len(devices),
-        "generate/tokens_per_second_per_gpu": sampled / len(devices),
         "trainer/tflops_per_second_per_gpu": rate / 1e12,
     }
+    if not overlaps(trainer.config):  # else the phase is the wait for what was sampled beside it
+        metrics["generate/tokens_per_second_per_gpu"] = sampled / len(devices)
     peak = peak_flops(devices[0])
     return metrics if peak is None else metrics | {"trainer/mfu": rate / peak}

@@ -143,6 +143,25 @@ def test_staleness_tables():
     assert "| `ppo` | 70 / - |" in printed
 
 
+@pytest.mark.parametrize(
+    "module, option, message",
+    [
+        (chaos, "--kinds=sync,asynchronous", "--kinds: there is no 'asynchronous'; take of sync,"),
+        (chaos, "--folder={0}", "--folder={0} exists; name a new one"),
+        (chaos, "--json={0}/missing/x", "--json={0}/missing/x: {0}/missing is not a folder"),
+        (staleness, "--json={0}", "--json={0} is a folder; add the name of a file"),
+        (staleness, "--plot={0}/missing/x.png", "{0}/missing is not a folder that can be written"),
+    ],
+)
+def test_options_are_checked_before_the_runs(
+    tmp_path, capsys, monkeypatch, module, option, message
+):
+    monkeypatch.setattr(module, {chaos: "torment", staleness: "learn"}[module], None)
+    with pytest.raises(SystemExit, match="^2$"):
+        module.main([option.format(tmp_path)])
+    assert message.format(tmp_path) in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_staleness(tmp_path, capsys):
     printed, report = run(staleness, tmp_path, capsys, f"--plot={tmp_path / 'plot.png'}")

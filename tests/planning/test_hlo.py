@@ -55,6 +55,15 @@ def test_collectives_of_a_program():
     assert found["(s32"].moved == (12 + 12 + 4) // 2
 
 
+def test_attributes_of_several_lines_do_not_end_a_computation():
+    kernel = (
+        '%k = f32[8] custom-call(%p), frontend_attributes={xprof_metadata={\n"block": 512\n}}, x=1'
+    )
+    text = f"ENTRY %main (p: f32[2]) -> f32[8] {{\n{kernel}\n%g = f32[8]{{0}} all-gather(%p), "
+    (found,) = hlo.collectives(text + "replica_groups={{0,1,2,3}}\n}")
+    assert found.group == (0, 1, 2, 3)
+
+
 def test_groups_of_a_mesh_with_its_devices_in_another_order():
     # ids 0..7 as [4, 2], transposed and read as [2, 4]: 0 2 4 6 / 1 3 5 7; along the last axis
     line = (

@@ -1,0 +1,66 @@
+"""The losses and estimators that a comparison is asked for, as configs of runs that have them."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl import config as cfg
+from jaxrl.config.objective_checks import check_objective
+from jaxrl.config.overrides import parse_assignments
+
+_BETWEEN = re.compile(r",(?![^\[\](){}]*[\])}])")  # commas, but for those inside of brackets
+_CHANGE = re.compile(r"\+(?=[A-Za-z_][\w.]*=)")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A loss and an estimator, and the config of a run that has them."""
+
+    name: str
+    config: cfg.TrainConfig
+
+
+def parse_choices(config: cfg.TrainConfig, losses: str, estimators: str | None) -> list[Choice]:
+    """Every loss with every estimator, as configs.
+
+    Args:
+        config: of the run, resolved.
+        losses: names or "module:function", separated by commas, each with changes of
+            `trainer.algorithm`: "regular+eps_clip_high=0.28+loss_reduction=sequence_mean".
+        estimators: likewise; None: the run's own.
+
+    Raises:
+        ValueError: there is no such loss, estimator or field; the objective is incoherent.
+    """
+    own = config.trainer.algorithm.advantage_estimator
+    found = {}
+    for loss in _listed(losses, "--losses"):
+        for estimator in _listed(estimators or own, "--estimators"):
+            name = f"{loss} | {estimator}" if estimators else loss
+            changes = _changes(config, "policy_loss", loss)
+            changes |= _changes(config, "advantage", estimator)
+            try:
+                given = cfg.resolve(cfg.apply_overrides(config, changes))
+                check_objective(given)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+            found[name] = Choice(name, given)
+    return list(found.values())
+
+
+def _listed(text: str, flag: str) -> list[str]:
+    names = [name.strip() for name in _BETWEEN.split(text)]
+    if not all(names):
+        raise ValueError(f"{flag}={text!r} has an empty name; write e.g. {flag}=regular,gspo")
+    return names
+
+
+def _changes(config: cfg.TrainConfig, kind: str, text: str) -> dict[str, Any]:
+    """Overrides of a config for "name+field=value"; hyperparameters of another function go."""
+    name, *assignments = _CHANGE.split(text)
+    field = {"policy_loss": "policy_loss_type", "advantage": "advantage_estimator"}[kind]
+    changes: dict[str, Any] = {field: name}
+    if name != getattr(config.trainer.algorithm, field):
+        changes[f"{kind}_kwargs"] = {}
+    changes |= parse_assignments(assignments)
+    return {f"trainer.algorithm.{key}": value for key, value in changes.items()}
