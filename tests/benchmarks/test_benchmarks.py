@@ -20,6 +20,7 @@ from benchmarks import (
     overlap,
     plan_memory,
     rollout,
+    rollout_file,
     roofline,
     serve,
     staleness,
@@ -61,6 +62,7 @@ def run(benchmark, tmp_path, capsys, *flags):
         overlap,
         plan_memory,
         rollout,
+        rollout_file,
         serve,
         staleness,
         train_step,
@@ -70,6 +72,11 @@ def test_help(benchmark_module, capsys):
     with pytest.raises(SystemExit, match="^0$"):
         benchmark_module.main(["--help"])
     assert "Claim: " in capsys.readouterr().out
+
+
+def test_rollout_file(tmp_path, capsys):
+    _, report = run(rollout_file, tmp_path, capsys)
+    assert report["savez_compressed"]["bytes"] < report["savez"]["bytes"]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.slow)])

@@ -55,6 +55,7 @@ def test_full(scribe):
     ):
         for step in range(2, 200):
             scribe.step(step)
+            scribe.ledger.submit(lambda db: None).result()  # the writing thread has caught up
     with pytest.raises(LedgerError, match="disk is full"):
         scribe.ledger.position()  # and nothing can be committed
     again(scribe, 1, saved)
