@@ -203,4 +203,6 @@ def _read(folder: Path, db: sqlite3.Connection, settings: dict[str, Any], saved:
     last = db.execute("SELECT MAX(step) FROM live_steps").fetchone()[0]
     run_id, _, facts = found
     last = start[1] if last is None else last
-    return Run(folder, db, run_id, json.loads(facts), settings, *start, last, saved)
+    attempt, from_step, ordinal, origin = start
+    numbers = attempt, from_step, ordinal, origin, last, saved
+    return Run(folder, db, run_id, json.loads(facts), settings, *numbers)
