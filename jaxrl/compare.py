@@ -101,7 +101,7 @@ def table(comparison: Comparison) -> str:
 
 
 def described(comparison: Comparison) -> str:
-    """The minibatch, whatever the loss."""
+    """The minibatch, whatever the losses, and the length of the first one's steps."""
     ratios = comparison.ratios
     return (
         f"{comparison.tokens} sampled tokens; ratio to the old policy {ratios['ratio_min']:.4g} to "

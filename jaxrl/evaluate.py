@@ -65,12 +65,10 @@ def evaluate_subject(
     name = re.sub(r"[^\w.-]+", "_", found.where).strip("_")
     folder = Path(output or Path(config.trainer.export_path) / "evaluations" / name)
     writable_folder("--output", folder)
-    # not where a run keeps those that its servers read
-    config.generator.inference_engine.weights_folder = str(folder / "weights")
+    config.generator.inference_engine.weights_folder = str(folder / "weights")  # not the run's
     config.trainer.policy.model.lora.lora_sync_path = None
     run = run_class(config)
-    config = run.config
-    started = time.perf_counter()
+    config, started = run.config, time.perf_counter()
     metrics, rows = ask(run, found, step)
     results: Results = {
         "subject": found.where,

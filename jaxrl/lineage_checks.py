@@ -309,10 +309,10 @@ def checkpoints(run: Run) -> Check:
         path = run.checkpoint_folder / f"{PREFIX}_{step}" / "meta" / "metadata"
         try:
             ledger = json.loads(path.read_text()).get("ledger") or {}
-            own, position = ledger.get("run_id") == run.run_id, ledger.get("position")
+            own, position = ledger.get("run_id") == run.run_id, int(ledger.get("position", 0))
         except FileNotFoundError:  # the run goes on, and keeps only its latest
             continue
-        except (ValueError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             failures.append(f"{PREFIX}_{step} is damaged: its meta is not JSON of a run ({error})")
             continue
         if not own:

@@ -152,7 +152,8 @@ class OtherRuns:
         self.trainer, self.rollouts = trainer, rollouts
         self.scorer, self.ref_scorer = ScoredOnce(trainer.scorer), ScoredOnce(trainer.ref_scorer)
         self.reference = trainer.ref_params
-        self.updaters: dict[Any, Updater] = {without_estimator(trainer.config): trainer.updater}
+        self.updaters: dict[Any, Updater] = {}
+        self.updaters[without_estimator(trainer.config)] = trainer.updater
 
     def batch(self, config: cfg.TrainConfig) -> TrainBatch:
         """With the log-probs and advantages of a run with this config; the trainer's own methods.
@@ -259,7 +260,7 @@ def evaluate_choices(
         gradients.append(jax.device_get(grads))
     tokens = int((np.asarray(own.loss_mask) > 0).sum())
     clip = trainer.config.trainer.algorithm
-    sums = ratio_sums(before[0], own, clip.eps_clip_low, clip.eps_clip_high)
+    sums = ratio_sums(jnp.asarray(before[0]), own, clip.eps_clip_low, clip.eps_clip_high)
     ratios = ratio_metrics(jax.device_get(sums))
     return Comparison(found, cosines(gradients), tokens, ratios, length)
 

@@ -95,14 +95,12 @@ def make_config(
 def resolve(config: Config) -> Config:
     """A copy in which every field that follows from another one is set.
 
-    ref.model = policy.model's path and random_init, with its model_config_kwargs, to which those
-    of megatron_config are added;
-    generator.max_input_length = trainer.max_prompt_length; algorithm.temperature = sampling
-    temperature; algorithm.max_seq_len = max_input_length + max_generate_length (for one turn only);
+    ref.model = policy.model's path and random_init, with its model_config_kwargs, to which those of
+    megatron_config are added; generator.max_input_length = trainer.max_prompt_length;
+    algorithm.temperature = sampling temperature; algorithm.max_seq_len = max_input_length + max_generate_length (for one turn only);
     policy.mesh, ref.mesh and critic.mesh = what SkyRL's fields say where they do not;
     eval_sampling_params = greedy with the same length; generator.rope_* = trainer.rope_*;
-    fully_async.num_parallel_generation_workers, if it is the default = a number that the batch can
-    keep at work;
+    fully_async.num_parallel_generation_workers, if the default = what the batch can keep at work;
     off_policy_correction = token weights for the deprecated use_tis. What the user set stays, but
     for a leading `~` in a path, which becomes the home folder, and for another name or path of a
     built-in loss or estimator, which becomes the built-in's name.

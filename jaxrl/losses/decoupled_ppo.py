@@ -28,35 +28,29 @@ def decoupled_ppo(
         "log_linear": log pi_prox = log pi_rollout + a_t sg[log pi_theta - log pi_rollout],
                       a_t = d_t / (d_t + 1)
 
-    with d_t the staleness of the token: a step takes the policy from d_t steps after the sampler's
-    to d_t + 1, and the log-prob is taken to move evenly. The first form is AReaL's, Fu et al.,
-    2025, https://arxiv.org/abs/2505.24298 (sec. 5.2), after Hilton et al., 2022,
-    https://arxiv.org/abs/2110.00641; the second A-3PO, Li et al., 2025,
-    https://arxiv.org/abs/2512.06547, which needs no forward pass. Log ratios are clamped to +-20
-    before exp.
+    with d_t the staleness of the token: the log-prob is taken to move evenly over d_t + 1 steps.
+    AReaL, Fu et al., 2025, https://arxiv.org/abs/2505.24298; A-3PO, Li et al., 2025,
+    https://arxiv.org/abs/2512.06547, needs no forward pass. Log ratios are clamped to +-20.
 
     Args:
         log_probs, advantages: [B, T] float.
         old_log_probs: [B, T]; None is possible with "log_linear".
         config: uses eps_clip_low, eps_clip_high, decoupled_ppo.proximal, decoupled_ppo.behave_cap.
         loss_mask: [B, T] or None; what is masked may be NaN.
-        rollout_log_probs: [B, T], required.
-        staleness: [B, T] int, "log_linear" needs it; an array, so that no step compiles anew.
+        rollout_log_probs: [B, T], required. staleness: [B, T] int, "log_linear" needs it.
 
     Returns:
-        loss [B, T], unmasked and unreduced; metrics [B, T]: clip_ratio (0/1 where clipping took
-        effect), behave_weight_mean, behave_weight_max of pi_prox / pi_rollout, behave_masked (0/1).
+        loss [B, T], unmasked and unreduced; metrics [B, T]: clip_ratio, behave_masked (0/1),
+        behave_weight_mean, behave_weight_max of pi_prox / pi_rollout.
 
     Raises:
-        ValueError: unknown proximal policy; no rollout_log_probs; no old_log_probs or staleness
-            where they are needed.
+        ValueError: unknown proximal policy, or what it needs is None.
     """
     if rollout_log_probs is None:
         raise ValueError("policy loss 'decoupled_ppo' needs rollout_log_probs, got None")
     chex.assert_equal_shape([log_probs, rollout_log_probs, advantages])
-    log_probs, rollout, advantages = zero_masked(
-        loss_mask, log_probs, rollout_log_probs, advantages
-    )
+    given = log_probs, rollout_log_probs, advantages
+    log_probs, rollout, advantages = zero_masked(loss_mask, *given)
     old = None if old_log_probs is None else zero_masked(loss_mask, old_log_probs)[0]
     proximal = proximal_log_probs(log_probs, old, rollout, staleness, config.decoupled_ppo.proximal)
     weight = jax.lax.stop_gradient(safe_exp(proximal - rollout))
