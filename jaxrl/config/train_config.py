@@ -97,8 +97,9 @@ def resolve(config: Config) -> Config:
 
     ref.model = policy.model's path and random_init, with its model_config_kwargs, to which those of
     megatron_config are added; generator.max_input_length = trainer.max_prompt_length;
-    algorithm.temperature = sampling temperature; algorithm.max_seq_len = max_input_length + max_generate_length (for one turn only);
-    policy.mesh, ref.mesh and critic.mesh = what SkyRL's fields say where they do not;
+    algorithm.temperature = sampling temperature; algorithm.max_seq_len = max_input_length +
+    max_generate_length (for one turn only);
+    policy.mesh, ref.mesh, critic.mesh = what SkyRL's fields say where they do not;
     eval_sampling_params = greedy with the same length; generator.rope_* = trainer.rope_*;
     fully_async.num_parallel_generation_workers, if the default = what the batch can keep at work;
     off_policy_correction = token weights for the deprecated use_tis. What the user set stays, but

@@ -57,13 +57,8 @@ def decoupled_ppo(
     kept = weight <= config.decoupled_ppo.behave_cap
     ratio = safe_exp(log_probs - proximal)
     loss, clipped = clipped_surrogate(ratio, advantages, config.eps_clip_low, config.eps_clip_high)
-    metrics = {
-        "clip_ratio": clipped,
-        "behave_weight_mean": weight,
-        "behave_weight_max": weight,
-        "behave_masked": ~kept,
-    }
-    return jnp.where(kept, weight, 0) * loss, metrics
+    weights = {"behave_weight_mean": weight, "behave_weight_max": weight, "behave_masked": ~kept}
+    return jnp.where(kept, weight, 0) * loss, {"clip_ratio": clipped, **weights}
 
 
 def proximal_log_probs(
