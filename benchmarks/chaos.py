@@ -7,13 +7,15 @@ synchronous, lockstep and free-running runs: after every one `jaxrl.audit` passe
 kinds end with the parameters and optimizer state of the run that was not disturbed, bit for bit.
 
 Each run is `python -m jaxrl.train` on the task of the quickstart, in a process of its own, with a
-checkpoint every second step. A kill is aimed at the start-up, at an instant of training, at a
-checkpoint that is being written, or at one of the next writes to the log of the ledger: strace,
+checkpoint every second step; asynchronous ones have an environment that takes its time, so that
+prompts are in flight at any instant. A kill is aimed at the start-up, at an instant of training, at
+a checkpoint that is being written, or at one of the next writes to the log of the ledger: strace,
 where it is installed, kills between the pages of a transaction. What was hit is read from what is
 left. The seed fixes what is aimed at; the instant is the machine's.
 """
 
 import argparse
+import asyncio
 import collections
 import contextlib
 import json
@@ -27,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ import orbax.checkpoint as ocp
 from jaxrl import config as cfg
 from jaxrl.audit import audit, report
 from jaxrl.checkpoint import PREFIX, Checkpointer
+from jaxrl.envs import StepOutput, sort_digits
 from jaxrl.files import check_file
 from jaxrl.ledger import FILE
 from jaxrl.lineage import NothingToAudit
@@ -48,6 +51,7 @@ ASYNCHRONOUS = {
     "trainer.fully_async.max_staleness_steps": 2,
     "trainer.fully_async.num_parallel_generation_workers": 12,
     "trainer.algorithm.old_log_probs": "rollout",
+    "data.train_data": ["benchmarks.chaos:slowly_judged"],
 }
 KINDS: dict[str, dict[str, Any]] = {
     "sync": {},
@@ -57,6 +61,22 @@ KINDS: dict[str, dict[str, Any]] = {
 INTERVALS = ("eval", "hf_save", "print_example")
 AIMS = ("start", "step", "save", "ledger")
 START_UP = 12.0  # seconds in which a kill at the start falls
+
+
+class SlowJudge(sort_digits.SortDigitsEnv):
+    """Takes its time, a long tail of it: prompts are finished out of their order."""
+
+    async def step(
+        self, action: str, tokens: list[str] | None = None, stopped: bool = True
+    ) -> StepOutput:
+        await asyncio.sleep(random.expovariate(1 / 0.05))
+        return super().step(action, tokens, stopped)
+
+
+def slowly_judged() -> Iterator[dict[str, Any]]:
+    """The prompts, with `SlowJudge`."""
+    for row in sort_digits.prompts(size=64, seed=0):
+        yield {**row, "env_class": "benchmarks.chaos:SlowJudge"}
 
 
 class Run:
@@ -181,11 +201,12 @@ def kill_once(run: Run, aim: str, rng: random.Random) -> str:
         time.sleep(rng.uniform(0, 0.03))
     elif aim == "ledger":
         _kill_at_write(run, process, rng.randrange(1, 40))
+    by_strace = process.poll() == -signal.SIGKILL
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     if process.wait() != -signal.SIGKILL:
         raise RuntimeError(f"the run ended before it was killed:\n{run.output()}")
-    return hit(run, *before)
+    return "writing the ledger" if by_strace else hit(run, *before)
 
 
 def _until(run: Run, process: subprocess.Popen, happens: Callable[[], bool], pause: float) -> None:

@@ -31,11 +31,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import ahead_of_time, hlo
+from benchmarks import ahead_of_time
 from benchmarks.roofline import best_seconds, machine_load
 from benchmarks.shapes import SHAPES, transformer_config
 from jaxrl.models.transformer import init_params
-from jaxrl.parallel import make_mesh
+from jaxrl.planning import hlo
 from jaxrl.types import TrainState
 
 MESHES = ("fsdp=8", "fsdp=4,tensor=2")
@@ -88,7 +88,7 @@ def measure(arguments: argparse.Namespace, mesh_text: str) -> dict[str, Any]:
     """Collectives of the gradient on one mesh, and the least there can be."""
     devices = ahead_of_time.topology_devices(arguments.topology)
     sizes, dtype = mesh_sizes(mesh_text), jnp.bfloat16
-    state, lowered = ahead_of_time.lower_accumulate(
+    run = ahead_of_time.assemble(
         transformer_config(arguments.shape),
         devices,
         sizes,
@@ -96,14 +96,14 @@ def measure(arguments: argparse.Namespace, mesh_text: str) -> dict[str, Any]:
         length=arguments.length,
         settings={"trainer.bf16": True},
     )
-    compiled = lowered.compile()
-    mesh = dict(make_mesh(devices=devices, **sizes).shape)
+    compiled = ahead_of_time.accumulate_call(run).lower().compile()
+    mesh = dict(run.mesh.shape)
     found = hlo.collectives(compiled.as_text())
     largest = sorted(found, key=lambda one: -one.moved * one.times)[: arguments.largest]
     return {
         "mesh": mesh_text,
         "rows": count(found, mesh),
-        "least": least(state, mesh, dtype),
+        "least": least(run.state, mesh, dtype),
         "largest": [
             [one.kind, one.array, one.times, one.times * one.moved, one.source] for one in largest
         ],
@@ -143,10 +143,11 @@ def host_seconds(shape: str, rows: int, length: int, repeats: int) -> list[dict[
         if len(devices) < number:
             print(f"no {number} devices; start with the XLA_FLAGS of --help")
             break
-        mesh = make_mesh(devices=devices, fsdp=number)
-        state, updater = ahead_of_time.assemble(model, mesh, rows, {})
-        shapes = ahead_of_time.accumulate_arguments(updater, state, mesh, rows, length)
-        params = init_params(model, 0, jax.tree.map(lambda x: x.sharding, state.params))
+        run = ahead_of_time.assemble(
+            model, devices, {"fsdp": number}, rows=rows, length=length, settings={}
+        )
+        updater, shapes = run.updater, ahead_of_time.accumulate_call(run).args
+        params = init_params(model, 0, jax.tree.map(lambda x: x.sharding, run.state.params))
         given = jax.tree.map(
             lambda x: jax.device_put(np.ones(x.shape, x.dtype), x.sharding), shapes[2:-1]
         )

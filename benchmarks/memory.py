@@ -86,16 +86,16 @@ def step_peak(
     shape: str, policy: str, mesh: str, devices: list[jax.Device], rows: int, length: int
 ) -> int | str:
     """Bytes of one device during `accumulate`; the compiler's words if they do not fit."""
-    lowered = ahead_of_time.lower_accumulate(
+    run = ahead_of_time.assemble(
         transformer_config(shape),
         devices,
         mesh_sizes(mesh),
         rows=rows,
         length=length,
         settings={"trainer.bf16": True, "trainer.remat_policy": policy},
-    )[1]
+    )
     return _memory(
-        lowered,
+        ahead_of_time.accumulate_call(run).lower(),
         lambda stats: (
             stats.argument_size_in_bytes
             + stats.output_size_in_bytes

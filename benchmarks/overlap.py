@@ -40,6 +40,7 @@ import numpy as np
 
 from benchmarks import roofline
 from jaxrl import config as cfg
+from jaxrl.rollout.conversation import generator_input, sampling_of
 from jaxrl.rollout.protocol import Completion, Request
 from jaxrl.train import BasePPOExp
 from jaxrl.types import TrainBatch
@@ -223,18 +224,12 @@ def sleeping(mode: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def planned_lengths(trainer: Any, steps: int) -> list[list[int]]:
     """Tokens of each sample of each batch, by the keys that the trainer will give them."""
-    params = trainer.config.generator.sampling_params
+    seed, params = trainer.config.trainer.seed, trainer.config.generator.sampling_params
+    sampling = sampling_of(params, trainer.eos_token_ids)
     asked: list[list[int]] = []
-
-    class Recorder:
-        async def generate(self, batch: Any) -> Any:
-            asked.append([length_of(key) for key in batch["keys"]])
-            return {}
-
     for step in range(1, steps + 1):
-        prompts = trainer.prompts_of(step - 1)
-        given = trainer.config, Recorder(), trainer.eos_token_ids, "train", prompts, step
-        trainer.wait_for(trainer.sample.func(*given, trainer.samples, params))
+        given = trainer.prompts_of(step - 1), trainer.samples, (seed, "train", step), sampling
+        asked.append([length_of(key) for key in generator_input(*given)["keys"]])
     return asked
 
 

@@ -1,10 +1,13 @@
 """Model shapes of the benchmarks, and model folders with random weights and a tokenizer.
 
+    python -m benchmarks.shapes qwen2.5-7b FOLDER       # config.json and a tokenizer, no weights
+
 The weights play no part in the seconds, so every benchmark but `decode.py` on SmolLM2 draws them at
 random (`random_init`).
 """
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,8 @@ def _hf_config(
     kv_heads: int,
     head_dim: int,
     vocab: int,
+    *,
+    tied: bool = True,
 ) -> dict[str, Any]:
     return {
         "architectures": [f"{model_type.capitalize()}ForCausalLM"],
@@ -36,7 +41,7 @@ def _hf_config(
         "vocab_size": vocab,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": tied,
         "max_position_embeddings": 4096,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         "initializer_range": 0.02,
@@ -51,6 +56,8 @@ SHAPES = {  # as in the config.json of Hugging Face
     "qwen3-0.6b": _hf_config("qwen3", 28, 1024, 3072, 16, 8, 128, 151_936),
     "qwen2.5-0.5b": _hf_config("qwen2", 24, 896, 4864, 14, 2, 64, 151_936),
     "qwen2.5-1.5b": _hf_config("qwen2", 28, 1536, 8960, 12, 2, 128, 151_936),
+    "qwen2.5-7b": _hf_config("qwen2", 28, 3584, 18_944, 28, 4, 128, 152_064, tied=False),
+    "qwen2.5-32b": _hf_config("qwen2", 64, 5120, 27_648, 40, 8, 128, 152_064, tied=False),
 }
 
 GENERATION_PROMPT = ">"
@@ -76,3 +83,7 @@ def write_model_folder(folder: Path, shape: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(SHAPES[shape] | {"bos_token_id": None} | ids))
     save_tokenizer(tokenizer, folder)
+
+
+if __name__ == "__main__":  # python -m benchmarks.shapes qwen2.5-7b FOLDER
+    write_model_folder(Path(sys.argv[2]), sys.argv[1])

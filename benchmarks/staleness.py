@@ -1,7 +1,7 @@
 """What old rollouts cost, by the loss that trains on them.
 
     python -m benchmarks.staleness [--json=staleness.json] [--plot=docs/curves/staleness.png]
-    python -m benchmarks.staleness --methods ppo decoupled --staleness 0 8 --seeds 1
+    python -m benchmarks.staleness --methods ppo decoupled --staleness 0 8 --lr=3e-4 --steps=400
 
 Claim: the table of docs/asynchrony.md, section Staleness: the reward that each loss reaches on
 rollouts that are 0, 1, 2, 4 and 8 training steps old, three seeds each.
@@ -76,7 +76,9 @@ def uncorrected(
     return regular(log_probs, old_log_probs, advantages, config, loss_mask)
 
 
-def make_config(method: str, staleness: int, seed: int, steps: int, folder: Path) -> Any:
+def make_config(
+    method: str, staleness: int, seed: int, *, steps: int, lr: float, folder: Path
+) -> Any:
     """The quickstart, shorter, with rollouts that are so many steps old."""
     source = "jaxrl.envs.sort_digits:prompts(size={}, length=3, split='{}')"
     optimizer = "trainer.policy.optimizer_config"
@@ -85,7 +87,7 @@ def make_config(method: str, staleness: int, seed: int, steps: int, folder: Path
         "data.val_data": [source.format(80, "eval")],
         "trainer.seed": seed,
         "trainer.run_name": "run",
-        f"{optimizer}.lr": 1e-3,
+        f"{optimizer}.lr": lr,
         f"{optimizer}.num_warmup_steps": 10,
         f"{optimizer}.scheduler": "constant_with_warmup",
         "trainer.epochs": steps,
@@ -113,11 +115,11 @@ def make_config(method: str, staleness: int, seed: int, steps: int, folder: Path
     return cfg.apply_overrides(cfg.load_config_file(str(QUICKSTART)), changes)
 
 
-def learn(method: str, staleness: int, seed: int, steps: int) -> dict[str, Any]:
+def learn(method: str, staleness: int, seed: int, *, steps: int, lr: float) -> dict[str, Any]:
     """Train once; what came of it, and the reward of every step."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        config = make_config(method, staleness, seed, steps, Path(folder))
+        config = make_config(method, staleness, seed, steps=steps, lr=lr, folder=Path(folder))
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             BasePPOExp(config).run()
         lines = read_lines(Path(folder) / "run" / "metrics.jsonl")
@@ -206,6 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--staleness", nargs="+", type=int, default=[0, 1, 2, 4, 8])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--smoke", action="store_true", help="one short run each of two losses")
@@ -222,11 +225,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for seed in arguments.seeds:
         for age in arguments.staleness:
             for method in arguments.methods:
-                runs.append(learn(method, age, seed, arguments.steps))
+                runs.append(learn(method, age, seed, steps=arguments.steps, lr=arguments.lr))
                 last = {k: v for k, v in runs[-1].items() if k != "rewards"}
                 print(json.dumps(last), file=sys.stderr, flush=True)
                 if arguments.json:
-                    settings = {"steps": arguments.steps, "methods": METHODS}
+                    settings = {"steps": arguments.steps, "lr": arguments.lr, "methods": METHODS}
                     arguments.json.write_text(json.dumps({"settings": settings, "runs": runs}))
     print(tables(runs))
     if arguments.plot:

@@ -17,6 +17,9 @@ def with_anchor(trainer: "Trainer", batch: TrainBatch) -> TrainBatch:
     The old log-probs are those of the sampler, or a forward pass gives them; most losses need none
     where a batch has one update. Without log-probs of the sampler the pass is made in any case, and
     its entropy tells whether the sampler is the trainer's policy.
+
+    Raises:
+        ValueError: the sampler's log-probs or versions are needed, and the generator gave none.
     """
     settings = trainer.config.trainer
     if "staleness" in trainer.updater.objective.reads and batch.token_versions is not None:
@@ -24,6 +27,11 @@ def with_anchor(trainer: "Trainer", batch: TrainBatch) -> TrainBatch:
         age = token_staleness(batch.token_versions, batch.loss_mask, version)
         batch = batch.replace(staleness=age)
     if settings.algorithm.old_log_probs == "rollout":
+        if batch.rollout_log_probs is None:
+            raise ValueError(
+                "trainer.algorithm.old_log_probs='rollout': the generator gives no "
+                "'rollout_logprobs' in its output; give them, or set 'trainer'"
+            )
         return batch.replace(old_log_probs=batch.rollout_log_probs)
     blind = batch.rollout_log_probs is None  # the sampler has none
     if needs_old_log_probs(settings) or blind:

@@ -152,24 +152,30 @@ def place_beside(
     return place_model(trainer, model, mesh, role)
 
 
-def _ref_devices(config: cfg.TrainConfig) -> list[Any] | None:
+def _ref_devices(config: cfg.TrainConfig, devices: Sequence[Any]) -> list[Any] | None:
     """Those of a reference that has its own."""
     if config.trainer.placement.colocate_policy_ref:
         return None
-    devices = jax.devices()
     return [devices[i] for i in cfg.device_shares(config, len(devices)).ref]
 
 
 def assemble_policy(
-    config: cfg.TrainConfig, model: TransformerConfig | AdaptedModel, mesh: jax.sharding.Mesh
+    config: cfg.TrainConfig,
+    model: TransformerConfig | AdaptedModel,
+    mesh: jax.sharding.Mesh,
+    devices: Sequence[Any] | None = None,
 ) -> tuple[Policy, Scorer, Scorer]:
     """The weights of a run, the policy's forward pass, and that of the reference.
 
     The two passes are one where architecture, placement and precision are the same.
+
+    Args:
+        devices: of the run; None = those of the process.
     """
     trainer = config.trainer
     placement, ref_model = place_model(trainer, model, mesh), reference_model(trainer, model)
-    ref_placement = place_beside("ref", trainer, ref_model, placement, _ref_devices(config))
+    of_ref = _ref_devices(config, jax.devices() if devices is None else devices)
+    ref_placement = place_beside("ref", trainer, ref_model, placement, of_ref)
     policy = Policy(trainer, model, placement, ref_model, ref_placement)
     scorer = ref_scorer = make_scorer(config, model, placement)
     dtypes = {cfg.compute_dtype(trainer, role) for role in ("policy", "ref")}

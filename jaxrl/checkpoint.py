@@ -22,6 +22,7 @@ import orbax.checkpoint as ocp
 
 from jaxrl.checkpoint_items import Buffer, item_handlers
 from jaxrl.checksums import checksums, host_checksums
+from jaxrl.config import TrainConfig, get_config_as_dict
 from jaxrl.files import as_path, missing_packages_named, writable_folder
 from jaxrl.types import TrainState
 
@@ -341,12 +342,17 @@ MAY_CHANGE = (
 def refuse_other(path: str, saved: dict[str, Any], now: dict[str, Any]) -> None:
     """Compare "model" and "config" of two metas.
 
+    A field that is newer than the checkpoint was at its default.
+
     Raises:
         CheckpointError: they differ in more than MAY_CHANGE.
     """
+    old, new = _flat(saved["config"]), _flat(now["config"])
+    defaults = _flat(get_config_as_dict(TrainConfig()))
+    newer = {key: value for key, value in defaults.items() if key in new and key not in old}
     changed = {
         key: pair
-        for key, pair in differences(saved["config"], now["config"]).items()
+        for key, pair in differences(newer | old, new).items()
         if ".mixed_precision" in key or not any(fnmatch.fnmatch(key, p) for p in MAY_CHANGE)
     }
     for what, different in (

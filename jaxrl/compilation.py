@@ -1,7 +1,7 @@
 """Compilations: a cache on disk for what XLA compiles, and a count of it."""
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 from tqdm import tqdm
@@ -18,6 +18,22 @@ def enable_cache(folder: str | None) -> None:
         return
     jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+class Call(NamedTuple):
+    """A jitted function and what it is called with: arrays, or shapes with shardings."""
+
+    function: Any
+    args: tuple[Any, ...]
+    options: dict[str, Any]  # static
+
+    def lower(self) -> jax.stages.Lowered:
+        """The program, to be compiled."""
+        return self.function.lower(*self.args, **self.options)
+
+    def results(self) -> Any:
+        """Shapes of what it returns."""
+        return self.function.eval_shape(*self.args, **self.options)
 
 
 class CompilationWatch:

@@ -55,6 +55,37 @@ def native_engine(
     return engines[0] if len(engines) == 1 else Balancer(engines)
 
 
+def engine_of_run(
+    config: cfg.TrainConfig,
+    model: TransformerConfig,
+    mesh: jax.sharding.Mesh,
+    decode_text: Callable[[Sequence[int]], str],
+    **options: Any,
+) -> NativeEngine | Balancer:
+    """The native engine of a training run.
+
+    Args:
+        decode_text: token ids to text.
+        **options: further arguments of `NativeEngine`.
+    """
+    settings = config.generator.inference_engine
+    # environments, guests and evaluations come by the clock; the order in which they do must
+    # change no bit, but of a run that follows the clock anyway
+    by_clock = config.generator.max_turns > 1 or settings.enable_http_endpoint
+    by_clock |= cfg.overlaps(config)
+    repeats = not cfg.runs_free(config)
+    return native_engine(
+        settings,
+        model,
+        mesh,
+        rows=min(settings.max_num_seqs, cfg.rows_at_once(config)),
+        max_model_len=cfg.longest_row(config),
+        shrink=False if by_clock and repeats else None,
+        decode_text=decode_text,
+        **options,
+    )
+
+
 def weight_folder(
     config: cfg.TrainConfig, model: TransformerConfig, tokenizer: Any
 ) -> WeightFolder:

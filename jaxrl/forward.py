@@ -301,9 +301,13 @@ score_columns.defvjp(_score_columns, _score_columns_backward)
 
 
 def _columns(head: Head, shape: tuple[int, ...], weights: Params) -> int:
-    rows, length = shape
     vocabulary = max((w.size // w.shape[0] for w in weights.values() if w.ndim == 2), default=1)
-    width = max(min(head.chunk_tokens, CHUNK_LOGITS // vocabulary) // rows, 1)
+    return chunk_columns(head.chunk_tokens, vocabulary, *shape)
+
+
+def chunk_columns(chunk_tokens: int, vocabulary: int, rows: int, length: int) -> int:
+    """Columns that the head scores together, for rows [rows, length] on one device."""
+    width = max(min(chunk_tokens, CHUNK_LOGITS // vocabulary) // rows, 1)
     return min(width - width % 8 or width, length)  # TPUs lay columns out by eights
 
 

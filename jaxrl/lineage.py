@@ -200,9 +200,19 @@ def _read(folder: Path, db: sqlite3.Connection, settings: dict[str, Any], saved:
     fresh = db.execute("SELECT MAX(attempt) FROM attempts WHERE from_step = 0").fetchone()[0] or 1
     if start is None or start[0] < fresh:
         start = fresh, 0, 0, ""
-    last = db.execute("SELECT MAX(step) FROM live_steps").fetchone()[0]
+    attempt, from_step, first_ordinal, origin = start
     run_id, _, facts = found
-    last = start[1] if last is None else last
-    attempt, from_step, ordinal, origin = start
-    numbers = attempt, from_step, ordinal, origin, last, saved
-    return Run(folder, db, run_id, json.loads(facts), settings, *numbers)
+    (last,) = db.execute("SELECT MAX(step) FROM live_steps").fetchone()
+    return Run(
+        folder=folder,
+        db=db,
+        run_id=run_id,
+        facts=json.loads(facts),
+        settings=settings,
+        attempt=attempt,
+        from_step=from_step,
+        first_ordinal=first_ordinal,
+        origin=origin,
+        last_step=from_step if last is None else last,
+        checkpoints=saved,
+    )

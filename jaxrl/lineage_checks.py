@@ -73,7 +73,10 @@ def prompts(run: Run) -> Check:
     first, stop = run.first_ordinal, int(max(ordinals, default=run.first_ordinal - 1)) + 1
     missing = np.setdiff1d(np.arange(first, stop), distinct)
     taken_back = dict(
-        run.rows("SELECT ordinal, MAX(superseded) FROM groups WHERE superseded > 0 GROUP BY 1")
+        run.rows(
+            "SELECT ordinal, MIN(MAX(superseded), (SELECT MAX(attempt) FROM attempts)) "
+            "FROM groups WHERE superseded > 0 GROUP BY 1"
+        )
     )
     latest_after = np.maximum.accumulate(attempts[::-1])[::-1]  # attempt of any that comes later
     after = latest_after[np.searchsorted(ordinals, missing)]

@@ -175,12 +175,12 @@ class OtherRuns:
 
     def updater(self, config: cfg.TrainConfig) -> Updater:
         """That of a run with this config, on the trainer's forward pass and devices."""
-        config = without_estimator(config)
-        if config not in self.updaters:
+        key: Any = without_estimator(config)  # hashable, which pyright cannot see
+        if key not in self.updaters:
             trainer, policy = self.trainer, self.trainer.policy
-            given = config, trainer.scorer, policy.placement, trainer.total_steps, policy.trained
-            self.updaters[config] = assemble_update(*given)[2]
-        return self.updaters[config]
+            given = key, trainer.scorer, policy.placement, trainer.total_steps, policy.trained
+            self.updaters[key] = assemble_update(*given)[2]
+        return self.updaters[key]
 
     def _reference(self, config: cfg.TrainConfig) -> Any:
         """Loaded for the first that needs it, should the run itself have none."""

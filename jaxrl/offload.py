@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+IN_HOST_MEMORY = "pinned_host"
+
 
 def host_shardings(shardings: Any, field: str) -> Any:
     """A tree of shardings in host memory; where the backend has none, as they were, and a warning.
@@ -16,21 +18,21 @@ def host_shardings(shardings: Any, field: str) -> Any:
     Args:
         field: of the config that asks for it, named by the warning.
     """
-    device = next(iter(jax.tree.leaves(shardings)[0].device_set))
-    if not any(memory.kind == "pinned_host" for memory in device.addressable_memories()):
-        warnings.warn(
-            f"{field}=True has no effect: {device.device_kind} has no pinned_host memory",
-            stacklevel=2,
-        )
+    devices = jax.tree.leaves(shardings)[0].device_set
+    # those of other processes have no memory here
+    kinds = {memory.kind for device in devices for memory in device.addressable_memories()}
+    if IN_HOST_MEMORY not in kinds:
+        kind = next(iter(devices)).device_kind
+        warnings.warn(f"{field}=True has no effect: {kind} has no pinned_host memory", stacklevel=2)
         return shardings
-    return jax.tree.map(lambda x: x.with_memory_kind("pinned_host"), shardings)
+    return jax.tree.map(lambda x: x.with_memory_kind(IN_HOST_MEMORY), shardings)
 
 
 def on_device(tree: Any) -> Any:
     """A tree whose arrays in host memory are moved to their devices; the others stay."""
 
     def move(x: Any) -> Any:
-        waits = isinstance(x, jax.Array) and x.sharding.memory_kind == "pinned_host"
+        waits = isinstance(x, jax.Array) and x.sharding.memory_kind == IN_HOST_MEMORY
         return jax.device_put(x, x.sharding.with_memory_kind("device")) if waits else x
 
     return jax.tree.map(move, tree)

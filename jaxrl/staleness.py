@@ -18,9 +18,17 @@ def token_staleness(token_versions: Array, loss_mask: Array, version: int) -> np
         token_versions: [B, T] int, of the policy that drew each token.
         loss_mask: [B, T].
         version: of the trainer's policy when the step began, the number of finished steps.
+
+    Raises:
+        ValueError: a sampled token has no version.
     """
-    age = version - np.asarray(token_versions, np.int32)
-    return np.where(np.asarray(loss_mask) != 0, age, 0).astype(np.int32)
+    versions, sampled = np.asarray(token_versions, np.int32), np.asarray(loss_mask) != 0
+    if (versions[sampled] < 0).any():
+        raise ValueError(
+            "the generator gives 'token_versions' for some sampled tokens only (-1 = not sampled); "
+            "give them for all"
+        )
+    return np.where(sampled, version - versions, 0).astype(np.int32)
 
 
 def staleness_metrics(
@@ -29,7 +37,7 @@ def staleness_metrics(
     """`async/staleness_*` of a batch; none without a sampled token.
 
     mean, max, min: over the sampled tokens, which in one trajectory can have several versions.
-    ratio: share of them that an earlier policy than `version` drew. violation_count: trajectories
+    ratio: share of them that an earlier policy than `version` drew. violation_count: rows
     with a token older than max_staleness_steps. SkyRL counts prompt groups, by the step in which
     each was begun.
 

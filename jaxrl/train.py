@@ -19,7 +19,7 @@ from jaxrl.compilation import enable_cache
 from jaxrl.config.needs import needs_reference
 from jaxrl.data.prompts import load_prompts
 from jaxrl.data.tokenizer import check_vocabulary, load_tokenizer
-from jaxrl.engines import native_engine
+from jaxrl.engines import engine_of_run
 from jaxrl.evaluation import check_sources
 from jaxrl.files import FolderError
 from jaxrl.jetstream_backend import jetstream_engine
@@ -106,24 +106,11 @@ class BasePPOExp:
             from jaxrl.assemble_remote import assemble_remote_engine  # needs jaxrl[serve]
 
             return assemble_remote_engine(self.config, model, mesh, self.tokenizer)
-        rows = min(settings.max_num_seqs, cfg.rows_at_once(self.config))
         if isinstance(model, AdaptedModel):
+            rows = min(settings.max_num_seqs, cfg.rows_at_once(self.config))
             dtype, given = DTYPES[settings.model_dtype], settings.engine_init_kwargs
             return RecomputeEngine(model, mesh, dtype=dtype, max_num_seqs=rows, **given)
-        # environments, guests and evaluations come by the clock; the order in which they do must
-        # change no bit, but of a run that follows the clock anyway
-        by_clock = self.config.generator.max_turns > 1 or settings.enable_http_endpoint
-        by_clock |= cfg.overlaps(self.config)
-        repeats = not cfg.runs_free(self.config)
-        return native_engine(
-            settings,
-            model,
-            mesh,
-            rows=rows,
-            max_model_len=cfg.longest_row(self.config),
-            shrink=False if by_clock and repeats else None,
-            decode_text=self.tokenizer.decode,
-        )
+        return engine_of_run(self.config, model, mesh, self.tokenizer.decode)
 
     def get_server(self, engine: Engine, model: TransformerConfig | AdaptedModel) -> Server:
         """The HTTP endpoint beside the run."""
@@ -220,9 +207,15 @@ class BasePPOExp:
         return trainer
 
 
-def meshes(config: cfg.TrainConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
-    """That of training, and the sampler's: the same, or one over other devices."""
-    devices = jax.devices()
+def meshes(
+    config: cfg.TrainConfig, devices: Sequence[Any] | None = None
+) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
+    """That of training, and the sampler's: the same, or one over other devices.
+
+    Args:
+        devices: of the run; None = those of the process.
+    """
+    devices = jax.devices() if devices is None else devices
     shares = cfg.device_shares(config, len(devices))
     policy = [devices[i] for i in shares.policy]
     mesh = make_mesh(devices=policy, **dataclasses.asdict(config.trainer.policy.mesh))

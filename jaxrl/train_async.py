@@ -42,21 +42,35 @@ class Schedule(NamedTuple):
 class AsyncTrainer(Trainer):
     """The loop whose rollouts are sampled ahead, by weights up to some steps old.
 
-    It calls neither `generate` nor `next_prompts`: change how prompts become trajectories by a
-    generator of your own, and which prompts make a batch by overriding `prompts_of`.
+    It calls neither `generate` nor `next_prompts`: change how prompts become trajectories by
+    overriding `sample`, and which prompts make a batch by overriding `prompts_of`.
 
     Raises:
-        ValueError: a flax module, which samples a batch at a time, with the schedule "free".
+        ValueError: one of the two is overridden; or a flax module, which samples a batch at a time,
+            with the schedule "free".
     """
 
     def _build(self) -> None:
         settings, size = self.config.trainer.fully_async, self.config.trainer.train_batch_size
         self.ahead = settings.max_staleness_steps
+        for unused, instead in (("generate", "sample"), ("next_prompts", "prompts_of")):
+            if getattr(type(self), unused) is not getattr(Trainer, unused):
+                raise ValueError(
+                    f"trainer.fully_async.enabled=True: {type(self).__name__} overrides {unused!r},"
+                    f" which an asynchronous trainer never calls; override {instead!r}"
+                )
         free = runs_free(self.config)
         if free and isinstance(self.model, AdaptedModel):
             raise ValueError(
                 f"trainer.fully_async.schedule='free': {self.model.name} is a flax module, whose "
                 "sampler takes one batch at a time; set 'lockstep'"
+            )
+        evaluates = self.config.trainer.eval_interval > 0
+        if overlaps(self.config) and isinstance(self.model, AdaptedModel) and evaluates:
+            raise ValueError(
+                f"trainer.eval_interval={self.config.trainer.eval_interval}: {self.model.name} is "
+                "a flax module, whose sampler pads what comes together, and beside training the "
+                "clock decides what does; set it to -1, and use jaxrl.evaluate on checkpoints"
             )
         workers = settings.num_parallel_generation_workers
         self.schedule = Schedule(
@@ -65,7 +79,7 @@ class AsyncTrainer(Trainer):
             drains=not free,
             overlaps=overlaps(self.config),
         )
-        self.batch_of = functools.lru_cache(maxsize=16)(self.prompts_of)
+        self.batch_of = functools.lru_cache(maxsize=self.ahead + 2)(self.prompts_of)
         self.held: Held | None = None  # of the checkpoint that the run goes on from
         self.stream: RolloutStream | None = None  # from the first step on
         self.groups: dict[int, list[int]] = {}  # by ordinal of a unit: its numbers in the ledger
@@ -122,7 +136,11 @@ class AsyncTrainer(Trainer):
 
     def commit(self, step: int) -> str:
         """Save the state, what was sampled and not yet trained, and where the ledger stands."""
-        assert self.stream is not None  # there was a step
+        if self.stream is None:
+            raise ValueError(
+                f"{type(self).__name__}.rollouts must call AsyncTrainer.rollouts, which begins to "
+                "sample: without it there is nothing to save beside the state"
+            )
         held = self.stream.held()  # before the ledger: what is finished later is sampled again
         groups = {str(unit.ordinal): self.groups[unit.ordinal] for unit in held.finished}
         in_flight = {"next_ordinal": held.next_ordinal, "in_flight": held.in_flight}
@@ -139,7 +157,7 @@ class AsyncTrainer(Trainer):
         state = super().restore_or_init()
         saved = (self.checkpointer.restored_meta or {}).get("async")
         if saved is not None:
-            buffer = self.checkpointer.restored_buffer
+            buffer, self.checkpointer.restored_buffer = self.checkpointer.restored_buffer, None
             units = from_bytes(buffer["units"]) if buffer else []
             self.held = Held(saved["next_ordinal"], saved["in_flight"], units)
             self.groups = {int(ordinal): ids for ordinal, ids in saved["groups"].items()}
@@ -163,7 +181,7 @@ class AsyncTrainer(Trainer):
     def _open(self, step: int) -> RolloutStream:
         """Begin to sample, for training step `step` and later ones."""
         size = self.config.trainer.train_batch_size
-        held = self.held or Held(next_ordinal=(step - 1) * size)
+        held, self.held = self.held or Held(next_ordinal=(step - 1) * size), None
         if not self.books.knows(self.checkpointer.restored_meta):
             held.finished = [self._enter(unit, step) for unit in held.finished]
         return RolloutStream(

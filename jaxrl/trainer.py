@@ -5,7 +5,6 @@ calls pure functions with explicit state. Everything random is named by (seed, s
 sample), so a run that is killed and resumed equals one that was not.
 """
 
-import functools
 import time
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
@@ -93,7 +92,6 @@ class Trainer:
             self.total_steps = min(self.total_steps, trainer.max_training_steps)
         path = trainer.policy.model.path or ""  # validated
         self.eos_token_ids = sorted({tokenizer.eos_token_id, *hf.eos_token_ids(path)})
-        self.sample = functools.partial(sample_prompts, config, generator, self.eos_token_ids)
         self.generation_config = hf.load_generation_config(path)
         self.metrics: dict[str, float] = {}
         self.seconds: dict[str, float] = {}  # between steps, since the last line of the log
@@ -171,6 +169,7 @@ class Trainer:
                     break
             with timed(self.seconds, "save_checkpoints"):
                 self.checkpointer.wait()
+                self.books.commit()  # raises what the last write met
         return self.state
 
     def train_step(self, step: int) -> dict[str, float]:
@@ -247,6 +246,22 @@ class Trainer:
         params = self.config.generator.sampling_params
         return self.wait_for(self.sample(phase, prompts, step, self.samples, params))
 
+    async def sample(
+        self,
+        phase: str,
+        prompts: Sequence[Prompt],
+        step: int,
+        samples: int,
+        params: cfg.SamplingParams,
+        *,
+        part: bool = False,
+    ) -> GeneratorOutput:
+        """`samples` trajectories of each prompt, in training and evaluation; see there."""
+        given = phase, prompts, step, samples, params
+        return await sample_prompts(
+            self.config, self.generator, self.eos_token_ids, *given, part=part
+        )
+
     def postprocess_generator_output(
         self, generator_output: GeneratorOutput, uids: Sequence[str]
     ) -> GeneratorOutput:
@@ -260,6 +275,7 @@ class Trainer:
 
     def collate(self, output: GeneratorOutput) -> TrainBatch:
         """Rows [B, T]; the samples of a prompt are a group."""
+        self.books.keep(output)
         last = output.get("is_last_step", [True] * len(output["response_ids"]))
         return collate(output, index=trajectory_numbers(last) // self.samples)
 

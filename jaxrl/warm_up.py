@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from jaxrl.checksums import checksums
 from jaxrl.config.microbatching import longest_trajectory
+from jaxrl.config.rollouts import in_process, overlaps
 from jaxrl.data.microbatches import Microbatching
 from jaxrl.data.packing import buckets_between, empty_batch, length_bucket
 from jaxrl.rollout.conversation import sampling_of
@@ -42,8 +43,13 @@ def warm_up(trainer: "Trainer") -> None:
         f"shapes: prompts of {_prompt_buckets(trainer.train_prompts)} tokens; rows of {widths} "
         f"tokens; microbatches of {_shapes(trainer.updater.microbatching, widths)}"
     )
+    sleeps = in_process(trainer.config) and not overlaps(trainer.config)
+    if sleeps:  # as in a step: its copy of the weights is not there during the passes
+        trainer.engine.sleep()
     for width in widths:
         warm_up_update(trainer, width)
+    if sleeps:
+        trainer.sync_weights(int(trainer.state.step))
     # longest first: the cache then has its length, and shorter ones compile nothing for their own
     for batch in sorted(engine_batches(trainer), key=_longest, reverse=True):
         trainer.engine.warm_up(batch)

@@ -238,6 +238,11 @@ ALONE = "WHERE group_id = (SELECT id FROM groups WHERE ordinal = 5) AND sample =
             {"no prompt skipped", "order of the data", "none trained twice"},
             "batch 1) was skipped",
         ),
+        (
+            "UPDATE groups SET superseded = 2 WHERE ordinal = 5",  # by no attempt that there was
+            {"no prompt skipped", "every trajectory ends once"},
+            "batch 1) was skipped",
+        ),
         ("DELETE FROM steps WHERE step = 2", {"steps", "checkpoints"}, "step 2 is missing"),
         (
             "UPDATE ends SET attempt = 2 WHERE step = 3",

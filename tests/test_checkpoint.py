@@ -253,6 +253,17 @@ def test_another_config_is_refused_but_for_what_may_change(tmp_path):
         checkpointer.restore(7, SMALL, {**META, "config": other})
 
 
+def test_a_field_that_is_newer_than_the_checkpoint_was_at_its_default(tmp_path):
+    save(tmp_path, 7)
+    config = META["config"]
+    config = {"trainer": {**config["trainer"], "fully_async": {"enabled": False}}}
+    checkpointer = Checkpointer(str(tmp_path))
+    checkpointer.restore(7, SMALL, {**META, "config": config})
+    config["trainer"]["fully_async"]["enabled"] = True
+    with pytest.raises(ValueError, match=r"{'trainer.fully_async.enabled': \(False, True\)}"):
+        checkpointer.restore(7, SMALL, {**META, "config": config})
+
+
 def test_another_source_of_the_loss_is_warned_of(tmp_path):
     save(tmp_path, 7)
     other = {**META, "functions": {"policy loss 'mine'": "ba2"}}

@@ -69,6 +69,9 @@ LAYER_OF = {
     "lineage": "L4",
     "lineage_checks": "L4",
     "audit": "L4",
+    "plan": "L4",
+    "planning": "L4",
+    "chips": "L0",
     "cluster": "L5",
 }
 MAY_IMPORT = {

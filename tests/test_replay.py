@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from jaxrl.ledger import read_rollouts, write_rollouts
+from jaxrl.ledger.rollout_file import to_arrays
 from jaxrl.recorded_run import RecordedRun
 from jaxrl.replay import Compared, against, compared, main, replay
 from jaxrl.train import train
@@ -48,7 +49,7 @@ def forge(folder, step, column, row, value):
     path = RecordedRun(folder).path(step)
     output, uids = read_rollouts(path)
     was, output[column][row][0] = output[column][row][0], value
-    digest = write_rollouts(path, output, uids)
+    digest = write_rollouts(path, to_arrays(output), uids)
     change(folder, "UPDATE steps SET file_digest = ? WHERE step = ?", digest, step)
     return was
 

@@ -1,6 +1,7 @@
 """The age of rollouts, from the versions of their tokens."""
 
 import numpy as np
+import pytest
 
 from jaxrl.staleness import staleness_metrics, token_staleness
 
@@ -29,3 +30,8 @@ def test_metrics_literal():
 
 def test_a_batch_without_a_sampled_token_has_no_age():
     assert staleness_metrics(VERSIONS, 0 * MASK, 5, 1) == {}
+
+
+def test_a_sampled_token_without_a_version_is_refused():
+    with pytest.raises(ValueError, match="'token_versions' for some sampled tokens only"):
+        token_staleness(VERSIONS, np.array([[0, 1, 1, 1, 1], [0, 0, 0, 0, 0]]), 5)

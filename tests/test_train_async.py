@@ -111,6 +111,18 @@ def test_staleness_0_is_the_synchronous_trainer(synchronous, tmp_path, schedule)
     assert not rollout_threads()
 
 
+@pytest.mark.parametrize(
+    ("unused", "instead"), [("generate", "sample"), ("next_prompts", "prompts_of")]
+)
+def test_an_override_that_is_never_called_is_refused(tmp_path, unused, instead):
+    kind = type("Mine", (AsyncTrainer,), {unused: lambda self, *args: []})
+    trainer = object.__new__(kind)
+    trainer.config = quick(tmp_path, "free")
+    message = f"Mine overrides '{unused}', which .* never calls; override '{instead}'"
+    with pytest.raises(ValueError, match=message):
+        trainer._build()
+
+
 def lockstep_whole_and_resumed(tmp_path, ahead, **overrides):
     whole = Watched(quick(tmp_path / "whole", "lockstep", ahead, **overrides))
     state = whole.run().state
@@ -337,4 +349,4 @@ def test_a_buffer_goes_on_in_the_ledger_of_another_run(tmp_path):
     train(quick(tmp_path, "lockstep", 2))
     expected = [(1 + o // 4, o) for o in range(12, 24) for _ in range(4)]
     assert trained_ordinals(tmp_path) == expected  # of steps 4 to 6
-    assert not audited(tmp_path)
+    assert set(audited(tmp_path)) == {"history"}  # that of steps 1 to 3 is lost, and is missed

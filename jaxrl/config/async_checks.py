@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 from jaxrl.config.anchor_checks import check_anchor
 from jaxrl.config.errors import check_choice, fail
 from jaxrl.config.needs import has_critic
-from jaxrl.config.rollouts import in_process
+from jaxrl.config.rollouts import in_process, overlaps
 from jaxrl.config.train_config import TrainConfig
 
 SCHEDULES = ("free", "lockstep")
@@ -44,6 +44,12 @@ def check_async(config: TrainConfig, num_devices: int) -> None:
     check_anchor(trainer.algorithm, settings.max_staleness_steps)
     if settings.schedule == "free":
         _check_free(config)
+    elif overlaps(config) and config.generator.inference_engine.enable_prefix_caching:
+        fix = (
+            "what is reused depends on the clock, and schedule='lockstep' promises the same bits; "
+            "set it to False, or trainer.fully_async.schedule='free'"
+        )
+        fail("generator.inference_engine.enable_prefix_caching", True, fix)
     _check_devices(config, num_devices)
 
 

@@ -4,7 +4,7 @@ import json
 import zlib
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -14,10 +14,26 @@ from jaxrl.checkpoint import PREFIX
 from jaxrl.checksums import checksums
 from jaxrl.files import as_path
 from jaxrl.ledger.database import FILE, Ledger
-from jaxrl.ledger.rollout_file import rollouts_path, write_rollouts
+from jaxrl.ledger.rollout_file import rollouts_path, to_arrays, write_rollouts
 from jaxrl.types import GeneratorOutput, Prompt, TrainBatch
 
-FAILED = ("env_error", "abort")  # stop reasons of trajectories from which nothing is learnt
+_FAILED = ("env_error", "abort")  # stop reasons of trajectories from which nothing is learnt
+
+
+class Taken(NamedTuple):
+    """The trajectories of the step that goes on.
+
+    Attributes:
+        arrays: as they came from `rollouts`; None if they are not recorded.
+        uids: prompt of each.
+        stopped: stop reason of each, by its number.
+        rows: number of the trajectory of each row that becomes a row of the batch.
+    """
+
+    arrays: dict[str, np.ndarray] | None
+    uids: Sequence[str]
+    stopped: dict[int, str]
+    rows: np.ndarray
 
 
 class Books:
@@ -30,7 +46,7 @@ class Books:
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.ledger = trainer, cast(Ledger | None, None)
         self.folder = cfg.run_folder(trainer.config.trainer)
-        self._taken: tuple[GeneratorOutput, Sequence[str]] | None = None
+        self._taken: Taken | None = None
         self._skipped: np.ndarray | None = None
         self._writing: Future[Any] | None = None
 
@@ -71,7 +87,8 @@ class Books:
             held=held,
         )
         for path in (self.folder / "rollouts").glob("step_*.npz"):
-            if int(path.stem.removeprefix("step_")) > step:  # of what is superseded
+            number = path.stem.removeprefix("step_")
+            if number.isdecimal() and int(number) > step:  # of what is superseded
                 path.unlink()
 
     def knows(self, saved_meta: dict[str, Any] | None) -> bool:
@@ -119,8 +136,26 @@ class Books:
             self.ledger.add("ends", [(i, step, reason) for i in sorted(ledger_ids)])
 
     def take(self, output: GeneratorOutput, uids: Sequence[str]) -> None:
-        """These are the trajectories of the step that begins."""
-        self._taken, self._skipped = (output, uids), None
+        """These are the trajectories of the step that begins.
+
+        What is recorded is copied here: whoever shapes them may do so in place.
+        """
+        if self.ledger is None:
+            return
+        recorded = self.trainer.config.trainer.ledger.record_rollouts
+        ids = output.get("ledger_ids", [])
+        self._taken = Taken(
+            to_arrays(output) if recorded else None,
+            list(uids),
+            dict(zip(ids, output["stop_reasons"], strict=False)),
+            np.array(ids, int),
+        )
+        self._skipped = None
+
+    def keep(self, output: GeneratorOutput) -> None:
+        """Of the trajectories taken these rows become the batch, in this order."""
+        if self._taken is not None and "ledger_ids" in output:
+            self._taken = self._taken._replace(rows=np.array(output["ledger_ids"], int))
 
     def skip(self, rows: np.ndarray) -> None:
         """From these rows of the step, [B] bool, nothing was learnt: their update was skipped."""
@@ -130,21 +165,24 @@ class Books:
         """The step is finished: where its trajectories ended, their file, the checksums.
 
         Args:
-            batch: what was trained, a row for each row of `take`.
+            batch: what was trained; its row_ids say which rows of `keep` these are.
+
+        Raises:
+            ValueError: it has rows that are none of these.
         """
         if self.ledger is None or self._taken is None or batch is None:
             return
-        (output, uids), self._taken = self._taken, None
-        reasons = _reasons(output, np.asarray(batch.loss_mask), self._skipped)
+        taken, self._taken = self._taken, None
+        reasons = _reasons(taken, batch, self._skipped)
         self.ledger.add("ends", [(number, step, reason) for number, reason in reasons.items()])
         settings = self.trainer.config.trainer.ledger
         numbers = self._checksums(batch) if settings.record_checksums else "{}"
 
         def make() -> tuple[Any, ...]:
-            if not settings.record_rollouts:
+            if taken.arrays is None:
                 return step, None, None, numbers
             path = rollouts_path(self.folder, step)
-            digest = write_rollouts(path, output, uids)
+            digest = write_rollouts(path, taken.arrays, taken.uids)
             return step, str(path.relative_to(self.folder)), digest, numbers
 
         if self._writing is not None:  # a slow disk may be one step behind, not more
@@ -152,11 +190,15 @@ class Books:
         self._writing = self.ledger.add_made("steps", make)
 
     def commit(self) -> dict[str, Any] | None:
-        """What the checkpoint that is saved now has to know; all of it is on disk."""
+        """What the checkpoint that is saved now has to know; all of it is on disk.
+
+        Raises:
+            LedgerError: it cannot be written.
+        """
         return None if self.ledger is None else self.ledger.position()
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write what is left; an error is not said, see `commit`."""
         if self.ledger is not None:
             self.ledger.close()
             self.ledger = None
@@ -202,18 +244,22 @@ def _judged(output: GeneratorOutput, start: int, end: int) -> tuple[Any, ...]:
     )
 
 
-def _reasons(
-    output: GeneratorOutput, loss_mask: np.ndarray, skipped: np.ndarray | None
-) -> dict[int, str | None]:
+def _reasons(taken: Taken, batch: TrainBatch, skipped: np.ndarray | None) -> dict[int, str | None]:
     """Why nothing was learnt from a trajectory, by its number; None if an update saw a token."""
-    reasons: dict[int, str | None] = {}
-    for row, number in enumerate(output.get("ledger_ids", [])):
-        reason = None
-        if not loss_mask[row].any():
-            stopped = output["stop_reasons"][row]
-            reason = stopped if stopped in FAILED else "filtered"
-        elif skipped is not None and skipped[row]:
-            reason = "skipped_update"
-        if reasons.get(number, "new") is not None:  # one of its rows is enough
-            reasons[number] = reason
+    if not taken.stopped:  # rollouts of one's own, which were not handed out
+        return {}
+    rows, learnt = np.asarray(batch.row_ids), np.asarray(batch.loss_mask).any(-1)
+    if len(rows) and rows.max() >= len(taken.rows):
+        raise ValueError(
+            f"the batch has row_ids up to {rows.max()}, the trajectories are {len(taken.rows)}: "
+            "an override of Trainer.collate makes rows, call super().collate(output) with all that "
+            "it is to have"
+        )
+    reasons: dict[int, str | None] = {
+        number: stopped if stopped in _FAILED else "filtered"
+        for number, stopped in taken.stopped.items()
+    }
+    skipped = np.zeros(len(rows), bool) if skipped is None else skipped
+    for trained, reason in ((learnt & skipped, "skipped_update"), (learnt & ~skipped, None)):
+        reasons |= dict.fromkeys(taken.rows[rows[trained]].tolist(), reason)
     return reasons

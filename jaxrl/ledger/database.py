@@ -6,6 +6,7 @@ checkpoint marks the rows after its position as superseded, by the attempt that 
 What is not superseded is the surviving lineage.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -18,6 +19,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from jaxrl.files import replaced
 
 FILE = "run.db"
 FORMAT = 1
@@ -54,6 +60,7 @@ _FIXES = {  # by the first letters of SQLite's error
     "SQLITE_NOTADB": _DAMAGED,
 }
 _OTHER_FIX = "mend the disk or the permissions of its folder"
+_VALUE_FIX = "a generator or an environment gave what cannot be stored, mend that"
 _NO_SPACE = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 
 Work = Callable[[sqlite3.Connection], Any]
@@ -82,12 +89,14 @@ class Ledger:
         self.path, self.lock_timeout = path, lock_timeout
         self._lock, self._next = threading.Lock(), 1
         self._failure: LedgerError | None = None
+        self._new = path.with_name(f"{path.name}.new")
         try:
-            self._connection = self._connect()
-            self.run_id, self._next = self._open()
-        except sqlite3.Error as error:
+            if self._new.exists() and not path.exists():  # a kill in `_write_anew`
+                self._put_in_place()
+            self.run_id, self._next = self._connect()
+        except (sqlite3.Error, OSError) as error:
             raise self._named(error) from error
-        self.attempt = 0
+        self.attempt, self._closed = 0, False
         self._queue: queue.SimpleQueue[tuple[Work, Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write, name="jaxrl-ledger", daemon=True)
         self._thread.start()
@@ -167,8 +176,12 @@ class Ledger:
         return {"run_id": self.run_id, "position": last}
 
     def close(self) -> None:
-        """Write what is left; failures were raised before, or do not matter any more."""
-        self._queue.put(None)
+        """Write what is left. It raises nothing: who has to know asks for the `position` before."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._queue.put(None)
         self._thread.join()
         self._connection.close()
 
@@ -178,10 +191,12 @@ class Ledger:
         """Do something in a transaction of the writing thread.
 
         Raises:
-            LedgerError: something earlier failed.
+            LedgerError: something earlier failed, or it is closed.
         """
         if self._failure is not None:
             raise self._failure
+        if self._closed:
+            raise LedgerError(f"the ledger {self.path} is closed")
         done: Future[Any] = Future()
         self._queue.put((work, done))
         return done
@@ -197,14 +212,11 @@ class Ledger:
                 continue
             try:
                 done.set_result(self._transaction(work))
-            except (sqlite3.Error, OSError) as error:
-                self._failure = self._named(error)
-                self._failure.__cause__ = error
-                done.set_exception(self._failure)
             except BaseException as error:
-                self._failure = LedgerError(f"{self.path}: {type(error).__name__}: {error}")
-                self._failure.__cause__ = error
-                done.set_exception(error)
+                self._failure = self._named(error)
+                if self._failure is not error:
+                    self._failure.__cause__ = error
+                done.set_exception(self._failure)
 
     def _transaction(self, work: Work) -> Any:
         if self._inodes() != self._files:
@@ -220,17 +232,26 @@ class Ledger:
             raise
         return result
 
-    def _connect(self) -> sqlite3.Connection:
-        db = sqlite3.connect(
+    def _connect(self) -> tuple[str, int]:
+        """Open and check it; the id of the run and the next number of a row."""
+        db = self._connection = sqlite3.connect(
             self.path, timeout=self.lock_timeout, isolation_level=None, check_same_thread=False
         )
-        db.execute("PRAGMA journal_mode=WAL")
-        db.execute("PRAGMA synchronous=NORMAL")  # `position` syncs
-        (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
-        if found != "ok":
-            raise sqlite3.DatabaseError(" ".join(found.split()))
-        self._files = self._inodes()
-        return db
+        try:
+            (mode,) = db.execute("PRAGMA journal_mode=WAL").fetchone()
+            if mode != "wal":
+                said = f"SQLite keeps no write-ahead log there (journal_mode={mode!r})"
+                raise self._refusal(said, "put trainer.log_path on a disk with shared memory")
+            db.execute("PRAGMA synchronous=NORMAL")  # `position` syncs
+            (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
+            if found != "ok":
+                raise sqlite3.DatabaseError(" ".join(found.split()))
+            opened = self._open()
+            self._files = self._inodes()
+            return opened
+        except BaseException:
+            db.close()
+            raise
 
     def _inodes(self) -> list[int | None]:
         """Of the database and its log, None for one that is gone."""
@@ -269,31 +290,44 @@ class Ledger:
 
     def _write_anew(self) -> None:
         """Somebody deleted or replaced the file: what is still open goes to a new one."""
-        new = self.path.with_name(f"{self.path.name}.new")
-        new.unlink(missing_ok=True)
-        copy = sqlite3.connect(new)
-        self._connection.backup(copy)
-        copy.close()
+        with replaced(self._new) as part:  # `_new` is whole, whenever a kill comes
+            part.unlink(missing_ok=True)
+            with contextlib.closing(sqlite3.connect(part)) as copy:
+                self._connection.backup(copy)
         self._connection.close()
-        new.replace(self.path)
-        self._connection = self._connect()
-        print(f"{self.path} was deleted while the run went on: written anew, nothing is lost")
+        self._put_in_place()
+        self._connect()
+        tqdm.write(f"{self.path} was deleted while the run went on: written anew, nothing is lost")
+
+    def _put_in_place(self) -> None:
+        """What was written anew becomes the database; it has all that the log beside it had."""
+        for suffix in ("-wal", "-shm"):
+            self.path.with_name(f"{self.path.name}{suffix}").unlink(missing_ok=True)
+        self._new.replace(self.path)
 
     def _named(self, error: BaseException) -> LedgerError:
-        code = getattr(error, "sqlite_errorname", "SQLITE_NOTADB")  # what we found ourselves
+        if isinstance(error, LedgerError):
+            return error
+        found_by_us = type(error) is sqlite3.DatabaseError
+        code = getattr(error, "sqlite_errorname", "SQLITE_NOTADB" if found_by_us else "")
         if isinstance(error, OSError):
             code = "SQLITE_FULL" if error.errno in _NO_SPACE else "SQLITE_IOERR"
-        fix = next((fix for name, fix in _FIXES.items() if code.startswith(name)), _OTHER_FIX)
+        other = _OTHER_FIX if code else _VALUE_FIX
+        fix = next((fix for name, fix in _FIXES.items() if code.startswith(name)), other)
+        return self._refusal(f"{type(error).__name__}: {error}", fix.format(self))
+
+    def _refusal(self, said: str, fix: str) -> LedgerError:
         return LedgerError(
-            f"cannot write the ledger {self.path} ({type(error).__name__}: {error}): "
-            f"{fix.format(self)}, and start again; the run goes on from its last checkpoint"
+            f"cannot write the ledger {self.path} ({said}): {fix}, and start again; the run goes "
+            "on from its last checkpoint"
         )
 
 
 def _insert(db: sqlite3.Connection, table: str, rows: Sequence[Row]) -> None:
     if rows:
         marks = ", ".join("?" * len(rows[0]))
-        db.executemany(f"INSERT INTO {table} VALUES ({marks})", rows)
+        plain = ([x.item() if isinstance(x, np.generic) else x for x in row] for row in rows)
+        db.executemany(f"INSERT INTO {table} VALUES ({marks})", plain)  # numpy's would be BLOBs
 
 
 def _supersede(db: sqlite3.Connection, table: str, attempt: int, where: str, given: Row) -> None:

@@ -12,6 +12,7 @@ import io
 import json
 import os
 import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -39,23 +40,25 @@ _PER_ROW = {
 }
 
 
+_DAMAGED = ValueError, KeyError, EOFError, OSError, RuntimeError, zipfile.BadZipFile, zlib.error
+
+
 def rollouts_path(run_folder: Path, step: int) -> Path:
     """Where the trajectories of a step are."""
     return run_folder / "rollouts" / f"step_{step:06d}.npz"
 
 
-def write_rollouts(path: Path, output: GeneratorOutput, uids: Sequence[str]) -> str:
+def write_rollouts(path: Path, arrays: dict[str, np.ndarray], uids: Sequence[str]) -> str:
     """Write trajectories and the prompt of each; returns the digest of the file.
 
     The file is on disk, whole, when it has its name.
 
-    Raises:
-        TypeError: a column of a custom generator is not JSON.
+    Args:
+        arrays: of `to_arrays`.
     """
-    columns: dict[str, Any] = to_arrays(output)
-    columns |= {"uids": _json_array(list(uids)), "format": np.int32(FORMAT)}
+    about = {"uids": _json_array(json.dumps(list(uids))), "format": np.array(FORMAT, np.int32)}
     buffer = io.BytesIO()
-    np.savez(buffer, **columns)
+    np.savez_compressed(buffer, **(arrays | about))  # type: ignore[arg-type]
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as new, new.open("wb") as file:
         file.write(buffer.getbuffer())
@@ -84,7 +87,7 @@ def read_rollouts(path: Path) -> tuple[GeneratorOutput, list[str]]:
         output = from_arrays(arrays)
     except FileNotFoundError:
         raise
-    except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile) as error:
+    except _DAMAGED as error:
         raise ValueError(
             f"{path} is damaged ({type(error).__name__}: {error}); nothing replaces it but a run "
             "that does the step again"
@@ -98,7 +101,11 @@ def read_rollouts(path: Path) -> tuple[GeneratorOutput, list[str]]:
 
 
 def to_arrays(output: GeneratorOutput) -> dict[str, np.ndarray]:
-    """Columns as arrays, without loss; `from_arrays` undoes it."""
+    """Columns as arrays, without loss; `from_arrays` undoes it.
+
+    Raises:
+        TypeError: a column of a custom generator or environment is not JSON.
+    """
     arrays: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for name, column in output.items():
@@ -111,7 +118,8 @@ def to_arrays(output: GeneratorOutput) -> dict[str, np.ndarray]:
             arrays[name] = np.array(column, _PER_ROW[name])
         else:
             rest[name] = column
-    return arrays | {"json": _json_array(rest)}
+    texts = (f"{json.dumps(name)}: {_to_json(name, column)}" for name, column in rest.items())
+    return arrays | {"json": _json_array(f"{{{', '.join(texts)}}}")}
 
 
 def from_arrays(arrays: dict[str, np.ndarray]) -> GeneratorOutput:
@@ -137,8 +145,18 @@ def _split(values: list[Any], lengths: np.ndarray) -> list[Any]:
     ]
 
 
-def _json_array(value: Any) -> np.ndarray:
-    return np.frombuffer(json.dumps(value, default=_plain).encode(), np.uint8)
+def _json_array(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode(), np.uint8)
+
+
+def _to_json(name: str, column: Any) -> str:
+    try:
+        return json.dumps(column, default=_plain)
+    except TypeError as error:
+        whose = f"the column {name!r} of the rollouts"
+        if name == "measured":
+            whose = f"what is measured in environment {', '.join(sorted({m[0] for m in column}))}"
+        raise TypeError(f"{whose} {error}") from error
 
 
 def _from_json(array: np.ndarray) -> Any:
@@ -149,7 +167,7 @@ def _plain(value: Any) -> Any:
     """Numbers of numpy, which custom generators like to give."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
-    raise TypeError(f"a column of the rollouts holds a {type(value).__name__}, which is not JSON")
+    raise TypeError(f"holds a {type(value).__name__}, which is not JSON: give numbers and text")
 
 
 def _digest(data: bytes) -> str:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from jaxrl.config import SamplingParams, TrainConfig
+from jaxrl.rollout.columns import checked
 from jaxrl.rollout.conversation import generator_input, sampling_of
 from jaxrl.rollout.step_wise import merge_steps
 from jaxrl.types import GeneratorInput, GeneratorOutput, Prompt
@@ -57,12 +58,17 @@ async def sample_prompts(
         eos_token_ids: of the model.
         phase, step: with seed, prompt and sample they name all that is random.
         part: these are not the whole batch; `parts.gather` puts the parts together.
+
+    Raises:
+        ValueError: see `checked`.
     """
     names, sampling = (config.trainer.seed, phase, step), sampling_of(params, eos_token_ids)
     batch = generator_input(prompts, samples, names, sampling)
     if part:
         batch["part"] = True
-    output = await generate(generator, batch)
+    output = checked(
+        await generate(generator, batch), type(generator).__name__, len(batch["prompts"])
+    )
     return merge_steps(output) if config.generator.merge_stepwise_output else output
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl.compilation import Call
 from jaxrl.data.packing import round_up
 from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.rollout.decode import Features, Rows
@@ -41,6 +42,7 @@ class NativeEngine(SampleThread):
             grows with the requests.
         gpu_memory_utilization: share of the devices' memory for decode weights and cache, if
             `max_model_len` is given: there are as many slots, of `max_num_seqs`, as fit into it.
+        device_memory: bytes of a device; None = as it says itself.
         steps_per_dispatch: decode steps of a block, between two looks at the host.
         enable_prefix_caching: reuse keys and values between requests, not only between the samples
             of one. What is reused then depends on timing, and with it the last bits.
@@ -64,6 +66,7 @@ class NativeEngine(SampleThread):
         max_num_batched_tokens: int = 8192,
         max_model_len: int | None = None,
         gpu_memory_utilization: float = 0.8,
+        device_memory: float | None = None,
         steps_per_dispatch: int = 32,
         enable_prefix_caching: bool = False,
         recompute_kv_on_update: bool = False,
@@ -82,8 +85,8 @@ class NativeEngine(SampleThread):
         self.recompute_kv_on_update, self.decode_text = recompute_kv_on_update, decode_text
         slots = max_num_seqs
         if max_model_len is not None:
-            fit = slots_that_fit(config, mesh, dtype, max_model_len, gpu_memory_utilization)
-            slots = min(slots, fit)
+            given = mesh, dtype, max_model_len, gpu_memory_utilization, device_memory
+            slots = min(slots, slots_that_fit(config, *given))
         self.programs = Programs(
             config, mesh, slots, dtype=dtype, steps=steps_per_dispatch, shrink=shrink
         )
@@ -129,9 +132,18 @@ class NativeEngine(SampleThread):
             self._prepare(requests)
             self.programs.warm_up(
                 [len(r.prompt_tokens) for r in requests],
-                self.table.share_prefixes or self.recompute_kv_on_update,
+                self._prefills_rests,
                 lambda size: self._rows([self.programs.slots] * size),
             )
+
+    def calls(self, params: Params, requests: Sequence[Request]) -> dict[str, Call]:
+        """The largest programs for such requests, see `Programs.calls`; nothing is placed."""
+        longest = max(request.longest for request in requests)
+        self.table.lengthen(self.programs.cache_length(longest))
+        self._expect(requests)
+        rows = self._rows([self.programs.slots] * self.programs.slots)
+        prompt = max(len(request.prompt_tokens) for request in requests)
+        return self.programs.calls(params, longest, prompt, self._prefills_rests, rows)
 
     def check(self, request: Request) -> None:
         """Refuse what can never be served.
@@ -151,11 +163,20 @@ class NativeEngine(SampleThread):
         return self.programs.describe()
 
     def _prepare(self, requests: Sequence[Request]) -> None:
-        """Make room for requests, and see what their sampling needs."""
+        """Make room for requests; see `_expect`."""
         if self.programs.params is None:
             raise RuntimeError("the engine has no weights: call update_weights first")
         self.programs.reserve(max((request.longest for request in requests), default=1))
         self.table.lengthen(self.programs.length)
+        self._expect(requests)
+
+    @property
+    def _prefills_rests(self) -> bool:
+        """Whether chunks may follow a prefix that is in the cache."""
+        return self.table.share_prefixes or self.recompute_kv_on_update
+
+    def _expect(self, requests: Sequence[Request]) -> None:
+        """See what the sampling of requests needs."""
         for s in {request.sampling for request in requests}:
             self._features = self._features.including(s)
             self._stop_ids = max(self._stop_ids, round_up(len(s.stop_token_ids), STOP_IDS))

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl.compilation import Call
 from jaxrl.data.packing import buckets_between, length_bucket, round_up
 from jaxrl.models import decode_kernels
 from jaxrl.models.transformer import Params, TransformerConfig, abstract_params, logical_axes
@@ -56,6 +57,7 @@ class Programs:
         placement = Placement(mesh, rules)
         platform, alone = placement.platform, placement.platform == "cpu" and mesh.size == 1
         self.config, self.steps, self.length = config, steps, 0
+        self.placement, self.dtype = placement, jnp.dtype(dtype)
         self.row_multiple = batch_devices(mesh, rules)
         self.slots = round_up(slots, self.row_multiple)
         self.chunk_tokens, self.longest_chunk = PREFILL_TOKENS.get(platform, DEFAULT_PREFILL_TOKENS)
@@ -65,12 +67,12 @@ class Programs:
         self._row_shares = SHARES if (alone if shrink is None else shrink) else (1,)
         self._by_row = placement.sharding((self.slots,), ("batch",))
         self._cache: device.Cache | None = None
-        self._jit = compiled(config, placement, self.slots, jnp.dtype(dtype))
+        self.functions = compiled(config, placement, self.slots, self.dtype)
 
     def load(self, params: Params) -> None:
         """Take over a copy of the trainer's parameters, from whatever devices they are on."""
         self.params = None  # two decode copies never live together
-        self.params = self._jit.load(params)
+        self.params = self.functions.load(params)
 
     def drop(self, *, weights: bool) -> None:
         """Free the cache, and the weights. Its length stays: programs are compiled for it."""
@@ -80,14 +82,17 @@ class Programs:
 
     def reserve(self, length: int) -> None:
         """Room for rows of `length` tokens in every slot; what is in them stays."""
-        length = max(length_bucket(length), LEAST_LENGTH, self.length)
-        if self._kernel:
-            length = round_up(length, decode_kernels.POSITIONS)
+        length = self.cache_length(length)
         if self._cache is None:
-            self._cache = self._jit.empty(length=length)
+            self._cache = self.functions.empty(length=length)
         elif length > self.length:
-            self._cache = self._jit.lengthen(self._cache, length)
+            self._cache = self.functions.lengthen(self._cache, length)
         self.length = length
+
+    def cache_length(self, length: int) -> int:
+        """Positions of a slot with room for `length` tokens, and for what it has room for now."""
+        length = max(length_bucket(length), LEAST_LENGTH, self.length)
+        return round_up(length, decode_kernels.POSITIONS) if self._kernel else length
 
     def sizes(self) -> list[int]:
         """Rows that a block can have."""
@@ -113,7 +118,7 @@ class Programs:
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy slots: (from, to), in order; at most one pair for each slot."""
         padded = np.resize(np.array([*pairs, (0, 0)], np.int32), (self.slots + 1, 2))
-        self._cache = self._jit.copy(self._cache, *padded.T, len(pairs))
+        self._cache = self.functions.copy(self._cache, *padded.T, len(pairs))
 
     def prefill(
         self, width: int, fresh: bool, chunks: Sequence[tuple[int, int, np.ndarray]]
@@ -133,11 +138,11 @@ class Programs:
 
     def _run_prefill(self, tokens: Array, slots: Array, starts: Array, length: int | None) -> None:
         given = jax.device_put((tokens, slots, starts), self._by_row)
-        self._cache = self._jit.prefill(self.params, self._cache, *given, length=length)
+        self._cache = self.functions.prefill(self.params, self._cache, *given, length=length)
 
     def decode(self, rows: device.Rows, reach: int) -> device.Block:
         """A block for rows of one of `sizes` that reach `reach` tokens; on the host."""
-        self._cache, block = self._jit.decode(
+        self._cache, block = self.functions.decode(
             self.params,
             self._cache,
             jax.device_put(rows, self._by_row),
@@ -163,6 +168,38 @@ class Programs:
             for length in self.decode_lengths():
                 self.decode(padding(size), length)
         self.copy([])
+
+    def calls(
+        self, params: Params, longest: int, prompt: int, rests: bool, rows: device.Rows
+    ) -> dict[str, Call]:
+        """The largest programs of "load", "prefill" and "decode", of shapes.
+
+        Args:
+            params: shapes and shardings of the trainer's.
+            longest: tokens of a row.
+            prompt: tokens of the longest prompt.
+            rests: see `warm_up`.
+            rows: padding for all slots.
+        """
+        functions, self.length = self.functions, self.cache_length(longest)
+        params = functions.given(params)
+        weights = functions.decode_params.eval_shape(params)
+        cache = functions.empty.eval_shape(length=self.length)
+        width, seen = list(self._prefill_shapes([prompt], rests))[-1]
+
+        def shapes(tree: Any) -> Any:
+            return jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._by_row), tree
+            )
+
+        several = np.zeros(self.prefill_rows(width), np.int32)
+        chunks = shapes((np.zeros((len(several), width), np.int32), several, several))
+        every = {"steps": self.steps, "length": self.decode_lengths()[-1], "every_slot": True}
+        return {
+            "load": Call(functions.decode_params, (params,), {}),
+            "prefill": Call(functions.prefill, (weights, cache, *chunks), {"length": seen}),
+            "decode": Call(functions.decode, (weights, cache, shapes(rows)), every),
+        }
 
     def _prefill_shapes(
         self, prompts: Sequence[int], rests: bool
@@ -201,10 +238,20 @@ class Compiled(NamedTuple):
 
     def load(self, params: Params) -> Params:
         """The decode layout of the trainer's parameters, from whatever devices they are on."""
-        devices = jax.tree.leaves(params)[0].sharding.device_set
-        if devices != self.whole.device_set:
+        if self._elsewhere(params):
             params = jax.device_put(params, self.whole)
         return self.decode_params(params)
+
+    def given(self, params: Params) -> Params:
+        """Shapes of the trainer's parameters as `decode_params` gets them."""
+        if not self._elsewhere(params):
+            return params
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.whole), params
+        )
+
+    def _elsewhere(self, params: Params) -> bool:
+        return jax.tree.leaves(params)[0].sharding.device_set != self.whole.device_set
 
 
 @functools.lru_cache(maxsize=8)  # an engine made anew finds what was compiled for the last one
@@ -248,9 +295,17 @@ def compiled(
 
 
 def slots_that_fit(
-    config: TransformerConfig, mesh: Mesh, dtype: jnp.dtype, length: int, utilization: float
+    config: TransformerConfig,
+    mesh: Mesh,
+    dtype: jnp.dtype,
+    length: int,
+    utilization: float,
+    memory: float | None = None,
 ) -> int:
     """Slots of `length` tokens that fit, beside the weights, into a share of the memory.
+
+    Args:
+        memory: bytes of a device; None = as it says itself.
 
     Raises:
         ValueError: not even one on each device.
@@ -260,7 +315,8 @@ def slots_that_fit(
     elements = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract_params(config)))
     weights = elements * size / tensor
     row = 2 * config.num_layers * config.num_kv_heads * config.head_dim * length * size / tensor
-    budget = utilization * _memory(mesh.devices.flat[0])
+    whole = device_memory(mesh.devices.flat[0]) if memory is None else memory
+    budget = utilization * whole
     each = int((budget - weights) // row)
     if each < 1:
         raise ValueError(
@@ -272,7 +328,7 @@ def slots_that_fit(
     return each * groups
 
 
-def _memory(device: Any) -> float:
+def device_memory(device: Any) -> float:
     """Bytes of a device; host devices share the machine's."""
     if device.platform == "cpu":
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -9,32 +9,17 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl.chips import chip_of
+from jaxrl.config.rollouts import overlaps
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.transformer import TransformerConfig, abstract_params
 from jaxrl.types import TrainBatch
 
-# Dense bfloat16 FLOP/s of one device as its maker gives it, by a part of `device_kind`; the first.
-PEAK_FLOPS = {
-    "TPU v6": 918e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5": 459e12,  # v5p
-    "TPU v4": 275e12,
-    "TPU v3": 61.5e12,  # one of the two cores of a chip is a device
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-}
-
 
 def peak_flops(device: Any) -> float | None:
-    """FLOP/s of a device at best; None for a kind that is not in the table."""
-    kind = device.device_kind
-    return next((peak for name, peak in PEAK_FLOPS.items() if name in kind), None)
+    """FLOP/s of a device at best; None for a kind that is not in the table of `chips.py`."""
+    chip = chip_of(device)
+    return chip.flops if chip else None
 
 
 def forward_flops(model: TransformerConfig | AdaptedModel, lengths: np.ndarray) -> float:
@@ -70,8 +55,9 @@ def speed_metrics(trainer: Any, batch: TrainBatch) -> dict[str, float]:
     tokens = float(lengths.sum()) / seconds["timing/step"]
     metrics = {
         "trainer/tokens_per_second_per_gpu": tokens / len(devices),
-        "generate/tokens_per_second_per_gpu": sampled / len(devices),
         "trainer/tflops_per_second_per_gpu": rate / 1e12,
     }
+    if not overlaps(trainer.config):  # else the phase is the wait for what was sampled beside it
+        metrics["generate/tokens_per_second_per_gpu"] = sampled / len(devices)
     peak = peak_flops(devices[0])
     return metrics if peak is None else metrics | {"trainer/mfu": rate / peak}

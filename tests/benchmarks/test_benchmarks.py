@@ -1,6 +1,10 @@
 """The benchmarks run on a tiny shape and write what they promise."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,11 +14,11 @@ from benchmarks import (
     collectives,
     decode,
     grpo_step,
-    hlo,
     losses,
     memory,
     overhead,
     overlap,
+    plan_memory,
     rollout,
     roofline,
     serve,
@@ -25,6 +29,7 @@ from benchmarks.grpo_step import make_workload, skewed_lengths
 from jaxrl.losses import LOSSES
 from jaxrl.models.transformer import TransformerConfig
 
+ROOT = Path(__file__).parents[2]
 TOY = TransformerConfig(
     vocab_size=10,
     hidden_size=4,
@@ -54,6 +59,7 @@ def run(benchmark, tmp_path, capsys, *flags):
         memory,
         overhead,
         overlap,
+        plan_memory,
         rollout,
         serve,
         staleness,
@@ -199,59 +205,6 @@ def test_a_topology_without_its_compiler_is_refused(benchmark_module, monkeypatc
         benchmark_module.main(["--topology=v5e:2x4"])
 
 
-HLO = """
-%fused (p: f32[8]) -> f32[2] {
-  %all-gather.9 = f32[8]{0} all-gather(%p), replica_groups=[2,4]<=[8], chain_id="1"
-  ROOT %c = (f32[8], u32[]) custom-call(%all-gather.9), custom_call_target="AsyncCollectiveStart"
-}
-
-%fused.again (p: f32[8]) -> f32[2] {
-  %all-gather.10 = f32[8]{0} all-gather(%p), replica_groups=[2,4]<=[8], chain_id="1"
-}
-
-%all-reduce-scatter.1 (p: f32[8]) -> f32[2] {
-  %all-reduce.1 = bf16[16,4]{1,0} all-reduce(%p), replica_groups={{0,2},{1,3}}, to_apply=%add
-}
-
-%body (p: s32[]) -> s32[] {
-  %a = f32[2] fusion(%p), kind=kCustom, calls=%all-reduce-scatter.1
-  %b = f32[2] fusion(%p), kind=kCustom, calls=%fused
-  %c = f32[2] fusion(%p), kind=kCustom, calls=%fused.again
-}
-
-%condition (p: s32[]) -> pred[] {
-  %n = s32[] constant(24)
-  ROOT %lt = pred[] compare(%p, %n), direction=LT
-}
-
-ENTRY %main (p: s32[]) -> s32[] {
-  %w = s32[] while(%p), condition=%condition, body=%body
-  %r = pred[6]{0} all-reduce(%p), replica_groups=mesh['a'=4,'b'=2] {'b'}, metadata={op_name="x/y"}
-  %s = (s32[3], s32[3], u32[]) collective-permute-start(%p), source_target_pairs={{0,1},{1,2}}
-}
-"""
-
-
-def test_collectives_of_a_program():
-    found = {one.array.split("[")[0]: one for one in hlo.collectives(HLO)}
-    assert len(found) == len(hlo.collectives(HLO)) == 4  # fused.again waits for what fused started
-    scatter = found["bf16"]
-    # 16 x 4 x 2 bytes, of which a ring of two sends half; once per trip
-    assert (scatter.kind, scatter.size, scatter.moved, scatter.times) == (
-        "reduce-scatter",
-        128,
-        64,
-        24,
-    )
-    assert scatter.group == (0, 2)
-    assert (found["f32"].kind, found["f32"].group) == ("all-gather", (0, 1, 2, 3))
-    assert found["f32"].moved == 8 * 4 * 3 / 4
-    reduce = found["pred"]
-    # 6 bytes, there and back: 2 x 1 / 2
-    assert (reduce.moved, reduce.times, reduce.group, reduce.source) == (6, 1, (0, 1), "x/y")
-    assert found["(s32"].moved == (12 + 12 + 4) // 2
-
-
 def test_mesh_axes_of_a_group():
     mesh = {"data": 1, "fsdp": 4, "tensor": 2}  # device = 2 fsdp + tensor
     assert collectives.mesh_axes((0, 2, 4, 6), mesh) == "fsdp"
@@ -307,6 +260,17 @@ def test_serve(tmp_path, capsys):
         ("jaxrl", 2),
     ]
     assert all(row["tokens_per_second"] > 0 for row in report["rows"])
+
+
+@pytest.mark.slow  # a process of its own: its memory is measured
+def test_the_plan_of_an_update_is_the_memory_that_it_takes(tmp_path):
+    file = tmp_path / "memory.json"
+    command = [sys.executable, "-m", "benchmarks.plan_memory", f"--json={file}"]
+    own = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    subprocess.run(command, check=True, env=own | {"JAX_PLATFORMS": "cpu"}, cwd=ROOT)
+    report = json.loads(file.read_text())
+    assert report["measured"] >= 2e9
+    assert max(report["planned"].values()) == pytest.approx(report["measured"], rel=0.2)
 
 
 @pytest.mark.slow

@@ -75,6 +75,10 @@ def test_what_the_schedules_and_placements_allow():
     check(split, devices=1)
     check(split, "trainer.placement.colocate_all=false", devices=2)
     check(split, "trainer.fully_async.max_staleness_steps=0", devices=2)
+    prefixes = "generator.inference_engine.enable_prefix_caching=true"
+    check(prefixes)
+    with pytest.raises(ValueError, match="enable_prefix_caching=True: what is reused depends on"):
+        check(prefixes, "trainer.fully_async.schedule=lockstep")
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,20 @@
 
 import json
 import sqlite3
+from typing import ClassVar
 
+import jax
 import numpy as np
 import pytest
 
 from jaxrl.batch_file import batch_path, load_batch
+from jaxrl.data.packing import empty_batch
 from jaxrl.data.prompts import batch_indices
 from jaxrl.ledger import FILE, read_rollouts, rollouts_path
-from jaxrl.ledger.books import step_checksums
+from jaxrl.ledger.books import Taken, _reasons, step_checksums
 from jaxrl.ledger.rollout_file import file_digest
+from jaxrl.replay import replay
+from jaxrl.rollout.step_wise import take_rows
 from jaxrl.train import BasePPOExp, train
 from jaxrl.trainer import Trainer
 from tests.test_train import small
@@ -83,12 +88,15 @@ def test_a_resumed_run_takes_back_and_does_again(finished, tmp_path):
     in_flight = "SELECT COUNT(*) FROM groups WHERE ordinal >= 12"  # handed out in step 4
     assert table(tmp_path, in_flight) == [(4,)]
     assert table(tmp_path, "SELECT MAX(step) FROM ends") == [(3,)]
+    kept = tmp_path / "quickstart" / "rollouts" / "step_old.npz"
+    kept.write_text("mine")
     train(small(tmp_path))
     assert table(tmp_path, ALL_OF_A_TRAJECTORY) == table(finished[0], ALL_OF_A_TRAJECTORY)
     taken_back = "SELECT ordinal, superseded FROM groups WHERE superseded IS NOT NULL"
     assert table(tmp_path, taken_back) == [(ordinal, 2) for ordinal in range(8, 16)]
     attempts = table(tmp_path, "SELECT attempt, from_step, first_ordinal, origin FROM attempts")
     assert attempts == [(1, 0, 0, ""), (2, 2, 8, "")]
+    assert kept.read_text() == "mine"
 
 
 @pytest.mark.slow
@@ -105,6 +113,60 @@ def test_dynamic_sampling_says_what_it_dropped(tmp_path):
     sampled = table(tmp_path, "SELECT COUNT(*) FROM trajectories")[0][0]
     assert reasons == {None: 32, "dynamic_sampling": sampled - 32}
     assert sampled > 32
+
+
+class ShapingTrainer(Trainer):
+    """Changes rewards in place, leaves the first prompt out and takes the others backwards."""
+
+    phases: ClassVar[list[str]] = []
+    rewards: ClassVar[list[list[float]]] = []
+
+    async def sample(self, phase, *args, **kwargs):
+        self.phases.append(phase)
+        return await super().sample(phase, *args, **kwargs)
+
+    def postprocess_generator_output(self, generator_output, uids):
+        rewards = generator_output["rewards"]
+        self.rewards[:] = rewards
+        generator_output["rewards"] = [[r - 0.25 for r in response] for response in rewards]
+        output = super().postprocess_generator_output(generator_output, uids)
+        masks = output["loss_masks"]
+        masks[12] = [0] * len(masks[12])
+        return take_rows(output, np.r_[12:16, 8:12, 4:8])
+
+
+class ShapingExp(BasePPOExp):
+    def get_trainer(self, *args, **kwargs):
+        return ShapingTrainer(*args, **kwargs)
+
+
+def test_rollouts_are_recorded_as_they_came_and_rows_that_are_left_out_are_filtered(tmp_path):
+    quiet = dict.fromkeys((f"trainer.{name}_interval" for name in ("eval", "ckpt", "hf_save")), -1)
+    ShapingExp(small(tmp_path, **{**quiet, "trainer.max_training_steps": 1})).run()
+    assert ShapingTrainer.phases == ["train"]
+    recorded, _ = read_rollouts(rollouts_path(tmp_path / "quickstart", 1))
+    assert recorded["rewards"] == ShapingTrainer.rewards
+    left_out = ["filtered"] * 4  # the first prompt
+    masked = ["filtered"]  # the first sample of the last one
+    assert [row[-1] for row in table(tmp_path, ALL_OF_A_TRAJECTORY)] == (
+        left_out + [None] * 8 + masked + [None] * 3
+    )
+    *_, result = replay(tmp_path / "quickstart", run_class=ShapingExp)
+    assert result.step == 1 and not result.different
+
+
+def test_rows_of_the_batch_are_known_by_their_row_ids():
+    taken = Taken(None, [], {7: "stop", 8: "abort", 9: "stop"}, np.array([9, 7, 8]))
+    masks = np.array([[0, 1], [1, 1], [0, 0]], np.float32)
+    batch = empty_batch(3, 2).replace(loss_mask=masks)
+    assert _reasons(taken, batch, None) == {7: None, 8: "abort", 9: None}
+    skipped = np.array([True, False, False])
+    assert _reasons(taken, batch, skipped) == {7: None, 8: "abort", 9: "skipped_update"}
+    fewer = jax.tree.map(lambda x: x[1:], batch)
+    assert _reasons(taken, fewer, None) == {7: None, 8: "abort", 9: "filtered"}
+    more = batch.replace(row_ids=np.array([0, 1, 3]))
+    with pytest.raises(ValueError, match="row_ids up to 3, the trajectories are 3: an override"):
+        _reasons(taken, more, None)
 
 
 class OverflowingTrainer(Trainer):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 
 from jaxrl.ledger import Ledger, LedgerError
@@ -130,5 +131,29 @@ def test_another_format_is_refused(tmp_path):
     open_ledger(tmp_path).close()
     with sqlite3.connect(tmp_path / FILE) as db:
         db.execute("UPDATE runs SET format = 99")
-    with pytest.raises(LedgerError, match="format 99, this jaxrl writes 1"):
+    with pytest.raises(LedgerError, match="format 99, this jaxrl writes 1") as refused:
         open_ledger(tmp_path)
+    assert refused.traceback  # whose frames are still there
+    with sqlite3.connect(tmp_path / FILE, timeout=0) as db:
+        db.execute("BEGIN IMMEDIATE")  # nobody locks it
+
+
+def test_a_closed_ledger_says_so(tmp_path):
+    ledger = open_ledger(tmp_path)
+    begin(ledger)
+    ledger.close()
+    ledger.close()
+    for call in (ledger.position, lambda: begin(ledger), lambda: group(ledger, 0)):
+        with pytest.raises(LedgerError, match=r"the ledger .*run.db is closed"):
+            call()
+
+
+def test_numbers_of_numpy_are_stored_as_numbers(tmp_path):
+    ledger = open_ledger(tmp_path)
+    begin(ledger)
+    ledger.add("groups", [(np.int64(3), np.str_("a"), np.int32(1))])
+    ledger.add("trajectories", [(1, 0, np.float32(0.5), np.int64(7), "stop", np.int32(0), 0)])
+    ledger.close()
+    assert rows(tmp_path, "SELECT ordinal, uid, step FROM groups") == [(3, "a", 1)]
+    found = rows(tmp_path, "SELECT reward, tokens, first_version FROM trajectories")
+    assert found == [(0.5, 7, 0)]

@@ -73,6 +73,22 @@ def test_a_rollout_file_that_finds_no_room(scribe):
         scribe.hand_out(0, 0)
 
 
+def test_what_python_refuses_is_named_with_a_fix(scribe):
+    fix = r"TypeError: no number\): a generator .*cannot be stored, .*goes on from its last check"
+
+    def make():
+        raise TypeError("no number")
+
+    with pytest.raises(LedgerError, match=fix):
+        scribe.ledger.add_made("steps", make).result()
+    with pytest.raises(LedgerError, match=fix):
+        scribe.ledger.position()
+    again(scribe, 0, None)
+    scribe.ledger.add("groups", [(0, {"no": "text"}, 0)])
+    with pytest.raises(LedgerError, match=r"'dict' is not supported\): a generator .*be stored"):
+        scribe.ledger.position()
+
+
 class After(TrainingCallback):
     """Does something when a step is finished, before it is recorded."""
 
@@ -100,6 +116,7 @@ def test_a_run_whose_disk_is_full_stops_and_goes_on_when_it_is_not(
     full = After(3, lambda trainer: fill(trainer.books.ledger))
     assert run(tmp_path, monkeypatch, full) == 2
     assert "database or disk is full): free space on its disk" in capsys.readouterr().err
+    monkeypatch.undo()
     assert_bitwise_equal(train(small(tmp_path)).state, whole.state)  # from step 2
     assert metric_lines(tmp_path) == metric_lines(folder)
     checks = {check.name: check for check in audit(tmp_path / "quickstart")}
@@ -114,6 +131,26 @@ def test_a_run_that_starts_on_a_full_disk_is_refused(tmp_path, monkeypatch, caps
     assert run(tmp_path, monkeypatch) == 2
     message = f"cannot write to the run folder {tmp_path / 'quickstart'} ([Errno 28] No space left"
     assert message in capsys.readouterr().err
+
+
+def test_a_run_whose_last_rollouts_cannot_be_written_says_so(tmp_path, monkeypatch, capsys):
+    in_the_way = After(1, lambda trainer: (trainer.books.folder / "rollouts").write_text(""))
+    settings = {"max_training_steps": 1, "eval_interval": -1, "ckpt_interval": -1}
+    settings = {f"trainer.{name}": x for name, x in {**settings, "hf_save_interval": -1}.items()}
+    assert run(tmp_path, monkeypatch, in_the_way, **settings) == 2
+    said = capsys.readouterr().err
+    assert "FileExistsError" in said and "mend the disk or the permissions of its folder" in said
+
+
+def test_a_disk_without_shared_memory_is_refused(tmp_path, monkeypatch):
+    connect = sqlite3.connect
+
+    def without(path, **kwargs):
+        return connect(f"file:{path}?vfs=unix-dotfile", uri=True, **kwargs)
+
+    monkeypatch.setattr("jaxrl.ledger.database.sqlite3.connect", without)
+    with pytest.raises(LedgerError, match=r"no write-ahead log there \(journal_mode='delete'\)"):
+        Ledger(tmp_path / FILE)
 
 
 # ------------------------------------------------------------------ locked
@@ -214,6 +251,24 @@ def test_what_is_deleted_while_the_run_goes_on_is_written_anew(scribe, capsys, n
     assert not failed(checks) and checks["steps"].figures["finished"] == 2
     assert capsys.readouterr().out.count("written anew") == 1
     scribe.step(3)
+    again(scribe, 1, saved)
+    scribe.step(2)
+    checks = scribe.checks()
+    assert not failed(checks) and checks["history"].figures["attempts"] == 2
+
+
+def test_what_was_written_anew_when_a_kill_came_is_found(scribe, monkeypatch):
+    def kill(ledger):
+        raise KeyboardInterrupt
+
+    scribe.step(1)
+    saved = scribe.ledger.position()
+    (scribe.folder / FILE).unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "_put_in_place", kill)
+        scribe.ledger.add("groups", [])
+        scribe.ledger.close()
+    assert not (scribe.folder / FILE).exists() and (scribe.folder / f"{FILE}.new").exists()
     again(scribe, 1, saved)
     scribe.step(2)
     checks = scribe.checks()

@@ -295,3 +295,19 @@ def test_an_empty_prompt_and_no_tokens_are_refused():
 def test_sizes_below_one_are_refused(options):
     with pytest.raises(ValueError, match="must be at least 1"):
         NativeEngine(LLAMA, make_mesh(devices=jax.devices()[:1]), **options)
+
+
+def test_the_planned_programs_are_those_that_run():
+    engine, requests = engine_of("llama"), [request((1, 2, 3), 0, 1)]
+    (given,) = {x.sharding for x in jax.tree.leaves(engine.programs.params)}
+    params = jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32, sharding=given),
+        param_specs(LLAMA),
+        is_leaf=is_spec,
+    )
+    engine.generate(requests)
+    shapes = engine.calls(params, requests)["decode"].args
+    held = engine.programs.params, engine.programs._cache
+    for planned, real in zip(jax.tree.leaves(shapes[:2]), jax.tree.leaves(held), strict=True):
+        assert (planned.shape, planned.dtype) == (real.shape, real.dtype)
+        assert planned.sharding == real.sharding

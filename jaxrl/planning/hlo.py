@@ -19,6 +19,10 @@ _CALLED = re.compile(
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\dm\d\w*)?)\[([\d,]*)\]")
 _BITS = re.compile(r"\d+")
+_MESH = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\]"
+    r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}"
+)
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ def _computations(text: str) -> dict[str, list[str]]:
         if head := re.match(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
             name = "ENTRY" if head[1] else head[2]
             blocks[name] = []
-        elif line.startswith("}"):
+        elif line.rstrip() == "}":
             name = None
         elif name:
             blocks[name].append(line)
@@ -146,20 +150,25 @@ def _bytes(array: tuple[str, str]) -> int:
     return math.prod(int(d) for d in dims.split(",") if d) * bits // 8
 
 
+def _integers(text: str | None) -> list[int]:
+    return [int(n) for n in text.split(",")] if text else []
+
+
 def _group(line: str) -> tuple[int, ...]:
     """Devices of the first group: a list, an iota, a mesh, or the pairs of a permute."""
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
         return tuple(int(d) for d in listed[1].split(","))
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
-        shape, reshape, axes = (
-            [int(n) for n in part.split(",")] if part else None for part in iota.groups()
-        )
+        shape, reshape, axes = map(_integers, iota.groups())
         ids = np.arange(math.prod(reshape)).reshape(reshape)
-        return tuple(ids.transpose(axes).reshape(shape)[0].tolist())
-    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line):
+        return tuple(ids.transpose(axes or None).reshape(shape)[0].tolist())
+    if mesh := _MESH.search(line):
         sizes = {n: int(size) for n, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
-        over = re.findall(r"'(\w+)'", mesh[2])
-        ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        over = re.findall(r"'(\w+)'", mesh[4])
+        ids = np.arange(math.prod(sizes.values()))
+        if mesh[2]:  # devices in another order
+            ids = ids.reshape(_integers(mesh[2])).transpose(_integers(mesh[3]) or None)
+        ids = ids.reshape(tuple(sizes.values()))
         return tuple(ids[tuple(slice(None) if n in over else 0 for n in sizes)].ravel().tolist())
     pairs = re.findall(
         r"\{(\d+),(\d+)\}", line.partition("source_target_pairs=")[2].partition("}}")[0] + "}"

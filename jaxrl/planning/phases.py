@@ -1,0 +1,218 @@
+"""The phases of a training step: what each runs, for which shapes, and how often."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jaxrl import config as cfg
+from jaxrl.assemble import DTYPES
+from jaxrl.compilation import Call
+from jaxrl.forward import CHUNK_TOKENS, CPU_CHUNK_TOKENS, chunk_columns
+from jaxrl.models.transformer import TransformerConfig
+from jaxrl.parallel import Placement
+from jaxrl.parallel.rules import batch_devices
+from jaxrl.planning.run import Run, reference_params, shares_base
+from jaxrl.planning.work import (
+    Work,
+    decode_step_bytes,
+    forward_work,
+    gradient_work,
+    head_flops,
+    layers_flops,
+)
+from jaxrl.rollout.native import NativeEngine
+from jaxrl.scorer import Scorer
+from jaxrl.update import Updater
+
+
+class Part(NamedTuple):
+    """A model on its devices.
+
+    Attributes:
+        names: residents that are its parameters; the first is what is trained.
+    """
+
+    model: TransformerConfig
+    placement: Placement
+    dtype: jnp.dtype  # of its computation
+    names: tuple[str, ...]
+
+    @property
+    def devices(self) -> frozenset[Any]:
+        """That hold it."""
+        return frozenset(self.placement.mesh.devices.flat)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A program of the step, for the longest rows that the config allows.
+
+    Attributes:
+        kind: "load", "prefill", "decode", "forward", "gradient" or "apply".
+        shape: rows x tokens of its input on one device.
+        holds: residents that are among its arguments.
+        runs: executions in a step.
+        work: of one execution.
+        donated: number of the argument whose memory the results take.
+        trips: of its loops whose number depends on the data.
+        reads: bytes that a device reads beside arguments, results and weights.
+    """
+
+    name: str
+    kind: str
+    part: Part
+    call: Call
+    shape: tuple[int, int]
+    holds: tuple[str, ...]
+    runs: int
+    work: Work
+    donated: int | None = None
+    trips: int = 1
+    reads: float = 0.0
+
+
+def phases(run: Run, engine: NativeEngine | None) -> list[Phase]:
+    """All phases of a step, in their order."""
+    policy, trainer = run.policy, run.config.trainer
+    names = ("parameters", "base") if policy.lora else ("parameters",)
+    part = Part(run.model, policy.placement, _dtype(run, "policy"), names)
+    found = [*_sampling(run, engine, part)] if engine else []
+    if run.has_old:
+        found.append(_forward(run, "log-probs", run.scorer, run.params, part))
+    if run.has_reference:
+        names = ("base" if shares_base(run) else "reference",)
+        assert isinstance(policy.ref_model, TransformerConfig)  # from a folder
+        ref = Part(policy.ref_model, policy.ref_placement, _dtype(run, "ref"), names)
+        found.append(_forward(run, "reference", run.ref_scorer, reference_params(run), ref))
+    if critic := run.critic:
+        own = Part(critic.model, critic.placement, _dtype(run, "critic"), ("critic",))
+        params, size = critic.like.params, trainer.critic_mini_batch_size
+        found.append(_forward(run, "values", critic.scorer, params, own))
+        found += _update(run, "critic ", critic.updater, critic.like, params, own, size)
+    size = trainer.policy_mini_batch_size
+    return found + _update(run, "", run.updater, run.state, run.params, part, size)
+
+
+def _dtype(run: Run, role: str) -> jnp.dtype:
+    return jnp.dtype(DTYPES[cfg.compute_dtype(run.config.trainer, role)])
+
+
+def _forward(run: Run, name: str, scorer: Scorer, params: Any, part: Part) -> Phase:
+    call, cut = run.forward_call(scorer, params, part.placement), scorer.microbatching
+    rows, length = call.args[1].tokens.shape
+    wanted = _wanted(run, length)
+    return Phase(
+        name,
+        "forward",
+        part,
+        call,
+        _on_device(part, rows, length),
+        part.names,
+        runs=-(-cut.total // cut.batch_sizes(cut.width(run.width))[-1]),
+        work=forward_work(part.model, rows, length, wanted),
+        trips=_chunks(part, rows, length, wanted),
+    )
+
+
+def _update(
+    run: Run, prefix: str, updater: Updater, state: Any, params: Any, part: Part, prompts: int
+) -> list[Phase]:
+    """The gradient of a microbatch, and the optimizer's update.
+
+    Args:
+        prefix: of the names of the phases.
+        params: all of the model; the state has what is trained.
+        prompts: of a minibatch.
+    """
+    trainer, cut = run.config.trainer, updater.microbatching
+    call = run.gradient_call(updater, params, state.params, part.placement)
+    rows, length = call.args[2].tokens.shape
+    wanted, shape = _wanted(run, length), _on_device(part, rows, length)
+    remat = trainer.remat_policy if trainer.gradient_checkpointing else "none"
+    updates = trainer.train_batch_size // prompts * trainer.update_epochs_per_batch
+    each = -(-cut.total // cut.batch_sizes(cut.width(run.width))[-1])
+    gradient = Phase(
+        f"{prefix}gradient",
+        "gradient",
+        part,
+        call,
+        shape,
+        part.names,
+        runs=updates * each,
+        work=gradient_work(part.model, rows, length, wanted, remat, frozen=len(part.names) > 1),
+        donated=0,
+        trips=_chunks(part, rows, length, wanted),
+    )
+    call = Call(updater.apply, (state, state.params), {})
+    holds = part.names[0], f"{prefix}optimizer"
+    given = part, call, shape, holds, updates, Work(0.0)
+    return [gradient, Phase(f"{prefix}apply", "apply", *given, donated=0)]
+
+
+def _sampling(run: Run, engine: NativeEngine, policy: Part) -> Iterator[Phase]:
+    """Weights to the engine, prompts into its cache, a block of decode steps."""
+    generator, prompts = run.config.generator, run.config.trainer.train_batch_size
+    engines, turns = generator.inference_engine.num_engines, generator.max_turns
+    programs, requests, model = engine.programs, run.requests(), run.model
+    calls = engine.calls(run.params, requests)
+    names = "engine weights", "KV cache"
+    part = Part(model, programs.placement, programs.dtype, names)
+    here = policy.names if part.devices & policy.devices else ()
+    yield Phase("load weights", "load", part, calls["load"], (0, 0), here, 1, Work(0.0))
+    groups, prompt = programs.row_multiple, len(requests[0].prompt_tokens)
+    rows, width = calls["prefill"].args[2].shape
+    chunks = prompts * turns * -(-max(prompt - 1, 1) // width)
+    yield Phase(
+        "prefill",
+        "prefill",
+        part,
+        calls["prefill"],
+        (rows // groups, width),
+        names,
+        runs=-(-chunks // (rows * engines)),
+        work=Work(rows * layers_flops(model, 0, width)),
+        donated=1,
+    )
+    slots, drawn = programs.slots, requests[0].sampling.max_tokens
+    steps, context = min(programs.steps, drawn), prompt + drawn // 2
+    token = layers_flops(model, context - 1, context) + head_flops(model, 1)
+    read = decode_step_bytes(model, slots // groups, context, programs.dtype.itemsize)
+    waves = -(-prompts * generator.n_samples_per_prompt // (slots * engines))
+    yield Phase(
+        "decode",
+        "decode",
+        part,
+        calls["decode"],
+        (slots // groups, 1),
+        names,
+        runs=waves * turns * -(-drawn // programs.steps),
+        work=Work(float(slots * steps * token)),
+        donated=1,
+        trips=steps,
+        reads=steps * read / part.placement.mesh.shape["tensor"],
+    )
+
+
+def _on_device(part: Part, rows: int, length: int) -> tuple[int, int]:
+    return rows // batch_devices(part.placement.mesh, part.placement.rules), length
+
+
+def _wanted(run: Run, length: int) -> int:
+    """Most tokens of a row that are scored: sampled ones."""
+    generator, width = run.config.generator, min(run.width, length)
+    each = generator.sampling_params.max_generate_length * generator.max_turns
+    return min(each * max(length // width, 1), length)
+
+
+def _chunks(part: Part, rows: int, length: int, wanted: int) -> int:
+    """Trips of the loop of the vocabulary head."""
+    model, placement = part.model, part.placement
+    if model.value_head is not None:
+        return 1
+    tokens = CPU_CHUNK_TOKENS if placement.platform == "cpu" else CHUNK_TOKENS
+    split = placement.size(placement.rules.vocab)
+    vocabulary = model.vocab_size // (split if model.vocab_size % split == 0 else 1)
+    columns = chunk_columns(tokens, vocabulary, _on_device(part, rows, length)[0], length - 1)
+    return -(-wanted // columns)

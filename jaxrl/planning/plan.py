@@ -1,0 +1,160 @@
+"""The plan of a run: every phase's memory, work and least time, and whether it all fits."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jaxrl import config as cfg
+from jaxrl.assemble import DTYPES
+from jaxrl.models.attention import choose_kernel
+from jaxrl.planning.costs import Limits, Memory, device_traffic, limits, seconds
+from jaxrl.planning.phases import Phase, phases
+from jaxrl.planning.residents import Resident, residents
+from jaxrl.planning.run import Run
+from jaxrl.planning.topology import Machine
+from jaxrl.rollout.native import NativeEngine
+
+
+@dataclass(frozen=True)
+class Line:
+    """A phase of a plan.
+
+    Attributes:
+        beside: bytes that stay on its devices and are not among its arguments.
+        traffic: bytes that a device moves, and `times` its least seconds, of all executions of a
+            step; the latter by what bounds them.
+    """
+
+    phase: Phase
+    memory: Memory
+    beside: float
+    traffic: float
+    times: dict[str, float]
+
+    @property
+    def peak(self) -> float:
+        """Bytes of one device."""
+        return self.beside + self.memory.peak
+
+    @property
+    def bound(self) -> str:
+        """What takes longest: "compute", "memory" or "network"."""
+        return max(self.times, key=lambda name: self.times[name])
+
+    @property
+    def seconds(self) -> float:
+        """Least seconds in a step."""
+        return self.times[self.bound]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run needs.
+
+    Attributes:
+        config: resolved.
+        refusal: why its engine cannot be made, if it cannot.
+        cache: rows and positions of the key/value cache on one device; None without an engine.
+        notes: what the plan leaves out.
+    """
+
+    config: cfg.TrainConfig
+    machine: Machine
+    can: Limits
+    lines: list[Line]
+    stay: list[Resident]
+    cache: tuple[int, int] | None
+    refusal: str | None
+    notes: list[str]
+
+    @property
+    def peak(self) -> Line:
+        """The phase that needs most."""
+        return max(self.lines, key=lambda line: line.peak)
+
+    @property
+    def too_large(self) -> list[Line]:
+        """Phases that do not fit."""
+        limit = self.machine.memory
+        return [line for line in self.lines if line.peak > limit or line.memory.refusal]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run does."""
+        return not self.refusal and not self.too_large
+
+    @property
+    def left_for_cache(self) -> float | None:
+        """Bytes that a larger cache could take, beside all that is there while sampling."""
+        sampling = [line.peak for line in self.lines if line.phase.kind in ("prefill", "decode")]
+        return self.machine.memory - max(sampling) if sampling else None
+
+
+def make_plan(
+    config: cfg.TrainConfig,
+    machine: Machine,
+    memory_of: Callable[[Phase, cfg.TrainConfig], Memory],
+    tell: Callable[[str], None] = lambda text: None,
+) -> Plan:
+    """Assemble a run from shapes, and ask for the memory of each of its programs.
+
+    Args:
+        config: as the user wrote it.
+        memory_of: the compiler, or an estimate.
+        tell: gets a line before each phase.
+
+    Raises:
+        ValueError, FileNotFoundError: as at the start of the run.
+    """
+    config = cfg.resolve(config)
+    cfg.validate(config, num_devices=len(machine.devices))
+    run, refusal = Run(config, machine), None
+    _check_kernels(run)
+    try:
+        engine = run.engine()
+    except ValueError as error:
+        engine, refusal = None, str(error)
+    found = phases(run, engine)
+    stay, can, lines = residents(run, found), limits(machine), []
+    for phase in found:
+        tell(phase.name)
+        lines.append(_line(phase, memory_of(phase, config), stay, can))
+    notes = [] if engine or refusal else [_without_engine(config)]
+    return Plan(config, machine, can, lines, stay, _cache(engine, found), refusal, notes)
+
+
+def beside(phase: Phase, stay: list[Resident]) -> float:
+    """Bytes that stay on a phase's devices and are not among its arguments."""
+    return sum(
+        resident.size
+        for resident in stay
+        if resident.devices & phase.part.devices
+        and resident.name not in phase.holds
+        and (resident.kinds is None or phase.kind in resident.kinds)
+    )
+
+
+def _line(phase: Phase, memory: Memory, stay: list[Resident], can: Limits) -> Line:
+    times = {name: phase.runs * s for name, s in seconds(phase, memory, can).items()}
+    traffic = phase.runs * device_traffic(phase, memory)
+    return Line(phase, memory, beside(phase, stay), traffic, times)
+
+
+def _check_kernels(run: Run) -> None:
+    """CPU devices that stand in for GPUs do not know what these refuse."""
+    if run.machine.stand_in:
+        dtype = DTYPES[cfg.compute_dtype(run.config.trainer, "policy")]
+        choose_kernel(run.model, run.config.trainer.flash_attn, "gpu", dtype)
+
+
+def _without_engine(config: cfg.TrainConfig) -> str:
+    settings = config.generator.inference_engine
+    if cfg.in_process(config):
+        return f"the engine of backend={settings.backend!r} is in this process and not counted"
+    return f"the engine of backend={settings.backend!r} is elsewhere and not counted"
+
+
+def _cache(engine: NativeEngine | None, found: list[Phase]) -> tuple[int, int] | None:
+    if engine is None:
+        return None
+    decode = next(phase for phase in found if phase.kind == "decode")
+    return decode.shape[0], decode.call.args[1][0].values.shape[2]

@@ -1,0 +1,215 @@
+"""A run assembled from its config alone: shapes and shardings; no weights, no data."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl import config as cfg
+from jaxrl.assemble import assemble_policy, assemble_update
+from jaxrl.compilation import Call
+from jaxrl.config.microbatching import longest_trajectory
+from jaxrl.config.needs import has_critic, needs_old_log_probs, needs_reference
+from jaxrl.critic import Critic, without_policy
+from jaxrl.data.microbatches import Microbatching, microbatches
+from jaxrl.data.packing import empty_batch
+from jaxrl.engines import engine_of_run
+from jaxrl.models import hf
+from jaxrl.models.lora import attach, with_token_keys
+from jaxrl.models.transformer import (
+    Params,
+    TransformerConfig,
+    abstract_params,
+    logical_axes,
+)
+from jaxrl.offload import IN_HOST_MEMORY
+from jaxrl.parallel import Placement, batch_sharding, param_shardings
+from jaxrl.planning.topology import Machine
+from jaxrl.rollout.balancer import Balancer
+from jaxrl.rollout.conversation import sampling_of
+from jaxrl.rollout.native import NativeEngine
+from jaxrl.rollout.protocol import Request
+from jaxrl.scorer import Scorer
+from jaxrl.train import meshes
+from jaxrl.types import TrainBatch
+from jaxrl.update import Updater
+
+
+class Run:
+    """The parts of a run that have arrays on devices, from shapes.
+
+    Args:
+        config: resolved and validated.
+        machine: its devices.
+        model: architecture of the policy; None = that of its folder.
+
+    Raises:
+        FileNotFoundError, ValueError: see `hf.load_config`, `assemble` and `slots_that_fit`.
+    """
+
+    def __init__(
+        self, config: cfg.TrainConfig, machine: Machine, model: TransformerConfig | None = None
+    ) -> None:
+        self.config, self.machine = config, machine
+        trainer, generator = config.trainer, config.generator
+        role = trainer.policy
+        if model is None:
+            assert role.model.path is not None  # validated
+            model = hf.load_config(role.model.path, cfg.model_overrides(trainer, role))
+        self.model = model
+        self.mesh, self.engine_mesh = meshes(config, machine.devices)
+        self.policy, self.scorer, self.ref_scorer = assemble_policy(
+            config, self.model, self.mesh, machine.devices
+        )
+        placement = self.policy.placement
+        _, self.state, self.updater = assemble_update(
+            config, self.scorer, placement, 1, self.policy.trained
+        )
+        self.critic = Critic(config, placement, 0, 1) if has_critic(trainer) else None
+        self.width = longest_trajectory(config)
+        params = generator.sampling_params
+        self.has_old = needs_old_log_probs(trainer) or params.logprobs is None
+        self.has_reference = needs_reference(trainer.algorithm)
+        self.params = self.whole(self.state.params)
+
+    def whole(self, trained: Params) -> Params:
+        """All parameters of the policy, see `Policy.whole`."""
+        lora = self.policy.lora
+        if lora is None:
+            return trained
+        return attach(lora, placed_params(self.model, self.policy.placement), trained)
+
+    def engine(self) -> NativeEngine | None:
+        """One of the engines in this process; None: they are elsewhere, or not jaxrl's own.
+
+        Raises:
+            ValueError: its memory does not hold one row.
+        """
+        if not cfg.in_process(self.config):
+            return None
+        if self.config.generator.inference_engine.backend != "native":
+            return None
+        made = engine_of_run(
+            self.config,
+            self.model,
+            self.engine_mesh,
+            decode_text=lambda tokens: "",
+            device_memory=self.machine.memory,
+        )
+        engine = made.engines[0] if isinstance(made, Balancer) else made
+        assert isinstance(engine, NativeEngine)
+        return engine
+
+    def requests(self) -> list[Request]:
+        """The longest requests of training and evaluation."""
+        generator, trainer = self.config.generator, self.config.trainer
+        evaluates = trainer.eval_interval > 0 and self.config.data.val_data
+        phases = [generator.sampling_params]
+        phases += [generator.eval_sampling_params] if evaluates else []
+        stops = hf.eos_token_ids(trainer.policy.model.path or "")
+        prompt = (0,) * (generator.max_input_length or trainer.max_prompt_length)
+        keys = ((0, 0),) * generator.n_samples_per_prompt
+        return [Request(prompt, keys, sampling_of(p, stops)) for p in phases if p is not None]
+
+    # ---------------------------------------------------------------- arguments of the programs
+
+    def batch(self, cut: Microbatching, *, done: bool) -> TrainBatch:
+        """Host rows of the longest trajectories that fill one microbatch.
+
+        Args:
+            done: with what the update needs; else as the forward passes get them.
+        """
+        sampling, trainer = self.config.generator.sampling_params, self.config.trainer
+        kept = sampling.top_k if sampling.keep_sampling_mask else 0
+        width = cut.width(self.width)
+        length = min(width, trainer.packed_length or width)
+        rows = cut.batch_sizes(length)[-1]
+        log_probs = sampling.logprobs is not None
+        batch = empty_batch(rows, width, length, kept=kept, log_probs=log_probs)
+        if not done:
+            return batch
+        zeros = batch.loss_mask
+        return batch.replace(
+            old_log_probs=zeros if self.has_old else None,
+            ref_log_probs=zeros if self.has_reference else None,
+            values=zeros if self.critic else None,
+            advantages=zeros,
+            returns=zeros,
+        )
+
+    def forward_call(self, scorer: Scorer, params: Params, placement: Placement) -> Call:
+        """`scorer.forward` of one microbatch."""
+        batch = self.batch(scorer.microbatching, done=False)
+        _, rows, _ = next(microbatches(batch.row_ids, batch, scorer.microbatching))
+        return Call(scorer.forward, (params, placed(rows, placement)), scorer.options)
+
+    def gradient_call(
+        self, updater: Updater, params: Params, trained: Params, at: Placement
+    ) -> Call:
+        """`updater.accumulate` of one microbatch, or `pull_back` if the loss sees the minibatch.
+
+        Args:
+            params: all of the model; trained: those with a gradient.
+            at: placement of the parameters.
+        """
+        batch = self.batch(updater.microbatching, done=True)
+        if updater is not self.updater:
+            batch = without_policy(batch)
+        weights = jax.eval_shape(lambda batch: updater.objective.weights(batch)[0], batch)
+        weights = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), weights)
+        tree, key = (updater.objective.seen(batch), weights), jax.random.key(0)
+        _, rows, part = next(microbatches(tree, batch, updater.microbatching))
+        rows = placed(with_token_keys(params, rows, part[0].row_ids, key), at)
+        cut = updater.microbatching
+        single = cut.is_single(np.full(cut.total, self.width))
+        if not single and updater.objective.sees_whole(batch):
+            outputs = (part[0].loss_mask,) * 2
+            return Call(updater.pull_back, (trained, params, rows, placed(outputs, at)), {})
+        return Call(updater.accumulate, (trained, params, rows, *placed(part, at), key), {})
+
+
+def placed(tree: Any, placement: Placement) -> Any:
+    """Shapes of host rows, spread over the batch axes as on the devices."""
+    rows = batch_sharding(placement.mesh, placement.rules)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), tree)
+
+
+def placed_params(model: Any, placement: Placement) -> Params:
+    """Shapes of a model's parameters, with their shardings."""
+    shapes = abstract_params(model)
+    shardings = param_shardings(placement.mesh, logical_axes(model), shapes, placement.rules)
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+    )
+
+
+def shares_base(run: Run) -> bool:
+    """Whether the reference is the base of the policy's adapters, see `Policy.reference`."""
+    policy, trainer = run.policy, run.config.trainer
+    same = trainer.ref.model.path == trainer.policy.model.path
+    return policy.lora is not None and same and policy.ref_placement == policy.placement
+
+
+def reference_params(run: Run) -> Params:
+    """Shapes of the reference's parameters."""
+    return placed_params(run.policy.ref_model, run.policy.ref_placement)
+
+
+def device_bytes(tree: Any, groups: int = 1) -> int:
+    """Bytes of arrays on one device, of shapes with shardings; 0 for what is in host memory.
+
+    Args:
+        groups: of devices, over which rows without a sharding are spread.
+    """
+    return sum(map(functools.partial(_device_bytes, groups), jax.tree.leaves(tree)))
+
+
+def _device_bytes(groups: int, x: Any) -> int:
+    if not isinstance(x, jax.ShapeDtypeStruct):  # a number or a key
+        return 0
+    if x.sharding is None:
+        return x.size * x.dtype.itemsize // groups
+    if x.sharding.memory_kind == IN_HOST_MEMORY:
+        return 0
+    return int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize

@@ -1,0 +1,110 @@
+"""The devices of a plan: those of this process, or some that need not be there.
+
+TPU programs compile wherever libtpu is installed, without a chip; the compiler then states what a
+program will need of each device. Of GPUs that are not there nothing can be compiled: CPU devices
+stand in for them, and what they will need is estimated.
+"""
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from jaxrl.chips import CHIPS, GIB, Chip, chip_named, chip_of
+from jaxrl.rollout.programs import device_memory
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Devices to plan for.
+
+    Attributes:
+        name: in words.
+        memory: bytes of each that programs may use.
+        chip: None for a kind that is not in the table.
+        stand_in: these are CPU devices in the place of others.
+    """
+
+    name: str
+    devices: list[Any]
+    memory: float
+    chip: Chip | None
+    stand_in: bool = False
+
+
+def machine(topology: str | None = None, hbm_gib: float | None = None) -> Machine:
+    """The machine of a topology, or that of this process.
+
+    Args:
+        topology: "v5e:2x4" of TPUs, "h100:8" of GPUs.
+        hbm_gib: memory of a device, in place of what is known of it.
+
+    Raises:
+        ValueError: there is no such topology, or no compiler for it; names the fix.
+    """
+    memory = None if hbm_gib is None else hbm_gib * GIB
+    if hbm_gib is not None and hbm_gib <= 0:
+        raise ValueError(f"--hbm-gib={hbm_gib:g} must be positive: GiB of one device")
+    if topology is None:
+        devices = jax.devices()
+        chip = chip_of(devices[0])
+        name = f"{len(devices)} x {devices[0].device_kind}"
+        return Machine(name, devices, memory or device_memory(devices[0]), chip)
+    kind, _, size = topology.partition(":")
+    chip = chip_named(kind)
+    if chip is None or not size:
+        names = ", ".join(dict.fromkeys(chip.name for chip in CHIPS))
+        raise ValueError(
+            f"--topology={topology} is not known; write KIND:SIZE, for example v5e:2x4 or h100:8, "
+            f"with one of {names}"
+        )
+    name, of_tpu = f"{topology}, which need not be here", chip.kind.startswith("TPU")
+    devices = topology_devices(topology) if of_tpu else _stand_ins(topology, size)
+    return Machine(name, devices, memory or chip.hbm, chip, stand_in=not of_tpu)
+
+
+def topology_devices(name: str) -> list[Any]:
+    """Devices of a TPU slice, for example "v5e:2x4", to compile for.
+
+    Raises:
+        ValueError: libtpu is not installed, or does not know the topology.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError(
+            f"--topology={name} needs the TPU compiler: pip install 'jax[tpu]' into an environment "
+            "of its own, or leave --topology out"
+        )
+    for variable, value in {
+        "TPU_SKIP_MDS_QUERY": "1",  # no question to a cloud's metadata server
+        "TPU_ACCELERATOR_TYPE": name.replace(":", "-"),
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # compiling takes no chip
+    }.items():
+        if os.environ.get(variable, "WARNING").startswith("WARNING"):  # JAX's, without an answer
+            os.environ[variable] = value
+    # the two cores of a v4 chip run as one device
+    options = {"chip_config_name": "megacore"} if name.startswith("v4:") else {}
+    try:
+        return list(
+            topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
+        )
+    except Exception as error:  # libtpu's own kinds
+        raise ValueError(
+            f"--topology={name} is not one that libtpu knows: {str(error).splitlines()[0]}; write "
+            "the chips along each side, for example v5e:2x4, v6e:4x4 or v5p:2x2x2"
+        ) from error
+
+
+def _stand_ins(topology: str, size: str) -> list[Any]:
+    if not size.isdigit() or int(size) < 1:
+        raise ValueError(f"--topology={topology}: the size of GPUs is their number, as in h100:8")
+    devices = jax.devices("cpu")
+    if len(devices) < int(size):
+        raise ValueError(
+            f"--topology={topology}: {len(devices)} CPU devices cannot stand in for {size}; start "
+            f"with XLA_FLAGS=--xla_force_host_platform_device_count={size}"
+        )
+    return devices[: int(size)]

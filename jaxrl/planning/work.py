@@ -1,0 +1,114 @@
+"""The work of a run's phases, counted from shapes: FLOPs, and the bytes that a device must read.
+
+XLA's own count takes the body of a loop once, and nothing of a kernel.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jaxrl.models.transformer import TransformerConfig
+
+# Share of the layers' products and attention that a remat policy computes again.
+RECOMPUTED = {
+    "none": (0, 0),
+    "dots": (0, 1),
+    "attention": (1, 0),
+    "full": (1, 1),
+    "offload": (1, 1),
+}
+
+
+class Work(NamedTuple):
+    """What one execution of a program computes, on all its devices together.
+
+    Attributes:
+        flops: useful ones.
+        recomputed: what is computed again for the backward pass.
+        weight_reads: times that a device reads all its weights, in the compute dtype.
+    """
+
+    flops: float
+    recomputed: float = 0.0
+    weight_reads: int = 0
+
+
+def forward_work(model: TransformerConfig, rows: int, length: int, wanted: int) -> Work:
+    """One forward pass over rows of `length` tokens, `wanted` of which are scored."""
+    return Work(rows * (layers_flops(model, 0, length) + _head(model, wanted)), weight_reads=1)
+
+
+def gradient_work(
+    model: TransformerConfig, rows: int, length: int, wanted: int, remat: str, *, frozen: bool
+) -> Work:
+    """The gradient of as much; the head computes its logits again in any case.
+
+    Args:
+        frozen: the weights have no gradients, adapters have.
+    """
+    forward, head = forward_work(model, rows, length, wanted).flops, rows * _head(model, wanted)
+    products = 2 * rows * layer_params(model) * length
+    again, attention = RECOMPUTED[remat]
+    recomputed = head + again * products + attention * (forward - head - products)
+    return Work((2 if frozen else 3) * forward, recomputed, weight_reads=2 + again)
+
+
+def _head(model: TransformerConfig, wanted: int) -> int:
+    """FLOPs of the head of a row; a critic's is next to nothing."""
+    return 0 if model.value_head else head_flops(model, wanted)
+
+
+def layer_params(model: TransformerConfig) -> int:
+    """Parameters of all layers that take part in matrix products."""
+    c = model
+    attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
+    return c.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size)
+
+
+def layers_flops(model: TransformerConfig, start: int, stop: int) -> int:
+    """FLOPs of the layers for positions start..stop-1 of one sequence.
+
+    2 per parameter and token; 2 for q k^T and 2 for probs v, per head dim and position seen.
+    """
+    seen = (stop * (stop + 1) - start * (start + 1)) // 2
+    attention = 4 * model.num_layers * model.num_heads * model.head_dim * seen
+    return 2 * layer_params(model) * (stop - start) + attention
+
+
+def head_flops(model: TransformerConfig, tokens: int) -> int:
+    """FLOPs of the logits of `tokens` positions."""
+    return 2 * model.hidden_size * model.vocab_size * tokens
+
+
+def step_flops(
+    model: TransformerConfig, prompts: int, prompt_length: int, lengths: Sequence[int]
+) -> dict[str, int]:
+    """FLOPs of the phases of one GRPO step.
+
+    Args:
+        lengths: response tokens of each sample. The prompts are prefilled once each; logits are
+            counted where a response token is predicted; the update is three forwards.
+    """
+    head = head_flops(model, sum(lengths))
+    prefill = prompts * layers_flops(model, 0, prompt_length)
+    decode = sum(layers_flops(model, prompt_length, prompt_length + n) for n in lengths)
+    forward = sum(layers_flops(model, 0, prompt_length + n) for n in lengths) + head
+    phases = {
+        "generation": prefill + decode + head,
+        "reference": forward,
+        "old": forward,
+        "update": 3 * forward,
+    }
+    return phases | {"total": sum(phases.values())}
+
+
+def decode_step_bytes(
+    model: TransformerConfig, batch: int, context: float, bytes_per_element: int
+) -> float:
+    """Bytes that one decode step must read: every weight once, the keys and values of each row.
+
+    Args:
+        context: mean positions seen by a row.
+    """
+    weights = layer_params(model) + model.hidden_size * model.vocab_size
+    cache = 2 * model.num_layers * model.num_kv_heads * model.head_dim * context * batch
+    return bytes_per_element * (weights + cache)

@@ -1,0 +1,91 @@
+"""What a generator gave, checked before anything is made of it."""
+
+from typing import Any, cast
+
+import numpy as np
+
+from jaxrl.types import GeneratorOutput
+
+# Columns of numbers per token, and their kinds ("b": bool, "i", "u": integer, "f": float).
+_NUMBERS = {
+    "prompt_token_ids": "iu",
+    "response_ids": "iu",
+    "rewards": "biuf",  # or a number for the response
+    "loss_masks": "biuf",
+    "rollout_logprobs": "iuf",
+    "token_versions": "iu",
+}
+_PER_RESPONSE_TOKEN = ("rewards", "loss_masks", "rollout_logprobs", "token_versions", "kept")
+_PER_ROW = {"stop_reasons": str, "policy_versions": int}
+_COLUMNS = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", *_PER_ROW)
+_REQUIRED = (*_COLUMNS, "rollout_logprobs", "rollout_metrics")
+
+
+def checked(output: GeneratorOutput, generator: str, trajectories: int) -> GeneratorOutput:
+    """The output, with lists in place of arrays and tuples.
+
+    Args:
+        generator: its name.
+        trajectories: that were asked for.
+
+    Raises:
+        ValueError: a column is missing or has other rows than the others, there are more or fewer
+            trajectories than were asked for, or a row is not what its column is made of. The
+            message names generator, column and row.
+    """
+    gave, given = f"{generator}.generate gave", cast(dict[str, Any], output)
+    if missing := [name for name in _REQUIRED if name not in given]:
+        raise ValueError(f"{gave} no {', '.join(missing)}: see jaxrl.types.GeneratorOutput")
+    columns = {k: x for k, v in given.items() if isinstance(x := _plain(v), list)}
+    for name in _COLUMNS:
+        if name not in columns:
+            raise ValueError(f"{gave} {name}={_short(given[name])}: give a list, one for each row")
+    rows = len(columns["response_ids"])
+    for name, column in columns.items():
+        if len(column) != rows:
+            raise ValueError(f"{gave} {len(column)} {name} for {rows} response_ids: give one each")
+    last = columns.get("is_last_step", [True] * rows)
+    if (ended := sum(map(bool, last))) != trajectories or not all(last[-1:]):
+        raise ValueError(
+            f"{gave} {ended} trajectories in {rows} rows for {trajectories} entries of the batch: "
+            "give one for each entry, in order, and is_last_step for its last row"
+        )
+    for name, column in columns.items():
+        columns[name] = rows_of = [_plain(value) for value in column]
+        for row, value in enumerate(rows_of):
+            if wanted := _wanted(name, value, len(columns["response_ids"][row])):
+                raise ValueError(f"{gave} {name}[{row}]={_short(value)}: give {wanted}")
+    return cast(GeneratorOutput, {**given, **columns})
+
+
+def _plain(value: Any) -> Any:
+    """Arrays and tuples as lists, their scalars as numbers; a NamedTuple stays one."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return list(value) if type(value) is tuple else value
+
+
+def _wanted(name: str, value: Any, tokens: int) -> str:
+    """What a row of a column has to be, if it is not."""
+    if name in _PER_ROW:
+        kind = _PER_ROW[name]
+        return "" if isinstance(value, kind) else f"one {kind.__name__}"
+    if name in _NUMBERS:
+        whole = name == "rewards" and not isinstance(value, list)
+        try:
+            array = np.asarray(value)
+        except ValueError:  # lists of different lengths
+            array = np.array("")
+        if array.ndim != (not whole) or (array.size and array.dtype.kind not in _NUMBERS[name]):
+            numbers = "integers" if _NUMBERS[name] == "iu" else "numbers"
+            return f"a list of {numbers}" + " or one number" * (name == "rewards")
+        if whole:
+            return ""
+    if name in _PER_RESPONSE_TOKEN and len(value) != tokens:
+        return f"one entry for each of the {tokens} response tokens"
+    return ""
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
