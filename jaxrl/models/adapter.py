@@ -26,7 +26,7 @@ from jaxrl.models.remat import recompute
 from jaxrl.models.transformer import Params
 from jaxrl.parallel.rules import Placement
 
-EXAMPLE = jnp.zeros((1, 8), jnp.int32)  # tokens, positions and segment ids to initialise with
+EXAMPLE = np.zeros((1, 8), np.int32)  # tokens, positions and segment ids to initialise with
 
 
 @dataclass(frozen=True, eq=False)
