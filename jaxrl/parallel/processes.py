@@ -18,8 +18,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 import jaxrl
 
@@ -211,19 +213,19 @@ def put(tree: Any, shardings: Any) -> Any:
     """Host arrays, the same in all processes, on the devices; each process copies its parts.
 
     Args:
-        shardings: one for all, or a tree of them.
+        shardings: one for all, or a tree of them; None = the default device.
     """
-    if jax.process_count() == 1:
+    if jax.process_count() == 1 or shardings is None:
         return jax.device_put(tree, shardings)
-    if isinstance(shardings, jax.sharding.Sharding):
+    if isinstance(shardings, Sharding):
         shardings = jax.tree.map(lambda _: shardings, tree)
     return jax.tree.map(_put, tree, shardings)
 
 
-def _put(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+def _put(x: Any, sharding: Sharding) -> jax.Array:
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return jax.device_put(x, sharding)
-    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = _put(jax.random.key_data(x), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     host = np.asarray(x)
@@ -244,8 +246,10 @@ def _spans(x: Any) -> bool:
 
 
 def _replicated(arrays: list[jax.Array]) -> list[jax.Array]:
-    """Copies on every device; arrays of different meshes are each moved on their own."""
-    return [
-        jax.device_put(x, jax.sharding.NamedSharding(x.sharding.mesh, jax.sharding.PartitionSpec()))
-        for x in arrays
-    ]
+    """Copies on every device."""
+
+    def whole(x: jax.Array) -> NamedSharding:
+        assert isinstance(x.sharding, NamedSharding)  # as all that span processes
+        return NamedSharding(x.sharding.mesh, PartitionSpec())
+
+    return [jax.device_put(x, whole(x)) for x in arrays]
