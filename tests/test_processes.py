@@ -7,11 +7,15 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jaxrl.models import hf
+from jaxrl.models.transformer import init_params
 from tests.jobs import run
+from tests.rollout.http_servers import FakeServer
 
 pytestmark = pytest.mark.slow
 
@@ -125,24 +129,18 @@ def test_a_checkpoint_of_four_restores_on(runs, tmp_path, count):
 
 def test_supervised(tmp_path):
     """`jaxrl.sft` too."""
-    data = tmp_path / "data.jsonl"
-    rows = [
-        {"messages": [{"role": "user", "content": str(i)}, {"role": "assistant", "content": "7"}]}
-        for i in range(8)
-    ]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = {}
     for count in (1, 2):
         folder = tmp_path / str(count)
         argv = [
             "-m",
             "jaxrl.sft",
-            "--config=configs/quickstart.py",
-            f"--config.data.train_data=['{data}']",
-            "--config.data.val_data=[]",
+            "--config=configs/sft_addition.py",
             "--config.trainer.train_batch_size=4",
             "--config.trainer.max_training_steps=2",
             "--config.trainer.micro_train_batch_size_per_gpu=1",
+            "--config.trainer.eval_interval=-1",
+            "--config.trainer.hf_save_interval=2",
             f"--config.trainer.log_path={folder}",
             f"--config.trainer.ckpt_path={folder / 'checkpoints'}",
             f"--config.trainer.export_path={folder / 'exports'}",
@@ -174,3 +172,35 @@ def test_a_fault_of_one_process_ends_all(tmp_path, fault, status, message):
     assert status in [process.status for process in ended]
     assert all(process.status != 0 for process in ended)
     assert any(message in process.error for process in ended)
+
+
+@pytest.fixture
+def server():
+    path = hf.local_folder("configs/tiny_char_model")
+    config = hf.load_config(path)
+    params = jax.device_put(init_params(config, 5), jax.devices()[0])
+    server = FakeServer("native", config, params, 0)
+    yield server
+    server.kill()
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_process_0_samples_on_servers(runs, server, tmp_path, ahead):
+    """The first process alone talks to them, and says to the others what came; asynchronously
+    too."""
+    lockstep = {
+        "trainer.fully_async.enabled": True,
+        "trainer.fully_async.schedule": "lockstep",
+        "trainer.fully_async.max_staleness_steps": ahead,
+        "trainer.policy_mini_batch_size": 4,
+        "trainer.algorithm.policy_loss_type": "rollout_is",
+    }
+    settings = {
+        "generator.inference_engine.run_engines_locally": False,
+        "generator.inference_engine.remote_urls": f"['{server.url}']",
+        **(lockstep if ahead else {}),
+    }
+    found = trained(tmp_path / "two", 2, **settings)
+    wanted = trained(tmp_path / "one", 1, **settings) if ahead else exported(runs[1])
+    assert server.served
+    assert_close(found, wanted)

@@ -242,7 +242,8 @@ def step_checksums(batch: TrainBatch, state: Any) -> dict[str, int]:
 
 def machine_of(mesh: jax.sharding.Mesh) -> dict[str, Any]:
     """Where bits come from beside the state and the batch."""
-    return {
+    processes = {"processes": jax.process_count()} if jax.process_count() > 1 else {}
+    return processes | {
         "platform": jax.default_backend(),
         "device": mesh.devices.flat[0].device_kind,
         "devices": len(jax.devices()),
