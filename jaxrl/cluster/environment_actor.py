@@ -24,7 +24,7 @@ class Failed(NamedTuple):
     hung: bool  # the process has threads that are left behind in calls without end
 
 
-@ray.remote(num_cpus=0, max_restarts=0, scheduling_strategy="SPREAD")
+@ray.remote(num_cpus=0, max_restarts=0)
 class EnvironmentWorker:
     """A process in which environments live; their calls run in its threads.
 

@@ -10,11 +10,12 @@ import asyncio
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from jaxrl import config as cfg
 from jaxrl import envs
@@ -70,7 +71,8 @@ class EnvironmentWorkers(EnvironmentPool):
         with self._lock:
             self._actors = [actor for actor in self._actors if actor.takes_more]
             while len(self._actors) < self.count:
-                self._actors.append(_Actor(self.workers, self.limit))
+                node = _emptiest_node([actor.node for actor in self._actors])
+                self._actors.append(_Actor(node, self.workers, self.limit))
             actor = min(self._actors, key=lambda actor: actor.environments)
             actor.environments += 1
             return _Remote(self, actor, next(self._numbers), packed, made_with)
@@ -99,13 +101,27 @@ class EnvironmentWorkers(EnvironmentPool):
                 actor.end()
 
 
+def _emptiest_node(taken: Sequence[str]) -> str:
+    """Id of the living node that has the fewest of our actors for each of its CPUs.
+
+    Args:
+        taken: nodes of the actors that there are. They reserve nothing, so that Ray itself would
+            put all of them on one node.
+    """
+    cpus = {n["NodeID"]: n["Resources"].get("CPU", 0) for n in ray.nodes() if n["Alive"]}
+    able = {node: cpus[node] for node in cpus if cpus[node]} or dict.fromkeys(cpus, 1)
+    return min(able, key=lambda node: ((taken.count(node) + 1) / able[node], node))
+
+
 class _Actor:
     """An actor and how many environments it has."""
 
-    def __init__(self, calls: int, timeout_seconds: float | None) -> None:
-        # accelerators are the trainer's
-        environment = {"env_vars": {"JAX_PLATFORMS": "cpu"}}
-        options = EnvironmentWorker.options(runtime_env=environment)  # pyright: ignore
+    def __init__(self, node: str, calls: int, timeout_seconds: float | None) -> None:
+        self.node = node
+        options = EnvironmentWorker.options(  # pyright: ignore
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
+            runtime_env={"env_vars": {"JAX_PLATFORMS": "cpu"}},  # accelerators are the trainer's
+        )
         self._handle = options.remote(calls, timeout_seconds)
         self._ready = self._handle.ready.remote()
         self._limit, self._place = timeout_seconds, "a process that was starting"

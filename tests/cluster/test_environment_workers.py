@@ -3,10 +3,12 @@
 import asyncio
 import os
 import re
+import subprocess
 import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -26,7 +28,7 @@ from tests.rollout.test_multi_turn import ASK, END, TOKENIZER
 from tests.test_train import metric_lines, small
 
 pytestmark = pytest.mark.usefixtures("cluster")
-HERE = __name__
+HERE, ROOT = __name__, Path(__file__).parents[2]
 LIMIT = 2.0
 TALK = make_prompt(TOKENIZER, "12", says=["ab", "c", None])
 LOCK = threading.Lock()
@@ -263,3 +265,62 @@ def test_a_run_learns_the_same(tmp_path):
     BasePPOExp(small(here, **short)).run()
     BasePPOExp(small(there, **short, **{"environment.skyrl_gym.ray_env_workers": 2})).run()
     assert metric_lines(there) == metric_lines(here)
+
+
+TWO_NODES = """
+import asyncio
+
+import ray
+from ray.cluster_utils import Cluster
+
+from jaxrl.cluster.environment_workers import EnvironmentWorkers
+from jaxrl.envs import Env
+
+
+class NodeEnv(Env):
+    def step(self, action):
+        self.turns += 1
+        node = ray.get_runtime_context().get_node_id()
+        return {"observations": [node], "reward": float(self.turns), "done": False}
+
+
+async def step(env):
+    found = await env.step("", [], True)
+    return found["observations"][0], found["reward"]
+
+
+async def main():
+    envs = [await pool.make("__main__:NodeEnv") for _ in range(4)]
+    await asyncio.gather(*(env.init([]) for env in envs))
+    places = [(await step(env))[0] for env in envs]
+    assert sorted(places.count(node) for node in set(places)) == [2, 2], places
+    cluster.remove_node(second, allow_graceful=False)
+    lost = [env for env, place in zip(envs, places) if place == second.node_id]
+    for env in envs:
+        try:
+            assert env not in lost and await step(env) == (head.node_id, 2.0)
+        except RuntimeError as error:
+            assert env in lost and " died: " in str(error), error
+        await env.close()
+    fresh = [await pool.make("__main__:NodeEnv") for _ in range(2)]
+    await asyncio.gather(*(env.init([]) for env in fresh))
+    assert [await step(env) for env in fresh] == [(head.node_id, 1.0)] * 2
+    print("all is well")
+
+
+if __name__ == "__main__":
+    cluster = Cluster()
+    head, second = (cluster.add_node(num_cpus=1, include_dashboard=False) for _ in range(2))
+    ray.init(address=cluster.address)
+    pool = EnvironmentWorkers(2, calls=4, timeout_seconds=60)
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_actors_are_spread_over_nodes_and_outlive_one(tmp_path):
+    (tmp_path / "two_nodes.py").write_text(TWO_NODES)
+    command = [sys.executable, str(tmp_path / "two_nodes.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    assert "all is well" in done.stdout, done.stdout + done.stderr
