@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -313,7 +314,11 @@ if __name__ == "__main__":
     head, second = (cluster.add_node(num_cpus=1, include_dashboard=False) for _ in range(2))
     ray.init(address=cluster.address)
     pool = EnvironmentWorkers(2, calls=4, timeout_seconds=60)
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
 """
 
 
@@ -321,6 +326,7 @@ if __name__ == "__main__":
 def test_actors_are_spread_over_nodes_and_outlive_one(tmp_path):
     (tmp_path / "two_nodes.py").write_text(TWO_NODES)
     command = [sys.executable, str(tmp_path / "two_nodes.py")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # or others would join this cluster
+        given = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_TMPDIR": folder}
+        done = subprocess.run(command, check=False, capture_output=True, text=True, env=given)
     assert "all is well" in done.stdout, done.stdout + done.stderr
