@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.smoke:
         arguments.workers, shape = [1], (2, 2, 100)
     load = roofline.machine_load()
-    initialize_ray(TrainConfig(), include_dashboard=False)
+    initialize_ray(TrainConfig(), address="local", include_dashboard=False)
     pools: dict[str, EnvironmentPool] = {"threads": EnvironmentPool(CALLS_AT_A_TIME)}
     pools |= {f"{n} workers": EnvironmentWorkers(n, CALLS_AT_A_TIME) for n in arguments.workers}
     rows = {}

@@ -122,7 +122,7 @@ class _Actor:
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
             runtime_env={"env_vars": {"JAX_PLATFORMS": "cpu"}},  # accelerators are the trainer's
         )
-        self._handle = options.remote(calls, timeout_seconds)
+        self._handle: Any = options.remote(calls, timeout_seconds)
         self._ready = self._handle.ready.remote()
         self._limit, self._place = timeout_seconds, "a process that was starting"
         self.environments, self.takes_more, self.lost = 0, True, False
