@@ -32,6 +32,7 @@ SHARES = (4, 2, 1)  # a block runs over a quarter, a half or all of the slots, o
 PREFILL_TOKENS = {"cpu": (64, 256)}
 DEFAULT_PREFILL_TOKENS = (1024, 1024)
 GIB = 2**30
+TPU_LANES = 128  # a multiple of which the minor dim of an array takes
 
 
 class Programs:
@@ -320,7 +321,11 @@ def slots_that_fit(
     size = jnp.dtype(dtype).itemsize
     elements = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract_params(config)))
     weights = elements * size / tensor
-    row = 2 * config.num_layers * config.num_kv_heads * config.head_dim * length * size / tensor
+    position = config.num_layers * config.num_kv_heads * size / tensor
+    row = 2 * position * config.head_dim * length
+    if mesh.devices.flat[0].platform == "tpu" and config.head_dim % TPU_LANES:
+        # values lie transposed, and are padded for the kernel while a block is decoded
+        row += position * round_up(config.head_dim, TPU_LANES) * length
     whole = device_memory(mesh.devices.flat[0]) if memory is None else memory
     budget = utilization * whole
     each = int((budget - weights) // row)

@@ -60,6 +60,7 @@ def test_phases_and_what_stays(capsys, planned):
     assert runs == {
         "load weights": 1,
         "prefill": 4,
+        "copy prompts": 1,
         "decode": 1,
         "log-probs": 1,
         "reference": 1,
