@@ -43,11 +43,14 @@ def mesh_sizes(num_devices: int, **sizes: int) -> tuple[int, ...]:
     return tuple(num_devices // fixed if size == -1 else size for size in wanted.values())
 
 
-def make_mesh(*, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
+def make_mesh(
+    *, devices: Sequence[Any] | None = None, keep_order: bool = False, **sizes: int
+) -> Mesh:
     """A mesh with all of `AXES` over all devices.
 
     Args:
         devices: default `jax.devices()`.
+        keep_order: of the devices: programs that have arrays of two meshes need the same in both.
         sizes: by axis, see `mesh_sizes`; none is fsdp=-1.
 
     Raises:
@@ -55,11 +58,8 @@ def make_mesh(*, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
     """
     devices = list(devices if devices is not None else jax.devices())
     shape = mesh_sizes(len(devices), **(sizes or {"fsdp": -1}))
-    return _mesh(arranged(devices, shape))
-
-
-def _mesh(devices: np.ndarray) -> Mesh:
-    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    given = np.array(devices).reshape(shape) if keep_order else arranged(devices, shape)
+    return Mesh(given, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def arranged(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
@@ -123,7 +123,7 @@ def by_process(devices: Iterable[Any]) -> list[list[Any]]:
 def engine_meshes(devices: Iterable[Any], engines: int, tensor: int) -> list[Mesh]:
     """The devices in `engines` equal parts, each with a tensor axis and data over the rest.
 
-    They keep their order, that of the trainer's mesh: one program has the arrays of both.
+    They keep their order, that of the trainer's mesh.
 
     Raises:
         ValueError: they cannot be parted so.
@@ -136,5 +136,4 @@ def engine_meshes(devices: Iterable[Any], engines: int, tensor: int) -> list[Mes
         )
     size = len(given) // engines
     parts = (given[first : first + size] for first in range(0, len(given), size))
-    shape = mesh_sizes(size, data=-1, tensor=tensor)
-    return [_mesh(np.array(part).reshape(shape)) for part in parts]
+    return [make_mesh(devices=part, keep_order=True, data=-1, tensor=tensor) for part in parts]

@@ -102,7 +102,8 @@ def remedies_text(remedies: Sequence[Remedy]) -> str:
     if not remedies:
         return (
             "no change that the planner knows makes it fit: take more or larger devices, shorter "
-            "prompts and responses, or adapters (trainer.policy.model.lora.rank)"
+            "prompts and responses, adapters (trainer.policy.model.lora.rank), or servers to "
+            "sample on (generator.inference_engine.backend='vllm')"
         )
     lines = ["to make it fit, any of:" if len(remedies) > 1 else "to make it fit:"]
     for remedy in remedies:
