@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl import config as cfg
-from jaxrl.assemble import assemble_policy, assemble_update
+from jaxrl.assemble import DTYPES, assemble_policy, assemble_update
 from jaxrl.compilation import Call
 from jaxrl.config.microbatching import longest_trajectory
 from jaxrl.config.needs import has_critic, needs_old_log_probs, needs_reference
@@ -16,6 +17,7 @@ from jaxrl.data.microbatches import Microbatching, microbatches
 from jaxrl.data.packing import empty_batch
 from jaxrl.engines import engine_of_run
 from jaxrl.models import hf
+from jaxrl.models.linear import merge
 from jaxrl.models.lora import attach, with_token_keys
 from jaxrl.models.transformer import (
     Params,
@@ -96,10 +98,40 @@ class Run:
             self.engine_mesh,
             decode_text=lambda tokens: "",
             device_memory=self.machine.memory,
+            processes=self.machine.hosts,
         )
         engine = made.engines[0] if isinstance(made, Balancer) else made
         assert isinstance(engine, NativeEngine)
         return engine
+
+    def engine_params(self) -> Params:
+        """What an engine is given: the parameters, or its host's copy of them.
+
+        Of several hosts each has a copy on its own devices, adapters merged, in the sampler's
+        dtype, split along the largest dim (but that of layers) that they divide.
+        """
+        if self.machine.hosts == 1:
+            return self.params
+        mesh, shapes = self.engine_mesh, jax.eval_shape(merge, self.params)
+        dtype = DTYPES[self.config.generator.inference_engine.model_dtype]
+
+        def part(path: Any, x: Any) -> jax.ShapeDtypeStruct:
+            dims = range(path[0].key == "layers", x.ndim)
+            fits = [dim for dim in dims if x.shape[dim] % mesh.size == 0]
+            chosen = max(fits, key=lambda dim: x.shape[dim], default=None)
+            spec = PartitionSpec(*(mesh.axis_names if d == chosen else None for d in range(x.ndim)))
+            return jax.ShapeDtypeStruct(x.shape, dtype, sharding=NamedSharding(mesh, spec))
+
+        return jax.tree_util.tree_map_with_path(part, shapes)
+
+    def gathered_bytes(self) -> float:
+        """That a device sends for the copies of several hosts: all are gathered on all devices."""
+        if self.machine.hosts == 1:
+            return 0.0
+        size, devices = 0, len(self.machine.devices)
+        for x in jax.tree.leaves(self.engine_params()):
+            size += x.size * x.dtype.itemsize
+        return size * (devices - 1) / devices
 
     def requests(self) -> list[Request]:
         """The longest requests of training and evaluation."""

@@ -22,6 +22,7 @@ from jaxrl.models.transformer import Params, TransformerConfig, abstract_params,
 from jaxrl.parallel import ShardingRules
 from jaxrl.parallel.rules import Placement, batch_devices
 from jaxrl.rollout import decode as device
+from jaxrl.rollout import kv_cache
 from jaxrl.types import Array
 
 LEAST_LENGTH = 64  # positions; fewer are not worth shapes of their own
@@ -31,6 +32,7 @@ SHARES = (4, 2, 1)  # a block runs over a quarter, a half or all of the slots, o
 PREFILL_TOKENS = {"cpu": (64, 256)}
 DEFAULT_PREFILL_TOKENS = (1024, 1024)
 GIB = 2**30
+TPU_LANES = 128  # a multiple of which the minor dim of an array takes
 
 
 class Programs:
@@ -66,7 +68,7 @@ class Programs:
         self._kernel = decode_kernels.fits(platform, decode_kernels.POSITIONS, config.head_dim)
         self._row_shares = SHARES if (alone if shrink is None else shrink) else (1,)
         self._by_row = placement.sharding((self.slots,), ("batch",))
-        self._cache: device.Cache | None = None
+        self._cache: kv_cache.Cache | None = None
         self.functions = compiled(config, placement, self.slots, self.dtype)
 
     def load(self, params: Params) -> None:
@@ -172,7 +174,7 @@ class Programs:
     def calls(
         self, params: Params, longest: int, prompt: int, rests: bool, rows: device.Rows
     ) -> dict[str, Call]:
-        """The largest programs of "load", "prefill" and "decode", of shapes.
+        """The largest programs of "load", "prefill", "copy" and "decode", of shapes.
 
         Args:
             params: shapes and shardings of the trainer's.
@@ -198,6 +200,7 @@ class Programs:
         return {
             "load": Call(functions.decode_params, (params,), {}),
             "prefill": Call(functions.prefill, (weights, cache, *chunks), {"length": seen}),
+            "copy": Call(functions.copy, (cache, *np.zeros((2, self.slots + 1), np.int32), 0), {}),
             "decode": Call(functions.decode, (weights, cache, shapes(rows)), every),
         }
 
@@ -226,7 +229,7 @@ def _at_least(length: int, sizes: Sequence[int]) -> int:
 
 
 class Compiled(NamedTuple):
-    """The functions of `decode.py` for one architecture, placement and number of slots."""
+    """The functions of `decode.py` and `kv_cache.py` for one architecture, placement, slots."""
 
     whole: Any  # sharding
     decode_params: Any
@@ -262,9 +265,9 @@ def compiled(
     bind, jit = functools.partial, jax.jit
     split, whole = placement.mesh.shape["tensor"] > 1, placement.sharding((), ())
     spread = placement if placement.mesh.size > 1 else None
-    layer = jax.eval_shape(bind(device.empty_cache, config, slots, 8, dtype))[0]
+    layer = jax.eval_shape(bind(kv_cache.empty_cache, config, slots, 8, dtype))[0]
     names = "batch", "kv_heads", None, None
-    sharding = device.LayerCache(*(placement.sharding(x.shape, names) for x in layer))
+    sharding = kv_cache.LayerCache(*(placement.sharding(x.shape, names) for x in layer))
     cache = (sharding,) * config.num_layers
     return Compiled(
         whole,
@@ -273,12 +276,16 @@ def compiled(
             out_shardings=_weight_shardings(config, placement) if split else whole,
         ),
         jit(
-            bind(device.empty_cache, config, slots, dtype=dtype),
+            bind(kv_cache.empty_cache, config, slots, dtype=dtype),
             static_argnames="length",
             out_shardings=cache,
         ),
-        jit(device.lengthen, static_argnums=1, out_shardings=cache),
-        jit(device.copy_slots, donate_argnums=0, out_shardings=cache),
+        jit(kv_cache.lengthen, static_argnums=1, out_shardings=cache),
+        jit(
+            bind(kv_cache.copy_slots, placement=spread),
+            donate_argnums=0,
+            out_shardings=cache,
+        ),
         jit(
             bind(device.prefill, config, placement=spread),
             static_argnames="length",
@@ -314,7 +321,11 @@ def slots_that_fit(
     size = jnp.dtype(dtype).itemsize
     elements = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract_params(config)))
     weights = elements * size / tensor
-    row = 2 * config.num_layers * config.num_kv_heads * config.head_dim * length * size / tensor
+    position = config.num_layers * config.num_kv_heads * size / tensor
+    row = 2 * position * config.head_dim * length
+    if mesh.devices.flat[0].platform == "tpu" and config.head_dim % TPU_LANES:
+        # values lie transposed, and are padded for the kernel while a block is decoded
+        row += position * round_up(config.head_dim, TPU_LANES) * length
     whole = device_memory(mesh.devices.flat[0]) if memory is None else memory
     budget = utilization * whole
     each = int((budget - weights) // row)
