@@ -23,6 +23,14 @@ from jaxrl.parallel import ShardingRules
 from jaxrl.parallel.rules import Placement, batch_devices
 from jaxrl.rollout import decode as device
 from jaxrl.types import Array
+from jaxrl.weight_sync import (
+    GROUP_BYTES,
+    STACKED,
+    layer_ranges,
+    take,
+    take_layers,
+    whole_pieces,
+)
 
 LEAST_LENGTH = 64  # positions; fewer are not worth shapes of their own
 SHARES = (4, 2, 1)  # a block runs over a quarter, a half or all of the slots, or of their length
@@ -40,6 +48,7 @@ class Programs:
         mesh: slots are spread over its batch axes, heads and MLP over "tensor".
         shrink: blocks may run over fewer rows than slots; None = on one CPU device. On accelerators
             a block takes as long, and between devices slots would move.
+        group_bytes: most bytes that are on their way from other devices at a time.
     """
 
     def __init__(
@@ -51,6 +60,7 @@ class Programs:
         dtype: jnp.dtype,
         steps: int,
         shrink: bool | None,
+        group_bytes: int = GROUP_BYTES,
     ) -> None:
         # weights are whole but for the tensor axis: a step of decoding would gather them every time
         rules = ShardingRules(embed=None)
@@ -58,6 +68,7 @@ class Programs:
         platform, alone = placement.platform, placement.platform == "cpu" and mesh.size == 1
         self.config, self.steps, self.length = config, steps, 0
         self.placement, self.dtype = placement, jnp.dtype(dtype)
+        self.group_bytes = group_bytes
         self.row_multiple = batch_devices(mesh, rules)
         self.slots = round_up(slots, self.row_multiple)
         self.chunk_tokens, self.longest_chunk = PREFILL_TOKENS.get(platform, DEFAULT_PREFILL_TOKENS)
@@ -72,7 +83,7 @@ class Programs:
     def load(self, params: Params) -> None:
         """Take over a copy of the trainer's parameters, from whatever devices they are on."""
         self.params = None  # two decode copies never live together
-        self.params = self.functions.load(params)
+        self.params = self.functions.load(params, self.dtype, self.group_bytes)
 
     def drop(self, *, weights: bool) -> None:
         """Free the cache, and the weights. Its length stays: programs are compiled for it."""
@@ -182,7 +193,7 @@ class Programs:
             rows: padding for all slots.
         """
         functions, self.length = self.functions, self.cache_length(longest)
-        params = functions.given(params)
+        params = functions.given(params, self.dtype)
         weights = functions.decode_params.eval_shape(params)
         cache = functions.empty.eval_shape(length=self.length)
         width, seen = list(self._prefill_shapes([prompt], rests))[-1]
@@ -230,24 +241,38 @@ class Compiled(NamedTuple):
 
     whole: Any  # sharding
     decode_params: Any
+    decode_layers: Any
+    decode_rest: Any
     empty: Any
     lengthen: Any
     copy: Any
     prefill: Any
     decode: Any
 
-    def load(self, params: Params) -> Params:
-        """The decode layout of the trainer's parameters, from whatever devices they are on."""
-        if self._elsewhere(params):
-            params = jax.device_put(params, self.whole)
-        return self.decode_params(params)
+    def load(self, params: Params, dtype: jnp.dtype, group_bytes: int) -> Params:
+        """The decode layout of the trainer's parameters, from whatever devices they are on.
 
-    def given(self, params: Params) -> Params:
-        """Shapes of the trainer's parameters as `decode_params` gets them."""
+        From other devices they come in groups of layers, cast before: beside what is there for good
+        there is one group at a time, or one layer where that is larger.
+        """
+        if not self._elsewhere(params):
+            return self.decode_params(params)
+        stacked, layers = params[STACKED], []
+        for first, count in layer_ranges(whole_pieces({STACKED: stacked}, dtype), group_bytes):
+            near = jax.device_put(take_layers(stacked, first, count=count, dtype=dtype), self.whole)
+            layers += jax.block_until_ready(self.decode_layers(near, count))
+        rest = {name: x for name, x in params.items() if name != STACKED}
+        for piece in whole_pieces(rest, dtype):
+            (cast,) = take(rest, (piece,))
+            rest[piece.name] = jax.block_until_ready(jax.device_put(cast, self.whole))
+        return {**self.decode_rest(rest), STACKED: tuple(layers)}
+
+    def given(self, params: Params, dtype: jnp.dtype) -> Params:
+        """Shapes of the trainer's parameters, as if `decode_params` got them at once."""
         if not self._elsewhere(params):
             return params
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.whole), params
+            lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=self.whole), params
         )
 
     def _elsewhere(self, params: Params) -> bool:
@@ -266,11 +291,21 @@ def compiled(
     names = "batch", "kv_heads", None, None
     sharding = device.LayerCache(*(placement.sharding(x.shape, names) for x in layer))
     cache = (sharding,) * config.num_layers
+    weights = _weight_shardings(config, placement)
     return Compiled(
         whole,
         jit(
             bind(device.decode_params, config, dtype=dtype, fuse=not split),
-            out_shardings=_weight_shardings(config, placement) if split else whole,
+            out_shardings=weights if split else whole,
+        ),
+        jit(
+            bind(device.decode_layers, dtype=dtype, fuse=not split),
+            static_argnums=1,
+            out_shardings=weights[STACKED][0] if split else whole,
+        ),
+        jit(
+            bind(device.decode_rest, dtype=dtype),
+            out_shardings={n: s for n, s in weights.items() if n != STACKED} if split else whole,
         ),
         jit(
             bind(device.empty_cache, config, slots, dtype=dtype),
