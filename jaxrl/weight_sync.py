@@ -153,9 +153,7 @@ _take = jax.jit(_pieces, static_argnums=2)
 
 @functools.lru_cache(maxsize=8)
 def _take_everywhere(mesh: Mesh) -> Any:
-    return jax.jit(
-        _pieces, static_argnums=2, out_shardings=NamedSharding(mesh, PartitionSpec())
-    )
+    return jax.jit(_pieces, static_argnums=2, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def _piece(
@@ -238,7 +236,7 @@ class Assembly:
         whole = self.wholes.get(piece.name)
         fits = whole is not None and len(piece.starts) == len(piece.shape) == len(whole.shape)
         if not fits or not all(
-            0 <= start and 0 < size and start + size <= most
+            start >= 0 and size > 0 and start + size <= most
             for start, size, most in zip(piece.starts, piece.shape, whole.shape, strict=True)
         ):
             there = f"which has shape {whole.shape}" if whole else "which this model lacks"

@@ -52,6 +52,9 @@ LAYER_OF = {
     "staleness": "L3",
     "assemble": "L4",
     "assemble_remote": "L4",
+    "assemble_workers": "L4",
+    "rollout_worker": "L4",
+    "weight_sync": "L3",
     "batch_file": "L3",
     "eval_metrics": "L3",
     "evaluation": "L3",
@@ -84,8 +87,12 @@ MAY_IMPORT = {
     "L4": {"L0", "L1", "registry", "placement", "L2", "L3", "L4"},
     "L5": {"L0", "L1", "registry", "placement", "L2", "L3", "L4", "L5"},
 }
-# In a process where Ray is initialised, a registry asks the actor that shares it.
-UPWARD = {("function_registry", "jaxrl.cluster.registry_sync")}
+# In a process where Ray is initialised, a registry asks the actor that shares it, and rollout
+# workers are actors.
+UPWARD = {
+    ("function_registry", "jaxrl.cluster.registry_sync"),
+    ("assemble_workers", "jaxrl.cluster.rollout_worker.ray_workers"),
+}
 # The maths knows no framework but these.
 L1_PACKAGES = {"jax", "chex", "jaxrl", "typing"}
 

@@ -1,0 +1,88 @@
+"""Weights that a server of jaxrl's pulls from the trainer's process."""
+
+import asyncio
+
+import aiohttp
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxrl.rollout import weight_transfer
+from jaxrl.rollout.http_client import RemoteOptions
+from jaxrl.rollout.probe import Probe, make_score
+from jaxrl.rollout.protocol import Request, Sampling
+from jaxrl.rollout.remote import RemoteEngine, RemoteEngineError
+from jaxrl.rollout.weight_transfer import WeightTransfer
+from jaxrl.serve import make_server
+from tests.serving.conftest import model_folder, serve_config
+from tests.serving.test_remote_engine import MODEL, PARAMS, engine_of
+
+ASKED = [Request((3, 1, 4), ((1, 2), (1, 3)), Sampling(max_tokens=6, temperature=0.8))]
+GROUP_BYTES = 100_000  # of 505,344: six groups
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return model_folder(tmp_path_factory.mktemp("models") / "first", 0)
+
+
+@pytest.fixture
+def server(folder):
+    running = make_server(serve_config(folder, **{"serve.receive_weights": True}), one_device())
+    running.start()
+    yield running
+    running.stop()
+
+
+def one_device():
+    return jax.devices()[:1]
+
+
+def transferring(server, *, probes=True, recovery=300.0, poll=0.1):
+    return RemoteEngine(
+        [server.url.removesuffix("/v1")],
+        "native",
+        weights=WeightTransfer(jnp.float32, GROUP_BYTES),
+        probe=Probe(make_score(MODEL, jnp.float32, None, 16), MODEL.vocab_size, 1e-3)
+        if probes
+        else None,
+        options=RemoteOptions(timeout_seconds=300, recovery_seconds=recovery, poll_seconds=poll),
+    )
+
+
+def tokens(engine):
+    return [(c.tokens, c.log_probs, c.versions) for group in engine.generate(ASKED) for c in group]
+
+
+def test_samples_are_those_with_weights_from_a_folder(server, tmp_path_factory):
+    through_files = engine_of(server, server.limits.weights_root + "/weights", token=None)
+    through_files.update_weights(PARAMS, 5)
+    expected = tokens(through_files)
+    through_files.update_weights(jax.tree.map(jnp.zeros_like, PARAMS), 6)
+    through_files.close()
+    engine = transferring(server)
+    assert len(engine.source.publish(PARAMS, 5).groups) > 4
+    engine.update_weights(PARAMS, 5)
+    assert tokens(engine) == expected
+    engine.close()
+
+
+def test_other_bits_than_were_sent_are_refused_and_the_old_weights_stay(server, monkeypatch):
+    engine = transferring(server, recovery=2.0, poll=60.0)
+    engine.update_weights(PARAMS, 5)
+    expected = tokens(engine)
+    calls = []
+
+    def third_is_wrong(arrays):
+        calls.append(arrays)
+        return [n + (len(calls) == 3) for n in right(arrays)]
+
+    right = weight_transfer.sums
+    monkeypatch.setattr(weight_transfer, "sums", third_is_wrong)
+    new = jax.tree.map(lambda x: x + 1, PARAMS)
+    with pytest.raises(RemoteEngineError, match=r"group 2 of \d+ \(.*\) of version 6 came with oth"):
+        engine.update_weights(new, 6)
+    assert server.host.guests.version == 5
+    ours = server.host.generate(ASKED)
+    assert [(c.tokens, c.log_probs, c.versions) for g in ours for c in g] == expected
+    engine.close()
