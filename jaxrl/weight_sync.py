@@ -234,13 +234,16 @@ class Assembly:
 
     def _check(self, piece: Piece) -> Piece:
         whole = self.wholes.get(piece.name)
-        fits = whole is not None and len(piece.starts) == len(piece.shape) == len(whole.shape)
-        if not fits or not all(
-            start >= 0 and size > 0 and start + size <= most
-            for start, size, most in zip(piece.starts, piece.shape, whole.shape, strict=True)
+        if whole is None:
+            raise ValueError(f"{piece.name} is none of this model's arrays")
+        ranges = zip(piece.starts, piece.shape, whole.shape, strict=False)
+        ranks = {len(piece.starts), len(piece.shape), len(whole.shape)}
+        if len(ranks) > 1 or not all(
+            at >= 0 and n > 0 and at + n <= most for at, n, most in ranges
         ):
-            there = f"which has shape {whole.shape}" if whole else "which this model lacks"
-            raise ValueError(f"{piece} is not a part of {piece.name}, {there}")
+            raise ValueError(
+                f"{piece} is not a part of {piece.name}, which has shape {whole.shape}"
+            )
         if piece.dtype != whole.dtype:
             raise ValueError(f"{piece.name} comes as {piece.dtype}; here it is {whole.dtype}")
         return whole

@@ -181,14 +181,15 @@ def _check_started(config: TrainConfig) -> None:
     devices = engine.engine_devices
     if devices is None:
         return
-    workers = config.trainer.placement.rollout_num_nodes
-    started = engine.num_engines if engine.backend == "vllm" else workers
-    if len(devices) != started:
+    number, name = config.trainer.placement.rollout_num_nodes, "trainer.placement.rollout_num_nodes"
+    if engine.backend == "vllm":
+        number, name = engine.num_engines, "num_engines"
+    if len(devices) != number:
         problem = (
-            f"gives the devices of each server that is started; with backend={engine.backend!r}, "
-            f"num_engines={engine.num_engines} and trainer.placement.rollout_num_nodes={workers} "
+            f"gives the devices of each server that is started; with backend={engine.backend!r} "
+            f"and {name}={number} set {f'{number} of them' if number else None}"
         )
-        _fail("engine_devices", devices, problem + f"set {started or None} of them")
+        _fail("engine_devices", devices, problem)
 
 
 def _check_remote(config: TrainConfig) -> None:
