@@ -45,6 +45,7 @@ def worker_config(config: cfg.TrainConfig) -> dict[str, Any]:
     """
     placement, rows = config.trainer.placement, cfg.rows_at_once(config)
     engine, path = config.generator.inference_engine, config.trainer.policy.model.path
+    assert path is not None  # validated
     share = -(-min(engine.max_num_seqs, rows) // placement.rollout_num_nodes)
     generator = config.generator
     most = max(generator.n_samples_per_prompt, generator.eval_n_samples_per_prompt)
@@ -74,13 +75,9 @@ def worker_config(config: cfg.TrainConfig) -> dict[str, Any]:
         "trainer.placement.colocate_policy_ref": True,
         "trainer.ref.mesh": None,
         "trainer.critic.mesh": None,
-        **({"trainer.policy.model.path": str(Path(path).absolute())} if _is_folder(path) else {}),
+        "trainer.policy.model.path": str(Path(path).absolute()) if Path(path).is_dir() else path,
         **{f"trainer.policy.mesh.{axis}": size for axis, size in _MESH.items()},
         **{f"generator.inference_engine.{name}": value for name, value in own.items()},
         **{f"serve.{name}": value for name, value in serve.items()},
     }
     return cfg.get_config_as_dict(cfg.apply_overrides(config, changes))
-
-
-def _is_folder(path: str | None) -> bool:
-    return path is not None and Path(path).is_dir()

@@ -78,9 +78,13 @@ class Notice:
                 Piece(str(p["name"]), _ints(p["starts"]), _ints(p["shape"]), str(p["dtype"]))
                 for p in body["pieces"]
             )
-            numbers = (int(body[name]) for name in ("uuid", "version", "number", "count"))
-            given = str(body["address"]), *numbers, str(body["dtype"])
-            notice = cls(*given, pieces, list(_ints(body["checksums"])))
+            notice = cls(
+                str(body["address"]),
+                *_ints(body[name] for name in ("uuid", "version", "number", "count")),
+                dtype=str(body["dtype"]),
+                pieces=pieces,
+                checksums=list(_ints(body["checksums"])),
+            )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"a notice of weights without what belongs in it: {error!r}"
@@ -186,7 +190,7 @@ class _Coming:
     next: int = 0  # number of the group that must come
 
 
-def _wait(arrays: list[jax.Array], seconds: float) -> None:
+def _wait(arrays: list[Any], seconds: float) -> None:
     """Until they are there; a pull has no limit of its own, a peer that hangs would hang us."""
     deadline = time.monotonic() + seconds
     while not all(array.is_ready() for array in arrays):

@@ -83,7 +83,7 @@ class Programs:
     def load(self, params: Params) -> None:
         """Take over a copy of the trainer's parameters, from whatever devices they are on."""
         self.params = None  # two decode copies never live together
-        self.params = self.functions.load(params, self.dtype, self.group_bytes)
+        self.params = self.functions.load(params, self.group_bytes)
 
     def drop(self, *, weights: bool) -> None:
         """Free the cache, and the weights. Its length stays: programs are compiled for it."""
@@ -193,7 +193,7 @@ class Programs:
             rows: padding for all slots.
         """
         functions, self.length = self.functions, self.cache_length(longest)
-        params = functions.given(params, self.dtype)
+        params = functions.given(params)
         weights = functions.decode_params.eval_shape(params)
         cache = functions.empty.eval_shape(length=self.length)
         width, seen = list(self._prefill_shapes([prompt], rests))[-1]
@@ -240,6 +240,7 @@ class Compiled(NamedTuple):
     """The functions of `decode.py` for one architecture, placement and number of slots."""
 
     whole: Any  # sharding
+    dtype: jnp.dtype
     decode_params: Any
     decode_layers: Any
     decode_rest: Any
@@ -249,7 +250,7 @@ class Compiled(NamedTuple):
     prefill: Any
     decode: Any
 
-    def load(self, params: Params, dtype: jnp.dtype, group_bytes: int) -> Params:
+    def load(self, params: Params, group_bytes: int = GROUP_BYTES) -> Params:
         """The decode layout of the trainer's parameters, from whatever devices they are on.
 
         From other devices they come in groups of layers, cast before: beside what is there for good
@@ -257,7 +258,7 @@ class Compiled(NamedTuple):
         """
         if not self._elsewhere(params):
             return self.decode_params(params)
-        stacked, layers = params[STACKED], []
+        stacked, layers, dtype = params[STACKED], [], self.dtype
         for first, count in layer_ranges(whole_pieces({STACKED: stacked}, dtype), group_bytes):
             near = jax.device_put(take_layers(stacked, first, count=count, dtype=dtype), self.whole)
             layers += jax.block_until_ready(self.decode_layers(near, count))
@@ -267,12 +268,12 @@ class Compiled(NamedTuple):
             rest[piece.name] = jax.block_until_ready(jax.device_put(cast, self.whole))
         return {**self.decode_rest(rest), STACKED: tuple(layers)}
 
-    def given(self, params: Params, dtype: jnp.dtype) -> Params:
+    def given(self, params: Params) -> Params:
         """Shapes of the trainer's parameters, as if `decode_params` got them at once."""
         if not self._elsewhere(params):
             return params
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=self.whole), params
+            lambda x: jax.ShapeDtypeStruct(x.shape, self.dtype, sharding=self.whole), params
         )
 
     def _elsewhere(self, params: Params) -> bool:
@@ -294,6 +295,7 @@ def compiled(
     weights = _weight_shardings(config, placement)
     return Compiled(
         whole,
+        dtype,
         jit(
             bind(device.decode_params, config, dtype=dtype, fuse=not split),
             out_shardings=weights if split else whole,

@@ -80,7 +80,9 @@ def test_other_bits_than_were_sent_are_refused_and_the_old_weights_stay(server, 
     right = weight_transfer.sums
     monkeypatch.setattr(weight_transfer, "sums", third_is_wrong)
     new = jax.tree.map(lambda x: x + 1, PARAMS)
-    with pytest.raises(RemoteEngineError, match=r"group 2 of \d+ \(.*\) of version 6 came with oth"):
+    with pytest.raises(
+        RemoteEngineError, match=r"group 2 of \d+ \(.*\) of version 6 came with oth"
+    ):
         engine.update_weights(new, 6)
     assert server.host.guests.version == 5
     ours = server.host.generate(ASKED)
