@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.checksums import checksums
 from jaxrl.models.linear import Weight, is_adapted, merge
 from jaxrl.models.transformer import Params
+from jaxrl.parallel import by_process
 from jaxrl.types import Array
 
 GROUP_BYTES = 256 * 2**20
@@ -50,33 +52,48 @@ class Piece(NamedTuple):
 
 
 Group = tuple[Piece, ...]
+Arrays = Mapping[str, Any]  # by path
 
 
-def named(params: Params) -> dict[str, Any]:
+def named(params: Params) -> Arrays:
     """The arrays by their paths; a matrix and its adapter are one."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_adapted)
-    return {"/".join(key.key for key in path): leaf for path, leaf in leaves}
+    return _by_path(params, is_adapted)
 
 
-def whole_pieces(params: Params, dtype: Any) -> list[Piece]:
-    """Each array as one piece, in the dtype in which it travels; arrays or shapes."""
-    found = {n: x.w if is_adapted(x) else x for n, x in named(params).items()}
+def _by_path(tree: Any, is_leaf: Any = None) -> dict[str, Any]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def whole_pieces(arrays: Arrays, dtype: Any = None) -> list[Piece]:
+    """Each array as one piece, in the dtype in which it travels.
+
+    Args:
+        arrays: or shapes.
+        dtype: of the sampler; None = each as it is.
+    """
+
+    def cast(name: str, x: Any) -> Any:
+        keeps = dtype is None or name in NOT_CAST or not jnp.issubdtype(x.dtype, jnp.floating)
+        return x.dtype if keeps else dtype
+
+    found = {name: x.w if is_adapted(x) else x for name, x in arrays.items()}
     return [
-        Piece(n, (0,) * x.ndim, x.shape, str(jnp.dtype(x.dtype if n in NOT_CAST else dtype)))
-        for n, x in found.items()
+        Piece(name, (0,) * x.ndim, x.shape, str(jnp.dtype(cast(name, x))))
+        for name, x in found.items()
     ]
 
 
-def plan(params: Params, dtype: Any, group_bytes: int = GROUP_BYTES) -> list[Group]:
+def plan(whole: Sequence[Piece], group_bytes: int = GROUP_BYTES) -> list[Group]:
     """The pieces of each group; together every element of every array, once.
 
     Args:
-        params: arrays or shapes.
-        dtype: of the sampler.
+        whole: each array as one piece.
         group_bytes: most bytes of a group.
     """
-    whole = whole_pieces(params, dtype)
-    stacked = [piece for piece in whole if piece.name.startswith(f"{STACKED}/")]
+    stacked = [p for p in whole if p.name.startswith(f"{STACKED}/") and p.shape]
+    if len({p.shape[0] for p in stacked}) > 1:  # a flax module's, which has no such dim
+        stacked = []
     groups = list(_filled([p for p in whole if p not in stacked], group_bytes))
     for first, count in layer_ranges(stacked, group_bytes):
         some = [
@@ -125,46 +142,32 @@ def _cut(piece: Piece, group_bytes: int) -> Iterator[Piece]:
 # ---- where the parameters are
 
 
-def take(params: Params, group: Group, *, everywhere: bool = False) -> list[jax.Array]:
-    """The pieces of a group, cast, on the devices of the parameters.
+def take(arrays: Arrays, group: Group) -> list[jax.Array]:
+    """The pieces of a group, merged and cast, on the devices of the parameters, spread as they are.
 
-    Args:
-        everywhere: each device gets all of them, which all processes of the job must ask for
-            together; else they are spread as the parameters are.
+    Nothing is gathered for it, but the pieces of a dim that is itself spread.
     """
-    found = named(params)
-    weights = [found[piece.name] for piece in group]
-    starts = [piece.starts for piece in group]
-    shapes = tuple((p.shape, p.dtype, p.name.startswith(f"{STACKED}/")) for p in group)
-    if not everywhere:
-        return _take(weights, starts, shapes)
-    mesh = jax.tree.leaves(weights)[0].sharding.mesh
-    return _take_everywhere(mesh)(weights, starts, shapes)
+    weights = [arrays[piece.name] for piece in group]
+    return _take(
+        weights, [piece.starts for piece in group], tuple((p.shape, p.dtype) for p in group)
+    )
 
 
-def _pieces(weights: list[Weight], starts: list[Any], shapes: tuple) -> list[jax.Array]:
+@functools.partial(jax.jit, static_argnums=2)
+def _take(weights: list[Weight], starts: list[Any], kinds: tuple) -> list[jax.Array]:
     return [
-        _piece(weight, at, *kind) for weight, at, kind in zip(weights, starts, shapes, strict=True)
+        _piece(weight, at, *kind) for weight, at, kind in zip(weights, starts, kinds, strict=True)
     ]
 
 
-_take = jax.jit(_pieces, static_argnums=2)
-
-
-@functools.lru_cache(maxsize=8)
-def _take_everywhere(mesh: Mesh) -> Any:
-    return jax.jit(_pieces, static_argnums=2, out_shardings=NamedSharding(mesh, PartitionSpec()))
-
-
 def _piece(
-    weight: Weight, starts: Sequence[Array], shape: tuple[int, ...], dtype: str, stacked: bool
+    weight: Weight, starts: Sequence[Array], shape: tuple[int, ...], dtype: str
 ) -> jax.Array:
     """Layers are cut out first: what is merged and cast is no more than these."""
-    if stacked:
+    if shape and (not is_adapted(weight) or weight.scale.ndim):
         weight = some_layers(weight, starts[0], shape[0])
         starts = (0, *starts[1:])
-    array = merge(weight).astype(dtype)
-    return jax.lax.dynamic_slice(array, starts, shape)
+    return jax.lax.dynamic_slice(merge(weight).astype(dtype), starts, shape)
 
 
 def some_layers(stacked: Any, first: Array, count: int) -> Any:
@@ -218,19 +221,15 @@ class Assembly:
             self.missing -= math.prod(piece.shape)
         jax.block_until_ready([self._arrays[piece.name] for piece in group])
 
-    def finish(self, like: Params) -> Params:
-        """All arrays, in a tree as `like` has it.
+    def finish(self) -> dict[str, jax.Array]:
+        """All arrays by name, in the order of the pieces.
 
         Raises:
             ValueError: something is missing.
         """
         if self.missing:
             raise ValueError(f"{self.missing} elements of the weights have not come")
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: self._arrays["/".join(key.key for key in path)],
-            like,
-            is_leaf=is_adapted,
-        )
+        return {name: self._arrays[name] for name in self.wholes}
 
     def _check(self, piece: Piece) -> Piece:
         whole = self.wholes.get(piece.name)
@@ -253,7 +252,9 @@ class Assembly:
         if piece.name not in self._arrays:
             self._arrays[piece.name] = _empty(whole.shape, whole.dtype, sharding)
         there = self._arrays.pop(piece.name)
-        near = jax.device_put(array, _on_all(sharding))
+        near = array
+        if array.sharding.device_set != sharding.device_set:
+            near = jax.device_put(array, _on_all(sharding))
         self._arrays[piece.name] = _fill(sharding)(there, near, piece.starts)
 
 
@@ -276,40 +277,48 @@ def _fill(sharding: Any) -> Any:
 # ---- between the processes of a job
 
 
-def local_copy(
-    params: Params, local_mesh: Mesh, dtype: Any, group_bytes: int = GROUP_BYTES
-) -> Params:
-    """The parameters of a job of several processes, whole on the devices of this one.
+def local_copy(params: Any, dtype: Any = None, group_bytes: int = GROUP_BYTES) -> Any:
+    """Parameters that span processes, whole on the devices of each; others as they are.
 
-    All processes call it together. Each group is made whole on all devices by one collective, and
-    is kept spread over those of `local_mesh`: along the largest dim that they divide, but not that
-    of layers.
+    A collective. It moves one group at a time. Each array is spread over the devices of a process
+    along the largest dim that they divide, but that of layers.
 
     Args:
-        params: spread over all processes.
-        local_mesh: devices of this process.
-        dtype: of the sampler.
+        dtype: of the sampler; None = each array keeps its own, as with adapters, which are cast
+            when they are merged.
     """
-    pieces = whole_pieces(params, dtype)
-    shardings = {piece.name: _spread(piece, local_mesh) for piece in pieces}
-    assembly = Assembly(pieces, shardings)
-    for group in plan(params, dtype, group_bytes):
-        arrays = take(params, group, everywhere=True)
-        assembly.put(group, [_local(array, local_mesh) for array in arrays])
-    return assembly.finish(params)
+    if jax.process_count() == 1:
+        return params
+    if any(map(is_adapted, named(params).values())):
+        dtype = None
+    arrays, structure = _by_path(params), jax.tree.structure(params)
+    some = next(iter(arrays.values())).sharding.device_set
+    devices = np.array(by_process(sorted(some, key=lambda device: device.id)))
+    everywhere = Mesh(devices, ("process", "local"))
+    here = Mesh(devices[jax.process_index()], ("local",))
+    pieces = whole_pieces(arrays, dtype)
+    specs = {piece.name: _spread(piece, devices.shape[1]) for piece in pieces}
+    assembly = Assembly(pieces, {name: NamedSharding(here, spec) for name, spec in specs.items()})
+    for group in plan(pieces, group_bytes):
+        taken = zip(group, take(arrays, group), strict=True)
+        assembly.put(group, [_local(x, specs[p.name], everywhere, here) for p, x in taken])
+    return jax.tree.unflatten(structure, assembly.finish().values())
 
 
-def _spread(piece: Piece, mesh: Mesh) -> NamedSharding:
+def _spread(piece: Piece, number: int) -> PartitionSpec:
+    """Over so many devices."""
     dims = range(piece.name.startswith(f"{STACKED}/"), len(piece.shape))
-    fits = [dim for dim in dims if piece.shape[dim] % mesh.size == 0]
+    fits = [dim for dim in dims if piece.shape[dim] % number == 0]
     chosen = max(fits, key=lambda dim: piece.shape[dim], default=None)
-    axes = [mesh.axis_names if dim == chosen else None for dim in range(len(piece.shape))]
-    return NamedSharding(mesh, PartitionSpec(*axes))
+    return PartitionSpec(*("local" if dim == chosen else None for dim in range(len(piece.shape))))
 
 
-def _local(array: jax.Array, mesh: Mesh) -> jax.Array:
-    """What the devices of a mesh hold of an array that each device holds whole."""
-    held = {shard.device: shard.data for shard in array.addressable_shards}
-    whole = NamedSharding(mesh, PartitionSpec())
-    parts = [held[device] for device in mesh.devices.flat]
-    return jax.make_array_from_single_device_arrays(array.shape, whole, parts)
+def _local(piece: jax.Array, spec: PartitionSpec, everywhere: Mesh, here: Mesh) -> jax.Array:
+    """A piece, whole on the devices of this process; spread over them, if they divide it."""
+    sizes = zip(piece.shape, spec, strict=True)
+    if any(axis and size % here.size for size, axis in sizes):
+        spec = PartitionSpec()
+    shards = jax.device_put(piece, NamedSharding(everywhere, spec)).addressable_shards
+    return jax.make_array_from_single_device_arrays(
+        piece.shape, NamedSharding(here, spec), [shard.data for shard in shards]
+    )

@@ -126,7 +126,7 @@ class Incoming:
             TransferFailed: it did not come whole, or is not the next; begin with the first again.
         """
         if notice.number == 0:
-            pieces = whole_pieces(self.like, notice.dtype)
+            pieces = whole_pieces(named(self.like), notice.dtype)
             self._coming = _Coming(notice.version, Assembly(pieces, self.shardings))
         coming = self._coming
         if coming is None or (notice.version, notice.number) != (coming.version, coming.next):
@@ -137,12 +137,12 @@ class Incoming:
             coming.next += 1
             if coming.next < notice.count:
                 return None
-            params = coming.assembly.finish(self.like)
+            params = coming.assembly.finish()
         except BaseException:
             self._forget(coming)
             raise
         self._forget(coming)
-        return params
+        return jax.tree.unflatten(jax.tree.structure(self.like), params.values())
 
     def _forget(self, coming: "_Coming") -> None:
         if self._coming is coming:

@@ -27,6 +27,7 @@ from jaxrl.weight_sync import (
     GROUP_BYTES,
     STACKED,
     layer_ranges,
+    named,
     take,
     take_layers,
     whole_pieces,
@@ -259,7 +260,7 @@ class Compiled(NamedTuple):
         if not self._elsewhere(params):
             return self.decode_params(params)
         stacked, layers, dtype = params[STACKED], [], self.dtype
-        for first, count in layer_ranges(whole_pieces({STACKED: stacked}, dtype), group_bytes):
+        for first, count in layer_ranges(whole_pieces(named(stacked), dtype), group_bytes):
             near = jax.device_put(take_layers(stacked, first, count=count, dtype=dtype), self.whole)
             layers += jax.block_until_ready(self.decode_layers(near, count))
         rest = {name: x for name, x in params.items() if name != STACKED}

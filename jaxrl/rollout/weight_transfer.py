@@ -17,7 +17,7 @@ from jax.experimental import transfer
 from jaxrl.models.transformer import Params
 from jaxrl.rollout.http_client import Server, ServerError
 from jaxrl.rollout.incoming_weights import open_transfer
-from jaxrl.weight_sync import GROUP_BYTES, Group, plan, sums, take
+from jaxrl.weight_sync import GROUP_BYTES, Group, named, plan, sums, take, whole_pieces
 
 
 @dataclass
@@ -58,7 +58,7 @@ class WeightTransfer:
     def publish(self, params: Params, version: int) -> Offer:
         """Make a version the newest; nothing is moved yet."""
         self.release()
-        groups = plan(params, self.dtype, self.group_bytes)
+        groups = plan(whole_pieces(named(params), self.dtype), self.group_bytes)
         self._newest = Offer(version, params, groups)
         return self._newest
 
@@ -98,7 +98,7 @@ class WeightTransfer:
         if host not in self._ends:
             self._ends[host] = open_transfer(host)
         end, uuid = self._ends[host], secrets.randbits(62)
-        arrays = jax.device_put(take(params, group), jax.local_devices()[0])
+        arrays = jax.device_put(take(named(params), group), jax.local_devices()[0])
         body = {
             "address": end.address(),
             "uuid": uuid,

@@ -1,8 +1,6 @@
 """Weights that a server of jaxrl's pulls from the trainer's process."""
 
-import asyncio
 
-import aiohttp
 import jax
 import jax.numpy as jnp
 import pytest
