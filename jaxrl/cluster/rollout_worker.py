@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -69,6 +69,8 @@ class RayWorker:
         try:
             answer = asyncio.wrap_future(self.actor.ensure.remote().future())
             started, self.url = await answer
+        except RayTaskError as error:  # the actor lives; its server does not
+            raise ServerError(str(error), retryable=False) from error
         except RayError as error:
             self.stop()
             raise ServerError(f"a rollout worker died: {error}", broken=True) from error

@@ -164,6 +164,11 @@ def _check_transport(config: TrainConfig) -> None:
     if in_process(config):
         fix = "the engine is in this process, where nothing is transferred; set 'folder'"
         _fail("weight_transport", engine.weight_transport, fix)
+    if server_urls(config) == [engine.external_proxy_url]:
+        fix = (
+            "a router cannot pull for the servers behind it; name them as remote_urls, or 'folder'"
+        )
+        _fail("weight_transport", engine.weight_transport, fix)
 
 
 def _check_sampling_mask(config: TrainConfig) -> None:

@@ -243,7 +243,7 @@ class Compiled(NamedTuple):
     whole: Any  # sharding
     dtype: jnp.dtype
     decode_params: Any
-    decode_layers: Any
+    decode_layers: Any  # by their number
     decode_rest: Any
     empty: Any
     lengthen: Any
@@ -262,7 +262,7 @@ class Compiled(NamedTuple):
         stacked, layers, dtype = params[STACKED], [], self.dtype
         for first, count in layer_ranges(whole_pieces(named(stacked), dtype), group_bytes):
             near = jax.device_put(take_layers(stacked, first, count=count, dtype=dtype), self.whole)
-            layers += jax.block_until_ready(self.decode_layers(near, count))
+            layers += jax.block_until_ready(self.decode_layers(count)(near))
         rest = {name: x for name, x in params.items() if name != STACKED}
         for piece in whole_pieces(rest, dtype):
             (cast,) = take(rest, (piece,))
@@ -294,6 +294,12 @@ def compiled(
     sharding = device.LayerCache(*(placement.sharding(x.shape, names) for x in layer))
     cache = (sharding,) * config.num_layers
     weights = _weight_shardings(config, placement)
+
+    @functools.cache
+    def decode_layers(count: int) -> Any:
+        run = bind(device.decode_layers, count=count, dtype=dtype, fuse=not split)
+        return jit(run, out_shardings=weights[STACKED][:count] if split else whole)
+
     return Compiled(
         whole,
         dtype,
@@ -301,11 +307,7 @@ def compiled(
             bind(device.decode_params, config, dtype=dtype, fuse=not split),
             out_shardings=weights if split else whole,
         ),
-        jit(
-            bind(device.decode_layers, dtype=dtype, fuse=not split),
-            static_argnums=1,
-            out_shardings=weights[STACKED][0] if split else whole,
-        ),
+        decode_layers,
         jit(
             bind(device.decode_rest, dtype=dtype),
             out_shardings={n: s for n, s in weights.items() if n != STACKED} if split else whole,

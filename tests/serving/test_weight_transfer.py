@@ -1,12 +1,14 @@
 """Weights that a server of jaxrl's pulls from the trainer's process."""
 
+import re
 
+import httpx
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxrl.rollout import weight_transfer
-from jaxrl.rollout.http_client import RemoteOptions
+from jaxrl.rollout.http_client import RemoteOptions, Server
 from jaxrl.rollout.probe import Probe, make_score
 from jaxrl.rollout.protocol import Request, Sampling
 from jaxrl.rollout.remote import RemoteEngine, RemoteEngineError
@@ -86,3 +88,75 @@ def test_other_bits_than_were_sent_are_refused_and_the_old_weights_stay(server, 
     ours = server.host.generate(ASKED)
     assert [(c.tokens, c.log_probs, c.versions) for g in ours for c in g] == expected
     engine.close()
+
+
+def test_a_server_that_goes_in_the_middle_leaves_nothing_behind(server, monkeypatch):
+    engine = transferring(server, probes=False, recovery=1.0)
+    received = Server.receive
+
+    async def second_finds_nobody(self, group):
+        if group["number"] == 1:
+            server.stop()
+        await received(self, group)
+
+    monkeypatch.setattr(Server, "receive", second_finds_nobody)
+    with pytest.raises(RemoteEngineError, match="no server was ready for 1 s"):
+        engine.update_weights(PARAMS, 5)
+    assert engine.source._ends == {}  # and with them what was offered
+    engine.close()
+
+
+def test_a_server_that_comes_back_gets_the_weights_while_they_are_there(folder, server):
+    """Until the engine sleeps, or the trainer donates them; then it waits for the next."""
+    engine = transferring(server, probes=False, recovery=1.0)
+    params = jax.tree.map(jnp.copy, PARAMS)
+    engine.update_weights(params, 5)
+    expected = tokens(engine)
+    server.host.update_weights(jax.tree.map(jnp.zeros_like, PARAMS), 0)  # as if started again
+    engine._call(engine._bring(engine.servers[0]))
+    assert tokens(engine) == expected
+    server.host.update_weights(PARAMS, 0)
+    jax.tree.leaves(params)[-1].delete()  # as donation does
+    error = engine._call(engine._bring(engine.servers[0]))
+    assert "the trainer is at work on the next version" in str(error)
+    engine.update_weights(PARAMS, 6)
+    engine.sleep()
+    server.host.update_weights(PARAMS, 0)
+    error = engine._call(engine._bring(engine.servers[0]))
+    assert "the trainer is at work on the next version" in str(error)
+    engine.close()
+
+
+GROUP = {
+    "address": "127.0.0.1:1",
+    "uuid": 1,
+    "version": 3,
+    "number": 0,
+    "count": 1,
+    "dtype": "float32",
+    "pieces": [{"name": "embed", "starts": [0, 0], "shape": [1, 1], "dtype": "float32"}],
+    "checksums": [7],
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "said"),
+    [
+        ({"number": 3}, 502, r"group 3 of 1 \(embed\) of version 3 is not the next .*begin with 0"),
+        ({"pieces": None}, 400, "without what belongs in it"),
+        ({"dtype": "int8"}, 400, "dtype='int8'"),
+        ({"address": "nowhere"}, 502, "did not come from nowhere"),
+    ],
+)
+def test_what_is_no_notice_of_weights_is_refused(server, change, status, said):
+    answer = httpx.post(f"{server.url.removesuffix('/v1')}/receive_weights", json=GROUP | change)
+    assert answer.status_code == status
+    assert re.search(said, answer.json()["error"]["message"])
+    assert server.host.guests.version == 0
+
+
+def test_nothing_is_pulled_where_it_is_not_allowed(folder, server, monkeypatch):
+    monkeypatch.setattr(server.limits, "receive_weights", False)
+    answer = httpx.post(f"{server.url.removesuffix('/v1')}/receive_weights", json=GROUP)
+    assert answer.status_code == 403
+    assert "start with serve.receive_weights=true" in answer.json()["error"]["message"]
