@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
-from ray.util.placement_group import placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from jaxrl.rollout.http_client import ServerError
@@ -47,14 +47,15 @@ class RayWorker:
     """A `Host`: one actor, and another one in its place when it dies.
 
     Args:
-        options: of the actor, for Ray.
-        arguments: of it.
+        group: of placement, with those of the other workers.
+        bundle: its number there.
+        arguments: of the actor.
     """
 
-    def __init__(self, options: Mapping[str, Any], *arguments: Any) -> None:
+    def __init__(self, group: PlacementGroup, bundle: int, *arguments: Any) -> None:
         self.url = NOT_STARTED
         self.actor: Any = None
-        self._options, self._arguments = dict(options), arguments
+        self._group, self._bundle, self._arguments = group, bundle, arguments
 
     async def ensure(self, folder: Any) -> bool:
         """See `rollout.server_process.Host`.
@@ -65,22 +66,27 @@ class RayWorker:
         """
         del folder
         if self.actor is None:
-            self.actor = RolloutWorker.options(**self._options).remote(*self._arguments)
+            place = PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=self._bundle
+            )
+            actor = RolloutWorker.options(scheduling_strategy=place)
+            self.actor = actor.remote(*self._arguments)
         try:
             answer = asyncio.wrap_future(self.actor.ensure.remote().future())
             started, self.url = await answer
         except RayTaskError as error:  # the actor lives; its server does not
             raise ServerError(str(error), retryable=False) from error
         except RayError as error:
-            self.stop()
+            self.actor = None
             raise ServerError(f"a rollout worker died: {error}", broken=True) from error
         return started
 
     def stop(self) -> None:
-        """End actor and server."""
+        """End actor and server, and give the bundles back."""
         if self.actor is not None:
             ray.kill(self.actor)
             self.actor = None
+        remove_placement_group(self._group)
 
 
 def ray_workers(
@@ -90,15 +96,6 @@ def ray_workers(
     there are enough."""
     group = placement_group([{"CPU": 1}] * len(given), strategy="SPREAD")
     return [
-        RayWorker(
-            {
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                    group, placement_group_bundle_index=number
-                )
-            },
-            config,
-            folder,
-            environment,
-        )
+        RayWorker(group, number, config, folder, environment)
         for number, (folder, environment) in enumerate(given)
     ]

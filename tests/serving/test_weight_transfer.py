@@ -2,7 +2,6 @@
 
 import re
 
-import httpx
 import jax
 import jax.numpy as jnp
 import pytest
@@ -16,6 +15,7 @@ from jaxrl.rollout.weight_transfer import WeightTransfer
 from jaxrl.serve import make_server
 from tests.serving.conftest import model_folder, serve_config
 from tests.serving.test_remote_engine import MODEL, PARAMS, engine_of
+from tests.serving.test_server import ask
 
 ASKED = [Request((3, 1, 4), ((1, 2), (1, 3)), Sampling(max_tokens=6, temperature=0.8))]
 GROUP_BYTES = 100_000  # of 505,344: six groups
@@ -149,14 +149,14 @@ GROUP = {
     ],
 )
 def test_what_is_no_notice_of_weights_is_refused(server, change, status, said):
-    answer = httpx.post(f"{server.url.removesuffix('/v1')}/receive_weights", json=GROUP | change)
-    assert answer.status_code == status
-    assert re.search(said, answer.json()["error"]["message"])
+    answered, answer = ask(server, "/receive_weights", GROUP | change)
+    assert answered == status
+    assert re.search(said, answer["error"]["message"])
     assert server.host.guests.version == 0
 
 
 def test_nothing_is_pulled_where_it_is_not_allowed(folder, server, monkeypatch):
     monkeypatch.setattr(server.limits, "receive_weights", False)
-    answer = httpx.post(f"{server.url.removesuffix('/v1')}/receive_weights", json=GROUP)
-    assert answer.status_code == 403
-    assert "start with serve.receive_weights=true" in answer.json()["error"]["message"]
+    answered, answer = ask(server, "/receive_weights", GROUP)
+    assert answered == 403
+    assert "start with serve.receive_weights=true" in answer["error"]["message"]
