@@ -89,9 +89,10 @@ MAY_IMPORT = {
     "L5": {"L0", "L1", "registry", "placement", "L2", "L3", "L4", "L5"},
 }
 # In a process where Ray is initialised, a registry asks the actor that shares it, and rollout
-# workers are actors.
+# workers are actors. A run whose config asks for environments in Ray actors gets them there.
 UPWARD = {
     ("function_registry", "jaxrl.cluster.registry_sync"),
+    ("train", "jaxrl.cluster.environment_workers"),
     ("assemble_workers", "jaxrl.cluster.rollout_worker.ray_workers"),
 }
 # The maths knows no framework but these.
