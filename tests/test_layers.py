@@ -55,7 +55,6 @@ LAYER_OF = {
     "assemble_remote": "L4",
     "assemble_workers": "L4",
     "rollout_worker": "L4",
-    "weight_sync": "L3",
     "batch_file": "L3",
     "eval_metrics": "L3",
     "evaluation": "L3",

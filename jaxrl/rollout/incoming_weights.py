@@ -158,7 +158,7 @@ class Incoming:
             arrays = self._connect(notice.address).pull(notice.uuid, wanted)
             _wait(arrays, self.seconds)
             found = sums(arrays)
-        except (RuntimeError, TimeoutError) as error:  # JaxRuntimeError among them
+        except (RuntimeError, OSError) as error:  # JaxRuntimeError and TimeoutError among them
             self._connection = None
             raise TransferFailed(f"{notice} did not come from {notice.address}: {error}") from error
         if found != notice.checksums:

@@ -243,6 +243,7 @@ class Compiled(NamedTuple):
     whole: Any  # sharding
     dtype: jnp.dtype
     decode_params: Any
+    rest: Any  # shardings of what is not stacked
     decode_layers: Any  # by their number
     decode_rest: Any
     empty: Any
@@ -260,14 +261,23 @@ class Compiled(NamedTuple):
         if not self._elsewhere(params):
             return self.decode_params(params)
         stacked, layers, dtype = params[STACKED], [], self.dtype
+
+        def near(part: Any, sharding: Any) -> Any:
+            return jax.block_until_ready(jax.device_put(part, sharding))
+
         for first, count in layer_ranges(whole_pieces(named(stacked), dtype), group_bytes):
-            near = jax.device_put(take_layers(stacked, first, count=count, dtype=dtype), self.whole)
-            layers += jax.block_until_ready(self.decode_layers(count)(near))
+            # nothing keeps a name for what is on its way: the next group begins when it is gone
+            layers += jax.block_until_ready(
+                self.decode_layers(count)(
+                    near(take_layers(stacked, first, count=count, dtype=dtype), self.whole)
+                )
+            )
         rest = {name: x for name, x in params.items() if name != STACKED}
-        for piece in whole_pieces(rest, dtype):
-            (cast,) = take(rest, (piece,))
-            rest[piece.name] = jax.block_until_ready(jax.device_put(cast, self.whole))
-        return {**self.decode_rest(rest), STACKED: tuple(layers)}
+        moved = {
+            piece.name: near(take(rest, (piece,))[0], self.rest[piece.name])
+            for piece in whole_pieces(rest, dtype)
+        }
+        return {**self.decode_rest(moved), STACKED: tuple(layers)}
 
     def given(self, params: Params) -> Params:
         """Shapes of the trainer's parameters, as if `decode_params` got them at once."""
@@ -294,6 +304,7 @@ def compiled(
     sharding = device.LayerCache(*(placement.sharding(x.shape, names) for x in layer))
     cache = (sharding,) * config.num_layers
     weights = _weight_shardings(config, placement)
+    rest = {name: one if split else whole for name, one in weights.items() if name != STACKED}
 
     @functools.cache
     def decode_layers(count: int) -> Any:
@@ -307,11 +318,9 @@ def compiled(
             bind(device.decode_params, config, dtype=dtype, fuse=not split),
             out_shardings=weights if split else whole,
         ),
+        rest,
         decode_layers,
-        jit(
-            bind(device.decode_rest, dtype=dtype),
-            out_shardings={n: s for n, s in weights.items() if n != STACKED} if split else whole,
-        ),
+        jit(bind(device.decode_rest, dtype=dtype), donate_argnums=0, out_shardings=rest),
         jit(
             bind(device.empty_cache, config, slots, dtype=dtype),
             static_argnames="length",

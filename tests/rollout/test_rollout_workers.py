@@ -1,15 +1,21 @@
 """Runs whose samples come from workers that they start, and that die."""
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import jax
 import pytest
 
 from jaxrl import config as cfg
 from jaxrl.assemble_workers import worker_config
-from jaxrl.rollout.http_client import Server
+from jaxrl.rollout.http_client import Server, ServerError
+from jaxrl.rollout.own_server import OwnServer
 from jaxrl.train import BasePPOExp
 from tests.test_train import assert_bitwise_equal, small
 
@@ -89,3 +95,41 @@ def test_a_folder_brings_the_same_bits(undisturbed, tmp_path):
     through_files = {"generator.inference_engine.weight_transport": "folder"}
     trainer = trained(tmp_path, **through_files)
     assert_bitwise_equal(trainer.state.params, undisturbed.state.params)
+
+
+DRIVER = """
+import asyncio, json, pathlib, sys, time
+from jaxrl.rollout.own_server import OwnServer
+server = OwnServer(json.loads(pathlib.Path(sys.argv[1]).read_text()), pathlib.Path(sys.argv[2]))
+asyncio.run(server.ensure(None))
+print(server._process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow  # another process
+def test_a_worker_ends_with_a_driver_that_is_killed(tmp_path):
+    config = cfg.resolve(small(tmp_path, **WORKERS))
+    (tmp_path / "config.json").write_text(json.dumps(worker_config(config)))
+    command = [sys.executable, "-c", DRIVER, str(tmp_path / "config.json"), str(tmp_path / "w")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
+        worker = Path("/proc", driver.stdout.readline().strip())
+        assert worker.is_dir()
+        driver.kill()
+    deadline = time.monotonic() + 60
+    while worker.is_dir() and "State:\tZ" not in (worker / "status").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.slow  # another process
+def test_a_worker_that_cannot_start_says_why(tmp_path):
+    told = worker_config(cfg.resolve(small(tmp_path, **WORKERS)))
+    told["trainer"]["policy"]["model"]["path"] = str(tmp_path / "nothing")
+    server = OwnServer(told, tmp_path / "worker")
+    with pytest.raises(
+        ServerError, match=r"rollout server .* ended with status 2\. The end"
+    ) as why:
+        asyncio.run(server.ensure(None))
+    assert str(tmp_path / "nothing") in str(why.value).splitlines()[-1]
+    assert not why.value.retryable
