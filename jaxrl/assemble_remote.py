@@ -9,6 +9,7 @@ import jax
 
 from jaxrl import config as cfg
 from jaxrl.assemble import DTYPES, place_model
+from jaxrl.assemble_workers import rollout_workers
 from jaxrl.config.rollouts import server_urls
 from jaxrl.engines import model_writer, server_folder, weight_folder, weights_root
 from jaxrl.models.adapter import AdaptedModel
@@ -21,8 +22,11 @@ from jaxrl.rollout.http_client import RemoteOptions
 from jaxrl.rollout.probe import Probe, make_score
 from jaxrl.rollout.remote import RemoteEngine
 from jaxrl.rollout.served import ServedEngine
+from jaxrl.rollout.server_process import Host
 from jaxrl.rollout.vllm import VllmServer, lora_flags
 from jaxrl.rollout.weight_folder import AdapterFolder
+from jaxrl.rollout.weight_source import Source
+from jaxrl.rollout.weight_transfer import WeightTransfer
 
 PROBE_LENGTH = 8  # tokens of its prompt, and of its continuation
 
@@ -51,17 +55,16 @@ def assemble_remote_engine(
             f"{engine.run_engines_locally}: {model.name} has no Hugging Face form, in which "
             "weights go to other processes; set backend='native' and run_engines_locally=true"
         )
-    hosts = _vllm_servers(config) if engine.run_engines_locally else []
+    hosts, token = _hosts(config)
     adapters = cfg.sends_adapters(config)
-    folder = _adapter_folder if adapters else weight_folder
     return RemoteEngine(
         [host.url for host in hosts] or server_urls(config),
         "vllm_lora" if adapters else engine.backend,
-        weights=folder(config, model, tokenizer),
+        weights=_source(config, model, tokenizer),
         probe=_probe(config, model, mesh),
         hosts=hosts,
         proxy_url=engine.external_proxy_url,
-        options=_options(config),
+        options=_options(config, token),
     )
 
 
@@ -76,11 +79,30 @@ def served_engine(config: cfg.TrainConfig) -> ServedEngine:
     return ServedEngine(server_urls(config), backend, _options(config))
 
 
-def _options(config: cfg.TrainConfig) -> RemoteOptions:
+def _hosts(config: cfg.TrainConfig) -> tuple[list[Host], str | None]:
+    """What starts the servers, and their token if they get a new one; none: they run already."""
+    engine = config.generator.inference_engine
+    if not engine.run_engines_locally:
+        return [], None
+    return (
+        (list(_vllm_servers(config)), None) if engine.backend == "vllm" else rollout_workers(config)
+    )
+
+
+def _source(config: cfg.TrainConfig, model: TransformerConfig, tokenizer: Any) -> Source:
+    """The transport of the weights that the config names."""
+    engine = config.generator.inference_engine
+    if engine.weight_transport == "transfer":
+        return WeightTransfer(DTYPES[engine.model_dtype], cfg.group_bytes(config))
+    folder = _adapter_folder if cfg.sends_adapters(config) else weight_folder
+    return folder(config, model, tokenizer)
+
+
+def _options(config: cfg.TrainConfig, token: str | None = None) -> RemoteOptions:
     engine = config.generator.inference_engine
     return RemoteOptions(
         model=engine.served_model_name,
-        token=_token(engine.api_token_env),
+        token=token or _token(engine.api_token_env),
         timeout_seconds=engine.request_timeout_seconds,
         max_model_len=cfg.longest_row(config),
     )

@@ -84,6 +84,7 @@ def engine_of_run(
         max_model_len=cfg.longest_row(config),
         shrink=False if by_clock and repeats else None,
         decode_text=decode_text,
+        group_bytes=cfg.group_bytes(config),
         **options,
     )
 

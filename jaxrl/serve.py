@@ -24,6 +24,7 @@ from jaxrl.models import hf
 from jaxrl.models.transformer import TransformerConfig, abstract_params, logical_axes
 from jaxrl.parallel import make_mesh, param_shardings
 from jaxrl.rollout.conversation import sampling_of
+from jaxrl.rollout.incoming_weights import Incoming
 from jaxrl.rollout.protocol import Request, Sampling
 from jaxrl.serving.auth import read_token
 from jaxrl.serving.requests import ServedModel
@@ -80,14 +81,19 @@ def make_server(config: Any, devices: Sequence[Any] | None = None) -> Server:
         decode_text=tokenizer.decode,
         steps_per_dispatch=serve.steps_per_dispatch,
     )
-    load, folder = functools.partial(_load, config, model, mesh), hf.local_folder(path)
+    shardings = _shardings(config, model, mesh)
+    load, folder = functools.partial(_load, config, model, shardings), hf.local_folder(path)
     server = Server(
         engine,
         served_model(config, tokenizer, model.vocab_size, length),
         serve,
         host=settings.http_endpoint_host,
         port=settings.http_endpoint_port,
-        weights=(load, folder),
+        weights=(
+            load,
+            folder,
+            Incoming(abstract_params(model), shardings, serve.request_seconds),
+        ),
     )
     server.host.update_weights(load(folder), 0)
     server.host.warm_up([Request((0,) * (length - 1), ((0, 0),), Sampling(max_tokens=1))])
@@ -123,14 +129,14 @@ def serve_jetstream(config: Any, server: Server) -> Any:
         raise ValueError(f"serve.grpc_port={port}: {error}; choose another one") from error
 
 
-def _load(
-    config: cfg.TrainConfig,
-    model: TransformerConfig,
-    mesh: jax.sharding.Mesh,
-    folder: Path,
-) -> Any:
+def _shardings(config: cfg.TrainConfig, model: TransformerConfig, mesh: jax.sharding.Mesh) -> Any:
+    rules = place_model(config.trainer, model, mesh).rules
+    return param_shardings(mesh, logical_axes(model), abstract_params(model), rules)
+
+
+def _load(config: cfg.TrainConfig, model: TransformerConfig, shardings: Any, folder: Path) -> Any:
     """The parameters in a folder of the same architecture; `random_init` is of the policy's own."""
-    policy, rules = config.trainer.policy.model, place_model(config.trainer, model, mesh).rules
+    policy = config.trainer.policy.model
     own = policy.path is not None and folder == hf.local_folder(policy.path)
     return hf.load_or_init(
         folder,
@@ -138,7 +144,7 @@ def _load(
         overrides=cfg.model_overrides(config.trainer, config.trainer.policy),
         random_init=policy.random_init and own,
         seed=config.trainer.seed,
-        shardings=param_shardings(mesh, logical_axes(model), abstract_params(model), rules),
+        shardings=shardings,
     )
 
 

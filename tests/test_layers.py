@@ -53,6 +53,8 @@ LAYER_OF = {
     "weight_sync": "L3",
     "assemble": "L4",
     "assemble_remote": "L4",
+    "assemble_workers": "L4",
+    "rollout_worker": "L4",
     "batch_file": "L3",
     "eval_metrics": "L3",
     "evaluation": "L3",
@@ -85,11 +87,12 @@ MAY_IMPORT = {
     "L4": {"L0", "L1", "registry", "placement", "L2", "L3", "L4"},
     "L5": {"L0", "L1", "registry", "placement", "L2", "L3", "L4", "L5"},
 }
-# In a process where Ray is initialised, a registry asks the actor that shares it. A run whose
-# config asks for environments in Ray actors gets them there.
+# In a process where Ray is initialised, a registry asks the actor that shares it, and rollout
+# workers are actors. A run whose config asks for environments in Ray actors gets them there.
 UPWARD = {
     ("function_registry", "jaxrl.cluster.registry_sync"),
     ("train", "jaxrl.cluster.environment_workers"),
+    ("assemble_workers", "jaxrl.cluster.rollout_worker.ray_workers"),
 }
 # The maths knows no framework but these.
 L1_PACKAGES = {"jax", "chex", "jaxrl", "typing"}

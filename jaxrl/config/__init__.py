@@ -50,6 +50,7 @@ from jaxrl.config.placement import device_shares
 from jaxrl.config.recipe import default_config, load_config_file, to_train_config
 from jaxrl.config.rollouts import (
     check_engines,
+    group_bytes,
     in_process,
     longest_row,
     overlaps,
@@ -136,6 +137,7 @@ __all__ = [
     "batch_groups",
     "get_config_as_dict",
     "get_config_as_yaml_str",
+    "group_bytes",
     "in_process",
     "load_config_file",
     "longest_row",

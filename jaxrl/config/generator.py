@@ -53,8 +53,8 @@ class InferenceEngineConfig(BaseConfig):
     model_dtype: str = "float32"
     """Data type of the engine's weights: "float32" or "bfloat16"."""
     run_engines_locally: bool = True
-    """Engines in this process, or started by it (backend "vllm"); false = they run already, at
-    remote_urls."""
+    """Engines in this process, or started by it (backend "vllm", or rollout workers: see
+    trainer.placement.rollout_num_nodes); false = they run already, at remote_urls."""
     num_engines: int = 1
     """Number of engines."""
     backend: str = "native"
@@ -62,8 +62,11 @@ class InferenceEngineConfig(BaseConfig):
     "jetstream": an engine of JetStream's protocol, or JetStream servers."""
     weight_sync_backend: str = "nccl"
     """Transport of weights to the engine."""
+    weight_transport: str = "folder"
+    """How weights come to servers: "folder", through weights_folder; "transfer", from process to
+    process, with servers of jaxrl's own."""
     weight_transfer_threshold_cuda_ipc_GB: float = 1.0
-    """Size of the chunks of a weight transfer."""
+    """Most GB of weights that are on their way to an engine at a time."""
     tensor_parallel_size: int = 1
     """Devices of an engine that share each weight matrix."""
     pipeline_parallel_size: int = 1
@@ -121,8 +124,8 @@ class InferenceEngineConfig(BaseConfig):
     vllm_python: str | None = None
     """Interpreter that has vLLM, to start servers with; None = this one."""
     engine_devices: list[str] | None = None
-    """CUDA_VISIBLE_DEVICES of each vLLM server that is started, e.g. ["2,3", "4,5"]; None = as in
-    this process."""
+    """CUDA_VISIBLE_DEVICES of each server that is started, e.g. ["2,3", "4,5"]; None = as in this
+    process."""
     weights_folder: str | None = None
     """Where weights are written for remote engines, which must see it under the same path; None =
     "weights" in the run's folder."""

@@ -53,7 +53,13 @@ def longest_row(config: TrainConfig) -> int:
 def in_process(config: TrainConfig) -> bool:
     """Whether the engine shares this process and its devices."""
     engine = config.generator.inference_engine
-    return engine.run_engines_locally and engine.backend != "vllm"
+    started = engine.backend == "vllm" or config.trainer.placement.rollout_num_nodes > 0
+    return engine.run_engines_locally and not started
+
+
+def group_bytes(config: TrainConfig) -> int:
+    """Most bytes of weights that are on their way to an engine at a time."""
+    return int(config.generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB * 1e9)
 
 
 def sends_adapters(config: TrainConfig) -> bool:
@@ -86,6 +92,8 @@ def check_engines(config: TrainConfig, num_devices: int) -> None:
         _check_in_process(engine, num_devices)
     else:
         _check_sampling_mask(config)
+    _check_workers(config)
+    _check_transport(config)
     _warn_of_adapter_folder(config)
     if engine.backend == "jetstream":
         check_jetstream(config)
@@ -124,6 +132,45 @@ def _check_in_process(engine: InferenceEngineConfig, num_devices: int) -> None:
         _fail("pipeline_parallel_size", stages, "is for backend='vllm'; set it to 1")
 
 
+def _check_workers(config: TrainConfig) -> None:
+    """Rollout workers are jaxrl's own servers, and no part of the trainer's devices."""
+    placement, engine = config.trainer.placement, config.generator.inference_engine
+    number = placement.rollout_num_nodes
+    if number == 0:
+        return
+    problem = None
+    if number < 0:
+        problem = "is a number of hosts; 0 = sampling beside the trainer"
+    elif placement.colocate_all:
+        problem = "are hosts that only sample; set trainer.placement.colocate_all=false, or 0 hosts"
+    elif engine.backend != "native":
+        problem = f"runs jaxrl's own engine; set backend='native' (it is {engine.backend!r}), or 0"
+    elif not engine.run_engines_locally:
+        problem = "starts servers, and run_engines_locally=false names others; set it to true, or 0"
+    if problem:
+        fail("trainer.placement.rollout_num_nodes", number, problem)
+
+
+def _check_transport(config: TrainConfig) -> None:
+    engine = config.generator.inference_engine
+    if not group_bytes(config) > 0:
+        size = engine.weight_transfer_threshold_cuda_ipc_GB
+        _fail("weight_transfer_threshold_cuda_ipc_GB", size, "must be positive")
+    if engine.weight_transport == "folder":
+        return
+    if engine.backend != "native":
+        fix = f"backend={engine.backend!r} cannot pull weights from a process; set 'folder'"
+        _fail("weight_transport", engine.weight_transport, fix)
+    if in_process(config):
+        fix = "the engine is in this process, where nothing is transferred; set 'folder'"
+        _fail("weight_transport", engine.weight_transport, fix)
+    if server_urls(config) == [engine.external_proxy_url]:
+        fix = (
+            "a router cannot pull for the servers behind it; name them as remote_urls, or 'folder'"
+        )
+        _fail("weight_transport", engine.weight_transport, fix)
+
+
 def _check_sampling_mask(config: TrainConfig) -> None:
     generator = config.generator
     for name in ("sampling_params", "eval_sampling_params"):
@@ -145,13 +192,15 @@ def _check_started(config: TrainConfig) -> None:
     devices = engine.engine_devices
     if devices is None:
         return
-    if engine.backend != "vllm" or len(devices) != engine.num_engines:
+    number, name = config.trainer.placement.rollout_num_nodes, "trainer.placement.rollout_num_nodes"
+    if engine.backend == "vllm":
+        number, name = engine.num_engines, "num_engines"
+    if len(devices) != number:
         problem = (
-            f"gives the devices of each vLLM server that is started; with backend="
-            f"{engine.backend!r} and num_engines={engine.num_engines} "
+            f"gives the devices of each server that is started; with backend={engine.backend!r} "
+            f"and {name}={number} set {f'{number} of them' if number else None}"
         )
-        wanted = f"set {engine.num_engines} of them" if engine.backend == "vllm" else "set None"
-        _fail("engine_devices", devices, problem + wanted)
+        _fail("engine_devices", devices, problem)
 
 
 def _check_remote(config: TrainConfig) -> None:

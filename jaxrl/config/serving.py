@@ -29,6 +29,8 @@ class ServeConfig(BaseConfig):
     """File that holds the token, instead of the environment variable."""
     weights_root: str | None = None
     """Folder under which /update_weights may read; None = no update over HTTP."""
+    receive_weights: bool = False
+    """/receive_weights may pull weights from the address that a request names."""
     max_num_seqs: int = 32
     """Samples decoded together by `jaxrl.serve`, over all engines."""
     max_model_len: int | None = None

@@ -35,6 +35,9 @@ class PlacementConfig(BaseConfig):
     """Hosts of the reference model."""
     ref_num_gpus_per_node: int = 1
     """Devices of a reference model on its own."""
+    rollout_num_nodes: int = 0
+    """Hosts that only sample, with backend "native" and colocate_all=false: the run starts a
+    rollout worker on each. 0 = none."""
 
 
 @dataclass

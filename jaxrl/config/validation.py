@@ -54,6 +54,7 @@ _CHOICES = {
     ),
     "generator.inference_engine.backend": ("native", "vllm", "jetstream"),
     "generator.inference_engine.model_dtype": ("float32", "bfloat16"),
+    "generator.inference_engine.weight_transport": ("folder", "transfer"),
     "generator.chat_template.source": ("name", "file"),
     "generator.sampling_params.logprobs": (None, 0, 1),
     "generator.eval_sampling_params.logprobs": (None, 0, 1),

@@ -38,6 +38,7 @@ from jaxrl.rollout.kv_cache import (
 from jaxrl.rollout.protocol import Sampling
 from jaxrl.rollout.sampling import adjust, sample, top_tokens, uniforms
 from jaxrl.types import Array
+from jaxrl.weight_sync import NOT_CAST, STACKED
 
 
 @dataclass(frozen=True)
@@ -120,13 +121,25 @@ def decode_params(
 
     An unrolled loop over layers updates each cache in place, where a scan would restack them.
     """
-    cast = jax.tree.map(lambda x: x.astype(dtype), merge(params)) | {
-        "final_norm": params["final_norm"]
+    rest = {name: x for name, x in params.items() if name != STACKED}
+    return {
+        **decode_rest(rest, dtype),
+        STACKED: decode_layers(params[STACKED], config.num_layers, dtype, fuse=fuse),
     }
-    layers = [jax.tree.map(lambda x, i=i: x[i], cast["layers"]) for i in range(config.num_layers)]
-    head = cast["unembed"] if "unembed" in cast else cast["embed"].T
-    fused = tuple(fuse_projections(layer) if fuse else layer for layer in layers)
-    return {**cast, "layers": fused, "unembed": head}
+
+
+def decode_layers(stacked: Params, count: int, dtype: jnp.dtype, *, fuse: bool) -> tuple:
+    """The same of `count` stacked layers."""
+    cast = jax.tree.map(lambda x: x.astype(dtype), merge(stacked))
+    layers = [jax.tree.map(lambda x, i=i: x[i], cast) for i in range(count)]
+    return tuple(fuse_projections(layer) if fuse else layer for layer in layers)
+
+
+def decode_rest(params: Params, dtype: jnp.dtype) -> Params:
+    """The same of what is not stacked."""
+    whole = merge(params)
+    cast = {name: x if name in NOT_CAST else x.astype(dtype) for name, x in whole.items()}
+    return {**cast, "unembed": cast["unembed"] if "unembed" in cast else cast["embed"].T}
 
 
 def prefill(

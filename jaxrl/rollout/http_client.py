@@ -157,6 +157,16 @@ class Server:
         if self.dialect.adapters:
             self.model = name
 
+    async def receive(self, group: dict[str, Any]) -> None:
+        """Have it pull a group of weights, see `weight_transfer`; raises ServerError."""
+        await self._answer("POST", f"{self.url}/receive_weights", group)
+
+    def move(self, url: str) -> None:
+        """It runs at another address now."""
+        if self.samples_url == self.url:
+            self.samples_url = url.rstrip("/")
+        self.url = url.rstrip("/")
+
     async def look(self) -> int | None:
         """The version that it says it has, if it says one.
 

@@ -21,6 +21,7 @@ from jaxrl.rollout.programs import Programs, slots_that_fit
 from jaxrl.rollout.protocol import Request
 from jaxrl.rollout.sample_thread import SampleThread
 from jaxrl.rollout.slots import PADDING, Sample, SlotTable
+from jaxrl.weight_sync import GROUP_BYTES
 
 STOP_IDS = 4  # their number is rounded up to it, for few shapes
 ROW_SETTINGS = {  # fields of Sampling that are columns of Rows
@@ -50,6 +51,7 @@ class NativeEngine(SampleThread):
         shrink: blocks run over fewer rows when fewer are live, which changes the last bits; None =
             on one CPU device. False where samples join by the clock and bits must repeat.
         decode_text: token ids to text, for stop strings.
+        group_bytes: most bytes of new weights that are on their way from other devices at a time.
 
     Attributes:
         prefilled_tokens: computed so far, each time counted.
@@ -72,6 +74,7 @@ class NativeEngine(SampleThread):
         recompute_kv_on_update: bool = False,
         shrink: bool | None = None,
         decode_text: Callable[[Sequence[int]], str] | None = None,
+        group_bytes: int = GROUP_BYTES,
     ) -> None:
         super().__init__()
         for name, value in (
@@ -87,9 +90,8 @@ class NativeEngine(SampleThread):
         if max_model_len is not None:
             given = mesh, dtype, max_model_len, gpu_memory_utilization, device_memory
             slots = min(slots, slots_that_fit(config, *given))
-        self.programs = Programs(
-            config, mesh, slots, dtype=dtype, steps=steps_per_dispatch, shrink=shrink
-        )
+        programs = {"dtype": dtype, "steps": steps_per_dispatch, "shrink": shrink}
+        self.programs = Programs(config, mesh, slots, **programs, group_bytes=group_bytes)
         self.table = SlotTable(self.programs.slots, share_prefixes=enable_prefix_caching)
         self.prefilled_tokens = self.decoded_tokens = 0
         # what any request asked for so far; monotone, so that programs are compiled once

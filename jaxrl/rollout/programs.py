@@ -24,6 +24,15 @@ from jaxrl.parallel.rules import Placement, batch_devices
 from jaxrl.rollout import decode as device
 from jaxrl.rollout import kv_cache
 from jaxrl.types import Array
+from jaxrl.weight_sync import (
+    GROUP_BYTES,
+    STACKED,
+    layer_ranges,
+    named,
+    take,
+    take_layers,
+    whole_pieces,
+)
 
 LEAST_LENGTH = 64  # positions; fewer are not worth shapes of their own
 SHARES = (4, 2, 1)  # a block runs over a quarter, a half or all of the slots, or of their length
@@ -42,6 +51,7 @@ class Programs:
         mesh: slots are spread over its batch axes, heads and MLP over "tensor".
         shrink: blocks may run over fewer rows than slots; None = on one CPU device. On accelerators
             a block takes as long, and between devices slots would move.
+        group_bytes: most bytes that are on their way from other devices at a time.
     """
 
     def __init__(
@@ -53,6 +63,7 @@ class Programs:
         dtype: jnp.dtype,
         steps: int,
         shrink: bool | None,
+        group_bytes: int = GROUP_BYTES,
     ) -> None:
         # weights are whole but for the tensor axis: a step of decoding would gather them every time
         rules = ShardingRules(embed=None)
@@ -60,6 +71,7 @@ class Programs:
         platform, alone = placement.platform, placement.platform == "cpu" and mesh.size == 1
         self.config, self.steps, self.length = config, steps, 0
         self.placement, self.dtype = placement, jnp.dtype(dtype)
+        self.group_bytes = group_bytes
         self.row_multiple = batch_devices(mesh, rules)
         self.slots = round_up(slots, self.row_multiple)
         self.chunk_tokens, self.longest_chunk = PREFILL_TOKENS.get(platform, DEFAULT_PREFILL_TOKENS)
@@ -74,7 +86,7 @@ class Programs:
     def load(self, params: Params) -> None:
         """Take over a copy of the trainer's parameters, from whatever devices they are on."""
         self.params = None  # two decode copies never live together
-        self.params = self.functions.load(params)
+        self.params = self.functions.load(params, self.group_bytes)
 
     def drop(self, *, weights: bool) -> None:
         """Free the cache, and the weights. Its length stays: programs are compiled for it."""
@@ -232,25 +244,50 @@ class Compiled(NamedTuple):
     """The functions of `decode.py` and `kv_cache.py` for one architecture, placement, slots."""
 
     whole: Any  # sharding
+    dtype: jnp.dtype
     decode_params: Any
+    rest: Any  # shardings of what is not stacked
+    decode_layers: Any  # by their number
+    decode_rest: Any
     empty: Any
     lengthen: Any
     copy: Any
     prefill: Any
     decode: Any
 
-    def load(self, params: Params) -> Params:
-        """The decode layout of the trainer's parameters, from whatever devices they are on."""
-        if self._elsewhere(params):
-            params = jax.device_put(params, self.whole)
-        return self.decode_params(params)
+    def load(self, params: Params, group_bytes: int = GROUP_BYTES) -> Params:
+        """The decode layout of the trainer's parameters, from whatever devices they are on.
+
+        From other devices they come in groups of layers, cast before: beside what is there for good
+        there is one group at a time, or one layer where that is larger.
+        """
+        if not self._elsewhere(params):
+            return self.decode_params(params)
+        stacked, layers, dtype = params[STACKED], [], self.dtype
+
+        def near(part: Any, sharding: Any) -> Any:
+            return jax.block_until_ready(jax.device_put(part, sharding))
+
+        for first, count in layer_ranges(whole_pieces(named(stacked), dtype), group_bytes):
+            # nothing keeps a name for what is on its way: the next group begins when it is gone
+            layers += jax.block_until_ready(
+                self.decode_layers(count)(
+                    near(take_layers(stacked, first, count=count, dtype=dtype), self.whole)
+                )
+            )
+        rest = {name: x for name, x in params.items() if name != STACKED}
+        moved = {
+            piece.name: near(take(rest, (piece,))[0], self.rest[piece.name])
+            for piece in whole_pieces(rest, dtype)
+        }
+        return {**self.decode_rest(moved), STACKED: tuple(layers)}
 
     def given(self, params: Params) -> Params:
-        """Shapes of the trainer's parameters as `decode_params` gets them."""
+        """Shapes of the trainer's parameters, as if `decode_params` got them at once."""
         if not self._elsewhere(params):
             return params
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.whole), params
+            lambda x: jax.ShapeDtypeStruct(x.shape, self.dtype, sharding=self.whole), params
         )
 
     def _elsewhere(self, params: Params) -> bool:
@@ -269,12 +306,24 @@ def compiled(
     names = "batch", "kv_heads", None, None
     sharding = kv_cache.LayerCache(*(placement.sharding(x.shape, names) for x in layer))
     cache = (sharding,) * config.num_layers
+    weights = _weight_shardings(config, placement)
+    rest = {name: one if split else whole for name, one in weights.items() if name != STACKED}
+
+    @functools.cache
+    def decode_layers(count: int) -> Any:
+        run = bind(device.decode_layers, count=count, dtype=dtype, fuse=not split)
+        return jit(run, out_shardings=weights[STACKED][:count] if split else whole)
+
     return Compiled(
         whole,
+        dtype,
         jit(
             bind(device.decode_params, config, dtype=dtype, fuse=not split),
-            out_shardings=_weight_shardings(config, placement) if split else whole,
+            out_shardings=weights if split else whole,
         ),
+        rest,
+        decode_layers,
+        jit(bind(device.decode_rest, dtype=dtype), donate_argnums=0, out_shardings=rest),
         jit(
             bind(kv_cache.empty_cache, config, slots, dtype=dtype),
             static_argnames="length",

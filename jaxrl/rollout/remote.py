@@ -16,9 +16,7 @@ import secrets
 import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from jaxrl.models.transformer import Params
 from jaxrl.rollout.http_client import (
@@ -28,11 +26,12 @@ from jaxrl.rollout.http_client import (
     ServerError,
     open_session,
 )
-from jaxrl.rollout.probe import Expected, Probe, WeightMismatch
+from jaxrl.rollout.probe import Probe, WeightMismatch
 from jaxrl.rollout.protocol import Completion, Request
 from jaxrl.rollout.remote_job import Job, name_of
 from jaxrl.rollout.routes import Routes
-from jaxrl.rollout.weight_folder import WeightFolder
+from jaxrl.rollout.server_process import Host
+from jaxrl.rollout.weight_source import Source, Weights
 from jaxrl.rollout.wire import DIALECTS
 
 _log = logging.getLogger(__name__)
@@ -44,36 +43,13 @@ class RemoteEngineError(RuntimeError):
     """Servers did not do what was asked, however often; names server, request and last cause."""
 
 
-class Host(Protocol):
-    """What starts a server, and starts it again; see `vllm.VllmServer`."""
-
-    async def ensure(self, folder: Path) -> bool:
-        """Have it run; True if it had to be started, which it was with the weights of `folder`."""
-        ...
-
-    def stop(self) -> None:
-        """End it."""
-        ...
-
-
-@dataclass
-class Weights:
-    """The newest weights."""
-
-    folder: Path
-    version: int
-    params: Params | None  # only while `update_weights` runs
-    expected: list[Expected] = field(default_factory=list)  # of the probe
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-
 class RemoteEngine:
     """An `Engine` over HTTP servers.
 
     Args:
         urls: of the servers, e.g. ["http://10.0.0.2:8000"].
         dialect: a key of `wire.DIALECTS`.
-        weights: where new weights are written for them; None only in `ServedEngine`.
+        weights: how new weights come to them; None only in `ServedEngine`.
         probe: asked of every server after every update; None = servers are trusted.
         hosts: what starts each of the servers; none = they run already.
         proxy_url: of a router before them, which then chooses who samples.
@@ -88,7 +64,7 @@ class RemoteEngine:
         urls: Sequence[str],
         dialect: str,
         *,
-        weights: WeightFolder | None,
+        weights: Source | None,
         probe: Probe | None,
         hosts: Sequence[Host] = (),
         proxy_url: str | None = None,
@@ -97,7 +73,7 @@ class RemoteEngine:
         if not urls or dialect not in DIALECTS:
             raise ValueError(f"urls={list(urls)} and dialect={dialect!r} ({', '.join(DIALECTS)})")
         self.options = options or RemoteOptions()
-        self.dialect, self.folder, self.probe = DIALECTS[dialect], weights, probe
+        self.dialect, self.source, self.probe = DIALECTS[dialect], weights, probe
         self.servers = [Server(url, self.dialect, self.options, proxy_url) for url in urls]
         self.hosts = dict(zip(self.servers, hosts, strict=True)) if hosts else {}
         self._label = secrets.token_hex(4)  # vLLM's cache knows an adapter by name and folder
@@ -265,7 +241,7 @@ class RemoteEngine:
     # ---- weights
 
     def update_weights(self, params: Params, version: int) -> None:
-        """Write the parameters, have every server take them, and see that it has.
+        """Have every server take the parameters, and see that it has.
 
         Samples in flight go on with them. A server that is dead meanwhile gets them when it is
         back; if none is alive this waits for one.
@@ -274,10 +250,10 @@ class RemoteEngine:
             WeightMismatch: a server answers the probe otherwise than the trainer.
             RemoteEngineError: no server took them.
         """
-        assert self.folder is not None
-        folder = self.folder.publish(params, version)
-        self._call(self._update(Weights(folder, version, params)))
-        self.folder.keep_only(version, *self._versions_in_use())
+        assert self.source is not None
+        published = self.source.publish(params, version)
+        self._call(self._update(Weights(published, version, params)))
+        self.source.keep_only(version, *self._versions_in_use())
 
     def _versions_in_use(self) -> set[int | None]:
         """Of adapters: vLLM puts them aside when it has too many, and may read them again."""
@@ -294,7 +270,7 @@ class RemoteEngine:
             if isinstance(error, WeightMismatch):
                 raise error
             if error is not None and not error.retryable:
-                message = f"{server.url} does not take the weights of {weights.folder}: {error}"
+                message = f"{server.url} does not take the weights of {weights.source}: {error}"
                 raise RemoteEngineError(message) from error
         await self._wait_for_server()
         async with weights.lock:  # the caller may donate them once this returns
@@ -329,17 +305,20 @@ class RemoteEngine:
 
     async def _refresh(self, server: Server) -> None:
         weights = self._weights
-        assert weights is not None and self.folder is not None  # nobody is brought to none
-        host, first = self.hosts.get(server), self.folder.start(weights.folder)
-        started = host is not None and await host.ensure(first)
+        assert weights is not None and self.source is not None  # nobody is brought to none
+        host, first = self.hosts.get(server), self.source.start(weights.source)
+        started = False
+        if host is not None:
+            started = await host.ensure(first)
+            server.move(host.url)
         says = await server.look()
         if started:
             server.version, server.ready = None, False
         elif server.ready and says == server.version == weights.version:
             return
-        if not started or first != weights.folder:
+        if not started or first != weights.source:
             name = f"version-{weights.version}-{self._label}"
-            await server.load(str(weights.folder), weights.version, name)
+            await self.source.give(server, weights.source, weights.version, name)
         server.version = weights.version
         await self._verify(server, weights)
 
@@ -380,7 +359,9 @@ class RemoteEngine:
         return f"{len(self.servers)} {self.dialect.name} servers: {held}"
 
     def sleep(self) -> None:
-        """Nothing to do: the servers' memory is their own."""
+        """The servers' memory is their own; what is held for those that come back is let go."""
+        if self.source is not None:
+            self.source.release()
 
     def wake(self) -> None:
         """Nothing to do."""

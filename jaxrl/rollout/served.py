@@ -7,7 +7,8 @@ from typing import NoReturn
 
 from jaxrl.models.transformer import Params
 from jaxrl.rollout.http_client import RemoteOptions, Server, ServerError
-from jaxrl.rollout.remote import RemoteEngine, Weights
+from jaxrl.rollout.remote import RemoteEngine
+from jaxrl.rollout.weight_source import Weights
 
 
 class ServedEngine(RemoteEngine):

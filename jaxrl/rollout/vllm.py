@@ -3,34 +3,20 @@
 import asyncio
 import json
 import os
-import signal
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxrl.rollout.http_client import ServerError
+from jaxrl.rollout.server_process import LOOPBACK, POLL_SECONDS, ServerProcess, free_port
 
-HOST = "127.0.0.1"
 MODULE = "vllm.entrypoints.openai.api_server"
-TAIL_LINES = 30
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of --max-lora-rank
-POLL_SECONDS, STOP_SECONDS = 0.5, 15.0
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
 
 
 @dataclass
-class VllmServer:
+class VllmServer(ServerProcess):
     """One server process; it loads the weights that are newest when it starts.
 
     Attributes:
@@ -48,12 +34,13 @@ class VllmServer:
     devices: str | None = None
     start_seconds: float = 1200.0
     port: int = field(default_factory=free_port)
-    _process: "subprocess.Popen[bytes] | None" = field(default=None, repr=False)
+
+    kind = "vLLM"
 
     @property
     def url(self) -> str:
         """Its address."""
-        return f"http://{HOST}:{self.port}"
+        return f"http://{LOOPBACK}:{self.port}"
 
     def command(self, folder: Path) -> list[str]:
         """The command line that serves the weights of a folder.
@@ -63,7 +50,7 @@ class VllmServer:
         """
         fixed = {
             "model": str(folder),
-            "host": HOST,
+            "host": LOOPBACK,
             "port": self.port,
             "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm",
@@ -76,10 +63,8 @@ class VllmServer:
         Raises:
             ServerError: it ended, or does not answer; with the end of its log.
         """
-        if self._process is not None and self._process.poll() is None:
+        if self.runs:
             return False
-        self.stop()  # what it started may have outlived it
-        self.log.parent.mkdir(parents=True, exist_ok=True)
         # the calls that load adapters, or weights (/collective_rpc)
         calls = (
             "ALLOW_RUNTIME_LORA_UPDATING" if self.flags.get("enable_lora") else "SERVER_DEV_MODE"
@@ -87,50 +72,8 @@ class VllmServer:
         environment = {**os.environ, f"VLLM_{calls}": "1"}
         if self.devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self.devices
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self.command(folder),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,  # it has processes of its own: they end together
-            )
-        await self._answers(self._process)
+        await self._start(self.command(folder), environment, lambda: _healthy(self.port))
         return True
-
-    async def _answers(self, process: "subprocess.Popen[bytes]") -> None:
-        deadline = time.monotonic() + self.start_seconds
-        while not await _healthy(self.port):
-            status = process.poll()
-            if status is not None:
-                raise self._failure(f"ended with status {status}")
-            if time.monotonic() > deadline:
-                self.stop()
-                raise self._failure(f"did not answer within {self.start_seconds:g} s")
-            await asyncio.sleep(POLL_SECONDS)
-
-    def _failure(self, what: str) -> ServerError:
-        tail = self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-        command = " ".join(self._process.args) if self._process else ""  # type: ignore[arg-type]
-        text = "\n".join(tail)
-        return ServerError(
-            f"the vLLM server `{command}` {what}. The end of its log {self.log}:\n{text}",
-            retryable=False,
-        )
-
-    def stop(self) -> None:
-        """End it, and the processes that it started."""
-        process = self._process
-        if process is None:
-            return
-        for kind in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(process.pid, kind)
-                process.wait(STOP_SECONDS)
-            except (ProcessLookupError, PermissionError):  # none is left
-                return
-            except subprocess.TimeoutExpired:
-                continue
 
 
 def lora_flags(rank: int) -> dict[str, Any]:
@@ -171,7 +114,7 @@ async def _healthy(port: int) -> bool:
     """Whether GET /health gives 200."""
     try:
         async with asyncio.timeout(POLL_SECONDS * 10):
-            reader, writer = await asyncio.open_connection(HOST, port)
+            reader, writer = await asyncio.open_connection(LOOPBACK, port)
             writer.write(b"GET /health HTTP/1.0\r\nHost: localhost\r\n\r\n")
             status = (await reader.readline()).split()
             writer.close()

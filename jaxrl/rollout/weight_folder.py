@@ -5,8 +5,12 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxrl.models.transformer import Params
+
+if TYPE_CHECKING:
+    from jaxrl.rollout.http_client import Server
 
 Write = Callable[[Params, Path], None]  # makes a whole folder, or none
 
@@ -32,6 +36,17 @@ class WeightFolder:
     def start(self, newest: Path) -> Path:
         """What a server is started from."""
         return newest
+
+    async def give(self, server: "Server", newest: Path, version: int, name: str) -> None:
+        """Have a server read a version; raises ServerError.
+
+        Args:
+            name: of an adapter.
+        """
+        await server.load(str(newest), version, name)
+
+    def release(self) -> None:
+        """Nothing to do: the parameters are not held."""
 
     def keep_only(self, *versions: int | None) -> None:
         """Delete the other versions; a file that cannot be deleted is left."""

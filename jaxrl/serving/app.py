@@ -9,6 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
+from jaxrl.rollout.incoming_weights import Notice
 from jaxrl.rollout.protocol import Completion
 from jaxrl.serving.auth import Guard
 from jaxrl.serving.errors import ApiError, parse_json
@@ -246,6 +247,7 @@ class ControlRoutes:
             web.post("/sleep", self.sleep),
             web.post("/wake_up", self.wake_up),
             web.post("/update_weights", self.update_weights),
+            web.post("/receive_weights", self.receive_weights),
         ]
 
     async def pause(self, request: web.Request) -> web.Response:
@@ -283,6 +285,17 @@ class ControlRoutes:
         fields.end()
         number = await self.control.update_weights(path, version)
         return web.json_response({"status": "updated", "version": number})
+
+    async def receive_weights(self, request: web.Request) -> web.Response:
+        """POST /receive_weights: a group that can be pulled, see `weight_transfer.Notice`."""
+        body = parse_json(await request.read())
+        try:
+            notice = Notice.read(body)
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
+        last = await self.control.receive_weights(notice)
+        status = {"status": "updated" if last else "received", "version": self.control.version}
+        return web.json_response(status)
 
 
 class SampleStream:

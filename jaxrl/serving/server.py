@@ -29,8 +29,8 @@ class Server:
         served: its model.
         limits: of requests, and where the token is.
         host, port: to listen on; port 0 = any that is free.
-        weights: function that reads the parameters in a folder, and the folder that the engine's
-            come from; None: the routes that change the engine are not there.
+        weights: function that reads the parameters in a folder, the folder that the engine's come
+            from, and what pulls parameters; None: the routes that change the engine are not there.
 
     Attributes:
         host: the engine for its owner.
@@ -48,7 +48,7 @@ class Server:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        weights: tuple[Any, Path] | None = None,
+        weights: tuple[Any, Path, Any] | None = None,
     ) -> None:
         self.host, self.served, self.limits = HostEngine(engine), served, limits
         self.sessions = Sessions(limits.max_sessions, limits.session_seconds)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config import ServeConfig
+from jaxrl.rollout.incoming_weights import Incoming, Notice, TransferFailed
 from jaxrl.rollout.submissions import Submissions
 from jaxrl.serving.errors import ApiError
 from jaxrl.serving.prometheus import Measures
@@ -129,13 +130,20 @@ class Control:
         service: of the same engine.
         host: the engine.
         load: reads the parameters in a model folder.
-        folder: of the weights that the engine has.
+        folder: of the weights that the engine has; None = they came from no folder.
+        incoming: pulls weights from the trainer's process.
     """
 
     def __init__(
-        self, service: Service, host: HostEngine, load: Callable[[Path], Any], folder: Path
+        self,
+        service: Service,
+        host: HostEngine,
+        load: Callable[[Path], Any],
+        folder: Path,
+        incoming: Incoming,
     ) -> None:
-        self.service, self.host, self.load, self.folder = service, host, load, folder
+        self.service, self.host, self.load, self.incoming = service, host, load, incoming
+        self.folder: Path | None = folder
         self.version, self.paused = 0, False
         self._alone = asyncio.Lock()
 
@@ -166,6 +174,8 @@ class Control:
     async def wake(self) -> None:
         """Undo `sleep`: read the weights again."""
         async with self._alone:
+            if self.folder is None:
+                raise ApiError(409, "the weights came from no folder; send them again")
             await self._update(self.folder, self.version)
 
     async def update_weights(self, path: str, version: int | None) -> int:
@@ -183,11 +193,39 @@ class Control:
             await self._update(folder, number)
             return number
 
+    async def receive_weights(self, notice: Notice) -> bool:
+        """Pull a group; with the last one the engine has the new weights, whatever runs goes on.
+
+        Returns:
+            Whether it was the last.
+
+        Raises:
+            ApiError: 403, 400 or 502; the engine goes on with the weights that it had.
+        """
+        if not self.service.limits.receive_weights:
+            message = "no weights are pulled here; start with serve.receive_weights=true"
+            raise ApiError(403, message)
+        async with self._alone:
+            try:
+                params = await asyncio.to_thread(self.incoming.receive, notice)
+            except ValueError as error:
+                raise ApiError(400, f"{notice}: {error}", param="pieces") from error
+            except TransferFailed as error:
+                raise ApiError(502, str(error), code="transfer_failed") from error
+            if params is None:
+                return False
+            await asyncio.to_thread(self.host.update_weights, params, notice.version)
+            self._now(None, notice.version)
+            return True
+
     async def _update(self, folder: Path, version: int) -> None:
         try:
             params = await asyncio.to_thread(self.load, folder)
         except (ValueError, OSError) as error:
             raise ApiError(400, f"path: {error}", param="path") from error
         await asyncio.to_thread(self.host.update_weights, params, version)
+        self._now(folder, version)
+
+    def _now(self, folder: Path | None, version: int) -> None:
         self.folder, self.version = folder, version
         self.service.measures.version.set(version)

@@ -26,6 +26,7 @@ from benchmarks import (
     serve,
     staleness,
     train_step,
+    weight_sync,
 )
 from benchmarks.grpo_step import make_workload, skewed_lengths
 from jaxrl.losses import LOSSES
@@ -68,6 +69,7 @@ def run(benchmark, tmp_path, capsys, *flags):
         serve,
         staleness,
         train_step,
+        weight_sync,
     ],
 )
 def test_help(benchmark_module, capsys):
@@ -299,3 +301,12 @@ def test_overhead(tmp_path, capsys):
     assert "3 pairs" in printed
     assert len(report["rows"]) == 3
     assert all(min(row.values()) > 0 for row in report["rows"])
+
+
+@pytest.mark.slow  # another process
+def test_weight_sync(tmp_path, capsys):
+    printed, report = run(weight_sync, tmp_path, capsys)
+    names = [row["transport"] for row in report["rows"]]
+    assert names[0] == "transfer, groups of 0.02 MiB" and names[-1] == "bound: memory"
+    assert all(name in printed for name in names)
+    assert all(row["seconds"] > 0 for row in report["rows"])

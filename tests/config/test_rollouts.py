@@ -10,11 +10,14 @@ DATA = {"data.train_data": ["d.parquet"]}
 URLS = ["http://a:1", "http://b:1"]
 
 
-def config_of(**engine):
+def config_of(*, workers=0, **engine):
     fields = {f"generator.inference_engine.{name}": value for name, value in engine.items()}
     mask = fields.pop("generator.inference_engine.mask", None)
     sampling = {} if mask is None else {"generator.sampling_params.keep_sampling_mask": True}
     more = {} if mask is None else {"generator.sampling_params.top_k": mask}
+    if workers:
+        more["trainer.placement.rollout_num_nodes"] = workers
+        more["trainer.placement.colocate_all"] = False
     return TrainConfig.from_cli_overrides({**MODEL, **DATA, **fields, **sampling, **more})
 
 
@@ -27,6 +30,11 @@ def config_of(**engine):
         ({"run_engines_locally": False, "remote_urls": URLS}, URLS),
         ({"run_engines_locally": False, "backend": "vllm", "external_server_urls": URLS}, URLS),
         ({"run_engines_locally": False, "external_proxy_url": URLS[0]}, URLS[:1]),
+        (
+            {"run_engines_locally": False, "remote_urls": URLS, "weight_transport": "transfer"},
+            URLS,
+        ),
+        ({"workers": 2, "weight_transport": "transfer", "engine_devices": ["0", "1"]}, []),
     ],
 )
 def test_engines_in_other_processes(engine, urls):
@@ -62,6 +70,37 @@ def test_engines_in_other_processes(engine, urls):
         (
             {"backend": "vllm", "num_engines": 2, "engine_devices": ["0"]},
             r"engine_devices=\['0'\]: .*num_engines=2 set 2 of them",
+        ),
+        (
+            {"weight_transport": "transfer"},
+            "weight_transport='transfer': the engine is in this proc",
+        ),
+        (
+            {"backend": "vllm", "weight_transport": "transfer"},
+            "weight_transport='transfer': backend='vllm' cannot pull weights .*set 'folder'",
+        ),
+        (
+            {
+                "run_engines_locally": False,
+                "external_proxy_url": URLS[0],
+                "weight_transport": "transfer",
+            },
+            "weight_transport='transfer': a router cannot pull",
+        ),
+        ({"weight_transport": "files"}, "weight_transport='files': must be 'folder' or 'transfer'"),
+        (
+            {"weight_transfer_threshold_cuda_ipc_GB": 0.0},
+            "weight_transfer_threshold_cuda_ipc_GB=0.0: must be positive",
+        ),
+        ({"workers": -1}, "rollout_num_nodes=-1: is a number of hosts"),
+        ({"workers": 2, "backend": "vllm"}, "rollout_num_nodes=2: runs jaxrl's own .*'vllm'"),
+        (
+            {"workers": 2, "run_engines_locally": False, "remote_urls": URLS},
+            "rollout_num_nodes=2: starts servers, and run_engines_locally=false names others",
+        ),
+        (
+            {"workers": 2, "engine_devices": ["0"]},
+            r"engine_devices=\['0'\]: .*trainer.placement.rollout_num_nodes=2 set 2 of them",
         ),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: is for backend='vllm'"),
         ({"backend": "vllm", "mask": 4}, "keep_sampling_mask=True: is not sent over HTTP"),
@@ -101,3 +140,11 @@ def test_a_folder_for_adapters_that_nobody_reads_is_warned_of():
     with pytest.warns(UserWarning, match=said):
         validate(config, 8)
     assert not sends_adapters(config)
+
+
+def test_workers_are_not_colocated():
+    config = TrainConfig.from_cli_overrides(
+        {**MODEL, **DATA, "trainer.placement.rollout_num_nodes": 2}
+    )
+    with pytest.raises(ValueError, match="rollout_num_nodes=2: are hosts that only sample; set"):
+        validate(config, 8)

@@ -47,6 +47,7 @@ OUR_FIELDS = {
     "trainer.ref.mesh",
     "trainer.critic.mesh",
     "trainer.sharding_rules",
+    "trainer.placement.rollout_num_nodes",
     "trainer.algorithm.policy_loss_kwargs",
     "trainer.algorithm.advantage_kwargs",
     "trainer.algorithm.zero_variance_filter_tol",
@@ -89,6 +90,7 @@ OUR_FIELDS = {
             "probe_bound",
             "request_timeout_seconds",
             "api_token_env",
+            "weight_transport",
         )
     ),
     *(f"sft.{field.name}" for field in dataclasses.fields(jaxrl.config.SFTConfig)),

@@ -8,7 +8,20 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxrl
-from jaxrl.parallel import agree, fetch, gather, is_first, make_mesh, put, share, start_processes
+from jaxrl.models.hf import load_config
+from jaxrl.models.transformer import abstract_params, init_params, logical_axes
+from jaxrl.parallel import (
+    ShardingRules,
+    agree,
+    fetch,
+    gather,
+    is_first,
+    make_mesh,
+    param_shardings,
+    put,
+    share,
+    start_processes,
+)
 from jaxrl.parallel.processes import CHUNK, FIRST
 from jaxrl.weight_sync import local_copy
 
@@ -51,4 +64,16 @@ copy = local_copy(arrays)
 assert copy["rows"].is_fully_addressable
 assert copy["rows"].sharding.device_set == set(jax.local_devices())
 jax.tree.map(np.testing.assert_array_equal, jax.device_get(copy), host)
+
+# a model, in groups that cut every array, cast
+model = load_config("configs/tiny_char_model")
+alone = init_params(model, 0)
+shardings = param_shardings(mesh, logical_axes(model), abstract_params(model), ShardingRules())
+spread = put(jax.device_get(alone), shardings)
+copy = local_copy(spread, jax.numpy.bfloat16, 5000)
+assert copy["final_norm"].dtype == np.float32
+for ours, wanted in zip(jax.tree.leaves(copy), jax.tree.leaves(alone), strict=True):
+    assert ours.sharding.device_set == set(jax.local_devices())
+    np.testing.assert_array_equal(jax.device_get(ours), wanted.astype(ours.dtype))
+assert copy["layers"]["w_up"].addressable_shards[0].data.size * 2 == copy["layers"]["w_up"].size
 print("all checked")

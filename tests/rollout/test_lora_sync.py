@@ -42,6 +42,10 @@ class LocalHost:
     def __init__(self, server):
         self.server, self.folders = server, []
 
+    @property
+    def url(self):
+        return self.server.url
+
     async def ensure(self, folder):
         if self.server.thread.is_alive() and self.folders:
             return False

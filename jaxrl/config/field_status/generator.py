@@ -36,7 +36,7 @@ ROWS = (
     implemented(
         _ENGINE,
         "recompute_kv_on_update vllm_python engine_devices weights_folder probe_bound "
-        "request_timeout_seconds api_token_env",
+        "request_timeout_seconds api_token_env weight_transport",
         NEW,
         skyrl_only=False,
     ),
@@ -51,8 +51,13 @@ ROWS = (
     ),
     inert(
         _ENGINE,
-        "weight_sync_backend weight_transfer_threshold_cuda_ipc_GB override_existing_update_group",
-        "weights are shared in one process, and go through a folder to others",
+        "weight_sync_backend override_existing_update_group",
+        "weights are shared in one process; to others see weight_transport",
+    ),
+    mapped(
+        _ENGINE,
+        "weight_transfer_threshold_cuda_ipc_GB",
+        "size of the groups in which weights go to other devices and processes",
     ),
     inert(
         _ENGINE,
@@ -103,9 +108,9 @@ ROWS = (
     implemented("sft", "max_length overlong train_on_what", NEW, skyrl_only=False),
     implemented(
         "serve",
-        "grpc_port token_env token_file weights_root max_num_seqs max_model_len steps_per_dispatch "
-        "max_body_bytes max_samples max_samples_per_request request_seconds max_sessions "
-        "session_seconds",
+        "grpc_port token_env token_file weights_root receive_weights max_num_seqs max_model_len "
+        "steps_per_dispatch max_body_bytes max_samples max_samples_per_request request_seconds "
+        "max_sessions session_seconds",
         NEW,
         skyrl_only=False,
     ),

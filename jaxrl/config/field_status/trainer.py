@@ -8,6 +8,7 @@ ROWS = (
         "colocate_all",
         "of engines in this process; servers are never colocated",
     ),
+    implemented("trainer.placement", "rollout_num_nodes", NEW, skyrl_only=False),
     implemented("trainer.placement", "colocate_policy_ref", "also with colocate_all"),
     planned(
         "trainer.placement",

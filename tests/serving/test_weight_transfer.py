@@ -1,0 +1,162 @@
+"""Weights that a server of jaxrl's pulls from the trainer's process."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxrl.rollout import weight_transfer
+from jaxrl.rollout.http_client import RemoteOptions, Server
+from jaxrl.rollout.probe import Probe, make_score
+from jaxrl.rollout.protocol import Request, Sampling
+from jaxrl.rollout.remote import RemoteEngine, RemoteEngineError
+from jaxrl.rollout.weight_transfer import WeightTransfer
+from jaxrl.serve import make_server
+from tests.serving.conftest import model_folder, serve_config
+from tests.serving.test_remote_engine import MODEL, PARAMS, engine_of
+from tests.serving.test_server import ask
+
+ASKED = [Request((3, 1, 4), ((1, 2), (1, 3)), Sampling(max_tokens=6, temperature=0.8))]
+GROUP_BYTES = 100_000  # of 505,344: six groups
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return model_folder(tmp_path_factory.mktemp("models") / "first", 0)
+
+
+@pytest.fixture
+def server(folder):
+    running = make_server(serve_config(folder, **{"serve.receive_weights": True}), one_device())
+    running.start()
+    yield running
+    running.stop()
+
+
+def one_device():
+    return jax.devices()[:1]
+
+
+def transferring(server, *, probes=True, recovery=300.0, poll=0.1):
+    return RemoteEngine(
+        [server.url.removesuffix("/v1")],
+        "native",
+        weights=WeightTransfer(jnp.float32, GROUP_BYTES),
+        probe=Probe(make_score(MODEL, jnp.float32, None, 16), MODEL.vocab_size, 1e-3)
+        if probes
+        else None,
+        options=RemoteOptions(timeout_seconds=300, recovery_seconds=recovery, poll_seconds=poll),
+    )
+
+
+def tokens(engine):
+    return [(c.tokens, c.log_probs, c.versions) for group in engine.generate(ASKED) for c in group]
+
+
+def test_samples_are_those_with_weights_from_a_folder(server, tmp_path_factory):
+    through_files = engine_of(server, server.limits.weights_root + "/weights", token=None)
+    through_files.update_weights(PARAMS, 5)
+    expected = tokens(through_files)
+    through_files.update_weights(jax.tree.map(jnp.zeros_like, PARAMS), 6)
+    through_files.close()
+    engine = transferring(server)
+    assert len(engine.source.publish(PARAMS, 5).groups) > 4
+    engine.update_weights(PARAMS, 5)
+    assert tokens(engine) == expected
+    engine.close()
+
+
+def test_other_bits_than_were_sent_are_refused_and_the_old_weights_stay(server, monkeypatch):
+    engine = transferring(server, recovery=2.0, poll=60.0)
+    engine.update_weights(PARAMS, 5)
+    expected = tokens(engine)
+    calls = []
+
+    def third_is_wrong(arrays):
+        calls.append(arrays)
+        return [n + (len(calls) == 3) for n in right(arrays)]
+
+    right = weight_transfer.sums
+    monkeypatch.setattr(weight_transfer, "sums", third_is_wrong)
+    new = jax.tree.map(lambda x: x + 1, PARAMS)
+    with pytest.raises(
+        RemoteEngineError, match=r"group 2 of \d+ \(.*\) of version 6 came with oth"
+    ):
+        engine.update_weights(new, 6)
+    assert server.host.guests.version == 5
+    ours = server.host.generate(ASKED)
+    assert [(c.tokens, c.log_probs, c.versions) for g in ours for c in g] == expected
+    engine.close()
+
+
+def test_a_server_that_goes_in_the_middle_leaves_nothing_behind(server, monkeypatch):
+    engine = transferring(server, probes=False, recovery=1.0)
+    received = Server.receive
+
+    async def second_finds_nobody(self, group):
+        if group["number"] == 1:
+            server.stop()
+        await received(self, group)
+
+    monkeypatch.setattr(Server, "receive", second_finds_nobody)
+    with pytest.raises(RemoteEngineError, match="no server was ready for 1 s"):
+        engine.update_weights(PARAMS, 5)
+    assert engine.source._ends == {}  # and with them what was offered
+    engine.close()
+
+
+def test_a_server_that_comes_back_gets_the_weights_while_they_are_there(folder, server):
+    """Until the engine sleeps, or the trainer donates them; then it waits for the next."""
+    engine = transferring(server, probes=False, recovery=1.0)
+    params = jax.tree.map(jnp.copy, PARAMS)
+    engine.update_weights(params, 5)
+    expected = tokens(engine)
+    server.host.update_weights(jax.tree.map(jnp.zeros_like, PARAMS), 0)  # as if started again
+    engine._call(engine._bring(engine.servers[0]))
+    assert tokens(engine) == expected
+    server.host.update_weights(PARAMS, 0)
+    jax.tree.leaves(params)[-1].delete()  # as donation does
+    error = engine._call(engine._bring(engine.servers[0]))
+    assert "the trainer is at work on the next version" in str(error)
+    engine.update_weights(PARAMS, 6)
+    engine.sleep()
+    server.host.update_weights(PARAMS, 0)
+    error = engine._call(engine._bring(engine.servers[0]))
+    assert "the trainer is at work on the next version" in str(error)
+    engine.close()
+
+
+GROUP = {
+    "address": "127.0.0.1:1",
+    "uuid": 1,
+    "version": 3,
+    "number": 0,
+    "count": 1,
+    "dtype": "float32",
+    "pieces": [{"name": "embed", "starts": [0, 0], "shape": [1, 1], "dtype": "float32"}],
+    "checksums": [7],
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "said"),
+    [
+        ({"number": 3}, 502, r"group 3 of 1 \(embed\) of version 3 is not the next .*begin with 0"),
+        ({"pieces": None}, 400, "without what belongs in it"),
+        ({"dtype": "int8"}, 400, "dtype='int8'"),
+        ({"address": "nowhere"}, 502, "did not come from nowhere"),
+    ],
+)
+def test_what_is_no_notice_of_weights_is_refused(server, change, status, said):
+    answered, answer = ask(server, "/receive_weights", GROUP | change)
+    assert answered == status
+    assert re.search(said, answer["error"]["message"])
+    assert server.host.guests.version == 0
+
+
+def test_nothing_is_pulled_where_it_is_not_allowed(folder, server, monkeypatch):
+    monkeypatch.setattr(server.limits, "receive_weights", False)
+    answered, answer = ask(server, "/receive_weights", GROUP)
+    assert answered == 403
+    assert "start with serve.receive_weights=true" in answer["error"]["message"]
