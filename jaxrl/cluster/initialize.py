@@ -5,9 +5,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import ray
-from ray import cloudpickle
-
+from jaxrl.cluster.ray_import import ray
 from jaxrl.user_functions import user_modules
 
 # Settings of the run, the same on every host; nothing secret, Ray's dashboard shows them.
@@ -39,7 +37,7 @@ def initialize_ray(config: Any, **options: Any) -> None:
     train_config = to_train_config(config)
     for config_class in _classes(train_config):  # one of a recipe: workers cannot import that
         for module in user_modules(config_class):
-            cloudpickle.register_pickle_by_value(module)
+            ray.cloudpickle.register_pickle_by_value(module)
     register_configured_functions(train_config.trainer.algorithm)
     sync_registries()
 
