@@ -50,6 +50,7 @@ LAYER_OF = {
     "compare": "L4",
     "anchors": "L4",
     "staleness": "L3",
+    "weight_sync": "L3",
     "assemble": "L4",
     "assemble_remote": "L4",
     "batch_file": "L3",

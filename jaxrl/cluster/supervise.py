@@ -16,7 +16,7 @@ from typing import Protocol
 from jaxrl.cluster.host import Report
 from jaxrl.files import as_path
 
-DONE, ALARM, REFUSED, CRASHED, NOT_JOINED = 0, 1, 2, 70, 75  # exit statuses of jaxrl.train
+DONE, ALARM, REFUSED, CRASHED = 0, 1, 2, 70  # exit statuses of jaxrl.train
 FINAL = (DONE, ALARM, REFUSED)  # of a process; another attempt would end in the same way
 LOST = -1  # status of a process whose host does not answer any more
 POLL_SECONDS, GRACE_SECONDS, MOST_BACKOFF_SECONDS = 1.0, 10.0, 300.0
@@ -211,8 +211,6 @@ def _outcome(first: Report | None) -> tuple[int, str]:
         ended = "was lost with its host"
     elif first.status > 128:
         ended = f"was killed by signal {first.status - 128}"
-    elif first.status == NOT_JOINED:
-        ended = "could not join the others"
     return first.status, f"process {first.index} {ended}"
 
 

@@ -15,6 +15,7 @@ from jaxrl.checksums import checksums
 from jaxrl.files import as_path
 from jaxrl.ledger.database import FILE, Ledger
 from jaxrl.ledger.rollout_file import rollouts_path, to_arrays, write_rollouts
+from jaxrl.parallel import ProcessError, agree, is_first
 from jaxrl.types import GeneratorOutput, Prompt, TrainBatch
 
 _FAILED = ("env_error", "abort")  # stop reasons of trajectories from which nothing is learnt
@@ -39,6 +40,8 @@ class Taken(NamedTuple):
 class Books:
     """Of one trainer, which may be called from several threads; records nothing before `begin`.
 
+    Of the processes of a job the first alone has a ledger.
+
     Args:
         trainer: has config, train_prompts, samples, steps_per_epoch and the state.
     """
@@ -60,6 +63,8 @@ class Books:
         Raises:
             LedgerError: see `Ledger`.
         """
+        if not is_first():
+            return
         trainer, settings = self.trainer, self.trainer.config.trainer
         timeout = settings.ledger.lock_timeout_seconds
         saved = (trainer.checkpointer.restored_meta or {}).get("ledger")
@@ -170,13 +175,16 @@ class Books:
         Raises:
             ValueError: it has rows that are none of these.
         """
-        if self.ledger is None or self._taken is None or batch is None:
+        if batch is None:
+            return
+        settings = self.trainer.config.trainer.ledger
+        recorded = settings.record_checksums and (self.ledger or not is_first())
+        numbers = self._checksums(batch) if recorded else "{}"
+        if self.ledger is None or self._taken is None:
             return
         taken, self._taken = self._taken, None
         reasons = _reasons(taken, batch, self._skipped)
         self.ledger.add("ends", [(number, step, reason) for number, reason in reasons.items()])
-        settings = self.trainer.config.trainer.ledger
-        numbers = self._checksums(batch) if settings.record_checksums else "{}"
 
         def make() -> tuple[Any, ...]:
             if taken.arrays is None:
@@ -204,7 +212,21 @@ class Books:
             self.ledger = None
 
     def _checksums(self, batch: TrainBatch) -> str:
-        return json.dumps(step_checksums(batch, self.trainer.state))
+        """As JSON; a collective, the processes have parts of the state, and each the whole batch.
+
+        Raises:
+            ProcessError: they have not computed the same.
+        """
+        found = step_checksums(batch, self.trainer.state)
+        first = agree(found)
+        if different := [name for name in first if found.get(name) != first[name]]:
+            raise ProcessError(
+                f"process {jax.process_index()} has other bits than process 0 in {different[0]} "
+                f"and {len(different) - 1} more arrays: one of them computes wrongly, or user code "
+                "depends on the process; nothing of this step is saved, resume with "
+                "trainer.resume_mode=latest"
+            )
+        return json.dumps(found)
 
 
 def step_checksums(batch: TrainBatch, state: Any) -> dict[str, int]:
