@@ -25,7 +25,7 @@ class Start(NamedTuple):
         log: file that gets what it prints, at its end.
         heading: line of the log before that.
         stdin: what it can read.
-        folder: to work in; None = that of the host.
+        folder: to work in, where the host has it; None = that of the host.
     """
 
     index: int
@@ -63,7 +63,7 @@ class Child:
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
                 env={**kept, "PYTHONUNBUFFERED": "1", **changed},
-                cwd=start.folder,
+                cwd=start.folder if start.folder and os.path.isdir(start.folder) else None,
                 pass_fds=[theirs],
                 start_new_session=True,  # Ctrl-C at the terminal is the launcher's alone
             )

@@ -77,9 +77,9 @@ def share_of_devices(environment: Mapping[str, str], place: int, count: int) -> 
 
 
 def host_devices(flags: str) -> int:
-    """Devices of a CPU process by its XLA_FLAGS."""
+    """Devices that XLA_FLAGS make of a CPU; 0 where they say nothing: one for each process."""
     found = _HOST_DEVICES.search(flags)
-    return int(found[1]) if found else 1
+    return int(found[1]) if found else 0
 
 
 def _gpus(environment: Mapping[str, str]) -> list[str]:

@@ -1,7 +1,11 @@
-"""Ray, which only runs on a Ray cluster need."""
+"""Ray, which only what runs on a Ray cluster needs."""
 
 try:
     import ray
+    import ray.cloudpickle
+    import ray.exceptions
+    import ray.util.placement_group
+    import ray.util.scheduling_strategies
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("jaxrl.cluster needs Ray: pip install 'jaxrl[ray]'") from error
 
