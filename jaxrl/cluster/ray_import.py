@@ -4,7 +4,6 @@ try:
     import ray
     import ray.cloudpickle
     import ray.exceptions
-    import ray.util.placement_group
     import ray.util.scheduling_strategies
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("jaxrl.cluster needs Ray: pip install 'jaxrl[ray]'") from error

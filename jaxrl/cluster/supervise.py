@@ -20,6 +20,7 @@ DONE, ALARM, REFUSED, CRASHED = 0, 1, 2, 70  # exit statuses of jaxrl.train
 FINAL = (DONE, ALARM, REFUSED)  # of a process; another attempt would end in the same way
 LOST = -1  # status of a process whose host does not answer any more
 POLL_SECONDS, GRACE_SECONDS, MOST_BACKOFF_SECONDS = 1.0, 10.0, 300.0
+SETTLE_SECONDS = 3.0  # for others to say why, once one has ended
 STEP_PREFIX = "global_step_"  # of jaxrl.checkpoint, which imports jax
 
 
@@ -174,14 +175,11 @@ def _attempt(
     running, first = set(labels), None
     try:
         while running and first is None:
-            for report in attempt.poll(POLL_SECONDS):
-                console.show(report)
-                if report.status is not None:
-                    running.discard(report.index)
-                    if report.status != DONE:
-                        first = first or report
+            for report in _news(attempt, console, running):
+                if report.status not in (None, DONE):
+                    first = first or report
         if first is not None:
-            first = _settled(attempt, console, first)
+            first = _settled(attempt, console, running, first)
         return _outcome(first)
     except Interrupted as interrupt:
         _say(f"signal {interrupt.args[0]}: ending all processes")
@@ -191,15 +189,23 @@ def _attempt(
         attempt.stop()
 
 
-def _settled(attempt: Attempt, console: Console, first: Report) -> Report:
+def _settled(attempt: Attempt, console: Console, running: set[int], first: Report) -> Report:
     """The report that decides: a refusal of another process explains a crash of the first."""
-    deadline = time.monotonic() + POLL_SECONDS
-    while first.status not in FINAL and time.monotonic() < deadline:
-        for report in attempt.poll(POLL_SECONDS / 4):
-            console.show(report)
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while running and first.status not in FINAL and time.monotonic() < deadline:
+        for report in _news(attempt, console, running):
             if report.status in (ALARM, REFUSED):
                 first = report
     return first
+
+
+def _news(attempt: Attempt, console: Console, running: set[int]) -> Iterator[Report]:
+    """What there is, shown; processes that ended run no more."""
+    for report in attempt.poll(POLL_SECONDS):
+        console.show(report)
+        if report.status is not None:
+            running.discard(report.index)
+        yield report
 
 
 def _outcome(first: Report | None) -> tuple[int, str]:
@@ -220,10 +226,7 @@ def _end_gently(attempt: Attempt, console: Console, running: set[int], number: i
     with contextlib.suppress(Interrupted):
         attempt.signal(number)
         while running and time.monotonic() < deadline:
-            for report in attempt.poll(POLL_SECONDS):
-                console.show(report)
-                if report.status is not None:
-                    running.discard(report.index)
+            list(_news(attempt, console, running))
 
 
 @contextlib.contextmanager
