@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,9 +15,6 @@ from jaxrl.metrics import outcome, score_metrics, timed
 from jaxrl.parallel import is_first
 from jaxrl.rollout.step_wise import last_steps
 from jaxrl.types import GeneratorOutput, Prompt
-
-if TYPE_CHECKING:
-    from jaxrl.trainer import Trainer
 
 Rows = list[dict[str, Any]]
 
@@ -58,8 +55,12 @@ def evaluate(
     return metrics, rows
 
 
-def evaluate_policy(trainer: "Trainer", step: int) -> dict[str, float]:
-    """Score a trainer's evaluation prompts, see `evaluate`; the answers go to their files."""
+def evaluate_policy(trainer: Any, step: int) -> dict[str, float]:
+    """Score a trainer's evaluation prompts, see `evaluate`; the answers go to their files.
+
+    Args:
+        trainer: has config, tokenizer, eval_prompts, metrics and `sample_now`.
+    """
     config = trainer.config
     params = config.generator.eval_sampling_params
     if not trainer.eval_prompts or params is None:

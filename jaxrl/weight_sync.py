@@ -35,5 +35,6 @@ def _local(leaf: jax.Array) -> jax.Array:
 
 def _split_first(leaf: jax.Array) -> list[int]:
     """The dims of a leaf, those that are split already before the others: less has to move."""
+    assert isinstance(leaf.sharding, NamedSharding)
     split = leaf.sharding.spec
     return sorted(range(leaf.ndim), key=lambda d: d >= len(split) or split[d] is None)

@@ -15,7 +15,7 @@ from jaxrl.checksums import checksums
 from jaxrl.files import as_path
 from jaxrl.ledger.database import FILE, Ledger
 from jaxrl.ledger.rollout_file import rollouts_path, to_arrays, write_rollouts
-from jaxrl.parallel import ProcessError, agree, is_first
+from jaxrl.parallel import ProcessError, agree, gather, is_first
 from jaxrl.types import GeneratorOutput, Prompt, TrainBatch
 
 _FAILED = ("env_error", "abort")  # stop reasons of trajectories from which nothing is learnt
@@ -219,13 +219,15 @@ class Books:
         """
         found = step_checksums(batch, self.trainer.state)
         first = agree(found)
-        if different := [name for name in first if found.get(name) != first[name]]:
-            raise ProcessError(
-                f"process {jax.process_index()} has other bits than process 0 in {different[0]} "
-                f"and {len(different) - 1} more arrays: one of them computes wrongly, or user code "
-                "depends on the process; nothing of this step is saved, resume with "
-                "trainer.resume_mode=latest"
-            )
+        others = gather([name for name in first if found.get(name) != first[name]])
+        for process, different in enumerate(others):
+            if different:
+                raise ProcessError(
+                    f"process {process} has other bits than process 0 in {different[0]} and "
+                    f"{len(different) - 1} more arrays: one of them computes wrongly, or user code "
+                    "depends on the process. Nothing of this step is saved: mend that, and resume "
+                    "with trainer.resume_mode=latest"
+                )
         return json.dumps(found)
 
 
@@ -240,7 +242,8 @@ def step_checksums(batch: TrainBatch, state: Any) -> dict[str, int]:
 
 def machine_of(mesh: jax.sharding.Mesh) -> dict[str, Any]:
     """Where bits come from beside the state and the batch."""
-    return {
+    processes = {"processes": jax.process_count()} if jax.process_count() > 1 else {}
+    return processes | {
         "platform": jax.default_backend(),
         "device": mesh.devices.flat[0].device_kind,
         "devices": len(jax.devices()),

@@ -15,11 +15,14 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 import jaxrl
 
@@ -172,6 +175,11 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
+def record_folder(folder: Path) -> Path:
+    """Where this process writes what each has of its own, in the folder of a run."""
+    return folder if is_first() else folder / "processes" / str(jax.process_index())
+
+
 def gather(value: T) -> list[T]:
     """The value of every process, in their order; a collective.
 
@@ -199,9 +207,9 @@ def _padded(data: np.ndarray, size: int) -> np.ndarray:
     return np.pad(data, (0, size - len(data)))
 
 
-def agree(value: T) -> T:
+def agree(value: T | None) -> T:
     """The value of process 0; a collective."""
-    return gather(value if is_first() else None)[0]  # type: ignore[return-value]
+    return cast(T, gather(value if is_first() else None)[0])
 
 
 def share(items: Sequence[T]) -> Sequence[T]:
@@ -215,19 +223,19 @@ def put(tree: Any, shardings: Any) -> Any:
     """Host arrays, the same in all processes, on the devices; each process copies its parts.
 
     Args:
-        shardings: one for all, or a tree of them.
+        shardings: one for all, or a tree of them; None = the default device.
     """
-    if jax.process_count() == 1:
+    if jax.process_count() == 1 or shardings is None:
         return jax.device_put(tree, shardings)
-    if isinstance(shardings, jax.sharding.Sharding):
+    if isinstance(shardings, Sharding):
         shardings = jax.tree.map(lambda _: shardings, tree)
     return jax.tree.map(_put, tree, shardings)
 
 
-def _put(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+def _put(x: Any, sharding: Sharding) -> jax.Array:
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return jax.device_put(x, sharding)
-    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = _put(jax.random.key_data(x), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     host = np.asarray(x)
@@ -248,8 +256,10 @@ def _spans(x: Any) -> bool:
 
 
 def _replicated(arrays: list[jax.Array]) -> list[jax.Array]:
-    """Copies on every device; arrays of different meshes are each moved on their own."""
-    return [
-        jax.device_put(x, jax.sharding.NamedSharding(x.sharding.mesh, jax.sharding.PartitionSpec()))
-        for x in arrays
-    ]
+    """Copies on every device."""
+
+    def whole(x: jax.Array) -> NamedSharding:
+        assert isinstance(x.sharding, NamedSharding)  # as all that span processes
+        return NamedSharding(x.sharding.mesh, PartitionSpec())
+
+    return [jax.device_put(x, whole(x)) for x in arrays]
