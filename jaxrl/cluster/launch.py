@@ -8,20 +8,20 @@ The first runs one process on each of trainer.placement.policy_num_nodes hosts o
 RAY_ADDRESS, or of one that it starts here. The second runs all processes of a job on this machine.
 The third is started on every host by other means (Slurm, GKE, ssh) and runs the process of that
 one: JAX_COORDINATOR_ADDRESS, JAXRL_NUM_PROCESSES and JAXRL_PROCESS_ID say which it is, or JAX finds
-it out. docs/cluster.md
+it out. These two also take --module=jaxrl.sft. docs/cluster.md
 """
 
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxrl.cluster.local import launch_here
+from jaxrl.cluster.local import TRAIN, launch_here
 from jaxrl.cluster.supervise import REFUSED, supervise
 
 if TYPE_CHECKING:
     from jaxrl.train import BasePPOExp
 
-LOCAL, NO_RAY = "--local-processes", "--no-ray"
+LOCAL, NO_RAY, MODULE = "--local-processes", "--no-ray", "--module"
 
 
 def launch(config: Any, experiment: "type[BasePPOExp] | None" = None, **options: Any) -> int:
@@ -65,9 +65,11 @@ def main(argv: Sequence[str]) -> int:
         )
         return 0
     try:
-        words, local = _own_flags(argv)
+        words, local, module = _own_flags(argv)
         if local is not None:
-            return launch_here(words, local)
+            return launch_here(words, local, module)
+        if module != TRAIN:
+            raise ValueError(f"{MODULE}={module}: needs {NO_RAY} or {LOCAL}=N")
         from jaxrl.config import apply_overrides, load_config_file, parse_command_line
 
         path, overrides = parse_command_line(words)
@@ -77,9 +79,9 @@ def main(argv: Sequence[str]) -> int:
         return REFUSED
 
 
-def _own_flags(argv: Sequence[str]) -> tuple[list[str], int | None]:
-    """The other arguments, and how many processes of this machine; None = Ray, 0 = --no-ray."""
-    local, words = None, []
+def _own_flags(argv: Sequence[str]) -> tuple[list[str], int | None, str]:
+    """The other arguments; processes of this machine, None = Ray, 0 = --no-ray; the module."""
+    local, module, words = None, TRAIN, []
     for word in argv:
         flag, _, value = word.partition("=")
         if flag == LOCAL:
@@ -88,9 +90,11 @@ def _own_flags(argv: Sequence[str]) -> tuple[list[str], int | None]:
             local = int(value)
         elif word == NO_RAY:
             local = local or 0
+        elif flag == MODULE:
+            module = value
         else:
             words.append(word)
-    return words, local
+    return words, local, module
 
 
 if __name__ == "__main__":

@@ -11,23 +11,24 @@ from jaxrl.cluster.host import Host
 from jaxrl.cluster.settings import Settings, place_in_job, read_settings
 from jaxrl.cluster.supervise import REFUSED, supervise
 
-TRAIN = "-m", "jaxrl.train"
+TRAIN = "jaxrl.train"
 
 
-def launch_here(arguments: Sequence[str], processes: int) -> int:
-    """`python -m jaxrl.train`, supervised; the exit status. This process has no jax.
+def launch_here(arguments: Sequence[str], processes: int, module: str = TRAIN) -> int:
+    """`python -m jaxrl.train`, or another module, supervised; the exit status. This process has no jax.
 
     Args:
-        arguments: of `jaxrl.train`.
+        arguments: of the module.
         processes: on this machine, the whole job; 0 = one of a job whose others are on other
             machines, as the environment says or JAX finds out.
+        module: what is run; another one checks the devices for its config itself.
     """
-    settings = read_settings(arguments, processes)
+    settings = read_settings(arguments, processes if module == TRAIN else 0)
     if settings is None:
         return REFUSED
 
     def start(mode: str | None) -> tuple[Host, dict[int, str]]:
-        words = [*TRAIN, *arguments, *([] if mode == settings.resume_mode else [_resume(mode)])]
+        words = ["-m", module, *arguments, *([] if mode == settings.resume_mode else [_resume(mode)])]
         host = Host()
         starts = _starts(settings, words, host, processes) if processes else [_one(settings, words)]
         try:

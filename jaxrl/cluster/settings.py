@@ -101,7 +101,8 @@ def read_settings(arguments: Sequence[str], processes: int) -> Settings | None:
     """Those of `jaxrl.train`'s arguments; None if they are refused, which was said.
 
     Args:
-        processes: on this machine, the whole job; 0 = other machines have some.
+        processes: on this machine, the whole job; 0 = other machines have some, or another module
+            checks that itself.
     """
     command = [sys.executable, "-m", __name__, f"--processes={processes}", *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)

@@ -14,7 +14,8 @@ import pytest
 
 from jaxrl.cluster.guard import descendants
 from tests.cluster.test_child import wait_until_dead
-from tests.test_processes import ROOT, arguments, assert_close, exported, trained
+from tests.jobs import ROOT
+from tests.test_processes import arguments, assert_close, exported, trained
 
 pytestmark = pytest.mark.slow
 

@@ -45,6 +45,7 @@ def refused(capsys, *words):
         (["--config.trainer.epochs=0"], "trainer.epochs=0: must be positive"),
         (["--config.trainer.policy.mesh.tensor=3"], "the sizes must"),
         (["--local-processes=two"], "--local-processes=two: give the number of processes, e.g."),
+        (["--module=jaxrl.sft"], "--module=jaxrl.sft: needs --no-ray or --local-processes=N"),
         (["--hosts=2"], "unknown argument '--hosts=2'"),
         # 8 devices of a host, in three processes
         (["--config.trainer.cluster.processes_per_host=3"], "3 processes with 8 devices in all"),
