@@ -38,9 +38,9 @@ def launch(config: Any, experiment: "type[BasePPOExp] | None" = None, **options:
             other versions, or the experiment cannot be pickled. Nothing was started.
     """
     # not above: without Ray this process must not have jax
-    from jaxrl.cluster.actors import RayJob
     from jaxrl.cluster.experiment import pack_job
     from jaxrl.cluster.initialize import joined_ray
+    from jaxrl.cluster.ray_job import RayJob
     from jaxrl.cluster.settings import check, settings_of
     from jaxrl.config import resolve, to_train_config
     from jaxrl.train import BasePPOExp

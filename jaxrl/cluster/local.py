@@ -15,7 +15,9 @@ TRAIN = "jaxrl.train"
 
 
 def launch_here(arguments: Sequence[str], processes: int, module: str = TRAIN) -> int:
-    """`python -m jaxrl.train`, or another module, supervised; the exit status. This process has no jax.
+    """`python -m jaxrl.train`, or another module, supervised; its exit status.
+
+    This process has no jax.
 
     Args:
         arguments: of the module.
@@ -28,7 +30,12 @@ def launch_here(arguments: Sequence[str], processes: int, module: str = TRAIN) -
         return REFUSED
 
     def start(mode: str | None) -> tuple[Host, dict[int, str]]:
-        words = ["-m", module, *arguments, *([] if mode == settings.resume_mode else [_resume(mode)])]
+        words = [
+            "-m",
+            module,
+            *arguments,
+            *([] if mode == settings.resume_mode else [_resume(mode)]),
+        ]
         host = Host()
         starts = _starts(settings, words, host, processes) if processes else [_one(settings, words)]
         try:
@@ -43,10 +50,6 @@ def launch_here(arguments: Sequence[str], processes: int, module: str = TRAIN) -
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return REFUSED
-
-
-def _resume(mode: str | None) -> str:
-    return f"--config.trainer.resume_mode={mode}"
 
 
 def _starts(settings: Settings, words: Sequence[str], host: Host, count: int) -> list[Start]:

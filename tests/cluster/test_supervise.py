@@ -94,9 +94,7 @@ if attempt == 1:
     ) in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("status", "what"), [(2, "process 1 ended with status 2"), (1, "status 1")]
-)
+@pytest.mark.parametrize(("status", "what"), [(2, "process 1 ended with status 2"), (1, "1")])
 def test_what_the_user_must_mend_and_an_alarm_are_final(tmp_path, capfd, status, what):
     """The refusal decides, though process 0 crashed before: it lost its partner."""
     code = f"""
