@@ -30,12 +30,9 @@ def launch_here(arguments: Sequence[str], processes: int, module: str = TRAIN) -
         return REFUSED
 
     def start(mode: str | None) -> tuple[Host, dict[int, str]]:
-        words = [
-            "-m",
-            module,
-            *arguments,
-            *([] if mode == settings.resume_mode else [_resume(mode)]),
-        ]
+        words = ["-m", module, *arguments]
+        if mode != settings.resume_mode:
+            words.append(f"--config.trainer.resume_mode={mode}")
         host = Host()
         starts = _starts(settings, words, host, processes) if processes else [_one(settings, words)]
         try:

@@ -69,7 +69,9 @@ DRY_RUNS = {  # command -> what it prints: the commands, word for word
         )
     ],
     "run.sh --type=v6e-16 -- --config=a.py": [
-        GCLOUD("tpu-vm ssh", f"first --worker=all '--command={TRAIN} start --many -- --config=a.py'")
+        GCLOUD(
+            "tpu-vm ssh", f"first --worker=all '--command={TRAIN} start --many -- --config=a.py'"
+        )
     ],
     "run.sh --type=v6e-16 --stop": [
         GCLOUD("tpu-vm ssh", f"first --worker=all '--command={TRAIN} stop'")
