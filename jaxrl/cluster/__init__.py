@@ -1,6 +1,9 @@
 """Runs of several processes, on a Ray cluster or without: the only package that imports ray."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxrl.cluster.initialize import initialize_ray
 
 __all__ = ["initialize_ray"]
 

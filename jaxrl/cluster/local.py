@@ -2,7 +2,6 @@
 
 import os
 import socket
-import sys
 import time
 from collections.abc import Sequence
 
@@ -24,6 +23,9 @@ def launch_here(arguments: Sequence[str], processes: int, module: str = TRAIN) -
         processes: on this machine, the whole job; 0 = one of a job whose others are on other
             machines, as the environment says or JAX finds out.
         module: what is run; another one checks the devices for its config itself.
+
+    Raises:
+        ValueError: see `Host.start`.
     """
     settings = read_settings(arguments, processes if module == TRAIN else 0)
     if settings is None:
@@ -42,11 +44,7 @@ def launch_here(arguments: Sequence[str], processes: int, module: str = TRAIN) -
             raise
         return host, {s.index: f"[process {s.index}]" if i else "" for i, s in enumerate(starts)}
 
-    try:
-        return supervise(start, settings.restarts())
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return REFUSED
+    return supervise(start, settings.restarts())
 
 
 def _starts(settings: Settings, words: Sequence[str], host: Host, count: int) -> list[Start]:
