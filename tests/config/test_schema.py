@@ -77,6 +77,10 @@ OUR_FIELDS = {
     "trainer.ledger.record_checksums",
     "trainer.ledger.lock_timeout_seconds",
     *(
+        f"trainer.cluster.{field.name}"
+        for field in dataclasses.fields(jaxrl.config.ClusterConfig)
+    ),
+    *(
         f"trainer.watching.{field.name}"
         for field in dataclasses.fields(jaxrl.config.WatchingConfig)
     ),
