@@ -22,7 +22,7 @@ class Bounds(NamedTuple):
 
 
 # Measured on correct code: see "Bounds" in docs/doctor.md.
-EXACT = Bounds(gradient=2e-5, mean=1e-4, max=1e-3)
+EXACT = Bounds(gradient=2e-5, mean=5e-5, max=5e-4)
 COARSE = Bounds(gradient=3e-2, mean=3e-2, max=0.5)
 
 
@@ -32,7 +32,7 @@ def gradient_bounds(config: cfg.TrainConfig, role: str = "policy") -> Bounds:
 
 
 def sampler_bounds(config: cfg.TrainConfig) -> Bounds:
-    """Of sampler against trainer, as they are in the run: accelerators round products of float32."""
+    """Of sampler against trainer as in the run: accelerators round products of float32."""
     engine = config.generator.inference_engine.model_dtype
     dtypes = {cfg.compute_dtype(config.trainer, "policy"), engine}
     return EXACT if dtypes == {"float32"} and jax.default_backend() == "cpu" else COARSE

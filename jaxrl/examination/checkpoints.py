@@ -10,7 +10,7 @@ Sums = dict[str, int]
 
 
 class Saved(NamedTuple):
-    """Checksums of a state, and of the state a step later, without and with a checkpoint between."""
+    """Checksums of a state, and of that a step later, without and with a checkpoint between."""
 
     before: Sums
     restored: Sums
@@ -62,13 +62,13 @@ def _saved(subject: Subject) -> Saved:
     if "saved" not in subject.known:
         trainer = subject.trainer
         subject.train()  # moments of 0 would survive any rounding
-        before, drawn = checksums(trainer.state), trainer.batches_drawn
+        before = checksums(trainer.state)
         trainer.commit(int(trainer.state.step))
         trainer.checkpointer.wait()
         subject.train()
         after = checksums(trainer.state)
         trainer.state = trainer.restore_or_init()
-        trainer.batches_drawn = drawn
+        trainer.batches_drawn = int(trainer.state.batches_drawn)
         trainer.load_reference(trainer.state.ref_params)
         restored = checksums(trainer.state)
         subject.train()

@@ -44,10 +44,10 @@ def tokens(subject: Subject) -> Finding:
         int(wrong.sum()),
         0,
         about,
-        cause=f"a wrong mask: loss_mask is 1 on tokens that the policy did not sample, first in row "
-        f"{row}, token {place} ({where}): {text!r}",
-        fix="in your generator give loss_masks 1 to the tokens of the engine's completions alone, 0 "
-        "to prompts, observations and what a template adds",
+        cause="a wrong mask: loss_mask is 1 on tokens that the policy did not sample, first in "
+        f"row {row}, token {place} ({where}): {text!r}",
+        fix="in your generator give loss_masks 1 to the tokens of the engine's completions alone, "
+        "0 to prompts, observations and what a template adds",
     )
 
 

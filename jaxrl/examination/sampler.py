@@ -1,4 +1,4 @@
-"""The engine samples from the trainer's weights: by log-probs, and by checksums of what it holds."""
+"""The engine samples from the trainer's weights: by its log-probs, and by checksums."""
 
 import dataclasses
 import functools

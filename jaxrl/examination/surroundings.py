@@ -1,4 +1,4 @@
-"""What a run stands on: versions, devices, their memory, and the functions that its config names."""
+"""What a run stands on: versions, devices, memory, and the functions that its config names."""
 
 import glob
 import importlib.metadata
@@ -122,7 +122,7 @@ def memory(subject: Subject) -> Finding:
     here, config = machine(), subject.given
     if isinstance(subject.whole.get_model(), AdaptedModel):
         return not_here("jaxrl.plan knows no flax modules")
-    plan = make_plan(config, here, lambda phase, config: estimated(phase, config))
+    plan = make_plan(config, here, estimated)
     figure, bound = plan.peak.peak / GIB, here.memory / GIB
     about = f"GiB of a device in {plan.peak.phase.name}, estimated for the whole run"
     if plan.fits:
