@@ -44,7 +44,8 @@ def changed(subject, **overrides):
     other, run, trainer = (copy.copy(x) for x in (subject, subject.run, subject.trainer))
     run.config = trainer.config = config = cfg.apply_overrides(subject.run.config, names)
     given = trainer.scorer, trainer.policy.placement, trainer.total_steps, trainer.policy.trained
-    trainer.updater = assemble_update(config, *given)[2]
+    if names:
+        trainer.updater = assemble_update(config, *given)[2]
     trainer.state = jax.tree.map(jnp.copy, trainer.state)  # updates donate it
     vars(other).update(run=run, _built=trainer, known={})
     return other
