@@ -58,7 +58,7 @@ CHECKS: dict[str, Check] = {
     "data.prompts": data.prompts,
     "data.tokenizer": data.tokenizer,
     "environment": data.environment,
-    "log_probs": data.log_probs,
+    "batch": data.batch,
     "mask.tokens": masks.tokens,
     "mask.outside": masks.outside,
     "mask.padding": masks.padding,
@@ -146,21 +146,28 @@ def run_check(name: str, check: Check, subject: Subject) -> Finding:
         finding = check(subject)
     except BadInput:
         raise
-    except Unavailable as error:
-        finding = Finding(False, about="not done", cause=str(error), fix="mend that first")
     except Exception as error:
-        traceback.print_exc()
-        first = (str(error).splitlines() or [""])[0]
-        finding = Finding(
-            False,
-            about="the check could not be done",
-            cause=f"{type(error).__name__}: {first}",
-            fix="the traceback is above; if it ends in your code mend that, else report it",
-        )
-        with contextlib.suppress(Exception):  # what follows says so itself
-            subject.restart()
+        finding = _not_done(name, error)
+        if not isinstance(error, Unavailable):
+            with contextlib.suppress(Exception):  # what follows says so itself
+                subject.restart()
     seconds = time.perf_counter() - started
     return dataclasses.replace(finding, name=name, seconds=seconds)
+
+
+def _not_done(name: str, error: Exception) -> Finding:
+    """A check that could not be done; the reason is shown once, by the check that is to see."""
+    if isinstance(error, Unavailable):
+        if error.see != name or not isinstance(error.__cause__, Exception):
+            return Finding(False, about="not done", cause=str(error), fix="mend that first")
+        error = error.__cause__
+    traceback.print_exception(error)
+    return Finding(
+        False,
+        about="the check could not be done",
+        cause=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
+        fix="the traceback is above; if it ends in your code mend that, else report it",
+    )
 
 
 def main(argv: Sequence[str]) -> int:

@@ -23,7 +23,7 @@ class Bounds(NamedTuple):
 
 # Measured on correct code: see "Bounds" in docs/doctor.md.
 EXACT = Bounds(gradient=2e-5, mean=5e-5, max=5e-4)
-COARSE = Bounds(gradient=3e-2, mean=3e-2, max=0.5)
+COARSE = Bounds(gradient=0.1, mean=0.08, max=0.8)
 
 
 def gradient_bounds(config: cfg.TrainConfig, role: str = "policy") -> Bounds:

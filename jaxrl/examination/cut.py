@@ -105,7 +105,7 @@ def _lengths(config: cfg.TrainConfig, prompts: Sequence[Prompt], response: int) 
     longest = max(len(prompt.tokens) for prompt in prompts)
     assert generator.max_input_length is not None  # resolved
     inputs = min(generator.max_input_length, longest + TURNS_TOKENS)
-    changes = {
+    changes: dict[str, Any] = {
         "trainer.max_prompt_length": longest,
         "generator.max_input_length": longest if generator.max_turns == 1 else inputs,
         "generator.sampling_params.max_generate_length": response,

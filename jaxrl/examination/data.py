@@ -118,14 +118,19 @@ def environment(subject: Subject) -> Finding:
     return failed(len(wrong), 0, about, cause=cause, fix=fix)
 
 
-def log_probs(subject: Subject) -> Finding:
-    """That the forward pass gives finite log-probs for the rollouts."""
-    batch = subject.collated
-    (scored, *_) = subject.trainer.scorer(subject.trainer.params, batch)
-    mask = np.asarray(batch.loss_mask) > 0
-    wrong = int((~np.isfinite(scored[mask])).sum())
-    about = f"log-probs of {int(mask.sum())} tokens, mean {float(scored[mask].mean()):.3g}"
-    if not wrong:
+def batch(subject: Subject) -> Finding:
+    """The rollouts as a training batch: all that the update will read is finite."""
+    made, trainer = subject.batch, subject.trainer
+    mask = np.asarray(made.loss_mask) > 0
+    scored = trainer.scorer(trainer.params, made)[0][mask]
+    names = ("old_log_probs", "ref_log_probs", "values", "advantages", "returns")
+    held = {name: np.asarray(x) for name in names if (x := getattr(made, name)) is not None}
+    columns = {"log-probs": scored, **{name: x[mask] for name, x in held.items()}}
+    wrong = {name: int((~np.isfinite(x)).sum()) for name, x in columns.items()}
+    about = f"{', '.join(columns)} of {int(mask.sum())} tokens; mean log-prob {scored.mean():.3g}"
+    if not any(wrong.values()):
         return passed(0, 0, about)
-    cause, fix = f"{wrong} log-probs are not finite", "look for NaN in the model's weights"
-    return failed(wrong, 0, about, cause=cause, fix=fix)
+    name = max(wrong, key=lambda name: wrong[name])
+    cause = f"{wrong[name]} {name} are not finite"
+    fix = "look for NaN in the model's weights; for advantages, for a division by 0"
+    return failed(sum(wrong.values()), 0, about, cause=cause, fix=fix)

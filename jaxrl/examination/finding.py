@@ -43,7 +43,15 @@ class BadInput(ValueError):
 
 
 class Unavailable(Exception):
-    """What a check needs could not be made; another check says why."""
+    """What a check needs could not be made.
+
+    Args:
+        see: the check that says why, of the exception that caused this one.
+    """
+
+    def __init__(self, message: str, see: str = "") -> None:
+        super().__init__(message)
+        self.see = see
 
 
 def passed(figure: Figure = "", bound: Figure = "", about: str = "") -> Finding:

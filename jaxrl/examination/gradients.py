@@ -1,9 +1,8 @@
 """How a minibatch is cut, packed, ordered and spread over devices changes no gradient."""
 
 import dataclasses
-import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ from jaxrl.assemble import assemble_update, make_scorer, place_model
 from jaxrl.critic import without_policy
 from jaxrl.data.microbatches import Microbatching
 from jaxrl.data.packing import length_bucket, round_up
-from jaxrl.examination.bounds import gradient_bounds
+from jaxrl.examination.bounds import EXACT, gradient_bounds
 from jaxrl.examination.finding import Finding, Unavailable, failed, not_here, passed
 from jaxrl.examination.measure import Difference, compare, gradient, loss_slopes, whole
 from jaxrl.examination.subject import Subject
@@ -43,12 +42,11 @@ def microbatches(subject: Subject) -> Finding:
     if not cuts:
         return not_here("a minibatch has one row on each device: there is nothing to cut")
     found = {_rows(cut): _against_whole(given, cut) for cut in cuts}
-    return _finding(
-        subject,
-        found,
-        "one microbatch against " + ", ".join(found),
-        functools.partial(_blame_cut, given, cuts),
-    )
+    about = "one microbatch against " + ", ".join(found)
+    finding = _finding(subject, found, about, lambda: _blame_cut(given, cuts))
+    if finding.passed and gradient_bounds(subject.run.config) != EXACT:
+        return _loss_alone(given, cuts, finding)  # rounding may hide much: the loss is in float32
+    return finding
 
 
 def smaller_cuts(one: Microbatching) -> list[Microbatching]:
@@ -73,7 +71,8 @@ def packing(subject: Subject) -> Finding:
     found = {f"rows of {length} tokens": _against_whole(given, packed)}
     cause = "the forward pass of a packed row differs: tokens see those of another trajectory"
     fix = "set trainer.use_sample_packing=False and report it with --env, or mend your model's mask"
-    return _finding(subject, found, f"padded against packed, {next(iter(found))}", (cause, fix))
+    about = f"padded against packed, {next(iter(found))}"
+    return _finding(subject, found, about, lambda: (cause, fix))
 
 
 def order(subject: Subject) -> Finding:
@@ -90,7 +89,7 @@ def order(subject: Subject) -> Finding:
     name = algorithm.policy_loss_type
     cause = f"policy loss '{name}' depends on the place of a row in its minibatch"
     fix = "name rows by row_ids and groups by group_ids, not by their place"
-    return _finding(subject, found, "rows in order against rows shuffled", (cause, fix))
+    return _finding(subject, found, "rows in order against rows shuffled", lambda: (cause, fix))
 
 
 def critic(subject: Subject) -> Finding:
@@ -108,7 +107,7 @@ def critic(subject: Subject) -> Finding:
     found = {_rows(cut): _against_whole(given, cut) for cut in cuts}
     cause = "the critic's gradient depends on its microbatches"
     about = "the critic, one microbatch against " + ", ".join(found)
-    return _finding(subject, found, about, (cause, "report it with --env"), "critic")
+    return _finding(subject, found, about, lambda: (cause, "report it with --env"), "critic")
 
 
 # ---------------------------------------------------------------- meshes
@@ -141,7 +140,7 @@ def meshes(subject: Subject) -> Finding:
         "devices do not add up what they hold: a sharding rule, a collective, or a broken device"
     )
     fix = "leave trainer.sharding_rules at its default; train on a mesh that agrees with one device"
-    return _finding(subject, found, about, (cause, fix))
+    return _finding(subject, found, about, lambda: (cause, fix))
 
 
 def other_meshes(subject: Subject) -> list[dict[str, int]]:
@@ -206,19 +205,36 @@ def _rows(cut: Microbatching) -> str:
     return f"{-(-cut.total // cut.rows)} of {cut.rows} rows"
 
 
-def _blame_cut(given: Given, cuts: Iterable[Microbatching]) -> tuple[str, str]:
-    """Whether the loss alone, on the same log-probs, depends on the cut."""
+MEAN = (
+    "a mean per microbatch: on the same log-probs the policy loss of a token depends on the other "
+    "rows of its microbatch (it divides by their count or their mean)"
+)
+
+
+def _slopes_apart(given: Given, cuts: Iterable[Microbatching]) -> float:
+    """How far the loss alone, on the same log-probs, depends on the cut; relative."""
     updater, params, minibatch = given
+    if updater.objective.sees_whole(minibatch):  # it is never given a part
+        return 0.0
     one = whole(updater, len(minibatch.index))
     outputs = updater.scorer(params, minibatch, microbatching=one, with_entropy=True)
     expected = loss_slopes(updater, outputs, minibatch, one)
-    for cut in cuts:
-        if compare(expected, loss_slopes(updater, outputs, minibatch, cut)).relative > SAME_LOSS:
-            return (
-                "a mean per microbatch: on the same log-probs the policy loss of a token depends "
-                "on the other rows of its microbatch (it divides by their count or their mean)",
-                REDUCE,
-            )
+    found = (loss_slopes(updater, outputs, minibatch, cut) for cut in cuts)
+    return max(compare(expected, slopes).relative for slopes in found)
+
+
+def _loss_alone(given: Given, cuts: Iterable[Microbatching], finding: Finding) -> Finding:
+    apart = _slopes_apart(given, cuts)
+    if apart <= SAME_LOSS:
+        return dataclasses.replace(finding, about=f"{finding.about}; the loss alone: {apart:.1e}")
+    about = f"the loss alone, {finding.about}"
+    return failed(apart, SAME_LOSS, about, cause=MEAN, fix=REDUCE)
+
+
+def _blame_cut(given: Given, cuts: Iterable[Microbatching]) -> tuple[str, str]:
+    """Loss or model."""
+    if _slopes_apart(given, cuts) > SAME_LOSS:
+        return MEAN, REDUCE
     return (
         "the loss is the same on the same log-probs; the forward pass of the model depends on the "
         "rows beside a row",
@@ -227,12 +243,16 @@ def _blame_cut(given: Given, cuts: Iterable[Microbatching]) -> tuple[str, str]:
 
 
 def _finding(
-    subject: Subject, found: dict[str, Difference], about: str, blame: Any, role: str = "policy"
+    subject: Subject,
+    found: dict[str, Difference],
+    about: str,
+    blame: Callable[[], tuple[str, str]],
+    role: str = "policy",
 ) -> Finding:
     """The largest difference against the bound of the role's precision.
 
     Args:
-        blame: (cause, fix), or a function that finds them.
+        blame: finds cause and fix.
     """
     bound = gradient_bounds(subject.run.config, role).gradient
     worst = max(found, key=lambda name: _size(found[name]))
@@ -241,7 +261,7 @@ def _finding(
         raise Unavailable("the gradient is 0 or not finite: there is nothing to compare")
     if figure <= bound:
         return passed(figure, bound, about)
-    cause, fix = blame() if callable(blame) else blame
+    cause, fix = blame()
     return failed(figure, bound, about, cause=f"{cause}; worst with {worst}, in {where}", fix=fix)
 
 

@@ -70,7 +70,8 @@ def judged(output: GeneratorOutput) -> list[Judged]:
 def reversed_groups(batch: GeneratorInput, samples: int) -> GeneratorInput:
     """The prompts in the opposite order; the samples of each stay neighbours."""
     names = ("prompts", "keys", "trajectory_ids")
-    columns: Any = {name: reversed_lists(batch[name], samples) for name in names}
+    given: Any = batch
+    columns: Any = {name: reversed_lists(given[name], samples) for name in names}
     return GeneratorInput(**{**batch, **columns})
 
 

@@ -20,7 +20,7 @@ from jaxrl.rollout.protocol import Completion, Request
 from jaxrl.types import GeneratorOutput, TrainBatch
 
 SAMPLES = 4  # of each prompt of a batch
-NOISE, MOVED = 0.02, 20  # of each array's size; times the bound on the mean: log-probs have moved
+NOISE, MOVED = 0.02, 10  # of each array's size; times the bound on the mean: log-probs have moved
 
 
 class Said(NamedTuple):

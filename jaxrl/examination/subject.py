@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ class Subject:
         given: the whole config, resolved; nothing is written where it says.
         cuts: what was made smaller for the examination, field -> (given, now).
         known: what checks have found out for others, by name.
+        made: what they share, or the exception instead.
+        engine: notes what the generator asks of it.
 
     Raises:
         ValueError: the config is wrong.
@@ -51,7 +54,7 @@ class Subject:
         self.cuts: dict[str, tuple[Any, Any]] = {}
         self.compilations = Compilations() if compilations is None else compilations
         self.known: dict[str, Any] = {}
-        self._failure: str | None = None
+        self.made: dict[str, Any] = {}
 
     # ---------------------------------------------------------------- the run
 
@@ -74,14 +77,22 @@ class Subject:
         vars(run)["get_prompts"] = lambda sources: chosen
         return run
 
-    @functools.cached_property
-    def _built(self) -> Trainer:
-        trainer = self.run.build()
-        trainer.state = trainer.restore_or_init()
-        trainer.batches_drawn = int(trainer.state.batches_drawn)
-        trainer.load_reference(trainer.state.ref_params)
-        trainer.generator = self.generator(self.engine_of(trainer))
-        return trainer
+    def _made(self, name: str, make: Callable[[], Any], see: str) -> Any:
+        """What `make` gives, made once; where that failed it is not tried again.
+
+        Args:
+            see: the check that says why.
+        """
+        if name not in self.made:
+            try:
+                self.made[name] = make()
+            except (BadInput, Unavailable):
+                raise
+            except Exception as error:
+                self.made[name] = error
+        if isinstance(error := self.made[name], Exception):
+            raise Unavailable(f"there is no {name} ({error!r}); see '{see}'", see) from error
+        return self.made[name]
 
     @property
     def trainer(self) -> Trainer:
@@ -89,17 +100,21 @@ class Subject:
 
         Raises:
             BadInput: the config, a file or a folder is wrong.
-            Unavailable: building it failed before.
+            Unavailable: it could not be built.
         """
-        if self._failure is not None:
-            raise Unavailable(f"the run could not be built ({self._failure}); see 'build'")
+        return self._made("trainer", self._build, "build")
+
+    def _build(self) -> Trainer:
         try:
-            return self._built
+            trainer = self.run.build()
+            trainer.state = trainer.restore_or_init()
         except (ValueError, OSError) as error:
             raise BadInput(str(error)) from error
-        except Exception as error:
-            self._failure = f"{type(error).__name__}: {error}"
-            raise
+        trainer.batches_drawn = int(trainer.state.batches_drawn)
+        trainer.load_reference(trainer.state.ref_params)
+        self.engine = RecordingEngine(trainer.engine)
+        trainer.generator = self.generator(self.engine)
+        return trainer
 
     def restart(self) -> None:
         """After a check that failed in the middle: the state may be gone."""
@@ -113,15 +128,10 @@ class Subject:
 
     def close(self) -> None:
         """Stop the threads that write."""
-        if trainer := vars(self).get("_built"):
+        if isinstance(trainer := self.made.get("trainer"), Trainer):
             trainer.checkpointer.close()
 
     # ---------------------------------------------------------------- its rollouts
-
-    def engine_of(self, trainer: Trainer) -> RecordingEngine:
-        """The engine, which keeps what it is asked and answers."""
-        self.engine = RecordingEngine(trainer.engine)
-        return self.engine
 
     def generator(self, engine: Any, config: cfg.TrainConfig | None = None) -> Any:
         """A fresh one, with fresh environments, as the user's run makes it.
@@ -137,13 +147,16 @@ class Subject:
         other.tokenizer = self.run.tokenizer
         return other.get_generator(engine, self.run.tokenizer)
 
-    @functools.cached_property
+    @property
     def rollouts(self) -> tuple[GeneratorOutput, list[str]]:
         """The trajectories of the first batch of prompts, and their uids.
 
         Raises:
             Unavailable: they could not be made.
         """
+        return self._made("rollouts", self._sample, "environment")
+
+    def _sample(self) -> tuple[GeneratorOutput, list[str]]:
         trainer = self.trainer
         trainer.metrics, prompts = {}, trainer.prompts_of(0)
         trainer.sync_weights(int(trainer.state.step))
@@ -154,29 +167,33 @@ class Subject:
         """Of a prompt."""
         return self.run.config.generator.n_samples_per_prompt
 
-    @functools.cached_property
+    @property
     def collated(self) -> TrainBatch:
         """The first batch, as the trainer makes it of the rollouts."""
-        try:
-            output, uids = self.rollouts
-        except Exception as error:
-            raise Unavailable(
-                f"there are no rollouts ({type(error).__name__}: {error}); see 'environment'"
-            ) from error
+        return self._made("collated batch", self._collate, "batch")
+
+    def _collate(self) -> TrainBatch:
+        output, uids = self.rollouts
         shaped = self.trainer.postprocess_generator_output(GeneratorOutput({**output}), uids)
         return self.trainer.collate(shaped)
 
-    @functools.cached_property
+    @property
     def batch(self) -> TrainBatch:
         """With all that the update needs."""
+        return self._made("batch", self._complete, "batch")
+
+    def _complete(self) -> TrainBatch:
         return self.trainer.add_advantages(self.trainer.add_log_probs(self.collated))
 
-    @functools.cached_property
+    @property
     def minibatch(self) -> TrainBatch:
         """The first of the batch; its advantages are drawn at random.
 
         Short responses of a new model often earn all the same: no advantage, no gradient.
         """
+        return self._made("minibatch", self._cut, "batch")
+
+    def _cut(self) -> TrainBatch:
         trainer = self.run.config.trainer
         part = minibatches(self.batch, trainer.policy_mini_batch_size)[0]
         if not np.asarray(part.loss_mask).any():

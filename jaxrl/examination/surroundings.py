@@ -93,7 +93,7 @@ def devices(subject: Subject) -> Finding:
     kinds = sorted({device.device_kind for device in jax.devices()})
     about = f"{count} x {', '.join(kinds)}"
     found = [extra for files, extra in ACCELERATORS.items() if glob.glob(files)]
-    if here == "cpu" and found and "cpu" not in (jax.config.jax_platforms or ""):
+    if here == "cpu" and found and "cpu" not in (jax.config.values["jax_platforms"] or ""):
         return failed(
             "cpu",
             "",

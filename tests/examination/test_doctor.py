@@ -4,6 +4,7 @@ import contextlib
 import copy
 import json
 import os
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jaxrl.train import BasePPOExp
 from tests.examination import planted
 from tests.test_train import QUICKSTART, ROOT, small
 
+MODEL = ROOT / "configs" / "tiny_char_model"
 PLANTED = "tests.examination.planted"
 # sixteen rows of a minibatch, two on each of the eight devices
 SIZES = {"trainer.train_batch_size": 8, "trainer.policy_mini_batch_size": 4}
@@ -47,7 +49,7 @@ def changed(subject, **overrides):
     if names:
         trainer.updater = assemble_update(config, *given)[2]
     trainer.state = jax.tree.map(jnp.copy, trainer.state)  # updates donate it
-    vars(other).update(run=run, _built=trainer, known={})
+    vars(other).update(run=run, known={}, made=subject.made | {"trainer": trainer})
     return other
 
 
@@ -295,25 +297,28 @@ def test_a_generator_that_trains_observations(tmp_path):
 @pytest.mark.slow
 def test_a_trainer_that_raises(tmp_path):
     found = failing(tmp_path, planted.BrokenExp)
-    assert "RuntimeError: no advantages today" in found["gradients.order"]
-    assert "checkpoint.state" in found
-    assert not {"sampler.update", "weights.first", "rewards", "mask.tokens"} & found.keys()
+    assert found["batch"] == "RuntimeError: no advantages today"
+    reason = "there is no batch (RuntimeError('no advantages today')); see 'batch'"
+    assert found["gradients.order"] == found["checkpoint.state"] == reason
+    assert not {"sampler.first", "weights.first", "rewards", "mask.tokens"} & found.keys()
 
 
-def tiny_recipe(path, folder):
+def tiny_recipe(path, folder, teacher=None):
     """A recipe on the model of 126k parameters, with random weights."""
     config = cfg.load_config_file(path)
-    model = str(ROOT / "configs" / "tiny_char_model")
     settings = {
-        "trainer.policy.model.path": model,
+        "trainer.policy.model.path": str(MODEL),
         "trainer.policy.model.random_init": True,
-        "trainer.max_prompt_length": 160,  # a token for every letter
         "trainer.log_path": str(folder),
         "trainer.ckpt_path": str(folder / "checkpoints"),
         "trainer.export_path": str(folder / "exports"),
     }
+    if config.trainer.max_prompt_length == 64:
+        settings["trainer.max_prompt_length"] = 160  # a token for every letter
     if config.trainer.ref.model.path:
-        settings |= {"trainer.ref.model.path": model, "trainer.ref.model.random_init": True}
+        shutil.copytree(MODEL, teacher)
+        settings["trainer.ref.model.path"] = str(teacher)
+        settings["trainer.ref.model.random_init"] = True
     return cfg.apply_overrides(config, settings)
 
 
@@ -322,7 +327,8 @@ RECIPES = sorted(path.name for path in (ROOT / "configs").glob("*.py"))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_recipes_pass(tmp_path, recipe):
-    found = examine(tiny_recipe(str(ROOT / "configs" / recipe), tmp_path))
+def test_recipes_pass(tmp_path, tmp_path_factory, recipe):
+    teacher = tmp_path_factory.mktemp("models") / "teacher"
+    found = examine(tiny_recipe(str(ROOT / "configs" / recipe), tmp_path, teacher))
     assert {f.name: f.cause for f in found.findings if f.passed is False} == {}
     assert os.listdir(tmp_path) == []
