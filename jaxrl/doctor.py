@@ -2,6 +2,7 @@
 
     python -m jaxrl.doctor --config=configs/quickstart.py [--config.trainer.seed=1 ...]
         [--only=gradients,rewards] [--experiment=my_pkg.my_module:MyExp] [--json=FILE]
+    python -m jaxrl.doctor --sft --config=configs/sft_addition.py
     python -m jaxrl.doctor --env
 
 Builds the run of the config, cut down to a few rows of short responses, and checks: gradients that
@@ -11,7 +12,8 @@ recompilations; versions, devices, memory, data, tokenizer, environments. All th
 a temporary folder; the run's own folders are not touched.
 
 --only: checks or families of checks, by name; --experiment: a subclass of `BasePPOExp` whose parts
-are examined; --json: all figures; --env: print what a bug report needs, and examine nothing.
+are examined; --sft: the config is one of `jaxrl.sft`; --json: all figures; --env: print what a bug
+report needs, and examine nothing.
 
 Exit status: 0 every check passed, 1 one failed (cause and fix are printed), 2 bad input.
 """
@@ -44,6 +46,8 @@ from jaxrl.examination.compilations import Compilations
 from jaxrl.examination.finding import BadInput, Check, Finding, Unavailable
 from jaxrl.examination.machine_report import as_text, machine_report
 from jaxrl.examination.subject import Subject
+from jaxrl.examination.supervised import CHECKS as SUPERVISED
+from jaxrl.examination.supervised import SupervisedSubject
 from jaxrl.files import check_file, replace_text
 from jaxrl.train import BasePPOExp
 from jaxrl.user_functions import import_function
@@ -100,6 +104,7 @@ def examine(
     experiment: type[BasePPOExp] = BasePPOExp,
     only: Sequence[str] = (),
     tell: Callable[[str], None] = lambda text: None,
+    supervised: bool = False,
 ) -> Examination:
     """Check a run; nothing is left behind.
 
@@ -108,18 +113,29 @@ def examine(
         experiment: whose `get_` methods make the parts.
         only: names of checks, or of families of them; empty = all.
         tell: gets a line before each check.
+        supervised: the config is one of `jaxrl.sft`; there are fewer checks.
 
     Raises:
         ValueError: the config, a file or a folder is wrong, or there is no such check.
     """
     checks = chosen(only)
+    if supervised:
+        checks = {name: check for name, check in checks.items() if name in SUPERVISED}
     with tempfile.TemporaryDirectory(prefix="jaxrl_doctor_") as folder, Compilations() as programs:
-        subject, findings = Subject(config, Path(folder), experiment, programs), []
+        subject, findings = _subject(config, Path(folder), experiment, programs, supervised), []
         with contextlib.closing(subject):
             for name, check in checks.items():
                 tell(name)
                 findings.append(run_check(name, check, subject))
         return Examination(findings, subject.cuts)
+
+
+def _subject(
+    config: Any, folder: Path, experiment: type[BasePPOExp], programs: Compilations, sft: bool
+) -> Subject:
+    if sft:
+        return SupervisedSubject(config, folder, programs)
+    return Subject(config, folder, experiment, programs)
 
 
 def chosen(only: Sequence[str]) -> dict[str, Check]:
@@ -179,6 +195,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", default="")
     parser.add_argument("--experiment")
+    parser.add_argument("--sft", action="store_true")
     parser.add_argument("--env", action="store_true")
     options, rest = parser.parse_known_args(argv)
     try:
@@ -190,7 +207,7 @@ def main(argv: Sequence[str]) -> int:
         only = [name for name in options.only.split(",") if name]
         experiment = _experiment(options.experiment)
         with contextlib.redirect_stdout(sys.stderr):  # what the run prints of itself
-            found = examine(config, experiment, only, _tell)
+            found = examine(config, experiment, only, _tell, options.sft)
     except (ValueError, OSError) as error:  # what a user can mend
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,6 +1,6 @@
 """A config cut down to minutes: few rows, short responses, everything written elsewhere."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +16,21 @@ TURNS_TOKENS = 256  # of the inputs of later turns, beyond the prompt
 PROMPT_TOKENS = 256  # longer prompts are taken only where there are no shorter ones
 BATCHES = 4  # of prompts
 
-_QUIET = {  # what a run writes, shows, or does beside training
+QUIET = {  # what any run writes or does beside training
     "trainer.logger": "console",
-    "trainer.dump_data_batch": False,
-    "trainer.dump_eval_results": False,
     "trainer.eval_before_train": False,
     "trainer.eval_interval": -1,
     "trainer.ckpt_interval": -1,
     "trainer.hf_save_interval": -1,
+    "trainer.resume_mode": "latest",
+    "trainer.resume_path": None,
+}
+_SILENT = QUIET | {  # and one that samples
+    "trainer.dump_data_batch": False,
+    "trainer.dump_eval_results": False,
     "trainer.print_example_interval": -1,
     "trainer.watching.callbacks": [],
     "trainer.policy.record_memory": False,
-    "trainer.resume_mode": "latest",
-    "trainer.resume_path": None,
     "generator.inference_engine.enable_http_endpoint": False,
 }
 _PLAIN = {  # what would leave nothing of a few short responses, or wait for others
@@ -42,11 +44,17 @@ _PLAIN = {  # what would leave nothing of a few short responses, or wait for oth
 }
 
 
-def elsewhere(config: cfg.TrainConfig, folder: Path) -> cfg.TrainConfig:
-    """The config of a run that writes under `folder` alone."""
+def elsewhere(
+    config: cfg.TrainConfig, folder: Path, quiet: Mapping[str, Any] = _SILENT
+) -> cfg.TrainConfig:
+    """The config of a run that writes under `folder` alone.
+
+    Args:
+        quiet: more changes.
+    """
     paths = {"log_path": "run", "ckpt_path": "checkpoints", "export_path": "exports"}
     changes = {f"trainer.{name}": str(folder / part) for name, part in paths.items()}
-    return cfg.apply_overrides(config, _QUIET | changes)
+    return cfg.apply_overrides(config, {**quiet, **changes})
 
 
 def cut(
@@ -64,8 +72,8 @@ def cut(
     changes = _batches(config, groups) | _lengths(config, prompts, response)
     held = _flat(config, changes)
     said = {name: (held[name], now) for name, now in changes.items() if held[name] != now}
-    plain = {name: now for name, now in _PLAIN.items() if _get(config, name) != now}
-    said |= {name: (_get(config, name), now) for name, now in plain.items()}
+    plain = {name: now for name, now in _PLAIN.items() if get(config, name) != now}
+    said |= {name: (get(config, name), now) for name, now in plain.items()}
     epochs = {"trainer.epochs": 1000, "trainer.max_training_steps": None}  # as many as are wanted
     return cfg.apply_overrides(config, changes | plain | epochs), said
 
@@ -136,10 +144,11 @@ def choose(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
 
 
 def _flat(config: cfg.TrainConfig, names: Any) -> dict[str, Any]:
-    return {name: _get(config, name) for name in names}
+    return {name: get(config, name) for name in names}
 
 
-def _get(config: Any, name: str) -> Any:
+def get(config: Any, name: str) -> Any:
+    """A field by its dotted name."""
     for part in name.split("."):
         config = getattr(config, part)
     return config

@@ -35,12 +35,13 @@ def prompts(subject: Subject) -> Finding:
             cause=f"a prompt has token {largest}, the model knows {vocabulary} tokens",
             fix="use the tokenizer of the model; resize its embeddings if tokens were added",
         )
-    same = len(chosen) - len({prompt.tokens for prompt in chosen})
-    if same == len(chosen) - 1 and same:
+    said = {repr(prompt.messages) for prompt in chosen}
+    alike = len({prompt.tokens for prompt in chosen}) == 1 < len(said)
+    if alike:
         return failed(
-            same,
-            0,
-            f"prompts that are the same as another; {about}",
+            len(said),
+            1,
+            f"different messages with the same tokens; {about}",
             cause="all prompts are the same tokens: the chat template does not show the messages",
             fix="print one: tokenizer.decode(prompt.tokens); give another generator.chat_template",
         )

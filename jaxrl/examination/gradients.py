@@ -26,6 +26,7 @@ from jaxrl.types import TrainBatch
 from jaxrl.update import Updater
 
 SAME_LOSS = 1e-4  # relative; slopes of a loss on the same log-probs, in float32
+NO_GRADIENT = "the gradient is 0 or not finite: there is nothing to compare"
 COPIES = 4  # of the parameters in float32: they, two gradients, what the passes keep
 REDUCE = (
     "return the loss of each token [B, T] and leave means to trainer.algorithm.loss_reduction, or "
@@ -258,7 +259,7 @@ def _finding(
     worst = max(found, key=lambda name: _size(found[name]))
     figure, where = found[worst]
     if math.isnan(figure):
-        raise Unavailable("the gradient is 0 or not finite: there is nothing to compare")
+        raise Unavailable(NO_GRADIENT)
     if figure <= bound:
         return passed(figure, bound, about)
     cause, fix = blame()

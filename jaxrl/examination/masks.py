@@ -10,7 +10,7 @@ import numpy as np
 from jaxrl.data.packing import length_bucket, one_per_row
 from jaxrl.examination.bounds import EXACT, exact_products, gradient_bounds
 from jaxrl.examination.finding import Finding, Unavailable, failed, not_here, passed
-from jaxrl.examination.gradients import SAME_LOSS
+from jaxrl.examination.gradients import NO_GRADIENT, SAME_LOSS
 from jaxrl.examination.measure import KEY, compare, gradient, loss_slopes, whole
 from jaxrl.examination.subject import Subject
 from jaxrl.models.lora import with_token_keys
@@ -85,6 +85,8 @@ def outside(subject: Subject) -> Finding:
     about = "advantages and log-probs outside the loss mask, and padding tokens, changed"
     if figure <= bound:
         return passed(figure, bound, about)
+    if np.isnan(figure):
+        raise Unavailable(NO_GRADIENT)
     outputs = updater.scorer(params, minibatch, microbatching=one, with_entropy=True)
     parts = (loss_slopes(updater, outputs, part, one) for part in (minibatch, noisy))
     name = subject.run.config.trainer.algorithm.policy_loss_type
@@ -126,8 +128,8 @@ def padding(subject: Subject) -> Finding:
     about = f"rows of {width} tokens against the same padded to {wider}"
     if figure <= bound:
         return passed(figure, bound, about)
-    if not np.isfinite(figure):
-        raise Unavailable("the gradient is 0 or not finite: there is nothing to compare")
+    if np.isnan(figure):
+        raise Unavailable(NO_GRADIENT)
     name = trainer.config.trainer.algorithm.policy_loss_type
     cause = (
         f"a wrong mask: policy loss '{name}' counts padding, or ignores loss_mask: it divides by "

@@ -45,7 +45,10 @@ def gradient(updater: Updater, params: Any, minibatch: TrainBatch, cut: Microbat
 
 
 def compare(expected: Any, found: Any) -> Difference:
-    """Array by array on the host, in float64; they may be on different devices."""
+    """Array by array on the host, in float64; they may be on different devices.
+
+    NaN: the first is 0 or not finite; infinity: the second is not finite.
+    """
     pairs = zip(jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(found), strict=True)
     squares, norm = {}, 0.0
     for (path, left), right in pairs:
@@ -53,8 +56,10 @@ def compare(expected: Any, found: Any) -> Difference:
         squares[jax.tree_util.keystr(path)] = float(np.square(a - b).sum())
         norm += float(np.square(a).sum())
     total = sum(squares.values())
-    if not np.isfinite(total) or not norm:
+    if not norm or not np.isfinite(norm):
         return Difference(float("nan"), "")
+    if not np.isfinite(total):
+        return Difference(float("inf"), "not finite")
     return Difference((total / norm) ** 0.5, max(squares, key=lambda name: squares[name]))
 
 

@@ -15,6 +15,7 @@ from jaxrl.assemble import assemble_update
 from jaxrl.doctor import CHECKS, chosen, examine, main, run_check
 from jaxrl.examination.compilations import Compilations
 from jaxrl.examination.subject import Subject
+from jaxrl.examination.supervised import CHECKS as SUPERVISED
 from jaxrl.rewards import make_estimate
 from jaxrl.train import BasePPOExp
 from tests.examination import planted
@@ -323,6 +324,16 @@ def tiny_recipe(path, folder, teacher=None):
 
 
 RECIPES = sorted(path.name for path in (ROOT / "configs").glob("*.py"))
+RECIPES.remove("sft_addition.py")  # below
+
+
+@pytest.mark.slow
+def test_a_supervised_recipe_passes(tmp_path):
+    config = tiny_recipe(str(ROOT / "configs" / "sft_addition.py"), tmp_path)
+    found = examine(config, supervised=True)
+    assert [f.cause for f in found.findings if f.passed is False] == []
+    assert [f.name for f in found.findings] == list(SUPERVISED)
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.slow
