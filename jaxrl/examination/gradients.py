@@ -21,7 +21,7 @@ from jaxrl.models.lora import attach
 from jaxrl.models.transformer import abstract_params, logical_axes
 from jaxrl.offload import on_device
 from jaxrl.parallel import make_mesh, param_shardings
-from jaxrl.rollout.programs import device_memory
+from jaxrl.rollout.slot_memory import device_memory
 from jaxrl.types import TrainBatch
 from jaxrl.update import Updater
 
@@ -144,11 +144,11 @@ def meshes(subject: Subject) -> Finding:
     return _finding(subject, found, about, lambda: (cause, fix))
 
 
-def other_meshes(subject: Subject) -> list[dict[str, int]]:
+def other_meshes(subject: Subject) -> list[dict[str, Any]]:
     """Sizes by axis: one device, all for rows, all for weights too, pairs for heads."""
     trainer = subject.trainer
     count, own = trainer.mesh.size, dict(trainer.mesh.shape)
-    meshes: list[dict[str, int]] = [{"data": 1}]
+    meshes: list[dict[str, Any]] = [{"data": 1}]
     meshes += [{axis: count} for axis in ("data", "fsdp") if own[axis] != count]
     model: Any = trainer.model
     if not isinstance(model, AdaptedModel) and count % 2 == 0 and own["tensor"] == 1:

@@ -15,7 +15,7 @@ from jax.experimental import topologies
 
 from jaxrl.chips import CHIPS, GIB, Chip, chip_named, chip_of
 from jaxrl.parallel import by_process
-from jaxrl.rollout.programs import device_memory
+from jaxrl.rollout.slot_memory import device_memory
 
 # Chips of a host along each side, by their number, where hosts come in several forms; slices that
 # are one host (docs.cloud.google.com/tpu/docs/v5e and v6e, VM types).
@@ -109,7 +109,7 @@ def topology_devices(name: str, chips_per_host: int | None = None) -> list[Any]:
         if os.environ.get(variable, "WARNING").startswith("WARNING"):  # JAX's, without an answer
             os.environ[variable] = value
     # the two cores of a v4 chip run as one device
-    options = {"chip_config_name": "megacore"} if name.startswith("v4:") else {}
+    options: dict[str, Any] = {"chip_config_name": "megacore"} if name.startswith("v4:") else {}
     kind, _, size = name.partition(":")
     if kind in HOSTS:
         chips = chips_per_host or ONE_HOST.get(size, 4)

@@ -151,7 +151,7 @@ def test_there_are_the_34_dataclasses_of_the_reference_and_six_more():
         "ServeConfig",
         "SFTConfig",
     }
-    ours.add("WatchingConfig")
+    ours |= {"WatchingConfig", "ClusterConfig"}
     assert len(set(CLASSES)) == 34 + len(ours)
     assert SkyRLTrainConfig is TrainConfig
 
