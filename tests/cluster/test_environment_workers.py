@@ -270,9 +270,11 @@ def test_a_run_learns_the_same(tmp_path):
 
 TWO_NODES = """
 import asyncio
+import time
 
 import ray
 from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from jaxrl.cluster.environment_workers import EnvironmentWorkerError, EnvironmentWorkers
 from jaxrl.envs import Env
@@ -283,6 +285,17 @@ class NodeEnv(Env):
         self.turns += 1
         node = ray.get_runtime_context().get_node_id()
         return {"observations": [node], "reward": float(self.turns), "done": False}
+
+
+def wait_for(node):
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    for _ in range(60):  # until the first node knows of it
+        try:
+            ray.get(ray.remote(num_cpus=0)(int).options(scheduling_strategy=there).remote())
+            return
+        except ray.exceptions.TaskUnschedulableError:
+            time.sleep(1)
+    raise TimeoutError(node)
 
 
 async def step(env):
@@ -315,6 +328,7 @@ if __name__ == "__main__":
     cluster = Cluster()
     head, second = (cluster.add_node(num_cpus=1, include_dashboard=False) for _ in range(2))
     ray.init(address=cluster.address)
+    wait_for(second.node_id)
     pool = EnvironmentWorkers(2, calls=4, timeout_seconds=60)
     try:
         asyncio.run(main())
