@@ -34,17 +34,19 @@ class Part(NamedTuple):
 
     Attributes:
         names: residents that are its parameters; the first is what is trained.
+        at: devices of the machine, where those of the mesh stand for them.
     """
 
     model: TransformerConfig
     placement: Placement
     dtype: jnp.dtype  # of its computation
     names: tuple[str, ...]
+    at: frozenset[Any] | None = None
 
     @property
     def devices(self) -> frozenset[Any]:
         """That hold it."""
-        return frozenset(self.placement.mesh.devices.flat)
+        return self.at or frozenset(self.placement.mesh.devices.flat)
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,8 @@ def _sampling(run: Run, engine: NativeEngine, policy: Part) -> Iterator[Phase]:
     programs, requests, model = engine.programs, run.requests(), run.model
     calls = engine.calls(run.engine_params(), requests)
     names = "engine weights", "KV cache"
-    part = Part(model, programs.placement, programs.dtype, names)
+    at = None if run.machine.host is None else run.engine_devices
+    part = Part(model, programs.placement, programs.dtype, names, at)
     here = policy.names if hosts == 1 and part.devices & policy.devices else ()
     load = Phase("load weights", "load", part, calls["load"], (0, 0), here, 1, Work(0.0))
     yield replace(load, sends=run.gathered_bytes())

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl import config as cfg
 from jaxrl.assemble import DTYPES, assemble_policy, assemble_update
@@ -26,7 +26,7 @@ from jaxrl.models.transformer import (
     logical_axes,
 )
 from jaxrl.offload import IN_HOST_MEMORY
-from jaxrl.parallel import Placement, batch_sharding, param_shardings
+from jaxrl.parallel import Placement, batch_sharding, by_process, param_shardings
 from jaxrl.planning.topology import Machine
 from jaxrl.rollout.balancer import Balancer
 from jaxrl.rollout.conversation import sampling_of
@@ -46,6 +46,10 @@ class Run:
         machine: its devices.
         model: architecture of the policy; None = that of its folder.
 
+    Attributes:
+        engine_devices: of the sampler in the first process; its programs are compiled for
+            `engine_mesh`, which is `Machine.host` where there are several.
+
     Raises:
         FileNotFoundError, ValueError: see `hf.load_config`, `assemble` and `slots_that_fit`.
     """
@@ -61,6 +65,9 @@ class Run:
             model = hf.load_config(role.model.path, cfg.model_overrides(trainer, role))
         self.model = model
         self.mesh, self.engine_mesh = meshes(config, machine.devices)
+        self.engine_devices = frozenset(self.engine_mesh.devices.flat)
+        if machine.host is not None:
+            self.engine_mesh = _on_host(self.engine_mesh, machine)
         self.policy, self.scorer, self.ref_scorer = assemble_policy(
             config, self.model, self.mesh, machine.devices
         )
@@ -199,6 +206,14 @@ class Run:
             outputs = (part[0].loss_mask,) * 2
             return Call(updater.pull_back, (trained, params, rows, placed(outputs, at)), {})
         return Call(updater.accumulate, (trained, params, rows, *placed(part, at), key), {})
+
+
+def _on_host(mesh: Mesh, machine: Machine) -> Mesh:
+    """The mesh on the devices of `Machine.host`, in the place of those of the first process."""
+    assert machine.host is not None
+    same = dict(zip(by_process(machine.devices)[0], machine.host, strict=True))
+    devices = np.array([same[device] for device in mesh.devices.flat]).reshape(mesh.devices.shape)
+    return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def placed(tree: Any, placement: Placement) -> Any:

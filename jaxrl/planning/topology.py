@@ -7,10 +7,11 @@ stand in for them, and what they will need is estimated.
 
 import importlib.util
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import topologies
 
 from jaxrl.chips import CHIPS, GIB, Chip, chip_named, chip_of
@@ -32,6 +33,8 @@ class Machine:
         memory: bytes of each that programs may use.
         chip: None for a kind that is not in the table.
         stand_in: these are CPU devices in the place of others.
+        host: of several TPU hosts, the devices of one by itself: the compiler wants those of a
+            whole topology.
     """
 
     name: str
@@ -39,6 +42,7 @@ class Machine:
     memory: float
     chip: Chip | None
     stand_in: bool = False
+    host: list[Any] | None = None
 
     @property
     def hosts(self) -> int:
@@ -83,7 +87,8 @@ def machine(
     name, of_tpu = f"{topology}, which need not be here", chip.kind.startswith("TPU")
     given = topology, chips_per_host
     devices = topology_devices(*given) if of_tpu else _stand_ins(topology, size)
-    return Machine(name, devices, memory or chip.hbm, chip, stand_in=not of_tpu)
+    found = Machine(name, devices, memory or chip.hbm, chip, stand_in=not of_tpu)
+    return replace(found, host=_one_host(found, kind, chips_per_host)) if found.hosts > 1 else found
 
 
 def topology_devices(name: str, chips_per_host: int | None = None) -> list[Any]:
@@ -125,6 +130,14 @@ def topology_devices(name: str, chips_per_host: int | None = None) -> list[Any]:
             f"--topology={name} is not one that libtpu knows: {str(error).splitlines()[0]}; write "
             "the chips along each side, for example v5e:2x4, v6e:4x4 or v5p:2x2x2"
         ) from error
+
+
+def _one_host(whole: Machine, kind: str, chips_per_host: int | None) -> list[Any]:
+    """The devices of a topology that is one host of another, in the same order."""
+    coords = np.array([device.coords for device in by_process(whole.devices)[0]])
+    sides = (np.ptp(coords, axis=0) + 1).tolist()
+    number = 2 if kind in HOSTS else 3  # of the sides in a name
+    return topology_devices(f"{kind}:{'x'.join(map(str, sides[:number]))}", chips_per_host)
 
 
 def _stand_ins(topology: str, size: str) -> list[Any]:

@@ -226,6 +226,16 @@ def test_each_host_samples_with_weights_of_its_own(capsys, planned):
     assert report["hosts"] == 2
 
 
+@pytest.mark.slow  # the TPU compiler
+def test_programs_of_one_host_of_many_compile(capsys, planned):
+    pytest.importorskip("libtpu")
+    status, printed, report = planned(capsys, "--topology=v5e:4x4", *MESH[1:])
+    assert status == 0, printed
+    assert not any(phase["estimated"] for phase in report["phases"])
+    # what the trainer keeps is there while the engine samples
+    assert phases_of(report)["decode"]["beside"] >= 3 * 4 * PARAMETERS / 16
+
+
 def test_adapters_rest_on_a_base_that_the_reference_shares(capsys, planned):
     rank = "--config.trainer.policy.model.lora.rank=4"
     _, _, report = planned(capsys, "--estimate", WITH_REFERENCE, rank)
