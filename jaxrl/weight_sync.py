@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.checksums import checksums
-from jaxrl.models.linear import Weight, is_adapted, merge
+from jaxrl.models.linear import LoraWeight, Weight, is_adapted, merge
 from jaxrl.models.transformer import Params
 from jaxrl.parallel import by_process
 from jaxrl.types import Array
@@ -164,7 +164,7 @@ def _piece(
     weight: Weight, starts: Sequence[Array], shape: tuple[int, ...], dtype: str
 ) -> jax.Array:
     """Layers are cut out first: what is merged and cast is no more than these."""
-    if shape and (not is_adapted(weight) or weight.scale.ndim):
+    if shape and not (isinstance(weight, LoraWeight) and weight.scale.ndim == 0):
         weight = some_layers(weight, starts[0], shape[0])
         starts = (0, *starts[1:])
     return jax.lax.dynamic_slice(merge(weight).astype(dtype), starts, shape)

@@ -73,7 +73,7 @@ class WeightTransfer:
         if self._newest is not None:
             self._newest.params = None
 
-    async def give(self, server: Server, offer: Offer, version: int, name: str) -> None:
+    async def give(self, server: Server, newest: Offer, version: int, name: str) -> None:
         """Have a server pull all groups, one server after the other.
 
         Raises:
@@ -83,8 +83,8 @@ class WeightTransfer:
         host = urlsplit(server.url).hostname or ""
         async with self._turn:
             try:
-                for number in range(len(offer.groups)):
-                    body = await asyncio.to_thread(self._offer, host, offer, number)
+                for number in range(len(newest.groups)):
+                    body = await asyncio.to_thread(self._offer, host, newest, number)
                     await server.receive(body | {"version": version})
             except BaseException:
                 self._ends.pop(host, None)  # with it goes what was offered and not pulled
