@@ -164,7 +164,7 @@ def _piece(
     weight: Weight, starts: Sequence[Array], shape: tuple[int, ...], dtype: str
 ) -> jax.Array:
     """Layers are cut out first: what is merged and cast is no more than these."""
-    if shape and (not isinstance(weight, LoraWeight) or weight.scale.ndim):
+    if shape and not (isinstance(weight, LoraWeight) and weight.scale.ndim == 0):
         weight = some_layers(weight, starts[0], shape[0])
         starts = (0, *starts[1:])
     return jax.lax.dynamic_slice(merge(weight).astype(dtype), starts, shape)

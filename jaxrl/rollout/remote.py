@@ -265,8 +265,9 @@ class RemoteEngine:
     async def _update(self, weights: Weights) -> None:
         self._weights, self._failure = weights, None
         self._routes = Routes()  # new weights, no more old keys and values to go back to
-        outcomes = await asyncio.gather(*(self._bring(server) for server in self.servers))
-        for server, error in zip(self.servers, outcomes, strict=True):
+        awaited = self._awaited(weights)
+        outcomes = await asyncio.gather(*(self._bring(server) for server in awaited))
+        for server, error in zip(awaited, outcomes, strict=True):
             if isinstance(error, WeightMismatch):
                 raise error
             if error is not None and not error.retryable:
@@ -275,6 +276,21 @@ class RemoteEngine:
         await self._wait_for_server()
         async with weights.lock:  # the caller may donate them once this returns
             weights.params = None
+
+    def _awaited(self, weights: Weights) -> list[Server]:
+        """Those that have the weights when an update ends.
+
+        A server that is out of use while others are not gets them of its keeper: it may take long
+        to start. But where it is started from a folder, which goes with the next update.
+        """
+        assert self.source is not None
+        ready = [server for server in self.servers if server.ready]
+        if not ready or self.source.start(weights.source) is not None:
+            return self.servers
+        for server in self.servers:
+            if not server.ready:
+                server.doubt.set()
+        return ready
 
     async def _keep(self, server: Server) -> None:
         """Look at a server for as long as the engine lives, and mend what can be mended."""
@@ -292,8 +308,11 @@ class RemoteEngine:
     async def _bring(self, server: Server) -> ServerError | WeightMismatch | None:
         """See that a server lives and has the newest weights; the reason why it has not."""
         async with server.lock:
+            weights = None
             try:
-                await self._refresh(server)
+                while weights is not self._weights:  # others may have come meanwhile
+                    weights = self._weights
+                    await self._refresh(server)
             except (ServerError, WeightMismatch) as error:
                 self._leave_out(server, error)
                 for call in list(server.calls):

@@ -1,13 +1,15 @@
 """Weights that a server of jaxrl's pulls from the trainer's process."""
 
+import asyncio
 import re
+import time
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxrl.rollout import weight_transfer
-from jaxrl.rollout.http_client import RemoteOptions, Server
+from jaxrl.rollout.http_client import RemoteOptions, Server, ServerError
 from jaxrl.rollout.probe import Probe, make_score
 from jaxrl.rollout.protocol import Request, Sampling
 from jaxrl.rollout.remote import RemoteEngine, RemoteEngineError
@@ -38,10 +40,11 @@ def one_device():
     return jax.devices()[:1]
 
 
-def transferring(server, *, probes=True, recovery=300.0, poll=0.1):
+def transferring(server, *, probes=True, recovery=300.0, poll=0.1, hosts=()):
     return RemoteEngine(
-        [server.url.removesuffix("/v1")],
+        [server.url.removesuffix("/v1")] * max(1, len(hosts)),
         "native",
+        hosts=hosts,
         weights=WeightTransfer(jnp.float32, GROUP_BYTES),
         probe=Probe(make_score(MODEL, jnp.float32, None, 16), MODEL.vocab_size, 1e-3)
         if probes
@@ -160,3 +163,36 @@ def test_nothing_is_pulled_where_it_is_not_allowed(folder, server, monkeypatch):
     answered, answer = ask(server, "/receive_weights", GROUP)
     assert answered == 403
     assert "start with serve.receive_weights=true" in answer["error"]["message"]
+
+
+class SlowHost:
+    """Runs; while `starting` is set it is being started."""
+
+    def __init__(self, server):
+        self.url, self.starting = server.url.removesuffix("/v1"), None
+
+    async def ensure(self, folder):
+        while self.starting:
+            await asyncio.sleep(0.01)
+        return False
+
+    def stop(self):
+        pass
+
+
+def test_an_update_does_not_wait_for_a_server_that_is_being_started(server):
+    hosts = [SlowHost(server), SlowHost(server)]
+    engine = transferring(server, probes=False, hosts=hosts)
+    engine.update_weights(PARAMS, 5)
+    _, second = engine.servers
+    hosts[1].starting = True
+    engine._leave_out(second, ServerError("it died"))
+    engine.update_weights(PARAMS, 6)
+    engine.update_weights(PARAMS, 7)
+    assert not second.ready and {v for *_, each in tokens(engine) for v in each} == {7}
+    hosts[1].starting = False
+    deadline = time.monotonic() + 60
+    while not (second.ready and second.version == 7):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    engine.close()
