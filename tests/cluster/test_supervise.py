@@ -159,6 +159,27 @@ def test_the_newest_step_is_that_of_a_finished_checkpoint(tmp_path):
     assert newest_step(str(tmp_path)) == 10
 
 
+@pytest.mark.parametrize(
+    ("polls", "status"),
+    [
+        ([[(0, 70), (1, 2)]], 2),  # both at once
+        ([[(0, 70)], [(1, 1)]], 1),
+        ([[(1, 0)], [(0, 137)]], 70),  # no other is left to say why
+        ([[(1, 0), (0, 0)]], 0),
+    ],
+)
+def test_the_status_of_a_job_is_that_which_explains_the_others(polls, status):
+    class Scripted:
+        def poll(self, seconds):
+            return [Report(index, "", code) for index, code in polls.pop(0)]
+
+        def stop(self):
+            pass
+
+    restarts = Restarts(0, 0.0, lambda: 0, "latest")
+    assert supervise(lambda mode: (Scripted(), {0: "", 1: "b"}), restarts) == status
+
+
 def test_a_host_that_is_lost_before_the_start_counts_as_a_failed_attempt(tmp_path, capfd):
     job = Job(tmp_path, "")
     start, job.start = job.start, None
