@@ -143,7 +143,7 @@ def test_a_killed_launcher_leaves_nothing_and_goes_on_when_it_is_started_again(
     pids = job.pids()
     job.process.kill()
     job.process.wait()
-    wait_until_dead(pids["0"], pids["1"], seconds=60)  # Ray notices when its own processes end
+    wait_until_dead(pids["0"], pids["1"])
     assert not (tmp_path / "checkpoints/global_step_5").exists()
     assert_same(Launched(tmp_path, how.format(2)).finish(), whole)
     assert "resuming after step" in job_text(tmp_path)
