@@ -28,7 +28,7 @@ class HostActor(Host):
     def end_with(self, address: tuple[str, int]) -> None:
         """End, and so the processes of this host, as soon as nobody listens there any more.
 
-        Ray lets the actors of a driver that was killed go on for a while: for three steps of a test.
+        Ray lets the actors of a driver that was killed go on, for three steps of a test.
 
         Raises:
             ValueError: the launcher cannot be reached.

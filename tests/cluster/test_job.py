@@ -38,7 +38,12 @@ class Launched:
         self.process = subprocess.Popen(
             [sys.executable, *given, *words],
             cwd=ROOT,
-            env={**os.environ, "XLA_FLAGS": f"{flags} {emitters}", **(environment or {})},
+            env={
+                **os.environ,
+                "XLA_FLAGS": f"{flags} {emitters}",
+                "RAY_ADDRESS": "local",  # not that of another test
+                **(environment or {}),
+            },
             stdout=self.log,
             stderr=subprocess.STDOUT,
         )
