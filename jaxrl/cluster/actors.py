@@ -2,6 +2,9 @@
 
 import contextlib
 import ipaddress
+import os
+import socket
+import threading
 import time
 from typing import Any
 
@@ -11,7 +14,7 @@ from jaxrl.cluster.placement import Placement
 from jaxrl.cluster.ray_import import ray
 from jaxrl.cluster.supervise import LOST, HostLost
 
-ANSWER_SECONDS, LOOK_SECONDS = 60.0, 2.0
+ANSWER_SECONDS, CONNECT_SECONDS, LOOK_SECONDS = 60.0, 10.0, 2.0
 
 
 @ray.remote
@@ -21,6 +24,31 @@ class HostActor(Host):
     def facts(self, address: str = "") -> Facts:
         """Name, versions, and the address by which Ray knows it."""
         return super().facts(address or ray.util.get_node_ip_address())
+
+    def end_with(self, address: tuple[str, int]) -> None:
+        """End, and so the processes of this host, as soon as nobody listens there any more.
+
+        Ray lets the actors of a driver that was killed go on, for three steps of a test.
+
+        Raises:
+            ValueError: the launcher cannot be reached.
+        """
+        try:
+            lifeline = socket.create_connection(address, timeout=CONNECT_SECONDS)
+        except OSError as error:
+            raise ValueError(
+                f"{socket.gethostname()} cannot reach the launcher at {address} ({error}): the "
+                "hosts of a job need all ports of each other"
+            ) from error
+        lifeline.settimeout(None)
+        lifeline.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        threading.Thread(target=_exit_after, args=(lifeline,), daemon=True).start()
+
+
+def _exit_after(lifeline: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # closed, or reset
+        lifeline.recv(1)
+    os._exit(1)  # the guards of its processes notice
 
 
 class RayAttempt:
@@ -39,6 +67,7 @@ class RayAttempt:
         self._polls: dict[Any, int] = {}  # pending answers, by the number of the host
         self._running: list[set[int]] = []  # processes of each host
         self._actors: list[Any] = []
+        self._lifeline = socket.create_server(("", 0), backlog=2 * hosts)  # see end_with
         self._group = ray.util.placement_group([placement.bundle] * hosts, "STRICT_SPREAD")
         while not self._group.wait(LOOK_SECONDS):
             if time.monotonic() > deadline:
@@ -58,6 +87,8 @@ class RayAttempt:
 
     def facts(self) -> list[Facts]:
         """Of the hosts, which are put in order by it: that of a TPU slice, else of addresses."""
+        launcher = ray.util.get_node_ip_address(), self._lifeline.getsockname()[1]
+        _answers([actor.end_with.remote(launcher) for actor in self._actors])
         found = _answers([actor.facts.remote() for actor in self._actors])
         numbered = [(f.tpu_worker, ipaddress.ip_address(f.address).packed) for f in found]
         order = sorted(range(len(found)), key=numbered.__getitem__)
@@ -102,6 +133,7 @@ class RayAttempt:
             ray.wait(pending, num_returns=len(pending), timeout=ANSWER_SECONDS) if pending else None
         for actor in self._actors:
             ray.kill(actor)
+        self._lifeline.close()
         ray.util.remove_placement_group(self._group)
 
 

@@ -67,10 +67,12 @@ def joined_ray(config: Any, **options: Any) -> Iterator[None]:
         yield
         return
     address = options.get("address") or os.environ.get("RAY_ADDRESS")
-    _check_answers(address)
+    starts = address in (None, "", "local")
+    if not starts and address != "auto":
+        _check_answers(address)
     quiet: dict[str, Any] = {
         "log_to_driver": False,
-        **({} if address else {"include_dashboard": False}),
+        **({"include_dashboard": False} if starts else {}),
     }
     try:
         initialize_ray(config, **{**quiet, **options})
@@ -82,10 +84,8 @@ def joined_ray(config: Any, **options: Any) -> Iterator[None]:
         ray.shutdown()
 
 
-def _check_answers(address: str | None) -> None:
+def _check_answers(address: str) -> None:
     """Ray itself would try for minutes."""
-    if address in (None, "", "auto", "local"):
-        return
     if "://" in address:
         fix = "run the launcher on a host of the cluster (ray job submit), with host:port or auto"
         raise ValueError(f"RAY_ADDRESS={address!r}: Ray Client cannot start processes; {fix}")

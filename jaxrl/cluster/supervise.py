@@ -5,6 +5,7 @@ from the newest checkpoint. What a user must mend is not tried again.
 """
 
 import contextlib
+import math
 import re
 import signal
 import sys
@@ -172,15 +173,9 @@ def _attempt(
     except HostLost as error:
         return CRASHED, str(error)
     console = Console(labels)
-    running, first = set(labels), None
+    running = set(labels)
     try:
-        while running and first is None:
-            for report in _news(attempt, console, running):
-                if report.status not in (None, DONE):
-                    first = first or report
-        if first is not None:
-            first = _settled(attempt, console, running, first)
-        return _outcome(first)
+        return _outcome(_decisive(attempt, console, running))
     except Interrupted as interrupt:
         _say(f"signal {interrupt.args[0]}: ending all processes")
         _end_gently(attempt, console, running, interrupt.args[0])
@@ -189,23 +184,32 @@ def _attempt(
         attempt.stop()
 
 
-def _settled(attempt: Attempt, console: Console, running: set[int], first: Report) -> Report:
-    """The report that decides: a refusal of another process explains a crash of the first."""
-    deadline = time.monotonic() + SETTLE_SECONDS
-    while running and first.status not in FINAL and time.monotonic() < deadline:
-        for report in _news(attempt, console, running):
-            if report.status in (ALARM, REFUSED):
-                first = report
-    return first
+def _decisive(attempt: Attempt, console: Console, running: set[int]) -> Report | None:
+    """The report that ended the attempt, None if all ended well.
+
+    That of the first, unless another process says why: what the user must mend makes others crash.
+    """
+    failed: list[Report] = []
+    deadline = math.inf
+    while running and time.monotonic() < deadline:
+        news = _news(attempt, console, running)
+        failed += [report for report in news if report.status not in (None, DONE)]
+        if any(report.status in FINAL for report in failed):
+            break
+        if failed:
+            deadline = min(deadline, time.monotonic() + SETTLE_SECONDS)
+    final = [report for report in failed if report.status in FINAL]
+    return next(iter(final + failed), None)
 
 
-def _news(attempt: Attempt, console: Console, running: set[int]) -> Iterator[Report]:
+def _news(attempt: Attempt, console: Console, running: set[int]) -> list[Report]:
     """What there is, shown; processes that ended run no more."""
-    for report in attempt.poll(POLL_SECONDS):
+    reports = attempt.poll(POLL_SECONDS)
+    for report in reports:
         console.show(report)
         if report.status is not None:
             running.discard(report.index)
-        yield report
+    return reports
 
 
 def _outcome(first: Report | None) -> tuple[int, str]:
@@ -226,7 +230,7 @@ def _end_gently(attempt: Attempt, console: Console, running: set[int], number: i
     with contextlib.suppress(Interrupted):
         attempt.signal(number)
         while running and time.monotonic() < deadline:
-            list(_news(attempt, console, running))
+            _news(attempt, console, running)
 
 
 @contextlib.contextmanager

@@ -47,8 +47,8 @@ def is_alive(pid):
     return state not in "ZX"
 
 
-def wait_until_dead(*pids):
-    deadline = time.monotonic() + 20
+def wait_until_dead(*pids, seconds=20):
+    deadline = time.monotonic() + seconds
     while any(map(is_alive, pids)):
         assert time.monotonic() < deadline
         time.sleep(0.02)

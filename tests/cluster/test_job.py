@@ -38,7 +38,12 @@ class Launched:
         self.process = subprocess.Popen(
             [sys.executable, *given, *words],
             cwd=ROOT,
-            env={**os.environ, "XLA_FLAGS": f"{flags} {emitters}", **(environment or {})},
+            env={
+                **os.environ,
+                "XLA_FLAGS": f"{flags} {emitters}",
+                "RAY_ADDRESS": "local",  # not that of another test
+                **(environment or {}),
+            },
             stdout=self.log,
             stderr=subprocess.STDOUT,
         )
@@ -120,7 +125,7 @@ def test_a_killed_process_costs_no_step(whole, tmp_path, how, index):
     os.kill(pids[index], signal.SIGKILL)
     assert_same(job.finish(), whole)
     assert "restart 1 of 3 in a row, after step" in job_text(tmp_path)
-    wait_until_dead(*pids.values())
+    wait_until_dead(pids["0"], pids["1"])
 
 
 def test_a_killed_actor_costs_no_step(whole, tmp_path):
@@ -143,7 +148,7 @@ def test_a_killed_launcher_leaves_nothing_and_goes_on_when_it_is_started_again(
     pids = job.pids()
     job.process.kill()
     job.process.wait()
-    wait_until_dead(*pids.values())
+    wait_until_dead(pids["0"], pids["1"])
     assert not (tmp_path / "checkpoints/global_step_5").exists()
     assert_same(Launched(tmp_path, how.format(2)).finish(), whole)
     assert "resuming after step" in job_text(tmp_path)
