@@ -199,7 +199,10 @@ def test_help_and_bad_input(capsys, tmp_path):
         ([f"--config={QUICKSTART}", "--json=/no/such/folder/x"], "--json="),
         ([f"--config={QUICKSTART}", "--config.trainer.train_batch_size=0"], "train_batch_size"),
         ([f"--config={QUICKSTART}", "--config.data.train_data=['x.jsonl']"], "does not exist"),
-        ([f"--config={QUICKSTART}", "--config.trainer.policy.model.path=/no"], "'/no'"),
+        (
+            [f"--config={QUICKSTART}", "--config.trainer.policy.model.path=/no"],
+            "/no is not a folder",
+        ),
         ([f"--config={QUICKSTART}", "--only=versions", "--nonsense"], "unknown argument"),
         (["--env", f"--config={QUICKSTART}"], "--env takes no config"),
     ):
