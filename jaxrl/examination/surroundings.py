@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 
 from jaxrl import config as cfg
 from jaxrl import envs
-from jaxrl.examination.finding import Finding, failed, not_here, passed
+from jaxrl.examination.finding import BadInput, Finding, failed, not_here, passed
 from jaxrl.examination.subject import Subject
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.parallel import make_mesh
@@ -120,7 +120,11 @@ def devices(subject: Subject) -> Finding:
 def memory(subject: Subject) -> Finding:
     """The whole run, not the small one, by the estimate of `jaxrl.plan`."""
     here, config = machine(), subject.given
-    if isinstance(subject.whole.get_model(), AdaptedModel):
+    try:
+        model = subject.whole.get_model()
+    except (ValueError, OSError) as error:
+        raise BadInput(str(error)) from error
+    if isinstance(model, AdaptedModel):
         return not_here("jaxrl.plan knows no flax modules")
     plan = make_plan(config, here, estimated)
     figure, bound = plan.peak.peak / GIB, here.memory / GIB

@@ -33,6 +33,9 @@ REWARDS = "environment.reward_functions"
 def examined(tmp_path_factory):
     """A subject, what all checks found of it, and the folder that its config writes to."""
     own, folder = (tmp_path_factory.mktemp(name) for name in ("own", "examination"))
+    for name in ("quickstart/run.db", "checkpoints/global_step_7/meta", "exports/model"):
+        (own / name).parent.mkdir(parents=True)
+        (own / name).write_text(name)
     with Compilations() as programs:
         subject = Subject(small(own, **SIZES), folder, compilations=programs)
         with contextlib.closing(subject):
@@ -74,7 +77,9 @@ def test_a_right_run_passes(examined):
 
 def test_nothing_is_left_where_the_run_writes(examined):
     _, _, own = examined
-    assert os.listdir(own) == []
+    found = {str(p.relative_to(own)): p.read_text() for p in own.rglob("*") if p.is_file()}
+    names = ("quickstart/run.db", "checkpoints/global_step_7/meta", "exports/model")
+    assert found == {name: name for name in names}
 
 
 def test_what_was_cut_is_said(examined):
@@ -194,6 +199,10 @@ def test_help_and_bad_input(capsys, tmp_path):
         ([f"--config={QUICKSTART}", "--json=/no/such/folder/x"], "--json="),
         ([f"--config={QUICKSTART}", "--config.trainer.train_batch_size=0"], "train_batch_size"),
         ([f"--config={QUICKSTART}", "--config.data.train_data=['x.jsonl']"], "does not exist"),
+        (
+            [f"--config={QUICKSTART}", "--config.trainer.policy.model.path=/no"],
+            "/no is not a folder",
+        ),
         ([f"--config={QUICKSTART}", "--only=versions", "--nonsense"], "unknown argument"),
         (["--env", f"--config={QUICKSTART}"], "--env takes no config"),
     ):
