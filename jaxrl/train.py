@@ -34,6 +34,7 @@ from jaxrl.parallel import is_first, make_mesh
 from jaxrl.parallel.processes import joined_main
 from jaxrl.rollout.conversation import ConversationGenerator
 from jaxrl.rollout.dynamic_sampling import DynamicSamplingError
+from jaxrl.rollout.environment_pool import EnvironmentPool
 from jaxrl.rollout.generator import GeneratorInterface
 from jaxrl.rollout.protocol import Engine
 from jaxrl.rollout.recompute import RecomputeEngine
@@ -146,7 +147,16 @@ class BasePPOExp:
             max_env_workers=gym.max_env_workers,
             env_timeout_seconds=gym.env_timeout_seconds,
             reward_terms=RewardTerms(environment.reward_weights, environment.reward_functions),
+            pool=self.get_environment_pool(),
         )
+
+    def get_environment_pool(self) -> EnvironmentPool | None:
+        """Where environments live: in Ray actors, or None: in threads of this process."""
+        if not self.config.environment.skyrl_gym.ray_env_workers:
+            return None
+        from jaxrl.cluster import environment_workers  # needs jaxrl[ray]
+
+        return environment_workers.pool_of_run(self.config, jax.process_count())
 
     def get_callbacks(self) -> list[TrainingCallback]:
         """What is told of the events of the run: `trainer.watching.callbacks`."""

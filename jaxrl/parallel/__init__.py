@@ -8,6 +8,7 @@ from jaxrl.parallel.processes import (
     gather,
     is_first,
     put,
+    record_folder,
     share,
     start_processes,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "mesh_sizes",
     "param_shardings",
     "put",
+    "record_folder",
     "replicated",
     "share",
     "start_processes",

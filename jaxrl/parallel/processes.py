@@ -15,7 +15,8 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -170,6 +171,11 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
+def record_folder(folder: Path) -> Path:
+    """Where this process writes what each has of its own, in the folder of a run."""
+    return folder if is_first() else folder / "processes" / str(jax.process_index())
+
+
 def gather(value: T) -> list[T]:
     """The value of every process, in their order; a collective.
 
@@ -197,9 +203,9 @@ def _padded(data: np.ndarray, size: int) -> np.ndarray:
     return np.pad(data, (0, size - len(data)))
 
 
-def agree(value: T) -> T:
+def agree(value: T | None) -> T:
     """The value of process 0; a collective."""
-    return gather(value if is_first() else None)[0]  # type: ignore[return-value]
+    return cast(T, gather(value if is_first() else None)[0])
 
 
 def share(items: Sequence[T]) -> Sequence[T]:

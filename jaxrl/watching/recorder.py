@@ -16,7 +16,7 @@ from jaxrl import config as cfg
 from jaxrl.compilation import CompilationWatch
 from jaxrl.files import FolderError, FolderLock
 from jaxrl.metrics import progress_line, timed
-from jaxrl.parallel import agree, is_first
+from jaxrl.parallel import agree, is_first, record_folder
 from jaxrl.types import GeneratorOutput, TrainBatch
 from jaxrl.watching.alarms import Alarm, Alarms
 from jaxrl.watching.callbacks import CallbackInput, TrainingCallback, TrainingControl
@@ -67,11 +67,8 @@ class Recorder:
     def __init__(self, trainer: Any, callbacks: Sequence[TrainingCallback] = ()) -> None:
         self.trainer, self.callbacks = trainer, callbacks
         settings = trainer.config.trainer
-        self.settings, self.folder = settings, cfg.run_folder(settings)
-        self.names = cfg.logger_names(settings.logger)
-        if not is_first():  # its times, and nothing that is written once
-            self.folder = self.folder / "processes" / str(jax.process_index())
-            self.names = []
+        self.settings, self.folder = settings, record_folder(cfg.run_folder(settings))
+        self.names = cfg.logger_names(settings.logger) if is_first() else []
         check_installed(self.names)
         self.control, self.watch = TrainingControl(), CompilationWatch()
         self.alarms = Alarms(settings.watching.thresholds)
