@@ -62,7 +62,7 @@ class WeightTransfer:
         self._newest = Offer(version, params, groups)
         return self._newest
 
-    def start(self, newest: Offer) -> Path | None:
+    def start(self, newest: Offer) -> None:
         """What a server is started from: its own first weights."""
 
     def keep_only(self, *versions: int | None) -> None:
