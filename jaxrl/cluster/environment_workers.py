@@ -116,7 +116,7 @@ class _Actor:
     def __init__(self, node: str, calls: int, timeout_seconds: float | None) -> None:
         self.node = node
         on_node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-        options = EnvironmentWorker.options(  # pyright: ignore
+        options: Any = EnvironmentWorker.options(  # pyright: ignore
             scheduling_strategy=on_node(node, soft=True),
             runtime_env={"env_vars": {"JAX_PLATFORMS": "cpu"}},  # accelerators are the trainer's
         )
