@@ -77,7 +77,8 @@ class SupervisedSubject(Subject):
             trainer.checkpointer.close()
 
     def _complete(self) -> TrainBatch:
-        return self.trainer.next_batch(1)
+        trainer: Any = self.trainer  # an SFTTrainer
+        return trainer.next_batch(1)
 
     def _cut(self) -> TrainBatch:
         return self.batch.replace(advantages=np.zeros(self.batch.tokens.shape, np.float32))
