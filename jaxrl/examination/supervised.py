@@ -77,7 +77,7 @@ class SupervisedSubject(Subject):
             trainer.checkpointer.close()
 
     def _complete(self) -> TrainBatch:
-        trainer: Any = self.trainer
+        trainer: Any = self.trainer  # an SFTTrainer
         return trainer.next_batch(1)
 
     def _cut(self) -> TrainBatch:
