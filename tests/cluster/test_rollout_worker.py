@@ -27,6 +27,6 @@ def test_an_actor_killed_in_mid_generation_is_replaced_and_nothing_changes(
 
     trainer = trained(tmp_path / "disturbed", disturb)
     engine = trainer.engine
-    assert dead and engine.servers[0].version == 4
+    assert dead
     assert engine.servers[0].url == engine.hosts[engine.servers[0]].url
     assert_bitwise_equal(trainer.state.params, undisturbed.state.params)

@@ -51,8 +51,18 @@ def trained(folder, disturb=None, **overrides):
         if disturb:
             disturb(trainer)
         run.train(trainer)
+        if disturb:
+            wait_for_all(trainer.engine)
         trainer.engine.close()
     return trainer
+
+
+def wait_for_all(engine):
+    """Until each server is in use; a run does not wait for one that is started again."""
+    deadline = time.monotonic() + 300
+    while not all(server.ready and server.version == 4 for server in engine.servers):
+        assert time.monotonic() < deadline, engine.describe()
+        time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +96,6 @@ def test_a_worker_killed_in_mid_generation_is_replaced_and_nothing_changes(
     trainer = trained(tmp_path, disturb)
     host = trainer.engine.hosts[trainer.engine.servers[0]]
     assert dead[0].wait() == -signal.SIGKILL and host._process.pid != dead[0].pid
-    assert trainer.engine.servers[0].version == 4  # it had the last weights, too
     assert_bitwise_equal(trainer.state.params, undisturbed.state.params)
 
 
