@@ -114,7 +114,7 @@ def topology_devices(name: str, chips_per_host: int | None = None) -> list[Any]:
         if os.environ.get(variable, "WARNING").startswith("WARNING"):  # JAX's, without an answer
             os.environ[variable] = value
     # the two cores of a v4 chip run as one device
-    options = {"chip_config_name": "megacore"} if name.startswith("v4:") else {}
+    options: dict[str, Any] = {"chip_config_name": "megacore"} if name.startswith("v4:") else {}
     kind, _, size = name.partition(":")
     if kind in HOSTS:
         chips = chips_per_host or ONE_HOST.get(size, 4)
