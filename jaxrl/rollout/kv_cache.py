@@ -84,8 +84,8 @@ def _token_on_device(layer: LayerCache, positions: Array, k: Array, v: Array) ->
         return write(layer, jnp.arange(len(k))[:, None], positions[:, None], k, v)
 
     def kernel(layer: LayerCache, positions: Array, k: Array, v: Array) -> LayerCache:
-        keys, values = (x[:, :, 0].astype(layer.keys.dtype) for x in (k, v))
-        return LayerCache(*decode_kernels.tpu_write(*layer, keys, values, positions))
+        k, v = (x[:, :, 0].astype(layer.keys.dtype) for x in (k, v))
+        return LayerCache(*decode_kernels.tpu_write(layer.keys, layer.values, k, v, positions))
 
     platforms = {}
     if decode_kernels.fits("tpu", layer.keys.shape[3], layer.keys.shape[2]):
