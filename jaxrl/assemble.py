@@ -156,7 +156,7 @@ def place_beside(
     if sizes is None:
         return place_model(trainer, model, policy.mesh, role) if role == "critic" else policy
     given = list(policy.mesh.devices.flat) if devices is None else devices
-    mesh = make_mesh(devices=given, **dataclasses.asdict(sizes))
+    mesh = make_mesh(devices=given, keep_order=devices is None, **dataclasses.asdict(sizes))
     return place_model(trainer, model, mesh, role)
 
 

@@ -309,6 +309,7 @@ MAY_CHANGE = (
     "trainer.*.offload_after_step",
     "trainer.*_interval",
     "trainer.ckpt_path",
+    "trainer.cluster.*",
     "trainer.compilation_cache_path",
     "trainer.dump_*",
     "trainer.epochs",

@@ -60,12 +60,14 @@ def engine_of_run(
     model: TransformerConfig,
     mesh: jax.sharding.Mesh,
     decode_text: Callable[[Sequence[int]], str],
+    processes: int | None = None,
     **options: Any,
 ) -> NativeEngine | Balancer:
     """The native engine of a training run.
 
     Args:
         decode_text: token ids to text.
+        processes: that each sample a share of the prompts; None = those of this job.
         **options: further arguments of `NativeEngine`.
     """
     settings = config.generator.inference_engine
@@ -78,7 +80,7 @@ def engine_of_run(
         settings,
         model,
         mesh,
-        rows=min(settings.max_num_seqs, cfg.rows_at_once(config, jax.process_count())),
+        rows=min(settings.max_num_seqs, cfg.rows_at_once(config, processes or jax.process_count())),
         max_model_len=cfg.longest_row(config),
         shrink=False if by_clock and repeats else None,
         decode_text=decode_text,

@@ -1,13 +1,13 @@
 """What a run will need of its devices, from its config and shapes alone; no weights are loaded.
 
     python -m jaxrl.plan --config=configs/quickstart.py [--config.trainer.seed=1 ...]
-        [--topology=v5e:2x4] [--hbm-gib=16] [--json=FILE] [--estimate]
+        [--topology=v5e:2x4] [--chips-per-host=4] [--hbm-gib=16] [--json=FILE] [--estimate]
 
 Compiles every program of a training step for the devices of this process, or for TPUs that are not
 here (--topology=v5e:2x4; needs libtpu), and prints what each needs of one device, its work, what it
 sends, and its least time. Of GPUs that are not here (--topology=h100:8) the same is estimated.
---hbm-gib: memory of a device, in place of what is known of it; --estimate: compile nothing, seconds
-instead of minutes. The model folder needs no weights.
+--hbm-gib: memory of a device, in place of what is known of it; --chips-per-host: of v5e and v6e, 1,
+4 or 8; --estimate: compile nothing, seconds instead of minutes. The model folder needs no weights.
 
 Exit status: 0 it fits, 1 it does not (changes that make it fit are named), 2 bad input.
 """
@@ -39,6 +39,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("python -m jaxrl.plan", allow_abbrev=False)
     parser.add_argument("--topology")
     parser.add_argument("--hbm-gib", type=float)
+    parser.add_argument("--chips-per-host", type=int)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--estimate", action="store_true")
     options, rest = parser.parse_known_args(argv)
@@ -47,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         config = cfg.apply_overrides(cfg.load_config_file(path), overrides)
         if options.json is not None:
             writable_folder("--json", options.json.parent)
-        here = _machine(options.topology, options.hbm_gib)
+        here = _machine(options.topology, options.hbm_gib, options.chips_per_host)
         memory_of = _estimate if here.stand_in or options.estimate else _compile()
         plan = make_plan(cfg.to_train_config(config), here, memory_of, _tell)
         print(report.text(plan), flush=True)
@@ -63,11 +64,11 @@ def main(argv: Sequence[str]) -> int:
     return 0 if plan.fits else 1
 
 
-def _machine(topology: str | None, hbm_gib: float | None) -> Machine:
+def _machine(topology: str | None, hbm_gib: float | None, chips: int | None) -> Machine:
     """Of devices that are not here the chips of this process are not asked for."""
     if topology is not None:
         jax.config.update("jax_platforms", "cpu")
-    return machine(topology, hbm_gib)
+    return machine(topology, hbm_gib, chips)
 
 
 def _compile() -> MemoryOf:

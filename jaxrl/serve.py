@@ -89,11 +89,7 @@ def make_server(config: Any, devices: Sequence[Any] | None = None) -> Server:
         serve,
         host=settings.http_endpoint_host,
         port=settings.http_endpoint_port,
-        weights=(
-            load,
-            folder,
-            Incoming(abstract_params(model), shardings, serve.request_seconds),
-        ),
+        weights=(load, folder, Incoming(abstract_params(model), shardings, serve.request_seconds)),
     )
     server.host.update_weights(load(folder), 0)
     server.host.warm_up([Request((0,) * (length - 1), ((0, 0),), Sampling(max_tokens=1))])

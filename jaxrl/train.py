@@ -70,6 +70,7 @@ class BasePPOExp:
     def __init__(self, config: Any) -> None:
         self.config = cfg.resolve(cfg.to_train_config(config))
         enable_cache(self.config.trainer.compilation_cache_path)
+        cfg.check_nodes(self.config, jax.process_count())
         cfg.validate(self.config, num_devices=jax.device_count(), num_processes=jax.process_count())
 
     def get_model(self) -> TransformerConfig | AdaptedModel:
@@ -274,16 +275,32 @@ def main(argv: Sequence[str]) -> int:
     try:
         path, overrides = cfg.parse_command_line(list(argv))
         config = cfg.apply_overrides(cfg.load_config_file(path), overrides)
-        run = BasePPOExp(config)
-        trainer = run.build()
+    except (ValueError, OSError) as error:
+        return _refuse(error)
+    return exit_status(BasePPOExp, config)
+
+
+def exit_status(experiment: type[BasePPOExp], config: Any) -> int:
+    """Run an experiment; 0 = done, 1 = stopped by an alarm, 2 = what the user must mend.
+
+    Other errors are raised. An error of a `run` method of its own is the user's if `train` would
+    end with it.
+    """
+    try:
+        run = experiment(config)
+        own = experiment.run is not BasePPOExp.run
+        trainer = None if own else run.build()
     except (ValueError, OSError) as error:  # what a user can mend; OSError: files and folders
         return _refuse(error)
     try:
-        run.train(trainer)
+        if trainer is None:
+            trainer = run.run()
+        else:
+            run.train(trainer)
     # others are not the user's: they keep their traceback
     except _MENDABLE as error:
         return _refuse(error)
-    return int(trainer.recorder.stopped_by_alarm)
+    return int(trainer is not None and trainer.recorder.stopped_by_alarm)
 
 
 def _refuse(error: Exception) -> int:

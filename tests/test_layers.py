@@ -74,6 +74,8 @@ LAYER_OF = {
     "audit": "L4",
     "plan": "L4",
     "planning": "L4",
+    "doctor": "L4",
+    "examination": "L4",
     "chips": "L0",
     "cluster": "L5",
 }

@@ -12,7 +12,8 @@
 #   --internal-ip          the slice has no external address
 #   --dry-run              print the commands, run nothing
 #
-# What follows -- goes to the module as it is. tpu/logs.sh shows what the run prints.
+# What follows -- goes to the module as it is. tpu/logs.sh shows what the run prints. On several hosts
+# it must name a trainer.ckpt_path that all of them see: gs://...
 
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=arguments.sh
@@ -26,6 +27,7 @@ if [[ -n $stop ]]; then
   on_host all "$host_script stop"
   exit
 fi
-((hosts == 1)) || fail "--type=$type has $hosts hosts, and jaxrl trains on one today: choose v5litepod-8, v5p-8 or v6e-8 (tpu/README.md, Many hosts)"
 ((${#rest[@]})) || fail 'nothing to run: give the arguments of the module after --, such as -- --config=configs/quickstart.py'
-on_host all "$host_script $(quoted start ${module:+"--module=$module"} ${watch:+"--watch=$watch"} -- "${rest[@]}")"
+many=''
+if ((hosts > 1)); then many=--many; fi # each host starts its process again when another one fails
+on_host all "$host_script $(quoted start ${many:+"$many"} ${module:+"--module=$module"} ${watch:+"--watch=$watch"} -- "${rest[@]}")"

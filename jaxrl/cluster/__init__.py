@@ -1,10 +1,16 @@
-"""Runs on a Ray cluster: the only package that imports ray."""
+"""Runs of several processes, on a Ray cluster or without: the only package that imports ray."""
 
-try:
-    import ray  # noqa: F401
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("jaxrl.cluster needs Ray: pip install 'jaxrl[ray]'") from error
+from typing import TYPE_CHECKING, Any
 
-from jaxrl.cluster.initialize import initialize_ray
+if TYPE_CHECKING:
+    from jaxrl.cluster.initialize import initialize_ray
 
 __all__ = ["initialize_ray"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "initialize_ray":  # not above: what runs without Ray must not need it
+        from jaxrl.cluster.initialize import initialize_ray
+
+        return initialize_ray
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

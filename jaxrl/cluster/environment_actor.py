@@ -6,9 +6,8 @@ import threading
 from collections.abc import Awaitable, Mapping
 from typing import Any, NamedTuple
 
-import ray
-
 from jaxrl import envs
+from jaxrl.cluster.ray_import import ray
 from jaxrl.rollout.environment_pool import EnvironmentPool
 from jaxrl.rollout.session import step_call
 from jaxrl.types import Message

@@ -13,14 +13,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import ray
-from ray.exceptions import RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
 from jaxrl import config as cfg
 from jaxrl import envs
 from jaxrl.cluster.environment_actor import EnvironmentWorker, Failed
 from jaxrl.cluster.initialize import initialize_ray
+from jaxrl.cluster.ray_import import ray
 from jaxrl.rollout.environment_pool import EnvironmentPool
 from jaxrl.types import Message
 from jaxrl.user_functions import import_function, pack
@@ -118,11 +115,12 @@ class _Actor:
 
     def __init__(self, node: str, calls: int, timeout_seconds: float | None) -> None:
         self.node = node
-        options = EnvironmentWorker.options(  # pyright: ignore
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
+        on_node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        options: Any = EnvironmentWorker.options(  # pyright: ignore
+            scheduling_strategy=on_node(node, soft=True),
             runtime_env={"env_vars": {"JAX_PLATFORMS": "cpu"}},  # accelerators are the trainer's
         )
-        self._handle = options.remote(calls, timeout_seconds)
+        self._handle: Any = options.remote(calls, timeout_seconds)
         self._ready = self._handle.ready.remote()
         self._limit, self._place = timeout_seconds, "a process that was starting"
         self.environments, self.takes_more, self.lost = 0, True, False
@@ -141,9 +139,9 @@ class _Actor:
             self._place = await self._ready  # a start takes the time that it takes
             reference = getattr(self._handle, method).remote(*given)
             found = await asyncio.wait_for(reference, limit)
-        except RayTaskError:  # an answer that cannot be pickled, for instance
+        except ray.exceptions.RayTaskError:  # an answer that cannot be pickled, for instance
             raise
-        except RayError as error:
+        except ray.exceptions.RayError as error:
             self.end()
             reason = str(error).strip().splitlines()[-1].strip()
             raise EnvironmentWorkerError(f"{self._place} died: {reason}") from error

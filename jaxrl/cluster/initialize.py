@@ -1,15 +1,15 @@
 """Starting or joining Ray with what the workers of a run need."""
 
-import dataclasses
+import contextlib
 import os
+import socket
 from collections.abc import Iterator
 from typing import Any
 
-import ray
-from ray import cloudpickle
-
+from jaxrl.cluster.ray_import import ray
 from jaxrl.user_functions import user_modules
 
+CONNECT_SECONDS = 10.0
 # Settings of the run, the same on every host; nothing secret, Ray's dashboard shows them.
 _PASSED_ON = ("JAX_", "XLA_", "LIBTPU_INIT_ARGS", "HF_HOME", "HF_HUB_OFFLINE", "TOKENIZERS_")
 _OF_ONE_PROCESS = ("JAX_COORDINATOR_", "JAX_PROCESS_", "JAX_NUM_PROCESSES", "JAX_LOCAL_DEVICE_")
@@ -32,14 +32,15 @@ def initialize_ray(config: Any, **options: Any) -> None:
         ValueError: see `jaxrl.registry.sync_registries`.
     """
     from jaxrl.config import to_train_config  # not above: the registry's actor needs no jax
+    from jaxrl.config.dataclass_config import config_classes
     from jaxrl.registry import register_configured_functions, sync_registries
 
     if not ray.is_initialized():
         ray.init(runtime_env={"env_vars": worker_environment()}, **options)
     train_config = to_train_config(config)
-    for config_class in _classes(train_config):  # one of a recipe: workers cannot import that
+    for config_class in config_classes(train_config):  # one of a recipe: workers cannot import that
         for module in user_modules(config_class):
-            cloudpickle.register_pickle_by_value(module)
+            ray.cloudpickle.register_pickle_by_value(module)
     register_configured_functions(train_config.trainer.algorithm)
     sync_registries()
 
@@ -54,8 +55,45 @@ def worker_environment() -> dict[str, str]:
     return {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", **shared}
 
 
-def _classes(config: Any) -> Iterator[type]:
-    yield type(config)
-    for value in vars(config).values():
-        if dataclasses.is_dataclass(value):
-            yield from _classes(value)
+@contextlib.contextmanager
+def joined_ray(config: Any, **options: Any) -> Iterator[None]:
+    """Ray, initialised; left again at the end, if it was not before.
+
+    Raises:
+        ValueError: the cluster does not answer, or has other versions of Ray or Python.
+    """
+    if ray.is_initialized():
+        initialize_ray(config)
+        yield
+        return
+    address = options.get("address") or os.environ.get("RAY_ADDRESS")
+    starts = address in (None, "", "local")
+    if not starts and address != "auto":
+        _check_answers(address)
+    quiet: dict[str, Any] = {
+        "log_to_driver": False,
+        **({"include_dashboard": False} if starts else {}),
+    }
+    try:
+        initialize_ray(config, **{**quiet, **options})
+    except (ConnectionError, RuntimeError) as error:  # RuntimeError: the versions differ
+        raise ValueError(f"RAY_ADDRESS={address!r}: cannot join Ray: {error}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """Ray itself would try for minutes."""
+    if "://" in address:
+        fix = "run the launcher on a host of the cluster (ray job submit), with host:port or auto"
+        raise ValueError(f"RAY_ADDRESS={address!r}: Ray Client cannot start processes; {fix}")
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"RAY_ADDRESS={address!r} does not answer ({error}): is Ray running there (ray status) "
+            "and its port open to this host? host:port is expected, or auto"
+        ) from error

@@ -7,8 +7,7 @@ It holds pickles and never loads them, so neither this module nor the actor's pr
 import uuid
 from typing import Any, NamedTuple
 
-import ray
-
+from jaxrl.cluster.ray_import import ray
 from jaxrl.user_functions import PackedFunction
 
 

@@ -28,6 +28,7 @@ from jaxrl.config.backend import (
     MeshConfig,
     MixedPrecisionConfig,
 )
+from jaxrl.config.cluster import ClusterConfig
 from jaxrl.config.dataclass_config import BaseConfig, get_config_as_dict, get_config_as_yaml_str
 from jaxrl.config.environment import (
     EnvironmentConfig,
@@ -46,7 +47,7 @@ from jaxrl.config.mesh import batch_groups, sharding_rules
 from jaxrl.config.model import ModelConfig, OptimizerConfig, SkyRLLoraConfig
 from jaxrl.config.objective_card import objective_card
 from jaxrl.config.overrides import apply_overrides, parse_command_line
-from jaxrl.config.placement import device_shares
+from jaxrl.config.placement import check_nodes, device_shares
 from jaxrl.config.recipe import default_config, load_config_file, to_train_config
 from jaxrl.config.rollouts import (
     check_engines,
@@ -89,6 +90,7 @@ __all__ = [
     "CISPOConfig",
     "ChatTemplateConfig",
     "ClipCovConfig",
+    "ClusterConfig",
     "CriticConfig",
     "DPPOConfig",
     "DecoupledPPOConfig",
@@ -130,6 +132,7 @@ __all__ = [
     "apply_overrides",
     "check_engines",
     "check_lengths",
+    "check_nodes",
     "check_serving",
     "compute_dtype",
     "default_config",

@@ -52,6 +52,12 @@ def is_config(value: Any) -> TypeGuard[BaseConfig]:
     return isinstance(value, BaseConfig)
 
 
+def config_classes(config: BaseConfig) -> list[type[BaseConfig]]:
+    """Its class, and those of the configs in it."""
+    inner = [config_classes(value) for value in vars(config).values() if is_config(value)]
+    return [type(config), *(found for classes in inner for found in classes)]
+
+
 def field_values(config: BaseConfig) -> dict[str, Any]:
     """Field name -> value, one level deep."""
     return {f.name: getattr(config, f.name) for f in _fields(config)}

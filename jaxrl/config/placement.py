@@ -74,6 +74,20 @@ def check_placement(config: "TrainConfig", num_devices: int) -> DeviceShares:
     return shares
 
 
+def check_nodes(config: "TrainConfig", num_processes: int) -> None:
+    """Does the job have the processes that the config asks for? One host: any number is right.
+
+    Raises:
+        ValueError: names the field, the value and the fix.
+    """
+    nodes, each = config.trainer.placement.policy_num_nodes, config.trainer.cluster
+    wanted = nodes * each.processes_per_host
+    if nodes > 1 and num_processes != wanted:
+        fix = f"asks for {wanted} processes, and the job has {num_processes}; start it with "
+        how = "python -m jaxrl.cluster.launch on as many hosts (docs/cluster.md), or set it to 1"
+        fail(f"{_PLACEMENT}.policy_num_nodes", nodes, fix + how)
+
+
 def check_processes(config: "TrainConfig", num_devices: int, num_processes: int) -> None:
     """Refuse what a job of several processes cannot do.
 

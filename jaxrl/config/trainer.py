@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxrl.config.algorithm import AlgorithmConfig
 from jaxrl.config.backend import PRECISIONS, FSDPConfig, MegatronConfig, MeshConfig
+from jaxrl.config.cluster import ClusterConfig
 from jaxrl.config.dataclass_config import BaseConfig
 from jaxrl.config.ledger import LedgerConfig
 from jaxrl.config.model import ModelConfig, OptimizerConfig
@@ -24,15 +25,15 @@ class PlacementConfig(BaseConfig):
     """Policy and reference model share devices; false = the reference has ref_num_gpus_per_node of
     its own, after the policy's."""
     policy_num_nodes: int = 1
-    """Hosts of the policy."""
+    """Hosts of the job, with all their devices; `jaxrl.cluster.launch` takes them of a cluster."""
     policy_num_gpus_per_node: int = 1
     """Devices of the policy where not all parts share all devices."""
     critic_num_nodes: int = 1
-    """Hosts of the critic."""
+    """Hosts of the critic, which lies with the policy."""
     critic_num_gpus_per_node: int = 1
     """Devices per host of the critic."""
     ref_num_nodes: int = 1
-    """Hosts of the reference model."""
+    """Hosts of the reference model, which lies on those of the policy."""
     ref_num_gpus_per_node: int = 1
     """Devices of a reference model on its own."""
     rollout_num_nodes: int = 0
@@ -216,6 +217,8 @@ class TrainerConfig(BaseConfig):
     """Alarms, callbacks and profiles."""
     ledger: LedgerConfig = field(default_factory=LedgerConfig)
     """Where every prompt and trajectory ended."""
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """How the processes of a job are started, and started again."""
     print_example_interval: int = 1
     """Steps between printed example trajectories; -1 = none."""
     dump_data_batch: bool = False

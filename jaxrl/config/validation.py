@@ -5,6 +5,7 @@ import warnings
 from typing import Any
 
 from jaxrl.config.async_checks import check_async
+from jaxrl.config.cluster import check_cluster
 from jaxrl.config.conversation_checks import check_conversations
 from jaxrl.config.critic_checks import check_critic, check_moving_reference
 from jaxrl.config.dataclass_config import flatten
@@ -114,6 +115,7 @@ def validate(config: TrainConfig, num_devices: int = 1, num_processes: int = 1) 
     check_serving(config.serve)
     check_watching(config.trainer.watching, logger_names(config.trainer.logger))
     check_ledger(config.trainer.ledger)
+    check_cluster(config.trainer)
     groups = [
         batch_groups(config, len(devices) * num_processes, role)
         for role, devices in shares.of_roles()

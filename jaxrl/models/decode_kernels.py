@@ -124,6 +124,73 @@ def _tpu_kernel(
         out[...] = out[...] / total[...]
 
 
+def tpu_write(
+    keys: Array,
+    values: Array,
+    k: Array,
+    v: Array,
+    positions: Array,
+    *,
+    interpret: bool = False,
+) -> tuple[Array, Array]:
+    """Keys and values of one more token in each row, in place.
+
+    A row reads and writes the block that has its position; nothing else moves.
+
+    Args:
+        keys: [B, K, h, S]; values: [B, K, S, h].
+        k, v: [B, K, h].
+        positions: [B]; S and more = nothing is written.
+        interpret: run anywhere, slowly, for tests.
+    """
+    rows, heads, width, length = keys.shape
+    at = functools.partial(_block_of, length=length)
+    token = pl.BlockSpec((None, heads, width), lambda row, *_: (row, 0, 0))
+    columns = pl.BlockSpec((None, heads, width, POSITIONS), lambda row, p: (row, 0, 0, at(p[row])))
+    lines = pl.BlockSpec((None, heads, POSITIONS, width), lambda row, p: (row, 0, at(p[row]), 0))
+    return pl.pallas_call(
+        functools.partial(_write_kernel, length=length),
+        out_shape=(
+            jax.ShapeDtypeStruct(keys.shape, keys.dtype),
+            jax.ShapeDtypeStruct(values.shape, values.dtype),
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(rows,),
+            in_specs=[columns, lines, token, token],
+            out_specs=(columns, lines),
+        ),
+        input_output_aliases={1: 0, 2: 1},  # keys and values, counted from positions
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        interpret=interpret,
+        name="write_tokens",
+    )(positions, keys, values, k, v)
+
+
+def _block_of(position: Array, length: int) -> Array:
+    return jax.lax.div(jnp.minimum(position, length - 1), POSITIONS)
+
+
+def _write_kernel(
+    positions: Any,
+    keys: Any,
+    values: Any,
+    k: Any,
+    v: Any,
+    new_keys: Any,
+    new_values: Any,
+    *,
+    length: int,
+) -> None:
+    position = positions[pl.program_id(0)]
+    place = position - _block_of(position, length) * POSITIONS  # beyond the block: none is it
+    column = jax.lax.broadcasted_iota(jnp.int32, (1, POSITIONS), 1) == place
+    line = jax.lax.broadcasted_iota(jnp.int32, (POSITIONS, 1), 0) == place
+    for head in range(k.shape[0]):
+        new_keys[head] = jnp.where(column, k[head][:, None], keys[head])
+        new_values[head] = jnp.where(line, v[head][None], values[head])
+
+
 def gpu_attention(
     q: Array,
     keys: Array,

@@ -1,11 +1,13 @@
 """Axis sizes -> `jax.sharding.Mesh`."""
 
+import contextlib
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 # data: rows of a batch. fsdp: rows, parameters and optimizer state. tensor: heads, MLP width and
@@ -41,11 +43,14 @@ def mesh_sizes(num_devices: int, **sizes: int) -> tuple[int, ...]:
     return tuple(num_devices // fixed if size == -1 else size for size in wanted.values())
 
 
-def make_mesh(*, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
+def make_mesh(
+    *, devices: Sequence[Any] | None = None, keep_order: bool = False, **sizes: int
+) -> Mesh:
     """A mesh with all of `AXES` over all devices.
 
     Args:
         devices: default `jax.devices()`.
+        keep_order: of the devices: programs that have arrays of two meshes need the same in both.
         sizes: by axis, see `mesh_sizes`; none is fsdp=-1.
 
     Raises:
@@ -53,7 +58,58 @@ def make_mesh(*, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
     """
     devices = list(devices if devices is not None else jax.devices())
     shape = mesh_sizes(len(devices), **(sizes or {"fsdp": -1}))
-    return Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    given = np.array(devices).reshape(shape) if keep_order else arranged(devices, shape)
+    return Mesh(given, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def arranged(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
+    """The devices in a mesh of that shape; in their order, but for TPUs.
+
+    Those of whole slices, or of a whole box of one, are put such that the axes run along links
+    between neighbours: as JAX does, or in their order where that is nearer. Several slices, which
+    no such links join, are along the first axis that they divide: `data`, if they can.
+    """
+    plain = np.array(devices).reshape(shape)
+    slices: dict[int, list[Any]] = {}
+    for device in devices:
+        if device.platform != "tpu":
+            return plain
+        slices.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
+    number = len(slices)
+    outer = next((axis for axis, size in enumerate(shape) if size % number == 0), None)
+    if outer is None or not all(map(_is_box, slices.values())):
+        return plain
+    within = [size // number if axis == outer else size for axis, size in enumerate(shape)]
+    parts = [_along_links(slices[index], within) for index in sorted(slices)]
+    return np.concatenate(parts, axis=outer)
+
+
+def _is_box(devices: Sequence[Any]) -> bool:
+    """Whether their chips fill a box."""
+    chips = np.array([device.coords for device in devices])
+    cores = len({getattr(device, "core_on_chip", 0) for device in devices})
+    return cores * int(np.prod(np.ptp(chips, axis=0) + 1)) == len(devices)
+
+
+def _along_links(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
+    """The nearer of JAX's arrangement, with whole sides of the box if they fit, and their order."""
+    choices = [np.array(devices).reshape(shape)]
+    for split in (False, True):
+        with contextlib.suppress(NotImplementedError, AssertionError, ValueError):
+            choices.insert(
+                0,
+                mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=split),
+            )
+            break
+    return min(choices, key=hops)
+
+
+def hops(devices: np.ndarray) -> float:
+    """Links between neighbours of the rings along each axis of a mesh of TPUs, summed over axes."""
+    flat = np.array([device.coords for device in devices.flat])
+    chips = flat.reshape(*devices.shape, -1)
+    axes = range(devices.ndim)
+    return sum(np.abs(chips - np.roll(chips, 1, axis)).sum(-1).mean() for axis in axes)
 
 
 def by_process(devices: Iterable[Any]) -> list[list[Any]]:
@@ -67,6 +123,8 @@ def by_process(devices: Iterable[Any]) -> list[list[Any]]:
 def engine_meshes(devices: Iterable[Any], engines: int, tensor: int) -> list[Mesh]:
     """The devices in `engines` equal parts, each with a tensor axis and data over the rest.
 
+    They keep their order, that of the trainer's mesh.
+
     Raises:
         ValueError: they cannot be parted so.
     """
@@ -78,4 +136,4 @@ def engine_meshes(devices: Iterable[Any], engines: int, tensor: int) -> list[Mes
         )
     size = len(given) // engines
     parts = (given[first : first + size] for first in range(0, len(given), size))
-    return [make_mesh(devices=part, data=-1, tensor=tensor) for part in parts]
+    return [make_mesh(devices=part, keep_order=True, data=-1, tensor=tensor) for part in parts]

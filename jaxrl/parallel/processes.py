@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAXRL_NUM_PROCESSES", "JAXRL_PROCESS_ID"
 HEADER, FIRST, CHUNK = 8, 4096, 2**20  # bytes: of the length; sent at once; of a further round
+START, HEARTBEAT = "JAXRL_START_SECONDS", "JAXRL_HEARTBEAT_SECONDS"
 START_SECONDS, HEARTBEAT_SECONDS = 300, 100
 DONE, REFUSED, CRASHED = 0, 2, 70  # exit statuses; a run that crashed may be started again
 
@@ -74,16 +75,17 @@ def start_processes(
     count: int | None = None,
     index: int | None = None,
     *,
-    start_seconds: int = START_SECONDS,
-    heartbeat_seconds: int = HEARTBEAT_SECONDS,
+    start_seconds: int | None = None,
+    heartbeat_seconds: int | None = None,
 ) -> None:
     """Join the job; before anything else that JAX does.
 
     Args:
         address: "host:port" of process 0. None = JAX_COORDINATOR_ADDRESS, JAXRL_NUM_PROCESSES and
             JAXRL_PROCESS_ID, or what JAX finds out itself: on TPU pods, SLURM, Kubernetes and MPI.
-        start_seconds: until all processes must be there.
-        heartbeat_seconds: after which a silent process counts as dead; the others then end too.
+        start_seconds: until all processes must be there; None = JAXRL_START_SECONDS, or 300.
+        heartbeat_seconds: after which a silent process counts as dead, and the others end too; None
+            = JAXRL_HEARTBEAT_SECONDS, or 100.
 
     Raises:
         JoinError: they did not all come.
@@ -92,6 +94,8 @@ def start_processes(
     """
     address = address or os.environ.get(ADDRESS)
     count, index = (_number(n, x) for n, x in ((COUNT, count), (INDEX, index)))
+    start_seconds = _number(START, start_seconds) or START_SECONDS
+    heartbeat_seconds = _number(HEARTBEAT, heartbeat_seconds) or HEARTBEAT_SECONDS
     if address is not None and (count is None or index is None):
         raise ProcessError(
             f"{ADDRESS}={address} without {COUNT} and {INDEX}: set them, the number of processes "

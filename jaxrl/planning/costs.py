@@ -155,13 +155,13 @@ def seconds(phase: Phase, memory: Memory, can: Limits) -> dict[str, float]:
     return {
         "compute": (work.flops + work.recomputed) / mesh.size / can.flops,
         "memory": device_traffic(phase, memory) / can.bandwidth,
-        "network": sent(memory) / can.network,
+        "network": sent(phase, memory) / can.network,
     }
 
 
-def sent(memory: Memory) -> float:
+def sent(phase: Phase, memory: Memory) -> float:
     """Bytes that a device sends in one execution."""
-    return sum(memory.collectives.values())
+    return phase.sends + sum(memory.collectives.values())
 
 
 def device_traffic(phase: Phase, memory: Memory) -> float:
@@ -170,7 +170,7 @@ def device_traffic(phase: Phase, memory: Memory) -> float:
     What is donated and only written in part, as the cache, counts by what is read of it.
     """
     part, call = phase.part, phase.call
-    if phase.kind == "decode":
+    if phase.kind in ("copy", "decode"):
         return phase.reads
     moved = memory.arguments + memory.results
     if phase.kind == "prefill":

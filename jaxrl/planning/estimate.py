@@ -29,6 +29,8 @@ def temporaries(phase: Phase, remat: str, flash: bool) -> float:
     vocabulary = model.vocab_size / tensor * 4  # bytes of a token's logits
     if phase.kind in ("apply", "load"):
         return max(leaves)
+    if phase.kind == "copy":
+        return sum(leaves) / rows
     if phase.kind == "decode":
         scores = rows * model.num_heads / tensor * _positions(phase) * 4
         return 3 * rows * vocabulary + (0 if flash else scores)

@@ -112,7 +112,7 @@ def _trips(line: str, condition: list[str]) -> int | None:
     if known := re.search(r'known_trip_count":\{"n":"(\d+)"', line):
         return int(known[1])
     constants = [
-        c for text in condition for c in re.findall(r"= s32\[\]\S* constant\((\d+)\)", text)
+        c for text in condition for c in re.findall(r"= [su]32\[\]\S* constant\((\d+)\)", text)
     ]
     compares = [text for text in condition if "direction=LT" in text]
     return int(constants[0]) if len(constants) == len(compares) == 1 else None

@@ -1,7 +1,7 @@
 """The phases of a training step: what each runs, for which shapes, and how often."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jaxrl.forward import CHUNK_TOKENS, CPU_CHUNK_TOKENS, chunk_columns
 from jaxrl.models.transformer import TransformerConfig
 from jaxrl.parallel import Placement
 from jaxrl.parallel.rules import batch_devices
-from jaxrl.planning.run import Run, reference_params, shares_base
+from jaxrl.planning.run import Run, device_bytes, reference_params, shares_base
 from jaxrl.planning.work import (
     Work,
     decode_step_bytes,
@@ -26,23 +26,27 @@ from jaxrl.rollout.native import NativeEngine
 from jaxrl.scorer import Scorer
 from jaxrl.update import Updater
 
+SAMPLING = frozenset({"prefill", "copy", "decode"})  # kinds of phases
+
 
 class Part(NamedTuple):
     """A model on its devices.
 
     Attributes:
         names: residents that are its parameters; the first is what is trained.
+        at: devices of the machine, where those of the mesh stand for them.
     """
 
     model: TransformerConfig
     placement: Placement
     dtype: jnp.dtype  # of its computation
     names: tuple[str, ...]
+    at: frozenset[Any] | None = None
 
     @property
     def devices(self) -> frozenset[Any]:
         """That hold it."""
-        return frozenset(self.placement.mesh.devices.flat)
+        return self.at or frozenset(self.placement.mesh.devices.flat)
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Phase:
     """A program of the step, for the longest rows that the config allows.
 
     Attributes:
-        kind: "load", "prefill", "decode", "forward", "gradient" or "apply".
+        kind: "load", "prefill", "copy", "decode", "forward", "gradient" or "apply".
         shape: rows x tokens of its input on one device.
         holds: residents that are among its arguments.
         runs: executions in a step.
@@ -58,6 +62,7 @@ class Phase:
         donated: number of the argument whose memory the results take.
         trips: of its loops whose number depends on the data.
         reads: bytes that a device reads beside arguments, results and weights.
+        sends: bytes that a device sends before it, beside the program's own collectives.
     """
 
     name: str
@@ -71,6 +76,7 @@ class Phase:
     donated: int | None = None
     trips: int = 1
     reads: float = 0.0
+    sends: float = 0.0
 
 
 def phases(run: Run, engine: NativeEngine | None) -> list[Phase]:
@@ -152,15 +158,18 @@ def _update(
 
 
 def _sampling(run: Run, engine: NativeEngine, policy: Part) -> Iterator[Phase]:
-    """Weights to the engine, prompts into its cache, a block of decode steps."""
-    generator, prompts = run.config.generator, run.config.trainer.train_batch_size
+    """Weights to the engine, prompts into its cache and its samples, a block of decode steps."""
+    generator, hosts = run.config.generator, run.machine.hosts
+    prompts = -(-run.config.trainer.train_batch_size // hosts)
     engines, turns = generator.inference_engine.num_engines, generator.max_turns
     programs, requests, model = engine.programs, run.requests(), run.model
-    calls = engine.calls(run.params, requests)
+    calls = engine.calls(run.engine_params(), requests)
     names = "engine weights", "KV cache"
-    part = Part(model, programs.placement, programs.dtype, names)
-    here = policy.names if part.devices & policy.devices else ()
-    yield Phase("load weights", "load", part, calls["load"], (0, 0), here, 1, Work(0.0))
+    at = None if run.machine.host is None else run.engine_devices
+    part = Part(model, programs.placement, programs.dtype, names, at)
+    here = policy.names if hosts == 1 and part.devices & policy.devices else ()
+    load = Phase("load weights", "load", part, calls["load"], (0, 0), here, 1, Work(0.0))
+    yield replace(load, sends=run.gathered_bytes())
     groups, prompt = programs.row_multiple, len(requests[0].prompt_tokens)
     rows, width = calls["prefill"].args[2].shape
     chunks = prompts * turns * -(-max(prompt - 1, 1) // width)
@@ -176,10 +185,12 @@ def _sampling(run: Run, engine: NativeEngine, policy: Part) -> Iterator[Phase]:
         donated=1,
     )
     slots, drawn = programs.slots, requests[0].sampling.max_tokens
+    waves = -(-prompts * generator.n_samples_per_prompt // (slots * engines))
+    if generator.n_samples_per_prompt > 1:
+        yield _copies(part, calls["copy"], slots // groups, generator.n_samples_per_prompt, waves)
     steps, context = min(programs.steps, drawn), prompt + drawn // 2
     token = layers_flops(model, context - 1, context) + head_flops(model, 1)
     read = decode_step_bytes(model, slots // groups, context, programs.dtype.itemsize)
-    waves = -(-prompts * generator.n_samples_per_prompt // (slots * engines))
     yield Phase(
         "decode",
         "decode",
@@ -193,6 +204,21 @@ def _sampling(run: Run, engine: NativeEngine, policy: Part) -> Iterator[Phase]:
         trips=steps,
         reads=steps * read / part.placement.mesh.shape["tensor"],
     )
+
+
+def _copies(part: Part, call: Call, slots: int, samples: int, waves: int) -> Phase:
+    """The prompt's keys and values, from the first sample of each group to the others.
+
+    Args:
+        slots: of a device; a group that begins on one device may end on the next.
+    """
+    total, cache = len(call.args[1]) - 1, call.args[0]
+    firsts = [slot // samples * samples for slot in range(total)]
+    travel = sum(first // slots != slot // slots for slot, first in enumerate(firsts))
+    copied = sum(first != slot for slot, first in enumerate(firsts)) * slots / total
+    row = device_bytes(cache) / slots
+    given = "copy", part, call, (slots, 0), ("KV cache",), waves, Work(0.0)
+    return Phase("copy prompts", *given, donated=0, trips=travel, reads=2 * copied * row)
 
 
 def _on_device(part: Part, rows: int, length: int) -> tuple[int, int]:

@@ -7,11 +7,13 @@ from jaxrl import config as cfg
 from jaxrl.assemble import DTYPES
 from jaxrl.models.attention import choose_kernel
 from jaxrl.planning.costs import Limits, Memory, device_traffic, limits, seconds
-from jaxrl.planning.phases import Phase, phases
+from jaxrl.planning.phases import SAMPLING, Phase, phases
 from jaxrl.planning.residents import Resident, residents
 from jaxrl.planning.run import Run
 from jaxrl.planning.topology import Machine
 from jaxrl.rollout.native import NativeEngine
+
+GPUS_OF_A_HOST = 8
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class Plan:
     @property
     def left_for_cache(self) -> float | None:
         """Bytes that a larger cache could take, beside all that is there while sampling."""
-        sampling = [line.peak for line in self.lines if line.phase.kind in ("prefill", "decode")]
+        sampling = [line.peak for line in self.lines if line.phase.kind in SAMPLING]
         return self.machine.memory - max(sampling) if sampling else None
 
 
@@ -106,7 +108,7 @@ def make_plan(
         ValueError, FileNotFoundError: as at the start of the run.
     """
     config = cfg.resolve(config)
-    cfg.validate(config, num_devices=len(machine.devices))
+    cfg.validate(config, num_devices=len(machine.devices), num_processes=machine.hosts)
     run, refusal = Run(config, machine), None
     _check_kernels(run)
     try:
@@ -118,8 +120,8 @@ def make_plan(
     for phase in found:
         tell(phase.name)
         lines.append(_line(phase, memory_of(phase, config), stay, can))
-    notes = [] if engine or refusal else [_without_engine(config)]
-    return Plan(config, machine, can, lines, stay, _cache(engine, found), refusal, notes)
+    cache, notes = _cache(engine, found), _notes(config, machine)
+    return Plan(config, machine, can, lines, stay, cache, refusal, notes)
 
 
 def beside(phase: Phase, stay: list[Resident]) -> float:
@@ -146,11 +148,22 @@ def _check_kernels(run: Run) -> None:
         choose_kernel(run.model, run.config.trainer.flash_attn, "gpu", dtype)
 
 
-def _without_engine(config: cfg.TrainConfig) -> str:
-    settings = config.generator.inference_engine
-    if cfg.in_process(config):
-        return f"the engine of backend={settings.backend!r} is in this process and not counted"
-    return f"the engine of backend={settings.backend!r} is elsewhere and not counted"
+def _notes(config: cfg.TrainConfig, machine: Machine) -> list[str]:
+    """Where sampling is done, and what is not counted."""
+    settings, hosts, notes = config.generator.inference_engine, machine.hosts, []
+    if not cfg.in_process(config):
+        notes.append(f"the engine of backend={settings.backend!r} is elsewhere and not counted")
+    elif settings.backend != "native":
+        where = "in this process" if hosts == 1 else "in each process"
+        notes.append(f"the engine of backend={settings.backend!r} is {where} and not counted")
+    elif hosts > 1:
+        notes.append(
+            f"{hosts} processes of {len(machine.devices) // hosts} devices: each samples 1/{hosts} "
+            "of the prompts, with weights of its own"
+        )
+    if machine.stand_in and len(machine.devices) > GPUS_OF_A_HOST:
+        notes.append("GPUs of several hosts are planned as those of one")
+    return notes
 
 
 def _cache(engine: NativeEngine | None, found: list[Phase]) -> tuple[int, int] | None:

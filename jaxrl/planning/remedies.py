@@ -8,7 +8,7 @@ from typing import Any
 from jaxrl import config as cfg
 from jaxrl.models.remat import REMAT_POLICIES
 from jaxrl.planning.costs import Memory, estimated
-from jaxrl.planning.phases import Phase
+from jaxrl.planning.phases import SAMPLING, Phase
 from jaxrl.planning.plan import Plan, make_plan
 
 Changes = dict[str, Any]  # config fields by dotted name
@@ -202,8 +202,7 @@ def _placement(plan: Plan) -> Iterator[Knob]:
             yield Knob("the optimizer state is copied in every update", [{field: True}], others)
         if not policy.fsdp_config.cpu_offload:
             field = "trainer.policy.fsdp_config.cpu_offload"
-            sampling = frozenset({"prefill", "decode"})
-            yield Knob("the weights are copied in every pass", [{field: True}], sampling)
+            yield Knob("the weights are copied in every pass", [{field: True}], SAMPLING)
     tensor, widths = mesh.shape["tensor"], []
     while mesh.size % (2 * tensor) == 0:
         tensor *= 2
@@ -215,17 +214,18 @@ def _placement(plan: Plan) -> Iterator[Knob]:
 
 def _engine(plan: Plan) -> Iterator[Knob]:
     """Of the engine."""
-    settings, sampling = plan.config.generator.inference_engine, frozenset({"prefill", "decode"})
+    settings = plan.config.generator.inference_engine
     for line in plan.lines:
         if line.phase.kind == "decode":
             rows = line.phase.call.args[2].slots.size * settings.num_engines
             fewer = [{f"{_ENGINE}.max_num_seqs": n} for n in _halves(rows)]
-            yield Knob("fewer rows are decoded together", fewer, sampling)
+            yield Knob("fewer rows are decoded together", fewer, SAMPLING)
     wider, tensor = [], settings.tensor_parallel_size
-    while len(plan.machine.devices) % (2 * tensor * settings.num_engines) == 0:
+    of_host = len(plan.machine.devices) // plan.machine.hosts
+    while of_host % (2 * tensor * settings.num_engines) == 0:
         tensor *= 2
         wider.append({f"{_ENGINE}.tensor_parallel_size": tensor})
-    sampling |= {"load"}
+    sampling = SAMPLING | {"load"}
     yield Knob("activations travel in every step of decoding", wider, sampling)
     narrow = {f"{_ENGINE}.model_dtype": "bfloat16"}
     narrow = [] if settings.model_dtype == "bfloat16" else [narrow]

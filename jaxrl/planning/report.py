@@ -55,7 +55,7 @@ def _row(line: Line) -> str:
     parts = memory.arguments, fresh, memory.temporaries, line.beside, line.peak
     sizes = "".join(f"{size(x):>12}" for x in parts)
     flops = phase.runs * (phase.work.flops + phase.work.recomputed) / len(phase.part.devices)
-    total = phase.runs * sent(memory)
+    total = phase.runs * sent(phase, memory)
     return (
         f"{phase.name:<18}{phase.runs:>5}{sizes}{flops / 1e12:>11,.4g}"
         f"{line.traffic / 1e9:>11,.4g}{total / 1e9:>10,.4g}{line.seconds:>10,.4g}  {line.bound}"
@@ -102,7 +102,8 @@ def remedies_text(remedies: Sequence[Remedy]) -> str:
     if not remedies:
         return (
             "no change that the planner knows makes it fit: take more or larger devices, shorter "
-            "prompts and responses, or adapters (trainer.policy.model.lora.rank)"
+            "prompts and responses, adapters (trainer.policy.model.lora.rank), or servers to "
+            "sample on (generator.inference_engine.backend='vllm')"
         )
     lines = ["to make it fit, any of:" if len(remedies) > 1 else "to make it fit:"]
     for remedy in remedies:
@@ -119,6 +120,7 @@ def as_json(plan: Plan, remedies: Sequence[Remedy]) -> dict[str, Any]:
         ],
         "machine": plan.machine.name,
         "devices": len(plan.machine.devices),
+        "hosts": plan.machine.hosts,
         "memory": plan.machine.memory,
         "mesh": _sizes(plan),
         "fits": plan.fits,
@@ -149,7 +151,7 @@ def _phase_json(line: Line) -> dict[str, Any]:
         "flops": phase.runs * phase.work.flops / devices,
         "recomputed_flops": phase.runs * phase.work.recomputed / devices,
         "bytes": line.traffic,
-        "sent": phase.runs * sent(memory),
+        "sent": phase.runs * sent(phase, memory),
         "collectives": {kind: phase.runs * n for kind, n in memory.collectives.items()},
         "seconds": line.times,
         "bound": line.bound,

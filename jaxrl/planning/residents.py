@@ -7,11 +7,9 @@ import jax
 
 from jaxrl import config as cfg
 from jaxrl.offload import IN_HOST_MEMORY
-from jaxrl.planning.phases import Phase
+from jaxrl.planning.phases import SAMPLING, Phase
 from jaxrl.planning.run import Run, device_bytes, placed_params, reference_params, shares_base
 from jaxrl.update import Updater
-
-SAMPLING = frozenset({"prefill", "decode"})
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl import config as cfg
-from jaxrl.assemble import assemble_policy, assemble_update
+from jaxrl.assemble import DTYPES, assemble_policy, assemble_update
 from jaxrl.compilation import Call
 from jaxrl.config.microbatching import longest_trajectory
 from jaxrl.config.needs import has_critic, needs_old_log_probs, needs_reference
@@ -16,6 +17,7 @@ from jaxrl.data.microbatches import Microbatching, microbatches
 from jaxrl.data.packing import empty_batch
 from jaxrl.engines import engine_of_run
 from jaxrl.models import hf
+from jaxrl.models.linear import merge
 from jaxrl.models.lora import attach, with_token_keys
 from jaxrl.models.transformer import (
     Params,
@@ -24,7 +26,7 @@ from jaxrl.models.transformer import (
     logical_axes,
 )
 from jaxrl.offload import IN_HOST_MEMORY
-from jaxrl.parallel import Placement, batch_sharding, param_shardings
+from jaxrl.parallel import Placement, batch_sharding, by_process, param_shardings
 from jaxrl.planning.topology import Machine
 from jaxrl.rollout.balancer import Balancer
 from jaxrl.rollout.conversation import sampling_of
@@ -44,6 +46,10 @@ class Run:
         machine: its devices.
         model: architecture of the policy; None = that of its folder.
 
+    Attributes:
+        engine_devices: of the sampler in the first process; its programs are compiled for
+            `engine_mesh`, which is `Machine.host` where there are several.
+
     Raises:
         FileNotFoundError, ValueError: see `hf.load_config`, `assemble` and `slots_that_fit`.
     """
@@ -59,6 +65,9 @@ class Run:
             model = hf.load_config(role.model.path, cfg.model_overrides(trainer, role))
         self.model = model
         self.mesh, self.engine_mesh = meshes(config, machine.devices)
+        self.engine_devices = frozenset(self.engine_mesh.devices.flat)
+        if machine.host is not None:
+            self.engine_mesh = _on_host(self.engine_mesh, machine)
         self.policy, self.scorer, self.ref_scorer = assemble_policy(
             config, self.model, self.mesh, machine.devices
         )
@@ -96,10 +105,40 @@ class Run:
             self.engine_mesh,
             decode_text=lambda tokens: "",
             device_memory=self.machine.memory,
+            processes=self.machine.hosts,
         )
         engine = made.engines[0] if isinstance(made, Balancer) else made
         assert isinstance(engine, NativeEngine)
         return engine
+
+    def engine_params(self) -> Params:
+        """What an engine is given: the parameters, or its host's copy of them.
+
+        Of several hosts each has a copy on its own devices, adapters merged, in the sampler's
+        dtype, split along the largest dim (but that of layers) that they divide.
+        """
+        if self.machine.hosts == 1:
+            return self.params
+        mesh, shapes = self.engine_mesh, jax.eval_shape(merge, self.params)
+        dtype = DTYPES[self.config.generator.inference_engine.model_dtype]
+
+        def part(path: Any, x: Any) -> jax.ShapeDtypeStruct:
+            dims = range(path[0].key == "layers", x.ndim)
+            fits = [dim for dim in dims if x.shape[dim] % mesh.size == 0]
+            chosen = max(fits, key=lambda dim: x.shape[dim], default=None)
+            spec = PartitionSpec(*(mesh.axis_names if d == chosen else None for d in range(x.ndim)))
+            return jax.ShapeDtypeStruct(x.shape, dtype, sharding=NamedSharding(mesh, spec))
+
+        return jax.tree_util.tree_map_with_path(part, shapes)
+
+    def gathered_bytes(self) -> float:
+        """That a device sends for the copies of several hosts: all are gathered on all devices."""
+        if self.machine.hosts == 1:
+            return 0.0
+        size, devices = 0, len(self.machine.devices)
+        for x in jax.tree.leaves(self.engine_params()):
+            size += x.size * x.dtype.itemsize
+        return size * (devices - 1) / devices
 
     def requests(self) -> list[Request]:
         """The longest requests of training and evaluation."""
@@ -167,6 +206,14 @@ class Run:
             outputs = (part[0].loss_mask,) * 2
             return Call(updater.pull_back, (trained, params, rows, placed(outputs, at)), {})
         return Call(updater.accumulate, (trained, params, rows, *placed(part, at), key), {})
+
+
+def _on_host(mesh: Mesh, machine: Machine) -> Mesh:
+    """The mesh on the devices of `Machine.host`, in the place of those of the first process."""
+    assert machine.host is not None
+    same = dict(zip(by_process(machine.devices)[0], machine.host, strict=True))
+    devices = np.array([same[device] for device in mesh.devices.flat]).reshape(mesh.devices.shape)
+    return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def placed(tree: Any, placement: Placement) -> Any:

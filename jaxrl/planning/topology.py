@@ -7,14 +7,21 @@ stand in for them, and what they will need is estimated.
 
 import importlib.util
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import topologies
 
 from jaxrl.chips import CHIPS, GIB, Chip, chip_named, chip_of
-from jaxrl.rollout.programs import device_memory
+from jaxrl.parallel import by_process
+from jaxrl.rollout.slot_memory import device_memory
+
+# Chips of a host along each side, by their number, where hosts come in several forms; slices that
+# are one host (docs.cloud.google.com/tpu/docs/v5e and v6e, VM types).
+HOSTS = dict.fromkeys(("v5e", "v6e"), {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 4, 1)})
+ONE_HOST = {"1x1": 1, "2x2": 4, "2x4": 8}
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,8 @@ class Machine:
         memory: bytes of each that programs may use.
         chip: None for a kind that is not in the table.
         stand_in: these are CPU devices in the place of others.
+        host: of several TPU hosts, the devices of one by itself: the compiler wants those of a
+            whole topology.
     """
 
     name: str
@@ -33,14 +42,23 @@ class Machine:
     memory: float
     chip: Chip | None
     stand_in: bool = False
+    host: list[Any] | None = None
+
+    @property
+    def hosts(self) -> int:
+        """Processes of a run on it, one for each host."""
+        return len(by_process(self.devices))
 
 
-def machine(topology: str | None = None, hbm_gib: float | None = None) -> Machine:
+def machine(
+    topology: str | None = None, hbm_gib: float | None = None, chips_per_host: int | None = None
+) -> Machine:
     """The machine of a topology, or that of this process.
 
     Args:
         topology: "v5e:2x4" of TPUs, "h100:8" of GPUs.
         hbm_gib: memory of a device, in place of what is known of it.
+        chips_per_host: of TPUs, in place of what is usual.
 
     Raises:
         ValueError: there is no such topology, or no compiler for it; names the fix.
@@ -48,6 +66,11 @@ def machine(topology: str | None = None, hbm_gib: float | None = None) -> Machin
     memory = None if hbm_gib is None else hbm_gib * GIB
     if hbm_gib is not None and hbm_gib <= 0:
         raise ValueError(f"--hbm-gib={hbm_gib:g} must be positive: GiB of one device")
+    if chips_per_host is not None and (topology is None or topology.split(":")[0] not in HOSTS):
+        raise ValueError(
+            f"--chips-per-host={chips_per_host} needs a --topology of {', '.join(HOSTS)}: other "
+            "machines have one form of host"
+        )
     if topology is None:
         devices = jax.devices()
         chip = chip_of(devices[0])
@@ -62,12 +85,17 @@ def machine(topology: str | None = None, hbm_gib: float | None = None) -> Machin
             f"with one of {names}"
         )
     name, of_tpu = f"{topology}, which need not be here", chip.kind.startswith("TPU")
-    devices = topology_devices(topology) if of_tpu else _stand_ins(topology, size)
-    return Machine(name, devices, memory or chip.hbm, chip, stand_in=not of_tpu)
+    given = topology, chips_per_host
+    devices = topology_devices(*given) if of_tpu else _stand_ins(topology, size)
+    found = Machine(name, devices, memory or chip.hbm, chip, stand_in=not of_tpu)
+    return replace(found, host=_one_host(found, kind, chips_per_host)) if found.hosts > 1 else found
 
 
-def topology_devices(name: str) -> list[Any]:
+def topology_devices(name: str, chips_per_host: int | None = None) -> list[Any]:
     """Devices of a TPU slice, for example "v5e:2x4", to compile for.
+
+    Args:
+        chips_per_host: of v5e and v6e: 1, 4 or 8; None = 4, of slices that are one host all.
 
     Raises:
         ValueError: libtpu is not installed, or does not know the topology.
@@ -86,7 +114,13 @@ def topology_devices(name: str) -> list[Any]:
         if os.environ.get(variable, "WARNING").startswith("WARNING"):  # JAX's, without an answer
             os.environ[variable] = value
     # the two cores of a v4 chip run as one device
-    options = {"chip_config_name": "megacore"} if name.startswith("v4:") else {}
+    options: dict[str, Any] = {"chip_config_name": "megacore"} if name.startswith("v4:") else {}
+    kind, _, size = name.partition(":")
+    if kind in HOSTS:
+        chips = chips_per_host or ONE_HOST.get(size, 4)
+        if chips not in HOSTS[kind]:
+            raise ValueError(f"--chips-per-host={chips} of {kind} must be 1, 4 or 8")
+        options["chips_per_host_bounds"] = HOSTS[kind][chips]
     try:
         return list(
             topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
@@ -96,6 +130,14 @@ def topology_devices(name: str) -> list[Any]:
             f"--topology={name} is not one that libtpu knows: {str(error).splitlines()[0]}; write "
             "the chips along each side, for example v5e:2x4, v6e:4x4 or v5p:2x2x2"
         ) from error
+
+
+def _one_host(whole: Machine, kind: str, chips_per_host: int | None) -> list[Any]:
+    """The devices of a topology that is one host of another, in the same order."""
+    coords = np.array([device.coords for device in by_process(whole.devices)[0]])
+    sides = (np.ptp(coords, axis=0) + 1).tolist()
+    number = 2 if kind in HOSTS else 3  # of the sides in a name
+    return topology_devices(f"{kind}:{'x'.join(map(str, sides[:number]))}", chips_per_host)
 
 
 def _stand_ins(topology: str, size: str) -> list[Any]:

@@ -7,7 +7,6 @@ Shape legend: S slots, L positions of a slot, B rows of a call, C tokens of a ch
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,20 +26,19 @@ from jaxrl.models.transformer import (
     unembed,
 )
 from jaxrl.parallel.rules import Placement
+from jaxrl.rollout.kv_cache import (
+    Cache,
+    LayerCache,
+    put_slots,
+    take_slots,
+    write,
+    write_chunks,
+    write_tokens,
+)
 from jaxrl.rollout.protocol import Sampling
 from jaxrl.rollout.sampling import adjust, sample, top_tokens, uniforms
 from jaxrl.types import Array
 from jaxrl.weight_sync import NOT_CAST, STACKED
-
-
-class LayerCache(NamedTuple):
-    """Keys and values of one layer; position p of a slot holds the token at p of its row."""
-
-    keys: Array  # [S, K, h, L]
-    values: Array  # [S, K, L, h]
-
-
-Cache = tuple[LayerCache, ...]
 
 
 @dataclass(frozen=True)
@@ -144,45 +142,6 @@ def decode_rest(params: Params, dtype: jnp.dtype) -> Params:
     return {**cast, "unembed": cast["unembed"] if "unembed" in cast else cast["embed"].T}
 
 
-def empty_cache(config: TransformerConfig, slots: int, length: int, dtype: jnp.dtype) -> Cache:
-    """Room for `length` tokens in each of `slots` slots."""
-    heads, width = config.num_kv_heads, config.head_dim
-    return tuple(
-        LayerCache(
-            jnp.zeros((slots, heads, width, length), dtype),
-            jnp.zeros((slots, heads, length, width), dtype),
-        )
-        for _ in range(config.num_layers)
-    )
-
-
-def lengthen(cache: Cache, length: int) -> Cache:
-    """The cache with room for `length` tokens in each slot."""
-
-    def pad(layer: LayerCache) -> LayerCache:
-        more = (0, length - layer.values.shape[2])
-        keep = (0, 0)
-        return LayerCache(
-            jnp.pad(layer.keys, (keep, keep, keep, more)),
-            jnp.pad(layer.values, (keep, keep, more, keep)),
-        )
-
-    return tuple(map(pad, cache))
-
-
-def copy_slots(cache: Cache, sources: Array, targets: Array, number: Array) -> Cache:
-    """The first `number` entries of `targets` become copies of the slots in `sources`, in order."""
-
-    def copy(i: Array, cache: Cache) -> Cache:
-        def put(x: Array) -> Array:
-            row = jax.lax.dynamic_slice_in_dim(x, sources[i], 1)
-            return jax.lax.dynamic_update_slice_in_dim(x, row, targets[i], 0)
-
-        return jax.tree.map(put, cache)
-
-    return jax.lax.fori_loop(0, number, copy, cache)
-
-
 def prefill(
     config: TransformerConfig,
     params: Params,
@@ -212,7 +171,7 @@ def prefill(
 
     def attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
         old = cache[len(new)]  # of the layer that is being run
-        new.append(write(old, slots[:, None], positions, k, v))
+        new.append(write_chunks(old, slots, starts, k, v, placement))
         if length is not None:
             past = take_slots((old,), slots, length)[0]
             keys, values = write(past, rows, positions, k, v)
@@ -224,37 +183,6 @@ def prefill(
     for layer, sliding in zip(params["layers"], sliding_flags(config), strict=True):
         x = decoder_layer(config, layer, x, view(sliding), attend, placement)
     return tuple(new)
-
-
-def write(layer: LayerCache, slots: Array, positions: Array, k: Array, v: Array) -> LayerCache:
-    """Put k, v [B, K, C, h] at `positions` [B, C] of `slots` [B, 1]; what is outside is dropped."""
-    k, v = (x.swapaxes(1, 2).astype(layer.keys.dtype) for x in (k, v))  # [B, C, K, h]
-    return LayerCache(
-        layer.keys.at[slots, :, :, positions].set(k, mode="drop"),
-        layer.values.at[slots, :, positions].set(v, mode="drop"),
-    )
-
-
-def take_slots(cache: Cache, slots: Array | None, length: int) -> Cache:
-    """The first `length` positions of some slots; None = all of them, in order."""
-
-    def take(x: Array, axis: int) -> Array:
-        x = jax.lax.slice_in_dim(x, 0, length, axis=axis)
-        return x if slots is None else x.at[slots].get(mode="clip")
-
-    return tuple(LayerCache(take(x.keys, 3), take(x.values, 2)) for x in cache)
-
-
-def put_slots(cache: Cache, slots: Array | None, part: Cache, length: int) -> Cache:
-    """Undo `take_slots`; padding is dropped."""
-    at = slice(None) if slots is None else slots
-    return tuple(
-        LayerCache(
-            layer.keys.at[at, :, :, :length].set(new.keys, mode="drop"),
-            layer.values.at[at, :, :length].set(new.values, mode="drop"),
-        )
-        for layer, new in zip(cache, part, strict=True)
-    )
 
 
 def decode(
@@ -322,15 +250,14 @@ def decode_step(
     A row that is done writes nothing: it may be a slot that waits for the rest of its prompt, or
     keeps a prefix for others.
     """
-    rows, positions = jnp.arange(len(run.last_token)), run.position[:, None]
-    length = run.cache[0].values.shape[2]
-    seen, written = jnp.arange(length)[None], jnp.where(run.done[:, None], length, positions)
+    length, positions = run.cache[0].values.shape[2], run.position[:, None]
+    seen, written = jnp.arange(length)[None], jnp.where(run.done, length, run.position)
     view = layer_views(config, (seen <= positions)[:, None], positions, seen)
     x = embed(config, params, run.last_token[:, None], params["unembed"].dtype)
     new: list[LayerCache] = []
 
     def attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
-        new.append(write(run.cache[len(new)], rows[:, None], written, k, v))
+        new.append(write_tokens(run.cache[len(new)], written, k, v, placement))
         return decode_attention(config, q, *new[-1], mask[:, 0], placement)
 
     for layer, sliding in zip(params["layers"], sliding_flags(config), strict=True):

@@ -21,7 +21,7 @@ from jaxrl.models import decode_kernels
 from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.parallel import ShardingRules
 from jaxrl.parallel.rules import Placement, batch_devices
-from jaxrl.rollout.decode import Cache, Features, Rows
+from jaxrl.rollout.decode import Features, Rows
 from jaxrl.rollout.jetstream_protocol import ResultTokens, prefill_length
 from jaxrl.rollout.jetstream_slots import (
     FREE,
@@ -32,6 +32,7 @@ from jaxrl.rollout.jetstream_slots import (
     with_stop_ids,
 )
 from jaxrl.rollout.jetstream_tokenizer import PaddingTokenizer
+from jaxrl.rollout.kv_cache import Cache
 from jaxrl.rollout.native import ROW_SETTINGS, STOP_IDS
 from jaxrl.rollout.programs import DEFAULT_PREFILL_TOKENS, PREFILL_TOKENS, compiled
 from jaxrl.rollout.protocol import Sampling

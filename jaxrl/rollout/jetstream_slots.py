@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxrl.rollout.decode import Block, Cache, Features, Rows, put_slots, take_slots
+from jaxrl.rollout.decode import Block, Features, Rows
 from jaxrl.rollout.jetstream_protocol import ResultTokens
+from jaxrl.rollout.kv_cache import Cache, put_slots, take_slots
 from jaxrl.types import Array
 
 FREE = 2**30  # in `Rows.slots`, beyond every slot: the row is done, or was never filled

@@ -17,9 +17,10 @@ from jaxrl.compilation import Call
 from jaxrl.data.packing import round_up
 from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.rollout.decode import Features, Rows
-from jaxrl.rollout.programs import Programs, slots_that_fit
+from jaxrl.rollout.programs import Programs
 from jaxrl.rollout.protocol import Request
 from jaxrl.rollout.sample_thread import SampleThread
+from jaxrl.rollout.slot_memory import slots_that_fit
 from jaxrl.rollout.slots import PADDING, Sample, SlotTable
 from jaxrl.weight_sync import GROUP_BYTES
 

@@ -5,8 +5,6 @@ computes follows from them and from no other sample, so neighbours do not change
 """
 
 import functools
-import math
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +20,7 @@ from jaxrl.models.transformer import Params, TransformerConfig, abstract_params,
 from jaxrl.parallel import ShardingRules
 from jaxrl.parallel.rules import Placement, batch_devices
 from jaxrl.rollout import decode as device
+from jaxrl.rollout import kv_cache
 from jaxrl.types import Array
 from jaxrl.weight_sync import (
     GROUP_BYTES,
@@ -39,7 +38,6 @@ SHARES = (4, 2, 1)  # a block runs over a quarter, a half or all of the slots, o
 # too few does not fill the device, one with too many computes padding and makes decoding wait.
 PREFILL_TOKENS = {"cpu": (64, 256)}
 DEFAULT_PREFILL_TOKENS = (1024, 1024)
-GIB = 2**30
 
 
 class Programs:
@@ -78,7 +76,7 @@ class Programs:
         self._kernel = decode_kernels.fits(platform, decode_kernels.POSITIONS, config.head_dim)
         self._row_shares = SHARES if (alone if shrink is None else shrink) else (1,)
         self._by_row = placement.sharding((self.slots,), ("batch",))
-        self._cache: device.Cache | None = None
+        self._cache: kv_cache.Cache | None = None
         self.functions = compiled(config, placement, self.slots, self.dtype)
 
     def load(self, params: Params) -> None:
@@ -184,7 +182,7 @@ class Programs:
     def calls(
         self, params: Params, longest: int, prompt: int, rests: bool, rows: device.Rows
     ) -> dict[str, Call]:
-        """The largest programs of "load", "prefill" and "decode", of shapes.
+        """The largest programs of "load", "prefill", "copy" and "decode", of shapes.
 
         Args:
             params: shapes and shardings of the trainer's.
@@ -210,6 +208,7 @@ class Programs:
         return {
             "load": Call(functions.decode_params, (params,), {}),
             "prefill": Call(functions.prefill, (weights, cache, *chunks), {"length": seen}),
+            "copy": Call(functions.copy, (cache, *np.zeros((2, self.slots + 1), np.int32), 0), {}),
             "decode": Call(functions.decode, (weights, cache, shapes(rows)), every),
         }
 
@@ -238,7 +237,7 @@ def _at_least(length: int, sizes: Sequence[int]) -> int:
 
 
 class Compiled(NamedTuple):
-    """The functions of `decode.py` for one architecture, placement and number of slots."""
+    """The functions of `decode.py` and `kv_cache.py` for one architecture, placement, slots."""
 
     whole: Any  # sharding
     dtype: jnp.dtype
@@ -299,9 +298,9 @@ def compiled(
     bind, jit = functools.partial, jax.jit
     split, whole = placement.mesh.shape["tensor"] > 1, placement.sharding((), ())
     spread = placement if placement.mesh.size > 1 else None
-    layer = jax.eval_shape(bind(device.empty_cache, config, slots, 8, dtype))[0]
+    layer = jax.eval_shape(bind(kv_cache.empty_cache, config, slots, 8, dtype))[0]
     names = "batch", "kv_heads", None, None
-    sharding = device.LayerCache(*(placement.sharding(x.shape, names) for x in layer))
+    sharding = kv_cache.LayerCache(*(placement.sharding(x.shape, names) for x in layer))
     cache = (sharding,) * config.num_layers
     weights = _weight_shardings(config, placement)
     rest = {name: one if split else whole for name, one in weights.items() if name != STACKED}
@@ -322,12 +321,12 @@ def compiled(
         decode_layers,
         jit(bind(device.decode_rest, dtype=dtype), donate_argnums=0, out_shardings=rest),
         jit(
-            bind(device.empty_cache, config, slots, dtype=dtype),
+            bind(kv_cache.empty_cache, config, slots, dtype=dtype),
             static_argnames="length",
             out_shardings=cache,
         ),
-        jit(device.lengthen, static_argnums=1, out_shardings=cache),
-        jit(device.copy_slots, donate_argnums=0, out_shardings=cache),
+        jit(kv_cache.lengthen, static_argnums=1, out_shardings=cache),
+        jit(bind(kv_cache.copy_slots, placement=spread), donate_argnums=0, out_shardings=cache),
         jit(
             bind(device.prefill, config, placement=spread),
             static_argnames="length",
@@ -341,48 +340,6 @@ def compiled(
             out_shardings=(cache, whole),
         ),
     )
-
-
-def slots_that_fit(
-    config: TransformerConfig,
-    mesh: Mesh,
-    dtype: jnp.dtype,
-    length: int,
-    utilization: float,
-    memory: float | None = None,
-) -> int:
-    """Slots of `length` tokens that fit, beside the weights, into a share of the memory.
-
-    Args:
-        memory: bytes of a device; None = as it says itself.
-
-    Raises:
-        ValueError: not even one on each device.
-    """
-    tensor, groups = mesh.shape["tensor"], batch_devices(mesh, ShardingRules())
-    size = jnp.dtype(dtype).itemsize
-    elements = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract_params(config)))
-    weights = elements * size / tensor
-    row = 2 * config.num_layers * config.num_kv_heads * config.head_dim * length * size / tensor
-    whole = device_memory(mesh.devices.flat[0]) if memory is None else memory
-    budget = utilization * whole
-    each = int((budget - weights) // row)
-    if each < 1:
-        raise ValueError(
-            f"generator.inference_engine.gpu_memory_utilization={utilization}: {budget / GIB:.2f} "
-            f"GiB per device hold {weights / GIB:.2f} GiB of weights but not one row of {length} "
-            f"tokens ({row / GIB:.2f} GiB); raise it or tensor_parallel_size, or shorten prompts "
-            "or responses"
-        )
-    return each * groups
-
-
-def device_memory(device: Any) -> float:
-    """Bytes of a device; host devices share the machine's."""
-    if device.platform == "cpu":
-        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return whole / jax.local_device_count("cpu")
-    return (device.memory_stats() or {}).get("bytes_limit", math.inf)
 
 
 def _weight_shardings(config: TransformerConfig, placement: Placement) -> Params:

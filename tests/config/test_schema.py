@@ -76,6 +76,7 @@ OUR_FIELDS = {
     "trainer.ledger.record_rollouts",
     "trainer.ledger.record_checksums",
     "trainer.ledger.lock_timeout_seconds",
+    *(f"trainer.cluster.{field.name}" for field in dataclasses.fields(jaxrl.config.ClusterConfig)),
     *(
         f"trainer.watching.{field.name}"
         for field in dataclasses.fields(jaxrl.config.WatchingConfig)
@@ -138,7 +139,7 @@ class MyGeneratorConfig(GeneratorConfig):
     my_flag: bool = False
 
 
-def test_there_are_the_34_dataclasses_of_the_reference_and_six_more():
+def test_there_are_the_34_dataclasses_of_the_reference_and_seven_more():
     ours = {
         "DPPOConfig",
         "DecoupledPPOConfig",
@@ -147,7 +148,7 @@ def test_there_are_the_34_dataclasses_of_the_reference_and_six_more():
         "ServeConfig",
         "SFTConfig",
     }
-    ours.add("WatchingConfig")
+    ours |= {"WatchingConfig", "ClusterConfig"}
     assert len(set(CLASSES)) == 34 + len(ours)
     assert SkyRLTrainConfig is TrainConfig
 

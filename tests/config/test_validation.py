@@ -48,7 +48,6 @@ PLANNED = [
     ("trainer.policy.megatron_config.pipeline_model_parallel_size", 2, 1),
     ("trainer.policy.megatron_config.context_parallel_size", 2, 1),
     ("trainer.ref.megatron_config.expert_model_parallel_size", 2, 1),
-    ("trainer.placement.policy_num_nodes", 2, 1),
 ]
 
 

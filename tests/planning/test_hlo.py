@@ -64,6 +64,12 @@ def test_attributes_of_several_lines_do_not_end_a_computation():
     assert found.group == (0, 1, 2, 3)
 
 
+def test_loops_that_count_without_a_sign():
+    body = HLO.replace("s32[] constant(24)", "u32[]{:T(128)} constant(4), metadata={}")
+    scatter = next(one for one in hlo.collectives(body) if one.kind == "reduce-scatter")
+    assert (scatter.times, scatter.fixed) == (4, True)
+
+
 def test_groups_of_a_mesh_with_its_devices_in_another_order():
     # ids 0..7 as [4, 2], transposed and read as [2, 4]: 0 2 4 6 / 1 3 5 7; along the last axis
     line = (

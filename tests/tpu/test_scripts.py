@@ -68,6 +68,11 @@ DRY_RUNS = {  # command -> what it prints: the commands, word for word
             "--config=a.py'",
         )
     ],
+    "run.sh --type=v6e-16 -- --config=a.py": [
+        GCLOUD(
+            "tpu-vm ssh", f"first --worker=all '--command={TRAIN} start --many -- --config=a.py'"
+        )
+    ],
     "run.sh --type=v6e-16 --stop": [
         GCLOUD("tpu-vm ssh", f"first --worker=all '--command={TRAIN} stop'")
     ],
@@ -200,7 +205,6 @@ def test_help_names_every_option(script):
         ("setup.sh SLICE --type=v6e-8 --models=gs://", "--models=gs://: no folder"),
         ("setup.sh SLICE --type=v6e-8 --models=/no/folder", "--models=/no/folder: no folder"),
         ("setup.sh SLICE --type=v6e-8 --env-file=/no/file", "there is no such file"),
-        ("run.sh SLICE --type=v6e-16 -- --config=a", "has 4 hosts, and jaxrl trains on one"),
         ("run.sh SLICE --type=v6e-8", "nothing to run: give the arguments of the module after --"),
         ("run.sh SLICE --type=v6e-8 --watch=0 -- x", "--watch=0: give a whole number above 0"),
         ("logs.sh SLICE --follow --fetch=a", "--follow and --fetch: give one of them"),
@@ -470,6 +474,17 @@ def test_a_run_on_a_host_from_setup_to_its_records(host, tmp_path):
     here = tmp_path / "here/runs"
     assert (here / "q/metrics.jsonl").exists() and (here / "logs/latest.log").exists()
     assert not (here / "q/checkpoints").exists()
+
+
+def test_many_hosts_are_left_to_the_launcher():
+    code, out, _ = start("host/train.sh start --many --module=jaxrl.sft --dry-run -- --config=a.py")
+    assert code == 0
+    command = "-m jaxrl.cluster.launch --no-ray --module=jaxrl.sft --config=a.py >"
+    assert command in out
+    (file,) = yaml.safe_load_all((TPU / "jobset.yaml").read_text())
+    assert "jaxrl.train --distributed" in str(file)  # JobSet itself starts all pods again
+    task = yaml.safe_load((TPU / "skypilot.yaml").read_text())
+    assert "-m jaxrl.cluster.launch --no-ray --config=" in task["run"]
 
 
 def test_a_run_that_ends_at_once_shows_why(host):

@@ -2,10 +2,12 @@
 #
 # On a TPU host: start a run that outlives the connection, end it, or say whether there is one.
 #
-#   tpu/host/train.sh start [--module=jaxrl.train] [--watch=15] -- --config=configs/quickstart.py
+#   tpu/host/train.sh start [--many] [--module=jaxrl.train] [--watch=15] -- --config=configs/quickstart.py
 #   tpu/host/train.sh stop | idle
 #
 #   --module=NAME          what `python -m` runs
+#   --many                 it is one process of many, which JAX finds: the launcher starts it, again
+#                          if need be
 #   --watch=SECONDS        how long `start` waits for an early end, to show what was wrong
 #   --dry-run              print the commands, run nothing
 #
@@ -14,7 +16,7 @@
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=../arguments.sh
 . "$(dirname "$0")/../arguments.sh"
-flags=''
+flags='many'
 values='module watch'
 required=''
 verb=${1-}
@@ -39,6 +41,7 @@ start() {
   local log command status=0 second
   log=runs/logs/$(date -u +%Y%m%d_%H%M%S).log
   command=(.venv/bin/python -m "${module:-jaxrl.train}" "${rest[@]}")
+  [[ -z $many ]] || command=(.venv/bin/python -m jaxrl.cluster.launch --no-ray "--module=${module:-jaxrl.train}" "${rest[@]}")
   run mkdir -p runs/logs
   if [[ -n $dry_run ]]; then
     printf 'JAX_PLATFORMS=%s PYTHONUNBUFFERED=1 setsid %s > %s 2>&1 &\n' "$platforms" "$(quoted "${command[@]}")" "$log"

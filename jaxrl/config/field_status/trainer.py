@@ -1,6 +1,6 @@
 """The rows of `trainer`, but its models and its algorithm."""
 
-from jaxrl.config.field_status.row import CRITIC, LATER, NEW, implemented, inert, mapped, planned
+from jaxrl.config.field_status.row import CRITIC, LATER, NEW, implemented, inert, mapped
 
 ROWS = (
     implemented(
@@ -10,11 +10,8 @@ ROWS = (
     ),
     implemented("trainer.placement", "rollout_num_nodes", NEW, skyrl_only=False),
     implemented("trainer.placement", "colocate_policy_ref", "also with colocate_all"),
-    planned(
-        "trainer.placement",
-        "policy_num_nodes ref_num_nodes critic_num_nodes",
-        "more than one host",
-    ),
+    mapped("trainer.placement", "policy_num_nodes", "of all parts; one process on each"),
+    inert("trainer.placement", "ref_num_nodes critic_num_nodes", "all parts are on all hosts"),
     mapped(
         "trainer.placement",
         "policy_num_gpus_per_node ref_num_gpus_per_node",
@@ -93,5 +90,6 @@ ROWS = (
     ),
     implemented("trainer.watching", "*", NEW, skyrl_only=False),
     implemented("trainer.ledger", "*", NEW, skyrl_only=False),
+    implemented("trainer.cluster", "*", NEW, skyrl_only=False),
     implemented("trainer", "rope_scaling rope_theta", "of policy, reference and engine"),
 )

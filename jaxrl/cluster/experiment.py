@@ -1,0 +1,66 @@
+"""A process of a job: the experiment that the launcher pickled, from standard input.
+
+python -m jaxrl.cluster.experiment < job
+"""
+
+import os
+import pickle
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import cloudpickle
+
+from jaxrl.config import TrainConfig
+from jaxrl.config.dataclass_config import config_classes
+from jaxrl.parallel.processes import joined_main
+from jaxrl.registry import load_snapshot, register_configured_functions, snapshot
+from jaxrl.train import BasePPOExp, exit_status
+from jaxrl.user_functions import PackedFunction, pack, unpack, user_modules
+
+
+class Job(NamedTuple):
+    """What every process of a job is given.
+
+    Attributes:
+        config: pickled.
+        experiment: class, as user functions are packed.
+        registry: of user losses and estimators, see `jaxrl.registry.snapshot`.
+    """
+
+    config: bytes
+    experiment: PackedFunction
+    registry: bytes
+
+
+def pack_job(config: TrainConfig, experiment: type[BasePPOExp]) -> Job:
+    """Config, experiment and user functions by value: hosts need not have their modules.
+
+    Raises:
+        ValueError: a class or function of the user cannot be pickled; names it.
+    """
+    for config_class in config_classes(config):
+        for module in user_modules(config_class):
+            cloudpickle.register_pickle_by_value(module)
+    register_configured_functions(config.trainer.algorithm)
+    try:
+        data = cloudpickle.dumps(config)
+    except Exception as error:
+        raise ValueError(
+            f"the config cannot be pickled for the other processes ({error}): its module must not "
+            "hold what cannot be, such as a lock or an open file; create that inside a function"
+        ) from error
+    return Job(data, pack(experiment, f"experiment {experiment.__name__}", {}), snapshot())
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the job, without arguments; its exit status."""
+    job = pickle.load(sys.stdin.buffer)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # nothing more will come
+    load_snapshot(job.registry)
+    experiment: Any = unpack(job.experiment, "experiment")[0]
+    return exit_status(experiment, pickle.loads(job.config))
+
+
+if __name__ == "__main__":
+    sys.exit(joined_main(main, sys.argv[1:]))

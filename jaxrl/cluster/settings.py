@@ -1,0 +1,134 @@
+"""What the launcher reads in a config, in a process of its own where it must not have jax.
+
+python -m jaxrl.cluster.settings --processes=2 --config=configs/quickstart.py
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxrl.cluster.placement import host_devices
+from jaxrl.cluster.supervise import REFUSED, Restarts, newest_step
+
+
+class Settings(NamedTuple):
+    """See `jaxrl.config.ClusterConfig`; paths are absolute or in a bucket."""
+
+    log_folder: str
+    ckpt_path: str
+    resume_mode: str | None
+    max_restarts: int
+    restart_backoff_seconds: float
+    start_seconds: int
+    heartbeat_seconds: int
+
+    def restarts(self) -> Restarts:
+        """None has happened yet."""
+        return Restarts(
+            self.max_restarts,
+            self.restart_backoff_seconds,
+            lambda: newest_step(self.ckpt_path),
+            self.resume_mode,
+        )
+
+    def log(self, name: int | str) -> Path:
+        """File of what a process prints, by its number."""
+        return Path(self.log_folder) / f"process_{name}.log"
+
+    def limits(self) -> dict[str, str]:
+        """Seconds that `jaxrl.parallel.start_processes` reads in the environment."""
+        return {
+            "JAXRL_START_SECONDS": str(self.start_seconds),
+            "JAXRL_HEARTBEAT_SECONDS": str(self.heartbeat_seconds),
+        }
+
+
+def place_in_job(address: str, count: int, index: int) -> dict[str, str]:
+    """What else it reads there."""
+    return {
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAXRL_NUM_PROCESSES": str(count),
+        "JAXRL_PROCESS_ID": str(index),
+    }
+
+
+def settings_of(config: Any) -> Settings:
+    """Those of a resolved `TrainConfig`."""
+    trainer = config.trainer
+    names = "max_restarts", "restart_backoff_seconds", "start_seconds", "heartbeat_seconds"
+    return Settings(
+        os.path.abspath(os.path.join(trainer.log_path, trainer.run_name, "logs")),
+        trainer.ckpt_path,
+        trainer.resume_mode,
+        *(getattr(trainer.cluster, name) for name in names),
+    )
+
+
+def check(config: Any, hosts: int, each: int, devices: int | None = None) -> None:
+    """Refuse a config before anything is started; what it warns of is printed by the run.
+
+    Args:
+        config: resolved.
+        hosts, each: processes of the job are hosts x each.
+        devices: of a host; None = those of its CPU if JAX_PLATFORMS says so, else unknown.
+
+    Raises:
+        ValueError: names the field, the value and the fix.
+    """
+    from jaxrl.config import check_nodes, validate  # not above: they import jax
+    from jaxrl.config.cluster import check_cluster
+    from jaxrl.config.validation import check_fields
+
+    check_cluster(config.trainer)
+    if devices is None and os.environ.get("JAX_PLATFORMS", "").partition(",")[0] == "cpu":
+        devices = host_devices(os.environ.get("XLA_FLAGS", "")) or each
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check_nodes(config, hosts * each)
+        if devices is None:
+            check_fields(config)
+        else:
+            validate(config, hosts * devices, hosts * each)
+
+
+def read_settings(arguments: Sequence[str], processes: int) -> Settings | None:
+    """Those of `jaxrl.train`'s arguments; None if they are refused, which was said.
+
+    Args:
+        processes: on this machine, the whole job; 0 = other machines have some, or another module
+            checks that itself.
+    """
+    command = [sys.executable, "-m", __name__, f"--processes={processes}", *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    return Settings(*json.loads(done.stdout)) if done.returncode == 0 else None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the settings as JSON."""
+    from jaxrl.config import apply_overrides, load_config_file, parse_command_line, resolve
+    from jaxrl.config.validation import check_fields
+
+    processes, words = int(argv[0].partition("=")[2]), list(argv[1:])
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # of the recipe
+            path, overrides = parse_command_line(words)
+            config = resolve(apply_overrides(load_config_file(path), overrides))
+            if processes:
+                check(config, 1, processes)
+            else:
+                check_fields(config)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return REFUSED
+    print(json.dumps(settings_of(config)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,253 @@
+"""Attempts at a job: all processes run, or all are ended and started again.
+
+A process that died ends the attempt, for the others cannot go on without it. The next one goes on
+from the newest checkpoint. What a user must mend is not tried again.
+"""
+
+import contextlib
+import math
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from jaxrl.cluster.host import Report
+from jaxrl.files import as_path
+
+DONE, ALARM, REFUSED, CRASHED = 0, 1, 2, 70  # exit statuses of jaxrl.train
+FINAL = (DONE, ALARM, REFUSED)  # of a process; another attempt would end in the same way
+LOST = -1  # status of a process whose host does not answer any more
+POLL_SECONDS, GRACE_SECONDS, MOST_BACKOFF_SECONDS = 1.0, 10.0, 300.0
+SETTLE_SECONDS = 3.0  # for others to say why, once one has ended
+STEP_PREFIX = "global_step_"  # of jaxrl.checkpoint, which imports jax
+
+
+class HostLost(Exception):
+    """A host went away before its processes were started."""
+
+
+class Attempt(Protocol):
+    """All processes of a job, started once."""
+
+    def poll(self, seconds: float) -> list[Report]:
+        """News, after `seconds` at the latest; LOST is the status where a host is gone."""
+        ...
+
+    def signal(self, number: int) -> None:
+        """Send a signal to all that are alive."""
+        ...
+
+    def stop(self) -> None:
+        """Kill all that are alive, return when they are dead."""
+        ...
+
+
+def newest_step(folder: str) -> int:
+    """Of the checkpoints in a folder, local or in a bucket; 0 if there is none."""
+    path = as_path("trainer.ckpt_path", folder)
+    if not path.exists():
+        return 0
+    numbers = [p.name.removeprefix(STEP_PREFIX) for p in path.glob(f"{STEP_PREFIX}*")]
+    return max((int(number) for number in numbers if number.isdigit()), default=0)
+
+
+@dataclass
+class Restarts:
+    """How often, how late and from where a job is started again.
+
+    Attributes:
+        most: restarts in a row without a new checkpoint.
+        backoff_seconds: before the first of them; it doubles.
+        newest: step of the newest checkpoint.
+        resume_mode: what the user asked for.
+    """
+
+    most: int
+    backoff_seconds: float
+    newest: Callable[[], int]
+    resume_mode: str | None
+    in_a_row: int = 0
+    _at_first: int = field(init=False)
+    _at_last: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._at_first = self._at_last = self.newest()
+
+    def next(self) -> float | None:
+        """Seconds until the next attempt, or None: give up."""
+        reached = self.newest()
+        if reached > self._at_last:
+            self.in_a_row = 0
+        self._at_last = reached
+        if self.in_a_row >= self.most:
+            return None
+        self.in_a_row += 1
+        return min(self.backoff_seconds * 2 ** (self.in_a_row - 1), MOST_BACKOFF_SECONDS)
+
+    def mode(self) -> str | None:
+        """resume_mode of the next attempt: "latest" once there is a checkpoint of this job's own.
+
+        Before that the first attempt's: "from_path" is read again, and with "none" a folder of
+        another run is still refused.
+        """
+        return "latest" if self._at_last > self._at_first else self.resume_mode
+
+    def described(self) -> str:
+        """Which restart it is, and from where."""
+        start = f"after step {self._at_last}" if self._at_last else "from the beginning"
+        return f"restart {self.in_a_row} of {self.most} in a row, {start}"
+
+
+class Console:
+    """What processes print: that of the first as it comes, lines of the others with their names.
+
+    A line that was already shown is shown once: all processes say the same of a wrong config.
+    """
+
+    def __init__(self, labels: dict[int, str]) -> None:
+        self._labels, self._rest = labels, dict.fromkeys(labels, "")
+        self._shown: set[str] = set()
+
+    def show(self, report: Report) -> None:
+        """Print what is new; an unfinished line of another process waits for its end."""
+        label, ended = self._labels[report.index], report.status is not None
+        text = self._rest.pop(report.index, "") + report.text
+        lines = re.findall(r"[^\n]*\n|[^\n]+", text)
+        if label and not ended and lines and not lines[-1].endswith("\n"):
+            self._rest[report.index] = lines.pop()
+        for line in lines:
+            self._line(label, line)
+        sys.stdout.flush()
+
+    def _line(self, label: str, line: str) -> None:
+        plain = line.strip().rpartition("\r")[2]  # of a progress bar the last state
+        known = plain in self._shown
+        self._shown.add(plain)
+        if not label and not (known and plain.startswith("error: ")):
+            sys.stdout.write(line)
+        elif label and plain and not known:
+            print(f"{label} {plain}")
+
+
+class Interrupted(Exception):
+    """A signal asked the launcher to end; `args[0]` is its number."""
+
+
+def supervise(
+    start: Callable[[str | None], tuple[Attempt, dict[int, str]]], restarts: Restarts
+) -> int:
+    """Run a job to its end; returns its exit status.
+
+    Args:
+        start: given a resume_mode, starts all processes; with a label for the lines of each, ""
+            for none.
+    """
+    with _signals():
+        while True:
+            try:
+                status, why = _attempt(start, restarts.mode())
+            except Interrupted as interrupt:
+                return 128 + interrupt.args[0]
+            if status in FINAL:
+                return _say(why, status) if why else status
+            seconds = restarts.next()
+            if seconds is None:
+                again = f"after {restarts.in_a_row} restarts in a row without a new checkpoint"
+                return _say(f"{why}; gave up {again} (trainer.cluster.max_restarts)", CRASHED)
+            _say(f"{why}; {restarts.described()}, in {seconds:g} s")
+            try:
+                time.sleep(seconds)
+            except Interrupted as interrupt:
+                return 128 + interrupt.args[0]
+
+
+def _attempt(
+    start: Callable[[str | None], tuple[Attempt, dict[int, str]]], mode: str | None
+) -> tuple[int, str]:
+    """The status of the job, and why it ended."""
+    try:
+        attempt, labels = start(mode)
+    except HostLost as error:
+        return CRASHED, str(error)
+    console = Console(labels)
+    running = set(labels)
+    try:
+        return _outcome(_decisive(attempt, console, running))
+    except Interrupted as interrupt:
+        _say(f"signal {interrupt.args[0]}: ending all processes")
+        _end_gently(attempt, console, running, interrupt.args[0])
+        raise
+    finally:
+        attempt.stop()
+
+
+def _decisive(attempt: Attempt, console: Console, running: set[int]) -> Report | None:
+    """The report that ended the attempt, None if all ended well.
+
+    That of the first, unless another process says why: what the user must mend makes others crash.
+    """
+    failed: list[Report] = []
+    deadline = math.inf
+    while running and time.monotonic() < deadline:
+        news = _news(attempt, console, running)
+        failed += [report for report in news if report.status not in (None, DONE)]
+        if any(report.status in FINAL for report in failed):
+            break
+        if failed:
+            deadline = min(deadline, time.monotonic() + SETTLE_SECONDS)
+    final = [report for report in failed if report.status in FINAL]
+    return next(iter(final + failed), None)
+
+
+def _news(attempt: Attempt, console: Console, running: set[int]) -> list[Report]:
+    """What there is, shown; processes that ended run no more."""
+    reports = attempt.poll(POLL_SECONDS)
+    for report in reports:
+        console.show(report)
+        if report.status is not None:
+            running.discard(report.index)
+    return reports
+
+
+def _outcome(first: Report | None) -> tuple[int, str]:
+    if first is None:
+        return DONE, ""
+    assert first.status is not None
+    ended = f"ended with status {first.status}"
+    if first.status == LOST:
+        ended = "was lost with its host"
+    elif first.status > 128:
+        ended = f"was killed by signal {first.status - 128}"
+    return first.status, f"process {first.index} {ended}"
+
+
+def _end_gently(attempt: Attempt, console: Console, running: set[int], number: int) -> None:
+    """Let the processes end by themselves; a second signal, and the rest is killed."""
+    deadline = time.monotonic() + GRACE_SECONDS
+    with contextlib.suppress(Interrupted):
+        attempt.signal(number)
+        while running and time.monotonic() < deadline:
+            _news(attempt, console, running)
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[None]:
+    """SIGINT and SIGTERM are raised as `Interrupted`."""
+
+    def interrupt(number: int, _: object) -> None:
+        raise Interrupted(number)
+
+    before = {n: signal.signal(n, interrupt) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _say(text: str, status: int = DONE) -> int:
+    print(f"launch: {text}", file=sys.stderr, flush=True)
+    return status

@@ -1,0 +1,154 @@
+"""A config cut down to minutes: few rows, short responses, everything written elsewhere."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrl import config as cfg
+from jaxrl.config.needs import has_critic
+from jaxrl.data.packing import length_bucket
+from jaxrl.types import Prompt
+
+ROWS = 8  # of a minibatch; at least two for each group of devices
+SAMPLES = 4  # of a prompt
+RESPONSE_TOKENS = 32  # of a turn
+TURNS_TOKENS = 256  # of the inputs of later turns, beyond the prompt
+PROMPT_TOKENS = 256  # longer prompts are taken only where there are no shorter ones
+BATCHES = 4  # of prompts
+
+QUIET = {  # what any run writes or does beside training
+    "trainer.logger": "console",
+    "trainer.eval_before_train": False,
+    "trainer.eval_interval": -1,
+    "trainer.ckpt_interval": -1,
+    "trainer.hf_save_interval": -1,
+    "trainer.resume_mode": "latest",
+    "trainer.resume_path": None,
+}
+_SILENT = QUIET | {  # and one that samples
+    "trainer.dump_data_batch": False,
+    "trainer.dump_eval_results": False,
+    "trainer.print_example_interval": -1,
+    "trainer.watching.callbacks": [],
+    "trainer.policy.record_memory": False,
+    "generator.inference_engine.enable_http_endpoint": False,
+}
+_PLAIN = {  # what would leave nothing of a few short responses, or wait for others
+    "trainer.fully_async.enabled": False,
+    "trainer.algorithm.dynamic_sampling.type": None,
+    "trainer.algorithm.zero_variance_filter": False,
+    "trainer.algorithm.overlong_buffer": None,
+    "generator.apply_overlong_filtering": False,
+    "trainer.policy.optimizer_config.num_warmup_steps": 0,
+    "trainer.critic.optimizer_config.num_warmup_steps": 0,
+}
+
+
+def elsewhere(
+    config: cfg.TrainConfig, folder: Path, quiet: Mapping[str, Any] = _SILENT
+) -> cfg.TrainConfig:
+    """The config of a run that writes under `folder` alone.
+
+    Args:
+        quiet: more changes.
+    """
+    paths = {"log_path": "run", "ckpt_path": "checkpoints", "export_path": "exports"}
+    changes = {f"trainer.{name}": str(folder / part) for name, part in paths.items()}
+    return cfg.apply_overrides(config, {**quiet, **changes})
+
+
+def cut(
+    config: cfg.TrainConfig, prompts: Sequence[Prompt], groups: int
+) -> tuple[cfg.TrainConfig, dict[str, tuple[Any, Any]]]:
+    """The config of a small run, and what was changed for it: field -> (given, now).
+
+    Args:
+        config: resolved, of a run that writes elsewhere.
+        prompts: that it will have.
+        groups: of devices that hold different rows.
+    """
+    generator = config.generator
+    response = min(generator.sampling_params.max_generate_length, RESPONSE_TOKENS)
+    changes = _batches(config, groups) | _lengths(config, prompts, response)
+    held = _flat(config, changes)
+    said = {name: (held[name], now) for name, now in changes.items() if held[name] != now}
+    plain = {name: now for name, now in _PLAIN.items() if get(config, name) != now}
+    said |= {name: (get(config, name), now) for name, now in plain.items()}
+    epochs = {"trainer.epochs": 1000, "trainer.max_training_steps": None}  # as many as are wanted
+    return cfg.apply_overrides(config, changes | plain | epochs), said
+
+
+def _batches(config: cfg.TrainConfig, groups: int) -> dict[str, Any]:
+    """One minibatch stays one, several become two: so the loss needs what it needs in the run."""
+    trainer, generator = config.trainer, config.generator
+    samples = min(generator.n_samples_per_prompt, SAMPLES)
+    prompts = min(trainer.policy_mini_batch_size, -(-max(ROWS, 2 * groups) // samples))
+    several = trainer.train_batch_size > trainer.policy_mini_batch_size
+    batch = prompts * (1 + several)
+    rows = prompts * samples
+    changes = {
+        "trainer.train_batch_size": batch,
+        "trainer.policy_mini_batch_size": prompts,
+        "generator.n_samples_per_prompt": samples,
+        "trainer.update_epochs_per_batch": min(trainer.update_epochs_per_batch, 2),
+        "trainer.micro_train_batch_size_per_gpu": min(
+            trainer.micro_train_batch_size_per_gpu, max(rows // (2 * groups), 1)
+        ),
+        "trainer.micro_forward_batch_size_per_gpu": min(
+            trainer.micro_forward_batch_size_per_gpu, ROWS
+        ),
+        "trainer.eval_batch_size": min(trainer.eval_batch_size, batch),
+        "generator.inference_engine.max_num_seqs": min(
+            generator.inference_engine.max_num_seqs, batch * samples
+        ),
+    }
+    if has_critic(trainer):
+        whole = trainer.critic_mini_batch_size == trainer.train_batch_size
+        changes["trainer.critic_mini_batch_size"] = batch if whole else prompts
+    return changes
+
+
+def _lengths(config: cfg.TrainConfig, prompts: Sequence[Prompt], response: int) -> dict[str, Any]:
+    generator, trainer = config.generator, config.trainer
+    longest = max(len(prompt.tokens) for prompt in prompts)
+    assert generator.max_input_length is not None  # resolved
+    inputs = min(generator.max_input_length, longest + TURNS_TOKENS)
+    changes: dict[str, Any] = {
+        "trainer.max_prompt_length": longest,
+        "generator.max_input_length": longest if generator.max_turns == 1 else inputs,
+        "generator.sampling_params.max_generate_length": response,
+    }
+    if generator.eval_sampling_params is not None:
+        shorter = min(generator.eval_sampling_params.max_generate_length, RESPONSE_TOKENS)
+        changes["generator.eval_sampling_params.max_generate_length"] = shorter
+    more = generator.sampling_params.additional_kwargs or {}
+    if more.get("min_tokens", 0) > response:
+        kept = more | {"min_tokens": response}
+        changes["generator.sampling_params.additional_kwargs"] = kept
+    if trainer.packed_length is not None:
+        rows = 2 * length_bucket(changes["generator.max_input_length"] + response + 1)
+        changes["trainer.packed_length"] = min(trainer.packed_length, rows)
+    return changes
+
+
+def choose(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """Prompts of every environment in turn, none longer than PROMPT_TOKENS if there are enough."""
+    short = [prompt for prompt in prompts if len(prompt.tokens) <= PROMPT_TOKENS]
+    if len(short) < count:
+        short = sorted(prompts, key=lambda prompt: len(prompt.tokens))[:count]
+    by_class: dict[str, list[Prompt]] = {}
+    for prompt in short:
+        by_class.setdefault(prompt.env_class, []).append(prompt)
+    places = {id(p): (place, name) for name, ps in by_class.items() for place, p in enumerate(ps)}
+    return sorted(short, key=lambda prompt: places[id(prompt)][0])[:count]
+
+
+def _flat(config: cfg.TrainConfig, names: Any) -> dict[str, Any]:
+    return {name: get(config, name) for name in names}
+
+
+def get(config: Any, name: str) -> Any:
+    """A field by its dotted name."""
+    for part in name.split("."):
+        config = getattr(config, part)
+    return config

@@ -1,0 +1,260 @@
+"""The engine samples from the trainer's weights: by its log-probs, and by checksums."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.checksums import checksums
+from jaxrl.data.packing import collate
+from jaxrl.examination.bounds import sampler_bounds
+from jaxrl.examination.finding import Finding, Unavailable, failed, not_here, passed
+from jaxrl.examination.subject import Subject
+from jaxrl.offload import on_device
+from jaxrl.rollout.conversation import sample_key, sampling_of
+from jaxrl.rollout.protocol import Completion, Request
+from jaxrl.types import GeneratorOutput, TrainBatch
+
+SAMPLES = 4  # of each prompt of a batch
+NOISE, MOVED = 0.02, 10  # of each array's size; times the bound on the mean: log-probs have moved
+
+
+class Said(NamedTuple):
+    """What the engine drew, and how far the trainer is from it.
+
+    Attributes:
+        difference: of the log-prob of each token.
+        worst: prompt and place of the largest one, in words.
+    """
+
+    completions: list[Completion]
+    batch: TrainBatch
+    difference: np.ndarray
+    worst: str
+
+
+def first(subject: Subject) -> Finding:
+    """Log-probs of sampled tokens after the first sync."""
+    said = _first(subject)
+    if isinstance(said, str):
+        return not_here(said)
+    return _finding(subject, said, "after a sync", _blame_numbers(subject))
+
+
+def update(subject: Subject) -> Finding:
+    """The same after an update and another sync."""
+    before = _first(subject)
+    if isinstance(before, str):
+        return not_here(before)
+    moved = _updated(subject)
+    said = _ask(subject)  # with the same keys: other weights give other log-probs
+    stale = [_content(x) for x in said.completions] == [_content(x) for x in before.completions]
+    blame = _blame_numbers(subject)
+    if stale:
+        blame = (
+            "stale weights: after the update the engine draws the same tokens with the same "
+            "log-probs as before it",
+            "see that every call of its update_weights takes over the parameters it is given",
+        )
+    about = f"after an update and a sync, which moved log-probs by {moved:.2g} on average"
+    return _finding(subject, said, about, blame)
+
+
+def weights(subject: Subject) -> Finding:
+    """What the engine holds after the first sync, array by array."""
+    subject.trainer.sync_weights(int(subject.trainer.state.step))
+    return _checked(subject, "after a sync")
+
+
+def weights_update(subject: Subject) -> Finding:
+    """The same after an update and another sync."""
+    _first(subject)
+    _updated(subject)
+    return _checked(subject, "after an update and a sync")
+
+
+# ---------------------------------------------------------------- log-probs
+
+
+def _first(subject: Subject) -> Said | str:
+    """Before the weights have moved; a reason where the engine gives no log-probs."""
+    if "sampled" not in subject.known:
+        subject.trainer.sync_weights(int(subject.trainer.state.step))
+        if subject.run.config.generator.sampling_params.logprobs is None:
+            subject.known["sampled"] = (
+                "generator.sampling_params.logprobs=None: rollouts carry none"
+            )
+        else:
+            subject.known["sampled"] = _ask(subject)
+    return subject.known["sampled"]
+
+
+def _ask(subject: Subject) -> Said:
+    """Samples without filters, which would make the sampler's distribution another one."""
+    trainer = subject.trainer
+    params = trainer.config.generator.sampling_params
+    sampling = dataclasses.replace(
+        sampling_of(params, trainer.eos_token_ids),
+        **{"top_k": -1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0},
+        keep_sampling_mask=False,
+    )
+    prompts = trainer.prompts_of(0)
+    names = trainer.config.trainer.seed, "doctor"
+    keys = [tuple(sample_key(*names, p.uid, i) for i in range(SAMPLES)) for p in prompts]
+    requests = [Request(p.tokens, k, sampling) for p, k in zip(prompts, keys, strict=True)]
+    groups = trainer.engine.generate(requests)
+    rows = [(p, c) for p, cs in zip(prompts, groups, strict=True) for c in cs]
+    if not all(c.log_probs for _, c in rows):
+        raise Unavailable("the engine gave no log-probs, and sampling_params.logprobs wants them")
+    batch = _batch([p.tokens for p, _ in rows], [c for _, c in rows])
+    scored = _scored(subject, batch)
+    mask = np.asarray(batch.loss_mask) > 0
+    assert batch.rollout_log_probs is not None
+    difference = np.where(mask, np.abs(scored - batch.rollout_log_probs), 0.0)
+    row, place = np.unravel_index(int(difference.argmax()), difference.shape)
+    at = int(place) - len(rows[row][0].tokens)
+    worst = f"token {at} of a sample of prompt {rows[row][0].uid}"
+    return Said([c for _, c in rows], batch, difference[mask], worst)
+
+
+def _batch(prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> TrainBatch:
+    tokens = [c.tokens for c in completions]
+    output = GeneratorOutput(
+        prompt_token_ids=[list(p) for p in prompts],
+        response_ids=tokens,
+        rewards=[[0.0] * len(t) for t in tokens],
+        loss_masks=[[1] * len(t) for t in tokens],
+        stop_reasons=[c.stop_reason for c in completions],
+        rollout_logprobs=[list(c.log_probs) for c in completions],
+        policy_versions=[c.versions[0] for c in completions],
+        rollout_metrics={},
+    )
+    return collate(output, index=np.arange(len(tokens)))
+
+
+def _scored(subject: Subject, batch: TrainBatch) -> np.ndarray:
+    """The trainer's log-probs [B, T]; at most as many rows at a time as a step has."""
+    scorer, found = subject.trainer.scorer, []
+    most = scorer.microbatching.total
+    for first_row in range(0, len(batch.index), most):
+        part = jax.tree.map(lambda x, i=first_row: x[i : i + most], batch)
+        found.append(scorer(subject.trainer.params, part)[0])
+    return np.concatenate(found)
+
+
+def _content(completion: Completion) -> tuple[list[int], list[float]]:
+    return completion.tokens, completion.log_probs
+
+
+def _finding(subject: Subject, said: Said, about: str, blame: tuple[str, str]) -> Finding:
+    """The mean and the largest difference, each within its bound."""
+    bounds, difference = sampler_bounds(subject.run.config), said.difference
+    mean, largest = float(difference.mean()), float(difference.max())
+    figure, bound = f"mean {mean:.1e} max {largest:.1e}", f"{bounds.mean:g}, {bounds.max:g}"
+    about = f"{len(difference)} tokens {about}"
+    if mean <= bounds.mean and largest <= bounds.max:
+        return passed(figure, bound, about)
+    cause, fix = blame
+    return failed(figure, bound, about, cause=f"{cause}; largest at {said.worst}", fix=fix)
+
+
+def _blame_numbers(subject: Subject) -> tuple[str, str]:
+    engine = subject.run.config.generator.inference_engine
+    return (
+        f"sampler and trainer compute different log-probs for the same tokens (engine "
+        f"{engine.backend!r}, {engine.model_dtype})",
+        "see that both have the same weights (check 'weights'), temperature, rotary settings and "
+        "chat template, and that the engine reports log-probs after the temperature",
+    )
+
+
+# ---------------------------------------------------------------- an update
+
+
+def _updated(subject: Subject) -> float:
+    """Train a step, then add noise until log-probs have clearly moved; sync; by how much."""
+    if "moved" not in subject.known:
+        trainer = subject.trainer
+        subject.train()
+        said = _first(subject)
+        bound = sampler_bounds(subject.run.config).mean
+        subject.known["moved"] = _move(subject, said, MOVED * bound)
+        trainer.sync_weights(int(trainer.state.step))
+    return subject.known["moved"]
+
+
+def _move(subject: Subject, said: Said | str, wanted: float) -> float:
+    """Add noise of growing size; returns the mean change of the log-probs of earlier samples."""
+    trainer, scale = subject.trainer, NOISE
+    for number in range(8):
+        params = noisy(on_device(trainer.state.params), scale, number)
+        trainer.state = trainer.updater.rest(trainer.state.replace(params=params))
+        if isinstance(said, str):
+            return float("nan")
+        mask, held = np.asarray(said.batch.loss_mask) > 0, said.batch.rollout_log_probs
+        moved = float(np.abs(_scored(subject, said.batch) - held)[mask].mean())
+        if moved >= wanted:
+            return moved
+        scale *= 2
+    raise Unavailable(f"noise of {scale:g} in the trained parameters moves no log-prob")
+
+
+def noisy(params: Any, scale: float, seed: int) -> Any:
+    """Each array with noise of a share of its size, placed as it is."""
+    places = jax.tree.map(lambda x: x.sharding, params)
+    return jax.jit(functools.partial(_noisy, seed=seed), out_shardings=places)(params, scale)
+
+
+def _noisy(params: Any, scale: Any, *, seed: int) -> Any:
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    # adapters begin at 0, scales of norms at 1: neither has a spread of its own
+    sizes = [jnp.maximum(x.std(), 0.01) for x in leaves]
+    drawn = [jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, leaves, strict=True)]
+    moved = [x + scale * s * d for x, s, d in zip(leaves, sizes, drawn, strict=True)]
+    return jax.tree.unflatten(tree, moved)
+
+
+# ---------------------------------------------------------------- checksums
+
+
+def _checked(subject: Subject, when: str) -> Finding:
+    held = _held(subject.trainer.engine, subject.trainer.params)
+    if held is None:
+        backend = subject.run.config.generator.inference_engine.backend
+        return not_here(f"the weights of this engine ({backend}) cannot be read from here")
+    wrong, count = [], 0
+    for number, (found, expected) in enumerate(held):
+        count += len(expected)
+        differs = [name for name in expected if found.get(name) != expected[name]]
+        wrong += [f"{name} of engine {number}" for name in differs]
+    about = f"checksums of {count} arrays {when}"
+    if not wrong:
+        return passed(0, 0, about)
+    more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    return failed(
+        len(wrong),
+        0,
+        about,
+        cause=f"the engine holds other weights than the trainer's, cast: {', '.join(wrong[:3])}"
+        + more,
+        fix="see that its update_weights takes over every array on every call",
+    )
+
+
+def _held(engine: Any, params: Any) -> list[tuple[dict[str, int], dict[str, int]]] | None:
+    """Checksums of what each engine holds, and of what it should; None: they cannot be seen."""
+    pairs = []
+    for part in getattr(engine, "engines", [engine]):
+        programs = getattr(part, "programs", None)
+        if programs is not None and hasattr(getattr(programs, "functions", None), "load"):
+            pairs.append((checksums(programs.params), checksums(programs.functions.load(params))))
+        elif getattr(part, "params", None) is not None:
+            pairs.append((checksums(part.params), checksums(params)))
+        else:
+            return None
+    return pairs

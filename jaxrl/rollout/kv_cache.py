@@ -1,0 +1,264 @@
+"""The key/value cache of the native engine, spread over devices by slot and head.
+
+Every write is in place, and touches what it writes. On TPUs that takes more than a scatter: XLA
+wants the positions of a scatter outermost, where no kernel reads them, and copies the whole cache
+there and back. Slots that lie on several devices are written by each device for itself.
+
+Shape legend: S slots, L positions of a slot, B rows of a call, C tokens of a chunk, K key/value
+heads, h head width.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxrl.models import decode_kernels
+from jaxrl.models.transformer import TransformerConfig
+from jaxrl.parallel.rules import Placement
+from jaxrl.types import Array
+
+
+class LayerCache(NamedTuple):
+    """Keys and values of one layer; position p of a slot holds the token at p of its row."""
+
+    keys: Array  # [S, K, h, L]
+    values: Array  # [S, K, L, h]
+
+
+Cache = tuple[LayerCache, ...]
+
+
+def empty_cache(config: TransformerConfig, slots: int, length: int, dtype: jnp.dtype) -> Cache:
+    """Room for `length` tokens in each of `slots` slots."""
+    heads, width = config.num_kv_heads, config.head_dim
+    return tuple(
+        LayerCache(
+            jnp.zeros((slots, heads, width, length), dtype),
+            jnp.zeros((slots, heads, length, width), dtype),
+        )
+        for _ in range(config.num_layers)
+    )
+
+
+def lengthen(cache: Cache, length: int) -> Cache:
+    """The cache with room for `length` tokens in each slot."""
+
+    def pad(layer: LayerCache) -> LayerCache:
+        more = (0, length - layer.values.shape[2])
+        keep = (0, 0)
+        return LayerCache(
+            jnp.pad(layer.keys, (keep, keep, keep, more)),
+            jnp.pad(layer.values, (keep, keep, more, keep)),
+        )
+
+    return tuple(map(pad, cache))
+
+
+# ---------------------------------------------------------------- writes
+
+
+def write_tokens(
+    layer: LayerCache, positions: Array, k: Array, v: Array, placement: Placement | None = None
+) -> LayerCache:
+    """Put a token into each slot, row s into slot s.
+
+    Args:
+        positions: [S]; what is outside is dropped.
+        k, v: [S, K, 1, h].
+        placement: the mesh that slots and heads are split over; None = one device.
+    """
+    by_slot, by_head = _axes(layer, placement)
+    run = _token_on_device
+    if placement is not None:
+        split = PartitionSpec(by_slot, by_head)
+        run = _by_device(run, placement, (split, PartitionSpec(by_slot), split, split), split)
+    return run(layer, positions, k, v)
+
+
+def _token_on_device(layer: LayerCache, positions: Array, k: Array, v: Array) -> LayerCache:
+    def scatter(layer: LayerCache, positions: Array, k: Array, v: Array) -> LayerCache:
+        return write(layer, jnp.arange(len(k))[:, None], positions[:, None], k, v)
+
+    def kernel(layer: LayerCache, positions: Array, k: Array, v: Array) -> LayerCache:
+        keys, values = (x[:, :, 0].astype(layer.keys.dtype) for x in (k, v))
+        return LayerCache(*decode_kernels.tpu_write(*layer, keys, values, positions))
+
+    platforms = {}
+    if decode_kernels.fits("tpu", layer.keys.shape[3], layer.keys.shape[2]):
+        platforms["tpu"] = kernel
+    given = layer, positions, k, v
+    return jax.lax.platform_dependent(*given, default=scatter, **platforms)
+
+
+def write_chunks(
+    layer: LayerCache,
+    slots: Array,
+    starts: Array,
+    k: Array,
+    v: Array,
+    placement: Placement | None = None,
+) -> LayerCache:
+    """Put a chunk of each row into its slot.
+
+    Args:
+        slots: [B], no two the same but S = padding.
+        starts: [B] positions of the first tokens.
+        k, v: [B, K, C, h]; what falls behind the last position is dropped.
+        placement: the mesh that slots and heads are split over; None = one device.
+    """
+    by_slot, by_head = _axes(layer, placement)
+    run = functools.partial(_chunks_on_device, by_slot)
+    if placement is not None:
+        split, whole, rows = PartitionSpec(by_slot, by_head), PartitionSpec(), (None, by_head)
+        specs = split, whole, whole, PartitionSpec(*rows), PartitionSpec(*rows)
+        run = _by_device(run, placement, specs, split)
+    return run(layer, slots, starts, k, v)
+
+
+def _chunks_on_device(
+    by_slot: str | None, layer: LayerCache, slots: Array, starts: Array, k: Array, v: Array
+) -> LayerCache:
+    def scatter(layer: LayerCache, slots: Array, starts: Array, k: Array, v: Array) -> LayerCache:
+        positions = starts[:, None] + jnp.arange(k.shape[2])
+        return write(layer, slots[:, None], positions, k, v)
+
+    given = layer, _here(layer, slots, by_slot), starts, k, v
+    return jax.lax.platform_dependent(*given, default=scatter, tpu=write_windows)
+
+
+def write(layer: LayerCache, slots: Array, positions: Array, k: Array, v: Array) -> LayerCache:
+    """Put k, v [B, K, C, h] at `positions` [B, C] of `slots` [B, 1]; what is outside is dropped."""
+    k, v = (x.swapaxes(1, 2).astype(layer.keys.dtype) for x in (k, v))  # [B, C, K, h]
+    return LayerCache(
+        layer.keys.at[slots, :, :, positions].set(k, mode="drop"),
+        layer.values.at[slots, :, positions].set(v, mode="drop"),
+    )
+
+
+def write_windows(layer: LayerCache, slots: Array, starts: Array, k: Array, v: Array) -> LayerCache:
+    """`write_chunks` on one device as one update of C neighbouring positions for each row."""
+    (total, _, _, length), width = layer.keys.shape, k.shape[2]
+    new = LayerCache(k.swapaxes(2, 3), v)
+
+    def put(i: Array, layer: LayerCache) -> LayerCache:
+        first = jnp.minimum(starts[i], length - width)  # a window may not hang over the end
+        late = starts[i] - first
+        held = (jnp.arange(width) >= late) & (slots[i] < total)
+        corner = LayerCache((slots[i], 0, 0, first), (slots[i], 0, first, 0))
+
+        def update(x: Array, new: Array, corner: tuple, mask: Array) -> Array:
+            row = new[i][None].astype(x.dtype)
+            old = jax.lax.dynamic_slice(x, corner, row.shape)
+            row = jnp.where(mask, jnp.roll(row, late, -mask.ndim), old)
+            return jax.lax.dynamic_update_slice(x, row, corner)
+
+        return LayerCache(
+            update(layer.keys, new.keys, corner.keys, held),
+            update(layer.values, new.values, corner.values, held[:, None]),
+        )
+
+    return jax.lax.fori_loop(0, len(slots), put, layer)
+
+
+# ---------------------------------------------------------------- slots
+
+
+def copy_slots(
+    cache: Cache,
+    sources: Array,
+    targets: Array,
+    number: Array,
+    *,
+    placement: Placement | None = None,
+) -> Cache:
+    """The first `number` entries of `targets` become copies of the slots in `sources`, in order.
+
+    A row travels only if its copy is on another device.
+    """
+    by_slot, by_head = _axes(cache[0], placement)
+    run = functools.partial(_copy_on_device, by_slot)
+    if placement is not None:
+        split, whole = PartitionSpec(by_slot, by_head), PartitionSpec()
+        run = _by_device(run, placement, (split, whole, whole, whole), split)
+    return run(cache, sources, targets, number)
+
+
+def _copy_on_device(
+    by_slot: str | None, cache: Cache, sources: Array, targets: Array, number: Array
+) -> Cache:
+    total = len(cache[0].keys)
+    take, put = _here(cache[0], sources, by_slot), _here(cache[0], targets, by_slot)
+
+    def copy(i: Array, cache: Cache) -> Cache:
+        def update(cache: Cache, rows: Cache) -> Cache:
+            return jax.tree.map(
+                lambda x, row: jax.lax.dynamic_update_slice_in_dim(x, row, put[i], 0), cache, rows
+            )
+
+        def travel(rows: Cache) -> Cache:
+            sent = jax.tree.map(lambda x: jnp.where(take[i] < total, x, 0), rows)
+            return jax.lax.psum(sent, by_slot)
+
+        rows = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, take[i], 1), cache)
+        if by_slot is None:
+            return update(cache, rows)
+        stays = sources[i] // total == targets[i] // total
+        rows = jax.lax.cond(stays, lambda rows: rows, travel, rows)
+        return jax.lax.cond(put[i] < total, update, lambda cache, _: cache, cache, rows)
+
+    return jax.lax.fori_loop(0, number, copy, cache)
+
+
+def take_slots(cache: Cache, slots: Array | None, length: int) -> Cache:
+    """The first `length` positions of some slots; None = all of them, in order."""
+
+    def take(x: Array, axis: int) -> Array:
+        x = jax.lax.slice_in_dim(x, 0, length, axis=axis)
+        return x if slots is None else x.at[slots].get(mode="clip")
+
+    return tuple(LayerCache(take(x.keys, 3), take(x.values, 2)) for x in cache)
+
+
+def put_slots(cache: Cache, slots: Array | None, part: Cache, length: int) -> Cache:
+    """Undo `take_slots`; padding is dropped."""
+    at = slice(None) if slots is None else slots
+    return tuple(
+        LayerCache(
+            layer.keys.at[at, :, :, :length].set(new.keys, mode="drop"),
+            layer.values.at[at, :, :length].set(new.values, mode="drop"),
+        )
+        for layer, new in zip(cache, part, strict=True)
+    )
+
+
+# ---------------------------------------------------------------- devices
+
+
+def _axes(layer: LayerCache, placement: Placement | None) -> tuple:
+    """Mesh axes over which slots and heads are spread."""
+    if placement is None:
+        return None, None
+    return placement.spec(layer.keys.shape, ("batch", "kv_heads", None, None))[:2]
+
+
+def _by_device(run: Callable, placement: Placement, given: tuple, out: PartitionSpec) -> Callable:
+    return jax.shard_map(
+        run,
+        mesh=placement.mesh,
+        in_specs=given,
+        out_specs=out,
+        check_vma=False,  # a kernel does not say over which axes its output varies
+    )
+
+
+def _here(layer: LayerCache, slots: Array, by_slot: str | None) -> Array:
+    """Slots as this device counts its own; S of it for those of others."""
+    total = len(layer.keys)
+    if by_slot is None:
+        return slots
+    own = slots - jax.lax.axis_index(by_slot) * total
+    return jnp.where((own >= 0) & (own < total), own, total)

@@ -1,0 +1,354 @@
+"""The doctor passes what is right, and names what is wrong."""
+
+import contextlib
+import copy
+import json
+import os
+import shutil
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxrl import config as cfg
+from jaxrl.assemble import assemble_update
+from jaxrl.doctor import CHECKS, chosen, examine, main, run_check
+from jaxrl.examination.compilations import Compilations
+from jaxrl.examination.subject import Subject
+from jaxrl.examination.supervised import CHECKS as SUPERVISED
+from jaxrl.rewards import make_estimate
+from jaxrl.train import BasePPOExp
+from tests.examination import planted
+from tests.test_train import QUICKSTART, ROOT, small
+
+MODEL = ROOT / "configs" / "tiny_char_model"
+PLANTED = "tests.examination.planted"
+# sixteen rows of a minibatch, two on each of the eight devices
+SIZES = {"trainer.train_batch_size": 8, "trainer.policy_mini_batch_size": 4}
+LOSS, ESTIMATOR = "trainer.algorithm.policy_loss_type", "trainer.algorithm.advantage_estimator"
+REWARDS = "environment.reward_functions"
+
+
+@pytest.fixture(scope="module")
+def examined(tmp_path_factory):
+    """A subject, what all checks found of it, and the folder that its config writes to."""
+    own, folder = (tmp_path_factory.mktemp(name) for name in ("own", "examination"))
+    for name in ("quickstart/run.db", "checkpoints/global_step_7/meta", "exports/model"):
+        (own / name).parent.mkdir(parents=True)
+        (own / name).write_text(name)
+    with Compilations() as programs:
+        subject = Subject(small(own, **SIZES), folder, compilations=programs)
+        with contextlib.closing(subject):
+            checks = {name: check for name, check in CHECKS.items() if name != "gradients.mesh"}
+            found = {name: run_check(name, check, subject) for name, check in checks.items()}
+            yield subject, found, own
+
+
+def changed(subject, **overrides):
+    """The subject with another config; what is compiled for the model is shared."""
+    names = {name.replace("__", "."): value for name, value in overrides.items()}
+    other, run, trainer = (copy.copy(x) for x in (subject, subject.run, subject.trainer))
+    run.config = trainer.config = config = cfg.apply_overrides(subject.run.config, names)
+    given = trainer.scorer, trainer.policy.placement, trainer.total_steps, trainer.policy.trained
+    if names:
+        trainer.updater = assemble_update(config, *given)[2]
+    trainer.state = jax.tree.map(jnp.copy, trainer.state)  # updates donate it
+    vars(other).update(run=run, known={}, made=subject.made | {"trainer": trainer})
+    return other
+
+
+def failures(subject, *names):
+    """Name -> finding, of the checks that failed."""
+    found = {name: run_check(name, CHECKS[name], subject) for name in names}
+    return {name: finding for name, finding in found.items() if not finding.passed}
+
+
+# ---------------------------------------------------------------- what is right
+
+
+def test_a_right_run_passes(examined):
+    _, found, _ = examined
+    assert not {name: f for name, f in found.items() if f.passed is False}
+    assert [name for name, f in found.items() if f.passed is None] == ["gradients.critic"]
+    assert found["gradients.microbatches"].about == "one microbatch against 2 of 8 rows"
+    exact = [f for name, f in found.items() if name.startswith(("gradients", "mask.padding"))]
+    assert all(0 < f.figure <= f.bound == 2e-5 for f in exact if f.passed)  # float32
+
+
+def test_nothing_is_left_where_the_run_writes(examined):
+    _, _, own = examined
+    found = {str(p.relative_to(own)): p.read_text() for p in own.rglob("*") if p.is_file()}
+    names = ("quickstart/run.db", "checkpoints/global_step_7/meta", "exports/model")
+    assert found == {name: name for name in names}
+
+
+def test_what_was_cut_is_said(examined):
+    subject, _, _ = examined
+    assert subject.cuts["trainer.max_prompt_length"] == (16, 5)  # "1234>"
+    assert subject.cuts["prompts"] == (64, 32)  # 4 batches of two minibatches of 4
+    assert subject.given.trainer.epochs == 10
+    assert "trainer.epochs" not in subject.cuts  # not a matter of size
+
+
+# ---------------------------------------------------------------- what is wrong
+
+
+def test_a_mean_per_microbatch_is_told_from_a_wrong_mask(examined):
+    names = ("gradients.microbatches", "gradients.order", "mask.padding")
+    subject = changed(examined[0], **{LOSS: f"{PLANTED}:microbatch_mean"})
+    found = failures(subject, *names)
+    assert list(found) == ["gradients.microbatches"]
+    finding = found["gradients.microbatches"]
+    assert finding.figure > 0.1
+    assert finding.cause.startswith("a mean per microbatch: on the same log-probs the policy loss")
+    assert "batch_statistics=True" in finding.fix
+    subject = changed(examined[0], **{LOSS: f"{PLANTED}:unmasked_mean"})
+    found = failures(subject, *names)
+    assert list(found) == ["mask.padding"]
+    cause = found["mask.padding"].cause
+    assert cause.startswith(f"a wrong mask: policy loss '{PLANTED}:unmasked_mean' counts padding")
+
+
+def test_a_loss_that_reads_beyond_the_mask(examined):
+    subject = changed(examined[0], **{LOSS: f"{PLANTED}:unmasked_baseline"})
+    finding = failures(subject, "mask.outside")["mask.outside"]
+    assert "reads numbers of tokens outside loss_mask" in finding.cause
+
+
+def test_an_estimator_that_counts_padding(examined):
+    subject = changed(examined[0])
+    algorithm = cfg.apply_overrides(
+        subject.run.config, {ESTIMATOR: f"{PLANTED}:padded_estimator"}
+    ).trainer.algorithm
+    subject.trainer.estimate = jax.jit(make_estimate(algorithm))
+    finding = failures(subject, "mask.advantages")["mask.advantages"]
+    assert "counts padding" in finding.cause
+
+
+def test_stale_weights(examined):
+    subject = changed(examined[0])
+    engine = subject.trainer.engine
+    planted.stale(engine)
+    try:
+        names = [name for name in CHECKS if name.startswith(("sampler", "weights"))]
+        found = failures(subject, *names)
+    finally:
+        del engine.update_weights
+    assert list(found) == ["sampler.update", "weights.update"]
+    assert found["sampler.update"].cause.startswith("stale weights: after the update the engine")
+    assert "engine holds other weights" in found["weights.update"].cause
+
+
+def test_a_reward_that_is_not_deterministic(examined):
+    for function in ("moody", "counting"):
+        subject = changed(examined[0], **{REWARDS: [f"{PLANTED}:{function}"]})
+        finding = failures(subject, "rewards")["rewards"]
+        assert finding.cause.startswith(
+            f"a reward that is not deterministic: reward term '{function}' of environment "
+            "'sort_digits' gave "
+        )
+        assert "sample of prompt 0:" in finding.cause
+
+
+@pytest.mark.parametrize(
+    ("checkpointer", "arrays"),
+    [(planted.LossyCheckpointer, ".opt_state[1][0].mu"), (planted.ForgetfulCheckpointer, ".batch")],
+)
+def test_a_lossy_checkpoint(examined, tmp_path, checkpointer, arrays):
+    subject = changed(examined[0])
+    subject.trainer.checkpointer = checkpointer(str(tmp_path))
+    found = failures(subject, "checkpoint.state", "checkpoint.step")
+    subject.trainer.checkpointer.close()
+    assert list(found) == ["checkpoint.state", "checkpoint.step"]
+    assert found["checkpoint.state"].cause.startswith(f"a lossy checkpoint: {arrays}")
+    assert "were not restored, and the next step differs" in found["checkpoint.step"].cause
+
+
+def test_a_shape_that_recompiles(examined):
+    subject = changed(examined[0])
+    trainer = subject.trainer
+    vars(trainer)["collate"] = lambda output: planted.exact(type(trainer).collate(trainer, output))
+    finding = failures(subject, "recompilation")["recompilation"]
+    assert finding.cause.startswith("warm steps compile ")
+    assert "int32[" in finding.cause
+    assert ", was int32[" in finding.cause
+
+
+def test_a_check_that_crashes_fails_and_the_next_ones_go_on(examined, capsys):
+    subject = changed(examined[0])
+
+    def crash(subject):
+        raise RuntimeError("out of paper\nand ink")
+
+    finding = run_check("mask.tokens", crash, subject)
+    assert (finding.passed, finding.cause) == (False, "RuntimeError: out of paper")
+    assert "Traceback" in capsys.readouterr().err
+    assert not failures(subject, "mask.tokens", "mask.padding")
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_help_and_bad_input(capsys, tmp_path):
+    assert main([]) == main(["--help"]) == 0
+    assert "Exit status: 0 every check passed" in capsys.readouterr().out
+    for arguments, message in (
+        (["--config=nowhere.py"], "no such file"),
+        ([f"--config={QUICKSTART}", "--only=gradient"], "--only=gradient: there is no such check"),
+        ([f"--config={QUICKSTART}", "--experiment=json:loads"], "no subclass of"),
+        ([f"--config={QUICKSTART}", "--json=/no/such/folder/x"], "--json="),
+        ([f"--config={QUICKSTART}", "--config.trainer.train_batch_size=0"], "train_batch_size"),
+        ([f"--config={QUICKSTART}", "--config.data.train_data=['x.jsonl']"], "does not exist"),
+        (
+            [f"--config={QUICKSTART}", "--config.trainer.policy.model.path=/no"],
+            "/no is not a folder",
+        ),
+        ([f"--config={QUICKSTART}", "--only=versions", "--nonsense"], "unknown argument"),
+        (["--env", f"--config={QUICKSTART}"], "--env takes no config"),
+    ):
+        assert main(arguments) == 2, arguments
+        assert message in capsys.readouterr().err
+
+
+def test_the_machine_is_described_without_secrets(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_abc")
+    monkeypatch.setenv("RAY_ADDRESS", "http://me:pass@host:1")
+    monkeypatch.setenv("UNRELATED", "hello")
+    assert main(["--env", f"--json={tmp_path / 'env.json'}"]) == 0
+    printed = capsys.readouterr().out
+    assert f"  jax: {jax.__version__}" in printed
+    assert "devices: 8\n  8 x cpu (cpu) of process 0" in printed
+    assert "  HF_TOKEN: <set>" in printed
+    assert "  RAY_ADDRESS: http://<hidden>@host:1" in printed
+    assert "XLA_FLAGS: " in printed
+    assert not [word for word in ("hf_abc", "me:pass", "UNRELATED") if word in printed]
+    assert json.loads((tmp_path / "env.json").read_text())["environment"]["HF_TOKEN"] == "<set>"
+
+
+def test_checks_are_chosen_by_name_and_family():
+    assert list(chosen(["mask.padding", "weights"])) == [
+        "mask.padding",
+        "weights.first",
+        "weights.update",
+    ]
+    assert chosen([]) == CHECKS
+
+
+# ---------------------------------------------------------------- whole examinations
+
+
+def failing(folder, experiment=BasePPOExp, **overrides):
+    """What a whole examination finds wrong: name -> cause."""
+    names = {name.replace("__", "."): value for name, value in overrides.items()}
+    found = examine(small(folder, **SIZES, **names), experiment)
+    assert os.listdir(folder) == []
+    return {f.name: f.cause for f in found.findings if f.passed is False}
+
+
+FAULTS = {
+    "stale weights": (
+        (planted.StaleExp, {}),
+        {
+            "sampler.update": "stale weights",
+            "weights.update": "the engine holds other weights",
+        },
+    ),
+    "per-microbatch mean": (
+        (BasePPOExp, {LOSS: f"{PLANTED}:microbatch_mean"}),
+        {"gradients.microbatches": "a mean per microbatch"},
+    ),
+    "wrong mask in a loss": (
+        (BasePPOExp, {LOSS: f"{PLANTED}:unmasked_mean"}),
+        {"mask.padding": "a wrong mask: policy loss"},
+    ),
+    "random reward": (
+        (BasePPOExp, {REWARDS: [f"{PLANTED}:moody"]}),
+        {"rewards": "a reward that is not deterministic"},
+    ),
+    "lossy checkpoint": (
+        (planted.LossyExp, {}),
+        {"checkpoint.state": "a lossy checkpoint", "checkpoint.step": "a lossy checkpoint"},
+    ),
+    "shape that recompiles": (
+        (planted.ExactExp, {}),
+        {"recompilation": "warm steps compile"},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_fails_its_check_and_no_other(tmp_path, name):
+    (experiment, overrides), expected = FAULTS[name]
+    found = failing(tmp_path, experiment, **overrides)
+    assert found.keys() == expected.keys()
+    for check, cause in expected.items():
+        assert found[check].startswith(cause)
+
+
+@pytest.mark.slow
+def test_the_meshes(tmp_path):
+    (found,) = examine(small(tmp_path, **SIZES), only=["gradients.mesh"]).findings
+    assert found.passed
+    assert found.about == "{'fsdp': 8} against data 1, data 8, fsdp 4xtensor 2"
+    assert 0 < found.figure <= 2e-5
+
+
+@pytest.mark.slow
+def test_a_generator_that_trains_observations(tmp_path):
+    config = tiny_recipe(str(ROOT / "configs" / "guess_number.py"), tmp_path)
+    found = examine(config, planted.EverythingExp)
+    assert [f.name for f in found.findings if f.passed is False] == ["mask.tokens"]
+    cause = next(f.cause for f in found.findings if f.name == "mask.tokens")
+    assert cause.startswith("a wrong mask: loss_mask is 1 on tokens that the policy did not sample")
+    assert "(an observation)" in cause
+
+
+@pytest.mark.slow
+def test_a_trainer_that_raises(tmp_path):
+    found = failing(tmp_path, planted.BrokenExp)
+    assert found["batch"] == "RuntimeError: no advantages today"
+    reason = "there is no batch (RuntimeError('no advantages today')); see 'batch'"
+    assert found["gradients.order"] == found["checkpoint.state"] == reason
+    assert not {"sampler.first", "weights.first", "rewards", "mask.tokens"} & found.keys()
+
+
+def tiny_recipe(path, folder, teacher=None):
+    """A recipe on the model of 126k parameters, with random weights."""
+    config = cfg.load_config_file(path)
+    settings = {
+        "trainer.policy.model.path": str(MODEL),
+        "trainer.policy.model.random_init": True,
+        "trainer.log_path": str(folder),
+        "trainer.ckpt_path": str(folder / "checkpoints"),
+        "trainer.export_path": str(folder / "exports"),
+    }
+    if config.trainer.max_prompt_length == 64:
+        settings["trainer.max_prompt_length"] = 160  # a token for every letter
+    if config.trainer.ref.model.path:
+        shutil.copytree(MODEL, teacher)
+        settings["trainer.ref.model.path"] = str(teacher)
+        settings["trainer.ref.model.random_init"] = True
+    return cfg.apply_overrides(config, settings)
+
+
+RECIPES = sorted(path.name for path in (ROOT / "configs").glob("*.py"))
+RECIPES.remove("sft_addition.py")  # below
+
+
+@pytest.mark.slow
+def test_a_supervised_recipe_passes(tmp_path):
+    config = tiny_recipe(str(ROOT / "configs" / "sft_addition.py"), tmp_path)
+    found = examine(config, supervised=True)
+    assert [f.cause for f in found.findings if f.passed is False] == []
+    assert [f.name for f in found.findings] == list(SUPERVISED)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipes_pass(tmp_path, tmp_path_factory, recipe):
+    teacher = tmp_path_factory.mktemp("models") / "teacher"
+    found = examine(tiny_recipe(str(ROOT / "configs" / recipe), tmp_path, teacher))
+    assert {f.name: f.cause for f in found.findings if f.passed is False} == {}
+    assert os.listdir(tmp_path) == []
