@@ -160,6 +160,12 @@ def place_beside(
     return place_model(trainer, model, mesh, role)
 
 
+def sampler_dtype(config: cfg.TrainConfig) -> Any:
+    """In which weights go to the sampler; None = as they are: files for servers have them so."""
+    settings = config.generator.inference_engine
+    return DTYPES[settings.model_dtype] if cfg.in_process(config) else None
+
+
 class RunDevices(NamedTuple):
     """The devices of policy and reference in all processes, and of the engine in this one."""
 

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from jaxrl import config as cfg
 from jaxrl.anchors import with_anchor
-from jaxrl.assemble import assemble_policy, assemble_update
+from jaxrl.assemble import assemble_policy, assemble_update, sampler_dtype
 from jaxrl.batch_file import batch_path, dump_batch
 from jaxrl.checkpoint import Checkpointer
 from jaxrl.config.needs import has_critic, kl_in_reward
@@ -348,7 +348,8 @@ class Trainer:
 
     def sync_weights(self, step: int) -> None:
         """Hand the parameters to the engine; they are version `step`."""
-        self.engine.update_weights(local_copy(self.params), step)
+        copy = local_copy(self.params, sampler_dtype(self.config), cfg.group_bytes(self.config))
+        self.engine.update_weights(copy, step)
 
     def save(self, step: int) -> None:
         """Checkpoint and export when due: by interval, at epoch ends, after the last step."""
