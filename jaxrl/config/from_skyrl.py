@@ -98,7 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     source = args[0] if Path(args[0]).is_file() else "arguments"
     notes = [f"Valid on {result.num_devices} devices."]
     if left := [line.partition(": ")[0] for line in result.refused]:
-        notes.append("Left out, as `python -m jaxrl.config.from_skyrl` explains: " + ", ".join(left))
+        notes.append(
+            "Left out, as `python -m jaxrl.config.from_skyrl` explains: " + ", ".join(left)
+        )
     text = recipe_text(result.config, source, options.output or "FILE.py", notes)
     if options.output:
         Path(options.output).write_text(text)

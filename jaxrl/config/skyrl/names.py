@@ -170,6 +170,11 @@ def setting_of(key: str) -> Setting | None:
     return next((row for row in SETTINGS if row.covers(key)), None)
 
 
+def entry_points() -> dict[str, EntryPoint]:
+    """Last part of the module -> what it adds to the config."""
+    return dict(_ENTRY_POINTS)
+
+
 def entry_point(command: list[str]) -> tuple[str, EntryPoint]:
     """The module or file that a command runs, and what it adds to the config.
 

@@ -19,8 +19,7 @@ command_not_found_handle() {
   set +x
   local word words=$'\037'
   for word in "$@"; do words+="$word"$'\037'; done
-  ( : "${_jaxrl_unset_:?$words$'\036'}" )
-  return 0
+  ( : "${_jaxrl_unset_:?$words$'\036'}" ) || return 0
 }
 exec() { "$@"; exit 0; }
 cd() { :; }
@@ -60,7 +59,9 @@ def read_script(text: str, args: list[str], path: str = "script") -> ScriptRun:
         ValueError: it starts no command with config keys; the message says what it did.
     """
     if (bash := shutil.which("bash")) is None:
-        raise ValueError("run scripts are evaluated by bash, which is not installed; give key=value")
+        raise ValueError(
+            "run scripts are evaluated by bash, which is not installed; give key=value"
+        )
     with tempfile.TemporaryDirectory() as folder:
         for tool in _TOOLS:
             if (found := shutil.which(tool)) is not None:
