@@ -106,7 +106,8 @@ def test_the_metadata_says_what_the_project_does(wheel):
 
 
 def test_the_sdist_builds_the_same_wheel(sdist, wheel, tmp_path):
-    names = {name.partition("/")[2] for name in tarfile.open(sdist).getnames()}
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"pyproject.toml", "LICENSE", "README.md", "configs/quickstart.py"} <= names
     run(sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", tmp_path, sdist)
     (again,) = tmp_path.glob("jaxrl-*.whl")

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/migrating_from_skyrl.md: `python -m jaxrl.config.document_migration`."""
+"""Writes tables of docs/migrating_from_skyrl.md: `python -m jaxrl.config.document_migration`."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def tables() -> str:
 
 def migration_page(text: str) -> str:
     """The page with its tables written anew."""
-    head, tail = text.split(_BEGIN)[0], text.split(_END)[1]
+    head, tail = text.split(_BEGIN, maxsplit=1)[0], text.split(_END)[1]
     return f"{head}{_BEGIN}\n\n{tables()}\n\n{_END}{tail}"
 
 

@@ -1,5 +1,6 @@
 """The converter: what it reads, what it says of each setting, and that its recipes run."""
 
+import json
 import re
 import subprocess
 import sys
@@ -25,6 +26,7 @@ set -x
 : "${LOGGER:=console}" # or wandb
 SCRIPT_DIR="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 LENGTH=$((1024 * 2))
+YEAR=$(date +%Y)
 LR=1e-6; STOP='["</a>", "</b>"]'
 EXTRA_ARGS=(trainer.seed=7)
 if [ "$NUM_GPUS" = "4" ]; then
@@ -34,7 +36,7 @@ mkdir -p "$DATA_DIR" && rm -rf /nowhere > /dev/null 2>&1
 echo "start" > started.txt
 FLAG=x uv run --isolated --extra fsdp -m skyrl.train.entrypoints.main_base \
   data.train_data="['$DATA_DIR/train.parquet', '$DATA_DIR/more.parquet']" \
-  trainer.run_name="sums of ${LENGTH}" \
+  trainer.run_name="sums of ${LENGTH} in ${YEAR:0:2}xx" \
   trainer.policy.optimizer_config.lr=$LR \
   trainer.placement.policy_num_gpus_per_node=$NUM_GPUS \
   generator.sampling_params.stop="$STOP" \
@@ -59,7 +61,7 @@ def test_a_script_is_evaluated_and_nothing_in_it_runs(script, tmp_path):
     assert run.command[:6] == ["uv", "run", "--isolated", "--extra", "fsdp", "-m"]
     assert run.command[7:] == [
         "data.train_data=['/home/me/data/sums/train.parquet', '/home/me/data/sums/more.parquet']",
-        "trainer.run_name=sums of 2048",  # 1024 * 2
+        "trainer.run_name=sums of 2048 in 20xx",  # 1024 * 2
         "trainer.policy.optimizer_config.lr=1e-6",
         "trainer.placement.policy_num_gpus_per_node=4",
         'generator.sampling_params.stop=["</a>", "</b>"]',
@@ -334,6 +336,14 @@ def test_a_converted_run_trains(tmp_path):
     experiment.run()
     lines = (tmp_path / "test_run/metrics.jsonl").read_text().splitlines()
     assert len(lines) == 2  # 8 prompts, 4 a step
+    names = {name for line in lines for name in json.loads(line)}
+    page = (root / "docs/migrating_from_skyrl.md").read_text().partition("## Metrics")[2]
+    listed = set(re.findall(r"`((?:reward|loss|policy|generate|trainer|timing)/\w+)`", page))
+    elsewhere = {  # with filters or rewards that this run has not, and SkyRL's own names
+        *("reward/num_zero_variance_filtered", "loss/kl_loss_coef", "loss/avg_kl"),
+        *("loss/avg_kl_max", "policy/response_length", "generate/batch_padded_seq_len"),
+    }
+    assert listed - elsewhere <= names
 
 
 def test_it_runs_as_a_command(script):

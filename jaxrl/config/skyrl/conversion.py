@@ -32,7 +32,7 @@ _LAYOUT = {
     f"{_ENGINE}.tensor_parallel_size",
     f"{_ASYNC}.num_parallel_generation_workers",
 }
-_INTERVALS = "ckpt_interval hf_save_interval eval_interval print_example_interval".split()
+_INTERVALS = ["ckpt_interval", "hf_save_interval", "eval_interval", "print_example_interval"]
 
 
 @dataclass
