@@ -73,6 +73,7 @@ LAYER_OF = {
     "plan": "L4",
     "planning": "L4",
     "chips": "L0",
+    "__main__": "L4",
     "cluster": "L5",
 }
 MAY_IMPORT = {

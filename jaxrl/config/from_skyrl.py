@@ -34,13 +34,13 @@ def from_command(words: Sequence[str], num_devices: int | None = None) -> Conver
     Raises:
         ValueError: it does not train, or a word is no setting.
     """
+    start = next((i for i, word in enumerate(words) if _ARGUMENT.match(word)), 0)
     given = {}
-    for word in words:
-        if _ARGUMENT.match(word):
-            key, _, value = word.partition("=")
-            given[key] = value
-        elif word.startswith("~") or (word == words[0] and "=" in word):
+    for word in words[start:]:
+        key, equals, value = word.partition("=")
+        if not _ARGUMENT.match(f"{key}{equals}"):
             raise ValueError(f"{word!r}: expected key.path=value, e.g. trainer.seed=1")
+        given[key] = value
     return convert(given, entry_point(list(words)), num_devices)
 
 
@@ -87,9 +87,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--output", help="file to write; default: print the recipe")
     parser.add_argument("--devices", type=int, help="devices to be valid on; default: SkyRL's")
-    parser.add_argument("args", nargs="+", help="key=value ..., SCRIPT.sh ..., or CONFIG.yaml ...")
-    options, more = parser.parse_known_args(argv)
-    args = options.args + more
+    parser.add_argument(
+        "args", nargs=argparse.REMAINDER, help="key=value ..., SCRIPT.sh ..., or CONFIG.yaml ..."
+    )
+    options = parser.parse_args(argv)
+    args = options.args or parser.error("nothing to convert")
     try:
         result = _read(args, options.devices)
     except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError) as error:

@@ -1,5 +1,6 @@
 """SkyRL's settings that the schema lacks: later ones, those of its examples, its entry points."""
 
+from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
 OFF = (None, False, 0, -1, "none", [], {})
@@ -10,7 +11,7 @@ class Setting(NamedTuple):
 
     Attributes:
         kind: renamed; inert: without effect; refused, unless its value turns it off.
-        names: dotted keys, separated by spaces; a trailing `*` takes all that start so.
+        names: dotted keys, separated by spaces; `*` takes anything, dots too.
         note: its name here, or the reason.
         neutral: further values that turn it off.
     """
@@ -22,8 +23,7 @@ class Setting(NamedTuple):
 
     def covers(self, key: str) -> bool:
         """Whether the row is about the dotted key."""
-        names = self.names.split()
-        return any(key.startswith(n[:-1]) if n.endswith("*") else key == n for n in names)
+        return any(fnmatchcase(key, name) for name in self.names.split())
 
 
 _MEGATRON = tuple(f"trainer.{role}.megatron_config." for role in ("policy", "ref"))
@@ -45,11 +45,24 @@ SETTINGS = (
         )
         for name in ("len", "penalty_factor")
     ),
+    *(
+        Setting("renamed", f"generator.{old}", f"{_ENGINE}{new}")
+        for old, new in (
+            ("num_inference_engines", "num_engines"),
+            ("remote_inference_engine_urls", "remote_urls"),
+            *(
+                (f"inference_engine_{kind}_parallel_size", f"{kind}_parallel_size")
+                for kind in ("tensor", "pipeline", "data", "expert")
+            ),
+        )
+    ),
     Setting(
         "renamed",
         "trainer.fully_async.clear_kv_cache_on_weight_sync",
         "generator.inference_engine.recompute_kv_on_update",
     ),
+    Setting("inert", "generator.model_name", "the policy is what samples"),
+    Setting("inert", "trainer.*.deepspeed_config.*", "one backend, by trainer.*.mesh"),
     Setting("inert", "data.dataloader.*", "prompts are in memory"),
     Setting(
         "inert",
