@@ -32,6 +32,8 @@ _LAYOUT = {
     f"{_ENGINE}.tensor_parallel_size",
     f"{_ASYNC}.num_parallel_generation_workers",
 }
+# An asynchronous run without it is refused here: nothing says that older weights sampled.
+_ANCHOR = "trainer.algorithm.off_policy_correction.tis_ratio_type"
 _INTERVALS = ["ckpt_interval", "hf_save_interval", "eval_interval", "print_example_interval"]
 
 
@@ -212,13 +214,17 @@ def _settle(
         except ValueError as error:
             name = re.match(r"[a-z_.]+", str(error))
             keys = [k for k in values if name and f"{k}.".startswith(f"{name[0].rstrip('.')}.")]
+            if _ANCHOR not in values and f"{_ANCHOR.rpartition('.')[2]}='token'" in str(error):
+                values[_ANCHOR] = Text("token")
+                result.refused.append(f"{error} (token weights are added)")
+                continue
             if not keys:
                 result.problem = str(error)
                 return
             asked = any(k in given for k in keys) and not _LAYOUT.issuperset(keys)
-            (result.refused if asked else result.changed).append(str(error))
             for key in keys:
                 _drop(key, values, result)
+            (result.refused if asked else result.changed).append(str(error))
 
 
 def _devices_of(config: TrainConfig) -> int:
