@@ -77,6 +77,7 @@ LAYER_OF = {
     "doctor": "L4",
     "examination": "L4",
     "chips": "L0",
+    "__main__": "L4",
     "cluster": "L5",
 }
 MAY_IMPORT = {

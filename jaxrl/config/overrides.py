@@ -43,7 +43,7 @@ def apply_overrides(config: Config, overrides: dict[str, Any]) -> Config:
                 "derive a config class with your own field (docs/configuration.md)"
             )
         given = Text(value) if isinstance(value, str) else value
-        config = _with_value(config, _current_name(key, config).split("."), given, "")
+        config = _with_value(config, current_name(key, config).split("."), given, "")
     return config
 
 
@@ -126,7 +126,7 @@ def _with_key(values: dict[str, Any], keys: list[str], value: Any, path: str) ->
     return values | {name: _with_key(inner, rest, value, f"{path}.{name}")}
 
 
-def _current_name(key: str, config: BaseConfig) -> str:
+def current_name(key: str, config: BaseConfig) -> str:
     """The key itself, or where SkyRL's older flat `generator.<engine field>` went."""
     prefix, _, rest = key.partition(".")
     name = rest.partition(".")[0]

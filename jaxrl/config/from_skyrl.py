@@ -1,0 +1,162 @@
+"""Write a recipe from SkyRL's arguments, a run script or a YAML file, and say what became of each.
+
+    python -m jaxrl.config.from_skyrl trainer.algorithm.advantage_estimator="grpo" trainer.epochs=2
+    python -m jaxrl.config.from_skyrl --output configs/mine.py run_gsm8k.sh trainer.epochs=2
+    python -m jaxrl.config.from_skyrl --devices 8 config.yaml
+
+A script is evaluated by bash with nothing to run and nowhere to write; its conditions, arrays and
+arithmetic count, and so do the variables of the environment. Arguments after it are its own.
+Without --output the recipe is printed. Exit status: 0; 1 something that changes the run was left
+out; 2 the input cannot be read.
+"""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jaxrl.config.skyrl.conversion import Conversion, convert
+from jaxrl.config.skyrl.names import EntryPoint, entry_point
+from jaxrl.config.skyrl.recipe_file import recipe_text
+from jaxrl.config.skyrl.script import read_script
+
+_ARGUMENT = re.compile(r"\+{0,2}[a-z]\w*(\.\w+)+=", re.IGNORECASE)
+
+
+def from_command(words: Sequence[str], num_devices: int | None = None) -> Conversion:
+    """The conversion of a command: `uv run -m skyrl... key=value ...`, or key=value alone.
+
+    Raises:
+        ValueError: it does not train, or a word is no setting.
+    """
+    start = next((i for i, word in enumerate(words) if _ARGUMENT.match(word)), 0)
+    given = {}
+    for word in words[start:]:
+        key, equals, value = word.partition("=")
+        if not _ARGUMENT.match(f"{key}{equals}"):
+            raise ValueError(f"{word!r}: expected key.path=value, e.g. trainer.seed=1")
+        given[key] = value
+    return convert(given, entry_point(list(words)), num_devices)
+
+
+def from_script(path: Path, args: Sequence[str], num_devices: int | None = None) -> Conversion:
+    """The conversion of the run that a script starts, or a script that it calls.
+
+    Raises:
+        ValueError: it starts none.
+    """
+    run = read_script(path.read_text(), list(args), str(path))
+    shell, *rest = run.command
+    if shell in ("bash", "sh") and rest[0].endswith(".sh"):
+        return from_script(_called_script(path, rest[0]), rest[1:], num_devices)
+    result = from_command(run.command, num_devices)
+    if run.more_runs:
+        result.changed.append(f"{path}: {run.more_runs} further runs; the first is converted")
+    if run.not_run:
+        result.changed.append(f"{path}: not run, in case it sets something: {run.not_run}")
+    return result
+
+
+def from_yaml(path: Path, args: Sequence[str], num_devices: int | None = None) -> Conversion:
+    """The conversion of a config in YAML, with `key=value` over it.
+
+    Raises:
+        ValueError: no mapping, or an interpolation.
+    """
+    values = yaml.safe_load(path.read_text())
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: not a mapping of config groups")
+    given = _flat(values, "")
+    if wrong := [k for k, v in given.items() if isinstance(v, str) and "${" in v]:
+        raise ValueError(f"{path}: {wrong[0]}={given[wrong[0]]}: write the value out")
+    given |= dict(a.partition("=")[::2] for a in args)
+    return convert(given, ("", EntryPoint({})), num_devices)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Convert, write, report; see the module's docstring for the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxrl.config.from_skyrl",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--output", help="file to write; default: print the recipe")
+    parser.add_argument("--devices", type=int, help="devices to be valid on; default: SkyRL's")
+    parser.add_argument(
+        "args", nargs=argparse.REMAINDER, help="key=value ..., SCRIPT.sh ..., or CONFIG.yaml ..."
+    )
+    options = parser.parse_args(argv)
+    args = options.args or parser.error("nothing to convert")
+    try:
+        result = _read(args, options.devices)
+    except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    source = args[0] if Path(args[0]).is_file() else "arguments"
+    notes = [f"Valid on {result.num_devices} devices."]
+    if left := [line.partition(": ")[0] for line in result.refused]:
+        notes.append(
+            "Left out, as `python -m jaxrl.config.from_skyrl` explains: " + ", ".join(left)
+        )
+    text = recipe_text(result.config, source, options.output or "FILE.py", notes)
+    if options.output:
+        Path(options.output).write_text(text)
+    else:
+        print(text)
+    _report(result, sys.stdout if options.output else sys.stderr)
+    return int(bool(result.refused or result.problem))
+
+
+def _read(args: list[str], num_devices: int | None) -> Conversion:
+    path, rest = Path(args[0]), args[1:]
+    if path.suffix in (".yaml", ".yml"):
+        return from_yaml(path, rest, num_devices)
+    if path.suffix == ".sh" or path.is_file():
+        return from_script(path, rest, num_devices)
+    return from_command(args, num_devices)
+
+
+def _called_script(path: Path, name: str) -> Path:
+    """A script that another one calls, by a path from where that is to be started."""
+    for folder in (Path.cwd(), *path.resolve().parents):
+        if (folder / name).is_file():
+            return folder / name
+    raise ValueError(f"{path} calls {name}, which is not there; convert that, or start it there")
+
+
+def _flat(values: dict[str, Any], prefix: str) -> dict[str, Any]:
+    found = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            found |= _flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def _report(result: Conversion, out: Any) -> None:
+    home = os.path.expanduser("~")
+    names = [line.partition("=")[0] for line in result.taken]
+    print(f"taken as they are ({len(names)}): {', '.join(names)}", file=out)
+    if result.written_out:
+        print(f"SkyRL's defaults, written out: {', '.join(result.written_out)}", file=out)
+    groups = (
+        ("changed", result.changed),
+        ("without effect", result.inert),
+        ("left out: the run is another one", result.refused),
+    )
+    for title, lines in groups:
+        print(f"{title} ({len(lines)})", file=out)
+        for line in lines:
+            print(f"  {line.replace(home, '~')}", file=out)
+    state = f"invalid: {result.problem}" if result.problem else "valid"
+    print(f"on {result.num_devices} devices: {state}", file=out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""A recipe as text: what differs from the defaults."""
+
+import os
+from typing import Any
+
+from jaxrl.config.dataclass_config import field_values, get_config_as_dict, is_config
+from jaxrl.config.train_config import TrainConfig
+
+_HEAD = '''r"""Converted from SkyRL: {source}.
+
+    python -m jaxrl.train --config={path}
+{notes}"""
+
+from jaxrl.config import default_config
+
+
+def get_config():
+    config = default_config()
+'''
+
+
+def recipe_text(config: TrainConfig, source: str, path: str, notes: list[str]) -> str:
+    """The text of a recipe.
+
+    Args:
+        config: not resolved.
+        source: what it was converted from.
+        path: of the file, for its header.
+        notes: lines of the header, e.g. what was left out.
+    """
+    lines = []
+    for key, value in _differences(config, TrainConfig(), ""):
+        group, _, name = key.partition(".")
+        short = f"{group}.{name}" if group in ("trainer", "generator") else f"config.{key}"
+        lines.append((group, f"    {short} = {_literal(_tilde(key, value))}\n"))
+    text = _HEAD.format(source=source, path=path, notes="".join(f"\n{n}\n" for n in notes))
+    seen = set()
+    for group, line in lines:
+        if group in ("trainer", "generator") and group not in seen:
+            text += f"\n    {group} = config.{group}\n"
+        seen.add(group)
+        text += line
+    return text + "    return config\n"
+
+
+def _differences(config: Any, default: Any, prefix: str) -> list[tuple[str, Any]]:
+    """Dotted key and value of what differs, in the order of the schema."""
+    found = []
+    for name, value in field_values(config).items():
+        other = getattr(default, name)
+        if is_config(value) and is_config(other):
+            found += _differences(value, other, f"{prefix}{name}.")
+        elif is_config(value):
+            plain, usual = get_config_as_dict(value), get_config_as_dict(type(value)())
+            found.append((prefix + name, {k: v for k, v in plain.items() if v != usual[k]}))
+        elif value != other:
+            found.append((prefix + name, value))
+    return found
+
+
+def _tilde(key: str, value: Any) -> Any:
+    """The home folder as `~`, where a run expands it."""
+    home = os.path.expanduser("~") + "/"
+    if isinstance(value, list):
+        return [_tilde(key, v) for v in value]
+    expands = key.startswith("data.") or key.endswith(("_path", "model.path"))
+    if isinstance(value, str) and value.startswith(home) and expands:
+        return "~/" + value.removeprefix(home)
+    return value
+
+
+def _literal(value: Any) -> str:
+    """As `repr`, but with the double quotes of formatted code."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_literal, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_literal(k)}: {_literal(v)}' for k, v in value.items())}}}"
+    shown = repr(value)
+    plain = isinstance(value, str) and shown == f"'{value}'"
+    return f'"{value}"' if plain and '"' not in value else shown

@@ -1,0 +1,348 @@
+"""The converter: what it reads, what it says of each setting, and that its recipes run."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from jaxrl.config import TrainConfig, load_config_file, resolve, validate
+from jaxrl.config.field_status import SAME_DEFAULT, status_of
+from jaxrl.config.from_skyrl import from_command, from_script, from_yaml, main
+from jaxrl.config.skyrl.conversion import skyrl_defaults
+from jaxrl.config.skyrl.recipe_file import recipe_text
+from jaxrl.config.skyrl.script import read_script
+from jaxrl.train import BasePPOExp
+from tests.config.test_planned import PLANNED
+from tests.config.test_schema import CHANGED_DEFAULTS, SEED
+
+SCRIPT = r"""
+set -euo pipefail
+set -x
+: "${DATA_DIR:="$HOME/data/sums"}"
+: "${NUM_GPUS:=4}"
+: "${LOGGER:=console}" # or wandb
+SCRIPT_DIR="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+LENGTH=$((1024 * 2))
+YEAR=$(date +%Y)
+LR=1e-6; STOP='["</a>", "</b>"]'
+EXTRA_ARGS=(trainer.seed=7)
+if [ "$NUM_GPUS" = "4" ]; then
+  EXTRA_ARGS+=("generator.n_samples_per_prompt=$((NUM_GPUS * 2))")
+fi
+mkdir -p "$DATA_DIR" && rm -rf /nowhere > /dev/null 2>&1
+echo "start" > started.txt
+FLAG=x uv run --isolated --extra fsdp -m skyrl.train.entrypoints.main_base \
+  data.train_data="['$DATA_DIR/train.parquet', '$DATA_DIR/more.parquet']" \
+  trainer.run_name="sums of ${LENGTH} in ${YEAR:0:2}xx" \
+  trainer.policy.optimizer_config.lr=$LR \
+  trainer.placement.policy_num_gpus_per_node=$NUM_GPUS \
+  generator.sampling_params.stop="$STOP" \
+  generator.sampling_params.max_generate_length=$LENGTH \
+  trainer.logger="$LOGGER" \
+  "${EXTRA_ARGS[@]}" \
+  "$@" 2>&1 | tee "$SCRIPT_DIR/run.log"
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "run_sums.sh"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_a_script_is_evaluated_and_nothing_in_it_runs(script, tmp_path):
+    run = read_script(SCRIPT, ["trainer.epochs=3"], str(script))
+    assert run.command[:6] == ["uv", "run", "--isolated", "--extra", "fsdp", "-m"]
+    assert run.command[7:] == [
+        "data.train_data=['/home/me/data/sums/train.parquet', '/home/me/data/sums/more.parquet']",
+        "trainer.run_name=sums of 2048 in 20xx",  # 1024 * 2
+        "trainer.policy.optimizer_config.lr=1e-6",
+        "trainer.placement.policy_num_gpus_per_node=4",
+        'generator.sampling_params.stop=["</a>", "</b>"]',
+        "generator.sampling_params.max_generate_length=2048",
+        "trainer.logger=console",
+        "trainer.seed=7",
+        "generator.n_samples_per_prompt=8",  # 4 * 2
+        "trainer.epochs=3",
+    ]
+    assert run.not_run == ["mkdir", "rm", "tee"]
+    assert [p.name for p in tmp_path.iterdir()] == ["run_sums.sh"]
+
+
+def test_the_environment_counts_as_it_does_for_the_script(script, monkeypatch):
+    monkeypatch.setenv("NUM_GPUS", "2")
+    words = read_script(SCRIPT, [], str(script)).command
+    assert "trainer.placement.policy_num_gpus_per_node=2" in words
+    assert not any(word.startswith("generator.n_samples_per_prompt") for word in words)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "echo x > out.txt",
+        "echo x >> out.txt",
+        "echo x &> out.txt",
+        'cat < /dev/null > "out.txt"',
+        "printf x | tee out.txt",
+        "/bin/touch out.txt",
+        "eval 'echo x > out.txt'",
+        "touch out.txt &",
+        "exec touch out.txt",
+        "PATH=/bin:/usr/bin touch out.txt",
+        "bash -c 'touch out.txt'",
+        "command -p touch out.txt",
+        "python - <<EOF\nopen('out.txt', 'w')\nEOF",
+        "while true; do sleep 1; break; done; kill -9 $PPID",
+        "set +r; echo x > out.txt",
+    ],
+)
+def test_what_a_script_would_write_or_kill_it_does_not(script, tmp_path, line):
+    command = "uv run -m skyrl.train.entrypoints.main_base trainer.seed=1"
+    try:
+        run = read_script(f"{line}\n{command}\n", [], str(script))
+        assert run.command[-1] == "trainer.seed=1"
+    except ValueError:  # what a restricted shell ends at
+        assert line.startswith(("exec", "set"))
+    assert [p.name for p in tmp_path.iterdir()] == ["run_sums.sh"]
+
+
+def test_a_script_that_waits_or_starts_nothing_says_so(script, monkeypatch):
+    with pytest.raises(ValueError, match=r"s.sh: starts no command .* \(it calls wget; exit stat"):
+        read_script("wget http://x", [], "s.sh")
+    with pytest.raises(ValueError, match="MODEL: set the model"):
+        read_script(': "${MODEL:?set the model}"\nuv run trainer.seed=1', [], "s.sh")
+    monkeypatch.setattr("jaxrl.config.skyrl.script._SECONDS", 0.2)
+    with pytest.raises(ValueError, match="s.sh: not done after"):
+        read_script("while true; do :; done", [], "s.sh")
+
+
+def test_a_script_that_calls_another_one(script, tmp_path):
+    wrapper = tmp_path / "wrapper.sh"
+    wrapper.write_text('bash run_sums.sh trainer.algorithm.policy_loss_type=gspo "$@"\n')
+    config = from_script(wrapper, ["trainer.epochs=3"]).config
+    assert (config.trainer.algorithm.policy_loss_type, config.trainer.epochs) == ("gspo", 3)
+    assert config.trainer.seed == 7
+    script.unlink()
+    with pytest.raises(ValueError, match="calls run_sums.sh, which is not there"):
+        from_script(wrapper, [])
+
+
+def test_settings_are_taken_changed_without_effect_or_refused():
+    result = from_command(
+        [
+            "trainer.train_batch_size=256",
+            "+trainer.seed=3",
+            "++trainer.epochs=2",
+            "trainer.remove_microbatch_padding=false",
+            "trainer.strategy=megatron",
+            "trainer.policy.megatron_config.tensor_model_parallel_size=2",
+            "trainer.policy.megatron_config.context_parallel_size=2",
+            "trainer.policy.megatron_config.pipeline_model_parallel_size=1",
+            "trainer.placement.policy_num_gpus_per_node=8",
+            "trainer.hf_save_interval=0",
+            "trainer.my_own=1",
+            "generator.backend=vllm",
+            "generator.inference_engine.num_engines=3",
+            "generator.inference_engine.engine_init_kwargs.max_model_len=4096",
+            "generator.inference_engine.weight_sync_backend=nccl",
+            "generator.sampling_params.stop=['</a>']",
+            "trainer.mtp.enabled=false",
+            "trainer.mtp.num_speculative_tokens=3",
+        ]
+    )
+    config, trainer = result.config, result.config.trainer
+    assert (trainer.seed, trainer.epochs, trainer.train_batch_size) == (3, 2, 256)
+    assert trainer.use_sample_packing is False
+    assert trainer.policy.megatron_config.tensor_model_parallel_size == 2
+    assert trainer.policy.megatron_config.context_parallel_size == 1
+    assert trainer.hf_save_interval == -1  # 0 is off in SkyRL
+    assert config.generator.sampling_params.stop == ["</a>"]
+    assert config.generator.inference_engine.backend == "native"
+    assert config.generator.inference_engine.engine_init_kwargs == {}
+    assert (result.problem, result.num_devices) == ("", 8)
+
+    def heads(lines):
+        return {re.split(r"=|: ", line)[0].rpartition(".")[2] for line in lines}
+
+    assert heads(result.refused) == {"context_parallel_size", "my_own", "num_speculative_tokens"}
+    assert heads(result.inert) == {
+        "strategy",
+        "max_model_len",
+        "weight_sync_backend",
+        "enabled",
+    }
+    assert heads(result.changed) == {
+        "remove_microbatch_padding",
+        "tensor_model_parallel_size",
+        "policy_num_gpus_per_node",
+        "backend",
+        "num_engines",  # 3 does not divide 8 devices
+    }
+    assert heads(result.taken) == {
+        "train_batch_size",
+        "seed",
+        "epochs",
+        "hf_save_interval",
+        "pipeline_model_parallel_size",
+        "stop",
+    }
+
+
+def test_skyrls_defaults_are_written_out_where_the_run_would_be_another_one():
+    written = skyrl_defaults()
+    assert written == {
+        "trainer.policy.optimizer_config.offload_after_step": True,
+        "trainer.critic.optimizer_config.offload_after_step": True,
+        "trainer.bf16": True,
+        "trainer.use_sample_packing": True,
+        "trainer.flash_attn": True,
+        "trainer.logger": "wandb",
+        "generator.inference_engine.model_dtype": "bfloat16",
+    }
+    assert all(CHANGED_DEFAULTS[key][0] == value for key, value in written.items())
+    result = from_command(["trainer.bf16=false"])
+    assert result.config.trainer.bf16 is False
+    assert result.config.trainer.flash_attn is True
+    assert "trainer.flash_attn=True" in result.written_out
+    assert not any(line.startswith("trainer.bf16") for line in result.written_out)
+
+
+@pytest.mark.parametrize(
+    ("module", "sizes", "expected"),
+    [
+        ("examples.train.async.main_async", "64", (True, "lockstep", 1, None)),
+        ("examples.train.fully_async.main_fully_async", "64", (True, "free", 4, None)),
+        ("examples.train.async.main_async", "32", (False, "free", 4, None)),
+        ("examples.train.algorithms.dapo.main_dapo", "32", (False, "free", 4, 512)),
+        ("skyrl_train.entrypoints.main_base", "32", (False, "free", 4, None)),
+    ],
+)
+def test_entry_points_that_are_settings_here(module, sizes, expected):
+    words = ["uv", "run", "-m", module, "trainer.train_batch_size=64", "generator.batched=true"]
+    result = from_command([*words, f"trainer.policy_mini_batch_size={sizes}"])
+    trainer = result.config.trainer
+    buffer = trainer.algorithm.overlong_buffer
+    found = trainer.fully_async.enabled, trainer.fully_async.schedule
+    assert (*found, trainer.fully_async.max_staleness_steps, buffer and buffer.len) == expected
+    assert result.problem == ""
+    # One update a batch, and a correction for the older weights that sampled: both are asked for.
+    assert len(result.refused) == ("async" in module)
+    corrected = trainer.algorithm.off_policy_correction.tis_ratio_type
+    assert corrected == ("token" if trainer.fully_async.enabled else None)
+
+
+def test_an_entry_point_of_the_users_own_is_left_out_with_a_reason():
+    result = from_command(["python", "-m", "my.main_multiply", "environment.env_class=multiply"])
+    assert [line.partition(":")[0] for line in result.refused] == [
+        "my.main_multiply",
+        "environment.env_class=multiply",
+    ]
+    for module in ("skyrl.train.main_sft", "skyrl.tinker.api", "x.verl.main_ppo"):
+        with pytest.raises(ValueError, match=module):
+            from_command(["python", "-m", module, "trainer.seed=1"])
+
+
+def test_walk_over_skyrls_documented_keys():
+    """At their defaults all convert; another value is refused of what is planned, and named."""
+    rows = {key: status_of(key) for key in SEED}
+    defaults = {
+        key: SEED[key] if row.skyrl_default is SAME_DEFAULT else row.skyrl_default
+        for key, row in rows.items()
+    }
+    result = from_command([f"{key}={value}" for key, value in defaults.items()])
+    assert (result.refused, result.problem) == ([], "")
+    sizes = [k for k, row in rows.items() if row.status == "planned" and not row.only_with]
+    assert len(sizes) > 10
+    for key in sizes:
+        refused = from_command([f"{key}={(SEED[key] or 1) + 1}"]).refused
+        assert [line.partition("=")[0] for line in refused] == [key]
+        assert any(key.startswith(prefix) for prefix in PLANNED)
+
+
+def test_a_yaml_config_and_arguments_over_it(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "trainer:\n  seed: 4\n  policy:\n    optimizer_config: {lr: 1e-5}\n"
+        "  algorithm: {eps_clip_high: 0.28}\ngenerator:\n  eval_sampling_params: {top_p: 0.7}\n"
+        "  chat_template_kwargs: {enable_thinking: false}\n"
+    )
+    config = from_yaml(path, ["trainer.seed=5"]).config
+    assert (config.trainer.seed, config.trainer.policy.optimizer_config.lr) == (5, 1e-5)
+    assert config.trainer.algorithm.eps_clip_high == 0.28
+    assert config.generator.eval_sampling_params.top_p == 0.7
+    assert config.generator.chat_template_kwargs == {"enable_thinking": False}
+    path.write_text("trainer: {ckpt_path: '${trainer.run_name}'}")
+    with pytest.raises(ValueError, match="trainer.ckpt_path=.*: write the value out"):
+        from_yaml(path, [])
+    path.write_text("- 1")
+    assert main([str(path)]) == 2
+
+
+def test_the_recipe_loads_as_what_was_converted(script, tmp_path, capsys):
+    output = tmp_path / "recipe.py"
+    words = ["generator.eval_sampling_params.top_p=0.7", "trainer.ckpt_path=/home/me/c"]
+    words += ["generator.chat_template_kwargs.enable_thinking=false", "environment.env_class=x"]
+    assert main(["--output", str(output), str(script), *words]) == 1  # no environment x
+    report = capsys.readouterr().out
+    assert "left out: the run is another one (1)\n  environment.env_class=x: known are" in report
+    assert report.endswith("on 4 devices: valid\n")
+    text = output.read_text()
+    assert 15 <= len(text.splitlines()) <= 50
+    assert 'trainer.ckpt_path = "~/c"' in text
+    assert "explains: environment.env_class=x" in text
+    loaded = load_config_file(str(output))
+    assert resolve(loaded) == resolve(from_script(script, words).config)
+    validate(loaded, num_devices=4)
+    assert main(["--output", str(output), str(script)]) == 0
+    assert main([str(tmp_path / "absent.sh")]) == 2
+    assert main(["trainer.seed"]) == 2
+
+
+def test_a_recipe_of_the_defaults_is_empty():
+    text = recipe_text(TrainConfig(), "arguments", "r.py", [])
+    assert text.endswith("    config = default_config()\n    return config\n")
+
+
+@pytest.mark.slow
+def test_a_converted_run_trains(tmp_path):
+    root = Path(__file__).parents[2]
+    output = tmp_path / "recipe.py"
+    words = [
+        "data.train_data=[\"jaxrl.envs.sort_digits:prompts(size=8, length=2, split='train')\"]",
+        "data.val_data=[]",
+        f"trainer.policy.model.path={root}/configs/tiny_char_model",
+        "trainer.placement.policy_num_gpus_per_node=8",
+        "generator.inference_engine.num_engines=8",
+        "trainer.train_batch_size=4",
+        "trainer.policy_mini_batch_size=4",
+        "generator.n_samples_per_prompt=2",
+        "generator.sampling_params.max_generate_length=4",
+        "trainer.max_prompt_length=16",
+        "environment.env_class=sort_digits",
+        "trainer.eval_before_train=false",
+        "trainer.eval_interval=-1",
+        "trainer.ckpt_interval=0",
+        "trainer.logger=console",
+        "trainer.resume_mode=null",
+        *(f"trainer.{name}={tmp_path}" for name in ("log_path", "ckpt_path", "export_path")),
+    ]
+    assert main(["--output", str(output), *words]) == 0
+    config = load_config_file(str(output))
+    config.trainer.policy.model.random_init = True  # the folder holds no weights
+    config.trainer.compilation_cache_path = None
+    experiment = BasePPOExp(config)
+    experiment.run()
+    lines = (tmp_path / "test_run/metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 2  # 8 prompts, 4 a step
+    names = {name for line in lines for name in json.loads(line)}
+    page = (root / "docs/migrating_from_skyrl.md").read_text().partition("## Metrics")[2]
+    listed = set(re.findall(r"`((?:reward|loss|policy|generate|trainer|timing)/\w+)`", page))
+    elsewhere = {  # with filters or rewards that this run has not, and SkyRL's own names
+        *("reward/num_zero_variance_filtered", "loss/kl_loss_coef", "loss/avg_kl"),
+        *("loss/avg_kl_max", "policy/response_length", "generate/batch_padded_seq_len"),
+    }
+    assert listed - elsewhere <= names
