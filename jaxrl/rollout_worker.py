@@ -1,9 +1,7 @@
 """A rollout worker: `jaxrl.serve` for one run, which starts it and gives it weights.
 
-    python -m jaxrl.rollout_worker CONFIG.json READY
-
-It writes its address to the file READY once it can be asked, and ends when its standard input is
-closed: then nobody is there any more who could ask it. Started by `rollout.own_server`.
+`rollout.own_server` runs it as `python -m jaxrl.rollout_worker CONFIG.json READY`. It writes its address to the file READY once it can be asked, and ends when its standard input is
+closed: then nobody is there any more who could ask it.
 """
 
 import json

@@ -1,8 +1,6 @@
 """A program between the launcher and a process of a job: nothing of the job outlives either.
 
-    python -m jaxrl.cluster.guard LIFELINE COMMAND...
-
-LIFELINE is a file descriptor that the launcher never writes to: when it is closed, as the system
+`child.py` runs it as `guard.py LIFELINE COMMAND...`. LIFELINE is a file descriptor that the launcher never writes to: when it is closed, as the system
 does for a launcher that was killed, the command and all that it started are killed. They are killed
 too when the command itself ends. A signal is passed on. The exit status is that of the command,
 128 + n if signal n ended it.
