@@ -1,7 +1,8 @@
 """A rollout worker: `jaxrl.serve` for one run, which starts it and gives it weights.
 
-`rollout.own_server` runs it as `python -m jaxrl.rollout_worker CONFIG.json READY`. It writes its address to the file READY once it can be asked, and ends when its standard input is
-closed: then nobody is there any more who could ask it.
+`rollout.own_server` runs it as `python -m jaxrl.rollout_worker CONFIG.json READY`. It writes its
+address to the file READY once it can be asked, and ends when its standard input is closed: then
+nobody is there any more who could ask it.
 """
 
 import json
