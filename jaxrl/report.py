@@ -47,7 +47,7 @@ def report(
         raise ValueError(f"--max-mb={max_mb:g}: must be above 0, e.g. 50")
     text = page(runs, tokenizer=tokenizer, limit=int(max_mb * MEGABYTE))
     replace_text(path, text)
-    return path, [f"{one.folder}: {note}" for one in runs for note in one.notes]
+    return path, [f"{one.folder}: {note}" for one in runs for note in one.all_notes()]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -49,3 +49,11 @@ def _by_plane(array: np.ndarray) -> bytes:
 def finite(value: float) -> float | None:
     """For JSON, which has no NaN."""
     return value if math.isfinite(value) else None
+
+
+def inert_json(value: Any) -> str:
+    """JSON without characters that mean something to HTML, of ASCII alone."""
+    text = json.dumps(value, separators=(",", ":"), default=str, allow_nan=False)
+    for char in "<>&":
+        text = text.replace(char, f"\\u{ord(char):04x}")
+    return text

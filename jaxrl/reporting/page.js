@@ -1,5 +1,5 @@
 "use strict";
-// The page of one run, or of two that are compared. All data is in <script> elements that do not
+// The page of one run, or of two that are compared. All data is in script elements that do not
 // run: "manifest" is JSON; m<run> curves, v<run> vocabulary, t<run>-<step> trajectories are blobs
 // (jaxrl/reporting/blob.py). What a run wrote reaches the page only as text nodes and attributes
 // that are text (`el`), never as HTML.
@@ -264,7 +264,7 @@ const name = (i) => (runs.length > 1 ? `${runs[i].name}: ` : "");
 const curves = new Set(); // those on the page: { figure, draw, drawn }
 
 function curve(metric) {
-  const svg = el("svg", { role: "img", tabindex: 0, viewBox: "0 0 400 190" });
+  const svg = el("svg", { role: "img", tabindex: 0, viewBox: "0 0 400 190", "aria-label": metric });
   const at = el("output");
   const larger = el("button", { type: "button", "aria-label": `${metric}: larger or smaller`, onclick: () => {
     figure.classList.toggle("wide");
@@ -598,8 +598,6 @@ function matches(r, group, sample) {
     || promptOf(r, sample.rows).toLowerCase().includes(wanted);
 }
 
-const filtered = () => ["text", "min", "max", "stop", "ended"].some((key) => state[key] !== "");
-
 // ------------------------------------------------------------------ trajectories: colours
 
 const MASK = ["given (environment, prompt)", "sampled, not trained", "sampled"];
@@ -720,11 +718,13 @@ function response(r, row, scale) {
   return box;
 }
 
+const cardId = (group, sample) => `${group.run}#${sample.number}#${group.uid}`;
+
 function sampleCard(r, group, sample, scale) {
   const tokens = sample.rows.reduce((sum, row) => sum + row.turns.reduce((n, [a, b]) => n + b - a, 0), 0);
   const last = sample.rows.at(-1), terms = Object.entries(last.terms);
   const several = sample.rows.length > 1;
-  return el("article", { class: `sample${sample.reward > 0 ? " good" : ""}`, "data-sample": `${group.uid}#${sample.number}` },
+  return el("article", { class: `sample${sample.reward > 0 ? " good" : ""}`, "data-sample": cardId(group, sample) },
     el("div", { class: "about" }, el("b", {}, `sample ${sample.number + 1}`), el("b", {}, `reward ${number(sample.reward)}`),
       el("span", {}, sample.stop), el("span", {}, count(tokens, "token")), el("span", {}, `version ${sample.rows[0].version}`),
       sample.ended && sample.ended !== "trained" ? el("span", { class: "bad" }, sample.ended) : "",
@@ -803,7 +803,7 @@ async function drawTrajectories(list, legendBox) {
   list.replaceChildren(...missing(step), ...wanted.map((one) => groupSection(one, others.get(one), step, scale)));
   if (all && !wanted.length) list.append(el("p", { class: "faint" }, "No trajectory of this step matches; “find in all steps” looks at the others."));
   if (focused) {
-    const index = wanted.findIndex((one) => focused.startsWith(`${one.uid}#`));
+    const index = wanted.findIndex((one) => focused.split("#").slice(2).join("#") === one.uid);
     list.querySelectorAll(".group")[index]?.scrollIntoView({ block: "start" });
   }
 }
@@ -812,7 +812,7 @@ function missing(step) {
   const said = [];
   runs.forEach((run, i) => {
     const about = run.steps[step];
-    if (about && about.groups.length < about.of) said.push(el("p", { class: "faint" }, `${name(i)}${about.groups.length} of ${about.of} prompts of this step are here; the others were left out to keep the page small.`));
+    if (about && about[0].length < about[1]) said.push(el("p", { class: "faint" }, `${name(i)}${about[0].length} of ${about[1]} prompts of this step are here; the others were left out to keep the page small.`));
     if (about) return;
     const near = run.recorded.length ? run.recorded[nearest(run.recorded, step)] : null;
     said.push(el("p", {}, `${name(i)}no trajectories of step ${step} are in this page. `, near == null ? (run.notes.length ? "The overview says why." : "") : el("button", { type: "button", onclick: () => setStep(near) }, `go to step ${near}`)));
@@ -821,24 +821,27 @@ function missing(step) {
 }
 
 async function findEverywhere(box, button) {
-  const run = 0, all = runs[run].recorded, found = [];
-  let total = 0, stopped = false;
   const most = 300, list = el("ol", { id: "found" }), said = el("p", { role: "status" });
+  let total = 0, stopped = false;
+  const places = runs.flatMap((run, r) => run.recorded.map((step) => [r, step]));
+  const stop = () => { stopped = true; button.hidden = false; box.replaceChildren(); };
   button.hidden = true;
-  box.replaceChildren(said, el("button", { type: "button", onclick: () => { stopped = true; box.replaceChildren(); } }, "close"), list);
-  for (const [k, step] of all.entries()) {
-    if (stopped) break;
-    for (const one of await Promise.all(byId(`t${run}-${step}`).textContent.split(" ").map(unpack))) {
-      const group_ = group(run, one);
-      for (const sample of group_.samples) {
-        if (!matches(run, group_, sample)) continue;
-        if (++total > most) continue;
-        const start = Math.max(0, state.text ? textOf(run, sample).toLowerCase().indexOf(state.text.toLowerCase()) - 30 : 0);
-        list.append(el("li", {}, el("button", { type: "button", onclick: () => { focused = `${group_.uid}#${sample.number}`; setStep(step); } },
-          `step ${step}, prompt ${group_.uid}, sample ${sample.number + 1}, reward ${number(sample.reward)}: ${visible(textOf(run, sample).slice(start, start + 90)).replace(/\n/g, " ")}`)));
+  box.replaceChildren(said, el("button", { type: "button", onclick: stop }, "close"), list);
+  const entry = (r, step, one, sample) => {
+    const text = textOf(r, sample), hit = state.text ? text.toLowerCase().indexOf(state.text.toLowerCase()) : 0;
+    const start = Math.max(0, hit - 30), part = visible(text.slice(start, start + 90)).replace(/\n/g, " ");
+    const go = () => { focused = cardId(one, sample); setStep(step); };
+    return el("li", {}, el("button", { type: "button", onclick: go }, `${name(r)}step ${step}, prompt ${one.uid}, sample ${sample.number + 1}, reward ${number(sample.reward)}: ${part}`));
+  };
+  for (const [k, [r, step]] of places.entries()) {
+    const blobs = await Promise.all(byId(`t${r}-${step}`).textContent.split(" ").map(unpack));
+    if (stopped) return; // not kept in `steps`: all of them would fill the memory
+    for (const one of blobs.map((blob) => group(r, blob))) {
+      for (const sample of one.samples) {
+        if (matches(r, one, sample) && ++total <= most) list.append(entry(r, step, one, sample));
       }
     }
-    said.textContent = `${total} found in ${k + 1} of ${count(all.length, "step")}${total > most ? `, the first ${most} are listed` : ""}${runs.length > 1 ? ` of ${runs[run].name}` : ""} `;
+    said.textContent = `${total} found in ${k + 1} of ${count(places.length, "step")}${total > most ? `, the first ${most} are listed` : ""} `;
   }
   button.hidden = false;
 }
@@ -904,7 +907,7 @@ function showStep() {
   byId("at").textContent = runs.map((run, i) => {
     const points = pointsOf(run, "reward/avg_raw_reward");
     const k = points && nearest(points.steps, state.step), known = points && points.steps[k] === state.step;
-    const kept = run.steps[state.step]?.groups.length;
+    const kept = run.steps[state.step]?.[0].length;
     return `${name(i)}${known ? `reward ${number(points.values[k])}, ` : ""}${kept ? count(kept, "prompt") : "no trajectories"}`;
   }).join(" | ");
 }
@@ -956,7 +959,7 @@ async function start() {
     run.recorded = Object.keys(run.steps).map(Number).sort((a, b) => a - b);
     run.places = new Map();
     for (const step of run.recorded) {
-      for (const { uid } of run.steps[step].groups) {
+      for (const uid of run.steps[step][0]) {
         if (!run.places.has(uid)) run.places.set(uid, []);
         run.places.get(uid).push(step);
       }

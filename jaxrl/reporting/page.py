@@ -4,13 +4,12 @@ import base64
 import datetime
 import hashlib
 import html
-import json
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jaxrl.reporting.blob import pack
+from jaxrl.reporting.blob import inert_json, pack
 from jaxrl.reporting.run_files import METRICS, RunFiles
 from jaxrl.reporting.selection import Selection, select
 from jaxrl.reporting.series import alarms, series
@@ -49,7 +48,7 @@ def page(runs: Sequence[RunFiles], *, tokenizer: str | None = None, limit: int) 
         words = found.vocabulary
         data.append(_data(f"v{i}", pack({"entries": words.entries, "ids": words.ids}, {})))
         data += [_data(f"t{i}-{step}", " ".join(x)) for step, x in found.blobs.items()]
-        about[i] |= _trajectories(found) | {"notes": run.notes}
+        about[i] |= _trajectories(found) | {"notes": run.all_notes()}
     return _put_together(runs, about, data)
 
 
@@ -82,7 +81,7 @@ def _about(run: RunFiles) -> dict[str, Any]:
         "card": objective(run),
         "changed": changed(run),
         "fields": fields(run.settings),
-        "notes": run.notes,
+        "notes": [],
     }
 
 
@@ -106,7 +105,7 @@ def _data(name: str, text: str) -> str:
 
 def _put_together(runs: Sequence[RunFiles], about: Sequence[Any], data: Sequence[str]) -> str:
     now = datetime.datetime.now(datetime.UTC).timestamp()
-    manifest = json.dumps({"made": now, "runs": about}, separators=(",", ":"), default=str)
+    manifest = inert_json({"made": now, "runs": about})
     script = _part("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     parts = {
@@ -115,7 +114,7 @@ def _put_together(runs: Sequence[RunFiles], about: Sequence[Any], data: Sequence
         "script": script,
         "script_hash": digest,
         # nothing that a trajectory says can end the element that it stands in
-        "data": f'<script type="application/json" id="manifest">{_inert(manifest)}</script>\n'
+        "data": f'<script type="application/json" id="manifest">{manifest}</script>\n'
         + "".join(data),
     }
     text = _part("page.html")
@@ -123,13 +122,6 @@ def _put_together(runs: Sequence[RunFiles], about: Sequence[Any], data: Sequence
     return pieces[0] + "".join(
         parts[name] + rest for name, _, rest in (piece.partition("}}") for piece in pieces[1:])
     )
-
-
-def _inert(text: str) -> str:
-    """JSON without characters that mean something to HTML."""
-    for char in "<>&\u2028\u2029":
-        text = text.replace(char, f"\\u{ord(char):04x}")
-    return text
 
 
 def _part(name: str) -> str:

@@ -33,6 +33,7 @@ class RunFiles:
         rollouts: step -> file of its trajectories.
         has_ledger: `attempts`, `ends` and `dropped` are known.
         notes: what is missing or damaged, and what that means; for the reader of the page.
+        of_steps: the same of files of single steps: what -> step -> said. See `all_notes`.
     """
 
     folder: Path
@@ -45,6 +46,7 @@ class RunFiles:
     facts: dict[str, Any] = field(default_factory=dict)
     has_ledger: bool = False
     notes: list[str] = field(default_factory=list)
+    of_steps: dict[str, dict[int, str]] = field(default_factory=dict)
 
     @property
     def trainer(self) -> dict[str, Any]:
@@ -72,19 +74,35 @@ class RunFiles:
         steps = epochs * (prompts // size)
         return steps if most is None else min(steps, most)
 
-    def note_of(self, what: str, action: Callable[[], T], otherwise: T) -> T:
+    def note_of(
+        self, what: str, action: Callable[[], T], otherwise: T, *, step: int | None = None
+    ) -> T:
         """The result of an action; where it fails, what failed becomes a note.
 
         A page of a damaged run is worth more than none, whatever is damaged: hence any error.
+
+        Args:
+            step: whose file it is about; of all steps together there is one note.
         """
         try:
             return action()
         except Exception as error:
-            said = (
-                str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            )
-            self.notes.append(f"{what}: {' '.join(said.split())}")
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            said = f"{kind}{' '.join(str(error).split())}"
+            if step is None:
+                self.notes.append(f"{what}: {said}")
+            else:
+                self.of_steps.setdefault(what, {})[step] = said
             return otherwise
+
+    def all_notes(self) -> list[str]:
+        """`notes`, and one for each kind of file that some steps lack."""
+        several = []
+        for what, said in self.of_steps.items():
+            first, *rest = said
+            more = f" and of {len(rest)} more up to step {rest[-1]}" if rest else ""
+            several.append(f"{what} of step {first}{more}: {said[first]}")
+        return [*self.notes, *several]
 
     def dumped_batch(self, step: int) -> Path | None:
         """What `trainer.dump_data_batch` wrote of a step, where it is.

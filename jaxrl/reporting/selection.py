@@ -8,19 +8,19 @@ every few steps.
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from tqdm import tqdm
 
+from jaxrl.reporting.blob import inert_json
 from jaxrl.reporting.run_files import RunFiles
 from jaxrl.reporting.series import thinned
-from jaxrl.reporting.trajectories import StepRows, group_rewards, pack_group, read_step
+from jaxrl.reporting.trajectories import StepRows, pack_group, read_step
 from jaxrl.reporting.vocabulary import Vocabulary
 
 STEPS = 2000  # whose files are read at most
+PER_STEP = 120  # bytes of a page that a step takes beside its groups
 
 
 @dataclass
@@ -28,8 +28,8 @@ class Selection:
     """The groups of a page.
 
     Attributes:
-        steps: step -> about its groups, JSON, in the order of their blobs.
-        blobs: step -> one for each group.
+        steps: step -> prompts of its groups in the page, and the number of all its groups.
+        blobs: step -> one for each of these prompts.
         total, kept: trajectories that there are in the steps that were read, and in the page.
         steps_left_out: with a file, and none of their groups in the page.
         size: bytes of the page that all this takes.
@@ -37,7 +37,7 @@ class Selection:
     """
 
     vocabulary: Vocabulary
-    steps: dict[int, dict[str, Any]] = field(default_factory=dict)
+    steps: dict[int, tuple[list[str], int]] = field(default_factory=dict)
     blobs: dict[int, list[str]] = field(default_factory=dict)
     total: int = 0
     kept: int = 0
@@ -57,12 +57,11 @@ def select(run: RunFiles, make_vocabulary: Callable[[], Vocabulary], room: int) 
         make_vocabulary: an empty one; what was tried in vain is forgotten.
     """
     steps = list(run.rollouts)
-    notes = len(run.notes)
     if sum(run.rollouts[step].stat().st_size for step in steps) <= 4 * room:
         try:
             return _fill(run, Selection(make_vocabulary()), steps, lambda step: room, whole=True)
         except _Full:
-            del run.notes[notes:]  # they will be said again
+            run.of_steps.clear()  # they will be said again
     chosen = [steps[i] for i in thinned(len(steps), STEPS)]
     sizes = {step: run.rollouts[step].stat().st_size for step in chosen}
     total, due = max(sum(sizes.values()), 1), 0.0
@@ -98,35 +97,30 @@ def _fill(
         if not taken:
             found.steps_left_out += 1
             continue
-        order = [index for index in range(len(rows.groups)) if index in taken]
-        found.steps[step] = {
-            "groups": [taken[index][1] for index in order],
-            "of": len(rows.groups),
-            "dumped": rows.batch is not None,
-        }
-        found.blobs[step] = [taken[index][0] for index in order]
+        order = sorted(taken)
+        found.steps[step] = [rows.groups[index][0] for index in order], len(rows.groups)
+        found.blobs[step] = [taken[index] for index in order]
+        found.size += PER_STEP
     return found
 
 
 def _groups(
     run: RunFiles, rows: StepRows, step: int, found: Selection, allowed: int
-) -> dict[int, tuple[str, dict[str, Any]]]:
-    """Groups of a step in the order of their hashes, until one has no room: index -> blob, about."""
-    taken: dict[int, tuple[str, dict[str, Any]]] = {}
+) -> dict[int, str]:
+    """Groups of a step in the order of their hashes, until one has no room: index -> blob."""
+    taken: dict[int, str] = {}
     order = sorted(range(len(rows.groups)), key=lambda i: _hash(step, rows.groups[i][0]))
     for index in order:
         uid, members = rows.groups[index]
         cost = found.vocabulary.cost
         blob = pack_group(run, rows, uid, members, found.vocabulary)
-        rewards = group_rewards(rows, members)
-        about = {"uid": uid, "rewards": rewards}
-        size = len(blob) + len(json.dumps(about)) + 8 + found.vocabulary.cost - cost
-        if found.size + size > allowed:
+        size = len(blob) + len(inert_json(uid)) + 2 + found.vocabulary.cost - cost
+        if found.size + size + PER_STEP > allowed:
             break
         found.size += size
-        found.kept += len(rewards)
+        found.kept += len({int(rows.trajectories[row]) for row in members})
         found.stops |= {rows.output["stop_reasons"][row] for row in members}
-        taken[index] = blob, about
+        taken[index] = blob
     return taken
 
 

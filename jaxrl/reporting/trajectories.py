@@ -55,16 +55,17 @@ class StepRows:
 
 def read_step(run: RunFiles, step: int) -> StepRows | None:
     """The trajectories of a step; None and a note where its file cannot be read."""
-    found = run.note_of(f"trajectories of step {step}", lambda: _read(run.rollouts[step]), None)
+    found = run.note_of("trajectories", lambda: _read(run.rollouts[step]), None, step=step)
     if found is None:
         return None
     output, groups, trajectories = found
     path = run.dumped_batch(step)
     if path is None:
         return StepRows(output, groups, trajectories, None, {})
-    what = f"dumped batch of step {step}"
-    batch = run.note_of(what, lambda: load_batch(path), None)
-    rows = {} if batch is None else run.note_of(what, lambda: _matched(batch, output), {})
+    batch = run.note_of("dumped batch", lambda: load_batch(path), None, step=step)
+    rows = {}
+    if batch is not None:
+        rows = run.note_of("dumped batch", lambda: _matched(batch, output), {}, step=step)
     return StepRows(output, groups, trajectories, batch if rows else None, rows)
 
 
@@ -105,12 +106,6 @@ def _tokens(output: GeneratorOutput, row: int) -> list[int]:
     return output["prompt_token_ids"][row] + output["response_ids"][row]
 
 
-def group_rewards(step: StepRows, rows: Sequence[int]) -> list[float | None]:
-    """Reward of each trajectory of a group: of its last row."""
-    last = {int(step.trajectories[row]): row for row in rows}
-    return [finite(_reward(step.output, row)) for row in last.values()]
-
-
 def _reward(output: GeneratorOutput, row: int) -> float:
     reward = cast(Any, output["rewards"][row])
     return float(sum(reward) if isinstance(reward, list) else reward)
@@ -121,10 +116,11 @@ def pack_group(
 ) -> str:
     """A group as a blob; the head of this module has its layout."""
     entries, tokens = [], list[int]()
-    before, first = None, int(step.trajectories[rows[0]])
+    order = dict.fromkeys(step.trajectories[rows].tolist())
+    numbers, before = {trajectory: k for k, trajectory in enumerate(order)}, None
     for row in rows:
         prompt = step.output["prompt_token_ids"][row]
-        entry = _entry(run, step, row) | {"trajectory": int(step.trajectories[row]) - first}
+        entry = _entry(run, step, row) | {"trajectory": numbers[int(step.trajectories[row])]}
         entries.append(entry | {"prompt": -1 if prompt == before else len(prompt)})
         tokens += (
             step.output["response_ids"][row] if prompt == before else _tokens(step.output, row)

@@ -9,6 +9,7 @@ import base64
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -34,20 +35,21 @@ class Browser:
         self._number, self._buffer = 0, b""
 
     def __enter__(self):
-        self._profile = tempfile.TemporaryDirectory(prefix="jaxrl_browser_")
+        self._profile = tempfile.TemporaryDirectory(
+            prefix="jaxrl_browser_", ignore_cleanup_errors=True
+        )
         to_browser, self._out = os.pipe()
         self._in, from_browser = os.pipe()
 
-        def pipes():  # Chromium reads commands from 3 and answers on 4
-            os.dup2(os.dup(to_browser), 3)
-            os.dup2(os.dup(from_browser), 4)
-
         flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
         flags += ["--remote-debugging-pipe", "--no-first-run", "--disable-background-networking"]
+        flags.append(f"--user-data-dir={self._profile.name}")
+        # it reads commands from 3 and answers on 4
+        redirect = f'exec "$0" "$@" 3<&{to_browser} 4>&{from_browser}'
         self._process = subprocess.Popen(
-            [find_browser(), *flags, f"--user-data-dir={self._profile.name}"],
-            preexec_fn=pipes,
-            close_fds=False,
+            ["bash", "-c", redirect, find_browser(), *flags],
+            pass_fds=(to_browser, from_browser),
+            start_new_session=True,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -63,8 +65,12 @@ class Browser:
         return self
 
     def __exit__(self, *_):
-        self._process.kill()
-        self._process.wait()
+        try:
+            self._call("Browser.close", session=None)
+            self._process.wait(10)
+        except (RuntimeError, OSError, subprocess.TimeoutExpired):
+            os.killpg(self._process.pid, signal.SIGKILL)  # with its children
+            self._process.wait()
         os.close(self._out)
         os.close(self._in)
         self._profile.cleanup()
