@@ -251,11 +251,11 @@ function marks(svg, x, first, last, top, bottom) {
     }
     for (const alarm of run.alarms) {
       if (alarm.step < first || alarm.step > last) continue;
-      const a = x(alarm.step), b = x(Math.min(alarm.beyond, last));
+      const a = x(alarm.step), b = x(Math.min(alarm.beyond, last)), side = a > x(last) - 8 ? -7 : 7;
       svg.append(el("g", {}, el("title", {}, `${name(number)}${alarm.name}, steps ${alarm.step} to ${alarm.beyond}`),
         el("rect", { class: "alarm", x: a, y: top, width: Math.max(b - a, 1), height: bottom - top }),
         el("line", { class: "alarmline", x1: a, x2: a, y1: top, y2: bottom }),
-        el("path", { class: "flag", d: `M${a} ${top}l7 3.5l-7 3.5z` })));
+        el("path", { class: "flag", d: `M${a} ${top}l${side} 3.5l${-side} 3.5z` })));
     }
   });
 }
@@ -521,7 +521,8 @@ function configView() {
   const changed = names.filter((field) => usual.has(field));
   const differ = names.filter((field) => new Set(runs.map((run) => run.fields[field] ?? "–")).size > 1);
   return [
-    runs.map((run, i) => [el("h2", {}, `${name(i)}objective`), run.card ? el("pre", {}, run.card) : el("p", { class: "faint" }, "Not known; the overview says why.")]),
+    el("div", { class: runs.length > 1 ? "pair" : null }, runs.map((run, i) => el("div", {}, el("h2", {}, `${name(i)}objective`),
+      run.card ? el("pre", {}, run.card) : el("p", { class: "faint" }, "Not known; the overview says why.")))),
     runs.length > 1 ? [el("h2", {}, `what differs between the runs (${differ.length})`), differ.length ? table(differ) : el("p", { class: "faint" }, "Nothing.")] : [],
     el("h2", {}, `what differs from the defaults (${changed.length})`),
     changed.length ? table(changed) : el("p", { class: "faint" }, names.length ? "Nothing." : "The config is not known."),
@@ -971,8 +972,8 @@ async function start() {
     for (const metric of run.curves.names) for (const step of pointsOf(run, metric).steps) own.add(step);
   }
   allSteps = [...own].sort((a, b) => a - b);
-  const recorded = runs.flatMap((run) => run.recorded);
-  state.step = initial.step = recorded.length ? Math.max(...recorded) : allSteps.at(-1) ?? 0;
+  const common = runs[0].recorded.filter((step) => runs.every((run) => run.steps[step]));
+  state.step = initial.step = common.at(-1) ?? runs.flatMap((run) => run.recorded).at(-1) ?? allSteps.at(-1) ?? 0;
   recall();
   if (state.theme) document.documentElement.dataset.theme = state.theme;
   setUp();

@@ -109,7 +109,7 @@ def tokenizer_of(run: RunFiles, folder: str | None) -> Any:
         try:
             return _load(place, run)
         except Exception as error:  # of the hub's client or of files, whatever they are
-            said = " ".join(str(error).split())
+            said = " ".join(str(error).split())[:200]
     run.notes.append(
         f"no tokenizer, tokens are shown by their ids ({said}); name its folder with --tokenizer"
     )
