@@ -220,7 +220,7 @@ function drawCurve(svg, name, wide) {
       el("text", { x: left - 5, y: y(tick) + 3.5, "text-anchor": "end" }, number(tick)));
   }
   for (const tick of ticks(first, last, wide ? 10 : 5).filter(Number.isInteger)) {
-    svg.append(el("text", { x: x(tick), y: H - 6, "text-anchor": "middle" }, String(tick)));
+    svg.append(el("text", { x: x(tick), y: H - 6, "text-anchor": x(tick) > W - 25 ? "end" : "middle" }, String(tick)));
   }
   marks(svg, x, first, last, top, H - bottom);
   for (const line of lines) {
@@ -338,7 +338,7 @@ function curvesView() {
     ...attributes, value: state[key], oninput: (event) => {
       const box = event.target;
       box.title = box.value;
-      state[key] = box.type === "checkbox" ? Number(box.checked) : box.value;
+      state[key] = { checkbox: Number(box.checked), range: Number(box.value) }[box.type] ?? box.value;
       remember();
       if (key === "metric") fill(); else redrawCurves();
     },
@@ -566,7 +566,7 @@ function group(r, blob) {
 
 function pieces(r, numbers) {
   // What each token adds to the text: a character stands with the token that completes it.
-  const { entries } = runs[r].vocabulary, decoder = new TextDecoder();
+  const { entries } = runs[r].vocabulary, decoder = new TextDecoder("utf-8", { ignoreBOM: true });
   const result = [];
   let open = false;
   for (const number of numbers) {
@@ -586,6 +586,12 @@ function pieces(r, numbers) {
 
 const textOf = (r, sample) => sample.text ??= sample.rows.map((row) => pieces(r, row.tokens).join("")).join("\n");
 const promptOf = (r, rows) => pieces(r, rows[0].prompt).join("");
+
+function promptBox(r, row) {
+  const texts = pieces(r, row.prompt), special = (number) => runs[r].specials.has(number);
+  return el("div", { class: "tokens prompt", tabindex: 0, role: "group", "aria-label": "prompt" },
+    texts.map((text, i) => (special(row.prompt[i]) ? el("span", { class: "special" }, visible(text)) : visible(text))));
+}
 
 function matches(r, group, sample) {
   const at = sample.reward ?? NaN;
@@ -620,7 +626,8 @@ function scaleOf(shown, channel) {
   }
   if (!sizes.length) return 0;
   sizes.sort((a, b) => a - b);
-  return sizes[Math.floor(0.98 * (sizes.length - 1))];
+  const size = sizes[Math.floor(0.98 * (sizes.length - 1))];
+  return channel === "log_ratios" ? Math.max(size, 0.01) : size; // the noise of rounding has no colour
 }
 
 function background(row, i, scale) {
@@ -731,7 +738,7 @@ function sampleCard(r, group, sample, scale) {
       sample.ended && sample.ended !== "trained" ? el("span", { class: "bad" }, sample.ended) : "",
       terms.length > 1 ? el("span", {}, terms.map(([term, value]) => `${term} ${number(value)}`).join(", ")) : ""),
     sample.rows.map((row, k) => [
-      several ? el("details", {}, el("summary", {}, `turn ${k + 1}: its prompt`), el("div", { class: "tokens prompt" }, visible(pieces(r, row.prompt).join("")))) : "",
+      several ? el("details", {}, el("summary", {}, `turn ${k + 1}: its prompt`), promptBox(r, row)) : "",
       response(r, row, scale)]));
 }
 
@@ -766,7 +773,7 @@ function groupSection(group, other, step, scale) {
   return whenSeen(section, () => {
     section.style.minHeight = "";
     const several = group.samples.some((sample) => sample.rows.length > 1);
-    const prompt = several ? "" : el("div", { class: "tokens prompt", tabindex: 0, role: "group", "aria-label": "prompt" }, visible(promptOf(group.run, group.samples[0].rows)));
+    const prompt = several ? "" : promptBox(group.run, group.samples[0].rows[0]);
     if (runs.length < 2) {
       section.append(groupHead(group, ""), prompt, el("div", { class: "samples" }, samplesOf(group.run, group, scale)));
     } else {
