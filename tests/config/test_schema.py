@@ -63,6 +63,7 @@ OUR_FIELDS = {
     "environment.reward_weights",
     "environment.reward_functions",
     "environment.skyrl_gym.env_timeout_seconds",
+    "environment.skyrl_gym.ray_env_workers",
     "trainer.fully_async.enabled",
     "trainer.fully_async.schedule",
     "trainer.compilation_cache_path",
