@@ -385,6 +385,8 @@ function allPhases() { // the longest first, over the runs: they get the colours
 
 
 function timeView() {
+  const choices = [];
+  onStep = () => choices.forEach((choose) => choose());
   return runs.map((run, i) => {
     const { phases, columns, arrays } = run.curves;
     if (!columns.length) return el("section", {}, el("h2", {}, run.name), el("p", {}, "No times are recorded."));
@@ -394,7 +396,7 @@ function timeView() {
     const order = phases.map((_, p) => p).sort((a, b) => total[b] - total[a]);
     return el("section", {},
       el("h2", {}, `${name(i)}seconds of each step`),
-      timeChart(run, order, at),
+      timeChart(run, order, at, choices),
       el("div", { class: "scroll" }, el("table", {},
         el("thead", {}, el("tr", {}, ["phase", "share", "seconds a step"].map((t, k) => el("th", { scope: "col", class: k ? "number" : null }, t)))),
         el("tbody", {}, order.map((p) => el("tr", {},
@@ -404,7 +406,7 @@ function timeView() {
   });
 }
 
-function timeChart(run, order, at) {
+function timeChart(run, order, at, choices) {
   const { phases, columns } = run.curves, n = columns.length;
   const W = 1200, H = 320, left = 50, top = 8, bottom = 20;
   const sums = columns.map((_, c) => order.reduce((sum, p) => sum + at(p, c), 0));
@@ -435,14 +437,21 @@ function timeChart(run, order, at) {
     const share = ((event.clientX - box.left) * W / box.width - left) / (W - left - 8);
     return Math.max(0, Math.min(n - 1, Math.floor(share * n)));
   };
-  svg.addEventListener("pointermove", (event) => {
-    const c = columnAt(event);
-    const parts = order.filter((p) => at(p, c) > 0.0005 * sums[c]).map((p) => `${phases[p]} ${seconds(at(p, c))}`);
-    showTip([`step ${columns[c]}: ${seconds(sums[c])}`, ...parts].join("\n"), event.clientX, event.clientY);
-  });
+  const said = (c) => [`step ${columns[c]}: ${seconds(sums[c])}`,
+    ...order.filter((p) => at(p, c) > 0.0005 * sums[c]).map((p) => `${phases[p]} ${seconds(at(p, c))}`)];
+  svg.addEventListener("pointermove", (event) => showTip(said(columnAt(event)).join("\n"), event.clientX, event.clientY));
+  const mark = el("line", { class: "chosen", y1: top, y2: H - bottom }), chosen = el("p", { role: "status" });
+  const choose = () => {
+    const c = nearest(columns, state.step);
+    for (const end of ["x1", "x2"]) mark.setAttribute(end, x(c + 0.5));
+    chosen.textContent = said(c).join(", ");
+  };
+  svg.append(mark);
+  choices.push(choose);
+  choose();
   svg.addEventListener("pointerleave", hideTip);
   svg.addEventListener("click", (event) => setStep(columns[columnAt(event)]));
-  return el("figure", {}, svg, el("p", { class: "faint" }, cut ? `${count(cut, "step")} above ${seconds(high)} cut off. ` : "",
+  return el("figure", {}, svg, chosen, el("p", { class: "faint" }, cut ? `${count(cut, "step")} above ${seconds(high)} cut off. ` : "",
     "A step's line covers the time from the line before it. Click to choose a step."));
 }
 
@@ -501,7 +510,7 @@ function attemptsTable(run, i) {
       const machine = attempt.machine;
       const mesh = Object.entries(machine.mesh ?? {}).map(([axis, size]) => `${axis} ${size}`).join(", ");
       return el("tr", {}, [attempt.attempt, when(attempt.started), attempt.from_step, attempt.steps, attempt.taken_back,
-        `${machine.devices ?? "?"} x ${machine.device ?? "?"} (${machine.platform ?? "?"})`, mesh || "one device", machine.jax ?? "?",
+        `${machine.devices ?? "?"} x ${machine.device ?? "?"} (${machine.platform ?? "?"})${machine.processes ? `, ${machine.processes} processes` : ""}`, mesh || "one device", machine.jax ?? "?",
         attempt.origin || (attempt.from_step ? "own checkpoint" : "the start")].map((value) => el("td", {}, String(value))));
     }))))];
 }

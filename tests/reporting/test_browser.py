@@ -247,6 +247,19 @@ def test_curves_by_mouse_and_keyboard(browser, hostile):
     assert "step=2" in browser.run("location.hash")
 
 
+def test_the_time_of_the_chosen_step(browser, hostile):
+    browser.open(hostile, "#view=time&step=1")
+    said = "document.querySelector('figure [role=status]').textContent"
+    assert browser.run(said) == "step 1: 2 s, generate 1.5 s, other 0.5 s"
+    browser.run("document.getElementById('after').click()")
+    assert browser.run(said).startswith("step 2: ")
+    shares = browser.run("[...document.querySelectorAll('tbody tr')].map(x => x.innerText)")
+    assert [row.split() for row in shares] == [
+        ["generate", "75.0", "%", "1.5"],
+        ["other", "25.0", "%", "0.5"],
+    ]
+
+
 def test_what_is_not_finite_is_marked(browser, hostile):
     browser.open(hostile, "#view=curves&metric=grad_norm&smooth=0.9&log=1")
     browser.wait("document.querySelectorAll('figure svg .notfinite').length === 1")
