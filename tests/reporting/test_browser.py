@@ -116,7 +116,8 @@ def test_a_character_of_several_tokens_stands_at_the_last(browser, hostile):
 
 
 def test_colours_and_what_is_said_of_a_token(browser, real):
-    browser.open(real, "#view=trajectories&step=2")
+    # of the groups in view one has to have earned something
+    browser.open(real, "#view=trajectories&step=2&groups=spread")
     browser.wait(f"{CARDS} > 0")
     painted = (
         "[...document.querySelectorAll('.tokens [data-i]')].filter(x => x.style.background).length"
