@@ -663,6 +663,7 @@ function legend(shown, scale) {
   if (channel === "log_probs") {
     return el("span", { class: "legend" }, "p = 1", el("span", { class: "ramp", style: "background: linear-gradient(90deg, transparent, rgba(var(--warm), 0.6))" }), "p ≤ 0.0067 (log p ≤ −5)");
   }
+  if (!scale) return el("span", { class: "legend" }, "all are 0");
   const ends = channel === "log_ratios" ? [Math.exp(-scale), Math.exp(scale)] : [-scale, scale];
   return el("span", { class: "legend" }, number(ends[0]), el("span", { class: "ramp", style: "background: linear-gradient(90deg, rgba(var(--warm), 0.55), transparent, rgba(var(--cool), 0.55))" }), `${number(ends[1])} (98 of 100 tokens are between)`);
 }

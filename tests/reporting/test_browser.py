@@ -116,8 +116,11 @@ def test_a_character_of_several_tokens_stands_at_the_last(browser, hostile):
 
 
 def test_colours_and_what_is_said_of_a_token(browser, real):
+    browser.open(real)
+    rewards = "pointsOf(runs[0], 'reward/avg_raw_reward')"
+    best = browser.run(f"{rewards}.steps[{rewards}.values.indexOf(Math.max(...{rewards}.values))]")
     # of the groups in view one has to have earned something
-    browser.open(real, "#view=trajectories&step=2&groups=spread")
+    browser.open(real, f"#view=trajectories&step={best}&groups=spread")
     browser.wait(f"{CARDS} > 0")
     painted = (
         "[...document.querySelectorAll('.tokens [data-i]')].filter(x => x.style.background).length"
@@ -158,6 +161,8 @@ def test_the_colour_of_a_number(browser, real):
     given = "{arrays: {mask: [1, 1, 0, 1], log_ratios: [0.1, -0.2, 0.2, NaN]}}"
     found = browser.run(f"[0, 1, 2, 3].map(i => background({given}, i, 0.2))")
     assert found == ["rgba(var(--cool), 0.28)", "rgba(var(--warm), 0.55)", "", ""]
+    of_zeros = "[{samples: [{rows: [{arrays: {log_ratios: [0]}}]}]}]"
+    assert browser.run(f"legend({of_zeros}, 0).textContent") == "all are 0"
     browser.open(real, "#color=log_probs")
     found = browser.run("background({arrays: {mask: [1], log_probs: [-2.5]}}, 0, 0)")
     assert found == "rgba(var(--warm), 0.30)"
