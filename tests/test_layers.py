@@ -72,6 +72,8 @@ LAYER_OF = {
     "lineage": "L4",
     "lineage_checks": "L4",
     "audit": "L4",
+    "report": "L4",
+    "reporting": "L4",
     "plan": "L4",
     "planning": "L4",
     "doctor": "L4",

@@ -1,0 +1,59 @@
+"""Arrays with a header as compressed text, which `page.js` undoes (`unpack`).
+
+zlib over: the length of the header (4 bytes, little endian), the header as JSON, the arrays one
+after the other. Of numbers of several bytes all first bytes come first, then all second ones:
+exponents and high bytes are then runs, which halves log-probs and token ids.
+"""
+
+import base64
+import json
+import math
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+TYPES = {"u1": np.uint8, "u2": np.uint16, "u4": np.uint32, "f2": np.float16, "f4": np.float32}
+_LEVEL = 6
+
+
+def pack(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
+    """A header, JSON without NaN, and arrays of the `TYPES`, as base64."""
+    kinds = {np.dtype(kind): name for name, kind in TYPES.items()}
+    about = {name: [kinds[array.dtype], array.size] for name, array in arrays.items()}
+    text = json.dumps({**header, "arrays": about}, allow_nan=False, separators=(",", ":")).encode()
+    parts = [len(text).to_bytes(4, "little"), text, *map(_by_plane, arrays.values())]
+    return base64.b64encode(zlib.compress(b"".join(parts), _LEVEL)).decode()
+
+
+def unpack(text: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """What `pack` was given."""
+    data = zlib.decompress(base64.b64decode(text))
+    start = 4 + int.from_bytes(data[:4], "little")
+    header, arrays = json.loads(data[4:start]), {}
+    for name, (kind, size) in header.pop("arrays").items():
+        dtype = np.dtype(TYPES[kind])
+        end = start + size * dtype.itemsize
+        planes = np.frombuffer(data[start:end], np.uint8).reshape(dtype.itemsize, size)
+        arrays[name] = np.ascontiguousarray(planes.T).view(dtype).ravel()
+        start = end
+    return header, arrays
+
+
+def _by_plane(array: np.ndarray) -> bytes:
+    little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    return little.view(np.uint8).reshape(array.size, array.itemsize).T.tobytes()
+
+
+def finite(value: float) -> float | None:
+    """For JSON, which has no NaN."""
+    return value if math.isfinite(value) else None
+
+
+def inert_json(value: Any) -> str:
+    """JSON without characters that mean something to HTML, of ASCII alone."""
+    text = json.dumps(value, separators=(",", ":"), default=str, allow_nan=False)
+    for char in "<>&":
+        text = text.replace(char, f"\\u{ord(char):04x}")
+    return text
