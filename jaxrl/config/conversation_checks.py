@@ -1,6 +1,7 @@
 """Checks of conversations: lengths, turns, a row per turn, and what these exclude."""
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 from jaxrl.config.errors import fail
@@ -100,6 +101,15 @@ def _check_environments(config: TrainConfig) -> None:
         fail(f"{group}.max_env_workers", workers, "must be 0 (inline) or more")
     if seconds is not None and seconds <= 0:
         fail(f"{group}.env_timeout_seconds", seconds, "must be > 0, or None (no limit)")
+    sql = gym.text2sql
+    positive = {f"sandbox.{name}": value for name, value in asdict(gym.sandbox).items()} | {
+        "text2sql.query_seconds": sql.query_seconds,
+        "text2sql.solution_seconds": sql.solution_seconds,
+        "text2sql.max_rows": sql.max_rows,
+    }
+    for name, value in positive.items():
+        if isinstance(value, bool) or not value > 0:
+            fail(f"{group}.{name}", value, "must be > 0")
 
 
 def _check_reward_terms(config: TrainConfig) -> None:

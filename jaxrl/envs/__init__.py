@@ -16,8 +16,11 @@ ENVS: dict[str, str | Callable[..., Env]] = {
     "addition": "jaxrl.envs.addition:AdditionEnv",
     "gsm8k": "jaxrl.envs.gsm8k:Gsm8kEnv",
     "guess_number": "jaxrl.envs.guess_number:GuessNumberEnv",
+    "lcb": "jaxrl.envs.lcb:LCBEnv",
+    "python_code": "jaxrl.envs.python_code:PythonCodeEnv",
     "reasoning_gym": "jaxrl.envs.reasoning_gym:ReasoningGymEnv",
     "sort_digits": "jaxrl.envs.sort_digits:SortDigitsEnv",
+    "text2sql": "jaxrl.envs.text2sql:Text2SQLEnv",
 }
 
 

@@ -17,7 +17,7 @@ PLANNED = {  # what is still to come, and nothing else
     # more than one host, environments
     "trainer.critic.model.lora.",  # its head is new and would have to be trained whole beside them
     *(f"trainer.placement.{role}_num_nodes" for role in ("policy", "ref", "critic")),
-    *(f"environment.skyrl_gym.{name}." for name in ("text2sql", "llm_as_a_judge", "search")),
+    *(f"environment.skyrl_gym.{name}." for name in ("llm_as_a_judge", "search")),
 }
 
 
