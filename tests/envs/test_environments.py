@@ -79,8 +79,8 @@ def test_names_have_no_colon(name):
 @pytest.mark.parametrize(
     ("env_class", "problem"),
     [
-        ("gsm8", "unknown environment 'gsm8'; did you mean 'gsm8k'. known are addition, gsm8k, "),
-        ("zzz", "unknown environment 'zzz'; known are addition, gsm8k, guess_number, "),
+        ("gsm8", "unknown environment 'gsm8'; did you mean 'gsm8k'. known are addition, .*gsm8k, "),
+        ("zzz", "unknown environment 'zzz'; known are addition, .*guess_number, "),
         ("reasoning_gym", "needs a family, as in 'reasoning_gym:chain_sum'"),
         ("nowhere.at_all:Env", "'nowhere.at_all:Env': no module 'nowhere'"),
         ("my_envs:EchEnv", "'EchEnv' in module 'my_envs' is not a class.*did you mean 'EchoEnv'"),
