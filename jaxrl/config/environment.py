@@ -50,7 +50,7 @@ class SandboxConfig(BaseConfig):
     seconds: float = 10.0
     """Until it is killed, by the clock; lcb gives a test 6 s at most."""
     cpu_seconds: float = 10.0
-    """Of each of its processes; rounded up."""
+    """Of all its processes together."""
     memory_mb: int = 1024
     """Address space of a process, and resident memory of all of them together."""
     disk_mb: int = 64

@@ -222,10 +222,14 @@ class _Watch:
         """Waits at most a tick for output, looks at clock and memory; whether the program ended."""
         ready = select.select([*self.open, ends], [], [], _TICK_SECONDS)[0]
         self._read([descriptor for descriptor in ready if descriptor != ends])
-        self.peak_mb = max(self.peak_mb, self._resident_mb())
-        if self.peak_mb > self.request["memory_mb"]:
+        mb, cpu_seconds = self._used()
+        self.peak_mb = max(self.peak_mb, mb)
+        if mb > self.request["memory_mb"]:
             self.limit = "memory"
-        elif time.monotonic() - self.start > self.request["seconds"]:
+        elif (
+            time.monotonic() - self.start > self.request["seconds"]
+            or cpu_seconds > self.request["cpu_seconds"]
+        ):
             self.limit = "timeout"
         return ends in ready
 
@@ -245,16 +249,23 @@ class _Watch:
                 del text[self.request["output_bytes"] :]
                 self.limit = self.limit or "output"
 
-    def _resident_mb(self) -> float:
-        """Of all processes but this one; a shared page counts for each."""
-        pages = 0
+    def _used(self) -> tuple[float, float]:
+        """Resident memory in MB (a shared page counts for each) and CPU seconds of all processes.
+
+        Those that ended count too: nobody buries them before the run is over.
+        """
+        pages = ticks = 0
         for name in os.listdir(self.processes):
             if name.isdigit() and name != "1":
                 with contextlib.suppress(OSError):
-                    file = os.open(f"{name}/statm", os.O_RDONLY, dir_fd=self.processes)
-                    pages += int(os.read(file, 100).split()[1])
+                    file = os.open(f"{name}/stat", os.O_RDONLY, dir_fd=self.processes)
+                    # Its name in brackets may hold anything; then state is field 3 of proc(5).
+                    fields = os.read(file, 4096).rpartition(b")")[2].split()
                     os.close(file)
-        return pages * resource.getpagesize() / 2**20
+                    ticks += sum(map(int, fields[11:15]))  # utime, stime, cutime, cstime
+                    pages += int(fields[21])  # rss
+        mb = pages * resource.getpagesize() / 2**20
+        return mb, ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _reap(child: int) -> int:

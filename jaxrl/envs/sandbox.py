@@ -14,7 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ class Limits:
     seconds: float = 10.0
     """Until it is killed, by the clock."""
     cpu_seconds: float = 10.0
-    """Of each of its processes; rounded up."""
+    """Of all its processes together."""
     memory_mb: int = 1024
     """Address space of a process, and resident memory of all of them together."""
     disk_mb: int = 64
@@ -109,7 +109,9 @@ def run(code: str, stdin: str = "", limits: Limits = Limits()) -> Result:
     return result
 
 
-def run_each(code: str, stdins: Sequence[str], limits: Limits = Limits()) -> Iterator[Result]:
+def run_each(
+    code: str, stdins: Sequence[str], limits: Limits = Limits()
+) -> Generator[Result, None, None]:
     """Runs a program once for every input, one after the other, in one sandbox.
 
     Each run has an empty folder, and starts when the one before is over with all its processes. An
@@ -120,8 +122,10 @@ def run_each(code: str, stdins: Sequence[str], limits: Limits = Limits()) -> Ite
     """
     request = _request(code, stdins, limits)
     command = [sys._base_executable, "-I", "-S", "-B", str(_JAIL)]  # type: ignore[attr-defined]
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen(command, **pipes, env={}, start_new_session=True) as child:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, env={}, start_new_session=True
+    ) as child:
         # The jail keeps the limits itself; this is for a machine on which it hangs.
         most = _START_SECONDS + len(stdins) * (limits.seconds + 1)
         clock = threading.Timer(most, child.kill)

@@ -298,6 +298,22 @@ def test_a_list_of_limits_that_cannot_be_raised():
     assert (play(code).stdout, play(code).reason) == ("", "ok")
 
 
+@needs_sandbox
+def test_the_time_of_all_processes_is_one_sum():
+    """Four at a time, none of which alone comes near the limit; those that ended count too."""
+    code = """
+    import os, time
+    while True:
+        for _ in range(4):
+            if os.fork() == 0:
+                while time.process_time() < 0.05: pass
+                os._exit(0)
+        for _ in range(4): os.wait()
+    """
+    result = play(code, limits=Limits(seconds=30.0, cpu_seconds=0.4))
+    assert (result.reason, result.exit_code) == ("timeout", -9)
+
+
 # ---- the process that asked ----------------------------------------------------------------------
 
 
