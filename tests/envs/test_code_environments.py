@@ -1,16 +1,20 @@
 """The environments whose answers are programs: python_code and lcb, and the groups of tools."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 
 from jaxrl import envs
-from jaxrl.config.environment import SandboxConfig
+from jaxrl.config.dataclass_config import get_config_as_dict
+from jaxrl.config.environment import SandboxConfig, SkyRLGymConfig
+from jaxrl.data.tokenizer import character_tokenizer
 from jaxrl.envs import sandbox
 from jaxrl.envs.answers import same_answer
 from jaxrl.envs.protocol import Env
 from jaxrl.envs.tools import ToolGroup, tool
 from tests.envs.test_sandbox import needs_sandbox
+from tests.rollout.scripted import converse, make_prompt
 
 # ---- tools ---------------------------------------------------------------------------------------
 
@@ -61,9 +65,11 @@ def test_an_environment_finds_the_group_of_a_tool():
 
 
 def python_env(ground_truth="42", **extras):
-    settings = {"sandbox": {"seconds": 1.0, "memory_mb": 200, "output_bytes": 10_000}}
+    gym = SkyRLGymConfig()
+    gym.sandbox = SandboxConfig(seconds=1.0, memory_mb=200, output_bytes=10_000)
     return envs.make(
-        "python_code", {"reward_spec": {"ground_truth": ground_truth}, **extras}, settings
+        *("python_code", {"reward_spec": {"ground_truth": ground_truth}, **extras}),
+        get_config_as_dict(gym),
     )
 
 
@@ -87,6 +93,28 @@ def test_a_conversation_with_python():
         **{"correct": 1.0, "answered": 1.0},
         **{"programs": 2, "program_errors": 1},
     }
+
+
+@needs_sandbox
+def test_python_in_the_conversation_of_a_run():
+    """What the model made up after its code is not in the row; what the code printed is, masked."""
+    tokenizer = character_tokenizer("".join(map(chr, range(32, 127))) + "\n")
+    turns = ["<python>print(6*7)</python> 43", "<answer>42</answer>"]
+
+    def reply(tokens, key):
+        said = turns["<output>" in tokenizer.decode(tokens)]
+        return [*tokenizer.encode(said), tokenizer.eos_token_id]
+
+    spec = {"reward_spec": {"ground_truth": "42"}}
+    prompt = make_prompt(tokenizer, "6*7?", env_class="python_code", **spec)
+    output = converse(reply, [prompt], tokenizer, max_turns=3)
+    row = list(zip(output["response_ids"][0], output["loss_masks"][0], strict=True))
+    sampled = tokenizer.decode([token for token, mask in row if mask])
+    seen = tokenizer.decode([token for token, mask in row if not mask])
+    assert sampled.startswith("<python>print(6*7)</python><answer>42</answer>")
+    assert "<output>\n42\n</output>" in seen
+    assert sum(output["rewards"][0]) == 1.0
+    assert output["rollout_metrics"]["environment/programs"] == 1.0
 
 
 @needs_sandbox
@@ -254,6 +282,4 @@ def test_a_machine_without_a_sandbox_says_so_before_anything_runs(monkeypatch, e
 
 
 def test_the_config_has_the_limits_of_the_sandbox():
-    from dataclasses import asdict
-
     assert asdict(SandboxConfig()) == asdict(sandbox.Limits())

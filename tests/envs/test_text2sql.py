@@ -6,6 +6,8 @@ import sqlite3
 import pytest
 
 from jaxrl import envs
+from jaxrl.config.dataclass_config import get_config_as_dict
+from jaxrl.config.environment import SkyRLGymConfig
 from jaxrl.envs.sqlite_query import Answer, query
 from jaxrl.envs.text2sql import find_solution
 
@@ -189,8 +191,10 @@ def test_find_solution(said, solution):
 
 def make(databases, gold="SELECT name FROM people WHERE age = 25", **extras):
     spec = {"reward_spec": {"ground_truth": gold}, "db_id": "shop", **extras}
-    config = {"text2sql": {"db_path": str(databases), "query_seconds": 20.0, "max_rows": 100}}
-    return envs.make("text2sql", spec, config)
+    gym = SkyRLGymConfig()
+    gym.text2sql.db_path, gym.text2sql.max_rows = str(databases), 100
+    gym.text2sql.query_seconds = 20.0
+    return envs.make("text2sql", spec, get_config_as_dict(gym))
 
 
 def test_a_conversation(databases):
@@ -230,6 +234,12 @@ def test_a_conversation(databases):
 def test_rewards(databases, response, reward, reason):
     step = make(databases).step(response)
     assert (step["reward"], step["metadata"]["reason"], step["done"]) == (reward, reason, True)
+
+
+def test_the_limits_of_the_config_hold(databases):
+    env = make(databases)
+    step = env.step(f"<think>.</think><sql>{ENDLESS} SELECT x FROM t LIMIT 101</sql>")
+    assert "Error: more than 100 rows" in step["observations"][0]["content"]
 
 
 def test_tags_in_a_database_change_nothing(databases):
