@@ -133,6 +133,7 @@ def run_each(
         clock.start()
         try:
             yield from _converse(child, request)
+            child.wait()
         finally:
             clock.cancel()
             child.kill()  # process 1 of the sandbox dies with it, and the rest with process 1
