@@ -148,6 +148,21 @@ def test_how_it_ended(code, reason, exit_code):
 
 
 @needs_sandbox
+def test_a_trainer_that_shares_no_files():
+    mask = os.umask(0o077)
+    try:
+        assert play("print(open('main.py').read()[:5])").stdout == "print\n"
+    finally:
+        os.umask(mask)
+
+
+@needs_sandbox
+def test_input_that_does_not_fit_is_named():
+    with pytest.raises(SandboxError, match="No space left on device"):
+        play("print(1)", stdin="x" * (9 << 20))
+
+
+@needs_sandbox
 def test_installed_packages_are_there():
     assert play("import numpy; print(numpy.arange(3).sum())", limits=Limits()).stdout == "3\n"
 
