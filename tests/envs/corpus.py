@@ -354,7 +354,7 @@ def record():
             of_class = rewards.setdefault(env_class, {})
             assert name not in of_class, name
             of_class[name] = found
-    REWARDS.write_text(json.dumps({"skyrl_gym": "0.4.0", "rewards": rewards}, indent=0) + "\n")
+    REWARDS.write_text(json.dumps({"skyrl_gym": "0.4.0", "rewards": rewards}) + "\n")
 
 
 if __name__ == "__main__":

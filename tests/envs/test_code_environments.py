@@ -1,7 +1,9 @@
 """The environments whose answers are programs: python_code and lcb, and the groups of tools."""
 
 import json
+import re
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
@@ -283,3 +285,17 @@ def test_a_machine_without_a_sandbox_says_so_before_anything_runs(monkeypatch, e
 
 def test_the_config_has_the_limits_of_the_sandbox():
     assert asdict(SandboxConfig()) == asdict(sandbox.Limits())
+
+
+@needs_sandbox
+def test_the_examples_of_the_page(capsys):
+    page = Path(__file__).parents[2] / "docs" / "environments.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    names: dict = {}
+    for block in blocks:
+        exec(block, names)
+    assert len(blocks) == 3
+    parrot = names["Parrot"](extras={"word": "hi", "max_turns": 2})
+    assert [parrot.step(said)["reward"] for said in ("ho", "hi")] == [0.0, 1.0]
+    assert names["Timekeeper"]().step("UTC") is None  # goes on where the page has dots
+    assert capsys.readouterr().out == "ok 7\n\n"
