@@ -5,7 +5,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,15 @@ from jaxrl.optim import (
     new_critic_state,
     new_state,
 )
-from jaxrl.parallel import Placement, batch_sharding, make_mesh, param_shardings, replicated
+from jaxrl.parallel import (
+    Placement,
+    batch_sharding,
+    by_process,
+    make_mesh,
+    param_shardings,
+    put,
+    replicated,
+)
 from jaxrl.parallel.rules import batch_devices
 from jaxrl.policy import Policy
 from jaxrl.scorer import Scorer
@@ -152,11 +160,28 @@ def place_beside(
     return place_model(trainer, model, mesh, role)
 
 
-def _ref_devices(config: cfg.TrainConfig, devices: Sequence[Any]) -> list[Any] | None:
-    """Those of a reference that has its own."""
-    if config.trainer.placement.colocate_policy_ref:
-        return None
-    return [devices[i] for i in cfg.device_shares(config, len(devices)).ref]
+class RunDevices(NamedTuple):
+    """The devices of policy and reference in all processes, and of the engine in this one."""
+
+    policy: list[Any]
+    ref: list[Any]
+    engine: list[Any]
+
+
+def devices_of(config: cfg.TrainConfig, devices: Sequence[Any] | None = None) -> RunDevices:
+    """Which devices each part of a run has.
+
+    Args:
+        devices: of the run; None = those of all its processes.
+    """
+    processes = by_process(jax.devices() if devices is None else devices)
+    shares = cfg.device_shares(config, len(processes[0]))
+    here = processes[jax.process_index()]
+    policy, ref = (
+        [owned[i] for owned in processes for i in numbers]
+        for numbers in (shares.policy, shares.ref)
+    )
+    return RunDevices(policy, ref, [here[i] for i in shares.engine])
 
 
 def assemble_policy(
@@ -174,7 +199,8 @@ def assemble_policy(
     """
     trainer = config.trainer
     placement, ref_model = place_model(trainer, model, mesh), reference_model(trainer, model)
-    of_ref = _ref_devices(config, jax.devices() if devices is None else devices)
+    apart = not trainer.placement.colocate_policy_ref
+    of_ref = devices_of(config, devices).ref if apart else None
     ref_placement = place_beside("ref", trainer, ref_model, placement, of_ref)
     policy = Policy(trainer, model, placement, ref_model, ref_placement)
     scorer = ref_scorer = make_scorer(config, model, placement)
@@ -207,7 +233,7 @@ def make_scorer(
         "kernel": kernel,
         "placement": placement if mesh.size > 1 else None,
     }
-    place = functools.partial(jax.device_put, device=batch_sharding(mesh, rules))
+    place = functools.partial(put, shardings=batch_sharding(mesh, rules))
     cut = forward_microbatching(config, batch_devices(mesh, rules))
     if isinstance(model, TransformerConfig) and model.value_head is not None:
         return Scorer(functools.partial(state_values, model, **given), place, cut, options={})

@@ -24,6 +24,7 @@ from jaxrl.checkpoint_items import Buffer, item_handlers
 from jaxrl.checksums import checksums, host_checksums
 from jaxrl.config import TrainConfig, get_config_as_dict
 from jaxrl.files import as_path, missing_packages_named, writable_folder
+from jaxrl.parallel import gather, is_first
 from jaxrl.types import TrainState
 
 PREFIX = "global_step"
@@ -159,8 +160,7 @@ class Checkpointer:
         Raises:
             DamagedCheckpoint: files are missing or not what was saved.
             CheckpointError: the checkpoint is of another model, or of a run with another config;
-                the
-                message shows the difference.
+                the message shows the difference.
         """
         path = self.folder / f"{PREFIX}_{step}"
         with _damage(path):
@@ -221,7 +221,9 @@ class Checkpointer:
         names = itertools.chain(("damaged",), (f"damaged_{n}" for n in itertools.count(2)))
         targets = (path.with_name(f"{path.name}.{name}") for name in names)
         target = next(target for target in targets if not target.exists())
-        path.rename(target)
+        if is_first():
+            path.rename(target)
+        gather(None)  # it is there
         self.manager.reload()
         warnings.warn(
             f"{error}. Falling back to step {older}; the damaged one is kept as {target.name}",
@@ -246,8 +248,7 @@ def resume(
 
     Raises:
         CheckpointError: resume_path is no checkpoint, the checkpoint is damaged or of another run,
-            or
-            `own` holds later steps of another run.
+            or `own` holds later steps of another run.
         FileNotFoundError: resume_path does not exist.
     """
     found = None
@@ -287,11 +288,14 @@ def parse_resume_path(resume_path: str, field: str = "trainer.resume_path") -> t
 
 @contextlib.contextmanager
 def _damage(path: Any) -> Iterator[None]:
-    """Whatever a reader of damaged files may raise, under one name."""
+    """Whatever a reader of damaged files may raise, under one name, in every process of the job."""
+    damage = cause = None
     try:
         yield
     except Exception as error:
-        raise DamagedCheckpoint(f"{path} is damaged ({type(error).__name__}: {error})") from error
+        damage, cause = f"{path} is damaged ({type(error).__name__}: {error})", error
+    if found := [text for text in gather(damage) if text]:
+        raise DamagedCheckpoint(found[0]) from cause
 
 
 # ---------------------------------------------------------------- what must be the same

@@ -78,7 +78,7 @@ def engine_of_run(
         settings,
         model,
         mesh,
-        rows=min(settings.max_num_seqs, cfg.rows_at_once(config)),
+        rows=min(settings.max_num_seqs, cfg.rows_at_once(config, jax.process_count())),
         max_model_len=cfg.longest_row(config),
         shrink=False if by_clock and repeats else None,
         decode_text=decode_text,

@@ -11,7 +11,8 @@ import numpy as np
 from jaxrl.config import TrainConfig
 from jaxrl.eval_metrics import default_ks, eval_metrics
 from jaxrl.files import replace_text
-from jaxrl.metrics import outcome, score_metrics
+from jaxrl.metrics import outcome, score_metrics, timed
+from jaxrl.parallel import is_first
 from jaxrl.rollout.step_wise import last_steps
 from jaxrl.types import GeneratorOutput, Prompt
 
@@ -52,6 +53,29 @@ def evaluate(
         found = source_metrics(chosen, samples, ks)
         metrics |= {f"eval/{source}/{name}": value for name, value in found.items()}
     return metrics, rows
+
+
+def evaluate_policy(trainer: Any, step: int) -> dict[str, float]:
+    """Score a trainer's evaluation prompts, see `evaluate`; the answers go to their files.
+
+    Args:
+        trainer: has config, tokenizer, eval_prompts, metrics and `sample_now`.
+    """
+    config = trainer.config
+    params = config.generator.eval_sampling_params
+    if not trainer.eval_prompts or params is None:
+        return {}
+
+    def generate(prompts: Sequence[Prompt], step: int, samples: int) -> GeneratorOutput:
+        return trainer.sample_now("eval", prompts, step, samples, params)
+
+    with timed(trainer.metrics, "eval"):
+        metrics, rows = evaluate(
+            generate, trainer.eval_prompts, step, config, tokenizer=trainer.tokenizer
+        )
+    if config.trainer.dump_eval_results and is_first():
+        dump_evaluation(evals_folder(config.trainer.export_path, step), rows, metrics)
+    return metrics | {"timing/eval": trainer.metrics["timing/eval"]}
 
 
 def check_sources(prompts: Sequence[Prompt]) -> None:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from jaxrl import config as cfg
@@ -68,7 +69,7 @@ def _our_engine(
         )
     settings, longest = config.generator.inference_engine, config.generator.max_input_length
     assert longest is not None  # resolved
-    rows = min(settings.max_num_seqs, cfg.rows_at_once(config))
+    rows = min(settings.max_num_seqs, cfg.rows_at_once(config, jax.process_count()))
     options: dict[str, Any] = {
         "dtype": DTYPES[settings.model_dtype],
         "slots": -(-rows // settings.num_engines),

@@ -33,6 +33,7 @@ from jaxrl.losses.kl import approximate_kl
 from jaxrl.losses.off_policy import correction_enabled, off_policy_correction
 from jaxrl.losses.reduction import reduction_weights
 from jaxrl.losses.value import value_loss
+from jaxrl.parallel import fetch
 from jaxrl.registry import PolicyLossRegistry, accepted_keywords, check_hyperparameters
 from jaxrl.types import TrainBatch
 from jaxrl.watching.ratios import add_ratio_sums, ratio_metrics, ratio_sums
@@ -349,7 +350,7 @@ def step_metrics(
     Ratios are those of all its updates together. The difference of sampler and trainer is that of
     the first update; later ones would add what the updates before them have changed.
     """
-    updates = jax.device_get(updates)
+    updates = fetch(updates)
     merged = [merge_metrics(parts) | whole for parts, whole in updates]
     metrics = merge_metrics(merged, np.mean)
     metrics |= {name: float(merged[0][name]) for name in metrics if name.startswith(MISMATCH)}

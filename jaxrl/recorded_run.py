@@ -344,5 +344,5 @@ def use_devices(run: RecordedRun, count: int | None) -> None:
         raise ValueError(
             f"{wanted} devices of the CPU are wanted, and XLA_FLAGS={flags!r}; unset it"
         )
-    jax.extend.backend.clear_backends()  # imports have made one
+    jax.extend.backend.clear_backends()  # asking for the platform has made one
     jax.config.update("jax_num_cpu_devices", wanted)

@@ -209,7 +209,7 @@ def other_machine(recorded: Mapping[str, object], now: Mapping[str, object]) -> 
     """What differs between two machines, if anything does, and what that means; in words."""
     different = [
         f"{name} {recorded.get(name)!r} | {now.get(name)!r}"
-        for name in now
+        for name in dict.fromkeys((*recorded, *now))
         if recorded.get(name) != now.get(name)
     ]
     if different:

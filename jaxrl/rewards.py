@@ -101,7 +101,8 @@ def penalize_kl(
         largest |kl|.
     """
     arrays = batch.rewards, batch.old_log_probs, batch.ref_log_probs, batch.loss_mask
-    rewards, metrics = jax.device_get(_penalize_kl(*arrays, coef, kind=algorithm.kl_estimator_type))
+    penalized = _penalize_kl(*arrays, np.asarray(coef), kind=algorithm.kl_estimator_type)
+    rewards, metrics = jax.device_get(penalized)
     return batch.replace(rewards=rewards), {name: float(x) for name, x in metrics.items()}
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxrl.checkpoint import resume
 from jaxrl.optim import init_state
-from jaxrl.parallel import replicated
+from jaxrl.parallel import put, replicated
 from jaxrl.rewards import next_kl_coef
 from jaxrl.types import TrainState
 
@@ -71,4 +71,4 @@ def finished_state(trainer: "Trainer", step: int, rows: int) -> TrainState:
         "batches_drawn": np.int32(trainer.batches_drawn),
         "kl_coef": np.float32(coef),
     }
-    return state.replace(**jax.device_put(numbers, trainer.like.step.sharding))
+    return state.replace(**put(numbers, trainer.like.step.sharding))

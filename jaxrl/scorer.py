@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxrl.data.microbatches import Microbatching, microbatches
 from jaxrl.models.lora import with_token_keys
+from jaxrl.parallel import fetch
 from jaxrl.types import Array, TrainBatch
 
 Forward = Callable[..., tuple[Array, ...]]  # (params, rows) -> log_probs, entropy [B, T]
@@ -57,7 +58,7 @@ class Scorer:
             given = self.place(with_token_keys(params, rows, row_ids, key))
             pending.append((chosen, self.forward(params, given, **(self.options | options))))
         outputs = tuple(np.zeros(batch.tokens.shape, np.float32) for _ in pending[0][1])
-        for chosen, parts in jax.device_get(pending):
+        for chosen, parts in fetch(pending):
             for output, part in zip(outputs, parts, strict=True):
                 output[chosen, : part.shape[1]] = part[: len(chosen)]
         return outputs

@@ -28,14 +28,15 @@ from jaxrl.data.conversations import Conversation, conversation_batch, load_conv
 from jaxrl.data.packing import buckets_between, empty_batch, round_up
 from jaxrl.data.prompts import batch_indices
 from jaxrl.data.tokenizer import load_tokenizer
-from jaxrl.files import writable_folder
+from jaxrl.files import FolderError, FolderLock, writable_folder
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel, check_packing
 from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.objective import step_metrics
 from jaxrl.offload import on_device
 from jaxrl.optim import init_state
-from jaxrl.parallel import make_mesh, replicated
+from jaxrl.parallel import is_first, make_mesh, put, record_folder, replicated
+from jaxrl.parallel.processes import joined_main
 from jaxrl.parallel.rules import batch_devices
 from jaxrl.types import TrainBatch, TrainState
 from jaxrl.watching.loggers import check_installed
@@ -128,10 +129,11 @@ class SFTTrainer:
         self.state = self.updater.rest(self.restore_or_init())
         if trainer.use_sample_packing and isinstance(self.model, AdaptedModel):
             check_packing(self.model, self.params)
-        first = int(self.state.step)
+        first, folder = int(self.state.step), record_folder(cfg.run_folder(trainer))
+        lock = FolderLock(folder)
         self.logger = RunLogger(
-            cfg.run_folder(trainer),
-            cfg.logger_names(trainer.logger),
+            folder,
+            cfg.logger_names(trainer.logger) if is_first() else [],
             first,
             config=cfg.get_config_as_dict(self.config),
             project=trainer.project_name,
@@ -144,9 +146,15 @@ class SFTTrainer:
             )
         with (
             CompilationWatch(warm_after=first + 1) as self.watch,
+            contextlib.closing(lock),
             contextlib.closing(self.logger),
             contextlib.closing(self.checkpointer),  # waits for the save under way, come what may
-            tqdm(total=self.total_steps, initial=first, desc=trainer.run_name) as bar,
+            tqdm(
+                total=self.total_steps,
+                initial=first,
+                desc=trainer.run_name,
+                disable=not is_first(),
+            ) as bar,
         ):
             if first < self.total_steps:
                 self.warm_up()
@@ -174,7 +182,7 @@ class SFTTrainer:
         self.state, parts, applied = self.updater.update(self.state, batch, weights, key, params)
         metrics = step_metrics([(parts, applied)])
         numbers = {"step": np.int32(step), "batches_drawn": np.int32(step)}
-        self.state = self.state.replace(**jax.device_put(numbers, self.like.step.sharding))
+        self.state = self.state.replace(**put(numbers, self.like.step.sharding))
         if metrics["policy/skipped_updates"]:
             tqdm.write(f"step {step}: the update was skipped, its gradient was not finite")
         seconds = time.perf_counter() - started
@@ -283,7 +291,7 @@ def build(config: Any) -> SFTTrainer:
             result was touched.
     """
     given = cfg.to_train_config(config)
-    cfg.validate_sft(given, num_devices=len(jax.devices()))
+    cfg.validate_sft(given, num_devices=jax.device_count(), num_processes=jax.process_count())
     config = cfg.resolve_sft(given)
     check_installed(cfg.logger_names(config.trainer.logger))
     enable_cache(config.trainer.compilation_cache_path)
@@ -354,7 +362,7 @@ def sft(config: Any) -> SFTTrainer:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`python -m jaxrl.sft --config=FILE [--config.a.b=value ...]`."""
+    """`python -m jaxrl.sft [--distributed] --config=FILE [--config.a.b=value ...]`."""
     if not argv or "--help" in argv or "-h" in argv:
         print(f"{__doc__}\ndocs/sft.md says which fields of docs/configuration.md it reads.")
         return 0
@@ -365,7 +373,10 @@ def main(argv: Sequence[str]) -> int:
         return _refuse(error)
     try:
         trainer.train()
-    except CheckpointError as error:  # others are not the user's: they keep their traceback
+    except (
+        CheckpointError,
+        FolderError,
+    ) as error:  # others are not the user's: they keep their traceback
         return _refuse(error)
     return 0
 
@@ -376,4 +387,4 @@ def _refuse(error: Exception) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(joined_main(main, sys.argv[1:]))

@@ -2,6 +2,9 @@
 
     python -m jaxrl.train --config=configs/quickstart.py --config.trainer.seed=1
 
+One process for each host makes one job where JAX_COORDINATOR_ADDRESS, JAXRL_NUM_PROCESSES and
+JAXRL_PROCESS_ID are set, or with --distributed where JAX finds them out (TPU pods, SLURM).
+
 `trainer.py` has the training step; this file puts its parts together.
 """
 
@@ -13,7 +16,7 @@ from typing import Any
 import jax
 
 from jaxrl import config as cfg
-from jaxrl.assemble import DTYPES
+from jaxrl.assemble import DTYPES, devices_of
 from jaxrl.checkpoint import CheckpointError
 from jaxrl.compilation import enable_cache
 from jaxrl.config.needs import needs_reference
@@ -27,13 +30,16 @@ from jaxrl.ledger import LedgerError
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.transformer import TransformerConfig
-from jaxrl.parallel import make_mesh
+from jaxrl.parallel import is_first, make_mesh
+from jaxrl.parallel.processes import joined_main
 from jaxrl.rollout.conversation import ConversationGenerator
 from jaxrl.rollout.dynamic_sampling import DynamicSamplingError
+from jaxrl.rollout.environment_pool import EnvironmentPool
 from jaxrl.rollout.generator import GeneratorInterface
 from jaxrl.rollout.protocol import Engine
 from jaxrl.rollout.recompute import RecomputeEngine
 from jaxrl.rollout.reward_terms import RewardTermError, RewardTerms
+from jaxrl.rollout.shares import AbsentEngine
 from jaxrl.serve import served_model
 from jaxrl.serving.server import AddressError, Server
 from jaxrl.train_async import AsyncTrainer
@@ -64,7 +70,7 @@ class BasePPOExp:
     def __init__(self, config: Any) -> None:
         self.config = cfg.resolve(cfg.to_train_config(config))
         enable_cache(self.config.trainer.compilation_cache_path)
-        cfg.validate(self.config, num_devices=len(jax.devices()))
+        cfg.validate(self.config, num_devices=jax.device_count(), num_processes=jax.process_count())
 
     def get_model(self) -> TransformerConfig | AdaptedModel:
         """The architecture of the policy: that of `policy.model.path`, or a flax module of yours.
@@ -103,11 +109,13 @@ class BasePPOExp:
         if settings.backend == "jetstream":
             return jetstream_engine(self.config, model, mesh, self.tokenizer)
         if not cfg.in_process(self.config):
+            if not is_first():
+                return AbsentEngine()
             from jaxrl.assemble_remote import assemble_remote_engine  # needs jaxrl[serve]
 
             return assemble_remote_engine(self.config, model, mesh, self.tokenizer)
         if isinstance(model, AdaptedModel):
-            rows = min(settings.max_num_seqs, cfg.rows_at_once(self.config))
+            rows = min(settings.max_num_seqs, cfg.rows_at_once(self.config, jax.process_count()))
             dtype, given = DTYPES[settings.model_dtype], settings.engine_init_kwargs
             return RecomputeEngine(model, mesh, dtype=dtype, max_num_seqs=rows, **given)
         return engine_of_run(self.config, model, mesh, self.tokenizer.decode)
@@ -139,7 +147,16 @@ class BasePPOExp:
             max_env_workers=gym.max_env_workers,
             env_timeout_seconds=gym.env_timeout_seconds,
             reward_terms=RewardTerms(environment.reward_weights, environment.reward_functions),
+            pool=self.get_environment_pool(),
         )
+
+    def get_environment_pool(self) -> EnvironmentPool | None:
+        """Where environments live: in Ray actors, or None: in threads of this process."""
+        if not self.config.environment.skyrl_gym.ray_env_workers:
+            return None
+        from jaxrl.cluster import environment_workers  # needs jaxrl[ray]
+
+        return environment_workers.pool_of_run(self.config, jax.process_count())
 
     def get_callbacks(self) -> list[TrainingCallback]:
         """What is told of the events of the run: `trainer.watching.callbacks`."""
@@ -182,7 +199,7 @@ class BasePPOExp:
         eval_prompts = self.get_prompts(config.data.val_data) if evaluates else []
         check_sources(eval_prompts)
         engine = self.get_engine(model, of_engine)
-        if config.generator.inference_engine.enable_http_endpoint:
+        if config.generator.inference_engine.enable_http_endpoint and is_first():
             self.server = self.get_server(engine, model)
             engine = self.server.host
         trainer = self.get_trainer(
@@ -212,16 +229,16 @@ def meshes(
 ) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
     """That of training, and the sampler's: the same, or one over other devices.
 
+    In a job of several processes the first spans them all, and each has a sampler of its own.
+
     Args:
-        devices: of the run; None = those of the process.
+        devices: of the run; None = those of all its processes.
     """
-    devices = jax.devices() if devices is None else devices
-    shares = cfg.device_shares(config, len(devices))
-    policy = [devices[i] for i in shares.policy]
-    mesh = make_mesh(devices=policy, **dataclasses.asdict(config.trainer.policy.mesh))
-    if shares.engine == shares.policy:
+    parts = devices_of(config, devices)
+    mesh = make_mesh(devices=parts.policy, **dataclasses.asdict(config.trainer.policy.mesh))
+    if parts.engine == parts.policy:
         return mesh, mesh
-    return mesh, make_mesh(devices=[devices[i] for i in shares.engine], data=-1)
+    return mesh, make_mesh(devices=parts.engine, data=-1)
 
 
 def _check_export(trainer: Trainer) -> None:
@@ -248,7 +265,7 @@ def train(config: Any) -> Trainer:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`python -m jaxrl.train --config=FILE [--config.a.b=value ...]`."""
+    """`python -m jaxrl.train [--distributed] --config=FILE [--config.a.b=value ...]`."""
     if not argv or "--help" in argv or "-h" in argv:
         print(
             f"{__doc__}\nEvery field of docs/configuration.md can be set: --config.<path>=<value>."
@@ -275,4 +292,4 @@ def _refuse(error: Exception) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(joined_main(main, sys.argv[1:]))

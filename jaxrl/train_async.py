@@ -8,12 +8,14 @@ import functools
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxrl.checkpoint_items import Buffer
 from jaxrl.config import overlaps, runs_free
 from jaxrl.models.adapter import AdaptedModel
+from jaxrl.parallel import agree, is_first
 from jaxrl.rollout.dynamic_sampling import distinct_uids
 from jaxrl.rollout.loop_thread import LoopThread
 from jaxrl.rollout.parts import from_bytes, gather, to_bytes
@@ -88,7 +90,20 @@ class AsyncTrainer(Trainer):
     # ---------------------------------------------------------------- the lines that differ
 
     def rollouts(self, step: int) -> tuple[GeneratorOutput, list[str]]:
-        """The trajectories that were finished first, in the order of their prompts."""
+        """The trajectories that were finished first, in the order of their prompts.
+
+        In a job of several processes the first samples, on servers, and the others get them.
+        """
+        self.metrics |= {
+            "generate/sampled_batches": 1,
+            "async/num_groups_dropped": 0,
+            "async/keep_rate": 1.0,
+        }
+        output, uids = agree(self._take(step) if is_first() else None)
+        self.batches_drawn += 1
+        return output, uids
+
+    def _take(self, step: int) -> tuple[GeneratorOutput, list[str]]:
         if self.stream is None:
             self.stream = self._open(step)
         elif not self.schedule.overlaps:
@@ -99,16 +114,10 @@ class AsyncTrainer(Trainer):
         self.metrics["async/gen_buffer_qsize_at_wait_start"] = waiting
         if not self.schedule.overlaps:
             self.engine.sleep()
-        self.batches_drawn += 1
         for unit in units:
             self.groups.pop(unit.ordinal, None)
         output = gather([unit.output for unit in units])
         uids = [p.uid for u in units for p in self._prompts(u.ordinal) for _ in range(self.samples)]
-        self.metrics |= {
-            "generate/sampled_batches": 1,
-            "async/num_groups_dropped": 0,
-            "async/keep_rate": 1.0,
-        }
         return output, distinct_uids(uids, self.samples)  # near an epoch's end a prompt comes twice
 
     def collate(self, output: GeneratorOutput) -> TrainBatch:
@@ -136,6 +145,12 @@ class AsyncTrainer(Trainer):
 
     def commit(self, step: int) -> str:
         """Save the state, what was sampled and not yet trained, and where the ledger stands."""
+        waiting, buffer = agree(self._held() if is_first() else None)
+        meta = {**self.checkpoint_meta, "async": waiting, "ledger": self.books.commit()}
+        return self.checkpointer.save(step, self.state, meta, buffer)
+
+    def _held(self) -> tuple[dict[str, Any], Buffer | None]:
+        """What a checkpoint has of the rollouts: where they stand, and those that wait."""
         if self.stream is None:
             raise ValueError(
                 f"{type(self).__name__}.rollouts must call AsyncTrainer.rollouts, which begins to "
@@ -143,14 +158,8 @@ class AsyncTrainer(Trainer):
             )
         held = self.stream.held()  # before the ledger: what is finished later is sampled again
         groups = {str(unit.ordinal): self.groups[unit.ordinal] for unit in held.finished}
-        in_flight = {"next_ordinal": held.next_ordinal, "in_flight": held.in_flight}
-        meta = {
-            **self.checkpoint_meta,
-            "async": {**in_flight, "groups": groups},
-            "ledger": self.books.commit(),
-        }
-        buffer = {"units": to_bytes(held.finished)} if held.finished else None
-        return self.checkpointer.save(step, self.state, meta, buffer)
+        waiting = {"next_ordinal": held.next_ordinal, "in_flight": held.in_flight, "groups": groups}
+        return waiting, {"units": to_bytes(held.finished)} if held.finished else None
 
     def restore_or_init(self) -> TrainState:
         """The state, and what waited beside it."""

@@ -24,7 +24,7 @@ from jaxrl.config.needs import has_critic, kl_in_reward
 from jaxrl.critic import Critic
 from jaxrl.data.packing import collate, minibatches
 from jaxrl.data.prompts import batch_indices
-from jaxrl.evaluation import dump_evaluation, evals_folder, evaluate
+from jaxrl.evaluation import evaluate_policy
 from jaxrl.files import writable_folder
 from jaxrl.ledger import Books
 from jaxrl.metrics import advantage_metrics, rollout_metrics, timed
@@ -33,11 +33,13 @@ from jaxrl.models.adapter import AdaptedModel, check_packing
 from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.objective import step_metrics
 from jaxrl.offload import on_device
+from jaxrl.parallel import is_first
 from jaxrl.registry import source_hashes
 from jaxrl.rewards import advantages_of, make_estimate, penalize_kl, shape_rewards
 from jaxrl.rollout.dynamic_sampling import collect
 from jaxrl.rollout.generator import GeneratorInterface, run_now, sample_prompts
 from jaxrl.rollout.protocol import Engine
+from jaxrl.rollout.shares import sample_in_shares
 from jaxrl.rollout.step_wise import trajectory_numbers
 from jaxrl.run_state import finished_state, restore_or_init
 from jaxrl.types import GeneratorOutput, Prompt, TrainBatch, TrainState
@@ -47,6 +49,7 @@ from jaxrl.watching.callbacks import TrainingCallback
 from jaxrl.watching.diagnostics import advantages_by_correctness
 from jaxrl.watching.flops import speed_metrics
 from jaxrl.watching.recorder import Recorder
+from jaxrl.weight_sync import local_copy
 
 
 class Trainer:
@@ -165,7 +168,7 @@ class Trainer:
                     self.books.end_step(step, self.batch)
                 recorder.record(step, metrics)  # 9
                 self.save(step)
-                if recorder.control.should_stop:
+                if recorder.stops():
                     break
             with timed(self.seconds, "save_checkpoints"):
                 self.checkpointer.wait()
@@ -187,7 +190,7 @@ class Trainer:
             batch = self.add_log_probs(batch)  # 5
         with timed(self.metrics, "compute_advantages_and_returns"):
             self.batch = batch = self.add_advantages(batch)  # 6
-        if self.config.trainer.dump_data_batch:
+        if self.config.trainer.dump_data_batch and is_first():
             with timed(self.metrics, "dump_data_batch"):
                 dump_batch(batch_path(self.config.trainer.export_path, step), batch, step)
         self.update_critic(batch, step)  # 7
@@ -244,7 +247,15 @@ class Trainer:
         """
         phase = "train" if attempt == 1 else f"train, batch {attempt}"
         params = self.config.generator.sampling_params
-        return self.wait_for(self.sample(phase, prompts, step, self.samples, params))
+        return self.sample_now(phase, prompts, step, self.samples, params)
+
+    def sample_now(self, phase: str, prompts: Sequence[Prompt], *how: Any) -> GeneratorOutput:
+        """`sample` to its end; each process of the job a share of the prompts, if it can."""
+
+        def sample(mine: Sequence[Prompt], part: bool) -> GeneratorOutput:
+            return self.wait_for(self.sample(phase, mine, *how, part=part))
+
+        return sample_in_shares(sample, prompts, each_samples=cfg.in_process(self.config))
 
     async def sample(
         self,
@@ -337,7 +348,7 @@ class Trainer:
 
     def sync_weights(self, step: int) -> None:
         """Hand the parameters to the engine; they are version `step`."""
-        self.engine.update_weights(self.params, step)
+        self.engine.update_weights(local_copy(self.params), step)
 
     def save(self, step: int) -> None:
         """Checkpoint and export when due: by interval, at epoch ends, after the last step."""
@@ -365,21 +376,7 @@ class Trainer:
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Score the evaluation prompts, per data source and over all."""
-        trainer, generator = self.config.trainer, self.config.generator
-        if not self.eval_prompts or generator.eval_sampling_params is None:
-            return {}
-        params = generator.eval_sampling_params
-
-        def generate(prompts: Sequence[Prompt], step: int, samples: int) -> GeneratorOutput:
-            return self.wait_for(self.sample("eval", prompts, step, samples, params))
-
-        with timed(self.metrics, "eval"):
-            metrics, rows = evaluate(
-                generate, self.eval_prompts, step, self.config, tokenizer=self.tokenizer
-            )
-        if trainer.dump_eval_results:
-            dump_evaluation(evals_folder(trainer.export_path, step), rows, metrics)
-        return metrics | {"timing/eval": self.metrics["timing/eval"]}
+        return evaluate_policy(self, step)
 
     def restore_or_init(self) -> TrainState:
         """The state of the checkpoint that the config points to, else that of the model folders."""

@@ -15,7 +15,7 @@ from jaxrl.checkpoint import (
     parse_resume_path,
     resume,
 )
-from jaxrl.checksums import checksums
+from jaxrl.checksums import checksums, start_checksums
 from jaxrl.compilation import CompilationWatch
 from jaxrl.models.transformer import TransformerConfig, init_params, logical_axes
 from jaxrl.optim import abstract_state, init_state, make_apply, make_optimizer
@@ -281,6 +281,43 @@ def test_checksum_literals():
     # -1 is 2^32 - 1, so weight 3 gives -3 mod 2^32; bfloat16 1.0 is 0x3f80 = 16256
     assert checksums([np.array([0, -1], np.int32)]) == {"[0]": 2**32 - 3}
     assert checksums([jnp.ones((), jnp.bfloat16)]) == {"[0]": 16256}
+
+
+@pytest.mark.parametrize("size", [1, 2**14 - 1, 2**14, 3 * 2**14 + 5])
+def test_checksums_in_blocks_are_those_of_the_formula(size):
+    """Of arrays that are whole on a CPU; their blocks have 2^14 elements."""
+    bits = np.random.default_rng(0).integers(0, 2**32, size, np.uint32)
+    wanted = int((bits.astype(object) * (2 * np.arange(size) + 1)).sum() % 2**32)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), "x")
+    copies = jax.device_put(bits, jax.sharding.NamedSharding(mesh, jax.P()))
+    found = checksums([jnp.asarray(bits), copies, bits])  # the last one is summed as a whole
+    assert set(found.values()) == {wanted}
+    for place in {0, size // 2, size - 1}:  # the lowest and the highest bit of one element
+        for bit in (np.uint32(1), np.uint32(1 << 31)):
+            other = bits.copy()
+            other[place] ^= bit
+            assert checksums([jnp.asarray(other)])["[0]"] != wanted
+
+
+def test_checksums_in_blocks_of_other_shapes_and_types():
+    """The same numbers as where the array is split, of which no device has all elements."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), "x")
+    split = jax.sharding.NamedSharding(mesh, jax.P(None, "x"))
+    values = np.random.default_rng(0).normal(size=(3, 66, 200)).astype(np.float32)
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.int8):
+        array = jnp.asarray(values, dtype)
+        assert checksums([array]) == checksums([jax.device_put(array, split)])
+
+
+def test_checksums_that_were_started_outlive_the_donation_of_their_arrays():
+    grow = jax.jit(lambda x: x + 1, donate_argnums=0)
+    array = jnp.zeros(2**22, jnp.float32)
+    started = []
+    for _ in range(4):
+        started.append(start_checksums([array]))
+        array = grow(array)
+    wanted = [checksums([jnp.full(2**22, n, jnp.float32)]) for n in range(4)]
+    assert [fetch() for fetch in started] == wanted
 
 
 # ------------------------------------------------------------------ which checkpoint

@@ -50,6 +50,7 @@ LAYER_OF = {
     "compare": "L4",
     "anchors": "L4",
     "staleness": "L3",
+    "weight_sync": "L3",
     "assemble": "L4",
     "assemble_remote": "L4",
     "batch_file": "L3",
@@ -84,8 +85,12 @@ MAY_IMPORT = {
     "L4": {"L0", "L1", "registry", "placement", "L2", "L3", "L4"},
     "L5": {"L0", "L1", "registry", "placement", "L2", "L3", "L4", "L5"},
 }
-# In a process where Ray is initialised, a registry asks the actor that shares it.
-UPWARD = {("function_registry", "jaxrl.cluster.registry_sync")}
+# In a process where Ray is initialised, a registry asks the actor that shares it. A run whose
+# config asks for environments in Ray actors gets them there.
+UPWARD = {
+    ("function_registry", "jaxrl.cluster.registry_sync"),
+    ("train", "jaxrl.cluster.environment_workers"),
+}
 # The maths knows no framework but these.
 L1_PACKAGES = {"jax", "chex", "jaxrl", "typing"}
 

@@ -1,5 +1,6 @@
 """Checks of conversations: lengths, turns, a row per turn, and what these exclude."""
 
+import importlib.util
 import math
 from dataclasses import asdict
 from typing import Any
@@ -99,6 +100,14 @@ def _check_environments(config: TrainConfig) -> None:
     workers, seconds = gym.max_env_workers, gym.env_timeout_seconds
     if workers < 0:
         fail(f"{group}.max_env_workers", workers, "must be 0 (inline) or more")
+    if gym.ray_env_workers < 0:
+        fail(f"{group}.ray_env_workers", gym.ray_env_workers, "must be 0 (threads) or more")
+    if gym.ray_env_workers and not workers:
+        fix = f"with {group}.ray_env_workers={gym.ray_env_workers}: no call could be made"
+        fail(f"{group}.max_env_workers", workers, f"{fix}; set it to 1 or more")
+    if gym.ray_env_workers and importlib.util.find_spec("ray") is None:
+        fix = "needs Ray: pip install 'jaxrl[ray]', or set it to 0"
+        fail(f"{group}.ray_env_workers", gym.ray_env_workers, fix)
     if seconds is not None and seconds <= 0:
         fail(f"{group}.env_timeout_seconds", seconds, "must be > 0, or None (no limit)")
     sql = gym.text2sql

@@ -69,6 +69,9 @@ class SkyRLGymConfig(BaseConfig):
 
     max_env_workers: int = 32
     """Environment calls at a time, in threads; 0 = inline."""
+    ray_env_workers: int = 0
+    """Ray actors, over all nodes, in which environments live; 0 = in threads of the trainer's
+    process. `max_env_workers` is then the number of calls at a time in all of them."""
     env_timeout_seconds: float | None = 300.0
     """Seconds that one call of an environment may take; None = any."""
     text2sql: Text2SQLEnvConfig = field(default_factory=Text2SQLEnvConfig)

@@ -35,7 +35,7 @@ def batch_groups(config: "TrainConfig", num_devices: int, role: str = "policy") 
     return math.prod(size for axis, size in zip(AXES, sizes, strict=True) if axis in rows)
 
 
-def check_mesh(config: "TrainConfig", shares: "DeviceShares") -> None:
+def check_mesh(config: "TrainConfig", shares: "DeviceShares", num_processes: int = 1) -> None:
     """Sizes that fit the devices, SkyRL's fields that agree with them, rules that can be placed.
 
     Raises:
@@ -48,7 +48,7 @@ def check_mesh(config: "TrainConfig", shares: "DeviceShares") -> None:
             continue
         field, sizes = f"trainer.{name}.mesh", dataclasses.asdict(role.mesh)
         try:
-            mesh_sizes(len(devices), **sizes)
+            mesh_sizes(len(devices) * num_processes, **sizes)
         except ValueError as error:
             said = {axis: size for axis, size in sizes.items() if size != 1}
             fail(field, said, str(error).partition(": ")[2] or str(error))

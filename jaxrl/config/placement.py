@@ -12,7 +12,7 @@ _PLACEMENT = "trainer.placement"
 
 
 class DeviceShares(NamedTuple):
-    """Numbers of the devices of each part, in the order of `jax.devices()`."""
+    """Numbers of the devices of each part among those of a process; the same in every process."""
 
     policy: range
     ref: range
@@ -28,6 +28,9 @@ def device_shares(config: "TrainConfig", num_devices: int) -> DeviceShares:
 
     As in SkyRL, `policy_num_gpus_per_node` and `ref_num_gpus_per_node` count the devices of the
     policy and of a reference of its own; an engine of its own takes what is left.
+
+    Args:
+        num_devices: of a process.
     """
     placement, whole = config.trainer.placement, range(num_devices)
     apart = _engine_is_apart(config)
@@ -42,6 +45,9 @@ def device_shares(config: "TrainConfig", num_devices: int) -> DeviceShares:
 
 def check_placement(config: "TrainConfig", num_devices: int) -> DeviceShares:
     """The shares, if there are devices for all and work for all devices.
+
+    Args:
+        num_devices: of a process.
 
     Raises:
         ValueError: names the field, its value and the fix.
@@ -66,6 +72,27 @@ def check_placement(config: "TrainConfig", num_devices: int) -> DeviceShares:
         fix = f"{said} leaves some of {num_devices} devices idle; let them add up to {num_devices}"
         fail(f"{_PLACEMENT}.{field}", False, fix)
     return shares
+
+
+def check_processes(config: "TrainConfig", num_devices: int, num_processes: int) -> None:
+    """Refuse what a job of several processes cannot do.
+
+    Raises:
+        ValueError: names the field, its value and the fix.
+    """
+    if num_processes == 1:
+        return
+    if num_devices % num_processes:
+        raise ValueError(
+            f"{num_processes} processes with {num_devices} devices in all: give each as many"
+        )
+    if config.trainer.fully_async.enabled and in_process(config):
+        fix = (
+            f"the engine samples in each of {num_processes} processes, which take their parts of a "
+            "batch together; sample on servers (generator.inference_engine.backend='vllm' or "
+            "remote_urls), or set it to False"
+        )
+        fail("trainer.fully_async.enabled", True, fix)
 
 
 def _engine_is_apart(config: "TrainConfig") -> bool:

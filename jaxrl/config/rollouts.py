@@ -11,17 +11,23 @@ from jaxrl.config.train_config import TrainConfig
 _ENGINE = "generator.inference_engine"
 
 
-def rows_at_once(config: TrainConfig) -> int:
+def rows_at_once(config: TrainConfig, num_processes: int = 1) -> int:
     """Trajectories of the larger of a training and an evaluation batch.
 
     Of both where they are sampled side by side.
+
+    Args:
+        num_processes: that share the prompts of a batch; the largest share counts.
     """
     generator, trainer = config.generator, config.trainer
-    evaluated = trainer.eval_batch_size * generator.eval_n_samples_per_prompt
+    prompts, evaluated = (
+        -(-size // num_processes) for size in (trainer.train_batch_size, trainer.eval_batch_size)
+    )
+    evaluated *= generator.eval_n_samples_per_prompt
     if not overlaps(config):
-        return max(trainer.train_batch_size * generator.n_samples_per_prompt, evaluated)
+        return max(prompts * generator.n_samples_per_prompt, evaluated)
     workers = trainer.fully_async.num_parallel_generation_workers
-    groups = workers if runs_free(config) else trainer.train_batch_size
+    groups = workers if runs_free(config) else prompts
     return groups * generator.n_samples_per_prompt + evaluated * (trainer.eval_interval > 0)
 
 

@@ -10,7 +10,7 @@ from jaxrl.config.formulas import loss_lines, reduction_line
 from jaxrl.config.mesh import batch_groups, check_mesh
 from jaxrl.config.microbatching import check_rows
 from jaxrl.config.objective_card import format_card, microbatch_lines, optimizer_line
-from jaxrl.config.placement import check_placement
+from jaxrl.config.placement import check_placement, check_processes
 from jaxrl.config.train_config import TrainConfig, resolve
 from jaxrl.config.trainer import logger_names
 from jaxrl.config.validation import check_fields
@@ -47,12 +47,13 @@ def resolve_sft(config: TrainConfig) -> TrainConfig:
     return resolve(result)
 
 
-def validate_sft(config: TrainConfig, num_devices: int = 1) -> None:
+def validate_sft(config: TrainConfig, num_devices: int = 1, num_processes: int = 1) -> None:
     """Check the config of a supervised run; warn of fields without a counterpart.
 
     Args:
         config: is not changed.
         num_devices: devices that the run will use.
+        num_processes: that have them, equally many each.
 
     Raises:
         ValueError: a field is out of range, not available, at odds with another one, or set
@@ -66,7 +67,9 @@ def validate_sft(config: TrainConfig, num_devices: int = 1) -> None:
             fix = f"has no effect in supervised fine-tuning; leave it {defaults[field]!r}"
             fail(key, value, fix)
     check_fields(resolved)
-    check_mesh(resolved, check_placement(resolved, num_devices))
+    check_processes(resolved, num_devices, num_processes)
+    shares = check_placement(resolved, num_devices // num_processes)
+    check_mesh(resolved, shares, num_processes)
     check_watching(resolved.trainer.watching, logger_names(resolved.trainer.logger))
     if resolved.trainer.policy.record_memory:
         fail("trainer.policy.record_memory", True, "is of reinforcement learning; set it to False")

@@ -17,7 +17,7 @@ from jaxrl.config.microbatching import check_microbatches
 from jaxrl.config.model_checks import check_models
 from jaxrl.config.needs import has_critic
 from jaxrl.config.objective_checks import check_objective, warn_of_objective
-from jaxrl.config.placement import check_placement
+from jaxrl.config.placement import check_placement, check_processes
 from jaxrl.config.rollouts import check_engines
 from jaxrl.config.serving import check_serving
 from jaxrl.config.sft import SFTConfig
@@ -89,12 +89,13 @@ _NOT_NEGATIVE = """
 """
 
 
-def validate(config: TrainConfig, num_devices: int = 1) -> None:
+def validate(config: TrainConfig, num_devices: int = 1, num_processes: int = 1) -> None:
     """Check a config, its derived defaults filled in by `resolve`; warn of fields without effect.
 
     Args:
         config: is not changed.
         num_devices: devices that the run will use.
+        num_processes: that have them, equally many each.
 
     Raises:
         ValueError: a field is out of range, not available, or at odds with another one.
@@ -103,15 +104,19 @@ def validate(config: TrainConfig, num_devices: int = 1) -> None:
     if config.sft != SFTConfig():
         fail("sft", config.sft, "is for `python -m jaxrl.sft` alone; leave it at its defaults")
     check_fields(config)
-    shares = check_placement(config, num_devices)
-    check_mesh(config, shares)
+    check_processes(config, num_devices, num_processes)
+    shares = check_placement(config, num_devices // num_processes)
+    check_mesh(config, shares, num_processes)
     check_conversations(config)
     check_engines(config, len(shares.engine))
     check_async(config, len(shares.engine))
     check_serving(config.serve)
     check_watching(config.trainer.watching, logger_names(config.trainer.logger))
     check_ledger(config.trainer.ledger)
-    groups = [batch_groups(config, len(devices), role) for role, devices in shares.of_roles()]
+    groups = [
+        batch_groups(config, len(devices) * num_processes, role)
+        for role, devices in shares.of_roles()
+    ]
     check_microbatches(config, max(groups))
     check_objective(config)
     check_critic(config)

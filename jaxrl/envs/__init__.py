@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxrl.envs.protocol import Env, StepOutput
 
-__all__ = ["ENVS", "Env", "StepOutput", "load", "make", "register"]
+__all__ = ["ENVS", "Env", "StepOutput", "construct", "load", "make", "register"]
 
 # name -> "module:Class", imported when first used. "reasoning_gym" is written with a family:
 # "reasoning_gym:chain_sum".
@@ -44,18 +44,27 @@ def make(
     Raises:
         ValueError: there is no such environment; names the nearest one and lists all.
     """
+    return construct(load(env_class), env_class, extras, env_config)
+
+
+def construct(
+    entry_point: Callable[..., Env],
+    env_class: str,
+    extras: Mapping[str, Any] | None,
+    env_config: Mapping[str, Any] | None,
+) -> Env:
+    """A fresh environment of what `load` gave for the name, here or in another process."""
     name, _, family = env_class.partition(":")
-    if name == "reasoning_gym":
-        if not family:
-            raise ValueError(
-                "environment 'reasoning_gym' needs a family, as in 'reasoning_gym:chain_sum'"
-            )
-        return load(env_class)(env_config=env_config, extras=extras, family=family)
-    return load(env_class)(env_config=env_config, extras=extras)
+    families = {"family": family} if name == "reasoning_gym" else {}
+    return entry_point(env_config=env_config, extras=extras, **families)
 
 
 def load(env_class: str) -> Any:
     """The class behind a name, imported if need be; takes what `make` takes."""
+    if env_class in ("reasoning_gym", "reasoning_gym:"):
+        raise ValueError(
+            "environment 'reasoning_gym' needs a family, as in 'reasoning_gym:chain_sum'"
+        )
     entry_point = ENVS.get("reasoning_gym" if env_class.startswith("reasoning_gym:") else env_class)
     if entry_point is None:
         if ":" not in env_class:

@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, cast
 
@@ -11,10 +11,11 @@ import numpy as np
 
 from jaxrl import config as cfg
 from jaxrl.checkpoint import PREFIX
-from jaxrl.checksums import checksums
+from jaxrl.checksums import start_checksums
 from jaxrl.files import as_path
 from jaxrl.ledger.database import FILE, Ledger
 from jaxrl.ledger.rollout_file import rollouts_path, to_arrays, write_rollouts
+from jaxrl.parallel import ProcessError, agree, gather, is_first
 from jaxrl.types import GeneratorOutput, Prompt, TrainBatch
 
 _FAILED = ("env_error", "abort")  # stop reasons of trajectories from which nothing is learnt
@@ -39,6 +40,8 @@ class Taken(NamedTuple):
 class Books:
     """Of one trainer, which may be called from several threads; records nothing before `begin`.
 
+    Of the processes of a job the first alone has a ledger.
+
     Args:
         trainer: has config, train_prompts, samples, steps_per_epoch and the state.
     """
@@ -60,6 +63,8 @@ class Books:
         Raises:
             LedgerError: see `Ledger`.
         """
+        if not is_first():
+            return
         trainer, settings = self.trainer, self.trainer.config.trainer
         timeout = settings.ledger.lock_timeout_seconds
         saved = (trainer.checkpointer.restored_meta or {}).get("ledger")
@@ -170,20 +175,26 @@ class Books:
         Raises:
             ValueError: it has rows that are none of these.
         """
-        if self.ledger is None or self._taken is None or batch is None:
+        if batch is None:
+            return
+        settings = self.trainer.config.trainer.ledger
+        numbers: Callable[[], dict[str, int]] = dict
+        if settings.record_checksums and (self.ledger or not is_first()):
+            numbers = start_step_checksums(batch, self.trainer.state)
+            if jax.process_count() > 1:
+                _compare(numbers())
+        if self.ledger is None or self._taken is None:
             return
         taken, self._taken = self._taken, None
         reasons = _reasons(taken, batch, self._skipped)
         self.ledger.add("ends", [(number, step, reason) for number, reason in reasons.items()])
-        settings = self.trainer.config.trainer.ledger
-        numbers = self._checksums(batch) if settings.record_checksums else "{}"
 
         def make() -> tuple[Any, ...]:
             if taken.arrays is None:
-                return step, None, None, numbers
+                return step, None, None, json.dumps(numbers())
             path = rollouts_path(self.folder, step)
             digest = write_rollouts(path, taken.arrays, taken.uids)
-            return step, str(path.relative_to(self.folder)), digest, numbers
+            return step, str(path.relative_to(self.folder)), digest, json.dumps(numbers())
 
         if self._writing is not None:  # a slow disk may be one step behind, not more
             self._writing.result()
@@ -203,22 +214,45 @@ class Books:
             self.ledger.close()
             self.ledger = None
 
-    def _checksums(self, batch: TrainBatch) -> str:
-        return json.dumps(step_checksums(batch, self.trainer.state))
-
 
 def step_checksums(batch: TrainBatch, state: Any) -> dict[str, int]:
     """A number for the bits of each array of a step: "batch.<field>", then "state<path>"."""
-    found = {}
-    for name, array in vars(batch).items():
-        if array is not None:
-            found[f"batch.{name}"] = zlib.crc32(np.asarray(jax.device_get(array)).tobytes())
-    return found | {f"state{name}": number for name, number in checksums(state).items()}
+    return start_step_checksums(batch, state)()
+
+
+def start_step_checksums(batch: TrainBatch, state: Any) -> Callable[[], dict[str, int]]:
+    """Dispatch `step_checksums`; what is returned waits for the devices, in any thread."""
+    arrays = {name: array for name, array in vars(batch).items() if array is not None}
+    of_batch = {
+        f"batch.{name}": zlib.crc32(np.asarray(jax.device_get(array)).tobytes())
+        for name, array in arrays.items()
+    }
+    of_state = start_checksums(state)
+    return lambda: of_batch | {f"state{name}": number for name, number in of_state().items()}
+
+
+def _compare(found: dict[str, int]) -> None:
+    """Whether the processes of the job have computed the same; a collective.
+
+    Raises:
+        ProcessError: they have not.
+    """
+    first = agree(found)
+    others = gather([name for name in first if found.get(name) != first[name]])
+    for process, different in enumerate(others):
+        if different:
+            raise ProcessError(
+                f"process {process} has other bits than process 0 in {different[0]} and "
+                f"{len(different) - 1} more arrays: one of them computes wrongly, or user code "
+                "depends on the process. Nothing of this step is saved: mend that, and resume with "
+                "trainer.resume_mode=latest"
+            )
 
 
 def machine_of(mesh: jax.sharding.Mesh) -> dict[str, Any]:
     """Where bits come from beside the state and the batch."""
-    return {
+    processes = {"processes": jax.process_count()} if jax.process_count() > 1 else {}
+    return processes | {
         "platform": jax.default_backend(),
         "device": mesh.devices.flat[0].device_kind,
         "devices": len(jax.devices()),

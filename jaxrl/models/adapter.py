@@ -24,6 +24,7 @@ from flax import nnx
 from jaxrl.models import transformer
 from jaxrl.models.remat import recompute
 from jaxrl.models.transformer import Params
+from jaxrl.parallel.processes import put
 from jaxrl.parallel.rules import Placement
 
 EXAMPLE = np.zeros((1, 8), np.int32)  # tokens, positions and segment ids to initialise with
@@ -147,7 +148,7 @@ def _(model: AdaptedModel) -> Params:
 
 @transformer.init_params.register
 def _(model: AdaptedModel, seed: int, shardings: Params | None = None) -> Params:
-    return jax.device_put(_float32(model.init(seed)), shardings)
+    return put(_float32(model.init(seed)), shardings)
 
 
 @transformer.describe.register

@@ -39,6 +39,7 @@ from jaxrl.models.weights import (
     read_part,
     weight_map,
 )
+from jaxrl.parallel.processes import put
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -180,7 +181,7 @@ def load_or_init(
     head, rest = "value_head", {name: x for name, x in shardings.items() if name != "value_head"}
     drawn = draw(param_specs(config)[head], (seed, 0), config.initializer_range)
     params = load_params(folder, trunk, shardings=rest)
-    return params | {head: jax.device_put(drawn, shardings[head])}
+    return params | {head: put(drawn, shardings[head])}
 
 
 def load_generation_config(folder: str | os.PathLike[str]) -> dict[str, Any]:

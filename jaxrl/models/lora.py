@@ -23,6 +23,7 @@ from jaxrl.models import transformer
 from jaxrl.models.linear import LoraWeight, is_adapted
 from jaxrl.models.transformer import Params, ParamSpec, TransformerConfig
 from jaxrl.models.weights import HFWeight, is_weight, layer_names, weight_map
+from jaxrl.parallel.processes import put
 from jaxrl.types import Array, ModelRows
 
 INIT_METHODS = ("kaiming", "gaussian")
@@ -203,7 +204,7 @@ def _(lora: LoraConfig, seed: int, shardings: Params | None = None) -> Params:
     specs, treedef = jax.tree.flatten(adapter_specs(lora), is_leaf=transformer.is_spec)
     places = jax.tree.leaves(shardings) if shardings is not None else [None] * len(specs)
     leaves = [
-        jax.device_put(_draw(spec, np.random.default_rng((seed, leaf, 1))), place)
+        put(_draw(spec, np.random.default_rng((seed, leaf, 1))), place)
         for leaf, (spec, place) in enumerate(zip(specs, places, strict=True))
     ]
     return treedef.unflatten(leaves)

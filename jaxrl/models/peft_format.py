@@ -18,7 +18,8 @@ from jaxrl.models.export import save_tokenizer, whole_folder, write_json, write_
 from jaxrl.models.hf import read_json
 from jaxrl.models.lora import LoraConfig, adapter_specs, matrices, select_modules
 from jaxrl.models.transformer import Params, TransformerConfig, abstract_params
-from jaxrl.models.weights import HFWeight, from_hf, hf_shape, on_host, to_hf
+from jaxrl.models.weights import HFWeight, from_hf, hf_shape, to_hf
+from jaxrl.parallel.processes import fetch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,7 +61,7 @@ def save_adapter(
     Raises:
         FileExistsError: `folder` exists and `overwrite` is False.
     """
-    host = jax.tree.map(on_host, adapters)
+    host = fetch(adapters)
     found = {t.name: to_hf(t.layout, host[t.leaf][t.part][t.index]) for t in _tensors(lora)}
     if jax.process_index() != 0:
         return

@@ -32,6 +32,7 @@ from jaxrl.models.attention import (
 from jaxrl.models.linear import einsum_float32, gather_weight, look_up, merge, project
 from jaxrl.models.remat import ATTENTION, LAYER_INPUT, recompute
 from jaxrl.models.rope import RopeScaling, rotate
+from jaxrl.parallel.processes import put
 from jaxrl.parallel.rules import Placement, constrain
 
 # A scan writes every residual of the backward pass into a stacked buffer: for the two layers of the
@@ -182,7 +183,7 @@ def init_params(config: TransformerConfig, seed: int, shardings: Params | None =
     specs, treedef = jax.tree.flatten(param_specs(config), is_leaf=is_spec)
     places = jax.tree.leaves(shardings) if shardings is not None else [None] * len(specs)
     leaves = [
-        jax.device_put(draw(spec, (seed, leaf), config.initializer_range), place)
+        put(draw(spec, (seed, leaf), config.initializer_range), place)
         for leaf, (spec, place) in enumerate(zip(specs, places, strict=True))
     ]
     return jax.tree.unflatten(treedef, leaves)

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from jaxrl.models.transformer import Params, ParamSpec, TransformerConfig, is_spec, param_specs
+from jaxrl.parallel.processes import fetch
 
 DimGroups = tuple[tuple[int, ...], ...]
 
@@ -137,21 +137,17 @@ def hf_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
 
 
 def params_to_hf(config: TransformerConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor under its Hugging Face name, in the dtype of the parameters, leaf by leaf."""
+    """Every tensor under its Hugging Face name, in the dtype of the parameters, leaf by leaf.
+
+    A collective where they span processes.
+    """
     weights, treedef = jax.tree.flatten(weight_map(config), is_leaf=is_weight)
     for weight, leaf in zip(weights, treedef.flatten_up_to(params), strict=True):
-        host = on_host(leaf)
+        host = fetch(leaf)
         names = layer_names(weight, config.num_layers)
         layers = host if "{i}" in weight.name else host[None]
         for name, x in zip(names, layers, strict=True):
             yield name, to_hf(weight, x)
-
-
-def on_host(leaf: jax.Array | np.ndarray) -> np.ndarray:
-    """The whole array; one that spans hosts is gathered, which all processes must do together."""
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
-    return np.asarray(leaf)
 
 
 def is_weight(x: object) -> bool:

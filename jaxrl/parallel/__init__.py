@@ -1,6 +1,17 @@
 """Meshes and the rules that place arrays on them."""
 
-from jaxrl.parallel.mesh import engine_meshes, make_mesh, mesh_sizes
+from jaxrl.parallel.mesh import by_process, engine_meshes, make_mesh, mesh_sizes
+from jaxrl.parallel.processes import (
+    ProcessError,
+    agree,
+    fetch,
+    gather,
+    is_first,
+    put,
+    record_folder,
+    share,
+    start_processes,
+)
 from jaxrl.parallel.rules import (
     Placement,
     ShardingRules,
@@ -11,11 +22,21 @@ from jaxrl.parallel.rules import (
 
 __all__ = [
     "Placement",
+    "ProcessError",
     "ShardingRules",
+    "agree",
     "batch_sharding",
+    "by_process",
     "engine_meshes",
+    "fetch",
+    "gather",
+    "is_first",
     "make_mesh",
     "mesh_sizes",
     "param_shardings",
+    "put",
+    "record_folder",
     "replicated",
+    "share",
+    "start_processes",
 ]

@@ -56,6 +56,14 @@ def make_mesh(*, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
     return Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def by_process(devices: Iterable[Any]) -> list[list[Any]]:
+    """The devices of each process, in the order of the processes."""
+    parts: dict[int, list[Any]] = {}
+    for device in devices:
+        parts.setdefault(device.process_index, []).append(device)
+    return [parts[index] for index in sorted(parts)]
+
+
 def engine_meshes(devices: Iterable[Any], engines: int, tensor: int) -> list[Mesh]:
     """The devices in `engines` equal parts, each with a tensor axis and data over the rest.
 

@@ -147,6 +147,7 @@ class ConversationGenerator:
         max_env_workers: calls of environments at a time; 0 = inline.
         env_timeout_seconds: of each call of an environment; None = none.
         reward_terms: weights of named rewards, and functions that judge beside the environment.
+        pool: where environments live, in place of the threads that the two before it describe.
     """
 
     def __init__(
@@ -159,11 +160,12 @@ class ConversationGenerator:
         max_env_workers: int = 32,
         env_timeout_seconds: float | None = None,
         reward_terms: RewardTerms | None = None,
+        pool: EnvironmentPool | None = None,
     ) -> None:
         self.engine, self.tokenizer, self.env_config = engine, tokenizer, env_config
         self.settings = GeneratorConfig() if settings is None else settings
         self.log_probs = self.settings.sampling_params.logprobs is not None
-        self.pool = EnvironmentPool(max_env_workers, env_timeout_seconds)
+        self.pool = pool or EnvironmentPool(max_env_workers, env_timeout_seconds)
         self._submissions: Submissions | None = None
         self.reward_terms = reward_terms
         self.template = TurnTemplate(tokenizer, self.settings.chat_template_kwargs)

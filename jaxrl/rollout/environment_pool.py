@@ -4,13 +4,15 @@ import asyncio
 import inspect
 import queue
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
+from jaxrl import envs
+
 
 class EnvironmentPool:
-    """Runs the calls of environments, at most `workers` at a time.
+    """Makes environments, and runs the calls of them, at most `workers` at a time.
 
     A call that is a coroutine function is awaited in the caller's loop; any other runs in a daemon
     thread, so that one which never returns keeps neither the run nor the process waiting: its
@@ -20,13 +22,30 @@ class EnvironmentPool:
         workers: most calls at a time; 0 = in the caller's thread, one after the other and without
             a time limit.
         timeout_seconds: of each call, from its start; None = none.
+
+    Attributes:
+        given_up: threads that were left behind in calls that took too long.
     """
 
     def __init__(self, workers: int, timeout_seconds: float | None = None) -> None:
         self.workers, self.timeout_seconds = workers, timeout_seconds
+        self.given_up = 0
         self._idle: list[_Worker] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._places: asyncio.Semaphore
+
+    def make(
+        self,
+        env_class: str,
+        extras: Mapping[str, Any] | None = None,
+        env_config: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """A fresh environment, see `envs.make`. This is a call for `run`, as are its methods."""
+        return envs.make(env_class, extras, env_config)
+
+    def beside(self, env: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A user's function as it is called where the environment lives."""
+        return function
 
     async def run(self, call: Callable[[], Any]) -> Any:
         """What the call returns.
@@ -56,6 +75,7 @@ class EnvironmentPool:
                 self._idle.append(worker)
             else:
                 worker.give_up()
+                self.given_up += 1
 
     async def _limited(self, work: Awaitable[Any]) -> Any:
         """The result of `work`, whose own TimeoutError is not mistaken for ours."""

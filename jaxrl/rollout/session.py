@@ -3,12 +3,11 @@
 import contextlib
 import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 
-from jaxrl import envs
 from jaxrl.envs import StepOutput
 from jaxrl.registry import accepted_keywords
 from jaxrl.rollout.environment_pool import EnvironmentPool
@@ -50,14 +49,13 @@ class Session:
             max_turns: for environments that count turns; a column of the row's own holds instead.
         """
         self._max_turns = max_turns
-
-        def start() -> Any:
-            extras = {"max_turns": max_turns, **self.prompt.extras}
-            self._env = envs.make(self.prompt.env_class, extras, self.env_config)
-            messages, _ = self._env.init(self.prompt.messages)
-            return messages
-
-        return await self._ask("at the start", start)
+        when, extras = "at the start", {"max_turns": max_turns, **self.prompt.extras}
+        given = self.prompt.env_class, extras, self.env_config
+        self._env = await self._ask(when, functools.partial(self.pool.make, *given))
+        opening = await self._ask(when, functools.partial(self._env.init, self.prompt.messages))
+        with self.blamed(when):
+            messages, _ = opening
+        return messages
 
     async def step(self, text: str, tokens: Sequence[str], stopped: bool) -> StepOutput:
         """Take a response to the environment.
@@ -75,10 +73,7 @@ class Session:
             RewardTermError: the terms are not those that have a weight.
         """
         when = f"with the answer {text!r}"
-        asked = _step_keywords(type(self._env))
-        details = {"tokens": list(tokens), "stopped": stopped}
-        details = {name: value for name, value in details.items() if name in asked}
-        step = await self._ask(when, functools.partial(self._env.step, text, **details))
+        step = await self._ask(when, step_call(self._env, text, list(tokens), stopped))
         with self.blamed(when):
             given = named(step["reward"], PLAIN)
             terms = {name: _checked(x, len(tokens), name) for name, x in given.items()}
@@ -104,7 +99,8 @@ class Session:
         found: dict[str, Reward] = {}
         for function, call, keywords in self.terms.calls(**details):
             when = f"in reward function '{function}' with the answer {text!r}"
-            given = await self._ask(when, functools.partial(call, **keywords))
+            there = self.pool.beside(self._env, call)
+            given = await self._ask(when, functools.partial(there, **keywords))
             with self.blamed(when):
                 for name, x in named(given, function).items():
                     if name in taken or name in found:
@@ -123,7 +119,10 @@ class Session:
 
     async def metrics(self) -> dict[str, Any]:
         """The environment's numbers about the conversation."""
-        return await self._ask("in get_metrics", lambda: dict(self._env.get_metrics()))
+        when = "in get_metrics"
+        found = await self._ask(when, self._env.get_metrics)
+        with self.blamed(when):
+            return dict(found)
 
     async def close(self) -> None:
         """Let the environment release what it holds; only the first call does."""
@@ -148,6 +147,13 @@ class Session:
             name, uid = self.prompt.env_class, self.prompt.uid
             message = f"environment '{name}' failed on prompt {uid} {when}: {error!r}"
             raise EnvironmentFailure(message) from error
+
+
+def step_call(env: Any, text: str, tokens: list[str], stopped: bool) -> Callable[[], Any]:
+    """The call of an environment's `step`, with what its signature names."""
+    details = {"tokens": tokens, "stopped": stopped}
+    asked = _step_keywords(type(env))
+    return functools.partial(env.step, text, **{k: v for k, v in details.items() if k in asked})
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from jaxrl import config as cfg
 from jaxrl.compilation import CompilationWatch
 from jaxrl.files import FolderError, FolderLock
 from jaxrl.metrics import progress_line, timed
+from jaxrl.parallel import agree, is_first, record_folder
 from jaxrl.types import GeneratorOutput, TrainBatch
 from jaxrl.watching.alarms import Alarm, Alarms
 from jaxrl.watching.callbacks import CallbackInput, TrainingCallback, TrainingControl
@@ -66,8 +67,8 @@ class Recorder:
     def __init__(self, trainer: Any, callbacks: Sequence[TrainingCallback] = ()) -> None:
         self.trainer, self.callbacks = trainer, callbacks
         settings = trainer.config.trainer
-        self.settings, self.folder = settings, cfg.run_folder(settings)
-        self.names = cfg.logger_names(settings.logger)
+        self.settings, self.folder = settings, record_folder(cfg.run_folder(settings))
+        self.names = cfg.logger_names(settings.logger) if is_first() else []
         check_installed(self.names)
         self.control, self.watch = TrainingControl(), CompilationWatch()
         self.alarms = Alarms(settings.watching.thresholds)
@@ -198,10 +199,21 @@ class Recorder:
             self.logger.flush()
 
     def take(self, request: str) -> bool:
-        """Whether `should_save` or `should_evaluate` was asked for since the last time."""
+        """Whether `should_save` or `should_evaluate` was asked for since the last time.
+
+        In the first process: all must do the same.
+        """
         asked = getattr(self.control, request)
         setattr(self.control, request, False)
-        return asked
+        return agree(asked)
+
+    def stops(self) -> bool:
+        """Whether the run is to end after this step."""
+        control = self.control
+        control.should_stop, self.stopped_by_alarm = agree(
+            (control.should_stop, self.stopped_by_alarm)
+        )
+        return control.should_stop
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the numbers of a step: its own, the times since the last line, the alarms."""

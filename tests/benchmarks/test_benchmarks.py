@@ -13,6 +13,7 @@ from benchmarks import (
     chaos,
     collectives,
     decode,
+    environment_workers,
     grpo_step,
     losses,
     memory,
@@ -57,6 +58,7 @@ def run(benchmark, tmp_path, capsys, *flags):
         chaos,
         collectives,
         decode,
+        environment_workers,
         grpo_step,
         losses,
         memory,
@@ -131,6 +133,17 @@ def test_rollout(tmp_path, capsys):
         ("jaxrl", "sampled"),
     ]
     assert report["bound"] > 0
+
+
+@pytest.mark.slow
+def test_environment_workers(tmp_path):
+    """In a process of its own, which starts Ray."""
+    output = tmp_path / "result.json"
+    command = [sys.executable, "-m", "benchmarks.environment_workers", "--smoke"]
+    subprocess.run([*command, f"--json={output}"], check=True, cwd=ROOT)
+    rows = json.loads(output.read_text())["rows"]
+    assert list(rows) == ["threads", "1 workers"]
+    assert all(x > 0 for row in rows.values() for x in row.values())
 
 
 def test_losses(tmp_path, capsys):

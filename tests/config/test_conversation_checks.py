@@ -65,6 +65,14 @@ def test_what_is_allowed(overrides):
         ({"generator.eval_sampling_params.stop": ["a", ""]}, "eval_sampling_params.stop="),
         ({"environment.skyrl_gym.max_env_workers": -1}, "max_env_workers=-1: must be 0"),
         ({"environment.skyrl_gym.env_timeout_seconds": 0.0}, "env_timeout_seconds=0.0: must be"),
+        ({"environment.skyrl_gym.ray_env_workers": -1}, "ray_env_workers=-1: must be 0"),
+        (
+            {
+                "environment.skyrl_gym.ray_env_workers": 2,
+                "environment.skyrl_gym.max_env_workers": 0,
+            },
+            "max_env_workers=0: with environment.skyrl_gym.ray_env_workers=2: no call",
+        ),
     ],
 )
 def test_what_is_refused(overrides, message):

@@ -73,6 +73,7 @@ OUR_FIELDS = {
     "environment.skyrl_gym.text2sql.max_rows",
     "environment.skyrl_gym.text2sql.query_seconds",
     "environment.skyrl_gym.text2sql.solution_seconds",
+    "environment.skyrl_gym.ray_env_workers",
     "trainer.fully_async.enabled",
     "trainer.fully_async.schedule",
     "trainer.compilation_cache_path",

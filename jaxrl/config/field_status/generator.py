@@ -97,7 +97,9 @@ ROWS = (
     implemented("environment", "env_class", 'also "my_pkg.my_module:MyEnv"'),
     implemented("environment", "reward_weights reward_functions", NEW, skyrl_only=False),
     implemented("environment.skyrl_gym", "max_env_workers"),
-    implemented("environment.skyrl_gym", "env_timeout_seconds", NEW, skyrl_only=False),
+    implemented(
+        "environment.skyrl_gym", "env_timeout_seconds ray_env_workers", NEW, skyrl_only=False
+    ),
     implemented("sft", "max_length overlong train_on_what", NEW, skyrl_only=False),
     implemented(
         "serve",

@@ -1,0 +1,106 @@
+"""The Ray actor in which environments live, see `environment_workers`."""
+
+import functools
+import os
+import threading
+from collections.abc import Awaitable, Mapping
+from typing import Any, NamedTuple
+
+import ray
+
+from jaxrl import envs
+from jaxrl.rollout.environment_pool import EnvironmentPool
+from jaxrl.rollout.session import step_call
+from jaxrl.types import Message
+from jaxrl.user_functions import PackedFunction, unpack
+
+_READ = ("observations", "reward", "done", "postprocessed_action")  # of what `step` gives
+
+
+class Failed(NamedTuple):
+    """A call that raised."""
+
+    error: str  # its repr: the exception itself might not travel
+    hung: bool  # the process has threads that are left behind in calls without end
+
+
+@ray.remote(num_cpus=0, max_restarts=0)
+class EnvironmentWorker:
+    """A process in which environments live; their calls run in its threads.
+
+    Args:
+        calls: most of them at a time.
+        timeout_seconds: of each call; None = none.
+    """
+
+    def __init__(self, calls: int, timeout_seconds: float | None) -> None:
+        self._pool = EnvironmentPool(calls, timeout_seconds)
+        self._envs: dict[int, Any] = {}
+
+    async def ready(self) -> str:
+        """Where it runs."""
+        return f"process {os.getpid()} of {ray.util.get_node_ip_address()}"
+
+    async def init(
+        self,
+        number: int,
+        packed: PackedFunction,
+        made_with: tuple[str, Mapping[str, Any], Mapping[str, Any] | None],
+        messages: list[Message],
+    ) -> Any:
+        """Make environment `number`, and what its `init` gives."""
+
+        def make() -> Any:
+            return envs.construct(_unpacked(packed), *made_with)
+
+        async def start() -> Any:
+            self._envs[number] = env = await self._pool.run(make)
+            return await self._pool.run(functools.partial(env.init, messages))
+
+        return await self._outcome(start())
+
+    async def step(self, number: int, text: str, tokens: list[str], stopped: bool) -> Any:
+        """What `step` gives, as far as it is read."""
+
+        async def step() -> Any:
+            found = await self._pool.run(step_call(self._envs[number], text, tokens, stopped))
+            is_mapping = isinstance(found, Mapping)
+            return {k: found[k] for k in _READ if k in found} if is_mapping else found
+
+        return await self._outcome(step())
+
+    async def judge(self, packed: PackedFunction, keywords: dict[str, Any]) -> Any:
+        """What a reward function gives."""
+
+        async def judge() -> Any:
+            function = await self._pool.run(functools.partial(_unpacked, packed))
+            return await self._pool.run(functools.partial(function, **keywords))
+
+        return await self._outcome(judge())
+
+    async def get_metrics(self, number: int) -> Any:
+        """What `get_metrics` gives."""
+        return await self._outcome(self._pool.run(self._envs[number].get_metrics))
+
+    async def close(self, number: int) -> Any:
+        """Forget environment `number` and let it release what it holds."""
+        env = self._envs.pop(number, None)
+        return None if env is None else await self._outcome(self._pool.run(env.close))
+
+    async def _outcome(self, work: Awaitable[Any]) -> Any:
+        try:
+            return await work
+        except Exception as error:
+            return Failed(repr(error), hung=self._pool.given_up > 0)
+
+
+_functions: dict[PackedFunction, Any] = {}
+_loading = threading.Lock()
+
+
+def _unpacked(packed: PackedFunction) -> Any:
+    """Loaded once: a second time would reset the globals of its module."""
+    with _loading:
+        if packed not in _functions:
+            _functions[packed] = unpack(packed, "a class or function")[0]
+        return _functions[packed]

@@ -1,0 +1,215 @@
+"""Environments in Ray actors: apart from the trainer's process, on all nodes of a cluster.
+
+trainer's process                            one of N actors
+Session -- EnvironmentWorkers.run --> _Remote -- init, step, judge, close --> EnvironmentWorker
+           max_env_workers calls at a time       in threads, where the        env 3, env 7, ...
+                                                 time limit holds
+"""
+
+import asyncio
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from jaxrl import config as cfg
+from jaxrl import envs
+from jaxrl.cluster.environment_actor import EnvironmentWorker, Failed
+from jaxrl.cluster.initialize import initialize_ray
+from jaxrl.rollout.environment_pool import EnvironmentPool
+from jaxrl.types import Message
+from jaxrl.user_functions import import_function, pack
+
+_SILENT_SECONDS = 30.0  # after the time limit of a call an actor that says nothing is ended
+
+
+class EnvironmentWorkerError(RuntimeError):
+    """The process in which an environment lived is gone, and the environment with it."""
+
+
+class _RemoteError(Exception):
+    """What a call raised in its process."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class EnvironmentWorkers(EnvironmentPool):
+    """A pool whose environments live in Ray actors, several in each, from `init` to `close`.
+
+    Actors start when the first environment is made, and end with this process. One that died is
+    replaced, and its environments are lost. So is one in which a call hangs, but its other
+    environments go on, and it ends with the last of them.
+
+    Args:
+        count: of the actors.
+        calls: most of them at a time, in all actors together.
+        timeout_seconds: of each call; None = none.
+    """
+
+    def __init__(self, count: int, calls: int, timeout_seconds: float | None = None) -> None:
+        super().__init__(calls)  # the time limit holds in the actors
+        self.count, self.limit = count, timeout_seconds
+        self._actors: list[_Actor] = []
+        self._packed: dict[int, tuple[Any, Any]] = {}
+        self._numbers, self._lock = itertools.count(), threading.Lock()
+
+    async def make(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        env_class: str,
+        extras: Mapping[str, Any] | None = None,
+        env_config: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """The handle of an environment, which its `init` makes in the actor that has the fewest."""
+        packed = self.packed(envs.load(env_class), f"environment '{env_class}'")
+        made_with = env_class, extras or {}, env_config
+        with self._lock:
+            self._actors = [actor for actor in self._actors if actor.takes_more]
+            while len(self._actors) < self.count:
+                node = _emptiest_node([actor.node for actor in self._actors])
+                self._actors.append(_Actor(node, self.workers, self.limit))
+            actor = min(self._actors, key=lambda actor: actor.environments)
+            actor.environments += 1
+            return _Remote(self, actor, next(self._numbers), packed, made_with)
+
+    def beside(self, env: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function as it is called in the environment's actor."""
+        name = getattr(function, "__name__", repr(function))
+        return functools.partial(env.judge, self.packed(function, f"reward function '{name}'"))
+
+    def packed(self, function: Any, label: str) -> Any:
+        """A reference to a pickle of a class or function, by value where it is not installed.
+
+        Raises:
+            ValueError: it cannot be pickled, see `user_functions.pack`.
+        """
+        if id(function) not in self._packed:
+            found = ray.put(pack(function, label, {}))
+            self._packed[id(function)] = function, found  # which keeps the id its own
+        return self._packed[id(function)][1]
+
+    def leave(self, actor: "_Actor") -> None:
+        """An environment of the actor is closed."""
+        with self._lock:
+            actor.environments -= 1
+            if not actor.takes_more and not actor.environments:
+                actor.end()
+
+
+def _emptiest_node(taken: Sequence[str]) -> str:
+    """Id of the living node that has the fewest of our actors for each of its CPUs.
+
+    Args:
+        taken: nodes of the actors that there are. They reserve nothing, so that Ray itself would
+            put all of them on one node.
+    """
+    cpus = {n["NodeID"]: n["Resources"].get("CPU", 0) for n in ray.nodes() if n["Alive"]}
+    able = {node: cpus[node] for node in cpus if cpus[node]} or dict.fromkeys(cpus, 1)
+    return min(able, key=lambda node: ((taken.count(node) + 1) / able[node], node))
+
+
+class _Actor:
+    """An actor and how many environments it has."""
+
+    def __init__(self, node: str, calls: int, timeout_seconds: float | None) -> None:
+        self.node = node
+        options = EnvironmentWorker.options(  # pyright: ignore
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
+            runtime_env={"env_vars": {"JAX_PLATFORMS": "cpu"}},  # accelerators are the trainer's
+        )
+        self._handle = options.remote(calls, timeout_seconds)
+        self._ready = self._handle.ready.remote()
+        self._limit, self._place = timeout_seconds, "a process that was starting"
+        self.environments, self.takes_more, self.lost = 0, True, False
+
+    async def ask(self, method: str, *given: Any, calls: int = 1) -> Any:
+        """The answer of a method.
+
+        Args:
+            calls: of the environment that it makes, each with its time limit.
+
+        Raises:
+            EnvironmentWorkerError: the process died, or no longer answers and was ended.
+        """
+        limit = None if self._limit is None else calls * self._limit + _SILENT_SECONDS
+        try:
+            self._place = await self._ready  # a start takes the time that it takes
+            reference = getattr(self._handle, method).remote(*given)
+            found = await asyncio.wait_for(reference, limit)
+        except RayTaskError:  # an answer that cannot be pickled, for instance
+            raise
+        except RayError as error:
+            self.end()
+            reason = str(error).strip().splitlines()[-1].strip()
+            raise EnvironmentWorkerError(f"{self._place} died: {reason}") from error
+        except TimeoutError as error:  # something holds Python's lock: no thread of it can run
+            self.end()
+            raise EnvironmentWorkerError(
+                f"{self._place} gave no sign of life for {limit:g} s and was ended"
+            ) from error
+        if not isinstance(found, Failed):
+            return found
+        if found.hung:
+            self.takes_more = False
+        raise _RemoteError(found.error)
+
+    def end(self) -> None:
+        """End the process, whatever it does."""
+        self.takes_more, self.lost = False, True
+        ray.kill(self._handle)
+
+
+class _Remote:
+    """An environment in an actor; has the methods of one, and `judge`."""
+
+    def __init__(
+        self, pool: EnvironmentWorkers, actor: _Actor, number: int, packed: Any, made_with: Any
+    ) -> None:
+        self._pool, self._actor, self._number = pool, actor, number
+        self._made = packed, made_with
+
+    async def init(self, messages: list[Message]) -> Any:
+        return await self._actor.ask("init", self._number, *self._made, messages, calls=2)
+
+    async def step(self, action: str, tokens: list[str], stopped: bool) -> Any:
+        return await self._actor.ask("step", self._number, action, tokens, stopped)
+
+    async def judge(self, packed: Any, /, **keywords: Any) -> Any:
+        return await self._actor.ask("judge", packed, keywords, calls=2)
+
+    async def get_metrics(self) -> Any:
+        return await self._actor.ask("get_metrics", self._number)
+
+    async def close(self) -> None:
+        """Also where the process is gone: then nothing is left to release."""
+        try:
+            if not self._actor.lost:
+                await self._actor.ask("close", self._number)
+        finally:
+            self._pool.leave(self._actor)
+
+
+def pool_of_run(config: cfg.TrainConfig, processes: int = 1) -> EnvironmentWorkers:
+    """The pool that a config asks for; starts or joins Ray where that has not happened.
+
+    Args:
+        processes: of the job. Where each of them samples with an engine of its own, each has its
+            share of the actors.
+
+    Raises:
+        ValueError: the environment or a reward function cannot be sent to other processes.
+    """
+    if not ray.is_initialized():
+        initialize_ray(config)
+    environment, gym = config.environment, config.environment.skyrl_gym
+    share = -(-gym.ray_env_workers // processes) if cfg.in_process(config) else gym.ray_env_workers
+    pool = EnvironmentWorkers(share, gym.max_env_workers, gym.env_timeout_seconds)
+    pool.packed(envs.load(environment.env_class), f"environment '{environment.env_class}'")
+    for path in environment.reward_functions:
+        pool.packed(import_function(path, "reward function"), f"reward function '{path}'")
+    return pool

@@ -1,0 +1,261 @@
+"""The processes of one job: joining them, what they tell one another, arrays that span them.
+
+Every process runs the same program over one mesh of all their devices. `gather`, `agree`, `fetch`
+and every computation on that mesh are collectives: all processes do them, in the same order, in
+their main thread.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import pickle
+import platform
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+import jaxrl
+
+T = TypeVar("T")
+
+ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAXRL_NUM_PROCESSES", "JAXRL_PROCESS_ID"
+HEADER, FIRST, CHUNK = 8, 4096, 2**20  # bytes: of the length; sent at once; of a further round
+START_SECONDS, HEARTBEAT_SECONDS = 300, 100
+DONE, REFUSED, CRASHED = 0, 2, 70  # exit statuses; a run that crashed may be started again
+
+
+class ProcessError(ValueError):
+    """The processes do not make one job."""
+
+
+class JoinError(ProcessError):
+    """They did not all come; another time they may."""
+
+
+def joined_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
+    """`main(argv)` in a process of a job, if the environment or --distributed says so.
+
+    A process that fails ends at once: at its regular end JAX would have it wait for the others,
+    which wait for it in a computation. They end when it is gone. The first alone prints.
+    """
+    distributed = "--distributed" in argv
+    if not distributed and ADDRESS not in os.environ:
+        return main(argv)
+    try:
+        start_processes()
+        quiet = contextlib.nullcontext() if is_first() else open(os.devnull, "w")  # noqa: SIM115
+        with quiet as nothing, contextlib.redirect_stdout(nothing or sys.stdout):
+            status = main([word for word in argv if word != "--distributed"])
+    except ProcessError as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = CRASHED if isinstance(error, JoinError) else REFUSED
+    except BaseException:
+        traceback.print_exc()
+        status = CRASHED
+    if status in (REFUSED, CRASHED):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def start_processes(
+    address: str | None = None,
+    count: int | None = None,
+    index: int | None = None,
+    *,
+    start_seconds: int = START_SECONDS,
+    heartbeat_seconds: int = HEARTBEAT_SECONDS,
+) -> None:
+    """Join the job; before anything else that JAX does.
+
+    Args:
+        address: "host:port" of process 0. None = JAX_COORDINATOR_ADDRESS, JAXRL_NUM_PROCESSES and
+            JAXRL_PROCESS_ID, or what JAX finds out itself: on TPU pods, SLURM, Kubernetes and MPI.
+        start_seconds: until all processes must be there.
+        heartbeat_seconds: after which a silent process counts as dead; the others then end too.
+
+    Raises:
+        JoinError: they did not all come.
+        ProcessError: they have other versions, platforms or numbers of devices; it names the
+            process, its host and what differs.
+    """
+    address = address or os.environ.get(ADDRESS)
+    count, index = (_number(n, x) for n, x in ((COUNT, count), (INDEX, index)))
+    if address is not None and (count is None or index is None):
+        raise ProcessError(
+            f"{ADDRESS}={address} without {COUNT} and {INDEX}: set them, the number of processes "
+            "and that of this one, from 0"
+        )
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        jax.distributed.initialize(
+            address,
+            count,
+            index,
+            initialization_timeout=start_seconds,
+            heartbeat_timeout_seconds=heartbeat_seconds,
+        )
+    except (RuntimeError, ValueError) as error:
+        who = "" if index is None else f"process {index} of {count} "
+        raise JoinError(
+            f"{who}on {socket.gethostname()} could not join the job at {address or 'its cluster'} "
+            f"within {start_seconds} s: {error}. Are all processes started, and does the address "
+            "reach the host of process 0, with a port that is free?"
+        ) from error
+    _compare(_facts(), start_seconds)
+
+
+def _number(name: str, given: int | None) -> int | None:
+    said = os.environ.get(name)
+    if given is not None or said is None:
+        return given
+    if not said.isdecimal():
+        raise ProcessError(f"{name}={said!r} must be a whole number")
+    return int(said)
+
+
+def _facts() -> dict[str, Any]:
+    """What must be the same in all processes; read without a computation on the mesh."""
+    return {
+        "jaxrl": jaxrl.__version__,
+        "jax": jax.__version__,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "numpy": np.__version__,
+    }
+
+
+def _compare(facts: dict[str, Any], seconds: int) -> None:
+    """Refuse processes that differ, before their first collective hangs or gives other bits.
+
+    They talk through the coordinator: devices of other platforms could not. The devices are
+    counted first, which itself waits for all.
+    """
+    from jax._src.distributed import global_state  # no public way to the coordinator's table
+
+    client, index, count = global_state.client, global_state.process_id, global_state.num_processes
+    assert client is not None
+
+    def exchange(kind: str, about: dict[str, Any]) -> None:
+        client.key_value_set(f"jaxrl/{kind}/{index}", json.dumps([socket.gethostname(), about]))
+        first_host, wanted = {}, {}
+        for i in range(count):
+            said = client.blocking_key_value_get(f"jaxrl/{kind}/{i}", 1000 * seconds)
+            host, found = json.loads(said)
+            first_host, wanted = (first_host, wanted) if i else (host, found)
+            for name in wanted:
+                if found[name] != wanted[name]:
+                    raise ProcessError(
+                        f"process {i} on {host} has {name} {found[name]}, process 0 on "
+                        f"{first_host} has {wanted[name]}: make them the same on all hosts"
+                    )
+
+    exchange("versions", facts)
+    devices = jax.local_devices()
+    about = {"devices": len(devices), "platform": devices[0].platform}
+    exchange("devices", about | {"kind of devices": devices[0].device_kind})
+
+
+def is_first() -> bool:
+    """Whether this process writes what is written once: logs, the ledger, exports."""
+    return jax.process_index() == 0
+
+
+def record_folder(folder: Path) -> Path:
+    """Where this process writes what each has of its own, in the folder of a run."""
+    return folder if is_first() else folder / "processes" / str(jax.process_index())
+
+
+def gather(value: T) -> list[T]:
+    """The value of every process, in their order; a collective.
+
+    It travels as bytes, in rounds of one size, so that nothing is compiled for another length.
+    """
+    if jax.process_count() == 1:
+        return [value]
+    data = np.frombuffer(pickle.dumps(value), np.uint8)
+    start = np.frombuffer(len(data).to_bytes(HEADER, "little"), np.uint8)
+    first = _all(_padded(np.concatenate([start, data[: FIRST - HEADER]]), FIRST))
+    sizes = [int.from_bytes(row[:HEADER].tobytes(), "little") for row in first]
+    parts = [first[:, HEADER:]]
+    for begin in range(FIRST - HEADER, max(sizes), CHUNK):
+        parts.append(_all(_padded(data[begin : begin + CHUNK], CHUNK)))
+    rows = np.concatenate(parts, axis=1)
+    return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
+def _all(row: np.ndarray) -> np.ndarray:
+    """[n] uint8 of every process as [processes, n]."""
+    return np.asarray(multihost_utils.process_allgather(row))
+
+
+def _padded(data: np.ndarray, size: int) -> np.ndarray:
+    return np.pad(data, (0, size - len(data)))
+
+
+def agree(value: T | None) -> T:
+    """The value of process 0; a collective."""
+    return cast(T, gather(value if is_first() else None)[0])
+
+
+def share(items: Sequence[T]) -> Sequence[T]:
+    """This process's part of a list: neighbours, and none if there are too few."""
+    edges = [len(items) * i // jax.process_count() for i in range(jax.process_count() + 1)]
+    begin, end = list(itertools.pairwise(edges))[jax.process_index()]
+    return items[begin:end]
+
+
+def put(tree: Any, shardings: Any) -> Any:
+    """Host arrays, the same in all processes, on the devices; each process copies its parts.
+
+    Args:
+        shardings: one for all, or a tree of them; None = the default device.
+    """
+    if jax.process_count() == 1 or shardings is None:
+        return jax.device_put(tree, shardings)
+    if isinstance(shardings, Sharding):
+        shardings = jax.tree.map(lambda _: shardings, tree)
+    return jax.tree.map(_put, tree, shardings)
+
+
+def _put(x: Any, sharding: Sharding) -> jax.Array:
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = _put(jax.random.key_data(x), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    host = np.asarray(x)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def fetch(tree: Any) -> Any:
+    """Device arrays as host arrays, whole, in every process; a collective where they span some."""
+    spread = [x for x in jax.tree.leaves(tree) if _spans(x)]
+    if spread:
+        whole = dict(zip(map(id, spread), _replicated(spread), strict=True))
+        tree = jax.tree.map(lambda x: whole.get(id(x), x), tree)
+    return jax.device_get(tree)
+
+
+def _spans(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not x.is_fully_addressable and not x.is_fully_replicated
+
+
+def _replicated(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Copies on every device."""
+
+    def whole(x: jax.Array) -> NamedSharding:
+        assert isinstance(x.sharding, NamedSharding)  # as all that span processes
+        return NamedSharding(x.sharding.mesh, PartitionSpec())
+
+    return [jax.device_put(x, whole(x)) for x in arrays]

@@ -1,0 +1,54 @@
+"""What every process of a job does in test_processes.py; an assertion that fails is its status."""
+
+import os
+import sys
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxrl
+from jaxrl.parallel import agree, fetch, gather, is_first, make_mesh, put, share, start_processes
+from jaxrl.parallel.processes import CHUNK, FIRST
+from jaxrl.weight_sync import local_copy
+
+if sys.argv[1:] == ["other_version"]:
+    jaxrl.__version__ = f"0.{os.environ['JAXRL_PROCESS_ID']}"
+
+start_processes(start_seconds=30)
+index = jax.process_index()
+assert (jax.process_count(), jax.local_device_count(), jax.device_count()) == (2, 2, 4)
+assert is_first() == (index == 0)
+
+# values of any size, the same list in both: in the first message, across its end, in two chunks
+for size in (0, FIRST - 8 - 40, FIRST, CHUNK + FIRST):
+    found = gather({"from": index, "data": bytes([index]) * size})
+    assert [x["from"] for x in found] == [0, 1]
+    assert [x["data"] for x in found] == [bytes([i]) * size for i in (0, 1)]
+assert gather("short" if index else "long" * FIRST) == ["long" * FIRST, "short"]
+assert agree(f"said by {index}") == "said by 0"
+
+# neighbours, in order, nothing lost; a list that is shorter than the processes
+assert gather(share(list(range(5)))) == [[0, 1], [2, 3, 4]]
+assert gather(share([7])) == [[], [7]]
+
+mesh = make_mesh(fsdp=4)
+host = {"rows": np.arange(32.0, dtype=np.float32).reshape(8, 4), "one": np.float32(3)}
+by_rows, whole = (NamedSharding(mesh, spec) for spec in (PartitionSpec("fsdp"), PartitionSpec()))
+arrays = put(host, {"rows": by_rows, "one": whole})
+assert [s.data.shape for s in arrays["rows"].addressable_shards] == [(2, 4), (2, 4)]
+sums = jax.jit(lambda x: x["rows"].sum() * x["one"])(arrays)
+assert float(sums) == 496 * 3  # 0 + ... + 31 = 496
+jax.tree.map(np.testing.assert_array_equal, fetch(arrays), host)
+keys = put(jax.random.split(jax.random.key(0), 8), by_rows)
+np.testing.assert_array_equal(
+    fetch(jax.jit(jax.random.key_data)(keys)),
+    jax.random.key_data(jax.random.split(jax.random.key(0), 8)),
+)
+
+# whole on the devices of each process, bit for bit
+copy = local_copy(arrays)
+assert copy["rows"].is_fully_addressable
+assert copy["rows"].sharding.device_set == set(jax.local_devices())
+jax.tree.map(np.testing.assert_array_equal, jax.device_get(copy), host)
+print("all checked")

@@ -1,0 +1,206 @@
+"""Training in jobs of several processes: the same parameters as one process, bit for bit between
+them; checkpoints of one job in another; errors that one process has alone."""
+
+import json
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxrl.models import hf
+from jaxrl.models.transformer import init_params
+from tests.jobs import run
+from tests.rollout.http_servers import FakeServer
+
+pytestmark = pytest.mark.slow
+
+STEPS = 5
+SETTINGS = {
+    "data.train_data": "['jaxrl.envs.sort_digits:prompts(size=20, seed=0)']",
+    "data.val_data": "['jaxrl.envs.sort_digits:prompts(size=3, seed=1)']",
+    "trainer.train_batch_size": 4,
+    "trainer.policy_mini_batch_size": 2,
+    "trainer.micro_train_batch_size_per_gpu": 1,
+    "trainer.micro_forward_batch_size_per_gpu": 2,
+    "generator.n_samples_per_prompt": 4,
+    "generator.sampling_params.max_generate_length": 3,
+    "trainer.policy.optimizer_config.scheduler": "constant",
+    "trainer.algorithm.use_kl_loss": True,
+    "trainer.eval_interval": STEPS,
+    "trainer.ckpt_interval": 3,
+    "trainer.hf_save_interval": STEPS,
+    "trainer.logger": "jsonl",
+}
+
+
+def arguments(folder, *, module="jaxrl.train", steps=STEPS, **overrides):
+    """A command that trains the quickstart's model into `folder`."""
+    where = {
+        "trainer.max_training_steps": steps,
+        "trainer.log_path": folder,
+        "trainer.ckpt_path": folder / "checkpoints",
+        "trainer.export_path": folder / "exports",
+    }
+    settings = SETTINGS | where | overrides
+    said = [f"--config.{name}={value}" for name, value in settings.items()]
+    return ["-m", module, "--config=configs/quickstart.py", *said]
+
+
+def trained(folder, count, devices=4, **overrides):
+    """Run it on so many processes, which share the devices; the parameters after the last step."""
+    for ended in run(arguments(folder, **overrides), count, devices=devices // count):
+        assert ended.status == 0, ended.error[-3000:]
+    return exported(folder)
+
+
+def exported(folder):
+    """The parameters after the last step."""
+    return load_file(folder / f"exports/global_step_{STEPS}/policy/model.safetensors")
+
+
+def checksums(folder):
+    """Step -> checksums of its batch and state, as the ledger has them."""
+    with closing(sqlite3.connect(folder / "quickstart" / "run.db")) as db:
+        rows = db.execute("SELECT step, checksums FROM steps WHERE superseded IS NULL")
+        return {step: json.loads(numbers) for step, numbers in rows}
+
+
+def assert_close(found, wanted, bound=2e-5):
+    """The difference of each tensor in relation to its size."""
+    for name, array in wanted.items():
+        difference = np.linalg.norm(found[name] - array) / np.linalg.norm(array)
+        assert difference <= bound, (name, difference)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Folders of whole runs by number of processes."""
+    folders = {count: tmp_path_factory.mktemp(f"of_{count}") for count in (1, 2, 4)}
+    for count, folder in folders.items():
+        trained(folder, count)
+    return folders
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_several_processes_are_one(runs, count):
+    """Each step, all processes compare the bits of batch and state before it is recorded."""
+    assert_close(exported(runs[count]), exported(runs[1]))
+    assert sorted(checksums(runs[count])) == [1, 2, 3, 4, 5]
+    of_batch = [
+        {k: v for k, v in checksums(runs[n])[1].items() if "tokens" in k or "rewards" in k}
+        for n in (1, count)
+    ]
+    assert of_batch[0] == of_batch[1] != {}  # the same trajectories, whoever sampled them
+
+
+def test_what_is_written_once(runs):
+    """By process 0; the others have their own times, in folders of their own."""
+    folder = runs[2] / "quickstart"
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    others = folder / "processes" / "1"
+    assert len(lines) == len((others / "metrics.jsonl").read_text().splitlines())
+    assert not (others / "run.db").exists()
+    assert sorted(p.name for p in (folder / "processes").iterdir()) == ["1"]
+    assert "eval/all/avg_score" in json.loads(lines[-1])
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_checkpoint_of_four_restores_on(runs, tmp_path, count):
+    """Restored, its checksums are compared; two more steps give the parameters of the whole run."""
+    shutil.copytree(runs[4] / "checkpoints" / "global_step_3", tmp_path / "of_four/global_step_3")
+    continued = trained(
+        tmp_path / "continued",
+        count,
+        **{
+            "trainer.resume_mode": "from_path",
+            "trainer.resume_path": tmp_path / "of_four/global_step_3",
+        },
+    )
+    if count == 4:
+        for name, array in exported(runs[4]).items():
+            np.testing.assert_array_equal(continued[name], array)
+    assert_close(continued, exported(runs[1]))
+
+
+def test_supervised(tmp_path):
+    """`jaxrl.sft` too."""
+    found = {}
+    for count in (1, 2):
+        folder = tmp_path / str(count)
+        argv = [
+            "-m",
+            "jaxrl.sft",
+            "--config=configs/sft_addition.py",
+            "--config.trainer.train_batch_size=4",
+            "--config.trainer.max_training_steps=2",
+            "--config.trainer.micro_train_batch_size_per_gpu=1",
+            "--config.trainer.eval_interval=-1",
+            "--config.trainer.hf_save_interval=2",
+            f"--config.trainer.log_path={folder}",
+            f"--config.trainer.ckpt_path={folder / 'checkpoints'}",
+            f"--config.trainer.export_path={folder / 'exports'}",
+        ]
+        for ended in run(argv, count, devices=4 // count):
+            assert ended.status == 0, ended.error[-3000:]
+        (weights,) = Path(folder).glob("exports/*/policy/model.safetensors")
+        found[count] = load_file(weights)
+    assert_close(found[2], found[1])
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "message"),
+    [
+        ("reward", 70, "RuntimeError: the judge of process 1 is away"),
+        ("bits", 2, "process 1 has other bits than process 0 in batch.advantages and"),
+        ("config", 2, "trainer.train_batch_size=0"),
+    ],
+)
+def test_a_fault_of_one_process_ends_all(tmp_path, fault, status, message):
+    """At once, with its text, and with a status that says whether to start again."""
+    batch = 0 if fault == "config" else 4
+    argv = arguments(
+        tmp_path,
+        module="tests.faulty_job",
+        **{"trainer.run_name": fault, "trainer.train_batch_size": batch},
+    )
+    ended = run(argv, 2, devices=1)
+    assert status in [process.status for process in ended]
+    assert all(process.status != 0 for process in ended)
+    assert any(message in process.error for process in ended)
+
+
+@pytest.fixture
+def server():
+    path = hf.local_folder("configs/tiny_char_model")
+    config = hf.load_config(path)
+    params = jax.device_put(init_params(config, 5), jax.devices()[0])
+    server = FakeServer("native", config, params, 0)
+    yield server
+    server.kill()
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_process_0_samples_on_servers(runs, server, tmp_path, ahead):
+    """The first process alone talks to them, and says to the others what came; asynchronously
+    too."""
+    lockstep = {
+        "trainer.fully_async.enabled": True,
+        "trainer.fully_async.schedule": "lockstep",
+        "trainer.fully_async.max_staleness_steps": ahead,
+        "trainer.policy_mini_batch_size": 4,
+        "trainer.algorithm.policy_loss_type": "rollout_is",
+    }
+    settings = {
+        "generator.inference_engine.run_engines_locally": False,
+        "generator.inference_engine.remote_urls": f"['{server.url}']",
+        **(lockstep if ahead else {}),
+    }
+    found = trained(tmp_path / "two", 2, **settings)
+    wanted = trained(tmp_path / "one", 1, **settings) if ahead else exported(runs[1])
+    assert server.served
+    assert_close(found, wanted)
