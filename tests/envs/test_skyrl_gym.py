@@ -22,9 +22,7 @@ DIFFERENCES = {
     },
     "lcb": {
         # Programs run as programs here: with a real stdin and stdout, and a module of their own.
-        **dict.fromkeys(
-            ["lines", "buffer", "global", "future", "os._exit", "os.write"], ([0.0], [1.0])
-        ),
+        **dict.fromkeys(["buffer", "global", "future", "os._exit", "os.write"], ([0.0], [1.0])),
         # Every test of a function has a process of its own, and an object.
         "state (function)": ([0.0], [1.0]),
         # Results are compared where the program cannot say how.
