@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+from dataclasses import asdict
 from typing import Any
 
 from jaxrl.config.errors import fail
@@ -109,6 +110,15 @@ def _check_environments(config: TrainConfig) -> None:
         fail(f"{group}.ray_env_workers", gym.ray_env_workers, fix)
     if seconds is not None and seconds <= 0:
         fail(f"{group}.env_timeout_seconds", seconds, "must be > 0, or None (no limit)")
+    sql = gym.text2sql
+    positive = {f"sandbox.{name}": value for name, value in asdict(gym.sandbox).items()} | {
+        "text2sql.query_seconds": sql.query_seconds,
+        "text2sql.solution_seconds": sql.solution_seconds,
+        "text2sql.max_rows": sql.max_rows,
+    }
+    for name, value in positive.items():
+        if isinstance(value, bool) or not value > 0:
+            fail(f"{group}.{name}", value, "must be > 0")
 
 
 def _check_reward_terms(config: TrainConfig) -> None:

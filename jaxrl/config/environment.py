@@ -10,7 +10,13 @@ class Text2SQLEnvConfig(BaseConfig):
     """Environment text2sql."""
 
     db_path: str = "/home/ray/default/sql_data"
-    """Folder of the SQLite databases."""
+    """Folder of the SQLite databases, laid out as SkyRL's downloads."""
+    query_seconds: float = 5.0
+    """Until a query of the conversation is stopped."""
+    solution_seconds: float = 30.0
+    """Until the query of the solution, and the right one, are stopped."""
+    max_rows: int = 100000
+    """Rows of a result that are read; one that has more is not compared."""
 
 
 @dataclass
@@ -38,6 +44,26 @@ class SearchEnvConfig(BaseConfig):
 
 
 @dataclass
+class SandboxConfig(BaseConfig):
+    """What a program of the environments python_code and lcb may use in its sandbox."""
+
+    seconds: float = 10.0
+    """Until it is killed, by the clock; lcb gives a test 6 s at most."""
+    cpu_seconds: float = 10.0
+    """Of all its processes together."""
+    memory_mb: int = 1024
+    """Address space of a process, and resident memory of all of them together."""
+    disk_mb: int = 64
+    """All files together; they lie in memory and come on top of memory_mb."""
+    files: int = 1024
+    """Files and folders at a time."""
+    processes: int = 32
+    """Processes and threads at a time."""
+    output_bytes: int = 1048576
+    """Of stdout and of stderr each; more is cut and the program killed."""
+
+
+@dataclass
 class SkyRLGymConfig(BaseConfig):
     """Settings by environment."""
 
@@ -52,6 +78,8 @@ class SkyRLGymConfig(BaseConfig):
     """Environment text2sql."""
     llm_as_a_judge: GSM8kLLMJudgeEnvConfig = field(default_factory=GSM8kLLMJudgeEnvConfig)
     """Environment with a language model as the judge."""
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    """The sandbox of the environments python_code and lcb."""
     search: SearchEnvConfig = field(default_factory=SearchEnvConfig)
     """Environment search."""
 

@@ -14,10 +14,18 @@ __all__ = ["ENVS", "Env", "StepOutput", "construct", "load", "make", "register"]
 # "reasoning_gym:chain_sum".
 ENVS: dict[str, str | Callable[..., Env]] = {
     "addition": "jaxrl.envs.addition:AdditionEnv",
+    "aime": "jaxrl.envs.aime:AIMEEnv",
+    "countdown": "jaxrl.envs.countdown:CountdownEnv",
     "gsm8k": "jaxrl.envs.gsm8k:Gsm8kEnv",
+    "gsm8k_multi_turn": "jaxrl.envs.gsm8k_multi_turn:Gsm8kMultiTurnEnv",
     "guess_number": "jaxrl.envs.guess_number:GuessNumberEnv",
+    "lcb": "jaxrl.envs.lcb:LCBEnv",
+    "math": "jaxrl.envs.mathematics:MathEnv",
+    "multiply": "jaxrl.envs.multiply:MultiplyEnv",
+    "python_code": "jaxrl.envs.python_code:PythonCodeEnv",
     "reasoning_gym": "jaxrl.envs.reasoning_gym:ReasoningGymEnv",
     "sort_digits": "jaxrl.envs.sort_digits:SortDigitsEnv",
+    "text2sql": "jaxrl.envs.text2sql:Text2SQLEnv",
 }
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from decimal import Decimal, InvalidOperation
 
 # A minus directly after a digit, a letter or a bracket is an operator ("9-4"), not a sign.
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?\d+(?:,\d{3})*(?:\.\d+)?")
@@ -41,6 +42,15 @@ def tagged_answer(text: str) -> str:
     """What stands in the last `<answer>..</answer>`, or else the whole text after `</think>`."""
     found = _ANSWER_TAG.findall(text)
     return (found[-1] if found else text.rpartition("</think>")[2]).strip()
+
+
+def same_answer(answer: str, ground_truth: str) -> bool:
+    """Whether two answers are the same number, or else the same text but for case and blanks."""
+    plain = ["".join(text.replace(",", "").split()).casefold() for text in (answer, ground_truth)]
+    try:
+        return Decimal(plain[0]) == Decimal(plain[1])
+    except InvalidOperation:  # not a number, or a signalling NaN
+        return plain[0] == plain[1]
 
 
 def is_literal(text: str) -> bool:

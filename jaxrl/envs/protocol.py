@@ -4,6 +4,7 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
+from jaxrl.envs.tools import ToolGroup
 from jaxrl.types import Message
 
 
@@ -46,6 +47,32 @@ class Env:
         self.extras = {} if extras is None else extras
         self.turns = 0
         self.max_turns = int(self.extras.get("max_turns", 1))
+        self.init_tool_groups([])
+
+    def init_tool_groups(self, tool_groups: Sequence[ToolGroup]) -> None:
+        """Offers the tools of these groups.
+
+        Raises:
+            ValueError: two groups have a tool of the same name.
+        """
+        self.tool_groups = list(tool_groups)
+        self.tool_to_toolgroup: dict[str, str] = {}
+        for group in self.tool_groups:
+            for name in group.get_tool_names():
+                if name in self.tool_to_toolgroup:
+                    other = self.tool_to_toolgroup[name]
+                    raise ValueError(f"tool {name!r} is in group {other!r} and in {group.name!r}")
+            self.tool_to_toolgroup.update(group.get_tool_to_group_mapping())
+
+    def _execute_tool(self, tool_group_name: str, tool_name: str, tool_input: Sequence[Any]) -> Any:
+        """What the tool returns for these arguments."""
+        for group in self.tool_groups:
+            if group.name == tool_group_name:
+                return group.execute_tool(tool_name, *tool_input)
+        raise ValueError(
+            f"tool group {tool_group_name!r} not found; there are "
+            f"{', '.join(group.name for group in self.tool_groups) or 'none'}"
+        )
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
         """The messages that open the conversation, and anything worth recording."""

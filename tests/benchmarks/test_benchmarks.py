@@ -23,6 +23,7 @@ from benchmarks import (
     rollout,
     rollout_file,
     roofline,
+    sandbox,
     serve,
     staleness,
     train_step,
@@ -31,6 +32,7 @@ from benchmarks import (
 from benchmarks.grpo_step import make_workload, skewed_lengths
 from jaxrl.losses import LOSSES
 from jaxrl.models.transformer import TransformerConfig
+from tests.envs.test_sandbox import needs_sandbox
 
 ROOT = Path(__file__).parents[2]
 TOY = TransformerConfig(
@@ -66,6 +68,7 @@ def run(benchmark, tmp_path, capsys, *flags):
         plan_memory,
         rollout,
         rollout_file,
+        sandbox,
         serve,
         staleness,
         train_step,
@@ -81,6 +84,14 @@ def test_help(benchmark_module, capsys):
 def test_rollout_file(tmp_path, capsys):
     _, report = run(rollout_file, tmp_path, capsys)
     assert report["savez_compressed"]["bytes"] < report["savez"]["bytes"]
+
+
+@needs_sandbox
+def test_sandbox(tmp_path, capsys):
+    printed, report = run(sandbox, tmp_path, capsys)
+    assert "more than outside" in printed
+    assert set(report["costs"]) == {"outside", "sandbox", "input"}
+    assert all(costs["cpu_seconds"] > 0 for costs in report["costs"].values())
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.slow)])

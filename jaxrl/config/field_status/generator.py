@@ -114,9 +114,24 @@ ROWS = (
         NEW,
         skyrl_only=False,
     ),
+    implemented("environment.skyrl_gym.text2sql", "db_path", only_with="text2sql"),
+    implemented(
+        "environment.skyrl_gym.text2sql",
+        "query_seconds solution_seconds max_rows",
+        NEW,
+        only_with="text2sql",
+        skyrl_only=False,
+    ),
+    implemented(
+        "environment.skyrl_gym.sandbox",
+        "seconds cpu_seconds memory_mb disk_mb files processes output_bytes",
+        NEW,
+        only_with="python_code or lcb",
+        skyrl_only=False,
+    ),
     planned(
         "environment.skyrl_gym",
-        "text2sql.* llm_as_a_judge.* search.*",
+        "llm_as_a_judge.* search.*",
         only_with="these environments",
     ),
 )

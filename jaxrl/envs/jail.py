@@ -1,0 +1,376 @@
+"""The child of `jaxrl.envs.sandbox`: a program that jails itself, then runs other people's Python.
+
+Three processes, each started by the one before:
+
+1. This program leaves the host: new user (unless root), mount, PID, network, IPC, UTS and cgroup
+   namespaces. It dies with the process that started it.
+2. Process 1 of the new PID namespace builds a file system in memory that holds a Python and nothing
+   else, starts the code, counts its output, memory and seconds, and says how it ended. When it
+   dies, the kernel kills everything in the namespace: no fork, session or signal handler escapes.
+3. The code: an unprivileged user without capabilities, behind resource limits and a seccomp filter.
+
+Standard library only, and nothing of jaxrl: it starts in milliseconds, and is read by whoever wants
+to know what holds the code. Reads one JSON object from stdin, see `sandbox._request`; writes one
+JSON line per run to stdout.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import time
+
+_CLONE_NEW = {
+    "mount": 0x00020000,
+    "cgroup": 0x02000000,
+    "UTS": 0x04000000,
+    "IPC": 0x08000000,
+    "PID": 0x20000000,
+    "network": 0x40000000,
+}
+_CLONE_NEWUSER = 0x10000000
+_MS_NOSUID_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2 | 4, 4096, 16384, 1 << 18
+_MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _MOUNT_ATTR_NODEV = 1, 2, 4
+_MOUNT_SETATTR_CALL = 442  # on every machine
+_MNT_DETACH, _AT_FDCWD, _AT_RECURSIVE = 2, -100, 0x8000
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 1, 4, 38, 22
+
+_FIRST_UID = 0x70000000  # far above those that systems hand out; one per run, by the PID
+_STAGE = "/proc"  # a folder that exists everywhere; it is covered in the new mount namespace only
+_HOME = "/tmp"
+_TICK_SECONDS = 0.02  # between two looks at the memory
+_ROOT_BYTES = 1 << 20
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main() -> None:
+    """Reads the request, leaves the host and hands over to process 1."""
+    request = json.load(sys.stdin.buffer)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != request["parent"]:
+        return  # it died before the line above
+    uid = _FIRST_UID + os.getpid() if os.geteuid() == 0 else os.geteuid()
+    try:
+        _leave_host()
+    except OSError as error:
+        _say({"refused": str(error)})
+        return
+    if child := os.fork():
+        os.waitpid(child, 0)
+    else:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        try:
+            _process_1(request, uid)
+        except OSError as error:
+            _say({"refused": str(error)})
+        except Exception:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            os._exit(0)
+
+
+def _leave_host() -> None:
+    """Enters namespaces of its own; without root's rights they begin with a user namespace."""
+    _write("/proc/self/oom_score_adj", b"1000")  # if memory runs out, it is killed first
+    uid, gid = os.geteuid(), os.getegid()
+    if uid != 0:
+        _check(_libc.unshare(_CLONE_NEWUSER), "a user namespace (not root)")
+        _write("/proc/self/setgroups", b"deny")
+        _write("/proc/self/uid_map", f"{uid} {uid} 1".encode())
+        _write("/proc/self/gid_map", f"{gid} {gid} 1".encode())
+    for name, flag in _CLONE_NEW.items():
+        _check(_libc.unshare(flag), f"a {name} namespace")
+
+
+def _process_1(request: dict, uid: int) -> None:
+    """Everything after the fork: one run after the other, each in an empty folder of its own."""
+    _prctl(_PR_SET_DUMPABLE, 0)  # nobody looks into this process
+    os.umask(0o022)  # the code may read what is made for it, whatever the trainer's mask
+    _check(_libc.sethostname(b"sandbox", 7), "name the host")
+    processes = _build_root(request["paths"], request["pivot_root"])
+    for stdin in request["stdins"]:
+        _mount_home(request, uid, stdin)
+        _say(_run(request, uid, processes))
+        _check(_libc.umount2(_HOME.encode(), _MNT_DETACH), "unmount the folder of the run")
+
+
+# ---- the file system -----------------------------------------------------------------------------
+
+
+def _build_root(paths: list[str], pivot_root: int) -> int:
+    """A root with read-only binds of `paths`; the descriptor of a /proc that only we can see."""
+    _mount("none", "/", None, _MS_REC | _MS_PRIVATE, "")
+    with contextlib.ExitStack() as stack:
+        # Opened before the stage covers one of them.
+        sources = {path: os.open(path, os.O_PATH) for path in paths if os.path.exists(path)}
+        for descriptor in sources.values():
+            stack.callback(os.close, descriptor)
+        home = os.open("/proc/self/fd", os.O_PATH | os.O_DIRECTORY)
+        stack.callback(os.close, home)
+        _mount("tmpfs", _STAGE, "tmpfs", _MS_NOSUID_NODEV, f"size={_ROOT_BYTES},mode=755")
+        os.fchdir(home)
+        for path, descriptor in sources.items():
+            _bind(path, descriptor)
+    os.chdir(_STAGE)
+    for folder in ("proc", _HOME[1:]):
+        os.makedirs(folder, exist_ok=True)
+    _mount("proc", "proc", "proc", _MS_NOSUID_NODEV, "")
+    processes = os.open("proc", os.O_RDONLY | os.O_DIRECTORY)
+    _check(_libc.umount2(b"proc", _MNT_DETACH), "unmount /proc")
+    _check(_libc.syscall(pivot_root, b".", b"."), "pivot_root")
+    _check(_libc.umount2(b".", _MNT_DETACH), "unmount the old root")
+    os.chdir("/")
+    _set_attributes("/", _MOUNT_ATTR_RDONLY)
+    return processes
+
+
+def _bind(path: str, descriptor: int) -> None:
+    """Shows a file, folder or device of the host at the same place; symbolic links are copied."""
+    target = _STAGE + path
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    if os.path.islink(path):
+        os.symlink(os.readlink(path), target)
+        return
+    if os.path.isdir(path):
+        os.makedirs(target, exist_ok=True)
+    else:
+        _write(target, b"")
+    _mount(str(descriptor), target, None, _MS_BIND | _MS_REC, "")  # in /proc/self/fd
+    is_device = path.startswith("/dev/")
+    attributes = _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_RDONLY
+    _set_attributes(target, attributes | (0 if is_device else _MOUNT_ATTR_NODEV))
+
+
+def _mount_home(request: dict, uid: int, stdin: str) -> None:
+    """An empty folder in memory, which holds the program and its input."""
+    options = f"size={request['disk_mb']}m,nr_inodes={request['files']},mode=700,uid={uid}"
+    _mount("tmpfs", _HOME, "tmpfs", _MS_NOSUID_NODEV, options)
+    for name, text in (("main.py", request["code"]), (".stdin", stdin)):
+        # A lone surrogate is in some answers; Python says then where.
+        _write(f"{_HOME}/{name}", text.encode("utf-8", "surrogatepass"))
+
+
+def _mount(source: str, target: str, kind: str | None, flags: int, options: str) -> None:
+    encoded = [None if text is None else text.encode() for text in (source, target, kind)]
+    result = _libc.mount(*encoded, ctypes.c_ulong(flags), options.encode())
+    _check(result, f"mount {kind or source} at {target}")
+
+
+def _set_attributes(path: str, attributes: int) -> None:
+    value = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
+    recursive = 0 if path == "/" else _AT_RECURSIVE
+    result = _libc.syscall(
+        *(_MOUNT_SETATTR_CALL, _AT_FDCWD, path.encode(), recursive, value, ctypes.sizeof(value))
+    )
+    _check(result, f"mount_setattr of {path} (Linux 5.12 or later)")
+
+
+# ---- one run -------------------------------------------------------------------------------------
+
+
+def _run(request: dict, uid: int, processes: int) -> dict:
+    """Runs the code once, and kills all that is left of it.
+
+    Returns:
+        stdout, stderr: what it wrote, cut; a character per byte.
+        status: of waitpid.
+        limit: "timeout", "memory" or "output" if that is why it was killed.
+        seconds: it took.
+        peak_mb: the largest sum of resident memory that was seen.
+    """
+    pipes = [os.pipe() for _ in range(2)]
+    start = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        try:
+            _become_the_code(request, uid, [write for _, write in pipes])
+        finally:
+            os._exit(126)
+    for _, write in pipes:
+        os.close(write)
+    watch = _Watch(request, processes, start, {read: bytearray() for read, _ in pipes})
+    ends = os.pidfd_open(child)  # readable when it is over
+    while watch.limit is None and not watch.look(ends):
+        pass
+    seconds = time.monotonic() - start
+    # The program is over, or must be: so is everything that it started.
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+    status = _reap(child)
+    watch.read_rest()
+    for descriptor in (*watch.outputs, ends):
+        os.close(descriptor)
+    stdout, stderr = (bytes(text).decode("latin-1") for text in watch.outputs.values())
+    used = {"seconds": round(seconds, 4), "peak_mb": round(watch.peak_mb, 1)}
+    return {"stdout": stdout, "stderr": stderr, "status": status, "limit": watch.limit} | used
+
+
+class _Watch:
+    """Reads the output, and compares time, memory and output with their limits."""
+
+    def __init__(
+        self, request: dict, processes: int, start: float, outputs: dict[int, bytearray]
+    ) -> None:
+        self.request, self.processes, self.start = request, processes, start
+        self.outputs, self.open = outputs, set(outputs)
+        self.limit: str | None = None
+        self.peak_mb = 0.0
+
+    def look(self, ends: int) -> bool:
+        """Waits at most a tick for output, looks at clock and memory; whether the program ended."""
+        ready = select.select([*self.open, ends], [], [], _TICK_SECONDS)[0]
+        self._read([descriptor for descriptor in ready if descriptor != ends])
+        mb, cpu_seconds = self._used()
+        self.peak_mb = max(self.peak_mb, mb)
+        if mb > self.request["memory_mb"]:
+            self.limit = "memory"
+        elif (
+            time.monotonic() - self.start > self.request["seconds"]
+            or cpu_seconds > self.request["cpu_seconds"]
+        ):
+            self.limit = "timeout"
+        return ends in ready
+
+    def read_rest(self) -> None:
+        """What still lies in the pipes when nobody can write to them any more."""
+        while self.open and self.limit != "output":
+            self._read(list(self.open))
+
+    def _read(self, descriptors: list[int]) -> None:
+        """Appends what there is; what exceeds the limit is thrown away."""
+        for descriptor in descriptors:
+            data, text = os.read(descriptor, 1 << 16), self.outputs[descriptor]
+            if not data:
+                self.open.remove(descriptor)
+            text += data
+            if len(text) > self.request["output_bytes"]:
+                del text[self.request["output_bytes"] :]
+                self.limit = self.limit or "output"
+
+    def _used(self) -> tuple[float, float]:
+        """Resident memory in MB (a shared page counts for each) and CPU seconds of all processes.
+
+        Those that ended count too: nobody buries them before the run is over.
+        """
+        pages = ticks = 0
+        for name in os.listdir(self.processes):
+            if name.isdigit() and name != "1":
+                with contextlib.suppress(OSError):
+                    file = os.open(f"{name}/stat", os.O_RDONLY, dir_fd=self.processes)
+                    # Its name in brackets may hold anything; then state is field 3 of proc(5).
+                    fields = os.read(file, 4096).rpartition(b")")[2].split()
+                    os.close(file)
+                    ticks += sum(map(int, fields[11:15]))  # utime, stime, cutime, cstime
+                    pages += int(fields[21])  # rss
+        mb = pages * resource.getpagesize() / 2**20
+        return mb, ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _reap(child: int) -> int:
+    """Waits for every process that is left; the status of `child`."""
+    status = 0
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, ended = os.wait()
+            if pid == child:
+                status = ended
+    return status
+
+
+# ---- the code ------------------------------------------------------------------------------------
+
+
+def _become_the_code(request: dict, uid: int, outputs: list[int]) -> None:
+    """Gives up every right and descriptor and becomes the Python that runs the code."""
+    os.setsid()
+    stdin = os.open(f"{_HOME}/.stdin", os.O_RDONLY)
+    for target, source in enumerate((stdin, *outputs)):
+        os.dup2(source, target)
+    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    os.unlink(f"{_HOME}/.stdin")
+    os.chdir(_HOME)
+    if os.geteuid() == 0:
+        os.setgroups([])
+    for name, value in _limits(request).items():
+        kind = getattr(resource, f"RLIMIT_{name}")
+        most = resource.getrlimit(kind)[1]
+        values = (value, value + (name == "CPU"))  # a second between the signal and the kill
+        allowed = [v if most == resource.RLIM_INFINITY else min(v, most) for v in values]
+        resource.setrlimit(kind, (allowed[0], allowed[1]))
+    if os.geteuid() == 0:
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    _filter_calls(request["filter"])
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        with contextlib.suppress(OSError):
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    os.execve(request["python"], request["arguments"], request["environment"])
+
+
+def _limits(request: dict) -> dict[str, int]:
+    mb, seconds = 2**20, int(request["cpu_seconds"] + 0.999)
+    return {
+        "AS": request["memory_mb"] * mb,
+        "CPU": seconds,
+        "FSIZE": request["disk_mb"] * mb,
+        "NPROC": request["processes"],
+        "NOFILE": 64,
+        "CORE": 0,
+        "MEMLOCK": 0,
+        "MSGQUEUE": 0,
+        "SIGPENDING": 256,
+        "NICE": 0,
+        "RTPRIO": 0,
+    }
+
+
+class _Filter(ctypes.Structure):
+    _fields_ = [
+        *(("code", ctypes.c_uint16), ("jt", ctypes.c_uint8)),
+        *(("jf", ctypes.c_uint8), ("k", ctypes.c_uint32)),
+    ]
+
+
+class _Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_uint16), ("filters", ctypes.POINTER(_Filter))]
+
+
+def _filter_calls(lines: list[list[int]]) -> None:
+    """Puts a program of `seccomp.py` between the code and the kernel."""
+    filters = (_Filter * len(lines))(*(_Filter(*line) for line in lines))
+    program = _Program(len(lines), filters)
+    _prctl(_PR_SET_SECCOMP, 2, ctypes.byref(program))
+
+
+# ---- calls of the host ---------------------------------------------------------------------------
+
+
+def _prctl(option: int, *arguments) -> None:
+    values = (*arguments, 0, 0, 0, 0)[:4]
+    _check(_libc.prctl(option, *values), f"prctl {option}")
+
+
+def _check(result: int, what: str) -> None:
+    if result != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{what}: {os.strerror(error)}")
+
+
+def _write(path: str, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+
+
+def _say(message: dict) -> None:
+    os.write(1, json.dumps(message).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main()

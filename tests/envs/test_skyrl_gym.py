@@ -1,0 +1,67 @@
+"""The rewards of skyrl-gym 0.4.0, and where ours differ and why."""
+
+import json
+
+import pytest
+
+from jaxrl import envs
+from tests.envs import corpus
+from tests.envs.test_sandbox import needs_sandbox
+
+THEIRS = json.loads(corpus.REWARDS.read_text())["rewards"]
+# Name of the case -> theirs, ours.
+DIFFERENCES = {
+    "gsm8k": {},
+    "gsm8k_multi_turn": {},
+    "aime": {},
+    "text2sql": {
+        # What a database contains cannot spoil the format of a conversation.
+        "solution in the database": ([0.0, -1.0], [0.0, 1.0]),
+        # A statement that writes gives no rows, which is not the same as an empty result.
+        "empty/2": ([1.0], [0.0]),
+    },
+    "lcb": {
+        # Programs run as programs here: with a real stdin and stdout, and a module of their own.
+        **dict.fromkeys(["buffer", "global", "future", "os._exit", "os.write"], ([0.0], [1.0])),
+        # Every test of a function has a process of its own, and an object.
+        "state (function)": ([0.0], [1.0]),
+        # Results are compared where the program cannot say how.
+        "equal to everything (function)": ([1.0], [0.0]),
+    },
+}
+
+
+def play(env_class, extras, actions, config):
+    env = envs.make(env_class, extras, config)
+    rewards = []
+    for action in actions:
+        step = env.step(action)
+        rewards.append(float(step["reward"]))
+        if step["done"]:
+            break
+    return rewards
+
+
+@pytest.mark.parametrize(
+    ("env_class", "count"),
+    [
+        ("gsm8k", 240),
+        ("gsm8k_multi_turn", 31),
+        ("aime", 688),
+        ("text2sql", 64),
+        pytest.param("lcb", 57, marks=needs_sandbox),
+    ],
+)
+def test_rewards_are_those_of_skyrl_gym(env_class, count, tmp_path):
+    corpus.make_database(tmp_path)
+    config = {"text2sql": {"db_path": str(tmp_path)}, "sandbox": {"cpu_seconds": 1.0}}
+    found = {}
+    for kind, name, extras, actions in corpus.cases():
+        if kind == env_class:
+            found[name] = play(kind, extras, actions, config)
+    theirs = THEIRS[env_class]
+    assert found.keys() == theirs.keys()
+    assert len(found) == count
+    assert len({tuple(rewards) for rewards in theirs.values()}) > 1
+    different = {name: (theirs[name], ours) for name, ours in found.items() if ours != theirs[name]}
+    assert different == DIFFERENCES[env_class]
