@@ -74,7 +74,7 @@ def from_yaml(path: Path, args: Sequence[str], num_devices: int | None = None) -
     given = _flat(values, "")
     if wrong := [k for k, v in given.items() if isinstance(v, str) and "${" in v]:
         raise ValueError(f"{path}: {wrong[0]}={given[wrong[0]]}: write the value out")
-    given |= dict(a.partition("=")[::2] for a in args)
+    given |= {name: value for name, _, value in (word.partition("=") for word in args)}
     return convert(given, ("", EntryPoint({})), num_devices)
 
 

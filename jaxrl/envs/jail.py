@@ -68,8 +68,8 @@ def main() -> None:
             _process_1(request, uid)
         except OSError as error:
             _say({"refused": str(error)})
-        except Exception:
-            sys.excepthook(*sys.exc_info())
+        except Exception as error:
+            sys.excepthook(type(error), error, error.__traceback__)
         finally:
             os._exit(0)
 

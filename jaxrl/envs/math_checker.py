@@ -95,8 +95,8 @@ def main() -> None:
         question = json.loads(line)
         # Nobody catches it, so it ends the process, wherever it is and whoever is still waiting.
         signal.setitimer(signal.ITIMER_REAL, question["seconds"])
-        gold = parse(f"\\boxed{{{question['ground_truth']}}}", parsing_timeout=None)
-        answer = parse(question["answer"], parsing_timeout=None)
+        gold = parse(f"\\boxed{{{question['ground_truth']}}}", parsing_timeout=None)  # type: ignore[arg-type]
+        answer = parse(question["answer"], parsing_timeout=None)  # type: ignore[arg-type]
         equal = bool(gold and answer) and verify(gold, answer, timeout_seconds=None)
         told = [bool(equal), str(answer[-1]) if answer else ""]
         signal.setitimer(signal.ITIMER_REAL, 0)

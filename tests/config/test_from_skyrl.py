@@ -236,10 +236,10 @@ def test_entry_points_that_are_settings_here(module, sizes, expected):
 
 
 def test_an_entry_point_of_the_users_own_is_left_out_with_a_reason():
-    result = from_command(["python", "-m", "my.main_multiply", "environment.env_class=multiply"])
+    result = from_command(["python", "-m", "my.main_multiply", "environment.env_class=my_game"])
     assert [line.partition(":")[0] for line in result.refused] == [
         "my.main_multiply",
-        "environment.env_class=multiply",
+        "environment.env_class=my_game",
     ]
     for module in ("skyrl.train.main_sft", "skyrl.tinker.api", "x.verl.main_ppo"):
         with pytest.raises(ValueError, match=module):
