@@ -1,9 +1,9 @@
 """A program between the launcher and a process of a job: nothing of the job outlives either.
 
-`child.py` runs it as `guard.py LIFELINE COMMAND...`. LIFELINE is a file descriptor that the launcher
-never writes to: when it is closed, as the system does for a launcher that was killed, the command
-and all that it started are killed. They are killed too when the command itself ends. A signal is
-passed on. The exit status is that of the command, 128 + n if signal n ended it.
+`child.py` runs it as `guard.py LIFELINE COMMAND...`. LIFELINE is a file descriptor that the
+launcher never writes to: when it is closed, as the system does for a launcher that was killed, the
+command and all that it started are killed. They are killed too when the command itself ends. A
+signal is passed on. The exit status is that of the command, 128 + n if signal n ended it.
 
 What the command started and left behind becomes a child of this program (Linux), which finds it so
 even in a session of its own.
