@@ -23,8 +23,9 @@ import orbax.checkpoint as ocp
 from jaxrl.checkpoint_items import Buffer, item_handlers
 from jaxrl.checksums import checksums, host_checksums
 from jaxrl.config import TrainConfig, get_config_as_dict
-from jaxrl.files import as_path, missing_packages_named, writable_folder
-from jaxrl.parallel import gather, is_first
+from jaxrl.files import as_path, missing_packages_named
+from jaxrl.parallel import agree, gather, is_first
+from jaxrl.shared_folder import shared_folder
 from jaxrl.types import TrainState
 
 PREFIX = "global_step"
@@ -48,12 +49,12 @@ class Checkpointer:
         read_only: of another run; nothing in the folder is touched.
 
     Raises:
-        ValueError: the folder cannot be written to.
+        ValueError: the folder cannot be written to, or is not the same for all processes.
     """
 
     def __init__(self, folder: str, *, max_to_keep: int = -1, read_only: bool = False) -> None:
         field = "trainer.resume_path" if read_only else "trainer.ckpt_path"
-        self.folder = (as_path if read_only else writable_folder)(field, folder)
+        self.folder = (as_path if read_only else shared_folder)(field, folder)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=None if max_to_keep == -1 else max_to_keep,
             step_prefix=PREFIX,
@@ -67,8 +68,7 @@ class Checkpointer:
                 self.folder, options=options, item_handlers=item_handlers()
             )
         self._saving: int | None = None
-        # of what the run goes on from
-        self.restored_meta: dict[str, Any] | None = None
+        self.restored_meta: dict[str, Any] | None = None  # of what the run goes on from
         self.restored_buffer: Buffer | None = None
 
     # ---------------------------------------------------------------- save
@@ -220,7 +220,7 @@ class Checkpointer:
         path = self.folder / f"{PREFIX}_{step}"
         names = itertools.chain(("damaged",), (f"damaged_{n}" for n in itertools.count(2)))
         targets = (path.with_name(f"{path.name}.{name}") for name in names)
-        target = next(target for target in targets if not target.exists())
+        target = agree(next(target for target in targets if not target.exists()))
         if is_first():
             path.rename(target)
         gather(None)  # it is there

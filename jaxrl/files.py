@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def writable_folder(field: str, path: str | os.PathLike[str]) -> epath.Path:
     try:
         with missing_packages_named(field, os.fspath(path)):
             folder.mkdir(parents=True, exist_ok=True)
-            probe = folder / f".jaxrl_write_test_{os.getpid()}"
+            probe = folder / f".jaxrl_write_test_{uuid.uuid4().hex}"  # of this process alone
             probe.write_text("")
             probe.unlink()
     except OSError as error:

@@ -24,6 +24,7 @@ from jaxrl.assemble import assemble_policy, assemble_update
 from jaxrl.checkpoint import Checkpointer, CheckpointError, resume
 from jaxrl.checksums import checksums
 from jaxrl.compilation import CompilationWatch, enable_cache
+from jaxrl.config.dataclass_config import flatten
 from jaxrl.data.conversations import Conversation, conversation_batch, load_conversations
 from jaxrl.data.packing import buckets_between, empty_batch, round_up
 from jaxrl.data.prompts import batch_indices
@@ -35,7 +36,7 @@ from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.objective import step_metrics
 from jaxrl.offload import on_device
 from jaxrl.optim import init_state
-from jaxrl.parallel import is_first, make_mesh, put, record_folder, replicated
+from jaxrl.parallel import is_first, make_mesh, put, record_folder, replicated, same_in_all
 from jaxrl.parallel.processes import joined_main
 from jaxrl.parallel.rules import batch_devices
 from jaxrl.types import TrainBatch, TrainState
@@ -293,6 +294,7 @@ def build(config: Any) -> SFTTrainer:
     given = cfg.to_train_config(config)
     cfg.validate_sft(given, num_devices=jax.device_count(), num_processes=jax.process_count())
     config = cfg.resolve_sft(given)
+    same_in_all("configs", flatten(config))
     check_installed(cfg.logger_names(config.trainer.logger))
     enable_cache(config.trainer.compilation_cache_path)
     role, template = config.trainer.policy, config.generator.chat_template

@@ -19,6 +19,7 @@ from jaxrl import config as cfg
 from jaxrl.assemble import DTYPES, devices_of
 from jaxrl.checkpoint import CheckpointError
 from jaxrl.compilation import enable_cache
+from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.needs import needs_reference
 from jaxrl.data.prompts import load_prompts
 from jaxrl.data.tokenizer import check_vocabulary, load_tokenizer
@@ -30,7 +31,7 @@ from jaxrl.ledger import LedgerError
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.transformer import TransformerConfig
-from jaxrl.parallel import is_first, make_mesh
+from jaxrl.parallel import is_first, make_mesh, same_in_all
 from jaxrl.parallel.processes import joined_main
 from jaxrl.rollout.conversation import ConversationGenerator
 from jaxrl.rollout.dynamic_sampling import DynamicSamplingError
@@ -69,6 +70,7 @@ class BasePPOExp:
 
     def __init__(self, config: Any) -> None:
         self.config = cfg.resolve(cfg.to_train_config(config))
+        same_in_all("configs", flatten(self.config))
         enable_cache(self.config.trainer.compilation_cache_path)
         cfg.check_nodes(self.config, jax.process_count())
         cfg.validate(self.config, num_devices=jax.device_count(), num_processes=jax.process_count())

@@ -51,6 +51,7 @@ LAYER_OF = {
     "anchors": "L4",
     "staleness": "L3",
     "weight_sync": "L3",
+    "shared_folder": "L3",
     "assemble": "L4",
     "assemble_remote": "L4",
     "assemble_workers": "L4",

@@ -22,7 +22,7 @@ from pathlib import Path
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 KILLED = 137  # status of this program when its lifeline was cut
-_SET_CHILD_SUBREAPER = 36  # of prctl
+_SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of prctl
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,7 +33,9 @@ def main(argv: Sequence[str]) -> int:
     received: list[int] = []
     for number in SIGNALS:  # before there is a command they are kept
         signal.signal(number, lambda n, _: received.append(n))
-    child = subprocess.Popen(command, start_new_session=True)
+    # there is no thread yet
+    options = {"start_new_session": True, "preexec_fn": _die_with_guard}
+    child = subprocess.Popen(command, **options)
 
     def pass_on(number: int, _: object) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -47,6 +49,12 @@ def main(argv: Sequence[str]) -> int:
     status = child.wait()
     kill_all(child.pid)
     return status if status >= 0 else 128 - status
+
+
+def _die_with_guard() -> None:
+    """In the command, before it begins: it is killed when the guard is (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _end_with(lifeline: int, group: int) -> None:

@@ -78,10 +78,11 @@ class Restarts:
 
     def next(self) -> float | None:
         """Seconds until the next attempt, or None: give up."""
-        reached = self.newest()
-        if reached > self._at_last:
-            self.in_a_row = 0
-        self._at_last = reached
+        with contextlib.suppress(OSError):  # a bucket or file system that is away for a moment
+            reached = self.newest()
+            if reached > self._at_last:
+                self.in_a_row = 0
+            self._at_last = reached
         if self.in_a_row >= self.most:
             return None
         self.in_a_row += 1
@@ -124,6 +125,8 @@ class Console:
 
     def _line(self, label: str, line: str) -> None:
         plain = line.strip().rpartition("\r")[2]  # of a progress bar the last state
+        if plain.startswith("[Gloo] "):  # of every connection, and of no use
+            return
         known = plain in self._shown
         self._shown.add(plain)
         if not label and not (known and plain.startswith("error: ")):
@@ -219,8 +222,8 @@ def _outcome(first: Report | None) -> tuple[int, str]:
     ended = f"ended with status {first.status}"
     if first.status == LOST:
         ended = "was lost with its host"
-    elif first.status > 128:
-        ended = f"was killed by signal {first.status - 128}"
+    elif first.status > 128 or first.status < 0:
+        ended = f"was killed by signal {first.status - 128 if first.status > 0 else -first.status}"
     return first.status, f"process {first.index} {ended}"
 
 

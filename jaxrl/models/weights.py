@@ -139,15 +139,27 @@ def hf_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
 def params_to_hf(config: TransformerConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
     """Every tensor under its Hugging Face name, in the dtype of the parameters, leaf by leaf.
 
-    A collective where they span processes.
+    A collective where they span processes; then it goes layer by layer, for what is fetched is
+    whole on every device first.
     """
     weights, treedef = jax.tree.flatten(weight_map(config), is_leaf=is_weight)
     for weight, leaf in zip(weights, treedef.flatten_up_to(params), strict=True):
-        host = fetch(leaf)
         names = layer_names(weight, config.num_layers)
-        layers = host if "{i}" in weight.name else host[None]
+        layers = _layers(leaf) if "{i}" in weight.name else [fetch(leaf)]
         for name, x in zip(names, layers, strict=True):
             yield name, to_hf(weight, x)
+
+
+def _layers(leaf: jax.Array | np.ndarray) -> Iterator[np.ndarray]:
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        yield from (fetch(_layer(leaf, i)) for i in range(len(leaf)))
+    else:
+        yield from fetch(leaf)
+
+
+@jax.jit
+def _layer(leaf: jax.Array, i: int) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(leaf, i, keepdims=False)
 
 
 def is_weight(x: object) -> bool:

@@ -9,6 +9,7 @@ from jaxrl.parallel.processes import (
     is_first,
     put,
     record_folder,
+    same_in_all,
     share,
     start_processes,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "put",
     "record_folder",
     "replicated",
+    "same_in_all",
     "share",
     "start_processes",
 ]

@@ -14,7 +14,7 @@ import platform
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -102,11 +102,15 @@ def start_processes(
             "and that of this one, from 0"
         )
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # its notice of preemptions takes SIGTERM, and nobody asks for it: the process would not end
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
             address,
             count,
             index,
+            # asked only for what is not said: Slurm's answer gives a process one GPU of its host
+            cluster_detection_method=None if address is None else "deactivate",
             initialization_timeout=start_seconds,
             heartbeat_timeout_seconds=heartbeat_seconds,
         )
@@ -117,7 +121,16 @@ def start_processes(
             f"within {start_seconds} s: {error}. Are all processes started, and does the address "
             "reach the host of process 0, with a port that is free?"
         ) from error
+    if _alone_on_its_host():
+        for name in ("jax_cuda_visible_devices", "jax_rocm_visible_devices"):
+            jax.config.update(name, "all")
     _compare(_facts(), start_seconds)
+
+
+def _alone_on_its_host() -> bool:
+    """Whether Slurm started one process on each host: all GPUs are its own, not the first alone."""
+    said = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    return said == "1" or said.startswith("1(")
 
 
 def _number(name: str, given: int | None) -> int | None:
@@ -205,6 +218,26 @@ def _all(row: np.ndarray) -> np.ndarray:
 
 def _padded(data: np.ndarray, size: int) -> np.ndarray:
     return np.pad(data, (0, size - len(data)))
+
+
+def same_in_all(what: str, values: Mapping[str, Any]) -> None:
+    """Refuse named values that differ between the processes, which would part ways; a collective.
+
+    Args:
+        what: they are, in words.
+
+    Raises:
+        ProcessError: names the process, its host, the first name and both values.
+    """
+    here = {name: repr(value) for name, value in values.items()}
+    first, *others = gather((socket.gethostname(), here))
+    for process, (host, there) in enumerate(others, 1):
+        for name in dict.fromkeys((*first[1], *there)):
+            if (found := there.get(name)) != (wanted := first[1].get(name)):
+                raise ProcessError(
+                    f"{what} differ: {name} is {found} in process {process} on {host}, {wanted} in "
+                    f"process 0 on {first[0]}; start all processes with the same"
+                )
 
 
 def agree(value: T | None) -> T:

@@ -115,6 +115,7 @@ def make_plan(
         engine = run.engine()
     except ValueError as error:
         engine, refusal = None, str(error)
+    refusal = refusal or run.refused_copy()
     found = phases(run, engine)
     stay, can, lines = residents(run, found), limits(machine), []
     for phase in found:

@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl import config as cfg
 from jaxrl.assemble import DTYPES, assemble_policy, assemble_update
+from jaxrl.chips import GIB
 from jaxrl.compilation import Call
 from jaxrl.config.microbatching import longest_trajectory
 from jaxrl.config.needs import has_critic, needs_old_log_probs, needs_reference
@@ -130,6 +131,25 @@ class Run:
             return jax.ShapeDtypeStruct(x.shape, dtype, sharding=NamedSharding(mesh, spec))
 
         return jax.tree_util.tree_map_with_path(part, shapes)
+
+    def refused_copy(self) -> str | None:
+        """Why a host cannot make the copy of the weights that goes to servers, if it cannot.
+
+        Every process of a job makes one, whole, in the dtype of the parameters.
+        """
+        machine = self.machine
+        if machine.hosts == 1 or cfg.in_process(self.config):
+            return None
+        shapes, chips = jax.eval_shape(merge, self.params), len(machine.devices) // machine.hosts
+        copy = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)) / chips
+        own = device_bytes(self.params)
+        if copy + own <= machine.memory:
+            return None
+        return (
+            f"every process makes a whole copy of the weights for the servers: {copy / GIB:.2f} "
+            f"GiB on each of its {chips} devices, beside {own / GIB:.2f} GiB of parameters, do not "
+            f"fit into {machine.memory / GIB:.2f} GiB; take hosts with more devices or memory"
+        )
 
     def gathered_bytes(self) -> float:
         """That a device sends for the copies of several hosts: all are gathered on all devices."""

@@ -6,6 +6,7 @@ stand in for them, and what they will need is estimated.
 """
 
 import importlib.util
+import math
 import os
 from dataclasses import dataclass, replace
 from typing import Any
@@ -64,7 +65,7 @@ def machine(
         ValueError: there is no such topology, or no compiler for it; names the fix.
     """
     memory = None if hbm_gib is None else hbm_gib * GIB
-    if hbm_gib is not None and hbm_gib <= 0:
+    if hbm_gib is not None and not 0 < hbm_gib < math.inf:
         raise ValueError(f"--hbm-gib={hbm_gib:g} must be positive: GiB of one device")
     if chips_per_host is not None and (topology is None or topology.split(":")[0] not in HOSTS):
         raise ValueError(
