@@ -2,15 +2,18 @@
 
 import os
 import sys
+import tempfile
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxrl
 from jaxrl.models.hf import load_config
 from jaxrl.models.transformer import abstract_params, init_params, logical_axes
 from jaxrl.parallel import (
+    ProcessError,
     ShardingRules,
     agree,
     fetch,
@@ -19,10 +22,12 @@ from jaxrl.parallel import (
     make_mesh,
     param_shardings,
     put,
+    same_in_all,
     share,
     start_processes,
 )
 from jaxrl.parallel.processes import CHUNK, FIRST
+from jaxrl.shared_folder import shared_folder
 from jaxrl.weight_sync import local_copy
 
 if sys.argv[1:] == ["other_version"]:
@@ -44,6 +49,16 @@ assert agree(f"said by {index}") == "said by 0"
 # neighbours, in order, nothing lost; a list that is shorter than the processes
 assert gather(share(list(range(5)))) == [[0, 1], [2, 3, 4]]
 assert gather(share([7])) == [[], [7]]
+
+# what would part them is refused in both, by name
+same_in_all("configs", {"trainer.seed": 1})
+with pytest.raises(ProcessError, match="configs differ: trainer.seed is 1 in process 1 on .*, 0 "):
+    same_in_all("configs", {"trainer.seed": index})
+with tempfile.TemporaryDirectory() as own:
+    assert shared_folder("trainer.ckpt_path", agree(own)).exists()
+    with pytest.raises(ValueError, match=r"trainer.ckpt_path=.* is not one folder .* process 1 on"):
+        shared_folder("trainer.ckpt_path", own)
+    gather(None)  # neither folder goes before
 
 mesh = make_mesh(fsdp=4)
 host = {"rows": np.arange(32.0, dtype=np.float32).reshape(8, 4), "one": np.float32(3)}
