@@ -69,7 +69,7 @@ class RayWorker:
         del folder
         if self.actor is None:
             has = self._resources
-            actor = RolloutWorker.options(
+            actor = RolloutWorker.options(  # type: ignore[attr-defined]
                 num_cpus=has["CPU"],
                 num_gpus=has.get("GPU", 0),  # else Ray hides them from it
                 resources={k: v for k, v in has.items() if k not in ("CPU", "GPU")},

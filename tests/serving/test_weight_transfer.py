@@ -16,6 +16,7 @@ from jaxrl.rollout.protocol import Request, Sampling
 from jaxrl.rollout.remote import RemoteEngine, RemoteEngineError
 from jaxrl.rollout.weight_transfer import WeightTransfer
 from jaxrl.serve import make_server
+from jaxrl.serving import service
 from jaxrl.weight_sync import Piece
 from tests.serving.conftest import model_folder, serve_config
 from tests.serving.test_remote_engine import MODEL, PARAMS, engine_of
@@ -236,6 +237,32 @@ def test_a_keeper_outlives_what_nobody_expected(server, monkeypatch):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     engine.close()
+
+
+def test_what_has_come_is_thrown_away_when_nothing_follows(server, monkeypatch):
+    monkeypatch.setattr(service, "IDLE_SECONDS", 0.0)
+    end = WeightTransfer(jnp.float32, GROUP_BYTES)
+    offer = end.publish(PARAMS, 5)
+    told = {"version": 5, "transfer": "a"}
+    assert ask(server, "/receive_weights", end.offer("127.0.0.1", offer, 0) | told)[0] == 200
+    assert ask(server, "/receive_weights", end.offer("127.0.0.1", offer, 1) | told)[0] == 502
+
+
+def test_a_server_that_hangs_holds_up_the_others_for_a_group_and_no_longer():
+    """Servers are served one after the other; 1800 s is the limit of any other call."""
+    waits = []
+
+    class Hanging:
+        url = "http://127.0.0.1:9"
+
+        async def receive(self, group, seconds):
+            waits.append(seconds)
+            raise ServerError(f"no answer within {seconds:g} s")
+
+    end = WeightTransfer(jnp.float32, GROUP_BYTES)
+    with pytest.raises(ServerError, match="no answer"):
+        asyncio.run(end.give(Hanging(), end.publish(PARAMS, 5), 5, ""))  # pyright: ignore
+    assert 130 < waits[0] <= 130 + GROUP_BYTES / 20e6
 
 
 def test_the_wait_for_a_group_grows_with_its_bytes():
