@@ -210,7 +210,7 @@ def transports(
 
 
 def _notice(end: WeightTransfer, offer: Offer, number: int) -> dict[str, Any]:
-    return end._offer("127.0.0.1", offer, number) | {"version": 1}
+    return end.offer("127.0.0.1", offer, number) | {"version": 1, "transfer": "benchmark"}
 
 
 def measure(arguments: argparse.Namespace, own: Sequence[str]) -> dict[str, Any]:

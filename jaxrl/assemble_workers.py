@@ -19,6 +19,9 @@ def rollout_workers(config: cfg.TrainConfig) -> tuple[list[Host], str]:
 
     Where Ray is initialised each is an actor in a bundle of its own; else they are processes of
     this machine.
+
+    Raises:
+        ValueError: Ray has not got the hosts.
     """
     token, told = secrets.token_urlsafe(32), worker_config(config)
     number, folder = config.trainer.placement.rollout_num_nodes, cfg.run_folder(config.trainer)
@@ -33,7 +36,9 @@ def rollout_workers(config: cfg.TrainConfig) -> tuple[list[Host], str]:
     if ray is not None and ray.is_initialized():
         from jaxrl.cluster.rollout_worker import ray_workers
 
-        return list(ray_workers(told, given)), token
+        hosts = config.trainer.placement.policy_num_nodes
+        seconds = config.trainer.cluster.start_seconds
+        return list(ray_workers(told, given, hosts, seconds)), token
     return [OwnServer(told, folder, environment) for folder, environment in given], token
 
 

@@ -212,14 +212,27 @@ class Assembly:
         Raises:
             ValueError: a piece is not part of these arrays.
         """
+        self.check(group)
         for piece, array in zip(group, arrays, strict=True):
-            whole = self._check(piece)
+            whole = self.wholes[piece.name]
             if piece.shape == whole.shape:
                 self._arrays[piece.name] = jax.device_put(array, self.shardings[piece.name])
             else:
                 self._fill(piece, whole, array)
             self.missing -= math.prod(piece.shape)
         jax.block_until_ready([self._arrays[piece.name] for piece in group])
+
+    def check(self, group: Group) -> None:
+        """Before anything is allocated for it.
+
+        Raises:
+            ValueError: a piece is not part of these arrays, or it is more than what is missing.
+        """
+        for piece in group:
+            self._check(piece)
+        come = sum(math.prod(piece.shape) for piece in group)
+        if come > self.missing:
+            raise ValueError(f"{come} elements come, but only {self.missing} are missing")
 
     def finish(self) -> dict[str, jax.Array]:
         """All arrays by name, in the order of the pieces.
@@ -231,7 +244,7 @@ class Assembly:
             raise ValueError(f"{self.missing} elements of the weights have not come")
         return {name: self._arrays[name] for name in self.wholes}
 
-    def _check(self, piece: Piece) -> Piece:
+    def _check(self, piece: Piece) -> None:
         whole = self.wholes.get(piece.name)
         if whole is None:
             raise ValueError(f"{piece.name} is none of this model's arrays")
@@ -245,7 +258,6 @@ class Assembly:
             )
         if piece.dtype != whole.dtype:
             raise ValueError(f"{piece.name} comes as {piece.dtype}; here it is {whole.dtype}")
-        return whole
 
     def _fill(self, piece: Piece, whole: Piece, array: jax.Array) -> None:
         sharding = self.shardings[piece.name]

@@ -23,7 +23,13 @@ class Placement(NamedTuple):
 
 
 def place(
-    nodes: Sequence[Mapping[str, Any]], hosts: int, processes_per_host: int, platforms: str = ""
+    nodes: Sequence[Mapping[str, Any]],
+    hosts: int,
+    processes_per_host: int,
+    platforms: str = "",
+    *,
+    field: str = NODES,
+    taken: int = 0,
 ) -> Placement:
     """All accelerators of some hosts; other hosts, and the CPUs but one, stay free for others.
 
@@ -31,6 +37,8 @@ def place(
         nodes: of `ray.nodes()`.
         hosts: that the job needs.
         platforms: JAX_PLATFORMS of the job; "cpu" = no accelerators.
+        field: that says how many hosts.
+        taken: hosts with accelerators that others hold.
 
     Raises:
         ValueError: too few hosts, or devices that the processes of a host cannot divide.
@@ -40,10 +48,13 @@ def place(
     kind = next((k for k in wanted if any(r.get(k, 0) for r in alive)), None)
     counts = sorted((int(r.get(kind or "CPU", 0)) for r in alive), reverse=True)
     counts = [count for count in counts if count > 0]
+    if kind is not None:
+        counts = counts[taken:]
     if len(counts) < hosts:
         what = f"host(s) with a {kind}" if kind else "host(s)"
+        what += f" beside the trainer's {taken}" if kind and taken else ""
         fix = "start Ray on more (ray start --address=...), or lower it"
-        _fail(NODES, hosts, f"the Ray cluster has {len(counts)} {what}; {fix}")
+        _fail(field, hosts, f"the Ray cluster has {len(counts)} {what}; {fix}")
     if kind is None:
         return Placement({"CPU": 1.0}, None)
     count = counts[hosts - 1]

@@ -1,6 +1,7 @@
 """Rollout workers as Ray actors: each starts its server on its host, and watches it."""
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,14 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from jaxrl.cluster.placement import Placement, place
 from jaxrl.rollout.http_client import ServerError
 from jaxrl.rollout.own_server import NOT_STARTED, OwnServer
 
+FIELD = "trainer.placement.rollout_num_nodes"
 
-@ray.remote(num_cpus=1)
+
+@ray.remote
 class RolloutWorker:
     """Has the server of one worker; it ends with this actor.
 
@@ -36,12 +40,6 @@ class RolloutWorker:
         except ServerError as error:  # which Ray could not pickle
             raise RuntimeError(str(error)) from None
 
-    def pid(self) -> int:
-        """Of the server's process."""
-        process = self._server._process
-        assert process is not None
-        return process.pid
-
 
 class RayWorker:
     """A `Host`: one actor, and another one in its place when it dies.
@@ -49,13 +47,17 @@ class RayWorker:
     Args:
         group: of placement, with those of the other workers.
         bundle: its number there.
+        resources: of the bundle: all are the actor's.
         arguments: of the actor.
     """
 
-    def __init__(self, group: PlacementGroup, bundle: int, *arguments: Any) -> None:
+    def __init__(
+        self, group: PlacementGroup, bundle: int, resources: Mapping[str, float], *arguments: Any
+    ) -> None:
         self.url = NOT_STARTED
         self.actor: Any = None
         self._group, self._bundle, self._arguments = group, bundle, arguments
+        self._resources = resources
 
     async def ensure(self, folder: Any) -> bool:
         """See `rollout.server_process.Host`.
@@ -66,10 +68,15 @@ class RayWorker:
         """
         del folder
         if self.actor is None:
-            place = PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=self._bundle
+            has = self._resources
+            actor = RolloutWorker.options(  # type: ignore[attr-defined]
+                num_cpus=has["CPU"],
+                num_gpus=has.get("GPU", 0),  # else Ray hides them from it
+                resources={k: v for k, v in has.items() if k not in ("CPU", "GPU")},
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self._group, placement_group_bundle_index=self._bundle
+                ),
             )
-            actor = RolloutWorker.options(scheduling_strategy=place)
             self.actor = actor.remote(*self._arguments)
         try:
             answer = asyncio.wrap_future(self.actor.ensure.remote().future())
@@ -90,12 +97,59 @@ class RayWorker:
 
 
 def ray_workers(
-    config: Mapping[str, Any], given: Sequence[tuple[Path, Mapping[str, str]]]
+    config: Mapping[str, Any],
+    given: Sequence[tuple[Path, Mapping[str, str]]],
+    trainer_hosts: int,
+    start_seconds: float,
 ) -> list[RayWorker]:
-    """An actor for each folder and environment, each in a bundle of its own, on hosts apart if
-    there are enough."""
-    group = placement_group([{"CPU": 1}] * len(given), strategy="SPREAD")
+    """An actor for each folder and environment, each in a bundle of its own, see `bundles`.
+
+    Args:
+        trainer_hosts: hosts of the trainer, this one among them.
+        start_seconds: until all bundles must be free.
+
+    Raises:
+        ValueError: they are not; names `trainer.placement.rollout_num_nodes`.
+    """
+    nodes, own = ray.nodes(), ray.util.get_node_ip_address()
+    platforms, number = os.environ.get("JAX_PLATFORMS", ""), len(given)
+    what, wanted, strategy = bundles(nodes, own, number, trainer_hosts, platforms)
+    group = placement_group(wanted, strategy=strategy)
+    if not group.wait(start_seconds):
+        remove_placement_group(group)
+        alive = sum(node["Alive"] for node in nodes)
+        raise ValueError(
+            f"{FIELD}={number}: {what.bundle} for each, {strategy} over {alive} host(s), were not "
+            f"free within {start_seconds:g} s (trainer.cluster.start_seconds); start Ray on more "
+            "hosts (ray start --address=...), end what holds them, or lower it"
+        )
     return [
-        RayWorker(group, number, config, folder, environment)
-        for number, (folder, environment) in enumerate(given)
+        RayWorker(group, index, what.bundle, config, folder, environment)
+        for index, (folder, environment) in enumerate(given)
     ]
+
+
+def bundles(
+    nodes: Sequence[Mapping[str, Any]], own: str, number: int, trainer_hosts: int, platforms: str
+) -> tuple[Placement, list[dict[str, float]], str]:
+    """What each worker takes of a host; Ray's bundles, and how they are placed.
+
+    Where hosts have accelerators each worker has those of a host of its own. A last bundle, which
+    stands for this process, keeps them off this host: Ray need not know that its accelerators are
+    in use. On CPUs they share hosts if there are too few.
+
+    Args:
+        nodes: of `ray.nodes()`.
+        own: address of this host.
+        platforms: JAX_PLATFORMS.
+
+    Raises:
+        ValueError: too few hosts with accelerators.
+    """
+    if place(nodes, 1, 1, platforms, field=FIELD).devices is None:
+        what = Placement({"CPU": 1.0}, None)
+        return what, [what.bundle] * number, "SPREAD"
+    others = [node for node in nodes if node["NodeManagerAddress"] != own]
+    taken = trainer_hosts - 1
+    what = place(others, number, 1, platforms, field=FIELD, taken=taken)
+    return what, [what.bundle] * number + [{f"node:{own}": 0.001}], "STRICT_SPREAD"

@@ -30,7 +30,7 @@ class ServeConfig(BaseConfig):
     weights_root: str | None = None
     """Folder under which /update_weights may read; None = no update over HTTP."""
     receive_weights: bool = False
-    """/receive_weights may pull weights from the address that a request names."""
+    """/receive_weights may pull weights from the host that a request comes from."""
     max_num_seqs: int = 32
     """Samples decoded together by `jaxrl.serve`, over all engines."""
     max_model_len: int | None = None

@@ -157,9 +157,14 @@ class Server:
         if self.dialect.adapters:
             self.model = name
 
-    async def receive(self, group: dict[str, Any]) -> None:
-        """Have it pull a group of weights, see `weight_transfer`; raises ServerError."""
-        await self._answer("POST", f"{self.url}/receive_weights", group)
+    async def receive(self, group: dict[str, Any], seconds: float) -> None:
+        """Have it pull a group of weights, see `weight_transfer`; raises ServerError.
+
+        Args:
+            seconds: longest wait, if that is less than for any call.
+        """
+        seconds = min(seconds, self.options.timeout_seconds)
+        await self._answer("POST", f"{self.url}/receive_weights", group, seconds)
 
     def move(self, url: str) -> None:
         """It runs at another address now."""
@@ -184,8 +189,9 @@ class Server:
         except (ValueError, AttributeError) as error:
             raise ServerError(f"GET /health gives {text[:80]!r}, which has no version") from error
 
-    async def _answer(self, method: str, url: str, body: Any) -> str:
-        status, text = await self._call(method, url, body, self.options.timeout_seconds)
+    async def _answer(self, method: str, url: str, body: Any, seconds: float | None = None) -> str:
+        seconds = self.options.timeout_seconds if seconds is None else seconds
+        status, text = await self._call(method, url, body, seconds)
         if status >= BAD_REQUEST:
             retryable = status == TOO_MANY or status >= SERVER_ERROR
             message = f"{method} {url} gives {status}: {_said(text)}"

@@ -5,6 +5,7 @@ checksums and put where it belongs. The old weights are sampled from until the l
 so this holds one group beside the old weights and the new ones.
 """
 
+import ipaddress
 import socket
 import threading
 import time
@@ -17,8 +18,13 @@ from jax.experimental import transfer
 from jaxrl.models.transformer import Params
 from jaxrl.weight_sync import Assembly, Group, Piece, named, sums, whole_pieces
 
-POLL_SECONDS = 0.002
+POLL_SECONDS, CONNECT_SECONDS = 0.002, 5.0
+GROUP_SECONDS, SLOWEST = 120.0, 20e6  # a group takes as long at most, and bytes per second
 DTYPES = ("float32", "bfloat16")
+
+
+class NotAllowed(ValueError):
+    """Weights of another host than the one that gives notice of them."""
 
 
 class TransferFailed(RuntimeError):
@@ -44,6 +50,11 @@ def own_address(peer: str) -> str:
     return f"[{own}]" if ":" in own else own
 
 
+def patience(group: Group) -> float:
+    """Seconds within which a group is pulled, or will not be."""
+    return GROUP_SECONDS + sum(piece.nbytes for piece in group) / SLOWEST
+
+
 @dataclass(frozen=True)
 class Notice:
     """A group that can be pulled.
@@ -51,6 +62,7 @@ class Notice:
     Attributes:
         address: of the trainer's end.
         uuid: that the group has there.
+        transfer: the same of all groups of one update of one server, random.
         version: of the weights.
         number, count: of the group, and of all groups.
         dtype: of the sampler.
@@ -58,6 +70,7 @@ class Notice:
     """
 
     address: str
+    transfer: str
     uuid: int
     version: int
     number: int
@@ -80,22 +93,61 @@ class Notice:
             )
             notice = cls(
                 str(body["address"]),
+                str(body["transfer"]),
                 *_ints(body[name] for name in ("uuid", "version", "number", "count")),
                 dtype=str(body["dtype"]),
                 pieces=pieces,
                 checksums=list(_ints(body["checksums"])),
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(
                 f"a notice of weights without what belongs in it: {error!r}"
             ) from error
         if notice.dtype not in DTYPES or len(notice.checksums) != len(pieces) or not pieces:
             raise ValueError(f"dtype={notice.dtype!r}, {len(notice.checksums)} checksums")
+        if not 0 <= notice.number < notice.count or not 0 <= notice.uuid < 2**63:
+            raise ValueError(f"group {notice.number} of {notice.count}, uuid={notice.uuid}")
+        _ = notice.place
         return notice
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Host and port of the trainer's end; raises ValueError where the address has none."""
+        host, _, port = self.address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+            raise ValueError(f"address={self.address!r}: must be host:port")
+        return host.strip("[]"), int(port)
+
+    def check_sender(self, peer: str | None) -> None:
+        """Only weights of who says that there are some: a token opens no way to other hosts.
+
+        Args:
+            peer: address of who sent this.
+
+        Raises:
+            NotAllowed: they are elsewhere.
+        """
+        host, _ = self.place
+        if not _same_host(host, peer or ""):
+            message = f"address={self.address!r}: this came from {peer}; weights must too"
+            raise NotAllowed(message)
 
     def __str__(self) -> str:
         names = sorted({piece.name for piece in self.pieces})
         return f"group {self.number} of {self.count} ({', '.join(names)}) of version {self.version}"
+
+
+def _same_host(one: str, other: str) -> bool:
+    try:
+        first, second = (_plain(ipaddress.ip_address(text)) for text in (one, other))
+    except ValueError:  # a name: it could lead anywhere
+        return False
+    return first == second or (first.is_loopback and second.is_loopback)
+
+
+def _plain(address: Any) -> Any:
+    """IPv4 where it is that within IPv6."""
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 def _ints(values: Any) -> tuple[int, ...]:
@@ -122,16 +174,17 @@ class Incoming:
         """Pull a group; all parameters, once it was the last.
 
         Raises:
-            ValueError: it is of another model.
+            ValueError: it is of another model; nothing was pulled.
             TransferFailed: it did not come whole, or is not the next; begin with the first again.
         """
         if notice.number == 0:
             pieces = whole_pieces(named(self.like), notice.dtype)
-            self._coming = _Coming(notice.version, Assembly(pieces, self.shardings))
+            self._coming = _Coming(notice, Assembly(pieces, self.shardings))
         coming = self._coming
-        if coming is None or (notice.version, notice.number) != (coming.version, coming.next):
+        if coming is None or not coming.continued_by(notice):
             raise TransferFailed(f"{notice} is not the next that is expected here: begin with 0")
         try:
+            coming.assembly.check(notice.pieces)
             arrays = self._pull(notice)
             coming.assembly.put(notice.pieces, arrays)
             coming.next += 1
@@ -139,14 +192,14 @@ class Incoming:
                 return None
             params = coming.assembly.finish()
         except BaseException:
-            self._forget(coming)
+            self.forget()
             raise
-        self._forget(coming)
+        self.forget()
         return jax.tree.unflatten(jax.tree.structure(self.like), params.values())
 
-    def _forget(self, coming: "_Coming") -> None:
-        if self._coming is coming:
-            self._coming = None
+    def forget(self) -> None:
+        """Throw away what has come of a version; its next group is refused."""
+        self._coming = None
 
     def _pull(self, notice: Notice) -> list[jax.Array]:
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -155,11 +208,12 @@ class Incoming:
             for p in notice.pieces
         ]
         try:
-            arrays = self._connect(notice.address).pull(notice.uuid, wanted)
-            _wait(arrays, self.seconds)
+            arrays = self._connect(notice).pull(notice.uuid, wanted)
+            _wait(arrays, min(self.seconds, patience(notice.pieces)))
             found = sums(arrays)
         except (RuntimeError, OSError) as error:  # JaxRuntimeError and TimeoutError among them
-            self._connection = None
+            if not isinstance(error, TimeoutError):  # a new one would cost threads and sockets
+                self._connection = None
             raise TransferFailed(f"{notice} did not come from {notice.address}: {error}") from error
         if found != notice.checksums:
             wrong = [
@@ -172,11 +226,13 @@ class Incoming:
             )
         return arrays
 
-    def _connect(self, address: str) -> transfer.TransferConnection:
+    def _connect(self, notice: Notice) -> transfer.TransferConnection:
+        address, place = notice.address, notice.place
         with self._lock:
             if self._connection is None or self._connection[0] != address:
-                host = address.rpartition(":")[0].strip("[]")
-                self._end = self._end or open_transfer(host)
+                # A pull from where nobody listens does not fail: it never ends.
+                socket.create_connection(place, CONNECT_SECONDS).close()
+                self._end = self._end or open_transfer(place[0])
                 self._connection = address, self._end.connect(address)
             return self._connection[1]
 
@@ -185,9 +241,19 @@ class Incoming:
 class _Coming:
     """A version on its way."""
 
-    version: int
+    first: Notice
     assembly: Assembly
     next: int = 0  # number of the group that must come
+
+    def continued_by(self, notice: Notice) -> bool:
+        """Whether it is the next group, from the same trainer."""
+        first = self.first
+        return (notice.transfer, notice.version, notice.count, notice.number) == (
+            first.transfer,
+            first.version,
+            first.count,
+            self.next,
+        )
 
 
 def _wait(arrays: list[Any], seconds: float) -> None:

@@ -300,7 +300,12 @@ class RemoteEngine:
             server.doubt.clear()
             if self._weights is None:
                 continue
-            error = await self._bring(server)
+            try:
+                error = await self._bring(server)
+            except Exception as unexpected:  # without its keeper it would never come back
+                _log.exception("%s: looking after it failed; it is tried again", server.url)
+                self._leave_out(server, unexpected)
+                continue
             if isinstance(error, WeightMismatch):  # nobody may sample; whoever waits must know
                 self._failure = error
                 self._some_ready.set()

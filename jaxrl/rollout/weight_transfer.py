@@ -16,8 +16,10 @@ from jax.experimental import transfer
 
 from jaxrl.models.transformer import Params
 from jaxrl.rollout.http_client import Server, ServerError
-from jaxrl.rollout.incoming_weights import open_transfer
+from jaxrl.rollout.incoming_weights import open_transfer, patience
 from jaxrl.weight_sync import GROUP_BYTES, Group, named, plan, sums, take, whole_pieces
+
+ANSWER_SECONDS = 10.0  # for the answer of a server that has waited its own patience
 
 
 @dataclass
@@ -81,17 +83,27 @@ class WeightTransfer:
         """
         del name
         host = urlsplit(server.url).hostname or ""
+        told = {"version": version, "transfer": secrets.token_hex(16)}
         async with self._turn:
             try:
-                for number in range(len(newest.groups)):
-                    body = await asyncio.to_thread(self._offer, host, newest, number)
-                    await server.receive(body | {"version": version})
-            except BaseException:
+                for number, group in enumerate(newest.groups):
+                    body = await asyncio.to_thread(self.offer, host, newest, number)
+                    await server.receive(body | told, patience(group) + ANSWER_SECONDS)
+            except BaseException as error:
                 self._ends.pop(host, None)  # with it goes what was offered and not pulled
+                if isinstance(error, (RuntimeError, OSError)):  # of jax, and of sockets
+                    message = f"the weights could not be offered to {host}: {error}"
+                    raise ServerError(message) from error
                 raise
 
-    def _offer(self, host: str, offer: Offer, number: int) -> dict[str, Any]:
-        """Cut a group and let it be pulled; what its receiver must know."""
+    def offer(self, host: str, offer: Offer, number: int) -> dict[str, Any]:
+        """Cut a group and let it be pulled; what its receiver must know of it.
+
+        Raises:
+            ServerError: the trainer has donated the parameters.
+            RuntimeError: it does so just now.
+            OSError: the host's name, or a port of this one.
+        """
         group, params = offer.groups[number], offer.params
         if params is None or any(x.is_deleted() for x in jax.tree.leaves(params)):
             raise ServerError("the trainer is at work on the next version, which it will get")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config import ServeConfig
-from jaxrl.rollout.incoming_weights import Incoming, Notice, TransferFailed
+from jaxrl.rollout.incoming_weights import Incoming, NotAllowed, Notice, TransferFailed
 from jaxrl.rollout.submissions import Submissions
 from jaxrl.serving.errors import ApiError
 from jaxrl.serving.prometheus import Measures
@@ -18,6 +18,7 @@ from jaxrl.serving.sessions import Sessions
 from jaxrl.serving.shared_engine import Guests, HostEngine
 from jaxrl.serving.weights import folder_under
 
+IDLE_SECONDS = 120.0  # between two groups of weights; then who sent the first has given up
 PAUSE_MODES = ("abort", "keep", "wait")
 
 
@@ -146,6 +147,7 @@ class Control:
         self.folder: Path | None = folder
         self.version, self.paused = 0, False
         self._alone = asyncio.Lock()
+        self._given_up: asyncio.TimerHandle | None = None
 
     async def pause(self, mode: str) -> None:
         """Draw no more tokens; what runs is aborted, kept, or waited for."""
@@ -167,8 +169,9 @@ class Control:
         self.service.let_go()
 
     async def sleep(self) -> None:
-        """Free the engine's memory; what runs is answered 503."""
+        """Free the engine's memory, and that of weights on their way; what runs is answered 503."""
         async with self._alone:
+            self._forget_incoming()
             await asyncio.to_thread(self.host.sleep)
 
     async def wake(self) -> None:
@@ -193,8 +196,11 @@ class Control:
             await self._update(folder, number)
             return number
 
-    async def receive_weights(self, notice: Notice) -> bool:
+    async def receive_weights(self, notice: Notice, peer: str | None) -> bool:
         """Pull a group; with the last one the engine has the new weights, whatever runs goes on.
+
+        Args:
+            peer: address of who gives notice.
 
         Returns:
             Whether it was the last.
@@ -205,7 +211,12 @@ class Control:
         if not self.service.limits.receive_weights:
             message = "no weights are pulled here; start with serve.receive_weights=true"
             raise ApiError(403, message)
+        try:
+            notice.check_sender(peer)
+        except NotAllowed as error:
+            raise ApiError(403, str(error), param="address") from error
         async with self._alone:
+            self._hold_incoming()
             try:
                 params = await asyncio.to_thread(self.incoming.receive, notice)
             except ValueError as error:
@@ -213,6 +224,8 @@ class Control:
             except TransferFailed as error:
                 raise ApiError(502, str(error), code="transfer_failed") from error
             if params is None:
+                loop = asyncio.get_running_loop()
+                self._given_up = loop.call_later(IDLE_SECONDS, self.incoming.forget)
                 return False
             await asyncio.to_thread(self.host.update_weights, params, notice.version)
             self._now(None, notice.version)
@@ -226,6 +239,17 @@ class Control:
         await asyncio.to_thread(self.host.update_weights, params, version)
         self._now(folder, version)
 
+    def _hold_incoming(self) -> None:
+        if self._given_up is not None:
+            self._given_up.cancel()
+            self._given_up = None
+
+    def _forget_incoming(self) -> None:
+        """What has come before anything else was asked of the engine is not what it shall have."""
+        self._hold_incoming()
+        self.incoming.forget()
+
     def _now(self, folder: Path | None, version: int) -> None:
+        self._forget_incoming()
         self.folder, self.version = folder, version
         self.service.measures.version.set(version)

@@ -3,6 +3,7 @@
 import pytest
 import ray
 
+from jaxrl.cluster.rollout_worker import bundles, ray_workers
 from jaxrl.rollout.http_client import Server
 from tests.rollout.test_rollout_workers import trained
 from tests.test_train import assert_bitwise_equal
@@ -30,3 +31,42 @@ def test_an_actor_killed_in_mid_generation_is_replaced_and_nothing_changes(
     assert dead
     assert engine.servers[0].url == engine.hosts[engine.servers[0]].url
     assert_bitwise_equal(trainer.state.params, undisturbed.state.params)
+
+
+def node(address, **resources):
+    return {"Alive": True, "NodeManagerAddress": address, "Resources": {"CPU": 8.0, **resources}}
+
+
+def test_where_hosts_have_accelerators_workers_share_none_with_the_trainer():
+    nodes = [node(name, GPU=8.0) for name in "abcd"]
+    what, wanted, strategy = bundles(nodes, "a", 2, 2, "")
+    assert strategy == "STRICT_SPREAD"
+    assert wanted == [{"CPU": 1.0, "GPU": 8.0}] * 2 + [{"node:a": 0.001}]
+    assert what.devices == 8
+    # 4 hosts, 1 this one, 2 more of the trainer's: 1 is left
+    with pytest.raises(ValueError, match=r"rollout_num_nodes=2: .* has 1 host\(s\) with a GPU bes"):
+        bundles(nodes, "a", 2, 3, "")
+
+
+def test_on_cpus_workers_may_share_a_host():
+    nodes = [node("a", GPU=8.0)]
+    assert bundles(nodes, "a", 2, 1, "cpu")[1:] == ([{"CPU": 1.0}] * 2, "SPREAD")
+    assert bundles([node("a")], "a", 2, 1, "")[1:] == ([{"CPU": 1.0}] * 2, "SPREAD")
+
+
+def test_workers_for_which_there_is_no_room_are_an_error(cluster):
+    """Three bundles of a CPU on two CPUs, whose group would never be there."""
+    before = len(ray.util.placement_group_table())
+    with pytest.raises(ValueError, match=r"rollout_num_nodes=3: .* not free within 1 s .*lower it"):
+        ray_workers({}, [(None, {})] * 3, 1, 1.0)
+    table = list(ray.util.placement_group_table().values())[before:]
+    assert [group["state"] for group in table] == ["REMOVED"]
+
+
+def test_a_bundle_keeps_this_host_free(cluster):
+    """As `bundles` does, but with the CPUs that there are."""
+    own = {f"node:{ray.util.get_node_ip_address()}": 0.001}
+    for strategy, fits in (("STRICT_PACK", True), ("STRICT_SPREAD", False)):
+        group = ray.util.placement_group([{"CPU": 1.0}, own], strategy)
+        assert group.wait(5.0 if fits else 1.0) == fits
+        ray.util.remove_placement_group(group)

@@ -10,11 +10,14 @@ import pytest
 
 from jaxrl.rollout import weight_transfer
 from jaxrl.rollout.http_client import RemoteOptions, Server, ServerError
+from jaxrl.rollout.incoming_weights import patience
 from jaxrl.rollout.probe import Probe, make_score
 from jaxrl.rollout.protocol import Request, Sampling
 from jaxrl.rollout.remote import RemoteEngine, RemoteEngineError
 from jaxrl.rollout.weight_transfer import WeightTransfer
 from jaxrl.serve import make_server
+from jaxrl.serving import service
+from jaxrl.weight_sync import Piece
 from tests.serving.conftest import model_folder, serve_config
 from tests.serving.test_remote_engine import MODEL, PARAMS, engine_of
 from tests.serving.test_server import ask
@@ -97,10 +100,10 @@ def test_a_server_that_goes_in_the_middle_leaves_nothing_behind(server, monkeypa
     engine = transferring(server, probes=False, recovery=1.0)
     received = Server.receive
 
-    async def second_finds_nobody(self, group):
+    async def second_finds_nobody(self, group, seconds):
         if group["number"] == 1:
             server.stop()
-        await received(self, group)
+        await received(self, group, seconds)
 
     monkeypatch.setattr(Server, "receive", second_finds_nobody)
     with pytest.raises(RemoteEngineError, match="no server was ready for 1 s"):
@@ -130,14 +133,16 @@ def test_a_server_that_comes_back_gets_the_weights_while_they_are_there(folder, 
     engine.close()
 
 
+PIECE = {"name": "embed", "starts": [0, 0], "shape": [1, 1], "dtype": "float32"}
 GROUP = {
-    "address": "127.0.0.1:1",
+    "address": "127.0.0.1:1",  # where nobody listens
+    "transfer": "one",
     "uuid": 1,
     "version": 3,
     "number": 0,
     "count": 1,
     "dtype": "float32",
-    "pieces": [{"name": "embed", "starts": [0, 0], "shape": [1, 1], "dtype": "float32"}],
+    "pieces": [PIECE],
     "checksums": [7],
 }
 
@@ -145,10 +150,23 @@ GROUP = {
 @pytest.mark.parametrize(
     ("change", "status", "said"),
     [
-        ({"number": 3}, 502, r"group 3 of 1 \(embed\) of version 3 is not the next .*begin with 0"),
+        (
+            {"number": 1, "count": 3},
+            502,
+            r"group 1 of 3 \(embed\) of version 3 is not the next .*begin with 0",
+        ),
+        ({"number": 3}, 400, "group 3 of 1, uuid=1"),
         ({"pieces": None}, 400, "without what belongs in it"),
         ({"dtype": "int8"}, 400, "dtype='int8'"),
-        ({"address": "nowhere"}, 502, "did not come from nowhere"),
+        ({"address": "nowhere"}, 400, "address='nowhere': must be host:port"),
+        ({"uuid": 2**64}, 400, "uuid=18446744073709551616"),
+        ({}, 502, r"did not come from 127\.0\.0\.1:1: .*refused"),
+        ({"address": "10.0.0.9:22"}, 403, r"10\.0\.0\.9:22': this came from 127\.0\.0\.1"),
+        ({"address": "localhost:22"}, 403, "this came from"),
+        # before anything is allocated or asked for
+        ({"pieces": [PIECE | {"shape": [2**36, 1]}]}, 400, "not a part of embed"),
+        ({"pieces": [PIECE | {"dtype": "garbage"}]}, 400, "comes as garbage; here it is float32"),
+        ({"pieces": [PIECE | {"name": "x"}]}, 400, "x is none of this model's arrays"),
     ],
 )
 def test_what_is_no_notice_of_weights_is_refused(server, change, status, said):
@@ -163,6 +181,92 @@ def test_nothing_is_pulled_where_it_is_not_allowed(folder, server, monkeypatch):
     answered, answer = ask(server, "/receive_weights", GROUP)
     assert answered == 403
     assert "start with serve.receive_weights=true" in answer["error"]["message"]
+
+
+def test_groups_of_two_trainers_are_never_mixed(server):
+    """Both send version 5; the one that began last goes on."""
+    (one, other), host = [WeightTransfer(jnp.float32, GROUP_BYTES) for _ in "ab"], "127.0.0.1"
+    offers = {end: end.publish(PARAMS, 5) for end in (one, other)}
+
+    def send(end, number, transfer):
+        group = end.offer(host, offers[end], number) | {"version": 5, "transfer": transfer}
+        return ask(server, "/receive_weights", group)
+
+    assert send(one, 0, "a")[0] == 200
+    assert send(other, 0, "b")[0] == 200
+    status, answer = send(one, 1, "a")
+    assert status == 502 and "is not the next" in answer["error"]["message"]
+    assert send(other, 1, "b")[0] == 200
+    assert ask(server, "/sleep", {})[0] == 200  # what has come is not what the engine shall have
+    assert send(other, 2, "b")[0] == 502
+    assert server.host.guests.version is None
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Array has been deleted"), OSError("no such host")])
+def test_what_jax_and_sockets_raise_is_an_error_of_that_server(server, monkeypatch, error):
+    """The trainer may donate between the look and the cut; then the next update brings them."""
+    engine = transferring(server, probes=False, recovery=0.5, poll=60.0)
+
+    def failing(*_):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.source, "offer", failing)
+        with pytest.raises(RemoteEngineError, match=f"could not be offered to .*{error}"):
+            engine.update_weights(PARAMS, 5)
+    engine.update_weights(PARAMS, 6)
+    assert server.host.guests.version == 6
+    engine.close()
+
+
+def test_a_keeper_outlives_what_nobody_expected(server, monkeypatch):
+    engine = transferring(server, probes=False, poll=0.05)
+    engine.update_weights(PARAMS, 5)
+    looked = []
+
+    async def failing(self):
+        looked.append(self)
+        if len(looked) < 3:
+            raise KeyError("a bug")
+        return await look(self)
+
+    look = Server.look
+    monkeypatch.setattr(Server, "look", failing)
+    deadline = time.monotonic() + 60
+    while len(looked) < 3 or not engine.servers[0].ready:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    engine.close()
+
+
+def test_what_has_come_is_thrown_away_when_nothing_follows(server, monkeypatch):
+    monkeypatch.setattr(service, "IDLE_SECONDS", 0.0)
+    end = WeightTransfer(jnp.float32, GROUP_BYTES)
+    offer = end.publish(PARAMS, 5)
+    told = {"version": 5, "transfer": "a"}
+    assert ask(server, "/receive_weights", end.offer("127.0.0.1", offer, 0) | told)[0] == 200
+    assert ask(server, "/receive_weights", end.offer("127.0.0.1", offer, 1) | told)[0] == 502
+
+
+def test_a_server_that_hangs_holds_up_the_others_for_a_group_and_no_longer():
+    """Servers are served one after the other; 1800 s is the limit of any other call."""
+    waits = []
+
+    class Hanging:
+        url = "http://127.0.0.1:9"
+
+        async def receive(self, group, seconds):
+            waits.append(seconds)
+            raise ServerError(f"no answer within {seconds:g} s")
+
+    end = WeightTransfer(jnp.float32, GROUP_BYTES)
+    with pytest.raises(ServerError, match="no answer"):
+        asyncio.run(end.give(Hanging(), end.publish(PARAMS, 5), 5, ""))  # pyright: ignore
+    assert 130 < waits[0] <= 130 + GROUP_BYTES / 20e6
+
+
+def test_the_wait_for_a_group_grows_with_its_bytes():
+    assert patience((Piece("a", (0,), (10**9,), "float32"),)) == 120 + 4e9 / 20e6  # 320 s
 
 
 class SlowHost:
