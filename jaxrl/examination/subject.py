@@ -74,7 +74,9 @@ class Subject:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # said already
             run = self.experiment(config)
-        vars(run)["get_prompts"] = lambda sources: chosen
+        # every generator has fresh environments, in one pool: it may be processes
+        pool = functools.cache(run.get_environment_pool)
+        vars(run).update(get_prompts=lambda sources: chosen, get_environment_pool=pool)
         return run
 
     def _made(self, name: str, make: Callable[[], Any], see: str) -> Any:

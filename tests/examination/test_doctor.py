@@ -8,12 +8,14 @@ import shutil
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxrl import config as cfg
 from jaxrl.assemble import assemble_update
 from jaxrl.doctor import CHECKS, chosen, examine, main, run_check
 from jaxrl.examination.compilations import Compilations
+from jaxrl.examination.rewards import rethreaded
 from jaxrl.examination.subject import Subject
 from jaxrl.examination.supervised import CHECKS as SUPERVISED
 from jaxrl.rewards import make_estimate
@@ -71,8 +73,10 @@ def test_a_right_run_passes(examined):
     assert not {name: f for name, f in found.items() if f.passed is False}
     assert [name for name, f in found.items() if f.passed is None] == ["gradients.critic"]
     assert found["gradients.microbatches"].about == "one microbatch against 2 of 8 rows"
-    exact = [f for name, f in found.items() if name.startswith(("gradients", "mask.padding"))]
-    assert all(0 < f.figure <= f.bound == 2e-5 for f in exact if f.passed)  # float32
+    exact = [f for name, f in found.items() if name.startswith("gradients") and f.passed]
+    assert all(0 < f.figure <= f.bound == 2e-5 for f in exact)  # float32
+    padding = found["mask.padding"]  # the same rows in the same order: it may be 0
+    assert 0 <= padding.figure <= padding.bound == 2e-5
 
 
 def test_nothing_is_left_where_the_run_writes(examined):
@@ -100,13 +104,30 @@ def test_a_mean_per_microbatch_is_told_from_a_wrong_mask(examined):
     assert list(found) == ["gradients.microbatches"]
     finding = found["gradients.microbatches"]
     assert finding.figure > 0.1
-    assert finding.cause.startswith("a mean per microbatch: on the same log-probs the policy loss")
+    assert finding.cause.startswith("on the same log-probs the policy loss of a token depends on")
+    assert "as a rule a mean per microbatch" in finding.cause
     assert "batch_statistics=True" in finding.fix
     subject = changed(examined[0], **{LOSS: f"{PLANTED}:unmasked_mean"})
     found = failures(subject, *names)
     assert list(found) == ["mask.padding"]
     cause = found["mask.padding"].cause
     assert cause.startswith(f"a wrong mask: policy loss '{PLANTED}:unmasked_mean' counts padding")
+
+
+def test_a_loss_that_reads_its_neighbours_depends_on_the_order(examined):
+    names = ("gradients.microbatches", "gradients.order", "mask.padding")
+    subject = changed(examined[0], **{LOSS: f"{PLANTED}:neighbours"})
+    rows = subject.minibatch
+    start = int(np.asarray(rows.response_mask).argmax(1).max())
+    lengths = np.minimum(rows.lengths, start + 1 + np.arange(len(rows.lengths)) % 8)
+    assert len({*lengths.tolist()}) > 4  # a sort by length would undo most of a shuffle
+    real = np.arange(rows.tokens.shape[1]) < lengths[:, None]
+    masks = {name: getattr(rows, name) * real for name in ("response_mask", "loss_mask")}
+    subject.made["minibatch"] = rows.replace(lengths=lengths.astype(np.int32), **masks)
+    found = failures(subject, *names)
+    assert list(found) == ["gradients.microbatches", "gradients.order"]
+    assert found["gradients.order"].figure > 0.01
+    assert "depends on the place of a row" in found["gradients.order"].cause
 
 
 def test_a_loss_that_reads_beyond_the_mask(examined):
@@ -140,14 +161,42 @@ def test_stale_weights(examined):
 
 
 def test_a_reward_that_is_not_deterministic(examined):
-    for function in ("moody", "counting"):
-        subject = changed(examined[0], **{REWARDS: [f"{PLANTED}:{function}"]})
+    workers = "environment.skyrl_gym.max_env_workers"
+    for function, threads in (("moody", 0), ("counting", 0), ("alternating", 0), ("alternating", 4)):
+        changes = {REWARDS: [f"{PLANTED}:{function}"], workers: threads}
+        subject = changed(examined[0], **changes)
         finding = failures(subject, "rewards")["rewards"]
         assert finding.cause.startswith(
             f"a reward that is not deterministic: reward term '{function}' of environment "
             "'sort_digits' gave "
         )
         assert "sample of prompt 0:" in finding.cause
+
+
+def test_environments_in_ray_are_judged_again_in_threads(tmp_path):
+    pytest.importorskip("ray")
+    gym = "environment.skyrl_gym"
+    changes = {f"{gym}.max_env_workers": 2, f"{gym}.ray_env_workers": 1}
+    config = rethreaded(cfg.resolve(small(tmp_path, **changes)))
+    cfg.validate(config, num_devices=8)
+    found = config.environment.skyrl_gym
+    assert (found.max_env_workers, found.ray_env_workers) == (4, 0)
+
+
+def test_generators_share_the_pool_of_environments(examined):
+    class Pools(BasePPOExp):
+        made = 0
+
+        def get_environment_pool(self):
+            Pools.made += 1
+
+    subject = copy.copy(examined[0])
+    subject.experiment = Pools
+    del subject.run  # made anew, without its other parts
+    subject.run.tokenizer = examined[0].run.tokenizer
+    for _ in range(3):
+        subject.generator(None)
+    assert Pools.made == 1
 
 
 @pytest.mark.parametrize(
@@ -255,7 +304,7 @@ FAULTS = {
     ),
     "per-microbatch mean": (
         (BasePPOExp, {LOSS: f"{PLANTED}:microbatch_mean"}),
-        {"gradients.microbatches": "a mean per microbatch"},
+        {"gradients.microbatches": "on the same log-probs the policy loss"},
     ),
     "wrong mask in a loss": (
         (BasePPOExp, {LOSS: f"{PLANTED}:unmasked_mean"}),
