@@ -1,7 +1,6 @@
 """Only what the policy sampled is trained, and nothing outside the loss mask counts."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
@@ -22,6 +21,7 @@ from jaxrl.examination.measure import (
 )
 from jaxrl.examination.subject import Subject
 from jaxrl.rewards import advantages_of
+from jaxrl.rollout.step_wise import trajectory_numbers
 from jaxrl.types import TrainBatch
 
 COLUMNS = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages")
@@ -155,7 +155,7 @@ def padding(subject: Subject) -> Finding:
 
 
 def advantages(subject: Subject) -> Finding:
-    """The estimator gives sampled tokens the same advantages whatever the padding."""
+    """Sampled tokens have the same advantages whatever the padding, in whatever order of rows."""
     trainer, batch = subject.trainer, subject.trainer.add_log_probs(subject.collated)
     if type(trainer).add_advantages.__qualname__ != "Trainer.add_advantages":
         return not_here(f"{type(trainer).__name__} has its own add_advantages")
@@ -163,14 +163,31 @@ def advantages(subject: Subject) -> Finding:
     drawn = rng.normal(size=batch.rewards.shape).astype(np.float32)
     batch = batch.replace(rewards=drawn * np.asarray(batch.response_mask))
     wide = widened(batch, length_bucket(batch.tokens.shape[1] + 1))
-    narrow, wider = (advantages_of(trainer.estimate, x) for x in (batch, wide))
+    order = shuffled_trajectories(batch)
+    shuffled = jax.tree.map(lambda x: np.asarray(x)[order], batch)
+    narrow, wider, other = (advantages_of(trainer.estimate, x) for x in (batch, wide, shuffled))
     mask, columns = np.asarray(batch.loss_mask), batch.tokens.shape[1]
-    left, right = ([np.asarray(x)[:, :columns] * mask for x in xs] for xs in (narrow, wider))
-    figure, _ = compare(left, right)
-    about = f"random rewards, rows of {columns} tokens against {wide.tokens.shape[1]}"
+    back = [np.asarray(x)[np.argsort(order)] for x in other]
+    left, right, there = (
+        [np.asarray(x)[:, :columns] * mask for x in xs] for xs in (narrow, wider, back)
+    )
+    padded, moved = (compare(left, x).relative for x in (right, there))
+    figure = max(padded, moved)
+    about = f"random rewards, rows of {columns} tokens against {wide.tokens.shape[1]}, and shuffled"
     name = trainer.config.trainer.algorithm.advantage_estimator
     if figure <= SAME_ADVANTAGES or not any(x.any() for x in left):
         return passed(0.0 if np.isnan(figure) else figure, SAME_ADVANTAGES, about)
     cause = f"a wrong mask: advantage estimator '{name}' counts padding"
     fix = "take means over response_mask (jaxrl.array_ops.masked_mean)"
+    if not padded > SAME_ADVANTAGES:
+        cause = f"advantage estimator '{name}' depends on the place of a row in its batch"
+        fix = "find the samples of a prompt by index, not by their place"
     return failed(figure, SAME_ADVANTAGES, about, cause=cause, fix=fix)
+
+
+def shuffled_trajectories(batch: TrainBatch) -> np.ndarray:
+    """An order of rows [B] in which the rows of a trajectory stay neighbours."""
+    last = batch.is_last_step
+    numbers = np.arange(len(batch.index)) if last is None else trajectory_numbers(last)
+    places = np.random.default_rng(4).permutation(int(numbers[-1]) + 1)
+    return np.argsort(places[numbers], kind="stable")

@@ -40,6 +40,13 @@ def padded_estimator(token_level_rewards, response_mask, index, **kwargs):
     return advantages * response_mask, advantages
 
 
+def rolled_estimator(token_level_rewards, response_mask, index, **kwargs):
+    """Its baseline is the reward of the row before."""
+    total = token_level_rewards.sum(-1, keepdims=True)
+    advantages = (total - jnp.roll(total, 1, axis=0)) * response_mask
+    return advantages, advantages
+
+
 def moody(action):
     """A judge that throws dice."""
     return random.random()
