@@ -22,11 +22,13 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,6 +79,7 @@ CHECKS: dict[str, Check] = {
     "weights.first": sampler.weights,
     "sampler.update": sampler.update,
     "weights.update": sampler.weights_update,
+    "reference": sampler.reference,
     "checkpoint.state": checkpoints.state,
     "checkpoint.step": checkpoints.step,
     "recompilation": recompilation.recompilation,
@@ -118,9 +121,7 @@ def examine(
     Raises:
         ValueError: the config, a file or a folder is wrong, or there is no such check.
     """
-    checks = chosen(only)
-    if supervised:
-        checks = {name: check for name, check in checks.items() if name in SUPERVISED}
+    checks = chosen(only, supervised)
     with tempfile.TemporaryDirectory(prefix="jaxrl_doctor_") as folder, Compilations() as programs:
         subject, findings = _subject(config, Path(folder), experiment, programs, supervised), []
         with contextlib.closing(subject):
@@ -138,17 +139,24 @@ def _subject(
     return Subject(config, folder, experiment, programs)
 
 
-def chosen(only: Sequence[str]) -> dict[str, Check]:
+def chosen(only: Sequence[str], supervised: bool = False) -> dict[str, Check]:
     """Checks by name or by the part of it before the dot.
+
+    Args:
+        supervised: of those that a run of `jaxrl.sft` has.
 
     Raises:
         ValueError: there is no such check.
     """
-    families = {name.partition(".")[0] for name in CHECKS}
-    if unknown := [name for name in only if name not in CHECKS and name not in families]:
-        raise ValueError(f"--only={unknown[0]}: there is no such check; there are {list(CHECKS)}")
-    wanted = {name for name in CHECKS if name in only or name.partition(".")[0] in only}
-    return {name: check for name, check in CHECKS.items() if not only or name in wanted}
+    checks = {n: check for n, check in CHECKS.items() if not supervised or n in SUPERVISED}
+    families = {name.partition(".")[0] for name in checks}
+    if unknown := [name for name in only if name not in checks and name not in families]:
+        kind = " of a supervised run (--sft)" if supervised else ""
+        raise ValueError(
+            f"--only={unknown[0]}: there is no such check{kind}; there are {list(checks)}"
+        )
+    wanted = {name for name in checks if name in only or name.partition(".")[0] in only}
+    return {name: check for name, check in checks.items() if not only or name in wanted}
 
 
 def run_check(name: str, check: Check, subject: Subject) -> Finding:
@@ -206,7 +214,10 @@ def main(argv: Sequence[str]) -> int:
         config = cfg.apply_overrides(cfg.load_config_file(path), overrides)
         only = [name for name in options.only.split(",") if name]
         experiment = _experiment(options.experiment)
-        with contextlib.redirect_stdout(sys.stderr):  # what the run prints of itself
+        if not options.sft and cfg.to_train_config(config).sft != cfg.SFTConfig():
+            print("hint: the config sets sft.*; one of jaxrl.sft needs --sft", file=sys.stderr)
+        # what the run prints of itself is not the result
+        with contextlib.redirect_stdout(sys.stderr), ended_by_sigterm():
             found = examine(config, experiment, only, _tell, options.sft)
     except (ValueError, OSError) as error:  # what a user can mend
         print(f"error: {error}", file=sys.stderr)
@@ -215,6 +226,19 @@ def main(argv: Sequence[str]) -> int:
     if options.json is not None:
         replace_text(options.json, report.to_json(*found, machine_report()))
     return 0 if found.passed else 1
+
+
+@contextlib.contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM is raised as SystemExit, so that what was written is removed."""
+    if threading.current_thread() is not threading.main_thread():  # may set no handlers
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _print_machine(file: Path | None, rest: Sequence[str]) -> int:

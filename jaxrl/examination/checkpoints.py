@@ -1,12 +1,16 @@
 """What a checkpoint gives back is what was saved, and training goes on from it as without it."""
 
+import shutil
 from typing import NamedTuple
 
+import jax
+
 from jaxrl.checksums import checksums
-from jaxrl.examination.finding import Finding, failed, passed
+from jaxrl.examination.finding import Finding, failed, not_here, passed
 from jaxrl.examination.subject import Subject
 
 Sums = dict[str, int]
+GIB, SLACK = 2**30, 2**26  # bytes; slack: what is written beside the arrays
 
 
 class Saved(NamedTuple):
@@ -20,6 +24,8 @@ class Saved(NamedTuple):
 
 def state(subject: Subject) -> Finding:
     """Every array of the state through the run's own checkpointer, bit for bit."""
+    if reason := no_room(subject):
+        return not_here(reason)
     saved = _saved(subject)
     different = _different(saved.before, saved.restored)
     about = f"{len(saved.before)} arrays saved and restored"
@@ -37,6 +43,8 @@ def state(subject: Subject) -> Finding:
 
 def step(subject: Subject) -> Finding:
     """A training step after restoring against the same step without."""
+    if reason := no_room(subject):
+        return not_here(reason)
     saved = _saved(subject)
     different = _different(saved.step, saved.restored_step)
     about = f"{len(saved.step)} arrays after one more step, resumed against not"
@@ -56,6 +64,20 @@ def step(subject: Subject) -> Finding:
         "XLA_FLAGS=--xla_gpu_deterministic_ops=true"
     )
     return failed(len(different), 0, about, cause=cause, fix=fix)
+
+
+def no_room(subject: Subject) -> str:
+    """Why the state cannot be saved in the temporary folder; "" where it can."""
+    if "saved" in subject.known:
+        return ""
+    needed = sum(x.nbytes for x in jax.tree.leaves(subject.trainer.state))
+    free = shutil.disk_usage(subject.folder).free
+    if needed + SLACK <= free:
+        return ""
+    return (
+        f"a checkpoint has {needed / GIB:.3g} GiB, {subject.folder.parent} {free / GIB:.3g} GiB "
+        "free: set TMPDIR to a larger folder"
+    )
 
 
 def _saved(subject: Subject) -> Saved:

@@ -15,6 +15,7 @@ RESPONSE_TOKENS = 32  # of a turn
 TURNS_TOKENS = 256  # of the inputs of later turns, beyond the prompt
 PROMPT_TOKENS = 256  # longer prompts are taken only where there are no shorter ones
 BATCHES = 4  # of prompts
+WEIGHTS = "generator.inference_engine.weights_folder"
 
 QUIET = {  # what any run writes or does beside training
     "trainer.logger": "console",
@@ -47,13 +48,18 @@ _PLAIN = {  # what would leave nothing of a few short responses, or wait for oth
 def elsewhere(
     config: cfg.TrainConfig, folder: Path, quiet: Mapping[str, Any] = _SILENT
 ) -> cfg.TrainConfig:
-    """The config of a run that writes under `folder` alone.
+    """The config of a run that writes under `folder` alone, and weights for servers beside others.
+
+    Servers may see no other folder than `weights_folder`; the engine deletes old versions there.
 
     Args:
+        folder: of a name that no other examination has.
         quiet: more changes.
     """
     paths = {"log_path": "run", "ckpt_path": "checkpoints", "export_path": "exports"}
     changes = {f"trainer.{name}": str(folder / part) for name, part in paths.items()}
+    if weights := config.generator.inference_engine.weights_folder:
+        changes[WEIGHTS] = f"{weights.rstrip('/')}/doctor-{folder.name}"
     return cfg.apply_overrides(config, {**quiet, **changes})
 
 
@@ -132,15 +138,21 @@ def _lengths(config: cfg.TrainConfig, prompts: Sequence[Prompt], response: int) 
 
 
 def choose(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    """Prompts of every environment in turn, none longer than PROMPT_TOKENS if there are enough."""
-    short = [prompt for prompt in prompts if len(prompt.tokens) <= PROMPT_TOKENS]
-    if len(short) < count:
-        short = sorted(prompts, key=lambda prompt: len(prompt.tokens))[:count]
+    """Prompts of every environment in turn.
+
+    None is longer than PROMPT_TOKENS where its environment has shorter ones, and there are enough.
+    """
     by_class: dict[str, list[Prompt]] = {}
-    for prompt in short:
+    for prompt in prompts:
         by_class.setdefault(prompt.env_class, []).append(prompt)
-    places = {id(p): (place, name) for name, ps in by_class.items() for place, p in enumerate(ps)}
-    return sorted(short, key=lambda prompt: places[id(prompt)][0])[:count]
+    ranked = []  # (0, place in its class), or (1, length) if it is taken where there are too few
+    for found in by_class.values():
+        shorter = [prompt for prompt in found if len(prompt.tokens) <= PROMPT_TOKENS]
+        in_turn = shorter or sorted(found, key=lambda prompt: len(prompt.tokens))
+        ranked += [((0, place), prompt) for place, prompt in enumerate(in_turn)]
+        spare = [prompt for prompt in found if shorter and len(prompt.tokens) > PROMPT_TOKENS]
+        ranked += [((1, len(prompt.tokens)), prompt) for prompt in spare]
+    return [prompt for _, prompt in sorted(ranked, key=lambda pair: pair[0])[:count]]
 
 
 def _flat(config: cfg.TrainConfig, names: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Figure = float | int | str
+POLICY_PATH = "trainer.policy.model.path"
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,14 @@ Check = Callable[[Any], Finding]  # of a Subject
 
 class BadInput(ValueError):
     """The run cannot be built from what the user gave: there is nothing to examine."""
+
+
+def bad_input(config: Any, error: Exception) -> BadInput:
+    """What was wrong; the field is named where the message has the policy's folder alone."""
+    field, path, text = POLICY_PATH, config.trainer.policy.model.path, str(error)
+    return BadInput(
+        f"{field}={path!r}: {text}" if path and path in text and field not in text else text
+    )
 
 
 class Unavailable(Exception):

@@ -14,7 +14,15 @@ from jaxrl.data.microbatches import Microbatching
 from jaxrl.data.packing import length_bucket, round_up
 from jaxrl.examination.bounds import EXACT, gradient_bounds
 from jaxrl.examination.finding import Finding, Unavailable, failed, not_here, passed
-from jaxrl.examination.measure import Difference, compare, gradient, loss_slopes, whole
+from jaxrl.examination.measure import (
+    Difference,
+    compare,
+    gradient,
+    gradient_in_order,
+    longest_first,
+    loss_slopes,
+    whole,
+)
 from jaxrl.examination.subject import Subject
 from jaxrl.models.adapter import AdaptedModel, check_packing
 from jaxrl.models.lora import attach
@@ -81,12 +89,13 @@ def order(subject: Subject) -> Finding:
     algorithm = subject.run.config.trainer.algorithm
     if algorithm.loss_reduction == "token_mean_legacy":
         return not_here("loss_reduction='token_mean_legacy' takes its means over rows in order")
-    given = _policy(subject)
-    updater, params, minibatch = given
+    updater, params, minibatch = _policy(subject)
+    ordered = longest_first(minibatch)  # the updater does so, and would undo the shuffle
     rows = np.random.default_rng(0).permutation(len(minibatch.index))
-    shuffled = jax.tree.map(lambda x: np.asarray(x)[rows], minibatch)
-    one = whole(updater, len(rows))
-    found = {"shuffled": compare(_expected(given), gradient(updater, params, shuffled, one))}
+    shuffled = jax.tree.map(lambda x: np.asarray(x)[rows], ordered)
+    width = length_bucket(int(np.asarray(minibatch.lengths).max()))
+    parts = (gradient_in_order(updater, params, part, width) for part in (ordered, shuffled))
+    found = {"shuffled": compare(*parts)}
     name = algorithm.policy_loss_type
     cause = f"policy loss '{name}' depends on the place of a row in its minibatch"
     fix = "name rows by row_ids and groups by group_ids, not by their place"
@@ -207,8 +216,8 @@ def _rows(cut: Microbatching) -> str:
 
 
 MEAN = (
-    "a mean per microbatch: on the same log-probs the policy loss of a token depends on the other "
-    "rows of its microbatch (it divides by their count or their mean)"
+    "on the same log-probs the policy loss of a token depends on the other rows of its microbatch: "
+    "as a rule a mean per microbatch (it divides by their count or their mean)"
 )
 
 

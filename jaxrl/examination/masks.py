@@ -1,20 +1,27 @@
 """Only what the policy sampled is trained, and nothing outside the loss mask counts."""
 
-import copy
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
 
-from jaxrl.data.packing import length_bucket, one_per_row
-from jaxrl.examination.bounds import EXACT, exact_products, gradient_bounds
+from jaxrl.data.packing import length_bucket
+from jaxrl.examination.bounds import EXACT, gradient_bounds
 from jaxrl.examination.finding import Finding, Unavailable, failed, not_here, passed
 from jaxrl.examination.gradients import NO_GRADIENT, SAME_LOSS
-from jaxrl.examination.measure import KEY, compare, gradient, loss_slopes, whole
+from jaxrl.examination.measure import (
+    compare,
+    gradient,
+    gradient_in_order,
+    longest_first,
+    loss_slopes,
+    slopes_in_order,
+    whole,
+    widened,
+)
 from jaxrl.examination.subject import Subject
-from jaxrl.models.lora import with_token_keys
 from jaxrl.rewards import advantages_of
+from jaxrl.rollout.step_wise import trajectory_numbers
 from jaxrl.types import TrainBatch
 
 COLUMNS = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages")
@@ -118,13 +125,14 @@ def perturbed(batch: TrainBatch, token: int) -> TrainBatch:
 
 def padding(subject: Subject) -> Finding:
     """Rows with more columns of padding: the same gradient."""
-    minibatch, trainer = subject.minibatch, subject.trainer
+    trainer = subject.trainer
     updater, params = trainer.updater, trainer.params
+    minibatch = longest_first(subject.minibatch)  # as `gradient` has them: width alone differs
     one, bound = whole(updater, len(minibatch.index)), gradient_bounds(subject.run.config).gradient
     width = one.width(int(np.asarray(minibatch.lengths).max()))
     wider = length_bucket(width + 1)
     expected = gradient(updater, params, minibatch, one)
-    figure, where = compare(expected, padded_gradient(subject, minibatch, one.total, wider))
+    figure, where = compare(expected, gradient_in_order(updater, params, minibatch, wider))
     about = f"rows of {width} tokens against the same padded to {wider}"
     if figure <= bound:
         return passed(figure, bound, about)
@@ -138,52 +146,16 @@ def padding(subject: Subject) -> Finding:
     fix = "divide by loss_mask.sum() (jaxrl.array_ops.masked_mean), or return [B, T] unreduced"
     outputs = updater.scorer(params, minibatch, microbatching=one, with_entropy=True)
     slopes = loss_slopes(updater, outputs, minibatch, one)
-    given = copy.copy(updater)
     wide = (np.pad(x, ((0, 0), (0, wider - x.shape[1]))) for x in outputs)
-    there = wide_slopes(given, tuple(wide), widened(minibatch, wider))
+    there = slopes_in_order(updater, tuple(wide), widened(minibatch, wider))
     if compare(slopes, [x[:, : slopes[0].shape[1]] for x in there]).relative <= SAME_LOSS:
         cause = f"the model's forward pass depends on padding; most of it in {where}"
         fix = "let no token attend to segment 0"
     return failed(figure, bound, about, cause=cause, fix=fix)
 
 
-def widened(batch: TrainBatch, width: int) -> TrainBatch:
-    """The batch with columns cut or padded to `width`."""
-
-    def pad(x: Any) -> Any:
-        x = np.asarray(x)[:, :width]
-        more = ((0, 0), (0, width - x.shape[1]), *((0, 0),) * (x.ndim - 2))
-        return np.pad(x, more)
-
-    return jax.tree.map(lambda x: pad(x) if np.ndim(x) > 1 else x, batch)
-
-
-def padded_gradient(subject: Subject, minibatch: TrainBatch, rows: int, width: int) -> Any:
-    """Of a minibatch as one microbatch of rows x width, wider than its bucket."""
-    updater, params, key = subject.trainer.updater, subject.trainer.params, jax.random.key(KEY)
-    wide = widened(minibatch, width)
-    weights, _ = updater.weights(wide)
-    given = updater.objective.seen(wide), weights, wide.tokens, wide.lengths, wide.kept
-    more = rows - len(minibatch.index)
-    batch, weights, tokens, lengths, kept = jax.tree.map(
-        lambda x: np.pad(x, ((0, more), *((0, 0),) * (np.ndim(x) - 1))), given
-    )
-    model_rows = one_per_row(tokens, lengths, batch.loss_mask, kept)
-    model_rows = with_token_keys(params, model_rows, batch.row_ids, key)
-    with exact_products():
-        placed = updater.place((model_rows, batch, weights))
-        return updater.accumulate(updater.zeros(params), params, *placed, key)[0]
-
-
-def wide_slopes(updater: Any, outputs: tuple[np.ndarray, ...], wide: TrainBatch) -> list[Any]:
-    """`loss_slopes` without a cut to the bucket."""
-    weights, _ = updater.weights(wide)
-    seen = updater.objective.seen(wide)
-    return list(jax.device_get(updater.cotangents(*outputs, seen, weights, jax.random.key(KEY))[0]))
-
-
 def advantages(subject: Subject) -> Finding:
-    """The estimator gives sampled tokens the same advantages whatever the padding."""
+    """Sampled tokens have the same advantages whatever the padding, in whatever order of rows."""
     trainer, batch = subject.trainer, subject.trainer.add_log_probs(subject.collated)
     if type(trainer).add_advantages.__qualname__ != "Trainer.add_advantages":
         return not_here(f"{type(trainer).__name__} has its own add_advantages")
@@ -191,14 +163,31 @@ def advantages(subject: Subject) -> Finding:
     drawn = rng.normal(size=batch.rewards.shape).astype(np.float32)
     batch = batch.replace(rewards=drawn * np.asarray(batch.response_mask))
     wide = widened(batch, length_bucket(batch.tokens.shape[1] + 1))
-    narrow, wider = (advantages_of(trainer.estimate, x) for x in (batch, wide))
+    order = shuffled_trajectories(batch)
+    shuffled = jax.tree.map(lambda x: np.asarray(x)[order], batch)
+    narrow, wider, other = (advantages_of(trainer.estimate, x) for x in (batch, wide, shuffled))
     mask, columns = np.asarray(batch.loss_mask), batch.tokens.shape[1]
-    left, right = ([np.asarray(x)[:, :columns] * mask for x in xs] for xs in (narrow, wider))
-    figure, _ = compare(left, right)
-    about = f"random rewards, rows of {columns} tokens against {wide.tokens.shape[1]}"
+    back = [np.asarray(x)[np.argsort(order)] for x in other]
+    left, right, there = (
+        [np.asarray(x)[:, :columns] * mask for x in xs] for xs in (narrow, wider, back)
+    )
+    padded, moved = (compare(left, x).relative for x in (right, there))
+    figure = max(padded, moved)
+    about = f"random rewards, rows of {columns} tokens against {wide.tokens.shape[1]}, and shuffled"
     name = trainer.config.trainer.algorithm.advantage_estimator
     if figure <= SAME_ADVANTAGES or not any(x.any() for x in left):
         return passed(0.0 if np.isnan(figure) else figure, SAME_ADVANTAGES, about)
     cause = f"a wrong mask: advantage estimator '{name}' counts padding"
     fix = "take means over response_mask (jaxrl.array_ops.masked_mean)"
+    if not padded > SAME_ADVANTAGES:
+        cause = f"advantage estimator '{name}' depends on the place of a row in its batch"
+        fix = "find the samples of a prompt by index, not by their place"
     return failed(figure, SAME_ADVANTAGES, about, cause=cause, fix=fix)
+
+
+def shuffled_trajectories(batch: TrainBatch) -> np.ndarray:
+    """An order of rows [B] in which the rows of a trajectory stay neighbours."""
+    last = batch.is_last_step
+    numbers = np.arange(len(batch.index)) if last is None else trajectory_numbers(last)
+    places = np.random.default_rng(4).permutation(int(numbers[-1]) + 1)
+    return np.argsort(places[numbers], kind="stable")

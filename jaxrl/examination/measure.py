@@ -8,8 +8,9 @@ import jax
 import numpy as np
 
 from jaxrl.data.microbatches import Microbatching, microbatches
-from jaxrl.data.packing import round_up
+from jaxrl.data.packing import one_per_row, round_up
 from jaxrl.examination.bounds import exact_products
+from jaxrl.models.lora import with_token_keys
 from jaxrl.types import TrainBatch
 from jaxrl.update import Updater
 
@@ -42,6 +43,43 @@ def gradient(updater: Updater, params: Any, minibatch: TrainBatch, cut: Microbat
     with exact_products():
         weights, _ = other.weights(minibatch)
         return other.gradients(params, minibatch, weights, jax.random.key(KEY))[0]
+
+
+def longest_first(minibatch: TrainBatch) -> TrainBatch:
+    """The rows in the order in which `gradient` gives them to model and loss."""
+    order = np.argsort(-np.asarray(minibatch.lengths), kind="stable")
+    return jax.tree.map(lambda x: np.asarray(x)[order], minibatch)
+
+
+def widened(batch: TrainBatch, width: int) -> TrainBatch:
+    """The batch with columns cut or padded to `width`."""
+
+    def pad(x: Any) -> Any:
+        x = np.asarray(x)[:, :width]
+        more = ((0, 0), (0, width - x.shape[1]), *((0, 0),) * (x.ndim - 2))
+        return np.pad(x, more)
+
+    return jax.tree.map(lambda x: pad(x) if np.ndim(x) > 1 else x, batch)
+
+
+def gradient_in_order(updater: Updater, params: Any, minibatch: TrainBatch, width: int) -> Any:
+    """Of a minibatch as one microbatch of `width` columns, its rows as they are given.
+
+    `gradient` orders rows by length first, and cuts columns to a bucket.
+    """
+    rows, key = whole(updater, len(minibatch.index)).total, jax.random.key(KEY)
+    wide = widened(minibatch, width)
+    weights, _ = updater.weights(wide)
+    given = updater.objective.seen(wide), weights, wide.tokens, wide.lengths, wide.kept
+    more = rows - len(minibatch.index)
+    batch, weights, tokens, lengths, kept = jax.tree.map(
+        lambda x: np.pad(x, ((0, more), *((0, 0),) * (np.ndim(x) - 1))), given
+    )
+    model_rows = one_per_row(tokens, lengths, batch.loss_mask, kept)
+    model_rows = with_token_keys(params, model_rows, batch.row_ids, key)
+    with exact_products():
+        placed = updater.place((model_rows, batch, weights))
+        return updater.accumulate(updater.zeros(params), params, *placed, key)[0]
 
 
 def compare(expected: Any, found: Any) -> Difference:
@@ -78,3 +116,12 @@ def loss_slopes(
         for array, slope in zip(found, jax.device_get(slopes), strict=True):
             array[chosen, : slope.shape[1]] = slope[: len(chosen)]
     return found
+
+
+def slopes_in_order(
+    updater: Updater, outputs: Sequence[np.ndarray], wide: TrainBatch
+) -> list[np.ndarray]:
+    """`loss_slopes` of rows as they are given, without a cut to the bucket."""
+    weights, _ = updater.weights(wide)
+    seen = updater.objective.seen(wide)
+    return list(jax.device_get(updater.cotangents(*outputs, seen, weights, jax.random.key(KEY))[0]))

@@ -29,7 +29,10 @@ class Judged(NamedTuple):
 
 
 def determinism(subject: Subject) -> Finding:
-    """Judged three times: as sampled, once more, and shuffled in another thread."""
+    """Judged three times: as sampled, once more, and shuffled in another thread.
+
+    Before the third time one conversation is judged alone: what counts calls is then out of phase.
+    """
     trainer, config = subject.trainer, subject.run.config
     trainer.sync_weights(int(trainer.state.step))
     prompts, samples = trainer.prompts_of(0), subject.samples
@@ -38,17 +41,20 @@ def determinism(subject: Subject) -> Finding:
     engine = RecordingEngine(trainer.engine)
     expected = judged(generate_now(subject.generator(engine), batch))
     about = f"{len(expected)} trajectories judged again, and again shuffled in other threads"
-    others = ("judged again", batch, None), ("shuffled", reversed_groups(batch, samples), config)
-    for when, again, settings in others:
+    order = shuffled_groups(len(batch["prompts"]), samples)
+    for when, settings in ("judged again", None), ("shuffled", config):
         generator = subject.generator(
             ReplayingEngine(engine.said), settings and rethreaded(settings)
         )
         try:
-            found = judged(in_a_thread(generator, again))
+            if settings is None:
+                found = judged(in_a_thread(generator, batch))
+            else:
+                in_a_thread(generator, of_trajectories(batch, order[:1]))
+                shuffled = judged(in_a_thread(generator, of_trajectories(batch, order)))
+                found = [shuffled[place] for place in np.argsort(order).tolist()]
         except NeverSaid as error:
             return _diverged(subject, about, when, error)
-        if settings is not None:
-            found = reversed_lists(found, samples)
         wrong = [i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if a != b]
         if wrong:
             return _different(subject, about, when, (wrong, expected, found))
@@ -67,25 +73,32 @@ def judged(output: GeneratorOutput) -> list[Judged]:
     return found
 
 
-def reversed_groups(batch: GeneratorInput, samples: int) -> GeneratorInput:
-    """The prompts in the opposite order; the samples of each stay neighbours."""
-    names = ("prompts", "keys", "trajectory_ids")
+def shuffled_groups(count: int, samples: int) -> list[int]:
+    """The numbers of trajectories: prompts, and the samples of each, in another order.
+
+    The samples of a prompt stay neighbours, as generators may expect.
+    """
+    rng = np.random.default_rng(3)
+    groups = rng.permutation(count // samples).tolist()
+    return [samples * group + int(i) for group in groups for i in rng.permutation(samples)]
+
+
+def of_trajectories(batch: GeneratorInput, numbers: Sequence[int]) -> GeneratorInput:
+    """The trajectories of these numbers, in this order."""
     given: Any = batch
-    columns: Any = {name: reversed_lists(given[name], samples) for name in names}
+    names = ("prompts", "keys", "trajectory_ids")
+    columns: Any = {name: [given[name][i] for i in numbers] for name in names}
     return GeneratorInput(**{**batch, **columns})
 
 
-def reversed_lists(items: Sequence[Any], samples: int) -> list[Any]:
-    """Runs of `samples` items in the opposite order."""
-    starts = range(len(items) - samples, -1, -samples)
-    return [item for start in starts for item in items[start : start + samples]]
-
-
 def rethreaded(config: cfg.TrainConfig) -> cfg.TrainConfig:
-    """Environments in threads where they were inline, and inline where they were in threads."""
-    workers = config.environment.skyrl_gym.max_env_workers
-    changed = {"environment.skyrl_gym.max_env_workers": 0 if workers else 4}
-    return cfg.apply_overrides(config, changed)
+    """Environments in threads where they were inline or in Ray, inline where in threads."""
+    gym = config.environment.skyrl_gym
+    threads = 4 if gym.ray_env_workers or not gym.max_env_workers else 0
+    changed = {"max_env_workers": threads, "ray_env_workers": 0}
+    return cfg.apply_overrides(
+        config, {f"environment.skyrl_gym.{name}": value for name, value in changed.items()}
+    )
 
 
 def in_a_thread(generator: Any, batch: GeneratorInput) -> GeneratorOutput:

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxrl.checksums import checksums
 from jaxrl.data.packing import collate
-from jaxrl.examination.bounds import sampler_bounds
+from jaxrl.examination.bounds import EXACT, sampler_bounds
 from jaxrl.examination.finding import Finding, Unavailable, failed, not_here, passed
 from jaxrl.examination.subject import Subject
 from jaxrl.offload import on_device
@@ -75,6 +75,24 @@ def weights_update(subject: Subject) -> Finding:
     _first(subject)
     _updated(subject)
     return _checked(subject, "after an update and a sync")
+
+
+def reference(subject: Subject) -> Finding:
+    """The reference gives the same log-probs before and after an update of the policy."""
+    before = subject.batch.ref_log_probs
+    if before is None:
+        return not_here("the run has no reference")
+    _first(subject)
+    _updated(subject)  # no epoch ends with it: update_ref_every_epoch moves nothing yet
+    after = subject.trainer.add_log_probs(subject.collated).ref_log_probs
+    mask = np.asarray(subject.collated.loss_mask) > 0
+    figure = float("inf") if after is None else float(np.abs(before - after)[mask].max())
+    bound, about = EXACT.mean, f"log-probs of {int(mask.sum())} tokens before and after an update"
+    if figure <= bound:
+        return passed(figure, bound, about)
+    cause = "the reference moves with the policy: its log-probs are others after an update"
+    fix = "score ref_log_probs with the trainer's ref_params, never with the trained parameters"
+    return failed(figure, bound, about, cause=cause, fix=fix)
 
 
 # ---------------------------------------------------------------- log-probs

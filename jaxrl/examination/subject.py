@@ -1,6 +1,7 @@
 """What is examined: the user's run, cut down, with all that it writes in a temporary folder."""
 
 import functools
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from jaxrl import config as cfg
 from jaxrl.data.packing import minibatches
 from jaxrl.examination.compilations import Compilations
 from jaxrl.examination.cut import BATCHES, choose, cut, elsewhere
-from jaxrl.examination.finding import BadInput, Unavailable
+from jaxrl.examination.finding import BadInput, Unavailable, bad_input
 from jaxrl.examination.recording import RecordingEngine
 from jaxrl.train import BasePPOExp
 from jaxrl.trainer import Trainer
@@ -74,7 +75,9 @@ class Subject:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # said already
             run = self.experiment(config)
-        vars(run)["get_prompts"] = lambda sources: chosen
+        # every generator has fresh environments, in one pool: it may be processes
+        pool = functools.cache(run.get_environment_pool)
+        vars(run).update(get_prompts=lambda sources: chosen, get_environment_pool=pool)
         return run
 
     def _made(self, name: str, make: Callable[[], Any], see: str) -> Any:
@@ -109,7 +112,7 @@ class Subject:
             trainer = self.run.build()
             trainer.state = trainer.restore_or_init()
         except (ValueError, OSError) as error:
-            raise BadInput(str(error)) from error
+            raise bad_input(self.given, error) from error
         trainer.batches_drawn = int(trainer.state.batches_drawn)
         trainer.load_reference(trainer.state.ref_params)
         self.engine = RecordingEngine(trainer.engine)
@@ -127,9 +130,11 @@ class Subject:
         trainer.sync_weights(int(trainer.state.step))
 
     def close(self) -> None:
-        """Stop the threads that write."""
+        """Stop the threads that write, and remove the weights that servers had."""
         if isinstance(trainer := self.made.get("trainer"), Trainer):
             trainer.checkpointer.close()
+        if weights := self.whole.config.generator.inference_engine.weights_folder:
+            shutil.rmtree(weights, ignore_errors=True)
 
     # ---------------------------------------------------------------- its rollouts
 

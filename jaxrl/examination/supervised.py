@@ -11,7 +11,7 @@ from jaxrl import config as cfg
 from jaxrl import sft
 from jaxrl.examination.compilations import Compilations
 from jaxrl.examination.cut import QUIET, ROWS, elsewhere, get
-from jaxrl.examination.finding import BadInput
+from jaxrl.examination.finding import bad_input
 from jaxrl.examination.subject import Subject
 from jaxrl.models import hf
 from jaxrl.types import TrainBatch
@@ -48,7 +48,7 @@ class SupervisedSubject(Subject):
             trainer: Any = sft.build(self.small)
             trainer.state = trainer.restore_or_init()
         except (ValueError, OSError) as error:
-            raise BadInput(str(error)) from error
+            raise bad_input(self.given, error) from error
         path = trainer.config.trainer.policy.model.path or ""  # validated
 
         def commit(step: int) -> str:

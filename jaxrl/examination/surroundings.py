@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 
 from jaxrl import config as cfg
 from jaxrl import envs
-from jaxrl.examination.finding import BadInput, Finding, failed, not_here, passed
+from jaxrl.examination.finding import Finding, bad_input, failed, not_here, passed
 from jaxrl.examination.subject import Subject
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.parallel import make_mesh
@@ -123,7 +123,7 @@ def memory(subject: Subject) -> Finding:
     try:
         model = subject.whole.get_model()
     except (ValueError, OSError) as error:
-        raise BadInput(str(error)) from error
+        raise bad_input(config, error) from error
     if isinstance(model, AdaptedModel):
         return not_here("jaxrl.plan knows no flax modules")
     plan = make_plan(config, here, estimated)
