@@ -21,6 +21,11 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import jax  # noqa: E402
+
+# Now: whoever asks first for the devices decides how many there are, and some tests set XLA_FLAGS.
+assert jax.device_count() == 8
+
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory):
