@@ -101,19 +101,8 @@ def start_processes(
             f"{ADDRESS}={address} without {COUNT} and {INDEX}: set them, the number of processes "
             "and that of this one, from 0"
         )
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # its notice of preemptions takes SIGTERM, and nobody asks for it: the process would not end
-    jax.config.update("jax_enable_preemption_service", False)
     try:
-        jax.distributed.initialize(
-            address,
-            count,
-            index,
-            # asked only for what is not said: Slurm's answer gives a process one GPU of its host
-            cluster_detection_method=None if address is None else "deactivate",
-            initialization_timeout=start_seconds,
-            heartbeat_timeout_seconds=heartbeat_seconds,
-        )
+        _initialize(address, count, index, start_seconds, heartbeat_seconds)
     except (RuntimeError, ValueError) as error:
         who = "" if index is None else f"process {index} of {count} "
         raise JoinError(
@@ -121,10 +110,27 @@ def start_processes(
             f"within {start_seconds} s: {error}. Are all processes started, and does the address "
             "reach the host of process 0, with a port that is free?"
         ) from error
+    _compare(_facts(), start_seconds)
+
+
+def _initialize(
+    address: str | None, count: int | None, index: int | None, seconds: int, heartbeat: int
+) -> None:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # its notice of preemptions takes SIGTERM, and nobody asks for it: the process would not end
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(
+        address,
+        count,
+        index,
+        # asked only for what is not said: Slurm's answer gives a process one GPU of its host
+        cluster_detection_method=None if address is None else "deactivate",
+        initialization_timeout=seconds,
+        heartbeat_timeout_seconds=heartbeat,
+    )
     if _alone_on_its_host():
         for name in ("jax_cuda_visible_devices", "jax_rocm_visible_devices"):
             jax.config.update(name, "all")
-    _compare(_facts(), start_seconds)
 
 
 def _alone_on_its_host() -> bool:
