@@ -32,29 +32,25 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
-)
+import jax
+import jax.numpy as jnp
+import numpy as np
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-
-from benchmarks import roofline  # noqa: E402
-from jaxrl.models.export import save_pretrained  # noqa: E402
-from jaxrl.models.hf import load_params  # noqa: E402
-from jaxrl.models.transformer import (  # noqa: E402
+from benchmarks import roofline
+from jaxrl.models.export import save_pretrained
+from jaxrl.models.hf import load_params
+from jaxrl.models.transformer import (
     Params,
     TransformerConfig,
     abstract_params,
     init_params,
     logical_axes,
 )
-from jaxrl.parallel import ShardingRules, make_mesh, param_shardings  # noqa: E402
-from jaxrl.rollout.incoming_weights import Incoming, Notice  # noqa: E402
-from jaxrl.rollout.native import NativeEngine  # noqa: E402
-from jaxrl.rollout.weight_transfer import Offer, WeightTransfer  # noqa: E402
-from jaxrl.weight_sync import GROUP_BYTES  # noqa: E402
+from jaxrl.parallel import ShardingRules, make_mesh, param_shardings
+from jaxrl.rollout.incoming_weights import Incoming, Notice
+from jaxrl.rollout.native import NativeEngine
+from jaxrl.rollout.weight_transfer import Offer, WeightTransfer
+from jaxrl.weight_sync import GROUP_BYTES
 
 MIB = 2**20
 LAYER, VOCABULARY = dict(hidden_size=1024, intermediate_size=4096), 24_000
@@ -270,4 +266,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", 2)  # the trainer's, and the sampler's
     sys.exit(main())

@@ -31,6 +31,11 @@ class TransferFailed(RuntimeError):
     """A group did not come, or not as it was sent; names the group."""
 
 
+# Bytes of one of an end's 16 buffers. With JAX's 256 MiB an end reserves 4 GiB of address space, and
+# with a few of them the system refuses this process a fork.
+TRANSFER_BYTES = 16 * 2**20
+
+
 def open_transfer(peer: str) -> transfer.TransferServer:
     """This process's end, on the address from which a peer is reached; any free ports.
 
@@ -38,7 +43,12 @@ def open_transfer(peer: str) -> transfer.TransferServer:
         peer: name or address of a host.
     """
     own = own_address(peer)
-    return transfer.start_transfer_server(jax.local_devices()[0].client, f"{own}:0", [f"{own}:0"])
+    return transfer.start_transfer_server(
+        jax.local_devices()[0].client,
+        f"{own}:0",
+        [f"{own}:0"],
+        transfer_size=TRANSFER_BYTES,
+    )
 
 
 def own_address(peer: str) -> str:
