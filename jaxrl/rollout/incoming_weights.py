@@ -31,8 +31,8 @@ class TransferFailed(RuntimeError):
     """A group did not come, or not as it was sent; names the group."""
 
 
-# Bytes of one of an end's 16 buffers. With JAX's 256 MiB an end reserves 4 GiB of address space, and
-# with a few of them the system refuses this process a fork.
+# Bytes of one of an end's 16 buffers. With JAX's 256 MiB an end reserves 4 GiB of address space,
+# and with a few of them the system refuses this process a fork.
 TRANSFER_BYTES = 16 * 2**20
 
 
