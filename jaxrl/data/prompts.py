@@ -5,7 +5,6 @@ optionally `env_class`, and everything else, `reward_spec` and `data_source` by 
 reaches the environment as `extras`.
 """
 
-import ast
 import difflib
 import importlib
 import inspect
@@ -21,6 +20,7 @@ import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl.data.tokenizer import encode_prompt
+from jaxrl.function_calls import parse_call
 from jaxrl.types import Message, Prompt
 
 _GENERATOR = re.compile(
@@ -206,7 +206,7 @@ def _read_jsonl(path: Path) -> list[Any]:
 
 
 def _generate(source: str, module_name: str, call: str) -> Iterator[Any]:
-    function_name, arguments = _parse_call(source, call)
+    function_name, arguments = parse_call(f"data source {source!r}", call)
     function = _find_function(source, module_name, function_name)
     try:
         inspect.signature(function).bind(**arguments)
@@ -216,30 +216,6 @@ def _generate(source: str, module_name: str, call: str) -> Iterator[Any]:
             f"{function_name}{inspect.signature(function)}"
         ) from error
     return iter(function(**arguments))
-
-
-def _parse_call(source: str, call: str) -> tuple[str, dict[str, Any]]:
-    try:
-        node = ast.parse(call.strip(), mode="eval").body
-    except SyntaxError as error:
-        raise ValueError(f"data source {source!r} is not a valid call: {error.msg}") from error
-    if isinstance(node, ast.Name):
-        return node.id, {}
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-        raise ValueError(f"data source {source!r} must be one call 'pkg.module:function(...)'")
-    if node.args or any(keyword.arg is None for keyword in node.keywords):
-        raise ValueError(f"data source {source!r}: write the arguments as name=value")
-    arguments = {}
-    for keyword in node.keywords:
-        try:
-            arguments[keyword.arg] = ast.literal_eval(keyword.value)
-        except ValueError as error:
-            value = ast.unparse(keyword.value)
-            raise ValueError(
-                f"data source {source!r}: {keyword.arg}={value} is not a literal "
-                "(number, string, bool, None, list, tuple or dict)"
-            ) from error
-    return node.func.id, arguments
 
 
 def _find_function(source: str, module_name: str, function_name: str) -> Callable[..., Any]:
