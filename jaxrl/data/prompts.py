@@ -62,7 +62,7 @@ def convert_rows(source: str, convert: Callable[[dict[str, Any]], Row]) -> list[
             few are listed with what is wrong. Rows are counted from 0.
     """
     rows, problems = [], []
-    for number, raw in enumerate(_read(source)):
+    for number, raw in enumerate(read_rows(source)):
         row = _plain(raw)
         try:
             if not isinstance(row, dict):
@@ -71,14 +71,18 @@ def convert_rows(source: str, convert: Callable[[dict[str, Any]], Row]) -> list[
         except BadRow as error:
             problems.append(f"row {number}: {error}")
     if problems:
-        shown = "\n  ".join(problems[:_MAX_REPORTED_ROWS])
-        more = len(problems) - _MAX_REPORTED_ROWS
-        rest = f"\n  and {more} more" if more > 0 else ""
-        total = len(rows) + len(problems)
-        raise ValueError(f"{source}: {len(problems)} of {total} rows are bad:\n  {shown}{rest}")
+        raise bad_rows(source, problems, len(rows) + len(problems))
     if not rows:
         raise ValueError(f"data source {source!r} is empty")
     return rows
+
+
+def bad_rows(source: object, problems: Sequence[str], total: int) -> ValueError:
+    """The error that lists the first few bad rows of a source, of `total`."""
+    shown = "\n  ".join(problems[:_MAX_REPORTED_ROWS])
+    more = len(problems) - _MAX_REPORTED_ROWS
+    rest = f"\n  and {more} more" if more > 0 else ""
+    return ValueError(f"{source}: {len(problems)} of {total} rows are bad:\n  {shown}{rest}")
 
 
 def load_prompts(
@@ -159,7 +163,8 @@ def batch_indices(position: int, batch_size: int, num_prompts: int, seed: int) -
 # ---- reading -------------------------------------------------------------------------------------
 
 
-def _read(source: str) -> Iterable[Any]:
+def read_rows(source: str) -> Iterable[Any]:
+    """The rows of a data set as they are; see `load_rows`."""
     readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json}
     suffix = Path(source).suffix.lower()
     if suffix in readers:
@@ -175,9 +180,11 @@ def _read(source: str) -> Iterable[Any]:
     )
 
 
-def _read_parquet(path: Path) -> list[Any]:
+def _read_parquet(path: Path) -> Iterator[Any]:
     try:
-        return pq.read_table(path).to_pylist()
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                yield from batch.to_pylist()
     except pa.ArrowInvalid as error:
         raise ValueError(f"{path} is not a readable parquet file: {error}") from error
 
