@@ -21,11 +21,13 @@ from jaxrl.checkpoint import CheckpointError
 from jaxrl.compilation import enable_cache
 from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.needs import needs_reference
+from jaxrl.data.card import DataCard, data_card
+from jaxrl.data.order import DataOrder
 from jaxrl.data.prompts import load_prompts
 from jaxrl.data.tokenizer import check_vocabulary, load_tokenizer
 from jaxrl.engines import engine_of_run
 from jaxrl.evaluation import check_sources
-from jaxrl.files import FolderError
+from jaxrl.files import FolderError, replace_text
 from jaxrl.jetstream_backend import jetstream_engine
 from jaxrl.ledger import LedgerError
 from jaxrl.models import hf
@@ -70,6 +72,7 @@ class BasePPOExp:
 
     def __init__(self, config: Any) -> None:
         self.config = cfg.resolve(cfg.to_train_config(config))
+        self.too_long: dict[str, int] = {}  # prompts of each source that were left out
         same_in_all("configs", flatten(self.config))
         enable_cache(self.config.trainer.compilation_cache_path)
         cfg.check_nodes(self.config, jax.process_count())
@@ -101,7 +104,8 @@ class BasePPOExp:
             default_env_class=self.config.environment.env_class,
             chat_template_kwargs=self.config.generator.chat_template_kwargs,
         )
-        print(f"{len(prompts)} prompts from {', '.join(sources)}; {dropped} too long, left out")
+        print(f"{len(prompts)} prompts from {', '.join(sources)}; {sum(dropped)} too long, left out")
+        self.too_long |= dict(zip(sources, dropped, strict=True))
         return prompts
 
     def get_engine(
@@ -161,6 +165,34 @@ class BasePPOExp:
 
         return environment_workers.pool_of_run(self.config, jax.process_count())
 
+    def report_data(self, trainer: Trainer) -> None:
+        """Print the data card; it is also in the run folder."""
+        card = self.get_data_card(
+            trainer.train_prompts, trainer.eval_prompts, trainer.order, trainer.total_steps
+        )
+        print(card)
+        if is_first():
+            replace_text(cfg.run_folder(self.config.trainer) / "data_card.txt", f"{card}\n")
+
+    def get_data_card(
+        self,
+        train: Sequence[Prompt],
+        evaluation: Sequence[Prompt],
+        order: DataOrder | None = None,
+        steps: int = 0,
+    ) -> DataCard:
+        """What is to be learned from, and what of it is also in the evaluation."""
+        data = self.config.data
+        return data_card(
+            train,
+            evaluation,
+            sources=data.train_data,
+            eval_sources=data.val_data if evaluation else (),
+            too_long=self.too_long,
+            order=order,
+            steps=steps,
+        )
+
     def get_callbacks(self) -> list[TrainingCallback]:
         """What is told of the events of the run: `trainer.watching.callbacks`."""
         return load_callbacks(self.config.trainer.watching.callbacks)
@@ -217,6 +249,7 @@ class BasePPOExp:
             callbacks=self.get_callbacks(),
         )
         _check_export(trainer)
+        self.report_data(trainer)
         print(cfg.objective_card(config, num_devices=mesh.size))
         sizes = [part.size() for part in (trainer.policy, trainer.critic) if part]
         print(f"trained: {'; critic: '.join(sizes)}")

@@ -28,6 +28,12 @@ class Prompt:
     env_class: str
     extras: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def source(self) -> int:
+        """Number of its source in the config: 0 of the uid "0:17", and of a uid without one."""
+        number = self.uid.partition(":")[0]
+        return int(number) if number.isdecimal() else 0
+
 
 @dataclass
 class Trajectory:

@@ -61,6 +61,8 @@ OUR_FIELDS = {
     "trainer.algorithm.dppo.delta_low",
     "trainer.algorithm.dppo.delta_high",
     "generator.merge_stepwise_output",
+    "data.train_data_weights",
+    "data.shuffle",
     "environment.reward_weights",
     "environment.reward_functions",
     "environment.skyrl_gym.env_timeout_seconds",

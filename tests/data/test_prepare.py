@@ -129,7 +129,7 @@ def test_every_row_loads_and_is_rewarded_for_its_own_answer(copy, tmp_path):
     found, dropped = load_prompts(
         files, tokenizer, max_prompt_length=10_000, default_env_class="none"
     )
-    assert dropped == 0 and len(found) == sum(written.values())
+    assert dropped == [0, 0] and len(found) == sum(written.values())
     for prompt in found:
         if prompt.env_class not in envs.ENVS:
             pytest.skip(f"there is no environment {prompt.env_class!r} yet")
@@ -279,9 +279,8 @@ def test_a_source_that_is_not_there(tmp_path, monkeypatch, capsys):
 def test_a_hub_that_cannot_be_reached_names_the_way_without_it(tmp_path):
     nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "jaxrl.data.prepare", "gsm8k", "--output", "my data"]
-    done = subprocess.run(
-        command, env={**os.environ, **nowhere}, capture_output=True, text=True, timeout=120
-    )
+    how = {"capture_output": True, "text": True, "timeout": 120}
+    done = subprocess.run(command, check=False, env={**os.environ, **nowhere}, **how)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "data set 'openai/gsm8k' cannot be had from the Hugging Face hub (" in done.stderr
     assert "hf download openai/gsm8k --repo-type dataset --local-dir FOLDER" in done.stderr
