@@ -104,7 +104,9 @@ class BasePPOExp:
             default_env_class=self.config.environment.env_class,
             chat_template_kwargs=self.config.generator.chat_template_kwargs,
         )
-        print(f"{len(prompts)} prompts from {', '.join(sources)}; {sum(dropped)} too long, left out")
+        print(
+            f"{len(prompts)} prompts from {', '.join(sources)}; {sum(dropped)} too long, left out"
+        )
         self.too_long |= dict(zip(sources, dropped, strict=True))
         return prompts
 
@@ -155,6 +157,7 @@ class BasePPOExp:
             env_timeout_seconds=gym.env_timeout_seconds,
             reward_terms=RewardTerms(environment.reward_weights, environment.reward_functions),
             pool=self.get_environment_pool(),
+            rejudge_fraction=environment.rejudge_fraction,
         )
 
     def get_environment_pool(self) -> EnvironmentPool | None:

@@ -98,7 +98,7 @@ def _drawn(order: DataOrder, source: int, steps: int) -> str:
 def _has_truth(extras: Mapping[str, Any]) -> bool:
     specs = (extras.get("reward_spec"), extras.get("reward_model"))
     truths = [spec.get("ground_truth") for spec in specs if isinstance(spec, Mapping)]
-    return any(truth is not None and truth != "" and truth != [] for truth in truths)
+    return any(truth not in (None, "", []) for truth in truths)
 
 
 def _overlap(

@@ -65,6 +65,7 @@ OUR_FIELDS = {
     "data.shuffle",
     "environment.reward_weights",
     "environment.reward_functions",
+    "environment.rejudge_fraction",
     "environment.skyrl_gym.env_timeout_seconds",
     "environment.skyrl_gym.sandbox.cpu_seconds",
     "environment.skyrl_gym.sandbox.disk_mb",

@@ -6,6 +6,7 @@ from jaxrl.data.card import data_card, normalized
 from jaxrl.data.order import data_order
 from jaxrl.types import Prompt
 
+OF = "tokens (min / median / p95 / max)"
 TRUTH = {"reward_spec": {"ground_truth": "4"}}
 
 
@@ -41,17 +42,17 @@ def test_the_lines_of_two_sources():
     assert str(card).splitlines() == [
         "data:",
         "  train 0: a.parquet",
-        "    4 prompts (2 more too long, left out); 3 / 5 / 9 / 9 tokens (min / median / p95 / max)",
+        f"    4 prompts (2 more too long, left out); 3 / 5 / 9 / 9 {OF}",
         "    environment gsm8k; 1 without a ground truth",
         "    1 (2 loosely) occur before, 1 (1 loosely) also in the evaluation",
         "    3 of 4 prompts of a batch (75.0%), 4.50 passes in 6 batches",  # 6 * 3 / 4
         "  train 1: b.parquet",
-        "    2 prompts (0 more too long, left out); 2 / 2 / 2 / 2 tokens (min / median / p95 / max)",
+        f"    2 prompts (0 more too long, left out); 2 / 2 / 2 / 2 {OF}",
         "    environment aime 1, gsm8k 1; 1 without a ground truth",
         "    1 (1 loosely) occur before, 1 (2 loosely) also in the evaluation",
         "    1 of 4 prompts of a batch (25.0%), 3.00 passes in 6 batches",  # 6 * 1 / 2
         "  eval 0: c.parquet",
-        "    3 prompts (0 more too long, left out); 3 / 3 / 3 / 3 tokens (min / median / p95 / max)",
+        f"    3 prompts (0 more too long, left out); 3 / 3 / 3 / 3 {OF}",
         "    environment gsm8k; 0 without a ground truth",
         "    0 (0 loosely) occur before",
         warning,
