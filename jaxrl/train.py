@@ -26,6 +26,7 @@ from jaxrl.data.order import DataOrder
 from jaxrl.data.prompts import load_prompts
 from jaxrl.data.tokenizer import check_vocabulary, load_tokenizer
 from jaxrl.engines import engine_of_run
+from jaxrl.envs.readiness import check_environments
 from jaxrl.evaluation import check_sources
 from jaxrl.files import FolderError, replace_text
 from jaxrl.jetstream_backend import jetstream_engine
@@ -160,6 +161,14 @@ class BasePPOExp:
             rejudge_fraction=environment.rejudge_fraction,
         )
 
+    def check_environments(self, prompts: Sequence[Prompt]) -> None:
+        """Refuse prompts whose environment cannot be made here; see `envs.readiness`."""
+        if type(self).get_generator is not BasePPOExp.get_generator:
+            return  # which may have environments of its own
+        gym, max_turns = self.config.environment.skyrl_gym, self.config.generator.max_turns
+        settings = cfg.get_config_as_dict(gym)
+        check_environments(prompts, settings, max_turns, make=not gym.ray_env_workers)
+
     def get_environment_pool(self) -> EnvironmentPool | None:
         """Where environments live: in Ray actors, or None: in threads of this process."""
         if not self.config.environment.skyrl_gym.ray_env_workers:
@@ -236,6 +245,7 @@ class BasePPOExp:
         evaluates = config.trainer.eval_interval > 0
         eval_prompts = self.get_prompts(config.data.val_data) if evaluates else []
         check_sources(eval_prompts)
+        self.check_environments([*train_prompts, *eval_prompts])
         engine = self.get_engine(model, of_engine)
         if config.generator.inference_engine.enable_http_endpoint and is_first():
             self.server = self.get_server(engine, model)
