@@ -88,7 +88,7 @@ def test_the_judge_is_asked_as_an_openai_server(monkeypatch):
             "observations": [], "reward": 1.0, "done": True, "metadata": {"score": 1.0}
         }  # fmt: skip
         assert env.get_metrics() == {"score": 1.0, "judge_attempts": 1}
-        monkeypatch.setenv("OPENAI_API_KEY", "of-openai")
+        monkeypatch.setenv("OPENAI_API_KEY", "of-openai\n")
         monkeypatch.setenv("OTHER_KEY", "of-another")
         make(server, sampling_params={"max_tokens": 9}).step("#### 72")
         make(server, api_key_env="OTHER_KEY").step("#### 72")
@@ -139,6 +139,14 @@ def test_openai_needs_a_key(monkeypatch):
         assert getattr(of_config.judge, name) == getattr(of_nothing.judge, name)
 
 
+@pytest.mark.parametrize("key", ["sk-a\nb", "sk-\u2019"])
+def test_a_key_that_is_none_is_not_shown(monkeypatch, key):
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    with pytest.raises(ValueError, match="OPENAI_API_KEY has a key with signs that no") as raised:
+        envs.make("llm_as_a_judge", ROW)
+    assert "sk-" not in repr(raised.value)
+
+
 # ---- judges that fail ----------------------------------------------------------------------------
 
 WELL = b'{"choices": [{"message": {"content": "### Final Score: 1"}}]}'
@@ -167,6 +175,7 @@ def test_one_fault_is_made_up_for(fault):
         (WELL.replace(b"1", b"good"), 3, "cannot use the answer .*Final Score: good"),
         (401, 1, "status 401: a fault of the test"),  # a wrong key stays wrong
         (404, 1, "status 404"),
+        ({"status": 302, "headers": {"Location": "http://127.0.0.1:9/"}}, 1, "status 302"),
     ],
 )
 def test_no_score_is_a_failure_of_the_environment_and_never_a_reward(fault, attempts, reason):
