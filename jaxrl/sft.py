@@ -26,7 +26,7 @@ from jaxrl.checksums import checksums
 from jaxrl.compilation import CompilationWatch, enable_cache
 from jaxrl.config.dataclass_config import flatten
 from jaxrl.data.conversations import Conversation, conversation_batch, load_conversations
-from jaxrl.data.order import data_order
+from jaxrl.data.order import order_of_run
 from jaxrl.data.packing import buckets_between, empty_batch, round_up
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.files import FolderError, FolderLock, writable_folder
@@ -80,14 +80,8 @@ class SFTTrainer:
     ) -> None:
         self.config, self.tokenizer, self.model, self.mesh = config, tokenizer, model, mesh
         self.train_data, self.eval_data = train_data, eval_data
-        trainer, data = config.trainer, config.data
-        self.order = data_order(
-            [conversation.source for conversation in train_data],
-            trainer.train_batch_size,
-            trainer.seed,
-            weights=data.train_data_weights,
-            shuffle=data.shuffle,
-        )
+        trainer = config.trainer
+        self.order = order_of_run(config, train_data)
         if isinstance(model, AdaptedModel) and trainer.hf_save_interval > 0:
             raise ValueError(
                 f"trainer.hf_save_interval={trainer.hf_save_interval}: {model.name} has no Hugging "
@@ -200,6 +194,7 @@ class SFTTrainer:
             "trainer/packing_efficiency": self.updater.packing_efficiency([batch]),
             "trainer/global_step": step,
             "trainer/epoch": (step - 1) // self.steps_per_epoch,
+            **self.order.metrics(step),
         }
 
     def next_batch(self, step: int) -> TrainBatch:

@@ -22,7 +22,7 @@ from jaxrl.batch_file import batch_path, dump_batch
 from jaxrl.checkpoint import Checkpointer
 from jaxrl.config.needs import has_critic, kl_in_reward
 from jaxrl.critic import Critic
-from jaxrl.data.order import data_order
+from jaxrl.data.order import order_of_run
 from jaxrl.data.packing import collate, minibatches
 from jaxrl.evaluation import evaluate_policy
 from jaxrl.files import writable_folder
@@ -86,15 +86,9 @@ class Trainer:
         self.config, self.tokenizer, self.model, self.mesh = config, tokenizer, model, mesh
         self.engine, self.generator = engine, generator
         self.train_prompts, self.eval_prompts = train_prompts, eval_prompts
-        trainer, data = config.trainer, config.data
+        trainer = config.trainer
         self.samples = config.generator.n_samples_per_prompt
-        self.order = data_order(
-            [prompt.source for prompt in train_prompts],
-            trainer.train_batch_size,
-            trainer.seed,
-            weights=data.train_data_weights,
-            shuffle=data.shuffle,
-        )
+        self.order = order_of_run(config, train_prompts)
         self.steps_per_epoch = self.order.batches_per_epoch
         self.total_steps = trainer.epochs * self.steps_per_epoch
         if trainer.max_training_steps is not None:
@@ -211,6 +205,7 @@ class Trainer:
             **speed_metrics(self, batch),
             "trainer/global_step": step,
             "trainer/epoch": (self.batches_drawn - 1) // self.steps_per_epoch,
+            **self.order.metrics(self.batches_drawn),
         }
 
     # ---------------------------------------------------------------- 1 to 6: the batch

@@ -10,6 +10,7 @@ epoch 1: another                            batch 1: the next 3, the next 1
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -69,6 +70,19 @@ class DataOrder:
     def passes(self, batches: int) -> list[float]:
         """How often `batches` batches go through each source."""
         return [batches * count / size for size, count in zip(self.sizes, self.counts, strict=True)]
+
+    def metrics(self, batches: int) -> dict[str, float]:
+        """`passes` by source, of several."""
+        passes = self.passes(batches) if len(self.counts) > 1 else []
+        return {f"trainer/epochs_of_source_{i}": number for i, number in enumerate(passes)}
+
+
+def order_of_run(config: Any, rows: Sequence[Any]) -> DataOrder:
+    """The order in which a config visits its rows, which have a `source`; see `data_order`."""
+    trainer, data = config.trainer, config.data
+    sources, how = [row.source for row in rows], (trainer.train_batch_size, trainer.seed)
+    weights, shuffle = data.train_data_weights, data.shuffle
+    return data_order(sources, *how, weights=weights, shuffle=shuffle)
 
 
 def data_order(

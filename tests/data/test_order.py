@@ -55,7 +55,11 @@ def test_a_source_that_is_used_up_begins_anew_while_others_go_on():
     passes = [{*first[k], *first[k + 1]} for k in (0, 2, 4)]  # one row of five is left out of each
     assert all(len(rows) == 4 for rows in passes)
     assert [sorted(second[k : k + 2]) for k in (0, 2, 4)] == [[5, 6]] * 3
-    assert order.passes(6) == [6 * 2 / 5, 6 * 1 / 2]
+    assert order.metrics(6) == {
+        "trainer/epochs_of_source_0": 6 * 2 / 5,
+        "trainer/epochs_of_source_1": 6 * 1 / 2,
+    }
+    assert DataOrder((7,), (3,), seed=7).metrics(6) == {}
     assert order.batches_per_epoch == 2  # 7 rows by 3
 
 
