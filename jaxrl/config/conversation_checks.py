@@ -7,9 +7,11 @@ from typing import Any
 
 from jaxrl.config.errors import fail
 from jaxrl.config.train_config import TrainConfig
-from jaxrl.function_contracts import check_reward_signature
-from jaxrl.user_functions import import_function
+from jaxrl.function_calls import called_name, import_call
+from jaxrl.function_contracts import REWARD_KEYWORDS, check_reward_signature
+from jaxrl.registry import accepted_keywords
 
+_EMPTY_TURN = dict.fromkeys(REWARD_KEYWORDS) | {"action": "", "tokens": [], "reward": 0.0}
 _EVERY_TOKEN_COUNTS = ("gae", "reinforce++", "grpo_token", "on_policy_distillation")
 
 
@@ -130,11 +132,13 @@ def _check_reward_terms(config: TrainConfig) -> None:
     field = "environment.reward_functions"
     for path in environment.reward_functions:
         try:
-            func = import_function(path, "reward function")
+            func = import_call(path, "reward function")
             check_reward_signature(f"reward function '{path}'", func)
+            if path.startswith("jaxrl.envs.shaping:"):  # pure: an empty turn shows bad parameters
+                func(**accepted_keywords(func, _EMPTY_TURN))
         except ValueError as error:
             fail(field, path, str(error))
-        name = path.rpartition(":")[2]
+        name = called_name(path)
         if name in names:
             fix = f"two functions are named '{name}', and so would their terms be; rename one"
             fail(field, environment.reward_functions, fix)

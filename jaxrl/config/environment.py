@@ -95,7 +95,8 @@ class EnvironmentConfig(BaseConfig):
     weighted sum. A reward that an environment gives without a name is the term "environment".
     Empty = every term counts once."""
     reward_functions: list[str] = field(default_factory=list)
-    """Functions that judge every turn beside the environment, "my_pkg.my_module:my_reward"; a
-    number, or one per token, is the term of the function's name."""
+    """Functions that judge every turn beside the environment, "my_pkg.my_module:my_reward", or with
+    arguments "my_pkg.my_module:my_reward(limit=512)"; a number, or one per token, is the term of
+    the function's name. jaxrl.envs.shaping has length, format and repetition."""
     skyrl_gym: SkyRLGymConfig = field(default_factory=SkyRLGymConfig)
     """Settings by environment."""

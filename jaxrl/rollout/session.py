@@ -96,6 +96,7 @@ class Session:
         details = {"action": text, "tokens": list(tokens), "stopped": stopped, "turn": self._turns}
         details |= {"prompt": self.prompt.messages, "extras": self.prompt.extras}
         details["done"] = done or self._turns >= self._max_turns
+        details["reward"] = taken[PLAIN] if taken.keys() == {PLAIN} else dict(taken)
         found: dict[str, Reward] = {}
         for function, call, keywords in self.terms.calls(**details):
             when = f"in reward function '{function}' with the answer {text!r}"
