@@ -20,12 +20,15 @@ ENVS: dict[str, str | Callable[..., Env]] = {
     "gsm8k_multi_turn": "jaxrl.envs.gsm8k_multi_turn:Gsm8kMultiTurnEnv",
     "guess_number": "jaxrl.envs.guess_number:GuessNumberEnv",
     "lcb": "jaxrl.envs.lcb:LCBEnv",
+    "llm_as_a_judge": "jaxrl.envs.llm_as_a_judge:LLMJudgeEnv",
     "math": "jaxrl.envs.mathematics:MathEnv",
     "multiply": "jaxrl.envs.multiply:MultiplyEnv",
     "python_code": "jaxrl.envs.python_code:PythonCodeEnv",
     "reasoning_gym": "jaxrl.envs.reasoning_gym:ReasoningGymEnv",
+    "search": "jaxrl.envs.search:SearchEnv",
     "sort_digits": "jaxrl.envs.sort_digits:SortDigitsEnv",
     "text2sql": "jaxrl.envs.text2sql:Text2SQLEnv",
+    "text_adventure": "jaxrl.envs.text_adventure:TextAdventureEnv",
 }
 
 
