@@ -1,6 +1,7 @@
 r"""CISPO in a fully asynchronous run on GSM8K: two devices train while two sample.
 
     python -m jaxrl.data.prepare gsm8k --output data/gsm8k
+    python -m jaxrl.plan --config=configs/cispo_async.py --topology=h100:4
     python -m jaxrl.train --config=configs/cispo_async.py
 
 The weight of a token, relative to the policy that drew it, is bounded to [0, 5], and no token loses
@@ -8,8 +9,8 @@ its gradient: SkyRL's bounds, the paper names none. Sampling is at most four ste
 (docs/asynchrony.md). Batch and staleness are those of the asynchronous example of SkyRL.
 
 Paper: CISPO, MiniMax 2025, arXiv:2506.13585
-Hardware: h100:4
-Plan: ?
+Hardware: 4 H100 (80 GB)
+Plan: h100:4, 31.2 of 74.5 GiB, estimated; it fits
 Expected: no figure was found for this model and task
 Source: not measured
 """

@@ -1,7 +1,7 @@
 r"""On-policy distillation on questions of mathematics: Qwen3-1.7B-Base learns from Qwen3-4B.
 
     python -m jaxrl.data.prepare dapo --output data/dapo
-    python -m jaxrl.data.prepare aime --output data/aime
+    python -m jaxrl.plan --config=configs/distillation_math.py --topology=h100:8
     python -m jaxrl.train --config=configs/distillation_math.py
 
 The student samples; the advantage of a token is how much likelier the teacher, the reference model,
@@ -10,8 +10,8 @@ finds it. Rewards are only watched. As the example of SkyRL, whose teacher is it
 
 Paper: Agarwal et al. 2023, arXiv:2306.13649; the form of
     https://thinkingmachines.ai/blog/on-policy-distillation/
-Hardware: h100:8
-Plan: ?
+Hardware: 8 H100 (80 GB)
+Plan: h100:8, 40.9 of 74.5 GiB, estimated; it fits
 Expected: no figure was found for this teacher
 Source: not measured
 """

@@ -2,6 +2,7 @@ r"""GRPO on GSM8K with a language model as the judge, at any OpenAI-compatible e
 
     python -m jaxrl.data.prepare gsm8k --env-class llm_as_a_judge --output data/gsm8k_judge
     export OPENAI_API_KEY=...
+    python -m jaxrl.plan --config=configs/gsm8k_llm_judge.py --topology=h100:4
     python -m jaxrl.train --config=configs/gsm8k_llm_judge.py
 
 The batch is small, as in the example of SkyRL: every one of its 160 answers is a request. A judge
@@ -9,8 +10,8 @@ of your own: `--config.environment.skyrl_gym.llm_as_a_judge.base_url=http://127.
 server, docs/serving.md, or vLLM).
 
 Paper: LLM-as-a-judge, Zheng et al. 2023, arXiv:2306.05685; GRPO, arXiv:2402.03300
-Hardware: h100:4
-Plan: ?
+Hardware: 4 H100 (80 GB)
+Plan: h100:4, 14.0 of 74.5 GiB, estimated; it fits
 Expected: no figure was found
 Source: not measured
 """

@@ -1,6 +1,7 @@
 r"""PPO with a critic and GAE on GSM8K: Qwen2.5-0.5B-Instruct.
 
     python -m jaxrl.data.prepare gsm8k --output data/gsm8k
+    python -m jaxrl.plan --config=configs/gsm8k_ppo.py --topology=h100:1
     python -m jaxrl.train --config=configs/gsm8k_ppo.py
 
 Every prompt is answered once; a critic, which starts as the same model, says what was to be
@@ -8,8 +9,8 @@ expected. The KL to the reference is taken off the rewards. Batch sizes, rates a
 are those of the quickstart of verl.
 
 Paper: PPO, Schulman et al. 2017, arXiv:1707.06347; GAE, arXiv:1506.02438
-Hardware: h100:1
-Plan: ?
+Hardware: one H100 (80 GB)
+Plan: h100:1, 27.8 of 74.5 GiB, estimated; it fits
 Expected: 0.567 of the test set
 Source: literature; PPO in the algorithm baselines of verl, with prompts of up to 1024 tokens.
     Not measured here.

@@ -1,6 +1,7 @@
 r"""Dr. GRPO on MATH with Qwen2.5-Math-7B: R1-Zero-like training from a base model.
 
-    python -m jaxrl.data.prepare math --output data/math
+    python -m jaxrl.data.prepare math --levels 3 4 5 --output data/math
+    python -m jaxrl.plan --config=configs/math_dr_grpo.py --topology=h100:8
     python -m jaxrl.train --config=configs/math_dr_grpo.py
 
 No division by the group's standard deviation, none by the length of the response, no KL. 128
@@ -8,8 +9,8 @@ prompts of 8 samples a step in eight updates, from the authors' script (oat); th
 the model is the paper's Qwen-Math template.
 
 Paper: Dr. GRPO, Liu et al. 2025, arXiv:2503.20783
-Hardware: h100:8
-Plan: ?
+Hardware: 8 H100 (80 GB)
+Plan: h100:8, 53.0 of 74.5 GiB, estimated; it fits
 Expected: 0.433 of AIME 2024 after 27 hours on 8 A100
 Source: literature; abstract of the paper and README of its code. Not measured here.
 """

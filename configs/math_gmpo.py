@@ -1,14 +1,15 @@
 r"""GMPO on MATH with Qwen2.5-Math-7B: the geometric mean of the token ratios.
 
-    python -m jaxrl.data.prepare math --output data/math
+    python -m jaxrl.data.prepare math --levels 3 4 5 --output data/math
+    python -m jaxrl.plan --config=configs/math_gmpo.py --topology=h100:8
     python -m jaxrl.train --config=configs/math_gmpo.py
 
 As math_dr_grpo.py, whose code the authors took, with the advantages of GRPO. The log of a ratio is
 clipped at +-0.4.
 
 Paper: GMPO, Zhao et al. 2025, arXiv:2507.20673 (sec. 4)
-Hardware: h100:8
-Plan: ?
+Hardware: 8 H100 (80 GB)
+Plan: h100:8, 53.0 of 74.5 GiB, estimated; it fits
 Expected: 4.1 points more than GRPO, average Pass@1 of five benchmarks
 Source: literature; abstract of the paper. Not measured here.
 """

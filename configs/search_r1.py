@@ -1,6 +1,7 @@
 r"""Search-R1: Qwen2.5-3B-Instruct learns to search before it answers, by GRPO in up to four turns.
 
     python -m jaxrl.data.prepare searchr1 --output data/searchr1
+    python -m jaxrl.plan --config=configs/search_r1.py --topology=h100:8
     python -m jaxrl.train --config=configs/search_r1.py
 
 `<search>` asks a retriever, `<answer>` ends. The retriever is an HTTP server of Search-R1's
@@ -9,8 +10,8 @@ protocol at port 8000 (dense index of Wikipedia), or, with
 a server. All settings are those of SkyRL's run.
 
 Paper: Search-R1, Jin et al. 2025, arXiv:2503.09516
-Hardware: h100:8
-Plan: ?
+Hardware: 8 H100 (80 GB)
+Plan: h100:8, 39.3 of 74.5 GiB, estimated; it fits
 Expected: 0.403 exact match, average of seven data sets, after 330 steps
 Source: literature; SkyRL's documentation (recipes, four turns, 8 H100, Search-R1's dense
     retriever). Not measured here.

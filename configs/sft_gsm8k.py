@@ -9,8 +9,8 @@ The policy that it leaves ends its answers with "#### NUMBER", which the environ
         --config.trainer.policy.model.path=runs/sft_gsm8k/exports/global_step_174/policy
 
 Paper: GSM8K, Cobbe et al. 2021, arXiv:2110.14168
-Hardware: h100:1
-Plan: no plan: `jaxrl.plan` knows reinforcement learning alone
+Hardware: one H100 (80 GB)
+Plan: none, jaxrl.plan knows reinforcement learning only
 Expected: no figure was found for these settings
 Source: not measured
 """

@@ -4,9 +4,11 @@ What a recipe is for stays: algorithm, environment, turns, adapters, critic, tea
 """
 
 import json
+import re
+import shlex
 import sqlite3
 import zlib
-from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pyarrow.parquet as pq
 
 from jaxrl import config as cfg
 from jaxrl.config.dataclass_config import flatten
+from jaxrl.data.prepare import main as prepare_main
 from jaxrl.data.tokenizer import character_tokenizer
 from jaxrl.models.export import save_pretrained
 from jaxrl.models.families import config_from_hf
@@ -44,12 +47,12 @@ CUTS = {
     "trainer.critic.optimizer_config.num_warmup_steps": 0,
     "trainer.micro_train_batch_size_per_gpu": 1,
     "trainer.micro_forward_batch_size_per_gpu": 2,
-    "trainer.max_prompt_length": 80,
+    "trainer.max_prompt_length": 800,
     "trainer.algorithm.max_seq_len": 64,
     "trainer.eval_batch_size": 4,
     "generator.n_samples_per_prompt": 4,
     "generator.max_turns": 2,
-    "generator.max_input_length": 320,
+    "generator.max_input_length": 1200,
     "generator.sampling_params.max_generate_length": 8,
     "generator.eval_n_samples_per_prompt": 2,
     "environment.skyrl_gym.max_env_workers": 4,
@@ -76,8 +79,12 @@ def digits(action: str) -> float:
     return sum(character.isdigit() for character in action) / 4
 
 
-def tiny(config: cfg.TrainConfig, folder: Path) -> cfg.TrainConfig:
-    """The recipe, two steps long, with everything that it reads and writes in `folder`."""
+def tiny(config: cfg.TrainConfig, folder: Path, server: str = "") -> cfg.TrainConfig:
+    """The recipe, two steps long, with all that it reads and writes in `folder`.
+
+    Args:
+        server: address of `Answers`.
+    """
     trainer, generator = config.trainer, config.generator
     flat = flatten(config)
     cuts = {name: min(flat[name], most) for name, most in CUTS.items() if flat[name] is not None}
@@ -103,12 +110,19 @@ def tiny(config: cfg.TrainConfig, folder: Path) -> cfg.TrainConfig:
         cuts["generator.eval_sampling_params.max_generate_length"] = 8
     for kind in ("train_data", "val_data"):
         sources = getattr(config.data, kind)
-        cuts[f"data.{kind}"] = [_rows(source, folder) for source in sources]
+        cuts[f"data.{kind}"] = [
+            str(folder / source) if source.startswith("data/") else source for source in sources
+        ]
     for role in ("policy", "ref", "critic"):
         path = getattr(trainer, role).model.path
         if path is not None:
             cuts[f"trainer.{role}.model.path"] = _model(path, folder)
-    cuts["environment.skyrl_gym.text2sql.db_path"] = str(_databases(folder))
+    gym = "environment.skyrl_gym"
+    cuts |= {
+        f"{gym}.text2sql.db_path": str(folder / "databases"),
+        f"{gym}.llm_as_a_judge.base_url": f"{server}/v1",
+        f"{gym}.search.search_url": f"{server}/retrieve",
+    }
     return cfg.apply_overrides(config, {**cuts, **ALWAYS, **SPECIAL.get(trainer.run_name, {})})
 
 
@@ -128,59 +142,84 @@ def _model(path: str, folder: Path) -> str:
     return str(target)
 
 
-def _rows(source: str, folder: Path) -> str:
-    """A file of eight rows with the columns of `jaxrl.data.prepare`."""
-    if ":" in source:
-        return source
-    _, name, file = source.split("/")
-    target = folder / source
-    target.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist([ROWS[name](i) for i in range(8)]), target)
-    assert file in ("train.parquet", "validation.parquet")
-    return str(target)
+def prepared(recipe: Path, folder: Path) -> None:
+    """Runs the `jaxrl.data.prepare` commands of a recipe's header, on small copies."""
+    for command in re.findall(r"python -m jaxrl.data.prepare (.*)", recipe.read_text()):
+        name, *rest = shlex.split(command)
+        copy = folder / "copies" / name
+        for file, row in COPIES[name].items():
+            (copy / file).parent.mkdir(parents=True, exist_ok=True)
+            rows = [json.loads(json.dumps(row).replace("@", str(i))) for i in range(8)]
+            pq.write_table(pa.Table.from_pylist(rows), copy / file)
+        rest[rest.index("--output") + 1] = str(folder / rest[rest.index("--output") + 1])
+        assert prepare_main([name, *rest, "--source", str(copy)]) == 0
 
 
-def _row(source: str, env_class: str, prompt: str, **columns: Any) -> dict[str, Any]:
-    spec = {"method": "rule", "ground_truth": "4"}
-    row = {"data_source": source, "env_class": env_class, "reward_spec": spec}
-    return row | {"prompt": [{"role": "user", "content": prompt}], **columns}
-
-
-ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
-    "gsm8k": lambda i: _row(
-        "openai/gsm8k", "gsm8k", f"{i} apples and {4 - i} more?", completion="#### 4"
-    ),
-    "gsm8k_judge": lambda i: _row("openai/gsm8k", "llm_as_a_judge", f"{i} and {4 - i}?"),
-    "math": lambda i: _row("math", "math", f"what is {i} + {4 - i}?"),
-    "dapo": lambda i: _row("math_dapo", "aime", f"what is {i} + {4 - i}?"),
-    "aime": lambda i: _row("aime", "aime", f"what is {i} + {4 - i}?"),
-    "text2sql": lambda i: _row(
-        "synsql",
-        "text2sql",
-        f"select the number four, please {i}",
-        db_id="numbers",
-        data="spider",
-        reward_spec={"method": "rule", "ground_truth": "SELECT 4"},
-    ),
-    "searchr1": lambda i: _row(
-        "searchR1_nq",
-        "search",
-        f"which number is it {i}?",
-        reward_spec={"method": "rule", "ground_truth": {"target": ["4"]}},
-    ),
+_GSM8K = {"question": "@ eggs, @ eaten, four more?", "answer": "4 @\n#### 4"}
+_MATH = {
+    "problem": "What is $@ - @ + 4$?",
+    "level": "Level 3",
+    "type": "Algebra",
+    "solution": "\\boxed{4}",
+}
+_DAPO = {
+    "data_source": "math_dapo",
+    "prompt": [{"content": "How many @?", "role": "user"}],
+    "ability": "MATH",
+    "reward_model": {"ground_truth": "4", "style": "rule-lighteval/MATH_v2"},
+    "extra_info": {"index": "@"},
+}
+_SQL = {
+    "data_source": "synsql",
+    "prompt": [{"role": "user", "content": "Four @"}],
+    "reward_spec": {"method": "rule", "ground_truth": "SELECT 4"},
+    "db_id": "numbers",
+    "data": "spider",
+}
+_SEARCH = {
+    "id": "@",
+    "question": "Which number is it @?",
+    "golden_answers": ["4"],
+    "data_source": "nq",
+    "prompt": [{"role": "user", "content": ""}],
+    "ability": "fact-reasoning",
+    "reward_model": {"ground_truth": {"target": ["4"]}, "style": "rule"},
+    "extra_info": {"index": 0, "split": "train"},
+}
+COPIES: dict[str, dict[str, Any]] = {  # the hub's files -> a row, @ is its number
+    "gsm8k": {f"main/{split}-00000-of-00001.parquet": _GSM8K for split in ("train", "test")},
+    "math": {f"data/{split}-00000-of-00001.parquet": _MATH for split in ("train", "test")},
+    "dapo": {f"data/{name}.parquet": _DAPO for name in ("dapo-math-17k", "aime-2024")},
+    "text2sql": {f"{split}.parquet": _SQL for split in ("train", "validation")},
+    "searchr1": {f"{split}.parquet": _SEARCH for split in ("train", "test")},
 }
 
 
-def _databases(folder: Path) -> Path:
-    """The folder of one database, laid out as OmniSQL's."""
-
-
-    target = folder / "databases"
-    file = target / "spider/database/numbers/numbers.sqlite"
-    if not file.exists():
-        file.parent.mkdir(parents=True)
-        connection = sqlite3.connect(file)
+def database(folder: Path) -> None:
+    """The database of the text2sql rows, laid out as OmniSQL's."""
+    file = folder / "databases/spider/database/numbers/numbers.sqlite"
+    file.parent.mkdir(parents=True)
+    with sqlite3.connect(file) as connection:
         connection.execute("CREATE TABLE numbers (n INTEGER)")
-        connection.commit()
-        connection.close()
-    return target
+
+
+class Answers(BaseHTTPRequestHandler):
+    """A judge, which wants the words "#### 4", and a retriever with one passage."""
+
+    def do_POST(self) -> None:
+        """Answers any question."""
+        asked = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        if self.path.endswith("/retrieve"):
+            found = {"document": {"contents": '"Four"\n4 it is'}, "score": 1.0}
+            answer: Any = {"result": [[found]]}
+        else:
+            message = {"content": f"### Final Score: {int('#### 4' in asked)}"}
+            answer = {"choices": [{"message": message}]}
+        body = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: Any) -> None:
+        """Nothing."""
