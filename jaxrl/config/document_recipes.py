@@ -12,10 +12,12 @@ FIELDS = ("Paper", "Hardware", "Plan", "Expected", "Source")
 
 _INTRODUCTION = """# Recipes
 
-<!-- Written by `python -m jaxrl.config.document_recipes`; edit the headers of configs/, not this page. -->
+<!-- Written by `python -m jaxrl.config.document_recipes`; edit the headers in configs/. -->
 
-A recipe is a file in `configs/` that returns the config of a run. Its header has the commands, in the order in which they are run: data first
-(`python -m jaxrl.data.prepare`), then the training. Every field can be set on the command line (`--config.trainer.seed=1`), and a file of your own may start from one of these:
+A recipe is a file in `configs/` that returns the config of a run. Its header has the commands in
+the order in which they are run: first the data (`python -m jaxrl.data.prepare`), then the training.
+Every field can be set on the command line (`--config.trainer.seed=1`), and a file of your own may
+start from one of these:
 
 ```python
 from jaxrl.config import load_config_file
@@ -28,17 +30,23 @@ def get_config():
     return config
 ```
 
-**Source** says where the expected result comes from. *Measured here*: a run of this repository, with its figures in LOG.md or the page named. *Literature*: somebody else's run with these
-settings or nearly these, with what differs; nobody has run the recipe at its full size with jaxrl. *Not measured*: no figure was found, and none was made up. What was run of every recipe is its tiny version
-(`tests/configs`): the same algorithm, environment, turns, adapters, critic, teacher and schedule, with a model of the same family of two layers and random weights, for two steps on a CPU.
+**Source** says where the expected result comes from. *Measured here*: runs of this repository, in
+LOG.md. *Literature*: somebody else's run with these settings or nearly these; nobody has run the
+recipe at its full size with jaxrl. *Not measured*: no figure was found. What was run of every
+recipe is a tiny version (`tests/configs`): the same algorithm, environment, turns, adapters,
+critic, teacher and schedule, with a model of the same family, of two layers and random weights, for
+two steps on a CPU.
 
-**Plan** is the largest need of a device, and what it has, as [`jaxrl.plan`](plan.md) says: *compiled* by the compiler of the TPU, *estimated* of GPUs. A plan needs only the `config.json` of the model, so
-it costs no download when the folder holds the published shape:
+**Plan** is the largest need of a device and what it has, by [`jaxrl.plan`](plan.md): *compiled* by
+the TPU's own compiler, *estimated* for GPUs. It needs only a folder with the `config.json` of the
+model, so nothing has to be downloaded for it:
 
-<!-- not run: 20 seconds of one core for the vocabulary -->
+<!-- not run: writes a vocabulary of 151,936 tokens -->
 ```bash
 python -m benchmarks.shapes qwen2.5-1.5b models/qwen2.5-1.5b
-XLA_FLAGS=--xla_force_host_platform_device_count=4 python -m jaxrl.plan --config=configs/gsm8k_qwen2_5_1_5b_grpo.py --topology=h100:4 --config.trainer.policy.model.path=models/qwen2.5-1.5b
+XLA_FLAGS=--xla_force_host_platform_device_count=4 python -m jaxrl.plan --topology=h100:4 \\
+    --config=configs/gsm8k_qwen2_5_1_5b_grpo.py \\
+    --config.trainer.policy.model.path=models/qwen2.5-1.5b
 ```
 
 | recipe | what | paper | hardware | plan | expected | source |

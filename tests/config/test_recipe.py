@@ -13,6 +13,7 @@ from jaxrl.config import (
     to_train_config,
 )
 
+
 @pytest.fixture
 def recipe(tmp_path):
     def write(text):

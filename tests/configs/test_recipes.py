@@ -56,7 +56,7 @@ CARDS = {  # what a recipe is for, in the words of the objective card of its tin
     "math_dr_grpo": ["dr_grpo: A = R - mean_G R", "seq_mean_token_sum_norm", "2 minibatches"],
     "math_gmpo": ["gmpo:", "min(d, 0.4)", "(std_G R", "sequence_mean"],
     "quickstart": ["grpo_token:", "- 0.1 H"],
-    "search_r1": ["+ 0.001 KL", "min(w, 2)"],
+    "search_r1": ["+ 0.001 KL", "c = min(v, 2)"],
     "text2sql_multi_turn": ["grpo: A", "KL           off", "temperature  0.6"],
 }
 SHAPES = {
@@ -69,8 +69,16 @@ SHAPES = {
     "Qwen/Qwen3-1.7B-Base": "qwen3-1.7b",
     "Qwen/Qwen3-4B": "qwen3-4b",
 }
-PLANNED = re.compile(r"([\w-]+):([\dx]+), ([\d.]+) of ([\d.]+) GiB")
+_PLANNED = re.compile(r"([\w-]+):([\dx]+), ([\d.]+) of ([\d.]+) GiB")
 IN_SEVERAL_TURNS = {"search_r1": 2, "text2sql_multi_turn": 2, "guess_number": 2}
+
+
+def planned(name):
+    """Kind, size, peak and memory in GiB of every plan in the header."""
+    return _PLANNED.findall(read_header(RECIPES / f"{name}.py").fields["Plan"])
+
+
+ON_GPUS = [name for name in NAMES if any(kind == "h100" for kind, *_ in planned(name))]
 
 
 def load(name):
@@ -86,19 +94,19 @@ def test_a_recipe_is_valid_where_it_is_meant_to_run(name):
     assert runs == [f"runs/{name}/checkpoints", f"runs/{name}/exports", "runs"]
     command = "sft" if name.startswith("sft_") else "train"
     assert f"python -m jaxrl.{command} --config=configs/{name}.py" in header.commands
-    sizes = [size for _, size, _, _ in PLANNED.findall(header.fields["Plan"])]
-    numbers = [math.prod(map(int, size.split("x"))) for size in sizes]
+    numbers = [math.prod(map(int, size.split("x"))) for _, size, _, _ in planned(name)]
     for devices in {8, *numbers}:
+        if command == "sft":
+            cfg.validate_sft(config, num_devices=devices)
+            continue
         resolved = cfg.resolve(load(name))
         cfg.validate(resolved, num_devices=devices)
-    for fragment in CARDS.get(name, []):
-        if not fragment.endswith("minibatches"):
-            assert fragment in cfg.objective_card(resolved, num_devices=8), fragment
+        card = cfg.objective_card(resolved, num_devices=devices)
+        assert all(text in card for text in CARDS[name] if not text.endswith("minibatches"))
     # Every data file comes from a command of the header.
     made = {line.split()[-1] for line in header.commands if "jaxrl.data.prepare" in line}
     files = [*config.data.train_data, *config.data.val_data]
     assert {file.rpartition("/")[0] for file in files if file.startswith("data/")} == made
-    assert name in CARDS or command == "sft"
 
 
 def test_the_page_has_every_recipe():
@@ -121,17 +129,15 @@ def shapes(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [name for name in NAMES if "h100" in read_header(RECIPES / f"{name}.py").fields["Plan"]]
-)
+@pytest.mark.parametrize("name", ON_GPUS)
 def test_the_plan_in_the_header_is_what_the_planner_says(name, shapes):
     config = load(name)
     for role in ("policy", "ref", "critic"):
         model = getattr(config.trainer, role).model
         model.path = model.path and shapes(model.path)
-    plan = read_header(RECIPES / f"{name}.py").fields["Plan"]
-    found = [given for given in PLANNED.findall(plan) if given[0] == "h100"]
-    for kind, size, peak, memory in found:
+    for kind, size, peak, memory in planned(name):
+        if kind != "h100":
+            continue  # its compiler is not installed with the tests
         here = machine(f"{kind}:{size}")
         made = make_plan(cfg.to_train_config(config), here, estimated, lambda text: None)
         assert made.fits
@@ -188,7 +194,7 @@ def test_two_steps_of_the_tiny_version(name, tmp_path, capsys):
         trainer = run.run()
     config, printed = run.config, capsys.readouterr().out
     for fragment in CARDS[name]:
-        assert fragment in printed or "clip(r" in fragment, fragment
+        assert fragment in printed
     lines = metrics_of(tmp_path, name)
     assert [line["step"] for line in lines] == [1, 2]
     for line in lines:
