@@ -1,5 +1,4 @@
 import textwrap
-from pathlib import Path
 
 import ml_collections
 import pytest
@@ -12,18 +11,7 @@ from jaxrl.config import (
     load_config_file,
     make_config,
     to_train_config,
-    validate,
 )
-
-RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.py"))
-
-
-@pytest.mark.filterwarnings("ignore:generator")
-@pytest.mark.parametrize("path", RECIPES, ids=[path.stem for path in RECIPES])
-def test_our_own_recipes_are_valid(path):
-    config = load_config_file(str(path))
-    validate(config)
-    assert config.trainer.run_name == path.stem
 
 
 @pytest.fixture
