@@ -15,7 +15,6 @@ PLANNED = {  # what is still to come, and nothing else
     ),
     "generator.inference_engine.expert_parallel_size",
     # environments
-    "trainer.critic.model.lora.",  # its head is new and would have to be trained whole beside them
     *(f"environment.skyrl_gym.{name}." for name in ("llm_as_a_judge", "search")),
 }
 
