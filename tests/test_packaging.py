@@ -26,6 +26,7 @@ IMPORTS = {
     "wandb": "jaxrl.watching.wandb_logger, wandb",
     "mlflow": "jaxrl.watching.mlflow_logger, mlflow",
     "jetstream": "jaxrl.rollout.jetstream",
+    "docs": "mkdocs, material, mkdocstrings",
 }
 
 pytestmark = pytest.mark.slow
