@@ -41,6 +41,7 @@ from jaxrl.parallel.processes import joined_main
 from jaxrl.parallel.rules import batch_devices
 from jaxrl.types import TrainBatch, TrainState
 from jaxrl.watching.loggers import check_installed
+from jaxrl.watching.progress import progress_bar
 from jaxrl.watching.run_logger import RunLogger
 
 CURVES = (("train/loss", "training"), ("eval/loss", "evaluation"))
@@ -146,12 +147,7 @@ class SFTTrainer:
             contextlib.closing(lock),
             contextlib.closing(self.logger),
             contextlib.closing(self.checkpointer),  # waits for the save under way, come what may
-            tqdm(
-                total=self.total_steps,
-                initial=first,
-                desc=trainer.run_name,
-                disable=not is_first(),
-            ) as bar,
+            progress_bar(trainer.run_name, self.total_steps, first, shown=is_first()) as bar,
         ):
             if first < self.total_steps:
                 self.warm_up()
@@ -164,7 +160,7 @@ class SFTTrainer:
                 self.record(step, metrics)
                 self.save(step)
                 shown = {n: f"{metrics[n]:.3g}" for n, _ in CURVES if n in metrics}
-                bar.set_postfix(shown)
+                bar.set_postfix(shown, refresh=False)  # `update` draws it
                 bar.update()
             self.logger.plot(CURVES, "loss per token")
         return self.state

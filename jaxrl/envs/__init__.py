@@ -1,12 +1,12 @@
 """The environments: a table of names, and making one for a prompt."""
 
 import difflib
-import functools
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl.envs.protocol import Env, StepOutput
+from jaxrl.user_functions import is_edited_cell
 
 __all__ = ["ENVS", "Env", "StepOutput", "construct", "load", "make", "register"]
 
@@ -82,7 +82,7 @@ def load(env_class: str) -> Any:
 
 
 def register(name: str, entry_point: str | Callable[..., Env]) -> None:
-    """Adds an environment to the table.
+    """Adds an environment to the table; an edited cell of a notebook replaces its own.
 
     Args:
         name: what `env_class` says.
@@ -93,11 +93,12 @@ def register(name: str, entry_point: str | Callable[..., Env]) -> None:
     """
     if ":" in name or not name:
         raise ValueError(f"the name of an environment is a word without a colon, got {name!r}")
+    if is_edited_cell(ENVS.get(name), entry_point):
+        ENVS[name] = entry_point
     if ENVS.setdefault(name, entry_point) != entry_point:
         raise ValueError(f"environment {name!r} is already registered as {ENVS[name]!r}")
 
 
-@functools.cache
 def _import(entry_point: str) -> Any:
     module_name, _, class_name = entry_point.partition(":")
     try:

@@ -69,6 +69,20 @@ def test_what_ml_collections_lets_through_is_checked_on_conversion():
         to_train_config(config)
 
 
+def test_fields_that_are_set_one_by_one_are_checked():
+    config = TrainConfig()
+    with pytest.raises(AttributeError, match="'eps_clip_hihg'. Did you mean 'eps_clip_high'"):
+        config.trainer.algorithm.eps_clip_hihg = 0.28
+    config.trainer.algorithm.eps_clip_high = "0.28"  # as YAML has it
+    config.data.train_data = ("a.parquet",)
+    result = to_train_config(config)
+    assert result.trainer.algorithm.eps_clip_high == 0.28
+    assert result.data.train_data == ["a.parquet"]
+    config.trainer.algorithm.eps_clip_high = "high"
+    with pytest.raises(ValueError, match=r"trainer.algorithm.eps_clip_high='high': expected float"):
+        to_train_config(config)
+
+
 def test_to_train_config_copies():
     config = TrainConfig()
     copied = to_train_config(config)

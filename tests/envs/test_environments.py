@@ -70,6 +70,16 @@ def test_registered_name(entry_point):
         envs.register("echo", "other:Env")
 
 
+def test_an_edited_cell_of_a_notebook_counts(monkeypatch):
+    main = sys.modules["__main__"]
+    monkeypatch.delattr(main, "__file__")  # a notebook has no file
+    for reward in (1.0, 2.0):
+        found = type("CellEnv", (EchoEnv,), {"__module__": "__main__", "reward": reward})
+        monkeypatch.setattr(main, "CellEnv", found, raising=False)
+        envs.register("cell", found)
+        assert envs.make("cell").reward == envs.make("__main__:CellEnv").reward == reward
+
+
 @pytest.mark.parametrize("name", ["", "a:b"])
 def test_names_have_no_colon(name):
     with pytest.raises(ValueError, match=f"a word without a colon, got '{name}'"):
