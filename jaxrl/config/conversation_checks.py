@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxrl.config.errors import fail
 from jaxrl.config.train_config import TrainConfig
+from jaxrl.envs import ENVS, load
 from jaxrl.function_contracts import check_reward_signature
 from jaxrl.user_functions import import_function
 
@@ -97,6 +98,11 @@ def _check_step_wise(config: TrainConfig) -> None:
 
 def _check_environments(config: TrainConfig) -> None:
     gym, group = config.environment.skyrl_gym, "environment.skyrl_gym"
+    if ":" not in (name := config.environment.env_class) and name not in ENVS:
+        try:  # rows may name their own; one that nobody has is a slip of the pen
+            load(name)
+        except ValueError as error:
+            fail("environment.env_class", name, str(error))
     workers, seconds = gym.max_env_workers, gym.env_timeout_seconds
     if workers < 0:
         fail(f"{group}.max_env_workers", workers, "must be 0 (inline) or more")
@@ -128,6 +134,8 @@ def _check_reward_terms(config: TrainConfig) -> None:
         if isinstance(weight, bool) or not math.isfinite(weight):
             fail(f"environment.reward_weights[{name!r}]", weight, "must be a finite number")
     field = "environment.reward_functions"
+    if environment.env_class == "single_turn" and not environment.reward_functions:
+        fail("environment.env_class", "single_turn", f"has no reward of its own; set {field}")
     for path in environment.reward_functions:
         try:
             func = import_function(path, "reward function")

@@ -28,6 +28,10 @@ def test_what_is_allowed(overrides):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (
+            {"environment.env_class": "gsm8"},
+            "environment.env_class='gsm8': unknown environment 'gsm8'; did you mean 'gsm8k'",
+        ),
         ({"generator.max_turns": 0}, "generator.max_turns=0: must be positive"),
         (
             {"generator.max_input_length": 600},

@@ -22,7 +22,9 @@ from tests.docs.shorten import CUT, shortened
 PAGES = pages()
 READ = PAGES + [page for page in scripts("configs", "benchmarks", "jaxrl") if blocks(page)]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-HOLDER = re.compile(r"\.\.\.|[A-Z]+\d?|value|(.*/)?my_\w+(\.py)?")  # stands for what a user has
+HOLDER = re.compile(
+    r"\.\.\.|[A-Z]+\d?|value|(.*/)?(my_\w+|mine)(\.py)?"
+)  # stands for what a user has
 LANGUAGES = {"", "bash", "console", "python", "text", "yaml", "json", "toml"}
 
 
