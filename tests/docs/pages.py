@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MARKS = ("not run", "run by", "run after", "exit status")
+# Scripts whose commands are not run, and why.
+NOT_RUN = {"examples/smollm2_to_hf.py": "downloads 145 MB; the folder is there already"}
 # What begins a command, so that one in a block of another kind is found.
 COMMAND = re.compile(
     r"(\$ )?([A-Z_]+=\S+ )*((\.venv/bin/)?(python3?|pip|pytest|make|tpu/\S+\.sh) [^=\s])"
 )
 _FENCE = re.compile(r" *```(\w*)")
-_MARK = re.compile(r" *<!-- ([a-z ]+): (.*\S) -->")
+MARK = re.compile(r" *<!-- (not run|run by|run after|exit status):? (.*\S) -->")
 
 
 def pages() -> list[Path]:
@@ -45,7 +46,15 @@ class Block:
     @property
     def runs(self) -> bool:
         """Whether the test of its page runs it."""
-        return not {"not run", "run by"} & self.marks.keys()
+        shown = bool(self.shell) or self.language == "python" and not self.sets_fields
+        return shown and not {"not run", "run by"} & self.marks.keys()
+
+    @property
+    def sets_fields(self) -> bool:
+        """Whether it only sets fields of `config`: its test runs such on every page at once."""
+        if self.language != "python" or "config" not in self.text or self.file:
+            return False
+        return all(isinstance(node, ast.Assign) for node in ast.parse(self.text).body)
 
     @property
     def shell(self) -> str:
@@ -72,8 +81,8 @@ def _of_page(page: Path, text: str) -> Iterator[Block]:
     marks: dict[str, str] = {}
     lines = iter(enumerate(text.splitlines(keepends=True), 1))
     for number, line in lines:
-        mark, fence = _MARK.match(line), _FENCE.match(line)
-        if mark and mark[1] in MARKS:
+        mark, fence = MARK.match(line), _FENCE.match(line)
+        if mark:
             marks[mark[1]] = mark[2]
         elif fence:
             inside = []
@@ -94,7 +103,8 @@ def _of_script(page: Path, text: str) -> Iterator[Block]:
             line = 1 + text[: text.index(paragraph.splitlines()[0].strip())].count("\n")
             # A line that is indented goes on with the command above it.
             shown = textwrap.dedent(paragraph).replace("\\\n", "\n").replace("\n ", " ") + "\n"
-            yield Block(page, line, "bash", shown, {})
+            why = NOT_RUN.get(str(page.relative_to(ROOT)))
+            yield Block(page, line, "bash", shown, {"not run": why} if why else {})
 
 
 def commands(shell: str, variables: dict[str, str] | None = None) -> list[list[str]]:

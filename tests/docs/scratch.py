@@ -50,6 +50,7 @@ def clone(folder: Path) -> None:
     ):
         (programs / name).write_text(f"#!/bin/sh\n{line}\n")
         (programs / name).chmod(0o755)
+    (programs / "activate").touch()
     (folder / ".venv" / ".installed").touch()  # what the Makefile looks for
     save_model(folder / "models" / "smollm2-135m-instruct")
 

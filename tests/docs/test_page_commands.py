@@ -16,7 +16,7 @@ import pytest
 from jaxrl import config as cfg
 from jaxrl.config.supervised import validate_sft as check_supervised
 from tests.docs import scratch
-from tests.docs.pages import COMMAND, ROOT, blocks, commands, in_prose, pages, scripts
+from tests.docs.pages import COMMAND, MARK, ROOT, blocks, commands, in_prose, pages, scripts
 from tests.docs.shorten import CUT, shortened
 
 PAGES = pages()
@@ -51,8 +51,8 @@ def test_what_is_a_command_says_so(page):
             row for row in prose.splitlines() if row[:4] == "    " and COMMAND.match(row[4:])
         ]
         assert not indented, f"{page}: {indented}: not indented, but in a block of ```bash"
-        above = re.findall(r"<!-- (.*?):? .*?-->\n+ *```", text)
-        assert set(above) <= {"not run", "run by", "run after", "exit status", "not", "run", "exit"}
+        marks = [line for line in re.findall(r"(<!-- .*-->)\n+ *```", text) if not MARK.match(line)]
+        assert not marks, f"{page}: {marks} above a block is no mark"
 
 
 @pytest.mark.parametrize("page", READ, ids=label)
@@ -157,7 +157,7 @@ def test_python_of_pages_is_whole(page):
                 module = importlib.import_module(node.module)
                 missing = [a.name for a in node.names if not hasattr(module, a.name)]
                 assert not missing, f"{block}: {node.module} has no {missing}"
-        if all(isinstance(node, ast.Assign) for node in tree.body) and "config" in block.text:
+        if block.sets_fields and block.marks.keys().isdisjoint({"not run", "run by"}):
             config = cfg.default_config()
             exec(block.text, {"config": config, "trainer": config.trainer})
 
