@@ -8,6 +8,7 @@ from typing import Any
 from jaxrl.config.environment import SkyRLGymConfig
 from jaxrl.config.errors import fail
 from jaxrl.config.train_config import TrainConfig
+from jaxrl.envs import ENVS, load
 from jaxrl.envs.llm_as_a_judge import check_prompt
 from jaxrl.function_calls import called_name, import_call
 from jaxrl.function_contracts import REWARD_KEYWORDS, check_reward_signature
@@ -101,6 +102,11 @@ def _check_step_wise(config: TrainConfig) -> None:
 
 def _check_environments(config: TrainConfig) -> None:
     gym, group = config.environment.skyrl_gym, "environment.skyrl_gym"
+    if ":" not in (name := config.environment.env_class) and name not in ENVS:
+        try:  # rows may name their own; one that nobody has is a slip of the pen
+            load(name)
+        except ValueError as error:
+            fail("environment.env_class", name, str(error))
     workers, seconds = gym.max_env_workers, gym.env_timeout_seconds
     if workers < 0:
         fail(f"{group}.max_env_workers", workers, "must be 0 (inline) or more")
@@ -162,6 +168,8 @@ def _check_reward_terms(config: TrainConfig) -> None:
         if isinstance(weight, bool) or not math.isfinite(weight):
             fail(f"environment.reward_weights[{name!r}]", weight, "must be a finite number")
     field = "environment.reward_functions"
+    if environment.env_class == "single_turn" and not environment.reward_functions:
+        fail("environment.env_class", "single_turn", f"has no reward of its own; set {field}")
     for path in environment.reward_functions:
         try:
             func = import_call(path, "reward function")

@@ -201,7 +201,9 @@ def convert(value: Any, kind: Any, path: str, current: Any = None) -> Any:
             fits, result = _as_member(candidate, member, path)
             if fits:
                 return result
-    raise ValueError(f"{path}={_shown(value)}: expected {type_name(kind)}")
+    lists = [member for member in _members(kind) if typing.get_origin(member) is list]
+    fix = f"; write \"['{value}']\"" if lists and isinstance(value, str) else ""
+    raise ValueError(f"{path}={_shown(value)}: expected {type_name(kind)}{fix}")
 
 
 def type_name(kind: Any) -> str:

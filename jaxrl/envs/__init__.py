@@ -26,6 +26,7 @@ ENVS: dict[str, str | Callable[..., Env]] = {
     "python_code": "jaxrl.envs.python_code:PythonCodeEnv",
     "reasoning_gym": "jaxrl.envs.reasoning_gym:ReasoningGymEnv",
     "search": "jaxrl.envs.search:SearchEnv",
+    "single_turn": "jaxrl.envs.single_turn:SingleTurnEnv",
     "sort_digits": "jaxrl.envs.sort_digits:SortDigitsEnv",
     "text2sql": "jaxrl.envs.text2sql:Text2SQLEnv",
     "text_adventure": "jaxrl.envs.text_adventure:TextAdventureEnv",

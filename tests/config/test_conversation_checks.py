@@ -29,6 +29,10 @@ def test_what_is_allowed(overrides):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (
+            {"environment.env_class": "gsm8"},
+            "environment.env_class='gsm8': unknown environment 'gsm8'; did you mean 'gsm8k'",
+        ),
         ({"generator.max_turns": 0}, "generator.max_turns=0: must be positive"),
         ({f"{GYM}.search.topk": 0}, "search.topk=0: must be > 0"),
         ({f"{GYM}.search.search_url": "localhost:8000"}, "'localhost:8000': must begin with http"),

@@ -12,6 +12,7 @@ from jaxrl.config import (
     make_config,
     to_train_config,
 )
+from jaxrl.config import recipe as recipe_module
 
 
 @pytest.fixture
@@ -156,3 +157,36 @@ def test_missing_recipe_is_named(tmp_path):
     (tmp_path / "recipe.txt").write_text("")
     with pytest.raises(ValueError, match=r"recipe.txt: not a Python file; a recipe is a .py file"):
         load_config_file(str(tmp_path / "recipe.txt"))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("trainer.epoch = 1", r"line 4, `config.trainer.epoch = 1`: Key .epoch. does not exist .*"),
+        ("trainer.algoritm.gamma = 1", r"line 4, .*: algoritm. Did you mean 'algorithm'\?"),
+        ("trainer.epochs = 'a'", r"line 4, .*cannot be casted to type <class 'int'>"),
+    ],
+)
+def test_a_slip_in_a_recipe_is_shown_with_its_line(tmp_path, line, message):
+    path = tmp_path / "recipe.py"
+    head = "from jaxrl.config import default_config\ndef get_config():\n    config = "
+    path.write_text(f"{head}default_config()\n    config.{line}\n    return config\n")
+    with pytest.raises(ValueError, match=f"^--config={path}, {message}") as caught:
+        load_config_file(str(path))
+    assert len(str(caught.value)) < 400
+
+
+def test_an_error_of_the_recipe_itself_keeps_its_traceback(tmp_path):
+    path = tmp_path / "recipe.py"
+    path.write_text("def get_config():\n    return None.nothing\n")
+    with pytest.raises(AttributeError, match="nothing"):
+        load_config_file(str(path))
+
+
+def test_recipes_are_found_without_a_clone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(recipe_module, "INSTALLED", RECIPES[0].parent)
+    assert load_config_file("configs/quickstart.py").trainer.run_name == "quickstart"
+    for path in ("configs/nothing.py", "quickstart.py", "other/quickstart.py"):
+        with pytest.raises(ValueError, match="no such file"):
+            load_config_file(path)

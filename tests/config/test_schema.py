@@ -399,7 +399,7 @@ def test_optional_groups_and_config_instances_are_accepted():
         ),
         (
             {"data": {"train_data": "a.parquet"}},
-            r"data.train_data='a.parquet': expected list\[str\]",
+            r"""data.train_data='a.parquet': expected list\[str\]; write "\['a.parquet'\]\"""",
         ),
         (
             {"trainer": {"algorithm": 3}},

@@ -164,3 +164,24 @@ def test_a_run_hands_weights_and_functions_to_its_generator(tmp_path):
     terms = BasePPOExp(config).get_generator(ScriptedEngine(None), TOKENIZER).reward_terms
     assert terms.weights == {"environment": 1.0, "brevity": 0.5}
     assert terms.functions == {"brevity": brevity}
+
+
+def matches(action, extras):
+    return float(action == extras["word"])
+
+
+def test_an_environment_without_a_reward_of_its_own():
+    """single_turn: the functions alone judge, with the other columns of the row."""
+    words = {"word": "34"}, {"word": "35"}
+    rows = [make_prompt(TOKENIZER, "12", env_class="single_turn", **word) for word in words]
+    output = talk(functions=["matches"], prompts=rows)
+    assert output["rewards"] == [1.0, 0.0]
+    assert [sum(mask) for mask in output["loss_masks"]] == [3, 3]  # "34<end>", one turn
+
+
+def test_nobody_judges(tmp_path):
+    config = small(tmp_path, **{"environment.env_class": "single_turn"})
+    with pytest.raises(ValueError, match="'single_turn': has no reward of its own; set environ"):
+        validate(config)
+    config.environment.reward_functions = [f"{HERE}:matches"]
+    validate(config)
