@@ -15,6 +15,7 @@ __all__ = ["ENVS", "Env", "StepOutput", "construct", "load", "make", "register"]
 ENVS: dict[str, str | Callable[..., Env]] = {
     "addition": "jaxrl.envs.addition:AdditionEnv",
     "aime": "jaxrl.envs.aime:AIMEEnv",
+    "calculator": "jaxrl.envs.calculator:CalculatorEnv",
     "countdown": "jaxrl.envs.countdown:CountdownEnv",
     "gsm8k": "jaxrl.envs.gsm8k:Gsm8kEnv",
     "gsm8k_multi_turn": "jaxrl.envs.gsm8k_multi_turn:Gsm8kMultiTurnEnv",
