@@ -156,6 +156,8 @@ def _check_servers(gym: SkyRLGymConfig, group: str) -> None:
 def _check_reward_terms(config: TrainConfig) -> None:
     """Weights that are numbers, functions that exist and can be called with what they will get."""
     environment, names = config.environment, set()
+    if not 0 <= environment.rejudge_fraction <= 1:
+        fail("environment.rejudge_fraction", environment.rejudge_fraction, "must be in [0, 1]")
     for name, weight in environment.reward_weights.items():
         if isinstance(weight, bool) or not math.isfinite(weight):
             fail(f"environment.reward_weights[{name!r}]", weight, "must be a finite number")

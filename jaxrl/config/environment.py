@@ -118,5 +118,8 @@ class EnvironmentConfig(BaseConfig):
     """Functions that judge every turn beside the environment, "my_pkg.my_module:my_reward", or with
     arguments "my_pkg.my_module:my_reward(limit=512)"; a number, or one per token, is the term of
     the function's name. jaxrl.envs.shaping has length, format and repetition."""
+    rejudge_fraction: float = 0.01
+    """Share of trajectories that a fresh environment and the reward functions judge a second time,
+    to find rewards that are not deterministic; 0 = none."""
     skyrl_gym: SkyRLGymConfig = field(default_factory=SkyRLGymConfig)
     """Settings by environment."""

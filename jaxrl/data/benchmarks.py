@@ -1,7 +1,8 @@
 """The data sets that `python -m jaxrl.data.prepare` knows: where they are, and their rows as ours.
 
-The columns are SkyRL's; `completion`, where there is a solution, is for `jaxrl.sft`. The words of the prompts are the published ones: environments look for the
-answer where they ask for it, and results are compared under them.
+The columns are SkyRL's; `completion`, where there is a solution, is for `jaxrl.sft`. The words of
+the prompts are the published ones: environments look for the answer where they ask for it, and
+results are compared under them.
 """
 
 import re
@@ -81,7 +82,7 @@ def gsm8k(row: Row, index: int, split: str) -> Row:
 
 
 def math(row: Row, index: int, split: str) -> Row:
-    r"""Hendrycks et al. 2021, https://arxiv.org/abs/2103.03874: `problem`, `solution` with \boxed."""
+    r"""Hendrycks et al. 2021, https://arxiv.org/abs/2103.03874; the answer is \boxed."""
     problem, solution = _text(row, "problem"), _text(row, "solution")
     answer = last_boxed(solution)
     if not answer:

@@ -7,8 +7,10 @@ epoch 1: another                            batch 1: the next 3, the next 1
                                             it is used up, whatever the others do
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -54,28 +56,33 @@ class DataOrder:
         parts, start = [], 0
         for source, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
             epoch, batch = divmod(position, size // count)
-            order = self._order(size, epoch, source)
-            parts.append(start + order[batch * count : (batch + 1) * count])
+            rows = np.arange(batch * count, (batch + 1) * count)
+            if self.shuffle:
+                rows = _permutation(size, self.seed, epoch, source)[rows]
+            parts.append(start + rows)
             start += size
         rows = np.concatenate(parts)
         if len(parts) > 1 and self.shuffle:
-            rows = rows[np.random.default_rng((self.seed, position, len(parts))).permutation(
-                len(rows)
-            )]
+            names = (self.seed, position, len(parts))  # those of a pass have a smaller third one
+            rows = np.random.default_rng(names).permutation(rows)
         return rows
-
-    def _order(self, size: int, epoch: int, source: int) -> np.ndarray:
-        """Of a pass over a source; the first one's is named by (seed, epoch) alone."""
-        if not self.shuffle:
-            return np.arange(size)
-        names = (self.seed, epoch, source) if source else (self.seed, epoch)
-        return np.random.default_rng(names).permutation(size)
 
     def passes(self, batches: int) -> list[float]:
         """How often `batches` batches go through each source."""
-        return [
-            batches * count / size for size, count in zip(self.sizes, self.counts, strict=True)
-        ]
+        return [batches * count / size for size, count in zip(self.sizes, self.counts, strict=True)]
+
+    def metrics(self, batches: int) -> dict[str, float]:
+        """`passes` by source, of several."""
+        passes = self.passes(batches) if len(self.counts) > 1 else []
+        return {f"trainer/epochs_of_source_{i}": number for i, number in enumerate(passes)}
+
+
+def order_of_run(config: Any, rows: Sequence[Any]) -> DataOrder:
+    """The order in which a config visits its rows, which have a `source`; see `data_order`."""
+    trainer, data = config.trainer, config.data
+    sources, how = [row.source for row in rows], (trainer.train_batch_size, trainer.seed)
+    weights, shuffle = data.train_data_weights, data.shuffle
+    return data_order(sources, *how, weights=weights, shuffle=shuffle)
 
 
 def data_order(
@@ -118,6 +125,13 @@ def data_order(
                 f"{batch_size} must be at least 1 and at most what the data can fill"
             )
     return DataOrder(tuple(sizes), tuple(counts), seed, shuffle)
+
+
+@functools.lru_cache(maxsize=16)
+def _permutation(size: int, seed: int, epoch: int, source: int) -> np.ndarray:
+    """Of a pass over a source; the first source's is named by (seed, epoch) alone."""
+    names = (seed, epoch, source) if source else (seed, epoch)
+    return np.random.default_rng(names).permutation(size)
 
 
 def shares(weights: Sequence[float], total: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Data sets of prompts: reading rows, tokenising them, and the order in which they are visited.
+"""Data sets of prompts: reading rows and tokenising them.
 
 A row is a dict with SkyRL's columns: `prompt` (chat messages; a plain string is one user message),
 optionally `env_class`, and everything else, `reward_spec` and `data_source` by convention, which
@@ -92,7 +92,7 @@ def load_prompts(
     max_prompt_length: int,
     default_env_class: str,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> tuple[list[Prompt], int]:
+) -> tuple[list[Prompt], list[int]]:
     """Reads and tokenises data sets, and drops the prompts that are too long.
 
     Args:
@@ -103,7 +103,7 @@ def load_prompts(
         chat_template_kwargs: variables of the chat template.
 
     Returns:
-        The prompts in the order of the sources, and how many were dropped. A uid is
+        The prompts in the order of the sources, and how many of each source were dropped. A uid is
         "<source index>:<row number>", counted before anything is dropped.
 
     Raises:
@@ -113,7 +113,7 @@ def load_prompts(
         raise ValueError(f"data sources are a list of strings, got the string {sources!r}")
     if not sources:
         raise ValueError("no data source was given")
-    prompts, dropped_lengths = [], []
+    prompts, dropped_lengths, dropped = [], [], [0] * len(sources)
     for source_index, source in enumerate(sources):
         for row_number, row in enumerate(load_rows(source)):
             messages = row.pop("prompt")
@@ -125,39 +125,13 @@ def load_prompts(
                 prompts.append(Prompt(uid, messages, tuple(tokens), env_class, extras=row))
             else:
                 dropped_lengths.append(len(tokens))
+                dropped[source_index] += 1
     if not prompts:
         raise ValueError(
             f"all {len(dropped_lengths)} prompts are longer than max_prompt_length="
             f"{max_prompt_length} tokens; the shortest has {min(dropped_lengths)}"
         )
-    return prompts, len(dropped_lengths)
-
-
-def epoch_order(num_prompts: int, seed: int, epoch: int) -> np.ndarray:
-    """The order in which an epoch visits the prompts [num_prompts], a function of its arguments."""
-    return np.random.default_rng((seed, epoch)).permutation(num_prompts)
-
-
-def batch_indices(position: int, batch_size: int, num_prompts: int, seed: int) -> np.ndarray:
-    """The prompts of one batch [batch_size], as indices into the data set.
-
-    Batches are counted over all epochs, so a training step finds its prompts from its number alone
-    and a checkpoint needs no loader state. The last, incomplete batch of an epoch is left out.
-
-    Args:
-        position: number of the batch, from 0.
-        batch_size: prompts per batch.
-        num_prompts: size of the data set.
-        seed: of the shuffling.
-    """
-    if not 0 < batch_size <= num_prompts:
-        raise ValueError(
-            f"a batch of {batch_size} prompts cannot be drawn from a data set of {num_prompts}; "
-            "batch_size must be at least 1 and at most the number of prompts"
-        )
-    epoch, batch = divmod(position, num_prompts // batch_size)
-    order = epoch_order(num_prompts, seed, epoch)
-    return order[batch * batch_size : (batch + 1) * batch_size]
+    return prompts, dropped
 
 
 # ---- reading -------------------------------------------------------------------------------------

@@ -40,6 +40,16 @@ class _Refused(Exception):
         self.wait = float(after) if after.isdigit() else 0.0
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirected POST becomes a GET without its question, and takes the key to another host."""
+
+    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
+        return None  # so that the status is an error
+
+
+_opener = urllib.request.build_opener(_NoRedirect)
+
+
 def ask(
     url: str,
     question: Mapping[str, Any],
@@ -94,7 +104,7 @@ def ask(
 def _post(request: urllib.request.Request, timeout: float) -> bytes:
     deadline = time.monotonic() + timeout
     try:
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
+        with _opener.open(request, timeout=timeout) as answer:
             parts: list[bytes] = []
             while part := answer.read1(1 << 16):
                 parts.append(part)

@@ -127,12 +127,14 @@ class Judge:
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         variable = settings.get("api_key_env", "OPENAI_API_KEY")
-        key, base_url = os.environ.get(variable), settings.get("base_url")
+        key, base_url = os.environ.get(variable, "").strip(), settings.get("base_url")
         if base_url is None and not key:
             raise ValueError(
                 f"environment 'llm_as_a_judge': the variable {variable} has no key for {_OPENAI}; "
                 "set it, or environment.skyrl_gym.llm_as_a_judge.base_url to a server of your own"
             )
+        if not (key.isascii() and key.isprintable()):  # or the error of the request would show it
+            raise ValueError(f"the variable {variable} has a key with signs that no key has")
         self.url = (base_url or _OPENAI).rstrip("/") + "/chat/completions"
         self.model = settings.get("model", "gpt-4o-mini")
         self.sampling_params = settings.get("sampling_params", {"temperature": 0.0})

@@ -3,7 +3,7 @@
 import random
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jaxrl.envs.protocol import Env, StepOutput
@@ -53,9 +53,8 @@ class TextAdventureEnv(Env):
     """Each reward in its turn: 0.25 for the key, 0.25 for opening the door, 0.5 for the gold.
 
     The last command of a response counts; one that cannot be done, or none, changes nothing and
-    earns 0. Every answer describes the room. The conversation ends with the gold, or after
-    `max_turns` turns (a column of the row, or `generator.max_turns`). `prompts` says with its
-    ground truth in how many turns a game can be won.
+    earns 0. The game answers with the room that one is in. The conversation ends with the gold, or
+    after `max_turns` turns (a column of the row, or `generator.max_turns`).
 
     Columns: `passages`, the list of `[room, direction, room]` that can be gone both ways; `start`,
     `key` and `gold`, each a room.
@@ -71,13 +70,8 @@ class TextAdventureEnv(Env):
     ) -> None:
         super().__init__(env_config, extras)
         self.world = _read_world(self.extras)
-        self.solution = solve(self.world)
+        solve(self.world)  # or it raises
         self.state = _State(self.world.start)
-
-    def init(self, prompt: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """The messages of the prompt, the last of which gets the description of the first room."""
-        last = {**prompt[-1], "content": f"{prompt[-1]['content']}\n{self._describe()}"}
-        return [*prompt[:-1], last], {"solution": self.solution}
 
     def step(self, action: str) -> StepOutput:
         """Obeys the last command."""
@@ -86,7 +80,8 @@ class TextAdventureEnv(Env):
         command = commands[-1].lower() if commands else None
         before, self.state = self.state, obey(self.world, self.state, command)
         done = self.state.has_gold or self.turns >= self.max_turns
-        said = ("" if self.state != before else "that does nothing. ") + self._describe()
+        said = "that does nothing. " if self.state == before else ""
+        said += describe(self.world, self.state)
         return StepOutput(
             observations=[] if done else [{"role": "user", "content": said}],
             reward=_worth(self.state) - _worth(before),
@@ -99,17 +94,19 @@ class TextAdventureEnv(Env):
         got = {"key": self.state.has_key, "door": self.state.is_open, "gold": self.state.has_gold}
         return {name: float(has) for name, has in got.items()} | {"turns": self.turns}
 
-    def _describe(self) -> str:
-        room, world = self.state.room, self.world
-        said = f"{room}. exits {', '.join(world.exits[room])}."
-        if room == world.key and not self.state.has_key:
-            said += " a key lies here."
-        if room == world.gold:
-            return said + " gold lies here."
-        locked = [way for way, to in world.exits[room].items() if to == world.gold]
-        if locked and not self.state.is_open:
-            said += f" the door {locked[0]} is locked."
-        return said
+
+def describe(world: World, state: _State) -> str:
+    """What there is to see."""
+    room, exits = state.room, world.exits[state.room]
+    said = f"{room}. exits {', '.join(exits)}."
+    if room == world.key and not state.has_key:
+        said += " a key lies here."
+    if room == world.gold:
+        return said + " gold lies here."
+    locked = [way for way, to in exits.items() if to == world.gold]
+    if locked and not state.is_open:
+        said += f" the door {locked[0]} is locked."
+    return said
 
 
 def obey(world: World, state: _State, command: str | None) -> _State:
@@ -176,11 +173,13 @@ def prompts(
         if text in seen or not in_split(text, split):
             continue
         seen.add(text)
+        world = _read_world(row)
+        opening = f"{RULES} {describe(world, _State(world.start))}"
         yield {
-            "prompt": [{"role": "user", "content": RULES}],
+            "prompt": [{"role": "user", "content": opening}],
             "env_class": "text_adventure",
             "data_source": "text_adventure",
-            "reward_spec": {"method": "rule", "ground_truth": "; ".join(solve(_read_world(row)))},
+            "reward_spec": {"method": "rule", "ground_truth": "; ".join(solve(world))},
             **row,
         }
         if len(seen) == size:
@@ -211,7 +210,7 @@ def _draw(rng: random.Random, count: int) -> dict[str, Any]:
 
 def _worth(state: _State) -> float:
     got = {"key": state.has_key, "door": state.is_open, "gold": state.has_gold}
-    return sum(reward for name, reward in _REWARDS.items() if got[name])
+    return sum((reward for name, reward in _REWARDS.items() if got[name]), 0.0)
 
 
 def _read_world(extras: Mapping[str, Any]) -> World:

@@ -102,6 +102,7 @@ ROWS = (
     implemented("generator", "merge_stepwise_output", LATER, skyrl_only=False),
     implemented("environment", "env_class", 'also "my_pkg.my_module:MyEnv"'),
     implemented("environment", "reward_weights reward_functions", NEW, skyrl_only=False),
+    implemented("environment", "rejudge_fraction", NEW, skyrl_only=False),
     implemented("environment.skyrl_gym", "max_env_workers"),
     implemented(
         "environment.skyrl_gym", "env_timeout_seconds ray_env_workers", NEW, skyrl_only=False
