@@ -1,15 +1,14 @@
 """MkDocs hook: pages for what lies outside of docs/ and is linked to.
 
-On GitHub `../jaxrl/losses/kl.py` opens the file. In the site it opens `source/jaxrl/losses/kl.py`, a page that is made
-here: of Markdown its text, of another file a listing, of a folder its README or its files. What such a page links to
-gets one, too. A link that leads nowhere is left as it is, and the strict build refuses it.
+On GitHub `../jaxrl/losses/kl.py` opens the file. In the site it opens `source/jaxrl/losses/kl.py`,
+a page that is made here: of Markdown its text, of another file a listing, of a folder its README or
+its files. What such a page links to gets one, too. A link that leads nowhere is left as it is, and
+the strict build refuses it.
 """
 
 import posixpath
 import re
 from pathlib import Path
-
-from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
 # code, where nothing is a link; or a relative link
@@ -72,6 +71,8 @@ def _resolve(path: str, to: str) -> str:
 
 
 def on_files(files, config):
+    from mkdocs.structure.files import File
+
     PATHS.clear()
     todo = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
     todo += ["LOG.md", "CHANGELOG.md", "CONTRIBUTING.md", "tpu/README.md"]  # in the navigation

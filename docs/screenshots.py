@@ -24,11 +24,10 @@ RUN = {
     "trainer.hf_save_interval": -1,
     "trainer.dump_data_batch": True,  # the page then has advantages and ratios
 }
-# picture -> view of the report, what is clicked first
+# picture -> view of the report
 REPORT = {
     "report_overview": "overview",
     "report_curves": "curves",
-    "report_time": "time",
     "report_trajectories": "trajectories",
 }
 LOADED = "document.readyState === 'complete' && document.querySelector('.md-content') !== null"
@@ -55,10 +54,8 @@ def main() -> None:
         for picture, view in REPORT.items():
             browser.open(page, f"#view={view}&step={STEPS}")
             browser.screenshot(IMAGES / f"{picture}.png")
-        for picture, dark in (("site", False), ("site_dark", True)):
-            browser.resize(1400, 900, dark=dark)
-            browser.open(SITE / "concepts.html", drawn=LOADED)
-            browser.screenshot(IMAGES / f"{picture}.png")
+        browser.open(SITE / "concepts.html", drawn=LOADED)
+        browser.screenshot(IMAGES / "site.png")
 
 
 if __name__ == "__main__":
