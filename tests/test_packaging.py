@@ -21,7 +21,7 @@ ACCELERATORS = ("tpu", "gpu")
 IMPORTS = {
     "gcs": "google.cloud.storage",
     "ray": "jaxrl.cluster",
-    "envs": "jaxrl.envs.reasoning_gym",
+    "envs": "jaxrl.envs.reasoning_gym, bm25s",
     "serve": "jaxrl.serving.app",
     "wandb": "jaxrl.watching.wandb_logger, wandb",
     "mlflow": "jaxrl.watching.mlflow_logger, mlflow",
@@ -87,8 +87,10 @@ def test_the_wheel_holds_every_module_and_data_file(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     tracked = run("git", "ls-files", "jaxrl").splitlines()
     assert {name for name in tracked if not name.endswith(".pyi")} <= names
-    outside = {name.split("/")[0] for name in names} - {"jaxrl"}
-    assert [name.endswith(".dist-info") for name in outside] == [True]
+    outside = {name.split("/")[0].rpartition(".")[2] for name in names} - {"jaxrl"}
+    assert outside == {"dist-info", "data"}
+    recipes = {name.partition("/data/share/jaxrl/")[2] for name in names} - {""}
+    assert recipes == set(run("git", "ls-files", "configs").splitlines())
 
 
 def test_the_metadata_says_what_the_project_does(wheel):
@@ -129,11 +131,8 @@ def test_it_works_without_extras(base, tmp_path):
     assert "trainer.epochs = 2" in recipe.read_text()
 
 
-def test_it_trains_without_extras(base, tmp_path):
-    (tmp_path / "tiny_char_model").symlink_to(ROOT / "configs/tiny_char_model")
-    recipe = tmp_path / "quickstart.py"
-    recipe.write_text((ROOT / "configs/quickstart.py").read_text())
-    words = [f"--config={recipe}", "--config.trainer.max_training_steps=2"]
+def test_it_trains_without_extras_and_without_a_clone(base, tmp_path):
+    words = ["--config=configs/quickstart.py", "--config.trainer.max_training_steps=2"]
     words += ["--config.trainer.eval_before_train=false", "--config.trainer.hf_save_interval=-1"]
     run(base, "-m", "jaxrl.train", *words, cwd=tmp_path)
     assert len((tmp_path / "runs/quickstart/metrics.jsonl").read_text().splitlines()) == 2

@@ -39,10 +39,11 @@ def get_config():
 **On the command line**, over the recipe. Values are read by the type of their field; `None`,
 lists and dicts are written as in Python:
 
-```
+<!-- not run: recipe and data are yours -->
+```bash
 python -m jaxrl.train --config=configs/my_recipe.py --config.trainer.seed=1 \\
     --config.data.train_data="['a.parquet', 'b.parquet']" \\
-    --config.trainer.algorithm.policy_loss_kwargs.beta=0.1
+    --config.trainer.algorithm.advantage_kwargs.epsilon=1e-4
 ```
 
 A dict given for a group of fields is merged into the group; a dict given for a dict-typed field
@@ -54,6 +55,11 @@ replaces it, and `field.key=value` sets one key of it.
 **Your own fields.** Derive a class; functions that receive the `AlgorithmConfig` see the field:
 
 ```python
+from dataclasses import dataclass
+
+from jaxrl.config import AlgorithmConfig, make_config
+
+
 @dataclass
 class MyAlgorithmConfig(AlgorithmConfig):
     my_param: int = 42

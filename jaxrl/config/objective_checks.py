@@ -257,7 +257,8 @@ def _function(name: str, value: str, registry: Any) -> Any:
         return registry.resolve(value)
     except ValueError as error:
         fix = 'Set a known name, register yours, or write "my_pkg.my_module:my_function"'
-        raise ValueError(f"{_ALGORITHM}.{name}={value!r}: {error} {fix}") from error
+        said = f"{error}" if f"{error}".endswith("?") else f"{error}."
+        raise ValueError(f"{_ALGORITHM}.{name}={value!r}: {said} {fix}") from error
 
 
 def _require(algorithm: AlgorithmConfig, fields: str, holds: Any, fix: str) -> None:

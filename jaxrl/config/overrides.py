@@ -81,6 +81,8 @@ def parse_command_line(argv: list[str]) -> tuple[str, dict[str, str]]:
         if flag != "--config" and not flag.startswith("--config."):
             key = flag.lstrip("-+")
             fix = f"write --config.{key}={value or '<value>'}" if "." in key else f"usage: {_USAGE}"
+            if word.endswith(".py"):
+                fix = f"write --config={word}"
             raise ValueError(f"unknown argument '{word}': {fix}")
         if not equals:
             if not words or words[0].startswith("--"):

@@ -2,7 +2,10 @@
 
 import copy
 import importlib.util
+import re
 import sys
+import sysconfig
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ from ml_collections import ConfigDict, FieldReference
 
 from jaxrl.config.dataclass_config import (
     BaseConfig,
+    checked,
     field_types,
     field_values,
     get_config_as_dict,
@@ -17,6 +21,8 @@ from jaxrl.config.dataclass_config import (
     is_union,
 )
 from jaxrl.config.train_config import TrainConfig
+
+INSTALLED = Path(sysconfig.get_path("data"), "share", "jaxrl", "configs")  # by the wheel
 
 
 def default_config(config_cls: type[TrainConfig] = TrainConfig) -> ConfigDict:
@@ -47,17 +53,22 @@ def to_train_config(config: Any, config_cls: type[TrainConfig] = TrainConfig) ->
         ValueError: unknown key or wrong type.
     """
     if isinstance(config, TrainConfig):
-        return copy.deepcopy(config)
+        return checked(config)
     return config_cls.from_dict_config(config)
 
 
 def load_config_file(path: str) -> TrainConfig:
     """The config of a recipe: runs the file and calls its `get_config()`.
 
+    Args:
+        path: of the file; `configs/quickstart.py` and its like are found without a clone, too.
+
     Raises:
         ValueError: no such file, no `get_config` in it, or not a config that it returned.
     """
     file = Path(path)
+    if not file.is_file() and file.parent == Path("configs"):
+        file = INSTALLED / file.name
     if not file.is_file():
         raise ValueError(f"--config={path}: no such file (working directory {Path.cwd()})")
     spec = importlib.util.spec_from_file_location(f"jaxrl_recipe_{file.stem}", file)
@@ -69,11 +80,30 @@ def load_config_file(path: str) -> TrainConfig:
     spec.loader.exec_module(module)
     if not hasattr(module, "get_config"):
         raise ValueError(f"--config={path}: the file defines no function get_config()")
-    config = module.get_config()
+    try:
+        config = module.get_config()
+    except (AttributeError, KeyError, TypeError) as error:
+        _explain(path, error)
+        raise
     try:
         return to_train_config(config)
     except ValueError as error:
         raise ValueError(f"--config={path}: {error}") from error
+
+
+def _explain(path: str, error: Exception) -> None:
+    """Raises ValueError with the line of the recipe that sets a field that there is not, or to a
+    value of another type: what ml_collections says of it, without its list of all other fields."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if "ml_collections" not in frames[-1].filename:
+        return
+    line = next(frame for frame in reversed(frames) if "ml_collections" not in frame.filename)
+    text = str(error).replace("\\n", "\n").replace("\\'", "'")  # some are a repr in a repr
+    said = text.partition(" Other fields present")[0].partition("\n")[0].strip("'\". ")
+    near = re.search(r'Did you mean "(\w+)"', text)
+    hint = f" Did you mean '{near[1]}'?" if near else ""
+    where = f"--config={path}, line {line.lineno}, `{line.line}`"
+    raise ValueError(f"{where}: {said}.{hint}") from error
 
 
 def _config_dict(config: BaseConfig) -> ConfigDict:

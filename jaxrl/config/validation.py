@@ -8,6 +8,7 @@ from jaxrl.config.async_checks import check_async
 from jaxrl.config.cluster import check_cluster
 from jaxrl.config.conversation_checks import check_conversations
 from jaxrl.config.critic_checks import check_critic, check_moving_reference
+from jaxrl.config.data import check_data
 from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.errors import check_choice, fail
 from jaxrl.config.field_status import status_of
@@ -319,8 +320,7 @@ def _check_files(config: TrainConfig) -> None:
     for field in ("export_path", "log_path"):
         if "://" in getattr(trainer, field):
             fail(f"trainer.{field}", getattr(trainer, field), "must be a local folder")
-    if not config.data.train_data:
-        fail("data.train_data", [], "set at least one Parquet or JSONL file")
+    check_data(config.data)
     if trainer.resume_mode == "from_path" and not trainer.resume_path:
         fail(
             "trainer.resume_path",

@@ -79,7 +79,7 @@ def test_the_commands_run(tmp_path, monkeypatch):
     (tmp_path / "run_gsm8k.sh").write_text("uv run -m skyrl.train.entrypoints.main_base $@\n")
     (tmp_path / "config.yaml").write_text("trainer: {seed: 2}\n")
     monkeypatch.chdir(tmp_path)
-    block = TEXT.partition("```\n")[2].partition("```")[0]
+    block = TEXT.partition("```bash\n")[2].partition("```")[0]
     commands = [shlex.split(line) for line in block.splitlines()]
     assert [c[2] for c in commands] == 3 * ["jaxrl.config.from_skyrl"] + ["jaxrl.train"]
     for command in commands[:3]:

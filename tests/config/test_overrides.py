@@ -191,6 +191,7 @@ def test_command_line():
             r"unknown argument '--trainer.seed=1': write --config.trainer.seed=1",
         ),
         (["trainer.seed=1"], r"write --config.trainer.seed=1"),
+        (["configs/x.py"], r"unknown argument 'configs/x.py': write --config=configs/x.py"),
         (["--verbose"], r"unknown argument '--verbose': usage: --config=configs/my_recipe.py"),
         (
             ["--config.trainer.seed"],

@@ -44,7 +44,7 @@ def exits(*, action, judge):
     return 0.0
 
 
-def talk(env="TalkingEnv", weights=None, functions=(), *, prompts=None, **settings):
+def talk(env="TalkingEnv", weights=None, functions=(), *, paths=(), prompts=None, **settings):
     """Two turns, "34<end>" and "5<end>"; the first prompt's environment is in this module."""
     module = HERE if env == "TermsEnv" else "tests.rollout.scripted"
     said = prompts or [make_prompt(TOKENIZER, "12", env_class=f"{module}:{env}", says=["ab", None])]
@@ -53,7 +53,7 @@ def talk(env="TalkingEnv", weights=None, functions=(), *, prompts=None, **settin
         TOKENIZER,
         GeneratorConfig(max_turns=5, **settings),
         max_env_workers=0,
-        reward_terms=RewardTerms(weights, [f"{HERE}:{name}" for name in functions]),
+        reward_terms=RewardTerms(weights, [*(f"{HERE}:{name}" for name in functions), *paths]),
     )
     keys, sampling = [sample_key(i) for i in range(len(said))], Sampling(8, stop_token_ids=(END,))
     return generate_now(generator, {"prompts": said, "keys": keys, "sampling": sampling})
@@ -164,3 +164,24 @@ def test_a_run_hands_weights_and_functions_to_its_generator(tmp_path):
     terms = BasePPOExp(config).get_generator(ScriptedEngine(None), TOKENIZER).reward_terms
     assert terms.weights == {"environment": 1.0, "brevity": 0.5}
     assert terms.functions == {"brevity": brevity}
+
+
+def matches(action, extras):
+    return float(action == extras["word"])
+
+
+def test_an_environment_without_a_reward_of_its_own():
+    """single_turn: the functions alone judge, with the other columns of the row."""
+    words = {"word": "34"}, {"word": "35"}
+    rows = [make_prompt(TOKENIZER, "12", env_class="single_turn", **word) for word in words]
+    output = talk(functions=["matches"], prompts=rows)
+    assert output["rewards"] == [1.0, 0.0]
+    assert [sum(mask) for mask in output["loss_masks"]] == [3, 3]  # "34<end>", one turn
+
+
+def test_nobody_judges(tmp_path):
+    config = small(tmp_path, **{"environment.env_class": "single_turn"})
+    with pytest.raises(ValueError, match="'single_turn': has no reward of its own; set environ"):
+        validate(config)
+    config.environment.reward_functions = [f"{HERE}:matches"]
+    validate(config)
