@@ -18,6 +18,7 @@ PATTERN = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".toml": "toml"}
+WIDE = ("configuration.md", "migrating_from_skyrl.md")  # tables that need the whole window
 PATHS: dict[str, str] = {}  # page below source/ -> what it shows, from the root of the repository
 
 
@@ -56,7 +57,7 @@ def text_of(path: str) -> str:
     place = ROOT / path
     if place.is_dir():
         names = sorted(x.name for x in place.iterdir() if not x.name.startswith(("_", ".")))
-        return f"# {path}\n\n" + "".join(f"- [{name}]({path}/{name})\n" for name in names)
+        return f"# {path}\n\n" + "".join(f"- [{name}]({name})\n" for name in names)
     text = place.read_text(encoding="utf-8")
     if path.endswith(".md"):
         return text
@@ -94,6 +95,8 @@ def on_files(files, config):
 
 def on_page_markdown(markdown, page, config, files):
     uri = page.file.src_uri
+    if uri in WIDE:
+        page.meta["hide"] = ["navigation", "toc"]
     path = PATHS.get(uri, f"docs/{uri}")
     if path.endswith(".md") or (ROOT / path).is_dir():
         return rewrite(markdown, path, uri)
