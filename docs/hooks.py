@@ -101,3 +101,10 @@ def on_page_markdown(markdown, page, config, files):
     if path.endswith(".md") or (ROOT / path).is_dir():
         return rewrite(markdown, path, uri)
     return markdown
+
+
+def on_page_content(html, page, config, files):
+    """Long names of fields in tables may break after a dot."""
+    return re.sub(
+        r"(?<=<td><code>)[\w.]+(?=</code>)", lambda name: name[0].replace(".", ".<wbr>"), html
+    )
