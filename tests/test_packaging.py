@@ -26,6 +26,7 @@ IMPORTS = {
     "wandb": "jaxrl.watching.wandb_logger, wandb",
     "mlflow": "jaxrl.watching.mlflow_logger, mlflow",
     "jetstream": "jaxrl.rollout.jetstream",
+    "notebooks": "nbclient, ipykernel, nbformat, ipywidgets",
 }
 
 pytestmark = pytest.mark.slow

@@ -24,6 +24,7 @@ ENVS: dict[str, str | Callable[..., Env]] = {
     "multiply": "jaxrl.envs.multiply:MultiplyEnv",
     "python_code": "jaxrl.envs.python_code:PythonCodeEnv",
     "reasoning_gym": "jaxrl.envs.reasoning_gym:ReasoningGymEnv",
+    "single_turn": "jaxrl.envs.single_turn:SingleTurnEnv",
     "sort_digits": "jaxrl.envs.sort_digits:SortDigitsEnv",
     "text2sql": "jaxrl.envs.text2sql:Text2SQLEnv",
 }

@@ -1,0 +1,84 @@
+r"""Trains with a generator of this file, which samples and judges without any environment.
+
+    python examples/custom_generator/main_custom_generator.py
+
+`BasePPOExp.get_generator` returns it; the trainer asks it for trajectories and nothing else. Here
+each prompt is answered once and judged by a function: a share of the reward for each digit in its
+place, and for stopping there. What it returns is checked, and told where it is wrong. The reward of
+the quickstart's task rises from 0.0 to about 0.8 in 60 steps, less than a minute on two cores.
+docs/rollouts.md has the contract.
+"""
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrl.config import apply_overrides, load_config_file, parse_command_line
+from jaxrl.rollout.generator import GeneratorInterface
+from jaxrl.rollout.protocol import Completion, Engine, Request
+from jaxrl.train import BasePPOExp
+from jaxrl.trainer import Trainer
+from jaxrl.types import GeneratorInput, GeneratorOutput
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.py"
+RUN = "runs/custom_generator"
+SETTINGS = {
+    "trainer.run_name": "custom_generator",
+    "trainer.ckpt_path": f"{RUN}/checkpoints",
+    "trainer.export_path": f"{RUN}/exports",
+    "trainer.max_training_steps": 60,
+}
+
+
+class DirectGenerator(GeneratorInterface):
+    """A sample of each entry of the batch, with a reward per token."""
+
+    def __init__(self, engine: Engine, tokenizer: Any) -> None:
+        self.engine, self.tokenizer = engine, tokenizer
+
+    async def generate(self, batch: GeneratorInput) -> GeneratorOutput:
+        """Token ids in, token ids out: what was sampled is never tokenised again."""
+        entries = zip(batch["prompts"], batch["keys"], strict=True)
+        requests = [Request(p.tokens, (key,), batch["sampling"]) for p, key in entries]
+        futures = [future for (future,) in self.engine.submit(requests)]
+        samples = await asyncio.gather(*map(asyncio.wrap_future, futures))
+        rewards = [
+            self.judge(p.messages, s) for p, s in zip(batch["prompts"], samples, strict=True)
+        ]
+        right = sum(sum(of_one) > 0.99 for of_one in rewards) / len(rewards)
+        return GeneratorOutput(
+            prompt_token_ids=[list(prompt.tokens) for prompt in batch["prompts"]],
+            response_ids=[sample.tokens for sample in samples],
+            rewards=rewards,
+            loss_masks=[[1] * len(sample.tokens) for sample in samples],
+            stop_reasons=[sample.stop_reason for sample in samples],
+            rollout_logprobs=[sample.log_probs for sample in samples],
+            policy_versions=[sample.versions[0] for sample in samples],
+            trajectory_ids=batch.get("trajectory_ids", []),
+            rollout_metrics={"environment/all_right": right},  # logged under this name
+        )
+
+    def judge(self, messages: list[dict[str, Any]], sample: Completion) -> list[float]:
+        """A reward for each token: whether it is the digit that belongs there, or the end."""
+        wanted = [*sorted(messages[-1]["content"]), self.tokenizer.eos_token]
+        said = [self.tokenizer.decode([token]) for token in sample.tokens]
+        pairs = zip(said, wanted + [None] * len(said), strict=False)
+        return [float(one == other) / len(wanted) for one, other in pairs]
+
+
+class DirectExp(BasePPOExp):
+    """The run with that generator."""
+
+    def get_generator(self, engine: Engine, tokenizer: Any) -> DirectGenerator:
+        return DirectGenerator(engine, tokenizer)
+
+
+def main(arguments: Sequence[str]) -> Trainer:
+    path, overrides = parse_command_line([f"--config={QUICKSTART}", *arguments])
+    return DirectExp(apply_overrides(load_config_file(path), {**SETTINGS, **overrides})).run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
