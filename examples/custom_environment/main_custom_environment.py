@@ -2,11 +2,9 @@ r"""Trains with an environment of this file: two turns, a tool, a reward in each
 
     python examples/custom_environment/main_custom_environment.py
 
-There are ten boxes, a to j, each with a digit in it. The prompt names a box; the policy has to look
-into that one, which is a call of a tool, and then to say the digit that the tool returned. Half of
-the reward is for the right call, half for the right answer. The model starts from random weights;
-the reward rises from 0.0 to about 0.9 in 60 steps, half a minute on two cores: first the call, then
-the answer. docs/environments.md has the interface.
+Ten boxes, a to j, hold a digit each. The prompt names a box; the policy has to look into it, a call
+of a tool, and then to say the digit that the tool returned. Half of the reward is for the call, half
+for the answer. From random weights it learns first the one, then the other.
 """
 
 import random
@@ -22,11 +20,11 @@ from jaxrl.train import train
 from jaxrl.trainer import Trainer
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.py"
-RUN = "runs/custom_environment"
+BOXES = "abcdefghij"
 SETTINGS = {
     "trainer.run_name": "custom_environment",
-    "trainer.ckpt_path": f"{RUN}/checkpoints",
-    "trainer.export_path": f"{RUN}/exports",
+    "trainer.ckpt_path": "runs/custom_environment/checkpoints",
+    "trainer.export_path": "runs/custom_environment/exports",
     "trainer.max_training_steps": 80,
     "data.train_data": [f"{__name__}:prompts(size=800, seed=0)"],
     "data.val_data": [f"{__name__}:prompts(size=80, seed=1)"],
@@ -43,11 +41,11 @@ class Look(ToolGroup):
 
     def __init__(self, digits: str) -> None:
         super().__init__("look")
-        self.boxes = dict(zip("abcdefghij", digits, strict=True))
+        self.boxes = dict(zip(BOXES, digits, strict=True))
 
     @tool
     def look(self, box: str) -> str:
-        """What is in a box; "?" for one that there is not."""
+        """What is in a box."""
         return self.boxes.get(box, "?")
 
 
@@ -61,20 +59,20 @@ class Boxes(Env):
     def step(self, action: str) -> StepOutput:
         """The first turn calls the tool, the second answers."""
         self.turns += 1
-        box = self.extras["box"]
+        box, digits, said = self.extras["box"], self.extras["digits"], []
         if self.turns == 1:
             found = self._execute_tool(self.tool_to_toolgroup["look"], "look", [action])
-            said, reward = [{"role": "user", "content": found}], 0.5 * (action == box)
-            return StepOutput(observations=said, reward=reward, done=False, metadata={})
-        reward = 0.5 * (action == self.extras["digits"]["abcdefghij".index(box)])
-        return StepOutput(observations=[], reward=reward, done=True, metadata={})
+            said = [{"role": "user", "content": found}]
+        right = box if self.turns == 1 else digits[BOXES.index(box)]
+        reward, done = 0.5 * (action == right), self.turns == 2
+        return StepOutput(observations=said, reward=reward, done=done, metadata={})
 
 
 def prompts(size: int, seed: int) -> Iterator[dict[str, Any]]:
     """Rows: which box is asked for, and what is in all of them."""
     rng = random.Random(seed)
     for _ in range(size):
-        box, digits = rng.choice("abcdefghij"), "".join(rng.choices("0123456789", k=10))
+        box, digits = rng.choice(BOXES), "".join(rng.choices("0123456789", k=10))
         yield {"prompt": f"what is in {box}", "box": box, "digits": digits}
 
 

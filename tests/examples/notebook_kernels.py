@@ -26,4 +26,6 @@ def run_notebook(notebook, folder, **options):
 def streams(cell):
     """What a cell wrote, by stream."""
     outputs = [x for x in cell.outputs if x.output_type == "stream"]
-    return {name: "".join(x.text for x in outputs if x.name == name) for name in ("stdout", "stderr")}
+    return {
+        name: "".join(x.text for x in outputs if x.name == name) for name in ("stdout", "stderr")
+    }

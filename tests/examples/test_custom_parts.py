@@ -40,19 +40,22 @@ def test_custom_environment(tmp_path):
 
 def test_custom_generator(tmp_path):
     lines, _ = run("custom_generator", tmp_path)
-    assert mean(lines[:5]) < 0.1 < 0.6 < mean(lines[-5:])
+    assert mean(lines[:5]) < 0.1
+    assert mean(lines[-5:]) > 0.6
     assert mean(lines[-5:], "environment/all_right") > 0.2
 
 
 def test_custom_trainer(tmp_path):
     lines, printed = run("custom_trainer", tmp_path, as_run="custom_trainer_0.25")
-    assert mean(lines[:5]) < 0.1 < 0.5 < mean(lines[-5:])
+    assert mean(lines[:5]) < 0.1
+    assert mean(lines[-5:]) > 0.5
     assert 0 < lines[-1]["advantage/share_negative"] < 1
     assert "negative 0.25: {'reward/avg_raw_reward': " in printed
 
 
 def test_custom_reward(tmp_path):
     lines, _ = run("custom_reward", tmp_path)
-    assert mean(lines[:5]) < 0.3 < 0.7 < mean(lines[-5:])
+    assert mean(lines[:5]) < 0.3
+    assert mean(lines[-5:]) > 0.7
     assert lines[-1]["reward/letters/mean"] > lines[0]["reward/letters/mean"]
     assert lines[-1]["reward/brief/mean"] > lines[0]["reward/brief/mean"]
