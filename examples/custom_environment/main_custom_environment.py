@@ -2,9 +2,9 @@ r"""Trains with an environment of this file: two turns, a tool, a reward in each
 
     python examples/custom_environment/main_custom_environment.py
 
-Ten boxes, a to j, hold a digit each. The prompt names a box; the policy has to look into it, a call
-of a tool, and then to say the digit that the tool returned. Half of the reward is for the call, half
-for the answer. From random weights it learns first the one, then the other.
+Ten boxes, a to j, hold a digit each. The prompt names a box; the policy has to look into it, which
+is a call of a tool, and then to say the digit that it was told: half of the reward each. From
+random weights it learns first the one, then the other.
 """
 
 import random
@@ -30,23 +30,19 @@ SETTINGS = {
     "data.val_data": [f"{__name__}:prompts(size=80, seed=1)"],
     "environment.env_class": f"{__name__}:Boxes",
     "generator.max_turns": 2,
-    "generator.max_input_length": 16,
+    "generator.max_input_length": 20,
     "generator.sampling_params.max_generate_length": 1,  # a character a turn
-    "trainer.algorithm.max_seq_len": 17,
+    "trainer.algorithm.max_seq_len": 21,
 }
 
 
 class Look(ToolGroup):
-    """The boxes of one conversation."""
-
-    def __init__(self, digits: str) -> None:
-        super().__init__("look")
-        self.boxes = dict(zip(BOXES, digits, strict=True))
+    """The tools of this task."""
 
     @tool
-    def look(self, box: str) -> str:
-        """What is in a box."""
-        return self.boxes.get(box, "?")
+    def look(self, digits: str, box: str) -> str:
+        """What is in a box; "?" where there is none of that name."""
+        return dict(zip(BOXES, digits, strict=True)).get(box, "?")
 
 
 class Boxes(Env):
@@ -54,14 +50,14 @@ class Boxes(Env):
 
     def __init__(self, env_config: Any = None, extras: Any = None) -> None:
         super().__init__(env_config, extras)
-        self.init_tool_groups([Look(self.extras["digits"])])
+        self.init_tool_groups([Look("look")])
 
     def step(self, action: str) -> StepOutput:
         """The first turn calls the tool, the second answers."""
         self.turns += 1
         box, digits, said = self.extras["box"], self.extras["digits"], []
         if self.turns == 1:
-            found = self._execute_tool(self.tool_to_toolgroup["look"], "look", [action])
+            found = self._execute_tool(self.tool_to_toolgroup["look"], "look", [digits, action])
             said = [{"role": "user", "content": found}]
         right = box if self.turns == 1 else digits[BOXES.index(box)]
         reward, done = 0.5 * (action == right), self.turns == 2
