@@ -84,12 +84,14 @@ def test_write_your_own_loss(tmp_path):
 
 CELLS = """
     import json, os, signal, threading, time
+    from pathlib import Path
     import jax.numpy as jnp
     from jaxrl.config import load_config_file
     from jaxrl.envs import Env, StepOutput
     from jaxrl.registry import PolicyLossRegistry, register_policy_loss, source_hashes
     from jaxrl.train import train
     from jaxrl.user_functions import pack, unpack
+    from jaxrl.watching.json_lines import read_lines
 
     def config(name, steps, loss="mine"):
         config = load_config_file({quickstart!r})
@@ -123,14 +125,18 @@ CELLS = """
     loaded, _ = unpack(pack(mine, "mine", {{}}), "mine")
     print(json.dumps([before, after, float(loaded(0.0, 0.0, 3.0, None)[0])]))
     #---
-    threading.Timer(15, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    lines = Path("runs", "long", "metrics.jsonl")
+    def interrupt():
+        while not lines.exists() or len(read_lines(lines)) < 5:
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=interrupt).start()
     try:
         train(config("long", 2000))
     except KeyboardInterrupt:
         print("interrupted")
     print([thread.name for thread in threading.enumerate() if "jaxrl" in thread.name])
-    done = int(open("runs/long/metrics.jsonl").read().strip().splitlines()[-1].split('"step": ')[1]
-               .split(",")[0].rstrip("}}"))
+    done = int(read_lines(lines)[-1]["step"])
     #---
     again = train(config("long", done + 1))
     print(int(again.state.step) - done)
@@ -139,9 +145,9 @@ CELLS = """
     served.trainer.placement.rollout_num_nodes, served.trainer.placement.colocate_all = 1, False
     print(int(train(served).state.step))
     #---
-    beside = config("beside", 3)
+    beside = config("beside", 3, "rollout_is")
     beside.trainer.fully_async.enabled = True
-    beside.trainer.placement.colocate_all = False
+    beside.trainer.policy_mini_batch_size = 8
     print(int(train(beside).state.step))
 """
 
