@@ -147,6 +147,7 @@ CELLS = """
     #---
     beside = config("beside", 3, "rollout_is")
     beside.trainer.fully_async.enabled = True
+    beside.trainer.fully_async.num_parallel_generation_workers = 16
     beside.trainer.policy_mini_batch_size = 8
     print(int(train(beside).state.step))
 """
