@@ -27,6 +27,7 @@ IMPORTS = {
     "mlflow": "jaxrl.watching.mlflow_logger, mlflow",
     "jetstream": "jaxrl.rollout.jetstream",
     "docs": "mkdocs, material, mkdocstrings",
+    "notebooks": "nbclient, ipykernel, nbformat, ipywidgets",
 }
 
 pytestmark = pytest.mark.slow
