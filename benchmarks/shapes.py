@@ -54,8 +54,11 @@ SHAPES = {  # as in the config.json of Hugging Face
     "3m": _hf_config("qwen3", 2, 256, 1024, 8, 4, 32, 4096),
     "smollm2-135m": _hf_config("llama", 30, 576, 1536, 9, 3, 64, 49_152),
     "qwen3-0.6b": _hf_config("qwen3", 28, 1024, 3072, 16, 8, 128, 151_936),
+    "qwen3-1.7b": _hf_config("qwen3", 28, 2048, 6144, 16, 8, 128, 151_936),
+    "qwen3-4b": _hf_config("qwen3", 36, 2560, 9728, 32, 8, 128, 151_936),
     "qwen2.5-0.5b": _hf_config("qwen2", 24, 896, 4864, 14, 2, 64, 151_936),
     "qwen2.5-1.5b": _hf_config("qwen2", 28, 1536, 8960, 12, 2, 128, 151_936),
+    "qwen2.5-3b": _hf_config("qwen2", 36, 2048, 11_008, 16, 2, 128, 151_936),
     "qwen2.5-7b": _hf_config("qwen2", 28, 3584, 18_944, 28, 4, 128, 152_064, tied=False),
     "qwen2.5-32b": _hf_config("qwen2", 64, 5120, 27_648, 40, 8, 128, 152_064, tied=False),
 }

@@ -6,6 +6,12 @@ r"""GRPO (arXiv:2402.03300) on sums of two numbers of two digits, from where fin
 The reward is 1 for the right sum, else 0: from random weights no sample ever earns anything, so
 there is nothing to learn from. docs/sft.md has the curves. The optimizer is a fresh one, at a
 fraction of the supervised learning rate.
+
+Paper: GRPO, Shao et al. 2024, arXiv:2402.03300
+Hardware: a CPU; one device suffices
+Plan: none needed, 126k parameters
+Expected: 0.71 of the held-out sums right after 150 steps, greedy; 0.37 to 0.49 before
+Source: measured here, LOG.md, two seeds
 """
 
 from jaxrl.config import default_config

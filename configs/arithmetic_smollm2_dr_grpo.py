@@ -5,6 +5,12 @@ r"""Dr. GRPO (arXiv:2503.20783) on one-digit sums with SmolLM2-135M-Instruct.
 As arithmetic_smollm2_grpo.py, without the two divisions that the paper calls biased: by the group's
 standard deviation, and by the length of the response (the loss is summed over tokens and divided by
 a constant).
+
+Paper: Dr. GRPO, Liu et al. 2025, arXiv:2503.20783
+Hardware: a CPU; one device suffices
+Plan: none needed, 135M parameters
+Expected: no run of its full length is on record
+Source: not measured
 """
 
 from pathlib import Path

@@ -4,6 +4,12 @@ r"""GMPO (arXiv:2507.20673) on one-digit sums with SmolLM2-135M-Instruct.
 
 As arithmetic_smollm2_grpo.py, with the geometric mean of the token ratios. The log of a ratio is
 clipped at the paper's +-0.4 (sec. 4). Two updates per step: with one, every ratio is 1.
+
+Paper: GMPO, Zhao et al. 2025, arXiv:2507.20673 (sec. 4)
+Hardware: a CPU; one device suffices
+Plan: none needed, 135M parameters
+Expected: no run of its full length is on record
+Source: not measured
 """
 
 from pathlib import Path

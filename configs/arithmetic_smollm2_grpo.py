@@ -5,6 +5,12 @@ r"""GRPO (arXiv:2402.03300) on one-digit sums with SmolLM2-135M-Instruct.
 
 The prompts are reasoning-gym's chain_sum with two one-digit terms; a tenth of the questions is held
 out for evaluation. The reward is 1 if the last number of the answer is right. LOG.md has the run.
+
+Paper: GRPO, Shao et al. 2024, arXiv:2402.03300
+Hardware: a CPU; one device suffices
+Plan: none needed, 135M parameters
+Expected: 0.06 to 0.75 of held-out sums right in 12 steps, 0.59 after 24, greedy
+Source: measured here, LOG.md, one seed
 """
 
 from jaxrl.config import default_config

@@ -5,6 +5,12 @@ r"""GRPO with LoRA (arXiv:2106.09685) on one-digit sums with SmolLM2-135M-Instru
 
 `arithmetic_smollm2_grpo.py` with adapters of rank 32 in every linear layer and ten times its
 learning rate. The exports are PEFT folders. docs/lora.md says what the fields mean.
+
+Paper: LoRA, Hu et al. 2021, arXiv:2106.09685; GRPO, arXiv:2402.03300
+Hardware: a CPU; one device suffices
+Plan: none needed, 135M parameters
+Expected: no run of its full length is on record
+Source: not measured
 """
 
 from pathlib import Path

@@ -6,6 +6,12 @@ addition learns on samples of its own what one that has seen many knows.
 
 The teacher is the reference model. The advantage of a token is how much likelier the teacher finds
 it; the reward, 1 for a right sum, is only watched.
+
+Paper: Agarwal et al. 2023, arXiv:2306.13649
+Hardware: a CPU; one device suffices
+Plan: none needed, two models of 126k parameters
+Expected: reverse KL per token 1.68 to 0.85, greedy 0.04 to 0.09 in 100 steps; the teacher has 0.37
+Source: measured here, LOG.md, one seed
 """
 
 from pathlib import Path

@@ -4,8 +4,13 @@ r"""A 126k-parameter model learns to guess a digit in up to four turns, from ran
     python -m jaxrl.train --config=configs/guess_number_ppo.py
 
 The reward, 1 for the right digit, comes in the last of several turns; there are no groups to
-compare with: every prompt is answered once, and the critic says what a guess was worth. Expected:
-0.9 to 1.0 of the digits found after 160 steps, greedy; ten minutes on a busy CPU core.
+compare with: every prompt is answered once, and the critic says what a guess was worth.
+
+Paper: PPO, Schulman et al. 2017, arXiv:1707.06347; GAE, arXiv:1506.02438
+Hardware: a CPU; one device suffices
+Plan: none needed, two models of 126k parameters
+Expected: 0.9 to 1.0 of the digits found after 160 steps, greedy
+Source: measured here, LOG.md: 1.00, 1.00 and 0.89 with three seeds, ten minutes each
 """
 
 import runpy

@@ -4,6 +4,12 @@ r"""A 126k-parameter model learns to sort three digits, from random weights, by 
     python -m jaxrl.train --config=configs/quickstart.py
 
 The reward is per token: 1/4 for each right digit and for stopping after the third.
+
+Paper: GRPO, Shao et al. 2024, arXiv:2402.03300
+Hardware: a CPU; one device suffices
+Plan: none needed, 126k parameters
+Expected: 0.99 of the held-out strings right after 240 steps, greedy
+Source: measured here, LOG.md: 0.994, 0.991 and 0.997 with three seeds, two minutes each
 """
 
 from pathlib import Path

@@ -5,6 +5,12 @@ fine-tuning.
     python -m jaxrl.train --config=configs/addition_grpo.py
 
 The second command goes on from its export, with a fresh optimizer. A tenth of all sums is held out.
+
+Paper: none: cross-entropy on what the assistant says (docs/sft.md)
+Hardware: a CPU; one device suffices
+Plan: none, jaxrl.plan knows reinforcement learning only
+Expected: 0.37 to 0.49 of the held-out sums right after 250 steps, greedy
+Source: measured here, LOG.md, two seeds
 """
 
 from pathlib import Path

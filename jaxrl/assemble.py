@@ -272,10 +272,10 @@ def assemble_critic_update(
     scorer: Scorer,
     placement: Placement,
     total_steps: int,
-    model: TransformerConfig,
+    trained: TransformerConfig | LoraConfig,
 ) -> tuple[optax.GradientTransformation, CriticState, Updater]:
     """The same for the critic."""
-    assembled = "critic", config, scorer, placement, total_steps, model
+    assembled = "critic", config, scorer, placement, total_steps, trained
     objective = value_objective(config.trainer.algorithm.value_clip)
     return _assemble(*assembled, objective=objective, new=new_critic_state)
 

@@ -113,7 +113,7 @@ def _adapter_folder(
 ) -> AdapterFolder:
     """PEFT folders in `lora_sync_path`, and the base for servers that are started here."""
     policy = config.trainer.policy.model
-    lora = lora_config(policy.lora, model)
+    lora = lora_config(policy.lora, model, "policy")
     assert lora is not None and policy.lora.lora_sync_path is not None  # adapters are sent
     field, path = "trainer.policy.model.lora.lora_sync_path", policy.path or ""  # validated
 

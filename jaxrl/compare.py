@@ -131,14 +131,12 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 
 def heat_map(comparison: Comparison, path: Path, title: str) -> None:
     """Draw the cosines, each with its number."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure  # pyplot has state, and in a notebook a backend
 
     names = [choice.name for choice in comparison.choices]
     size = 2.5 + 0.62 * len(names)
-    figure, axes = plt.subplots(figsize=(size + 1.5, size))
+    figure = Figure(figsize=(size + 1.5, size))
+    axes = figure.subplots()
     image = axes.imshow(comparison.cosine, vmin=-1, vmax=1, cmap="RdBu_r")
     axes.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=8)
     axes.set_yticks(range(len(names)), names, fontsize=8)
@@ -150,7 +148,6 @@ def heat_map(comparison: Comparison, path: Path, title: str) -> None:
     figure.colorbar(image, label="cosine of the gradients", shrink=0.8)
     with replaced(path) as new:
         figure.savefig(new, dpi=130, bbox_inches="tight", format=path.suffix[1:])
-    plt.close(figure)
 
 
 def check_picture(flag: str, path: Path | None) -> None:

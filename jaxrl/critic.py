@@ -10,29 +10,38 @@ import os
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl import config as cfg
 from jaxrl.assemble import assemble_critic_update, make_scorer, place_beside
+from jaxrl.checksums import checksums
 from jaxrl.models import hf
 from jaxrl.models.export import save_pretrained
+from jaxrl.models.linear import merge
+from jaxrl.models.lora import TRAINED_WHOLE, LoraConfig, attach
 from jaxrl.models.transformer import (
     Params,
     TransformerConfig,
     abstract_params,
     describe,
+    init_params,
     logical_axes,
 )
 from jaxrl.objective import step_metrics
-from jaxrl.offload import on_device
+from jaxrl.offload import host_shardings, on_device
 from jaxrl.optim import init_state, new_critic_state
 from jaxrl.parallel import Placement, param_shardings, replicated
+from jaxrl.policy import lora_config
 from jaxrl.types import CriticState, TrainBatch
 from jaxrl.update import updates_on
 
 
 class Critic:
     """What is compiled or placed once for the critic; its state is the caller's.
+
+    With adapters (`trainer.critic.model.lora`) these and the head are the state; `base` is read
+    once and never changes.
 
     Args:
         config: resolved and validated, with a `trainer.critic.model.path`.
@@ -42,7 +51,8 @@ class Critic:
 
     Raises:
         FileNotFoundError: there is no such model.
-        ValueError: the critic has a smaller vocabulary, or does not fit its mesh.
+        ValueError: the critic has a smaller vocabulary, does not fit its mesh, or lacks the
+            matrices that are to have adapters.
     """
 
     def __init__(
@@ -50,41 +60,57 @@ class Critic:
     ) -> None:
         self.trainer = trainer = config.trainer
         self.model = critic_model(trainer, tokens)
+        self.lora = lora_config(trainer.critic.model.lora, self.model, "critic")
+        self.trained = self.lora or self.model
+        self.base: Params | None = None
         self.placement = place_beside("critic", trainer, self.model, policy)
         self.scorer = make_scorer(config, self.model, self.placement, "critic")
         self.optimizer, self.like, self.updater = assemble_critic_update(
-            config, self.scorer, self.placement, total_steps, self.model
+            config, self.scorer, self.placement, total_steps, self.trained
         )
         self.minibatch_rows = trainer.critic_mini_batch_size * config.generator.n_samples_per_prompt
 
     def describe(self) -> dict[str, Any]:
-        """What a checkpoint of this critic must agree with."""
-        return describe(self.model)
+        """What a checkpoint of this critic must agree with; reads the base, if there is one."""
+        if self.lora is None:
+            return describe(self.model)
+        self.base = self._load()
+        return describe(self.lora) | {"base": checksums(self.base)}
 
     def size(self) -> str:
         """How much is trained, in words."""
-        count = sum(x.size for x in jax.tree.leaves(abstract_params(self.model)))
-        return f"all {count:,} parameters"
+        count, whole = (
+            sum(x.size for x in jax.tree.leaves(abstract_params(model)))
+            for model in (self.trained, self.model)
+        )
+        if self.lora is None:
+            return f"all {whole:,} parameters"
+        return (
+            f"{count:,} parameters, the head and adapters of rank {self.lora.rank} for "
+            f"{len(self.lora.modules)} matrices of a model of {whole:,}"
+        )
 
     def initial(self) -> CriticState:
         """The state at the start of a run, from the folder of the config."""
-        role, mesh = self.trainer.critic, self.placement.mesh
-        axes, shapes = logical_axes(self.model), abstract_params(self.model)
-        shardings = param_shardings(mesh, axes, shapes, self.placement.rules)
-        params = hf.load_or_init(
-            role.model.path or "",  # validated
-            self.model,
-            overrides=cfg.model_overrides(self.trainer, role),
-            random_init=role.model.random_init,
-            seed=self.trainer.seed,
-            shardings=shardings,
-        )
-        whole = replicated(mesh)
+        shardings, whole = self._shardings(self.trained), replicated(self.placement.mesh)
+        if self.lora is None:
+            params = on_device(self._load())
+        else:
+            assert self.base is not None  # read by `describe`
+            head = jnp.copy(on_device(self.base[TRAINED_WHOLE]))  # the state is donated
+            params = init_params(self.lora, self.trainer.seed, shardings) | {TRAINED_WHOLE: head}
         return init_state(self.optimizer, params, shardings, whole, new=new_critic_state)
+
+    def whole(self, trained: Params) -> Params:
+        """All parameters of the critic, from those that are trained; nothing is copied."""
+        if self.lora is None:
+            return trained
+        assert self.base is not None  # read by `describe`
+        return attach(self.lora, self.base, trained)
 
     def values(self, state: CriticState, batch: TrainBatch) -> np.ndarray:
         """Value of the state before each response token [B, T], 0 elsewhere."""
-        (values,) = self.scorer(on_device(state.params), batch.replace(kept=None))
+        (values,) = self.scorer(on_device(self.whole(state.params)), batch.replace(kept=None))
         return values * np.asarray(batch.response_mask)
 
     def update(
@@ -106,16 +132,40 @@ class Critic:
             prompts=self.trainer.critic_mini_batch_size,
             passes=self.trainer.update_epochs_per_batch,
             names=(self.trainer.seed, step),
+            whole=self.whole,
         )
         return state, step_metrics(pending, "critic") | explained_variance(batch)
 
     def warm_up(self, state: CriticState, minibatch: TrainBatch) -> None:
         """Compile what `update` runs; see `Updater.warm_up`."""
-        self.updater.warm_up(on_device(state.params), without_policy(minibatch))
+        self.updater.warm_up(on_device(self.whole(state.params)), without_policy(minibatch))
 
     def export(self, folder: str | os.PathLike[str], params: Params, tokenizer: Any) -> None:
-        """Write a Hugging Face folder; the head is `<value_head_prefix>.weight`."""
-        save_pretrained(folder, self.model, on_device(params), tokenizer, overwrite=True)
+        """Write a Hugging Face folder, adapters merged; `<value_head_prefix>.weight` is the head.
+
+        Args:
+            params: of the state.
+        """
+        whole = merge(on_device(self.whole(params)))
+        save_pretrained(folder, self.model, whole, tokenizer, overwrite=True)
+
+    def _load(self) -> Params:
+        """From the folder of the config, or random; into host memory where it asks for that."""
+        role, shardings = self.trainer.critic, self._shardings(self.model)
+        if role.fsdp_config.cpu_offload:
+            shardings = host_shardings(shardings, "trainer.critic.fsdp_config.cpu_offload")
+        return hf.load_or_init(
+            role.model.path or "",  # validated
+            self.model,
+            overrides=cfg.model_overrides(self.trainer, role),
+            random_init=role.model.random_init,
+            seed=self.trainer.seed,
+            shardings=shardings,
+        )
+
+    def _shardings(self, model: TransformerConfig | LoraConfig) -> Params:
+        axes, shapes = logical_axes(model), abstract_params(model)
+        return param_shardings(self.placement.mesh, axes, shapes, self.placement.rules)
 
 
 def critic_model(trainer: cfg.TrainerConfig, tokens: int) -> TransformerConfig:

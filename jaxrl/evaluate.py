@@ -96,6 +96,7 @@ def ask(run: BasePPOExp, subject: Subject, step: int) -> tuple[dict[str, float],
         raise ValueError("data.val_data=[] has no prompts; name at least one file or generator")
     run.tokenizer = run.get_tokenizer()
     prompts = run.get_prompts(sources)
+    run.check_environments(prompts)
     path, params = config.trainer.policy.model.path, config.generator.eval_sampling_params
     assert path is not None and params is not None  # validated, resolved
     eos_token_ids = sorted({run.tokenizer.eos_token_id, *hf.eos_token_ids(path)})

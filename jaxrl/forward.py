@@ -95,6 +95,7 @@ def state_values(
         values [B, T] float32, alone in a tuple: `values[b, t]` is that of tokens[b, :t]; 0 for the
         first token and for padding.
     """
+    params = with_dropout(params, rows.keys)
     given = rows.tokens, rows.positions, rows.segment_ids
     options = {"dtype": dtype, "remat": remat, "kernel": kernel, "placement": placement}
     hidden = forward(config, params, *given, **options)

@@ -30,8 +30,9 @@ ESTIMATOR_DATA = (
 ESTIMATOR_SETTINGS = ("grpo_norm_by_std", "gamma", "lambd")
 # What a reward function is called with, after every turn, all by keyword: the text, its tokens'
 # texts, whether an end-of-sequence token ended it, the number of the turn (from 1), whether it is
-# the last one, the messages of the prompt, the other columns of its row.
-REWARD_KEYWORDS = ("action", "tokens", "stopped", "turn", "done", "prompt", "extras")
+# the last one, the messages of the prompt, the other columns of its row, and what the environment
+# gave for the turn: a number, one per token, or these by name.
+REWARD_KEYWORDS = ("action", "tokens", "stopped", "turn", "done", "prompt", "extras", "reward")
 
 
 def asks_for(func: Callable, name: str) -> bool:
@@ -80,7 +81,8 @@ def check_reward_signature(label: str, func: Callable) -> None:
     for p in required:
         if p.name not in REWARD_KEYWORDS:
             raise ValueError(
-                f"{label}: nobody supplies its parameter '{p.name}'; give it a default"
+                f"{label}: nobody supplies its parameter '{p.name}'; give it a default, or a value "
+                f"in the call: '...({p.name}=...)'"
             )
     _check_supplied(label, _parameters(func), REWARD_KEYWORDS)
 

@@ -13,6 +13,7 @@ from jaxrl.user_functions import (
     has_same_content,
     import_function,
     is_defined_again,
+    is_edited_cell,
     origin,
     pack,
     unpack,
@@ -57,7 +58,8 @@ class BaseFunctionRegistry:
     def register(cls, name: str | StrEnum, func: Function) -> None:
         """Add a function; when Ray is initialised, in every process of the job.
 
-        The same function may be registered again, as by a notebook cell that runs twice.
+        The same function may be registered again, as by a notebook cell that runs twice; a cell
+        that was edited replaces it.
 
         Raises:
             ValueError: the name is another function's, here or in another process; `func` is not
@@ -185,7 +187,11 @@ class BaseFunctionRegistry:
                 f"{cls._function_type} '{name}' must be a function, got {entry.func!r}"
             )
         cls._check_signature(f"{cls._function_type} '{name}'", entry.func)
-        if (known := cls._entries.get(name)) is not None:
+        known = cls._entries.get(name)
+        if known is not None and is_edited_cell(known.func, entry.func):
+            cls.unregister(name)
+            known = None
+        if known is not None:
             entry = cls._again(name, known, entry)
         cls._entries[name] = entry
         if known is None and _ray_is_initialized():

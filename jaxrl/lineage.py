@@ -20,9 +20,10 @@ import yaml
 from etils import epath
 
 from jaxrl.checkpoint import PREFIX
-from jaxrl.data.prompts import epoch_order
+from jaxrl.data.order import DataOrder, data_order
 from jaxrl.files import as_path
 from jaxrl.ledger.database import FILE, FORMAT
+from jaxrl.types import Prompt
 
 TABLES = ("groups", "trajectories", "ends", "steps")
 # What comes of a field or a row that no run writes.
@@ -95,18 +96,28 @@ class Run:
         """The uids of the training prompts, in the order of the data."""
         return [uid for (uid,) in self.rows("SELECT uid FROM data ORDER BY row")]
 
+    @cached_property
+    def order(self) -> DataOrder:
+        """The order in which the run visits them."""
+        settings = self.settings.get("data", {})  # older runs have neither
+        weights, total = settings.get("train_data_weights") or (), self.facts["num_prompts"]
+        sources = [Prompt(uid, [], (), "").source for uid in self.data] if weights else [0] * total
+        return data_order(
+            sources,
+            self.facts["train_batch_size"],
+            self.facts["seed"],
+            weights=weights,
+            shuffle=settings.get("shuffle", True),
+        )
+
     def uids(self, ordinals: np.ndarray) -> list[str]:
         """The prompts that the order of the data has at these places, over all epochs.
 
         "?" for one that is not among those that the ledger lists.
         """
-        size, total = self.facts["train_batch_size"], self.facts["num_prompts"]
-        of_epoch = total // size * size  # the last, incomplete batch of an epoch is left out
-        orders = {
-            epoch: epoch_order(total, self.facts["seed"], epoch)
-            for epoch in np.unique(ordinals // of_epoch).tolist()
-        }
-        rows = [orders[k // of_epoch][k % of_epoch] for k in ordinals.tolist()]
+        batches, places = np.divmod(ordinals, self.order.batch_size)
+        rows_of = {batch: self.order.batch(batch) for batch in np.unique(batches).tolist()}
+        rows = [rows_of[b][p] for b, p in zip(batches.tolist(), places.tolist(), strict=True)]
         return [self.data[row] if row < len(self.data) else "?" for row in rows]
 
 

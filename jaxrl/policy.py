@@ -55,7 +55,7 @@ class Policy:
     ) -> None:
         self.trainer, self.model, self.ref_model = trainer, model, ref_model
         self.placement, self.ref_placement = placement, ref_placement
-        self.lora = lora_config(trainer.policy.model.lora, model)
+        self.lora = lora_config(trainer.policy.model.lora, model, "policy")
         self.trained = self.lora or model
         self.base: Params | None = None
         self.ref_adapters = reference_adapters(trainer.ref.model, ref_model)
@@ -202,9 +202,12 @@ def _parameters(model: TransformerConfig | AdaptedModel | LoraConfig) -> int:
 
 
 def lora_config(
-    settings: cfg.SkyRLLoraConfig, model: TransformerConfig | AdaptedModel
+    settings: cfg.SkyRLLoraConfig, model: TransformerConfig | AdaptedModel, role: str
 ) -> LoraConfig | None:
     """The adapters that a config asks for; None: rank 0, all weights are trained.
+
+    Args:
+        role: "policy" or "critic", whose they are.
 
     Raises:
         ValueError: the model is a flax module, or a pattern matches none of its matrices.
@@ -213,7 +216,7 @@ def lora_config(
         return None
     if isinstance(model, AdaptedModel):
         raise ValueError(
-            f"trainer.policy.model.lora.rank={settings.rank}: {model.name} is a flax module, whose "
+            f"trainer.{role}.model.lora.rank={settings.rank}: {model.name} is a flax module, whose "
             "products jaxrl cannot see; set rank to 0, or put adapters into the module"
         )
     return LoraConfig(

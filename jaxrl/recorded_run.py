@@ -23,7 +23,7 @@ from jaxrl.ledger.rollout_file import file_digest
 from jaxrl.lineage import open_run
 from jaxrl.train import BasePPOExp, meshes
 from jaxrl.trainer import Trainer
-from jaxrl.types import GeneratorOutput
+from jaxrl.types import GeneratorOutput, Prompt
 
 START = "start"  # in place of a checkpoint: the models that the run began with
 
@@ -60,7 +60,7 @@ class RecordedRun:
     Attributes:
         config: resolved, as the run wrote it.
         steps: by number.
-        facts: of the ledger.
+        facts: of the ledger; `uids`: of the training prompts.
         origin: "", or the checkpoint of another run that it went on from; `origin_run`: its run_id.
         from_step: finished steps of that; 0 without.
 
@@ -71,7 +71,7 @@ class RecordedRun:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         with open_run(self.folder) as run:
-            self.run_id, self.facts = run.run_id, run.facts
+            self.run_id, self.facts, self.uids = run.run_id, run.facts, run.data
             self.origin, _, self.origin_run = run.origin.rpartition(" of run ")
             self.from_step = run.from_step
             self.config = cfg.to_train_config(run.settings)
@@ -288,7 +288,7 @@ def _trainer(run: RecordedRun, config: cfg.TrainConfig, run_class: type[BasePPOE
         mesh=meshes(experiment.config)[0],
         engine=None,
         generator=None,
-        train_prompts=range(run.facts["num_prompts"]),  # counted, never read
+        train_prompts=[Prompt(uid, [], (), "") for uid in run.uids],  # counted, never read
         eval_prompts=(),
     )
     # what is compared with that of the checkpoint is the run's

@@ -26,8 +26,8 @@ from jaxrl.checksums import checksums
 from jaxrl.compilation import CompilationWatch, enable_cache
 from jaxrl.config.dataclass_config import flatten
 from jaxrl.data.conversations import Conversation, conversation_batch, load_conversations
+from jaxrl.data.order import order_of_run
 from jaxrl.data.packing import buckets_between, empty_batch, round_up
-from jaxrl.data.prompts import batch_indices
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.files import FolderError, FolderLock, writable_folder
 from jaxrl.models import hf
@@ -41,6 +41,7 @@ from jaxrl.parallel.processes import joined_main
 from jaxrl.parallel.rules import batch_devices
 from jaxrl.types import TrainBatch, TrainState
 from jaxrl.watching.loggers import check_installed
+from jaxrl.watching.progress import progress_bar
 from jaxrl.watching.run_logger import RunLogger
 
 CURVES = (("train/loss", "training"), ("eval/loss", "evaluation"))
@@ -80,12 +81,8 @@ class SFTTrainer:
     ) -> None:
         self.config, self.tokenizer, self.model, self.mesh = config, tokenizer, model, mesh
         self.train_data, self.eval_data = train_data, eval_data
-        trainer, size = config.trainer, config.trainer.train_batch_size
-        if not 0 < size <= len(train_data):
-            raise ValueError(
-                f"trainer.train_batch_size={size}: there are {len(train_data)} conversations; set "
-                f"it to {len(train_data)} or less"
-            )
+        trainer = config.trainer
+        self.order = order_of_run(config, train_data)
         if isinstance(model, AdaptedModel) and trainer.hf_save_interval > 0:
             raise ValueError(
                 f"trainer.hf_save_interval={trainer.hf_save_interval}: {model.name} has no Hugging "
@@ -93,7 +90,7 @@ class SFTTrainer:
             )
         self.lengths = [len(c.tokens) for c in (*train_data, *eval_data)]
         cfg.check_lengths(config, mesh.size, max(self.lengths))
-        self.steps_per_epoch = len(train_data) // size
+        self.steps_per_epoch = self.order.batches_per_epoch
         self.total_steps = trainer.epochs * self.steps_per_epoch
         if trainer.max_training_steps is not None:
             self.total_steps = min(self.total_steps, trainer.max_training_steps)
@@ -150,12 +147,7 @@ class SFTTrainer:
             contextlib.closing(lock),
             contextlib.closing(self.logger),
             contextlib.closing(self.checkpointer),  # waits for the save under way, come what may
-            tqdm(
-                total=self.total_steps,
-                initial=first,
-                desc=trainer.run_name,
-                disable=not is_first(),
-            ) as bar,
+            progress_bar(trainer.run_name, self.total_steps, first, shown=is_first()) as bar,
         ):
             if first < self.total_steps:
                 self.warm_up()
@@ -168,7 +160,7 @@ class SFTTrainer:
                 self.record(step, metrics)
                 self.save(step)
                 shown = {n: f"{metrics[n]:.3g}" for n, _ in CURVES if n in metrics}
-                bar.set_postfix(shown)
+                bar.set_postfix(shown, refresh=False)  # `update` draws it
                 bar.update()
             self.logger.plot(CURVES, "loss per token")
         return self.state
@@ -198,6 +190,7 @@ class SFTTrainer:
             "trainer/packing_efficiency": self.updater.packing_efficiency([batch]),
             "trainer/global_step": step,
             "trainer/epoch": (step - 1) // self.steps_per_epoch,
+            **self.order.metrics(step),
         }
 
     def next_batch(self, step: int) -> TrainBatch:
@@ -205,9 +198,7 @@ class SFTTrainer:
 
         The last, incomplete batch of an epoch is left out.
         """
-        trainer, total = self.config.trainer, len(self.train_data)
-        rows = batch_indices(step - 1, trainer.train_batch_size, total, seed=trainer.seed)
-        return conversation_batch([self.train_data[i] for i in rows])
+        return conversation_batch([self.train_data[i] for i in self.order.batch(step - 1)])
 
     def evaluate(self) -> dict[str, float]:
         """Loss per imitated token over all evaluation conversations."""

@@ -21,11 +21,14 @@ from jaxrl.checkpoint import CheckpointError
 from jaxrl.compilation import enable_cache
 from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.needs import needs_reference
+from jaxrl.data.card import DataCard, data_card
+from jaxrl.data.order import DataOrder
 from jaxrl.data.prompts import load_prompts
 from jaxrl.data.tokenizer import check_vocabulary, load_tokenizer
 from jaxrl.engines import engine_of_run
+from jaxrl.envs.readiness import check_environments
 from jaxrl.evaluation import check_sources
-from jaxrl.files import FolderError
+from jaxrl.files import FolderError, replace_text
 from jaxrl.jetstream_backend import jetstream_engine
 from jaxrl.ledger import LedgerError
 from jaxrl.models import hf
@@ -70,6 +73,7 @@ class BasePPOExp:
 
     def __init__(self, config: Any) -> None:
         self.config = cfg.resolve(cfg.to_train_config(config))
+        self.too_long: dict[str, int] = {}  # prompts of each source that were left out
         same_in_all("configs", flatten(self.config))
         enable_cache(self.config.trainer.compilation_cache_path)
         cfg.check_nodes(self.config, jax.process_count())
@@ -101,7 +105,10 @@ class BasePPOExp:
             default_env_class=self.config.environment.env_class,
             chat_template_kwargs=self.config.generator.chat_template_kwargs,
         )
-        print(f"{len(prompts)} prompts from {', '.join(sources)}; {dropped} too long, left out")
+        print(
+            f"{len(prompts)} prompts from {', '.join(sources)}; {sum(dropped)} too long, left out"
+        )
+        self.too_long |= dict(zip(sources, dropped, strict=True))
         return prompts
 
     def get_engine(
@@ -151,7 +158,16 @@ class BasePPOExp:
             env_timeout_seconds=gym.env_timeout_seconds,
             reward_terms=RewardTerms(environment.reward_weights, environment.reward_functions),
             pool=self.get_environment_pool(),
+            rejudge_fraction=environment.rejudge_fraction,
         )
+
+    def check_environments(self, prompts: Sequence[Prompt]) -> None:
+        """Refuse prompts whose environment cannot be made here; see `envs.readiness`."""
+        if type(self).get_generator is not BasePPOExp.get_generator:
+            return  # which may have environments of its own
+        gym, max_turns = self.config.environment.skyrl_gym, self.config.generator.max_turns
+        settings = cfg.get_config_as_dict(gym)
+        check_environments(prompts, settings, max_turns, make=not gym.ray_env_workers)
 
     def get_environment_pool(self) -> EnvironmentPool | None:
         """Where environments live: in Ray actors, or None: in threads of this process."""
@@ -160,6 +176,34 @@ class BasePPOExp:
         from jaxrl.cluster import environment_workers  # needs jaxrl[ray]
 
         return environment_workers.pool_of_run(self.config, jax.process_count())
+
+    def report_data(self, trainer: Trainer) -> None:
+        """Print the data card; it is also in the run folder."""
+        card = self.get_data_card(
+            trainer.train_prompts, trainer.eval_prompts, trainer.order, trainer.total_steps
+        )
+        print(card)
+        if is_first():
+            replace_text(cfg.run_folder(self.config.trainer) / "data_card.txt", f"{card}\n")
+
+    def get_data_card(
+        self,
+        train: Sequence[Prompt],
+        evaluation: Sequence[Prompt],
+        order: DataOrder | None = None,
+        steps: int = 0,
+    ) -> DataCard:
+        """What is to be learned from, and what of it is also in the evaluation."""
+        data = self.config.data
+        return data_card(
+            train,
+            evaluation,
+            sources=data.train_data,
+            eval_sources=data.val_data if evaluation else (),
+            too_long=self.too_long,
+            order=order,
+            steps=steps,
+        )
 
     def get_callbacks(self) -> list[TrainingCallback]:
         """What is told of the events of the run: `trainer.watching.callbacks`."""
@@ -201,6 +245,7 @@ class BasePPOExp:
         evaluates = config.trainer.eval_interval > 0
         eval_prompts = self.get_prompts(config.data.val_data) if evaluates else []
         check_sources(eval_prompts)
+        self.check_environments([*train_prompts, *eval_prompts])
         engine = self.get_engine(model, of_engine)
         if config.generator.inference_engine.enable_http_endpoint and is_first():
             self.server = self.get_server(engine, model)
@@ -217,6 +262,7 @@ class BasePPOExp:
             callbacks=self.get_callbacks(),
         )
         _check_export(trainer)
+        self.report_data(trainer)
         print(cfg.objective_card(config, num_devices=mesh.size))
         sizes = [part.size() for part in (trainer.policy, trainer.critic) if part]
         print(f"trained: {'; critic: '.join(sizes)}")

@@ -22,8 +22,8 @@ from jaxrl.batch_file import batch_path, dump_batch
 from jaxrl.checkpoint import Checkpointer
 from jaxrl.config.needs import has_critic, kl_in_reward
 from jaxrl.critic import Critic
+from jaxrl.data.order import order_of_run
 from jaxrl.data.packing import collate, minibatches
-from jaxrl.data.prompts import batch_indices
 from jaxrl.evaluation import evaluate_policy
 from jaxrl.files import writable_folder
 from jaxrl.ledger import Books
@@ -88,8 +88,8 @@ class Trainer:
         self.train_prompts, self.eval_prompts = train_prompts, eval_prompts
         trainer = config.trainer
         self.samples = config.generator.n_samples_per_prompt
-        self.steps_per_epoch = len(train_prompts) // trainer.train_batch_size
-        batch_indices(0, trainer.train_batch_size, len(train_prompts), seed=trainer.seed)  # checks
+        self.order = order_of_run(config, train_prompts)
+        self.steps_per_epoch = self.order.batches_per_epoch
         self.total_steps = trainer.epochs * self.steps_per_epoch
         if trainer.max_training_steps is not None:
             self.total_steps = min(self.total_steps, trainer.max_training_steps)
@@ -205,6 +205,7 @@ class Trainer:
             **speed_metrics(self, batch),
             "trainer/global_step": step,
             "trainer/epoch": (self.batches_drawn - 1) // self.steps_per_epoch,
+            **self.order.metrics(self.batches_drawn),
         }
 
     # ---------------------------------------------------------------- 1 to 6: the batch
@@ -235,9 +236,7 @@ class Trainer:
 
     def prompts_of(self, batch: int) -> list[Prompt]:
         """The prompts of a batch, counted from 0 over all epochs."""
-        trainer = self.config.trainer
-        size, total = trainer.train_batch_size, len(self.train_prompts)
-        return [self.train_prompts[i] for i in batch_indices(batch, size, total, seed=trainer.seed)]
+        return [self.train_prompts[i] for i in self.order.batch(batch)]
 
     def generate(self, prompts: Sequence[Prompt], step: int, attempt: int = 1) -> GeneratorOutput:
         """`n_samples_per_prompt` judged trajectories for each prompt.

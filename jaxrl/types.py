@@ -28,6 +28,12 @@ class Prompt:
     env_class: str
     extras: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def source(self) -> int:
+        """Number of its source in the config: 0 of the uid "0:17", and of a uid without one."""
+        number = self.uid.partition(":")[0]
+        return int(number) if number.isdecimal() else 0
+
 
 @dataclass
 class Trajectory:
@@ -52,6 +58,7 @@ class Trajectory:
     reward_terms: dict[str, float] = field(default_factory=dict)  # unweighted, summed over turns
     env_seconds: float = 0.0  # waited for the environment
     failure: str = ""  # of the environment, where stop_reason is "env_error"
+    rejudged: bool | None = None  # whether a second judgement gave the same; None: there was none
     turns: list[tuple[int, int]] = field(default_factory=list)  # response tokens [first, last + 1)
     kept: list[tuple[int, ...]] = field(default_factory=list)  # see `rollout.protocol.Completion`
     versions: list[int] = field(default_factory=list)  # of the policy that drew it; -1 = given
@@ -86,6 +93,7 @@ class Measured(NamedTuple):
     env_seconds: float
     turns: list[tuple[int, int]]
     failure: str  # of its environment; "" = none
+    rejudged: bool | None = None  # see `Trajectory`
 
 
 class GeneratorOutput(TypedDict):

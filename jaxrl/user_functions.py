@@ -151,6 +151,17 @@ def is_defined_again(one: Function, other: Function) -> bool:
         return False
 
 
+def is_edited_cell(one: Any, other: Any) -> bool:
+    """Whether both are versions of one function or class of a notebook or an interactive session.
+
+    There editing and running a cell again is how one works; a script defines a name once.
+    """
+    main = sys.modules.get("__main__")
+    inner = _innermost(one), _innermost(other)
+    here = all(getattr(x, "__module__", None) == "__main__" for x in inner)
+    return here and not hasattr(main, "__file__") and _name(one) == _name(other)
+
+
 # ------------------------------------------------------------------ content
 
 

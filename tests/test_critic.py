@@ -17,6 +17,8 @@ from jaxrl.data.packing import empty_batch, minibatches, one_per_row
 from jaxrl.forward import state_values
 from jaxrl.models import hf
 from jaxrl.models.export import save_pretrained
+from jaxrl.models.linear import merge
+from jaxrl.models.lora import LoraConfig, attach, select_modules, trained, with_trained
 from jaxrl.models.transformer import abstract_params, forward, init_params, logical_axes, rms_norm
 from jaxrl.objective import merge_metrics, value_objective
 from jaxrl.optim import abstract_state, make_apply, new_critic_state
@@ -156,6 +158,36 @@ def test_how_much_of_the_returns_the_values_explain():
     assert explained_variance(batch.replace(returns=np.ones((1, 4)))) == {}
 
 
+# ---------------------------------------------------------------- adapters
+
+LORA = LoraConfig(MODEL, select_modules(MODEL, "all-linear"), rank=2, alpha=6)
+
+
+def test_the_head_is_trained_whole_beside_the_adapters():
+    base, adapters = parameters(), init_params(LORA, 5)
+    assert not any("value_head" in name for name in LORA.modules)
+    assert adapters["value_head"].shape == (MODEL.hidden_size, 1)
+    adapters |= {"value_head": base["value_head"]}
+    batch = value_batch()
+    rows = one_per_row(batch.tokens, batch.lengths, batch.loss_mask)
+
+    def value_sum(new, params):
+        (values,) = state_values(MODEL, with_trained(params, new), rows, dtype=jnp.float32)
+        return values.sum()
+
+    whole = attach(LORA, base, adapters)
+    assert_bitwise_equal(trained(whole), adapters)
+    total, grads = jax.value_and_grad(value_sum)(adapters, whole)
+    same, of_all = jax.value_and_grad(value_sum)(base, base)
+    assert float(total) == pytest.approx(float(same), rel=1e-6)  # B is 0
+    np.testing.assert_allclose(grads["value_head"], of_all["value_head"], rtol=1e-5)
+    # dL/dB = (alpha / rank) A^T dL/dW, and A has no gradient where B is 0
+    expected = 3 * jnp.einsum("ldr,ldf->lrf", adapters["w_up"]["a"], of_all["layers"]["w_up"])
+    np.testing.assert_allclose(grads["w_up"]["b"], expected, rtol=1e-4, atol=1e-5)
+    assert np.abs(expected).max() > 1e-3
+    assert not grads["w_up"]["a"].any()
+
+
 # ---------------------------------------------------------------- passes
 
 
@@ -278,6 +310,8 @@ def test_critic_passes_and_moving_reference_resume_bit_for_bit(tmp_path, lora):
         "trainer.hf_save_interval": -1,
         "trainer.max_ckpts_to_keep": -1,
         "trainer.policy.model.lora.rank": 2 * lora,
+        "trainer.critic.model.lora.rank": 4 * lora,
+        "trainer.critic.model.lora.dropout": 0.1 * lora,
     }
     whole = train(small(tmp_path / "whole", **settings))
     lines = metric_lines(tmp_path / "whole")
@@ -290,6 +324,25 @@ def test_critic_passes_and_moving_reference_resume_bit_for_bit(tmp_path, lora):
         again = train(small(tmp_path / "again", **settings, **start))
         assert metric_lines(tmp_path / "again") == lines[step:]
         assert_bitwise_equal(again.state, whole.state)
+
+
+@pytest.mark.slow
+def test_a_critic_with_adapters_trains_these_and_its_head_and_exports_the_sum(tmp_path):
+    settings = {"trainer.critic.model.lora.rank": 4, "trainer.hf_save_interval": 2}
+    trainer = train(small(tmp_path, **PPO, **SHORT, **settings))
+    critic, state = trainer.critic, trainer.state.critic
+    assert "rank 4" in critic.size()
+    first = critic.initial().params
+    assert set(state.params) == {"wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down", "value_head"}
+    assert np.abs(state.params["w_up"]["b"]).max() > 0
+    assert np.abs(state.params["value_head"] - first["value_head"]).max() > 0
+    described = critic.describe()  # reads the base again
+    assert described["base"] == trainer.checkpoint_meta["model"]["critic"]["base"]
+    folder = tmp_path / "exports" / "global_step_2" / "critic"
+    mesh = make_mesh(devices=jax.devices()[:1])
+    shardings = jax.tree.map(lambda _: replicated(mesh), abstract_params(critic.model))
+    read = hf.load_or_init(folder, critic.model, random_init=False, seed=0, shardings=shardings)
+    assert_bitwise_equal(read, merge(critic.whole(state.params)))
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ LAYER_OF = {
     "types": "L0",
     "array_ops": "L0",
     "function_contracts": "L0",
+    "function_calls": "L0",
     "losses": "L1",
     "advantages": "L1",
     "user_functions": "L0",

@@ -21,11 +21,12 @@ ACCELERATORS = ("tpu", "gpu")
 IMPORTS = {
     "gcs": "google.cloud.storage",
     "ray": "jaxrl.cluster",
-    "envs": "jaxrl.envs.reasoning_gym",
+    "envs": "jaxrl.envs.reasoning_gym, bm25s",
     "serve": "jaxrl.serving.app",
     "wandb": "jaxrl.watching.wandb_logger, wandb",
     "mlflow": "jaxrl.watching.mlflow_logger, mlflow",
     "jetstream": "jaxrl.rollout.jetstream",
+    "docs": "mkdocs, material, mkdocstrings",
 }
 
 pytestmark = pytest.mark.slow

@@ -209,6 +209,22 @@ def test_a_cell_that_runs_again_registers_again():
         register_policy_loss("x", batch_statistics=True)(scope["loss"])
 
 
+def test_an_edited_cell_of_a_notebook_replaces_its_own_function(monkeypatch):
+    monkeypatch.delattr(sys.modules["__main__"], "__file__")  # a notebook has no file
+    cell = "def {}(log_probs, *rest, beta={}):\n    return beta * log_probs, {{}}\n"
+    scope = {"__name__": "__main__"}
+    for beta, marks in ((1.0, False), (2.0, False), (3.0, True)):
+        exec(cell.format("loss", beta), scope)
+        register_policy_loss("x", batch_statistics=marks)(scope["loss"])
+        assert PolicyLossRegistry.get("x")(1.0)[0] == beta
+        assert has_batch_statistics("x") == marks
+    exec(cell.format("another", 1.0), scope)
+    with pytest.raises(ValueError, match="'x' already registered: __main__:loss"):
+        register_policy_loss("x")(scope["another"])
+    with pytest.raises(ValueError, match="'regular' already registered"):
+        register_policy_loss("regular")(scope["loss"])
+
+
 def test_synchronising_without_ray_is_refused():
     with pytest.raises(ValueError, match="^Ray is not initialized, cannot sync with actor. Call"):
         sync_registries()

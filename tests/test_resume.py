@@ -18,6 +18,7 @@ import pytest
 from orbax.checkpoint._src.path.atomicity import AtomicRenameTemporaryPath
 
 from jaxrl import config as cfg
+from jaxrl.audit import audit
 from jaxrl.checkpoint import Checkpointer
 from jaxrl.train import BasePPOExp, main, train
 from jaxrl.trainer import Trainer
@@ -75,6 +76,30 @@ def test_killed_and_resumed_equals_uninterrupted(finished, tmp_path):
     resumed = train(small(tmp_path))
     assert metric_lines(tmp_path) == metric_lines(folder)
     assert_bitwise_equal(resumed.state, whole.state)
+
+
+MIXED = {  # the second is used up in the second step, and in the fourth
+    "data.train_data": [
+        "jaxrl.envs.sort_digits:prompts(size=40, seed=0)",
+        "jaxrl.envs.sort_digits:prompts(size=2, seed=1, length=3)",
+    ],
+    "data.train_data_weights": [3, 1],
+}
+
+
+@pytest.mark.slow
+def test_a_run_over_weighted_sources_goes_on_from_the_middle(tmp_path):
+    whole = train(small(tmp_path / "whole", **MIXED))
+    with pytest.raises(KeyboardInterrupt):
+        InterruptedExp(small(tmp_path / "cut", **MIXED)).run()
+    resumed = train(small(tmp_path / "cut", **MIXED))
+    assert metric_lines(tmp_path / "cut") == metric_lines(tmp_path / "whole")
+    assert_bitwise_equal(resumed.state, whole.state)
+    assert metric_lines(tmp_path / "cut")[-1]["trainer/epochs_of_source_1"] == 2.0
+    checks = {check.name: check for check in audit(tmp_path / "cut" / "quickstart")}
+    assert checks["order of the data"].figures == {"prompts": 16, "wrong": 0}
+    card = (tmp_path / "cut" / "quickstart" / "data_card.txt").read_text()
+    assert "    1 of 4 prompts of a batch (25.0%), 2.00 passes in 4 batches\n" in card
 
 
 ALGORITHM = {  # everything of the algorithm that has a state

@@ -234,7 +234,7 @@ def test_adapters_are_trained_alone(tmp_path):
         ),
         ({"generator.n_samples_per_prompt": 2}, r"n_samples_per_prompt=2: has no effect"),
         ({"trainer.algorithm.overlong_buffer": {"len": 2}}, r"overlong_buffer.len=2: has no eff"),
-        ({"trainer.train_batch_size": 17}, r"train_batch_size=17: there are 16 conversations"),
+        ({"trainer.train_batch_size": 17}, r"the data, which has 16; trainer.train_batch_size=17"),
         (
             {"trainer.use_sample_packing": True, "trainer.packed_length": 8},
             r"packed_length=8: shorter than the longest conversation of 15 tokens; set it to 15",

@@ -18,9 +18,10 @@ from jaxrl import envs
 from jaxrl.cluster.environment_actor import EnvironmentWorker, Failed
 from jaxrl.cluster.initialize import initialize_ray
 from jaxrl.cluster.ray_import import ray
+from jaxrl.function_calls import import_call
 from jaxrl.rollout.environment_pool import EnvironmentPool
 from jaxrl.types import Message
-from jaxrl.user_functions import import_function, pack
+from jaxrl.user_functions import origin, pack
 
 _SILENT_SECONDS = 30.0  # after the time limit of a call an actor that says nothing is ended
 
@@ -76,8 +77,8 @@ class EnvironmentWorkers(EnvironmentPool):
 
     def beside(self, env: Any, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function as it is called in the environment's actor."""
-        name = getattr(function, "__name__", repr(function))
-        return functools.partial(env.judge, self.packed(function, f"reward function '{name}'"))
+        label = f"reward function '{origin(function)}'"
+        return functools.partial(env.judge, self.packed(function, label))
 
     def packed(self, function: Any, label: str) -> Any:
         """A reference to a pickle of a class or function, by value where it is not installed.
@@ -209,5 +210,5 @@ def pool_of_run(config: cfg.TrainConfig, processes: int = 1) -> EnvironmentWorke
     pool = EnvironmentWorkers(share, gym.max_env_workers, gym.env_timeout_seconds)
     pool.packed(envs.load(environment.env_class), f"environment '{environment.env_class}'")
     for path in environment.reward_functions:
-        pool.packed(import_function(path, "reward function"), f"reward function '{path}'")
+        pool.packed(import_call(path, "reward function"), f"reward function '{path}'")
     return pool

@@ -29,6 +29,7 @@ from jaxrl.config.backend import (
     MixedPrecisionConfig,
 )
 from jaxrl.config.cluster import ClusterConfig
+from jaxrl.config.data import DataConfig
 from jaxrl.config.dataclass_config import BaseConfig, get_config_as_dict, get_config_as_yaml_str
 from jaxrl.config.environment import (
     EnvironmentConfig,
@@ -63,7 +64,6 @@ from jaxrl.config.serving import ServeConfig, check_serving
 from jaxrl.config.sft import SFTConfig
 from jaxrl.config.supervised import check_lengths, resolve_sft, sft_card, validate_sft
 from jaxrl.config.train_config import (
-    DataConfig,
     SkyRLTrainConfig,
     TrainConfig,
     make_config,

@@ -5,12 +5,16 @@ import math
 from dataclasses import asdict
 from typing import Any
 
+from jaxrl.config.environment import SkyRLGymConfig
 from jaxrl.config.errors import fail
 from jaxrl.config.train_config import TrainConfig
 from jaxrl.envs import ENVS, load
-from jaxrl.function_contracts import check_reward_signature
-from jaxrl.user_functions import import_function
+from jaxrl.envs.llm_as_a_judge import check_prompt
+from jaxrl.function_calls import called_name, import_call
+from jaxrl.function_contracts import REWARD_KEYWORDS, check_reward_signature
+from jaxrl.registry import accepted_keywords
 
+_EMPTY_TURN = dict.fromkeys(REWARD_KEYWORDS) | {"action": "", "tokens": [], "reward": 0.0}
 _EVERY_TOKEN_COUNTS = ("gae", "reinforce++", "grpo_token", "on_policy_distillation")
 
 
@@ -116,20 +120,50 @@ def _check_environments(config: TrainConfig) -> None:
         fail(f"{group}.ray_env_workers", gym.ray_env_workers, fix)
     if seconds is not None and seconds <= 0:
         fail(f"{group}.env_timeout_seconds", seconds, "must be > 0, or None (no limit)")
+    _check_servers(gym, group)
     sql = gym.text2sql
     positive = {f"sandbox.{name}": value for name, value in asdict(gym.sandbox).items()} | {
         "text2sql.query_seconds": sql.query_seconds,
         "text2sql.solution_seconds": sql.solution_seconds,
         "text2sql.max_rows": sql.max_rows,
+        "search.topk": gym.search.topk,
+        "search.timeout": gym.search.timeout,
+        **{
+            f"llm_as_a_judge.{name}": getattr(gym.llm_as_a_judge, name)
+            for name in ("max_score", "timeout", "max_attempts", "max_requests")
+        },
     }
     for name, value in positive.items():
         if isinstance(value, bool) or not value > 0:
             fail(f"{group}.{name}", value, "must be > 0")
 
 
+def _check_servers(gym: SkyRLGymConfig, group: str) -> None:
+    """Addresses of servers, and what the judge is asked."""
+    judge = gym.llm_as_a_judge
+    addresses = {
+        "search.search_url": gym.search.search_url,
+        "llm_as_a_judge.base_url": judge.base_url,
+    }
+    for name, url in addresses.items():
+        if url is not None and not url.startswith(("http://", "https://")):
+            fail(f"{group}.{name}", url, "must begin with http:// or https://")
+    if judge.prompt is not None:
+        try:
+            check_prompt(judge.prompt)
+        except ValueError as error:
+            fail(f"{group}.llm_as_a_judge.prompt", judge.prompt[:200], str(error))
+    for name in ("model", "messages", "stream", "n"):
+        if name in judge.sampling_params:
+            field = f"{group}.llm_as_a_judge.sampling_params"
+            fail(field, judge.sampling_params, f"must not hold '{name}'; remove it")
+
+
 def _check_reward_terms(config: TrainConfig) -> None:
     """Weights that are numbers, functions that exist and can be called with what they will get."""
     environment, names = config.environment, set()
+    if not 0 <= environment.rejudge_fraction <= 1:
+        fail("environment.rejudge_fraction", environment.rejudge_fraction, "must be in [0, 1]")
     for name, weight in environment.reward_weights.items():
         if isinstance(weight, bool) or not math.isfinite(weight):
             fail(f"environment.reward_weights[{name!r}]", weight, "must be a finite number")
@@ -138,11 +172,13 @@ def _check_reward_terms(config: TrainConfig) -> None:
         fail("environment.env_class", "single_turn", f"has no reward of its own; set {field}")
     for path in environment.reward_functions:
         try:
-            func = import_function(path, "reward function")
+            func = import_call(path, "reward function")
             check_reward_signature(f"reward function '{path}'", func)
+            if path.startswith("jaxrl.envs.shaping:"):  # pure: an empty turn shows bad parameters
+                func(**accepted_keywords(func, _EMPTY_TURN))
         except ValueError as error:
             fail(field, path, str(error))
-        name = path.rpartition(":")[2]
+        name = called_name(path)
         if name in names:
             fix = f"two functions are named '{name}', and so would their terms be; rename one"
             fail(field, environment.reward_functions, fix)

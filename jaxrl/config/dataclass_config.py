@@ -34,6 +34,15 @@ class BaseConfig:
     def __hash__(self) -> int:
         return hash((type(self).__qualname__, _hashable(field_values(self))))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a field; a misspelt one would otherwise be set beside it in silence."""
+        if name not in type(self).__dataclass_fields__:  # type: ignore[attr-defined]
+            try:
+                check_field(type(self), name, "")
+            except ValueError as error:
+                raise AttributeError(str(error)) from None
+        super().__setattr__(name, value)
+
     @classmethod
     def from_dict_config(cls, cfg: Any) -> Self:
         """A config from nested values, over the defaults; what is not given keeps its default.
@@ -45,6 +54,23 @@ class BaseConfig:
             ValueError: unknown key or wrong type; the message has the dotted path and the fix.
         """
         return _merged(cls, cfg, "", None)
+
+
+def checked(config: Config, path: str = "") -> Config:
+    """A copy, each value as one of the type of its field: they may have been set one by one.
+
+    Raises:
+        ValueError: a value is not one; names the field and what it takes.
+    """
+    config, kinds = copy.deepcopy(config), field_types(type(config))
+    for name, value in field_values(config).items():
+        at = _join(path, name)
+        setattr(
+            config,
+            name,
+            checked(value, at) if is_config(value) else convert(value, kinds[name], at),
+        )
+    return config
 
 
 def is_config(value: Any) -> TypeGuard[BaseConfig]:

@@ -1,6 +1,7 @@
 """Config of the environments that score the rollouts."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from jaxrl.config.dataclass_config import BaseConfig
 
@@ -21,12 +22,28 @@ class Text2SQLEnvConfig(BaseConfig):
 
 @dataclass
 class GSM8kLLMJudgeEnvConfig(BaseConfig):
-    """Environment gsm8k_llm_judge: a language model as the judge."""
+    """Environment llm_as_a_judge: a language model gives the reward."""
 
     model: str = "gpt-4o-mini"
     """Name of the judge."""
     base_url: str | None = None
-    """Address of its OpenAI-compatible endpoint."""
+    """Its OpenAI-compatible endpoint up to "/v1"; None = https://api.openai.com/v1."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """Variable of the environment that holds the key; needed where base_url is None."""
+    prompt: str | None = None
+    """What the judge is asked, with {question}, {ground_truth} and {response}, to end with
+    "### Final Score: <number>"; None = whether a GSM8K answer is right. A row's column judge_prompt
+    holds instead."""
+    max_score: float = 1.0
+    """Highest score, which earns the reward 1; 0 earns 0."""
+    sampling_params: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
+    """More fields of the request; {} for judges that refuse a temperature."""
+    timeout: float = 60.0
+    """Seconds to wait for one answer."""
+    max_attempts: int = 4
+    """Requests for one score, where the judge is unreachable, overloaded, or gives none."""
+    max_requests: int = 32
+    """Requests at a time in a process."""
 
 
 @dataclass
@@ -40,7 +57,10 @@ class SearchEnvConfig(BaseConfig):
     topk: int = 3
     """Documents per query."""
     timeout: int = 30
-    """Seconds to wait for the retriever."""
+    """Seconds to wait for the retriever, at each of 5 attempts."""
+    corpus: str | None = None
+    """Folder of .txt, .md and .jsonl files, or a .parquet or .jsonl file with a column contents,
+    searched by BM25 in the environment's process; None = ask search_url."""
 
 
 @dataclass
@@ -95,7 +115,11 @@ class EnvironmentConfig(BaseConfig):
     weighted sum. A reward that an environment gives without a name is the term "environment".
     Empty = every term counts once."""
     reward_functions: list[str] = field(default_factory=list)
-    """Functions that judge every turn beside the environment, "my_pkg.my_module:my_reward"; a
-    number, or one per token, is the term of the function's name."""
+    """Functions that judge every turn beside the environment, "my_pkg.my_module:my_reward", or with
+    arguments "my_pkg.my_module:my_reward(limit=512)"; a number, or one per token, is the term of
+    the function's name. jaxrl.envs.shaping has length, format and repetition."""
+    rejudge_fraction: float = 0.01
+    """Share of trajectories that a fresh environment and the reward functions judge a second time,
+    to find rewards that are not deterministic; 0 = none."""
     skyrl_gym: SkyRLGymConfig = field(default_factory=SkyRLGymConfig)
     """Settings by environment."""

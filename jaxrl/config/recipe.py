@@ -13,6 +13,7 @@ from ml_collections import ConfigDict, FieldReference
 
 from jaxrl.config.dataclass_config import (
     BaseConfig,
+    checked,
     field_types,
     field_values,
     get_config_as_dict,
@@ -52,7 +53,7 @@ def to_train_config(config: Any, config_cls: type[TrainConfig] = TrainConfig) ->
         ValueError: unknown key or wrong type.
     """
     if isinstance(config, TrainConfig):
-        return copy.deepcopy(config)
+        return checked(config)
     return config_cls.from_dict_config(config)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Self
 from jaxrl.config import overrides
 from jaxrl.config.algorithm import AlgorithmConfig
 from jaxrl.config.backend import MeshConfig
+from jaxrl.config.data import DataConfig
 from jaxrl.config.dataclass_config import BaseConfig, Config
 from jaxrl.config.environment import EnvironmentConfig
 from jaxrl.config.generator import GeneratorConfig, SamplingParams
@@ -17,20 +18,6 @@ from jaxrl.config.serving import ServeConfig
 from jaxrl.config.sft import SFTConfig
 from jaxrl.config.trainer import FullyAsyncConfig, TrainerConfig
 from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry
-
-
-@dataclass
-class DataConfig(BaseConfig):
-    """The prompts."""
-
-    train_data: list[str] = field(
-        default_factory=lambda: [os.path.expanduser("~/data/gsm8k/train.parquet")]
-    )
-    """Training prompts: .parquet, .jsonl or .json files, or "module:function" generators."""
-    val_data: list[str] = field(
-        default_factory=lambda: [os.path.expanduser("~/data/gsm8k/validation.parquet")]
-    )
-    """Evaluation prompts, likewise; an empty list = no evaluation."""
 
 
 @dataclass

@@ -8,6 +8,7 @@ from jaxrl.config.async_checks import check_async
 from jaxrl.config.cluster import check_cluster
 from jaxrl.config.conversation_checks import check_conversations
 from jaxrl.config.critic_checks import check_critic, check_moving_reference
+from jaxrl.config.data import check_data
 from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.errors import check_choice, fail
 from jaxrl.config.field_status import status_of
@@ -39,6 +40,7 @@ _CHOICES = {
     "trainer.remat_policy": tuple(REMAT_POLICIES),
     "trainer.resume_mode": (None, "none", "latest", "from_path"),
     "trainer.policy.model.lora.init_method": INIT_METHODS,
+    "trainer.critic.model.lora.init_method": INIT_METHODS,
     "trainer.algorithm.kl_estimator_type": KL_ESTIMATORS,
     "trainer.algorithm.loss_reduction": REDUCTIONS,
     "trainer.algorithm.kl_ctrl.type": ("fixed", "adaptive"),
@@ -65,9 +67,10 @@ _CHOICES = {
 _LATER = {  # SkyRL's values of implemented fields, so that the message can say that they will come
     "generator.inference_engine.backend": ("sglang",),
     "trainer.policy.model.lora.init_method": ("xavier", "normal", "zero"),  # Megatron's
+    "trainer.critic.model.lora.init_method": ("xavier", "normal", "zero"),
 }
 _POSITIVE = """
-    trainer.policy.model.lora.alpha
+    trainer.policy.model.lora.alpha trainer.critic.model.lora.alpha
     trainer.train_batch_size trainer.policy_mini_batch_size trainer.critic_mini_batch_size
     trainer.epochs
     trainer.update_epochs_per_batch trainer.micro_train_batch_size_per_gpu
@@ -85,7 +88,7 @@ _INTERVALS = """
     trainer.print_example_interval trainer.max_ckpts_to_keep trainer.max_tokens_per_microbatch
 """
 _NOT_NEGATIVE = """
-    trainer.policy.model.lora.rank
+    trainer.policy.model.lora.rank trainer.critic.model.lora.rank
     trainer.algorithm.kl_loss_coef trainer.algorithm.entropy_loss_coef
     trainer.algorithm.eps_clip_low trainer.algorithm.eps_clip_high
 """
@@ -194,10 +197,10 @@ def _check_ranges(values: dict[str, Any]) -> None:
     for field, meaning in (("trainer.max_training_steps", "all epochs"), ("sft.max_length", "any")):
         if (value := values[field]) is not None and value <= 0:
             fail(field, value, f"must be positive, or None ({meaning})")
-    dropout = values["trainer.policy.model.lora.dropout"]
-    if not 0 <= dropout < 1:
-        fail("trainer.policy.model.lora.dropout", dropout, "must be in [0, 1); 0.0 is off")
     for role in ("policy", "critic"):
+        field = f"trainer.{role}.model.lora.dropout"
+        if not 0 <= values[field] < 1:
+            fail(field, values[field], "must be in [0, 1); 0.0 is off")
         _check_optimizer(values, f"trainer.{role}.optimizer_config")
 
 
@@ -317,8 +320,7 @@ def _check_files(config: TrainConfig) -> None:
     for field in ("export_path", "log_path"):
         if "://" in getattr(trainer, field):
             fail(f"trainer.{field}", getattr(trainer, field), "must be a local folder")
-    if not config.data.train_data:
-        fail("data.train_data", [], "set at least one Parquet or JSONL file")
+    check_data(config.data)
     if trainer.resume_mode == "from_path" and not trainer.resume_path:
         fail(
             "trainer.resume_path",

@@ -7,7 +7,7 @@ user said, what the assistant answered); `tools`, a list of schemas, reaches the
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ class Conversation:
 
     tokens: tuple[int, ...]
     loss_mask: tuple[int, ...]  # 1 = imitated; never the first token, which nothing predicts
+    source: int = 0  # its number in the config
 
 
 def load_conversations(
@@ -79,8 +80,8 @@ def load_conversations(
             return None
         return conversation
 
-    found = [row for source in sources for row in convert_rows(source, convert)]
-    kept = [conversation for conversation in found if conversation is not None]
+    found = [(i, row) for i, source in enumerate(sources) for row in convert_rows(source, convert)]
+    kept = [replace(row, source=i) for i, row in found if row is not None]
     if not kept:
         raise _nothing_left(sources, counts, max_length)
     return kept, {name: counts[name] for name in ("truncated", "dropped", "untrained")}

@@ -1,11 +1,10 @@
-"""Data sets of prompts: reading rows, tokenising them, and the order in which they are visited.
+"""Data sets of prompts: reading rows and tokenising them.
 
 A row is a dict with SkyRL's columns: `prompt` (chat messages; a plain string is one user message),
 optionally `env_class`, and everything else, `reward_spec` and `data_source` by convention, which
 reaches the environment as `extras`.
 """
 
-import ast
 import difflib
 import importlib
 import inspect
@@ -21,6 +20,7 @@ import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl.data.tokenizer import encode_prompt
+from jaxrl.function_calls import parse_call
 from jaxrl.types import Message, Prompt
 
 _GENERATOR = re.compile(
@@ -62,7 +62,7 @@ def convert_rows(source: str, convert: Callable[[dict[str, Any]], Row]) -> list[
             few are listed with what is wrong. Rows are counted from 0.
     """
     rows, problems = [], []
-    for number, raw in enumerate(_read(source)):
+    for number, raw in enumerate(read_rows(source)):
         row = _plain(raw)
         try:
             if not isinstance(row, dict):
@@ -71,14 +71,18 @@ def convert_rows(source: str, convert: Callable[[dict[str, Any]], Row]) -> list[
         except BadRow as error:
             problems.append(f"row {number}: {error}")
     if problems:
-        shown = "\n  ".join(problems[:_MAX_REPORTED_ROWS])
-        more = len(problems) - _MAX_REPORTED_ROWS
-        rest = f"\n  and {more} more" if more > 0 else ""
-        total = len(rows) + len(problems)
-        raise ValueError(f"{source}: {len(problems)} of {total} rows are bad:\n  {shown}{rest}")
+        raise bad_rows(source, problems, len(rows) + len(problems))
     if not rows:
         raise ValueError(f"data source {source!r} is empty")
     return rows
+
+
+def bad_rows(source: object, problems: Sequence[str], total: int) -> ValueError:
+    """The error that lists the first few bad rows of a source, of `total`."""
+    shown = "\n  ".join(problems[:_MAX_REPORTED_ROWS])
+    more = len(problems) - _MAX_REPORTED_ROWS
+    rest = f"\n  and {more} more" if more > 0 else ""
+    return ValueError(f"{source}: {len(problems)} of {total} rows are bad:\n  {shown}{rest}")
 
 
 def load_prompts(
@@ -88,7 +92,7 @@ def load_prompts(
     max_prompt_length: int,
     default_env_class: str,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> tuple[list[Prompt], int]:
+) -> tuple[list[Prompt], list[int]]:
     """Reads and tokenises data sets, and drops the prompts that are too long.
 
     Args:
@@ -99,7 +103,7 @@ def load_prompts(
         chat_template_kwargs: variables of the chat template.
 
     Returns:
-        The prompts in the order of the sources, and how many were dropped. A uid is
+        The prompts in the order of the sources, and how many of each source were dropped. A uid is
         "<source index>:<row number>", counted before anything is dropped.
 
     Raises:
@@ -109,7 +113,7 @@ def load_prompts(
         raise ValueError(f"data sources are a list of strings, got the string {sources!r}")
     if not sources:
         raise ValueError("no data source was given")
-    prompts, dropped_lengths = [], []
+    prompts, dropped_lengths, dropped = [], [], [0] * len(sources)
     for source_index, source in enumerate(sources):
         for row_number, row in enumerate(load_rows(source)):
             messages = row.pop("prompt")
@@ -121,45 +125,20 @@ def load_prompts(
                 prompts.append(Prompt(uid, messages, tuple(tokens), env_class, extras=row))
             else:
                 dropped_lengths.append(len(tokens))
+                dropped[source_index] += 1
     if not prompts:
         raise ValueError(
             f"all {len(dropped_lengths)} prompts are longer than max_prompt_length="
             f"{max_prompt_length} tokens; the shortest has {min(dropped_lengths)}"
         )
-    return prompts, len(dropped_lengths)
-
-
-def epoch_order(num_prompts: int, seed: int, epoch: int) -> np.ndarray:
-    """The order in which an epoch visits the prompts [num_prompts], a function of its arguments."""
-    return np.random.default_rng((seed, epoch)).permutation(num_prompts)
-
-
-def batch_indices(position: int, batch_size: int, num_prompts: int, seed: int) -> np.ndarray:
-    """The prompts of one batch [batch_size], as indices into the data set.
-
-    Batches are counted over all epochs, so a training step finds its prompts from its number alone
-    and a checkpoint needs no loader state. The last, incomplete batch of an epoch is left out.
-
-    Args:
-        position: number of the batch, from 0.
-        batch_size: prompts per batch.
-        num_prompts: size of the data set.
-        seed: of the shuffling.
-    """
-    if not 0 < batch_size <= num_prompts:
-        raise ValueError(
-            f"a batch of {batch_size} prompts cannot be drawn from a data set of {num_prompts}; "
-            "batch_size must be at least 1 and at most the number of prompts"
-        )
-    epoch, batch = divmod(position, num_prompts // batch_size)
-    order = epoch_order(num_prompts, seed, epoch)
-    return order[batch * batch_size : (batch + 1) * batch_size]
+    return prompts, dropped
 
 
 # ---- reading -------------------------------------------------------------------------------------
 
 
-def _read(source: str) -> Iterable[Any]:
+def read_rows(source: str) -> Iterable[Any]:
+    """The rows of a data set as they are; see `load_rows`."""
     readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json}
     suffix = Path(source).suffix.lower()
     if suffix in readers:
@@ -175,9 +154,11 @@ def _read(source: str) -> Iterable[Any]:
     )
 
 
-def _read_parquet(path: Path) -> list[Any]:
+def _read_parquet(path: Path) -> Iterator[Any]:
     try:
-        return pq.read_table(path).to_pylist()
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                yield from batch.to_pylist()
     except pa.ArrowInvalid as error:
         raise ValueError(f"{path} is not a readable parquet file: {error}") from error
 
@@ -206,7 +187,7 @@ def _read_jsonl(path: Path) -> list[Any]:
 
 
 def _generate(source: str, module_name: str, call: str) -> Iterator[Any]:
-    function_name, arguments = _parse_call(source, call)
+    function_name, arguments = parse_call(f"data source {source!r}", call)
     function = _find_function(source, module_name, function_name)
     try:
         inspect.signature(function).bind(**arguments)
@@ -216,30 +197,6 @@ def _generate(source: str, module_name: str, call: str) -> Iterator[Any]:
             f"{function_name}{inspect.signature(function)}"
         ) from error
     return iter(function(**arguments))
-
-
-def _parse_call(source: str, call: str) -> tuple[str, dict[str, Any]]:
-    try:
-        node = ast.parse(call.strip(), mode="eval").body
-    except SyntaxError as error:
-        raise ValueError(f"data source {source!r} is not a valid call: {error.msg}") from error
-    if isinstance(node, ast.Name):
-        return node.id, {}
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-        raise ValueError(f"data source {source!r} must be one call 'pkg.module:function(...)'")
-    if node.args or any(keyword.arg is None for keyword in node.keywords):
-        raise ValueError(f"data source {source!r}: write the arguments as name=value")
-    arguments = {}
-    for keyword in node.keywords:
-        try:
-            arguments[keyword.arg] = ast.literal_eval(keyword.value)
-        except ValueError as error:
-            value = ast.unparse(keyword.value)
-            raise ValueError(
-                f"data source {source!r}: {keyword.arg}={value} is not a literal "
-                "(number, string, bool, None, list, tuple or dict)"
-            ) from error
-    return node.func.id, arguments
 
 
 def _find_function(source: str, module_name: str, function_name: str) -> Callable[..., Any]:

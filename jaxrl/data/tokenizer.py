@@ -1,6 +1,7 @@
 """Tokenizers: loading one with its chat template, encoding a prompt, and a character tokenizer."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -131,7 +132,7 @@ def encode_prompt(
 
 
 def character_tokenizer(
-    alphabet: str,
+    alphabet: Sequence[str],
     *,
     generation_prompt: str = ">",
     eos_token: str = "<eos>",
@@ -145,7 +146,7 @@ def character_tokenizer(
     "3142>". Decoding adds no spaces: `decode(encode(text)) == text` over the alphabet.
 
     Args:
-        alphabet: the characters, each once.
+        alphabet: the characters, each once; in a list also words, such as tags, that are one token.
         generation_prompt: what stands between prompt and response; characters of the alphabet.
         eos_token: ends a response.
         pad_token: fills rows.
@@ -159,7 +160,8 @@ def character_tokenizer(
         )
     vocabulary = {token: i for i, token in enumerate([*alphabet, eos_token, pad_token, unk_token])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=unk_token))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    words = [re.escape(token) for token in alphabet if len(token) > 1]
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*words, r"[\s\S]"])), "isolated")
     backend.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,

@@ -1,12 +1,12 @@
 """The environments: a table of names, and making one for a prompt."""
 
 import difflib
-import functools
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl.envs.protocol import Env, StepOutput
+from jaxrl.user_functions import is_edited_cell
 
 __all__ = ["ENVS", "Env", "StepOutput", "construct", "load", "make", "register"]
 
@@ -15,18 +15,22 @@ __all__ = ["ENVS", "Env", "StepOutput", "construct", "load", "make", "register"]
 ENVS: dict[str, str | Callable[..., Env]] = {
     "addition": "jaxrl.envs.addition:AdditionEnv",
     "aime": "jaxrl.envs.aime:AIMEEnv",
+    "calculator": "jaxrl.envs.calculator:CalculatorEnv",
     "countdown": "jaxrl.envs.countdown:CountdownEnv",
     "gsm8k": "jaxrl.envs.gsm8k:Gsm8kEnv",
     "gsm8k_multi_turn": "jaxrl.envs.gsm8k_multi_turn:Gsm8kMultiTurnEnv",
     "guess_number": "jaxrl.envs.guess_number:GuessNumberEnv",
     "lcb": "jaxrl.envs.lcb:LCBEnv",
+    "llm_as_a_judge": "jaxrl.envs.llm_as_a_judge:LLMJudgeEnv",
     "math": "jaxrl.envs.mathematics:MathEnv",
     "multiply": "jaxrl.envs.multiply:MultiplyEnv",
     "python_code": "jaxrl.envs.python_code:PythonCodeEnv",
     "reasoning_gym": "jaxrl.envs.reasoning_gym:ReasoningGymEnv",
+    "search": "jaxrl.envs.search:SearchEnv",
     "single_turn": "jaxrl.envs.single_turn:SingleTurnEnv",
     "sort_digits": "jaxrl.envs.sort_digits:SortDigitsEnv",
     "text2sql": "jaxrl.envs.text2sql:Text2SQLEnv",
+    "text_adventure": "jaxrl.envs.text_adventure:TextAdventureEnv",
 }
 
 
@@ -80,7 +84,7 @@ def load(env_class: str) -> Any:
 
 
 def register(name: str, entry_point: str | Callable[..., Env]) -> None:
-    """Adds an environment to the table.
+    """Adds an environment to the table; an edited cell of a notebook replaces its own.
 
     Args:
         name: what `env_class` says.
@@ -91,11 +95,12 @@ def register(name: str, entry_point: str | Callable[..., Env]) -> None:
     """
     if ":" in name or not name:
         raise ValueError(f"the name of an environment is a word without a colon, got {name!r}")
+    if is_edited_cell(ENVS.get(name), entry_point):
+        ENVS[name] = entry_point
     if ENVS.setdefault(name, entry_point) != entry_point:
         raise ValueError(f"environment {name!r} is already registered as {ENVS[name]!r}")
 
 
-@functools.cache
 def _import(entry_point: str) -> Any:
     module_name, _, class_name = entry_point.partition(":")
     try:

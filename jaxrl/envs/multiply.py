@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxrl.envs.protocol import Env, StepOutput, read_ground_truth
-from jaxrl.envs.split import in_split
+from jaxrl.envs.split import draw_distinct
 
 _MAX_TURNS = 5
-_MAX_DRAWS_PER_ROW = 100
 _BOXED = re.compile(r"\\boxed\{([^}]+)\}")
 
 
@@ -67,15 +66,17 @@ def prompts(
     Raises:
         ValueError: there are too few products of so few digits.
     """
-    if digits < 1 or size < 1:
-        raise ValueError(f"digits={digits} and size={size} must be at least 1")
-    rng, seen = random.Random(seed), set()
-    for _ in range(size * _MAX_DRAWS_PER_ROW):
-        a, b = (rng.randrange(10 ** (digits - 1), 10**digits) for _ in range(2))
-        text = f"{a} * {b}"
-        if text in seen or not in_split(text, split):
-            continue
-        seen.add(text)
+    if digits < 1:
+        raise ValueError(f"digits={digits} must be at least 1")
+    rng, low, high = random.Random(seed), 10 ** (digits - 1), 10**digits
+    texts = draw_distinct(
+        lambda: f"{rng.randrange(low, high)} * {rng.randrange(low, high)}",
+        size,
+        split,
+        f"products of {digits} digits",
+    )
+    for text in texts:
+        a, b = map(int, text.split(" * "))
         yield {
             "prompt": [
                 {"role": "system", "content": r"Multiply. Write the product as \boxed{number}."},
@@ -85,9 +86,3 @@ def prompts(
             "data_source": "multiply",
             "reward_spec": {"method": "rule", "ground_truth": str(a * b)},
         }
-        if len(seen) == size:
-            return
-    raise ValueError(
-        f"found only {len(seen)} products of {digits} digits in split {split!r}, size={size} were "
-        "asked for; make size smaller or digits larger"
-    )

@@ -74,6 +74,12 @@ class Env:
             f"{', '.join(group.name for group in self.tool_groups) or 'none'}"
         )
 
+    def ready(self) -> None:
+        """Finds out whether servers answer that the environment needs; the default needs none.
+
+        Asked before a run, of one environment of each kind. What it raises ends the run.
+        """
+
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
         """The messages that open the conversation, and anything worth recording."""
         return prompt, {}

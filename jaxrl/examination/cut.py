@@ -40,6 +40,7 @@ _PLAIN = {  # what would leave nothing of a few short responses, or wait for oth
     "trainer.algorithm.zero_variance_filter": False,
     "trainer.algorithm.overlong_buffer": None,
     "generator.apply_overlong_filtering": False,
+    "data.train_data_weights": [],  # few prompts are chosen, not of every source
     "trainer.policy.optimizer_config.num_warmup_steps": 0,
     "trainer.critic.optimizer_config.num_warmup_steps": 0,
 }

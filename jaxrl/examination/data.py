@@ -26,6 +26,7 @@ def prompts(subject: Subject) -> Finding:
     largest = max(max(prompt.tokens) for prompt in chosen)
     longest, most = max(len(p.tokens) for p in chosen), subject.given.trainer.max_prompt_length
     about = f"{len(chosen)} prompts of at most {longest} tokens (max_prompt_length {most})"
+    about = "; ".join((about, *subject.data_card.warnings))
     vocabulary = getattr(model, "vocab_size", None)
     if vocabulary is not None and largest >= vocabulary:
         return failed(

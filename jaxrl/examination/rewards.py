@@ -14,11 +14,9 @@ from jaxrl.rollout.conversation import generator_input, sampling_of
 from jaxrl.rollout.generator import generate_now
 from jaxrl.rollout.step_wise import trajectory_numbers
 from jaxrl.types import GeneratorInput, GeneratorOutput
+from jaxrl.watching.alarms import RULES
 
-FIX = (
-    "let a reward depend on prompt, extras and response alone: no clock, no unseeded random "
-    "numbers, no state that conversations share, no sampled judge"
-)
+FIX = RULES["reward_not_deterministic"].advice
 
 
 class Judged(NamedTuple):

@@ -64,7 +64,10 @@ class Subject:
         """The small run; it has chosen its prompts."""
         whole = self.whole
         whole.tokenizer = whole.get_tokenizer()
-        prompts = whole.get_prompts(whole.config.data.train_data)
+        data, evaluates = whole.config.data, self.given.trainer.eval_interval > 0
+        prompts = whole.get_prompts(data.train_data)
+        evaluation = whole.get_prompts(data.val_data) if evaluates else []
+        self.data_card = whole.get_data_card(prompts, evaluation)
         shares = cfg.device_shares(whole.config, len(jax.devices()))
         groups = cfg.batch_groups(whole.config, len(shares.policy))
         size, _ = cut(whole.config, prompts[:1], groups)
@@ -78,6 +81,7 @@ class Subject:
         # every generator has fresh environments, in one pool: it may be processes
         pool = functools.cache(run.get_environment_pool)
         vars(run).update(get_prompts=lambda sources: chosen, get_environment_pool=pool)
+        vars(run).update(report_data=lambda trainer: None)  # its card is that of the whole
         return run
 
     def _made(self, name: str, make: Callable[[], Any], see: str) -> Any:

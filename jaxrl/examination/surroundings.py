@@ -14,13 +14,14 @@ from jaxrl import config as cfg
 from jaxrl import envs
 from jaxrl.examination.finding import Finding, bad_input, failed, not_here, passed
 from jaxrl.examination.subject import Subject
+from jaxrl.function_calls import import_call
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.parallel import make_mesh
 from jaxrl.planning.costs import estimated
 from jaxrl.planning.plan import make_plan
 from jaxrl.planning.topology import machine
 from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry, source_hashes
-from jaxrl.user_functions import import_function, origin
+from jaxrl.user_functions import origin
 
 ACCELERATORS = {  # device files, and the extra whose jax uses what is behind them
     "/dev/nvidia[0-9]*": "gpu",
@@ -152,7 +153,7 @@ def functions(subject: Subject) -> Finding:
     ):
         _try(wrong, registry.resolve, name)
     paths = (*config.environment.reward_functions, *config.trainer.watching.callbacks)
-    own += [origin(f) for path in paths if (f := _try(wrong, import_function, path))]
+    own += [origin(f) for path in paths if (f := _try(wrong, import_call, path))]
     names = {prompt.env_class for prompt in _prompts(subject)} or {config.environment.env_class}
     for name in sorted(names):
         _try(wrong, envs.load, name)

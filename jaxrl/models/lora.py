@@ -6,7 +6,8 @@ Hu et al., 2021, https://arxiv.org/abs/2106.09685 (section 4.1). W stays as it i
 tree beside the model, {"wq": {"a": [L, D, r], "b": [L, r, H, h]}, ...}: they alone have gradients
 and optimizer state, and they alone are saved. `attach` puts them into the parameters for a forward,
 `linear.merge` adds them up for a sampler. The base is never donated, so the reference can share it:
-it is the base without adapters. Shape legend: `transformer.py`; r is the rank.
+it is the base without adapters. A critic's head is new: it is trained whole, beside the adapters.
+Shape legend: `transformer.py`; r is the rank.
 """
 
 import dataclasses
@@ -29,6 +30,7 @@ from jaxrl.types import Array, ModelRows
 INIT_METHODS = ("kaiming", "gaussian")
 ALL_LINEAR = "all-linear"
 NOT_IN_ALL_LINEAR = ("embed_tokens", "lm_head")
+TRAINED_WHOLE = "value_head"
 Patterns = str | Sequence[str]
 
 
@@ -83,12 +85,14 @@ def matrices(config: TransformerConfig) -> dict[str, list[str]]:
     """Leaf of the parameters -> the full names of its matrices, one per layer.
 
     {"wq": ["model.layers.0.self_attn.q_proj", ...], ...}; tied embeddings are left out: an adapter
-    in the table would change the head as well.
+    in the table would change the head as well. So is a critic's head.
     """
     return {
         name: [part.removesuffix(".weight") for part in layer_names(weight, config.num_layers)]
         for name, weight in _by_name(weight_map(config), is_weight).items()
-        if len(weight.dims) == 2 and not (config.tie_embeddings and name == "embed")
+        if len(weight.dims) == 2
+        and name != TRAINED_WHOLE
+        and not (config.tie_embeddings and name == "embed")
     }
 
 
@@ -153,15 +157,17 @@ def _matches(name: str, pattern: str) -> bool:
 def adapter_specs(lora: LoraConfig) -> Params:
     """Shapes and logical axes: the inputs of a matrix lead, so A takes them and B the rest.
 
-    A matrix that has adapters only in some layers has them in all, those without use times 0.
+    A matrix that has adapters only in some layers has them in all, those without use times 0. A
+    critic's head is there as it is.
     """
     specs = _by_name(transformer.param_specs(lora.model), transformer.is_spec)
     weights = _by_name(weight_map(lora.model), is_weight)
-    return {
+    pairs = {
         name: _pair(lora, name, specs[name], weights[name])
         for name, modules in matrices(lora.model).items()
         if set(modules) & set(lora.modules)
     }
+    return pairs | {name: spec for name, spec in specs.items() if name == TRAINED_WHOLE}
 
 
 def _pair(lora: LoraConfig, name: str, spec: ParamSpec, weight: HFWeight) -> dict[str, ParamSpec]:
@@ -229,13 +235,17 @@ def _map_specs(change: Callable[[ParamSpec], Any], specs: Params) -> Params:
 
 
 def attach(lora: LoraConfig, base: Params, adapters: Params) -> Params:
-    """The base with a `LoraWeight` for every matrix that has an adapter; nothing is copied."""
+    """The base with a `LoraWeight` for every matrix that has an adapter; nothing is copied.
+
+    Args:
+        adapters: shapes of `adapter_specs`; a critic's head among them takes that of the base's.
+    """
     chosen, names = set(lora.modules), matrices(lora.model)
 
     def paired(path: tuple, w: Array) -> Any:
         name = path[-1].key
-        if name not in adapters:
-            return w
+        if name not in adapters or name == TRAINED_WHOLE:
+            return adapters.get(name, w)
         used = np.array([module in chosen for module in names[name]], np.float32)
         scale = used * np.float32(lora.alpha / lora.rank)
         pair = adapters[name]
@@ -246,10 +256,15 @@ def attach(lora: LoraConfig, base: Params, adapters: Params) -> Params:
 
 
 def trained(params: Any) -> Any:
-    """What the optimizer changes: the adapters where there are any, else all parameters."""
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_adapted)
-    adapters = {p[-1].key: {"a": w.a, "b": w.b} for p, w in leaves if is_adapted(w)}
-    return adapters or params
+    """What the optimizer changes: the adapters where there are any, else all parameters.
+
+    A critic's head goes with its adapters.
+    """
+    if not _adapted(params):
+        return params
+    leaves = _by_name(params, is_adapted)
+    adapters = {name: {"a": w.a, "b": w.b} for name, w in leaves.items() if is_adapted(w)}
+    return adapters | {name: w for name, w in leaves.items() if name == TRAINED_WHOLE}
 
 
 def with_trained(params: Any, new: Any) -> Any:
@@ -257,7 +272,9 @@ def with_trained(params: Any, new: Any) -> Any:
     if not _adapted(params):
         return new
     return jax.tree_util.tree_map_with_path(
-        lambda path, w: w.replace(**new[path[-1].key]) if is_adapted(w) else w,
+        lambda path, w: (
+            w.replace(**new[path[-1].key]) if is_adapted(w) else new.get(path[-1].key, w)
+        ),
         params,
         is_leaf=is_adapted,
     )

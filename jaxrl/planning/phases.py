@@ -93,8 +93,9 @@ def phases(run: Run, engine: NativeEngine | None) -> list[Phase]:
         ref = Part(policy.ref_model, policy.ref_placement, _dtype(run, "ref"), names)
         found.append(_forward(run, "reference", run.ref_scorer, reference_params(run), ref))
     if critic := run.critic:
-        own = Part(critic.model, critic.placement, _dtype(run, "critic"), ("critic",))
-        params, size = critic.like.params, trainer.critic_mini_batch_size
+        names = ("critic", "critic base") if critic.lora else ("critic",)
+        own = Part(critic.model, critic.placement, _dtype(run, "critic"), names)
+        params, size = run.critic_params, trainer.critic_mini_batch_size
         found.append(_forward(run, "values", critic.scorer, params, own))
         found += _update(run, "critic ", critic.updater, critic.like, params, own, size)
     size = trainer.policy_mini_batch_size

@@ -6,9 +6,11 @@ from typing import Any
 import jax
 
 from jaxrl import config as cfg
+from jaxrl.critic import Critic
 from jaxrl.offload import IN_HOST_MEMORY
 from jaxrl.planning.phases import SAMPLING, Phase
 from jaxrl.planning.run import Run, device_bytes, placed_params, reference_params, shares_base
+from jaxrl.policy import Policy
 from jaxrl.update import Updater
 
 
@@ -42,12 +44,7 @@ def residents(run: Run, found: list[Phase]) -> list[Resident]:
         _of_state("optimizer", run.updater, run.state, "opt_state", at),
     ]
     if policy.lora:
-        base = (
-            0
-            if trainer.policy.fsdp_config.cpu_offload
-            else device_bytes(placed_params(run.model, policy.placement))
-        )
-        stay.append(Resident("base", base, at))
+        stay.append(_base("base", policy, trainer.policy, at))
     of_ref = frozenset(policy.ref_placement.mesh.devices.flat)
     if run.has_reference and not shares_base(run):
         size = 0 if trainer.ref.fsdp_config.cpu_offload else device_bytes(reference_params(run))
@@ -59,11 +56,19 @@ def residents(run: Run, found: list[Phase]) -> list[Resident]:
         given = critic.updater, critic.like
         stay.append(_of_state("critic", *given, "params", at))
         stay.append(_of_state("critic optimizer", *given, "opt_state", at))
+        if critic.lora:
+            stay.append(_base("critic base", critic, trainer.critic, at))
     for decode in (phase for phase in found if phase.kind == "decode"):
         weights, cache = (device_bytes(x) for x in decode.call.args[:2])
         stay.append(Resident("engine weights", weights, decode.part.devices, kinds))
         stay.append(Resident("KV cache", cache, decode.part.devices, kinds))
     return stay
+
+
+def _base(name: str, role: Policy | Critic, settings: Any, at: frozenset) -> Resident:
+    """What adapters rest on."""
+    size = device_bytes(placed_params(role.model, role.placement))
+    return Resident(name, 0 if settings.fsdp_config.cpu_offload else size, at)
 
 
 def _of_state(name: str, updater: Updater, state: Any, field: str, at: frozenset) -> Resident:

@@ -29,6 +29,7 @@ from jaxrl.models.transformer import (
 from jaxrl.offload import IN_HOST_MEMORY
 from jaxrl.parallel import Placement, batch_sharding, by_process, param_shardings
 from jaxrl.planning.topology import Machine
+from jaxrl.policy import Policy
 from jaxrl.rollout.balancer import Balancer
 from jaxrl.rollout.conversation import sampling_of
 from jaxrl.rollout.native import NativeEngine
@@ -81,14 +82,8 @@ class Run:
         params = generator.sampling_params
         self.has_old = needs_old_log_probs(trainer) or params.logprobs is None
         self.has_reference = needs_reference(trainer.algorithm)
-        self.params = self.whole(self.state.params)
-
-    def whole(self, trained: Params) -> Params:
-        """All parameters of the policy, see `Policy.whole`."""
-        lora = self.policy.lora
-        if lora is None:
-            return trained
-        return attach(lora, placed_params(self.model, self.policy.placement), trained)
+        self.params = _whole(self.policy, self.state.params)
+        self.critic_params = self.critic and _whole(self.critic, self.critic.like.params)
 
     def engine(self) -> NativeEngine | None:
         """One of the engines in this process; None: they are elsewhere, or not jaxrl's own.
@@ -240,6 +235,13 @@ def placed(tree: Any, placement: Placement) -> Any:
     """Shapes of host rows, spread over the batch axes as on the devices."""
     rows = batch_sharding(placement.mesh, placement.rules)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), tree)
+
+
+def _whole(role: Policy | Critic, trained: Params) -> Params:
+    """All parameters of the policy or the critic, see `Policy.whole`; nothing is read."""
+    if role.lora is None:
+        return trained
+    return attach(role.lora, placed_params(role.model, role.placement), trained)
 
 
 def placed_params(model: Any, placement: Placement) -> Params:

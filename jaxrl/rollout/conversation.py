@@ -17,6 +17,7 @@ from jaxrl.data.tokenizer import encode_prompt
 from jaxrl.envs import StepOutput
 from jaxrl.rollout.environment_pool import EnvironmentPool
 from jaxrl.rollout.protocol import Completion, Engine, Request, Sampling
+from jaxrl.rollout.rejudge import find_difference, is_chosen
 from jaxrl.rollout.reward_terms import RewardTerms
 from jaxrl.rollout.session import EnvironmentFailure, Session
 from jaxrl.rollout.submissions import Submissions, Turn
@@ -89,6 +90,7 @@ class Conversation:
         self.stop_reason, self.version, self.reward_is_number = "", -1, False
         self.metrics: dict[str, Any] = {}
         self.failure: EnvironmentFailure | None = None
+        self.rejudged: bool | None = None  # whether that gave the same
 
     def take(self, completion: Completion) -> None:
         """A turn of the policy."""
@@ -126,6 +128,7 @@ class Conversation:
             reward_terms={} if self.failure else self.session.earned,
             env_seconds=self.session.seconds,
             failure=str(self.failure) if self.failure else "",
+            rejudged=self.rejudged,
             turns=transcript.turns,
             kept=transcript.kept,
             versions=transcript.versions,
@@ -148,6 +151,7 @@ class ConversationGenerator:
         env_timeout_seconds: of each call of an environment; None = none.
         reward_terms: weights of named rewards, and functions that judge beside the environment.
         pool: where environments live, in place of the threads that the two before it describe.
+        rejudge_fraction: of the trajectories; these are judged a second time.
     """
 
     def __init__(
@@ -161,13 +165,14 @@ class ConversationGenerator:
         env_timeout_seconds: float | None = None,
         reward_terms: RewardTerms | None = None,
         pool: EnvironmentPool | None = None,
+        rejudge_fraction: float = 0.0,
     ) -> None:
         self.engine, self.tokenizer, self.env_config = engine, tokenizer, env_config
         self.settings = GeneratorConfig() if settings is None else settings
         self.log_probs = self.settings.sampling_params.logprobs is not None
         self.pool = pool or EnvironmentPool(max_env_workers, env_timeout_seconds)
         self._submissions: Submissions | None = None
-        self.reward_terms = reward_terms
+        self.reward_terms, self.rejudge_fraction = reward_terms, rejudge_fraction
         self.template = TurnTemplate(tokenizer, self.settings.chat_template_kwargs)
 
     async def generate(self, batch: GeneratorInput) -> GeneratorOutput:
@@ -183,7 +188,7 @@ class ConversationGenerator:
         """
         later = self._submissions_here()
         talks = [
-            Conversation(prompt, key, self._session(prompt), later)
+            Conversation(prompt, key, self._session(prompt, key), later)
             for prompt, key in zip(batch["prompts"], batch["keys"], strict=True)
         ]
         sampling: Sampling = batch["sampling"]
@@ -214,8 +219,9 @@ class ConversationGenerator:
             found = self._submissions = Submissions(self.engine, loop)
         return found
 
-    def _session(self, prompt: Prompt) -> Session:
-        return Session(prompt, self.pool, self.env_config, self.reward_terms)
+    def _session(self, prompt: Prompt, key: tuple[int, int]) -> Session:
+        record = is_chosen(key, self.rejudge_fraction)
+        return Session(prompt, self.pool, self.env_config, self.reward_terms, record=record)
 
     async def _open(self, talk: Conversation) -> None:
         """Let the environment open the conversation, perhaps in words of its own."""
@@ -253,6 +259,11 @@ class ConversationGenerator:
                 talk.metrics = await talk.session.metrics()
         talk.transcript.end_at_turn()
         await _close(talk.session)
+        if talk.session.turns and not talk.failure:
+            difference = await find_difference(talk.session)
+            talk.rejudged = difference is None
+            if difference:
+                _log.warning("%s", difference)
 
     async def _turn(
         self, talk: Conversation, completion: Completion, sampling: Sampling

@@ -3,12 +3,13 @@
 import asyncio
 import inspect
 from collections.abc import Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any, Protocol
 
 from jaxrl.config import SamplingParams, TrainConfig
 from jaxrl.rollout.columns import checked
 from jaxrl.rollout.conversation import generator_input, sampling_of
+from jaxrl.rollout.loop_thread import LoopThread
 from jaxrl.rollout.step_wise import merge_steps
 from jaxrl.types import GeneratorInput, GeneratorOutput, Prompt
 
@@ -73,13 +74,16 @@ async def sample_prompts(
 
 
 def run_now(work: Coroutine[Any, Any, GeneratorOutput]) -> GeneratorOutput:
-    """Run a coroutine to its end, in a thread of its own where a loop already runs in this one."""
+    """Run a coroutine to its end; in a thread of its own where a loop runs in this one (Jupyter).
+
+    Whoever interrupts the wait ends the coroutine with it.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, work).result()
+    with closing(LoopThread("jaxrl-rollouts")) as thread:
+        return thread.run(work)
 
 
 def generate_now(generator: Any, batch: GeneratorInput) -> GeneratorOutput:

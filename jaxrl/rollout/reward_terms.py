@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.function_calls import called_name, import_call
 from jaxrl.registry import accepted_keywords
-from jaxrl.user_functions import import_function
 
 Reward = float | list[float]  # for the whole turn, or one per response token
 PLAIN = "environment"  # the term of an environment that gives a reward without a name
@@ -25,9 +25,9 @@ class RewardTerms:
 
     Args:
         weights: of every term; empty = each counts once.
-        functions: paths "my_pkg.my_module:my_reward". Each is called after every turn with those of
-            `function_contracts.REWARD_KEYWORDS` that it names, and returns a reward, whose name is
-            the function's, or rewards by name.
+        functions: paths "my_pkg.my_module:my_reward", or with arguments "...:my_reward(a=1)". Each
+            is called after every turn with those of `function_contracts.REWARD_KEYWORDS` that it
+            names, and returns a reward, whose name is the function's, or rewards by name.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class RewardTerms:
     ) -> None:
         self.weights = dict(weights or {})
         self.functions = {
-            path.rpartition(":")[2]: import_function(path, "reward function") for path in functions
+            called_name(path): import_call(path, "reward function") for path in functions
         }
 
     def calls(self, **offered: Any) -> list[tuple[str, Callable[..., Any], dict[str, Any]]]:

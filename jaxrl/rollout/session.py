@@ -4,7 +4,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -19,10 +19,28 @@ class EnvironmentFailure(Exception):
     """An environment raised, hung, or answered with what cannot be used."""
 
 
+class JudgedTurn(NamedTuple):
+    """What the environment was told, and what it and the user's functions gave for it."""
+
+    text: str
+    tokens: list[str]
+    stopped: bool
+    done: bool
+    terms: dict[str, Reward]
+
+
 class Session:
     """One conversation with an environment, whose calls run in a pool.
 
+    Args:
+        prompt: its first messages.
+        pool: makes the environment and runs its calls.
+        env_config: settings of the environment.
+        terms: weights of rewards, and the user's functions.
+        record: keep the turns.
+
     Attributes:
+        turns: so far, if they are kept.
         seconds: waited for its calls so far.
         earned: the sum of each reward term so far, unweighted; empty where there is but the
             environment's own reward.
@@ -34,12 +52,15 @@ class Session:
         pool: EnvironmentPool,
         env_config: Mapping[str, Any] | None,
         terms: RewardTerms | None = None,
+        *,
+        record: bool = False,
     ) -> None:
         self.prompt, self.pool, self.env_config = prompt, pool, env_config
         self.terms = RewardTerms() if terms is None else terms
         self.seconds = 0.0
         self.earned: dict[str, float] = {}
-        self._turns, self._max_turns = 0, 1
+        self.record, self.turns = record, list[JudgedTurn]()
+        self._turns, self.max_turns = 0, 1
         self._env: Any = None
 
     async def open(self, max_turns: int) -> list[Message]:
@@ -48,7 +69,7 @@ class Session:
         Args:
             max_turns: for environments that count turns; a column of the row's own holds instead.
         """
-        self._max_turns = max_turns
+        self.max_turns = max_turns
         when, extras = "at the start", {"max_turns": max_turns, **self.prompt.extras}
         given = self.prompt.env_class, extras, self.env_config
         self._env = await self._ask(when, functools.partial(self.pool.make, *given))
@@ -79,6 +100,8 @@ class Session:
             terms = {name: _checked(x, len(tokens), name) for name, x in given.items()}
             said, done = step.get("observations") or [], bool(step["done"])
         terms |= await self._judge(text, tokens, stopped, done=done, taken=terms)
+        if self.record:
+            self.turns.append(JudgedTurn(text, list(tokens), stopped, done, terms))
         checked = {"reward": self._weigh(terms), "observations": said, "done": done}
         return cast(StepOutput, {**step, **checked})
 
@@ -95,7 +118,8 @@ class Session:
         self._turns += 1
         details = {"action": text, "tokens": list(tokens), "stopped": stopped, "turn": self._turns}
         details |= {"prompt": self.prompt.messages, "extras": self.prompt.extras}
-        details["done"] = done or self._turns >= self._max_turns
+        details["done"] = done or self._turns >= self.max_turns
+        details["reward"] = taken[PLAIN] if taken.keys() == {PLAIN} else dict(taken)
         found: dict[str, Reward] = {}
         for function, call, keywords in self.terms.calls(**details):
             when = f"in reward function '{function}' with the answer {text!r}"

@@ -74,7 +74,7 @@ def refuse_all_failed(failures: Sequence[Exception | str | None]) -> None:
 
 def _measured(t: Trajectory) -> Measured:
     failure = t.failure or "the environment failed" if t.stop_reason == "env_error" else ""
-    return Measured(t.env_class, t.env_metrics, t.env_seconds, t.turns, failure)
+    return Measured(t.env_class, t.env_metrics, t.env_seconds, t.turns, failure, t.rejudged)
 
 
 def _environment_metrics(measured: Sequence[Measured]) -> dict[str, float]:
@@ -92,7 +92,7 @@ def _environment_metrics(measured: Sequence[Measured]) -> dict[str, float]:
 
 
 def _conversation_metrics(measured: Sequence[Measured]) -> dict[str, float]:
-    """Turns, sampled tokens and failures; seconds that a conversation waits for its environment."""
+    """Turns, sampled tokens, failures, second judgements; seconds waited for an environment."""
     turns = [len(m.turns) for m in measured]
     return {
         "generate/avg_turns": float(np.mean(turns)),
@@ -101,6 +101,8 @@ def _conversation_metrics(measured: Sequence[Measured]) -> dict[str, float]:
             sum(end - start for m in measured for start, end in m.turns)
         ),
         "generate/env_errors": float(sum(bool(m.failure) for m in measured)),
+        "reward/rejudged": float(sum(m.rejudged is not None for m in measured)),
+        "reward/rejudged_differently": float(sum(m.rejudged is False for m in measured)),
         "timing/environment": float(np.mean([m.env_seconds for m in measured])),
     }
 

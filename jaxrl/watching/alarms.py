@@ -17,7 +17,12 @@ MISMATCH = "policy/rollout_train_logprobs_abs_diff_mean"
 STALENESS = "async/staleness_max"
 SAME = "reward/zero_variance_ratio"
 SKIPPED = "policy/skipped_updates"
+REJUDGED = "reward/rejudged_differently"
 FINITE = (REWARD, ENTROPY, "policy/final_loss", "policy/grad_norm", "loss/avg_raw_advantages_abs")
+READ = (
+    *(*FINITE, BEST, WORST, LENGTH, STOPPED),
+    *(MISMATCH, STALENESS, SAME, SKIPPED, REJUDGED),
+)
 SOLVED = 0.7  # of the way from the worst reward of the run to the best
 WINDOW = 20  # steps that lengths are compared over, and that an alarm is silent before it repeats
 
@@ -77,6 +82,11 @@ def not_finite(history: History) -> float | None:
     """Metrics of the last step that are NaN or infinite, and updates that it skipped for that."""
     last = [history[name][-1] for name in FINITE if history.get(name)]
     return sum(not math.isfinite(x) for x in last) + (_last(history, SKIPPED, 1) or 0.0)
+
+
+def rejudged_differently(history: History) -> float | None:
+    """Trajectories of the last step that earned something else when they were judged again."""
+    return _last(history, REJUDGED, 1)
 
 
 @dataclass(frozen=True)
@@ -141,6 +151,13 @@ RULES = {
         "go back to a checkpoint before it; a smaller learning rate or max_grad_norm; "
         "trainer.bf16=False; look for a log or a quotient of 0 in rewards or a loss of your own",
     ),
+    "reward_not_deterministic": Rule(
+        rejudged_differently,
+        0,
+        "trajectories that earned something else when judged again; the log has both rewards",
+        "let a reward depend on prompt, extras and response alone: no clock, no unseeded random "
+        "numbers, no state that conversations share, no sampled judge",
+    ),
 }
 
 
@@ -183,7 +200,7 @@ class Alarms:
         """Alarms that go off at this step: beyond the threshold as not for `WINDOW` steps."""
         if REWARD not in metrics:  # of an evaluation before the first step
             return []
-        for name in (*FINITE, BEST, WORST, LENGTH, STOPPED, MISMATCH, STALENESS, SAME, SKIPPED):
+        for name in READ:
             if name in metrics:
                 self.history.setdefault(name, []).append(float(metrics[name]))
         alarms = []

@@ -22,6 +22,7 @@ from jaxrl.watching.alarms import Alarm, Alarms
 from jaxrl.watching.callbacks import CallbackInput, TrainingCallback, TrainingControl
 from jaxrl.watching.loggers import check_installed
 from jaxrl.watching.profiling import Profiler, memory_metrics
+from jaxrl.watching.progress import progress_bar
 from jaxrl.watching.run_logger import RunLogger
 
 # Of `timing/<phase>`, those that do not hold one another; they are nearly all of `timing/wall`.
@@ -114,12 +115,8 @@ class Recorder:
             ) from error
         self.alarms.replay(self.logger.lines.earlier)
         self.watch.warm_after = first + 1
-        self.bar = tqdm(
-            total=self.trainer.total_steps,
-            initial=first,
-            desc=settings.run_name,
-            disable="console" not in self.names,
-        )
+        name, total, shown = settings.run_name, self.trainer.total_steps, "console" in self.names
+        self.bar = progress_bar(name, total, first, shown=shown)
         return self
 
     def __enter__(self) -> Self:
@@ -226,7 +223,7 @@ class Recorder:
         self.fire("on_log", step, logs=logs)
         with timed(self.trainer.seconds, "log"):
             self.logger.log(step, logs)
-            self.bar.set_postfix(progress_line(logs))
+            self.bar.set_postfix(progress_line(logs), refresh=False)  # `update` draws it
             self.bar.update(step - self.bar.n)
 
     def _heed(self, alarms: Sequence[Alarm], step: int, logs: dict[str, float]) -> None:

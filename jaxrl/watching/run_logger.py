@@ -67,12 +67,10 @@ class RunLogger:
         self, curves: Sequence[tuple[str, str]] = REWARD_CURVES, ylabel: str = "mean reward"
     ) -> Path:
         """Draw metrics over steps, (name, label) each, to `curve.png`."""
-        import matplotlib
+        from matplotlib.figure import Figure  # pyplot has state, and in a notebook a backend
 
-        matplotlib.use("Agg")
-        from matplotlib import pyplot as plt
-
-        figure, axes = plt.subplots(figsize=(7, 4))
+        figure = Figure(figsize=(7, 4))
+        axes = figure.subplots()
         lines = read_lines(self.lines.path)
         for name, label in curves:
             points = [(line["step"], line[name]) for line in lines if name in line]
@@ -88,7 +86,6 @@ class RunLogger:
             figure.savefig(path, dpi=120, bbox_inches="tight")
         except Exception as error:  # a picture is no reason to end a run
             tqdm.write(f"{path} could not be drawn ({type(error).__name__}: {error})")
-        plt.close(figure)
         return path
 
     def close(self) -> None:

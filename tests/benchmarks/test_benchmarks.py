@@ -26,6 +26,7 @@ from benchmarks import (
     sandbox,
     serve,
     staleness,
+    tool_use,
     train_step,
     weight_sync,
 )
@@ -71,6 +72,7 @@ def run(benchmark, tmp_path, capsys, *flags):
         sandbox,
         serve,
         staleness,
+        tool_use,
         train_step,
         weight_sync,
     ],
@@ -186,6 +188,17 @@ def test_options_are_checked_before_the_runs(
     with pytest.raises(SystemExit, match="^2$"):
         module.main([option.format(tmp_path)])
     assert message.format(tmp_path) in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_tool_use(tmp_path, capsys):
+    printed, report = run(tool_use, tmp_path, capsys, f"--plot={tmp_path / 'plot.png'}")
+    assert [row["arm"] for row in report["runs"]] == ["grpo", "no_tool", "no_demonstrations"]
+    for row in report["runs"]:
+        assert list(row["scores"]) == ["0", "1", "2"]
+        assert len(row["reward"]) == len(row["calls"]) == len(row["malformed"]) == 2
+        assert printed.count(f"| `{row['arm']}` | 1 |") == 1
+    assert (tmp_path / "plot.png").stat().st_size > 0
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import pytest
 
 from tests.config.test_validation import check
 
+GYM = "environment.skyrl_gym"
 STEP_WISE = {"generator.step_wise_trajectories": True, "generator.max_turns": 3}
 
 
@@ -33,6 +34,15 @@ def test_what_is_allowed(overrides):
             "environment.env_class='gsm8': unknown environment 'gsm8'; did you mean 'gsm8k'",
         ),
         ({"generator.max_turns": 0}, "generator.max_turns=0: must be positive"),
+        ({f"{GYM}.search.topk": 0}, "search.topk=0: must be > 0"),
+        ({f"{GYM}.search.search_url": "localhost:8000"}, "'localhost:8000': must begin with http"),
+        ({f"{GYM}.llm_as_a_judge.base_url": "file:///x"}, "base_url='file:///x': must begin"),
+        ({f"{GYM}.llm_as_a_judge.max_attempts": 0}, "max_attempts=0: must be > 0"),
+        ({f"{GYM}.llm_as_a_judge.prompt": "Is it?"}, r"prompt='Is it\?': .* hold {response}"),
+        (
+            {f"{GYM}.llm_as_a_judge.sampling_params": {"n": 2}},
+            r"sampling_params={'n': 2}: must not hold 'n'; remove it",
+        ),
         (
             {"generator.max_input_length": 600},
             "max_input_length=600: with one turn it must equal trainer.max_prompt_length=512",

@@ -42,7 +42,6 @@ def test_nan_is_refused_wherever_it_stands():
 
 
 PLANNED = [
-    ("trainer.critic.model.lora.rank", 8, 0),
     ("trainer.critic.sequence_parallel_size", 2, 1),
     ("trainer.policy.sequence_parallel_size", 2, 1),
     ("trainer.policy.megatron_config.pipeline_model_parallel_size", 2, 1),

@@ -15,7 +15,10 @@ from jaxrl.data.tokenizer import (
 from jaxrl.models.export import save_tokenizer
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny_char_model"
+TOOL = Path(__file__).parents[2] / "configs" / "tiny_tool_model"
 ALPHABET = "0123456789 +=>,-*.?abcdefghijklmnopqrstuvwxyz"
+TAGS = ["<calc>", "</calc>", "<result>", "</result>", "<answer>", "</answer>"]
+TOOL_ALPHABET = [*"0123456789+-*()>", *TAGS, "error"]
 CHATML = (
     "{% for m in messages %}"
     "{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n'}}"
@@ -166,14 +169,27 @@ def test_generation_prompt_must_be_in_the_alphabet():
         character_tokenizer("abc")
 
 
-# ---- configs/tiny_char_model ---------------------------------------------------------------------
+def test_words_of_the_alphabet_are_one_token():
+    tokenizer = character_tokenizer(["<", "a", ">", "<a>", "a."])
+    #      a  <  <a>  a.  a  >  unknown
+    assert tokenizer.encode("a<<a>a.a>b") == [1, 0, 3, 4, 1, 2, tokenizer.unk_token_id]
+    assert tokenizer.decode([3, 4, 0, 1]) == "<a>a.<a"
+
+
+# ---- configs/tiny_char_model, configs/tiny_tool_model --------------------------------------------
 # Made by save_tokenizer(character_tokenizer(ALPHABET), TINY); config.json is written by hand.
 
 
-def test_tiny_folder_is_what_character_tokenizer_makes(tmp_path):
-    save_tokenizer(character_tokenizer(ALPHABET), tmp_path)
+@pytest.mark.parametrize(("folder", "alphabet"), [(TINY, ALPHABET), (TOOL, TOOL_ALPHABET)])
+def test_tiny_folder_is_what_character_tokenizer_makes(tmp_path, folder, alphabet):
+    tokenizer = character_tokenizer(alphabet)
+    save_tokenizer(tokenizer, tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert json.loads((TINY / name).read_text()) == json.loads((tmp_path / name).read_text())
+        assert json.loads((folder / name).read_text()) == json.loads((tmp_path / name).read_text())
+    config = AutoConfig.from_pretrained(str(folder))
+    assert config.vocab_size == len(tokenizer) == len(alphabet) + 3
+    assert config.eos_token_id == tokenizer.eos_token_id
+    assert config.pad_token_id == tokenizer.pad_token_id
 
 
 def test_tiny_folder_loads_as_a_hugging_face_tokenizer():

@@ -19,6 +19,7 @@ def cases():
     yield from _aime()
     yield from _text2sql()
     yield from _lcb()
+    yield from _search()
 
 
 # ---- gsm8k ---------------------------------------------------------------------------------------
@@ -331,19 +332,105 @@ def _lcb_case(name, tests, response):
     return "lcb", name, {"reward_spec": {"ground_truth": json.dumps(tests)}}, [response]
 
 
+# ---- search --------------------------------------------------------------------------------------
+
+DOCUMENTS = {  # word of a query -> what is found
+    "france": "The president of France is Emmanuel Macron, since 2017.",
+    "trap": "A trap: <answer>Emmanuel Macron</answer>",
+    "half": "One half of a trap: <answer>Emmanuel Macron",
+}
+_TARGETS = {
+    "name": (["Emmanuel Macron"], "Emmanuel Macron"),
+    "text": ("Emmanuel Macron", "Emmanuel Macron"),
+    "first of two": (["The Beatles", "Fab Four"], "The Beatles"),
+    "second of two": (["The Beatles", "Fab Four"], "Fab Four"),
+    "number": (["1,984"], "1984"),
+    "points": (["U.S.A."], "USA"),
+    "accents": (["Beyonc\u00e9"], "BEYONC\u00c9"),
+    "article": (["A"], "The"),
+    "wrong": (["Emmanuel Macron"], "Nicolas Sarkozy"),
+}
+_SEARCH_FORMS = (
+    *("<answer>{a}</answer>", "<answer> {a} </answer>", "<answer>\n{a}\n</answer>", "{a}", ""),
+    *("<answer>the {a}</answer>", "<answer>An {a}</answer>", "<answer>{a}.</answer>"),
+    *('<answer>"{a}"!</answer>', "<answer>{a}s</answer>", "<answer>{a} {a}</answer>"),
+    *("<answer>It is {a}</answer>", "<answer>{a}</answer> I think", "<answer>{a}", "{a}</answer>"),
+    *("<ANSWER>{a}</ANSWER>", "< answer>{a}</answer>", "<answer>{a}</answer", "<answer></answer>"),
+    *("<answer>x</answer><answer>{a}</answer>", "<answer>{a}</answer><answer>x</answer>"),
+    *("<answer><answer>{a}</answer></answer>", "</answer><answer>{a}", "</answer>{a}<answer>"),
+    *("</answer><answer>{a}</answer>", "<think><answer>x</answer></think><answer>{a}</answer>"),
+    *("<search>q</search><answer>{a}</answer>", "<answer>{a}</answer><search>q</search>"),
+    *("<search><answer>{a}</answer></search>", "<answer><search>{a}</search></answer>"),
+    *("<answer>{a}\u00a0</answer>", "<answer>{a}\u2014</answer>", "<answer>{a}\x00</answer>"),
+    "<information><answer>{a}</answer></information>",
+)
+_SEARCHES = {
+    "asks": ["<search>france</search>", "<answer>{a}</answer>"],
+    "asks twice": ["<search>france</search>", "<search>trap</search>", "<answer>{a}</answer>"],
+    "asks nothing": ["<search></search>", "<answer>{a}</answer>"],
+    "says nothing": ["", "hm", "<answer>{a}</answer>"],
+    "open question": ["<search>france", "<answer>{a}</answer>"],
+    "two questions": ["<search>x</search><search>trap</search>", "<answer>{a}</answer>"],
+    "answers at once": ["<answer>{a}</answer>", "<answer>x</answer>"],
+    "answers wrong": ["<search>france</search>", "<answer>x</answer>"],
+    "never answers": ["<search>france</search>"] * 4,
+    "too late": ["<search>x</search>"] * 4 + ["<answer>{a}</answer>"],
+    "at last": ["<search>x</search>"] * 3 + ["<answer>{a}</answer>"],
+    "asks at last": ["<search>x</search>"] * 3 + ["<search>trap</search>"],
+    "made up": ["<search>q</search><information>{a}</information><answer>{a}</answer>"],
+    "tags turned round": ["</answer><answer>{a}", "<answer>{a}</answer>"],
+    "open, and wrong": ["<answer>{a}", "<answer>x</answer>"],
+    "open, and closed at last": ["<search>x</search>"] * 2 + ["<answer>{a}", "</answer>"],
+    "open, and right": ["<answer>", "<answer>{a}</answer>"],
+    "found an answer": ["<search>trap</search>"] + ["<search>x</search>"] * 3,
+    "found an answer, says another": ["<search>trap</search>", "<answer>x</answer>"],
+    "found half an answer": ["<search>half</search>", "", "", "</answer>"],
+    "found half an answer, says all": ["<search>half</search>", "<answer>{a}</answer>"],
+}
+
+
+def _search():
+    for name, (target, answer) in _TARGETS.items():
+        spec = {"reward_spec": {"ground_truth": {"target": target}}}
+        for i, form in enumerate(_SEARCH_FORMS):
+            yield "search", f"{name}/{i}", {**spec, "max_turns": 1}, [form.format(a=answer)]
+    spec = {"reward_spec": {"ground_truth": {"target": ["Emmanuel Macron"]}}}
+    for name, talk in _SEARCHES.items():
+        actions = [text.format(a="Emmanuel Macron") for text in talk]
+        yield "search", name, {**spec, "max_turns": 4}, actions
+
+
+def make_documents(folder):
+    """The file is `search.corpus`."""
+    file = Path(folder) / "documents.jsonl"
+    rows = ({"contents": f"{word}: {text}"} for word, text in DOCUMENTS.items())
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def _found(*_, query, **__):
+    """In the place of skyrl-gym's call of a server."""
+    documents = [{"document": {"contents": text}} for w, text in DOCUMENTS.items() if w in query]
+    return {"result": [documents]}, None
+
+
 # ---- recording -----------------------------------------------------------------------------------
 
 
 def record():
     """Writes the rewards of every step of skyrl-gym's environments."""
     import skyrl_gym
+    import skyrl_gym.tools.search
+    from skyrl_gym.envs.search.env import SearchEnvConfig
     from skyrl_gym.envs.sql.env import Text2SQLEnvConfig
 
+    skyrl_gym.tools.search.call_search_api = _found
     rewards = {}
     with tempfile.TemporaryDirectory() as folder:
         make_database(folder)
         for env_class, name, extras, actions in cases():
-            config = Text2SQLEnvConfig(folder) if env_class == "text2sql" else {}
+            configs = {"text2sql": Text2SQLEnvConfig(folder), "search": SearchEnvConfig()}
+            config = configs.get(env_class, {})
             env = skyrl_gym.make(env_class, env_config=config, extras=extras)
             found = []
             for action in actions:

@@ -10,7 +10,7 @@ from jaxrl.envs.gsm8k import Gsm8kEnv
 from jaxrl.envs.protocol import Env, StepOutput, read_ground_truth
 from jaxrl.envs.reasoning_gym import ReasoningGymEnv
 from jaxrl.envs.sort_digits import SortDigitsEnv
-from jaxrl.envs.split import in_split
+from jaxrl.envs.split import draw_distinct, in_split
 
 SPEC = {"reward_spec": {"method": "rule", "ground_truth": "12"}}
 
@@ -68,6 +68,16 @@ def test_registered_name(entry_point):
     assert type(envs.make("echo")).__name__ == "EchoEnv"
     with pytest.raises(ValueError, match="environment 'echo' is already registered as"):
         envs.register("echo", "other:Env")
+
+
+def test_an_edited_cell_of_a_notebook_counts(monkeypatch):
+    main = sys.modules["__main__"]
+    monkeypatch.delattr(main, "__file__")  # a notebook has no file
+    for reward in (1.0, 2.0):
+        found = type("CellEnv", (EchoEnv,), {"__module__": "__main__", "reward": reward})
+        monkeypatch.setattr(main, "CellEnv", found, raising=False)
+        envs.register("cell", found)
+        assert envs.make("cell").reward == envs.make("__main__:CellEnv").reward == reward
 
 
 @pytest.mark.parametrize("name", ["", "a:b"])
@@ -144,6 +154,17 @@ def test_every_text_is_in_exactly_one_split():
 def test_unknown_split():
     with pytest.raises(ValueError, match="split must be 'train', 'eval' or None, got 'test'"):
         in_split("1", "test")
+
+
+def test_texts_are_drawn_once():
+    drawn = iter("abacb")
+    assert draw_distinct(lambda: next(drawn), 3, None, "letters") == ["a", "b", "c"]
+    # crc32("a") = 3904355907, no multiple of ten
+    assert draw_distinct(lambda: "a", 1, "train", "letters") == ["a"]
+    with pytest.raises(ValueError, match="found only 1 letters in split 'train', size=2 were"):
+        draw_distinct(lambda: "a", 2, "train", "letters")
+    with pytest.raises(ValueError, match="size=0 must be at least 1"):
+        draw_distinct(lambda: "a", 0, None, "letters")
 
 
 # ---- answers -------------------------------------------------------------------------------------

@@ -20,6 +20,13 @@ DIFFERENCES = {
         # A statement that writes gives no rows, which is not the same as an empty result.
         "empty/2": ([1.0], [0.0]),
     },
+    "search": {
+        # What a document says is not what the policy says, neither an answer nor half of one.
+        "found an answer": ([0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]),
+        "found half an answer, says all": ([0.0, 0.0], [0.0, 1.0]),
+        # A tag that was left open in one turn does not swallow the answer of another.
+        "open, and right": ([0.0, 0.0], [0.0, 1.0]),
+    },
     "lcb": {
         # Programs run as programs here: with a real stdin and stdout, and a module of their own.
         **dict.fromkeys(["buffer", "global", "future", "os._exit", "os.write"], ([0.0], [1.0])),
@@ -50,11 +57,16 @@ def play(env_class, extras, actions, config):
         ("aime", 688),
         ("text2sql", 64),
         pytest.param("lcb", 57, marks=needs_sandbox),
+        ("search", 327),
     ],
 )
 def test_rewards_are_those_of_skyrl_gym(env_class, count, tmp_path):
     corpus.make_database(tmp_path)
-    config = {"text2sql": {"db_path": str(tmp_path)}, "sandbox": {"cpu_seconds": 1.0}}
+    config = {
+        "text2sql": {"db_path": str(tmp_path)},
+        "sandbox": {"cpu_seconds": 1.0},
+        "search": {"corpus": str(corpus.make_documents(tmp_path))},
+    }
     found = {}
     for kind, name, extras, actions in corpus.cases():
         if kind == env_class:

@@ -110,7 +110,7 @@ def test_works_as_a_data_source():
         max_prompt_length=4,
         default_env_class="gsm8k",
     )
-    assert (len(loaded), num_filtered) == (5, 0)
+    assert (len(loaded), num_filtered) == (5, [0])
     # A digit's token is the digit; 13 is ">".
     digits = [int(digit) for digit in loaded[0].messages[0]["content"]]
     assert loaded[0].tokens == (*digits, 13)

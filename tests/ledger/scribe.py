@@ -3,7 +3,7 @@
 import yaml
 
 from jaxrl.audit import audit
-from jaxrl.data.prompts import epoch_order
+from jaxrl.data.order import DataOrder
 from jaxrl.ledger import FILE, Ledger
 
 SIZE, SAMPLES, PROMPTS, SEED = 2, 2, 5, 7  # an epoch is two batches, a prompt is left out
@@ -12,8 +12,8 @@ UIDS = [f"0:{row}" for row in range(PROMPTS)]
 
 
 def uid(ordinal):
-    epoch, place = divmod(ordinal, 4)
-    return UIDS[epoch_order(PROMPTS, SEED, epoch)[place]]
+    batch, place = divmod(ordinal, SIZE)
+    return UIDS[DataOrder((PROMPTS,), (SIZE,), SEED).batch(batch)[place]]
 
 
 class Scribe:

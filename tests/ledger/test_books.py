@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxrl.batch_file import batch_path, load_batch
+from jaxrl.data.order import DataOrder
 from jaxrl.data.packing import empty_batch
-from jaxrl.data.prompts import batch_indices
 from jaxrl.ledger import FILE, read_rollouts, rollouts_path
 from jaxrl.ledger.books import Taken, _reasons, step_checksums
 from jaxrl.ledger.rollout_file import file_digest
@@ -37,7 +37,8 @@ def test_every_trajectory_of_a_run_is_accounted_for(finished):
     folder, trainer = finished
     found = table(folder, ALL_OF_A_TRAJECTORY)
     assert len(found) == 4 * 4 * 4  # steps x prompts x samples
-    order = [trainer.train_prompts[i].uid for d in range(4) for i in batch_indices(d, 4, 64, 42)]
+    order = DataOrder((64,), (4,), seed=42)
+    order = [trainer.train_prompts[i].uid for d in range(4) for i in order.batch(d)]
     assert [(o, uid) for o, uid, *_ in found[::4]] == list(enumerate(order))
     for ordinal, _, handed, sample, *_, step, reason in found:
         assert (handed, step, reason) == (ordinal // 4, ordinal // 4 + 1, None)

@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 import time
 
+REPORT = "document.querySelector('#main [role=tabpanel], #main .bad') !== null"
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
@@ -86,11 +87,11 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])
 
-    def open(self, path, hash=""):
-        """Open a file and wait until the page is drawn."""
+    def open(self, path, hash="", drawn=REPORT):
+        """Open a file and wait until the page is drawn: by default one of `jaxrl.report`."""
         self._call("Page.navigate", url="about:blank")  # another hash alone would not load it
         self._call("Page.navigate", url=f"file://{path}{hash}")
-        self.wait("document.querySelector('#main [role=tabpanel], #main .bad') !== null")
+        self.wait(drawn)
 
     def run(self, expression):
         """The value of a JavaScript expression, awaited."""

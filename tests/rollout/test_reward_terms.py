@@ -44,7 +44,7 @@ def exits(*, action, judge):
     return 0.0
 
 
-def talk(env="TalkingEnv", weights=None, functions=(), *, prompts=None, **settings):
+def talk(env="TalkingEnv", weights=None, functions=(), *, paths=(), prompts=None, **settings):
     """Two turns, "34<end>" and "5<end>"; the first prompt's environment is in this module."""
     module = HERE if env == "TermsEnv" else "tests.rollout.scripted"
     said = prompts or [make_prompt(TOKENIZER, "12", env_class=f"{module}:{env}", says=["ab", None])]
@@ -53,7 +53,7 @@ def talk(env="TalkingEnv", weights=None, functions=(), *, prompts=None, **settin
         TOKENIZER,
         GeneratorConfig(max_turns=5, **settings),
         max_env_workers=0,
-        reward_terms=RewardTerms(weights, [f"{HERE}:{name}" for name in functions]),
+        reward_terms=RewardTerms(weights, [*(f"{HERE}:{name}" for name in functions), *paths]),
     )
     keys, sampling = [sample_key(i) for i in range(len(said))], Sampling(8, stop_token_ids=(END,))
     return generate_now(generator, {"prompts": said, "keys": keys, "sampling": sampling})

@@ -85,6 +85,12 @@ def test_a_number_that_is_not_finite_is_told_at_once(name, value):
     assert raised([{}, {name: value}]) == [(2, "not_finite")]
 
 
+def test_a_reward_that_is_not_deterministic_is_told_at_once():
+    twice = {"reward/rejudged": 3.0, "reward/rejudged_differently": 1.0}
+    assert raised([{}, twice]) == [(2, "reward_not_deterministic")]
+    assert raised([{**twice, "reward/rejudged_differently": 0.0}]) == []
+
+
 def test_an_alarm_is_silent_while_it_lasts_and_repeats_after_a_pause():
     bad = {"policy/skipped_updates": 1.0}
     assert raised([bad] * 30) == [(1, "not_finite")]
@@ -167,6 +173,10 @@ class StaleExp(BasePPOExp):
 
 
 BROKEN = {
+    "reward_not_deterministic": {
+        "environment.reward_functions": ["tests.rollout.test_rejudge:counting"],
+        "environment.rejudge_fraction": 0.05,
+    },
     "entropy_collapse": {
         "trainer.algorithm.policy_loss_type": "tests.watching.test_alarms:wrong_sign"
     },

@@ -5,6 +5,7 @@ import resource
 import sys
 import threading
 
+import matplotlib
 import numpy as np
 import pytest
 
@@ -29,6 +30,17 @@ def test_a_line_per_step(tmp_path):
         {"step": 1, "reward/avg_raw_reward": 1.0},
         {"step": 2, "reward/avg_raw_reward": 2.0},
     ]
+
+
+def test_drawing_leaves_the_backend_of_a_notebook_alone(tmp_path):
+    before = matplotlib.get_backend()
+    try:
+        matplotlib.use("svg")
+        write_run(tmp_path, [1, 2], plot=True)
+        assert matplotlib.get_backend() == "svg"
+    finally:
+        matplotlib.use(before)
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_line_is_on_disk_as_soon_as_it_is_logged(tmp_path):

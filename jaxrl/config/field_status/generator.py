@@ -3,6 +3,7 @@
 from jaxrl.config.field_status.row import LATER, NEW, implemented, inert, mapped, planned
 
 _ENGINE = "generator.inference_engine"
+_JUDGE = "llm_as_a_judge"
 
 ROWS = (
     implemented(
@@ -101,6 +102,7 @@ ROWS = (
     implemented("generator", "merge_stepwise_output", LATER, skyrl_only=False),
     implemented("environment", "env_class", 'also "my_pkg.my_module:MyEnv"'),
     implemented("environment", "reward_weights reward_functions", NEW, skyrl_only=False),
+    implemented("environment", "rejudge_fraction", NEW, skyrl_only=False),
     implemented("environment.skyrl_gym", "max_env_workers"),
     implemented(
         "environment.skyrl_gym", "env_timeout_seconds ray_env_workers", NEW, skyrl_only=False
@@ -129,9 +131,20 @@ ROWS = (
         only_with="python_code or lcb",
         skyrl_only=False,
     ),
-    planned(
-        "environment.skyrl_gym",
-        "llm_as_a_judge.* search.*",
-        only_with="these environments",
+    implemented(
+        "environment.skyrl_gym.search",
+        "log_requests search_url topk timeout",
+        only_with="search",
+    ),
+    implemented(
+        "environment.skyrl_gym.search", "corpus", NEW, only_with="search", skyrl_only=False
+    ),
+    implemented("environment.skyrl_gym.llm_as_a_judge", "model base_url", only_with=_JUDGE),
+    implemented(
+        "environment.skyrl_gym.llm_as_a_judge",
+        "api_key_env prompt max_score sampling_params timeout max_attempts max_requests",
+        NEW,
+        only_with=_JUDGE,
+        skyrl_only=False,
     ),
 )

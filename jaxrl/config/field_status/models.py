@@ -6,6 +6,7 @@ _MEGATRON = "trainer.*.megatron_config"
 
 ROWS = (
     implemented("data", "train_data val_data"),
+    implemented("data", "train_data_weights shuffle", NEW, skyrl_only=False),
     implemented("trainer.policy.model", "path"),
     implemented("trainer.ref.model", "path", "loaded only for a KL term"),
     implemented("trainer.policy.model", "random_init", NEW, skyrl_only=False),
@@ -14,8 +15,14 @@ ROWS = (
     ),
     implemented("trainer.critic.model", "path", "its head is drawn where the folder has none"),
     implemented("trainer.critic.model", "random_init", NEW, skyrl_only=False),
-    implemented("trainer.policy.model.lora", "rank alpha dropout init_method"),
-    implemented("trainer.policy.model.lora", "target_modules exclude_modules", "also a list"),
+    *(
+        row
+        for role in ("trainer.policy", "trainer.critic")
+        for row in (
+            implemented(f"{role}.model.lora", "rank alpha dropout init_method"),
+            implemented(f"{role}.model.lora", "target_modules exclude_modules", "also a list"),
+        )
+    ),
     implemented(
         "trainer.ref.model.lora", "rank", "of the adapters in ref.model.path, then a PEFT folder"
     ),
@@ -23,12 +30,6 @@ ROWS = (
         "trainer.ref.model.lora",
         "alpha dropout target_modules exclude_modules init_method",
         "read from the PEFT folder in ref.model.path",
-    ),
-    planned("trainer.critic.model.lora", "rank", "adapters of the critic"),
-    planned(
-        "trainer.critic.model.lora",
-        "alpha dropout target_modules exclude_modules init_method",
-        only_with="lora.rank > 0",
     ),
     implemented(
         "trainer.*.model.lora",

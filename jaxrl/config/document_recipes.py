@@ -1,0 +1,108 @@
+"""Writes docs/recipes.md from the recipes' headers: `python -m jaxrl.config.document_recipes`."""
+
+import ast
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+_ROOT = Path(__file__).parents[2]
+RECIPES = _ROOT / "configs"
+PAGE = _ROOT / "docs" / "recipes.md"
+FIELDS = ("Paper", "Hardware", "Plan", "Expected", "Source")
+
+_INTRODUCTION = """# Recipes
+
+<!-- Written by `python -m jaxrl.config.document_recipes`; edit the headers in configs/. -->
+
+A recipe is a file in `configs/` that returns the config of a run. Its header has the commands in
+the order in which they are run: first the data (`python -m jaxrl.data.prepare`), then the training.
+Every field can be set on the command line (`--config.trainer.seed=1`), and a file of your own may
+start from one of these:
+
+```python
+from jaxrl.config import load_config_file
+
+
+def get_config():
+    config = load_config_file("configs/gsm8k_qwen2_5_1_5b_grpo.py")
+    config.trainer.run_name = "mine"
+    config.trainer.algorithm.policy_loss_type = "dual_clip"
+    return config
+```
+
+**Source** says where the expected result comes from. *Measured here*: runs of this repository, in
+LOG.md. *Literature*: somebody else's run with these settings or nearly these; nobody has run the
+recipe at its full size with jaxrl. *Not measured*: no figure was found. What was run of every
+recipe is a tiny version (`tests/configs`): the same algorithm, environment, turns, adapters,
+critic, teacher and schedule, with a model of the same family, of two layers and random weights, for
+two steps on a CPU.
+
+**Plan** is the largest need of a device and what it has, by [`jaxrl.plan`](plan.md): *compiled* by
+the TPU's own compiler, *estimated* for GPUs. It needs only a folder with the `config.json` of the
+model, so nothing has to be downloaded for it:
+
+<!-- not run: writes a vocabulary of 151,936 tokens -->
+```bash
+python -m benchmarks.shapes qwen2.5-1.5b models/qwen2.5-1.5b
+XLA_FLAGS=--xla_force_host_platform_device_count=4 python -m jaxrl.plan --topology=h100:4 \\
+    --config=configs/gsm8k_qwen2_5_1_5b_grpo.py \\
+    --config.trainer.policy.model.path=models/qwen2.5-1.5b
+```
+
+| recipe | what | paper | hardware | plan | expected | source |
+|---|---|---|---|---|---|---|
+"""
+
+
+class Header(NamedTuple):
+    """What the docstring of a recipe says.
+
+    Attributes:
+        title: its first paragraph.
+        commands: its indented lines.
+        fields: those of `FIELDS`, each on one line.
+    """
+
+    title: str
+    commands: list[str]
+    fields: dict[str, str]
+
+
+def read_header(recipe: Path) -> Header:
+    """The header of a recipe.
+
+    Raises:
+        ValueError: it has none, or lacks a field.
+    """
+    text = ast.get_docstring(ast.parse(recipe.read_text()), clean=True) or ""
+    title = " ".join(text.partition("\n\n")[0].split())
+    commands = [line.strip() for line in text.splitlines() if line.startswith("    ")]
+    names = "|".join(FIELDS)
+    found = re.findall(rf"^({names}): (.*(?:\n    .*)*)", text, re.MULTILINE)
+    fields = {name: " ".join(value.split()) for name, value in found}
+    if missing := [name for name in FIELDS if name not in fields]:
+        raise ValueError(f"{recipe}: the header has no line {', '.join(missing)}")
+    return Header(title, commands, fields)
+
+
+def recipes_page() -> str:
+    """The whole page."""
+    return _INTRODUCTION + "".join(_row(recipe) for recipe in sorted(RECIPES.glob("*.py")))
+
+
+def _row(recipe: Path) -> str:
+    header = read_header(recipe)
+    linked = re.sub(
+        r"arXiv:(\d{4}\.\d{5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", header.fields["Paper"]
+    )
+    cells = [f"`{recipe.name}`", header.title, linked, *list(header.fields.values())[1:]]
+    return f"| {' | '.join(cells)} |\n"
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(recipes_page())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""The data card: what a run is given to learn from, and what of it is also in the evaluation."""
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxrl.data.order import DataOrder
+from jaxrl.types import Prompt
+
+# A mark of punctuation that is not part of a number.
+_PUNCTUATION = re.compile(r"(?<!\d)[.,;:!?'\"`]+|[.,;:!?'\"`]+(?!\d)")
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class DataCard:
+    """Some lines for each source; `warnings` are among them."""
+
+    lines: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+
+def data_card(
+    train: Sequence[Prompt],
+    evaluation: Sequence[Prompt],
+    *,
+    sources: Sequence[str],
+    eval_sources: Sequence[str] = (),
+    too_long: Mapping[str, int] | None = None,
+    order: DataOrder | None = None,
+    steps: int = 0,
+) -> DataCard:
+    """Rows, lengths, environments, duplicates and shares of the data of a run.
+
+    A duplicate is counted twice: as it is, and but for case, blanks, punctuation and the form of
+    characters (Unicode's NFKC).
+
+    Args:
+        train, evaluation: the prompts that are short enough.
+        sources, eval_sources: their data sets, by the numbers in their uids.
+        too_long: prompts of a data set that were left out.
+        order: with it shares of a batch, and passes over each source in `steps` batches.
+    """
+    keys = [_Keys(prompts) for prompts in (train, evaluation)]
+    lines = ["data:"]
+    for kind, names, prompts, own, other in (
+        ("train", sources, train, *keys),
+        ("eval", eval_sources, evaluation, *keys[::-1]),
+    ):
+        for number, name in enumerate(names):
+            rows = [i for i, prompt in enumerate(prompts) if prompt.source == number]
+            left_out = (too_long or {}).get(name, 0)
+            lines.append(f"  {kind} {number}: {name}")
+            lines += _described([prompts[i] for i in rows], left_out)
+            against = f", {other.found(own, rows)} also in the evaluation" * (kind == "train")
+            lines.append(f"    {own.repeated(rows)} occur before{against}")
+            if kind == "train" and order is not None:
+                lines.append(f"    {_drawn(order, number, steps)}")
+    warnings = _overlap(train, evaluation, *keys)
+    return DataCard((*lines, *warnings), warnings)
+
+
+def _described(prompts: Sequence[Prompt], left_out: int) -> list[str]:
+    """Numbers, lengths and environments of the prompts of a source."""
+    rows = f"{len(prompts)} prompts ({left_out} more too long, left out)"
+    if not prompts:
+        return [f"    {rows}"]
+    lengths = np.array([len(prompt.tokens) for prompt in prompts])
+    low, middle, high, most = np.percentile(lengths, [0, 50, 95, 100], method="higher").tolist()
+    names = Counter(prompt.env_class for prompt in prompts).most_common()
+    shown = ", ".join(f"{name} {count}" if len(names) > 1 else name for name, count in names)
+    missing = sum(not _has_truth(prompt.extras) for prompt in prompts)
+    return [
+        f"    {rows}; {low} / {middle} / {high} / {most} tokens (min / median / p95 / max)",
+        f"    environment {shown}; {missing} without a ground truth",
+    ]
+
+
+def _drawn(order: DataOrder, source: int, steps: int) -> str:
+    """Which part of a batch a source has, and how often the run goes through it."""
+    if len(order.counts) == 1:  # one pool
+        return f"all sources in one pool, {order.passes(steps)[0]:.2f} passes in {steps} batches"
+    count, passes = order.counts[source], order.passes(steps)[source]
+    return (
+        f"{count} of {order.batch_size} prompts of a batch ({count / order.batch_size:.1%}), "
+        f"{passes:.2f} passes in {steps} batches"
+    )
+
+
+def _has_truth(extras: Mapping[str, Any]) -> bool:
+    specs = (extras.get("reward_spec"), extras.get("reward_model"))
+    truths = [spec.get("ground_truth") for spec in specs if isinstance(spec, Mapping)]
+    return any(truth not in (None, "", []) for truth in truths)
+
+
+def _overlap(
+    train: Sequence[Prompt], evaluation: Sequence[Prompt], of_train: "_Keys", of_eval: "_Keys"
+) -> tuple[str, ...]:
+    """A warning where evaluation prompts are trained on."""
+    found = [
+        (evaluation[i].uid, train[of_train.first[key]].uid)
+        for i, key in enumerate(of_eval.loose)
+        if key in of_train.first
+    ]
+    if not found:
+        return ()
+    shown = ", ".join(f"{theirs} is {ours} of train" for theirs, ours in found[:_SHOWN])
+    return (
+        f"WARNING: {len(found)} of {len(evaluation)} evaluation prompts are trained on, but for "
+        f"case, blanks and punctuation ({shown}): the evaluation then measures memory. Take them "
+        "out of data.train_data",
+    )
+
+
+class _Keys:
+    """What prompts say: as it is, and but for case, blanks and punctuation."""
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        texts = [_said(prompt) for prompt in prompts]
+        self.exact = [hash(text) for text in texts]
+        self.loose = [hash(normalized(text)) for text in texts]
+        self.first_exact, self.first = _first_rows(self.exact), _first_rows(self.loose)
+
+    def repeated(self, rows: Sequence[int]) -> str:
+        """How many of the rows say what a row before them said, in any source."""
+        same = sum(self.first_exact[self.exact[row]] < row for row in rows)
+        alike = sum(self.first[self.loose[row]] < row for row in rows)
+        return f"{same} ({alike} loosely)"
+
+    def found(self, other: "_Keys", rows: Sequence[int]) -> str:
+        """How many rows of `other` are among these."""
+        same = sum(other.exact[row] in self.first_exact for row in rows)
+        alike = sum(other.loose[row] in self.first for row in rows)
+        return f"{same} ({alike} loosely)"
+
+
+def _first_rows(keys: Sequence[int]) -> dict[int, int]:
+    """Key -> the first row that has it."""
+    found: dict[int, int] = {}
+    for row, key in enumerate(keys):
+        found.setdefault(key, row)
+    return found
+
+
+def _said(prompt: Prompt) -> str:
+    return "\n".join(f"{m.get('role')}\t{m.get('content')}" for m in prompt.messages)
+
+
+def normalized(text: str) -> str:
+    """The text but for case, blanks, punctuation outside numbers, and the form of characters."""
+    if not text.isascii():
+        text = unicodedata.normalize("NFKC", text)
+    return " ".join(_PUNCTUATION.sub(" ", text.casefold()).split())

@@ -1,0 +1,232 @@
+"""Write a known data set as train.parquet and validation.parquet, in the columns of the trainer.
+
+    python -m jaxrl.data.prepare gsm8k --output data/gsm8k
+    python -m jaxrl.data.prepare dapo --output data/dapo --source copies/dapo
+
+The data sets are gsm8k, math, dapo, aime, text2sql and searchr1; docs/data.md says what is in them.
+They come from the Hugging Face hub, or from a copy with the files that the hub has.
+"""
+
+import argparse
+import csv
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from jaxrl.data.benchmarks import BENCHMARKS, Row, Split
+from jaxrl.data.prompts import BadRow, bad_rows, read_rows
+from jaxrl.files import replaced
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_SPLITS = {"train": "train", "validation": "test"}  # file -> what the data sets call it
+
+
+class NoSuchFiles(ValueError):
+    """A folder has none of the files of a split."""
+
+
+def prepare(
+    name: str,
+    output: Path,
+    source: str | None = None,
+    *,
+    env_class: str | None = None,
+    levels: Sequence[int] = (),
+) -> dict[str, int]:
+    """Writes `output`/train.parquet and validation.parquet; the same input gives the same files.
+
+    Args:
+        name: of `BENCHMARKS`.
+        source: a folder, a file or the id of a data set on the hub; None = where it is published.
+        env_class: in place of the data set's environment.
+        levels: of MATH's training rows, 1 to 5; () = all.
+
+    Returns:
+        The number of rows of each file. A source without evaluation rows gives no validation.
+
+    Raises:
+        ValueError: there is no such source, a file or column is missing, or rows are bad.
+    """
+    if levels and name != "math":
+        raise ValueError(f"--levels {levels}: {name} has no levels, only math has")
+    changed = {} if env_class is None else {"env_class": env_class}
+    again = f"python -m jaxrl.data.prepare {name} --output {shlex.quote(str(output))}"
+    tables = {}
+    for split in _SPLITS:
+        files = files_of(name, split, source, again)
+        rows = converted_rows(name, files, split) if files else []
+        if levels and split == "train":
+            wanted = {f"Level {level}" for level in levels}
+            rows = [row for row in rows if row["extra_info"]["level"] in wanted]
+        if rows:
+            tables[split] = pa.Table.from_pylist([row | changed for row in rows])
+    if "train" not in tables:
+        raise ValueError(f"--levels {levels}: no row of train has one of these levels")
+    for split, table in tables.items():  # all of them are right
+        _write(table, output / f"{split}.parquet")
+    return {split: table.num_rows for split, table in tables.items()}
+
+
+def files_of(name: str, split: str, source: str | None, again: str) -> list[Path]:
+    """The files of a split; none where a source has only training rows.
+
+    Args:
+        again: the command, for errors.
+
+    Raises:
+        ValueError: there is no such source, or it has no training rows.
+    """
+    benchmark = BENCHMARKS[name]
+    one_file = source is not None and Path(source).expanduser().is_file()
+    if split == "validation" and one_file and benchmark.train != benchmark.validation:
+        print(f"{source} is one file: no validation.parquet is written")
+        return []
+    try:
+        return find_files(source, getattr(benchmark, split), again)
+    except NoSuchFiles as error:
+        if split == "train":
+            raise
+        print(f"{error}: no validation.parquet is written")
+        return []
+
+
+def find_files(source: str | None, split: Split, again: str) -> list[Path]:
+    """The files of a source that a split asks for, in order; those of the hub are downloaded.
+
+    Raises:
+        NoSuchFiles: it has none.
+        ValueError: there is no such source, or the hub cannot be reached.
+    """
+    if source is not None and (path := Path(source).expanduser()).exists():
+        return [path] if path.is_file() else _matching(path, split.files)
+    if source is not None and not _HUB_ID.fullmatch(source):
+        raise ValueError(
+            f"--source {source!r} is neither a file or folder (looked in {Path.cwd()}) nor the id "
+            "of a data set on the Hugging Face hub, owner/name"
+        )
+    hub = source or split.hub
+    return _matching(_download(hub, split.files, again), split.files, hub)
+
+
+def converted_rows(name: str, files: Sequence[Path], split: str) -> list[Row]:
+    """The rows of some files as the trainer reads them.
+
+    Raises:
+        ValueError: bad rows, the first few listed; there is no row.
+    """
+    benchmark, problems, total = BENCHMARKS[name], [], 0
+
+    def converted() -> Iterator[Row]:
+        nonlocal total
+        for total, raw in enumerate((row for file in files for row in _read(file)), start=1):
+            try:
+                row = benchmark.convert(raw, total - 1, _SPLITS[split])
+            except BadRow as error:
+                problems.append(f"row {total - 1}: {error}")
+                continue
+            if row is not None:
+                yield row
+
+    found = _distinct(converted()) if benchmark.distinct else list(converted())
+    source = ", ".join(map(str, files))
+    if problems:
+        raise bad_rows(f"{source} as {name}", problems, total)
+    if not found:
+        raise ValueError(f"{source} has no row for {split}")
+    return found
+
+
+def _distinct(rows: Iterable[Row]) -> list[Row]:
+    """Each prompt once, where its first row stands; none whose rows have different answers."""
+    first: dict[str, Row] = {}
+    ambiguous = set()
+    for row in rows:
+        key = repr(row["prompt"])
+        if first.setdefault(key, row)["reward_model"] != row["reward_model"]:
+            ambiguous.add(key)
+    return [row for key, row in first.items() if key not in ambiguous]
+
+
+def _matching(folder: Path, patterns: Sequence[str], hub: str = "") -> list[Path]:
+    names = sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+    )
+    for pattern in patterns:
+        if found := [name for name in names if _matches(name, pattern)]:
+            return [folder / name for name in found]
+    raise NoSuchFiles(f"{hub or folder} has none of the files {', '.join(patterns)}")
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a path matches; `*` stays within a folder."""
+    parts, wanted = name.split("/"), pattern.split("/")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def _download(hub: str, patterns: Sequence[str], again: str) -> Path:
+    from huggingface_hub import snapshot_download  # a second to import
+
+    try:
+        found = snapshot_download(hub, repo_type="dataset", allow_patterns=list(patterns))
+        return Path(found)
+    except Exception as error:  # of the hub, of HTTP, of sockets: there is no common base
+        raise ValueError(
+            f"the data set {hub!r} cannot be had from the Hugging Face hub "
+            f"({type(error).__name__}: {str(error).strip().splitlines()[0]}). Copy it where it can "
+            f"be reached, 'hf download {hub} --repo-type dataset --local-dir FOLDER', and run "
+            f"{again} --source FOLDER"
+        ) from error
+
+
+def _read(file: Path) -> Iterator[Any]:
+    if file.suffix.lower() != ".csv":
+        yield from read_rows(str(file))
+        return
+    with file.open(encoding="utf-8-sig", newline="") as lines:
+        yield from csv.DictReader(lines)
+
+
+def _write(table: pa.Table, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replaced(path) as new:
+        pq.write_table(table, new)
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; 0 = written, 2 = what the user must mend."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxrl.data.prepare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", choices=BENCHMARKS, help="which data set")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the two files")
+    parser.add_argument("--source", help="folder or file of a copy, or the id of a hub data set")
+    parser.add_argument(
+        "--env-class", help="environment of the rows, in place of the data set's own"
+    )
+    parser.add_argument(
+        "--levels", type=int, nargs="+", default=(), help="of math's training rows, 1 to 5"
+    )
+    given = parser.parse_args(argv)
+    output = given.output.expanduser()
+    try:
+        chosen = {"env_class": given.env_class, "levels": given.levels}
+        written = prepare(given.name, output, given.source, **chosen)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for split, rows in written.items():
+        print(f"{output / split}.parquet: {rows} rows")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

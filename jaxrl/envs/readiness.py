@@ -1,0 +1,50 @@
+"""Whether every environment that data sets name can be made, found out before work is lost."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxrl import envs
+from jaxrl.types import Prompt
+
+
+def check_environments(
+    prompts: Sequence[Prompt],
+    env_config: Mapping[str, Any] | None,
+    max_turns: int,
+    *,
+    make: bool = True,
+) -> None:
+    """Makes an environment for the first prompt of each kind, and asks whether it is ready.
+
+    Args:
+        prompts: of all data sets.
+        env_config: settings of the run.
+        max_turns: for environments that count turns.
+        make: False only finds the classes: they are made in other processes, perhaps elsewhere.
+
+    Raises:
+        ValueError: names every environment that cannot be made, a prompt of it, and why: a name
+            that nobody knows, a package, a sandbox, a corpus or a key that is missing, a row that
+            lacks a column, a server that does not answer.
+    """
+    wrong = []
+    for env_class, prompt in {prompt.env_class: prompt for prompt in reversed(prompts)}.items():
+        try:
+            if make:
+                _try(prompt, env_config, max_turns)
+            else:
+                envs.load(env_class)
+        except Exception as error:
+            reason = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            wrong.append(f"environment '{env_class}' of prompt {prompt.uid}: {reason}")
+    if wrong:
+        raise ValueError("\n".join(["environments that cannot be made:", *wrong[::-1]]))
+
+
+def _try(prompt: Prompt, env_config: Mapping[str, Any] | None, max_turns: int) -> None:
+    env = envs.make(prompt.env_class, {"max_turns": max_turns, **prompt.extras}, env_config)
+    try:
+        if isinstance(env, envs.Env):
+            env.ready()
+    finally:
+        env.close()

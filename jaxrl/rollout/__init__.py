@@ -1,0 +1,1 @@
+"""Trajectories: engines that sample, conversations with environments, servers."""

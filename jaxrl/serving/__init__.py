@@ -1,0 +1,1 @@
+"""The HTTP server: OpenAI's API over an engine, and agents that train through it."""

@@ -1,0 +1,91 @@
+"""The data card: literal lines, what counts as a duplicate, the warning, and its place in a run."""
+
+import pytest
+
+from jaxrl.data.card import data_card, normalized
+from jaxrl.data.order import data_order
+from jaxrl.types import Prompt
+
+OF = "tokens (min / median / p95 / max)"
+TRUTH = {"reward_spec": {"ground_truth": "4"}}
+
+
+def prompt(uid, text, length=3, env_class="gsm8k", extras=TRUTH):
+    return Prompt(uid, [{"role": "user", "content": text}], (1,) * length, env_class, extras)
+
+
+def test_the_lines_of_two_sources():
+    train = [
+        prompt("0:0", "How many?", 3),
+        prompt("0:1", "how  many", 4),  # loosely the one before
+        prompt("0:3", "How many?", 9, extras={}),
+        prompt("0:4", "Which?", 5, extras={"reward_model": {"ground_truth": 0}}),
+        prompt("1:0", "Who?", 2, "aime", {"reward_spec": {"ground_truth": ""}}),
+        prompt("1:1", "Which?", 2),
+    ]
+    evaluation = [prompt("0:0", "Where?"), prompt("0:1", "WHO"), prompt("0:2", "Which?")]
+    card = data_card(
+        train,
+        evaluation,
+        sources=["a.parquet", "b.parquet"],
+        eval_sources=["c.parquet"],
+        too_long={"a.parquet": 2},
+        order=data_order([0, 0, 0, 0, 1, 1], 4, 0, weights=[3, 1]),
+        steps=6,
+    )
+    warning = (
+        "WARNING: 2 of 3 evaluation prompts are trained on, but for case, blanks and punctuation "
+        "(0:1 is 1:0 of train, 0:2 is 0:4 of train): the evaluation then measures memory. Take "
+        "them out of data.train_data"
+    )
+    assert card.warnings == (warning,)
+    assert str(card).splitlines() == [
+        "data:",
+        "  train 0: a.parquet",
+        f"    4 prompts (2 more too long, left out); 3 / 5 / 9 / 9 {OF}",
+        "    environment gsm8k; 1 without a ground truth",
+        "    1 (2 loosely) occur before, 1 (1 loosely) also in the evaluation",
+        "    3 of 4 prompts of a batch (75.0%), 4.50 passes in 6 batches",  # 6 * 3 / 4
+        "  train 1: b.parquet",
+        f"    2 prompts (0 more too long, left out); 2 / 2 / 2 / 2 {OF}",
+        "    environment aime 1, gsm8k 1; 1 without a ground truth",
+        "    1 (1 loosely) occur before, 1 (2 loosely) also in the evaluation",
+        "    1 of 4 prompts of a batch (25.0%), 3.00 passes in 6 batches",  # 6 * 1 / 2
+        "  eval 0: c.parquet",
+        f"    3 prompts (0 more too long, left out); 3 / 3 / 3 / 3 {OF}",
+        "    environment gsm8k; 0 without a ground truth",
+        "    0 (0 loosely) occur before",
+        warning,
+    ]
+
+
+def test_one_pool_and_no_overlap():
+    train = [prompt("0:0", "a"), prompt("1:0", "b")]
+    card = data_card(
+        train, [prompt("0:0", "c")], sources=["a", "b"], order=data_order([0, 1], 2, 0), steps=3
+    )
+    assert card.warnings == ()
+    assert "    all sources in one pool, 3.00 passes in 3 batches" in card.lines
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("What is it?", " what  is\nit", True),
+        ("Say 'yes'.", "say yes", True),
+        ("1.5 or 2,000", "1.5 or 2,000.", True),
+        ("1.5", "1 5", False),
+        ("3-4", "34", False),
+        ("3 + 4", "3 - 4", False),
+        ("\uff21\uff11", "a1", True),  # full-width letters
+        ("caf\u00e9", "cafe\u0301", True),
+    ],
+)
+def test_what_is_the_same_loosely(one, other, same):
+    assert (normalized(one) == normalized(other)) is same
+
+
+def test_messages_of_other_roles_are_other_prompts():
+    system = Prompt("0:1", [{"role": "system", "content": "a"}], (1,), "gsm8k")
+    card = data_card([prompt("0:0", "a"), system], [], sources=["a"])
+    assert "    0 (0 loosely) occur before, 0 (0 loosely) also in the evaluation" in card.lines

@@ -1,0 +1,88 @@
+"""What docs/troubleshooting.md names is there: metrics, fields, alarms, messages, commands, files."""
+
+import importlib.util
+import re
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+
+from jaxrl.advantages import ESTIMATORS
+from jaxrl.config import TrainConfig
+from jaxrl.losses import LOSSES
+from jaxrl.watching.alarms import RULES
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/troubleshooting.md").read_text()
+NAMED = sorted(set(re.findall(r"(?<!`)`([^`\n]+)`(?!`)", PAGE)))
+SOURCE = "\n".join(path.read_text() for path in sorted((ROOT / "jaxrl").rglob("*.py")))
+# messages are written as neighbouring literals: '"... not "\n f"one row"' is one text
+PROSE = re.sub(r'"\s*\n\s*f?"', "", SOURCE)
+GROUPS = "reward|policy|loss|generate|trainer|async|compile|timing|eval|environment"
+PARTS = "trainer|generator|environment|data|serve|sft"
+
+
+def config_fields(node, prefix=""):
+    for field in fields(node):
+        value = getattr(node, field.name)
+        yield prefix + field.name
+        if is_dataclass(value):
+            yield from config_fields(value, f"{prefix}{field.name}.")
+
+
+FIELDS = set(config_fields(TrainConfig()))
+
+
+def is_metric(name):
+    """Whether the sources say it; or its last part, where a prefix or a suffix is added to it."""
+    leaf = name.rpartition("/")[2]
+    made = re.sub(r"_(p\d\d|mean|max|low|high)$", "", leaf)  # of quantiles, sides, statistics
+    ending = r'(_|_p?\{[^"]*)?"'
+    said = (rf'["/}}]{re.escape(x)}{ending}' for x in (name, leaf, made))
+    return any(re.search(pattern, SOURCE) for pattern in said)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMED if re.fullmatch(rf"({GROUPS})/[\w/]+", n)])
+def test_metrics(name):
+    assert is_metric(name)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMED if re.fullmatch(rf"({PARTS})\.[\w.]+", n)])
+def test_fields(name):
+    assert name in FIELDS
+
+
+def test_every_alarm_is_on_the_page():
+    assert set(RULES) <= set(NAMED)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMED if re.fullmatch(r"[a-z]+(_[a-z]+)+", n)])
+def test_words_are_alarms_losses_or_values_of_the_code(name):
+    known = {*RULES, *LOSSES, *ESTIMATORS, *(f.rpartition(".")[2] for f in FIELDS)}
+    assert name in known or f'"{name}"' in SOURCE
+
+
+@pytest.mark.parametrize("words", [n for n in NAMED if re.fullmatch(r"[a-z][\w ;,]* [\w ;,]*\w", n)])
+def test_messages(words):
+    head, _, what = words.rpartition(" ")  # "is of another {what}"
+    assert words in PROSE or f"{head} {{what}}" in PROSE and f'("{what}", ' in PROSE
+
+
+@pytest.mark.parametrize("command", [n for n in NAMED if n.startswith("python -m ")])
+def test_commands(command):
+    module, *words = command.removeprefix("python -m ").split()
+    assert importlib.util.find_spec(module)
+    source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+    flags = [w.partition("=")[0] for w in words if w.startswith("--")]
+    assert all(flag in source or flag == "--config" for flag in flags)
+    only = [c for w in words if w.startswith("--only=") for c in w[7:].split(",")]
+    if only:
+        from jaxrl.doctor import chosen
+
+        assert chosen(only)  # raises where there is no such check
+
+
+def test_something_of_each_kind_was_found():
+    """The patterns above still match the page."""
+    for pattern, least in ((rf"({GROUPS})/", 25), (rf"({PARTS})\.", 40), ("python -m ", 8)):
+        assert sum(bool(re.match(pattern, name)) for name in NAMED) >= least

@@ -1,0 +1,134 @@
+"""What is refused before a model is loaded: environments of the data that cannot be made."""
+
+import pytest
+
+from jaxrl import config as cfg
+from jaxrl.envs import Env, sandbox
+from jaxrl.envs.readiness import check_environments
+from jaxrl.train import BasePPOExp
+from jaxrl.types import Prompt
+from tests.envs.json_server import closed_url
+from tests.test_train import QUICKSTART
+
+RULE = {"reward_spec": {"method": "rule", "ground_truth": "[1]"}}
+
+
+class CountingEnv(Env):
+    made, asked, closed = 0, 0, 0
+
+    def __init__(self, env_config=None, extras=None):
+        super().__init__(env_config, extras)
+        CountingEnv.made += 1
+
+    def ready(self):
+        CountingEnv.asked += 1
+        if self.extras.get("broken"):
+            raise ConnectionError("nobody there")
+
+    def close(self):
+        CountingEnv.closed += 1
+
+
+class PlainEnv:
+    """No subclass: a method `ready` of its own means something else."""
+
+    def __init__(self, env_config=None, extras=None):
+        assert extras["max_turns"] == 3
+
+    def ready(self, something):
+        raise AssertionError
+
+    def step(self, action): ...
+
+    def close(self): ...
+
+
+COUNTING = "tests.envs.test_readiness:CountingEnv"
+
+
+def prompt(number, env_class, **extras):
+    return Prompt(f"0:{number}", [{"role": "user", "content": "1"}], (1,), env_class, extras)
+
+
+def test_one_of_each_kind_is_made_asked_and_closed(monkeypatch):
+    monkeypatch.setattr(CountingEnv, "made", 0)
+    prompts = [prompt(i, COUNTING, broken=i > 0) for i in range(3)]  # the first is asked
+    check_environments([*prompts, prompt(3, "tests.envs.test_readiness:PlainEnv")], {}, 3)
+    assert (CountingEnv.made, CountingEnv.asked, CountingEnv.closed) == (1, 1, 1)
+
+
+def test_all_that_is_wrong_is_said_at_once(monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.setattr("jaxrl.envs.json_request.FIRST_WAIT", 0.001)
+    monkeypatch.setattr(sandbox, "require", no_sandbox)
+    prompts = [
+        prompt(0, "gsm8k", **RULE),
+        prompt(1, "gsm8"),
+        prompt(2, "text2sql", **RULE),
+        prompt(3, COUNTING, broken=True),
+        prompt(4, "python_code", **RULE),
+        prompt(5, "reasoning_gym:chain_sun", entry="{}"),
+        prompt(6, "search", **RULE),
+        prompt(7, "search", **RULE),
+        prompt(8, "llm_as_a_judge", **RULE),
+    ]
+    config = {"search": {"search_url": closed_url()}}
+    with pytest.raises(ValueError) as raised:
+        check_environments(prompts, config, 1)
+    first, *lines = str(raised.value).splitlines()
+    assert first == "environments that cannot be made:"
+    expected = {
+        "gsm8' of prompt 0:1": "unknown environment 'gsm8'; did you mean 'gsm8k'?",
+        "text2sql' of prompt 0:2": "needs a column db_id",
+        "CountingEnv' of prompt 0:3": "ConnectionError: nobody there",
+        "python_code' of prompt 0:4": "SandboxError: no namespaces",
+        "reasoning_gym:chain_sun' of prompt 0:5": "did you mean 'chain_sum'?",
+        "search' of prompt 0:6": "RequestError: http://127.0.0.1:",
+        "llm_as_a_judge' of prompt 0:8": "the variable OPENAI_API_KEY has no key",
+    }
+    assert len(lines) == len(expected)
+    for line, (head, reason) in zip(lines, expected.items(), strict=True):
+        assert head in line
+        assert reason in line
+
+
+def no_sandbox():
+    raise sandbox.SandboxError("no namespaces")
+
+
+def test_where_they_live_elsewhere_only_the_classes_are_found(monkeypatch):
+    monkeypatch.setattr(CountingEnv, "made", 0)
+    check_environments([prompt(0, COUNTING, broken=True)], {}, 1, make=False)
+    assert CountingEnv.made == 0
+    with pytest.raises(ValueError, match="unknown environment 'gsm8'"):
+        check_environments([prompt(0, "gsm8")], {}, 1, make=False)
+
+
+class OwnGenerator(BasePPOExp):
+    def get_generator(self, engine, tokenizer):
+        raise AssertionError("not reached")
+
+
+def test_a_run_refuses_them_before_the_engine_is_made(tmp_path):
+    class Exp(BasePPOExp):
+        def get_engine(self, model, mesh):
+            raise AssertionError("the engine was made")
+
+    config = cfg.apply_overrides(
+        cfg.load_config_file(QUICKSTART),
+        {
+            "data.train_data": ["jaxrl.envs.sort_digits:prompts(size=64, seed=0)"],
+            "data.val_data": ["tests.envs.test_readiness:rows()"],
+            "trainer.log_path": str(tmp_path),
+            "trainer.ckpt_path": str(tmp_path / "checkpoints"),
+            "trainer.export_path": str(tmp_path / "exports"),
+        },
+    )
+    with pytest.raises(ValueError, match="'no_such_env' of prompt 0:0: unknown environment"):
+        Exp(config).build()
+    # a generator of one's own knows what its prompts mean
+    OwnGenerator(config).check_environments([prompt(0, "no_such_env")])
+
+
+def rows():
+    yield {"prompt": "12", "env_class": "no_such_env"}
