@@ -102,8 +102,9 @@ class Run:
         """
         size, total = self.facts["train_batch_size"], self.facts["num_prompts"]
         of_epoch = total // size * size  # the last, incomplete batch of an epoch is left out
+        seed, shuffle = self.facts["seed"], self.facts.get("shuffle", True)
         orders = {
-            epoch: epoch_order(total, self.facts["seed"], epoch)
+            epoch: epoch_order(total, seed, epoch, shuffle)
             for epoch in np.unique(ordinals // of_epoch).tolist()
         }
         rows = [orders[k // of_epoch][k % of_epoch] for k in ordinals.tolist()]

@@ -201,12 +201,13 @@ class SFTTrainer:
         }
 
     def next_batch(self, step: int) -> TrainBatch:
-        """The batch of a step, a function of the seed and the step alone; every epoch reshuffles.
+        """The batch of a step, a function of the seed and the step alone.
 
-        The last, incomplete batch of an epoch is left out.
+        Every epoch reshuffles (`data.shuffle`); its last, incomplete batch is left out.
         """
         trainer, total = self.config.trainer, len(self.train_data)
-        rows = batch_indices(step - 1, trainer.train_batch_size, total, seed=trainer.seed)
+        how = trainer.train_batch_size, total, trainer.seed, self.config.data.shuffle
+        rows = batch_indices(step - 1, *how)
         return conversation_batch([self.train_data[i] for i in rows])
 
     def evaluate(self) -> dict[str, float]:

@@ -235,9 +235,9 @@ class Trainer:
 
     def prompts_of(self, batch: int) -> list[Prompt]:
         """The prompts of a batch, counted from 0 over all epochs."""
-        trainer = self.config.trainer
-        size, total = trainer.train_batch_size, len(self.train_prompts)
-        return [self.train_prompts[i] for i in batch_indices(batch, size, total, seed=trainer.seed)]
+        trainer, total = self.config.trainer, len(self.train_prompts)
+        how = trainer.train_batch_size, total, trainer.seed, self.config.data.shuffle
+        return [self.train_prompts[i] for i in batch_indices(batch, *how)]
 
     def generate(self, prompts: Sequence[Prompt], step: int, attempt: int = 1) -> GeneratorOutput:
         """`n_samples_per_prompt` judged trajectories for each prompt.

@@ -31,6 +31,9 @@ class DataConfig(BaseConfig):
         default_factory=lambda: [os.path.expanduser("~/data/gsm8k/validation.parquet")]
     )
     """Evaluation prompts, likewise; an empty list = no evaluation."""
+    shuffle: bool = True
+    """Visit the training prompts in a random order, another one in each epoch; False = in the order
+    of `train_data`, for example from easy to hard."""
 
 
 @dataclass

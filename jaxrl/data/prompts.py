@@ -129,12 +129,16 @@ def load_prompts(
     return prompts, len(dropped_lengths)
 
 
-def epoch_order(num_prompts: int, seed: int, epoch: int) -> np.ndarray:
+def epoch_order(num_prompts: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
     """The order in which an epoch visits the prompts [num_prompts], a function of its arguments."""
+    if not shuffle:
+        return np.arange(num_prompts)
     return np.random.default_rng((seed, epoch)).permutation(num_prompts)
 
 
-def batch_indices(position: int, batch_size: int, num_prompts: int, seed: int) -> np.ndarray:
+def batch_indices(
+    position: int, batch_size: int, num_prompts: int, seed: int, shuffle: bool = True
+) -> np.ndarray:
     """The prompts of one batch [batch_size], as indices into the data set.
 
     Batches are counted over all epochs, so a training step finds its prompts from its number alone
@@ -145,6 +149,7 @@ def batch_indices(position: int, batch_size: int, num_prompts: int, seed: int) -
         batch_size: prompts per batch.
         num_prompts: size of the data set.
         seed: of the shuffling.
+        shuffle: False = every epoch has the order of the data set.
     """
     if not 0 < batch_size <= num_prompts:
         raise ValueError(
@@ -152,7 +157,7 @@ def batch_indices(position: int, batch_size: int, num_prompts: int, seed: int) -
             "batch_size must be at least 1 and at most the number of prompts"
         )
     epoch, batch = divmod(position, num_prompts // batch_size)
-    order = epoch_order(num_prompts, seed, epoch)
+    order = epoch_order(num_prompts, seed, epoch, shuffle)
     return order[batch * batch_size : (batch + 1) * batch_size]
 
 

@@ -83,6 +83,7 @@ class Books:
                 "seed": settings.seed,
                 "train_batch_size": size,
                 "num_prompts": len(trainer.train_prompts),
+                "shuffle": trainer.config.data.shuffle,
                 "samples": trainer.samples,
                 "policy_mini_batch_size": settings.policy_mini_batch_size,
                 "dynamic_sampling": settings.algorithm.dynamic_sampling.type,

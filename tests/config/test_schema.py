@@ -40,6 +40,7 @@ CLASSES = [
     if inspect.isclass(c) and issubclass(c, BaseConfig) and c is not BaseConfig
 ]
 OUR_FIELDS = {
+    "data.shuffle",
     "trainer.policy.model.random_init",
     "trainer.ref.model.random_init",
     "trainer.critic.model.random_init",

@@ -309,6 +309,12 @@ def test_batches_cover_an_epoch_once_and_drop_the_rest():
     assert [b.tolist() for b in batches] == [first[:3], first[3:6], second[:3], second[3:6]]
 
 
+def test_unshuffled_epochs_have_the_order_of_the_data():
+    batches = [batch_indices(k, 3, 7, seed=5, shuffle=False).tolist() for k in range(3)]
+    assert batches == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]
+    assert epoch_order(4, 5, 1, shuffle=False).tolist() == [0, 1, 2, 3]
+
+
 def test_position_alone_finds_a_batch():
     alone = batch_indices(1001, 4, 16, seed=0)
     walked = [batch_indices(k, 4, 16, seed=0) for k in range(1002)][-1]

@@ -6,6 +6,7 @@ _MEGATRON = "trainer.*.megatron_config"
 
 ROWS = (
     implemented("data", "train_data val_data"),
+    implemented("data", "shuffle", NEW, skyrl_only=False),
     implemented("trainer.policy.model", "path"),
     implemented("trainer.ref.model", "path", "loaded only for a KL term"),
     implemented("trainer.policy.model", "random_init", NEW, skyrl_only=False),
