@@ -5,6 +5,7 @@ A row carries its whole entry, so scoring needs neither the seed nor the version
 
 import dataclasses
 import difflib
+import enum
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -311,8 +312,8 @@ def _check_family(family: str) -> None:
 
 def _create(family: str, size: int, seed: int, config: Mapping[str, Any]) -> Any:
     _check_family(family)
-    settings = dict(config)
     try:
+        settings = _with_enums(family, config)
         if family == "composite":
             spec_of = _library("composite").DatasetSpec
             settings["datasets"] = [
@@ -324,6 +325,15 @@ def _create(family: str, size: int, seed: int, config: Mapping[str, Any]) -> Any
         raise ValueError(
             f"reasoning-gym family {family!r} refuses the settings {dict(config)}: {error}"
         ) from error
+
+
+def _with_enums(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, where a choice among names may be a string, which JSON makes of it."""
+    defaults = {
+        f.name: f.default for f in dataclasses.fields(_library("factory").DATASETS[family][1])
+    }
+    chosen = {name for name in config if isinstance(defaults.get(name), enum.Enum)}
+    return {k: type(defaults[k])(v) if k in chosen else v for k, v in config.items()}
 
 
 def _config_at(
@@ -357,8 +367,9 @@ def _config_at(
         raise ValueError(
             f"reasoning-gym family {family!r} refuses the settings {dict(defaults)}: {error}"
         ) from error
-    names = {field.name for field in dataclasses.fields(config)} - {"seed", "size"}
-    return {name: getattr(config, name) for name in sorted(names)}
+    of_attributes = ("field_name", "lower_field_name", "upper_field_name")
+    found = {getattr(a, of, None) for a in made.attributes.values() for of in of_attributes}
+    return {name: getattr(config, name) for name in sorted({*defaults, *found} - {None})}
 
 
 def _library(module: str) -> Any:

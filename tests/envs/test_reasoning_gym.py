@@ -387,6 +387,7 @@ def test_every_curriculum_has_rows_at_its_first_and_second_level(tmp_path, monke
     # Levels that reasoning-gym's own settings refuse.
     assert refused == {
         ("knight_swap", 0): "min_nodes must be >= 6",
+        ("knight_swap", 1): "min_nodes must be >= 6",
         ("modulo_grid", 1): "max_target must be greater than 0",
     }
 
