@@ -13,7 +13,7 @@ from jaxrl.envs.protocol import StepOutput
 from jaxrl.types import Message
 from jaxrl.user_functions import import_function
 
-_ACTION_TAG = re.compile(r"<action>(.*?)</action>", re.DOTALL)
+_ACTION = r"<action>(.*?)</action>"
 _COLOURED = re.compile(r"\x1b\[([\d;]+)m(.*?)\x1b\[0m", re.DOTALL)
 _COLOURS = ("gray", "red", "green", "yellow", "blue", "magenta", "cyan", "white", "crimson")
 _READABLE = ("Text", "Discrete", "MultiDiscrete", "MultiBinary", "Tuple", "Dict")
@@ -35,7 +35,8 @@ class GymnasiumEnv(Adapter):
         extras: columns of the row. `seed` (0) of the environment's chance, the same for all samples
             of the row; `actions`: names of a Discrete space's actions, in their order; `make`:
             keywords of `gymnasium.make`, a dict or JSON; `observe`: "pkg.module:function" of the
-            environment and the observation.
+            environment and the observation; `action_pattern`: where an action stands in place of
+            the tag, a regular expression with one group, of which the last match counts.
         name: an id of gymnasium, or "module:id" to import the module that registers it.
     """
 
@@ -51,7 +52,8 @@ class GymnasiumEnv(Adapter):
         self.env = _make(name, self.extras.get("make"))
         self._observe = import_function(observe, "observe") if observe else _observer(self.env)
         self._seed = int(self.extras.get("seed", 0))
-        self._actions = _Actions(self.env, self.extras.get("actions"), name)
+        how = self.extras.get("actions"), self.extras.get("action_pattern")
+        self._actions = _Actions(self.env, name, *how)
         self._metrics = {"return": 0.0, "steps": 0, "invalid_actions": 0, "truncated": 0.0}
 
     @classmethod
@@ -102,6 +104,7 @@ def prompts(
     *,
     instruction: str | None = None,
     actions: Sequence[str] | None = None,
+    action_pattern: str | None = None,
     observe: str | None = None,
     **make: Any,
 ) -> Iterator[dict[str, Any]]:
@@ -112,7 +115,7 @@ def prompts(
         size: number of rows.
         seed: 0 to 2000; different seeds give different rows.
         instruction: what to do, before the first observation; None = how to write an action.
-        actions, observe, make: see `GymnasiumEnv`.
+        actions, action_pattern, observe, make: see `GymnasiumEnv`.
 
     Raises:
         ValueError: gymnasium has no such environment, or text does not suit it.
@@ -121,12 +124,11 @@ def prompts(
     if not 0 <= seed <= 2000 or not 0 < size <= 1_000_000:
         raise ValueError(f"seed must be 0 to 2000, size 1 to 1000000, got {seed} and {size}")
     GymnasiumEnv.of(name)
-    extras = {"seed": seed, "actions": actions, "observe": observe, "make": make}
-    env = GymnasiumEnv(extras=extras, name=name)
+    given = {"actions": actions, "action_pattern": action_pattern, "observe": observe}
+    env = GymnasiumEnv(extras={**given, "seed": seed, "make": make}, name=name)
     text = env._actions.said if instruction is None else instruction
     env.close()
-    given = {"actions": list(actions) if actions else None, "observe": observe}
-    columns = {key: value for key, value in given.items() if value is not None}
+    columns: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     if make:
         columns["make"] = json.dumps(make)
     for row in range(size):
@@ -146,7 +148,9 @@ class _Actions:
         said: what is possible, for the policy to read.
     """
 
-    def __init__(self, env: Any, names: Sequence[str] | None, name: str) -> None:
+    def __init__(
+        self, env: Any, name: str, names: Sequence[str] | None, pattern: str | None
+    ) -> None:
         space, kind = env.action_space, type(env.action_space).__name__
         if kind not in ("Discrete", "Text"):
             raise ValueError(
@@ -154,10 +158,11 @@ class _Actions:
                 "and Text can be read from a response. Wrap it in one that takes text"
             )
         self.space, self.names = space, {}
+        self.pattern = _compiled(pattern or _ACTION)
         if kind == "Text":
             if names:
                 raise ValueError(f"environment 'gymnasium:{name}' has actions of text, not {names}")
-            self.said = "Answer with <action>your action</action>."
+            self.said = "" if pattern else "Answer with <action>your action</action>."
             return
         numbers = range(int(space.start), int(space.start) + int(space.n))
         if names and len(names) != len(numbers):
@@ -170,11 +175,12 @@ class _Actions:
         self.names |= {str(number): number for number in numbers}
         many = len(labels) > 20
         choice = f"{labels[0]} to {labels[-1]}" if many and not names else ", ".join(labels)
-        self.said = f"The actions are {choice}. Answer with <action>{labels[0]}</action>."
+        how = "" if pattern else f" Answer with <action>{labels[0]}</action>."
+        self.said = f"The actions are {choice}.{how}"
 
     def read(self, response: str) -> tuple[Any, str]:
         """The action of a response, and "" or what is wrong with it."""
-        found = _ACTION_TAG.findall(response)
+        found = self.pattern.findall(response)
         if not found:
             return None, f"There is no action in your answer. {self.said}"
         text = found[-1].strip()
@@ -183,6 +189,18 @@ class _Actions:
             return text, "" if fits else f"{text!r} is not a possible action. {self.said}"
         action = self.names.get(text.casefold())
         return action, "" if action is not None else f"{text!r} is not an action. {self.said}"
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        compiled = re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ValueError(
+            f"action_pattern {pattern!r} is not a regular expression: {error}"
+        ) from error
+    if compiled.groups != 1:
+        raise ValueError(f"action_pattern {pattern!r} must have one group, around the action")
+    return compiled
 
 
 def _answer(text: str, reward: float, *, done: bool, metadata: dict[str, Any]) -> StepOutput:

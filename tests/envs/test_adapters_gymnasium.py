@@ -157,6 +157,15 @@ def test_no_action_is_no_step():
     assert env.get_metrics()["steps"] == 0
 
 
+def test_a_pattern_finds_actions_without_tags():
+    [row] = prompts("FrozenLake-v1", size=1, action_pattern="([0-3])", **LAKE)
+    assert row["prompt"][0]["content"] == "The actions are left, down, right, up."
+    env, _ = opened(row)
+    env.step("first 0, no: 1.")  # the last one counts: down
+    assert env.env.unwrapped.s == 4
+    assert "no action in your answer" in env.step("down")["observations"][0]["content"]
+
+
 def test_rows_survive_parquet(tmp_path):
     rows = list(prompts("FrozenLake-v1", size=2, instruction="Walk.", **LAKE))
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "lake.parquet")
@@ -226,6 +235,8 @@ def test_in_the_threads_of_the_pool():
         ({"name": "Parrot-v0", "actions": ["a"]}, "has actions of text, not"),
         ({"depth": 3}, "cannot make environment 'FrozenLake-v1' with {\"depth\": 3}: .*'depth'"),
         ({"seed": -1}, "seed must be 0 to 2000"),
+        ({"action_pattern": "("}, r"action_pattern '\(' is not a regular expression: missing \)"),
+        ({"action_pattern": "go"}, "action_pattern 'go' must have one group"),
     ],
 )
 def test_impossible_rows(arguments, problem):
