@@ -85,6 +85,7 @@ class VerifiersEnv(Adapter):
         self._rollout = asyncio.create_task(self.env.rollout(task, self._client, "policy", {}))
         asked = await self._asked()
         if asked is None:
+            self._ended()
             raise ValueError("the environment ended before the first response")
         self._seen = asked
         return asked, {}
@@ -126,11 +127,16 @@ class VerifiersEnv(Adapter):
         question.cancel()
         return None
 
-    async def _judged(self) -> float:
+    def _ended(self) -> Any:
+        """The state that their environment left; raises what stopped it."""
         assert self._rollout is not None
         state = self._rollout.result()
         if state.get("error") is not None:
             raise state["error"]
+        return state
+
+    async def _judged(self) -> float:
+        state = self._ended()
         await self.env.rubric.score_rollout(state)
         await self.env.rubric.cleanup(state)
         self._metrics = dict(state["metrics"] or {})

@@ -96,11 +96,15 @@ MODULES = {
         from datasets import Dataset
 
         class Broken(vf.MultiTurnEnv):
+            async def setup_state(self, state):
+                if state["answer"] == "?":
+                    raise vf.InfraError("nothing to begin with")
+
             async def env_response(self, messages, state, **kwargs):
                 raise vf.InfraError("the sandbox is gone")
 
         def load_environment():
-            data = Dataset.from_list([{"question": "?", "answer": "!"}])
+            data = Dataset.from_list([{"question": "?", "answer": x} for x in "!?"])
             return Broken(dataset=data, rubric=vf.Rubric(funcs=[lambda **kwargs: 1.0]))
     """,
 }
@@ -232,9 +236,11 @@ def test_conversations_side_by_side_do_not_mix(vf):
 def test_its_failures_are_ours(vf):
     import verifiers
 
-    [row] = vf.prompts("vf-broken")
+    later, at_once = vf.prompts("vf-broken")
     with pytest.raises(verifiers.InfraError, match="the sandbox is gone"):
-        play(row, ["anything"])
+        play(later, ["anything"])
+    with pytest.raises(verifiers.InfraError, match="nothing to begin with"):
+        play(at_once, [])
 
 
 def test_the_signals_stay_the_trainers(vf):
