@@ -21,7 +21,10 @@ ACCELERATORS = ("tpu", "gpu")
 IMPORTS = {
     "gcs": "google.cloud.storage",
     "ray": "jaxrl.cluster",
-    "envs": "jaxrl.envs.reasoning_gym, bm25s",
+    "envs": "jaxrl.envs.reasoning_gym, bm25s, skyrl_gym",
+    "gymnasium": "gymnasium",
+    "verifiers": "verifiers.envs.environment",
+    "openenv": "openenv.core",
     "serve": "jaxrl.serving.app",
     "wandb": "jaxrl.watching.wandb_logger, wandb",
     "mlflow": "jaxrl.watching.mlflow_logger, mlflow",
