@@ -7,6 +7,12 @@ calculator from the reward of the last answer alone.
 "58-(37*24)" needs two calls, <calc>37*24</calc> and <calc>58-888</calc>, whose results come back in
 <result>..</result>, and then <answer>-830</answer>. The reward is 1 for the right answer, else 0.
 docs/tool_use.md has the curves.
+
+Paper: GRPO, Shao et al. 2024, arXiv:2402.03300
+Hardware: a CPU; one device suffices
+Plan: none needed, 126k parameters
+Expected: see docs/tool_use.md
+Source: measured here, LOG.md, three seeds
 """
 
 from jaxrl.config import default_config
