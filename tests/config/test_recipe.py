@@ -13,6 +13,7 @@ from jaxrl.config import (
     to_train_config,
 )
 from jaxrl.config import recipe as recipe_module
+from jaxrl.config.document_recipes import RECIPES
 
 
 @pytest.fixture
@@ -185,7 +186,7 @@ def test_an_error_of_the_recipe_itself_keeps_its_traceback(tmp_path):
 
 def test_recipes_are_found_without_a_clone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(recipe_module, "INSTALLED", RECIPES[0].parent)
+    monkeypatch.setattr(recipe_module, "INSTALLED", RECIPES)
     assert load_config_file("configs/quickstart.py").trainer.run_name == "quickstart"
     for path in ("configs/nothing.py", "quickstart.py", "other/quickstart.py"):
         with pytest.raises(ValueError, match="no such file"):
