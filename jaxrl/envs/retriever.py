@@ -54,8 +54,7 @@ class RemoteRetriever:
             RequestError: the server gives no answer that can be used.
         """
         asked = {"query": query, "queries": [query], "topk": topk, "return_scores": True}
-        options = {"timeout": self.timeout, "attempts": _ATTEMPTS}
-        hits, attempt = ask(self.url, asked, _read_hits, **options)
+        hits, attempt = ask(self.url, asked, _read_hits, timeout=self.timeout, attempts=_ATTEMPTS)
         if self.log_requests:
             # A warning, because that is what Python shows where logging is not configured.
             _log.warning("%s: %d hits for %r, attempt %d", self.url, len(hits), query, attempt)

@@ -205,7 +205,12 @@ def _draw(rng: random.Random, count: int) -> dict[str, Any]:
         passages.append([places[at], way, room])
         places[to] = room
     # The last room is a leaf: nothing but the gold is behind its door.
-    return {"passages": passages, "start": rooms[0], "key": rng.choice(rooms[:-1]), "gold": room}
+    return {
+        "passages": passages,
+        "start": rooms[0],
+        "key": rng.choice(rooms[:-1]),
+        "gold": rooms[-1],
+    }
 
 
 def _worth(state: _State) -> float:
