@@ -78,7 +78,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "search_r1": {  # its prompt is long
         "trainer.max_prompt_length": 900,
         "generator.max_input_length": 1100,
-        "trainer.packed_length": 1108,
+        "trainer.packed_length": 1109,
     },
     "dapo_math": {"trainer.algorithm.overlong_buffer": {"len": 4}},  # of 8 tokens
 }
@@ -127,7 +127,7 @@ def tiny(config: cfg.TrainConfig, folder: Path, server: str = "") -> cfg.TrainCo
             cuts["trainer.max_prompt_length"] = CUTS["trainer.max_prompt_length"]  # characters
     if trainer.use_sample_packing:  # one shape of rows: one program
         longest = cuts.get("generator.max_input_length", cuts["trainer.max_prompt_length"])
-        cuts["trainer.packed_length"] = longest + 8
+        cuts["trainer.packed_length"] = longest + 9
     gym = "environment.skyrl_gym"
     cuts |= {
         f"{gym}.text2sql.db_path": str(folder / "databases"),
