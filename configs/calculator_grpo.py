@@ -7,6 +7,12 @@ calculator from the reward of the last answer alone.
 "58-(37*24)" needs two calls, <calc>37*24</calc> and <calc>58-888</calc>, whose results come back in
 <result>..</result>, and then <answer>-830</answer>. The reward is 1 for the right answer, else 0.
 docs/tool_use.md has the curves.
+
+Paper: GRPO, Shao et al. 2024, arXiv:2402.03300
+Hardware: a CPU; one device suffices
+Plan: none needed, 126k parameters
+Expected: see docs/tool_use.md
+Source: measured here, LOG.md, three seeds
 """
 
 from jaxrl.config import default_config
@@ -19,7 +25,7 @@ def get_config():
 
     trainer = config.trainer
     trainer.run_name = "calculator_grpo"
-    trainer.policy.model.path = "runs/sft_calculator/exports/global_step_250/policy"
+    trainer.policy.model.path = "runs/sft_calculator/exports/global_step_350/policy"
     optimizer = trainer.policy.optimizer_config
     optimizer.lr, optimizer.num_warmup_steps = 3e-4, 10
     optimizer.weight_decay = 0.0
@@ -40,9 +46,9 @@ def get_config():
     # the policy as it is, not its likeliest words
     config.generator.eval_sampling_params = {"temperature": 1.0, "max_generate_length": 12}
 
-    trainer.eval_interval = 25
+    trainer.eval_interval = 20
     trainer.eval_batch_size = 256
-    trainer.print_example_interval = 25
+    trainer.print_example_interval = 20
     trainer.ckpt_interval = 50
     trainer.max_ckpts_to_keep = 1
     trainer.log_path = "runs"
