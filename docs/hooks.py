@@ -1,11 +1,12 @@
 """MkDocs hook: pages for what lies outside of docs/ and is linked to.
 
 On GitHub `../jaxrl/losses/kl.py` opens the file. In the site it opens `source/jaxrl/losses/kl.py`,
-a page that is made here: of Markdown its text, of another file a listing, of a folder its README or
-its files. What such a page links to gets one, too. A link that leads nowhere is left as it is, and
-the strict build refuses it.
+a page that is made here: of Markdown its text, of a notebook its cells, of another file a listing,
+of a folder its README or its files. What such a page links to gets one, too. A link that leads
+nowhere is left as it is, and the strict build refuses it.
 """
 
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -61,9 +62,20 @@ def text_of(path: str) -> str:
     text = place.read_text(encoding="utf-8")
     if path.endswith(".md"):
         return text
+    if path.endswith(".ipynb"):
+        return "\n\n".join(_cell(cell) for cell in json.loads(text)["cells"])
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     language = LANGUAGES.get(place.suffix, "text")
     return f"# {path}\n\n{fence}{language}\n{text}\n{fence}\n"
+
+
+def _cell(cell: dict) -> str:
+    source = "".join(cell["source"])
+    return source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```"
+
+
+def _has_links(path: str) -> bool:
+    return path.endswith((".md", ".ipynb")) or (ROOT / path).is_dir()
 
 
 def _resolve(path: str, to: str) -> str:
@@ -88,7 +100,7 @@ def on_files(files, config):
             PATHS[uri] = path
             front = "---\nsearch: {exclude: true}\n---\n\n"  # the pages and the reference say it
             files.append(File.generated(config, uri, content=front + text_of(path)))
-        if path.endswith(".md") or (ROOT / path).is_dir():
+        if _has_links(path):
             todo += targets(text_of(path), path)
     return files
 
@@ -98,7 +110,7 @@ def on_page_markdown(markdown, page, config, files):
     if uri in WIDE:
         page.meta["hide"] = ["navigation", "toc"]
     path = PATHS.get(uri, f"docs/{uri}")
-    if path.endswith(".md") or (ROOT / path).is_dir():
+    if _has_links(path):
         return rewrite(markdown, path, uri)
     return markdown
 

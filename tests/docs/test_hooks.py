@@ -70,3 +70,8 @@ def test_a_listing_holds_the_file_whole_whatever_fences_it_has(hooks):
     fence = text.splitlines()[2].removesuffix("python")
     assert set(fence) == {"`"} and fence not in source
     assert source in text
+
+
+def test_a_notebook_is_its_cells(hooks):
+    text = hooks.text_of("examples/notebooks/quickstart.ipynb")
+    assert text.startswith("#") and "```python\n" in text and '"cell_type"' not in text
