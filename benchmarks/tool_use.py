@@ -37,7 +37,7 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 MODEL = "trainer.policy.model"
 ARMS: dict[str, dict[str, Any]] = {
     "grpo": {},
-    "no_tool": {"generator.max_turns": 1},
+    "no_tool": {"generator.max_turns": 1, "generator.max_input_length": None},
     "no_demonstrations": {
         f"{MODEL}.path": str(CONFIGS / "tiny_tool_model"),
         f"{MODEL}.random_init": True,

@@ -19,7 +19,7 @@ def get_config():
 
     trainer = config.trainer
     trainer.run_name = "calculator_grpo"
-    trainer.policy.model.path = "runs/sft_calculator/exports/global_step_250/policy"
+    trainer.policy.model.path = "runs/sft_calculator/exports/global_step_350/policy"
     optimizer = trainer.policy.optimizer_config
     optimizer.lr, optimizer.num_warmup_steps = 3e-4, 10
     optimizer.weight_decay = 0.0
@@ -40,9 +40,9 @@ def get_config():
     # the policy as it is, not its likeliest words
     config.generator.eval_sampling_params = {"temperature": 1.0, "max_generate_length": 12}
 
-    trainer.eval_interval = 25
+    trainer.eval_interval = 20
     trainer.eval_batch_size = 256
-    trainer.print_example_interval = 25
+    trainer.print_example_interval = 20
     trainer.ckpt_interval = 50
     trainer.max_ckpts_to_keep = 1
     trainer.log_path = "runs"

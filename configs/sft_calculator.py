@@ -17,9 +17,9 @@ from jaxrl.config import default_config
 def get_config():
     config = default_config()
     config.data.train_data = [
-        "jaxrl.envs.calculator:prompts(size=6400, split='train', in_head=0.5)"
+        "jaxrl.envs.calculator:prompts(size=6400, split='train', in_head=0.4)"
     ]
-    config.data.val_data = ["jaxrl.envs.calculator:prompts(size=256, split='eval', in_head=0.5)"]
+    config.data.val_data = ["jaxrl.envs.calculator:prompts(size=256, split='eval', in_head=0.4)"]
 
     trainer = config.trainer
     trainer.run_name = "sft_calculator"
@@ -31,7 +31,7 @@ def get_config():
     trainer.gradient_checkpointing = False
 
     trainer.epochs = 100
-    trainer.max_training_steps = 250
+    trainer.max_training_steps = 350
     trainer.train_batch_size = 256
     trainer.micro_train_batch_size_per_gpu = 256
     trainer.micro_forward_batch_size_per_gpu = 256
