@@ -7,6 +7,12 @@ calculator from the reward of the last answer alone.
 "58-(37*24)" needs two calls, <calc>37*24</calc> and <calc>58-888</calc>, whose results come back in
 <result>..</result>, and then <answer>-830</answer>. The reward is 1 for the right answer, else 0.
 docs/tool_use.md has the curves.
+
+Paper: GRPO, Shao et al. 2024, arXiv:2402.03300
+Hardware: a CPU; one device suffices
+Plan: none needed, 125k parameters
+Expected: TODO of the held-out answers right after 100 steps, sampled; TODO before
+Source: measured here, docs/tool_use.md, three seeds
 """
 
 from jaxrl.config import default_config
