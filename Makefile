@@ -35,7 +35,7 @@ lint: $(STAMP)-dev  ## what pre-commit and CI check
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pre-commit run --all-files
 
 docs: $(STAMP)-docs  ## the site in build/site, which opens from the file system; a broken link is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf .venv runs build/site

@@ -10,7 +10,7 @@ in at most 0.36 of its conversations; the second command goes on from its export
 Paper: none: cross-entropy on what the assistant says (docs/sft.md)
 Hardware: a CPU; one device suffices
 Plan: none, jaxrl.plan knows reinforcement learning only
-Expected: TODO of the held-out answers right after 350 steps, sampled
+Expected: 0.12 to 0.34 of the held-out answers right after 350 steps, sampled
 Source: measured here, docs/tool_use.md, three seeds
 """
 

@@ -1,15 +1,14 @@
 """MkDocs hook: pages for what lies outside of docs/ and is linked to.
 
-On GitHub `../jaxrl/losses/kl.py` opens the file. In the site it opens `source/jaxrl/losses/kl.py`, a page that is made
-here: of Markdown its text, of another file a listing, of a folder its README or its files. What such a page links to
-gets one, too. A link that leads nowhere is left as it is, and the strict build refuses it.
+On GitHub `../jaxrl/losses/kl.py` opens the file. In the site it opens `source/jaxrl/losses/kl.py`,
+a page that is made here: of Markdown its text, of another file a listing, of a folder its README or
+its files. What such a page links to gets one, too. A link that leads nowhere is left as it is, and
+the strict build refuses it.
 """
 
 import posixpath
 import re
 from pathlib import Path
-
-from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
 # code, where nothing is a link; or a relative link
@@ -19,6 +18,7 @@ PATTERN = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".toml": "toml"}
+WIDE = ("configuration.md", "migrating_from_skyrl.md")  # tables that need the whole window
 PATHS: dict[str, str] = {}  # page below source/ -> what it shows, from the root of the repository
 
 
@@ -57,7 +57,7 @@ def text_of(path: str) -> str:
     place = ROOT / path
     if place.is_dir():
         names = sorted(x.name for x in place.iterdir() if not x.name.startswith(("_", ".")))
-        return f"# {path}\n\n" + "".join(f"- [{name}]({path}/{name})\n" for name in names)
+        return f"# {path}\n\n" + "".join(f"- [{name}]({name})\n" for name in names)
     text = place.read_text(encoding="utf-8")
     if path.endswith(".md"):
         return text
@@ -72,6 +72,8 @@ def _resolve(path: str, to: str) -> str:
 
 
 def on_files(files, config):
+    from mkdocs.structure.files import File
+
     PATHS.clear()
     todo = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
     todo += ["LOG.md", "CHANGELOG.md", "CONTRIBUTING.md", "tpu/README.md"]  # in the navigation
@@ -93,7 +95,16 @@ def on_files(files, config):
 
 def on_page_markdown(markdown, page, config, files):
     uri = page.file.src_uri
+    if uri in WIDE:
+        page.meta["hide"] = ["navigation", "toc"]
     path = PATHS.get(uri, f"docs/{uri}")
     if path.endswith(".md") or (ROOT / path).is_dir():
         return rewrite(markdown, path, uri)
     return markdown
+
+
+def on_page_content(html, page, config, files):
+    """Long names of fields in tables may break after a dot."""
+    return re.sub(
+        r"(?<=<td><code>)[\w.]+(?=</code>)", lambda name: name[0].replace(".", ".<wbr>"), html
+    )

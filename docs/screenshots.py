@@ -5,6 +5,8 @@
 Look at them before they are committed.
 """
 
+import contextlib
+import os
 import subprocess
 import sys
 import tempfile
@@ -13,52 +15,47 @@ from pathlib import Path
 from jaxrl.report import report
 from tests.reporting.browser import Browser
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 SITE, IMAGES = ROOT / "build/site", ROOT / "docs/images"
 STEPS = 60
 RUN = {
-    "trainer.run_name": "quickstart",
     "trainer.max_training_steps": STEPS,
     "trainer.policy.optimizer_config.scheduler": "constant",
     "trainer.eval_interval": 20,
     "trainer.hf_save_interval": -1,
     "trainer.dump_data_batch": True,  # the page then has advantages and ratios
 }
-# picture -> view of the report, what is clicked first
-REPORT = {
-    "report_overview": "overview",
-    "report_curves": "curves",
-    "report_time": "time",
-    "report_trajectories": "trajectories",
+REPORT = {  # picture -> what is chosen in the page
+    "report_overview": f"#view=overview&step={STEPS}",
+    "report_curves": f"#view=curves&step={STEPS}",
+    "report_trajectories": "#view=trajectories&step=30",
 }
 LOADED = "document.readyState === 'complete' && document.querySelector('.md-content') !== null"
 
 
-def train(folder: Path) -> Path:
-    """The folder of a short run of the quickstart."""
-    places = {
-        "trainer.log_path": folder,
-        "trainer.ckpt_path": folder / "checkpoints",
-        "trainer.export_path": folder / "exports",
-    }
-    fields = [f"--config.{name}={value}" for name, value in {**RUN, **places}.items()]
-    command = [sys.executable, "-m", "jaxrl.train", "--config=configs/quickstart.py", *fields]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    return folder / "quickstart"
+def train() -> Path:
+    """The folder of a short run of the quickstart, below this one."""
+    fields = [f"--config.{name}={value}" for name, value in RUN.items()]
+    command = [sys.executable, "-m", "jaxrl.train", f"--config={ROOT}/configs/quickstart.py"]
+    here = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([*command, *fields], env=here, check=True, stdout=subprocess.DEVNULL)
+    return Path("runs/quickstart")
 
 
 def main() -> None:
     if not (SITE / "index.html").is_file():
         raise SystemExit(f"{SITE} is not built: run `make docs` first")
-    with tempfile.TemporaryDirectory() as name, Browser(1400, 900) as browser:
-        page, _ = report(train(Path(name)), output=Path(name) / "report.html")
-        for picture, view in REPORT.items():
-            browser.open(page, f"#view={view}&step={STEPS}")
+    with (
+        tempfile.TemporaryDirectory() as name,
+        contextlib.chdir(name),
+        Browser(1400, 900) as browser,
+    ):
+        page, _ = report(train())
+        for picture, chosen in REPORT.items():
+            browser.open(page.resolve(), chosen)
             browser.screenshot(IMAGES / f"{picture}.png")
-        for picture, dark in (("site", False), ("site_dark", True)):
-            browser.resize(1400, 900, dark=dark)
-            browser.open(SITE / "concepts.html", drawn=LOADED)
-            browser.screenshot(IMAGES / f"{picture}.png")
+        browser.open(SITE / "concepts.html", drawn=LOADED)
+        browser.screenshot(IMAGES / "site.png")
 
 
 if __name__ == "__main__":

@@ -21,12 +21,16 @@ ACCELERATORS = ("tpu", "gpu")
 IMPORTS = {
     "gcs": "google.cloud.storage",
     "ray": "jaxrl.cluster",
-    "envs": "jaxrl.envs.reasoning_gym, bm25s",
+    "envs": "jaxrl.envs.reasoning_gym, bm25s, skyrl_gym",
+    "gymnasium": "gymnasium",
+    "verifiers": "verifiers.envs.environment",
+    "openenv": "openenv.core",
     "serve": "jaxrl.serving.app",
     "wandb": "jaxrl.watching.wandb_logger, wandb",
     "mlflow": "jaxrl.watching.mlflow_logger, mlflow",
     "jetstream": "jaxrl.rollout.jetstream",
     "docs": "mkdocs, material, mkdocstrings",
+    "notebooks": "nbclient, ipykernel, nbformat, ipywidgets",
 }
 
 pytestmark = pytest.mark.slow

@@ -1,17 +1,16 @@
-"""The environments: a table of names, and making one for a prompt."""
+"""The environments: tables of names, and making one for a prompt."""
 
 import difflib
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxrl.envs.protocol import Env, StepOutput
+from jaxrl.envs.protocol import Env, Settings, StepOutput
 from jaxrl.user_functions import is_edited_cell
 
-__all__ = ["ENVS", "Env", "StepOutput", "construct", "load", "make", "register"]
+__all__ = ["ADAPTERS", "ENVS", "Env", "StepOutput", "construct", "load", "make", "register"]
 
-# name -> "module:Class", imported when first used. "reasoning_gym" is written with a family:
-# "reasoning_gym:chain_sum".
+# name -> "module:Class", imported when first used
 ENVS: dict[str, str | Callable[..., Env]] = {
     "addition": "jaxrl.envs.addition:AdditionEnv",
     "aime": "jaxrl.envs.aime:AIMEEnv",
@@ -25,12 +24,20 @@ ENVS: dict[str, str | Callable[..., Env]] = {
     "math": "jaxrl.envs.mathematics:MathEnv",
     "multiply": "jaxrl.envs.multiply:MultiplyEnv",
     "python_code": "jaxrl.envs.python_code:PythonCodeEnv",
-    "reasoning_gym": "jaxrl.envs.reasoning_gym:ReasoningGymEnv",
     "search": "jaxrl.envs.search:SearchEnv",
     "single_turn": "jaxrl.envs.single_turn:SingleTurnEnv",
     "sort_digits": "jaxrl.envs.sort_digits:SortDigitsEnv",
     "text2sql": "jaxrl.envs.text2sql:Text2SQLEnv",
     "text_adventure": "jaxrl.envs.text_adventure:TextAdventureEnv",
+}
+# Environments of other libraries, written with their name there: "reasoning_gym:chain_sum".
+# name -> a subclass of `adapter.Adapter`, and an example of what follows the colon
+ADAPTERS: dict[str, tuple[str, str]] = {
+    "gymnasium": ("jaxrl.envs.gymnasium:GymnasiumEnv", "FrozenLake-v1"),
+    "openenv": ("jaxrl.envs.openenv:OpenEnvEnv", "http://127.0.0.1:8000"),
+    "reasoning_gym": ("jaxrl.envs.reasoning_gym:ReasoningGymEnv", "chain_sum"),
+    "skyrl_gym": ("jaxrl.envs.skyrl_gym:SkyRLGymEnv", "gsm8k"),
+    "verifiers": ("jaxrl.envs.verifiers:VerifiersEnv", "gsm8k"),
 }
 
 
@@ -42,12 +49,13 @@ def make(
     """A fresh environment for one conversation.
 
     Args:
-        env_class: a name of the table, `"reasoning_gym:<family>"`, or `"pkg.module:Class"`.
+        env_class: a name of the table, `"<adapter>:<name>"`, or `"pkg.module:Class"`.
         extras: the columns of the prompt's row besides `prompt` and `env_class`.
-        env_config: settings of the run.
+        env_config: settings of the run; the environment can read them as keys and as attributes.
 
     Raises:
         ValueError: there is no such environment; names the nearest one and lists all.
+        ImportError: the library of an adapter is not installed.
     """
     return construct(load(env_class), env_class, extras, env_config)
 
@@ -59,25 +67,28 @@ def construct(
     env_config: Mapping[str, Any] | None,
 ) -> Env:
     """A fresh environment of what `load` gave for the name, here or in another process."""
-    name, _, family = env_class.partition(":")
-    families = {"family": family} if name == "reasoning_gym" else {}
-    return entry_point(env_config=env_config, extras=extras, **families)
+    adapter, _, name = env_class.partition(":")
+    named = {"name": name} if adapter in ADAPTERS else {}
+    return entry_point(env_config=Settings(env_config or {}), extras=extras, **named)
 
 
 def load(env_class: str) -> Any:
     """The class behind a name, imported if need be; takes what `make` takes."""
-    if env_class in ("reasoning_gym", "reasoning_gym:"):
-        raise ValueError(
-            "environment 'reasoning_gym' needs a family, as in 'reasoning_gym:chain_sum'"
-        )
-    entry_point = ENVS.get("reasoning_gym" if env_class.startswith("reasoning_gym:") else env_class)
+    first, _, name = env_class.partition(":")
+    if first in ADAPTERS:
+        adapter, example = ADAPTERS[first]
+        if not name:
+            raise ValueError(f"environment {first!r} needs a name, as in '{first}:{example}'")
+        return _import(adapter).of(name)
+    entry_point = ENVS.get(env_class)
     if entry_point is None:
         if ":" not in env_class:
             near = difflib.get_close_matches(env_class, ENVS, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
+            adapters = ", ".join(f"'{name}:...'" for name in ADAPTERS)
             raise ValueError(
                 f"unknown environment {env_class!r}; {hint}known are {', '.join(sorted(ENVS))}, "
-                "'reasoning_gym:<family>' and 'pkg.module:Class'"
+                f"{adapters} and 'pkg.module:Class'"
             )
         entry_point = env_class
     return _import(entry_point) if isinstance(entry_point, str) else entry_point
@@ -95,6 +106,8 @@ def register(name: str, entry_point: str | Callable[..., Env]) -> None:
     """
     if ":" in name or not name:
         raise ValueError(f"the name of an environment is a word without a colon, got {name!r}")
+    if name in ADAPTERS:
+        raise ValueError(f"environment {name!r} is already registered, for {name}'s environments")
     if is_edited_cell(ENVS.get(name), entry_point):
         ENVS[name] = entry_point
     if ENVS.setdefault(name, entry_point) != entry_point:

@@ -24,6 +24,23 @@ class StepOutput(TypedDict):
     postprocessed_action: NotRequired[str | None]  # the beginning of the response that stands
 
 
+class Settings(dict[str, Any]):
+    """Settings by name, read as `settings["search"]["topk"]` or as `settings.search.topk`."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(
+            (name, Settings(value) if isinstance(value, Mapping) else value)
+            for name, value in values.items()
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            known = ", ".join(self) or "none"
+            raise AttributeError(f"no setting {name!r}; there are {known}") from None
+
+
 class Env:
     """One conversation with an environment; the interface of skyrl-gym's `BaseTextEnv`.
 

@@ -40,6 +40,11 @@ WORDS = (
 CHARACTERS = "0123456789+-=><?.,:# abcdefghijklmnopqrstuvwxyz"
 STOP = ["j", "q", "x", "z"]  # of no word: many responses end in time
 
+SUPERVISED = re.compile(  # what `jaxrl.sft` reads
+    r"data\.|trainer\.(policy\.|micro_|max_training|epochs|eval_|ckpt_|hf_|logg|log_|export_|"
+    r"train_batch_size|packed)"
+)
+
 # For every recipe; a number is the most that is left.
 CUTS = {
     "trainer.train_batch_size": 16,  # rows: less with several samples of a prompt
@@ -47,12 +52,12 @@ CUTS = {
     "trainer.critic.optimizer_config.num_warmup_steps": 0,
     "trainer.micro_train_batch_size_per_gpu": 1,
     "trainer.micro_forward_batch_size_per_gpu": 2,
-    "trainer.max_prompt_length": 800,
+    "trainer.max_prompt_length": 160,
     "trainer.algorithm.max_seq_len": 64,
     "trainer.eval_batch_size": 4,
     "generator.n_samples_per_prompt": 4,
     "generator.max_turns": 2,
-    "generator.max_input_length": 1200,
+    "generator.max_input_length": 320,
     "generator.sampling_params.max_generate_length": 8,
     "generator.eval_n_samples_per_prompt": 2,
     "environment.skyrl_gym.max_env_workers": 4,
@@ -73,6 +78,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
         ("addition_grpo", "calculator_grpo"),
         {"environment.reward_functions": [f"{__name__}:digits"]},
     ),
+    "search_r1": {  # its prompt is long
+        "trainer.max_prompt_length": 900,
+        "generator.max_input_length": 1100,
+        "trainer.packed_length": 1108,
+    },
     "dapo_math": {"trainer.algorithm.overlong_buffer": {"len": 4}},  # of 8 tokens
 }
 
@@ -93,8 +103,6 @@ def tiny(config: cfg.TrainConfig, folder: Path, server: str = "") -> cfg.TrainCo
     cuts = {name: min(flat[name], most) for name, most in CUTS.items() if flat[name] is not None}
     prompts = 16 // cuts["generator.n_samples_per_prompt"]
     several = trainer.policy_mini_batch_size < trainer.train_batch_size
-    if trainer.run_name.startswith("sft_"):
-        prompts, several = 16, False
     mini = prompts // 2 if several else prompts
     cuts |= {
         "trainer.train_batch_size": prompts,
@@ -107,8 +115,7 @@ def tiny(config: cfg.TrainConfig, folder: Path, server: str = "") -> cfg.TrainCo
     if trainer.fully_async.enabled:
         most = prompts * (trainer.fully_async.max_staleness_steps + 1)
         cuts["trainer.fully_async.num_parallel_generation_workers"] = most
-    if not trainer.run_name.startswith("sft_"):
-        cuts["generator.sampling_params.stop"] = [*(generator.sampling_params.stop or []), *STOP]
+    cuts["generator.sampling_params.stop"] = [*(generator.sampling_params.stop or []), *STOP]
     if generator.eval_sampling_params is not None:
         cuts["generator.eval_sampling_params.max_generate_length"] = 8
     for kind in ("train_data", "val_data"):
@@ -118,21 +125,26 @@ def tiny(config: cfg.TrainConfig, folder: Path, server: str = "") -> cfg.TrainCo
         ]
     for role in ("policy", "ref", "critic"):
         path = getattr(trainer, role).model.path
-        if path is not None:
+        if path is not None and not Path(path).is_relative_to(ROOT):
             cuts[f"trainer.{role}.model.path"] = _model(path, folder)
+            cuts["trainer.max_prompt_length"] = CUTS["trainer.max_prompt_length"]  # characters
+    if trainer.use_sample_packing:  # one shape of rows: one program
+        longest = cuts.get("generator.max_input_length", cuts["trainer.max_prompt_length"])
+        cuts["trainer.packed_length"] = longest + 8
     gym = "environment.skyrl_gym"
     cuts |= {
         f"{gym}.text2sql.db_path": str(folder / "databases"),
         f"{gym}.llm_as_a_judge.base_url": f"{server}/v1",
         f"{gym}.search.search_url": f"{server}/retrieve",
     }
-    return cfg.apply_overrides(config, {**cuts, **ALWAYS, **SPECIAL.get(trainer.run_name, {})})
+    settings = {**cuts, **ALWAYS, **SPECIAL.get(trainer.run_name, {})}
+    if trainer.run_name.startswith("sft_"):
+        settings = {name: value for name, value in settings.items() if SUPERVISED.match(name)}
+    return cfg.apply_overrides(config, settings)
 
 
 def _model(path: str, folder: Path) -> str:
     """A model of two layers of the same family; its weights are drawn for its name."""
-    if Path(path).is_relative_to(ROOT):
-        return path
     kind = next(kind for start, kind in FAMILIES.items() if path.startswith(start))
     target = folder / "models" / path.replace("/", "-")
     if not target.exists():
@@ -152,7 +164,7 @@ def prepared(recipe: Path, folder: Path) -> None:
         copy = folder / "copies" / name
         for file, row in COPIES[name].items():
             (copy / file).parent.mkdir(parents=True, exist_ok=True)
-            rows = [json.loads(json.dumps(row).replace("@", str(i))) for i in range(8)]
+            rows = [json.loads(json.dumps(row).replace("@", str(i))) for i in range(16)]
             pq.write_table(pa.Table.from_pylist(rows), copy / file)
         rest[rest.index("--output") + 1] = str(folder / rest[rest.index("--output") + 1])
         assert prepare_main([name, *rest, "--source", str(copy)]) == 0

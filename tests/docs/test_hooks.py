@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("mkdocs", reason="`make docs` installs the extra docs")
 ROOT = Path(__file__).parents[2]
 
 

@@ -1,4 +1,4 @@
-"""The site: it builds strictly, asks for nothing elsewhere, every link and anchor is there, and Chromium shows it."""
+"""The site: a strict build, nothing from elsewhere, all links and anchors, a look by Chromium."""
 
 import os
 import subprocess
@@ -30,18 +30,18 @@ class Page(HTMLParser):
         self.ids |= {given[name] for name in ("id", "name") if given.get(name)}
         if tag == "a" and given.get("href"):
             self.links.append(given["href"])
-        elif tag in ("script", "img", "iframe", "source", "link") and given.get("rel") != "canonical":
+        elif (
+            tag in ("script", "img", "iframe", "source", "link") and given.get("rel") != "canonical"
+        ):
             self.loaded += [given[name] for name in ("src", "href") if given.get(name)]
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", folder]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", folder]
     quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=quiet, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
     return folder
@@ -109,5 +109,7 @@ def test_chromium_shows_it_and_finds_words_without_a_server(site):
             " q.value = 'zero variance'; q.dispatchEvent(new Event('input', {bubbles: true})); 0}"
         )
         browser.wait("document.querySelector('.md-search-result__link') !== null")
-        assert [r for r in browser.requests if urlsplit(r).scheme not in ("file", "data", "about")] == []
+        assert [
+            r for r in browser.requests if urlsplit(r).scheme not in ("file", "data", "about")
+        ] == []
         assert browser.problems == []

@@ -1,4 +1,4 @@
-"""What docs/troubleshooting.md names is there: metrics, fields, alarms, messages, commands, files."""
+"""What docs/troubleshooting.md names exists: metrics, fields, alarms, messages, commands."""
 
 import importlib.util
 import re
@@ -62,7 +62,9 @@ def test_words_are_alarms_losses_or_values_of_the_code(name):
     assert name in known or f'"{name}"' in SOURCE
 
 
-@pytest.mark.parametrize("words", [n for n in NAMED if re.fullmatch(r"[a-z][\w ;,]* [\w ;,]*\w", n)])
+@pytest.mark.parametrize(
+    "words", [n for n in NAMED if re.fullmatch(r"[a-z][\w ;,]* [\w ;,]*\w", n)]
+)
 def test_messages(words):
     head, _, what = words.rpartition(" ")  # "is of another {what}"
     assert words in PROSE or f"{head} {{what}}" in PROSE and f'("{what}", ' in PROSE

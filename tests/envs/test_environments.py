@@ -1,5 +1,7 @@
 """The table of environments, the protocol, splits, and finding answers in text."""
 
+import copy
+import pickle
 import sys
 
 import pytest
@@ -43,7 +45,7 @@ def table(monkeypatch):
 
 
 def test_names_of_the_table_make_their_class():
-    for name in set(envs.ENVS) - {"reasoning_gym"}:
+    for name in envs.ENVS:
         assert callable(envs.load(name).step)
     assert type(envs.make("gsm8k", SPEC)) is Gsm8kEnv
     assert type(envs.make("sort_digits", SPEC)) is SortDigitsEnv
@@ -59,6 +61,15 @@ def test_module_and_class_make_a_users_environment():
 
 def test_an_environment_need_not_be_a_subclass():
     assert envs.make("my_envs:DuckEnv", {"a": 1}, {"b": 2}).given == ({"b": 2}, {"a": 1})
+
+
+def test_settings_are_read_as_keys_and_as_attributes():
+    env = envs.make("my_envs:DuckEnv", {}, {"search": {"topk": 3}, "sandbox": {}})
+    config = env.given[0]
+    assert config["search"]["topk"] == config.search.topk == config.get("search").topk == 3
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
+    with pytest.raises(AttributeError, match="no setting 'top'; there are topk"):
+        _ = config.search.top
 
 
 @pytest.mark.parametrize("entry_point", [EchoEnv, "my_envs:EchoEnv"])
@@ -86,12 +97,18 @@ def test_names_have_no_colon(name):
         envs.register(name, EchoEnv)
 
 
+def test_the_name_of_an_adapter_is_taken():
+    with pytest.raises(ValueError, match="'gymnasium' is already registered"):
+        envs.register("gymnasium", EchoEnv)
+
+
 @pytest.mark.parametrize(
     ("env_class", "problem"),
     [
         ("gsm8", "unknown environment 'gsm8'; did you mean 'gsm8k'. known are addition, .*gsm8k, "),
-        ("zzz", "unknown environment 'zzz'; known are addition, .*guess_number, "),
-        ("reasoning_gym", "needs a family, as in 'reasoning_gym:chain_sum'"),
+        ("zzz", "unknown environment 'zzz'; known are addition, .*guess_number, .*'verifiers:"),
+        ("reasoning_gym", "'reasoning_gym' needs a name, as in 'reasoning_gym:chain_sum'"),
+        ("gymnasium:", "'gymnasium' needs a name, as in 'gymnasium:FrozenLake-v1'"),
         ("nowhere.at_all:Env", "'nowhere.at_all:Env': no module 'nowhere'"),
         ("my_envs:EchEnv", "'EchEnv' in module 'my_envs' is not a class.*did you mean 'EchoEnv'"),
         ("my_envs:SPEC", "'SPEC' in module 'my_envs' is not a class with a method step"),

@@ -1,7 +1,8 @@
 """Rows from reasoning-gym and their scores, over a trip through parquet."""
 
-import builtins
 import json
+import sys
+from collections import Counter
 from fractions import Fraction
 
 import pyarrow as pa
@@ -10,8 +11,8 @@ import pytest
 
 from jaxrl import envs
 from jaxrl.data.prompts import load_rows
-from jaxrl.envs import reasoning_gym
-from jaxrl.envs.reasoning_gym import prompts
+from jaxrl.envs import reasoning_gym, tagged_json
+from jaxrl.envs.reasoning_gym import curriculum, prompts
 
 ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 # Families that name no answer, because many are right.
@@ -94,7 +95,11 @@ def test_splits_never_meet():
     ("arguments", "problem"),
     [
         ({"family": "chain_sums"}, "unknown .* 'chain_sums'; did you mean 'chain_sum'. the fam"),
-        ({"family": "composite"}, "'composite' is not supported; list its families as separate"),
+        ({"family": "composite"}, "'composite' refuses the settings {}: Must specify at least one"),
+        (
+            {"family": "composite", "datasets": [{"name": "gcd"}, {"name": "gcx"}]},
+            "'composite' refuses the settings .*'gcx' not registered",
+        ),
         ({"min_terms": 5, "max_terms": 2}, "'chain_sum' refuses .*max_terms must be >= min_terms"),
         ({"terms": 5}, "'chain_sum' refuses the settings {'terms': 5}: .*'terms'"),
         ({"extract": "json"}, "extract must be one of answer_tag, last_number, got 'json'"),
@@ -133,27 +138,103 @@ def test_items_that_the_family_cannot_make_are_passed_over(monkeypatch):
 
 def test_entry_survives_as_text():
     entry = {"a": (1, [2.5, (3,)]), "b": {1: "x", (0, 1): None}, "c": Fraction(1, 3), "d": {}}
-    text = reasoning_gym._encode(entry, "chain_sum")
-    assert reasoning_gym._decode(text) == entry
-    assert type(reasoning_gym._decode(text)["a"]) is tuple
+    text = tagged_json.encode(entry)
+    assert tagged_json.decode(text) == entry
+    assert type(tagged_json.decode(text)["a"]) is tuple
 
 
 def test_entry_that_cannot_be_text_names_the_family():
     with pytest.raises(ValueError, match="family 'chain_sum' holds what JSON cannot: .* set"):
-        reasoning_gym._encode({"a": {1, 2}}, "chain_sum")
+        reasoning_gym._text({"a": {1, 2}}, "chain_sum")
 
 
 def test_missing_package_says_how_to_install(monkeypatch):
-    real_import = builtins.__import__
-
-    def no_reasoning_gym(name, *args, **kwargs):
-        if name.partition(".")[0] == "reasoning_gym":
-            raise ImportError(name)
-        return real_import(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", no_reasoning_gym)
-    with pytest.raises(ImportError, match=r"pip install 'jaxrl\[envs\]'"):
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
+    with pytest.raises(ImportError, match=r"package reasoning-gym: pip install 'jaxrl\[envs\]'"):
         list(prompts("chain_sum", size=1))
+    with pytest.raises(ImportError, match=r"pip install 'jaxrl\[envs\]'"):
+        envs.load("reasoning_gym:chain_sum")
+
+
+def test_rows_of_a_mixture_belong_to_its_families():
+    datasets = [
+        {"name": "chain_sum", "weight": 3.0, "config": ONE_DIGIT},
+        {"name": "gcd", "config": {"max_numbers": 2}},
+    ]
+    rows = list(prompts("composite", size=40, seed=1, datasets=datasets))
+    assert rows == list(prompts("composite", size=40, seed=1, datasets=datasets))
+    counts = Counter(row["env_class"] for row in rows)
+    assert set(counts) == {"reasoning_gym:chain_sum", "reasoning_gym:gcd"}
+    assert 20 < counts["reasoning_gym:chain_sum"] < 40  # three quarters of 40 are 30
+    for row in rows:
+        assert json.loads(row["family_config"]) == datasets[row["data_source"] == "gcd"]["config"]
+        assert step(row, row["reward_spec"]["ground_truth"])["reward"] == 1.0
+    with pytest.raises(ValueError, match="'composite' have the env_class of the family"):
+        envs.load("reasoning_gym:composite")
+
+
+# ---- difficulty ----------------------------------------------------------------------------------
+
+
+def terms(row):
+    """How many numbers are added in a question of chain_sum."""
+    return (
+        len(row["prompt"][0]["content"].removesuffix(" =").split("problem: ")[1].split()) // 2 + 1
+    )
+
+
+def test_rows_become_harder_in_the_given_order():
+    rows = list(curriculum("chain_sum", size=25, levels=[0, 1, 3], mode="upper_bound"))
+    # 25 rows at 3 levels: 9, 8 and 8
+    assert [row["level"] for row in rows] == [0] * 9 + [1] * 8 + [2] * 8
+    # reasoning-gym's levels of num_terms are 2, 3, 4, 5, ..
+    found = [{terms(row) for row in rows if row["level"] == level} for level in range(3)]
+    assert found == [{2}, {3}, {5}]
+    config = json.loads(rows[-1]["family_config"])
+    assert (config["min_terms"], config["max_terms"]) == (5, 5)
+    assert step(rows[-1], rows[-1]["reward_spec"]["ground_truth"])["reward"] == 1.0
+    assert rows == list(curriculum("chain_sum", size=25, levels=[0, 1, 3], mode="upper_bound"))
+
+
+def test_a_level_can_be_given_by_attribute():
+    [row] = curriculum("chain_sum", size=1, levels=[{"*": 1, "num_digits": 2}], allow_negation=True)
+    config = json.loads(row["family_config"])
+    # levels of num_terms: 2, 3, ..; of num_digits: 1, 2, 3, ..; "inclusive" starts with the first
+    assert config == {
+        **{"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 3},
+        "allow_negation": True,
+    }
+
+
+def test_levels_draw_different_items():
+    rows = list(curriculum("chain_sum", size=40, levels=[1, 1], seed=2))
+    half = [{row["prompt"][0]["content"] for row in part} for part in (rows[:20], rows[20:])]
+    assert len(half[0] & half[1]) < 5
+    assert make(rows[0]).get_metrics() == {"level": 0.0}
+    env = make(rows[-1])
+    env.step("")
+    assert env.get_metrics()["level"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"levels": []}, r"levels must be 1 to size=4 levels, got \[\]"),
+        ({"levels": [0] * 5}, "levels must be 1 to size=4 levels, got"),
+        ({"levels": [0, 99]}, r"'chain_sum' has no level 99 of '\*'; the highest levels are {'num"),
+        ({"levels": [-1]}, "has no level -1 of"),
+        ({"levels": [{"terms": 1}]}, "has no level 1 of 'terms'; the highest levels are {'num_te"),
+        ({"mode": "last_k"}, "mode must be one of upper_bound, inclusive, got 'last_k'"),
+        ({"family": "acre"}, "reasoning-gym has no curriculum for its family 'acre'"),
+        ({"family": "chain_sun"}, "did you mean 'chain_sum'"),
+        ({"terms": 2}, "'chain_sum' refuses the settings {'terms': 2}"),
+        ({"family": "survo", "levels": [2]}, "'survo' refuses the settings .*max_empty must be <="),
+        ({"split": "test"}, "split must be 'train', 'eval' or None, got 'test'"),
+    ],
+)
+def test_impossible_curricula(arguments, problem):
+    with pytest.raises(ValueError, match=problem):
+        list(curriculum(**{"family": "chain_sum", "size": 4, "levels": [0, 1], **arguments}))
 
 
 # ---- scores --------------------------------------------------------------------------------------
@@ -286,6 +367,29 @@ def test_all_families(tmp_path, monkeypatch):
     families = all_families()
     assert len(families) == 105
     check_families(families, tmp_path)
+
+
+@pytest.mark.slow
+def test_every_curriculum_has_rows_at_its_first_and_second_level(tmp_path, monkeypatch):
+    from reasoning_gym.factory import CURRICULA
+
+    monkeypatch.chdir(tmp_path)
+    assert set(all_families()) - set(CURRICULA) == {"acre", "gsm_symbolic", "list_functions"}
+    refused = {}
+    for family in CURRICULA:
+        for level in (0, 1):
+            try:
+                [row] = curriculum(family, size=1, levels=[level])
+            except ValueError as error:
+                refused[family, level] = str(error).rpartition(": ")[2]
+                continue
+            assert 0.0 <= make(row).step("junk")["reward"] <= 1.0
+    # Levels that reasoning-gym's own settings refuse.
+    assert refused == {
+        ("knight_swap", 0): "min_nodes must be >= 6",
+        ("knight_swap", 1): "min_nodes must be >= 6",
+        ("modulo_grid", 1): "max_target must be greater than 0",
+    }
 
 
 @pytest.mark.slow

@@ -48,6 +48,8 @@ def test_three_turns_by_hand():
         "generate/max_turns": 3.0,
         "generate/sampled_tokens": 7.0,
         "generate/env_errors": 0.0,
+        "reward/rejudged": 0.0,
+        "reward/rejudged_differently": 0.0,
     }
 
 

@@ -150,7 +150,8 @@ def _fit_environment(values: dict[str, Any], result: Conversion) -> None:
         _drop("environment.env_class", values, result)
         known = ", ".join(sorted(ENVS))
         result.refused.append(
-            f"environment.env_class={name}: known are {known}; yours is 'my_pkg.my_module:MyEnv'"
+            f"environment.env_class={name}: known are {known}; yours is 'my_pkg.my_module:MyEnv', "
+            f"or 'skyrl_gym:{name}' if skyrl-gym has it"
         )
 
 

@@ -1,0 +1,81 @@
+r"""Trains with an environment of this file: two turns, a tool, a reward in each turn.
+
+    python examples/custom_environment/main_custom_environment.py
+
+Ten boxes, a to j, hold a digit each. The prompt names a box; the policy has to look into it, which
+is a call of a tool, and then to say the digit that it was told: half of the reward each. From
+random weights it learns first the one, then the other.
+"""
+
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrl.config import apply_overrides, load_config_file, parse_command_line
+from jaxrl.envs import Env, StepOutput
+from jaxrl.envs.tools import ToolGroup, tool
+from jaxrl.train import train
+from jaxrl.trainer import Trainer
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.py"
+BOXES = "abcdefghij"
+SETTINGS = {
+    "trainer.run_name": "custom_environment",
+    "trainer.ckpt_path": "runs/custom_environment/checkpoints",
+    "trainer.export_path": "runs/custom_environment/exports",
+    "trainer.max_training_steps": 80,
+    "data.train_data": [f"{__name__}:prompts(size=800, seed=0)"],
+    "data.val_data": [f"{__name__}:prompts(size=80, seed=1)"],
+    "environment.env_class": f"{__name__}:Boxes",
+    "generator.max_turns": 2,
+    "generator.max_input_length": 20,
+    "generator.sampling_params.max_generate_length": 1,  # a character a turn
+    "trainer.algorithm.max_seq_len": 21,
+}
+
+
+class Look(ToolGroup):
+    """The tools of this task."""
+
+    @tool
+    def look(self, digits: str, box: str) -> str:
+        """What is in a box; "?" where there is none of that name."""
+        return dict(zip(BOXES, digits, strict=True)).get(box, "?")
+
+
+class Boxes(Env):
+    """0.5 for looking into the right box, 0.5 for saying what is in it."""
+
+    def __init__(self, env_config: Any = None, extras: Any = None) -> None:
+        super().__init__(env_config, extras)
+        self.init_tool_groups([Look("look")])
+
+    def step(self, action: str) -> StepOutput:
+        """The first turn calls the tool, the second answers."""
+        self.turns += 1
+        box, digits, said = self.extras["box"], self.extras["digits"], []
+        if self.turns == 1:
+            found = self._execute_tool(self.tool_to_toolgroup["look"], "look", [digits, action])
+            said = [{"role": "user", "content": found}]
+        right = box if self.turns == 1 else digits[BOXES.index(box)]
+        reward, done = 0.5 * (action == right), self.turns == 2
+        return StepOutput(observations=said, reward=reward, done=done, metadata={})
+
+
+def prompts(size: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Rows: which box is asked for, and what is in all of them."""
+    rng = random.Random(seed)
+    for _ in range(size):
+        box, digits = rng.choice(BOXES), "".join(rng.choices("0123456789", k=10))
+        yield {"prompt": f"what is in {box}", "box": box, "digits": digits}
+
+
+def main(arguments: Sequence[str]) -> Trainer:
+    path, overrides = parse_command_line([f"--config={QUICKSTART}", *arguments])
+    return train(apply_overrides(load_config_file(path), {**SETTINGS, **overrides}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

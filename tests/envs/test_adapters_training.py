@@ -1,0 +1,129 @@
+"""Environments of other libraries through the whole training loop, on a tiny model."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from jaxrl.audit import audit
+from jaxrl.train import train
+from tests.test_train import ROOT, assert_bitwise_equal, metric_lines, small
+
+pytestmark = pytest.mark.slow
+SHORT = {  # runs that are about the environment
+    "data.val_data": [],
+    "trainer.hf_save_interval": -1,
+    "trainer.dump_data_batch": False,
+    "trainer.algorithm.use_kl_loss": False,
+    "trainer.micro_train_batch_size_per_gpu": 64,
+    "trainer.micro_forward_batch_size_per_gpu": 64,
+}
+LEARNS = {
+    "trainer.train_batch_size": 16,
+    "trainer.policy_mini_batch_size": 16,
+    "trainer.eval_interval": -1,
+    "trainer.ckpt_interval": -1,
+    "generator.n_samples_per_prompt": 16,
+    "trainer.algorithm.advantage_estimator": "grpo",
+    "trainer.algorithm.gamma": 1.0,
+}
+
+
+def run(folder, **settings):
+    """A run's metrics, a line for each step."""
+    train(small(folder, **{**SHORT, **settings}))
+    return metric_lines(folder)
+
+
+def averages(lines, name, parts):
+    """Means of a metric over so many equal parts of the run."""
+    return [float(np.mean(part)) for part in np.array_split([x[name] for x in lines], parts)]
+
+
+def test_a_curriculum_of_reasoning_gym_is_the_order_of_the_data_and_resumes(tmp_path):
+    settings = {
+        "data.train_data": [
+            "jaxrl.envs.reasoning_gym:curriculum(family='chain_sum', size=16, levels=[0, 1], "
+            "extract='last_number')"
+        ],
+        "data.shuffle": False,
+        "trainer.max_prompt_length": 128,
+        "trainer.algorithm.max_seq_len": 136,
+    }
+    whole = tmp_path / "whole"
+    lines = run(whole, **settings)
+    # 8 rows at each level in batches of 4
+    assert [line["environment/level"] for line in lines] == [0.0, 0.0, 1.0, 1.0]
+    assert all("environment/solved" in line and "reward/avg_raw_reward" in line for line in lines)
+    assert all(check.ok for check in audit(whole / "quickstart"))
+    cut = tmp_path / "cut"
+    run(cut, **settings, **{"trainer.max_training_steps": 2})
+    resumed = train(small(cut, **SHORT, **settings, **{"trainer.resume_mode": "latest"}))
+    assert metric_lines(cut) == lines
+    again = train(small(tmp_path / "again", **SHORT, **settings))
+    assert_bitwise_equal(resumed.state.params, again.state.params)
+
+
+def test_a_multi_turn_environment_of_skyrl_gym_is_learnt(tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(ROOT / "configs" / "tiny_char_model", model)
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["#### "] = vocabulary.pop("*")  # what this environment wants to hear
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    rows = [
+        {
+            "prompt": f"{i % 5} + {i % 4}",
+            "env_class": "skyrl_gym:gsm8k_multi_turn",
+            "reward_spec": {"ground_truth": str(i % 5 + i % 4)},
+        }
+        for i in range(64)
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    lines = run(
+        tmp_path,
+        **LEARNS,
+        **{
+            "data.train_data": [str(tmp_path / "rows.jsonl")],
+            "trainer.policy.model.path": str(model),
+            "trainer.max_training_steps": 40,
+            "trainer.algorithm.max_seq_len": 512,
+            "generator.max_turns": 2,
+            "generator.max_input_length": 500,
+            "generator.sampling_params.max_generate_length": 6,
+        },
+    )
+    # Its own metric; an answer in its form earns 0.1 in each of the two turns, the right one 1.
+    assert all(1.0 <= line["environment/avg_steps"] <= 2.0 for line in lines)
+    assert all(line["generate/env_errors"] == 0 for line in lines)
+    first, *_, last = averages(lines, "reward/avg_raw_reward", 4)
+    assert first < 0.1 < last
+
+
+def test_an_environment_of_gymnasium_is_learnt(tmp_path):
+    lines = run(
+        tmp_path,
+        **LEARNS,
+        **{
+            "data.train_data": [
+                "jaxrl.envs.gymnasium:prompts(name='FrozenLake-v1', size=64, is_slippery=False, "
+                "desc=['SFF', 'HHG'], action_pattern='([0-3])', instruction='go', "
+                f"observe='{__name__}:place')"
+            ],
+            "trainer.max_training_steps": 40,
+            "trainer.algorithm.max_seq_len": 64,
+            "generator.max_turns": 4,
+            "generator.max_input_length": 60,
+            "generator.sampling_params.max_generate_length": 2,
+        },
+    )
+    assert all(line["generate/env_errors"] == 0 for line in lines)
+    assert lines[-1]["environment/return"] == pytest.approx(lines[-1]["reward/avg_raw_reward"])
+    first, *_, last = averages(lines, "reward/avg_raw_reward", 4)
+    assert last > first + 0.3
+
+
+def place(env, observation):
+    """Where one stands, as a number."""
+    return str(observation)
