@@ -10,9 +10,9 @@ docs/tool_use.md has the curves.
 
 Paper: GRPO, Shao et al. 2024, arXiv:2402.03300
 Hardware: a CPU; one device suffices
-Plan: none needed, 126k parameters
-Expected: see docs/tool_use.md
-Source: measured here, LOG.md, three seeds
+Plan: none needed, 125k parameters
+Expected: 0.48 to 0.92 of the held-out answers right after 100 steps, sampled; 0.12 to 0.34 before
+Source: measured here, docs/tool_use.md, three seeds
 """
 
 from jaxrl.config import default_config

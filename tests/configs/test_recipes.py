@@ -30,6 +30,7 @@ CARDS = {  # what a recipe is for, in the words of the objective card of its tin
     "arithmetic_smollm2_gmpo": ["gmpo:", "min(d, 0.4)", "2 minibatches"],
     "arithmetic_smollm2_grpo": ["grpo: A = (R - mean_G R) / (std_G R"],
     "arithmetic_smollm2_lora": ["grpo: A"],
+    "calculator_grpo": ["grpo: A = (R - mean_G R) / (std_G R", "KL           off"],
     "cispo_async": [
         "cispo: l = -sg[clip(r, 0, 5)]",
         "exp(log_probs - rollout_log_probs)",
@@ -70,7 +71,9 @@ SHAPES = {
     "Qwen/Qwen3-4B": "qwen3-4b",
 }
 _PLANNED = re.compile(r"([\w-]+):([\dx]+), ([\d.]+) of ([\d.]+) GiB")
-IN_SEVERAL_TURNS = {"search_r1": 2, "text2sql_multi_turn": 2, "guess_number": 2}
+IN_SEVERAL_TURNS = dict.fromkeys(
+    ("calculator_grpo", "guess_number", "search_r1", "text2sql_multi_turn"), 2
+)
 
 
 def planned(name):

@@ -73,8 +73,11 @@ ALWAYS = {
     "trainer.logger": "jsonl",
 }
 SPECIAL: dict[str, dict[str, Any]] = {
-    # No random policy ever adds two numbers: something else to learn.
-    "addition_grpo": {"environment.reward_functions": [f"{__name__}:digits"]},
+    # No random policy ever adds two numbers, or calculates: something else to learn.
+    **dict.fromkeys(
+        ("addition_grpo", "calculator_grpo"),
+        {"environment.reward_functions": [f"{__name__}:digits"]},
+    ),
     "search_r1": {  # its prompt is long
         "trainer.max_prompt_length": 900,
         "generator.max_input_length": 1100,
@@ -147,7 +150,7 @@ def _model(path: str, folder: Path) -> str:
     if not target.exists():
         sizes = json.loads((ROOT / "configs/tiny_char_model/config.json").read_text())
         tokens = [*CHARACTERS, *WORDS]
-        tokenizer = character_tokenizer(tokens)  # type: ignore[arg-type]
+        tokenizer = character_tokenizer(tokens)
         sizes |= {"model_type": kind, "vocab_size": len(tokenizer), "num_hidden_layers": 2}
         model = config_from_hf(sizes)
         save_pretrained(target, model, init_params(model, zlib.crc32(path.encode())), tokenizer)
