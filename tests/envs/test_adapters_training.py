@@ -56,7 +56,7 @@ def test_a_curriculum_of_reasoning_gym_is_the_order_of_the_data_and_resumes(tmp_
     # 8 rows at each level in batches of 4
     assert [line["environment/level"] for line in lines] == [0.0, 0.0, 1.0, 1.0]
     assert all("environment/solved" in line and "reward/avg_raw_reward" in line for line in lines)
-    assert all(check.ok for check in audit(whole / "quickstart"))
+    assert not any(check.failures for check in audit(whole / "quickstart"))
     cut = tmp_path / "cut"
     run(cut, **settings, **{"trainer.max_training_steps": 2})
     resumed = train(small(cut, **SHORT, **settings, **{"trainer.resume_mode": "latest"}))
@@ -108,13 +108,13 @@ def test_an_environment_of_gymnasium_is_learnt(tmp_path):
         **{
             "data.train_data": [
                 "jaxrl.envs.gymnasium:prompts(name='FrozenLake-v1', size=64, is_slippery=False, "
-                "desc=['SFF', 'HHG'], action_pattern='([0-3])', instruction='go', "
+                "desc=['SG'], action_pattern='([0-3])', instruction='go', "
                 f"observe='{__name__}:place')"
             ],
-            "trainer.max_training_steps": 40,
-            "trainer.algorithm.max_seq_len": 64,
-            "generator.max_turns": 4,
-            "generator.max_input_length": 60,
+            "trainer.max_training_steps": 24,
+            "trainer.algorithm.max_seq_len": 256,
+            "generator.max_turns": 3,
+            "generator.max_input_length": 250,
             "generator.sampling_params.max_generate_length": 2,
         },
     )
