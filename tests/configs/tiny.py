@@ -33,7 +33,14 @@ FAMILIES = {
 
 # Tokens that environments understand, so that a random policy acts and earns now and then.
 WORDS = (
-    *("#### 4", "Answer: 4", "\\boxed{4}", "<answer>4</answer>", "<search>4</search>"),
+    *(
+        "#### 4",
+        "Answer: 4<",
+        "<Answer: 4<",
+        "\\boxed{4}",
+        "<answer>4</answer>",
+        "<search>4</search>",
+    ),
     *("<think>4</think><sql>SELECT 4</sql>", "<think>4</think><solution>SELECT 4</solution>"),
     *(f" {number} " for number in range(4, 14)),
 )
