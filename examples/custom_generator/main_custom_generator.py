@@ -4,7 +4,7 @@ r"""Trains with a generator of this file, which samples and judges without any e
 
 `BasePPOExp.get_generator` returns it; the trainer asks it for trajectories and nothing else, and
 checks what it gives. The quickstart's task: a share of the reward for each digit in its place, and
-for stopping there. It rises from 0.0 to about 0.7 in 60 steps. docs/rollouts.md has the contract.
+for stopping there. It rises from about 0. docs/rollouts.md has the contract.
 """
 
 import asyncio

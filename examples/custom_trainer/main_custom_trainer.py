@@ -6,8 +6,8 @@ r"""Trains with a trainer of this file: one line of the step is another one.
 A step is nine lines, each a method of `Trainer` (docs/data_flow.md). Here the sixth, the
 advantages, is overridden: negative ones are multiplied, so that the policy learns more from what
 went well than from what went wrong. It also logs a metric of its own. `BasePPOExp.get_trainer`
-returns the class. 60 steps of the quickstart's task take less than a minute on two cores. The last
-line printed is the effect: entropy and reward at the end.
+returns the class. At the end of 60 steps of the quickstart's task it prints the effect: reward and
+entropy.
 """
 
 import argparse
