@@ -33,6 +33,7 @@ HEADER, FIRST, CHUNK = 8, 4096, 2**20  # bytes: of the length; sent at once; of 
 START, HEARTBEAT = "JAXRL_START_SECONDS", "JAXRL_HEARTBEAT_SECONDS"
 START_SECONDS, HEARTBEAT_SECONDS = 300, 100
 DONE, REFUSED, CRASHED = 0, 2, 70  # exit statuses; a run that crashed may be started again
+INTERRUPTED = 130  # 128 + SIGINT
 
 
 class ProcessError(ValueError):
@@ -48,10 +49,17 @@ def joined_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> in
 
     A process that fails ends at once: at its regular end JAX would have it wait for the others,
     which wait for it in a computation. They end when it is gone. The first alone prints.
+
+    Outside of a job an interrupt (Ctrl-C) is one line, and status 130 as of shells.
     """
     distributed = "--distributed" in argv
     if not distributed and ADDRESS not in os.environ:
-        return main(argv)
+        try:
+            return main(argv)
+        except KeyboardInterrupt:
+            fix = "the same command goes on from the last checkpoint (trainer.resume_mode=latest)"
+            print(f"interrupted; {fix}", file=sys.stderr)
+            return INTERRUPTED
     try:
         start_processes()
         quiet = contextlib.nullcontext() if is_first() else open(os.devnull, "w")  # noqa: SIM115

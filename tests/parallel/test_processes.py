@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl.parallel import agree, fetch, gather, put, share
-from jaxrl.parallel.processes import ProcessError, start_processes
+from jaxrl.parallel.processes import ProcessError, joined_main, start_processes
 from tests.jobs import ROOT, run
 
 JOB = "tests/parallel/job.py"
@@ -62,3 +62,14 @@ def test_importing_jaxrl_starts_no_backend():
         "raise SystemExit(len(xla_bridge._backends))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_an_interrupt_outside_of_a_job_is_one_line(capsys):
+    def main(argv):
+        raise KeyboardInterrupt
+
+    assert joined_main(main, []) == 130
+    assert capsys.readouterr().err == (
+        "interrupted; the same command goes on from the last checkpoint "
+        "(trainer.resume_mode=latest)\n"
+    )
