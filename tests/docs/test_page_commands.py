@@ -109,7 +109,9 @@ def check_program(words):
             return
         file = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
     else:
-        module, file, words = "", Path(words[0]), words[1:]
+        written = Path(sys.path[0], words[0])  # by the page itself
+        file = written if written.exists() else Path(words[0])
+        module, words = "", words[1:]
     assert file.exists(), f"{file} does not exist"
     source = file.read_text(encoding="utf-8")
     flags = [word for word in words if re.match(r"--config($|[=.])", word)]

@@ -293,8 +293,9 @@ def test_the_examples_of_the_page(capsys):
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     names: dict = {}
     for block in blocks:
-        exec(block, names)
-    assert len(blocks) == 3
+        if not block.startswith("config"):  # settings: tests/docs
+            exec(block, names)
+    assert len(names.keys() & {"Parrot", "Clock", "Timekeeper", "Limits"}) == 4
     parrot = names["Parrot"](extras={"word": "hi", "max_turns": 2})
     assert [parrot.step(said)["reward"] for said in ("ho", "hi")] == [0.0, 1.0]
     assert names["Timekeeper"]().step("UTC") is None  # goes on where the page has dots
