@@ -23,7 +23,12 @@ SHORT = {  # runs that are about the environment
 def run(folder, **settings):
     """A run's metrics, a line for each step."""
     train(small(folder, **{**SHORT, **settings}))
-    return metric_lines(folder)
+    return steps_of(folder)
+
+
+def steps_of(folder):
+    """The lines of the steps; there is one of the start before them."""
+    return [line for line in metric_lines(folder) if line["step"] > 0]
 
 
 def test_a_curriculum_of_reasoning_gym_is_the_order_of_the_data_and_resumes(tmp_path):
@@ -45,7 +50,7 @@ def test_a_curriculum_of_reasoning_gym_is_the_order_of_the_data_and_resumes(tmp_
     cut = tmp_path / "cut"
     run(cut, **settings, **{"trainer.max_training_steps": 2})
     resumed = train(small(cut, **SHORT, **settings, **{"trainer.resume_mode": "latest"}))
-    assert metric_lines(cut) == lines
+    assert steps_of(cut) == lines
     again = train(small(tmp_path / "again", **SHORT, **settings))
     assert_bitwise_equal(resumed.state.params, again.state.params)
 
