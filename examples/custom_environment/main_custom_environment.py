@@ -20,19 +20,20 @@ from jaxrl.train import train
 from jaxrl.trainer import Trainer
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.py"
-BOXES = "abcdefghij"
+BOXES, DIGITS = "abcd", "0123"
 SETTINGS = {
     "trainer.run_name": "custom_environment",
     "trainer.ckpt_path": "runs/custom_environment/checkpoints",
     "trainer.export_path": "runs/custom_environment/exports",
-    "trainer.max_training_steps": 80,
+    "trainer.max_training_steps": 50,
+    "trainer.policy.optimizer_config.scheduler": "constant",
     "data.train_data": [f"{__name__}:prompts(size=800, seed=0)"],
     "data.val_data": [f"{__name__}:prompts(size=80, seed=1)"],
     "environment.env_class": f"{__name__}:Boxes",
     "generator.max_turns": 2,
-    "generator.max_input_length": 20,
+    "generator.max_input_length": 6,
     "generator.sampling_params.max_generate_length": 1,  # a character a turn
-    "trainer.algorithm.max_seq_len": 21,
+    "trainer.algorithm.max_seq_len": 7,
 }
 
 
@@ -68,8 +69,8 @@ def prompts(size: int, seed: int) -> Iterator[dict[str, Any]]:
     """Rows: which box is asked for, and what is in all of them."""
     rng = random.Random(seed)
     for _ in range(size):
-        box, digits = rng.choice(BOXES), "".join(rng.choices("0123456789", k=10))
-        yield {"prompt": f"what is in {box}", "box": box, "digits": digits}
+        box, digits = rng.choice(BOXES), "".join(rng.choices(DIGITS, k=len(BOXES)))
+        yield {"prompt": box, "box": box, "digits": digits}
 
 
 def main(arguments: Sequence[str]) -> Trainer:

@@ -25,7 +25,8 @@ SETTINGS = {
     "trainer.run_name": "custom_generator",
     "trainer.ckpt_path": "runs/custom_generator/checkpoints",
     "trainer.export_path": "runs/custom_generator/exports",
-    "trainer.max_training_steps": 60,
+    "trainer.max_training_steps": 45,
+    "trainer.policy.optimizer_config.scheduler": "constant",
 }
 
 

@@ -27,7 +27,8 @@ SETTINGS = {
     "trainer.run_name": "custom_reward",
     "trainer.ckpt_path": str(RUN / "checkpoints"),
     "trainer.export_path": str(RUN / "exports"),
-    "trainer.max_training_steps": 60,
+    "trainer.max_training_steps": 45,
+    "trainer.policy.optimizer_config.scheduler": "constant",
     "trainer.algorithm.advantage_estimator": "grpo",  # one reward for the whole response
     "trainer.algorithm.entropy_loss_coef": 0.02,
     "data.train_data": [str(RUN / "train.jsonl")],
@@ -52,7 +53,7 @@ async def brief(tokens: Sequence[str], stopped: bool) -> float:
 def write_rows(path: Path, size: int, seed: int) -> None:
     """Rows {"prompt", "answer"}, one JSON object a line."""
     rng = random.Random(seed)
-    words = ["".join(rng.choices("abcdefgh", k=4)) for _ in range(size)]
+    words = ["".join(rng.choices("abcd", k=4)) for _ in range(size)]
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [{"prompt": word, "answer": word[-1]} for word in words]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
