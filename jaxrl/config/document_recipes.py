@@ -33,8 +33,9 @@ def get_config():
 **Source** says where the expected result comes from. *Measured here*: runs of this repository, in
 LOG.md. *Literature*: somebody else's run with these settings or nearly these; nobody has run the
 recipe at its full size with jaxrl. *Not measured*: no figure was found. Tests run a tiny version of
-every recipe (`tests/configs`): the same algorithm, environment, turns, adapters, critic, teacher and
-schedule, with a model of the same family, of two layers and random weights, for two steps on a CPU.
+every recipe (`tests/configs`): the same algorithm, environment, turns, adapters, critic, teacher
+and schedule, with a model of the same family, of two layers and random weights, for two steps on a
+CPU.
 
 **Plan** is the largest need of a device and what it has, by [`jaxrl.plan`](plan.md): *compiled* by
 the TPU's own compiler, *estimated* for GPUs. It needs only a folder with the `config.json` of the
