@@ -2,9 +2,9 @@ r"""Trains with a generator of this file, which samples and judges without any e
 
     python examples/custom_generator/main_custom_generator.py
 
-`BasePPOExp.get_generator` returns it; the trainer asks it for trajectories and nothing else, and
-checks what it gives. The quickstart's task: a share of the reward for each digit in its place, and
-for stopping there. It rises from about 0. docs/rollouts.md has the contract.
+`BasePPOExp.get_generator` returns it; the trainer asks it for trajectories, and checks what it
+gives. The quickstart's task: a share of the reward for each digit in its place, and for stopping
+there. docs/rollouts.md has the contract.
 """
 
 import asyncio
@@ -25,8 +25,9 @@ SETTINGS = {
     "trainer.run_name": "custom_generator",
     "trainer.ckpt_path": "runs/custom_generator/checkpoints",
     "trainer.export_path": "runs/custom_generator/exports",
-    "trainer.max_training_steps": 45,
+    "trainer.max_training_steps": 50,
     "trainer.policy.optimizer_config.scheduler": "constant",
+    "trainer.policy.optimizer_config.lr": 3e-3,
 }
 
 

@@ -35,7 +35,7 @@ def mean(lines, name="reward/avg_raw_reward"):
 def test_custom_environment(tmp_path):
     lines, _ = run("custom_environment", tmp_path)
     assert mean(lines[:5]) < 0.1
-    assert mean(lines[-5:]) > 0.7  # 0.625 is the call and a guess of four digits: it reads the answer
+    assert mean(lines[-5:]) > 0.7  # the call and a guess of four digits: 0.625
 
 
 def test_custom_generator(tmp_path):
