@@ -1,5 +1,6 @@
 r"""Dr. GRPO (arXiv:2503.20783) on one-digit sums with SmolLM2-135M-Instruct.
 
+    python examples/smollm2_to_hf.py --out models/smollm2-135m-instruct
     python -m jaxrl.train --config=configs/arithmetic_smollm2_dr_grpo.py
 
 As arithmetic_smollm2_grpo.py, without the two divisions that the paper calls biased: by the group's

@@ -1,5 +1,6 @@
 r"""GMPO (arXiv:2507.20673) on one-digit sums with SmolLM2-135M-Instruct.
 
+    python examples/smollm2_to_hf.py --out models/smollm2-135m-instruct
     python -m jaxrl.train --config=configs/arithmetic_smollm2_gmpo.py
 
 As arithmetic_smollm2_grpo.py, with the geometric mean of the token ratios. The log of a ratio is

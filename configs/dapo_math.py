@@ -5,8 +5,8 @@ r"""DAPO on its 17,000 questions of mathematics with Qwen2.5-Math-7B, evaluated 
     python -m jaxrl.train --config=configs/dapo_math.py
 
 Clip-higher, dynamic sampling, the token-level mean, overlong filtering and soft punishment; no KL.
-The responses are 8192 tokens long in place of the paper's 20480, as in SkyRL's and verl's runs of
-this model.
+The paper's model is Qwen2.5-32B with responses of up to 20480 tokens; here it is Qwen2.5-Math-7B
+with up to 8192, as in SkyRL's and verl's runs of that model.
 
 Paper: DAPO, Yu et al. 2025, arXiv:2503.14476
 Hardware: 8 H100 (80 GB)

@@ -7,7 +7,7 @@ r"""GRPO on GSM8K with Qwen2.5-0.5B-Instruct.
 As gsm8k_qwen2_5_1_5b_grpo.py, with the smaller model, on one GPU or a TPU slice of one host.
 
 Paper: GRPO, Shao et al. 2024, arXiv:2402.03300
-Hardware: one H100 (80 GB) or a v5litepod-8
+Hardware: one H100 (80 GB) or a v5litepod-8 (v5e:2x4)
 Plan: h100:1, 28.3 of 74.5 GiB, estimated; v5e:2x4, 6.9 of 15.8 GiB, compiled; both fit
 Expected: no figure was found for these settings; 0.496 before training
 Source: literature (Qwen's blog, in verl's algorithm baselines). Not measured here.

@@ -7,7 +7,7 @@ r"""GRPO on GSM8K with Qwen2.5-1.5B-Instruct.
 The batch, the group and the learning rate are those of SkyRL's first example.
 
 Paper: GRPO, Shao et al. 2024, arXiv:2402.03300
-Hardware: 4 H100 (80 GB) or a v6e-4
+Hardware: 4 H100 (80 GB) or a v6e-4 (v6e:2x2)
 Plan: h100:4, 20.0 of 74.5 GiB, estimated; v6e:2x2, 20.5 of 31.3 GiB, compiled; both fit
 Expected: 0.796 of the test set after 140 steps
 Source: literature; SkyRL's documentation (recipes, FSDP backend, 4 H100). Not measured here.

@@ -5,8 +5,10 @@ r"""Dr. GRPO on MATH with Qwen2.5-Math-7B: R1-Zero-like training from a base mod
     python -m jaxrl.train --config=configs/math_dr_grpo.py
 
 No division by the group's standard deviation, none by the length of the response, no KL. 128
-prompts of 8 samples a step in eight updates, from the authors' script (oat); the chat template of
-the model is the paper's Qwen-Math template.
+prompts of 8 samples a step in eight updates, from the authors' script (oat). The chat template of
+the model is the paper's Qwen-Math template; data.prepare also ends each question with "Let's think
+step by step and output the final answer within \boxed{}.", beside the template's own instruction.
+The validation set is that of MATH: the paper's figure for AIME 2024 does not show in this run.
 
 Paper: Dr. GRPO, Liu et al. 2025, arXiv:2503.20783
 Hardware: 8 H100 (80 GB)

@@ -5,7 +5,8 @@ r"""GMPO on MATH with Qwen2.5-Math-7B: the geometric mean of the token ratios.
     python -m jaxrl.train --config=configs/math_gmpo.py
 
 As math_dr_grpo.py, whose code the authors took, with the advantages of GRPO. The log of a ratio is
-clipped at +-0.4.
+clipped at +-0.4. The validation set is that of MATH: the paper's average of five benchmarks does
+not show in this run.
 
 Paper: GMPO, Zhao et al. 2025, arXiv:2507.20673 (sec. 4)
 Hardware: 8 H100 (80 GB)

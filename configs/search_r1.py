@@ -6,8 +6,9 @@ r"""Search-R1: Qwen2.5-3B-Instruct learns to search before it answers, by GRPO i
 
 `<search>` asks a retriever, `<answer>` ends. The retriever is an HTTP server of Search-R1's
 protocol at port 8000 (dense index of Wikipedia), or, with
-`--config.environment.skyrl_gym.search.corpus=FILE`, a BM25 index of documents of your own, without
-a server. All settings are those of SkyRL's run.
+`--config.environment.skyrl_gym.search.corpus=FILE`, a BM25 index of your own documents, without a
+server. docs/environments.md (search) says where Search-R1's index and server are. All settings are
+those of SkyRL's run.
 
 Paper: Search-R1, Jin et al. 2025, arXiv:2503.09516
 Hardware: 8 H100 (80 GB)

@@ -5,8 +5,9 @@ r"""GRPO on text to SQL in several turns: Qwen2.5-Coder-7B-Instruct queries real
     python -m jaxrl.train --config=configs/text2sql_multi_turn.py
 
 Up to six turns: `<sql>` runs a query and shows its rows, `<solution>` hands one in. 653 questions
-of SynSQL and Spider; their databases are OmniSQL's archive (22 GB, docs/environments.md says where
-they lie). All settings are SkyRL-SQL's, in its form of a message for each turn.
+of SynSQL and Spider; their databases are in `data.zip` (22 GB) of seeklhy/OmniSQL-datasets on the
+Hugging Face hub (docs/environments.md, text2sql). All settings are SkyRL-SQL's, in its form of a
+message for each turn.
 
 Paper: SkyRL-SQL, Liu et al. 2025, https://novasky-ai.notion.site/skyrl-sql; GRPO, arXiv:2402.03300
 Hardware: 8 H100 (80 GB)

@@ -19,7 +19,14 @@ PATTERN = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".toml": "toml"}
-WIDE = ("configuration.md", "migrating_from_skyrl.md")  # tables that need the whole window
+WIDE = (  # tables that need the whole window
+    "configuration.md",
+    "environments.md",
+    "migrating_from_skyrl.md",
+    "migrating_from_verl_and_trl.md",
+    "recipes.md",
+    "tool_use.md",
+)
 PATHS: dict[str, str] = {}  # page below source/ -> what it shows, from the root of the repository
 
 

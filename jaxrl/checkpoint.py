@@ -9,9 +9,7 @@ did not finish is never seen by a restore.
 """
 
 import contextlib
-import fnmatch
 import itertools
-import json
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -22,9 +20,9 @@ import orbax.checkpoint as ocp
 
 from jaxrl.checkpoint_items import Buffer, item_handlers
 from jaxrl.checksums import checksums, host_checksums
-from jaxrl.config import TrainConfig, get_config_as_dict
 from jaxrl.files import as_path, missing_packages_named
 from jaxrl.parallel import agree, gather, is_first
+from jaxrl.same_run import OWN_FOLDERS, changed_fields, differences
 from jaxrl.shared_folder import shared_folder
 from jaxrl.types import TrainState
 
@@ -137,8 +135,8 @@ class Checkpointer:
         if later:
             raise CheckpointError(
                 f"trainer.ckpt_path={str(self.folder)!r} holds the steps {later} of another run, "
-                f"which this one, starting after step {step}, would overwrite. Choose another "
-                "trainer.ckpt_path, or delete them, or set trainer.resume_mode=latest"
+                f"which this one, starting after step {step}, would overwrite. To start another "
+                f"run, {OWN_FOLDERS}; or delete them, or set trainer.resume_mode=latest"
             )
 
     def read_meta(self, step: int) -> dict[str, Any]:
@@ -212,7 +210,7 @@ class Checkpointer:
             reasons = "; ".join(str(error) for error in damaged.values())
             raise CheckpointError(
                 f"trainer.ckpt_path={str(self.folder)!r} holds no whole checkpoint: {reasons}. "
-                "Choose another trainer.ckpt_path to start afresh"
+                f"To start afresh, {OWN_FOLDERS}"
             )
         return None
 
@@ -300,66 +298,14 @@ def _damage(path: Any) -> Iterator[None]:
 
 # ---------------------------------------------------------------- what must be the same
 
-# What may change between a run and its continuation: where things go, how often, how far.
-MAY_CHANGE = (
-    "data.val_data",
-    "trainer.*.fsdp_config.*",  # where and in which parts the same numbers are computed
-    "trainer.*.megatron_config.tensor_model_parallel_size",
-    "trainer.*.mesh*",
-    "trainer.*.offload_after_step",
-    "trainer.*_interval",
-    "trainer.ckpt_path",
-    "trainer.cluster.*",
-    "trainer.compilation_cache_path",
-    "trainer.dump_*",
-    "trainer.epochs",
-    "trainer.eval_*",
-    "trainer.export_path",
-    "trainer.flash_attn",
-    "trainer.fully_async.num_parallel_generation_workers",
-    "trainer.ledger.*",
-    "trainer.gradient_checkpointing*",
-    "trainer.log*",
-    "trainer.max_ckpts_to_keep",
-    "trainer.max_tokens_per_microbatch",
-    "trainer.max_training_steps",
-    "trainer.micro_*",
-    "trainer.packed_length",
-    "trainer.placement.*",
-    "trainer.policy.model.path",  # the architecture is compared by itself
-    "trainer.policy.model.random_init",
-    "trainer.critic.model.path",
-    "trainer.critic.model.random_init",
-    "trainer.project_name",
-    "trainer.remat_policy",
-    "trainer.resume_*",
-    "trainer.run_name",
-    "trainer.sharding_rules*",
-    "trainer.policy.record_memory",
-    "trainer.strategy",
-    "trainer.use_sample_packing",
-    "trainer.watching.*",
-    "generator.eval_*",
-    "generator.inference_engine.*",
-)
-
 
 def refuse_other(path: str, saved: dict[str, Any], now: dict[str, Any]) -> None:
     """Compare "model" and "config" of two metas.
 
-    A field that is newer than the checkpoint was at its default.
-
     Raises:
-        CheckpointError: they differ in more than MAY_CHANGE.
+        CheckpointError: they differ in more than may change, see `changed_fields`.
     """
-    old, new = _flat(saved["config"]), _flat(now["config"])
-    defaults = _flat(get_config_as_dict(TrainConfig()))
-    newer = {key: value for key, value in defaults.items() if key in new and key not in old}
-    changed = {
-        key: pair
-        for key, pair in differences(newer | old, new).items()
-        if ".mixed_precision" in key or not any(fnmatch.fnmatch(key, p) for p in MAY_CHANGE)
-    }
+    changed = changed_fields(saved["config"], now["config"])
     for what, different in (
         ("model", differences(saved["model"], now["model"])),
         ("config", changed),
@@ -367,7 +313,7 @@ def refuse_other(path: str, saved: dict[str, Any], now: dict[str, Any]) -> None:
         if different:
             raise CheckpointError(
                 f"checkpoint {path} is of another {what}; (saved, this run): "
-                f"{different}. Choose another trainer.ckpt_path, or undo the change"
+                f"{different}. To start another run, {OWN_FOLDERS}; or undo the change"
             )
 
 
@@ -380,21 +326,3 @@ def warn_of_changed_functions(path: str, saved: dict[str, str], now: dict[str, s
             "on with the new one, and will differ from one that was not interrupted",
             stacklevel=4,
         )
-
-
-def differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Dotted keys whose values differ: (saved, now). Lists and tuples are the same."""
-    left, right = (json.loads(json.dumps(_flat(values))) for values in (saved, now))
-    return {
-        key: (left.get(key), right.get(key))
-        for key in sorted({*left, *right})
-        if left.get(key) != right.get(key)
-    }
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for key, value in values.items():
-        nested = isinstance(value, dict) and value
-        flat |= _flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
-    return flat

@@ -133,7 +133,7 @@ def loss_and_metrics(label: str, result: Any, shape: Shape) -> tuple[Array, dict
     Raises:
         ValueError: not a pair, or a part of it has another form.
     """
-    loss, metrics = _pair(label, result, "(loss, metrics)")
+    loss, metrics = _pair(label, result, "(loss, metrics)", "loss, {}")
     loss = _array(label, "loss", loss, {"one number": (), "the loss of each token": shape})
     if not jnp.issubdtype(loss.dtype, jnp.floating):
         raise ValueError(f"{label} returned a loss of {loss.dtype}; it must be floating point")
@@ -153,7 +153,7 @@ def advantages_and_returns(label: str, result: Any, shape: Shape) -> tuple[Array
     Raises:
         ValueError: not a pair of arrays [B, T].
     """
-    advantages, returns = _pair(label, result, "(advantages, returns)")
+    advantages, returns = _pair(label, result, "(advantages, returns)", "advantages, advantages")
     form = {"a number for each token": shape}
     return _array(label, "advantages", advantages, form), _array(label, "returns", returns, form)
 
@@ -186,11 +186,14 @@ def _check_supplied(
             )
 
 
-def _pair(label: str, result: Any, names: str) -> tuple[Any, Any]:
-    if not isinstance(result, tuple) or len(result) != 2:
-        size = f" of {len(result)}" if isinstance(result, tuple) else ""
-        raise ValueError(f"{label} must return {names}, got {type(result).__name__}{size}")
-    return result
+def _pair(label: str, result: Any, names: str, mended: str) -> tuple[Any, Any]:
+    """The two things that were returned; `mended` is what returns them in place of an array."""
+    if isinstance(result, tuple) and len(result) == 2:
+        return result
+    if hasattr(result, "shape"):
+        raise ValueError(f"{label} must return {names}, got one array: return {mended}")
+    size = f" of {len(result)}" if isinstance(result, tuple) else ""
+    raise ValueError(f"{label} must return {names}, got {type(result).__name__}{size}")
 
 
 def _array(label: str, what: str, value: Any, forms: Mapping[str, Shape]) -> Array:

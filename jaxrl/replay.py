@@ -27,11 +27,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxrl import config as cfg
-from jaxrl.checkpoint import differences
 from jaxrl.checksums import checksums
 from jaxrl.config.needs import kl_in_reward
 from jaxrl.ledger.books import machine_of, step_checksums
 from jaxrl.recorded_run import CorruptedRollouts, RecordedRun, restored, step_of, use_devices
+from jaxrl.same_run import differences
 from jaxrl.train import BasePPOExp
 from jaxrl.trainer import Trainer
 

@@ -39,6 +39,7 @@ from jaxrl.optim import init_state
 from jaxrl.parallel import is_first, make_mesh, put, record_folder, replicated, same_in_all
 from jaxrl.parallel.processes import joined_main
 from jaxrl.parallel.rules import batch_devices
+from jaxrl.same_run import refuse_records_of_another
 from jaxrl.types import TrainBatch, TrainState
 from jaxrl.watching.loggers import check_installed
 from jaxrl.watching.progress import progress_bar
@@ -109,6 +110,7 @@ class SFTTrainer:
         groups = batch_devices(self.mesh, placement.rules)
         cut = self.scorer.microbatching
         self.eval_cut = dataclasses.replace(cut, total=round_up(trainer.eval_batch_size, groups))
+        refuse_records_of_another(self.config)
         writable_folder("trainer.log_path", cfg.run_folder(trainer))
         writable_folder("trainer.export_path", trainer.export_path)
         self.checkpointer = Checkpointer(trainer.ckpt_path, max_to_keep=trainer.max_ckpts_to_keep)

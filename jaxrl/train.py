@@ -28,7 +28,7 @@ from jaxrl.data.tokenizer import check_vocabulary, load_tokenizer
 from jaxrl.engines import engine_of_run
 from jaxrl.envs.readiness import check_environments
 from jaxrl.evaluation import check_sources
-from jaxrl.files import FolderError, replace_text
+from jaxrl.files import FolderError
 from jaxrl.jetstream_backend import jetstream_engine
 from jaxrl.ledger import LedgerError
 from jaxrl.models import hf
@@ -178,13 +178,12 @@ class BasePPOExp:
         return environment_workers.pool_of_run(self.config, jax.process_count())
 
     def report_data(self, trainer: Trainer) -> None:
-        """Print the data card; it is also in the run folder."""
+        """Print the data card; it will also be in the run folder, once the run has it."""
         card = self.get_data_card(
             trainer.train_prompts, trainer.eval_prompts, trainer.order, trainer.total_steps
         )
         print(card)
-        if is_first():
-            replace_text(cfg.run_folder(self.config.trainer) / "data_card.txt", f"{card}\n")
+        trainer.recorder.data_card = f"{card}\n"
 
     def get_data_card(
         self,

@@ -42,6 +42,7 @@ from jaxrl.rollout.protocol import Engine
 from jaxrl.rollout.shares import sample_in_shares
 from jaxrl.rollout.step_wise import trajectory_numbers
 from jaxrl.run_state import finished_state, restore_or_init
+from jaxrl.same_run import refuse_records_of_another
 from jaxrl.types import GeneratorOutput, Prompt, TrainBatch, TrainState
 from jaxrl.update import rows_without_update, updates_on
 from jaxrl.warm_up import warm_up
@@ -122,6 +123,7 @@ class Trainer:
             self.like = self.like.replace(critic=self.critic.like)
         self.minibatch_rows = trainer.policy_mini_batch_size * self.samples
         self.estimate = jax.jit(make_estimate(trainer.algorithm))
+        refuse_records_of_another(self.config)
         writable_folder("trainer.log_path", cfg.run_folder(trainer))
         writable_folder("trainer.export_path", trainer.export_path)
         self.checkpointer = Checkpointer(trainer.ckpt_path, max_to_keep=trainer.max_ckpts_to_keep)

@@ -108,7 +108,7 @@ def test_nothing_is_moved_when_every_checkpoint_is_damaged(tmp_path):
     save(tmp_path, 1, 2)
     for step in (1, 2):
         cut_data_files(tmp_path / f"global_step_{step}")
-    message = r"(?s)holds no whole checkpoint: .*_2 is damaged .*_1 is damaged .*Choose another"
+    message = r"(?s)holds no whole checkpoint: .*_2 is damaged .*_1 is damaged .*choose another"
     with pytest.raises(ValueError, match=message):
         Checkpointer(str(tmp_path)).restore_latest(SMALL, META)
     assert steps_in(tmp_path) == ["global_step_1", "global_step_2"]

@@ -36,6 +36,7 @@ LAYER_OF = {
     "checkpoint": "L3",
     "checkpoint_items": "L3",
     "checksums": "L3",
+    "same_run": "L3",
     "ledger": "L3",
     "compilation": "L3",
     "metrics": "L3",

@@ -189,7 +189,7 @@ def branches(log_probs, old_log_probs, advantages, config):
 @pytest.mark.parametrize(
     ("func", "message"),
     [
-        (no_pair, r"'mine' must return \(loss, metrics\), got .*"),
+        (no_pair, r"'mine' must return \(loss, metrics\), got one array: return loss, \{\}$"),
         (three, r"'mine' must return \(loss, metrics\), got tuple of 3"),
         (
             transposed,
@@ -291,7 +291,10 @@ ARRAYS = {
 @pytest.mark.parametrize(
     ("func", "message"),
     [
-        (lambda **kwargs: kwargs["index"], r"'mine' must return \(advantages, returns\), got nda"),
+        (
+            lambda **kwargs: kwargs["index"],
+            r"'mine' must return \(advantages, returns\), got one array: return advantages, adv",
+        ),
         (
             lambda token_level_rewards, **_: (token_level_rewards.sum(-1), token_level_rewards),
             r"'mine' returned advantages of shape \(2,\); expected a number for each token \(2",

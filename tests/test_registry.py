@@ -194,7 +194,8 @@ def test_a_received_function_stays_where_its_module_computes_otherwise(user_modu
     assert PolicyLossRegistry.get("x")(2.0, None, None, None)[0] == 3 * 2  # SCALE of the sender
 
 
-def test_a_cell_that_runs_again_registers_again():
+def test_code_of_a_script_that_runs_again_registers_again(monkeypatch):
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "script.py", raising=False)
     cell = "def loss(log_probs, *rest, beta={}):\n    return beta * log_probs, {{}}\n"
     for beta in (1.0, 1.0):
         scope = {"__name__": "__main__"}
@@ -210,7 +211,7 @@ def test_a_cell_that_runs_again_registers_again():
 
 
 def test_an_edited_cell_of_a_notebook_replaces_its_own_function(monkeypatch):
-    monkeypatch.delattr(sys.modules["__main__"], "__file__")  # a notebook has no file
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)  # as in a notebook
     cell = "def {}(log_probs, *rest, beta={}):\n    return beta * log_probs, {{}}\n"
     scope = {"__name__": "__main__"}
     for beta, marks in ((1.0, False), (2.0, False), (3.0, True)):

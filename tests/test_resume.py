@@ -20,6 +20,7 @@ from orbax.checkpoint._src.path.atomicity import AtomicRenameTemporaryPath
 from jaxrl import config as cfg
 from jaxrl.audit import audit
 from jaxrl.checkpoint import Checkpointer
+from jaxrl.files import FolderError
 from jaxrl.train import BasePPOExp, main, train
 from jaxrl.trainer import Trainer
 from tests.test_train import QUICKSTART, ROOT, assert_bitwise_equal, metric_lines, small
@@ -195,6 +196,17 @@ def test_a_checkpoint_of_another_config_is_refused(finished, tmp_path):
     shutil.copytree(folder / "checkpoints", copy)
     further |= {"trainer.ckpt_path": str(copy), "trainer.export_path": str(tmp_path)}
     assert int(train(small(folder, **further)).state.step) == 5
+
+
+def test_a_fresh_start_does_not_write_over_the_records_of_another_config(finished, tmp_path):
+    folder, _ = finished
+    shutil.copytree(folder / "quickstart", tmp_path / "quickstart")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    folders = {f"trainer.{name}": str(tmp_path / name) for name in ("ckpt_path", "export_path")}
+    lr = {"trainer.policy.optimizer_config.lr": 0.5}
+    with pytest.raises(FolderError, match=rf"{tmp_path}/quickstart.*lr': \(0.002, 0.5\)"):
+        train(small(tmp_path, **folders, **lr))
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_the_command_line_names_the_difference_without_a_traceback(finished, tmp_path, capsys):

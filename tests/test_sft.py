@@ -208,6 +208,15 @@ def test_killed_and_resumed_equals_uninterrupted(whole, tmp_path):
 
 
 @pytest.mark.slow
+def test_the_records_of_another_config_are_not_written_over(whole, tmp_path):
+    folder, _ = whole
+    records = (folder / "run" / "metrics.jsonl").read_bytes()
+    other = {"trainer.seed": 7, "trainer.ckpt_path": str(tmp_path / "checkpoints")}
+    with pytest.raises(ValueError, match=r"run folder .*trainer.seed': \(42, 7\)"):
+        sft(small(folder, **other))
+    assert (folder / "run" / "metrics.jsonl").read_bytes() == records
+
+
 def test_adapters_are_trained_alone(tmp_path):
     settings = {"trainer.policy.model.lora.rank": 4, "trainer.policy.model.random_init": False}
     base = sft(small(tmp_path / "base"))

@@ -35,12 +35,18 @@ class BaseConfig:
         return hash((type(self).__qualname__, _hashable(field_values(self))))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a field; a misspelt one would otherwise be set beside it in silence."""
-        if name not in type(self).__dataclass_fields__:  # type: ignore[attr-defined]
+        """Set a field; a misspelt one would otherwise be set beside it in silence.
+
+        What is no field: properties, and names that begin with an underscore.
+        """
+        cls = type(self)
+        known = name in cls.__dataclass_fields__ or name[:1] == "_"  # type: ignore[attr-defined]
+        if not known and not inspect.isdatadescriptor(getattr(cls, name, None)):
             try:
-                check_field(type(self), name, "")
+                check_field(cls, name, "")
             except ValueError as error:
-                raise AttributeError(str(error)) from None
+                rule = "an attribute that is no field begins with '_'"
+                raise AttributeError(f"{error}; {rule}") from None
         super().__setattr__(name, value)
 
     @classmethod
@@ -220,7 +226,7 @@ def check_field(cls: type[BaseConfig], name: str, prefix: str) -> None:
     names = list(field_types(cls))
     if name in names:
         return
-    elsewhere = [k for k in flatten(cls()) if f".{name}." in f"{k}."]
+    elsewhere = [k for k in _dotted_names(cls) if f".{name}." in f"{k}."]
     elsewhere = [f"{k}.".split(f".{name}.")[0] + f".{name}" for k in elsewhere]
     near = elsewhere[:1] or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"Did you mean '{_join(prefix, near[0])}'? " if near else ""
@@ -228,6 +234,15 @@ def check_field(cls: type[BaseConfig], name: str, prefix: str) -> None:
         f"unknown config field '{_join(prefix, name)}'. {hint}"
         f"Fields of {cls.__name__}: {', '.join(names)}"
     )
+
+
+def _dotted_names(cls: type[BaseConfig], prefix: str = "") -> list[str]:
+    """Keys of `flatten`, without making a config: a class may ask about itself in its __init__."""
+    names = []
+    for name, kind in field_types(cls).items():
+        inner = kind if isinstance(kind, type) and issubclass(kind, BaseConfig) else None
+        names += _dotted_names(inner, f"{prefix}{name}.") if inner else [prefix + name]
+    return names
 
 
 def _merged(cls: type[Config], values: Any, path: str, current: Config | None) -> Config:

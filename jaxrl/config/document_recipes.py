@@ -15,9 +15,9 @@ _INTRODUCTION = """# Recipes
 <!-- Written by `python -m jaxrl.config.document_recipes`; edit the headers in configs/. -->
 
 A recipe is a file in `configs/` that returns the config of a run. Its header has the commands in
-the order in which they are run: first the data (`python -m jaxrl.data.prepare`), then the training.
-Every field can be set on the command line (`--config.trainer.seed=1`), and a file of your own may
-start from one of these:
+the order in which you run them (first the data, `python -m jaxrl.data.prepare`, then the training),
+and names the paper. You can set every field on the command line (`--config.trainer.seed=1`), and
+your own file can start from one of these:
 
 ```python
 from jaxrl.config import load_config_file
@@ -32,10 +32,10 @@ def get_config():
 
 **Source** says where the expected result comes from. *Measured here*: runs of this repository, in
 LOG.md. *Literature*: somebody else's run with these settings or nearly these; nobody has run the
-recipe at its full size with jaxrl. *Not measured*: no figure was found. What was run of every
-recipe is a tiny version (`tests/configs`): the same algorithm, environment, turns, adapters,
-critic, teacher and schedule, with a model of the same family, of two layers and random weights, for
-two steps on a CPU.
+recipe at its full size with jaxrl. *Not measured*: no figure was found. Tests run a tiny version of
+every recipe (`tests/configs`): the same algorithm, environment, turns, adapters, critic, teacher
+and schedule, with a model of the same family, of two layers and random weights, for two steps on a
+CPU.
 
 **Plan** is the largest need of a device and what it has, by [`jaxrl.plan`](plan.md): *compiled* by
 the TPU's own compiler, *estimated* for GPUs. It needs only a folder with the `config.json` of the
@@ -49,9 +49,14 @@ XLA_FLAGS=--xla_force_host_platform_device_count=4 python -m jaxrl.plan --topolo
     --config.trainer.policy.model.path=models/qwen2.5-1.5b
 ```
 
-| recipe | what | paper | hardware | plan | expected | source |
-|---|---|---|---|---|---|---|
 """
+_TABLE = """
+## {title}
+
+| recipe | what | hardware | plan | expected | source |
+|---|---|---|---|---|---|
+{rows}"""
+_FIRST = "quickstart.py"
 
 
 class Header(NamedTuple):
@@ -87,15 +92,25 @@ def read_header(recipe: Path) -> Header:
 
 def recipes_page() -> str:
     """The whole page."""
-    return _INTRODUCTION + "".join(_row(recipe) for recipe in sorted(RECIPES.glob("*.py")))
-
-
-def _row(recipe: Path) -> str:
-    header = read_header(recipe)
-    linked = re.sub(
-        r"arXiv:(\d{4}\.\d{5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", header.fields["Paper"]
+    recipes = sorted(RECIPES.glob("*.py"), key=lambda path: (path.name != _FIRST, path.name))
+    rows: dict[bool, list[str]] = {True: [], False: []}
+    for recipe in recipes:
+        header = read_header(recipe)
+        rows[header.fields["Hardware"].startswith("a CPU")].append(_row(recipe.name, header))
+    tables = (
+        _TABLE.format(title=title, rows="".join(rows[on_cpu]))
+        for title, on_cpu in (("On a CPU", True), ("On accelerators", False))
     )
-    cells = [f"`{recipe.name}`", header.title, linked, *list(header.fields.values())[1:]]
+    return _INTRODUCTION.rstrip("\n") + "\n" + "".join(tables)
+
+
+def _row(name: str, header: Header) -> str:
+    cited = r"arXiv:(\d{4}\.\d{5})"
+    paper, title = header.fields["Paper"], header.title
+    if re.search(cited, paper) and not re.search(cited, title):
+        title += f" Paper: {paper}."
+    linked = re.sub(cited, r"[arXiv:\1](https://arxiv.org/abs/\1)", title)
+    cells = [f"`{name}`", linked, *(header.fields[field] for field in FIELDS[1:])]
     return f"| {' | '.join(cells)} |\n"
 
 

@@ -4,9 +4,10 @@ import ast
 import re
 from decimal import Decimal, InvalidOperation
 
+from jaxrl.envs.tags import last_tagged
+
 # A minus directly after a digit, a letter or a bracket is an operator ("9-4"), not a sign.
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?\d+(?:,\d{3})*(?:\.\d+)?")
-_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 _LITERAL_NODES = (
     *(ast.Expression, ast.List, ast.Tuple, ast.Constant, ast.Name, ast.Load),
@@ -40,8 +41,8 @@ def last_number(text: str) -> str | None:
 
 def tagged_answer(text: str) -> str:
     """What stands in the last `<answer>..</answer>`, or else the whole text after `</think>`."""
-    found = _ANSWER_TAG.findall(text)
-    return (found[-1] if found else text.rpartition("</think>")[2]).strip()
+    found = last_tagged(text, "answer")
+    return (text.rpartition("</think>")[2] if found is None else found).strip()
 
 
 def same_answer(answer: str, ground_truth: str) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 from jaxrl.envs.answers import same_answer
 from jaxrl.envs.protocol import Env, StepOutput, read_ground_truth
 from jaxrl.envs.split import draw_distinct
+from jaxrl.envs.tags import first_tagged
 from jaxrl.envs.tools import ToolGroup, tool
 from jaxrl.types import Message
 
@@ -23,8 +24,6 @@ _MAX_OPERATIONS = 4
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _OPERATION = r"(-?\d{1,12})([-+*])(-?\d{1,12})"
 _IN_BRACKETS = re.compile(rf"\({_OPERATION}\)")
-# What comes first counts, as in python_code.
-_CALL_OR_ANSWER = re.compile(r"<calc>(.*?)</calc>|<answer>(.*?)</answer>", re.DOTALL)
 
 
 class CalculatorToolGroup(ToolGroup):
@@ -65,21 +64,21 @@ class CalculatorEnv(Env):
     def step(self, action: str) -> StepOutput:
         """Calculates, or compares the answer."""
         self.turns += 1
-        match = _CALL_OR_ANSWER.search(action)
-        if match is not None and match[2] is not None:
-            correct = float(same_answer(match[2], self.ground_truth))
+        called = first_tagged(action, "calc", "answer")
+        if called is not None and called.tag == "answer":
+            correct = float(same_answer(called.content, self.ground_truth))
             self._metrics |= {"correct": correct, "answered": 1.0}
             return StepOutput(observations=[], reward=correct, done=True, metadata={})
         result = "error"
-        if match is not None:
+        if called is not None:
             self._metrics["calls"] += 1
-            result = self._execute_tool(self.tool_to_toolgroup["calc"], "calc", [match[1]])
+            result = self._execute_tool(self.tool_to_toolgroup["calc"], "calc", [called.content])
         self._metrics["malformed"] += result == "error"
         done = self.turns >= self.max_turns
         output = StepOutput(observations=[], reward=0.0, done=done, metadata={"result": result})
         if not done:
             output["observations"] = [_said(result)]
-            output["postprocessed_action"] = action[: match.end()] if match else action
+            output["postprocessed_action"] = action[: called.end] if called else action
         return output
 
     def get_metrics(self) -> dict[str, Any]:

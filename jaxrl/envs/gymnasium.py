@@ -10,10 +10,10 @@ from typing import Any
 
 from jaxrl.envs.adapter import Adapter, import_library
 from jaxrl.envs.protocol import StepOutput
+from jaxrl.envs.tags import last_tagged
 from jaxrl.types import Message
 from jaxrl.user_functions import import_function
 
-_ACTION = r"<action>(.*?)</action>"
 _COLOURED = re.compile(r"\x1b\[([\d;]+)m(.*?)\x1b\[0m", re.DOTALL)
 _COLOURS = ("gray", "red", "green", "yellow", "blue", "magenta", "cyan", "white", "crimson")
 _READABLE = ("Text", "Discrete", "MultiDiscrete", "MultiBinary", "Tuple", "Dict")
@@ -36,7 +36,8 @@ class GymnasiumEnv(Adapter):
             of the row; `actions`: names of a Discrete space's actions, in their order; `make`:
             keywords of `gymnasium.make`, a dict or JSON; `observe`: "pkg.module:function" of the
             environment and the observation; `action_pattern`: where an action stands in place of
-            the tag, a regular expression with one group, of which the last match counts.
+            the tag, a regular expression with one group, of which the last match counts; one that
+            takes long on some text (as `(a+)+b`) holds up the whole run: no time limit ends it.
         name: an id of gymnasium, or "module:id" to import the module that registers it.
     """
 
@@ -158,7 +159,7 @@ class _Actions:
                 "and Text can be read from a response. Wrap it in one that takes text"
             )
         self.space, self.names = space, {}
-        self.pattern = _compiled(pattern or _ACTION)
+        self.pattern = _compiled(pattern) if pattern else None
         if kind == "Text":
             if names:
                 raise ValueError(f"environment 'gymnasium:{name}' has actions of text, not {names}")
@@ -180,15 +181,21 @@ class _Actions:
 
     def read(self, response: str) -> tuple[Any, str]:
         """The action of a response, and "" or what is wrong with it."""
-        found = self.pattern.findall(response)
-        if not found:
+        text = self._find(response)
+        if text is None:
             return None, f"There is no action in your answer. {self.said}"
-        text = found[-1].strip()
         if not self.names:
             fits = self.space.contains(text)
             return text, "" if fits else f"{text!r} is not a possible action. {self.said}"
         action = self.names.get(text.casefold())
         return action, "" if action is not None else f"{text!r} is not an action. {self.said}"
+
+    def _find(self, response: str) -> str | None:
+        if self.pattern is None:
+            last = last_tagged(response, "action")
+        else:
+            last = next(reversed(self.pattern.findall(response)), None)
+        return None if last is None else last.strip()
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:

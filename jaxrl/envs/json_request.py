@@ -92,7 +92,7 @@ def ask(
         else:
             try:
                 return read(json.loads(answer)), attempt
-            except (LookupError, TypeError, ValueError, AttributeError) as error:
+            except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
                 shown = answer[:_SHOWN].decode("utf-8", "replace")
                 problem = f"cannot use the answer {shown!r}: {error!r}"
         _log.info("%s, attempt %d of %d: %s", url, attempt, attempts, problem)

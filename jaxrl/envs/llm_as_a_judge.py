@@ -14,7 +14,7 @@ from jaxrl.types import Message
 _OPENAI = "https://api.openai.com/v1"
 _FIELDS = ("question", "ground_truth", "response")
 _FIELD = re.compile(r"\{(" + "|".join(_FIELDS) + r")\}")
-_SCORE = re.compile(r"###\s*Final Score:\s*\**\s*(-?\d+(?:\.\d+)?)(?![\d.]*\d|/)")
+_SCORE = re.compile(r"###\s*Final Score:[\s*]*(-?\d+(?:\.\d+)?)(?![\d.]*\d|/|[eE][-+]?\d)")
 _PLACES: dict[tuple[str, int], threading.BoundedSemaphore] = {}  # of the process
 
 GSM8K_PROMPT = """You grade a solution of a word problem. Be strict.

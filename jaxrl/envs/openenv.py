@@ -7,9 +7,8 @@ from typing import Any
 
 from jaxrl.envs.adapter import Adapter, import_library
 from jaxrl.envs.protocol import StepOutput
+from jaxrl.envs.tags import last_tagged
 from jaxrl.types import Message
-
-_ACTION_TAG = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 
 
 class OpenEnvEnv(Adapter):
@@ -53,12 +52,23 @@ class OpenEnvEnv(Adapter):
         _library()
         return cls
 
+    async def ready(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Opens a session; `close` ends it.
+
+        Raises:
+            OSError: nobody listens, or what does refuses.
+        """
+        await self._connect()
+
+    async def _connect(self) -> None:
+        self._client = _library().GenericEnvClient(base_url=self.name)
+        await self._client.connect()
+
     async def init(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, prompt: list[Message]
     ) -> tuple[list[Message], dict[str, Any]]:
         """Opens a session; the prompt with its first observation."""
-        self._client = _library().GenericEnvClient(base_url=self.name)
-        await self._client.connect()
+        await self._connect()
         result = await self._client.reset(**self._reset)
         return [*prompt, Message(role="user", content=self._shown(result.observation))], {}
 
@@ -94,15 +104,15 @@ class OpenEnvEnv(Adapter):
 
     def _read(self, response: str) -> tuple[dict[str, Any], str]:
         """The action of a response, and "" or what is wrong with it."""
-        found = _ACTION_TAG.findall(response)
-        if not found:
+        found = last_tagged(response, "action")
+        if found is None:
             return {}, "There is no action in your answer. Write <action>..</action>."
-        text, field = found[-1].strip(), self.extras.get("action_field")
+        text, field = found.strip(), self.extras.get("action_field")
         if field:
             return {field: text}, ""
         try:
             action = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # also of numbers of thousands of digits
             return {}, f"The action is not a JSON object: {error}"
         return (action, "") if isinstance(action, dict) else ({}, "The action is no JSON object.")
 

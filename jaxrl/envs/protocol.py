@@ -94,7 +94,8 @@ class Env:
     def ready(self) -> None:
         """Finds out whether servers answer that the environment needs; the default needs none.
 
-        Asked before a run, of one environment of each kind. What it raises ends the run.
+        Asked before a run, of one environment of each kind. What it raises ends the run. It may be
+        a coroutine function.
         """
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
@@ -121,6 +122,18 @@ class Env:
                 if isinstance(value, numbers.Real):
                     values.setdefault(name, []).append(float(value))
         return {name: sum(column) / len(column) for name, column in values.items()}
+
+
+def conversation_extras(columns: Mapping[str, Any], max_turns: int) -> dict[str, Any]:
+    """What an environment gets of its row.
+
+    Args:
+        columns: of the row. One that is None is left out: where only some rows have a column,
+            Parquet gives it to all of them.
+        max_turns: of the run; a column of that name holds instead.
+    """
+    given = {name: value for name, value in columns.items() if value is not None}
+    return {"max_turns": max_turns, **given}
 
 
 def read_ground_truth(extras: Mapping[str, Any], env_class: str) -> str:

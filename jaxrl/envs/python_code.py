@@ -1,18 +1,17 @@
 """Python as a tool: a model runs code in a sandbox, sees what it prints, and answers."""
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.envs import sandbox
 from jaxrl.envs.answers import same_answer
 from jaxrl.envs.protocol import Env, StepOutput, read_ground_truth
+from jaxrl.envs.tags import first_tagged
 from jaxrl.envs.tools import ToolGroup, tool
 
 _MAX_TURNS = 5
 _MAX_CHARACTERS = 4000
 # What comes first counts: code that is written counts before an answer that was guessed for it.
-_CODE_OR_ANSWER = re.compile(r"<python>(.*?)</python>|<answer>(.*?)</answer>", re.DOTALL)
 
 
 class PythonToolGroup(ToolGroup):
@@ -78,13 +77,13 @@ class PythonCodeEnv(Env):
     def step(self, action: str) -> StepOutput:
         """Runs the code, or compares the answer."""
         self.turns += 1
-        match = _CODE_OR_ANSWER.search(action)
-        if match is not None and match[2] is not None:
-            correct = float(same_answer(match[2], self.ground_truth))
+        called = first_tagged(action, "python", "answer")
+        if called is not None and called.tag == "answer":
+            correct = float(same_answer(called.content, self.ground_truth))
             self._metrics |= {"correct": correct, "answered": 1.0}
             return StepOutput(observations=[], reward=correct, done=True, metadata={})
         done = self.turns >= self.max_turns
-        if match is None:
+        if called is None:
             said = "Write code in <python>..</python>, or the answer in <answer>..</answer>."
             return StepOutput(
                 observations=[] if done else [{"role": "user", "content": said}],
@@ -94,8 +93,9 @@ class PythonCodeEnv(Env):
             )
         output = StepOutput(observations=[], reward=0.0, done=done, metadata={})
         if not done:
-            output["postprocessed_action"] = action[: match.end()]
-            said = self._execute_tool(self.tool_to_toolgroup["python"], "python", [match[1]])
+            output["postprocessed_action"] = action[: called.end]
+            code = [called.content]
+            said = self._execute_tool(self.tool_to_toolgroup["python"], "python", code)
             assert self.tools.last is not None
             self._metrics["programs"] += 1
             self._metrics["program_errors"] += not self.tools.last.ok

@@ -1,9 +1,13 @@
 """Whether every environment that data sets name can be made, found out before work is lost."""
 
+import asyncio
+import inspect
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxrl import envs
+from jaxrl.envs.protocol import conversation_extras
 from jaxrl.types import Prompt
 
 
@@ -31,7 +35,9 @@ def check_environments(
     for env_class, prompt in {prompt.env_class: prompt for prompt in reversed(prompts)}.items():
         try:
             if make:
-                _try(prompt, env_config, max_turns)
+                # In a thread: a loop may run in this one (Jupyter), and methods may be coroutines.
+                with ThreadPoolExecutor(1, "jaxrl-readiness") as thread:
+                    thread.submit(_try, prompt, env_config, max_turns).result()
             else:
                 envs.load(env_class)
         except Exception as error:
@@ -42,9 +48,21 @@ def check_environments(
 
 
 def _try(prompt: Prompt, env_config: Mapping[str, Any] | None, max_turns: int) -> None:
-    env = envs.make(prompt.env_class, {"max_turns": max_turns, **prompt.extras}, env_config)
-    try:
-        if isinstance(env, envs.Env):
-            env.ready()
-    finally:
-        env.close()
+    with asyncio.Runner() as runner:
+        extras = conversation_extras(prompt.extras, max_turns)
+        env = envs.make(prompt.env_class, extras, env_config)
+        try:
+            if isinstance(env, envs.Env):
+                _wait(runner, env.ready())
+        finally:
+            _wait(runner, env.close())
+
+
+def _wait(runner: asyncio.Runner, given: Any) -> None:
+    """Lets a coroutine end; whatever else a method returned is none."""
+
+    async def waited() -> None:
+        await given
+
+    if inspect.isawaitable(given):
+        runner.run(waited())

@@ -20,6 +20,7 @@ from jaxrl.envs.retriever import Hit, LocalRetriever, Retriever
 
 _MAX_BYTES = 1024**2  # of a question
 _MAX_TOPK = 1000
+_TIMEOUT = 60.0  # seconds without a byte of a question, after which its connection is closed
 
 
 def make_server(retriever: Retriever, host: str, port: int, topk: int = 3) -> ThreadingHTTPServer:
@@ -32,13 +33,15 @@ def make_server(retriever: Retriever, host: str, port: int, topk: int = 3) -> Th
     """
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = _TIMEOUT
+
         def do_POST(self) -> None:
             try:
                 size = int(self.headers.get("Content-Length", 0))
-                if size > _MAX_BYTES:
-                    raise ValueError(f"{size} bytes, at most {_MAX_BYTES}")
+                if not 0 <= size <= _MAX_BYTES:
+                    raise ValueError(f"{size} bytes, not 0 to {_MAX_BYTES}")
                 answer = {"result": _answer(retriever, json.loads(self.rfile.read(size)), topk)}
-            except (ValueError, AttributeError) as error:
+            except (ValueError, TypeError, AttributeError, RecursionError) as error:
                 self._say(400, {"error": f"not a question of this protocol: {error}"})
             else:
                 self._say(200, answer)

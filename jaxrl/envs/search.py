@@ -12,12 +12,11 @@ from typing import Any
 from jaxrl.envs.json_request import RequestError
 from jaxrl.envs.protocol import Env, StepOutput
 from jaxrl.envs.retriever import Hit, Retriever, retriever_of
+from jaxrl.envs.tags import first_tagged, last_tagged
 from jaxrl.envs.tools import ToolGroup, tool
 
 _log = logging.getLogger(__name__)
 _MAX_TURNS = 2
-_QUERY = re.compile(r"<search>(.*?)</search>", re.DOTALL)
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -88,13 +87,14 @@ class SearchEnv(Env):
         """Compares the answer, or searches."""
         self.turns += 1
         if self.turns >= self.max_turns or ("<answer>" in action and "</answer>" in action):
-            answers = _ANSWER.findall(action)
-            correct = float(bool(answers) and normalize_answer(answers[-1]) in self.targets)
-            self._metrics |= {"correct": correct, "answered": float(bool(answers))}
-            metadata = {"answer": answers[-1].strip() if answers else None}
+            answer = last_tagged(action, "answer")
+            answered = answer is not None
+            correct = float(answered and normalize_answer(answer) in self.targets)
+            self._metrics |= {"correct": correct, "answered": float(answered)}
+            metadata = {"answer": answer.strip() if answered else None}
             return StepOutput(observations=[], reward=correct, done=True, metadata=metadata)
-        match = _QUERY.search(action)
-        query = match[1].strip() if match else ""
+        called = first_tagged(action, "search")
+        query = called.content.strip() if called else ""
         if not query:
             said = "Nothing to search for: write <search>query</search> or <answer>answer</answer>."
         else:
@@ -105,7 +105,7 @@ class SearchEnv(Env):
             reward=0.0,
             done=False,
             metadata={"query": query},
-            postprocessed_action=action[: match.end()] if match else action,
+            postprocessed_action=action[: called.end] if called else action,
         )
 
     def _search(self, query: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxrl.envs.protocol import Env, StepOutput, read_ground_truth
 from jaxrl.envs.sqlite_query import Answer, query
+from jaxrl.envs.tags import first_tagged
 from jaxrl.envs.tools import ToolGroup, tool
 
 _MAX_TURNS = 5
@@ -18,8 +19,6 @@ _FOLDERS = {  # data -> folder of its databases, as SkyRL's downloads have them
     "spider": "spider/database",
     "bird": "bird/train/train_databases",
 }
-_QUERY = re.compile(r"<sql>(.*?)</sql>", re.DOTALL)
-_THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 _OTHER_TAG = re.compile(r"</?(think|sql|observation)\b", re.IGNORECASE)
 _OBSERVED = "<observation></observation>"
 
@@ -85,11 +84,11 @@ class Text2SQLEnv(Env):
             self._metrics |= {"correct": float(reward == 1), "well_formed": float(reward >= 0)}
             metadata = {"reason": reason}
             return StepOutput(observations=[], reward=reward, done=True, metadata=metadata)
-        match = _QUERY.search(action)
-        if match is None:
+        called = first_tagged(action, "sql")
+        if called is None:
             said = "No <sql>..</sql> in this turn. Think in <think>..</think>, then write a query."
         else:
-            answer = self._execute_tool(self.tool_to_toolgroup["sql"], "sql", [match[1]])
+            answer = self._execute_tool(self.tool_to_toolgroup["sql"], "sql", [called.content])
             self._metrics["queries"] += 1
             self._metrics["query_errors"] += bool(answer.error)
             said = str(answer)
@@ -129,7 +128,7 @@ def find_solution(said: str) -> str | None:
     solution = after.partition("</solution>")[0]
     if not tag or "<solution>" in after or after.count("</solution>") != 1:
         return None
-    if _OTHER_TAG.search(solution) or not _THOUGHT.search(said):
+    if _OTHER_TAG.search(solution) or first_tagged(said, "think") is None:
         return None
     turns = re.split("</observation>", before, flags=re.IGNORECASE)[1:]
     if not all(turn.lstrip().lower().startswith("<think>") for turn in turns):

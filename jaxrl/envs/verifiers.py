@@ -9,7 +9,6 @@ import contextlib
 import functools
 import importlib.util
 import json
-import re
 import threading
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
@@ -17,9 +16,9 @@ from typing import Any
 
 from jaxrl.envs.adapter import Adapter, import_library
 from jaxrl.envs.protocol import StepOutput
+from jaxrl.envs.tags import every_tagged
 from jaxrl.types import Message
 
-_TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _TOOLS = """# Tools
 
 You may call one or more functions to assist with the user query.
@@ -223,10 +222,10 @@ def _client_class() -> Any:
             return text
 
         async def from_native_response(self, response: str) -> Any:
-            found = _TOOL_CALL.findall(response) if self.has_tools else []
+            found, beside = _calls(response) if self.has_tools else ([], response)
             calls = [types.ToolCall(id=f"call_{i}", **_call(c)) for i, c in enumerate(found)]
             said = {
-                "content": _TOOL_CALL.sub("", response).strip() if calls else response,
+                "content": beside.strip() if calls else response,
                 "tool_calls": calls or None,
                 "finish_reason": "tool_calls" if calls else "stop",
                 "is_truncated": False,
@@ -252,12 +251,21 @@ def _client_class() -> Any:
     return Policy
 
 
+def _calls(response: str) -> tuple[list[str], str]:
+    """The tool calls of a response, and what is said beside them."""
+    found = list(every_tagged(response, "tool_call"))
+    starts, ends = [tagged.start for tagged in found], [tagged.end for tagged in found]
+    gaps = zip([0, *ends], [*starts, len(response)], strict=True)
+    beside = "".join(response[end:start] for end, start in gaps)
+    return [tagged.content.strip() for tagged in found], beside
+
+
 def _call(text: str) -> dict[str, str]:
     """Name and arguments of a tool call; what is no JSON is left for the environment to refuse."""
     try:
         given = json.loads(text)
         return {"name": str(given["name"]), "arguments": json.dumps(given.get("arguments", {}))}
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {"name": "", "arguments": text}
 
 

@@ -57,7 +57,7 @@ def joined_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> in
         try:
             return main(argv)
         except KeyboardInterrupt:
-            fix = "the same command goes on from the last checkpoint (trainer.resume_mode=latest)"
+            fix = "the same command resumes from the last checkpoint, if there is one"
             print(f"interrupted; {fix}", file=sys.stderr)
             return INTERRUPTED
     try:

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl import config as cfg
-from jaxrl.checkpoint import differences
 from jaxrl.reporting.run_files import RunFiles
+from jaxrl.same_run import differences
 
 SUPERVISED = "train/loss"  # a metric that only supervised runs have
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from jaxrl.envs import StepOutput
+from jaxrl.envs.protocol import conversation_extras
 from jaxrl.registry import accepted_keywords
 from jaxrl.rollout.environment_pool import EnvironmentPool
 from jaxrl.rollout.reward_terms import PLAIN, Reward, RewardTerms, named
@@ -70,7 +71,7 @@ class Session:
             max_turns: for environments that count turns; a column of the row's own holds instead.
         """
         self.max_turns = max_turns
-        when, extras = "at the start", {"max_turns": max_turns, **self.prompt.extras}
+        when, extras = "at the start", conversation_extras(self.prompt.extras, max_turns)
         given = self.prompt.env_class, extras, self.env_config
         self._env = await self._ask(when, functools.partial(self.pool.make, *given))
         opening = await self._ask(when, functools.partial(self._env.init, self.prompt.messages))

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from jaxrl import config as cfg
 from jaxrl.compilation import CompilationWatch
-from jaxrl.files import FolderError, FolderLock
+from jaxrl.files import FolderError, FolderLock, replace_text
 from jaxrl.metrics import progress_line, timed
 from jaxrl.parallel import agree, is_first, record_folder
 from jaxrl.types import GeneratorOutput, TrainBatch
@@ -59,6 +59,7 @@ class Recorder:
     Attributes:
         control: what callbacks and alarms ask for; stopped_by_alarm: the run ended for one.
         watch: counts compilations.
+        data_card: written into the run folder when it is opened.
 
     Raises:
         ValueError: the package of a logger is not installed.
@@ -81,6 +82,7 @@ class Recorder:
         )
         self.total: dict[str, float] = {}
         self.stopped_by_alarm = False
+        self.data_card = ""
         self._started = self._line = time.perf_counter()
         self._stack = contextlib.ExitStack()
         if self.folder.exists():  # else nothing is touched before `open`
@@ -107,6 +109,8 @@ class Recorder:
                     project=settings.project_name,
                     run_name=settings.run_name,
                 )
+                if self.data_card and is_first():
+                    replace_text(self.folder / "data_card.txt", self.data_card)
         except OSError as error:
             self._lock.close()
             raise FolderError(

@@ -1,4 +1,5 @@
 import textwrap
+from dataclasses import dataclass, field
 
 import ml_collections
 import pytest
@@ -83,6 +84,39 @@ def test_fields_that_are_set_one_by_one_are_checked():
     config.trainer.algorithm.eps_clip_high = "high"
     with pytest.raises(ValueError, match=r"trainer.algorithm.eps_clip_high='high': expected float"):
         to_train_config(config)
+
+
+def test_a_subclass_sets_what_it_declares_and_what_is_private():
+    @dataclass
+    class MyConfig(TrainConfig):
+        found: int = field(default=0, init=False)
+
+        def __post_init__(self):
+            self._cache = {}
+            self.found = 2
+
+        @property
+        def doubled(self):
+            return 2 * self.trainer.seed
+
+        @doubled.setter
+        def doubled(self, value):
+            self.trainer.seed = value // 2
+
+    config = MyConfig()
+    config.doubled = 6
+    assert (config.trainer.seed, config.doubled, config.found, config._cache) == (3, 6, 2, {})
+    assert to_train_config(config) == config
+
+
+def test_a_subclass_that_sets_an_undeclared_attribute_is_told_so():
+    @dataclass
+    class MyConfig(TrainConfig):
+        def __post_init__(self):
+            self.seed = 1
+
+    with pytest.raises(AttributeError, match="field 'seed'. Did you mean 'trainer.seed'"):
+        MyConfig()
 
 
 def test_to_train_config_copies():

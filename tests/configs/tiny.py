@@ -80,11 +80,16 @@ ALWAYS = {
     "trainer.logger": "jsonl",
 }
 SPECIAL: dict[str, dict[str, Any]] = {
-    # No random policy ever adds two numbers, or calculates: something else to learn.
+    # No random policy ever adds two numbers, or calculates, and few say "#### 4": something else to
+    # learn.
     **dict.fromkeys(
-        ("addition_grpo", "calculator_grpo"),
+        ("addition_grpo", "gsm8k_qwen3_gspo"),
         {"environment.reward_functions": [f"{__name__}:digits"]},
     ),
+    "calculator_grpo": {
+        "environment.reward_functions": [f"{__name__}:digits"],
+        "generator.max_input_length": 320,
+    },
     "search_r1": {  # its prompt is long
         "trainer.max_prompt_length": 900,
         "generator.max_input_length": 1100,

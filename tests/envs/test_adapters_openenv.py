@@ -8,10 +8,14 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 
 import pytest
 
 from jaxrl import envs
+from jaxrl.envs.openenv import OpenEnvEnv
+from jaxrl.envs.readiness import check_environments
+from jaxrl.types import Prompt
 
 SERVER = """
 import sys
@@ -160,6 +164,38 @@ def test_an_environment_that_breaks_is_a_failure(address):
 def test_a_server_that_is_not_there_is_a_failure(address):
     with pytest.raises(ConnectionError, match="127.0.0.1:9"):
         play("http://127.0.0.1:9", [])
+
+
+class NoClient:
+    """Of a server that is not there."""
+
+    closed = 0
+
+    def __init__(self, base_url):
+        self.base_url = base_url
+
+    async def connect(self):
+        raise ConnectionError(f"nobody at {self.base_url}")
+
+    async def close(self):
+        NoClient.closed += 1
+
+
+def test_it_is_asked_before_a_run(monkeypatch):
+    monkeypatch.setattr(
+        "jaxrl.envs.openenv._library", lambda: types.SimpleNamespace(GenericEnvClient=NoClient)
+    )
+    env_class = "openenv:http://127.0.0.1:9"
+    prompt = Prompt("0:0", [{"role": "user", "content": "1"}], (1,), env_class, {})
+    with pytest.raises(ValueError, match="prompt 0:0: ConnectionError: nobody at http://127.0.0"):
+        check_environments([prompt], {}, 1)
+    assert NoClient.closed == 1
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"x": ' + "1" * 5000 + "}"])
+def test_json_of_no_use_is_no_action(text):
+    action, problem = OpenEnvEnv(name="http://127.0.0.1:9")._read(f"<action>{text}</action>")
+    assert not action and problem.startswith("The action is not a JSON object: ")
 
 
 def test_what_is_no_address_is_refused():

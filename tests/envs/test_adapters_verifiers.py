@@ -9,6 +9,7 @@ import textwrap
 import pytest
 
 from jaxrl import envs
+from jaxrl.envs import verifiers
 from jaxrl.rollout.environment_pool import EnvironmentPool
 
 MODULES = {
@@ -264,6 +265,11 @@ def test_rows_are_text(vf):
     [row] = vf.prompts("vf-tools")
     assert json.loads(json.dumps(row)) == row
     assert json.loads(row["task"])["answer"] == "42"
+
+
+@pytest.mark.parametrize("text", ["no json", "[" * 100_000])
+def test_what_is_no_call_is_left_for_the_environment(text):
+    assert verifiers._call(text) == {"name": "", "arguments": text}
 
 
 def test_missing_package_says_how_to_install(monkeypatch):

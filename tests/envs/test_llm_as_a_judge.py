@@ -62,7 +62,7 @@ def test_scores_of_replies(said, score):
     [
         *("", "right", "Final Score: 1", "### Final Score: high", "### Final Score:", "nan", "inf"),
         *("### Final Score: 10", "### Final Score: -1", "### Final Score: 1.01", "2"),
-        "### Final Score: 1/10",
+        *("### Final Score: 1/10", "### Final Score: 1e3", "### Final Score: 1.5e3"),
     ],
 )
 def test_replies_without_a_score(said):

@@ -1,9 +1,13 @@
 """What is refused before a model is loaded: environments of the data that cannot be made."""
 
+import asyncio
+
 import pytest
 
 from jaxrl import config as cfg
+from jaxrl import envs
 from jaxrl.envs import Env, sandbox
+from jaxrl.envs.protocol import conversation_extras
 from jaxrl.envs.readiness import check_environments
 from jaxrl.train import BasePPOExp
 from jaxrl.types import Prompt
@@ -43,6 +47,19 @@ class PlainEnv:
     def close(self): ...
 
 
+class AsyncEnv(CountingEnv):
+    """Opens in one coroutine what it closes in another."""
+
+    async def ready(self):
+        self.lock, self.loop = asyncio.Lock(), asyncio.get_running_loop()
+        super().ready()
+
+    async def close(self):
+        async with self.lock:
+            assert asyncio.get_running_loop() is self.loop
+        super().close()
+
+
 COUNTING = "tests.envs.test_readiness:CountingEnv"
 
 
@@ -55,6 +72,29 @@ def test_one_of_each_kind_is_made_asked_and_closed(monkeypatch):
     prompts = [prompt(i, COUNTING, broken=i > 0) for i in range(3)]  # the first is asked
     check_environments([*prompts, prompt(3, "tests.envs.test_readiness:PlainEnv")], {}, 3)
     assert (CountingEnv.made, CountingEnv.asked, CountingEnv.closed) == (1, 1, 1)
+
+
+def test_coroutines_are_waited_for_where_a_loop_runs_too(monkeypatch):
+    monkeypatch.setattr(CountingEnv, "closed", 0)
+    env_class = "tests.envs.test_readiness:AsyncEnv"
+
+    async def in_a_notebook():
+        check_environments([prompt(0, env_class)], {}, 3)
+
+    asyncio.run(in_a_notebook())
+    with pytest.raises(ValueError, match="AsyncEnv' of prompt 0:0: ConnectionError: nobody there"):
+        check_environments([prompt(0, env_class, broken=True)], {}, 3)
+    assert CountingEnv.closed == 2
+
+
+@pytest.mark.parametrize("env_class", ["gsm8k", "search", "addition"])
+def test_a_column_that_other_rows_have_is_none_here(env_class):
+    config = {"search": {"search_url": closed_url()}}
+    columns = {**RULE, "max_turns": None, "seed": None}
+    env = envs.make(env_class, conversation_extras(columns, 7), config)
+    assert env.max_turns == 7 and "seed" not in env.extras
+    if env_class != "search":  # whose server is asked
+        check_environments([prompt(0, env_class, **columns)], config, 7)
 
 
 def test_all_that_is_wrong_is_said_at_once(monkeypatch):

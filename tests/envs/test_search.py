@@ -1,6 +1,7 @@
 """The environment search: corpora, BM25, the protocol over HTTP, and servers that fail."""
 
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ import pytest
 
 from jaxrl import config as cfg
 from jaxrl import envs
-from jaxrl.envs import json_request, retriever
+from jaxrl.envs import json_request, retriever, retriever_server
 from jaxrl.envs.json_request import RequestError
 from jaxrl.envs.passages import Passage, read_passages
 from jaxrl.envs.retriever import Hit, LocalRetriever, RemoteRetriever
@@ -254,7 +255,7 @@ def test_answers_of_servers(answer, hits):
 GARBAGE = (
     b"", b"no JSON", b"[]", b"{}", b'{"result": 3}', b'{"result": [["x"]]}',
     b'{"result": [[{"document": {"text": "x"}}]]}', b'{"result": [[{"contents": 3}]]}',
-    b"\xff\xfe\x00",
+    b"\xff\xfe\x00", b"[" * 100_000,
 )  # fmt: skip
 FAULTS = (500, 502, 503, 429, 408, "hang", "drip", "reset", "cut", *GARBAGE)
 
@@ -351,9 +352,22 @@ def test_our_server_gives_what_the_index_gives():
         status, answer = ask(url, {"queries": ["Rome", "zebra"], "topk": 1})
         rome = {"id": "it", "contents": PASSAGES[1].contents}
         assert (status, answer) == (200, {"result": [[rome], []]})
-        for wrong in (b"x", [], {}, {"query": 3}, {"query": "x", "topk": -1}, {"queries": "x"}):
+        no_questions = (b"x", b"[" * 100_000, 5, [], {}, {"query": 3}, {"queries": "x"})
+        for wrong in (*no_questions, {"query": "x", "topk": -1}):
             status, answer = ask(url, wrong)
             assert (status, list(answer)) == (400, ["error"])
+
+
+@pytest.mark.parametrize(
+    ("length", "said"), [(-1, b"400 Bad Request"), (10, b"")], ids=["negative", "never sent"]
+)
+def test_our_server_waits_for_no_question_without_end(length, said, monkeypatch):
+    monkeypatch.setattr(retriever_server, "_TIMEOUT", 0.2)
+    made = make_server(LocalRetriever(PASSAGES), "127.0.0.1", 0)
+    with serving(made), socket.create_connection(made.server_address[:2], timeout=10) as client:
+        client.sendall(b"POST /retrieve HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % length)
+        answer = client.recv(100)  # or it times out
+    assert answer.partition(b" ")[2][: len(said)] == said and bool(answer) == bool(said)
 
 
 def test_the_command_refuses_what_it_cannot_serve(capsys):

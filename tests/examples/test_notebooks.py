@@ -1,5 +1,6 @@
 """The notebooks are clean, and run from top to bottom; jaxrl does what one expects in a kernel."""
 
+import importlib.machinery
 import importlib.util
 import json
 import textwrap
@@ -29,12 +30,17 @@ def test_a_notebook_is_valid_and_has_no_outputs(path):
         assert cell.cell_type == "markdown" or (cell.outputs, cell.execution_count) == ([], None)
 
 
-def test_the_repository_is_found_or_asked_for(tmp_path, monkeypatch):
-    code = cells(NOTEBOOKS[0])["install"].source
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_repository_is_found_or_asked_for(path, tmp_path, monkeypatch):
+    code = cells(path)["install"].source
     monkeypatch.chdir(tmp_path)
     scope = {"SOURCE": ""}
     exec(code, scope)  # beside the package
     assert scope["ROOT"] == ROOT
+    folder = importlib.machinery.ModuleSpec("jaxrl", None)  # a clone that pip did not install
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: folder)
+    with pytest.raises(RuntimeError, match="into SOURCE in the cell above"):
+        exec(code, {"SOURCE": ""})
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match="into SOURCE in the cell above"):
         exec(code, {"SOURCE": ""})

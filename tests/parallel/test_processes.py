@@ -70,6 +70,5 @@ def test_an_interrupt_outside_of_a_job_is_one_line(capsys):
 
     assert joined_main(main, []) == 130
     assert capsys.readouterr().err == (
-        "interrupted; the same command goes on from the last checkpoint "
-        "(trainer.resume_mode=latest)\n"
+        "interrupted; the same command resumes from the last checkpoint, if there is one\n"
     )
