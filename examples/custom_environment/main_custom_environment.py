@@ -24,7 +24,7 @@ SETTINGS = {
     "trainer.run_name": "custom_environment",
     "trainer.ckpt_path": "runs/custom_environment/checkpoints",
     "trainer.export_path": "runs/custom_environment/exports",
-    "trainer.max_training_steps": 40,
+    "trainer.max_training_steps": 45,
     "trainer.policy.optimizer_config.scheduler": "constant",
     "trainer.policy.optimizer_config.lr": 3e-3,
     "data.train_data": [f"{__name__}:prompts(size=800, seed=0)"],

@@ -39,13 +39,11 @@ class DirectGenerator(GeneratorInterface):
 
     async def generate(self, batch: GeneratorInput) -> GeneratorOutput:
         """Token ids in, token ids out: what was sampled is never tokenised again."""
-        prompts, sampling = batch["prompts"], batch["sampling"]
-        entries = zip(prompts, batch["keys"], strict=True)
-        requests = [Request(prompt.tokens, (key,), sampling) for prompt, key in entries]
+        prompts, keys, sampling = batch["prompts"], batch["keys"], batch["sampling"]
+        requests = [Request(p.tokens, (k,), sampling) for p, k in zip(prompts, keys, strict=True)]
         futures = [future for (future,) in self.engine.submit(requests)]
         samples = await asyncio.gather(*map(asyncio.wrap_future, futures))
-        pairs = zip(prompts, samples, strict=True)
-        rewards = [self.judge(prompt.messages, sample) for prompt, sample in pairs]
+        rewards = [self.judge(p.messages, s) for p, s in zip(prompts, samples, strict=True)]
         right = sum(sum(row) > 0.99 for row in rewards) / len(rewards)
         return GeneratorOutput(
             prompt_token_ids=[list(prompt.tokens) for prompt in prompts],
@@ -67,8 +65,6 @@ class DirectGenerator(GeneratorInterface):
 
 
 class DirectExp(BasePPOExp):
-    """The run with that generator."""
-
     def get_generator(self, engine: Engine, tokenizer: Any) -> DirectGenerator:
         return DirectGenerator(engine, tokenizer)
 
