@@ -2,9 +2,8 @@ r"""Trains with an environment of this file: two turns, a tool, a reward in each
 
     python examples/custom_environment/main_custom_environment.py
 
-Ten boxes, a to j, hold a digit each. The prompt names a box; the policy has to look into it, which
-is a call of a tool, and then to say the digit that it was told: half of the reward each. From
-random weights it learns first the one, then the other.
+Four boxes, a to d, hold a digit each. The prompt names a box; the policy has to look into it, a
+call of a tool, and then to say the digit that it was told: half of the reward each.
 """
 
 import random
@@ -20,26 +19,25 @@ from jaxrl.train import train
 from jaxrl.trainer import Trainer
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.py"
-BOXES, DIGITS = "abcd", "0123"
+BOXES = "abcd"
 SETTINGS = {
     "trainer.run_name": "custom_environment",
     "trainer.ckpt_path": "runs/custom_environment/checkpoints",
     "trainer.export_path": "runs/custom_environment/exports",
-    "trainer.max_training_steps": 50,
+    "trainer.max_training_steps": 45,
     "trainer.policy.optimizer_config.scheduler": "constant",
+    "trainer.policy.optimizer_config.lr": 3e-3,
     "data.train_data": [f"{__name__}:prompts(size=800, seed=0)"],
     "data.val_data": [f"{__name__}:prompts(size=80, seed=1)"],
     "environment.env_class": f"{__name__}:Boxes",
     "generator.max_turns": 2,
-    "generator.max_input_length": 6,
+    "trainer.max_prompt_length": 6,  # the prompt, the call and what the tool said
     "generator.sampling_params.max_generate_length": 1,  # a character a turn
     "trainer.algorithm.max_seq_len": 7,
 }
 
 
 class Look(ToolGroup):
-    """The tools of this task."""
-
     @tool
     def look(self, digits: str, box: str) -> str:
         """What is in a box; "?" where there is none of that name."""
@@ -56,11 +54,11 @@ class Boxes(Env):
     def step(self, action: str) -> StepOutput:
         """The first turn calls the tool, the second answers."""
         self.turns += 1
-        box, digits, said = self.extras["box"], self.extras["digits"], []
+        box, digits = self.extras["box"], self.extras["digits"]
+        said, right = [], digits[BOXES.index(box)]
         if self.turns == 1:
             found = self._execute_tool(self.tool_to_toolgroup["look"], "look", [digits, action])
-            said = [{"role": "user", "content": found}]
-        right = box if self.turns == 1 else digits[BOXES.index(box)]
+            said, right = [{"role": "user", "content": found}], box
         reward, done = 0.5 * (action == right), self.turns == 2
         return StepOutput(observations=said, reward=reward, done=done, metadata={})
 
@@ -68,9 +66,8 @@ class Boxes(Env):
 def prompts(size: int, seed: int) -> Iterator[dict[str, Any]]:
     """Rows: which box is asked for, and what is in all of them."""
     rng = random.Random(seed)
-    for _ in range(size):
-        box, digits = rng.choice(BOXES), "".join(rng.choices(DIGITS, k=len(BOXES)))
-        yield {"prompt": box, "box": box, "digits": digits}
+    for box in rng.choices(BOXES, k=size):
+        yield {"prompt": box, "box": box, "digits": "".join(rng.choices("0123", k=len(BOXES)))}
 
 
 def main(arguments: Sequence[str]) -> Trainer:

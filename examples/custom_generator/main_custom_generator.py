@@ -2,9 +2,9 @@ r"""Trains with a generator of this file, which samples and judges without any e
 
     python examples/custom_generator/main_custom_generator.py
 
-`BasePPOExp.get_generator` returns it; the trainer asks it for trajectories and nothing else, and
-checks what it gives. The quickstart's task: a share of the reward for each digit in its place, and
-for stopping there. It rises from about 0. docs/rollouts.md has the contract.
+`BasePPOExp.get_generator` returns it; the trainer asks it for trajectories, and checks what it
+gives. The quickstart's task: a share of the reward for each digit in its place, and for stopping
+there. docs/rollouts.md has the contract.
 """
 
 import asyncio
@@ -25,8 +25,9 @@ SETTINGS = {
     "trainer.run_name": "custom_generator",
     "trainer.ckpt_path": "runs/custom_generator/checkpoints",
     "trainer.export_path": "runs/custom_generator/exports",
-    "trainer.max_training_steps": 45,
+    "trainer.max_training_steps": 50,
     "trainer.policy.optimizer_config.scheduler": "constant",
+    "trainer.policy.optimizer_config.lr": 3e-3,
 }
 
 
@@ -38,13 +39,11 @@ class DirectGenerator(GeneratorInterface):
 
     async def generate(self, batch: GeneratorInput) -> GeneratorOutput:
         """Token ids in, token ids out: what was sampled is never tokenised again."""
-        prompts, sampling = batch["prompts"], batch["sampling"]
-        entries = zip(prompts, batch["keys"], strict=True)
-        requests = [Request(prompt.tokens, (key,), sampling) for prompt, key in entries]
+        prompts, keys, sampling = batch["prompts"], batch["keys"], batch["sampling"]
+        requests = [Request(p.tokens, (k,), sampling) for p, k in zip(prompts, keys, strict=True)]
         futures = [future for (future,) in self.engine.submit(requests)]
         samples = await asyncio.gather(*map(asyncio.wrap_future, futures))
-        pairs = zip(prompts, samples, strict=True)
-        rewards = [self.judge(prompt.messages, sample) for prompt, sample in pairs]
+        rewards = [self.judge(p.messages, s) for p, s in zip(prompts, samples, strict=True)]
         right = sum(sum(row) > 0.99 for row in rewards) / len(rewards)
         return GeneratorOutput(
             prompt_token_ids=[list(prompt.tokens) for prompt in prompts],
@@ -66,8 +65,6 @@ class DirectGenerator(GeneratorInterface):
 
 
 class DirectExp(BasePPOExp):
-    """The run with that generator."""
-
     def get_generator(self, engine: Engine, tokenizer: Any) -> DirectGenerator:
         return DirectGenerator(engine, tokenizer)
 

@@ -53,7 +53,7 @@ async def brief(tokens: Sequence[str], stopped: bool) -> float:
 def write_rows(path: Path, size: int, seed: int) -> None:
     """Rows {"prompt", "answer"}, one JSON object a line."""
     rng = random.Random(seed)
-    words = ["".join(rng.choices("abcd", k=4)) for _ in range(size)]
+    words = ["".join(rng.choices("abcd", k=3)) for _ in range(size)]
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [{"prompt": word, "answer": word[-1]} for word in words]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

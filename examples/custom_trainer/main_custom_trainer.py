@@ -37,8 +37,8 @@ class SuccessFirstTrainer(Trainer):
         batch = super().add_advantages(batch)
         advantages = np.asarray(batch.advantages)  # [B, T], on the host, 0 outside the response
         sampled = np.asarray(batch.loss_mask) > 0
-        negative = (advantages < 0).sum() / max(sampled.sum(), 1)  # nothing is sampled at the warm-up
-        self.metrics["advantage/share_negative"] = float(negative)
+        share = (advantages < 0).sum() / max(sampled.sum(), 1)  # the warm-up samples nothing
+        self.metrics["advantage/share_negative"] = float(share)
         scale = np.where(advantages < 0, self.negative, 1.0).astype(np.float32)
         return batch.replace(advantages=advantages * scale)
 
