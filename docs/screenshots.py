@@ -31,7 +31,7 @@ REPORT = {  # picture -> what is chosen in the page
     "report_trajectories": "#view=trajectories&step=30",
 }
 RELATIVE = """
-for (const cell of document.querySelectorAll("td, dd"))
+for (const cell of document.querySelectorAll("td"))
   if (cell.textContent.endsWith("/runs/quickstart")) cell.textContent = "runs/quickstart";
 """  # the run lies in a temporary folder
 LOADED = "document.readyState === 'complete' && document.querySelector('.md-content') !== null"
