@@ -46,6 +46,7 @@ from jaxrl.rollout.reward_terms import RewardTermError, RewardTerms
 from jaxrl.rollout.shares import AbsentEngine
 from jaxrl.serve import served_model
 from jaxrl.serving.server import AddressError, Server
+from jaxrl.rollout.trajectories import AllFailed
 from jaxrl.train_async import AsyncTrainer
 from jaxrl.trainer import Trainer
 from jaxrl.types import Prompt
@@ -56,6 +57,7 @@ _MENDABLE = (
     AddressError,
     CheckpointError,
     DynamicSamplingError,
+    AllFailed,
     FolderError,
     LedgerError,
     RewardTermError,

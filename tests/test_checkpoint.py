@@ -235,8 +235,8 @@ def test_another_model_is_refused_with_the_difference(tmp_path):
     model = {"hidden_size": 32, "num_layers": 2, "qk_norm": True}
     message = (
         rf"{tmp_path}/global_step_7 is of another model; \(saved, this run\): "
-        r"\{'hidden_size': \(16, 32\), 'qk_norm': \(None, True\)\}. To start another run, choose another trainer.run_name, "
-        "trainer.ckpt_path and trainer.export_path; or undo the change"
+        r"\{'hidden_size': \(16, 32\), 'qk_norm': \(None, True\)\}. To start another run, "
+        "choose another trainer.run_name, trainer.ckpt_path and trainer.export_path; or undo"
     )
     with pytest.raises(ValueError, match=message):  # 6 is no way out: this is no damage
         Checkpointer(str(tmp_path)).restore_latest(SMALL, {**META, "model": model})
