@@ -26,6 +26,7 @@ from jaxrl.data.order import DataOrder
 from jaxrl.data.prompts import load_prompts
 from jaxrl.data.tokenizer import check_vocabulary, load_tokenizer
 from jaxrl.engines import engine_of_run
+from jaxrl.envs import NEED_TRUTH
 from jaxrl.envs.readiness import check_environments
 from jaxrl.evaluation import check_sources
 from jaxrl.files import FolderError, replace_text
@@ -205,6 +206,7 @@ class BasePPOExp:
             too_long=self.too_long,
             order=order,
             steps=steps,
+            need_truth=NEED_TRUTH,
         )
 
     def get_callbacks(self) -> list[TrainingCallback]:

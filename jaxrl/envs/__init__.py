@@ -8,7 +8,18 @@ from typing import Any
 from jaxrl.envs.protocol import Env, Settings, StepOutput
 from jaxrl.user_functions import is_edited_cell
 
-__all__ = ["ADAPTERS", "ENVS", "Env", "StepOutput", "construct", "load", "make", "register"]
+__all__ = [
+    "ADAPTERS",
+    "BUILT_IN",
+    "ENVS",
+    "NEED_TRUTH",
+    "Env",
+    "StepOutput",
+    "construct",
+    "load",
+    "make",
+    "register",
+]
 
 # name -> "module:Class", imported when first used
 ENVS: dict[str, str | Callable[..., Env]] = {
@@ -30,6 +41,9 @@ ENVS: dict[str, str | Callable[..., Env]] = {
     "text2sql": "jaxrl.envs.text2sql:Text2SQLEnv",
     "text_adventure": "jaxrl.envs.text_adventure:TextAdventureEnv",
 }
+BUILT_IN = frozenset(ENVS)
+# Those of them that judge by `reward_spec["ground_truth"]` of the row; a row needs one.
+NEED_TRUTH = BUILT_IN - {"single_turn", "text_adventure"}
 # Environments of other libraries, written with their name there: "reasoning_gym:chain_sum".
 # name -> a subclass of `adapter.Adapter`, and an example of what follows the colon
 ADAPTERS: dict[str, tuple[str, str]] = {
