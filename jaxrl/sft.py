@@ -28,6 +28,7 @@ from jaxrl.config.dataclass_config import flatten
 from jaxrl.data.conversations import Conversation, conversation_batch, load_conversations
 from jaxrl.data.order import order_of_run
 from jaxrl.data.packing import buckets_between, empty_batch, round_up
+from jaxrl.data.prompts import check_files
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.files import FolderError, FolderLock, writable_folder
 from jaxrl.models import hf
@@ -292,10 +293,11 @@ def build(config: Any) -> SFTTrainer:
     enable_cache(config.trainer.compilation_cache_path)
     role, template = config.trainer.policy, config.generator.chat_template
     path = role.model.path or ""  # validated
+    evaluated = config.trainer.eval_interval > 0
+    check_files([*config.data.train_data, *(config.data.val_data if evaluated else ())])
     model = hf.load_config(path, cfg.model_overrides(config.trainer, role))
     tokenizer = load_tokenizer(path, template.name_or_path if template.source == "file" else None)
     mesh = make_mesh(**dataclasses.asdict(role.mesh))
-    evaluated = config.trainer.eval_interval > 0
     trainer = SFTTrainer(
         config,
         tokenizer=tokenizer,

@@ -23,7 +23,7 @@ from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.needs import needs_reference
 from jaxrl.data.card import DataCard, data_card
 from jaxrl.data.order import DataOrder
-from jaxrl.data.prompts import load_prompts
+from jaxrl.data.prompts import check_files, load_prompts
 from jaxrl.data.tokenizer import check_vocabulary, load_tokenizer
 from jaxrl.engines import engine_of_run
 from jaxrl.envs import NEED_TRUTH
@@ -241,12 +241,14 @@ class BasePPOExp:
         config = self.config
         model = self.get_model()
         self.tokenizer = tokenizer = self.get_tokenizer()
+        evaluates = config.trainer.eval_interval > 0
+        if type(self).get_prompts is BasePPOExp.get_prompts:
+            check_files([*config.data.train_data, *(config.data.val_data if evaluates else ())])
         ref_path, path = config.trainer.ref.model.path, config.trainer.policy.model.path
         if ref_path not in (None, path) and needs_reference(config.trainer.algorithm):
             check_vocabulary(tokenizer, ref_path)
         mesh, of_engine = meshes(config)
         train_prompts = self.get_prompts(config.data.train_data)
-        evaluates = config.trainer.eval_interval > 0
         eval_prompts = self.get_prompts(config.data.val_data) if evaluates else []
         check_sources(eval_prompts)
         self.check_environments([*train_prompts, *eval_prompts])

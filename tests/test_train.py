@@ -380,6 +380,10 @@ def test_the_command_line(tmp_path, capsys):
     assert "trainer.seed" in capsys.readouterr().err
     assert main([f"--config={QUICKSTART}", "--config.trainer.train_batch_size=33"]) == 2
     assert "33" in capsys.readouterr().err
+    no_data = '--config.data.val_data=["no_such.jsonl"]'  # is found out before the model is read
+    path = "--config.trainer.policy.model.path=nobody/has-this-model"
+    assert main([f"--config={QUICKSTART}", no_data, path]) == 2
+    assert "error: data file 'no_such.jsonl' does not exist" in capsys.readouterr().err
     assert main(["--config=configs/no_such_file.py"]) == 2
     assert "no_such_file" in capsys.readouterr().err
 
