@@ -36,6 +36,7 @@ from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.transformer import TransformerConfig
 from jaxrl.parallel import is_first, make_mesh, same_in_all
+from jaxrl.parallel.devices import check_devices
 from jaxrl.parallel.processes import joined_main
 from jaxrl.rollout.conversation import ConversationGenerator
 from jaxrl.rollout.dynamic_sampling import DynamicSamplingError
@@ -45,9 +46,9 @@ from jaxrl.rollout.protocol import Engine
 from jaxrl.rollout.recompute import RecomputeEngine
 from jaxrl.rollout.reward_terms import RewardTermError, RewardTerms
 from jaxrl.rollout.shares import AbsentEngine
+from jaxrl.rollout.trajectories import AllFailed
 from jaxrl.serve import served_model
 from jaxrl.serving.server import AddressError, Server
-from jaxrl.rollout.trajectories import AllFailed
 from jaxrl.train_async import AsyncTrainer
 from jaxrl.trainer import Trainer
 from jaxrl.types import Prompt
@@ -56,9 +57,9 @@ from jaxrl.watching.callbacks import TrainingCallback, load_callbacks
 # What ends a run and is the user's to mend; every checkpoint before it is whole.
 _MENDABLE = (
     AddressError,
+    AllFailed,
     CheckpointError,
     DynamicSamplingError,
-    AllFailed,
     FolderError,
     LedgerError,
     RewardTermError,
@@ -77,6 +78,7 @@ class BasePPOExp:
     def __init__(self, config: Any) -> None:
         self.config = cfg.resolve(cfg.to_train_config(config))
         self.too_long: dict[str, int] = {}  # prompts of each source that were left out
+        check_devices()
         same_in_all("configs", flatten(self.config))
         enable_cache(self.config.trainer.compilation_cache_path)
         cfg.check_nodes(self.config, jax.process_count())
@@ -204,9 +206,9 @@ class BasePPOExp:
             sources=data.train_data,
             eval_sources=data.val_data if evaluation else (),
             too_long=self.too_long,
+            need_truth=NEED_TRUTH,
             order=order,
             steps=steps,
-            need_truth=NEED_TRUTH,
         )
 
     def get_callbacks(self) -> list[TrainingCallback]:
@@ -239,11 +241,11 @@ class BasePPOExp:
     def build(self) -> Trainer:
         """Load everything, print what will be done."""
         config = self.config
-        model = self.get_model()
-        self.tokenizer = tokenizer = self.get_tokenizer()
         evaluates = config.trainer.eval_interval > 0
         if type(self).get_prompts is BasePPOExp.get_prompts:
             check_files([*config.data.train_data, *(config.data.val_data if evaluates else ())])
+        model = self.get_model()
+        self.tokenizer = tokenizer = self.get_tokenizer()
         ref_path, path = config.trainer.ref.model.path, config.trainer.policy.model.path
         if ref_path not in (None, path) and needs_reference(config.trainer.algorithm):
             check_vocabulary(tokenizer, ref_path)
