@@ -125,7 +125,13 @@ def register(name: str, entry_point: str | Callable[..., Env]) -> None:
     if is_edited_cell(ENVS.get(name), entry_point):
         ENVS[name] = entry_point
     if ENVS.setdefault(name, entry_point) != entry_point:
-        raise ValueError(f"environment {name!r} is already registered as {ENVS[name]!r}")
+        fix = ""
+        if name in BUILT_IN:
+            fix = (
+                ", which is built in: register yours under another name, or leave `register` out "
+                "and write env_class='pkg.module:Class'"
+            )
+        raise ValueError(f"environment {name!r} is already registered as {ENVS[name]!r}{fix}")
 
 
 def _import(entry_point: str) -> Any:
