@@ -51,6 +51,7 @@ from jaxrl.examination.subject import Subject
 from jaxrl.examination.supervised import CHECKS as SUPERVISED
 from jaxrl.examination.supervised import SupervisedSubject
 from jaxrl.files import check_file, replace_text
+from jaxrl.parallel.devices import check_devices
 from jaxrl.train import BasePPOExp
 from jaxrl.user_functions import import_function
 
@@ -208,6 +209,7 @@ def main(argv: Sequence[str]) -> int:
     options, rest = parser.parse_known_args(argv)
     try:
         check_file("--json", options.json)
+        check_devices()
         if options.env:
             return _print_machine(options.json, rest)
         path, overrides = cfg.parse_command_line(rest)

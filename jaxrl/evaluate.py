@@ -29,6 +29,7 @@ from jaxrl.eval_subject import Subject, config_for, find_subject, load_weights, 
 from jaxrl.evaluation import Rows, dump_evaluation, evaluate
 from jaxrl.files import replace_text, writable_folder
 from jaxrl.models import hf
+from jaxrl.parallel.devices import check_devices
 from jaxrl.rollout.generator import run_now, sample_prompts
 from jaxrl.rollout.protocol import Engine
 from jaxrl.train import BasePPOExp, meshes
@@ -175,6 +176,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         path, overrides = cfg.parse_command_line(rest)
         config = cfg.apply_overrides(cfg.load_config_file(path), overrides)
+        check_devices()
         results = evaluate_subject(config, **vars(options))
     except (ValueError, OSError, ImportError) as error:  # what a user can mend
         print(f"error: {error}", file=sys.stderr)

@@ -23,6 +23,7 @@ import jax
 
 from jaxrl import config as cfg
 from jaxrl.files import replace_text, writable_folder
+from jaxrl.parallel.devices import check_devices
 from jaxrl.planning import report
 from jaxrl.planning.costs import Compiler, Memory, estimated
 from jaxrl.planning.phases import Phase
@@ -68,6 +69,7 @@ def _machine(topology: str | None, hbm_gib: float | None, chips: int | None) -> 
     """Of devices that are not here the chips of this process are not asked for."""
     if topology is not None:
         jax.config.update("jax_platforms", "cpu")
+    check_devices()
     return machine(topology, hbm_gib, chips)
 
 

@@ -23,6 +23,7 @@ from jaxrl.engines import native_engine
 from jaxrl.models import hf
 from jaxrl.models.transformer import TransformerConfig, abstract_params, logical_axes
 from jaxrl.parallel import make_mesh, param_shardings
+from jaxrl.parallel.devices import check_devices
 from jaxrl.rollout.conversation import sampling_of
 from jaxrl.rollout.incoming_weights import Incoming
 from jaxrl.rollout.protocol import Request, Sampling
@@ -152,6 +153,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         path, overrides = cfg.parse_command_line(list(argv))
         config = cfg.apply_overrides(cfg.load_config_file(path), overrides)
+        check_devices()
         server = make_server(config)
         server.start()
         if config.serve.grpc_port is not None:

@@ -28,6 +28,7 @@ from jaxrl.config.dataclass_config import flatten
 from jaxrl.data.conversations import Conversation, conversation_batch, load_conversations
 from jaxrl.data.order import order_of_run
 from jaxrl.data.packing import buckets_between, empty_batch, round_up
+from jaxrl.data.prompts import check_files
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.files import FolderError, FolderLock, writable_folder
 from jaxrl.models import hf
@@ -37,6 +38,7 @@ from jaxrl.objective import step_metrics
 from jaxrl.offload import on_device
 from jaxrl.optim import init_state
 from jaxrl.parallel import is_first, make_mesh, put, record_folder, replicated, same_in_all
+from jaxrl.parallel.devices import check_devices
 from jaxrl.parallel.processes import joined_main
 from jaxrl.parallel.rules import batch_devices
 from jaxrl.same_run import fingerprint, refuse_records_of_another
@@ -288,18 +290,20 @@ def build(config: Any) -> SFTTrainer:
         ValueError: the config, a data file, the model folder or a checkpoint is wrong; no earlier
             result was touched.
     """
+    check_devices()
     given = cfg.to_train_config(config)
     cfg.validate_sft(given, num_devices=jax.device_count(), num_processes=jax.process_count())
     config = cfg.resolve_sft(given)
     same_in_all("configs", flatten(config))
     check_installed(cfg.logger_names(config.trainer.logger))
     enable_cache(config.trainer.compilation_cache_path)
+    evaluated = config.trainer.eval_interval > 0
+    check_files([*config.data.train_data, *(config.data.val_data if evaluated else ())])
     role, template = config.trainer.policy, config.generator.chat_template
     path = role.model.path or ""  # validated
     model = hf.load_config(path, cfg.model_overrides(config.trainer, role))
     tokenizer = load_tokenizer(path, template.name_or_path if template.source == "file" else None)
     mesh = make_mesh(**dataclasses.asdict(role.mesh))
-    evaluated = config.trainer.eval_interval > 0
     trainer = SFTTrainer(
         config,
         tokenizer=tokenizer,

@@ -23,9 +23,10 @@ from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.needs import needs_reference
 from jaxrl.data.card import DataCard, data_card
 from jaxrl.data.order import DataOrder
-from jaxrl.data.prompts import load_prompts
+from jaxrl.data.prompts import check_files, load_prompts
 from jaxrl.data.tokenizer import check_vocabulary, load_tokenizer
 from jaxrl.engines import engine_of_run
+from jaxrl.envs import NEED_TRUTH
 from jaxrl.envs.readiness import ServerAwayError, check_environments
 from jaxrl.evaluation import check_sources
 from jaxrl.files import FolderError
@@ -35,6 +36,7 @@ from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.transformer import TransformerConfig
 from jaxrl.parallel import is_first, make_mesh, same_in_all
+from jaxrl.parallel.devices import check_devices
 from jaxrl.parallel.processes import CRASHED, joined_main
 from jaxrl.rollout.conversation import ConversationGenerator
 from jaxrl.rollout.dynamic_sampling import DynamicSamplingError
@@ -44,6 +46,7 @@ from jaxrl.rollout.protocol import Engine
 from jaxrl.rollout.recompute import RecomputeEngine
 from jaxrl.rollout.reward_terms import RewardTermError, RewardTerms
 from jaxrl.rollout.shares import AbsentEngine
+from jaxrl.rollout.trajectories import AllFailed
 from jaxrl.serve import served_model
 from jaxrl.serving.server import AddressError, Server
 from jaxrl.train_async import AsyncTrainer
@@ -54,6 +57,7 @@ from jaxrl.watching.callbacks import TrainingCallback, load_callbacks
 # What ends a run and is the user's to mend; every checkpoint before it is whole.
 _MENDABLE = (
     AddressError,
+    AllFailed,
     CheckpointError,
     DynamicSamplingError,
     FolderError,
@@ -74,6 +78,7 @@ class BasePPOExp:
     def __init__(self, config: Any) -> None:
         self.config = cfg.resolve(cfg.to_train_config(config))
         self.too_long: dict[str, int] = {}  # prompts of each source that were left out
+        check_devices()
         same_in_all("configs", flatten(self.config))
         enable_cache(self.config.trainer.compilation_cache_path)
         cfg.check_nodes(self.config, jax.process_count())
@@ -200,6 +205,7 @@ class BasePPOExp:
             sources=data.train_data,
             eval_sources=data.val_data if evaluation else (),
             too_long=self.too_long,
+            need_truth=NEED_TRUTH,
             order=order,
             steps=steps,
         )
@@ -234,6 +240,9 @@ class BasePPOExp:
     def build(self) -> Trainer:
         """Load everything, print what will be done."""
         config = self.config
+        evaluates = config.trainer.eval_interval > 0
+        if type(self).get_prompts is BasePPOExp.get_prompts:
+            check_files([*config.data.train_data, *(config.data.val_data if evaluates else ())])
         model = self.get_model()
         self.tokenizer = tokenizer = self.get_tokenizer()
         ref_path, path = config.trainer.ref.model.path, config.trainer.policy.model.path
@@ -241,7 +250,6 @@ class BasePPOExp:
             check_vocabulary(tokenizer, ref_path)
         mesh, of_engine = meshes(config)
         train_prompts = self.get_prompts(config.data.train_data)
-        evaluates = config.trainer.eval_interval > 0
         eval_prompts = self.get_prompts(config.data.val_data) if evaluates else []
         check_sources(eval_prompts)
         self.check_environments([*train_prompts, *eval_prompts])

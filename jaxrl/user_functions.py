@@ -20,7 +20,7 @@ import cloudpickle
 Function = Callable[..., Any]
 
 # What every process of a run has: the standard library and installed packages.
-_INSTALLED = tuple(
+INSTALLED = tuple(
     {
         *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
         *site.getsitepackages(),
@@ -272,7 +272,7 @@ def _is_user_module(name: str | None) -> bool:
         return True
     places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
     place = next((p for p in places if p), None)
-    return place is not None and not place.startswith(_INSTALLED)
+    return place is not None and not place.startswith(INSTALLED)
 
 
 def user_modules(func: Any) -> list[types.ModuleType]:

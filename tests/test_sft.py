@@ -285,3 +285,7 @@ def test_the_command(tmp_path, capsys):
     assert main(["--help"]) == 0
     assert main([f"--config={RECIPE}", "--config.sft.max_lenth=3"]) == 2
     assert "Did you mean 'sft.max_length'?" in capsys.readouterr().err
+    no_data = '--config.data.train_data=["no_such.jsonl"]'  # is found out before the model is read
+    path = "--config.trainer.policy.model.path=nobody/has-this-model"
+    assert main([f"--config={RECIPE}", no_data, path]) == 2
+    assert "error: data file 'no_such.jsonl' does not exist" in capsys.readouterr().err

@@ -1,6 +1,8 @@
 """Whole runs of the real trainer on a tiny model, eight host devices."""
 
+import inspect
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from jaxrl.batch_file import batch_path, load_batch
 from jaxrl.envs import Env
 from jaxrl.evaluate import evaluate_subject
 from jaxrl.models import RopeScaling
-from jaxrl.train import BasePPOExp, main, train
+from jaxrl.train import BasePPOExp, exit_status, main, train
 from jaxrl.trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
@@ -302,7 +304,9 @@ def plain_prompts(size):
         yield {"prompt": [{"role": "user", "content": str(1000 + i)}]}
 
 
-def test_an_environment_that_raises_costs_a_trajectory_and_only_if_it_always_does_the_run(tmp_path):
+def test_an_environment_that_raises_costs_a_trajectory_and_only_if_it_always_does_the_run(
+    tmp_path, capsys
+):
     config = small(
         tmp_path,
         **{
@@ -312,11 +316,14 @@ def test_an_environment_that_raises_costs_a_trajectory_and_only_if_it_always_doe
             "trainer.eval_before_train": False,
         },
     )
+    assert exit_status(BasePPOExp, config) == 2
+    (error,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
+    raised_at = inspect.getsourcelines(BrokenEnv.step)[1] + 4
     message = (
         r"all 16 trajectories of the batch failed; .*BrokenEnv' failed on prompt 0:\d+.*KeyErr"
+        rf".*\({re.escape(__file__)}:{raised_at}\)$"
     )
-    with pytest.raises(RuntimeError, match=message):
-        train(config)
+    assert re.search(message, error)
     lines = metric_lines(tmp_path)
     assert [line["step"] for line in lines] == [1, 2]
     assert [line["generate/env_errors"] for line in lines] == [0, 1]
@@ -373,6 +380,10 @@ def test_the_command_line(tmp_path, capsys):
     assert "trainer.seed" in capsys.readouterr().err
     assert main([f"--config={QUICKSTART}", "--config.trainer.train_batch_size=33"]) == 2
     assert "33" in capsys.readouterr().err
+    no_data = '--config.data.val_data=["no_such.jsonl"]'  # is found out before the model is read
+    path = "--config.trainer.policy.model.path=nobody/has-this-model"
+    assert main([f"--config={QUICKSTART}", no_data, path]) == 2
+    assert "error: data file 'no_such.jsonl' does not exist" in capsys.readouterr().err
     assert main(["--config=configs/no_such_file.py"]) == 2
     assert "no_such_file" in capsys.readouterr().err
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from jaxrl import envs
 from jaxrl.cluster.ray_import import ray
+from jaxrl.rollout.blame import place_of
 from jaxrl.rollout.environment_pool import EnvironmentPool
 from jaxrl.rollout.session import step_call
 from jaxrl.types import Message
@@ -20,6 +21,7 @@ class Failed(NamedTuple):
     """A call that raised."""
 
     error: str  # its repr: the exception itself might not travel
+    place: str  # `file:line` of the user's that raised, or ""
     hung: bool  # the process has threads that are left behind in calls without end
 
 
@@ -90,7 +92,7 @@ class EnvironmentWorker:
         try:
             return await work
         except Exception as error:
-            return Failed(repr(error), hung=self._pool.given_up > 0)
+            return Failed(repr(error), place_of(error), hung=self._pool.given_up > 0)
 
 
 _functions: dict[PackedFunction, Any] = {}

@@ -31,7 +31,11 @@ class EnvironmentWorkerError(RuntimeError):
 
 
 class _RemoteError(Exception):
-    """What a call raised in its process."""
+    """What a call raised in its process, and where, see `blame.place_of`."""
+
+    def __init__(self, text: str, place: str) -> None:
+        super().__init__(text)
+        self.place = place
 
     def __repr__(self) -> str:
         return str(self)
@@ -155,7 +159,7 @@ class _Actor:
             return found
         if found.hung:
             self.takes_more = False
-        raise _RemoteError(found.error)
+        raise _RemoteError(found.error, found.place)
 
     def end(self) -> None:
         """End the process, whatever it does."""

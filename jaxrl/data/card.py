@@ -3,7 +3,7 @@
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,18 +35,21 @@ def data_card(
     sources: Sequence[str],
     eval_sources: Sequence[str] = (),
     too_long: Mapping[str, int] | None = None,
+    need_truth: Collection[str] = (),
     order: DataOrder | None = None,
     steps: int = 0,
 ) -> DataCard:
     """Rows, lengths, environments, duplicates and shares of the data of a run.
 
-    A duplicate is counted twice: as it is, and but for case, blanks, punctuation and the form of
-    characters (Unicode's NFKC).
+    A duplicate is counted twice: as it is, and ignoring case, whitespace, punctuation and the form
+    of characters (Unicode's NFKC).
 
     Args:
         train, evaluation: the prompts that are short enough.
         sources, eval_sources: their data sets, by the numbers in their uids.
         too_long: prompts of a data set that were left out.
+        need_truth: environments that judge by the ground truth of a row; for them is said how many
+            rows lack it.
         order: with it shares of a batch, and passes over each source in `steps` batches.
     """
     keys = [_Keys(prompts) for prompts in (train, evaluation)]
@@ -59,7 +62,7 @@ def data_card(
             rows = [i for i, prompt in enumerate(prompts) if prompt.source == number]
             left_out = (too_long or {}).get(name, 0)
             lines.append(f"  {kind} {number}: {name}")
-            lines += _described([prompts[i] for i in rows], left_out)
+            lines += _described([prompts[i] for i in rows], left_out, need_truth)
             against = f", {other.found(own, rows)} also in the evaluation" * (kind == "train")
             lines.append(f"    {own.repeated(rows)} occur before{against}")
             if kind == "train" and order is not None:
@@ -68,31 +71,38 @@ def data_card(
     return DataCard((*lines, *warnings), warnings)
 
 
-def _described(prompts: Sequence[Prompt], left_out: int) -> list[str]:
+def _described(prompts: Sequence[Prompt], left_out: int, need_truth: Collection[str]) -> list[str]:
     """Numbers, lengths and environments of the prompts of a source."""
-    rows = f"{len(prompts)} prompts ({left_out} more too long, left out)"
+    rows = f"{_number(len(prompts), 'prompt')} ({left_out} more too long, left out)"
     if not prompts:
         return [f"    {rows}"]
     lengths = np.array([len(prompt.tokens) for prompt in prompts])
     low, middle, high, most = np.percentile(lengths, [0, 50, 95, 100], method="higher").tolist()
     names = Counter(prompt.env_class for prompt in prompts).most_common()
     shown = ", ".join(f"{name} {count}" if len(names) > 1 else name for name, count in names)
-    missing = sum(not _has_truth(prompt.extras) for prompt in prompts)
+    judged = [prompt for prompt in prompts if prompt.env_class in need_truth]
+    missing = sum(not _has_truth(prompt.extras) for prompt in judged)
+    truth = f"; {missing} without a ground truth" if judged else ""
     return [
         f"    {rows}; {low} / {middle} / {high} / {most} tokens (min / median / p95 / max)",
-        f"    environment {shown}; {missing} without a ground truth",
+        f"    environment {shown}{truth}",
     ]
 
 
 def _drawn(order: DataOrder, source: int, steps: int) -> str:
     """Which part of a batch a source has, and how often the run goes through it."""
+    batches = _number(steps, "batch", "batches")
     if len(order.counts) == 1:  # one pool
-        return f"all sources in one pool, {order.passes(steps)[0]:.2f} passes in {steps} batches"
+        return f"all sources in one pool, {order.passes(steps)[0]:.2f} passes in {batches}"
     count, passes = order.counts[source], order.passes(steps)[source]
     return (
         f"{count} of {order.batch_size} prompts of a batch ({count / order.batch_size:.1%}), "
-        f"{passes:.2f} passes in {steps} batches"
+        f"{passes:.2f} passes in {batches}"
     )
+
+
+def _number(count: int, one: str, many: str = "") -> str:
+    return f"{count} {one if count == 1 else many or f'{one}s'}"
 
 
 def _has_truth(extras: Mapping[str, Any]) -> bool:
@@ -114,14 +124,14 @@ def _overlap(
         return ()
     shown = ", ".join(f"{theirs} is {ours} of train" for theirs, ours in found[:_SHOWN])
     return (
-        f"WARNING: {len(found)} of {len(evaluation)} evaluation prompts are trained on, but for "
-        f"case, blanks and punctuation ({shown}): the evaluation then measures memory. Take them "
-        "out of data.train_data",
+        f"WARNING: {len(found)} of {len(evaluation)} evaluation prompts also occur in the training "
+        f"data, ignoring case, whitespace and punctuation ({shown}): the evaluation then measures "
+        "memory. Take them out of data.train_data",
     )
 
 
 class _Keys:
-    """What prompts say: as it is, and but for case, blanks and punctuation."""
+    """What prompts say: as it is, and ignoring case, whitespace and punctuation."""
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         texts = [_said(prompt) for prompt in prompts]
@@ -155,7 +165,7 @@ def _said(prompt: Prompt) -> str:
 
 
 def normalized(text: str) -> str:
-    """The text but for case, blanks, punctuation outside numbers, and the form of characters."""
+    """The text without case, whitespace, punctuation outside numbers and forms of characters."""
     if not text.isascii():
         text = unicodedata.normalize("NFKC", text)
     return " ".join(_PUNCTUATION.sub(" ", text.casefold()).split())

@@ -10,6 +10,7 @@ import importlib
 import inspect
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -137,14 +138,41 @@ def load_prompts(
 # ---- reading -------------------------------------------------------------------------------------
 
 
+def check_files(sources: Sequence[str]) -> None:
+    """Whether the data sets that are files are there, before anything large is loaded.
+
+    Raises:
+        ValueError: names those that are not, and the command that writes them, if there is one.
+    """
+    missing = [
+        source
+        for source in sources
+        if Path(source).suffix.lower() in _READERS and not Path(source).is_file()
+    ]
+    if missing:
+        named = ", ".join(map(repr, missing))
+        subject = f"data file {named} does" if len(missing) == 1 else f"data files {named} do"
+        commands = "; ".join(dict.fromkeys(filter(None, map(_command_for, missing))))
+        fix = f". To write: {commands}" if commands else ""
+        raise ValueError(f"{subject} not exist (looked in {Path.cwd()}){fix}")
+
+
+def _command_for(source: str) -> str:
+    """What writes data/<name>/train.parquet or validation.parquet; "": nothing here does."""
+    from jaxrl.data.benchmarks import BENCHMARKS  # which imports this module
+
+    path = Path(source)
+    if path.parent.name not in BENCHMARKS or path.suffix != ".parquet":
+        return ""
+    output = shlex.quote(str(path.parent))
+    return f"python -m jaxrl.data.prepare {path.parent.name} --output {output}"
+
+
 def read_rows(source: str) -> Iterable[Any]:
     """The rows of a data set as they are; see `load_rows`."""
-    readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json}
-    suffix = Path(source).suffix.lower()
-    if suffix in readers:
-        if not Path(source).is_file():
-            raise ValueError(f"data file {source!r} does not exist (looked in {Path.cwd()})")
-        return readers[suffix](Path(source))
+    if reader := _READERS.get(Path(source).suffix.lower()):
+        check_files([source])
+        return reader(Path(source))
     if match := _GENERATOR.fullmatch(source.strip()):
         return _generate(source, match["module"], match["call"])
     raise ValueError(
@@ -184,6 +212,13 @@ def _read_jsonl(path: Path) -> list[Any]:
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}, line {number}: malformed JSON: {error.msg}") from error
     return rows
+
+
+_READERS: dict[str, Callable[[Path], Iterable[Any]]] = {
+    ".parquet": _read_parquet,
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+}
 
 
 def _generate(source: str, module_name: str, call: str) -> Iterator[Any]:

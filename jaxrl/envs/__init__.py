@@ -8,7 +8,18 @@ from typing import Any
 from jaxrl.envs.protocol import Env, Settings, StepOutput
 from jaxrl.user_functions import is_edited_cell
 
-__all__ = ["ADAPTERS", "ENVS", "Env", "StepOutput", "construct", "load", "make", "register"]
+__all__ = [
+    "ADAPTERS",
+    "BUILT_IN",
+    "ENVS",
+    "NEED_TRUTH",
+    "Env",
+    "StepOutput",
+    "construct",
+    "load",
+    "make",
+    "register",
+]
 
 # name -> "module:Class", imported when first used
 ENVS: dict[str, str | Callable[..., Env]] = {
@@ -30,6 +41,9 @@ ENVS: dict[str, str | Callable[..., Env]] = {
     "text2sql": "jaxrl.envs.text2sql:Text2SQLEnv",
     "text_adventure": "jaxrl.envs.text_adventure:TextAdventureEnv",
 }
+BUILT_IN = frozenset(ENVS)
+# Those of them that judge by `reward_spec["ground_truth"]` of the row; a row needs one.
+NEED_TRUTH = BUILT_IN - {"single_turn", "text_adventure"}
 # Environments of other libraries, written with their name there: "reasoning_gym:chain_sum".
 # name -> a subclass of `adapter.Adapter`, and an example of what follows the colon
 ADAPTERS: dict[str, tuple[str, str]] = {
@@ -111,7 +125,13 @@ def register(name: str, entry_point: str | Callable[..., Env]) -> None:
     if is_edited_cell(ENVS.get(name), entry_point):
         ENVS[name] = entry_point
     if ENVS.setdefault(name, entry_point) != entry_point:
-        raise ValueError(f"environment {name!r} is already registered as {ENVS[name]!r}")
+        fix = ""
+        if name in BUILT_IN:
+            fix = (
+                ", which is built in: register yours under another name, or leave `register` out "
+                "and write env_class='pkg.module:Class'"
+            )
+        raise ValueError(f"environment {name!r} is already registered as {ENVS[name]!r}{fix}")
 
 
 def _import(entry_point: str) -> Any:

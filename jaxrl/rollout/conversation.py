@@ -74,6 +74,29 @@ def sampling_of(params: SamplingParams, eos_token_ids: Sequence[int]) -> Samplin
     )
 
 
+class Failures:
+    """Warnings of one batch: the first few environments that fail, and how many more did.
+
+    They mostly fail alike, and a batch may hold thousands.
+    """
+
+    shown = 3
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def tell(self, failure: EnvironmentFailure) -> None:
+        """One more."""
+        self.count += 1
+        if self.count <= self.shown:
+            _log.warning("%s", failure)
+
+    def end(self) -> None:
+        """There are no more."""
+        if self.count > self.shown:
+            _log.warning("... %d more environments of the batch failed", self.count - self.shown)
+
+
 class Conversation:
     """What is known of one conversation while it goes on."""
 
@@ -83,9 +106,10 @@ class Conversation:
         key: tuple[int, int],
         session: Session,
         submissions: Submissions,
+        failures: Failures,
     ) -> None:
         self.prompt, self.key = prompt, key
-        self.session, self.submissions = session, submissions
+        self.session, self.submissions, self.failures = session, submissions, failures
         self.transcript = Transcript(list(prompt.tokens))
         self.stop_reason, self.version, self.reward_is_number = "", -1, False
         self.metrics: dict[str, Any] = {}
@@ -106,9 +130,16 @@ class Conversation:
         try:
             yield
         except EnvironmentFailure as failure:
-            _log.warning("%s", failure)
+            self.failures.tell(failure)
             self.failure, self.stop_reason = failure, "env_error"
             self.transcript.mask()
+
+    async def close(self) -> None:
+        """Let the environment go; what was judged stays judged."""
+        try:
+            await self.session.close()
+        except EnvironmentFailure as failure:
+            self.failures.tell(failure)
 
     def trajectory(self) -> Trajectory:
         """The finished conversation."""
@@ -182,13 +213,13 @@ class ConversationGenerator:
         reward 0, everything masked.
 
         Raises:
-            RuntimeError: that is what became of every trajectory of a whole batch; gives the first
+            AllFailed: that is what became of every trajectory of a whole batch; gives the first
                 one's reason.
             RewardTermError: reward terms and their weights do not belong together.
         """
-        later = self._submissions_here()
+        later, failures = self._submissions_here(), Failures()
         talks = [
-            Conversation(prompt, key, self._session(prompt, key), later)
+            Conversation(prompt, key, self._session(prompt, key), later, failures)
             for prompt, key in zip(batch["prompts"], batch["keys"], strict=True)
         ]
         sampling: Sampling = batch["sampling"]
@@ -199,7 +230,8 @@ class ConversationGenerator:
             await _all([self._hold(talk, turn, sampling) for talk, turn in pairs])
         finally:
             await later.close()
-            await _all([_close(talk.session) for talk in talks])
+            await _all([talk.close() for talk in talks])
+            failures.end()
         part, ids = batch.get("part", False), batch.get("trajectory_ids")
         trajectories = [talk.trajectory() for talk in talks]
         if not part:
@@ -258,7 +290,7 @@ class ConversationGenerator:
             if not talk.failure:
                 talk.metrics = await talk.session.metrics()
         talk.transcript.end_at_turn()
-        await _close(talk.session)
+        await talk.close()
         if talk.session.turns and not talk.failure:
             talk.rejudged = await judges_alike(talk.session)
 
@@ -340,14 +372,6 @@ class ConversationGenerator:
             return True
         talk.stop_reason = "length"
         return False
-
-
-async def _close(session: Session) -> None:
-    """What was judged stays judged."""
-    try:
-        await session.close()
-    except EnvironmentFailure as failure:
-        _log.warning("%s", failure)
 
 
 async def _all(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:

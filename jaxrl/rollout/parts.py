@@ -28,7 +28,7 @@ def gather(parts: Sequence[GeneratorOutput]) -> GeneratorOutput:
     out; else means over the parts.
 
     Raises:
-        RuntimeError: the environment of every trajectory failed.
+        AllFailed: the environment of every trajectory failed.
     """
     whole = concatenate(parts)
     measured = cast(dict, whole).pop("measured", None)

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from jaxrl import envs
 from jaxrl.envs import StepOutput
 from jaxrl.envs.protocol import conversation_extras
 from jaxrl.registry import accepted_keywords
+from jaxrl.rollout.blame import place_of
 from jaxrl.rollout.environment_pool import EnvironmentPool
 from jaxrl.rollout.reward_terms import PLAIN, Reward, RewardTerms, named
 from jaxrl.types import Message, Prompt
@@ -95,8 +97,9 @@ class Session:
             RewardTermError: the terms are not those that have a weight.
         """
         when = f"with the answer {text!r}"
-        step = await self._ask(when, step_call(self._env, text, list(tokens), stopped))
-        with self.blamed(when):
+        asked = getattr(envs.load(self.prompt.env_class), "step", None)
+        step = await self._ask(when, step_call(self._env, text, list(tokens), stopped), asked)
+        with self.blamed(when, asked):
             given = named(step["reward"], PLAIN)
             terms = {name: _checked(x, len(tokens), name) for name, x in given.items()}
             said, done = step.get("observations") or [], bool(step["done"])
@@ -125,8 +128,8 @@ class Session:
         for function, call, keywords in self.terms.calls(**details):
             when = f"in reward function '{function}' with the answer {text!r}"
             there = self.pool.beside(self._env, call)
-            given = await self._ask(when, functools.partial(there, **keywords))
-            with self.blamed(when):
+            given = await self._ask(when, functools.partial(there, **keywords), call)
+            with self.blamed(when, call):
                 for name, x in named(given, function).items():
                     if name in taken or name in found:
                         raise ValueError(f"gave the reward term '{name}', which is given already")
@@ -155,22 +158,24 @@ class Session:
         if env is not None:
             await self._ask("in close", env.close)
 
-    async def _ask(self, when: str, call: Any) -> Any:
+    async def _ask(self, when: str, call: Any, asked: Any = None) -> Any:
         started = time.perf_counter()
         try:
-            with self.blamed(when):
+            with self.blamed(when, asked):
                 return await self.pool.run(call)
         finally:
             self.seconds += time.perf_counter() - started
 
     @contextlib.contextmanager
-    def blamed(self, when: str) -> Iterator[None]:
-        """What is raised in the block is the environment's failure."""
+    def blamed(self, when: str, asked: Any = None) -> Iterator[None]:
+        """What is raised in the block is the environment's failure; see `place_of` for `asked`."""
         try:
             yield
         except Exception as error:
             name, uid = self.prompt.env_class, self.prompt.uid
-            message = f"environment '{name}' failed on prompt {uid} {when}: {error!r}"
+            place = place_of(error, asked)
+            where = f" ({place})" if place else ""
+            message = f"environment '{name}' failed on prompt {uid} {when}: {error!r}{where}"
             raise EnvironmentFailure(message) from error
 
 

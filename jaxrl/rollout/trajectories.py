@@ -11,6 +11,10 @@ from jaxrl.rollout.step_wise import steps_of
 from jaxrl.types import GeneratorOutput, Measured, Trajectory, TrajectoryID
 
 
+class AllFailed(RuntimeError):
+    """The environments of a batch failed, all of them: there is nothing to learn from."""
+
+
 def to_columns(
     trajectories: Sequence[Trajectory],
     ids: Sequence[TrajectoryID] | None = None,
@@ -64,12 +68,12 @@ def refuse_all_failed(failures: Sequence[Exception | str | None]) -> None:
     """Refuse a batch whose environments failed, all of them; None and "": one did not.
 
     Raises:
-        RuntimeError: gives the first one's reason.
+        AllFailed: gives the first one's reason.
     """
     if failures and all(failures):
         message = f"all {len(failures)} trajectories of the batch failed; the first: {failures[0]}"
         cause = failures[0] if isinstance(failures[0], Exception) else None
-        raise RuntimeError(message) from cause
+        raise AllFailed(message) from cause
 
 
 def _measured(t: Trajectory) -> Measured:

@@ -172,8 +172,8 @@ def test_a_package_that_the_worker_lacks_is_named(cluster, tmp_path, monkeypatch
     """Installed in the driver alone: simulated by a module that looks installed."""
     (tmp_path / "driver_only_package.py").write_text("def f(x):\n    return x\n")
     monkeypatch.syspath_prepend(tmp_path)
-    installed = (*user_functions._INSTALLED, str(tmp_path))
-    monkeypatch.setattr(user_functions, "_INSTALLED", installed)
+    installed = (*user_functions.INSTALLED, str(tmp_path))
+    monkeypatch.setattr(user_functions, "INSTALLED", installed)
     package = importlib.import_module("driver_only_package")
 
     def loss(log_probs, old_log_probs, advantages, config, loss_mask=None):

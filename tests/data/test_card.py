@@ -4,6 +4,7 @@ import pytest
 
 from jaxrl.data.card import data_card, normalized
 from jaxrl.data.order import data_order
+from jaxrl.envs import ENVS, NEED_TRUTH, make
 from jaxrl.types import Prompt
 
 OF = "tokens (min / median / p95 / max)"
@@ -30,13 +31,14 @@ def test_the_lines_of_two_sources():
         sources=["a.parquet", "b.parquet"],
         eval_sources=["c.parquet"],
         too_long={"a.parquet": 2},
+        need_truth=["gsm8k", "aime"],
         order=data_order([0, 0, 0, 0, 1, 1], 4, 0, weights=[3, 1]),
         steps=6,
     )
     warning = (
-        "WARNING: 2 of 3 evaluation prompts are trained on, but for case, blanks and punctuation "
-        "(0:1 is 1:0 of train, 0:2 is 0:4 of train): the evaluation then measures memory. Take "
-        "them out of data.train_data"
+        "WARNING: 2 of 3 evaluation prompts also occur in the training data, ignoring case, "
+        "whitespace and punctuation (0:1 is 1:0 of train, 0:2 is 0:4 of train): the evaluation "
+        "then measures memory. Take them out of data.train_data"
     )
     assert card.warnings == (warning,)
     assert str(card).splitlines() == [
@@ -57,6 +59,30 @@ def test_the_lines_of_two_sources():
         "    0 (0 loosely) occur before",
         warning,
     ]
+
+
+def test_a_ground_truth_is_counted_where_the_environment_needs_one_and_one_is_singular():
+    train = [prompt("0:0", "a", env_class="my.module:Env", extras={})]
+    order = data_order([0], 1, 0)
+    card = data_card(train, [], sources=["a"], need_truth=NEED_TRUTH, order=order, steps=1)
+    assert card.lines[2:4] == (
+        f"    1 prompt (0 more too long, left out); 3 / 3 / 3 / 3 {OF}",
+        "    environment my.module:Env",
+    )
+    assert card.lines[-1] == "    all sources in one pool, 1.00 passes in 1 batch"
+    mixed = [*train, prompt("0:1", "b", extras={}), prompt("0:2", "c", env_class="single_turn")]
+    card = data_card(mixed, [], sources=["a"], need_truth=NEED_TRUTH)
+    assert card.lines[3].endswith("gsm8k 1, single_turn 1; 1 without a ground truth")
+
+
+@pytest.mark.parametrize("name", sorted(set(ENVS) - {"llm_as_a_judge"}))  # which asks for a key
+def test_the_environments_that_need_a_ground_truth_are_those_that_refuse_a_row_without(name):
+    try:
+        make(name, {})
+    except ValueError as error:
+        assert ("ground_truth" in str(error)) is (name in NEED_TRUTH)
+    else:
+        assert name not in NEED_TRUTH
 
 
 def test_one_pool_and_no_overlap():

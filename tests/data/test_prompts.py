@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jaxrl.data.prompts import load_prompts, load_rows
+from jaxrl.data.prompts import check_files, load_prompts, load_rows
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.types import Prompt
 
@@ -172,6 +172,20 @@ def test_empty_data_set(tmp_path, name, text):
 def test_missing_file():
     with pytest.raises(ValueError, match=r"data file '/no/train\.parquet' does not exist"):
         load_rows("/no/train.parquet")
+
+
+def test_missing_files_of_a_known_data_set_come_with_the_command_that_writes_them(tmp_path):
+    there, folder = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1"}]), tmp_path / "gsm8k"
+    check_files([there, "my.module:rows"])
+    files = [f"{folder}/train.parquet", f"{folder}/validation.parquet"]
+    with pytest.raises(ValueError) as error:
+        check_files([there, *files])
+    assert str(error.value) == (
+        f"data files '{files[0]}', '{files[1]}' do not exist (looked in {Path.cwd()}). To write: "
+        f"python -m jaxrl.data.prepare gsm8k --output {folder}"
+    )
+    with pytest.raises(ValueError, match=r"mine/train\.parquet' does not exist \(looked in \S+\)$"):
+        check_files(["data/mine/train.parquet"])
 
 
 @pytest.mark.parametrize("source", ["train.csv", "openai/gsm8k", "", "openai/gsm8k:train"])

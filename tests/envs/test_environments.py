@@ -102,6 +102,15 @@ def test_the_name_of_an_adapter_is_taken():
         envs.register("gymnasium", EchoEnv)
 
 
+def test_the_name_of_a_built_in_is_taken_and_two_ways_out_are_named():
+    message = (
+        "'llm_as_a_judge' is already registered as '.*:LLMJudgeEnv', which is built in: register "
+        r"yours under another name, or .* env_class='pkg.module:Class'$"
+    )
+    with pytest.raises(ValueError, match=message):
+        envs.register("llm_as_a_judge", EchoEnv)
+
+
 @pytest.mark.parametrize(
     ("env_class", "problem"),
     [

@@ -1,5 +1,7 @@
 """Engine and environments in conversation: a real tiny engine, a character tokenizer."""
 
+import inspect
+import json
 import re
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from jaxrl.rollout.conversation import ConversationGenerator, sample_key
 from jaxrl.rollout.generator import generate_now
 from jaxrl.rollout.native import NativeEngine
 from jaxrl.rollout.protocol import Completion, Request, Sampling
+from jaxrl.rollout.reward_terms import RewardTerms
+from jaxrl.rollout.trajectories import AllFailed
 from jaxrl.types import Prompt
 from tests.rollout.scripted import ScriptedEngine
 
@@ -234,12 +238,41 @@ def test_an_environment_that_raises_costs_its_own_trajectory(engine, workers, ca
     (record,) = caplog.records
     start = "environment 'raising' failed on prompt 0:x with the answer '"
     assert record.getMessage().startswith(start)
-    assert record.getMessage().endswith("KeyError('no such key')")
+    raised_at = inspect.getsourcelines(RaisingEnv.step)[1] + 1
+    assert record.getMessage().endswith(f"KeyError('no such key') ({__file__}:{raised_at})")
+
+
+def test_of_environments_that_fail_the_first_three_are_told_and_the_rest_counted(engine, caplog):
+    prompts = [P, *(prompt(name, env_class="raising") for name in "abcde")]
+    generate(engine, prompts)
+    said = [record.getMessage() for record in caplog.records]
+    assert ["' failed on prompt 0:" in text for text in said] == [True, True, True, False]
+    assert said[-1] == "... 2 more environments of the batch failed"
+
+
+def says_high(action):
+    return "high"
+
+
+def divides(action):
+    return json.loads("{") if action else 1 / 0
+
+
+@pytest.mark.parametrize(
+    ("function", "line", "message"),
+    [(says_high, 0, "could not convert string"), (divides, 1, r"JSONDecodeError|ZeroDivision")],
+)
+def test_the_line_of_a_reward_function_is_named(engine, function, line, message):
+    """What raised, called by a library or not; the function itself for what it returned."""
+    terms = RewardTerms(functions=[f"{__name__}:{function.__name__}"])
+    place = f"{re.escape(__file__)}:{inspect.getsourcelines(function)[1] + line}"
+    with pytest.raises(AllFailed, match=rf"{function.__name__}' .*({message}).*\({place}\)$"):
+        generate(engine, [prompt("x", env_class="number")], reward_terms=terms)
 
 
 def test_a_batch_in_which_everything_fails_is_an_error(engine):
     message = r"all 2 trajectories of the batch failed; the first: environment 'raising' .* 0:x "
-    with pytest.raises(RuntimeError, match=message) as caught:
+    with pytest.raises(AllFailed, match=message) as caught:
         generate(engine, [prompt(name, env_class="raising") for name in "xy"])
     assert isinstance(caught.value.__cause__.__cause__, KeyError)
 

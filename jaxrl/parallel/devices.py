@@ -1,0 +1,44 @@
+"""Whether JAX has the devices that it was told to use."""
+
+import os
+import subprocess
+import sys
+
+import jax
+
+_FOUND = "import jax; d = jax.devices(); print(len(d), d[0].platform, 'of kind', d[0].device_kind)"
+_SECONDS = 120
+
+
+def check_devices() -> None:
+    """Start JAX's platforms, before anything asks for a device.
+
+    Raises:
+        ValueError: JAX_PLATFORMS (or `jax_platforms`) names one that cannot be used; says which
+            devices there are.
+    """
+    asked = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        if not asked:
+            raise
+        reason = str(error).partition(" (set JAX_PLATFORMS")[0] or "none of them could be started"
+        raise ValueError(
+            f"JAX_PLATFORMS={asked}: {reason}. Without it there are: {_devices_without_choice()}. "
+            "Unset JAX_PLATFORMS to use these, or install the JAX of the platform "
+            "(pip install 'jaxrl[gpu]' or 'jaxrl[tpu]') on a machine that has it"
+        ) from error
+
+
+def _devices_without_choice() -> str:
+    """Asked in another process: in this one JAX would stay with what it started."""
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    command = [sys.executable, "-c", _FOUND]
+    try:
+        found = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "none that start"
+    return found.stdout.strip().splitlines()[-1]
