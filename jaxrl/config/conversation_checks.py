@@ -9,7 +9,9 @@ from jaxrl.config.environment import SkyRLGymConfig
 from jaxrl.config.errors import fail
 from jaxrl.config.train_config import TrainConfig
 from jaxrl.envs import ENVS, load
+from jaxrl.envs.json_request import longest_seconds
 from jaxrl.envs.llm_as_a_judge import check_prompt
+from jaxrl.envs.retriever import ATTEMPTS
 from jaxrl.function_calls import called_name, import_call
 from jaxrl.function_contracts import REWARD_KEYWORDS, check_reward_signature
 from jaxrl.registry import accepted_keywords
@@ -121,6 +123,7 @@ def _check_environments(config: TrainConfig) -> None:
     if seconds is not None and seconds <= 0:
         fail(f"{group}.env_timeout_seconds", seconds, "must be > 0, or None (no limit)")
     _check_servers(gym, group)
+    _check_time_for_servers(config.environment.env_class, gym, group)
     sql = gym.text2sql
     positive = {f"sandbox.{name}": value for name, value in asdict(gym.sandbox).items()} | {
         "text2sql.query_seconds": sql.query_seconds,
@@ -159,6 +162,23 @@ def _check_servers(gym: SkyRLGymConfig, group: str) -> None:
             fail(field, judge.sampling_params, f"must not hold '{name}'; remove it")
 
 
+def _check_time_for_servers(env_class: str, gym: SkyRLGymConfig, group: str) -> None:
+    """The time limit of a call ends a conversation; a server that fails is told apart before it."""
+    judge, limit = gym.llm_as_a_judge, gym.env_timeout_seconds
+    asked = {
+        "search": (gym.search.timeout, ATTEMPTS) if gym.search.corpus is None else None,
+        "llm_as_a_judge": (judge.timeout, judge.max_attempts),
+    }.get(env_class)
+    if asked is None or limit is None or (longest := longest_seconds(*asked)) <= limit:
+        return
+    timeout, attempts = asked
+    fix = (
+        f"{attempts} attempts and the waits between them take up to {longest:g} s, more than "
+        f"{group}.env_timeout_seconds={limit:g}; lower it, or raise the limit"
+    )
+    fail(f"{group}.{env_class}.timeout", timeout, fix)
+
+
 def _check_reward_terms(config: TrainConfig) -> None:
     """Weights that are numbers, functions that exist and can be called with what they will get."""
     environment, names = config.environment, set()
@@ -177,7 +197,10 @@ def _check_reward_terms(config: TrainConfig) -> None:
             fail(field, path, str(error))
         name = called_name(path)
         if name in names:
-            fix = f"two functions are named '{name}', and so would their terms be; rename one"
+            fix = (
+                f"two functions are named '{name}', and so would their terms be; write a function "
+                f"of your own and another name that calls {path.partition('(')[0]} for one of them"
+            )
             fail(field, environment.reward_functions, fix)
         names.add(name)
 

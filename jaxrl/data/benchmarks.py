@@ -69,13 +69,14 @@ def gsm8k(row: Row, index: int, split: str) -> Row:
     """Cobbe et al. 2021, https://arxiv.org/abs/2110.14168: `question`, and `answer` after ####."""
     question, answer = _text(row, "question"), _text(row, "answer")
     found = _GSM8K_ANSWER.search(answer)
-    if found is None:
+    truth = found[1].replace(",", "").rstrip(".") if found else ""
+    if not any(map(str.isdigit, truth)):
         raise BadRow(f"the answer has no '#### <number>': {answer[-60:]!r}")
     return {
         "data_source": "openai/gsm8k",
         "prompt": _user(f"{question} {_GSM8K}"),
         "env_class": "gsm8k",
-        "reward_spec": _rule(found[1].replace(",", "")),
+        "reward_spec": _rule(truth),
         "completion": answer,
         "extra_info": _info(index, split) | {"answer": answer, "question": question},
     }
@@ -113,7 +114,7 @@ def dapo(row: Row, index: int, split: str) -> Row:
 def aime(row: Row, index: int, split: str) -> Row | None:
     """The American Invitational Mathematics Examination: `Question`, `Answer`, `Year`."""
     question, answer, year = (_text(row, name) for name in ("Question", "Answer", "Year"))
-    if not year.isdigit():
+    if not year.isdecimal():
         raise BadRow(f"the Year is not a number: {year!r}")
     if (int(year) >= _LAST_YEAR) != (split == "test"):
         return None
@@ -124,7 +125,7 @@ def aime(row: Row, index: int, split: str) -> Row | None:
         "env_class": "aime",
         "reward_model": {
             "style": "rule",
-            "ground_truth": str(int(answer)) if answer.isdigit() else answer,  # 073
+            "ground_truth": str(int(answer)) if answer.isdecimal() else answer,  # 073
         },
         "extra_info": _info(index, split) | {"year": int(year), "question": question},
     }
@@ -150,14 +151,15 @@ def searchr1(row: Row, index: int, split: str) -> Row:
     """
     question = _text(row, "question")
     answers = row.get("golden_answers")
-    if not isinstance(answers, list) or not answers:
-        raise BadRow(f"golden_answers is not a list of answers but {answers!r}")
+    texts = isinstance(answers, list) and all(isinstance(text, str) and text for text in answers)
+    if not texts or not answers:
+        raise BadRow(f"golden_answers is not a list of answers but {answers!r:.200}")
     return {
         "data_source": f"searchR1_{row.get('data_source') or ''}",
         "prompt": [{"role": "system", "content": _ASSISTANT}, *_user(_SEARCH_R1 + question)],
         "ability": row.get("ability"),
         "env_class": "search",
-        "reward_spec": {"method": "rule", "ground_truth": {"target": list(map(str, answers))}},
+        "reward_spec": {"method": "rule", "ground_truth": {"target": answers}},
         "extra_info": _info(index, split) | {"question": question},
     }
 
@@ -223,11 +225,11 @@ def _text(row: Row, column: str) -> str:
     """A column as text.
 
     Raises:
-        BadRow: it is not there, or empty.
+        BadRow: it is not there, or empty, or neither a text nor a whole number.
     """
     if row.get(column) is None or row[column] == "":
         raise BadRow(f"no {column!r}; the columns are {sorted(map(str, row))}")
-    return str(row[column])
+    return _as_text(row[column], column)
 
 
 def _given_truth(row: Row) -> str:
@@ -235,11 +237,17 @@ def _given_truth(row: Row) -> str:
     for column in ("reward_spec", "reward_model"):
         found = row.get(column)
         if isinstance(found, Mapping) and found.get("ground_truth") not in (None, ""):
-            return str(found["ground_truth"])
+            return _as_text(found["ground_truth"], f"{column}['ground_truth']")
     raise BadRow(
         "no ground_truth in 'reward_spec' or 'reward_model'; the columns are "
         f"{sorted(map(str, row))}"
     )
+
+
+def _as_text(value: Any, name: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise BadRow(f"{name} is neither a text nor a whole number but {value!r:.200}")
+    return str(value)
 
 
 def _user(content: str) -> list[dict[str, str]]:

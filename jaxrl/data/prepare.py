@@ -12,7 +12,7 @@ import csv
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from jaxrl.data.prompts import BadRow, bad_rows, read_rows
 from jaxrl.files import replaced
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_MAX_FIELD = 16 * 1024**2  # characters of a field of a CSV; Python's own limit is 128 Ki
 _SPLITS = {"train": "train", "validation": "test"}  # file -> what the data sets call it
 
 
@@ -52,7 +53,8 @@ def prepare(
         The number of rows of each file. A source without evaluation rows gives no validation.
 
     Raises:
-        ValueError: there is no such source, a file or column is missing, or rows are bad.
+        ValueError: there is no such source, a file or column is missing, rows are bad, or
+            `output` has a validation.parquet of another source.
     """
     if levels and name != "math":
         raise ValueError(f"--levels {levels}: {name} has no levels, only math has")
@@ -69,6 +71,12 @@ def prepare(
             tables[split] = pa.Table.from_pylist([row | changed for row in rows])
     if "train" not in tables:
         raise ValueError(f"--levels {levels}: no row of train has one of these levels")
+    left = output / "validation.parquet"
+    if "validation" not in tables and left.exists():
+        raise ValueError(
+            f"{left} is of another source, for this one has no validation; remove it, or choose "
+            "another --output"
+        )
     for split, table in tables.items():  # all of them are right
         _write(table, output / f"{split}.parquet")
     return {split: table.num_rows for split, table in tables.items()}
@@ -119,7 +127,7 @@ def converted_rows(name: str, files: Sequence[Path], split: str) -> list[Row]:
     """The rows of some files as the trainer reads them.
 
     Raises:
-        ValueError: bad rows, the first few listed; there is no row.
+        ValueError: bad rows, the first few listed; there is no row to train on.
     """
     benchmark, problems, total = BENCHMARKS[name], [], 0
 
@@ -127,7 +135,9 @@ def converted_rows(name: str, files: Sequence[Path], split: str) -> list[Row]:
         nonlocal total
         for total, raw in enumerate((row for file in files for row in _read(file)), start=1):
             try:
-                row = benchmark.convert(raw, total - 1, _SPLITS[split])
+                if not isinstance(raw, Mapping):
+                    raise BadRow(f"not a row with columns but {raw!r:.100}")
+                row = benchmark.convert(dict(raw), total - 1, _SPLITS[split])
             except BadRow as error:
                 problems.append(f"row {total - 1}: {error}")
                 continue
@@ -138,8 +148,8 @@ def converted_rows(name: str, files: Sequence[Path], split: str) -> list[Row]:
     source = ", ".join(map(str, files))
     if problems:
         raise bad_rows(f"{source} as {name}", problems, total)
-    if not found:
-        raise ValueError(f"{source} has no row for {split}")
+    if not found and split == "train":
+        raise ValueError(f"{source} has no row for train")
     return found
 
 
@@ -186,9 +196,22 @@ def _download(hub: str, patterns: Sequence[str], again: str) -> Path:
 
 
 def _read(file: Path) -> Iterator[Any]:
-    if file.suffix.lower() != ".csv":
-        yield from read_rows(str(file))
-        return
+    """The rows of a file.
+
+    Raises:
+        ValueError: it cannot be read; names it, and how many rows could.
+    """
+    read = 0
+    try:
+        for row in _read_csv(file) if file.suffix.lower() == ".csv" else read_rows(str(file)):
+            yield row
+            read += 1
+    except (csv.Error, pa.ArrowException, UnicodeError) as error:
+        raise ValueError(f"{file}: cannot be read after {read} rows: {error}") from error
+
+
+def _read_csv(file: Path) -> Iterator[Any]:
+    csv.field_size_limit(_MAX_FIELD)
     with file.open(encoding="utf-8-sig", newline="") as lines:
         yield from csv.DictReader(lines)
 

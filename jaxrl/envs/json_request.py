@@ -15,6 +15,7 @@ _T = TypeVar("_T")
 
 FIRST_WAIT = 1.0  # seconds before the second attempt; doubled for each further one
 _LONGEST_WAIT = 30.0
+_JITTER = 0.5, 1.5  # of a wait, so that many clients do not come back together
 _MAX_BYTES = 16 * 1024**2
 _RETRIED = (408, 425, 429)  # and 5xx: the same question may be answered later
 _SHOWN = 300  # characters of an answer in a message
@@ -69,7 +70,8 @@ def ask(
         question: what becomes the body.
         read: takes what is needed from the decoded answer; any LookupError, TypeError, ValueError
             or AttributeError of it means that the answer cannot be used.
-        timeout: seconds of each attempt.
+        timeout: seconds of each attempt, for the connection, any silence and the whole body; a
+            server that drips its headers line by line can take longer.
         attempts: most of them.
         headers: beside those of JSON.
 
@@ -80,7 +82,7 @@ def ask(
     headers = {"Content-Type": "application/json", **(headers or {})}
     attempt, problem = 0, "never asked"
     for attempt in range(1, attempts + 1):
-        wait = FIRST_WAIT * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
+        wait = FIRST_WAIT * 2 ** (attempt - 1) * random.uniform(*_JITTER)
         try:
             answer = _post(urllib.request.Request(url, body, headers), timeout)
         except _Refused as refused:
@@ -99,6 +101,12 @@ def ask(
         if attempt < attempts:
             time.sleep(min(wait, _LONGEST_WAIT))
     raise RequestError(f"{url} gave no answer in {attempt} attempts; the last: {problem}")
+
+
+def longest_seconds(timeout: float, attempts: int) -> float:
+    """What `ask` takes at most where no server says by Retry-After when to ask again."""
+    waits = (FIRST_WAIT * 2**i * _JITTER[1] for i in range(attempts - 1))
+    return timeout * attempts + sum(min(wait, _LONGEST_WAIT) for wait in waits)
 
 
 def _post(request: urllib.request.Request, timeout: float) -> bytes:

@@ -12,7 +12,7 @@ from jaxrl.envs.json_request import ask
 from jaxrl.envs.passages import Passage, read_passages
 
 _log = logging.getLogger(__name__)
-_ATTEMPTS = 5
+ATTEMPTS = 5
 _building = threading.Lock()
 
 
@@ -54,7 +54,7 @@ class RemoteRetriever:
             RequestError: the server gives no answer that can be used.
         """
         asked = {"query": query, "queries": [query], "topk": topk, "return_scores": True}
-        hits, attempt = ask(self.url, asked, _read_hits, timeout=self.timeout, attempts=_ATTEMPTS)
+        hits, attempt = ask(self.url, asked, _read_hits, timeout=self.timeout, attempts=ATTEMPTS)
         if self.log_requests:
             # A warning, because that is what Python shows where logging is not configured.
             _log.warning("%s: %d hits for %r, attempt %d", self.url, len(hits), query, attempt)

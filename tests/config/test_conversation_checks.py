@@ -38,6 +38,14 @@ def test_what_is_allowed(overrides):
         ({f"{GYM}.search.search_url": "localhost:8000"}, "'localhost:8000': must begin with http"),
         ({f"{GYM}.llm_as_a_judge.base_url": "file:///x"}, "base_url='file:///x': must begin"),
         ({f"{GYM}.llm_as_a_judge.max_attempts": 0}, "max_attempts=0: must be > 0"),
+        (  # 5 x 120 + 1.5 (1 + 2 + 4 + 8)
+            {"environment.env_class": "search", f"{GYM}.search.timeout": 120},
+            r"search.timeout=120: 5 attempts .* up to 622.5 s, more than .*env_timeout_seconds=300",
+        ),
+        (
+            {"environment.env_class": "llm_as_a_judge", f"{GYM}.env_timeout_seconds": 250.0},
+            r"llm_as_a_judge.timeout=60.0: 4 attempts .* up to 250.5 s",  # 240 + 1.5 (1 + 2 + 4)
+        ),
         ({f"{GYM}.llm_as_a_judge.prompt": "Is it?"}, r"prompt='Is it\?': .* hold {response}"),
         (
             {f"{GYM}.llm_as_a_judge.sampling_params": {"n": 2}},

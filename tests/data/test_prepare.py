@@ -249,9 +249,73 @@ def test_the_command_says_what_it_wrote(tmp_path, capsys):
     assert "no validation.parquet is written" in said and os.listdir(output) == ["train.parquet"]
 
 
+AIME_HEAD = "Year,Question,Answer"
+
+
+def test_a_split_without_rows_is_not_written(tmp_path, capsys):
+    file, output = tmp_path / "aime.csv", tmp_path / "data"
+    file.write_text(f"{AIME_HEAD}\n1990,{'long ' * 30_000},²\n")  # a field over 128 Ki
+    assert main(["aime", "--output", str(output), "--source", str(file)]) == 0
+    assert os.listdir(output) == ["train.parquet"]
+    (row,) = load_rows(str(output / "train.parquet"))
+    assert row["reward_model"]["ground_truth"] == "²"
+    file.write_text(f"{AIME_HEAD}\n2024,q,1\n")
+    assert main(["aime", "--output", str(output), "--source", str(file)]) == 2
+    assert "has no row for train" in capsys.readouterr().err
+
+
+def test_a_validation_of_another_source_is_not_left_beside_the_new_train(tmp_path):
+    folder, output = write_copy("gsm8k", tmp_path / "copy"), tmp_path / "data"
+    prepare("gsm8k", output, str(folder))
+    before = (output / "train.parquet").read_bytes()
+    file = tmp_path / "train.jsonl"
+    file.write_text(json.dumps(GSM8K))
+    with pytest.raises(ValueError, match=r"validation.parquet is of another source.*remove it"):
+        prepare("gsm8k", output, str(file))
+    assert (output / "train.parquet").read_bytes() == before
+    (output / "validation.parquet").unlink()
+    assert prepare("gsm8k", output, str(file)) == {"train": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("aime.csv", f"{AIME_HEAD}\n1990,q,1\n1991,".encode() + b"\xff" * 9999, "after [01] rows"),
+        ("aime.csv", f"{AIME_HEAD}\n1990,{'x' * 17_000_000},1\n".encode(), "after 0 rows: field l"),
+        ("aime.jsonl", b"\xff\xfe", "after 0 rows: 'utf-8' codec"),
+    ],
+    ids=["encoding", "field", "jsonl"],
+)
+def test_a_file_that_cannot_be_read_is_named(name, content, message, tmp_path):
+    file = tmp_path / name
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=f"{name}: cannot be read {message}"):
+        prepare("aime", tmp_path / "data", str(file))
+
+
+def test_a_full_stop_is_no_part_of_the_answer(tmp_path):
+    file = tmp_path / "train.jsonl"
+    file.write_text(json.dumps({**GSM8K, "answer": "#### 1,012."}))
+    prepare("gsm8k", tmp_path / "data", str(file))
+    (row,) = load_rows(str(tmp_path / "data/train.parquet"))
+    assert row["reward_spec"]["ground_truth"] == "1012"
+
+
+@pytest.mark.parametrize("answers", [["a", None], [], None, "a", ["a", 3], [""]])
+def test_answers_that_are_none(answers, tmp_path):
+    file = tmp_path / "train.jsonl"
+    file.write_text(json.dumps({**SEARCH, "golden_answers": answers}))
+    with pytest.raises(ValueError, match="row 0: golden_answers is not a list of answers but"):
+        prepare("searchr1", tmp_path / "data", str(file))
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
+        ([GSM8K, "text"], r"1 of 2 rows.*row 1: not a row with columns but 'text'"),
+        ([[GSM8K]], r"row 0: not a row with columns but \["),
+        ([{**GSM8K, "question": {"a": 1}}], r"question is neither a text nor a whole number but"),
+        ([{**GSM8K, "answer": "#### ."}], r"the answer has no '#### <number>'"),
         ([{"question": "q", "reply": "r"}], r"1 of 1 rows are bad:.*row 0: no 'answer'; the col"),
         ([GSM8K, {**GSM8K, "answer": "4"}], r"1 of 2 rows.*row 1: the answer has no '#### <numbe"),
     ],

@@ -141,7 +141,11 @@ def test_a_term_given_twice_fails_the_trajectory():
         ("reward_functions", ["no.such:f"], r"cannot import module 'no.such'"),
         ("reward_functions", [f"{HERE}:demands"], r"nobody supplies its parameter 'judge'"),
         ("reward_functions", [f"{HERE}:exits"], r"nobody supplies its parameter 'judge'"),
-        ("reward_functions", [f"{HERE}:brevity"] * 2, r"two functions are named 'brevity'"),
+        (
+            "reward_functions",
+            [f"{HERE}:brevity"] * 2,
+            r"two functions are named 'brevity'.*calls .*:brevity for one",
+        ),
         ("reward_weights", {"a": float("inf")}, r"reward_weights\['a'\]=inf: must be a finite"),
         ("reward_weights", {"a": float("nan")}, r"reward_weights.a=nan"),
     ],
