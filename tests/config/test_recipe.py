@@ -89,7 +89,9 @@ def test_fields_that_are_set_one_by_one_are_checked():
 def test_a_config_of_another_class_is_refused():
     config = TrainConfig()
     config.trainer.policy = config.trainer.critic
-    message = r"trainer.policy=CriticConfig\(...\): expected a mapping of the fields of PolicyConfig"
+    message = (
+        r"trainer.policy=CriticConfig\(...\): expected a mapping of the fields of PolicyConfig"
+    )
     with pytest.raises(ValueError, match=message):
         to_train_config(config)
     config = TrainConfig()
