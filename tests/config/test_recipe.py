@@ -234,8 +234,10 @@ def test_an_error_of_the_recipe_itself_keeps_its_traceback(tmp_path):
 
 def test_recipes_are_found_without_a_clone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(recipe_module, "INSTALLED", RECIPES)
+    monkeypatch.setattr(recipe_module, "INSTALLED", (tmp_path / "none", RECIPES))
     assert load_config_file("configs/quickstart.py").trainer.run_name == "quickstart"
+    with pytest.raises(ValueError, match=r"no such file .*; did you mean configs/quickstart.py"):
+        load_config_file("configs/quikstart.py")
     for path in ("configs/nothing.py", "quickstart.py", "other/quickstart.py"):
         with pytest.raises(ValueError, match="no such file"):
             load_config_file(path)
