@@ -1,8 +1,10 @@
 """Recipes: Python files whose `get_config()` returns the config of a run."""
 
 import copy
+import difflib
 import importlib.util
 import re
+import site
 import sys
 import sysconfig
 import traceback
@@ -22,7 +24,9 @@ from jaxrl.config.dataclass_config import (
 )
 from jaxrl.config.train_config import TrainConfig
 
-INSTALLED = Path(sysconfig.get_path("data"), "share", "jaxrl", "configs")  # by the wheel
+# Where the wheel puts them; `pip install --user` has a folder of its own.
+_BASES = (sysconfig.get_path("data"), site.getuserbase())
+INSTALLED = tuple(Path(base, "share", "jaxrl", "configs") for base in _BASES)
 
 
 def default_config(config_cls: type[TrainConfig] = TrainConfig) -> ConfigDict:
@@ -66,11 +70,15 @@ def load_config_file(path: str) -> TrainConfig:
     Raises:
         ValueError: no such file, no `get_config` in it, or not a config that it returned.
     """
-    file = Path(path)
+    file, hint = Path(path), ""
     if not file.is_file() and file.parent == Path("configs"):
-        file = INSTALLED / file.name
+        bases = reversed(INSTALLED)  # of equal names the first base has it
+        installed = {found.name: found for base in bases for found in base.glob("*.py")}
+        near = difflib.get_close_matches(file.name, installed, n=3)
+        hint = f"; did you mean configs/{' or configs/'.join(near)}?" if near else ""
+        file = installed.get(file.name, file)
     if not file.is_file():
-        raise ValueError(f"--config={path}: no such file (working directory {Path.cwd()})")
+        raise ValueError(f"--config={path}: no such file (working directory {Path.cwd()}){hint}")
     spec = importlib.util.spec_from_file_location(f"jaxrl_recipe_{file.stem}", file)
     if spec is None or spec.loader is None:
         raise ValueError(f"--config={path}: not a Python file; a recipe is a .py file")

@@ -89,7 +89,9 @@ def test_fields_that_are_set_one_by_one_are_checked():
 def test_a_config_of_another_class_is_refused():
     config = TrainConfig()
     config.trainer.policy = config.trainer.critic
-    message = r"trainer.policy=CriticConfig\(...\): expected a mapping of the fields of Pol"
+    message = (
+        r"trainer.policy=CriticConfig\(...\): expected a mapping of the fields of PolicyConfig"
+    )
     with pytest.raises(ValueError, match=message):
         to_train_config(config)
     config = TrainConfig()
@@ -232,8 +234,10 @@ def test_an_error_of_the_recipe_itself_keeps_its_traceback(tmp_path):
 
 def test_recipes_are_found_without_a_clone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(recipe_module, "INSTALLED", RECIPES)
+    monkeypatch.setattr(recipe_module, "INSTALLED", (tmp_path / "none", RECIPES))
     assert load_config_file("configs/quickstart.py").trainer.run_name == "quickstart"
+    with pytest.raises(ValueError, match=r"no such file .*; did you mean configs/quickstart.py"):
+        load_config_file("configs/quikstart.py")
     for path in ("configs/nothing.py", "quickstart.py", "other/quickstart.py"):
         with pytest.raises(ValueError, match="no such file"):
             load_config_file(path)
