@@ -28,6 +28,7 @@ def get_config():
     config.data.train_data = ["data/gsm8k_judge/train.parquet"]
     config.data.val_data = ["data/gsm8k_judge/validation.parquet"]
     config.environment.env_class = "llm_as_a_judge"
+    config.environment.rejudge_fraction = 0.0  # a sampled judge may say otherwise
     config.environment.skyrl_gym.llm_as_a_judge.model = "gpt-4o-mini"
     trainer.train_batch_size = trainer.policy_mini_batch_size = 32
     trainer.eval_batch_size = 32

@@ -30,6 +30,10 @@ REPORT = {  # picture -> what is chosen in the page
     "report_curves": f"#view=curves&step={STEPS}",
     "report_trajectories": "#view=trajectories&step=30",
 }
+RELATIVE = """
+for (const cell of document.querySelectorAll("td"))
+  if (cell.textContent.endsWith("/runs/quickstart")) cell.textContent = "runs/quickstart";
+"""  # the run lies in a temporary folder
 LOADED = "document.readyState === 'complete' && document.querySelector('.md-content') !== null"
 
 
@@ -53,6 +57,7 @@ def main() -> None:
         page, _ = report(train())
         for picture, chosen in REPORT.items():
             browser.open(page.resolve(), chosen)
+            browser.run(RELATIVE)
             browser.screenshot(IMAGES / f"{picture}.png")
         browser.open(SITE / "concepts.html", drawn=LOADED)
         browser.screenshot(IMAGES / "site.png")

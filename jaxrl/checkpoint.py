@@ -300,15 +300,20 @@ def _damage(path: Any) -> Iterator[None]:
 
 
 def refuse_other(path: str, saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Compare "model" and "config" of two metas.
+    """Compare "model", "config" and, where both have it, "data" of two metas.
 
     Raises:
         CheckpointError: they differ in more than may change, see `changed_fields`.
     """
     changed = changed_fields(saved["config"], now["config"])
+    data = [{"train_data": meta["data"]} for meta in (saved, now) if "data" in meta]
     for what, different in (
         ("model", differences(saved["model"], now["model"])),
         ("config", changed),
+        (
+            "data set, or one whose rows have changed",
+            differences(data[0], data[-1]) if data else {},
+        ),
     ):
         if different:
             raise CheckpointError(

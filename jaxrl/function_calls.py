@@ -31,7 +31,7 @@ def parse_call(label: str, call: str) -> tuple[str, dict[str, Any]]:
     for keyword in node.keywords:
         try:
             arguments[str(keyword.arg)] = ast.literal_eval(keyword.value)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:  # TypeError: {[]: 1}
             value = ast.unparse(keyword.value)
             raise ValueError(
                 f"{label}: {keyword.arg}={value} is not a literal "

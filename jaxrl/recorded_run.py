@@ -293,6 +293,7 @@ def _trainer(run: RecordedRun, config: cfg.TrainConfig, run_class: type[BasePPOE
     )
     # what is compared with that of the checkpoint is the run's
     trainer.checkpoint_meta["config"] = cfg.get_config_as_dict(run.config)
+    del trainer.checkpoint_meta["data"]  # the prompts are not read
 
     def rollouts(step: int) -> tuple[GeneratorOutput, list[str]]:
         trainer.batches_drawn += run.steps[step].draws

@@ -1,10 +1,13 @@
 """Whether a run and what it finds in its folders are one: which fields of their configs differ."""
 
 import fnmatch
+import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from jaxrl import config as cfg
@@ -52,6 +55,18 @@ MAY_CHANGE = (
     "trainer.watching.*",
     "generator.eval_*",
     "generator.inference_engine.*",
+    # where servers of environments are, how patiently they are asked, how many calls at a time
+    "environment.rejudge_fraction",
+    "environment.skyrl_gym.*_workers",
+    "environment.skyrl_gym.env_timeout_seconds",
+    "environment.skyrl_gym.search.search_url",
+    "environment.skyrl_gym.search.timeout",
+    "environment.skyrl_gym.search.log_requests",
+    "environment.skyrl_gym.llm_as_a_judge.base_url",
+    "environment.skyrl_gym.llm_as_a_judge.api_key_env",
+    "environment.skyrl_gym.llm_as_a_judge.timeout",
+    "environment.skyrl_gym.llm_as_a_judge.max_attempts",
+    "environment.skyrl_gym.llm_as_a_judge.max_requests",
 )
 OWN_FOLDERS = "choose another trainer.run_name, trainer.ckpt_path and trainer.export_path"
 
@@ -69,6 +84,28 @@ def changed_fields(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[
         for key, pair in differences(newer | before, now).items()
         if ".mixed_precision" in key or not any(fnmatch.fnmatch(key, p) for p in MAY_CHANGE)
     }
+
+
+def fingerprint(rows: Iterable[Any]) -> str:
+    """SHA-256 over a data set in its order, so that a resumed run finds other rows in old files.
+
+    What JSON cannot say of a row counts by its type alone.
+
+    Args:
+        rows: dataclass instances, `Prompt` or `Conversation`.
+    """
+    digest = hashlib.sha256()
+    for row in rows:
+        try:
+            text = json.dumps(vars(row), default=_plain)
+        except TypeError:  # keys that JSON does not have
+            text = json.dumps(row.tokens)
+        digest.update(text.encode())
+    return digest.hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else type(value).__name__
 
 
 def refuse_records_of_another(config: cfg.TrainConfig) -> None:

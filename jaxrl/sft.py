@@ -39,7 +39,7 @@ from jaxrl.optim import init_state
 from jaxrl.parallel import is_first, make_mesh, put, record_folder, replicated, same_in_all
 from jaxrl.parallel.processes import joined_main
 from jaxrl.parallel.rules import batch_devices
-from jaxrl.same_run import refuse_records_of_another
+from jaxrl.same_run import fingerprint, refuse_records_of_another
 from jaxrl.types import TrainBatch, TrainState
 from jaxrl.watching.loggers import check_installed
 from jaxrl.watching.progress import progress_bar
@@ -114,7 +114,11 @@ class SFTTrainer:
         writable_folder("trainer.log_path", cfg.run_folder(trainer))
         writable_folder("trainer.export_path", trainer.export_path)
         self.checkpointer = Checkpointer(trainer.ckpt_path, max_to_keep=trainer.max_ckpts_to_keep)
-        self.meta = {"config": cfg.get_config_as_dict(self.config), "functions": {}}
+        self.meta = {
+            "config": cfg.get_config_as_dict(self.config),
+            "data": fingerprint(self.train_data),
+            "functions": {},
+        }
 
     @property
     def params(self) -> Params:

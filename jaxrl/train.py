@@ -26,7 +26,7 @@ from jaxrl.data.order import DataOrder
 from jaxrl.data.prompts import load_prompts
 from jaxrl.data.tokenizer import check_vocabulary, load_tokenizer
 from jaxrl.engines import engine_of_run
-from jaxrl.envs.readiness import check_environments
+from jaxrl.envs.readiness import ServerAwayError, check_environments
 from jaxrl.evaluation import check_sources
 from jaxrl.files import FolderError
 from jaxrl.jetstream_backend import jetstream_engine
@@ -35,7 +35,7 @@ from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.transformer import TransformerConfig
 from jaxrl.parallel import is_first, make_mesh, same_in_all
-from jaxrl.parallel.processes import joined_main
+from jaxrl.parallel.processes import CRASHED, joined_main
 from jaxrl.rollout.conversation import ConversationGenerator
 from jaxrl.rollout.dynamic_sampling import DynamicSamplingError
 from jaxrl.rollout.environment_pool import EnvironmentPool
@@ -330,13 +330,16 @@ def main(argv: Sequence[str]) -> int:
 def exit_status(experiment: type[BasePPOExp], config: Any) -> int:
     """Run an experiment; 0 = done, 1 = stopped by an alarm, 2 = what the user must mend.
 
-    Other errors are raised. An error of a `run` method of its own is the user's if `train` would
-    end with it.
+    70 = a server of an environment is away: to be started again, as after a crash. Other errors
+    are raised. An error of a `run` method of its own is the user's if `train` would end with it.
     """
     try:
         run = experiment(config)
         own = experiment.run is not BasePPOExp.run
         trainer = None if own else run.build()
+    except ServerAwayError as error:
+        _refuse(error)
+        return CRASHED
     except (ValueError, OSError) as error:  # what a user can mend; OSError: files and folders
         return _refuse(error)
     try:

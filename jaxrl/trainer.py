@@ -42,7 +42,7 @@ from jaxrl.rollout.protocol import Engine
 from jaxrl.rollout.shares import sample_in_shares
 from jaxrl.rollout.step_wise import trajectory_numbers
 from jaxrl.run_state import finished_state, restore_or_init
-from jaxrl.same_run import refuse_records_of_another
+from jaxrl.same_run import fingerprint, refuse_records_of_another
 from jaxrl.types import GeneratorOutput, Prompt, TrainBatch, TrainState
 from jaxrl.update import rows_without_update, updates_on
 from jaxrl.warm_up import warm_up
@@ -129,6 +129,7 @@ class Trainer:
         self.checkpointer = Checkpointer(trainer.ckpt_path, max_to_keep=trainer.max_ckpts_to_keep)
         self.checkpoint_meta = {
             "config": cfg.get_config_as_dict(self.config),
+            "data": fingerprint(self.train_prompts),
             "functions": source_hashes(trainer.algorithm),
         }
 

@@ -31,8 +31,8 @@ class Prompt:
     @property
     def source(self) -> int:
         """Number of its source in the config: 0 of the uid "0:17", and of a uid without one."""
-        number = self.uid.partition(":")[0]
-        return int(number) if number.isdecimal() else 0
+        number, colon, _ = self.uid.partition(":")
+        return int(number) if colon and number.isdecimal() else 0
 
 
 @dataclass

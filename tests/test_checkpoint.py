@@ -12,7 +12,9 @@ import pytest
 
 from jaxrl.checkpoint import (
     Checkpointer,
+    CheckpointError,
     parse_resume_path,
+    refuse_other,
     resume,
 )
 from jaxrl.checksums import checksums, start_checksums
@@ -20,6 +22,8 @@ from jaxrl.compilation import CompilationWatch
 from jaxrl.models.transformer import TransformerConfig, init_params, logical_axes
 from jaxrl.optim import abstract_state, init_state, make_apply, make_optimizer
 from jaxrl.parallel import ShardingRules, make_mesh, param_shardings, replicated
+from jaxrl.same_run import changed_fields, fingerprint
+from jaxrl.types import Prompt
 
 MODEL = TransformerConfig(
     vocab_size=16,
@@ -235,8 +239,8 @@ def test_another_model_is_refused_with_the_difference(tmp_path):
     model = {"hidden_size": 32, "num_layers": 2, "qk_norm": True}
     message = (
         rf"{tmp_path}/global_step_7 is of another model; \(saved, this run\): "
-        r"\{'hidden_size': \(16, 32\), 'qk_norm': \(None, True\)\}. To start another run, choose another trainer.run_name, "
-        "trainer.ckpt_path and trainer.export_path; or undo the change"
+        r"\{'hidden_size': \(16, 32\), 'qk_norm': \(None, True\)\}. To start another run, choose "
+        "another trainer.run_name, trainer.ckpt_path and trainer.export_path; or undo the change"
     )
     with pytest.raises(ValueError, match=message):  # 6 is no way out: this is no damage
         Checkpointer(str(tmp_path)).restore_latest(SMALL, {**META, "model": model})
@@ -252,6 +256,37 @@ def test_another_config_is_refused_but_for_what_may_change(tmp_path):
     other = {"trainer": {"seed": 2, "epochs": 2, "betas": [0.9, 0.99]}}
     with pytest.raises(ValueError, match=r"another config; .*{'trainer.seed': \(1, 2\)}"):
         checkpointer.restore(7, SMALL, {**META, "config": other})
+
+
+def test_servers_of_environments_may_move(tmp_path):
+    """A judge may be at another port, but not ask something else."""
+    judge = {"base_url": "http://127.0.0.1:1/v1", "timeout": 60, "max_score": 1.0, "prompt": "a"}
+    settings = {"max_env_workers": 32, "search": {"search_url": "a"}, "llm_as_a_judge": judge}
+    environment = {"rejudge_fraction": 0.01, "skyrl_gym": settings}
+    moved = {"base_url": "http://127.0.0.1:2/v1", "timeout": 90}
+    for change, changed in (
+        ({"llm_as_a_judge": judge | moved, "search": {"search_url": "b"}}, {}),
+        ({"max_env_workers": 4}, {}),
+        ({"llm_as_a_judge": judge | {"max_score": 5.0}}, {"max_score": (1.0, 5.0)}),
+        ({"llm_as_a_judge": judge | {"prompt": "b"}}, {"prompt": ("a", "b")}),
+    ):
+        now = {"rejudge_fraction": 0.0, "skyrl_gym": settings | change}
+        found = changed_fields({"environment": environment}, {"environment": now})
+        prefix = "environment.skyrl_gym.llm_as_a_judge."
+        assert found == {prefix + name: pair for name, pair in changed.items()}
+
+
+def test_rows_that_have_changed_under_the_same_path_are_refused(tmp_path):
+    rows = [Prompt("0:0", [], (1, 2), "gsm8k", {"answer": "4"}), Prompt("0:1", [], (3,), "gsm8k")]
+    other = [rows[0], Prompt("0:1", [], (3,), "gsm8k", {"answer": np.arange(2)})]
+    before, same, now = fingerprint(rows), fingerprint(list(rows)), fingerprint(other)
+    assert before == same != now != fingerprint(other[:1] + rows[1:] + rows[1:])
+    refuse_other("x", META | {"data": before}, META | {"data": same})
+    refuse_other("x", META, META | {"data": same})  # of before there were fingerprints
+    with pytest.raises(
+        CheckpointError, match="of another data set, or one whose rows have changed"
+    ):
+        refuse_other("x", META | {"data": before}, META | {"data": now})
 
 
 def test_a_field_that_is_newer_than_the_checkpoint_was_at_its_default(tmp_path):

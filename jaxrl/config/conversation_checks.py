@@ -172,14 +172,22 @@ def _check_reward_terms(config: TrainConfig) -> None:
         fail("environment.env_class", "single_turn", f"has no reward of its own; set {field}")
     for path in environment.reward_functions:
         try:
-            func = import_call(path, "reward function")
-            check_reward_signature(f"reward function '{path}'", func)
-            if path.startswith("jaxrl.envs.shaping:"):  # pure: an empty turn shows bad parameters
-                func(**accepted_keywords(func, _EMPTY_TURN))
-        except ValueError as error:
+            _check_reward_function(path)
+        except (ValueError, TypeError) as error:  # TypeError: of cosine_length(max_length='a')
             fail(field, path, str(error))
         name = called_name(path)
         if name in names:
             fix = f"two functions are named '{name}', and so would their terms be; rename one"
             fail(field, environment.reward_functions, fix)
         names.add(name)
+
+
+def _check_reward_function(path: str) -> None:
+    label = f"reward function '{path}'"
+    func = import_call(path, "reward function")
+    for name, value in getattr(func, "keywords", {}).items():
+        if name in REWARD_KEYWORDS:  # a turn's own would take its place without a word
+            raise ValueError(f"{label}: {name}={value!r} is supplied by every turn; leave it out")
+    check_reward_signature(label, func)
+    if path.startswith("jaxrl.envs.shaping:"):  # pure: an empty turn shows bad parameters
+        func(**accepted_keywords(func, _EMPTY_TURN))

@@ -70,12 +70,9 @@ def checked(config: Config, path: str = "") -> Config:
     """
     config, kinds = copy.deepcopy(config), field_types(type(config))
     for name, value in field_values(config).items():
-        at = _join(path, name)
-        setattr(
-            config,
-            name,
-            checked(value, at) if is_config(value) else convert(value, kinds[name], at),
-        )
+        at, kind = _join(path, name), kinds[name]
+        fits = is_config(value) and isinstance(value, config_class(kind) or BaseConfig)
+        setattr(config, name, checked(value, at) if fits else convert(value, kind, at))
     return config
 
 
@@ -328,4 +325,6 @@ def _join(prefix: str, name: str) -> str:
 
 
 def _shown(value: Any) -> str:
+    if is_config(value):
+        return f"{type(value).__name__}(...)"
     return repr(str(value)) if isinstance(value, Text) else repr(value)

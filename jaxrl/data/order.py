@@ -105,10 +105,11 @@ def data_order(
 
     Raises:
         ValueError: fewer rows than a batch takes, of all or of a source; a weight that comes to no
-            row at all.
+            row at all; with weights, sources that do not ascend or that have none.
     """
     sizes, counts = [len(sources)], [batch_size]
     if weights:
+        _check_sources(sources, weights)
         sizes = np.bincount(np.asarray(sources, int), minlength=len(weights)).tolist()
         counts = shares(weights, batch_size)
     for source, (size, count) in enumerate(zip(sizes, counts, strict=True)):
@@ -125,6 +126,18 @@ def data_order(
                 f"{batch_size} must be at least 1 and at most what the data can fill"
             )
     return DataOrder(tuple(sizes), tuple(counts), seed, shuffle)
+
+
+def _check_sources(sources: Sequence[int], weights: Sequence[float]) -> None:
+    """A `get_prompts` of one's own may sort its rows, or number them as it likes."""
+    field, rule = f"data.train_data_weights={list(weights)}", "a row's source is the number before "
+    rule += "':' in its uid; leave the rows in the order of data.train_data, or the weights out"
+    for row, (before, source) in enumerate(zip((0, *sources), sources, strict=False)):
+        if source < before:
+            where = f"row {row} is of source {source} and follows one of source {before}"
+            raise ValueError(f"{field}: {where}; {rule}")
+        if source >= len(weights):
+            raise ValueError(f"{field}: row {row} is of source {source}, which has none; {rule}")
 
 
 @functools.lru_cache(maxsize=16)

@@ -7,8 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxrl import envs
+from jaxrl.envs.json_request import RequestError
 from jaxrl.envs.protocol import conversation_extras
 from jaxrl.types import Prompt
+
+
+class ServerAwayError(ConnectionError):
+    """All that is wrong are servers that do not answer: they may be back at the next start."""
 
 
 def check_environments(
@@ -29,9 +34,10 @@ def check_environments(
     Raises:
         ValueError: names every environment that cannot be made, a prompt of it, and why: a name
             that nobody knows, a package, a sandbox, a corpus or a key that is missing, a row that
-            lacks a column, a server that does not answer.
+            lacks a column.
+        ServerAwayError: likewise, of servers that do not answer and nothing else.
     """
-    wrong = []
+    wrong, away = [], True
     for env_class, prompt in {prompt.env_class: prompt for prompt in reversed(prompts)}.items():
         try:
             if make:
@@ -41,10 +47,12 @@ def check_environments(
             else:
                 envs.load(env_class)
         except Exception as error:
+            away = away and isinstance(error, RequestError)
             reason = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             wrong.append(f"environment '{env_class}' of prompt {prompt.uid}: {reason}")
     if wrong:
-        raise ValueError("\n".join(["environments that cannot be made:", *wrong[::-1]]))
+        kind = ServerAwayError if away else ValueError
+        raise kind("\n".join(["environments that cannot be made:", *wrong[::-1]]))
 
 
 def _try(prompt: Prompt, env_config: Mapping[str, Any] | None, max_turns: int) -> None:

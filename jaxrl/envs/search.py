@@ -114,7 +114,7 @@ class SearchEnv(Env):
             hits = self._execute_tool(self.tool_to_toolgroup["search"], "search", [query])
         except RequestError as error:
             self._metrics["search_errors"] += 1
-            _log.warning("the search for %r failed: %s", query, error)
+            _log.warning("the search for %.300r failed: %s", query, error)
             return "The search failed: the search engine does not answer."
         found = [f"Doc {i}: {hit.passage.contents.strip()}\n" for i, hit in enumerate(hits, 1)]
         return "".join(found) or "No results."

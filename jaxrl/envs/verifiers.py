@@ -222,15 +222,7 @@ def _client_class() -> Any:
             return text
 
         async def from_native_response(self, response: str) -> Any:
-            found, beside = _calls(response) if self.has_tools else ([], response)
-            calls = [types.ToolCall(id=f"call_{i}", **_call(c)) for i, c in enumerate(found)]
-            said = {
-                "content": beside.strip() if calls else response,
-                "tool_calls": calls or None,
-                "finish_reason": "tool_calls" if calls else "stop",
-                "is_truncated": False,
-            }
-            message = types.ResponseMessage(**said)
+            message = types.ResponseMessage(**_said(response, self.has_tools))
             return types.Response(id="", created=0, model="policy", message=message)
 
         def setup_client(self, config: Any) -> None:
@@ -249,6 +241,19 @@ def _client_class() -> Any:
             """Any text will do."""
 
     return Policy
+
+
+def _said(response: str, has_tools: bool) -> dict[str, Any]:
+    """Fields of their message: the text, and the calls that it holds where there are tools."""
+    found, beside = _calls(response) if has_tools else ([], response)
+    make = _library("verifiers.types").ToolCall
+    calls = [make(id=f"call_{i}", **_call(call)) for i, call in enumerate(found)]
+    return {
+        "content": beside.strip() if calls else response,
+        "tool_calls": calls or None,
+        "finish_reason": "tool_calls" if calls else "stop",
+        "is_truncated": False,
+    }
 
 
 def _calls(response: str) -> tuple[list[str], str]:

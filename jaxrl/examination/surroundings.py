@@ -21,7 +21,7 @@ from jaxrl.planning.costs import estimated
 from jaxrl.planning.plan import make_plan
 from jaxrl.planning.topology import machine
 from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry, source_hashes
-from jaxrl.user_functions import origin
+from jaxrl.user_functions import import_function, origin
 
 ACCELERATORS = {  # device files, and the extra whose jax uses what is behind them
     "/dev/nvidia[0-9]*": "gpu",
@@ -152,14 +152,19 @@ def functions(subject: Subject) -> Finding:
         (AdvantageEstimatorRegistry, algorithm.advantage_estimator),
     ):
         _try(wrong, registry.resolve, name)
-    paths = (*config.environment.reward_functions, *config.trainer.watching.callbacks)
-    own += [origin(f) for path in paths if (f := _try(wrong, import_call, path))]
+    rewards, callbacks = config.environment.reward_functions, config.trainer.watching.callbacks
+    for find, kind, paths in (
+        (import_call, "reward function", rewards),
+        (import_function, "callback", callbacks),  # is made without arguments
+    ):
+        own += [origin(f) for path in paths if (f := _try(wrong, find, path, kind))]
     names = {prompt.env_class for prompt in _prompts(subject)} or {config.environment.env_class}
     for name in sorted(names):
         _try(wrong, envs.load, name)
     said = f"; of your own: {', '.join(own)}" if own else ""
     about = (
-        f"loss, estimator, {len(paths)} functions, environments {', '.join(sorted(names))}{said}"
+        f"loss, estimator, {len(rewards) + len(callbacks)} functions, "
+        f"environments {', '.join(sorted(names))}{said}"
     )
     if not wrong:
         return passed(0, 0, about)
@@ -172,9 +177,9 @@ def _prompts(subject: Subject) -> Any:
     return subject.trainer.train_prompts
 
 
-def _try(wrong: list[str], find: Any, name: str) -> Any:
+def _try(wrong: list[str], find: Any, name: str, *how: str) -> Any:
     try:
-        return find(name)
+        return find(name, *how)
     except Exception as error:
         wrong.append(f"{name}: {error}")
         return None

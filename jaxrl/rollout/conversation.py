@@ -17,7 +17,7 @@ from jaxrl.data.tokenizer import encode_prompt
 from jaxrl.envs import StepOutput
 from jaxrl.rollout.environment_pool import EnvironmentPool
 from jaxrl.rollout.protocol import Completion, Engine, Request, Sampling
-from jaxrl.rollout.rejudge import find_difference, is_chosen
+from jaxrl.rollout.rejudge import is_chosen, judges_alike
 from jaxrl.rollout.reward_terms import RewardTerms
 from jaxrl.rollout.session import EnvironmentFailure, Session
 from jaxrl.rollout.submissions import Submissions, Turn
@@ -260,10 +260,7 @@ class ConversationGenerator:
         talk.transcript.end_at_turn()
         await _close(talk.session)
         if talk.session.turns and not talk.failure:
-            difference = await find_difference(talk.session)
-            talk.rejudged = difference is None
-            if difference:
-                _log.warning("%s", difference)
+            talk.rejudged = await judges_alike(talk.session)
 
     async def _turn(
         self, talk: Conversation, completion: Completion, sampling: Sampling

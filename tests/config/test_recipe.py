@@ -86,6 +86,18 @@ def test_fields_that_are_set_one_by_one_are_checked():
         to_train_config(config)
 
 
+def test_a_config_of_another_class_is_refused():
+    config = TrainConfig()
+    config.trainer.policy = config.trainer.critic
+    message = r"trainer.policy=CriticConfig\(...\): expected a mapping of the fields of Pol"
+    with pytest.raises(ValueError, match=message):
+        to_train_config(config)
+    config = TrainConfig()
+    config.generator.eval_sampling_params = config.trainer.algorithm
+    with pytest.raises(ValueError, match=r"eval_sampling_params=AlgorithmConfig\(...\): expected"):
+        to_train_config(config)
+
+
 def test_a_subclass_sets_what_it_declares_and_what_is_private():
     @dataclass
     class MyConfig(TrainConfig):

@@ -102,6 +102,19 @@ def test_batches_that_cannot_be_filled(given, message):
 
 
 @pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        ([0, 1, 0, 1], r"row 2 is of source 0 and follows one of source 1"),  # sizes would be 2, 2
+        ([0, 0, 1, 2], r"data.train_data_weights=\[1, 1\]: row 3 is of source 2"),
+    ],
+)
+def test_rows_that_are_not_in_the_order_of_the_sources_have_no_weights(sources, message):
+    assert data_order(sources, 2, seed=0) == DataOrder((4,), (2,), seed=0)
+    with pytest.raises(ValueError, match=message):
+        data_order(sources, 2, seed=0, weights=[1, 1])
+
+
+@pytest.mark.parametrize(
     ("weights", "message"),
     [
         ([1.0], r"data.train_data_weights=\[1.0\]: give one for each of the 2 sources"),
@@ -118,4 +131,5 @@ def test_weights_are_checked_before_the_run(weights, message):
 
 
 def test_a_uid_names_its_source():
-    assert [Prompt(uid, [], (), "").source for uid in ("2:17", "mine", "")] == [2, 0, 0]
+    uids = ("2:17", "mine", "", "17", "a:17", ":17")
+    assert [Prompt(uid, [], (), "").source for uid in uids] == [2, 0, 0, 0, 0, 0]

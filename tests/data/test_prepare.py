@@ -3,8 +3,6 @@
 import json
 import os
 import sqlite3
-import subprocess
-import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -277,12 +275,12 @@ def test_a_source_that_is_not_there(tmp_path, monkeypatch, capsys):
     assert "empty has none of the files main/train-*.parquet" in capsys.readouterr().err
 
 
-def test_a_hub_that_cannot_be_reached_names_the_way_without_it(tmp_path):
-    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "cache")}
-    command = [sys.executable, "-m", "jaxrl.data.prepare", "gsm8k", "--output", "my data"]
-    how = {"capture_output": True, "text": True, "timeout": 120}
-    done = subprocess.run(command, check=False, env={**os.environ, **nowhere}, **how)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "data set 'openai/gsm8k' cannot be had from the Hugging Face hub (" in done.stderr
-    assert "hf download openai/gsm8k --repo-type dataset --local-dir FOLDER" in done.stderr
-    assert "prepare gsm8k --output 'my data' --source FOLDER" in done.stderr
+def test_a_hub_that_cannot_be_reached_names_the_way_without_it(tmp_path, monkeypatch, capsys):
+    constants = pytest.importorskip("huggingface_hub").constants
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert main(["gsm8k", "--output", "my data"]) == 2
+    said = capsys.readouterr().err
+    assert "data set 'openai/gsm8k' cannot be had from the Hugging Face hub (" in said
+    assert "hf download openai/gsm8k --repo-type dataset --local-dir FOLDER" in said
+    assert "prepare gsm8k --output 'my data' --source FOLDER" in said

@@ -15,6 +15,7 @@ from jaxrl.envs.gymnasium import prompts
 from jaxrl.rollout.environment_pool import EnvironmentPool
 
 LAKE = {"actions": ["left", "down", "right", "up"], "is_slippery": False}
+TAXI = max(name for name in gymnasium.registry if name.startswith("Taxi-v"))  # v3 in 1.0
 
 
 class Parrot(gymnasium.Env):
@@ -115,7 +116,7 @@ def test_frozen_lake_is_read_and_walked_to_its_goal():
 
 
 def test_taxi_tells_by_signs_what_it_shows_in_colours():
-    rows = list(prompts("Taxi-v4", size=3, seed=1))
+    rows = list(prompts(TAXI, size=3, seed=1))
     first = [opened(row)[1][-1]["content"] for row in rows]
     assert len(set(first)) == 3  # a seed each
     assert all(text.count("(blue)") == 1 and text.count("(magenta)") == 1 for text in first)
@@ -172,7 +173,7 @@ def test_rows_survive_parquet(tmp_path):
     assert load_rows(str(tmp_path / "lake.parquet")) == rows
     assert rows[0]["prompt"][0]["content"] == "Walk."
     assert [row["seed"] for row in rows] == [0, 1]
-    assert [row["seed"] for row in prompts("Taxi-v4", size=2, seed=3)] == [3_000_000, 3_000_001]
+    assert [row["seed"] for row in prompts(TAXI, size=2, seed=3)] == [3_000_000, 3_000_001]
 
 
 # ---- of one's own --------------------------------------------------------------------------------
@@ -208,7 +209,7 @@ def test_a_prompt_that_ends_with_another_role_gets_a_message_more():
 
 
 def test_in_the_threads_of_the_pool():
-    [row] = prompts("Taxi-v4", size=1)
+    [row] = prompts(TAXI, size=1)
     pool = EnvironmentPool(4, timeout_seconds=30)
 
     async def talk():
@@ -252,4 +253,4 @@ def test_an_unknown_environment_of_a_row():
 def test_missing_package_says_how_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(ImportError, match=r"package gymnasium: pip install 'jaxrl\[gymnasium\]'"):
-        envs.load("gymnasium:Taxi-v4")
+        envs.load(f"gymnasium:{TAXI}")

@@ -8,8 +8,8 @@ from jaxrl import config as cfg
 from jaxrl import envs
 from jaxrl.envs import Env, sandbox
 from jaxrl.envs.protocol import conversation_extras
-from jaxrl.envs.readiness import check_environments
-from jaxrl.train import BasePPOExp
+from jaxrl.envs.readiness import ServerAwayError, check_environments
+from jaxrl.train import BasePPOExp, exit_status
 from jaxrl.types import Prompt
 from tests.envs.json_server import closed_url
 from tests.test_train import QUICKSTART
@@ -95,6 +95,22 @@ def test_a_column_that_other_rows_have_is_none_here(env_class):
     assert env.max_turns == 7 and "seed" not in env.extras
     if env_class != "search":  # whose server is asked
         check_environments([prompt(0, env_class, **columns)], config, 7)
+
+
+def test_a_server_that_is_away_may_be_back_at_the_next_start(monkeypatch):
+    monkeypatch.setattr("jaxrl.envs.json_request.FIRST_WAIT", 0.001)
+    config = {"search": {"search_url": closed_url()}}
+    search, unknown = prompt(6, "search", **RULE), prompt(1, "gsm8")
+    with pytest.raises(ServerAwayError, match="'search' of prompt 0:6: RequestError"):
+        check_environments([search], config, 1)
+    with pytest.raises(ValueError, match="unknown environment 'gsm8'"):
+        check_environments([search, unknown], config, 1)
+
+    class Away(BasePPOExp):
+        def __init__(self, config):
+            raise ServerAwayError("search")
+
+    assert exit_status(Away, {}) == 70  # a job is started again
 
 
 def test_all_that_is_wrong_is_said_at_once(monkeypatch):

@@ -123,6 +123,10 @@ def test_a_function_sees_what_the_environment_gave():
         ("matches(pattern='(')", r"pattern='\(' is not a regular expression"),
         ("repetition(ngram=0)", r"ngram=0 must be at least 1"),
         ("token_repetition(ngram=0)", r"ngram=0 must be at least 1"),
+        ("cosine_length(max_length='a')", r"reward_functions='jaxrl.*max_length='a'\)': '<' not"),
+        ("tags(names=3)", r"tags\(names=3\)': 'int' object is not iterable"),
+        ("tags(names={[]: 1})", r"names={\[\]: 1} is not a literal"),
+        ("tags(names=['a'], action='x')", r"action='x' is supplied by every turn; leave it out"),
         ("brevity(x=1)", r"'jaxrl.envs.shaping' has no function 'brevity'"),
     ],
 )

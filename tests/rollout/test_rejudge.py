@@ -6,6 +6,7 @@ import logging
 import pytest
 
 from jaxrl.config import GeneratorConfig, TrainConfig, validate
+from jaxrl.rollout import session
 from jaxrl.rollout.conversation import ConversationGenerator, sample_key
 from jaxrl.rollout.generator import generate_now
 from jaxrl.rollout.parts import gather
@@ -121,7 +122,6 @@ def test_every_environment_is_closed():
             "on prompt 0:0, judged again: the reward term 'counting' of the answer '34' was 0.0, "
             "and is now 2.0",  # the second turn's was 1
         ),
-        ("FailsAgainEnv", [], "failed when it judged the same conversation again: .*gone"),
         ("HastyEnv", [], "conversation went on after the answer '34', and does not now"),
     ],
 )
@@ -136,6 +136,21 @@ def test_another_judgement_is_told_and_the_first_one_stands(env, functions, mess
     terms = {"counting": 1.0, "environment": 3.0, "steady": 3.0}
     assert sum(output["rewards"][0]) == (7.0 if functions else 3.0)
     assert output.get("reward_terms") == ([terms] if functions else None)
+
+
+def test_an_outage_is_no_difference(caplog):
+    assert counted(talk("FailsAgainEnv")) == (0, 0)
+    (record,) = caplog.records
+    with pytest.raises(ValueError, match="not judged a second time: .*FailsAgainEnv.*gone"):
+        raise ValueError(record.getMessage())
+
+
+def test_its_seconds_count(monkeypatch):
+    """Two turns: make, init, 2 steps, metrics and close, and all but the metrics again."""
+    clock = itertools.count()
+    monkeypatch.setattr(session.time, "perf_counter", lambda: float(next(clock)))
+    times = [talk(fraction=f)["rollout_metrics"]["timing/environment"] for f in (0.0, 1.0)]
+    assert times == [6.0, 11.0]
 
 
 def test_which_ones_are_judged_again_is_named_by_their_keys():
