@@ -3,7 +3,7 @@ r"""Trains with an environment of this file: two turns, a tool, a reward in each
     python examples/custom_environment/main_custom_environment.py
 
 A prompt names one of four boxes; the policy has to look into it, a call of a tool, and then to say
-the digit it was told: half of the reward each. In 45 steps (42 s on one core): from 0.04 to 0.89.
+the digit it was told: half of the reward each. In 45 steps (37 s on one core): from 0.04 to 0.87.
 """
 
 import random
