@@ -99,6 +99,7 @@ def source_metrics(rows: Rows, samples: int, ks: Sequence[int]) -> dict[str, flo
         "num_prompts": len(scores),
         "avg_num_tokens": float(np.mean([len(row["tokens"]) for row in rows])),
         "stop_ratio": float(np.mean([row["stop_reason"] == "stop" for row in rows])),
+        "env_errors": float(sum(row["stop_reason"] == "env_error" for row in rows)),
     }
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl import config as cfg
 from jaxrl.data.tokenizer import character_tokenizer
-from jaxrl.evaluation import dump_evaluation, evaluate
+from jaxrl.evaluation import dump_evaluation, evaluate, source_metrics
 from jaxrl.types import Prompt
 
 TOKENIZER = character_tokenizer("0123456789>")
@@ -68,7 +68,7 @@ def test_metrics_literal(result):
         "unknown": (1.0, 0.5, 1.0, 1.0, 1),
         "all": (0.34375, 0.375, 0.75, 0.46875, 4),
     }
-    everywhere = {"avg_num_tokens": 2.0, "stop_ratio": 0.5}
+    everywhere = {"avg_num_tokens": 2.0, "stop_ratio": 0.5, "env_errors": 0.0}
     wanted = {
         f"eval/{source}/{name}": value
         for source, values in expected.items()
@@ -136,3 +136,10 @@ def test_greedy_samples_of_one_prompt_are_warned_of():
     config = cfg.apply_overrides(cfg.load_config_file("configs/quickstart.py"), settings)
     with pytest.warns(UserWarning, match="2 greedy samples of a prompt are all the same"):
         cfg.validate(config, num_devices=8)
+
+
+def test_failed_environments_are_counted_beside_the_score():
+    row = {"reward": 0.0, "score": 0.0, "tokens": [7]}
+    reasons = ["stop", "env_error", "env_error"]
+    rows = [{**row, "uid": f"0:{i}", "stop_reason": said} for i, said in enumerate(reasons)]
+    assert source_metrics(rows, 1, [1])["env_errors"] == 2.0

@@ -52,7 +52,8 @@ def cosine_length(
     with (r_0, r_L) = `correct` where the environment's reward of the turn is above 0, `wrong`
     where it is not, and `exceeded` for a response that is cut off at `max_length`. It contains the
     correctness: give the environment's own term the weight 0. Yeo et al. 2025,
-    https://arxiv.org/abs/2502.03373 (sec. 4.2), whose own values are on another scale.
+    https://arxiv.org/abs/2502.03373 (sec. 4.2), whose own values are on another scale. A
+    conversation that ends because the next turn would not fit has no last turn, and gets 0.
 
     Args:
         correct, wrong: rewards at length 0 and at `max_length`.
