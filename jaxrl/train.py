@@ -27,6 +27,7 @@ from jaxrl.data.prompts import check_files, load_prompts
 from jaxrl.data.tokenizer import check_vocabulary, load_tokenizer
 from jaxrl.engines import engine_of_run
 from jaxrl.envs import NEED_TRUTH
+from jaxrl.envs.json_request import RequestError
 from jaxrl.envs.readiness import ServerAwayError, check_environments
 from jaxrl.evaluation import check_sources
 from jaxrl.files import FolderError
@@ -37,7 +38,7 @@ from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.transformer import TransformerConfig
 from jaxrl.parallel import is_first, make_mesh, same_in_all
 from jaxrl.parallel.devices import check_devices
-from jaxrl.parallel.processes import CRASHED, joined_main
+from jaxrl.parallel.processes import CRASHED, REFUSED, joined_main
 from jaxrl.rollout.conversation import ConversationGenerator
 from jaxrl.rollout.dynamic_sampling import DynamicSamplingError
 from jaxrl.rollout.environment_pool import EnvironmentPool
@@ -357,13 +358,21 @@ def exit_status(experiment: type[BasePPOExp], config: Any) -> int:
             run.train(trainer)
     # others are not the user's: they keep their traceback
     except _MENDABLE as error:
-        return _refuse(error)
+        _refuse(error)
+        return CRASHED if _is_of_server(error) else REFUSED
     return int(trainer is not None and trainer.recorder.stopped_by_alarm)
+
+
+def _is_of_server(error: BaseException | None) -> bool:
+    """Whether a judge or another server did not answer: it may at the next start."""
+    while error is not None and not isinstance(error, RequestError):
+        error = error.__cause__
+    return error is not None
 
 
 def _refuse(error: Exception) -> int:
     print(f"error: {error}", file=sys.stderr)
-    return 2
+    return REFUSED
 
 
 if __name__ == "__main__":

@@ -7,8 +7,11 @@ import pytest
 from jaxrl import config as cfg
 from jaxrl import envs
 from jaxrl.envs import Env, sandbox
+from jaxrl.envs.json_request import RequestError
 from jaxrl.envs.protocol import conversation_extras
 from jaxrl.envs.readiness import ServerAwayError, check_environments
+from jaxrl.rollout.session import EnvironmentFailure
+from jaxrl.rollout.trajectories import refuse_all_failed
 from jaxrl.train import BasePPOExp, exit_status
 from jaxrl.types import Prompt
 from tests.envs.json_server import closed_url
@@ -111,6 +114,21 @@ def test_a_server_that_is_away_may_be_back_at_the_next_start(monkeypatch):
             raise ServerAwayError("search")
 
     assert exit_status(Away, {}) == 70  # a job is started again
+
+
+@pytest.mark.parametrize(("cause", "status"), [(RequestError("503"), 70), (ZeroDivisionError(), 2)])
+def test_a_judge_that_goes_away_later_may_be_back_too(cause, status):
+    class Run(BasePPOExp):
+        def __init__(self, config):
+            pass
+
+        def run(self):
+            try:
+                raise EnvironmentFailure("no score") from cause
+            except EnvironmentFailure as error:
+                refuse_all_failed([error])
+
+    assert exit_status(Run, {}) == status
 
 
 def test_all_that_is_wrong_is_said_at_once(monkeypatch):
