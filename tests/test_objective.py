@@ -189,7 +189,7 @@ def branches(log_probs, old_log_probs, advantages, config):
 @pytest.mark.parametrize(
     ("func", "message"),
     [
-        (no_pair, r"'mine' must return \(loss, metrics\), got one array: return loss, \{\}$"),
+        (no_pair, r"'mine' must return \(loss, metrics\), got one array: return loss, \{\}"),
         (three, r"'mine' must return \(loss, metrics\), got tuple of 3"),
         (
             transposed,

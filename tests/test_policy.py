@@ -129,8 +129,8 @@ def test_a_resumed_run_is_the_same_bit_for_bit(run, tmp_path):
 def test_a_flax_module_takes_no_adapters():
     model = AdaptedModel("Tiny", lambda params, *_: params, lambda seed: {})
     with pytest.raises(ValueError, match=r"lora.rank=8: Tiny is a flax module"):
-        lora_config(cfg.SkyRLLoraConfig(rank=8), model)
-    assert lora_config(cfg.SkyRLLoraConfig(), model) is None
+        lora_config(cfg.SkyRLLoraConfig(rank=8), model, "policy")
+    assert lora_config(cfg.SkyRLLoraConfig(), model, "policy") is None
 
 
 def test_a_reference_has_adapters_of_its_own(run, tmp_path):

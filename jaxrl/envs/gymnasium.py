@@ -52,7 +52,7 @@ class GymnasiumEnv(Adapter):
         observe = self.extras.get("observe")
         self.env = _make(name, self.extras.get("make"))
         self._observe = import_function(observe, "observe") if observe else _observer(self.env)
-        self._seed = int(self.extras.get("seed", 0))
+        self._seed = int(self.extras.get("seed") or 0)  # None: other rows have one
         how = self.extras.get("actions"), self.extras.get("action_pattern")
         self._actions = _Actions(self.env, name, *how)
         self._metrics = {"return": 0.0, "steps": 0, "invalid_actions": 0, "truncated": 0.0}

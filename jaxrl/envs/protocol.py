@@ -128,12 +128,12 @@ def conversation_extras(columns: Mapping[str, Any], max_turns: int) -> dict[str,
     """What an environment gets of its row.
 
     Args:
-        columns: of the row. One that is None is left out: where only some rows have a column,
-            Parquet gives it to all of them.
-        max_turns: of the run; a column of that name holds instead.
+        columns: of the row.
+        max_turns: of the run; a column of that name holds instead, unless it is None: where only
+            some rows have a column, Parquet gives it to all of them.
     """
-    given = {name: value for name, value in columns.items() if value is not None}
-    return {"max_turns": max_turns, **given}
+    own = columns.get("max_turns")
+    return {**columns, "max_turns": max_turns if own is None else own}
 
 
 def read_ground_truth(extras: Mapping[str, Any], env_class: str) -> str:

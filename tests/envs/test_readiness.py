@@ -95,7 +95,7 @@ def test_a_column_that_other_rows_have_is_none_here(env_class):
     config = {"search": {"search_url": closed_url()}}
     columns = {**RULE, "max_turns": None, "seed": None}
     env = envs.make(env_class, conversation_extras(columns, 7), config)
-    assert env.max_turns == 7 and "seed" not in env.extras
+    assert env.max_turns == 7 and env.extras["seed"] is None
     if env_class != "search":  # whose server is asked
         check_environments([prompt(0, env_class, **columns)], config, 7)
 

@@ -37,10 +37,12 @@ def test_an_interrupted_cell_ends_what_it_waits_for():
             ended.append("cancelled")
 
     loop = asyncio.new_event_loop()  # unlike asyncio.run it leaves the handler of SIGINT alone
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
     try:
         with pytest.raises(KeyboardInterrupt):
             loop.run_until_complete(from_a_cell(long()))
     finally:
+        signal.signal(signal.SIGINT, before)
         loop.close()
     assert ended == ["cancelled"]
     assert "jaxrl-rollouts" not in {thread.name for thread in threading.enumerate()}
