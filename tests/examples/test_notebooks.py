@@ -67,7 +67,8 @@ def test_the_quickstart(tmp_path):
     written = streams(by_id["train"])
     assert written["stderr"] == ""
     lines = [line for line in written["stdout"].split("\n") if line.strip()]
-    assert len(set(lines)) == len(lines)
+    below = lines[lines.index("objective") :]  # the data card may say the same of two data sets
+    assert len(set(below)) == len(below)
     (start,) = (number for number, line in enumerate(lines) if line.startswith("mesh {"))
     assert len(lines) - start <= 12  # 80 steps
 
