@@ -71,7 +71,7 @@ def engine_generate(model: TransformerConfig, params: Params, dtype: Any) -> Gen
 
     @functools.cache
     def engine_of(batch: int) -> NativeEngine:
-        engine = NativeEngine(model, make_mesh(), dtype=dtype, max_num_seqs=batch, shrink=False)
+        engine = NativeEngine(model, make_mesh(), dtype=dtype, max_num_seqs=batch)
         engine.update_weights(params, 0)
         return engine
 

@@ -26,6 +26,4 @@ def get_config():
     trainer.algorithm.advantage_estimator = "dr_grpo"
     trainer.algorithm.loss_reduction = "seq_mean_token_sum_norm"
     trainer.algorithm.max_seq_len = config.generator.sampling_params.max_generate_length
-    trainer.ckpt_path = "runs/arithmetic_smollm2_dr_grpo/checkpoints"
-    trainer.export_path = "runs/arithmetic_smollm2_dr_grpo/exports"
     return config

@@ -26,6 +26,4 @@ def get_config():
     trainer.algorithm.loss_reduction = "sequence_mean"
     trainer.algorithm.eps_clip_low = trainer.algorithm.eps_clip_high = 0.4
     trainer.policy_mini_batch_size = 2
-    trainer.ckpt_path = "runs/arithmetic_smollm2_gmpo/checkpoints"
-    trainer.export_path = "runs/arithmetic_smollm2_gmpo/exports"
     return config

@@ -52,6 +52,4 @@ def get_config():
     trainer.max_ckpts_to_keep = 1
     trainer.hf_save_interval = 24
     trainer.log_path = "runs"
-    trainer.ckpt_path = "runs/arithmetic_smollm2_grpo/checkpoints"
-    trainer.export_path = "runs/arithmetic_smollm2_grpo/exports"
     return config

@@ -25,6 +25,4 @@ def get_config():
     trainer.policy.model.lora.rank = 32
     trainer.policy.model.lora.alpha = 32
     trainer.policy.optimizer_config.lr = 1e-4
-    trainer.ckpt_path = "runs/arithmetic_smollm2_lora/checkpoints"
-    trainer.export_path = "runs/arithmetic_smollm2_lora/exports"
     return config

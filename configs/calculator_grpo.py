@@ -52,8 +52,6 @@ def get_config():
     trainer.ckpt_interval = 50
     trainer.max_ckpts_to_keep = 1
     trainer.log_path = "runs"
-    trainer.ckpt_path = "runs/calculator_grpo/checkpoints"
-    trainer.export_path = "runs/calculator_grpo/exports"
     config.environment.env_class = "calculator"
     config.environment.skyrl_gym.max_env_workers = 0  # microseconds of Python: threads only wait
     return config

@@ -36,6 +36,4 @@ def get_config():
     trainer.algorithm.cispo.cispo_eps_clip_high = 4.0
     trainer.algorithm.use_kl_loss = False
     trainer.eval_interval = 20
-    trainer.ckpt_path = "runs/cispo_async/checkpoints"
-    trainer.export_path = "runs/cispo_async/exports"
     return config

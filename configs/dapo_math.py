@@ -57,6 +57,4 @@ def get_config():
     trainer.print_example_interval = 10
     trainer.logger = ["console", "tensorboard"]
     trainer.log_path = "runs"
-    trainer.ckpt_path = "runs/dapo_math/checkpoints"
-    trainer.export_path = "runs/dapo_math/exports"
     return config

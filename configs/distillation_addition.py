@@ -31,6 +31,4 @@ def get_config():
     trainer.algorithm.policy_loss_type = "importance_sampling"
     config.generator.n_samples_per_prompt = 4
     trainer.train_batch_size = trainer.policy_mini_batch_size = 128
-    trainer.ckpt_path = "runs/distillation_addition/checkpoints"
-    trainer.export_path = "runs/distillation_addition/exports"
     return config

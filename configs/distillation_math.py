@@ -39,6 +39,4 @@ def get_config():
     trainer.policy_mini_batch_size = trainer.train_batch_size  # one update per step
     config.generator.inference_engine.max_num_seqs = 192  # wider keys and values
     trainer.eval_interval = 5
-    trainer.ckpt_path = "runs/distillation_math/checkpoints"
-    trainer.export_path = "runs/distillation_math/exports"
     return config

@@ -32,6 +32,4 @@ def get_config():
     config.environment.skyrl_gym.llm_as_a_judge.model = "gpt-4o-mini"
     trainer.train_batch_size = trainer.policy_mini_batch_size = 32
     trainer.eval_batch_size = 32
-    trainer.ckpt_path = "runs/gsm8k_llm_judge/checkpoints"
-    trainer.export_path = "runs/gsm8k_llm_judge/exports"
     return config

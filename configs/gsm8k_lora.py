@@ -27,6 +27,4 @@ def get_config():
     trainer.policy.model.lora.rank = 32
     trainer.policy.model.lora.alpha = 32
     trainer.policy.optimizer_config.lr = 3e-5
-    trainer.ckpt_path = "runs/gsm8k_lora/checkpoints"
-    trainer.export_path = "runs/gsm8k_lora/exports"
     return config

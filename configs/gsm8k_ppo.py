@@ -39,6 +39,4 @@ def get_config():
     config.generator.n_samples_per_prompt = 1
     config.generator.sampling_params.max_generate_length = 512
     trainer.eval_interval, trainer.hf_save_interval = 10, 435
-    trainer.ckpt_path = "runs/gsm8k_ppo/checkpoints"
-    trainer.export_path = "runs/gsm8k_ppo/exports"
     return config

@@ -23,6 +23,4 @@ def get_config():
     trainer = config.trainer
     trainer.run_name = "gsm8k_qwen2_5_0_5b_grpo"
     trainer.policy.model.path = "Qwen/Qwen2.5-0.5B-Instruct"
-    trainer.ckpt_path = "runs/gsm8k_qwen2_5_0_5b_grpo/checkpoints"
-    trainer.export_path = "runs/gsm8k_qwen2_5_0_5b_grpo/exports"
     return config

@@ -48,6 +48,4 @@ def get_config():
     trainer.hf_save_interval = 140
     trainer.logger = ["console", "tensorboard"]
     trainer.log_path = "runs"
-    trainer.ckpt_path = "runs/gsm8k_qwen2_5_1_5b_grpo/checkpoints"
-    trainer.export_path = "runs/gsm8k_qwen2_5_1_5b_grpo/exports"
     return config

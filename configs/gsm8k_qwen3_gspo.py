@@ -29,6 +29,4 @@ def get_config():
     algorithm.policy_loss_type, algorithm.loss_reduction = "gspo", "sequence_mean"
     algorithm.eps_clip_low, algorithm.eps_clip_high = 3e-4, 4e-4
     algorithm.use_kl_loss = False
-    trainer.ckpt_path = "runs/gsm8k_qwen3_gspo/checkpoints"
-    trainer.export_path = "runs/gsm8k_qwen3_gspo/exports"
     return config

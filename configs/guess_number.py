@@ -56,8 +56,6 @@ def get_config():
     trainer.max_ckpts_to_keep = 2
     trainer.logger = ["console", "tensorboard"]
     trainer.log_path = "runs"
-    trainer.ckpt_path = "runs/guess_number/checkpoints"
-    trainer.export_path = "runs/guess_number/exports"
     config.environment.env_class = "guess_number"
     config.environment.skyrl_gym.max_env_workers = 0  # microseconds of Python: threads only wait
     return config

@@ -38,7 +38,5 @@ def get_config():
     config.generator.n_samples_per_prompt = 1
 
     trainer.eval_interval = 40
-    trainer.ckpt_path = "runs/guess_number_ppo/checkpoints"
-    trainer.export_path = "runs/guess_number_ppo/exports"
     trainer.hf_save_interval = 160  # policy and critic
     return config

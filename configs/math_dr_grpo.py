@@ -53,6 +53,4 @@ def get_config():
     trainer.hf_save_interval = 64
     trainer.logger = ["console", "tensorboard"]
     trainer.log_path = "runs"
-    trainer.ckpt_path = "runs/math_dr_grpo/checkpoints"
-    trainer.export_path = "runs/math_dr_grpo/exports"
     return config

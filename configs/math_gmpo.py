@@ -28,6 +28,4 @@ def get_config():
     trainer.algorithm.policy_loss_type = "gmpo"
     trainer.algorithm.loss_reduction, trainer.algorithm.max_seq_len = "sequence_mean", None
     trainer.algorithm.eps_clip_low = trainer.algorithm.eps_clip_high = 0.4
-    trainer.ckpt_path = "runs/math_gmpo/checkpoints"
-    trainer.export_path = "runs/math_gmpo/exports"
     return config

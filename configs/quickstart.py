@@ -54,8 +54,6 @@ def get_config():
     trainer.hf_save_interval = 240
     trainer.logger = ["console", "tensorboard"]
     trainer.log_path = "runs"
-    trainer.ckpt_path = "runs/quickstart/checkpoints"
-    trainer.export_path = "runs/quickstart/exports"
     config.environment.env_class = "sort_digits"
     config.environment.skyrl_gym.max_env_workers = 0  # microseconds of Python: threads only wait
     return config

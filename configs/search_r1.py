@@ -58,6 +58,4 @@ def get_config():
     trainer.ckpt_interval, trainer.max_ckpts_to_keep, trainer.hf_save_interval = 20, 5, 100
     trainer.logger = ["console", "tensorboard"]
     trainer.log_path = "runs"
-    trainer.ckpt_path = "runs/search_r1/checkpoints"
-    trainer.export_path = "runs/search_r1/exports"
     return config

@@ -43,6 +43,4 @@ def get_config():
     trainer.max_ckpts_to_keep = 1
     trainer.hf_save_interval = 50
     trainer.log_path = "runs"
-    trainer.ckpt_path = "runs/sft_addition/checkpoints"
-    trainer.export_path = "runs/sft_addition/exports"
     return config

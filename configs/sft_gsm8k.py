@@ -39,6 +39,4 @@ def get_config():
     trainer.ckpt_interval = trainer.hf_save_interval = 58
     trainer.max_ckpts_to_keep = 1
     trainer.log_path = "runs"
-    trainer.ckpt_path = "runs/sft_gsm8k/checkpoints"
-    trainer.export_path = "runs/sft_gsm8k/exports"
     return config

@@ -57,6 +57,4 @@ def get_config():
     trainer.max_ckpts_to_keep = 2
     trainer.logger = ["console", "tensorboard"]
     trainer.log_path = "runs"
-    trainer.ckpt_path = "runs/text2sql_multi_turn/checkpoints"
-    trainer.export_path = "runs/text2sql_multi_turn/exports"
     return config

@@ -74,8 +74,6 @@ def make_config(steps: int, folder: str) -> cfg.TrainConfig:
             "trainer.max_training_steps": steps,
             "trainer.hf_save_interval": -1,
             "trainer.log_path": folder,
-            "trainer.ckpt_path": f"{folder}/flax_policy/checkpoints",
-            "trainer.export_path": f"{folder}/flax_policy/exports",
         },
     )
 

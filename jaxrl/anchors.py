@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from jaxrl.config.needs import needs_old_log_probs
 from jaxrl.metrics import check_surprise, mismatch_metrics
-from jaxrl.staleness import token_staleness
+from jaxrl.staleness import oldest_versions, token_staleness
 from jaxrl.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ def with_anchor(trainer: "Trainer", batch: TrainBatch) -> TrainBatch:
     settings = trainer.config.trainer
     if "staleness" in trainer.updater.objective.reads and batch.token_versions is not None:
         version = int(trainer.state.step)  # finished steps: the policy is this version
-        age = token_staleness(batch.token_versions, batch.loss_mask, version)
+        versions = oldest_versions(batch.token_versions, batch.context_versions)
+        age = token_staleness(versions, batch.loss_mask, version)
         batch = batch.replace(staleness=age)
     if settings.algorithm.old_log_probs == "rollout":
         if batch.rollout_log_probs is None:

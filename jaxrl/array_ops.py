@@ -3,6 +3,7 @@
 Masks are [B, T] float 0/1; NaN under a 0 never spreads.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -154,13 +155,18 @@ def group_sum(x: Array, index: Array) -> Array:
     return jax.ops.segment_sum(x, index, num_segments=x.shape[0])[index]
 
 
-def group_centred(x: Array, index: Array) -> Array:
+def group_centred(x: Array, index: Array, counted: Array) -> Array:
     """x less the mean of its group, over rows: x [B, ...], index [B] -> [B, ...].
 
     Exactly 0 where all of a group are equal, which sum / n alone, rounded, is not.
+
+    Args:
+        counted: bool, of x's shape; what is not counted has no part in the mean, and becomes 0.
     """
-    above = x - jax.ops.segment_min(x, index, num_segments=x.shape[0])[index]
-    return above - group_sum(above, index) / group_sum(jnp.ones_like(x), index)
+    least = jax.ops.segment_min(jnp.where(counted, x, jnp.inf), index, num_segments=x.shape[0])
+    above = jnp.where(counted, x - least[index], 0)
+    mean = group_sum(above, index) / jnp.maximum(group_sum(counted.astype(x.dtype), index), 1)
+    return jnp.where(counted, above - mean, 0)
 
 
 def step_ids(mask: Array) -> Array:
@@ -190,17 +196,30 @@ def top_tokens(keys: Array, valid: Array, count: Array, row_ids: Array) -> Array
         row_ids: [B] int.
     """
     keys = keys if jnp.issubdtype(keys.dtype, jnp.unsignedinteger) else _sortable_bits(keys)
-    bits = jnp.iinfo(keys.dtype).bits
-
-    def set_bit(i: Array, least: Array) -> Array:
-        higher = least | (jnp.ones((), keys.dtype) << (bits - 1 - i).astype(keys.dtype))
-        return jnp.where((valid & (keys >= higher)).sum() >= count, higher, least)
-
-    least = jax.lax.fori_loop(0, bits, set_bit, jnp.zeros((), keys.dtype))
+    bits, zero = jnp.iinfo(keys.dtype).bits, jnp.zeros((), keys.dtype)
+    least = largest(lambda key: (valid & (keys >= key)).sum() >= count, bits, zero)
     above, equal = valid & (keys > least), valid & (keys == least)
     in_rows_before = jnp.where(row_ids[None, :] < row_ids[:, None], equal.sum(-1), 0).sum(-1)
     place = in_rows_before[:, None] + jnp.cumsum(equal, axis=-1)
     return above | (equal & (place <= count - above.sum()))
+
+
+def largest(
+    holds: Callable[[Array], Array], bits: Array | int, zero: Array, *, needed: Array | bool = True
+) -> Array:
+    """Return the largest number of so many bits for which `holds`; 0 if for none.
+
+    Args:
+        holds: numbers like `zero` -> bool, each by itself; true up to some number.
+        zero: shape and integer type of the numbers.
+        needed: False = 0 at once.
+    """
+
+    def set_bit(i: Array, found: Array) -> Array:
+        higher = found | (jnp.ones((), zero.dtype) << (bits - 1 - i).astype(zero.dtype))
+        return jnp.where(holds(higher), higher, found)
+
+    return jax.lax.fori_loop(0, jnp.where(needed, bits, 0), set_bit, zero)
 
 
 def _sortable_bits(x: Array) -> Array:

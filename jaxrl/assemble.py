@@ -163,7 +163,7 @@ def place_beside(
 def sampler_dtype(config: cfg.TrainConfig) -> Any:
     """In which weights go to the sampler; None = as they are: files for servers have them so."""
     settings = config.generator.inference_engine
-    return DTYPES[settings.model_dtype] if cfg.in_process(config) else None
+    return DTYPES[cfg.engine_dtype(settings)] if cfg.in_process(config) else None
 
 
 class RunDevices(NamedTuple):
@@ -232,7 +232,7 @@ def make_scorer(
     kernel = "xla"  # a flax module brings its own attention
     if isinstance(model, TransformerConfig):
         platform = mesh.devices.flat[0].platform
-        kernel = choose_kernel(model, trainer.flash_attn, platform, dtype)
+        kernel = choose_kernel(model, trainer.flash_attn is True, platform, dtype)
     given = {
         "dtype": dtype,
         "remat": trainer.remat_policy if trainer.gradient_checkpointing else "none",

@@ -20,6 +20,7 @@ from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.policy import lora_config
 from jaxrl.rollout.http_client import RemoteOptions
 from jaxrl.rollout.probe import Probe, make_score
+from jaxrl.rollout.protocol import Sampling
 from jaxrl.rollout.remote import RemoteEngine
 from jaxrl.rollout.served import ServedEngine
 from jaxrl.rollout.server_process import Host
@@ -93,7 +94,7 @@ def _source(config: cfg.TrainConfig, model: TransformerConfig, tokenizer: Any) -
     """The transport of the weights that the config names."""
     engine = config.generator.inference_engine
     if engine.weight_transport == "transfer":
-        return WeightTransfer(DTYPES[engine.model_dtype], cfg.group_bytes(config))
+        return WeightTransfer(DTYPES[cfg.engine_dtype(engine)], cfg.group_bytes(config))
     folder = _adapter_folder if cfg.sends_adapters(config) else weight_folder
     return folder(config, model, tokenizer)
 
@@ -138,7 +139,9 @@ def _probe(config: cfg.TrainConfig, model: TransformerConfig, mesh: jax.sharding
     dtype = DTYPES[cfg.compute_dtype(trainer, "policy")]
     score = make_score(model, dtype, placement, 2 * length)
     bound = config.generator.inference_engine.probe_bound
-    return Probe(score, model.vocab_size, bound, length)
+    drawn = config.generator.sampling_params
+    sampling = Sampling(length, drawn.temperature, drawn.top_k, drawn.top_p, drawn.min_p)
+    return Probe(score, model.vocab_size, bound, length, sampling)
 
 
 def _token(variable: str | None) -> str | None:
@@ -157,7 +160,7 @@ def _vllm_servers(config: cfg.TrainConfig) -> list[VllmServer]:
     """One for each engine, not started yet."""
     engine, logs = config.generator.inference_engine, cfg.run_folder(config.trainer) / "vllm"
     flags = {
-        "dtype": engine.model_dtype,
+        "dtype": cfg.engine_dtype(engine),
         "max_model_len": cfg.longest_row(config),
         "max_num_seqs": -(
             -min(engine.max_num_seqs, cfg.rows_at_once(config)) // engine.num_engines

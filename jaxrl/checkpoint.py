@@ -10,13 +10,15 @@ did not finish is never seen by a restore.
 
 import contextlib
 import itertools
+import time
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 
 from jaxrl.checkpoint_items import Buffer, item_handlers
 from jaxrl.checksums import checksums, host_checksums
@@ -28,6 +30,20 @@ from jaxrl.types import TrainState
 
 PREFIX = "global_step"
 META_KEYS = {"model", "config", "functions", "checksums"}
+PAUSES = 1.0, 5.0, 15.0  # seconds before a checkpoint that could not be read is read again
+PASSING = (  # codes of errors that say nothing of what is in the files
+    "ABORTED",
+    "CANCELLED",
+    "DEADLINE_EXCEEDED",
+    "INTERNAL",
+    "PERMISSION_DENIED",
+    "RESOURCE_EXHAUSTED",
+    "UNAUTHENTICATED",
+    "UNAVAILABLE",
+    "UNKNOWN",
+)
+
+T = TypeVar("T")
 
 
 class CheckpointError(ValueError):
@@ -36,6 +52,10 @@ class CheckpointError(ValueError):
 
 class DamagedCheckpoint(CheckpointError):
     """A checkpoint whose files are missing, cut, or not what was saved."""
+
+
+class UnreadableCheckpoint(CheckpointError):
+    """Says that a checkpoint cannot be read now, and may be another time."""
 
 
 class Checkpointer:
@@ -65,7 +85,9 @@ class Checkpointer:
             self.manager = ocp.CheckpointManager(
                 self.folder, options=options, item_handlers=item_handlers()
             )
+        self.on_commit: Callable[[str], None] = lambda path: None  # told of each whole checkpoint
         self._saving: int | None = None
+        self._uncommitted: int | None = None
         self.restored_meta: dict[str, Any] | None = None  # of what the run goes on from
         self.restored_buffer: Buffer | None = None
 
@@ -86,7 +108,7 @@ class Checkpointer:
             RuntimeError: this save, or the one before, which ended in the meantime, failed.
         """
         self.wait()
-        self._saving = step
+        self._saving = self._uncommitted = step
         meta = {**meta, "checksums": checksums(state)}
         items: dict[str, Any] = {"state": ocp.args.PyTreeSave(state)}
         if buffer is not None:
@@ -106,6 +128,9 @@ class Checkpointer:
         """
         with self._named_failure():
             self.manager.wait_until_finished()
+        if self._uncommitted is not None:
+            self.on_commit(str(self.folder / f"{PREFIX}_{self._uncommitted}"))
+            self._uncommitted = None
 
     def close(self) -> None:
         """Wait, then stop the threads that write."""
@@ -117,6 +142,7 @@ class Checkpointer:
         try:
             yield
         except Exception as error:
+            self._uncommitted = None
             raise RuntimeError(
                 f"could not save step {self._saving} to trainer.ckpt_path={str(self.folder)!r}: "
                 f"{type(error).__name__}: {error}. Its earlier checkpoints are whole: mend the "
@@ -157,22 +183,25 @@ class Checkpointer:
 
         Raises:
             DamagedCheckpoint: files are missing or not what was saved.
+            UnreadableCheckpoint: they cannot be read now, though tried several times.
             CheckpointError: the checkpoint is of another model, or of a run with another config;
                 the message shows the difference.
         """
         path = self.folder / f"{PREFIX}_{step}"
-        with _damage(path):
-            saved = self.read_meta(step)
+        saved = _read(path, lambda: self.read_meta(step))
         refuse_other(str(path), saved, meta)
         warn_of_changed_functions(str(path), saved["functions"], meta["functions"])
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         targets = ocp.checkpoint_utils.construct_restore_args(abstract)
         args = ocp.args.Composite(state=ocp.args.PyTreeRestore(abstract, restore_args=targets))
-        with _damage(path):
+
+        def read() -> tuple[TrainState, Buffer | None]:
             state = self.manager.restore(step, args=args)["state"]
             if different := differences(saved["checksums"], checksums(state)):
                 raise ValueError(f"the values of {sorted(different)} are not those that were saved")
-            buffer = self._read_buffer(step, saved.get("buffer_checksums"))
+            return state, self._read_buffer(step, saved.get("buffer_checksums"))
+
+        state, buffer = _read(path, read)
         self.restored_meta, self.restored_buffer = saved, buffer
         return state
 
@@ -195,9 +224,11 @@ class Checkpointer:
 
         Raises:
             CheckpointError: all are damaged, or the newest whole one is of another run.
+            UnreadableCheckpoint: one cannot be read now; nothing is renamed.
         """
         damaged: dict[int, DamagedCheckpoint] = {}
-        for step in sorted(self.manager.all_steps(), reverse=True):
+        steps = _read(self.folder, self.manager.all_steps)
+        for step in sorted(steps, reverse=True):
             try:
                 state = self.restore(step, like, meta)
             except DamagedCheckpoint as error:
@@ -227,6 +258,13 @@ class Checkpointer:
             f"{error}. Falling back to step {older}; the damaged one is kept as {target.name}",
             stacklevel=3,
         )
+
+
+def checkpoint_steps(folder: epath.Path) -> list[int]:
+    """Return the steps of the checkpoints in a folder, in order."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    numbers = [n.removeprefix(f"{PREFIX}_") for n in names if n.startswith(f"{PREFIX}_")]
+    return sorted(int(number) for number in numbers if number.isdigit())
 
 
 def resume(
@@ -284,16 +322,58 @@ def parse_resume_path(resume_path: str, field: str = "trainer.resume_path") -> t
     return str(path.parent), int(number)
 
 
-@contextlib.contextmanager
-def _damage(path: Any) -> Iterator[None]:
-    """Whatever a reader of damaged files may raise, under one name, in every process of the job."""
-    damage = cause = None
-    try:
-        yield
-    except Exception as error:
-        damage, cause = f"{path} is damaged ({type(error).__name__}: {error})", error
-    if found := [text for text in gather(damage) if text]:
-        raise DamagedCheckpoint(found[0]) from cause
+def _read(path: Any, read: Callable[[], T]) -> T:
+    """Return what a reader gives, in every process of the job; try again what may pass.
+
+    Raises:
+        UnreadableCheckpoint: it did not pass.
+        DamagedCheckpoint: anything else went wrong.
+    """
+    for pause in (*PAUSES, None):
+        problem = found = cause = None
+        try:
+            found = read()
+        except Exception as error:
+            problem = may_pass(error), f"{type(error).__name__}: {error}"
+            cause = error if pause is None or not problem[0] else None  # it holds what was read
+        problems = [one for one in gather(problem) if one]
+        if not problems:
+            return cast(T, found)
+        passing = [text for passes, text in problems if passes]
+        if not passing:
+            raise DamagedCheckpoint(f"{path} is damaged ({problems[0][1]})") from cause
+        if pause is None:
+            raise UnreadableCheckpoint(
+                f"{path} cannot be read now ({passing[0]}), tried {len(PAUSES) + 1} times in "
+                f"{sum(PAUSES):g} s; it is left as it is. Mend what keeps it from being read (open "
+                "files, memory, permissions, the disk or bucket), and start again"
+            ) from cause
+        warnings.warn(
+            f"{path} cannot be read ({passing[0]}); trying again in {pause:g} s", stacklevel=4
+        )
+        time.sleep(pause)
+    raise AssertionError
+
+
+def may_pass(error: BaseException | None) -> bool:
+    """Tell whether an error is of machine, disk or network, and not of what was read.
+
+    A file that is missing or too short is damage. tensorstore raises ValueErrors that begin with
+    the code of a status; it has a code for each (NOT_FOUND, OUT_OF_RANGE, DATA_LOSS, ...).
+    """
+    while error is not None:
+        if isinstance(error, BaseExceptionGroup) and any(map(may_pass, error.exceptions)):
+            return True
+        of_files = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+        if isinstance(error, OSError | MemoryError) and not of_files:
+            return True
+        if str(error).startswith(PASSING):
+            return True
+        code = getattr(error, "code", None)  # of a bucket's client
+        if isinstance(code, int) and (code == 429 or code >= 500):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 # ---------------------------------------------------------------- what must be the same

@@ -23,6 +23,7 @@ class Chip:
         flops: dense bfloat16 FLOP/s.
         bandwidth: bytes/s of its memory.
         network: bytes/s that it sends over all its links to its neighbours (ICI, NVLink or PCIe).
+        links: to its neighbours in a torus; 2 where a switch gives all of `network` to any two.
     """
 
     name: str
@@ -31,16 +32,22 @@ class Chip:
     flops: float
     bandwidth: float
     network: float
+    links: int = 2
+
+    @property
+    def ring(self) -> float:
+        """Bytes/s that it sends in a ring, which goes through each chip by two of its links."""
+        return self.network * 2 / self.links
 
 
 CHIPS = (  # the first whose kind is part of a device's
-    Chip("tpu7x", "TPU7x", 94.75 * GIB, 1153.5e12, 3690e9, 300e9),  # one of two cores
-    Chip("v6e", "TPU v6", 31.25 * GIB, 918e12, 1638e9, 400e9),
-    Chip("v5e", "TPU v5 lite", 15.75 * GIB, 197e12, 819e9, 200e9),
-    Chip("v5e", "TPU v5e", 15.75 * GIB, 197e12, 819e9, 200e9),
-    Chip("v5p", "TPU v5", 95.74 * GIB, 459e12, 2765e9, 600e9),
-    Chip("v4", "TPU v4", 30.75 * GIB, 275e12, 1200e9, 300e9),
-    Chip("v3", "TPU v3", 16 * GIB, 61.5e12, 450e9, 164e9),  # one of two cores
+    Chip("tpu7x", "TPU7x", 94.75 * GIB, 1153.5e12, 3690e9, 300e9, 6),  # one of two cores
+    Chip("v6e", "TPU v6", 31.25 * GIB, 918e12, 1638e9, 400e9, 4),
+    Chip("v5e", "TPU v5 lite", 15.75 * GIB, 197e12, 819e9, 200e9, 4),
+    Chip("v5e", "TPU v5e", 15.75 * GIB, 197e12, 819e9, 200e9, 4),
+    Chip("v5p", "TPU v5", 95.74 * GIB, 459e12, 2765e9, 600e9, 6),
+    Chip("v4", "TPU v4", 30.75 * GIB, 275e12, 1200e9, 300e9, 6),
+    Chip("v3", "TPU v3", 16 * GIB, 61.5e12, 450e9, 164e9, 4),  # one of two cores
     Chip("b200", "B200", 180e9, 2250e12, 8000e9, 900e9),
     Chip("h200", "H200", 141e9, 989e12, 4800e9, 450e9),
     Chip("h100-pcie", "H100 PCIe", 80e9, 756e12, 2000e9, 64e9),

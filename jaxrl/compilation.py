@@ -1,9 +1,14 @@
-"""Compilations: a cache on disk for what XLA compiles, and a count of it."""
+"""Compilations: a cache on disk for what XLA compiles, several at a time, and a count of it."""
 
+import contextlib
+import os
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import jax
+import numpy as np
 from tqdm import tqdm
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -27,6 +32,10 @@ class Call(NamedTuple):
     args: tuple[Any, ...]
     options: dict[str, Any]  # static
 
+    def run(self) -> Any:
+        """Call the function."""
+        return self.function(*self.args, **self.options)
+
     def lower(self) -> jax.stages.Lowered:
         """The program, to be compiled."""
         return self.function.lower(*self.args, **self.options)
@@ -34,6 +43,53 @@ class Call(NamedTuple):
     def results(self) -> Any:
         """Shapes of what it returns."""
         return self.function.eval_shape(*self.args, **self.options)
+
+
+@contextlib.contextmanager
+def lowering(
+    functions: Sequence[tuple[Any, str]],
+) -> Iterator[dict[Hashable, jax.stages.Lowered]]:
+    """Lower jitted functions where the block would call them; they give zeros, nothing is run.
+
+    Args:
+        functions: what each is an attribute of, and its name.
+
+    Yields:
+        The programs by what tells them apart, in the order of their calls; see `compile_together`.
+    """
+    programs: dict[Hashable, jax.stages.Lowered] = {}
+
+    def nothing(x: Any) -> np.ndarray:  # gradients are large: no memory for zeros
+        return np.broadcast_to(np.zeros((), x.dtype), x.shape)
+
+    def in_place_of(function: Any) -> Any:
+        def lower(*args: Any, **options: Any) -> Any:
+            leaves, structure = jax.tree.flatten(args)
+            shapes = tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
+            name = id(function), structure, shapes, tuple(options.items())
+            if name not in programs:
+                programs[name] = function.lower(*args, **options)
+            return jax.tree.map(nothing, programs[name].out_info)
+
+        return lower
+
+    given = [(owner, name, getattr(owner, name)) for owner, name in functions]
+    for owner, name, function in given:
+        setattr(owner, name, in_place_of(function))
+    try:
+        yield programs
+    finally:
+        for owner, name, function in given:
+            setattr(owner, name, function)
+
+
+def compile_together(programs: Iterable[jax.stages.Lowered]) -> None:
+    """Compile programs in several threads; calls with their arguments then find them compiled.
+
+    They were lowered one after the other, which holds the interpreter; the compiler does not.
+    """
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda program: program.compile(), programs))
 
 
 class CompilationWatch:

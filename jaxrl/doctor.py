@@ -80,6 +80,7 @@ CHECKS: dict[str, Check] = {
     "weights.first": sampler.weights,
     "sampler.update": sampler.update,
     "weights.update": sampler.weights_update,
+    "sampler.in_flight": sampler.in_flight,
     "reference": sampler.reference,
     "checkpoint.state": checkpoints.state,
     "checkpoint.step": checkpoints.step,

@@ -40,7 +40,7 @@ def native_engine(
         **options: further arguments of `NativeEngine`.
     """
     arguments = {
-        "dtype": DTYPES[settings.model_dtype],
+        "dtype": DTYPES[cfg.engine_dtype(settings)],
         "max_num_seqs": -(-rows // settings.num_engines),
         "max_num_batched_tokens": settings.max_num_batched_tokens,
         "max_model_len": max_model_len,

@@ -64,7 +64,8 @@ def evaluate_subject(
     found = find_subject(subject) if subject else policy_of(config)
     config, step = config_for(config, found), found.step if step is None else step
     name = re.sub(r"[^\w.-]+", "_", found.where).strip("_")
-    folder = Path(output or Path(config.trainer.export_path) / "evaluations" / name)
+    exports = Path(cfg.resolve(config).trainer.export_path)
+    folder = Path(output or exports / "evaluations" / name)
     writable_folder("--output", folder)
     config.generator.inference_engine.weights_folder = str(folder / "weights")  # not the run's
     config.trainer.policy.model.lora.lora_sync_path = None

@@ -1,7 +1,6 @@
 """Folders that a run writes to, and files that are either the old or the new, never a half."""
 
 import contextlib
-import fcntl
 import os
 import uuid
 from collections.abc import Iterator
@@ -14,30 +13,6 @@ SCHEMES = ("gs", "s3")
 
 class FolderError(ValueError):
     """A folder that this run cannot work in: it is another run's, or its disk is full."""
-
-
-class FolderLock:
-    """Held while a process works in a local folder; the system lets go of it when it dies.
-
-    Raises:
-        FolderError: another one holds it.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / ".lock").open("w")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self.close()
-            raise FolderError(
-                f"another run goes on in {folder}: give this one a trainer.run_name of its own, or "
-                "end the other"
-            ) from error
-
-    def close(self) -> None:
-        """Let go of it."""
-        self._file.close()
 
 
 def as_path(field: str, path: str) -> epath.Path:

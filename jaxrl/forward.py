@@ -302,7 +302,9 @@ score_columns.defvjp(_score_columns, _score_columns_backward)
 
 
 def _columns(head: Head, shape: tuple[int, ...], weights: Params) -> int:
-    vocabulary = max((w.size // w.shape[0] for w in weights.values() if w.ndim == 2), default=1)
+    axes = head_axes(head.config)
+    sizes = (dict(zip(axes[name], w.shape, strict=True)) for name, w in weights.items())
+    vocabulary = max((size.get("vocab", 1) for size in sizes), default=1)
     return chunk_columns(head.chunk_tokens, vocabulary, *shape)
 
 

@@ -19,13 +19,13 @@ Shape = tuple[int, ...]
 LOSS_ARGUMENTS = ("log_probs", "old_log_probs", "advantages", "config")
 BATCH_FIELDS = (
     *("loss_mask", "rollout_log_probs", "ref_log_probs"),
-    *("rewards", "policy_versions", "token_versions", "staleness", "row_ids"),
+    *("rewards", "policy_versions", "token_versions", "context_versions", "staleness", "row_ids"),
 )
 LOSS_KEYWORDS = (*BATCH_FIELDS, "group_ids", "entropy", "key", "rollout_logprobs")
 # What an estimator is called with, all by keyword; the settings are hyperparameters of its config.
 ESTIMATOR_DATA = (
     *("token_level_rewards", "response_mask", "index", "loss_mask", "values", "config"),
-    *("old_log_probs", "ref_log_probs"),
+    *("valid_mask", "old_log_probs", "ref_log_probs"),
 )
 ESTIMATOR_SETTINGS = ("grpo_norm_by_std", "gamma", "lambd")
 # What a reward function is called with, after every turn, all by keyword: the text, its tokens'

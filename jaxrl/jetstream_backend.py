@@ -71,7 +71,7 @@ def _our_engine(
     assert longest is not None  # resolved
     rows = min(settings.max_num_seqs, cfg.rows_at_once(config, jax.process_count()))
     options: dict[str, Any] = {
-        "dtype": DTYPES[settings.model_dtype],
+        "dtype": DTYPES[cfg.engine_dtype(settings)],
         "slots": -(-rows // settings.num_engines),
         "max_prefill_length": longest,
         "max_target_length": cfg.longest_row(config),

@@ -19,7 +19,7 @@ import numpy as np
 import yaml
 from etils import epath
 
-from jaxrl.checkpoint import PREFIX
+from jaxrl.checkpoint import checkpoint_steps
 from jaxrl.data.order import DataOrder, data_order
 from jaxrl.files import as_path
 from jaxrl.ledger.database import FILE, FORMAT
@@ -138,7 +138,7 @@ def open_run(folder: Path) -> Iterator[Run]:
             f"{folder} holds no config.yaml beside {FILE}: put that of the run back"
         )
     settings = _settings(config)
-    saved = _checkpoints(as_path("trainer.ckpt_path", settings["trainer"]["ckpt_path"]))
+    saved = checkpoint_steps(as_path("trainer.ckpt_path", settings["trainer"]["ckpt_path"]))
     try:
         with _connected(path) as db:
             yield _read(folder, db, settings, saved)
@@ -181,13 +181,6 @@ def _connected(path: Path) -> Iterator[sqlite3.Connection]:
         uri = f"{path.absolute().as_uri()}?{how}"
         db = sqlite3.connect(uri, uri=True, isolation_level=None)
         yield stack.enter_context(contextlib.closing(db))
-
-
-def _checkpoints(folder: epath.Path) -> list[int]:
-    """The steps of the checkpoints in a folder."""
-    names = [path.name for path in folder.iterdir()] if folder.exists() else []
-    numbers = [name.removeprefix(f"{PREFIX}_") for name in names]
-    return sorted(int(number) for number in numbers if number.isdigit())
 
 
 def _read(folder: Path, db: sqlite3.Connection, settings: dict[str, Any], saved: list[int]) -> Run:

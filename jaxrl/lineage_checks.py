@@ -303,12 +303,13 @@ def rollout_files(run: Run) -> Check:
 
 
 def checkpoints(run: Run) -> Check:
-    """A checkpoint knows the steps up to its own, and none after it."""
+    """A checkpoint knows the steps up to its own, and none after it; none is of another run."""
     failures, others, checked = [], 0, []
     for step in run.checkpoints:
         path = run.checkpoint_folder / f"{PREFIX}_{step}" / "meta" / "metadata"
         try:
-            ledger = json.loads(path.read_text()).get("ledger") or {}
+            meta = json.loads(path.read_text())
+            ledger = meta.get("ledger") or {}
             own, position = ledger.get("run_id") == run.run_id, int(ledger.get("position", 0))
         except FileNotFoundError:  # the run goes on, and keeps only its latest
             continue
@@ -317,11 +318,21 @@ def checkpoints(run: Run) -> Check:
             continue
         if not own:
             others += 1
+            failures += _strangers(run, step, (meta.get("config") or {}).get("trainer") or {})
             continue
         checked.append(step)
         failures += _disagreements(run, step, position)
     figures = {"checkpoints": len(checked), "newest": max(checked, default=None), "others": others}
     return Check("checkpoints", figures, failures)
+
+
+def _strangers(run: Run, step: int, saved: dict[str, Any]) -> Iterable[str]:
+    """Name a checkpoint of another run; with a lost ledger the run's own has its name."""
+    name, own = saved.get("run_name"), run.trainer.get("run_name")
+    if name != own:
+        yield (
+            f"{PREFIX}_{step} in {run.checkpoint_folder} was saved by the run {name}, not by {own}"
+        )
 
 
 def _disagreements(run: Run, step: int, position: int) -> Iterable[str]:

@@ -40,7 +40,8 @@ from jaxrl.watching.ratios import add_ratio_sums, ratio_metrics, ratio_sums
 
 Metrics = dict[str, Any]  # arrays; under RATIOS a dict of them
 RATIOS = "ratios"
-OPTIONAL = ("token_versions", "staleness")  # fields of a batch that few losses ask for
+# fields of a batch that few losses ask for
+OPTIONAL = ("token_versions", "context_versions", "staleness")
 MISMATCH = "rollout_train_logprobs_abs_diff"
 PolicyLoss = Callable[..., tuple[Array, Metrics]]  # (log_probs, entropy, batch, key)
 

@@ -165,7 +165,8 @@ def advantages_of(
         "index": batch.index,
         "loss_mask": batch.loss_mask,
     }
-    more = {name: getattr(batch, name) for name in ("values", "old_log_probs", "ref_log_probs")}
+    optional = ("valid_mask", "values", "old_log_probs", "ref_log_probs")
+    more = {name: getattr(batch, name) for name in optional}
     arrays |= {name: x for name, x in more.items() if x is not None}
     if batch.is_last_step is None:
         return jax.device_get(estimate(**arrays))

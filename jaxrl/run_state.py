@@ -34,7 +34,7 @@ def restore_or_init(trainer: "Trainer") -> TrainState:
             print(
                 f"nothing to do: {settings.ckpt_path} holds step {int(state.step)} of "
                 f"{trainer.total_steps}. Raise trainer.epochs, or choose another "
-                "trainer.ckpt_path to start again"
+                "trainer.run_name to start again"
             )
         if state.ref_params is not None:
             state = state.replace(ref_params=policy.moved_reference(state.ref_params))

@@ -29,6 +29,7 @@ MAY_CHANGE = (
     "trainer.epochs",
     "trainer.eval_*",
     "trainer.export_path",
+    "trainer.few_shapes",
     "trainer.flash_attn",
     "trainer.fully_async.num_parallel_generation_workers",
     "trainer.ledger.*",
@@ -68,7 +69,9 @@ MAY_CHANGE = (
     "environment.skyrl_gym.llm_as_a_judge.max_attempts",
     "environment.skyrl_gym.llm_as_a_judge.max_requests",
 )
-OWN_FOLDERS = "choose another trainer.run_name, trainer.ckpt_path and trainer.export_path"
+OWN_FOLDERS = (
+    "choose another trainer.run_name (and trainer.ckpt_path and trainer.export_path, if set)"
+)
 
 
 def changed_fields(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -24,6 +24,7 @@ from jaxrl.models import hf
 from jaxrl.models.transformer import TransformerConfig, abstract_params, logical_axes
 from jaxrl.parallel import make_mesh, param_shardings
 from jaxrl.parallel.devices import check_devices
+from jaxrl.platform_defaults import settle
 from jaxrl.rollout.conversation import sampling_of
 from jaxrl.rollout.incoming_weights import Incoming
 from jaxrl.rollout.protocol import Request, Sampling
@@ -58,7 +59,7 @@ def make_server(config: Any, devices: Sequence[Any] | None = None) -> Server:
     Raises:
         ValueError: the config or the model folder is wrong, or no token protects the server.
     """
-    config = cfg.resolve(cfg.to_train_config(config))
+    config, _ = settle(cfg.resolve(cfg.to_train_config(config)), resumes=False)
     trainer, settings, serve = config.trainer, config.generator.inference_engine, config.serve
     path, template = trainer.policy.model.path, config.generator.chat_template
     if path is None:

@@ -21,16 +21,17 @@ from tqdm import tqdm
 
 from jaxrl import config as cfg
 from jaxrl.assemble import assemble_policy, assemble_update
-from jaxrl.checkpoint import Checkpointer, CheckpointError, resume
+from jaxrl.checkpoint import Checkpointer, CheckpointError, UnreadableCheckpoint, resume
 from jaxrl.checksums import checksums
 from jaxrl.compilation import CompilationWatch, enable_cache
 from jaxrl.config.dataclass_config import flatten
+from jaxrl.config.microbatching import update_microbatching
 from jaxrl.data.conversations import Conversation, conversation_batch, load_conversations
 from jaxrl.data.order import order_of_run
-from jaxrl.data.packing import buckets_between, empty_batch, round_up
+from jaxrl.data.packing import empty_batch, round_up
 from jaxrl.data.prompts import check_files
 from jaxrl.data.tokenizer import load_tokenizer
-from jaxrl.files import FolderError, FolderLock, writable_folder
+from jaxrl.files import FolderError, writable_folder
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel, check_packing
 from jaxrl.models.transformer import Params, TransformerConfig
@@ -39,9 +40,11 @@ from jaxrl.offload import on_device
 from jaxrl.optim import init_state
 from jaxrl.parallel import is_first, make_mesh, put, record_folder, replicated, same_in_all
 from jaxrl.parallel.devices import check_devices
-from jaxrl.parallel.processes import joined_main
+from jaxrl.parallel.processes import CRASHED, REFUSED, joined_main
 from jaxrl.parallel.rules import batch_devices
-from jaxrl.same_run import fingerprint, refuse_records_of_another
+from jaxrl.platform_defaults import settle
+from jaxrl.run_folders import RunFolders
+from jaxrl.same_run import fingerprint
 from jaxrl.types import TrainBatch, TrainState
 from jaxrl.watching.loggers import check_installed
 from jaxrl.watching.progress import progress_bar
@@ -97,6 +100,7 @@ class SFTTrainer:
         self.total_steps = trainer.epochs * self.steps_per_epoch
         if trainer.max_training_steps is not None:
             self.total_steps = min(self.total_steps, trainer.max_training_steps)
+        self.folders: RunFolders | None = None  # held; None: `train` takes them
         self.state: TrainState
         self.logger: RunLogger
         self._build()
@@ -109,10 +113,13 @@ class SFTTrainer:
         self.optimizer, self.like, self.updater = assemble_update(
             self.config, self.scorer, placement, self.total_steps, self.policy.trained
         )
-        groups = batch_devices(self.mesh, placement.rules)
-        cut = self.scorer.microbatching
-        self.eval_cut = dataclasses.replace(cut, total=round_up(trainer.eval_batch_size, groups))
-        refuse_records_of_another(self.config)
+        groups, longest = batch_devices(self.mesh, placement.rules), max(self.lengths)
+        self.updater.microbatching = update_microbatching(self.config, groups, longest=longest)
+        self.eval_cut = dataclasses.replace(
+            self.scorer.microbatching,
+            total=round_up(trainer.eval_batch_size, groups),
+            widths=self.updater.microbatching.widths,
+        )
         writable_folder("trainer.log_path", cfg.run_folder(trainer))
         writable_folder("trainer.export_path", trainer.export_path)
         self.checkpointer = Checkpointer(trainer.ckpt_path, max_to_keep=trainer.max_ckpts_to_keep)
@@ -133,10 +140,14 @@ class SFTTrainer:
         """Train from the newest checkpoint, or from the start, to the last step."""
         trainer = self.config.trainer
         self.state = self.updater.rest(self.restore_or_init())
-        if trainer.use_sample_packing and isinstance(self.model, AdaptedModel):
+        if trainer.use_sample_packing is True and isinstance(self.model, AdaptedModel):
             check_packing(self.model, self.params)
         first, folder = int(self.state.step), record_folder(cfg.run_folder(trainer))
-        lock = FolderLock(folder)
+        if self.folders is None or self.folders.closed:
+            self.folders = RunFolders(self.config)
+        folders = self.folders
+        folders.own(first)
+        self.checkpointer.on_commit = folders.saved
         self.logger = RunLogger(
             folder,
             cfg.logger_names(trainer.logger) if is_first() else [],
@@ -148,11 +159,11 @@ class SFTTrainer:
         if first >= self.total_steps:
             print(
                 f"nothing to do: {trainer.ckpt_path} holds step {first} of {self.total_steps}. "
-                "Raise trainer.epochs, or choose another trainer.ckpt_path to start again"
+                "Raise trainer.epochs, or choose another trainer.run_name to start again"
             )
         with (
             CompilationWatch(warm_after=first + 1) as self.watch,
-            contextlib.closing(lock),
+            contextlib.closing(self),
             contextlib.closing(self.logger),
             contextlib.closing(self.checkpointer),  # waits for the save under way, come what may
             progress_bar(trainer.run_name, self.total_steps, first, shown=is_first()) as bar,
@@ -162,6 +173,7 @@ class SFTTrainer:
             if first == 0 and trainer.eval_before_train and trainer.eval_interval > 0:
                 self.record(0, self.evaluate())
             for step in range(first + 1, self.total_steps + 1):
+                folders.refuse_if_lost()
                 metrics = self.train_step(step)
                 if self._due(step, trainer.eval_interval):
                     metrics |= self.evaluate()
@@ -206,7 +218,8 @@ class SFTTrainer:
 
         The last, incomplete batch of an epoch is left out.
         """
-        return conversation_batch([self.train_data[i] for i in self.order.batch(step - 1)])
+        rows = [self.train_data[i] for i in self.order.batch(step - 1)]
+        return conversation_batch(rows, self.eval_cut.batch_width)
 
     def evaluate(self) -> dict[str, float]:
         """Loss per imitated token over all evaluation conversations."""
@@ -215,7 +228,8 @@ class SFTTrainer:
         started, size = time.perf_counter(), self.config.trainer.eval_batch_size
         loss, tokens = 0.0, 0
         for first in range(0, len(self.eval_data), size):
-            batch = conversation_batch(self.eval_data[first : first + size])
+            rows = self.eval_data[first : first + size]
+            batch = conversation_batch(rows, self.eval_cut.batch_width)
             log_probs, _ = self.scorer(self.params, batch, microbatching=self.eval_cut)
             loss -= float(np.sum(log_probs * batch.loss_mask, dtype=np.float64))
             tokens += int(batch.loss_mask.sum())
@@ -228,7 +242,7 @@ class SFTTrainer:
     def warm_up(self) -> None:
         """Compile what the steps and evaluations will run, all but the optimizer's own update."""
         started, settings = time.perf_counter(), self.config.trainer
-        widths = buckets_between(min(self.lengths), max(self.lengths))
+        widths = self.eval_cut.batch_widths(min(self.lengths), max(self.lengths))
         for width in widths:
             length = min(width, settings.packed_length or width)
             empty = empty_batch(settings.train_batch_size, width, length, log_probs=False)
@@ -261,10 +275,14 @@ class SFTTrainer:
     def save(self, step: int) -> None:
         """Export and checkpoint when they are due: by interval, at epoch ends, after the last."""
         trainer = self.config.trainer
-        if self._due(step, trainer.hf_save_interval):
-            self.export(Path(trainer.export_path) / f"global_step_{step}" / "policy")
         epoch_end = step % self.steps_per_epoch == 0
-        if self._due(step, trainer.ckpt_interval) or (epoch_end and trainer.ckpt_interval > 0):
+        exports = self._due(step, trainer.hf_save_interval)
+        saves = self._due(step, trainer.ckpt_interval) or (epoch_end and trainer.ckpt_interval > 0)
+        if self.folders and (exports or saves):
+            self.folders.check()
+        if exports:
+            self.export(Path(trainer.export_path) / f"global_step_{step}" / "policy")
+        if saves:
             self.logger.plot(CURVES, "loss per token")
             self.logger.flush()
             self.checkpointer.save(step, self.state, self.meta)  # last: a resumed run goes on here
@@ -276,12 +294,19 @@ class SFTTrainer:
         self.policy.export(folder, self.state.params, self.tokenizer, settings)
         tqdm.write(f"exported the policy to {folder}")
 
+    def close(self) -> None:
+        """Let go of the folders of the run."""
+        if self.folders:
+            self.folders.close()
+
     def _due(self, step: int, interval: int) -> bool:
         return interval > 0 and (step % interval == 0 or step == self.total_steps)
 
 
 def build(config: Any) -> SFTTrainer:
-    """Load everything, print what will be done.
+    """Hold the folders of the run, load everything, print what will be done.
+
+    `train` lets go of the folders; without it, `close`.
 
     Args:
         config: a `TrainConfig`, `ml_collections.ConfigDict` or nested dict.
@@ -295,8 +320,20 @@ def build(config: Any) -> SFTTrainer:
     cfg.validate_sft(given, num_devices=jax.device_count(), num_processes=jax.process_count())
     config = cfg.resolve_sft(given)
     same_in_all("configs", flatten(config))
+    config, chosen = settle(config)
     check_installed(cfg.logger_names(config.trainer.logger))
     enable_cache(config.trainer.compilation_cache_path)
+    folders = RunFolders(config)
+    try:
+        trainer = _load_all(config, chosen)
+    except BaseException:
+        folders.close()
+        raise
+    trainer.folders = folders
+    return trainer
+
+
+def _load_all(config: cfg.TrainConfig, chosen: Any) -> SFTTrainer:
     evaluated = config.trainer.eval_interval > 0
     check_files([*config.data.train_data, *(config.data.val_data if evaluated else ())])
     role, template = config.trainer.policy, config.generator.chat_template
@@ -312,7 +349,7 @@ def build(config: Any) -> SFTTrainer:
         train_data=_load(config, tokenizer, config.data.train_data),
         eval_data=_load(config, tokenizer, config.data.val_data if evaluated else []),
     )
-    print(cfg.sft_card(config, mesh.size, max(trainer.lengths)))
+    print(cfg.sft_card(config, mesh.size, max(trainer.lengths), chosen))
     print(f"trained: {trainer.policy.size()}")
     print(
         f"mesh {dict(mesh.shape)} of {jax.default_backend()}, "
@@ -359,8 +396,8 @@ def sft(config: Any) -> SFTTrainer:
     Returns:
         The trainer: `.state` holds the parameters, `.config` what was resolved.
     """
-    trainer = build(config)
-    trainer.train()
+    with contextlib.closing(build(config)) as trainer:
+        trainer.train()
     return trainer
 
 
@@ -380,13 +417,14 @@ def main(argv: Sequence[str]) -> int:
         CheckpointError,
         FolderError,
     ) as error:  # others are not the user's: they keep their traceback
-        return _refuse(error)
+        _refuse(error)
+        return CRASHED if isinstance(error, UnreadableCheckpoint) else REFUSED
     return 0
 
 
 def _refuse(error: Exception) -> int:
     print(f"error: {error}", file=sys.stderr)
-    return 2
+    return REFUSED
 
 
 if __name__ == "__main__":

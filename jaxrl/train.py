@@ -8,6 +8,7 @@ JAXRL_PROCESS_ID are set, or with --distributed where JAX finds them out (TPU po
 `trainer.py` has the training step; this file puts its parts together.
 """
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ import jax
 
 from jaxrl import config as cfg
 from jaxrl.assemble import DTYPES, devices_of
-from jaxrl.checkpoint import CheckpointError
+from jaxrl.checkpoint import CheckpointError, UnreadableCheckpoint
 from jaxrl.compilation import enable_cache
 from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.needs import needs_reference
@@ -39,6 +40,8 @@ from jaxrl.models.transformer import TransformerConfig
 from jaxrl.parallel import is_first, make_mesh, same_in_all
 from jaxrl.parallel.devices import check_devices
 from jaxrl.parallel.processes import CRASHED, REFUSED, joined_main
+from jaxrl.platform_defaults import Settled, settle
+from jaxrl.resident_memory import beside_the_engine
 from jaxrl.rollout.conversation import ConversationGenerator
 from jaxrl.rollout.dynamic_sampling import DynamicSamplingError
 from jaxrl.rollout.environment_pool import EnvironmentPool
@@ -48,6 +51,7 @@ from jaxrl.rollout.recompute import RecomputeEngine
 from jaxrl.rollout.reward_terms import RewardTermError, RewardTerms
 from jaxrl.rollout.shares import AbsentEngine
 from jaxrl.rollout.trajectories import AllFailed
+from jaxrl.run_folders import RunFolders
 from jaxrl.serve import served_model
 from jaxrl.serving.server import AddressError, Server
 from jaxrl.train_async import AsyncTrainer
@@ -77,13 +81,19 @@ class BasePPOExp:
     server: Server | None = None  # once `build` has made it
 
     def __init__(self, config: Any) -> None:
-        self.config = cfg.resolve(cfg.to_train_config(config))
+        given = cfg.resolve(cfg.to_train_config(config))
         self.too_long: dict[str, int] = {}  # prompts of each source that were left out
         check_devices()
-        same_in_all("configs", flatten(self.config))
+        same_in_all("configs", flatten(given))
+        self.config, self.chosen = self.settled(given)
         enable_cache(self.config.trainer.compilation_cache_path)
         cfg.check_nodes(self.config, jax.process_count())
         cfg.validate(self.config, num_devices=jax.device_count(), num_processes=jax.process_count())
+
+    @classmethod
+    def settled(cls, config: cfg.TrainConfig) -> Settled:
+        """Choose a value for every field of a resolved config that is "auto"; see `settle`."""
+        return settle(config, own_model=cls.get_model is not BasePPOExp.get_model)
 
     def get_model(self) -> TransformerConfig | AdaptedModel:
         """The architecture of the policy: that of `policy.model.path`, or a flax module of yours.
@@ -132,9 +142,12 @@ class BasePPOExp:
             return assemble_remote_engine(self.config, model, mesh, self.tokenizer)
         if isinstance(model, AdaptedModel):
             rows = min(settings.max_num_seqs, cfg.rows_at_once(self.config, jax.process_count()))
-            dtype, given = DTYPES[settings.model_dtype], settings.engine_init_kwargs
+            dtype, given = DTYPES[cfg.engine_dtype(settings)], settings.engine_init_kwargs
             return RecomputeEngine(model, mesh, dtype=dtype, max_num_seqs=rows, **given)
-        return engine_of_run(self.config, model, mesh, self.tokenizer.decode)
+        trained, devices = meshes(self.config)[0], frozenset(mesh.devices.flat)
+        resident = beside_the_engine(self.config, model, trained, devices)
+        given = self.config, model, mesh, self.tokenizer.decode
+        return engine_of_run(*given, resident_bytes=resident)
 
     def get_server(self, engine: Engine, model: TransformerConfig | AdaptedModel) -> Server:
         """The HTTP endpoint beside the run."""
@@ -228,18 +241,32 @@ class BasePPOExp:
 
     def train(self, trainer: Trainer) -> None:
         """Train to the end; the HTTP endpoint, if it is wanted, is there meanwhile."""
-        if self.server is None:
-            trainer.train()
-            return
-        self.server.start()
-        print(f"serving {self.server.served.name} at {self.server.url}")
-        try:
-            trainer.train()
-        finally:
-            self.server.stop()
+        with contextlib.closing(trainer.recorder):
+            if self.server is None:
+                trainer.train()
+                return
+            self.server.start()
+            print(f"serving {self.server.served.name} at {self.server.url}")
+            try:
+                trainer.train()
+            finally:
+                self.server.stop()
 
     def build(self) -> Trainer:
-        """Load everything, print what will be done."""
+        """Hold the folders of the run, load everything, print what will be done.
+
+        `train` lets go of the folders; without it, `trainer.recorder.close`.
+        """
+        folders = RunFolders(self.config)
+        try:
+            trainer = self._load()
+        except BaseException:
+            folders.close()
+            raise
+        trainer.recorder.folders = folders
+        return trainer
+
+    def _load(self) -> Trainer:
         config = self.config
         evaluates = config.trainer.eval_interval > 0
         if type(self).get_prompts is BasePPOExp.get_prompts:
@@ -271,7 +298,7 @@ class BasePPOExp:
         )
         _check_export(trainer)
         self.report_data(trainer)
-        print(cfg.objective_card(config, num_devices=mesh.size))
+        print(cfg.objective_card(config, num_devices=mesh.size, platform=self.chosen))
         sizes = [part.size() for part in (trainer.policy, trainer.critic) if part]
         print(f"trained: {'; critic: '.join(sizes)}")
         print(
@@ -339,8 +366,9 @@ def main(argv: Sequence[str]) -> int:
 def exit_status(experiment: type[BasePPOExp], config: Any) -> int:
     """Run an experiment; 0 = done, 1 = stopped by an alarm, 2 = what the user must mend.
 
-    70 = a server of an environment is away: to be started again, as after a crash. Other errors
-    are raised. An error of a `run` method of its own is the user's if `train` would end with it.
+    70 = a server of an environment is away, or a checkpoint cannot be read now: to be started
+    again, as after a crash. Other errors are raised. An error of a `run` method of its own is the
+    user's if `train` would end with it.
     """
     try:
         run = experiment(config)
@@ -359,7 +387,8 @@ def exit_status(experiment: type[BasePPOExp], config: Any) -> int:
     # others are not the user's: they keep their traceback
     except _MENDABLE as error:
         _refuse(error)
-        return CRASHED if _is_of_server(error) else REFUSED
+        passes = isinstance(error, UnreadableCheckpoint) or _is_of_server(error)
+        return CRASHED if passes else REFUSED
     return int(trainer is not None and trainer.recorder.stopped_by_alarm)
 
 

@@ -20,7 +20,7 @@ from jaxrl.rollout.dynamic_sampling import distinct_uids
 from jaxrl.rollout.loop_thread import LoopThread
 from jaxrl.rollout.parts import from_bytes, gather, to_bytes
 from jaxrl.rollout.stream import Held, RolloutStream, Unit
-from jaxrl.staleness import staleness_metrics
+from jaxrl.staleness import oldest_versions, staleness_metrics
 from jaxrl.trainer import Trainer
 from jaxrl.types import GeneratorOutput, Prompt, TrainBatch, TrainState
 
@@ -126,6 +126,7 @@ class AsyncTrainer(Trainer):
         versions = batch.token_versions
         if versions is None:  # a generator of one's own that gives none
             versions = np.broadcast_to(batch.policy_versions[:, None], batch.tokens.shape)
+        versions = oldest_versions(versions, batch.context_versions)
         given = versions, batch.loss_mask, int(self.state.step), self.ahead
         self.metrics |= staleness_metrics(*given)
         return batch

@@ -42,7 +42,7 @@ from jaxrl.rollout.protocol import Engine
 from jaxrl.rollout.shares import sample_in_shares
 from jaxrl.rollout.step_wise import trajectory_numbers
 from jaxrl.run_state import finished_state, restore_or_init
-from jaxrl.same_run import fingerprint, refuse_records_of_another
+from jaxrl.same_run import fingerprint
 from jaxrl.types import GeneratorOutput, Prompt, TrainBatch, TrainState
 from jaxrl.update import rows_without_update, updates_on
 from jaxrl.warm_up import warm_up
@@ -123,7 +123,6 @@ class Trainer:
             self.like = self.like.replace(critic=self.critic.like)
         self.minibatch_rows = trainer.policy_mini_batch_size * self.samples
         self.estimate = jax.jit(make_estimate(trainer.algorithm))
-        refuse_records_of_another(self.config)
         writable_folder("trainer.log_path", cfg.run_folder(trainer))
         writable_folder("trainer.export_path", trainer.export_path)
         self.checkpointer = Checkpointer(trainer.ckpt_path, max_to_keep=trainer.max_ckpts_to_keep)
@@ -146,11 +145,13 @@ class Trainer:
         self.recorder.start_clock()
         with timed(self.seconds, "load_checkpoints"):
             self.state = self.restore_or_init()
-            if trainer.use_sample_packing and isinstance(self.model, AdaptedModel):
+            if trainer.use_sample_packing is True and isinstance(self.model, AdaptedModel):
                 check_packing(self.model, self.params)
             first, self.batches_drawn = int(self.state.step), int(self.state.batches_drawn)
             self.load_reference(self.state.ref_params)
         recorder = self.recorder.open(first)
+        if recorder.folders:
+            self.checkpointer.on_commit = recorder.folders.saved
         with timed(self.seconds, "init_weight_sync_state"):
             self.sync_weights(first)
         # the rollouts end before the ledger does; closing the checkpointer waits for the last save
@@ -290,7 +291,8 @@ class Trainer:
         """Rows [B, T]; the samples of a prompt are a group."""
         self.books.keep(output)
         last = output.get("is_last_step", [True] * len(output["response_ids"]))
-        return collate(output, index=trajectory_numbers(last) // self.samples)
+        width_of = self.updater.microbatching.batch_width
+        return collate(output, trajectory_numbers(last) // self.samples, width_of)
 
     def add_log_probs(self, batch: TrainBatch) -> TrainBatch:
         """Log-probs that the loss needs, of policy and reference, and the critic's values."""
@@ -312,7 +314,7 @@ class Trainer:
         advantages, returns = advantages_of(self.estimate, batch)
         batch = batch.replace(advantages=advantages, returns=returns)
         self.metrics |= advantage_metrics(batch) | advantages_by_correctness(batch, scores)
-        return batch.replace(is_last_step=None)
+        return batch.replace(is_last_step=None, valid_mask=None)
 
     # ---------------------------------------------------------------- 7 to 9: the update
 
@@ -356,15 +358,19 @@ class Trainer:
     def save(self, step: int) -> None:
         """Checkpoint and export when due: by interval, at epoch ends, after the last step."""
         trainer = self.config.trainer
-        if self._due(step, trainer.hf_save_interval):
+        epoch_end = step % self.steps_per_epoch == 0
+        due = self._due(step, trainer.ckpt_interval) or (epoch_end and trainer.ckpt_interval > 0)
+        exports = self._due(step, trainer.hf_save_interval)
+        saves = self.recorder.take("should_save") or due
+        if exports or saves:
+            self.recorder.check_folders()
+        if exports:
             folder = Path(trainer.export_path) / f"global_step_{step}"
             with timed(self.seconds, "save_hf_model"):
                 self.export(folder / "policy")
                 if self.critic:
                     self.critic.export(folder / "critic", self.state.critic.params, self.tokenizer)
-        epoch_end = step % self.steps_per_epoch == 0
-        due = self._due(step, trainer.ckpt_interval) or (epoch_end and trainer.ckpt_interval > 0)
-        if self.recorder.take("should_save") or due:
+        if saves:
             self.recorder.flush()
             with timed(self.seconds, "save_checkpoints"):  # last: a resumed run goes on after it
                 path = self.commit(step)

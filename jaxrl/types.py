@@ -52,7 +52,7 @@ class Trajectory:
     rollout_log_probs: list[float]
     rewards: list[float] | float  # per token, or one number for the whole response
     stop_reason: str  # why the last turn ended: "stop", "length", "abort"; or "env_error"
-    policy_version: int  # of the first sampled token; -1 if there is none
+    policy_version: int  # of the first sampled token, the older of its two; -1 if there is none
     env_class: str = ""
     env_metrics: dict[str, Any] = field(default_factory=dict)
     reward_terms: dict[str, float] = field(default_factory=dict)  # unweighted, summed over turns
@@ -62,6 +62,8 @@ class Trajectory:
     turns: list[tuple[int, int]] = field(default_factory=list)  # response tokens [first, last + 1)
     kept: list[tuple[int, ...]] = field(default_factory=list)  # see `rollout.protocol.Completion`
     versions: list[int] = field(default_factory=list)  # of the policy that drew it; -1 = given
+    # the oldest that computed keys and values it was drawn from; -1 = given
+    context_versions: list[int] = field(default_factory=list)
 
 
 class TrajectoryID(NamedTuple):
@@ -119,6 +121,8 @@ class GeneratorOutput(TypedDict):
     reward_terms: NotRequired[list[dict[str, float]]]  # by name, unweighted; {} = not judged
     kept: NotRequired[list[list[tuple[int, ...]]]]  # per token the ids it was drawn from, () = all
     token_versions: NotRequired[list[list[int]]]  # per token, of the policy that drew it; -1 = none
+    valid_mask: NotRequired[list[bool]]  # False = masked by its generator: its environment failed
+    context_versions: NotRequired[list[list[int]]]  # per token, the oldest in its context, or -1
     measured: NotRequired[list[Measured]]  # of parts, for the `rollout_metrics` of the batch
     ledger_ids: NotRequired[list[int]]  # of the trajectory in run.db
 
@@ -146,8 +150,10 @@ class TrainBatch(struct.PyTreeNode):
     advantages: Array | None = None
     returns: Array | None = None
     is_last_step: Array | None = None  # [B] bool, until there are advantages; None = all are
+    valid_mask: Array | None = None  # [B] bool, until there are advantages; 0 = nothing was judged
     kept: Array | None = None  # [B, T, k] int32 ids that a token was drawn from, then -1; see there
     token_versions: Array | None = None  # [B, T] int32, -1 where not sampled; None = not recorded
+    context_versions: Array | None = None  # [B, T] int32, the oldest in a token's context
     staleness: Array | None = None  # [B, T] int32, if the loss asks for it; see jaxrl/staleness.py
 
 

@@ -118,7 +118,8 @@ class Updater:
         lengths, grads, metrics = np.asarray(minibatch.lengths), self.zeros(params), []
         if self._sees_whole_minibatch(minibatch) and not self.microbatching.is_single(lengths):
             # as if it were one microbatch: a scalar loss may count what is masked
-            one = Microbatching(rows=len(lengths), total=len(lengths))
+            widths = self.microbatching.widths
+            one = Microbatching(rows=len(lengths), total=len(lengths), widths=widths)
             _, _, (minibatch, weights) = next(microbatches((minibatch, weights), minibatch, one))
             outputs = self._whole_outputs(params, minibatch, key)
             of_loss = self.objective.seen(minibatch), weights, key

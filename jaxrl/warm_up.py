@@ -1,12 +1,14 @@
 """The shapes of a run, known from its data, compiled before its first step.
 
-Lengths vary from batch to batch; shapes only between the buckets of `data.packing.length_bucket`.
-Which of them can occur follows from the prompts and the longest response.
+Lengths vary from batch to batch; shapes only between the buckets of `data.packing.length_bucket`,
+or between the fewer ones of `trainer.few_shapes`. Which of them can occur follows from the prompts
+and the longest response.
 """
 
 import itertools
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,8 +16,9 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrl.checksums import checksums
+from jaxrl.compilation import compile_together, lowering
 from jaxrl.config.microbatching import longest_trajectory
-from jaxrl.config.rollouts import in_process, overlaps
+from jaxrl.config.rollouts import in_process, keeps_slots, overlaps
 from jaxrl.data.microbatches import Microbatching
 from jaxrl.data.packing import buckets_between, empty_batch, length_bucket
 from jaxrl.rollout.conversation import sampling_of
@@ -38,7 +41,7 @@ def warm_up(trainer: "Trainer") -> None:
     longest = max(lengths) + generator.sampling_params.max_generate_length
     if generator.max_turns > 1:
         longest = longest_trajectory(trainer.config)
-    widths = buckets_between(min(lengths) + 1, longest)
+    widths = trainer.updater.microbatching.batch_widths(min(lengths) + 1, longest)
     tqdm.write(
         f"shapes: prompts of {_prompt_buckets(trainer.train_prompts)} tokens; rows of {widths} "
         f"tokens; microbatches of {_shapes(trainer.updater.microbatching, widths)}"
@@ -46,6 +49,11 @@ def warm_up(trainer: "Trainer") -> None:
     sleeps = in_process(trainer.config) and not overlaps(trainer.config)
     if sleeps:  # as in a step: its copy of the weights is not there during the passes
         trainer.engine.sleep()
+    if trainer.config.trainer.few_shapes is True:  # because each takes long
+        with lowering(_large_programs(trainer)) as programs:
+            for width in widths:
+                warm_up_update(trainer, width)
+        compile_together(programs.values())
     for width in widths:
         warm_up_update(trainer, width)
     if sleeps:
@@ -73,11 +81,22 @@ def warm_up_update(trainer: "Trainer", width: int) -> None:
     for rows in sorted({min(size, most) for cut in cuts for size in cut.batch_sizes(length)}):
         empty = empty_batch(rows, width, length, kept=kept, log_probs=sampling.logprobs is not None)
         batch = trainer.add_log_probs(empty)
-    batch = trainer.add_advantages(_rows(batch, settings.train_batch_size * trainer.samples))
+    batch = _rows(batch, settings.train_batch_size * trainer.samples)
+    valid = np.ones(len(batch.lengths), bool)  # as `token_level` says of a batch of a step
+    batch = trainer.add_advantages(batch.replace(valid_mask=valid))
     updater.warm_up(trainer.params, _rows(batch, trainer.minibatch_rows))
     if trainer.critic:
         rows = _rows(batch, trainer.critic.minibatch_rows)
         trainer.critic.warm_up(trainer.state.critic, rows)
+
+
+def _large_programs(trainer: "Trainer") -> list[tuple[Any, str]]:
+    """Return the jitted functions that hold the model, for `lowering`."""
+    critic = [trainer.critic] if trainer.critic else []
+    scorers = {id(s): s for s in (trainer.scorer, trainer.ref_scorer, *(c.scorer for c in critic))}
+    updaters = [trainer.updater, *(c.updater for c in critic)]
+    gradients = [(u, name) for u in updaters for name in ("accumulate", "pull_back")]
+    return [*((scorer, "forward") for scorer in scorers.values()), *gradients]
 
 
 def engine_batches(trainer: "Trainer") -> Iterator[list[Request]]:
@@ -98,7 +117,8 @@ def engine_batches(trainer: "Trainer") -> Iterator[list[Request]]:
         for size, width in itertools.product(sizes, inputs):
             keys = ((0, 0),) * samples
             sampling = sampling_of(params, trainer.eos_token_ids)
-            yield [Request((0,) * width, keys, sampling)] * size
+            over = (Future(),) * samples if keeps_slots(generator) else ()
+            yield [Request((0,) * width, keys, sampling, conversations=over)] * size
 
 
 def _shapes(settings: Microbatching, widths: Sequence[int]) -> str:

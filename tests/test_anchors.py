@@ -58,6 +58,10 @@ def test_the_age_of_tokens_is_counted_from_the_finished_steps():
     expected = np.where(batch.loss_mask != 0, 5 - batch.token_versions, 0)
     np.testing.assert_array_equal(found.staleness, expected)
     assert expected.max() == 5  # of version 0
+    kept = batch.replace(context_versions=np.minimum(batch.token_versions, 1))  # old keys, values
+    older = np.where(batch.loss_mask != 0, 5 - np.minimum(batch.token_versions, 1), 0)
+    np.testing.assert_array_equal(anchored(algorithm, kept)[0].staleness, older)
+    assert (older > expected).any()
     unknown, _ = anchored(algorithm, batch.replace(token_versions=None))
     assert unknown.staleness is None
 

@@ -425,6 +425,20 @@ def test_a_checkpoint_whose_meta_no_run_wrote_fails(scribe, tmp_path):
         assert failure.startswith("global_step_1 is damaged: its meta is not JSON of a run")
 
 
+@pytest.mark.parametrize("name", ["other", None])
+def test_a_checkpoint_that_another_run_saved_here_fails(scribe, tmp_path, name):
+    """One of this name is its own, saved with a ledger that was then lost."""
+    scribe.step(1)
+    meta = tmp_path / "checkpoints" / "global_step_1" / "meta"
+    meta.mkdir(parents=True)
+    saved = {"ledger": {"run_id": "another"}, "config": {"trainer": {"run_name": name}}}
+    (meta / "metadata").write_text(json.dumps(saved))
+    checks = scribe.checks()
+    assert checks["checkpoints"].figures["others"] == 1
+    text = f"global_step_1 in {tmp_path}/checkpoints was saved by the run other, not by None"
+    assert checks["checkpoints"].failures == ([text] if name else [])
+
+
 def test_help(capsys):
     with pytest.raises(SystemExit, match="^0$"):
         main(["--help"])

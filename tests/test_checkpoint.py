@@ -163,7 +163,8 @@ def test_a_full_disk_is_reported_and_older_checkpoints_stay(tmp_path):
     """No file may grow beyond 50 kB while step 2, 4 MB of noise, is written."""
     noise = {"x": np.random.default_rng(0).standard_normal(500_000)}
     noise = {"x": noise["x"].astype(np.float32)}
-    checkpointer = Checkpointer(str(tmp_path))
+    checkpointer, committed = Checkpointer(str(tmp_path)), []
+    checkpointer.on_commit = committed.append
     checkpointer.save(1, SMALL, META)
     checkpointer.wait()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -176,6 +177,7 @@ def test_a_full_disk_is_reported_and_older_checkpoints_stay(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     checkpointer.close()  # was reported once
+    assert committed == [f"{tmp_path}/global_step_1"]
     again = Checkpointer(str(tmp_path))
     assert again.restore_latest(SMALL, META)[0] == 1
     again.save(2, noise, META)  # the disk has space again
@@ -240,7 +242,8 @@ def test_another_model_is_refused_with_the_difference(tmp_path):
     message = (
         rf"{tmp_path}/global_step_7 is of another model; \(saved, this run\): "
         r"\{'hidden_size': \(16, 32\), 'qk_norm': \(None, True\)\}. To start another run, choose "
-        "another trainer.run_name, trainer.ckpt_path and trainer.export_path; or undo the change"
+        r"another trainer.run_name \(and trainer.ckpt_path and trainer.export_path, if set\); or "
+        "undo the change"
     )
     with pytest.raises(ValueError, match=message):  # 6 is no way out: this is no damage
         Checkpointer(str(tmp_path)).restore_latest(SMALL, {**META, "model": model})

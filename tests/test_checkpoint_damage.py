@@ -1,12 +1,15 @@
 """Checkpoints with missing, cut or changed files."""
 
+import contextlib
+import os
+import resource
 import shutil
 
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxrl.checkpoint import Checkpointer, DamagedCheckpoint, resume
+from jaxrl.checkpoint import Checkpointer, DamagedCheckpoint, UnreadableCheckpoint, resume
 from tests.test_checkpoint import META, SMALL, save, steps_in
 
 NOISE = {"noise": np.random.default_rng(0).standard_normal((300, 100)).astype(np.float32)}
@@ -110,6 +113,91 @@ def test_nothing_is_moved_when_every_checkpoint_is_damaged(tmp_path):
         cut_data_files(tmp_path / f"global_step_{step}")
     message = r"(?s)holds no whole checkpoint: .*_2 is damaged .*_1 is damaged .*choose another"
     with pytest.raises(ValueError, match=message):
+        Checkpointer(str(tmp_path)).restore_latest(SMALL, META)
+    assert steps_in(tmp_path) == ["global_step_1", "global_step_2"]
+
+
+# ------------------------------------------------------------------ errors that may pass
+
+PASSING = {
+    "descriptors": lambda: OSError(24, "Too many open files"),
+    "disk": lambda: OSError(5, "Input/output error"),
+    "server gone": lambda: OSError(116, "Stale file handle"),
+    "permissions": lambda: PermissionError(13, "Permission denied"),
+    "memory": MemoryError,
+    "device memory": lambda: RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 4 bytes"),
+    "tensorstore": lambda: ValueError('UNAVAILABLE: Error opening "zarr" driver: 503'),
+    "several": lambda: ExceptionGroup("reads", [KeyError("x"), OSError(5, "Input/output error")]),
+}
+
+
+def fail(monkeypatch, errors):
+    """Reading the state meets these errors first."""
+    restore = ocp.CheckpointManager.restore
+
+    def failing(self, step, args):
+        if "state" in args.keys() and errors:  # noqa: SIM118
+            raise errors.pop()
+        return restore(self, step, args=args)
+
+    monkeypatch.setattr(ocp.CheckpointManager, "restore", failing)
+    monkeypatch.setattr("jaxrl.checkpoint.PAUSES", (0.0, 0.0))
+
+
+@pytest.mark.parametrize("error", PASSING)
+@pytest.mark.filterwarnings("ignore:.*trying again")
+def test_an_error_that_passes_costs_nothing(tmp_path, monkeypatch, error):
+    save(tmp_path, 1, 2)
+    fail(monkeypatch, [PASSING[error]() for _ in range(2)])
+    assert Checkpointer(str(tmp_path)).restore_latest(SMALL, META)[0] == 2
+    assert steps_in(tmp_path) == ["global_step_1", "global_step_2"]
+
+
+@pytest.mark.parametrize("error", PASSING)
+@pytest.mark.filterwarnings("ignore:.*trying again")
+def test_an_error_that_does_not_pass_leaves_the_folder_as_it_is(tmp_path, monkeypatch, error):
+    save(tmp_path, 1, 2)
+    fail(monkeypatch, [PASSING[error]() for _ in range(3)])
+    message = r"global_step_2 cannot be read now \(.*, tried 3 times .* it is left as it is. Mend"
+    with pytest.raises(UnreadableCheckpoint, match=message):
+        Checkpointer(str(tmp_path)).restore_latest(SMALL, META)
+    assert steps_in(tmp_path) == ["global_step_1", "global_step_2"]
+    assert Checkpointer(str(tmp_path)).restore_latest(SMALL, META)[0] == 2
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+def test_a_process_without_descriptors_sets_nothing_aside(tmp_path, monkeypatch):
+    """The real thing: the limit of the system."""
+    save(tmp_path, 1, 2)
+    own = Checkpointer(str(tmp_path))
+    monkeypatch.setattr("jaxrl.checkpoint.PAUSES", ())
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    in_use = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (in_use + 50, before[1]))
+    held = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(open(os.devnull))  # noqa: SIM115
+        with pytest.raises(UnreadableCheckpoint, match="cannot be read now .*Too many open files"):
+            own.restore_latest(SMALL, META)
+    finally:
+        for file in held:
+            file.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert steps_in(tmp_path) == ["global_step_1", "global_step_2"]
+    assert own.restore_latest(SMALL, META)[0] == 2
+
+
+def test_a_file_that_the_system_cannot_read_is_not_damage(tmp_path, monkeypatch):
+    """tensorstore's own words for an error of the system that is no missing file."""
+    monkeypatch.setattr("jaxrl.checkpoint.PAUSES", ())
+    save(tmp_path, 1, 2)
+    for path in (tmp_path / "global_step_2" / "state").rglob("d/*"):
+        path.unlink()
+        path.symlink_to(path.name)  # ELOOP
+    with pytest.raises(UnreadableCheckpoint, match="cannot be read now .ValueError: UNKNOWN: "):
         Checkpointer(str(tmp_path)).restore_latest(SMALL, META)
     assert steps_in(tmp_path) == ["global_step_1", "global_step_2"]
 

@@ -86,6 +86,21 @@ def test_values_and_gradients_are_those_of_all_logits(monkeypatch, rows, config,
     )
 
 
+@pytest.mark.parametrize("config", [TIED, UNTIED], ids=["tied", "untied"])
+def test_a_chunk_is_as_wide_as_the_logits_of_its_vocabulary_allow(monkeypatch, rows, config):
+    """8 rows of 61 logits: 61 x 8 x 9 of them are 9 columns, by eights 8. Width 32 would be 16."""
+    widths = []
+    monkeypatch.setattr(jaxrl.forward, "CHUNK_LOGITS", 61 * 8 * 9)
+    monkeypatch.setattr(
+        jaxrl.forward, "_chunk", lambda x, i, width: widths.append(width) or x[:, :width]
+    )
+    tokens, lengths, mask, _ = rows
+    given = {"rows": one_per_row(tokens, lengths, mask), "temperature": 1.0, "dtype": jnp.float32}
+    call = functools.partial(log_probs_and_entropy, config, **given)
+    jax.eval_shape(call, init_params(config, 0))
+    assert set(widths) == {8}
+
+
 def test_rows_on_eight_devices_give_the_same(rows):
     tokens, lengths, mask, cotangents = rows
     params = init_params(TIED, 0)

@@ -101,6 +101,7 @@ def cut_gradient(
     masked=None,
     correction=None,
     packed_length=None,
+    widths=(),
 ):
     """Flat gradient and metrics of a minibatch.
 
@@ -118,6 +119,7 @@ def cut_gradient(
             **{n: np.where(empty, np.float32(masked), x) for n, x in held.items()}
         )
     packing = {"packed": True, "packed_length": packed_length} if packed_length else {}
+    packing |= {"widths": widths} if widths else {}
     updater, params = make(algorithm, -(-ROWS // microbatches), devices, **packing)
     reduced = dataclasses.replace(correction or algorithm, loss_reduction=reduction)
     weights, metrics = minibatch_weights(batch, reduced, block_rows=2)
@@ -213,6 +215,17 @@ def test_the_cut_changes_nothing_for_a_loss_of_the_minibatch(user_losses, loss):
 def test_the_number_of_microbatches_does_not_change_the_width_that_a_scalar_loss_sees(user_losses):
     cuts = {name: CUTS[name] for name in ("2 microbatches", "4 microbatches")}
     assert_invariant(make_updater, algorithm_of("reinforce"), "token_mean", cuts, width=24)
+
+
+@pytest.mark.parametrize("loss", ["regular", "gspo", "clip_cov", "centred"])
+def test_few_shapes_change_nothing(user_losses, loss):
+    # packed: 16, 16, 15, 14 + 13, 14 + 13, 13 tokens in six rows of 27, of which four are a full
+    # microbatch and one is a quarter of it: 4, 1 and 1 rows. Padded: all rows have 16 tokens.
+    cuts = {
+        "packed": {"microbatches": 2, "packed_length": 27, "widths": (16,)},
+        "padded": {"microbatches": 4, "widths": (8, 16)},
+    }
+    assert_invariant(make_updater, algorithm_of(loss), "token_mean", cuts)
 
 
 @pytest.mark.slow

@@ -75,6 +75,18 @@ def corrected(reduction="token_mean", **settings):
     )
 
 
+def test_the_first_update_takes_its_ratio_against_the_policy_without_its_gradient():
+    # Old log-probs are the policy's own: r = 1 and dL/dlogp = -A r / 7 tokens. If they moved with
+    # the policy r would be 1 whatever it does, and the gradient 0.
+    algorithm = AlgorithmConfig(use_kl_loss=False, loss_reduction="token_mean")
+    advantages = np.array([[1.0, -2.0, 3.0, 0.5], [2.0, 1.0, -1.0, 4.0]], np.float32)
+    batch = small_batch(old_log_probs=None, advantages=advantages)
+    log_probs = jnp.full((2, 4), -1.0)
+    gradients, metrics = value_and_gradients(algorithm, batch, log_probs, jnp.zeros((2, 4)))
+    np.testing.assert_allclose(gradients[0], -advantages * batch.loss_mask / 7, rtol=1e-6)
+    assert metrics["policy_loss"] == pytest.approx(-4.5 / 7)  # 1 - 2 + 3 + 0.5 + 2 + 1 - 1
+
+
 def test_a_correction_multiplies_the_weights_of_the_reduction():
     # w = exp(old - rollout) = e^-1 / (0.1, 0.2, 0.4, 0.8) = 3.679, 1.839, 0.920, 0.460, cap 2
     # each of 7 tokens counts 1/7
@@ -241,13 +253,15 @@ def test_a_loss_may_name_the_log_probs_of_the_sampler_as_skyrl_does(loss_of):
 
 
 def test_a_loss_may_ask_for_the_versions_and_the_age_of_tokens(loss_of):
-    def aged(log_probs, old_log_probs, advantages, config, *, token_versions, staleness):
-        return log_probs * (token_versions + 10 * staleness), {}
+    def aged(log_probs, old_log_probs, advantages, config, **batch):
+        versions = batch["token_versions"] + 100 * batch["context_versions"]
+        return log_probs * (versions + 10 * batch["staleness"]), {}
 
-    versions, age = np.full((2, 4), 2, np.int32), np.full((2, 4), 3, np.int32)
-    batch = small_batch(token_versions=versions, staleness=age)
+    names = ("token_versions", "staleness", "context_versions")
+    fields = {name: np.full((2, 4), x, np.int32) for name, x in zip(names, (2, 3, 1), strict=True)}
+    batch = small_batch(**fields)
     gradients, _ = loss_of(aged, batch)
-    np.testing.assert_allclose(gradients[0], 32 / 7 * batch.loss_mask, rtol=1e-6)  # 7 tokens
+    np.testing.assert_allclose(gradients[0], 132 / 7 * batch.loss_mask, rtol=1e-6)  # 7 tokens
 
 
 def test_a_loss_that_does_not_read_versions_does_not_get_them():

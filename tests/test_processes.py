@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jaxrl.lease import FolderLock
 from jaxrl.models import hf
 from jaxrl.models.transformer import init_params
 from tests.jobs import run
@@ -150,6 +151,16 @@ def test_supervised(tmp_path):
         (weights,) = Path(folder).glob("exports/*/policy/model.safetensors")
         found[count] = load_file(weights)
     assert_close(found[2], found[1])
+
+
+def test_a_second_job_is_refused_by_all_its_processes(tmp_path):
+    """Process 0 alone asks for the folders that they share; nothing is made for the others."""
+    lock = FolderLock(tmp_path / "checkpoints", "runs/first")
+    for ended in run(arguments(tmp_path), 2, devices=1):
+        assert ended.status == 2
+        assert f"another run goes on in {tmp_path}/checkpoints: the run runs/first" in ended.error
+    assert not (tmp_path / "quickstart").exists()
+    lock.close()
 
 
 @pytest.mark.parametrize(

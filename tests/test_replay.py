@@ -19,7 +19,7 @@ from tests.test_resume import ACTOR_CRITIC, STATEFUL, InterruptedExp
 from tests.test_train import ROOT, small
 
 OF_STATE = 45  # 13 parameters, two moments of each, two counts of updates; four numbers
-ARRAYS = OF_STATE + 14  # and of the batch
+ARRAYS = OF_STATE + 15  # and of the batch
 QUIET = dict.fromkeys(("trainer.eval_interval", "trainer.hf_save_interval"), -1)
 
 

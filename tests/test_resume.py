@@ -20,6 +20,8 @@ from orbax.checkpoint._src.path.atomicity import AtomicRenameTemporaryPath
 from jaxrl import config as cfg
 from jaxrl.audit import audit
 from jaxrl.checkpoint import Checkpointer
+from jaxrl.envs.guess_number import GuessNumberEnv
+from jaxrl.envs.guess_number import prompts as guesses
 from jaxrl.files import FolderError
 from jaxrl.train import BasePPOExp, main, train
 from jaxrl.trainer import Trainer
@@ -50,11 +52,10 @@ def test_interrupted_and_resumed_equals_uninterrupted(finished, tmp_path):
     assert_bitwise_equal(resumed.state, whole.state)
 
 
-def test_killed_and_resumed_equals_uninterrupted(finished, tmp_path):
-    """SIGKILL after the checkpoint of step 2; what was logged later is cut and done again."""
-    folder, whole = finished
-    recipe = tmp_path / "recipe.py"
-    values = cfg.get_config_as_dict(small(tmp_path))
+def kill_after_step_2(folder, config):
+    """SIGKILL to a run in a process of its own, once there is a checkpoint of step 2."""
+    recipe = folder / "recipe.py"
+    values = cfg.get_config_as_dict(config)
     recipe.write_text(f"def get_config():\n    return {values!r}\n")
     process = subprocess.Popen(
         [sys.executable, "-m", "jaxrl.train", f"--config={recipe}"],
@@ -64,19 +65,70 @@ def test_killed_and_resumed_equals_uninterrupted(finished, tmp_path):
         stderr=subprocess.STDOUT,
         text=True,
     )
-    log = tmp_path / "quickstart" / "metrics.jsonl"
     deadline = time.monotonic() + 240
-    while not (tmp_path / "checkpoints" / "global_step_2").exists():
+    while not (folder / "checkpoints" / "global_step_2").exists():
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    with log.open("a") as file:
+
+
+def test_killed_and_resumed_equals_uninterrupted(finished, tmp_path):
+    """What was logged after the checkpoint is cut and done again."""
+    folder, whole = finished
+    kill_after_step_2(tmp_path, small(tmp_path))
+    with (tmp_path / "quickstart" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "reward/avg_ra')  # a line that the kill cut off
     resumed = train(small(tmp_path))
     assert metric_lines(tmp_path) == metric_lines(folder)
     assert_bitwise_equal(resumed.state, whole.state)
+
+
+class SlowGuess(GuessNumberEnv):
+    """Takes its time, another one in every run."""
+
+    def step(self, action):
+        time.sleep(random.Random().random() * 0.03)
+        return super().step(action)
+
+
+def slow_prompts(size, seed):
+    for row in guesses(size, seed):
+        yield {**row, "env_class": f"{__name__}:SlowGuess"}
+
+
+TALKS = {  # 16 conversations of up to three turns over 6 slots
+    "data.train_data": [f"{__name__}:slow_prompts(size=64, seed=0)"],
+    "data.val_data": [f"{__name__}:slow_prompts(size=8, seed=1)"],
+    "environment.env_class": "guess_number",
+    "environment.skyrl_gym.max_env_workers": 5,
+    "generator.max_turns": 3,
+    "generator.max_input_length": 39,  # 13 of the prompt; a guess of 2, its end, "a number?>"
+    "generator.sampling_params.max_generate_length": 2,
+    "generator.inference_engine.max_num_seqs": 6,
+    "trainer.algorithm.max_seq_len": 41,
+    "trainer.algorithm.advantage_estimator": "grpo",
+    **dict.fromkeys(("trainer.eval_interval", "trainer.hf_save_interval"), -1),
+}
+
+
+@pytest.mark.slow  # three runs
+@pytest.mark.parametrize("step_wise", [False, True])
+def test_conversations_killed_and_resumed_beside_slow_environments(tmp_path, step_wise):
+    """Who waited for whom differs between the runs; no bit does."""
+    settings = {**TALKS, "generator.step_wise_trajectories": step_wise}
+    whole = train(small(tmp_path / "whole", **settings))
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    kill_after_step_2(cut, small(cut, **settings))
+    resumed = train(small(cut, **settings))
+    assert metric_lines(cut) == metric_lines(tmp_path / "whole")
+    assert_bitwise_equal(resumed.state, whole.state)
+    first, *_, last = metric_lines(cut)
+    assert first["generate/max_turns"] == last["generate/max_turns"] == 3
+    assert len({line["generate/tokens_crc32"] for line in (first, last)}) == 2
+    assert step_wise or whole.watch.recompiles == 0  # a turn a row: their number varies
 
 
 MIXED = {  # the second is used up in the second step, and in the fourth
@@ -179,39 +231,41 @@ def test_a_checkpoint_of_another_model_is_refused(finished, tmp_path):
         (other / file.name).write_bytes(file.read_bytes())
     settings = json.loads((other / "config.json").read_text()) | {"intermediate_size": 128}
     (other / "config.json").write_text(json.dumps(settings))
-    config = small(
-        folder, **{"trainer.policy.model.path": str(other), "trainer.log_path": str(tmp_path)}
-    )
+    shutil.copytree(folder / "checkpoints", tmp_path / "checkpoints")
+    config = small(tmp_path, **{"trainer.policy.model.path": str(other)})
     with pytest.raises(ValueError, match=r"another model.*intermediate_size.*256.*128"):
         train(config)
 
 
 def test_a_checkpoint_of_another_config_is_refused(finished, tmp_path):
     folder, _ = finished
-    config = small(folder, **{"trainer.seed": 7, "trainer.log_path": str(tmp_path)})
+    shutil.copytree(folder / "checkpoints", tmp_path / "checkpoints")
     with pytest.raises(ValueError, match=r"another config.*trainer.seed': \(42, 7\)"):
-        train(config)
-    further = {"trainer.max_training_steps": 5, "trainer.log_path": str(tmp_path)}
-    copy = tmp_path / "checkpoints"
-    shutil.copytree(folder / "checkpoints", copy)
-    further |= {"trainer.ckpt_path": str(copy), "trainer.export_path": str(tmp_path)}
-    assert int(train(small(folder, **further)).state.step) == 5
+        train(small(tmp_path, **{"trainer.seed": 7}))
+    assert int(train(small(tmp_path, **{"trainer.max_training_steps": 5})).state.step) == 5
+
+
+def files(folder):
+    """What is in a folder, but for who holds it."""
+    found = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {path: path.read_bytes() for path in found if path.parent.name != ".leases"}
 
 
 def test_a_fresh_start_does_not_write_over_the_records_of_another_config(finished, tmp_path):
     folder, _ = finished
     shutil.copytree(folder / "quickstart", tmp_path / "quickstart")
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    before = files(tmp_path)
     folders = {f"trainer.{name}": str(tmp_path / name) for name in ("ckpt_path", "export_path")}
     lr = {"trainer.policy.optimizer_config.lr": 0.5}
     with pytest.raises(FolderError, match=rf"{tmp_path}/quickstart.*lr': \(0.002, 0.5\)"):
         train(small(tmp_path, **folders, **lr))
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert files(tmp_path) == before
 
 
 def test_the_command_line_names_the_difference_without_a_traceback(finished, tmp_path, capsys):
     folder, _ = finished
-    folders = {"ckpt_path": folder / "checkpoints", "log_path": tmp_path, "export_path": tmp_path}
+    shutil.copytree(folder / "checkpoints", tmp_path / "ckpt")
+    folders = {"ckpt_path": tmp_path / "ckpt", "log_path": tmp_path, "export_path": tmp_path}
     arguments = [f"--config.trainer.{name}={path}" for name, path in folders.items()]
     assert main([f"--config={QUICKSTART}", *arguments]) == 2
     assert "is of another config; (saved, this run)" in capsys.readouterr().err
@@ -347,7 +401,7 @@ def test_twenty_kills_change_nothing(tmp_path):
     ):
         both = [(run.folder / "exports" / name).read_bytes() for run in (whole, killed)]
         assert both[0] == both[1], name
-    assert sorted(p.name for p in killed.checkpoints.iterdir()) == [
+    assert sorted(p.name for p in killed.checkpoints.glob("[!.]*")) == [
         f"global_step_{STEPS - 1}",
         f"global_step_{STEPS}",
     ]

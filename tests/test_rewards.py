@@ -10,7 +10,7 @@ from jaxrl.config import (
     SamplingParams,
 )
 from jaxrl.data.packing import collate, empty_batch
-from jaxrl.rewards import make_estimate, next_kl_coef, penalize_kl, shape_rewards
+from jaxrl.rewards import advantages_of, make_estimate, next_kl_coef, penalize_kl, shape_rewards
 
 
 def output(rewards, lengths):
@@ -125,3 +125,29 @@ def test_advantages_are_normalised_over_the_sampled_tokens_of_the_batch():
     # 1.5, 1.5, -1.5: mean 0.5, variance (1 + 1 + 4) / 3 = 2
     expected = np.array([[0, 1, 1, 0], [0, -2, 0, 0], [0, 0, 0, 0]]) / np.sqrt(2)
     np.testing.assert_allclose(advantages, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("filtering", [False, True])
+def test_a_failure_is_no_evidence_and_a_truncated_response_is(filtering):
+    # rewards 1, 1, 0 of which the last is truncated, masked or not: mean 2/3; the fourth failed
+    advantages = [1 / 3, 1 / 3, -2 / 3, 0]
+    given = output([1.0, 1.0, 0.0, 0.0], [2, 2, 10, 2])
+    given["loss_masks"][3], given["stop_reasons"][3] = [0, 0], "env_error"
+    generator = GeneratorConfig(
+        sampling_params=SamplingParams(max_generate_length=10), apply_overlong_filtering=filtering
+    )
+    algorithm = AlgorithmConfig(advantage_estimator="dr_grpo")
+    shaped, _ = shape_rewards(given, ["a"] * 4, generator, algorithm)
+    batch = collate(shaped, [0, 0, 0, 0])
+    found, _ = advantages_of(make_estimate(algorithm), batch)
+    np.testing.assert_allclose(found[:, 1], advantages, rtol=1e-6)
+    assert any(batch.loss_mask[2]) != filtering
+    # with a row per turn: the first turn of each is a row that earned nothing by itself
+    steps = {
+        name: [x for x in column for _ in range(2)] for name, column in given.items() if column
+    }
+    steps |= {"is_last_step": [False, True] * 4, "rollout_metrics": {}}
+    steps["rewards"] = [x for reward in given["rewards"] for x in (0.0, reward)]
+    shaped, _ = shape_rewards(steps, ["a"] * 4, generator, algorithm)
+    found, _ = advantages_of(make_estimate(algorithm), collate(shaped, [0] * 8))
+    np.testing.assert_allclose(found[:, 1], np.repeat(advantages, 2), rtol=1e-6)

@@ -8,7 +8,7 @@ import yaml
 from jaxrl import config as cfg
 from jaxrl import same_run
 from jaxrl.files import FolderError
-from jaxrl.same_run import refuse_records_of_another
+from jaxrl.same_run import changed_fields, refuse_records_of_another
 
 LR = "trainer.policy.optimizer_config.lr"
 
@@ -35,7 +35,8 @@ def test_another_config_is_refused_with_folder_difference_and_fix(tmp_path):
     assert str(refused.value) == (
         f"the run folder '{run}' holds the steps of a run with another config; (there, this run): "
         f"{{'{LR}': (1e-06, 2e-06)}}. This run would write over them: choose another "
-        "trainer.run_name, trainer.ckpt_path and trainer.export_path, or undo the change"
+        "trainer.run_name (and trainer.ckpt_path and trainer.export_path, if set), or undo the "
+        "change"
     )
 
 
@@ -44,6 +45,14 @@ def test_the_same_config_and_what_a_resume_may_change_are_let_in(tmp_path):
     refuse_records_of_another(config_of(tmp_path, **{LR: float("inf")}))
     further = {"trainer.epochs": 9, "trainer.resume_mode": "none", "trainer.ckpt_path": "other"}
     refuse_records_of_another(config_of(tmp_path, **{LR: float("inf")}, **further))
+
+
+def test_a_field_that_is_newer_than_the_records_was_at_its_default(tmp_path):
+    old, same = (cfg.get_config_as_dict(config_of(tmp_path)) for _ in range(2))
+    del old["trainer"]["policy"]["optimizer_config"]["lr"]
+    assert changed_fields(old, same) == {}
+    changed = cfg.get_config_as_dict(config_of(tmp_path, **{LR: 2e-6}))
+    assert changed_fields(old, changed) == {LR: (1e-6, 2e-6)}
 
 
 def test_a_folder_without_steps_is_nobodys(tmp_path):

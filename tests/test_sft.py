@@ -91,7 +91,7 @@ def test_a_run_leaves_what_it_should(whole):
     assert trainer.watch.recompiles == 0
     assert (folder / "run" / "curve.png").stat().st_size > 5_000
     assert (folder / "run" / "config.yaml").is_file()
-    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    names = sorted(path.name for path in (folder / "checkpoints").glob("[!.]*"))
     assert names == [f"global_step_{n}" for n in (1, 2, 3, 4)]
 
 
@@ -171,7 +171,7 @@ def test_resumed_equals_uninterrupted(whole, tmp_path):
     config = small(folder, **settings)  # the same data files
     config = cfg.apply_overrides(
         config,
-        {"trainer.ckpt_path": str(tmp_path / "c"), "trainer.log_path": str(tmp_path)},
+        {f"trainer.{name}": str(tmp_path) for name in ("ckpt_path", "export_path", "log_path")},
     )
     resumed = sft(config)
     assert_bitwise_equal(resumed.state, trainer.state)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxrl.staleness import staleness_metrics, token_staleness
+from jaxrl.staleness import oldest_versions, staleness_metrics, token_staleness
 
 # a prompt token, two of version 3, an observation, one of version 5; a row with nothing learnt
 VERSIONS = np.array([[-1, 3, 3, -1, 5], [-1, 0, 0, -1, -1]], np.int32)
@@ -14,6 +14,14 @@ def test_age_is_counted_from_the_version_that_the_step_begins_with():
     age = token_staleness(VERSIONS, MASK, 5)
     np.testing.assert_array_equal(age, [[0, 2, 2, 0, 0], [0, 0, 0, 0, 0]])
     assert age.dtype == np.int32
+
+
+def test_a_token_counts_as_the_older_of_its_two_versions():
+    contexts = [[-1, 3, 3, -1, 4], [-1, -1, 0, -1, -1]]  # the last token was drawn by 5; -1: unsaid
+    older = oldest_versions(VERSIONS, contexts)
+    np.testing.assert_array_equal(older, [[-1, 3, 3, -1, 4], [-1, 0, 0, -1, -1]])
+    np.testing.assert_array_equal(oldest_versions(VERSIONS, None), VERSIONS)
+    np.testing.assert_array_equal(token_staleness(older, MASK, 5)[0], [0, 2, 2, 0, 1])
 
 
 def test_metrics_literal():

@@ -4,15 +4,18 @@ import sqlite3
 import threading
 import time
 from contextlib import closing
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 from jaxrl.audit import audit
+from jaxrl.data.microbatches import Microbatching
 from jaxrl.train import BasePPOExp, train
 from jaxrl.train_async import AsyncTrainer
 from jaxrl.watching.callbacks import TrainingCallback
+from tests.data.test_packing import columns
 from tests.test_train import ROOT, assert_bitwise_equal, metric_lines, small
 
 QUICK = {  # one update a step, of rows that are one shape; nothing that the tests do not look at
@@ -203,6 +206,22 @@ def test_a_free_run_that_a_worker_ends_trains_every_group_once_when_resumed(tmp_
 # ------------------------------------------------------------------ weights that change in flight
 
 
+def test_the_age_of_a_token_is_that_of_its_context():
+    trainer = object.__new__(AsyncTrainer)
+    trainer.books, trainer.samples, trainer.metrics = SimpleNamespace(keep=id), 1, {}
+    trainer.updater = SimpleNamespace(microbatching=Microbatching(rows=2, total=2))
+    trainer.state, trainer.ahead = SimpleNamespace(step=np.int32(5)), 2
+    row = columns(token_versions=[[3, 3, 5], [-1, 5]], context_versions=[[3, 3, 2], [-1, 5]])
+    trainer.collate(row)
+    # 5 - (3, 3, 2, 5): the third token was drawn by 5, over keys and values of 2
+    assert trainer.metrics["async/staleness_max"] == 3
+    assert trainer.metrics["async/staleness_mean"] == (2 + 2 + 3 + 0) / 4
+    assert trainer.metrics["async/staleness_violation_count"] == 1
+    del row["context_versions"]  # as in files that were written before there was such a column
+    trainer.collate(row)
+    assert trainer.metrics["async/staleness_max"] == 2
+
+
 class Versions(Watcher):
     """Keeps the weights of every version, and every batch."""
 
@@ -256,6 +275,8 @@ def test_each_token_is_of_the_version_that_is_recorded_with_it(tmp_path):
     for step, batch in watcher.batches.items():
         sampled = batch.loss_mask > 0
         versions = np.where(sampled, batch.token_versions, -1)
+        contexts = np.where(sampled, batch.context_versions, -1)
+        np.testing.assert_array_equal(contexts, versions)  # they are recomputed
         mixed += sum(len(set(row[row >= 0])) > 1 for row in versions)
         for version in set(versions[sampled].tolist()):
             assert version < step

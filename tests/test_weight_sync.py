@@ -12,7 +12,17 @@ from jaxrl.models.transformer import abstract_params, init_params, logical_axes
 from jaxrl.parallel import ShardingRules, make_mesh, param_shardings
 from jaxrl.rollout.native import NativeEngine
 from jaxrl.rollout.programs import compiled
-from jaxrl.weight_sync import Assembly, Piece, local_copy, named, plan, sums, take, whole_pieces
+from jaxrl.weight_sync import (
+    Assembly,
+    Piece,
+    layer_ranges,
+    local_copy,
+    named,
+    plan,
+    sums,
+    take,
+    whole_pieces,
+)
 from tests.test_train import assert_bitwise_equal
 
 MODEL = load_config("configs/tiny_char_model")
@@ -50,6 +60,12 @@ def test_layers_are_grouped_and_what_is_too_large_is_cut():
     for i, (_, second) in enumerate(layer):
         second[1] = ("layers/b", (i, 0), (1, 2))
     assert shapes_of(plan(whole, 40)) == [*rows, *(group for pair in layer for group in pair)]
+
+
+def test_the_last_group_has_the_layers_that_are_left():
+    """Five layers of 40 bytes, two of which fit into 100."""
+    stacked = [Piece("layers/w", (0, 0), (5, 10), "float32")]
+    assert layer_ranges(stacked, 100) == [(0, 2), (2, 2), (4, 1)]
 
 
 @pytest.mark.parametrize("group_bytes", [1000, 20_000, 10**9])

@@ -22,8 +22,6 @@ QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.py"
 BOXES = "abcd"
 SETTINGS = {
     "trainer.run_name": "custom_environment",
-    "trainer.ckpt_path": "runs/custom_environment/checkpoints",
-    "trainer.export_path": "runs/custom_environment/exports",
     "trainer.max_training_steps": 45,
     "trainer.policy.optimizer_config.scheduler": "constant",
     "trainer.policy.optimizer_config.lr": 3e-3,

@@ -23,8 +23,6 @@ from jaxrl.types import GeneratorInput, GeneratorOutput
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.py"
 SETTINGS = {
     "trainer.run_name": "custom_generator",
-    "trainer.ckpt_path": "runs/custom_generator/checkpoints",
-    "trainer.export_path": "runs/custom_generator/exports",
     "trainer.max_training_steps": 50,
     "trainer.policy.optimizer_config.scheduler": "constant",
     "trainer.policy.optimizer_config.lr": 3e-3,

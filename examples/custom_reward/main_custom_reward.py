@@ -26,8 +26,6 @@ QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.py"
 RUN = Path("runs/custom_reward")
 SETTINGS = {
     "trainer.run_name": "custom_reward",
-    "trainer.ckpt_path": str(RUN / "checkpoints"),
-    "trainer.export_path": str(RUN / "exports"),
     "trainer.max_training_steps": 45,
     "trainer.policy.optimizer_config.scheduler": "constant",
     "trainer.algorithm.advantage_estimator": "grpo",  # one reward for the whole response

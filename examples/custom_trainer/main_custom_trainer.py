@@ -67,10 +67,9 @@ def main(arguments: Sequence[str]) -> Trainer:
     given, rest = parser.parse_known_args(arguments)
     path, overrides = parse_command_line([f"--config={QUICKSTART}", *rest])
     run = f"custom_trainer_{given.negative:g}"  # another trainer is another run
-    settings = {"run_name": run, "max_training_steps": 45, "ckpt_path": f"runs/{run}/checkpoints"}
+    settings = {"run_name": run, "max_training_steps": 45}
     settings = {f"trainer.{name}": value for name, value in settings.items()}
     settings["trainer.policy.optimizer_config.scheduler"] = "constant"
-    settings["trainer.export_path"] = f"runs/{run}/exports"
     config = apply_overrides(load_config_file(path), {**settings, **overrides})
     return SuccessFirstExp(config, given.negative).run()
 

@@ -12,6 +12,9 @@ def dr_grpo(
     index: Array,
     values: Array | None = None,
     config: Any = None,
+    *,
+    loss_mask: Array | None = None,
+    valid_mask: Array | None = None,
     **_: Any,
 ) -> tuple[Array, Array]:
     """GRPO done right: `grpo` with grpo_norm_by_std false, whatever the config says.
@@ -25,9 +28,17 @@ def dr_grpo(
         token_level_rewards, response_mask: [B, T] float.
         index: [B] int group ids in [0, B).
         values, config: not used.
+        loss_mask, valid_mask: which rows count, see `counted_rows`; the others get 0.
 
     Returns:
         advantages [B, T], the same number on every response token, 0 elsewhere; returns, equal to
         them.
     """
-    return grpo(token_level_rewards, response_mask, index, grpo_norm_by_std=False)
+    return grpo(
+        token_level_rewards,
+        response_mask,
+        index,
+        grpo_norm_by_std=False,
+        loss_mask=loss_mask,
+        valid_mask=valid_mask,
+    )

@@ -17,6 +17,8 @@ def grpo(
     *,
     grpo_norm_by_std: bool = True,
     epsilon: float = 1e-6,
+    loss_mask: Array | None = None,
+    valid_mask: Array | None = None,
     **_: Any,
 ) -> tuple[Array, Array]:
     """GRPO with outcome rewards: a sequence's score against the other samples of its prompt.
@@ -33,6 +35,7 @@ def grpo(
         index: [B] int group ids in [0, B).
         values, config: not used.
         grpo_norm_by_std: divide by the group's standard deviation.
+        loss_mask, valid_mask: which rows count, see `counted_rows`; the others get 0.
 
     Returns:
         advantages [B, T], the same number on every response token, 0 elsewhere; returns, equal to
@@ -40,16 +43,38 @@ def grpo(
     """
     chex.assert_equal_shape([token_level_rewards, response_mask])
     scores = token_level_rewards.sum(-1)
-    advantages = group_relative(scores, index, by_std=grpo_norm_by_std, epsilon=epsilon)
+    counted = counted_rows(response_mask, loss_mask, valid_mask)
+    advantages = group_relative(scores, index, counted, by_std=grpo_norm_by_std, epsilon=epsilon)
     advantages = advantages[:, None] * response_mask
     return advantages, advantages
 
 
-def group_relative(scores: Array, index: Array, *, by_std: bool, epsilon: float) -> Array:
-    """(scores - mean_G scores) / (std_G scores + epsilon): scores [B, ...], index [B]."""
-    count = group_sum(jnp.ones_like(scores), index)
-    alone = count == 1
-    centred = jnp.where(alone, scores, group_centred(scores, index))
-    variance = group_sum(jnp.square(centred), index) / jnp.maximum(count - 1, 1)
+def counted_rows(response_mask: Array, loss_mask: Array | None, valid_mask: Array | None) -> Array:
+    """Return the rows [B] bool whose scores are evidence about their prompt.
+
+    The score 0 of a trajectory whose environment failed says nothing: it has no part in mean and
+    deviation of its group. A truncated response that is masked was judged, and counts (DAPO).
+
+    Args:
+        response_mask: [B, T].
+        loss_mask: [B, T] or None.
+        valid_mask: [B] not 0 where the row counts; None: where its loss mask is not all 0.
+    """
+    if valid_mask is not None:
+        return jnp.asarray(valid_mask) != 0
+    if loss_mask is not None:
+        return (jnp.asarray(loss_mask) != 0).any(-1)
+    return jnp.ones(response_mask.shape[0], bool)
+
+
+def group_relative(
+    scores: Array, index: Array, counted: Array, *, by_std: bool, epsilon: float
+) -> Array:
+    """Return (scores - mean_G) / (std_G + epsilon): scores [B, ...], index and counted [B]."""
+    counted = jnp.broadcast_to(counted.reshape(-1, *[1] * (scores.ndim - 1)), scores.shape)
+    alone = group_sum(jnp.ones_like(scores), index) == 1  # by itself, not left by others
+    centred = jnp.where(alone & counted, scores, group_centred(scores, index, counted))
+    others = group_sum(counted.astype(scores.dtype), index) - 1
+    variance = group_sum(jnp.square(centred), index) / jnp.maximum(others, 1)
     std = jnp.where(alone, 1.0, jnp.sqrt(variance))
     return centred / (std + epsilon) if by_std else centred

@@ -4,7 +4,7 @@ from typing import Any
 
 import chex
 
-from jaxrl.advantages.grpo import group_relative
+from jaxrl.advantages.grpo import counted_rows, group_relative
 from jaxrl.array_ops import Array, discounted_sums
 
 
@@ -18,6 +18,8 @@ def grpo_token(
     gamma: float = 1.0,
     grpo_norm_by_std: bool = True,
     epsilon: float = 1e-6,
+    loss_mask: Array | None = None,
+    valid_mask: Array | None = None,
     **_: Any,
 ) -> tuple[Array, Array]:
     """GRPO with rewards per token: what a sample earns from a token on, against its group.
@@ -38,11 +40,13 @@ def grpo_token(
         values, config: not used.
         gamma: discount; 0 when each token has a reward of its own that the others do not change.
         grpo_norm_by_std: divide by the group's standard deviation.
+        loss_mask, valid_mask: which rows count, see `counted_rows`; the others get 0.
 
     Returns:
         advantages [B, T], 0 outside the response; returns R [B, T].
     """
     chex.assert_equal_shape([token_level_rewards, response_mask])
     returns = discounted_sums(token_level_rewards, gamma)
-    advantages = group_relative(returns, index, by_std=grpo_norm_by_std, epsilon=epsilon)
+    counted = counted_rows(response_mask, loss_mask, valid_mask)
+    advantages = group_relative(returns, index, counted, by_std=grpo_norm_by_std, epsilon=epsilon)
     return advantages * response_mask, returns * response_mask

@@ -5,6 +5,7 @@ from typing import Any
 import chex
 import jax.numpy as jnp
 
+from jaxrl.advantages.grpo import counted_rows
 from jaxrl.array_ops import Array, group_centred, group_sum
 
 
@@ -16,21 +17,26 @@ def maxrl(
     config: Any = None,
     *,
     epsilon: float = 1e-6,
+    loss_mask: Array | None = None,
+    valid_mask: Array | None = None,
     **_: Any,
 ) -> tuple[Array, Array]:
     """Maximum-likelihood RL: GRPO divided by the mean instead of the standard deviation.
 
         s_i = sum_t r_it
-        A_i = (s_i - mean_G s) / (mean_G s + epsilon)
+        A_i = (s_i - mean_G s) / (mean_G s + epsilon) where mean_G s > 0, else 0
 
-    Tajwar et al., 2026, https://arxiv.org/abs/2602.02710. For rewards of 0 and 1: the rarer the
-    success, the larger its advantage. A mean near 0 or negative makes no sense. A group of one
-    keeps its score; a group of zeros gets 0.
+    Tajwar et al., 2026, https://arxiv.org/abs/2602.02710. For rewards of 0 and 1, whose mean is the
+    success rate: the rarer the success, the larger its advantage. Other rewards have no success
+    rate: with a negative mean the division would turn the sign around, so that the best sample of
+    the group were made less likely, and around 0 it explodes. Hence 0 where the mean is not
+    positive, as in prime-rl. A group of one keeps its score.
 
     Args:
         token_level_rewards, response_mask: [B, T] float.
         index: [B] int group ids in [0, B).
         values, config: not used.
+        loss_mask, valid_mask: which rows count, see `counted_rows`; the others get 0.
 
     Returns:
         advantages [B, T], the same number on every response token, 0 elsewhere; returns, equal to
@@ -38,8 +44,13 @@ def maxrl(
     """
     chex.assert_equal_shape([token_level_rewards, response_mask])
     scores = token_level_rewards.sum(-1)
-    count = group_sum(jnp.ones_like(scores), index)
-    mean = group_sum(scores, index) / count
-    relative = jnp.where(count > 1, group_centred(scores, index) / (mean + epsilon), scores)
+    counted = counted_rows(response_mask, loss_mask, valid_mask)
+    alone = group_sum(jnp.ones_like(scores), index) == 1  # by itself, not left by others
+    count = group_sum(counted.astype(scores.dtype), index)
+    mean = group_sum(jnp.where(counted, scores, 0), index) / jnp.maximum(count, 1)
+    relative = group_centred(scores, index, counted) / (mean + epsilon)
+    size = group_sum(jnp.where(counted, jnp.abs(scores), 0), index) / jnp.maximum(count, 1)
+    relative = jnp.where(mean > 1e-5 * size, relative, 0)  # size: a mean of 0 may be rounded up
+    relative = jnp.where(alone & counted, scores, relative)
     advantages = relative[:, None] * response_mask
     return advantages, advantages

@@ -5,6 +5,7 @@ from typing import Any
 import chex
 import jax.numpy as jnp
 
+from jaxrl.advantages.grpo import counted_rows
 from jaxrl.array_ops import Array, group_centred, group_sum
 
 
@@ -14,6 +15,9 @@ def rloo(
     index: Array,
     values: Array | None = None,
     config: Any = None,
+    *,
+    loss_mask: Array | None = None,
+    valid_mask: Array | None = None,
     **_: Any,
 ) -> tuple[Array, Array]:
     """REINFORCE leave-one-out: the baseline of a sample is the mean of the others of its prompt.
@@ -27,6 +31,7 @@ def rloo(
         token_level_rewards, response_mask: [B, T] float.
         index: [B] int group ids in [0, B).
         values, config: not used.
+        loss_mask, valid_mask: which rows count, see `counted_rows`; the others get 0.
 
     Returns:
         advantages [B, T], the same number on every response token, 0 elsewhere; returns, equal to
@@ -34,7 +39,9 @@ def rloo(
     """
     chex.assert_equal_shape([token_level_rewards, response_mask])
     scores = token_level_rewards.sum(-1)
-    count = group_sum(jnp.ones_like(scores), index)
+    counted = counted_rows(response_mask, loss_mask, valid_mask)
+    count = group_sum(counted.astype(scores.dtype), index)
     others = jnp.maximum(count - 1, 1)
-    advantages = (group_centred(scores, index) * count / others)[:, None] * response_mask
+    centred = group_centred(scores, index, counted)
+    advantages = (centred * count / others)[:, None] * response_mask
     return advantages, advantages

@@ -2,19 +2,17 @@
 
 import contextlib
 import ipaddress
-import os
-import socket
-import threading
 import time
 from typing import Any
 
 from jaxrl.cluster.child import Start
 from jaxrl.cluster.host import Facts, Host, Report
+from jaxrl.cluster.lifeline import Lifeline, hold_on
 from jaxrl.cluster.placement import Placement
 from jaxrl.cluster.ray_import import ray
 from jaxrl.cluster.supervise import LOST, HostLost
 
-ANSWER_SECONDS, CONNECT_SECONDS, LOOK_SECONDS = 60.0, 10.0, 2.0
+ANSWER_SECONDS, LOOK_SECONDS = 60.0, 2.0
 
 
 @ray.remote
@@ -33,22 +31,7 @@ class HostActor(Host):
         Raises:
             ValueError: the launcher cannot be reached.
         """
-        try:
-            lifeline = socket.create_connection(address, timeout=CONNECT_SECONDS)
-        except OSError as error:
-            raise ValueError(
-                f"{socket.gethostname()} cannot reach the launcher at {address} ({error}): the "
-                "hosts of a job need all ports of each other"
-            ) from error
-        lifeline.settimeout(None)
-        lifeline.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        threading.Thread(target=_exit_after, args=(lifeline,), daemon=True).start()
-
-
-def _exit_after(lifeline: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # closed, or reset
-        lifeline.recv(1)
-    os._exit(1)  # the guards of its processes notice
+        hold_on(address)
 
 
 class RayAttempt:
@@ -67,7 +50,7 @@ class RayAttempt:
         self._polls: dict[Any, int] = {}  # pending answers, by the number of the host
         self._running: list[set[int]] = []  # processes of each host
         self._actors: list[Any] = []
-        self._lifeline = socket.create_server(("", 0), backlog=2 * hosts)  # see end_with
+        self._lifeline = Lifeline(ray.util.get_node_ip_address())  # see end_with
         self._group = ray.util.placement_group([placement.bundle] * hosts, "STRICT_SPREAD")
         while not self._group.wait(LOOK_SECONDS):
             if time.monotonic() > deadline:
@@ -87,8 +70,7 @@ class RayAttempt:
 
     def facts(self) -> list[Facts]:
         """Of the hosts, which are put in order by it: that of a TPU slice, else of addresses."""
-        launcher = ray.util.get_node_ip_address(), self._lifeline.getsockname()[1]
-        _answers([actor.end_with.remote(launcher) for actor in self._actors])
+        _answers([actor.end_with.remote(self._lifeline.address) for actor in self._actors])
         found = _answers([actor.facts.remote() for actor in self._actors])
         numbered = [(f.tpu_worker, ipaddress.ip_address(f.address).packed) for f in found]
         order = sorted(range(len(found)), key=numbered.__getitem__)

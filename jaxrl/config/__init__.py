@@ -43,17 +43,20 @@ from jaxrl.config.generator import (
     GeneratorConfig,
     InferenceEngineConfig,
     SamplingParams,
+    engine_dtype,
 )
 from jaxrl.config.mesh import batch_groups, sharding_rules
 from jaxrl.config.model import ModelConfig, OptimizerConfig, SkyRLLoraConfig
 from jaxrl.config.objective_card import objective_card
 from jaxrl.config.overrides import apply_overrides, parse_command_line
 from jaxrl.config.placement import check_nodes, device_shares
+from jaxrl.config.platform import ON_CPU, auto_fields, with_settled
 from jaxrl.config.recipe import default_config, load_config_file, to_train_config
 from jaxrl.config.rollouts import (
     check_engines,
     group_bytes,
     in_process,
+    keeps_slots,
     longest_row,
     overlaps,
     rows_at_once,
@@ -110,6 +113,7 @@ __all__ = [
     "MegatronLoraConfig",
     "MegatronTorchProfilerConfig",
     "MixedPrecisionConfig",
+    "ON_CPU",
     "ModelConfig",
     "OffPolicyCorrectionConfig",
     "OptimizerConfig",
@@ -130,6 +134,7 @@ __all__ = [
     "TrainerConfig",
     "WatchingConfig",
     "apply_overrides",
+    "auto_fields",
     "check_engines",
     "check_lengths",
     "check_nodes",
@@ -137,11 +142,13 @@ __all__ = [
     "compute_dtype",
     "default_config",
     "device_shares",
+    "engine_dtype",
     "batch_groups",
     "get_config_as_dict",
     "get_config_as_yaml_str",
     "group_bytes",
     "in_process",
+    "keeps_slots",
     "load_config_file",
     "longest_row",
     "logger_names",
@@ -161,4 +168,5 @@ __all__ = [
     "sharding_rules",
     "validate",
     "validate_sft",
+    "with_settled",
 ]

@@ -2,7 +2,7 @@
 
 from jaxrl.config.algorithm import AlgorithmConfig
 from jaxrl.config.errors import fail
-from jaxrl.config.needs import corrects_itself, is_builtin_loss, ratio_anchor
+from jaxrl.config.needs import corrects_itself, is_builtin_loss, loss_name, ratio_anchor
 from jaxrl.losses.off_policy import correction_enabled
 
 _ALGORITHM = "trainer.algorithm"
@@ -31,7 +31,7 @@ def check_old_log_probs(algorithm: AlgorithmConfig) -> None:
             f"turn off {_ALGORITHM}.off_policy_correction.*"
         )
         fail(field, value, fix)
-    decoupled = algorithm.policy_loss_type == "decoupled_ppo"
+    decoupled = loss_name(algorithm) == "decoupled_ppo"
     if decoupled and algorithm.decoupled_ppo.proximal == "forward":
         fix = (
             "policy_loss_type='decoupled_ppo' would be clipped around the sampler itself, which is "
@@ -69,7 +69,7 @@ def check_anchor(algorithm: AlgorithmConfig, max_staleness_steps: int) -> None:
     Raises:
         ValueError: names the loss and what can be set instead.
     """
-    name = algorithm.policy_loss_type
+    name = loss_name(algorithm)
     if max_staleness_steps == 0 or not is_builtin_loss(name) or corrects_itself(algorithm):
         return
     if algorithm.off_policy_correction.tis_ratio_type is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxrl.config.environment import SkyRLGymConfig
 from jaxrl.config.errors import fail
+from jaxrl.config.needs import estimator_name
 from jaxrl.config.train_config import TrainConfig
 from jaxrl.envs import ENVS, load
 from jaxrl.envs.json_request import longest_seconds
@@ -63,7 +64,7 @@ def _check_turns(config: TrainConfig) -> None:
 def _check_step_wise(config: TrainConfig) -> None:
     """A row per turn has one advantage for all rows of a trajectory."""
     generator, algorithm = config.generator, config.trainer.algorithm
-    estimator, reduction = algorithm.advantage_estimator, algorithm.loss_reduction
+    estimator, reduction = estimator_name(algorithm), algorithm.loss_reduction
     excluded: tuple[tuple[str, Any, bool, str], ...] = (
         ("generator.batched", True, generator.batched, "set it to False"),
         (

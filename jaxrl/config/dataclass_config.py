@@ -213,6 +213,8 @@ def type_name(kind: Any) -> str:
     """A type as messages and the documentation write it: `int`, `list[str] | None`."""
     if isinstance(kind, type) and not typing.get_args(kind):
         return "None" if kind is type(None) else kind.__name__
+    if typing.get_origin(kind) is typing.Literal:
+        return " | ".join(map(repr, typing.get_args(kind)))
     if is_union(kind):
         return " | ".join(type_name(m) for m in typing.get_args(kind))
     return str(kind).replace("typing.", "")

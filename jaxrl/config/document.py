@@ -106,8 +106,8 @@ def _table_rows(config: BaseConfig, prefix: str) -> list[str]:
             continue
         row = status_of(key)
         assert row is not None, key
-        skyrl = "" if row.skyrl_default is SAME_DEFAULT else _shown(row.skyrl_default)
-        cells = [f"`{key}`", _shown(value), docs[name], row.status, _difference(row), skyrl]
+        skyrl = "" if row.skyrl_default is SAME_DEFAULT else shown(row.skyrl_default)
+        cells = [f"`{key}`", shown(value), docs[name], row.status, _difference(row), skyrl]
         lines.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
     return lines
 
@@ -116,7 +116,8 @@ def _difference(row: FieldStatus) -> str:
     return "; ".join(p for p in (row.note, f"used with {row.only_with}" * bool(row.only_with)) if p)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Print a value as in Python, the same for every user."""
     return f"`{value!r}`".replace(os.path.expanduser("~") + "/", "~/")
 
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from jaxrl.config.document import shown
 from jaxrl.config.field_status import SAME_DEFAULT, TABLE, FieldStatus
 from jaxrl.config.skyrl.names import SETTINGS, entry_points
 
@@ -49,7 +50,7 @@ def main() -> None:
 
 def _field_row(row: FieldStatus) -> str:
     used = f"used with {row.only_with}" * bool(row.only_with)
-    default = "" if row.skyrl_default is SAME_DEFAULT else f"`{row.skyrl_default!r}`"
+    default = "" if row.skyrl_default is SAME_DEFAULT else shown(row.skyrl_default)
     cells = _names(f"{row.prefix}.", row.names), row.status
     note = "; ".join(filter(None, (row.note, used)))
     return f"| {' | '.join(cells)} | {note} | {default} |"

@@ -72,9 +72,9 @@ class SandboxConfig(BaseConfig):
     cpu_seconds: float = 10.0
     """Of all its processes together."""
     memory_mb: int = 1024
-    """Address space of a process, and resident memory of all of them together."""
+    """Address space of a process, and memory of all of them together with their files."""
     disk_mb: int = 64
-    """All files together; they lie in memory and come on top of memory_mb."""
+    """All files together; they lie in memory and count in memory_mb."""
     files: int = 1024
     """Files and folders at a time."""
     processes: int = 32

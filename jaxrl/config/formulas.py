@@ -16,6 +16,12 @@ _KL = {
     "k3": "exp(-d) + d - 1",
     "abs": "|d|",
 }
+_KL_GRADIENT = {  # of the estimate as a loss, in expectation over the policy's own tokens
+    "k1": ["its gradient is 0 in expectation: it does not know ref"],
+    "k2": ["its gradient is that of KL(policy | ref)"],
+    "k3": ["its gradient is that of KL(ref | policy)"],
+    "abs": [],
+}
 _PER_TOKEN = "r = exp(log_probs - {anchor}_log_probs)"
 _PER_ROW = "r = exp(mean_t (log_probs - {anchor}_log_probs)), per row"
 _RATIO = {
@@ -118,7 +124,7 @@ def advantage_line(algorithm: AlgorithmConfig, samples: int) -> str:
         "dr_grpo": f"A = {relative}, {group}",
         "grpo_token": f"A = {relative}, R = r_t + {gamma} R_t+1, {group}",
         "rloo": f"A = R - mean of the others in G, {group}",
-        "maxrl": f"A = ({relative}) / (mean_G R + {epsilon}), {group}",
+        "maxrl": f"A = ({relative}) / (mean_G R + {epsilon}), 0 if mean_G R <= 0, {group}",
         "reinforce++": f"A = (R_t - mean R_t) / std R_t over the batch, R_t = r_t + {gamma} R_t+1",
         "gae": f"A = normalised G_t = d_t + {decay} G_t+1, d_t = r_t + {gamma} V_t+1 - V_t",
     }.get(name)
@@ -189,19 +195,19 @@ def correction_lines(correction: OffPolicyCorrectionConfig) -> list[str]:
     return lines or ["off"]
 
 
-def kl_line(config: TrainConfig) -> str:
+def kl_lines(config: TrainConfig) -> list[str]:
     """The KL to the reference, in the loss or in the rewards."""
     algorithm = config.trainer.algorithm
     kind, coef = algorithm.kl_estimator_type, algorithm.kl_loss_coef
     if algorithm.use_kl_loss and coef:
         estimate = f"{kind} = {_KL[kind]}, d = log_probs - ref_log_probs"
-        return f"KL = mean_b mean_t {kind}, {estimate}"
+        return [f"KL = mean_b mean_t {kind}, {estimate}", *_KL_GRADIENT[kind]]
     if not (algorithm.use_kl_in_reward and coef):
-        return "off"
-    return (
+        return ["off"]
+    return [
         f"in the rewards: r_t - beta {kind}_t, {kind} = {_KL[kind]}, "
         "d = old_log_probs - ref_log_probs"
-    )
+    ]
 
 
 def controller_lines(config: TrainConfig) -> list[str]:

@@ -50,8 +50,9 @@ class ChatTemplateConfig(BaseConfig):
 class InferenceEngineConfig(BaseConfig):
     """The engine that samples."""
 
-    model_dtype: str = "float32"
-    """Data type of the engine's weights: "float32" or "bfloat16"."""
+    model_dtype: str = "auto"
+    """Data type of the engine's weights: "float32" or "bfloat16"; "auto" = that in which the policy
+    computes on TPUs and GPUs, else "float32"."""
     run_engines_locally: bool = True
     """Engines in this process, or started by it (backend "vllm", or rollout workers: see
     trainer.placement.rollout_num_nodes); false = they run already, at remote_urls."""
@@ -80,8 +81,9 @@ class InferenceEngineConfig(BaseConfig):
     vllm_v1_disable_multiproc: bool = True
     """vLLM in one process."""
     enable_prefix_caching: bool = False
-    """Reuse keys and values between requests, such as the turns of a conversation. What is reused
-    then depends on timing, and with it the last bits: a resumed run is not bit-identical."""
+    """Reuse keys and values between requests that begin alike; samples of a prompt and turns of a
+    conversation always do. What is reused then depends on timing, and with it the last bits: a
+    resumed run is not bit-identical."""
     enable_chunked_prefill: bool = False
     """Cut long prompts into chunks between decoding steps; ours always does."""
     recompute_kv_on_update: bool = False
@@ -96,9 +98,9 @@ class InferenceEngineConfig(BaseConfig):
     enable_ray_prometheus_stats: bool = False
     """Engine statistics through Ray."""
     gpu_memory_utilization: float = 0.8
-    """Share of the device memory for decode weights and cache."""
+    """Share, for decode weights and cache, of the device memory that the trainer leaves free."""
     max_num_seqs: int = 1024
-    """Rows decoded together, over all engines."""
+    """Rows decoded together, and conversations of several turns held at once, over all engines."""
     remote_urls: list[str] = field(default_factory=list)
     """Addresses of the servers of remote engines, e.g. ["http://10.0.0.2:8000"]; of JetStream
     servers "host:port"."""
@@ -149,7 +151,7 @@ class GeneratorConfig(BaseConfig):
     batched: bool = False
     """One engine call for the whole batch; one turn."""
     max_turns: int = 1
-    """Most turns of a conversation."""
+    """Most turns of a conversation, which keeps its slot of the engine in between."""
     max_input_length: int | None = None
     """Longest input of a turn, in tokens; None = trainer.max_prompt_length."""
     chat_template: ChatTemplateConfig = field(default_factory=ChatTemplateConfig)
@@ -181,3 +183,8 @@ class GeneratorConfig(BaseConfig):
     """One row per turn."""
     merge_stepwise_output: bool = False
     """Merge neighbouring turns where the later prompt begins with the earlier turn."""
+
+
+def engine_dtype(settings: InferenceEngineConfig) -> str:
+    """Return the data type in which the engine computes, "bfloat16" or "float32"."""
+    return "float32" if settings.model_dtype == "auto" else settings.model_dtype

@@ -77,13 +77,13 @@ GRPO_VARIANTS = (
         "in the reward, 0",
         {
             "advantage_batch_normalize": True,
+            "policy_loss_type": "decoupled_ppo",
             "eps_clip_low": 0.4,
             "eps_clip_high": 0.4,
-            "off_policy_correction.tis_ratio_type": "token",
             "use_kl_loss": False,
         },
-        "These are the values of its GSM8K example; the cap of the weight here is "
-        "`off_policy_correction.token_tis_ratio_clip_high = 2.0`.",
+        "These are the values of its GSM8K example. Tokens whose weight is above 5 are dropped, "
+        "`decoupled_ppo.behave_cap`.",
     ),
     GRPOVariant(
         "slime",
@@ -119,6 +119,8 @@ GRPO_VARIANTS = (
         "over all tokens",
         "k3, 0.01, in the loss",
         {"advantage_estimator": "rloo", "kl_loss_coef": 0.01},
-        "The division by the standard deviation is not built in for this baseline.",
+        "The division by the standard deviation is not built in for this baseline, and its KL is "
+        "averaged over all tokens, as its loss, ours over each sequence and then over sequences: "
+        "rows of 1 and 9 tokens, a KL of 1 on the short one's, are 0.1 there and 0.5 here.",
     ),
 )

@@ -7,11 +7,18 @@ from jaxrl.data.microbatches import Microbatching
 from jaxrl.data.packing import length_bucket, round_up
 
 
-def update_microbatching(config: TrainConfig, groups: int, role: str = "policy") -> Microbatching:
-    """Of a minibatch of policy or critic, on `groups` data-parallel groups of devices."""
+def update_microbatching(
+    config: TrainConfig, groups: int, role: str = "policy", longest: int | None = None
+) -> Microbatching:
+    """Cut a minibatch of policy or critic for `groups` data-parallel groups of devices.
+
+    Args:
+        longest: tokens of the longest trajectory; None = as the config allows.
+    """
     trainer = config.trainer
     prompts = getattr(trainer, f"{role}_mini_batch_size")
-    return _microbatching(config, groups, prompts, trainer.micro_train_batch_size_per_gpu)
+    rows = trainer.micro_train_batch_size_per_gpu
+    return _microbatching(config, groups, prompts, rows, longest)
 
 
 def forward_microbatching(config: TrainConfig, groups: int) -> Microbatching:
@@ -22,9 +29,14 @@ def forward_microbatching(config: TrainConfig, groups: int) -> Microbatching:
 
 
 def _microbatching(
-    config: TrainConfig, groups: int, prompts: int, rows_per_group: int
+    config: TrainConfig,
+    groups: int,
+    prompts: int,
+    rows_per_group: int,
+    longest: int | None = None,
 ) -> Microbatching:
     trainer, generator = config.trainer, config.generator
+    packed, few = trainer.use_sample_packing is True, trainer.few_shapes is True
     budget = trainer.max_tokens_per_microbatch
     steps = generator.max_turns if generator.step_wise_trajectories else 1
     return Microbatching(
@@ -32,9 +44,21 @@ def _microbatching(
         total=round_up(prompts * generator.n_samples_per_prompt * steps, groups),
         groups=groups,
         max_tokens=None if budget == -1 else budget,
-        packed=trainer.use_sample_packing,
+        packed=packed,
         packed_length=trainer.packed_length,
+        widths=few_widths(longest or longest_trajectory(config), packed) if few else (),
     )
+
+
+def few_widths(longest: int, packed: bool) -> tuple[int, ...]:
+    """Return the T of the losses' arrays where few programs are compiled.
+
+    See `Microbatching.widths`. That of the longest trajectory alone if rows are packed, as no row
+    is shorter; else its halves, quarters and eighths too, so that a row has at most twice the
+    tokens of its longest trajectory, or an eighth of what the longest has.
+    """
+    shares = (1,) if packed else (8, 4, 2, 1)
+    return tuple(sorted({length_bucket(-(-length_bucket(longest) // share)) for share in shares}))
 
 
 def longest_trajectory(config: TrainConfig) -> int:
@@ -67,7 +91,7 @@ def check_rows(trainer: TrainerConfig, num_devices: int, longest: int, described
         described: it, in words.
     """
     length, budget = trainer.packed_length, trainer.max_tokens_per_microbatch
-    if length is not None and not trainer.use_sample_packing:
+    if length is not None and trainer.use_sample_packing is not True:
         fail(
             "trainer.packed_length",
             length,

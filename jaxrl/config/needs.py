@@ -15,13 +15,26 @@ from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry
 Anchor = Literal["old", "rollout"]
 
 
+def loss_name(algorithm: AlgorithmConfig) -> str:
+    """Return the name of the built-in policy loss, however it is set; else what is set.
+
+    Checks ask for it, since the same function is the same loss.
+    """
+    return PolicyLossRegistry.builtin_name(algorithm.policy_loss_type)
+
+
+def estimator_name(algorithm: AlgorithmConfig) -> str:
+    """Return the name of the built-in advantage estimator, as `loss_name` does."""
+    return AdvantageEstimatorRegistry.builtin_name(algorithm.advantage_estimator)
+
+
 def ratio_anchor(algorithm: AlgorithmConfig) -> Anchor | None:
     """The policy that the loss takes its ratio against; None = the loss has no ratio.
 
     "old" is the policy at the start of the step, recomputed by the trainer; "rollout" the sampler,
     by the log-probs that it recorded. A user's loss is offered both, and taken to use the first.
     """
-    name = algorithm.policy_loss_type
+    name = loss_name(algorithm)
     if name == "cross_entropy":
         return None
     by_sampler = (
@@ -35,12 +48,13 @@ def ratio_anchor(algorithm: AlgorithmConfig) -> Anchor | None:
 
 def corrects_itself(algorithm: AlgorithmConfig) -> bool:
     """Whether the loss itself accounts for the difference between trainer and sampler."""
-    return ratio_anchor(algorithm) == "rollout" or algorithm.policy_loss_type == "decoupled_ppo"
+    return ratio_anchor(algorithm) == "rollout" or loss_name(algorithm) == "decoupled_ppo"
 
 
 def allowed_reductions(policy_loss_type: str) -> tuple[str, ...]:
     """The values of loss_reduction under which a loss means something."""
-    return ("sequence_mean",) if policy_loss_type == "gmpo" else REDUCTIONS
+    is_gmpo = PolicyLossRegistry.builtin_name(policy_loss_type) == "gmpo"
+    return ("sequence_mean",) if is_gmpo else REDUCTIONS
 
 
 def is_builtin_loss(policy_loss_type: str) -> bool:

@@ -8,7 +8,7 @@ from jaxrl.config.formulas import (
     advantage_line,
     controller_lines,
     correction_lines,
-    kl_line,
+    kl_lines,
     loss_lines,
     reduction_line,
     reference_lines,
@@ -27,12 +27,13 @@ from jaxrl.losses.off_policy import correction_enabled
 WIDTH = 85  # of the text beside the labels
 
 
-def objective_card(config: TrainConfig, num_devices: int = 1) -> str:
+def objective_card(config: TrainConfig, num_devices: int = 1, platform: Sequence[str] = ()) -> str:
     """The resolved objective with its numbers, and the batch arithmetic.
 
     Args:
         config: is not changed; derived defaults are filled in by `resolve`.
         num_devices: devices that the run will use.
+        platform: what was chosen for fields that were "auto", and why.
     """
     config = resolve(config)
     trainer, samples = config.trainer, config.generator.n_samples_per_prompt
@@ -44,7 +45,7 @@ def objective_card(config: TrainConfig, num_devices: int = 1) -> str:
         ("reduction", [reduction_line(config)]),
         ("correction", correction_lines(algorithm.off_policy_correction)),
         ("sampler", sampler_lines(config)),
-        ("KL", [kl_line(config), *controller_lines(config), *reference_lines(trainer)]),
+        ("KL", [*kl_lines(config), *controller_lines(config), *reference_lines(trainer)]),
         ("entropy", ["H = sum_bt m_bt H_bt / sum m" if algorithm.use_entropy_loss else "off"]),
         ("temperature", [f"{algorithm.temperature:g}, of sampling and of every log-softmax"]),
         ("filters", _filters(config)),
@@ -52,6 +53,7 @@ def objective_card(config: TrainConfig, num_devices: int = 1) -> str:
         ("batch", _batch(config, num_devices)),
         ("ahead", _ahead(trainer)),
         ("critic", _critic(trainer)),
+        ("platform", list(platform)),
     ]
     return format_card(parts)
 
@@ -168,7 +170,7 @@ def _batch(config: TrainConfig, num_devices: int) -> list[str]:
 def microbatch_lines(config: TrainConfig, rows: int, num_devices: int, longest: int) -> list[str]:
     """How a minibatch of so many rows of at most `longest` tokens is cut."""
     groups = batch_groups(config, num_devices)
-    settings = update_microbatching(config, groups)
+    settings = update_microbatching(config, groups, longest=longest)
     width = settings.width(longest)
     micro, length = settings.row_counts(width)[-1], settings.length(width)
     size = num_devices // groups

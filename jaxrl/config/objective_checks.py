@@ -7,7 +7,17 @@ from typing import Any
 from jaxrl.config.algorithm import AlgorithmConfig, OffPolicyCorrectionConfig
 from jaxrl.config.anchor_checks import UNCORRECTED, check_old_log_probs, check_recorded
 from jaxrl.config.errors import fail
-from jaxrl.config.needs import allowed_reductions, corrects_itself, kl_in_reward, reduces_by_itself
+from jaxrl.config.needs import (
+    allowed_reductions,
+    corrects_itself,
+    estimator_name,
+    kl_in_loss,
+    kl_in_reward,
+    loss_name,
+    ratio_anchor,
+    reduces_by_itself,
+    updates_per_step,
+)
 from jaxrl.config.train_config import TrainConfig
 from jaxrl.losses.off_policy import correction_enabled
 from jaxrl.objective import make_policy_loss
@@ -16,6 +26,8 @@ from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry, bind_
 _ALGORITHM = "trainer.algorithm"
 _CORRECTION = f"{_ALGORITHM}.off_policy_correction"
 _BOUNDED_RATIO = ("regular", "dual_clip", "gspo", "rollout_is", "clip_cov")
+_PLAIN_AT_ONE = ("dual_clip", "gspo", "sapo", "cispo", "gmpo", "kl_cov")
+"""Losses whose slope at a ratio of 1 is that of `regular`, which is minus the advantage."""
 
 
 def check_objective(config: TrainConfig) -> None:
@@ -57,7 +69,7 @@ def _check_discounts(algorithm: AlgorithmConfig) -> None:
 
 def _check_loss(algorithm: AlgorithmConfig) -> None:
     """The hyperparameters of the chosen loss; those of others may have any value."""
-    name = algorithm.policy_loss_type
+    name = loss_name(algorithm)
     if name == "dual_clip" and algorithm.clip_ratio_c <= 1:
         fail(f"{_ALGORITHM}.clip_ratio_c", algorithm.clip_ratio_c, "must be > 1, e.g. 3.0")
     if name == "sapo":
@@ -116,7 +128,7 @@ def _check_kl(algorithm: AlgorithmConfig) -> None:
 
 
 def _check_correction(algorithm: AlgorithmConfig) -> None:
-    correction, name = algorithm.off_policy_correction, algorithm.policy_loss_type
+    correction, name = algorithm.off_policy_correction, loss_name(algorithm)
     if algorithm.use_tis:
         _check_use_tis(algorithm)
     if correction_enabled(correction) and name in UNCORRECTED:
@@ -247,7 +259,7 @@ def _check_teacher(config: TrainConfig) -> None:
     trainer, name = config.trainer, "on_policy_distillation"
     policy, teacher = trainer.policy.model, trainer.ref.model
     same = (policy.path, policy.random_init) == (teacher.path, teacher.random_init)
-    if trainer.algorithm.advantage_estimator == name and same:
+    if estimator_name(trainer.algorithm) == name and same:
         fix = f"is the policy's own model, and advantage_estimator={name!r} needs a teacher; set it"
         fail("trainer.ref.model.path", teacher.path, fix)
 
@@ -278,6 +290,7 @@ def warn_of_objective(config: TrainConfig) -> None:
     """Warn of each oddity."""
     algorithm, samples = config.trainer.algorithm, config.generator.n_samples_per_prompt
     oddities = [*_odd_loss(algorithm), *_odd_kl(algorithm), *_odd_groups(algorithm, samples)]
+    oddities += [*_odd_rewards(config), *_odd_updates(config)]
     correction = algorithm.off_policy_correction
     if algorithm.use_tis:
         oddities.append(f"use_tis=True is deprecated; set {_CORRECTION}.tis_ratio_type='token'")
@@ -293,7 +306,7 @@ def warn_of_objective(config: TrainConfig) -> None:
 
 
 def _odd_loss(algorithm: AlgorithmConfig) -> list[str]:
-    name, reduction = algorithm.policy_loss_type, algorithm.loss_reduction
+    name, reduction = loss_name(algorithm), algorithm.loss_reduction
     low, high = algorithm.eps_clip_low, algorithm.eps_clip_high
     shown = f"eps_clip_low={low:g}, eps_clip_high={high:g}"
     odd = []
@@ -303,6 +316,12 @@ def _odd_loss(algorithm: AlgorithmConfig) -> list[str]:
         odd.append(f"{shown}: gspo's ratio is of a sequence; its paper has 3e-4 and 4e-4")
     if name == "gmpo" and max(low, high) < 0.4:
         odd.append(f"{shown}: gmpo bounds the log ratio; its paper has 0.4 and 0.4")
+    if name == "rollout_is" and max(low, high) < 0.5:
+        odd.append(
+            f"{shown}: rollout_is drops every token whose ratio to the sampler is outside of "
+            f"({1 - low:g}, {1 + high:g}); GLM-5 and IcePop have a wide band, e.g. (0.5, 5): set "
+            "0.5 and 4.0"
+        )
     if name in _BOUNDED_RATIO and low >= 1:
         odd.append(f"eps_clip_low={low:g}: ratios are positive; 1 - {low:g} is no lower bound")
     if name == "cispo" and algorithm.cispo.cispo_eps_clip_low == 0:
@@ -316,15 +335,22 @@ def _odd_loss(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def _odd_kl(algorithm: AlgorithmConfig) -> list[str]:
-    odd = []
-    if algorithm.use_kl_loss and algorithm.kl_loss_coef and algorithm.kl_estimator_type == "k1":
+    odd, coef = [], algorithm.kl_loss_coef
+    if kl_in_loss(algorithm) and algorithm.kl_estimator_type == "k1":
         odd.append(
             "kl_estimator_type='k1': as a loss its gradient is that of log_probs, the same for "
-            "every token whatever the reference says; set 'k2' or 'k3'"
+            "every token whatever the reference says; set 'k2'"
+        )
+    default = AlgorithmConfig.kl_loss_coef
+    if kl_in_loss(algorithm) and algorithm.kl_estimator_type == "k3" and coef > default:
+        odd.append(
+            f"kl_estimator_type='k3' with kl_loss_coef={coef:g}: as a loss its gradient is that of "
+            "KL(reference | policy), which spreads the policy over all that the reference does; "
+            "that of KL(policy | reference) is k2's"
         )
     if algorithm.kl_ctrl.type == "adaptive" and not algorithm.use_kl_in_reward:
         odd.append("kl_ctrl.type='adaptive' has no effect without use_kl_in_reward")
-    if kl_in_reward(algorithm) and algorithm.advantage_estimator == "on_policy_distillation":
+    if kl_in_reward(algorithm) and estimator_name(algorithm) == "on_policy_distillation":
         odd.append("use_kl_in_reward=True: 'on_policy_distillation' does not use rewards")
     if algorithm.use_kl_in_reward and algorithm.kl_loss_coef == 0:
         odd.append("kl_loss_coef=0: use_kl_in_reward has no effect")
@@ -333,13 +359,57 @@ def _odd_kl(algorithm: AlgorithmConfig) -> list[str]:
             "kl_estimator_type='k3': as a reward its gradient is that of KL(policy | reference) - "
             "KL(reference | policy), which does not hold the KL down; set 'k1'"
         )
-    if kl_in_reward(algorithm) and algorithm.advantage_estimator == "maxrl":
-        odd.append("advantage_estimator='maxrl' divides by the mean reward, made for 0 and 1")
+    return odd
+
+
+def _odd_rewards(config: TrainConfig) -> list[str]:
+    """Name what can give rewards beside 0 and 1 where the estimator is made for these."""
+    algorithm, environment = config.trainer.algorithm, config.environment
+    beside = {
+        f"{_ALGORITHM}.use_kl_in_reward": kl_in_reward(algorithm),
+        f"{_ALGORITHM}.overlong_buffer": algorithm.overlong_buffer is not None,
+        "environment.reward_functions": bool(environment.reward_functions),
+        "environment.reward_weights": bool(environment.reward_weights),
+    }
+    if estimator_name(algorithm) != "maxrl" or not any(beside.values()):
+        return []
+    return [
+        "advantage_estimator='maxrl' divides by the mean reward, made for 0 and 1; with "
+        f"{', '.join(field for field, holds in beside.items() if holds)} rewards can be others: a "
+        "group whose mean is not positive gets 0, and one near 0 large advantages"
+    ]
+
+
+def _odd_updates(config: TrainConfig) -> list[str]:
+    """Name what the number of updates on a batch makes useless or wrong."""
+    trainer, algorithm = config.trainer, config.trainer.algorithm
+    name, anchor, odd = loss_name(algorithm), ratio_anchor(algorithm), []
+    several = updates_per_step(trainer) > 1
+    if not several and anchor == "old" and name in _PLAIN_AT_ONE:
+        odd.append(
+            f"policy_loss_type={name!r} with one update on each batch: its ratio is 1, where its "
+            "gradient is that of 'regular'; set trainer.update_epochs_per_batch or a smaller "
+            "trainer.policy_mini_batch_size, or 'regular'"
+        )
+    proximal = algorithm.decoupled_ppo.proximal
+    if not several and name == "decoupled_ppo" and proximal == "log_linear":
+        odd.append(
+            "decoupled_ppo.proximal='log_linear' with one update on each batch: the policy at its "
+            "start is the policy itself, which 'forward' takes without a pass of its own; the "
+            "estimate of it only clips more; set 'forward'"
+        )
+    dropout = trainer.policy.model.lora.dropout if trainer.policy.model.lora.rank else 0
+    if dropout and (anchor == "rollout" or (several and anchor == "old")):
+        odd.append(
+            f"policy_loss_type={name!r} and trainer.policy.model.lora.dropout={dropout:g}: the "
+            "ratio is against log-probs without dropout, so it is not 1 where the weights are "
+            "the same; set 0.0"
+        )
     return odd
 
 
 def _odd_groups(algorithm: AlgorithmConfig, samples: int) -> list[str]:
-    name, odd = algorithm.advantage_estimator, []
+    name, odd = estimator_name(algorithm), []
     if algorithm.advantage_batch_normalize and name in ("gae", "reinforce++"):
         odd.append(f"advantage_batch_normalize=True: {name!r} normalises over the batch itself")
     if samples > 1:

@@ -4,7 +4,7 @@ import warnings
 from typing import Any, NoReturn
 
 from jaxrl.config.errors import fail
-from jaxrl.config.generator import InferenceEngineConfig
+from jaxrl.config.generator import GeneratorConfig, InferenceEngineConfig
 from jaxrl.config.jetstream_checks import check_jetstream
 from jaxrl.config.train_config import TrainConfig
 
@@ -48,6 +48,15 @@ def longest_row(config: TrainConfig) -> int:
     assert generator.max_input_length is not None  # resolved
     phases = (generator.sampling_params, generator.eval_sampling_params)
     return generator.max_input_length + max(p.max_generate_length for p in phases if p is not None)
+
+
+def keeps_slots(generator: GeneratorConfig) -> bool:
+    """Tell whether a conversation keeps its slot of the engine while its environment thinks.
+
+    Not beside an HTTP endpoint: an environment may ask it, and would wait for the slots that the
+    conversations keep.
+    """
+    return generator.max_turns > 1 and not generator.inference_engine.enable_http_endpoint
 
 
 def in_process(config: TrainConfig) -> bool:

@@ -13,6 +13,7 @@ _POSITIVE = (
     "max_samples_per_request",
     "request_seconds",
     "max_sessions",
+    "max_session_tokens",
     "session_seconds",
 )
 
@@ -47,6 +48,8 @@ class ServeConfig(BaseConfig):
     """Longest time of a request."""
     max_sessions: int = 4096
     """Conversations (X-Session-ID) that are kept; the one used least lately goes first."""
+    max_session_tokens: int = 4 * 1024**2
+    """Tokens that all kept conversations hold together; the one used least lately goes first."""
     session_seconds: float = 3600.0
     """How long a conversation that nobody uses is kept."""
 

@@ -1,7 +1,7 @@
 """The config of a supervised run: what it sets, what it leaves out, its checks and its card."""
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl.config.dataclass_config import BaseConfig, flatten
@@ -11,6 +11,7 @@ from jaxrl.config.mesh import batch_groups, check_mesh
 from jaxrl.config.microbatching import check_rows
 from jaxrl.config.objective_card import format_card, microbatch_lines, optimizer_line
 from jaxrl.config.placement import check_placement, check_processes
+from jaxrl.config.platform import ON_CPU
 from jaxrl.config.train_config import TrainConfig, resolve
 from jaxrl.config.trainer import logger_names
 from jaxrl.config.validation import check_fields
@@ -23,9 +24,9 @@ _READ = """
     trainer.resume_* trainer.log_path trainer.ckpt_path trainer.max_ckpts_to_keep
     trainer.ckpt_interval trainer.hf_save_interval trainer.export_path trainer.bf16 trainer.epochs
     trainer.max_training_steps trainer.train_batch_size trainer.micro_* trainer.use_sample_packing
-    trainer.packed_length trainer.max_tokens_per_microbatch trainer.eval_* trainer.flash_attn
-    trainer.disable_fast_tokenizer trainer.project_name trainer.run_name trainer.logger
-    trainer.compilation_cache_path trainer.rope_* trainer.strategy
+    trainer.packed_length trainer.few_shapes trainer.max_tokens_per_microbatch trainer.eval_*
+    trainer.flash_attn trainer.disable_fast_tokenizer trainer.project_name trainer.run_name
+    trainer.logger trainer.compilation_cache_path trainer.rope_* trainer.strategy
 """
 
 
@@ -63,6 +64,8 @@ def validate_sft(config: TrainConfig, num_devices: int = 1, num_processes: int =
     defaults, expected = flatten(TrainConfig()), flatten(resolved)
     for key, value in flatten(config).items():
         field = _field(key, defaults)
+        if field in ON_CPU:  # the config of an earlier run has what the platform made of it
+            continue
         if field is not None and value not in (defaults[field], expected.get(key)):
             fix = f"has no effect in supervised fine-tuning; leave it {defaults[field]!r}"
             fail(key, value, fix)
@@ -86,13 +89,16 @@ def check_lengths(config: TrainConfig, num_devices: int, longest: int) -> None:
     check_rows(config.trainer, groups, longest, f"the longest conversation of {longest} tokens")
 
 
-def sft_card(config: TrainConfig, num_devices: int, longest: int) -> str:
+def sft_card(
+    config: TrainConfig, num_devices: int, longest: int, platform: Sequence[str] = ()
+) -> str:
     """The objective of a supervised run in plain text.
 
     Args:
         config: resolved.
         num_devices: devices that the run will use.
         longest: tokens of the longest conversation.
+        platform: see `objective_card`.
     """
     trainer, sft = config.trainer, config.sft
     size = trainer.train_batch_size
@@ -112,6 +118,7 @@ def sft_card(config: TrainConfig, num_devices: int, longest: int) -> str:
                 *microbatch_lines(config, size, num_devices, longest),
             ],
         ),
+        ("platform", list(platform)),
     ]
     return format_card(parts)
 

@@ -16,7 +16,7 @@ from jaxrl.config.generator import GeneratorConfig, SamplingParams
 from jaxrl.config.mesh import map_mesh
 from jaxrl.config.serving import ServeConfig
 from jaxrl.config.sft import SFTConfig
-from jaxrl.config.trainer import FullyAsyncConfig, TrainerConfig
+from jaxrl.config.trainer import FullyAsyncConfig, TrainerConfig, run_folder
 from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry
 
 
@@ -89,6 +89,7 @@ def resolve(config: Config) -> Config:
     policy.mesh, ref.mesh, critic.mesh = what SkyRL's fields say where they do not;
     eval_sampling_params = greedy with the same length; generator.rope_* = trainer.rope_*;
     fully_async.num_parallel_generation_workers, if the default = what the batch can keep at work;
+    ckpt_path, export_path = checkpoints and exports in the run folder;
     off_policy_correction = token weights for the deprecated use_tis. What the user set stays, but
     for a leading `~` in a path, which becomes the home folder, and for another name or path of a
     built-in loss or estimator, which becomes the built-in's name.
@@ -125,6 +126,8 @@ def resolve(config: Config) -> Config:
     if generator.eval_sampling_params is None:
         generator.eval_sampling_params = SamplingParams(temperature=0.0, max_generate_length=length)
     _fit_workers(trainer)
+    trainer.ckpt_path = trainer.ckpt_path or str(run_folder(trainer) / "checkpoints")
+    trainer.export_path = trainer.export_path or str(run_folder(trainer) / "exports")
     generator.rope_scaling = generator.rope_scaling or copy.deepcopy(trainer.rope_scaling)
     generator.rope_theta = generator.rope_theta or trainer.rope_theta
     _expand_home(config)

@@ -1,9 +1,8 @@
 """Config of the training run: models, devices, batch sizes, checkpoints, logging."""
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jaxrl.config.algorithm import AlgorithmConfig
 from jaxrl.config.backend import PRECISIONS, FSDPConfig, MegatronConfig, MeshConfig
@@ -155,20 +154,21 @@ class TrainerConfig(BaseConfig):
     """"latest" checkpoint in ckpt_path, "from_path", or "none"."""
     resume_path: str | None = None
     """Checkpoint for resume_mode "from_path"."""
-    log_path: str = "/tmp/skyrl-logs"
+    log_path: str = "runs"
     """Run folder: config.yaml, metrics.jsonl, curve.png, TensorBoard events."""
-    ckpt_path: str = field(default_factory=lambda: os.path.expanduser("~/ckpts/"))
-    """Folder of the checkpoints."""
+    ckpt_path: str = ""
+    """Folder of the checkpoints; "" = checkpoints in the run folder."""
     max_ckpts_to_keep: int = -1
     """Checkpoints kept, the latest ones; -1 = all."""
     ckpt_interval: int = 10
     """Steps between checkpoints; -1 = none."""
     hf_save_interval: int = -1
     """Steps between exports in Hugging Face format; -1 = none."""
-    export_path: str = field(default_factory=lambda: os.path.expanduser("~/exports/"))
-    """Folder of exported models and evaluation results."""
-    bf16: bool = False
-    """Compute in bfloat16; master weights and optimizer state stay float32."""
+    export_path: str = ""
+    """Folder of exported models and evaluation results; "" = exports in the run folder."""
+    bf16: bool | Literal["auto"] = "auto"
+    """Compute in bfloat16; master weights and optimizer state stay float32. "auto" = on TPUs and
+    GPUs."""
     epochs: int = 1
     """Passes over the training prompts."""
     max_training_steps: int | None = None
@@ -188,10 +188,16 @@ class TrainerConfig(BaseConfig):
     """Rows per device in one gradient-free forward pass."""
     update_ref_every_epoch: bool = False
     """Copy the policy into the reference model after every epoch; the copy is in checkpoints."""
-    use_sample_packing: bool = False
-    """Several trajectories per row of the model's input."""
+    use_sample_packing: bool | Literal["auto"] = "auto"
+    """Several trajectories per row of the model's input. "auto" = on TPUs and GPUs, but not of a
+    model that is a flax module."""
     packed_length: int | None = None
-    """Tokens of a packed row; None = the length bucket of the batch's longest trajectory."""
+    """Tokens of a packed row; None = the length bucket of the batch's longest trajectory, or with
+    few_shapes of the longest there can be."""
+    few_shapes: bool | Literal["auto"] = "auto"
+    """Compile few programs: packed rows have one length, that of the longest trajectory there can
+    be, and a microbatch all or a quarter of its rows; rows of one trajectory have four lengths.
+    "auto" = on TPUs and GPUs."""
     max_tokens_per_microbatch: int = -1
     """Rows x tokens of a forward pass over all devices, in place of row counts; -1 = row counts."""
     eval_batch_size: int = 1024
@@ -202,8 +208,9 @@ class TrainerConfig(BaseConfig):
     """Steps between evaluations; -1 = none."""
     max_prompt_length: int = 512
     """Longer prompts, in tokens, are dropped from the data."""
-    flash_attn: bool = False
-    """Fused attention kernel: splash on TPUs, Pallas-Triton on GPUs (bf16 only), none on CPUs."""
+    flash_attn: bool | Literal["auto"] = "auto"
+    """Fused attention kernel: splash on TPUs, Pallas-Triton on GPUs (bf16 only), none on CPUs.
+    "auto" = on where the platform's kernel can run the models."""
     disable_fast_tokenizer: bool = False
     """Slow tokenizer of transformers."""
     project_name: str = "skyrl"
@@ -254,7 +261,7 @@ def compute_dtype(trainer: TrainerConfig, role: str) -> str:
     """
     own = getattr(trainer, role).fsdp_config.mixed_precision
     if own is None:
-        return "bfloat16" if trainer.bf16 else "float32"
+        return "bfloat16" if trainer.bf16 is True else "float32"
     return PRECISIONS[own.param_dtype]
 
 

@@ -12,7 +12,7 @@ from jaxrl.config.data import check_data
 from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.errors import check_choice, fail
 from jaxrl.config.field_status import status_of
-from jaxrl.config.generator import GeneratorConfig, SamplingParams
+from jaxrl.config.generator import GeneratorConfig, SamplingParams, engine_dtype
 from jaxrl.config.ledger import check_ledger
 from jaxrl.config.mesh import batch_groups, check_mesh
 from jaxrl.config.microbatching import check_microbatches
@@ -20,6 +20,7 @@ from jaxrl.config.model_checks import check_models
 from jaxrl.config.needs import has_critic
 from jaxrl.config.objective_checks import check_objective, warn_of_objective
 from jaxrl.config.placement import check_placement, check_processes
+from jaxrl.config.platform import AUTO
 from jaxrl.config.rollouts import check_engines
 from jaxrl.config.serving import check_serving
 from jaxrl.config.sft import SFTConfig
@@ -56,7 +57,7 @@ _CHOICES = {
         "product",
     ),
     "generator.inference_engine.backend": ("native", "vllm", "jetstream"),
-    "generator.inference_engine.model_dtype": ("float32", "bfloat16"),
+    "generator.inference_engine.model_dtype": ("float32", "bfloat16", AUTO),
     "generator.inference_engine.weight_transport": ("folder", "transfer"),
     "generator.chat_template.source": ("name", "file"),
     "generator.sampling_params.logprobs": (None, 0, 1),
@@ -261,19 +262,22 @@ def _warn_of_sampling(config: TrainConfig) -> None:
     values = {name: getattr(sampling_params, name) for name in off}
     filters = {name: value for name, value in values.items() if value != off[name]}
     if filters:
-        fix = "; generator.sampling_params.keep_sampling_mask trains what top_k, top_p, min_p left"
+        fix = (
+            "; generator.sampling_params.keep_sampling_mask, with a top_k, e.g. 64, trains what "
+            "top_k, top_p, min_p left"
+        )
         warnings.warn(
             f"generator.sampling_params {filters}: tokens come from a filtered distribution and "
             "the loss trains the whole one; policy/rollout_train_logprobs_abs_diff then measures "
             "the filter too" + fix * any(name in filters for name in ("top_k", "top_p", "min_p")),
             stacklevel=3,
         )
-    engine_dtype = config.generator.inference_engine.model_dtype
+    sampled_dtype = engine_dtype(config.generator.inference_engine)
     trained_dtype = compute_dtype(config.trainer, "policy")
-    if engine_dtype != trained_dtype:
+    if sampled_dtype != trained_dtype:
         warnings.warn(
-            f"generator.inference_engine.model_dtype={engine_dtype!r}, and the trainer computes in "
-            f"{trained_dtype} (trainer.bf16={config.trainer.bf16}): their log-probs will differ",
+            f"generator.inference_engine.model_dtype={sampled_dtype!r}, and the trainer computes "
+            f"in {trained_dtype} (trainer.bf16={config.trainer.bf16}): their log-probs will differ",
             stacklevel=3,
         )
 

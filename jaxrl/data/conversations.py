@@ -6,14 +6,14 @@ user said, what the assistant answered); `tools`, a list of schemas, reaches the
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from jaxrl.data.packing import collate
+from jaxrl.data.packing import collate, length_bucket
 from jaxrl.data.prompts import BadRow, convert_rows, messages_of
 from jaxrl.types import GeneratorOutput, Message, TrainBatch
 
@@ -147,8 +147,14 @@ def encode_conversation(
     return Conversation(tuple(tokens), tuple(mask.tolist()))
 
 
-def conversation_batch(conversations: Sequence[Conversation]) -> TrainBatch:
-    """One conversation per row [B, T]; the response starts with the first imitated token."""
+def conversation_batch(
+    conversations: Sequence[Conversation], width_of: Callable[[int], int] = length_bucket
+) -> TrainBatch:
+    """Put one conversation in each row [B, T]; a response starts with its first imitated token.
+
+    Args:
+        width_of: tokens of the longest -> T.
+    """
     starts = [conversation.loss_mask.index(1) for conversation in conversations]
     pairs = list(zip(conversations, starts, strict=True))
     masks = [list(c.loss_mask[start:]) for c, start in pairs]
@@ -163,7 +169,7 @@ def conversation_batch(conversations: Sequence[Conversation]) -> TrainBatch:
         "policy_versions": [0] * rows,
         "rollout_metrics": {},
     }
-    return collate(output, index=range(rows))
+    return collate(output, range(rows), width_of)
 
 
 class _Template:

@@ -3,7 +3,7 @@
 Padded, a row holds one trajectory. Packed, it holds several, found by best-fit decreasing; a
 trajectory never straddles two rows. All of it is numpy on the host, and the same lengths give the
 same microbatches. Shapes are few: a length bucket decides all but the number of packed rows, which
-is one of four.
+is one of four; where programs take minutes to compile they are fewer still, see `widths`.
 """
 
 import math
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxrl.data.packing import length_bucket, one_per_row, round_up
+from jaxrl.data.packing import buckets_between, length_bucket, one_per_row, round_up
 from jaxrl.types import Array, ModelRows, TrainBatch
 
 MAX_PER_ROW = 16  # trajectories: bounds the rows of the losses' arrays
@@ -35,6 +35,8 @@ class Microbatching:
         max_tokens: rows x tokens of a microbatch, in place of `rows`.
         packed: several trajectories in a row.
         packed_length: tokens of a packed row; None = the bucket of the batch's longest trajectory.
+        widths: that the losses' arrays can have, ascending, in place of all buckets; packed rows
+            then come in two numbers, a quarter of a full microbatch and a full one.
     """
 
     rows: int
@@ -43,11 +45,20 @@ class Microbatching:
     max_tokens: int | None = None
     packed: bool = False
     packed_length: int | None = None
+    widths: tuple[int, ...] = ()
 
     def width(self, longest: int) -> int:
         """T of the losses' arrays: the bucket of the longest trajectory, or a packed row."""
-        bucket = length_bucket(longest)
+        bucket = next((w for w in self.widths if w >= longest), length_bucket(longest))
         return bucket if self.packed_length is None else min(bucket, self.packed_length)
+
+    def batch_width(self, longest: int) -> int:
+        """Return the T of a whole batch, before it is cut."""
+        return self.width(longest) if self.widths else length_bucket(longest)
+
+    def batch_widths(self, shortest: int, longest: int) -> list[int]:
+        """Return the T of batches whose longest rows have `shortest` to `longest` tokens."""
+        return sorted({self.batch_width(n) for n in buckets_between(shortest, longest)})
 
     def length(self, width: int) -> int:
         """L of the model's rows."""
@@ -59,8 +70,19 @@ class Microbatching:
         The quarters of a full one if packed, so that a few trajectories left over cost few rows.
         """
         full = min(self._limit(width), self._most(width))
-        quarters = (1, 2, 3, 4) if self.packed else (4,)
+        quarters = ((1, 4) if self.widths else (1, 2, 3, 4)) if self.packed else (4,)
         return sorted({round_up(-(-full * n // 4), self.groups) for n in quarters})
+
+    def next_rows(self, left: int, width: int) -> int:
+        """Return the rows of the next microbatch, of `left` packed ones that are in none yet.
+
+        Without a program for a half and three quarters these are two and three quarters, so that
+        less than one quarter of a microbatch is padding either way.
+        """
+        counts = self.row_counts(width)
+        if self.widths and round_up(left, counts[0]) < counts[-1]:
+            return counts[0]
+        return next((n for n in counts if n >= left), counts[-1])
 
     def batch_sizes(self, width: int) -> list[int]:
         """Numbers of trajectories of `width` tokens that make one microbatch of each row count."""
@@ -70,6 +92,7 @@ class Microbatching:
         """Whether a batch of such shapes is one microbatch, without rows of zeros, for certain."""
         width = self.width(int(lengths.max()))
         fits = self.max_tokens is None and self.rows >= self._most(width)
+        fits &= not (self.packed and self.widths) or len(self.row_counts(width)) == 1
         return fits and len(lengths) == self.total
 
     def _per_row(self, width: int) -> int:
@@ -193,7 +216,7 @@ def _padded(lengths: np.ndarray, settings: Microbatching) -> list[Layout]:
     """One trajectory per row, longest first; rows are cut to the bucket of the longest."""
     order, layouts = np.argsort(-lengths, kind="stable"), []
     while len(order):
-        width = length_bucket(int(lengths[order[0]]))
+        width = settings.width(int(lengths[order[0]]))
         (rows,) = settings.row_counts(width)
         chosen, order = order[:rows], order[rows:]
         row = np.arange(len(chosen))
@@ -208,7 +231,7 @@ def _packed(lengths: np.ndarray, settings: Microbatching) -> list[Layout]:
     """
     longest = int(lengths.max())
     width = settings.width(longest)
-    length, counts = settings.length(width), settings.row_counts(width)
+    length = settings.length(width)
     if longest > length:
         raise ValueError(
             f"a trajectory of {longest} tokens does not fit in packed_length={length}; raise "
@@ -220,9 +243,9 @@ def _packed(lengths: np.ndarray, settings: Microbatching) -> list[Layout]:
 
     rows = sorted(best_fit_decreasing(lengths, length), key=cost, reverse=True)
     layouts = []
-    for first in range(0, len(rows), counts[-1]):
-        part = rows[first : first + counts[-1]]
-        count = next(n for n in counts if n >= len(part))
+    while rows:
+        count = settings.next_rows(len(rows), width)
+        part, rows = rows[:count], rows[count:]
         part += [[]] * (count - len(part))
         order = balance([cost(row) for row in part], settings.groups)
         size = min(MAX_PER_ROW * count, settings.total), width

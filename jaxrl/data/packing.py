@@ -1,6 +1,6 @@
 """Trajectories -> `TrainBatch`: host arrays, one trajectory per row, right padded to a bucket."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import jax
@@ -57,6 +57,7 @@ def empty_batch(
         row_ids=np.arange(rows, dtype=np.int32),
         kept=np.full((rows, width, kept), -1, np.int32) if kept else None,
         token_versions=np.full((rows, width), -1, np.int32),
+        context_versions=np.full((rows, width), -1, np.int32),
     )
 
 
@@ -70,26 +71,35 @@ def token_level(
     Args:
         zero_reward_on_non_stop: a response that did not stop by itself earns nothing.
         apply_overlong_filtering: it is masked; nothing is learnt from it.
+
+    Returns:
+        The columns, and as `valid_mask` which rows the generator itself has not masked.
     """
     rewards = [
         r if isinstance(r, list) else [*[0.0] * (len(tokens) - 1), r][: len(tokens)]
         for r, tokens in zip(output["rewards"], output["response_ids"], strict=True)
     ]
     masks = output["loss_masks"]
+    valid = [any(mask) for mask in masks]
     cut = [reason != "stop" for reason in output["stop_reasons"]]
     if zero_reward_on_non_stop:
         rewards = [[0.0] * len(r) if c else r for r, c in zip(rewards, cut, strict=True)]
     if apply_overlong_filtering:
         masks = [[0] * len(m) if c else m for m, c in zip(masks, cut, strict=True)]
-    return {**output, "rewards": rewards, "loss_masks": masks}
+    return {**output, "rewards": rewards, "loss_masks": masks, "valid_mask": valid}
 
 
-def collate(output: GeneratorOutput, index: Sequence[int] | np.ndarray) -> TrainBatch:
+def collate(
+    output: GeneratorOutput,
+    index: Sequence[int] | np.ndarray,
+    width_of: Callable[[int], int] = length_bucket,
+) -> TrainBatch:
     """One row per trajectory, or per step of one.
 
     Args:
         output: columns, with per-token rewards.
         index: prompt group of each row.
+        width_of: tokens of the longest row -> columns.
 
     Raises:
         ValueError: a row whose lists differ in length; the message names the row and the column.
@@ -97,7 +107,7 @@ def collate(output: GeneratorOutput, index: Sequence[int] | np.ndarray) -> Train
     rows = len(output["response_ids"])
     prompts, responses = output["prompt_token_ids"], output["response_ids"]
     lengths = np.array([len(p) + len(r) for p, r in zip(prompts, responses, strict=True)], np.int32)
-    width = length_bucket(int(lengths.max()))
+    width = width_of(int(lengths.max()))
 
     def response_array(column: str, empty: float | np.int32 = 0.0) -> np.ndarray:
         array = np.full((rows, width), empty, getattr(empty, "dtype", np.float32))
@@ -129,9 +139,13 @@ def collate(output: GeneratorOutput, index: Sequence[int] | np.ndarray) -> Train
         policy_versions=np.asarray(output["policy_versions"], np.int32),
         row_ids=np.arange(rows, dtype=np.int32),
         is_last_step=np.asarray(output["is_last_step"]) if "is_last_step" in output else None,
+        valid_mask=np.asarray(output["valid_mask"]) if "valid_mask" in output else None,
         kept=_kept(output, width),
         token_versions=response_array("token_versions", np.int32(-1))
         if "token_versions" in output
+        else None,
+        context_versions=response_array("context_versions", np.int32(-1))
+        if "context_versions" in output
         else None,
     )
 

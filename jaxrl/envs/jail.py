@@ -14,6 +14,7 @@ to know what holds the code. Reads one JSON object from stdin, see `sandbox._req
 JSON line per run to stdout.
 """
 
+import _socket
 import contextlib
 import ctypes
 import json
@@ -41,9 +42,9 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 1, 
 
 _FIRST_UID = 0x70000000  # far above those that systems hand out; one per run, by the PID
 _STAGE = "/proc"  # a folder that exists everywhere; it is covered in the new mount namespace only
-_HOME = "/tmp"
 _TICK_SECONDS = 0.02  # between two looks at the memory
 _ROOT_BYTES = 1 << 20
+_MEMORY = (b"RssAnon:", b"RssFile:", b"VmSwap:", b"VmPTE:")  # of a process, without shared files
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -90,19 +91,22 @@ def _leave_host() -> None:
 def _process_1(request: dict, uid: int) -> None:
     """Everything after the fork: one run after the other, each in an empty folder of its own."""
     _prctl(_PR_SET_DUMPABLE, 0)  # nobody looks into this process
+    # Without a handler of its own, the kernel keeps every signal of the code from process 1.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.umask(0o022)  # the code may read what is made for it, whatever the trainer's mask
     _check(_libc.sethostname(b"sandbox", 7), "name the host")
-    processes = _build_root(request["paths"], request["pivot_root"])
+    processes = _build_root(request["paths"], request["home"], request["pivot_root"])
     for stdin in request["stdins"]:
         _mount_home(request, uid, stdin)
+        _say({"begun": True})  # what goes wrong from here on may be the code's doing
         _say(_run(request, uid, processes))
-        _check(_libc.umount2(_HOME.encode(), _MNT_DETACH), "unmount the folder of the run")
+        _check(_libc.umount2(request["home"].encode(), _MNT_DETACH), "unmount the run's folder")
 
 
 # ---- the file system -----------------------------------------------------------------------------
 
 
-def _build_root(paths: list[str], pivot_root: int) -> int:
+def _build_root(paths: list[str], home: str, pivot_root: int) -> int:
     """A root with read-only binds of `paths`; the descriptor of a /proc that only we can see."""
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE, "")
     with contextlib.ExitStack() as stack:
@@ -110,14 +114,14 @@ def _build_root(paths: list[str], pivot_root: int) -> int:
         sources = {path: os.open(path, os.O_PATH) for path in paths if os.path.exists(path)}
         for descriptor in sources.values():
             stack.callback(os.close, descriptor)
-        home = os.open("/proc/self/fd", os.O_PATH | os.O_DIRECTORY)
-        stack.callback(os.close, home)
+        descriptors = os.open("/proc/self/fd", os.O_PATH | os.O_DIRECTORY)
+        stack.callback(os.close, descriptors)
         _mount("tmpfs", _STAGE, "tmpfs", _MS_NOSUID_NODEV, f"size={_ROOT_BYTES},mode=755")
-        os.fchdir(home)
+        os.fchdir(descriptors)
         for path, descriptor in sources.items():
             _bind(path, descriptor)
     os.chdir(_STAGE)
-    for folder in ("proc", _HOME[1:]):
+    for folder in ("proc", home[1:]):
         os.makedirs(folder, exist_ok=True)
     _mount("proc", "proc", "proc", _MS_NOSUID_NODEV, "")
     processes = os.open("proc", os.O_RDONLY | os.O_DIRECTORY)
@@ -149,10 +153,10 @@ def _bind(path: str, descriptor: int) -> None:
 def _mount_home(request: dict, uid: int, stdin: str) -> None:
     """An empty folder in memory, which holds the program and its input."""
     options = f"size={request['disk_mb']}m,nr_inodes={request['files']},mode=700,uid={uid}"
-    _mount("tmpfs", _HOME, "tmpfs", _MS_NOSUID_NODEV, options)
+    _mount("tmpfs", request["home"], "tmpfs", _MS_NOSUID_NODEV, options)
     for name, text in (("main.py", request["code"]), (".stdin", stdin)):
         # A lone surrogate is in some answers; Python says then where.
-        _write(f"{_HOME}/{name}", text.encode("utf-8", "surrogatepass"))
+        _write(f"{request['home']}/{name}", text.encode("utf-8", "surrogatepass"))
 
 
 def _mount(source: str, target: str, kind: str | None, flags: int, options: str) -> None:
@@ -181,14 +185,14 @@ def _run(request: dict, uid: int, processes: int) -> dict:
         status: of waitpid.
         limit: "timeout", "memory" or "output" if that is why it was killed.
         seconds: it took.
-        peak_mb: the largest sum of resident memory that was seen.
+        peak_mb: the largest memory that was seen.
     """
     pipes = [os.pipe() for _ in range(2)]
     start = time.monotonic()
     child = os.fork()
     if child == 0:
         try:
-            _become_the_code(request, uid, [write for _, write in pipes])
+            _become_the_code(request, uid, [write for _, write in pipes], processes)
         finally:
             os._exit(126)
     for _, write in pipes:
@@ -202,6 +206,8 @@ def _run(request: dict, uid: int, processes: int) -> dict:
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, signal.SIGKILL)
     status = _reap(child)
+    # Sockets on their way to nobody may hold files; the kernel looks for them when one is closed.
+    _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM).close()
     watch.read_rest()
     for descriptor in (*watch.outputs, ends):
         os.close(descriptor)
@@ -218,8 +224,14 @@ class _Watch:
     ) -> None:
         self.request, self.processes, self.start = request, processes, start
         self.outputs, self.open = outputs, set(outputs)
+        for descriptor in outputs:
+            os.set_blocking(descriptor, False)
         self.limit: str | None = None
         self.peak_mb = 0.0
+        socket = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+        # What it may send, and once more half of that: the last message may exceed it.
+        self.socket_bytes = socket.getsockopt(_socket.SOL_SOCKET, _socket.SO_SNDBUF) * 3 // 2
+        socket.close()
 
     def look(self, ends: int) -> bool:
         """Waits at most a tick for output, looks at clock and memory; whether the program ended."""
@@ -237,38 +249,75 @@ class _Watch:
         return ends in ready
 
     def read_rest(self) -> None:
-        """What still lies in the pipes when nobody can write to them any more."""
-        while self.open and self.limit != "output":
-            self._read(list(self.open))
+        """Reads what still lies in the pipes when no process is left to write to them.
 
-    def _read(self, descriptors: list[int]) -> None:
-        """Appends what there is; what exceeds the limit is thrown away."""
+        Their end is not waited for: one that was sent over a socket may outlive its senders.
+        """
+        while self._read(list(self.open)) and self.limit != "output":
+            pass
+
+    def _read(self, descriptors: list[int]) -> bool:
+        """Appends what there is, if anything; what exceeds the limit is thrown away."""
+        found = False
         for descriptor in descriptors:
-            data, text = os.read(descriptor, 1 << 16), self.outputs[descriptor]
+            try:
+                data = os.read(descriptor, 1 << 16)
+            except BlockingIOError:
+                continue
             if not data:
                 self.open.remove(descriptor)
+            found, text = found or bool(data), self.outputs[descriptor]
             text += data
             if len(text) > self.request["output_bytes"]:
                 del text[self.request["output_bytes"] :]
                 self.limit = self.limit or "output"
+        return found
 
     def _used(self) -> tuple[float, float]:
-        """Resident memory in MB (a shared page counts for each) and CPU seconds of all processes.
+        """Returns the memory in MB and the CPU seconds of all processes.
 
-        Those that ended count too: nobody buries them before the run is over.
+        Memory is what is resident or swapped (a page that processes share counts for each), page
+        tables, files, and what sockets may hold in the kernel. Processes that ended count with
+        their CPU: nobody buries them before the run is over.
         """
-        pages = ticks = 0
+        kb = ticks = 0
         for name in os.listdir(self.processes):
             if name.isdigit() and name != "1":
                 with contextlib.suppress(OSError):
-                    file = os.open(f"{name}/stat", os.O_RDONLY, dir_fd=self.processes)
                     # Its name in brackets may hold anything; then state is field 3 of proc(5).
-                    fields = os.read(file, 4096).rpartition(b")")[2].split()
-                    os.close(file)
+                    fields = self._told(f"{name}/stat").rpartition(b")")[2].split()
                     ticks += sum(map(int, fields[11:15]))  # utime, stime, cutime, cstime
-                    pages += int(fields[21])  # rss
-        mb = pages * resource.getpagesize() / 2**20
+                    kb += self._resident_kb(name)
+        files = os.statvfs(self.request["home"])
+        sockets = self._told("1/net/unix").count(b"\n") - 1  # those on their way to nobody too
+        size = (files.f_blocks - files.f_bfree) * files.f_frsize
+        mb = kb / 2**10 + (size + sockets * self.socket_bytes) / 2**20
         return mb, ticks / os.sysconf("SC_CLK_TCK")
+
+    def _resident_kb(self, name: str) -> int:
+        """Returns the memory of a process, which all its threads share.
+
+        Its first thread may have ended before the others: it then no longer has any.
+        """
+        for thread in _names(f"{name}/task", self.processes):
+            rows = self._told(f"{name}/task/{thread}/status").split(b"\n")
+            if found := [int(row.split()[1]) for row in rows if row.startswith(_MEMORY)]:
+                return sum(found)
+        return 0
+
+    def _told(self, name: str) -> bytes:
+        """Returns a file of /proc."""
+        with open(os.open(name, os.O_RDONLY, dir_fd=self.processes), "rb") as file:
+            return file.read()
+
+
+def _names(folder: str, processes: int) -> list[str]:
+    """Returns what is in a folder of /proc."""
+    descriptor = os.open(folder, os.O_RDONLY, dir_fd=processes)
+    try:
+        return os.listdir(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _reap(child: int) -> int:
@@ -285,15 +334,19 @@ def _reap(child: int) -> int:
 # ---- the code ------------------------------------------------------------------------------------
 
 
-def _become_the_code(request: dict, uid: int, outputs: list[int]) -> None:
+def _become_the_code(request: dict, uid: int, outputs: list[int], processes: int) -> None:
     """Gives up every right and descriptor and becomes the Python that runs the code."""
     os.setsid()
-    stdin = os.open(f"{_HOME}/.stdin", os.O_RDONLY)
+    os.chdir(request["home"])
+    stdin = os.open(".stdin", os.O_RDONLY)
     for target, source in enumerate((stdin, *outputs)):
         os.dup2(source, target)
-    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    os.unlink(f"{_HOME}/.stdin")
-    os.chdir(_HOME)
+    os.unlink(".stdin")
+    # By their list: there may be a thousand million numbers.
+    for name in _names("self/fd", processes):
+        if int(name) > 2:
+            with contextlib.suppress(OSError):  # the list names its own
+                os.close(int(name))
     if os.geteuid() == 0:
         os.setgroups([])
     for name, value in _limits(request).items():

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -18,8 +19,11 @@ from typing import Any
 from jaxrl.envs.passages import read_passages
 from jaxrl.envs.retriever import Hit, LocalRetriever, Retriever
 
-_MAX_BYTES = 1024**2  # of a question
+_MAX_BYTES = 256 * 1024  # of a question
 _MAX_TOPK = 1000
+_MAX_HITS = 4096  # of all queries of a question
+_MAX_CHARACTERS = 4 * 1024**2  # of the passages in an answer
+_MAX_ANSWERS = 8  # that are in memory at a time
 _TIMEOUT = 60.0  # seconds without a byte of a question, after which its connection is closed
 
 
@@ -32,6 +36,8 @@ def make_server(retriever: Retriever, host: str, port: int, topk: int = 3) -> Th
         topk: hits of a query that does not say how many.
     """
 
+    places = threading.Semaphore(_MAX_ANSWERS)
+
     class Handler(BaseHTTPRequestHandler):
         timeout = _TIMEOUT
 
@@ -40,11 +46,11 @@ def make_server(retriever: Retriever, host: str, port: int, topk: int = 3) -> Th
                 size = int(self.headers.get("Content-Length", 0))
                 if not 0 <= size <= _MAX_BYTES:
                     raise ValueError(f"{size} bytes, not 0 to {_MAX_BYTES}")
-                answer = {"result": _answer(retriever, json.loads(self.rfile.read(size)), topk)}
+                question = json.loads(self.rfile.read(size))
+                with places:
+                    self._say(200, {"result": _answer(retriever, question, topk)})
             except (ValueError, TypeError, AttributeError, RecursionError) as error:
                 self._say(400, {"error": f"not a question of this protocol: {error}"})
-            else:
-                self._say(200, answer)
 
         def do_GET(self) -> None:
             self._say(200, {"status": "ok"})
@@ -74,8 +80,22 @@ def _answer(retriever: Retriever, question: Any, topk: int) -> list[list[Any]]:
         raise ValueError(f"query must be a text, got {queries!r:.200}")
     if type(topk) is not int or not 0 < topk <= _MAX_TOPK:
         raise ValueError(f"topk must be 1 to {_MAX_TOPK}, got {topk!r:.200}")
-    scores = bool(question.get("return_scores"))
-    return [[_item(hit, scores) for hit in retriever.search(query, topk)] for query in queries]
+    if len(queries) * topk > _MAX_HITS:
+        raise ValueError(
+            f"{len(queries)} queries with topk={topk} are {len(queries) * topk} passages; ask for "
+            f"at most {_MAX_HITS} at a time"
+        )
+    scores, left = bool(question.get("return_scores")), _MAX_CHARACTERS
+    answer = []
+    for query in queries:
+        hits = retriever.search(query, topk)
+        left -= sum(len(hit.passage.contents) for hit in hits)
+        if left < 0:
+            raise ValueError(
+                f"its passages have more than {_MAX_CHARACTERS} characters; ask for fewer"
+            )
+        answer.append([_item(hit, scores) for hit in hits])
+    return answer
 
 
 def _item(hit: Hit, scores: bool) -> dict[str, Any]:

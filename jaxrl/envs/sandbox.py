@@ -14,6 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,9 +25,10 @@ from jaxrl.envs.seccomp import CALLS, filter_lines
 _JAIL = Path(__file__).with_name("jail.py")
 _START_SECONDS = 30.0  # for the jail itself, on a busy machine
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+# Not /dev/zero: a shared mapping of it is memory that no process and no folder holds.
+_DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")
+_HOMES = ("/tmp", "/sandbox")  # the empty folder of a run: the first in which no package lies
 _ENVIRONMENT = {
-    "HOME": "/tmp",
     "LANG": "C.UTF-8",
     "PYTHONHASHSEED": "0",  # the same rewards every time
     "OMP_NUM_THREADS": "1",
@@ -34,7 +36,9 @@ _ENVIRONMENT = {
 }
 _SEE_AND_REACH = """
 import os, socket
-print(os.getuid() not in (0, {uid}) or {uid} != 0, os.path.exists({here!r}), os.listdir("/tmp"))
+print(os.getuid() not in (0, {uid}) or {uid} != 0, os.path.exists({here!r}), os.listdir())
+seen = [folder for folder in {packages!r} if os.access(folder, os.R_OK | os.X_OK)]
+print(len(seen), "of", len({packages!r}), "folders of packages")
 try:
     socket.socket(socket.AF_INET)
     print("network")
@@ -56,9 +60,9 @@ class Limits:
     cpu_seconds: float = 10.0
     """Of all its processes together."""
     memory_mb: int = 1024
-    """Address space of a process, and resident memory of all of them together."""
+    """Address space of a process, and memory of all of them together with their files."""
     disk_mb: int = 64
-    """All files together; they lie in memory and come on top of `memory_mb`."""
+    """All files together; they lie in memory and count in `memory_mb`."""
     files: int = 1024
     """Files and folders at a time."""
     processes: int = 32
@@ -86,7 +90,7 @@ class Result:
     seconds: float
     """By the clock, without making the sandbox."""
     peak_mb: float
-    """Largest resident memory that was seen; short peaks are missed."""
+    """Largest memory that was seen; short peaks are missed."""
 
     @property
     def ok(self) -> bool:
@@ -115,7 +119,8 @@ def run_each(
     """Runs a program once for every input, one after the other, in one sandbox.
 
     Each run has an empty folder, and starts when the one before is over with all its processes. An
-    iterator that is closed early ends the sandbox.
+    iterator that is closed early ends the sandbox. A program that has the sandbox itself killed
+    was "killed", and that result is the last.
 
     Raises:
         SandboxError: the machine cannot hold it.
@@ -143,12 +148,26 @@ def _converse(child: subprocess.Popen[bytes], request: dict[str, Any]) -> Iterat
     assert child.stdin is not None and child.stdout is not None and child.stderr is not None
     with child.stdin:
         child.stdin.write(json.dumps(request).encode())
-    for _ in request["stdins"]:
-        line = child.stdout.readline()
-        if not line:
-            said = child.stderr.read().decode(errors="replace")[-2000:]
-            raise SandboxError(f"the sandbox ended without a result: {said or 'killed'}")
-        yield _read_result(json.loads(line))
+    begun, running, missing = None, False, len(request["stdins"])
+    wrong = "killed"
+    for line in child.stdout:
+        if not line.endswith(b"\n"):
+            break  # it was killed while it spoke
+        said = json.loads(line)
+        if "begun" in said:
+            begun, running = time.monotonic(), True
+        elif running and "refused" in said:
+            wrong = said["refused"]
+            break
+        else:
+            yield _read_result(said)
+            running, missing = False, missing - 1
+    if missing:
+        wrong = child.stderr.read().decode(errors="replace")[-2000:] or wrong
+        if begun is None:
+            raise SandboxError(f"the sandbox ended without a result: {wrong}")
+        # The program's doing, as far as anyone can tell: it must not be a way out of its reward.
+        yield Result("killed", "", wrong, -signal.SIGKILL, time.monotonic() - begun, 0.0)
 
 
 @functools.cache
@@ -158,8 +177,10 @@ def require() -> None:
     Raises:
         SandboxError: they do not; says what the machine does not allow.
     """
-    result = run(_SEE_AND_REACH.format(here=str(_JAIL), uid=os.getuid()))
-    wanted = "True False ['main.py']\nno network\n"
+    packages = [folder for folder in _packages() if os.path.isdir(folder)]
+    result = run(_SEE_AND_REACH.format(here=str(_JAIL), uid=os.getuid(), packages=packages))
+    count = len(packages)
+    wanted = f"True False ['main.py']\n{count} of {count} folders of packages\nno network\n"
     if not result.ok or result.stdout != wanted:
         raise SandboxError(
             f"the sandbox does not hold: expected {wanted!r}, got {result.stdout!r} "
@@ -172,19 +193,30 @@ def _request(code: str, stdins: Sequence[str], limits: Limits) -> dict[str, Any]
     if sys.platform != "linux" or machine not in CALLS:
         here = f"this is {sys.platform} on {machine}"
         raise SandboxError(f"the sandbox needs Linux on one of {', '.join(CALLS)}; {here}")
-    packages = sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
+    packages = _packages()
     python = os.path.realpath(sys._base_executable)  # type: ignore[attr-defined]
+    paths = _outermost([sys.base_prefix, python, *packages, *_LIBRARIES, *_DEVICES])
+    free = [h for h in _HOMES if all(Path(h) not in (Path(p), *Path(p).parents) for p in paths)]
+    if not free:
+        raise SandboxError(f"the sandbox needs one of {', '.join(_HOMES)} without packages")
     return asdict(limits) | {
         "parent": os.getpid(),
         "code": code,
         "stdins": list(stdins),
         "filter": filter_lines(machine),
         "pivot_root": CALLS[machine]["pivot_root"],
-        "paths": _outermost([sys.base_prefix, python, *packages, *_LIBRARIES, *_DEVICES]),
+        "paths": paths,
+        "home": free[0],
         "python": python,
         "arguments": [python, "-s", "-B", "main.py"],
-        "environment": _ENVIRONMENT | {"PYTHONPATH": ":".join(packages)},
+        "environment": {"PYTHONPATH": ":".join(packages), "HOME": free[0], "TMPDIR": free[0]}
+        | _ENVIRONMENT,
     }
+
+
+def _packages() -> list[str]:
+    """Returns the folders of the installed packages."""
+    return sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 
 
 def _outermost(paths: Sequence[str]) -> list[str]:

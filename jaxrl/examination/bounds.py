@@ -33,7 +33,7 @@ def gradient_bounds(config: cfg.TrainConfig, role: str = "policy") -> Bounds:
 
 def sampler_bounds(config: cfg.TrainConfig) -> Bounds:
     """Of sampler against trainer as in the run: accelerators round products of float32."""
-    engine = config.generator.inference_engine.model_dtype
+    engine = cfg.engine_dtype(config.generator.inference_engine)
     dtypes = {cfg.compute_dtype(config.trainer, "policy"), engine}
     return EXACT if dtypes == {"float32"} and jax.default_backend() == "cpu" else COARSE
 

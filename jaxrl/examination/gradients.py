@@ -67,7 +67,7 @@ def smaller_cuts(one: Microbatching) -> list[Microbatching]:
 
 def packing(subject: Subject) -> Finding:
     """Several trajectories in a row of the model's input."""
-    model, packs = subject.trainer.model, subject.run.config.trainer.use_sample_packing
+    model, packs = subject.trainer.model, subject.run.config.trainer.use_sample_packing is True
     if isinstance(model, AdaptedModel) and not packs:
         return not_here("the policy is a flax module, and trainer.use_sample_packing=False")
     if isinstance(model, AdaptedModel):

@@ -12,7 +12,7 @@ from jaxrl.warm_up import warm_up
 STEPS = 3  # the first one compiles the optimizer's update
 PER_TOKEN = (
     *("response_ids", "rewards", "loss_masks", "rollout_logprobs"),
-    *("kept", "token_versions"),
+    *("kept", "token_versions", "context_versions"),
 )
 
 

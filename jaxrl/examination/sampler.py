@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,18 +10,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl import config as cfg
 from jaxrl.checksums import checksums
 from jaxrl.data.packing import collate
 from jaxrl.examination.bounds import EXACT, sampler_bounds
 from jaxrl.examination.finding import Finding, Unavailable, failed, not_here, passed
 from jaxrl.examination.subject import Subject
+from jaxrl.models.adapter import AdaptedModel
 from jaxrl.offload import on_device
 from jaxrl.rollout.conversation import sample_key, sampling_of
-from jaxrl.rollout.protocol import Completion, Request
+from jaxrl.rollout.native import NativeEngine
+from jaxrl.rollout.protocol import Completion, Request, Sampling
+from jaxrl.train import meshes
 from jaxrl.types import GeneratorOutput, TrainBatch
 
 SAMPLES = 4  # of each prompt of a batch
 NOISE, MOVED = 0.02, 10  # of each array's size; times the bound on the mean: log-probs have moved
+UPDATES, SLOTS, CHANGE = 3, 2, 0.2  # with samples in flight; of their engine; noise of each update
 
 
 class Said(NamedTuple):
@@ -62,6 +68,42 @@ def update(subject: Subject) -> Finding:
         )
     about = f"after an update and a sync, which moved log-probs by {moved:.2g} on average"
     return _finding(subject, said, about, blame)
+
+
+def in_flight(subject: Subject) -> Finding:
+    """Log-probs of samples in flight when weights change, and of those that begin after it.
+
+    With the run's model in an engine of few slots and short blocks, which reuses what it can: a
+    group of which most wait for slots, then turns that go on from it, two of them alike. With
+    `recompute_kv_on_update` each token is of one version; without it none is of older keys and
+    values than of the version that its sample began with.
+    """
+    trainer, config = subject.trainer, subject.run.config
+    if not cfg.in_process(config) or config.generator.inference_engine.backend != "native":
+        return not_here("keys and values of these servers cannot be looked at")
+    if isinstance(trainer.model, AdaptedModel):
+        return not_here("a flax module keeps no keys and values")
+    if (tokens := config.generator.sampling_params.max_generate_length // 2) < 2:
+        return not_here("responses are too short to be in flight")
+    trainer.engine.sleep()  # there is memory for one
+    try:
+        kept, anew = (_in_flight(subject, tokens, recompute) for recompute in (False, True))
+    finally:
+        trainer.sync_weights(int(trainer.state.step))
+    bounds, sure = sampler_bounds(config), np.concatenate([kept.sure, anew.sure])
+    mean, largest = float(sure.mean()), float(sure.max())
+    about = f"{len(sure)} tokens of one version over {UPDATES} updates in flight, {kept.mixed} not"
+    figure, bound = f"mean {mean:.1e} max {largest:.1e}", f"{bounds.mean:g}, {bounds.max:g}"
+    if mean <= bounds.mean and largest <= bounds.max and not kept.late + anew.mixed:
+        return passed(figure, bound, about)
+    cause = "tokens are not of the weights that they are said to be drawn from"
+    if kept.late + anew.mixed:
+        cause = (
+            f"{kept.late} tokens of samples that began after an update are of older keys and "
+            f"values; with recompute_kv_on_update {anew.mixed} are"
+        )
+    fix = "see that an update leaves no key or value in the cache that a later sample finds"
+    return failed(figure, bound, about, cause=cause, fix=fix)
 
 
 def weights(subject: Subject) -> Finding:
@@ -113,13 +155,7 @@ def _first(subject: Subject) -> Said | str:
 
 def _ask(subject: Subject) -> Said:
     """Samples without filters, which would make the sampler's distribution another one."""
-    trainer = subject.trainer
-    params = trainer.config.generator.sampling_params
-    sampling = dataclasses.replace(
-        sampling_of(params, trainer.eos_token_ids),
-        **{"top_k": -1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0},
-        keep_sampling_mask=False,
-    )
+    trainer, sampling = subject.trainer, _unfiltered(subject)
     prompts = trainer.prompts_of(0)
     names = trainer.config.trainer.seed, "doctor"
     keys = [tuple(sample_key(*names, p.uid, i) for i in range(SAMPLES)) for p in prompts]
@@ -139,6 +175,15 @@ def _ask(subject: Subject) -> Said:
     return Said([c for _, c in rows], batch, difference[mask], worst)
 
 
+def _unfiltered(subject: Subject) -> Sampling:
+    trainer = subject.trainer
+    return dataclasses.replace(
+        sampling_of(trainer.config.generator.sampling_params, trainer.eos_token_ids),
+        **{"top_k": -1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0},
+        keep_sampling_mask=False,
+    )
+
+
 def _batch(prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> TrainBatch:
     tokens = [c.tokens for c in completions]
     output = GeneratorOutput(
@@ -150,17 +195,20 @@ def _batch(prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) 
         rollout_logprobs=[list(c.log_probs) for c in completions],
         policy_versions=[c.versions[0] for c in completions],
         rollout_metrics={},
+        token_versions=[c.versions for c in completions],
     )
+    if all(c.context_versions for c in completions):
+        output["context_versions"] = [c.context_versions for c in completions]
     return collate(output, index=np.arange(len(tokens)))
 
 
-def _scored(subject: Subject, batch: TrainBatch) -> np.ndarray:
-    """The trainer's log-probs [B, T]; at most as many rows at a time as a step has."""
+def _scored(subject: Subject, batch: TrainBatch, params: Any = None) -> np.ndarray:
+    """Log-probs [B, T] of parameters, None = the trainer's; at most a step's rows at a time."""
     scorer, found = subject.trainer.scorer, []
     most = scorer.microbatching.total
     for first_row in range(0, len(batch.index), most):
         part = jax.tree.map(lambda x, i=first_row: x[i : i + most], batch)
-        found.append(scorer(subject.trainer.params, part)[0])
+        found.append(scorer(subject.trainer.params if params is None else params, part)[0])
     return np.concatenate(found)
 
 
@@ -235,6 +283,84 @@ def _noisy(params: Any, scale: Any, *, seed: int) -> Any:
     drawn = [jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, leaves, strict=True)]
     moved = [x + scale * s * d for x, s, d in zip(leaves, sizes, drawn, strict=True)]
     return jax.tree.unflatten(tree, moved)
+
+
+# ---------------------------------------------------------------- updates in flight
+
+
+class Swapped(NamedTuple):
+    """Samples of several versions.
+
+    Attributes:
+        sure: difference from the trainer of each token of one version.
+        mixed: tokens whose context is older than what drew them.
+        late: of these, of samples that began with a younger version than their context.
+    """
+
+    sure: np.ndarray
+    mixed: int
+    late: int
+
+
+def _in_flight(subject: Subject, tokens: int, recompute: bool) -> Swapped:
+    """Change the weights of an engine under its samples, of `tokens` tokens each."""
+    trainer, config = subject.trainer, subject.run.config
+    field = "generator.inference_engine.engine_init_kwargs"
+    settings = config.generator.inference_engine.engine_init_kwargs | {
+        "max_num_seqs": SLOTS,
+        "steps_per_dispatch": max(tokens // 4, 1),
+        "enable_prefix_caching": True,
+        "recompute_kv_on_update": recompute,
+    }
+    changes = {field: settings, "generator.inference_engine.num_engines": 1}
+    other = subject.experiment(cfg.apply_overrides(config, changes))
+    other.tokenizer = subject.run.tokenizer
+    engine = other.get_engine(trainer.model, meshes(other.config)[1])
+    if not isinstance(engine, NativeEngine):
+        raise Unavailable(f"{type(engine).__name__} is not the engine that the config names")
+    params = [trainer.params, *(noisy(trainer.params, CHANGE, i) for i in range(UPDATES))]
+    engine.update_weights(params[0], 0)
+    sampling = dataclasses.replace(
+        _unfiltered(subject), max_tokens=tokens, min_tokens=0, stop_token_ids=(), stop=()
+    )
+    prompt = trainer.prompts_of(0)[0].tokens
+    rows, samples = [], 3 * engine.programs.slots
+    for version in range(1, len(params)):
+        keys = tuple((version, number) for number in range(samples))
+        under_way = _paused(engine, Request(prompt, keys, sampling))
+        engine.update_weights(params[version], version)
+        (begun,) = engine.submit([Request(prompt, ((0, version),), sampling)])
+        engine.resume()
+        rows += [(prompt, future.result()) for future in (*under_way, *begun)]
+        if samples > 1:  # the first turn; the next ones go on from its first sample
+            prompt, samples = (*prompt, *rows[0][1].tokens), 1
+    batch = _batch([tokens for tokens, _ in rows], [c for _, c in rows])
+    mask, versions, contexts = batch.loss_mask > 0, batch.token_versions, batch.context_versions
+    assert versions is not None and contexts is not None  # the engine says both
+    scored = np.stack([_scored(subject, batch, p) for p in params])
+    own = np.take_along_axis(scored, np.maximum(versions, 0)[None], axis=0)[0]
+    mixed = mask & (contexts < versions)
+    sure = np.abs(own - batch.rollout_log_probs)[mask & ~mixed]
+    late = mixed & (contexts < batch.policy_versions[:, None])
+    return Swapped(sure, int(mixed.sum()), int(late.sum()))
+
+
+def _paused(engine: NativeEngine, request: Request) -> Sequence[Any]:
+    """Futures of a request; the engine stands still when its first sample has drawn a block."""
+    drawn = threading.Event()
+
+    def stop(number: int, new: Completion) -> None:
+        del new
+        if number == 0 and not drawn.is_set():
+            engine.pause()
+            drawn.set()
+
+    (futures,) = engine.submit([dataclasses.replace(request, on_tokens=stop)])
+    while not drawn.wait(0.1):
+        if futures[0].done():
+            futures[0].result()  # or what it raises
+            break
+    return futures
 
 
 # ---------------------------------------------------------------- checksums

@@ -49,7 +49,7 @@ class Subject:
         compilations: Compilations | None = None,
     ) -> None:
         self.experiment, self.folder = experiment, folder
-        whole = cfg.resolve(cfg.to_train_config(config))
+        whole = experiment.settled(cfg.resolve(cfg.to_train_config(config))).config
         self.whole = experiment(elsewhere(whole, folder))  # validated, and warned of
         self.given = whole
         self.cuts: dict[str, tuple[Any, Any]] = {}

@@ -9,11 +9,13 @@ import numpy as np
 
 from jaxrl import config as cfg
 from jaxrl import sft
+from jaxrl.config.dataclass_config import flatten
 from jaxrl.examination.compilations import Compilations
 from jaxrl.examination.cut import QUIET, ROWS, elsewhere, get
 from jaxrl.examination.finding import bad_input
 from jaxrl.examination.subject import Subject
 from jaxrl.models import hf
+from jaxrl.platform_defaults import settle
 from jaxrl.types import TrainBatch
 
 TOKENS = 256  # of a conversation
@@ -31,7 +33,8 @@ class SupervisedSubject(Subject):
         given = cfg.to_train_config(config)
         cfg.validate_sft(given, num_devices=len(jax.devices()))
         self.folder, self.compilations = folder, compilations
-        self.given, self.known, self.made = cfg.resolve_sft(given), {}, {}
+        self.given, self.known, self.made = settle(cfg.resolve_sft(given)).config, {}, {}
+        given = cfg.with_settled(given, flatten(self.given))
         changes = _smaller(self.given)
         self.cuts = {
             name: (was, now) for name, now in changes.items() if (was := get(given, name)) != now

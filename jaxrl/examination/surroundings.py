@@ -187,5 +187,5 @@ def _try(wrong: list[str], find: Any, name: str, *how: str) -> Any:
 
 def dtypes(config: cfg.TrainConfig) -> str:
     """Precisions of a run, in words."""
-    engine = config.generator.inference_engine.model_dtype
+    engine = cfg.engine_dtype(config.generator.inference_engine)
     return f"trainer {cfg.compute_dtype(config.trainer, 'policy')}, engine {engine}"

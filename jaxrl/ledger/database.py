@@ -72,7 +72,7 @@ class LedgerError(ValueError):
 
 
 class Ledger:
-    """The writer of a run's database; a run folder has one, `files.FolderLock`.
+    """The writer of a run's database; a run folder has one, `lease.FolderLock`.
 
     Methods return at once; `position` and `begin` wait. What goes wrong in the writing thread is
     raised by the next call.

@@ -31,6 +31,7 @@ _PER_TOKEN = {
     "loss_masks": np.int8,
     "rollout_logprobs": np.float32,
     "token_versions": np.int32,
+    "context_versions": np.int32,
     "rewards": np.float64,
 }
 _PER_ROW = {

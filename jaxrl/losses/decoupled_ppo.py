@@ -28,7 +28,11 @@ def decoupled_ppo(
         "log_linear": log pi_prox = log pi_rollout + a_t sg[log pi_theta - log pi_rollout],
                       a_t = d_t / (d_t + 1)
 
-    with d_t the staleness of the token: the log-prob is taken to move evenly over d_t + 1 steps.
+    with d_t the staleness of the token: the log-prob is taken to move evenly over d_t + 1 steps, of
+    which the one under way is the last, so that pi_prox is, as in "forward", the policy at its
+    start. A-3PO and AReaL have a_t = (d_t - 1) / d_t, 0 for d_t <= 1: their pi_theta is that policy
+    and their pi_prox the one before. With one update on a batch pi_prox is pi_theta itself, which
+    "forward" takes without a pass.
     AReaL, Fu et al., 2025, https://arxiv.org/abs/2505.24298; A-3PO, Li et al., 2025,
     https://arxiv.org/abs/2512.06547, needs no forward pass. Log ratios are clamped to +-20.
 

@@ -23,8 +23,11 @@ def gmpo(
         L_t = -exp(mean_t e_t) A                   over the sequence's mask; the same on every token
 
     Zhao et al., 2025, https://arxiv.org/abs/2507.20673. eps_low and eps_high are
-    bounds of the LOG ratio; the paper's are 0.4. A is constant over a sequence, and the reduction
-    is "sequence_mean". The mean is clamped to +-20 before exp.
+    bounds of the LOG ratio; the paper's are 0.4 and 0.4. Where the two differ so does its Algorithm
+    1: it takes the minimum of sgn(A) d and of that clipped to [-eps_low, eps_high], hence
+    max(d_t, -eps_high) where A < 0; here, as for other losses, eps_low is the lower bound. A is
+    constant over a sequence, and the reduction is "sequence_mean". The mean is clamped to +-20
+    before exp.
 
     Args:
         log_probs, old_log_probs, advantages: [B, T] float.

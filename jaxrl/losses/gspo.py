@@ -21,7 +21,7 @@ def gspo(
     """Group sequence policy optimization, token form: every token carries its sequence's ratio.
 
         s   = mean_t (log pi_theta(a_t | s_t) - log pi_old(a_t | s_t))     over the sequence's mask
-        r_t = exp(sg[s] + log pi_theta(a_t | s_t) - sg[log pi_theta(a_t | s_t)])
+        r_t = exp(log pi_theta(a_t | s_t) - sg[log pi_theta(a_t | s_t)] + sg[s])
         L_t = -min(r_t A_t, clip(r_t, 1 - eps_low, 1 + eps_high) A_t)
 
     Zheng et al., 2025, https://arxiv.org/abs/2507.18071 (eq. 13-14, GSPO-token). The exponent is
@@ -42,7 +42,8 @@ def gspo(
         loss_mask, log_probs, old_log_probs, advantages
     )
     log_ratio = masked_mean(log_probs - old_log_probs, loss_mask, axis=-1)[:, None]
-    exponent = log_probs + jax.lax.stop_gradient(log_ratio - log_probs)
+    # the difference is exactly 0, so that no rounding parts the tokens of a sequence at the clip
+    exponent = (log_probs - jax.lax.stop_gradient(log_probs)) + jax.lax.stop_gradient(log_ratio)
     ratio = jnp.exp(clamp(exponent, -jnp.inf, 10.0))
     loss, clipped = clipped_surrogate(ratio, advantages, config.eps_clip_low, config.eps_clip_high)
     return loss, {"clip_ratio": clipped}

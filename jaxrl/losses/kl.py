@@ -3,6 +3,7 @@
 Schulman, http://joschu.net/blog/kl-approx.html.
 """
 
+import jax
 import jax.numpy as jnp
 
 from jaxrl.array_ops import Array, absolute, clamp, zero_masked
@@ -21,6 +22,10 @@ def approximate_kl(
         k3  = exp(-d) + d - 1    unbiased, non-negative; -d clamped to +-20, the result to +-10
         abs = |d|
 
+    As a loss, averaged over the policy's own tokens, k3 has the gradient of KL(pi_ref || pi_theta),
+    the other direction, and k2 that of KL(pi_theta || pi_ref); the gradient of k1 is 0 in
+    expectation. On tokens of an older policy there is no importance weight.
+
     Args:
         log_probs, ref_log_probs: [B, T] float.
         loss_mask: [B, T]; masked positions may hold NaN without harm to value or gradient.
@@ -37,7 +42,7 @@ def approximate_kl(
         kl = jnp.square(delta) / 2
     elif kind == "k3":
         exponent = clamp(-delta, -20.0, 20.0)
-        kl = clamp(jnp.exp(exponent) - exponent - 1, -10.0, 10.0)
+        kl = clamp(_exp_above_tangent(exponent), -10.0, 10.0)
     elif kind == "abs":
         kl = absolute(delta)
     else:
@@ -45,6 +50,18 @@ def approximate_kl(
             f"Invalid KL estimator type '{kind}'. Must be one of {list(KL_ESTIMATORS)}"
         )
     return kl if loss_mask is None else kl * loss_mask
+
+
+@jax.custom_jvp
+def _exp_above_tangent(x: Array) -> Array:
+    """Return exp(x) - 1 - x; near 0 that is x^2 / 2, not what rounding leaves of exp(x) - 1."""
+    return jnp.expm1(x) - x
+
+
+@_exp_above_tangent.defjvp
+def _exp_above_tangent_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    (x,), (tangent,) = primals, tangents
+    return _exp_above_tangent(x), jnp.exp(x) * tangent - tangent
 
 
 def penalized_rewards(rewards: Array, kl: Array, mask: Array, coef: Array | float) -> Array:

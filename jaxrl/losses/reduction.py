@@ -42,6 +42,11 @@ def reduction_weights(
     the mean of microbatch means that older releases of most systems optimise. It alone depends on
     how the minibatch is cut.
 
+    A row is a trajectory, or with generator.step_wise_trajectories one turn of it. A mean over rows
+    (sequence_mean, seq_mean_token_sum_norm, and the rows of token_mean_legacy's blocks) then counts
+    a conversation once for each of its turns, as in SkyRL: long ones weigh more. prompt_mean and
+    token_mean do not depend on how conversations are cut into rows.
+
     Args:
         loss_mask: [B, T] float, the WHOLE minibatch without padding rows; under `axis_name` this
             device's share of it.

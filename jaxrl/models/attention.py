@@ -134,6 +134,16 @@ def choose_kernel(
         ValueError: the platform's kernel cannot run this model.
     """
     kernel = KERNEL_OF_PLATFORM.get(platform, "xla") if flash_attn else "xla"
+    if missing := kernel_needs(config, kernel, dtype):
+        raise ValueError(
+            f"trainer.flash_attn=True: the {platform} kernel needs {' and '.join(missing)}; set "
+            "trainer.flash_attn=False for plain attention"
+        )
+    return kernel
+
+
+def kernel_needs(config: "TransformerConfig", kernel: str, dtype: jnp.dtype) -> list[str]:
+    """What a kernel wants of a model and does not find, in words; empty: it can run it."""
     limits = {
         "splash": [
             (config.head_dim % 64 == 0, f"a head_dim that 64 divides, not {config.head_dim}")
@@ -145,13 +155,7 @@ def choose_kernel(
             (config.sliding_window is None, "a model without sliding window"),
         ],
     }
-    missing = [need for holds, need in limits.get(kernel, []) if not holds]
-    if missing:
-        raise ValueError(
-            f"trainer.flash_attn=True: the {platform} kernel needs {' and '.join(missing)}; set "
-            "trainer.flash_attn=False for plain attention"
-        )
-    return kernel
+    return [need for holds, need in limits.get(kernel, []) if not holds]
 
 
 def training_mask(segment_ids: jax.Array, kernel: str) -> Mask:

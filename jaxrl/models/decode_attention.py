@@ -39,7 +39,8 @@ def decode_attention(
     Args:
         q: [B, 1, H, h].
         keys: [B, K, h, S]; values: [B, K, S, h].
-        mask: [B, S] bool, True = attend; one run of True in every row.
+        mask: [B, S] bool, True = attend; one run of True in a row. A row without one may give
+            anything finite.
         placement: the mesh over whose batch and head axes rows and heads are split; None = one
             device.
 

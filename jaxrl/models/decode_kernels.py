@@ -27,6 +27,7 @@ GPU_BLOCK = 64
 LEAST_QUERIES = 16  # rows of the GPU's matrix products
 GPU_PROGRAMS = 512  # about as many as keep a GPU busy
 LOWEST = float(jnp.finfo(jnp.float32).min) / 2
+TINY = float(jnp.finfo(jnp.float32).tiny)  # below every sum of weights, whose largest is 1
 
 
 def fits(platform: str, positions: int, width: int) -> bool:
@@ -50,7 +51,7 @@ def tpu_attention(
 
     Args:
         q: [B, K, G, h]; keys: [B, K, h, S]; values: [B, K, S, h].
-        mask: [B, S] bool, one run of True in every row.
+        mask: [B, S] bool, one run of True in a row, or none: the result is then 0.
         scale, cap: of the scores.
         interpret: run anywhere, slowly, for tests.
 
@@ -61,22 +62,18 @@ def tpu_attention(
     positions = keys.shape[3]
     block = next(b for b in TPU_BLOCKS if positions % b == 0)
 
-    def part(row: Array, number: Array, first: Array, end: Array) -> Array:
-        """The block to fetch: one in use, so that no other is."""
-        # lax.div: `//` asks for the sign, and the compiler then for a TPU of its own
-        return jnp.clip(number, jax.lax.div(first[row], block), jax.lax.div(end[row] - 1, block))
-
+    fetched = functools.partial(fetched_block, block=block)
     whole = pl.BlockSpec((None, heads, group, width), lambda row, number, *_: (row, 0, 0, 0))
     return pl.pallas_call(
         functools.partial(_tpu_kernel, scale=scale, cap=cap, block=block),
         out_shape=jax.ShapeDtypeStruct(q.shape, jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=3,
             grid=(rows, positions // block),
             in_specs=[
                 whole,
-                pl.BlockSpec((None, heads, width, block), lambda *at: (at[0], 0, 0, part(*at))),
-                pl.BlockSpec((None, heads, block, width), lambda *at: (at[0], 0, part(*at), 0)),
+                pl.BlockSpec((None, heads, width, block), lambda *at: _columns(*fetched(*at))),
+                pl.BlockSpec((None, heads, block, width), lambda *at: _lines(*fetched(*at))),
             ],
             out_specs=whole,
             scratch_shapes=[pltpu.VMEM((heads, group, 1), jnp.float32)] * 2,
@@ -84,12 +81,36 @@ def tpu_attention(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
         name="decode_attention",
-    )(*_run(mask), q, keys, values)
+    )(*runs(mask), q, keys, values)
+
+
+def fetched_block(
+    row: Array, number: Array, first: Array, end: Array, source: Array, *, block: int
+) -> tuple[Array, Array]:
+    """Row and block of positions that a step of the TPU's grid has in memory.
+
+    It is one in use, or that of the step before, which is not fetched again: so a row without a
+    position in use costs nothing.
+    """
+    # lax.div: `//` asks for the sign, and the compiler then for a TPU of its own
+    at = source[row]
+    last = jax.lax.div(jnp.maximum(end[at] - 1, 0), block)
+    used = jnp.clip(number, jax.lax.div(first[at], block), last)
+    return at, jnp.where(at == row, used, last)
+
+
+def _columns(row: Array, part: Array) -> tuple[Array | int, ...]:
+    return row, 0, 0, part
+
+
+def _lines(row: Array, part: Array) -> tuple[Array | int, ...]:
+    return row, 0, part, 0
 
 
 def _tpu_kernel(
     first: Any,
     end: Any,
+    source: Any,
     q: Any,
     keys: Any,
     values: Any,
@@ -101,6 +122,7 @@ def _tpu_kernel(
     cap: float | None,
     block: int,
 ) -> None:
+    del source  # of the blocks that are fetched
     row, number = pl.program_id(0), pl.program_id(1)
     start = number * block
 
@@ -121,7 +143,7 @@ def _tpu_kernel(
 
     @pl.when(number == pl.num_programs(1) - 1)
     def divide() -> None:
-        out[...] = out[...] / total[...]
+        out[...] = out[...] / jnp.maximum(total[...], TINY)
 
 
 def tpu_write(
@@ -230,9 +252,9 @@ def gpu_attention(
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="decode_attention",
-    )(*_run(mask), q, keys, values)
+    )(*runs(mask)[:2], q, keys, values)
     weight = jnp.exp(peak - peak.max(2, keepdims=True))
-    out = (weight[..., None] * out).sum(2) / (weight * total).sum(2)[..., None]
+    out = (weight[..., None] * out).sum(2) / jnp.maximum((weight * total).sum(2), TINY)[..., None]
     return out[:, :, :group]
 
 
@@ -294,7 +316,11 @@ def _product(x: Array, y: Array) -> Array:
     return jnp.dot(x, y, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _run(mask: Array) -> tuple[Array, Array]:
-    """Where the run of True begins, and where it has ended: [B, S] -> [B] twice."""
-    first = mask.argmax(1).astype(jnp.int32)
-    return first, first + mask.sum(1, dtype=jnp.int32)
+def runs(mask: Array) -> tuple[Array, Array, Array]:
+    """Where the run of True begins, and where it has ended: [B, S] -> [B] twice; 0, 0 for none.
+
+    And the last row up to this one that has a run; 0 where none has.
+    """
+    first, size = mask.argmax(1).astype(jnp.int32), mask.sum(1, dtype=jnp.int32)
+    source = jax.lax.cummax(jnp.where(size > 0, jnp.arange(len(mask), dtype=jnp.int32), 0))
+    return first, first + size, source

@@ -83,10 +83,36 @@ def project(x: jax.Array, w: Weight, contract: int = 1) -> jax.Array:
     """
     if isinstance(w, LoraWeight):
         low_rank = project(drop_out(x, w.keys, w.dropout), w.a, contract)
-        return project(x, w.w, contract) + project(low_rank * w.scale.astype(x.dtype), w.b)
+        return project(x, w.w, contract) + project(times(low_rank, w.scale), w.b)
     inner = math.prod(w.shape[:contract])
     out = multiply(x.reshape(-1, inner), w.reshape(inner, -1))
     return out.reshape(*x.shape[:2], *w.shape[contract:])
+
+
+def times(x: jax.Array, scale: Array) -> jax.Array:
+    """Return x times the scale of an adapter, in float32 but for the result.
+
+    A scale of 2/3 rounded to bfloat16 would make every adapter 0.2 % larger than the merged one.
+    """
+    return (x.astype(jnp.float32) * scale).astype(x.dtype)
+
+
+def add_bias(x: jax.Array, b: jax.Array) -> jax.Array:
+    """Return x [..., out...] plus a bias [out...], in the dtype of x; see `rounded`."""
+    return (x.astype(jnp.float32) + rounded(b, x.dtype)).astype(x.dtype)
+
+
+def rounded(w: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Return a parameter with values that `dtype` has, but in its own dtype.
+
+    So its gradient, a sum over tokens and devices, is made in its own dtype as well: the transpose
+    of a cast would sum it in `dtype`.
+    """
+    if w.dtype == dtype:
+        return w
+    kept = jnp.finfo(dtype)
+    narrow = jax.lax.reduce_precision(w, exponent_bits=kept.nexp, mantissa_bits=kept.nmant)
+    return w + jax.lax.stop_gradient(narrow - w)  # exactly `narrow`
 
 
 @jax.custom_vjp
@@ -120,9 +146,7 @@ def look_up(
     if isinstance(table, LoraWeight):
         a = embedding.look_up(table.a, ("vocab", "lora_rank"), tokens, placement, dtype)
         b = gather(table.b, ("lora_rank", "embed"), placement, dtype)
-        return look_up(table.w, tokens, dtype, placement) + project(
-            a * table.scale.astype(dtype), b
-        )
+        return look_up(table.w, tokens, dtype, placement) + project(times(a, table.scale), b)
     return embedding.look_up(table, ("vocab", "embed"), tokens, placement, dtype)
 
 

@@ -29,7 +29,15 @@ from jaxrl.models.attention import (
     softcap,
     training_mask,
 )
-from jaxrl.models.linear import einsum_float32, gather_weight, look_up, merge, project
+from jaxrl.models.linear import (
+    add_bias,
+    einsum_float32,
+    gather_weight,
+    look_up,
+    merge,
+    project,
+    rounded,
+)
 from jaxrl.models.remat import ATTENTION, LAYER_INPUT, recompute
 from jaxrl.models.rope import RopeScaling, rotate
 from jaxrl.parallel.processes import put
@@ -243,13 +251,13 @@ def project_qkv(
     if "wqkv" in weights:
         qkv = project(y, weights["wqkv"])
         if config.attention_bias:
-            qkv += weights["bqkv"]
+            qkv = add_bias(qkv, weights["bqkv"])
         heads, kv_heads = config.num_heads, config.num_kv_heads
         q, k, v = jnp.split(qkv, [heads, heads + kv_heads], axis=2)
         return q, k, v
     q, k, v = (project(y, weights[name]) for name in ("wq", "wk", "wv"))
     if config.attention_bias:
-        q, k, v = q + weights["bq"], k + weights["bk"], v + weights["bv"]
+        q, k, v = (add_bias(x, weights[name]) for x, name in ((q, "bq"), (k, "bk"), (v, "bv")))
     return q, k, v
 
 
@@ -276,32 +284,30 @@ def decoder_layer(
     `placement`.
     """
     x = checkpoint_name(x, LAYER_INPUT)
-    # `project` casts the matrices itself
-    weights = {name: w if name[0] == "w" else w.astype(x.dtype) for name, w in layer.items()}
 
     def norm(y: jax.Array, name: str) -> jax.Array:
-        return rms_norm(y, weights[name], config)
+        return rms_norm(y, rounded(layer[name], y.dtype), config)
 
     def spread(y: jax.Array, *names: str | None) -> jax.Array:
         return constrain(y, ("batch", None, *names), placement)
 
     with jax.named_scope("attention"):
         y = norm(x, "attn_norm")
-        q, k, v = project_qkv(config, weights, y)
+        q, k, v = project_qkv(config, layer, y)
         q, k, v = spread(q, "heads", None), spread(k, "kv_heads", None), spread(v, "kv_heads", None)
         if config.qk_norm:
             q, k = norm(q, "q_norm"), norm(k, "k_norm")
         q, k = rotate(q, view.cos, view.sin), rotate(k, view.cos, view.sin)
         out = attend(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), view.mask)
-        out = spread(project(checkpoint_name(out, ATTENTION), weights["wo"], contract=2), None)
+        out = spread(project(checkpoint_name(out, ATTENTION), layer["wo"], contract=2), None)
         if config.attention_output_bias:
-            out += weights["bo"]
+            out = add_bias(out, layer["bo"])
         x = x + (norm(out, "attn_post_norm") if config.post_norms else out)
     with jax.named_scope("mlp"):
         y = norm(x, "mlp_norm")
-        gate, up = project_gate_up(weights, y)
+        gate, up = project_gate_up(layer, y)
         hidden = spread(ACTIVATIONS[config.activation](gate) * up, "mlp")
-        out = spread(project(hidden, weights["w_down"]), None)
+        out = spread(project(hidden, layer["w_down"]), None)
         return x + (norm(out, "mlp_post_norm") if config.post_norms else out)
 
 

@@ -12,8 +12,8 @@ from jaxrl.parallel.rules import batch_devices
 from jaxrl.planning import estimate, hlo
 from jaxrl.planning.phases import Phase
 from jaxrl.planning.rates import Rates, measure_rates
-from jaxrl.planning.run import device_bytes
 from jaxrl.planning.topology import Machine
+from jaxrl.resident_memory import device_bytes
 
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -104,7 +104,7 @@ def estimated(phase: Phase, config: cfg.TrainConfig) -> Memory:
         given.arguments,
         given.results,
         given.aliased,
-        estimate.temporaries(phase, remat, trainer.flash_attn),
+        estimate.temporaries(phase, remat, trainer.flash_attn is True),
         estimate.collectives(phase, remat),
         estimated=True,
     )
@@ -126,7 +126,7 @@ def _from_shapes(phase: Phase) -> Memory:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a device can do: FLOP/s, bytes/s of its memory, bytes/s to its neighbours."""
+    """What a device can do: FLOP/s, bytes/s of its memory, bytes/s that it sends in a ring."""
 
     flops: float
     bandwidth: float
@@ -138,7 +138,7 @@ def limits(machine: Machine) -> Limits:
     """From the table of chips; of others measured here, shared by all devices of the machine."""
     if machine.chip is not None:
         chip = machine.chip
-        return Limits(chip.flops, chip.bandwidth, chip.network, "maker's figures")
+        return Limits(chip.flops, chip.bandwidth, chip.ring, "maker's figures")
     rates, number = _measured(), len(machine.devices)
     flops, bandwidth = rates.matmul_flops / number, rates.bandwidth / number
     return Limits(flops, bandwidth, bandwidth, "measured here, float32")

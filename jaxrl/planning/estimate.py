@@ -11,8 +11,8 @@ import jax
 from jaxrl.forward import CHUNK_LOGITS, CHUNK_TOKENS
 from jaxrl.models.transformer import TransformerConfig
 from jaxrl.planning.phases import Part, Phase
-from jaxrl.planning.run import device_bytes
 from jaxrl.planning.work import layer_params
+from jaxrl.resident_memory import device_bytes
 
 CAUSAL = 5 / 8  # of the scores are computed, see `attention.causal_attention`
 

@@ -98,7 +98,7 @@ def _executions(blocks: dict[str, list[str]]) -> Iterator[tuple[str, int, bool]]
         yield name, times, fixed
         for line in blocks[name]:
             if loop := _WHILE.search(line):
-                trips = _trips(line, blocks[loop[1]])
+                trips = _trips(line, blocks[loop[1]], blocks[loop[2]])
                 todo.append((loop[2], times * (trips or 1), fixed and trips is not None))
                 continue
             called = _CALLED.findall(line)
@@ -107,15 +107,36 @@ def _executions(blocks: dict[str, list[str]]) -> Iterator[tuple[str, int, bool]]
             todo += [(other, times, fixed) for other in called if other in blocks]
 
 
-def _trips(line: str, condition: list[str]) -> int | None:
-    """Iterations of a loop that counts from 0 to a constant; None for any other."""
+def _trips(line: str, condition: list[str], body: list[str]) -> int | None:
+    """Return the iterations of a loop that counts from 0 to a constant; None for any other."""
     if known := re.search(r'known_trip_count":\{"n":"(\d+)"', line):
         return int(known[1])
     constants = [
         c for text in condition for c in re.findall(r"= [su]32\[\]\S* constant\((\d+)\)", text)
     ]
     compares = [text for text in condition if "direction=LT" in text]
-    return int(constants[0]) if len(constants) == len(compares) == 1 else None
+    if not len(constants) == len(compares) == 1:
+        return None
+    return -(-int(constants[0]) // _step(condition, body))
+
+
+def _step(condition: list[str], body: list[str]) -> int:
+    """Return by how much a trip raises the element of the loop's tuple that the condition reads.
+
+    A product that XLA splits into windows, one for each device, does two of them in a trip.
+    """
+    read = re.search(r"get-tuple-element\(.*index=(\d+)", "\n".join(condition))
+    new = next((re.search(r" tuple\((.*?)\)", text) for text in body if "ROOT" in text), None)
+    if read is None or new is None:
+        return 1  # the counter is all there is
+    counter = re.findall(r"%([\w.\-]+)", new[1])[int(read[1])]
+    sums = (re.match(rf"\s*%{re.escape(counter)} = .* add\((.*?)\)", text) for text in body)
+    terms = re.findall(r"%([\w.\-]+)", next((found[1] for found in sums if found), ""))
+    for term in terms:
+        for text in body:
+            if by := re.match(rf"\s*%{re.escape(term)} = [su]32\S* constant\((\d+)\)", text):
+                return int(by[1])
+    return 1
 
 
 def _parse(

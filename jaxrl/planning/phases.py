@@ -13,7 +13,7 @@ from jaxrl.forward import CHUNK_TOKENS, CPU_CHUNK_TOKENS, chunk_columns
 from jaxrl.models.transformer import TransformerConfig
 from jaxrl.parallel import Placement
 from jaxrl.parallel.rules import batch_devices
-from jaxrl.planning.run import Run, device_bytes, reference_params, shares_base
+from jaxrl.planning.run import Run
 from jaxrl.planning.work import (
     Work,
     decode_step_bytes,
@@ -22,6 +22,7 @@ from jaxrl.planning.work import (
     head_flops,
     layers_flops,
 )
+from jaxrl.resident_memory import device_bytes, placed_params, shares_base
 from jaxrl.rollout.native import NativeEngine
 from jaxrl.scorer import Scorer
 from jaxrl.update import Updater
@@ -88,10 +89,11 @@ def phases(run: Run, engine: NativeEngine | None) -> list[Phase]:
     if run.has_old:
         found.append(_forward(run, "log-probs", run.scorer, run.params, part))
     if run.has_reference:
-        names = ("base" if shares_base(run) else "reference",)
+        names = ("base" if shares_base(trainer, policy) else "reference",)
         assert isinstance(policy.ref_model, TransformerConfig)  # from a folder
         ref = Part(policy.ref_model, policy.ref_placement, _dtype(run, "ref"), names)
-        found.append(_forward(run, "reference", run.ref_scorer, reference_params(run), ref))
+        params = placed_params(policy.ref_model, policy.ref_placement)
+        found.append(_forward(run, "reference", run.ref_scorer, params, ref))
     if critic := run.critic:
         names = ("critic", "critic base") if critic.lora else ("critic",)
         own = Part(critic.model, critic.placement, _dtype(run, "critic"), names)
@@ -172,8 +174,16 @@ def _sampling(run: Run, engine: NativeEngine, policy: Part) -> Iterator[Phase]:
     load = Phase("load weights", "load", part, calls["load"], (0, 0), here, 1, Work(0.0))
     yield replace(load, sends=run.gathered_bytes())
     groups, prompt = programs.row_multiple, len(requests[0].prompt_tokens)
+    slots, drawn = programs.slots, requests[0].sampling.max_tokens
     rows, width = calls["prefill"].args[2].shape
-    chunks = prompts * turns * -(-max(prompt - 1, 1) // width)
+    first = min(run.config.trainer.max_prompt_length, prompt)
+    chunks = prompts * -(-max(first - 1, 1) // width)
+    if (
+        turns > 1
+    ):  # then each sample has a history of its own; in a kept slot what it was told is new
+        told = -(-max(prompt - first - (turns - 1) * drawn, 0) // (turns - 1))
+        new = told if cfg.keeps_slots(generator) else (first + prompt) // 2
+        chunks += prompts * generator.n_samples_per_prompt * (turns - 1) * -(-max(new, 1) // width)
     yield Phase(
         "prefill",
         "prefill",
@@ -185,7 +195,6 @@ def _sampling(run: Run, engine: NativeEngine, policy: Part) -> Iterator[Phase]:
         work=Work(rows * layers_flops(model, 0, width)),
         donated=1,
     )
-    slots, drawn = programs.slots, requests[0].sampling.max_tokens
     waves = -(-prompts * generator.n_samples_per_prompt // (slots * engines))
     if generator.n_samples_per_prompt > 1:
         yield _copies(part, calls["copy"], slots // groups, generator.n_samples_per_prompt, waves)

@@ -8,9 +8,11 @@ from jaxrl.assemble import DTYPES
 from jaxrl.models.attention import choose_kernel
 from jaxrl.planning.costs import Limits, Memory, device_traffic, limits, seconds
 from jaxrl.planning.phases import SAMPLING, Phase, phases
-from jaxrl.planning.residents import Resident, residents
+from jaxrl.planning.residents import residents
 from jaxrl.planning.run import Run
 from jaxrl.planning.topology import Machine
+from jaxrl.platform_defaults import settle
+from jaxrl.resident_memory import Resident
 from jaxrl.rollout.native import NativeEngine
 
 GPUS_OF_A_HOST = 8
@@ -56,7 +58,7 @@ class Plan:
         config: resolved.
         refusal: why its engine cannot be made, if it cannot.
         cache: rows and positions of the key/value cache on one device; None without an engine.
-        notes: what the plan leaves out.
+        notes: what the plan leaves out, and what was chosen for fields that were "auto".
     """
 
     config: cfg.TrainConfig
@@ -107,7 +109,7 @@ def make_plan(
     Raises:
         ValueError, FileNotFoundError: as at the start of the run.
     """
-    config = cfg.resolve(config)
+    config, chosen = settle(cfg.resolve(config), machine.platform)
     cfg.validate(config, num_devices=len(machine.devices), num_processes=machine.hosts)
     run, refusal = Run(config, machine), None
     _check_kernels(run)
@@ -121,7 +123,7 @@ def make_plan(
     for phase in found:
         tell(phase.name)
         lines.append(_line(phase, memory_of(phase, config), stay, can))
-    cache, notes = _cache(engine, found), _notes(config, machine)
+    cache, notes = _cache(engine, found), [*_notes(config, machine), *chosen]
     return Plan(config, machine, can, lines, stay, cache, refusal, notes)
 
 
@@ -146,7 +148,7 @@ def _check_kernels(run: Run) -> None:
     """CPU devices that stand in for GPUs do not know what these refuse."""
     if run.machine.stand_in:
         dtype = DTYPES[cfg.compute_dtype(run.config.trainer, "policy")]
-        choose_kernel(run.model, run.config.trainer.flash_attn, "gpu", dtype)
+        choose_kernel(run.model, run.config.trainer.flash_attn is True, "gpu", dtype)
 
 
 def _notes(config: cfg.TrainConfig, machine: Machine) -> list[str]:

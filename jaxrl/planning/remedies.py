@@ -169,7 +169,7 @@ def _passes(plan: Plan) -> Iterator[Knob]:
     """Of the forward passes and gradients: none of them changes what is computed but bf16."""
     trainer, fast = plan.config.trainer, _has_host_memory(plan)
     if fast:
-        settings = [] if trainer.flash_attn else [{"trainer.flash_attn": True}]
+        settings = [] if trainer.flash_attn is True else [{"trainer.flash_attn": True}]
         yield Knob("nothing: attention in blocks", settings, _PASSES)
     for name, kind in (("train", "gradient"), ("forward", "forward")):
         field = f"micro_{name}_batch_size_per_gpu"
@@ -208,7 +208,7 @@ def _placement(plan: Plan) -> Iterator[Knob]:
         tensor *= 2
         widths.append({"trainer.policy.mesh.tensor": tensor})
     yield Knob("activations travel in every layer", widths, _PASSES)
-    bf16 = [] if trainer.bf16 else [{"trainer.bf16": True}]
+    bf16 = [] if trainer.bf16 is True else [{"trainer.bf16": True}]
     yield Knob("passes are computed in bfloat16", bf16, _PASSES)
 
 

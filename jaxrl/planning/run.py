@@ -1,6 +1,6 @@
 """A run assembled from its config alone: shapes and shardings; no weights, no data."""
 
-import functools
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -23,13 +23,11 @@ from jaxrl.models.lora import attach, with_token_keys
 from jaxrl.models.transformer import (
     Params,
     TransformerConfig,
-    abstract_params,
-    logical_axes,
 )
-from jaxrl.offload import IN_HOST_MEMORY
-from jaxrl.parallel import Placement, batch_sharding, by_process, param_shardings
+from jaxrl.parallel import Placement, batch_sharding, by_process
 from jaxrl.planning.topology import Machine
 from jaxrl.policy import Policy
+from jaxrl.resident_memory import device_bytes, of_training, placed_params
 from jaxrl.rollout.balancer import Balancer
 from jaxrl.rollout.conversation import sampling_of
 from jaxrl.rollout.native import NativeEngine
@@ -95,12 +93,15 @@ class Run:
             return None
         if self.config.generator.inference_engine.backend != "native":
             return None
+        stay = of_training(self.config, self.policy, self.updater, self.state, self.critic)
+        beside = sum(kept.size for kept in stay if kept.devices & self.engine_devices)
         made = engine_of_run(
             self.config,
             self.model,
             self.engine_mesh,
             decode_text=lambda tokens: "",
             device_memory=self.machine.memory,
+            resident_bytes=beside,
             processes=self.machine.hosts,
         )
         engine = made.engines[0] if isinstance(made, Balancer) else made
@@ -116,7 +117,7 @@ class Run:
         if self.machine.hosts == 1:
             return self.params
         mesh, shapes = self.engine_mesh, jax.eval_shape(merge, self.params)
-        dtype = DTYPES[self.config.generator.inference_engine.model_dtype]
+        dtype = DTYPES[cfg.engine_dtype(self.config.generator.inference_engine)]
 
         def part(path: Any, x: Any) -> jax.ShapeDtypeStruct:
             dims = range(path[0].key == "layers", x.ndim)
@@ -164,7 +165,12 @@ class Run:
         stops = hf.eos_token_ids(trainer.policy.model.path or "")
         prompt = (0,) * (generator.max_input_length or trainer.max_prompt_length)
         keys = ((0, 0),) * generator.n_samples_per_prompt
-        return [Request(prompt, keys, sampling_of(p, stops)) for p in phases if p is not None]
+        over = (Future(),) * len(keys) if cfg.keeps_slots(generator) else ()
+        return [
+            Request(prompt, keys, sampling_of(p, stops), conversations=over)
+            for p in phases
+            if p is not None
+        ]
 
     # ---------------------------------------------------------------- arguments of the programs
 
@@ -242,43 +248,3 @@ def _whole(role: Policy | Critic, trained: Params) -> Params:
     if role.lora is None:
         return trained
     return attach(role.lora, placed_params(role.model, role.placement), trained)
-
-
-def placed_params(model: Any, placement: Placement) -> Params:
-    """Shapes of a model's parameters, with their shardings."""
-    shapes = abstract_params(model)
-    shardings = param_shardings(placement.mesh, logical_axes(model), shapes, placement.rules)
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
-    )
-
-
-def shares_base(run: Run) -> bool:
-    """Whether the reference is the base of the policy's adapters, see `Policy.reference`."""
-    policy, trainer = run.policy, run.config.trainer
-    same = trainer.ref.model.path == trainer.policy.model.path
-    return policy.lora is not None and same and policy.ref_placement == policy.placement
-
-
-def reference_params(run: Run) -> Params:
-    """Shapes of the reference's parameters."""
-    return placed_params(run.policy.ref_model, run.policy.ref_placement)
-
-
-def device_bytes(tree: Any, groups: int = 1) -> int:
-    """Bytes of arrays on one device, of shapes with shardings; 0 for what is in host memory.
-
-    Args:
-        groups: of devices, over which rows without a sharding are spread.
-    """
-    return sum(map(functools.partial(_device_bytes, groups), jax.tree.leaves(tree)))
-
-
-def _device_bytes(groups: int, x: Any) -> int:
-    if not isinstance(x, jax.ShapeDtypeStruct):  # a number or a key
-        return 0
-    if x.sharding is None:
-        return x.size * x.dtype.itemsize // groups
-    if x.sharding.memory_kind == IN_HOST_MEMORY:
-        return 0
-    return int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize

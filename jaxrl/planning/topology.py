@@ -46,6 +46,11 @@ class Machine:
     host: list[Any] | None = None
 
     @property
+    def platform(self) -> str:
+        """As JAX calls it."""
+        return "gpu" if self.stand_in else self.devices[0].platform
+
+    @property
     def hosts(self) -> int:
         """Processes of a run on it, one for each host."""
         return len(by_process(self.devices))

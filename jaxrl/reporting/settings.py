@@ -30,7 +30,8 @@ def changed(run: RunFiles) -> list[tuple[str, str, str]]:
     """Fields that differ from the defaults: (dotted name, value, default), as JSON."""
     if not run.settings:
         return []
-    default = cfg.get_config_as_dict(cfg.resolve(cfg.TrainConfig()))
+    usual = cfg.resolve(cfg.TrainConfig())
+    default = cfg.get_config_as_dict(cfg.with_settled(usual, cfg.ON_CPU))
     found = run.note_of("config", lambda: differences(default, run.settings), {})
     return [(name, shown(value), shown(usual)) for name, (usual, value) in found.items()]
 

@@ -12,8 +12,8 @@ from jaxrl.rollout.sample_thread import SampleThread
 class Balancer:
     """An `Engine` over engines with the same weights; the samples of a request stay together.
 
-    With `enable_prefix_caching` a prompt that goes on from another, as the next turn of a
-    conversation does, follows it to its engine.
+    A conversation stays with the engine of its first turn. With `enable_prefix_caching` a prompt
+    that goes on from another follows it to its engine.
 
     Args:
         engines: at least one.
@@ -21,35 +21,57 @@ class Balancer:
 
     def __init__(self, engines: Sequence[SampleThread]) -> None:
         self.engines = list(engines)
-        self._in_flight = [0] * len(self.engines)
-        self._lock = threading.Lock()
+        self._in_flight = [0] * len(self.engines)  # samples and conversations: slots that they need
+        self._home: dict[Future[None], int] = {}  # engine of each conversation
+        self._lock = threading.RLock()  # a conversation may be over when it is looked at
 
     def submit(self, requests: Sequence[Request]) -> list[list[Future[Completion]]]:
         """See `protocol.Engine`; which engine serves a request depends on what is in flight."""
         for request in requests:
             self.engines[0].check(request)
+        known = [engine.known_prefixes(requests) for engine in self.engines]
         with self._lock:
             shares: list[list[int]] = [[] for _ in self.engines]
             for number, request in enumerate(requests):
-                engine = self._choose(request)
+                engine = self._choose(request, [lengths[number] for lengths in known])
                 shares[engine].append(number)
-                self._in_flight[engine] += len(request.keys)
         futures: dict[int, list[Future[Completion]]] = {}
-        for engine, numbers in enumerate(shares):
-            submitted = self.engines[engine].submit([requests[n] for n in numbers])
-            futures |= dict(zip(numbers, submitted, strict=True))
-            for future in (f for group in submitted for f in group):
-                future.add_done_callback(lambda _, engine=engine: self._left(engine))
+        try:
+            for engine, numbers in enumerate(shares):
+                if not numbers:  # it would let us wait for its block
+                    continue
+                submitted = self.engines[engine].submit([requests[n] for n in numbers])
+                futures |= dict(zip(numbers, submitted, strict=True))
+                for number in numbers:
+                    for ends in () if requests[number].conversations else futures[number]:
+                        ends.add_done_callback(lambda _, engine=engine: self._left(engine))
+        except BaseException:  # nothing of the call is queued
+            for future in (f for group in futures.values() for f in group):
+                future.cancel()
+            for engine, numbers in enumerate(shares):
+                never = [requests[n] for n in numbers if n not in futures]
+                self._left(engine, sum(len(r.keys) for r in never if not r.conversations))
+            raise
         return [futures[number] for number in range(len(requests))]
 
-    def _choose(self, request: Request) -> int:
-        known = [engine.known_prefix(request.prompt_tokens) for engine in self.engines]
+    def _choose(self, request: Request, known: Sequence[int]) -> int:
+        home = next((self._home[c] for c in request.conversations if c in self._home), None)
+        if home is not None:
+            return home
         order = range(len(self.engines))
-        return min(order, key=lambda e: (-known[e], self._in_flight[e]))
+        engine = min(order, key=lambda e: (-known[e], self._in_flight[e]))
+        self._in_flight[engine] += len(request.keys)
+        for conversation in request.conversations:
+            self._home[conversation] = engine
+            conversation.add_done_callback(self._over)
+        return engine
 
-    def _left(self, engine: int) -> None:
+    def _over(self, conversation: Future[None]) -> None:
+        self._left(self._home.pop(conversation))
+
+    def _left(self, engine: int, samples: int = 1) -> None:
         with self._lock:
-            self._in_flight[engine] -= 1
+            self._in_flight[engine] -= samples
 
     def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
         """The samples of each request, in order."""

@@ -14,8 +14,12 @@ _NUMBERS = {
     "loss_masks": "biuf",
     "rollout_logprobs": "iuf",
     "token_versions": "iu",
+    "context_versions": "iu",
 }
-_PER_RESPONSE_TOKEN = ("rewards", "loss_masks", "rollout_logprobs", "token_versions", "kept")
+_PER_RESPONSE_TOKEN = (
+    *("rewards", "loss_masks", "rollout_logprobs", "kept"),
+    *("token_versions", "context_versions"),
+)
 _PER_ROW = {"stop_reasons": str, "policy_versions": int}
 _COLUMNS = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", *_PER_ROW)
 _REQUIRED = (*_COLUMNS, "rollout_logprobs", "rollout_metrics")

@@ -6,13 +6,15 @@ environment.
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import logging
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from itertools import groupby
 from typing import Any
 
-from jaxrl.config import GeneratorConfig, SamplingParams
+from jaxrl.config import GeneratorConfig, SamplingParams, keeps_slots
 from jaxrl.data.tokenizer import encode_prompt
 from jaxrl.envs import StepOutput
 from jaxrl.rollout.environment_pool import EnvironmentPool
@@ -20,6 +22,7 @@ from jaxrl.rollout.protocol import Completion, Engine, Request, Sampling
 from jaxrl.rollout.rejudge import is_chosen, judges_alike
 from jaxrl.rollout.reward_terms import RewardTerms
 from jaxrl.rollout.session import EnvironmentFailure, Session
+from jaxrl.rollout.stop_strings import said
 from jaxrl.rollout.submissions import Submissions, Turn
 from jaxrl.rollout.trajectories import refuse_all_failed, to_columns
 from jaxrl.rollout.turns import Transcript, TurnTemplate, spoken_tokens, tokens_of_prefix
@@ -111,18 +114,19 @@ class Conversation:
         self.prompt, self.key = prompt, key
         self.session, self.submissions, self.failures = session, submissions, failures
         self.transcript = Transcript(list(prompt.tokens))
-        self.stop_reason, self.version, self.reward_is_number = "", -1, False
+        self.over: Future[None] = Future()  # until it is cancelled the engine keeps its slot
+        self.stop_reason, self.reward_is_number = "", False
         self.metrics: dict[str, Any] = {}
         self.failure: EnvironmentFailure | None = None
         self.rejudged: bool | None = None  # whether that gave the same
 
     def take(self, completion: Completion) -> None:
-        """A turn of the policy."""
-        if not self.transcript.turns:
-            self.version = completion.versions[0]
-        columns = completion.log_probs, completion.kept, completion.versions
-        self.transcript.add_sampled(completion.tokens, *columns)
+        """A turn of the policy; one that was aborted before its first token is none."""
         self.stop_reason = completion.stop_reason
+        if not completion.tokens:
+            return
+        columns = completion.log_probs, completion.kept, completion.versions
+        self.transcript.add_sampled(completion.tokens, *columns, completion.context_versions)
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
@@ -135,7 +139,8 @@ class Conversation:
             self.transcript.mask()
 
     async def close(self) -> None:
-        """Let the environment go; what was judged stays judged."""
+        """Let the engine's slot and the environment go; what was judged stays judged."""
+        self.over.cancel()
         try:
             await self.session.close()
         except EnvironmentFailure as failure:
@@ -153,7 +158,7 @@ class Conversation:
             rollout_log_probs=transcript.log_probs,
             rewards=transcript.rewards[-1] if plain else transcript.rewards,
             stop_reason=self.stop_reason,
-            policy_version=self.version,
+            policy_version=transcript.policy_version,
             env_class=self.prompt.env_class,
             env_metrics=self.metrics,
             reward_terms={} if self.failure else self.session.earned,
@@ -163,6 +168,7 @@ class Conversation:
             turns=transcript.turns,
             kept=transcript.kept,
             versions=transcript.versions,
+            context_versions=transcript.context_versions,
         )
 
 
@@ -229,6 +235,8 @@ class ConversationGenerator:
             pairs = zip(talks, turns, strict=True)
             await _all([self._hold(talk, turn, sampling) for talk, turn in pairs])
         finally:
+            for talk in talks:  # first: whatever waits may be interrupted
+                talk.over.cancel()
             await later.close()
             await _all([talk.close() for talk in talks])
             failures.end()
@@ -273,7 +281,8 @@ class ConversationGenerator:
         alike = groupby(able, lambda i: (talks[i].prompt.uid, talks[i].transcript.input))
         groups = [(tokens, list(rows)) for (_, tokens), rows in alike]
         requests = [
-            Request(tokens, tuple(talks[i].key for i in rows), sampling) for tokens, rows in groups
+            self._request([talks[i] for i in rows], [talks[i].key for i in rows], tokens, sampling)
+            for tokens, rows in groups
         ]
         turns: list[Turn | None] = [None] * len(talks)
         submitted = await asyncio.gather(*(later.submit(request) for request in requests))
@@ -281,6 +290,17 @@ class ConversationGenerator:
             for i, turn in zip(rows, samples, strict=True):
                 turns[i] = turn
         return turns
+
+    def _request(
+        self,
+        talks: Sequence[Conversation],
+        keys: Sequence[tuple[int, int]],
+        tokens: tuple[int, ...],
+        sampling: Sampling,
+    ) -> Request:
+        """The same input, to be continued by some conversations."""
+        over = tuple(talk.over for talk in talks) if keeps_slots(self.settings) else ()
+        return Request(tokens, tuple(keys), sampling, conversations=over)
 
     async def _hold(self, talk: Conversation, turn: Turn | None, sampling: Sampling) -> None:
         """A conversation from its first turn to its end."""
@@ -302,10 +322,12 @@ class ConversationGenerator:
         if self.log_probs and completion.tokens and not completion.log_probs:
             raise ValueError(_NO_LOG_PROBS)
         talk.take(completion)
+        if len(transcript.turns) == self.settings.max_turns:  # the slot is needed no more
+            talk.over.cancel()
         if completion.stop_reason == "abort":
             transcript.mask()
             return None
-        step, kept = await self._step(talk.session, completion)
+        step, kept = await self._step(talk.session, completion, sampling)
         goes_on = not step["done"] and len(transcript.turns) < self.settings.max_turns
         if goes_on and kept > 1 and not self.settings.use_conversation_multi_turn:
             kept -= completion.tokens[kept - 1] in sampling.stop_token_ids  # one message: no end
@@ -322,18 +344,18 @@ class ConversationGenerator:
         if not self._fits(talk):
             return None
         key = sample_key(*talk.key, len(transcript.turns))
-        (turn,) = await talk.submissions.submit(Request(transcript.input, (key,), sampling))
+        request = self._request([talk], [key], transcript.input, sampling)
+        (turn,) = await talk.submissions.submit(request)
         return turn
 
-    async def _step(self, session: Session, completion: Completion) -> tuple[StepOutput, int]:
+    async def _step(
+        self, session: Session, completion: Completion, sampling: Sampling
+    ) -> tuple[StepOutput, int]:
         """The environment's judgement, and how many of the tokens it lets stand."""
-        tokens, string = completion.tokens, completion.stop_string
-        spoken = spoken_tokens(completion)
+        tokens, spoken = completion.tokens, spoken_tokens(completion)
         ended = len(spoken) < len(tokens)
-        text = self.tokenizer.decode(spoken, skip_special_tokens=True)
-        if string is not None:  # its last token may reach beyond
-            head, found, _ = text.rpartition(string)
-            text = head + found if found else text
+        decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
+        text = said(decode, completion, sampling.stop, keep_stop=True)
         pieces = [self.tokenizer.decode([token]) for token in tokens]
         step = await session.step(text, pieces, ended)
         action = step.get("postprocessed_action")

@@ -6,6 +6,7 @@ and lives on the host, which says in every call which slot is at which position.
 Shape legend: S slots, L positions of a slot, B rows of a call, C tokens of a chunk, N decode steps.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import jax
@@ -30,6 +31,7 @@ from jaxrl.rollout.kv_cache import (
     Cache,
     LayerCache,
     put_slots,
+    take_rows,
     take_slots,
     write,
     write_chunks,
@@ -40,17 +42,22 @@ from jaxrl.rollout.sampling import adjust, sample, top_tokens, uniforms
 from jaxrl.types import Array
 from jaxrl.weight_sync import NOT_CAST, STACKED
 
+LEAST_STOP_IDS = 4  # columns of `Rows.stop_ids`, for few shapes
+
 
 @dataclass(frozen=True)
 class Features:
     """What some row of a block needs: a program for each combination.
 
+    A row that needs less draws the same tokens with the same log-probs in all of them.
+
     Attributes:
         filtered: top_k, top_p or min_p.
         penalised: repetition_penalty.
-        alternatives: most that are reported of a token.
+        alternatives: most that are reported of a token, rounded up to a power of two.
         raw: log-probs of the model's own distribution.
-        kept: most ids of a set that is reported.
+        kept: most ids of a set that is reported, rounded up to a power of two.
+        stop_ids: most of a row, rounded up to a power of two.
     """
 
     filtered: bool = False
@@ -58,16 +65,29 @@ class Features:
     alternatives: int = 0
     raw: bool = False
     kept: int = 0
+    stop_ids: int = LEAST_STOP_IDS
 
     def including(self, s: Sampling) -> "Features":
         """These, and what such sampling needs."""
-        return Features(
-            filtered=self.filtered or s.top_k > 0 or s.top_p < 1 or s.min_p > 0,
-            penalised=self.penalised or s.repetition_penalty != 1,
-            alternatives=max(self.alternatives, s.logprobs),
-            raw=self.raw or s.raw_log_probs,
-            kept=max(self.kept, s.top_k if s.keep_sampling_mask else 0),
+        return self.union(
+            Features(
+                filtered=s.top_k > 0 or s.top_p < 1 or s.min_p > 0,
+                penalised=s.repetition_penalty != 1,
+                alternatives=_power_of_two(s.logprobs),
+                raw=s.raw_log_probs,
+                kept=_power_of_two(s.top_k if s.keep_sampling_mask else 0),
+                stop_ids=_power_of_two(len(s.stop_token_ids)),
+            )
         )
+
+    def union(self, other: "Features") -> "Features":
+        """What these or the others need."""
+        return Features(*map(max, dataclasses.astuple(self), dataclasses.astuple(other)))
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest that is not below a number; 0 for 0."""
+    return 1 << (number - 1).bit_length() if number else 0
 
 
 class Rows(struct.PyTreeNode):
@@ -173,7 +193,7 @@ def prefill(
         old = cache[len(new)]  # of the layer that is being run
         new.append(write_chunks(old, slots, starts, k, v, placement))
         if length is not None:
-            past = take_slots((old,), slots, length)[0]
+            past = take_rows(old, slots, length, placement)
             keys, values = write(past, rows, positions, k, v)
             k, v = keys.swapaxes(2, 3), values
         attend_to = causal_attention if length is None else attention
@@ -206,7 +226,7 @@ def decode(
     size, total = len(rows.slots), len(cache[0].keys)
     numbers = jnp.zeros((size, steps), jnp.int32), jnp.zeros((size, steps), jnp.float32)
     nobody, features = jnp.zeros(size, bool), rows.features
-    several = (size, steps, features.alternatives)
+    several = (size, steps, min(features.alternatives, config.vocab_size))
     run = Run(
         cache=take_slots(cache, slots, length),
         last_token=rows.last_token,
@@ -248,11 +268,12 @@ def decode_step(
     """Logits [B, V] after `last_token`, and the cache with its keys and values written.
 
     A row that is done writes nothing: it may be a slot that waits for the rest of its prompt, or
-    keeps a prefix for others.
+    keeps a prefix for others. It reads nothing either, and what it computes is dropped.
     """
     length, positions = run.cache[0].values.shape[2], run.position[:, None]
     seen, written = jnp.arange(length)[None], jnp.where(run.done, length, run.position)
-    view = layer_views(config, (seen <= positions)[:, None], positions, seen)
+    mask = (seen <= positions) & ~run.done[:, None]
+    view = layer_views(config, mask[:, None], positions, seen)
     x = embed(config, params, run.last_token[:, None], params["unembed"].dtype)
     new: list[LayerCache] = []
 
@@ -281,7 +302,7 @@ def draw(run: Run, logits: Array, rows: Rows) -> Run:
     )
     at = jnp.where(live, block.count, block.tokens.shape[1])  # out of bounds drops the write
     hit = (token[:, None] == rows.stop_ids).any(-1) & live
-    top = top_tokens(logits, rows.temperature, features.alternatives)
+    top = top_tokens(logits, rows.temperature, block.top_ids.shape[2])
     raw_log_probs = block.raw_log_probs
     if features.raw:
         raw_log_probs = raw_log_probs.at[index, at].set(token_log_probs(raw, token), mode="drop")

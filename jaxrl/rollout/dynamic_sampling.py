@@ -2,6 +2,9 @@
 
 Yu et al., 2025 (DAPO), https://arxiv.org/abs/2503.14476 (sec. 3.2). A prompt whose samples all earn
 the same has no advantage, so it would only make the batch smaller.
+
+Prompts are judged by what the environment gave, as in DAPO, whose metric is the accuracy: the soft
+overlong punishment and the KL in the rewards come later and do not make two right answers differ.
 """
 
 import itertools
@@ -70,7 +73,7 @@ def dynamic_sampling(
             trajectory; rows may be its steps.
         tol: rewards that differ by at most this are the same.
         seed: of the stand-ins.
-        judged: rewards and loss masks as they will be trained on; they alone are looked at.
+        judged: rewards and loss masks that prompts are judged by; they alone are looked at.
 
     Raises:
         DynamicSamplingError: max_sample_batches were not enough.

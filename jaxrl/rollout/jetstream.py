@@ -33,7 +33,7 @@ from jaxrl.rollout.jetstream_slots import (
 )
 from jaxrl.rollout.jetstream_tokenizer import PaddingTokenizer
 from jaxrl.rollout.kv_cache import Cache
-from jaxrl.rollout.native import ROW_SETTINGS, STOP_IDS
+from jaxrl.rollout.native import ROW_SETTINGS
 from jaxrl.rollout.programs import DEFAULT_PREFILL_TOKENS, PREFILL_TOKENS, compiled
 from jaxrl.rollout.protocol import Sampling
 from jaxrl.types import Array
@@ -247,7 +247,8 @@ class TransformerEngine:
         keys = np.zeros((rows, 2), np.uint32)
         keys[:n] = sampler.keys
         room = self.max_target_length - len(prompt)
-        stop_ids = np.full((rows, round_up(max(len(s.stop_token_ids), 1), STOP_IDS)), -1, np.int32)
+        features = Features().including(s)
+        stop_ids = np.full((rows, features.stop_ids), -1, np.int32)
         stop_ids[:, : len(s.stop_token_ids)] = s.stop_token_ids
         columns = {
             name: np.full(rows, getattr(s, name), kind)
@@ -264,7 +265,7 @@ class TransformerEngine:
             keys=keys,
             max_tokens=np.full(rows, min(s.max_tokens, room), np.int32),
             stop_ids=stop_ids,
-            features=Features().including(s),
+            features=features,
             **columns,
         ), tokens
 

@@ -3,14 +3,13 @@
 Shape legend: S slots, L positions of a slot, k tokens of a call.
 """
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxrl.rollout.decode import Block, Features, Rows
+from jaxrl.rollout.decode import Block, Rows
 from jaxrl.rollout.jetstream_protocol import ResultTokens
 from jaxrl.rollout.kv_cache import Cache, put_slots, take_slots
 from jaxrl.types import Array
@@ -28,14 +27,10 @@ class Slots(struct.PyTreeNode):
 
 def with_stop_ids(rows: Rows, other: Rows) -> Rows:
     """Rows with room for the stop ids, and with the features, of others too."""
-    wider = max(rows.stop_ids.shape[1], other.stop_ids.shape[1]) - rows.stop_ids.shape[1]
-    mine, theirs = rows.features, other.features
-    features = Features(*map(max, dataclasses.astuple(mine), dataclasses.astuple(theirs)))
-    rows = rows.replace(features=features)
-    if wider <= 0:
-        return rows
+    features = rows.features.union(other.features)
+    wider = features.stop_ids - rows.stop_ids.shape[1]
     padded = jnp.pad(rows.stop_ids, ((0, 0), (0, wider)), constant_values=-1)
-    return rows.replace(stop_ids=padded)
+    return rows.replace(stop_ids=padded if wider else rows.stop_ids, features=features)
 
 
 @jax.jit

@@ -213,6 +213,47 @@ def _copy_on_device(
     return jax.lax.fori_loop(0, number, copy, cache)
 
 
+def take_rows(
+    layer: LayerCache, slots: Array, length: int, placement: Placement | None = None
+) -> LayerCache:
+    """The first `length` positions of each row's slot; of padding, anything.
+
+    One slice after the other: for a gather XLA copies the whole layer on TPUs.
+
+    Args:
+        slots: [B]; the rows are split as the slots are.
+        placement: the mesh that slots and heads are split over; None = one device.
+    """
+    by_slot, by_head = _axes(layer, placement)
+    run = functools.partial(_take_on_device, by_slot, length)
+    if placement is not None:
+        split = PartitionSpec(by_slot, by_head)
+        run = _by_device(run, placement, (split, PartitionSpec()), split)
+    return run(layer, slots)
+
+
+def _take_on_device(
+    by_slot: str | None, length: int, layer: LayerCache, slots: Array
+) -> LayerCache:
+    at, total = _here(layer, slots, by_slot), len(layer.keys)
+
+    def take(x: Array, axis: int) -> Array:
+        shape = [length if i == axis else n for i, n in enumerate(x.shape)][1:]
+
+        def put(i: Array, rows: Array) -> Array:
+            row = jax.lax.dynamic_slice(x, (at[i], 0, 0, 0), (1, *shape))
+            if by_slot is not None:
+                row = jnp.where(at[i] < total, row, 0)
+            return jax.lax.dynamic_update_slice_in_dim(rows, row, i, 0)
+
+        rows = jax.lax.fori_loop(0, len(slots), put, jnp.zeros((len(slots), *shape), x.dtype))
+        if by_slot is None:
+            return rows
+        return jax.lax.psum_scatter(rows, by_slot, scatter_dimension=0, tiled=True)
+
+    return LayerCache(take(layer.keys, 3), take(layer.values, 2))
+
+
 def take_slots(cache: Cache, slots: Array | None, length: int) -> Cache:
     """The first `length` positions of some slots; None = all of them, in order."""
 

@@ -18,6 +18,7 @@ _EMPTY: dict[str, Callable[[list[int]], Any]] = {
     "reward_terms": lambda response: {},
     "kept": lambda response: [()] * len(response),
     "token_versions": lambda response: [-1] * len(response),
+    "context_versions": lambda response: [-1] * len(response),
 }
 
 

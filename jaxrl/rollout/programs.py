@@ -1,11 +1,14 @@
 """The native engine's device side: weights in the decode layout, the cache, compiled programs.
 
-Programs have few shapes, listed by `sizes`, `lengths` and `prefill_rows`: what a block or a chunk
-computes follows from them and from no other sample, so neighbours do not change a sample's bits.
+Programs have few shapes, listed by `sizes`, `PrefillShapes` and `prefill_rows`: what a block or a
+chunk computes follows from them, and with `shrink=False` from no other sample: neighbours then
+do not change a sample's bits.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl.compilation import Call
+from jaxrl.compilation import Call, compile_together
 from jaxrl.data.packing import buckets_between, length_bucket, round_up
 from jaxrl.models import decode_kernels
 from jaxrl.models.transformer import Params, TransformerConfig, abstract_params, logical_axes
@@ -38,6 +41,81 @@ SHARES = (4, 2, 1)  # a block runs over a quarter, a half or all of the slots, o
 # too few does not fill the device, one with too many computes padding and makes decoding wait.
 PREFILL_TOKENS = {"cpu": (64, 256)}
 DEFAULT_PREFILL_TOKENS = (1024, 1024)
+# Where programs take minutes to compile chunks have few lengths: the first of a prompt, later ones;
+# and later ones see a quarter of a slot or all of it.
+FIRST_CHUNKS, LATER_CHUNKS, LATER_SHARES = (128, 256, 512, 1024), (256, 1024), (4, 1)
+
+
+@dataclass(frozen=True)
+class PrefillShapes:
+    """The tokens of the chunks in which prompts are prefilled, and the positions that they see.
+
+    Args:
+        platform: of the devices.
+        length: positions of a slot.
+    """
+
+    platform: str
+    length: int
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Return the tokens of a call with several prompts, and of the longest chunk."""
+        return PREFILL_TOKENS.get(self.platform, DEFAULT_PREFILL_TOKENS)
+
+    @property
+    def few(self) -> bool:
+        """Whether there are few, because each takes long to compile."""
+        return self.platform not in PREFILL_TOKENS
+
+    def width(self, missing: int, fresh: bool) -> int:
+        """Tokens of the chunk that prefills the next of `missing` tokens.
+
+        Args:
+            fresh: the first of them is that of the prompt.
+        """
+        width = length_bucket(min(missing, self.tokens[1]))
+        if self.few:
+            few = FIRST_CHUNKS if fresh else LATER_CHUNKS
+            width = next((n for n in few if n >= missing), few[-1])
+        return min(width, self.length)
+
+    def lengths(self) -> list[int]:
+        """Positions that a chunk in the middle of a prompt can see."""
+        return shares_of(self.length, LATER_SHARES if self.few else SHARES)
+
+    def all(self, prompts: Sequence[int], rests: bool) -> list[tuple[int, int | None]]:
+        """Chunk lengths, and the positions that they see; None = their own, of first chunks.
+
+        Args:
+            prompts: their lengths.
+            rests: chunks may follow a prefix that is in the cache.
+        """
+        longest = max(prompts)
+        widths = {self.width(max(n - 1, 1), True) for n in prompts}
+        shapes: list[tuple[int, int | None]] = [(width, None) for width in widths]
+        if longest - 1 > self.tokens[1] or rests:
+            widths = {self.width(n, False) for n in buckets_between(1, longest)}
+            shapes += itertools.product(widths, self.lengths())
+        return sorted(shapes, key=lambda shape: (shape[1] is not None, shape))
+
+
+def shares_of(length: int, shares: Sequence[int]) -> list[int]:
+    """Parts of the positions of a slot, ascending; the last is all of them."""
+    parts = (round_up(length // share, 8) for share in shares)
+    return sorted({min(max(part, LEAST_LENGTH), length) for part in parts})
+
+
+def has_kernel(config: TransformerConfig, platform: str) -> bool:
+    """Return whether decoding attends by a kernel, whose caches have whole blocks of positions."""
+    return decode_kernels.fits(platform, decode_kernels.POSITIONS, config.head_dim)
+
+
+def allocated_length(config: TransformerConfig, platform: str, length: int) -> int:
+    """Return the positions of a slot with room for rows of `length` tokens."""
+    length = max(length_bucket(length), LEAST_LENGTH)
+    kernel = has_kernel(config, platform)
+    return round_up(length, decode_kernels.POSITIONS) if kernel else length
 
 
 class Programs:
@@ -46,7 +124,8 @@ class Programs:
     Args:
         mesh: slots are spread over its batch axes, heads and MLP over "tensor".
         shrink: blocks may run over fewer rows than slots; None = on one CPU device. On accelerators
-            a block takes as long, and between devices slots would move.
+            a block takes as long, and between devices slots would move. False: nor do they see
+            fewer positions than there are, so that no neighbour changes a bit.
         group_bytes: most bytes that are on their way from other devices at a time.
     """
 
@@ -70,11 +149,12 @@ class Programs:
         self.group_bytes = group_bytes
         self.row_multiple = batch_devices(mesh, rules)
         self.slots = round_up(slots, self.row_multiple)
-        self.chunk_tokens, self.longest_chunk = PREFILL_TOKENS.get(platform, DEFAULT_PREFILL_TOKENS)
+        self.chunk_tokens, self.longest_chunk = PrefillShapes(platform, 0).tokens
         self.params: Params | None = None
         # a kernel reads what is filled, whatever it is shown
-        self._kernel = decode_kernels.fits(platform, decode_kernels.POSITIONS, config.head_dim)
+        self._kernel = has_kernel(config, platform)
         self._row_shares = SHARES if (alone if shrink is None else shrink) else (1,)
+        self._sees_all = self._kernel or shrink is False
         self._by_row = placement.sharding((self.slots,), ("batch",))
         self._cache: kv_cache.Cache | None = None
         self.functions = compiled(config, placement, self.slots, self.dtype)
@@ -101,8 +181,7 @@ class Programs:
 
     def cache_length(self, length: int) -> int:
         """Positions of a slot with room for `length` tokens, and for what it has room for now."""
-        length = max(length_bucket(length), LEAST_LENGTH, self.length)
-        return round_up(length, decode_kernels.POSITIONS) if self._kernel else length
+        return max(allocated_length(self.config, self.placement.platform, length), self.length)
 
     def sizes(self) -> list[int]:
         """Rows that a block can have."""
@@ -110,16 +189,21 @@ class Programs:
 
     def decode_lengths(self) -> list[int]:
         """Positions that a block can see."""
-        return [self.length] if self._kernel else self.lengths()
+        return [self.length] if self._sees_all else shares_of(self.length, SHARES)
 
-    def lengths(self) -> list[int]:
-        """Positions that a chunk in the middle of a prompt can see."""
-        shares = (round_up(self.length // share, 8) for share in SHARES)
-        return sorted({min(max(share, LEAST_LENGTH), self.length) for share in shares})
+    @property
+    def prefills(self) -> PrefillShapes:
+        """The shapes of prefill calls."""
+        return PrefillShapes(self.placement.platform, self.length)
 
-    def chunk(self, missing: int) -> int:
-        """Tokens of the chunk that prefills the next of `missing` tokens."""
-        return min(length_bucket(min(missing, self.longest_chunk)), self.length)
+    def chunk(self, missing: int, start: int) -> tuple[int, int | None]:
+        """Tokens of the chunk that prefills the next of `missing` tokens, and what it sees.
+
+        That is a number of positions of its slot; None = the chunk alone, which starts at 0.
+        """
+        width = self.prefills.width(missing, start == 0)
+        end = start + min(missing, width)
+        return width, _at_least(end, self.prefills.lengths()) if start else None
 
     def prefill_rows(self, width: int) -> int:
         """Chunks of `width` tokens in one call."""
@@ -131,24 +215,26 @@ class Programs:
         self._cache = self.functions.copy(self._cache, *padded.T, len(pairs))
 
     def prefill(
-        self, width: int, fresh: bool, chunks: Sequence[tuple[int, int, np.ndarray]]
+        self, width: int, seen: int | None, chunks: Sequence[tuple[int, int, np.ndarray]]
     ) -> None:
         """Prefill at most `prefill_rows(width)` chunks: slot, first position, tokens.
 
         Args:
-            fresh: all chunks start at position 0.
+            width, seen: `chunk` of each.
         """
         rows = self.prefill_rows(width)
         tokens = np.zeros((rows, width), np.int32)
         slots, starts = np.full(rows, self.slots, np.int32), np.zeros(rows, np.int32)
         for row, (slot, start, new) in enumerate(chunks):
             tokens[row, : len(new)], slots[row], starts[row] = new, slot, start
-        end = max((start + len(new) for _, start, new in chunks), default=0)
-        self._run_prefill(tokens, slots, starts, None if fresh else _at_least(end, self.lengths()))
+        self._run_prefill(tokens, slots, starts, seen)
 
     def _run_prefill(self, tokens: Array, slots: Array, starts: Array, length: int | None) -> None:
+        self._cache = self._prefill_call(tokens, slots, starts, length).run()
+
+    def _prefill_call(self, tokens: Array, slots: Array, starts: Array, length: int | None) -> Call:
         given = jax.device_put((tokens, slots, starts), self._by_row)
-        self._cache = self.functions.prefill(self.params, self._cache, *given, length=length)
+        return Call(self.functions.prefill, (self.params, self._cache, *given), {"length": length})
 
     def decode(self, rows: device.Rows, reach: int) -> device.Block:
         """A block for rows of one of `sizes` that reach `reach` tokens; on the host."""
@@ -167,16 +253,22 @@ class Programs:
 
         Args:
             rests: also for what follows a prefix that is in the cache.
-            padding: number of rows -> `Rows` of nothing but padding.
+            padding: number of rows -> `Rows` of nothing but padding, for each program that differs.
         """
-        for width, length in self._prefill_shapes(prompts, rests):
+        calls = []
+        for width, length in self.prefills.all(prompts, rests):
             rows = self.prefill_rows(width)
             nothing = np.zeros((rows, width), np.int32)
             slots, starts = np.full(rows, self.slots, np.int32), np.zeros(rows, np.int32)
-            self._run_prefill(nothing, slots, starts, length)
+            calls.append((nothing, slots, starts, length))
+        if self.prefills.few:
+            compile_together(self._prefill_call(*call).lower() for call in calls)
+        for call in calls:
+            self._run_prefill(*call)
         for size in self.sizes():
-            for length in self.decode_lengths():
-                self.decode(padding(size), length)
+            for rows in padding(size):
+                for length in self.decode_lengths():
+                    self.decode(rows, length)
         self.copy([])
 
     def calls(
@@ -195,7 +287,7 @@ class Programs:
         params = functions.given(params)
         weights = functions.decode_params.eval_shape(params)
         cache = functions.empty.eval_shape(length=self.length)
-        width, seen = list(self._prefill_shapes([prompt], rests))[-1]
+        width, seen = self.prefills.all([prompt], rests)[-1]
 
         def shapes(tree: Any) -> Any:
             return jax.tree.map(
@@ -211,18 +303,6 @@ class Programs:
             "copy": Call(functions.copy, (cache, *np.zeros((2, self.slots + 1), np.int32), 0), {}),
             "decode": Call(functions.decode, (weights, cache, shapes(rows)), every),
         }
-
-    def _prefill_shapes(
-        self, prompts: Sequence[int], rests: bool
-    ) -> Iterator[tuple[int, int | None]]:
-        """Chunk lengths, and the positions that they see."""
-        for width in sorted({self.chunk(max(n - 1, 1)) for n in prompts}):
-            yield width, None
-        longest = max(prompts)
-        if longest - 1 > self.longest_chunk or rests:
-            for width in sorted({*map(self.chunk, buckets_between(1, longest))}):
-                for length in self.lengths():
-                    yield width, length
 
     def describe(self) -> str:
         """The shapes of all programs."""

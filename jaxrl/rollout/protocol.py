@@ -5,18 +5,21 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+LEAST_FACTOR = 1e-4  # of logits; rounding of those divided by less decides what is drawn
+
 
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn and what ends a sample.
 
-    `temperature=0` is greedy; `top_k=-1`, `top_p=1`, `min_p=0`, `repetition_penalty=1` are off.
+    `temperature=0` is greedy, and others near 0 are refused; `top_k=-1`, `top_p=1`, `min_p=0`,
+    `repetition_penalty=1` are off.
 
     Attributes:
         min_tokens: nothing stops a sample before it has as many tokens.
         stop_token_ids: the token that stops a sample is its last.
         stop: strings, looked for in the decoded text; the sample ends with the token that completes
-            one.
+            one, after the first `min_tokens`.
         logprobs: most probable alternatives that are reported with each token.
         raw_log_probs: report also the log-probs without temperature, filters and penalties.
         keep_sampling_mask: report with each token the set that the filters left; needs `top_k`,
@@ -36,6 +39,20 @@ class Sampling:
     raw_log_probs: bool = False
     keep_sampling_mask: bool = False
 
+    def check(self) -> None:
+        """Refuse, by a ValueError, what float32 logits cannot be divided by."""
+        temperature, penalty = self.temperature, self.repetition_penalty
+        if temperature != 0 and not LEAST_FACTOR <= temperature <= 1 / LEAST_FACTOR:
+            raise ValueError(
+                f"temperature={temperature:g} must be 0, which is greedy, or from {LEAST_FACTOR:g} "
+                f"to {1 / LEAST_FACTOR:g}: float32 logits are divided by it"
+            )
+        if not LEAST_FACTOR <= penalty <= 1 / LEAST_FACTOR:
+            raise ValueError(
+                f"repetition_penalty={penalty:g} must be from {LEAST_FACTOR:g} to "
+                f"{1 / LEAST_FACTOR:g}, and 1 is off: float32 logits are divided by it"
+            )
+
 
 @dataclass(frozen=True)
 class Request:
@@ -46,6 +63,10 @@ class Request:
         on_tokens: an engine that can calls it, between two blocks of tokens, with the number of a
             sample that goes on and its new tokens, as a Completion with stop_reason "". It must
             return at once. What came last is only in the sample's own Completion.
+        conversations: for each sample a future that is done when the conversation it is a turn of
+            is over. An engine that can keeps its slot for the conversation's next turn until then,
+            so whoever made the future must end it (`cancel` does) whatever happens. Empty: nothing
+            is kept.
 
     Example: `Request(prompt_tokens=(3, 1, 4, 13), keys=((7, 1), (7, 2)), sampling=Sampling(
     max_tokens=8, stop_token_ids=(45,)))` asks for two samples; the same key gives the same tokens.
@@ -55,6 +76,7 @@ class Request:
     keys: tuple[tuple[int, int], ...]
     sampling: Sampling
     on_tokens: Callable[[int, "Completion"], None] | None = field(default=None, compare=False)
+    conversations: tuple[Future[None], ...] = field(default=(), compare=False)
 
     @property
     def longest(self) -> int:
@@ -79,6 +101,7 @@ class Request:
                 f"{self.sampling.max_tokens} need more than max_model_len={max_model_len}; shorten "
                 "one, or raise the limit"
             )
+        self.sampling.check()
         if self.sampling.stop and not has_text:
             raise ValueError(
                 f"stop={self.sampling.stop} is looked for in text: give the engine decode_text"
@@ -105,6 +128,8 @@ class Completion:
         raw_log_probs: per token, under the model's own distribution, if they are asked for.
         kept: per token, the ids it was drawn from, filled up with -1 to `top_k`, if they are asked
             for. Nothing but -1 = all ids.
+        context_versions: per token, the oldest version that computed keys and values it was drawn
+            from; empty where the engine does not say.
     """
 
     tokens: list[int]
@@ -115,6 +140,7 @@ class Completion:
     top_log_probs: list[dict[int, float]] = field(default_factory=list)
     raw_log_probs: list[float] = field(default_factory=list)
     kept: list[tuple[int, ...]] = field(default_factory=list)
+    context_versions: list[int] = field(default_factory=list)
 
 
 class Sampler(Protocol):

@@ -50,10 +50,9 @@ class SampleThread(ABC):
     def check(self, request: Request) -> None:
         """Raise what `submit` raises for a request that can never be served."""
 
-    def known_prefix(self, tokens: Sequence[int]) -> int:
-        """Tokens of a prompt that are held for any request."""
-        del tokens
-        return 0
+    def known_prefixes(self, requests: Sequence[Request]) -> list[int]:
+        """Tokens of each prompt that are held for any request."""
+        return [0] * len(requests)
 
     @abstractmethod
     def _prepare(self, requests: Sequence[Request]) -> None:
@@ -89,7 +88,7 @@ class SampleThread(ABC):
         with self._held():
             self._prepare(requests)
             samples = [self._samples(request) for request in requests]
-            self._queue.extend(sample for group in samples for sample in group)
+            self._enqueue([sample for group in samples for sample in group])
         self._start()
         return [[sample.future for sample in group] for group in samples]
 
@@ -136,8 +135,16 @@ class SampleThread(ABC):
     def _samples(self, request: Request) -> list[Sample]:
         self._groups += 1
         limit = request.sampling.max_tokens
-        keys = enumerate(request.keys)
-        return [Sample(request, self._groups, key, limit, number) for number, key in keys]
+        conversations = request.conversations or (None,) * len(request.keys)
+        return [
+            Sample(request, self._groups, key, limit, number, conversation)
+            for number, (key, conversation) in enumerate(
+                zip(request.keys, conversations, strict=True)
+            )
+        ]
+
+    def _enqueue(self, samples: Sequence[Sample]) -> None:
+        self._queue.extend(samples)
 
     def _start(self) -> None:
         with self._held():
@@ -154,7 +161,9 @@ class SampleThread(ABC):
             with self._held():
                 if not self._has_work():
                     self._running = False
-                    return
+                    if not self._has_work():  # who ended a conversation since saw a thread
+                        return
+                    self._running = True
                 try:
                     self._turn()
                 except BaseException as error:  # whoever waits must learn of it

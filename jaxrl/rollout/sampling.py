@@ -3,9 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from jaxrl.array_ops import Array
+from jaxrl.array_ops import Array, largest
 
 BLOCK = 256  # tokens per block of `inverse_cdf`
+BITS_TO_ONE = 30  # of a float32 from 0 to 1; all such bits are of a float below 2
 
 
 def uniforms(keys: Array, positions: Array) -> Array:
@@ -27,14 +28,15 @@ def inverse_cdf(weights: Array, u: Array) -> Array:
 
     First the block of `BLOCK` tokens, then the token in it: a cumulative sum over the whole
     vocabulary of 49,152 took 47 ms for 64 rows on two cores, this takes 2. Never a token of weight
-    0.
+    0; the last one where weights are NaN.
     """
     rows, vocab = weights.shape
     blocks = jnp.pad(weights, ((0, 0), (0, -vocab % BLOCK))).reshape(rows, -1, BLOCK)
     sums = blocks.sum(-1)
     block, below = _first_above(sums, u * sums.sum(-1))
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    return block * BLOCK + _first_above(inside, u * sums.sum(-1) - below)[0]
+    token = block * BLOCK + _first_above(inside, u * sums.sum(-1) - below)[0]
+    return jnp.minimum(token, vocab - 1)
 
 
 def _first_above(weights: Array, target: Array) -> tuple[Array, Array]:
@@ -75,14 +77,14 @@ def sample(
 
     The distribution is softmax(logits / temperature), then tokens below `min_p` times the largest
     probability go, then all but the `top_k` largest, then all but the smallest set that reaches
-    `top_p` of what is left. Ties are kept in token order.
+    `top_p` of what is left. Ties are kept in token order; see `filter_weights`.
 
     Args:
         logits: [B, V] float32.
         u: [B] uniforms in [0, 1).
         temperature: [B]; 0 = argmax.
         top_k, top_p, min_p: [B]; off at k <= 0, p >= 1, p <= 0.
-        filtered: False skips the sort; only right if no row filters.
+        filtered: False skips the filters; only right if no row has one.
         keep: most tokens of a set that is reported.
 
     Returns:
@@ -96,12 +98,11 @@ def sample(
     weights = kept = jnp.exp(scaled - peak)
     ids = jnp.full((len(logits), keep), -1)
     if filtered:
-        order = jnp.argsort(-scaled, axis=-1, stable=True)
-        kept = filter_sorted(jnp.take_along_axis(weights, order, axis=-1), top_k, top_p, min_p)
-        among = (kept > 0) & ~greedy[:, None]
-        ids = ids.at[:, : order.shape[1]].set(jnp.where(among, order, -1)[:, :keep])
-        # drawn in token order, as without filters: what other rows ask for plays no part
-        kept = jnp.put_along_axis(weights, order, kept, axis=-1, inplace=False)
+        kept = filter_weights(weights, top_k, top_p, min_p)
+        if keep:
+            probable, order = jax.lax.top_k(kept, min(keep, kept.shape[1]))
+            among = (probable > 0) & ~greedy[:, None]
+            ids = ids.at[:, : order.shape[1]].set(jnp.where(among, order, -1))
         kept = jnp.where(greedy[:, None], weights, kept)  # greedy rows are scored by the whole
     tokens = jnp.where(greedy, _first_of(scaled == peak), inverse_cdf(kept, u))
     chosen = jnp.take_along_axis(scaled - peak, tokens[:, None], axis=-1)[:, 0]
@@ -135,14 +136,63 @@ def top_tokens(logits: Array, temperature: Array, number: int) -> tuple[Array, A
     return ids.astype(jnp.int32), values
 
 
-def filter_sorted(probs: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
-    """Zero what min-p, top-k and top-p drop: probs [B, V] in descending order."""
-    vocab = probs.shape[-1]
-    rank = jnp.arange(vocab)
-    limit = jnp.where(top_k > 0, top_k, vocab)[:, None]
-    keep = (rank < limit) & (probs >= min_p[:, None] * probs[:, :1])
-    probs = jnp.where(keep, probs, 0.0)
-    before = jnp.cumsum(probs, axis=-1) - probs
-    within = before < top_p[:, None] * probs.sum(-1, keepdims=True)
-    unlimited = (top_p >= 1)[:, None]  # rounding of the sums must not drop the last token
-    return jnp.where(within | unlimited | (rank == 0), probs, 0.0)
+def filter_weights(weights: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
+    """Zero what min-p, top-k and top-p drop, in this order: weights [B, V] in [0, 1], largest 1.
+
+    A token comes before another one if its weight is larger, or equal and its id smaller.
+
+    - min-p keeps weights of at least `min_p`.
+    - top-k keeps the first `top_k` tokens of what is left.
+    - top-p keeps the fewest first ones of what is left then whose weights sum to at least `top_p`
+      times the sum of all that is left, and one at least.
+
+    Sums are float32, of all tokens in the order of their ids with 0 for those that do not count: no
+    larger set has a smaller sum. Of equal weights w, as many are kept as w goes into what the
+    larger ones leave to reach, rounded up.
+    """
+    weights = jnp.where(weights >= jnp.minimum(min_p, 1)[:, None], weights, 0)
+    first_k = jnp.minimum(top_k, weights.shape[1]).astype(weights.dtype)
+    weights = _until(weights, jnp.ones_like(weights), first_k, top_k > 0)
+    mass = jnp.maximum(top_p * weights.sum(-1), jnp.finfo(weights.dtype).tiny)
+    return _until(weights, weights, mass, top_p < 1)
+
+
+def _until(weights: Array, amounts: Array, need: Array, chosen: Array) -> Array:
+    """Zero weights behind the first ones whose amounts sum to `need`, in the `chosen` rows.
+
+    Weights are floats in [0, 1], whose bits are in their order: the smallest that is kept is found
+    bit by bit, and where not all of its equals are kept, the id of the last one. Accelerators do
+    that sooner than they sort.
+
+    Args:
+        weights: [B, V].
+        amounts: [B, V], equal where the weights are.
+        need: [B], positive.
+        chosen: [B] bool; the others are left as they are.
+    """
+    rows, vocab = weights.shape
+    zero = jnp.zeros(rows, jnp.int32)
+
+    def total(tokens: Array) -> Array:
+        return jnp.where(tokens, amounts, 0).sum(-1)
+
+    def reached(bits: Array) -> Array:
+        return total(weights >= _float(bits)) >= need
+
+    least = _float(largest(reached, BITS_TO_ONE, zero, needed=chosen.any()))
+    above, equal = weights > least, weights == least
+    each = jnp.where(equal, amounts, 0).max(-1)
+    count = jnp.ceil((need - total(above)) / each)  # of the equals, at least one
+    parted = chosen & (count < equal.sum(-1))
+
+    def within(ids: Array) -> Array:
+        return (equal & (jnp.arange(vocab) < ids[:, None])).sum(-1) <= count
+
+    end = largest(within, vocab.bit_length(), zero, needed=parted.any())
+    before = (jnp.arange(vocab) < end[:, None]) | ~parted[:, None]
+    return jnp.where(above | (equal & before) | ~chosen[:, None], weights, 0)
+
+
+def _float(bits: Array) -> Array:
+    """[B] bits of floats -> [B, 1]."""
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)[:, None]

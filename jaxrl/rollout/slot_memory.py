@@ -24,11 +24,15 @@ def slots_that_fit(
     length: int,
     utilization: float,
     memory: float | None = None,
+    resident: float = 0,
 ) -> int:
-    """Slots of `length` tokens that fit, beside the weights, into a share of the memory.
+    """Return how many slots fit, beside the decode weights, into a share of the free memory.
 
     Args:
+        length: positions that are allocated for a slot.
+        utilization: share of what is free.
         memory: bytes of a device; None = as it says itself.
+        resident: bytes of a device that are not free.
 
     Raises:
         ValueError: not even one on each device.
@@ -43,14 +47,15 @@ def slots_that_fit(
         # values lie transposed, and are padded for the kernel while a block is decoded
         row += position * round_up(config.head_dim, TPU_LANES) * length
     whole = device_memory(mesh.devices.flat[0]) if memory is None else memory
-    budget = utilization * whole
+    budget = utilization * (whole - resident)
     each = int((budget - weights) // row)
     if each < 1:
         raise ValueError(
             f"generator.inference_engine.gpu_memory_utilization={utilization}: {budget / GIB:.2f} "
-            f"GiB per device hold {weights / GIB:.2f} GiB of weights but not one row of {length} "
-            f"tokens ({row / GIB:.2f} GiB); raise it or tensor_parallel_size, or shorten prompts "
-            "or responses"
+            f"GiB per device, of {whole / GIB:.2f} with {resident / GIB:.2f} of the trainer's, "
+            f"hold {weights / GIB:.2f} GiB of weights but not one row of {length} tokens "
+            f"({row / GIB:.2f} GiB); raise it or tensor_parallel_size, offload the optimizer, or "
+            "shorten prompts or responses"
         )
     return each * groups
 

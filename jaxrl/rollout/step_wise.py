@@ -9,7 +9,10 @@ import numpy as np
 from jaxrl.types import GeneratorOutput, Trajectory
 
 # columns of one entry per token, and the entry of a token that was not sampled
-_TOKENS = {"loss_masks": 0, "rollout_logprobs": 0, "kept": (), "token_versions": -1}
+_TOKENS = {
+    **{"loss_masks": 0, "rollout_logprobs": 0, "kept": ()},
+    **{"token_versions": -1, "context_versions": -1},
+}
 
 
 def steps_of(trajectory: Trajectory) -> list[Trajectory]:
@@ -98,6 +101,7 @@ def _step(t: Trajectory, start: int, end: int) -> Trajectory:
         turns=[(0, end - start)],
         kept=t.kept[start:end],
         versions=t.versions[start:end],
+        context_versions=t.context_versions[start:end],
     )
 
 

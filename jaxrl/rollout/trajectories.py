@@ -56,6 +56,8 @@ def to_columns(
         output["kept"] = [t.kept for t in rows]
     if all(len(t.versions) == len(t.response_tokens) for t in rows):
         output["token_versions"] = [t.versions for t in rows]
+    if all(len(t.context_versions) == len(t.response_tokens) for t in rows):
+        output["context_versions"] = [t.context_versions for t in rows]
     return output
 
 

@@ -29,6 +29,7 @@ class Transcript:
     rewards: list[float] = field(default_factory=list)
     kept: list[tuple[int, ...]] = field(default_factory=list)  # () = all, or not recorded
     versions: list[int] = field(default_factory=list)  # of the policy; -1 where not sampled
+    context_versions: list[int] = field(default_factory=list)  # the oldest in its context, or -1
     turns: list[tuple[int, int]] = field(default_factory=list)  # first token, one after the last
 
     @property
@@ -36,16 +37,26 @@ class Transcript:
         """What the next turn is sampled from."""
         return (*self.prompt, *self.tokens)
 
+    @property
+    def policy_version(self) -> int:
+        """Return the older of the two versions of the first sampled token; -1 if there is none."""
+        versions = zip(self.versions, self.context_versions, strict=True)
+        return next((min(two) for two in versions if two[0] >= 0), -1)
+
     def add_sampled(
         self,
         tokens: Sequence[int],
         log_probs: Sequence[float],
         kept: Sequence[tuple[int, ...]] = (),
         versions: Sequence[int] = (),
+        context_versions: Sequence[int] = (),
     ) -> None:
-        """A turn of the policy; all but its tokens may be empty, as a whole."""
-        start = len(self.tokens)
-        self._add(tokens, 1, log_probs or [0.0] * len(tokens), kept, versions)
+        """A turn of the policy; all but its tokens may be empty, as a whole.
+
+        `context_versions` are `versions` where the engine does not say.
+        """
+        start, columns = len(self.tokens), (kept, versions, context_versions)
+        self._add(tokens, 1, log_probs or [0.0] * len(tokens), *columns)
         self.turns.append((start, len(self.tokens)))
 
     def add_given(self, tokens: Sequence[int]) -> None:
@@ -91,6 +102,7 @@ class Transcript:
         log_probs: Sequence[float],
         kept: Sequence[tuple[int, ...]] = (),
         versions: Sequence[int] = (),
+        context_versions: Sequence[int] = (),
     ) -> None:
         self.tokens += tokens
         self.loss_mask += [mask] * len(tokens)
@@ -98,6 +110,7 @@ class Transcript:
         self.rewards += [0.0] * len(tokens)
         self.kept += kept or [()] * len(tokens)
         self.versions += versions or [-1] * len(tokens)
+        self.context_versions += context_versions or versions or [-1] * len(tokens)
 
     def _cut(self, length: int) -> None:
         columns = (
@@ -107,6 +120,7 @@ class Transcript:
             self.rewards,
             self.kept,
             self.versions,
+            self.context_versions,
         )
         for column in columns:
             del column[length:]

@@ -31,7 +31,7 @@ class Dialect:
         load: have a server take the weights of a folder, as a version, under a name.
         lacks: settings of Sampling that its protocol does not have.
         alive: answers of GET /health with which a server can be given weights.
-        says_versions: answers carry the version of each token, and /health that of the weights.
+        says_versions: answers carry the versions of each token, and /health that of the weights.
         adapters: weights are adapters, which requests ask for by name, as the `model`.
     """
 
@@ -104,6 +104,7 @@ class Dialect:
         tokens, said = choice["token_ids"], choice["logprobs"]
         log_probs = said["token_logprobs"]
         versions = choice["versions"] if self.says_versions else [version] * len(tokens)
+        contexts = choice.get("context_versions") or []
         reason, stopped_by = choice["finish_reason"], choice.get("stop_reason")
         if reason not in ("stop", "length", "abort"):
             raise InvalidAnswer(f"finish_reason={reason!r}")
@@ -114,6 +115,8 @@ class Dialect:
                 f"{len(tokens)} tokens (at most {sampling.max_tokens} were asked), "
                 f"{len(log_probs)} log-probs, {len(versions)} versions"
             )
+        if len(contexts) not in (0, len(tokens)):
+            raise InvalidAnswer(f"{len(tokens)} tokens, {len(contexts)} context_versions")
         if not all(type(token) is int for token in tokens):
             raise InvalidAnswer("token ids that are not integers")
         if not all(math.isfinite(x) and x <= 1e-3 for x in log_probs):
@@ -125,6 +128,7 @@ class Dialect:
             versions=versions,
             stop_string=stopped_by if isinstance(stopped_by, str) else None,
             top_log_probs=_top(said.get("top_logprobs"), sampling.logprobs),
+            context_versions=contexts,
         )
 
 

@@ -113,7 +113,6 @@ def _row(prompt: Prompt, segment: Segment, *, failed: bool) -> Trajectory:
     transcript = segment.transcript
     if failed or segment.stop_reason == "abort":
         transcript.mask()
-    sampled = [version for version in transcript.versions if version >= 0]
     return Trajectory(
         uid=prompt.uid,
         prompt_tokens=transcript.prompt,
@@ -122,9 +121,10 @@ def _row(prompt: Prompt, segment: Segment, *, failed: bool) -> Trajectory:
         rollout_log_probs=transcript.log_probs,
         rewards=transcript.rewards,
         stop_reason="env_error" if failed else segment.stop_reason,
-        policy_version=sampled[0] if sampled else -1,
+        policy_version=transcript.policy_version,
         env_class=prompt.env_class,
         turns=transcript.turns,
         kept=transcript.kept,
         versions=transcript.versions,
+        context_versions=transcript.context_versions,
     )

@@ -1,10 +1,11 @@
 """The routes of the server, on aiohttp."""
 
 import asyncio
+import contextlib
 import functools
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
@@ -13,15 +14,16 @@ from jaxrl.rollout.incoming_weights import Notice
 from jaxrl.rollout.protocol import Completion
 from jaxrl.serving.auth import Guard
 from jaxrl.serving.errors import ApiError, parse_json
-from jaxrl.serving.fields import Fields, check_ids, is_integer, refuse
+from jaxrl.serving.fields import Fields, check_ids, refuse
 from jaxrl.serving.prometheus import Stopwatch
 from jaxrl.serving.requests import Ask, read_messages, read_variables
-from jaxrl.serving.responses import Answer, TextStream, said
+from jaxrl.serving.responses import Answer, TextStream, said_to
 from jaxrl.serving.runs import Part, Run
 from jaxrl.serving.service import Control, Service
 
 _log = logging.getLogger(__name__)
 SESSION_HEADER = "X-Session-ID"
+CLIENT_SECONDS = 60.0  # that a client may take to send a body, or to read what is left to say
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -47,6 +49,7 @@ class Routes:
                 web.post("/v1/chat/completions", self.chat),
                 web.post("/v1/completions", self.completions),
                 web.get("/v1/models", self.models),
+                web.get("/v1/models/{id:.+}", self.model),
                 web.post("/tokenize", self.tokenize),
                 web.post("/detokenize", self.detokenize),
                 web.get("/health", self.health),
@@ -62,9 +65,10 @@ class Routes:
 
     @web.middleware
     async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Check who asks; every error has OpenAI's form."""
+        """Check who asks; every error has OpenAI's form. No client is waited for without end."""
         try:
-            self.guard.check(request.headers, request.url.host or "")
+            self.guard.check(request.headers, _host(request))
+            await _read(request)
             response = await handler(request)
         except web.HTTPException as error:  # of the router, and of bodies that are too long
             response = _failed(ApiError(error.status, _said_of(error, request)))
@@ -78,6 +82,7 @@ class Routes:
         resource = request.match_info.route.resource
         route = resource.canonical if resource else "unknown"
         self.service.measures.requests.labels(route, response.status).inc()
+        await _deliver(request, response)
         return response
 
     # ---- samples
@@ -113,8 +118,8 @@ class Routes:
             watch.stop()
         if stream is None:
             raise error
-        await _send(stream, error.body)  # the status has been sent
-        await stream.write_eof()
+        async with _patience(request):
+            await _send(stream, error.body)  # the status has been sent
         return stream
 
     async def _whole(self, run: Run, watch: Stopwatch) -> dict[str, Any]:
@@ -147,7 +152,7 @@ class Routes:
 
     async def _record(self, ask: Ask, completion: Completion) -> None:
         if ask.turn is not None:
-            text = said(self.service.served.tokenizer, ask, completion)
+            text = said_to(ask, self.service.served.tokenizer, completion)
             await self.service.in_thread(ask.turn.session.record, ask.turn, completion, text)
 
     def _answer(self, ask: Ask) -> Answer:
@@ -178,22 +183,29 @@ class Routes:
 
     async def models(self, request: web.Request) -> web.Response:
         """GET /v1/models."""
+        return web.json_response({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        """GET /v1/models/ID."""
+        self.service.served.check_name(request.match_info["id"])
+        return web.json_response(self._model())
+
+    def _model(self) -> dict[str, Any]:
         served = self.service.served
-        model = {
+        return {
             "id": served.name,
             "object": "model",
             "created": 0,
             "owned_by": "jaxrl",
             "max_model_len": served.max_model_len,
         }
-        return web.json_response({"object": "list", "data": [model]})
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """POST /tokenize: a prompt or messages to token ids."""
         fields, served = Fields(parse_json(await request.read())), self.service.served
         served.check_name(fields.text("model", served.name))
         if "messages" in fields.body:
-            variables = {**served.variables, **read_variables(fields)}
+            variables = {**served.variables, **read_variables(fields, served.tokenizer)}
             encode = functools.partial(served.encode_chat, read_messages(fields), variables)
         else:
             special = fields.flag("add_special_tokens", default=True)
@@ -277,9 +289,9 @@ class ControlRoutes:
     async def update_weights(self, request: web.Request) -> web.Response:
         """POST /update_weights: {"path": folder, "version": number}."""
         fields = Fields(parse_json(await request.read()))
-        path, version = fields.text("path"), fields.take("version")
-        if version is not None and not is_integer(version):
-            refuse("version", version, "must be an integer")
+        path, version = fields.text("path"), None
+        if "version" in fields.body:
+            version = fields.integer("version", 0, 0, 2**31 - 1)
         if not path:
             refuse("path", path, "must name a folder")
         fields.end()
@@ -330,6 +342,42 @@ async def _open_stream(request: web.Request) -> web.StreamResponse:
 
 async def _send(stream: web.StreamResponse, body: dict[str, Any]) -> None:
     await stream.write(b"data: " + json.dumps(body).encode() + b"\n\n")
+
+
+@contextlib.asynccontextmanager
+async def _patience(request: web.Request) -> AsyncIterator[None]:
+    """Cut the connection of a client that does not read what is written in the block."""
+    try:
+        async with asyncio.timeout(CLIENT_SECONDS):
+            yield
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError(f"nothing read for {CLIENT_SECONDS:g} seconds") from None
+
+
+async def _deliver(request: web.Request, response: web.StreamResponse) -> None:
+    """Write what is not written yet."""
+    async with _patience(request):
+        await response.prepare(request)
+        await response.write_eof()
+
+
+async def _read(request: web.Request) -> None:
+    """Have the body, which handlers find read."""
+    try:
+        async with asyncio.timeout(CLIENT_SECONDS):
+            await request.read()
+    except TimeoutError:
+        message = f"the body had not come after {CLIENT_SECONDS:g} seconds"
+        raise ApiError(408, message, code="timeout") from None
+
+
+def _host(request: web.Request) -> str | None:
+    try:
+        return request.url.host or ""
+    except ValueError:  # a port that is none
+        return None
 
 
 def _failed(error: ApiError) -> web.Response:

@@ -53,18 +53,23 @@ class Guard:
     def __init__(self, token: str | None) -> None:
         self._token = None if token is None else token.encode()
 
-    def check(self, headers: Mapping[str, str], host: str) -> None:
-        """Raise `ApiError` 401 or 403 for who may not come in.
+    def check(self, headers: Mapping[str, str], host: str | None) -> None:
+        """Raise `ApiError` 401, 403 or 400 for who may not come in.
 
         Args:
-            host: that the request is addressed to, without the port.
+            host: that the request is addressed to, without the port; None: what it says is none.
         """
-        if self._token is None:
-            if "Origin" in headers or not is_loopback(host):
-                raise ApiError(403, "without a token only programs of this machine may ask")
-            return
-        kind, _, given = headers.get("Authorization", "").partition(" ")
-        right = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), self._token)
-        if kind.lower() != "bearer" or not right:
-            message = "wrong or missing token; send Authorization: Bearer TOKEN"
-            raise ApiError(401, message, code="invalid_api_key")
+        if self._token is not None:
+            _check_token(headers, self._token)
+        if host is None:
+            raise ApiError(400, "the Host header is no host with perhaps a port")
+        if self._token is None and ("Origin" in headers or not is_loopback(host)):
+            raise ApiError(403, "without a token only programs of this machine may ask")
+
+
+def _check_token(headers: Mapping[str, str], token: bytes) -> None:
+    kind, _, given = headers.get("Authorization", "").partition(" ")
+    right = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), token)
+    if kind.lower() != "bearer" or not right:
+        message = "wrong or missing token; send Authorization: Bearer TOKEN"
+        raise ApiError(401, message, code="invalid_api_key")

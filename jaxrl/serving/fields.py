@@ -1,6 +1,5 @@
 """Reading the fields of a request's body: each is checked, and none is silently ignored."""
 
-import math
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -65,7 +64,7 @@ class Fields:
         """A finite number from `least` to `most`; with `above` greater than `least`."""
         value = self.take(name, default)
         usable = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not usable or not math.isfinite(value) or not least <= value <= most:
+        if not usable or not least <= value <= most:  # which NaN is not, either
             refuse(name, value, f"must be a number from {least:g} to {most:g}")
         if above and value == least:
             refuse(name, value, f"must be above {least:g}")

@@ -1,6 +1,7 @@
 """What a client asks for, read from a request's body and checked."""
 
 import dataclasses
+import inspect
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -124,7 +125,7 @@ class AskReader:
         """Raises `ApiError` for what cannot be served."""
         fields = Fields(body)
         messages = read_messages(fields)
-        variables = {**self.served.variables, **read_variables(fields)}
+        variables = {**self.served.variables, **read_variables(fields, self.served.tokenizer)}
         turn = None
         if session is not None:
             turn = session.continue_messages(messages, variables, self.served)
@@ -238,6 +239,10 @@ class AskReader:
             stop_token_ids=tuple(dict.fromkeys((*ids, *more))),
             stop=fields.texts("stop", MOST_STOPS) or base.stop,
         )
+        try:
+            sampling.check()
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
         if fixed:
             _check_distribution(base, sampling)
         return sampling
@@ -274,12 +279,16 @@ def read_messages(fields: Fields) -> list[Message]:
     return plain_messages(messages)
 
 
-def read_variables(fields: Fields) -> dict[str, Any]:
-    """Variables of the chat template."""
-    variables = fields.take("chat_template_kwargs", {})
-    own = {"tokenize", "return_dict", "conversation", "chat_template", "tokenizer"}
-    if not isinstance(variables, dict) or own & set(variables):
-        refuse("chat_template_kwargs", variables, "must be an object of template variables")
+def read_variables(fields: Fields, tokenizer: Any) -> dict[str, Any]:
+    """Variables of the chat template; nothing that changes how its text is made to tokens."""
+    name = "chat_template_kwargs"
+    variables = fields.take(name, {})
+    if not isinstance(variables, dict):
+        refuse(name, variables, "must be an object of template variables")
+    parameters = inspect.signature(tokenizer.apply_chat_template).parameters
+    if own := sorted(parameters.keys() & variables.keys()):
+        fix = f"sets variables of the chat template alone; leave {', '.join(own)} out"
+        refuse(name, variables, fix)
     return variables
 
 

@@ -1,23 +1,25 @@
 """Answers in OpenAI's form: whole, and as pieces of a stream."""
 
+import functools
+import re
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 from jaxrl.rollout.protocol import Completion
-from jaxrl.rollout.turns import spoken_tokens
+from jaxrl.rollout.stop_strings import Decode, GrowingText, said
 from jaxrl.serving.requests import Ask
 
-_REPLACEMENT = "\ufffd"  # a decoder writes it for bytes that are no whole character yet
+
+def said_to(ask: Ask, tokenizer: Any, completion: Completion) -> str:
+    """Return the text of a finished sample as its client gets it: without what stopped it."""
+    return said(_decode(tokenizer, ask), completion, ask.sampling.stop)
 
 
-def said(tokenizer: Any, ask: Ask, completion: Completion) -> str:
-    """The text of a finished sample, without what stopped it."""
-    text = tokenizer.decode(spoken_tokens(completion), skip_special_tokens=ask.skip_special_tokens)
-    if completion.stop_string is None:
-        return text
-    head, found, _ = text.rpartition(completion.stop_string)
-    return head if found else text
+def _decode(tokenizer: Any, ask: Ask) -> Decode:
+    return functools.partial(tokenizer.decode, skip_special_tokens=ask.skip_special_tokens)
 
 
 class TextStream:
@@ -26,47 +28,37 @@ class TextStream:
     Held back is what may be the beginning of a stop string, and bytes that are no whole character.
 
     Args:
-        tokenizer: decodes all tokens anew for every piece, since a token's text depends on others.
+        tokenizer: decodes tokens.
         ask: has the stop strings.
     """
 
     def __init__(self, tokenizer: Any, ask: Ask) -> None:
         self.tokenizer, self.ask = tokenizer, ask
-        self._tokens: list[int] = []
-        self._given = ""
+        self._text = GrowingText(_decode(tokenizer, ask))
+        self._given, self._held = 0, ""
 
     def add(self, tokens: Sequence[int]) -> str:
-        """The new text that these tokens make certain."""
-        self._tokens += tokens
-        skip = self.ask.skip_special_tokens
-        text = self.tokenizer.decode(self._tokens, skip_special_tokens=skip).rstrip(_REPLACEMENT)
-        return self._give(text[: certain(text, self.ask.sampling.stop)])
+        """The new text that these tokens make certain; none of them has stopped the sample."""
+        text = self._held + self._text.add(tokens)
+        length = certain(text, self.ask.sampling.stop)
+        self._given, self._held = self._given + length, text[length:]
+        return text[:length]
 
     def finish(self, completion: Completion) -> str:
         """The rest."""
-        return self._give(said(self.tokenizer, self.ask, completion))
-
-    def _give(self, text: str) -> str:
-        if not text.startswith(self._given):  # a decoder that rewrites what it wrote
-            return ""
-        new, self._given = text[len(self._given) :], text
-        return new
+        return said_to(self.ask, self.tokenizer, completion)[self._given :]
 
 
 def certain(text: str, stops: Iterable[str]) -> int:
-    """Length of the beginning of a text that no stop string can cut off.
+    """Length of the beginning of a text that no stop string completed later can cut off.
 
     Example: of "a b ST" with the stop string "STOP" it is 4.
     """
-    length = len(text)
-    for stop in stops:
-        found = text.find(stop)
-        if found >= 0:
-            length = min(length, found)
-        sizes = range(min(len(stop) - 1, len(text)), 0, -1)
-        partial = next((n for n in sizes if text.endswith(stop[:n])), 0)
-        length = min(length, len(text) - partial)
-    return length
+    sizes = (
+        next((n for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n])), 0)
+        for stop in stops
+    )
+    return len(text) - max(sizes, default=0)
 
 
 class Answer:
@@ -87,7 +79,7 @@ class Answer:
         """The answer that is not streamed."""
         choices = []
         for number, completion in enumerate(completions):
-            text = said(self.tokenizer, self.ask, completion)
+            text = said_to(self.ask, self.tokenizer, completion)
             choice = self._choice(number, completion)
             if self.ask.chat:
                 choice["message"] = {"role": "assistant", "content": text, "refusal": None}
@@ -146,6 +138,7 @@ class Answer:
             )
         if self.ask.return_token_ids:
             choice["token_ids"], choice["versions"] = new.tokens, new.versions
+            choice["context_versions"] = new.context_versions
             choice["prompt_token_ids"] = list(self.ask.prompts[self._prompt_of[number]])
         return choice
 
@@ -157,19 +150,22 @@ class Answer:
     def _name(self, token: int) -> str:
         return self.tokenizer.decode([token])
 
-    def _top(self, new: Completion, i: int) -> list[tuple[str, float]]:
+    def _top(self, new: Completion, i: int) -> list[tuple[int, float]]:
         alternatives = self.ask.alternatives or 0
         if not alternatives:
             return []
         ranked = sorted(new.top_log_probs[i].items(), key=lambda pair: -pair[1])
-        return [(self._name(token), score) for token, score in ranked[:alternatives]]
+        return ranked[:alternatives]
 
     def _log_probs(self, new: Completion, start: int) -> dict[str, Any]:
         names = [self._name(token) for token in new.tokens]
         offsets = [start]
         for name in names:
             offsets.append(offsets[-1] + len(name))
-        top = [dict(self._top(new, i)) for i in range(len(names))]
+        top = [
+            {self._name(token): score for token, score in self._top(new, i)}
+            for i in range(len(names))
+        ]
         return {
             "tokens": names,
             "token_logprobs": new.log_probs,
@@ -179,12 +175,33 @@ class Answer:
 
     def _chat_log_probs(self, new: Completion) -> dict[str, Any]:
         content = [
-            _entry(self._name(token), score)
-            | {"top_logprobs": [_entry(*pair) for pair in self._top(new, i)]}
+            self._entry(token, score)
+            | {"top_logprobs": [self._entry(*pair) for pair in self._top(new, i)]}
             for i, (token, score) in enumerate(zip(new.tokens, new.log_probs, strict=True))
         ]
         return {"content": content, "refusal": None}
 
+    def _entry(self, token: int, score: float) -> dict[str, Any]:
+        known = list(token_bytes(self.tokenizer, token))
+        return {"token": self._name(token), "logprob": score, "bytes": known}
 
-def _entry(name: str, score: float) -> dict[str, Any]:
-    return {"token": name, "logprob": score, "bytes": list(name.encode())}
+
+def token_bytes(tokenizer: Any, token: int) -> bytes:
+    """Return the bytes of UTF-8 that a token stands for, which may be a part of a character.
+
+    Example: of a byte-level tokenizer's token "Ã" it is the byte c3, the first of an "é".
+    """
+    text = tokenizer.decode([token])
+    if "\ufffd" not in text:
+        return text.encode()
+    name = tokenizer.convert_ids_to_tokens(token)
+    if lone := re.fullmatch("<0x([0-9A-F]{2})>", name):  # SentencePiece's bytes
+        return bytes.fromhex(lone[1])
+    bytes_of = _byte_level()
+    return bytes(map(bytes_of.__getitem__, name)) if bytes_of.keys() >= set(name) else text.encode()
+
+
+@functools.cache
+def _byte_level() -> dict[str, int]:
+    """The byte that each character of a byte-level tokenizer's token stands for."""
+    return {character: byte for byte, character in bytes_to_unicode().items()}

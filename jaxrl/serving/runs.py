@@ -15,7 +15,10 @@ from jaxrl.serving.errors import ApiError
 from jaxrl.serving.requests import Ask
 
 _log = logging.getLogger(__name__)
-_COLUMNS = ("tokens", "log_probs", "versions", "top_log_probs", "raw_log_probs", "kept")
+_COLUMNS = (
+    *("tokens", "log_probs", "versions", "top_log_probs", "raw_log_probs", "kept"),
+    "context_versions",
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,9 @@ class Run:
         self.ask = ask
         self._loop = asyncio.get_running_loop()
         self._parts: asyncio.Queue[Part | Exception] = asyncio.Queue()
-        self._so_far = [Completion([], [], "", []) for _ in range(ask.samples)]
+        self._so_far: list[Completion | None] = [
+            Completion([], [], "", []) for _ in range(ask.samples)
+        ]  # None: it has ended
         self._futures: list[Future[Completion]] = []
         self._aborted = False
 
@@ -98,11 +103,16 @@ class Run:
             self._loop.call_soon_threadsafe(call, *arguments)
 
     def _take(self, number: int, new: Completion) -> None:
-        self._so_far[number] = _joined(self._so_far[number], new)
+        known = self._so_far[number]
+        if known is None:  # it was aborted while these were on their way
+            return
+        for name in _COLUMNS:
+            getattr(known, name).extend(getattr(new, name))
         self._parts.put_nowait(Part(number, new))
 
     def _finish(self, number: int, future: Future[Completion]) -> None:
-        known = self._so_far[number]
+        known, self._so_far[number] = self._so_far[number], None
+        assert known is not None
         if future.cancelled():
             if not self._aborted:
                 gone = ApiError(503, "the engine was put to sleep; try again", retry_after=1)
@@ -116,11 +126,6 @@ class Run:
         else:
             whole = future.result()
         self._parts.put_nowait(Part(number, _after(whole, len(known.tokens)), whole))
-
-
-def _joined(a: Completion, b: Completion) -> Completion:
-    columns = {name: getattr(a, name) + getattr(b, name) for name in _COLUMNS}
-    return dataclasses.replace(b, **columns)
 
 
 def _after(whole: Completion, start: int) -> Completion:

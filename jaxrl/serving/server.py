@@ -14,6 +14,7 @@ from jaxrl.serving.requests import ServedModel
 from jaxrl.serving.sessions import Session, Sessions
 from jaxrl.serving.shared_engine import HostEngine
 
+IDLE_SECONDS = 60.0  # of a connection without a request; one that is half a header is none
 EXTRA = "the HTTP server needs aiohttp and prometheus-client: pip install 'jaxrl[serve]'"
 
 
@@ -51,7 +52,9 @@ class Server:
         weights: tuple[Any, Path, Any] | None = None,
     ) -> None:
         self.host, self.served, self.limits = HostEngine(engine), served, limits
-        self.sessions = Sessions(limits.max_sessions, limits.session_seconds)
+        self.sessions = Sessions(
+            limits.max_sessions, limits.session_seconds, limits.max_session_tokens
+        )
         self.url = ""
         self._address, self._weights = (host, port), weights
         self._guard = Guard(read_token(limits, host))
@@ -118,7 +121,13 @@ class Server:
         service = Service(self.host.guests, self.served, self.limits, self.sessions)
         control = None if self._weights is None else Control(service, self.host, *self._weights)
         app = Routes(service, control, self._guard).app()
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=5)
+        runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=5,
+            keepalive_timeout=IDLE_SECONDS,
+        )
         await runner.setup()
         try:
             try:
@@ -132,6 +141,8 @@ class Server:
             service.abort(None)
         finally:
             await runner.cleanup()
+            if control is not None:
+                await control.finish()
             service.close()
 
 

@@ -2,10 +2,10 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxrl.config import ServeConfig
 from jaxrl.rollout.incoming_weights import Incoming, NotAllowed, Notice, TransferFailed
@@ -20,6 +20,7 @@ from jaxrl.serving.weights import folder_under
 
 IDLE_SECONDS = 120.0  # between two groups of weights; then who sent the first has given up
 PAUSE_MODES = ("abort", "keep", "wait")
+T = TypeVar("T")
 
 
 class Service:
@@ -44,11 +45,12 @@ class Service:
         self._open, self._idle = asyncio.Event(), asyncio.Event()
         self._open.set()
         self._idle.set()
-        # Tokenizers may not be used by several threads at a time, and take long for long texts.
+        # Long texts take long. Others decode meanwhile: a tokenizer allows that as long as no call
+        # asks it to pad or truncate, which it would then do in the other threads, too.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxrl-tokenizer")
 
     async def in_thread(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """What tokenises runs in a thread of its own, one call after the other."""
+        """What takes long runs in a thread of its own, one call after the other."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
 
     async def read(self, body: Mapping[str, Any], session_name: str | None, *, chat: bool) -> Ask:
@@ -124,6 +126,30 @@ class Service:
         self.measures.samples.set(self.samples)
 
 
+class Undisturbed:
+    """Does one piece of work after the other, each to its end even if whoever asked for it leaves.
+
+    A load whose client hangs up cannot be called back from its thread. Were it forgotten, the
+    engine would have weights that nobody has a number for, and the next load would run beside it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._work: asyncio.Task[Any] | None = None  # a loop does not hold on to its tasks
+
+    async def do(self, work: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> T:
+        """Wait for what was asked for before, then do the work; raises what it raises."""
+        await self._lock.acquire()  # who leaves while waiting has asked for nothing
+        task = self._work = asyncio.create_task(work(*arguments))
+        task.add_done_callback(lambda _: self._lock.release())
+        return await asyncio.shield(task)
+
+    async def finish(self) -> None:
+        """Wait until nothing is done any more."""
+        async with self._lock:
+            pass
+
+
 class Control:
     """What only the engine's owner may do; not there beside a training run, which owns it.
 
@@ -145,41 +171,55 @@ class Control:
     ) -> None:
         self.service, self.host, self.load, self.incoming = service, host, load, incoming
         self.folder: Path | None = folder
-        self.version, self.paused = 0, False
-        self._alone = asyncio.Lock()
+        self.version = 0
+        self._weights, self._switch = Undisturbed(), Undisturbed()
+        self._halted, self._pauses = False, set[object]()  # the engine; calls that wait to halt it
         self._given_up: asyncio.TimerHandle | None = None
 
+    @property
+    def paused(self) -> bool:
+        """Whether requests wait for `resume`."""
+        return self._halted or bool(self._pauses)
+
     async def pause(self, mode: str) -> None:
-        """Draw no more tokens; what runs is aborted, kept, or waited for."""
+        """Draw no more tokens; what runs is aborted, kept, or waited for.
+
+        A client that leaves while it waits has not paused anything.
+
+        Raises:
+            ApiError: 409, `resume` came while it waited.
+        """
         if mode not in PAUSE_MODES:
             message = f"mode={mode!r}: must be one of {', '.join(PAUSE_MODES)}"
             raise ApiError(400, message, param="mode")
-        self.paused = True
+        this = object()
+        self._pauses.add(this)
         self.service.hold_back()
-        if mode == "wait":
-            await self.service.idle()
-        if mode == "abort":
-            self.service.abort(None)
-        await asyncio.to_thread(self.host.pause)
+        try:
+            if mode == "wait":
+                await self.service.idle()
+            if mode == "abort":
+                self.service.abort(None)
+            if this not in self._pauses:
+                raise ApiError(409, "resumed while it was waited for the samples that run")
+            await self._switch.do(self._halt)
+        finally:
+            self._pauses.discard(this)
+            if not self.paused:
+                self.service.let_go()
 
     async def resume(self) -> None:
         """Undo `pause`."""
-        await asyncio.to_thread(self.host.resume)
-        self.paused = False
-        self.service.let_go()
+        self._pauses.clear()
+        await self._switch.do(self._go_on)
 
     async def sleep(self) -> None:
         """Free the engine's memory, and that of weights on their way; what runs is answered 503."""
-        async with self._alone:
-            self._forget_incoming()
-            await asyncio.to_thread(self.host.sleep)
+        await self._weights.do(self._sleep)
 
     async def wake(self) -> None:
         """Undo `sleep`: read the weights again."""
-        async with self._alone:
-            if self.folder is None:
-                raise ApiError(409, "the weights came from no folder; send them again")
-            await self._update(self.folder, self.version)
+        await self._weights.do(self._wake)
 
     async def update_weights(self, path: str, version: int | None) -> int:
         """New weights from a folder under the root; what runs goes on with them.
@@ -188,13 +228,10 @@ class Control:
             Their version.
 
         Raises:
-            ApiError: 400 or 403, the folder is not one to read, or holds another model.
+            ApiError: 400 or 403, the folder is not one to read, or holds another model; the engine
+                goes on with the weights that it had.
         """
-        async with self._alone:
-            folder = folder_under(self.service.limits.weights_root, path)
-            number = self.version + 1 if version is None else version
-            await self._update(folder, number)
-            return number
+        return await self._weights.do(self._update_from, path, version)
 
     async def receive_weights(self, notice: Notice, peer: str | None) -> bool:
         """Pull a group; with the last one the engine has the new weights, whatever runs goes on.
@@ -215,29 +252,61 @@ class Control:
             notice.check_sender(peer)
         except NotAllowed as error:
             raise ApiError(403, str(error), param="address") from error
-        async with self._alone:
-            self._hold_incoming()
-            try:
-                params = await asyncio.to_thread(self.incoming.receive, notice)
-            except ValueError as error:
-                raise ApiError(400, f"{notice}: {error}", param="pieces") from error
-            except TransferFailed as error:
-                raise ApiError(502, str(error), code="transfer_failed") from error
-            if params is None:
-                loop = asyncio.get_running_loop()
-                self._given_up = loop.call_later(IDLE_SECONDS, self.incoming.forget)
-                return False
-            await asyncio.to_thread(self.host.update_weights, params, notice.version)
-            self._now(None, notice.version)
-            return True
+        return await self._weights.do(self._receive, notice)
 
-    async def _update(self, folder: Path, version: int) -> None:
+    async def finish(self) -> None:
+        """Wait for the end of what cannot be interrupted."""
+        await self._weights.finish()
+
+    async def _halt(self) -> None:
+        self._halted = True
+        self.service.hold_back()
+        await asyncio.to_thread(self.host.pause)
+
+    async def _go_on(self) -> None:
+        await asyncio.to_thread(self.host.resume)
+        self._halted = False
+        if not self.paused:
+            self.service.let_go()
+
+    async def _sleep(self) -> None:
+        self._forget_incoming()
+        await asyncio.to_thread(self.host.sleep)
+
+    async def _update_from(self, path: str, version: int | None) -> int:
+        folder = folder_under(self.service.limits.weights_root, path)
+        return await self._update(folder, version)
+
+    async def _wake(self) -> None:
+        if self.folder is None:
+            raise ApiError(409, "the weights came from no folder; send them again")
+        await self._update(self.folder, self.version)
+
+    async def _receive(self, notice: Notice) -> bool:
+        self._hold_incoming()
+        try:
+            params = await asyncio.to_thread(self.incoming.receive, notice)
+        except ValueError as error:
+            raise ApiError(400, f"{notice}: {error}", param="pieces") from error
+        except TransferFailed as error:
+            raise ApiError(502, str(error), code="transfer_failed") from error
+        if params is None:
+            loop = asyncio.get_running_loop()
+            self._given_up = loop.call_later(IDLE_SECONDS, self.incoming.forget)
+            return False
+        await asyncio.to_thread(self.host.update_weights, params, notice.version)
+        self._now(None, notice.version)
+        return True
+
+    async def _update(self, folder: Path, version: int | None) -> int:
+        number = self.version + 1 if version is None else version
         try:
             params = await asyncio.to_thread(self.load, folder)
         except (ValueError, OSError) as error:
             raise ApiError(400, f"path: {error}", param="path") from error
-        await asyncio.to_thread(self.host.update_weights, params, version)
-        self._now(folder, version)
+        await asyncio.to_thread(self.host.update_weights, params, number)
+        self._now(folder, number)
+        return number
 
     def _hold_incoming(self) -> None:
         if self._given_up is not None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from jaxrl.serving.requests import ServedModel
 
 LONGEST_ID = 200
+MOST_SEGMENTS = 64  # of a session; a client whose requests never go on would fill the memory
 
 
 @dataclass
@@ -30,11 +31,13 @@ class Segment:
 
     Attributes:
         messages: what the next request must begin with to go on; None: it came as tokens.
+        used: number of the session's turn that was recorded here last.
     """
 
     transcript: Transcript
     messages: list[Message] | None = None
     stop_reason: str = ""
+    used: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """Columns, one entry per response token."""
@@ -45,6 +48,7 @@ class Segment:
             "loss_mask": transcript.loss_mask,
             "logprobs": transcript.log_probs,
             "versions": transcript.versions,
+            "context_versions": transcript.context_versions,
             "turns": transcript.turns,
             "finish_reason": self.stop_reason,
         }
@@ -84,6 +88,8 @@ class Session:
         self.name, self.sampling, self.key = name, sampling, key
         self.segments: list[Segment] = []
         self.used = time.monotonic()
+        self.tokens = 0  # of all segments
+        self._recorded = 0  # turns
 
     def continue_messages(
         self, messages: list[Message], variables: Mapping[str, Any], served: "ServedModel"
@@ -117,18 +123,32 @@ class Session:
         return Turn(self, prompt, segment, known, messages, key)
 
     def record(self, turn: Turn, completion: Completion, text: str) -> None:
-        """Keep what was sampled in a turn."""
+        """Keep what was sampled in a turn.
+
+        One that was aborted before its first token is none: the next request goes on from where it
+        would have. Of a client's session the segments used last are kept, of a training run's all.
+        """
         segment = turn.segment
+        if not completion.tokens:
+            if segment is not None:
+                segment.stop_reason = completion.stop_reason
+            return
         if segment is None or len(segment.transcript.input) != turn.known:  # or another was faster
             segment = Segment(Transcript(list(turn.prompt)))
             self.segments.append(segment)
         else:
             segment.transcript.add_given(turn.prompt[turn.known :])
         columns = completion.log_probs, completion.kept, completion.versions
-        segment.transcript.add_sampled(completion.tokens, *columns)
+        segment.transcript.add_sampled(completion.tokens, *columns, completion.context_versions)
         segment.stop_reason = completion.stop_reason
         if turn.messages is not None:
             segment.messages = [*turn.messages, {"role": "assistant", "content": text}]
+        self._recorded += 1
+        segment.used = self._recorded
+        if self.sampling is None and len(self.segments) > MOST_SEGMENTS:
+            used = [segment.used for segment in self.segments]
+            del self.segments[used.index(min(used))]
+        self.tokens = sum(len(s.transcript.input) for s in self.segments)
 
     def as_json(self) -> dict[str, Any]:
         """The answer of GET /sessions/ID."""
@@ -138,13 +158,16 @@ class Session:
 class Sessions:
     """The sessions of a server: a bounded number, each for a bounded time. Any thread may call.
 
+    Those of a training run are kept whole until it takes them.
+
     Args:
         most: sessions.
         seconds: that one is kept after its last use.
+        tokens: that all of them hold; the one used least lately goes first.
     """
 
-    def __init__(self, most: int, seconds: float) -> None:
-        self.most, self.seconds = most, seconds
+    def __init__(self, most: int, seconds: float, tokens: int) -> None:
+        self.most, self.seconds, self.tokens = most, seconds, tokens
         self._by_name: OrderedDict[str, Session] = OrderedDict()  # the one used last is last
         self._held: dict[str, Session] = {}
         self._lock = threading.Lock()
@@ -165,8 +188,9 @@ class Sessions:
             session = self._by_name.setdefault(name, Session(name))
             session.used = time.monotonic()
             self._by_name.move_to_end(name)
-            while len(self._by_name) > self.most:
-                self._by_name.popitem(last=False)
+            held = sum(session.tokens for session in self._by_name.values())
+            while len(self._by_name) > (self.most if held <= self.tokens else 1):
+                held -= self._by_name.popitem(last=False)[1].tokens
             return session
 
     def get(self, name: str) -> Session:

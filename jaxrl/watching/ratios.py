@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.array_ops import Array, masked_sum, safe_exp, zero_masked
+from jaxrl.array_ops import Array, clamp, masked_sum, safe_exp, zero_masked
 from jaxrl.types import TrainBatch
 
 QUANTILES = (0.01, 0.05, 0.5, 0.95, 0.99)
@@ -39,7 +39,7 @@ def ratio_sums(log_probs: Array, batch: TrainBatch, low: float, high: float) -> 
     return {
         "tokens": mask.sum(),
         "under": ((moved[..., None] <= BOUNDS) & tokens[..., None]).sum((0, 1), jnp.float32),
-        "approx_kl": masked_sum(ratio - 1 - moved, mask),
+        "approx_kl": masked_sum(jnp.expm1(clamp(moved, -20.0, 20.0)) - moved, mask),
         "below_clip": masked_sum(ratio < 1 - low, mask),
         "above_clip": masked_sum(ratio > 1 + high, mask),
         "weight": masked_sum(weight, mask),

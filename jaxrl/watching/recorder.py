@@ -14,9 +14,10 @@ from tqdm import tqdm
 
 from jaxrl import config as cfg
 from jaxrl.compilation import CompilationWatch
-from jaxrl.files import FolderError, FolderLock, replace_text
+from jaxrl.files import FolderError, replace_text
 from jaxrl.metrics import progress_line, timed
 from jaxrl.parallel import agree, is_first, record_folder
+from jaxrl.run_folders import RunFolders
 from jaxrl.types import GeneratorOutput, TrainBatch
 from jaxrl.watching.alarms import Alarm, Alarms
 from jaxrl.watching.callbacks import CallbackInput, TrainingCallback, TrainingControl
@@ -60,10 +61,10 @@ class Recorder:
         control: what callbacks and alarms ask for; stopped_by_alarm: the run ended for one.
         watch: counts compilations.
         data_card: written into the run folder when it is opened.
+        folders: of the run, held; None = `open` takes them.
 
     Raises:
         ValueError: the package of a logger is not installed.
-        FolderError: another run goes on in the run folder.
     """
 
     def __init__(self, trainer: Any, callbacks: Sequence[TrainingCallback] = ()) -> None:
@@ -83,10 +84,9 @@ class Recorder:
         self.total: dict[str, float] = {}
         self.stopped_by_alarm = False
         self.data_card = ""
+        self.folders: RunFolders | None = None
         self._started = self._line = time.perf_counter()
         self._stack = contextlib.ExitStack()
-        if self.folder.exists():  # else nothing is touched before `open`
-            FolderLock(self.folder).close()
 
     def start_clock(self) -> None:
         """The run begins here."""
@@ -96,10 +96,13 @@ class Recorder:
         """Go on after `first` finished steps: cut the records to them, open the loggers.
 
         Raises:
-            FolderError: another run goes on in the run folder, or it cannot be written to.
+            FolderError: see `RunFolders`; or the run folder cannot be written to.
         """
-        settings, self._lock = self.settings, FolderLock(self.folder)
+        settings = self.settings
+        if self.folders is None or self.folders.closed:
+            self.folders = RunFolders(self.trainer.config)
         try:
+            self.folders.own(first)
             with timed(self.trainer.seconds, "log"):
                 self.logger = RunLogger(
                     self.folder,
@@ -112,7 +115,7 @@ class Recorder:
                 if self.data_card and is_first():
                     replace_text(self.folder / "data_card.txt", self.data_card)
         except OSError as error:
-            self._lock.close()
+            self.close()
             raise FolderError(
                 f"cannot write to the run folder {self.folder} ({error}): free space on its disk, "
                 "or mend its permissions, and start again"
@@ -123,8 +126,18 @@ class Recorder:
         self.bar = progress_bar(name, total, first, shown=shown)
         return self
 
+    def close(self) -> None:
+        """Let go of the folders of the run."""
+        if self.folders:
+            self.folders.close()
+
+    def check_folders(self) -> None:
+        """Refuse to write checkpoints and exports into folders that another run has taken."""
+        if self.folders:
+            self.folders.check()
+
     def __enter__(self) -> Self:
-        closed = map(contextlib.closing, (self._lock, self.logger))
+        closed = map(contextlib.closing, (self, self.logger))
         for part in (*closed, self.bar, self.watch):
             self._stack.enter_context(part)
         self._stack.callback(self.profiler.close)
@@ -152,6 +165,8 @@ class Recorder:
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Around the nine lines of a step."""
+        if self.folders:
+            self.folders.refuse_if_lost()
         of_epoch = (step - 1) % self.trainer.steps_per_epoch
         if of_epoch == 0:
             self.fire("on_epoch_start", step)

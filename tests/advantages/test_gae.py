@@ -84,3 +84,16 @@ def test_fewer_than_two_tokens_have_advantage_zero():
 def test_it_needs_values():
     with pytest.raises(ValueError, match="'gae' needs the values of a critic, got None"):
         gae(REWARDS, MASK, INDEX)
+
+
+def test_rows_without_a_sampled_token_have_no_part():
+    # SkyRL counts rows of padding, copies of row 0, in mean and variance of the batch.
+    rng = np.random.default_rng(0)
+    rewards, values = rng.normal(size=(2, 3, 4)).astype(np.float32)
+    response_mask, index = np.ones((3, 4), np.float32), np.arange(3)
+    loss_mask = np.array([[1, 1, 1, 1], [1, 0, 1, 1], [0, 0, 0, 0]], np.float32)
+    alone = gae(*(x[:2] for x in (rewards, response_mask, index, values)), loss_mask=loss_mask[:2])
+    beside = gae(rewards, response_mask, index, values, loss_mask=loss_mask)
+    for two, three in zip(alone, beside, strict=True):
+        np.testing.assert_allclose(three[:2], two, rtol=1e-6)
+        np.testing.assert_array_equal(three[2], np.zeros(4))

@@ -84,6 +84,42 @@ def test_equal_rewards_give_exactly_zero(estimator, rows, reward):
     np.testing.assert_array_equal(advantages, np.zeros((rows, 1)))
 
 
+# Scores 1, 0, 1 of one prompt; the environment of a fourth sample failed: masked, score 0.
+#   grpo: mean 2/3, deviations 1/3, -2/3, 1/3; variance (1/9 + 4/9 + 1/9) / 2 = 1/3, std 0.5773503
+#   rloo: 1 - (0 + 1) / 2, 0 - (1 + 1) / 2; maxrl: 1/3 / (2/3), -2/3 / (2/3)
+# With the 0 of the failure the mean would be 1/2. A second prompt: 2 beside a failure, nothing to
+# compare it with: 0. A third, a single sample that failed: 0.
+FAILED = np.array([0, 0, 0, 1, 0, 1, 1], bool)
+WITHOUT_FAILURES = {
+    grpo: [0.5773503, -1.1547005, 0.5773503, 0, 0, 0, 0],
+    grpo_token: [0.5773503, -1.1547005, 0.5773503, 0, 0, 0, 0],
+    dr_grpo: [1 / 3, -2 / 3, 1 / 3, 0, 0, 0, 0],
+    rloo: [0.5, -1, 0.5, 0, 0, 0, 0],
+    maxrl: [0.5, -1, 0.5, 0, 0, 0, 0],
+}
+
+
+@pytest.mark.parametrize("estimator", WITHOUT_FAILURES)
+@pytest.mark.parametrize("said_by", ["valid_mask", "loss_mask", "both"])
+def test_rows_of_failed_environments_have_no_part_in_their_group(estimator, said_by):
+    rewards = np.array([[0, 1], [0, 0], [0, 1], [0, 0], [0, 2], [0, 0], [0, 0]], np.float32)
+    mask, index = np.ones_like(rewards), np.array([0, 0, 0, 0, 1, 1, 2], np.int32)
+    said = {"valid_mask": ~FAILED, "loss_mask": mask * ~FAILED[:, None]}
+    given = said if said_by == "both" else {said_by: said[said_by]}
+    advantages, _ = jax.jit(estimator)(rewards, mask, index, **given)
+    expected = np.array(WITHOUT_FAILURES[estimator])[:, None] * mask
+    np.testing.assert_allclose(advantages, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("estimator", WITHOUT_FAILURES)
+def test_a_valid_row_counts_though_it_is_masked(estimator):
+    # a truncated response under overlong filtering: not trained on, but it was judged
+    mask = np.ones_like(REWARDS)
+    masked = mask * (SCORES > 0)[:, None]
+    counted, _ = estimator(REWARDS, mask, INDEX, loss_mask=masked, valid_mask=np.ones(5, bool))
+    np.testing.assert_array_equal(counted, estimator(REWARDS, mask, INDEX)[0])
+
+
 def test_jit_equals_eager():
     for eager, jitted in zip(
         grpo(REWARDS, MASK, INDEX), jax.jit(grpo)(REWARDS, MASK, INDEX), strict=True

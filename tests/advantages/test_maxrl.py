@@ -23,3 +23,19 @@ def test_epsilon_is_added_to_the_mean():
     # 0.75 / (0.25 + 0.5) = 1
     advantages, _ = maxrl(REWARDS, MASK, INDEX, epsilon=0.5)
     np.testing.assert_allclose(advantages[0, 0], 1.0, rtol=1e-6)
+
+
+def test_a_mean_that_is_not_positive_gives_zero():
+    # 1, -1, 1, -1: mean 0, the division would give +-1e6; 1, -1, -1, -1: mean -1/2, it would give
+    # -3, 1, 1, 1, the right answer the only one made less likely; 0.1, 0.2, -0.3: in float32 the
+    # sum is not 0; 2, 0, -1: mean 1/3, deviations 5/3, -1/3, -4/3, over 1/3: 5, -1, -4
+    scores = np.array([1, -1, 1, -1, 1, -1, -1, -1, 0.1, 0.2, -0.3, 2, 0, -1], np.float32)
+    index = np.repeat([0, 1, 2, 3], [4, 4, 3, 3])
+    advantages, _ = maxrl(scores[:, None], np.ones((14, 1), np.float32), index)
+    np.testing.assert_array_equal(advantages[:11], np.zeros((11, 1)))
+    np.testing.assert_allclose(advantages[11:, 0], [5, -1, -4], rtol=1e-4)
+
+
+def test_a_group_of_one_keeps_its_score_whatever_its_sign():
+    advantages, _ = maxrl(np.array([[-2.0]], np.float32), np.ones((1, 1)), np.array([0]))
+    np.testing.assert_array_equal(advantages, [[-2.0]])

@@ -52,3 +52,17 @@ def test_the_policy_cannot_be_its_own_teacher():
     with pytest.raises(ValueError, match=r"trainer.ref.model.path=.*is the policy's own model"):
         cfg.validate(config)
     cfg.validate(cfg.apply_overrides(config, {"trainer.ref.model.path": "a/teacher"}))
+
+
+def test_rows_of_failed_environments_have_no_advantage():
+    # teacher less student on the one sampled token: -1 - (-3) = 2
+    ones, index = np.ones((2, 1)), np.arange(2)
+    advantages, _ = on_policy_distillation(
+        ones,
+        ones,
+        index,
+        old_log_probs=-3 * ones,
+        ref_log_probs=-ones,
+        loss_mask=np.array([[1.0], [0.0]]),
+    )
+    np.testing.assert_array_equal(advantages, [[2], [0]])

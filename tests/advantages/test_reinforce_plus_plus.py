@@ -35,3 +35,11 @@ def test_observation_tokens_are_passed_over():
 def test_fewer_than_two_tokens_have_advantage_zero():
     advantages, _ = reinforce_plus_plus(REWARDS, np.zeros_like(MASK), INDEX)
     np.testing.assert_array_equal(advantages, np.zeros_like(MASK))
+
+
+def test_rows_of_failed_environments_have_no_part():
+    # returns 1 and 3 on two sampled tokens: mean 2, variance ((-1)^2 + 1^2) / 1 = 2: -+1 / sqrt(2)
+    rewards = np.array([[1.0], [3.0], [0.0]], np.float32)
+    loss_mask = np.array([[1.0], [1.0], [0.0]], np.float32)
+    advantages, _ = reinforce_plus_plus(rewards, np.ones((3, 1)), np.arange(3), loss_mask=loss_mask)
+    np.testing.assert_allclose(advantages[:, 0], [-0.7071068, 0.7071068, 0], rtol=1e-6)

@@ -13,6 +13,7 @@ from benchmarks import (
     chaos,
     collectives,
     decode,
+    engine_host,
     environment_workers,
     grpo_step,
     losses,
@@ -60,6 +61,7 @@ def run(benchmark, tmp_path, capsys, *flags):
         chaos,
         collectives,
         decode,
+        engine_host,
         environment_workers,
         grpo_step,
         losses,
@@ -86,6 +88,13 @@ def test_help(benchmark_module, capsys):
 def test_rollout_file(tmp_path, capsys):
     _, report = run(rollout_file, tmp_path, capsys)
     assert report["savez_compressed"]["bytes"] < report["savez"]["bytes"]
+
+
+def test_engine_host(tmp_path, capsys):
+    _, report = run(engine_host, tmp_path, capsys)
+    (row,) = report["rows"]
+    assert row.keys() == {"slots", "admit_ms", "turn_ms", "end_ms"}
+    assert row["slots"] == 16 and min(row.values()) > 0
 
 
 @needs_sandbox
@@ -287,14 +296,15 @@ def test_lengths_and_prompts(tmp_path):
 
 
 def test_agreement(tmp_path, capsys):
-    variants = "bfloat16", "one stale matrix"
+    variants = "shared prompt", "one stale matrix"
     printed, rows = run(agreement, tmp_path, capsys, "--variants", *variants)
     assert [row["variant"] for row in rows] == list(variants)
     assert all(name in printed for name in variants)
     for row in rows:
-        assert row["tokens"] == 240
+        assert 240 <= row["tokens"] < 248
         assert 0 < row["of_new_version"] < 240
         assert row["prefilled"] < row["prompt_tokens"]  # prefixes were found
+    assert rows[0]["older_context"] > rows[1]["older_context"] == 0  # of those in flight
 
 
 @pytest.mark.slow  # a server in a process of its own

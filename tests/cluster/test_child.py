@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl.cluster.child import Child, Start
-from jaxrl.cluster.host import Facts, Host, check_versions, versions
+from jaxrl.cluster.host import Facts, Host, Report, check_versions, versions
 
 ROOT = Path(__file__).parents[2]
 # starts a process in a session of its own, which the group of the first does not reach
@@ -160,6 +160,38 @@ def test_the_processes_of_a_host_divide_its_devices(tmp_path, monkeypatch):
     flags = "--xla_a=1 --xla_force_host_platform_device_count=4"  # 8 of 2 processes
     assert texts == {0: f"{flags} 4,5\n", 1: f"{flags} 6,7\n"}
     assert host.poll(0.0) == []
+
+
+def test_a_report_of_an_end_has_all_that_was_printed(tmp_path):
+    """Nobody asks again; what is read at once is a quarter of a million bytes."""
+    host = Host()
+    host.start([Start(0, ["-c", "print('x' * 1_000_000)"], {}, tmp_path / "0")])
+    while host._children[0].status() is None:
+        time.sleep(0.01)
+    (report,) = host.poll(0.0)
+    assert (len(report.text), report.status) == (1_000_001, 0)
+
+
+def test_what_is_printed_just_before_the_end_is_reported_with_it():
+    class Ending:
+        """Says its last words between two questions."""
+
+        index, words = 0, ""
+
+        def status(self):
+            self.words = "error: no reward"
+            return 2
+
+        def output(self):
+            said, self.words = self.words, ""
+            return said
+
+        def stop(self):
+            pass
+
+    host = Host()
+    host._children.append(Ending())
+    assert host.poll(0.0) == [Report(0, "error: no reward", 2)]
 
 
 def test_hosts_of_other_versions_are_named():

@@ -202,6 +202,15 @@ def test_unregistered_functions_disappear_everywhere(cluster):
     assert cluster(0, value, "gone") == cluster(1, value, "gone") == 3 * 2
 
 
+def test_a_name_that_is_given_anew_is_the_new_function_everywhere(cluster):
+    cluster(0, register, "anew", 2.0)
+    assert cluster(1, value, "anew") == 2 * 2
+    cluster(0, PolicyLossRegistry.unregister, "anew")
+    cluster(0, register, "anew", 3.0)
+    assert "anew" in cluster(1, names)  # it asks, with the old one in its hands
+    assert cluster(1, value, "anew") == 3 * 2
+
+
 def test_reset_empties_the_actor_too(cluster):
     AdvantageEstimatorRegistry.register("estimator", lambda **kwargs: None)
     assert "estimator" in cluster(0, AdvantageEstimatorRegistry.list_available)

@@ -118,6 +118,13 @@ sys.exit({status})
     assert what in err
 
 
+def test_a_checkpoint_lets_restarts_count_anew_once():
+    """Of four failures in a row the second finds a new checkpoint, the same as those after it."""
+    steps = iter([0, 0, 5, 5, 5])  # the first before the job
+    restarts = Restarts(2, 10.0, lambda: next(steps), "latest")
+    assert [restarts.next() for _ in range(4)] == [10, 10, 20, None]
+
+
 def test_it_gives_up_after_restarts_in_a_row_without_a_checkpoint(tmp_path, capfd, monkeypatch):
     """Attempts 1 and 2 fail, 3 saves and fails: two more restarts from there, then the end."""
     waits = []

@@ -90,7 +90,7 @@ def test_the_log_probs_of_the_sampler_must_be_recorded(settings, message):
         {"policy_loss_type": "decoupled_ppo"},
         # masks of trainer against sampler count nothing twice
         {"policy_loss_type": "decoupled_ppo", MASK: "geometric"},
-        ROLLOUT | {"policy_loss_type": "rollout_is"},
+        ROLLOUT | {"policy_loss_type": "rollout_is", "eps_clip_low": 0.5, "eps_clip_high": 4.0},
         ROLLOUT | {"use_kl_loss": False, "use_kl_in_reward": True, "kl_estimator_type": "k1"},
     ],
     ids=str,

@@ -1,6 +1,7 @@
 """The converter: what it reads, what it says of each setting, and that its recipes run."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -209,6 +210,14 @@ def test_skyrls_defaults_are_written_out_where_the_run_would_be_another_one():
     assert result.config.trainer.flash_attn is True
     assert "trainer.flash_attn=True" in result.written_out
     assert not any(line.startswith("trainer.bf16") for line in result.written_out)
+
+
+def test_folders_that_skyrls_runs_share_get_the_name_of_the_run():
+    """A second converted run is not refused for the first one's checkpoints."""
+    first = from_command(["trainer.run_name=a", "trainer.export_path=/e"]).config.trainer
+    assert (first.ckpt_path, first.export_path) == (os.path.expanduser("~/ckpts/a"), "/e")
+    second = from_command([]).config.trainer
+    assert second.ckpt_path == os.path.expanduser(f"~/ckpts/{second.run_name}") != first.ckpt_path
 
 
 @pytest.mark.parametrize(

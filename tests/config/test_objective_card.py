@@ -15,6 +15,7 @@ objective
   reduction    token_mean: w_bt = m_bt / sum m
   correction   off
   KL           KL = mean_b mean_t k3, k3 = exp(-d) + d - 1, d = log_probs - ref_log_probs
+               its gradient is that of KL(ref | policy)
   entropy      off
   temperature  1, of sampling and of every log-softmax
   filters      none

@@ -3,8 +3,10 @@ import warnings
 
 import pytest
 
-from jaxrl.config import TrainConfig, resolve, validate
+from jaxrl.config import AlgorithmConfig, TrainConfig, resolve, validate
+from jaxrl.config.needs import allowed_reductions, corrects_itself, ratio_anchor
 from jaxrl.config.objective_checks import check_objective
+from jaxrl.losses.dppo import dppo  # noqa: F401, for a path
 from jaxrl.losses.gmpo import gmpo  # noqa: F401, for a path
 
 CORRECTION = "off_policy_correction"
@@ -87,6 +89,13 @@ INCOHERENT = [
             f"{CORRECTION}.tis_ratio_type": "token",
         },
         r"policy_loss_type='rollout_is' takes its ratio against the rollout policy already",
+    ),
+    *(
+        (
+            {"policy_loss_type": path, f"{CORRECTION}.tis_ratio_type": "token"},
+            r"policy_loss_type='dppo' takes its ratio against the rollout policy already",
+        )
+        for path in ("jaxrl.losses.dppo:dppo", f"{__name__}:dppo")
     ),
     ({"policy_loss_type": f"{__name__}:gmpo"}, r"policy_loss_type='gmpo' is defined with 'seq"),
     ({"advantage_estimator": "jaxrl.advantages:gae"}, r"'gae': needs the values of a critic"),
@@ -208,7 +217,19 @@ ODD = [
     ),
     (
         {"use_kl_loss": False, "use_kl_in_reward": True, "advantage_estimator": "maxrl"},
-        "'maxrl' divides by the mean reward",
+        "'maxrl' divides by the mean reward.*use_kl_in_reward rewards can be others",
+    ),
+    (
+        {"overlong_buffer": {"len": 256}, "advantage_estimator": "jaxrl.advantages.maxrl:maxrl"},
+        "'maxrl' divides by the mean reward.*overlong_buffer rewards can be others",
+    ),
+    (
+        {"kl_loss_coef": 0.01},
+        r"'k3' with kl_loss_coef=0.01: .* gradient is that of KL\(reference | policy\)",
+    ),
+    (
+        {"policy_loss_type": "rollout_is"},
+        r"outside of \(0.8, 1.2\); GLM-5 and IcePop have .* \(0.5, 5\): set 0.5 and 4.0",
     ),
     (
         {"use_kl_loss": False, "use_kl_in_reward": True},
@@ -251,7 +272,14 @@ COHERENT = [
         "eps_clip_high": 1.0,
     },
     # masks count nothing twice
-    {"policy_loss_type": "rollout_is", f"{CORRECTION}.sequence_mask_metric": "product"},
+    {
+        "policy_loss_type": "rollout_is",
+        "eps_clip_low": 0.5,
+        "eps_clip_high": 4.0,
+        f"{CORRECTION}.sequence_mask_metric": "product",
+    },
+    {"kl_estimator_type": "k2", "kl_loss_coef": 0.1},
+    {"advantage_estimator": "maxrl"},
     {
         "use_kl_loss": False,
         "use_kl_in_reward": True,
@@ -311,6 +339,74 @@ def test_a_coherent_objective_is_accepted_without_a_word(settings):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check(settings)
+
+
+def warned(overrides):
+    with pytest.warns(UserWarning) as caught:
+        validate(TrainConfig.from_cli_overrides(overrides))
+    return " ".join(str(warning.message) for warning in caught)
+
+
+ALGORITHM = "trainer.algorithm"
+ONE_UPDATE = {"trainer.train_batch_size": 8, "trainer.policy_mini_batch_size": 8}
+TWO_UPDATES = {**ONE_UPDATE, "trainer.update_epochs_per_batch": 2}
+LORA = {"trainer.policy.model.lora.rank": 8, "trainer.policy.model.lora.dropout": 0.1}
+
+
+def loss_settings(name):
+    settings = {
+        "gspo": {"eps_clip_low": 3e-4, "eps_clip_high": 4e-4},
+        "gmpo": {"eps_clip_low": 0.4, "eps_clip_high": 0.4},
+    }.get(name, {})
+    reduction = "sequence_mean" if name in ("gspo", "sapo", "gmpo") else "token_mean"
+    settings |= {"policy_loss_type": name, "loss_reduction": reduction}
+    return {f"{ALGORITHM}.{field}": value for field, value in settings.items()}
+
+
+@pytest.mark.parametrize("name", ["dual_clip", "gspo", "sapo", "cispo", "gmpo", "kl_cov"])
+def test_a_loss_whose_ratio_is_always_one_is_a_warning(name):
+    said = warned(ONE_UPDATE | loss_settings(name))
+    assert f"policy_loss_type='{name}' with one update on each batch: its ratio is 1" in said
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        validate(TrainConfig.from_cli_overrides(TWO_UPDATES | loss_settings(name)))
+
+
+@pytest.mark.parametrize("name", ["regular", "importance_sampling", "dppo", "clip_cov"])
+def test_others_have_their_meaning_with_one_update(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        validate(TrainConfig.from_cli_overrides(ONE_UPDATE | loss_settings(name)))
+
+
+def test_an_estimate_of_what_is_known_is_a_warning():
+    proximal = {f"{ALGORITHM}.decoupled_ppo.proximal": "log_linear"}
+    given = loss_settings("decoupled_ppo") | proximal
+    assert "proximal='log_linear' with one update on each batch" in warned(ONE_UPDATE | given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        validate(TrainConfig.from_cli_overrides(TWO_UPDATES | given))
+
+
+@pytest.mark.parametrize(("updates", "name"), [(TWO_UPDATES, "regular"), (ONE_UPDATE, "dppo")])
+def test_dropout_on_one_side_of_a_ratio_is_a_warning(updates, name):
+    said = warned(updates | LORA | loss_settings(name))
+    assert "lora.dropout=0.1: the ratio is against log-probs without dropout" in said
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        validate(TrainConfig.from_cli_overrides(ONE_UPDATE | LORA))  # both sides are one pass
+
+
+def test_reward_functions_leave_zero_and_one():
+    terms = {"environment.reward_functions": ["jaxrl.envs.shaping:repetition"]}
+    said = warned({f"{ALGORITHM}.advantage_estimator": "maxrl", **terms})
+    assert "environment.reward_functions rewards can be others" in said
+
+
+def test_a_function_is_the_same_loss_by_every_path():
+    dppo_by_path = AlgorithmConfig(policy_loss_type="jaxrl.losses.dppo:dppo")  # not resolved
+    assert (ratio_anchor(dppo_by_path), corrects_itself(dppo_by_path)) == ("rollout", True)
+    assert allowed_reductions("jaxrl.losses.gmpo:gmpo") == ("sequence_mean",)
 
 
 def test_the_deprecated_token_weights_become_the_correction():

@@ -152,7 +152,8 @@ def test_fields_of_a_user_class_are_not_judged():
         ),
         (
             {"generator.inference_engine.model_dtype": "float16"},
-            r"generator.inference_engine.model_dtype='float16': must be 'float32' or 'bfloat16'",
+            r"generator.inference_engine.model_dtype='float16': must be 'float32' or 'bfloat16' or "
+            r"'auto'",
         ),
         (
             {"trainer.logger": "swanlab"},

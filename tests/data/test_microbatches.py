@@ -1,8 +1,11 @@
 """Trajectories in the rows of the model: literal plans, and what must hold for any lengths."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
+from jaxrl.config.microbatching import few_widths
 from jaxrl.data.microbatches import (
     MAX_PER_ROW,
     Microbatching,
@@ -175,6 +178,47 @@ def test_the_sizes_that_warm_up_runs_make_every_shape():
         ]
         length = settings.length(width) if settings.packed else width
         assert made == [(count, length) for count in settings.row_counts(width)]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_few_shapes_for_any_lengths(seed):
+    lengths, settings = random_case(seed)
+    settings = dataclasses.replace(settings, widths=few_widths(64, settings.packed))
+    width = settings.batch_width(int(lengths.max()))
+    batch, seen, shapes = a_batch(lengths, width=width), [], []
+    for chosen, rows, part in microbatches(batch, batch, settings):
+        seen += chosen.tolist()
+        shapes.append((*rows.tokens.shape, *part.tokens.shape))
+    assert sorted(seen) == list(range(len(lengths)))  # every trajectory once
+    made = [plan(np.full(n, width), settings)[0].shape for n in settings.batch_sizes(width)]
+    if not settings.packed:
+        assert {length for _, length, _, _ in shapes} <= {8, 16, 32, 64}
+        assert made[-1][1] == width
+        return
+    assert {shape[3] for shape in shapes} == {width}  # 64, whatever the batch
+    assert {shape[:2] for shape in shapes} <= set(made)
+    assert len(made) <= 2
+    # what is padding is less than a quarter of a full microbatch
+    rows = len(best_fit_decreasing(lengths, settings.length(width)))
+    assert sum(shape[0] for shape in shapes) - rows < settings.row_counts(width)[0]
+    single = settings.is_single(np.full(settings.total, width))
+    assert not single or len(plan(lengths, settings)) == 1
+
+
+def test_a_literal_plan_of_few_shapes():
+    # 7 rows, of which 4 are a full microbatch; 3 are as many quarters as they need, one row each
+    settings = Microbatching(rows=4, total=16, packed=True, widths=(16,))
+    assert settings.row_counts(16) == [1, 4]
+    shapes = [layout.shape for layout in plan(np.array([9] * 6 + [16]), settings)]
+    assert shapes == [(4, 16), (1, 16), (1, 16), (1, 16)]
+    # on two groups of devices a quarter is two rows: three or four rows are a full one at once
+    settings = dataclasses.replace(settings, groups=2)
+    assert settings.row_counts(16) == [2, 4]
+    shapes = [layout.shape for layout in plan(np.array([9] * 7), settings)]
+    assert shapes == [(4, 16), (4, 16)]
+    # padded, a row has at most twice the tokens that it needs, or an eighth of the longest
+    assert few_widths(3000, packed=False) == (384, 768, 1536, 3072)
+    assert few_widths(3000, packed=True) == (3072,)
 
 
 def test_groups_cost_the_same_and_few_tokens_are_padding():

@@ -68,14 +68,17 @@ def test_rollouts_without_log_probs():
 
 
 def test_versions_go_with_their_rows_and_may_be_unknown():
-    batch = collate(columns(token_versions=[[3, 3, 4], [-1, 4]]), index=[0, 1])
+    versions = {"token_versions": [[3, 3, 4], [-1, 4]], "context_versions": [[3, 3, 3], [-1, 4]]}
+    batch = collate(columns(**versions), index=[0, 1])
     second, first = minibatches(batch, 1, np.array([1, 0]))
     np.testing.assert_array_equal(second.token_versions[0, :4], [-1, -1, 4, -1])
     np.testing.assert_array_equal(first.token_versions[0, :6], [-1, -1, -1, 3, 3, 4])
-    empty = empty_batch(2, 8)
-    assert (empty.token_versions == -1).all()
-    assert empty.token_versions.dtype == np.int32
-    assert collate(columns(), index=[0, 1]).token_versions is None
+    np.testing.assert_array_equal(first.context_versions[0, :6], [-1, -1, -1, 3, 3, 3])
+    empty, unknown = empty_batch(2, 8), collate(columns(), index=[0, 1])
+    for name in versions:
+        assert (getattr(empty, name) == -1).all()
+        assert getattr(empty, name).dtype == getattr(batch, name).dtype == np.int32
+        assert getattr(unknown, name) is None
 
 
 def padded(*rows):

@@ -20,6 +20,9 @@ QUICK = (
     "environment of the parent",
     "link to the host's files",
     "kills its group",
+    "shared memory without a name",
+    "output on its way to nobody",
+    "interrupts process 1",
 )
 TESTS = {"reward_spec": {"ground_truth": json.dumps([{"input": "", "output": "7"}])}}
 
@@ -53,6 +56,19 @@ def test_a_hostile_program_earns_nothing(name):
 
     assert wait_for_none() == []
     assert host() == before
+
+
+@needs_sandbox
+def test_a_program_that_ends_its_judge_earns_nothing(marked):
+    """It has a reward and a reason; a failed environment would take it out of the loss."""
+    begins = '_say({"begun": True})'
+    marked.write_text(marked.read_text().replace(begins, f"{begins}; os._exit(1)"))
+    step = envs.make("lcb", TESTS, {}).step("```python\nprint(7)\n```")
+    assert (step["reward"], step["metadata"]["reason"]) == (0.0, "killed")
+    env = envs.make("python_code", {"reward_spec": {"ground_truth": "7"}}, {})
+    step = env.step("<python>print(7)</python>")
+    assert (step["reward"], step["metadata"]["reason"]) == (0.0, "killed")
+    assert step["observations"][0]["content"].endswith("Error: ended by signal 9\n</output>")
 
 
 @needs_sandbox

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -356,6 +357,58 @@ def test_our_server_gives_what_the_index_gives():
         for wrong in (*no_questions, {"query": "x", "topk": -1}):
             status, answer = ask(url, wrong)
             assert (status, list(answer)) == (400, ["error"])
+
+
+class Anything:
+    """Finds as many passages as it is asked for; says how often it was."""
+
+    def __init__(self, contents="x"):
+        self.contents, self.searches = contents, 0
+
+    def search(self, query, topk):
+        self.searches += 1
+        return [Hit(Passage(str(i), self.contents), 1.0) for i in range(topk)]
+
+
+@pytest.mark.parametrize(
+    ("question", "contents", "searches", "said"),
+    [
+        ({"queries": ["a"] * 4096, "topk": 1}, "x", 4096, None),
+        ({"queries": ["a"] * 5, "topk": 1000}, "x", 0, "5 queries with topk=1000 are 5000 passage"),
+        ({"queries": ["a"] * 2000}, "x", 0, "2000 queries with topk=3 are 6000 passages; ask for "),
+        ({"query": "a", "topk": 1001}, "x", 0, "topk must be 1 to 1000"),
+        # 3 passages of 1 M characters fit into 4 M, those of a second query do not
+        ({"queries": ["a"] * 9}, "x" * 2**20, 2, "its passages have more than 4194304 characters"),
+        ({"query": "a" * 256 * 1024}, "x", 0, "bytes, not 0 to 262144"),
+    ],
+    ids=["most", "hits", "queries", "topk", "characters", "bytes"],
+)
+def test_our_server_answers_no_question_without_bound(question, contents, searches, said):
+    found = Anything(contents)
+    with serving(make_server(found, "127.0.0.1", 0)) as server:
+        status, answer = ask(f"http://127.0.0.1:{server.server_address[1]}/retrieve", question)
+    assert found.searches == searches
+    assert status == (200 if said is None else 400)
+    assert said is None or said in answer["error"]
+
+
+def test_our_server_makes_few_answers_at_a_time():
+    begun, go = threading.Semaphore(0), threading.Event()
+
+    class Slow(Anything):
+        def search(self, query, topk):
+            begun.release()
+            assert go.wait(60)
+            return super().search(query, topk)
+
+    with serving(make_server(Slow(), "127.0.0.1", 0)) as server, ThreadPoolExecutor(20) as pool:
+        url = f"http://127.0.0.1:{server.server_address[1]}/retrieve"
+        calls = [pool.submit(ask, url, {"query": "a"}) for _ in range(20)]
+        for _ in range(8):
+            assert begun.acquire(timeout=60)
+        assert not begun.acquire(timeout=0.2)
+        go.set()
+        assert {call.result()[0] for call in calls} == {200}
 
 
 @pytest.mark.parametrize(

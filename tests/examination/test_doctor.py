@@ -24,6 +24,7 @@ from jaxrl.examination.rewards import rethreaded
 from jaxrl.examination.subject import Subject
 from jaxrl.examination.supervised import CHECKS as SUPERVISED
 from jaxrl.rewards import make_estimate
+from jaxrl.rollout.slots import SlotTable
 from jaxrl.rollout.weight_folder import WeightFolder
 from jaxrl.train import BasePPOExp
 from jaxrl.types import Prompt
@@ -191,6 +192,29 @@ def test_stale_weights(examined):
     assert list(found) == ["sampler.update", "weights.update"]
     assert found["sampler.update"].cause.startswith("stale weights: after the update the engine")
     assert "engine holds other weights" in found["weights.update"].cause
+
+
+def test_keys_and_values_that_outlive_an_update(examined, monkeypatch):
+    finding = examined[1]["sampler.in_flight"]
+    assert finding.passed
+    # eight slots of the group and two turns that go on from it, each with two of three tokens left
+    # (8 + 2) * 2 = 20; the 3 * 8 + 5 samples are drawn twice: 2 * 29 * 3 - 20 = 154
+    assert finding.about == "154 tokens of one version over 3 updates in flight, 20 not"
+
+    def said_to_be_new(self, *, live):
+        forget(self, live=live)
+        self.oldest_version[:] = self.version
+
+    forget = SlotTable.forget
+    monkeypatch.setattr(SlotTable, "forget", said_to_be_new)
+    finding = failures(changed(examined[0]), "sampler.in_flight")["sampler.in_flight"]
+    assert finding.cause == "tokens are not of the weights that they are said to be drawn from"
+    monkeypatch.setattr(SlotTable, "forget", lambda self, live: forget(self, live=False))
+    finding = failures(changed(examined[0]), "sampler.in_flight")["sampler.in_flight"]
+    assert finding.cause == (
+        "0 tokens of samples that began after an update are of older keys and values; with "
+        "recompute_kv_on_update 20 are"
+    )
 
 
 def test_a_reward_that_is_not_deterministic(examined):
@@ -384,6 +408,7 @@ FAULTS = {
         {
             "sampler.update": "stale weights",
             "weights.update": "the engine holds other weights",
+            "sampler.in_flight": "tokens are not of the weights",
         },
     ),
     "per-microbatch mean": (

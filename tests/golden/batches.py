@@ -23,7 +23,7 @@ from jaxrl.data.selection import (
 )
 from jaxrl.metrics import advantage_metrics, score_metrics
 from jaxrl.rewards import advantages_of
-from jaxrl.rollout.step_wise import merge_steps
+from jaxrl.rollout.step_wise import merge_steps, trajectory_numbers
 from jaxrl.types import TrainBatch
 from tests.golden import Case
 from tests.golden.arrays import BITS, EXACT, Outputs, floats, metrics_within, unpadded, within
@@ -45,15 +45,35 @@ def advantages(case: Case, bits: int) -> Outputs:
     ours = estimate(case, x, jnp.asarray(index), **case.get("kwargs", {}))
     if "raises" in case:  # ours has no error: nothing can be raised under jit
         return {"adv": (ours[0], np.zeros_like(ours[0]), EXACT)}
-    return estimates_within(case, bits, ours, case.i["response_mask"])
+    index = index[: len(case.i["index"])]
+    without = groups_without_success(case, case.i["token_level_rewards"].sum(-1), index)
+    return estimates_within(case, bits, ours, case.i["response_mask"], without)
 
 
-def estimates_within(case: Case, bits: int, ours: Any, mask: np.ndarray) -> Outputs:
-    """Advantages and returns; padding is 0, where SkyRL leaves numbers that are never used."""
+def groups_without_success(case: Case, scores: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """Rows [B] bool whose advantage by maxrl would be over a mean that is not positive."""
+    sums, counts = np.bincount(index, scores), np.bincount(index)
+    return ((sums <= 0) & (counts > 1))[index] & (case["estimator"] == "maxrl")
+
+
+def estimates_within(
+    case: Case, bits: int, ours: Any, mask: np.ndarray, apart: np.ndarray
+) -> Outputs:
+    """Advantages and returns; padding is 0, where SkyRL leaves numbers that are never used.
+
+    Args:
+        apart: rows [B] bool that are outputs of their own.
+    """
     found = {}
-    for name, mine in zip(("adv", "ret"), ours, strict=True):
+    for name, padded in zip(("adv", "ret"), ours, strict=True):
         expected = np.where(mask != 0, case.o[f"{name}{bits}"], 0)
-        found[name] = (unpadded(mine, expected), expected, BITS[bits].scaled(expected))
+        mine, tolerance = unpadded(padded, expected), BITS[bits].scaled(expected)
+        if mine.shape != expected.shape:  # padding that is not 0
+            found[name] = (mine, expected, tolerance)
+            continue
+        for part, rows in ((name, ~apart), (f"{name}:mean not positive", apart)):
+            if rows.any():
+                found[part] = (mine[rows], expected[rows], tolerance)
     return found
 
 
@@ -80,7 +100,10 @@ def trainer_advantages(case: Case, bits: int) -> Outputs:
         advantages=np.asarray(ours[0]),
         is_last_step=np.array(case["is_last_step"][:real]) if case["step_wise"] else None,
     )
-    found = estimates_within(case, bits, ours, np.asarray(x.response_mask))
+    last = np.array(case["is_last_step"][:real])
+    scores = case.i["rewards"][:real].sum(-1)[last]
+    without = groups_without_success(case, scores, index[last])[trajectory_numbers(last)]
+    found = estimates_within(case, bits, ours, np.asarray(x.response_mask), without)
     return found | metrics_within(case, bits, advantage_metrics(batch), BITS[bits])
 
 

@@ -12,7 +12,7 @@ from jaxrl.batch_file import batch_path, load_batch
 from jaxrl.data.order import DataOrder
 from jaxrl.data.packing import empty_batch
 from jaxrl.ledger import FILE, read_rollouts, rollouts_path
-from jaxrl.ledger.books import Taken, _reasons, step_checksums
+from jaxrl.ledger.books import Taken, _judged, _reasons, step_checksums
 from jaxrl.ledger.rollout_file import file_digest
 from jaxrl.replay import replay
 from jaxrl.rollout.step_wise import take_rows
@@ -47,6 +47,19 @@ def test_every_trajectory_of_a_run_is_accounted_for(finished):
     rewards, lengths = batch.rewards.sum(-1), batch.loss_mask.sum(-1)
     np.testing.assert_allclose([row[4] for row in found[32:48]], rewards, rtol=1e-6)
     assert [row[5] for row in found[32:48]] == lengths.tolist()
+
+
+def test_a_trajectory_has_its_first_and_last_version_and_the_reward_of_its_last_row():
+    output = {
+        "rewards": [[0.0], [0.5, 1.0], 9.0],
+        "loss_masks": [[1], [1, 0], [1]],
+        "token_versions": [[3], [5, -1], [7]],
+        "policy_versions": [3, 4, 7],
+        "stop_reasons": ["stop", "length", "stop"],
+    }
+    assert _judged(output, 0, 1) == (1.5, 2, "length", 3, 5)
+    del output["token_versions"]
+    assert _judged(output, 0, 1) == (1.5, 2, "length", 3, 3)
 
 
 def test_steps_have_their_rollouts_and_checksums(finished):
@@ -98,6 +111,8 @@ def test_a_resumed_run_takes_back_and_does_again(finished, tmp_path):
     attempts = table(tmp_path, "SELECT attempt, from_step, first_ordinal, origin FROM attempts")
     assert attempts == [(1, 0, 0, ""), (2, 2, 8, "")]
     assert kept.read_text() == "mine"
+    names = sorted(path.name for path in kept.parent.glob("step_0*"))
+    assert names == [f"step_00000{step}.npz" for step in (1, 2, 3, 4)]
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The append-only database: lineages, positions, who may write."""
 
+import os
 import sqlite3
 import subprocess
 import sys
@@ -53,6 +54,17 @@ def test_ids_come_from_one_counter_and_go_on_in_the_next_attempt(tmp_path):
     assert group(again, 1) == (4, 5)
     again.close()
     assert surviving(tmp_path, "groups") == [1, 4]
+
+
+def test_a_position_is_given_once_its_rows_are_on_disk(tmp_path, monkeypatch):
+    ledger, synced = open_ledger(tmp_path), []
+    begin(ledger)
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file)))
+    group(ledger, 0, ended=1)
+    ledger.position()
+    log = (tmp_path / f"{FILE}-wal").stat()
+    assert [(found.st_ino, found.st_size) for found in synced] == [(log.st_ino, log.st_size)]
+    ledger.close()
 
 
 def test_what_a_checkpoint_does_not_know_is_taken_back(tmp_path):

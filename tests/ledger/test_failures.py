@@ -1,6 +1,7 @@
 """The database is full, locked, slow, deleted, damaged, or a kill cut its log."""
 
 import contextlib
+import os
 import shutil
 import sqlite3
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 
 from jaxrl import config as cfg
 from jaxrl.audit import audit
-from jaxrl.files import FolderLock
+from jaxrl.lease import FolderLock
 from jaxrl.ledger import FILE, Ledger, LedgerError
 from jaxrl.train import main, train
 from jaxrl.watching.callbacks import TrainingCallback
@@ -382,9 +383,9 @@ def test_a_second_run_is_refused_before_it_touches_anything(tmp_path, monkeypatc
     saving = checkpoints / "global_step_2.orbax-checkpoint-tmp-1"
     saving.mkdir(parents=True)
     assert run(tmp_path, monkeypatch) == 2
-    assert f"another run goes on in {folder}: give this one a trainer.run_name" in (
-        capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert f"another run goes on in {folder}: the run {folder} (process {os.getpid()} on " in said
+    assert "UTC). Give this one a trainer.run_name of its own, or end the other" in said
     assert saving.exists() and (folder / "metrics.jsonl").read_text() == "the first run's"
     assert not (folder / FILE).exists()
     lock.close()

@@ -1,5 +1,7 @@
 """Trajectories on disk come back as they were."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -24,6 +26,7 @@ def columns(**changes):
         "trajectory_ids": [TrajectoryID("0:3", 0), TrajectoryID("0:3", 1)],
         "ledger_ids": [11, 12],
         "token_versions": [[3, -1, 4], [4]],
+        "context_versions": [[3, -1, 3], [4]],
         "kept": [[(1, 8), (), (45,)], [()]],
         "reward_terms": [{"form": 0.1}, {}],
         "is_last_step": [True, True],
@@ -40,6 +43,14 @@ def test_every_column_comes_back(tmp_path, changes):
     assert isinstance(found["trajectory_ids"][0], TrajectoryID)
     assert file_digest(path) == digest
     assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_a_file_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    path, done, replace = tmp_path / "step_000001.npz", [], os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: done.append(os.fstat(file).st_size))
+    monkeypatch.setattr(os, "replace", lambda *names: (done.append("named"), replace(*names)))
+    write_rollouts(path, to_arrays(columns()), UIDS)
+    assert done == [path.stat().st_size, "named"]
 
 
 def test_columns_of_a_custom_generator(tmp_path):

@@ -107,3 +107,18 @@ def test_jit_equals_eager():
     inputs = (NEW, OLD, ADVANTAGES, MASK)
     for eager, jitted in zip(loss_and_grad(*inputs), jax.jit(loss_and_grad)(*inputs), strict=True):
         np.testing.assert_allclose(jitted, eager, rtol=1e-6)
+
+
+def test_all_tokens_of_a_sequence_are_on_the_same_side_of_the_clip():
+    # A log ratio of 3.9992e-4, just inside the paper's 4e-4, on tokens whose own log-probs are up
+    # to -23.7: lp + (s - lp) would be s rounded to a multiple of 1.9e-6. One token moved by 4 s.
+    log_probs = np.array([[-23.7, -3.1, -0.01, -0.5]], np.float32)
+    old = np.array([[-23.7, -3.1, -0.01, -0.5 - 4 * 3.9992e-4]], np.float32)
+    config = SimpleNamespace(eps_clip_low=3e-4, eps_clip_high=4e-4)
+    loss, clipped, grad = loss_and_grad(
+        log_probs, old, np.ones((1, 4)), np.ones((1, 4)), None, config
+    )
+    assert len(set(np.asarray(loss[0]).tolist())) == 1
+    np.testing.assert_allclose(loss, [[-1.00039992] * 4], rtol=1e-7)
+    np.testing.assert_array_equal(clipped, [[0, 0, 0, 0]])
+    np.testing.assert_allclose(grad, [[-1.0004] * 4], rtol=1e-6)

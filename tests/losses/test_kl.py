@@ -85,11 +85,40 @@ def test_k1_and_k3_are_unbiased():
         np.testing.assert_allclose(expectation, 0.1732868, rtol=1e-6)
 
 
+def test_the_gradient_of_k3_is_that_of_the_other_direction():
+    """Expectations over three tokens whose logits are trained; slopes of KL by hand.
+
+    pi = (1/2, 1/4, 1/4), ref = (1/4, 1/4, 1/2). d KL(ref | pi) / dz = pi - ref = (1/4, 0, -1/4).
+    d KL(pi | ref) / dz = pi (log pi / ref - KL), KL = 1/4 log 2: (3/8, -1/16, -5/16) log 2.
+    """
+    pi, ref = np.array([0.5, 0.25, 0.25]), np.array([0.25, 0.25, 0.5])
+
+    def slope(kind):
+        def mean(logits):  # over samples of the policy, which have no gradient
+            return (pi * approximate_kl(jax.nn.log_softmax(logits), np.log(ref), kind=kind)).sum()
+
+        return jax.grad(mean)(np.log(pi).astype("float32"))
+
+    np.testing.assert_allclose(slope("k3"), [0.25, 0, -0.25], atol=1e-6)
+    np.testing.assert_allclose(slope("k2"), np.array([6, -1, -5]) / 16 * LOG_2, atol=1e-6)
+    np.testing.assert_allclose(slope("k1"), [0, 0, 0], atol=1e-6)
+
+
 def test_k3_of_a_vanishing_probability_is_finite():
     # d = -60: the exponent is limited to 20 and the result to 10; d = 60: 60 is taken for 20,
     # exp(-20) + 20 - 1 = 19, limited to 10
     log_probs = np.array([[-60.0, 60.0]], np.float32)
     np.testing.assert_array_equal(approximate_kl(log_probs, np.zeros_like(log_probs)), [[10, 10]])
+
+
+def test_k3_of_almost_equal_policies_is_not_lost_in_rounding():
+    # d^2 / 2 - d^3 / 6 for d = 3e-4 and -3e-4: 4.5e-8 -+ 4.5e-12. In float32 exp(-d) + d - 1 is 0.
+    log_probs = np.array([[3e-4, -3e-4]], np.float32)
+    value, grad = jax.value_and_grad(lambda x: approximate_kl(x, 0 * x).sum())(log_probs)
+    found = approximate_kl(log_probs, np.zeros_like(log_probs))
+    np.testing.assert_allclose(found, [[4.49955e-8, 4.50045e-8]], rtol=1e-3)
+    np.testing.assert_allclose(value, 9e-8, rtol=1e-3)
+    np.testing.assert_allclose(grad, [[2.99955e-4, -3.00045e-4]], rtol=1e-3)  # 1 - exp(-d)
 
 
 @pytest.mark.parametrize("kind", KL_ESTIMATORS)

@@ -69,6 +69,43 @@ def test_what_is_not_in_use_is_not_read(platform):
 
 
 @pytest.mark.parametrize("platform", KERNELS)
+def test_a_row_without_a_position_in_use_is_zero_and_changes_no_other(platform):
+    q, k, v, mask = inputs()
+    expected = by_kernel(platform, MODEL, q, k, v, mask)
+    mask[[0, 3]] = False
+    k, v = (x.at[jnp.array([0, 3])].set(jnp.nan) for x in (k, v))
+    out = by_kernel(platform, MODEL, q, k, v, mask)
+    np.testing.assert_array_equal(out[jnp.array([0, 3])], 0)
+    live = np.array([1, 2, 4])
+    np.testing.assert_array_equal(out[live], expected[live])
+
+
+def test_dead_rows_are_finite_without_a_kernel():
+    q, k, v, mask = inputs()
+    expected = decode_attention(MODEL, q, k, v, mask)
+    mask[[0, 3]] = False
+    out = decode_attention(MODEL, q, k, v, mask)
+    assert np.isfinite(out).all()
+    live = np.array([1, 2, 4])
+    np.testing.assert_array_equal(out[live], expected[live])
+
+
+def test_the_tpu_fetches_blocks_in_use_alone():
+    """Blocks of 128 positions that a grid of 6 rows x 2 blocks fetches, in order, no repeats."""
+    mask = np.zeros((6, 256), bool)
+    mask[1, :100] = mask[2, 90:140] = mask[5, 200:] = True  # rows 0, 3 and 4 are dead
+    scalars = decode_kernels.runs(mask)
+    steps = [
+        tuple(map(int, decode_kernels.fetched_block(row, number, *scalars, block=128)))
+        for row in range(6)
+        for number in range(2)
+    ]
+    fetched = [at for at, before in zip(steps, [None, *steps], strict=False) if at != before]
+    # the pipeline holds one block before anything is live
+    assert fetched == [(0, 0), (1, 0), (2, 0), (2, 1), (5, 1)]
+
+
+@pytest.mark.parametrize("platform", KERNELS)
 def test_bfloat16_is_as_near_as_the_plain_one(platform):
     exact = attention(MODEL, *transposed(*inputs()))
     q, k, v, mask = inputs(dtype=jnp.bfloat16)

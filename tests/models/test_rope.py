@@ -41,6 +41,8 @@ def test_yarn_ramps_between_two_numbers_of_turns():
     assert amplitude(scaling) == pytest.approx(0.1 * math.log(4) + 1)
     assert amplitude(RopeScaling("yarn", 4.0, 400, attention_factor=1.5)) == 1.5
     assert amplitude(RopeScaling("linear", 4.0)) == amplitude(None) == 1.0
+    cos, sin = (x.ravel() for x in rotary(np.array([[3]]), 8, 1e4, scaling))
+    np.testing.assert_allclose(cos**2 + sin**2, [amplitude(scaling) ** 2] * 4, rtol=1e-6)
 
 
 def test_a_quarter_turn():

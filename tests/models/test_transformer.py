@@ -16,7 +16,15 @@ from jaxrl.models import (
     param_specs,
     unembed,
 )
-from jaxrl.models.transformer import is_spec
+from jaxrl.models.linear import add_bias, rounded
+from jaxrl.models.transformer import (
+    embed,
+    fuse_projections,
+    is_spec,
+    project_gate_up,
+    project_qkv,
+    rms_norm,
+)
 
 LLAMA = TransformerConfig(
     vocab_size=61,
@@ -133,6 +141,17 @@ def test_logits_depend_on_relative_positions_only(config):
     assert float(jnp.max(jnp.abs(base - stretched))) > 0.05
 
 
+def test_fused_projections_are_the_projections():
+    layer = jax.tree.map(lambda x: x[0], random_params(EVERYTHING)["layers"])
+    y = jnp.asarray(np.random.default_rng(1).normal(size=(2, 3, 32)), jnp.float32)
+    found, expected = (
+        [*project_qkv(EVERYTHING, weights, y), *project_gate_up(weights, y)]
+        for weights in (fuse_projections(layer), layer)
+    )
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
 def test_bfloat16_compute_keeps_float32_logits_near_the_float32_ones():
     config = EVERYTHING
     params = random_params(config)
@@ -143,3 +162,61 @@ def test_bfloat16_compute_keeps_float32_logits_near_the_float32_ones():
     full = logits_of(config, params, tokens, positions, jnp.ones_like(tokens))
     assert low.dtype == jnp.float32
     assert float(jnp.corrcoef(low.ravel(), full.ravel())[0, 1]) > 0.999
+
+
+# ---------------------------------------------------------------- bfloat16
+
+
+def test_the_norm_multiplies_by_its_scale_before_it_rounds():
+    """x = [1, 3] has the mean square 5: 3 / sqrt(5) * 1.0625 = 1.42549, and bfloat16 has steps of
+    1/128 there: 182.46 -> 182. Rounded first, 3 / sqrt(5) = 1.34164 is 1.34375 (172 / 128), and
+    1.34375 * 1.0625 = 182.75 / 128 would be 183.
+    """
+    config = dataclasses.replace(LLAMA, rms_norm_eps=0.0)
+    x, scale = jnp.array([1, 3], jnp.bfloat16), jnp.full(2, 1.0625, jnp.bfloat16)
+    assert rms_norm(x, scale, config)[1] == 182 / 128
+    unit = dataclasses.replace(config, unit_offset_norm=True)
+    assert rms_norm(x, scale - 1, unit)[1] == 182 / 128
+
+
+def test_embeddings_are_scaled_in_the_compute_dtype():
+    """sqrt(32) is 181.02 / 32, in bfloat16 181 / 32: 163 / 128 times it is 230.49 / 32 -> 230 / 32.
+    Times 181.02 / 32 it would be 230.52 / 32, and 231 / 32.
+    """
+    config = dataclasses.replace(LLAMA, scale_embeddings=True)
+    x = embed(config, {"embed": jnp.full((61, 32), 163 / 128)}, jnp.array([[5]]), jnp.bfloat16)
+    assert x.dtype == jnp.bfloat16
+    assert np.all(np.asarray(x) == 230 / 32)
+
+
+def test_a_bias_is_rounded_before_it_is_added():
+    """1 + 1/256 is 1 in bfloat16. It has steps of 2 above 256: 257 -> 256, but 257.004 -> 258."""
+    assert add_bias(jnp.array([[256]], jnp.bfloat16), jnp.array([1 + 1 / 256])) == 256
+
+
+def test_gradients_of_norms_and_biases_are_summed_in_float32():
+    """Summed in bfloat16, over tokens or devices, each of them would be a number of bfloat16."""
+    config = dataclasses.replace(EVERYTHING, attention_output_bias=True, post_norms=True)
+    params = random_params(config)
+    tokens = tokens_of(config, (4, 16))
+
+    def loss(params):
+        given = tokens, jnp.arange(16) + 0 * tokens, 1 + 0 * tokens
+        return jnp.sum(jnp.square(forward(config, params, *given, dtype=jnp.bfloat16)))
+
+    gradients = jax.jit(jax.grad(loss))(params)["layers"]
+    vectors = {n: g for n, g in gradients.items() if "norm" in n or n in ("bq", "bk", "bv", "bo")}
+    assert len(vectors) == 10
+    for name, gradient in vectors.items():
+        narrow = gradient.astype(jnp.bfloat16).astype(jnp.float32)
+        assert gradient.dtype == jnp.float32
+        assert np.mean(np.asarray(gradient == narrow)) < 0.1, name
+
+
+def test_a_rounded_parameter_has_the_values_of_the_other_dtype_and_its_own_gradient():
+    w = jnp.array([1.00390625, 1.001, -3.14159265, 0.0, 65504.0, 1e-30])  # 1 + 1/256: a tie
+    narrow = w.astype(jnp.bfloat16).astype(jnp.float32)
+    np.testing.assert_array_equal(rounded(w, jnp.bfloat16), narrow)
+    assert rounded(w, jnp.float32) is w
+    slope = jax.grad(lambda w: jnp.sum(rounded(w, jnp.bfloat16) * 1.001))(w)
+    np.testing.assert_array_equal(slope, np.full(6, np.float32(1.001)))

@@ -79,3 +79,39 @@ def test_groups_of_a_mesh_with_its_devices_in_another_order():
     (found,) = hlo.collectives("ENTRY %main (p: f32[2]) -> f32[8] {\n" + line + "\n}")
     assert found.group == (0, 2, 4, 6)
     assert found.moved == 8 * 4 * 3 / 4
+
+
+WINDOWED = """
+%body (p: (f32[8], u32[])) -> (f32[8], u32[]) {
+  %one = u32[]{:T(128)} constant(1)
+  %two = u32[]{:T(128)} constant(2), metadata={op_name="jit(f)/dot_general"}
+  %p = (f32[8]{0}, /*index=1*/u32[]{:T(128)}) parameter(0)
+  %i = u32[]{:T(128)} get-tuple-element(%p), index=1
+  %x = f32[8]{0} get-tuple-element(%p), index=0
+  %half = u32[]{:T(128)} add(%i, %one)
+  %sent = f32[8]{0} collective-permute(%x), source_target_pairs={{0,1},{1,0}}
+  %next = u32[]{:T(128)} add(%i, %two), metadata={op_name="jit(f)/dot_general"}
+  ROOT %t = (f32[8]{0}, /*index=1*/u32[]{:T(128)}) tuple(%sent, /*index=1*/%next)
+}
+
+%condition (p: (f32[8], u32[])) -> pred[] {
+  %n = u32[]{:T(128)} constant(4)
+  %p = (f32[8]{0}, u32[]{:T(128)}) parameter(0)
+  %i = u32[]{:T(128)} get-tuple-element(%p), index=1
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}
+
+ENTRY %main (p: (f32[8], u32[])) -> (f32[8], u32[]) {
+  ROOT %w = (f32[8], u32[]) while(%p), condition=%condition, body=%body
+}
+"""
+
+
+def test_a_loop_that_counts_by_twos_has_half_the_trips():
+    """As the compiler writes a matrix product over a ring: windows 0 and 1, then 2 and 3."""
+    (permute,) = hlo.collectives(WINDOWED)
+    assert (permute.times, permute.fixed) == (2, True)
+    (permute,) = hlo.collectives(WINDOWED.replace("add(%i, %two)", "add(%one, %i)"))
+    assert permute.times == 4
+    (permute,) = hlo.collectives(WINDOWED.replace("constant(4)", "constant(5)"))
+    assert permute.times == 3  # 0, 2, 4

@@ -5,9 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from jaxrl import config as cfg
 from jaxrl import plan
 from jaxrl.planning import costs
 from jaxrl.planning.rates import Rates
+from jaxrl.planning.run import Run
+from jaxrl.planning.topology import machine
+from jaxrl.platform_defaults import settle
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = f"--config={ROOT / 'configs' / 'quickstart.py'}"
@@ -266,3 +270,38 @@ def test_weights_and_moments_in_host_memory_leave_the_device(capsys, planned):
     assert report["residents"]["optimizer"] == 0
     assert "in host memory" in printed
     assert phases_of(report)["apply"]["beside"] == 0
+
+
+def test_from_the_second_turn_on_every_sample_prefills_for_itself(capsys, planned):
+    """32 prompts of 16 tokens are one chunk each; then two turns of 32 x 16 samples, a chunk each:
+    of 40 tokens 40 - 16 - 2 x 6 = 12 were told. 32 + 2 x 512 = 1056 chunks, eight in a call.
+    """
+    turns = "--config.generator.max_turns=3", "--config.generator.max_input_length=40"
+    _, _, report = planned(capsys, "--estimate", *MESH, *turns)
+    assert phases_of(report)["prefill"]["runs"] == 1056 / 8
+
+
+@pytest.mark.parametrize(("endpoint", "chunks"), [(False, 1), (True, 2)])
+def test_a_turn_prefills_what_is_new_in_a_kept_slot_and_else_its_history(
+    capsys, planned, endpoint, chunks
+):
+    """Of inputs of 840 tokens 840 - 16 - 4 x 6 = 800 were told, 200 before each of four turns: one
+    chunk of 256 positions. Histories have (16 + 840) / 2 = 428 tokens, two chunks.
+    """
+    flags = (
+        "--config.generator.max_turns=5",
+        "--config.generator.max_input_length=840",
+        f"--config.generator.inference_engine.enable_http_endpoint={endpoint}",
+    )
+    _, _, report = planned(capsys, "--estimate", *MESH, *flags)
+    assert phases_of(report)["prefill"]["runs"] == (32 + 4 * 512 * chunks) / 8
+
+
+def test_the_prefill_that_is_planned_is_that_of_later_turns():
+    """52 tokens in a slot of 64 fit into the chunk of a first turn, which sees itself alone."""
+    config, _ = settle(cfg.resolve(cfg.load_config_file(str(ROOT / "configs" / "guess_number.py"))))
+    run = Run(config, machine())
+    engine = run.engine()
+    assert engine is not None
+    prefill = engine.calls(run.engine_params(), run.requests())["prefill"]
+    assert prefill.options == {"length": 64}

@@ -1,5 +1,6 @@
 """Work of the phases against the sums written out."""
 
+from jaxrl.chips import chip_named
 from jaxrl.models.remat import REMAT_POLICIES
 from jaxrl.models.transformer import TransformerConfig
 from jaxrl.planning.work import RECOMPUTED, forward_work, gradient_work
@@ -37,3 +38,9 @@ def test_frozen_weights_have_no_gradients_to_compute():
 
 def test_every_remat_policy_is_counted():
     assert set(RECOMPUTED) == set(REMAT_POLICIES)
+
+
+def test_a_ring_has_two_of_the_links_of_a_chip():
+    """v5e: 200 GB/s over four links, so 100 in a ring; v5p: 600 over six, 200; NVLink: all."""
+    rings = {name: chip_named(name).ring for name in ("v5e", "v5p", "h100")}
+    assert rings == {"v5e": 100e9, "v5p": 200e9, "h100": 450e9}

@@ -94,6 +94,7 @@ class FakeServer(HttpThread):
         faults: path -> what befalls its next calls: a status, "truncated", "drop", "hang".
         stale: weights are taken but not used.
         log_prob_error: added to every log-prob.
+        raw: log-probs are those before temperature and filters, as vLLM's are by default.
         calls: number of calls by path.
         served: samples that were answered.
     """
@@ -102,7 +103,7 @@ class FakeServer(HttpThread):
         self.dialect, self.config, self.params = dialect, config, params
         self.engine = engine_of(config, number)
         self.faults, self.calls, self.bodies = {}, Counter(), []
-        self.stale, self.log_prob_error, self.served = False, 0.0, 0
+        self.stale, self.log_prob_error, self.raw, self.served = False, 0.0, False, 0
         self.middlewares = [self._fault]
         self.start()
 
@@ -191,6 +192,7 @@ class FakeServer(HttpThread):
         sampling = Sampling(
             **{name: body[name] for name in SETTINGS},
             stop_token_ids=tuple(body["stop_token_ids"]),
+            raw_log_probs=self.raw,
         )
         if self.dialect == "vllm":
             seed, first = divmod(body["seed"], 2**32)
@@ -218,7 +220,10 @@ class FakeServer(HttpThread):
             "finish_reason": sample.stop_reason,
             "stop_reason": sample.stop_string,
             "logprobs": {
-                "token_logprobs": [x + self.log_prob_error for x in sample.log_probs],
+                "token_logprobs": [
+                    x + self.log_prob_error
+                    for x in (sample.raw_log_probs if self.raw else sample.log_probs)
+                ],
                 "top_logprobs": top or None,
             },
         }

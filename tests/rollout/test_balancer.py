@@ -1,7 +1,11 @@
 """Several engines as one: who gets what, and that nothing is lost between them."""
 
+import dataclasses
+from concurrent.futures import Future, ThreadPoolExecutor
+
 import jax
 import numpy as np
+import pytest
 
 from jaxrl.parallel import engine_meshes
 from jaxrl.rollout.balancer import Balancer
@@ -55,6 +59,60 @@ def test_a_conversation_stays_with_its_prefix():
     new = [e.prefilled_tokens - n for e, n in zip(balancer.engines, computed, strict=True)]
     # of each turn only the last drawn token was not in the cache; the new one is decoded
     assert sum(new) == 2
+
+
+def test_a_prompt_may_be_longer_than_the_cache_so_far():
+    balancer = balanced(enable_prefix_caching=True)  # nothing was warmed up
+    (said,) = flat(balancer.generate([request()]))
+    longer = (*PROMPT, *said.tokens, *range(1, 30), *range(1, 30))  # 110 of 64 positions
+    (ours,) = flat(balancer.generate([request(longer)]))
+    (expected,) = flat(shared().generate([request(longer)]))
+    assert ours.tokens == expected.tokens
+
+
+def test_a_conversation_stays_with_its_slot():
+    balancer, overs, told = balanced(), [Future(), Future()], prompts(2)
+
+    def prefilled():
+        return [engine.prefilled_tokens for engine in balancer.engines]
+
+    for _ in range(3):
+        before = prefilled()
+        asked = [
+            dataclasses.replace(request(p), conversations=(over,))
+            for p, over in zip(told, overs, strict=True)
+        ]
+        said = flat(balancer.generate(asked))
+        told = [(*p, *c.tokens, 6) for p, c in zip(told, said, strict=True)]
+        told, overs = told[::-1], overs[::-1]  # by what is in flight the engines would swap
+    # one token a turn and engine: the one that was drawn last; the 6 is decoded
+    assert [now - then for now, then in zip(prefilled(), before, strict=True)] == [1, 1]
+    assert balancer._in_flight == [1, 1]  # each holds a slot
+    for over in overs:
+        over.cancel()
+    assert (balancer._in_flight, balancer._home) == ([0, 0], {})
+
+
+def test_an_engine_that_gets_nothing_is_not_waited_for():
+    balancer = balanced()
+    with ThreadPoolExecutor() as pool, balancer.engines[1]._held():  # as while it decodes a block
+        asked = pool.submit(balancer.submit, [request()])
+        (futures,) = asked.result(timeout=20)
+    assert len(futures[0].result(timeout=60).tokens) == 12
+
+
+def test_if_one_engine_takes_nothing_nothing_is_queued():
+    balancer = balanced()
+    balancer.pause()
+    balancer.engines[1].sleep()
+    with pytest.raises(RuntimeError, match="no weights"):
+        balancer.submit([request(p, range(n)) for p, n in zip(prompts(3), (3, 2, 1), strict=True)])
+    assert balancer._in_flight == [0, 0]
+    balancer.sleep()  # refuses with samples in flight
+    balancer.update_weights(random_params(LLAMA), 1)
+    balancer.resume()
+    assert len(flat(balancer.generate([request(keys=range(4))]))) == 4
+    assert [engine.decoded_tokens for engine in balancer.engines] == [4 * 12, 0]
 
 
 def test_what_ends_all_ends_all():

@@ -24,7 +24,8 @@ from jaxrl.rollout.protocol import Completion, Request, Sampling
 from jaxrl.rollout.reward_terms import RewardTerms
 from jaxrl.rollout.trajectories import AllFailed
 from jaxrl.types import Prompt
-from tests.rollout.scripted import ScriptedEngine
+from tests.rollout.bpe import bpe_tokenizer
+from tests.rollout.scripted import ScriptedEngine, converse, make_prompt
 
 FOLDER = Path(__file__).parent.parent.parent / "configs" / "tiny_char_model"
 TOKENIZER = load_tokenizer(FOLDER)
@@ -151,6 +152,17 @@ def test_token_ids_and_log_probs_are_passed_on_untouched(engine):
     assert output["policy_versions"] == [12] * 4
     # "3142>" and "998>": the digits are their own ids, ">" is 13
     assert output["prompt_token_ids"] == [[3, 1, 4, 2, 13]] * 2 + [[9, 9, 8, 13]] * 2
+
+
+def test_the_environment_sees_no_more_than_the_first_stop_string():
+    bpe = bpe_tokenizer()
+    tokens = bpe("one two.\n\n", add_special_tokens=False)["input_ids"]
+    assert bpe.decode(tokens[-1:]) == ".\n\n"  # completes both, the second one twice
+    sample = Completion(tokens, [-1.0] * len(tokens), "stop", [7] * len(tokens), "\n")
+    RecordingEnv.seen.clear()
+    prompt = make_prompt(TOKENIZER, env_class=f"{__name__}:RecordingEnv", name="p")
+    converse(lambda *_: sample, [prompt], bpe, stop=("\n", "."))
+    assert [action for _, action, *_ in RecordingEnv.seen] == ["one two."]
 
 
 def test_the_environment_sees_the_text_without_the_stop_token_and_every_token(engine):

@@ -2,9 +2,11 @@ import itertools
 
 import pytest
 
-from jaxrl.config import DynamicSamplingConfig
+from jaxrl.config import DynamicSamplingConfig, OverlongBufferConfig, TrainConfig
+from jaxrl.rewards import shape_rewards
 from jaxrl.rollout.dynamic_sampling import (
     DynamicSamplingError,
+    collect,
     distinct_uids,
     dynamic_sampling,
 )
@@ -118,3 +120,27 @@ def test_all_steps_of_a_trajectory_stay_together(kind):
     assert output["response_ids"] == [["b0"], ["b0+"], ["b1"]] * 2
     assert output["is_last_step"] == [False, True, True] * 2
     assert uids == ["b", "b", "b#2", "b#2"]
+
+
+def test_prompts_are_judged_before_the_overlong_punishment():
+    """Two right answers of 8 and 16 tokens; the second is trained on with 1 - (16 - 10) / 10."""
+    config = TrainConfig()
+    algorithm, generator = config.trainer.algorithm, config.generator
+    config.trainer.train_batch_size = 1
+    algorithm.dynamic_sampling = DynamicSamplingConfig(type="filter", max_sample_batches=1)
+    algorithm.overlong_buffer = OverlongBufferConfig(len=10, penalty_factor=1.0)
+    generator.sampling_params.max_generate_length = 20
+    output = {
+        "response_ids": [[1] * 8, [1] * 16],
+        "rewards": [1.0, 1.0],
+        "loss_masks": [[1] * 8, [1] * 16],
+        "stop_reasons": ["stop", "stop"],
+        "rollout_metrics": {},
+    }
+    shaped, _ = shape_rewards(output, ["a", "a"], generator, algorithm)
+    assert [sum(rewards) for rewards in shaped["rewards"]] == pytest.approx([1.0, 0.4])
+    with pytest.raises(DynamicSamplingError):  # alike, as in DAPO
+        collect(lambda attempt: (output, ["a", "a"]), config, step=1)
+    algorithm.zero_variance_filter = True  # judges what is trained on
+    shaped, _ = shape_rewards(output, ["a", "a"], generator, algorithm)
+    assert all(map(any, shaped["loss_masks"]))

@@ -1,8 +1,11 @@
 """The engine's schedule: joining, waiting, stopping, weights that change in flight."""
 
+import dataclasses
 import functools
+import re
 import threading
 import time
+from concurrent.futures import Future
 
 import jax
 import jax.monitoring
@@ -14,6 +17,7 @@ from jaxrl.data.packing import one_per_row
 from jaxrl.forward import log_probs_and_entropy
 from jaxrl.models.transformer import forward, unembed
 from jaxrl.parallel import make_mesh
+from jaxrl.rollout.decode import Features
 from jaxrl.rollout.native import NativeEngine
 from jaxrl.rollout.protocol import Request, Sampling
 from tests.rollout.test_native import LLAMA, flat, random_params
@@ -121,6 +125,87 @@ def test_neighbours_and_slots_change_no_bit():
     assert mixed.log_probs == alone.log_probs
 
 
+DEMANDS = {
+    "filters": {"top_k": 5, "top_p": 0.9, "min_p": 0.01},
+    "penalty": {"repetition_penalty": 1.3},
+    "alternatives": {"logprobs": 3},
+    "stop ids": {"stop_token_ids": (40, 41, 42, 43, 44)},  # outside of the vocabulary
+    "sets": {"top_k": 5, "keep_sampling_mask": True, "raw_log_probs": True},
+}
+
+
+def watched(engine):
+    """The features of every block that an engine runs from now on."""
+    seen, decode = [], engine.programs.decode
+
+    def noted(rows, reach):
+        seen.append(rows.features)
+        return decode(rows, reach)
+
+    engine.programs.decode = noted
+    return seen
+
+
+@pytest.mark.parametrize("demand", DEMANDS)
+def test_what_neighbours_ask_for_changes_no_bit_and_goes_with_them(demand):
+    engine = make()
+    seen = watched(engine)
+    plain = [request(keys=(1, 2), temperature=0.9), request(keys=(3,), temperature=0.0)]
+    alone = flat(engine.generate(plain))
+    assert set(seen) == {Features()}
+    guest = request(PROMPT[3:], **DEMANDS[demand])
+    mixed = flat(engine.generate([guest, *plain]))[1:]
+    assert seen[-1] == Features().including(guest.sampling) != Features()
+    for ours, theirs in zip(mixed, alone, strict=True):
+        assert (ours.tokens, ours.log_probs) == (theirs.tokens, theirs.log_probs)
+    seen.clear()
+    assert [c.log_probs for c in flat(engine.generate(plain))] == [c.log_probs for c in alone]
+    assert set(seen) == {Features()}
+
+
+def test_training_and_evaluation_have_programs_of_their_own_and_for_both_together():
+    engine = make(shrink=False)
+    train, evaluation = request(repetition_penalty=1.2), request(PROMPT[3:], top_p=0.7)
+    engine.warm_up([train])
+    engine.warm_up([evaluation])
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
+    )
+    seen = watched(engine)
+    for requests in ([train], [evaluation], [train, evaluation]):
+        engine.generate(requests)
+    assert [(f.penalised, f.filtered) for f in dict.fromkeys(seen)] == [(1, 0), (0, 1), (1, 1)]
+    assert not compiled
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("temperature", 1e-36),
+        ("temperature", 9e-5),
+        ("temperature", -1.0),
+        ("temperature", float("nan")),
+        ("repetition_penalty", 1e-45),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e38),
+    ],
+)
+def test_what_float32_logits_cannot_be_divided_by_is_refused(setting, value):
+    said = re.escape(f"{setting}={value:g} must be ") + r".*from 0\.0001 to 10000"
+    with pytest.raises(ValueError, match=said):
+        shared().submit([request(**{setting: value})])
+
+
+def test_at_the_bounds_of_temperature_and_penalty_tokens_and_log_probs_are_sound():
+    bounds = [{"temperature": 1e-4}, {"repetition_penalty": 1e-4}, {"repetition_penalty": 1e4}]
+    asked = [request(logprobs=3, top_p=0.9, **one) for one in bounds]
+    for completion in flat(shared().generate(asked)):
+        assert all(0 <= token < LLAMA.vocab_size for token in completion.tokens)
+        assert np.isfinite(completion.log_probs).all()
+        assert all(np.isfinite(list(top.values())).all() for top in completion.top_log_probs)
+
+
 def test_a_tensor_parallel_engine_draws_the_same():
     expected = flat(shared().generate([request(keys=(1, 2, 3))]))
     split = make(devices={"devices": jax.devices()[:4], "data": 2, "tensor": 2})
@@ -158,8 +243,9 @@ def test_nothing_compiles_after_the_warm_up():
             for _ in range(n)
         ]
 
-    widest = [request(range(1, n), max_tokens=30, top_k=1) for n in (2, 9, 13, 17, 24)]
-    engine.warm_up(widest)
+    lengths = 2, 9, 13, 17, 24
+    kinds = -1, 1  # of blocks: without filters, and with some
+    engine.warm_up([request(range(1, n), max_tokens=30, top_k=k) for n in lengths for k in kinds])
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
@@ -291,6 +377,121 @@ def test_weights_change_in_flight(recompute):
     np.testing.assert_allclose(completion.log_probs[:switched], old[:switched], atol=1e-4)
     difference = np.abs(np.array(completion.log_probs) - new)[switched:].max()
     assert (difference <= 1e-4) == recompute  # a cache of the old weights is caught
+
+
+def by_hand(engine):
+    """An engine whose turns the test makes, one by one."""
+    engine.pause()
+
+    def turn():
+        with engine._held():
+            engine._turn()
+
+    return turn
+
+
+def update(engine, version):
+    """Weights of a version, each unlike the others."""
+    engine.update_weights(random_params(LLAMA, version - 1), version)
+
+
+def assert_scored(prompt, completion):
+    """Tokens whose two versions agree are the trainer's; the others are caught."""
+    versions, contexts = np.array(completion.versions), np.array(completion.context_versions)
+    for version in set(completion.versions):
+        difference = np.abs(completion.log_probs - scores(prompt, completion, version - 1))
+        assert difference[(versions == version) & (contexts == version)].max(initial=0) <= 1e-4
+        mixed = (versions == version) & (contexts < version)
+        assert not mixed.any() or difference[mixed].max() > 1e-2
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_samples_of_a_group_that_begin_after_an_update_prefill_their_prompt_anew(recompute):
+    engine = make(2, recompute_kv_on_update=recompute)
+    turn = by_hand(engine)
+    (futures,) = engine.submit([request(keys=range(6))])
+    turn()  # 39 tokens of the prompt; samples 0 and 1 draw 8 of their 12 tokens
+    assert engine.prefilled_tokens == 39
+    update(engine, 2)
+    while not all(f.done() for f in futures):
+        turn()
+    flight, later = [f.result() for f in futures[:2]], [f.result() for f in futures[2:]]
+    context = 2 if recompute else 1
+    assert all(c.versions == [1] * 8 + [2] * 4 for c in flight)
+    assert all(c.context_versions == [1] * 8 + [context] * 4 for c in flight)
+    assert all(c.versions == c.context_versions == [2] * 12 for c in later)
+    for completion in (*flight, *later):
+        assert_scored(PROMPT, completion)
+    # recomputed: two rows of 47, then the prompt comes from them; else it is prefilled once more
+    assert engine.prefilled_tokens == 39 + (2 * 47 if recompute else 39)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_shared_beginning_is_never_older_than_the_last_update(recompute):
+    rng = np.random.default_rng(1)
+    engine = make(4, enable_prefix_caching=True, recompute_kv_on_update=recompute)
+    turn, talks, prefilled = by_hand(engine), [], []
+    for version in range(1, 8):
+        if version > 1:
+            update(engine, version)  # while the sample before is in flight
+        prompt = (*PROMPT[:32], *rng.integers(1, 32, 6).tolist())
+        talks.append((prompt, *engine.submit([request(prompt)])[0]))
+        before = engine.prefilled_tokens
+        turn()
+        prefilled.append(engine.prefilled_tokens - before)
+    turn()
+    for version, (prompt, future) in enumerate(talks, 1):
+        completion, last = future.result(timeout=0), min(version + 1, 7)
+        context = last if recompute else version
+        assert completion.versions == [version] * 8 + [last] * 4
+        assert completion.context_versions == [version] * 8 + [context] * 4
+        assert_scored(prompt, completion)
+    if not recompute:
+        assert prefilled == [37] * 7
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_the_next_turn_and_the_same_prompt_after_an_update_find_nothing_old(recompute):
+    engine = make(4, enable_prefix_caching=True, recompute_kv_on_update=recompute)
+    turn = by_hand(engine)
+    first = engine.submit([request()])[0][0]
+    turn()
+    update(engine, 2)
+    turn()
+    said = first.result(timeout=0)
+    assert_scored(PROMPT, said)
+    told = (*PROMPT, *said.tokens, 3, 1, 4)  # 55 tokens
+    before = engine.prefilled_tokens
+    second, same = (engine.submit([request(p, keys=(2,))])[0][0] for p in (told, PROMPT))
+    turn()
+    turn()
+    for prompt, future in ((told, second), (PROMPT, same)):
+        completion = future.result(timeout=0)
+        assert completion.versions == completion.context_versions == [2] * 12
+        assert_scored(prompt, completion)
+    if not recompute:
+        assert engine.prefilled_tokens - before >= 54  # the prompt of `same` is its beginning
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_conversation_goes_on_with_its_own_keys_of_older_weights_and_says_so(recompute):
+    engine = make(4, enable_prefix_caching=True, recompute_kv_on_update=recompute)
+    turn, over = by_hand(engine), Future()
+    first = engine.submit([dataclasses.replace(request(), conversations=(over,))])[0][0]
+    turn()
+    turn()
+    update(engine, 2)
+    told = (*PROMPT, *first.result(timeout=0).tokens, 3, 1, 4)
+    talks = [dataclasses.replace(request(told), conversations=(over,)), request(told, keys=(2,))]
+    own, other = (group[0] for group in engine.submit(talks))
+    turn()
+    turn()
+    over.cancel()
+    for future, context in ((own, 2 if recompute else 1), (other, 2)):
+        completion = future.result(timeout=0)
+        assert completion.versions == [2] * 12
+        assert completion.context_versions == [context] * 12
+        assert_scored(told, completion)
 
 
 def test_cancelled_samples_leave_and_the_others_do_not_notice():

@@ -117,6 +117,7 @@ def test_weights_are_swapped_in_mid_run():
     completion = future.result(30)
     assert completion.tokens == [11, 12, 13, 14, 114, 214, 314]
     assert completion.versions == [7, 7, 7, 7, 8, 8, 8]
+    assert completion.context_versions == [7] * 7  # it goes on with its cache
 
 
 def test_cancelling_frees_the_slot():

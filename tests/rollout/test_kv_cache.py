@@ -1,6 +1,7 @@
 """Writes into the cache: by the TPU's ways, and over a mesh, as by a plain scatter."""
 
 import functools
+from concurrent.futures import Future
 
 import jax
 import jax.numpy as jnp
@@ -92,25 +93,44 @@ def test_slots_are_copied_within_and_between_devices(sizes):
     assert_same(jax.jit(kv_cache.copy_slots)(cache, *pairs, 3), expected)
 
 
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_rows_are_read_from_their_slots(sizes):
+    placement, layer = Placement(make_mesh(**sizes)), filled(0)
+    names = "batch", "kv_heads", None, None
+    spread = jax.device_put(layer, placement.sharding(layer.keys.shape, names))
+    slots = jnp.array([3, 0, 7, SLOTS, 2, 5, 6, SLOTS])  # mostly of other devices; two are padding
+    rows = np.array([0, 1, 2, 4, 5, 6])
+    expected = LayerCache(
+        np.asarray(layer.keys)[slots[rows]][..., :192],
+        np.asarray(layer.values)[slots[rows]][:, :, :192],
+    )
+    take = functools.partial(kv_cache.take_rows, length=192)
+    alone = jax.jit(take)(layer, slots)
+    assert_same(jax.tree.map(lambda x: x[rows], alone), expected)
+    apart = jax.jit(functools.partial(take, placement=placement))(spread, slots)
+    assert_same(jax.tree.map(lambda x: np.asarray(x)[rows], apart), expected)
+
+
 @pytest.mark.slow  # the TPU compiler
+@pytest.mark.parametrize("turns", [1, 2])
 @pytest.mark.parametrize("sizes", [{"data": 1}, *MESHES], ids=str)
-def test_the_cache_of_a_tpu_is_written_in_place(sizes):
+def test_the_cache_of_a_tpu_is_written_in_place(sizes, turns):
     """No program needs as much as a copy of one layer beside the cache: 2 layers, bfloat16."""
     pytest.importorskip("libtpu")
     from jaxrl.planning.topology import topology_devices
 
     devices = topology_devices("v5e:2x4")[: 8 if len(sizes) > 1 or sizes["data"] > 1 else 1]
-    calls, layer = engine_calls(make_mesh(devices=devices, **sizes))
+    calls, layer = engine_calls(make_mesh(devices=devices, **sizes), turns)
     for name in ("prefill", "decode", "copy"):
         stats = calls[name].lower().compile().memory_analysis()
         assert stats.alias_size_in_bytes == 2 * layer
         assert stats.temp_size_in_bytes < layer / 2, name
 
 
-def engine_calls(mesh):
+def engine_calls(mesh, turns):
     """Programs over 64 slots of 4096 tokens on each device, and the bytes of a layer there."""
     from jaxrl.models.transformer import TransformerConfig
-    from jaxrl.planning.run import placed_params
+    from jaxrl.resident_memory import placed_params
     from jaxrl.rollout.native import NativeEngine
     from jaxrl.rollout.protocol import Request, Sampling
 
@@ -126,7 +146,7 @@ def engine_calls(mesh):
     groups, heads = mesh.shape["data"], 2 // mesh.shape["tensor"]
     options = {"dtype": jnp.bfloat16, "max_num_seqs": 64 * groups, "device_memory": 1e12}
     engine = NativeEngine(model, mesh, max_model_len=4096, **options)
-    sampling = Sampling(max_tokens=3072)
+    sampling, over = Sampling(max_tokens=3072), (Future(),) * (turns > 1)
     params = placed_params(model, Placement(mesh))
-    calls = engine.calls(params, [Request((0,) * 1024, ((0, 0),), sampling)])
+    calls = engine.calls(params, [Request((0,) * 1024, ((0, 0),), sampling, None, over)])
     return calls, 2 * 64 * heads * 128 * 4096 * 2

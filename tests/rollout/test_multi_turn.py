@@ -42,6 +42,7 @@ def test_three_turns_by_hand():
     ]
     assert output["policy_versions"] == [7]
     assert output["token_versions"] == [[7, 7, 7, -1, -1, -1, 7, 7, -1, -1, 7, 7]]
+    assert output["context_versions"] == output["token_versions"]  # the engine says none
     assert output["rollout_metrics"].pop("timing/environment") > 0
     assert output["rollout_metrics"] == {
         "environment/answered": 3.0,
@@ -52,6 +53,16 @@ def test_three_turns_by_hand():
         "reward/rejudged": 0.0,
         "reward/rejudged_differently": 0.0,
     }
+
+
+def test_each_token_keeps_the_oldest_version_in_its_context():
+    turns = [completion([3, 4, END], "stop"), completion([5, END], "stop", context_versions=[6, 7])]
+    output = converse(by_turn(*turns, [6, END]), [TALK], TOKENIZER)
+    assert output["context_versions"] == [[7, 7, 7, -1, -1, -1, 6, 7, -1, -1, 7, 7]]
+    assert output["policy_versions"] == [7]
+    first = completion([3, 4, END], "stop", context_versions=[5, 5, 6])
+    output = converse(by_turn(first, [5, END], [6, END]), [TALK], TOKENIZER)
+    assert output["policy_versions"] == [5]  # the older of the first token's two
 
 
 def test_a_turn_that_was_cut_off_is_ended_by_the_template():
@@ -178,6 +189,17 @@ def test_an_aborted_turn_teaches_nothing():
     output = converse(replies, [TALK], TOKENIZER)
     assert row(output)[:3] == [[3, END, 10, 11, ASK, 5], [0] * 6, [0.0] * 6]
     assert output["stop_reasons"] == ["abort"]
+
+
+def test_a_turn_that_was_aborted_before_its_first_token_teaches_nothing():
+    first = converse(lambda *_: completion([], "abort"), [TALK], TOKENIZER)
+    assert row(first) == [[], [], [], [], "abort"]
+    assert first["policy_versions"] == [-1]
+    assert first["rollout_metrics"]["generate/sampled_tokens"] == 0
+    second = converse(by_turn([3, END], completion([], "abort")), [TALK], TOKENIZER)
+    # the question that nobody answered is cut off
+    assert row(second) == [[3, END], [0] * 2, [0.0] * 2, [-0.125, -0.25], "abort"]
+    assert second["policy_versions"] == [7]
 
 
 class OpeningEnv(TalkingEnv):

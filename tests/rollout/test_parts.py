@@ -90,10 +90,12 @@ def row(tokens, **rest):
 
 
 def test_columns_that_parts_lack_are_filled_or_refused():
-    parts = [row([4, 5]), row([6], reward_terms=[{"x": 1.0}], kept=[[(6, 7)]])]
+    told = {"reward_terms": [{"x": 1.0}], "kept": [[(6, 7)]], "context_versions": [[3]]}
+    parts = [row([4, 5]), row([6], **told)]
     whole = gather(parts)
     assert whole["reward_terms"] == [{}, {"x": 1.0}]
     assert whole["kept"] == [[(), ()], [(6, 7)]]
+    assert whole["context_versions"] == [[-1, -1], [3]]
     assert whole["rollout_logprobs"] is None
     assert whole["rollout_metrics"] == {"mine": 1.5}
     with pytest.raises(ValueError, match="is_last_step for some prompts only"):

@@ -16,6 +16,7 @@ from jaxrl.rollout.protocol import Request, Sampling
 from jaxrl.rollout.remote import RemoteEngine, RemoteEngineError
 from jaxrl.rollout.served import ServedEngine
 from jaxrl.rollout.weight_folder import WeightFolder
+from jaxrl.rollout.wire import DIALECTS, InvalidAnswer
 from tests.rollout.http_servers import FakeServer, engine_of
 from tests.rollout.test_native import LLAMA, flat, random_params
 
@@ -24,6 +25,7 @@ QUICK = RemoteOptions(
     timeout_seconds=60.0, attempts=4, backoff_seconds=0.01, recovery_seconds=30.0, poll_seconds=0.05
 )
 SCORE = make_score(LLAMA, np.float32, None, 16)
+GREEDY = Sampling(8, temperature=0.0)
 NEW, OLD = random_params(LLAMA, 1), random_params(LLAMA, 0)
 
 
@@ -37,7 +39,7 @@ def world(tmp_path):
     """Servers, and engines that close at the end."""
     servers, engines = [], []
 
-    def build(count=1, dialect="vllm", bound=0.05, updated=True, **options):
+    def build(count=1, dialect="vllm", bound=0.05, updated=True, drawn=GREEDY, **options):
         servers.extend(FakeServer(dialect, LLAMA, OLD, i) for i in range(count))
 
         def write(params, folder):
@@ -47,7 +49,7 @@ def world(tmp_path):
             [server.url for server in servers],
             dialect,
             weights=WeightFolder(tmp_path / "weights", write),
-            probe=Probe(SCORE, LLAMA.vocab_size, bound),
+            probe=Probe(SCORE, LLAMA.vocab_size, bound, sampling=drawn),
             options=dataclasses.replace(QUICK, **options),
         )
         engines.append(engine)
@@ -86,6 +88,19 @@ def test_samples_are_those_of_the_engine_behind_the_server(world, dialect):
         np.testing.assert_allclose(sample.log_probs, same.log_probs, atol=1e-5)
         assert sample.versions == [7] * len(sample.tokens)
     assert server.bodies[-1]["ignore_eos"] and server.bodies[-1]["n"] in (1, 4)
+
+
+def test_a_server_says_both_versions_of_a_token_or_the_first():
+    dialect, asked = DIALECTS["native"], request(1)
+    choice = {
+        **{"index": 0, "token_ids": [3, 4], "versions": [6, 7], "finish_reason": "length"},
+        "logprobs": {"token_logprobs": [-1.0, -2.0]},
+    }
+    for said, contexts in (({}, []), ({"context_versions": [6, 6]}, [6, 6])):
+        (sample,) = dialect.completions({"choices": [choice | said]}, asked, 9)
+        assert (sample.versions, sample.context_versions) == ([6, 7], contexts)
+    with pytest.raises(InvalidAnswer, match="2 tokens, 1 context_versions"):
+        dialect.completions({"choices": [choice | {"context_versions": [6]}]}, asked, 9)
 
 
 def test_alternatives_of_a_token_come_by_id(world):
@@ -248,6 +263,26 @@ def test_log_probs_of_another_distribution_are_found_out(world):
     engine, (server,) = world()
     server.log_prob_error = -0.1
     with pytest.raises(WeightMismatch, match=r"are 0\.1 away .*probe_bound=0\.05"):
+        engine.update_weights(NEW, 8)
+
+
+@pytest.mark.parametrize(
+    ("drawn", "found_out"),
+    [
+        (Sampling(8, temperature=0.5), True),
+        (Sampling(8, temperature=1.0, top_k=4), True),
+        (Sampling(8, temperature=1.0), False),  # there is no difference
+    ],
+)
+def test_log_probs_before_temperature_and_filters_are_found_out(world, drawn, found_out):
+    """vLLM without --logprobs-mode processed_logprobs; greedily both kinds are the same numbers."""
+    engine, (server,) = world(drawn=drawn)
+    assert server.bodies[0]["temperature"] == drawn.temperature  # updated, and the probe passed
+    server.raw = True
+    if found_out:
+        with pytest.raises(WeightMismatch, match="--logprobs-mode processed_logprobs"):
+            engine.update_weights(NEW, 8)
+    else:
         engine.update_weights(NEW, 8)
 
 

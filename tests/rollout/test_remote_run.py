@@ -50,10 +50,13 @@ def test_a_run_over_http_is_the_run_in_process(finished, servers, tmp_path):
     assert weights.name == "version-4"
 
 
-def test_a_run_stops_at_stale_weights(servers, tmp_path):
+@pytest.mark.parametrize(("fault", "temperature"), [("stale", 1.0), ("raw", 0.25)])
+def test_a_run_stops_at_wrong_weights_or_log_probs(servers, tmp_path, fault, temperature):
+    """Log-probs before the temperature differ only where a sample is drawn with one."""
     (server,), engine = servers("vllm", 1)
-    server.stale = True
-    experiment = BasePPOExp(small(tmp_path, **engine))
+    setattr(server, fault, True)
+    drawn = {"generator.sampling_params.temperature": temperature}
+    experiment = BasePPOExp(small(tmp_path, **engine, **drawn))
     trainer = experiment.build()
     with pytest.raises(WeightMismatch, match="update to version 0"):
         trainer.train()

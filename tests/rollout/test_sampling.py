@@ -1,5 +1,7 @@
 """Drawing tokens, against a numpy reference."""
 
+import math
+import re
 from functools import partial
 
 import jax
@@ -7,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.rollout.sampling import inverse_cdf, sample, uniforms
+from jaxrl.parallel import make_mesh
+from jaxrl.rollout.sampling import BLOCK, filter_weights, inverse_cdf, sample, uniforms
 
 ROWS, VOCAB = 64, 11
 LOGITS = np.random.default_rng(0).normal(0, 2, (ROWS, VOCAB)).astype(np.float32)
@@ -97,7 +100,7 @@ def test_a_row_without_filters_is_drawn_the_same_beside_rows_with_filters():
     beside, log_probs, _ = draw_filtered(LOGITS, U, **options)
     tokens, expected, _ = draw_unfiltered(LOGITS, U, **settings())
     np.testing.assert_array_equal(beside[::2], tokens[::2])
-    np.testing.assert_allclose(log_probs[::2], expected[::2], rtol=1e-6)
+    np.testing.assert_array_equal(log_probs[::2], expected[::2])
 
 
 @pytest.mark.parametrize("draw", [draw_filtered, draw_unfiltered])
@@ -147,6 +150,180 @@ def test_frequencies_of_20000_draws_match_the_probabilities(name):
     # standard error of a count of n draws of probability p: sqrt(n p (1 - p))
     errors = np.sqrt(count * probs * (1 - probs))
     assert (np.abs(counts - count * probs) <= 4 * errors).all(), (counts, count * probs)
+
+
+# ------------------------------------------------------------------ the kept set
+
+SET = jax.jit(filter_weights)
+
+
+def kept_ids(weights, *, top_k=-1, top_p=1.0, min_p=0.0):
+    given = settings(1, top_k=top_k, top_p=top_p, min_p=min_p)
+    del given["temperature"]
+    kept = np.asarray(SET(np.float32([weights]), **given))[0]
+    ids = kept.nonzero()[0]
+    np.testing.assert_array_equal(kept[ids], np.float32(weights)[ids])  # as they were
+    return ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"),
+    [
+        # in order of weight: 1, 1/2, 1/4, 1/8, 1/8 of 2; sums 1, 3/2, 7/4, 15/8, 2
+        (1e-9, [2]),
+        (0.5, [2]),  # 1 of 2: reached exactly
+        (0.5000001, [0, 2]),
+        (0.75, [0, 2]),
+        (0.875, [0, 1, 2]),
+        (0.876, [0, 1, 2, 3]),
+        (0.9375, [0, 1, 2, 3]),  # the first of the two equal ones reaches 15/8
+        (0.9376, [0, 1, 2, 3, 4]),
+        (1.0, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_top_p_keeps_the_fewest_tokens_that_reach_it(top_p, kept):
+    assert kept_ids([0.5, 0.25, 1.0, 0.125, 0.125], top_p=top_p) == kept
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({"top_p": 0.5}, [0, 1, 2]),  # 3 of 6, reached exactly
+        ({"top_p": 0.51}, [0, 1, 2, 3]),
+        ({"top_k": 1}, [0]),
+        ({"top_k": 5}, [0, 1, 2, 3, 4]),
+        ({"top_k": 100}, [0, 1, 2, 3, 4, 5]),
+        ({"top_k": 4, "top_p": 0.5}, [0, 1]),  # 2 of the 4 that top-k left
+        ({"min_p": 1.0, "top_p": 1e-30}, [0]),
+    ],
+)
+def test_of_equal_weights_the_first_are_kept(settings, kept):
+    assert kept_ids([1.0] * 6, **settings) == kept
+
+
+def test_min_p_keeps_what_is_as_large_as_its_bound():
+    assert kept_ids([0.5, 1.0, 0.25, 0.2499], min_p=0.25) == [0, 1, 2]
+
+
+def by_sort(weights, top_k, top_p, min_p):
+    """Sizes of the kept set, a beginning of the order: at top_p a little less, and a little more.
+
+    Which of two sets reaches top_p is a matter of rounding where the sum is within 1e-5 of it.
+    """
+    order = np.argsort(-weights, kind="stable")
+    left = order[weights[order] >= min_p][: top_k if top_k > 0 else None]
+    sums = np.cumsum(weights[left], dtype=np.float64)
+    if top_p >= 1:
+        return order, len(left), len(left)
+    reach = [sums < top_p * sums[-1] * (1 + sign * 1e-5) for sign in (-1, 1)]
+    return order, *(min(int(r.sum()) + 1, len(left)) for r in reach)
+
+
+@pytest.mark.parametrize("vocab", [7, 256, 1000])
+def test_the_kept_set_is_that_of_a_stable_sort(vocab):
+    rng, rows, exact = np.random.default_rng(vocab), 400, 0
+    logits = rng.normal(0, rng.choice([0.1, 1, 5], (rows, 1)), (rows, vocab))
+    logits[::3] = np.round(logits[::3])  # many ties
+    logits[::50] = 1.5  # nothing but ties
+    logits[1::4][rng.uniform(size=logits[1::4].shape) < 0.6] = -np.inf
+    logits[1::4, 3] = 0.0  # not all of them
+    weights = np.exp(logits - logits.max(-1, keepdims=True)).astype(np.float32)
+    top_k = rng.choice([-1, 1, 2, 5, 40, 10_000], rows).astype(np.int32)
+    top_p = rng.choice([1e-30, 0.01, 0.3, 0.7, 0.95, BELOW_ONE, 1.0], rows).astype(np.float32)
+    min_p = rng.choice([0, 0, 1e-6, 0.1, 1.0], rows).astype(np.float32)
+    kept = np.asarray(SET(weights, top_k, top_p, min_p))
+    for row in range(rows):
+        order, least, most = by_sort(weights[row], top_k[row], top_p[row], min_p[row])
+        size = int((kept[row] > 0).sum())
+        possible = int((weights[row] > 0).sum())  # a weight of 0 is never drawn, kept or not
+        assert min(least, possible) <= size <= most
+        np.testing.assert_array_equal(np.sort(order[:size]), (kept[row] > 0).nonzero()[0])
+        exact += least == most
+    assert exact > 0.8 * rows
+
+
+def filtered_block(mesh, *, rows, **sampling):
+    """The compiled HLO of a decode block over a vocabulary of 20,000 with all filters."""
+    from jaxrl.models.transformer import TransformerConfig
+    from jaxrl.parallel import Placement
+    from jaxrl.planning.run import placed_params
+    from jaxrl.rollout.native import NativeEngine
+    from jaxrl.rollout.protocol import Request, Sampling
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_layers": 1, "head_dim": 64}
+    model = TransformerConfig(vocab_size=20_000, num_heads=4, num_kv_heads=2, **sizes)
+    engine = NativeEngine(model, mesh, max_num_seqs=rows)
+    filters = {"top_k": 20, "top_p": 0.95, "min_p": 0.01, **sampling}
+    asked = Request((1,) * 8, ((0, 0),), Sampling(max_tokens=8, **filters))
+    return engine.calls(placed_params(model, Placement(mesh)), [asked])["decode"].lower().compile()
+
+
+def test_a_filtered_block_has_no_sort_and_moves_few_elements():
+    compiled = filtered_block(make_mesh(devices=jax.devices()[:1]), rows=8)
+    assert_no_sort(compiled.as_text(), 8 * BLOCK)
+
+
+@pytest.mark.slow  # the TPU compiler
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_filtered_block_of_a_tpu_has_no_sort_and_moves_few_elements(tensor):
+    pytest.importorskip("libtpu")
+    from jaxrl.planning.topology import topology_devices
+
+    mesh = make_mesh(devices=topology_devices("v5e:2x4")[:tensor], data=1, tensor=tensor)
+    assert_no_sort(filtered_block(mesh, rows=64).as_text(), 64 * BLOCK)
+
+
+INSTRUCTION = re.compile(r"%?([\w.-]+) = \(?\w+\[([\d,]*)\].*? (sort|topk|gather|scatter)\((.*?)\)")
+RESULT = re.compile(r"%?([\w.-]+) = \(?\w+\[([\d,]*)\]")
+CALL = re.compile(r'custom_call_target="(\w*(?:topk|sort)\w*)"', re.IGNORECASE)
+
+
+def assert_no_sort(text, most):
+    """No sort and no top-k in compiled HLO; gathers and scatters move `most` elements at most."""
+
+    def size(dims):
+        return math.prod(map(int, filter(None, dims.split(","))))
+
+    sizes = {name: size(dims) for name, dims in RESULT.findall(text)}
+    moved = []
+    for name, dims, kind, operands in INSTRUCTION.findall(text):
+        assert kind in ("gather", "scatter"), (name, kind, dims)
+        updates = operands.split("%")[-1].split(",")[0].strip()
+        moved.append(sizes[name] if kind == "gather" else sizes[updates])
+    assert CALL.findall(text) == []
+    assert max(moved, default=0) <= most, moved
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        jnp.sort,
+        lambda x: jax.lax.top_k(x, 40)[0],
+        lambda x: jnp.take_along_axis(x, jnp.flip(jnp.argmax(x) + jnp.arange(64))[None], axis=-1),
+    ],
+)
+def test_a_sort_would_be_noticed(wrong):
+    text = jax.jit(wrong).lower(U[None]).compile().as_text()
+    with pytest.raises(AssertionError):
+        assert_no_sort(text, 32)
+
+
+# ------------------------------------------------------------------ extremes
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-36, 1e-20, 1e38])
+@pytest.mark.parametrize("draw", [draw_filtered, draw_unfiltered])
+def test_no_temperature_draws_an_id_outside_of_the_vocabulary(draw, temperature):
+    tokens, _, _ = draw(LOGITS, U, **settings(temperature=temperature))
+    assert ((np.asarray(tokens) >= 0) & (np.asarray(tokens) < VOCAB)).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("draw", [draw_filtered, draw_unfiltered])
+def test_no_logits_draw_an_id_outside_of_the_vocabulary(draw, bad):
+    for logits in (np.full_like(LOGITS, bad), np.where(np.arange(VOCAB) == 3, bad, LOGITS)):
+        tokens, _, _ = draw(logits.astype(np.float32), U, **settings(top_k=2, top_p=0.9))
+        assert ((np.asarray(tokens) >= 0) & (np.asarray(tokens) < VOCAB)).all()
 
 
 # ------------------------------------------------------------------ inverse_cdf

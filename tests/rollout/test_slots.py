@@ -1,5 +1,8 @@
 """Which slot a sample takes, and what it finds there."""
 
+import dataclasses
+from concurrent.futures import Future
+
 import numpy as np
 import pytest
 
@@ -90,3 +93,114 @@ def test_new_weights_empty_free_slots_and_live_ones_only_if_told():
     assert (slots.filled[free], slots.filled[live]) == (0, 3)
     slots.forget(live=True)
     assert slots.missing(live) == 3  # 5 6 8 again; the last token is decoded
+
+
+def test_a_slot_is_free_when_neither_a_conversation_nor_a_sample_has_it():
+    slots, over = table(1), Future()
+    slot = slots.take(dataclasses.replace(sample([5, 6, 7], 1), conversation=over))
+    over.cancel()  # before the answer to its last turn
+    slots.let_go()
+    assert slots.take(sample([9], 2)) is None
+    slots.release(slot)
+    assert slots.take(sample([9], 2)) == slot
+
+
+def test_positions_of_older_weights_are_shared_with_no_other_slot():
+    slots = table(4, share_prefixes=True)
+    old = slots.take(sample(LONG, 1))
+    slots.append(old, np.array([7]))  # 20 positions, of version -1
+    slots.version = 4
+    slots.forget(live=False)
+    assert slots.known_prefix([*LONG, 1]) == 0
+    new = slots.take(sample(LONG, 1))  # of the same request
+    assert slots.donor(new) == (-1, 0)
+    assert slots.oldest_version[[old, new]].tolist() == [-1, 4]
+    slots.release(old)
+    assert slots.filled[slots.take(sample(LONG, 2))] == 0  # the slot is free, and taken anew
+    slots.append(new, np.array([7]))
+    assert slots.known_prefix([*LONG, 1]) == 20
+    last = slots.take(sample(LONG, 3))
+    source, known = slots.donor(last)
+    assert (source, known) == (new, 19)
+    slots.copy(source, last, known)
+    assert (slots.missing(last), slots.oldest_version[last]) == (0, 4)
+
+
+def test_a_copy_has_the_versions_of_what_was_copied():
+    """A prompt half prefilled by older weights, of which a later sample has all by new ones."""
+    slots = table()
+    early = slots.take(sample([5, 6, 7, 8], 1))
+    slots.filled[early] = 1
+    slots.version = 4
+    slots.forget(live=False)
+    late = slots.take(sample([5, 6, 7, 8], 1))
+    slots.filled[late] = 3
+    assert slots.oldest_version[[early, late]].tolist() == [-1, 4]
+    assert slots.donor(early) == (late, 3)
+    slots.copy(late, early, 3)
+    assert slots.oldest_version[early] == 4
+
+
+def test_a_slot_without_positions_has_none_of_older_weights():
+    slots = table()
+    waiting = slots.take(sample([5, 6, 7], 1))  # not prefilled yet
+    slots.version = 4
+    slots.forget(live=False)
+    assert slots.oldest_version[waiting] == 4
+
+
+def test_every_token_is_told_once():
+    told = []
+    asked = dataclasses.replace(
+        sample([5], 1).request, on_tokens=lambda number, new: told.append((number, new.tokens))
+    )
+    made = Sample(asked, 1, (0, 0), 4, number=2)
+    for tokens in ([7, 8], [9]):
+        made.extend(tokens, [0.0] * len(tokens), 1)
+        made.news()()
+        assert made.news() is None
+    assert told == [(2, [7, 8]), (2, [9])]
+
+
+# ------------------------------------------------------------------ stop strings
+
+
+def drawn(tokens, stop, **sampling):
+    """A sample that draws these tokens, two at a time; the text of token 65 is "A"."""
+    asked = Sampling(max_tokens=len(tokens), stop=stop, **sampling)
+    made = Sample(Request((1,), ((0, 0),), asked), 1, (0, 0), len(tokens))
+    for first in range(0, len(tokens), 2):
+        new = tokens[first : first + 2]
+        made.extend(new, [0.0] * len(new), 1)
+        if made.ended(False, len(new), lambda ids: "".join(map(chr, ids))):
+            break
+    return made.outcome
+
+
+@pytest.mark.parametrize(
+    ("text", "min_tokens", "left"),
+    [
+        ("aXbXcd", 0, "aX"),
+        ("aXbXcd", 1, "aX"),  # the second token completes it
+        ("aXbXcd", 2, "aXbX"),  # it is within the first two
+        ("aXbXcd", 4, "aXbXcd"),
+        ("aXYbcd", 2, "aXY"),  # it begins there and ends behind them
+        ("aXYbcd", 3, "aXYbcd"),
+    ],
+)
+def test_a_stop_string_within_min_tokens_is_text_like_any_other(text, min_tokens, left):
+    stop = ("XY",) if "Y" in text else ("X",)
+    outcome = drawn(list(map(ord, text)), stop, min_tokens=min_tokens)
+    assert "".join(map(chr, outcome.tokens)) == left
+    assert outcome.stop_reason == ("length" if left == text else "stop")
+    assert outcome.stop_string == (None if left == text else stop[0])
+    assert len(outcome.log_probs) == len(outcome.versions) == len(left)
+
+
+def test_take_looks_for_stops_behind_min_tokens_alone():
+    asked = Sampling(max_tokens=9, stop=("X",), stop_token_ids=(46,), min_tokens=3)
+    made = Sample(Request((1,), ((0, 0),), asked), 1, (0, 0), 9)
+    text = list(map(ord, "X.a.X"))
+    assert made.take(text, [0.0] * 5, 1, lambda ids: "".join(map(chr, ids)))
+    assert made.outcome.tokens == text[:4]  # token 4 is the first that may stop it
+    assert (made.outcome.stop_reason, made.outcome.stop_string) == ("stop", None)

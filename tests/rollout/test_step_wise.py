@@ -1,5 +1,7 @@
 """A row per turn: what the rows are, how they merge, and the advantage that they share."""
 
+import dataclasses
+
 import numpy as np
 
 from jaxrl.config import AlgorithmConfig, GeneratorConfig
@@ -39,7 +41,7 @@ def test_a_row_per_turn():
 def test_merged_rows_are_the_conversation():
     merged, whole = merge_steps(step_wise()), converse(REPLIES, [TALK, SHORT], TOKENIZER)
     same = "prompt_token_ids response_ids loss_masks rollout_logprobs stop_reasons policy_versions"
-    same += " token_versions"
+    same += " token_versions context_versions"
     assert all(merged[name] == whole[name] for name in same.split())
     assert merged["is_last_step"] == [True, True]
     assert sum(merged["rewards"][0]) == sum(whole["rewards"][0]) == 6
@@ -69,6 +71,23 @@ def test_recorded_sets_go_with_their_tokens():
     np.testing.assert_array_equal(batch.kept[0, 6], [-1, -1, -1])
 
 
+def test_versions_go_with_their_tokens():
+    replies = [
+        dataclasses.replace(completion(tokens, "stop"), versions=drew, context_versions=oldest)
+        for tokens, drew, oldest in (
+            ([3, 4, END], [4, 4, 5], [3, 3, 3]),
+            ([5, END], [5, 6], [3, 4]),
+            ([6, END], [7, 8], [5, 6]),
+        )
+    ]
+    rows = converse(by_turn(*replies), [TALK], TOKENIZER, step_wise_trajectories=True)
+    assert rows["token_versions"] == [[4, 4, 5], [5, 6], [7, 8]]
+    assert rows["context_versions"] == [[3, 3, 3], [3, 4], [5, 6]]
+    whole = converse(by_turn(*replies), [TALK], TOKENIZER)
+    for name in ("token_versions", "context_versions"):
+        assert merge_steps(rows)[name] == whole[name]
+
+
 def test_steps_that_do_not_go_on_stay_apart():
     # row 1 goes on from row 0 with 9 between; row 2 does not; row 3 is another trajectory
     output = {
@@ -80,6 +99,7 @@ def test_steps_that_do_not_go_on_stay_apart():
         "rollout_logprobs": [[-1.0], [-2.0], [-3.0], [-4.0]],
         "policy_versions": [4, 5, 6, 7],
         "token_versions": [[4], [5], [6], [7]],
+        "context_versions": [[4], [4], [6], [7]],
         "rollout_metrics": {"a": 1.0},
         "is_last_step": [False, False, True, True],
     }
@@ -92,6 +112,7 @@ def test_steps_that_do_not_go_on_stay_apart():
         "rollout_logprobs": [[-1.0, 0, -2.0], [-3.0], [-4.0]],
         "policy_versions": [4, 6, 7],
         "token_versions": [[4, -1, 5], [6], [7]],
+        "context_versions": [[4, -1, 4], [6], [7]],
         "rollout_metrics": {"a": 1.0},
         "is_last_step": [False, True, True],
     }

@@ -125,8 +125,8 @@ def test_admission_never_exceeds_the_rule_and_the_sum_is_every_group_once(thread
 def test_a_resumed_stream_hands_out_first_what_was_in_flight(thread):
     samplers = Samplers()
     held = Held(9, [3, 5], [Unit(6, 6), Unit(4, 4), Unit(7, 7)])
-    rollouts = stream(thread, samplers, step=3, ahead=2, held=held, workers=3)
-    # trained 4, waiting 3: (2 + 3) x 2 - 7 = 3 may be in flight
+    rollouts = stream(thread, samplers, step=3, ahead=2, held=held)
+    # trained 4, waiting 3: (2 + 3) x 2 - 7 = 3 may be in flight, though there are 4 workers
     assert samplers.begun == [(3, 3), (5, 3), (9, 3)]
     assert rollouts.held() == Held(10, [3, 5, 9], held.finished)
     assert rollouts.take() == [Unit(4, 4), Unit(6, 6)]
@@ -148,6 +148,16 @@ def test_what_a_sampler_raises_ends_the_wait_with_its_own_traceback(thread):
     settle(thread)
     assert len(samplers.begun) == 4  # nothing more is begun
     assert rollouts.held() == Held(4, [0, 2, 3], [Unit(1, 1)])
+
+
+def test_of_several_errors_the_first_is_raised(thread):
+    """Those after it may be what it led to."""
+    samplers = Samplers()
+    rollouts = stream(thread, samplers)
+    samplers.end(thread, 2, ZeroDivisionError("of the environment"))
+    samplers.end(thread, 0, RuntimeError("of the engine"))
+    with pytest.raises(ZeroDivisionError):
+        rollouts.take()
 
 
 def test_closing_the_thread_cancels_what_is_in_flight():

@@ -1,6 +1,7 @@
 """An address that cannot be had: one line that names the field, the value and the fix."""
 
 import socket
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,6 +23,7 @@ def taken():
 def test_a_port_in_use_beside_training(server, taken, monkeypatch, capsys):
     def build(run):
         run.server = server_at(server, "127.0.0.1", taken)
+        return SimpleNamespace(recorder=SimpleNamespace(close=lambda: None))
 
     monkeypatch.setattr(train.BasePPOExp, "build", build)
     assert train.main(["--config=configs/quickstart.py"]) == 2

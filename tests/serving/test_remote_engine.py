@@ -1,10 +1,16 @@
 """The engine over HTTP against jaxrl's own server."""
 
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.data.packing import collate, token_level
+from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.models.export import save_pretrained
 from jaxrl.models.hf import load_config
 from jaxrl.models.transformer import init_params
@@ -14,10 +20,15 @@ from jaxrl.rollout.native import NativeEngine
 from jaxrl.rollout.probe import Probe, make_score
 from jaxrl.rollout.protocol import Request, Sampling
 from jaxrl.rollout.remote import RemoteEngine, RemoteEngineError
+from jaxrl.rollout.served import ServedEngine
 from jaxrl.rollout.weight_folder import WeightFolder
 from jaxrl.serve import make_server
+from tests.rollout.scripted import converse, make_prompt
 from tests.serving.conftest import CHARACTERS, model_folder, serve_config
+from tests.serving.scripted import TypingEngine, serving
+from tests.serving.test_server import ask, until
 
+TOKENIZER = load_tokenizer(CHARACTERS)
 MODEL = load_config(CHARACTERS)
 PARAMS = jax.device_put(init_params(MODEL, 3), jax.devices()[0])
 
@@ -56,6 +67,7 @@ def test_same_keys_same_tokens_as_in_process(server, tmp_path):
     for group, same in zip(engine.generate(asked), inside.generate(asked), strict=True):
         for ours, theirs in zip(group, same, strict=True):
             assert (ours.tokens, ours.versions) == (theirs.tokens, theirs.versions)
+            assert ours.context_versions == theirs.context_versions == [5] * len(ours.tokens)
             assert ours.stop_reason == theirs.stop_reason
             np.testing.assert_allclose(ours.log_probs, theirs.log_probs, atol=1e-5)
     with pytest.raises(ValueError, match=r"Sampling\.logprobs is not available from a native"):
@@ -72,3 +84,32 @@ def test_what_the_server_forbids_is_said(server, tmp_path, tmp_path_factory):
     with pytest.raises(RemoteEngineError, match="401"):
         stranger.update_weights(PARAMS, 5)
     stranger.close()
+
+
+@pytest.mark.parametrize("stop", ["/abort", "/pause", "/pause?mode=abort"])
+def test_what_is_aborted_before_its_first_token_is_an_ended_trajectory(stop):
+    """As the trainer has it, from the worker's route to its arrays."""
+    typing = TypingEngine([1, 2, 45])  # "12", and the end
+    typing.halted = True
+    weights = None, Path(), SimpleNamespace(forget=lambda: None)
+    with serving(typing, TOKENIZER, weights) as worker, ThreadPoolExecutor(1) as pool:
+        url, options = worker.url.removesuffix("/v1"), RemoteOptions(model="org/policy")
+        engine = ServedEngine([url], "native", options)
+        prompts = [make_prompt(TOKENIZER, uid=f"0:{i}", says=[None]) for i in (0, 1)]
+        run = pool.submit(converse, None, prompts, TOKENIZER, engine=engine)
+        until(lambda: len(typing.open) == 2)
+        assert ask(worker, stop, {} if stop == "/abort" else None)[0] == 200
+        first = run.result()
+        assert ask(worker, "/resume")[0] == 200
+        second = converse(None, prompts, TOKENIZER, engine=engine)
+        engine.close()
+    assert first["stop_reasons"] == ["abort"] * 2
+    assert first["response_ids"] == first["loss_masks"] == first["rewards"] == [[]] * 2
+    assert first["policy_versions"] == [-1] * 2
+    assert second["response_ids"] == [[1, 2, 45]] * 2
+    both = {k: first[k] + second[k] for k in first if isinstance(first[k], list)}
+    shaped = token_level(both, zero_reward_on_non_stop=False, apply_overlong_filtering=False)
+    batch = collate(shaped, [0, 0, 1, 1])
+    assert batch.loss_mask.sum(1).tolist() == [0, 0, 3, 3]
+    assert batch.rewards.sum(1).tolist() == [0, 0, 1, 1]
+    assert batch.policy_versions.tolist() == [-1, -1, 0, 0]

@@ -74,6 +74,7 @@ def test_keys_give_the_tokens_and_log_probs_of_the_engine_in_process(server, cli
         assert choice.token_ids == expected.tokens
         assert choice.prompt_token_ids == PROMPT
         assert choice.versions == expected.versions
+        assert choice.context_versions == expected.context_versions == expected.versions
         assert choice.finish_reason == expected.stop_reason
         np.testing.assert_allclose(choice.logprobs.token_logprobs, expected.log_probs, atol=1e-5)
     assert outside.usage.completion_tokens == sum(len(c.tokens) for c in inside)
@@ -135,6 +136,8 @@ def test_prompts_as_texts_and_lists(client):
     ("body", "status", "said"),
     [
         ({"model": "gpt"}, 404, "'gpt' does not exist"),
+        ({"temperature": 10**400}, 400, "must be a number from 0 to 100"),
+        ({"top_p": -(10**400)}, 400, "must be a number from 0 to 1"),
         ({"prompt": None}, 400, "prompt=None"),
         ({"prompt": []}, 400, "empty"),
         ({"prompt": [3, 48]}, 400, "integers from 0 to 47"),
@@ -143,6 +146,8 @@ def test_prompts_as_texts_and_lists(client):
         ({"max_tokens": 0}, 400, "max_tokens=0"),
         ({"temperature": -1}, 400, "temperature=-1"),
         ({"temperature": True}, 400, "temperature=True"),
+        ({"temperature": 1e-36}, 400, "temperature=1e-36 must be 0"),
+        ({"repetition_penalty": 1e-45}, 400, "repetition_penalty=1e-45 must be from 0.0001"),
         ({"top_p": 0}, 400, "top_p=0"),
         ({"n": 9}, 400, "n=9"),
         ({"logprobs": 21}, 400, "logprobs=21"),
@@ -190,6 +195,49 @@ def test_models_tokenize_detokenize_health(server, client):
     assert ask(server, "/detokenize", {"tokens": PROMPT}) == (200, {"prompt": "3142>"})
     status, health = ask(server, "/health", method="GET")
     assert (status, health["status"]) == (200, "ok")
+
+
+@pytest.mark.parametrize("name", ["policy", "gpt/4"])
+def test_one_model_by_its_name(client, name):
+    if name == "policy":
+        assert client.models.retrieve(name).id == name
+        return
+    with pytest.raises(openai.NotFoundError, match="'gpt/4' does not exist; this server has 'pol"):
+        client.models.retrieve(name)
+
+
+TAKEN = (
+    "tools documents chat_template add_generation_prompt continue_final_message tokenize padding "
+)
+TAKEN += "truncation max_length return_tensors return_dict tokenizer_kwargs conversation"
+
+
+@pytest.mark.parametrize("name", TAKEN.split())
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_template_variables_do_not_change_how_text_is_made_to_tokens(server, path, name):
+    body = {"messages": HELLO, "chat_template_kwargs": {"enable_thinking": False}}
+    assert ask(server, path, body)[0] == 200
+    body["chat_template_kwargs"] |= {name: "max_length"}
+    status, answer = ask(server, path, body)
+    assert (status, answer["error"]["param"]) == (400, "chat_template_kwargs")
+    assert f"leave {name} out" in answer["error"]["message"]
+
+
+def test_a_host_that_is_none(server, tmp_path, caplog):
+    status, answer = ask(server, "/health", method="GET", headers={"Host": "a:99999999"})
+    assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+    (tmp_path / "token").write_text("secret")
+    limits = dataclasses.replace(server.limits, token_file=str(tmp_path / "token"))
+    guarded = Server(server.host.engine, server.served, limits)
+    guarded.start()
+    host = {"Host": "a:99999999"}
+    try:
+        assert ask(guarded, "/v1/models", method="GET", headers=host)[0] == 401
+        host["Authorization"] = "Bearer secret"
+        assert ask(guarded, "/v1/models", method="GET", headers=host)[0] == 400
+    finally:
+        guarded.stop()
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize("streams", [40, pytest.param(200, marks=pytest.mark.slow)])

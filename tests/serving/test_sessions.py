@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import openai
@@ -11,12 +12,13 @@ from jaxrl.config import GeneratorConfig
 from jaxrl.data.tokenizer import encode_prompt, load_tokenizer
 from jaxrl.rollout.conversation import ConversationGenerator
 from jaxrl.rollout.generator import generate_now
-from jaxrl.rollout.protocol import Sampling
+from jaxrl.rollout.protocol import Completion, Sampling
 from jaxrl.serving.agent_generator import AgentGenerator
 from jaxrl.serving.errors import ApiError
-from jaxrl.serving.sessions import Sessions
+from jaxrl.serving.sessions import MOST_SEGMENTS, Session, Sessions
 from jaxrl.types import Prompt
 from tests.serving.conftest import CHARACTERS
+from tests.serving.test_server import ask, until, waiting
 
 USER, AGAIN = {"role": "user", "content": "3142"}, {"role": "user", "content": "no"}
 PROMPT, NO = [3, 1, 4, 2, 13], [32, 33]  # "3142>", "no"
@@ -25,12 +27,13 @@ SAMPLING = Sampling(max_tokens=6, stop_token_ids=(EOS,), temperature=0.9)
 
 
 def chat(client, name, messages, **options):
+    extra = {"return_token_ids": True, **options.pop("extra_body", {})}
     settings = {"max_tokens": 6, "seed": 4, **options}
     answer = client.chat.completions.create(
         model="policy",
         messages=messages,
         extra_headers={"X-Session-ID": name},
-        extra_body={"return_token_ids": True},
+        extra_body=extra,
         **settings,
     )
     return answer.choices[0]
@@ -90,12 +93,13 @@ def test_sessions_over_http(server, client):
         assert segment["prompt_token_ids"] == PROMPT
         assert segment["response_token_ids"] == token_ids
         assert len(segment["logprobs"]) == len(segment["versions"]) == len(token_ids)
+        assert segment["context_versions"] == segment["versions"]
     with pytest.raises(openai.NotFoundError):
         client.get("../sessions/over-http", cast_to=object)
 
 
 def test_their_number_and_age_are_bounded():
-    sessions = Sessions(most=2, seconds=0.05)
+    sessions = Sessions(most=2, seconds=0.05, tokens=100)
     for name in ("a", "b", "a", "c"):
         sessions.open(name)
     assert sessions.get("a").name == "a"
@@ -106,6 +110,67 @@ def test_their_number_and_age_are_bounded():
         sessions.get("c")
     with pytest.raises(ApiError, match="1 to 200"):
         sessions.open("x" * 201)
+
+
+def say(session, prompt, tokens=(7, 8), reason="stop"):
+    """A turn of a session, without a server."""
+    versions, log_probs = [3] * len(tokens), [-1.0] * len(tokens)
+    completion = Completion(list(tokens), log_probs, reason, versions)
+    session.record(session.continue_tokens(tuple(prompt)), completion, "")
+
+
+def test_the_parts_of_a_session_are_bounded_and_the_one_used_least_lately_goes():
+    session = Session("branches")
+    for i in range(MOST_SEGMENTS):
+        say(session, [1, i])
+    say(session, [1, 0, 7, 8, 9])  # the first goes on
+    say(session, [2])
+    prompts = [segment.transcript.prompt for segment in session.segments]
+    assert prompts == [[1, 0], *([1, i] for i in range(2, MOST_SEGMENTS)), [2]]
+    # [1, i] and 2 sampled tokens, 63 times; 1 + 2 more in the first; the last has 1 + 2
+    assert session.tokens == 63 * 4 + 3 + 3
+    trained = Session("trained", SAMPLING, (1, 2))
+    for i in range(MOST_SEGMENTS + 5):
+        say(trained, [i])
+    assert len(trained.segments) == MOST_SEGMENTS + 5  # each is a row of the batch
+
+
+def test_the_tokens_of_all_sessions_are_bounded():
+    sessions = Sessions(most=9, seconds=60, tokens=10)
+    for name in ("a", "b", "c"):
+        say(sessions.open(name), [1, 2])  # 4 tokens
+    sessions.open("a")  # 12 tokens are too many: the one that was used least lately goes
+    assert sessions.get("a").tokens == sessions.get("c").tokens == 4
+    with pytest.raises(ApiError, match="'b'"):
+        sessions.get("b")
+
+
+def test_a_turn_that_was_aborted_before_its_first_token_is_none():
+    session = Session("aborted")
+    say(session, [1, 2], [], "abort")
+    assert session.segments == []
+    say(session, [1, 2])
+    say(session, [1, 2, 7, 8, 9], [], "abort")
+    (segment,) = session.segments
+    assert (segment.transcript.input, segment.stop_reason) == ((1, 2, 7, 8), "abort")
+    say(session, [1, 2, 7, 8, 9])
+    (segment,) = session.segments
+    assert (segment.transcript.tokens, segment.stop_reason) == ([7, 8, 9, 7, 8], "stop")
+
+
+def test_a_conversation_goes_on_after_an_abort(server, client):
+    assert ask(server, "/pause?mode=keep")[0] == 200
+    with ThreadPoolExecutor(1) as pool:
+        extra = {"request_id": "halted"}
+        call = pool.submit(chat, client, "after-abort", [USER], extra_body=extra)
+        until(lambda: waiting(server) == 1)
+        ask(server, "/abort", {"request_ids": ["halted"]})
+        assert ask(server, "/resume")[0] == 200
+        aborted = call.result()
+    assert (aborted.message.content, aborted.finish_reason) == ("", "abort")
+    again = [USER, {"role": "assistant", "content": ""}, AGAIN]
+    assert chat(client, "after-abort", again).token_ids
+    assert chat(client, "after-abort", [USER]).token_ids
 
 
 def test_a_session_of_the_trainer_has_its_sampling(server, client):

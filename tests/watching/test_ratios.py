@@ -55,6 +55,13 @@ def test_on_policy_all_ratios_are_one():
     assert metrics["approx_kl"] == 0
 
 
+def test_the_kl_of_a_small_update_is_not_lost_in_rounding():
+    # mean of d^2 / 2 over d = 1e-4, 2e-4, -3e-4: (1 + 4 + 9) / 6 * 1e-8; r - 1 - d in float32: 0
+    batch = batch_of([[1.0, 1.0, 1.0]], [[1, 1, 1]])
+    batch = batch.replace(old_log_probs=-np.array([[1e-4, 2e-4, -3e-4]], np.float32))
+    assert metrics_of(batch)["approx_kl"] == pytest.approx(14e-8 / 6, rel=1e-3)
+
+
 def test_the_cut_into_microbatches_does_not_matter():
     rng = np.random.default_rng(1)
     ratios, mask = rng.lognormal(0, 0.3, (8, 16)), rng.integers(0, 2, (8, 16))

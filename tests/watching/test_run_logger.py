@@ -1,6 +1,7 @@
 """The records of a run: metrics.jsonl, config.yaml, curve.png, and the loggers that it chose."""
 
 import json
+import os
 import resource
 import sys
 import threading
@@ -48,6 +49,18 @@ def test_a_line_is_on_disk_as_soon_as_it_is_logged(tmp_path):
     logger.log(1, {"x": 1})
     assert read_lines(tmp_path / "metrics.jsonl") == [{"step": 1, "x": 1.0}]
     logger.close()
+
+
+def test_what_was_flushed_is_on_disk(tmp_path, monkeypatch):
+    """A checkpoint is committed behind it."""
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file)))
+    logger = RunLogger(tmp_path, [], 0)
+    logger.log(1, {"x": 1})
+    logger.flush()
+    logger.close()
+    lines = (tmp_path / "metrics.jsonl").stat()
+    assert [(found.st_ino, found.st_size) for found in synced] == [(lines.st_ino, lines.st_size)]
 
 
 def test_resuming_cuts_the_steps_of_the_earlier_attempt(tmp_path):

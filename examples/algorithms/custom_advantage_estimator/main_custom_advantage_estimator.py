@@ -19,8 +19,6 @@ from jaxrl.trainer import Trainer
 
 SETTINGS = {
     "trainer.run_name": "custom_advantage_estimator",
-    "trainer.ckpt_path": "runs/custom_advantage_estimator/checkpoints",
-    "trainer.export_path": "runs/custom_advantage_estimator/exports",
     "trainer.algorithm.advantage_estimator": "simple_baseline",
 }
 

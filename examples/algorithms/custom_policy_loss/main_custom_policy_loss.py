@@ -20,8 +20,6 @@ from jaxrl.trainer import Trainer
 
 SETTINGS = {
     "trainer.run_name": "custom_policy_loss",
-    "trainer.ckpt_path": "runs/custom_policy_loss/checkpoints",
-    "trainer.export_path": "runs/custom_policy_loss/exports",
     "trainer.algorithm.policy_loss_type": "reinforce",
     "trainer.algorithm.policy_loss_kwargs.scale": 0.5,
 }

@@ -22,8 +22,6 @@ from jaxrl.types import GeneratorOutput
 
 SETTINGS = {
     "trainer.run_name": "dapo",
-    "trainer.ckpt_path": "runs/dapo/checkpoints",
-    "trainer.export_path": "runs/dapo/exports",
     "trainer.algorithm.advantage_estimator": "grpo",
     "trainer.algorithm.eps_clip_high": 0.28,  # clip-higher
     "trainer.algorithm.loss_reduction": "token_mean",

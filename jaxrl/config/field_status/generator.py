@@ -13,7 +13,10 @@ ROWS = (
         skyrl_default="vllm",
     ),
     implemented(
-        _ENGINE, "model_dtype", "the trainer's, for equal log-probs", skyrl_default="bfloat16"
+        _ENGINE,
+        "model_dtype",
+        "the trainer's, for equal log-probs",
+        skyrl_default="bfloat16",
     ),
     implemented(
         _ENGINE,
@@ -112,7 +115,7 @@ ROWS = (
         "serve",
         "grpc_port token_env token_file weights_root receive_weights max_num_seqs max_model_len "
         "steps_per_dispatch max_body_bytes max_samples max_samples_per_request request_seconds "
-        "max_sessions session_seconds",
+        "max_sessions max_session_tokens session_seconds",
         NEW,
         skyrl_only=False,
     ),

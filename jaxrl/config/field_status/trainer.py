@@ -1,5 +1,7 @@
 """The rows of `trainer`, but its models and its algorithm."""
 
+import os
+
 from jaxrl.config.field_status.row import CRITIC, LATER, NEW, implemented, inert, mapped
 
 ROWS = (
@@ -38,10 +40,22 @@ ROWS = (
     implemented("trainer", "sharding_rules", NEW, skyrl_only=False),
     implemented(
         "trainer",
-        "gradient_checkpointing seed resume_mode resume_path ckpt_path ckpt_interval "
-        "max_ckpts_to_keep hf_save_interval export_path epochs "
+        "gradient_checkpointing seed resume_mode resume_path ckpt_interval "
+        "max_ckpts_to_keep hf_save_interval epochs "
         "train_batch_size policy_mini_batch_size eval_batch_size eval_before_train eval_interval "
         "max_prompt_length project_name run_name dump_data_batch dump_eval_results",
+    ),
+    implemented(
+        "trainer",
+        "ckpt_path",
+        "unset, in the run folder; of one run alone",
+        skyrl_default=os.path.expanduser("~/ckpts/"),
+    ),
+    implemented(
+        "trainer",
+        "export_path",
+        "unset, in the run folder; of one run alone",
+        skyrl_default=os.path.expanduser("~/exports/"),
     ),
     implemented("trainer", "update_epochs_per_batch", "minibatches are drawn anew for each"),
     implemented(
@@ -59,7 +73,7 @@ ROWS = (
     mapped(
         "trainer",
         "bf16",
-        "data type of the computation; off until measured on accelerators",
+        "data type of the computation; off on CPUs",
         skyrl_default=True,
     ),
     implemented("trainer", "critic_mini_batch_size", only_with=CRITIC),
@@ -67,17 +81,17 @@ ROWS = (
     implemented(
         "trainer",
         "use_sample_packing",
-        "by segment ids; at most 16 trajectories per row; off until measured on accelerators",
+        "by segment ids; at most 16 trajectories per row; off on CPUs",
         skyrl_default=True,
     ),
-    implemented("trainer", "packed_length", NEW, skyrl_only=False),
+    implemented("trainer", "packed_length few_shapes", NEW, skyrl_only=False),
     implemented(
         "trainer", "max_tokens_per_microbatch", f"{LATER}; counts all devices", skyrl_only=False
     ),
     implemented(
         "trainer",
         "flash_attn",
-        "off: an error where the backend's kernel cannot run the model; plain attention on CPUs",
+        "True: an error where the backend's kernel cannot run the model; plain attention on CPUs",
         skyrl_default=True,
     ),
     implemented("trainer", "remat_policy", NEW, skyrl_only=False),

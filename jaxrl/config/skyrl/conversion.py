@@ -15,8 +15,10 @@ from jaxrl.envs import ENVS
 
 _ENGINE = "generator.inference_engine"
 _ASYNC = "trainer.fully_async"
+_OWN_FOLDERS = "trainer.ckpt_path", "trainer.export_path"
 # Defaults of SkyRL that say how vLLM works, or what our engine makes of it, not what is computed.
 _NOT_WRITTEN = {
+    *_OWN_FOLDERS,
     "trainer.strategy",
     f"{_ENGINE}.backend",
     f"{_ENGINE}.enable_prefix_caching",
@@ -79,13 +81,17 @@ def convert(
     values = skyrl_defaults() | entry.sets
     for key, value in given.items():
         _place(key.lstrip("+"), value, values, entry, result)
+    run_name = values.get("trainer.run_name", TrainConfig().trainer.run_name)
+    for key in _OWN_FOLDERS:
+        if (row := status_of(key)) and key not in values:
+            values[key] = f"{row.skyrl_default}{run_name}"  # SkyRL's is one for all runs
     if values.get("trainer.critic.model.path") is None:
         values.pop("trainer.critic.optimizer_config.offload_after_step")
     _fit_environment(values, result)
     _fit_engine(values, result)
     _fit_async(values, result)
     _settle(values, set(given), num_devices, result)
-    defaults = skyrl_defaults()
+    defaults = *skyrl_defaults(), *_OWN_FOLDERS
     result.written_out = [
         f"{key}={values[key]}" for key in defaults if key in values and key not in given
     ]
