@@ -1,7 +1,9 @@
 """Tests run on the CPU with eight host devices: every mesh of up to eight devices is real."""
 
+import gc
 import os
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -35,3 +37,17 @@ def finished(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("run")
     return folder, train(small(folder))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_programs():
+    """Forget compiled programs once there are many.
+
+    Each holds memory maps, of which Linux gives a process 65,530; when they are used up, the next
+    compilation is a segmentation fault.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and len(maps.read_text().splitlines()) > 20_000:
+        jax.clear_caches()
+        gc.collect()

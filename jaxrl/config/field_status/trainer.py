@@ -69,7 +69,12 @@ ROWS = (
         NEW,
         skyrl_only=False,
     ),
-    mapped("trainer", "log_path", "the run's records, not logs of engines"),
+    mapped(
+        "trainer",
+        "log_path",
+        "the run's records, not logs of engines",
+        skyrl_default="/tmp/skyrl-logs",
+    ),
     mapped(
         "trainer",
         "bf16",
