@@ -18,6 +18,7 @@ _ASYNC = "trainer.fully_async"
 _OWN_FOLDERS = "trainer.ckpt_path", "trainer.export_path"
 # Defaults of SkyRL that say how vLLM works, or what our engine makes of it, not what is computed.
 _NOT_WRITTEN = {
+    "trainer.log_path",  # logs of its infrastructure
     *_OWN_FOLDERS,
     "trainer.strategy",
     f"{_ENGINE}.backend",
