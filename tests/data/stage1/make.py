@@ -129,7 +129,7 @@ def recorded(kind):
 
 
 def arithmetic():
-    """Return a checksum of how this machine rounds: the bits of some products, sums and functions."""
+    """Return a checksum of how this machine rounds: bits of products, sums and functions."""
     import jax
     import jax.numpy as jnp
     import numpy as np
