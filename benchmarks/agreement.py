@@ -40,12 +40,12 @@ import numpy as np
 
 from benchmarks.shapes import SHAPES, transformer_config
 from jaxrl.data.packing import length_bucket, one_per_row
-from jaxrl.forward import log_probs_and_entropy
 from jaxrl.models import hf
 from jaxrl.models.transformer import Params, TransformerConfig, init_params
 from jaxrl.parallel import make_mesh
-from jaxrl.rollout.native import NativeEngine
+from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.protocol import Completion, Request, Sampling
+from jaxrl.training.forward import log_probs_and_entropy
 
 TURNS, ROWS = 3, 8  # of a conversation; of a scoring pass
 LIMIT = 1e-4  # of float32

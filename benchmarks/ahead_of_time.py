@@ -1,4 +1,4 @@
-"""The update of a run, compiled for devices that need not be there; see `jaxrl.planning`.
+"""The update of a run, compiled for devices that need not be there; see `jaxrl.tools.plan`.
 
 Start the benchmark with JAX_PLATFORMS=cpu, else JAX looks for the chips themselves.
 """
@@ -9,10 +9,10 @@ from typing import Any
 import jax
 
 from jaxrl import config as cfg
-from jaxrl.compilation import Call
 from jaxrl.models.transformer import TransformerConfig
-from jaxrl.planning import topology
-from jaxrl.planning.run import Run
+from jaxrl.parallel.compilation import Call
+from jaxrl.tools.plan import topology
+from jaxrl.tools.plan.run import Run
 
 
 def topology_devices(name: str) -> list[jax.Device]:

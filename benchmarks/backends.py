@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl import config as cfg
-from jaxrl.metrics import read_lines
+from jaxrl.records.json_lines import read_lines
 from jaxrl.train import BasePPOExp
 
 QUICKSTART = "configs/quickstart.py"

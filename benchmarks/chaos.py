@@ -39,11 +39,12 @@ import orbax.checkpoint as ocp
 
 from jaxrl import config as cfg
 from jaxrl.audit import audit, report
-from jaxrl.checkpoint import PREFIX, Checkpointer
-from jaxrl.envs import StepOutput, sort_digits
+from jaxrl.envs import StepOutput
+from jaxrl.envs.toys import sort_digits
 from jaxrl.files import check_file
-from jaxrl.ledger import FILE
-from jaxrl.lineage import NothingToAudit
+from jaxrl.records.checkpoint import PREFIX, Checkpointer
+from jaxrl.records.ledger import FILE
+from jaxrl.tools.audit.lineage import NothingToAudit
 
 ROOT = Path(__file__).parent.parent
 ASYNCHRONOUS = {
@@ -88,7 +89,7 @@ class Run:
         config = cfg.apply_overrides(
             cfg.load_config_file(str(ROOT / "configs" / "quickstart.py")),
             {
-                "data.train_data": ["jaxrl.envs.sort_digits:prompts(size=64, seed=0)"],
+                "data.train_data": ["jaxrl.envs.toys.sort_digits:prompts(size=64, seed=0)"],
                 "data.val_data": [],
                 "trainer.max_training_steps": steps,
                 "trainer.epochs": steps,

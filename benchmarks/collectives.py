@@ -35,7 +35,7 @@ from benchmarks import ahead_of_time
 from benchmarks.roofline import best_seconds, machine_load
 from benchmarks.shapes import SHAPES, transformer_config
 from jaxrl.models.transformer import init_params
-from jaxrl.planning import hlo
+from jaxrl.tools.plan import hlo
 from jaxrl.types import TrainState
 
 MESHES = ("fsdp=8", "fsdp=4,tensor=2")

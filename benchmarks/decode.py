@@ -41,9 +41,9 @@ from benchmarks.shapes import transformer_config
 from jaxrl.models import hf
 from jaxrl.models.transformer import Params, TransformerConfig, init_params
 from jaxrl.parallel import make_mesh
-from jaxrl.rollout.native import NativeEngine
+from jaxrl.rollout.native.engine import NativeEngine
+from jaxrl.rollout.native.sampling import sample
 from jaxrl.rollout.protocol import Request, Sampling
-from jaxrl.rollout.sampling import sample
 
 MODES = {"greedy": 0.0, "sampled": 1.0}  # temperature
 Generate = Callable[[np.ndarray, int, float], None]  # prompts [B, T], new tokens, temperature

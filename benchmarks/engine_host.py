@@ -24,8 +24,8 @@ import numpy as np
 
 from jaxrl.models.transformer import TransformerConfig, init_params
 from jaxrl.parallel import make_mesh
-from jaxrl.rollout.decode import Block, Rows
-from jaxrl.rollout.native import NativeEngine
+from jaxrl.rollout.native.decode import Block, Rows
+from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.protocol import Request, Sampling
 
 GROUP, PROMPT, STEPS, BLOCKS = 8, 256, 32, 10

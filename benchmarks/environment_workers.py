@@ -27,8 +27,8 @@ from jaxrl.cluster import initialize_ray
 from jaxrl.cluster.environment_workers import EnvironmentWorkers
 from jaxrl.config import TrainConfig
 from jaxrl.envs import Env
-from jaxrl.rollout.environment_pool import EnvironmentPool
-from jaxrl.rollout.session import Session
+from jaxrl.rollout.conversations.environment_pool import EnvironmentPool
+from jaxrl.rollout.conversations.session import Session
 from jaxrl.types import Prompt
 
 CALLS_AT_A_TIME = 32

@@ -6,11 +6,11 @@
 Claim: at vocabulary 151,936, d 2048 and 16k tokens the temporaries of value and gradient of our
 head are at most 0.6 GiB; those of logits [B, T, V] and a float32 log-softmax are more than 9 GiB.
 
-The head is `jaxrl.forward.score` from the last hidden states to log-probs and entropy, in rows of
-1024 tokens that all want a log-prob, bfloat16 weights; "naive" unembeds the same hidden states at
-once. Both are differentiated by weights and hidden states. These gradients are outputs, not
-temporaries. `--step` compiles `accumulate` of whole models, by remat policy and
-mesh; its peak is arguments + outputs + temporaries of one device, AdamW's moments not included.
+The head is `jaxrl.training.forward.score` from the last hidden states to log-probs and entropy, in
+rows of 1024 tokens that all want a log-prob, bfloat16 weights; "naive" unembeds the same hidden
+states at once. Both are differentiated by weights and hidden states. These gradients are outputs,
+not temporaries. `--step` compiles `accumulate` of whole models, by remat policy and mesh; its peak
+is arguments + outputs + temporaries of one device, AdamW's moments not included.
 """
 
 import argparse
@@ -28,10 +28,10 @@ from benchmarks import ahead_of_time
 from benchmarks.collectives import mesh_sizes
 from benchmarks.shapes import SHAPES, transformer_config
 from jaxrl.array_ops import Array
-from jaxrl.forward import Head, Targets, score
 from jaxrl.models.remat import REMAT_POLICIES
 from jaxrl.models.transformer import Params, abstract_params, head_axes
 from jaxrl.parallel import Placement, make_mesh
+from jaxrl.training.forward import Head, Targets, score
 from jaxrl.types import ModelRows
 
 GIB = 2**30

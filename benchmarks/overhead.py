@@ -35,18 +35,18 @@ import jax
 
 from benchmarks import roofline
 from jaxrl import config as cfg
-from jaxrl.assemble import assemble_update
-from jaxrl.ledger import Books
+from jaxrl.records.ledger import LedgerWriter
 from jaxrl.train import BasePPOExp
 from jaxrl.trainer import Trainer
+from jaxrl.training.build import assemble_update
 
 ROOT = Path(__file__).parent.parent
 RECIPES = {True: "quickstart.py", False: "arithmetic_smollm2_grpo.py"}
 STATISTICS = (  # what a bare step does without
-    "jaxrl.objective.ratio_sums",
-    "jaxrl.objective.ratio_metrics",
-    "jaxrl.metrics.group_metrics",
-    "jaxrl.metrics.length_metrics",
+    "jaxrl.training.objective.ratio_sums",
+    "jaxrl.training.objective.ratio_metrics",
+    "jaxrl.training.metrics.group_metrics",
+    "jaxrl.training.metrics.length_metrics",
     "jaxrl.trainer.advantages_by_correctness",
     "jaxrl.trainer.speed_metrics",
 )
@@ -81,8 +81,9 @@ class Steps:
         trainer.load_reference()
         trainer.sync_weights(0)
         self.recorder = trainer.recorder.open(0)
-        self.books = {True: trainer.books, False: Books(trainer)}
-        trainer.books.begin(0)
+        silent = LedgerWriter(trainer.ledger.folder, trainer.ledger.settings)
+        self.ledgers = {True: trainer.ledger, False: silent}
+        trainer.begin_ledger(0)
         placement, trained = trainer.policy.placement, trainer.policy.trained
         bare = assemble_update(
             trainer.config, trainer.scorer, placement, trainer.total_steps, trained
@@ -94,10 +95,10 @@ class Steps:
         """Wall and CPU seconds of step `number`, done once more."""
         trainer = self.trainer
         trainer.batches_drawn, trainer.updater = number, self.updaters[recorded]
-        trainer.books = self.books[recorded]
+        trainer.ledger = self.ledgers[recorded]
         with contextlib.ExitStack() as stack:
             for name in () if recorded else STATISTICS:
-                stack.enter_context(mock.patch(name, lambda *_: {}))
+                stack.enter_context(mock.patch(name, lambda *_, **__: {}))
             gc.collect()  # a full collection would fall on one step of a pair
             gc.disable()
             stack.callback(gc.enable)
@@ -105,9 +106,9 @@ class Steps:
             metrics = trainer.train_step(number + 1)
             if recorded:
                 self.lines += 1
-                trainer.books.end_step(self.lines, trainer.batch)
+                trainer.ledger.end_step(self.lines, trainer.batch, trainer.state)
                 self.recorder.record(self.lines, metrics)
-                trainer.books.commit()  # or the bare step would pay for what goes on meanwhile
+                trainer.ledger.commit()  # or the bare step would pay for what goes on meanwhile
             jax.block_until_ready(trainer.state)
             return time.perf_counter() - started[0], time.process_time() - started[1]
 
@@ -145,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         steps = Steps(config)
         rows = measure(steps, 3 if arguments.smoke else arguments.pairs)
         steps.recorder.logger.close()
-        steps.books[True].close()
+        steps.ledgers[True].close()
     report: dict[str, Any] = {"benchmark": "overhead", "loggers": arguments.loggers, "rows": rows}
     for kind in ("", "_cpu"):
         shares = [row[f"recorded{kind}"] / row[f"bare{kind}"] - 1 for row in rows]

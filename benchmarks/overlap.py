@@ -40,7 +40,7 @@ import numpy as np
 
 from benchmarks import roofline
 from jaxrl import config as cfg
-from jaxrl.rollout.conversation import generator_input, sampling_of
+from jaxrl.rollout.conversations.conversation import generator_input, sampling_of
 from jaxrl.rollout.protocol import Completion, Request
 from jaxrl.train import BasePPOExp
 from jaxrl.types import TrainBatch
@@ -193,7 +193,7 @@ def sleeping(mode: str, arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(folder, steps, mode, **changes)
         engine = SleepingEngine(slots, 1.0)
-        with mock.patch("jaxrl.trainer.warm_up"):  # nothing is compiled but the advantages
+        with mock.patch("jaxrl.trainer.Trainer.warm_up"):  # nothing is compiled but the advantages
             trainer = SleepingRun(config, engine, arguments.update_seconds).build()
             lengths = planned_lengths(trainer, steps)
             total = sum(map(sum, lengths))

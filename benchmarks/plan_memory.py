@@ -21,16 +21,16 @@ import jax.numpy as jnp
 
 from benchmarks import ahead_of_time
 from benchmarks.shapes import SHAPES, transformer_config
-from jaxrl.assemble import assemble_optimizer
 from jaxrl.models.remat import REMAT_POLICIES
 from jaxrl.models.transformer import init_params
-from jaxrl.optim import init_state
 from jaxrl.parallel import replicated
-from jaxrl.planning.costs import Compiler
-from jaxrl.planning.phases import phases
-from jaxrl.planning.plan import beside
-from jaxrl.planning.residents import residents
-from jaxrl.planning.run import Run
+from jaxrl.tools.plan.costs import Compiler
+from jaxrl.tools.plan.phases import phases
+from jaxrl.tools.plan.plan import beside
+from jaxrl.tools.plan.residents import residents
+from jaxrl.tools.plan.run import Run
+from jaxrl.training.build import assemble_optimizer
+from jaxrl.training.optim import init_state
 
 GIB = 2**30
 

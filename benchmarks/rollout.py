@@ -41,7 +41,7 @@ from benchmarks.shapes import SHAPES, transformer_config
 from jaxrl.models import hf
 from jaxrl.models.transformer import TransformerConfig, init_params
 from jaxrl.parallel import make_mesh
-from jaxrl.rollout.native import NativeEngine
+from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.protocol import Request, Sampling
 
 MODES = {"greedy": 0.0, "sampled": 1.0}  # temperature

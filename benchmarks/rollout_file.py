@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.ledger.rollout_file import to_arrays
+from jaxrl.data.recorded import to_arrays
 from jaxrl.types import GeneratorOutput
 
 VOCABULARY, SAMPLES = 150_000, 16

@@ -1,13 +1,13 @@
 """What a machine can do, measured, and the least seconds of a decode step.
 
-The work is counted by `jaxrl.planning.work`, the rates are measured by `jaxrl.planning.rates`.
+The work is counted by `jaxrl.tools.plan.work`, the rates are measured by `jaxrl.tools.plan.rates`.
 """
 
 import os
 
 from jaxrl.models.transformer import TransformerConfig
-from jaxrl.planning.rates import Rates, best_seconds, measure_rates
-from jaxrl.planning.work import (
+from jaxrl.tools.plan.rates import Rates, best_seconds, measure_rates
+from jaxrl.tools.plan.work import (
     decode_step_bytes,
     head_flops,
     layer_params,

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jaxrl.envs import sandbox
+from jaxrl.envs.sandbox import sandbox
 
 PROGRAM = "print(input())"
 PROGRAM_BOUND, INPUT_BOUND = 0.15, 0.05

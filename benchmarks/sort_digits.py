@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config import TrainConfig, load_config_file, to_train_config
+from jaxrl.records.json_lines import read_lines
 from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry
 from jaxrl.train import BasePPOExp
-from jaxrl.watching.json_lines import read_lines
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.py"
 NEEDS_CRITIC = {"gae"}
@@ -49,7 +49,7 @@ SETTINGS: dict[str, dict[str, Any]] = {  # what the papers say beyond the name
 def make_config(settings: Mapping[str, Any], seed: int, steps: int, folder: Path) -> TrainConfig:
     """The quickstart, shorter, with fields of the algorithm set."""
     config = load_config_file(str(QUICKSTART))
-    source = "jaxrl.envs.sort_digits:prompts(size={size}, length=2, split='{split}')"
+    source = "jaxrl.envs.toys.sort_digits:prompts(size={size}, length=2, split='{split}')"
     config.data.train_data = [source.format(size=90, split="train")]
     config.data.val_data = [source.format(size=9, split="eval")]
     trainer = config.trainer

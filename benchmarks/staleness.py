@@ -43,9 +43,9 @@ from typing import Any
 from jaxrl import config as cfg
 from jaxrl.files import check_file
 from jaxrl.losses.regular import regular
+from jaxrl.records.json_lines import read_lines
 from jaxrl.train import BasePPOExp
 from jaxrl.types import Array
-from jaxrl.watching.json_lines import read_lines
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.py"
 METHODS: dict[str, dict[str, Any]] = {  # fields of trainer.algorithm
@@ -80,7 +80,7 @@ def make_config(
     method: str, staleness: int, seed: int, *, steps: int, lr: float, folder: Path
 ) -> Any:
     """The quickstart, shorter, with rollouts that are so many steps old."""
-    source = "jaxrl.envs.sort_digits:prompts(size={}, length=3, split='{}')"
+    source = "jaxrl.envs.toys.sort_digits:prompts(size={}, length=3, split='{}')"
     optimizer = "trainer.policy.optimizer_config"
     changes = {
         "data.train_data": [source.format(800, "train")],

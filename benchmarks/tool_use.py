@@ -29,9 +29,9 @@ from typing import Any
 
 from jaxrl import config as cfg
 from jaxrl.files import check_file
+from jaxrl.records.json_lines import read_lines
 from jaxrl.sft import sft
 from jaxrl.train import BasePPOExp
-from jaxrl.watching.json_lines import read_lines
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 MODEL = "trainer.policy.model"

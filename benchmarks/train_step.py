@@ -45,13 +45,15 @@ from benchmarks import roofline
 from benchmarks.grpo_step import skewed_lengths, start
 from benchmarks.shapes import SHAPES, transformer_config
 from benchmarks.systems.worker import TrainWork
-from jaxrl.assemble import assemble_update, make_scorer, place_model
+from jaxrl import config as cfg
 from jaxrl.config import TrainConfig, resolve
 from jaxrl.data.microbatches import microbatches
 from jaxrl.data.packing import empty_batch, length_bucket
+from jaxrl.models.placement import place_model
 from jaxrl.models.transformer import init_params
-from jaxrl.optim import init_state
 from jaxrl.parallel import make_mesh, replicated
+from jaxrl.training.build import assemble_update, make_scorer
+from jaxrl.training.optim import init_state
 from jaxrl.types import TrainBatch
 
 SKEWED, SCALE = "skewed", 0.45
@@ -119,7 +121,7 @@ class Steps:
         model, mesh = transformer_config(shape), make_mesh(devices=jax.devices()[:1])
         lengths = np.array(work.lengths[case], np.int32)
         config = _config(work, len(lengths), packed=packed)
-        placement = place_model(config.trainer, model, mesh)
+        placement = place_model(model, mesh, cfg.sharding_rules(config.trainer.sharding_rules))
         scorer = make_scorer(config, model, placement)
         optimizer, like, self.updater = assemble_update(config, scorer, placement, 1000, model)
         shardings = jax.tree.map(lambda x: x.sharding, like.params)

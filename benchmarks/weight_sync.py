@@ -47,10 +47,10 @@ from jaxrl.models.transformer import (
     logical_axes,
 )
 from jaxrl.parallel import ShardingRules, make_mesh, param_shardings
-from jaxrl.rollout.incoming_weights import Incoming, Notice
-from jaxrl.rollout.native import NativeEngine
-from jaxrl.rollout.weight_transfer import Offer, WeightTransfer
-from jaxrl.weight_sync import GROUP_BYTES
+from jaxrl.rollout.native.engine import NativeEngine
+from jaxrl.rollout.weights.groups import GROUP_BYTES
+from jaxrl.rollout.weights.incoming import Incoming, Notice
+from jaxrl.rollout.weights.transfer import Offer, WeightTransfer
 
 MIB = 2**20
 LAYER, VOCABULARY = dict(hidden_size=1024, intermediate_size=4096), 24_000

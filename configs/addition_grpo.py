@@ -19,8 +19,8 @@ from jaxrl.config import default_config
 
 def get_config():
     config = default_config()
-    config.data.train_data = ["jaxrl.envs.addition:prompts(size=6400, split='train')"]
-    config.data.val_data = ["jaxrl.envs.addition:prompts(size=640, split='eval')"]
+    config.data.train_data = ["jaxrl.envs.toys.addition:prompts(size=6400, split='train')"]
+    config.data.val_data = ["jaxrl.envs.toys.addition:prompts(size=640, split='eval')"]
 
     trainer = config.trainer
     trainer.run_name = "addition_grpo"

@@ -16,8 +16,9 @@ Source: measured here, LOG.md, one seed
 from jaxrl.config import default_config
 
 PROMPTS = (
-    "jaxrl.envs.reasoning_gym:prompts(family='chain_sum', size={size}, seed=1, min_terms=2, "
-    "max_terms=2, min_digits=1, max_digits=1, extract='last_number', partial_credit=False, "
+    "jaxrl.envs.adapters.reasoning_gym:prompts(family='chain_sum', size={size}, seed=1, "
+    "min_terms=2, max_terms=2, min_digits=1, max_digits=1, "
+    "extract='last_number', partial_credit=False, "
     "split='{split}', instruction='Answer with the number only.')"
 )
 

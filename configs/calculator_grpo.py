@@ -20,8 +20,8 @@ from jaxrl.config import default_config
 
 def get_config():
     config = default_config()
-    config.data.train_data = ["jaxrl.envs.calculator:prompts(size=6400, split='train')"]
-    config.data.val_data = ["jaxrl.envs.calculator:prompts(size=256, split='eval')"]
+    config.data.train_data = ["jaxrl.envs.toys.calculator:prompts(size=6400, split='train')"]
+    config.data.val_data = ["jaxrl.envs.toys.calculator:prompts(size=256, split='eval')"]
 
     trainer = config.trainer
     trainer.run_name = "calculator_grpo"

@@ -20,8 +20,8 @@ from jaxrl.config import default_config
 
 def get_config():
     config = default_config()
-    config.data.train_data = ["jaxrl.envs.guess_number:prompts(size=800, seed=0)"]
-    config.data.val_data = ["jaxrl.envs.guess_number:prompts(size=80, seed=1)"]
+    config.data.train_data = ["jaxrl.envs.toys.guess_number:prompts(size=800, seed=0)"]
+    config.data.val_data = ["jaxrl.envs.toys.guess_number:prompts(size=80, seed=1)"]
 
     trainer = config.trainer
     trainer.run_name = "guess_number"

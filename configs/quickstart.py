@@ -19,8 +19,10 @@ from jaxrl.config import default_config
 
 def get_config():
     config = default_config()
-    config.data.train_data = ["jaxrl.envs.sort_digits:prompts(size=800, length=3, split='train')"]
-    config.data.val_data = ["jaxrl.envs.sort_digits:prompts(size=80, length=3, split='eval')"]
+    config.data.train_data = [
+        "jaxrl.envs.toys.sort_digits:prompts(size=800, length=3, split='train')"
+    ]
+    config.data.val_data = ["jaxrl.envs.toys.sort_digits:prompts(size=80, length=3, split='eval')"]
 
     trainer = config.trainer
     trainer.run_name = "quickstart"

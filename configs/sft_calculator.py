@@ -22,9 +22,11 @@ from jaxrl.config import default_config
 def get_config():
     config = default_config()
     config.data.train_data = [
-        "jaxrl.envs.calculator:prompts(size=6400, split='train', in_head=0.4)"
+        "jaxrl.envs.toys.calculator:prompts(size=6400, split='train', in_head=0.4)"
     ]
-    config.data.val_data = ["jaxrl.envs.calculator:prompts(size=256, split='eval', in_head=0.4)"]
+    config.data.val_data = [
+        "jaxrl.envs.toys.calculator:prompts(size=256, split='eval', in_head=0.4)"
+    ]
 
     trainer = config.trainer
     trainer.run_name = "sft_calculator"

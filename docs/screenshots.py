@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from jaxrl.report import report
-from tests.reporting.browser import Browser
+from tests.tools.report.browser import Browser
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE, IMAGES = ROOT / "build/site", ROOT / "docs/images"

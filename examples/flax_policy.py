@@ -3,8 +3,8 @@
     python examples/flax_policy.py --steps=20
 
 Only `get_model` is overridden. The folder in `policy.model.path` gives the tokenizer; the sampler
-recomputes the whole row for every token (`jaxrl/rollout/recompute.py`), because a module that was
-not written for it has no key/value cache.
+recomputes the whole row for every token (`jaxrl/rollout/native/recompute.py`), because a module
+that was not written for it has no key/value cache.
 """
 
 import argparse

@@ -15,10 +15,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl import lineage_checks as checks
 from jaxrl.files import replace_text
-from jaxrl.lineage import open_run
-from jaxrl.lineage_checks import Check
+from jaxrl.tools.audit import lineage_checks as checks
+from jaxrl.tools.audit.lineage import open_run
+from jaxrl.tools.audit.lineage_checks import Check
 
 CHECKS = (
     checks.history,

@@ -22,146 +22,20 @@ Exit status 0, or 2: the run cannot be read, or a choice makes no sense. docs/re
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from jaxrl.files import check_file, replace_text, replaced
-from jaxrl.ledger.books import machine_of
-from jaxrl.loss_choices import parse_choices
-from jaxrl.loss_comparison import Comparison, check_minibatch, compare_choices
-from jaxrl.recorded_run import RecordedRun, restored, step_of, use_devices
-from jaxrl.replay import other_machine, redone
-from jaxrl.train import BasePPOExp
-
-COLUMNS = {
-    "loss": "loss",
-    "grad_norm": "grad norm",
-    "clip_fraction": "clip",
-    "effective_sample_size": "ESS",
-    "kl_of_update": "KL update",
-    "kl_of_length": "KL length",
-}
-
-
-def compare(
-    run: str | Path,
-    step: int,
-    losses: str,
-    estimators: str | None = None,
-    *,
-    minibatch: int = 1,
-    checkpoint: str | None = None,
-    run_class: type[BasePPOExp] = BasePPOExp,
-) -> Comparison:
-    """Every loss with every estimator on one recorded minibatch; see the command.
-
-    Args:
-        run_class: whose `get_` methods give model and trainer.
-
-    Raises:
-        ValueError, OSError: the run cannot be read, or a choice makes no sense.
-    """
-    recorded = RecordedRun(run)
-    machine = recorded.step(step).machine
-    source = recorded.find_checkpoint(step, checkpoint)
-    first = step_of(source)
-    recorded.check_files(range(first + 1, step + 1))
-    rollouts = recorded.rollouts(step)
-    # what makes no sense is said before anything is restored
-    parse_choices(recorded.config, losses, estimators)
-    check_minibatch(recorded.config, rollouts[1], step, minibatch)
-    with restored(recorded, source, run_class=run_class) as trainer:
-        choices = parse_choices(trainer.config, losses, estimators)
-        notes = [f"step {first}: {recorded.described(source)}"]
-        notes += other_machine(machine, machine_of(trainer.mesh))
-        results = list(redone(recorded, trainer, range(first + 1, step)))
-        notes += [str(result) for result in results if result.different][:1]
-        if blind := [i for i in range(first + 1, step) if not recorded.steps[i].checksums]:
-            notes.append(f"steps {blind} have no checksums, what they give was not compared")
-        found = compare_choices(trainer, rollouts, choices, step=step, minibatch=minibatch)
-        return replace(found, notes=notes)
-
-
-def table(comparison: Comparison) -> str:
-    """The numbers of every choice, and the cosines, as text."""
-    rows = [["", *COLUMNS.values()]]
-    for choice in comparison.choices:
-        rows.append([choice.name, *(_shown(getattr(choice, name)) for name in COLUMNS)])
-    numbers = [str(i + 1) for i in range(len(comparison.choices))]
-    matrix = [["cosine", *numbers]]
-    for number, choice, cosines in zip(numbers, comparison.choices, comparison.cosine, strict=True):
-        matrix.append([f"{number} {choice.name}", *(_shown(x, "+.4f") for x in cosines)])
-    return f"{_aligned(rows)}\n\n{_aligned(matrix)}"
-
-
-def described(comparison: Comparison) -> str:
-    """The minibatch, whatever the losses, and the length of the first one's steps."""
-    ratios = comparison.ratios
-    return (
-        f"{comparison.tokens} sampled tokens; ratio to the old policy {ratios['ratio_min']:.4g} to "
-        f"{ratios['ratio_max']:.4g}, KL {ratios['approx_kl']:.3g}; effective sample size of the "
-        f"weights to the sampler {ratios['effective_sample_size']:.4g}; steps of length "
-        f"{comparison.length:.3g}"
-    )
-
-
-def _shown(value: float | None, form: str = ".4g") -> str:
-    return "-" if value is None or math.isnan(value) else format(value, form)
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
-        for row in rows
-    )
-
-
-def as_json(comparison: Comparison) -> dict[str, Any]:
-    """All numbers; null where there is none."""
-    found = asdict(comparison) | {"cosine": comparison.cosine.tolist()}
-    return json.loads(json.dumps(found), parse_constant=lambda _: None)
-
-
-def heat_map(comparison: Comparison, path: Path, title: str) -> None:
-    """Draw the cosines, each with its number."""
-    from matplotlib.figure import Figure  # pyplot has state, and in a notebook a backend
-
-    names = [choice.name for choice in comparison.choices]
-    size = 2.5 + 0.62 * len(names)
-    figure = Figure(figsize=(size + 1.5, size))
-    axes = figure.subplots()
-    image = axes.imshow(comparison.cosine, vmin=-1, vmax=1, cmap="RdBu_r")
-    axes.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=8)
-    axes.set_yticks(range(len(names)), names, fontsize=8)
-    for (row, column), value in np.ndenumerate(comparison.cosine):
-        color = "white" if abs(value) > 0.6 else "black"
-        text = _shown(value, ".2f")
-        axes.text(column, row, text, ha="center", va="center", color=color, fontsize=7)
-    axes.set_title(title.replace("$", r"\$"), fontsize=9)
-    figure.colorbar(image, label="cosine of the gradients", shrink=0.8)
-    with replaced(path) as new:
-        figure.savefig(new, dpi=130, bbox_inches="tight", format=path.suffix[1:])
-
-
-def check_picture(flag: str, path: Path | None) -> None:
-    """Whether a picture can be written, by its name.
-
-    Raises:
-        ValueError: it cannot; the message says why.
-    """
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    check_file(flag, path)
-    formats = sorted(FigureCanvasBase.get_supported_filetypes())
-    if path is not None and path.suffix[1:] not in formats:
-        raise ValueError(f"{flag}={path}: its name must end in one of .{', .'.join(formats)}")
+from jaxrl.files import check_file, replace_text
+from jaxrl.tools.compare.table import (
+    as_json,
+    check_picture,
+    compare,
+    described,
+    heat_map,
+    table,
+)
+from jaxrl.tools.replay.recorded_run import RecordedRun, use_devices
 
 
 def main(argv: Sequence[str]) -> int:

@@ -24,12 +24,12 @@ import jax
 from jaxrl import config as cfg
 from jaxrl.files import replace_text, writable_folder
 from jaxrl.parallel.devices import check_devices
-from jaxrl.planning import report
-from jaxrl.planning.costs import Compiler, Memory, estimated
-from jaxrl.planning.phases import Phase
-from jaxrl.planning.plan import make_plan
-from jaxrl.planning.remedies import MemoryOf, find_remedies
-from jaxrl.planning.topology import Machine, machine
+from jaxrl.tools.plan import report
+from jaxrl.tools.plan.costs import Compiler, Memory, estimated
+from jaxrl.tools.plan.phases import Phase
+from jaxrl.tools.plan.plan import make_plan
+from jaxrl.tools.plan.remedies import MemoryOf, find_remedies
+from jaxrl.tools.plan.topology import Machine, machine
 
 
 def main(argv: Sequence[str]) -> int:

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrl.files import check_file, replace_text
-from jaxrl.reporting.page import MEGABYTE, page, page_path
-from jaxrl.reporting.run_files import read_run
+from jaxrl.tools.report.page import MEGABYTE, page, page_path
+from jaxrl.tools.report.run_files import read_run
 
 
 def report(

@@ -20,12 +20,9 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrl import config as cfg
-from jaxrl.assemble import assemble_policy, assemble_update
-from jaxrl.checkpoint import Checkpointer, CheckpointError, UnreadableCheckpoint, resume
-from jaxrl.checksums import checksums
-from jaxrl.compilation import CompilationWatch, enable_cache
 from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.microbatching import update_microbatching
+from jaxrl.config.platform_defaults import settle
 from jaxrl.data.conversations import Conversation, conversation_batch, load_conversations
 from jaxrl.data.order import order_of_run
 from jaxrl.data.packing import empty_batch, round_up
@@ -35,20 +32,29 @@ from jaxrl.files import FolderError, writable_folder
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel, check_packing
 from jaxrl.models.transformer import Params, TransformerConfig
-from jaxrl.objective import step_metrics
-from jaxrl.offload import on_device
-from jaxrl.optim import init_state
 from jaxrl.parallel import is_first, make_mesh, put, record_folder, replicated, same_in_all
+from jaxrl.parallel.checksums import checksums
+from jaxrl.parallel.compilation import CompilationWatch, enable_cache
 from jaxrl.parallel.devices import check_devices
+from jaxrl.parallel.offload import on_device
 from jaxrl.parallel.processes import CRASHED, REFUSED, joined_main
 from jaxrl.parallel.rules import batch_devices
-from jaxrl.platform_defaults import settle
-from jaxrl.run_folders import RunFolders
-from jaxrl.same_run import fingerprint
+from jaxrl.records.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    UnreadableCheckpoint,
+    recorded_settings,
+    resume,
+)
+from jaxrl.records.loggers import check_installed
+from jaxrl.records.progress import progress_bar
+from jaxrl.records.run_folders import RunFolders
+from jaxrl.records.run_logger import RunLogger
+from jaxrl.records.same_run import fingerprint
+from jaxrl.training.build import assemble_policy, assemble_update
+from jaxrl.training.objective import step_metrics
+from jaxrl.training.optim import init_state
 from jaxrl.types import TrainBatch, TrainState
-from jaxrl.watching.loggers import check_installed
-from jaxrl.watching.progress import progress_bar
-from jaxrl.watching.run_logger import RunLogger
 
 CURVES = (("train/loss", "training"), ("eval/loss", "evaluation"))
 # of the update, under the names of SkyRL's supervised trainer
@@ -320,7 +326,7 @@ def build(config: Any) -> SFTTrainer:
     cfg.validate_sft(given, num_devices=jax.device_count(), num_processes=jax.process_count())
     config = cfg.resolve_sft(given)
     same_in_all("configs", flatten(config))
-    config, chosen = settle(config)
+    config, chosen = settle(config, recorded=recorded_settings(config.trainer))
     check_installed(cfg.logger_names(config.trainer.logger))
     enable_cache(config.trainer.compilation_cache_path)
     folders = RunFolders(config)

@@ -17,47 +17,48 @@ from typing import Any
 import jax
 
 from jaxrl import config as cfg
-from jaxrl.assemble import DTYPES, devices_of
-from jaxrl.checkpoint import CheckpointError, UnreadableCheckpoint
-from jaxrl.compilation import enable_cache
 from jaxrl.config.dataclass_config import flatten
+from jaxrl.config.model import DTYPES
 from jaxrl.config.needs import needs_reference
+from jaxrl.config.platform_defaults import Settled, settle
 from jaxrl.data.card import DataCard, data_card
 from jaxrl.data.order import DataOrder
 from jaxrl.data.prompts import check_files, load_prompts
 from jaxrl.data.tokenizer import check_vocabulary, load_tokenizer
-from jaxrl.engines import engine_of_run
 from jaxrl.envs import NEED_TRUTH
 from jaxrl.envs.json_request import RequestError
 from jaxrl.envs.readiness import ServerAwayError, check_environments
-from jaxrl.evaluation import check_sources
 from jaxrl.files import FolderError
-from jaxrl.jetstream_backend import jetstream_engine
-from jaxrl.ledger import LedgerError
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.transformer import TransformerConfig
 from jaxrl.parallel import is_first, make_mesh, same_in_all
+from jaxrl.parallel.compilation import enable_cache
 from jaxrl.parallel.devices import check_devices
 from jaxrl.parallel.processes import CRASHED, REFUSED, joined_main
-from jaxrl.platform_defaults import Settled, settle
-from jaxrl.resident_memory import beside_the_engine
-from jaxrl.rollout.conversation import ConversationGenerator
-from jaxrl.rollout.dynamic_sampling import DynamicSamplingError
-from jaxrl.rollout.environment_pool import EnvironmentPool
+from jaxrl.records.callbacks import TrainingCallback, load_callbacks
+from jaxrl.records.checkpoint import CheckpointError, UnreadableCheckpoint, recorded_settings
+from jaxrl.records.ledger import LedgerError
+from jaxrl.records.run_folders import RunFolders
+from jaxrl.rollout.build import engine_of_run
+from jaxrl.rollout.build_jetstream import jetstream_engine
+from jaxrl.rollout.conversations.conversation import ConversationGenerator
+from jaxrl.rollout.conversations.dynamic_sampling import DynamicSamplingError
+from jaxrl.rollout.conversations.environment_pool import EnvironmentPool
+from jaxrl.rollout.conversations.reward_terms import RewardTermError, RewardTerms
+from jaxrl.rollout.conversations.shares import AbsentEngine
+from jaxrl.rollout.conversations.trajectories import AllFailed
 from jaxrl.rollout.generator import GeneratorInterface
+from jaxrl.rollout.native.recompute import RecomputeEngine
 from jaxrl.rollout.protocol import Engine
-from jaxrl.rollout.recompute import RecomputeEngine
-from jaxrl.rollout.reward_terms import RewardTermError, RewardTerms
-from jaxrl.rollout.shares import AbsentEngine
-from jaxrl.rollout.trajectories import AllFailed
-from jaxrl.run_folders import RunFolders
-from jaxrl.serve import served_model
-from jaxrl.serving.server import AddressError, Server
+from jaxrl.rollout.server.build import served_model
+from jaxrl.rollout.server.server import AddressError, Server
 from jaxrl.train_async import AsyncTrainer
 from jaxrl.trainer import Trainer
+from jaxrl.training.build import devices_of
+from jaxrl.training.evaluation import check_sources
+from jaxrl.training.resident_memory import beside_the_engine
 from jaxrl.types import Prompt
-from jaxrl.watching.callbacks import TrainingCallback, load_callbacks
 
 # What ends a run and is the user's to mend; every checkpoint before it is whole.
 _MENDABLE = (
@@ -93,7 +94,11 @@ class BasePPOExp:
     @classmethod
     def settled(cls, config: cfg.TrainConfig) -> Settled:
         """Choose a value for every field of a resolved config that is "auto"; see `settle`."""
-        return settle(config, own_model=cls.get_model is not BasePPOExp.get_model)
+        return settle(
+            config,
+            own_model=cls.get_model is not BasePPOExp.get_model,
+            recorded=recorded_settings(config.trainer),
+        )
 
     def get_model(self) -> TransformerConfig | AdaptedModel:
         """The architecture of the policy: that of `policy.model.path`, or a flax module of yours.
@@ -137,7 +142,7 @@ class BasePPOExp:
         if not cfg.in_process(self.config):
             if not is_first():
                 return AbsentEngine()
-            from jaxrl.assemble_remote import assemble_remote_engine  # needs jaxrl[serve]
+            from jaxrl.rollout.build_remote import assemble_remote_engine  # needs jaxrl[serve]
 
             return assemble_remote_engine(self.config, model, mesh, self.tokenizer)
         if isinstance(model, AdaptedModel):

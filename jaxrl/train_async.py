@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl.checkpoint_items import Buffer
 from jaxrl.config import overlaps, runs_free
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.parallel import agree, is_first
-from jaxrl.rollout.dynamic_sampling import distinct_uids
-from jaxrl.rollout.loop_thread import LoopThread
-from jaxrl.rollout.parts import from_bytes, gather, to_bytes
-from jaxrl.rollout.stream import Held, RolloutStream, Unit
-from jaxrl.staleness import oldest_versions, staleness_metrics
+from jaxrl.records.checkpoint import Buffer
+from jaxrl.rollout.conversations.dynamic_sampling import distinct_uids
+from jaxrl.rollout.conversations.loop_thread import LoopThread
+from jaxrl.rollout.conversations.parts import from_bytes, gather, to_bytes
+from jaxrl.rollout.conversations.stream import Held, RolloutStream, Unit
 from jaxrl.trainer import Trainer
+from jaxrl.training.staleness import oldest_versions, staleness_metrics
 from jaxrl.types import GeneratorOutput, Prompt, TrainBatch, TrainState
 
 
@@ -147,7 +147,7 @@ class AsyncTrainer(Trainer):
     def commit(self, step: int) -> str:
         """Save the state, what was sampled and not yet trained, and where the ledger stands."""
         waiting, buffer = agree(self._held() if is_first() else None)
-        meta = {**self.checkpoint_meta, "async": waiting, "ledger": self.books.commit()}
+        meta = {**self.checkpoint_meta, "async": waiting, "ledger": self.ledger.commit()}
         return self.checkpointer.save(step, self.state, meta, buffer)
 
     def _held(self) -> tuple[dict[str, Any], Buffer | None]:
@@ -192,7 +192,7 @@ class AsyncTrainer(Trainer):
         """Begin to sample, for training step `step` and later ones."""
         size = self.config.trainer.train_batch_size
         held, self.held = self.held or Held(next_ordinal=(step - 1) * size), None
-        if not self.books.knows(self.checkpointer.restored_meta):
+        if not self.ledger.knows(self.checkpointer.restored_meta):
             held.finished = [self._enter(unit, step) for unit in held.finished]
         return RolloutStream(
             self._sample,
@@ -208,9 +208,9 @@ class AsyncTrainer(Trainer):
 
     def _enter(self, unit: Unit, step: int) -> Unit:
         """What waits in a checkpoint of another ledger, in this one."""
-        groups = self.books.hand_out(step - 1, unit.ordinal, self._prompts(unit.ordinal))
+        groups = self.ledger.hand_out(step - 1, unit.ordinal, self._prompts(unit.ordinal))
         self.groups[unit.ordinal] = groups
-        return Unit(unit.ordinal, self.books.sampled(groups, unit.output, self.samples))
+        return Unit(unit.ordinal, self.ledger.sampled(groups, unit.output, self.samples))
 
     def _prompts(self, ordinal: int) -> list[Prompt]:
         """Of the unit that begins with the group `ordinal`."""
@@ -221,8 +221,8 @@ class AsyncTrainer(Trainer):
         """The trajectories of a unit: random by its place in the data, not by the step it is in."""
         size, params = self.config.trainer.train_batch_size, self.config.generator.sampling_params
         prompts = self._prompts(ordinal)
-        groups = self.books.hand_out(step - 1, ordinal, prompts)
+        groups = self.ledger.hand_out(step - 1, ordinal, prompts)
         asked = "train", prompts, ordinal // size + 1, self.samples, params
         output = await self.sample(*asked, part=len(prompts) < size)
         self.groups[ordinal] = groups
-        return self.books.sampled(groups, output, self.samples)
+        return self.ledger.sampled(groups, output, self.samples)

@@ -16,41 +16,48 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrl import config as cfg
-from jaxrl.anchors import with_anchor
-from jaxrl.assemble import assemble_policy, assemble_update, sampler_dtype
-from jaxrl.batch_file import batch_path, dump_batch
-from jaxrl.checkpoint import Checkpointer
+from jaxrl.config.microbatching import longest_trajectory
 from jaxrl.config.needs import has_critic, kl_in_reward
-from jaxrl.critic import Critic
+from jaxrl.data.columns import trajectory_numbers
 from jaxrl.data.order import order_of_run
-from jaxrl.data.packing import collate, minibatches
-from jaxrl.evaluation import evaluate_policy
-from jaxrl.files import writable_folder
-from jaxrl.ledger import Books
-from jaxrl.metrics import advantage_metrics, rollout_metrics, timed
+from jaxrl.data.packing import collate, empty_batch, minibatches
+from jaxrl.files import as_path, writable_folder
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel, check_packing
 from jaxrl.models.transformer import Params, TransformerConfig
-from jaxrl.objective import step_metrics
-from jaxrl.offload import on_device
 from jaxrl.parallel import is_first
+from jaxrl.parallel.checksums import checksums
+from jaxrl.parallel.compilation import compile_together, lowering
+from jaxrl.parallel.offload import on_device
+from jaxrl.records.batch_file import batch_path, dump_batch
+from jaxrl.records.callbacks import CallbackInput, TrainingCallback, TrainingControl
+from jaxrl.records.checkpoint import PREFIX, Checkpointer, resume
+from jaxrl.records.flops import speed_metrics
+from jaxrl.records.ledger import LedgerWriter
+from jaxrl.records.ledger.writer import machine_of
+from jaxrl.records.progress import timed
+from jaxrl.records.recorder import Recorder
+from jaxrl.records.same_run import fingerprint
 from jaxrl.registry import source_hashes
-from jaxrl.rewards import advantages_of, make_estimate, penalize_kl, shape_rewards
-from jaxrl.rollout.dynamic_sampling import collect
+from jaxrl.rollout.conversations.dynamic_sampling import collect
+from jaxrl.rollout.conversations.shares import sample_in_shares
 from jaxrl.rollout.generator import GeneratorInterface, run_now, sample_prompts
 from jaxrl.rollout.protocol import Engine
-from jaxrl.rollout.shares import sample_in_shares
-from jaxrl.rollout.step_wise import trajectory_numbers
-from jaxrl.run_state import finished_state, restore_or_init
-from jaxrl.same_run import fingerprint
+from jaxrl.rollout.warm_up import engine_batches, prompt_buckets
+from jaxrl.rollout.weights.groups import local_copy
+from jaxrl.training.build import assemble_policy, assemble_update, sampler_dtype
+from jaxrl.training.critic import Critic
+from jaxrl.training.diagnostics import advantages_by_correctness
+from jaxrl.training.evaluation import dump_evaluation, evals_folder, evaluate
+from jaxrl.training.metrics import advantage_metrics, rollout_metrics
+from jaxrl.training.objective import step_metrics
+from jaxrl.training.old_log_probs import with_old_log_probs
+from jaxrl.training.rewards import advantages_of, make_estimate, penalize_kl, shape_rewards
+from jaxrl.training.staleness import with_staleness
+from jaxrl.training.state import finished_state, initial_state
+from jaxrl.training.update import rows_without_update, updates_on
+from jaxrl.training.warm_up import model_programs, resized, row_shapes
 from jaxrl.types import GeneratorOutput, Prompt, TrainBatch, TrainState
-from jaxrl.update import rows_without_update, updates_on
-from jaxrl.warm_up import warm_up
-from jaxrl.watching.callbacks import TrainingCallback
-from jaxrl.watching.diagnostics import advantages_by_correctness
-from jaxrl.watching.flops import speed_metrics
-from jaxrl.watching.recorder import Recorder
-from jaxrl.weight_sync import local_copy
 
 
 class Trainer:
@@ -102,7 +109,15 @@ class Trainer:
         self.ref_params: Any = None
         self.state: TrainState
         self.batch: TrainBatch | None = None  # of the last step
-        self.recorder, self.books = Recorder(self, callbacks), Books(self)
+        self.callbacks = callbacks
+        self.recorder = Recorder(
+            config,
+            total_steps=self.total_steps,
+            steps_per_epoch=self.steps_per_epoch,
+            seconds=self.seconds,
+            notify=self.notify if callbacks else None,
+        )
+        self.ledger = LedgerWriter(cfg.run_folder(trainer), trainer.ledger)
         self.watch = self.recorder.watch  # counts compilations
         self._build()
 
@@ -155,28 +170,28 @@ class Trainer:
         with timed(self.seconds, "init_weight_sync_state"):
             self.sync_weights(first)
         # the rollouts end before the ledger does; closing the checkpointer waits for the last save
-        with recorder, closing(self.books), closing(self.checkpointer), self.sampling():
-            self.books.begin(first, held=self.held_groups)
+        with recorder, closing(self.ledger), closing(self.checkpointer), self.sampling():
+            self.begin_ledger(first)
             if first < self.total_steps:
                 with timed(self.seconds, "warm_up"):
-                    warm_up(self)
+                    self.warm_up()
             if first == 0 and trainer.eval_before_train and trainer.eval_interval > 0:
-                recorder.record(0, recorder.evaluate(0))
+                recorder.record(0, recorder.evaluate(0, self.evaluate))
             for step in range(first + 1, self.total_steps + 1):
                 with recorder.step(step):
                     metrics = self.train_step(step)
                 recorder.end_step(step, metrics, self.batch)
                 if recorder.take("should_evaluate") or self._due(step, trainer.eval_interval):
-                    metrics |= recorder.evaluate(step)
+                    metrics |= recorder.evaluate(step, self.evaluate)
                 with timed(self.seconds, "ledger"):
-                    self.books.end_step(step, self.batch)
+                    self.ledger.end_step(step, self.batch, self.state)
                 recorder.record(step, metrics)  # 9
                 self.save(step)
                 if recorder.stops():
                     break
             with timed(self.seconds, "save_checkpoints"):
                 self.checkpointer.wait()
-                self.books.commit()  # raises what the last write met
+                self.ledger.commit()  # raises what the last write met
         return self.state
 
     def train_step(self, step: int) -> dict[str, float]:
@@ -185,7 +200,7 @@ class Trainer:
         self.metrics = {}
         with timed(self.metrics, "generate"):
             output, uids = self.rollouts(step)  # 1, 2, 3
-            self.books.take(output, uids)
+            self.ledger.take(output, uids)
         with timed(self.metrics, "postprocess_generator_output"):
             output = self.postprocess_generator_output(output, uids)
         with timed(self.metrics, "convert_to_training_input"):
@@ -203,34 +218,48 @@ class Trainer:
         with timed(self.metrics, "sync_weights"):
             self.sync_weights(step)  # 8
         if self._due(step, self.config.trainer.print_example_interval):
-            self.recorder.print_example(step, batch, output)
+            self.recorder.print_example(step, batch, output, self.tokenizer)
         self.metrics["timing/step"] = time.perf_counter() - started
         return self.metrics | {
-            **speed_metrics(self, batch),
+            **self.speed_metrics(batch),
             "trainer/global_step": step,
             "trainer/epoch": (self.batches_drawn - 1) // self.steps_per_epoch,
             **self.order.metrics(self.batches_drawn),
         }
 
+    def speed_metrics(self, batch: TrainBatch) -> dict[str, float]:
+        """Return tokens/s of the step and of its sampling, and how hard its update worked."""
+        trainer = self.config.trainer
+        # with frozen weights the backward pass has no gradients of them to make
+        passes = 2 if trainer.policy.model.lora.rank else 3
+        return speed_metrics(
+            batch,
+            self.metrics,
+            self.model,
+            list(self.mesh.devices.flat),
+            passes=passes * trainer.update_epochs_per_batch,
+            sampled_beside=cfg.overlaps(self.config),
+        )
+
     # ---------------------------------------------------------------- 1 to 6: the batch
 
     def rollouts(self, step: int) -> tuple[GeneratorOutput, list[str]]:
         """Judged trajectories and their uids; dynamic sampling draws as often as it must."""
-        books, size, drawn = self.books, self.config.trainer.train_batch_size, set[int]()
+        ledger, size, drawn = self.ledger, self.config.trainer.train_batch_size, set[int]()
 
         def draw(attempt: int) -> tuple[GeneratorOutput, list[str]]:
             self.metrics["generate/sampled_batches"] = attempt
             prompts = self.next_prompts(step)  # 1
-            groups = books.hand_out(step - 1, self.batches_drawn * size, prompts)
+            groups = ledger.hand_out(step - 1, self.batches_drawn * size, prompts)
             self.batches_drawn += 1
             uids = [p.uid for p in prompts for _ in range(self.samples)]
             output = self.generate(prompts, step, attempt)  # 2, 3
-            output = books.sampled(groups, output, self.samples)
+            output = ledger.sampled(groups, output, self.samples)
             drawn.update(output.get("ledger_ids", ()))
             return output, uids
 
         output, uids = collect(draw, self.config, step)
-        books.drop(drawn.difference(output.get("ledger_ids", ())), step, "dynamic_sampling")
+        ledger.drop(drawn.difference(output.get("ledger_ids", ())), step, "dynamic_sampling")
         self.engine.sleep()  # its copy of the weights is of no more use
         return output, uids
 
@@ -289,14 +318,23 @@ class Trainer:
 
     def collate(self, output: GeneratorOutput) -> TrainBatch:
         """Rows [B, T]; the samples of a prompt are a group."""
-        self.books.keep(output)
+        self.ledger.keep(output)
         last = output.get("is_last_step", [True] * len(output["response_ids"]))
         width_of = self.updater.microbatching.batch_width
         return collate(output, trajectory_numbers(last) // self.samples, width_of)
 
     def add_log_probs(self, batch: TrainBatch) -> TrainBatch:
         """Log-probs that the loss needs, of policy and reference, and the critic's values."""
-        batch = with_anchor(self, batch)
+        if "staleness" in self.updater.objective.reads:
+            # finished steps: the policy is this version
+            batch = with_staleness(batch, int(self.state.step))
+        batch, metrics = with_old_log_probs(
+            batch,
+            lambda rows, entropy: self.scorer(self.params, rows, with_entropy=entropy),
+            settings=self.config.trainer,
+            sampling=self.config.generator.sampling_params,
+        )
+        self.metrics |= metrics
         if self.ref_params is not None:
             ref, _ = self.ref_scorer(on_device(self.ref_params), batch)
             batch = batch.replace(ref_log_probs=ref)
@@ -339,14 +377,23 @@ class Trainer:
         metrics = step_metrics(pending)
         if skipped := metrics["policy/skipped_updates"]:
             tqdm.write(f"step {step}: {skipped} updates skipped, their gradient was not finite")
-            self.books.skip(rows_without_update(batch, pending, prompts, names))
+            self.ledger.skip(rows_without_update(batch, pending, prompts, names))
         efficiency = self.updater.packing_efficiency(minibatches(batch, prompts))
         self.metrics |= metrics | {"trainer/packing_efficiency": efficiency}
         self.finish(step, rows=len(batch.index))
 
     def finish(self, step: int, rows: int) -> None:
         """What a step leaves in the state beside the optimizers' work."""
-        self.state = finished_state(self, step, rows)
+        self.state = finished_state(
+            self.state,
+            self.policy,
+            step=step,
+            batches_drawn=self.batches_drawn,
+            steps_per_epoch=self.steps_per_epoch,
+            rows=rows,
+            metrics=self.metrics,
+            kl_ctrl=self.config.trainer.algorithm.kl_ctrl,
+        )
         if self.state.ref_params is not None:  # it may have moved
             self.load_reference(self.state.ref_params)
 
@@ -378,18 +425,160 @@ class Trainer:
 
     def commit(self, step: int) -> str:
         """Save the state, and where the ledger stands; returns the path."""
-        meta = {**self.checkpoint_meta, "ledger": self.books.commit()}
+        meta = {**self.checkpoint_meta, "ledger": self.ledger.commit()}
         return self.checkpointer.save(step, self.state, meta)
 
     # ---------------------------------------------------------------- around the steps
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Score the evaluation prompts, per data source and over all."""
-        return evaluate_policy(self, step)
+        """Score the evaluation prompts, per data source and over all; write the answers down."""
+        params = self.config.generator.eval_sampling_params
+        if not self.eval_prompts or params is None:
+            return {}
+
+        def generate(prompts: Sequence[Prompt], step: int, samples: int) -> GeneratorOutput:
+            return self.sample_now("eval", prompts, step, samples, params)
+
+        with timed(self.metrics, "eval"):
+            metrics, rows = evaluate(
+                generate, self.eval_prompts, step, self.config, tokenizer=self.tokenizer
+            )
+        if self.config.trainer.dump_eval_results and is_first():
+            folder = evals_folder(self.config.trainer.export_path, step)
+            dump_evaluation(folder, rows, metrics)
+        return metrics | {"timing/eval": self.metrics["timing/eval"]}
+
+    def notify(self, event: str, about: CallbackInput, control: TrainingControl) -> None:
+        """Tell the callbacks of an event, in their order."""
+        for callback in self.callbacks:
+            getattr(callback, event)(self, about, control)
 
     def restore_or_init(self) -> TrainState:
-        """The state of the checkpoint that the config points to, else that of the model folders."""
-        return restore_or_init(self)
+        """Return the state of the checkpoint that the config points to, else of the model folders.
+
+        Each part of it is where it rests between updates.
+
+        Raises:
+            CheckpointError, FileNotFoundError: see `checkpoint.resume`.
+        """
+        settings, policy, critic = self.config.trainer, self.policy, self.critic
+        of_critic = {"critic": critic.describe()} if critic else {}
+        self.checkpoint_meta["model"] = policy.describe() | of_critic
+        state = resume(
+            self.checkpointer,
+            settings.resume_mode,
+            settings.resume_path,
+            self.like,
+            self.checkpoint_meta,
+        )
+        if state is None:
+            state = initial_state(
+                policy, critic, self.optimizer, self.like, kl_coef=settings.algorithm.kl_loss_coef
+            )
+        else:
+            print(f"resuming after step {int(state.step)}")
+            if int(state.step) >= self.total_steps:
+                print(
+                    f"nothing to do: {settings.ckpt_path} holds step {int(state.step)} of "
+                    f"{self.total_steps}. Raise trainer.epochs, or choose another "
+                    "trainer.run_name to start again"
+                )
+            if state.ref_params is not None:
+                state = state.replace(ref_params=policy.moved_reference(state.ref_params))
+        if critic:
+            state = state.replace(critic=critic.updater.rest(state.critic))
+        return self.updater.rest(state)
+
+    def warm_up(self) -> None:
+        """Compile what the steps and evaluations will run; print the shapes.
+
+        Rows of zeros, masked everywhere, take the way of real ones. Only the optimizer's own update
+        is left to the first step: it would change the state.
+        """
+        started = time.perf_counter()
+        lengths = [len(prompt.tokens) for prompt in self.train_prompts]
+        generator, updater = self.config.generator, self.updater
+        longest = max(lengths) + generator.sampling_params.max_generate_length
+        if generator.max_turns > 1:
+            longest = longest_trajectory(self.config)
+        widths = updater.microbatching.batch_widths(min(lengths) + 1, longest)
+        tqdm.write(
+            f"shapes: prompts of {prompt_buckets(self.train_prompts)} tokens; rows of {widths} "
+            f"tokens; microbatches of {row_shapes(updater.microbatching, widths)}"
+        )
+        sleeps = cfg.in_process(self.config) and not cfg.overlaps(self.config)
+        if sleeps:  # as in a step: its copy of the weights is not there during the passes
+            self.engine.sleep()
+        if self.config.trainer.few_shapes is True:  # because each takes long
+            critics = [self.critic] if self.critic else []
+            scorers = [self.scorer, self.ref_scorer, *(critic.scorer for critic in critics)]
+            updaters = [updater, *(critic.updater for critic in critics)]
+            with lowering(model_programs(scorers, updaters)) as programs:
+                for width in widths:
+                    self.warm_up_update(width)
+            compile_together(programs.values())
+        for width in widths:
+            self.warm_up_update(width)
+        if sleeps:
+            self.sync_weights(int(self.state.step))
+        for requests in engine_batches(
+            self.config.trainer,
+            generator,
+            self.train_prompts,
+            self.eval_prompts,
+            self.eos_token_ids,
+        ):
+            self.engine.warm_up(requests)
+        tqdm.write(f"engine: {self.engine.describe()}")
+        checksums(self.state)  # as a save does
+        if self.policy.moves_reference:
+            self.policy.moved_reference(self.state.params)  # as an epoch's end does
+        tqdm.write(f"compiled in {time.perf_counter() - started:.1f} s")
+
+    def warm_up_update(self, width: int) -> None:
+        """Run log-probs, values, advantages and gradients on empty rows of `width` tokens."""
+        settings, updater, critic = self.config.trainer, self.updater, self.critic
+        length = min(width, settings.packed_length or width)
+        sampling = self.config.generator.sampling_params
+        kept = sampling.top_k if sampling.keep_sampling_mask else 0
+        scorers = [self.scorer, self.ref_scorer, *([critic.scorer] if critic else [])]
+        cuts = {scorer.microbatching for scorer in scorers}
+        most = min(cut.total for cut in cuts)  # of a batch; each rounds it up to its own devices
+        for rows in sorted({min(size, most) for cut in cuts for size in cut.batch_sizes(length)}):
+            batch = self.add_log_probs(
+                empty_batch(rows, width, length, kept=kept, log_probs=sampling.logprobs is not None)
+            )
+        batch = resized(batch, settings.train_batch_size * self.samples)
+        valid = np.ones(len(batch.lengths), bool)  # as `token_level` says of a batch of a step
+        batch = self.add_advantages(batch.replace(valid_mask=valid))
+        updater.warm_up(self.params, resized(batch, self.minibatch_rows))
+        if critic:
+            critic.warm_up(self.state.critic, resized(batch, critic.minibatch_rows))
+
+    def begin_ledger(self, first: int) -> None:
+        """Open the ledger for an attempt after `first` finished steps."""
+        settings, size = self.config.trainer, self.config.trainer.train_batch_size
+        drawn = int(self.state.batches_drawn) * size
+        path = self.checkpointer.folder / f"{PREFIX}_{first}"
+        if settings.resume_mode == "from_path":
+            path = as_path("trainer.resume_path", settings.resume_path)
+        self.ledger.begin(
+            first,
+            (self.checkpointer.restored_meta or {}).get("ledger"),
+            path=str(path),
+            first_ordinal=drawn if self.next_ordinal is None else self.next_ordinal,
+            facts={
+                "seed": settings.seed,
+                "train_batch_size": size,
+                "num_prompts": len(self.train_prompts),
+                "samples": self.samples,
+                "policy_mini_batch_size": settings.policy_mini_batch_size,
+                "dynamic_sampling": settings.algorithm.dynamic_sampling.type,
+            },
+            machine=machine_of(self.mesh),
+            uids=[prompt.uid for prompt in self.train_prompts],
+            held=self.held_groups,
+        )
 
     def load_reference(self, moved: Params | None = None) -> None:
         """The reference, if a KL counts or the loss asks for its log-probs; see `Policy`."""

@@ -154,7 +154,9 @@ class TrainBatch(struct.PyTreeNode):
     kept: Array | None = None  # [B, T, k] int32 ids that a token was drawn from, then -1; see there
     token_versions: Array | None = None  # [B, T] int32, -1 where not sampled; None = not recorded
     context_versions: Array | None = None  # [B, T] int32, the oldest in a token's context
-    staleness: Array | None = None  # [B, T] int32, if the loss asks for it; see jaxrl/staleness.py
+    staleness: Array | None = (
+        None  # [B, T] int32, if the loss asks for it; see jaxrl/training/staleness.py
+    )
 
 
 class ModelRows(struct.PyTreeNode):

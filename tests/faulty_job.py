@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxrl import train
 from jaxrl.parallel.processes import joined_main
-from jaxrl.rollout.conversation import ConversationGenerator
+from jaxrl.rollout.conversations.conversation import ConversationGenerator
 from jaxrl.trainer import Trainer
 
 

@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from jaxrl.audit import audit, main
-from jaxrl.ledger import FILE
-from jaxrl.lineage_checks import sign_flip_p
+from jaxrl.records.ledger import FILE
+from jaxrl.tools.audit.lineage_checks import sign_flip_p
 from jaxrl.train import BasePPOExp, train
 from jaxrl.trainer import Trainer
-from tests.ledger.scribe import Scribe, failed, uid
+from tests.records.ledger.scribe import Scribe, failed, uid
 from tests.test_train import small
 
 

@@ -16,9 +16,8 @@ import pytest
 from jaxrl import config as cfg
 from jaxrl.compare import as_json, compare, heat_map, main, table
 from jaxrl.data.packing import one_per_row
-from jaxrl.forward import log_probs_and_entropy
-from jaxrl.loss_choices import Choice, parse_choices
-from jaxrl.loss_comparison import (
+from jaxrl.tools.compare.loss_choices import Choice, parse_choices
+from jaxrl.tools.compare.loss_comparison import (
     Comparison,
     Evaluated,
     OtherRuns,
@@ -27,8 +26,9 @@ from jaxrl.loss_comparison import (
     measured_kl,
     weight_ess,
 )
-from jaxrl.recorded_run import RecordedRun, restored
+from jaxrl.tools.replay.recorded_run import RecordedRun, restored
 from jaxrl.train import train
+from jaxrl.training.forward import log_probs_and_entropy
 from jaxrl.types import TrainBatch
 from tests.test_resume import ACTOR_CRITIC
 from tests.test_train import small
@@ -224,7 +224,7 @@ def test_what_makes_no_sense_is_said_before_anything_is_restored(
     def restored_too_early(*args, **kwargs):
         raise AssertionError
 
-    monkeypatch.setattr("jaxrl.compare.restored", restored_too_early)
+    monkeypatch.setattr("jaxrl.tools.compare.table.restored", restored_too_early)
     run, missing = str(finished[0] / "quickstart"), tmp_path / "missing"
     for option, message in {
         "--step=9": "step 9 is not in",
@@ -296,7 +296,8 @@ def test_a_state_that_is_not_the_recorded_one_is_said(finished, tmp_path, monkey
     with contextlib.closing(sqlite3.connect(run / "run.db")) as db, db:
         db.execute("UPDATE steps SET checksums = ? WHERE step = 2", [json.dumps(numbers)])
     nothing = Comparison([], np.eye(0), 0, {}, 0.0)
-    monkeypatch.setattr("jaxrl.compare.compare_choices", lambda *args, **kwargs: nothing)
+    replaced = "jaxrl.tools.compare.table.compare_choices"
+    monkeypatch.setattr(replaced, lambda *args, **kwargs: nothing)
     start, different = compare(run, 3, "regular").notes
     assert start.startswith("step 2: ") and start.endswith("checkpoints/global_step_2")
     assert different.startswith("step 2: state.kl_coef differs first (the update); 1 of ")
@@ -306,7 +307,7 @@ def test_a_state_that_is_not_the_recorded_one_is_said(finished, tmp_path, monkey
 def test_norms_do_not_depend_on_microbatches_or_packing(tmp_path):
     """16 rows of a minibatch on 8 devices: two microbatches, or one, or packed ones."""
     whole = {"trainer.policy_mini_batch_size": 4, "trainer.algorithm.advantage_estimator": "grpo"}
-    run = RecordedRun(train(small(tmp_path, **whole)).books.folder)
+    run = RecordedRun(train(small(tmp_path, **whole)).ledger.folder)
     output, uids = run.rollouts(4)
     output["rewards"] = list(REWARDS)
     cuts = [
@@ -338,7 +339,7 @@ def test_norms_do_not_depend_on_microbatches_or_packing(tmp_path):
 )
 def test_adapters_critics_and_a_reference_that_the_run_did_not_need(tmp_path, settings, estimators):
     off = {"trainer.algorithm.use_kl_loss": False, "trainer.update_ref_every_epoch": False}
-    run = train(small(tmp_path, **{**settings, **off})).books.folder
+    run = train(small(tmp_path, **{**settings, **off})).ledger.folder
     found = compare(run, 3, "regular,regular+use_kl_loss=true+kl_loss_coef=10", estimators)
     assert np.isfinite(found.cosine).all()
     assert all(choice.grad_norm > 0 and choice.kl_of_update > 0 for choice in found.choices)

@@ -119,7 +119,7 @@ def test_parts_on_devices_of_their_own_sample_and_train_the_same(tmp_path):
 
 
 CONTROLLED = {
-    "data.train_data": ["jaxrl.envs.sort_digits:prompts(size=96, length=2)"],
+    "data.train_data": ["jaxrl.envs.toys.sort_digits:prompts(size=96, length=2)"],
     "data.val_data": [],
     "trainer.epochs": 100,
     "trainer.max_training_steps": 240,

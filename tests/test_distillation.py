@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl import config as cfg
 from jaxrl.config.needs import needs_old_log_probs, needs_reference
-from jaxrl.envs.sort_digits import prompts
+from jaxrl.envs.toys.sort_digits import prompts
 from jaxrl.models import hf
 from jaxrl.sft import sft
 from jaxrl.train import BasePPOExp, train
@@ -78,7 +78,7 @@ def test_the_student_approaches_a_teacher_of_another_architecture(tmp_path):
     one_layer = {"trainer.policy.model_config_kwargs": {"num_hidden_layers": 1}}
     teacher, student = finetuned("teacher", 120, **one_layer), finetuned("student", 30)
     settings = {
-        "data.train_data": ["jaxrl.envs.sort_digits:prompts(size=640, length=3)"],
+        "data.train_data": ["jaxrl.envs.toys.sort_digits:prompts(size=640, length=3)"],
         "trainer.policy.model.path": student,
         "trainer.policy.model.random_init": False,
         "trainer.ref.model.path": teacher,

@@ -6,9 +6,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxrl.eval_subject import Subject, find_subject
 from jaxrl.evaluate import evaluate_subject, main, table
-from jaxrl.serve import make_server
+from jaxrl.rollout.server.build import make_server
+from jaxrl.tools.evaluate.subject import Subject, find_subject
 from jaxrl.train import train
 from tests.test_train import QUICKSTART, metric_lines, small
 

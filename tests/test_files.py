@@ -6,8 +6,8 @@ import fsspec
 import pytest
 from etils.epath.backend import fsspec_backend
 
-from jaxrl.checkpoint import parse_resume_path
 from jaxrl.files import as_path, replace_text, writable_folder
+from jaxrl.records.checkpoint import parse_resume_path
 
 
 def test_plain_paths_and_file_urls_are_local(tmp_path, monkeypatch):

@@ -16,17 +16,17 @@ from jaxrl.array_ops import masked_mean
 from jaxrl.config import ClipCovConfig, DecoupledPPOConfig, OffPolicyCorrectionConfig
 from jaxrl.config.needs import allowed_reductions
 from jaxrl.data.microbatches import Microbatching
-from jaxrl.forward import by_trajectory
 from jaxrl.losses import LOSSES
 from jaxrl.models.attention import causal_mask
-from jaxrl.objective import merge_metrics, minibatch_weights, policy_objective
-from jaxrl.optim import init_state, make_apply, make_optimizer, make_schedule
 from jaxrl.parallel import ShardingRules, batch_sharding, make_mesh, replicated
 from jaxrl.registry import PolicyLossRegistry
-from jaxrl.scorer import Scorer
-from jaxrl.update import Updater
-from tests import test_update
-from tests.test_update import ROWS, WIDTH, algorithm_with, make_batch
+from jaxrl.training.forward import by_trajectory
+from jaxrl.training.objective import merge_metrics, minibatch_weights, policy_objective
+from jaxrl.training.optim import init_state, make_apply, make_optimizer, make_schedule
+from jaxrl.training.scorer import Scorer
+from jaxrl.training.update import Updater
+from tests.training import test_update
+from tests.training.test_update import ROWS, WIDTH, algorithm_with, make_batch
 
 VOCABULARY, HIDDEN = 32, 16
 LENGTHS = (16, 13, 14, 14, 13, 13, 15, 16)  # of one bucket: every cut compiles one shape

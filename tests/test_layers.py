@@ -1,162 +1,152 @@
-"""Imports point one way: L0 <- L1 <- registry; L0 <- parallel <- L2; all of them <- L3 <- L4 <- L5.
-
-Of the packages of L2 only `parallel` is known to others: models place their arrays.
-"""
+"""`ls jaxrl` is the architecture: which rooms there are, and which way imports point."""
 
 import ast
+import re
 from pathlib import Path
 
 import jaxrl
 
 ROOT = Path(jaxrl.__file__).parent
-
-LAYER_OF = {
-    "types": "L0",
-    "array_ops": "L0",
-    "function_contracts": "L0",
-    "function_calls": "L0",
-    "losses": "L1",
-    "advantages": "L1",
-    "user_functions": "L0",
-    "function_registry": "registry",
-    "registry": "registry",
-    "parallel": "placement",
-    "models": "L2",
-    "data": "L2",
-    "envs": "L2",
-    "config": "L3",
-    "rollout": "L3",
-    "optim": "L3",
-    "forward": "L3",
-    "objective": "L3",
-    "rewards": "L3",
-    "update": "L3",
-    "scorer": "L3",
-    "offload": "L0",
-    "checkpoint": "L3",
-    "checkpoint_items": "L3",
-    "checksums": "L3",
-    "same_run": "L3",
-    "ledger": "L3",
-    "compilation": "L3",
-    "metrics": "L3",
-    "watching": "L3",
-    "files": "L0",
-    "lease": "L0",
-    "run_folders": "L3",
-    "policy": "L4",
-    "critic": "L4",
-    "run_state": "L4",
-    "recorded_run": "L4",
-    "replay": "L4",
-    "loss_choices": "L4",
-    "loss_comparison": "L4",
-    "compare": "L4",
-    "anchors": "L4",
-    "staleness": "L3",
-    "weight_sync": "L3",
-    "shared_folder": "L3",
-    "assemble": "L4",
-    "resident_memory": "L4",
-    "assemble_remote": "L4",
-    "assemble_workers": "L4",
-    "rollout_worker": "L4",
-    "batch_file": "L3",
-    "eval_metrics": "L3",
-    "evaluation": "L3",
-    "eval_subject": "L4",
-    "evaluate": "L4",
-    "trainer": "L4",
-    "warm_up": "L4",
-    "engines": "L4",
-    "serving": "L4",
-    "serve": "L4",
-    "sft": "L4",
-    "train": "L4",
-    "train_async": "L4",
-    "jetstream_backend": "L4",
-    "lineage": "L4",
-    "lineage_checks": "L4",
-    "audit": "L4",
-    "report": "L4",
-    "reporting": "L4",
-    "plan": "L4",
-    "platform_defaults": "L4",
-    "planning": "L4",
-    "doctor": "L4",
-    "examination": "L4",
-    "chips": "L0",
-    "__main__": "L4",
-    "cluster": "L5",
+# What a room may import beside itself: all rooms of lower layers, and of its own what stands here.
+LAYERS = {
+    "types": 0,
+    "array_ops": 0,
+    "files": 0,
+    "functions": 0,
+    "losses": 1,
+    "advantages": 1,
+    "registry": 2,
+    "parallel": 3,
+    "models": 4,
+    "data": 4,
+    "envs": 4,
+    "config": 5,
+    "rollout": 6,
+    "training": 6,
+    "records": 6,
+    "trainer": 7,
+    "train": 7,
+    "train_async": 7,
+    "sft": 7,
+    "serve": 7,
+    "tools": 8,
+    "__main__": 8,
+    "evaluate": 8,
+    "plan": 8,
+    "doctor": 8,
+    "audit": 8,
+    "replay": 8,
+    "compare": 8,
+    "report": 8,
+    "cluster": 9,
 }
-MAY_IMPORT = {
-    "L0": {"L0"},
-    "L1": {"L0"},
-    "registry": {"L0", "L1", "registry"},
-    "placement": {"L0"},
-    "L2": {"L0", "placement"},
-    "L3": {"L0", "L1", "registry", "placement", "L2", "L3"},
-    "L4": {"L0", "L1", "registry", "placement", "L2", "L3", "L4"},
-    "L5": {"L0", "L1", "registry", "placement", "L2", "L3", "L4", "L5"},
-}
+ROOMS = 13  # folders of jaxrl
+NOT_EACH_OTHER = 0, 1, 4, 6  # layers whose rooms are siblings
+# The optimizers, environments and objectives of a run are not what its config is made of.
+NOT_FOR_CONFIG = "envs", "rollout", "training", "records"
 # In a process where Ray is initialised, a registry asks the actor that shares it, and rollout
 # workers are actors. A run whose config asks for environments in Ray actors gets them there.
 UPWARD = {
-    ("function_registry", "jaxrl.cluster.registry_sync"),
-    ("train", "jaxrl.cluster.environment_workers"),
-    ("assemble_workers", "jaxrl.cluster.rollout_worker.ray_workers"),
+    ("registry/table.py", "jaxrl.cluster.registry_sync"),
+    ("rollout/build_workers.py", "jaxrl.cluster.rollout_worker"),
+    ("train.py", "jaxrl.cluster.environment_workers"),
 }
 # The maths knows no framework but these.
-L1_PACKAGES = {"jax", "chex", "jaxrl", "typing"}
+MATHS_PACKAGES = {"jax", "chex", "jaxrl", "typing"}
+
+PATHS = {
+    ".".join(["jaxrl", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(
+        ".__init__"
+    ): path
+    for path in sorted(ROOT.rglob("*.py"))
+}
 
 
-def imported_modules(path: Path) -> set[str]:
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+def imports(path: Path) -> set[tuple[str, bool]]:
+    """Every import of a file, in functions and for type checkers too: (name, at its top)."""
+    tree = ast.parse(path.read_text())
+    found = set()
+    for node in ast.walk(tree):
+        top = node in tree.body
         if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
+            found |= {(alias.name, top) for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found.add((full if full in PATHS else node.module, top))
+    return found
 
 
-def part_of(path: Path) -> str:
-    first = path.relative_to(ROOT).parts[0]
-    return first.removesuffix(".py")
+EDGES = {
+    (name, target, top)
+    for name, path in PATHS.items()
+    for target, top in imports(path)
+    if target in PATHS and target != name
+}
 
 
-def modules():
-    return [p for p in sorted(ROOT.rglob("*.py")) if p != ROOT / "__init__.py"]
+def room(name: str) -> str:
+    return name.split(".")[1]
 
 
-def test_every_module_has_a_layer():
-    assert {part_of(p) for p in modules()} <= set(LAYER_OF)
+def place(name: str) -> str:
+    return str(PATHS[name].relative_to(ROOT))
 
 
-def test_imports_point_one_way():
-    wrong = []
-    for path in modules():
-        part = part_of(path)
-        for name in imported_modules(path):
-            pieces = name.split(".")
-            if pieces[0] != "jaxrl" or len(pieces) == 1 or pieces[1] == part:
-                continue
-            layer, target = LAYER_OF[part], LAYER_OF.get(pieces[1])
-            same_l2 = layer == target == "L2"  # packages of L2 do not know each other
-            upward = (part, name) in UPWARD
-            if (target not in MAY_IMPORT[layer] and not upward) or same_l2:
-                wrong.append(f"{path.relative_to(ROOT)} ({layer}) imports {name} ({target})")
+def test_every_entry_of_the_package_has_a_layer():
+    names = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert names - {"__init__", "__pycache__"} == set(LAYERS)
+    folders = [path for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__"]
+    assert len(folders) == ROOMS
+
+
+def test_imports_point_down():
+    upward, wrong = set(), []
+    for name, target, top in sorted(EDGES):
+        if "jaxrl" in (name, target) or room(name) == room(target):
+            continue
+        here, there = LAYERS[room(name)], LAYERS[room(target)]
+        if (place(name), target) in UPWARD and not top:
+            upward.add((place(name), target))
+        elif there > here or (there == here and here in NOT_EACH_OTHER):
+            wrong.append(f"{place(name)} (layer {here}) imports {target} (layer {there})")
+    assert not wrong
+    assert upward == UPWARD
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    """Kahn's algorithm: files whose imports are all done leave; what stays is on a circle."""
+    waiting = {name: {t for n, t, _ in EDGES if n == name} for name in PATHS}
+    while done := {name for name, targets in waiting.items() if not targets & set(waiting)}:
+        waiting = {name: targets for name, targets in waiting.items() if name not in done}
+    assert not waiting
+
+
+def test_the_config_is_made_of_names_and_signatures():
+    wrong = [
+        f"{place(name)} imports {target}"
+        for name, target, top in sorted(EDGES)
+        if name.startswith("jaxrl.config") and top and room(target) in NOT_FOR_CONFIG
+    ]
     assert not wrong
 
 
 def test_the_maths_imports_only_jax():
-    for path in modules():
-        if LAYER_OF[part_of(path)] == "L1":
-            packages = {name.split(".")[0] for name in imported_modules(path)}
-            assert packages <= L1_PACKAGES, path
+    for name, path in PATHS.items():
+        if name != "jaxrl" and LAYERS[room(name)] == 1:
+            packages = {target.split(".")[0] for target, _ in imports(path)}
+            assert packages <= MATHS_PACKAGES, path
 
 
 def test_ray_stays_in_cluster():
-    for path in modules():
-        if part_of(path) != "cluster":
-            assert not any(n.split(".")[0] == "ray" for n in imported_modules(path)), path
+    for name, path in PATHS.items():
+        if not name.startswith("jaxrl.cluster"):
+            assert not any(target.split(".")[0] == "ray" for target, _ in imports(path)), path
+
+
+def test_nobody_below_the_trainer_is_handed_one():
+    """Callbacks are, and subclasses of it; `tools` build one of their own."""
+    for name, path in PATHS.items():
+        if name != "jaxrl" and LAYERS[room(name)] < LAYERS["trainer"]:
+            given = re.findall(r"trainer: (?:\"?Trainer\"?|Any)\b", path.read_text())
+            assert not given or name == "jaxrl.records.callbacks", path

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxrl.lease import FolderLock
 from jaxrl.models import hf
 from jaxrl.models.transformer import init_params
+from jaxrl.records.lease import FolderLock
 from tests.jobs import run
 from tests.rollout.http_servers import FakeServer
 
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.slow
 
 STEPS = 5
 SETTINGS = {
-    "data.train_data": "['jaxrl.envs.sort_digits:prompts(size=20, seed=0)']",
-    "data.val_data": "['jaxrl.envs.sort_digits:prompts(size=3, seed=1)']",
+    "data.train_data": "['jaxrl.envs.toys.sort_digits:prompts(size=20, seed=0)']",
+    "data.val_data": "['jaxrl.envs.toys.sort_digits:prompts(size=3, seed=1)']",
     "trainer.train_batch_size": 4,
     "trainer.policy_mini_batch_size": 2,
     "trainer.micro_train_batch_size_per_gpu": 1,

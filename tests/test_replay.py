@@ -10,10 +10,11 @@ import sys
 
 import pytest
 
-from jaxrl.ledger import read_rollouts, write_rollouts
-from jaxrl.ledger.rollout_file import to_arrays
-from jaxrl.recorded_run import RecordedRun
-from jaxrl.replay import Compared, against, compared, main, replay
+from jaxrl.data.recorded import to_arrays
+from jaxrl.records.ledger import read_rollouts, write_rollouts
+from jaxrl.replay import Compared, against, main, replay
+from jaxrl.tools.replay.recorded_run import RecordedRun
+from jaxrl.tools.replay.steps import compared
 from jaxrl.train import train
 from tests.test_resume import ACTOR_CRITIC, STATEFUL, InterruptedExp
 from tests.test_train import ROOT, small
@@ -264,8 +265,8 @@ KINDS = {
     },
     "a row per turn, tokens of a filter": {
         "environment.env_class": "guess_number",
-        "data.train_data": ["jaxrl.envs.guess_number:prompts(size=16, seed=0)"],
-        "data.val_data": ["jaxrl.envs.guess_number:prompts(size=4, seed=1)"],
+        "data.train_data": ["jaxrl.envs.toys.guess_number:prompts(size=16, seed=0)"],
+        "data.val_data": ["jaxrl.envs.toys.guess_number:prompts(size=4, seed=1)"],
         "generator.max_turns": 2,
         "generator.max_input_length": 26,
         "generator.step_wise_trajectories": True,
@@ -279,7 +280,7 @@ KINDS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_run_replays_bit_for_bit(tmp_path, kind):
-    run = train(small(tmp_path, **{**QUIET, **KINDS[kind]})).books.folder
+    run = train(small(tmp_path, **{**QUIET, **KINDS[kind]})).ledger.folder
     for start in ("start", None):
         found = [x for x in replay(run, checkpoint=start) if isinstance(x, Compared)]
         assert [x.step for x in found] == [1, 2, 3, 4][start is None :]
@@ -291,7 +292,7 @@ def test_a_run_that_was_interrupted_replays_along_its_surviving_lineage(tmp_path
     config = small(tmp_path, **QUIET)
     with pytest.raises(KeyboardInterrupt):
         InterruptedExp(config).run()  # in step 4; step 3 will be superseded
-    run = train(config).books.folder
+    run = train(config).ledger.folder
     assert [step.machine["platform"] for step in RecordedRun(run).steps.values()] == ["cpu"] * 4
     assert main([str(run), "--checkpoint=start"]) == 0
 
@@ -300,7 +301,7 @@ def test_a_run_that_was_interrupted_replays_along_its_surviving_lineage(tmp_path
 def test_a_run_that_went_on_from_another_replays_from_its_checkpoint(finished, tmp_path):
     path = str(finished[0] / "checkpoints" / "global_step_2")
     resumed = {"trainer.resume_mode": "from_path", "trainer.resume_path": path}
-    run = train(small(tmp_path, **QUIET, **resumed)).books.folder
+    run = train(small(tmp_path, **QUIET, **resumed)).ledger.folder
     found = [x for x in replay(run, checkpoint=path) if isinstance(x, Compared)]
     assert found == [Compared(step, [], ARRAYS) for step in (3, 4)]
 

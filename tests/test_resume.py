@@ -19,10 +19,10 @@ from orbax.checkpoint._src.path.atomicity import AtomicRenameTemporaryPath
 
 from jaxrl import config as cfg
 from jaxrl.audit import audit
-from jaxrl.checkpoint import Checkpointer
-from jaxrl.envs.guess_number import GuessNumberEnv
-from jaxrl.envs.guess_number import prompts as guesses
+from jaxrl.envs.toys.guess_number import GuessNumberEnv
+from jaxrl.envs.toys.guess_number import prompts as guesses
 from jaxrl.files import FolderError
+from jaxrl.records.checkpoint import Checkpointer
 from jaxrl.train import BasePPOExp, main, train
 from jaxrl.trainer import Trainer
 from tests.test_train import QUICKSTART, ROOT, assert_bitwise_equal, metric_lines, small
@@ -133,8 +133,8 @@ def test_conversations_killed_and_resumed_beside_slow_environments(tmp_path, ste
 
 MIXED = {  # the second is used up in the second step, and in the fourth
     "data.train_data": [
-        "jaxrl.envs.sort_digits:prompts(size=40, seed=0)",
-        "jaxrl.envs.sort_digits:prompts(size=2, seed=1, length=3)",
+        "jaxrl.envs.toys.sort_digits:prompts(size=40, seed=0)",
+        "jaxrl.envs.toys.sort_digits:prompts(size=2, seed=1, length=3)",
     ],
     "data.train_data_weights": [3, 1],
 }
@@ -410,7 +410,7 @@ def test_twenty_kills_change_nothing(tmp_path):
 
 ACTOR_CRITIC = {  # with GAE, three shuffled passes and a reference that moves every three steps
     **dict.fromkeys(("trainer.eval_interval", "trainer.hf_save_interval"), -1),
-    "data.train_data": ["jaxrl.envs.sort_digits:prompts(size=12, seed=0)"],
+    "data.train_data": ["jaxrl.envs.toys.sort_digits:prompts(size=12, seed=0)"],
     "trainer.epochs": STEPS,
     "trainer.critic.model.path": str(ROOT / "configs" / "tiny_char_model"),
     "trainer.critic.model.random_init": True,

@@ -83,7 +83,7 @@ def test_a_run_of_the_first_stage_is_audited_replayed_and_resumed(tmp_path, kind
 
 def recorded(folder):
     """Step -> checksums of the lineage that survived."""
-    from jaxrl.lineage import open_run
+    from jaxrl.tools.audit.lineage import open_run
 
     with open_run(folder) as run:
         rows = run.rows("SELECT step, checksums FROM live_steps")

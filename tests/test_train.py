@@ -16,10 +16,10 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jaxrl import config as cfg
-from jaxrl.batch_file import batch_path, load_batch
 from jaxrl.envs import Env
 from jaxrl.evaluate import evaluate_subject
 from jaxrl.models import RopeScaling
+from jaxrl.records.batch_file import batch_path, load_batch
 from jaxrl.train import BasePPOExp, exit_status, main, train
 from jaxrl.trainer import Trainer
 
@@ -30,8 +30,8 @@ QUICKSTART = str(ROOT / "configs" / "quickstart.py")
 def small(folder, **overrides):
     """The quickstart, cut to four steps of 4 x 4 samples, two minibatches each."""
     settings = {
-        "data.train_data": ["jaxrl.envs.sort_digits:prompts(size=64, seed=0)"],
-        "data.val_data": ["jaxrl.envs.sort_digits:prompts(size=8, seed=1)"],
+        "data.train_data": ["jaxrl.envs.toys.sort_digits:prompts(size=64, seed=0)"],
+        "data.val_data": ["jaxrl.envs.toys.sort_digits:prompts(size=8, seed=1)"],
         "trainer.max_training_steps": 4,
         "trainer.train_batch_size": 4,
         "trainer.policy_mini_batch_size": 2,
@@ -337,8 +337,8 @@ GUESS = str(ROOT / "configs" / "guess_number.py")
 @pytest.mark.parametrize("step_wise", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_conversations_of_several_turns(tmp_path, step_wise):
     changes = {
-        "data.train_data": ["jaxrl.envs.guess_number:prompts(size=16, seed=0)"],
-        "data.val_data": ["jaxrl.envs.guess_number:prompts(size=4, seed=1)"],
+        "data.train_data": ["jaxrl.envs.toys.guess_number:prompts(size=16, seed=0)"],
+        "data.val_data": ["jaxrl.envs.toys.guess_number:prompts(size=4, seed=1)"],
         "trainer.max_training_steps": 2,
         "trainer.train_batch_size": 4,
         "trainer.policy_mini_batch_size": 2,

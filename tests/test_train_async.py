@@ -12,14 +12,14 @@ import pytest
 
 from jaxrl.audit import audit
 from jaxrl.data.microbatches import Microbatching
+from jaxrl.records.callbacks import TrainingCallback
 from jaxrl.train import BasePPOExp, train
 from jaxrl.train_async import AsyncTrainer
-from jaxrl.watching.callbacks import TrainingCallback
 from tests.data.test_packing import columns
 from tests.test_train import ROOT, assert_bitwise_equal, metric_lines, small
 
 QUICK = {  # one update a step, of rows that are one shape; nothing that the tests do not look at
-    "data.train_data": ["jaxrl.envs.sort_digits:prompts(size=12, seed=0)"],
+    "data.train_data": ["jaxrl.envs.toys.sort_digits:prompts(size=12, seed=0)"],
     "trainer.epochs": 3,  # three steps each
     "trainer.max_training_steps": 6,
     "trainer.policy_mini_batch_size": 4,
@@ -208,7 +208,7 @@ def test_a_free_run_that_a_worker_ends_trains_every_group_once_when_resumed(tmp_
 
 def test_the_age_of_a_token_is_that_of_its_context():
     trainer = object.__new__(AsyncTrainer)
-    trainer.books, trainer.samples, trainer.metrics = SimpleNamespace(keep=id), 1, {}
+    trainer.ledger, trainer.samples, trainer.metrics = SimpleNamespace(keep=id), 1, {}
     trainer.updater = SimpleNamespace(microbatching=Microbatching(rows=2, total=2))
     trainer.state, trainer.ahead = SimpleNamespace(step=np.int32(5)), 2
     row = columns(token_versions=[[3, 3, 5], [-1, 5]], context_versions=[[3, 3, 2], [-1, 5]])
@@ -293,8 +293,8 @@ def test_each_token_is_of_the_version_that_is_recorded_with_it(tmp_path):
 
 
 TURNS = {
-    "data.train_data": ["jaxrl.envs.guess_number:prompts(size=12, seed=0)"],
-    "data.val_data": ["jaxrl.envs.guess_number:prompts(size=4, seed=1)"],
+    "data.train_data": ["jaxrl.envs.toys.guess_number:prompts(size=12, seed=0)"],
+    "data.val_data": ["jaxrl.envs.toys.guess_number:prompts(size=4, seed=1)"],
     "environment.env_class": "guess_number",
     "generator.max_turns": 2,
     "generator.max_input_length": 26,

@@ -11,15 +11,15 @@ import jax.numpy as jnp
 
 from benchmarks import roofline
 from benchmarks.systems.worker import Clock, Workload, answer, reward, wait_for_step
-from jaxrl.assemble import DTYPES
 from jaxrl.config import default_config
+from jaxrl.config.model import DTYPES
 from jaxrl.data.packing import length_bucket
 from jaxrl.envs.protocol import Env, StepOutput
 from jaxrl.models.transformer import TransformerConfig
-from jaxrl.rollout.conversation import ConversationGenerator
-from jaxrl.rollout.native import NativeEngine
+from jaxrl.rollout.conversations.conversation import ConversationGenerator
+from jaxrl.rollout.native.engine import NativeEngine
+from jaxrl.rollout.native.slots import Sample
 from jaxrl.rollout.protocol import Completion, Engine, Request
-from jaxrl.rollout.slots import Sample
 from jaxrl.train import BasePPOExp
 from jaxrl.trainer import Trainer
 from jaxrl.types import GeneratorInput, GeneratorOutput

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from jaxrl import envs
 from jaxrl.cluster.ray_import import ray
-from jaxrl.rollout.blame import place_of
-from jaxrl.rollout.environment_pool import EnvironmentPool
-from jaxrl.rollout.session import step_call
+from jaxrl.registry.pickling import PackedFunction, unpack
+from jaxrl.rollout.conversations.blame import place_of
+from jaxrl.rollout.conversations.environment_pool import EnvironmentPool
+from jaxrl.rollout.conversations.session import step_call
 from jaxrl.types import Message
-from jaxrl.user_functions import PackedFunction, unpack
 
 _READ = ("observations", "reward", "done", "postprocessed_action")  # of what `step` gives
 

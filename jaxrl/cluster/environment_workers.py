@@ -18,10 +18,10 @@ from jaxrl import envs
 from jaxrl.cluster.environment_actor import EnvironmentWorker, Failed
 from jaxrl.cluster.initialize import initialize_ray
 from jaxrl.cluster.ray_import import ray
-from jaxrl.function_calls import import_call
-from jaxrl.rollout.environment_pool import EnvironmentPool
+from jaxrl.functions import import_call, origin
+from jaxrl.registry.pickling import pack
+from jaxrl.rollout.conversations.environment_pool import EnvironmentPool
 from jaxrl.types import Message
-from jaxrl.user_functions import origin, pack
 
 _SILENT_SECONDS = 30.0  # after the time limit of a call an actor that says nothing is ended
 

@@ -15,8 +15,8 @@ from jaxrl.config import TrainConfig
 from jaxrl.config.dataclass_config import config_classes
 from jaxrl.parallel.processes import joined_main
 from jaxrl.registry import load_snapshot, register_configured_functions, snapshot
+from jaxrl.registry.pickling import PackedFunction, pack, unpack, user_modules
 from jaxrl.train import BasePPOExp, exit_status
-from jaxrl.user_functions import PackedFunction, pack, unpack, user_modules
 
 
 class Job(NamedTuple):

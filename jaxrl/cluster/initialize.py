@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxrl.cluster.ray_import import ray
-from jaxrl.user_functions import user_modules
+from jaxrl.registry.pickling import user_modules
 
 CONNECT_SECONDS = 10.0
 # Settings of the run, the same on every host; nothing secret, Ray's dashboard shows them.

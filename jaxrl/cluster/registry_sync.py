@@ -8,7 +8,7 @@ import uuid
 from typing import Any, NamedTuple
 
 from jaxrl.cluster.ray_import import ray
-from jaxrl.user_functions import PackedFunction
+from jaxrl.registry.pickling import PackedFunction
 
 
 class Exchange(NamedTuple):

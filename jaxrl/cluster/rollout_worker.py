@@ -12,8 +12,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from jaxrl.cluster.placement import Placement, place
-from jaxrl.rollout.http_client import ServerError
-from jaxrl.rollout.own_server import NOT_STARTED, OwnServer
+from jaxrl.rollout.remote.http_client import ServerError
+from jaxrl.rollout.remote.own_server import NOT_STARTED, OwnServer
 
 FIELD = "trainer.placement.rollout_num_nodes"
 

@@ -85,7 +85,7 @@ def check(config: Any, hosts: int, each: int, devices: int | None = None) -> Non
     from jaxrl.config.cluster import check_cluster
     from jaxrl.config.validation import check_fields
 
-    check_cluster(config.trainer)
+    check_cluster(config.trainer.cluster, config.trainer.placement.policy_num_nodes)
     if devices is None and os.environ.get("JAX_PLATFORMS", "").partition(",")[0] == "cpu":
         devices = host_devices(os.environ.get("XLA_FLAGS", "")) or each
     with warnings.catch_warnings():

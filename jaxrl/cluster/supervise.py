@@ -22,7 +22,7 @@ FINAL = (DONE, ALARM, REFUSED)  # of a process; another attempt would end in the
 LOST = -1  # status of a process whose host does not answer any more
 POLL_SECONDS, GRACE_SECONDS, MOST_BACKOFF_SECONDS = 1.0, 10.0, 300.0
 SETTLE_SECONDS = 3.0  # for others to say why, once one has ended
-STEP_PREFIX = "global_step_"  # of jaxrl.checkpoint, which imports jax
+STEP_PREFIX = "global_step_"  # of jaxrl.records.checkpoint, which imports jax
 
 
 class HostLost(Exception):

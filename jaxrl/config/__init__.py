@@ -45,11 +45,11 @@ from jaxrl.config.generator import (
     SamplingParams,
     engine_dtype,
 )
-from jaxrl.config.mesh import batch_groups, sharding_rules
+from jaxrl.config.mesh import sharding_rules
 from jaxrl.config.model import ModelConfig, OptimizerConfig, SkyRLLoraConfig
 from jaxrl.config.objective_card import objective_card
 from jaxrl.config.overrides import apply_overrides, parse_command_line
-from jaxrl.config.placement import check_nodes, device_shares
+from jaxrl.config.placement import batch_groups, check_nodes, device_shares
 from jaxrl.config.platform import ON_CPU, auto_fields, with_settled
 from jaxrl.config.recipe import default_config, load_config_file, to_train_config
 from jaxrl.config.rollouts import (

@@ -1,13 +1,9 @@
 """Config of the processes of a job: how they are started, and started again (docs/cluster.md)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from jaxrl.config.dataclass_config import BaseConfig
 from jaxrl.config.errors import fail
-
-if TYPE_CHECKING:
-    from jaxrl.config.trainer import TrainerConfig
 
 
 @dataclass
@@ -26,13 +22,15 @@ class ClusterConfig(BaseConfig):
     """After which a silent process counts as dead; the others then end, too."""
 
 
-def check_cluster(trainer: "TrainerConfig") -> None:
+def check_cluster(cluster: ClusterConfig, nodes: int) -> None:
     """Refuse what makes no sense.
+
+    Args:
+        nodes: trainer.placement.policy_num_nodes.
 
     Raises:
         ValueError: names the field, the value and the fix.
     """
-    cluster, nodes = trainer.cluster, trainer.placement.policy_num_nodes
     for name in ("processes_per_host", "start_seconds", "heartbeat_seconds"):
         if getattr(cluster, name) < 1:
             fail(f"trainer.cluster.{name}", getattr(cluster, name), "must be at least 1")

@@ -9,13 +9,9 @@ from jaxrl.config.environment import SkyRLGymConfig
 from jaxrl.config.errors import fail
 from jaxrl.config.needs import estimator_name
 from jaxrl.config.train_config import TrainConfig
-from jaxrl.envs import ENVS, load
-from jaxrl.envs.json_request import longest_seconds
-from jaxrl.envs.llm_as_a_judge import check_prompt
-from jaxrl.envs.retriever import ATTEMPTS
-from jaxrl.function_calls import called_name, import_call
-from jaxrl.function_contracts import REWARD_KEYWORDS, check_reward_signature
+from jaxrl.functions import called_name, import_call
 from jaxrl.registry import accepted_keywords
+from jaxrl.registry.contracts import REWARD_KEYWORDS, check_reward_signature
 
 _EMPTY_TURN = dict.fromkeys(REWARD_KEYWORDS) | {"action": "", "tokens": [], "reward": 0.0}
 _EVERY_TOKEN_COUNTS = ("gae", "reinforce++", "grpo_token", "on_policy_distillation")
@@ -104,6 +100,8 @@ def _check_step_wise(config: TrainConfig) -> None:
 
 
 def _check_environments(config: TrainConfig) -> None:
+    from jaxrl.envs import ENVS, load  # here: a config is made without environments
+
     gym, group = config.environment.skyrl_gym, "environment.skyrl_gym"
     if ":" not in (name := config.environment.env_class) and name not in ENVS:
         try:  # rows may name their own; one that nobody has is a slip of the pen
@@ -144,6 +142,8 @@ def _check_environments(config: TrainConfig) -> None:
 
 def _check_servers(gym: SkyRLGymConfig, group: str) -> None:
     """Addresses of servers, and what the judge is asked."""
+    from jaxrl.envs.tasks.llm_as_a_judge import check_prompt
+
     judge = gym.llm_as_a_judge
     addresses = {
         "search.search_url": gym.search.search_url,
@@ -165,6 +165,9 @@ def _check_servers(gym: SkyRLGymConfig, group: str) -> None:
 
 def _check_time_for_servers(env_class: str, gym: SkyRLGymConfig, group: str) -> None:
     """The time limit of a call ends a conversation; a server that fails is told apart before it."""
+    from jaxrl.envs.json_request import longest_seconds
+    from jaxrl.envs.retrieval.retriever import ATTEMPTS
+
     judge, limit = gym.llm_as_a_judge, gym.env_timeout_seconds
     asked = {
         "search": (gym.search.timeout, ATTEMPTS) if gym.search.corpus is None else None,

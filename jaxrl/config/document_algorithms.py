@@ -15,12 +15,12 @@ from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.grpo_variants import GRPO_VARIANTS, GRPOVariant
 from jaxrl.config.needs import allowed_reductions, ratio_anchor
 from jaxrl.data.selection import soft_overlong_punishment
-from jaxrl.function_contracts import ESTIMATOR_DATA
 from jaxrl.losses import BATCH_STATISTICS, LOSSES
 from jaxrl.losses.kl import adaptive_kl_coef, approximate_kl, penalized_rewards
 from jaxrl.losses.off_policy import off_policy_correction
 from jaxrl.losses.reduction import REDUCTIONS, reduction_weights
 from jaxrl.losses.value import value_loss
+from jaxrl.registry.contracts import ESTIMATOR_DATA
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 

@@ -2,7 +2,12 @@
 
 from dataclasses import dataclass, field
 
+import jax.numpy as jnp
+
 from jaxrl.config.dataclass_config import BaseConfig
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine")
 
 
 @dataclass

@@ -5,12 +5,12 @@ from typing import Literal
 from jaxrl.config.algorithm import AlgorithmConfig
 from jaxrl.config.train_config import TrainConfig
 from jaxrl.config.trainer import TrainerConfig
-from jaxrl.function_contracts import asks_for
 from jaxrl.losses import LOSSES
 from jaxrl.losses.off_policy import correction_enabled
 from jaxrl.losses.reduction import REDUCTIONS
-from jaxrl.objective import loss_ndim
 from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry
+from jaxrl.registry.bind import loss_ndim
+from jaxrl.registry.contracts import asks_for
 
 Anchor = Literal["old", "rollout"]
 
@@ -70,7 +70,7 @@ def reduces_by_itself(config: TrainConfig) -> bool:
     """Whether the policy loss is a user's that returns one number; loss_reduction is then inert.
 
     Raises:
-        ValueError: it cannot be traced; see `jaxrl.objective.make_policy_loss`.
+        ValueError: it cannot be traced; see `jaxrl.registry.bind.make_policy_loss`.
     """
     trainer, name = config.trainer, config.trainer.algorithm.policy_loss_type
     try:

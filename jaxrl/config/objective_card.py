@@ -15,10 +15,10 @@ from jaxrl.config.formulas import (
     sampler_lines,
     value_lines,
 )
-from jaxrl.config.mesh import batch_groups
 from jaxrl.config.microbatching import longest_trajectory, update_microbatching
 from jaxrl.config.model import OptimizerConfig
 from jaxrl.config.needs import has_critic, kl_in_loss, reduces_by_itself
+from jaxrl.config.placement import batch_groups
 from jaxrl.config.train_config import TrainConfig, resolve
 from jaxrl.config.trainer import TrainerConfig
 from jaxrl.data.microbatches import MAX_PER_ROW

@@ -20,8 +20,8 @@ from jaxrl.config.needs import (
 )
 from jaxrl.config.train_config import TrainConfig
 from jaxrl.losses.off_policy import correction_enabled
-from jaxrl.objective import make_policy_loss
 from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry, bind_estimator
+from jaxrl.registry.bind import make_policy_loss
 
 _ALGORITHM = "trainer.algorithm"
 _CORRECTION = f"{_ALGORITHM}.off_policy_correction"

@@ -1,14 +1,18 @@
 """Which devices of the process train, score with the reference, and sample."""
 
-from typing import TYPE_CHECKING, NamedTuple
+import dataclasses
+import math
+from typing import Any, NamedTuple
 
-from jaxrl.config.errors import fail
+from jaxrl.config.errors import check_choice, fail
+from jaxrl.config.mesh import sharding_rules, skyrl_sizes
 from jaxrl.config.rollouts import in_process
-
-if TYPE_CHECKING:
-    from jaxrl.config.train_config import TrainConfig
+from jaxrl.config.train_config import TrainConfig
+from jaxrl.parallel import mesh_sizes
+from jaxrl.parallel.mesh import AXES
 
 _PLACEMENT = "trainer.placement"
+_RULES = "trainer.sharding_rules"
 
 
 class DeviceShares(NamedTuple):
@@ -23,7 +27,7 @@ class DeviceShares(NamedTuple):
         return [("policy", self.policy), ("ref", self.ref), ("critic", self.policy)]
 
 
-def device_shares(config: "TrainConfig", num_devices: int) -> DeviceShares:
+def device_shares(config: TrainConfig, num_devices: int) -> DeviceShares:
     """All devices for all parts, or first the policy's, then those of parts on their own.
 
     As in SkyRL, `policy_num_gpus_per_node` and `ref_num_gpus_per_node` count the devices of the
@@ -43,7 +47,7 @@ def device_shares(config: "TrainConfig", num_devices: int) -> DeviceShares:
     return DeviceShares(policy, ref, whole[max(policy.stop, ref.stop) :] if apart else policy)
 
 
-def check_placement(config: "TrainConfig", num_devices: int) -> DeviceShares:
+def check_placement(config: TrainConfig, num_devices: int) -> DeviceShares:
     """The shares, if there are devices for all and work for all devices.
 
     Args:
@@ -74,7 +78,7 @@ def check_placement(config: "TrainConfig", num_devices: int) -> DeviceShares:
     return shares
 
 
-def check_nodes(config: "TrainConfig", num_processes: int) -> None:
+def check_nodes(config: TrainConfig, num_processes: int) -> None:
     """Does the job have the processes that the config asks for? One host: any number is right.
 
     Raises:
@@ -88,7 +92,7 @@ def check_nodes(config: "TrainConfig", num_processes: int) -> None:
         fail(f"{_PLACEMENT}.policy_num_nodes", nodes, fix + how)
 
 
-def check_processes(config: "TrainConfig", num_devices: int, num_processes: int) -> None:
+def check_processes(config: TrainConfig, num_devices: int, num_processes: int) -> None:
     """Refuse what a job of several processes cannot do.
 
     Raises:
@@ -109,6 +113,66 @@ def check_processes(config: "TrainConfig", num_devices: int, num_processes: int)
         fail("trainer.fully_async.enabled", True, fix)
 
 
-def _engine_is_apart(config: "TrainConfig") -> bool:
+def _engine_is_apart(config: TrainConfig) -> bool:
     """An engine in this process, on devices of its own; servers have theirs in any case."""
     return in_process(config) and not config.trainer.placement.colocate_all
+
+
+def batch_groups(config: TrainConfig, num_devices: int, role: str = "policy") -> int:
+    """Groups of devices that hold different rows of a batch: data x fsdp by default.
+
+    Args:
+        role: "policy", "ref" or "critic".
+    """
+    mesh = getattr(config.trainer, role).mesh or config.trainer.policy.mesh
+    sizes = mesh_sizes(num_devices, **dataclasses.asdict(mesh))
+    rows = sharding_rules(config.trainer.sharding_rules).batch or ()
+    return math.prod(size for axis, size in zip(AXES, sizes, strict=True) if axis in rows)
+
+
+def check_mesh(config: TrainConfig, shares: DeviceShares, num_processes: int = 1) -> None:
+    """Sizes that fit the devices, SkyRL's fields that agree with them, rules that can be placed.
+
+    Raises:
+        ValueError: with the field, its value and the fix.
+    """
+    trainer = config.trainer
+    for name, devices in shares.of_roles():
+        role = getattr(trainer, name)
+        if role.mesh is None:
+            continue
+        field, sizes = f"trainer.{name}.mesh", dataclasses.asdict(role.mesh)
+        try:
+            mesh_sizes(len(devices) * num_processes, **sizes)
+        except ValueError as error:
+            said = {axis: size for axis, size in sizes.items() if size != 1}
+            fail(field, said, str(error).partition(": ")[2] or str(error))
+        for axis in ("context", "expert"):
+            if sizes[axis] != 1:
+                fail(f"{field}.{axis}", sizes[axis], "not available yet; set it to 1")
+        for alias, axis, size in skyrl_sizes(role):
+            if sizes[axis] != size:
+                fix = (
+                    f"trainer.{name}.{alias}={size} says otherwise; set one of them, or both alike"
+                )
+                fail(f"{field}.{axis}", sizes[axis], fix)
+    _check_rules(trainer.sharding_rules)
+
+
+def _check_rules(overrides: dict[str, Any]) -> None:
+    """Rows and parameters over the axes of the batch, the width of the model over the others."""
+    movable = ("batch", "embed", "vocab", "heads", "kv_heads", "mlp")
+    for name, axes in overrides.items():
+        check_choice(_RULES, name, movable)
+        for axis in axes if isinstance(axes, list | tuple) else [axes]:
+            check_choice(f"{_RULES}[{name!r}]", axis, (None, "data", "fsdp", "tensor"))
+    rules = dataclasses.asdict(sharding_rules(overrides))
+    names = {name: (x,) if isinstance(x, str) else x or () for name, x in rules.items()}
+    batch = set(names["batch"])
+    if not set(names["embed"]) <= batch:
+        fix = f"must be among those of batch, {sorted(batch)}: parameters are gathered over them"
+        fail(f"{_RULES}['embed']", rules["embed"], fix)
+    for name in ("vocab", "heads", "kv_heads", "mlp"):
+        if set(names[name]) & batch or len(names[name]) > 1:
+            fix = f"must be one axis that is not of batch, {sorted(batch)}, or None (whole)"
+            fail(f"{_RULES}[{name!r}]", rules[name], fix)

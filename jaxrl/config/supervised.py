@@ -7,10 +7,9 @@ from typing import Any
 from jaxrl.config.dataclass_config import BaseConfig, flatten
 from jaxrl.config.errors import fail
 from jaxrl.config.formulas import loss_lines, reduction_line
-from jaxrl.config.mesh import batch_groups, check_mesh
 from jaxrl.config.microbatching import check_rows
 from jaxrl.config.objective_card import format_card, microbatch_lines, optimizer_line
-from jaxrl.config.placement import check_placement, check_processes
+from jaxrl.config.placement import batch_groups, check_mesh, check_placement, check_processes
 from jaxrl.config.platform import ON_CPU
 from jaxrl.config.train_config import TrainConfig, resolve
 from jaxrl.config.trainer import logger_names

@@ -14,12 +14,12 @@ from jaxrl.config.errors import check_choice, fail
 from jaxrl.config.field_status import status_of
 from jaxrl.config.generator import GeneratorConfig, SamplingParams, engine_dtype
 from jaxrl.config.ledger import check_ledger
-from jaxrl.config.mesh import batch_groups, check_mesh
 from jaxrl.config.microbatching import check_microbatches
+from jaxrl.config.model import SCHEDULERS
 from jaxrl.config.model_checks import check_models
 from jaxrl.config.needs import has_critic
 from jaxrl.config.objective_checks import check_objective, warn_of_objective
-from jaxrl.config.placement import check_placement, check_processes
+from jaxrl.config.placement import batch_groups, check_mesh, check_placement, check_processes
 from jaxrl.config.platform import AUTO
 from jaxrl.config.rollouts import check_engines
 from jaxrl.config.serving import check_serving
@@ -32,7 +32,6 @@ from jaxrl.losses.kl import KL_ESTIMATORS
 from jaxrl.losses.reduction import REDUCTIONS
 from jaxrl.models.lora import INIT_METHODS
 from jaxrl.models.remat import REMAT_POLICIES
-from jaxrl.optim import SCHEDULERS
 
 STRATEGIES = ("jax", "fsdp", "fsdp2", "megatron")
 
@@ -119,7 +118,7 @@ def validate(config: TrainConfig, num_devices: int = 1, num_processes: int = 1) 
     check_serving(config.serve)
     check_watching(config.trainer.watching, logger_names(config.trainer.logger))
     check_ledger(config.trainer.ledger)
-    check_cluster(config.trainer)
+    check_cluster(config.trainer.cluster, config.trainer.placement.policy_num_nodes)
     groups = [
         batch_groups(config, len(devices) * num_processes, role)
         for role, devices in shares.of_roles()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl.data.prompts import BadRow, messages_of
+from jaxrl.data.messages import BadRow, messages_of
 
 Row = dict[str, Any]
 

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from jaxrl.data.messages import BadRow, messages_of
 from jaxrl.data.packing import collate, length_bucket
-from jaxrl.data.prompts import BadRow, convert_rows, messages_of
+from jaxrl.data.prompts import convert_rows
 from jaxrl.types import GeneratorOutput, Message, TrainBatch
 
 OVERLONG = ("truncate", "drop")

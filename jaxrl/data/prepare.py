@@ -21,7 +21,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jaxrl.data.benchmarks import BENCHMARKS, Row, Split
-from jaxrl.data.prompts import BadRow, bad_rows, read_rows
+from jaxrl.data.messages import BadRow
+from jaxrl.data.prompts import bad_rows, read_rows
 from jaxrl.files import replaced
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")

@@ -6,7 +6,6 @@ reaches the environment as `extras`.
 """
 
 import difflib
-import importlib
 import inspect
 import json
 import re
@@ -20,8 +19,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
+from jaxrl.data.benchmarks import BENCHMARKS
+from jaxrl.data.messages import BadRow, messages_of
 from jaxrl.data.tokenizer import encode_prompt
-from jaxrl.function_calls import parse_call
+from jaxrl.functions import import_named, parse_call
 from jaxrl.types import Message, Prompt
 
 _GENERATOR = re.compile(
@@ -29,10 +30,6 @@ _GENERATOR = re.compile(
 )
 _MAX_REPORTED_ROWS = 5
 Row = TypeVar("Row")
-
-
-class BadRow(ValueError):
-    """What is wrong with a row of a data set; its number is added by `convert_rows`."""
 
 
 def load_rows(source: str) -> list[dict[str, Any]]:
@@ -159,8 +156,6 @@ def check_files(sources: Sequence[str]) -> None:
 
 def _command_for(source: str) -> str:
     """What writes data/<name>/train.parquet or validation.parquet; "": nothing here does."""
-    from jaxrl.data.benchmarks import BENCHMARKS  # which imports this module
-
     path = Path(source)
     if path.parent.name not in BENCHMARKS or path.suffix != ".parquet":
         return ""
@@ -236,7 +231,7 @@ def _generate(source: str, module_name: str, call: str) -> Iterator[Any]:
 
 def _find_function(source: str, module_name: str, function_name: str) -> Callable[..., Any]:
     try:
-        module = importlib.import_module(module_name)
+        module = import_named(module_name)
     except ModuleNotFoundError as error:
         # A module that exists but lacks one of its own imports is a different mistake.
         if not module_name.startswith(error.name or "\0"):
@@ -291,42 +286,3 @@ def _prompt_row(row: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(row.get("env_class"), str | None):
         raise BadRow(f"env_class is not a string: {row['env_class']!r}")
     return {**row, "prompt": messages_of(row["prompt"], "prompt")}
-
-
-def messages_of(value: Any, column: str, role: str = "user") -> list[Message]:
-    """The messages of a column: a list of them, or a string, which is one message.
-
-    Args:
-        role: of a string.
-
-    Raises:
-        BadRow: it is neither, or empty, or a message has no role or no content.
-    """
-    if not isinstance(value, str | list | tuple):
-        kind = type(value).__name__
-        raise BadRow(f"the {column} is not a list of messages but {kind} {value!r}")
-    if not value:
-        raise BadRow(f"the {column} is empty")
-    if isinstance(value, str):
-        return [{"role": role, "content": value}]
-    for number, message in enumerate(value):
-        if problem := _find_message_problem(message):
-            raise BadRow(f"message {number} {problem}")
-    # Parquet gives every message the keys of all of them, with None where a message had none.
-    return [
-        {key: item for key, item in message.items() if item is not None or key == "content"}
-        for message in value
-    ]
-
-
-def _find_message_problem(message: Any) -> str | None:
-    if not isinstance(message, dict):
-        return f"is not a dict with role and content but {message!r}"
-    if not isinstance(message.get("role"), str):
-        return f"has no role; its keys are {sorted(map(str, message))}"
-    # Only a tool call may come without text; a list is content in parts.
-    if not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):
-        return (
-            f"(role {message['role']!r}) has no content; its keys are {sorted(map(str, message))}"
-        )
-    return None

@@ -1,12 +1,12 @@
 """The environments: tables of names, and making one for a prompt."""
 
 import difflib
-import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl.envs.protocol import Env, Settings, StepOutput
-from jaxrl.user_functions import is_edited_cell
+from jaxrl.functions import import_named
+from jaxrl.registry.pickling import is_edited_cell
 
 __all__ = [
     "ADAPTERS",
@@ -23,23 +23,23 @@ __all__ = [
 
 # name -> "module:Class", imported when first used
 ENVS: dict[str, str | Callable[..., Env]] = {
-    "addition": "jaxrl.envs.addition:AdditionEnv",
-    "aime": "jaxrl.envs.aime:AIMEEnv",
-    "calculator": "jaxrl.envs.calculator:CalculatorEnv",
-    "countdown": "jaxrl.envs.countdown:CountdownEnv",
-    "gsm8k": "jaxrl.envs.gsm8k:Gsm8kEnv",
-    "gsm8k_multi_turn": "jaxrl.envs.gsm8k_multi_turn:Gsm8kMultiTurnEnv",
-    "guess_number": "jaxrl.envs.guess_number:GuessNumberEnv",
-    "lcb": "jaxrl.envs.lcb:LCBEnv",
-    "llm_as_a_judge": "jaxrl.envs.llm_as_a_judge:LLMJudgeEnv",
-    "math": "jaxrl.envs.mathematics:MathEnv",
-    "multiply": "jaxrl.envs.multiply:MultiplyEnv",
-    "python_code": "jaxrl.envs.python_code:PythonCodeEnv",
-    "search": "jaxrl.envs.search:SearchEnv",
+    "addition": "jaxrl.envs.toys.addition:AdditionEnv",
+    "aime": "jaxrl.envs.tasks.aime:AIMEEnv",
+    "calculator": "jaxrl.envs.toys.calculator:CalculatorEnv",
+    "countdown": "jaxrl.envs.toys.countdown:CountdownEnv",
+    "gsm8k": "jaxrl.envs.tasks.gsm8k:Gsm8kEnv",
+    "gsm8k_multi_turn": "jaxrl.envs.tasks.gsm8k_multi_turn:Gsm8kMultiTurnEnv",
+    "guess_number": "jaxrl.envs.toys.guess_number:GuessNumberEnv",
+    "lcb": "jaxrl.envs.sandbox.lcb:LCBEnv",
+    "llm_as_a_judge": "jaxrl.envs.tasks.llm_as_a_judge:LLMJudgeEnv",
+    "math": "jaxrl.envs.tasks.mathematics:MathEnv",
+    "multiply": "jaxrl.envs.toys.multiply:MultiplyEnv",
+    "python_code": "jaxrl.envs.sandbox.python_code:PythonCodeEnv",
+    "search": "jaxrl.envs.tasks.search:SearchEnv",
     "single_turn": "jaxrl.envs.single_turn:SingleTurnEnv",
-    "sort_digits": "jaxrl.envs.sort_digits:SortDigitsEnv",
-    "text2sql": "jaxrl.envs.text2sql:Text2SQLEnv",
-    "text_adventure": "jaxrl.envs.text_adventure:TextAdventureEnv",
+    "sort_digits": "jaxrl.envs.toys.sort_digits:SortDigitsEnv",
+    "text2sql": "jaxrl.envs.tasks.text2sql:Text2SQLEnv",
+    "text_adventure": "jaxrl.envs.toys.text_adventure:TextAdventureEnv",
 }
 BUILT_IN = frozenset(ENVS)
 # Those of them that judge by `reward_spec["ground_truth"]` of the row; a row needs one.
@@ -47,11 +47,11 @@ NEED_TRUTH = BUILT_IN - {"single_turn", "text_adventure"}
 # Environments of other libraries, written with their name there: "reasoning_gym:chain_sum".
 # name -> a subclass of `adapter.Adapter`, and an example of what follows the colon
 ADAPTERS: dict[str, tuple[str, str]] = {
-    "gymnasium": ("jaxrl.envs.gymnasium:GymnasiumEnv", "FrozenLake-v1"),
-    "openenv": ("jaxrl.envs.openenv:OpenEnvEnv", "http://127.0.0.1:8000"),
-    "reasoning_gym": ("jaxrl.envs.reasoning_gym:ReasoningGymEnv", "chain_sum"),
-    "skyrl_gym": ("jaxrl.envs.skyrl_gym:SkyRLGymEnv", "gsm8k"),
-    "verifiers": ("jaxrl.envs.verifiers:VerifiersEnv", "gsm8k"),
+    "gymnasium": ("jaxrl.envs.adapters.gymnasium:GymnasiumEnv", "FrozenLake-v1"),
+    "openenv": ("jaxrl.envs.adapters.openenv:OpenEnvEnv", "http://127.0.0.1:8000"),
+    "reasoning_gym": ("jaxrl.envs.adapters.reasoning_gym:ReasoningGymEnv", "chain_sum"),
+    "skyrl_gym": ("jaxrl.envs.adapters.skyrl_gym:SkyRLGymEnv", "gsm8k"),
+    "verifiers": ("jaxrl.envs.adapters.verifiers:VerifiersEnv", "gsm8k"),
 }
 
 
@@ -137,7 +137,7 @@ def register(name: str, entry_point: str | Callable[..., Env]) -> None:
 def _import(entry_point: str) -> Any:
     module_name, _, class_name = entry_point.partition(":")
     try:
-        module = importlib.import_module(module_name)
+        module = import_named(module_name)
     except ModuleNotFoundError as error:
         # A module that exists but lacks one of its own imports is a different mistake.
         if not module_name.startswith(error.name or "\0"):

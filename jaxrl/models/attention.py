@@ -10,18 +10,16 @@ segment ids, and its packed form is no public interface of JAX. The CPU has none
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxrl.models.architecture import TransformerConfig
 from jaxrl.models.linear import einsum_float32
 from jaxrl.models.rope import rotary
 from jaxrl.parallel.rules import Placement
-
-if TYPE_CHECKING:  # transformer.py imports this module
-    from jaxrl.models.transformer import TransformerConfig
 
 BLOCK = 128  # the kernels take whole blocks of tokens
 # Of queries. Eight blocks instead of four: the same at 192 tokens, 335 instead of 411 ms at 512
@@ -50,7 +48,7 @@ class View(NamedTuple):
 
 
 def layer_views(
-    config: "TransformerConfig", mask: Mask, positions: jax.Array, key_positions: jax.Array
+    config: TransformerConfig, mask: Mask, positions: jax.Array, key_positions: jax.Array
 ) -> Callable[[jax.Array | bool], View]:
     """The view of a layer, by whether the layer slides; both kinds are computed once, here.
 
@@ -85,13 +83,13 @@ def softcap(x: jax.Array, cap: float | None) -> jax.Array:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def scale(config: "TransformerConfig") -> float:
+def scale(config: TransformerConfig) -> float:
     """Factor of the scores."""
     return (config.query_pre_attn_scalar or config.head_dim) ** -0.5
 
 
 def attention(
-    config: "TransformerConfig", q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
+    config: TransformerConfig, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
 ) -> jax.Array:
     """Grouped-query softmax attention, softmax in float32.
 
@@ -109,7 +107,7 @@ def attention(
 
 
 def causal_attention(
-    config: "TransformerConfig", q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
+    config: TransformerConfig, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
 ) -> jax.Array:
     """`attention` where no token looks ahead: a block of queries and the keys up to its end.
 
@@ -126,7 +124,7 @@ def causal_attention(
 
 
 def choose_kernel(
-    config: "TransformerConfig", flash_attn: bool, platform: str, dtype: jnp.dtype
+    config: TransformerConfig, flash_attn: bool, platform: str, dtype: jnp.dtype
 ) -> str:
     """The kernel of `trainer.flash_attn` on a platform: "xla" (plain), "splash" or "triton".
 
@@ -142,7 +140,7 @@ def choose_kernel(
     return kernel
 
 
-def kernel_needs(config: "TransformerConfig", kernel: str, dtype: jnp.dtype) -> list[str]:
+def kernel_needs(config: TransformerConfig, kernel: str, dtype: jnp.dtype) -> list[str]:
     """What a kernel wants of a model and does not find, in words; empty: it can run it."""
     limits = {
         "splash": [
@@ -164,7 +162,7 @@ def training_mask(segment_ids: jax.Array, kernel: str) -> Mask:
 
 
 def self_attention(
-    config: "TransformerConfig",
+    config: TransformerConfig,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -205,7 +203,7 @@ def self_attention(
 
 
 def splash(
-    config: "TransformerConfig",
+    config: TransformerConfig,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -267,7 +265,7 @@ def _splash_blocks(block: int) -> Any:
 
 
 def triton(
-    config: "TransformerConfig",
+    config: TransformerConfig,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,

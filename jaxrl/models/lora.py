@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.models import transformer
+from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.linear import LoraWeight, is_adapted
 from jaxrl.models.transformer import Params, ParamSpec, TransformerConfig
 from jaxrl.models.weights import HFWeight, is_weight, layer_names, weight_map
@@ -342,3 +343,32 @@ def with_dropout(params: Any, keys: Array | None) -> Any:
 
 def _fold(keys: Array, number: int | Array) -> Array:
     return jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, number)))(keys)
+
+
+def lora_config(
+    settings: Any, model: TransformerConfig | AdaptedModel, role: str
+) -> LoraConfig | None:
+    """Return the adapters that a config asks for; None: rank 0, all weights are trained.
+
+    Args:
+        settings: rank, alpha, dropout, init_method, target_modules and exclude_modules.
+        role: "policy" or "critic", whose they are.
+
+    Raises:
+        ValueError: the model is a flax module, or a pattern matches none of its matrices.
+    """
+    if settings.rank == 0:
+        return None
+    if isinstance(model, AdaptedModel):
+        raise ValueError(
+            f"trainer.{role}.model.lora.rank={settings.rank}: {model.name} is a flax module, whose "
+            "products jaxrl cannot see; set rank to 0, or put adapters into the module"
+        )
+    return LoraConfig(
+        model,
+        select_modules(model, settings.target_modules, settings.exclude_modules),
+        rank=settings.rank,
+        alpha=settings.alpha,
+        dropout=settings.dropout,
+        init_method=settings.init_method,
+    )

@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxrl.models.architecture import TransformerConfig
 from jaxrl.models.attention import (
     Attend,
     View,
@@ -39,7 +39,7 @@ from jaxrl.models.linear import (
     rounded,
 )
 from jaxrl.models.remat import ATTENTION, LAYER_INPUT, recompute
-from jaxrl.models.rope import RopeScaling, rotate
+from jaxrl.models.rope import rotate
 from jaxrl.parallel.processes import put
 from jaxrl.parallel.rules import Placement, constrain
 
@@ -53,42 +53,6 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
-
-
-@dataclass(frozen=True)
-class TransformerConfig:
-    """Architecture of a Llama-, Qwen-, Mistral- or Gemma-shaped decoder.
-
-    Example: `TransformerConfig(vocab_size=32, hidden_size=64, intermediate_size=128, num_layers=2,
-    num_heads=4, num_kv_heads=2, head_dim=16)` is the 100k-parameter model of the quickstart.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope_theta: float = 10_000.0
-    rms_norm_eps: float = 1e-6
-    tie_embeddings: bool = True
-    attention_bias: bool = False  # Qwen2: biases on q, k and v
-    qk_norm: bool = False  # Qwen3, Gemma 3: RMSNorm over each query and key head
-    initializer_range: float = 0.02
-    attention_output_bias: bool = False
-    activation: str = "silu"  # a key of `ACTIVATIONS`
-    rope_scaling: RopeScaling | None = None
-    sliding_window: int | None = None  # a sliding layer sees this many tokens, its own included
-    sliding_layers: tuple[bool, ...] = ()  # one per layer; empty: no layer slides
-    local_rope_theta: float | None = None  # Gemma 3: unscaled rope of sliding layers; None = same
-    post_norms: bool = False  # Gemma: norms after attention and after the MLP as well
-    unit_offset_norm: bool = False  # Gemma: norms multiply by 1 + scale
-    scale_embeddings: bool = False  # Gemma: embeddings times sqrt(D)
-    query_pre_attn_scalar: float | None = None  # scores / its square root; None = h
-    attention_softcap: float | None = None  # Gemma 2: scores -> cap tanh(scores / cap)
-    final_softcap: float | None = None  # the same for logits
-    value_head: str | None = None  # a critic: name of its head, which has the vocabulary's place
 
 
 class ParamSpec(NamedTuple):

@@ -7,10 +7,10 @@ from contextlib import closing
 from typing import Any, Protocol
 
 from jaxrl.config import SamplingParams, TrainConfig
-from jaxrl.rollout.columns import checked
-from jaxrl.rollout.conversation import generator_input, sampling_of
-from jaxrl.rollout.loop_thread import LoopThread
-from jaxrl.rollout.step_wise import merge_steps
+from jaxrl.rollout.conversations.columns import checked
+from jaxrl.rollout.conversations.conversation import generator_input, sampling_of
+from jaxrl.rollout.conversations.loop_thread import LoopThread
+from jaxrl.rollout.conversations.step_wise import merge_steps
 from jaxrl.types import GeneratorInput, GeneratorOutput, Prompt
 
 

@@ -19,10 +19,10 @@ from jaxrl.cluster import environment_workers
 from jaxrl.cluster.environment_workers import EnvironmentWorkers
 from jaxrl.config import GeneratorConfig
 from jaxrl.envs import Env
-from jaxrl.rollout.conversation import ConversationGenerator, sample_key
+from jaxrl.rollout.conversations.conversation import ConversationGenerator, sample_key
+from jaxrl.rollout.conversations.reward_terms import RewardTerms
 from jaxrl.rollout.generator import generate_now
 from jaxrl.rollout.protocol import Sampling
-from jaxrl.rollout.reward_terms import RewardTerms
 from jaxrl.train import BasePPOExp
 from tests.rollout.scripted import ScriptedEngine, TalkingEnv, make_prompt
 from tests.rollout.test_multi_turn import ASK, END, TOKENIZER

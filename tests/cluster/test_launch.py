@@ -13,8 +13,8 @@ import ray
 from jaxrl.cluster import initialize, launch, settings
 from jaxrl.cluster.experiment import pack_job
 from jaxrl.config import load_config_file, resolve
+from jaxrl.registry.pickling import unpack
 from jaxrl.train import BasePPOExp
-from jaxrl.user_functions import unpack
 from tests.test_train import QUICKSTART
 
 ROOT = Path(__file__).parents[2]

@@ -8,10 +8,10 @@ import threading
 import pytest
 import ray
 
-from jaxrl import registry, user_functions
+from jaxrl import registry
 from jaxrl.cluster import registry_sync
 from jaxrl.losses import LOSSES
-from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry
+from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry, pickling
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -172,8 +172,8 @@ def test_a_package_that_the_worker_lacks_is_named(cluster, tmp_path, monkeypatch
     """Installed in the driver alone: simulated by a module that looks installed."""
     (tmp_path / "driver_only_package.py").write_text("def f(x):\n    return x\n")
     monkeypatch.syspath_prepend(tmp_path)
-    installed = (*user_functions.INSTALLED, str(tmp_path))
-    monkeypatch.setattr(user_functions, "INSTALLED", installed)
+    installed = (*pickling.INSTALLED, str(tmp_path))
+    monkeypatch.setattr(pickling, "INSTALLED", installed)
     package = importlib.import_module("driver_only_package")
 
     def loss(log_probs, old_log_probs, advantages, config, loss_mask=None):

@@ -4,7 +4,7 @@ import pytest
 import ray
 
 from jaxrl.cluster.rollout_worker import bundles, ray_workers
-from jaxrl.rollout.http_client import Server
+from jaxrl.rollout.remote.http_client import Server
 from tests.rollout.test_rollout_workers import trained
 from tests.test_train import assert_bitwise_equal
 

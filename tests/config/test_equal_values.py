@@ -14,8 +14,9 @@ from jaxrl.config import AlgorithmConfig, TrainConfig, apply_overrides
 from jaxrl.config.grpo_variants import GRPO_VARIANTS
 from jaxrl.data.packing import empty_batch
 from jaxrl.losses.off_policy import off_policy_correction
-from jaxrl.objective import make_objective, make_policy_loss, minibatch_weights
-from jaxrl.rewards import make_estimate
+from jaxrl.registry.bind import make_policy_loss
+from jaxrl.training.objective import make_objective, minibatch_weights
+from jaxrl.training.rewards import make_estimate
 from tests.config.test_migration_docs import VERL_AND_TRL, rows
 
 KEY = jax.random.key(0)

@@ -321,7 +321,8 @@ def test_a_converted_run_trains(tmp_path):
     root = Path(__file__).parents[2]
     output = tmp_path / "recipe.py"
     words = [
-        "data.train_data=[\"jaxrl.envs.sort_digits:prompts(size=8, length=2, split='train')\"]",
+        "data.train_data="
+        "[\"jaxrl.envs.toys.sort_digits:prompts(size=8, length=2, split='train')\"]",
         "data.val_data=[]",
         f"trainer.policy.model.path={root}/configs/tiny_char_model",
         "trainer.placement.policy_num_gpus_per_node=8",

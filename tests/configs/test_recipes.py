@@ -15,12 +15,12 @@ from benchmarks.shapes import write_model_folder
 from jaxrl import config as cfg
 from jaxrl.config.document_recipes import PAGE, RECIPES, read_header, recipes_page
 from jaxrl.models.lora import trained
-from jaxrl.planning.costs import estimated
-from jaxrl.planning.plan import make_plan
-from jaxrl.planning.topology import machine
+from jaxrl.records.callbacks import TrainingCallback
 from jaxrl.sft import sft
+from jaxrl.tools.plan.costs import estimated
+from jaxrl.tools.plan.plan import make_plan
+from jaxrl.tools.plan.topology import machine
 from jaxrl.train import BasePPOExp
-from jaxrl.watching.callbacks import TrainingCallback
 from tests.configs.tiny import Answers, database, prepared, tiny
 
 NAMES = sorted(path.stem for path in RECIPES.glob("*.py"))

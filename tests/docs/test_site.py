@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from tests.reporting.browser import Browser, find_browser
+from tests.tools.report.browser import Browser, find_browser
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("mkdocs", reason="`make docs` installs the extra docs")

@@ -10,7 +10,7 @@ import pytest
 from jaxrl.advantages import ESTIMATORS
 from jaxrl.config import TrainConfig
 from jaxrl.losses import LOSSES
-from jaxrl.watching.alarms import RULES
+from jaxrl.records.alarms import RULES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/troubleshooting.md").read_text()
@@ -79,7 +79,7 @@ def test_commands(command):
     assert all(flag in source or flag == "--config" for flag in flags)
     only = [c for w in words if w.startswith("--only=") for c in w[7:].split(",")]
     if only:
-        from jaxrl.doctor import chosen
+        from jaxrl.tools.doctor.examination import chosen
 
         assert chosen(only)  # raises where there is no such check
 

@@ -14,12 +14,12 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from jaxrl.envs import sandbox
+from jaxrl.envs.sandbox import sandbox
 
 _SCRIPT = """
 import dataclasses, json, os, sys
 sys.path.insert(0, os.getcwd())
-from jaxrl.envs import sandbox
+from jaxrl.envs.sandbox import sandbox
 given = json.load(sys.stdin)
 sandbox._ENVIRONMENT["MARK"] = given["mark"]
 try:
@@ -40,7 +40,7 @@ def run(code: str, stdin: str, limits: sandbox.Limits, mark: str) -> sandbox.Res
     if python is None:
         raise sandbox.SandboxError("no Python of this machine may be started by other users")
     with tempfile.TemporaryDirectory(prefix=mark) as folder:
-        package = Path(folder, "jaxrl", "envs")
+        package = Path(folder, "jaxrl", "envs", "sandbox")
         package.mkdir(parents=True)
         for name in ("sandbox.py", "jail.py", "seccomp.py"):
             shutil.copy(Path(sandbox.__file__).with_name(name), package / name)

@@ -11,8 +11,8 @@ import pytest
 
 from jaxrl import envs
 from jaxrl.data.prompts import load_rows
-from jaxrl.envs.gymnasium import prompts
-from jaxrl.rollout.environment_pool import EnvironmentPool
+from jaxrl.envs.adapters.gymnasium import prompts
+from jaxrl.rollout.conversations.environment_pool import EnvironmentPool
 
 LAKE = {"actions": ["left", "down", "right", "up"], "is_slippery": False}
 TAXI = max(name for name in gymnasium.registry if name.startswith("Taxi-v"))  # v3 in 1.0

@@ -13,7 +13,7 @@ import types
 import pytest
 
 from jaxrl import envs
-from jaxrl.envs.openenv import OpenEnvEnv
+from jaxrl.envs.adapters.openenv import OpenEnvEnv
 from jaxrl.envs.readiness import check_environments
 from jaxrl.types import Prompt
 
@@ -183,7 +183,8 @@ class NoClient:
 
 def test_it_is_asked_before_a_run(monkeypatch):
     monkeypatch.setattr(
-        "jaxrl.envs.openenv._library", lambda: types.SimpleNamespace(GenericEnvClient=NoClient)
+        "jaxrl.envs.adapters.openenv._library",
+        lambda: types.SimpleNamespace(GenericEnvClient=NoClient),
     )
     env_class = "openenv:http://127.0.0.1:9"
     prompt = Prompt("0:0", [{"role": "user", "content": "1"}], (1,), env_class, {})

@@ -34,8 +34,8 @@ def steps_of(folder):
 def test_a_curriculum_of_reasoning_gym_is_the_order_of_the_data_and_resumes(tmp_path):
     settings = {
         "data.train_data": [
-            "jaxrl.envs.reasoning_gym:curriculum(family='chain_sum', size=16, levels=[0, 1], "
-            "extract='last_number')"
+            "jaxrl.envs.adapters.reasoning_gym:curriculum(family='chain_sum', size=16, "
+            "levels=[0, 1], extract='last_number')"
         ],
         "data.shuffle": False,
         "trainer.max_prompt_length": 128,
@@ -91,8 +91,8 @@ def test_a_multi_turn_environment_of_skyrl_gym(tmp_path):
 def test_an_environment_of_gymnasium(tmp_path):
     settings = {
         "data.train_data": [
-            "jaxrl.envs.gymnasium:prompts(name='FrozenLake-v1', size=16, is_slippery=False, "
-            "desc=['SG'], action_pattern='([0-3])', instruction='go', "
+            "jaxrl.envs.adapters.gymnasium:prompts(name='FrozenLake-v1', size=16, "
+            "is_slippery=False, desc=['SG'], action_pattern='([0-3])', instruction='go', "
             f"observe='{__name__}:place')"
         ],
         "trainer.algorithm.max_seq_len": 256,

@@ -9,8 +9,8 @@ import textwrap
 import pytest
 
 from jaxrl import envs
-from jaxrl.envs import verifiers
-from jaxrl.rollout.environment_pool import EnvironmentPool
+from jaxrl.envs.adapters import verifiers
+from jaxrl.rollout.conversations.environment_pool import EnvironmentPool
 
 MODULES = {
     "vf_sums": """
@@ -119,7 +119,7 @@ def vf(tmp_path_factory):
     for name, text in MODULES.items():
         (folder / f"{name}.py").write_text(textwrap.dedent(text))
     sys.path.insert(0, str(folder))
-    from jaxrl.envs import verifiers
+    from jaxrl.envs.adapters import verifiers
 
     yield verifiers
     sys.path.remove(str(folder))

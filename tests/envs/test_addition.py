@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl.envs.addition import AdditionEnv, prompts
+from jaxrl.envs.toys.addition import AdditionEnv, prompts
 
 
 @pytest.mark.parametrize(

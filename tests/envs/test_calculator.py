@@ -10,9 +10,9 @@ from benchmarks.tool_use import demonstrate, load
 from jaxrl import envs
 from jaxrl.data.conversations import encode_conversation
 from jaxrl.data.tokenizer import load_tokenizer
-from jaxrl.envs.calculator import CalculatorToolGroup, prompts
+from jaxrl.envs.toys.calculator import CalculatorToolGroup, prompts
+from jaxrl.records.json_lines import read_lines
 from jaxrl.train import train
-from jaxrl.watching.json_lines import read_lines
 
 MODEL = Path(__file__).parents[2] / "configs" / "tiny_tool_model"
 

@@ -11,9 +11,9 @@ from jaxrl import envs
 from jaxrl.config.dataclass_config import get_config_as_dict
 from jaxrl.config.environment import SandboxConfig, SkyRLGymConfig
 from jaxrl.data.tokenizer import character_tokenizer
-from jaxrl.envs import sandbox
 from jaxrl.envs.answers import same_answer
 from jaxrl.envs.protocol import Env
+from jaxrl.envs.sandbox import sandbox
 from jaxrl.envs.tools import ToolGroup, tool
 from tests.envs.test_sandbox import needs_sandbox
 from tests.rollout.scripted import converse, make_prompt

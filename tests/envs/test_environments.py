@@ -7,12 +7,12 @@ import sys
 import pytest
 
 from jaxrl import envs
+from jaxrl.envs.adapters.reasoning_gym import ReasoningGymEnv
 from jaxrl.envs.answers import is_algebra, is_literal, last_number, tagged_answer
-from jaxrl.envs.gsm8k import Gsm8kEnv
 from jaxrl.envs.protocol import Env, StepOutput, read_ground_truth
-from jaxrl.envs.reasoning_gym import ReasoningGymEnv
-from jaxrl.envs.sort_digits import SortDigitsEnv
-from jaxrl.envs.split import draw_distinct, in_split
+from jaxrl.envs.tasks.gsm8k import Gsm8kEnv
+from jaxrl.envs.toys.sort_digits import SortDigitsEnv
+from jaxrl.envs.toys.split import draw_distinct, in_split
 
 SPEC = {"reward_spec": {"method": "rule", "ground_truth": "12"}}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl.envs.gsm8k import Gsm8kEnv
+from jaxrl.envs.tasks.gsm8k import Gsm8kEnv
 
 
 def step(response, method="rule", ground_truth="72"):

@@ -9,9 +9,9 @@ from jaxrl import config as cfg
 from jaxrl import envs
 from jaxrl.envs import json_request
 from jaxrl.envs.json_request import RequestError
-from jaxrl.envs.llm_as_a_judge import GSM8K_PROMPT, read_score
-from jaxrl.rollout.environment_pool import EnvironmentPool
-from jaxrl.rollout.session import EnvironmentFailure, Session
+from jaxrl.envs.tasks.llm_as_a_judge import GSM8K_PROMPT, read_score
+from jaxrl.rollout.conversations.environment_pool import EnvironmentPool
+from jaxrl.rollout.conversations.session import EnvironmentFailure, Session
 from jaxrl.types import Prompt
 from tests.envs.json_server import JsonServer, closed_url, serving
 

@@ -5,8 +5,9 @@ from fractions import Fraction
 import pytest
 
 from jaxrl import envs
-from jaxrl.envs import countdown, math_checker, multiply
-from jaxrl.envs.aime import normalize
+from jaxrl.envs.tasks import math_checker
+from jaxrl.envs.tasks.aime import normalize
+from jaxrl.envs.toys import countdown, multiply
 
 
 def make(env_class, ground_truth, **extras):

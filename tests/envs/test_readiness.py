@@ -6,12 +6,13 @@ import pytest
 
 from jaxrl import config as cfg
 from jaxrl import envs
-from jaxrl.envs import Env, sandbox
+from jaxrl.envs import Env
 from jaxrl.envs.json_request import RequestError
 from jaxrl.envs.protocol import conversation_extras
 from jaxrl.envs.readiness import ServerAwayError, check_environments
-from jaxrl.rollout.session import EnvironmentFailure
-from jaxrl.rollout.trajectories import refuse_all_failed
+from jaxrl.envs.sandbox import sandbox
+from jaxrl.rollout.conversations.session import EnvironmentFailure
+from jaxrl.rollout.conversations.trajectories import refuse_all_failed
 from jaxrl.train import BasePPOExp, exit_status
 from jaxrl.types import Prompt
 from tests.envs.json_server import closed_url
@@ -191,7 +192,7 @@ def test_a_run_refuses_them_before_the_engine_is_made(tmp_path):
     config = cfg.apply_overrides(
         cfg.load_config_file(QUICKSTART),
         {
-            "data.train_data": ["jaxrl.envs.sort_digits:prompts(size=64, seed=0)"],
+            "data.train_data": ["jaxrl.envs.toys.sort_digits:prompts(size=64, seed=0)"],
             "data.val_data": ["tests.envs.test_readiness:rows()"],
             "trainer.log_path": str(tmp_path),
             "trainer.ckpt_path": str(tmp_path / "checkpoints"),

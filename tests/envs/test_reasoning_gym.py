@@ -11,8 +11,8 @@ import pytest
 
 from jaxrl import envs
 from jaxrl.data.prompts import load_rows
-from jaxrl.envs import reasoning_gym, tagged_json
-from jaxrl.envs.reasoning_gym import curriculum, prompts
+from jaxrl.envs.adapters import reasoning_gym, tagged_json
+from jaxrl.envs.adapters.reasoning_gym import curriculum, prompts
 
 ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 # Families that name no answer, because many are right.

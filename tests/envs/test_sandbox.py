@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl.envs import jail, sandbox
-from jaxrl.envs.sandbox import Limits, SandboxError, run, run_each
+from jaxrl.envs.sandbox import jail, sandbox
+from jaxrl.envs.sandbox.sandbox import Limits, SandboxError, run, run_each
 from tests.envs import plain_user
 
 LIMITS = Limits(
@@ -605,7 +605,7 @@ def test_the_end_of_the_output_is_not_waited_for():
 def test_it_dies_with_the_process_that_started_it(marked):
     code = f"""
 from pathlib import Path
-from jaxrl.envs import sandbox
+from jaxrl.envs.sandbox import sandbox
 sandbox._JAIL = Path({str(marked)!r})
 sandbox._ENVIRONMENT["MARK"] = {MARK!r}
 sandbox.run("while True: pass")

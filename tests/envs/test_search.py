@@ -14,12 +14,13 @@ import pytest
 
 from jaxrl import config as cfg
 from jaxrl import envs
-from jaxrl.envs import json_request, retriever, retriever_server
+from jaxrl.envs import json_request
 from jaxrl.envs.json_request import RequestError
-from jaxrl.envs.passages import Passage, read_passages
-from jaxrl.envs.retriever import Hit, LocalRetriever, RemoteRetriever
-from jaxrl.envs.retriever_server import main, make_server
-from jaxrl.envs.search import normalize_answer
+from jaxrl.envs.retrieval import retriever, retriever_server
+from jaxrl.envs.retrieval.passages import Passage, read_passages
+from jaxrl.envs.retrieval.retriever import Hit, LocalRetriever, RemoteRetriever
+from jaxrl.envs.retrieval.retriever_server import main, make_server
+from jaxrl.envs.tasks.search import normalize_answer
 from tests.envs.json_server import JsonServer, closed_url, serving
 
 PASSAGES = [
@@ -430,7 +431,7 @@ def test_the_command_refuses_what_it_cannot_serve(capsys):
 
 @pytest.mark.slow
 def test_the_command(corpus):
-    words = ["-m", "jaxrl.envs.retriever_server", "--corpus", corpus, "--port", "0"]
+    words = ["-m", "jaxrl.envs.retrieval.retriever_server", "--corpus", corpus, "--port", "0"]
     with subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True) as process:
         try:
             line = process.stdout.readline().strip()

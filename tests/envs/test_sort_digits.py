@@ -4,7 +4,7 @@ import pytest
 
 from jaxrl.data.prompts import load_prompts
 from jaxrl.data.tokenizer import character_tokenizer
-from jaxrl.envs.sort_digits import SortDigitsEnv, prompts
+from jaxrl.envs.toys.sort_digits import SortDigitsEnv, prompts
 
 
 def rewards(tokens, answer="1234"):
@@ -105,7 +105,7 @@ def test_impossible_data_sets(arguments, problem):
 
 def test_works_as_a_data_source():
     loaded, num_filtered = load_prompts(
-        ["jaxrl.envs.sort_digits:prompts(size=5, seed=3, length=3)"],
+        ["jaxrl.envs.toys.sort_digits:prompts(size=5, seed=3, length=3)"],
         character_tokenizer("0123456789 +=>"),
         max_prompt_length=4,
         default_env_class="gsm8k",

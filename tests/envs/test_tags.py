@@ -6,10 +6,10 @@ import re
 import pytest
 
 from jaxrl import envs
+from jaxrl.envs.adapters.verifiers import _calls
 from jaxrl.envs.answers import tagged_answer
-from jaxrl.envs.llm_as_a_judge import read_score
 from jaxrl.envs.tags import every_tagged, first_tagged, last_tagged
-from jaxrl.envs.verifiers import _calls
+from jaxrl.envs.tasks.llm_as_a_judge import read_score
 
 PIECES = ("<a>", "</a>", "<b>", "</b>", "x", "\n", "<a", ">")
 

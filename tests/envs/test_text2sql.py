@@ -8,8 +8,8 @@ import pytest
 from jaxrl import envs
 from jaxrl.config.dataclass_config import get_config_as_dict
 from jaxrl.config.environment import SkyRLGymConfig
-from jaxrl.envs.sqlite_query import Answer, query
-from jaxrl.envs.text2sql import find_solution
+from jaxrl.envs.tasks.sqlite_query import Answer, query
+from jaxrl.envs.tasks.text2sql import find_solution
 
 ROWS = [("Ada", 36, 1.5, b"\x00"), ("Bob", 25, None, b"x"), ("Cem", 25, -0.0, None)]
 

@@ -4,7 +4,7 @@ import pytest
 
 from jaxrl import config as cfg
 from jaxrl import envs
-from jaxrl.envs.text_adventure import RULES, prompts
+from jaxrl.envs.toys.text_adventure import RULES, prompts
 from jaxrl.train import train
 from tests.test_train import ROOT, metric_lines
 
@@ -130,7 +130,7 @@ def test_houses_that_are_none(changes, problem):
 @pytest.mark.slow
 def test_two_steps_of_training(tmp_path):
     changes = {
-        "data.train_data": ["jaxrl.envs.text_adventure:prompts(size=16, seed=0, rooms=2)"],
+        "data.train_data": ["jaxrl.envs.toys.text_adventure:prompts(size=16, seed=0, rooms=2)"],
         "data.val_data": [],
         "environment.env_class": "text_adventure",
         "trainer.eval_interval": -1,

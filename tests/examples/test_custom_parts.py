@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from jaxrl.watching.json_lines import read_lines
+from jaxrl.records.json_lines import read_lines
 from tests.examples.notebook_kernels import ROOT, environment
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from jaxrl.watching.json_lines import read_lines
+from jaxrl.records.json_lines import read_lines
 from tests.examples.notebook_kernels import ROOT, run_notebook, streams
 
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
@@ -98,8 +98,8 @@ CELLS = """
     from jaxrl.envs import Env, StepOutput
     from jaxrl.registry import PolicyLossRegistry, register_policy_loss, source_hashes
     from jaxrl.train import train
-    from jaxrl.user_functions import pack, unpack
-    from jaxrl.watching.json_lines import read_lines
+    from jaxrl.registry.pickling import pack, unpack
+    from jaxrl.records.json_lines import read_lines
 
     def config(name, steps, loss="mine"):
         config = load_config_file({quickstart!r})

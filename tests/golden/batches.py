@@ -14,6 +14,7 @@ from jaxrl.advantages import ESTIMATORS
 from jaxrl.array_ops import entropy, token_log_probs
 from jaxrl.config import TrainConfig, resolve
 from jaxrl.config.dataclass_config import flatten
+from jaxrl.data.columns import trajectory_numbers
 from jaxrl.data.packing import collate, token_level
 from jaxrl.data.selection import (
     filter_rows,
@@ -21,9 +22,9 @@ from jaxrl.data.selection import (
     soft_overlong_punishment,
     zero_variance_groups,
 )
-from jaxrl.metrics import advantage_metrics, score_metrics
-from jaxrl.rewards import advantages_of
-from jaxrl.rollout.step_wise import merge_steps, trajectory_numbers
+from jaxrl.rollout.conversations.step_wise import merge_steps
+from jaxrl.training.metrics import advantage_metrics, score_metrics
+from jaxrl.training.rewards import advantages_of
 from jaxrl.types import TrainBatch
 from tests.golden import Case
 from tests.golden.arrays import BITS, EXACT, Outputs, floats, metrics_within, unpadded, within

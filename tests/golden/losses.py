@@ -23,12 +23,8 @@ from jaxrl.losses.kl import adaptive_kl_coef, approximate_kl, penalized_rewards
 from jaxrl.losses.off_policy import correction_enabled, off_policy_correction
 from jaxrl.losses.reduction import reduction_weights
 from jaxrl.losses.value import value_loss
-from jaxrl.objective import (
-    make_objective,
-    make_policy_loss,
-    minibatch_weights,
-    reduce_metric,
-)
+from jaxrl.registry.bind import make_policy_loss
+from jaxrl.training.objective import make_objective, minibatch_weights, reduce_metric
 from jaxrl.types import TrainBatch
 from tests.golden import Case
 from tests.golden.arrays import (

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl.losses.cispo import cispo
-from jaxrl.objective import reduce_metric
+from jaxrl.training.objective import reduce_metric
 
 
 def config(low=0.5, high=1.0, anchor="old"):

@@ -17,7 +17,6 @@ import jaxrl
 from jaxrl import config as cfg
 from jaxrl.data.microbatches import Microbatching
 from jaxrl.data.packing import one_per_row
-from jaxrl.forward import log_probs_and_entropy
 from jaxrl.models import (
     TransformerConfig,
     abstract_params,
@@ -31,11 +30,12 @@ from jaxrl.models import (
 from jaxrl.models.adapter import check_packing
 from jaxrl.models.transformer import describe
 from jaxrl.parallel import ShardingRules, make_mesh, param_shardings
-from jaxrl.rollout.native import NativeEngine
+from jaxrl.rollout.native.engine import NativeEngine
+from jaxrl.rollout.native.recompute import RecomputeEngine
 from jaxrl.rollout.protocol import Request, Sampling
-from jaxrl.rollout.recompute import RecomputeEngine
-from jaxrl.scorer import Scorer
-from tests.test_update import ROWS, make_batch
+from jaxrl.training.forward import log_probs_and_entropy
+from jaxrl.training.scorer import Scorer
+from tests.training.test_update import ROWS, make_batch
 
 CONFIG = TransformerConfig(
     vocab_size=32,
@@ -239,7 +239,7 @@ def load_example():
 def test_the_example_trains_resumes_and_refuses_an_export(tmp_path):
     example = load_example()
     small = {
-        "data.train_data": ["jaxrl.envs.sort_digits:prompts(size=16, seed=0)"],
+        "data.train_data": ["jaxrl.envs.toys.sort_digits:prompts(size=16, seed=0)"],
         "data.val_data": [],
         "trainer.train_batch_size": 4,
         "trainer.policy_mini_batch_size": 4,

@@ -128,7 +128,7 @@ def test_triton_lowers_for_cuda():
 @pytest.mark.slow  # the TPU compiler
 def test_splash_compiles_for_a_tpu():
     pytest.importorskip("libtpu")
-    from jaxrl.planning.topology import topology_devices
+    from jaxrl.tools.plan.topology import topology_devices
 
     mesh = make_mesh(devices=topology_devices("v5e:2x4"), fsdp=4, tensor=2)
     config = dataclasses.replace(GEMMA, num_heads=4, num_kv_heads=2)

@@ -162,7 +162,7 @@ def test_shapes_without_a_kernel(platform, positions, width, able):
 @pytest.mark.slow  # the TPU compiler
 def test_the_kernel_compiles_for_a_tpu():
     pytest.importorskip("libtpu")
-    from jaxrl.planning.topology import topology_devices
+    from jaxrl.tools.plan.topology import topology_devices
 
     mesh = make_mesh(devices=topology_devices("v5e:2x4"), data=4, tensor=2)
     placement = Placement(mesh)

@@ -28,7 +28,7 @@ from jaxrl.models.transformer import (
     logical_axes,
     unembed,
 )
-from jaxrl.rollout.decode import decode_params
+from jaxrl.rollout.native.decode import decode_params
 from jaxrl.types import ModelRows
 
 MODEL = TransformerConfig(

@@ -27,8 +27,8 @@ from jaxrl.parallel import (
     start_processes,
 )
 from jaxrl.parallel.processes import CHUNK, FIRST
-from jaxrl.shared_folder import shared_folder
-from jaxrl.weight_sync import local_copy
+from jaxrl.records.checkpoint import shared_folder
+from jaxrl.rollout.weights.groups import local_copy
 
 if sys.argv[1:] == ["other_version"]:
     jaxrl.__version__ = f"0.{os.environ['JAXRL_PROCESS_ID']}"

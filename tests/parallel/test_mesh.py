@@ -130,7 +130,7 @@ def test_engines_keep_the_order_of_the_trainers_mesh():
 @pytest.mark.slow  # the TPU compiler's topologies
 def test_slices_of_the_compiler():
     pytest.importorskip("libtpu")
-    from jaxrl.planning.topology import topology_devices
+    from jaxrl.tools.plan.topology import topology_devices
 
     for name, sizes, fewer in (
         ("v5e:8x8", {"fsdp": 8, "tensor": 8}, True),

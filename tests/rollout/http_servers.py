@@ -20,7 +20,7 @@ from jaxrl.models.linear import merge
 from jaxrl.models.lora import attach
 from jaxrl.models.peft_format import load_adapter
 from jaxrl.parallel import make_mesh
-from jaxrl.rollout.native import NativeEngine
+from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.protocol import Request, Sampling
 
 SETTINGS = (

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from jaxrl.config import GeneratorConfig
 from jaxrl.data.tokenizer import encode_prompt
 from jaxrl.envs import Env
-from jaxrl.rollout.conversation import ConversationGenerator, sample_key
+from jaxrl.rollout.conversations.conversation import ConversationGenerator, sample_key
 from jaxrl.rollout.generator import generate_now
 from jaxrl.rollout.protocol import Completion, Sampling
 from jaxrl.types import Prompt

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxrl.parallel import engine_meshes
-from jaxrl.rollout.balancer import Balancer
-from jaxrl.rollout.native import NativeEngine
+from jaxrl.rollout.native.balancer import Balancer
+from jaxrl.rollout.native.engine import NativeEngine
 from tests.rollout.test_engine import PROMPT, request, shared
 from tests.rollout.test_native import LLAMA, flat, random_params
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxrl.rollout.columns import checked
+from jaxrl.rollout.conversations.columns import checked
 
 GONE = object()
 

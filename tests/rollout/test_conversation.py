@@ -17,12 +17,12 @@ from jaxrl.envs import Env
 from jaxrl.models.hf import load_config
 from jaxrl.models.transformer import is_spec, param_specs
 from jaxrl.parallel import make_mesh
-from jaxrl.rollout.conversation import ConversationGenerator, sample_key
+from jaxrl.rollout.conversations.conversation import ConversationGenerator, sample_key
+from jaxrl.rollout.conversations.reward_terms import RewardTerms
+from jaxrl.rollout.conversations.trajectories import AllFailed
 from jaxrl.rollout.generator import generate_now
-from jaxrl.rollout.native import NativeEngine
+from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.protocol import Completion, Request, Sampling
-from jaxrl.rollout.reward_terms import RewardTerms
-from jaxrl.rollout.trajectories import AllFailed
 from jaxrl.types import Prompt
 from tests.rollout.bpe import bpe_tokenizer
 from tests.rollout.scripted import ScriptedEngine, converse, make_prompt

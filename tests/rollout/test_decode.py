@@ -2,8 +2,8 @@
 
 import jax.numpy as jnp
 
-from jaxrl.rollout import decode
-from jaxrl.rollout.kv_cache import empty_cache
+from jaxrl.rollout.native import decode
+from jaxrl.rollout.native.kv_cache import empty_cache
 from tests.rollout.test_native import LLAMA, random_params
 
 

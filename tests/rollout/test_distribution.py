@@ -9,7 +9,7 @@ from scipy import stats
 
 from jaxrl.models.transformer import forward, unembed
 from jaxrl.parallel import make_mesh
-from jaxrl.rollout.native import NativeEngine
+from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.protocol import Request, Sampling
 from tests.rollout.test_native import LLAMA, flat, random_params
 from tests.rollout.test_sampling import reference

@@ -3,13 +3,13 @@ import itertools
 import pytest
 
 from jaxrl.config import DynamicSamplingConfig, OverlongBufferConfig, TrainConfig
-from jaxrl.rewards import shape_rewards
-from jaxrl.rollout.dynamic_sampling import (
+from jaxrl.rollout.conversations.dynamic_sampling import (
     DynamicSamplingError,
     collect,
     distinct_uids,
     dynamic_sampling,
 )
+from jaxrl.training.rewards import shape_rewards
 
 
 def batches(*drawn):

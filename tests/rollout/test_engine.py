@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from jaxrl.data.packing import one_per_row
-from jaxrl.forward import log_probs_and_entropy
 from jaxrl.models.transformer import forward, unembed
 from jaxrl.parallel import make_mesh
-from jaxrl.rollout.decode import Features
-from jaxrl.rollout.native import NativeEngine
+from jaxrl.rollout.native.decode import Features
+from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.protocol import Request, Sampling
+from jaxrl.training.forward import log_probs_and_entropy
 from tests.rollout.test_native import LLAMA, flat, random_params
 
 PROMPT = tuple(int(t) for t in np.random.default_rng(0).integers(1, 32, 40))
@@ -74,13 +74,13 @@ def test_a_group_of_16_prefills_one_prompt_even_over_4_slots():
 
 @pytest.mark.parametrize("length", [1, 9, 40])
 def test_chunked_prefill_is_prefill(length, monkeypatch):
-    monkeypatch.setattr("jaxrl.rollout.programs.PREFILL_TOKENS", {"cpu": (16, 16)})
+    monkeypatch.setattr("jaxrl.rollout.native.programs.PREFILL_TOKENS", {"cpu": (16, 16)})
     (completion,) = flat(make().generate([request(PROMPT[:length])]))
     np.testing.assert_allclose(completion.log_probs, scores(PROMPT[:length], completion), atol=1e-4)
 
 
 def test_decoding_leaves_a_half_prefilled_neighbour_alone(monkeypatch):
-    monkeypatch.setattr("jaxrl.rollout.programs.PREFILL_TOKENS", {"cpu": (16, 16)})
+    monkeypatch.setattr("jaxrl.rollout.native.programs.PREFILL_TOKENS", {"cpu": (16, 16)})
     engine = make(2, max_num_batched_tokens=16, shrink=False)
     long, short = request(keys=(1,)), request(PROMPT[:3], keys=(2,), max_tokens=40)
     (first,), (second,) = engine.generate([long, short])  # 39 tokens, 16 a turn: three turns

@@ -13,7 +13,7 @@ from tests.rollout.test_native import LLAMA, flat, random_params
 @pytest.mark.parametrize("recompute", [True, False])
 def test_weights_change_in_the_middle_of_a_prefill(recompute, monkeypatch):
     """A prompt of 40 in chunks of 8, one a turn; new weights after two of them."""
-    monkeypatch.setattr("jaxrl.rollout.programs.PREFILL_TOKENS", {"cpu": (8, 8)})
+    monkeypatch.setattr("jaxrl.rollout.native.programs.PREFILL_TOKENS", {"cpu": (8, 8)})
     engine = make(recompute_kv_on_update=recompute, max_num_batched_tokens=8)
     new = random_params(LLAMA, 1)
     between_turns(engine, 2, lambda: engine.update_weights(new, 2))

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxrl.parallel import make_mesh
-from jaxrl.rollout.jetstream import Sampler, TransformerEngine
-from jaxrl.rollout.jetstream_driver import JetStreamDriver
-from jaxrl.rollout.jetstream_protocol import JetStreamEngine, prefill_length
+from jaxrl.rollout.jetstream.driver import JetStreamDriver
+from jaxrl.rollout.jetstream.engine import Sampler, TransformerEngine
+from jaxrl.rollout.jetstream.protocol import JetStreamEngine, prefill_length
 from jaxrl.rollout.protocol import Sampling
 from tests.rollout.test_native import (
     LLAMA,

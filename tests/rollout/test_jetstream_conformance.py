@@ -9,8 +9,8 @@ import subprocess
 
 import pytest
 
-from jaxrl.rollout.jetstream_wire.client import JetStreamClient
-from jaxrl.rollout.jetstream_wire.server import serve_grpc
+from jaxrl.rollout.jetstream.wire.client import JetStreamClient
+from jaxrl.rollout.jetstream.wire.server import serve_grpc
 from jaxrl.rollout.protocol import Request, Sampling
 from tests.rollout.test_jetstream_wire import GREEDY, Words, greedy
 from tests.rollout.test_native import engine_of, flat

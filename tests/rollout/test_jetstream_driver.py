@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.rollout.jetstream_driver import JetStreamDriver
+from jaxrl.rollout.jetstream.driver import JetStreamDriver
 from jaxrl.rollout.protocol import Request, Sampling
 
 

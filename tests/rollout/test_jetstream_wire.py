@@ -7,10 +7,10 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 import grpc
 import pytest
 
-from jaxrl.rollout.jetstream_wire import SERVICE
-from jaxrl.rollout.jetstream_wire import jetstream_pb2 as pb
-from jaxrl.rollout.jetstream_wire.client import JetStreamClient
-from jaxrl.rollout.jetstream_wire.server import serve_grpc
+from jaxrl.rollout.jetstream.wire import SERVICE
+from jaxrl.rollout.jetstream.wire import jetstream_pb2 as pb
+from jaxrl.rollout.jetstream.wire.client import JetStreamClient
+from jaxrl.rollout.jetstream.wire.server import serve_grpc
 from jaxrl.rollout.protocol import Sampling
 from tests.rollout.test_native import PROMPTS, engine_of, flat, request
 

@@ -14,9 +14,9 @@ import pytest
 from jaxrl.config import GeneratorConfig, keeps_slots
 from jaxrl.data.tokenizer import character_tokenizer
 from jaxrl.parallel import make_mesh
-from jaxrl.rollout.conversation import ConversationGenerator, sample_key
+from jaxrl.rollout.conversations.conversation import ConversationGenerator, sample_key
 from jaxrl.rollout.generator import generate
-from jaxrl.rollout.native import NativeEngine
+from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.protocol import Request, Sampling
 from tests.rollout.scripted import TalkingEnv, converse, make_prompt
 from tests.rollout.test_engine import PROMPT, between_turns, make, scores

@@ -10,8 +10,8 @@ import pytest
 
 from jaxrl.models import decode_kernels
 from jaxrl.parallel import Placement, make_mesh
-from jaxrl.rollout import kv_cache
-from jaxrl.rollout.kv_cache import LayerCache
+from jaxrl.rollout.native import kv_cache
+from jaxrl.rollout.native.kv_cache import LayerCache
 
 SLOTS, HEADS, WIDTH, LENGTH = 8, 2, 64, 256
 MESHES = [{"data": 8}, {"data": 4, "tensor": 2}]
@@ -117,7 +117,7 @@ def test_rows_are_read_from_their_slots(sizes):
 def test_the_cache_of_a_tpu_is_written_in_place(sizes, turns):
     """No program needs as much as a copy of one layer beside the cache: 2 layers, bfloat16."""
     pytest.importorskip("libtpu")
-    from jaxrl.planning.topology import topology_devices
+    from jaxrl.tools.plan.topology import topology_devices
 
     devices = topology_devices("v5e:2x4")[: 8 if len(sizes) > 1 or sizes["data"] > 1 else 1]
     calls, layer = engine_calls(make_mesh(devices=devices, **sizes), turns)
@@ -130,9 +130,9 @@ def test_the_cache_of_a_tpu_is_written_in_place(sizes, turns):
 def engine_calls(mesh, turns):
     """Programs over 64 slots of 4096 tokens on each device, and the bytes of a layer there."""
     from jaxrl.models.transformer import TransformerConfig
-    from jaxrl.resident_memory import placed_params
-    from jaxrl.rollout.native import NativeEngine
+    from jaxrl.rollout.native.engine import NativeEngine
     from jaxrl.rollout.protocol import Request, Sampling
+    from jaxrl.training.resident_memory import placed_params
 
     model = TransformerConfig(
         vocab_size=512,

@@ -15,9 +15,9 @@ from jaxrl.models.linear import base, merge
 from jaxrl.models.lora import LoraConfig, attach, select_modules, trained
 from jaxrl.models.peft_format import save_adapter
 from jaxrl.models.transformer import abstract_params
-from jaxrl.rollout.probe import Probe, WeightMismatch, make_score
-from jaxrl.rollout.remote import RemoteEngine, RemoteEngineError
-from jaxrl.rollout.weight_folder import AdapterFolder
+from jaxrl.rollout.remote.engine import RemoteEngine, RemoteEngineError
+from jaxrl.rollout.remote.probe import Probe, WeightMismatch, make_score
+from jaxrl.rollout.weights.folder import AdapterFolder
 from tests.rollout.http_servers import FakeAdapterServer, Router, engine_of
 from tests.rollout.test_native import LLAMA, flat, random_params
 from tests.rollout.test_remote import QUICK, request, wait_until

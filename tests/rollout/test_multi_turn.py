@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.data.tokenizer import character_tokenizer
 from jaxrl.envs import Env
-from jaxrl.rollout.conversation import sample_key
+from jaxrl.rollout.conversations.conversation import sample_key
 from jaxrl.rollout.generator import generate_now
 from tests.rollout.scripted import ScriptedEngine, TalkingEnv, completion, converse, make_prompt
 

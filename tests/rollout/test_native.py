@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from jaxrl.data.packing import one_per_row
-from jaxrl.forward import log_probs_and_entropy
 from jaxrl.models.rope import RopeScaling
 from jaxrl.models.transformer import TransformerConfig, forward, is_spec, param_specs, unembed
 from jaxrl.parallel import make_mesh
-from jaxrl.rollout.native import NativeEngine
+from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.protocol import Request, Sampling
+from jaxrl.training.forward import log_probs_and_entropy
 
 LLAMA = TransformerConfig(
     vocab_size=32,

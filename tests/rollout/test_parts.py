@@ -5,12 +5,12 @@ import pytest
 
 from jaxrl.config import GeneratorConfig
 from jaxrl.data.tokenizer import load_tokenizer
-from jaxrl.rollout.conversation import ConversationGenerator, sample_key
+from jaxrl.rollout.conversations.conversation import ConversationGenerator, sample_key
+from jaxrl.rollout.conversations.parts import concatenate, from_bytes, gather, to_bytes
+from jaxrl.rollout.conversations.step_wise import merge_steps
+from jaxrl.rollout.conversations.stream import Unit
 from jaxrl.rollout.generator import generate_now
-from jaxrl.rollout.parts import concatenate, from_bytes, gather, to_bytes
 from jaxrl.rollout.protocol import Sampling
-from jaxrl.rollout.step_wise import merge_steps
-from jaxrl.rollout.stream import Unit
 from tests.rollout.scripted import ScriptedEngine, TalkingEnv, make_prompt
 from tests.test_train import ROOT
 

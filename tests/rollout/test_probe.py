@@ -9,7 +9,8 @@ import pytest
 
 from jaxrl.models.transformer import logical_axes
 from jaxrl.parallel import Placement, make_mesh, param_shardings
-from jaxrl.rollout.probe import (
+from jaxrl.rollout.protocol import Completion, Sampling
+from jaxrl.rollout.remote.probe import (
     Expected,
     Probe,
     Scores,
@@ -17,7 +18,6 @@ from jaxrl.rollout.probe import (
     after_filters,
     make_score,
 )
-from jaxrl.rollout.protocol import Completion, Sampling
 from tests.rollout.test_native import LLAMA, engine_of, random_params
 
 SAID = Completion([5, 6, 7], [-0.5, -1.0, -2.0], "length", [3] * 3)

@@ -6,13 +6,13 @@ import logging
 import pytest
 
 from jaxrl.config import GeneratorConfig, TrainConfig, validate
-from jaxrl.rollout import session
-from jaxrl.rollout.conversation import ConversationGenerator, sample_key
+from jaxrl.rollout.conversations import session
+from jaxrl.rollout.conversations.conversation import ConversationGenerator, sample_key
+from jaxrl.rollout.conversations.parts import gather
+from jaxrl.rollout.conversations.rejudge import is_chosen
+from jaxrl.rollout.conversations.reward_terms import RewardTerms
 from jaxrl.rollout.generator import generate_now
-from jaxrl.rollout.parts import gather
 from jaxrl.rollout.protocol import Sampling
-from jaxrl.rollout.rejudge import is_chosen
-from jaxrl.rollout.reward_terms import RewardTerms
 from tests.rollout.scripted import ScriptedEngine, TalkingEnv, make_prompt
 from tests.rollout.test_multi_turn import END, TOKENIZER, by_turn
 

@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl.models import hf
 from jaxrl.models.transformer import init_params
-from jaxrl.rollout.probe import WeightMismatch
+from jaxrl.rollout.remote.probe import WeightMismatch
 from jaxrl.train import BasePPOExp, train
 from tests.rollout.http_servers import FakeServer
 from tests.test_train import assert_close, metric_lines, small

@@ -3,13 +3,13 @@
 import pytest
 
 from jaxrl.config import GeneratorConfig, TrainConfig, validate
-from jaxrl.metrics import rollout_metrics
-from jaxrl.rollout.conversation import ConversationGenerator, sample_key
+from jaxrl.rollout.conversations.conversation import ConversationGenerator, sample_key
+from jaxrl.rollout.conversations.reward_terms import RewardTermError, RewardTerms
+from jaxrl.rollout.conversations.step_wise import merge_steps
 from jaxrl.rollout.generator import generate_now
 from jaxrl.rollout.protocol import Sampling
-from jaxrl.rollout.reward_terms import RewardTermError, RewardTerms
-from jaxrl.rollout.step_wise import merge_steps
 from jaxrl.train import BasePPOExp
+from jaxrl.training.metrics import rollout_metrics
 from tests.rollout.scripted import ScriptedEngine, TalkingEnv, make_prompt
 from tests.rollout.test_multi_turn import END, TOKENIZER, by_turn, row
 from tests.test_train import small

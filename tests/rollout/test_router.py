@@ -5,9 +5,9 @@ import pytest
 
 from jaxrl.config.rollouts import server_urls
 from jaxrl.models.export import save_pretrained
-from jaxrl.rollout.probe import Probe, WeightMismatch
-from jaxrl.rollout.remote import RemoteEngine
-from jaxrl.rollout.weight_folder import WeightFolder
+from jaxrl.rollout.remote.engine import RemoteEngine
+from jaxrl.rollout.remote.probe import Probe, WeightMismatch
+from jaxrl.rollout.weights.folder import WeightFolder
 from tests.config.test_rollouts import config_of
 from tests.rollout.http_servers import FakeServer, Router
 from tests.rollout.test_native import LLAMA, flat, random_params

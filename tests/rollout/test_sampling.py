@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrl.parallel import make_mesh
-from jaxrl.rollout.sampling import BLOCK, filter_weights, inverse_cdf, sample, uniforms
+from jaxrl.rollout.native.sampling import BLOCK, filter_weights, inverse_cdf, sample, uniforms
 
 ROWS, VOCAB = 64, 11
 LOGITS = np.random.default_rng(0).normal(0, 2, (ROWS, VOCAB)).astype(np.float32)
@@ -246,9 +246,9 @@ def filtered_block(mesh, *, rows, **sampling):
     """The compiled HLO of a decode block over a vocabulary of 20,000 with all filters."""
     from jaxrl.models.transformer import TransformerConfig
     from jaxrl.parallel import Placement
-    from jaxrl.planning.run import placed_params
-    from jaxrl.rollout.native import NativeEngine
+    from jaxrl.rollout.native.engine import NativeEngine
     from jaxrl.rollout.protocol import Request, Sampling
+    from jaxrl.tools.plan.run import placed_params
 
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_layers": 1, "head_dim": 64}
     model = TransformerConfig(vocab_size=20_000, num_heads=4, num_kv_heads=2, **sizes)
@@ -267,7 +267,7 @@ def test_a_filtered_block_has_no_sort_and_moves_few_elements():
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_a_filtered_block_of_a_tpu_has_no_sort_and_moves_few_elements(tensor):
     pytest.importorskip("libtpu")
-    from jaxrl.planning.topology import topology_devices
+    from jaxrl.tools.plan.topology import topology_devices
 
     mesh = make_mesh(devices=topology_devices("v5e:2x4")[:tensor], data=1, tensor=tensor)
     assert_no_sort(filtered_block(mesh, rows=64).as_text(), 64 * BLOCK)

@@ -7,9 +7,9 @@ from jaxrl.config import resolve
 from jaxrl.data.packing import length_bucket
 from jaxrl.models import TransformerConfig, hf
 from jaxrl.parallel import make_mesh
-from jaxrl.resident_memory import beside_the_engine
-from jaxrl.rollout.native import NativeEngine
+from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.train import meshes
+from jaxrl.training.resident_memory import beside_the_engine
 from tests.test_train import small
 
 MODEL = TransformerConfig(
@@ -49,7 +49,7 @@ def test_what_the_trainer_keeps_on_the_device_is_not_free():
         slots(memory, 1536, resident_bytes=memory - WEIGHTS)
 
 
-PARAMETERS = 126_336  # of the quickstart, see tests/planning/test_plan.py
+PARAMETERS = 126_336  # of the quickstart, see tests/tools/plan/test_plan.py
 
 
 @pytest.mark.parametrize(

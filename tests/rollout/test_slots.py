@@ -6,8 +6,8 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
+from jaxrl.rollout.native.slots import LEAST_REUSE, Sample, SlotTable
 from jaxrl.rollout.protocol import Request, Sampling
-from jaxrl.rollout.slots import LEAST_REUSE, Sample, SlotTable
 
 LONG = tuple(range(100, 100 + LEAST_REUSE + 4))  # 20 tokens
 

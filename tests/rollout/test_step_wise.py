@@ -5,10 +5,11 @@ import dataclasses
 import numpy as np
 
 from jaxrl.config import AlgorithmConfig, GeneratorConfig
+from jaxrl.data.columns import last_steps, trajectory_numbers
 from jaxrl.data.packing import collate, minibatches
-from jaxrl.metrics import rollout_metrics
-from jaxrl.rewards import advantages_of, make_estimate, shape_rewards
-from jaxrl.rollout.step_wise import last_steps, merge_steps, trajectory_numbers
+from jaxrl.rollout.conversations.step_wise import merge_steps
+from jaxrl.training.metrics import rollout_metrics
+from jaxrl.training.rewards import advantages_of, make_estimate, shape_rewards
 from jaxrl.types import TrajectoryID
 from tests.rollout.scripted import completion, converse, make_prompt
 from tests.rollout.test_multi_turn import ASK, END, TALK, TOKENIZER, by_turn

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from jaxrl.rollout.native.stop_strings import GrowingText, StopStrings, first_stop, said
 from jaxrl.rollout.protocol import Completion
-from jaxrl.rollout.stop_strings import GrowingText, StopStrings, first_stop, said
 
 TEXT = "A naïve café — 東京は大きい。 🙂🙃 x.y.z\n\nEND of it, the end.\n"
 

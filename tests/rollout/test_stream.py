@@ -8,8 +8,8 @@ from contextlib import closing
 
 import pytest
 
-from jaxrl.rollout.loop_thread import LoopThread
-from jaxrl.rollout.stream import Held, RolloutStream, Unit
+from jaxrl.rollout.conversations.loop_thread import LoopThread
+from jaxrl.rollout.conversations.stream import Held, RolloutStream, Unit
 
 
 class Samplers:

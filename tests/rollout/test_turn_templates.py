@@ -7,8 +7,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.rollout.conversations.turns import TurnTemplate
 from jaxrl.rollout.protocol import Sampling
-from jaxrl.rollout.turns import TurnTemplate
 from tests.rollout.scripted import ScriptedEngine, converse, make_prompt
 
 ROOT = Path(__file__).parents[2]
@@ -235,7 +235,7 @@ def test_a_template_without_the_assistants_words_is_refused(backend):
 
 def test_sampling_has_the_stop_strings():
     from jaxrl.config import SamplingParams
-    from jaxrl.rollout.conversation import sampling_of
+    from jaxrl.rollout.conversations.conversation import sampling_of
 
     params = SamplingParams(max_generate_length=8, stop=["</a>"])
     assert sampling_of(params, [5]) == Sampling(8, stop_token_ids=(5,), stop=("</a>",))

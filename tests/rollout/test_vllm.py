@@ -14,11 +14,11 @@ from jaxrl.models.linear import base
 from jaxrl.models.lora import LoraConfig, attach, select_modules, trained
 from jaxrl.models.peft_format import save_adapter
 from jaxrl.models.transformer import TransformerConfig, abstract_params
-from jaxrl.rollout.http_client import RemoteOptions, ServerError
-from jaxrl.rollout.probe import Probe, WeightMismatch, make_score
-from jaxrl.rollout.remote import RemoteEngine
-from jaxrl.rollout.vllm import VllmServer, command_line, lora_flags
-from jaxrl.rollout.weight_folder import AdapterFolder, WeightFolder
+from jaxrl.rollout.remote.engine import RemoteEngine
+from jaxrl.rollout.remote.http_client import RemoteOptions, ServerError
+from jaxrl.rollout.remote.probe import Probe, WeightMismatch, make_score
+from jaxrl.rollout.remote.vllm import VllmServer, command_line, lora_flags
+from jaxrl.rollout.weights.folder import AdapterFolder, WeightFolder
 from tests.rollout.test_native import flat, random_params
 from tests.rollout.test_remote import request
 

@@ -11,7 +11,6 @@ from jaxrl.config.overrides import apply_overrides, current_name
 from jaxrl.config.skyrl.names import OFF, EntryPoint, setting_of
 from jaxrl.config.train_config import TrainConfig, resolve
 from jaxrl.config.validation import validate
-from jaxrl.envs import ENVS
 
 _ENGINE = "generator.inference_engine"
 _ASYNC = "trainer.fully_async"
@@ -152,6 +151,8 @@ def _place(
 
 
 def _fit_environment(values: dict[str, Any], result: Conversion) -> None:
+    from jaxrl.envs import ENVS  # here: a config is made without environments
+
     name = str(values.get("environment.env_class", "gsm8k"))
     if name not in ENVS and ":" not in name:
         _drop("environment.env_class", values, result)

@@ -1,0 +1,1 @@
+"""Run environments of other libraries under their names."""

@@ -1,0 +1,1 @@
+"""Find passages for a question, here or on a server."""

@@ -1,0 +1,1 @@
+"""Run programs of a model without trusting them, and judge what they print."""

@@ -1,0 +1,1 @@
+"""Pose tasks that small models learn in minutes."""

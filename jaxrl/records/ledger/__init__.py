@@ -1,0 +1,15 @@
+"""The ledger: where every prompt and trajectory of a run ended; see docs/ledger.md."""
+
+from jaxrl.data.recorded import read_rollouts, rollouts_path, write_rollouts
+from jaxrl.records.ledger.database import FILE, Ledger, LedgerError
+from jaxrl.records.ledger.writer import LedgerWriter
+
+__all__ = [
+    "FILE",
+    "LedgerWriter",
+    "Ledger",
+    "LedgerError",
+    "read_rollouts",
+    "rollouts_path",
+    "write_rollouts",
+]

@@ -1,0 +1,277 @@
+"""Write the ledger of a run: what a trainer says of its trajectories, in the order of a step."""
+
+import json
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import jax
+import numpy as np
+
+from jaxrl.config.ledger import LedgerConfig
+from jaxrl.data.recorded import rollouts_path, to_arrays, write_rollouts
+from jaxrl.parallel import ProcessError, agree, gather, is_first
+from jaxrl.parallel.checksums import start_checksums
+from jaxrl.records.ledger.database import FILE, Ledger
+from jaxrl.types import GeneratorOutput, Prompt, TrainBatch
+
+_FAILED = ("env_error", "abort")  # stop reasons of trajectories from which nothing is learnt
+
+
+class Taken(NamedTuple):
+    """The trajectories of the step that goes on.
+
+    Attributes:
+        arrays: as they came from `rollouts`; None if they are not recorded.
+        uids: prompt of each.
+        stopped: stop reason of each, by its number.
+        rows: number of the trajectory of each row that becomes a row of the batch.
+    """
+
+    arrays: dict[str, np.ndarray] | None
+    uids: Sequence[str]
+    stopped: dict[int, str]
+    rows: np.ndarray
+
+
+class LedgerWriter:
+    """Write what happens to the trajectories of one run; thread-safe, silent before `begin`.
+
+    Of the processes of a job the first alone has a ledger.
+
+    Args:
+        folder: of the run.
+        settings: what is recorded.
+    """
+
+    def __init__(self, folder: Path, settings: LedgerConfig) -> None:
+        self.folder, self.settings = folder, settings
+        self.database: Ledger | None = None
+        self._taken: Taken | None = None
+        self._skipped: np.ndarray | None = None
+        self._writing: Future[Any] | None = None
+
+    def begin(self, step: int, saved: Mapping[str, Any] | None = None, **attempt: Any) -> None:
+        """Open the ledger for an attempt; take back what its checkpoint lacks.
+
+        Args:
+            step: finished steps.
+            saved: what `commit` gave for the checkpoint; None without one.
+            attempt: see `Ledger.begin`.
+
+        Raises:
+            LedgerError: see `Ledger`.
+        """
+        if not is_first():
+            return
+        timeout = self.settings.lock_timeout_seconds
+        self.database = Ledger(self.folder / FILE, lock_timeout=timeout)
+        self.database.begin(step, saved if step else None, **attempt)
+        for path in (self.folder / "rollouts").glob("step_*.npz"):
+            number = path.stem.removeprefix("step_")
+            if number.isdecimal() and int(number) > step:  # of what is superseded
+                path.unlink()
+
+    def knows(self, saved_meta: dict[str, Any] | None) -> bool:
+        """Whether the rows that a checkpoint speaks of are in this ledger."""
+        saved = (saved_meta or {}).get("ledger")
+        return self.database is None or (saved or {}).get("run_id") == self.database.run_id
+
+    # ---------------------------------------------------------------- the way of a trajectory
+
+    def hand_out(self, step: int, first_ordinal: int, prompts: Sequence[Prompt]) -> list[int]:
+        """Prompts go to the samplers, after `step` finished steps; returns a number for each.
+
+        Args:
+            first_ordinal: place of the first one in the order of the data over all epochs.
+        """
+        if self.database is None:
+            return []
+        rows = [(first_ordinal + i, p.uid, step) for i, p in enumerate(prompts)]
+        return self.database.add("groups", rows)
+
+    def sampled(
+        self, groups: Sequence[int], output: GeneratorOutput, samples: int
+    ) -> GeneratorOutput:
+        """Trajectories are sampled and judged; returns them with the column `ledger_ids`.
+
+        Args:
+            groups: of `hand_out`, one for every `samples` trajectories.
+        """
+        if self.database is None:
+            return output
+        last = output.get("is_last_step", [True] * len(output["response_ids"]))
+        ends = np.flatnonzero(last)
+        starts = [0, *(ends[:-1] + 1).tolist()]
+        rows = [
+            (groups[number // samples], number % samples, *_judged(output, start, end))
+            for number, (start, end) in enumerate(zip(starts, ends.tolist(), strict=True))
+        ]
+        ids = np.array(self.database.add("trajectories", rows))
+        of_row = np.cumsum(last) - np.asarray(last, int)
+        return cast(GeneratorOutput, {**output, "ledger_ids": ids[of_row].tolist()})
+
+    def drop(self, ledger_ids: Collection[int], step: int, reason: str) -> None:
+        """Trajectories that no update will see."""
+        if self.database is not None:
+            self.database.add("ends", [(i, step, reason) for i in sorted(ledger_ids)])
+
+    def take(self, output: GeneratorOutput, uids: Sequence[str]) -> None:
+        """These are the trajectories of the step that begins.
+
+        What is recorded is copied here: whoever shapes them may do so in place.
+        """
+        if self.database is None:
+            return
+        recorded = self.settings.record_rollouts
+        ids = output.get("ledger_ids", [])
+        self._taken = Taken(
+            to_arrays(output) if recorded else None,
+            list(uids),
+            dict(zip(ids, output["stop_reasons"], strict=False)),
+            np.array(ids, int),
+        )
+        self._skipped = None
+
+    def keep(self, output: GeneratorOutput) -> None:
+        """Of the trajectories taken these rows become the batch, in this order."""
+        if self._taken is not None and "ledger_ids" in output:
+            self._taken = self._taken._replace(rows=np.array(output["ledger_ids"], int))
+
+    def skip(self, rows: np.ndarray) -> None:
+        """From these rows of the step, [B] bool, nothing was learnt: their update was skipped."""
+        self._skipped = rows
+
+    def end_step(self, step: int, batch: TrainBatch | None, state: Any) -> None:
+        """The step is finished: where its trajectories ended, their file, the checksums.
+
+        Args:
+            batch: what was trained; its row_ids say which rows of `keep` these are.
+            state: after the step.
+
+        Raises:
+            ValueError: it has rows that are none of these.
+        """
+        if batch is None:
+            return
+        numbers: Callable[[], dict[str, int]] = dict
+        if self.settings.record_checksums and (self.database or not is_first()):
+            numbers = start_step_checksums(batch, state)
+            if jax.process_count() > 1:
+                _compare(numbers())
+        if self.database is None or self._taken is None:
+            return
+        taken, self._taken = self._taken, None
+        reasons = _reasons(taken, batch, self._skipped)
+        self.database.add("ends", [(number, step, reason) for number, reason in reasons.items()])
+
+        def make() -> tuple[Any, ...]:
+            if taken.arrays is None:
+                return step, None, None, json.dumps(numbers())
+            path = rollouts_path(self.folder, step)
+            digest = write_rollouts(path, taken.arrays, taken.uids)
+            return step, str(path.relative_to(self.folder)), digest, json.dumps(numbers())
+
+        if self._writing is not None:  # a slow disk may be one step behind, not more
+            self._writing.result()
+        self._writing = self.database.add_made("steps", make)
+
+    def commit(self) -> dict[str, Any] | None:
+        """What the checkpoint that is saved now has to know; all of it is on disk.
+
+        Raises:
+            LedgerError: it cannot be written.
+        """
+        return None if self.database is None else self.database.position()
+
+    def close(self) -> None:
+        """Write what is left; an error is not said, see `commit`."""
+        if self.database is not None:
+            self.database.close()
+            self.database = None
+
+
+def step_checksums(batch: TrainBatch, state: Any) -> dict[str, int]:
+    """A number for the bits of each array of a step: "batch.<field>", then "state<path>"."""
+    return start_step_checksums(batch, state)()
+
+
+def start_step_checksums(batch: TrainBatch, state: Any) -> Callable[[], dict[str, int]]:
+    """Dispatch `step_checksums`; what is returned waits for the devices, in any thread."""
+    arrays = {name: array for name, array in vars(batch).items() if array is not None}
+    of_batch = {
+        f"batch.{name}": zlib.crc32(np.asarray(jax.device_get(array)).tobytes())
+        for name, array in arrays.items()
+    }
+    of_state = start_checksums(state)
+    return lambda: of_batch | {f"state{name}": number for name, number in of_state().items()}
+
+
+def _compare(found: dict[str, int]) -> None:
+    """Whether the processes of the job have computed the same; a collective.
+
+    Raises:
+        ProcessError: they have not.
+    """
+    first = agree(found)
+    others = gather([name for name in first if found.get(name) != first[name]])
+    for process, different in enumerate(others):
+        if different:
+            raise ProcessError(
+                f"process {process} has other bits than process 0 in {different[0]} and "
+                f"{len(different) - 1} more arrays: one of them computes wrongly, or user code "
+                "depends on the process. Nothing of this step is saved: mend that, and resume with "
+                "trainer.resume_mode=latest"
+            )
+
+
+def machine_of(mesh: jax.sharding.Mesh) -> dict[str, Any]:
+    """Where bits come from beside the state and the batch."""
+    processes = {"processes": jax.process_count()} if jax.process_count() > 1 else {}
+    return processes | {
+        "platform": jax.default_backend(),
+        "device": mesh.devices.flat[0].device_kind,
+        "devices": len(jax.devices()),
+        "mesh": {axis: size for axis, size in mesh.shape.items() if size > 1},
+        "jax": jax.__version__,
+    }
+
+
+def _judged(output: GeneratorOutput, start: int, end: int) -> tuple[Any, ...]:
+    """Reward, sampled tokens, stop reason, first and last version of the rows of a trajectory."""
+    reward = cast(Any, output["rewards"][end])
+    tokens = sum(sum(output["loss_masks"][row]) for row in range(start, end + 1))
+    versions = [
+        v for row in output.get("token_versions", [])[start : end + 1] for v in row if v >= 0
+    ]
+    first = output["policy_versions"][start]
+    return (
+        float(sum(reward) if isinstance(reward, list) else reward),
+        int(tokens),
+        output["stop_reasons"][end],
+        int(first),
+        int(max(versions, default=first)),
+    )
+
+
+def _reasons(taken: Taken, batch: TrainBatch, skipped: np.ndarray | None) -> dict[int, str | None]:
+    """Why nothing was learnt from a trajectory, by its number; None if an update saw a token."""
+    if not taken.stopped:  # rollouts of one's own, which were not handed out
+        return {}
+    rows, learnt = np.asarray(batch.row_ids), np.asarray(batch.loss_mask).any(-1)
+    if len(rows) and rows.max() >= len(taken.rows):
+        raise ValueError(
+            f"the batch has row_ids up to {rows.max()}, the trajectories are {len(taken.rows)}: "
+            "an override of Trainer.collate makes rows, call super().collate(output) with all that "
+            "it is to have"
+        )
+    reasons: dict[int, str | None] = {
+        number: stopped if stopped in _FAILED else "filtered"
+        for number, stopped in taken.stopped.items()
+    }
+    skipped = np.zeros(len(rows), bool) if skipped is None else skipped
+    for trained, reason in ((learnt & skipped, "skipped_update"), (learnt & ~skipped, None)):
+        reasons |= dict.fromkeys(taken.rows[rows[trained]].tolist(), reason)
+    return reasons

@@ -1,0 +1,297 @@
+"""The recorder of a training run: what the trainer tells it goes to the loggers, alarms, callbacks.
+
+A line of `metrics.jsonl` covers the time from the line before it to this one: what follows the line
+of a step, its checkpoint for one, is in the next.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import jax
+from tqdm import tqdm
+
+from jaxrl import config as cfg
+from jaxrl.files import FolderError, replace_text
+from jaxrl.parallel import agree, is_first, record_folder
+from jaxrl.parallel.compilation import CompilationWatch
+from jaxrl.records.alarms import Alarm, Alarms
+from jaxrl.records.callbacks import CallbackInput, TrainingControl
+from jaxrl.records.loggers import check_installed
+from jaxrl.records.profiling import Profiler, memory_metrics
+from jaxrl.records.progress import progress_bar, progress_line, timed
+from jaxrl.records.run_folders import RunFolders
+from jaxrl.records.run_logger import RunLogger
+from jaxrl.types import GeneratorOutput, TrainBatch
+
+Notify = Callable[[str, CallbackInput, TrainingControl], None]
+# Of `timing/<phase>`, those that do not hold one another; they are nearly all of `timing/wall`.
+PHASES = (
+    "load_checkpoints",
+    "init_weight_sync_state",
+    "warm_up",
+    "generate",
+    "postprocess_generator_output",
+    "convert_to_training_input",
+    "fwd_logprobs_values_reward",
+    "compute_advantages_and_returns",
+    "dump_data_batch",
+    "critic_train",
+    "policy_train",
+    "sync_weights",
+    "eval",
+    "save_hf_model",
+    "save_checkpoints",
+    "ledger",
+    "log",
+    "callbacks",
+)
+
+
+class Recorder:
+    """Record one run; a context while it trains, which closes everything.
+
+    Args:
+        config: resolved.
+        total_steps, steps_per_epoch: of the run.
+        seconds: what the trainer does between steps, `timing/<phase>`; the phases of a step are in
+            its metrics.
+        notify: (event, what it is about, control), tells the callbacks; None: there are none.
+
+    Attributes:
+        control: what callbacks and alarms ask for; stopped_by_alarm: the run ended for one.
+        watch: counts compilations.
+        data_card: written into the run folder when it is opened.
+        folders: of the run, held; None = `open` takes them.
+
+    Raises:
+        ValueError: the package of a logger is not installed.
+    """
+
+    def __init__(
+        self,
+        config: cfg.TrainConfig,
+        *,
+        total_steps: int,
+        steps_per_epoch: int,
+        seconds: dict[str, float],
+        notify: Notify | None = None,
+    ) -> None:
+        self.config, self.seconds, self.notify = config, seconds, notify
+        self.total_steps, self.steps_per_epoch = total_steps, steps_per_epoch
+        self.finished_steps = 0
+        settings = config.trainer
+        self.settings, self.folder = settings, record_folder(cfg.run_folder(settings))
+        self.names = cfg.logger_names(settings.logger) if is_first() else []
+        check_installed(self.names)
+        self.control, self.watch = TrainingControl(), CompilationWatch()
+        self.alarms = Alarms(settings.watching.thresholds)
+        self.profiler = Profiler(
+            self.folder,
+            settings.watching.trace_steps,
+            settings.watching.memory_steps,
+            every_memory=settings.policy.record_memory,
+        )
+        self.total: dict[str, float] = {}
+        self.stopped_by_alarm = False
+        self.data_card = ""
+        self.folders: RunFolders | None = None
+        self._started = self._line = time.perf_counter()
+        self._stack = contextlib.ExitStack()
+
+    def start_clock(self) -> None:
+        """The run begins here."""
+        self._started = self._line = time.perf_counter()
+
+    def open(self, first: int) -> Self:
+        """Go on after `first` finished steps: cut the records to them, open the loggers.
+
+        Raises:
+            FolderError: see `RunFolders`; or the run folder cannot be written to.
+        """
+        settings, self.finished_steps = self.settings, first
+        if self.folders is None or self.folders.closed:
+            self.folders = RunFolders(self.config)
+        try:
+            self.folders.own(first)
+            with timed(self.seconds, "log"):
+                self.logger = RunLogger(
+                    self.folder,
+                    self.names,
+                    first,
+                    config=cfg.get_config_as_dict(self.config),
+                    project=settings.project_name,
+                    run_name=settings.run_name,
+                )
+                if self.data_card and is_first():
+                    replace_text(self.folder / "data_card.txt", self.data_card)
+        except OSError as error:
+            self.close()
+            raise FolderError(
+                f"cannot write to the run folder {self.folder} ({error}): free space on its disk, "
+                "or mend its permissions, and start again"
+            ) from error
+        self.alarms.replay(self.logger.lines.earlier)
+        self.watch.warm_after = first + 1
+        name, total, shown = settings.run_name, self.total_steps, "console" in self.names
+        self.bar = progress_bar(name, total, first, shown=shown)
+        return self
+
+    def close(self) -> None:
+        """Let go of the folders of the run."""
+        if self.folders:
+            self.folders.close()
+
+    def check_folders(self) -> None:
+        """Refuse to write checkpoints and exports into folders that another run has taken."""
+        if self.folders:
+            self.folders.check()
+
+    def __enter__(self) -> Self:
+        closed = map(contextlib.closing, (self, self.logger))
+        for part in (*closed, self.bar, self.watch):
+            self._stack.enter_context(part)
+        self._stack.callback(self.profiler.close)
+        try:
+            self.fire("on_train_start", self.finished_steps)
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        try:
+            if kind is None:
+                self.fire("on_train_end", self.finished_steps)
+                with timed(self.seconds, "log"):
+                    self.logger.plot()
+            if kind is None and self.control.should_stop:
+                tqdm.write("stopped early, as an alarm or a callback asked for")
+        finally:
+            self._stack.__exit__(kind, *error)
+        self._say_times()
+
+    # ---------------------------------------------------------------- the events of a step
+
+    @contextlib.contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Around the nine lines of a step."""
+        if self.folders:
+            self.folders.refuse_if_lost()
+        of_epoch = (step - 1) % self.steps_per_epoch
+        if of_epoch == 0:
+            self.fire("on_epoch_start", step)
+        self.fire("on_step_start", step)
+        self.profiler.start(step)
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            yield
+        self.profiler.stop(step)
+
+    def end_step(self, step: int, metrics: dict[str, float], batch: TrainBatch | None) -> None:
+        """The weights are updated."""
+        self.finished_steps = step
+        self.fire("on_step_end", step, metrics=metrics, batch=batch)
+        if step % self.steps_per_epoch == 0:
+            self.fire("on_epoch_end", step)
+
+    def fire(self, event: str, step: int, **about: Any) -> None:
+        """Tell the callbacks of an event."""
+        if self.notify is None:
+            return
+        with timed(self.seconds, "callbacks"):
+            per_epoch = self.steps_per_epoch
+            epoch = max(step - 1, 0) // per_epoch
+            said = CallbackInput(step, epoch, self.total_steps, per_epoch, **about)
+            self.notify(event, said, self.control)
+
+    def evaluate(
+        self, step: int, evaluation: Callable[[int], dict[str, float]]
+    ) -> dict[str, float]:
+        """Evaluate, between its events."""
+        self.fire("on_eval_start", step)
+        metrics = evaluation(step)
+        self.fire("on_eval_end", step, metrics=metrics)
+        return metrics
+
+    def print_example(
+        self, step: int, batch: TrainBatch, output: GeneratorOutput, tokenizer: Any
+    ) -> None:
+        """Show the step's first trajectory."""
+        with timed(self.seconds, "log"):
+            prompt = tokenizer.decode(output["prompt_token_ids"][0])
+            response = tokenizer.decode(output["response_ids"][0])
+            reward = float(batch.rewards[0].sum())
+            tqdm.write(f"--- step {step}, reward {reward:.3f}\n{prompt}{response}")
+
+    def flush(self) -> None:
+        """Before a checkpoint: the records are on disk, and the curve is drawn."""
+        with timed(self.seconds, "log"):
+            self.logger.plot()
+            self.logger.flush()
+
+    def take(self, request: str) -> bool:
+        """Whether `should_save` or `should_evaluate` was asked for since the last time.
+
+        In the first process: all must do the same.
+        """
+        asked = getattr(self.control, request)
+        setattr(self.control, request, False)
+        return agree(asked)
+
+    def stops(self) -> bool:
+        """Whether the run is to end after this step."""
+        control = self.control
+        control.should_stop, self.stopped_by_alarm = agree(
+            (control.should_stop, self.stopped_by_alarm)
+        )
+        return control.should_stop
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the numbers of a step: its own, the times since the last line, the alarms."""
+        logs = {**metrics, **self._times(metrics), **self.watch.metrics(step), **memory_metrics()}
+        alarms = self.alarms.update(step, logs)
+        beyond = self.alarms.last_beyond
+        logs |= {f"alarm/{name}": float(step == at) for name, at in beyond.items()}
+        if alarms:
+            self._heed(alarms, step, logs)
+        self.fire("on_log", step, logs=logs)
+        with timed(self.seconds, "log"):
+            self.logger.log(step, logs)
+            self.bar.set_postfix(progress_line(logs), refresh=False)  # `update` draws it
+            self.bar.update(step - self.bar.n)
+
+    def _heed(self, alarms: Sequence[Alarm], step: int, logs: dict[str, float]) -> None:
+        """Say them, and do what `on_alarm` asks for."""
+        for alarm in alarms:
+            tqdm.write(str(alarm))
+        asked = self.settings.watching.on_alarm
+        self.stopped_by_alarm |= asked == "stop"
+        self.control.should_save |= asked in ("checkpoint", "stop")
+        self.control.should_stop |= asked == "stop"
+        self.fire("on_alarm", step, metrics=logs, alarms=tuple(alarm.name for alarm in alarms))
+
+    # ---------------------------------------------------------------- time
+
+    def _times(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The phases since the last line, the time that they were part of, and the rest of it."""
+        now, seconds = time.perf_counter(), self.seconds
+        wall, self._line = now - self._line, now
+        keys = {name: f"timing/{name}" for name in PHASES}
+        spent = {name: metrics.get(x, 0.0) + seconds.get(x, 0.0) for name, x in keys.items()}
+        for name, value in spent.items():
+            self.total[name] = self.total.get(name, 0.0) + value
+        times = seconds | {"timing/wall": wall, "timing/other": wall - sum(spent.values())}
+        seconds.clear()
+        return times
+
+    def _say_times(self) -> None:
+        """Where the time of the run went."""
+        wall = max(time.perf_counter() - self._started, 1e-9)
+        for name in PHASES:
+            late = self.seconds.pop(f"timing/{name}", 0.0)  # after the last line
+            self.total[name] = self.total.get(name, 0.0) + late
+        self.total["other"] = wall - sum(self.total.values())
+        shares = sorted(self.total.items(), key=lambda item: -item[1])
+        text = ", ".join(f"{name} {x / wall:.1%}" for name, x in shares if x >= 0.001 * wall)
+        tqdm.write(f"{wall:.1f} s: {text}")

@@ -1,0 +1,256 @@
+"""The folders that a run writes to: held by it alone while it goes on, and its own for good.
+
+    <trainer.log_path>/<trainer.run_name>    its records
+    <trainer.ckpt_path>, <trainer.export_path>    with <folder>/.owner.json: whose they are
+    <run folder>/latest_checkpoint.txt    where its newest checkpoint is
+
+`jaxrl.records.lease` says how a folder is held.
+"""
+
+import json
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+import yaml
+from etils import epath
+
+from jaxrl import config as cfg
+from jaxrl.files import (
+    FolderError,
+    as_path,
+    missing_packages_named,
+    replace_text,
+    writable_folder,
+)
+from jaxrl.parallel import gather, is_first, record_folder
+from jaxrl.records.checkpoint import PREFIX, checkpoint_steps
+from jaxrl.records.lease import FolderLock
+from jaxrl.records.same_run import refuse_records_of_another
+
+OWNER, LATEST = ".owner.json", "latest_checkpoint.txt"
+
+
+class RunFolders:
+    """Hold the folders of a run until `close`; a collective, of which the first does most.
+
+    Each process holds the folder of its own records, the first those of checkpoints and exports.
+    A run of this process that was built and has not begun gives way; it asks again when it begins.
+
+    Args:
+        config: resolved.
+
+    Attributes:
+        closed: they are not held any more.
+
+    Raises:
+        FolderError: another run works in one of them, or it belongs to another run, or the
+            checkpoints that the records speak of are not there. No record was touched.
+        ValueError: one cannot be written to.
+    """
+
+    def __init__(self, config: cfg.TrainConfig) -> None:
+        self._trainer, self._locks = config.trainer, list[FolderLock]()
+        self._run = Path(os.path.realpath(cfg.run_folder(config.trainer)))
+        self.closed = False
+        for other in [waiting for waiting in _WAITING if waiting._places() & self._places()]:
+            other.close()
+        try:
+            self._refuse_all(self._problem(self._hold_shared) if is_first() else None)
+            self._refuse_all(self._problem(self._hold_records))
+            refuse_records_of_another(config)
+            self._refuse_all(self._problem(self._refuse_lost_checkpoints) if is_first() else None)
+        except BaseException:
+            self.close()
+            raise
+        _WAITING.add(self)
+
+    def _places(self) -> set[str]:
+        fields = (self._trainer.ckpt_path, self._trainer.export_path)
+        return {str(self._run), *(str(as_path("", path)) for path in fields)}
+
+    def _problem(self, hold: Any) -> str | None:
+        try:
+            hold()
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def _refuse_all(self, problem: str | None) -> None:
+        """End every process with what one of them met."""
+        if found := [text for text in gather(problem) if text]:
+            raise FolderError(found[0])
+
+    def _hold_shared(self) -> None:
+        """Hold checkpoints and exports, and first: no run folder is made in vain."""
+        for field in ("ckpt_path", "export_path"):
+            folder = writable_folder(f"trainer.{field}", getattr(self._trainer, field))
+            others = f"Give this one a trainer.{field} of its own (unset, it is in its run folder)"
+            with missing_packages_named(f"trainer.{field}", str(folder)):
+                self._hold(folder, f"{others}, or end the other")
+            self._refuse_owned(field, folder)
+
+    def _hold_records(self) -> None:
+        folder = writable_folder("trainer.log_path", record_folder(self._run))
+        self._hold(folder, "Give this one a trainer.run_name of its own, or end the other")
+
+    def _hold(self, folder: epath.Path, fix: str) -> None:
+        if all(lock.folder != folder for lock in self._locks):
+            self._locks.append(FolderLock(folder, self._run, fix))
+
+    # ---------------------------------------------------------------- while it goes on
+
+    def check(self) -> None:
+        """Refuse to go on in a folder that is not held any more; asked before it is written to.
+
+        Raises:
+            FolderError: a folder is not held any more.
+        """
+        problem = None
+        try:
+            for lock in self._locks:
+                lock.check()
+        except (FolderError, OSError) as error:
+            problem = str(error)
+        self._refuse_all(problem)
+
+    def refuse_if_lost(self) -> None:
+        """Do the same as far as the last beat knows, in this process alone and at no cost."""
+        for lock in self._locks:
+            if lock.lost:
+                raise FolderError(lock.lost)
+
+    def own(self, step: int) -> None:
+        """Make the folders this run's from now on: it goes on from what is in them.
+
+        Args:
+            step: finished steps; 0 = there is no checkpoint of this run yet.
+        """
+        _WAITING.discard(self)
+        if not is_first():
+            return
+        for field in ("ckpt_path", "export_path"):
+            folder = as_path(f"trainer.{field}", getattr(self._trainer, field))
+            (folder / OWNER).write_text(json.dumps(self._as_owner_of(folder)) + "\n")
+        if step == 0:
+            (self._run / LATEST).unlink(missing_ok=True)
+
+    def saved(self, checkpoint: str) -> None:
+        """Note that a checkpoint is whole."""
+        if is_first():
+            replace_text(self._run / LATEST, f"{checkpoint}\n")
+
+    def close(self) -> None:
+        """Let go of all of them."""
+        self.closed = True
+        _WAITING.discard(self)
+        for lock in self._locks:
+            lock.close()
+
+    # ---------------------------------------------------------------- whose they are
+
+    def _as_owner_of(self, folder: epath.Path) -> dict[str, str]:
+        """Return the run folder, and where it is from here: both may be moved together."""
+        local = "://" not in str(folder)
+        return {
+            "run": str(self._run),
+            "from_here": os.path.relpath(self._run, os.path.realpath(folder)) if local else "",
+        }
+
+    def _refuse_owned(self, field: str, folder: epath.Path) -> None:
+        owner = self._owner(field, folder)
+        mine = self._as_owner_of(folder)
+        if owner is None or owner["run"] == mine["run"]:
+            return
+        if owner["from_here"] and owner["from_here"] == mine["from_here"]:
+            return
+        start = ""
+        if field == "ckpt_path":
+            start = (
+                "; to start from one of its checkpoints, set trainer.resume_mode=from_path and "
+                f"trainer.resume_path={folder}/{PREFIX}_<N> as well"
+            )
+        raise FolderError(
+            f"trainer.{field}={str(folder)!r} belongs to the run {owner['run']}, and this is "
+            f"{mine['run']}: leave trainer.{field} unset (it is then in the run folder), or choose "
+            f"another{start}. If that run was moved and is this one, delete {folder / OWNER}"
+        )
+
+    def _owner(self, field: str, folder: epath.Path) -> dict[str, str] | None:
+        """Tell whose folder it is; None: nobody's, or that of an older run which this may be."""
+        if all(path.name.startswith(".") for path in folder.iterdir()):
+            return None
+        if (folder / OWNER).exists():
+            return json.loads((folder / OWNER).read_text())
+        steps = checkpoint_steps(folder) if field == "ckpt_path" else []
+        if not steps:
+            return None
+        try:  # an older version wrote it
+            meta = json.loads((folder / f"{PREFIX}_{steps[-1]}/meta/metadata").read_text())
+            saved = meta["config"]["trainer"]
+            name, run = saved["run_name"], Path(saved["log_path"]) / saved["run_name"]
+        except (OSError, ValueError, LookupError, TypeError):  # restoring it says what is wrong
+            return None
+        if name == self._trainer.run_name:
+            return None
+        return {"run": str(run), "from_here": ""}
+
+    # ---------------------------------------------------------------- checkpoints that are gone
+
+    def _refuse_lost_checkpoints(self) -> None:
+        """Refuse to start over unasked where the run has trained and finds no checkpoint."""
+        trainer = self._trainer
+        folder = as_path("trainer.ckpt_path", trainer.ckpt_path)
+        records = self._run / "metrics.jsonl"
+        if trainer.resume_mode != "latest" or not records.exists() or checkpoint_steps(folder):
+            return
+        steps = _last_step(records)
+        before, newest = self._recorded_places()
+        again = (
+            f"to train its {steps} steps again from the start, which replaces their records in "
+            f"{self._run}, set trainer.resume_mode=none"
+        )
+        if before and before != folder and (found := checkpoint_steps(before)):
+            raise FolderError(
+                f"the checkpoints of this run are in {before}, and trainer.ckpt_path={folder} "
+                f"holds none: to go on after step {found[-1]}, set trainer.ckpt_path={before}; "
+                f"{again}; or choose another trainer.run_name"
+            )
+        if newest or steps > 2 * trainer.ckpt_interval > 0:  # a save waits for the one before
+            what = f"the newest was {newest}" if newest else f"{folder} holds none"
+            raise FolderError(
+                f"{self._run} holds the records of {steps} steps, and its checkpoints are gone "
+                f"({what}): put them back to go on; or, {again}; or choose another "
+                "trainer.run_name"
+            )
+        if steps:
+            print(
+                f"{self._run} holds the records of {steps} steps and {folder} no checkpoint: they "
+                "are trained again from the start, and their records replaced"
+            )
+
+    def _recorded_places(self) -> tuple[epath.Path | None, str]:
+        """Read from its records where the run has its checkpoints, and its newest one."""
+        newest = ""
+        if (self._run / LATEST).exists():
+            newest = (self._run / LATEST).read_text().strip()
+        try:
+            old = yaml.safe_load((self._run / "config.yaml").read_text(encoding="utf-8"))
+            place = as_path("trainer.ckpt_path", old["trainer"]["ckpt_path"])
+        except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
+            return None, newest
+        return place, newest
+
+
+_WAITING: "weakref.WeakSet[RunFolders]" = weakref.WeakSet()
+
+
+def _last_step(records: Path) -> int:
+    """Return the step of the last whole line of metrics.jsonl; 0 without one."""
+    for line in reversed(records.read_text(encoding="utf-8").splitlines()):
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, LookupError, TypeError):
+            continue
+    return 0

@@ -1,0 +1,111 @@
+"""The records of a run, and the loggers that it chose."""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tqdm import tqdm
+
+from jaxrl.files import replace_text
+from jaxrl.records.json_lines import JsonLines, read_lines
+from jaxrl.records.loggers import Logger, RunInfo, open_logger
+
+REWARD_CURVES = (("reward/avg_raw_reward", "training"), ("eval/all/avg_score", "evaluation"))
+
+
+class RunLogger:
+    """Writes `config.yaml`, a line per step to `metrics.jsonl`, and what the loggers want.
+
+    A checkpoint must not be ahead of the lines before it: `flush` first, then commit.
+
+    Args:
+        folder: the run's folder; created.
+        loggers: names of `trainer.logger`.
+        finished_steps: what a resumed run has behind it, see `JsonLines`.
+        config: what the run was asked to do.
+        project, run_name: for the loggers that have such.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        loggers: Sequence[str],
+        finished_steps: int,
+        *,
+        config: Mapping[str, Any] | None = None,
+        project: str = "skyrl",
+        run_name: str = "test_run",
+    ) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        plain = json.loads(json.dumps(config or {}))  # tuples are lists to YAML
+        if config is not None:
+            replace_text(folder / "config.yaml", yaml.safe_dump(plain, sort_keys=False))
+        self.lines = JsonLines(folder / "metrics.jsonl", finished_steps)
+        run = RunInfo(folder, finished_steps, project, run_name, plain)
+        self.loggers: dict[str, Logger] = {}
+        for name in loggers:
+            with self._left_out_if_it_fails(name):
+                if (logger := open_logger(name, run)) is not None:
+                    self.loggers[name] = logger
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Record the numbers of one step."""
+        numbers = {name: float(value) for name, value in metrics.items()}
+        self.lines.log(step, numbers)
+        self._each(lambda logger: logger.log(step, numbers))
+
+    def flush(self) -> None:
+        """Everything logged so far is on disk."""
+        self.lines.flush()
+        self._each(lambda logger: logger.flush())
+
+    def plot(
+        self, curves: Sequence[tuple[str, str]] = REWARD_CURVES, ylabel: str = "mean reward"
+    ) -> Path:
+        """Draw metrics over steps, (name, label) each, to `curve.png`."""
+        from matplotlib.figure import Figure  # pyplot has state, and in a notebook a backend
+
+        figure = Figure(figsize=(7, 4))
+        axes = figure.subplots()
+        lines = read_lines(self.lines.path)
+        for name, label in curves:
+            points = [(line["step"], line[name]) for line in lines if name in line]
+            if points:
+                axes.plot(
+                    *zip(*points, strict=True), label=label, marker="o" if "eval" in name else ""
+                )
+        axes.set(xlabel="step", ylabel=ylabel, title=self.folder.name.replace("$", r"\$"))
+        axes.grid(alpha=0.3)
+        axes.legend()
+        path = self.folder / "curve.png"
+        try:
+            figure.savefig(path, dpi=120, bbox_inches="tight")
+        except Exception as error:  # a picture is no reason to end a run
+            tqdm.write(f"{path} could not be drawn ({type(error).__name__}: {error})")
+        return path
+
+    def close(self) -> None:
+        """Flush everything."""
+        self.lines.close()
+        self._each(lambda logger: logger.close())
+
+    def _each(self, action: Callable[[Logger], None]) -> None:
+        for name, logger in list(self.loggers.items()):
+            with self._left_out_if_it_fails(name):
+                action(logger)
+
+    @contextlib.contextmanager
+    def _left_out_if_it_fails(self, name: str) -> Iterator[None]:
+        """A logger's error is said once; the run has better to do than to end for it."""
+        try:
+            yield
+        except Exception as error:
+            self.loggers.pop(name, None)
+            tqdm.write(
+                f"logger {name!r} failed and gets nothing more ({type(error).__name__}: {error}). "
+                f"The run goes on; {self.lines.path} has all numbers"
+            )

@@ -1,0 +1,141 @@
+"""What a config asks for: the native engine, and the folder where others find the weights."""
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxrl import config as cfg
+from jaxrl.config.model import DTYPES
+from jaxrl.files import writable_folder
+from jaxrl.models import hf
+from jaxrl.models.export import save_pretrained, untied
+from jaxrl.models.linear import merge
+from jaxrl.models.transformer import Params, TransformerConfig
+from jaxrl.parallel import engine_meshes
+from jaxrl.rollout.native.balancer import Balancer
+from jaxrl.rollout.native.engine import NativeEngine
+from jaxrl.rollout.weights.folder import WeightFolder
+
+
+def native_engine(
+    settings: cfg.InferenceEngineConfig,
+    model: TransformerConfig,
+    mesh: jax.sharding.Mesh,
+    *,
+    rows: int,
+    max_model_len: int,
+    decode_text: Callable[[Sequence[int]], str],
+    **options: Any,
+) -> NativeEngine | Balancer:
+    """One engine over the devices of `mesh`, or several over parts of them.
+
+    Args:
+        settings: `engine_init_kwargs` outrank everything here.
+        rows: samples decoded together, over all engines.
+        max_model_len: most tokens of a row.
+        decode_text: token ids to text.
+        **options: further arguments of `NativeEngine`.
+    """
+    arguments = {
+        "dtype": DTYPES[cfg.engine_dtype(settings)],
+        "max_num_seqs": -(-rows // settings.num_engines),
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "max_model_len": max_model_len,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "enable_prefix_caching": settings.enable_prefix_caching,
+        "recompute_kv_on_update": settings.recompute_kv_on_update,
+        "decode_text": decode_text,
+    }
+    arguments |= options | settings.engine_init_kwargs
+    parts = engine_meshes(mesh.devices.flat, settings.num_engines, settings.tensor_parallel_size)
+    engines = [NativeEngine(model, part, **arguments) for part in parts]
+    return engines[0] if len(engines) == 1 else Balancer(engines)
+
+
+def engine_of_run(
+    config: cfg.TrainConfig,
+    model: TransformerConfig,
+    mesh: jax.sharding.Mesh,
+    decode_text: Callable[[Sequence[int]], str],
+    processes: int | None = None,
+    **options: Any,
+) -> NativeEngine | Balancer:
+    """The native engine of a training run.
+
+    Args:
+        decode_text: token ids to text.
+        processes: that each sample a share of the prompts; None = those of this job.
+        **options: further arguments of `NativeEngine`.
+    """
+    settings = config.generator.inference_engine
+    # environments, guests and evaluations come by the clock; the order in which they do must
+    # change no bit, but of a run that follows the clock anyway
+    by_clock = config.generator.max_turns > 1 or settings.enable_http_endpoint
+    by_clock |= cfg.overlaps(config)
+    repeats = not cfg.runs_free(config)
+    return native_engine(
+        settings,
+        model,
+        mesh,
+        rows=min(settings.max_num_seqs, cfg.rows_at_once(config, processes or jax.process_count())),
+        max_model_len=cfg.longest_row(config),
+        shrink=False if by_clock and repeats else None,
+        decode_text=decode_text,
+        group_bytes=cfg.group_bytes(config),
+        **options,
+    )
+
+
+def weight_folder(
+    config: cfg.TrainConfig, model: TransformerConfig, tokenizer: Any
+) -> WeightFolder:
+    """Whole Hugging Face folders, adapters merged: a server can also be started from one."""
+    root, write = weights_root(config), model_writer(config, model, tokenizer)
+    return WeightFolder(root, lambda params, folder: write(merge(params), folder))
+
+
+def weights_root(config: cfg.TrainConfig) -> Path:
+    """Where weights for servers are written.
+
+    Raises:
+        ValueError: it cannot be written to, or servers could not open it.
+    """
+    folder = config.generator.inference_engine.weights_folder
+    return server_folder(
+        "generator.inference_engine.weights_folder",
+        str(folder or cfg.run_folder(config.trainer) / "weights"),
+    )
+
+
+def server_folder(field: str, folder: str) -> Path:
+    """A folder of this machine, which servers see under the same path.
+
+    Raises:
+        ValueError: it cannot be written to, or is a bucket; names the config field.
+    """
+    root = writable_folder(field, folder)
+    if "://" in str(root):
+        raise ValueError(f"{field}={folder!r} must be a folder that servers can open, not a bucket")
+    return Path(root)
+
+
+def model_writer(
+    config: cfg.TrainConfig, model: TransformerConfig, tokenizer: Any
+) -> Callable[[Params, Path], None]:
+    """Writes parameters without adapters as a Hugging Face folder.
+
+    vLLM 0.32 does not reload a head that is the embeddings; it gets one of its own.
+    """
+    settings = hf.load_generation_config(config.trainer.policy.model.path or "")  # validated
+    save = functools.partial(
+        save_pretrained, tokenizer=tokenizer, generation_config=settings, overwrite=True
+    )
+    is_vllm = config.generator.inference_engine.backend == "vllm"
+
+    def write(params: Params, folder: Path) -> None:
+        save(folder, *(untied(model, params) if is_vllm else (model, params)))
+
+    return write

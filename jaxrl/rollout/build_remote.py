@@ -1,0 +1,186 @@
+"""The engine over HTTP that a config asks for."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxrl import config as cfg
+from jaxrl.config.model import DTYPES
+from jaxrl.config.rollouts import server_urls
+from jaxrl.models.adapter import AdaptedModel
+from jaxrl.models.linear import base
+from jaxrl.models.lora import lora_config, trained
+from jaxrl.models.peft_format import save_adapter
+from jaxrl.models.placement import place_model
+from jaxrl.models.transformer import Params, TransformerConfig
+from jaxrl.rollout.build import model_writer, server_folder, weight_folder, weights_root
+from jaxrl.rollout.build_workers import rollout_workers
+from jaxrl.rollout.protocol import Sampling
+from jaxrl.rollout.remote.engine import RemoteEngine
+from jaxrl.rollout.remote.http_client import RemoteOptions
+from jaxrl.rollout.remote.probe import Probe, make_score
+from jaxrl.rollout.remote.served import ServedEngine
+from jaxrl.rollout.remote.server_process import Host
+from jaxrl.rollout.remote.vllm import VllmServer, lora_flags
+from jaxrl.rollout.weights.folder import AdapterFolder
+from jaxrl.rollout.weights.source import Source
+from jaxrl.rollout.weights.transfer import WeightTransfer
+
+PROBE_LENGTH = 8  # tokens of its prompt, and of its continuation
+
+
+def assemble_remote_engine(
+    config: cfg.TrainConfig,
+    model: TransformerConfig | AdaptedModel,
+    mesh: jax.sharding.Mesh,
+    tokenizer: Any,
+) -> RemoteEngine:
+    """Servers that are started here with the first weights, or that run already.
+
+    Args:
+        config: resolved and validated.
+        model: architecture of the policy.
+        mesh: of the trainer.
+        tokenizer: its files go into the weights' folders.
+
+    Raises:
+        ValueError: the model is a flax module, or a field cannot be what it is.
+    """
+    engine = config.generator.inference_engine
+    if isinstance(model, AdaptedModel):
+        raise ValueError(
+            f"generator.inference_engine.backend={engine.backend!r}, run_engines_locally="
+            f"{engine.run_engines_locally}: {model.name} has no Hugging Face form, in which "
+            "weights go to other processes; set backend='native' and run_engines_locally=true"
+        )
+    hosts, token = _hosts(config)
+    adapters = cfg.sends_adapters(config)
+    return RemoteEngine(
+        [host.url for host in hosts] or server_urls(config),
+        "vllm_lora" if adapters else engine.backend,
+        weights=_source(config, model, tokenizer),
+        probe=_probe(config, model, mesh),
+        hosts=hosts,
+        proxy_url=engine.external_proxy_url,
+        options=_options(config, token),
+    )
+
+
+def served_engine(config: cfg.TrainConfig) -> ServedEngine:
+    """The servers at `remote_urls`, which keep the weights they have.
+
+    Raises:
+        ConnectionError: one is not there.
+        ValueError: a field cannot be what it is.
+    """
+    backend = config.generator.inference_engine.backend
+    return ServedEngine(server_urls(config), backend, _options(config))
+
+
+def _hosts(config: cfg.TrainConfig) -> tuple[list[Host], str | None]:
+    """What starts the servers, and their token if they get a new one; none: they run already."""
+    engine = config.generator.inference_engine
+    if not engine.run_engines_locally:
+        return [], None
+    return (
+        (list(_vllm_servers(config)), None) if engine.backend == "vllm" else rollout_workers(config)
+    )
+
+
+def _source(config: cfg.TrainConfig, model: TransformerConfig, tokenizer: Any) -> Source:
+    """The transport of the weights that the config names."""
+    engine = config.generator.inference_engine
+    if engine.weight_transport == "transfer":
+        return WeightTransfer(DTYPES[cfg.engine_dtype(engine)], cfg.group_bytes(config))
+    folder = _adapter_folder if cfg.sends_adapters(config) else weight_folder
+    return folder(config, model, tokenizer)
+
+
+def _options(config: cfg.TrainConfig, token: str | None = None) -> RemoteOptions:
+    engine = config.generator.inference_engine
+    return RemoteOptions(
+        model=engine.served_model_name,
+        token=token or _token(engine.api_token_env),
+        timeout_seconds=engine.request_timeout_seconds,
+        max_model_len=cfg.longest_row(config),
+    )
+
+
+def _adapter_folder(
+    config: cfg.TrainConfig, model: TransformerConfig, tokenizer: Any
+) -> AdapterFolder:
+    """PEFT folders in `lora_sync_path`, and the base for servers that are started here."""
+    policy = config.trainer.policy.model
+    lora = lora_config(policy.lora, model, "policy")
+    assert lora is not None and policy.lora.lora_sync_path is not None  # adapters are sent
+    field, path = "trainer.policy.model.lora.lora_sync_path", policy.path or ""  # validated
+
+    def write(params: Params, folder: Path) -> None:
+        save_adapter(folder, lora, trained(params), base=path, overwrite=True)
+
+    root = server_folder(field, policy.lora.lora_sync_path)
+    if not config.generator.inference_engine.run_engines_locally:
+        return AdapterFolder(root, write)
+    write_model = model_writer(config, model, tokenizer)
+    return AdapterFolder(
+        root,
+        write,
+        weights_root(config) / "base",
+        lambda params, folder: write_model(base(params), folder),
+    )
+
+
+def _probe(config: cfg.TrainConfig, model: TransformerConfig, mesh: jax.sharding.Mesh) -> Probe:
+    trainer, length = config.trainer, min(PROBE_LENGTH, cfg.longest_row(config) // 2)
+    placement = None
+    if mesh.size > 1:
+        placement = place_model(model, mesh, cfg.sharding_rules(trainer.sharding_rules))
+    dtype = DTYPES[cfg.compute_dtype(trainer, "policy")]
+    score = make_score(model, dtype, placement, 2 * length)
+    bound = config.generator.inference_engine.probe_bound
+    drawn = config.generator.sampling_params
+    sampling = Sampling(length, drawn.temperature, drawn.top_k, drawn.top_p, drawn.min_p)
+    return Probe(score, model.vocab_size, bound, length, sampling)
+
+
+def _token(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    token = os.environ.get(variable)
+    if not token:
+        raise ValueError(
+            f"generator.inference_engine.api_token_env={variable!r}: the environment has no such "
+            "variable, or an empty one; set it to the servers' token"
+        )
+    return token
+
+
+def _vllm_servers(config: cfg.TrainConfig) -> list[VllmServer]:
+    """One for each engine, not started yet."""
+    engine, logs = config.generator.inference_engine, cfg.run_folder(config.trainer) / "vllm"
+    flags = {
+        "dtype": cfg.engine_dtype(engine),
+        "max_model_len": cfg.longest_row(config),
+        "max_num_seqs": -(
+            -min(engine.max_num_seqs, cfg.rows_at_once(config)) // engine.num_engines
+        ),
+        "max_num_batched_tokens": engine.max_num_batched_tokens,
+        "gpu_memory_utilization": engine.gpu_memory_utilization,
+        "tensor_parallel_size": engine.tensor_parallel_size,
+        "pipeline_parallel_size": engine.pipeline_parallel_size,
+        "enable_prefix_caching": engine.enable_prefix_caching,
+        "enforce_eager": engine.enforce_eager,
+        "served_model_name": engine.served_model_name,
+        **engine.engine_init_kwargs,
+    }
+    if cfg.sends_adapters(config):
+        flags = lora_flags(config.trainer.policy.model.lora.rank) | flags
+    python = engine.vllm_python or sys.executable
+    devices = engine.engine_devices or [None] * engine.num_engines
+    return [
+        VllmServer(flags, logs / f"server_{number}.log", python, of_one)
+        for number, of_one in enumerate(devices)
+    ]

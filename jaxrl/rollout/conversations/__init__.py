@@ -1,0 +1,1 @@
+"""Hold conversations: prompts and environments on one side, trajectories on the other."""

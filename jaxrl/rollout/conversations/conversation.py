@@ -1,0 +1,413 @@
+"""Conversations between engine and environments: token ids in, token ids out.
+
+The engine's tokens and log-probs go into the trajectory as they are; text exists only for the
+environment.
+"""
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import logging
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from itertools import groupby
+from typing import Any
+
+from jaxrl.config import GeneratorConfig, SamplingParams, keeps_slots
+from jaxrl.data.tokenizer import encode_prompt
+from jaxrl.envs import StepOutput
+from jaxrl.rollout.conversations.environment_pool import EnvironmentPool
+from jaxrl.rollout.conversations.rejudge import is_chosen, judges_alike
+from jaxrl.rollout.conversations.reward_terms import RewardTerms
+from jaxrl.rollout.conversations.session import EnvironmentFailure, Session
+from jaxrl.rollout.conversations.submissions import Submissions, Turn
+from jaxrl.rollout.conversations.trajectories import refuse_all_failed, to_columns
+from jaxrl.rollout.conversations.turns import (
+    Transcript,
+    TurnTemplate,
+    spoken_tokens,
+    tokens_of_prefix,
+)
+from jaxrl.rollout.native.stop_strings import said
+from jaxrl.rollout.protocol import Completion, Engine, Request, Sampling
+from jaxrl.types import GeneratorInput, GeneratorOutput, Prompt, Trajectory, TrajectoryID
+
+_log = logging.getLogger(__name__)
+_NO_LOG_PROBS = (
+    "the engine gives no log-probs of what it samples; set generator.sampling_params.logprobs to "
+    "None: the trainer then uses its own"
+)
+
+
+def sample_key(*names: object) -> tuple[int, int]:
+    """PRNG key data from whatever names a sample: seed, phase, step, prompt, number.
+
+    A sample's tokens then depend on its name and the weights, not on what ran beside or before it,
+    which is what makes a resumed run equal to an uninterrupted one.
+    """
+    digest = hashlib.blake2b("/".join(map(str, names)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+def generator_input(
+    prompts: Sequence[Prompt], samples: int, names: Sequence[object], sampling: Sampling
+) -> GeneratorInput:
+    """`samples` trajectories of every prompt, each with a key named by `names`, prompt and number.
+
+    Args:
+        names: seed, phase and step.
+    """
+    return GeneratorInput(
+        prompts=[p for p in prompts for _ in range(samples)],
+        trajectory_ids=[TrajectoryID(p.uid, i) for p in prompts for i in range(samples)],
+        keys=[sample_key(*names, p.uid, i) for p in prompts for i in range(samples)],
+        sampling=sampling,
+    )
+
+
+def sampling_of(params: SamplingParams, eos_token_ids: Sequence[int]) -> Sampling:
+    """Sampling parameters as the engine takes them, with the model's end-of-sequence ids."""
+    return Sampling(
+        max_tokens=params.max_generate_length,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        min_tokens=(params.additional_kwargs or {}).get("min_tokens", 0),
+        stop_token_ids=(*eos_token_ids, *(params.stop_token_ids or ())),
+        stop=tuple(params.stop or ()),
+        keep_sampling_mask=params.keep_sampling_mask,
+    )
+
+
+class Failures:
+    """Warnings of one batch: the first few environments that fail, and how many more did.
+
+    They mostly fail alike, and a batch may hold thousands.
+    """
+
+    shown = 3
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def tell(self, failure: EnvironmentFailure) -> None:
+        """One more."""
+        self.count += 1
+        if self.count <= self.shown:
+            _log.warning("%s", failure)
+
+    def end(self) -> None:
+        """There are no more."""
+        if self.count > self.shown:
+            _log.warning("... %d more environments of the batch failed", self.count - self.shown)
+
+
+class Conversation:
+    """What is known of one conversation while it goes on."""
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        key: tuple[int, int],
+        session: Session,
+        submissions: Submissions,
+        failures: Failures,
+    ) -> None:
+        self.prompt, self.key = prompt, key
+        self.session, self.submissions, self.failures = session, submissions, failures
+        self.transcript = Transcript(list(prompt.tokens))
+        self.over: Future[None] = Future()  # until it is cancelled the engine keeps its slot
+        self.stop_reason, self.reward_is_number = "", False
+        self.metrics: dict[str, Any] = {}
+        self.failure: EnvironmentFailure | None = None
+        self.rejudged: bool | None = None  # whether that gave the same
+
+    def take(self, completion: Completion) -> None:
+        """A turn of the policy; one that was aborted before its first token is none."""
+        self.stop_reason = completion.stop_reason
+        if not completion.tokens:
+            return
+        columns = completion.log_probs, completion.kept, completion.versions
+        self.transcript.add_sampled(completion.tokens, *columns, completion.context_versions)
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """A failure of the environment ends the conversation, and nothing else."""
+        try:
+            yield
+        except EnvironmentFailure as failure:
+            self.failures.tell(failure)
+            self.failure, self.stop_reason = failure, "env_error"
+            self.transcript.mask()
+
+    async def close(self) -> None:
+        """Let the engine's slot and the environment go; what was judged stays judged."""
+        self.over.cancel()
+        try:
+            await self.session.close()
+        except EnvironmentFailure as failure:
+            self.failures.tell(failure)
+
+    def trajectory(self) -> Trajectory:
+        """The finished conversation."""
+        transcript = self.transcript
+        plain = self.reward_is_number and len(transcript.turns) == 1 and all(transcript.loss_mask)
+        return Trajectory(
+            uid=self.prompt.uid,
+            prompt_tokens=transcript.prompt,
+            response_tokens=transcript.tokens,
+            loss_mask=transcript.loss_mask,
+            rollout_log_probs=transcript.log_probs,
+            rewards=transcript.rewards[-1] if plain else transcript.rewards,
+            stop_reason=self.stop_reason,
+            policy_version=transcript.policy_version,
+            env_class=self.prompt.env_class,
+            env_metrics=self.metrics,
+            reward_terms={} if self.failure else self.session.earned,
+            env_seconds=self.session.seconds,
+            failure=str(self.failure) if self.failure else "",
+            rejudged=self.rejudged,
+            turns=transcript.turns,
+            kept=transcript.kept,
+            versions=transcript.versions,
+            context_versions=transcript.context_versions,
+        )
+
+
+class ConversationGenerator:
+    """Holds conversations: the engine speaks, the environment judges and answers.
+
+    A `GeneratorInterface`. One coroutine per trajectory; the first turns of a batch are one call of
+    the engine, in which the samples of a prompt share a request, later turns are requests of their
+    own.
+
+    Args:
+        engine: samples token ids.
+        tokenizer: turns them into the text that environments read.
+        settings: turns, lengths, what stands between turns.
+        env_config: handed to every environment.
+        max_env_workers: calls of environments at a time; 0 = inline.
+        env_timeout_seconds: of each call of an environment; None = none.
+        reward_terms: weights of named rewards, and functions that judge beside the environment.
+        pool: where environments live, in place of the threads that the two before it describe.
+        rejudge_fraction: of the trajectories; these are judged a second time.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        settings: GeneratorConfig | None = None,
+        *,
+        env_config: Mapping[str, Any] | None = None,
+        max_env_workers: int = 32,
+        env_timeout_seconds: float | None = None,
+        reward_terms: RewardTerms | None = None,
+        pool: EnvironmentPool | None = None,
+        rejudge_fraction: float = 0.0,
+    ) -> None:
+        self.engine, self.tokenizer, self.env_config = engine, tokenizer, env_config
+        self.settings = GeneratorConfig() if settings is None else settings
+        self.log_probs = self.settings.sampling_params.logprobs is not None
+        self.pool = pool or EnvironmentPool(max_env_workers, env_timeout_seconds)
+        self._submissions: Submissions | None = None
+        self.reward_terms, self.rejudge_fraction = reward_terms, rejudge_fraction
+        self.template = TurnTemplate(tokenizer, self.settings.chat_template_kwargs)
+
+    async def generate(self, batch: GeneratorInput) -> GeneratorOutput:
+        """Trajectories of the batch, in order.
+
+        What goes wrong in an environment ends its own conversation: stop_reason "env_error",
+        reward 0, everything masked.
+
+        Raises:
+            AllFailed: that is what became of every trajectory of a whole batch; gives the first
+                one's reason.
+            RewardTermError: reward terms and their weights do not belong together.
+        """
+        later, failures = self._submissions_here(), Failures()
+        talks = [
+            Conversation(prompt, key, self._session(prompt, key), later, failures)
+            for prompt, key in zip(batch["prompts"], batch["keys"], strict=True)
+        ]
+        sampling: Sampling = batch["sampling"]
+        try:
+            await _all([self._open(talk) for talk in talks])
+            turns = await self._first_turns(talks, later, sampling)
+            pairs = zip(talks, turns, strict=True)
+            await _all([self._hold(talk, turn, sampling) for talk, turn in pairs])
+        finally:
+            for talk in talks:  # first: whatever waits may be interrupted
+                talk.over.cancel()
+            await later.close()
+            await _all([talk.close() for talk in talks])
+            failures.end()
+        part, ids = batch.get("part", False), batch.get("trajectory_ids")
+        trajectories = [talk.trajectory() for talk in talks]
+        if not part:
+            refuse_all_failed([talk.failure for talk in talks])
+        return to_columns(
+            trajectories,
+            ids,
+            step_wise=self.settings.step_wise_trajectories,
+            log_probs=self.log_probs,
+            part=part,
+        )
+
+    def _submissions_here(self) -> Submissions:
+        """Of this loop: batches that are sampled side by side share calls of the engine."""
+        found, loop = self._submissions, asyncio.get_running_loop()
+        if found is None or found.loop is not loop:
+            found = self._submissions = Submissions(self.engine, loop)
+        return found
+
+    def _session(self, prompt: Prompt, key: tuple[int, int]) -> Session:
+        record = is_chosen(key, self.rejudge_fraction)
+        return Session(prompt, self.pool, self.env_config, self.reward_terms, record=record)
+
+    async def _open(self, talk: Conversation) -> None:
+        """Let the environment open the conversation, perhaps in words of its own."""
+        with talk.failing():
+            messages = await talk.session.open(self.settings.max_turns)
+            if messages != talk.prompt.messages:
+                variables = self.settings.chat_template_kwargs
+                with talk.session.blamed("at the start"):
+                    opening = encode_prompt(self.tokenizer, messages, **variables)
+                talk.transcript.prompt = opening
+
+    async def _first_turns(
+        self, talks: Sequence[Conversation], later: Submissions, sampling: Sampling
+    ) -> list[Turn | None]:
+        """One call of the engine for all; None where nothing is to be sampled."""
+        able = [i for i, talk in enumerate(talks) if not talk.failure and self._fits(talk)]
+        alike = groupby(able, lambda i: (talks[i].prompt.uid, talks[i].transcript.input))
+        groups = [(tokens, list(rows)) for (_, tokens), rows in alike]
+        requests = [
+            self._request([talks[i] for i in rows], [talks[i].key for i in rows], tokens, sampling)
+            for tokens, rows in groups
+        ]
+        turns: list[Turn | None] = [None] * len(talks)
+        submitted = await asyncio.gather(*(later.submit(request) for request in requests))
+        for (_, rows), samples in zip(groups, submitted, strict=True):
+            for i, turn in zip(rows, samples, strict=True):
+                turns[i] = turn
+        return turns
+
+    def _request(
+        self,
+        talks: Sequence[Conversation],
+        keys: Sequence[tuple[int, int]],
+        tokens: tuple[int, ...],
+        sampling: Sampling,
+    ) -> Request:
+        """The same input, to be continued by some conversations."""
+        over = tuple(talk.over for talk in talks) if keeps_slots(self.settings) else ()
+        return Request(tokens, tuple(keys), sampling, conversations=over)
+
+    async def _hold(self, talk: Conversation, turn: Turn | None, sampling: Sampling) -> None:
+        """A conversation from its first turn to its end."""
+        with talk.failing():
+            while turn is not None:
+                turn = await self._turn(talk, await asyncio.wrap_future(turn), sampling)
+            if not talk.failure:
+                talk.metrics = await talk.session.metrics()
+        talk.transcript.end_at_turn()
+        await talk.close()
+        if talk.session.turns and not talk.failure:
+            talk.rejudged = await judges_alike(talk.session)
+
+    async def _turn(
+        self, talk: Conversation, completion: Completion, sampling: Sampling
+    ) -> Turn | None:
+        """Take what was said to the environment; the next turn, if there is one."""
+        transcript = talk.transcript
+        if self.log_probs and completion.tokens and not completion.log_probs:
+            raise ValueError(_NO_LOG_PROBS)
+        talk.take(completion)
+        if len(transcript.turns) == self.settings.max_turns:  # the slot is needed no more
+            talk.over.cancel()
+        if completion.stop_reason == "abort":
+            transcript.mask()
+            return None
+        step, kept = await self._step(talk.session, completion, sampling)
+        goes_on = not step["done"] and len(transcript.turns) < self.settings.max_turns
+        if goes_on and kept > 1 and not self.settings.use_conversation_multi_turn:
+            kept -= completion.tokens[kept - 1] in sampling.stop_token_ids  # one message: no end
+        transcript.keep(kept)
+        earned = step["reward"]
+        assert not isinstance(earned, Mapping)  # the session has weighed the terms
+        transcript.reward(earned)
+        talk.reward_is_number = not isinstance(earned, list)
+        closed = self._end_turn(transcript, completion, sampling, goes_on=goes_on)
+        if not goes_on:
+            return None
+        with talk.session.blamed("with its observations"):
+            transcript.add_given(self._answer(step, sampling, closed=closed))
+        if not self._fits(talk):
+            return None
+        key = sample_key(*talk.key, len(transcript.turns))
+        request = self._request([talk], [key], transcript.input, sampling)
+        (turn,) = await talk.submissions.submit(request)
+        return turn
+
+    async def _step(
+        self, session: Session, completion: Completion, sampling: Sampling
+    ) -> tuple[StepOutput, int]:
+        """The environment's judgement, and how many of the tokens it lets stand."""
+        tokens, spoken = completion.tokens, spoken_tokens(completion)
+        ended = len(spoken) < len(tokens)
+        decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
+        text = said(decode, completion, sampling.stop, keep_stop=True)
+        pieces = [self.tokenizer.decode([token]) for token in tokens]
+        step = await session.step(text, pieces, ended)
+        action = step.get("postprocessed_action")
+        if action is None or action == text:
+            return step, len(tokens)
+        with session.blamed(f"with the answer {text!r}"):
+            return step, tokens_of_prefix(self.tokenizer, spoken, action)
+
+    def _end_turn(
+        self, transcript: Transcript, completion: Completion, sampling: Sampling, *, goes_on: bool
+    ) -> bool:
+        """Append the end-of-sequence token where it is wanted; whether the turn needs no end."""
+        if transcript.tokens[-1] in sampling.stop_token_ids:
+            return True
+        start, end = transcript.turns[-1]
+        by_string = completion.stop_string is not None and end - start == len(completion.tokens)
+        if self.settings.use_conversation_multi_turn:
+            wanted = by_string and self.settings.append_eos_token_after_stop_str_in_multi_turn
+        else:
+            wanted = completion.stop_reason == "stop" and not goes_on
+        if wanted:
+            transcript.extend_turn(self.tokenizer.eos_token_id)
+        return by_string
+
+    def _answer(self, step: StepOutput, sampling: Sampling, *, closed: bool) -> list[int]:
+        """The tokens between two turns."""
+        if not self.settings.use_conversation_multi_turn:
+            return self.template.encode("".join(m["content"] for m in step["observations"]))
+        end, rest = self.template.between(step["observations"], sampling.stop_token_ids)
+        return rest if closed else end + rest
+
+    def _fits(self, talk: Conversation) -> bool:
+        """Whether the input of the next turn is short enough; if not, there is none."""
+        longest = self.settings.max_input_length
+        if longest is None or len(talk.transcript.input) <= longest:
+            return True
+        talk.stop_reason = "length"
+        return False
+
+
+async def _all(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """All of them, side by side; the first error ends the others and is raised."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

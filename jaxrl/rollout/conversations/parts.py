@@ -1,0 +1,102 @@
+"""Batches that are sampled in parts: putting them together, and keeping parts in a checkpoint."""
+
+import io
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from jaxrl.data.recorded import from_arrays, to_arrays
+from jaxrl.rollout.conversations.stream import Unit
+from jaxrl.rollout.conversations.trajectories import batch_metrics, refuse_all_failed
+from jaxrl.types import GeneratorOutput, Measured
+
+# Columns that a part may lack, because none of its rows has anything in them.
+_EMPTY: dict[str, Callable[[list[int]], Any]] = {
+    "reward_terms": lambda response: {},
+    "kept": lambda response: [()] * len(response),
+    "token_versions": lambda response: [-1] * len(response),
+    "context_versions": lambda response: [-1] * len(response),
+}
+
+
+def gather(parts: Sequence[GeneratorOutput]) -> GeneratorOutput:
+    """The batch that was sampled in these parts.
+
+    Its metrics are those of the whole where the parts have the column `measured`, which is left
+    out; else means over the parts.
+
+    Raises:
+        AllFailed: the environment of every trajectory failed.
+    """
+    whole = concatenate(parts)
+    measured = cast(dict, whole).pop("measured", None)
+    if measured is None:
+        return whole
+    last = whole.get("is_last_step", [True] * len(measured))
+    ended = [Measured(*m) for m, is_last in zip(measured, last, strict=True) if is_last]
+    refuse_all_failed([m.failure for m in ended])
+    return {**whole, "rollout_metrics": batch_metrics(ended)}
+
+
+def concatenate(parts: Sequence[GeneratorOutput]) -> GeneratorOutput:
+    """Columns one after another; the metrics are means over the parts that have them."""
+    names = dict.fromkeys(itertools.chain.from_iterable(parts))
+    whole: dict[str, Any] = {name: _column(name, parts) for name in names}
+    metrics = [part["rollout_metrics"] for part in parts]
+    keys = dict.fromkeys(itertools.chain.from_iterable(metrics))
+    means = {key: float(np.mean([m[key] for m in metrics if key in m])) for key in keys}
+    return cast(GeneratorOutput, whole | {"rollout_metrics": means})
+
+
+def _column(name: str, parts: Sequence[GeneratorOutput]) -> Any:
+    columns: list[Any] = [cast(dict, part).get(name) for part in parts]
+    if not any(isinstance(column, list) for column in columns):
+        return columns[0]
+    if name in _EMPTY:
+        columns = [
+            [_EMPTY[name](response) for response in part["response_ids"]] if c is None else c
+            for c, part in zip(columns, parts, strict=True)
+        ]
+    if not all(isinstance(column, list) for column in columns):
+        raise ValueError(f"the generator gives {name} for some prompts only; give it for all")
+    return list(itertools.chain.from_iterable(columns))
+
+
+# ---------------------------------------------------------------- in a checkpoint
+
+
+def to_bytes(units: Sequence[Unit]) -> np.ndarray:
+    """Units as bytes [N] uint8, without loss: an npz archive, in which nothing is pickled."""
+    whole = concatenate([unit.output for unit in units])
+    about = {
+        "ordinals": [unit.ordinal for unit in units],
+        "rows": [len(unit.output["response_ids"]) for unit in units],
+        "metrics": [unit.output["rollout_metrics"] for unit in units],
+    }
+    arrays: dict[str, Any] = to_arrays({**whole, "rollout_metrics": {}})
+    file = io.BytesIO()
+    np.savez(file, **arrays, about=_json(about))
+    return np.frombuffer(file.getvalue(), np.uint8)
+
+
+def from_bytes(data: np.ndarray) -> list[Unit]:
+    """What `to_bytes` was given."""
+    with np.load(io.BytesIO(data.tobytes()), allow_pickle=False) as file:
+        arrays = {name: file[name] for name in file.files}
+    about = json.loads(arrays.pop("about").tobytes())
+    whole = cast(dict[str, Any], from_arrays(arrays))
+    ends = np.cumsum(about["rows"]).tolist()
+    units = []
+    for i, (ordinal, end) in enumerate(zip(about["ordinals"], ends, strict=True)):
+        rows = slice(end - about["rows"][i], end)
+        output = {k: v[rows] if isinstance(v, list) else v for k, v in whole.items()}
+        output["rollout_metrics"] = about["metrics"][i]
+        units.append(Unit(ordinal, cast(GeneratorOutput, output)))
+    return units
+
+
+def _json(value: Any) -> np.ndarray:
+    return np.frombuffer(json.dumps(value, default=float).encode(), np.uint8)

@@ -1,0 +1,81 @@
+"""A batch that the processes of a job sample together."""
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxrl.models.transformer import Params
+from jaxrl.parallel import gather, is_first, share
+from jaxrl.rollout.conversations import parts
+from jaxrl.rollout.protocol import Completion, Request
+from jaxrl.types import GeneratorOutput, Prompt
+
+Sample = Callable[[Sequence[Prompt], bool], GeneratorOutput]  # (prompts, whether a part of a batch)
+
+
+def sample_in_shares(
+    sample: Sample, prompts: Sequence[Prompt], *, each_samples: bool
+) -> GeneratorOutput:
+    """The trajectories of a batch, the same in every process; a collective.
+
+    Which process samples a prompt changes nothing: all that is random has a name.
+
+    Args:
+        each_samples: each process a share of the prompts; False = the first one all of them.
+
+    Raises:
+        Exception: what `sample` raised in any process, in all of them.
+    """
+    if jax.process_count() == 1:
+        return sample(prompts, False)
+    mine = share(prompts) if each_samples else prompts if is_first() else ()
+    output = error = None
+    try:
+        output = sample(mine, each_samples) if mine else None
+    except Exception as raised:  # the others wait
+        error = _portable(raised)
+    found = gather((output, error))
+    for _, raised in found:
+        if raised is not None:
+            raise raised
+    whole = [output for output, _ in found if output is not None]
+    return parts.gather(whole) if each_samples else whole[0]
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, or its text where it cannot be pickled."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+class AbsentEngine:
+    """In the processes that do not sample, where the first one does; an `Engine`."""
+
+    def update_weights(self, params: Params, version: int) -> None:
+        """The first process sends them."""
+
+    def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
+        """Raises RuntimeError: this process does not sample."""
+        raise RuntimeError("process 0 samples; this one has no engine")
+
+    def submit(self, requests: Sequence[Request]) -> Any:
+        """Raises RuntimeError: this process does not sample."""
+        raise RuntimeError("process 0 samples; this one has no engine")
+
+    def warm_up(self, requests: Sequence[Request]) -> None:
+        """Nothing to do."""
+
+    def describe(self) -> str:
+        """Where the samples come from."""
+        return "none here, process 0 samples"
+
+    def sleep(self) -> None:
+        """Nothing to do."""
+
+    def wake(self) -> None:
+        """Nothing to do."""

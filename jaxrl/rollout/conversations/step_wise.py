@@ -1,0 +1,94 @@
+"""Trajectories of a row per turn: making the rows, merging them, and whose row is whose."""
+
+import dataclasses
+from typing import Any, cast
+
+import numpy as np
+
+from jaxrl.types import GeneratorOutput, Trajectory
+
+# columns of one entry per token, and the entry of a token that was not sampled
+_TOKENS = {
+    **{"loss_masks": 0, "rollout_logprobs": 0, "kept": ()},
+    **{"token_versions": -1, "context_versions": -1},
+}
+
+
+def steps_of(trajectory: Trajectory) -> list[Trajectory]:
+    """A row per turn: all that came before is its prompt.
+
+    The last row has the reward of the whole trajectory on its last turn, the others have none;
+    each has the trajectory's stop_reason.
+
+    Example: prompt [5], response [1, 2, 9, 3], turns [(0, 2), (3, 4)], rewards [0, 1, 0, 2] become
+    prompt [5], response [1, 2], rewards [0, 0] and prompt [5, 1, 2, 9], response [3], rewards [3].
+    """
+    t = trajectory
+    if len(t.turns) < 2:
+        return [t]
+    rows = [_step(t, start, end) for start, end in t.turns]
+    (first, last), total = t.turns[-1], cast(list[float], t.rewards)
+    own = [0.0] * (last - first)
+    own[_last_sampled(rows[-1])] = sum(total)
+    rows[-1].rewards = own
+    return rows
+
+
+def merge_steps(output: GeneratorOutput) -> GeneratorOutput:
+    """Neighbouring steps of a trajectory as one row where the later goes on from the earlier.
+
+    That is where its prompt begins with the earlier one's prompt and response. What its prompt has
+    beyond them has loss mask, log-prob and reward 0. Of rewards for whole responses and of
+    stop_reasons the last one holds; the version is the first one's.
+    """
+    last = output.get("is_last_step")
+    if last is None:
+        return output
+    rows: dict[str, list[Any]] = {k: [] for k, v in output.items() if isinstance(v, list)}
+    for i in range(len(last)):
+        row = {name: cast(dict, output)[name][i] for name in rows}
+        if i and not last[i - 1] and _goes_on(rows, row):
+            _append(rows, row)
+            continue
+        for name, value in row.items():
+            rows[name].append(list(value) if isinstance(value, list) else value)
+    return cast(GeneratorOutput, {**output, **rows})
+
+
+def _step(t: Trajectory, start: int, end: int) -> Trajectory:
+    return dataclasses.replace(
+        t,
+        prompt_tokens=[*t.prompt_tokens, *t.response_tokens[:start]],
+        response_tokens=t.response_tokens[start:end],
+        loss_mask=t.loss_mask[start:end],
+        rollout_log_probs=t.rollout_log_probs[start:end],
+        rewards=[0.0] * (end - start),
+        turns=[(0, end - start)],
+        kept=t.kept[start:end],
+        versions=t.versions[start:end],
+        context_versions=t.context_versions[start:end],
+    )
+
+
+def _last_sampled(row: Trajectory) -> int:
+    """The last token that the policy sampled; the last one of a row that is masked."""
+    sampled = np.flatnonzero(row.loss_mask)
+    return int(sampled[-1]) if sampled.size else len(row.loss_mask) - 1
+
+
+def _goes_on(rows: dict[str, list[Any]], row: dict[str, Any]) -> bool:
+    before = rows["prompt_token_ids"][-1] + rows["response_ids"][-1]
+    return row["prompt_token_ids"][: len(before)] == before
+
+
+def _append(rows: dict[str, list[Any]], row: dict[str, Any]) -> None:
+    """Add a step to the last row."""
+    done = len(rows["prompt_token_ids"][-1]) + len(rows["response_ids"][-1])
+    given = row["prompt_token_ids"][done:]
+    for name, column in rows.items():
+        if name == "response_ids":
+            column[-1] += given + row[name]
+        elif name in _TOKENS or (name == "rewards" and isinstance(row[name], list)):
+            column[-1] += [_TOKENS.get(name, 0)] * len(given) + row[name]
+        elif name not in ("prompt_token_ids", "policy_versions"):
+            column[-1] = row[name]

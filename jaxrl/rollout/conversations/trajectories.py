@@ -1,0 +1,122 @@
+"""Finished conversations as columns, and the numbers about them."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl import envs
+from jaxrl.rollout.conversations.step_wise import steps_of
+from jaxrl.types import GeneratorOutput, Measured, Trajectory, TrajectoryID
+
+
+class AllFailed(RuntimeError):
+    """The environments of a batch failed, all of them: there is nothing to learn from."""
+
+
+def to_columns(
+    trajectories: Sequence[Trajectory],
+    ids: Sequence[TrajectoryID] | None = None,
+    *,
+    step_wise: bool = False,
+    log_probs: bool = True,
+    part: bool = False,
+) -> GeneratorOutput:
+    """Trajectories as the columns that `Trainer.postprocess_generator_output` works on.
+
+    Args:
+        ids: None = the samples of each uid are numbered.
+        step_wise: a row per turn.
+        log_probs: whether the rollouts carry them.
+        part: of a batch; the column `measured` is for the metrics of the whole.
+    """
+    ids = _numbered(trajectories) if ids is None else ids
+    steps = [steps_of(t) if step_wise else [t] for t in trajectories]
+    rows = [row for of_one in steps for row in of_one]
+    measured = [_measured(t) for t in trajectories]
+    output = GeneratorOutput(
+        prompt_token_ids=[t.prompt_tokens for t in rows],
+        response_ids=[t.response_tokens for t in rows],
+        rewards=[t.rewards for t in rows],  # type: ignore[typeddict-item]
+        loss_masks=[t.loss_mask for t in rows],
+        stop_reasons=[t.stop_reason for t in rows],
+        rollout_logprobs=[t.rollout_log_probs for t in rows] if log_probs else None,
+        policy_versions=[t.policy_version for t in rows],
+        rollout_metrics=batch_metrics(measured),
+        trajectory_ids=[i for i, s in zip(ids, steps, strict=True) for _ in s],
+    )
+    if step_wise:
+        output["is_last_step"] = [row is s[-1] for s in steps for row in s]
+    if part:
+        output["measured"] = [m for m, s in zip(measured, steps, strict=True) for _ in s]
+    if any(t.reward_terms for t in rows):
+        output["reward_terms"] = [t.reward_terms for t in rows]
+    if any(any(t.kept) for t in rows):
+        output["kept"] = [t.kept for t in rows]
+    if all(len(t.versions) == len(t.response_tokens) for t in rows):
+        output["token_versions"] = [t.versions for t in rows]
+    if all(len(t.context_versions) == len(t.response_tokens) for t in rows):
+        output["context_versions"] = [t.context_versions for t in rows]
+    return output
+
+
+def batch_metrics(measured: Sequence[Measured]) -> dict[str, float]:
+    """The `rollout_metrics` of a batch; one entry per trajectory."""
+    return _environment_metrics(measured) | _conversation_metrics(measured)
+
+
+def refuse_all_failed(failures: Sequence[Exception | str | None]) -> None:
+    """Refuse a batch whose environments failed, all of them; None and "": one did not.
+
+    Raises:
+        AllFailed: gives the first one's reason.
+    """
+    if failures and all(failures):
+        message = f"all {len(failures)} trajectories of the batch failed; the first: {failures[0]}"
+        cause = failures[0] if isinstance(failures[0], Exception) else None
+        raise AllFailed(message) from cause
+
+
+def _measured(t: Trajectory) -> Measured:
+    failure = t.failure or "the environment failed" if t.stop_reason == "env_error" else ""
+    return Measured(t.env_class, t.env_metrics, t.env_seconds, t.turns, failure, t.rejudged)
+
+
+def _environment_metrics(measured: Sequence[Measured]) -> dict[str, float]:
+    """`environment/<name>`, with the class in the name if there are several environments."""
+    by_env: dict[Any, list[dict[str, Any]]] = {}  # families of one environment together
+    for m in measured:
+        if not m.failure:
+            by_env.setdefault(envs.load(m.env_class), []).append(m.env_metrics)
+    metrics = {}
+    for env, values in by_env.items():
+        label = "environment" if len(by_env) == 1 else f"environment/{env.__name__}"
+        averages = env.aggregate_metrics(values)
+        metrics |= {f"{label}/{name}": value for name, value in averages.items()}
+    return metrics
+
+
+def _conversation_metrics(measured: Sequence[Measured]) -> dict[str, float]:
+    """Turns, sampled tokens, failures, second judgements; seconds waited for an environment."""
+    turns = [len(m.turns) for m in measured]
+    return {
+        "generate/avg_turns": float(np.mean(turns)),
+        "generate/max_turns": float(np.max(turns)),
+        "generate/sampled_tokens": float(
+            sum(end - start for m in measured for start, end in m.turns)
+        ),
+        "generate/env_errors": float(sum(bool(m.failure) for m in measured)),
+        "reward/rejudged": float(sum(m.rejudged is not None for m in measured)),
+        "reward/rejudged_differently": float(sum(m.rejudged is False for m in measured)),
+        "timing/environment": float(np.mean([m.env_seconds for m in measured])),
+    }
+
+
+def _numbered(trajectories: Sequence[Trajectory]) -> list[TrajectoryID]:
+    seen: Counter[str] = Counter()
+    ids = []
+    for t in trajectories:
+        ids.append(TrajectoryID(t.uid, seen[t.uid]))
+        seen[t.uid] += 1
+    return ids

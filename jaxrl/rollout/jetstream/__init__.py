@@ -1,0 +1,1 @@
+"""Sample through JetStream: its engine API in this process, or its wire."""

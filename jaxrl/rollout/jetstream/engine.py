@@ -1,0 +1,369 @@
+"""Our model as an engine of JetStream's protocol, on the trainer's layer functions.
+
+What `NativeEngine` runs, behind explicit state: a JetStream orchestrator can serve it, and a loop
+of prefill, insert and generate can be written by hand. The same keys draw the same tokens.
+
+Shape legend: S slots, L positions of a slot, n samples of a prompt, k tokens of a call.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl.data.packing import round_up
+from jaxrl.models import decode_kernels
+from jaxrl.models.transformer import Params, TransformerConfig
+from jaxrl.parallel import ShardingRules
+from jaxrl.parallel.rules import Placement, batch_devices
+from jaxrl.rollout.jetstream.protocol import ResultTokens, prefill_length
+from jaxrl.rollout.jetstream.slots import (
+    FREE,
+    Slots,
+    advance,
+    for_decode,
+    insert_prefix,
+    with_stop_ids,
+)
+from jaxrl.rollout.jetstream.tokenizer import PaddingTokenizer
+from jaxrl.rollout.native.decode import Features, Rows
+from jaxrl.rollout.native.engine import ROW_SETTINGS
+from jaxrl.rollout.native.kv_cache import Cache
+from jaxrl.rollout.native.programs import DEFAULT_PREFILL_TOKENS, PREFILL_TOKENS, compiled
+from jaxrl.rollout.protocol import Sampling
+from jaxrl.types import Array
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """How the samples of a prompt are drawn: the `sampler` of prefill.
+
+    Args:
+        keys: PRNG key data of each sample; () = the engine's next ones.
+    """
+
+    sampling: Sampling
+    keys: tuple[tuple[int, int], ...] = ()
+
+
+class ParamsRef:
+    """Parameters that can be swapped while others hold the reference.
+
+    JetStream's orchestrator calls `load_params` once and passes the result at each call ever
+    after; what it holds must therefore not be the weights themselves.
+    """
+
+    def __init__(self, value: Params | None = None) -> None:
+        self.value = value
+
+    def get(self) -> Params:
+        """The parameters as they are now.
+
+        Raises:
+            RuntimeError: there are none yet.
+        """
+        if self.value is None:
+            raise RuntimeError("the engine has no weights: call load_params(params) first")
+        return self.value
+
+
+class TransformerEngine:
+    """An engine of JetStream's protocol.
+
+    Args:
+        config: architecture.
+        mesh: slots are spread over its batch axes, weights over "tensor".
+        dtype: compute and cache dtype.
+        slots: samples decoded together.
+        max_prefill_length: most tokens of a prompt; rounded up to one of `PREFILL_LENGTHS`.
+        max_target_length: most tokens of prompt and response.
+        sampling: of prompts that come without a `Sampler`.
+        seed: of the keys of samples that come without one.
+        tokens_per_call: of `generate`. JetStream's orchestrator wants 1, as it drops a whole call
+            that reaches beyond max_tokens.
+        tokenizer: for `build_tokenizer`; a Hugging Face one.
+    """
+
+    samples_per_slot = 1
+    colocated_cpus = None
+    use_chunked_prefill = False
+    make_sampler = Sampler  # so that the driver can say how a prompt is sampled
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        mesh: Mesh,
+        *,
+        slots: int,
+        max_prefill_length: int,
+        max_target_length: int,
+        dtype: jnp.dtype = jnp.float32,
+        sampling: Sampling | None = None,
+        seed: int = 0,
+        tokens_per_call: int = 1,
+        tokenizer: Any = None,
+    ) -> None:
+        self.mesh, self.tokenizer = mesh, tokenizer
+        self.max_prefill_length = prefill_length(max_prefill_length)
+        self.length = round_up(max(max_target_length, self.max_prefill_length), 8)
+        placement = Placement(mesh, ShardingRules(embed=None))
+        if decode_kernels.fits(placement.platform, decode_kernels.POSITIONS, config.head_dim):
+            self.length = round_up(self.length, decode_kernels.POSITIONS)
+        self.max_target_length = max_target_length
+        self.row_multiple = batch_devices(mesh, placement.rules)
+        self.max_concurrent_decodes = round_up(slots, self.row_multiple)
+        self.prefill_chunk_size = PREFILL_TOKENS.get(placement.platform, DEFAULT_PREFILL_TOKENS)[1]
+        self.tokens_per_call = tokens_per_call
+        self.sampling = Sampling(max_target_length) if sampling is None else sampling
+        self.params = ParamsRef()
+        self._rng = np.random.default_rng(seed)
+        self._freed: set[int] = set()
+        dtype = jnp.dtype(dtype)
+        self._decoding = compiled(config, placement, self.max_concurrent_decodes, dtype)
+        self._prefilling = compiled(config, placement, self.row_multiple, dtype)
+
+    # ---- weights
+
+    def load_params(self, params: Params | None = None) -> ParamsRef:
+        """The reference that the other calls take.
+
+        Args:
+            params: the trainer's; a copy of them is behind the reference from now on. None: what
+                was there stays.
+        """
+        if params is not None:
+            self.params.value = None  # two decode copies never live together
+            self.params.value = self._decoding.load(params)
+        return self.params
+
+    def unload_params(self) -> None:
+        """Free the memory of the parameters; `load_params` brings others."""
+        self.params.value = None
+
+    # ---- prefill
+
+    def prefill(
+        self,
+        *,
+        params: ParamsRef,
+        padded_tokens: Array,
+        true_length: int,
+        existing_prefix: Any = None,
+        sampler: Sampler | None = None,
+        request_id: Any = None,
+    ) -> tuple[Slots, ResultTokens]:
+        """The prefix of a prompt, and its first token; see `prefill_multisampling`."""
+        del request_id
+        return self.prefill_multisampling(
+            params=params,
+            padded_tokens=padded_tokens,
+            true_length=true_length,
+            existing_prefix=existing_prefix,
+            sampler=sampler,
+        )
+
+    def prefill_multisampling(
+        self,
+        *,
+        params: ParamsRef,
+        padded_tokens: Array,
+        true_length: int,
+        existing_prefix: Any = None,
+        sampler: Sampler | None = None,
+        rng: Array | None = None,
+        num_samples: int = 1,
+    ) -> tuple[Slots, ResultTokens]:
+        """The prefix of a prompt, and the first tokens of several samples of it.
+
+        Args:
+            padded_tokens: [P] the prompt, then anything.
+            true_length: of the prompt.
+            existing_prefix: with `cache`, a prefix of this engine, and `common_prefix_tokens`,
+                those that it holds; the prompt goes on from there.
+            rng: [2] key data, names the samples' keys if `sampler` has none.
+
+        Raises:
+            ValueError: an empty prompt, or one that leaves no room for a response.
+            TypeError: a `sampler` that is no `Sampler`.
+        """
+        given = np.asarray(padded_tokens)[:true_length].tolist()
+        before = [] if existing_prefix is None else existing_prefix.common_prefix_tokens
+        prompt = [*np.asarray(before).tolist(), *given]
+        if not given or len(prompt) >= self.max_target_length:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens: at least 1, and fewer than max_target_length="
+                f"{self.max_target_length}"
+            )
+        sampler = self._sampler(sampler, rng, num_samples)
+        cache = self._prefilling.empty(length=self.length)
+        if existing_prefix is not None:
+            cache = jax.tree.map(jnp.copy, existing_prefix.cache.cache)
+        weights = params.get()
+        cache = self._fill(weights, cache, prompt, len(before))
+        state = Slots(cache, *self._rows(prompt, sampler))
+        nobody = np.zeros(len(state.tokens), bool)
+        given = self._prefilling, weights, state, nobody
+        prefix, result = self._draw(*given, tokens=1, shared=True)
+        real = jax.tree.map(lambda x: x[: len(sampler.keys)], result)
+        return prefix, real.replace(samples_per_slot=len(sampler.keys))
+
+    def _fill(self, weights: Params, cache: Cache, prompt: list[int], start: int) -> Cache:
+        """Prefill all but the last token: the first step of decoding takes that."""
+        padded = self.row_multiple  # slot 0 is real
+        while start < len(prompt) - 1:
+            end = min(len(prompt) - 1, start + self.prefill_chunk_size)
+            width = min(prefill_length(end - start), self.length)
+            tokens = np.zeros((padded, width), np.int32)
+            tokens[0, : end - start] = prompt[start:end]
+            slots = np.where(np.arange(padded) == 0, 0, padded).astype(np.int32)
+            starts = np.full(padded, start, np.int32)
+            length = None if start == 0 else self.length
+            cache = self._prefilling.prefill(weights, cache, tokens, slots, starts, length=length)
+            start = end
+        return cache
+
+    def _sampler(self, sampler: Any, rng: Array | None, samples: int) -> Sampler:
+        """With as many keys as there are samples."""
+        if sampler is not None and not isinstance(sampler, Sampler):
+            raise TypeError(
+                f"sampler={sampler!r}: this engine takes a jaxrl.rollout.jetstream.engine.Sampler"
+            )
+        sampler = Sampler(self.sampling) if sampler is None else sampler
+        if not sampler.keys:
+            source = self._rng if rng is None else np.random.default_rng(np.asarray(rng).ravel())
+            drawn = source.integers(0, 2**32, (samples, 2), np.uint32)
+            sampler = dataclasses.replace(sampler, keys=tuple(map(tuple, drawn.tolist())))
+        return sampler
+
+    def _rows(self, prompt: Sequence[int], sampler: Sampler) -> tuple[Rows, Array]:
+        """The samples of one prompt, before their first token; padded to the devices."""
+        s, n = sampler.sampling, len(sampler.keys)
+        rows = round_up(n, self.row_multiple)
+        keys = np.zeros((rows, 2), np.uint32)
+        keys[:n] = sampler.keys
+        room = self.max_target_length - len(prompt)
+        features = Features().including(s)
+        stop_ids = np.full((rows, features.stop_ids), -1, np.int32)
+        stop_ids[:, : len(s.stop_token_ids)] = s.stop_token_ids
+        columns = {
+            name: np.full(rows, getattr(s, name), kind)
+            for kind, names in ROW_SETTINGS.items()
+            for name in names
+        }
+        tokens = np.zeros((rows, self.length), np.int32)
+        tokens[:, : len(prompt)] = prompt
+        return Rows(
+            slots=np.where(np.arange(rows) < n, 0, FREE).astype(np.int32),
+            last_token=np.full(rows, prompt[-1], np.int32),
+            position=np.full(rows, len(prompt) - 1, np.int32),
+            count=np.zeros(rows, np.int32),
+            keys=keys,
+            max_tokens=np.full(rows, min(s.max_tokens, room), np.int32),
+            stop_ids=stop_ids,
+            features=features,
+            **columns,
+        ), tokens
+
+    # ---- decode
+
+    def init_decode_state(self) -> Slots:
+        """Empty slots."""
+        slots = self.max_concurrent_decodes
+        rows, tokens = self._rows([0], Sampler(self.sampling, ((0, 0),) * slots))
+        rows = rows.replace(slots=np.full(slots, FREE, np.int32))
+        return Slots(self._decoding.empty(length=self.length), rows, tokens)
+
+    def insert(
+        self, prefix: Slots, decode_state: Slots, slot: int, request_id: Any = None
+    ) -> Slots:
+        """The state with a prefix in a slot; the state that was given is used up."""
+        del request_id
+        return self.bulk_insert(prefix, decode_state, [slot])
+
+    def bulk_insert(self, prefix: Slots, decode_state: Slots, slots: Sequence[int]) -> Slots:
+        """The state with the samples of one prefix in as many slots.
+
+        Raises:
+            ValueError: more slots than the prefix has samples.
+        """
+        if len(slots) > len(prefix.rows.slots):
+            raise ValueError(
+                f"{len(slots)} slots for a prefix of {len(prefix.rows.slots)} samples: give "
+                "prefill_multisampling num_samples"
+            )
+        self._freed -= set(slots)
+        state = decode_state.replace(rows=with_stop_ids(decode_state.rows, prefix.rows))
+        prefix = prefix.replace(rows=with_stop_ids(prefix.rows, decode_state.rows))
+        places = np.array(slots, np.int32)
+        return insert_prefix(state, prefix, jax.device_put(places))
+
+    def free_resource(self, slot: int) -> None:
+        """Draw nothing more in a slot."""
+        self._freed.add(slot)
+
+    def generate(
+        self, params: ParamsRef, decode_state: Slots, sampler: Any = None
+    ) -> tuple[Slots, ResultTokens]:
+        """The next `tokens_per_call` tokens of every slot that has a sample.
+
+        A token is not valid where the slot is free, or its sample had ended before: by a stop
+        token, by max_tokens or by max_target_length. The state that was given is used up.
+
+        Raises:
+            ValueError: a sampler; each slot has its own, from prefill.
+        """
+        if sampler is not None:
+            raise ValueError(f"sampler={sampler!r}: give it to prefill, each slot has its own")
+        freed = np.isin(np.arange(self.max_concurrent_decodes), list(self._freed))
+        self._freed.clear()
+        return self._draw(
+            self._decoding, params.get(), decode_state, freed, tokens=self.tokens_per_call
+        )
+
+    def _draw(
+        self,
+        programs: Any,
+        weights: Params,
+        state: Slots,
+        freed: np.ndarray,
+        *,
+        tokens: int,
+        shared: bool = False,
+    ) -> tuple[Slots, ResultTokens]:
+        """Decode `tokens` steps.
+
+        Args:
+            freed: [rows] bool.
+            shared: all rows begin in slot 0.
+        """
+        rows = for_decode(state.rows, state.tokens, freed)
+        cache, block = programs.decode(
+            weights, state.cache, rows, steps=tokens, length=self.length, every_slot=not shared
+        )
+        rows, seen, result = advance(rows.replace(history=None), state.tokens, block)
+        return Slots(cache, rows, seen), result
+
+    # ---- the rest of the protocol
+
+    def get_prefix_destination_sharding(self) -> Any:
+        """Where a prefix is put between engines: nowhere, prefill and decode share the devices."""
+        return None
+
+    def get_tokenizer(self) -> Any:
+        """What `build_tokenizer` takes."""
+        return self.tokenizer
+
+    def build_tokenizer(self, metadata: Any) -> PaddingTokenizer:
+        """In the form that JetStream's orchestrator calls.
+
+        Raises:
+            ValueError: the engine was made without a tokenizer.
+        """
+        if metadata is None:
+            raise ValueError("the engine has no tokenizer: give TransformerEngine one")
+        return PaddingTokenizer(metadata, self.sampling.stop_token_ids)

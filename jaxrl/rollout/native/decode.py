@@ -1,0 +1,325 @@
+"""What the native engine runs on its devices: prefill into cache slots, and blocks of decode steps.
+
+Both run the trainer's own `decoder_layer`; only `attend` differs. Everything but the cache is small
+and lives on the host, which says in every call which slot is at which position.
+
+Shape legend: S slots, L positions of a slot, B rows of a call, C tokens of a chunk, N decode steps.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxrl.array_ops import token_log_probs
+from jaxrl.models.attention import attention, causal_attention, layer_views
+from jaxrl.models.decode_attention import decode_attention
+from jaxrl.models.linear import merge
+from jaxrl.models.transformer import (
+    Params,
+    TransformerConfig,
+    decoder_layer,
+    embed,
+    fuse_projections,
+    sliding_flags,
+    unembed,
+)
+from jaxrl.parallel.rules import Placement
+from jaxrl.rollout.native.kv_cache import (
+    Cache,
+    LayerCache,
+    put_slots,
+    take_rows,
+    take_slots,
+    write,
+    write_chunks,
+    write_tokens,
+)
+from jaxrl.rollout.native.sampling import adjust, sample, top_tokens, uniforms
+from jaxrl.rollout.protocol import Sampling
+from jaxrl.rollout.weights.groups import NOT_CAST, STACKED
+from jaxrl.types import Array
+
+LEAST_STOP_IDS = 4  # columns of `Rows.stop_ids`, for few shapes
+
+
+@dataclass(frozen=True)
+class Features:
+    """What some row of a block needs: a program for each combination.
+
+    A row that needs less draws the same tokens with the same log-probs in all of them.
+
+    Attributes:
+        filtered: top_k, top_p or min_p.
+        penalised: repetition_penalty.
+        alternatives: most that are reported of a token, rounded up to a power of two.
+        raw: log-probs of the model's own distribution.
+        kept: most ids of a set that is reported, rounded up to a power of two.
+        stop_ids: most of a row, rounded up to a power of two.
+    """
+
+    filtered: bool = False
+    penalised: bool = False
+    alternatives: int = 0
+    raw: bool = False
+    kept: int = 0
+    stop_ids: int = LEAST_STOP_IDS
+
+    def including(self, s: Sampling) -> "Features":
+        """These, and what such sampling needs."""
+        return self.union(
+            Features(
+                filtered=s.top_k > 0 or s.top_p < 1 or s.min_p > 0,
+                penalised=s.repetition_penalty != 1,
+                alternatives=_power_of_two(s.logprobs),
+                raw=s.raw_log_probs,
+                kept=_power_of_two(s.top_k if s.keep_sampling_mask else 0),
+                stop_ids=_power_of_two(len(s.stop_token_ids)),
+            )
+        )
+
+    def union(self, other: "Features") -> "Features":
+        """What these or the others need."""
+        return Features(*map(max, dataclasses.astuple(self), dataclasses.astuple(other)))
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest that is not below a number; 0 for 0."""
+    return 1 << (number - 1).bit_length() if number else 0
+
+
+class Rows(struct.PyTreeNode):
+    """Samples that are decoded together. A row whose slot is S or more is padding."""
+
+    slots: Array  # [B]
+    last_token: Array  # [B], not yet in the cache
+    position: Array  # [B] position of last_token
+    count: Array  # [B] tokens drawn before
+    keys: Array  # [B, 2] PRNG key data
+    max_tokens: Array  # [B]
+    min_tokens: Array  # [B]
+    stop_ids: Array  # [B, n], filled up with -1
+    temperature: Array  # [B]
+    top_k: Array  # [B]
+    top_p: Array  # [B]
+    min_p: Array  # [B]
+    repetition_penalty: Array  # [B]
+    history: Array | None = None  # [B, L] tokens up to last_token, then -1; None = no penalties
+    features: Features = struct.field(pytree_node=False, default=Features())
+
+
+class Block(struct.PyTreeNode):
+    """What a block of decode steps drew: `count` tokens in each row."""
+
+    tokens: Array  # [B, N]
+    log_probs: Array  # [B, N]
+    count: Array  # [B]
+    stopped: Array  # [B] bool, the last one is a stop token
+    top_ids: Array  # [B, N, alternatives]
+    top_log_probs: Array  # [B, N, alternatives]
+    raw_log_probs: Array  # [B, N], or [B, 0] where nobody asks for them
+    kept: Array  # [B, N, k] ids, then -1
+
+
+class Run(struct.PyTreeNode):
+    """Rows in the middle of a block."""
+
+    cache: Cache
+    last_token: Array
+    position: Array
+    done: Array
+    seen: Array | None  # [B, V] bool
+    block: Block
+
+
+def decode_params(
+    config: TransformerConfig, params: Params, dtype: jnp.dtype, *, fuse: bool = True
+) -> Params:
+    """The decode layout: adapters merged, cast, layers as a tuple and fused, the head as [D, V].
+
+    An unrolled loop over layers updates each cache in place, where a scan would restack them.
+    """
+    rest = {name: x for name, x in params.items() if name != STACKED}
+    return {
+        **decode_rest(rest, dtype),
+        STACKED: decode_layers(params[STACKED], config.num_layers, dtype, fuse=fuse),
+    }
+
+
+def decode_layers(stacked: Params, count: int, dtype: jnp.dtype, *, fuse: bool) -> tuple:
+    """The same of `count` stacked layers."""
+    cast = jax.tree.map(lambda x: x.astype(dtype), merge(stacked))
+    layers = [jax.tree.map(lambda x, i=i: x[i], cast) for i in range(count)]
+    return tuple(fuse_projections(layer) if fuse else layer for layer in layers)
+
+
+def decode_rest(params: Params, dtype: jnp.dtype) -> Params:
+    """The same of what is not stacked."""
+    whole = merge(params)
+    cast = {name: x if name in NOT_CAST else x.astype(dtype) for name, x in whole.items()}
+    return {**cast, "unembed": cast["unembed"] if "unembed" in cast else cast["embed"].T}
+
+
+def prefill(
+    config: TransformerConfig,
+    params: Params,
+    cache: Cache,
+    tokens: Array,
+    slots: Array,
+    starts: Array,
+    *,
+    length: int | None,
+    placement: Placement | None = None,
+) -> Cache:
+    """Write keys and values of a chunk of each row; no logits.
+
+    Args:
+        tokens: [B, C]. What follows a row's own tokens may be anything: it is written behind them,
+            where every position is written anew before it is read.
+        slots: [B]; S = padding.
+        starts: [B] positions of the first tokens.
+        length: None = the rows start at 0 and see themselves alone; else they see the first
+            `length` positions of their slots.
+    """
+    positions = starts[:, None] + jnp.arange(tokens.shape[1])
+    seen = positions if length is None else jnp.arange(length)[None]
+    view = layer_views(config, seen[:, None] <= positions[:, :, None], positions, seen)
+    new: list[LayerCache] = []
+    rows = jnp.arange(len(slots))[:, None]
+
+    def attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
+        old = cache[len(new)]  # of the layer that is being run
+        new.append(write_chunks(old, slots, starts, k, v, placement))
+        if length is not None:
+            past = take_rows(old, slots, length, placement)
+            keys, values = write(past, rows, positions, k, v)
+            k, v = keys.swapaxes(2, 3), values
+        attend_to = causal_attention if length is None else attention
+        return attend_to(config, q, k, v, mask)
+
+    x = embed(config, params, tokens, params["unembed"].dtype)
+    for layer, sliding in zip(params["layers"], sliding_flags(config), strict=True):
+        x = decoder_layer(config, layer, x, view(sliding), attend, placement)
+    return tuple(new)
+
+
+def decode(
+    config: TransformerConfig,
+    params: Params,
+    cache: Cache,
+    rows: Rows,
+    *,
+    steps: int,
+    length: int,
+    every_slot: bool,
+    placement: Placement | None = None,
+) -> tuple[Cache, Block]:
+    """Up to `steps` tokens for every row; ends early when all rows are done.
+
+    Args:
+        length: positions that the rows may reach; no others are read.
+        every_slot: row s is slot s. Otherwise the rows' slots are copied, once a block.
+    """
+    slots = None if every_slot else rows.slots
+    size, total = len(rows.slots), len(cache[0].keys)
+    numbers = jnp.zeros((size, steps), jnp.int32), jnp.zeros((size, steps), jnp.float32)
+    nobody, features = jnp.zeros(size, bool), rows.features
+    several = (size, steps, min(features.alternatives, config.vocab_size))
+    run = Run(
+        cache=take_slots(cache, slots, length),
+        last_token=rows.last_token,
+        position=rows.position,
+        done=(rows.slots >= total) | (rows.count >= rows.max_tokens),
+        seen=None if rows.history is None else _seen(config, rows.history),
+        block=Block(
+            *numbers,
+            count=jnp.zeros(size, jnp.int32),
+            stopped=nobody,
+            top_ids=jnp.zeros(several, jnp.int32),
+            top_log_probs=jnp.zeros(several, jnp.float32),
+            raw_log_probs=jnp.zeros((size, steps if features.raw else 0), jnp.float32),
+            kept=jnp.full((size, steps, features.kept), -1),
+        ),
+    )
+
+    def unfinished(carry: tuple[Array, Run]) -> Array:
+        return (carry[0] < steps) & ~carry[1].done.all()
+
+    def one_token(carry: tuple[Array, Run]) -> tuple[Array, Run]:
+        logits, new = decode_step(config, params, carry[1], placement)
+        return carry[0] + 1, draw(carry[1].replace(cache=new), logits, rows)
+
+    run = jax.lax.while_loop(unfinished, one_token, (jnp.int32(0), run))[1]
+    return put_slots(cache, slots, run.cache, length), run.block
+
+
+def _seen(config: TransformerConfig, history: Array) -> Array:
+    """[B, L] tokens, -1 = none -> [B, V], whether a row holds a token."""
+    rows = jnp.arange(len(history))[:, None]
+    at = jnp.where(history < 0, config.vocab_size, history)
+    return jnp.zeros((len(history), config.vocab_size), bool).at[rows, at].set(True, mode="drop")
+
+
+def decode_step(
+    config: TransformerConfig, params: Params, run: Run, placement: Placement | None
+) -> tuple[Array, Cache]:
+    """Logits [B, V] after `last_token`, and the cache with its keys and values written.
+
+    A row that is done writes nothing: it may be a slot that waits for the rest of its prompt, or
+    keeps a prefix for others. It reads nothing either, and what it computes is dropped.
+    """
+    length, positions = run.cache[0].values.shape[2], run.position[:, None]
+    seen, written = jnp.arange(length)[None], jnp.where(run.done, length, run.position)
+    mask = (seen <= positions) & ~run.done[:, None]
+    view = layer_views(config, mask[:, None], positions, seen)
+    x = embed(config, params, run.last_token[:, None], params["unembed"].dtype)
+    new: list[LayerCache] = []
+
+    def attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
+        new.append(write_tokens(run.cache[len(new)], written, k, v, placement))
+        return decode_attention(config, q, *new[-1], mask[:, 0], placement)
+
+    for layer, sliding in zip(params["layers"], sliding_flags(config), strict=True):
+        x = decoder_layer(config, layer, x, view(sliding), attend, placement)
+    return unembed(config, params, x[:, 0]), tuple(new)
+
+
+def draw(run: Run, logits: Array, rows: Rows) -> Run:
+    """Sample the next token of every row that is not done, and note which rows end with it."""
+    index, block, live = jnp.arange(len(run.done)), run.block, ~run.done
+    position, drawn, raw = run.position + 1, rows.count + block.count, logits
+    logits = adjust(logits, run.seen, rows.repetition_penalty)
+    early = (drawn < rows.min_tokens)[:, None] & (rows.stop_ids >= 0)
+    stops = jnp.where(early, rows.stop_ids, logits.shape[1])
+    logits = logits.at[index[:, None], stops].set(-jnp.inf, mode="drop")
+    filters = {name: getattr(rows, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    given = logits, uniforms(rows.keys, position)
+    features = rows.features
+    token, log_prob, kept = sample(
+        *given, **filters, filtered=features.filtered, keep=features.kept
+    )
+    at = jnp.where(live, block.count, block.tokens.shape[1])  # out of bounds drops the write
+    hit = (token[:, None] == rows.stop_ids).any(-1) & live
+    top = top_tokens(logits, rows.temperature, block.top_ids.shape[2])
+    raw_log_probs = block.raw_log_probs
+    if features.raw:
+        raw_log_probs = raw_log_probs.at[index, at].set(token_log_probs(raw, token), mode="drop")
+    seen = run.seen if run.seen is None else run.seen.at[index, token].set(True)
+    return run.replace(
+        last_token=jnp.where(live, token, run.last_token),
+        position=jnp.where(live, position, run.position),
+        done=run.done | hit | (drawn + 1 >= rows.max_tokens),
+        seen=seen,
+        block=Block(
+            tokens=block.tokens.at[index, at].set(token, mode="drop"),
+            log_probs=block.log_probs.at[index, at].set(log_prob, mode="drop"),
+            count=block.count + live,
+            stopped=block.stopped | hit,
+            top_ids=block.top_ids.at[index, at].set(top[0], mode="drop"),
+            top_log_probs=block.top_log_probs.at[index, at].set(top[1], mode="drop"),
+            raw_log_probs=raw_log_probs,
+            kept=block.kept.at[index, at].set(kept, mode="drop"),
+        ),
+    )

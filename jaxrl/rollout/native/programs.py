@@ -1,0 +1,436 @@
+"""The native engine's device side: weights in the decode layout, the cache, compiled programs.
+
+Programs have few shapes, listed by `sizes`, `PrefillShapes` and `prefill_rows`: what a block or a
+chunk computes follows from them, and with `shrink=False` from no other sample: neighbours then
+do not change a sample's bits.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl.data.packing import buckets_between, length_bucket, round_up
+from jaxrl.models import decode_kernels
+from jaxrl.models.transformer import Params, TransformerConfig, abstract_params, logical_axes
+from jaxrl.parallel import ShardingRules
+from jaxrl.parallel.compilation import Call, compile_together
+from jaxrl.parallel.rules import Placement, batch_devices
+from jaxrl.rollout.native import decode as device
+from jaxrl.rollout.native import kv_cache
+from jaxrl.rollout.weights.groups import (
+    GROUP_BYTES,
+    STACKED,
+    layer_ranges,
+    named,
+    take,
+    take_layers,
+    whole_pieces,
+)
+from jaxrl.types import Array
+
+LEAST_LENGTH = 64  # positions; fewer are not worth shapes of their own
+SHARES = (4, 2, 1)  # a block runs over a quarter, a half or all of the slots, or of their length
+# Tokens of a prefill call with several prompts, and of the longest chunk, by platform: a call with
+# too few does not fill the device, one with too many computes padding and makes decoding wait.
+PREFILL_TOKENS = {"cpu": (64, 256)}
+DEFAULT_PREFILL_TOKENS = (1024, 1024)
+# Where programs take minutes to compile chunks have few lengths: the first of a prompt, later ones;
+# and later ones see a quarter of a slot or all of it.
+FIRST_CHUNKS, LATER_CHUNKS, LATER_SHARES = (128, 256, 512, 1024), (256, 1024), (4, 1)
+
+
+@dataclass(frozen=True)
+class PrefillShapes:
+    """The tokens of the chunks in which prompts are prefilled, and the positions that they see.
+
+    Args:
+        platform: of the devices.
+        length: positions of a slot.
+    """
+
+    platform: str
+    length: int
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Return the tokens of a call with several prompts, and of the longest chunk."""
+        return PREFILL_TOKENS.get(self.platform, DEFAULT_PREFILL_TOKENS)
+
+    @property
+    def few(self) -> bool:
+        """Whether there are few, because each takes long to compile."""
+        return self.platform not in PREFILL_TOKENS
+
+    def width(self, missing: int, fresh: bool) -> int:
+        """Tokens of the chunk that prefills the next of `missing` tokens.
+
+        Args:
+            fresh: the first of them is that of the prompt.
+        """
+        width = length_bucket(min(missing, self.tokens[1]))
+        if self.few:
+            few = FIRST_CHUNKS if fresh else LATER_CHUNKS
+            width = next((n for n in few if n >= missing), few[-1])
+        return min(width, self.length)
+
+    def lengths(self) -> list[int]:
+        """Positions that a chunk in the middle of a prompt can see."""
+        return shares_of(self.length, LATER_SHARES if self.few else SHARES)
+
+    def all(self, prompts: Sequence[int], rests: bool) -> list[tuple[int, int | None]]:
+        """Chunk lengths, and the positions that they see; None = their own, of first chunks.
+
+        Args:
+            prompts: their lengths.
+            rests: chunks may follow a prefix that is in the cache.
+        """
+        longest = max(prompts)
+        widths = {self.width(max(n - 1, 1), True) for n in prompts}
+        shapes: list[tuple[int, int | None]] = [(width, None) for width in widths]
+        if longest - 1 > self.tokens[1] or rests:
+            widths = {self.width(n, False) for n in buckets_between(1, longest)}
+            shapes += itertools.product(widths, self.lengths())
+        return sorted(shapes, key=lambda shape: (shape[1] is not None, shape))
+
+
+def shares_of(length: int, shares: Sequence[int]) -> list[int]:
+    """Parts of the positions of a slot, ascending; the last is all of them."""
+    parts = (round_up(length // share, 8) for share in shares)
+    return sorted({min(max(part, LEAST_LENGTH), length) for part in parts})
+
+
+def has_kernel(config: TransformerConfig, platform: str) -> bool:
+    """Return whether decoding attends by a kernel, whose caches have whole blocks of positions."""
+    return decode_kernels.fits(platform, decode_kernels.POSITIONS, config.head_dim)
+
+
+def allocated_length(config: TransformerConfig, platform: str, length: int) -> int:
+    """Return the positions of a slot with room for rows of `length` tokens."""
+    length = max(length_bucket(length), LEAST_LENGTH)
+    kernel = has_kernel(config, platform)
+    return round_up(length, decode_kernels.POSITIONS) if kernel else length
+
+
+class Programs:
+    """Prefill, decode and copies over one cache of `slots` slots.
+
+    Args:
+        mesh: slots are spread over its batch axes, heads and MLP over "tensor".
+        shrink: blocks may run over fewer rows than slots; None = on one CPU device. On accelerators
+            a block takes as long, and between devices slots would move. False: nor do they see
+            fewer positions than there are, so that no neighbour changes a bit.
+        group_bytes: most bytes that are on their way from other devices at a time.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        mesh: Mesh,
+        slots: int,
+        *,
+        dtype: jnp.dtype,
+        steps: int,
+        shrink: bool | None,
+        group_bytes: int = GROUP_BYTES,
+    ) -> None:
+        # weights are whole but for the tensor axis: a step of decoding would gather them every time
+        rules = ShardingRules(embed=None)
+        placement = Placement(mesh, rules)
+        platform, alone = placement.platform, placement.platform == "cpu" and mesh.size == 1
+        self.config, self.steps, self.length = config, steps, 0
+        self.placement, self.dtype = placement, jnp.dtype(dtype)
+        self.group_bytes = group_bytes
+        self.row_multiple = batch_devices(mesh, rules)
+        self.slots = round_up(slots, self.row_multiple)
+        self.chunk_tokens, self.longest_chunk = PrefillShapes(platform, 0).tokens
+        self.params: Params | None = None
+        # a kernel reads what is filled, whatever it is shown
+        self._kernel = has_kernel(config, platform)
+        self._row_shares = SHARES if (alone if shrink is None else shrink) else (1,)
+        self._sees_all = self._kernel or shrink is False
+        self._by_row = placement.sharding((self.slots,), ("batch",))
+        self._cache: kv_cache.Cache | None = None
+        self.functions = compiled(config, placement, self.slots, self.dtype)
+
+    def load(self, params: Params) -> None:
+        """Take over a copy of the trainer's parameters, from whatever devices they are on."""
+        self.params = None  # two decode copies never live together
+        self.params = self.functions.load(params, self.group_bytes)
+
+    def drop(self, *, weights: bool) -> None:
+        """Free the cache, and the weights. Its length stays: programs are compiled for it."""
+        self._cache = None
+        if weights:
+            self.params = None
+
+    def reserve(self, length: int) -> None:
+        """Room for rows of `length` tokens in every slot; what is in them stays."""
+        length = self.cache_length(length)
+        if self._cache is None:
+            self._cache = self.functions.empty(length=length)
+        elif length > self.length:
+            self._cache = self.functions.lengthen(self._cache, length)
+        self.length = length
+
+    def cache_length(self, length: int) -> int:
+        """Positions of a slot with room for `length` tokens, and for what it has room for now."""
+        return max(allocated_length(self.config, self.placement.platform, length), self.length)
+
+    def sizes(self) -> list[int]:
+        """Rows that a block can have."""
+        return sorted({-(-self.slots // share) for share in self._row_shares})
+
+    def decode_lengths(self) -> list[int]:
+        """Positions that a block can see."""
+        return [self.length] if self._sees_all else shares_of(self.length, SHARES)
+
+    @property
+    def prefills(self) -> PrefillShapes:
+        """The shapes of prefill calls."""
+        return PrefillShapes(self.placement.platform, self.length)
+
+    def chunk(self, missing: int, start: int) -> tuple[int, int | None]:
+        """Tokens of the chunk that prefills the next of `missing` tokens, and what it sees.
+
+        That is a number of positions of its slot; None = the chunk alone, which starts at 0.
+        """
+        width = self.prefills.width(missing, start == 0)
+        end = start + min(missing, width)
+        return width, _at_least(end, self.prefills.lengths()) if start else None
+
+    def prefill_rows(self, width: int) -> int:
+        """Chunks of `width` tokens in one call."""
+        return round_up(max(self.chunk_tokens // width, 1), self.row_multiple)
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy slots: (from, to), in order; at most one pair for each slot."""
+        padded = np.resize(np.array([*pairs, (0, 0)], np.int32), (self.slots + 1, 2))
+        self._cache = self.functions.copy(self._cache, *padded.T, len(pairs))
+
+    def prefill(
+        self, width: int, seen: int | None, chunks: Sequence[tuple[int, int, np.ndarray]]
+    ) -> None:
+        """Prefill at most `prefill_rows(width)` chunks: slot, first position, tokens.
+
+        Args:
+            width, seen: `chunk` of each.
+        """
+        rows = self.prefill_rows(width)
+        tokens = np.zeros((rows, width), np.int32)
+        slots, starts = np.full(rows, self.slots, np.int32), np.zeros(rows, np.int32)
+        for row, (slot, start, new) in enumerate(chunks):
+            tokens[row, : len(new)], slots[row], starts[row] = new, slot, start
+        self._run_prefill(tokens, slots, starts, seen)
+
+    def _run_prefill(self, tokens: Array, slots: Array, starts: Array, length: int | None) -> None:
+        self._cache = self._prefill_call(tokens, slots, starts, length).run()
+
+    def _prefill_call(self, tokens: Array, slots: Array, starts: Array, length: int | None) -> Call:
+        given = jax.device_put((tokens, slots, starts), self._by_row)
+        return Call(self.functions.prefill, (self.params, self._cache, *given), {"length": length})
+
+    def decode(self, rows: device.Rows, reach: int) -> device.Block:
+        """A block for rows of one of `sizes` that reach `reach` tokens; on the host."""
+        self._cache, block = self.functions.decode(
+            self.params,
+            self._cache,
+            jax.device_put(rows, self._by_row),
+            steps=self.steps,
+            length=_at_least(reach, self.decode_lengths()),
+            every_slot=len(rows.slots) == self.slots,
+        )
+        return jax.device_get(block)
+
+    def warm_up(self, prompts: Sequence[int], rests: bool, padding: Any) -> None:
+        """Compile everything for prompts of these lengths; nothing is drawn.
+
+        Args:
+            rests: also for what follows a prefix that is in the cache.
+            padding: number of rows -> `Rows` of nothing but padding, for each program that differs.
+        """
+        calls = []
+        for width, length in self.prefills.all(prompts, rests):
+            rows = self.prefill_rows(width)
+            nothing = np.zeros((rows, width), np.int32)
+            slots, starts = np.full(rows, self.slots, np.int32), np.zeros(rows, np.int32)
+            calls.append((nothing, slots, starts, length))
+        if self.prefills.few:
+            compile_together(self._prefill_call(*call).lower() for call in calls)
+        for call in calls:
+            self._run_prefill(*call)
+        for size in self.sizes():
+            for rows in padding(size):
+                for length in self.decode_lengths():
+                    self.decode(rows, length)
+        self.copy([])
+
+    def calls(
+        self, params: Params, longest: int, prompt: int, rests: bool, rows: device.Rows
+    ) -> dict[str, Call]:
+        """The largest programs of "load", "prefill", "copy" and "decode", of shapes.
+
+        Args:
+            params: shapes and shardings of the trainer's.
+            longest: tokens of a row.
+            prompt: tokens of the longest prompt.
+            rests: see `warm_up`.
+            rows: padding for all slots.
+        """
+        functions, self.length = self.functions, self.cache_length(longest)
+        params = functions.given(params)
+        weights = functions.decode_params.eval_shape(params)
+        cache = functions.empty.eval_shape(length=self.length)
+        width, seen = self.prefills.all([prompt], rests)[-1]
+
+        def shapes(tree: Any) -> Any:
+            return jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._by_row), tree
+            )
+
+        several = np.zeros(self.prefill_rows(width), np.int32)
+        chunks = shapes((np.zeros((len(several), width), np.int32), several, several))
+        every = {"steps": self.steps, "length": self.decode_lengths()[-1], "every_slot": True}
+        return {
+            "load": Call(functions.decode_params, (params,), {}),
+            "prefill": Call(functions.prefill, (weights, cache, *chunks), {"length": seen}),
+            "copy": Call(functions.copy, (cache, *np.zeros((2, self.slots + 1), np.int32), 0), {}),
+            "decode": Call(functions.decode, (weights, cache, shapes(rows)), every),
+        }
+
+    def describe(self) -> str:
+        """The shapes of all programs."""
+        return (
+            f"blocks of {self.sizes()} rows x {self.steps} tokens that see {self.decode_lengths()} "
+            f"positions; prefill in chunks of at most {self.longest_chunk} tokens"
+        )
+
+
+def _at_least(length: int, sizes: Sequence[int]) -> int:
+    return min(size for size in sizes if size >= length)
+
+
+class Compiled(NamedTuple):
+    """The functions of `decode.py` and `kv_cache.py` for one architecture, placement, slots."""
+
+    whole: Any  # sharding
+    dtype: jnp.dtype
+    decode_params: Any
+    rest: Any  # shardings of what is not stacked
+    decode_layers: Any  # by their number
+    decode_rest: Any
+    empty: Any
+    lengthen: Any
+    copy: Any
+    prefill: Any
+    decode: Any
+
+    def load(self, params: Params, group_bytes: int = GROUP_BYTES) -> Params:
+        """The decode layout of the trainer's parameters, from whatever devices they are on.
+
+        From other devices they come in groups of layers, cast before: beside what is there for good
+        there is one group at a time, or one layer where that is larger.
+        """
+        if not self._elsewhere(params):
+            return self.decode_params(params)
+        stacked, layers, dtype = params[STACKED], [], self.dtype
+
+        def near(part: Any, sharding: Any) -> Any:
+            return jax.block_until_ready(jax.device_put(part, sharding))
+
+        for first, count in layer_ranges(whole_pieces(named(stacked), dtype), group_bytes):
+            # nothing keeps a name for what is on its way: the next group begins when it is gone
+            layers += jax.block_until_ready(
+                self.decode_layers(count)(
+                    near(take_layers(stacked, first, count=count, dtype=dtype), self.whole)
+                )
+            )
+        rest = {name: x for name, x in params.items() if name != STACKED}
+        moved = {
+            piece.name: near(take(rest, (piece,))[0], self.rest[piece.name])
+            for piece in whole_pieces(rest, dtype)
+        }
+        return {**self.decode_rest(moved), STACKED: tuple(layers)}
+
+    def given(self, params: Params) -> Params:
+        """Shapes of the trainer's parameters, as if `decode_params` got them at once."""
+        if not self._elsewhere(params):
+            return params
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, self.dtype, sharding=self.whole), params
+        )
+
+    def _elsewhere(self, params: Params) -> bool:
+        return jax.tree.leaves(params)[0].sharding.device_set != self.whole.device_set
+
+
+@functools.lru_cache(maxsize=8)  # an engine made anew finds what was compiled for the last one
+def compiled(
+    config: TransformerConfig, placement: Placement, slots: int, dtype: jnp.dtype
+) -> Compiled:
+    """The functions of `decode.py`, with the shardings of their results."""
+    bind, jit = functools.partial, jax.jit
+    split, whole = placement.mesh.shape["tensor"] > 1, placement.sharding((), ())
+    spread = placement if placement.mesh.size > 1 else None
+    layer = jax.eval_shape(bind(kv_cache.empty_cache, config, slots, 8, dtype))[0]
+    names = "batch", "kv_heads", None, None
+    sharding = kv_cache.LayerCache(*(placement.sharding(x.shape, names) for x in layer))
+    cache = (sharding,) * config.num_layers
+    weights = _weight_shardings(config, placement)
+    rest = {name: one if split else whole for name, one in weights.items() if name != STACKED}
+
+    @functools.cache
+    def decode_layers(count: int) -> Any:
+        run = bind(device.decode_layers, count=count, dtype=dtype, fuse=not split)
+        return jit(run, out_shardings=weights[STACKED][:count] if split else whole)
+
+    return Compiled(
+        whole,
+        dtype,
+        jit(
+            bind(device.decode_params, config, dtype=dtype, fuse=not split),
+            out_shardings=weights if split else whole,
+        ),
+        rest,
+        decode_layers,
+        jit(bind(device.decode_rest, dtype=dtype), donate_argnums=0, out_shardings=rest),
+        jit(
+            bind(kv_cache.empty_cache, config, slots, dtype=dtype),
+            static_argnames="length",
+            out_shardings=cache,
+        ),
+        jit(kv_cache.lengthen, static_argnums=1, out_shardings=cache),
+        jit(bind(kv_cache.copy_slots, placement=spread), donate_argnums=0, out_shardings=cache),
+        jit(
+            bind(device.prefill, config, placement=spread),
+            static_argnames="length",
+            donate_argnums=1,
+            out_shardings=cache,
+        ),
+        jit(
+            bind(device.decode, config, placement=spread),
+            static_argnames=("steps", "length", "every_slot"),
+            donate_argnums=1,
+            out_shardings=(cache, whole),
+        ),
+    )
+
+
+def _weight_shardings(config: TransformerConfig, placement: Placement) -> Params:
+    """Shardings of the decode layout, matrices not fused."""
+    axes = logical_axes(config)
+    head = axes.get("unembed", axes["embed"][::-1])
+    layer = {name: names[1:] for name, names in axes["layers"].items()}
+    layers = tuple(layer for _ in range(config.num_layers))
+    decode_axes = {**axes, "layers": layers, "unembed": head}
+    shapes = jax.eval_shape(
+        functools.partial(device.decode_params, config, dtype=jnp.float32, fuse=False),
+        abstract_params(config),
+    )
+    return jax.tree.map(lambda x, names: placement.sharding(x.shape, names), shapes, decode_axes)

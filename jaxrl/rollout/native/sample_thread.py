@@ -1,0 +1,187 @@
+"""The thread of an engine in this process: a queue of samples, and turns while there is work."""
+
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+from jaxrl.rollout.native.slots import Sample
+from jaxrl.rollout.protocol import Completion, Request
+
+
+class SampleThread(ABC):
+    """What engines have in common whose thread runs while there is work.
+
+    Between two of its turns samples join, leave and are cut off, and the weights may change.
+
+    Attributes:
+        version: of the weights; -1 before the first.
+    """
+
+    def __init__(self) -> None:
+        self.version = -1
+        self._queue: deque[Sample] = deque()
+        self._groups, self._paused, self._running = 0, False, False
+        self._done: list[Callable[[], None]] = []  # told when the lock is free
+        # The lock is held by every turn and every public method. Whoever waits for it holds the
+        # door, so the thread, which comes back at once, cannot keep others out.
+        self._lock, self._door = threading.Lock(), threading.Lock()
+
+    @abstractmethod
+    def update_weights(self, params: Any, version: int) -> None:
+        """See `protocol.Engine`; so are the next four."""
+
+    @abstractmethod
+    def sleep(self) -> None: ...
+
+    @abstractmethod
+    def wake(self) -> None: ...
+
+    @abstractmethod
+    def warm_up(self, requests: Sequence[Request]) -> None: ...
+
+    @abstractmethod
+    def describe(self) -> str: ...
+
+    @abstractmethod
+    def check(self, request: Request) -> None:
+        """Raise what `submit` raises for a request that can never be served."""
+
+    def known_prefixes(self, requests: Sequence[Request]) -> list[int]:
+        """Tokens of each prompt that are held for any request."""
+        return [0] * len(requests)
+
+    @abstractmethod
+    def _prepare(self, requests: Sequence[Request]) -> None:
+        """Make room for requests; RuntimeError without weights."""
+
+    @abstractmethod
+    def _has_weights(self) -> bool: ...
+
+    @abstractmethod
+    def _live(self) -> Iterator[tuple[int, Sample]]:
+        """Slots with a sample in them."""
+
+    @abstractmethod
+    def _release(self, slot: int) -> None: ...
+
+    @abstractmethod
+    def _turn(self) -> None:
+        """Admit samples and draw tokens; what has ended goes to `_done`."""
+
+    @abstractmethod
+    def _recover(self) -> None:
+        """After a turn that failed, with no sample left: what it held may be gone."""
+
+    def submit(self, requests: Sequence[Request]) -> list[list[Future[Completion]]]:
+        """Queue requests; see `protocol.Engine`.
+
+        Raises:
+            ValueError: see `check`.
+            RuntimeError: no weights yet.
+        """
+        for request in requests:
+            self.check(request)
+        with self._held():
+            self._prepare(requests)
+            samples = [self._samples(request) for request in requests]
+            self._enqueue([sample for group in samples for sample in group])
+        self._start()
+        return [[sample.future for sample in group] for group in samples]
+
+    def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
+        """The samples of each request, in order; raises what `submit` raises."""
+        return [[future.result() for future in group] for group in self.submit(requests)]
+
+    def abort(self) -> None:
+        """End all samples now, with the tokens they have and the reason "abort"."""
+        with self._held():
+            for sample in self._all_out():
+                sample.finish("abort")
+                self._done.append(sample.hand_over)
+
+    def pause(self) -> None:
+        """Draw no more tokens until `resume`; samples stay where they are."""
+        with self._held():
+            self._paused = True
+
+    def resume(self) -> None:
+        """Undo `pause`."""
+        with self._held():
+            self._paused = False
+        self._start()
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """The lock; what there is to tell of samples is told when it is free again."""
+        with self._door:
+            self._lock.acquire()
+        try:
+            yield
+            done, self._done = self._done, []
+        finally:
+            self._lock.release()
+        for tell in done:
+            tell()
+
+    def _check_idle(self) -> None:
+        self._drop_cancelled()
+        if self._queue or any(self._live()):
+            raise RuntimeError("samples are in flight: wait for them, or abort them, first")
+
+    def _samples(self, request: Request) -> list[Sample]:
+        self._groups += 1
+        limit = request.sampling.max_tokens
+        conversations = request.conversations or (None,) * len(request.keys)
+        return [
+            Sample(request, self._groups, key, limit, number, conversation)
+            for number, (key, conversation) in enumerate(
+                zip(request.keys, conversations, strict=True)
+            )
+        ]
+
+    def _enqueue(self, samples: Sequence[Sample]) -> None:
+        self._queue.extend(samples)
+
+    def _start(self) -> None:
+        with self._held():
+            if not self._running and self._has_work():
+                self._running = True
+                threading.Thread(target=self._run, name="jaxrl-engine", daemon=True).start()
+
+    def _has_work(self) -> bool:
+        waiting = bool(self._queue) or any(self._live())
+        return waiting and not self._paused and self._has_weights()
+
+    def _run(self) -> None:
+        while True:
+            with self._held():
+                if not self._has_work():
+                    self._running = False
+                    if not self._has_work():  # who ended a conversation since saw a thread
+                        return
+                    self._running = True
+                try:
+                    self._turn()
+                except BaseException as error:  # whoever waits must learn of it
+                    for sample in self._all_out():
+                        sample.outcome = error
+                        self._done.append(sample.hand_over)
+                    self._recover()
+
+    def _all_out(self) -> Iterator[Sample]:
+        """Take every sample out of the queue and the slots."""
+        while self._queue:
+            yield self._queue.popleft()
+        for slot, sample in list(self._live()):
+            self._release(slot)
+            yield sample
+
+    def _drop_cancelled(self) -> None:
+        self._queue = deque(sample for sample in self._queue if not sample.future.cancelled())
+        for slot, sample in list(self._live()):
+            if sample.future.cancelled():
+                self._release(slot)

@@ -1,0 +1,328 @@
+"""Which sample is in which slot of the cache, and which of its positions are filled. Host only."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxrl.rollout.native.decode import Block
+from jaxrl.rollout.native.stop_strings import StopStrings
+from jaxrl.rollout.protocol import Completion, Request, Sampling
+
+LEAST_REUSE = 16  # tokens; copying fewer from another request's slot is not worth a copy
+
+
+@dataclass(eq=False)
+class Sample:
+    """One sample in flight."""
+
+    request: Request
+    group: int  # number of its request
+    key: tuple[int, int]
+    max_tokens: int
+    number: int = 0  # in its request
+    conversation: Future[None] | None = None  # done when it is over
+    future: Future[Completion] = field(default_factory=Future)
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    top_log_probs: list[dict[int, float]] = field(default_factory=list)
+    raw_log_probs: list[float] = field(default_factory=list)
+    kept: list[tuple[int, ...]] = field(default_factory=list)
+    context_versions: list[int] = field(default_factory=list)
+    outcome: Completion | BaseException | None = None
+    told: int = 0  # tokens that `on_tokens` has been given
+    stop_strings: StopStrings | None = None
+
+    def append(self, block: Block, row: int, version: int, context_version: int) -> None:
+        """Add what a block drew in a row.
+
+        Args:
+            version: of the weights that drew it.
+            context_version: the oldest in the row's keys and values.
+        """
+        drawn, sampling = int(block.count[row]), self.request.sampling
+        wanted = sampling.logprobs
+        log_probs = block.log_probs[row, :drawn].tolist()
+        self.extend(block.tokens[row, :drawn].tolist(), log_probs, version, context_version)
+        for i in range(drawn if wanted else 0):
+            ids, scores = block.top_ids[row, i, :wanted], block.top_log_probs[row, i, :wanted]
+            self.top_log_probs.append(dict(zip(ids.tolist(), scores.tolist(), strict=True)))
+        if sampling.raw_log_probs:
+            self.raw_log_probs += block.raw_log_probs[row, :drawn].tolist()
+        if sampling.keep_sampling_mask:
+            kept = block.kept[row, :drawn, : sampling.top_k]
+            self.kept += map(tuple, kept.tolist())
+
+    def extend(
+        self,
+        tokens: Sequence[int],
+        log_probs: Sequence[float],
+        version: int,
+        context_version: int | None = None,
+    ) -> None:
+        """Add tokens; `log_probs` are empty where the engine has none.
+
+        Args:
+            context_version: None = the sample goes on with all that its first weights computed.
+        """
+        if context_version is None:
+            context_version = self.versions[0] if self.versions else version
+        self.tokens += tokens
+        self.log_probs += log_probs
+        self.versions += [version] * len(tokens)
+        self.context_versions += [context_version] * len(tokens)
+
+    def ended(
+        self, stopped: bool, new: int, decode_text: Callable[[Sequence[int]], str] | None
+    ) -> bool:
+        """Whether it is at its end, `new` tokens longer; if so its outcome is known.
+
+        Args:
+            stopped: the last token is a stop token.
+        """
+        string = self.cut_at_stop_string(decode_text, new)
+        if string is not None or stopped:
+            self.finish("stop", string)
+        elif len(self.tokens) >= self.max_tokens:
+            self.finish("length")
+        return self.outcome is not None
+
+    def take(
+        self,
+        tokens: Sequence[int],
+        log_probs: Sequence[float],
+        version: int,
+        decode_text: Callable[[Sequence[int]], str] | None,
+    ) -> bool:
+        """Add tokens up to its end, of an engine that may draw more; whether it has ended."""
+        sampling, before = self.request.sampling, len(self.tokens)
+        room = self.max_tokens - before
+        stops = (
+            i
+            for i, token in enumerate(tokens[:room])
+            if token in sampling.stop_token_ids and before + i >= sampling.min_tokens
+        )
+        stop = next(stops, room)
+        new = tokens[: stop + 1][:room]
+        self.extend(new, log_probs[: len(new)], version)
+        return self.ended(stop < room, len(new), decode_text)
+
+    def cut_at_stop_string(
+        self, decode_text: Callable[[Sequence[int]], str] | None, new: int
+    ) -> str | None:
+        """The stop string that one of the last `new` tokens completes; cuts off what follows it.
+
+        One that is complete within the first `min_tokens` tokens is text like any other.
+        """
+        sampling, known = self.request.sampling, len(self.tokens) - new
+        if not sampling.stop or decode_text is None:
+            return None
+        if self.stop_strings is None:
+            self.stop_strings = StopStrings(sampling.stop, decode_text)
+        first = max(known, min(sampling.min_tokens, len(self.tokens)))
+        self.stop_strings.skip(self.tokens[known:first])
+        found = self.stop_strings.find(self.tokens[first:])
+        if found is None:
+            return None
+        size, string = found
+        for column in self._columns():
+            del column[first + size :]
+        return string
+
+    def finish(self, reason: str, stop_string: str | None = None) -> None:
+        """Its end; what there is can be handed over."""
+        tokens, log_probs, versions, *optional = self._columns()
+        self.outcome = Completion(tokens, log_probs, reason, versions, stop_string, *optional)
+
+    def _columns(self) -> tuple[list[Any], ...]:
+        """What there is of each token, in the order of `Completion`."""
+        always = self.tokens, self.log_probs, self.versions
+        return *always, self.top_log_probs, self.raw_log_probs, self.kept, self.context_versions
+
+    def news(self) -> Callable[[], None] | None:
+        """A call that tells of the tokens since the last one, if anybody wants to know."""
+        tell, start = self.request.on_tokens, self.told
+        if tell is None or start == len(self.tokens):
+            return None
+        self.told = len(self.tokens)
+        tokens, log_probs, versions, *optional = (column[start:] for column in self._columns())
+        new = Completion(tokens, log_probs, "", versions, None, *optional)
+        return lambda: tell(self.number, new)
+
+    def hand_over(self) -> None:
+        """Tell whoever waits, if anybody still does."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        if isinstance(self.outcome, BaseException):
+            self.future.set_exception(self.outcome)
+        else:
+            self.future.set_result(self.outcome)  # type: ignore[arg-type]
+
+
+# stands in rows of a block that hold no sample
+PADDING = Sample(Request((0,), (), Sampling(max_tokens=0)), group=-1, key=(0, 0), max_tokens=0)
+
+
+class SlotTable:
+    """The slots of a cache, as the host knows them.
+
+    A slot holds the keys and values of the first `filled` tokens of a row. They stay when its
+    sample ends, until another one takes the slot: the next turn of a conversation, and samples of
+    the same prompt, find them there. Nobody else takes a conversation's slot until it is over.
+    After an update a slot that is taken may hold some of older weights; its own sample, or
+    conversation, goes on with them, but they are shared with no other.
+
+    Args:
+        slots: number.
+        share_prefixes: reuse what any request left; False: only other samples of the same request.
+    """
+
+    def __init__(self, slots: int, *, share_prefixes: bool) -> None:
+        self.share_prefixes = share_prefixes
+        self.samples: list[Sample | None] = [None] * slots
+        self.tokens = np.zeros((slots, 0), np.int32)  # [S, L]
+        self.length = np.zeros(slots, np.int32)  # [S] tokens of the row, prompt and response
+        self.filled = np.zeros(slots, np.int32)  # [S]
+        self.version = -1  # of the weights that fill positions now
+        self.oldest_version = np.full(slots, -1)  # [S] of those that filled the slot's positions
+        self.group = np.full(slots, -1)  # [S] request of the tokens
+        self.members: dict[int, list[int]] = {-1: list(range(slots))}  # slots of each group
+        self.used = np.zeros(slots, np.int64)  # [S] when the slot was taken last
+        self.slot_of: dict[Future[None] | None, int] = {}  # of conversations
+        self.taken = np.zeros(slots, bool)  # [S] by a sample or a conversation
+        self._clock = 0
+
+    def lengthen(self, length: int) -> None:
+        """Room for rows of `length` tokens."""
+        self.tokens = np.pad(self.tokens, ((0, 0), (0, length - self.tokens.shape[1])))
+
+    def live(self) -> Iterator[tuple[int, Sample]]:
+        """Slots with a sample in them."""
+        return ((slot, s) for slot, s in enumerate(self.samples) if s is not None)
+
+    def missing(self, slot: int) -> int:
+        """Positions to fill before the slot can decode: all tokens but the last."""
+        return int(self.length[slot] - 1 - self.filled[slot])
+
+    def incomplete(self) -> dict[int, int]:
+        """Slots with a sample that cannot decode yet, and what is `missing` of each."""
+        missing = (self.length - 1 - self.filled).tolist()
+        return {slot: missing[slot] for slot, _ in self.live() if missing[slot]}
+
+    def take(self, sample: Sample) -> int | None:
+        """Put a sample into the slot of its conversation, if that has one.
+
+        Otherwise into the free slot that holds most of its prompt, or was used least lately; None
+        if no slot is free.
+        """
+        if not self.has_room(sample):
+            return None
+        row = np.array([*sample.request.prompt_tokens, *sample.tokens], np.int32)
+        slot = self.slot_of.get(sample.conversation)
+        if slot is None:
+            slot, known = self._best(row, sample.group, free=True)
+            if not known:
+                free = np.flatnonzero(~self.taken)
+                slot = int(free[self.used[free].argmin()])
+            self._regroup(slot, sample.group)
+            self.taken[slot] = True
+            if sample.conversation is not None:
+                self.slot_of[sample.conversation] = slot
+        else:  # the group stays: those of the first turn that still wait find their prompt here
+            known = int(self._shared(row, np.array([slot]))[0])
+        self._clock += 1
+        self.used[slot], self.samples[slot] = self._clock, sample
+        self.tokens[slot, : len(row)], self.length[slot] = row, len(row)
+        self.filled[slot] = known
+        if not known:
+            self.oldest_version[slot] = self.version
+        return slot
+
+    def has_room(self, sample: Sample) -> bool:
+        """Whether `take` finds a slot."""
+        slot = self.slot_of.get(sample.conversation)
+        return not self.taken.all() if slot is None else self.samples[slot] is None
+
+    def let_go(self) -> None:
+        """The slots of conversations that are over are free."""
+        for conversation, slot in [(c, s) for c, s in self.slot_of.items() if c and c.done()]:
+            del self.slot_of[conversation]
+            self.taken[slot] = self.samples[slot] is not None
+
+    def _regroup(self, slot: int, group: int) -> None:
+        old = int(self.group[slot])
+        self.members[old].remove(slot)
+        if not self.members[old]:
+            del self.members[old]
+        self.group[slot] = group
+        self.members.setdefault(group, []).append(slot)
+
+    def append(self, slot: int, tokens: np.ndarray) -> None:
+        """Tokens that were drawn in a slot; all but the last are in the cache."""
+        start = self.length[slot]
+        self.tokens[slot, start : start + len(tokens)] = tokens
+        self.length[slot] += len(tokens)
+        self.filled[slot] = self.length[slot] - 1
+
+    def copy(self, source: int, slot: int, known: int) -> None:
+        """The slot holds what `source` holds, of which `known` positions are of its own row."""
+        self.filled[slot], self.oldest_version[slot] = known, self.oldest_version[source]
+
+    def donor(self, slot: int) -> tuple[int, int]:
+        """The slot that holds more of this slot's row than itself, and how much; or (-1, 0).
+
+        Later turns find none of their group: what they reuse does not depend on who came first.
+        """
+        row, filled = self.tokens[slot, : self.length[slot]], int(self.filled[slot])
+        sample = self.samples[slot]
+        assert sample is not None
+        source, known = self._best(row, sample.group)
+        return (source, known) if known > filled else (-1, 0)
+
+    def _best(self, row: np.ndarray, group: int, *, free: bool = False) -> tuple[int, int]:
+        """The slot that shares most positions with a row, and how many; never the last one.
+
+        Slots with positions of older weights share none.
+
+        Args:
+            free: only slots that nobody has.
+        """
+        every = range(len(self.samples)) if self.share_prefixes else ()
+        for among, least in ((self.members.get(group, ()), 1), (every, LEAST_REUSE)):
+            if not among:
+                continue
+            slots = np.array(among)
+            good = (self.filled[slots] >= least) & (self.oldest_version[slots] == self.version)
+            slots = slots[good & ~self.taken[slots] if free else good]
+            if not slots.size:
+                continue
+            known = self._shared(row, slots)
+            best = int(known.argmax())
+            if known[best] >= least:
+                return int(slots[best]), int(known[best])
+        return -1, 0
+
+    def _shared(self, row: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        """Positions that each of some slots shares with a row; never the last one."""
+        width = min(len(row) - 1, self.tokens.shape[1])
+        same = self.tokens[slots, :width] == row[:width]
+        same &= np.arange(width) < self.filled[slots, None]
+        return np.minimum.accumulate(same, axis=1).sum(1)
+
+    def known_prefix(self, tokens: Sequence[int]) -> int:
+        """Tokens of a row that some slot holds for any request; 0 without `share_prefixes`."""
+        return self._best(np.array(tokens, np.int32), -2)[1]
+
+    def release(self, slot: int) -> None:
+        """Its sample is gone; the slot is free, if it is no conversation's. What it holds stays."""
+        sample, self.samples[slot] = self.samples[slot], None
+        self.taken[slot] = sample is not None and sample.conversation in self.slot_of
+
+    def forget(self, *, live: bool) -> None:
+        """Nothing that free slots (and live ones, those of conversations too) hold is valid."""
+        self.let_go()
+        self.filled[slice(None) if live else ~self.taken] = 0
+        self.oldest_version[self.filled == 0] = self.version

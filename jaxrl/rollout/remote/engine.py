@@ -1,0 +1,391 @@
+"""An engine whose samples come over HTTP: from vLLM, or from jaxrl's own server.
+
+One event loop in a daemon thread serves everything. A request is one call that carries all its
+samples, to the server with the fewest samples in flight, or to the one that served the conversation
+so far. A call that fails is made again, perhaps elsewhere; samples are handed over only from a
+whole answer, so each is delivered once. Every server has a keeper: a coroutine that looks whether
+it lives, and gives it the newest weights, verified by a probe, before it is asked for samples.
+"""
+
+import asyncio
+import atexit
+import contextlib
+import logging
+import random
+import secrets
+import threading
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from jaxrl.models.transformer import Params
+from jaxrl.rollout.protocol import Completion, Request
+from jaxrl.rollout.remote.http_client import (
+    NOT_FOUND,
+    RemoteOptions,
+    Server,
+    ServerError,
+    open_session,
+)
+from jaxrl.rollout.remote.probe import Probe, WeightMismatch
+from jaxrl.rollout.remote.remote_job import Job, name_of
+from jaxrl.rollout.remote.routes import Routes
+from jaxrl.rollout.remote.server_process import Host
+from jaxrl.rollout.remote.wire import DIALECTS
+from jaxrl.rollout.weights.source import Source, Weights
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+LONGEST_WAIT = 30.0  # seconds between two tries, unless the server asks for more
+
+
+class RemoteEngineError(RuntimeError):
+    """Servers did not do what was asked, however often; names server, request and last cause."""
+
+
+class RemoteEngine:
+    """An `Engine` over HTTP servers.
+
+    Args:
+        urls: of the servers, e.g. ["http://10.0.0.2:8000"].
+        dialect: a key of `wire.DIALECTS`.
+        weights: how new weights come to them; None only in `ServedEngine`.
+        probe: asked of every server after every update; None = servers are trusted.
+        hosts: what starts each of the servers; none = they run already.
+        proxy_url: of a router before them, which then chooses who samples.
+        options: timeouts and retries.
+
+    Raises:
+        ValueError: no servers, or an unknown dialect.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        dialect: str,
+        *,
+        weights: Source | None,
+        probe: Probe | None,
+        hosts: Sequence[Host] = (),
+        proxy_url: str | None = None,
+        options: RemoteOptions | None = None,
+    ) -> None:
+        if not urls or dialect not in DIALECTS:
+            raise ValueError(f"urls={list(urls)} and dialect={dialect!r} ({', '.join(DIALECTS)})")
+        self.options = options or RemoteOptions()
+        self.dialect, self.source, self.probe = DIALECTS[dialect], weights, probe
+        self.servers = [Server(url, self.dialect, self.options, proxy_url) for url in urls]
+        self.hosts = dict(zip(self.servers, hosts, strict=True)) if hosts else {}
+        self._label = secrets.token_hex(4)  # vLLM's cache knows an adapter by name and folder
+        self._weights: Weights | None = None
+        self._failure: BaseException | None = None
+        self._routes: Routes[Server] = Routes()
+        self._loop = asyncio.new_event_loop()
+        self._some_ready = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        threading.Thread(target=self._run, name="jaxrl-remote-engine", daemon=True).start()
+        self._call(self._open())
+        atexit.register(self.close)
+
+    # ---- the loop's thread
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run in the loop and wait for it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _open(self) -> None:
+        self._session = open_session(self.options.token)
+        for server in self.servers:
+            server.session = self._session
+            self._spawn(self._keep(server))
+
+    def close(self) -> None:
+        """End requests, servers that were started here, and the thread; the engine is used up."""
+        atexit.unregister(self.close)
+        if self._loop.is_running():
+            self._call(self._close())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        for host in self.hosts.values():
+            host.stop()
+
+    async def _close(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._session.close()
+
+    # ---- requests
+
+    def submit(self, requests: Sequence[Request]) -> list[list[Future[Completion]]]:
+        """Queue requests; see `protocol.Engine`. The samples of a request come all at once.
+
+        Raises:
+            ValueError: a request that can never be served, or settings that the servers' protocol
+                cannot express.
+            RuntimeError: no weights yet.
+        """
+        for request in requests:
+            request.check(self.options.max_model_len, True)
+            self.dialect.check(request.sampling)
+        if self._weights is None:
+            raise RuntimeError("the engine has no weights: call update_weights first")
+        jobs = [Job(request, [Future() for _ in request.keys]) for request in requests]
+        self._loop.call_soon_threadsafe(self._begin, [job for job in jobs if job.futures])
+        return [job.futures for job in jobs]
+
+    def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
+        """The samples of each request, in order; raises what `submit` raises, and what befell."""
+        return [[future.result() for future in group] for group in self.submit(requests)]
+
+    def _begin(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            task = self._spawn(self._serve(job))
+            for future in job.futures:
+                future.add_done_callback(lambda _, job=job, task=task: self._left(job, task))
+
+    def _left(self, job: Job, task: asyncio.Task[Any]) -> None:
+        """A future is done; a call for which nobody waits any more is given up."""
+        if all(future.cancelled() for future in job.futures):
+            self._loop.call_soon_threadsafe(task.cancel)
+
+    async def _serve(self, job: Job) -> None:
+        try:
+            job.deliver(await self._complete(job.request))
+        except asyncio.CancelledError:
+            job.deliver(RemoteEngineError("the engine was closed"))
+            raise
+        except Exception as error:
+            job.deliver(error)
+
+    async def _complete(self, request: Request) -> list[Completion]:
+        """The samples of a request, from whichever server has them to give."""
+        failed, last, tries, name = None, None, 0, name_of(request)
+        deadline = self._loop.time() + self.options.timeout_seconds
+        while tries < self.options.attempts:
+            server = await self._choose(request, failed)
+            try:
+                return await self._attempt(server, request)
+            except ServerError as error:
+                failed, last = server, error
+                if not error.retryable:
+                    raise RemoteEngineError(f"{server.url} refuses {name}: {error}") from error
+                if error.broken:
+                    self._suspect(server, error)
+                crowded = bool(error.wait) and self._loop.time() < deadline
+                tries += not crowded
+                _log.info("%s: attempt %d of %s failed: %s", server.url, tries, name, error)
+                await asyncio.sleep(self._pause(tries, error))
+        url = failed.url if failed else ""
+        raise RemoteEngineError(f"{url}: {tries} attempts at {name} failed; the last: {last}")
+
+    def _suspect(self, server: Server, error: ServerError) -> None:
+        """Have looked at who failed; who lacks an adapter is not known behind a router."""
+        anyone = error.status == NOT_FOUND and server.samples_url != server.url
+        for one in self.servers if anyone else [server]:
+            self._leave_out(one, error)
+            one.doubt.set()
+
+    def _pause(self, tries: int, error: ServerError) -> float:
+        """Seconds before the next attempt."""
+        doubled = self.options.backoff_seconds * 2 ** max(tries - 1, 0)
+        return max(error.wait, min(doubled, LONGEST_WAIT)) * random.uniform(0.5, 1.5)
+
+    async def _choose(self, request: Request, failed: Server | None) -> Server:
+        """The server of the conversation so far, else the one with the fewest samples in flight."""
+        await self._wait_for_server()
+        ready = [server for server in self.servers if server.ready]
+        others = [server for server in ready if server is not failed] or ready
+        known = self._routes.find(request.prompt_tokens)
+        chosen = min(others, key=lambda s: (s is not known, s.in_flight))
+        self._routes.add(request.prompt_tokens, chosen)
+        return chosen
+
+    async def _wait_for_server(self) -> None:
+        try:
+            await asyncio.wait_for(self._some_ready.wait(), self.options.recovery_seconds)
+        except TimeoutError as error:
+            causes = "; ".join(f"{server.url}: {server.cause}" for server in self.servers)
+            raise RemoteEngineError(
+                f"no server was ready for {self.options.recovery_seconds:g} s: {causes}"
+            ) from error
+        if self._failure is not None:
+            raise self._failure
+
+    async def _attempt(self, server: Server, request: Request) -> list[Completion]:
+        """One call, which ends when the server is given up."""
+        call = self._loop.create_task(server.complete(request))
+        server.calls[call] = server.version
+        server.in_flight += len(request.keys)
+        try:
+            return await call
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise ServerError(f"given up: {server.cause}") from error
+        finally:
+            server.in_flight -= len(request.keys)
+            del server.calls[call]
+
+    # ---- weights
+
+    def update_weights(self, params: Params, version: int) -> None:
+        """Have every server take the parameters, and see that it has.
+
+        Samples in flight go on with them. A server that is dead meanwhile gets them when it is
+        back; if none is alive this waits for one.
+
+        Raises:
+            WeightMismatch: a server answers the probe otherwise than the trainer.
+            RemoteEngineError: no server took them.
+        """
+        assert self.source is not None
+        published = self.source.publish(params, version)
+        self._call(self._update(Weights(published, version, params)))
+        self.source.keep_only(version, *self._versions_in_use())
+
+    def _versions_in_use(self) -> set[int | None]:
+        """Of adapters: vLLM puts them aside when it has too many, and may read them again."""
+        if not self.dialect.adapters:
+            return set()
+        asked = {version for server in self.servers for version in list(server.calls.values())}
+        return asked | {server.version for server in self.servers}
+
+    async def _update(self, weights: Weights) -> None:
+        self._weights, self._failure = weights, None
+        self._routes = Routes()  # new weights, no more old keys and values to go back to
+        awaited = self._awaited(weights)
+        outcomes = await asyncio.gather(*(self._bring(server) for server in awaited))
+        for server, error in zip(awaited, outcomes, strict=True):
+            if isinstance(error, WeightMismatch):
+                raise error
+            if error is not None and not error.retryable:
+                message = f"{server.url} does not take the weights of {weights.source}: {error}"
+                raise RemoteEngineError(message) from error
+        await self._wait_for_server()
+        async with weights.lock:  # the caller may donate them once this returns
+            weights.params = None
+
+    def _awaited(self, weights: Weights) -> list[Server]:
+        """Those that have the weights when an update ends.
+
+        A server that is out of use while others are not gets them of its keeper: it may take long
+        to start. But where it is started from a folder, which goes with the next update.
+        """
+        assert self.source is not None
+        ready = [server for server in self.servers if server.ready]
+        if not ready or self.source.start(weights.source) is not None:
+            return self.servers
+        for server in self.servers:
+            if not server.ready:
+                server.doubt.set()
+        return ready
+
+    async def _keep(self, server: Server) -> None:
+        """Look at a server for as long as the engine lives, and mend what can be mended."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(server.doubt.wait(), self.options.poll_seconds)
+            server.doubt.clear()
+            if self._weights is None:
+                continue
+            try:
+                error = await self._bring(server)
+            except Exception as unexpected:  # without its keeper it would never come back
+                _log.exception("%s: looking after it failed; it is tried again", server.url)
+                self._leave_out(server, unexpected)
+                continue
+            if isinstance(error, WeightMismatch):  # nobody may sample; whoever waits must know
+                self._failure = error
+                self._some_ready.set()
+
+    async def _bring(self, server: Server) -> ServerError | WeightMismatch | None:
+        """See that a server lives and has the newest weights; the reason why it has not."""
+        async with server.lock:
+            weights = None
+            try:
+                while weights is not self._weights:  # others may have come meanwhile
+                    weights = self._weights
+                    await self._refresh(server)
+            except (ServerError, WeightMismatch) as error:
+                self._leave_out(server, error)
+                for call in list(server.calls):
+                    call.cancel()
+                return error
+        server.ready = True
+        self._some_ready.set()
+        return None
+
+    async def _refresh(self, server: Server) -> None:
+        weights = self._weights
+        assert weights is not None and self.source is not None  # nobody is brought to none
+        host, first = self.hosts.get(server), self.source.start(weights.source)
+        started = False
+        if host is not None:
+            started = await host.ensure(first)
+            server.move(host.url)
+        says = await server.look()
+        if started:
+            server.version, server.ready = None, False
+        elif server.ready and says == server.version == weights.version:
+            return
+        if not started or first != weights.source:
+            name = f"version-{weights.version}-{self._label}"
+            await self.source.give(server, weights.source, weights.version, name)
+        server.version = weights.version
+        await self._verify(server, weights)
+
+    async def _verify(self, server: Server, weights: Weights) -> None:
+        """Compare what a server says to the probe with what the trainer thinks of it.
+
+        Its tokens are scored while the trainer's parameters are there; a server that comes back
+        later is held against what was scored then.
+        """
+        if self.probe is None:
+            return
+        (said,) = await server.complete(self.probe.request, server.url)  # past a router
+        async with weights.lock:
+            same = [e for e in weights.expected if e.tokens == said.tokens]
+            if not same and weights.params is not None:
+                same = [await asyncio.to_thread(self.probe.expect, weights.params, said)]
+                weights.expected += same
+        expected = (same or weights.expected)[0]
+        difference = self.probe.check(server.url, weights.version, said, expected)
+        _log.info("%s has version %d, probe %.2g", server.url, weights.version, difference)
+
+    def _leave_out(self, server: Server, error: Exception) -> None:
+        """Ask a server for nothing until its keeper has seen to it."""
+        if server.ready or str(error) != server.cause:
+            _log.warning("%s is left out: %s", server.url, error)
+        server.ready, server.cause = False, str(error)
+        if not any(other.ready for other in self.servers):
+            self._some_ready.clear()
+
+    # ---- what the trainer asks of every engine
+
+    def warm_up(self, requests: Sequence[Request]) -> None:
+        """Nothing to do: servers compile by themselves."""
+
+    def describe(self) -> str:
+        """The servers and their versions."""
+        held = ", ".join(f"{server.url} version {server.version}" for server in self.servers)
+        return f"{len(self.servers)} {self.dialect.name} servers: {held}"
+
+    def sleep(self) -> None:
+        """The servers' memory is their own; what is held for those that come back is let go."""
+        if self.source is not None:
+            self.source.release()
+
+    def wake(self) -> None:
+        """Nothing to do."""

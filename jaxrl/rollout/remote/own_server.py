@@ -1,0 +1,65 @@
+"""Rollout workers: servers of jaxrl's own that a run starts, on this machine."""
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxrl.rollout.remote.server_process import ServerProcess
+
+MODULE = "jaxrl.rollout.remote.worker"
+NOT_STARTED = "http://not-started"
+# Of the trainer's own place in a job of several processes, which a worker has no part in.
+_OF_THE_JOB = ("JAX_COORDINATOR_", "JAX_PROCESS_", "JAX_NUM_PROCESSES", "JAXRL_NUM_", "JAXRL_PROC")
+
+
+@dataclass
+class OwnServer(ServerProcess):
+    """One server process. It listens at any free port, another one each time it is started.
+
+    It ends with this process, however this ends: its standard input is then closed.
+
+    Attributes:
+        config: of the worker, see `rollout_worker`; nested dicts.
+        folder: for its files: config.json, ready (its address), log.
+        environment: variables that it gets beside those of this process.
+        start_seconds: until it must answer.
+    """
+
+    config: Mapping[str, Any]
+    folder: Path
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    start_seconds: float = 1200.0
+    url: str = NOT_STARTED
+
+    kind = "rollout"
+
+    def __post_init__(self) -> None:
+        self.folder = Path(self.folder).absolute()
+        self.log = self.folder / "log"
+
+    async def ensure(self, folder: Path | None) -> bool:
+        """Have it run; True if it had to be started, which it was with the weights of its config.
+
+        Raises:
+            ServerError: it ended, or does not answer; with the end of its log.
+        """
+        del folder
+        if self.runs:
+            return False
+        self.folder.mkdir(parents=True, exist_ok=True)
+        config, ready = self.folder / "config.json", self.folder / "ready"
+        config.write_text(json.dumps(self.config), encoding="utf-8")
+        ready.unlink(missing_ok=True)
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(_OF_THE_JOB)}
+
+        async def answers() -> bool:
+            return ready.is_file()
+
+        command = [sys.executable, "-m", MODULE, str(config), str(ready)]
+        await self._start(command, {**inherited, **self.environment}, answers)
+        self.url = ready.read_text(encoding="utf-8")
+        return True

@@ -1,0 +1,50 @@
+"""Servers that are only asked: their weights are what they are."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from jaxrl.models.transformer import Params
+from jaxrl.rollout.remote.engine import RemoteEngine
+from jaxrl.rollout.remote.http_client import RemoteOptions, Server, ServerError
+from jaxrl.rollout.weights.source import Weights
+
+
+class ServedEngine(RemoteEngine):
+    """A `RemoteEngine` that gives its servers no weights and does not probe them.
+
+    Args:
+        urls, dialect, options: see `RemoteEngine`.
+
+    Raises:
+        ConnectionError: a server is not there, or has no weights.
+    """
+
+    def __init__(self, urls: Sequence[str], dialect: str, options: RemoteOptions) -> None:
+        super().__init__(urls, dialect, weights=None, probe=None, options=options)
+        try:
+            self._call(self._attach())
+        except ConnectionError:
+            self.close()
+            raise
+
+    def update_weights(self, params: Params, version: int) -> NoReturn:
+        """Not here."""
+        raise RuntimeError("these servers keep their own weights")
+
+    async def _attach(self) -> None:
+        self._weights = Weights(Path(), -1, None)  # theirs: the folder is never read
+        outcomes = await asyncio.gather(*(self._bring(server) for server in self.servers))
+        for server, error in zip(self.servers, outcomes, strict=True):
+            if error is not None:
+                raise ConnectionError(
+                    f"{server.url} does not answer as a {self.dialect.name} server: {error}. See "
+                    "that it runs at this address, and that its kind is "
+                    "generator.inference_engine.backend"
+                ) from error
+
+    async def _refresh(self, server: Server) -> None:
+        server.version = await server.look()
+        if self.dialect.says_versions and server.version is None:
+            raise ServerError("it has no weights yet")

@@ -1,0 +1,392 @@
+"""The routes of the server, on aiohttp."""
+
+import asyncio
+import contextlib
+import functools
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from jaxrl.rollout.protocol import Completion
+from jaxrl.rollout.server.auth import Guard
+from jaxrl.rollout.server.errors import ApiError, parse_json
+from jaxrl.rollout.server.fields import Fields, check_ids, refuse
+from jaxrl.rollout.server.prometheus import Stopwatch
+from jaxrl.rollout.server.requests import Ask, read_messages, read_variables
+from jaxrl.rollout.server.responses import Answer, TextStream, said_to
+from jaxrl.rollout.server.runs import Part, Run
+from jaxrl.rollout.server.service import Control, Service
+from jaxrl.rollout.weights.incoming import Notice
+
+_log = logging.getLogger(__name__)
+SESSION_HEADER = "X-Session-ID"
+CLIENT_SECONDS = 60.0  # that a client may take to send a body, or to read what is left to say
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Routes:
+    """The handlers.
+
+    Args:
+        service: samples.
+        control: of the engine; None = these routes are not there.
+        guard: who may ask.
+    """
+
+    def __init__(self, service: Service, control: Control | None, guard: Guard) -> None:
+        self.service, self.control, self.guard = service, control, guard
+
+    def app(self) -> web.Application:
+        """The application."""
+        app = web.Application(
+            middlewares=[self._answer_errors], client_max_size=self.service.limits.max_body_bytes
+        )
+        app.add_routes(
+            [
+                web.post("/v1/chat/completions", self.chat),
+                web.post("/v1/completions", self.completions),
+                web.get("/v1/models", self.models),
+                web.get("/v1/models/{id:.+}", self.model),
+                web.post("/tokenize", self.tokenize),
+                web.post("/detokenize", self.detokenize),
+                web.get("/health", self.health),
+                web.get("/metrics", self.metrics),
+                web.post("/abort", self.abort),
+                web.get("/sessions/{id}", self.get_session),
+                web.delete("/sessions/{id}", self.take_session),
+            ]
+        )
+        if self.control is not None:
+            app.add_routes(ControlRoutes(self.control).routes())
+        return app
+
+    @web.middleware
+    async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Check who asks; every error has OpenAI's form. No client is waited for without end."""
+        try:
+            self.guard.check(request.headers, _host(request))
+            await _read(request)
+            response = await handler(request)
+        except web.HTTPException as error:  # of the router, and of bodies that are too long
+            response = _failed(ApiError(error.status, _said_of(error, request)))
+        except ApiError as error:
+            response = _failed(error)
+        except ConnectionError:  # the client has left
+            raise
+        except Exception:
+            _log.exception("%s %s", request.method, request.path)
+            response = _failed(ApiError(500, "the server failed; its log says why"))
+        resource = request.match_info.route.resource
+        route = resource.canonical if resource else "unknown"
+        self.service.measures.requests.labels(route, response.status).inc()
+        await _deliver(request, response)
+        return response
+
+    # ---- samples
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/chat/completions."""
+        return await self._sample(request, chat=True)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/completions."""
+        return await self._sample(request, chat=False)
+
+    async def _sample(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
+        stream: web.StreamResponse | None = None
+        seconds, watch = self.service.limits.request_seconds, Stopwatch(self.service.measures)
+        try:
+            async with asyncio.timeout(seconds):
+                body = parse_json(await request.read())
+                name = request.headers.get(SESSION_HEADER)
+                ask = await self.service.read(body, name, chat=chat)
+                async with self.service.running(ask) as run:
+                    if not ask.stream:
+                        return web.json_response(await self._whole(run, watch))
+                    stream = await _open_stream(request)
+                    await self._stream(run, stream, watch)
+        except TimeoutError:
+            error = ApiError(504, f"not finished after {seconds:g} seconds", code="timeout")
+        except ApiError as refused:
+            error = refused
+        else:
+            return stream
+        finally:
+            watch.stop()
+        if stream is None:
+            raise error
+        async with _patience(request):
+            await _send(stream, error.body)  # the status has been sent
+        return stream
+
+    async def _whole(self, run: Run, watch: Stopwatch) -> dict[str, Any]:
+        ask, completions = run.ask, {}
+        async for part in run.parts():
+            watch.tokens(len(part.new.tokens))
+            if part.whole is not None:
+                completions[part.sample] = part.whole
+        ordered = [completions[number] for number in range(ask.samples)]
+        await self._record(ask, ordered[0])
+        return await self.service.in_thread(self._answer(ask).whole, ordered)
+
+    async def _stream(self, run: Run, stream: web.StreamResponse, watch: Stopwatch) -> None:
+        ask, answer, tokens = run.ask, self._answer(run.ask), 0
+        texts = [SampleStream(answer, n) for n in range(ask.samples)]
+        for number in range(ask.samples if ask.chat else 0):
+            await _send(stream, answer.opening(number))
+        async for part in run.parts():
+            watch.tokens(len(part.new.tokens))
+            tokens += len(part.new.tokens)
+            if part.whole is not None:
+                await self._record(ask, part.whole)
+            piece = texts[part.sample].piece(part)
+            if piece is not None:
+                await _send(stream, piece)
+        if ask.include_usage:
+            await _send(stream, answer.usage_piece(tokens))
+        await stream.write(b"data: [DONE]\n\n")
+        await stream.write_eof()
+
+    async def _record(self, ask: Ask, completion: Completion) -> None:
+        if ask.turn is not None:
+            text = said_to(ask, self.service.served.tokenizer, completion)
+            await self.service.in_thread(ask.turn.session.record, ask.turn, completion, text)
+
+    def _answer(self, ask: Ask) -> Answer:
+        return Answer(self.service.served.name, self.service.served.tokenizer, ask)
+
+    async def abort(self, request: web.Request) -> web.Response:
+        """POST /abort: {"request_ids": [...]}, or {} for all."""
+        fields = Fields(parse_json(await request.read()))
+        ids = fields.take("request_ids")
+        if ids is not None and not (isinstance(ids, list) and all(isinstance(i, str) for i in ids)):
+            refuse("request_ids", ids, "must be a list of ids")
+        fields.end()
+        return web.json_response({"aborted": self.service.abort(ids)})
+
+    # ---- sessions
+
+    async def get_session(self, request: web.Request) -> web.Response:
+        """GET /sessions/ID."""
+        session = self.service.sessions.get(request.match_info["id"])
+        return web.json_response(await self.service.in_thread(session.as_json))
+
+    async def take_session(self, request: web.Request) -> web.Response:
+        """DELETE /sessions/ID: the same, and forget it."""
+        session = self.service.sessions.take(request.match_info["id"])
+        return web.json_response(await self.service.in_thread(session.as_json))
+
+    # ---- the model
+
+    async def models(self, request: web.Request) -> web.Response:
+        """GET /v1/models."""
+        return web.json_response({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        """GET /v1/models/ID."""
+        self.service.served.check_name(request.match_info["id"])
+        return web.json_response(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        served = self.service.served
+        return {
+            "id": served.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "jaxrl",
+            "max_model_len": served.max_model_len,
+        }
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        """POST /tokenize: a prompt or messages to token ids."""
+        fields, served = Fields(parse_json(await request.read())), self.service.served
+        served.check_name(fields.text("model", served.name))
+        if "messages" in fields.body:
+            variables = {**served.variables, **read_variables(fields, served.tokenizer)}
+            encode = functools.partial(served.encode_chat, read_messages(fields), variables)
+        else:
+            special = fields.flag("add_special_tokens", default=True)
+            encode = functools.partial(served.encode, fields.text("prompt"), special=special)
+        fields.end()
+        tokens = await self.service.in_thread(encode)
+        return web.json_response(
+            {"count": len(tokens), "max_model_len": served.max_model_len, "tokens": tokens}
+        )
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        """POST /detokenize: token ids to text."""
+        fields, served = Fields(parse_json(await request.read())), self.service.served
+        served.check_name(fields.text("model", served.name))
+        tokens = fields.take("tokens")
+        if not isinstance(tokens, list):
+            refuse("tokens", tokens, "must be a list of token ids")
+        ids = check_ids("tokens", tokens, served.vocab_size)
+        fields.end()
+        text = await self.service.in_thread(served.tokenizer.decode, list(ids))
+        return web.json_response({"prompt": text})
+
+    async def health(self, request: web.Request) -> web.Response:
+        """GET /health: 503 while the engine has no weights."""
+        version = self.service.guests.version
+        status = "ok" if version is not None else "no weights"
+        body = {"status": status, "version": version}
+        return web.json_response(body, status=200 if version is not None else 503)
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """GET /metrics, in the text form of Prometheus."""
+        return web.Response(body=self.service.measures.text(), content_type="text/plain")
+
+
+class ControlRoutes:
+    """The handlers of what only the engine's owner may do.
+
+    Args:
+        control: does it.
+    """
+
+    def __init__(self, control: Control) -> None:
+        self.control = control
+
+    def routes(self) -> list[web.RouteDef]:
+        """Where they are."""
+        return [
+            web.post("/pause", self.pause),
+            web.post("/resume", self.resume),
+            web.get("/is_paused", self.is_paused),
+            web.post("/sleep", self.sleep),
+            web.post("/wake_up", self.wake_up),
+            web.post("/update_weights", self.update_weights),
+            web.post("/receive_weights", self.receive_weights),
+        ]
+
+    async def pause(self, request: web.Request) -> web.Response:
+        """POST /pause?mode=keep, abort or wait."""
+        await self.control.pause(request.query.get("mode", "abort"))
+        return web.json_response({"status": "paused"})
+
+    async def resume(self, request: web.Request) -> web.Response:
+        """POST /resume."""
+        await self.control.resume()
+        return web.json_response({"status": "resumed"})
+
+    async def is_paused(self, request: web.Request) -> web.Response:
+        """GET /is_paused."""
+        return web.json_response({"is_paused": self.control.paused})
+
+    async def sleep(self, request: web.Request) -> web.Response:
+        """POST /sleep."""
+        await self.control.sleep()
+        return web.json_response({"status": "asleep"})
+
+    async def wake_up(self, request: web.Request) -> web.Response:
+        """POST /wake_up."""
+        await self.control.wake()
+        return web.json_response({"status": "awake"})
+
+    async def update_weights(self, request: web.Request) -> web.Response:
+        """POST /update_weights: {"path": folder, "version": number}."""
+        fields = Fields(parse_json(await request.read()))
+        path, version = fields.text("path"), None
+        if "version" in fields.body:
+            version = fields.integer("version", 0, 0, 2**31 - 1)
+        if not path:
+            refuse("path", path, "must name a folder")
+        fields.end()
+        number = await self.control.update_weights(path, version)
+        return web.json_response({"status": "updated", "version": number})
+
+    async def receive_weights(self, request: web.Request) -> web.Response:
+        """POST /receive_weights: a group that can be pulled, see `weight_transfer.Notice`."""
+        body = parse_json(await request.read())
+        try:
+            notice = Notice.read(body)
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
+        last = await self.control.receive_weights(notice, request.remote)
+        status = {"status": "updated" if last else "received", "version": self.control.version}
+        return web.json_response(status)
+
+
+class SampleStream:
+    """The pieces of one sample.
+
+    Args:
+        answer: builds them.
+        number: of the sample.
+    """
+
+    def __init__(self, answer: Answer, number: int) -> None:
+        self.answer, self.number, self.length = answer, number, 0
+        self.text = TextStream(answer.tokenizer, answer.ask)
+
+    def piece(self, part: Part) -> dict[str, Any] | None:
+        """What a part tells the client; None: nothing yet."""
+        whole = part.whole
+        text = self.text.add(part.new.tokens) if whole is None else self.text.finish(whole)
+        ask, start = self.answer.ask, self.length
+        self.length += len(text)
+        if not (text or whole or ask.return_token_ids or ask.alternatives is not None):
+            return None
+        return self.answer.piece(self.number, text, part.new, start)
+
+
+async def _open_stream(request: web.Request) -> web.StreamResponse:
+    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    stream = web.StreamResponse(headers=headers)
+    await stream.prepare(request)
+    return stream
+
+
+async def _send(stream: web.StreamResponse, body: dict[str, Any]) -> None:
+    await stream.write(b"data: " + json.dumps(body).encode() + b"\n\n")
+
+
+@contextlib.asynccontextmanager
+async def _patience(request: web.Request) -> AsyncIterator[None]:
+    """Cut the connection of a client that does not read what is written in the block."""
+    try:
+        async with asyncio.timeout(CLIENT_SECONDS):
+            yield
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError(f"nothing read for {CLIENT_SECONDS:g} seconds") from None
+
+
+async def _deliver(request: web.Request, response: web.StreamResponse) -> None:
+    """Write what is not written yet."""
+    async with _patience(request):
+        await response.prepare(request)
+        await response.write_eof()
+
+
+async def _read(request: web.Request) -> None:
+    """Have the body, which handlers find read."""
+    try:
+        async with asyncio.timeout(CLIENT_SECONDS):
+            await request.read()
+    except TimeoutError:
+        message = f"the body had not come after {CLIENT_SECONDS:g} seconds"
+        raise ApiError(408, message, code="timeout") from None
+
+
+def _host(request: web.Request) -> str | None:
+    try:
+        return request.url.host or ""
+    except ValueError:  # a port that is none
+        return None
+
+
+def _failed(error: ApiError) -> web.Response:
+    return web.json_response(error.body, status=error.status, headers=error.headers)
+
+
+def _said_of(error: web.HTTPException, request: web.Request) -> str:
+    if error.status == 404:
+        return f"there is no {request.method} {request.path}"
+    if error.status == 405:
+        return f"{request.path} does not take {request.method}"
+    return error.text or error.reason

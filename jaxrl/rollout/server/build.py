@@ -1,0 +1,139 @@
+"""From a config to a server: its engine, its weights, what clients are told of it."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxrl import config as cfg
+from jaxrl.config.platform_defaults import settle
+from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.models import hf
+from jaxrl.models.placement import place_model
+from jaxrl.models.transformer import TransformerConfig, abstract_params, logical_axes
+from jaxrl.parallel import make_mesh, param_shardings
+from jaxrl.parallel.compilation import enable_cache
+from jaxrl.rollout.build import native_engine
+from jaxrl.rollout.conversations.conversation import sampling_of
+from jaxrl.rollout.protocol import Request, Sampling
+from jaxrl.rollout.server.auth import read_token
+from jaxrl.rollout.server.served_model import ServedModel
+from jaxrl.rollout.server.server import Server
+from jaxrl.rollout.weights.incoming import Incoming
+
+
+def served_model(
+    config: cfg.TrainConfig, tokenizer: Any, vocab_size: int, max_model_len: int
+) -> ServedModel:
+    """What clients are told of the policy of a config; its name is the folder's, unless given."""
+    path = config.trainer.policy.model.path
+    assert path is not None  # checked
+    return ServedModel(
+        name=config.generator.inference_engine.served_model_name or Path(path).name,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=tuple(sorted({tokenizer.eos_token_id, *hf.eos_token_ids(path)})),
+        variables=config.generator.chat_template_kwargs,
+    )
+
+
+def make_server(config: Any, devices: Sequence[Any] | None = None) -> Server:
+    """A server of the model that a config names, its weights loaded, to be started.
+
+    Args:
+        config: `TrainConfig`, `ml_collections.ConfigDict` or nested dict.
+        devices: for the engine; None = all.
+
+    Raises:
+        ValueError: the config or the model folder is wrong, or no token protects the server.
+    """
+    config, _ = settle(cfg.resolve(cfg.to_train_config(config)))
+    trainer, settings, serve = config.trainer, config.generator.inference_engine, config.serve
+    path, template = trainer.policy.model.path, config.generator.chat_template
+    if path is None:
+        raise ValueError("trainer.policy.model.path=None: set a Hugging Face model folder")
+    cfg.check_serving(serve)
+    cfg.check_engines(config, len(devices or jax.devices()))
+    read_token(serve, settings.http_endpoint_host)  # before anything is loaded
+    enable_cache(trainer.compilation_cache_path)
+    tokenizer: Any = load_tokenizer(
+        path, template.name_or_path if template.source == "file" else None
+    )
+    model = hf.load_config(path, cfg.model_overrides(trainer, trainer.policy))
+    length = serve.max_model_len or cfg.longest_row(config)
+    mesh = make_mesh(devices=devices, **dataclasses.asdict(trainer.policy.mesh))
+    engine = native_engine(
+        settings,
+        model,
+        mesh,
+        rows=serve.max_num_seqs,
+        max_model_len=length,
+        decode_text=tokenizer.decode,
+        steps_per_dispatch=serve.steps_per_dispatch,
+    )
+    shardings = _shardings(config, model, mesh)
+    load, folder = functools.partial(_load, config, model, shardings), hf.local_folder(path)
+    server = Server(
+        engine,
+        served_model(config, tokenizer, model.vocab_size, length),
+        serve,
+        host=settings.http_endpoint_host,
+        port=settings.http_endpoint_port,
+        weights=(load, folder, Incoming(abstract_params(model), shardings, serve.request_seconds)),
+    )
+    server.host.update_weights(load(folder), 0)
+    server.host.warm_up([Request((0,) * (length - 1), ((0, 0),), Sampling(max_tokens=1))])
+    return server
+
+
+def serve_jetstream(config: Any, server: Server) -> Any:
+    """Answer JetStream's gRPC on `serve.grpc_port`, with the engine and the token of a server.
+
+    Its wire has no sampling parameters: all is sampled with `generator.sampling_params`.
+
+    Raises:
+        ValueError: jaxrl[jetstream] is not installed, or the port is taken.
+    """
+    try:
+        from jaxrl.rollout.jetstream.wire.server import serve_grpc
+    except ImportError as error:
+        raise ValueError(
+            f"serve.grpc_port needs pip install 'jaxrl[jetstream]' ({error})"
+        ) from error
+    config = cfg.resolve(cfg.to_train_config(config))
+    host, port = config.generator.inference_engine.http_endpoint_host, config.serve.grpc_port
+    sampling = sampling_of(config.generator.sampling_params, server.served.eos_token_ids)
+    options = {
+        "host": host,
+        "token": read_token(config.serve, host),
+        "max_samples": config.serve.max_samples_per_request,
+        "vocab_size": server.served.vocab_size,
+    }
+    try:
+        return serve_grpc(server.host.guests, server.served.tokenizer, port, sampling, **options)
+    except RuntimeError as error:
+        raise ValueError(f"serve.grpc_port={port}: {error}; choose another one") from error
+
+
+def _shardings(config: cfg.TrainConfig, model: TransformerConfig, mesh: jax.sharding.Mesh) -> Any:
+    rules = cfg.sharding_rules(config.trainer.sharding_rules)
+    placement = place_model(model, mesh, rules)
+    return param_shardings(mesh, logical_axes(model), abstract_params(model), placement.rules)
+
+
+def _load(config: cfg.TrainConfig, model: TransformerConfig, shardings: Any, folder: Path) -> Any:
+    """The parameters in a folder of the same architecture; `random_init` is of the policy's own."""
+    policy = config.trainer.policy.model
+    own = policy.path is not None and folder == hf.local_folder(policy.path)
+    return hf.load_or_init(
+        folder,
+        model,
+        overrides=cfg.model_overrides(config.trainer, config.trainer.policy),
+        random_init=policy.random_init and own,
+        seed=config.trainer.seed,
+        shardings=shardings,
+    )

@@ -1,0 +1,207 @@
+"""Answers in OpenAI's form: whole, and as pieces of a stream."""
+
+import functools
+import re
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from jaxrl.rollout.native.stop_strings import Decode, GrowingText, said
+from jaxrl.rollout.protocol import Completion
+from jaxrl.rollout.server.requests import Ask
+
+
+def said_to(ask: Ask, tokenizer: Any, completion: Completion) -> str:
+    """Return the text of a finished sample as its client gets it: without what stopped it."""
+    return said(_decode(tokenizer, ask), completion, ask.sampling.stop)
+
+
+def _decode(tokenizer: Any, ask: Ask) -> Decode:
+    return functools.partial(tokenizer.decode, skip_special_tokens=ask.skip_special_tokens)
+
+
+class TextStream:
+    """The text of one sample, as far as nothing that comes can change it.
+
+    Held back is what may be the beginning of a stop string, and bytes that are no whole character.
+
+    Args:
+        tokenizer: decodes tokens.
+        ask: has the stop strings.
+    """
+
+    def __init__(self, tokenizer: Any, ask: Ask) -> None:
+        self.tokenizer, self.ask = tokenizer, ask
+        self._text = GrowingText(_decode(tokenizer, ask))
+        self._given, self._held = 0, ""
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """The new text that these tokens make certain; none of them has stopped the sample."""
+        text = self._held + self._text.add(tokens)
+        length = certain(text, self.ask.sampling.stop)
+        self._given, self._held = self._given + length, text[length:]
+        return text[:length]
+
+    def finish(self, completion: Completion) -> str:
+        """The rest."""
+        return said_to(self.ask, self.tokenizer, completion)[self._given :]
+
+
+def certain(text: str, stops: Iterable[str]) -> int:
+    """Length of the beginning of a text that no stop string completed later can cut off.
+
+    Example: of "a b ST" with the stop string "STOP" it is 4.
+    """
+    sizes = (
+        next((n for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n])), 0)
+        for stop in stops
+    )
+    return len(text) - max(sizes, default=0)
+
+
+class Answer:
+    """Builds the JSON of one request's answer.
+
+    Args:
+        model: name.
+        tokenizer: to name tokens.
+        ask: what was asked.
+    """
+
+    def __init__(self, model: str, tokenizer: Any, ask: Ask) -> None:
+        self.tokenizer, self.ask = tokenizer, ask
+        self._head = {"id": ask.request_id, "created": int(time.time()), "model": model}
+        self._prompt_of = [p for p, keys in enumerate(ask.keys) for _ in keys]
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """The answer that is not streamed."""
+        choices = []
+        for number, completion in enumerate(completions):
+            text = said_to(self.ask, self.tokenizer, completion)
+            choice = self._choice(number, completion)
+            if self.ask.chat:
+                choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            else:
+                choice["text"] = text
+            choices.append(choice)
+        kind = "chat.completion" if self.ask.chat else "text_completion"
+        usage = self.usage(sum(len(c.tokens) for c in completions))
+        return {**self._head, "object": kind, "choices": choices, "usage": usage}
+
+    def opening(self, number: int) -> dict[str, Any]:
+        """The first piece of a chat: who speaks."""
+        choice = {"index": number, "delta": {"role": "assistant", "content": ""}}
+        return self._piece([{**choice, "logprobs": None, "finish_reason": None}])
+
+    def piece(self, number: int, text: str, new: Completion, start: int) -> dict[str, Any]:
+        """A piece of a stream.
+
+        Args:
+            start: characters of the sample's text before this piece.
+        """
+        choice = self._choice(number, new, start)
+        if self.ask.chat:
+            choice["delta"] = {"content": text} if text or not new.stop_reason else {}
+        else:
+            choice["text"] = text
+        return self._piece([choice])
+
+    def usage_piece(self, tokens: int) -> dict[str, Any]:
+        """The last piece, if it is asked for."""
+        return self._piece([]) | {"usage": self.usage(tokens)}
+
+    def usage(self, tokens: int) -> dict[str, int]:
+        """Tokens of prompts and answers."""
+        prompt = sum(map(len, self.ask.prompts))
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": tokens,
+            "total_tokens": prompt + tokens,
+        }
+
+    def _piece(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self.ask.chat else "text_completion"
+        return {**self._head, "object": kind, "choices": choices}
+
+    def _choice(self, number: int, new: Completion, start: int = 0) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": number,
+            "finish_reason": new.stop_reason or None,
+            "stop_reason": self._stopped_by(new),
+            "logprobs": None,
+        }
+        if self.ask.alternatives is not None:
+            choice["logprobs"] = (
+                self._chat_log_probs(new) if self.ask.chat else self._log_probs(new, start)
+            )
+        if self.ask.return_token_ids:
+            choice["token_ids"], choice["versions"] = new.tokens, new.versions
+            choice["context_versions"] = new.context_versions
+            choice["prompt_token_ids"] = list(self.ask.prompts[self._prompt_of[number]])
+        return choice
+
+    def _stopped_by(self, new: Completion) -> str | int | None:
+        if new.stop_reason != "stop":
+            return None
+        return new.tokens[-1] if new.stop_string is None else new.stop_string
+
+    def _name(self, token: int) -> str:
+        return self.tokenizer.decode([token])
+
+    def _top(self, new: Completion, i: int) -> list[tuple[int, float]]:
+        alternatives = self.ask.alternatives or 0
+        if not alternatives:
+            return []
+        ranked = sorted(new.top_log_probs[i].items(), key=lambda pair: -pair[1])
+        return ranked[:alternatives]
+
+    def _log_probs(self, new: Completion, start: int) -> dict[str, Any]:
+        names = [self._name(token) for token in new.tokens]
+        offsets = [start]
+        for name in names:
+            offsets.append(offsets[-1] + len(name))
+        top = [
+            {self._name(token): score for token, score in self._top(new, i)}
+            for i in range(len(names))
+        ]
+        return {
+            "tokens": names,
+            "token_logprobs": new.log_probs,
+            "top_logprobs": top if self.ask.alternatives else None,
+            "text_offset": offsets[:-1],
+        }
+
+    def _chat_log_probs(self, new: Completion) -> dict[str, Any]:
+        content = [
+            self._entry(token, score)
+            | {"top_logprobs": [self._entry(*pair) for pair in self._top(new, i)]}
+            for i, (token, score) in enumerate(zip(new.tokens, new.log_probs, strict=True))
+        ]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, score: float) -> dict[str, Any]:
+        known = list(token_bytes(self.tokenizer, token))
+        return {"token": self._name(token), "logprob": score, "bytes": known}
+
+
+def token_bytes(tokenizer: Any, token: int) -> bytes:
+    """Return the bytes of UTF-8 that a token stands for, which may be a part of a character.
+
+    Example: of a byte-level tokenizer's token "Ã" it is the byte c3, the first of an "é".
+    """
+    text = tokenizer.decode([token])
+    if "\ufffd" not in text:
+        return text.encode()
+    name = tokenizer.convert_ids_to_tokens(token)
+    if lone := re.fullmatch("<0x([0-9A-F]{2})>", name):  # SentencePiece's bytes
+        return bytes.fromhex(lone[1])
+    bytes_of = _byte_level()
+    return bytes(map(bytes_of.__getitem__, name)) if bytes_of.keys() >= set(name) else text.encode()
+
+
+@functools.cache
+def _byte_level() -> dict[str, int]:
+    """The byte that each character of a byte-level tokenizer's token stands for."""
+    return {character: byte for byte, character in bytes_to_unicode().items()}

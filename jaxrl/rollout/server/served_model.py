@@ -1,0 +1,51 @@
+"""Describe the model behind a server: its name, its tokenizer, its limits."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxrl.data.tokenizer import encode_prompt
+from jaxrl.rollout.server.errors import ApiError
+from jaxrl.types import Message
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The model behind the server.
+
+    Attributes:
+        name: that requests must give.
+        eos_token_ids: end an answer.
+        variables: of the chat template, unless a request has others.
+    """
+
+    name: str
+    tokenizer: Any
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    def check_name(self, name: str) -> None:
+        """Raise 404 for another model's name."""
+        if name != self.name:
+            message = f"the model {name!r} does not exist; this server has {self.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+        """Token ids of a text."""
+        try:
+            return tuple(self.tokenizer(text, add_special_tokens=special)["input_ids"])
+        except Exception as error:  # lone surrogates, for example
+            message = f"prompt: the tokenizer refuses it: {error}"
+            raise ApiError(400, message, param="prompt") from error
+
+    def encode_chat(
+        self, messages: Sequence[Message], variables: Mapping[str, Any]
+    ) -> tuple[int, ...]:
+        """Token ids of a conversation, up to where the assistant shall speak."""
+        try:
+            return tuple(encode_prompt(self.tokenizer, messages, **variables))
+        except Exception as error:  # whatever a template raises
+            message = f"messages: the chat template refuses them: {error}"
+            raise ApiError(400, message, param="messages") from error

@@ -1,0 +1,103 @@
+"""One engine for its owner, who may put it to sleep, and for guests, who come and go."""
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from jaxrl.rollout.protocol import Completion, Engine, Request
+from jaxrl.rollout.server.errors import ApiError
+
+
+class Guests:
+    """The engine as the HTTP server sees it: there while it has weights.
+
+    Attributes:
+        version: of the weights; None = the engine has none.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.version: int | None = None
+        self._running: set[Future[Completion]] = set()
+        self._lock = threading.Lock()
+
+    def submit(self, requests: Sequence[Request]) -> list[list[Future[Completion]]]:
+        """See `protocol.Engine`.
+
+        Raises:
+            ApiError: 503, the engine has no weights now.
+        """
+        with self._lock:
+            if self.version is None:
+                raise ApiError(503, "the engine has no weights now; try again", retry_after=1)
+            groups = self.engine.submit(requests)
+            futures = [future for group in groups for future in group]
+            self._running.update(futures)
+        for future in futures:
+            future.add_done_callback(self._left)
+        return groups
+
+    def send_away(self) -> None:
+        """Cancel what runs, and take no more until `version` is set."""
+        with self._lock:
+            self.version = None
+            running = list(self._running)
+        for future in running:
+            future.cancel()
+
+    def _left(self, future: Future[Completion]) -> None:
+        with self._lock:
+            self._running.discard(future)
+
+
+class HostEngine:
+    """The same engine for its owner; an `Engine`.
+
+    Its samples end before guests do: `sleep` sends these away, so that it never finds the engine at
+    work.
+
+    Args:
+        engine: of both.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.guests = engine, Guests(engine)
+
+    def submit(self, requests: Sequence[Request]) -> list[list[Future[Completion]]]:
+        """See `protocol.Engine`."""
+        return self.engine.submit(requests)
+
+    def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
+        """See `protocol.Engine`."""
+        return self.engine.generate(requests)
+
+    def warm_up(self, requests: Sequence[Request]) -> None:
+        """See `protocol.Engine`."""
+        self.engine.warm_up(requests)
+
+    def update_weights(self, params: Any, version: int) -> None:
+        """New weights for both."""
+        self.engine.update_weights(params, version)
+        self.guests.version = version
+
+    def describe(self) -> str:
+        """See `protocol.Engine`."""
+        return self.engine.describe()
+
+    def sleep(self) -> None:
+        """Send guests away, and free the engine's memory."""
+        self.guests.send_away()
+        self.engine.sleep()
+
+    def wake(self) -> None:
+        """See `protocol.Engine`."""
+        self.engine.wake()
+
+    def pause(self) -> None:
+        """Draw no more tokens until `resume`."""
+        self.engine.pause()  # type: ignore[attr-defined]
+
+    def resume(self) -> None:
+        """Undo `pause`."""
+        self.engine.resume()  # type: ignore[attr-defined]

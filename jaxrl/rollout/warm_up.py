@@ -1,0 +1,63 @@
+"""Which requests have the shapes of every batch that a run will sample."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+
+from jaxrl.config.generator import GeneratorConfig
+from jaxrl.config.rollouts import keeps_slots
+from jaxrl.config.trainer import TrainerConfig
+from jaxrl.data.packing import buckets_between, length_bucket
+from jaxrl.rollout.conversations.conversation import sampling_of
+from jaxrl.rollout.protocol import Request
+from jaxrl.types import Prompt
+
+
+def engine_batches(
+    trainer: TrainerConfig,
+    generator: GeneratorConfig,
+    train_prompts: Sequence[Prompt],
+    eval_prompts: Sequence[Prompt],
+    eos_token_ids: Sequence[int],
+) -> list[list[Request]]:
+    """Return requests with the shapes of every training and evaluation batch, the longest first.
+
+    The cache then has its length, and shorter ones compile nothing for their own.
+    """
+    batches = _batches(trainer, generator, train_prompts, eval_prompts, eos_token_ids)
+    return sorted(batches, key=_longest, reverse=True)
+
+
+def _batches(
+    trainer: TrainerConfig,
+    generator: GeneratorConfig,
+    train_prompts: Sequence[Prompt],
+    eval_prompts: Sequence[Prompt],
+    eos_token_ids: Sequence[int],
+) -> Iterator[list[Request]]:
+    evaluated, at_once = len(eval_prompts), trainer.eval_batch_size
+    eval_sizes = {min(at_once, evaluated), evaluated % at_once} - {0}
+    train = train_prompts, [trainer.train_batch_size], generator.n_samples_per_prompt
+    evaluation = eval_prompts, sorted(eval_sizes), generator.eval_n_samples_per_prompt
+    phases = ((train, generator.sampling_params), (evaluation, generator.eval_sampling_params))
+    for (prompts, sizes, samples), params in phases:
+        if params is None or not prompts:
+            continue
+        inputs = prompt_buckets(prompts)
+        if generator.max_turns > 1:  # later turns have inputs of any length
+            assert generator.max_input_length is not None  # resolved
+            inputs = buckets_between(inputs[0], generator.max_input_length)
+        for size, width in itertools.product(sizes, inputs):
+            keys = ((0, 0),) * samples
+            sampling = sampling_of(params, eos_token_ids)
+            over = (Future(),) * samples if keeps_slots(generator) else ()
+            yield [Request((0,) * width, keys, sampling, conversations=over)] * size
+
+
+def prompt_buckets(prompts: Sequence[Prompt]) -> list[int]:
+    """Return the lengths that prompts are padded to, ascending."""
+    return sorted({length_bucket(len(prompt.tokens)) for prompt in prompts})
+
+
+def _longest(batch: Sequence[Request]) -> int:
+    return max(len(r.prompt_tokens) + r.sampling.max_tokens for r in batch)

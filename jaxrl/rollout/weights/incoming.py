@@ -1,0 +1,276 @@
+"""Weights from the trainer's process to a server's, without files: the server's end.
+
+A group is pulled from the trainer's process (`jax.experimental.transfer`), compared with its
+checksums and put where it belongs. The old weights are sampled from until the last group is there:
+so this holds one group beside the old weights and the new ones.
+"""
+
+import ipaddress
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.experimental import transfer
+
+from jaxrl.models.transformer import Params
+from jaxrl.rollout.weights.groups import Assembly, Group, Piece, named, sums, whole_pieces
+
+POLL_SECONDS, CONNECT_SECONDS = 0.002, 5.0
+GROUP_SECONDS, SLOWEST = 120.0, 20e6  # a group takes as long at most, and bytes per second
+DTYPES = ("float32", "bfloat16")
+
+
+class NotAllowed(ValueError):
+    """Weights of another host than the one that gives notice of them."""
+
+
+class TransferFailed(RuntimeError):
+    """A group did not come, or not as it was sent; names the group."""
+
+
+# Bytes of one of an end's 16 buffers. With JAX's 256 MiB an end reserves 4 GiB of address space,
+# and with a few of them the system refuses this process a fork.
+TRANSFER_BYTES = 16 * 2**20
+
+
+def open_transfer(peer: str) -> transfer.TransferServer:
+    """This process's end, on the address from which a peer is reached; any free ports.
+
+    Args:
+        peer: name or address of a host.
+    """
+    own = own_address(peer)
+    return transfer.start_transfer_server(
+        jax.local_devices()[0].client,
+        f"{own}:0",
+        [f"{own}:0"],
+        transfer_size=TRANSFER_BYTES,
+    )
+
+
+def own_address(peer: str) -> str:
+    """The address of this machine that a host sees; nothing is sent."""
+    family, kind, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        own = probe.getsockname()[0]
+    return f"[{own}]" if ":" in own else own
+
+
+def patience(group: Group) -> float:
+    """Seconds within which a group is pulled, or will not be."""
+    return GROUP_SECONDS + sum(piece.nbytes for piece in group) / SLOWEST
+
+
+@dataclass(frozen=True)
+class Notice:
+    """A group that can be pulled.
+
+    Attributes:
+        address: of the trainer's end.
+        uuid: that the group has there.
+        transfer: the same of all groups of one update of one server, random.
+        version: of the weights.
+        number, count: of the group, and of all groups.
+        dtype: of the sampler.
+        pieces, checksums: of the group.
+    """
+
+    address: str
+    transfer: str
+    uuid: int
+    version: int
+    number: int
+    count: int
+    dtype: str
+    pieces: Group
+    checksums: list[int]
+
+    @classmethod
+    def read(cls, body: Any) -> "Notice":
+        """From JSON.
+
+        Raises:
+            ValueError: something is missing, or of another kind.
+        """
+        try:
+            pieces = tuple(
+                Piece(str(p["name"]), _ints(p["starts"]), _ints(p["shape"]), str(p["dtype"]))
+                for p in body["pieces"]
+            )
+            notice = cls(
+                str(body["address"]),
+                str(body["transfer"]),
+                *_ints(body[name] for name in ("uuid", "version", "number", "count")),
+                dtype=str(body["dtype"]),
+                pieces=pieces,
+                checksums=list(_ints(body["checksums"])),
+            )
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(
+                f"a notice of weights without what belongs in it: {error!r}"
+            ) from error
+        if notice.dtype not in DTYPES or len(notice.checksums) != len(pieces) or not pieces:
+            raise ValueError(f"dtype={notice.dtype!r}, {len(notice.checksums)} checksums")
+        if not 0 <= notice.number < notice.count or not 0 <= notice.uuid < 2**63:
+            raise ValueError(f"group {notice.number} of {notice.count}, uuid={notice.uuid}")
+        _ = notice.place
+        return notice
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Host and port of the trainer's end; raises ValueError where the address has none."""
+        host, _, port = self.address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+            raise ValueError(f"address={self.address!r}: must be host:port")
+        return host.strip("[]"), int(port)
+
+    def check_sender(self, peer: str | None) -> None:
+        """Only weights of who says that there are some: a token opens no way to other hosts.
+
+        Args:
+            peer: address of who sent this.
+
+        Raises:
+            NotAllowed: they are elsewhere.
+        """
+        host, _ = self.place
+        if not _same_host(host, peer or ""):
+            message = f"address={self.address!r}: this came from {peer}; weights must too"
+            raise NotAllowed(message)
+
+    def __str__(self) -> str:
+        names = sorted({piece.name for piece in self.pieces})
+        return f"group {self.number} of {self.count} ({', '.join(names)}) of version {self.version}"
+
+
+def _same_host(one: str, other: str) -> bool:
+    try:
+        first, second = (_plain(ipaddress.ip_address(text)) for text in (one, other))
+    except ValueError:  # a name: it could lead anywhere
+        return False
+    return first == second or (first.is_loopback and second.is_loopback)
+
+
+def _plain(address: Any) -> Any:
+    """IPv4 where it is that within IPv6."""
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def _ints(values: Any) -> tuple[int, ...]:
+    return tuple(int(value) for value in values)
+
+
+class Incoming:
+    """The weights that are being received; nothing of them is used before all are there.
+
+    Args:
+        like: shapes of the parameters.
+        shardings: of them.
+        seconds: longest wait for a group.
+    """
+
+    def __init__(self, like: Params, shardings: Params, seconds: float) -> None:
+        self.like, self.shardings, self.seconds = like, named(shardings), seconds
+        self._coming: _Coming | None = None
+        self._end: transfer.TransferServer | None = None
+        self._connection: tuple[str, transfer.TransferConnection] | None = None
+        self._lock = threading.Lock()
+
+    def receive(self, notice: Notice) -> Params | None:
+        """Pull a group; all parameters, once it was the last.
+
+        Raises:
+            ValueError: it is of another model; nothing was pulled.
+            TransferFailed: it did not come whole, or is not the next; begin with the first again.
+        """
+        if notice.number == 0:
+            pieces = whole_pieces(named(self.like), notice.dtype)
+            self._coming = _Coming(notice, Assembly(pieces, self.shardings))
+        coming = self._coming
+        if coming is None or not coming.continued_by(notice):
+            raise TransferFailed(f"{notice} is not the next that is expected here: begin with 0")
+        try:
+            coming.assembly.check(notice.pieces)
+            arrays = self._pull(notice)
+            coming.assembly.put(notice.pieces, arrays)
+            coming.next += 1
+            if coming.next < notice.count:
+                return None
+            params = coming.assembly.finish()
+        except BaseException:
+            self.forget()
+            raise
+        self.forget()
+        return jax.tree.unflatten(jax.tree.structure(self.like), params.values())
+
+    def forget(self) -> None:
+        """Throw away what has come of a version; its next group is refused."""
+        self._coming = None
+
+    def _pull(self, notice: Notice) -> list[jax.Array]:
+        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        wanted = [
+            jax.ShapeDtypeStruct(p.shape, jax.numpy.dtype(p.dtype), sharding=device)
+            for p in notice.pieces
+        ]
+        try:
+            arrays = self._connect(notice).pull(notice.uuid, wanted)
+            _wait(arrays, min(self.seconds, patience(notice.pieces)))
+            found = sums(arrays)
+        except (RuntimeError, OSError) as error:  # JaxRuntimeError and TimeoutError among them
+            if not isinstance(error, TimeoutError):  # a new one would cost threads and sockets
+                self._connection = None
+            raise TransferFailed(f"{notice} did not come from {notice.address}: {error}") from error
+        if found != notice.checksums:
+            wrong = [
+                p.name
+                for p, ours, sent in zip(notice.pieces, found, notice.checksums, strict=True)
+                if ours != sent
+            ]
+            raise TransferFailed(
+                f"{notice} came with other bits than were sent: {', '.join(wrong)}"
+            )
+        return arrays
+
+    def _connect(self, notice: Notice) -> transfer.TransferConnection:
+        address, place = notice.address, notice.place
+        with self._lock:
+            if self._connection is None or self._connection[0] != address:
+                # A pull from where nobody listens does not fail: it never ends.
+                socket.create_connection(place, CONNECT_SECONDS).close()
+                self._end = self._end or open_transfer(place[0])
+                self._connection = address, self._end.connect(address)
+            return self._connection[1]
+
+
+@dataclass
+class _Coming:
+    """A version on its way."""
+
+    first: Notice
+    assembly: Assembly
+    next: int = 0  # number of the group that must come
+
+    def continued_by(self, notice: Notice) -> bool:
+        """Whether it is the next group, from the same trainer."""
+        first = self.first
+        return (notice.transfer, notice.version, notice.count, notice.number) == (
+            first.transfer,
+            first.version,
+            first.count,
+            self.next,
+        )
+
+
+def _wait(arrays: list[Any], seconds: float) -> None:
+    """Until they are there; a pull has no limit of its own, a peer that hangs would hang us."""
+    deadline = time.monotonic() + seconds
+    while not all(array.is_ready() for array in arrays):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"nothing within {seconds:g} s")
+        time.sleep(POLL_SECONDS)
+    jax.block_until_ready(arrays)

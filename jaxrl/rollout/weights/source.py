@@ -1,0 +1,48 @@
+"""How new weights come to servers."""
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from jaxrl.models.transformer import Params
+from jaxrl.rollout.remote.http_client import Server
+from jaxrl.rollout.remote.probe import Expected
+
+
+class Source(Protocol):
+    """How weights come to servers: `weight_folder.WeightFolder`, `weight_transfer.WeightTransfer`.
+
+    What `publish` returns stands for a version; its `str` names it.
+    """
+
+    def publish(self, params: Params, version: int) -> Any:
+        """Make the parameters of a version available."""
+        ...
+
+    def start(self, newest: Any) -> Path | None:
+        """The folder that a server is started with, if it is."""
+        ...
+
+    async def give(self, server: Server, newest: Any, version: int, name: str) -> None:
+        """Have a server take a version; raises ServerError."""
+        ...
+
+    def release(self) -> None:
+        """No server needs the newest version any more."""
+        ...
+
+    def keep_only(self, *versions: int | None) -> None:
+        """Forget the others."""
+        ...
+
+
+@dataclass
+class Weights:
+    """The newest weights."""
+
+    source: Any  # as `Source.publish` returned it
+    version: int
+    params: Params | None  # only while `update_weights` runs
+    expected: list[Expected] = field(default_factory=list)  # of the probe
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)

@@ -1,0 +1,1 @@
+"""Trace every prompt of a run: trained once, or dropped with a reason."""

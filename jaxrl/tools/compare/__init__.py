@@ -1,0 +1,1 @@
+"""Compare policy losses on one recorded batch."""

@@ -1,0 +1,107 @@
+"""What a checkpoint gives back is what was saved, and training goes on from it as without it."""
+
+import shutil
+from typing import NamedTuple
+
+import jax
+
+from jaxrl.parallel.checksums import checksums
+from jaxrl.tools.doctor.finding import Finding, failed, not_here, passed
+from jaxrl.tools.doctor.subject import Subject
+
+Sums = dict[str, int]
+GIB, SLACK = 2**30, 2**26  # bytes; slack: what is written beside the arrays
+
+
+class Saved(NamedTuple):
+    """Checksums of a state, and of that a step later, without and with a checkpoint between."""
+
+    before: Sums
+    restored: Sums
+    step: Sums
+    restored_step: Sums
+
+
+def state(subject: Subject) -> Finding:
+    """Every array of the state through the run's own checkpointer, bit for bit."""
+    if reason := no_room(subject):
+        return not_here(reason)
+    saved = _saved(subject)
+    different = _different(saved.before, saved.restored)
+    about = f"{len(saved.before)} arrays saved and restored"
+    if not different:
+        return passed(0, 0, about)
+    return failed(
+        len(different),
+        0,
+        about,
+        cause=f"a lossy checkpoint: {_named(different)} come back as something else than was saved",
+        fix="save and restore the whole TrainState in its own dtypes: a cast, or a field that is "
+        "left out, makes a resumed run another one",
+    )
+
+
+def step(subject: Subject) -> Finding:
+    """A training step after restoring against the same step without."""
+    if reason := no_room(subject):
+        return not_here(reason)
+    saved = _saved(subject)
+    different = _different(saved.step, saved.restored_step)
+    about = f"{len(saved.step)} arrays after one more step, resumed against not"
+    if not different:
+        return passed(0, 0, about)
+    lossy = _different(saved.before, saved.restored)
+    cause = (
+        f"a lossy checkpoint: {_named(lossy)} were not restored, and the next step differs"
+        if lossy
+        else f"the same state and batch give another step, in {_named(different)}: something that "
+        "the step reads is in no checkpoint, or the device adds in no fixed order"
+    )
+    fix = (
+        "mend what check 'checkpoint.state' names"
+        if lossy
+        else "keep in TrainState all that a step changes; on GPUs set "
+        "XLA_FLAGS=--xla_gpu_deterministic_ops=true"
+    )
+    return failed(len(different), 0, about, cause=cause, fix=fix)
+
+
+def no_room(subject: Subject) -> str:
+    """Why the state cannot be saved in the temporary folder; "" where it can."""
+    if "saved" in subject.known:
+        return ""
+    needed = sum(x.nbytes for x in jax.tree.leaves(subject.trainer.state))
+    free = shutil.disk_usage(subject.folder).free
+    if needed + SLACK <= free:
+        return ""
+    return (
+        f"a checkpoint has {needed / GIB:.3g} GiB, {subject.folder.parent} {free / GIB:.3g} GiB "
+        "free: set TMPDIR to a larger folder"
+    )
+
+
+def _saved(subject: Subject) -> Saved:
+    if "saved" not in subject.known:
+        trainer = subject.trainer
+        subject.train()  # moments of 0 would survive any rounding
+        before = checksums(trainer.state)
+        trainer.commit(int(trainer.state.step))
+        trainer.checkpointer.wait()
+        subject.train()
+        after = checksums(trainer.state)
+        trainer.state = trainer.restore_or_init()
+        trainer.batches_drawn = int(trainer.state.batches_drawn)
+        trainer.load_reference(trainer.state.ref_params)
+        restored = checksums(trainer.state)
+        subject.train()
+        subject.known["saved"] = Saved(before, restored, after, checksums(trainer.state))
+    return subject.known["saved"]
+
+
+def _different(left: Sums, right: Sums) -> list[str]:
+    return [name for name in sorted({*left, *right}) if left.get(name) != right.get(name)]
+
+
+def _named(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"

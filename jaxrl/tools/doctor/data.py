@@ -1,0 +1,138 @@
+"""The run can be built; its prompts, its tokenizer and its environments are fit for the model."""
+
+import numpy as np
+
+from jaxrl.data.tokenizer import encode_prompt
+from jaxrl.tools.doctor.finding import Finding, failed, passed
+from jaxrl.tools.doctor.subject import Subject
+from jaxrl.tools.doctor.surroundings import dtypes
+
+ANSWER = "I am an assistant."  # a message that any template takes
+
+
+def build(subject: Subject) -> Finding:
+    """Every part of the small run is made, and has weights."""
+    trainer = subject.trainer
+    sizes = {axis: size for axis, size in trainer.mesh.shape.items() if size > 1} or {"devices": 1}
+    return passed(
+        "", "", f"trains {trainer.policy.size()} on {sizes}; {dtypes(subject.run.config)}"
+    )
+
+
+def prompts(subject: Subject) -> Finding:
+    """Token ids that the model has, prompts that differ."""
+    trainer, model = subject.trainer, subject.trainer.model
+    chosen = trainer.train_prompts
+    largest = max(max(prompt.tokens) for prompt in chosen)
+    longest, most = max(len(p.tokens) for p in chosen), subject.given.trainer.max_prompt_length
+    about = f"{len(chosen)} prompts of at most {longest} tokens (max_prompt_length {most})"
+    about = "; ".join((about, *subject.data_card.warnings))
+    vocabulary = getattr(model, "vocab_size", None)
+    if vocabulary is not None and largest >= vocabulary:
+        return failed(
+            largest,
+            vocabulary - 1,
+            f"largest token id; {about}",
+            cause=f"a prompt has token {largest}, the model knows {vocabulary} tokens",
+            fix="use the tokenizer of the model; resize its embeddings if tokens were added",
+        )
+    said = {repr(prompt.messages) for prompt in chosen}
+    alike = len({prompt.tokens for prompt in chosen}) == 1 < len(said)
+    if alike:
+        return failed(
+            len(said),
+            1,
+            f"different messages with the same tokens; {about}",
+            cause="all prompts are the same tokens: the chat template does not show the messages",
+            fix="print one: tokenizer.decode(prompt.tokens); give another generator.chat_template",
+        )
+    return passed(largest, "" if vocabulary is None else vocabulary - 1, f"largest id; {about}")
+
+
+def tokenizer(subject: Subject) -> Finding:
+    """An end-of-sequence token that the model has, and that ends a turn of the template."""
+    tokens, model = subject.run.tokenizer, subject.trainer.model
+    stops = {*subject.trainer.eos_token_ids}
+    stops |= {*(subject.run.config.generator.sampling_params.stop_token_ids or ())}
+    vocabulary = getattr(model, "vocab_size", len(tokens))
+    about = (
+        f"{len(tokens)} tokens for {vocabulary} of the model; responses end with {sorted(stops)}"
+    )
+    if max(stops) >= vocabulary or len(tokens) > vocabulary:
+        return failed(
+            max(len(tokens), max(stops) + 1),
+            vocabulary,
+            about,
+            cause=f"the tokenizer has ids that the model with its {vocabulary} tokens has not",
+            fix="use the tokenizer of the model",
+        )
+    end = end_of_turn(subject)
+    if end is None:
+        return passed(len(tokens), vocabulary, f"{about}; the template ends no turn with a token")
+    if end not in stops:
+        return failed(
+            end,
+            str(sorted(stops)),
+            about,
+            cause=f"the chat template ends a turn with {tokens.decode([end])!r} (id {end}), which "
+            "stops no response: the model goes on until max_generate_length",
+            fix=f"add {end} to generator.sampling_params.stop_token_ids, or to eos_token_id in the "
+            "model's generation_config.json",
+        )
+    return passed(len(tokens), vocabulary, f"{about}; the template's turns end with {end}")
+
+
+def end_of_turn(subject: Subject) -> int | None:
+    """The special token that the template puts after what the assistant said; None without one."""
+    tokens = subject.run.tokenizer
+    variables = subject.run.config.generator.chat_template_kwargs | {"add_generation_prompt": False}
+    talk = [{"role": "user", "content": "I am a user."}, {"role": "assistant", "content": ANSWER}]
+    encoded = encode_prompt(tokens, talk, **variables)
+    text = tokens.decode(encoded)
+    if ANSWER not in text:  # letters that the tokenizer does not know
+        special = [token for token in encoded if token in tokens.all_special_ids]
+        return special[-1] if special and special[-1] == encoded[-1] else None
+    after = tokens.decode(encoded).rpartition(ANSWER)[2]
+    following = tokens.encode(after, add_special_tokens=False)
+    return next((token for token in following if token in tokens.all_special_ids), None)
+
+
+def environment(subject: Subject) -> Finding:
+    """One batch of conversations through engine and environments, to their ends."""
+    output, _ = subject.rollouts
+    reasons = output["stop_reasons"]
+    wrong = [i for i, reason in enumerate(reasons) if reason == "env_error"]
+    rewards = [float(np.sum(reward)) for reward in output["rewards"]]
+    trained = sum(map(sum, output["loss_masks"]))
+    names = sorted({prompt.env_class for prompt in subject.trainer.prompts_of(0)})
+    about = (
+        f"{', '.join(names)}: {len(reasons)} trajectories, {trained} trained tokens, rewards "
+        f"{min(rewards):.3g} to {max(rewards):.3g}"
+    )
+    if not wrong and trained:
+        return passed(0, 0, about)
+    if not trained and not wrong:
+        cause = "no token is trained: every loss_mask of the generator is 0"
+        fix = "give loss_masks 1 to what the policy sampled"
+        return failed(0, 1, about, cause=cause, fix=fix)
+    cause = f"the environment failed in {len(wrong)} of {len(reasons)} trajectories"
+    fix = "the warnings above have its exceptions; step it by hand with envs.make(...).step(text)"
+    return failed(len(wrong), 0, about, cause=cause, fix=fix)
+
+
+def batch(subject: Subject) -> Finding:
+    """The rollouts as a training batch: all that the update will read is finite."""
+    made, trainer = subject.batch, subject.trainer
+    mask = np.asarray(made.loss_mask) > 0
+    scored = trainer.scorer(trainer.params, made)[0][mask]
+    names = ("old_log_probs", "ref_log_probs", "values", "advantages", "returns")
+    held = {name: np.asarray(x) for name in names if (x := getattr(made, name)) is not None}
+    columns = {"log-probs": scored, **{name: x[mask] for name, x in held.items()}}
+    wrong = {name: int((~np.isfinite(x)).sum()) for name, x in columns.items()}
+    about = f"{', '.join(columns)} of {int(mask.sum())} tokens; mean log-prob {scored.mean():.3g}"
+    if not any(wrong.values()):
+        return passed(0, 0, about)
+    name = max(wrong, key=lambda name: wrong[name])
+    cause = f"{wrong[name]} {name} are not finite"
+    fix = "look for NaN in the model's weights; for advantages, for a division by 0"
+    return failed(sum(wrong.values()), 0, about, cause=cause, fix=fix)

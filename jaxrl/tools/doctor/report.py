@@ -1,0 +1,64 @@
+"""Findings as a table and as JSON."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxrl.tools.doctor.finding import Figure, Finding
+
+
+def cuts_text(cuts: Mapping[str, tuple[Any, Any]]) -> str:
+    """What was made smaller."""
+    if not cuts:
+        return "nothing was cut: this is the run as it is"
+    rows = [f"  {name}: {given} -> {now}" for name, (given, now) in cuts.items()]
+    return "\n".join(("cut down for the examination (the run itself keeps its values):", *rows))
+
+
+def text(findings: Sequence[Finding]) -> str:
+    """A row for each check; then cause and fix of what failed; then the verdict."""
+    rows = [("check", "result", "figure", "bound", "s", "what")]
+    for f in findings:
+        figures = shown(f.figure), shown(f.bound), f"{f.seconds:.1f}"
+        rows.append((f.name, f.result, *figures, f.about))
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False))
+        + "  "
+        + row[5]
+        for row in rows
+    ]
+    wrong = [f for f in findings if f.passed is False]
+    for f in wrong:
+        lines += ["", f"FAIL {f.name}", f"  cause: {f.cause}", f"  fix:   {f.fix}"]
+    skipped = sum(f.passed is None for f in findings)
+    seconds = sum(f.seconds for f in findings)
+    verdict = f"FAILED: {', '.join(f.name for f in wrong)}" if wrong else "passed"
+    counts = (
+        f"{len(findings) - len(wrong) - skipped} passed, {len(wrong)} failed, {skipped} not here"
+    )
+    return "\n".join((*lines, "", f"doctor: {verdict} ({counts}; {seconds:.0f} s)"))
+
+
+def to_json(
+    findings: Sequence[Finding], cuts: Mapping[str, tuple[Any, Any]], machine: Mapping[str, Any]
+) -> str:
+    """The same for programs."""
+    return (
+        json.dumps(
+            {
+                "passed": not any(f.passed is False for f in findings),
+                "checks": [vars(f) | {"result": f.result} for f in findings],
+                "cuts": {name: {"given": a, "now": b} for name, (a, b) in cuts.items()},
+                "machine": machine,
+            },
+            indent=1,
+            default=str,
+        )
+        + "\n"
+    )
+
+
+def shown(figure: Figure) -> str:
+    """A number in few digits."""
+    return f"{figure:.3g}" if isinstance(figure, float) else str(figure)

@@ -1,0 +1,190 @@
+"""What a run stands on: versions, devices, memory, and the functions that its config names."""
+
+import glob
+import importlib.metadata
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from packaging.requirements import Requirement
+
+from jaxrl import config as cfg
+from jaxrl import envs
+from jaxrl.functions import import_call, import_function, origin
+from jaxrl.models.adapter import AdaptedModel
+from jaxrl.parallel import make_mesh
+from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry, source_hashes
+from jaxrl.tools.doctor.finding import Finding, bad_input, failed, not_here, passed
+from jaxrl.tools.doctor.subject import Subject
+from jaxrl.tools.plan.costs import estimated
+from jaxrl.tools.plan.plan import make_plan
+from jaxrl.tools.plan.topology import machine
+
+ACCELERATORS = {  # device files, and the extra whose jax uses what is behind them
+    "/dev/nvidia[0-9]*": "gpu",
+    "/dev/accel[0-9]*": "tpu",
+    "/dev/vfio/[0-9]*": "tpu",
+}
+BACKENDS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin")  # numbered as jaxlib
+GIB = 2**30
+
+
+def versions(subject: Subject) -> Finding:
+    """Packages within what jaxrl declares, and settings of JAX that break runs."""
+    del subject
+    wrong = [*undeclared(), *mixed_backends(), *settings_of_jax()]
+    about = f"jax {jax.__version__}, python packages against what jaxrl declares"
+    if not wrong:
+        return passed(0, 0, about)
+    cause, fix = wrong[0]
+    more = f"; {len(wrong) - 1} more: {'; '.join(c for c, _ in wrong[1:])}" if wrong[1:] else ""
+    return failed(len(wrong), 0, about, cause=cause + more, fix=fix)
+
+
+def undeclared() -> list[tuple[str, str]]:
+    """Installed packages whose version jaxrl does not declare: (what, fix)."""
+    wrong = []
+    for line in importlib.metadata.requires("jaxrl") or ():
+        needed = Requirement(line)
+        if needed.marker and not needed.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            found = importlib.metadata.version(needed.name)
+        except importlib.metadata.PackageNotFoundError:
+            found = "missing"
+        if found == "missing" or not needed.specifier.contains(found, prereleases=True):
+            fix = f"pip install '{needed.name}{needed.specifier}'"
+            wrong.append((f"{needed.name} is {found}, jaxrl needs {needed.specifier}", fix))
+    return wrong
+
+
+def mixed_backends() -> list[tuple[str, str]]:
+    """Plugins of accelerators that are not of jaxlib's version: (what, fix)."""
+    ours, wrong = importlib.metadata.version("jaxlib"), []
+    for name in BACKENDS:
+        try:
+            theirs = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if theirs.split(".")[:3] != ours.split(".")[:3]:
+            fix = f"pip install '{name}=={ours}'"
+            wrong.append((f"{name} is {theirs}, jaxlib {ours}: they must be the same", fix))
+    return wrong
+
+
+def settings_of_jax() -> list[tuple[str, str]]:
+    """What nobody wants in a run: (what, fix)."""
+    bad = {
+        "jax_enable_x64": "numbers become 64 bits wide, and sampled tokens others",
+        "jax_disable_jit": "every operation runs by itself",
+    }
+    return [
+        (f"{name}=True: {why}", f"unset {name.upper()}")
+        for name, why in bad.items()
+        if jax.config.values.get(name)
+    ]
+
+
+def devices(subject: Subject) -> Finding:
+    """An accelerator that is there is used, and all devices add up what they hold."""
+    here, count = jax.default_backend(), len(jax.devices())
+    kinds = sorted({device.device_kind for device in jax.devices()})
+    about = f"{count} x {', '.join(kinds)}"
+    found = [extra for files, extra in ACCELERATORS.items() if glob.glob(files)]
+    if here == "cpu" and found and "cpu" not in (jax.config.values["jax_platforms"] or ""):
+        return failed(
+            "cpu",
+            "",
+            about,
+            cause="there is an accelerator in this machine, and JAX runs on the CPU",
+            fix=f"pip install 'jaxrl[{found[0]}]', or set JAX_PLATFORMS=cpu to mean it",
+        )
+    if len(kinds) > 1:
+        fix = "start with those of one kind alone (CUDA_VISIBLE_DEVICES, TPU_VISIBLE_DEVICES)"
+        cause = f"devices of several kinds: {', '.join(kinds)}"
+        return failed(len(kinds), 1, about, cause=cause, fix=fix)
+    mesh = make_mesh(data=-1)
+    rows = np.arange(count * 128, dtype=np.float32).reshape(count, 128)
+    placed = jax.device_put(rows, NamedSharding(mesh, PartitionSpec("data")))
+    total, expected = float(jax.jit(jnp.sum)(placed)), float(rows.sum(dtype=np.float64))
+    off = abs(total - expected) / expected
+    if off > 1e-6:
+        cause = f"the sum of {rows.size} numbers over {count} devices is {total}, not {expected}"
+        return failed(off, 1e-6, about, cause=cause, fix="find the device that adds wrongly")
+    del subject
+    return passed(off, 1e-6, about)
+
+
+def memory(subject: Subject) -> Finding:
+    """The whole run, not the small one, by the estimate of `jaxrl.plan`."""
+    here, config = machine(), subject.given
+    try:
+        model = subject.whole.get_model()
+    except (ValueError, OSError) as error:
+        raise bad_input(config, error) from error
+    if isinstance(model, AdaptedModel):
+        return not_here("jaxrl.plan knows no flax modules")
+    plan = make_plan(config, here, estimated)
+    figure, bound = plan.peak.peak / GIB, here.memory / GIB
+    about = f"GiB of a device in {plan.peak.phase.name}, estimated for the whole run"
+    if plan.fits:
+        return passed(round(figure, 3), round(bound, 3), about)
+    return failed(
+        round(figure, 3),
+        round(bound, 3),
+        about,
+        cause=plan.refusal or f"{plan.peak.phase.name} needs more memory than a device has",
+        fix="python -m jaxrl.plan --config=... names the smallest changes that make it fit",
+    )
+
+
+def functions(subject: Subject) -> Finding:
+    """Losses, estimators, rewards, callbacks and environments that the config names are there."""
+    config = subject.given
+    wrong: list[str] = []
+    own = list(source_hashes(config.trainer.algorithm))
+    algorithm = config.trainer.algorithm
+    for registry, name in (
+        (PolicyLossRegistry, algorithm.policy_loss_type),
+        (AdvantageEstimatorRegistry, algorithm.advantage_estimator),
+    ):
+        _try(wrong, registry.resolve, name)
+    rewards, callbacks = config.environment.reward_functions, config.trainer.watching.callbacks
+    for find, kind, paths in (
+        (import_call, "reward function", rewards),
+        (import_function, "callback", callbacks),  # is made without arguments
+    ):
+        own += [origin(f) for path in paths if (f := _try(wrong, find, path, kind))]
+    names = {prompt.env_class for prompt in _prompts(subject)} or {config.environment.env_class}
+    for name in sorted(names):
+        _try(wrong, envs.load, name)
+    said = f"; of your own: {', '.join(own)}" if own else ""
+    about = (
+        f"loss, estimator, {len(rewards) + len(callbacks)} functions, "
+        f"environments {', '.join(sorted(names))}{said}"
+    )
+    if not wrong:
+        return passed(0, 0, about)
+    return failed(
+        len(wrong), 0, about, cause=wrong[0], fix="install it, or mend the name in the config"
+    )
+
+
+def _prompts(subject: Subject) -> Any:
+    return subject.trainer.train_prompts
+
+
+def _try(wrong: list[str], find: Any, name: str, *how: str) -> Any:
+    try:
+        return find(name, *how)
+    except Exception as error:
+        wrong.append(f"{name}: {error}")
+        return None
+
+
+def dtypes(config: cfg.TrainConfig) -> str:
+    """Precisions of a run, in words."""
+    engine = cfg.engine_dtype(config.generator.inference_engine)
+    return f"trainer {cfg.compute_dtype(config.trainer, 'policy')}, engine {engine}"

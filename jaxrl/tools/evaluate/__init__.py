@@ -1,0 +1,1 @@
+"""Find what is evaluated: a run, a folder, a server."""

@@ -1,0 +1,117 @@
+"""What a program needs beside its arguments, from shapes alone: where nothing can be compiled.
+
+Arguments and results are exact: they follow from shapes and shardings. Temporaries and collectives
+are formulas here, see docs/plan.md for how far they are from the compiler's.
+"""
+
+import math
+
+import jax
+
+from jaxrl.models.transformer import TransformerConfig
+from jaxrl.tools.plan.phases import Part, Phase
+from jaxrl.tools.plan.work import layer_params
+from jaxrl.training.forward import CHUNK_LOGITS, CHUNK_TOKENS
+from jaxrl.training.resident_memory import device_bytes
+
+CAUSAL = 5 / 8  # of the scores are computed, see `attention.causal_attention`
+
+
+def temporaries(phase: Phase, remat: str, flash: bool) -> float:
+    """Bytes on one device.
+
+    Args:
+        remat: what layers keep; flash: scores are never written.
+    """
+    part, (rows, length) = phase.part, phase.shape
+    model, size, tensor = part.model, part.dtype.itemsize, part.placement.mesh.shape["tensor"]
+    leaves = [device_bytes(x) for x in jax.tree.leaves(phase.call.args[0])]
+    vocabulary = model.vocab_size / tensor * 4  # bytes of a token's logits
+    if phase.kind in ("apply", "load"):
+        return max(leaves)
+    if phase.kind == "copy":
+        return sum(leaves) / rows
+    if phase.kind == "decode":
+        scores = rows * model.num_heads / tensor * _positions(phase) * 4
+        return 3 * rows * vocabulary + (0 if flash else scores)
+    if phase.kind == "prefill":
+        seen = phase.call.options["length"] or length
+        scores = rows * model.num_heads / tensor * length * seen * (4 + size)
+        return sum(_intermediates(part, rows, length).values()) + scores
+    within = _intermediates(part, rows, length)
+    if not flash:
+        scores = rows * model.num_heads / tensor * length**2 * CAUSAL
+        within["scores"] = scores * (4 + size)
+    weights = layer_params(model) / model.num_layers / tensor * size
+    head = model.vocab_size * model.hidden_size / tensor * size
+    columns = min(CHUNK_TOKENS, CHUNK_LOGITS / (vocabulary / 4))
+    logits = 3 * columns * vocabulary
+    one = 2 * weights + head + logits + sum(within.values()) + 3 * within["input"]
+    if phase.kind == "forward":
+        return one
+    gradients = sum(leaves) + 2 * weights * 4 / size + head * 4 / size
+    return one + gradients + model.num_layers * _kept(within, remat) + sum(within.values())
+
+
+def _intermediates(part: Part, rows: int, length: int) -> dict[str, float]:
+    """Bytes of what a layer computes, on one device, without the scores."""
+    model, tokens = part.model, rows * length * part.dtype.itemsize
+    tensor = part.placement.mesh.shape["tensor"]
+    heads = model.head_dim / tensor
+    return {
+        "input": tokens * model.hidden_size,
+        "norms": 3 * tokens * model.hidden_size,
+        "qkv": tokens * (model.num_heads + 2 * model.num_kv_heads) * heads,
+        "attention": tokens * model.num_heads * heads,
+        "mlp": 3 * tokens * model.intermediate_size / tensor,
+        "scores": 0.0,
+    }
+
+
+def _kept(within: dict[str, float], remat: str) -> float:
+    """Of a layer, until its backward pass."""
+    if remat == "none":
+        return sum(within.values())
+    kept = {
+        "dots": ("input", "qkv", "mlp"),
+        "attention": ("input", "attention"),
+        "full": ("input",),
+        "offload": (),
+    }
+    return sum(within[name] for name in kept[remat])
+
+
+def _positions(phase: Phase) -> int:
+    return phase.call.args[1][0].values.shape[2]
+
+
+def collectives(phase: Phase, remat: str) -> dict[str, float]:
+    """Bytes that a device sends in one execution, by kind; the least of FSDP and Megatron."""
+    part, (rows, length) = phase.part, phase.shape
+    model, size, mesh = part.model, part.dtype.itemsize, part.placement.mesh
+    tensor, fsdp, data = (mesh.shape[axis] for axis in ("tensor", "fsdp", "data"))
+    sent: dict[str, float] = {}
+    passes = {"forward": 1, "prefill": 1, "decode": phase.trips, "gradient": 2 + (remat != "none")}
+    if phase.kind not in passes:
+        return sent
+    if tensor > 1:  # two sums of the activations in a layer
+        activations = rows * length * model.hidden_size * size
+        sums = 2 * model.num_layers * passes[phase.kind]
+        sent["all-reduce"] = sums * activations * 2 * (tensor - 1) / tensor
+    if phase.kind in ("prefill", "decode"):
+        return sent
+    elements = _elements(model) / tensor
+    if fsdp > 1:
+        gathers = 1 if phase.kind == "forward" else 2
+        sent["all-gather"] = gathers * elements * size * (fsdp - 1) / fsdp
+    if phase.kind == "gradient":
+        trained = sum(device_bytes(x) for x in jax.tree.leaves(phase.call.args[0]))
+        if fsdp > 1:
+            sent["reduce-scatter"] = trained * (fsdp - 1)
+        if data > 1:
+            sent["all-reduce"] = sent.get("all-reduce", 0) + trained * 2 * (data - 1) / data
+    return sent
+
+
+def _elements(model: TransformerConfig) -> float:
+    return layer_params(model) + math.prod((model.vocab_size, model.hidden_size))

@@ -1,0 +1,254 @@
+"""The phases of a training step: what each runs, for which shapes, and how often."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jaxrl import config as cfg
+from jaxrl.config.model import DTYPES
+from jaxrl.models.transformer import TransformerConfig
+from jaxrl.parallel import Placement
+from jaxrl.parallel.compilation import Call
+from jaxrl.parallel.rules import batch_devices
+from jaxrl.rollout.native.engine import NativeEngine
+from jaxrl.tools.plan.run import Run
+from jaxrl.tools.plan.work import (
+    Work,
+    decode_step_bytes,
+    forward_work,
+    gradient_work,
+    head_flops,
+    layers_flops,
+)
+from jaxrl.training.forward import CHUNK_TOKENS, CPU_CHUNK_TOKENS, chunk_columns
+from jaxrl.training.resident_memory import device_bytes, placed_params, shares_base
+from jaxrl.training.scorer import Scorer
+from jaxrl.training.update import Updater
+
+SAMPLING = frozenset({"prefill", "copy", "decode"})  # kinds of phases
+
+
+class Part(NamedTuple):
+    """A model on its devices.
+
+    Attributes:
+        names: residents that are its parameters; the first is what is trained.
+        at: devices of the machine, where those of the mesh stand for them.
+    """
+
+    model: TransformerConfig
+    placement: Placement
+    dtype: jnp.dtype  # of its computation
+    names: tuple[str, ...]
+    at: frozenset[Any] | None = None
+
+    @property
+    def devices(self) -> frozenset[Any]:
+        """That hold it."""
+        return self.at or frozenset(self.placement.mesh.devices.flat)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A program of the step, for the longest rows that the config allows.
+
+    Attributes:
+        kind: "load", "prefill", "copy", "decode", "forward", "gradient" or "apply".
+        shape: rows x tokens of its input on one device.
+        holds: residents that are among its arguments.
+        runs: executions in a step.
+        work: of one execution.
+        donated: number of the argument whose memory the results take.
+        trips: of its loops whose number depends on the data.
+        reads: bytes that a device reads beside arguments, results and weights.
+        sends: bytes that a device sends before it, beside the program's own collectives.
+    """
+
+    name: str
+    kind: str
+    part: Part
+    call: Call
+    shape: tuple[int, int]
+    holds: tuple[str, ...]
+    runs: int
+    work: Work
+    donated: int | None = None
+    trips: int = 1
+    reads: float = 0.0
+    sends: float = 0.0
+
+
+def phases(run: Run, engine: NativeEngine | None) -> list[Phase]:
+    """All phases of a step, in their order."""
+    policy, trainer = run.policy, run.config.trainer
+    names = ("parameters", "base") if policy.lora else ("parameters",)
+    part = Part(run.model, policy.placement, _dtype(run, "policy"), names)
+    found = [*_sampling(run, engine, part)] if engine else []
+    if run.has_old:
+        found.append(_forward(run, "log-probs", run.scorer, run.params, part))
+    if run.has_reference:
+        names = ("base" if shares_base(trainer, policy) else "reference",)
+        assert isinstance(policy.ref_model, TransformerConfig)  # from a folder
+        ref = Part(policy.ref_model, policy.ref_placement, _dtype(run, "ref"), names)
+        params = placed_params(policy.ref_model, policy.ref_placement)
+        found.append(_forward(run, "reference", run.ref_scorer, params, ref))
+    if critic := run.critic:
+        names = ("critic", "critic base") if critic.lora else ("critic",)
+        own = Part(critic.model, critic.placement, _dtype(run, "critic"), names)
+        params, size = run.critic_params, trainer.critic_mini_batch_size
+        found.append(_forward(run, "values", critic.scorer, params, own))
+        found += _update(run, "critic ", critic.updater, critic.like, params, own, size)
+    size = trainer.policy_mini_batch_size
+    return found + _update(run, "", run.updater, run.state, run.params, part, size)
+
+
+def _dtype(run: Run, role: str) -> jnp.dtype:
+    return jnp.dtype(DTYPES[cfg.compute_dtype(run.config.trainer, role)])
+
+
+def _forward(run: Run, name: str, scorer: Scorer, params: Any, part: Part) -> Phase:
+    call, cut = run.forward_call(scorer, params, part.placement), scorer.microbatching
+    rows, length = call.args[1].tokens.shape
+    wanted = _wanted(run, length)
+    return Phase(
+        name,
+        "forward",
+        part,
+        call,
+        _on_device(part, rows, length),
+        part.names,
+        runs=-(-cut.total // cut.batch_sizes(cut.width(run.width))[-1]),
+        work=forward_work(part.model, rows, length, wanted),
+        trips=_chunks(part, rows, length, wanted),
+    )
+
+
+def _update(
+    run: Run, prefix: str, updater: Updater, state: Any, params: Any, part: Part, prompts: int
+) -> list[Phase]:
+    """The gradient of a microbatch, and the optimizer's update.
+
+    Args:
+        prefix: of the names of the phases.
+        params: all of the model; the state has what is trained.
+        prompts: of a minibatch.
+    """
+    trainer, cut = run.config.trainer, updater.microbatching
+    call = run.gradient_call(updater, params, state.params, part.placement)
+    rows, length = call.args[2].tokens.shape
+    wanted, shape = _wanted(run, length), _on_device(part, rows, length)
+    remat = trainer.remat_policy if trainer.gradient_checkpointing else "none"
+    updates = trainer.train_batch_size // prompts * trainer.update_epochs_per_batch
+    each = -(-cut.total // cut.batch_sizes(cut.width(run.width))[-1])
+    gradient = Phase(
+        f"{prefix}gradient",
+        "gradient",
+        part,
+        call,
+        shape,
+        part.names,
+        runs=updates * each,
+        work=gradient_work(part.model, rows, length, wanted, remat, frozen=len(part.names) > 1),
+        donated=0,
+        trips=_chunks(part, rows, length, wanted),
+    )
+    call = Call(updater.apply, (state, state.params), {})
+    holds = part.names[0], f"{prefix}optimizer"
+    given = part, call, shape, holds, updates, Work(0.0)
+    return [gradient, Phase(f"{prefix}apply", "apply", *given, donated=0)]
+
+
+def _sampling(run: Run, engine: NativeEngine, policy: Part) -> Iterator[Phase]:
+    """Weights to the engine, prompts into its cache and its samples, a block of decode steps."""
+    generator, hosts = run.config.generator, run.machine.hosts
+    prompts = -(-run.config.trainer.train_batch_size // hosts)
+    engines, turns = generator.inference_engine.num_engines, generator.max_turns
+    programs, requests, model = engine.programs, run.requests(), run.model
+    calls = engine.calls(run.engine_params(), requests)
+    names = "engine weights", "KV cache"
+    at = None if run.machine.host is None else run.engine_devices
+    part = Part(model, programs.placement, programs.dtype, names, at)
+    here = policy.names if hosts == 1 and part.devices & policy.devices else ()
+    load = Phase("load weights", "load", part, calls["load"], (0, 0), here, 1, Work(0.0))
+    yield replace(load, sends=run.gathered_bytes())
+    groups, prompt = programs.row_multiple, len(requests[0].prompt_tokens)
+    slots, drawn = programs.slots, requests[0].sampling.max_tokens
+    rows, width = calls["prefill"].args[2].shape
+    first = min(run.config.trainer.max_prompt_length, prompt)
+    chunks = prompts * -(-max(first - 1, 1) // width)
+    if (
+        turns > 1
+    ):  # then each sample has a history of its own; in a kept slot what it was told is new
+        told = -(-max(prompt - first - (turns - 1) * drawn, 0) // (turns - 1))
+        new = told if cfg.keeps_slots(generator) else (first + prompt) // 2
+        chunks += prompts * generator.n_samples_per_prompt * (turns - 1) * -(-max(new, 1) // width)
+    yield Phase(
+        "prefill",
+        "prefill",
+        part,
+        calls["prefill"],
+        (rows // groups, width),
+        names,
+        runs=-(-chunks // (rows * engines)),
+        work=Work(rows * layers_flops(model, 0, width)),
+        donated=1,
+    )
+    waves = -(-prompts * generator.n_samples_per_prompt // (slots * engines))
+    if generator.n_samples_per_prompt > 1:
+        yield _copies(part, calls["copy"], slots // groups, generator.n_samples_per_prompt, waves)
+    steps, context = min(programs.steps, drawn), prompt + drawn // 2
+    token = layers_flops(model, context - 1, context) + head_flops(model, 1)
+    read = decode_step_bytes(model, slots // groups, context, programs.dtype.itemsize)
+    yield Phase(
+        "decode",
+        "decode",
+        part,
+        calls["decode"],
+        (slots // groups, 1),
+        names,
+        runs=waves * turns * -(-drawn // programs.steps),
+        work=Work(float(slots * steps * token)),
+        donated=1,
+        trips=steps,
+        reads=steps * read / part.placement.mesh.shape["tensor"],
+    )
+
+
+def _copies(part: Part, call: Call, slots: int, samples: int, waves: int) -> Phase:
+    """The prompt's keys and values, from the first sample of each group to the others.
+
+    Args:
+        slots: of a device; a group that begins on one device may end on the next.
+    """
+    total, cache = len(call.args[1]) - 1, call.args[0]
+    firsts = [slot // samples * samples for slot in range(total)]
+    travel = sum(first // slots != slot // slots for slot, first in enumerate(firsts))
+    copied = sum(first != slot for slot, first in enumerate(firsts)) * slots / total
+    row = device_bytes(cache) / slots
+    given = "copy", part, call, (slots, 0), ("KV cache",), waves, Work(0.0)
+    return Phase("copy prompts", *given, donated=0, trips=travel, reads=2 * copied * row)
+
+
+def _on_device(part: Part, rows: int, length: int) -> tuple[int, int]:
+    return rows // batch_devices(part.placement.mesh, part.placement.rules), length
+
+
+def _wanted(run: Run, length: int) -> int:
+    """Most tokens of a row that are scored: sampled ones."""
+    generator, width = run.config.generator, min(run.width, length)
+    each = generator.sampling_params.max_generate_length * generator.max_turns
+    return min(each * max(length // width, 1), length)
+
+
+def _chunks(part: Part, rows: int, length: int, wanted: int) -> int:
+    """Trips of the loop of the vocabulary head."""
+    model, placement = part.model, part.placement
+    if model.value_head is not None:
+        return 1
+    tokens = CPU_CHUNK_TOKENS if placement.platform == "cpu" else CHUNK_TOKENS
+    split = placement.size(placement.rules.vocab)
+    vocabulary = model.vocab_size // (split if model.vocab_size % split == 0 else 1)
+    columns = chunk_columns(tokens, vocabulary, _on_device(part, rows, length)[0], length - 1)
+    return -(-wanted // columns)

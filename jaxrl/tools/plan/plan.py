@@ -1,0 +1,178 @@
+"""The plan of a run: every phase's memory, work and least time, and whether it all fits."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jaxrl import config as cfg
+from jaxrl.config.model import DTYPES
+from jaxrl.config.platform_defaults import settle
+from jaxrl.models.attention import choose_kernel
+from jaxrl.records.checkpoint import recorded_settings
+from jaxrl.rollout.native.engine import NativeEngine
+from jaxrl.tools.plan.costs import Limits, Memory, device_traffic, limits, seconds
+from jaxrl.tools.plan.phases import SAMPLING, Phase, phases
+from jaxrl.tools.plan.residents import residents
+from jaxrl.tools.plan.run import Run
+from jaxrl.tools.plan.topology import Machine
+from jaxrl.training.resident_memory import Resident
+
+GPUS_OF_A_HOST = 8
+
+
+@dataclass(frozen=True)
+class Line:
+    """A phase of a plan.
+
+    Attributes:
+        beside: bytes that stay on its devices and are not among its arguments.
+        traffic: bytes that a device moves, and `times` its least seconds, of all executions of a
+            step; the latter by what bounds them.
+    """
+
+    phase: Phase
+    memory: Memory
+    beside: float
+    traffic: float
+    times: dict[str, float]
+
+    @property
+    def peak(self) -> float:
+        """Bytes of one device."""
+        return self.beside + self.memory.peak
+
+    @property
+    def bound(self) -> str:
+        """What takes longest: "compute", "memory" or "network"."""
+        return max(self.times, key=lambda name: self.times[name])
+
+    @property
+    def seconds(self) -> float:
+        """Least seconds in a step."""
+        return self.times[self.bound]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run needs.
+
+    Attributes:
+        config: resolved.
+        refusal: why its engine cannot be made, if it cannot.
+        cache: rows and positions of the key/value cache on one device; None without an engine.
+        notes: what the plan leaves out, and what was chosen for fields that were "auto".
+    """
+
+    config: cfg.TrainConfig
+    machine: Machine
+    can: Limits
+    lines: list[Line]
+    stay: list[Resident]
+    cache: tuple[int, int] | None
+    refusal: str | None
+    notes: list[str]
+
+    @property
+    def peak(self) -> Line:
+        """The phase that needs most."""
+        return max(self.lines, key=lambda line: line.peak)
+
+    @property
+    def too_large(self) -> list[Line]:
+        """Phases that do not fit."""
+        limit = self.machine.memory
+        return [line for line in self.lines if line.peak > limit or line.memory.refusal]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run does."""
+        return not self.refusal and not self.too_large
+
+    @property
+    def left_for_cache(self) -> float | None:
+        """Bytes that a larger cache could take, beside all that is there while sampling."""
+        sampling = [line.peak for line in self.lines if line.phase.kind in SAMPLING]
+        return self.machine.memory - max(sampling) if sampling else None
+
+
+def make_plan(
+    config: cfg.TrainConfig,
+    machine: Machine,
+    memory_of: Callable[[Phase, cfg.TrainConfig], Memory],
+    tell: Callable[[str], None] = lambda text: None,
+) -> Plan:
+    """Assemble a run from shapes, and ask for the memory of each of its programs.
+
+    Args:
+        config: as the user wrote it.
+        memory_of: the compiler, or an estimate.
+        tell: gets a line before each phase.
+
+    Raises:
+        ValueError, FileNotFoundError: as at the start of the run.
+    """
+    config = cfg.resolve(config)
+    config, chosen = settle(config, machine.platform, recorded=recorded_settings(config.trainer))
+    cfg.validate(config, num_devices=len(machine.devices), num_processes=machine.hosts)
+    run, refusal = Run(config, machine), None
+    _check_kernels(run)
+    try:
+        engine = run.engine()
+    except ValueError as error:
+        engine, refusal = None, str(error)
+    refusal = refusal or run.refused_copy()
+    found = phases(run, engine)
+    stay, can, lines = residents(run, found), limits(machine), []
+    for phase in found:
+        tell(phase.name)
+        lines.append(_line(phase, memory_of(phase, config), stay, can))
+    cache, notes = _cache(engine, found), [*_notes(config, machine), *chosen]
+    return Plan(config, machine, can, lines, stay, cache, refusal, notes)
+
+
+def beside(phase: Phase, stay: list[Resident]) -> float:
+    """Bytes that stay on a phase's devices and are not among its arguments."""
+    return sum(
+        resident.size
+        for resident in stay
+        if resident.devices & phase.part.devices
+        and resident.name not in phase.holds
+        and (resident.kinds is None or phase.kind in resident.kinds)
+    )
+
+
+def _line(phase: Phase, memory: Memory, stay: list[Resident], can: Limits) -> Line:
+    times = {name: phase.runs * s for name, s in seconds(phase, memory, can).items()}
+    traffic = phase.runs * device_traffic(phase, memory)
+    return Line(phase, memory, beside(phase, stay), traffic, times)
+
+
+def _check_kernels(run: Run) -> None:
+    """CPU devices that stand in for GPUs do not know what these refuse."""
+    if run.machine.stand_in:
+        dtype = DTYPES[cfg.compute_dtype(run.config.trainer, "policy")]
+        choose_kernel(run.model, run.config.trainer.flash_attn is True, "gpu", dtype)
+
+
+def _notes(config: cfg.TrainConfig, machine: Machine) -> list[str]:
+    """Where sampling is done, and what is not counted."""
+    settings, hosts, notes = config.generator.inference_engine, machine.hosts, []
+    if not cfg.in_process(config):
+        notes.append(f"the engine of backend={settings.backend!r} is elsewhere and not counted")
+    elif settings.backend != "native":
+        where = "in this process" if hosts == 1 else "in each process"
+        notes.append(f"the engine of backend={settings.backend!r} is {where} and not counted")
+    elif hosts > 1:
+        notes.append(
+            f"{hosts} processes of {len(machine.devices) // hosts} devices: each samples 1/{hosts} "
+            "of the prompts, with weights of its own"
+        )
+    if machine.stand_in and len(machine.devices) > GPUS_OF_A_HOST:
+        notes.append("GPUs of several hosts are planned as those of one")
+    return notes
+
+
+def _cache(engine: NativeEngine | None, found: list[Phase]) -> tuple[int, int] | None:
+    if engine is None:
+        return None
+    decode = next(phase for phase in found if phase.kind == "decode")
+    return decode.shape[0], decode.call.args[1][0].values.shape[2]

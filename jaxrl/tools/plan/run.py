@@ -1,0 +1,251 @@
+"""A run assembled from its config alone: shapes and shardings; no weights, no data."""
+
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl import config as cfg
+from jaxrl.config.microbatching import longest_trajectory
+from jaxrl.config.model import DTYPES
+from jaxrl.config.needs import has_critic, needs_old_log_probs, needs_reference
+from jaxrl.data.microbatches import Microbatching, microbatches
+from jaxrl.data.packing import empty_batch
+from jaxrl.models import hf
+from jaxrl.models.linear import merge
+from jaxrl.models.lora import attach, with_token_keys
+from jaxrl.models.transformer import (
+    Params,
+    TransformerConfig,
+)
+from jaxrl.parallel import Placement, batch_sharding, by_process
+from jaxrl.parallel.chips import GIB
+from jaxrl.parallel.compilation import Call
+from jaxrl.rollout.build import engine_of_run
+from jaxrl.rollout.conversations.conversation import sampling_of
+from jaxrl.rollout.native.balancer import Balancer
+from jaxrl.rollout.native.engine import NativeEngine
+from jaxrl.rollout.protocol import Request
+from jaxrl.tools.plan.topology import Machine
+from jaxrl.train import meshes
+from jaxrl.training.build import assemble_policy, assemble_update
+from jaxrl.training.critic import Critic, without_policy
+from jaxrl.training.policy import Policy
+from jaxrl.training.resident_memory import device_bytes, of_training, placed_params
+from jaxrl.training.scorer import Scorer
+from jaxrl.training.update import Updater
+from jaxrl.types import TrainBatch
+
+
+class Run:
+    """The parts of a run that have arrays on devices, from shapes.
+
+    Args:
+        config: resolved and validated.
+        machine: its devices.
+        model: architecture of the policy; None = that of its folder.
+
+    Attributes:
+        engine_devices: of the sampler in the first process; its programs are compiled for
+            `engine_mesh`, which is `Machine.host` where there are several.
+
+    Raises:
+        FileNotFoundError, ValueError: see `hf.load_config`, `assemble` and `slots_that_fit`.
+    """
+
+    def __init__(
+        self, config: cfg.TrainConfig, machine: Machine, model: TransformerConfig | None = None
+    ) -> None:
+        self.config, self.machine = config, machine
+        trainer, generator = config.trainer, config.generator
+        role = trainer.policy
+        if model is None:
+            assert role.model.path is not None  # validated
+            model = hf.load_config(role.model.path, cfg.model_overrides(trainer, role))
+        self.model = model
+        self.mesh, self.engine_mesh = meshes(config, machine.devices)
+        self.engine_devices = frozenset(self.engine_mesh.devices.flat)
+        if machine.host is not None:
+            self.engine_mesh = _on_host(self.engine_mesh, machine)
+        self.policy, self.scorer, self.ref_scorer = assemble_policy(
+            config, self.model, self.mesh, machine.devices
+        )
+        placement = self.policy.placement
+        _, self.state, self.updater = assemble_update(
+            config, self.scorer, placement, 1, self.policy.trained
+        )
+        self.critic = Critic(config, placement, 0, 1) if has_critic(trainer) else None
+        self.width = longest_trajectory(config)
+        params = generator.sampling_params
+        self.has_old = needs_old_log_probs(trainer) or params.logprobs is None
+        self.has_reference = needs_reference(trainer.algorithm)
+        self.params = _whole(self.policy, self.state.params)
+        self.critic_params = self.critic and _whole(self.critic, self.critic.like.params)
+
+    def engine(self) -> NativeEngine | None:
+        """One of the engines in this process; None: they are elsewhere, or not jaxrl's own.
+
+        Raises:
+            ValueError: its memory does not hold one row.
+        """
+        if not cfg.in_process(self.config):
+            return None
+        if self.config.generator.inference_engine.backend != "native":
+            return None
+        stay = of_training(self.config, self.policy, self.updater, self.state, self.critic)
+        beside = sum(kept.size for kept in stay if kept.devices & self.engine_devices)
+        made = engine_of_run(
+            self.config,
+            self.model,
+            self.engine_mesh,
+            decode_text=lambda tokens: "",
+            device_memory=self.machine.memory,
+            resident_bytes=beside,
+            processes=self.machine.hosts,
+        )
+        engine = made.engines[0] if isinstance(made, Balancer) else made
+        assert isinstance(engine, NativeEngine)
+        return engine
+
+    def engine_params(self) -> Params:
+        """What an engine is given: the parameters, or its host's copy of them.
+
+        Of several hosts each has a copy on its own devices, adapters merged, in the sampler's
+        dtype, split along the largest dim (but that of layers) that they divide.
+        """
+        if self.machine.hosts == 1:
+            return self.params
+        mesh, shapes = self.engine_mesh, jax.eval_shape(merge, self.params)
+        dtype = DTYPES[cfg.engine_dtype(self.config.generator.inference_engine)]
+
+        def part(path: Any, x: Any) -> jax.ShapeDtypeStruct:
+            dims = range(path[0].key == "layers", x.ndim)
+            fits = [dim for dim in dims if x.shape[dim] % mesh.size == 0]
+            chosen = max(fits, key=lambda dim: x.shape[dim], default=None)
+            spec = PartitionSpec(*(mesh.axis_names if d == chosen else None for d in range(x.ndim)))
+            return jax.ShapeDtypeStruct(x.shape, dtype, sharding=NamedSharding(mesh, spec))
+
+        return jax.tree_util.tree_map_with_path(part, shapes)
+
+    def refused_copy(self) -> str | None:
+        """Why a host cannot make the copy of the weights that goes to servers, if it cannot.
+
+        Every process of a job makes one, whole, in the dtype of the parameters.
+        """
+        machine = self.machine
+        if machine.hosts == 1 or cfg.in_process(self.config):
+            return None
+        shapes, chips = jax.eval_shape(merge, self.params), len(machine.devices) // machine.hosts
+        copy = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)) / chips
+        own = device_bytes(self.params)
+        if copy + own <= machine.memory:
+            return None
+        return (
+            f"every process makes a whole copy of the weights for the servers: {copy / GIB:.2f} "
+            f"GiB on each of its {chips} devices, beside {own / GIB:.2f} GiB of parameters, do not "
+            f"fit into {machine.memory / GIB:.2f} GiB; take hosts with more devices or memory"
+        )
+
+    def gathered_bytes(self) -> float:
+        """That a device sends for the copies of several hosts: all are gathered on all devices."""
+        if self.machine.hosts == 1:
+            return 0.0
+        size, devices = 0, len(self.machine.devices)
+        for x in jax.tree.leaves(self.engine_params()):
+            size += x.size * x.dtype.itemsize
+        return size * (devices - 1) / devices
+
+    def requests(self) -> list[Request]:
+        """The longest requests of training and evaluation."""
+        generator, trainer = self.config.generator, self.config.trainer
+        evaluates = trainer.eval_interval > 0 and self.config.data.val_data
+        phases = [generator.sampling_params]
+        phases += [generator.eval_sampling_params] if evaluates else []
+        stops = hf.eos_token_ids(trainer.policy.model.path or "")
+        prompt = (0,) * (generator.max_input_length or trainer.max_prompt_length)
+        keys = ((0, 0),) * generator.n_samples_per_prompt
+        over = (Future(),) * len(keys) if cfg.keeps_slots(generator) else ()
+        return [
+            Request(prompt, keys, sampling_of(p, stops), conversations=over)
+            for p in phases
+            if p is not None
+        ]
+
+    # ---------------------------------------------------------------- arguments of the programs
+
+    def batch(self, cut: Microbatching, *, done: bool) -> TrainBatch:
+        """Host rows of the longest trajectories that fill one microbatch.
+
+        Args:
+            done: with what the update needs; else as the forward passes get them.
+        """
+        sampling, trainer = self.config.generator.sampling_params, self.config.trainer
+        kept = sampling.top_k if sampling.keep_sampling_mask else 0
+        width = cut.width(self.width)
+        length = min(width, trainer.packed_length or width)
+        rows = cut.batch_sizes(length)[-1]
+        log_probs = sampling.logprobs is not None
+        batch = empty_batch(rows, width, length, kept=kept, log_probs=log_probs)
+        if not done:
+            return batch
+        zeros = batch.loss_mask
+        return batch.replace(
+            old_log_probs=zeros if self.has_old else None,
+            ref_log_probs=zeros if self.has_reference else None,
+            values=zeros if self.critic else None,
+            advantages=zeros,
+            returns=zeros,
+        )
+
+    def forward_call(self, scorer: Scorer, params: Params, placement: Placement) -> Call:
+        """`scorer.forward` of one microbatch."""
+        batch = self.batch(scorer.microbatching, done=False)
+        _, rows, _ = next(microbatches(batch.row_ids, batch, scorer.microbatching))
+        return Call(scorer.forward, (params, placed(rows, placement)), scorer.options)
+
+    def gradient_call(
+        self, updater: Updater, params: Params, trained: Params, at: Placement
+    ) -> Call:
+        """`updater.accumulate` of one microbatch, or `pull_back` if the loss sees the minibatch.
+
+        Args:
+            params: all of the model; trained: those with a gradient.
+            at: placement of the parameters.
+        """
+        batch = self.batch(updater.microbatching, done=True)
+        if updater is not self.updater:
+            batch = without_policy(batch)
+        weights = jax.eval_shape(lambda batch: updater.objective.weights(batch)[0], batch)
+        weights = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), weights)
+        tree, key = (updater.objective.seen(batch), weights), jax.random.key(0)
+        _, rows, part = next(microbatches(tree, batch, updater.microbatching))
+        rows = placed(with_token_keys(params, rows, part[0].row_ids, key), at)
+        cut = updater.microbatching
+        single = cut.is_single(np.full(cut.total, self.width))
+        if not single and updater.objective.sees_whole(batch):
+            outputs = (part[0].loss_mask,) * 2
+            return Call(updater.pull_back, (trained, params, rows, placed(outputs, at)), {})
+        return Call(updater.accumulate, (trained, params, rows, *placed(part, at), key), {})
+
+
+def _on_host(mesh: Mesh, machine: Machine) -> Mesh:
+    """The mesh on the devices of `Machine.host`, in the place of those of the first process."""
+    assert machine.host is not None
+    same = dict(zip(by_process(machine.devices)[0], machine.host, strict=True))
+    devices = np.array([same[device] for device in mesh.devices.flat]).reshape(mesh.devices.shape)
+    return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def placed(tree: Any, placement: Placement) -> Any:
+    """Shapes of host rows, spread over the batch axes as on the devices."""
+    rows = batch_sharding(placement.mesh, placement.rules)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), tree)
+
+
+def _whole(role: Policy | Critic, trained: Params) -> Params:
+    """All parameters of the policy or the critic, see `Policy.whole`; nothing is read."""
+    if role.lora is None:
+        return trained
+    return attach(role.lora, placed_params(role.model, role.placement), trained)

@@ -1,0 +1,158 @@
+"""The devices of a plan: those of this process, or some that need not be there.
+
+TPU programs compile wherever libtpu is installed, without a chip; the compiler then states what a
+program will need of each device. Of GPUs that are not there nothing can be compiled: CPU devices
+stand in for them, and what they will need is estimated.
+"""
+
+import importlib.util
+import math
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+
+from jaxrl.parallel import by_process
+from jaxrl.parallel.chips import CHIPS, GIB, Chip, chip_named, chip_of
+from jaxrl.rollout.native.slot_memory import device_memory
+
+# Chips of a host along each side, by their number, where hosts come in several forms; slices that
+# are one host (docs.cloud.google.com/tpu/docs/v5e and v6e, VM types).
+HOSTS = dict.fromkeys(("v5e", "v6e"), {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 4, 1)})
+ONE_HOST = {"1x1": 1, "2x2": 4, "2x4": 8}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Devices to plan for.
+
+    Attributes:
+        name: in words.
+        memory: bytes of each that programs may use.
+        chip: None for a kind that is not in the table.
+        stand_in: these are CPU devices in the place of others.
+        host: of several TPU hosts, the devices of one by itself: the compiler wants those of a
+            whole topology.
+    """
+
+    name: str
+    devices: list[Any]
+    memory: float
+    chip: Chip | None
+    stand_in: bool = False
+    host: list[Any] | None = None
+
+    @property
+    def platform(self) -> str:
+        """As JAX calls it."""
+        return "gpu" if self.stand_in else self.devices[0].platform
+
+    @property
+    def hosts(self) -> int:
+        """Processes of a run on it, one for each host."""
+        return len(by_process(self.devices))
+
+
+def machine(
+    topology: str | None = None, hbm_gib: float | None = None, chips_per_host: int | None = None
+) -> Machine:
+    """The machine of a topology, or that of this process.
+
+    Args:
+        topology: "v5e:2x4" of TPUs, "h100:8" of GPUs.
+        hbm_gib: memory of a device, in place of what is known of it.
+        chips_per_host: of TPUs, in place of what is usual.
+
+    Raises:
+        ValueError: there is no such topology, or no compiler for it; names the fix.
+    """
+    memory = None if hbm_gib is None else hbm_gib * GIB
+    if hbm_gib is not None and not 0 < hbm_gib < math.inf:
+        raise ValueError(f"--hbm-gib={hbm_gib:g} must be positive: GiB of one device")
+    if chips_per_host is not None and (topology is None or topology.split(":")[0] not in HOSTS):
+        raise ValueError(
+            f"--chips-per-host={chips_per_host} needs a --topology of {', '.join(HOSTS)}: other "
+            "machines have one form of host"
+        )
+    if topology is None:
+        devices = jax.devices()
+        chip = chip_of(devices[0])
+        name = f"{len(devices)} x {devices[0].device_kind}"
+        return Machine(name, devices, memory or device_memory(devices[0]), chip)
+    kind, _, size = topology.partition(":")
+    chip = chip_named(kind)
+    if chip is None or not size:
+        names = ", ".join(dict.fromkeys(chip.name for chip in CHIPS))
+        raise ValueError(
+            f"--topology={topology} is not known; write KIND:SIZE, for example v5e:2x4 or h100:8, "
+            f"with one of {names}"
+        )
+    name, of_tpu = f"{topology}, which need not be here", chip.kind.startswith("TPU")
+    given = topology, chips_per_host
+    devices = topology_devices(*given) if of_tpu else _stand_ins(topology, size)
+    found = Machine(name, devices, memory or chip.hbm, chip, stand_in=not of_tpu)
+    return replace(found, host=_one_host(found, kind, chips_per_host)) if found.hosts > 1 else found
+
+
+def topology_devices(name: str, chips_per_host: int | None = None) -> list[Any]:
+    """Devices of a TPU slice, for example "v5e:2x4", to compile for.
+
+    Args:
+        chips_per_host: of v5e and v6e: 1, 4 or 8; None = 4, of slices that are one host all.
+
+    Raises:
+        ValueError: libtpu is not installed, or does not know the topology.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError(
+            f"--topology={name} needs the TPU compiler: pip install 'jax[tpu]' into an environment "
+            "of its own, or leave --topology out"
+        )
+    for variable, value in {
+        "TPU_SKIP_MDS_QUERY": "1",  # no question to a cloud's metadata server
+        "TPU_ACCELERATOR_TYPE": name.replace(":", "-"),
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # compiling takes no chip
+    }.items():
+        if os.environ.get(variable, "WARNING").startswith("WARNING"):  # JAX's, without an answer
+            os.environ[variable] = value
+    # the two cores of a v4 chip run as one device
+    options: dict[str, Any] = {"chip_config_name": "megacore"} if name.startswith("v4:") else {}
+    kind, _, size = name.partition(":")
+    if kind in HOSTS:
+        chips = chips_per_host or ONE_HOST.get(size, 4)
+        if chips not in HOSTS[kind]:
+            raise ValueError(f"--chips-per-host={chips} of {kind} must be 1, 4 or 8")
+        options["chips_per_host_bounds"] = HOSTS[kind][chips]
+    try:
+        return list(
+            topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
+        )
+    except Exception as error:  # libtpu's own kinds
+        raise ValueError(
+            f"--topology={name} is not one that libtpu knows: {str(error).splitlines()[0]}; write "
+            "the chips along each side, for example v5e:2x4, v6e:4x4 or v5p:2x2x2"
+        ) from error
+
+
+def _one_host(whole: Machine, kind: str, chips_per_host: int | None) -> list[Any]:
+    """The devices of a topology that is one host of another, in the same order."""
+    coords = np.array([device.coords for device in by_process(whole.devices)[0]])
+    sides = (np.ptp(coords, axis=0) + 1).tolist()
+    number = 2 if kind in HOSTS else 3  # of the sides in a name
+    return topology_devices(f"{kind}:{'x'.join(map(str, sides[:number]))}", chips_per_host)
+
+
+def _stand_ins(topology: str, size: str) -> list[Any]:
+    if not size.isdigit() or int(size) < 1:
+        raise ValueError(f"--topology={topology}: the size of GPUs is their number, as in h100:8")
+    devices = jax.devices("cpu")
+    if len(devices) < int(size):
+        raise ValueError(
+            f"--topology={topology}: {len(devices)} CPU devices cannot stand in for {size}; start "
+            f"with XLA_FLAGS=--xla_force_host_platform_device_count={size}"
+        )
+    return devices[: int(size)]

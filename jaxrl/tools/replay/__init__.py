@@ -1,0 +1,1 @@
+"""Make the steps of a recorded run again."""

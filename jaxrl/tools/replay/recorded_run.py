@@ -1,0 +1,349 @@
+"""A run as its folder recorded it, and its trainer put back to before a recorded step.
+
+Nothing in the folder is written to.
+"""
+
+import contextlib
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.extend
+
+from jaxrl import config as cfg
+from jaxrl.data.recorded import file_digest
+from jaxrl.records.checkpoint import PREFIX, Checkpointer, parse_resume_path
+from jaxrl.records.ledger import FILE, read_rollouts
+from jaxrl.tools.audit.lineage import open_run
+from jaxrl.train import BasePPOExp, meshes
+from jaxrl.trainer import Trainer
+from jaxrl.types import GeneratorOutput, Prompt
+
+START = "start"  # in place of a checkpoint: the models that the run began with
+
+
+class CorruptedRollouts(ValueError):
+    """A file of recorded rollouts is not as the run wrote it."""
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """A finished step of the surviving lineage.
+
+    Attributes:
+        file: of its rollouts, under the run folder; None = not recorded.
+        checksums: array -> number, see `ledger.writer.step_checksums`; empty = not recorded.
+        draws: batches of prompts, several with dynamic sampling.
+        machine: what it ran on, see `ledger.writer.machine_of`.
+    """
+
+    step: int
+    file: str | None
+    digest: str | None
+    checksums: dict[str, int]
+    draws: int
+    machine: dict[str, Any]
+
+
+class RecordedRun:
+    """What a run folder holds.
+
+    Args:
+        folder: with config.yaml and run.db.
+
+    Attributes:
+        config: resolved, as the run wrote it.
+        steps: by number.
+        facts: of the ledger; `uids`: of the training prompts.
+        origin: "", or the checkpoint of another run that it went on from; `origin_run`: its run_id.
+        from_step: finished steps of that; 0 without.
+
+    Raises:
+        ValueError: it is no run folder, its database cannot be read, or it did no step.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        with open_run(self.folder) as run:
+            self.run_id, self.facts, self.uids = run.run_id, run.facts, run.data
+            self.origin, _, self.origin_run = run.origin.rpartition(" of run ")
+            self.from_step = run.from_step
+            self.config = cfg.to_train_config(run.settings)
+            machines = {
+                attempt: json.loads(machine)
+                for attempt, machine in run.rows("SELECT attempt, machine FROM attempts")
+            }
+            query = "SELECT step + 1, COUNT(*) FROM live_groups GROUP BY step"
+            handed_out = {step: count for step, count in run.rows(query)}
+            query = "SELECT step, file, file_digest, checksums, attempt FROM live_steps"
+            steps = run.rows(f"{query} ORDER BY step")
+            # only dynamic sampling draws more than once for a step, and never ahead of it
+            several = self.facts["dynamic_sampling"] is not None
+            size = self.facts["train_batch_size"]
+            self.steps = {
+                step: RecordedStep(
+                    step,
+                    file,
+                    digest,
+                    dict(json.loads(numbers)),
+                    handed_out.get(step, 0) // size if several else 1,
+                    {"platform": "?", "devices": None} | machines[attempt],
+                )
+                for step, file, digest, numbers, attempt in steps
+            }
+        if not self.steps:
+            raise ValueError(f"{self.folder / FILE} has no finished step; let the run do one")
+
+    def rollouts(self, step: int) -> tuple[GeneratorOutput, list[str]]:
+        """The trajectories of a step, and their uids; `check_files` compares the digest.
+
+        Raises:
+            ValueError, FileNotFoundError: they were not recorded, are gone, or cannot be read.
+        """
+        return read_rollouts(self.path(step))
+
+    def step(self, number: int) -> RecordedStep:
+        """A finished step.
+
+        Raises:
+            ValueError: the surviving run has no such step.
+        """
+        if number not in self.steps:
+            raise ValueError(
+                f"step {number} is not in {self.folder / FILE}, which has the steps "
+                f"{min(self.steps)} to {max(self.steps)} of the surviving run; take one of those"
+            )
+        return self.steps[number]
+
+    def checksums(self, step: int) -> dict[str, int]:
+        """Of the arrays of a step.
+
+        Raises:
+            ValueError: there is no such step, or they were not recorded.
+        """
+        if not (found := self.step(step).checksums):
+            raise ValueError(
+                f"step {step} of {self.folder} has no checksums: it ran with "
+                "trainer.ledger.record_checksums=false; there is nothing to compare it with"
+            )
+        return found
+
+    def path(self, step: int) -> Path:
+        """The file of a step's trajectories.
+
+        Raises:
+            ValueError: there is no such step, or its trajectories were not recorded.
+            FileNotFoundError: the file is gone.
+        """
+        if (file := self.step(step).file) is None:
+            raise ValueError(
+                f"step {step} of {self.folder} has no rollouts: it ran with "
+                "trainer.ledger.record_rollouts=false; take a step that has them"
+            )
+        if not (path := self.folder / file).is_file():
+            raise FileNotFoundError(
+                f"{path}, the rollouts of step {step}, is gone; copy it back, or begin after it "
+                "with a later --checkpoint"
+            )
+        return path
+
+    def check_files(self, steps: Iterable[int]) -> None:
+        """Compare the rollout files of steps with the digests that were recorded.
+
+        Raises:
+            CorruptedRollouts: one is not as the run wrote it.
+            ValueError, FileNotFoundError: see `path`.
+        """
+        for step in steps:
+            path, digest = self.path(step), self.steps[step].digest
+            if (found := file_digest(path)) != digest:
+                raise CorruptedRollouts(
+                    f"step {step}: {path} is not the file that the run wrote: its digest is "
+                    f"{found}, run.db has {digest}"
+                )
+
+    def find_checkpoint(self, step: int | None, given: str | None = None) -> str | None:
+        """Where to start: the folder of a checkpoint; None: the models that the run began with.
+
+        A run that went on from a checkpoint of another one begins with that.
+
+        Args:
+            step: the newest before it; None: the oldest there is.
+            given: by the user, a checkpoint or "start".
+
+        Raises:
+            ValueError: there is none to start from.
+        """
+        if given is not None and given != START:
+            number = parse_resume_path(given, "--checkpoint")[1]
+            if step is not None and number >= step:
+                raise ValueError(
+                    f"--checkpoint={given!r} is not before step {step}; take an earlier one"
+                )
+            return given
+        folder = self.config.trainer.ckpt_path
+        held = [] if given == START else self._checkpoints(folder)
+        if step is not None:
+            held = [number for number in held if number < step]
+        if held:
+            return os.path.join(folder, f"{PREFIX}_{min(held) if step is None else max(held)}")
+        if not self.origin:
+            return None
+        try:
+            parse_resume_path(self.origin)
+        except (ValueError, FileNotFoundError) as error:
+            last = max(self.steps) if step is None else step
+            raise ValueError(
+                f"{folder} has no checkpoint of {self.folder} before step {last}, and the one that "
+                f"it went on from, {self.origin} of run {self.origin_run}, is not there; where it "
+                "was moved, name it with --checkpoint"
+            ) from error
+        return self.origin
+
+    def described(self, checkpoint: str | None) -> str:
+        """Where a replay starts, in words."""
+        if checkpoint:
+            return checkpoint
+        folder = self.config.trainer.ckpt_path
+        gone = "" if _exists(folder) else f"; the folder of checkpoints, {folder}, is not there"
+        return f"the models that the run began with{gone}"
+
+    def _checkpoints(self, folder: str) -> list[int]:
+        if not _exists(folder):
+            return []
+        source = Checkpointer(folder, read_only=True)
+        try:
+            held = range(self.from_step, max(self.steps))  # those before are another run's
+            return [step for step in source.manager.all_steps() if step in held]
+        finally:
+            source.close()
+
+
+def _exists(folder: str) -> bool:
+    """Whether a folder of checkpoints is there; of one in a bucket it is taken for granted."""
+    return "://" in folder or os.path.isdir(os.path.expanduser(folder))
+
+
+def step_of(checkpoint: str | None) -> int:
+    """Finished steps of a checkpoint; 0 for the models that a run began with."""
+    return parse_resume_path(checkpoint)[1] if checkpoint else 0
+
+
+# ---------------------------------------------------------------- its trainer
+
+
+@contextlib.contextmanager
+def restored(
+    run: RecordedRun,
+    checkpoint: str | None,
+    *,
+    run_class: type[BasePPOExp] = BasePPOExp,
+) -> Iterator[Trainer]:
+    """The trainer of the run, without an engine, as it was at a checkpoint.
+
+    Its `train_step` takes the recorded rollouts of the step; what it would write goes to a
+    temporary folder.
+
+    Args:
+        checkpoint: of `RecordedRun.find_checkpoint`.
+        run_class: whose `get_` methods give model, tokenizer and trainer.
+
+    Raises:
+        ValueError, OSError: the config does not fit this machine, the model is not there, or the
+            checkpoint is of another run or damaged.
+    """
+    with tempfile.TemporaryDirectory(prefix="jaxrl_replay_") as folder:
+        trainer = _trainer(run, _config_of_replay(run.config, checkpoint, folder), run_class)
+        with contextlib.closing(trainer.checkpointer):
+            trainer.state = trainer.restore_or_init()
+            saved = (trainer.checkpointer.restored_meta or {}).get("ledger") or {}
+            of_run, step = saved.get("run_id"), int(trainer.state.step)
+            # without a ledger it has no run_id, and the run wrote "?"
+            begun = run.origin and (of_run or "?", step) == (run.origin_run, run.from_step)
+            if checkpoint and of_run != run.run_id and not begun:
+                raise ValueError(
+                    f"{checkpoint} was saved by run {of_run}, and {run.folder} is "
+                    f"{run.run_id}; name a checkpoint of it with --checkpoint"
+                )
+            trainer.batches_drawn = int(trainer.state.batches_drawn)
+            trainer.load_reference(trainer.state.ref_params)
+            yield trainer
+
+
+def _trainer(run: RecordedRun, config: cfg.TrainConfig, run_class: type[BasePPOExp]) -> Trainer:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the run has said what is odd about its config
+        experiment = run_class(config)
+    experiment.tokenizer = experiment.get_tokenizer()
+    trainer = experiment.get_trainer(
+        experiment.config,
+        tokenizer=experiment.tokenizer,
+        model=experiment.get_model(),
+        mesh=meshes(experiment.config)[0],
+        engine=None,
+        generator=None,
+        train_prompts=[Prompt(uid, [], (), "") for uid in run.uids],  # counted, never read
+        eval_prompts=(),
+    )
+    # what is compared with that of the checkpoint is the run's
+    trainer.checkpoint_meta["config"] = cfg.get_config_as_dict(run.config)
+    del trainer.checkpoint_meta["data"]  # the prompts are not read
+
+    def rollouts(step: int) -> tuple[GeneratorOutput, list[str]]:
+        trainer.batches_drawn += run.steps[step].draws
+        return run.rollouts(step)
+
+    vars(trainer).update(rollouts=rollouts, sync_weights=lambda step: None)
+    return trainer
+
+
+def _config_of_replay(
+    config: cfg.TrainConfig, checkpoint: str | None, folder: str
+) -> cfg.TrainConfig:
+    """The run's, but that it writes elsewhere, and that nothing is sampled."""
+    intervals = ("eval_interval", "ckpt_interval", "hf_save_interval", "print_example_interval")
+    changes = {
+        **{f"trainer.{name}": -1 for name in intervals},
+        "trainer.log_path": folder,
+        "trainer.ckpt_path": os.path.join(folder, "checkpoints"),
+        "trainer.export_path": folder,
+        "trainer.dump_data_batch": False,
+        "trainer.logger": "console",
+        "trainer.fully_async.enabled": False,
+        "trainer.resume_mode": "from_path" if checkpoint else "none",
+        "trainer.resume_path": checkpoint,
+    }
+    return cfg.apply_overrides(config, changes)
+
+
+def use_devices(run: RecordedRun, count: int | None) -> None:
+    """As many devices of the CPU as the run had; before there is any array.
+
+    Args:
+        count: instead of the run's number.
+
+    Raises:
+        ValueError: there are other devices here, XLA_FLAGS says another number, or it is none.
+    """
+    if count is not None and count < 1:
+        raise ValueError(f"--device-count={count}: there is at least 1; take that or more")
+    machine, here = run.steps[max(run.steps)].machine, jax.default_backend()
+    if count is not None and here != "cpu":
+        raise ValueError(f"--device-count={count}: is for the CPU, and this is a {here}; leave it")
+    wanted = count or machine["devices"]
+    of_cpu = count is not None or machine["platform"] == "cpu"
+    if here != "cpu" or not of_cpu or wanted == len(jax.devices()):
+        return
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "host_platform_device_count" in flags:
+        raise ValueError(
+            f"{wanted} devices of the CPU are wanted, and XLA_FLAGS={flags!r}; unset it"
+        )
+    jax.extend.backend.clear_backends()  # asking for the platform has made one
+    jax.config.update("jax_num_cpu_devices", wanted)

@@ -1,0 +1,252 @@
+"""What a run folder holds, as far as it can be read; the rest is said in notes.
+
+Nothing in the folder is written to. A run may go on meanwhile, or may have been killed.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from jaxrl.records.batch_file import batch_path
+from jaxrl.records.ledger import FILE
+from jaxrl.tools.audit.lineage import open_run
+
+METRICS, CONFIG, ROLLOUTS = "metrics.jsonl", "config.yaml", "rollouts"
+TRAINED = "trained"
+T = TypeVar("T")
+
+
+@dataclass
+class RunFiles:
+    """One run.
+
+    Attributes:
+        lines: of metrics.jsonl, by step, in order.
+        settings: config.yaml; {} = not there or damaged.
+        attempts: starts of the process, of the ledger, with the steps that each finished.
+        ends: where trajectories ended, on the surviving lineage: reason -> number.
+        dropped: reason of each trajectory of a rollout file that was not trained, by ledger id.
+        rollouts: step -> file of its trajectories.
+        has_ledger: `attempts`, `ends` and `dropped` are known.
+        notes: what is missing or damaged, and what that means; for the reader of the page.
+        of_steps: the same of files of single steps: what -> step -> said. See `all_notes`.
+    """
+
+    folder: Path
+    lines: dict[int, dict[str, float]] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    attempts: list[dict[str, Any]] = field(default_factory=list)
+    ends: dict[str, int] = field(default_factory=dict)
+    dropped: dict[int, str] = field(default_factory=dict)
+    rollouts: dict[int, Path] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    has_ledger: bool = False
+    notes: list[str] = field(default_factory=list)
+    of_steps: dict[str, dict[int, str]] = field(default_factory=dict)
+
+    @property
+    def trainer(self) -> dict[str, Any]:
+        """The group `trainer` of the config; {} where it is not known."""
+        return _group(self.settings, "trainer")
+
+    @property
+    def name(self) -> str:
+        """Of the run folder."""
+        return self.folder.resolve().name
+
+    @property
+    def last_step(self) -> int:
+        """Of the last line; 0 before the first step."""
+        return max(self.lines, default=0)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps that the run is to do; None where that is not known."""
+        size = self.trainer.get("train_batch_size")
+        prompts, epochs = self.facts.get("num_prompts"), self.trainer.get("epochs")
+        most = self.trainer.get("max_training_steps")
+        if not (size and prompts and epochs):
+            return most
+        steps = epochs * (prompts // size)
+        return steps if most is None else min(steps, most)
+
+    def note_of(
+        self, what: str, action: Callable[[], T], otherwise: T, *, step: int | None = None
+    ) -> T:
+        """The result of an action; where it fails, what failed becomes a note.
+
+        A page of a damaged run is worth more than none, whatever is damaged: hence any error.
+
+        Args:
+            step: whose file it is about; of all steps together there is one note.
+        """
+        try:
+            return action()
+        except Exception as error:
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            said = f"{kind}{' '.join(str(error).split())}"
+            if step is None:
+                self.notes.append(f"{what}: {said}")
+            else:
+                self.of_steps.setdefault(what, {})[step] = said
+            return otherwise
+
+    def all_notes(self) -> list[str]:
+        """`notes`, and one for each kind of file that some steps lack."""
+        several = []
+        for what, said in self.of_steps.items():
+            first, *rest = said
+            more = f" and of {len(rest)} more up to step {rest[-1]}" if rest else ""
+            several.append(f"{what} of step {first}{more}: {said[first]}")
+        return [*self.notes, *several]
+
+    def dumped_batch(self, step: int) -> Path | None:
+        """What `trainer.dump_data_batch` wrote of a step, where it is.
+
+        Paths of a config are relative to where the run was started; that is tried, then a folder of
+        that name in the run folder.
+        """
+        exports = self.trainer.get("export_path")
+        if not isinstance(exports, str):
+            return None
+        for folder in (Path(exports), self.folder / Path(exports).name):
+            if (path := batch_path(folder, step)).is_file():
+                return path
+        return None
+
+
+def read_run(folder: str | Path) -> RunFiles:
+    """Everything of a run folder but the contents of its rollout files.
+
+    Raises:
+        ValueError: it is no folder, or holds nothing that a run writes.
+    """
+    run = RunFiles(Path(folder))
+    if not run.folder.is_dir():
+        raise ValueError(
+            f"{folder} is not a folder: give a run folder, <trainer.log_path>/<trainer.run_name>"
+        )
+    held = [name for name in (METRICS, FILE, ROLLOUTS) if (run.folder / name).exists()]
+    if not held:
+        raise ValueError(
+            f"{folder} holds none of {METRICS}, {FILE}, {ROLLOUTS}/: give a run folder, "
+            "<trainer.log_path>/<trainer.run_name>, of a run that has begun"
+        )
+    _read_config(run)
+    _read_metrics(run)
+    _read_ledger(run)
+    if not run.rollouts:
+        _find_rollouts(run)
+    return run
+
+
+def _read_config(run: RunFiles) -> None:
+    path = run.folder / CONFIG
+    if not path.is_file():
+        run.notes.append(
+            f"no {CONFIG}: config, objective and the tokenizer's place are not known; put that of "
+            "the run back"
+        )
+        return
+    found = run.note_of(CONFIG, lambda: yaml.safe_load(path.read_text(encoding="utf-8")), {})
+    if isinstance(found, dict):
+        run.settings = found
+    else:
+        run.notes.append(f"{CONFIG} is not the config of a run; put that of the run back")
+
+
+def _read_metrics(run: RunFiles) -> None:
+    """Unlike a run that goes on, which cuts what follows a damaged line, a page shows the rest."""
+    path = run.folder / METRICS
+    if not path.is_file():
+        run.notes.append(f"no {METRICS}: there are no curves")
+        return
+    bad: list[int] = []
+    lines: dict[int, dict[str, float]] = {}
+    texts = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for number, text in enumerate(texts, 1):
+        try:
+            line = json.loads(text)
+            step = int(line["step"])
+        except (ValueError, KeyError, TypeError):
+            bad.append(number)
+            continue
+        lines.setdefault(step, {}).update(_numbers(line))
+    run.lines = dict(sorted(lines.items()))
+    if bad == [len(texts)]:
+        run.notes.append(f"the last line of {METRICS} is not whole: the run goes on, or was killed")
+    elif bad:
+        some = ", ".join(map(str, bad[:5])) + (" ..." if len(bad) > 5 else "")
+        run.notes.append(f"{METRICS}: {len(bad)} damaged lines are left out ({some})")
+    if not run.lines:
+        run.notes.append(f"{METRICS} has no whole line yet: there are no curves")
+
+
+def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
+    return {k: float(v) for k, v in line.items() if k != "step" and isinstance(v, int | float)}
+
+
+def _read_ledger(run: RunFiles) -> None:
+    if not (run.folder / FILE).is_file():
+        run.notes.append(
+            f"no {FILE}: restarts, the machine, and where trajectories ended are not known"
+        )
+        return
+    run.has_ledger = run.note_of(FILE, lambda: _of_ledger(run), False)
+
+
+def _of_ledger(run: RunFiles) -> bool:
+    with open_run(run.folder) as ledger:
+        run.facts = ledger.facts
+        done = dict(ledger.rows("SELECT attempt, COUNT(*) FROM steps GROUP BY attempt"))
+        kept = dict(ledger.rows("SELECT attempt, COUNT(*) FROM live_steps GROUP BY attempt"))
+        query = "SELECT attempt, from_step, started, origin, machine FROM attempts ORDER BY attempt"
+        run.attempts = [
+            {
+                "attempt": attempt,
+                "from_step": from_step,
+                "started": started,
+                "origin": origin,
+                "machine": json.loads(machine),
+                "steps": done.get(attempt, 0),
+                "taken_back": done.get(attempt, 0) - kept.get(attempt, 0),
+            }
+            for attempt, from_step, started, origin, machine in ledger.rows(query)
+        ]
+        query = "SELECT COALESCE(reason, ?), COUNT(*) FROM live_ends GROUP BY 1 ORDER BY 2 DESC"
+        run.ends = dict(ledger.rows(query, TRAINED))
+        query = "SELECT trajectory_id, reason FROM live_ends WHERE reason IS NOT NULL"
+        run.dropped = dict(ledger.rows(f"{query} AND reason != 'dynamic_sampling'"))  # in no file
+        files = dict(ledger.rows("SELECT step, file FROM live_steps ORDER BY step"))
+    run.rollouts = {step: run.folder / file for step, file in files.items() if file is not None}
+    gone = [step for step, path in run.rollouts.items() if not path.is_file()]
+    for step in gone:
+        del run.rollouts[step]
+    if gone:
+        run.notes.append(f"the rollout files of {len(gone)} steps are gone, as that of {gone[0]}")
+    if unrecorded := [step for step, file in files.items() if file is None]:
+        run.notes.append(
+            f"{len(unrecorded)} steps have no trajectories: they ran with "
+            "trainer.ledger.record_rollouts=false"
+        )
+    return True
+
+
+def _find_rollouts(run: RunFiles) -> None:
+    """By their names, where no ledger says which belong to the run."""
+    for path in (run.folder / ROLLOUTS).glob("step_*.npz"):
+        number = path.stem.removeprefix("step_")
+        if number.isdecimal():
+            run.rollouts[int(number)] = path
+    run.rollouts = dict(sorted(run.rollouts.items()))
+    if not run.rollouts:
+        run.notes.append("no recorded trajectories, see trainer.ledger.record_rollouts")
+
+
+def _group(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = settings.get(name)
+    return found if isinstance(found, dict) else {}

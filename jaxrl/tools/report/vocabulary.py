@@ -1,0 +1,150 @@
+"""What the tokens of a run say, each decoded by itself.
+
+A token of a byte-level vocabulary may be a part of a character. It is kept as its bytes, and
+`page.js` decodes the bytes of a whole response, so that every token has its place in the text.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.tools.report.run_files import RunFiles
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Vocabulary:
+    """Tokens of a page, numbered in the order in which they are first met.
+
+    Args:
+        tokenizer: None = what tokens say is not known, they are shown by their ids.
+
+    Attributes:
+        ids: of the tokens; entries: what each says, text or [bytes].
+        special: numbers of the special ones.
+        cost: bytes of the page that they take at most.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._numbers = np.zeros(0, np.int64)
+        self.ids: list[int] = []
+        self.entries: list[str | list[int]] = []
+        self.special: list[int] = []
+        self.cost = 0
+        self._special_ids: set[int] = set()
+        self._alphabet: dict[str, int] = {}
+        if tokenizer is not None:
+            added = getattr(tokenizer, "added_tokens_decoder", {})
+            self._special_ids = {i for i, token in added.items() if token.special}
+            self._special_ids |= set(tokenizer.all_special_ids)
+            self._alphabet = byte_alphabet() if _is_byte_level(tokenizer) else {}
+
+    def numbers(self, ids: np.ndarray) -> np.ndarray:
+        """The numbers of tokens, some of them new: [n] int to [n] uint16, or uint32 if need be."""
+        if not ids.size:
+            return ids.astype(np.uint16)
+        if ids.max() >= len(self._numbers):
+            grown = np.full(int(ids.max()) + 1024, -1)
+            grown[: len(self._numbers)] = self._numbers
+            self._numbers = grown
+        new, first = np.unique(ids[self._numbers[ids] < 0], return_index=True)
+        for token in new[np.argsort(first)].tolist():
+            self._add(token)
+        found = self._numbers[ids]
+        return found.astype(np.uint16 if found.max() < 2**16 else np.uint32)
+
+    def _add(self, token: int) -> None:
+        self._numbers[token] = len(self.ids)
+        entry = self._entry(token)
+        if token in self._special_ids:
+            self.special.append(len(self.ids))
+        self.ids.append(token)
+        self.entries.append(entry)
+        self.cost += len(json.dumps(entry)) + len(f"{token},{len(self.ids)},")
+
+    def _entry(self, token: int) -> str | list[int]:
+        if self.tokenizer is None:
+            return f"\u27e8{token}\u27e9"
+        piece = self.tokenizer.convert_ids_to_tokens(token)
+        if piece is None:  # beyond the vocabulary: rows that pad an embedding
+            return f"\u27e8{token}\u27e9"
+        if token in self._special_ids:
+            return piece
+        if self._alphabet and all(char in self._alphabet for char in piece):
+            return _text_or_bytes(bytes(self._alphabet[char] for char in piece))
+        if match := _BYTE.fullmatch(piece):
+            return _text_or_bytes(bytes([int(match[1], 16)]))
+        return self._difference(token)
+
+    def _difference(self, token: int) -> str:
+        """What a token adds to itself: decoders treat the first one of a text in another way."""
+        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        once = self.tokenizer.decode([token], **options)
+        return self.tokenizer.decode([token, token], **options)[len(once) :]
+
+
+def tokenizer_of(run: RunFiles, folder: str | None) -> Any:
+    """The tokenizer of a run: of its policy's model, or of an export that it made; None without.
+
+    Args:
+        folder: given by the user, instead of these.
+
+    Raises:
+        ValueError: the given one cannot be read.
+    """
+    if folder is not None:
+        return _load(folder, run)
+    policy = run.trainer.get("policy")
+    model = policy.get("model", {}).get("path") if isinstance(policy, dict) else None
+    exports = run.trainer.get("export_path")
+    found = sorted(Path(str(exports)).glob("global_step_*/policy/tokenizer_config.json"))
+    places = [model, *(str(path.parent) for path in found[-1:])]
+    said = "its config names none"
+    for place in filter(None, places):
+        try:
+            return _load(place, run)
+        except Exception as error:  # of the hub's client or of files, whatever they are
+            said = " ".join(str(error).split())[:200]
+    run.notes.append(
+        f"no tokenizer, tokens are shown by their ids ({said}); name its folder with --tokenizer"
+    )
+    return None
+
+
+def _load(place: str, run: RunFiles) -> Any:
+    generator = run.settings.get("generator")
+    template = generator.get("chat_template") if isinstance(generator, dict) else None
+    from_file = isinstance(template, dict) and template.get("source") == "file"
+    return load_tokenizer(place, template["name_or_path"] if from_file and template else None)
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Characters of byte-level vocabularies and the byte that each stands for.
+
+    GPT-2's table (Radford et al., 2019): printable bytes of Latin-1 stand for themselves, the
+    others for the characters from U+0100 on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+def _is_byte_level(tokenizer: Any) -> bool:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return False
+    decoder = json.loads(backend.to_str())["decoder"] or {}
+    parts = decoder.get("decoders", [decoder])
+    return any(part.get("type") == "ByteLevel" for part in parts)
+
+
+def _text_or_bytes(data: bytes) -> str | list[int]:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)

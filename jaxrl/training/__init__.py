@@ -1,0 +1,1 @@
+"""Turn a batch into new parameters: objective, forward pass, update, policy and critic."""

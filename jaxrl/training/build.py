@@ -1,0 +1,274 @@
+"""The optimizers and the updates that a config asks for."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from jaxrl import config as cfg
+from jaxrl.config.microbatching import forward_microbatching, update_microbatching
+from jaxrl.config.model import DTYPES
+from jaxrl.config.needs import needs_reference
+from jaxrl.models import hf
+from jaxrl.models.adapter import AdaptedModel
+from jaxrl.models.attention import choose_kernel
+from jaxrl.models.lora import LoraConfig
+from jaxrl.models.placement import place_model
+from jaxrl.models.transformer import TransformerConfig, abstract_params, logical_axes
+from jaxrl.parallel import (
+    Placement,
+    batch_sharding,
+    by_process,
+    make_mesh,
+    param_shardings,
+    put,
+    replicated,
+)
+from jaxrl.parallel.offload import host_shardings
+from jaxrl.parallel.rules import batch_devices
+from jaxrl.training.forward import log_probs_and_entropy, state_values
+from jaxrl.training.objective import Objective, policy_objective, value_objective
+from jaxrl.training.optim import (
+    abstract_state,
+    make_apply,
+    make_optimizer,
+    make_schedule,
+    new_critic_state,
+    new_state,
+)
+from jaxrl.training.policy import Policy
+from jaxrl.training.scorer import Scorer
+from jaxrl.training.update import Updater
+from jaxrl.types import CriticState, TrainState
+
+
+def assemble_optimizer(
+    trainer: cfg.TrainerConfig, total_steps: int, role: str = "policy"
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """The optimizer of policy or critic and its learning rate by update.
+
+    Args:
+        total_steps: training steps.
+        role: "policy" or "critic".
+    """
+    settings = getattr(trainer, role).optimizer_config
+    minibatches = trainer.train_batch_size // getattr(trainer, f"{role}_mini_batch_size")
+    schedule = make_schedule(
+        settings.scheduler,
+        lr=settings.lr,
+        num_warmup_steps=settings.num_warmup_steps,
+        total_steps=total_steps * minibatches * trainer.update_epochs_per_batch,
+    )
+    optimizer = make_optimizer(
+        schedule,
+        adam_betas=(settings.adam_betas[0], settings.adam_betas[1]),
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm,
+    )
+    return optimizer, schedule
+
+
+def reference_model(
+    trainer: cfg.TrainerConfig, model: TransformerConfig | AdaptedModel
+) -> TransformerConfig | AdaptedModel:
+    """The architecture of the reference: the policy's, or that of its own path (a teacher).
+
+    Raises:
+        ValueError: the policy's weights are to become those of a reference of another architecture.
+    """
+    ref = trainer.ref.model
+    if ref.path in (None, trainer.policy.model.path) or isinstance(model, AdaptedModel):
+        return model
+    if ref.lora.rank or not needs_reference(trainer.algorithm):  # adapters of the policy's model
+        return model
+    found = hf.load_config(ref.path, cfg.model_overrides(trainer, trainer.ref))
+    found = dataclasses.replace(found, initializer_range=model.initializer_range)  # not of weights
+    if trainer.update_ref_every_epoch and found != model:
+        raise ValueError(
+            f"trainer.update_ref_every_epoch=True: trainer.ref.model.path={ref.path!r} is of "
+            "another architecture than the policy; set it to False"
+        )
+    return found
+
+
+def place_beside(
+    role: str,
+    trainer: cfg.TrainerConfig,
+    model: TransformerConfig | AdaptedModel,
+    policy: Placement,
+    devices: Sequence[Any] | None = None,
+) -> Placement:
+    """On the mesh of the policy, or on that of the role, over the same devices or over others.
+
+    Args:
+        role: "ref" or "critic".
+        model: of the role.
+        devices: of a role that has its own; None = the policy's.
+    """
+    sizes = getattr(trainer, role).mesh
+    if sizes is None:
+        return place_model(model, policy.mesh, policy.rules, role) if role == "critic" else policy
+    given = list(policy.mesh.devices.flat) if devices is None else devices
+    mesh = make_mesh(devices=given, keep_order=devices is None, **dataclasses.asdict(sizes))
+    return place_model(model, mesh, policy.rules, role)
+
+
+def sampler_dtype(config: cfg.TrainConfig) -> Any:
+    """In which weights go to the sampler; None = as they are: files for servers have them so."""
+    settings = config.generator.inference_engine
+    return DTYPES[cfg.engine_dtype(settings)] if cfg.in_process(config) else None
+
+
+class RunDevices(NamedTuple):
+    """The devices of policy and reference in all processes, and of the engine in this one."""
+
+    policy: list[Any]
+    ref: list[Any]
+    engine: list[Any]
+
+
+def devices_of(config: cfg.TrainConfig, devices: Sequence[Any] | None = None) -> RunDevices:
+    """Which devices each part of a run has.
+
+    Args:
+        devices: of the run; None = those of all its processes.
+    """
+    processes = by_process(jax.devices() if devices is None else devices)
+    shares = cfg.device_shares(config, len(processes[0]))
+    here = processes[jax.process_index()]
+    policy, ref = (
+        [owned[i] for owned in processes for i in numbers]
+        for numbers in (shares.policy, shares.ref)
+    )
+    return RunDevices(policy, ref, [here[i] for i in shares.engine])
+
+
+def assemble_policy(
+    config: cfg.TrainConfig,
+    model: TransformerConfig | AdaptedModel,
+    mesh: jax.sharding.Mesh,
+    devices: Sequence[Any] | None = None,
+) -> tuple[Policy, Scorer, Scorer]:
+    """The weights of a run, the policy's forward pass, and that of the reference.
+
+    The two passes are one where architecture, placement and precision are the same.
+
+    Args:
+        devices: of the run; None = those of the process.
+    """
+    trainer = config.trainer
+    placement = place_model(model, mesh, cfg.sharding_rules(trainer.sharding_rules))
+    ref_model = reference_model(trainer, model)
+    apart = not trainer.placement.colocate_policy_ref
+    of_ref = devices_of(config, devices).ref if apart else None
+    ref_placement = place_beside("ref", trainer, ref_model, placement, of_ref)
+    policy = Policy(trainer, model, placement, ref_model, ref_placement)
+    scorer = ref_scorer = make_scorer(config, model, placement)
+    dtypes = {cfg.compute_dtype(trainer, role) for role in ("policy", "ref")}
+    if ref_placement is not placement or ref_model != model or len(dtypes) > 1:
+        ref_scorer = make_scorer(config, ref_model, ref_placement, "ref")
+    return policy, scorer, ref_scorer
+
+
+def make_scorer(
+    config: cfg.TrainConfig,
+    model: TransformerConfig | AdaptedModel,
+    placement: Placement,
+    role: str = "policy",
+) -> Scorer:
+    """Log-probs and entropy of a model, jitted for its mesh; values, if it is a critic.
+
+    Args:
+        role: "policy", "ref" or "critic", whose precision it is.
+    """
+    trainer, mesh, rules = config.trainer, placement.mesh, placement.rules
+    dtype = DTYPES[cfg.compute_dtype(trainer, role)]
+    kernel = "xla"  # a flax module brings its own attention
+    if isinstance(model, TransformerConfig):
+        platform = mesh.devices.flat[0].platform
+        kernel = choose_kernel(model, trainer.flash_attn is True, platform, dtype)
+    given = {
+        "dtype": dtype,
+        "remat": trainer.remat_policy if trainer.gradient_checkpointing else "none",
+        "kernel": kernel,
+        "placement": placement if mesh.size > 1 else None,
+    }
+    place = functools.partial(put, shardings=batch_sharding(mesh, rules))
+    cut = forward_microbatching(config, batch_devices(mesh, rules))
+    if isinstance(model, TransformerConfig) and model.value_head is not None:
+        return Scorer(functools.partial(state_values, model, **given), place, cut, options={})
+    assert trainer.algorithm.temperature is not None  # resolved
+    given["temperature"] = trainer.algorithm.temperature
+    return Scorer(functools.partial(log_probs_and_entropy, model, **given), place, cut)
+
+
+def assemble_update(
+    config: cfg.TrainConfig,
+    scorer: Scorer,
+    placement: Placement,
+    total_steps: int,
+    trained: TransformerConfig | AdaptedModel | LoraConfig,
+) -> tuple[optax.GradientTransformation, TrainState, Updater]:
+    """The optimizer, the abstract state with its shardings, and the jitted update.
+
+    Args:
+        scorer: the policy's forward pass.
+        trained: whose parameters the state holds: the model, or its adapters.
+    """
+    trainer = config.trainer
+    objective = policy_objective(trainer.algorithm, trainer.micro_train_batch_size_per_gpu)
+    assembled = "policy", config, scorer, placement, total_steps, trained
+    return _assemble(*assembled, objective=objective, new=new_state)
+
+
+def assemble_critic_update(
+    config: cfg.TrainConfig,
+    scorer: Scorer,
+    placement: Placement,
+    total_steps: int,
+    trained: TransformerConfig | LoraConfig,
+) -> tuple[optax.GradientTransformation, CriticState, Updater]:
+    """The same for the critic."""
+    assembled = "critic", config, scorer, placement, total_steps, trained
+    objective = value_objective(config.trainer.algorithm.value_clip)
+    return _assemble(*assembled, objective=objective, new=new_critic_state)
+
+
+def _assemble(
+    role: str,
+    config: cfg.TrainConfig,
+    scorer: Scorer,
+    placement: Placement,
+    total_steps: int,
+    trained: TransformerConfig | AdaptedModel | LoraConfig,
+    *,
+    objective: Objective,
+    new: Callable[..., Any],
+) -> tuple[optax.GradientTransformation, Any, Updater]:
+    trainer, mesh, rules = config.trainer, placement.mesh, placement.rules
+    optimizer, schedule = assemble_optimizer(trainer, total_steps, role)
+    shardings = param_shardings(mesh, logical_axes(trained), abstract_params(trained), rules)
+    like = abstract_state(optimizer, trained, shardings, replicated(mesh), new=new)
+    state_shardings = jax.tree.map(lambda x: x.sharding, like)
+    updater = Updater(
+        scorer,
+        make_apply(optimizer, schedule, role),
+        objective=objective,
+        shardings=state_shardings,
+        resting=_resting(trainer, role, state_shardings),
+        microbatching=update_microbatching(config, batch_devices(mesh, rules), role),
+    )
+    return optimizer, like, updater
+
+
+def _resting(trainer: cfg.TrainerConfig, role: str, shardings: Any) -> dict[str, Any]:
+    """Shardings of what waits in host memory between updates, by field of the state."""
+    settings, fields = getattr(trainer, role), {}
+    if settings.optimizer_config.offload_after_step:
+        fields["opt_state"] = f"trainer.{role}.optimizer_config.offload_after_step"
+    if settings.fsdp_config.cpu_offload:
+        fields |= dict.fromkeys(("params", "opt_state"), f"trainer.{role}.fsdp_config.cpu_offload")
+    return {name: host_shardings(getattr(shardings, name), field) for name, field in fields.items()}

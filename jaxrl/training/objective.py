@@ -1,0 +1,297 @@
+"""The objective of a minibatch, from the outputs of the model to a number: policy and critic.
+
+    objective = sum_bt w_bt loss_bt + kl_loss_coef sum_bt k_bt kl_bt - entropy_loss_coef sum_bt e_bt
+    H_bt                                                                          (policy)
+    objective = sum_bt v_bt value_loss_bt                                         (critic)
+
+with weights w, k, e of the whole minibatch; w holds the reduction and the off-policy correction.
+Only sums are taken afterwards, so the gradient does not depend on the number of microbatches, on
+padding, or on the mesh.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxrl.array_ops import Array, masked_sum
+from jaxrl.losses.kl import approximate_kl
+from jaxrl.losses.off_policy import correction_enabled, off_policy_correction
+from jaxrl.losses.reduction import reduction_weights
+from jaxrl.losses.value import value_loss
+from jaxrl.parallel import fetch
+from jaxrl.registry import PolicyLossRegistry, accepted_keywords
+from jaxrl.registry.bind import OPTIONAL, PolicyLoss, make_policy_loss
+from jaxrl.training.ratios import add_ratio_sums, ratio_metrics, ratio_sums
+from jaxrl.types import TrainBatch
+
+Metrics = dict[str, Any]  # arrays; under RATIOS a dict of them
+RATIOS = "ratios"
+MISMATCH = "rollout_train_logprobs_abs_diff"
+
+
+@dataclass(frozen=True, eq=False)
+class Objective:
+    """What an update minimises, of the outputs [B, T] of a forward pass.
+
+    Attributes:
+        loss: (*outputs, batch, weights, key) -> (number, metrics); a sum over tokens, which
+            microbatches take in parts.
+        weights: minibatch -> (weights of its tokens, metrics), fixed by the whole minibatch.
+        sees_whole: minibatch -> whether it is no such sum, and `loss` must see it as a whole.
+        reads: which of `OPTIONAL` it looks at.
+    """
+
+    loss: Callable[..., tuple[Array, Metrics]]
+    weights: Callable[[TrainBatch], tuple[Any, Metrics]]
+    sees_whole: Callable[[TrainBatch], bool] = lambda minibatch: False
+    reads: frozenset[str] = frozenset()
+
+    def seen(self, minibatch: TrainBatch) -> TrainBatch:
+        """What `loss` is called with: nothing is moved, or compiled for, that it does not read."""
+        unread = set(OPTIONAL) - self.reads
+        return minibatch.replace(kept=None, **dict.fromkeys(unread))  # the model's rows have kept
+
+
+class TokenWeights(struct.PyTreeNode):
+    """Weights [B, T] of the terms of the policy's objective."""
+
+    policy: Array  # the reduction, times the off-policy correction
+    kl: Array  # sequence mean, as SkyRL's
+    entropy: Array  # token mean; also the weight of every logged mean
+
+
+def minibatch_weights(
+    minibatch: TrainBatch, algorithm: Any, *, block_rows: int
+) -> tuple[TokenWeights, Metrics]:
+    """The weights of a minibatch, and the metrics of its off-policy correction.
+
+    Args:
+        minibatch: with old_log_probs if there is a correction.
+        block_rows: rows of a block of token_mean_legacy.
+    """
+    settings = algorithm.off_policy_correction
+    corrected = correction_enabled(settings)
+    log_probs = (minibatch.old_log_probs, minibatch.rollout_log_probs) if corrected else None
+    return _minibatch_weights(
+        minibatch.loss_mask,
+        minibatch.index,
+        log_probs,
+        settings=settings,
+        reduction=algorithm.loss_reduction,
+        max_seq_len=algorithm.max_seq_len,
+        block_rows=block_rows,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("settings", "reduction", "max_seq_len", "block_rows"))
+def _minibatch_weights(
+    mask: Array,
+    index: Array,
+    log_probs: tuple[Array, Array] | None,
+    *,
+    settings: Any,
+    reduction: str,
+    max_seq_len: int | None,
+    block_rows: int,
+) -> tuple[TokenWeights, Metrics]:
+    correction, counted, metrics = jnp.ones_like(mask), mask, {}
+    if log_probs is not None:
+        correction, kept, metrics = off_policy_correction(*log_probs, mask, settings)
+        correction *= kept != 0
+        counted = kept if settings.renormalize else mask
+    policy = reduction_weights(
+        counted,
+        reduction,
+        max_seq_len=max_seq_len,
+        group_ids=jnp.unique(index, return_inverse=True, size=index.shape[0])[1],
+        microbatch_rows=block_rows,
+    )
+    weights = TokenWeights(
+        policy=policy * correction,
+        kl=reduction_weights(mask, "sequence_mean"),
+        entropy=reduction_weights(mask, "token_mean"),
+    )
+    return weights, metrics
+
+
+def policy_objective(algorithm: Any, block_rows: int) -> Objective:
+    """Policy loss, KL and entropy of the config; outputs are log-probs and entropy.
+
+    Args:
+        algorithm: the AlgorithmConfig.
+        block_rows: rows that token_mean_legacy takes its means over.
+
+    Raises:
+        ValueError: see `make_policy_loss`.
+    """
+    policy_loss, name = make_policy_loss(algorithm), algorithm.policy_loss_type
+
+    def sees_whole(minibatch: TrainBatch) -> bool:
+        array = jax.ShapeDtypeStruct(minibatch.tokens.shape, jnp.float32)
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        loss, _ = jax.eval_shape(policy_loss, array, array, minibatch, key)
+        return loss.ndim == 0 or PolicyLossRegistry.has_batch_statistics(name)
+
+    return Objective(
+        make_objective(algorithm, policy_loss),
+        functools.partial(minibatch_weights, algorithm=algorithm, block_rows=block_rows),
+        sees_whole,
+        frozenset(accepted_keywords(PolicyLossRegistry.resolve(name), dict.fromkeys(OPTIONAL))),
+    )
+
+
+def make_objective(algorithm: Any, policy_loss: PolicyLoss) -> Callable[..., tuple[Array, Metrics]]:
+    """`(log_probs, entropy, batch, weights, key) -> (objective, metrics)`, all terms summed."""
+
+    def objective(
+        log_probs: Array, entropy: Array, batch: TrainBatch, weights: TokenWeights, key: Array
+    ) -> tuple[Array, Metrics]:
+        mask = batch.loss_mask
+        with jax.named_scope("loss"):
+            loss, own = policy_loss(log_probs, entropy, batch, key)
+            policy = _reduced(loss, weights.policy, algorithm)
+            mean_entropy = masked_sum(entropy, weights.entropy)
+            total = policy
+            clip = algorithm.eps_clip_low, algorithm.eps_clip_high
+            metrics = {
+                "policy_loss": policy,
+                "policy_entropy": mean_entropy,
+                RATIOS: ratio_sums(log_probs, batch, *clip),
+            }
+            if batch.old_log_probs is None or algorithm.old_log_probs == "rollout":
+                metrics |= mismatch(log_probs, batch, weights)
+            if algorithm.use_entropy_loss:
+                total -= algorithm.entropy_loss_coef * mean_entropy
+            if algorithm.use_kl_loss and batch.ref_log_probs is not None:
+                kl = approximate_kl(
+                    log_probs, batch.ref_log_probs, mask, algorithm.kl_estimator_type
+                )
+                metrics["policy_kl"] = masked_sum(kl, weights.kl)
+                total += algorithm.kl_loss_coef * metrics["policy_kl"]
+        metrics["final_loss"] = total
+        for name, value in own.items():
+            metrics[f"loss_metrics/{name}"] = reduce_metric(name, value, mask, weights.entropy)
+        return total, jax.lax.stop_gradient(metrics)
+
+    return objective
+
+
+class ValueWeights(struct.PyTreeNode):
+    """Weights [B, T] of the critic's loss."""
+
+    loss: Array  # sequence mean, as SkyRL's
+    mean: Array  # token mean, of every logged mean
+
+
+def value_objective(value_clip: float | None) -> Objective:
+    """The critic's loss, averaged over each sequence and over sequences; the output is values.
+
+    Args:
+        value_clip: see `value_loss`.
+    """
+
+    def loss(
+        values: Array, batch: TrainBatch, weights: ValueWeights, key: Array
+    ) -> tuple[Array, Metrics]:
+        del key  # nothing is drawn
+        old_values, returns = batch.values, batch.returns
+        assert old_values is not None
+        assert returns is not None
+        with jax.named_scope("value_loss"):
+            per_token, own = value_loss(values, old_values, returns, value_clip, batch.loss_mask)
+            total = masked_sum(per_token, weights.loss)
+        metrics = {
+            "critic_loss": total,
+            "values_mean": masked_sum(values, weights.mean),
+            "values_clipfrac": masked_sum(own["clipfrac"], weights.mean),
+        }
+        return total, jax.lax.stop_gradient(metrics)
+
+    return Objective(loss, _value_weights)
+
+
+@jax.jit
+def _weights_of_values(mask: Array) -> ValueWeights:
+    sequence_mean, token_mean = (
+        reduction_weights(mask, kind) for kind in ("sequence_mean", "token_mean")
+    )
+    return ValueWeights(sequence_mean, token_mean)
+
+
+def _value_weights(minibatch: TrainBatch) -> tuple[ValueWeights, Metrics]:
+    return _weights_of_values(minibatch.loss_mask), {}
+
+
+def _reduced(loss: Array, weights: Array, algorithm: Any) -> Array:
+    """Sum of the weighted loss [B, T]; a loss that is one number has done its own reduction."""
+    if loss.ndim:
+        return masked_sum(loss, weights)
+    if correction_enabled(algorithm.off_policy_correction):
+        raise ValueError(
+            f"policy loss '{algorithm.policy_loss_type}' returned one number: "
+            "trainer.algorithm.off_policy_correction weighs the loss of each token and would have "
+            "no effect. Return the loss of each token [B, T], or turn the correction off"
+        )
+    return loss
+
+
+def mismatch(log_probs: Array, batch: TrainBatch, weights: TokenWeights) -> Metrics:
+    """How far sampler and trainer are apart on the log-probs of the sampled tokens."""
+    if batch.rollout_log_probs is None:
+        return {}
+    difference = jnp.abs(log_probs - batch.rollout_log_probs)
+    return {
+        f"{MISMATCH}_mean": masked_sum(difference, weights.entropy),
+        f"{MISMATCH}_max": jnp.max(difference, initial=0.0, where=batch.loss_mask != 0),
+    }
+
+
+def reduce_metric(name: str, value: Array, mask: Array, weights: Array) -> Array:
+    """A loss's metric [B, T] or [] -> this microbatch's part of it.
+
+    `_max` and `_min` by name; else the share of the masked mean (a number counts by its tokens).
+    """
+    if name.endswith("_max"):
+        return jnp.max(value, initial=-jnp.inf, where=mask != 0) if value.ndim else value
+    if name.endswith("_min"):
+        return jnp.min(value, initial=jnp.inf, where=mask != 0) if value.ndim else value
+    return masked_sum(jnp.broadcast_to(value, mask.shape), weights)
+
+
+def merge_metrics(
+    parts: Sequence[Mapping[str, Any]], merge: Callable[[Sequence[float]], Any] = sum
+) -> dict[str, float]:
+    """Metrics of a whole from those of its parts: `merge`d, but for `_max` and `_min`.
+
+    Microbatches hold shares of a minibatch's means (sum); a step's are the mean over minibatches.
+    """
+    by_name = {"_max": max, "_min": min}
+    return {
+        name: float(by_name.get(name[-4:], merge)([float(part[name]) for part in parts]))
+        for name in parts[0]
+        if name != RATIOS
+    }
+
+
+def step_metrics(
+    updates: Sequence[tuple[Sequence[Metrics], Metrics]], role: str = "policy"
+) -> dict[str, float]:
+    """Metrics of a step from those of its updates: (of each microbatch, of the whole).
+
+    Ratios are those of all its updates together. The difference of sampler and trainer is that of
+    the first update; later ones would add what the updates before them have changed.
+    """
+    updates = fetch(updates)
+    merged = [merge_metrics(parts) | whole for parts, whole in updates]
+    metrics = merge_metrics(merged, np.mean)
+    metrics |= {name: float(merged[0][name]) for name in metrics if name.startswith(MISMATCH)}
+    ratios = [part[RATIOS] for parts, _ in updates for part in parts if RATIOS in part]
+    metrics |= ratio_metrics(add_ratio_sums(ratios)) if ratios else {}
+    skipped = sum(int(update["skipped_updates"]) for update in merged)
+    return {f"{role}/{n}": x for n, x in metrics.items()} | {f"{role}/skipped_updates": skipped}

@@ -1,0 +1,174 @@
+"""AdamW with warm-up and schedule, and the update that skips a gradient that is not finite."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxrl.config.model import SCHEDULERS
+from jaxrl.models.transformer import abstract_params
+from jaxrl.types import CriticState, TrainState
+
+State = TypeVar("State", TrainState, CriticState)
+
+
+def make_schedule(
+    scheduler: str, *, lr: float, num_warmup_steps: int, total_steps: int
+) -> optax.Schedule:
+    """Learning rate by optimizer update, under the names of transformers' SchedulerType.
+
+    constant ignores the warm-up; the others rise linearly from 0 over `num_warmup_steps`, then
+    constant_with_warmup stays, linear and cosine fall to 0 at `total_steps`.
+
+    Raises:
+        ValueError: unknown scheduler.
+    """
+    decay_steps = max(total_steps - num_warmup_steps, 1)
+    after = {
+        "constant": optax.constant_schedule(lr),
+        "constant_with_warmup": optax.constant_schedule(lr),
+        "linear": optax.linear_schedule(lr, 0.0, decay_steps),
+        "cosine": optax.cosine_decay_schedule(lr, decay_steps),
+    }
+    if scheduler not in after:
+        raise ValueError(f"scheduler={scheduler!r} is unknown; choose one of {list(SCHEDULERS)}")
+    if scheduler == "constant" or num_warmup_steps == 0:
+        return after[scheduler]
+    warmup = optax.linear_schedule(0.0, lr, num_warmup_steps)
+    return optax.join_schedules([warmup, after[scheduler]], [num_warmup_steps])
+
+
+def make_optimizer(
+    schedule: optax.Schedule,
+    *,
+    adam_betas: tuple[float, float],
+    weight_decay: float,
+    max_grad_norm: float,
+) -> optax.GradientTransformation:
+    """Clip by global norm, then AdamW with decoupled decay on every parameter.
+
+    Loshchilov & Hutter, https://arxiv.org/abs/1711.05101.
+    """
+    b1, b2 = adam_betas
+    return optax.chain(
+        optax.clip_by_global_norm(max_grad_norm),
+        optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay),
+    )
+
+
+def new_state(
+    optimizer: optax.GradientTransformation, params: Any, kl_coef: float = 0.0
+) -> TrainState:
+    """The policy's state before the first step.
+
+    Args:
+        kl_coef: first coefficient of the KL in the reward.
+    """
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(
+        params,
+        optimizer.init(params),
+        step=zero,
+        skipped_updates=zero,
+        kl_coef=jnp.float32(kl_coef),
+        batches_drawn=zero,
+    )
+
+
+def new_critic_state(optimizer: optax.GradientTransformation, params: Any) -> CriticState:
+    """The critic's state before the first step."""
+    return CriticState(params, optimizer.init(params), skipped_updates=jnp.zeros((), jnp.int32))
+
+
+def init_state(
+    optimizer: optax.GradientTransformation,
+    params: Any,
+    shardings: Any,
+    whole: Any,
+    *,
+    new: Callable[..., State] = new_state,
+    **numbers: float,
+) -> State:
+    """A fresh state around `params`, which are donated.
+
+    Moments are placed like their parameters, counts whole.
+
+    Args:
+        new: whose state.
+        numbers: of it.
+    """
+    make = functools.partial(new, optimizer, **numbers)
+    placement = _state_shardings(optimizer, jax.eval_shape(make, params), shardings, whole)
+    return jax.jit(make, out_shardings=placement, donate_argnums=0)(params)
+
+
+def abstract_state(
+    optimizer: optax.GradientTransformation,
+    model: Any,
+    shardings: Any,
+    whole: Any,
+    *,
+    new: Callable[..., State] = new_state,
+) -> State:
+    """Shapes, dtypes and shardings of a model's state; nothing is allocated."""
+    params = abstract_params(model)
+    shapes = jax.eval_shape(functools.partial(new, optimizer), params)
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        shapes,
+        _state_shardings(optimizer, shapes, shardings, whole),
+    )
+
+
+def make_apply(
+    optimizer: optax.GradientTransformation, schedule: optax.Schedule, role: str = "policy"
+) -> Callable[[State, optax.Updates], tuple[State, dict[str, jax.Array]]]:
+    """The update `(state, gradients) -> (state, metrics)` of the policy, or of a "critic".
+
+    A gradient with a NaN or inf changes nothing but `skipped_updates`: parameters, moments and the
+    schedule stay where they were.
+    """
+
+    def apply(state: State, grads: optax.Updates) -> tuple[State, dict[str, jax.Array]]:
+        grad_norm = optax.global_norm(grads)
+        finite = jnp.isfinite(grad_norm)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        changed = (optax.apply_updates(state.params, updates), opt_state)
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old), changed, (state.params, state.opt_state)
+        )
+        count = optax.tree_utils.tree_get(state.opt_state, "count", filtering=_is_schedule_count)
+        new_state = state.replace(
+            params=params,
+            opt_state=opt_state,
+            skipped_updates=state.skipped_updates + jnp.where(finite, 0, 1),
+        )
+        return new_state, {
+            "grad_norm": grad_norm,
+            f"{role}_lr": jnp.asarray(schedule(count)),
+            "skipped_updates": jnp.where(finite, 0, 1),
+        }
+
+    return apply
+
+
+def _state_shardings(
+    optimizer: optax.GradientTransformation, shapes: State, shardings: Any, whole: Any
+) -> State:
+    moments = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        shapes.opt_state,
+        shardings,
+        transform_non_params=lambda _: whole,
+    )
+    counts = jax.tree.map(lambda _: whole, shapes.replace(params=None, opt_state=None))
+    return counts.replace(params=shardings, opt_state=moments)
+
+
+def _is_schedule_count(path: tuple, _: object) -> bool:
+    """Adam and the schedule both count updates; either number will do, take the schedule's."""
+    return any("ScaleBySchedule" in str(getattr(key, "tuple_name", "")) for key in path)

@@ -1,0 +1,178 @@
+"""Rewards on their way from the environment to the advantages, and what is learnt from them."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.advantages.normalize import normalize_advantages
+from jaxrl.array_ops import Array, masked_mean
+from jaxrl.config import AlgorithmConfig, GeneratorConfig, KLCtrlConfig
+from jaxrl.data.columns import last_steps, trajectory_numbers
+from jaxrl.data.packing import token_level
+from jaxrl.data.selection import soft_overlong_punishment, zero_variance_groups
+from jaxrl.losses.kl import adaptive_kl_coef, approximate_kl, penalized_rewards
+from jaxrl.registry import bind_estimator
+from jaxrl.types import GeneratorOutput, TrainBatch
+
+Metrics = dict[str, float]
+
+
+def shape_rewards(
+    output: GeneratorOutput,
+    uids: Sequence[str],
+    generator: GeneratorConfig,
+    algorithm: AlgorithmConfig,
+) -> tuple[GeneratorOutput, Metrics]:
+    """Rewards per token; truncated and overlong responses, prompts without differences.
+
+    In this order: what a truncated response loses, soft overlong punishment, zero-variance filter.
+
+    Args:
+        uids: prompt of each trajectory.
+    """
+    metrics: Metrics = {}
+    sampled = output["loss_masks"]
+    output = token_level(
+        output,
+        zero_reward_on_non_stop=generator.zero_reward_on_non_stop,
+        apply_overlong_filtering=generator.apply_overlong_filtering,
+    )
+    if algorithm.overlong_buffer is not None:
+        output = _punish_overlong(output, sampled, generator, algorithm)
+    if algorithm.zero_variance_filter:
+        last, tol = last_steps(output), algorithm.zero_variance_filter_tol
+        same = zero_variance_groups(last["rewards"], uids, last["loss_masks"], tol=tol)
+        masks = output["loss_masks"]
+        of_row = trajectory_numbers(output.get("is_last_step", [True] * len(masks)))
+        masks = [[0] * len(m) if s else m for m, s in zip(masks, same[of_row], strict=True)]
+        output = GeneratorOutput({**output, "loss_masks": masks})
+        metrics["reward/num_zero_variance_filtered"] = int(same.sum())
+    return output, metrics
+
+
+def _punish_overlong(
+    output: GeneratorOutput,
+    sampled: Sequence[Sequence[int]],
+    generator: GeneratorConfig,
+    algorithm: AlgorithmConfig,
+) -> GeneratorOutput:
+    """The reward on the last sampled token of every long turn reduced.
+
+    max_generate_length bounds a turn, so each turn is judged by its own length. Of a row per turn
+    the last row, which has the reward, has the reductions of all.
+
+    Args:
+        sampled: per row 1 where the policy sampled the token: the runs are the turns.
+    """
+    assert algorithm.overlong_buffer is not None
+    buffer, longest = algorithm.overlong_buffer, generator.sampling_params.max_generate_length
+    shaped, owed = [], 0.0
+    last = output.get("is_last_step", [True] * len(sampled))
+    for rewards, mask, is_last in zip(output["rewards"], sampled, last, strict=True):
+        edges = np.diff([0, *mask, 0])
+        starts, ends = np.flatnonzero(edges > 0), np.flatnonzero(edges < 0)
+        lost = soft_overlong_punishment(ends - starts, longest, buffer.len, buffer.penalty_factor)
+        if not is_last:
+            owed += float(lost.sum())
+            shaped.append(rewards)
+            continue
+        left = np.array(rewards, np.float64)
+        left[ends - 1] -= lost
+        left[ends[-1:] - 1] -= owed
+        shaped.append(left.tolist())
+        owed = 0.0
+    return GeneratorOutput({**output, "rewards": shaped})
+
+
+def penalize_kl(
+    batch: TrainBatch, coef: Array, algorithm: AlgorithmConfig
+) -> tuple[TrainBatch, Metrics]:
+    """Rewards less the KL of the old policy to the reference.
+
+    Args:
+        batch: with old_log_probs and ref_log_probs.
+        coef: [] `TrainState.kl_coef`.
+
+    Returns:
+        The batch; avg_kl is the mean over rows of their token mean, avg_kl_max that of their
+        largest |kl|.
+    """
+    arrays = batch.rewards, batch.old_log_probs, batch.ref_log_probs, batch.loss_mask
+    penalized = _penalize_kl(*arrays, np.asarray(coef), kind=algorithm.kl_estimator_type)
+    rewards, metrics = jax.device_get(penalized)
+    return batch.replace(rewards=rewards), {name: float(x) for name, x in metrics.items()}
+
+
+@functools.partial(jax.jit, static_argnames="kind")
+def _penalize_kl(
+    rewards: Array, old: Array, ref: Array, mask: Array, coef: Array, *, kind: str
+) -> tuple[Array, dict[str, Array]]:
+    kl = approximate_kl(old, ref, mask, kind)
+    metrics = {
+        "loss/avg_kl": masked_mean(kl, mask, -1).mean(),
+        "loss/avg_kl_max": jnp.abs(kl).max(-1).mean(),
+        "loss/kl_loss_coef": coef,
+    }
+    return penalized_rewards(rewards, kl, mask, coef), metrics
+
+
+def next_kl_coef(coef: float, metrics: Metrics, control: KLCtrlConfig, rows: int) -> float:
+    """The coefficient of the KL in the reward for the next step.
+
+    Args:
+        metrics: of `penalize_kl`.
+        rows: trajectories of the step.
+    """
+    if control.type == "fixed" or "loss/avg_kl" not in metrics:
+        return coef
+    target, horizon = control.kl_target, control.horizon
+    kl = metrics["loss/avg_kl"]
+    return float(adaptive_kl_coef(coef, kl, kl_target=target, horizon=horizon, rows=rows))
+
+
+def make_estimate(algorithm: AlgorithmConfig) -> Callable[..., tuple[Array, Array]]:
+    """The configured estimator, see `bind_estimator`, and the normalisation of its advantages."""
+    estimate = bind_estimator(algorithm)
+
+    def advantages_and_returns(**arrays: Array) -> tuple[Array, Array]:
+        advantages, returns = estimate(**arrays)
+        if algorithm.advantage_batch_normalize:
+            sampled = arrays["loss_mask"] * arrays["response_mask"]
+            advantages = normalize_advantages(advantages, sampled)
+        return advantages, returns
+
+    return advantages_and_returns
+
+
+def advantages_of(
+    estimate: Callable[..., tuple[Array, Array]], batch: TrainBatch
+) -> tuple[Array, Array]:
+    """Advantages and returns [B, T], on the host.
+
+    Of a trajectory with a row per step, the last step's advantage is that of all its rows: the
+    estimator sees the last rows alone, every token of them a response.
+
+    Args:
+        estimate: `make_estimate`.
+        batch: the whole batch of a step.
+    """
+    arrays = {  # by keyword: an estimator may take them all as **kwargs
+        "token_level_rewards": batch.rewards,
+        "response_mask": batch.response_mask,
+        "index": batch.index,
+        "loss_mask": batch.loss_mask,
+    }
+    optional = ("valid_mask", "values", "old_log_probs", "ref_log_probs")
+    more = {name: getattr(batch, name) for name in optional}
+    arrays |= {name: x for name, x in more.items() if x is not None}
+    if batch.is_last_step is None:
+        return jax.device_get(estimate(**arrays))
+    arrays = {name: np.asarray(x)[batch.is_last_step] for name, x in arrays.items()}
+    arrays["response_mask"] = np.ones_like(arrays["response_mask"])
+    found = jax.device_get(estimate(**arrays))
+    of_row, mask = trajectory_numbers(batch.is_last_step), np.asarray(batch.response_mask)
+    advantages, returns = (x[of_row] * mask for x in found)
+    return advantages, returns

@@ -1,0 +1,253 @@
+"""Optimizer updates of policy or critic: gradients in microbatches, apply."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.array_ops import Array
+from jaxrl.data.microbatches import Microbatching, computed_tokens, microbatches
+from jaxrl.data.packing import minibatches, row_slices
+from jaxrl.models.lora import trained, with_token_keys, with_trained
+from jaxrl.parallel.offload import on_device
+from jaxrl.training.objective import Metrics, Objective
+from jaxrl.training.scorer import Scorer
+from jaxrl.types import CriticState, ModelRows, TrainBatch, TrainState
+
+State = TypeVar("State", TrainState, CriticState)
+Apply = Callable[..., tuple[Any, Metrics]]  # (state, gradients) -> state, metrics
+
+
+class Updater:
+    """The jitted pieces of an update, compiled once per shape.
+
+    Args:
+        scorer: the forward pass and its devices. Where params have adapters (`lora.attach`) only
+            these get a gradient.
+        apply: `(state, gradients) -> (state, metrics)`.
+        objective: what is minimised, of the outputs of the forward pass.
+        shardings: the state's; gradients are placed like the parameters.
+        microbatching: how minibatches are cut.
+        resting: shardings between updates of the parts of the state that wait elsewhere, by name.
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        apply: Apply,
+        *,
+        objective: Objective,
+        shardings: Any,
+        microbatching: Microbatching,
+        resting: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self.objective, self.microbatching, self.resting = objective, microbatching, resting
+        self.scorer, self.place, forward = scorer, scorer.place, scorer.forward
+
+        def accumulate(grads: Any, params: Any, rows: ModelRows, *of_loss: Any) -> Any:
+            def loss_fn(new: Any) -> tuple[Array, Metrics]:
+                outputs = forward(with_trained(params, new), rows)
+                return objective.loss(*outputs, *of_loss)  # batch, weights, key
+
+            new, metrics = jax.grad(loss_fn, has_aux=True)(trained(params))
+            return jax.tree.map(jnp.add, grads, new), metrics
+
+        def pull_back(grads: Any, params: Any, rows: ModelRows, cotangents: Any) -> Any:
+            outputs, vjp = jax.vjp(
+                lambda p: forward(with_trained(params, p), rows), trained(params)
+            )
+            del outputs
+            return jax.tree.map(jnp.add, grads, vjp(cotangents)[0])
+
+        like_params = shardings.params
+        self.zeros = jax.jit(
+            lambda params: jax.tree.map(jnp.zeros_like, trained(params)), out_shardings=like_params
+        )
+        self.accumulate = jax.jit(accumulate, donate_argnums=0, out_shardings=(like_params, None))
+        self.pull_back = jax.jit(pull_back, donate_argnums=0, out_shardings=like_params)
+        self.cotangents = jax.jit(jax.grad(objective.loss, argnums=(0, 1), has_aux=True))
+        self.apply = jax.jit(apply, donate_argnums=0, out_shardings=(shardings, None))
+        self._whole: bool | None = None
+
+    def weights(self, minibatch: TrainBatch) -> tuple[Any, Metrics]:
+        """Those of the objective, on the host."""
+        return jax.device_get(self.objective.weights(minibatch))
+
+    def update(
+        self,
+        state: State,
+        minibatch: TrainBatch,
+        weights: Any,
+        key: Array,
+        params: Any = None,
+    ) -> tuple[State, list[Metrics], Metrics]:
+        """One optimizer update on a minibatch of host arrays; `state` is donated.
+
+        Args:
+            weights: `self.weights` of the minibatch.
+            key: for losses that draw, and for dropout.
+            params: of the policy, where they are more than `state.params`: adapters on their base.
+                They may wait in host memory.
+
+        Returns:
+            The new state, the metrics of each microbatch (see `merge_metrics`), those of `apply`.
+        """
+        params = state.params if params is None else params
+        grads, metrics = self.gradients(on_device(params), minibatch, weights, key)
+        new_state: State
+        new_state, applied = self.apply(on_device(state), grads)
+        return self.rest(new_state), metrics, applied
+
+    def rest(self, state: Any) -> Any:
+        """The state as it is kept between updates: each part where it rests."""
+        parts = {name: getattr(state, name) for name in self.resting}
+        return state.replace(**jax.device_put(parts, dict(self.resting)))
+
+    def gradients(
+        self, params: Any, minibatch: TrainBatch, weights: Any, key: Array
+    ) -> tuple[Any, list[Metrics]]:
+        """Gradient of the objective of a minibatch, accumulated over its microbatches.
+
+        A loss that returns a number, or has batch statistics, sees the minibatch as a whole,
+        longest rows first and cut to the bucket of the longest: its cotangent is taken on the [B,
+        T] log-probs of a gradient-free pass and pulled back microbatch by microbatch.
+        """
+        lengths, grads, metrics = np.asarray(minibatch.lengths), self.zeros(params), []
+        if self._sees_whole_minibatch(minibatch) and not self.microbatching.is_single(lengths):
+            # as if it were one microbatch: a scalar loss may count what is masked
+            widths = self.microbatching.widths
+            one = Microbatching(rows=len(lengths), total=len(lengths), widths=widths)
+            _, _, (minibatch, weights) = next(microbatches((minibatch, weights), minibatch, one))
+            outputs = self._whole_outputs(params, minibatch, key)
+            of_loss = self.objective.seen(minibatch), weights, key
+            cotangents, metrics = self.cotangents(*outputs, *of_loss)
+            cotangents = jax.device_get(cotangents)
+            return self.pulled_back(grads, params, minibatch, cotangents, key), [metrics]
+        tree = self.objective.seen(minibatch), weights
+        parts = microbatches(tree, minibatch, self.microbatching)
+        for _, rows, (batch, weight) in parts:
+            given = with_token_keys(params, rows, batch.row_ids, key), batch, weight
+            grads, part = self.accumulate(grads, params, *self.place(given), key)
+            metrics.append(part)
+        return grads, metrics
+
+    def pulled_back(
+        self, grads: Any, params: Any, batch: TrainBatch, cotangents: Any, key: Array
+    ) -> Any:
+        """`grads` plus the gradient from the cotangents of log-probs and entropy, [B, T] each."""
+        tree = batch.row_ids, cotangents
+        for _, rows, (row_ids, cotangent) in microbatches(tree, batch, self.microbatching):
+            given = with_token_keys(params, rows, row_ids, key), cotangent
+            grads = self.pull_back(grads, params, *self.place(given))
+        return grads
+
+    def warm_up(self, params: Any, minibatch: TrainBatch) -> None:
+        """Compile `update`, all but `apply`, for all microbatches of trajectories of this length.
+
+        Args:
+            minibatch: all its trajectories are equally long.
+        """
+        (weights, _), key = self.weights(minibatch), jax.random.key(0)
+        lengths = np.asarray(minibatch.lengths)
+        whole = self._sees_whole_minibatch(minibatch)
+        if whole:
+            self.gradients(params, minibatch, weights, key)
+        if whole and self.microbatching.is_single(lengths):
+            return
+        for size in self.microbatching.batch_sizes(self.microbatching.width(int(lengths[0]))):
+            part, weight = next(row_slices((minibatch, weights), size))
+            if not whole:
+                self.gradients(params, part, weight, key)
+                continue
+            outputs = self._whole_outputs(params, part, key)
+            self.pulled_back(self.zeros(params), params, part, outputs, key)
+
+    def _whole_outputs(self, params: Any, batch: TrainBatch, key: Array) -> tuple[np.ndarray, ...]:
+        """The outputs of the pass that is pulled back through: in the same cuts."""
+        cut = self.microbatching
+        return self.scorer(params, batch, microbatching=cut, with_entropy=True, key=key)
+
+    def packing_efficiency(self, minibatches: Sequence[TrainBatch]) -> float:
+        """Tokens of the trajectories / tokens that the model runs on, in one pass over them."""
+        lengths = [np.asarray(minibatch.lengths) for minibatch in minibatches]
+        computed = sum(computed_tokens(x, self.microbatching) for x in lengths)
+        return float(sum(x.sum() for x in lengths) / computed)
+
+    def _sees_whole_minibatch(self, minibatch: TrainBatch) -> bool:
+        if self._whole is None:  # a property of the function: asked once
+            self._whole = self.objective.sees_whole(minibatch)
+        return self._whole
+
+
+def updates_on(
+    updater: Updater,
+    state: State,
+    batch: TrainBatch,
+    *,
+    prompts: int,
+    passes: int,
+    names: tuple[int, int],
+    whole: Callable[[Any], Any] = lambda params: params,
+) -> tuple[State, list[tuple[list[Metrics], Metrics]]]:
+    """All updates on a batch: `passes` over its minibatches of whole prompt groups.
+
+    The first pass takes the groups in their order, which is random already; each further one
+    shuffles them into other minibatches.
+
+    Args:
+        state: is donated.
+        prompts: groups of a minibatch.
+        names: seed and step, from which everything random is drawn.
+        whole: all parameters, of those that the state holds: adapters on their base.
+
+    Returns:
+        The state; per update the metrics of each microbatch and of the whole (`step_metrics`). They
+        are device values: nothing is fetched before the last update is dispatched.
+    """
+    parts = minibatches_of_step(batch, prompts=prompts, passes=passes, names=names)
+    pending = []
+    for part, key, weights, fixed in [(*named, *updater.weights(named[0])) for named in parts]:
+        state, metrics, applied = updater.update(state, part, weights, key, whole(state.params))
+        pending.append((metrics, applied | fixed))
+    return state, pending
+
+
+def minibatches_of_step(
+    batch: TrainBatch, *, prompts: int, passes: int, names: tuple[int, int]
+) -> list[tuple[TrainBatch, Array]]:
+    """The minibatches of `updates_on` in the order of their updates, each with its key."""
+    seed, step = names
+    key = jax.random.fold_in(jax.random.key(seed), step)
+    orders = (pass_order(batch, seed, step, number) for number in range(passes))
+    parts = [part for order in orders for part in minibatches(batch, prompts, order)]
+    return [(part, jax.random.fold_in(key, number)) for number, part in enumerate(parts)]
+
+
+def rows_without_update(
+    batch: TrainBatch, pending: Sequence[tuple[Any, Metrics]], prompts: int, names: tuple[int, int]
+) -> np.ndarray:
+    """Rows [B] bool from which nothing was learnt: every update with them was skipped.
+
+    Args:
+        batch, prompts, names: as given to `updates_on`, which gave `pending`.
+    """
+    skipped = jax.device_get([applied["skipped_updates"] for _, applied in pending])
+    index, (seed, step) = np.asarray(batch.index), names
+    groups = int(index[-1]) + 1
+    cuts = range(0, groups, prompts)
+    learnt = np.zeros(groups, bool)
+    for number in range(len(pending) // len(cuts)):
+        order = pass_order(batch, seed, step, number)
+        order = np.arange(groups) if order is None else order
+        for cut, missed in zip(cuts, skipped[number * len(cuts) :], strict=False):
+            learnt[order[cut : cut + prompts]] |= not missed
+    return ~learnt[index]
+
+
+def pass_order(batch: TrainBatch, seed: int, step: int, number: int) -> np.ndarray | None:
+    """The prompt groups of a pass over a batch, [groups]; None: as they are, in the first."""
+    groups = int(np.asarray(batch.index)[-1]) + 1
+    return np.random.default_rng((seed, step, number)).permutation(groups) if number else None

@@ -1,0 +1,81 @@
+"""Clients that begin and do not go on: they are waited for, but not without end."""
+
+import asyncio
+import json
+import socket
+
+import pytest
+
+from jaxrl.rollout.server import app, server
+from tests.rollout.bpe import bpe_tokenizer
+from tests.rollout.server.scripted import TypingEngine, serving
+from tests.rollout.server.test_server import ask, until, waiting
+
+TOKENIZER = bpe_tokenizer()
+
+
+@pytest.fixture
+def running(monkeypatch):
+    monkeypatch.setattr(app, "CLIENT_SECONDS", 0.3)
+    monkeypatch.setattr(server, "IDLE_SECONDS", 0.3)
+    with serving(TypingEngine([1] * 4000, piece=1), TOKENIZER, request_seconds=1.0) as running:
+        yield running
+
+
+def connect(running):
+    host, _, port = running.url.removesuffix("/v1").partition("//")[2].partition(":")
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(60)
+    connection.connect((host, int(port)))
+    return connection
+
+
+def post(connection, path, body, length=None):
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {length or len(body)}\r\n"
+    connection.sendall(head.encode() + b"\r\n" + body)
+
+
+def rest(connection):
+    """All that comes until the server closes."""
+    said = b""
+    while more := connection.recv(65536):
+        said += more
+    return said
+
+
+PATHS = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/abort"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_body_that_does_not_come(running, path):
+    with connect(running) as connection:
+        post(connection, path, b'{"prompt": ', length=100)
+        said = rest(connection)
+    assert said.startswith(b"HTTP/1.1 408 ")
+    error = json.loads(said.partition(b"\r\n\r\n")[2])["error"]
+    assert error["message"] == "the body had not come after 0.3 seconds"
+
+
+@pytest.mark.parametrize("head", [b"", b"POST /tokenize HTTP/1.1\r\nHost: 127.0"])
+def test_half_a_header(running, head):
+    with connect(running) as connection:
+        connection.sendall(head)
+        assert rest(connection) == b""
+
+
+def handlers(running):
+    """Connections that the server waits for."""
+    names = [task.get_coro().__qualname__ for task in asyncio.all_tasks(running._loop)]
+    return names.count("RequestHandler.start")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_that_is_not_read(running, stream):
+    body = {"prompt": "one", "max_tokens": 4000, "n": 16, "stream": stream, "logprobs": 0}
+    with connect(running) as connection:
+        post(connection, "/v1/completions", json.dumps(body).encode())
+        until(lambda: handlers(running) == 1)
+        until(lambda: handlers(running) == 0)
+    assert ask(running, "/health", method="GET")[0] == 200
+    assert waiting(running) == 0

@@ -1,0 +1,302 @@
+"""Weights that a server of jaxrl's pulls from the trainer's process."""
+
+import asyncio
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxrl.rollout.protocol import Request, Sampling
+from jaxrl.rollout.remote.engine import RemoteEngine, RemoteEngineError
+from jaxrl.rollout.remote.http_client import RemoteOptions, Server, ServerError
+from jaxrl.rollout.remote.probe import Probe, make_score
+from jaxrl.rollout.server import service
+from jaxrl.rollout.server.build import make_server
+from jaxrl.rollout.weights import transfer as weight_transfer
+from jaxrl.rollout.weights.groups import Piece
+from jaxrl.rollout.weights.incoming import patience
+from jaxrl.rollout.weights.transfer import WeightTransfer
+from tests.rollout.server.conftest import model_folder, serve_config
+from tests.rollout.server.test_remote_engine import MODEL, PARAMS, engine_of
+from tests.rollout.server.test_server import ask
+
+ASKED = [Request((3, 1, 4), ((1, 2), (1, 3)), Sampling(max_tokens=6, temperature=0.8))]
+GROUP_BYTES = 100_000  # of 505,344: six groups
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return model_folder(tmp_path_factory.mktemp("models") / "first", 0)
+
+
+@pytest.fixture
+def server(folder):
+    running = make_server(serve_config(folder, **{"serve.receive_weights": True}), one_device())
+    running.start()
+    yield running
+    running.stop()
+
+
+def one_device():
+    return jax.devices()[:1]
+
+
+def transferring(server, *, probes=True, recovery=300.0, poll=0.1, hosts=()):
+    return RemoteEngine(
+        [server.url.removesuffix("/v1")] * max(1, len(hosts)),
+        "native",
+        hosts=hosts,
+        weights=WeightTransfer(jnp.float32, GROUP_BYTES),
+        probe=Probe(make_score(MODEL, jnp.float32, None, 16), MODEL.vocab_size, 1e-3)
+        if probes
+        else None,
+        options=RemoteOptions(timeout_seconds=300, recovery_seconds=recovery, poll_seconds=poll),
+    )
+
+
+def tokens(engine):
+    return [(c.tokens, c.log_probs, c.versions) for group in engine.generate(ASKED) for c in group]
+
+
+def test_samples_are_those_with_weights_from_a_folder(server, tmp_path_factory):
+    through_files = engine_of(server, server.limits.weights_root + "/weights", token=None)
+    through_files.update_weights(PARAMS, 5)
+    expected = tokens(through_files)
+    through_files.update_weights(jax.tree.map(jnp.zeros_like, PARAMS), 6)
+    through_files.close()
+    engine = transferring(server)
+    assert len(engine.source.publish(PARAMS, 5).groups) > 4
+    engine.update_weights(PARAMS, 5)
+    assert tokens(engine) == expected
+    engine.close()
+
+
+def test_other_bits_than_were_sent_are_refused_and_the_old_weights_stay(server, monkeypatch):
+    engine = transferring(server, recovery=2.0, poll=60.0)
+    engine.update_weights(PARAMS, 5)
+    expected = tokens(engine)
+    calls = []
+
+    def third_is_wrong(arrays):
+        calls.append(arrays)
+        return [n + (len(calls) == 3) for n in right(arrays)]
+
+    right = weight_transfer.sums
+    monkeypatch.setattr(weight_transfer, "sums", third_is_wrong)
+    new = jax.tree.map(lambda x: x + 1, PARAMS)
+    with pytest.raises(
+        RemoteEngineError, match=r"group 2 of \d+ \(.*\) of version 6 came with oth"
+    ):
+        engine.update_weights(new, 6)
+    assert server.host.guests.version == 5
+    ours = server.host.generate(ASKED)
+    assert [(c.tokens, c.log_probs, c.versions) for g in ours for c in g] == expected
+    engine.close()
+
+
+def test_a_server_that_goes_in_the_middle_leaves_nothing_behind(server, monkeypatch):
+    engine = transferring(server, probes=False, recovery=1.0)
+    received = Server.receive
+
+    async def second_finds_nobody(self, group, seconds):
+        if group["number"] == 1:
+            server.stop()
+        await received(self, group, seconds)
+
+    monkeypatch.setattr(Server, "receive", second_finds_nobody)
+    with pytest.raises(RemoteEngineError, match="no server was ready for 1 s"):
+        engine.update_weights(PARAMS, 5)
+    assert engine.source._ends == {}  # and with them what was offered
+    engine.close()
+
+
+def test_a_server_that_comes_back_gets_the_weights_while_they_are_there(folder, server):
+    """Until the engine sleeps, or the trainer donates them; then it waits for the next."""
+    engine = transferring(server, probes=False, recovery=1.0)
+    params = jax.tree.map(jnp.copy, PARAMS)
+    engine.update_weights(params, 5)
+    expected = tokens(engine)
+    server.host.update_weights(jax.tree.map(jnp.zeros_like, PARAMS), 0)  # as if started again
+    engine._call(engine._bring(engine.servers[0]))
+    assert tokens(engine) == expected
+    server.host.update_weights(PARAMS, 0)
+    jax.tree.leaves(params)[-1].delete()  # as donation does
+    error = engine._call(engine._bring(engine.servers[0]))
+    assert "the trainer is at work on the next version" in str(error)
+    engine.update_weights(PARAMS, 6)
+    engine.sleep()
+    server.host.update_weights(PARAMS, 0)
+    error = engine._call(engine._bring(engine.servers[0]))
+    assert "the trainer is at work on the next version" in str(error)
+    engine.close()
+
+
+PIECE = {"name": "embed", "starts": [0, 0], "shape": [1, 1], "dtype": "float32"}
+GROUP = {
+    "address": "127.0.0.1:1",  # where nobody listens
+    "transfer": "one",
+    "uuid": 1,
+    "version": 3,
+    "number": 0,
+    "count": 1,
+    "dtype": "float32",
+    "pieces": [PIECE],
+    "checksums": [7],
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "said"),
+    [
+        (
+            {"number": 1, "count": 3},
+            502,
+            r"group 1 of 3 \(embed\) of version 3 is not the next .*begin with 0",
+        ),
+        ({"number": 3}, 400, "group 3 of 1, uuid=1"),
+        ({"pieces": None}, 400, "without what belongs in it"),
+        ({"dtype": "int8"}, 400, "dtype='int8'"),
+        ({"address": "nowhere"}, 400, "address='nowhere': must be host:port"),
+        ({"uuid": 2**64}, 400, "uuid=18446744073709551616"),
+        ({}, 502, r"did not come from 127\.0\.0\.1:1: .*refused"),
+        ({"address": "10.0.0.9:22"}, 403, r"10\.0\.0\.9:22': this came from 127\.0\.0\.1"),
+        ({"address": "localhost:22"}, 403, "this came from"),
+        # before anything is allocated or asked for
+        ({"pieces": [PIECE | {"shape": [2**36, 1]}]}, 400, "not a part of embed"),
+        ({"pieces": [PIECE | {"dtype": "garbage"}]}, 400, "comes as garbage; here it is float32"),
+        ({"pieces": [PIECE | {"name": "x"}]}, 400, "x is none of this model's arrays"),
+    ],
+)
+def test_what_is_no_notice_of_weights_is_refused(server, change, status, said):
+    answered, answer = ask(server, "/receive_weights", GROUP | change)
+    assert answered == status
+    assert re.search(said, answer["error"]["message"])
+    assert server.host.guests.version == 0
+
+
+def test_nothing_is_pulled_where_it_is_not_allowed(folder, server, monkeypatch):
+    monkeypatch.setattr(server.limits, "receive_weights", False)
+    answered, answer = ask(server, "/receive_weights", GROUP)
+    assert answered == 403
+    assert "start with serve.receive_weights=true" in answer["error"]["message"]
+
+
+def test_groups_of_two_trainers_are_never_mixed(server):
+    """Both send version 5; the one that began last goes on."""
+    (one, other), host = [WeightTransfer(jnp.float32, GROUP_BYTES) for _ in "ab"], "127.0.0.1"
+    offers = {end: end.publish(PARAMS, 5) for end in (one, other)}
+
+    def send(end, number, transfer):
+        group = end.offer(host, offers[end], number) | {"version": 5, "transfer": transfer}
+        return ask(server, "/receive_weights", group)
+
+    assert send(one, 0, "a")[0] == 200
+    assert send(other, 0, "b")[0] == 200
+    status, answer = send(one, 1, "a")
+    assert status == 502 and "is not the next" in answer["error"]["message"]
+    assert send(other, 1, "b")[0] == 200
+    assert ask(server, "/sleep", {})[0] == 200  # what has come is not what the engine shall have
+    assert send(other, 2, "b")[0] == 502
+    assert server.host.guests.version is None
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Array has been deleted"), OSError("no such host")])
+def test_what_jax_and_sockets_raise_is_an_error_of_that_server(server, monkeypatch, error):
+    """The trainer may donate between the look and the cut; then the next update brings them."""
+    engine = transferring(server, probes=False, recovery=0.5, poll=60.0)
+
+    def failing(*_):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.source, "offer", failing)
+        with pytest.raises(RemoteEngineError, match=f"could not be offered to .*{error}"):
+            engine.update_weights(PARAMS, 5)
+    engine.update_weights(PARAMS, 6)
+    assert server.host.guests.version == 6
+    engine.close()
+
+
+def test_a_keeper_outlives_what_nobody_expected(server, monkeypatch):
+    engine = transferring(server, probes=False, poll=0.05)
+    engine.update_weights(PARAMS, 5)
+    looked = []
+
+    async def failing(self):
+        looked.append(self)
+        if len(looked) < 3:
+            raise KeyError("a bug")
+        return await look(self)
+
+    look = Server.look
+    monkeypatch.setattr(Server, "look", failing)
+    deadline = time.monotonic() + 60
+    while len(looked) < 3 or not engine.servers[0].ready:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    engine.close()
+
+
+def test_what_has_come_is_thrown_away_when_nothing_follows(server, monkeypatch):
+    monkeypatch.setattr(service, "IDLE_SECONDS", 0.0)
+    end = WeightTransfer(jnp.float32, GROUP_BYTES)
+    offer = end.publish(PARAMS, 5)
+    told = {"version": 5, "transfer": "a"}
+    assert ask(server, "/receive_weights", end.offer("127.0.0.1", offer, 0) | told)[0] == 200
+    assert ask(server, "/receive_weights", end.offer("127.0.0.1", offer, 1) | told)[0] == 502
+
+
+def test_a_server_that_hangs_holds_up_the_others_for_a_group_and_no_longer():
+    """Servers are served one after the other; 1800 s is the limit of any other call."""
+    waits = []
+
+    class Hanging:
+        url = "http://127.0.0.1:9"
+
+        async def receive(self, group, seconds):
+            waits.append(seconds)
+            raise ServerError(f"no answer within {seconds:g} s")
+
+    end = WeightTransfer(jnp.float32, GROUP_BYTES)
+    with pytest.raises(ServerError, match="no answer"):
+        asyncio.run(end.give(Hanging(), end.publish(PARAMS, 5), 5, ""))  # pyright: ignore
+    assert 130 < waits[0] <= 130 + GROUP_BYTES / 20e6
+
+
+def test_the_wait_for_a_group_grows_with_its_bytes():
+    assert patience((Piece("a", (0,), (10**9,), "float32"),)) == 120 + 4e9 / 20e6  # 320 s
+
+
+class SlowHost:
+    """Runs; while `starting` is set it is being started."""
+
+    def __init__(self, server):
+        self.url, self.starting = server.url.removesuffix("/v1"), None
+
+    async def ensure(self, folder):
+        while self.starting:
+            await asyncio.sleep(0.01)
+        return False
+
+    def stop(self):
+        pass
+
+
+def test_an_update_does_not_wait_for_a_server_that_is_being_started(server):
+    hosts = [SlowHost(server), SlowHost(server)]
+    engine = transferring(server, probes=False, hosts=hosts)
+    engine.update_weights(PARAMS, 5)
+    _, second = engine.servers
+    hosts[1].starting = True
+    engine._leave_out(second, ServerError("it died"))
+    engine.update_weights(PARAMS, 6)
+    engine.update_weights(PARAMS, 7)
+    assert not second.ready and {v for *_, each in tokens(engine) for v in each} == {7}
+    hosts[1].starting = False
+    deadline = time.monotonic() + 60
+    while not (second.ready and second.version == 7):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    engine.close()

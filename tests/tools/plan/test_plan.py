@@ -1,0 +1,307 @@
+"""Plans of the quickstart on eight host devices, and of machines that are not here."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxrl import config as cfg
+from jaxrl import plan
+from jaxrl.config.platform_defaults import settle
+from jaxrl.tools.plan import costs
+from jaxrl.tools.plan.rates import Rates
+from jaxrl.tools.plan.run import Run
+from jaxrl.tools.plan.topology import machine
+
+ROOT = Path(__file__).parents[3]
+QUICKSTART = f"--config={ROOT / 'configs' / 'quickstart.py'}"
+MESH = "--config.trainer.policy.mesh.fsdp=4", "--config.trainer.policy.mesh.tensor=2"
+WITH_REFERENCE = "--config.trainer.algorithm.use_kl_loss=True"
+PARAMETERS = 126_336  # of configs/tiny_char_model: see test_parameters_of_the_quickstart
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def rates(monkeypatch):
+    """Of a machine that nobody measures."""
+    monkeypatch.setattr(costs, "_measured", lambda: Rates(matmul_flops=1e10, bandwidth=1e9))
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    """Output and figures of a plan."""
+    found = {}
+
+    def run(capsys, *flags):
+        if flags not in found:
+            file = tmp_path_factory.mktemp("plan") / "plan.json"
+            status = plan.main([QUICKSTART, f"--json={file}", *flags])
+            report = json.loads(file.read_text())
+            found[flags] = status, capsys.readouterr().out, report
+        return found[flags]
+
+    return run
+
+
+def phases_of(report):
+    return {phase["name"]: phase for phase in report["phases"]}
+
+
+def test_parameters_of_the_quickstart():
+    # embed 48 x 64; a layer: q 64 x 64, k and v 64 x 32 each, o 64 x 64, MLP 3 x 64 x 256, norms
+    # 2 x 64 and 2 x 16; final norm 64
+    layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 256 + 2 * 64 + 2 * 16
+    assert 48 * 64 + 2 * layer + 64 == PARAMETERS
+
+
+def test_phases_and_what_stays(capsys, planned):
+    status, printed, report = planned(capsys, *MESH, WITH_REFERENCE)
+    assert status == 0
+    assert printed.endswith("fits\n")
+    # 32 prompts x 16 samples = 512 rows, in microbatches of 512 x 4 groups; minibatches of 16
+    # prompts: two updates a step
+    runs = {name: phase["runs"] for name, phase in phases_of(report).items()}
+    assert runs == {
+        "load weights": 1,
+        "prefill": 4,
+        "copy prompts": 1,
+        "decode": 1,
+        "log-probs": 1,
+        "reference": 1,
+        "gradient": 2,
+        "apply": 2,
+    }
+    share = 4 * PARAMETERS / 8  # float32 on fsdp 4 x tensor 2
+    assert report["residents"]["parameters"] == pytest.approx(share, rel=0.1)
+    assert report["residents"]["optimizer"] == pytest.approx(2 * share, rel=0.1)
+    assert report["residents"]["reference"] == report["residents"]["parameters"]
+    # in each of 2 layers 2 heads x 16 wide, keys and values, for 64 positions of 128 slots (the
+    # 512 rows, on four of the eight devices each)
+    assert report["residents"]["engine weights"] >= 4 * PARAMETERS
+
+
+def test_argument_bytes_are_the_analytic_ones(capsys, planned):
+    _, _, report = planned(capsys, *MESH, WITH_REFERENCE)
+    phases, share = phases_of(report), 4 * PARAMETERS / 8
+    # the state: parameters and two moments; and the gradient
+    assert phases["apply"]["arguments"] == pytest.approx(4 * share, rel=0.1)
+    # gradient and parameters; 256 rows of 24 tokens on 4 groups, of each token tokens, positions,
+    # segments and 8 arrays of the loss and its weights with 4 bytes, wanted with 1
+    rows = 256 // 4 * 24 * (4 * (3 + 8) + 1)
+    assert phases["gradient"]["arguments"] == pytest.approx(2 * share + rows, rel=0.1)
+    assert phases["gradient"]["beside"] == pytest.approx(3 * share, rel=0.1)  # moments, reference
+
+
+def test_work_and_its_least_time(capsys, planned):
+    _, _, report = planned(capsys, *MESH, WITH_REFERENCE)
+    phases = phases_of(report)
+    gradient, forward = phases["gradient"], phases["log-probs"]
+    # two minibatches are the whole batch, and a gradient is three forward passes
+    assert gradient["flops"] == pytest.approx(3 * forward["flops"])
+    assert gradient["seconds"]["compute"] == pytest.approx(
+        (gradient["flops"] + gradient["recomputed_flops"]) / (1e10 / 8)
+    )
+    assert gradient["bound"] in gradient["seconds"]
+    assert {"all-reduce", "all-gather"} <= set(gradient["collectives"])
+
+
+def test_a_run_that_does_not_fit_is_refused_with_a_change_that_makes_it_fit(capsys, planned):
+    _, _, report = planned(capsys, *MESH)
+    needed = report["peak"]
+    assert report["peak_phase"] == "gradient"
+    small = f"--hbm-gib={0.6 * needed / GIB}"
+    status, printed, report = planned(capsys, *MESH, small)
+    assert status == 1
+    assert "does not fit: gradient needs" in printed
+    assert "micro_train_batch_size_per_gpu=" in printed
+    assert "applied, fits" in printed
+    flags = [f"--config.{n}={x}" for n, x in report["remedies"][0]["changes"].items()]
+    status, printed, _ = planned(capsys, *MESH, small, *flags)
+    assert status == 0
+    assert printed.endswith("fits\n")
+
+
+def test_an_engine_without_room_for_one_row_is_refused(capsys, planned):
+    status, printed, report = planned(capsys, "--topology=l4:2", "--hbm-gib=0.0005")
+    assert status == 1
+    assert "does not fit: generator.inference_engine.gpu_memory_utilization=0.8" in printed
+    assert report["refusal"]
+
+
+def test_gpus_that_are_not_here_are_estimated(capsys, planned, monkeypatch):
+    monkeypatch.setattr(costs.Compiler, "__call__", None)  # nothing is compiled
+    status, printed, report = planned(capsys, "--topology=h100:4")
+    assert status == 0
+    assert "ESTIMATE: nothing was compiled" in printed
+    assert report["memory"] == 80e9
+    assert all(phase["estimated"] for phase in report["phases"])
+    assert all(phase["temporaries"] > 0 for phase in report["phases"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--topology=v9:2x4"], "--topology=v9:2x4 is not known; write KIND:SIZE"),
+        (["--topology=h100:64"], "XLA_FLAGS=--xla_force_host_platform_device_count=64"),
+        (["--topology=h100:2x4"], "the size of GPUs is their number, as in h100:8"),
+        (
+            ["--topology=h100:8", "--chips-per-host=4"],
+            "--chips-per-host=4 needs a --topology of v5e",
+        ),
+        (["--hbm-gib=-1"], "--hbm-gib=-1 must be positive"),
+        (["--config.trainer.policy.model.path=nowhere/else/none"], "nowhere/else/none"),
+        (["--config.trainer.policy.mesh.tensor=3"], "trainer.policy.mesh"),
+        (["--topologie=v5e:2x4"], "unknown argument '--topologie=v5e:2x4'"),
+    ],
+)
+def test_bad_input_is_named(capsys, flags, message):
+    assert plan.main([QUICKSTART, *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_topology_without_its_compiler_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert plan.main([QUICKSTART, "--topology=v5e:2x4"]) == 2
+    message = "--topology=v5e:2x4 needs the TPU compiler: pip install 'jax[tpu]'"
+    assert message in capsys.readouterr().err
+
+
+def test_help(capsys):
+    assert plan.main(["--help"]) == 0
+    assert "--topology=v5e:2x4" in capsys.readouterr().out
+
+
+@pytest.mark.slow  # the TPU compiler
+def test_a_slice_that_is_not_here(capsys, planned):
+    pytest.importorskip("libtpu")
+    status, printed, report = planned(capsys, "--topology=v5e:2x4", *MESH)
+    assert status == 0, printed
+    assert (report["devices"], report["memory"]) == (8, 15.75 * GIB)
+    # TPUs keep arrays in tiles of 8 x 128: shards as narrow as 32 take up to four times their
+    # bytes. docs/plan.md has models whose shards fill their tiles, within 1 % of the sum
+    share = 4 * PARAMETERS / 8
+    assert 4 * share < phases_of(report)["apply"]["arguments"] < 4 * 4 * share
+    assert not any(phase["estimated"] for phase in report["phases"])
+
+
+@pytest.mark.slow  # the TPU compiler
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--topology=v5e:3x5"], "--topology=v5e:3x5 is not one that libtpu knows"),
+        (["--topology=v5e:8"], "write the chips along each side, for example v5e:2x4"),
+        (
+            ["--topology=v5e:2x4", "--chips-per-host=3"],
+            "--chips-per-host=3 of v5e must be 1, 4 or 8",
+        ),
+        (
+            ["--topology=v5e:2x4", "--config.trainer.policy.mesh.fsdp=16"],
+            "trainer.policy.mesh={'fsdp': 16}: the sizes must multiply to 8",
+        ),
+        (
+            ["--topology=v5e:4x4", "--config.generator.inference_engine.tensor_parallel_size=8"],
+            "tensor_parallel_size=8 is 8, which does not divide 4 devices",  # those of a host
+        ),
+    ],
+)
+def test_slices_that_do_not_exist_or_do_not_suit_the_mesh(capsys, flags, message):
+    pytest.importorskip("libtpu")
+    assert plan.main([QUICKSTART, "--estimate", *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow  # the TPU compiler
+def test_each_host_samples_with_weights_of_its_own(capsys, planned):
+    pytest.importorskip("libtpu")
+    status, printed, report = planned(capsys, "--estimate", "--topology=v5e:4x4")
+    assert status == 0
+    assert "note: 4 processes of 4 devices: each samples 1/4 of the prompts" in printed
+    _, _, alone = planned(capsys, "--estimate", "--topology=v5e:2x2")
+    # a quarter of the rows on as many devices: a quarter of the cache; the same whole weights
+    assert report["residents"]["KV cache"] == alone["residents"]["KV cache"] / 4
+    assert report["residents"]["engine weights"] == alone["residents"]["engine weights"]
+    # 4 devices hold the copy; a fourth of the parameters each, in float32
+    load = phases_of(report)["load weights"]
+    assert load["arguments"] == pytest.approx(4 * PARAMETERS / 4, rel=0.1)
+    assert load["sent"] == pytest.approx(4 * PARAMETERS * 15 / 16)
+    status, printed, report = planned(
+        capsys, "--estimate", "--topology=v5e:2x4", "--chips-per-host=4"
+    )
+    assert report["hosts"] == 2
+
+
+@pytest.mark.slow  # the TPU compiler
+def test_programs_of_one_host_of_many_compile(capsys, planned):
+    pytest.importorskip("libtpu")
+    status, printed, report = planned(capsys, "--topology=v5e:4x4", *MESH[1:])
+    assert status == 0, printed
+    assert not any(phase["estimated"] for phase in report["phases"])
+    # what the trainer keeps is there while the engine samples
+    assert phases_of(report)["decode"]["beside"] >= 3 * 4 * PARAMETERS / 16
+
+
+def test_adapters_rest_on_a_base_that_the_reference_shares(capsys, planned):
+    rank = "--config.trainer.policy.model.lora.rank=4"
+    _, _, report = planned(capsys, "--estimate", WITH_REFERENCE, rank)
+    stay = report["residents"]
+    assert stay["base"] == pytest.approx(4 * PARAMETERS / 8, rel=0.1)
+    assert "reference" not in stay
+    # of 2 layers: A 64 x 4 and B 4 x 64 of q and o, 4 x 32 for k and v, 4 x 256 for gate and up,
+    # A 256 x 4 and B 4 x 64 of down
+    pairs = 2 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 256)) * 4
+    assert 4 * pairs / 8 <= stay["parameters"] <= 4 * pairs
+    phases = phases_of(report)
+    # frozen weights: their own gradients are not computed
+    assert phases["gradient"]["flops"] == pytest.approx(2 * phases["reference"]["flops"])
+    assert phases["apply"]["arguments"] == pytest.approx(4 * stay["parameters"], rel=0.1)
+
+
+def test_a_critic_is_a_second_model(capsys, planned):
+    path = ROOT / "configs" / "guess_number_ppo.py"
+    _, _, report = planned(capsys, "--estimate", f"--config={path}")
+    names = list(phases_of(report))
+    assert names.index("values") < names.index("critic gradient") < names.index("gradient")
+    assert report["residents"]["critic optimizer"] >= 2 * report["residents"]["critic"]
+
+
+def test_weights_and_moments_in_host_memory_leave_the_device(capsys, planned):
+    flag = "--config.trainer.policy.optimizer_config.offload_after_step=True"
+    _, printed, report = planned(capsys, "--estimate", flag)
+    assert report["residents"]["optimizer"] == 0
+    assert "in host memory" in printed
+    assert phases_of(report)["apply"]["beside"] == 0
+
+
+def test_from_the_second_turn_on_every_sample_prefills_for_itself(capsys, planned):
+    """32 prompts of 16 tokens are one chunk each; then two turns of 32 x 16 samples, a chunk each:
+    of 40 tokens 40 - 16 - 2 x 6 = 12 were told. 32 + 2 x 512 = 1056 chunks, eight in a call.
+    """
+    turns = "--config.generator.max_turns=3", "--config.generator.max_input_length=40"
+    _, _, report = planned(capsys, "--estimate", *MESH, *turns)
+    assert phases_of(report)["prefill"]["runs"] == 1056 / 8
+
+
+@pytest.mark.parametrize(("endpoint", "chunks"), [(False, 1), (True, 2)])
+def test_a_turn_prefills_what_is_new_in_a_kept_slot_and_else_its_history(
+    capsys, planned, endpoint, chunks
+):
+    """Of inputs of 840 tokens 840 - 16 - 4 x 6 = 800 were told, 200 before each of four turns: one
+    chunk of 256 positions. Histories have (16 + 840) / 2 = 428 tokens, two chunks.
+    """
+    flags = (
+        "--config.generator.max_turns=5",
+        "--config.generator.max_input_length=840",
+        f"--config.generator.inference_engine.enable_http_endpoint={endpoint}",
+    )
+    _, _, report = planned(capsys, "--estimate", *MESH, *flags)
+    assert phases_of(report)["prefill"]["runs"] == (32 + 4 * 512 * chunks) / 8
+
+
+def test_the_prefill_that_is_planned_is_that_of_later_turns():
+    """52 tokens in a slot of 64 fit into the chunk of a first turn, which sees itself alone."""
+    config, _ = settle(cfg.resolve(cfg.load_config_file(str(ROOT / "configs" / "guess_number.py"))))
+    run = Run(config, machine())
+    engine = run.engine()
+    assert engine is not None
+    prefill = engine.calls(run.engine_params(), run.requests())["prefill"]
+    assert prefill.options == {"length": 64}

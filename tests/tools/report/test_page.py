@@ -1,0 +1,148 @@
+"""The page as a file, and the command that writes it."""
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+
+import pytest
+
+from jaxrl.report import main, report
+from jaxrl.tools.report.blob import unpack
+from tests.tools.report.made_run import HOSTILE, make_run
+
+DATA = r'<script type="[^"]*" id="{}">([^<]*)</script>'
+
+
+def element(text, name):
+    return re.search(DATA.format(name), text)[1]
+
+
+def without_data(text):
+    return re.sub(DATA.format('[^"]*'), "", text)
+
+
+def manifest(text):
+    return json.loads(element(text, "manifest"))
+
+
+@pytest.fixture
+def run(tmp_path):
+    return make_run(tmp_path / "run")
+
+
+def test_the_page_of_a_real_run(finished, tmp_path, capsys):
+    folder = tmp_path / "quickstart"
+    shutil.copytree(finished[0] / "quickstart", folder)
+    assert main([str(folder)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said == [f"{folder / 'report.html'}: {said[-1].split(': ')[1]}"]  # nothing is missing
+    text = (folder / "report.html").read_text()
+    (about,) = manifest(text)["runs"]
+    assert about["trajectories"] == {"kept": 64, "of": 64, "steps_left_out": 0}
+    assert about["known_tokens"]
+    assert {step: of for step, (_, of) in about["steps"].items()} == dict.fromkeys("1234", 4)
+    header, arrays = unpack(element(text, "t0-2").split(" ")[1])
+    assert header["uid"] == about["steps"]["2"][0][1]
+    assert len(header["rows"]) == 4
+    # a dumped batch beside it: advantages, and the trainer's log-probs, near the sampler's
+    assert set(arrays) >= {"log_probs", "advantages", "log_ratios", "trained"}
+    assert abs(arrays["log_ratios"]).max() < 1e-3
+    header, _ = unpack(element(text, "m0"))
+    assert {"reward/avg_raw_reward", "policy/grad_norm", "eval/all/avg_score"} <= set(
+        header["names"]
+    )
+    assert "generate" in header["phases"]
+
+
+def test_what_a_trajectory_says_cannot_become_html(tmp_path):
+    folder = make_run(
+        tmp_path / "<script>alert(1)<",
+        metrics=lambda step: {HOSTILE: 1.0},
+        groups=lambda step: [(HOSTILE, HOSTILE, [(HOSTILE, 1.0)])],
+        run_name=HOSTILE,
+    )
+    path, _ = report(folder)
+    text = path.read_text()
+    own = [f'id="{name}"' for name in ("manifest", "m0", "v0", "t0-1", "t0-2", "t0-3")]
+    assert text.count("<script") == text.count("</script") == len(own) + 1
+    assert all(name in text for name in own)
+    assert "hurt" not in without_data(text)
+    assert "<img" not in text
+    (about,) = manifest(text)["runs"]
+    assert about["steps"]["1"][0] == [HOSTILE]
+
+
+def test_nothing_can_be_fetched_and_no_other_script_runs(run):
+    text = report(run)[0].read_text()
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)[1]
+    script = re.search(r"<script>(.*)</script>\n</body>", text, re.DOTALL)[1]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert policy.startswith(f"default-src 'none'; script-src 'sha256-{digest}';")
+    page = without_data(text)
+    assert not re.search(r'(src|href)="(?!#main)', page)
+    assert re.findall(r"\w+://[\w./]*", page) == ["http://www.w3.org/2000/svg"]  # a name
+
+
+def test_the_limit_holds_and_the_page_says_what_was_left_out(tmp_path):
+    def groups(step):  # text that does not compress
+        words = [hashlib.sha256(f"{step} {i}".encode()).hexdigest() for i in range(200)]
+        return [(f"0:{g}", "?", [("".join(words[g * 20 : g * 20 + 20]), 1.0)]) for g in range(10)]
+
+    folder = make_run(tmp_path / "run", steps=6, groups=groups)
+    whole = report(folder)[0].stat().st_size
+    path, _ = report(folder, max_mb=(whole - 20_000) / 1e6)
+    assert path.stat().st_size <= whole - 20_000
+    (about,) = manifest(path.read_text())["runs"]
+    kept = about["trajectories"]["kept"]
+    assert 0 < kept < about["trajectories"]["of"] == 60
+    assert kept == sum(len(uids) for uids, _ in about["steps"].values())
+    assert {of for _, of in about["steps"].values()} == {10}
+
+
+def test_two_runs(tmp_path):
+    one, other = make_run(tmp_path / "one"), make_run(tmp_path / "other", steps=2)
+    path, _ = report(one, other, output=tmp_path / "both.html")
+    text = path.read_text()
+    assert [x["name"] for x in manifest(text)["runs"]] == ["one", "other"]
+    assert element(text, "t1-2")
+    assert 'id="t1-3"' not in text
+    assert not (one / "report.html").exists()
+
+
+def test_a_run_that_lacks_nearly_everything(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert main([str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    for missing in ("no config.yaml", "no run.db", "no whole line", "no recorded trajectories"):
+        assert missing in said
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        (["none"], "none is not a folder"),
+        (["run", "--against", "none"], "none is not a folder"),
+        (["run", "--output", "none/page.html"], "--output=none/page.html: none is not a folder"),
+        (["run", "--output", "run"], "--output=run is a folder"),
+        (["run", "--max-mb", "0"], "--max-mb=0: must be above 0"),
+        (["run", "--max-mb", "0.01"], "without any trajectory the page has"),
+        (["run", "--tokenizer", "run"], "holds no tokenizer"),
+    ],
+)
+def test_bad_input(run, monkeypatch, capsys, flags, says):
+    monkeypatch.chdir(run.parent)
+    assert main(flags) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert says in error
+    assert not (run / "report.html").exists()
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert "--against" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", "--unknown"])

@@ -1,0 +1,193 @@
+"""The head in chunks, on the wanted tokens alone, against the whole [B, T, V]."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxrl.training.forward
+from jaxrl.array_ops import entropy, keep_only, token_log_probs
+from jaxrl.data.packing import one_per_row
+from jaxrl.models import TransformerConfig, forward, init_params, unembed
+from jaxrl.parallel import ShardingRules, batch_sharding, make_mesh
+from jaxrl.training.forward import log_probs_and_entropy
+
+TEMPERATURE = 0.8
+ROWS, WIDTH = 8, 16
+TIED = TransformerConfig(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    initializer_range=0.3,
+)
+UNTIED = TransformerConfig(**{**vars(TIED), "tie_embeddings": False})
+
+
+@pytest.fixture(name="rows")
+def rows_fixture():
+    """Tokens, lengths, a mask with holes (two turns) and an empty row, and cotangents."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 61, (ROWS, WIDTH))
+    lengths = np.array([16, 16, 12, 9, 7, 5, 16, 3], np.int32)
+    mask = (np.arange(WIDTH) >= 4) & (np.arange(WIDTH) < lengths[:, None])
+    mask[0, 6:9] = False
+    mask[6] = False
+    return tokens, lengths, mask.astype(np.float32), rng.normal(size=(2, ROWS, WIDTH))
+
+
+def whole(config, params, tokens, lengths, mask, keep=True):
+    """The same by materialising the logits of every token."""
+    positions = jnp.broadcast_to(jnp.arange(WIDTH), tokens.shape)
+    segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
+    hidden = forward(config, params, tokens, positions, segment_ids)
+    logits = jnp.where(keep, unembed(config, params, hidden[:, :-1]) / TEMPERATURE, -1e9)
+    first = ((0, 0), (1, 0))
+    log_probs = jnp.pad(token_log_probs(logits, tokens[:, 1:]), first)
+    return log_probs * mask, jnp.pad(entropy(logits), first) * mask
+
+
+def weighted(function, cotangents):
+    def total(params):
+        log_probs, entropies = function(params)
+        return (cotangents[0] * log_probs).sum() + (cotangents[1] * entropies).sum()
+
+    return total
+
+
+@pytest.mark.parametrize("config", [TIED, UNTIED], ids=["tied", "untied"])
+@pytest.mark.parametrize("chunk_tokens", [1, 40, 10_000], ids=["1 column", "5 columns", "all"])
+def test_values_and_gradients_are_those_of_all_logits(monkeypatch, rows, config, chunk_tokens):
+    monkeypatch.setattr(jaxrl.training.forward, "CPU_CHUNK_TOKENS", chunk_tokens)
+    tokens, lengths, mask, cotangents = rows
+    params = init_params(config, 0)
+    chunked = functools.partial(
+        log_probs_and_entropy,
+        config,
+        rows=one_per_row(tokens, lengths, mask),
+        temperature=TEMPERATURE,
+        dtype=jnp.float32,
+    )
+    expected = functools.partial(whole, config, tokens=tokens, lengths=lengths, mask=mask)
+    for ours, theirs in zip(jax.jit(chunked)(params), jax.jit(expected)(params), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6)
+        assert np.abs(theirs).max() > 1
+    ours = jax.jit(jax.grad(weighted(chunked, cotangents)))(params)
+    theirs = jax.jit(jax.grad(weighted(expected, cotangents)))(params)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()),
+        ours,
+        theirs,
+    )
+
+
+@pytest.mark.parametrize("config", [TIED, UNTIED], ids=["tied", "untied"])
+def test_a_chunk_is_as_wide_as_the_logits_of_its_vocabulary_allow(monkeypatch, rows, config):
+    """8 rows of 61 logits: 61 x 8 x 9 of them are 9 columns, by eights 8. Width 32 would be 16."""
+    widths = []
+    monkeypatch.setattr(jaxrl.training.forward, "CHUNK_LOGITS", 61 * 8 * 9)
+    monkeypatch.setattr(
+        jaxrl.training.forward, "_chunk", lambda x, i, width: widths.append(width) or x[:, :width]
+    )
+    tokens, lengths, mask, _ = rows
+    given = {"rows": one_per_row(tokens, lengths, mask), "temperature": 1.0, "dtype": jnp.float32}
+    call = functools.partial(log_probs_and_entropy, config, **given)
+    jax.eval_shape(call, init_params(config, 0))
+    assert set(widths) == {8}
+
+
+def test_rows_on_eight_devices_give_the_same(rows):
+    tokens, lengths, mask, cotangents = rows
+    params = init_params(TIED, 0)
+
+    @jax.jit
+    def gradient(params, rows):
+        call = functools.partial(
+            log_probs_and_entropy,
+            TIED,
+            rows=rows,
+            temperature=TEMPERATURE,
+            dtype=jnp.float32,
+        )
+        return jax.grad(weighted(call, cotangents))(params)
+
+    given = one_per_row(tokens, lengths, mask)
+    alone = gradient(params, given)
+    spread = jax.device_put(given, batch_sharding(make_mesh(), ShardingRules()))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()),
+        gradient(params, spread),
+        alone,
+    )
+
+
+def test_only_kept_ids_count():
+    """logits [1, 2, 3, 4] of ids 0 to 3; of three places, one keeps 0 and 2, one all, one 3."""
+    logits = np.tile(np.float32([1, 2, 3, 4]), (1, 3, 1))
+    kept = np.int32([[[0, 2], [-1, -1], [3, -1]]])
+    left = keep_only(logits, kept)
+    log_probs = token_log_probs(left, np.int32([[0, 3, 3]]))
+    e = np.exp([1.0, 2.0, 3.0, 4.0])
+    expected = [1 - np.log(e[0] + e[2]), 4 - np.log(e.sum()), 0.0]
+    np.testing.assert_allclose(log_probs[0], expected, rtol=1e-6)
+    # of two outcomes e and e^3: p = 1 / (1 + e^2)
+    p = 1 / (1 + np.exp(2.0))
+    entropies = entropy(left)[0]
+    assert entropies[0] == pytest.approx(-p * np.log(p) - (1 - p) * np.log(1 - p), rel=1e-6)
+    assert entropies[2] == 0
+    gradient = jax.grad(lambda x: token_log_probs(keep_only(x, kept), np.int32([[0, 3, 3]])).sum())
+    # d log p_0 = 1 - p at 0, -(1 - p) at 2, nothing elsewhere; the third place is certain
+    found = gradient(logits)[0]
+    np.testing.assert_allclose(found[0], [1 - p, 0, p - 1, 0], rtol=1e-6)
+    np.testing.assert_allclose(found[2], 0, atol=0)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 10_000])
+def test_kept_ids_go_through_the_chunks(monkeypatch, rows, chunk_tokens):
+    monkeypatch.setattr(jaxrl.training.forward, "CPU_CHUNK_TOKENS", chunk_tokens)
+    tokens, lengths, mask, cotangents = rows
+    rng = np.random.default_rng(1)
+    kept = rng.integers(-1, 61, (ROWS, WIDTH, 5))
+    kept[..., 0] = tokens  # what was drawn is among them
+    kept[:, 5::3] = -1
+
+    def ours(params):
+        given = one_per_row(tokens, lengths, mask, kept)
+        return log_probs_and_entropy(
+            TIED, params, given, temperature=TEMPERATURE, dtype=jnp.float32
+        )
+
+    def theirs(params):
+        keep = np.zeros((ROWS, WIDTH, 61), bool)
+        for b, t in np.ndindex(ROWS, WIDTH):
+            ids = kept[b, t][kept[b, t] >= 0]
+            keep[b, t, ids if len(ids) else slice(None)] = True
+        return whole(TIED, params, tokens, lengths, mask, keep[:, 1:])
+
+    params = init_params(TIED, 0)
+    for found, expected in zip(jax.jit(ours)(params), jax.jit(theirs)(params), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
+    found, expected = (jax.jit(jax.grad(weighted(f, cotangents)))(params) for f in (ours, theirs))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()),
+        found,
+        expected,
+    )
+
+
+def test_without_entropy_it_is_zero(rows):
+    tokens, lengths, mask, _ = rows
+    log_probs, entropies = log_probs_and_entropy(
+        TIED,
+        init_params(TIED, 0),
+        one_per_row(tokens, lengths, mask),
+        temperature=TEMPERATURE,
+        dtype=jnp.float32,
+        with_entropy=False,
+    )
+    assert not np.any(entropies) and np.any(log_probs)
