@@ -1,6 +1,6 @@
 """Compare losses and estimators on a recorded batch: what would each do to the parameters?
 
-    python -m jaxrl.compare RUN --step=12 --losses=regular,gspo,cispo --estimators=grpo,rloo
+    python -m jaxrl.compare RUN --step=12 --losses=regular,gspo,sapo --estimators=grpo,rloo
 
     RUN            folder of a run (config.yaml, run.db, rollouts)
     --step         whose recorded rollouts; the parameters are those before it, as replay has them

@@ -51,8 +51,8 @@ UPWARD = {
     ("rollout/build_workers.py", "jaxrl.cluster.rollout_worker"),
     ("train.py", "jaxrl.cluster.environment_workers"),
 }
-# The maths knows no framework but these.
-MATHS_PACKAGES = {"jax", "chex", "jaxrl", "typing"}
+# The maths knows no framework but these, and what types are written with.
+MATHS_PACKAGES = {"jax", "chex", "jaxrl", "collections", "typing"}
 
 PATHS = {
     ".".join(["jaxrl", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(

@@ -19,8 +19,7 @@ from orbax.checkpoint._src.path.atomicity import AtomicRenameTemporaryPath
 
 from jaxrl import config as cfg
 from jaxrl.audit import audit
-from jaxrl.envs.toys.guess_number import GuessNumberEnv
-from jaxrl.envs.toys.guess_number import prompts as guesses
+from jaxrl.envs.toys.guess_number import GuessNumberEnv, prompts as guesses
 from jaxrl.files import FolderError
 from jaxrl.records.checkpoint import Checkpointer
 from jaxrl.train import BasePPOExp, main, train

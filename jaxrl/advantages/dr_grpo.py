@@ -3,6 +3,7 @@
 from typing import Any
 
 from jaxrl.advantages.grpo import grpo
+from jaxrl.advantages.row import Estimator
 from jaxrl.array_ops import Array
 
 
@@ -42,3 +43,10 @@ def dr_grpo(
         loss_mask=loss_mask,
         valid_mask=valid_mask,
     )
+
+
+ROW = Estimator(
+    dr_grpo,
+    lambda s, group: f"A = R - mean_G R, {group}",
+    paper="https://arxiv.org/abs/2503.20783",
+)

@@ -5,6 +5,7 @@ from typing import Any
 import chex
 import jax.numpy as jnp
 
+from jaxrl.advantages.row import Estimator
 from jaxrl.array_ops import Array, discounted_sums, step_ids, sum_by_step, whiten
 
 
@@ -58,3 +59,15 @@ def gae(
         jnp.take_along_axis(x, ids, axis=-1) * mask for x in (estimates, estimates + state_values)
     )
     return whiten(advantages, mask), returns
+
+
+ROW = Estimator(
+    gae,
+    lambda s, group: (
+        f"A = normalised G_t = d_t + {s['gamma'] * s['lambd']:g} G_t+1, "
+        f"d_t = r_t + {s['gamma']:g} V_t+1 - V_t"
+    ),
+    paper="https://arxiv.org/abs/1506.02438",
+    per_token=True,
+    needs_values=True,
+)

@@ -5,6 +5,7 @@ from typing import Any
 import chex
 import jax.numpy as jnp
 
+from jaxrl.advantages.row import Estimator, relative
 from jaxrl.array_ops import Array, group_centred, group_sum
 
 
@@ -78,3 +79,10 @@ def group_relative(
     variance = group_sum(jnp.square(centred), index) / jnp.maximum(others, 1)
     std = jnp.where(alone, 1.0, jnp.sqrt(variance))
     return centred / (std + epsilon) if by_std else centred
+
+
+ROW = Estimator(
+    grpo,
+    lambda s, group: f"A = {relative(s)}, {group}",
+    paper="https://arxiv.org/abs/2402.03300",
+)

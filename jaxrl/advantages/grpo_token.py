@@ -5,6 +5,7 @@ from typing import Any
 import chex
 
 from jaxrl.advantages.grpo import counted_rows, group_relative
+from jaxrl.advantages.row import Estimator, relative
 from jaxrl.array_ops import Array, discounted_sums
 
 
@@ -50,3 +51,11 @@ def grpo_token(
     counted = counted_rows(response_mask, loss_mask, valid_mask)
     advantages = group_relative(returns, index, counted, by_std=grpo_norm_by_std, epsilon=epsilon)
     return advantages * response_mask, returns * response_mask
+
+
+ROW = Estimator(
+    grpo_token,
+    lambda s, group: f"A = {relative(s)}, R = r_t + {s['gamma']:g} R_t+1, {group}",
+    paper="https://arxiv.org/abs/2402.03300",
+    per_token=True,
+)

@@ -6,6 +6,7 @@ import chex
 import jax.numpy as jnp
 
 from jaxrl.advantages.grpo import counted_rows
+from jaxrl.advantages.row import Estimator
 from jaxrl.array_ops import Array, group_centred, group_sum
 
 
@@ -54,3 +55,13 @@ def maxrl(
     relative = jnp.where(alone & counted, scores, relative)
     advantages = relative[:, None] * response_mask
     return advantages, advantages
+
+
+ROW = Estimator(
+    maxrl,
+    lambda s, group: (
+        f"A = (R - mean_G R) / (mean_G R + {s['epsilon']}), 0 if mean_G R <= 0, {group}"
+    ),
+    paper="https://arxiv.org/abs/2602.02710",
+    binary_rewards=True,
+)

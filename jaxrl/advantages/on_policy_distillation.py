@@ -5,6 +5,7 @@ from typing import Any
 import chex
 import jax.numpy as jnp
 
+from jaxrl.advantages.row import Estimator
 from jaxrl.array_ops import Array
 
 
@@ -44,3 +45,13 @@ def on_policy_distillation(
     mask = response_mask if loss_mask is None else loss_mask * response_mask
     advantages = jnp.where(mask != 0, ref_log_probs - old_log_probs, 0)
     return advantages, advantages
+
+
+ROW = Estimator(
+    on_policy_distillation,
+    lambda s, group: "A = ref_log_probs - old_log_probs; rewards do not count",
+    paper="https://arxiv.org/abs/2306.13649",
+    per_token=True,
+    needs_teacher=True,
+    uses_rewards=False,
+)

@@ -5,6 +5,7 @@ from typing import Any
 import chex
 import jax.numpy as jnp
 
+from jaxrl.advantages.row import Estimator
 from jaxrl.array_ops import Array, discounted_sums, step_ids, sum_by_step, whiten
 
 
@@ -43,3 +44,13 @@ def reinforce_plus_plus(
     rewards = sum_by_step(jnp.where(response_mask != 0, token_level_rewards, 0), ids)
     returns = jnp.take_along_axis(discounted_sums(rewards, gamma), ids, axis=-1) * mask
     return whiten(returns, mask), returns
+
+
+ROW = Estimator(
+    reinforce_plus_plus,
+    lambda s, group: (
+        f"A = (R_t - mean R_t) / std R_t over the batch, R_t = r_t + {s['gamma']:g} R_t+1"
+    ),
+    paper="https://arxiv.org/abs/2501.03262",
+    per_token=True,
+)

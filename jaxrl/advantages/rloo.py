@@ -6,6 +6,7 @@ import chex
 import jax.numpy as jnp
 
 from jaxrl.advantages.grpo import counted_rows
+from jaxrl.advantages.row import Estimator
 from jaxrl.array_ops import Array, group_centred, group_sum
 
 
@@ -45,3 +46,10 @@ def rloo(
     centred = group_centred(scores, index, counted)
     advantages = (centred * count / others)[:, None] * response_mask
     return advantages, advantages
+
+
+ROW = Estimator(
+    rloo,
+    lambda s, group: f"A = R - mean of the others in G, {group}",
+    paper="https://arxiv.org/abs/2402.14740",
+)

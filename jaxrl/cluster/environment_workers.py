@@ -13,8 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxrl import config as cfg
-from jaxrl import envs
+from jaxrl import config as cfg, envs
 from jaxrl.cluster.environment_actor import EnvironmentWorker, Failed
 from jaxrl.cluster.initialize import initialize_ray
 from jaxrl.cluster.ray_import import ray

@@ -3,16 +3,10 @@
 from jaxrl.config.algorithm import AlgorithmConfig
 from jaxrl.config.errors import fail
 from jaxrl.config.needs import corrects_itself, is_builtin_loss, loss_name, ratio_anchor
+from jaxrl.losses import ROWS
 from jaxrl.losses.off_policy import correction_enabled
 
 _ALGORITHM = "trainer.algorithm"
-UNCORRECTED = {
-    "clip_cov": "it chooses tokens by its own statistics of the minibatch",
-    "kl_cov": "it chooses tokens by its own statistics of the minibatch",
-    "gmpo": "there is none of a geometric mean",
-    "cross_entropy": "it has no ratio",
-}
-"""Losses without an off-policy correction, and why."""
 
 
 def check_old_log_probs(algorithm: AlgorithmConfig) -> None:
@@ -29,14 +23,6 @@ def check_old_log_probs(algorithm: AlgorithmConfig) -> None:
             "off_policy_correction weighs by old_log_probs - rollout_log_probs, which is then 0, "
             "and the ratio of the loss is against the rollout policy already; set 'trainer', or "
             f"turn off {_ALGORITHM}.off_policy_correction.*"
-        )
-        fail(field, value, fix)
-    decoupled = loss_name(algorithm) == "decoupled_ppo"
-    if decoupled and algorithm.decoupled_ppo.proximal == "forward":
-        fix = (
-            "policy_loss_type='decoupled_ppo' would be clipped around the sampler itself, which is "
-            "'regular'; set 'trainer', or decoupled_ppo.proximal='log_linear', which needs no "
-            "forward pass either"
         )
         fail(field, value, fix)
 
@@ -74,16 +60,20 @@ def check_anchor(algorithm: AlgorithmConfig, max_staleness_steps: int) -> None:
         return
     if algorithm.off_policy_correction.tis_ratio_type is not None:
         return
-    others = (
-        "policy_loss_type='decoupled_ppo', 'rollout_is', 'dppo', or 'cispo' with "
-        "cispo.cispo_anchor='rollout'"
-    )
+    default = AlgorithmConfig()
+    others = [
+        repr(other)
+        for other, row in ROWS.items()
+        if row.corrects_itself or row.anchor(default) == "rollout"
+    ]
+    others += [f"{n!r} with {row.anchor_setting}" for n, row in ROWS.items() if row.anchor_setting]
+    choices = f"policy_loss_type={', '.join(others[:-1])} or {others[-1]}"
     stale = f"with trainer.fully_async.max_staleness_steps={max_staleness_steps}: "
     if ratio_anchor(algorithm) is None:
         why = "it has no ratio, and learns what an older policy said as if it were the policy's own"
-        fail(f"{_ALGORITHM}.policy_loss_type", name, f"{stale}{why}; set {others}")
-    fix = f"{others}; or {_ALGORITHM}.old_log_probs='rollout'"
-    if name not in UNCORRECTED:
+        fail(f"{_ALGORITHM}.policy_loss_type", name, f"{stale}{why}; set {choices}")
+    fix = f"{choices}; or {_ALGORITHM}.old_log_probs='rollout'"
+    if not ROWS[name].uncorrected:
         fix += f" or {_ALGORITHM}.off_policy_correction.tis_ratio_type='token'"
     why = "its ratio is against the policy at the start of the step, and an older one sampled"
     fail(f"{_ALGORITHM}.policy_loss_type", name, f"{stale}{why}; set {fix}")

@@ -7,14 +7,13 @@ from typing import Any
 
 from jaxrl.config.environment import SkyRLGymConfig
 from jaxrl.config.errors import fail
-from jaxrl.config.needs import estimator_name
+from jaxrl.config.needs import estimator_name, estimator_row
 from jaxrl.config.train_config import TrainConfig
 from jaxrl.functions import called_name, import_call
 from jaxrl.registry import accepted_keywords
 from jaxrl.registry.contracts import REWARD_KEYWORDS, check_reward_signature
 
 _EMPTY_TURN = dict.fromkeys(REWARD_KEYWORDS) | {"action": "", "tokens": [], "reward": 0.0}
-_EVERY_TOKEN_COUNTS = ("gae", "reinforce++", "grpo_token", "on_policy_distillation")
 
 
 def check_conversations(config: TrainConfig) -> None:
@@ -61,6 +60,7 @@ def _check_step_wise(config: TrainConfig) -> None:
     """A row per turn has one advantage for all rows of a trajectory."""
     generator, algorithm = config.generator, config.trainer.algorithm
     estimator, reduction = estimator_name(algorithm), algorithm.loss_reduction
+    row = estimator_row(algorithm)
     excluded: tuple[tuple[str, Any, bool, str], ...] = (
         ("generator.batched", True, generator.batched, "set it to False"),
         (
@@ -72,7 +72,7 @@ def _check_step_wise(config: TrainConfig) -> None:
         (
             "trainer.algorithm.advantage_estimator",
             estimator,
-            estimator in _EVERY_TOKEN_COUNTS,
+            row is not None and row.per_token,
             "it needs the rewards of a trajectory in one row; set 'grpo', 'rloo' or 'maxrl'",
         ),
         (

@@ -3,7 +3,7 @@
 import inspect
 import warnings
 
-from jaxrl.advantages import ESTIMATORS
+from jaxrl.advantages import ROWS
 from jaxrl.config.errors import fail
 from jaxrl.config.needs import has_critic, needs_reference
 from jaxrl.config.train_config import TrainConfig
@@ -22,7 +22,10 @@ def check_critic(config: TrainConfig) -> None:
     trainer, name = config.trainer, config.trainer.algorithm.advantage_estimator
     parameters = inspect.signature(AdvantageEstimatorRegistry.resolve(name)).parameters
     values = parameters.get("values")
-    required = name == "gae" or (values is not None and values.default is values.empty)
+    row = ROWS.get(name)
+    required = (row is not None and row.needs_values) or (
+        values is not None and values.default is values.empty
+    )
     if required and not has_critic(trainer):
         fail(
             _ESTIMATOR,
@@ -34,7 +37,7 @@ def check_critic(config: TrainConfig) -> None:
         return
     _check_head(trainer)
     rest = [p for p in parameters.values() if p.kind is p.VAR_KEYWORD]
-    if (name in ESTIMATORS and name != "gae") or not (values or rest):
+    if (row and not row.needs_values) or not (values or rest):
         warnings.warn(
             f"{_ESTIMATOR}={name!r} takes no values: the critic of trainer.critic.model.path="
             f"{trainer.critic.model.path!r} is trained, and has no effect",

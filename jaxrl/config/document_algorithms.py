@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 from jaxrl.advantages import ESTIMATORS
 from jaxrl.advantages.normalize import normalize_advantages
 from jaxrl.config.algorithm import AlgorithmConfig
-from jaxrl.config.anchor_checks import UNCORRECTED
 from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.grpo_variants import GRPO_VARIANTS, GRPOVariant
 from jaxrl.config.needs import allowed_reductions, ratio_anchor
 from jaxrl.data.selection import soft_overlong_punishment
-from jaxrl.losses import BATCH_STATISTICS, LOSSES
+from jaxrl.losses import ROWS
 from jaxrl.losses.kl import adaptive_kl_coef, approximate_kl, penalized_rewards
 from jaxrl.losses.off_policy import off_policy_correction
 from jaxrl.losses.reduction import REDUCTIONS, reduction_weights
+from jaxrl.losses.row import Loss
 from jaxrl.losses.value import value_loss
 from jaxrl.registry.contracts import ESTIMATOR_DATA
 
@@ -82,7 +82,7 @@ class Docstring(NamedTuple):
 
 def algorithms_page() -> str:
     """The text of docs/algorithms.md."""
-    losses = [_function(name, func, _loss_facts(name, func)) for name, func in LOSSES.items()]
+    losses = [_function(name, row.fn, _loss_facts(name, row)) for name, row in ROWS.items()]
     estimators = [_function(n, f, _estimator_facts(f)) for n, f in ESTIMATORS.items()]
     parts = [_INTRODUCTION, _overview(), "\n## Policy losses\n\n`policy_loss_type`\n", *losses]
     parts += ["\n## Advantage estimators\n\n`advantage_estimator`; rewards r_t, scores s.\n"]
@@ -113,8 +113,8 @@ def main() -> None:
 def _overview() -> str:
     """What each loss allows, at a glance."""
     lines = ["\n| loss | ratio against | off-policy correction | reductions |", "|---|---|---|---|"]
-    for name, func in LOSSES.items():
-        facts = _loss_facts(name, func)
+    for name, row in ROWS.items():
+        facts = _loss_facts(name, row)
         cells = (facts[key] for key in ("ratio against", "off-policy correction", "reductions"))
         lines.append(f"| [`{name}`](#{name}) | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
@@ -131,27 +131,27 @@ def _function(name: str, func: Callable[..., Any], facts: dict[str, str]) -> str
     return "\n".join(lines) + "\n"
 
 
-def _loss_facts(name: str, func: Callable[..., Any]) -> dict[str, str]:
+def _loss_facts(name: str, row: Loss) -> dict[str, str]:
     anchor = ratio_anchor(AlgorithmConfig(policy_loss_type=name))
     against = {"old": "the policy before the step", "rollout": "the sampler", None: "nothing"}
     reductions = allowed_reductions(name)
     correction = (
         "yes" if anchor == "old" else "masks only: the ratio is against the sampler already"
     )
-    if name == "decoupled_ppo":
+    if row.corrects_itself:
         correction = "masks only: it weighs against the sampler itself"
-    if name == "cispo":
-        correction += "; with `cispo.cispo_anchor = 'rollout'` masks only"
+    if row.anchor_setting:
+        correction += f"; with `{row.anchor_setting.replace('=', ' = ')}` masks only"
     facts = {
         "ratio against": against[anchor],
-        "off-policy correction": f"no: {UNCORRECTED[name]}" if name in UNCORRECTED else correction,
+        "off-policy correction": f"no: {row.uncorrected}" if row.uncorrected else correction,
         "reductions": "all"
         if reductions == REDUCTIONS
         else ", ".join(f"`{r}`" for r in reductions),
     }
-    if settings := _settings(parse_docstring(func).arguments):
+    if settings := _settings(parse_docstring(row.fn).arguments):
         facts["defaults"] = settings
-    if name in BATCH_STATISTICS:
+    if row.whole_batch:
         facts["needs"] = "the whole minibatch at once, which costs one more forward pass"
     return facts
 

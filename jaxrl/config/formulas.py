@@ -1,7 +1,9 @@
 """The parts of the objective as formulas, with the numbers of a config in them."""
 
+from jaxrl.advantages import ROWS
 from jaxrl.config.algorithm import AlgorithmConfig, OffPolicyCorrectionConfig
 from jaxrl.config.needs import (
+    loss_row,
     needs_old_log_probs,
     needs_reference,
     ratio_anchor,
@@ -9,6 +11,7 @@ from jaxrl.config.needs import (
 )
 from jaxrl.config.train_config import TrainConfig
 from jaxrl.config.trainer import TrainerConfig
+from jaxrl.losses import LOSSES
 
 _KL = {
     "k1": "d",
@@ -22,72 +25,21 @@ _KL_GRADIENT = {  # of the estimate as a loss, in expectation over the policy's 
     "k3": ["its gradient is that of KL(ref | policy)"],
     "abs": [],
 }
-_PER_TOKEN = "r = exp(log_probs - {anchor}_log_probs)"
-_PER_ROW = "r = exp(mean_t (log_probs - {anchor}_log_probs)), per row"
-_RATIO = {
-    "gspo": _PER_ROW,
-    "gmpo": "r = exp(mean_t e), per row; d = log_probs - {anchor}_log_probs",
-    "dppo": f"{_PER_TOKEN}; p, q = exp of the two",
-    "clip_cov": f"{_PER_TOKEN}; cov = (A - mean A)(log_probs - mean)",
-    "kl_cov": f"{_PER_TOKEN}; cov = (A - mean A)(log_probs - mean)",
-}
 
 
 def loss_lines(trainer: TrainerConfig) -> list[str]:
     """Loss of a token, its ratio, and the policy that the ratio is relative to."""
     algorithm = trainer.algorithm
-    name, anchor = algorithm.policy_loss_type, ratio_anchor(algorithm)
-    formula = _loss(algorithm)
-    if formula is None:
+    name, anchor, row = algorithm.policy_loss_type, ratio_anchor(algorithm), loss_row(algorithm)
+    if row is None or name not in LOSSES:
         kwargs = ", ".join(f"{k}={v!r}" for k, v in algorithm.policy_loss_kwargs.items())
         given = f"with {kwargs or 'its default hyperparameters'}"
         return [f"custom function {name}", given, f"offered {_anchor(trainer)}"]
+    loss = f"{name}: l = {row.formula(algorithm)}"
     if anchor is None:
-        return [f"{name}: l = {formula}"]
-    if name == "decoupled_ppo":
-        return [f"{name}: l = {formula}", *_proximal(trainer)]
-    ratio = _RATIO.get(name, _PER_TOKEN).format(anchor=anchor)
-    return [f"{name}: l = {formula}", ratio, _anchor(trainer)]
-
-
-def _loss(algorithm: AlgorithmConfig) -> str | None:
-    """None for a function of the user."""
-    eps_low, eps_high = algorithm.eps_clip_low, algorithm.eps_clip_high
-    low, high = f"{1 - eps_low:g}", f"{1 + eps_high:g}"
-    surrogate = f"-min(r A, clip(r, {low}, {high}) A)"
-    sapo, cispo, dppo = algorithm.sapo, algorithm.cispo, algorithm.dppo
-    clip_cov, kl_cov = algorithm.clip_cov, algorithm.kl_cov
-    weight = f"clip(r, {1 - cispo.cispo_eps_clip_low:g}, {1 + cispo.cispo_eps_clip_high:g})"
-    divergence = {"binary_tv": "|p - q|", "binary_kl": "KL of the binary q, p"}[dppo.dppo_type]
-    return {
-        "regular": surrogate,
-        "dual_clip": f"{surrogate}, l = min(l, -{algorithm.clip_ratio_c:g} A) where A < 0",
-        "gspo": surrogate,
-        "sapo": f"-4/tau sigmoid(tau (r - 1)) A, tau = {sapo.tau_pos:g} where A > 0, else "
-        f"{sapo.tau_neg:g}",
-        "cispo": f"-sg[{weight}] A log_probs",
-        "rollout_is": f"-sg[r] A log_probs where {low} < r < {high}, else 0",
-        "dppo": f"-r A; 0 where {divergence} > {dppo.delta_high:g} (A > 0, p > q) or "
-        f"{dppo.delta_low:g} (A < 0, p < q)",
-        "decoupled_ppo": f"sg[v] {surrogate} where v <= {algorithm.decoupled_ppo.behave_cap:g}, "
-        "else 0",
-        "clip_cov": f"{surrogate}; 0 for {clip_cov.clip_ratio:g} of the tokens, random with "
-        f"{clip_cov.clip_cov_lb:g} < cov < {clip_cov.clip_cov_ub:g}",
-        "kl_cov": f"-r A, + {kl_cov.ppo_kl_coef:g} |log r| for the {kl_cov.kl_cov_frac:g} of the "
-        "tokens with highest cov",
-        "gmpo": f"-r A, e = min(d, {eps_high:g}) where A > 0, max(d, {-eps_low:g}) where A < 0",
-        "importance_sampling": "-r A",
-        "cross_entropy": "-log_probs",
-    }.get(algorithm.policy_loss_type)
-
-
-def _proximal(trainer: TrainerConfig) -> list[str]:
-    """The two ratios of decoupled PPO, and the policy between them."""
-    ratios = "r = exp(log_probs - {0}), v = exp({0} - rollout_log_probs)"
-    if trainer.algorithm.decoupled_ppo.proximal == "forward":
-        return [ratios.format("old_log_probs"), _anchor(trainer)]
-    between = "rollout_log_probs + d / (d + 1) sg[log_probs - rollout_log_probs]"
-    return [ratios.format("prox"), f"prox = {between}", "d = staleness of the token, in steps"]
+        return [loss]
+    ratio = [line.format(anchor=anchor) for line in row.ratio(algorithm)]
+    return [loss, *ratio] if len(ratio) > 1 else [loss, *ratio, _anchor(trainer)]
 
 
 def _anchor(trainer: TrainerConfig) -> str:
@@ -103,7 +55,7 @@ def _anchor(trainer: TrainerConfig) -> str:
 
 def advantage_line(algorithm: AlgorithmConfig, samples: int) -> str:
     """Advantage of a token, from R, the sum of its row's rewards r_t."""
-    if algorithm.policy_loss_type == "cross_entropy":
+    if ratio_anchor(algorithm) is None:
         return "not used by the loss"
     name, group = algorithm.advantage_estimator, f"G = the {samples} samples of a prompt"
     settings = {
@@ -113,26 +65,12 @@ def advantage_line(algorithm: AlgorithmConfig, samples: int) -> str:
         "epsilon": "1e-6",
         **algorithm.advantage_kwargs,
     }
-    gamma, decay = f"{settings['gamma']:g}", f"{settings['gamma'] * settings['lambd']:g}"
-    relative, epsilon = "R - mean_G R", settings["epsilon"]
-    if name == "on_policy_distillation":
-        return f"{name}: A = ref_log_probs - old_log_probs; rewards do not count"
-    if name in ("grpo", "grpo_token") and settings["grpo_norm_by_std"]:
-        relative = f"({relative}) / (std_G R + {epsilon})"
-    formula = {
-        "grpo": f"A = {relative}, {group}",
-        "dr_grpo": f"A = {relative}, {group}",
-        "grpo_token": f"A = {relative}, R = r_t + {gamma} R_t+1, {group}",
-        "rloo": f"A = R - mean of the others in G, {group}",
-        "maxrl": f"A = ({relative}) / (mean_G R + {epsilon}), 0 if mean_G R <= 0, {group}",
-        "reinforce++": f"A = (R_t - mean R_t) / std R_t over the batch, R_t = r_t + {gamma} R_t+1",
-        "gae": f"A = normalised G_t = d_t + {decay} G_t+1, d_t = r_t + {gamma} V_t+1 - V_t",
-    }.get(name)
-    if formula is None:
+    row = ROWS.get(name)
+    if row is None:
         given = {"gamma": algorithm.gamma, "lambd": algorithm.lambd, **algorithm.advantage_kwargs}
         numbers = (f"{k}={v:g}" if isinstance(v, float) else f"{k}={v!r}" for k, v in given.items())
         return f"custom function {name}, {', '.join(numbers)}"
-    return f"{name}: {formula}"
+    return f"{name}: {row.formula(settings, group)}"
 
 
 def reduction_line(config: TrainConfig) -> str:

@@ -1,18 +1,17 @@
 """What an objective needs, read off its config: log-probs of which policies, which reductions."""
 
-from typing import Literal
-
+from jaxrl.advantages import ROWS as ESTIMATOR_ROWS
+from jaxrl.advantages.row import Estimator
 from jaxrl.config.algorithm import AlgorithmConfig
 from jaxrl.config.train_config import TrainConfig
 from jaxrl.config.trainer import TrainerConfig
-from jaxrl.losses import LOSSES
+from jaxrl.losses import LOSSES, ROWS
 from jaxrl.losses.off_policy import correction_enabled
 from jaxrl.losses.reduction import REDUCTIONS
+from jaxrl.losses.row import Anchor, Loss
 from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry
 from jaxrl.registry.bind import loss_ndim
 from jaxrl.registry.contracts import asks_for
-
-Anchor = Literal["old", "rollout"]
 
 
 def loss_name(algorithm: AlgorithmConfig) -> str:
@@ -28,33 +27,36 @@ def estimator_name(algorithm: AlgorithmConfig) -> str:
     return AdvantageEstimatorRegistry.builtin_name(algorithm.advantage_estimator)
 
 
-def ratio_anchor(algorithm: AlgorithmConfig) -> Anchor | None:
-    """The policy that the loss takes its ratio against; None = the loss has no ratio.
+def loss_row(algorithm: AlgorithmConfig) -> Loss | None:
+    """Return what is true of the built-in policy loss; None for a user's."""
+    return ROWS.get(loss_name(algorithm))
 
-    "old" is the policy at the start of the step, recomputed by the trainer; "rollout" the sampler,
-    by the log-probs that it recorded. A user's loss is offered both, and taken to use the first.
+
+def estimator_row(algorithm: AlgorithmConfig) -> Estimator | None:
+    """Return what is true of the built-in advantage estimator; None for a user's."""
+    return ESTIMATOR_ROWS.get(estimator_name(algorithm))
+
+
+def ratio_anchor(algorithm: AlgorithmConfig) -> Anchor | None:
+    """Return the policy that the loss takes its ratio against, see `losses.row.Loss.anchor`.
+
+    A user's loss is offered the log-probs of both, and taken to use those of "old".
     """
-    name = loss_name(algorithm)
-    if name == "cross_entropy":
-        return None
-    by_sampler = (
-        name in ("rollout_is", "dppo")
-        or (name == "cispo" and algorithm.cispo.cispo_anchor == "rollout")
-        or (name == "decoupled_ppo" and algorithm.decoupled_ppo.proximal == "log_linear")
-        or algorithm.old_log_probs == "rollout"
-    )
-    return "rollout" if by_sampler else "old"
+    row = loss_row(algorithm)
+    anchor = row.anchor(algorithm) if row else "old"
+    return "rollout" if anchor == "old" and algorithm.old_log_probs == "rollout" else anchor
 
 
 def corrects_itself(algorithm: AlgorithmConfig) -> bool:
     """Whether the loss itself accounts for the difference between trainer and sampler."""
-    return ratio_anchor(algorithm) == "rollout" or loss_name(algorithm) == "decoupled_ppo"
+    row = loss_row(algorithm)
+    return ratio_anchor(algorithm) == "rollout" or (row is not None and row.corrects_itself)
 
 
 def allowed_reductions(policy_loss_type: str) -> tuple[str, ...]:
     """The values of loss_reduction under which a loss means something."""
-    is_gmpo = PolicyLossRegistry.builtin_name(policy_loss_type) == "gmpo"
-    return ("sequence_mean",) if is_gmpo else REDUCTIONS
+    row = ROWS.get(PolicyLossRegistry.builtin_name(policy_loss_type))
+    return (row and row.reductions) or REDUCTIONS
 
 
 def is_builtin_loss(policy_loss_type: str) -> bool:

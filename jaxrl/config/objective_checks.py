@@ -5,15 +5,17 @@ import warnings
 from typing import Any
 
 from jaxrl.config.algorithm import AlgorithmConfig, OffPolicyCorrectionConfig
-from jaxrl.config.anchor_checks import UNCORRECTED, check_old_log_probs, check_recorded
+from jaxrl.config.anchor_checks import check_old_log_probs, check_recorded
 from jaxrl.config.errors import fail
 from jaxrl.config.needs import (
     allowed_reductions,
     corrects_itself,
     estimator_name,
+    estimator_row,
     kl_in_loss,
     kl_in_reward,
     loss_name,
+    loss_row,
     ratio_anchor,
     reduces_by_itself,
     updates_per_step,
@@ -25,9 +27,6 @@ from jaxrl.registry.bind import make_policy_loss
 
 _ALGORITHM = "trainer.algorithm"
 _CORRECTION = f"{_ALGORITHM}.off_policy_correction"
-_BOUNDED_RATIO = ("regular", "dual_clip", "gspo", "rollout_is", "clip_cov")
-_PLAIN_AT_ONE = ("dual_clip", "gspo", "sapo", "cispo", "gmpo", "kl_cov")
-"""Losses whose slope at a ratio of 1 is that of `regular`, which is minus the advantage."""
 
 
 def check_objective(config: TrainConfig) -> None:
@@ -69,33 +68,12 @@ def _check_discounts(algorithm: AlgorithmConfig) -> None:
 
 def _check_loss(algorithm: AlgorithmConfig) -> None:
     """The hyperparameters of the chosen loss; those of others may have any value."""
-    name = loss_name(algorithm)
-    if name == "dual_clip" and algorithm.clip_ratio_c <= 1:
-        fail(f"{_ALGORITHM}.clip_ratio_c", algorithm.clip_ratio_c, "must be > 1, e.g. 3.0")
-    if name == "sapo":
-        _require(algorithm, "sapo.tau_pos sapo.tau_neg", lambda x: x > 0, "must be > 0, e.g. 1.0")
-    if name == "rollout_is" and algorithm.eps_clip_low == algorithm.eps_clip_high == 0:
-        fix = "and eps_clip_high=0: no ratio lies strictly inside the band; set e.g. 0.5 and 1.0"
-        fail(f"{_ALGORITHM}.eps_clip_low", algorithm.eps_clip_low, fix)
-    if name == "cispo":
-        fields = "cispo.cispo_eps_clip_low cispo.cispo_eps_clip_high"
-        _require(algorithm, fields, lambda x: x >= 0, "must be 0 or more, e.g. 1.0 and 4.0")
-    if name == "dppo":
-        fields = "dppo.delta_low dppo.delta_high"
-        _require(algorithm, fields, lambda x: x >= 0, "must be 0 or more, e.g. 0.2")
-    if name == "decoupled_ppo":
-        fix = "must be 1 or more, the weight where the policies are the same; e.g. 5.0"
-        _require(algorithm, "decoupled_ppo.behave_cap", lambda x: x >= 1, fix)
-    if name == "clip_cov":
-        _require(algorithm, "clip_cov.clip_ratio", lambda x: 0 < x <= 1, "must be in (0, 1]")
-        if algorithm.clip_cov.clip_cov_lb >= algorithm.clip_cov.clip_cov_ub:
-            bound = algorithm.clip_cov.clip_cov_ub
-            fix = f"must be below clip_cov_ub={bound}: no token would be dropped"
-            fail(f"{_ALGORITHM}.clip_cov.clip_cov_lb", algorithm.clip_cov.clip_cov_lb, fix)
-    if name == "kl_cov":
-        _require(algorithm, "kl_cov.kl_cov_frac", lambda x: 0 < x <= 1, "must be in (0, 1]")
-        fix = "must be 0 or more: a negative one rewards the distance"
-        _require(algorithm, "kl_cov.ppo_kl_coef", lambda x: x >= 0, fix)
+    row = loss_row(algorithm)
+    for field, fix in row.check(algorithm) if row else ():
+        value: Any = algorithm
+        for part in field.split("."):
+            value = getattr(value, part)
+        fail(f"{_ALGORITHM}.{field}", value, fix)
 
 
 def _check_reduction(algorithm: AlgorithmConfig) -> None:
@@ -131,8 +109,9 @@ def _check_correction(algorithm: AlgorithmConfig) -> None:
     correction, name = algorithm.off_policy_correction, loss_name(algorithm)
     if algorithm.use_tis:
         _check_use_tis(algorithm)
-    if correction_enabled(correction) and name in UNCORRECTED:
-        fix = f"no off-policy correction is defined for it: {UNCORRECTED[name]}; turn off "
+    row = loss_row(algorithm)
+    if correction_enabled(correction) and row and row.uncorrected:
+        fix = f"no off-policy correction is defined for it: {row.uncorrected}; turn off "
         fail(f"{_ALGORITHM}.policy_loss_type", name, f"{fix}{_CORRECTION}.*")
     if correction.tis_ratio_type is not None:
         if corrects_itself(algorithm):
@@ -256,10 +235,11 @@ def _check_one_number(config: TrainConfig) -> None:
 
 def _check_teacher(config: TrainConfig) -> None:
     """Distillation from oneself teaches nothing."""
-    trainer, name = config.trainer, "on_policy_distillation"
+    trainer, row = config.trainer, estimator_row(config.trainer.algorithm)
     policy, teacher = trainer.policy.model, trainer.ref.model
     same = (policy.path, policy.random_init) == (teacher.path, teacher.random_init)
-    if estimator_name(trainer.algorithm) == name and same:
+    if row and row.needs_teacher and same:
+        name = estimator_name(trainer.algorithm)
         fix = f"is the policy's own model, and advantage_estimator={name!r} needs a teacher; set it"
         fail("trainer.ref.model.path", teacher.path, fix)
 
@@ -306,30 +286,14 @@ def warn_of_objective(config: TrainConfig) -> None:
 
 
 def _odd_loss(algorithm: AlgorithmConfig) -> list[str]:
-    name, reduction = loss_name(algorithm), algorithm.loss_reduction
-    low, high = algorithm.eps_clip_low, algorithm.eps_clip_high
-    shown = f"eps_clip_low={low:g}, eps_clip_high={high:g}"
-    odd = []
-    if name in ("gspo", "sapo") and reduction != "sequence_mean":
-        odd.append(f"loss_reduction={reduction!r}: {name} is defined with 'sequence_mean'")
-    if name == "gspo" and max(low, high) > 0.01:
-        odd.append(f"{shown}: gspo's ratio is of a sequence; its paper has 3e-4 and 4e-4")
-    if name == "gmpo" and max(low, high) < 0.4:
-        odd.append(f"{shown}: gmpo bounds the log ratio; its paper has 0.4 and 0.4")
-    if name == "rollout_is" and max(low, high) < 0.5:
-        odd.append(
-            f"{shown}: rollout_is drops every token whose ratio to the sampler is outside of "
-            f"({1 - low:g}, {1 + high:g}); GLM-5 and IcePop have a wide band, e.g. (0.5, 5): set "
-            "0.5 and 4.0"
-        )
-    if name in _BOUNDED_RATIO and low >= 1:
-        odd.append(f"eps_clip_low={low:g}: ratios are positive; 1 - {low:g} is no lower bound")
-    if name == "cispo" and algorithm.cispo.cispo_eps_clip_low == 0:
-        odd.append("cispo.cispo_eps_clip_low=0: no weight is below 1; 1.0 is no lower bound")
-    if name == "cross_entropy":
-        odd.append(
-            "policy_loss_type='cross_entropy': all sampled tokens are trained alike; rewards and "
-            f"advantage_estimator={algorithm.advantage_estimator!r} have no effect"
+    row, reduction = loss_row(algorithm), algorithm.loss_reduction
+    if row is None:
+        return []
+    odd = list(row.odd(algorithm))
+    if row.usual_reduction and reduction != row.usual_reduction:
+        name = loss_name(algorithm)
+        odd.insert(
+            0, f"loss_reduction={reduction!r}: {name} is defined with {row.usual_reduction!r}"
         )
     return odd
 
@@ -350,8 +314,10 @@ def _odd_kl(algorithm: AlgorithmConfig) -> list[str]:
         )
     if algorithm.kl_ctrl.type == "adaptive" and not algorithm.use_kl_in_reward:
         odd.append("kl_ctrl.type='adaptive' has no effect without use_kl_in_reward")
-    if kl_in_reward(algorithm) and estimator_name(algorithm) == "on_policy_distillation":
-        odd.append("use_kl_in_reward=True: 'on_policy_distillation' does not use rewards")
+    estimator = estimator_row(algorithm)
+    if kl_in_reward(algorithm) and estimator and not estimator.uses_rewards:
+        name = estimator_name(algorithm)
+        odd.append(f"use_kl_in_reward=True: {name!r} does not use rewards")
     if algorithm.use_kl_in_reward and algorithm.kl_loss_coef == 0:
         odd.append("kl_loss_coef=0: use_kl_in_reward has no effect")
     if kl_in_reward(algorithm) and algorithm.kl_estimator_type == "k3":
@@ -371,10 +337,12 @@ def _odd_rewards(config: TrainConfig) -> list[str]:
         "environment.reward_functions": bool(environment.reward_functions),
         "environment.reward_weights": bool(environment.reward_weights),
     }
-    if estimator_name(algorithm) != "maxrl" or not any(beside.values()):
+    row = estimator_row(algorithm)
+    if row is None or not row.binary_rewards or not any(beside.values()):
         return []
     return [
-        "advantage_estimator='maxrl' divides by the mean reward, made for 0 and 1; with "
+        f"advantage_estimator={estimator_name(algorithm)!r} divides by the mean reward, made for 0 "
+        "and 1; with "
         f"{', '.join(field for field, holds in beside.items() if holds)} rewards can be others: a "
         "group whose mean is not positive gets 0, and one near 0 large advantages"
     ]
@@ -384,20 +352,15 @@ def _odd_updates(config: TrainConfig) -> list[str]:
     """Name what the number of updates on a batch makes useless or wrong."""
     trainer, algorithm = config.trainer, config.trainer.algorithm
     name, anchor, odd = loss_name(algorithm), ratio_anchor(algorithm), []
-    several = updates_per_step(trainer) > 1
-    if not several and anchor == "old" and name in _PLAIN_AT_ONE:
+    row, several = loss_row(algorithm), updates_per_step(trainer) > 1
+    if not several and anchor == "old" and row and row.plain_at_one:
         odd.append(
             f"policy_loss_type={name!r} with one update on each batch: its ratio is 1, where its "
             "gradient is that of 'regular'; set trainer.update_epochs_per_batch or a smaller "
             "trainer.policy_mini_batch_size, or 'regular'"
         )
-    proximal = algorithm.decoupled_ppo.proximal
-    if not several and name == "decoupled_ppo" and proximal == "log_linear":
-        odd.append(
-            "decoupled_ppo.proximal='log_linear' with one update on each batch: the policy at its "
-            "start is the policy itself, which 'forward' takes without a pass of its own; the "
-            "estimate of it only clips more; set 'forward'"
-        )
+    if not several and row:
+        odd += row.odd_alone(algorithm)
     dropout = trainer.policy.model.lora.dropout if trainer.policy.model.lora.rank else 0
     if dropout and (anchor == "rollout" or (several and anchor == "old")):
         odd.append(

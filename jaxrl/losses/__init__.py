@@ -4,37 +4,63 @@ Every loss maps `(log_probs, old_log_probs, advantages, config, loss_mask, rollo
 arrays [B, T], to the per-token loss [B, T], unmasked and unreduced, and its metrics. `reduction.py`
 holds the only weights that a loss is ever multiplied with, `off_policy.py` what corrects them for
 rollouts of another policy, `kl.py` the estimators of the KL term, `value.py` the critic's loss.
+
+What is true of one loss is its row, `ROW` at the end of its file; see `row.py`. A new one is a
+file, a line here and a test.
 """
 
-from jaxrl.losses.cispo import cispo
-from jaxrl.losses.clip_cov import clip_cov
-from jaxrl.losses.cross_entropy import cross_entropy
-from jaxrl.losses.decoupled_ppo import decoupled_ppo
-from jaxrl.losses.dppo import dppo
-from jaxrl.losses.dual_clip import dual_clip
-from jaxrl.losses.gmpo import gmpo
-from jaxrl.losses.gspo import gspo
-from jaxrl.losses.importance_sampling import importance_sampling
-from jaxrl.losses.kl_cov import kl_cov
-from jaxrl.losses.regular import regular
-from jaxrl.losses.rollout_is import rollout_is
-from jaxrl.losses.sapo import sapo
+from jaxrl.losses.cispo import ROW as CISPO, cispo
+from jaxrl.losses.clip_cov import ROW as CLIP_COV, clip_cov
+from jaxrl.losses.cross_entropy import ROW as CROSS_ENTROPY, cross_entropy
+from jaxrl.losses.decoupled_ppo import ROW as DECOUPLED_PPO, decoupled_ppo
+from jaxrl.losses.dppo import ROW as DPPO, dppo
+from jaxrl.losses.dual_clip import ROW as DUAL_CLIP, dual_clip
+from jaxrl.losses.gmpo import ROW as GMPO, gmpo
+from jaxrl.losses.gspo import ROW as GSPO, gspo
+from jaxrl.losses.importance_sampling import ROW as IMPORTANCE_SAMPLING, importance_sampling
+from jaxrl.losses.kl_cov import ROW as KL_COV, kl_cov
+from jaxrl.losses.regular import ROW as REGULAR, regular
+from jaxrl.losses.rollout_is import ROW as ROLLOUT_IS, rollout_is
+from jaxrl.losses.row import Loss
+from jaxrl.losses.sapo import ROW as SAPO, sapo
 
-LOSSES = {
-    "regular": regular,  # PPO clip, arXiv:1707.06347
-    "dual_clip": dual_clip,  # arXiv:1912.09729
-    "gspo": gspo,  # arXiv:2507.18071
-    "sapo": sapo,  # arXiv:2511.20347
-    "cispo": cispo,  # arXiv:2506.13585
-    "rollout_is": rollout_is,  # GLM-5
-    "dppo": dppo,  # arXiv:2602.04879
-    "decoupled_ppo": decoupled_ppo,  # arXiv:2505.24298
-    "clip_cov": clip_cov,  # arXiv:2505.22617
-    "kl_cov": kl_cov,  # arXiv:2505.22617
-    "gmpo": gmpo,  # arXiv:2507.20673
-    "importance_sampling": importance_sampling,
-    "cross_entropy": cross_entropy,  # supervised
+__all__ = [
+    "BATCH_STATISTICS",
+    "LOSSES",
+    "ROWS",
+    "cispo",
+    "clip_cov",
+    "cross_entropy",
+    "decoupled_ppo",
+    "dppo",
+    "dual_clip",
+    "gmpo",
+    "gspo",
+    "importance_sampling",
+    "kl_cov",
+    "regular",
+    "rollout_is",
+    "sapo",
+]
+
+ROWS: dict[str, Loss] = {
+    row.fn.__name__: row
+    for row in (
+        REGULAR,
+        DUAL_CLIP,
+        GSPO,
+        SAPO,
+        CISPO,
+        ROLLOUT_IS,
+        DPPO,
+        DECOUPLED_PPO,
+        CLIP_COV,
+        KL_COV,
+        GMPO,
+        IMPORTANCE_SAMPLING,
+        CROSS_ENTROPY,
+    )
 }
-
-BATCH_STATISTICS = frozenset({"clip_cov", "kl_cov"})
+LOSSES = {name: row.fn for name, row in ROWS.items()}
+BATCH_STATISTICS = frozenset(name for name, row in ROWS.items() if row.whole_batch)
 """Losses that look at the whole minibatch: its means, its highest covariances."""

@@ -1,11 +1,13 @@
 """CISPO: REINFORCE with a clipped importance weight."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import chex
 import jax
 
 from jaxrl.array_ops import Array, clamp, safe_exp, zero_masked
+from jaxrl.losses.row import Loss, Problem
 
 
 def cispo(
@@ -64,3 +66,31 @@ def anchor_log_probs(old: Array, rollout: Array | None, anchor: str) -> Array:
     if rollout is None:
         raise ValueError("cispo.cispo_anchor='rollout' needs rollout_log_probs, got None")
     return rollout
+
+
+def _formula(config: Any) -> str:
+    low, high = config.cispo.cispo_eps_clip_low, config.cispo.cispo_eps_clip_high
+    return f"-sg[clip(r, {1 - low:g}, {1 + high:g})] A log_probs"
+
+
+def _check(config: Any) -> Iterable[Problem]:
+    for side in ("cispo_eps_clip_low", "cispo_eps_clip_high"):
+        if not getattr(config.cispo, side) >= 0:
+            yield f"cispo.{side}", "must be 0 or more, e.g. 1.0 and 4.0"
+
+
+def _odd(config: Any) -> Iterable[str]:
+    if config.cispo.cispo_eps_clip_low == 0:
+        yield "cispo.cispo_eps_clip_low=0: no weight is below 1; 1.0 is no lower bound"
+
+
+ROW = Loss(
+    cispo,
+    _formula,
+    paper="https://arxiv.org/abs/2506.13585",
+    anchor=lambda c: c.cispo.cispo_anchor,
+    anchor_setting="cispo.cispo_anchor='rollout'",
+    plain_at_one=True,
+    check=_check,
+    odd=_odd,
+)

@@ -1,5 +1,6 @@
 """Clip-Cov: no gradient for a few tokens of high covariance."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import chex
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxrl.array_ops import Array, masked_mean, top_tokens, zero_masked
 from jaxrl.losses.regular import clipped_surrogate
+from jaxrl.losses.row import PER_TOKEN, Loss, Problem, odd_bounds, surrogate
 
 
 def clip_cov(
@@ -84,3 +86,32 @@ def draw(candidates: Array, count: Array, key: Array, row_ids: Array | None = No
 
     grid = jax.vmap(jax.vmap(bits, (None, 0)), (0, None))
     return top_tokens(grid(row_ids, jnp.arange(length)), candidates, count, row_ids)
+
+
+def _formula(config: Any) -> str:
+    c = config.clip_cov
+    return (
+        f"{surrogate(config)}; 0 for {c.clip_ratio:g} of the tokens, random with "
+        f"{c.clip_cov_lb:g} < cov < {c.clip_cov_ub:g}"
+    )
+
+
+def _check(config: Any) -> Iterable[Problem]:
+    c = config.clip_cov
+    if not 0 < c.clip_ratio <= 1:
+        yield "clip_cov.clip_ratio", "must be in (0, 1]"
+    if c.clip_cov_lb >= c.clip_cov_ub:
+        fix = f"must be below clip_cov_ub={c.clip_cov_ub}: no token would be dropped"
+        yield "clip_cov.clip_cov_lb", fix
+
+
+ROW = Loss(
+    clip_cov,
+    _formula,
+    paper="https://arxiv.org/abs/2505.22617",
+    ratio=lambda c: [f"{PER_TOKEN}; cov = (A - mean A)(log_probs - mean)"],
+    uncorrected="it chooses tokens by its own statistics of the minibatch",
+    whole_batch=True,
+    check=_check,
+    odd=odd_bounds,
+)

@@ -1,10 +1,12 @@
 """Negative log-likelihood of the response tokens."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
 
 from jaxrl.array_ops import Array, zero_masked
+from jaxrl.losses.row import Loss
 
 
 def cross_entropy(
@@ -27,3 +29,19 @@ def cross_entropy(
     """
     (log_probs,) = zero_masked(loss_mask, log_probs)
     return -log_probs, {"clip_ratio": jnp.zeros(())}
+
+
+def _odd(config: Any) -> Iterable[str]:
+    yield (
+        "policy_loss_type='cross_entropy': all sampled tokens are trained alike; rewards and "
+        f"advantage_estimator={config.advantage_estimator!r} have no effect"
+    )
+
+
+ROW = Loss(
+    cross_entropy,
+    lambda c: "-log_probs",
+    anchor=lambda c: None,
+    uncorrected="it has no ratio",
+    odd=_odd,
+)

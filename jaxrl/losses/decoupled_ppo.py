@@ -1,5 +1,6 @@
 """Decoupled PPO: one policy weighs what another sampled, a third bounds the step."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import chex
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxrl.array_ops import Array, safe_exp, zero_masked
 from jaxrl.losses.regular import clipped_surrogate
+from jaxrl.losses.row import Loss, Problem, surrogate
 
 
 def decoupled_ppo(
@@ -82,3 +84,46 @@ def proximal_log_probs(
         )
     moved = staleness / (staleness + 1.0)
     return rollout + moved * (jax.lax.stop_gradient(log_probs) - rollout)
+
+
+def _ratio(config: Any) -> Sequence[str]:
+    """The two ratios, and the policy between them."""
+    ratios = "r = exp(log_probs - {0}), v = exp({0} - rollout_log_probs)"
+    if config.decoupled_ppo.proximal == "forward":
+        return [ratios.format("old_log_probs")]
+    between = "rollout_log_probs + d / (d + 1) sg[log_probs - rollout_log_probs]"
+    return [ratios.format("prox"), f"prox = {between}", "d = staleness of the token, in steps"]
+
+
+def _check(config: Any) -> Iterable[Problem]:
+    if not config.decoupled_ppo.behave_cap >= 1:
+        fix = "must be 1 or more, the weight where the policies are the same; e.g. 5.0"
+        yield "decoupled_ppo.behave_cap", fix
+    if config.old_log_probs == "rollout" and config.decoupled_ppo.proximal == "forward":
+        yield (
+            "old_log_probs",
+            "policy_loss_type='decoupled_ppo' would be clipped around the sampler itself, which is "
+            "'regular'; set 'trainer', or decoupled_ppo.proximal='log_linear', which needs no "
+            "forward pass either",
+        )
+
+
+def _odd_alone(config: Any) -> Iterable[str]:
+    if config.decoupled_ppo.proximal == "log_linear":
+        yield (
+            "decoupled_ppo.proximal='log_linear' with one update on each batch: the policy at its "
+            "start is the policy itself, which 'forward' takes without a pass of its own; the "
+            "estimate of it only clips more; set 'forward'"
+        )
+
+
+ROW = Loss(
+    decoupled_ppo,
+    lambda c: f"sg[v] {surrogate(c)} where v <= {c.decoupled_ppo.behave_cap:g}, else 0",
+    paper="https://arxiv.org/abs/2505.24298",
+    anchor=lambda c: "rollout" if c.decoupled_ppo.proximal == "log_linear" else "old",
+    ratio=_ratio,
+    corrects_itself=True,
+    check=_check,
+    odd_alone=_odd_alone,
+)

@@ -1,5 +1,6 @@
 """DPPO: a trust region on the divergence, not on the ratio."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import chex
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.array_ops import Array, safe_exp, zero_masked
+from jaxrl.losses.row import PER_TOKEN, Loss, Problem
 
 
 def dppo(
@@ -66,3 +68,28 @@ def outside_trust_region(log_probs: Array, anchor: Array, advantages: Array, con
         )
     up = (advantages > 0) & (p > q) & (divergence > bounds.delta_high)
     return up | ((advantages < 0) & (p < q) & (divergence > bounds.delta_low))
+
+
+def _formula(config: Any) -> str:
+    c = config.dppo
+    divergence = {"binary_tv": "|p - q|", "binary_kl": "KL of the binary q, p"}[c.dppo_type]
+    return (
+        f"-r A; 0 where {divergence} > {c.delta_high:g} (A > 0, p > q) or {c.delta_low:g} "
+        "(A < 0, p < q)"
+    )
+
+
+def _check(config: Any) -> Iterable[Problem]:
+    for side in ("delta_low", "delta_high"):
+        if not getattr(config.dppo, side) >= 0:
+            yield f"dppo.{side}", "must be 0 or more, e.g. 0.2"
+
+
+ROW = Loss(
+    dppo,
+    _formula,
+    paper="https://arxiv.org/abs/2602.04879",
+    anchor=lambda c: "rollout",
+    ratio=lambda c: [f"{PER_TOKEN}; p, q = exp of the two"],
+    check=_check,
+)

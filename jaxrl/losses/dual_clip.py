@@ -1,5 +1,6 @@
 """PPO with a second clip that bounds the loss of tokens with negative advantage."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import chex
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxrl.array_ops import Array, safe_exp, zero_masked
 from jaxrl.losses.regular import clipped_surrogate
+from jaxrl.losses.row import Loss, Problem, odd_bounds, surrogate
 
 
 def dual_clip(
@@ -41,3 +43,18 @@ def dual_clip(
     loss, clipped = clipped_surrogate(ratio, advantages, config.eps_clip_low, config.eps_clip_high)
     bounded = jnp.minimum(loss, -config.clip_ratio_c * advantages)
     return jnp.where(advantages < 0, bounded, loss), {"clip_ratio": clipped}
+
+
+def _check(config: Any) -> Iterable[Problem]:
+    if config.clip_ratio_c <= 1:
+        yield "clip_ratio_c", "must be > 1, e.g. 3.0"
+
+
+ROW = Loss(
+    dual_clip,
+    lambda c: f"{surrogate(c)}, l = min(l, -{c.clip_ratio_c:g} A) where A < 0",
+    paper="https://arxiv.org/abs/1912.09729",
+    plain_at_one=True,
+    check=_check,
+    odd=odd_bounds,
+)

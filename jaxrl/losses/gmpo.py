@@ -1,11 +1,13 @@
 """GMPO: the geometric mean of a sequence's clipped ratios."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import chex
 import jax.numpy as jnp
 
 from jaxrl.array_ops import Array, clamp, masked_mean, safe_exp, zero_masked
+from jaxrl.losses.row import Loss, bounds
 
 
 def gmpo(
@@ -53,3 +55,23 @@ def gmpo(
         "clip_ratio_lower": (advantages < 0) & (lower != log_ratio),
     }
     return -ratio * advantages, metrics
+
+
+def _odd(config: Any) -> Iterable[str]:
+    if max(config.eps_clip_low, config.eps_clip_high) < 0.4:
+        yield f"{bounds(config)}: gmpo bounds the log ratio; its paper has 0.4 and 0.4"
+
+
+ROW = Loss(
+    gmpo,
+    lambda c: (
+        f"-r A, e = min(d, {c.eps_clip_high:g}) where A > 0, "
+        f"max(d, {-c.eps_clip_low:g}) where A < 0"
+    ),
+    paper="https://arxiv.org/abs/2507.20673",
+    ratio=lambda c: ["r = exp(mean_t e), per row; d = log_probs - {anchor}_log_probs"],
+    reductions=("sequence_mean",),
+    uncorrected="there is none of a geometric mean",
+    plain_at_one=True,
+    odd=_odd,
+)

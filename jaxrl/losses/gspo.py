@@ -1,5 +1,6 @@
 """GSPO: importance ratios of whole sequences."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import chex
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxrl.array_ops import Array, clamp, masked_mean, zero_masked
 from jaxrl.losses.regular import clipped_surrogate
+from jaxrl.losses.row import PER_ROW, Loss, bounds, odd_bounds, surrogate
 
 
 def gspo(
@@ -47,3 +49,20 @@ def gspo(
     ratio = jnp.exp(clamp(exponent, -jnp.inf, 10.0))
     loss, clipped = clipped_surrogate(ratio, advantages, config.eps_clip_low, config.eps_clip_high)
     return loss, {"clip_ratio": clipped}
+
+
+def _odd(config: Any) -> Iterable[str]:
+    if max(config.eps_clip_low, config.eps_clip_high) > 0.01:
+        yield f"{bounds(config)}: gspo's ratio is of a sequence; its paper has 3e-4 and 4e-4"
+    yield from odd_bounds(config)
+
+
+ROW = Loss(
+    gspo,
+    surrogate,
+    paper="https://arxiv.org/abs/2507.18071",
+    ratio=lambda c: [PER_ROW],
+    usual_reduction="sequence_mean",
+    plain_at_one=True,
+    odd=_odd,
+)

@@ -6,6 +6,7 @@ import chex
 import jax.numpy as jnp
 
 from jaxrl.array_ops import Array, zero_masked
+from jaxrl.losses.row import Loss
 
 
 def importance_sampling(
@@ -38,3 +39,6 @@ def importance_sampling(
     )
     ratio = jnp.exp(log_probs - old_log_probs)
     return -ratio * advantages, {"importance_ratio": ratio}
+
+
+ROW = Loss(importance_sampling, lambda c: "-r A")

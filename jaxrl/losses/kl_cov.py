@@ -1,5 +1,6 @@
 """KL-Cov: a KL penalty for the tokens of highest covariance."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import chex
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxrl.array_ops import Array, absolute, top_tokens, zero_masked
 from jaxrl.losses.clip_cov import token_covariance
+from jaxrl.losses.row import PER_TOKEN, Loss, Problem
 
 
 def kl_cov(
@@ -56,3 +58,25 @@ def highest(covariance: Array, mask: Array, fraction: float, row_ids: Array | No
     row_ids = jnp.arange(mask.shape[0]) if row_ids is None else row_ids
     count = jnp.maximum(jnp.floor(fraction * valid.sum()), 1)
     return top_tokens(covariance, valid, count, row_ids)
+
+
+def _check(config: Any) -> Iterable[Problem]:
+    if not 0 < config.kl_cov.kl_cov_frac <= 1:
+        yield "kl_cov.kl_cov_frac", "must be in (0, 1]"
+    if not config.kl_cov.ppo_kl_coef >= 0:
+        yield "kl_cov.ppo_kl_coef", "must be 0 or more: a negative one rewards the distance"
+
+
+ROW = Loss(
+    kl_cov,
+    lambda c: (
+        f"-r A, + {c.kl_cov.ppo_kl_coef:g} |log r| for the {c.kl_cov.kl_cov_frac:g} of the tokens "
+        "with highest cov"
+    ),
+    paper="https://arxiv.org/abs/2505.22617",
+    ratio=lambda c: [f"{PER_TOKEN}; cov = (A - mean A)(log_probs - mean)"],
+    uncorrected="it chooses tokens by its own statistics of the minibatch",
+    whole_batch=True,
+    plain_at_one=True,
+    check=_check,
+)

@@ -6,6 +6,7 @@ import chex
 import jax.numpy as jnp
 
 from jaxrl.array_ops import Array, clamp, safe_exp, zero_masked
+from jaxrl.losses.row import Loss, odd_bounds, surrogate
 
 
 def clipped_surrogate(ratio: Array, advantages: Array, eps_low: float, eps_high: float) -> tuple:
@@ -47,3 +48,11 @@ def regular(
     ratio = safe_exp(log_probs - old_log_probs)
     loss, clipped = clipped_surrogate(ratio, advantages, config.eps_clip_low, config.eps_clip_high)
     return loss, {"clip_ratio": clipped}
+
+
+ROW = Loss(
+    regular,
+    surrogate,
+    paper="https://arxiv.org/abs/1707.06347",
+    odd=odd_bounds,
+)

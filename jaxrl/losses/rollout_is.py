@@ -1,5 +1,6 @@
 """REINFORCE weighted by the ratio to the rollout policy, zero outside a band."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import chex
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.array_ops import Array, safe_exp, zero_masked
+from jaxrl.losses.row import Loss, Problem, bounds, odd_bounds
 
 
 def rollout_is(
@@ -48,3 +50,32 @@ def rollout_is(
     ratio = jax.lax.stop_gradient(safe_exp(log_probs - rollout_log_probs))
     inside = (ratio > 1 - config.eps_clip_low) & (ratio < 1 + config.eps_clip_high)
     return -jnp.where(inside, ratio, 0) * advantages * log_probs, {"clip_ratio": ~inside}
+
+
+def _check(config: Any) -> Iterable[Problem]:
+    if config.eps_clip_low == config.eps_clip_high == 0:
+        fix = "and eps_clip_high=0: no ratio lies strictly inside the band; set e.g. 0.5 and 1.0"
+        yield "eps_clip_low", fix
+
+
+def _odd(config: Any) -> Iterable[str]:
+    low, high = config.eps_clip_low, config.eps_clip_high
+    if max(low, high) < 0.5:
+        yield (
+            f"{bounds(config)}: rollout_is drops every token whose ratio to the sampler is outside "
+            f"of ({1 - low:g}, {1 + high:g}); GLM-5 and IcePop have a wide band, e.g. (0.5, 5): "
+            "set 0.5 and 4.0"
+        )
+    yield from odd_bounds(config)
+
+
+ROW = Loss(
+    rollout_is,
+    lambda c: (
+        f"-sg[r] A log_probs where {1 - c.eps_clip_low:g} < r < {1 + c.eps_clip_high:g}, else 0"
+    ),
+    paper="GLM-5",
+    anchor=lambda c: "rollout",
+    check=_check,
+    odd=_odd,
+)

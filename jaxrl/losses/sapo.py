@@ -1,5 +1,6 @@
 """SAPO: a smooth gate in place of the clip."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import chex
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.array_ops import Array, safe_exp, zero_masked
+from jaxrl.losses.row import Loss, Problem
 
 
 def sapo(
@@ -44,3 +46,22 @@ def sapo(
     tau = jnp.where(advantages > 0, config.sapo.tau_pos, config.sapo.tau_neg)
     loss = -(4 / tau) * jax.nn.sigmoid(tau * (ratio - 1)) * advantages
     return loss, {"clip_ratio": jnp.zeros(())}
+
+
+def _check(config: Any) -> Iterable[Problem]:
+    for side in ("tau_pos", "tau_neg"):
+        if not getattr(config.sapo, side) > 0:
+            yield f"sapo.{side}", "must be > 0, e.g. 1.0"
+
+
+ROW = Loss(
+    sapo,
+    lambda c: (
+        f"-4/tau sigmoid(tau (r - 1)) A, tau = {c.sapo.tau_pos:g} where A > 0, "
+        f"else {c.sapo.tau_neg:g}"
+    ),
+    paper="https://arxiv.org/abs/2511.20347",
+    usual_reduction="sequence_mean",
+    plain_at_one=True,
+    check=_check,
+)

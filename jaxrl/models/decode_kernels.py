@@ -15,8 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
-from jax.experimental.pallas import triton
+from jax.experimental.pallas import tpu as pltpu, triton
 
 from jaxrl.models.attention import softcap
 from jaxrl.types import Array

@@ -33,35 +33,14 @@ from jaxrl.registry.pickling import source_hash
 from jaxrl.registry.table import BaseFunctionRegistry, Entry, plain_name
 
 
-class PolicyLossType(StrEnum):
-    """Names of the built-in policy losses."""
-
-    REGULAR = "regular"
-    DUAL_CLIP = "dual_clip"
-    GSPO = "gspo"
-    SAPO = "sapo"
-    CISPO = "cispo"
-    ROLLOUT_IS = "rollout_is"
-    DPPO = "dppo"
-    DECOUPLED_PPO = "decoupled_ppo"
-    CLIP_COV = "clip_cov"
-    KL_COV = "kl_cov"
-    GMPO = "gmpo"
-    IMPORTANCE_SAMPLING = "importance_sampling"
-    CROSS_ENTROPY = "cross_entropy"
+def _names(of: Collection[str]) -> dict[str, str]:
+    return {name.replace("++", "_plus_plus").upper(): name for name in of}
 
 
-class AdvantageEstimator(StrEnum):
-    """Names of the built-in advantage estimators."""
-
-    GRPO = "grpo"
-    GRPO_TOKEN = "grpo_token"
-    DR_GRPO = "dr_grpo"
-    RLOO = "rloo"
-    MAXRL = "maxrl"
-    REINFORCE_PLUS_PLUS = "reinforce++"
-    ON_POLICY_DISTILLATION = "on_policy_distillation"
-    GAE = "gae"
+PolicyLossType = StrEnum("PolicyLossType", _names(LOSSES))
+"""Names of the built-in policy losses."""
+AdvantageEstimator = StrEnum("AdvantageEstimator", _names(ESTIMATORS))
+"""Names of the built-in advantage estimators."""
 
 
 class PolicyLossRegistry(BaseFunctionRegistry):

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl import config as cfg
-from jaxrl import envs
+from jaxrl import config as cfg, envs
 from jaxrl.cluster import environment_workers
 from jaxrl.cluster.environment_workers import EnvironmentWorkers
 from jaxrl.config import GeneratorConfig

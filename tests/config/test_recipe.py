@@ -11,9 +11,9 @@ from jaxrl.config import (
     default_config,
     load_config_file,
     make_config,
+    recipe as recipe_module,
     to_train_config,
 )
-from jaxrl.config import recipe as recipe_module
 from jaxrl.config.document_recipes import RECIPES
 
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tool_use import MODEL as POLICY
-from benchmarks.tool_use import demonstrate, load
+from benchmarks.tool_use import MODEL as POLICY, demonstrate, load
 from jaxrl import envs
 from jaxrl.data.conversations import encode_conversation
 from jaxrl.data.tokenizer import load_tokenizer

@@ -5,8 +5,7 @@ import threading
 
 import pytest
 
-from jaxrl import config as cfg
-from jaxrl import envs
+from jaxrl import config as cfg, envs
 from jaxrl.envs import json_request
 from jaxrl.envs.json_request import RequestError
 from jaxrl.envs.tasks.llm_as_a_judge import GSM8K_PROMPT, read_score

@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from jaxrl import config as cfg
-from jaxrl import envs
+from jaxrl import config as cfg, envs
 from jaxrl.envs import Env
 from jaxrl.envs.json_request import RequestError
 from jaxrl.envs.protocol import conversation_extras

@@ -12,8 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jaxrl import config as cfg
-from jaxrl import envs
+from jaxrl import config as cfg, envs
 from jaxrl.envs import json_request
 from jaxrl.envs.json_request import RequestError
 from jaxrl.envs.retrieval import retriever, retriever_server

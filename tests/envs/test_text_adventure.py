@@ -2,8 +2,7 @@
 
 import pytest
 
-from jaxrl import config as cfg
-from jaxrl import envs
+from jaxrl import config as cfg, envs
 from jaxrl.envs.toys.text_adventure import RULES, prompts
 from jaxrl.train import train
 from tests.test_train import ROOT, metric_lines

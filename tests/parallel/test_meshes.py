@@ -11,8 +11,14 @@ import numpy as np
 import pytest
 
 from jaxrl.models.lora import LoraConfig, select_modules
-from tests.training.test_update import LENGTHS as UNEQUAL
-from tests.training.test_update import MODEL, ROWS, algorithm_with, gradient, make_batch
+from tests.training.test_update import (
+    LENGTHS as UNEQUAL,
+    MODEL,
+    ROWS,
+    algorithm_with,
+    gradient,
+    make_batch,
+)
 
 MESHES = (  # data, fsdp, tensor; 4 query heads, 2 key/value heads, vocabulary 32, MLP width 32
     (2, 1, 1),

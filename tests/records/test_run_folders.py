@@ -11,8 +11,7 @@ import time
 import pytest
 import yaml
 
-from jaxrl import config as cfg
-from jaxrl import sft, train
+from jaxrl import config as cfg, sft, train
 from jaxrl.audit import main as audit
 from jaxrl.files import FolderError
 from jaxrl.records.run_folders import LATEST, OWNER, RunFolders

@@ -7,8 +7,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 import grpc
 import pytest
 
-from jaxrl.rollout.jetstream.wire import SERVICE
-from jaxrl.rollout.jetstream.wire import jetstream_pb2 as pb
+from jaxrl.rollout.jetstream.wire import SERVICE, jetstream_pb2 as pb
 from jaxrl.rollout.jetstream.wire.client import JetStreamClient
 from jaxrl.rollout.jetstream.wire.server import serve_grpc
 from jaxrl.rollout.protocol import Sampling

@@ -22,8 +22,7 @@ from jaxrl.models.transformer import Params, TransformerConfig, abstract_params,
 from jaxrl.parallel import ShardingRules
 from jaxrl.parallel.compilation import Call, compile_together
 from jaxrl.parallel.rules import Placement, batch_devices
-from jaxrl.rollout.native import decode as device
-from jaxrl.rollout.native import kv_cache
+from jaxrl.rollout.native import decode as device, kv_cache
 from jaxrl.rollout.weights.groups import (
     GROUP_BYTES,
     STACKED,

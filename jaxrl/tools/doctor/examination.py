@@ -22,8 +22,7 @@ from jaxrl.tools.doctor import (
 from jaxrl.tools.doctor.compilations import Compilations
 from jaxrl.tools.doctor.finding import BadInput, Check, Finding, Unavailable
 from jaxrl.tools.doctor.subject import Subject
-from jaxrl.tools.doctor.supervised import CHECKS as SUPERVISED
-from jaxrl.tools.doctor.supervised import SupervisedSubject
+from jaxrl.tools.doctor.supervised import CHECKS as SUPERVISED, SupervisedSubject
 from jaxrl.train import BasePPOExp
 
 # In this order: what others rest on comes first, what changes the state last.

@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl import config as cfg
-from jaxrl import sft
+from jaxrl import config as cfg, sft
 from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.platform_defaults import settle
 from jaxrl.models import hf

@@ -10,8 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from packaging.requirements import Requirement
 
-from jaxrl import config as cfg
-from jaxrl import envs
+from jaxrl import config as cfg, envs
 from jaxrl.functions import import_call, import_function, origin
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.parallel import make_mesh

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxrl import config as cfg
-from jaxrl import serve, train
+from jaxrl import config as cfg, serve, train
 from jaxrl.rollout.server.server import AddressError, Server
 
 

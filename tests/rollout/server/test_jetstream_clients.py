@@ -5,8 +5,7 @@ import dataclasses
 import grpc
 import pytest
 
-from jaxrl.rollout.jetstream.wire import SERVICE
-from jaxrl.rollout.jetstream.wire import jetstream_pb2 as pb
+from jaxrl.rollout.jetstream.wire import SERVICE, jetstream_pb2 as pb
 from jaxrl.rollout.jetstream.wire.client import JetStreamClient
 from jaxrl.rollout.protocol import Request, Sampling
 from jaxrl.rollout.server.build import serve_jetstream

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl import config as cfg
-from jaxrl import plan
+from jaxrl import config as cfg, plan
 from jaxrl.config.platform_defaults import settle
 from jaxrl.tools.plan import costs
 from jaxrl.tools.plan.rates import Rates

@@ -14,8 +14,7 @@ from typing import Any
 import grpc
 
 from jaxrl.rollout.jetstream.driver import check_sampling
-from jaxrl.rollout.jetstream.wire import SERVICE
-from jaxrl.rollout.jetstream.wire import jetstream_pb2 as pb
+from jaxrl.rollout.jetstream.wire import SERVICE, jetstream_pb2 as pb
 from jaxrl.rollout.native.slots import Sample
 from jaxrl.rollout.protocol import Completion, Request, Sampling
 

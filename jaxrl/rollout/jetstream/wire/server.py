@@ -11,8 +11,7 @@ from typing import Any
 
 import grpc
 
-from jaxrl.rollout.jetstream.wire import SERVICE
-from jaxrl.rollout.jetstream.wire import jetstream_pb2 as pb
+from jaxrl.rollout.jetstream.wire import SERVICE, jetstream_pb2 as pb
 from jaxrl.rollout.protocol import Completion, Request, Sampler, Sampling
 
 REFUSED = grpc.StatusCode.INVALID_ARGUMENT

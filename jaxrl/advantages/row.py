@@ -1,0 +1,37 @@
+"""One row of facts per advantage estimator: what is true of it and not of the others."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+
+class Estimator(NamedTuple):
+    """Say what is true of one advantage estimator.
+
+    Attributes:
+        fn: see `jaxrl.advantages`.
+        formula: (settings, what a group is) -> the advantage of a token with the numbers of a
+            config, for the objective card. Settings are gamma, lambd, grpo_norm_by_std, epsilon and
+            the `advantage_kwargs`.
+        paper: that it is from.
+        per_token: rewards or values of each token count, so a trajectory must be one row.
+        needs_values: of a critic.
+        needs_teacher: a reference that is another model.
+        uses_rewards: rewards have a part in it.
+        binary_rewards: it is made for rewards of 0 and 1.
+    """
+
+    fn: Callable[..., Any]
+    formula: Callable[[Mapping[str, Any], str], str]
+    paper: str = ""
+    per_token: bool = False
+    needs_values: bool = False
+    needs_teacher: bool = False
+    uses_rewards: bool = True
+    binary_rewards: bool = False
+
+
+def relative(settings: Mapping[str, Any]) -> str:
+    """Return GRPO's advantage of a score R, divided by the deviation where that is asked for."""
+    if settings["grpo_norm_by_std"]:
+        return f"(R - mean_G R) / (std_G R + {settings['epsilon']})"
+    return "R - mean_G R"
