@@ -55,7 +55,7 @@ from jaxrl.training.old_log_probs import with_old_log_probs
 from jaxrl.training.rewards import advantages_of, make_estimate, penalize_kl, shape_rewards
 from jaxrl.training.staleness import with_staleness
 from jaxrl.training.state import finished_state, initial_state
-from jaxrl.training.update import rows_without_update, updates_on
+from jaxrl.training.update import minibatches_of_step, rows_without_update
 from jaxrl.training.warm_up import model_programs, resized, row_shapes
 from jaxrl.types import GeneratorOutput, Prompt, TrainBatch, TrainState
 
@@ -367,12 +367,16 @@ class Trainer:
         """One optimizer update of the policy per minibatch of whole prompt groups."""
         trainer, prompts = self.config.trainer, self.config.trainer.policy_mini_batch_size
         others = {"critic": self.state.critic, "ref_params": self.state.ref_params}
-        given = self.updater, self.state.replace(**dict.fromkeys(others)), batch  # state: donated
-        passes, names = trainer.update_epochs_per_batch, (trainer.seed, step)
-        whole = self.policy.whole
-        state, pending = updates_on(
-            *given, prompts=prompts, passes=passes, names=names, whole=whole
-        )
+        state, names, pending = self.state, (trainer.seed, step), []
+        state = state.replace(**dict.fromkeys(others))  # the rest of it is donated
+        passes = trainer.update_epochs_per_batch
+        parts = minibatches_of_step(batch, prompts=prompts, passes=passes, names=names)
+        for minibatch, key, weights, fixed in self.updater.weighted(parts):
+            params = on_device(self.policy.whole(state.params))
+            grads, metrics = self.updater.gradients(params, minibatch, weights, key)
+            state, applied = self.updater.step(state, grads)
+            del params, grads  # the next update needs their room
+            pending.append((metrics, applied | fixed))  # device values: fetched after the last
         self.state = state.replace(**others)
         metrics = step_metrics(pending)
         if skipped := metrics["policy/skipped_updates"]:
@@ -561,7 +565,7 @@ class Trainer:
         drawn = int(self.state.batches_drawn) * size
         path = self.checkpointer.folder / f"{PREFIX}_{first}"
         if settings.resume_mode == "from_path":
-            path = as_path("trainer.resume_path", settings.resume_path)
+            path = as_path("trainer.resume_path", settings.resume_path or "")  # validated
         self.ledger.begin(
             first,
             (self.checkpointer.restored_meta or {}).get("ledger"),

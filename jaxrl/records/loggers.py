@@ -164,7 +164,7 @@ class TensorBoard:
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Write the numbers of a step."""
-        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.event_pb2 import Event  # pyright: ignore
         from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore
 
         values = [Summary.Value(tag=name, simple_value=x) for name, x in numbers.items()]

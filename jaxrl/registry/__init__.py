@@ -24,10 +24,10 @@ from jaxrl.losses import BATCH_STATISTICS, LOSSES
 from jaxrl.registry.contracts import (
     ESTIMATOR_DATA,
     advantages_and_returns,
-    call,
     check_estimator_signature,
     check_loss_signature,
     check_parameters,
+    raised_by,
 )
 from jaxrl.registry.pickling import source_hash
 from jaxrl.registry.table import BaseFunctionRegistry, Entry, plain_name
@@ -112,7 +112,8 @@ def bind_estimator(algorithm: Any) -> Function:
     no_values = {"values": None}  # without a critic
 
     def estimate(**arrays: Array) -> tuple[Array, Array]:
-        result = call(label, func, **accepted_keywords(func, no_values | arrays | settings))
+        with raised_by(label):
+            result = func(**accepted_keywords(func, no_values | arrays | settings))
         return advantages_and_returns(label, result, arrays["token_level_rewards"].shape)
 
     return estimate

@@ -1,38 +1,75 @@
 """A policy loss bound to its config: from a name to a function of log-probs, entropy and batch."""
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxrl.functions import Function
 from jaxrl.registry import PolicyLossRegistry, accepted_keywords, check_hyperparameters
 from jaxrl.registry.contracts import (
     BATCH_FIELDS,
     LOSS_ARGUMENTS,
     LOSS_KEYWORDS,
-    call,
     check_loss_signature,
     check_parameters,
     loss_and_metrics,
+    raised_by,
 )
 from jaxrl.types import Array, TrainBatch
 
 Metrics = dict[str, Any]
 # fields of a batch that few losses ask for
 OPTIONAL = ("token_versions", "context_versions", "staleness")
-PolicyLoss = Callable[..., tuple[Array, Metrics]]  # (log_probs, entropy, batch, key)
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """Hold the loss of a config with what it is called with.
+
+    Attributes:
+        fn: gets the keywords that its signature names, its hyperparameters among them.
+        label: how an error calls it.
+    """
+
+    fn: Function
+    label: str
+    algorithm: Any
+
+    def arguments(
+        self, log_probs: Array, entropy: Array, batch: TrainBatch, key: Array
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return what `fn` is called with, by position and by name."""
+        offered = {name: getattr(batch, name) for name in BATCH_FIELDS}
+        offered |= {"group_ids": batch.index, "entropy": entropy, "key": key}
+        offered |= self.algorithm.policy_loss_kwargs
+        offered["rollout_logprobs"] = batch.rollout_log_probs  # SkyRL's name
+        old_log_probs = batch.old_log_probs
+        if old_log_probs is None:  # the first update on a batch: the policy is the old policy
+            old_log_probs = jax.lax.stop_gradient(log_probs)
+        given = log_probs, old_log_probs, batch.advantages, self.algorithm
+        return given, accepted_keywords(self.fn, offered)
+
+    def __call__(
+        self, log_probs: Array, entropy: Array, batch: TrainBatch, key: Array
+    ) -> tuple[Array, Metrics]:
+        """Return the loss, [B, T] or [], and its metrics.
+
+        Raises:
+            ValueError: it raised, or returned something of another form.
+        """
+        given, named = self.arguments(log_probs, entropy, batch, key)
+        with raised_by(self.label):
+            result = self.fn(*given, **named)
+        return loss_and_metrics(self.label, result, log_probs.shape)
 
 
 def make_policy_loss(algorithm: Any) -> PolicyLoss:
-    """The configured loss as `(log_probs, entropy, batch, key) -> (loss, metrics)`.
-
-    The function gets the keywords that its signature names, and its hyperparameters from
-    `algorithm.policy_loss_kwargs`.
+    """Return the configured loss, checked against what it will be called with.
 
     Raises:
-        ValueError: it requires a parameter that it will not get. When it is traced: it raised, or
-            returned something of another form; the message names the function and the part.
+        ValueError: it requires a parameter that it will not get.
     """
     name, kwargs = algorithm.policy_loss_type, algorithm.policy_loss_kwargs
     func, label = PolicyLossRegistry.resolve(name), f"policy loss '{name}'"
@@ -41,21 +78,7 @@ def make_policy_loss(algorithm: Any) -> PolicyLoss:
     check_hyperparameters(func, kwargs, "trainer.algorithm.policy_loss_kwargs", supplied)
     names = dict.fromkeys((*LOSS_KEYWORDS, *kwargs))
     check_parameters(label, func, LOSS_ARGUMENTS, accepted_keywords(func, names))
-
-    def policy_loss(
-        log_probs: Array, entropy: Array, batch: TrainBatch, key: Array
-    ) -> tuple[Array, Metrics]:
-        offered = {name: getattr(batch, name) for name in BATCH_FIELDS}
-        offered |= {"group_ids": batch.index, "entropy": entropy, "key": key, **kwargs}
-        offered["rollout_logprobs"] = batch.rollout_log_probs  # SkyRL's name
-        old_log_probs = batch.old_log_probs
-        if old_log_probs is None:  # the first update on a batch: the policy is the old policy
-            old_log_probs = jax.lax.stop_gradient(log_probs)
-        given = log_probs, old_log_probs, batch.advantages, algorithm
-        result = call(label, func, *given, **accepted_keywords(func, offered))
-        return loss_and_metrics(label, result, log_probs.shape)
-
-    return policy_loss
+    return PolicyLoss(func, label, algorithm)
 
 
 def loss_ndim(algorithm: Any, shape: tuple[int, int]) -> int:

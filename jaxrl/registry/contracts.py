@@ -4,8 +4,9 @@ Losses and estimators are written by users too, so every error names the functio
 that is wrong: a parameter, the returned form, a shape.
 """
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -105,14 +106,15 @@ def check_parameters(
         ) from error
 
 
-def call(label: str, func: Callable, *args: Any, **kwargs: Any) -> Any:
-    """`func(*args, **kwargs)`.
+@contextlib.contextmanager
+def raised_by(label: str) -> Iterator[None]:
+    """Name the function whose call is in the block, where it raises.
 
     Raises:
-        ValueError: `func` raised; names it, and what it raised.
+        ValueError: the block raised; says what.
     """
     try:
-        return func(*args, **kwargs)
+        yield
     except Exception as error:
         hint = ""
         if isinstance(error, jax.errors.JAXTypeError):

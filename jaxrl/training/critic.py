@@ -32,7 +32,7 @@ from jaxrl.parallel.offload import host_shardings, on_device
 from jaxrl.training.build import assemble_critic_update, make_scorer, place_beside
 from jaxrl.training.objective import step_metrics
 from jaxrl.training.optim import init_state, new_critic_state
-from jaxrl.training.update import updates_on
+from jaxrl.training.update import minibatches_of_step
 from jaxrl.types import CriticState, TrainBatch
 
 
@@ -124,15 +124,17 @@ class Critic:
             The state; metrics under SkyRL's names, and `critic/explained_variance`, 1 - var(returns
             - values) / var(returns) over the sampled tokens, of the values before the updates.
         """
-        state, pending = updates_on(
-            self.updater,
-            state,
+        parts = minibatches_of_step(
             without_policy(batch),
             prompts=self.trainer.critic_mini_batch_size,
             passes=self.trainer.update_epochs_per_batch,
             names=(self.trainer.seed, step),
-            whole=self.whole,
         )
+        pending = []
+        for minibatch, key, weights, fixed in self.updater.weighted(parts):
+            params = self.whole(state.params)
+            state, metrics, applied = self.updater.update(state, minibatch, weights, key, params)
+            pending.append((metrics, applied | fixed))
         return state, step_metrics(pending, "critic") | explained_variance(batch)
 
     def warm_up(self, state: CriticState, minibatch: TrainBatch) -> None:

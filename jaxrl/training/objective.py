@@ -27,6 +27,7 @@ from jaxrl.losses.value import value_loss
 from jaxrl.parallel import fetch
 from jaxrl.registry import PolicyLossRegistry, accepted_keywords
 from jaxrl.registry.bind import OPTIONAL, PolicyLoss, make_policy_loss
+from jaxrl.registry.contracts import loss_and_metrics, raised_by
 from jaxrl.training.ratios import add_ratio_sums, ratio_metrics, ratio_sums
 from jaxrl.types import TrainBatch
 
@@ -154,7 +155,11 @@ def make_objective(algorithm: Any, policy_loss: PolicyLoss) -> Callable[..., tup
     ) -> tuple[Array, Metrics]:
         mask = batch.loss_mask
         with jax.named_scope("loss"):
-            loss, own = policy_loss(log_probs, entropy, batch, key)
+            # `policy_loss(...)`, written out: from here it is one frame to the formula
+            given, named = policy_loss.arguments(log_probs, entropy, batch, key)
+            with raised_by(policy_loss.label):
+                result = policy_loss.fn(*given, **named)
+            loss, own = loss_and_metrics(policy_loss.label, result, log_probs.shape)
             policy = _reduced(loss, weights.policy, algorithm)
             mean_entropy = masked_sum(entropy, weights.entropy)
             total = policy

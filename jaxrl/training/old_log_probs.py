@@ -11,7 +11,7 @@ from jaxrl.types import Array, TrainBatch
 
 def with_old_log_probs(
     batch: TrainBatch,
-    forward: Callable[[TrainBatch, bool], tuple[Array, Array | None]],
+    forward: Callable[[TrainBatch, bool], tuple[Array, ...]],
     *,
     settings: TrainerConfig,
     sampling: SamplingParams,

@@ -1,6 +1,5 @@
 """The state of a run: where it starts, and what a step leaves in it beside the updates."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -46,7 +45,7 @@ def finished_state(
     batches_drawn: int,
     steps_per_epoch: int,
     rows: int,
-    metrics: Mapping[str, float],
+    metrics: dict[str, float],
     kl_ctrl: KLCtrlConfig,
 ) -> TrainState:
     """Return the state after the updates of a step: counts, the KL controller, a moving reference.

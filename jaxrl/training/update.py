@@ -47,20 +47,21 @@ class Updater:
         self.objective, self.microbatching, self.resting = objective, microbatching, resting
         self.scorer, self.place, forward = scorer, scorer.place, scorer.forward
 
-        def accumulate(grads: Any, params: Any, rows: ModelRows, *of_loss: Any) -> Any:
-            def loss_fn(new: Any) -> tuple[Array, Metrics]:
-                outputs = forward(with_trained(params, new), rows)
-                return objective.loss(*outputs, *of_loss)  # batch, weights, key
-
-            new, metrics = jax.grad(loss_fn, has_aux=True)(trained(params))
-            return jax.tree.map(jnp.add, grads, new), metrics
+        def accumulate(
+            grads: Any, params: Any, rows: ModelRows, batch: TrainBatch, weights: Any, key: Array
+        ) -> Any:
+            outputs, to_params = jax.vjp(
+                lambda new: forward(with_trained(params, new), rows), trained(params)
+            )
+            slope = jax.grad(objective.loss, tuple(range(len(outputs))), has_aux=True)
+            cotangents, metrics = slope(*outputs, batch, weights, key)
+            return jax.tree.map(jnp.add, grads, to_params(cotangents)[0]), metrics
 
         def pull_back(grads: Any, params: Any, rows: ModelRows, cotangents: Any) -> Any:
-            outputs, vjp = jax.vjp(
-                lambda p: forward(with_trained(params, p), rows), trained(params)
+            _, to_params = jax.vjp(
+                lambda new: forward(with_trained(params, new), rows), trained(params)
             )
-            del outputs
-            return jax.tree.map(jnp.add, grads, vjp(cotangents)[0])
+            return jax.tree.map(jnp.add, grads, to_params(cotangents)[0])
 
         like_params = shardings.params
         self.zeros = jax.jit(
@@ -84,27 +85,45 @@ class Updater:
         key: Array,
         params: Any = None,
     ) -> tuple[State, list[Metrics], Metrics]:
-        """One optimizer update on a minibatch of host arrays; `state` is donated.
+        """Make one optimizer update on a minibatch of host arrays: `gradients`, then `step`.
 
         Args:
+            state: is donated.
             weights: `self.weights` of the minibatch.
             key: for losses that draw, and for dropout.
             params: of the policy, where they are more than `state.params`: adapters on their base.
                 They may wait in host memory.
 
         Returns:
-            The new state, the metrics of each microbatch (see `merge_metrics`), those of `apply`.
+            The new state, the metrics of each microbatch (see `merge_metrics`), those of `step`.
         """
         params = state.params if params is None else params
         grads, metrics = self.gradients(on_device(params), minibatch, weights, key)
-        new_state: State
+        state, applied = self.step(state, grads)
+        return state, metrics, applied
+
+    def step(self, state: State, grads: Any) -> tuple[State, Metrics]:
+        """Return the state after the optimizer's step, each part where it rests, and its metrics.
+
+        Args:
+            state: is donated; it may rest in host memory.
+        """
         new_state, applied = self.apply(on_device(state), grads)
-        return self.rest(new_state), metrics, applied
+        return self.rest(new_state), applied
 
     def rest(self, state: Any) -> Any:
         """The state as it is kept between updates: each part where it rests."""
         parts = {name: getattr(state, name) for name in self.resting}
         return state.replace(**jax.device_put(parts, dict(self.resting)))
+
+    def weighted(
+        self, parts: Sequence[tuple[TrainBatch, Array]]
+    ) -> list[tuple[TrainBatch, Array, Any, Metrics]]:
+        """Return minibatches and keys with the weights of each and their metrics, on the host.
+
+        All of them before the first update: nothing is fetched between updates.
+        """
+        return [(minibatch, key, *self.weights(minibatch)) for minibatch, key in parts]
 
     def gradients(
         self, params: Any, minibatch: TrainBatch, weights: Any, key: Array
@@ -182,43 +201,18 @@ class Updater:
         return self._whole
 
 
-def updates_on(
-    updater: Updater,
-    state: State,
-    batch: TrainBatch,
-    *,
-    prompts: int,
-    passes: int,
-    names: tuple[int, int],
-    whole: Callable[[Any], Any] = lambda params: params,
-) -> tuple[State, list[tuple[list[Metrics], Metrics]]]:
-    """All updates on a batch: `passes` over its minibatches of whole prompt groups.
-
-    The first pass takes the groups in their order, which is random already; each further one
-    shuffles them into other minibatches.
-
-    Args:
-        state: is donated.
-        prompts: groups of a minibatch.
-        names: seed and step, from which everything random is drawn.
-        whole: all parameters, of those that the state holds: adapters on their base.
-
-    Returns:
-        The state; per update the metrics of each microbatch and of the whole (`step_metrics`). They
-        are device values: nothing is fetched before the last update is dispatched.
-    """
-    parts = minibatches_of_step(batch, prompts=prompts, passes=passes, names=names)
-    pending = []
-    for part, key, weights, fixed in [(*named, *updater.weights(named[0])) for named in parts]:
-        state, metrics, applied = updater.update(state, part, weights, key, whole(state.params))
-        pending.append((metrics, applied | fixed))
-    return state, pending
-
-
 def minibatches_of_step(
     batch: TrainBatch, *, prompts: int, passes: int, names: tuple[int, int]
 ) -> list[tuple[TrainBatch, Array]]:
-    """The minibatches of `updates_on` in the order of their updates, each with its key."""
+    """Return the minibatches of a step in the order of their updates, each with its key.
+
+    There are `passes` over the minibatches of whole prompt groups. The first takes the groups in
+    their order, which is random already; each further one shuffles them into other minibatches.
+
+    Args:
+        prompts: groups of a minibatch.
+        names: seed and step, from which everything random is drawn.
+    """
     seed, step = names
     key = jax.random.fold_in(jax.random.key(seed), step)
     orders = (pass_order(batch, seed, step, number) for number in range(passes))
@@ -232,7 +226,8 @@ def rows_without_update(
     """Rows [B] bool from which nothing was learnt: every update with them was skipped.
 
     Args:
-        batch, prompts, names: as given to `updates_on`, which gave `pending`.
+        batch, prompts, names: as given to `minibatches_of_step`.
+        pending: of each update, (metrics of its microbatches, of the whole).
     """
     skipped = jax.device_get([applied["skipped_updates"] for _, applied in pending])
     index, (seed, step) = np.asarray(batch.index), names
