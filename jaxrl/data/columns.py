@@ -1,11 +1,99 @@
-"""Columns of a generator's output: rows of trajectories, chosen and counted."""
+"""Columns of a generator's output: the one table of those with an entry per response token.
+
+A column's entry in the table is all that is to be said of it between the sampler and the batch: how
+a generator may give it, how it is recorded, merged and padded. A new one is a field in `types.py`
+(`Trajectory`, `GeneratorOutput`, `TrainBatch`), a row here, and whoever makes it.
+"""
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from jaxrl.types import GeneratorOutput
+from jaxrl.types import GeneratorOutput, Trajectory
+
+
+class Column(NamedTuple):
+    """Say what is true of one column with an entry per response token.
+
+    Attributes:
+        name: in `GeneratorOutput`, where SkyRL has the column under SkyRL's name.
+        field: of `Trajectory`.
+        batch: field of `TrainBatch`, [B, T] or, of tuples, [B, T, k].
+        blank: entry of a token that the policy did not sample, and of padding.
+        dtype: in a batch.
+        stored: dtype in a file of recorded rollouts; None = JSON.
+        kinds: of numbers that a generator may give ("b", "i", "u", "f"); "" = tuples of ids.
+        optional: a generator, or a part of a batch, may lack it.
+        if_any: it is left out where all entries are blank.
+    """
+
+    name: str
+    field: str
+    batch: str
+    blank: Any
+    dtype: Any
+    stored: Any
+    kinds: str
+    optional: bool = False
+    if_any: bool = False
+
+    def is_in(self, rows: Sequence[Trajectory]) -> bool:
+        """Whether trajectories have the column: an entry for each token of each."""
+        if not self.optional:
+            return True
+        lists = [getattr(row, self.field) for row in rows]
+        if self.if_any:
+            return any(map(any, lists))
+        return all(len(x) == len(r.response_tokens) for x, r in zip(lists, rows, strict=True))
+
+
+TOKEN_COLUMNS = (
+    Column("loss_masks", "loss_mask", "loss_mask", 0, np.float32, np.int8, "biuf"),
+    # shaped before they are a batch, so they stay exact; or one number for the whole response
+    Column("rewards", "rewards", "rewards", 0.0, np.float32, np.float64, "biuf"),
+    Column(
+        name="rollout_logprobs",
+        field="rollout_log_probs",
+        batch="rollout_log_probs",
+        blank=0.0,
+        dtype=np.float32,
+        stored=np.float32,
+        kinds="iuf",
+    ),
+    Column(
+        name="kept",
+        field="kept",
+        batch="kept",
+        blank=(),
+        dtype=np.int32,
+        stored=None,
+        kinds="",
+        optional=True,
+        if_any=True,
+    ),
+    Column(
+        name="token_versions",
+        field="versions",
+        batch="token_versions",
+        blank=-1,
+        dtype=np.int32,
+        stored=np.int32,
+        kinds="iu",
+        optional=True,
+    ),
+    Column(
+        name="context_versions",
+        field="context_versions",
+        batch="context_versions",
+        blank=-1,
+        dtype=np.int32,
+        stored=np.int32,
+        kinds="iu",
+        optional=True,
+    ),
+)
+BLANKS = {column.name: column.blank for column in TOKEN_COLUMNS}
 
 
 def trajectory_numbers(is_last_step: Sequence[bool] | np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl.data.columns import TOKEN_COLUMNS, Column
 from jaxrl.types import Array, GeneratorOutput, ModelRows, TrainBatch
 
 
@@ -109,12 +110,16 @@ def collate(
     lengths = np.array([len(p) + len(r) for p, r in zip(prompts, responses, strict=True)], np.int32)
     width = width_of(int(lengths.max()))
 
-    def response_array(column: str, empty: float | np.int32 = 0.0) -> np.ndarray:
-        array = np.full((rows, width), empty, getattr(empty, "dtype", np.float32))
-        for row, values in enumerate(cast(dict, output)[column]):
+    def response_array(column: Column) -> np.ndarray | None:
+        if cast(dict, output).get(column.name) is None:
+            return None
+        if not column.kinds:
+            return _tuples(output, column, width)
+        array = np.full((rows, width), column.blank, column.dtype)
+        for row, values in enumerate(cast(dict, output)[column.name]):
             if np.ndim(values) != 1 or len(values) != len(responses[row]):
                 raise ValueError(
-                    f"{column}[{row}] must have one entry for each of the "
+                    f"{column.name}[{row}] must have one entry for each of the "
                     f"{len(responses[row])} response tokens, got {values!r}"
                 )
             start = len(prompts[row])
@@ -130,37 +135,23 @@ def collate(
         tokens=tokens,
         lengths=lengths,
         response_mask=response_mask,
-        loss_mask=response_array("loss_masks"),
-        rewards=response_array("rewards"),
-        rollout_log_probs=None
-        if output["rollout_logprobs"] is None
-        else response_array("rollout_logprobs"),
         index=np.asarray(index, np.int32),
         policy_versions=np.asarray(output["policy_versions"], np.int32),
         row_ids=np.arange(rows, dtype=np.int32),
         is_last_step=np.asarray(output["is_last_step"]) if "is_last_step" in output else None,
         valid_mask=np.asarray(output["valid_mask"]) if "valid_mask" in output else None,
-        kept=_kept(output, width),
-        token_versions=response_array("token_versions", np.int32(-1))
-        if "token_versions" in output
-        else None,
-        context_versions=response_array("context_versions", np.int32(-1))
-        if "context_versions" in output
-        else None,
+        **{column.batch: response_array(column) for column in TOKEN_COLUMNS},
     )
 
 
-def _kept(output: GeneratorOutput, width: int) -> np.ndarray | None:
-    """[B, T, k], -1 where there is nothing."""
-    if "kept" not in output:
-        return None
-    most = max(len(ids) for row in output["kept"] for ids in row)
-    array = np.full((len(output["kept"]), width, most), -1, np.int32)
-    for row, (prompt, kept) in enumerate(
-        zip(output["prompt_token_ids"], output["kept"], strict=True)
-    ):
-        for column, ids in enumerate(kept, start=len(prompt)):
-            array[row, column, : len(ids)] = ids
+def _tuples(output: GeneratorOutput, column: Column, width: int) -> np.ndarray:
+    """A column of tuples of ids as [B, T, k], -1 where there is nothing."""
+    entries = cast(dict, output)[column.name]
+    most = max(len(ids) for row in entries for ids in row)
+    array = np.full((len(entries), width, most), -1, column.dtype)
+    for row, (prompt, given) in enumerate(zip(output["prompt_token_ids"], entries, strict=True)):
+        for place, ids in enumerate(given, start=len(prompt)):
+            array[row, place, : len(ids)] = ids
     return array
 
 

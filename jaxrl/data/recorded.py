@@ -19,20 +19,14 @@ from typing import Any, cast
 
 import numpy as np
 
+from jaxrl.data.columns import TOKEN_COLUMNS
 from jaxrl.files import replaced
 from jaxrl.types import GeneratorOutput, TrajectoryID
 
 FORMAT = 1
 _NUMBER = -1  # in place of a length: the row is one number, a reward for the whole response
-# Per token, and what the batch makes of it anyway; rewards are shaped first, so they stay exact.
-_PER_TOKEN = {
-    "prompt_token_ids": np.int32,
-    "response_ids": np.int32,
-    "loss_masks": np.int8,
-    "rollout_logprobs": np.float32,
-    "token_versions": np.int32,
-    "context_versions": np.int32,
-    "rewards": np.float64,
+_PER_TOKEN = dict.fromkeys(("prompt_token_ids", "response_ids"), np.int32) | {
+    column.name: column.stored for column in TOKEN_COLUMNS if column.stored
 }
 _PER_ROW = {
     "policy_versions": np.int32,

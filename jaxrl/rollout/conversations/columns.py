@@ -4,22 +4,12 @@ from typing import Any, cast
 
 import numpy as np
 
+from jaxrl.data.columns import BLANKS, TOKEN_COLUMNS
 from jaxrl.types import GeneratorOutput
 
-# Columns of numbers per token, and their kinds ("b": bool, "i", "u": integer, "f": float).
-_NUMBERS = {
-    "prompt_token_ids": "iu",
-    "response_ids": "iu",
-    "rewards": "biuf",  # or a number for the response
-    "loss_masks": "biuf",
-    "rollout_logprobs": "iuf",
-    "token_versions": "iu",
-    "context_versions": "iu",
-}
-_PER_RESPONSE_TOKEN = (
-    *("rewards", "loss_masks", "rollout_logprobs", "kept"),
-    *("token_versions", "context_versions"),
-)
+_IDS = dict.fromkeys(("prompt_token_ids", "response_ids"), "iu")
+# Of the columns of numbers per token the kinds; rewards may be a number for the response, too.
+_NUMBERS = _IDS | {column.name: column.kinds for column in TOKEN_COLUMNS if column.kinds}
 _PER_ROW = {"stop_reasons": str, "policy_versions": int}
 _COLUMNS = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", *_PER_ROW)
 _REQUIRED = (*_COLUMNS, "rollout_logprobs", "rollout_metrics")
@@ -85,7 +75,7 @@ def _wanted(name: str, value: Any, tokens: int) -> str:
             return f"a list of {numbers}" + " or one number" * (name == "rewards")
         if whole:
             return ""
-    if name in _PER_RESPONSE_TOKEN and len(value) != tokens:
+    if name in BLANKS and len(value) != tokens:
         return f"one entry for each of the {tokens} response tokens"
     return ""
 

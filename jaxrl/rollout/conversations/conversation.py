@@ -159,9 +159,6 @@ class Conversation:
             uid=self.prompt.uid,
             prompt_tokens=transcript.prompt,
             response_tokens=transcript.tokens,
-            loss_mask=transcript.loss_mask,
-            rollout_log_probs=transcript.log_probs,
-            rewards=transcript.rewards[-1] if plain else transcript.rewards,
             stop_reason=self.stop_reason,
             policy_version=transcript.policy_version,
             env_class=self.prompt.env_class,
@@ -171,9 +168,7 @@ class Conversation:
             failure=str(self.failure) if self.failure else "",
             rejudged=self.rejudged,
             turns=transcript.turns,
-            kept=transcript.kept,
-            versions=transcript.versions,
-            context_versions=transcript.context_versions,
+            **transcript.columns | ({"rewards": transcript.rewards[-1]} if plain else {}),
         )
 
 

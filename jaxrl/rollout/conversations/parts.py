@@ -3,23 +3,19 @@
 import io
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
 
+from jaxrl.data.columns import BLANKS, TOKEN_COLUMNS
 from jaxrl.data.recorded import from_arrays, to_arrays
 from jaxrl.rollout.conversations.stream import Unit
 from jaxrl.rollout.conversations.trajectories import batch_metrics, refuse_all_failed
 from jaxrl.types import GeneratorOutput, Measured
 
 # Columns that a part may lack, because none of its rows has anything in them.
-_EMPTY: dict[str, Callable[[list[int]], Any]] = {
-    "reward_terms": lambda response: {},
-    "kept": lambda response: [()] * len(response),
-    "token_versions": lambda response: [-1] * len(response),
-    "context_versions": lambda response: [-1] * len(response),
-}
+_MAY_LACK = {column.name for column in TOKEN_COLUMNS if column.optional} | {"reward_terms"}
 
 
 def gather(parts: Sequence[GeneratorOutput]) -> GeneratorOutput:
@@ -55,14 +51,19 @@ def _column(name: str, parts: Sequence[GeneratorOutput]) -> Any:
     columns: list[Any] = [cast(dict, part).get(name) for part in parts]
     if not any(isinstance(column, list) for column in columns):
         return columns[0]
-    if name in _EMPTY:
+    if name in _MAY_LACK:
         columns = [
-            [_EMPTY[name](response) for response in part["response_ids"]] if c is None else c
+            [_nothing(name, response) for response in part["response_ids"]] if c is None else c
             for c, part in zip(columns, parts, strict=True)
         ]
     if not all(isinstance(column, list) for column in columns):
         raise ValueError(f"the generator gives {name} for some prompts only; give it for all")
     return list(itertools.chain.from_iterable(columns))
+
+
+def _nothing(name: str, response: Sequence[int]) -> Any:
+    """Return what a row has in a column that its part lacks."""
+    return {} if name == "reward_terms" else [BLANKS[name]] * len(response)
 
 
 # ---------------------------------------------------------------- in a checkpoint

@@ -5,13 +5,8 @@ from typing import Any, cast
 
 import numpy as np
 
+from jaxrl.data.columns import BLANKS, TOKEN_COLUMNS
 from jaxrl.types import GeneratorOutput, Trajectory
-
-# columns of one entry per token, and the entry of a token that was not sampled
-_TOKENS = {
-    **{"loss_masks": 0, "rollout_logprobs": 0, "kept": ()},
-    **{"token_versions": -1, "context_versions": -1},
-}
 
 
 def steps_of(trajectory: Trajectory) -> list[Trajectory]:
@@ -60,13 +55,9 @@ def _step(t: Trajectory, start: int, end: int) -> Trajectory:
         t,
         prompt_tokens=[*t.prompt_tokens, *t.response_tokens[:start]],
         response_tokens=t.response_tokens[start:end],
-        loss_mask=t.loss_mask[start:end],
-        rollout_log_probs=t.rollout_log_probs[start:end],
-        rewards=[0.0] * (end - start),
         turns=[(0, end - start)],
-        kept=t.kept[start:end],
-        versions=t.versions[start:end],
-        context_versions=t.context_versions[start:end],
+        **{column.field: getattr(t, column.field)[start:end] for column in TOKEN_COLUMNS}
+        | {"rewards": [0.0] * (end - start)},
     )
 
 
@@ -88,7 +79,7 @@ def _append(rows: dict[str, list[Any]], row: dict[str, Any]) -> None:
     for name, column in rows.items():
         if name == "response_ids":
             column[-1] += given + row[name]
-        elif name in _TOKENS or (name == "rewards" and isinstance(row[name], list)):
-            column[-1] += [_TOKENS.get(name, 0)] * len(given) + row[name]
+        elif name in BLANKS and isinstance(row[name], list):
+            column[-1] += [BLANKS[name]] * len(given) + row[name]
         elif name not in ("prompt_token_ids", "policy_versions"):
             column[-1] = row[name]

@@ -2,11 +2,12 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from jaxrl import envs
+from jaxrl.data.columns import TOKEN_COLUMNS
 from jaxrl.rollout.conversations.step_wise import steps_of
 from jaxrl.types import GeneratorOutput, Measured, Trajectory, TrajectoryID
 
@@ -35,16 +36,24 @@ def to_columns(
     steps = [steps_of(t) if step_wise else [t] for t in trajectories]
     rows = [row for of_one in steps for row in of_one]
     measured = [_measured(t) for t in trajectories]
-    output = GeneratorOutput(
-        prompt_token_ids=[t.prompt_tokens for t in rows],
-        response_ids=[t.response_tokens for t in rows],
-        rewards=[t.rewards for t in rows],  # type: ignore[typeddict-item]
-        loss_masks=[t.loss_mask for t in rows],
-        stop_reasons=[t.stop_reason for t in rows],
-        rollout_logprobs=[t.rollout_log_probs for t in rows] if log_probs else None,
-        policy_versions=[t.policy_version for t in rows],
-        rollout_metrics=batch_metrics(measured),
-        trajectory_ids=[i for i, s in zip(ids, steps, strict=True) for _ in s],
+    per_token = {
+        column.name: [getattr(row, column.field) for row in rows]
+        for column in TOKEN_COLUMNS
+        if column.is_in(rows)
+    }
+    if not log_probs:
+        per_token["rollout_logprobs"] = None
+    output = cast(
+        GeneratorOutput,
+        {
+            "prompt_token_ids": [t.prompt_tokens for t in rows],
+            "response_ids": [t.response_tokens for t in rows],
+            "stop_reasons": [t.stop_reason for t in rows],
+            "policy_versions": [t.policy_version for t in rows],
+            "rollout_metrics": batch_metrics(measured),
+            "trajectory_ids": [i for i, s in zip(ids, steps, strict=True) for _ in s],
+            **per_token,
+        },
     )
     if step_wise:
         output["is_last_step"] = [row is s[-1] for s in steps for row in s]
@@ -52,12 +61,6 @@ def to_columns(
         output["measured"] = [m for m, s in zip(measured, steps, strict=True) for _ in s]
     if any(t.reward_terms for t in rows):
         output["reward_terms"] = [t.reward_terms for t in rows]
-    if any(any(t.kept) for t in rows):
-        output["kept"] = [t.kept for t in rows]
-    if all(len(t.versions) == len(t.response_tokens) for t in rows):
-        output["token_versions"] = [t.versions for t in rows]
-    if all(len(t.context_versions) == len(t.response_tokens) for t in rows):
-        output["context_versions"] = [t.context_versions for t in rows]
     return output
 
 

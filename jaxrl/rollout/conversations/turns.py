@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from jaxrl.data.columns import TOKEN_COLUMNS
 from jaxrl.rollout.protocol import Completion
 from jaxrl.types import Message
 
@@ -25,7 +26,7 @@ class Transcript:
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)  # 1 = sampled
-    log_probs: list[float] = field(default_factory=list)  # 0 where not sampled
+    rollout_log_probs: list[float] = field(default_factory=list)  # 0 where not sampled
     rewards: list[float] = field(default_factory=list)
     kept: list[tuple[int, ...]] = field(default_factory=list)  # () = all, or not recorded
     versions: list[int] = field(default_factory=list)  # of the policy; -1 where not sampled
@@ -55,13 +56,20 @@ class Transcript:
 
         `context_versions` are `versions` where the engine does not say.
         """
-        start, columns = len(self.tokens), (kept, versions, context_versions)
-        self._add(tokens, 1, log_probs or [0.0] * len(tokens), *columns)
+        start = len(self.tokens)
+        self._add(
+            tokens,
+            loss_mask=[1] * len(tokens),
+            rollout_log_probs=log_probs,
+            kept=kept,
+            versions=versions,
+            context_versions=context_versions or versions,
+        )
         self.turns.append((start, len(self.tokens)))
 
     def add_given(self, tokens: Sequence[int]) -> None:
         """Tokens that the policy did not sample."""
-        self._add(tokens, 0, [0.0] * len(tokens))
+        self._add(tokens)
 
     def extend_turn(self, token: int) -> None:
         """A given token that belongs to the turn before it."""
@@ -95,34 +103,20 @@ class Transcript:
         """Nothing is learnt from this conversation."""
         self.loss_mask, self.rewards = [0] * len(self.tokens), [0.0] * len(self.tokens)
 
-    def _add(
-        self,
-        tokens: Sequence[int],
-        mask: int,
-        log_probs: Sequence[float],
-        kept: Sequence[tuple[int, ...]] = (),
-        versions: Sequence[int] = (),
-        context_versions: Sequence[int] = (),
-    ) -> None:
+    @property
+    def columns(self) -> dict[str, list[Any]]:
+        """The fields of `Trajectory` with an entry per response token."""
+        return {column.field: getattr(self, column.field) for column in TOKEN_COLUMNS}
+
+    def _add(self, tokens: Sequence[int], **entries: Sequence[Any]) -> None:
+        """Append tokens, with blanks in the columns that are not given or empty."""
         self.tokens += tokens
-        self.loss_mask += [mask] * len(tokens)
-        self.log_probs += log_probs
-        self.rewards += [0.0] * len(tokens)
-        self.kept += kept or [()] * len(tokens)
-        self.versions += versions or [-1] * len(tokens)
-        self.context_versions += context_versions or versions or [-1] * len(tokens)
+        for column in TOKEN_COLUMNS:
+            given = entries.get(column.field) or [column.blank] * len(tokens)
+            getattr(self, column.field).extend(given)
 
     def _cut(self, length: int) -> None:
-        columns = (
-            self.tokens,
-            self.loss_mask,
-            self.log_probs,
-            self.rewards,
-            self.kept,
-            self.versions,
-            self.context_versions,
-        )
-        for column in columns:
+        for column in (self.tokens, *self.columns.values()):
             del column[length:]
 
 

@@ -44,7 +44,7 @@ class Segment:
             "prompt_token_ids": transcript.prompt,
             "response_token_ids": transcript.tokens,
             "loss_mask": transcript.loss_mask,
-            "logprobs": transcript.log_probs,
+            "logprobs": transcript.rollout_log_probs,
             "versions": transcript.versions,
             "context_versions": transcript.context_versions,
             "turns": transcript.turns,

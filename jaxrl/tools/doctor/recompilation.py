@@ -3,16 +3,14 @@
 from collections.abc import Sequence
 from typing import Any, cast
 
+from jaxrl.data.columns import BLANKS
 from jaxrl.data.packing import length_bucket
 from jaxrl.tools.doctor.finding import Finding, failed, passed
 from jaxrl.tools.doctor.subject import Subject
 from jaxrl.types import GeneratorOutput
 
 STEPS = 3  # the first one compiles the optimizer's update
-PER_TOKEN = (
-    *("response_ids", "rewards", "loss_masks", "rollout_logprobs"),
-    *("kept", "token_versions", "context_versions"),
-)
+PER_TOKEN = ("response_ids", *BLANKS)
 
 
 def recompilation(subject: Subject) -> Finding:
