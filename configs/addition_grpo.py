@@ -46,7 +46,6 @@ def get_config():
     trainer.print_example_interval = 50
     trainer.ckpt_interval = 50
     trainer.max_ckpts_to_keep = 1
-    trainer.log_path = "runs"
     config.environment.env_class = "addition"
     config.environment.skyrl_gym.max_env_workers = 0  # microseconds of Python: threads only wait
     return config

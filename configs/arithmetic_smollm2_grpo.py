@@ -52,5 +52,4 @@ def get_config():
     trainer.ckpt_interval = 12
     trainer.max_ckpts_to_keep = 1
     trainer.hf_save_interval = 24
-    trainer.log_path = "runs"
     return config

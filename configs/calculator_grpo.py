@@ -51,7 +51,6 @@ def get_config():
     trainer.print_example_interval = 20
     trainer.ckpt_interval = 50
     trainer.max_ckpts_to_keep = 1
-    trainer.log_path = "runs"
     config.environment.env_class = "calculator"
     config.environment.skyrl_gym.max_env_workers = 0  # microseconds of Python: threads only wait
     return config

@@ -56,5 +56,4 @@ def get_config():
     trainer.max_ckpts_to_keep = 3
     trainer.print_example_interval = 10
     trainer.logger = ["console", "tensorboard"]
-    trainer.log_path = "runs"
     return config

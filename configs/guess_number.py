@@ -55,7 +55,6 @@ def get_config():
     trainer.ckpt_interval = 50
     trainer.max_ckpts_to_keep = 2
     trainer.logger = ["console", "tensorboard"]
-    trainer.log_path = "runs"
     config.environment.env_class = "guess_number"
     config.environment.skyrl_gym.max_env_workers = 0  # microseconds of Python: threads only wait
     return config

@@ -52,5 +52,4 @@ def get_config():
     trainer.max_ckpts_to_keep = 2
     trainer.hf_save_interval = 64
     trainer.logger = ["console", "tensorboard"]
-    trainer.log_path = "runs"
     return config

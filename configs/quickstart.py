@@ -55,7 +55,6 @@ def get_config():
     trainer.max_ckpts_to_keep = 2
     trainer.hf_save_interval = 240
     trainer.logger = ["console", "tensorboard"]
-    trainer.log_path = "runs"
     config.environment.env_class = "sort_digits"
     config.environment.skyrl_gym.max_env_workers = 0  # microseconds of Python: threads only wait
     return config

@@ -57,5 +57,4 @@ def get_config():
     trainer.eval_batch_size, trainer.eval_interval = 256, 50
     trainer.ckpt_interval, trainer.max_ckpts_to_keep, trainer.hf_save_interval = 20, 5, 100
     trainer.logger = ["console", "tensorboard"]
-    trainer.log_path = "runs"
     return config

@@ -47,5 +47,4 @@ def get_config():
     trainer.ckpt_interval = 50
     trainer.max_ckpts_to_keep = 1
     trainer.hf_save_interval = 50
-    trainer.log_path = "runs"
     return config

@@ -38,5 +38,4 @@ def get_config():
     trainer.eval_interval = 29
     trainer.ckpt_interval = trainer.hf_save_interval = 58
     trainer.max_ckpts_to_keep = 1
-    trainer.log_path = "runs"
     return config

@@ -56,5 +56,4 @@ def get_config():
     trainer.ckpt_interval = trainer.hf_save_interval = 10
     trainer.max_ckpts_to_keep = 2
     trainer.logger = ["console", "tensorboard"]
-    trainer.log_path = "runs"
     return config
