@@ -5,6 +5,7 @@ import json
 import pytest
 
 from jaxrl import envs
+from jaxrl.envs.sandbox import sandbox
 from tests.envs import corpus
 from tests.envs.test_sandbox import needs_sandbox
 
@@ -76,4 +77,13 @@ def test_rewards_are_those_of_skyrl_gym(env_class, count, tmp_path):
     assert len(found) == count
     assert len({tuple(rewards) for rewards in theirs.values()}) > 1
     different = {name: (theirs[name], ours) for name, ours in found.items() if ours != theirs[name]}
-    assert different == DIFFERENCES[env_class]
+    expected = dict(DIFFERENCES[env_class])
+    if env_class == "lcb" and sees_programs():
+        expected["subprocess"] = [0.0], [1.0]
+    assert different == expected
+
+
+def sees_programs():
+    """Whether the sandbox shows /usr/bin: where Python itself is installed in /usr."""
+    code = "import os; print(os.path.exists('/usr/bin/true'))"
+    return sandbox.run(code, "", sandbox.Limits()).stdout == "True\n"
