@@ -8,7 +8,7 @@ _ROOT = Path(__file__).parent
 
 
 def commands() -> dict[str, str]:
-    """Module -> its one line, without importing any."""
+    """Map each module that is a command to its one line, without importing any."""
     found = {}
     for path in sorted(_ROOT.rglob("*.py")):
         module = ".".join(("jaxrl", *path.relative_to(_ROOT).with_suffix("").parts))

@@ -13,7 +13,7 @@ Array = jax.Array
 
 
 def masked_sum(x: Array, mask: Array | None, axis: int | None = None) -> Array:
-    """Sum of x where mask is not 0, weighted by mask.
+    """Return the sum of x where mask is not 0, weighted by mask.
 
     `where` first, so that a masked NaN stays out.
     """
@@ -23,14 +23,14 @@ def masked_sum(x: Array, mask: Array | None, axis: int | None = None) -> Array:
 
 
 def masked_mean(x: Array, mask: Array | None, axis: int | None = None) -> Array:
-    """Weighted mean of x under mask; 0 where the mask is empty."""
+    """Return the weighted mean of x under mask; 0 where the mask is empty."""
     if mask is None:
         return x.mean(axis)
     return masked_sum(x, mask, axis) / jnp.maximum(mask.sum(axis), 1.0)
 
 
 def zero_masked(mask: Array | None, *arrays: Array) -> tuple[Array, ...]:
-    """The arrays in at least float32, 0 where mask is 0.
+    """Return the arrays in at least float32, 0 where mask is 0.
 
     Before any formula: `0 * nan` is NaN, in values and in gradients.
     """
@@ -39,13 +39,13 @@ def zero_masked(mask: Array | None, *arrays: Array) -> tuple[Array, ...]:
 
 
 def at_least_float32(x: Array) -> Array:
-    """x in float32, or float64 if it has that."""
+    """Return x in float32, or in float64 if it has that."""
     x = jnp.asarray(x)
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def whiten(x: Array, mask: Array, epsilon: float = 1e-8) -> Array:
-    """x shifted and scaled to mean 0 and (unbiased) variance 1 over mask; 0 where masked.
+    """Shift and scale x to mean 0 and (unbiased) variance 1 over mask; 0 where masked.
 
     Fewer than two elements have no variance: they become 0.
     """
@@ -55,12 +55,12 @@ def whiten(x: Array, mask: Array, epsilon: float = 1e-8) -> Array:
 
 
 def absolute(x: Array) -> Array:
-    """|x| with gradient sign(x), which is 0 at 0; that of `jnp.abs` is 1 there."""
+    """Return |x| with gradient sign(x), which is 0 at 0; that of `jnp.abs` is 1 there."""
     return x * jax.lax.stop_gradient(jnp.sign(x))
 
 
 def safe_exp(x: Array, limit: float = 20.0) -> Array:
-    """exp in at least float32 with the exponent clamped to +-limit.
+    """Return exp(x) in at least float32 with the exponent clamped to +-limit.
 
     The gradient is 0 beyond the clamp.
     """
@@ -69,7 +69,7 @@ def safe_exp(x: Array, limit: float = 20.0) -> Array:
 
 @jax.custom_jvp
 def clamp(x: Array, low: Array | float, high: Array | float) -> Array:
-    """x limited to [low, high]; the gradient is 1 inside and AT the bounds, 0 outside.
+    """Limit x to [low, high]; the gradient is 1 inside and AT the bounds, 0 outside.
 
     `jnp.clip` passes half the gradient at a bound and `lax.clamp` none; the published losses (and
     their torch implementations) pass all of it, which decides on-policy ratios at a bound of
@@ -86,7 +86,7 @@ def _clamp_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
 
 
 def token_log_probs(logits: Array, tokens: Array, axis_name: Any = None) -> Array:
-    """log softmax(logits)[tokens]: logits [..., V], tokens [...] int -> [...] float32.
+    """Return log softmax(logits)[tokens]: logits [..., V], tokens [...] int -> [...] float32.
 
     Args:
         axis_name: mesh axis over which the vocabulary is split, V of it here; None = all is here.
@@ -107,7 +107,7 @@ FILTERED = -1e15
 
 
 def keep_only(logits: Array, kept: Array, axis_name: Any = None) -> Array:
-    """Logits [B, C, V] with all but the kept ids at `FILTERED`; float32.
+    """Return logits [B, C, V] with all but the kept ids at `FILTERED`; float32.
 
     Args:
         kept: [B, C, k] ids, then -1; nothing but -1 = all ids.
@@ -124,7 +124,10 @@ def keep_only(logits: Array, kept: Array, axis_name: Any = None) -> Array:
 
 
 def entropy(logits: Array, axis_name: Any = None) -> Array:
-    """Entropy of softmax(logits) in nats: [..., V] -> [...]; `axis_name` as in token_log_probs."""
+    """Return the entropy of softmax(logits) in nats, [..., V] -> [...].
+
+    `axis_name` is as in token_log_probs.
+    """
     logits = at_least_float32(logits)
     log_p = logits - logsumexp(logits, axis_name)[..., None]
     minus = jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
@@ -132,7 +135,10 @@ def entropy(logits: Array, axis_name: Any = None) -> Array:
 
 
 def logsumexp(x: Array, axis_name: Any = None) -> Array:
-    """log sum exp over the last dim, [..., V] -> [...]; `axis_name` as in token_log_probs."""
+    """Return log sum exp over the last dim, [..., V] -> [...].
+
+    `axis_name` is as in token_log_probs.
+    """
     if axis_name is None:
         return jax.nn.logsumexp(x, axis=-1)
     largest = jax.lax.pmax(jax.lax.stop_gradient(x).max(-1), axis_name)
@@ -141,7 +147,7 @@ def logsumexp(x: Array, axis_name: Any = None) -> Array:
 
 @jax.jit  # a scan called eagerly is compiled at every call
 def discounted_sums(x: Array, gamma: Array | float) -> Array:
-    """y[:, t] = sum_{u >= t} gamma^(u - t) x[:, u]: [B, T] -> [B, T]."""
+    """Return y[:, t] = sum_{u >= t} gamma^(u - t) x[:, u], [B, T] -> [B, T]."""
 
     def step(later: Array, now: Array) -> tuple[Array, Array]:
         total = now + gamma * later
@@ -151,12 +157,12 @@ def discounted_sums(x: Array, gamma: Array | float) -> Array:
 
 
 def group_sum(x: Array, index: Array) -> Array:
-    """For each row the sum of x over the rows of its group: x [B, ...], index [B] -> [B, ...]."""
+    """Return for each row the sum of x over its group: x [B, ...], index [B] -> [B, ...]."""
     return jax.ops.segment_sum(x, index, num_segments=x.shape[0])[index]
 
 
 def group_centred(x: Array, index: Array, counted: Array) -> Array:
-    """x less the mean of its group, over rows: x [B, ...], index [B] -> [B, ...].
+    """Subtract from x the mean of its group, over rows: x [B, ...], index [B] -> [B, ...].
 
     Exactly 0 where all of a group are equal, which sum / n alone, rounded, is not.
 
@@ -170,7 +176,7 @@ def group_centred(x: Array, index: Array, counted: Array) -> Array:
 
 
 def step_ids(mask: Array) -> Array:
-    """For each token the number of the sampled token that it belongs to: mask [B, T] -> int.
+    """Return for each token the number of the sampled token it belongs to: mask [B, T] -> int.
 
     A token that is not sampled (mask 0) belongs to the last sampled one before it, or to the first.
     """
@@ -178,12 +184,12 @@ def step_ids(mask: Array) -> Array:
 
 
 def sum_by_step(x: Array, ids: Array) -> Array:
-    """y[b, k] = sum of x[b, t] over the tokens with ids[b, t] = k: x, ids [B, T] -> [B, T]."""
+    """Return y[b, k] = sum of x[b, t] over tokens with ids[b, t] = k: x, ids [B, T] -> [B, T]."""
     return jnp.zeros_like(x).at[jnp.arange(x.shape[0])[:, None], ids].add(x)
 
 
 def top_tokens(keys: Array, valid: Array, count: Array, row_ids: Array) -> Array:
-    """The `count` valid tokens with the largest keys [B, T] bool; of equal ones the first.
+    """Mark the `count` valid tokens with the largest keys, [B, T] bool; of equal ones the first.
 
     First by row id, then by position, so that the order of the rows does not matter. The smallest
     key among them is found bit by bit, which takes no sort of B T tokens (8 times as long for
@@ -223,7 +229,7 @@ def largest(
 
 
 def _sortable_bits(x: Array) -> Array:
-    """Unsigned ints in the order of the floats."""
+    """Map floats to unsigned ints in the same order."""
     unsigned = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}[x.dtype.itemsize]
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0, x), unsigned)  # -0 equals 0
     sign = jnp.ones((), unsigned) << jnp.asarray(x.dtype.itemsize * 8 - 1, unsigned)

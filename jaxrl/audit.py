@@ -37,7 +37,7 @@ SHOWN = 10  # failures of a check
 
 
 def audit(folder: str | Path) -> list[Check]:
-    """The checks of the run in a folder, of one snapshot of its ledger.
+    """Run the checks of the run in a folder, on one snapshot of its ledger.
 
     Raises:
         NothingToAudit: it has no ledger that can be read.
@@ -47,7 +47,7 @@ def audit(folder: str | Path) -> list[Check]:
 
 
 def report(results: Sequence[Check]) -> str:
-    """A table of the checks, then what is wrong."""
+    """Return a table of the checks, then what is wrong."""
     rows = [("check", "result", "figures")]
     for check in results:
         figures = ", ".join(f"{name} {value}" for name, value in check.figures.items())
@@ -64,14 +64,14 @@ def report(results: Sequence[Check]) -> str:
 
 
 def to_json(results: Sequence[Check]) -> str:
-    """The same for programs, with every failure."""
+    """Return the checks as JSON, for programs, with every failure."""
     passed = not any(check.failures for check in results)
     found = [vars(check) | {"result": check.result} for check in results]
     return json.dumps({"passed": passed, "checks": found}, indent=1) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m jaxrl.audit RUN`."""
+    """Run `python -m jaxrl.audit RUN`."""
     parser = argparse.ArgumentParser(
         "python -m jaxrl.audit",
         description=__doc__,

@@ -39,7 +39,7 @@ from jaxrl.tools.replay.recorded_run import RecordedRun, use_devices
 
 
 def main(argv: Sequence[str]) -> int:
-    """`python -m jaxrl.compare RUN --step=N --losses=a,b,c ...`."""
+    """Run `python -m jaxrl.compare RUN --step=N --losses=a,b,c ...`."""
     if not argv or "--help" in argv or "-h" in argv:
         print(__doc__)
         return 0

@@ -42,7 +42,7 @@ from jaxrl.train import BasePPOExp
 
 
 def main(argv: Sequence[str]) -> int:
-    """`python -m jaxrl.doctor --config=FILE [--only=...] [--json=FILE]`, or `--env`."""
+    """Run `python -m jaxrl.doctor --config=FILE [--only=...] [--json=FILE]`, or `--env`."""
     if not argv or "--help" in argv or "-h" in argv:
         print(f"{__doc__}\nEvery field of docs/configuration.md can be set. See docs/doctor.md.")
         return 0
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM is raised as SystemExit, so that what was written is removed."""
+    """Raise SystemExit on SIGTERM while the block runs, so that what was written is removed."""
     if threading.current_thread() is not threading.main_thread():  # may set no handlers
         yield
         return

@@ -23,7 +23,7 @@ from jaxrl.training.eval_metrics import METHOD
 
 
 def main(argv: Sequence[str]) -> int:
-    """`python -m jaxrl.evaluate --config=FILE [--subject=WHAT] [--config.a.b=value ...]`."""
+    """Run `python -m jaxrl.evaluate --config=FILE [--subject=WHAT] [--config.a.b=value ...]`."""
     if not argv or "--help" in argv or "-h" in argv:
         print(f"{__doc__}\nFields: generator.eval_* and more in docs/configuration.md.")
         return 0

@@ -12,11 +12,11 @@ SCHEMES = ("gs", "s3")
 
 
 class FolderError(ValueError):
-    """A folder that this run cannot work in: it is another run's, or its disk is full."""
+    """Say that this run cannot work in a folder: it is another run's, or its disk is full."""
 
 
 def as_path(field: str, path: str) -> epath.Path:
-    """A local path ("file://" or plain) made absolute, or a path in a bucket.
+    """Return a local path ("file://" or plain) made absolute, or a path in a bucket.
 
     Raises:
         ValueError: another scheme; the message names the config field.
@@ -34,7 +34,7 @@ def as_path(field: str, path: str) -> epath.Path:
 
 
 def writable_folder(field: str, path: str | os.PathLike[str]) -> epath.Path:
-    """The folder, created if need be; a file was written to it and removed.
+    """Return the folder, created if need be, after a file was written to it and removed.
 
     Raises:
         ValueError: it cannot be, so that a run stops before its first step; the message names the
@@ -57,7 +57,9 @@ def writable_folder(field: str, path: str | os.PathLike[str]) -> epath.Path:
 
 @contextlib.contextmanager
 def missing_packages_named(field: str, path: str) -> Iterator[None]:
-    """Paths in buckets need packages that a local run does not.
+    """Turn an ImportError of the block into an error that says what to install.
+
+    Paths in buckets need packages that a local run does not.
 
     Raises:
         ValueError: one is missing; the message says how to get it.
@@ -72,7 +74,7 @@ def missing_packages_named(field: str, path: str) -> Iterator[None]:
 
 
 def check_file(flag: str, path: Path | None) -> None:
-    """Whether a local file can be written, before the work whose results go there.
+    """Check that a local file can be written, before the work whose results go there.
 
     Raises:
         ValueError: it cannot; the message names the option of the command.
@@ -90,7 +92,7 @@ def check_file(flag: str, path: Path | None) -> None:
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A path to write a local file to; once that is done it is at `path`, in place of the old."""
+    """Yield a path to write a local file to; after the block it replaces the old one at `path`."""
     new = path.with_name(f".{path.name}.new")
     yield new
     os.replace(new, path)

@@ -49,7 +49,7 @@ def import_named(module: str) -> ModuleType:
 
 
 def import_function(path: str, kind: str = "function") -> Function:
-    """The object behind "my_pkg.my_module:my_function".
+    """Return the object behind "my_pkg.my_module:my_function".
 
     Raises:
         ValueError: the module cannot be imported or has no such function.
@@ -72,7 +72,7 @@ def import_function(path: str, kind: str = "function") -> Function:
 
 
 def parse_call(label: str, call: str) -> tuple[str, dict[str, Any]]:
-    """Name and arguments of "rows" or "rows(size=3, seed=1)"; nothing is evaluated.
+    """Return name and arguments of "rows" or "rows(size=3, seed=1)"; nothing is evaluated.
 
     Args:
         label: how an error calls it.
@@ -104,12 +104,12 @@ def parse_call(label: str, call: str) -> tuple[str, dict[str, Any]]:
 
 
 def called_name(path: str) -> str:
-    """ "rows" of "my_pkg.my_module:rows(size=3)"."""
+    """Return the function's name in a path: "rows" of "my_pkg.my_module:rows(size=3)"."""
     return path.partition("(")[0].rpartition(":")[2].strip()
 
 
 def import_call(path: str, kind: str) -> Function:
-    """The function behind a path, with the keyword arguments that are written after it.
+    """Return the function behind a path, with the keyword arguments that are written after it.
 
     Args:
         path: "my_pkg.my_module:my_reward" or "my_pkg.my_module:my_reward(weight=0.5)".
@@ -134,7 +134,7 @@ def import_call(path: str, kind: str) -> Function:
 
 
 def origin(func: Function) -> str:
-    """Where a function was written: "my_pkg.my_module:my_loss"."""
+    """Return where a function was written: "my_pkg.my_module:my_loss"."""
     return f"{getattr(innermost(func), '__module__', None)}:{qualname(func)}"
 
 
@@ -144,6 +144,6 @@ def qualname(func: Function) -> str:
 
 
 def innermost(func: Any) -> Any:
-    """What a partial or a decorator such as jit wraps."""
+    """Return what a partial or a decorator such as jit wraps."""
     func = inspect.unwrap(func)
     return innermost(func.func) if isinstance(func, functools.partial) else func

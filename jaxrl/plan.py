@@ -33,7 +33,7 @@ from jaxrl.tools.plan.topology import Machine, machine
 
 
 def main(argv: Sequence[str]) -> int:
-    """`python -m jaxrl.plan --config=FILE [--topology=...] [--hbm-gib=...] [--json=FILE]`."""
+    """Run `python -m jaxrl.plan --config=FILE [--topology=...] [--hbm-gib=...] [--json=FILE]`."""
     if not argv or "--help" in argv or "-h" in argv:
         print(f"{__doc__}\nEvery field of docs/configuration.md can be set. See docs/plan.md.")
         return 0
@@ -66,7 +66,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _machine(topology: str | None, hbm_gib: float | None, chips: int | None) -> Machine:
-    """Of devices that are not here the chips of this process are not asked for."""
+    """Return the machine to plan for.
+
+    Of devices that are not here the chips of this process are not asked for.
+    """
     if topology is not None:
         jax.config.update("jax_platforms", "cpu")
     check_devices()

@@ -37,7 +37,7 @@ from jaxrl.tools.replay.steps import (
 
 
 def main(argv: Sequence[str]) -> int:
-    """`python -m jaxrl.replay RUN [--step=N | --against=RUN2] ...`."""
+    """Run `python -m jaxrl.replay RUN [--step=N | --against=RUN2] ...`."""
     if not argv or "--help" in argv or "-h" in argv:
         print(__doc__)
         return 0

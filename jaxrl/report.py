@@ -51,7 +51,7 @@ def report(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m jaxrl.report RUN`."""
+    """Run `python -m jaxrl.report RUN`."""
     parser = argparse.ArgumentParser(
         "python -m jaxrl.report",
         description=__doc__,

@@ -15,7 +15,7 @@ from jaxrl.rollout.server.build import make_server, serve_jetstream
 
 
 def main(argv: Sequence[str]) -> int:
-    """`python -m jaxrl.serve --config=FILE [--config.a.b=value ...]`."""
+    """Run `python -m jaxrl.serve --config=FILE [--config.a.b=value ...]`."""
     if not argv or "--help" in argv or "-h" in argv:
         print(f"{__doc__}\nFields: serve.* and generator.* of docs/configuration.md.")
         return 0

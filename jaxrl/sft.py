@@ -68,7 +68,7 @@ NAMES = {
 
 
 class SFTTrainer:
-    """The supervised loop.
+    """Run the supervised loop.
 
     Args:
         config: resolved by `resolve_sft` and validated.
@@ -112,7 +112,7 @@ class SFTTrainer:
         self._build()
 
     def _build(self) -> None:
-        """Everything that is compiled or placed once."""
+        """Make everything that is compiled or placed once."""
         trainer = self.config.trainer
         self.policy, self.scorer, _ = assemble_policy(self.config, self.model, self.mesh)
         placement = self.policy.placement
@@ -137,7 +137,7 @@ class SFTTrainer:
 
     @property
     def params(self) -> Params:
-        """All parameters of the policy, on its devices: with adapters these on their base."""
+        """Return all parameters of the policy, on its devices; adapters are on their base."""
         return on_device(self.policy.whole(self.state.params))
 
     # ---------------------------------------------------------------- the loop
@@ -192,7 +192,7 @@ class SFTTrainer:
         return self.state
 
     def train_step(self, step: int) -> dict[str, float]:
-        """One optimizer update on one batch; returns its metrics."""
+        """Make one optimizer update on one batch; return its metrics."""
         started = time.perf_counter()
         batch = self.next_batch(step)
         key = jax.random.fold_in(jax.random.key(self.config.trainer.seed), step)
@@ -220,15 +220,15 @@ class SFTTrainer:
         }
 
     def next_batch(self, step: int) -> TrainBatch:
-        """The batch of a step, a function of the seed and the step alone; every epoch reshuffles.
+        """Return the batch of a step, a function of the seed and the step alone.
 
-        The last, incomplete batch of an epoch is left out.
+        Every epoch reshuffles; its last, incomplete batch is left out.
         """
         rows = [self.train_data[i] for i in self.order.batch(step - 1)]
         return conversation_batch(rows, self.eval_cut.batch_width)
 
     def evaluate(self) -> dict[str, float]:
-        """Loss per imitated token over all evaluation conversations."""
+        """Measure the loss per imitated token over all evaluation conversations."""
         if not self.eval_data:
             return {}
         started, size = time.perf_counter(), self.config.trainer.eval_batch_size
@@ -262,7 +262,7 @@ class SFTTrainer:
     # ---------------------------------------------------------------- what is kept
 
     def restore_or_init(self) -> TrainState:
-        """The state of the checkpoint that the config points to, else that of the model folder."""
+        """Return the state of the checkpoint that the config points to, else the model folder's."""
         trainer = self.config.trainer
         self.meta["model"] = self.policy.describe()
         mode, path = trainer.resume_mode, trainer.resume_path
@@ -408,7 +408,7 @@ def sft(config: Any) -> SFTTrainer:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`python -m jaxrl.sft [--distributed] --config=FILE [--config.a.b=value ...]`."""
+    """Run `python -m jaxrl.sft [--distributed] --config=FILE [--config.a.b=value ...]`."""
     if not argv or "--help" in argv or "-h" in argv:
         print(f"{__doc__}\ndocs/sft.md says which fields of docs/configuration.md it reads.")
         return 0

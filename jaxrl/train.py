@@ -73,7 +73,7 @@ _MENDABLE = (
 
 
 class BasePPOExp:
-    """A run, from config to trained policy.
+    """Take a run from config to trained policy.
 
     Override a `get_` method to put in a part of your own.
     """
@@ -101,7 +101,7 @@ class BasePPOExp:
         )
 
     def get_model(self) -> TransformerConfig | AdaptedModel:
-        """The architecture of the policy: that of `policy.model.path`, or a flax module of yours.
+        """Return the policy's architecture: that of `policy.model.path`, or a flax module of yours.
 
         With an `AdaptedModel` (`adapt_nnx`, `adapt_linen`) the path names only the tokenizer.
         """
@@ -110,13 +110,13 @@ class BasePPOExp:
         return hf.load_config(role.model.path, cfg.model_overrides(self.config.trainer, role))
 
     def get_tokenizer(self) -> Any:
-        """Of the policy's folder, with the chat template of `generator.chat_template`."""
+        """Load the policy's tokenizer, with the chat template of `generator.chat_template`."""
         path, template = self.config.trainer.policy.model.path, self.config.generator.chat_template
         assert path is not None  # validated
         return load_tokenizer(path, template.name_or_path if template.source == "file" else None)
 
     def get_prompts(self, sources: Sequence[str]) -> list[Prompt]:
-        """The prompts of some data sets, tokenised; prints how many, and how many are too long."""
+        """Load the prompts of data sets, tokenised; print how many, and how many are too long."""
         if not sources:
             return []
         prompts, dropped = load_prompts(
@@ -135,7 +135,7 @@ class BasePPOExp:
     def get_engine(
         self, model: TransformerConfig | AdaptedModel, mesh: jax.sharding.Mesh
     ) -> Engine:
-        """The sampler, on the devices of `mesh`: the trainer's, or others in their place."""
+        """Make the sampler, on the devices of `mesh`: the trainer's, or others in their place."""
         settings = self.config.generator.inference_engine
         if settings.backend == "jetstream":
             return jetstream_engine(self.config, model, mesh, self.tokenizer)
@@ -155,7 +155,7 @@ class BasePPOExp:
         return engine_of_run(*given, resident_bytes=resident)
 
     def get_server(self, engine: Engine, model: TransformerConfig | AdaptedModel) -> Server:
-        """The HTTP endpoint beside the run."""
+        """Make the HTTP endpoint beside the run."""
         config, settings = self.config, self.config.generator.inference_engine
         if isinstance(model, AdaptedModel):
             raise ValueError(
@@ -171,7 +171,7 @@ class BasePPOExp:
         )
 
     def get_generator(self, engine: Engine, tokenizer: Any) -> GeneratorInterface:
-        """What holds the conversations."""
+        """Make what holds the conversations."""
         environment, gym = self.config.environment, self.config.environment.skyrl_gym
         return ConversationGenerator(
             engine,
@@ -194,7 +194,7 @@ class BasePPOExp:
         check_environments(prompts, settings, max_turns, make=not gym.ray_env_workers)
 
     def get_environment_pool(self) -> EnvironmentPool | None:
-        """Where environments live: in Ray actors, or None: in threads of this process."""
+        """Return where environments live: in Ray actors, or None: in threads of this process."""
         if not self.config.environment.skyrl_gym.ray_env_workers:
             return None
         from jaxrl.cluster import environment_workers  # needs jaxrl[ray]
@@ -216,7 +216,7 @@ class BasePPOExp:
         order: DataOrder | None = None,
         steps: int = 0,
     ) -> DataCard:
-        """What is to be learned from, and what of it is also in the evaluation."""
+        """Describe what is to be learned from, and what of it is also in the evaluation."""
         data = self.config.data
         return data_card(
             train,
@@ -230,11 +230,11 @@ class BasePPOExp:
         )
 
     def get_callbacks(self) -> list[TrainingCallback]:
-        """What is told of the events of the run: `trainer.watching.callbacks`."""
+        """Load what is told of the events of the run: `trainer.watching.callbacks`."""
         return load_callbacks(self.config.trainer.watching.callbacks)
 
     def get_trainer(self, *args: Any, **kwargs: Any) -> Trainer:
-        """The loop."""
+        """Make the training loop."""
         kind = AsyncTrainer if self.config.trainer.fully_async.enabled else Trainer
         return kind(*args, **kwargs)
 
@@ -316,7 +316,7 @@ class BasePPOExp:
 def meshes(
     config: cfg.TrainConfig, devices: Sequence[Any] | None = None
 ) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
-    """That of training, and the sampler's: the same, or one over other devices.
+    """Return the mesh of training and the sampler's: the same, or one over other devices.
 
     In a job of several processes the first spans them all, and each has a sampler of its own.
 
@@ -331,7 +331,7 @@ def meshes(
 
 
 def _check_export(trainer: Trainer) -> None:
-    """Better now than when the first export is due."""
+    """Refuse an export that cannot be made, now rather than when the first is due."""
     model, interval = trainer.model, trainer.config.trainer.hf_save_interval
     if isinstance(model, AdaptedModel) and interval > 0 and type(trainer).export is Trainer.export:
         raise ValueError(
@@ -354,7 +354,7 @@ def train(config: Any) -> Trainer:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`python -m jaxrl.train [--distributed] --config=FILE [--config.a.b=value ...]`."""
+    """Run `python -m jaxrl.train [--distributed] --config=FILE [--config.a.b=value ...]`."""
     if not argv or "--help" in argv or "-h" in argv:
         print(
             f"{__doc__}\nEvery field of docs/configuration.md can be set: --config.<path>=<value>."
@@ -398,7 +398,7 @@ def exit_status(experiment: type[BasePPOExp], config: Any) -> int:
 
 
 def _is_of_server(error: BaseException | None) -> bool:
-    """Whether a judge or another server did not answer: it may at the next start."""
+    """Return whether a judge or another server did not answer: it may at the next start."""
     while error is not None and not isinstance(error, RequestError):
         error = error.__cause__
     return error is not None

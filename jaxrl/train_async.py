@@ -26,7 +26,7 @@ from jaxrl.types import GeneratorOutput, Prompt, TrainBatch, TrainState
 
 
 class Schedule(NamedTuple):
-    """What differs between the schedules.
+    """Describe what differs between the schedules.
 
     Attributes:
         unit: prompt groups sampled in one call.
@@ -42,7 +42,7 @@ class Schedule(NamedTuple):
 
 
 class AsyncTrainer(Trainer):
-    """The loop whose rollouts are sampled ahead, by weights up to some steps old.
+    """Run the loop whose rollouts are sampled ahead, by weights up to some steps old.
 
     It calls neither `generate` nor `next_prompts`: change how prompts become trajectories by
     overriding `sample`, and which prompts make a batch by overriding `prompts_of`.
@@ -90,7 +90,7 @@ class AsyncTrainer(Trainer):
     # ---------------------------------------------------------------- the lines that differ
 
     def rollouts(self, step: int) -> tuple[GeneratorOutput, list[str]]:
-        """The trajectories that were finished first, in the order of their prompts.
+        """Return the trajectories that were finished first, in the order of their prompts.
 
         In a job of several processes the first samples, on servers, and the others get them.
         """
@@ -121,7 +121,7 @@ class AsyncTrainer(Trainer):
         return output, distinct_uids(uids, self.samples)  # near an epoch's end a prompt comes twice
 
     def collate(self, output: GeneratorOutput) -> TrainBatch:
-        """Rows [B, T], and how old they are."""
+        """Return the rows [B, T]; record how old they are."""
         batch = super().collate(output)
         versions = batch.token_versions
         if versions is None:  # a generator of one's own that gives none
@@ -151,7 +151,7 @@ class AsyncTrainer(Trainer):
         return self.checkpointer.save(step, self.state, meta, buffer)
 
     def _held(self) -> tuple[dict[str, Any], Buffer | None]:
-        """What a checkpoint has of the rollouts: where they stand, and those that wait."""
+        """Return what a checkpoint has of the rollouts: where they stand, and those that wait."""
         if self.stream is None:
             raise ValueError(
                 f"{type(self).__name__}.rollouts must call AsyncTrainer.rollouts, which begins to "
@@ -163,7 +163,7 @@ class AsyncTrainer(Trainer):
         return waiting, {"units": to_bytes(held.finished)} if held.finished else None
 
     def restore_or_init(self) -> TrainState:
-        """The state, and what waited beside it."""
+        """Return the state; restore what waited beside it."""
         state = super().restore_or_init()
         saved = (self.checkpointer.restored_meta or {}).get("async")
         if saved is not None:
@@ -177,7 +177,7 @@ class AsyncTrainer(Trainer):
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """The thread of the rollouts is there; evaluation runs in it too."""
+        """Keep the thread of the rollouts while the block runs; evaluation runs in it too."""
         with closing(LoopThread("jaxrl-rollouts")) as self.thread:
             self.wait_for = self.thread.run
             try:
@@ -207,18 +207,18 @@ class AsyncTrainer(Trainer):
         )
 
     def _enter(self, unit: Unit, step: int) -> Unit:
-        """What waits in a checkpoint of another ledger, in this one."""
+        """Enter what waits in a checkpoint of another ledger in this one."""
         groups = self.ledger.hand_out(step - 1, unit.ordinal, self._prompts(unit.ordinal))
         self.groups[unit.ordinal] = groups
         return Unit(unit.ordinal, self.ledger.sampled(groups, unit.output, self.samples))
 
     def _prompts(self, ordinal: int) -> list[Prompt]:
-        """Of the unit that begins with the group `ordinal`."""
+        """Return the prompts of the unit that begins with the group `ordinal`."""
         batch, place = divmod(ordinal, self.config.trainer.train_batch_size)
         return self.batch_of(batch)[place : place + self.schedule.unit]
 
     async def _sample(self, ordinal: int, step: int) -> GeneratorOutput:
-        """The trajectories of a unit: random by its place in the data, not by the step it is in."""
+        """Sample a unit's trajectories: random by its place in the data, not by its step."""
         size, params = self.config.trainer.train_batch_size, self.config.generator.sampling_params
         prompts = self._prompts(ordinal)
         groups = self.ledger.hand_out(step - 1, ordinal, prompts)

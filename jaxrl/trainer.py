@@ -61,7 +61,9 @@ from jaxrl.types import GeneratorOutput, Prompt, TrainBatch, TrainState
 
 
 class Trainer:
-    """The synchronous loop. Subclass it and override a line; `BasePPOExp.get_trainer` returns it.
+    """Run the synchronous loop.
+
+    Subclass it and override a line; `BasePPOExp.get_trainer` returns it.
 
     Args:
         config: resolved and validated.
@@ -122,7 +124,7 @@ class Trainer:
         self._build()
 
     def _build(self) -> None:
-        """Everything that is compiled or placed once."""
+        """Make everything that is compiled or placed once."""
         trainer = self.config.trainer
         self.policy, self.scorer, self.ref_scorer = assemble_policy(
             self.config, self.model, self.mesh
@@ -149,7 +151,7 @@ class Trainer:
 
     @property
     def params(self) -> Params:
-        """All parameters of the policy, on its devices: with adapters these on their base."""
+        """Return all parameters of the policy, on its devices; adapters are on their base."""
         return on_device(self.policy.whole(self.state.params))
 
     # ---------------------------------------------------------------- the loop
@@ -195,7 +197,7 @@ class Trainer:
         return self.state
 
     def train_step(self, step: int) -> dict[str, float]:
-        """One step on one batch of prompts; returns its metrics."""
+        """Do one step on one batch of prompts; return its metrics."""
         started = time.perf_counter()
         self.metrics = {}
         with timed(self.metrics, "generate"):
@@ -244,7 +246,7 @@ class Trainer:
     # ---------------------------------------------------------------- 1 to 6: the batch
 
     def rollouts(self, step: int) -> tuple[GeneratorOutput, list[str]]:
-        """Judged trajectories and their uids; dynamic sampling draws as often as it must."""
+        """Return judged trajectories and their uids; dynamic sampling draws as often as it must."""
         ledger, size, drawn = self.ledger, self.config.trainer.train_batch_size, set[int]()
 
         def draw(attempt: int) -> tuple[GeneratorOutput, list[str]]:
@@ -264,15 +266,18 @@ class Trainer:
         return output, uids
 
     def next_prompts(self, step: int) -> list[Prompt]:
-        """The next batch of prompts: a function of the seed and the number of batches drawn."""
+        """Return the next batch of prompts.
+
+        It is a function of the seed and the number of batches drawn.
+        """
         return self.prompts_of(self.batches_drawn)
 
     def prompts_of(self, batch: int) -> list[Prompt]:
-        """The prompts of a batch, counted from 0 over all epochs."""
+        """Return the prompts of a batch, counted from 0 over all epochs."""
         return [self.train_prompts[i] for i in self.order.batch(batch)]
 
     def generate(self, prompts: Sequence[Prompt], step: int, attempt: int = 1) -> GeneratorOutput:
-        """`n_samples_per_prompt` judged trajectories for each prompt.
+        """Return `n_samples_per_prompt` judged trajectories for each prompt.
 
         Args:
             attempt: number of the batch within the step.
@@ -282,7 +287,7 @@ class Trainer:
         return self.sample_now(phase, prompts, step, self.samples, params)
 
     def sample_now(self, phase: str, prompts: Sequence[Prompt], *how: Any) -> GeneratorOutput:
-        """`sample` to its end; each process of the job a share of the prompts, if it can."""
+        """Run `sample` to its end; each process of the job takes a share of prompts, if it can."""
 
         def sample(mine: Sequence[Prompt], part: bool) -> GeneratorOutput:
             return self.wait_for(self.sample(phase, mine, *how, part=part))
@@ -299,7 +304,10 @@ class Trainer:
         *,
         part: bool = False,
     ) -> GeneratorOutput:
-        """`samples` trajectories of each prompt, in training and evaluation; see there."""
+        """Return `samples` trajectories of each prompt, in training and evaluation.
+
+        See `sample_prompts`.
+        """
         given = phase, prompts, step, samples, params
         return await sample_prompts(
             self.config, self.generator, self.eos_token_ids, *given, part=part
@@ -308,7 +316,7 @@ class Trainer:
     def postprocess_generator_output(
         self, generator_output: GeneratorOutput, uids: Sequence[str]
     ) -> GeneratorOutput:
-        """Reward metrics; rewards per token, and what is filtered or punished."""
+        """Record reward metrics; make rewards per token, and filter or punish responses."""
         self.metrics |= rollout_metrics(generator_output, uids, self.samples)
         output, metrics = shape_rewards(
             generator_output, uids, self.config.generator, self.config.trainer.algorithm
@@ -317,14 +325,14 @@ class Trainer:
         return output
 
     def collate(self, output: GeneratorOutput) -> TrainBatch:
-        """Rows [B, T]; the samples of a prompt are a group."""
+        """Return rows [B, T]; the samples of a prompt are a group."""
         self.ledger.keep(output)
         last = output.get("is_last_step", [True] * len(output["response_ids"]))
         width_of = self.updater.microbatching.batch_width
         return collate(output, trajectory_numbers(last) // self.samples, width_of)
 
     def add_log_probs(self, batch: TrainBatch) -> TrainBatch:
-        """Log-probs that the loss needs, of policy and reference, and the critic's values."""
+        """Add log-probs that the loss needs, of policy and reference, and the critic's values."""
         if "staleness" in self.updater.objective.reads:
             # finished steps: the policy is this version
             batch = with_staleness(batch, int(self.state.step))
@@ -343,7 +351,7 @@ class Trainer:
         return batch
 
     def add_advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Advantages and returns of the whole batch; before them the KL in the rewards."""
+        """Add advantages and returns of the whole batch; before them the KL in the rewards."""
         algorithm = self.config.trainer.algorithm
         scores = np.asarray(batch.rewards).sum(-1)
         if kl_in_reward(algorithm):
@@ -357,14 +365,14 @@ class Trainer:
     # ---------------------------------------------------------------- 7 to 9: the update
 
     def update_critic(self, batch: TrainBatch, step: int) -> None:
-        """The critic learns the returns, if there is one."""
+        """Let the critic learn the returns, if there is one."""
         if self.critic:
             with timed(self.metrics, "critic_train"):
                 critic, metrics = self.critic.update(self.state.critic, batch, step)
             self.state, self.metrics = self.state.replace(critic=critic), self.metrics | metrics
 
     def update(self, batch: TrainBatch, step: int) -> None:
-        """One optimizer update of the policy per minibatch of whole prompt groups."""
+        """Make one optimizer update of the policy per minibatch of whole prompt groups."""
         trainer, prompts = self.config.trainer, self.config.trainer.policy_mini_batch_size
         others = {"critic": self.state.critic, "ref_params": self.state.ref_params}
         state, names, pending = self.state, (trainer.seed, step), []
@@ -387,7 +395,7 @@ class Trainer:
         self.finish(step, rows=len(batch.index))
 
     def finish(self, step: int, rows: int) -> None:
-        """What a step leaves in the state beside the optimizers' work."""
+        """Put into the state what a step leaves there beside the optimizers' work."""
         self.state = finished_state(
             self.state,
             self.policy,
@@ -428,7 +436,7 @@ class Trainer:
             self.recorder.fire("on_save", step, ckpt_path=path)
 
     def commit(self, step: int) -> str:
-        """Save the state, and where the ledger stands; returns the path."""
+        """Save the state, and where the ledger stands; return the path."""
         meta = {**self.checkpoint_meta, "ledger": self.ledger.commit()}
         return self.checkpointer.save(step, self.state, meta)
 
@@ -585,7 +593,7 @@ class Trainer:
         )
 
     def load_reference(self, moved: Params | None = None) -> None:
-        """The reference, if a KL counts or the loss asks for its log-probs; see `Policy`."""
+        """Load the reference, if a KL counts or the loss asks for its log-probs; see `Policy`."""
         self.ref_params = self.policy.reference(moved)
 
     def export(self, folder: Path) -> None:
@@ -594,5 +602,5 @@ class Trainer:
         tqdm.write(f"exported the policy to {folder}")
 
     def _due(self, step: int, interval: int) -> bool:
-        """Whether something done every `interval` steps, and after the last, is due; -1 = never."""
+        """Return whether what comes every `interval` steps and at the end is due; -1 = never."""
         return interval > 0 and (step % interval == 0 or step == self.total_steps)

@@ -16,7 +16,7 @@ Message = dict[str, Any]  # {"role": "user", "content": "..."}
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of a data set, tokenised with the chat template.
+    """Hold one row of a data set, tokenised with the chat template.
 
     Example: `Prompt(uid="0:17", messages=[{"role": "user", "content": "3142"}], tokens=(3, 1, 4, 2,
     13), env_class="sort_digits", extras={"reward_spec": {"ground_truth": "1234"}})`.
@@ -30,14 +30,16 @@ class Prompt:
 
     @property
     def source(self) -> int:
-        """Number of its source in the config: 0 of the uid "0:17", and of a uid without one."""
+        """Return its source's number in the config: 0 of uid "0:17", and of a uid without one."""
         number, colon, _ = self.uid.partition(":")
         return int(number) if colon and number.isdecimal() else 0
 
 
 @dataclass
 class Trajectory:
-    """One finished conversation. All lists but `prompt_tokens` have one entry per response token.
+    """Hold one finished conversation.
+
+    All lists but `prompt_tokens` have one entry per response token.
 
     Example: prompt "3142>" answered "1234<eos>", one reward per right position:
     `Trajectory(uid="0:17", prompt_tokens=[3, 1, 4, 2, 13], response_tokens=[1, 2, 3, 4, 40],
@@ -67,14 +69,14 @@ class Trajectory:
 
 
 class TrajectoryID(NamedTuple):
-    """Which sample of which prompt a row belongs to."""
+    """Name which sample of which prompt a row belongs to."""
 
     instance_id: str  # the prompt's uid
     repetition_id: int
 
 
 class GeneratorInput(TypedDict):
-    """What to generate; one entry per trajectory, the samples of a prompt consecutive.
+    """Say what to generate: one entry per trajectory, the samples of a prompt consecutive.
 
     Example, two samples of one prompt: `{"prompts": [p, p], "keys": [(7, 1), (7, 2)],
     "sampling": Sampling(max_tokens=8)}`.
@@ -88,7 +90,7 @@ class GeneratorInput(TypedDict):
 
 
 class Measured(NamedTuple):
-    """What the metrics of a batch need of a trajectory beside its columns."""
+    """Hold what the metrics of a batch need of a trajectory beside its columns."""
 
     env_class: str
     env_metrics: dict[str, Any]
@@ -99,7 +101,7 @@ class Measured(NamedTuple):
 
 
 class GeneratorOutput(TypedDict):
-    """Trajectories as columns, the form that `Trainer.postprocess_generator_output` sees.
+    """Hold trajectories as columns, as `Trainer.postprocess_generator_output` sees them.
 
     A row is a trajectory; with `is_last_step` a step of one, its steps neighbours and in order. The
     reward of the last step is then that of the trajectory.
@@ -128,7 +130,7 @@ class GeneratorOutput(TypedDict):
 
 
 class TrainBatch(struct.PyTreeNode):
-    """One trajectory per row, right padded. Fields that a run does not need stay None.
+    """Hold one trajectory per row, right padded. Fields that a run does not need stay None.
 
     Example, T = 6: prompt "42>" (3 tokens), response "24<eos>":
     tokens [[4, 2, 13, 2, 4, 40]], response_mask = loss_mask [[0, 0, 0, 1, 1, 1]],
@@ -160,7 +162,7 @@ class TrainBatch(struct.PyTreeNode):
 
 
 class ModelRows(struct.PyTreeNode):
-    """Trajectories as the model's input: rows [R, L], several trajectories in one where packed.
+    """Hold trajectories as the model's input: rows [R, L], several in one where packed.
 
     Segment 0 is padding. `source` says where in the rows, read row after row, each token of a batch
     [B, T] stands; another number >= R L for each that stands nowhere. None: the rows are the batch,
@@ -180,7 +182,7 @@ class ModelRows(struct.PyTreeNode):
 
 
 class CriticState(struct.PyTreeNode):
-    """What an update of the critic changes."""
+    """Hold what an update of the critic changes."""
 
     params: Any
     opt_state: Any
@@ -188,7 +190,7 @@ class CriticState(struct.PyTreeNode):
 
 
 class TrainState(struct.PyTreeNode):
-    """Everything that a step changes; saved whole in every checkpoint."""
+    """Hold everything that a step changes; it is saved whole in every checkpoint."""
 
     params: Any
     opt_state: Any

@@ -18,7 +18,7 @@ def dr_grpo(
     valid_mask: Array | None = None,
     **_: Any,
 ) -> tuple[Array, Array]:
-    """GRPO done right: `grpo` with grpo_norm_by_std false, whatever the config says.
+    """Compute `grpo` with grpo_norm_by_std false, whatever the config says: GRPO done right.
 
         A_i = s_i - mean_G s          s_i = sum_t r_it
 

@@ -21,7 +21,7 @@ def gae(
     loss_mask: Array | None = None,
     **_: Any,
 ) -> tuple[Array, Array]:
-    """Exponentially weighted sum of the critic's one-step errors, normalised over the batch.
+    """Sum the critic's one-step errors with exponential weights, normalised over the batch (GAE).
 
         delta_t = r_t + gamma V_t' - V_t          t' the next token that the policy sampled, V = 0
         G_t     = delta_t + gamma lambd G_t'      after the last

@@ -22,7 +22,7 @@ def grpo(
     valid_mask: Array | None = None,
     **_: Any,
 ) -> tuple[Array, Array]:
-    """GRPO with outcome rewards: a sequence's score against the other samples of its prompt.
+    """Compare a sequence's score with the other samples of its prompt: GRPO with outcome rewards.
 
         s_i = sum_t r_it
         A_i = (s_i - mean_G s) / (std_G s + epsilon)        std with n - 1; without it: Dr. GRPO

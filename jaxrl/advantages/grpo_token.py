@@ -23,7 +23,7 @@ def grpo_token(
     valid_mask: Array | None = None,
     **_: Any,
 ) -> tuple[Array, Array]:
-    """GRPO with rewards per token: what a sample earns from a token on, against its group.
+    """Compare what a sample earns from a token on with its group: GRPO with rewards per token.
 
         R_it = sum_{u >= t} gamma^(u - t) r_iu
         A_it = (R_it - mean_G R_t) / (std_G R_t + epsilon)          std with n - 1

@@ -22,7 +22,7 @@ def maxrl(
     valid_mask: Array | None = None,
     **_: Any,
 ) -> tuple[Array, Array]:
-    """Maximum-likelihood RL: GRPO divided by the mean instead of the standard deviation.
+    """Divide by the group's mean, not its standard deviation as GRPO does: maximum-likelihood RL.
 
         s_i = sum_t r_it
         A_i = (s_i - mean_G s) / (mean_G s + epsilon) where mean_G s > 0, else 0

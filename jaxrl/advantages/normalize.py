@@ -7,7 +7,7 @@ from jaxrl.array_ops import Array, masked_mean, zero_masked
 
 
 def normalize_advantages(advantages: Array, mask: Array) -> Array:
-    """Advantages shifted and scaled to mean 0 and variance 1 over the mask.
+    """Shift and scale advantages to mean 0 and variance 1 over the mask.
 
         A' = (A - mean A) / sqrt(max(var A, 1e-8))        var with n
 

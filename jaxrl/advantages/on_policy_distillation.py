@@ -21,7 +21,7 @@ def on_policy_distillation(
     loss_mask: Array | None = None,
     **_: Any,
 ) -> tuple[Array, Array]:
-    """On-policy distillation: the student samples, the reference model is the teacher.
+    """Let the student sample and the reference model teach: on-policy distillation.
 
         A_t = log pi_teacher(a_t | s_t) - log pi_student(a_t | s_t)
 

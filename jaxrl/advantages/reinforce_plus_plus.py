@@ -20,7 +20,7 @@ def reinforce_plus_plus(
     loss_mask: Array | None = None,
     **_: Any,
 ) -> tuple[Array, Array]:
-    """REINFORCE++: no groups, no critic; the batch is the baseline.
+    """Take the batch as the baseline, without groups or a critic: REINFORCE++.
 
         R_t = r_t + gamma R_t'          t' the next token that the policy sampled
         A   = (R - mean R) / sqrt(var R + 1e-8)       over all sampled tokens, var with n - 1

@@ -21,7 +21,7 @@ def rloo(
     valid_mask: Array | None = None,
     **_: Any,
 ) -> tuple[Array, Array]:
-    """REINFORCE leave-one-out: the baseline of a sample is the mean of the others of its prompt.
+    """Take the mean of a prompt's other samples as a sample's baseline: REINFORCE leave-one-out.
 
         s_i = sum_t r_it
         A_i = s_i - mean_{j in G, j != i} s_j = (s_i - mean_G s) n / (n - 1)

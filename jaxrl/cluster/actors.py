@@ -17,10 +17,10 @@ ANSWER_SECONDS, LOOK_SECONDS = 60.0, 2.0
 
 @ray.remote
 class HostActor(Host):
-    """A host of the cluster. Its processes end with it, and it ends with the driver."""
+    """Represent a host of the cluster. Its processes end with it, and it ends with the driver."""
 
     def facts(self, address: str = "") -> Facts:
-        """Name, versions, and the address by which Ray knows it."""
+        """Return name, versions, and the address by which Ray knows this host."""
         return super().facts(address or ray.util.get_node_ip_address())
 
     def end_with(self, address: tuple[str, int]) -> None:
@@ -35,7 +35,7 @@ class HostActor(Host):
 
 
 class RayAttempt:
-    """The processes of a job, started once; an `Attempt`.
+    """Hold the processes of a job, started once; an `Attempt`.
 
     Args:
         placement: what it takes of each host.
@@ -69,7 +69,10 @@ class RayAttempt:
         ]
 
     def facts(self) -> list[Facts]:
-        """Of the hosts, which are put in order by it: that of a TPU slice, else of addresses."""
+        """Return the facts of the hosts and put the hosts in order.
+
+        The order is that of a TPU slice, else of addresses.
+        """
         _answers([actor.end_with.remote(self._lifeline.address) for actor in self._actors])
         found = _answers([actor.facts.remote() for actor in self._actors])
         numbered = [(f.tpu_worker, ipaddress.ip_address(f.address).packed) for f in found]
@@ -78,7 +81,7 @@ class RayAttempt:
         return [found[number] for number in order]
 
     def free_port(self) -> int:
-        """Of the first host."""
+        """Return a free port of the first host."""
         return _answers([self._actors[0].free_port.remote()])[0]
 
     def start(self, starts: list[list[Start]]) -> None:
@@ -88,7 +91,7 @@ class RayAttempt:
         _answers([actor.start.remote(of_host) for actor, of_host in pairs])
 
     def poll(self, seconds: float) -> list[Report]:
-        """See `Attempt.poll`."""
+        """Return news of the processes, see `Attempt.poll`."""
         for number, running in enumerate(self._running):
             if running and number not in self._polls.values():
                 self._polls[self._actors[number].poll.remote(seconds)] = number
@@ -104,12 +107,12 @@ class RayAttempt:
         return reports
 
     def signal(self, number: int) -> None:
-        """See `Attempt.signal`."""
+        """Send a signal to all processes, see `Attempt.signal`."""
         for actor in self._actors:
             actor.signal.remote(number)
 
     def stop(self) -> None:
-        """See `Attempt.stop`; a host that does not answer kills its processes when it can."""
+        """Kill all processes, see `Attempt.stop`; a host that does not answer does when it can."""
         with contextlib.suppress(ray.exceptions.RayError):
             pending = [actor.stop.remote() for actor in self._actors]
             ray.wait(pending, num_returns=len(pending), timeout=ANSWER_SECONDS) if pending else None

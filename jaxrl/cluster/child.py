@@ -16,7 +16,7 @@ CHUNK = 2**18  # bytes of output read at once
 
 
 class Start(NamedTuple):
-    """What a host is told to start.
+    """Describe what a host is told to start.
 
     Attributes:
         index: number of the process in the job.
@@ -38,7 +38,7 @@ class Start(NamedTuple):
 
 
 class Child:
-    """A running process. It and all that it starts end with this process at the latest.
+    """Run a process. It and all that it starts end with this process at the latest.
 
     Raises:
         ValueError: the log cannot be written.
@@ -69,21 +69,21 @@ class Child:
             )
 
     def output(self) -> str:
-        """What it printed since the last call."""
+        """Return what the process printed since the last call."""
         data = os.pread(self._log.fileno(), CHUNK, self._position)
         self._position += len(data)
         return self._decode(data)
 
     def status(self) -> int | None:
-        """Its exit status, 128 + n if signal n ended it; None while it runs."""
+        """Return the exit status, 128 + n if signal n ended the process; None while it runs."""
         return self._process.poll()
 
     def signal(self, number: int) -> None:
-        """Send it a signal."""
+        """Send the process a signal."""
         self._process.send_signal(number)
 
     def stop(self) -> None:
-        """Kill it, and what it started, and wait until they are dead."""
+        """Kill the process, and what it started, and wait until they are dead."""
         self._lifeline.close()
         self._process.wait()
         self._log.close()

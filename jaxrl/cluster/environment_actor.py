@@ -18,7 +18,7 @@ _READ = ("observations", "reward", "done", "postprocessed_action")  # of what `s
 
 
 class Failed(NamedTuple):
-    """A call that raised."""
+    """Describe a call that raised."""
 
     error: str  # its repr: the exception itself might not travel
     place: str  # `file:line` of the user's that raised, or ""
@@ -27,7 +27,7 @@ class Failed(NamedTuple):
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class EnvironmentWorker:
-    """A process in which environments live; their calls run in its threads.
+    """Hold environments in a process; their calls run in its threads.
 
     Args:
         calls: most of them at a time.
@@ -39,7 +39,7 @@ class EnvironmentWorker:
         self._envs: dict[int, Any] = {}
 
     async def ready(self) -> str:
-        """Where it runs."""
+        """Return where this worker runs."""
         return f"process {os.getpid()} of {ray.util.get_node_ip_address()}"
 
     async def init(
@@ -49,7 +49,7 @@ class EnvironmentWorker:
         made_with: tuple[str, Mapping[str, Any], Mapping[str, Any] | None],
         messages: list[Message],
     ) -> Any:
-        """Make environment `number`, and what its `init` gives."""
+        """Make environment `number`, and return what its `init` gives."""
 
         def make() -> Any:
             return envs.construct(_unpacked(packed), *made_with)
@@ -61,7 +61,7 @@ class EnvironmentWorker:
         return await self._outcome(start())
 
     async def step(self, number: int, text: str, tokens: list[str], stopped: bool) -> Any:
-        """What `step` gives, as far as it is read."""
+        """Return what `step` of an environment gives, as far as it is read."""
 
         async def step() -> Any:
             found = await self._pool.run(step_call(self._envs[number], text, tokens, stopped))
@@ -71,7 +71,7 @@ class EnvironmentWorker:
         return await self._outcome(step())
 
     async def judge(self, packed: PackedFunction, keywords: dict[str, Any]) -> Any:
-        """What a reward function gives."""
+        """Return what a reward function gives."""
 
         async def judge() -> Any:
             function = await self._pool.run(functools.partial(_unpacked, packed))
@@ -80,7 +80,7 @@ class EnvironmentWorker:
         return await self._outcome(judge())
 
     async def get_metrics(self, number: int) -> Any:
-        """What `get_metrics` gives."""
+        """Return what `get_metrics` of an environment gives."""
         return await self._outcome(self._pool.run(self._envs[number].get_metrics))
 
     async def close(self, number: int) -> Any:
@@ -100,7 +100,7 @@ _loading = threading.Lock()
 
 
 def _unpacked(packed: PackedFunction) -> Any:
-    """Loaded once: a second time would reset the globals of its module."""
+    """Load a class or function once: a second time would reset the globals of its module."""
     with _loading:
         if packed not in _functions:
             _functions[packed] = unpack(packed, "a class or function")[0]

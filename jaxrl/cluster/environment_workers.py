@@ -26,11 +26,11 @@ _SILENT_SECONDS = 30.0  # after the time limit of a call an actor that says noth
 
 
 class EnvironmentWorkerError(RuntimeError):
-    """The process in which an environment lived is gone, and the environment with it."""
+    """Signal that the process in which an environment lived is gone, and so is the environment."""
 
 
 class _RemoteError(Exception):
-    """What a call raised in its process, and where, see `blame.place_of`."""
+    """Say what a call raised in its process, and where, see `blame.place_of`."""
 
     def __init__(self, text: str, place: str) -> None:
         super().__init__(text)
@@ -41,7 +41,7 @@ class _RemoteError(Exception):
 
 
 class EnvironmentWorkers(EnvironmentPool):
-    """A pool whose environments live in Ray actors, several in each, from `init` to `close`.
+    """Keep a pool whose environments live in Ray actors, several in each, from `init` to `close`.
 
     Actors start when the first environment is made, and end with this process. One that died is
     replaced, and its environments are lost. So is one in which a call hangs, but its other
@@ -66,7 +66,7 @@ class EnvironmentWorkers(EnvironmentPool):
         extras: Mapping[str, Any] | None = None,
         env_config: Mapping[str, Any] | None = None,
     ) -> Any:
-        """The handle of an environment, which its `init` makes in the actor that has the fewest."""
+        """Return a handle; its `init` makes the environment in the actor that has the fewest."""
         packed = self.packed(envs.load(env_class), f"environment '{env_class}'")
         made_with = env_class, extras or {}, env_config
         with self._lock:
@@ -79,12 +79,12 @@ class EnvironmentWorkers(EnvironmentPool):
             return _Remote(self, actor, next(self._numbers), packed, made_with)
 
     def beside(self, env: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function as it is called in the environment's actor."""
+        """Return the function as it is called in the environment's actor."""
         label = f"reward function '{origin(function)}'"
         return functools.partial(env.judge, self.packed(function, label))
 
     def packed(self, function: Any, label: str) -> Any:
-        """A reference to a pickle of a class or function, by value where it is not installed.
+        """Return a reference to a pickled class or function, by value where it is not installed.
 
         Raises:
             ValueError: it cannot be pickled, see `user_functions.pack`.
@@ -95,7 +95,7 @@ class EnvironmentWorkers(EnvironmentPool):
         return self._packed[id(function)][1]
 
     def leave(self, actor: "_Actor") -> None:
-        """An environment of the actor is closed."""
+        """Count an environment as closed, and end an actor that takes no more with its last one."""
         with self._lock:
             actor.environments -= 1
             if not actor.takes_more and not actor.environments:
@@ -103,7 +103,7 @@ class EnvironmentWorkers(EnvironmentPool):
 
 
 def _emptiest_node(taken: Sequence[str]) -> str:
-    """Id of the living node that has the fewest of our actors for each of its CPUs.
+    """Return the id of the living node that has the fewest of our actors for each of its CPUs.
 
     Args:
         taken: nodes of the actors that there are. They reserve nothing, so that Ray itself would
@@ -115,7 +115,7 @@ def _emptiest_node(taken: Sequence[str]) -> str:
 
 
 class _Actor:
-    """An actor and how many environments it has."""
+    """Hold an actor and how many environments it has."""
 
     def __init__(self, node: str, calls: int, timeout_seconds: float | None) -> None:
         self.node = node
@@ -130,7 +130,7 @@ class _Actor:
         self.environments, self.takes_more, self.lost = 0, True, False
 
     async def ask(self, method: str, *given: Any, calls: int = 1) -> Any:
-        """The answer of a method.
+        """Call a method of the actor and return its answer.
 
         Args:
             calls: of the environment that it makes, each with its time limit.
@@ -167,7 +167,7 @@ class _Actor:
 
 
 class _Remote:
-    """An environment in an actor; has the methods of one, and `judge`."""
+    """Stand for an environment in an actor, with the methods of one, and `judge`."""
 
     def __init__(
         self, pool: EnvironmentWorkers, actor: _Actor, number: int, packed: Any, made_with: Any
@@ -188,7 +188,7 @@ class _Remote:
         return await self._actor.ask("get_metrics", self._number)
 
     async def close(self) -> None:
-        """Also where the process is gone: then nothing is left to release."""
+        """Close the environment. Where the process is gone, nothing is left to release."""
         try:
             if not self._actor.lost:
                 await self._actor.ask("close", self._number)
@@ -197,7 +197,7 @@ class _Remote:
 
 
 def pool_of_run(config: cfg.TrainConfig, processes: int = 1) -> EnvironmentWorkers:
-    """The pool that a config asks for; starts or joins Ray where that has not happened.
+    """Return the pool that a config asks for, and start or join Ray where that has not happened.
 
     Args:
         processes: of the job. Where each of them samples with an engine of its own, each has its

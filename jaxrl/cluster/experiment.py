@@ -20,7 +20,7 @@ from jaxrl.train import BasePPOExp, exit_status
 
 
 class Job(NamedTuple):
-    """What every process of a job is given.
+    """Hold what every process of a job is given.
 
     Attributes:
         config: pickled.
@@ -34,7 +34,7 @@ class Job(NamedTuple):
 
 
 def pack_job(config: TrainConfig, experiment: type[BasePPOExp]) -> Job:
-    """Config, experiment and user functions by value: hosts need not have their modules.
+    """Pack config, experiment and user functions by value: hosts need not have their modules.
 
     Raises:
         ValueError: a class or function of the user cannot be pickled; names it.
@@ -54,7 +54,7 @@ def pack_job(config: TrainConfig, experiment: type[BasePPOExp]) -> Job:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the job, without arguments; its exit status."""
+    """Run the job, without arguments, and return its exit status."""
     job = pickle.load(sys.stdin.buffer)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # nothing more will come
     load_snapshot(job.registry)

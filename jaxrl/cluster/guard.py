@@ -26,7 +26,7 @@ _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of prctl
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; its exit status."""
+    """Run the command and return its exit status."""
     lifeline, command = int(argv[0]), list(argv[1:])
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _die_with_guard() -> None:
-    """In the command, before it begins: it is killed when the guard is (Linux)."""
+    """Have the command, before it begins, killed when the guard is (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
@@ -75,7 +75,7 @@ def kill_all(group: int) -> None:
 
 
 def descendants(root: int) -> list[int]:
-    """Process ids of the living below one, where the system has /proc."""
+    """Return the ids of the living processes below one, where the system has /proc."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

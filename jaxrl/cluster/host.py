@@ -22,7 +22,7 @@ POLL_SECONDS = 0.05
 
 
 class Facts(NamedTuple):
-    """What a host says of itself before anything is started there."""
+    """Hold what a host says of itself before anything is started there."""
 
     name: str
     address: str  # by which other hosts reach it
@@ -31,7 +31,7 @@ class Facts(NamedTuple):
 
 
 class Report(NamedTuple):
-    """News of a process."""
+    """Hold news of a process."""
 
     index: int
     text: str  # what it printed meanwhile
@@ -39,13 +39,13 @@ class Report(NamedTuple):
 
 
 class Host:
-    """The processes of this machine."""
+    """Run the processes of this machine."""
 
     def __init__(self) -> None:
         self._children: list[Child] = []
 
     def facts(self, address: str) -> Facts:
-        """Name and versions.
+        """Return name and versions of this host.
 
         Args:
             address: by which other hosts reach this one.
@@ -54,7 +54,7 @@ class Host:
         return Facts(socket.gethostname(), address, versions(), int(worker))
 
     def free_port(self) -> int:
-        """A port that nobody listens on."""
+        """Return a port that nobody listens on."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return probe.getsockname()[1]
@@ -72,7 +72,7 @@ class Host:
             self._children.append(Child(start._replace(environment=environment)))
 
     def poll(self, seconds: float) -> list[Report]:
-        """News, as soon as there are any, of processes not yet reported as ended.
+        """Return news, as soon as there are any, of processes not yet reported as ended.
 
         Args:
             seconds: to wait for news.
@@ -96,14 +96,14 @@ class Host:
             child.signal(number)
 
     def stop(self) -> None:
-        """Kill all processes; returns when they are dead."""
+        """Kill all processes; return when they are dead."""
         for child in self._children:
             child.stop()
         self._children = []
 
 
 def _report(child: Child) -> Report:
-    """All that an ended process printed; of a running one what there is."""
+    """Report all that an ended process printed, or of a running one what there is."""
     status, text = child.status(), child.output()
     while status is not None and (more := child.output()):
         text += more
@@ -111,7 +111,10 @@ def _report(child: Child) -> Report:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that must agree; the sources of jaxrl count as its version."""
+    """Return the versions of Python and of the packages that must agree.
+
+    The sources of jaxrl count as its version.
+    """
     installed = {}
     for name in ("jax", "jaxlib", "numpy"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -46,7 +46,7 @@ def initialize_ray(config: Any, **options: Any) -> None:
 
 
 def worker_environment() -> dict[str, str]:
-    """Environment variables that workers must share with the driver."""
+    """Return the environment variables that workers must share with the driver."""
     shared = {
         name: value
         for name, value in os.environ.items()
@@ -57,7 +57,7 @@ def worker_environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def joined_ray(config: Any, **options: Any) -> Iterator[None]:
-    """Ray, initialised; left again at the end, if it was not before.
+    """Keep Ray initialised while the block runs; leave it after that, if it was not before.
 
     Raises:
         ValueError: the cluster does not answer, or has other versions of Ray or Python.
@@ -85,7 +85,7 @@ def joined_ray(config: Any, **options: Any) -> Iterator[None]:
 
 
 def _check_answers(address: str) -> None:
-    """Ray itself would try for minutes."""
+    """Refuse an address that does not answer: Ray itself would try for minutes."""
     if "://" in address:
         fix = "run the launcher on a host of the cluster (ray job submit), with host:port or auto"
         raise ValueError(f"RAY_ADDRESS={address!r}: Ray Client cannot start processes; {fix}")

@@ -25,7 +25,7 @@ LOCAL, NO_RAY, MODULE = "--local-processes", "--no-ray", "--module"
 
 
 def launch(config: Any, experiment: "type[BasePPOExp] | None" = None, **options: Any) -> int:
-    """Run an experiment on the hosts of a Ray cluster; its exit status, as of `jaxrl.train`.
+    """Run an experiment on the hosts of a Ray cluster; return its exit status, as of `jaxrl.train`.
 
     Args:
         config: a `TrainConfig`, `ml_collections.ConfigDict` or nested dict.
@@ -58,7 +58,7 @@ def launch(config: Any, experiment: "type[BasePPOExp] | None" = None, **options:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`python -m jaxrl.cluster.launch [--no-ray | --local-processes=N] --config=FILE ...`."""
+    """Run `python -m jaxrl.cluster.launch [--no-ray | --local-processes=N] --config=FILE ...`."""
     if not argv or "--help" in argv or "-h" in argv:
         print(
             f"{__doc__}\nEvery field of docs/configuration.md can be set: --config.<path>=<value>."
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _own_flags(argv: Sequence[str]) -> tuple[list[str], int | None, str]:
-    """The other arguments; processes of this machine, None = Ray, 0 = --no-ray; the module."""
+    """Return the other arguments; processes here, None = Ray, 0 = --no-ray; the module."""
     local, module, words = None, TRAIN, []
     for word in argv:
         flag, _, value = word.partition("=")

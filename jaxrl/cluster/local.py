@@ -14,7 +14,7 @@ TRAIN = "jaxrl.train"
 
 
 def launch_here(arguments: Sequence[str], processes: int, module: str = TRAIN) -> int:
-    """`python -m jaxrl.train`, or another module, supervised; its exit status.
+    """Run `python -m jaxrl.train`, or another module, supervised; return its exit status.
 
     This process has no jax.
 
@@ -48,7 +48,7 @@ def launch_here(arguments: Sequence[str], processes: int, module: str = TRAIN) -
 
 
 def _starts(settings: Settings, words: Sequence[str], host: Host, count: int) -> list[Start]:
-    """Of a job that is on this machine alone."""
+    """Return what to start for a job that is on this machine alone."""
     address = f"127.0.0.1:{host.free_port()}"
     joined = [settings.limits() | place_in_job(address, count, index) for index in range(count)]
     return [
@@ -58,7 +58,10 @@ def _starts(settings: Settings, words: Sequence[str], host: Host, count: int) ->
 
 
 def _one(settings: Settings, words: Sequence[str]) -> Start:
-    """Of a job on many machines; where the environment does not say which, JAX has to."""
+    """Return what to start here for a job on many machines.
+
+    Where the environment does not say which process of the job this is, JAX has to find out.
+    """
     said = "JAX_COORDINATOR_ADDRESS" in os.environ
     index = os.environ.get("JAXRL_PROCESS_ID", "")
     log = settings.log(index if said else socket.gethostname())

@@ -11,7 +11,7 @@ _HOST_DEVICES = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
 
 class Placement(NamedTuple):
-    """What a job takes of a cluster, the same on every host.
+    """Describe what a job takes of a cluster, the same on every host.
 
     Attributes:
         bundle: Ray's resources of a host.
@@ -31,7 +31,7 @@ def place(
     field: str = NODES,
     taken: int = 0,
 ) -> Placement:
-    """All accelerators of some hosts; other hosts, and the CPUs but one, stay free for others.
+    """Take all accelerators of some hosts; other hosts, and the CPUs but one, stay free for others.
 
     Args:
         nodes: of `ray.nodes()`.
@@ -68,7 +68,7 @@ def place(
 
 
 def share_of_devices(environment: Mapping[str, str], place: int, count: int) -> dict[str, str]:
-    """What one of `count` processes of a host must have in its environment to see its devices only.
+    """Return the variables by which one of `count` processes of a host sees only its own devices.
 
     The CPU's are those of XLA_FLAGS, the GPUs those of CUDA_VISIBLE_DEVICES or /dev.
 
@@ -88,7 +88,10 @@ def share_of_devices(environment: Mapping[str, str], place: int, count: int) -> 
 
 
 def host_devices(flags: str) -> int:
-    """Devices that XLA_FLAGS make of a CPU; 0 where they say nothing: one for each process."""
+    """Return how many devices XLA_FLAGS make of a CPU; 0 where they say nothing.
+
+    Then there is one for each process.
+    """
     found = _HOST_DEVICES.search(flags)
     return int(found[1]) if found else 0
 
@@ -101,7 +104,7 @@ def _gpus(environment: Mapping[str, str]) -> list[str]:
 
 
 def _fail(field: str, value: int, fix: str) -> NoReturn:
-    """As `jaxrl.config.errors.fail`, whose package imports jax."""
+    """Raise as `jaxrl.config.errors.fail` does, whose package imports jax."""
     raise ValueError(f"{field}={value}: {fix}")
 
 

@@ -23,7 +23,7 @@ EXPERIMENT = "-m", "jaxrl.cluster.experiment"
 
 
 class RayJob:
-    """What is to run, and on what; `start` makes an attempt.
+    """Hold what is to run, and on what; `start` makes an attempt.
 
     Args:
         config: resolved and checked.
@@ -44,7 +44,7 @@ class RayJob:
         return place(ray.nodes(), self.hosts, self.each, os.environ.get("JAX_PLATFORMS", ""))
 
     def start(self, mode: str | None) -> tuple[RayAttempt, dict[int, str]]:
-        """Start all processes; with labels for what they print.
+        """Start all processes; return the attempt, with labels for what they print.
 
         Args:
             mode: resume_mode of this attempt.
@@ -69,7 +69,7 @@ class RayJob:
         return attempt, labels
 
     def _free_place(self, deadline: float) -> Placement:
-        """A host that died may come back, or another one in its place."""
+        """Wait for free hosts: one that died may come back, or another one in its place."""
         while True:
             try:
                 return self._place()
@@ -98,7 +98,7 @@ class RayJob:
 
 
 def _environment() -> dict[str, str | None]:
-    """The driver's settings; Ray, and what this process can import, in the processes too."""
+    """Return the driver's settings; Ray, and what this process can import, in the processes too."""
     return {
         **worker_environment(),
         "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
@@ -108,7 +108,7 @@ def _environment() -> dict[str, str | None]:
 
 
 def _user_folders() -> list[str]:
-    """Where this process finds modules, but for installed ones."""
+    """Return where this process finds modules, but for installed ones."""
     installed = tuple(sysconfig.get_paths().values())
     return [path for path in sys.path if os.path.isdir(path) and not path.startswith(installed)]
 

@@ -12,7 +12,7 @@ from jaxrl.registry.pickling import PackedFunction
 
 
 class Exchange(NamedTuple):
-    """Answer of `RegistryActor.exchange`."""
+    """Hold the answer of `RegistryActor.exchange`."""
 
     clashes: dict[str, str]  # name -> origin of the other function; then nothing was stored
     names: list[str]  # all that are registered
@@ -21,14 +21,14 @@ class Exchange(NamedTuple):
 
 @ray.remote(num_cpus=0)
 class RegistryActor:
-    """Tables of pickled functions: kind -> name -> function. One per Ray job."""
+    """Hold tables of pickled functions: kind -> name -> function. There is one per Ray job."""
 
     def __init__(self) -> None:
         self._session = uuid.uuid4().hex
         self._tables: dict[str, dict[str, PackedFunction]] = {}
 
     def session(self) -> str:
-        """Differs between actors: what was shared with another one is not known here."""
+        """Return an id of this actor: what was shared with another one is not known here."""
         return self._session
 
     def exchange(
@@ -54,7 +54,7 @@ class RegistryActor:
         return Exchange({}, list(table), lacking)
 
     def remove(self, kind: str, name: str) -> bool:
-        """Forget a function; whether there was one."""
+        """Forget a function; return whether there was one."""
         return self._tables.get(kind, {}).pop(name, None) is not None
 
     def clear(self, kind: str) -> None:
@@ -63,22 +63,22 @@ class RegistryActor:
 
 
 def session() -> str:
-    """Identity of this job's actor, which is created by the first caller."""
+    """Return the identity of this job's actor, which is created by the first caller."""
     return _answer("session")
 
 
 def exchange(kind: str, new: dict[str, PackedFunction], known: dict[str, str]) -> Exchange:
-    """See `RegistryActor.exchange`."""
+    """Exchange functions with this job's actor, see `RegistryActor.exchange`."""
     return _answer("exchange", kind, new, known)
 
 
 def remove(kind: str, name: str) -> bool:
-    """See `RegistryActor.remove`."""
+    """Forget a function in this job's actor, see `RegistryActor.remove`."""
     return _answer("remove", kind, name)
 
 
 def clear(kind: str) -> None:
-    """See `RegistryActor.clear`."""
+    """Forget all functions of a kind in this job's actor, see `RegistryActor.clear`."""
     _answer("clear", kind)
 
 

@@ -20,7 +20,7 @@ FIELD = "trainer.placement.rollout_num_nodes"
 
 @ray.remote
 class RolloutWorker:
-    """Has the server of one worker; it ends with this actor.
+    """Hold the server of one worker; it ends with this actor.
 
     Args:
         config, folder, environment: of `OwnServer`; it listens on the address of this host.
@@ -34,7 +34,7 @@ class RolloutWorker:
         self._server = OwnServer(config, folder, environment)
 
     async def ensure(self) -> tuple[bool, str]:
-        """Have the server run; whether it had to be started, and its address."""
+        """Have the server run; return whether it had to be started, and its address."""
         try:
             return await self._server.ensure(None), self._server.url
         except ServerError as error:  # which Ray could not pickle
@@ -42,7 +42,7 @@ class RolloutWorker:
 
 
 class RayWorker:
-    """A `Host`: one actor, and another one in its place when it dies.
+    """Keep one actor as a `Host`, and put another one in its place when it dies.
 
     Args:
         group: of placement, with those of the other workers.
@@ -60,7 +60,7 @@ class RayWorker:
         self._resources = resources
 
     async def ensure(self, folder: Any) -> bool:
-        """See `rollout.server_process.Host`.
+        """Have the server of the actor run, see `rollout.server_process.Host`.
 
         Raises:
             ServerError: the actor died, and another takes its place at the next call; or its server
@@ -102,7 +102,7 @@ def ray_workers(
     trainer_hosts: int,
     start_seconds: float,
 ) -> list[RayWorker]:
-    """An actor for each folder and environment, each in a bundle of its own, see `bundles`.
+    """Make an actor for each folder and environment, each in a bundle of its own, see `bundles`.
 
     Args:
         trainer_hosts: hosts of the trainer, this one among them.
@@ -132,7 +132,7 @@ def ray_workers(
 def bundles(
     nodes: Sequence[Mapping[str, Any]], own: str, number: int, trainer_hosts: int, platforms: str
 ) -> tuple[Placement, list[dict[str, float]], str]:
-    """What each worker takes of a host; Ray's bundles, and how they are placed.
+    """Return what each worker takes of a host; Ray's bundles, and how they are placed.
 
     Where hosts have accelerators each worker has those of a host of its own. A last bundle, which
     stands for this process, keeps them off this host: Ray need not know that its accelerators are

@@ -18,7 +18,7 @@ from jaxrl.cluster.supervise import REFUSED, Restarts, newest_step
 
 
 class Settings(NamedTuple):
-    """See `jaxrl.config.ClusterConfig`; paths are absolute or in a bucket."""
+    """Hold settings, see `jaxrl.config.ClusterConfig`; paths are absolute or in a bucket."""
 
     log_folder: str
     ckpt_path: str
@@ -29,7 +29,7 @@ class Settings(NamedTuple):
     heartbeat_seconds: int
 
     def restarts(self) -> Restarts:
-        """None has happened yet."""
+        """Return the restarts of a job that has had none yet."""
         return Restarts(
             self.max_restarts,
             self.restart_backoff_seconds,
@@ -38,11 +38,11 @@ class Settings(NamedTuple):
         )
 
     def log(self, name: int | str) -> Path:
-        """File of what a process prints, by its number."""
+        """Return the file of what a process prints, by its number."""
         return Path(self.log_folder) / f"process_{name}.log"
 
     def limits(self) -> dict[str, str]:
-        """Seconds that `jaxrl.parallel.start_processes` reads in the environment."""
+        """Return the seconds that `jaxrl.parallel.start_processes` reads in the environment."""
         return {
             "JAXRL_START_SECONDS": str(self.start_seconds),
             "JAXRL_HEARTBEAT_SECONDS": str(self.heartbeat_seconds),
@@ -50,7 +50,7 @@ class Settings(NamedTuple):
 
 
 def place_in_job(address: str, count: int, index: int) -> dict[str, str]:
-    """What else it reads there."""
+    """Return what else `jaxrl.parallel.start_processes` reads in the environment."""
     return {
         "JAX_COORDINATOR_ADDRESS": address,
         "JAXRL_NUM_PROCESSES": str(count),
@@ -59,7 +59,7 @@ def place_in_job(address: str, count: int, index: int) -> dict[str, str]:
 
 
 def settings_of(config: Any) -> Settings:
-    """Those of a resolved `TrainConfig`."""
+    """Return the settings of a resolved `TrainConfig`."""
     trainer = config.trainer
     names = "max_restarts", "restart_backoff_seconds", "start_seconds", "heartbeat_seconds"
     return Settings(
@@ -98,7 +98,7 @@ def check(config: Any, hosts: int, each: int, devices: int | None = None) -> Non
 
 
 def read_settings(arguments: Sequence[str], processes: int) -> Settings | None:
-    """Those of `jaxrl.train`'s arguments; None if they are refused, which was said.
+    """Read the settings of `jaxrl.train`'s arguments; None if they are refused, which was said.
 
     Args:
         processes: on this machine, the whole job; 0 = other machines have some, or another module

@@ -26,14 +26,14 @@ STEP_PREFIX = "global_step_"  # of jaxrl.records.checkpoint, which imports jax
 
 
 class HostLost(Exception):
-    """A host went away before its processes were started."""
+    """Signal that a host went away before its processes were started."""
 
 
 class Attempt(Protocol):
-    """All processes of a job, started once."""
+    """Hold all processes of a job, started once."""
 
     def poll(self, seconds: float) -> list[Report]:
-        """News, after `seconds` at the latest; LOST is the status where a host is gone."""
+        """Return news, after `seconds` at the latest; LOST is the status where a host is gone."""
         ...
 
     def signal(self, number: int) -> None:
@@ -46,7 +46,7 @@ class Attempt(Protocol):
 
 
 def newest_step(folder: str) -> int:
-    """Of the checkpoints in a folder, local or in a bucket; 0 if there is none."""
+    """Return the newest step of the checkpoints in a folder, local or in a bucket; 0 if none."""
     path = as_path("trainer.ckpt_path", folder)
     if not path.exists():
         return 0
@@ -56,7 +56,7 @@ def newest_step(folder: str) -> int:
 
 @dataclass
 class Restarts:
-    """How often, how late and from where a job is started again.
+    """Decide how often, how late and from where a job is started again.
 
     Attributes:
         most: restarts in a row without a new checkpoint.
@@ -77,7 +77,7 @@ class Restarts:
         self._at_first = self._at_last = self.newest()
 
     def next(self) -> float | None:
-        """Seconds until the next attempt, or None: give up."""
+        """Return the seconds until the next attempt, or None: give up."""
         with contextlib.suppress(OSError):  # a bucket or file system that is away for a moment
             reached = self.newest()
             if reached > self._at_last:
@@ -89,7 +89,7 @@ class Restarts:
         return min(self.backoff_seconds * 2 ** (self.in_a_row - 1), MOST_BACKOFF_SECONDS)
 
     def mode(self) -> str | None:
-        """resume_mode of the next attempt: "latest" once there is a checkpoint of this job's own.
+        """Return the resume_mode to try next: "latest" once this job has a checkpoint of its own.
 
         Before that the first attempt's: "from_path" is read again, and with "none" a folder of
         another run is still refused.
@@ -97,13 +97,13 @@ class Restarts:
         return "latest" if self._at_last > self._at_first else self.resume_mode
 
     def described(self) -> str:
-        """Which restart it is, and from where."""
+        """Say which restart it is, and from where."""
         start = f"after step {self._at_last}" if self._at_last else "from the beginning"
         return f"restart {self.in_a_row} of {self.most} in a row, {start}"
 
 
 class Console:
-    """What processes print: that of the first as it comes, lines of the others with their names.
+    """Print what processes print: the first's as it comes, lines of the others with their names.
 
     A line that was already shown is shown once: all processes say the same of a wrong config.
     """
@@ -136,13 +136,13 @@ class Console:
 
 
 class Interrupted(Exception):
-    """A signal asked the launcher to end; `args[0]` is its number."""
+    """Signal that the launcher was asked to end; `args[0]` is the number of the signal."""
 
 
 def supervise(
     start: Callable[[str | None], tuple[Attempt, dict[int, str]]], restarts: Restarts
 ) -> int:
-    """Run a job to its end; returns its exit status.
+    """Run a job to its end; return its exit status.
 
     Args:
         start: given a resume_mode, starts all processes; with a label for the lines of each, ""
@@ -170,7 +170,7 @@ def supervise(
 def _attempt(
     start: Callable[[str | None], tuple[Attempt, dict[int, str]]], mode: str | None
 ) -> tuple[int, str]:
-    """The status of the job, and why it ended."""
+    """Run an attempt; return the status of the job, and why it ended."""
     try:
         attempt, labels = start(mode)
     except HostLost as error:
@@ -188,7 +188,7 @@ def _attempt(
 
 
 def _decisive(attempt: Attempt, console: Console, running: set[int]) -> Report | None:
-    """The report that ended the attempt, None if all ended well.
+    """Wait for the report that ends the attempt and return it, None if all ended well.
 
     That of the first, unless another process says why: what the user must mend makes others crash.
     """
@@ -206,7 +206,7 @@ def _decisive(attempt: Attempt, console: Console, running: set[int]) -> Report |
 
 
 def _news(attempt: Attempt, console: Console, running: set[int]) -> list[Report]:
-    """What there is, shown; processes that ended run no more."""
+    """Show and return what news there is; processes that ended run no more."""
     reports = attempt.poll(POLL_SECONDS)
     for report in reports:
         console.show(report)
@@ -238,7 +238,7 @@ def _end_gently(attempt: Attempt, console: Console, running: set[int], number: i
 
 @contextlib.contextmanager
 def _signals() -> Iterator[None]:
-    """SIGINT and SIGTERM are raised as `Interrupted`."""
+    """Raise `Interrupted` for SIGINT and SIGTERM while the block runs."""
 
     def interrupt(number: int, _: object) -> None:
         raise Interrupted(number)

@@ -8,7 +8,7 @@ from jaxrl.config.dataclass_config import BaseConfig
 
 @dataclass
 class KLCtrlConfig(BaseConfig):
-    """Controller of the KL coefficient in the reward."""
+    """Hold the settings of the controller of the KL coefficient in the reward."""
 
     type: str = "fixed"
     """"fixed" or "adaptive"."""
@@ -20,7 +20,7 @@ class KLCtrlConfig(BaseConfig):
 
 @dataclass
 class SAPOConfig(BaseConfig):
-    """Policy loss sapo."""
+    """Hold the settings of the policy loss sapo."""
 
     tau_pos: float = 1.0
     """Gate temperature where the advantage is positive."""
@@ -30,7 +30,7 @@ class SAPOConfig(BaseConfig):
 
 @dataclass
 class DynamicSamplingConfig(BaseConfig):
-    """Sampling until enough prompts have rewards that differ."""
+    """Hold the settings of sampling until enough prompts have rewards that differ."""
 
     type: str | None = None
     """"filter", "replace" or None."""
@@ -42,7 +42,7 @@ class DynamicSamplingConfig(BaseConfig):
 
 @dataclass
 class ClipCovConfig(BaseConfig):
-    """Policy loss clip_cov."""
+    """Hold the settings of the policy loss clip_cov."""
 
     clip_ratio: float = 0.0002
     """Fraction of tokens whose gradient is dropped."""
@@ -54,7 +54,7 @@ class ClipCovConfig(BaseConfig):
 
 @dataclass
 class KLCovConfig(BaseConfig):
-    """Policy loss kl_cov."""
+    """Hold the settings of the policy loss kl_cov."""
 
     kl_cov_frac: float = 0.2
     """Fraction of tokens, of highest covariance, with a KL penalty."""
@@ -64,7 +64,7 @@ class KLCovConfig(BaseConfig):
 
 @dataclass
 class CISPOConfig(BaseConfig):
-    """Policy loss cispo."""
+    """Hold the settings of the policy loss cispo."""
 
     cispo_eps_clip_low: float = 1.0
     """The importance weight is clipped below at 1 - this."""
@@ -76,7 +76,7 @@ class CISPOConfig(BaseConfig):
 
 @dataclass
 class DPPOConfig(BaseConfig):
-    """Policy loss dppo."""
+    """Hold the settings of the policy loss dppo."""
 
     dppo_type: str = "binary_tv"
     """Divergence: "binary_tv" or "binary_kl" (then about 0.05 for the bounds)."""
@@ -88,7 +88,7 @@ class DPPOConfig(BaseConfig):
 
 @dataclass
 class DecoupledPPOConfig(BaseConfig):
-    """Policy loss decoupled_ppo."""
+    """Hold the settings of the policy loss decoupled_ppo."""
 
     proximal: str = "forward"
     """Policy that the ratio is clipped around: "forward" is the one at the start of the step,
@@ -99,7 +99,7 @@ class DecoupledPPOConfig(BaseConfig):
 
 @dataclass
 class OverlongBufferConfig(BaseConfig):
-    """Soft overlong punishment, https://arxiv.org/abs/2503.14476 (eq. 13)."""
+    """Hold the settings of soft overlong punishment, https://arxiv.org/abs/2503.14476 (eq. 13)."""
 
     len: int = 4096
     """Tokens before max_generate_length over which the punishment grows."""
@@ -109,7 +109,7 @@ class OverlongBufferConfig(BaseConfig):
 
 @dataclass
 class OffPolicyCorrectionConfig(BaseConfig):
-    """Corrections by w = exp(old_log_probs - rollout_log_probs)."""
+    """Hold the settings of corrections by w = exp(old_log_probs - rollout_log_probs)."""
 
     tis_ratio_type: str | None = None
     """Truncated importance weights: "token", "sequence" or None."""
@@ -141,7 +141,7 @@ class OffPolicyCorrectionConfig(BaseConfig):
 
 @dataclass
 class AlgorithmConfig(BaseConfig):
-    """The objective. Policy losses and advantage estimators receive this config."""
+    """Hold the objective; policy losses and advantage estimators receive this config."""
 
     advantage_estimator: str = "grpo"
     """A built-in or registered name, or "my_pkg.my_module:my_estimator"."""

@@ -71,7 +71,7 @@ def _check_free(config: TrainConfig) -> None:
 
 
 def _check_devices(config: TrainConfig, num_devices: int) -> None:
-    """Two programs with collectives on the same devices could wait for each other for ever."""
+    """Refuse two programs with collectives on the same devices: they could wait for ever."""
     tensor = config.generator.inference_engine.tensor_parallel_size
     shared = in_process(config) and config.trainer.placement.colocate_all
     if shared and num_devices > 1 and tensor > 1 and config.trainer.fully_async.max_staleness_steps:

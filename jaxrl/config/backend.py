@@ -8,7 +8,7 @@ from jaxrl.config.dataclass_config import BaseConfig
 
 @dataclass
 class MeshConfig(BaseConfig):
-    """Sizes of the axes of a device mesh. One may be -1: it takes the devices that are left."""
+    """Hold the axis sizes of a device mesh. One may be -1: it takes the devices that are left."""
 
     data: int = 1
     """Groups of devices with a copy of the parameters each and other rows of the batch."""
@@ -28,7 +28,7 @@ PRECISIONS = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "fl
 
 @dataclass
 class MixedPrecisionConfig(BaseConfig):
-    """Data types of FSDP."""
+    """Hold the data types of FSDP."""
 
     param_dtype: str = "bf16"
     """Data type of the computation, "bf16" or "fp32", in place of that of `trainer.bf16`."""
@@ -40,7 +40,7 @@ class MixedPrecisionConfig(BaseConfig):
 
 @dataclass
 class FSDPConfig(BaseConfig):
-    """Sharding of weights and optimizer state over devices."""
+    """Hold the sharding of weights and optimizer state over devices."""
 
     cpu_offload: bool = False
     """Keep weights and optimizer state in host memory."""
@@ -56,7 +56,7 @@ class FSDPConfig(BaseConfig):
 
 @dataclass
 class MegatronDDPConfig(BaseConfig):
-    """Gradient reduction of Megatron."""
+    """Hold the settings of Megatron's gradient reduction."""
 
     grad_reduce_in_fp32: bool = True
     """Sum gradients in float32."""
@@ -70,7 +70,7 @@ class MegatronDDPConfig(BaseConfig):
 
 @dataclass
 class MegatronTorchProfilerConfig(BaseConfig):
-    """torch.profiler traces."""
+    """Hold the settings of torch.profiler traces."""
 
     enable: bool = False
     """Record traces."""
@@ -82,7 +82,7 @@ class MegatronTorchProfilerConfig(BaseConfig):
 
 @dataclass
 class MegatronLoraConfig(BaseConfig):
-    """Adapters of Megatron."""
+    """Hold the settings of Megatron's adapters."""
 
     lora_type: str = "lora"
     """"lora" or "canonical_lora"."""
@@ -108,7 +108,7 @@ def _transformer_kwargs() -> dict[str, Any]:
 
 @dataclass
 class MegatronConfig(BaseConfig):
-    """Megatron's parallelism, mixture-of-experts and recomputation settings."""
+    """Hold Megatron's parallelism, mixture-of-experts and recomputation settings."""
 
     tensor_model_parallel_size: int = 1
     """Devices that share each weight matrix."""

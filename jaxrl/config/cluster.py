@@ -8,7 +8,7 @@ from jaxrl.config.errors import fail
 
 @dataclass
 class ClusterConfig(BaseConfig):
-    """How `jaxrl.cluster.launch` starts the processes of a job, and starts them again."""
+    """Describe how `jaxrl.cluster.launch` starts the processes of a job, and restarts them."""
 
     processes_per_host: int = 1
     """Processes on each host, which divide its devices; 1 on TPUs."""
@@ -23,7 +23,7 @@ class ClusterConfig(BaseConfig):
 
 
 def check_cluster(cluster: ClusterConfig, nodes: int) -> None:
-    """Refuse what makes no sense.
+    """Refuse cluster settings that make no sense.
 
     Args:
         nodes: trainer.placement.policy_num_nodes.

@@ -57,7 +57,7 @@ def _check_turns(config: TrainConfig) -> None:
 
 
 def _check_step_wise(config: TrainConfig) -> None:
-    """A row per turn has one advantage for all rows of a trajectory."""
+    """Refuse what a row per turn cannot have: one advantage is for all rows of a trajectory."""
     generator, algorithm = config.generator, config.trainer.algorithm
     estimator, reduction = estimator_name(algorithm), algorithm.loss_reduction
     row = estimator_row(algorithm)
@@ -141,7 +141,7 @@ def _check_environments(config: TrainConfig) -> None:
 
 
 def _check_servers(gym: SkyRLGymConfig, group: str) -> None:
-    """Addresses of servers, and what the judge is asked."""
+    """Check the addresses of servers, and what the judge is asked."""
     from jaxrl.envs.tasks.llm_as_a_judge import check_prompt
 
     judge = gym.llm_as_a_judge
@@ -164,7 +164,10 @@ def _check_servers(gym: SkyRLGymConfig, group: str) -> None:
 
 
 def _check_time_for_servers(env_class: str, gym: SkyRLGymConfig, group: str) -> None:
-    """The time limit of a call ends a conversation; a server that fails is told apart before it."""
+    """Refuse a server whose attempts may outlast the time limit of a call.
+
+    The limit ends a conversation; a server that fails is told apart before it.
+    """
     from jaxrl.envs.json_request import longest_seconds
     from jaxrl.envs.retrieval.retriever import ATTEMPTS
 
@@ -184,7 +187,7 @@ def _check_time_for_servers(env_class: str, gym: SkyRLGymConfig, group: str) -> 
 
 
 def _check_reward_terms(config: TrainConfig) -> None:
-    """Weights that are numbers, functions that exist and can be called with what they will get."""
+    """Check that weights are numbers, and functions exist and take what they will get."""
     environment, names = config.environment, set()
     if not 0 <= environment.rejudge_fraction <= 1:
         fail("environment.rejudge_fraction", environment.rejudge_fraction, "must be in [0, 1]")

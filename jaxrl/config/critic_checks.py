@@ -62,7 +62,7 @@ def _check_head(trainer: TrainerConfig) -> None:
 
 
 def check_moving_reference(trainer: TrainerConfig) -> None:
-    """Of a policy with adapters, the moving reference has adapters on the same base.
+    """Refuse a moving reference on another base than that of a policy with adapters.
 
     Raises:
         ValueError: the reference has another base, or lies elsewhere.

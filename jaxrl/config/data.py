@@ -10,7 +10,7 @@ from jaxrl.config.errors import fail
 
 @dataclass
 class DataConfig(BaseConfig):
-    """The prompts."""
+    """Hold the settings of the prompts."""
 
     train_data: list[str] = field(
         default_factory=lambda: [os.path.expanduser("~/data/gsm8k/train.parquet")]

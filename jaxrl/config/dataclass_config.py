@@ -18,11 +18,11 @@ Config = TypeVar("Config", bound="BaseConfig")
 
 
 class Text(str):
-    """A value as typed on a command line; converted by the type of the field it is for."""
+    """Hold a value as typed on a command line; converted by the type of the field it is for."""
 
 
 class BaseConfig:
-    """Base of all config classes. Derive with `@dataclass`; defaults on every field."""
+    """Serve as base of all config classes. Derive with `@dataclass`; defaults on every field."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -51,7 +51,7 @@ class BaseConfig:
 
     @classmethod
     def from_dict_config(cls, cfg: Any) -> Self:
-        """A config from nested values, over the defaults; what is not given keeps its default.
+        """Make a config from nested values, over the defaults; what is not given keeps its default.
 
         Args:
             cfg: a nested dict, ml_collections.ConfigDict, or OmegaConf DictConfig.
@@ -63,7 +63,9 @@ class BaseConfig:
 
 
 def checked(config: Config, path: str = "") -> Config:
-    """A copy, each value as one of the type of its field: they may have been set one by one.
+    """Return a copy of a config, each value as one of the type of its field.
+
+    The values may have been set one by one.
 
     Raises:
         ValueError: a value is not one; names the field and what it takes.
@@ -77,23 +79,23 @@ def checked(config: Config, path: str = "") -> Config:
 
 
 def is_config(value: Any) -> TypeGuard[BaseConfig]:
-    """Whether `value` is a config instance."""
+    """Return whether `value` is a config instance."""
     return isinstance(value, BaseConfig)
 
 
 def config_classes(config: BaseConfig) -> list[type[BaseConfig]]:
-    """Its class, and those of the configs in it."""
+    """Return the class of a config, and those of the configs in it."""
     inner = [config_classes(value) for value in vars(config).values() if is_config(value)]
     return [type(config), *(found for classes in inner for found in classes)]
 
 
 def field_values(config: BaseConfig) -> dict[str, Any]:
-    """Field name -> value, one level deep."""
+    """Return a config as field name -> value, one level deep."""
     return {f.name: getattr(config, f.name) for f in _fields(config)}
 
 
 def flatten(config: BaseConfig, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value of every leaf; a dict-typed field is one leaf."""
+    """Return dotted key -> value of every leaf; a dict-typed field is one leaf."""
     leaves = {}
     for name, value in field_values(config).items():
         if is_config(value):
@@ -104,23 +106,23 @@ def flatten(config: BaseConfig, prefix: str = "") -> dict[str, Any]:
 
 
 def field_types(cls: type[BaseConfig]) -> dict[str, Any]:
-    """Field name -> type, with annotations that are strings resolved."""
+    """Return field name -> type, with annotations that are strings resolved."""
     hints = typing.get_type_hints(cls)
     return {f.name: hints[f.name] for f in _fields(cls)}
 
 
 def is_union(kind: Any) -> bool:
-    """Whether a field type is `A | B`."""
+    """Return whether a field type is `A | B`."""
     return typing.get_origin(kind) in (typing.Union, types.UnionType)
 
 
 def holds_dict(kind: Any) -> bool:
-    """Whether a field type is a dict, or a dict or something else."""
+    """Return whether a field type is a dict, or a dict or something else."""
     return any((typing.get_origin(m) or m) is dict for m in _members(kind))
 
 
 def config_class(kind: Any) -> type[BaseConfig] | None:
-    """The config class of a field type `C` or `C | None`; None for every other type."""
+    """Return the config class of a field type `C` or `C | None`; None for every other type."""
     for member in _members(kind):
         if isinstance(member, type) and issubclass(member, BaseConfig):
             return member
@@ -128,7 +130,7 @@ def config_class(kind: Any) -> type[BaseConfig] | None:
 
 
 def field_docs(cls: type[BaseConfig]) -> dict[str, str]:
-    """Field name -> the string literal under it, of the class and the classes it derives from."""
+    """Return field name -> the string literal under it, of a class and its base classes."""
     docs = {}
     for owner in reversed([c for c in cls.__mro__ if dataclasses.is_dataclass(c)]):
         body = ast.parse(inspect.cleandoc("\n" + inspect.getsource(owner))).body[0]
@@ -145,19 +147,19 @@ def field_docs(cls: type[BaseConfig]) -> dict[str, str]:
 
 
 def get_config_as_dict(cfg: Mapping[str, Any] | BaseConfig) -> dict[str, Any]:
-    """The values as nested plain dicts, independent copies."""
+    """Return the values of a config as nested plain dicts, independent copies."""
     if is_config(cfg):
         cfg = field_values(cfg)
     return {k: _plain(v) for k, v in cast(Mapping, cfg).items()}
 
 
 def get_config_as_yaml_str(cfg: BaseConfig) -> str:
-    """The values as YAML, in the order of the schema."""
+    """Return the values of a config as YAML, in the order of the schema."""
     return yaml.safe_dump(get_config_as_dict(cfg), sort_keys=False)
 
 
 def parse_literal(text: str) -> Any:
-    """The value a command-line text spells: None, bool, number, list, dict, or the text itself."""
+    """Return what a command-line text spells: None, bool, number, list, dict, or the text."""
     word = text.strip()
     if word in ("None", "null"):
         return None
@@ -177,7 +179,7 @@ def parse_literal(text: str) -> Any:
 
 
 def convert(value: Any, kind: Any, path: str, current: Any = None) -> Any:
-    """`value` as a value of the type `kind`.
+    """Return `value` as a value of the type `kind`.
 
     Args:
         value: what the user gave.
@@ -210,7 +212,7 @@ def convert(value: Any, kind: Any, path: str, current: Any = None) -> Any:
 
 
 def type_name(kind: Any) -> str:
-    """A type as messages and the documentation write it: `int`, `list[str] | None`."""
+    """Return a type as messages and the documentation write it: `int`, `list[str] | None`."""
     if isinstance(kind, type) and not typing.get_args(kind):
         return "None" if kind is type(None) else kind.__name__
     if typing.get_origin(kind) is typing.Literal:
@@ -236,7 +238,10 @@ def check_field(cls: type[BaseConfig], name: str, prefix: str) -> None:
 
 
 def _dotted_names(cls: type[BaseConfig], prefix: str = "") -> list[str]:
-    """Keys of `flatten`, without making a config: a class may ask about itself in its __init__."""
+    """Return the keys of `flatten` without making a config.
+
+    A class may ask about itself in its __init__.
+    """
     names = []
     for name, kind in field_types(cls).items():
         inner = kind if isinstance(kind, type) and issubclass(kind, BaseConfig) else None
@@ -245,7 +250,7 @@ def _dotted_names(cls: type[BaseConfig], prefix: str = "") -> list[str]:
 
 
 def _merged(cls: type[Config], values: Any, path: str, current: Config | None) -> Config:
-    """A config of `values` over `current` (default: the defaults of the class)."""
+    """Return a config of `values` over `current` (default: the defaults of the class)."""
     if not hasattr(values, "items"):
         raise ValueError(
             f"{path or cls.__name__}={_shown(values)}: expected a mapping of the fields of "
@@ -262,7 +267,7 @@ def _merged(cls: type[Config], values: Any, path: str, current: Config | None) -
 
 
 def _as_member(value: Any, member: Any, path: str) -> tuple[bool, Any]:
-    """Whether a value is of one non-union type, and the value in that type."""
+    """Return whether a value is of one non-union type, and the value in that type."""
     origin, args = typing.get_origin(member) or member, typing.get_args(member)
     if origin in (Any, object):
         return True, _plain(value)
@@ -302,7 +307,7 @@ def _members(kind: Any) -> tuple[Any, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """Mappings as dicts and sequences as lists, all the way down."""
+    """Return mappings as dicts and sequences as lists, all the way down."""
     if is_config(value) or hasattr(value, "items"):
         return get_config_as_dict(value)
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):

@@ -88,7 +88,7 @@ setting named under "difference" exists. "SkyRL default" is filled where ours di
 
 
 def configuration_page() -> str:
-    """The text of docs/configuration.md."""
+    """Return the text of docs/configuration.md."""
     return _INTRODUCTION + "\n".join(_table_rows(TrainConfig(), "")) + "\n"
 
 

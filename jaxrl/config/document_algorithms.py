@@ -72,7 +72,7 @@ _GRPO_SETTINGS = (
 
 
 class Docstring(NamedTuple):
-    """The parts of a public docstring."""
+    """Hold the parts of a public docstring."""
 
     summary: str
     formula: str
@@ -81,7 +81,7 @@ class Docstring(NamedTuple):
 
 
 def algorithms_page() -> str:
-    """The text of docs/algorithms.md."""
+    """Return the text of docs/algorithms.md."""
     losses = [_function(name, row.fn, _loss_facts(name, row)) for name, row in ROWS.items()]
     estimators = [_function(n, f, _estimator_facts(f)) for n, f in ESTIMATORS.items()]
     parts = [_INTRODUCTION, _overview(), "\n## Policy losses\n\n`policy_loss_type`\n", *losses]
@@ -95,7 +95,7 @@ def algorithms_page() -> str:
 
 
 def parse_docstring(func: Callable[..., Any]) -> Docstring:
-    """Summary, formula (the indented block), the text after it, and the section Args."""
+    """Return summary, formula (the indented block), the text after it, and the section Args."""
     doc = inspect.getdoc(func) or ""
     body, *sections = re.split(r"\n(?=(?:Args|Returns|Raises):\n)", doc)
     arguments = next((section for section in sections if section.startswith("Args:")), "")
@@ -111,7 +111,7 @@ def main() -> None:
 
 
 def _overview() -> str:
-    """What each loss allows, at a glance."""
+    """Return a table of what each loss allows, at a glance."""
     lines = ["\n| loss | ratio against | off-policy correction | reductions |", "|---|---|---|---|"]
     for name, row in ROWS.items():
         facts = _loss_facts(name, row)
@@ -157,7 +157,7 @@ def _loss_facts(name: str, row: Loss) -> dict[str, str]:
 
 
 def _settings(arguments: str) -> str:
-    """The config fields that the entry "config" of a docstring names, with their defaults."""
+    """Return the config fields that the entry "config" of a docstring names, with defaults."""
     entry = re.search(r"^ {4}config: (.*(?:\n {8}.*)*)", arguments, re.MULTILINE)
     words = re.findall(r"[a-z_]+(?:\.[a-z_]+)*", entry.group(1)) if entry else []
     defaults = flatten(AlgorithmConfig())
@@ -195,7 +195,7 @@ def _variant(variant: GRPOVariant) -> str:
 
 
 def _prose(text: str) -> str:
-    """Paragraphs of a docstring with clickable links."""
+    """Return the paragraphs of a docstring with clickable links."""
     return re.sub(r"(?<![<(])(https?://[^\s,;()]+[^\s,;().:])", r"<\1>", text)
 
 

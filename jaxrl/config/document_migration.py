@@ -12,7 +12,7 @@ _END = "<!-- end of what is written -->"
 
 
 def tables() -> str:
-    """The part of the page between the marks."""
+    """Return the part of the page between the marks."""
     lines = [
         "| fields | here | difference | SkyRL's default, where ours differs |",
         "|---|---|---|---|",
@@ -38,7 +38,7 @@ def tables() -> str:
 
 
 def migration_page(text: str) -> str:
-    """The page with its tables written anew."""
+    """Return the page with its tables written anew."""
     head, tail = text.split(_BEGIN, maxsplit=1)[0], text.split(_END)[1]
     return f"{head}{_BEGIN}\n\n{tables()}\n\n{_END}{tail}"
 
@@ -57,7 +57,7 @@ def _field_row(row: FieldStatus) -> str:
 
 
 def _names(prefix: str, names: str) -> str:
-    """The first in full, the others without what they share with it."""
+    """Return names, the first in full, the others without what they share with it."""
     first, *others = names.split()
     shared = f"{prefix}{first}".rpartition(".")[0] + "."
     return ", ".join(f"`{n}`" for n in [prefix + first, *(o.removeprefix(shared) for o in others)])

@@ -60,7 +60,7 @@ _FIRST = "quickstart.py"
 
 
 class Header(NamedTuple):
-    """What the docstring of a recipe says.
+    """Hold what the docstring of a recipe says.
 
     Attributes:
         title: its first paragraph.
@@ -74,7 +74,7 @@ class Header(NamedTuple):
 
 
 def read_header(recipe: Path) -> Header:
-    """The header of a recipe.
+    """Return the header of a recipe.
 
     Raises:
         ValueError: it has none, or lacks a field.
@@ -91,7 +91,7 @@ def read_header(recipe: Path) -> Header:
 
 
 def recipes_page() -> str:
-    """The whole page."""
+    """Return the whole page of recipes."""
     recipes = sorted(RECIPES.glob("*.py"), key=lambda path: (path.name != _FIRST, path.name))
     rows: dict[bool, list[str]] = {True: [], False: []}
     for recipe in recipes:

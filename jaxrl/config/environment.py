@@ -8,7 +8,7 @@ from jaxrl.config.dataclass_config import BaseConfig
 
 @dataclass
 class Text2SQLEnvConfig(BaseConfig):
-    """Environment text2sql."""
+    """Hold the settings of the environment text2sql."""
 
     db_path: str = "/home/ray/default/sql_data"
     """Folder of the SQLite databases, laid out as SkyRL's downloads."""
@@ -22,7 +22,7 @@ class Text2SQLEnvConfig(BaseConfig):
 
 @dataclass
 class GSM8kLLMJudgeEnvConfig(BaseConfig):
-    """Environment llm_as_a_judge: a language model gives the reward."""
+    """Hold the settings of the environment llm_as_a_judge: a language model gives the reward."""
 
     model: str = "gpt-4o-mini"
     """Name of the judge."""
@@ -48,7 +48,7 @@ class GSM8kLLMJudgeEnvConfig(BaseConfig):
 
 @dataclass
 class SearchEnvConfig(BaseConfig):
-    """Environment search: questions with a retrieval tool."""
+    """Hold the settings of the environment search: questions with a retrieval tool."""
 
     log_requests: bool = False
     """Log every request to the retriever."""
@@ -65,7 +65,7 @@ class SearchEnvConfig(BaseConfig):
 
 @dataclass
 class SandboxConfig(BaseConfig):
-    """What a program of the environments python_code and lcb may use in its sandbox."""
+    """Hold what a program of the environments python_code and lcb may use in its sandbox."""
 
     seconds: float = 10.0
     """Until it is killed, by the clock; lcb gives a test 6 s at most."""
@@ -85,7 +85,7 @@ class SandboxConfig(BaseConfig):
 
 @dataclass
 class SkyRLGymConfig(BaseConfig):
-    """Settings by environment."""
+    """Hold the settings by environment."""
 
     max_env_workers: int = 32
     """Environment calls at a time, in threads; 0 = inline."""
@@ -106,7 +106,7 @@ class SkyRLGymConfig(BaseConfig):
 
 @dataclass
 class EnvironmentConfig(BaseConfig):
-    """Which environment scores a prompt."""
+    """Describe which environment scores a prompt."""
 
     env_class: str = "gsm8k"
     """Environment of prompts that name none: a known name or "my_pkg.my_module:MyEnv"."""

@@ -28,7 +28,7 @@ _KL_GRADIENT = {  # of the estimate as a loss, in expectation over the policy's 
 
 
 def loss_lines(trainer: TrainerConfig) -> list[str]:
-    """Loss of a token, its ratio, and the policy that the ratio is relative to."""
+    """Return the loss of a token, its ratio, and the policy that the ratio is relative to."""
     algorithm = trainer.algorithm
     name, anchor, row = algorithm.policy_loss_type, ratio_anchor(algorithm), loss_row(algorithm)
     if row is None or name not in LOSSES:
@@ -54,7 +54,7 @@ def _anchor(trainer: TrainerConfig) -> str:
 
 
 def advantage_line(algorithm: AlgorithmConfig, samples: int) -> str:
-    """Advantage of a token, from R, the sum of its row's rewards r_t."""
+    """Return the advantage of a token, from R, the sum of its row's rewards r_t."""
     if ratio_anchor(algorithm) is None:
         return "not used by the loss"
     name, group = algorithm.advantage_estimator, f"G = the {samples} samples of a prompt"
@@ -74,7 +74,7 @@ def advantage_line(algorithm: AlgorithmConfig, samples: int) -> str:
 
 
 def reduction_line(config: TrainConfig) -> str:
-    """Weight of a token in the minibatch."""
+    """Return the weight of a token in the minibatch."""
     trainer = config.trainer
     if reduces_by_itself(config):
         return f"the loss reduces by itself; {trainer.algorithm.loss_reduction} has no effect"
@@ -90,7 +90,7 @@ def reduction_line(config: TrainConfig) -> str:
 
 
 def sampler_lines(config: TrainConfig) -> list[str]:
-    """What is not known of the sampler."""
+    """Say what is not known of the sampler."""
     if config.generator.sampling_params.logprobs is not None:
         return []
     return [
@@ -100,7 +100,7 @@ def sampler_lines(config: TrainConfig) -> list[str]:
 
 
 def correction_lines(correction: OffPolicyCorrectionConfig) -> list[str]:
-    """What c, the off-policy correction, is made of; one line for each active part."""
+    """Say what c, the off-policy correction, is made of; one line for each active part."""
     lines = []
     low, high = (
         correction.outlier_token_is_threshold_low,
@@ -134,7 +134,7 @@ def correction_lines(correction: OffPolicyCorrectionConfig) -> list[str]:
 
 
 def kl_lines(config: TrainConfig) -> list[str]:
-    """The KL to the reference, in the loss or in the rewards."""
+    """Describe the KL to the reference, in the loss or in the rewards."""
     algorithm = config.trainer.algorithm
     kind, coef = algorithm.kl_estimator_type, algorithm.kl_loss_coef
     if algorithm.use_kl_loss and coef:
@@ -149,7 +149,7 @@ def kl_lines(config: TrainConfig) -> list[str]:
 
 
 def controller_lines(config: TrainConfig) -> list[str]:
-    """The coefficient of the KL in the rewards."""
+    """Describe the coefficient of the KL in the rewards."""
     algorithm = config.trainer.algorithm
     if not (algorithm.use_kl_in_reward and algorithm.kl_loss_coef):
         return []
@@ -163,14 +163,14 @@ def controller_lines(config: TrainConfig) -> list[str]:
 
 
 def reference_lines(trainer: TrainerConfig) -> list[str]:
-    """What becomes of the reference in a run."""
+    """Say what becomes of the reference in a run."""
     if not (trainer.update_ref_every_epoch and needs_reference(trainer.algorithm)):
         return []
     return ["ref is the policy at the end of the last epoch; in the first one the given model"]
 
 
 def value_lines(algorithm: AlgorithmConfig) -> list[str]:
-    """What the critic minimises."""
+    """Say what the critic minimises."""
     clip, target = algorithm.value_clip, "y_t = G_t + V_old,t, the returns"
     if clip is None:
         return [f"minimise mean_b mean_t (V - y)^2 / 2, {target}"]

@@ -29,7 +29,7 @@ _ARGUMENT = re.compile(r"\+{0,2}[a-z]\w*(\.\w+)+=", re.IGNORECASE)
 
 
 def from_command(words: Sequence[str], num_devices: int | None = None) -> Conversion:
-    """The conversion of a command: `uv run -m skyrl... key=value ...`, or key=value alone.
+    """Convert a command: `uv run -m skyrl... key=value ...`, or key=value alone.
 
     Raises:
         ValueError: it does not train, or a word is no setting.
@@ -45,7 +45,7 @@ def from_command(words: Sequence[str], num_devices: int | None = None) -> Conver
 
 
 def from_script(path: Path, args: Sequence[str], num_devices: int | None = None) -> Conversion:
-    """The conversion of the run that a script starts, or a script that it calls.
+    """Convert the run that a script starts, or a script that it calls.
 
     Raises:
         ValueError: it starts none.
@@ -63,7 +63,7 @@ def from_script(path: Path, args: Sequence[str], num_devices: int | None = None)
 
 
 def from_yaml(path: Path, args: Sequence[str], num_devices: int | None = None) -> Conversion:
-    """The conversion of a config in YAML, with `key=value` over it.
+    """Convert a config in YAML, with `key=value` over it.
 
     Raises:
         ValueError: no mapping, or an interpolation.
@@ -122,7 +122,7 @@ def _read(args: list[str], num_devices: int | None) -> Conversion:
 
 
 def _called_script(path: Path, name: str) -> Path:
-    """A script that another one calls, by a path from where that is to be started."""
+    """Find a script that another one calls, by a path from where that is to be started."""
     for folder in (Path.cwd(), *path.resolve().parents):
         if (folder / name).is_file():
             return folder / name

@@ -8,7 +8,7 @@ from jaxrl.config.dataclass_config import BaseConfig
 
 @dataclass
 class SamplingParams(BaseConfig):
-    """How tokens are sampled."""
+    """Describe how tokens are sampled."""
 
     max_generate_length: int = 1024
     """Most tokens of one response."""
@@ -38,7 +38,7 @@ class SamplingParams(BaseConfig):
 
 @dataclass
 class ChatTemplateConfig(BaseConfig):
-    """Chat template other than the tokenizer's own."""
+    """Name a chat template other than the tokenizer's own."""
 
     source: str = "name"
     """"name" (with name_or_path unset: the tokenizer's own) or "file"."""
@@ -48,7 +48,7 @@ class ChatTemplateConfig(BaseConfig):
 
 @dataclass
 class InferenceEngineConfig(BaseConfig):
-    """The engine that samples."""
+    """Describe the engine that samples."""
 
     model_dtype: str = "auto"
     """Data type of the engine's weights: "float32" or "bfloat16"; "auto" = that in which the policy
@@ -142,7 +142,7 @@ class InferenceEngineConfig(BaseConfig):
 
 @dataclass
 class GeneratorConfig(BaseConfig):
-    """Rollouts."""
+    """Hold the settings of rollouts."""
 
     inference_engine: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
     """The engine that samples."""

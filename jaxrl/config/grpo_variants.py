@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 
 class GRPOVariant(NamedTuple):
-    """The defaults of a system, in words and as fields of `trainer.algorithm`."""
+    """Hold the defaults of a system, in words and as fields of `trainer.algorithm`."""
 
     system: str
     advantage: str

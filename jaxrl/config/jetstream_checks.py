@@ -10,7 +10,7 @@ _ENGINE = "generator.inference_engine"
 
 
 def check_jetstream(config: TrainConfig) -> None:
-    """JetStream servers are told what they need, and asked for what they can give."""
+    """Check that JetStream servers are told what they need and asked for what they can give."""
     generator = config.generator
     engine = generator.inference_engine
     for name in ("external_server_urls", "external_proxy_url"):
@@ -39,7 +39,7 @@ def check_jetstream(config: TrainConfig) -> None:
 
 
 def _check_single(engine: InferenceEngineConfig) -> None:
-    """An engine that the user's function makes is one."""
+    """Refuse several engines where the user's function makes one."""
     if engine.num_engines != 1:
         fix = "engine_init_kwargs['engine'] makes one engine; set it to 1"
         fail(f"{_ENGINE}.num_engines", engine.num_engines, fix)
@@ -60,7 +60,7 @@ def _check_servers(engine: InferenceEngineConfig) -> None:
 
 
 def _check_said(field: str, params: SamplingParams, said: dict[str, Any]) -> None:
-    """The servers sample as the config asks, at the user's word."""
+    """Check that the servers sample as the config asks, at the user's word."""
     defaults = SamplingParams(temperature=1.0)
     for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
         theirs = said.get(name, getattr(defaults, name))

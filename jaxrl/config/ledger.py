@@ -8,7 +8,7 @@ from jaxrl.config.errors import fail
 
 @dataclass
 class LedgerConfig(BaseConfig):
-    """Where every prompt and trajectory ended: <run folder>/run.db."""
+    """Hold the settings of <run folder>/run.db: where every prompt and trajectory ended."""
 
     record_rollouts: bool = True
     """Keep the trajectories of every step in <run folder>/rollouts, some 20 bytes a token: `replay`
@@ -20,7 +20,7 @@ class LedgerConfig(BaseConfig):
 
 
 def check_ledger(ledger: LedgerConfig) -> None:
-    """Refuse what makes no sense.
+    """Refuse ledger settings that make no sense.
 
     Raises:
         ValueError: names the field, the value and the fix.

@@ -9,13 +9,13 @@ from jaxrl.parallel import ShardingRules
 
 
 def sharding_rules(overrides: dict[str, Any]) -> ShardingRules:
-    """The default rules, changed by `trainer.sharding_rules`."""
+    """Return the default rules, changed by `trainer.sharding_rules`."""
     changes = {name: tuple(x) if isinstance(x, list) else x for name, x in overrides.items()}
     return ShardingRules(**changes)
 
 
 def skyrl_sizes(role: PolicyConfig | RefConfig | CriticConfig) -> list[tuple[str, str, int]]:
-    """SkyRL's size fields of a role that are set: (field, mesh axis, size)."""
+    """Return SkyRL's size fields of a role that are set: (field, mesh axis, size)."""
     fields = [("fsdp_config.fsdp_size", "fsdp", role.fsdp_config.fsdp_size, -1)]
     if not isinstance(role, CriticConfig):  # SkyRL has no critic on Megatron
         tensor = role.megatron_config.tensor_model_parallel_size
@@ -24,7 +24,7 @@ def skyrl_sizes(role: PolicyConfig | RefConfig | CriticConfig) -> list[tuple[str
 
 
 def map_mesh(role: PolicyConfig | RefConfig | CriticConfig) -> MeshConfig | None:
-    """The mesh of a role with SkyRL's fields in it, where the mesh itself does not say."""
+    """Return the mesh of a role with SkyRL's fields in it, where the mesh itself does not say."""
     default, sizes = MeshConfig(), skyrl_sizes(role)
     if not sizes:
         return role.mesh

@@ -22,7 +22,7 @@ def update_microbatching(
 
 
 def forward_microbatching(config: TrainConfig, groups: int) -> Microbatching:
-    """Of the whole batch of a step, for its gradient-free passes."""
+    """Cut the whole batch of a step, for its gradient-free passes."""
     trainer = config.trainer
     prompts, rows = trainer.train_batch_size, trainer.micro_forward_batch_size_per_gpu
     return _microbatching(config, groups, prompts, rows)
@@ -62,7 +62,10 @@ def few_widths(longest: int, packed: bool) -> tuple[int, ...]:
 
 
 def longest_trajectory(config: TrainConfig) -> int:
-    """Most tokens of a trajectory of a resolved config: input and response of its last turn."""
+    """Return the most tokens of a trajectory: input and response of its last turn.
+
+    The config is resolved.
+    """
     generator = config.generator
     assert generator.max_input_length is not None  # resolved
     sampling = generator.sampling_params
@@ -71,7 +74,7 @@ def longest_trajectory(config: TrainConfig) -> int:
 
 
 def check_microbatches(config: TrainConfig, num_devices: int) -> None:
-    """`check_rows` for the longest trajectory that a config allows."""
+    """Call `check_rows` for the longest trajectory that a config allows."""
     trainer, generator = config.trainer, config.generator
     check_rows(
         trainer,

@@ -12,7 +12,10 @@ SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine")
 
 @dataclass
 class SkyRLLoraConfig(BaseConfig):
-    """Low-rank adapters: y = x W + (alpha / rank) dropout(x) A B; only A and B are trained."""
+    """Describe low-rank adapters: y = x W + (alpha / rank) dropout(x) A B.
+
+    Only A and B are trained.
+    """
 
     rank: int = 0
     """Rank of the adapters; 0 trains all weights."""
@@ -35,7 +38,7 @@ class SkyRLLoraConfig(BaseConfig):
 
 @dataclass
 class ModelConfig(BaseConfig):
-    """Where a model comes from."""
+    """Describe where a model comes from."""
 
     path: str | None = None
     """Hugging Face model folder, or the id of a hub model, OWNER/NAME."""
@@ -47,7 +50,7 @@ class ModelConfig(BaseConfig):
 
 @dataclass
 class OptimizerConfig(BaseConfig):
-    """AdamW with clipping by the global gradient norm."""
+    """Hold the settings of AdamW with clipping by the global gradient norm."""
 
     lr: float = 1e-6
     """Peak learning rate."""

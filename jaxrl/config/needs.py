@@ -48,19 +48,19 @@ def ratio_anchor(algorithm: AlgorithmConfig) -> Anchor | None:
 
 
 def corrects_itself(algorithm: AlgorithmConfig) -> bool:
-    """Whether the loss itself accounts for the difference between trainer and sampler."""
+    """Return whether the loss itself accounts for the difference between trainer and sampler."""
     row = loss_row(algorithm)
     return ratio_anchor(algorithm) == "rollout" or (row is not None and row.corrects_itself)
 
 
 def allowed_reductions(policy_loss_type: str) -> tuple[str, ...]:
-    """The values of loss_reduction under which a loss means something."""
+    """Return the values of loss_reduction under which a loss means something."""
     row = ROWS.get(PolicyLossRegistry.builtin_name(policy_loss_type))
     return (row and row.reductions) or REDUCTIONS
 
 
 def is_builtin_loss(policy_loss_type: str) -> bool:
-    """Whether the policy loss is one of the library's.
+    """Return whether the policy loss is one of the library's.
 
     Raises:
         ValueError: there is none of this name.
@@ -69,7 +69,7 @@ def is_builtin_loss(policy_loss_type: str) -> bool:
 
 
 def reduces_by_itself(config: TrainConfig) -> bool:
-    """Whether the policy loss is a user's that returns one number; loss_reduction is then inert.
+    """Return whether a user's policy loss returns one number; loss_reduction is then inert.
 
     Raises:
         ValueError: it cannot be traced; see `jaxrl.registry.bind.make_policy_loss`.
@@ -85,18 +85,18 @@ def reduces_by_itself(config: TrainConfig) -> bool:
 
 
 def has_critic(trainer: TrainerConfig) -> bool:
-    """Whether a critic is trained beside the policy."""
+    """Return whether a critic is trained beside the policy."""
     return trainer.critic.model.path is not None
 
 
 def updates_per_step(trainer: TrainerConfig) -> int:
-    """Optimizer updates on one batch."""
+    """Return the number of optimizer updates on one batch."""
     minibatches = trainer.train_batch_size // trainer.policy_mini_batch_size
     return minibatches * trainer.update_epochs_per_batch
 
 
 def needs_old_log_probs(trainer: TrainerConfig) -> bool:
-    """Whether a step has to recompute the log-probs of its batch before the first update.
+    """Return whether a step must recompute the log-probs of its batch before the first update.
 
     The first update on a batch has the old policy itself; only later ones must know it.
     """
@@ -112,17 +112,17 @@ def needs_old_log_probs(trainer: TrainerConfig) -> bool:
 
 
 def kl_in_loss(algorithm: AlgorithmConfig) -> bool:
-    """Whether the KL to the reference counts as a term of the loss."""
+    """Return whether the KL to the reference counts as a term of the loss."""
     return algorithm.use_kl_loss and algorithm.kl_loss_coef != 0
 
 
 def kl_in_reward(algorithm: AlgorithmConfig) -> bool:
-    """Whether the KL to the reference counts in the rewards."""
+    """Return whether the KL to the reference counts in the rewards."""
     return algorithm.use_kl_in_reward and algorithm.kl_loss_coef != 0
 
 
 def needs_reference(algorithm: AlgorithmConfig) -> bool:
-    """Whether a KL counts, or the loss or the estimator asks for ref_log_probs."""
+    """Return whether a KL counts, or the loss or the estimator asks for ref_log_probs."""
     func = PolicyLossRegistry.resolve(algorithm.policy_loss_type)
     return (
         kl_in_loss(algorithm)

@@ -28,7 +28,7 @@ WIDTH = 85  # of the text beside the labels
 
 
 def objective_card(config: TrainConfig, num_devices: int = 1, platform: Sequence[str] = ()) -> str:
-    """The resolved objective with its numbers, and the batch arithmetic.
+    """Return the resolved objective with its numbers, and the batch arithmetic.
 
     Args:
         config: is not changed; derived defaults are filled in by `resolve`.
@@ -74,7 +74,7 @@ def _ahead(trainer: TrainerConfig) -> list[str]:
 
 
 def format_card(parts: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """Labels and lines in two columns."""
+    """Format labels and lines in two columns."""
     rows = [
         (label if number == 0 else "", line)
         for label, lines in parts
@@ -100,7 +100,7 @@ def _normalised(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def _filters(config: TrainConfig) -> list[str]:
-    """What changes rewards, or keeps rows from being learnt from."""
+    """Say what changes rewards, or keeps rows from being learnt from."""
     generator, algorithm = config.generator, config.trainer.algorithm
     sampling, buffer = algorithm.dynamic_sampling, algorithm.overlong_buffer
     tol, longest = algorithm.zero_variance_filter_tol, generator.sampling_params.max_generate_length
@@ -128,7 +128,7 @@ def _filters(config: TrainConfig) -> list[str]:
 
 
 def optimizer_line(settings: OptimizerConfig) -> str:
-    """Of the policy, or of the critic."""
+    """Describe the optimizer of the policy, or of the critic."""
     return (
         f"AdamW, lr {settings.lr:g} {settings.scheduler}, {settings.num_warmup_steps} "
         f"warm-up updates, weight decay {settings.weight_decay:g}, gradient norm <= "
@@ -137,7 +137,7 @@ def optimizer_line(settings: OptimizerConfig) -> str:
 
 
 def _critic(trainer: TrainerConfig) -> list[str]:
-    """What the critic minimises, and how; nothing without one."""
+    """Say what the critic minimises, and how; nothing without one."""
     if not has_critic(trainer):
         return []
     mini, passes = trainer.critic_mini_batch_size, trainer.update_epochs_per_batch
@@ -168,7 +168,7 @@ def _batch(config: TrainConfig, num_devices: int) -> list[str]:
 
 
 def microbatch_lines(config: TrainConfig, rows: int, num_devices: int, longest: int) -> list[str]:
-    """How a minibatch of so many rows of at most `longest` tokens is cut."""
+    """Say how a minibatch of so many rows of at most `longest` tokens is cut."""
     groups = batch_groups(config, num_devices)
     settings = update_microbatching(config, groups, longest=longest)
     width = settings.width(longest)

@@ -67,7 +67,7 @@ def _check_discounts(algorithm: AlgorithmConfig) -> None:
 
 
 def _check_loss(algorithm: AlgorithmConfig) -> None:
-    """The hyperparameters of the chosen loss; those of others may have any value."""
+    """Check the hyperparameters of the chosen loss; those of others may have any value."""
     row = loss_row(algorithm)
     for field, fix in row.check(algorithm) if row else ():
         value: Any = algorithm
@@ -133,7 +133,7 @@ def _check_correction(algorithm: AlgorithmConfig) -> None:
 
 
 def _check_log_probs(config: TrainConfig) -> None:
-    """Nothing needs the sampler's log-probs where rollouts carry none."""
+    """Refuse what needs the sampler's log-probs where rollouts carry none."""
     algorithm = config.trainer.algorithm
     if config.generator.sampling_params.logprobs is not None:
         return
@@ -155,7 +155,7 @@ def _check_log_probs(config: TrainConfig) -> None:
 
 
 def _check_bands(correction: OffPolicyCorrectionConfig) -> None:
-    """A band of weights is not empty and holds 1, the weight where trainer and sampler agree."""
+    """Check that a band of weights holds 1, where trainer and sampler agree, and is not empty."""
     masks = "token_mask_is_threshold outlier_token_is_threshold geo_mask product_mask"
     for mask in masks.split():
         low, high = (getattr(correction, f"{mask}_{side}") for side in ("low", "high"))
@@ -170,7 +170,7 @@ def _check_bands(correction: OffPolicyCorrectionConfig) -> None:
 
 
 def _check_use_tis(algorithm: AlgorithmConfig) -> None:
-    """`resolve` has mapped it to the token weights of off_policy_correction."""
+    """Check that `resolve` mapped use_tis to the token weights of off_policy_correction."""
     cap, correction = algorithm.tis_imp_ratio_cap, algorithm.off_policy_correction
     if cap <= 0:
         fail(
@@ -214,7 +214,7 @@ def _check_filters(config: TrainConfig) -> None:
 
 
 def _check_functions(algorithm: AlgorithmConfig) -> None:
-    """Names resolve to functions, which can be called with what they will get."""
+    """Check that names resolve to functions, which can be called with what they will get."""
     _function("policy_loss_type", algorithm.policy_loss_type, PolicyLossRegistry)
     make_policy_loss(algorithm)
     value = algorithm.advantage_estimator
@@ -234,7 +234,7 @@ def _check_one_number(config: TrainConfig) -> None:
 
 
 def _check_teacher(config: TrainConfig) -> None:
-    """Distillation from oneself teaches nothing."""
+    """Refuse distillation from oneself, which teaches nothing."""
     trainer, row = config.trainer, estimator_row(config.trainer.algorithm)
     policy, teacher = trainer.policy.model, trainer.ref.model
     same = (policy.path, policy.random_init) == (teacher.path, teacher.random_init)
@@ -254,7 +254,7 @@ def _function(name: str, value: str, registry: Any) -> Any:
 
 
 def _require(algorithm: AlgorithmConfig, fields: str, holds: Any, fix: str) -> None:
-    """`holds` is true of every field."""
+    """Require that `holds` is true of every field."""
     for field in fields.split():
         value: Any = algorithm
         for part in field.split("."):

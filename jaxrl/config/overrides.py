@@ -23,7 +23,7 @@ _USAGE = "--config=configs/my_recipe.py --config.trainer.seed=1"
 
 
 def apply_overrides(config: Config, overrides: dict[str, Any]) -> Config:
-    """A copy of `config` with values set by dotted key.
+    """Return a copy of `config` with values set by dotted key.
 
     A string is read as on the command line: by the type of its field. A dict for a sub-config is
     merged into it; a dict for a dict-typed field replaces it, and `dict_field.key` sets one key.
@@ -48,7 +48,7 @@ def apply_overrides(config: Config, overrides: dict[str, Any]) -> Config:
 
 
 def parse_assignments(args: list[str]) -> dict[str, str]:
-    """["a.b=c"] as {"a.b": "c"}.
+    """Parse ["a.b=c"] into {"a.b": "c"}.
 
     Raises:
         ValueError: no "=" in an argument.
@@ -63,7 +63,7 @@ def parse_assignments(args: list[str]) -> dict[str, str]:
 
 
 def parse_command_line(argv: list[str]) -> tuple[str, dict[str, str]]:
-    """The recipe and the overrides of a command line, `--flag=value` or `--flag value`.
+    """Return the recipe and overrides of a command line, `--flag=value` or `--flag value`.
 
     Args:
         argv: the arguments without the program's name.
@@ -98,7 +98,7 @@ def parse_command_line(argv: list[str]) -> tuple[str, dict[str, str]]:
 
 
 def _with_value(config: Config, keys: list[str], value: Any, path: str) -> Config:
-    """A shallow copy of `config` with the field at `keys` set."""
+    """Return a shallow copy of `config` with the field at `keys` set."""
     name, rest = keys[0], keys[1:]
     check_field(type(config), name, path)
     path = f"{path}.{name}" if path else name
@@ -129,7 +129,7 @@ def _with_key(values: dict[str, Any], keys: list[str], value: Any, path: str) ->
 
 
 def current_name(key: str, config: BaseConfig) -> str:
-    """The key itself, or where SkyRL's older flat `generator.<engine field>` went."""
+    """Return the key itself, or where SkyRL's older flat `generator.<engine field>` went."""
     prefix, _, rest = key.partition(".")
     name = rest.partition(".")[0]
     generator = getattr(config, "generator", None)

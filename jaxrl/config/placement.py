@@ -16,19 +16,19 @@ _RULES = "trainer.sharding_rules"
 
 
 class DeviceShares(NamedTuple):
-    """Numbers of the devices of each part among those of a process; the same in every process."""
+    """Hold the numbers of each part's devices in a process; the same in every process."""
 
     policy: range
     ref: range
     engine: range
 
     def of_roles(self) -> list[tuple[str, range]]:
-        """The devices of each model; a critic lies where the policy does."""
+        """Return the devices of each model; a critic lies where the policy does."""
         return [("policy", self.policy), ("ref", self.ref), ("critic", self.policy)]
 
 
 def device_shares(config: TrainConfig, num_devices: int) -> DeviceShares:
-    """All devices for all parts, or first the policy's, then those of parts on their own.
+    """Give all devices to all parts, or first the policy's, then those of parts on their own.
 
     As in SkyRL, `policy_num_gpus_per_node` and `ref_num_gpus_per_node` count the devices of the
     policy and of a reference of its own; an engine of its own takes what is left.
@@ -48,7 +48,7 @@ def device_shares(config: TrainConfig, num_devices: int) -> DeviceShares:
 
 
 def check_placement(config: TrainConfig, num_devices: int) -> DeviceShares:
-    """The shares, if there are devices for all and work for all devices.
+    """Return the shares, if there are devices for all and work for all devices.
 
     Args:
         num_devices: of a process.
@@ -79,7 +79,9 @@ def check_placement(config: TrainConfig, num_devices: int) -> DeviceShares:
 
 
 def check_nodes(config: TrainConfig, num_processes: int) -> None:
-    """Does the job have the processes that the config asks for? One host: any number is right.
+    """Refuse a job without the processes that the config asks for.
+
+    On one host any number is right.
 
     Raises:
         ValueError: names the field, the value and the fix.
@@ -114,12 +116,15 @@ def check_processes(config: TrainConfig, num_devices: int, num_processes: int) -
 
 
 def _engine_is_apart(config: TrainConfig) -> bool:
-    """An engine in this process, on devices of its own; servers have theirs in any case."""
+    """Return whether the engine is in this process, on devices of its own.
+
+    Servers have theirs in any case.
+    """
     return in_process(config) and not config.trainer.placement.colocate_all
 
 
 def batch_groups(config: TrainConfig, num_devices: int, role: str = "policy") -> int:
-    """Groups of devices that hold different rows of a batch: data x fsdp by default.
+    """Count the groups of devices that hold different rows of a batch: data x fsdp by default.
 
     Args:
         role: "policy", "ref" or "critic".
@@ -131,7 +136,7 @@ def batch_groups(config: TrainConfig, num_devices: int, role: str = "policy") ->
 
 
 def check_mesh(config: TrainConfig, shares: DeviceShares, num_processes: int = 1) -> None:
-    """Sizes that fit the devices, SkyRL's fields that agree with them, rules that can be placed.
+    """Check that sizes fit the devices, SkyRL's fields agree, and rules can be placed.
 
     Raises:
         ValueError: with the field, its value and the fix.
@@ -160,7 +165,7 @@ def check_mesh(config: TrainConfig, shares: DeviceShares, num_processes: int = 1
 
 
 def _check_rules(overrides: dict[str, Any]) -> None:
-    """Rows and parameters over the axes of the batch, the width of the model over the others."""
+    """Check that rows and parameters are over the batch axes, a model's width over the others."""
     movable = ("batch", "embed", "vocab", "heads", "kv_heads", "mlp")
     for name, axes in overrides.items():
         check_choice(_RULES, name, movable)

@@ -30,7 +30,7 @@ INSTALLED = tuple(Path(base, "share", "jaxrl", "configs") for base in _BASES)
 
 
 def default_config(config_cls: type[TrainConfig] = TrainConfig) -> ConfigDict:
-    """All fields with their defaults, locked: a misspelt name or a wrong type is an error.
+    """Return all fields with their defaults, locked: a wrong name or type is an error.
 
     Dict-typed fields such as policy_loss_kwargs take new keys.
 
@@ -51,7 +51,7 @@ def default_config(config_cls: type[TrainConfig] = TrainConfig) -> ConfigDict:
 
 
 def to_train_config(config: Any, config_cls: type[TrainConfig] = TrainConfig) -> TrainConfig:
-    """A TrainConfig from a TrainConfig (copied), a ConfigDict or a nested dict.
+    """Make a TrainConfig from a TrainConfig (copied), a ConfigDict or a nested dict.
 
     Raises:
         ValueError: unknown key or wrong type.
@@ -62,7 +62,7 @@ def to_train_config(config: Any, config_cls: type[TrainConfig] = TrainConfig) ->
 
 
 def load_config_file(path: str) -> TrainConfig:
-    """The config of a recipe: runs the file and calls its `get_config()`.
+    """Return the config of a recipe: run the file and call its `get_config()`.
 
     Args:
         path: of the file; `configs/quickstart.py` and its like are found without a clone, too.
@@ -100,8 +100,10 @@ def load_config_file(path: str) -> TrainConfig:
 
 
 def _explain(path: str, error: Exception) -> None:
-    """Raises ValueError with the line of the recipe that sets a field that there is not, or to a
-    value of another type: what ml_collections says of it, without its list of all other fields."""
+    """Raise ValueError with the line of the recipe that sets an unknown field or a wrong type.
+
+    It says what ml_collections says of it, without its list of all other fields.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     if "ml_collections" not in frames[-1].filename:
         return

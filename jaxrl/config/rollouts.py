@@ -12,7 +12,7 @@ _ENGINE = "generator.inference_engine"
 
 
 def rows_at_once(config: TrainConfig, num_processes: int = 1) -> int:
-    """Trajectories of the larger of a training and an evaluation batch.
+    """Count the trajectories of the larger of a training and an evaluation batch.
 
     Of both where they are sampled side by side.
 
@@ -32,18 +32,18 @@ def rows_at_once(config: TrainConfig, num_processes: int = 1) -> int:
 
 
 def overlaps(config: TrainConfig) -> bool:
-    """Whether sampling goes on while the trainer trains and evaluates."""
+    """Return whether sampling goes on while the trainer trains and evaluates."""
     settings = config.trainer.fully_async
     return settings.enabled and settings.max_staleness_steps > 0
 
 
 def runs_free(config: TrainConfig) -> bool:
-    """Whether the clock decides what makes a batch."""
+    """Return whether the clock decides what makes a batch."""
     return overlaps(config) and config.trainer.fully_async.schedule == "free"
 
 
 def longest_row(config: TrainConfig) -> int:
-    """Most tokens of a turn's prompt and response together."""
+    """Return the most tokens of a turn's prompt and response together."""
     generator = config.generator
     assert generator.max_input_length is not None  # resolved
     phases = (generator.sampling_params, generator.eval_sampling_params)
@@ -60,33 +60,33 @@ def keeps_slots(generator: GeneratorConfig) -> bool:
 
 
 def in_process(config: TrainConfig) -> bool:
-    """Whether the engine shares this process and its devices."""
+    """Return whether the engine shares this process and its devices."""
     engine = config.generator.inference_engine
     started = engine.backend == "vllm" or config.trainer.placement.rollout_num_nodes > 0
     return engine.run_engines_locally and not started
 
 
 def group_bytes(config: TrainConfig) -> int:
-    """Most bytes of weights that are on their way to an engine at a time."""
+    """Return the most bytes of weights that are on their way to an engine at a time."""
     return int(config.generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB * 1e9)
 
 
 def sends_adapters(config: TrainConfig) -> bool:
-    """Whether servers get the adapters alone; they have the base, or are started with it."""
+    """Return whether servers get the adapters alone; they have, or are started with, the base."""
     lora = config.trainer.policy.model.lora
     on_vllm = config.generator.inference_engine.backend == "vllm"
     return on_vllm and lora.rank > 0 and lora.lora_sync_path is not None
 
 
 def server_urls(config: TrainConfig) -> list[str]:
-    """Addresses of the servers that run already; a router alone counts as one."""
+    """Return the addresses of the servers that run already; a router alone counts as one."""
     engine = config.generator.inference_engine
     urls = engine.remote_urls or engine.external_server_urls or []
     return urls or [u for u in [engine.external_proxy_url] if u]
 
 
 def check_engines(config: TrainConfig, num_devices: int) -> None:
-    """Engines and their tensor parallelism fit the devices; remote ones have an address."""
+    """Check that engines and tensor parallelism fit the devices; remote ones have an address."""
     engine = config.generator.inference_engine
     for name in ("num_engines", "tensor_parallel_size"):
         if getattr(engine, name) < 1:
@@ -142,7 +142,7 @@ def _check_in_process(engine: InferenceEngineConfig, num_devices: int) -> None:
 
 
 def _check_workers(config: TrainConfig) -> None:
-    """Rollout workers are jaxrl's own servers, and no part of the trainer's devices."""
+    """Check that rollout workers are jaxrl's servers, and no part of the trainer's devices."""
     placement, engine = config.trainer.placement, config.generator.inference_engine
     number = placement.rollout_num_nodes
     if number == 0:
@@ -193,7 +193,7 @@ def _check_sampling_mask(config: TrainConfig) -> None:
 
 
 def _check_started(config: TrainConfig) -> None:
-    """Addresses are of servers that somebody else starts."""
+    """Refuse addresses, which are of servers that somebody else starts."""
     engine = config.generator.inference_engine
     for name in ("remote_urls", "external_server_urls", "external_proxy_url"):
         if getattr(engine, name):

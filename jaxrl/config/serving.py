@@ -20,7 +20,10 @@ _POSITIVE = (
 
 @dataclass
 class ServeConfig(BaseConfig):
-    """Serving over HTTP; address and model name are those of generator.inference_engine."""
+    """Hold the settings of serving over HTTP.
+
+    Address and model name are those of generator.inference_engine.
+    """
 
     grpc_port: int | None = None
     """Port on which `jaxrl.serve` also answers JetStream's clients; None = on none."""

@@ -7,7 +7,7 @@ from jaxrl.config.dataclass_config import BaseConfig
 
 @dataclass
 class SFTConfig(BaseConfig):
-    """Supervised fine-tuning: which tokens of a conversation are imitated."""
+    """Hold the settings of supervised fine-tuning: which tokens of a conversation are imitated."""
 
     max_length: int | None = None
     """Most tokens of a conversation; None = any."""

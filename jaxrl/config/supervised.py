@@ -30,7 +30,7 @@ _READ = """
 
 
 def resolve_sft(config: TrainConfig) -> TrainConfig:
-    """A copy with every field that follows from another one set.
+    """Return a copy with every field that follows from another one set.
 
     The objective is that of supervised learning, whatever `trainer.algorithm` says: cross-entropy,
     averaged over the imitated tokens of a batch, which is one minibatch.
@@ -91,7 +91,7 @@ def check_lengths(config: TrainConfig, num_devices: int, longest: int) -> None:
 def sft_card(
     config: TrainConfig, num_devices: int, longest: int, platform: Sequence[str] = ()
 ) -> str:
-    """The objective of a supervised run in plain text.
+    """Return the objective of a supervised run in plain text.
 
     Args:
         config: resolved.
@@ -127,7 +127,7 @@ def _is_read(key: str) -> bool:
 
 
 def _field(key: str, builtin: Mapping[str, Any]) -> str | None:
-    """The field of the schema that a key belongs to, or None: it is of a user's own class.
+    """Return the schema field that a key belongs to, or None: it is of a user's own class.
 
     A group that is off by default is a field there, and has keys of its own where it is on.
     """

@@ -22,7 +22,7 @@ from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry
 
 @dataclass
 class TrainConfig(BaseConfig):
-    """Everything a run needs to know."""
+    """Hold everything a run needs to know."""
 
     data: DataConfig = field(default_factory=DataConfig)
     """The prompts."""
@@ -39,7 +39,7 @@ class TrainConfig(BaseConfig):
 
     @classmethod
     def from_cli_overrides(cls, args: list[str] | dict[str, Any]) -> Self:
-        """The defaults with overrides applied.
+        """Return the defaults with overrides applied.
 
         Args:
             args: ["trainer.seed=1", ...] or {"trainer.seed": 1, ...}; see `apply_overrides`.
@@ -59,7 +59,7 @@ def make_config(
     trainer_cls: type[TrainerConfig] | None = None,
     generator_cls: type[GeneratorConfig] | None = None,
 ) -> type[TrainConfig]:
-    """A TrainConfig class with your subclasses in it.
+    """Make a TrainConfig class with your subclasses in it.
 
     Args:
         algorithm_cls: class of `trainer.algorithm`; not used when `trainer_cls` is given.
@@ -80,7 +80,7 @@ def make_config(
 
 
 def resolve(config: Config) -> Config:
-    """A copy in which every field that follows from another one is set.
+    """Return a copy in which every field that follows from another one is set.
 
     ref.model = policy.model's path and random_init, with its model_config_kwargs, to which those of
     megatron_config are added; generator.max_input_length = trainer.max_prompt_length;
@@ -135,7 +135,7 @@ def resolve(config: Config) -> Config:
 
 
 def _fit_workers(trainer: TrainerConfig) -> None:
-    """SkyRL's default is for large batches."""
+    """Fit SkyRL's default number of workers, which is for large batches, to the batch."""
     settings, size = trainer.fully_async, trainer.train_batch_size
     default = FullyAsyncConfig.num_parallel_generation_workers
     if settings.enabled and settings.num_parallel_generation_workers == default:

@@ -15,7 +15,7 @@ from jaxrl.config.watching import WatchingConfig
 
 @dataclass
 class PlacementConfig(BaseConfig):
-    """Which devices hold which model."""
+    """Describe which devices hold which model."""
 
     colocate_all: bool = True
     """Training and sampling share all devices; false = an engine in this process has the devices
@@ -42,7 +42,7 @@ class PlacementConfig(BaseConfig):
 
 @dataclass
 class PolicyConfig(BaseConfig):
-    """The model that is trained."""
+    """Describe the model that is trained."""
 
     model: ModelConfig = field(
         default_factory=lambda: ModelConfig(path="Qwen/Qwen2.5-1.5B-Instruct")
@@ -68,7 +68,7 @@ class PolicyConfig(BaseConfig):
 
 @dataclass
 class CriticConfig(BaseConfig):
-    """The value model of actor-critic algorithms."""
+    """Describe the value model of actor-critic algorithms."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model; no path, no critic. Its vocabulary must be the policy's, its size need not."""
@@ -86,7 +86,7 @@ class CriticConfig(BaseConfig):
 
 @dataclass
 class RefConfig(BaseConfig):
-    """The frozen reference model of the KL term."""
+    """Describe the frozen reference model of the KL term."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model; no path = the policy's initial weights."""
@@ -104,7 +104,7 @@ class RefConfig(BaseConfig):
 
 @dataclass
 class FullyAsyncConfig(BaseConfig):
-    """Training while sampling continues, see docs/asynchrony.md."""
+    """Hold the settings of training while sampling continues, see docs/asynchrony.md."""
 
     enabled: bool = False
     """Sample later batches while a batch is trained."""
@@ -121,7 +121,7 @@ class FullyAsyncConfig(BaseConfig):
 
 @dataclass
 class TrainerConfig(BaseConfig):
-    """The training run."""
+    """Hold the settings of the training run."""
 
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     """Which devices hold which model."""
@@ -241,20 +241,20 @@ class TrainerConfig(BaseConfig):
 
 
 def run_folder(trainer: TrainerConfig) -> Path:
-    """Where a run writes config.yaml, metrics.jsonl, curve.png and tensorboard/."""
+    """Return where a run writes config.yaml, metrics.jsonl, curve.png and tensorboard/."""
     return Path(trainer.log_path) / trainer.run_name
 
 
 def model_overrides(
     trainer: TrainerConfig, role: PolicyConfig | RefConfig | CriticConfig
 ) -> dict[str, Any]:
-    """Entries of the role's config.json that the run replaces."""
+    """Return the entries of a model's config.json that the run replaces."""
     rope = {"rope_scaling": trainer.rope_scaling, "rope_theta": trainer.rope_theta}
     return role.model_config_kwargs | {k: v for k, v in rope.items() if v is not None}
 
 
 def compute_dtype(trainer: TrainerConfig, role: str) -> str:
-    """Data type in which a model computes, "bfloat16" or "float32".
+    """Return the data type in which a model computes, "bfloat16" or "float32".
 
     Args:
         role: "policy", "ref" or "critic".
@@ -266,5 +266,5 @@ def compute_dtype(trainer: TrainerConfig, role: str) -> str:
 
 
 def logger_names(logger: str | list[str]) -> list[str]:
-    """`TrainerConfig.logger` as a list."""
+    """Return `TrainerConfig.logger` as a list."""
     return [logger] if isinstance(logger, str) else list(logger)

@@ -137,7 +137,7 @@ def validate(config: TrainConfig, num_devices: int = 1, num_processes: int = 1) 
 
 
 def check_fields(config: TrainConfig) -> None:
-    """What every run needs of its fields by themselves: available, in range, files and folders.
+    """Check what every run needs of its fields alone: available, in range, files and folders.
 
     Args:
         config: resolved.
@@ -154,7 +154,7 @@ def check_fields(config: TrainConfig) -> None:
 
 
 def _check_nan(values: dict[str, Any]) -> None:
-    """Comparisons with NaN are false: it would pass checks."""
+    """Refuse NaN: comparisons with it are false, so it would pass checks."""
     for field, value in values.items():
         inner = value if isinstance(value, dict) else {}
         for name, x in {field: value, **{f"{field}.{k}": v for k, v in inner.items()}}.items():
@@ -163,7 +163,7 @@ def _check_nan(values: dict[str, Any]) -> None:
 
 
 def _check_status(values: dict[str, Any]) -> None:
-    """Planned features must be off; fields without a counterpart are named in one warning."""
+    """Refuse planned features that are on; warn once of all fields without a counterpart."""
     defaults = flatten(resolve(TrainConfig()))
     ignored = []
     for field, value in values.items():
@@ -237,7 +237,7 @@ def _check_batch(config: TrainConfig) -> None:
 
 
 def _check_rope(config: TrainConfig) -> None:
-    """The engine computes what the trainer computes."""
+    """Check that the RoPE of the engine is the trainer's, so that both compute the same."""
     for name in ("rope_scaling", "rope_theta"):
         ours, theirs = getattr(config.generator, name), getattr(config.trainer, name)
         if ours != theirs:
@@ -253,7 +253,7 @@ def _check_rope(config: TrainConfig) -> None:
 
 
 def _warn_of_sampling(config: TrainConfig) -> None:
-    """Where the sampler's distribution is not the trainer's."""
+    """Warn where the sampler's distribution is not the trainer's."""
     sampling_params = config.generator.sampling_params
     off = {"repetition_penalty": 1.0, "additional_kwargs": None}
     if not sampling_params.keep_sampling_mask:

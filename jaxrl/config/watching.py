@@ -21,7 +21,7 @@ _PREFIX = "trainer.watching"
 
 @dataclass
 class WatchingConfig(BaseConfig):
-    """Alarms, callbacks and profiles."""
+    """Hold the settings of alarms, callbacks and profiles."""
 
     on_alarm: str = "warn"
     """What an alarm does besides its message: "warn" nothing, "checkpoint" saves one, "stop" saves

@@ -38,7 +38,7 @@ _ASSISTANT = "You are a helpful and harmless assistant."
 
 @dataclass(frozen=True)
 class Split:
-    """Files of a data set.
+    """Name the files of one split of a data set.
 
     Attributes:
         hub: the data set on the Hugging Face hub.
@@ -51,7 +51,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A data set and how its rows become ours.
+    """Describe a data set and how its rows become ours.
 
     Attributes:
         train, validation: its files.
@@ -66,7 +66,10 @@ class Benchmark:
 
 
 def gsm8k(row: Row, index: int, split: str) -> Row:
-    """Cobbe et al. 2021, https://arxiv.org/abs/2110.14168: `question`, and `answer` after ####."""
+    """Convert a row of GSM8K: `question`, and `answer` after ####.
+
+    Cobbe et al. 2021, https://arxiv.org/abs/2110.14168.
+    """
     question, answer = _text(row, "question"), _text(row, "answer")
     found = _GSM8K_ANSWER.search(answer)
     truth = found[1].replace(",", "").rstrip(".") if found else ""
@@ -83,7 +86,10 @@ def gsm8k(row: Row, index: int, split: str) -> Row:
 
 
 def math(row: Row, index: int, split: str) -> Row:
-    r"""Hendrycks et al. 2021, https://arxiv.org/abs/2103.03874; the answer is \boxed."""
+    r"""Convert a row of MATH, whose answer is \boxed in its solution.
+
+    Hendrycks et al. 2021, https://arxiv.org/abs/2103.03874.
+    """
     problem, solution = _text(row, "problem"), _text(row, "solution")
     answer = last_boxed(solution)
     if not answer:
@@ -100,7 +106,10 @@ def math(row: Row, index: int, split: str) -> Row:
 
 
 def dapo(row: Row, index: int, split: str) -> Row:
-    """Yu et al. 2025, https://arxiv.org/abs/2503.14476: rows in verl's columns, prompts and all."""
+    """Convert a row of DAPO's data, which is in verl's columns, prompt and all.
+
+    Yu et al. 2025, https://arxiv.org/abs/2503.14476.
+    """
     return {
         "data_source": _text(row, "data_source"),
         "prompt": messages_of(row.get("prompt"), "prompt"),
@@ -112,7 +121,10 @@ def dapo(row: Row, index: int, split: str) -> Row:
 
 
 def aime(row: Row, index: int, split: str) -> Row | None:
-    """The American Invitational Mathematics Examination: `Question`, `Answer`, `Year`."""
+    """Convert a row of the American Invitational Mathematics Examination; None for the other split.
+
+    Its columns are `Question`, `Answer` and `Year`.
+    """
     question, answer, year = (_text(row, name) for name in ("Question", "Answer", "Year"))
     if not year.isdecimal():
         raise BadRow(f"the Year is not a number: {year!r}")
@@ -132,7 +144,10 @@ def aime(row: Row, index: int, split: str) -> Row | None:
 
 
 def text2sql(row: Row, index: int, split: str) -> Row:
-    """SkyRL-SQL (Liu et al. 2025): conversations with their `db_id`; the databases are apart."""
+    """Convert a conversation of SkyRL-SQL with its `db_id`; the databases are apart.
+
+    Liu et al. 2025.
+    """
     return {
         "data_source": row.get("data_source") or "synsql",
         "prompt": messages_of(row.get("prompt"), "prompt"),
@@ -145,7 +160,9 @@ def text2sql(row: Row, index: int, split: str) -> Row:
 
 
 def searchr1(row: Row, index: int, split: str) -> Row:
-    """Jin et al. 2025, https://arxiv.org/abs/2503.09516: questions of NQ and HotpotQA.
+    """Convert a question of NQ or HotpotQA, as Search-R1 asks it.
+
+    Jin et al. 2025, https://arxiv.org/abs/2503.09516.
 
     The retrieved documents in `metadata`, nearly all of a file, are left out.
     """
@@ -165,7 +182,7 @@ def searchr1(row: Row, index: int, split: str) -> Row:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last \boxed{..}, \fbox{..} or "\boxed 5" of a LaTeX text."""
+    r"""Return what is in the last \boxed{..}, \fbox{..} or "\boxed 5" of a LaTeX text, or None."""
     found = list(_MATH_ANSWER.finditer(text))
     if not found:
         return None
@@ -222,7 +239,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 
 
 def _text(row: Row, column: str) -> str:
-    """A column as text.
+    """Return a column as text.
 
     Raises:
         BadRow: it is not there, or empty, or neither a text nor a whole number.
@@ -233,7 +250,7 @@ def _text(row: Row, column: str) -> str:
 
 
 def _given_truth(row: Row) -> str:
-    """The answer of a row that is in SkyRL's or verl's columns."""
+    """Return the answer of a row that is in SkyRL's or verl's columns."""
     for column in ("reward_spec", "reward_model"):
         found = row.get(column)
         if isinstance(found, Mapping) and found.get("ground_truth") not in (None, ""):

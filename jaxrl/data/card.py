@@ -19,7 +19,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class DataCard:
-    """Some lines for each source; `warnings` are among them."""
+    """Hold some lines for each source; `warnings` are among them."""
 
     lines: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -39,7 +39,7 @@ def data_card(
     order: DataOrder | None = None,
     steps: int = 0,
 ) -> DataCard:
-    """Rows, lengths, environments, duplicates and shares of the data of a run.
+    """Describe the rows, lengths, environments, duplicates and shares of the data of a run.
 
     A duplicate is counted twice: as it is, and ignoring case, whitespace, punctuation and the form
     of characters (Unicode's NFKC).
@@ -72,7 +72,7 @@ def data_card(
 
 
 def _described(prompts: Sequence[Prompt], left_out: int, need_truth: Collection[str]) -> list[str]:
-    """Numbers, lengths and environments of the prompts of a source."""
+    """Describe the numbers, lengths and environments of the prompts of a source."""
     rows = f"{_number(len(prompts), 'prompt')} ({left_out} more too long, left out)"
     if not prompts:
         return [f"    {rows}"]
@@ -90,7 +90,7 @@ def _described(prompts: Sequence[Prompt], left_out: int, need_truth: Collection[
 
 
 def _drawn(order: DataOrder, source: int, steps: int) -> str:
-    """Which part of a batch a source has, and how often the run goes through it."""
+    """Say which part of a batch a source has, and how often the run goes through it."""
     batches = _number(steps, "batch", "batches")
     if len(order.counts) == 1:  # one pool
         return f"all sources in one pool, {order.passes(steps)[0]:.2f} passes in {batches}"
@@ -114,7 +114,7 @@ def _has_truth(extras: Mapping[str, Any]) -> bool:
 def _overlap(
     train: Sequence[Prompt], evaluation: Sequence[Prompt], of_train: "_Keys", of_eval: "_Keys"
 ) -> tuple[str, ...]:
-    """A warning where evaluation prompts are trained on."""
+    """Return a warning where evaluation prompts are trained on, else ()."""
     found = [
         (evaluation[i].uid, train[of_train.first[key]].uid)
         for i, key in enumerate(of_eval.loose)
@@ -131,7 +131,7 @@ def _overlap(
 
 
 class _Keys:
-    """What prompts say: as it is, and ignoring case, whitespace and punctuation."""
+    """Hold what prompts say: as it is, and ignoring case, whitespace and punctuation."""
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         texts = [_said(prompt) for prompt in prompts]
@@ -140,20 +140,20 @@ class _Keys:
         self.first_exact, self.first = _first_rows(self.exact), _first_rows(self.loose)
 
     def repeated(self, rows: Sequence[int]) -> str:
-        """How many of the rows say what a row before them said, in any source."""
+        """Say how many of the rows repeat what a row before them said, in any source."""
         same = sum(self.first_exact[self.exact[row]] < row for row in rows)
         alike = sum(self.first[self.loose[row]] < row for row in rows)
         return f"{same} ({alike} loosely)"
 
     def found(self, other: "_Keys", rows: Sequence[int]) -> str:
-        """How many rows of `other` are among these."""
+        """Say how many rows of `other` are among these."""
         same = sum(other.exact[row] in self.first_exact for row in rows)
         alike = sum(other.loose[row] in self.first for row in rows)
         return f"{same} ({alike} loosely)"
 
 
 def _first_rows(keys: Sequence[int]) -> dict[int, int]:
-    """Key -> the first row that has it."""
+    """Return the first row that has each key, by key."""
     found: dict[int, int] = {}
     for row, key in enumerate(keys):
         found.setdefault(key, row)
@@ -165,7 +165,7 @@ def _said(prompt: Prompt) -> str:
 
 
 def normalized(text: str) -> str:
-    """The text without case, whitespace, punctuation outside numbers and forms of characters."""
+    """Rid a text of case, whitespace, punctuation outside numbers and forms of characters."""
     if not text.isascii():
         text = unicodedata.normalize("NFKC", text)
     return " ".join(_PUNCTUATION.sub(" ", text.casefold()).split())

@@ -39,7 +39,7 @@ class Column(NamedTuple):
     if_any: bool = False
 
     def is_in(self, rows: Sequence[Trajectory]) -> bool:
-        """Whether trajectories have the column: an entry for each token of each."""
+        """Return whether trajectories have the column: an entry for each token of each."""
         if not self.optional:
             return True
         lists = [getattr(row, self.field) for row in rows]
@@ -97,19 +97,19 @@ BLANKS = {column.name: column.blank for column in TOKEN_COLUMNS}
 
 
 def trajectory_numbers(is_last_step: Sequence[bool] | np.ndarray) -> np.ndarray:
-    """Number of each row's trajectory: [B] bool to [B] int from 0."""
+    """Return the number of each row's trajectory, from 0: [B] bool to [B] int."""
     last = np.asarray(is_last_step, bool)
     return np.cumsum(last) - last
 
 
 def last_steps(output: GeneratorOutput) -> GeneratorOutput:
-    """One row per trajectory: the last, which has the reward."""
+    """Keep one row per trajectory: the last, which has the reward."""
     last = output.get("is_last_step")
     return output if last is None else take_rows(output, np.flatnonzero(last))
 
 
 def take_rows(output: GeneratorOutput, rows: np.ndarray) -> GeneratorOutput:
-    """These rows of every column."""
+    """Return the given rows of every column."""
     return cast(
         GeneratorOutput,
         {
@@ -120,7 +120,7 @@ def take_rows(output: GeneratorOutput, rows: np.ndarray) -> GeneratorOutput:
 
 
 def take_trajectories(output: GeneratorOutput, chosen: np.ndarray) -> GeneratorOutput:
-    """All rows of these trajectories, in this order."""
+    """Return all rows of the given trajectories, in the given order."""
     last = output.get("is_last_step")
     if last is None:
         return take_rows(output, chosen)

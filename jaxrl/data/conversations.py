@@ -26,7 +26,7 @@ _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class Conversation:
-    """A tokenised conversation.
+    """Hold a tokenised conversation.
 
     Example: "42>24<eos>" as `Conversation((4, 2, 13, 2, 4, 45), (0, 0, 0, 1, 1, 1))`.
     """
@@ -110,7 +110,7 @@ def encode_conversation(
     stop_token_ids: Collection[int] = (),
     **chat_template_kwargs: Any,
 ) -> Conversation:
-    """Token ids of a whole conversation in its chat template, and which of them are imitated.
+    """Tokenise a whole conversation in its chat template, and mark the tokens that are imitated.
 
     Where the template marks what the assistant says (`{% generation %}`), that is imitated.
     Elsewhere it is what a policy would have sampled: from the end of the generation prompt to the
@@ -174,7 +174,7 @@ def conversation_batch(
 
 
 class _Template:
-    """A chat template applied to the first messages of a conversation."""
+    """Apply a chat template to the first messages of a conversation."""
 
     def __init__(
         self,
@@ -186,16 +186,16 @@ class _Template:
         self.messages = [dict(message) for message in messages]
 
     def render(self, count: int, *, prompt: bool = False) -> list[int]:
-        """Tokens of the first `count` messages; with `prompt` up to where the assistant speaks."""
+        """Tokenise the first `count` messages; with `prompt` up to where the assistant speaks."""
         return self._apply(count, add_generation_prompt=prompt)["input_ids"]
 
     def marked(self) -> tuple[list[int], np.ndarray]:
-        """Tokens of the whole, and what its template marks of them."""
+        """Return the tokens of the whole, and what its template marks of them."""
         found = self._apply(len(self.messages), return_assistant_tokens_mask=True)
         return found["input_ids"], np.asarray(found["assistant_masks"], np.int8)
 
     def span(self, number: int, whole: Sequence[int]) -> tuple[int, int]:
-        """Where in the tokens of the whole a message of the assistant starts and ends."""
+        """Find where in the tokens of the whole a message of the assistant starts and ends."""
         before, after = self.render(number, prompt=True), self.render(number + 1)
         for part, what in ((before, "the generation prompt before"), (after, "the end of")):
             agree = [a == b for a, b in zip(part, whole, strict=False)]
@@ -238,6 +238,6 @@ def _messages(row: Mapping[str, Any]) -> list[Message]:
 
 
 def _last_run(mask: np.ndarray) -> int:
-    """Where the last run of ones starts."""
+    """Return where the last run of ones starts, or 0."""
     starts = np.flatnonzero(np.diff(mask, prepend=0) == 1)
     return int(starts[-1]) if len(starts) else 0

@@ -6,11 +6,11 @@ from jaxrl.types import Message
 
 
 class BadRow(ValueError):
-    """What is wrong with a row of a data set; its number is added by `convert_rows`."""
+    """Say what is wrong with a row of a data set; `convert_rows` adds its number."""
 
 
 def messages_of(value: Any, column: str, role: str = "user") -> list[Message]:
-    """The messages of a column: a list of them, or a string, which is one message.
+    """Return the messages of a column: a list of them, or a string, which is one message.
 
     Args:
         role: of a string.

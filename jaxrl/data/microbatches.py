@@ -23,7 +23,7 @@ MAX_PER_ROW = 16  # trajectories: bounds the rows of the losses' arrays
 
 @dataclass(frozen=True)
 class Microbatching:
-    """How batches are cut; rows are counted over all devices.
+    """Describe how batches are cut; rows are counted over all devices.
 
     Example: 8 trajectories of at most 12 tokens on 2 devices, packed into rows of 24 tokens, at
     most 96 tokens at once: 4 rows are full, and a microbatch has 2 or 4.
@@ -48,7 +48,7 @@ class Microbatching:
     widths: tuple[int, ...] = ()
 
     def width(self, longest: int) -> int:
-        """T of the losses' arrays: the bucket of the longest trajectory, or a packed row."""
+        """Return T of the losses' arrays: the longest trajectory's bucket, or a packed row."""
         bucket = next((w for w in self.widths if w >= longest), length_bucket(longest))
         return bucket if self.packed_length is None else min(bucket, self.packed_length)
 
@@ -61,11 +61,11 @@ class Microbatching:
         return sorted({self.batch_width(n) for n in buckets_between(shortest, longest)})
 
     def length(self, width: int) -> int:
-        """L of the model's rows."""
+        """Return L of the model's rows."""
         return self.packed_length or width
 
     def row_counts(self, width: int) -> list[int]:
-        """The numbers of rows that a microbatch can have, ascending; the last is a full one.
+        """Return the numbers of rows that a microbatch can have, ascending; the last is a full one.
 
         The quarters of a full one if packed, so that a few trajectories left over cost few rows.
         """
@@ -85,22 +85,22 @@ class Microbatching:
         return next((n for n in counts if n >= left), counts[-1])
 
     def batch_sizes(self, width: int) -> list[int]:
-        """Numbers of trajectories of `width` tokens that make one microbatch of each row count."""
+        """Return how many trajectories of `width` tokens make one microbatch of each row count."""
         return [min(rows * self._per_row(width), self.total) for rows in self.row_counts(width)]
 
     def is_single(self, lengths: np.ndarray) -> bool:
-        """Whether a batch of such shapes is one microbatch, without rows of zeros, for certain."""
+        """Return whether a batch of given lengths is surely one microbatch without zero rows."""
         width = self.width(int(lengths.max()))
         fits = self.max_tokens is None and self.rows >= self._most(width)
         fits &= not (self.packed and self.widths) or len(self.row_counts(width)) == 1
         return fits and len(lengths) == self.total
 
     def _per_row(self, width: int) -> int:
-        """Trajectories of up to `width` tokens in every row but the last, at least."""
+        """Count the trajectories of up to `width` tokens in every row but the last, at least."""
         return min(self.length(width) // width, MAX_PER_ROW) if self.packed else 1
 
     def _most(self, width: int) -> int:
-        """Rows that a batch takes at most."""
+        """Return the most rows that a batch takes."""
         return round_up(-(-self.total // self._per_row(width)), self.groups)
 
     def _limit(self, width: int) -> int:
@@ -117,7 +117,7 @@ class Microbatching:
 
 
 class Layout(NamedTuple):
-    """One microbatch: where its n trajectories stand in the rows of the model.
+    """Describe one microbatch: where its n trajectories stand in the rows of the model.
 
     Example: trajectories 3 and 5, of 4 and 2 tokens, in the first of two rows of 8: chosen [3, 5],
     row [0, 0], start [0, 4], shape (2, 8).
@@ -131,7 +131,7 @@ class Layout(NamedTuple):
 
 
 def plan(lengths: np.ndarray, settings: Microbatching) -> list[Layout]:
-    """The microbatches of trajectories of these lengths [B]; those that need most come first.
+    """Plan the microbatches of trajectories of given lengths [B]; those that need most come first.
 
     Raises:
         ValueError: a trajectory is longer than a packed row; more trajectories than
@@ -143,14 +143,14 @@ def plan(lengths: np.ndarray, settings: Microbatching) -> list[Layout]:
 
 
 def computed_tokens(lengths: np.ndarray, settings: Microbatching) -> int:
-    """Tokens that the model runs on for trajectories of these lengths, padding included."""
+    """Count the tokens that the model runs on for trajectories of given lengths, with padding."""
     return sum(math.prod(layout.shape) for layout in plan(lengths, settings))
 
 
 def microbatches(
     tree: Any, batch: TrainBatch, settings: Microbatching
 ) -> Iterator[tuple[np.ndarray, ModelRows, Any]]:
-    """The model's input and the losses' arrays of each microbatch.
+    """Yield the model's input and the losses' arrays of each microbatch.
 
     Args:
         tree: host arrays [B, T, ...] and [B], parallel to the batch.
@@ -177,7 +177,7 @@ def microbatches(
 
 
 def best_fit_decreasing(lengths: np.ndarray, length: int) -> list[list[int]]:
-    """Rows of at most `length` tokens and 16 trajectories; the numbers of those in each.
+    """Fill rows of at most `length` tokens and 16 trajectories; return the trajectories of each.
 
     Longest first, each into the row with the least space that holds it: best-fit decreasing,
     Johnson et al. 1974, https://doi.org/10.1137/0203025.
@@ -197,7 +197,7 @@ def best_fit_decreasing(lengths: np.ndarray, length: int) -> list[list[int]]:
 
 
 def balance(costs: Sequence[float], groups: int) -> list[int]:
-    """An order of rows in which `groups` runs of equally many rows cost about the same.
+    """Return an order of rows in which `groups` runs of equally many rows cost about the same.
 
     The costliest row first, each to the cheapest group that is not full (Graham 1969, LPT,
     https://doi.org/10.1137/0117039).
@@ -213,7 +213,7 @@ def balance(costs: Sequence[float], groups: int) -> list[int]:
 
 
 def _padded(lengths: np.ndarray, settings: Microbatching) -> list[Layout]:
-    """One trajectory per row, longest first; rows are cut to the bucket of the longest."""
+    """Lay out one trajectory per row, longest first; rows are cut to the bucket of the longest."""
     order, layouts = np.argsort(-lengths, kind="stable"), []
     while len(order):
         width = settings.width(int(lengths[order[0]]))
@@ -225,7 +225,7 @@ def _padded(lengths: np.ndarray, settings: Microbatching) -> list[Layout]:
 
 
 def _packed(lengths: np.ndarray, settings: Microbatching) -> list[Layout]:
-    """Rows of equal cost run together, so that no device waits long for another.
+    """Lay out packed rows: those of equal cost run together, so no device waits long for another.
 
     Microbatches run one after the other: that they cost the same would gain nothing.
     """
@@ -256,7 +256,7 @@ def _packed(lengths: np.ndarray, settings: Microbatching) -> list[Layout]:
 def _layout(
     rows: list[list[int]], lengths: np.ndarray, length: int, size: tuple[int, int]
 ) -> Layout:
-    """Each row's trajectories one behind the other."""
+    """Lay out each row's trajectories one behind the other."""
     chosen = np.array([number for row in rows for number in row], np.int64)
     row = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
     before = np.cumsum(lengths[chosen]) - lengths[chosen]  # tokens in all rows
@@ -267,7 +267,7 @@ def _layout(
 def packed_rows(
     tokens: Array, lengths: Array, mask: Array, layout: Layout, kept: Array | None = None
 ) -> ModelRows:
-    """`one_per_row` for a layout; lengths are 0 where there is no trajectory."""
+    """Do what `one_per_row` does, for a layout; lengths are 0 where there is no trajectory."""
     count, length = layout.shape
     column, n = np.arange(tokens.shape[1], dtype=np.int32), len(layout.chosen)
     real = column < lengths[:, None]

@@ -17,7 +17,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class DataOrder:
-    """Which rows make which batch.
+    """Describe which rows make which batch.
 
     Batches are counted over all epochs, so a training step finds its rows from its number alone
     and a checkpoint needs no loader state. Of each pass over a source its last, incomplete batch is
@@ -39,16 +39,16 @@ class DataOrder:
 
     @property
     def batch_size(self) -> int:
-        """Rows of a batch."""
+        """Return the number of rows of a batch."""
         return sum(self.counts)
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches with as many rows as all sources have together."""
+        """Return how many batches have as many rows as all sources have together."""
         return sum(self.sizes) // self.batch_size
 
     def batch(self, position: int) -> np.ndarray:
-        """The rows of a batch [batch_size], as numbers through all sources.
+        """Return the rows of a batch [batch_size], as numbers through all sources.
 
         Args:
             position: number of the batch, from 0.
@@ -68,17 +68,17 @@ class DataOrder:
         return rows
 
     def passes(self, batches: int) -> list[float]:
-        """How often `batches` batches go through each source."""
+        """Return how often `batches` batches go through each source."""
         return [batches * count / size for size, count in zip(self.sizes, self.counts, strict=True)]
 
     def metrics(self, batches: int) -> dict[str, float]:
-        """`passes` by source, of several."""
+        """Return `passes` by source as metrics, where there are several."""
         passes = self.passes(batches) if len(self.counts) > 1 else []
         return {f"trainer/epochs_of_source_{i}": number for i, number in enumerate(passes)}
 
 
 def order_of_run(config: Any, rows: Sequence[Any]) -> DataOrder:
-    """The order in which a config visits its rows, which have a `source`; see `data_order`."""
+    """Return the order in which a config visits rows, which have a `source`; see `data_order`."""
     trainer, data = config.trainer, config.data
     sources, how = [row.source for row in rows], (trainer.train_batch_size, trainer.seed)
     weights, shuffle = data.train_data_weights, data.shuffle
@@ -93,7 +93,7 @@ def data_order(
     weights: Sequence[float] = (),
     shuffle: bool = True,
 ) -> DataOrder:
-    """The order of some rows.
+    """Return the order in which a run visits some rows.
 
     Args:
         sources: number of the source of each row, ascending; with weights.
@@ -129,7 +129,10 @@ def data_order(
 
 
 def _check_sources(sources: Sequence[int], weights: Sequence[float]) -> None:
-    """A `get_prompts` of one's own may sort its rows, or number them as it likes."""
+    """Refuse sources that do not ascend or that have no weight.
+
+    A `get_prompts` of one's own may sort its rows, or number them as it likes.
+    """
     field, rule = f"data.train_data_weights={list(weights)}", "a row's source is the number before "
     rule += "':' in its uid; leave the rows in the order of data.train_data, or the weights out"
     for row, (before, source) in enumerate(zip((0, *sources), sources, strict=False)):
@@ -142,13 +145,13 @@ def _check_sources(sources: Sequence[int], weights: Sequence[float]) -> None:
 
 @functools.lru_cache(maxsize=16)
 def _permutation(size: int, seed: int, epoch: int, source: int) -> np.ndarray:
-    """Of a pass over a source; the first source's is named by (seed, epoch) alone."""
+    """Permute the rows of a pass over a source; the first's is named by (seed, epoch) alone."""
     names = (seed, epoch, source) if source else (seed, epoch)
     return np.random.default_rng(names).permutation(size)
 
 
 def shares(weights: Sequence[float], total: int) -> list[int]:
-    """`total` in proportion to the weights, in whole numbers: largest remainders first.
+    """Split `total` in proportion to the weights, in whole numbers: largest remainders first.
 
     Example: [1, 1, 2] of 5 are 1.25, 1.25 and 2.5: [1, 1, 3].
     """

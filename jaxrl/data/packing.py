@@ -12,12 +12,12 @@ from jaxrl.types import Array, GeneratorOutput, ModelRows, TrainBatch
 
 
 def round_up(n: int, multiple: int) -> int:
-    """Smallest multiple of `multiple` that is at least n."""
+    """Return the smallest multiple of `multiple` that is at least n."""
     return -(-n // multiple) * multiple
 
 
 def length_bucket(length: int) -> int:
-    """Smallest of 8, 12, 16, 24, 32, 48, 64, 96, ... that holds `length` tokens.
+    """Return the smallest of 8, 12, 16, 24, 32, 48, 64, 96, ... that holds `length` tokens.
 
     Two buckets per octave: at most a third of a row is padding, and few shapes are ever compiled.
     """
@@ -29,7 +29,7 @@ def length_bucket(length: int) -> int:
 
 
 def buckets_between(shortest: int, longest: int) -> list[int]:
-    """The buckets of all lengths from `shortest` to `longest`, ascending."""
+    """Return the buckets of all lengths from `shortest` to `longest`, ascending."""
     buckets = [length_bucket(shortest)]
     while buckets[-1] < longest:
         buckets.append(length_bucket(buckets[-1] + 1))
@@ -39,7 +39,7 @@ def buckets_between(shortest: int, longest: int) -> list[int]:
 def empty_batch(
     rows: int, width: int, length: int | None = None, *, kept: int = 0, log_probs: bool = True
 ) -> TrainBatch:
-    """Trajectories of `length` tokens (None = `width`) as `collate` would make them, masked.
+    """Make trajectories of `length` tokens (None = `width`) as `collate` would, masked.
 
     Args:
         kept: ids that are recorded with each token; 0 = None are.
@@ -65,9 +65,10 @@ def empty_batch(
 def token_level(
     output: GeneratorOutput, *, zero_reward_on_non_stop: bool, apply_overlong_filtering: bool
 ) -> GeneratorOutput:
-    """Rewards per token, a reward for the whole on the last; and what truncated responses lose.
+    """Give each token its reward, and take from truncated responses what they lose.
 
-    An empty response has no token to put its reward on: that reward is lost.
+    A reward for the whole response is put on its last token. An empty response has none:
+    that reward is lost.
 
     Args:
         zero_reward_on_non_stop: a response that did not stop by itself earns nothing.
@@ -95,7 +96,7 @@ def collate(
     index: Sequence[int] | np.ndarray,
     width_of: Callable[[int], int] = length_bucket,
 ) -> TrainBatch:
-    """One row per trajectory, or per step of one.
+    """Collate columns into a batch: one row per trajectory, or per step of one.
 
     Args:
         output: columns, with per-token rewards.
@@ -145,7 +146,7 @@ def collate(
 
 
 def _tuples(output: GeneratorOutput, column: Column, width: int) -> np.ndarray:
-    """A column of tuples of ids as [B, T, k], -1 where there is nothing."""
+    """Return a column of tuples of ids as [B, T, k], -1 where there is nothing."""
     entries = cast(dict, output)[column.name]
     most = max(len(ids) for row in entries for ids in row)
     array = np.full((len(entries), width, most), -1, column.dtype)
@@ -156,7 +157,7 @@ def _tuples(output: GeneratorOutput, column: Column, width: int) -> np.ndarray:
 
 
 def one_per_row(tokens: Array, lengths: Array, mask: Array, kept: Array | None = None) -> ModelRows:
-    """Rows of one trajectory each.
+    """Make rows of the model with one trajectory each.
 
     Args:
         tokens: [B, T]; lengths: [B]; mask: [B, T] not 0 where wanted; kept: [B, T, k].
@@ -172,7 +173,7 @@ def one_per_row(tokens: Array, lengths: Array, mask: Array, kept: Array | None =
 
 
 def row_slices(tree: Any, rows: int) -> Iterator[Any]:
-    """Consecutive slices of `rows` rows of every array; the last is filled with rows of zeros.
+    """Yield consecutive slices of `rows` rows of every array; the last is filled up with zeros.
 
     A row of zeros has length 0 and weight 0: it adds nothing to any sum.
     """
@@ -193,7 +194,7 @@ def row_slices(tree: Any, rows: int) -> Iterator[Any]:
 def minibatches(
     batch: TrainBatch, prompts: int, order: np.ndarray | None = None
 ) -> list[TrainBatch]:
-    """Consecutive minibatches of `prompts` groups, numbered from 0 in each.
+    """Cut a batch into consecutive minibatches of `prompts` groups, numbered from 0 in each.
 
     Args:
         batch: its index numbers the groups from 0, rows of one are neighbours.

@@ -31,7 +31,7 @@ _SPLITS = {"train": "train", "validation": "test"}  # file -> what the data sets
 
 
 class NoSuchFiles(ValueError):
-    """A folder has none of the files of a split."""
+    """Say that a folder has none of the files of a split."""
 
 
 def prepare(
@@ -84,7 +84,7 @@ def prepare(
 
 
 def files_of(name: str, split: str, source: str | None, again: str) -> list[Path]:
-    """The files of a split; none where a source has only training rows.
+    """Return the files of a split; none where a source has only training rows.
 
     Args:
         again: the command, for errors.
@@ -107,7 +107,7 @@ def files_of(name: str, split: str, source: str | None, again: str) -> list[Path
 
 
 def find_files(source: str | None, split: Split, again: str) -> list[Path]:
-    """The files of a source that a split asks for, in order; those of the hub are downloaded.
+    """Find the files of a source that a split asks for, in order; those of the hub are downloaded.
 
     Raises:
         NoSuchFiles: it has none.
@@ -125,7 +125,7 @@ def find_files(source: str | None, split: Split, again: str) -> list[Path]:
 
 
 def converted_rows(name: str, files: Sequence[Path], split: str) -> list[Row]:
-    """The rows of some files as the trainer reads them.
+    """Convert the rows of some files to what the trainer reads.
 
     Raises:
         ValueError: bad rows, the first few listed; there is no row to train on.
@@ -155,7 +155,7 @@ def converted_rows(name: str, files: Sequence[Path], split: str) -> list[Row]:
 
 
 def _distinct(rows: Iterable[Row]) -> list[Row]:
-    """Each prompt once, where its first row stands; none whose rows have different answers."""
+    """Keep each prompt once, where its first row stands; none whose rows have different answers."""
     first: dict[str, Row] = {}
     ambiguous = set()
     for row in rows:
@@ -176,7 +176,7 @@ def _matching(folder: Path, patterns: Sequence[str], hub: str = "") -> list[Path
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether a path matches; `*` stays within a folder."""
+    """Return whether a path matches a pattern; `*` stays within a folder."""
     parts, wanted = name.split("/"), pattern.split("/")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
@@ -197,7 +197,7 @@ def _download(hub: str, patterns: Sequence[str], again: str) -> Path:
 
 
 def _read(file: Path) -> Iterator[Any]:
-    """The rows of a file.
+    """Yield the rows of a file.
 
     Raises:
         ValueError: it cannot be read; names it, and how many rows could.
@@ -224,7 +224,7 @@ def _write(table: pa.Table, path: Path) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; 0 = written, 2 = what the user must mend."""
+    """Run the command; return 0 = written, 2 = what the user must mend."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxrl.data.prepare",
         description=__doc__,

@@ -49,7 +49,7 @@ def load_rows(source: str) -> list[dict[str, Any]]:
 
 
 def convert_rows(source: str, convert: Callable[[dict[str, Any]], Row]) -> list[Row]:
-    """What `convert` makes of every row of a data set.
+    """Return what `convert` makes of every row of a data set.
 
     Args:
         source: see `load_rows`.
@@ -76,7 +76,7 @@ def convert_rows(source: str, convert: Callable[[dict[str, Any]], Row]) -> list[
 
 
 def bad_rows(source: object, problems: Sequence[str], total: int) -> ValueError:
-    """The error that lists the first few bad rows of a source, of `total`."""
+    """Make the error that lists the first few bad rows of a source, of `total`."""
     shown = "\n  ".join(problems[:_MAX_REPORTED_ROWS])
     more = len(problems) - _MAX_REPORTED_ROWS
     rest = f"\n  and {more} more" if more > 0 else ""
@@ -136,7 +136,7 @@ def load_prompts(
 
 
 def check_files(sources: Sequence[str]) -> None:
-    """Whether the data sets that are files are there, before anything large is loaded.
+    """Check that the data sets that are files are there, before anything large is loaded.
 
     Raises:
         ValueError: names those that are not, and the command that writes them, if there is one.
@@ -155,7 +155,7 @@ def check_files(sources: Sequence[str]) -> None:
 
 
 def _command_for(source: str) -> str:
-    """What writes data/<name>/train.parquet or validation.parquet; "": nothing here does."""
+    """Name the command that writes data/<name>/train.parquet or validation.parquet, or ""."""
     path = Path(source)
     if path.parent.name not in BENCHMARKS or path.suffix != ".parquet":
         return ""
@@ -164,7 +164,7 @@ def _command_for(source: str) -> str:
 
 
 def read_rows(source: str) -> Iterable[Any]:
-    """The rows of a data set as they are; see `load_rows`."""
+    """Read the rows of a data set as they are; see `load_rows`."""
     if reader := _READERS.get(Path(source).suffix.lower()):
         check_files([source])
         return reader(Path(source))
@@ -266,7 +266,7 @@ def _encode(
 
 
 def _plain(value: Any) -> Any:
-    """The same value without numpy types, so that extras can be compared, pickled and logged."""
+    """Rid a value of numpy types, so that extras can be compared, pickled and logged."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, np.ndarray):

@@ -39,7 +39,7 @@ _DAMAGED = ValueError, KeyError, EOFError, OSError, RuntimeError, zipfile.BadZip
 
 
 def rollouts_path(run_folder: Path, step: int) -> Path:
-    """Where the trajectories of a step are."""
+    """Return the path of the trajectories of a step."""
     return run_folder / "rollouts" / f"step_{step:06d}.npz"
 
 
@@ -63,12 +63,12 @@ def write_rollouts(path: Path, arrays: dict[str, np.ndarray], uids: Sequence[str
 
 
 def file_digest(path: Path) -> str:
-    """What `write_rollouts` returned, if the file is as it was written."""
+    """Return what `write_rollouts` returned, if the file is as it was written."""
     return _digest(path.read_bytes())
 
 
 def read_rollouts(path: Path) -> tuple[GeneratorOutput, list[str]]:
-    """The trajectories of a step and the prompt of each.
+    """Read the trajectories of a step and the prompt of each.
 
     Raises:
         FileNotFoundError: no such file.
@@ -96,7 +96,7 @@ def read_rollouts(path: Path) -> tuple[GeneratorOutput, list[str]]:
 
 
 def to_arrays(output: GeneratorOutput) -> dict[str, np.ndarray]:
-    """Columns as arrays, without loss; `from_arrays` undoes it.
+    """Turn columns into arrays, without loss; `from_arrays` undoes it.
 
     Raises:
         TypeError: a column of a custom generator or environment is not JSON.
@@ -118,7 +118,7 @@ def to_arrays(output: GeneratorOutput) -> dict[str, np.ndarray]:
 
 
 def from_arrays(arrays: dict[str, np.ndarray]) -> GeneratorOutput:
-    """The columns that `to_arrays` was given."""
+    """Return the columns that `to_arrays` was given."""
     output: dict[str, Any] = _from_json(arrays["json"])
     for name, array in arrays.items():
         if name == "json" or name.endswith(".lengths"):
@@ -159,7 +159,7 @@ def _from_json(array: np.ndarray) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of numpy, which custom generators like to give."""
+    """Turn numbers of numpy, which custom generators like to give, into plain ones."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     raise TypeError(f"holds a {type(value).__name__}, which is not JSON: give numbers and text")

@@ -13,7 +13,7 @@ def zero_variance_groups(
     loss_masks: Sequence[Sequence[float]] | np.ndarray | None = None,
     tol: float = 1e-6,
 ) -> np.ndarray:
-    """Rows [B] bool of prompts whose samples all earned the same: they teach nothing.
+    """Mark the rows [B] bool of prompts whose samples all earned the same: they teach nothing.
 
     A sample's reward is the sum of its token rewards. Rows with nothing to learn from (loss mask
     all 0) are no evidence; a prompt with fewer than two other rows is never among the result.
@@ -39,7 +39,7 @@ def zero_variance_groups(
 def filter_rows(
     zero_variance: np.ndarray, groups: Sequence[Hashable] | np.ndarray, room: int
 ) -> np.ndarray:
-    """Rows of the first `room` prompts whose rewards differ, for dynamic sampling "filter".
+    """Keep the rows of the first `room` prompts whose rewards differ: dynamic sampling "filter".
 
     Yu et al., 2025, https://arxiv.org/abs/2503.14476 (sec. 3.2): batches are drawn until there are
     enough such prompts.
@@ -60,7 +60,7 @@ def replace_rows(
     min_replace_ratio: float,
     rng: np.random.Generator,
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Dynamic sampling "replace": random prompts whose rewards differ stand in for the others.
+    """Let random prompts whose rewards differ stand in for the others: dynamic sampling "replace".
 
     Args:
         zero_variance: [B] bool, `zero_variance_groups`.
@@ -84,7 +84,7 @@ def replace_rows(
 def soft_overlong_punishment(
     lengths: Sequence[int] | np.ndarray, max_length: int, buffer_length: int, penalty_factor: float
 ) -> np.ndarray:
-    """What a response [B] loses for ending in the last `buffer_length` tokens before `max_length`.
+    """Return what a response [B] loses for ending within `buffer_length` tokens of `max_length`.
 
         over       = (length - (max_length - buffer_length)) / buffer_length
         punishment = penalty_factor clip(over, 0, 1)
@@ -109,7 +109,7 @@ def soft_overlong_punishment(
 
 
 def _group_numbers(groups: Sequence[Hashable] | np.ndarray) -> tuple[int, np.ndarray]:
-    """How many groups there are, and the number [B] of each row's, by first appearance."""
+    """Return how many groups there are, and the number [B] of each row's, by first appearance."""
     numbers: dict[Hashable, int] = {}
     group = np.array([numbers.setdefault(g, len(numbers)) for g in groups], int)
     return len(numbers), group

@@ -117,7 +117,7 @@ def encode_prompt(
     messages: Sequence[Mapping[str, Any]],
     **chat_template_kwargs: Any,
 ) -> list[int]:
-    """Token ids of a conversation in its chat template, up to where the assistant shall speak.
+    """Tokenise a conversation in its chat template, up to where the assistant shall speak.
 
     Args:
         tokenizer: a tokenizer with a chat template.
@@ -139,7 +139,7 @@ def character_tokenizer(
     pad_token: str = "<pad>",
     unk_token: str = "<unk>",
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per character, for models small enough to train in seconds.
+    """Make a tokenizer with one token per character, for models small enough to train in seconds.
 
     Token i is `alphabet[i]`; the three special tokens follow. Its chat template is the contents of
     the messages one after the other, then `generation_prompt`: the user message "3142" becomes

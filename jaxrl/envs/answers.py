@@ -30,7 +30,7 @@ _MAX_POWER_DEPTH = 2
 
 
 def last_number(text: str) -> str | None:
-    """The last number in a text without its commas, or None.
+    """Returns the last number in a text without its commas, or None.
 
     A full stop at the end of the sentence is not part of it: "It costs $1,250." gives "1250".
     """
@@ -40,13 +40,13 @@ def last_number(text: str) -> str | None:
 
 
 def tagged_answer(text: str) -> str:
-    """What stands in the last `<answer>..</answer>`, or else the whole text after `</think>`."""
+    """Returns what stands in the last `<answer>..</answer>`, or else all text after `</think>`."""
     found = last_tagged(text, "answer")
     return (text.rpartition("</think>")[2] if found is None else found).strip()
 
 
 def same_answer(answer: str, ground_truth: str) -> bool:
-    """Whether two answers are the same number, or else the same text but for case and blanks."""
+    """Returns whether two answers are one number, or else one text but for case and blanks."""
     plain = ["".join(text.replace(",", "").split()).casefold() for text in (answer, ground_truth)]
     try:
         return Decimal(plain[0]) == Decimal(plain[1])
@@ -55,13 +55,15 @@ def same_answer(answer: str, ground_truth: str) -> bool:
 
 
 def is_literal(text: str) -> bool:
-    """Whether `eval(text)` can do nothing: it is data, or it is not Python at all."""
+    """Returns whether `eval(text)` can do nothing: it is data, or it is not Python at all."""
     tree = _parse(text)
     return tree is None or all(isinstance(node, _LITERAL_NODES) for node in ast.walk(tree))
 
 
 def is_algebra(text: str) -> bool:
-    """Whether a text is arithmetic on numbers, names and elementary functions, with small powers.
+    """Returns whether a text is arithmetic on numbers, names and elementary functions.
+
+    It may have small powers only.
 
     `sympy.parse_expr` evaluates its argument as Python, with the built-in functions in reach. This
     also turns away power towers, which would keep it busy for ever.

@@ -22,11 +22,11 @@ _SHOWN = 300  # characters of an answer in a message
 
 
 class RequestError(Exception):
-    """A server did not give an answer that can be used; says which, how often asked, and why."""
+    """Signals that a server gave no usable answer; says which, how often asked, and why."""
 
 
 class _Refused(Exception):
-    """An answer with an error status.
+    """Signals an answer with an error status.
 
     Attributes:
         final: to ask again would not help.
@@ -42,7 +42,10 @@ class _Refused(Exception):
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirected POST becomes a GET without its question, and takes the key to another host."""
+    """Refuses to be redirected.
+
+    A redirected POST becomes a GET without its question, and takes the key to another host.
+    """
 
     def redirect_request(self, *args: Any, **kwargs: Any) -> None:
         return None  # so that the status is an error
@@ -60,7 +63,7 @@ def ask(
     attempts: int,
     headers: Mapping[str, str] | None = None,
 ) -> tuple[_T, int]:
-    """What a server answers, and at which attempt.
+    """Returns what a server answers, and at which attempt.
 
     Asked again, after a wait that doubles: where nobody answers in time, with the statuses 408,
     425, 429 and 5xx, and where the answer is not what it should be. Other statuses are final.
@@ -104,7 +107,10 @@ def ask(
 
 
 def longest_seconds(timeout: float, attempts: int) -> float:
-    """What `ask` takes at most where no server says by Retry-After when to ask again."""
+    """Returns the most seconds that `ask` takes.
+
+    A server that says by Retry-After when to ask again may make it longer.
+    """
     waits = (FIRST_WAIT * 2**i * _JITTER[1] for i in range(attempts - 1))
     return timeout * attempts + sum(min(wait, _LONGEST_WAIT) for wait in waits)
 

@@ -9,7 +9,7 @@ from jaxrl.types import Message
 
 
 class StepOutput(TypedDict):
-    """What one turn brought.
+    """Holds what one turn brought.
 
     Example: `{"observations": [], "reward": 1.0, "done": True, "metadata": {"answer": "72"}}`. With
     reward terms, weighed by `environment.reward_weights`: `{"reward": {"correct": 1.0, "format":
@@ -25,7 +25,7 @@ class StepOutput(TypedDict):
 
 
 class Settings(dict[str, Any]):
-    """Settings by name, read as `settings["search"]["topk"]` or as `settings.search.topk`."""
+    """Holds settings by name, read as `settings["search"]["topk"]` or as `settings.search.topk`."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(
@@ -42,7 +42,7 @@ class Settings(dict[str, Any]):
 
 
 class Env:
-    """One conversation with an environment; the interface of skyrl-gym's `BaseTextEnv`.
+    """Holds one conversation with an environment; the interface of skyrl-gym's `BaseTextEnv`.
 
     A subclass overrides `step`, which may be a coroutine function. If its `step` has a parameter
     `tokens`, it is given the decoded text of every response token, so that it can reward tokens
@@ -82,7 +82,7 @@ class Env:
             self.tool_to_toolgroup.update(group.get_tool_to_group_mapping())
 
     def _execute_tool(self, tool_group_name: str, tool_name: str, tool_input: Sequence[Any]) -> Any:
-        """What the tool returns for these arguments."""
+        """Calls a tool and returns what it returns for these arguments."""
         for group in self.tool_groups:
             if group.name == tool_group_name:
                 return group.execute_tool(tool_name, *tool_input)
@@ -99,7 +99,7 @@ class Env:
         """
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
-        """The messages that open the conversation, and anything worth recording."""
+        """Returns the messages that open the conversation, and anything worth recording."""
         return prompt, {}
 
     def step(self, action: str) -> StepOutput:
@@ -110,12 +110,12 @@ class Env:
         """Releases what the environment holds."""
 
     def get_metrics(self) -> dict[str, Any]:
-        """Numbers about this conversation, read after the last step."""
+        """Returns numbers about this conversation, read after the last step."""
         return {}
 
     @staticmethod
     def aggregate_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """The mean of every numeric value over the conversations that report it."""
+        """Returns the mean of every numeric value over the conversations that report it."""
         values: dict[str, list[float]] = {}
         for conversation in metrics:
             for name, value in conversation.items():
@@ -125,7 +125,7 @@ class Env:
 
 
 def conversation_extras(columns: Mapping[str, Any], max_turns: int) -> dict[str, Any]:
-    """What an environment gets of its row.
+    """Returns what an environment gets of its row.
 
     Args:
         columns: of the row.
@@ -137,7 +137,7 @@ def conversation_extras(columns: Mapping[str, Any], max_turns: int) -> dict[str,
 
 
 def read_ground_truth(extras: Mapping[str, Any], env_class: str) -> str:
-    """The right answer of a row: `extras["reward_spec"]["ground_truth"]`, as text.
+    """Returns the right answer of a row: `extras["reward_spec"]["ground_truth"]`, as text.
 
     Args:
         extras: of the row.

@@ -13,7 +13,10 @@ from jaxrl.types import Prompt
 
 
 class ServerAwayError(ConnectionError):
-    """All that is wrong are servers that do not answer: they may be back at the next start."""
+    """Signals that nothing is wrong but servers that do not answer.
+
+    They may be back at the next start.
+    """
 
 
 def check_environments(

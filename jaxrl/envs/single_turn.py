@@ -4,7 +4,7 @@ from jaxrl.envs.protocol import Env, StepOutput
 
 
 class SingleTurnEnv(Env):
-    """The reward is what `environment.reward_functions` give; this adds none and answers nothing.
+    """Leaves the reward to `environment.reward_functions`; adds none and answers nothing.
 
     The functions read the other columns of the row as `extras`.
     """

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Tagged(NamedTuple):
-    """One `<tag>content</tag>`, and where it begins and ends in the text."""
+    """Holds one `<tag>content</tag>`, and where it begins and ends in the text."""
 
     tag: str
     content: str
@@ -18,7 +18,7 @@ class Tagged(NamedTuple):
 
 
 def every_tagged(text: str, tag: str) -> Iterator[Tagged]:
-    """All of them that do not overlap, from the left; the first closing tag ends each."""
+    """Yields all such tags that do not overlap, from the left; the first closing tag ends each."""
     found = first_tagged(text, tag)
     while found is not None:
         yield found
@@ -26,13 +26,13 @@ def every_tagged(text: str, tag: str) -> Iterator[Tagged]:
 
 
 def last_tagged(text: str, tag: str) -> str | None:
-    """The content of the last of them, or None."""
+    """Returns the content of the last such tag, or None."""
     found = [tagged.content for tagged in every_tagged(text, tag)]
     return found[-1] if found else None
 
 
 def first_tagged(text: str, *tags: str, start: int = 0) -> Tagged | None:
-    """The first of any of these tags that is closed, from a place in the text on; or None."""
+    """Returns the first of these tags that is closed, from a place in the text on; or None."""
     found = [tagged for tag in tags if (tagged := _first(text, tag, start)) is not None]
     return min(found, key=lambda tagged: tagged.start, default=None)
 

@@ -13,7 +13,7 @@ def tool(method: _Method) -> _Method:
 
 
 class ToolGroup:
-    """Tools that share what they need, such as a sandbox or a database.
+    """Holds tools that share what they need, such as a sandbox or a database.
 
     Example:
 
@@ -30,19 +30,19 @@ class ToolGroup:
         self._tools = {key: m for key, m in methods.items() if getattr(m, "is_tool", False)}
 
     def get_name(self) -> str:
-        """Of the group."""
+        """Returns the name of the group."""
         return self.name
 
     def get_tool(self, name: str) -> Callable[..., Any] | None:
-        """The bound method, or None."""
+        """Returns the bound method of a tool, or None."""
         return self._tools.get(name)
 
     def get_tool_names(self) -> list[str]:
-        """Sorted."""
+        """Returns the sorted names of the tools."""
         return list(self._tools)
 
     def get_tool_to_group_mapping(self) -> dict[str, str]:
-        """Name of each tool -> name of this group."""
+        """Maps the name of each tool to the name of this group."""
         return dict.fromkeys(self._tools, self.name)
 
     def execute_tool(self, name: str, *args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,7 @@ def cispo(
     loss_mask: Array | None = None,
     rollout_log_probs: Array | None = None,
 ) -> tuple[Array, dict[str, Array]]:
-    """Clipped IS-weight policy optimization: the clip bounds a weight, no token loses its gradient.
+    """Clip importance-sampling weights (CISPO): the weight is bounded, no token loses its gradient.
 
         r_t = pi_theta(a_t | s_t) / pi_mu(a_t | s_t)          mu = old, or the rollout policy
         L_t = -sg[clip(r_t, 1 - eps_low, 1 + eps_high)] A_t log pi_theta(a_t | s_t)
@@ -58,7 +58,7 @@ def cispo(
 
 
 def anchor_log_probs(old: Array, rollout: Array | None, anchor: str) -> Array:
-    """The log-probs that the ratio is taken against."""
+    """Return the log-probs that the ratio is taken against."""
     if anchor == "old":
         return old
     if anchor != "rollout":

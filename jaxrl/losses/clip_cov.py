@@ -22,7 +22,7 @@ def clip_cov(
     key: Array | None = None,
     row_ids: Array | None = None,
 ) -> tuple[Array, dict[str, Array]]:
-    """PPO that drops a random few of the tokens that drive the entropy down.
+    """Compute PPO's loss, but drop a random few of the tokens that drive the entropy down.
 
         r_t   = pi_theta(a_t | s_t) / pi_old(a_t | s_t)
         cov_t = (A_t - mean A) (log pi_theta(a_t | s_t) - mean log pi_theta)
@@ -63,7 +63,7 @@ def clip_cov(
 
 
 def token_covariance(log_probs: Array, advantages: Array, mask: Array) -> Array:
-    """Each token's part [B, T] of the covariance of advantage and log-prob; no gradient."""
+    """Return each token's part [B, T] of the covariance of advantage and log-prob; no gradient."""
     log_probs = jax.lax.stop_gradient(log_probs)
     return (advantages - masked_mean(advantages, mask)) * (log_probs - masked_mean(log_probs, mask))
 
@@ -71,13 +71,13 @@ def token_covariance(log_probs: Array, advantages: Array, mask: Array) -> Array:
 def drop_candidates(
     covariance: Array, clipped: Array, mask: Array, config: Any
 ) -> tuple[Array, Array]:
-    """Tokens [B, T] that may be dropped, and how many are to be []."""
+    """Return which tokens [B, T] may be dropped, and how many are to be []."""
     inside = (covariance > config.clip_cov_lb) & (covariance < config.clip_cov_ub)
     return inside & ~clipped & (mask > 0), jnp.maximum(jnp.floor(config.clip_ratio * mask.sum()), 1)
 
 
 def draw(candidates: Array, count: Array, key: Array, row_ids: Array | None = None) -> Array:
-    """`count` of the candidates [B, T] at random, by (key, row id, position)."""
+    """Draw `count` of the candidates [B, T] at random, by (key, row id, position)."""
     rows, length = candidates.shape
     row_ids = jnp.arange(rows) if row_ids is None else row_ids
 

@@ -17,7 +17,7 @@ def cross_entropy(
     loss_mask: Array | None = None,
     rollout_log_probs: Array | None = None,
 ) -> tuple[Array, dict[str, Array]]:
-    """Supervised loss; of the arguments that all losses share it uses the first alone.
+    """Compute the supervised loss; of the arguments that all losses share it uses the first alone.
 
         L_t = -log pi_theta(a_t | s_t)
 

@@ -21,7 +21,7 @@ def decoupled_ppo(
     rollout_log_probs: Array | None = None,
     staleness: Array | None = None,
 ) -> tuple[Array, dict[str, Array]]:
-    """The clip is around a recent policy, whatever the age of the one that sampled.
+    """Clip around a recent policy, whatever the age of the one that sampled (decoupled PPO).
 
         r_t = pi_theta(a_t | s_t) / pi_prox(a_t | s_t)
         w_t = pi_prox(a_t | s_t) / pi_rollout(a_t | s_t) if that is at most behave_cap, else 0
@@ -70,7 +70,7 @@ def decoupled_ppo(
 def proximal_log_probs(
     log_probs: Array, old: Array | None, rollout: Array, staleness: Array | None, kind: str
 ) -> Array:
-    """Log-probs [B, T] of the policy that the ratio is clipped around; they have no gradient."""
+    """Return log-probs [B, T], without gradient, of the policy that the ratio is clipped around."""
     if kind == "forward":
         if old is None:
             raise ValueError("decoupled_ppo.proximal='forward' needs old_log_probs, got None")
@@ -87,7 +87,7 @@ def proximal_log_probs(
 
 
 def _ratio(config: Any) -> Sequence[str]:
-    """The two ratios, and the policy between them."""
+    """Describe the two ratios, and the policy between them."""
     ratios = "r = exp(log_probs - {0}), v = exp({0} - rollout_log_probs)"
     if config.decoupled_ppo.proximal == "forward":
         return [ratios.format("old_log_probs")]

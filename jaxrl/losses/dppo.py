@@ -19,7 +19,7 @@ def dppo(
     loss_mask: Array | None = None,
     rollout_log_probs: Array | None = None,
 ) -> tuple[Array, dict[str, Array]]:
-    """Divergence PPO: a token is dropped where its step leaves the region in A's direction.
+    """Drop a token where its step leaves the region in A's direction (divergence PPO).
 
         r_t = pi_theta(a_t | s_t) / pi_mu(a_t | s_t)      mu = the rollout policy if known, else old
         L_t = -r_t A_t, but 0 where A_t > 0, p > q and D > delta_high
@@ -55,7 +55,7 @@ def dppo(
 
 
 def outside_trust_region(log_probs: Array, anchor: Array, advantages: Array, config: Any) -> Array:
-    """Tokens [B, T] that the advantage would push further out of the region."""
+    """Return which tokens [B, T] the advantage would push further out of the region."""
     bounds, p, q = config.dppo, jnp.exp(log_probs), jnp.exp(anchor)
     if bounds.dppo_type == "binary_tv":
         divergence = jnp.maximum(p - q, q - p)

@@ -19,7 +19,7 @@ def dual_clip(
     loss_mask: Array | None = None,
     rollout_log_probs: Array | None = None,
 ) -> tuple[Array, dict[str, Array]]:
-    """Dual-clip PPO: for A < 0 the loss is at most -c A, however large the ratio.
+    """Bound PPO's loss where A < 0: it is at most -c A, however large the ratio (dual-clip PPO).
 
         L_t = clipped surrogate of PPO
         L_t = min(L_t, -c A_t)    where A_t < 0

@@ -18,7 +18,7 @@ def gmpo(
     loss_mask: Array | None = None,
     rollout_log_probs: Array | None = None,
 ) -> tuple[Array, dict[str, Array]]:
-    """Geometric-mean policy optimization: token log ratios are clipped, then averaged.
+    """Clip token log ratios, then average them: geometric-mean policy optimization.
 
         d_t = log pi_theta(a_t | s_t) - log pi_old(a_t | s_t)
         e_t = min(d_t, eps_high) where A > 0,  max(d_t, -eps_low) where A < 0

@@ -20,7 +20,7 @@ def gspo(
     loss_mask: Array | None = None,
     rollout_log_probs: Array | None = None,
 ) -> tuple[Array, dict[str, Array]]:
-    """Group sequence policy optimization, token form: every token carries its sequence's ratio.
+    """Give every token its sequence's ratio: group sequence policy optimization, token form.
 
         s   = mean_t (log pi_theta(a_t | s_t) - log pi_old(a_t | s_t))     over the sequence's mask
         r_t = exp(log pi_theta(a_t | s_t) - sg[log pi_theta(a_t | s_t)] + sg[s])

@@ -17,7 +17,7 @@ def importance_sampling(
     loss_mask: Array | None = None,
     rollout_log_probs: Array | None = None,
 ) -> tuple[Array, dict[str, Array]]:
-    """Importance sampling without any clip or clamp; one update per batch keeps it near 1.
+    """Weigh by the ratio without any clip or clamp; one update per batch keeps it near 1.
 
         L_t = -(pi_theta(a_t | s_t) / pi_old(a_t | s_t)) A_t
 

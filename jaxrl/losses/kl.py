@@ -14,7 +14,7 @@ KL_ESTIMATORS = ("k1", "k2", "k3", "abs")
 def approximate_kl(
     log_probs: Array, ref_log_probs: Array, loss_mask: Array | None = None, kind: str = "k3"
 ) -> Array:
-    """Per-token KL estimate [B, T], 0 where masked; the gradient flows through `log_probs`.
+    """Estimate the KL per token [B, T], 0 where masked; the gradient flows through `log_probs`.
 
         d   = log pi_theta(a_t | s_t) - log pi_ref(a_t | s_t)
         k1  = d                  unbiased; as a loss its gradient does not know pi_ref
@@ -65,7 +65,7 @@ def _exp_above_tangent_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Arra
 
 
 def penalized_rewards(rewards: Array, kl: Array, mask: Array, coef: Array | float) -> Array:
-    """Token rewards with the KL to the reference model taken off.
+    """Take the KL to the reference model off the token rewards.
 
         r'_t = r_t - max(0, coef) kl_t m_t
 
@@ -84,7 +84,7 @@ def penalized_rewards(rewards: Array, kl: Array, mask: Array, coef: Array | floa
 def adaptive_kl_coef(
     coef: Array | float, kl: Array | float, *, kl_target: float, horizon: float, rows: int
 ) -> Array:
-    """The coefficient after a batch whose KL was `kl`: it rises while the KL is over its target.
+    """Return the coefficient after a batch with KL `kl`: it rises while the KL is over its target.
 
         coef' = coef (1 + clip(kl / kl_target - 1, -0.2, 0.2) rows / horizon)
 

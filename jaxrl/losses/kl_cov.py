@@ -20,7 +20,7 @@ def kl_cov(
     rollout_log_probs: Array | None = None,
     row_ids: Array | None = None,
 ) -> tuple[Array, dict[str, Array]]:
-    """Policy gradient with a penalty on the tokens that drive the entropy down; no clip.
+    """Compute the policy gradient with a penalty on tokens that drive the entropy down; no clip.
 
         r_t   = pi_theta(a_t | s_t) / pi_old(a_t | s_t)
         cov_t = (A_t - mean A) (log pi_theta(a_t | s_t) - mean log pi_theta)
@@ -53,7 +53,7 @@ def kl_cov(
 
 
 def highest(covariance: Array, mask: Array, fraction: float, row_ids: Array | None) -> Array:
-    """The max(1, floor(fraction * tokens)) tokens of highest covariance [B, T] bool."""
+    """Mark the max(1, floor(fraction * tokens)) tokens of highest covariance, [B, T] bool."""
     valid = mask > 0
     row_ids = jnp.arange(mask.shape[0]) if row_ids is None else row_ids
     count = jnp.maximum(jnp.floor(fraction * valid.sum()), 1)

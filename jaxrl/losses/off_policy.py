@@ -17,7 +17,7 @@ Metrics = dict[str, Array]
 
 
 def correction_enabled(config: Any) -> bool:
-    """Whether an OffPolicyCorrectionConfig asks for anything."""
+    """Return whether an OffPolicyCorrectionConfig asks for anything."""
     parts = (
         config.tis_ratio_type,
         config.sequence_mask_metric,
@@ -32,7 +32,7 @@ def correction_enabled(config: Any) -> bool:
 def off_policy_correction(
     old_log_probs: Array, rollout_log_probs: Array, loss_mask: Array, config: Any
 ) -> tuple[Array, Array, Metrics]:
-    """Importance weights and masks from w_t = pi_old(a_t | s_t) / pi_rollout(a_t | s_t), in order:
+    """Weigh and mask by importance w_t = pi_old(a_t | s_t) / pi_rollout(a_t | s_t), in this order.
 
         outlier mask    rows without any w_t < outlier_low or > outlier_high
         token mask      tokens with token_low <= w_t <= token_high
@@ -150,7 +150,7 @@ def _sequence_mask(log_ratio: Array, mask: Array, config: Any) -> tuple[Array, M
 
 
 def _without_rows(mask: Array, over: Array, under: Array, name: str) -> tuple[Array, Metrics]:
-    """The mask without the rows that are over or under [B], and the fractions of rows."""
+    """Return the mask without the rows that are over or under [B], and the fractions of rows."""
     dropped = over | under
     fractions = {"masked": dropped, "over_high": over, "under_low": under}
     metrics = {f"{name}_{k}_ratio": jnp.mean(v, dtype=mask.dtype) for k, v in fractions.items()}

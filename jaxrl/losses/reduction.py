@@ -30,7 +30,7 @@ def reduction_weights(
     microbatch_rows: int | None = None,
     axis_name: str | None = None,
 ) -> Array:
-    """Token weights w [B, T] of a minibatch with mask m [B, T] (B counts empty rows too).
+    """Return the token weights w [B, T] of a minibatch with mask m [B, T]; B counts empty rows too.
 
         token_mean                w_bt = m_bt / max(sum m, 1)
         token_mean_legacy         w_bt = m_bt / (blocks max(sum of m over the row's block, 1))

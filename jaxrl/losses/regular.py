@@ -10,7 +10,7 @@ from jaxrl.losses.row import Loss, odd_bounds, surrogate
 
 
 def clipped_surrogate(ratio: Array, advantages: Array, eps_low: float, eps_high: float) -> tuple:
-    """-min(r A, clip(r, 1 - eps_low, 1 + eps_high) A) and where the clip took effect [B, T]."""
+    """Return -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A) and where the clip acted [B, T]."""
     objective = ratio * advantages
     clipped_objective = clamp(ratio, 1 - eps_low, 1 + eps_high) * advantages
     return -jnp.minimum(objective, clipped_objective), clipped_objective < objective
@@ -24,7 +24,7 @@ def regular(
     loss_mask: Array | None = None,
     rollout_log_probs: Array | None = None,
 ) -> tuple[Array, dict[str, Array]]:
-    """PPO clipped surrogate with separate bounds ("clip-higher" when eps_clip_high > eps_clip_low).
+    """Clip the PPO surrogate by separate bounds ("clip-higher" when eps_clip_high > eps_clip_low).
 
         r_t = pi_theta(a_t | s_t) / pi_old(a_t | s_t)
         L_t = -min(r_t A_t, clip(r_t, 1 - eps_low, 1 + eps_high) A_t)

@@ -19,7 +19,7 @@ def rollout_is(
     loss_mask: Array | None = None,
     rollout_log_probs: Array | None = None,
 ) -> tuple[Array, dict[str, Array]]:
-    """One importance weight for sampler mismatch and staleness together, double-sided mask.
+    """Correct sampler mismatch and staleness by one importance weight, with a double-sided mask.
 
         r_t = pi_theta(a_t | s_t) / pi_rollout(a_t | s_t)
         w_t = r_t if 1 - eps_low < r_t < 1 + eps_high, else 0

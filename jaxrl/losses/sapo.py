@@ -19,7 +19,7 @@ def sapo(
     loss_mask: Array | None = None,
     rollout_log_probs: Array | None = None,
 ) -> tuple[Array, dict[str, Array]]:
-    """Soft adaptive policy optimization: the gradient fades as the ratio leaves 1.
+    """Let the gradient fade as the ratio leaves 1: soft adaptive policy optimization.
 
         r_t   = pi_theta(a_t | s_t) / pi_old(a_t | s_t)
         tau_t = tau_pos where A_t > 0, else tau_neg

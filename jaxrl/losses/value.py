@@ -13,7 +13,7 @@ def value_loss(
     value_clip: float | None,
     loss_mask: Array | None = None,
 ) -> tuple[Array, dict[str, Array]]:
-    """Half the squared error of the values, clipped as PPO clips the policy.
+    """Return half the squared error of the values, clipped as PPO clips the policy.
 
         c_t = V_old,t + clip(V_t - V_old,t, -value_clip, value_clip)
         L_t = max((V_t - R_t)^2, (c_t - R_t)^2) / 2

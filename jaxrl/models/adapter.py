@@ -32,7 +32,7 @@ EXAMPLE = np.zeros((1, 8), np.int32)  # tokens, positions and segment ids to ini
 
 @dataclass(frozen=True, eq=False)
 class AdaptedModel:
-    """A model as functions of its parameters.
+    """Describe a model as functions of its parameters.
 
     Attributes:
         name: kept in checkpoints; a run resumes only with the same name and shapes.
@@ -49,7 +49,7 @@ class AdaptedModel:
 
 
 def adapt_linen(module: nn.Module, axes: Params | None = None) -> AdaptedModel:
-    """A linen module whose only variables are parameters.
+    """Adapt a linen module whose only variables are parameters.
 
     Raises:
         ValueError: on the first use of its parameters, if it has other collections.
@@ -67,7 +67,7 @@ def adapt_linen(module: nn.Module, axes: Params | None = None) -> AdaptedModel:
 
 
 def adapt_nnx(make: Callable[[nnx.Rngs], nnx.Module], axes: Params | None = None) -> AdaptedModel:
-    """An NNX module whose only state is parameters; these are a dict by path, "layers/0/kernel".
+    """Adapt an NNX module whose only state is parameters: a dict by path, "layers/0/kernel".
 
     Args:
         make: random streams -> module, for example `lambda rngs: MyModel(width=64, rngs=rngs)`.

@@ -7,7 +7,7 @@ from jaxrl.models.rope import RopeScaling
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Architecture of a Llama-, Qwen-, Mistral- or Gemma-shaped decoder.
+    """Describe the architecture of a Llama-, Qwen-, Mistral- or Gemma-shaped decoder.
 
     Example: `TransformerConfig(vocab_size=32, hidden_size=64, intermediate_size=128, num_layers=2,
     num_heads=4, num_kv_heads=2, head_dim=16)` is the 100k-parameter model of the quickstart.

@@ -29,7 +29,7 @@ KERNEL_OF_PLATFORM = {"tpu": "splash", "gpu": "triton", "cuda": "triton"}
 
 
 class Segments(NamedTuple):
-    """What a fused kernel takes in the place of a mask: look back within one's own segment."""
+    """Hold what a fused kernel takes in place of a mask: look back within one's own segment."""
 
     ids: jax.Array  # [B, T] int, 0 = padding
     sliding: jax.Array | bool  # [] bool, whether the layer slides
@@ -40,7 +40,7 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, Mask], jax.Array]
 
 
 class View(NamedTuple):
-    """What a layer knows of positions: mask; cos, sin [B, T, 1, h / 2]."""
+    """Hold what a layer knows of positions: mask; cos, sin [B, T, 1, h / 2]."""
 
     mask: Mask
     cos: jax.Array
@@ -50,7 +50,7 @@ class View(NamedTuple):
 def layer_views(
     config: TransformerConfig, mask: Mask, positions: jax.Array, key_positions: jax.Array
 ) -> Callable[[jax.Array | bool], View]:
-    """The view of a layer, by whether the layer slides; both kinds are computed once, here.
+    """Return a function from whether a layer slides to its view; both are computed once, here.
 
     mask [B, T, S] bool, or segments; positions [B, T] and key_positions [B or 1, S] int.
     """
@@ -69,9 +69,10 @@ def layer_views(
 
 
 def causal_mask(segment_ids: jax.Array) -> jax.Array:
-    """[B, T] segment ids (0 = padding) -> [B, T, T] bool: look back within one's own segment.
+    """Return the mask [B, T, T] bool by which a token looks back within its own segment.
 
-    Padding attends to padding, so that no softmax is over an empty set.
+    Segment ids are [B, T], 0 = padding. Padding attends to padding, so that no softmax is over an
+    empty set.
     """
     t = segment_ids.shape[-1]
     same_segment = segment_ids[:, :, None] == segment_ids[:, None, :]
@@ -79,19 +80,22 @@ def causal_mask(segment_ids: jax.Array) -> jax.Array:
 
 
 def softcap(x: jax.Array, cap: float | None) -> jax.Array:
-    """cap tanh(x / cap); x itself without a cap. Gemma 2, https://arxiv.org/abs/2408.00118."""
+    """Return cap tanh(x / cap), or x itself without a cap.
+
+    Gemma 2, https://arxiv.org/abs/2408.00118.
+    """
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def scale(config: TransformerConfig) -> float:
-    """Factor of the scores."""
+    """Return the factor of the attention scores."""
     return (config.query_pre_attn_scalar or config.head_dim) ** -0.5
 
 
 def attention(
     config: TransformerConfig, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
 ) -> jax.Array:
-    """Grouped-query softmax attention, softmax in float32.
+    """Compute grouped-query softmax attention, with the softmax in float32.
 
     q [B, T, H, h]; k, v [B, K, S, h] (the cache layout); mask [B, T, S] bool, True = attend.
     Returns [B, T, H, h]. Ainslie et al., https://arxiv.org/abs/2305.13245.
@@ -109,7 +113,7 @@ def attention(
 def causal_attention(
     config: TransformerConfig, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
 ) -> jax.Array:
-    """`attention` where no token looks ahead: a block of queries and the keys up to its end.
+    """Compute `attention` where no token looks ahead: blocks of queries, the keys up to their end.
 
     Five eighths of the products and of the scores kept for the backward pass, which then find room
     in a CPU's cache (docs/performance.md). mask [B, T, T].
@@ -126,7 +130,7 @@ def causal_attention(
 def choose_kernel(
     config: TransformerConfig, flash_attn: bool, platform: str, dtype: jnp.dtype
 ) -> str:
-    """The kernel of `trainer.flash_attn` on a platform: "xla" (plain), "splash" or "triton".
+    """Choose the kernel of `trainer.flash_attn` on a platform: "xla" (plain), "splash" or "triton".
 
     Raises:
         ValueError: the platform's kernel cannot run this model.
@@ -141,7 +145,7 @@ def choose_kernel(
 
 
 def kernel_needs(config: TransformerConfig, kernel: str, dtype: jnp.dtype) -> list[str]:
-    """What a kernel wants of a model and does not find, in words; empty: it can run it."""
+    """List what a kernel wants of a model and does not find, in words; empty: it can run it."""
     limits = {
         "splash": [
             (config.head_dim % 64 == 0, f"a head_dim that 64 divides, not {config.head_dim}")
@@ -157,7 +161,7 @@ def kernel_needs(config: TransformerConfig, kernel: str, dtype: jnp.dtype) -> li
 
 
 def training_mask(segment_ids: jax.Array, kernel: str) -> Mask:
-    """What `self_attention` of that kernel masks with; only the plain one needs [B, T, T]."""
+    """Return what `self_attention` of a kernel masks with; only the plain one needs [B, T, T]."""
     return causal_mask(segment_ids) if kernel == "xla" else Segments(segment_ids, False)
 
 
@@ -171,7 +175,7 @@ def self_attention(
     kernel: str = "xla",
     placement: Placement | None = None,
 ) -> jax.Array:
-    """Causal attention within segments, for training: `attention`, by any kernel.
+    """Compute causal attention within segments, for training: `attention`, by any kernel.
 
     Args:
         q, k, v: [B, T, H, h], [B, K, T, h] twice.
@@ -211,7 +215,7 @@ def splash(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """`attention` by the TPU's kernel; `interpret` runs it anywhere, slowly, for tests.
+    """Compute `attention` by the TPU's kernel; `interpret` runs it anywhere, slowly, for tests.
 
     Layers that slide skip the blocks outside their window. q [B, T, H, h]; k, v [B, K, T, h];
     returns [B, T, H, h].
@@ -273,7 +277,7 @@ def triton(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """`attention` by the GPU's kernel, which wants as many key heads as query heads.
+    """Compute `attention` by the GPU's kernel, which wants as many key heads as query heads.
 
     q [B, T, H, h]; k, v [B, K, T, h]; returns [B, T, H, h].
     """
@@ -287,6 +291,6 @@ def triton(
 
 
 def _pad(x: jax.Array, axis: int) -> jax.Array:
-    """Zeros at the end of an axis, to whole blocks; as tokens they are padding, segment 0."""
+    """Pad the end of an axis with zeros, to whole blocks; as tokens they are padding, segment 0."""
     missing = -x.shape[axis] % BLOCK
     return jnp.pad(x, [(0, missing if d == axis else 0) for d in range(x.ndim)])

@@ -31,7 +31,7 @@ def decode_attention(
     mask: Array,
     placement: Placement | None = None,
 ) -> Array:
-    """`attention.attention` for one query per row: by a kernel where the platform has one.
+    """Compute `attention.attention` for one query per row, by a kernel where the platform has one.
 
     Keys lie transposed. On the CPU a product that runs along the minor dim of both arrays, or along
     the minor dim of neither, takes 3 to 7 times as long (docs/performance.md).
@@ -67,7 +67,7 @@ def decode_attention(
 def _on_device(
     config: "TransformerConfig", q: Array, keys: Array, values: Array, mask: Array
 ) -> Array:
-    """q [B, K, G, h] -> [B, K, G, h] float32, all of it on one device."""
+    """Attend with q [B, K, G, h], all of it on one device; return [B, K, G, h] float32."""
     settings = {"scale": scale(config), "cap": config.attention_softcap}
     kernels = {"tpu": decode_kernels.tpu_attention, "gpu": decode_kernels.gpu_attention}
     platforms = {
@@ -91,7 +91,7 @@ def _plain(
 
 
 def _product(x: Array, y: Array) -> Array:
-    """x [B, K, G, a] times y [B, K, a, b] -> [B, K, G, b], float32."""
+    """Multiply x [B, K, G, a] by y [B, K, a, b] -> [B, K, G, b], float32."""
     return einsum_float32("bkgs,bksh->bkgh", x, y)
 
 

@@ -30,7 +30,7 @@ TINY = float(jnp.finfo(jnp.float32).tiny)  # below every sum of weights, whose l
 
 
 def fits(platform: str, positions: int, width: int) -> bool:
-    """Whether the platform has a kernel for heads of this width."""
+    """Return whether a platform has a kernel for heads of a given width."""
     power_of_two = width & (width - 1) == 0
     able = {"tpu": width % 64 == 0, "gpu": power_of_two and 16 <= width <= 256}
     return positions % POSITIONS == 0 and able.get(platform, False)
@@ -46,7 +46,7 @@ def tpu_attention(
     cap: float | None,
     interpret: bool = False,
 ) -> Array:
-    """Softmax attention of the positions in use.
+    """Compute softmax attention to the positions in use, on a TPU.
 
     Args:
         q: [B, K, G, h]; keys: [B, K, h, S]; values: [B, K, S, h].
@@ -86,7 +86,7 @@ def tpu_attention(
 def fetched_block(
     row: Array, number: Array, first: Array, end: Array, source: Array, *, block: int
 ) -> tuple[Array, Array]:
-    """Row and block of positions that a step of the TPU's grid has in memory.
+    """Return the row and block of positions that a step of the TPU's grid has in memory.
 
     It is one in use, or that of the step before, which is not fetched again: so a row without a
     position in use costs nothing.
@@ -154,7 +154,7 @@ def tpu_write(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """Keys and values of one more token in each row, in place.
+    """Write the keys and values of one more token in each row, in place.
 
     A row reads and writes the block that has its position; nothing else moves.
 
@@ -222,7 +222,7 @@ def gpu_attention(
     cap: float | None,
     interpret: bool = False,
 ) -> Array:
-    """`tpu_attention` on a GPU."""
+    """Do what `tpu_attention` does, on a GPU."""
     rows, heads, group, width = q.shape
     positions = keys.shape[3]
     queries = max(pl.next_power_of_2(group), LEAST_QUERIES)
@@ -297,7 +297,7 @@ def _add_block(
     scale: float,
     cap: float | None,
 ) -> tuple[Array, Array, Array]:
-    """Running maximum [G, 1], sum [G, 1] and weighted values [G, h], with n positions more.
+    """Add n positions to the running maximum [G, 1], sum [G, 1] and weighted values [G, h].
 
     q [G, h]; keys [h, n]; values [n, h]; used [1, n].
     """
@@ -316,7 +316,7 @@ def _product(x: Array, y: Array) -> Array:
 
 
 def runs(mask: Array) -> tuple[Array, Array, Array]:
-    """Where the run of True begins, and where it has ended: [B, S] -> [B] twice; 0, 0 for none.
+    """Return where the run of True begins and has ended: [B, S] -> [B] twice; 0, 0 for none.
 
     And the last row up to this one that has a run; 0 where none has.
     """

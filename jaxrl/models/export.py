@@ -32,7 +32,7 @@ ITEM_BYTES = 4  # weights are written in float32
 
 
 def untied(config: TransformerConfig, params: Params) -> tuple[TransformerConfig, Params]:
-    """The same model with a vocabulary head of its own: for engines that reload tied ones wrong."""
+    """Give the model a vocabulary head of its own, for engines that reload tied ones wrong."""
     if not config.tie_embeddings:
         return config, params
     config = dataclasses.replace(config, tie_embeddings=False)
@@ -89,7 +89,7 @@ def save_pretrained(
 
 @contextlib.contextmanager
 def whole_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
-    """An empty folder to write into, which becomes `target` once everything is in it.
+    """Hold an empty folder while the block runs; it becomes `target` once everything is in it.
 
     Raises:
         FileExistsError: `target` exists and `overwrite` is False.
@@ -110,7 +110,7 @@ def whole_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
 
 
 def write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    """A safetensors file that everyone may read (safetensors itself lets only the owner)."""
+    """Write a safetensors file that everyone may read (safetensors itself lets only the owner)."""
     save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(0o644)
 
@@ -128,7 +128,7 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: str | os.PathLi
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Readable, in the order of the keys."""
+    """Write JSON that is readable, in the order of the keys."""
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -149,7 +149,7 @@ def _write_weights(
 
 
 def _plan(sizes: dict[str, int], limit: int) -> dict[str, list[str]]:
-    """File -> its tensors, filled in order."""
+    """Plan which tensors each file holds, filled in order."""
     shards: list[list[str]] = []
     room = 0
     for name, size in sizes.items():

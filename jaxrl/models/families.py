@@ -39,7 +39,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class Family(NamedTuple):
-    """One model type of transformers.
+    """Describe one model type of transformers.
 
     `defaults` are those of its config class for absent fields (None = derived from the sizes), with
     every field that the family reads. `features` hold for all its models. `slides(config, i)` is
@@ -134,7 +134,7 @@ WHOLE_HEADS = ("llama", "gemma2", "gemma3_text")  # transformers wants hidden_si
 def config_from_hf(
     hf_config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None
 ) -> TransformerConfig:
-    """The architecture that a Hugging Face config.json describes.
+    """Return the architecture that a Hugging Face config.json describes.
 
     Absent fields get the default of the family's config class in transformers. Rotary settings may
     be in the form of transformers 5 (`rope_parameters`) or 4 (`rope_scaling`, `rope_theta`).
@@ -164,7 +164,7 @@ def config_from_hf(
 def config_to_hf(
     config: TransformerConfig, *, max_position_embeddings: int = 32_768
 ) -> dict[str, Any]:
-    """A config.json for transformers, of the first family that has this architecture.
+    """Return a config.json for transformers, of the first family that has this architecture.
 
     Token ids are null here: the config classes' own defaults belong to other tokenizers.
 
@@ -193,7 +193,7 @@ def config_to_hf(
 
 
 def _parse(model_type: str, values: dict[str, Any]) -> TransformerConfig:
-    """`values`: config.json over the family's defaults."""
+    """Parse `values`, config.json over the family's defaults."""
     family = FAMILIES[model_type]
     _check_supported(model_type, values)
     heads, kv_heads, head_dim = (
@@ -214,7 +214,7 @@ def _parse(model_type: str, values: dict[str, Any]) -> TransformerConfig:
 
 
 def _write(model_type: str, config: TransformerConfig) -> dict[str, Any]:
-    """config.json of the family as far as it can say what the architecture is."""
+    """Return the family's config.json as far as it can say what the architecture is."""
     c, family = config, FAMILIES[model_type]
     plain = PLAIN | {k: v for k, v in GEMMA_PLAIN.items() if v in family.defaults}
     return {
@@ -239,7 +239,7 @@ def _activation_field(family: Family) -> str:
 
 
 def _sliding(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """sliding_window and sliding_layers."""
+    """Return sliding_window and sliding_layers of a config.json."""
     slides, layers = FAMILIES[model_type].slides, range(values["num_hidden_layers"])
     kinds = values["layer_types"] if model_type != "mistral" else None  # Mistral does not read it
     if kinds is None:
@@ -276,7 +276,7 @@ def _written_windows(family: Family, config: TransformerConfig) -> dict[str, Any
 
 
 def _rope(values: Mapping[str, Any], slides: bool) -> dict[str, Any]:
-    """rope_theta, rope_scaling and local_rope_theta, from either version's fields."""
+    """Return rope_theta, rope_scaling and local_rope_theta, from either version's fields."""
     limit, theta = values["max_position_embeddings"], values["rope_theta"]
     parameters, scaling = values["rope_parameters"] or {}, values["rope_scaling"] or {}
     if "rope_local_base_freq" not in values:
@@ -299,7 +299,7 @@ def _rope(values: Mapping[str, Any], slides: bool) -> dict[str, Any]:
 
 
 def _written_rope(family: Family, config: TransformerConfig) -> dict[str, Any]:
-    """Both forms: rope_parameters for transformers 5, the others for 4."""
+    """Return both forms: rope_parameters for transformers 5, the others for 4."""
     scaling = config.rope_scaling.to_hf() if config.rope_scaling else None
     full = {**(scaling or {"rope_type": "default"}), "rope_theta": config.rope_theta}
     written = {"rope_theta": config.rope_theta, "rope_scaling": scaling, "rope_parameters": full}
@@ -314,7 +314,7 @@ def _written_rope(family: Family, config: TransformerConfig) -> dict[str, Any]:
 def _rope_overrides(
     config: TransformerConfig, values: Mapping[str, Any], changes: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Fields of the architecture that the overrides `rope_scaling` and `rope_theta` replace."""
+    """Return the architecture's fields that the overrides `rope_scaling`, `rope_theta` replace."""
     scaling: RopeScaling | None = config.rope_scaling
     rope = changes.get("rope_scaling") or {}
     if "rope_scaling" in changes:

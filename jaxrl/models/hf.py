@@ -59,7 +59,7 @@ NOT_TEXT = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 def load_config(
     folder: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None
 ) -> TransformerConfig:
-    """The architecture in `folder`/config.json.
+    """Load the architecture in `folder`/config.json.
 
     Args:
         folder: a folder, or the id of a model on the Hugging Face hub.
@@ -76,7 +76,7 @@ def load_config(
 
 
 def local_folder(folder: str | os.PathLike[str]) -> Path:
-    """The folder itself, or the local copy of a hub model, fetched if it is not there yet.
+    """Return the folder itself, or the local copy of a hub model, fetched if it is not there yet.
 
     Raises:
         FileNotFoundError: neither a folder nor a model that the hub gives.
@@ -115,7 +115,7 @@ def load_params(
     shardings: Params | None = None,
     dtype: jnp.dtype = jnp.float32,
 ) -> Params:
-    """The weights in `folder`, from model.safetensors or the shards of its index.
+    """Load the weights in `folder`, from model.safetensors or the shards of its index.
 
     Args:
         config: of the same folder (`load_config`); decides which tensors must be there.
@@ -156,7 +156,7 @@ def load_or_init(
     seed: int,
     shardings: Any,
 ) -> Params:
-    """The folder's parameters, or with `random_init` random ones of its architecture.
+    """Load the folder's parameters, or with `random_init` draw random ones of its architecture.
 
     The head of a critic is drawn from the seed where the folder has none.
 
@@ -185,13 +185,13 @@ def load_or_init(
 
 
 def load_generation_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The folder's generation_config.json; empty without one."""
+    """Return the folder's generation_config.json; empty without one."""
     path = local_folder(folder) / "generation_config.json"
     return read_json(path) if path.is_file() else {}
 
 
 def eos_token_ids(folder: str | os.PathLike[str]) -> list[int]:
-    """Every end-of-sequence id that generation_config.json or config.json names."""
+    """List every end-of-sequence id that generation_config.json or config.json names."""
     configs = [load_generation_config(folder), read_json(local_folder(folder) / "config.json")]
     found = [config.get("eos_token_id") for config in configs]
     return sorted(
@@ -200,7 +200,7 @@ def eos_token_ids(folder: str | os.PathLike[str]) -> list[int]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file; an error that names it if it is none."""
+    """Read a JSON file; the error names it if it is none."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -224,7 +224,7 @@ def _open(path: Path) -> Any:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, all of them there."""
+    """Return the safetensors files of a folder, all of them there."""
     if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE]
     if not (folder / INDEX_FILE).is_file():
@@ -292,7 +292,7 @@ def _load_leaf(
     sharding: jax.sharding.Sharding,
     dtype: np.dtype,
 ) -> jax.Array:
-    """One leaf of the parameters on its devices."""
+    """Load one leaf of the parameters onto its devices."""
     names, shape = layer_names(weight, num_layers), layer_shape(weight, spec)
     stacked = len(spec.shape) > len(shape)
     parts: dict[str, np.ndarray] = {}  # devices that hold the same part share it

@@ -17,7 +17,7 @@ from jaxrl.types import Array
 
 
 class LoraWeight(struct.PyTreeNode):
-    """A frozen matrix and its adapter; stands in the parameters where the matrix stood.
+    """Hold a frozen matrix and its adapter, in the parameters where the matrix stood.
 
         y = x w + scale * (dropout(x) a) b
 
@@ -38,7 +38,7 @@ class LoraWeight(struct.PyTreeNode):
         change: Callable[[jax.Array, tuple[str | None, ...]], jax.Array],
         names: tuple[str | None, ...],
     ) -> "LoraWeight":
-        """`change(array, logical axes)` of w, a and b; `names` are the axes of w."""
+        """Apply `change(array, logical axes)` to w, a and b; `names` are the axes of w."""
         stack, inputs = self.scale.ndim, self.a.ndim - 1
         return self.replace(
             w=change(self.w, names),
@@ -51,7 +51,7 @@ Weight = jax.Array | LoraWeight
 
 
 def einsum_float32(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """`jnp.einsum` of narrow types, summed up and returned in float32.
+    """Compute `jnp.einsum` of narrow types, summed up and returned in float32.
 
     XLA's CPU backend has no product of bfloat16 that is float32 outside of its fusions. There the
     operands are cast first, which changes nothing: float32 holds their products exactly.
@@ -69,12 +69,12 @@ def einsum_float32(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def is_adapted(x: object) -> bool:
-    """Whether `x` is a matrix with an adapter (which is itself a pytree)."""
+    """Return whether `x` is a matrix with an adapter (which is itself a pytree)."""
     return isinstance(x, LoraWeight)
 
 
 def project(x: jax.Array, w: Weight, contract: int = 1) -> jax.Array:
-    """x [B, T, in...] times w [in..., out...] -> [B, T, out...], contracting `contract` dims.
+    """Multiply x [B, T, in...] by w [in..., out...] -> [B, T, out...], contracting `contract` dims.
 
     As one matrix product: on the CPU the backward of the einsum with two batch dims takes twice as
     long (12.4 against 6.7 ms for [256, 16, 64] x [64, 256] on two cores). An adapter is applied to
@@ -117,7 +117,7 @@ def rounded(w: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 @jax.custom_vjp
 def multiply(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [n, in] times w [in, out] in the dtype of x.
+    """Multiply x [n, in] by w [in, out] in the dtype of x.
 
     The gradient of w is made in the dtype of w: cast afterwards, as the transpose of a cast before
     the product has it, it is summed over devices in bfloat16.
@@ -142,7 +142,7 @@ multiply.defvjp(_multiply, _multiply_backward)
 def look_up(
     table: Weight, tokens: jax.Array, dtype: jnp.dtype, placement: Placement | None
 ) -> jax.Array:
-    """Rows [B, T, D] of a table [V, D]; PEFT applies no dropout here."""
+    """Look up rows [B, T, D] of a table [V, D]; PEFT applies no dropout here."""
     if isinstance(table, LoraWeight):
         a = embedding.look_up(table.a, ("vocab", "lora_rank"), tokens, placement, dtype)
         b = gather(table.b, ("lora_rank", "embed"), placement, dtype)
@@ -153,14 +153,14 @@ def look_up(
 def gather_weight(
     w: Weight, names: tuple[str | None, ...], placement: Placement | None, dtype: jnp.dtype
 ) -> Weight:
-    """A weight of logical axes `names` as a layer needs it, see `parallel.rules.gather`."""
+    """Gather a weight of logical axes `names` as a layer needs it, see `parallel.rules.gather`."""
     if isinstance(w, LoraWeight):
         return w.each_part(lambda x, axes: gather(x, axes, placement, dtype), names)
     return gather(w, names, placement, dtype)
 
 
 def drop_out(x: jax.Array, keys: jax.Array | None, rate: float) -> jax.Array:
-    """x [B, T, ...] with each element 0 with probability `rate`, else divided by 1 - rate.
+    """Set each element of x [B, T, ...] to 0 with probability `rate`, else divide it by 1 - rate.
 
     Args:
         keys: [B, T] PRNG keys, one for each token; None returns x itself.
@@ -172,7 +172,7 @@ def drop_out(x: jax.Array, keys: jax.Array | None, rate: float) -> jax.Array:
 
 
 def merge(params: Any) -> Any:
-    """The parameters with every adapter added to its matrix, w + scale a b.
+    """Return the parameters with every adapter added to its matrix, w + scale a b.
 
     For a sampler, which multiplies by a matrix many times before it changes.
     """
@@ -182,7 +182,7 @@ def merge(params: Any) -> Any:
 
 
 def base(params: Any) -> Any:
-    """The parameters without their adapters."""
+    """Return the parameters without their adapters."""
     return jax.tree.map(lambda w: w.w if is_adapted(w) else w, params, is_leaf=is_adapted)
 
 

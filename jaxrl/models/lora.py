@@ -37,7 +37,9 @@ Patterns = str | Sequence[str]
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    """The adapters of a model; takes its place in `init_params`, `abstract_params`, `logical_axes`.
+    """Describe the adapters of a model.
+
+    It takes the model's place in `init_params`, `abstract_params`, `logical_axes`.
 
     Example: `LoraConfig(model, modules=select_modules(model, ["q_proj", "v_proj"]), rank=8)`.
 
@@ -83,7 +85,7 @@ class LoraConfig:
 
 
 def matrices(config: TransformerConfig) -> dict[str, list[str]]:
-    """Leaf of the parameters -> the full names of its matrices, one per layer.
+    """Return the full names of each leaf's matrices, one per layer, by leaf of the parameters.
 
     {"wq": ["model.layers.0.self_attn.q_proj", ...], ...}; tied embeddings are left out: an adapter
     in the table would change the head as well. So is a critic's head.
@@ -100,7 +102,7 @@ def matrices(config: TransformerConfig) -> dict[str, list[str]]:
 def select_modules(
     config: TransformerConfig, target_modules: Patterns, exclude_modules: Patterns | None = None
 ) -> tuple[str, ...]:
-    """Full names of the matrices that the patterns choose.
+    """Return the full names of the matrices that the patterns choose.
 
     A pattern is a name ("q_proj", "mlp.up_proj"), the end of a full name, or a regular expression
     for the whole of one ("model.layers.[01]..*"). "all-linear": all but embed_tokens and lm_head,
@@ -156,10 +158,11 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def adapter_specs(lora: LoraConfig) -> Params:
-    """Shapes and logical axes: the inputs of a matrix lead, so A takes them and B the rest.
+    """Return the shapes and logical axes of the adapters.
 
-    A matrix that has adapters only in some layers has them in all, those without use times 0. A
-    critic's head is there as it is.
+    The inputs of a matrix lead, so A takes them and B the rest. A matrix that has
+    adapters only in some layers has them in all, those without use times 0. A critic's head is
+    there as it is.
     """
     specs = _by_name(transformer.param_specs(lora.model), transformer.is_spec)
     weights = _by_name(weight_map(lora.model), is_weight)
@@ -184,7 +187,7 @@ def _pair(lora: LoraConfig, name: str, spec: ParamSpec, weight: HFWeight) -> dic
 
 
 def _by_name(tree: Params, is_leaf: Callable[[Any], bool]) -> dict[str, Any]:
-    """Leaf name -> leaf; the names of a model's parameters are unique."""
+    """Return the leaves by name; the names of a model's parameters are unique."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
     return {path[-1].key: leaf for path, leaf in leaves}
 
@@ -207,7 +210,7 @@ def _(lora: LoraConfig) -> dict[str, Any]:
 
 @transformer.init_params.register
 def _(lora: LoraConfig, seed: int, shardings: Params | None = None) -> Params:
-    """Drawn on the host; leaf i draws from (seed, i, 1), the base from (seed, i)."""
+    """Draw adapters on the host; leaf i draws from (seed, i, 1), the base from (seed, i)."""
     specs, treedef = jax.tree.flatten(adapter_specs(lora), is_leaf=transformer.is_spec)
     places = jax.tree.leaves(shardings) if shardings is not None else [None] * len(specs)
     leaves = [
@@ -236,7 +239,7 @@ def _map_specs(change: Callable[[ParamSpec], Any], specs: Params) -> Params:
 
 
 def attach(lora: LoraConfig, base: Params, adapters: Params) -> Params:
-    """The base with a `LoraWeight` for every matrix that has an adapter; nothing is copied.
+    """Return the base with a `LoraWeight` for every matrix with an adapter; nothing is copied.
 
     Args:
         adapters: shapes of `adapter_specs`; a critic's head among them takes that of the base's.
@@ -257,7 +260,7 @@ def attach(lora: LoraConfig, base: Params, adapters: Params) -> Params:
 
 
 def trained(params: Any) -> Any:
-    """What the optimizer changes: the adapters where there are any, else all parameters.
+    """Return what the optimizer changes: the adapters where there are any, else all parameters.
 
     A critic's head goes with its adapters.
     """
@@ -269,7 +272,7 @@ def trained(params: Any) -> Any:
 
 
 def with_trained(params: Any, new: Any) -> Any:
-    """`params` with `new` in the place of `trained(params)`."""
+    """Return `params` with `new` in the place of `trained(params)`."""
     if not _adapted(params):
         return new
     return jax.tree_util.tree_map_with_path(
@@ -291,7 +294,7 @@ def _adapted(params: Any) -> bool:
 def with_token_keys(
     params: Any, rows: ModelRows, row_ids: np.ndarray, key: Array | None
 ) -> ModelRows:
-    """Host rows with a PRNG key for each token, if `params` have adapters that drop elements.
+    """Give each token of host rows a PRNG key, if `params` have adapters that drop elements.
 
     It is named by (key, id of the token's row in the batch, position), so that what is dropped does
     not depend on microbatches, packing or devices.
@@ -313,7 +316,7 @@ def with_token_keys(
 
 @jax.jit
 def _token_keys(key: Array, row_ids: Array, positions: Array) -> Array:
-    """[R, L] int each -> keys [R, L]."""
+    """Return keys [R, L] of row ids and positions, [R, L] int each."""
 
     def token_key(row: Array, position: Array) -> Array:
         return jax.random.fold_in(jax.random.fold_in(key, row), position)
@@ -322,7 +325,7 @@ def _token_keys(key: Array, row_ids: Array, positions: Array) -> Array:
 
 
 def with_dropout(params: Any, keys: Array | None) -> Any:
-    """`params` whose adapters drop elements of their inputs, independently by matrix and layer.
+    """Let the adapters of `params` drop elements of inputs, independently by matrix and layer.
 
     Args:
         keys: [R, L], one for each token; None: nothing is dropped.

@@ -29,7 +29,7 @@ TENSOR_FILE = "adapter_model.safetensors"
 
 
 class Tensor(NamedTuple):
-    """One tensor of a PEFT file and the part of our adapters that it is."""
+    """Name one tensor of a PEFT file and the part of our adapters that it is."""
 
     name: str
     leaf: str
@@ -75,7 +75,7 @@ def save_adapter(
 def load_adapter(
     folder: str | os.PathLike[str], model: TransformerConfig
 ) -> tuple[LoraConfig, Params]:
-    """The adapters of a PEFT folder, as host arrays for `attach`.
+    """Load the adapters of a PEFT folder, as host arrays for `attach`.
 
     Args:
         model: of the base model.
@@ -103,12 +103,12 @@ def load_adapter(
 
 
 def base_of_adapter(folder: str | os.PathLike[str]) -> str:
-    """Path or hub id of the model that the adapters of a PEFT folder belong to."""
+    """Return the path or hub id of the model that the adapters of a PEFT folder belong to."""
     return read_json(Path(folder) / CONFIG_FILE)["base_model_name_or_path"]
 
 
 def peft_config(lora: LoraConfig, base: str) -> dict[str, Any]:
-    """The content of adapter_config.json."""
+    """Return the content of adapter_config.json."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -128,7 +128,7 @@ def peft_config(lora: LoraConfig, base: str) -> dict[str, Any]:
 
 
 def _shortest_names(lora: LoraConfig) -> list[str]:
-    """The last part of a name where every layer has the adapter, else full names."""
+    """Return the last part of a name where every layer has the adapter, else full names."""
     names, chosen = [], set(lora.modules)
     for modules in matrices(lora.model).values():
         left = [name for name in modules if name in chosen]
@@ -151,7 +151,7 @@ def _tensors(lora: LoraConfig) -> Iterator[Tensor]:
 
 
 def _layout(name: str, part: str, dims: int) -> HFWeight:
-    """[in..., r] -> [r, in] of a, [r, out...] -> [out, r] of b."""
+    """Return the layout [in..., r] -> [r, in] of a, or [r, out...] -> [out, r] of b."""
     if part == "a":
         return HFWeight(name, ((dims - 1,), tuple(range(dims - 1))))
     return HFWeight(name, (tuple(range(1, dims)), (0,)))

@@ -33,7 +33,7 @@ REMAT_POLICIES: dict[str, Any] = {
 
 
 def recompute(func: Callable[..., Any], policy: str) -> Callable[..., Any]:
-    """`func`, keeping for its backward pass what the policy says.
+    """Let `func` keep for its backward pass what the policy says.
 
     Raises:
         ValueError: no policy of that name.

@@ -17,7 +17,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How frequencies are stretched; the fields are those of Hugging Face's `rope_parameters`.
+    """Describe how frequencies are stretched, in the fields of Hugging Face's `rope_parameters`.
 
     Attributes:
         rope_type: "linear" (all frequencies / factor), "llama3" (the low ones, with a smooth
@@ -40,7 +40,7 @@ class RopeScaling:
     truncate: bool | None = None
 
     def to_hf(self) -> dict[str, Any]:
-        """The fields that are set."""
+        """Return the fields that are set."""
         return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
 
 
@@ -62,7 +62,7 @@ _FIELDS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
 def parse_scaling(
     rope: Mapping[str, Any], where: str, max_position_embeddings: int | None = None
 ) -> RopeScaling | None:
-    """A Hugging Face `rope_parameters` or `rope_scaling` -> scaling; None for the default type.
+    """Parse a Hugging Face `rope_parameters` or `rope_scaling`; None for the default type.
 
     Args:
         rope: may also hold rope_theta, which is not read.
@@ -100,7 +100,7 @@ def parse_scaling(
 
 
 def inverse_frequency(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
-    """Radians per position [h / 2], float32."""
+    """Return the radians per position [h / 2], float32."""
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     plain = np.float32(1) / np.float32(theta) ** exponent
     if scaling is None:
@@ -113,7 +113,7 @@ def inverse_frequency(head_dim: int, theta: float, scaling: RopeScaling | None) 
 
 
 def amplitude(scaling: RopeScaling | None) -> float:
-    """Factor of cos and sin: 1 but for yarn, section 3.4 of its paper."""
+    """Return the factor of cos and sin: 1 but for yarn, section 3.4 of its paper."""
     if scaling is None or scaling.rope_type != "yarn":
         return 1.0
     if scaling.attention_factor is not None:
@@ -130,7 +130,7 @@ def amplitude(scaling: RopeScaling | None) -> float:
 def rotary(
     positions: jax.Array, head_dim: int, theta: float, scaling: RopeScaling | None
 ) -> tuple[jax.Array, jax.Array]:
-    """positions [B, T] int -> cos, sin [B, T, 1, h / 2] float32."""
+    """Compute cos and sin [B, T, 1, h / 2] float32 of positions [B, T] int."""
     frequency = inverse_frequency(head_dim, theta, scaling)
     angle = positions[..., None, None].astype(jnp.float32) * frequency
     scale = amplitude(scaling)
@@ -144,7 +144,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 def _llama3_share(scaling: RopeScaling, plain: np.ndarray, _: float) -> np.ndarray:
-    """How much of each frequency is stretched: 0 for short wavelengths, 1 for long ones."""
+    """Return how much of each frequency is stretched: 0 for short wavelengths, 1 for long ones."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     assert low is not None and high is not None and scaling.original_max_position_embeddings
     turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
@@ -152,7 +152,7 @@ def _llama3_share(scaling: RopeScaling, plain: np.ndarray, _: float) -> np.ndarr
 
 
 def _yarn_share(scaling: RopeScaling, plain: np.ndarray, theta: float) -> np.ndarray:
-    """A ramp over the dims between beta_fast and beta_slow turns in the original context."""
+    """Return a ramp over the dims between beta_fast and beta_slow turns in the original context."""
     dim = 2 * len(plain)
     assert scaling.original_max_position_embeddings is not None
     context = scaling.original_max_position_embeddings

@@ -56,7 +56,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class ParamSpec(NamedTuple):
-    """Shape and logical axes of one parameter; `init` is "normal", "ones" or "zeros"."""
+    """Describe one parameter: shape and logical axes; `init` is "normal", "ones" or "zeros"."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
@@ -65,7 +65,7 @@ class ParamSpec(NamedTuple):
 
 
 def param_specs(config: TransformerConfig) -> Params:
-    """The model as a table: a tree of `ParamSpec` with the structure of the parameters."""
+    """Return the model as a table: a tree of `ParamSpec` with the structure of the parameters."""
     c = config
     d, heads, kv, hd, ff = (
         c.hidden_size,
@@ -115,25 +115,28 @@ def param_specs(config: TransformerConfig) -> Params:
 
 
 def is_spec(x: object) -> bool:
-    """Whether `x` is a leaf of `param_specs` (a `ParamSpec` is a tuple, hence itself a pytree)."""
+    """Return whether `x` is a leaf of `param_specs`.
+
+    A `ParamSpec` is a tuple, hence itself a pytree.
+    """
     return isinstance(x, ParamSpec)
 
 
 @functools.singledispatch
 def describe(config: TransformerConfig) -> dict[str, Any]:
-    """The architecture as JSON, kept in checkpoints."""
+    """Return the architecture as JSON, which checkpoints keep."""
     return dataclasses.asdict(config)
 
 
 @functools.singledispatch
 def logical_axes(config: TransformerConfig) -> Params:
-    """Tree of logical axis names, parallel to the parameters."""
+    """Return a tree of logical axis names, parallel to the parameters."""
     return jax.tree.map(lambda spec: spec.axes, param_specs(config), is_leaf=is_spec)
 
 
 @functools.singledispatch
 def abstract_params(config: TransformerConfig) -> Params:
-    """Shapes and dtypes of the parameters; nothing is allocated."""
+    """Return the shapes and dtypes of the parameters; nothing is allocated."""
     return jax.tree.map(
         lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32),
         param_specs(config),
@@ -143,7 +146,7 @@ def abstract_params(config: TransformerConfig) -> Params:
 
 @functools.singledispatch
 def init_params(config: TransformerConfig, seed: int, shardings: Params | None = None) -> Params:
-    """Random float32 parameters: normal(0, initializer_range), norms 1, biases 0.
+    """Draw random float32 parameters: normal(0, initializer_range), norms 1, biases 0.
 
     Drawn on the host leaf by leaf and placed at once, so the host holds one leaf at a time and
     nothing is compiled: sharded random bits took 24 s of compilation on eight CPU devices.
@@ -162,7 +165,7 @@ def init_params(config: TransformerConfig, seed: int, shardings: Params | None =
 
 
 def draw(spec: ParamSpec, name: tuple[int, int], initializer_range: float) -> np.ndarray:
-    """A random parameter, named by (seed, leaf)."""
+    """Draw a random parameter, named by (seed, leaf)."""
     constant = {"ones": np.ones, "zeros": np.zeros}
     if spec.init in constant:
         return constant[spec.init](spec.shape, np.float32)
@@ -172,9 +175,9 @@ def draw(spec: ParamSpec, name: tuple[int, int], initializer_range: float) -> np
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, config: TransformerConfig) -> jax.Array:
-    """x / rms(x) * scale over the last dim, in float32; times (1 + scale) with `unit_offset_norm`.
+    """Return x / rms(x) * scale over the last dim, in float32.
 
-    Zhang & Sennrich, https://arxiv.org/abs/1910.07467.
+    With `unit_offset_norm` it is times (1 + scale). Zhang & Sennrich, https://arxiv.org/abs/1910.07467.
     """
     x32 = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
@@ -185,12 +188,12 @@ def rms_norm(x: jax.Array, scale: jax.Array, config: TransformerConfig) -> jax.A
 
 
 def sliding_flags(config: TransformerConfig) -> np.ndarray:
-    """Whether each layer slides [L]."""
+    """Return whether each layer slides [L]."""
     return np.asarray(config.sliding_layers or (False,) * config.num_layers)
 
 
 def fuse_projections(layer: Params) -> Params:
-    """A layer with one matrix for q, k, v and one for gate and up: fewer, wider products.
+    """Fuse q, k, v of a layer into one matrix, and gate and up into one: fewer, wider products.
 
     For decoding, where a product takes less time than starting it. [D, H + 2K, h] and [D, 2F].
     """
@@ -211,7 +214,7 @@ def fuse_projections(layer: Params) -> Params:
 def project_qkv(
     config: TransformerConfig, weights: Params, y: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries [B, T, H, h], keys and values [B, T, K, h]; the weights may be fused."""
+    """Compute queries [B, T, H, h], keys and values [B, T, K, h]; the weights may be fused."""
     if "wqkv" in weights:
         qkv = project(y, weights["wqkv"])
         if config.attention_bias:
@@ -226,7 +229,7 @@ def project_qkv(
 
 
 def project_gate_up(weights: Params, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Gate and up [B, T, F] of the MLP; the weights may be fused."""
+    """Compute gate and up [B, T, F] of the MLP; the weights may be fused."""
     if "w_gate_up" in weights:
         gate, up = jnp.split(project(y, weights["w_gate_up"]), 2, axis=-1)
         return gate, up
@@ -241,7 +244,7 @@ def decoder_layer(
     attend: Attend,
     placement: Placement | None = None,
 ) -> jax.Array:
-    """One pre-norm block; `attend` decides which keys there are.
+    """Run one pre-norm block; `attend` decides which keys there are.
 
     attend(q, k, v, mask) takes q [B, T, H, h], k, v [B, K, T, h], the view's mask and returns
     [B, T, H, h]. x [B, T, D]; returns [B, T, D]. Heads and MLP width are spread by
@@ -282,7 +285,7 @@ def embed(
     dtype: jnp.dtype,
     placement: Placement | None = None,
 ) -> jax.Array:
-    """Token embeddings [B, T, D] in the compute dtype."""
+    """Return the token embeddings [B, T, D] in the compute dtype."""
     x = look_up(params["embed"], tokens, dtype, placement)
     # Gemma rounds the factor to the compute dtype before it multiplies.
     return x * jnp.asarray(math.sqrt(config.hidden_size), dtype) if config.scale_embeddings else x
@@ -290,14 +293,14 @@ def embed(
 
 @functools.singledispatch
 def head_axes(config: TransformerConfig) -> Params:
-    """The parameters that `unembed` reads, by name, and their logical axes."""
+    """Return the logical axes of the parameters that `unembed` reads, by name."""
     names = ("final_norm", "embed" if config.tie_embeddings else "unembed")
     return {name: logical_axes(config)[name] for name in names}
 
 
 @functools.singledispatch
 def unembed(config: TransformerConfig, params: Params, hidden: jax.Array) -> jax.Array:
-    """Final norm and vocabulary head: [..., D] -> float32 logits [..., V]."""
+    """Apply the final norm and the vocabulary head: [..., D] -> float32 logits [..., V]."""
     with jax.named_scope("unembed"):
         y = rms_norm(hidden, params["final_norm"], config)
         head = merge(params["unembed"] if "unembed" in params else params["embed"].T)
@@ -318,7 +321,7 @@ def forward(
     kernel: str = "xla",
     placement: Placement | None = None,
 ) -> jax.Array:
-    """Hidden states [B, T, D] before the final norm.
+    """Compute the hidden states [B, T, D] before the final norm.
 
     Args:
         tokens, positions, segment_ids: [B, T] int; segment 0 is padding.

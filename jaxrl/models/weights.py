@@ -18,7 +18,7 @@ DimGroups = tuple[tuple[int, ...], ...]
 
 
 class HFWeight(NamedTuple):
-    """Where one parameter lies in a Hugging Face checkpoint.
+    """Describe where one parameter lies in a Hugging Face checkpoint.
 
     `name` holds "{i}" for the layer number if the leaf is stacked. `dims[j]` lists the dims of our
     (unstacked) array that are flattened, in this order, into dim j of theirs.
@@ -65,7 +65,7 @@ POST_NORM_WEIGHTS = WEIGHTS | {
 
 
 def weight_map(config: TransformerConfig) -> Params:
-    """Tree of `HFWeight`, parallel to the parameters."""
+    """Return a tree of `HFWeight`, parallel to the parameters."""
     table = POST_NORM_WEIGHTS if config.post_norms else WEIGHTS
     table = table | {"value_head": HFWeight(f"{config.value_head}.weight", LINEAR)}
     return jax.tree_util.tree_map_with_path(
@@ -74,30 +74,30 @@ def weight_map(config: TransformerConfig) -> Params:
 
 
 def layer_names(weight: HFWeight, num_layers: int) -> list[str]:
-    """The tensors behind one leaf: one per layer, or a single one for an unstacked leaf."""
+    """Name the tensors behind one leaf: one per layer, or a single one for an unstacked leaf."""
     if "{i}" not in weight.name:
         return [weight.name]
     return [weight.name.format(i=i) for i in range(num_layers)]
 
 
 def layer_shape(weight: HFWeight, spec: ParamSpec) -> tuple[int, ...]:
-    """Our shape of one layer's part of a leaf."""
+    """Return our shape of one layer's part of a leaf."""
     return spec.shape[1:] if "{i}" in weight.name else spec.shape
 
 
 def hf_shape(weight: HFWeight, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Their shape of an array that has shape `shape` on our side."""
+    """Return the Hugging Face shape of an array that has shape `shape` on our side."""
     return tuple(math.prod(shape[d] for d in group) for group in weight.dims)
 
 
 def to_hf(weight: HFWeight, x: np.ndarray) -> np.ndarray:
-    """One layer's array in the Hugging Face layout, C-contiguous."""
+    """Return one layer's array in the Hugging Face layout, C-contiguous."""
     order = [d for group in weight.dims for d in group]
     return np.ascontiguousarray(x.transpose(order).reshape(hf_shape(weight, x.shape)))
 
 
 def from_hf(weight: HFWeight, x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Inverse of `to_hf`: a view of `x` with our shape `shape` of one layer."""
+    """Undo `to_hf`: return a view of `x` with our shape `shape` of one layer."""
     order = [d for group in weight.dims for d in group]
     return x.reshape([shape[d] for d in order]).transpose(np.argsort(order))
 
@@ -105,7 +105,7 @@ def from_hf(weight: HFWeight, x: np.ndarray, shape: tuple[int, ...]) -> np.ndarr
 def read_part(
     weight: HFWeight, stored: Any, shape: tuple[int, ...], index: tuple[slice, ...]
 ) -> np.ndarray:
-    """`index` of one layer's array in our layout, reading of their tensor no more than it must.
+    """Read `index` of one layer's array in our layout, of their tensor no more than it must.
 
     Of dims that are flattened together only the first is cut in the file, the others in memory.
 
@@ -126,7 +126,7 @@ def read_part(
 
 
 def hf_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the Hugging Face checkpoint."""
+    """Return the name and shape of every tensor of the Hugging Face checkpoint."""
     weights, treedef = jax.tree.flatten(weight_map(config), is_leaf=is_weight)
     specs = treedef.flatten_up_to(param_specs(config))
     return {
@@ -137,7 +137,7 @@ def hf_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
 
 
 def params_to_hf(config: TransformerConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor under its Hugging Face name, in the dtype of the parameters, leaf by leaf.
+    """Yield every tensor under its Hugging Face name, in the dtype of the parameters, leaf by leaf.
 
     A collective where they span processes; then it goes layer by layer, for what is fetched is
     whole on every device first.
@@ -163,5 +163,8 @@ def _layer(leaf: jax.Array, i: int) -> jax.Array:
 
 
 def is_weight(x: object) -> bool:
-    """Whether `x` is a leaf of `weight_map` (an `HFWeight` is a tuple, hence itself a pytree)."""
+    """Return whether `x` is a leaf of `weight_map`.
+
+    An `HFWeight` is a tuple, hence itself a pytree.
+    """
     return isinstance(x, HFWeight)

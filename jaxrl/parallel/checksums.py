@@ -16,7 +16,7 @@ _BLOCK = 2**14  # elements that XLA's CPU backend adds as vectors; these fit its
 
 
 def checksums(state: Any) -> dict[str, int]:
-    """A number for the bits of each array, the same on every mesh.
+    """Return a number for the bits of each array, the same on every mesh.
 
     Orbax's files have no checksum of array data: a flipped bit would go unnoticed.
     """
@@ -43,12 +43,12 @@ def start_checksums(state: Any) -> Callable[[], dict[str, int]]:
 
 
 def host_checksums(arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
-    """A number for the bytes of each array of the host."""
+    """Return a number for the bytes of each array of the host, its CRC-32."""
     return {name: zlib.crc32(array.tobytes()) for name, array in arrays.items()}
 
 
 def _in_blocks(arrays: Mapping[str, Array]) -> frozenset[str]:
-    """Names of arrays that are whole on every device, and those CPUs; places in them are int32."""
+    """Return the names of arrays that CPUs hold whole and whose indices fit in int32."""
     return frozenset(
         name
         for name, array in arrays.items()
@@ -68,7 +68,7 @@ def _checksums(arrays: dict[str, Array], in_blocks: frozenset[str]) -> dict[str,
 
 
 def _sum(array: Array) -> Array:
-    """Sum of bits times position mod 2^32; odd weights, so that any one changed element shows."""
+    """Sum bits times position mod 2^32, with odd weights: any one changed element shows."""
     weights, stride = jnp.ones(array.shape, jnp.uint32), 2
     for dim in reversed(range(array.ndim)):
         weights += jnp.uint32(stride) * jax.lax.broadcasted_iota(jnp.uint32, array.shape, dim)
@@ -77,9 +77,10 @@ def _sum(array: Array) -> Array:
 
 
 def _sum_of_blocks(array: Array) -> Array:
-    """The same number in a tenth of the time: XLA's CPU backend sums integers one by one.
+    """Return the number of `_sum` in a tenth of its time on CPUs.
 
-    A block of the flat array is multiplied and added elementwise, which it does with vectors.
+    XLA's CPU backend sums integers one by one. A block of the flat array is multiplied and added
+    elementwise, which it does with vectors.
     """
     flat = array.reshape(-1)
     blocks, rest = divmod(flat.size, _BLOCK)

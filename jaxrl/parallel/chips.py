@@ -14,7 +14,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Chip:
-    """One device as JAX counts them; a core where a chip is two of them.
+    """Describe one device as JAX counts them; a core where a chip is two of them.
 
     Attributes:
         name: as in `--topology`.
@@ -36,7 +36,7 @@ class Chip:
 
     @property
     def ring(self) -> float:
-        """Bytes/s that it sends in a ring, which goes through each chip by two of its links."""
+        """Return the bytes/s that it sends in a ring, which goes through each chip by two links."""
         return self.network * 2 / self.links
 
 
@@ -61,10 +61,10 @@ CHIPS = (  # the first whose kind is part of a device's
 
 
 def chip_of(device: Any) -> Chip | None:
-    """The kind of a device; None for one that is not in the table, such as a CPU."""
+    """Return the kind of a device; None for one that is not in the table, such as a CPU."""
     return next((chip for chip in CHIPS if chip.kind in device.device_kind), None)
 
 
 def chip_named(name: str) -> Chip | None:
-    """The kind of a topology, "v5e" of "v5e:2x4"."""
+    """Return the kind that a topology names, "v5e" of "v5e:2x4"; None if it is not in the table."""
     return next((chip for chip in CHIPS if chip.name == name.lower()), None)

@@ -26,7 +26,7 @@ def enable_cache(folder: str | None) -> None:
 
 
 class Call(NamedTuple):
-    """A jitted function and what it is called with: arrays, or shapes with shardings."""
+    """Hold a jitted function and what it is called with: arrays, or shapes with shardings."""
 
     function: Any
     args: tuple[Any, ...]
@@ -37,11 +37,11 @@ class Call(NamedTuple):
         return self.function(*self.args, **self.options)
 
     def lower(self) -> jax.stages.Lowered:
-        """The program, to be compiled."""
+        """Return the lowered program, to be compiled."""
         return self.function.lower(*self.args, **self.options)
 
     def results(self) -> Any:
-        """Shapes of what it returns."""
+        """Return the shapes of what the function returns."""
         return self.function.eval_shape(*self.args, **self.options)
 
 
@@ -115,13 +115,13 @@ class CompilationWatch:
         jax.monitoring.unregister_event_duration_listener(self._listen)
 
     def take(self) -> tuple[list[str], float]:
-        """Names of the functions compiled since the last call, and the seconds that took."""
+        """Return the functions compiled since the last call, by name, and the seconds that took."""
         taken = self.names, sum(self.seconds)
         self.names, self.seconds = [], []
         return taken
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Metrics of a step; what it compiled although everything should be warm is printed."""
+        """Return the metrics of a step; print what it compiled although all should be warm."""
         names, seconds = self.take()
         if names and step > self.warm_after:
             self.recompiles += len(names)

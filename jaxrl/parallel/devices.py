@@ -32,7 +32,10 @@ def check_devices() -> None:
 
 
 def _devices_without_choice() -> str:
-    """Asked in another process: in this one JAX would stay with what it started."""
+    """Describe the devices that JAX finds without JAX_PLATFORMS, asked in another process.
+
+    In this one JAX would stay with what it started.
+    """
     environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
     command = [sys.executable, "-c", _FOUND]
     try:

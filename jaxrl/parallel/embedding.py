@@ -16,7 +16,7 @@ def look_up(
     placement: Placement | None,
     dtype: jnp.dtype,
 ) -> jax.Array:
-    """Rows of a table [V, D] for tokens [B, T] -> [B, T, D] in `dtype`.
+    """Look up the rows of a table [V, D] for tokens [B, T] -> [B, T, D] in `dtype`.
 
     The table, of logical axes `names`, is never whole on a device, nor is its gradient, which is
     summed in the table's dtype: a device looks its columns up for the tokens of all devices that

@@ -17,7 +17,7 @@ AXES = ("data", "fsdp", "context", "expert", "tensor")
 
 
 def mesh_sizes(num_devices: int, **sizes: int) -> tuple[int, ...]:
-    """Sizes of `AXES` for that many devices.
+    """Return the sizes of `AXES` for a number of devices.
 
     Args:
         sizes: by axis; at most one is -1 and takes the rest, which is `data` where it is not named
@@ -46,7 +46,7 @@ def mesh_sizes(num_devices: int, **sizes: int) -> tuple[int, ...]:
 def make_mesh(
     *, devices: Sequence[Any] | None = None, keep_order: bool = False, **sizes: int
 ) -> Mesh:
-    """A mesh with all of `AXES` over all devices.
+    """Make a mesh with all of `AXES` over all devices.
 
     Args:
         devices: default `jax.devices()`.
@@ -63,7 +63,7 @@ def make_mesh(
 
 
 def arranged(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
-    """The devices in a mesh of that shape; in their order, but for TPUs.
+    """Arrange devices in a mesh of a given shape; in their order, but for TPUs.
 
     Those of whole slices, or of a whole box of one, are put such that the axes run along links
     between neighbours: as JAX does, or in their order where that is nearer. Several slices, which
@@ -85,14 +85,17 @@ def arranged(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
 
 
 def _is_box(devices: Sequence[Any]) -> bool:
-    """Whether their chips fill a box."""
+    """Return whether the chips of TPU devices fill a box."""
     chips = np.array([device.coords for device in devices])
     cores = len({getattr(device, "core_on_chip", 0) for device in devices})
     return cores * int(np.prod(np.ptp(chips, axis=0) + 1)) == len(devices)
 
 
 def _along_links(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
-    """The nearer of JAX's arrangement, with whole sides of the box if they fit, and their order."""
+    """Return the nearer of JAX's arrangement of TPU devices and their given order.
+
+    JAX's is with whole sides of the box if they fit.
+    """
     choices = [np.array(devices).reshape(shape)]
     for split in (False, True):
         with contextlib.suppress(NotImplementedError, AssertionError, ValueError):
@@ -105,7 +108,7 @@ def _along_links(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
 
 
 def hops(devices: np.ndarray) -> float:
-    """Links between neighbours of the rings along each axis of a mesh of TPUs, summed over axes."""
+    """Return the mean links between ring neighbours per axis of a TPU mesh, summed over axes."""
     flat = np.array([device.coords for device in devices.flat])
     chips = flat.reshape(*devices.shape, -1)
     axes = range(devices.ndim)
@@ -113,7 +116,7 @@ def hops(devices: np.ndarray) -> float:
 
 
 def by_process(devices: Iterable[Any]) -> list[list[Any]]:
-    """The devices of each process, in the order of the processes."""
+    """Return the devices of each process, in the order of the processes."""
     parts: dict[int, list[Any]] = {}
     for device in devices:
         parts.setdefault(device.process_index, []).append(device)
@@ -121,7 +124,7 @@ def by_process(devices: Iterable[Any]) -> list[list[Any]]:
 
 
 def engine_meshes(devices: Iterable[Any], engines: int, tensor: int) -> list[Mesh]:
-    """The devices in `engines` equal parts, each with a tensor axis and data over the rest.
+    """Part devices into `engines` equal meshes, each with a tensor axis and data over the rest.
 
     They keep their order, that of the trainer's mesh.
 

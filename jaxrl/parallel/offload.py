@@ -13,7 +13,7 @@ IN_HOST_MEMORY = "pinned_host"
 
 
 def host_shardings(shardings: Any, field: str) -> Any:
-    """A tree of shardings in host memory; where the backend has none, as they were, and a warning.
+    """Return shardings in host memory; where the backend has none, as they were, and warn.
 
     Args:
         field: of the config that asks for it, named by the warning.
@@ -29,7 +29,7 @@ def host_shardings(shardings: Any, field: str) -> Any:
 
 
 def on_device(tree: Any) -> Any:
-    """A tree whose arrays in host memory are moved to their devices; the others stay."""
+    """Move the arrays of a tree that are in host memory to their devices; the others stay."""
 
     def move(x: Any) -> Any:
         waits = isinstance(x, jax.Array) and x.sharding.memory_kind == IN_HOST_MEMORY

@@ -37,15 +37,15 @@ INTERRUPTED = 130  # 128 + SIGINT
 
 
 class ProcessError(ValueError):
-    """The processes do not make one job."""
+    """Signal that the processes do not make one job."""
 
 
 class JoinError(ProcessError):
-    """They did not all come; another time they may."""
+    """Signal that not all processes came; another time they may."""
 
 
 def joined_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
-    """`main(argv)` in a process of a job, if the environment or --distributed says so.
+    """Run `main(argv)`, in a process of a job if the environment or --distributed says so.
 
     A process that fails ends at once: at its regular end JAX would have it wait for the others,
     which wait for it in a computation. They end when it is gone. The first alone prints.
@@ -142,7 +142,7 @@ def _initialize(
 
 
 def _alone_on_its_host() -> bool:
-    """Whether Slurm started one process on each host: all GPUs are its own, not the first alone."""
+    """Return whether Slurm started one process per host: all GPUs are its own, not the first."""
     said = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     return said == "1" or said.startswith("1(")
 
@@ -157,7 +157,7 @@ def _number(name: str, given: int | None) -> int | None:
 
 
 def _facts() -> dict[str, Any]:
-    """What must be the same in all processes; read without a computation on the mesh."""
+    """Return what must be the same in all processes, read without a computation on the mesh."""
     return {
         "jaxrl": jaxrl.__version__,
         "jax": jax.__version__,
@@ -198,17 +198,17 @@ def _compare(facts: dict[str, Any], seconds: int) -> None:
 
 
 def is_first() -> bool:
-    """Whether this process writes what is written once: logs, the ledger, exports."""
+    """Return whether this process writes what is written once: logs, the ledger, exports."""
     return jax.process_index() == 0
 
 
 def record_folder(folder: Path) -> Path:
-    """Where this process writes what each has of its own, in the folder of a run."""
+    """Return where this process writes what each has of its own, in the folder of a run."""
     return folder if is_first() else folder / "processes" / str(jax.process_index())
 
 
 def gather(value: T) -> list[T]:
-    """The value of every process, in their order; a collective.
+    """Return the value of every process, in their order; a collective.
 
     It travels as bytes, in rounds of one size, so that nothing is compiled for another length.
     """
@@ -226,7 +226,7 @@ def gather(value: T) -> list[T]:
 
 
 def _all(row: np.ndarray) -> np.ndarray:
-    """[n] uint8 of every process as [processes, n]."""
+    """Gather [n] uint8 of every process as [processes, n]."""
     return np.asarray(multihost_utils.process_allgather(row))
 
 
@@ -255,19 +255,19 @@ def same_in_all(what: str, values: Mapping[str, Any]) -> None:
 
 
 def agree(value: T | None) -> T:
-    """The value of process 0; a collective."""
+    """Return the value of process 0; a collective."""
     return cast(T, gather(value if is_first() else None)[0])
 
 
 def share(items: Sequence[T]) -> Sequence[T]:
-    """This process's part of a list: neighbours, and none if there are too few."""
+    """Return this process's part of a list: neighbours, and none if there are too few."""
     edges = [len(items) * i // jax.process_count() for i in range(jax.process_count() + 1)]
     begin, end = list(itertools.pairwise(edges))[jax.process_index()]
     return items[begin:end]
 
 
 def put(tree: Any, shardings: Any) -> Any:
-    """Host arrays, the same in all processes, on the devices; each process copies its parts.
+    """Put host arrays, the same in all processes, on devices; each process copies its parts.
 
     Args:
         shardings: one for all, or a tree of them; None = the default device.
@@ -290,7 +290,10 @@ def _put(x: Any, sharding: Sharding) -> jax.Array:
 
 
 def fetch(tree: Any) -> Any:
-    """Device arrays as host arrays, whole, in every process; a collective where they span some."""
+    """Return device arrays as host arrays, whole, in every process.
+
+    A collective where they span processes.
+    """
     spread = [x for x in jax.tree.leaves(tree) if _spans(x)]
     if spread:
         whole = dict(zip(map(id, spread), _replicated(spread), strict=True))
@@ -303,7 +306,7 @@ def _spans(x: Any) -> bool:
 
 
 def _replicated(arrays: list[jax.Array]) -> list[jax.Array]:
-    """Copies on every device."""
+    """Copy arrays, whole, to every device."""
 
     def whole(x: jax.Array) -> NamedSharding:
         assert isinstance(x.sharding, NamedSharding)  # as all that span processes

@@ -14,9 +14,9 @@ MeshAxes = str | tuple[str, ...] | None
 
 @dataclass(frozen=True)
 class ShardingRules:
-    """Mesh axes of each logical axis; None = not sharded. The default is FSDP (ZeRO-3) and tensor.
+    """Name the mesh axes of each logical axis; None = not sharded.
 
-    A dim that its mesh axes do not divide stays whole.
+    The default is FSDP (ZeRO-3) and tensor. A dim that its mesh axes do not divide stays whole.
     """
 
     batch: MeshAxes = ("data", "fsdp")
@@ -33,13 +33,13 @@ class ShardingRules:
 
 @dataclass(frozen=True)
 class Placement:
-    """A mesh and its rules: where the arrays of a model live."""
+    """Hold a mesh and its rules: where the arrays of a model live."""
 
     mesh: Mesh
     rules: ShardingRules = field(default_factory=ShardingRules)
 
     def spec(self, shape: Sequence[int], names: Sequence[str | None]) -> PartitionSpec:
-        """Mesh axes of each dim of an array with these logical axes."""
+        """Return the mesh axes of each dim of an array with these logical axes."""
         axes = [getattr(self.rules, name) if name else None for name in names]
 
         def fits(dim: int, axis: MeshAxes) -> bool:
@@ -48,11 +48,11 @@ class Placement:
         return PartitionSpec(*(a if fits(d, a) else None for d, a in zip(shape, axes, strict=True)))
 
     def sharding(self, shape: Sequence[int], names: Sequence[str | None]) -> NamedSharding:
-        """The same as a sharding."""
+        """Return the sharding of an array with these logical axes, as `spec` says."""
         return NamedSharding(self.mesh, self.spec(shape, names))
 
     def whole_over_batch(self, spec: PartitionSpec) -> PartitionSpec:
-        """The spec without the axes of the batch: a parameter as the computation needs it."""
+        """Return a spec without the axes of the batch: a parameter as the computation needs it."""
 
         def keep(axes: MeshAxes) -> MeshAxes:
             return tuple(axis for axis in _names(axes) if axis not in self.batch_axes) or None
@@ -61,21 +61,21 @@ class Placement:
 
     @property
     def platform(self) -> str:
-        """Of the devices: "cpu", "gpu", "tpu"."""
+        """Return the platform of the devices: "cpu", "gpu", "tpu"."""
         return self.mesh.devices.flat[0].platform
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """Mesh axes over which rows are spread."""
+        """Return the mesh axes over which rows are spread."""
         return _names(self.rules.batch)
 
     def size(self, axes: MeshAxes) -> int:
-        """Number of devices along mesh axes."""
+        """Return the number of devices along mesh axes."""
         return math.prod(self.mesh.shape[name] for name in _names(axes))
 
 
 def constrain(x: jax.Array, names: Sequence[str | None], placement: Placement | None) -> jax.Array:
-    """x, sharded by its logical axes; x itself without a placement."""
+    """Return x sharded by its logical axes; x itself without a placement."""
     if placement is None:
         return x
     return _place(x, placement.mesh, placement.spec(x.shape, names))
@@ -84,7 +84,7 @@ def constrain(x: jax.Array, names: Sequence[str | None], placement: Placement | 
 def gather(
     w: jax.Array, names: Sequence[str | None], placement: Placement | None, dtype: Any
 ) -> jax.Array:
-    """A parameter rounded to the compute dtype, whole over the batch axes: FSDP's all-gather.
+    """Return a parameter in the compute dtype, whole over the batch axes: FSDP's all-gather.
 
     It travels in the compute dtype and then has its own again, so that its gradient does too. That
     is scattered: left to the partitioner it is reduced whole, on every device.
@@ -120,23 +120,23 @@ def _place(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
 
 
 def param_shardings(mesh: Mesh, axes: Any, shapes: Any, rules: ShardingRules) -> Any:
-    """Tree of `NamedSharding` for parallel trees of logical axes and of arrays or shapes."""
+    """Return a tree of `NamedSharding` for parallel trees of logical axes and arrays or shapes."""
     placement = Placement(mesh, rules)
     return jax.tree.map(lambda x, names: placement.sharding(x.shape, names), shapes, axes)
 
 
 def batch_sharding(mesh: Mesh, rules: ShardingRules) -> NamedSharding:
-    """Rows over the batch axes; every further dimension whole."""
+    """Return the sharding of rows over the batch axes; every further dimension is whole."""
     return NamedSharding(mesh, PartitionSpec(rules.batch))
 
 
 def batch_devices(mesh: Mesh, rules: ShardingRules) -> int:
-    """Number of devices, or groups of them, that hold different rows of a batch."""
+    """Return the number of devices, or groups of them, that hold different rows of a batch."""
     return Placement(mesh, rules).size(rules.batch)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """A whole copy on every device."""
+    """Return the sharding of a whole copy on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 

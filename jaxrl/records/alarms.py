@@ -30,13 +30,13 @@ History = Mapping[str, list[float]]  # values of each metric, in the order of th
 
 
 def _last(history: History, name: str, count: int = 3) -> float | None:
-    """Mean of the last values; None before there are so many."""
+    """Return the mean of the last values; None before there are so many."""
     values = history.get(name, [])
     return fmean(values[-count:]) if len(values) >= count else None
 
 
 def _is_solved(history: History) -> bool:
-    """Whether most samples earn about as much as any sample of the run did.
+    """Return whether most samples earn about as much as any sample of the run did.
 
     A policy that is sure of right answers, or gives nothing else, has not collapsed.
     """
@@ -46,7 +46,10 @@ def _is_solved(history: History) -> bool:
 
 
 def entropy_left(history: History) -> float | None:
-    """Entropy of the last three steps over that of the first three; None where it is solved."""
+    """Return the entropy of the last three steps over that of the first three.
+
+    None where it is solved.
+    """
     now, start = _last(history, ENTROPY), history.get(ENTROPY, [])[:3]
     if now is None or fmean(start) <= 0 or _is_solved(history):
         return None
@@ -54,7 +57,9 @@ def entropy_left(history: History) -> float | None:
 
 
 def length_growth(history: History) -> float | None:
-    """Mean length over that of some steps ago; None while most responses end by themselves.
+    """Return the mean length over that of some steps ago.
+
+    None while most responses end by themselves.
 
     The last three of `WINDOW` steps over the median of their first five.
     """
@@ -66,7 +71,7 @@ def length_growth(history: History) -> float | None:
 
 
 def mismatch(history: History) -> float | None:
-    """Mean |log p(sampler) - log p(trainer)| of the last three steps, in nats.
+    """Return mean |log p(sampler) - log p(trainer)| of the last three steps, in nats.
 
     None with rollouts of an older policy: the difference is then what was learnt since.
     """
@@ -74,24 +79,30 @@ def mismatch(history: History) -> float | None:
 
 
 def groups_without_variance(history: History) -> float | None:
-    """Share of prompts whose samples all earned the same, over five steps; None where solved."""
+    """Return the share of prompts whose samples all earned the same, over five steps.
+
+    None where it is solved.
+    """
     return None if _is_solved(history) else _last(history, SAME, 5)
 
 
 def not_finite(history: History) -> float | None:
-    """Metrics of the last step that are NaN or infinite, and updates that it skipped for that."""
+    """Return how many metrics of the last step are NaN or infinite.
+
+    Updates that it skipped for that count, too.
+    """
     last = [history[name][-1] for name in FINITE if history.get(name)]
     return sum(not math.isfinite(x) for x in last) + (_last(history, SKIPPED, 1) or 0.0)
 
 
 def rejudged_differently(history: History) -> float | None:
-    """Trajectories of the last step that earned something else when they were judged again."""
+    """Return how many trajectories of the last step earned something else when judged again."""
     return _last(history, REJUDGED, 1)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """When an alarm goes off.
+    """Describe when an alarm goes off.
 
     Attributes:
         measure: a number of the history, or None: nothing can be said.
@@ -107,7 +118,7 @@ class Rule:
     below: bool = False
 
     def goes_off(self, history: History, threshold: float) -> float | None:
-        """The number, where it is beyond the threshold."""
+        """Return the number, where it is beyond the threshold; else None."""
         value = self.measure(history)
         if value is None:
             return None
@@ -163,7 +174,7 @@ RULES = {
 
 @dataclass(frozen=True)
 class Alarm:
-    """One that went off."""
+    """Describe an alarm that went off."""
 
     name: str
     step: int
@@ -181,7 +192,7 @@ class Alarm:
 
 @dataclass
 class Alarms:
-    """The rules over the steps of one run.
+    """Apply the rules over the steps of one run.
 
     Attributes:
         thresholds: instead of those of `RULES`; None switches a rule off.
@@ -192,12 +203,15 @@ class Alarms:
     last_beyond: dict[str, int] = field(default_factory=dict)
 
     def replay(self, lines: Iterable[Mapping[str, float]]) -> None:
-        """What was logged before a resumed run went on."""
+        """Take in what was logged before a resumed run went on."""
         for line in lines:
             self.update(int(line["step"]), line)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> list[Alarm]:
-        """Alarms that go off at this step: beyond the threshold as not for `WINDOW` steps."""
+        """Return the alarms that go off at this step.
+
+        These are beyond the threshold as they were not for `WINDOW` steps.
+        """
         if REWARD not in metrics:  # of an evaluation before the first step
             return []
         for name in READ:

@@ -21,7 +21,10 @@ _REQUIRED = {f.name for f in _FIELDS if f.default is dataclasses.MISSING} - {"ro
 
 
 def batch_path(export_path: str | Path, step: int) -> Path:
-    """Where the batch of a step is: `dumped_data/global_step_<N>_training_input.npz`."""
+    """Return where the batch of a step is.
+
+    That is `dumped_data/global_step_<N>_training_input.npz`.
+    """
     return Path(export_path) / "dumped_data" / f"global_step_{step}_training_input.npz"
 
 
@@ -35,7 +38,7 @@ def dump_batch(path: Path, batch: TrainBatch, step: int) -> None:
 
 
 def load_batch(path: str | Path) -> TrainBatch:
-    """The batch that a step trained, as host arrays.
+    """Return the batch that a step trained, as host arrays.
 
     Raises:
         FileNotFoundError: no such file; says which steps are beside it.

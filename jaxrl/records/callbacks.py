@@ -16,7 +16,7 @@ FIELD = "trainer.watching.callbacks"
 
 @dataclass(frozen=True)
 class CallbackInput:
-    """What an event is about; a field that is not of the event is None."""
+    """Describe what an event is about; a field that is not of the event is None."""
 
     global_step: int  # finished steps; at on_step_start the step that begins
     epoch: int  # from 0
@@ -31,7 +31,7 @@ class CallbackInput:
 
 @dataclass
 class TrainingControl:
-    """What callbacks ask for; heeded after the step, and should_save, should_evaluate once."""
+    """Hold what callbacks ask for; heeded after the step, and should_save, should_evaluate once."""
 
     should_save: bool = False
     should_evaluate: bool = False
@@ -39,50 +39,50 @@ class TrainingControl:
 
 
 class TrainingCallback:
-    """Derive from it and override the events that you want.
+    """React to the events of a run: derive from it and override those that you want.
 
     An exception of a callback ends the run: it is the user's code, as a loss is.
     """
 
     def on_train_start(self, trainer: Any, callback_input: CallbackInput, control: Any) -> None:
-        """Weights are loaded, nothing is compiled."""
+        """Run when weights are loaded and nothing is compiled."""
 
     def on_train_end(self, trainer: Any, callback_input: CallbackInput, control: Any) -> None:
-        """After the last step, or a stop; not after an error."""
+        """Run after the last step, or a stop; not after an error."""
 
     def on_epoch_start(self, trainer: Any, callback_input: CallbackInput, control: Any) -> None:
-        """Before the first step over the prompts, once more."""
+        """Run before the first step over the prompts, once more."""
 
     def on_epoch_end(self, trainer: Any, callback_input: CallbackInput, control: Any) -> None:
-        """After the last step of an epoch."""
+        """Run after the last step of an epoch."""
 
     def on_step_start(self, trainer: Any, callback_input: CallbackInput, control: Any) -> None:
-        """Before the prompts are drawn."""
+        """Run before the prompts are drawn."""
 
     def on_step_end(self, trainer: Any, callback_input: CallbackInput, control: Any) -> None:
-        """The weights are updated; evaluation, log and checkpoint of the step follow."""
+        """Run when the weights are updated; evaluation, log and checkpoint of the step follow."""
 
     def on_eval_start(self, trainer: Any, callback_input: CallbackInput, control: Any) -> None:
-        """Before an evaluation."""
+        """Run before an evaluation."""
 
     def on_eval_end(self, trainer: Any, callback_input: CallbackInput, control: Any) -> None:
-        """After it, with its metrics."""
+        """Run after an evaluation, with its metrics."""
 
     def on_save(self, trainer: Any, callback_input: CallbackInput, control: Any) -> None:
-        """A checkpoint is being written; its arrays are on the host."""
+        """Run while a checkpoint is being written; its arrays are on the host."""
 
     def on_log(self, trainer: Any, callback_input: CallbackInput, control: Any) -> None:
-        """Before the numbers of a step go to the loggers."""
+        """Run before the numbers of a step go to the loggers."""
 
     def on_alarm(self, trainer: Any, callback_input: CallbackInput, control: Any) -> None:
-        """An alarm went off in this step (jaxrl only)."""
+        """Run when an alarm went off in this step (jaxrl only)."""
 
 
 EVENTS = tuple(name for name in vars(TrainingCallback) if name.startswith("on_"))
 
 
 def load_callbacks(paths: Sequence[str]) -> list[TrainingCallback]:
-    """One of each class "my_pkg.my_module:MyCallback".
+    """Make one of each class "my_pkg.my_module:MyCallback".
 
     Raises:
         ValueError: it cannot be imported or made, or is no `TrainingCallback`; names the path.

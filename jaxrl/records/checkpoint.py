@@ -51,15 +51,15 @@ T = TypeVar("T")
 
 
 class CheckpointError(ValueError):
-    """This run cannot go on from the checkpoint that it was pointed to."""
+    """Say that this run cannot go on from the checkpoint that it was pointed to."""
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint whose files are missing, cut, or not what was saved."""
+    """Say that files of a checkpoint are missing, cut, or not what was saved."""
 
 
 class UnreadableCheckpoint(CheckpointError):
-    """Says that a checkpoint cannot be read now, and may be another time."""
+    """Say that a checkpoint cannot be read now, and may be another time."""
 
 
 class Checkpointer:
@@ -125,7 +125,7 @@ class Checkpointer:
         return str(self.folder / f"{PREFIX}_{step}")
 
     def wait(self) -> None:
-        """Until the last save is committed.
+        """Wait until the last save is committed.
 
         Raises:
             RuntimeError: it failed.
@@ -156,7 +156,7 @@ class Checkpointer:
     # ---------------------------------------------------------------- restore
 
     def refuse_later_than(self, step: int) -> None:
-        """A run that starts at `step` must not mix its checkpoints with later ones of another.
+        """Refuse to start at `step` in a folder that holds later checkpoints of another run.
 
         Raises:
             CheckpointError: the folder holds later steps.
@@ -170,7 +170,7 @@ class Checkpointer:
             )
 
     def read_meta(self, step: int) -> dict[str, Any]:
-        """The JSON part alone."""
+        """Return the JSON part of a checkpoint alone."""
         args = ocp.args.Composite(meta=ocp.args.JsonRestore())
         meta = self.manager.restore(step, args=args)["meta"]
         if missing := META_KEYS - set(meta or {}):
@@ -178,7 +178,7 @@ class Checkpointer:
         return meta
 
     def restore(self, step: int, like: TrainState, meta: dict[str, Any]) -> TrainState:
-        """The state of a step, with the shapes, dtypes and shardings of `like`.
+        """Return the state of a step, with the shapes, dtypes and shardings of `like`.
 
         What else was saved is then in `restored_meta` and `restored_buffer`.
 
@@ -222,7 +222,7 @@ class Checkpointer:
     def restore_latest(
         self, like: TrainState, meta: dict[str, Any]
     ) -> tuple[int, TrainState] | None:
-        """Step and state of the newest checkpoint that is whole, or None if there is none at all.
+        """Return step and state of the newest whole checkpoint, or None if there is none at all.
 
         Newer ones that are damaged are renamed to `<name>.damaged`, with a warning.
 
@@ -278,7 +278,7 @@ def resume(
     like: TrainState,
     meta: dict[str, Any],
 ) -> TrainState | None:
-    """The state to go on from, or None to start afresh.
+    """Return the state to go on from, or None to start afresh.
 
     Args:
         own: of this run's checkpoints.
@@ -306,7 +306,7 @@ def resume(
 
 
 def parse_resume_path(resume_path: str, field: str = "trainer.resume_path") -> tuple[str, int]:
-    """Folder and step of `.../global_step_<N>`.
+    """Return folder and step of `.../global_step_<N>`.
 
     Args:
         field: what the user calls it.
@@ -407,7 +407,10 @@ def refuse_other(path: str, saved: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def warn_of_changed_functions(path: str, saved: dict[str, str], now: dict[str, str]) -> None:
-    """Their names are in the config and compared there; a new source may be meant, so go on."""
+    """Warn of user functions whose source has changed; it may be meant, so go on.
+
+    Their names are in the config and compared there.
+    """
     changed = [name for name in saved if name in now and saved[name] != now[name]]
     if changed:
         warnings.warn(
@@ -418,7 +421,7 @@ def warn_of_changed_functions(path: str, saved: dict[str, str], now: dict[str, s
 
 
 def shared_folder(field: str, path: str) -> epath.Path:
-    """`writable_folder`, if all processes of the job see the same one; a collective.
+    """Return `writable_folder`, if all processes of the job see the same one; a collective.
 
     On hosts with folders of their own each would hold a part of a checkpoint.
 
@@ -447,7 +450,7 @@ def shared_folder(field: str, path: str) -> epath.Path:
 
 
 def item_handlers() -> dict[str, Any]:
-    """Of the items state, meta and buffer."""
+    """Return orbax's handlers of the items state, meta and buffer."""
     return {
         "state": array_handler(),
         "meta": ocp.JsonCheckpointHandler(),
@@ -456,7 +459,7 @@ def item_handlers() -> dict[str, Any]:
 
 
 def array_handler() -> ocp.PyTreeCheckpointHandler:
-    """Of the state; writes the first copy of a replicated array.
+    """Return the handler of the state, which writes the first copy of a replicated array.
 
     Orbax's own way, a slice of every copy, compiles a program for each slice in the first save.
     """

@@ -17,13 +17,16 @@ from jaxrl.types import TrainBatch
 
 
 def peak_flops(device: Any) -> float | None:
-    """FLOP/s of a device at best; None for a kind that is not in the table of `chips.py`."""
+    """Return the FLOP/s of a device at best.
+
+    None for a kind that is not in the table of `chips.py`.
+    """
     chip = chip_of(device)
     return chip.flops if chip else None
 
 
 def forward_flops(model: TransformerConfig | AdaptedModel, lengths: np.ndarray) -> float:
-    """FLOPs of one forward pass over rows of so many tokens [B], logits of every token.
+    """Return the FLOPs of one forward pass over rows of so many tokens [B], logits of every token.
 
     2 for each parameter of a matrix product and token; 4 x heads x head width for each pair of
     tokens of which one sees the other. Of a flax module 2 for each parameter and token alone.

@@ -12,7 +12,7 @@ from jaxrl.files import replace_text
 
 
 class JsonLines:
-    """Appends lines; those that cannot be written, to a full disk, wait, and the run goes on.
+    """Append lines; those that cannot be written, to a full disk, wait, and the run goes on.
 
     Args:
         path: its folder exists.
@@ -53,7 +53,7 @@ class JsonLines:
         self.waiting, self._failing = [], False
 
     def flush(self) -> None:
-        """What could be written is on disk."""
+        """Sync to disk what could be written."""
         with contextlib.suppress(OSError):  # `log` says so
             os.fsync(self.file.fileno())
 
@@ -69,7 +69,7 @@ class JsonLines:
 
 
 def read_lines(path: Path) -> list[dict[str, float]]:
-    """The complete lines of a `metrics.jsonl`; a line cut off by a crash is left out."""
+    """Return the complete lines of a `metrics.jsonl`; one cut off by a crash is left out."""
     if not path.exists():
         return []
     lines = []

@@ -331,13 +331,16 @@ class _LocalFiles:
         return (self._folder / str(number)).read_text()
 
     def create(self, number: int, text: str) -> None:
-        """Make it, in one process alone; the others, and where there is one, FileExistsError."""
+        """Make a lease, in one process alone.
+
+        The others get FileExistsError, as does whoever finds one there.
+        """
         self._folder.mkdir(parents=True, exist_ok=True)
         with (self._folder / str(number)).open("x") as file:
             file.write(text)
 
     def write(self, number: int, text: str) -> None:
-        """Replace it, so that readers find the old or the new, whole."""
+        """Replace a lease, so that readers find the old or the new, whole."""
         new = self._folder / f".{number}.{os.getpid()}"
         new.write_text(text)
         os.replace(new, self._folder / str(number))

@@ -28,7 +28,7 @@ PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a logger may say about a run.
+    """Hold what a logger may say about a run.
 
     Attributes:
         folder: of the run.
@@ -43,12 +43,12 @@ class RunInfo:
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def run_id(self, name: str) -> str | None:
-        """Under which a tracker knows the run that is resumed."""
+        """Return the id under which a tracker knows the run that is resumed, or None."""
         path = self._id_file(name)
         return path.read_text().strip() if self.finished_steps and path.exists() else None
 
     def keep_run_id(self, name: str, run_id: str) -> None:
-        """For the run that resumes this one."""
+        """Keep the id for the run that resumes this one."""
         self._id_file(name).write_text(run_id + "\n")
 
     def _id_file(self, name: str) -> Path:
@@ -59,13 +59,13 @@ class Logger(Protocol):
     """Takes the numbers of each step, in order."""
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """The numbers of a step."""
+        """Take the numbers of a step."""
 
     def flush(self) -> None:
-        """A checkpoint is about to be committed."""
+        """Write what waits: a checkpoint is about to be committed."""
 
     def close(self) -> None:
-        """The run is over."""
+        """End the log: the run is over."""
 
 
 def check_installed(names: Sequence[str]) -> None:
@@ -84,7 +84,7 @@ def check_installed(names: Sequence[str]) -> None:
 
 
 def open_logger(name: str, run: RunInfo) -> Logger | None:
-    """The logger of that name; None for those that write no files of their own."""
+    """Return the logger of that name; None for those that write no files of their own."""
     if name == "tensorboard":
         return TensorBoard(run.folder / "tensorboard", run.finished_steps)
     if name == "wandb":
@@ -95,7 +95,7 @@ def open_logger(name: str, run: RunInfo) -> Logger | None:
 
 
 class Background:
-    """A logger in a thread of its own: the run never waits for its server.
+    """Run a logger in a thread of its own: the run never waits for its server.
 
     Args:
         make: opens the logger, in the thread.
@@ -117,7 +117,7 @@ class Background:
         self.queue.put_nowait((step, numbers))
 
     def flush(self) -> None:
-        """A server has no part in the commit of a checkpoint."""
+        """Do nothing: a server has no part in the commit of a checkpoint."""
 
     def close(self) -> None:
         """Wait for what is under way, for `CLOSE_SECONDS` at most.
@@ -147,7 +147,7 @@ class Background:
 
 
 class TensorBoard:
-    """An event file that hides what earlier files in `folder` hold after `finished_steps`.
+    """Write an event file that hides what earlier ones in `folder` hold after `finished_steps`.
 
     The events are written by the caller's thread: tensorboardX's `SummaryWriter` leaves them to
     another one, and its `flush` does not wait for it.
@@ -172,7 +172,7 @@ class TensorBoard:
         self.events.write_event(event)
 
     def flush(self) -> None:
-        """Everything logged so far is on disk."""
+        """Write everything logged so far to the disk."""
         self.events.flush()
 
     def close(self) -> None:
@@ -181,7 +181,7 @@ class TensorBoard:
 
 
 class WandbLogger:
-    """A W&B run of `trainer.project_name`, offline where the server cannot be had.
+    """Log to a W&B run of `trainer.project_name`, offline where the server cannot be had.
 
     `WANDB_MODE=offline` writes under `<run folder>/wandb` alone. A resumed run goes on
     under its id; W&B leaves out the steps that it has already.
@@ -220,7 +220,7 @@ class WandbLogger:
         self.run.log(dict(numbers), step=step)
 
     def flush(self) -> None:
-        """W&B's process writes them."""
+        """Do nothing: W&B's process writes the numbers."""
 
     def close(self) -> None:
         """Wait until the server has everything."""
@@ -228,7 +228,7 @@ class WandbLogger:
 
 
 class MlflowLogger:
-    """A run of the experiment `trainer.project_name`.
+    """Log to a run of the experiment `trainer.project_name`.
 
     It is in the store of MLFLOW_TRACKING_URI, else in files under `<trainer.log_path>/mlruns`.
 
@@ -271,15 +271,15 @@ class MlflowLogger:
         self.client.log_batch(self.run_id, metrics=metrics)
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Do nothing: no numbers wait."""
 
     def close(self) -> None:
-        """The run is over."""
+        """Tell MLflow that the run is over."""
         self.client.set_terminated(self.run_id)
 
 
 def _allowed(name: str) -> str:
-    """MLflow takes no other characters in a name."""
+    """Replace the characters of a name that MLflow does not take."""
     return re.sub(r"[^\w./: -]", "_", name)
 
 

@@ -34,7 +34,7 @@ class Profiler:
         self.every_memory, self._tracing = every_memory, False
 
     def start(self, step: int) -> None:
-        """Before a step."""
+        """Start a trace before a step, if the step is to be traced."""
         if step not in self.trace_steps or self._tracing:
             return
         try:
@@ -44,7 +44,7 @@ class Profiler:
             tqdm.write(f"step {step} is not traced: {error}")
 
     def stop(self, step: int) -> None:
-        """After it."""
+        """Stop the trace after a step, and write the memory profile of one that is to have it."""
         if step + 1 not in self.trace_steps:
             self.close()
         if not self.every_memory and step not in self.memory_steps:
@@ -69,7 +69,7 @@ class Profiler:
 
 
 def memory_metrics() -> dict[str, float]:
-    """Most device memory that was in use since the process began, of the fullest device, in GiB.
+    """Return the most device memory used since the process began, of the fullest device, in GiB.
 
     Nothing where the backend does not count it, as on CPUs.
     """

@@ -12,7 +12,7 @@ Metrics = dict[str, float]
 
 
 def progress_bar(name: str, total: int, finished: int, *, shown: bool = True) -> tqdm:
-    """A bar over steps, on stderr; in a notebook on stdout, where the messages are.
+    """Return a bar over steps, on stderr; in a notebook on stdout, where the messages are.
 
     A notebook shows every change from one stream to the other as a new block of output, and in each
     block another bar.
@@ -36,7 +36,7 @@ def timed(metrics: Metrics, name: str) -> Iterator[None]:
 
 
 def progress_line(metrics: Mapping[str, float]) -> dict[str, str]:
-    """The numbers that people watch."""
+    """Return the numbers that people watch."""
     shown = {
         "reward": "reward/avg_raw_reward",
         "eval": "eval/all/avg_score",

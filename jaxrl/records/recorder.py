@@ -101,7 +101,7 @@ class Recorder:
         self._stack = contextlib.ExitStack()
 
     def start_clock(self) -> None:
-        """The run begins here."""
+        """Start the clock: the run begins here."""
         self._started = self._line = time.perf_counter()
 
     def open(self, first: int) -> Self:
@@ -176,7 +176,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Around the nine lines of a step."""
+        """Keep records around the nine lines of a step while the block runs."""
         if self.folders:
             self.folders.refuse_if_lost()
         of_epoch = (step - 1) % self.steps_per_epoch
@@ -189,7 +189,7 @@ class Recorder:
         self.profiler.stop(step)
 
     def end_step(self, step: int, metrics: dict[str, float], batch: TrainBatch | None) -> None:
-        """The weights are updated."""
+        """Note that the weights are updated, and tell the callbacks."""
         self.finished_steps = step
         self.fire("on_step_end", step, metrics=metrics, batch=batch)
         if step % self.steps_per_epoch == 0:
@@ -208,7 +208,7 @@ class Recorder:
     def evaluate(
         self, step: int, evaluation: Callable[[int], dict[str, float]]
     ) -> dict[str, float]:
-        """Evaluate, between its events."""
+        """Evaluate, between the events of an evaluation."""
         self.fire("on_eval_start", step)
         metrics = evaluation(step)
         self.fire("on_eval_end", step, metrics=metrics)
@@ -225,13 +225,13 @@ class Recorder:
             tqdm.write(f"--- step {step}, reward {reward:.3f}\n{prompt}{response}")
 
     def flush(self) -> None:
-        """Before a checkpoint: the records are on disk, and the curve is drawn."""
+        """Write the records to disk and draw the curve, before a checkpoint."""
         with timed(self.seconds, "log"):
             self.logger.plot()
             self.logger.flush()
 
     def take(self, request: str) -> bool:
-        """Whether `should_save` or `should_evaluate` was asked for since the last time.
+        """Return whether `should_save` or `should_evaluate` was asked for since the last time.
 
         In the first process: all must do the same.
         """
@@ -240,7 +240,7 @@ class Recorder:
         return agree(asked)
 
     def stops(self) -> bool:
-        """Whether the run is to end after this step."""
+        """Return whether the run is to end after this step."""
         control = self.control
         control.should_stop, self.stopped_by_alarm = agree(
             (control.should_stop, self.stopped_by_alarm)
@@ -262,7 +262,7 @@ class Recorder:
             self.bar.update(step - self.bar.n)
 
     def _heed(self, alarms: Sequence[Alarm], step: int, logs: dict[str, float]) -> None:
-        """Say them, and do what `on_alarm` asks for."""
+        """Print the alarms, and do what `on_alarm` asks for."""
         for alarm in alarms:
             tqdm.write(str(alarm))
         asked = self.settings.watching.on_alarm
@@ -274,7 +274,7 @@ class Recorder:
     # ---------------------------------------------------------------- time
 
     def _times(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The phases since the last line, the time that they were part of, and the rest of it."""
+        """Return the phases since the last line, the time they were part of, and the rest of it."""
         now, seconds = time.perf_counter(), self.seconds
         wall, self._line = now - self._line, now
         keys = {name: f"timing/{name}" for name in PHASES}
@@ -286,7 +286,7 @@ class Recorder:
         return times
 
     def _say_times(self) -> None:
-        """Where the time of the run went."""
+        """Print where the time of the run went."""
         wall = max(time.perf_counter() - self._started, 1e-9)
         for name in PHASES:
             late = self.seconds.pop(f"timing/{name}", 0.0)  # after the last line

@@ -116,7 +116,10 @@ class RunFolders:
         self._refuse_all(problem)
 
     def refuse_if_lost(self) -> None:
-        """Do the same as far as the last beat knows, in this process alone and at no cost."""
+        """Refuse as `check` does, as far as the last beat knows.
+
+        In this process alone and at no cost.
+        """
         for lock in self._locks:
             if lock.lost:
                 raise FolderError(lock.lost)
@@ -142,7 +145,7 @@ class RunFolders:
             replace_text(self._run / LATEST, f"{checkpoint}\n")
 
     def close(self) -> None:
-        """Let go of all of them."""
+        """Let go of all folders of the run."""
         self.closed = True
         _WAITING.discard(self)
         for lock in self._locks:

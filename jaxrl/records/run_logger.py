@@ -59,7 +59,7 @@ class RunLogger:
         self._each(lambda logger: logger.log(step, numbers))
 
     def flush(self) -> None:
-        """Everything logged so far is on disk."""
+        """Write everything logged so far to the disk."""
         self.lines.flush()
         self._each(lambda logger: logger.flush())
 
@@ -89,7 +89,7 @@ class RunLogger:
         return path
 
     def close(self) -> None:
-        """Flush everything."""
+        """Close the records and every logger."""
         self.lines.close()
         self._each(lambda logger: logger.close())
 
@@ -100,7 +100,10 @@ class RunLogger:
 
     @contextlib.contextmanager
     def _left_out_if_it_fails(self, name: str) -> Iterator[None]:
-        """A logger's error is said once; the run has better to do than to end for it."""
+        """Leave a logger out if it fails in the block, and say its error once.
+
+        The run has better to do than to end for it.
+        """
         try:
             yield
         except Exception as error:

@@ -76,7 +76,9 @@ OWN_FOLDERS = (
 
 
 def changed_fields(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Dotted names of the fields, but for MAY_CHANGE, that two configs differ in: (old, new).
+    """Return the fields, by dotted name, in which two configs differ: (old, new).
+
+    Those of MAY_CHANGE are left out.
 
     A field that is newer than the old config was at its default.
     """
@@ -91,7 +93,9 @@ def changed_fields(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[
 
 
 def fingerprint(rows: Iterable[Any]) -> str:
-    """SHA-256 over a data set in its order, so that a resumed run finds other rows in old files.
+    """Return the SHA-256 of a data set in its order.
+
+    With it a resumed run finds other rows in old files.
 
     What JSON cannot say of a row counts by its type alone.
 
@@ -113,7 +117,7 @@ def _plain(value: Any) -> Any:
 
 
 def refuse_records_of_another(config: cfg.TrainConfig) -> None:
-    """A run must not write over the steps of another one in its run folder; a collective.
+    """Refuse to write over the steps of another run in the run folder; a collective.
 
     The same config may start again there: the run was killed before its first checkpoint, or is
     done once more.
@@ -132,7 +136,7 @@ def refuse_records_of_another(config: cfg.TrainConfig) -> None:
 
 
 def _other_records(folder: Path, config: dict[str, Any]) -> str | None:
-    """Whose steps the folder holds, in words; None: those of this config, or none."""
+    """Return whose steps the folder holds, in words; None: those of this config, or none."""
     lines, rollouts = folder / "metrics.jsonl", (folder / "rollouts").glob("step_*.npz")
     if not (lines.exists() and lines.stat().st_size) and not any(rollouts):
         return None
@@ -147,7 +151,7 @@ def _other_records(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Dotted keys whose values differ: (saved, now). Lists and tuples are the same."""
+    """Return the dotted keys whose values differ: (saved, now). Lists and tuples are the same."""
     left, right = (json.loads(json.dumps(_flat(values))) for values in (saved, now))
     return {
         key: (left.get(key), right.get(key))

@@ -44,7 +44,7 @@ AdvantageEstimator = StrEnum("AdvantageEstimator", _names(ESTIMATORS))
 
 
 class PolicyLossRegistry(BaseFunctionRegistry):
-    """Policy losses, see `jaxrl.losses` for the contract."""
+    """Hold the policy losses, see `jaxrl.losses` for the contract."""
 
     _function_type = "policy loss"
     _builtin = LOSSES
@@ -52,7 +52,7 @@ class PolicyLossRegistry(BaseFunctionRegistry):
 
     @classmethod
     def register(cls, name: str | StrEnum, func: Function, batch_statistics: bool = False) -> None:
-        """`BaseFunctionRegistry.register`.
+        """Add a policy loss, see `BaseFunctionRegistry.register`.
 
         Args:
             batch_statistics: the loss of a token depends on other rows of the minibatch (a
@@ -66,13 +66,13 @@ class PolicyLossRegistry(BaseFunctionRegistry):
 
     @classmethod
     def has_batch_statistics(cls, name: str | StrEnum) -> bool:
-        """Whether a loss, by its name or path, was registered with `batch_statistics=True`."""
+        """Return whether a loss, by name or path, was registered with `batch_statistics=True`."""
         func = cls.resolve(name)
         return any(e.batch_statistics and e.func is func for e in cls._entries.values())
 
 
 class AdvantageEstimatorRegistry(BaseFunctionRegistry):
-    """Advantage estimators, see `jaxrl.advantages` for the contract."""
+    """Hold the advantage estimators, see `jaxrl.advantages` for the contract."""
 
     _function_type = "advantage estimator"
     _builtin = ESTIMATORS
@@ -86,11 +86,12 @@ _REGISTRIES = (PolicyLossRegistry, AdvantageEstimatorRegistry)
 
 
 def bind_estimator(algorithm: Any) -> Function:
-    """The configured estimator, `(*, token_level_rewards, response_mask, index, loss_mask, ...)`.
+    """Return the configured estimator, a function of keywords alone.
 
-    By keyword, because an estimator may take everything as `**kwargs`; the values of a critic are
-    one more, None where there is none. It is offered the settings
-    of the config under SkyRL's names, and its hyperparameters from `algorithm.advantage_kwargs`.
+    It is `(*, token_level_rewards, response_mask, index, loss_mask, ...)`: by keyword, because an
+    estimator may take everything as `**kwargs`; the values of a critic are one more, None where
+    there is none. It is offered the settings of the config under SkyRL's names, and its
+    hyperparameters from `algorithm.advantage_kwargs`.
 
     Raises:
         ValueError: it requires a parameter that it will not get. When it is traced: it raised, or
@@ -120,7 +121,7 @@ def bind_estimator(algorithm: Any) -> Function:
 
 
 def source_hashes(algorithm: Any) -> dict[str, str]:
-    """SHA-256 of the source of each configured function that is not a built-in.
+    """Return the SHA-256 of the source of each configured function that is not a built-in.
 
     Of the function itself, not of what it calls; "unknown" where Python has no source.
     """
@@ -154,7 +155,9 @@ def _configured(algorithm: Any) -> list[tuple[type[BaseFunctionRegistry], str]]:
 def register_policy_loss(
     name: str | StrEnum, batch_statistics: bool = False
 ) -> Callable[[Function], Function]:
-    """Decorator: `@register_policy_loss("my_loss")`. Returns the function unchanged.
+    """Register the decorated policy loss.
+
+    `@register_policy_loss("my_loss")`. Returns the function unchanged.
 
     Args:
         batch_statistics: see `PolicyLossRegistry.register`.
@@ -167,7 +170,7 @@ def register_policy_loss(
 
 
 def register_advantage_estimator(name: str | StrEnum) -> Callable[[Function], Function]:
-    """Decorator.
+    """Register the decorated advantage estimator.
 
     `@register_advantage_estimator("my_estimator")`. Returns the function unchanged.
 
@@ -193,7 +196,7 @@ def _decorator(
 
 
 def sync_registries() -> None:
-    """`sync_with_actor` of every registry; `jaxrl.cluster.initialize_ray` does it.
+    """Call `sync_with_actor` of every registry; `jaxrl.cluster.initialize_ray` does it.
 
     Raises:
         ValueError: see `BaseFunctionRegistry.sync_with_actor`.
@@ -203,7 +206,7 @@ def sync_registries() -> None:
 
 
 def snapshot() -> bytes:
-    """All user functions of all registries as one pickle, their modules included by value.
+    """Return all user functions of all registries as one pickle, with their modules by value.
 
     For a launcher without Ray, which starts one process per host and gives it this.
 
@@ -229,7 +232,7 @@ def load_snapshot(data: bytes) -> None:
 
 
 def accepted_keywords(func: Function, offered: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of `offered` that the signature of `func` names; all of it with `**kwargs`."""
+    """Return the part of `offered` that the signature of `func` names; all with `**kwargs`."""
     parameters = inspect.signature(func).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return dict(offered)

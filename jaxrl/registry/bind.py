@@ -82,7 +82,7 @@ def make_policy_loss(algorithm: Any) -> PolicyLoss:
 
 
 def loss_ndim(algorithm: Any, shape: tuple[int, int]) -> int:
-    """2 for a loss of each token, 0 for one number; the loss is traced on rows x tokens.
+    """Return 2 for a loss of each token, 0 for one number; the loss is traced on rows x tokens.
 
     Raises:
         ValueError: see `make_policy_loss`.

@@ -37,7 +37,7 @@ REWARD_KEYWORDS = ("action", "tokens", "stopped", "turn", "done", "prompt", "ext
 
 
 def asks_for(func: Callable, name: str) -> bool:
-    """Whether the signature of `func` names a parameter."""
+    """Return whether the signature of `func` names a parameter."""
     return name in inspect.signature(func).parameters
 
 
@@ -127,7 +127,7 @@ def raised_by(label: str) -> Iterator[None]:
 
 
 def loss_and_metrics(label: str, result: Any, shape: Shape) -> tuple[Array, dict[str, Array]]:
-    """What a policy loss returned, checked; a plain number as second value is its clip ratio.
+    """Return what a policy loss returned, checked; a plain second number is its clip ratio.
 
     Args:
         shape: [B, T].
@@ -147,7 +147,7 @@ def loss_and_metrics(label: str, result: Any, shape: Shape) -> tuple[Array, dict
 
 
 def advantages_and_returns(label: str, result: Any, shape: Shape) -> tuple[Array, Array]:
-    """What an advantage estimator returned, checked.
+    """Return what an advantage estimator returned, checked.
 
     Args:
         shape: [B, T].
@@ -164,7 +164,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def _parameters(func: Callable) -> list[inspect.Parameter]:
-    """Those of the signature; *args where Python knows none."""
+    """Return the parameters of the signature; *args where Python knows none."""
     try:
         return list(inspect.signature(func).parameters.values())
     except (TypeError, ValueError):
@@ -178,7 +178,7 @@ def _takes_rest(parameters: Sequence[inspect.Parameter]) -> bool:
 def _check_supplied(
     label: str, parameters: Sequence[inspect.Parameter], supplied: Sequence[str]
 ) -> None:
-    """All that these parameters get, they get by keyword."""
+    """Refuse a required parameter that nobody supplies: all are supplied by keyword."""
     for p in parameters:
         by_name = p.name in supplied and p.kind is not p.POSITIONAL_ONLY
         if p.kind in _POSITIONAL and p.default is p.empty and not by_name:
@@ -189,7 +189,7 @@ def _check_supplied(
 
 
 def _pair(label: str, result: Any, names: str, mended: str) -> tuple[Any, Any]:
-    """The two things that were returned; `mended` is what returns them in place of an array."""
+    """Return the two values of a result; `mended` is what returns them in place of an array."""
     if isinstance(result, tuple) and len(result) == 2:
         return result
     if hasattr(result, "shape"):

@@ -21,7 +21,7 @@ _OF_THE_IMPORT = ("__builtins__", "__cached__", "__file__", "__loader__", "__pat
 
 
 class PackedFunction(NamedTuple):
-    """A function on its way to another process."""
+    """Hold a function on its way to another process."""
 
     data: bytes
     fingerprint: str
@@ -53,7 +53,7 @@ def pack(func: Function, label: str, marks: Mapping[str, Any]) -> PackedFunction
 
 
 def unpack(packed: PackedFunction, label: str) -> tuple[Function, dict[str, Any]]:
-    """The function and its marks.
+    """Return a packed function and its marks.
 
     Raises:
         ValueError: a package that the function imports is missing here.
@@ -68,7 +68,7 @@ def unpack(packed: PackedFunction, label: str) -> tuple[Function, dict[str, Any]
 
 
 def source_hash(func: Function) -> str:
-    """SHA-256 of the source of the function itself, "unknown" where Python has no source."""
+    """Return the SHA-256 of a function's own source, "unknown" where Python has no source."""
     try:
         source = inspect.getsource(innermost(func))
     except (OSError, TypeError):  # typed at a prompt; a callable object
@@ -77,16 +77,17 @@ def source_hash(func: Function) -> str:
 
 
 def fingerprint(obj: Any) -> str:
-    """SHA-256 of what a function computes: code, defaults, captured values, globals it reads.
+    """Return the SHA-256 of what a function computes.
 
-    The same in every process, whether the function was imported or unpickled: names of its module,
-    files and line numbers play no part. Installed functions and all modules count by name.
+    That is code, defaults, captured values, globals it reads. It is the same in every process,
+    whether the function was imported or unpickled: names of its module, files and line numbers play
+    no part. Installed functions and all modules count by name.
     """
     return hashlib.sha256(repr(_content(obj, {})).encode()).hexdigest()
 
 
 def has_same_content(one: Function, other: Function) -> bool:
-    """Whether two functions have the same name and compute the same, as far as can be told."""
+    """Return whether two functions have one name and compute the same, as far as can be told."""
     if one is other:
         return True
     try:
@@ -96,7 +97,7 @@ def has_same_content(one: Function, other: Function) -> bool:
 
 
 def is_defined_again(one: Function, other: Function) -> bool:
-    """Whether one definition ran twice: a module that was both sent and imported, a script too.
+    """Return whether one definition ran twice: a module both sent and imported, a script too.
 
     The globals play no part: they may have changed since, or not all be there yet.
     """
@@ -115,7 +116,7 @@ def is_defined_again(one: Function, other: Function) -> bool:
 
 
 def is_edited_cell(one: Any, other: Any) -> bool:
-    """Whether both are versions of one function or class of a notebook or an interactive session.
+    """Return whether both are versions of one notebook's or session's function or class.
 
     There editing and running a cell again is how one works; a script defines a name once.
     """
@@ -130,7 +131,7 @@ def is_edited_cell(one: Any, other: Any) -> bool:
 
 @functools.singledispatch
 def _content(obj: Any, seen: dict[int, int]) -> Any:
-    """Nested tuples of plain text; `seen` numbers what was met before, so that cycles end."""
+    """Return nested tuples of plain text; `seen` numbers what was met, so that cycles end."""
     if hasattr(obj, "__qualname__") and not _is_user_module(obj.__module__):
         return "installed", obj.__module__, obj.__qualname__
     if id(obj) in seen:
@@ -172,7 +173,7 @@ def _(obj: types.CodeType, seen: dict[int, int]) -> Any:
 
 @functools.singledispatch
 def _parts(obj: Any) -> Any:
-    """What makes a function, a class or an instance what it is."""
+    """Return what makes a function, a class or an instance what it is."""
     if hasattr(obj, "__wrapped__"):  # jax.jit, jax.custom_jvp, jax.custom_vjp
         return obj.__wrapped__, [getattr(obj, name, None) for name in ("jvp", "fwd", "bwd")]
     if hasattr(obj, "__array__"):
@@ -227,7 +228,7 @@ def _global_names(code: types.CodeType) -> Iterator[str]:
 
 
 def _is_user_module(name: str | None) -> bool:
-    """Whether other processes may lack a module: it is neither jaxrl's nor installed."""
+    """Return whether other processes may lack a module: it is neither jaxrl's nor installed."""
     if name is None or name.partition(".")[0] in {"jaxrl", "builtins"}:
         return False
     module = sys.modules.get(name)
@@ -239,7 +240,10 @@ def _is_user_module(name: str | None) -> bool:
 
 
 def user_modules(func: Any) -> list[types.ModuleType]:
-    """Modules that are not installed and that a function or class reaches through globals."""
+    """Return the modules that a function or class reaches and that are not installed.
+
+    It reaches them through globals and captured values.
+    """
     inner = innermost(func)
     found, queue = {}, [_module_name(inner)]
     captured = inspect.getclosurevars(inner).nonlocals if inspect.isfunction(inner) else {}
@@ -262,7 +266,7 @@ def _module_name(obj: Any) -> str | None:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """cloudpickle, with what it lacks.
+    """Add to cloudpickle what it lacks.
 
     Modules of the user go as their contents, though they may import each other; a jitted function
     keeps its name and the function in it; a `jax.custom_vjp` can be loaded.
@@ -325,7 +329,7 @@ def _by_value(modules: list[types.ModuleType]) -> Iterator[None]:
 
 
 def _unpicklable_parts(func: Function) -> list[str]:
-    """Names of captured variables, globals or attributes that cannot be pickled."""
+    """Return the names of captured variables, globals or attributes that cannot be pickled."""
     inner = innermost(func)
     if inspect.isfunction(inner):
         captured = inspect.getclosurevars(inner)

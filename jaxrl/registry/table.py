@@ -20,7 +20,7 @@ from jaxrl.registry.pickling import (
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What a table holds under a name."""
+    """Hold what a table has under a name."""
 
     func: Function
     batch_statistics: bool = False  # the loss looks at the whole minibatch
@@ -30,12 +30,12 @@ class Entry:
 
     @property
     def marks(self) -> dict[str, Any]:
-        """What travels with the function."""
+        """Return what travels with the function."""
         return {"batch_statistics": self.batch_statistics}
 
 
 class BaseFunctionRegistry:
-    """One table of functions; subclasses name the kind and bring the built-ins.
+    """Hold one table of functions; subclasses name the kind and bring the built-ins.
 
     When Ray is initialised, what is registered in one process of the job is found in all. A lookup
     of a known name never leaves the process; registering, unregistering, listing and the lookup of
@@ -67,7 +67,7 @@ class BaseFunctionRegistry:
 
     @classmethod
     def get(cls, name: str | StrEnum) -> Function:
-        """The function registered under `name`.
+        """Return the function registered under `name`.
 
         Raises:
             ValueError: unknown name; the message lists the known ones.
@@ -82,7 +82,10 @@ class BaseFunctionRegistry:
 
     @classmethod
     def resolve(cls, name: str | StrEnum) -> Function:
-        """The function of a config string: a registered name, or "my_pkg.my_module:my_function"."""
+        """Return the function that a config names.
+
+        The string is a registered name, or "my_pkg.my_module:my_function".
+        """
         name = plain_name(name)
         if ":" not in name or cls._find(name):
             return cls.get(name)
@@ -90,7 +93,7 @@ class BaseFunctionRegistry:
 
     @classmethod
     def builtin_name(cls, name: str | StrEnum) -> str:
-        """The name of the built-in that `name` or path stands for; else `name` itself."""
+        """Return the name of the built-in that a name or path stands for; else `name` itself."""
         name = plain_name(name)
         if name in cls._builtin:
             return name
@@ -102,7 +105,7 @@ class BaseFunctionRegistry:
 
     @classmethod
     def list_available(cls) -> list[str]:
-        """Names of all registered functions."""
+        """Return the names of all registered functions."""
         if _ray_is_initialized():
             cls.sync_with_actor()
         return list(cls._entries)
@@ -135,13 +138,13 @@ class BaseFunctionRegistry:
 
     @classmethod
     def repopulate(cls) -> None:
-        """Back to the built-ins alone."""
+        """Reset the table to the built-ins alone."""
         cls.reset()
         cls._add_builtins()
 
     @classmethod
     def user_functions(cls) -> dict[str, Function]:
-        """What was registered beyond, or over, the built-ins."""
+        """Return what was registered beyond, or over, the built-ins."""
         return {n: e.func for n, e in cls._entries.items() if cls._builtin.get(n) is not e.func}
 
     @classmethod
@@ -205,8 +208,9 @@ class BaseFunctionRegistry:
 
     @classmethod
     def _again(cls, name: str, known: Entry, entry: Entry) -> Entry:
-        """A cell may run again; a module may be imported after the process received its function.
+        """Return the entry of a name registered again; refuse other code or marks.
 
+        A cell may run again; a module may be imported after the process received its function.
         Where the globals of the two differ, the received one stays: all processes compute the same.
         """
         same = has_same_content(known.func, entry.func)
@@ -222,7 +226,7 @@ class BaseFunctionRegistry:
 
     @classmethod
     def _find(cls, name: str) -> bool:
-        """Whether a name is known, here or to the actor; it is known here afterwards."""
+        """Return whether a name is known, here or to the actor; it is known here afterwards."""
         if name not in cls._entries and _ray_is_initialized():
             cls.sync_with_actor()
         return name in cls._entries
@@ -260,7 +264,7 @@ class BaseFunctionRegistry:
 
 
 def plain_name(name: str | StrEnum) -> str:
-    """The string of an enum's member; the member itself could not be pickled by value."""
+    """Return the string of an enum's member, which itself could not be pickled by value."""
     return name.value if isinstance(name, StrEnum) else name
 
 
@@ -270,7 +274,7 @@ def _ray_is_initialized() -> bool:
 
 
 def _registry_sync() -> Any:
-    """The one import upward, of what only a process with Ray needs."""
+    """Import what only a process with Ray needs: the one import upward."""
     from jaxrl.cluster import registry_sync
 
     return registry_sync

@@ -30,7 +30,7 @@ def native_engine(
     decode_text: Callable[[Sequence[int]], str],
     **options: Any,
 ) -> NativeEngine | Balancer:
-    """One engine over the devices of `mesh`, or several over parts of them.
+    """Build one engine over the devices of `mesh`, or several over parts of them.
 
     Args:
         settings: `engine_init_kwargs` outrank everything here.
@@ -63,7 +63,7 @@ def engine_of_run(
     processes: int | None = None,
     **options: Any,
 ) -> NativeEngine | Balancer:
-    """The native engine of a training run.
+    """Build the native engine of a training run.
 
     Args:
         decode_text: token ids to text.
@@ -92,13 +92,16 @@ def engine_of_run(
 def weight_folder(
     config: cfg.TrainConfig, model: TransformerConfig, tokenizer: Any
 ) -> WeightFolder:
-    """Whole Hugging Face folders, adapters merged: a server can also be started from one."""
+    """Return what writes weights as whole Hugging Face folders, adapters merged.
+
+    A server can also be started from one.
+    """
     root, write = weights_root(config), model_writer(config, model, tokenizer)
     return WeightFolder(root, lambda params, folder: write(merge(params), folder))
 
 
 def weights_root(config: cfg.TrainConfig) -> Path:
-    """Where weights for servers are written.
+    """Return the folder in which weights for servers are written.
 
     Raises:
         ValueError: it cannot be written to, or servers could not open it.
@@ -111,7 +114,7 @@ def weights_root(config: cfg.TrainConfig) -> Path:
 
 
 def server_folder(field: str, folder: str) -> Path:
-    """A folder of this machine, which servers see under the same path.
+    """Return a folder of this machine, which servers see under the same path.
 
     Raises:
         ValueError: it cannot be written to, or is a bucket; names the config field.

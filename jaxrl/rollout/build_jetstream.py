@@ -26,7 +26,7 @@ TOKENS_PER_CALL = 8  # of our engine: refills wait for the end of a call
 
 
 def jetstream_engine(config: cfg.TrainConfig, model: Any, mesh: Mesh, tokenizer: Any) -> Engine:
-    """The engine that the config asks for: in this process, or JetStream servers.
+    """Build the engine that the config asks for: in this process, or over JetStream servers.
 
     Args:
         config: resolved and validated.

@@ -38,7 +38,7 @@ def assemble_remote_engine(
     mesh: jax.sharding.Mesh,
     tokenizer: Any,
 ) -> RemoteEngine:
-    """Servers that are started here with the first weights, or that run already.
+    """Build the engine over servers that are started here with the first weights, or run already.
 
     Args:
         config: resolved and validated.
@@ -70,7 +70,7 @@ def assemble_remote_engine(
 
 
 def served_engine(config: cfg.TrainConfig) -> ServedEngine:
-    """The servers at `remote_urls`, which keep the weights they have.
+    """Return the engine over the servers at `remote_urls`, which keep the weights they have.
 
     Raises:
         ConnectionError: one is not there.
@@ -81,7 +81,7 @@ def served_engine(config: cfg.TrainConfig) -> ServedEngine:
 
 
 def _hosts(config: cfg.TrainConfig) -> tuple[list[Host], str | None]:
-    """What starts the servers, and their token if they get a new one; none: they run already."""
+    """Return what starts the servers, or none if they run already, and their token if it is new."""
     engine = config.generator.inference_engine
     if not engine.run_engines_locally:
         return [], None
@@ -91,7 +91,7 @@ def _hosts(config: cfg.TrainConfig) -> tuple[list[Host], str | None]:
 
 
 def _source(config: cfg.TrainConfig, model: TransformerConfig, tokenizer: Any) -> Source:
-    """The transport of the weights that the config names."""
+    """Return the transport of the weights that the config names."""
     engine = config.generator.inference_engine
     if engine.weight_transport == "transfer":
         return WeightTransfer(DTYPES[cfg.engine_dtype(engine)], cfg.group_bytes(config))
@@ -112,7 +112,10 @@ def _options(config: cfg.TrainConfig, token: str | None = None) -> RemoteOptions
 def _adapter_folder(
     config: cfg.TrainConfig, model: TransformerConfig, tokenizer: Any
 ) -> AdapterFolder:
-    """PEFT folders in `lora_sync_path`, and the base for servers that are started here."""
+    """Return what writes PEFT folders to `lora_sync_path`.
+
+    For servers that are started here it writes the base, too.
+    """
     policy = config.trainer.policy.model
     lora = lora_config(policy.lora, model, "policy")
     assert lora is not None and policy.lora.lora_sync_path is not None  # adapters are sent
@@ -159,7 +162,7 @@ def _token(variable: str | None) -> str | None:
 
 
 def _vllm_servers(config: cfg.TrainConfig) -> list[VllmServer]:
-    """One for each engine, not started yet."""
+    """Return a vLLM server for each engine, not started yet."""
     engine, logs = config.generator.inference_engine, cfg.run_folder(config.trainer) / "vllm"
     flags = {
         "dtype": cfg.engine_dtype(engine),

@@ -15,10 +15,10 @@ _MESH = {"data": 1, "fsdp": -1, "tensor": 1, "context": 1, "expert": 1}  # of wh
 
 
 def rollout_workers(config: cfg.TrainConfig) -> tuple[list[Host], str]:
-    """One for each of `trainer.placement.rollout_num_nodes`, not started yet, and their token.
+    """Return a worker for each of `trainer.placement.rollout_num_nodes`, and their token.
 
-    Where Ray is initialised each is an actor in a bundle of its own; else they are processes of
-    this machine.
+    They are not started yet. Where Ray is initialised each is an actor in a bundle of its own; else
+    they are processes of this machine.
 
     Raises:
         ValueError: Ray has not got the hosts.
@@ -43,7 +43,7 @@ def rollout_workers(config: cfg.TrainConfig) -> tuple[list[Host], str]:
 
 
 def worker_config(config: cfg.TrainConfig) -> dict[str, Any]:
-    """The config of each worker: the run's, with the settings of a server.
+    """Return the config of each worker: the run's, with the settings of a server.
 
     All have the same number of slots, and blocks always run over all of them: so the bits of a
     sample do not depend on which worker draws it, nor on what else that one is asked for.

@@ -18,7 +18,7 @@ class GeneratorInterface(Protocol):
     """Makes trajectories of prompts. Return one of yours from `BasePPOExp.get_generator`."""
 
     async def generate(self, batch: GeneratorInput) -> GeneratorOutput:
-        """One trajectory per entry of the batch, in order.
+        """Return one trajectory per entry of the batch, in order.
 
         Each is one row, or with `is_last_step` one or more neighbouring rows.
         """
@@ -26,7 +26,7 @@ class GeneratorInterface(Protocol):
 
 
 async def generate(generator: Any, batch: GeneratorInput) -> GeneratorOutput:
-    """`generator.generate(batch)`.
+    """Await `generator.generate(batch)`.
 
     Raises:
         TypeError: it is not a coroutine function.
@@ -52,7 +52,7 @@ async def sample_prompts(
     *,
     part: bool = False,
 ) -> GeneratorOutput:
-    """`samples` judged trajectories of every prompt.
+    """Return `samples` judged trajectories of every prompt.
 
     Args:
         config: resolved.
@@ -87,5 +87,5 @@ def run_now(work: Coroutine[Any, Any, GeneratorOutput]) -> GeneratorOutput:
 
 
 def generate_now(generator: Any, batch: GeneratorInput) -> GeneratorOutput:
-    """`generate`, run to its end."""
+    """Run `generate` to its end."""
     return run_now(generate(generator, batch))

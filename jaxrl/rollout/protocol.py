@@ -10,7 +10,7 @@ LEAST_FACTOR = 1e-4  # of logits; rounding of those divided by less decides what
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn and what ends a sample.
+    """Describe how tokens are drawn and what ends a sample.
 
     `temperature=0` is greedy, and others near 0 are refused; `top_k=-1`, `top_p=1`, `min_p=0`,
     `repetition_penalty=1` are off.
@@ -56,7 +56,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """n samples of one prompt.
+    """Ask for n samples of one prompt.
 
     Attributes:
         keys: PRNG key data of each sample.
@@ -80,7 +80,7 @@ class Request:
 
     @property
     def longest(self) -> int:
-        """Tokens of prompt and response, at most."""
+        """Return the most tokens that prompt and response have together."""
         return len(self.prompt_tokens) + self.sampling.max_tokens
 
     def check(self, max_model_len: int | None, has_text: bool) -> None:
@@ -115,7 +115,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sample.
+    """Hold one sample as it was drawn.
 
     Attributes:
         tokens: with the stop token, if one stopped it.
@@ -159,10 +159,10 @@ class Sampler(Protocol):
 
 
 class Engine(Sampler, Protocol):
-    """A sampler that holds one version of the policy."""
+    """Describe a sampler that holds one version of the policy."""
 
     def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
-        """`submit`, and wait for all of it."""
+        """Call `submit`, and wait for all of it."""
         ...
 
     def warm_up(self, requests: Sequence[Request]) -> None:
@@ -174,7 +174,7 @@ class Engine(Sampler, Protocol):
         ...
 
     def describe(self) -> str:
-        """The shapes of what is compiled, in a line."""
+        """Describe the shapes of what is compiled, in a line."""
         ...
 
     def sleep(self) -> None:

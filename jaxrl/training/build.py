@@ -48,7 +48,7 @@ from jaxrl.types import CriticState, TrainState
 def assemble_optimizer(
     trainer: cfg.TrainerConfig, total_steps: int, role: str = "policy"
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """The optimizer of policy or critic and its learning rate by update.
+    """Make the optimizer of policy or critic and its learning rate by update.
 
     Args:
         total_steps: training steps.
@@ -74,7 +74,7 @@ def assemble_optimizer(
 def reference_model(
     trainer: cfg.TrainerConfig, model: TransformerConfig | AdaptedModel
 ) -> TransformerConfig | AdaptedModel:
-    """The architecture of the reference: the policy's, or that of its own path (a teacher).
+    """Return the reference's architecture: the policy's, or that of its own path (a teacher).
 
     Raises:
         ValueError: the policy's weights are to become those of a reference of another architecture.
@@ -101,7 +101,7 @@ def place_beside(
     policy: Placement,
     devices: Sequence[Any] | None = None,
 ) -> Placement:
-    """On the mesh of the policy, or on that of the role, over the same devices or over others.
+    """Place a role on the policy's mesh, or on its own, over the same devices or over others.
 
     Args:
         role: "ref" or "critic".
@@ -117,13 +117,16 @@ def place_beside(
 
 
 def sampler_dtype(config: cfg.TrainConfig) -> Any:
-    """In which weights go to the sampler; None = as they are: files for servers have them so."""
+    """Return the dtype in which weights go to the sampler; None = as they are.
+
+    Files for servers have them as they are.
+    """
     settings = config.generator.inference_engine
     return DTYPES[cfg.engine_dtype(settings)] if cfg.in_process(config) else None
 
 
 class RunDevices(NamedTuple):
-    """The devices of policy and reference in all processes, and of the engine in this one."""
+    """Hold the devices of policy and reference in all processes, and of the engine in this one."""
 
     policy: list[Any]
     ref: list[Any]
@@ -131,7 +134,7 @@ class RunDevices(NamedTuple):
 
 
 def devices_of(config: cfg.TrainConfig, devices: Sequence[Any] | None = None) -> RunDevices:
-    """Which devices each part of a run has.
+    """Return which devices each part of a run has.
 
     Args:
         devices: of the run; None = those of all its processes.
@@ -152,7 +155,7 @@ def assemble_policy(
     mesh: jax.sharding.Mesh,
     devices: Sequence[Any] | None = None,
 ) -> tuple[Policy, Scorer, Scorer]:
-    """The weights of a run, the policy's forward pass, and that of the reference.
+    """Make the weights of a run, the policy's forward pass, and that of the reference.
 
     The two passes are one where architecture, placement and precision are the same.
 
@@ -179,7 +182,7 @@ def make_scorer(
     placement: Placement,
     role: str = "policy",
 ) -> Scorer:
-    """Log-probs and entropy of a model, jitted for its mesh; values, if it is a critic.
+    """Make the pass for a model's log-probs and entropy, or a critic's values, jitted for its mesh.
 
     Args:
         role: "policy", "ref" or "critic", whose precision it is.
@@ -212,7 +215,7 @@ def assemble_update(
     total_steps: int,
     trained: TransformerConfig | AdaptedModel | LoraConfig,
 ) -> tuple[optax.GradientTransformation, TrainState, Updater]:
-    """The optimizer, the abstract state with its shardings, and the jitted update.
+    """Make the optimizer, the abstract state with its shardings, and the jitted update.
 
     Args:
         scorer: the policy's forward pass.
@@ -231,7 +234,7 @@ def assemble_critic_update(
     total_steps: int,
     trained: TransformerConfig | LoraConfig,
 ) -> tuple[optax.GradientTransformation, CriticState, Updater]:
-    """The same for the critic."""
+    """Make for the critic what `assemble_update` makes for the policy."""
     assembled = "critic", config, scorer, placement, total_steps, trained
     objective = value_objective(config.trainer.algorithm.value_clip)
     return _assemble(*assembled, objective=objective, new=new_critic_state)
@@ -265,7 +268,7 @@ def _assemble(
 
 
 def _resting(trainer: cfg.TrainerConfig, role: str, shardings: Any) -> dict[str, Any]:
-    """Shardings of what waits in host memory between updates, by field of the state."""
+    """Return the shardings of what waits in host memory between updates, by field of the state."""
     settings, fields = getattr(trainer, role), {}
     if settings.optimizer_config.offload_after_step:
         fields["opt_state"] = f"trainer.{role}.optimizer_config.offload_after_step"

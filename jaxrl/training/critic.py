@@ -37,7 +37,7 @@ from jaxrl.types import CriticState, TrainBatch
 
 
 class Critic:
-    """What is compiled or placed once for the critic; its state is the caller's.
+    """Hold what is compiled or placed once for the critic; its state is the caller's.
 
     With adapters (`trainer.critic.model.lora`) these and the head are the state; `base` is read
     once and never changes.
@@ -70,14 +70,14 @@ class Critic:
         self.minibatch_rows = trainer.critic_mini_batch_size * config.generator.n_samples_per_prompt
 
     def describe(self) -> dict[str, Any]:
-        """What a checkpoint of this critic must agree with; reads the base, if there is one."""
+        """Return what a checkpoint of this critic must agree with; read the base, if any."""
         if self.lora is None:
             return describe(self.model)
         self.base = self._load()
         return describe(self.lora) | {"base": checksums(self.base)}
 
     def size(self) -> str:
-        """How much is trained, in words."""
+        """Say how much is trained, in words."""
         count, whole = (
             sum(x.size for x in jax.tree.leaves(abstract_params(model)))
             for model in (self.trained, self.model)
@@ -90,7 +90,7 @@ class Critic:
         )
 
     def initial(self) -> CriticState:
-        """The state at the start of a run, from the folder of the config."""
+        """Return the state at the start of a run, from the folder of the config."""
         shardings, whole = self._shardings(self.trained), replicated(self.placement.mesh)
         if self.lora is None:
             params = on_device(self._load())
@@ -101,21 +101,21 @@ class Critic:
         return init_state(self.optimizer, params, shardings, whole, new=new_critic_state)
 
     def whole(self, trained: Params) -> Params:
-        """All parameters of the critic, from those that are trained; nothing is copied."""
+        """Return all parameters of the critic, from those that are trained; nothing is copied."""
         if self.lora is None:
             return trained
         assert self.base is not None  # read by `describe`
         return attach(self.lora, self.base, trained)
 
     def values(self, state: CriticState, batch: TrainBatch) -> np.ndarray:
-        """Value of the state before each response token [B, T], 0 elsewhere."""
+        """Return the value of the state before each response token [B, T], 0 elsewhere."""
         (values,) = self.scorer(on_device(self.whole(state.params)), batch.replace(kept=None))
         return values * np.asarray(batch.response_mask)
 
     def update(
         self, state: CriticState, batch: TrainBatch, step: int
     ) -> tuple[CriticState, dict[str, float]]:
-        """All updates of a step; `state` is donated.
+        """Make all updates of a step; `state` is donated.
 
         Args:
             batch: with values and returns.
@@ -151,7 +151,10 @@ class Critic:
         save_pretrained(folder, self.model, whole, tokenizer, overwrite=True)
 
     def _load(self) -> Params:
-        """From the folder of the config, or random; into host memory where it asks for that."""
+        """Load the parameters from the folder of the config, or draw them.
+
+        They go into host memory where the config asks for that.
+        """
         role, shardings = self.trainer.critic, self._shardings(self.model)
         if role.fsdp_config.cpu_offload:
             shardings = host_shardings(shardings, "trainer.critic.fsdp_config.cpu_offload")
@@ -170,7 +173,7 @@ class Critic:
 
 
 def critic_model(trainer: cfg.TrainerConfig, tokens: int) -> TransformerConfig:
-    """The architecture in the critic's folder, with a value head.
+    """Return the architecture in the critic's folder, with a value head.
 
     Raises:
         FileNotFoundError: there is no such model.
@@ -188,13 +191,13 @@ def critic_model(trainer: cfg.TrainerConfig, tokens: int) -> TransformerConfig:
 
 
 def without_policy(batch: TrainBatch) -> TrainBatch:
-    """The batch as the critic's loss sees it: nothing else need reach the devices."""
+    """Return the batch as the critic's loss sees it: nothing else need reach the devices."""
     of_policy = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "kept")
     return batch.replace(**dict.fromkeys(of_policy))
 
 
 def explained_variance(batch: TrainBatch) -> dict[str, float]:
-    """How much of the returns the values know: 1 is all, 0 as much as a constant."""
+    """Measure how much of the returns the values know: 1 is all, 0 as much as a constant."""
     sampled = np.asarray(batch.loss_mask) > 0
     returns, values = (np.asarray(x)[sampled] for x in (batch.returns, batch.values))
     if not returns.size or not returns.var():

@@ -15,7 +15,7 @@ Metrics = dict[str, float]
 
 
 def group_metrics(scores: np.ndarray, uids: Sequence[str]) -> Metrics:
-    """Prompts whose samples all earned the same, of all prompts; nothing for single samples.
+    """Return the share of prompts whose samples all earned the same; none for single samples.
 
     Args:
         scores: [B] of each trajectory; uids: [B] its prompt.
@@ -41,7 +41,7 @@ def group_metrics(scores: np.ndarray, uids: Sequence[str]) -> Metrics:
 
 
 def length_metrics(output: GeneratorOutput, scores: np.ndarray) -> Metrics:
-    """Longest response and share that ended by itself, rewarded and not.
+    """Return the longest response and the share that ended by itself, rewarded and not.
 
     Args:
         scores: [rows].
@@ -57,7 +57,7 @@ def length_metrics(output: GeneratorOutput, scores: np.ndarray) -> Metrics:
 
 
 def advantages_by_correctness(batch: TrainBatch, scores: np.ndarray) -> Metrics:
-    """Mean and deviation of the advantages of sampled tokens, over all and by correctness.
+    """Return mean and deviation of sampled tokens' advantages, over all and by correctness.
 
     Args:
         batch: with advantages.

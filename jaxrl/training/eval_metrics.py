@@ -20,7 +20,7 @@ METHOD = (
 
 
 def pass_at_k(passed: np.ndarray, k: int) -> np.ndarray:
-    """Probability that one of k samples of a prompt passes, without bias.
+    """Estimate the probability that one of k samples of a prompt passes, without bias.
 
     1 - C(n - c, k) / C(n, k) for c passing samples of n: the share of the subsets of k that hold
     one which passed (Chen et al., "Evaluating Large Language Models Trained on Code",
@@ -45,7 +45,7 @@ def pass_at_k(passed: np.ndarray, k: int) -> np.ndarray:
 
 
 def interval(values: np.ndarray, *, share: bool, samples: int) -> Interval | None:
-    """The interval of `LEVEL` around the mean over prompts; None for a single prompt.
+    """Return the interval of `LEVEL` around the mean over prompts; None for a single prompt.
 
     Args:
         values: [P], each prompt's estimate.
@@ -69,12 +69,14 @@ def interval(values: np.ndarray, *, share: bool, samples: int) -> Interval | Non
 
 
 def default_ks(samples: int) -> list[int]:
-    """1, 2, 4, 8, ... below the number of samples, and that number."""
+    """Return 1, 2, 4, 8, ... below the number of samples, and that number."""
     return [*(2**i for i in range(samples.bit_length()) if 2**i < samples), samples]
 
 
 def eval_metrics(scores: np.ndarray, ks: Sequence[int]) -> dict[str, float]:
-    """Mean score and pass@k, each with the ends of its interval as `<name>_ci_low` and `_ci_high`.
+    """Return mean score and pass@k, with the ends of intervals.
+
+    The ends of `<name>` are `<name>_ci_low` and `<name>_ci_high`.
 
     A sample passes if its score is above 0, as in SkyRL.
 

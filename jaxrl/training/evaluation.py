@@ -67,7 +67,7 @@ def check_sources(prompts: Sequence[Prompt]) -> None:
 
 
 def source_metrics(rows: Rows, samples: int, ks: Sequence[int]) -> dict[str, float]:
-    """Scores of the answers of one source: SkyRL's, pass@k, intervals, and what was said."""
+    """Return scores of the answers of one source: SkyRL's, pass@k, intervals, and what was said."""
     scores = np.array([row["score"] for row in rows]).reshape(-1, samples)
     return {
         **score_metrics([row["reward"] for row in rows], [row["uid"] for row in rows], samples),
@@ -103,7 +103,7 @@ def _rows(prompts: Sequence[Prompt], output: GeneratorOutput, samples: int, toke
 
 
 def evals_folder(export_path: str | Path, step: int) -> Path:
-    """Where the answers of an evaluation in a run go."""
+    """Return where the answers of an evaluation in a run go."""
     return Path(export_path) / "dumped_evals" / f"global_step_{step}_evals"
 
 

@@ -49,7 +49,7 @@ def log_probs_and_entropy(
     with_entropy: bool = True,
     placement: Placement | None = None,
 ) -> tuple[Array, Array]:
-    """Log-prob of the wanted tokens given those before, and the entropy they were drawn from.
+    """Return the wanted tokens' log-probs given those before, and the entropy they were drawn from.
 
     Args:
         rows: [R, L], one or several trajectories in each.
@@ -89,7 +89,7 @@ def state_values(
     kernel: str = "xla",
     placement: Placement | None = None,
 ) -> tuple[Array, ...]:
-    """A critic's value of the state before each token, see `log_probs_and_entropy`.
+    """Return a critic's value of the state before each token, see `log_probs_and_entropy`.
 
     Returns:
         values [B, T] float32, alone in a tuple: `values[b, t]` is that of tokens[b, :t]; 0 for the
@@ -110,7 +110,10 @@ def state_values(
 
 
 def by_trajectory(rows: ModelRows, *scores: Array) -> tuple[Array, ...]:
-    """[R, L] -> [B, T]; each place is read at most once, so the backward pass adds nothing up."""
+    """Move scores [R, L] to [B, T].
+
+    Each place is read at most once, so the backward pass adds nothing up.
+    """
     if rows.source is not None:
         read = {"mode": "fill", "fill_value": 0, "unique_indices": True}
         scores = tuple(x.reshape(-1).at[rows.source].get(**read) for x in scores)
@@ -118,7 +121,7 @@ def by_trajectory(rows: ModelRows, *scores: Array) -> tuple[Array, ...]:
 
 
 class Targets(NamedTuple):
-    """What is scored, by the place that predicts it."""
+    """Hold what is scored, by the place that predicts it."""
 
     tokens: Array  # [B, T]
     kept: Array | None  # [B, T, k] ids that the token was drawn from, then -1; None = all
@@ -126,7 +129,7 @@ class Targets(NamedTuple):
 
 @dataclass(frozen=True)
 class Head:
-    """The vocabulary head: which model, how its logits are scored, where its weights lie.
+    """Describe the vocabulary head: which model, how its logits are scored, where its weights lie.
 
     Attributes:
         specs: how each weight is sharded; empty on one device.
@@ -145,7 +148,7 @@ class Head:
     chunk_tokens: int = CHUNK_TOKENS
 
     def gather(self, weights: Params) -> Params:
-        """The weights whole over the batch axes."""
+        """Gather the weights whole over the batch axes."""
 
         def whole(name: str, w: Array) -> Array:
             for dim, axes in self._stored(name):
@@ -155,7 +158,7 @@ class Head:
         return {name: whole(name, w) for name, w in weights.items()}
 
     def scatter(self, gradients: Params) -> Params:
-        """Gradients of the gathered weights -> this device's part of their sum.
+        """Turn gradients of the gathered weights into this device's part of their sum.
 
         The parts are put one behind the other first: a reduce-scatter over a minor dim becomes an
         all-reduce on TPUs, which sends twice as much.
@@ -171,17 +174,17 @@ class Head:
         return {name: part(name, g) for name, g in gradients.items()}
 
     def _stored(self, name: str) -> list[tuple[int, tuple[str, ...]]]:
-        """Dims of a weight that are split over batch axes, and these axes."""
+        """Return the dims of a weight that are split over batch axes, and these axes."""
         spec = dict(self.specs).get(name, ())
         named = [(axes,) if isinstance(axes, str) else axes or () for axes in spec]
         return [(dim, axes) for dim, axes in enumerate(named) if set(axes) & set(self.batch)]
 
     def cast(self, weights: Params) -> Params:
-        """Matrices in the compute dtype; the scale of the norm stays float32."""
+        """Cast matrices to the compute dtype; the scale of the norm stays float32."""
         return {n: w if n == "final_norm" else w.astype(self.dtype) for n, w in weights.items()}
 
     def __call__(self, weights: Params, hidden: Array, targets: Targets) -> tuple[Array, Array]:
-        """Log-probs and entropy [B, C] for hidden [B, C, D] and targets [B, C]."""
+        """Return log-probs and entropy [B, C] for hidden [B, C, D] and targets [B, C]."""
         logits = unembed(self.config, weights, hidden) / self.temperature
         if targets.kept is not None:
             logits = keep_only(logits, targets.kept, self.vocab)
@@ -197,7 +200,7 @@ def score(
     wanted: Array,
     placement: Placement | None,
 ) -> tuple[Array, Array]:
-    """`score_columns`, each device on its own rows and its own slice of the vocabulary.
+    """Run `score_columns`, each device on its own rows and its own slice of the vocabulary.
 
     The weights are gathered once in each direction and their gradient is scattered once, in their
     own dtype; inside the loop over chunks the devices exchange only sums over the vocabulary.
@@ -228,7 +231,7 @@ def score(
 
 
 def _vocab_axis(axes: Params, specs: dict[str, PartitionSpec]) -> Any:
-    """Mesh axis of the vocabulary dim of the head's matrix, if it is split."""
+    """Return the mesh axis of the vocabulary dim of the head's matrix, if it is split."""
     name = "unembed" if "unembed" in axes else "embed"
     return specs[name][axes[name].index("vocab")] if name in axes else None
 
@@ -237,7 +240,7 @@ def _vocab_axis(axes: Params, specs: dict[str, PartitionSpec]) -> Any:
 def score_columns(
     head: Head, weights: Params, hidden: Array, targets: Targets, wanted: Array
 ) -> tuple[Array, Array]:
-    """`head(weights, hidden, targets)` at the wanted tokens, 0 elsewhere.
+    """Return `head(weights, hidden, targets)` at the wanted tokens, 0 elsewhere.
 
     The wanted tokens of each row are moved to its front, and a loop runs over chunks of columns for
     as long as a row has one left: work follows the longest response of the microbatch, though
@@ -309,13 +312,13 @@ def _columns(head: Head, shape: tuple[int, ...], weights: Params) -> int:
 
 
 def chunk_columns(chunk_tokens: int, vocabulary: int, rows: int, length: int) -> int:
-    """Columns that the head scores together, for rows [rows, length] on one device."""
+    """Return how many columns the head scores together, for rows [rows, length] on one device."""
     width = max(min(chunk_tokens, CHUNK_LOGITS // vocabulary) // rows, 1)
     return min(width - width % 8 or width, length)  # TPUs lay columns out by eights
 
 
 def _take(x: Array, order: Array, pad: int = 0) -> Array:
-    """x [B, T, ...] with the columns of each row in `order` [B, T], and `pad` columns of zeros."""
+    """Return x [B, T, ...] with each row's columns in `order` [B, T], then `pad` columns of 0."""
     index = order.reshape(*order.shape, *(1,) * (x.ndim - 2))
     taken = jnp.take_along_axis(x, index, axis=1)
     return jnp.pad(taken, ((0, 0), (0, pad), *((0, 0),) * (x.ndim - 2)))

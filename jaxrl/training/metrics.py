@@ -15,14 +15,14 @@ SURPRISE_BOUND = 8.0
 
 
 def outcome(reward: float | Sequence[float]) -> float:
-    """A trajectory's score: its reward, summed if it came per token."""
+    """Return a trajectory's score: its reward, summed if it came per token."""
     return float(np.sum(reward))
 
 
 def score_metrics(
     rewards: Sequence[float | Sequence[float]], uids: Sequence[str], samples: int
 ) -> Metrics:
-    """Mean reward and pass@n; a prompt passes if any of its samples scores more than 0.
+    """Return mean reward and pass@n; a prompt passes if any of its samples scores more than 0.
 
     SkyRL looks at the last token alone for token-level rewards; here the sum decides.
     """
@@ -39,7 +39,7 @@ def score_metrics(
 
 
 def generate_metrics(output: GeneratorOutput) -> Metrics:
-    """Length statistics of the responses, in tokens, and a checksum of all tokens.
+    """Return length statistics of the responses, in tokens, and a checksum of all tokens.
 
     Two runs whose `generate/tokens_crc32` agree sampled the same tokens.
     """
@@ -63,7 +63,7 @@ def generate_metrics(output: GeneratorOutput) -> Metrics:
 
 
 def reward_term_metrics(terms: Sequence[Mapping[str, float]]) -> Metrics:
-    """`reward/<term>/mean` and `/std` over trajectories that were judged, before the weights."""
+    """Return `reward/<term>/mean` and `/std` over judged trajectories, before the weights."""
     columns: dict[str, list[float]] = {}
     for of_one in terms:
         for name, value in of_one.items():
@@ -77,7 +77,7 @@ def reward_term_metrics(terms: Sequence[Mapping[str, float]]) -> Metrics:
 
 
 def rollout_metrics(output: GeneratorOutput, uids: Sequence[str], samples: int) -> Metrics:
-    """`generate_metrics`, and the rewards as the environment gave them.
+    """Return `generate_metrics`, and the rewards as the environment gave them.
 
     Args:
         uids: prompt of each trajectory.
@@ -98,7 +98,7 @@ def rollout_metrics(output: GeneratorOutput, uids: Sequence[str], samples: int) 
 
 
 def advantage_metrics(batch: TrainBatch) -> Metrics:
-    """Final rewards per trajectory, and advantages per response token."""
+    """Return final rewards per trajectory, and advantages per response token."""
     rewards = np.asarray(batch.rewards).sum(-1)
     last = slice(None) if batch.is_last_step is None else batch.is_last_step
     tokens = max(float(batch.response_mask.sum()), 1.0)
@@ -111,7 +111,7 @@ def advantage_metrics(batch: TrainBatch) -> Metrics:
 
 
 def mismatch_metrics(batch: TrainBatch, entropy: Array) -> Metrics:
-    """How far sampler and trainer are apart on the log-probs of the sampled tokens.
+    """Measure how far sampler and trainer are apart on the log-probs of the sampled tokens.
 
     Where the sampler gives none, `policy/rollout_surprise_z` tells whether the tokens are of the
     trainer's policy: -log p(token) minus its expectation, the entropy, is then a martingale

@@ -38,7 +38,7 @@ MISMATCH = "rollout_train_logprobs_abs_diff"
 
 @dataclass(frozen=True, eq=False)
 class Objective:
-    """What an update minimises, of the outputs [B, T] of a forward pass.
+    """Describe what an update minimises, of the outputs [B, T] of a forward pass.
 
     Attributes:
         loss: (*outputs, batch, weights, key) -> (number, metrics); a sum over tokens, which
@@ -54,13 +54,13 @@ class Objective:
     reads: frozenset[str] = frozenset()
 
     def seen(self, minibatch: TrainBatch) -> TrainBatch:
-        """What `loss` is called with: nothing is moved, or compiled for, that it does not read."""
+        """Return what `loss` is called with: nothing it does not read is moved, or compiled for."""
         unread = set(OPTIONAL) - self.reads
         return minibatch.replace(kept=None, **dict.fromkeys(unread))  # the model's rows have kept
 
 
 class TokenWeights(struct.PyTreeNode):
-    """Weights [B, T] of the terms of the policy's objective."""
+    """Hold the weights [B, T] of the terms of the policy's objective."""
 
     policy: Array  # the reduction, times the off-policy correction
     kl: Array  # sequence mean, as SkyRL's
@@ -70,7 +70,7 @@ class TokenWeights(struct.PyTreeNode):
 def minibatch_weights(
     minibatch: TrainBatch, algorithm: Any, *, block_rows: int
 ) -> tuple[TokenWeights, Metrics]:
-    """The weights of a minibatch, and the metrics of its off-policy correction.
+    """Return the weights of a minibatch, and the metrics of its off-policy correction.
 
     Args:
         minibatch: with old_log_probs if there is a correction.
@@ -122,7 +122,9 @@ def _minibatch_weights(
 
 
 def policy_objective(algorithm: Any, block_rows: int) -> Objective:
-    """Policy loss, KL and entropy of the config; outputs are log-probs and entropy.
+    """Make the objective of policy loss, KL and entropy of the config.
+
+    The outputs that it takes are log-probs and entropy.
 
     Args:
         algorithm: the AlgorithmConfig.
@@ -148,7 +150,10 @@ def policy_objective(algorithm: Any, block_rows: int) -> Objective:
 
 
 def make_objective(algorithm: Any, policy_loss: PolicyLoss) -> Callable[..., tuple[Array, Metrics]]:
-    """`(log_probs, entropy, batch, weights, key) -> (objective, metrics)`, all terms summed."""
+    """Make `(log_probs, entropy, batch, weights, key) -> (objective, metrics)`.
+
+    The objective is the sum of all terms.
+    """
 
     def objective(
         log_probs: Array, entropy: Array, batch: TrainBatch, weights: TokenWeights, key: Array
@@ -188,14 +193,16 @@ def make_objective(algorithm: Any, policy_loss: PolicyLoss) -> Callable[..., tup
 
 
 class ValueWeights(struct.PyTreeNode):
-    """Weights [B, T] of the critic's loss."""
+    """Hold the weights [B, T] of the critic's loss."""
 
     loss: Array  # sequence mean, as SkyRL's
     mean: Array  # token mean, of every logged mean
 
 
 def value_objective(value_clip: float | None) -> Objective:
-    """The critic's loss, averaged over each sequence and over sequences; the output is values.
+    """Make the objective of the critic: its loss, averaged over each sequence and over sequences.
+
+    The output that it takes is values.
 
     Args:
         value_clip: see `value_loss`.
@@ -234,7 +241,7 @@ def _value_weights(minibatch: TrainBatch) -> tuple[ValueWeights, Metrics]:
 
 
 def _reduced(loss: Array, weights: Array, algorithm: Any) -> Array:
-    """Sum of the weighted loss [B, T]; a loss that is one number has done its own reduction."""
+    """Sum the weighted loss [B, T]; a loss that is one number has done its own reduction."""
     if loss.ndim:
         return masked_sum(loss, weights)
     if correction_enabled(algorithm.off_policy_correction):
@@ -247,7 +254,7 @@ def _reduced(loss: Array, weights: Array, algorithm: Any) -> Array:
 
 
 def mismatch(log_probs: Array, batch: TrainBatch, weights: TokenWeights) -> Metrics:
-    """How far sampler and trainer are apart on the log-probs of the sampled tokens."""
+    """Measure how far sampler and trainer are apart on the log-probs of the sampled tokens."""
     if batch.rollout_log_probs is None:
         return {}
     difference = jnp.abs(log_probs - batch.rollout_log_probs)
@@ -258,7 +265,7 @@ def mismatch(log_probs: Array, batch: TrainBatch, weights: TokenWeights) -> Metr
 
 
 def reduce_metric(name: str, value: Array, mask: Array, weights: Array) -> Array:
-    """A loss's metric [B, T] or [] -> this microbatch's part of it.
+    """Reduce a loss's metric [B, T] or [] to this microbatch's part of it.
 
     `_max` and `_min` by name; else the share of the masked mean (a number counts by its tokens).
     """
@@ -272,7 +279,7 @@ def reduce_metric(name: str, value: Array, mask: Array, weights: Array) -> Array
 def merge_metrics(
     parts: Sequence[Mapping[str, Any]], merge: Callable[[Sequence[float]], Any] = sum
 ) -> dict[str, float]:
-    """Metrics of a whole from those of its parts: `merge`d, but for `_max` and `_min`.
+    """Return the metrics of a whole from those of its parts: `merge`d, but for `_max` and `_min`.
 
     Microbatches hold shares of a minibatch's means (sum); a step's are the mean over minibatches.
     """
@@ -287,7 +294,7 @@ def merge_metrics(
 def step_metrics(
     updates: Sequence[tuple[Sequence[Metrics], Metrics]], role: str = "policy"
 ) -> dict[str, float]:
-    """Metrics of a step from those of its updates: (of each microbatch, of the whole).
+    """Return the metrics of a step from those of its updates: (of each microbatch, of the whole).
 
     Ratios are those of all its updates together. The difference of sampler and trainer is that of
     the first update; later ones would add what the updates before them have changed.

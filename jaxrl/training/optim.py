@@ -18,7 +18,7 @@ State = TypeVar("State", TrainState, CriticState)
 def make_schedule(
     scheduler: str, *, lr: float, num_warmup_steps: int, total_steps: int
 ) -> optax.Schedule:
-    """Learning rate by optimizer update, under the names of transformers' SchedulerType.
+    """Make the learning rate by optimizer update, under the names of transformers' SchedulerType.
 
     constant ignores the warm-up; the others rise linearly from 0 over `num_warmup_steps`, then
     constant_with_warmup stays, linear and cosine fall to 0 at `total_steps`.
@@ -48,7 +48,9 @@ def make_optimizer(
     weight_decay: float,
     max_grad_norm: float,
 ) -> optax.GradientTransformation:
-    """Clip by global norm, then AdamW with decoupled decay on every parameter.
+    """Make the optimizer: clip by global norm, then AdamW.
+
+    Its decay is decoupled, on every parameter.
 
     Loshchilov & Hutter, https://arxiv.org/abs/1711.05101.
     """
@@ -62,7 +64,7 @@ def make_optimizer(
 def new_state(
     optimizer: optax.GradientTransformation, params: Any, kl_coef: float = 0.0
 ) -> TrainState:
-    """The policy's state before the first step.
+    """Return the policy's state before the first step.
 
     Args:
         kl_coef: first coefficient of the KL in the reward.
@@ -79,7 +81,7 @@ def new_state(
 
 
 def new_critic_state(optimizer: optax.GradientTransformation, params: Any) -> CriticState:
-    """The critic's state before the first step."""
+    """Return the critic's state before the first step."""
     return CriticState(params, optimizer.init(params), skipped_updates=jnp.zeros((), jnp.int32))
 
 
@@ -92,7 +94,7 @@ def init_state(
     new: Callable[..., State] = new_state,
     **numbers: float,
 ) -> State:
-    """A fresh state around `params`, which are donated.
+    """Make a fresh state around `params`, which are donated.
 
     Moments are placed like their parameters, counts whole.
 
@@ -113,7 +115,7 @@ def abstract_state(
     *,
     new: Callable[..., State] = new_state,
 ) -> State:
-    """Shapes, dtypes and shardings of a model's state; nothing is allocated."""
+    """Return shapes, dtypes and shardings of a model's state; nothing is allocated."""
     params = abstract_params(model)
     shapes = jax.eval_shape(functools.partial(new, optimizer), params)
     return jax.tree.map(
@@ -126,7 +128,7 @@ def abstract_state(
 def make_apply(
     optimizer: optax.GradientTransformation, schedule: optax.Schedule, role: str = "policy"
 ) -> Callable[[State, optax.Updates], tuple[State, dict[str, jax.Array]]]:
-    """The update `(state, gradients) -> (state, metrics)` of the policy, or of a "critic".
+    """Make the update `(state, gradients) -> (state, metrics)` of the policy, or of a "critic".
 
     A gradient with a NaN or inf changes nothing but `skipped_updates`: parameters, moments and the
     schedule stay where they were.
@@ -170,5 +172,8 @@ def _state_shardings(
 
 
 def _is_schedule_count(path: tuple, _: object) -> bool:
-    """Adam and the schedule both count updates; either number will do, take the schedule's."""
+    """Return whether a count of updates is the schedule's.
+
+    Adam and the schedule both count updates; either number will do.
+    """
     return any("ScaleBySchedule" in str(getattr(key, "tuple_name", "")) for key in path)

@@ -28,7 +28,7 @@ from jaxrl.parallel.offload import host_shardings, on_device
 
 
 class Policy:
-    """Where the parameters of policy and reference come from, and where the policy's go.
+    """Know where the parameters of policy and reference come from, and where the policy's go.
 
     With adapters (`trainer.policy.model.lora`) these are all that is trained, differentiated,
     checkpointed and exported; `base` is read once and never changes. The reference shares it where
@@ -61,14 +61,14 @@ class Policy:
         self.ref_adapters = reference_adapters(trainer.ref.model, ref_model)
 
     def describe(self) -> dict[str, Any]:
-        """What a checkpoint of this policy must agree with; reads the base, if there is one."""
+        """Return what a checkpoint of this policy must agree with; read the base, if any."""
         if self.lora is None:
             return describe(self.model)
         self.base = self._load("policy", self.placement)
         return describe(self.lora) | {"base": checksums(self.base)}
 
     def size(self) -> str:
-        """How much is trained, in words."""
+        """Say how much is trained, in words."""
         if self.lora is None:
             return f"all {_parameters(self.model):,} parameters"
         return (
@@ -77,20 +77,20 @@ class Policy:
         )
 
     def initial(self) -> Params:
-        """The trained parameters at the start of a run."""
+        """Return the trained parameters at the start of a run."""
         if self.lora is None:
             return on_device(self._load("policy", self.placement))
         return init_params(self.lora, self.trainer.seed, _shardings(self.placement, self.lora))
 
     def whole(self, trained: Params) -> Params:
-        """All parameters of the policy, from those that are trained; nothing is copied."""
+        """Return all parameters of the policy, from those that are trained; nothing is copied."""
         if self.lora is None:
             return trained
         assert self.base is not None  # read by `describe`
         return attach(self.lora, self.base, trained)
 
     def reference(self, moved: Params | None = None) -> Params | None:
-        """All parameters of the reference, if a KL counts or the loss asks for its log-probs.
+        """Return the reference's parameters, if a KL counts or the loss asks for its log-probs.
 
         Args:
             moved: of one that moves, `TrainState.ref_params`; None = that of the config.
@@ -106,12 +106,12 @@ class Policy:
 
     @property
     def moves_reference(self) -> bool:
-        """Whether the reference becomes a copy of the policy after every epoch."""
+        """Return whether the reference becomes a copy of the policy after every epoch."""
         algorithm = self.trainer.algorithm
         return self.trainer.update_ref_every_epoch and needs_reference(algorithm)
 
     def reference_like(self) -> Params | None:
-        """Shapes and shardings of `TrainState.ref_params`; None: the reference stays."""
+        """Return shapes and shardings of `TrainState.ref_params`; None: the reference stays."""
         if not self.moves_reference:
             return None
         shardings = _shardings(self.ref_placement, self.trained)
@@ -122,13 +122,13 @@ class Policy:
         )
 
     def first_reference(self, trained: Params) -> Params | None:
-        """`TrainState.ref_params` at the start of a run."""
+        """Return `TrainState.ref_params` at the start of a run."""
         if not self.moves_reference:
             return None
         return self.reference() if self.lora is None else self.moved_reference(trained)
 
     def moved_reference(self, trained: Params) -> Params:
-        """A copy of the trained parameters, where those of the reference lie."""
+        """Copy the trained parameters to where those of the reference lie."""
         shardings = _shardings(self.ref_placement, self.trained)
         if self.trainer.ref.fsdp_config.cpu_offload:
             shardings = host_shardings(shardings, "trainer.ref.fsdp_config.cpu_offload")
@@ -163,7 +163,10 @@ class Policy:
         return role.model.path, role.model.random_init, overrides
 
     def _load(self, name: str, placement: Placement) -> Params:
-        """From the folder of policy or ref, or random; into host memory where it asks for that."""
+        """Load the parameters from the folder of policy or ref, or draw them.
+
+        They go into host memory where the config asks for that.
+        """
         role = getattr(self.trainer, name)
         model = self.ref_model if name == "ref" else self.model
         shardings = _shardings(placement, model)
@@ -192,7 +195,7 @@ class Policy:
 def _shardings(
     placement: Placement, model: TransformerConfig | AdaptedModel | LoraConfig
 ) -> Params:
-    """Tree parallel to the parameters of the whole model, or of its adapters."""
+    """Return a tree parallel to the parameters of the whole model, or of its adapters."""
     axes, shapes = logical_axes(model), abstract_params(model)
     return param_shardings(placement.mesh, axes, shapes, placement.rules)
 
@@ -204,7 +207,7 @@ def _parameters(model: TransformerConfig | AdaptedModel | LoraConfig) -> int:
 def reference_adapters(
     settings: cfg.ModelConfig, model: TransformerConfig | AdaptedModel
 ) -> tuple[LoraConfig, Params] | None:
-    """The adapters of a reference in `settings.path`; None: rank 0, the folder is a whole model.
+    """Read a reference's adapters in `settings.path`; None: rank 0, the folder is a whole model.
 
     Raises:
         ValueError: the model is a flax module; the folder has no adapters, or of another rank.

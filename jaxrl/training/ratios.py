@@ -19,7 +19,7 @@ BOUNDS = np.concatenate([-_STEPS[::-1], [0.0], _STEPS]).astype(np.float32)  # of
 
 
 def ratio_sums(log_probs: Array, batch: TrainBatch, low: float, high: float) -> dict[str, Array]:
-    """Sums over the sampled tokens of a microbatch, to be added over microbatches and updates.
+    """Sum over the sampled tokens of a microbatch, to be added over microbatches and updates.
 
     Args:
         log_probs: [B, T] of the policy as it is in this update.
@@ -50,7 +50,7 @@ def ratio_sums(log_probs: Array, batch: TrainBatch, low: float, high: float) -> 
 
 
 def add_ratio_sums(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Sums of a whole from those of its parts; `_max` and `_min` by name."""
+    """Return the sums of a whole from those of its parts; `_max` and `_min` by name."""
     merge = {"_max": np.max, "_min": np.min}
     return {
         name: merge.get(name[-4:], np.sum)(np.stack([part[name] for part in parts]), axis=0)
@@ -59,7 +59,7 @@ def add_ratio_sums(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.nd
 
 
 def ratio_metrics(sums: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Metrics of a step from the sums over its updates; none without a sampled token.
+    """Return the metrics of a step from the sums over its updates; none without a sampled token.
 
     ratio_p01 ... ratio_p99: quantiles. clip_fraction_low, clip_fraction_high: tokens beyond the
     clip, whatever the sign of their advantage. approx_kl: of the old policy from this one, mean of

@@ -26,7 +26,7 @@ def shape_rewards(
     generator: GeneratorConfig,
     algorithm: AlgorithmConfig,
 ) -> tuple[GeneratorOutput, Metrics]:
-    """Rewards per token; truncated and overlong responses, prompts without differences.
+    """Make rewards per token; treat truncated and overlong responses, prompts without differences.
 
     In this order: what a truncated response loses, soft overlong punishment, zero-variance filter.
 
@@ -59,7 +59,7 @@ def _punish_overlong(
     generator: GeneratorConfig,
     algorithm: AlgorithmConfig,
 ) -> GeneratorOutput:
-    """The reward on the last sampled token of every long turn reduced.
+    """Reduce the reward on the last sampled token of every long turn.
 
     max_generate_length bounds a turn, so each turn is judged by its own length. Of a row per turn
     the last row, which has the reward, has the reductions of all.
@@ -90,7 +90,7 @@ def _punish_overlong(
 def penalize_kl(
     batch: TrainBatch, coef: Array, algorithm: AlgorithmConfig
 ) -> tuple[TrainBatch, Metrics]:
-    """Rewards less the KL of the old policy to the reference.
+    """Subtract the KL of the old policy to the reference from the rewards.
 
     Args:
         batch: with old_log_probs and ref_log_probs.
@@ -120,7 +120,7 @@ def _penalize_kl(
 
 
 def next_kl_coef(coef: float, metrics: Metrics, control: KLCtrlConfig, rows: int) -> float:
-    """The coefficient of the KL in the reward for the next step.
+    """Return the coefficient of the KL in the reward for the next step.
 
     Args:
         metrics: of `penalize_kl`.
@@ -134,7 +134,10 @@ def next_kl_coef(coef: float, metrics: Metrics, control: KLCtrlConfig, rows: int
 
 
 def make_estimate(algorithm: AlgorithmConfig) -> Callable[..., tuple[Array, Array]]:
-    """The configured estimator, see `bind_estimator`, and the normalisation of its advantages."""
+    """Return the configured estimator with the normalisation of its advantages.
+
+    See `bind_estimator`.
+    """
     estimate = bind_estimator(algorithm)
 
     def advantages_and_returns(**arrays: Array) -> tuple[Array, Array]:
@@ -150,7 +153,7 @@ def make_estimate(algorithm: AlgorithmConfig) -> Callable[..., tuple[Array, Arra
 def advantages_of(
     estimate: Callable[..., tuple[Array, Array]], batch: TrainBatch
 ) -> tuple[Array, Array]:
-    """Advantages and returns [B, T], on the host.
+    """Return advantages and returns [B, T], on the host.
 
     Of a trajectory with a row per step, the last step's advantage is that of all its rows: the
     estimator sees the last rows alone, every token of them a response.

@@ -16,7 +16,7 @@ Forward = Callable[..., tuple[Array, ...]]  # (params, rows) -> log_probs, entro
 
 
 class Scorer:
-    """A forward pass, jitted on one mesh: that of the policy, or of a reference on its own.
+    """Run a forward pass, jitted on one mesh: that of the policy, or of a reference on its own.
 
     Args:
         forward: `(params, ModelRows, **options) -> (log_probs, entropy)`, or a critic's to
@@ -46,7 +46,7 @@ class Scorer:
         key: Array | None = None,
         **options: Any,
     ) -> tuple[np.ndarray, ...]:
-        """The outputs of the forward pass, each [B, T], on the host.
+        """Return the outputs of the forward pass, each [B, T], on the host.
 
         Args:
             microbatching: another cut than the scorer's own.

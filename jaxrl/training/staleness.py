@@ -28,7 +28,7 @@ def oldest_versions(token_versions: Array, context_versions: Array | None) -> np
 
 
 def token_staleness(versions: Array, loss_mask: Array, version: int) -> np.ndarray:
-    """Staleness [B, T] int32: `version` less the version of each token, 0 where masked.
+    """Return staleness [B, T] int32: `version` less the version of each token, 0 where masked.
 
     It is computed on the host and goes to the devices with the batch: as an array it compiles
     nothing anew, as a number in the loss the step would be a constant of the program.
@@ -68,7 +68,7 @@ def with_staleness(batch: TrainBatch, version: int) -> TrainBatch:
 def staleness_metrics(
     versions: Array, loss_mask: Array, version: int, max_staleness_steps: int
 ) -> dict[str, float]:
-    """`async/staleness_*` of a batch; none without a sampled token.
+    """Return `async/staleness_*` of a batch; none without a sampled token.
 
     mean, max, min: over the sampled tokens, which in one trajectory can have several versions.
     ratio: share of them that are of an earlier policy than `version`. violation_count: rows

@@ -22,7 +22,7 @@ Apply = Callable[..., tuple[Any, Metrics]]  # (state, gradients) -> state, metri
 
 
 class Updater:
-    """The jitted pieces of an update, compiled once per shape.
+    """Hold the jitted pieces of an update, compiled once per shape.
 
     Args:
         scorer: the forward pass and its devices. Where params have adapters (`lora.attach`) only
@@ -74,7 +74,7 @@ class Updater:
         self._whole: bool | None = None
 
     def weights(self, minibatch: TrainBatch) -> tuple[Any, Metrics]:
-        """Those of the objective, on the host."""
+        """Return the weights of the objective, on the host."""
         return jax.device_get(self.objective.weights(minibatch))
 
     def update(
@@ -112,7 +112,7 @@ class Updater:
         return self.rest(new_state), applied
 
     def rest(self, state: Any) -> Any:
-        """The state as it is kept between updates: each part where it rests."""
+        """Return the state as it is kept between updates: each part where it rests."""
         parts = {name: getattr(state, name) for name in self.resting}
         return state.replace(**jax.device_put(parts, dict(self.resting)))
 
@@ -128,7 +128,7 @@ class Updater:
     def gradients(
         self, params: Any, minibatch: TrainBatch, weights: Any, key: Array
     ) -> tuple[Any, list[Metrics]]:
-        """Gradient of the objective of a minibatch, accumulated over its microbatches.
+        """Return the gradient of a minibatch's objective, accumulated over its microbatches.
 
         A loss that returns a number, or has batch statistics, sees the minibatch as a whole,
         longest rows first and cut to the bucket of the longest: its cotangent is taken on the [B,
@@ -156,7 +156,7 @@ class Updater:
     def pulled_back(
         self, grads: Any, params: Any, batch: TrainBatch, cotangents: Any, key: Array
     ) -> Any:
-        """`grads` plus the gradient from the cotangents of log-probs and entropy, [B, T] each."""
+        """Add to `grads` the gradient from cotangents of log-probs and entropy, [B, T] each."""
         tree = batch.row_ids, cotangents
         for _, rows, (row_ids, cotangent) in microbatches(tree, batch, self.microbatching):
             given = with_token_keys(params, rows, row_ids, key), cotangent
@@ -185,12 +185,12 @@ class Updater:
             self.pulled_back(self.zeros(params), params, part, outputs, key)
 
     def _whole_outputs(self, params: Any, batch: TrainBatch, key: Array) -> tuple[np.ndarray, ...]:
-        """The outputs of the pass that is pulled back through: in the same cuts."""
+        """Return the outputs of the pass that is pulled back through: in the same cuts."""
         cut = self.microbatching
         return self.scorer(params, batch, microbatching=cut, with_entropy=True, key=key)
 
     def packing_efficiency(self, minibatches: Sequence[TrainBatch]) -> float:
-        """Tokens of the trajectories / tokens that the model runs on, in one pass over them."""
+        """Return tokens of the trajectories / tokens that the model runs on, in one pass."""
         lengths = [np.asarray(minibatch.lengths) for minibatch in minibatches]
         computed = sum(computed_tokens(x, self.microbatching) for x in lengths)
         return float(sum(x.sum() for x in lengths) / computed)
@@ -223,7 +223,7 @@ def minibatches_of_step(
 def rows_without_update(
     batch: TrainBatch, pending: Sequence[tuple[Any, Metrics]], prompts: int, names: tuple[int, int]
 ) -> np.ndarray:
-    """Rows [B] bool from which nothing was learnt: every update with them was skipped.
+    """Return the rows [B] bool from which nothing was learnt: all their updates were skipped.
 
     Args:
         batch, prompts, names: as given to `minibatches_of_step`.
@@ -243,6 +243,6 @@ def rows_without_update(
 
 
 def pass_order(batch: TrainBatch, seed: int, step: int, number: int) -> np.ndarray | None:
-    """The prompt groups of a pass over a batch, [groups]; None: as they are, in the first."""
+    """Return the order of prompt groups in a pass, [groups]; None: as they are, in the first."""
     groups = int(np.asarray(batch.index)[-1]) + 1
     return np.random.default_rng((seed, step, number)).permutation(groups) if number else None

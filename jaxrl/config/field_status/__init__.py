@@ -12,5 +12,5 @@ TABLE = (*models.ROWS, *algorithm.ROWS, *trainer.ROWS, *generator.ROWS)
 
 
 def status_of(key: str) -> FieldStatus | None:
-    """The row of a dotted key; None for a field of a user's own config class."""
+    """Return the row of a dotted key; None for a field of a user's own config class."""
     return next((row for row in TABLE if row.covers(key)), None)

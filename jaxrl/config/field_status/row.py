@@ -10,7 +10,7 @@ SAME_DEFAULT = "same as SkyRL"
 
 @dataclass(frozen=True)
 class FieldStatus:
-    """A row.
+    """Hold a row: what fields mean here and in SkyRL.
 
     Attributes:
         status: implemented: as in SkyRL. mapped: the JAX counterpart, see `note`. inert: no
@@ -34,7 +34,7 @@ class FieldStatus:
     skyrl_only: bool = True
 
     def covers(self, key: str) -> bool:
-        """Whether the row is about the dotted key."""
+        """Return whether the row is about the dotted key."""
         head, tail = key.split("."), self.prefix.split(".")
         if len(head) <= len(tail) or any(
             p not in ("*", h) for h, p in zip(head, tail, strict=False)

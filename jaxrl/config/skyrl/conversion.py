@@ -41,7 +41,7 @@ _INTERVALS = ["ckpt_interval", "hf_save_interval", "eval_interval", "print_examp
 
 @dataclass
 class Conversion:
-    """A run of SkyRL as a config, and what became of each of its settings.
+    """Hold a run of SkyRL as a config, and what became of each of its settings.
 
     Attributes:
         config: not resolved.
@@ -67,7 +67,7 @@ class Conversion:
 def convert(
     given: dict[str, Any], start: tuple[str, EntryPoint], num_devices: int | None = None
 ) -> Conversion:
-    """The config of a run.
+    """Convert SkyRL's settings of a run into a config.
 
     Args:
         given: SkyRL's settings by dotted key; a string is read as on the command line.
@@ -99,7 +99,7 @@ def convert(
 
 
 def skyrl_defaults() -> dict[str, Any]:
-    """SkyRL's defaults where ours differ and the run would be another one, by dotted key."""
+    """Return SkyRL's defaults where ours differ and the run would be another, by dotted key."""
     rows = {key: status_of(key) for key in flatten(TrainConfig())}
     return {
         key: row.skyrl_default
@@ -164,7 +164,7 @@ def _fit_environment(values: dict[str, Any], result: Conversion) -> None:
 
 
 def _fit_engine(values: dict[str, Any], result: Conversion) -> None:
-    """Servers stay servers; vLLM engines that the run starts become ours."""
+    """Keep servers as servers; turn vLLM engines that the run starts into ours."""
     local = str(values.get(f"{_ENGINE}.run_engines_locally", True)).lower() != "false"
     backend = str(values.pop(f"{_ENGINE}.backend", "vllm"))
     if not local:
@@ -237,7 +237,7 @@ def _settle(
 
 
 def _devices_of(config: TrainConfig) -> int:
-    """Devices that SkyRL's run has."""
+    """Count the devices that SkyRL's run has."""
     placement, engine = config.trainer.placement, config.generator.inference_engine
     count = placement.policy_num_nodes * placement.policy_num_gpus_per_node
     if placement.colocate_all:

@@ -7,7 +7,7 @@ OFF = (None, False, 0, -1, "none", [], {})
 
 
 class Setting(NamedTuple):
-    """What became of a setting that is no field here.
+    """Describe what became of a setting that is no field here.
 
     Attributes:
         kind: renamed; inert: without effect; refused, unless its value turns it off.
@@ -22,7 +22,7 @@ class Setting(NamedTuple):
     neutral: tuple[Any, ...] = ()
 
     def covers(self, key: str) -> bool:
-        """Whether the row is about the dotted key."""
+        """Return whether the row is about the dotted key."""
         return any(fnmatchcase(key, name) for name in self.names.split())
 
 
@@ -135,7 +135,7 @@ SETTINGS = (
 
 
 class EntryPoint(NamedTuple):
-    """What an entry point of SkyRL adds to its config.
+    """Hold what an entry point of SkyRL adds to its config.
 
     Attributes:
         sets: values of our config.
@@ -179,17 +179,17 @@ _ENTRY_POINTS = {
 
 
 def setting_of(key: str) -> Setting | None:
-    """The row of a dotted key that is no field here; None for a key that SkyRL lacks too."""
+    """Return the row of a dotted key that is no field here; None for one that SkyRL lacks too."""
     return next((row for row in SETTINGS if row.covers(key)), None)
 
 
 def entry_points() -> dict[str, EntryPoint]:
-    """Last part of the module -> what it adds to the config."""
+    """Return last part of an entry point's module -> what it adds to the config."""
     return dict(_ENTRY_POINTS)
 
 
 def entry_point(command: list[str]) -> tuple[str, EntryPoint]:
-    """The module or file that a command runs, and what it adds to the config.
+    """Return the module or file that a command runs, and what it adds to the config.
 
     Raises:
         ValueError: it does not train.

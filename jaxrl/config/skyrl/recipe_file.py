@@ -20,7 +20,7 @@ def get_config():
 
 
 def recipe_text(config: TrainConfig, source: str, path: str, notes: list[str]) -> str:
-    """The text of a recipe.
+    """Return the text of a recipe.
 
     Args:
         config: not resolved.
@@ -44,7 +44,7 @@ def recipe_text(config: TrainConfig, source: str, path: str, notes: list[str]) -
 
 
 def _differences(config: Any, default: Any, prefix: str) -> list[tuple[str, Any]]:
-    """Dotted key and value of what differs, in the order of the schema."""
+    """Return dotted key and value of what differs, in the order of the schema."""
     found = []
     for name, value in field_values(config).items():
         other = getattr(default, name)
@@ -59,7 +59,7 @@ def _differences(config: Any, default: Any, prefix: str) -> list[tuple[str, Any]
 
 
 def _tilde(key: str, value: Any) -> Any:
-    """The home folder as `~`, where a run expands it."""
+    """Write the home folder as `~`, where a run expands it."""
     home = os.path.expanduser("~") + "/"
     if isinstance(value, list):
         return [_tilde(key, v) for v in value]
@@ -70,7 +70,7 @@ def _tilde(key: str, value: Any) -> Any:
 
 
 def _literal(value: Any) -> str:
-    """As `repr`, but with the double quotes of formatted code."""
+    """Write a value as `repr` does, but with the double quotes of formatted code."""
     if isinstance(value, list):
         return f"[{', '.join(map(_literal, value))}]"
     if isinstance(value, dict):

@@ -34,7 +34,7 @@ _REDIRECTIONS = re.compile(
 
 
 class ScriptRun(NamedTuple):
-    """What a run script starts.
+    """Hold what a run script starts.
 
     Attributes:
         command: words of the first command with config keys, ["uv", "run", "-m", "skyrl...",
@@ -49,7 +49,9 @@ class ScriptRun(NamedTuple):
 
 
 def read_script(text: str, args: list[str], path: str = "script") -> ScriptRun:
-    """The command that a run script would start, with variables, conditions and arrays evaluated.
+    """Return the command that a run script would start.
+
+    Variables, conditions and arrays are evaluated.
 
     Args:
         text: of the script.

@@ -8,7 +8,7 @@ from jaxrl.envs.protocol import Env
 
 
 class Adapter(Env):
-    """An environment of another library.
+    """Adapts an environment of another library.
 
     Args:
         env_config: settings of the run.
@@ -28,7 +28,7 @@ class Adapter(Env):
 
     @classmethod
     def of(cls, name: str) -> "type[Adapter]":
-        """The class for a name.
+        """Returns the class for a name.
 
         Raises:
             ValueError: the library has no such environment, or one that text does not suit.
@@ -38,7 +38,7 @@ class Adapter(Env):
 
 
 def import_library(module: str, package: str, extra: str) -> Any:
-    """A module of a library that only an adapter needs.
+    """Imports and returns a module of a library that only an adapter needs.
 
     Raises:
         ImportError: it cannot be imported; says how to install it.

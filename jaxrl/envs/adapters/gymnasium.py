@@ -20,7 +20,7 @@ _READABLE = ("Text", "Discrete", "MultiDiscrete", "MultiBinary", "Tuple", "Dict"
 
 
 class GymnasiumEnv(Adapter):
-    """An environment that `gymnasium.make` makes; its episode is the conversation.
+    """Runs an environment that `gymnasium.make` makes; its episode is the conversation.
 
     The first observation follows the last message of the prompt, every other one is a message. What
     is shown: an observation that is text; else what the environment renders as text ("ansi"), a
@@ -59,12 +59,12 @@ class GymnasiumEnv(Adapter):
 
     @classmethod
     def of(cls, name: str) -> type[Adapter]:
-        """The class, if gymnasium knows the environment."""
+        """Returns the class, if gymnasium knows the environment."""
         _find(name)
         return cls
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
-        """The prompt with the first observation."""
+        """Resets the environment and returns the prompt with the first observation."""
         observation, info = self.env.reset(seed=self._seed)
         shown = self._observe(self.env, observation)
         *before, last = prompt
@@ -94,7 +94,10 @@ class GymnasiumEnv(Adapter):
         self.env.close()
 
     def get_metrics(self) -> dict[str, Any]:
-        """`return`, `steps`, `invalid_actions`, and `truncated`: gymnasium ended the episode."""
+        """Returns `return`, `steps`, `invalid_actions`, and `truncated`.
+
+        The last one says that gymnasium ended the episode.
+        """
         return self._metrics
 
 
@@ -109,7 +112,7 @@ def prompts(
     observe: str | None = None,
     **make: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Rows of one environment, each with a seed of its own.
+    """Yields rows of one environment, each with a seed of its own.
 
     Args:
         name: id in gymnasium, for example "FrozenLake-v1".
@@ -143,7 +146,7 @@ def prompts(
 
 
 class _Actions:
-    """Actions as text.
+    """Reads actions that are text.
 
     Attributes:
         said: what is possible, for the policy to read.
@@ -180,7 +183,7 @@ class _Actions:
         self.said = f"The actions are {choice}.{how}"
 
     def read(self, response: str) -> tuple[Any, str]:
-        """The action of a response, and "" or what is wrong with it."""
+        """Returns the action of a response, and "" or what is wrong with it."""
         text = self._find(response)
         if text is None:
             return None, f"There is no action in your answer. {self.said}"
@@ -216,7 +219,7 @@ def _answer(text: str, reward: float, *, done: bool, metadata: dict[str, Any]) -
 
 
 def _observer(env: Any) -> Callable[[Any, Any], str]:
-    """How an environment is shown."""
+    """Returns the function that shows an environment as text."""
     space = env.observation_space
     kind = type(space).__name__
     if kind == "Text":
@@ -233,7 +236,7 @@ def _observer(env: Any) -> Callable[[Any, Any], str]:
 
 
 def _plain(rendered: str) -> str:
-    """What is told by colours, told by signs."""
+    """Tells by signs what a rendering tells by colours."""
 
     def replace(match: re.Match[str]) -> str:
         code = int(match[1].split(";")[0])
@@ -245,7 +248,7 @@ def _plain(rendered: str) -> str:
 
 
 def _listed(observation: Any) -> Any:
-    """An observation as JSON has it."""
+    """Returns an observation as JSON has it."""
     if isinstance(observation, Mapping):
         return {str(key): _listed(value) for key, value in observation.items()}
     if isinstance(observation, tuple):
@@ -254,7 +257,7 @@ def _listed(observation: Any) -> Any:
 
 
 def _make(name: str, keywords: str | Mapping[str, Any] | None) -> Any:
-    """The environment, rendered as text if its observations are none and it can be."""
+    """Makes the environment, rendered as text if its observations are none and it can be."""
     given = keywords if isinstance(keywords, str) else json.dumps(dict(keywords or {}))
     try:
         settings = json.loads(given) | _rendering(name, given)

@@ -12,7 +12,7 @@ from jaxrl.types import Message
 
 
 class OpenEnvEnv(Adapter):
-    """A session on an OpenEnv server; its episode is the conversation.
+    """Holds a session on an OpenEnv server; its episode is the conversation.
 
     The first observation is a message after the prompt. The action stands in the last
     `<action>..</action>`: a JSON object as the server's schema has it (GET /schema), or with
@@ -43,7 +43,7 @@ class OpenEnvEnv(Adapter):
 
     @classmethod
     def of(cls, name: str) -> type[Adapter]:
-        """The class, if the name is an address."""
+        """Returns the class, if the name is an address."""
         if not re.match(r"(https?|wss?)://[^/]", name):
             raise ValueError(
                 f"environment 'openenv:{name}' needs the address of a server, as in "
@@ -67,7 +67,7 @@ class OpenEnvEnv(Adapter):
     async def init(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, prompt: list[Message]
     ) -> tuple[list[Message], dict[str, Any]]:
-        """Opens a session; the prompt with its first observation."""
+        """Opens a session and returns the prompt with its first observation."""
         await self._connect()
         result = await self._client.reset(**self._reset)
         return [*prompt, Message(role="user", content=self._shown(result.observation))], {}
@@ -99,11 +99,11 @@ class OpenEnvEnv(Adapter):
             await self._client.close()
 
     def get_metrics(self) -> dict[str, Any]:
-        """`return`, `steps`, `invalid_actions`."""
+        """Returns `return`, `steps`, `invalid_actions`."""
         return self._metrics
 
     def _read(self, response: str) -> tuple[dict[str, Any], str]:
-        """The action of a response, and "" or what is wrong with it."""
+        """Returns the action of a response, and "" or what is wrong with it."""
         found = last_tagged(response, "action")
         if found is None:
             return {}, "There is no action in your answer. Write <action>..</action>."

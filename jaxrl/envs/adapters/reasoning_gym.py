@@ -83,7 +83,7 @@ class ReasoningGymEnv(Adapter):
 
     @classmethod
     def of(cls, name: str) -> type[Adapter]:
-        """The class, if there is such a family of single questions."""
+        """Returns the class, if there is such a family of single questions."""
         _check_family(name)
         if name == "composite":
             raise ValueError(
@@ -118,7 +118,10 @@ class ReasoningGymEnv(Adapter):
             return 0.0, repr(error)
 
     def get_metrics(self) -> dict[str, Any]:
-        """`solved` (full marks), `score`, `unreadable`: the scorer did not get through, `level`."""
+        """Returns `solved` (full marks), `score`, `unreadable` and `level`.
+
+        `unreadable` says that the scorer did not get through.
+        """
         return self._metrics
 
 
@@ -133,7 +136,7 @@ def prompts(
     split: str | None = None,
     **family_config: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Rows of one family; all values are strings, numbers and lists, so they fit into parquet.
+    """Yields rows of one family; all values are strings, numbers and lists, and fit into parquet.
 
     Args:
         family: name in reasoning-gym, for example "chain_sum". "composite" mixes families:
@@ -167,7 +170,7 @@ def curriculum(
     split: str | None = None,
     **family_config: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Rows of one family that become harder by its own curriculum; see `prompts`.
+    """Yields rows of one family that become harder by its own curriculum; see `prompts`.
 
     Trained on in this order (`data.shuffle=False`, `trainer.epochs=1`) they are a schedule over the
     steps, and a resumed run is where it was. The column `level` is the row's place in `levels`.
@@ -197,7 +200,7 @@ def curriculum(
 
 
 class _How(NamedTuple):
-    """What the rows of a data set have in common."""
+    """Holds what the rows of a data set have in common."""
 
     instruction: str | None
     extract: str
@@ -227,7 +230,7 @@ def _rows(
 def _source(
     family: str, config: Mapping[str, Any], entry: Mapping[str, Any]
 ) -> tuple[str, Mapping[str, Any]]:
-    """The family that an entry comes from, and its settings."""
+    """Returns the family that an entry comes from, and its settings."""
     if family != "composite":
         return family, config
     source = entry["metadata"]["source_dataset"]
@@ -263,7 +266,7 @@ def _text(value: Any, family: str) -> str:
 
 
 def _first_seed(seed: int, parts: Sequence[int], split: str | None) -> int:
-    """The seed of the first item of a data set whose parts have these sizes."""
+    """Returns the seed of the first item of a data set whose parts have these sizes."""
     if split not in _DRAWS_PER_ROW:
         raise ValueError(f"split must be 'train', 'eval' or None, got {split!r}")
     if not 0 <= seed <= _MAX_SEED:
@@ -329,7 +332,7 @@ def _create(family: str, size: int, seed: int, config: Mapping[str, Any]) -> Any
 
 
 def _with_enums(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings, where a choice among names may be a string, which JSON makes of it."""
+    """Returns the settings with strings, which JSON makes of a choice among names, as enums."""
     defaults = {
         f.name: f.default for f in dataclasses.fields(_library("factory").DATASETS[family][1])
     }
@@ -340,7 +343,7 @@ def _with_enums(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
 def _config_at(
     family: str, level: int | Mapping[str, int], mode: str, defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The settings of a family at a level of its curriculum."""
+    """Returns the settings of a family at a level of its curriculum."""
     _check_family(family)
     coaching = _library("coaching.base_curriculum")
     modes = [m.value for m in coaching.RangeAttributeMode if m.value != "last_k"]

@@ -12,7 +12,7 @@ from jaxrl.types import Message
 
 
 class SkyRLGymEnv(Adapter):
-    """An environment that `skyrl_gym.make` makes.
+    """Runs an environment that `skyrl_gym.make` makes.
 
     It is given what SkyRL gives it: `env_config` is its own group of `environment.skyrl_gym`, by
     its id, and `extras` the columns of the row with `max_turns`. Messages, rewards, postprocessed
@@ -32,7 +32,7 @@ class SkyRLGymEnv(Adapter):
 
     @classmethod
     def of(cls, name: str) -> type[Adapter]:
-        """A class that aggregates metrics as theirs does."""
+        """Returns a class that aggregates metrics as skyrl-gym's environment does."""
         registry = _library().envs.registration.registry
         if name not in registry:
             near = difflib.get_close_matches(name, registry, n=1)
@@ -49,19 +49,19 @@ class SkyRLGymEnv(Adapter):
         return _adapter_of(made_by)
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
-        """Their opening of the conversation."""
+        """Opens the conversation as skyrl-gym's environment does."""
         return self.env.init(prompt)
 
     def step(self, action: str) -> StepOutput:
-        """Their judgement and answer."""
+        """Lets skyrl-gym's environment judge the response and answer it."""
         return self.env.step(action)
 
     def close(self) -> None:
-        """Their release of what they hold."""
+        """Lets skyrl-gym's environment release what it holds."""
         self.env.close()
 
     def get_metrics(self) -> dict[str, Any]:
-        """Their numbers about the conversation."""
+        """Returns the numbers of skyrl-gym's environment about the conversation."""
         return self.env.get_metrics()
 
 

@@ -37,7 +37,7 @@ _loading = threading.RLock()
 
 
 class VerifiersEnv(Adapter):
-    """A conversation that an environment of verifiers holds, and its rubric judges at the end.
+    """Runs a conversation that an environment of verifiers holds, and its rubric judges at the end.
 
     Carried over: its messages, stop conditions, state, clean-up, the weighted reward and all
     metrics of the rubric, tools. A tool is called as Qwen and Hermes do, by
@@ -72,14 +72,14 @@ class VerifiersEnv(Adapter):
 
     @classmethod
     def of(cls, name: str) -> type[Adapter]:
-        """The class, if the environment's module is installed."""
+        """Returns the class, if the environment's module is installed."""
         _find(name)
         return cls
 
     async def init(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, prompt: list[Message]
     ) -> tuple[list[Message], dict[str, Any]]:
-        """The messages with which their environment asks for the first response."""
+        """Returns the messages with which the wrapped environment asks for the first response."""
         self._client = _client_class()(has_tools=bool(self.env.tool_defs))
         task = {**json.loads(self.extras["task"]), "prompt": prompt}
         self._rollout = asyncio.create_task(self.env.rollout(task, self._client, "policy", {}))
@@ -114,11 +114,11 @@ class VerifiersEnv(Adapter):
             await asyncio.wait([self._rollout])
 
     def get_metrics(self) -> dict[str, Any]:
-        """Every function of the rubric, by name."""
+        """Returns what every function of the rubric gave, by name."""
         return self._metrics
 
     async def _asked(self) -> list[Message] | None:
-        """The messages that their environment wants a response to; None = it has ended."""
+        """Returns the messages that the wrapped environment wants answered; None = it has ended."""
         assert self._rollout is not None
         question = asyncio.ensure_future(self._client.questions.get())
         await asyncio.wait([question, self._rollout], return_when=asyncio.FIRST_COMPLETED)
@@ -128,7 +128,7 @@ class VerifiersEnv(Adapter):
         return None
 
     def _ended(self) -> Any:
-        """The state that their environment left; raises what stopped it."""
+        """Returns the state that the wrapped environment left; raises what stopped it."""
         assert self._rollout is not None
         state = self._rollout.result()
         if state.get("error") is not None:
@@ -146,7 +146,7 @@ class VerifiersEnv(Adapter):
 def prompts(
     name: str, size: int | None = None, split: str = "train", **env_args: Any
 ) -> Iterator[dict[str, Any]]:
-    """Rows of an environment's own data set, in its order.
+    """Yields rows of an environment's own data set, in its order.
 
     Args:
         name: of the environment.
@@ -174,7 +174,7 @@ def prompts(
 
 
 def _with_tools(prompt: list[Message], tools: list[Any]) -> list[Message]:
-    """The prompt with what the tools are, in its system message."""
+    """Returns the prompt with what the tools are, in its system message."""
     prompt = [_message(message) for message in prompt]
     if not tools:
         return prompt
@@ -201,7 +201,7 @@ def _client_class() -> Any:
     types = _library("verifiers.types")
 
     class Policy(vf.Client):
-        """A model that is asked through a queue."""
+        """Stands for a model that is asked through a queue."""
 
         def __init__(self, has_tools: bool) -> None:
             super().__init__(None)
@@ -227,10 +227,10 @@ def _client_class() -> Any:
             return types.Response(id="", created=0, model="policy", message=message)
 
         def setup_client(self, config: Any) -> None:
-            """There is nothing to connect to."""
+            """Does nothing: there is nothing to connect to."""
 
         async def close(self) -> None:
-            """There is nothing to disconnect."""
+            """Does nothing: there is nothing to disconnect."""
 
         async def to_native_tool(self, tool: Any) -> Any:
             return tool
@@ -239,13 +239,13 @@ def _client_class() -> Any:
             return messages, {}
 
         async def raise_from_native_response(self, response: str) -> None:
-            """Any text will do."""
+            """Accepts any text."""
 
     return Policy
 
 
 def _said(response: str, has_tools: bool) -> dict[str, Any]:
-    """Fields of their message: the text, and the calls that it holds where there are tools."""
+    """Returns fields of verifiers' message: the text, and its calls where there are tools."""
     found, beside = _calls(response) if has_tools else ([], response)
     make = _library("verifiers.types").ToolCall
     calls = [make(id=f"call_{i}", **_call(call)) for i, call in enumerate(found)]
@@ -258,7 +258,7 @@ def _said(response: str, has_tools: bool) -> dict[str, Any]:
 
 
 def _calls(response: str) -> tuple[list[str], str]:
-    """The tool calls of a response, and what is said beside them."""
+    """Returns the tool calls of a response, and what is said beside them."""
     found = list(every_tagged(response, "tool_call"))
     starts, ends = [tagged.start for tagged in found], [tagged.end for tagged in found]
     gaps = zip([0, *ends], [*starts, len(response)], strict=True)
@@ -267,7 +267,10 @@ def _calls(response: str) -> tuple[list[str], str]:
 
 
 def _call(text: str) -> dict[str, str]:
-    """Name and arguments of a tool call; what is no JSON is left for the environment to refuse."""
+    """Returns name and arguments of a tool call.
+
+    What is no JSON is left for the environment to refuse.
+    """
     try:
         given = json.loads(text)
         return {"name": str(given["name"]), "arguments": json.dumps(given.get("arguments", {}))}
@@ -295,7 +298,10 @@ def _load(name: str, env_args: str) -> Any:
 
 @contextlib.contextmanager
 def _signals_left_alone() -> Iterator[None]:
-    """Theirs takes over SIGINT and SIGTERM, which are the trainer's, and needs the main thread."""
+    """Keeps the library from the signals while the block runs.
+
+    Its loader takes over SIGINT and SIGTERM, which are the trainer's, and needs the main thread.
+    """
     module = _library("verifiers.envs.environment")
     real = module.signal
     module.signal = SimpleNamespace(**{**vars(real), "signal": lambda *_: None})

@@ -17,7 +17,7 @@ _building = threading.Lock()
 
 
 class Hit(NamedTuple):
-    """What a search found."""
+    """Holds what a search found."""
 
     passage: Passage
     score: float
@@ -27,12 +27,12 @@ class Retriever(Protocol):
     """Finds passages for a query."""
 
     def search(self, query: str, topk: int) -> list[Hit]:
-        """At most `topk` passages, best first."""
+        """Returns at most `topk` passages, best first."""
         ...
 
 
 class RemoteRetriever:
-    """A server with the protocol of SkyRL's and Search-R1's retrievers.
+    """Asks a server with the protocol of SkyRL's and Search-R1's retrievers.
 
     `{"query": q, "topk": k, "return_scores": true}` is answered by `{"result": [[{"document":
     {"contents": ..}, "score": ..}, ..]]}`. The query is sent under both names that servers take it
@@ -48,7 +48,7 @@ class RemoteRetriever:
         self.url, self.timeout, self.log_requests = url, timeout, log_requests
 
     def search(self, query: str, topk: int) -> list[Hit]:
-        """At most `topk` passages, best first.
+        """Returns at most `topk` passages, best first.
 
         Raises:
             RequestError: the server gives no answer that can be used.
@@ -62,7 +62,7 @@ class RemoteRetriever:
 
 
 class LocalRetriever:
-    """BM25 over passages that lie in memory; any number of threads may search at a time.
+    """Ranks passages that lie in memory by BM25; any number of threads may search at a time.
 
     By bm25s (Lu 2024, arXiv:2407.03618), with its English stop words and no stemming: k1 = 1.5,
     b = 0.75, Lucene's variant. Equal scores keep the order of the corpus.
@@ -86,7 +86,7 @@ class LocalRetriever:
         self._index.index(tokens, show_progress=False)
 
     def search(self, query: str, topk: int) -> list[Hit]:
-        """At most `topk` passages that share a word with the query, best first."""
+        """Returns at most `topk` passages that share a word with the query, best first."""
         (tokens,) = self._tokenize([query])
         if not tokens:
             return []
@@ -103,7 +103,7 @@ class LocalRetriever:
 
 
 def retriever_of(settings: Mapping[str, Any]) -> Retriever:
-    """The retriever of `environment.skyrl_gym.search`.
+    """Makes the retriever of `environment.skyrl_gym.search`.
 
     Raises:
         ValueError: the corpus is not there, or not what it should be.
@@ -119,12 +119,12 @@ def retriever_of(settings: Mapping[str, Any]) -> Retriever:
 
 @functools.cache
 def local_retriever(corpus: str) -> LocalRetriever:
-    """The index of a corpus, made once in a process."""
+    """Returns the index of a corpus, made once in a process."""
     return LocalRetriever(read_passages(corpus))
 
 
 def _read_hits(answer: Any) -> list[Hit]:
-    """The hits of the first query. Without scores the document stands alone."""
+    """Reads the hits of the first query. Without scores the document stands alone."""
     hits = []
     for item in answer["result"][0] if answer["result"] else []:
         document = item.get("document", item)

@@ -28,7 +28,7 @@ _TIMEOUT = 60.0  # seconds without a byte of a question, after which its connect
 
 
 def make_server(retriever: Retriever, host: str, port: int, topk: int = 3) -> ThreadingHTTPServer:
-    """A server that answers from its `serve_forever` on.
+    """Makes a server that answers from its `serve_forever` on.
 
     Args:
         retriever: what is asked.

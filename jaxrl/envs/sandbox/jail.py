@@ -89,7 +89,7 @@ def _leave_host() -> None:
 
 
 def _process_1(request: dict, uid: int) -> None:
-    """Everything after the fork: one run after the other, each in an empty folder of its own."""
+    """Does all after the fork: one run after the other, each in an empty folder of its own."""
     _prctl(_PR_SET_DUMPABLE, 0)  # nobody looks into this process
     # Without a handler of its own, the kernel keeps every signal of the code from process 1.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -107,7 +107,10 @@ def _process_1(request: dict, uid: int) -> None:
 
 
 def _build_root(paths: list[str], home: str, pivot_root: int) -> int:
-    """A root with read-only binds of `paths`; the descriptor of a /proc that only we can see."""
+    """Builds a root with read-only binds of `paths`.
+
+    Returns the descriptor of a /proc that only we can see.
+    """
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE, "")
     with contextlib.ExitStack() as stack:
         # Opened before the stage covers one of them.
@@ -151,7 +154,7 @@ def _bind(path: str, descriptor: int) -> None:
 
 
 def _mount_home(request: dict, uid: int, stdin: str) -> None:
-    """An empty folder in memory, which holds the program and its input."""
+    """Mounts an empty folder in memory, which holds the program and its input."""
     options = f"size={request['disk_mb']}m,nr_inodes={request['files']},mode=700,uid={uid}"
     _mount("tmpfs", request["home"], "tmpfs", _MS_NOSUID_NODEV, options)
     for name, text in (("main.py", request["code"]), (".stdin", stdin)):
@@ -234,7 +237,10 @@ class _Watch:
         socket.close()
 
     def look(self, ends: int) -> bool:
-        """Waits at most a tick for output, looks at clock and memory; whether the program ended."""
+        """Waits at most a tick for output, looks at clock and memory.
+
+        Returns whether the program ended.
+        """
         ready = select.select([*self.open, ends], [], [], _TICK_SECONDS)[0]
         self._read([descriptor for descriptor in ready if descriptor != ends])
         mb, cpu_seconds = self._used()
@@ -321,7 +327,7 @@ def _names(folder: str, processes: int) -> list[str]:
 
 
 def _reap(child: int) -> int:
-    """Waits for every process that is left; the status of `child`."""
+    """Waits for every process that is left; returns the status of `child`."""
     status = 0
     with contextlib.suppress(ChildProcessError):
         while True:

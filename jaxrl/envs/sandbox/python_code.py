@@ -15,7 +15,7 @@ _MAX_CHARACTERS = 4000
 
 
 class PythonToolGroup(ToolGroup):
-    """The tool `python`: runs a program in a sandbox.
+    """Offers the tool `python`: runs a program in a sandbox.
 
     Args:
         limits: what one program may use.
@@ -28,7 +28,7 @@ class PythonToolGroup(ToolGroup):
 
     @tool
     def python(self, code: str) -> str:
-        """What the program printed, in the middle shortened; what went wrong, if anything."""
+        """Returns the program's output, shortened in the middle; what went wrong, if anything."""
         self.last = result = sandbox.run(code, limits=self.limits)
         said = _shorten(result.stdout.strip())
         if result.ok:
@@ -46,7 +46,7 @@ class PythonToolGroup(ToolGroup):
 
 
 class PythonCodeEnv(Env):
-    """Reward 1 in the turn that ends with the right `<answer>..</answer>`, 0 otherwise.
+    """Gives reward 1 in the turn that ends with the right `<answer>..</answer>`, 0 otherwise.
 
     `<python>..</python>` runs code; the next message is what it printed, in `<output>..</output>`.
     What a response says after `</python>` is cut: it would be made up. The conversation ends with
@@ -105,7 +105,7 @@ class PythonCodeEnv(Env):
         return output
 
     def get_metrics(self) -> dict[str, Any]:
-        """`correct`, `answered`, `programs` that were run and `program_errors` among them."""
+        """Returns `correct`, `answered`, `programs` that ran and `program_errors` among them."""
         return self._metrics
 
 

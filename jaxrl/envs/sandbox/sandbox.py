@@ -48,12 +48,12 @@ except OSError:
 
 
 class SandboxError(RuntimeError):
-    """This machine cannot hold the code; nothing of it was run."""
+    """Signals that this machine cannot hold the code; nothing of it was run."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one run may use."""
+    """Describes what one run may use."""
 
     seconds: float = 10.0
     """Until it is killed, by the clock."""
@@ -78,7 +78,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended."""
+    """Describes how a run ended."""
 
     reason: str
     """"ok"; "error": an exception or another exit code than 0; or what ended it: "timeout",
@@ -94,7 +94,7 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether the program ended by itself with exit code 0, within its limits."""
+        """Returns whether the program ended by itself with exit code 0, within its limits."""
         return self.reason == "ok"
 
 
@@ -220,7 +220,7 @@ def _packages() -> list[str]:
 
 
 def _outermost(paths: Sequence[str]) -> list[str]:
-    """Without those that lie in another."""
+    """Returns the paths without those that lie in another."""
     folders = [Path(os.path.abspath(path)) for path in dict.fromkeys(paths)]
     kept = [path for path in folders if not any(other in path.parents for other in folders)]
     return [str(path) for path in kept]

@@ -34,7 +34,7 @@ _UNWRAPPED = (
 
 
 class AIMEEnv(Env):
-    """Reward 1 if the last "Answer: .." of the response's end is the ground truth, -1 otherwise.
+    """Gives reward 1 if the last "Answer: .." of the response's end is the ground truth, else -1.
 
     The ground truth is in `reward_spec`, or in `reward_model` as in DAPO's and verl's files.
     """
@@ -63,12 +63,12 @@ class AIMEEnv(Env):
         )
 
     def get_metrics(self) -> dict[str, Any]:
-        """`acc`: 1 if right, 0 if not; `answered`: whether there was an answer at all."""
+        """Returns `acc`: 1 if right, 0 if not; `answered`: whether there was an answer at all."""
         return self._metrics
 
 
 def normalize(answer: str) -> str:
-    """An answer without units, formatting and blanks."""
+    """Returns an answer without units, formatting and blanks."""
     answer = answer.rsplit("=", maxsplit=1)[-1]
     for before, after in _REPLACED:
         answer = answer.replace(before, after)

@@ -11,13 +11,13 @@ _STRICT = re.compile(r"#### (-?[0-9.,]+)")
 
 
 def strict_answer(text: str) -> str | None:
-    """The number after the first "#### ", without its commas, or None; "72." keeps its dot."""
+    """Returns the number after the first "#### ", without commas, or None; "72." keeps its dot."""
     match = _STRICT.search(text)
     return match[1].replace(",", "") if match else None
 
 
 class Gsm8kEnv(Env):
-    """Reward 1 if the answer equals `reward_spec["ground_truth"]` as a string, 0 otherwise.
+    """Gives reward 1 if the answer equals `reward_spec["ground_truth"]` as a string, 0 otherwise.
 
     `reward_spec["method"]` says where the answer stands: "rule" or "strict" (after the first
     "#### ", so that the format is learned too), or "flexible" (the last number of the response).
@@ -50,5 +50,5 @@ class Gsm8kEnv(Env):
         return StepOutput(observations=[], reward=correct, done=True, metadata=metadata)
 
     def get_metrics(self) -> dict[str, Any]:
-        """`correct`, and `answered`: whether a number was found at all."""
+        """Returns `correct`, and `answered`: whether a number was found at all."""
         return self._metrics

@@ -11,7 +11,7 @@ _FORMAT_SCORE = 0.2  # of a conversation in which every turn has an answer
 
 
 class Gsm8kMultiTurnEnv(Env):
-    """Every turn: 1 for the right number after "#### ", 0.2 / max_turns for a wrong one, else 0.
+    """Gives every turn 1 for the right number after "#### ", 0.2 / max_turns for another, else 0.
 
     The conversation ends with the right number, or after `max_turns` turns: a column of the row or
     of its `extra_info`, or else `generator.max_turns`.
@@ -41,7 +41,7 @@ class Gsm8kMultiTurnEnv(Env):
         return StepOutput(observations=said, reward=reward, done=done, metadata=metadata)
 
     def get_metrics(self) -> dict[str, Any]:
-        """`avg_steps`: turns of the conversation; `correct`: 1 if the last one was right."""
+        """Returns `avg_steps`: turns of the conversation; `correct`: 1 if the last was right."""
         return {"avg_steps": self.turns, "correct": self._correct}
 
     def _hint(self) -> str:

@@ -40,7 +40,7 @@ or
 
 
 class LLMJudgeEnv(Env):
-    """The reward of a response is the score that a judge gives it, divided by `max_score`.
+    """Rewards a response with the score that a judge gives it, divided by `max_score`.
 
     The judge is asked one question: a prompt with `{question}` (the last message to the policy),
     `{ground_truth}` and `{response}` put in. The prompt is that of the row's column `judge_prompt`,
@@ -82,7 +82,7 @@ class LLMJudgeEnv(Env):
         self._metrics: dict[str, Any] = {}
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
-        """The messages as they are; the last one is the question."""
+        """Returns the messages as they are; the last one is the question."""
         self.question = str(prompt[-1]["content"])
         return prompt, {}
 
@@ -111,12 +111,12 @@ class LLMJudgeEnv(Env):
         return StepOutput(observations=[], reward=score, done=True, metadata={"score": score})
 
     def get_metrics(self) -> dict[str, Any]:
-        """`score`, 0 to 1, and `judge_attempts`: requests until the judge gave one."""
+        """Returns `score`, 0 to 1, and `judge_attempts`: requests until the judge gave one."""
         return self._metrics
 
 
 class Judge:
-    """A model behind an endpoint, with a bounded number of requests at a time in this process.
+    """Asks a model behind an endpoint, with a bounded number of requests at a time in a process.
 
     Args:
         settings: of `environment.skyrl_gym.llm_as_a_judge`.
@@ -145,7 +145,7 @@ class Judge:
         self._places = _PLACES.setdefault((self.url, number), threading.BoundedSemaphore(number))
 
     def score(self, question: str) -> tuple[float, int]:
-        """The score from 0 to 1, and how often the judge was asked for it.
+        """Returns the score from 0 to 1, and how often the judge was asked for it.
 
         Raises:
             RequestError: no attempt brought one.
@@ -153,7 +153,7 @@ class Judge:
         return self.ask(question, lambda reply: read_score(reply, self.max_score))
 
     def ask(self, question: str, read: Any) -> tuple[Any, int]:
-        """What `read` takes from the judge's reply to one message, and at which attempt."""
+        """Returns what `read` takes from the judge's reply to one message, and at which attempt."""
         body = {
             "model": self.model,
             "messages": [{"role": "user", "content": question}],
@@ -171,7 +171,7 @@ class Judge:
 
 
 def read_score(reply: str, max_score: float = 1.0) -> float:
-    """The last score of a judge's reply, from 0 to 1.
+    """Returns the last score of a judge's reply, from 0 to 1.
 
     Args:
         reply: holds `### Final Score: <number>`, or is a number and nothing else.

@@ -10,7 +10,7 @@ _SECONDS = 10.0  # for one comparison; nearly all take milliseconds
 
 
 class MathEnv(Env):
-    r"""Reward 1 if math-verify finds the answer equal to the ground truth, 0 otherwise.
+    r"""Gives reward 1 if math-verify finds the answer equal to the ground truth, 0 otherwise.
 
     The answer is what stands in the last `\boxed{..}` after `</think>`, or else the last formula or
     number. A comparison that takes longer than 10 s, or 2 GB, counts as wrong.
@@ -39,5 +39,5 @@ class MathEnv(Env):
         return StepOutput(observations=[], reward=float(equal), done=True, metadata=metadata)
 
     def get_metrics(self) -> dict[str, Any]:
-        """`correct`, and `answered`: whether an answer was found at all."""
+        """Returns `correct`, and `answered`: whether an answer was found at all."""
         return self._metrics

@@ -22,7 +22,7 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 class SearchToolGroup(ToolGroup):
-    """The tool `search`.
+    """Offers the tool `search`.
 
     Args:
         retriever: what is asked.
@@ -35,7 +35,7 @@ class SearchToolGroup(ToolGroup):
 
     @tool
     def search(self, query: str) -> list[Hit]:
-        """The best passages.
+        """Returns the best passages.
 
         Raises:
             RequestError: the retriever does not answer.
@@ -44,7 +44,7 @@ class SearchToolGroup(ToolGroup):
 
 
 class SearchEnv(Env):
-    """Reward 1 in the turn with the right `<answer>..</answer>`, 0 otherwise.
+    """Gives reward 1 in the turn with the right `<answer>..</answer>`, 0 otherwise.
 
     `<search>..</search>` asks for passages; the next message has them in
     `<information>..</information>`. What a response says after its first `</search>` is cut, unless
@@ -120,12 +120,12 @@ class SearchEnv(Env):
         return "".join(found) or "No results."
 
     def get_metrics(self) -> dict[str, Any]:
-        """`correct`, `answered`, `searches` of the conversation, `search_errors` among them."""
+        """Returns `correct`, `answered`, `searches` that were made, `search_errors` among them."""
         return self._metrics
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case, without punctuation, articles and needless blanks.
+    """Returns a text in lower case, without punctuation, articles and needless blanks.
 
     As of SQuAD: Rajpurkar et al. 2016, https://arxiv.org/abs/1606.05250, section 6.1.
     """

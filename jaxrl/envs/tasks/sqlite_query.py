@@ -28,7 +28,7 @@ _PRAGMAS = (
 
 @dataclass(frozen=True)
 class Answer:
-    """What a query gave."""
+    """Holds what a query gave."""
 
     columns: tuple[str, ...] = ()
     rows: tuple[tuple[Any, ...], ...] = ()
@@ -36,11 +36,14 @@ class Answer:
     """Why there are no rows, or not all."""
 
     def same_rows(self, other: "Answer") -> bool:
-        """Whether both succeeded with the same set of rows: order and repetitions do not count."""
+        """Returns whether both succeeded with the same set of rows.
+
+        Order and repetitions do not count.
+        """
         return not self.error and not other.error and set(self.rows) == set(other.rows)
 
     def __str__(self) -> str:
-        """A table, cut after 50 rows or 9000 characters; or the error."""
+        """Returns a table, cut after 50 rows or 9000 characters; or the error."""
         if self.error:
             return f"Error: {self.error}"
         lines = [" | ".join(map(str, row)) for row in (self.columns, *self.rows[:_SHOWN_ROWS])]
@@ -98,7 +101,7 @@ def main() -> None:
 
 
 def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
-    """Reading is allowed, and asking for the columns of a table; everything else is not."""
+    """Allows reading, and asking for the columns of a table; denies everything else."""
     if action == sqlite3.SQLITE_PRAGMA and first in _PRAGMAS:
         return sqlite3.SQLITE_OK
     if action == sqlite3.SQLITE_FUNCTION and second == "load_extension":

@@ -24,7 +24,7 @@ _OBSERVED = "<observation></observation>"
 
 
 class SQLToolGroup(ToolGroup):
-    """The tool `sql`: runs one statement that only reads.
+    """Offers the tool `sql`: runs one statement that only reads.
 
     Args:
         db_file: a SQLite database that nobody writes to.
@@ -38,12 +38,12 @@ class SQLToolGroup(ToolGroup):
 
     @tool
     def sql(self, statement: str) -> Answer:
-        """The rows, or why there are none."""
+        """Returns the rows, or why there are none."""
         return query(self.db_file, statement, self.query_seconds, self.max_rows)
 
 
 class Text2SQLEnv(Env):
-    """Reward of the last turn: 1 for the right rows, 0 for others, -1 for a wrong format.
+    """Rewards the last turn: 1 for the right rows, 0 for others, -1 for a wrong format.
 
     `<sql>..</sql>` runs a query, and the next message shows its result. `<solution>..</solution>`
     hands in the query that counts: its rows are compared, as a set, with those of
@@ -103,7 +103,7 @@ class Text2SQLEnv(Env):
         )
 
     def get_metrics(self) -> dict[str, Any]:
-        """`correct`, `well_formed`, `queries` of the conversation, `query_errors` among them."""
+        """Returns `correct`, `well_formed`, `queries` that were run, `query_errors` among them."""
         return self._metrics
 
     def _judge(self) -> tuple[float, str]:
@@ -123,7 +123,7 @@ class Text2SQLEnv(Env):
 
 
 def find_solution(said: str) -> str | None:
-    """The query of a whole conversation, or None where its format is wrong."""
+    """Returns the query of a whole conversation, or None where its format is wrong."""
     before, tag, after = said.partition("<solution>")
     solution = after.partition("</solution>")[0]
     if not tag or "<solution>" in after or after.count("</solution>") != 1:

@@ -13,7 +13,7 @@ _MAX_DIGITS = 3
 
 
 class AdditionEnv(Env):
-    """Reward 1 if the response is the sum and nothing else, 0 otherwise."""
+    """Gives reward 1 if the response is the sum and nothing else, 0 otherwise."""
 
     def __init__(
         self,
@@ -34,7 +34,9 @@ class AdditionEnv(Env):
 def prompts(
     size: int, seed: int = 0, digits: int = 2, split: str | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Rows with distinct sums in random order, for `jaxrl.train` and, by `completion`, `jaxrl.sft`.
+    """Yields rows with distinct sums in random order.
+
+    They are for `jaxrl.train` and, by `completion`, `jaxrl.sft`.
 
     Args:
         size: number of rows.

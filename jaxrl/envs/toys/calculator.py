@@ -27,14 +27,14 @@ _IN_BRACKETS = re.compile(rf"\({_OPERATION}\)")
 
 
 class CalculatorToolGroup(ToolGroup):
-    """The tool `calc`: one operation on two whole numbers."""
+    """Offers the tool `calc`: one operation on two whole numbers."""
 
     def __init__(self) -> None:
         super().__init__("calculator")
 
     @tool
     def calc(self, operation: str) -> str:
-        """The result of "12*34", or "error" for anything else than two numbers and + - or *."""
+        """Returns the result of "12*34", or "error" for all but two numbers and + - or *."""
         match = re.fullmatch(_OPERATION, operation.replace(" ", ""))
         if match is None:
             return "error"
@@ -42,7 +42,7 @@ class CalculatorToolGroup(ToolGroup):
 
 
 class CalculatorEnv(Env):
-    """Reward 1 in the turn that ends with the right `<answer>..</answer>`, 0 otherwise.
+    """Gives reward 1 in the turn that ends with the right `<answer>..</answer>`, 0 otherwise.
 
     `<calc>..</calc>` is one operation on two whole numbers; the next message is its
     `<result>..</result>`. A response that neither calls the calculator as it wants it nor answers
@@ -82,7 +82,7 @@ class CalculatorEnv(Env):
         return output
 
     def get_metrics(self) -> dict[str, Any]:
-        """`correct`, `answered`; `calls` of the calculator, and `malformed` turns."""
+        """Returns `correct`, `answered`; `calls` of the calculator, and `malformed` turns."""
         return self._metrics
 
 
@@ -93,7 +93,7 @@ def prompts(
     split: str | None = None,
     in_head: float = 0.0,
 ) -> Iterator[dict[str, Any]]:
-    """Rows with distinct expressions, for `jaxrl.train` and, by `completion`, `jaxrl.sft`.
+    """Yields rows with distinct expressions, for `jaxrl.train` and, by `completion`, `jaxrl.sft`.
 
     The completion is a whole conversation that ends with the right answer: calls from the
     innermost brackets outward, and the results.
@@ -138,7 +138,7 @@ def _expression(rng: random.Random, operations: int) -> str:
 
 
 def _calculate(text: str) -> tuple[list[tuple[Message, Message]], str]:
-    """The calls that an expression needs, with their results, and the value."""
+    """Returns the calls that an expression needs, with their results, and the value."""
     calls: list[tuple[Message, Message]] = []
     calculator = CalculatorToolGroup()
     while found := _IN_BRACKETS.search(text) or re.fullmatch(_OPERATION, text):

@@ -9,7 +9,7 @@ from jaxrl.envs.protocol import Env, StepOutput, read_ground_truth
 
 
 class GuessNumberEnv(Env):
-    """Reward 1 for the right number, 0 for every other guess.
+    """Gives reward 1 for the right number, 0 for every other guess.
 
     The conversation ends with the right number, or after `max_turns` guesses: a column of the row,
     or else `generator.max_turns`. The guess is the last number of a response.
@@ -35,7 +35,7 @@ class GuessNumberEnv(Env):
         return StepOutput(observations=said, reward=self._right, done=done, metadata=metadata)
 
     def get_metrics(self) -> dict[str, Any]:
-        """`right`: 1 if the number was found; `guesses`: how many there were."""
+        """Returns `right`: 1 if the number was found; `guesses`: how many there were."""
         return {"right": self._right, "guesses": self.turns}
 
     def _hint(self, guess: str | None) -> str:
@@ -45,7 +45,7 @@ class GuessNumberEnv(Env):
 
 
 def prompts(size: int, seed: int = 0, highest: int = 9) -> Iterator[dict[str, Any]]:
-    """Rows that all ask the same; each has a number of its own from 0 to `highest` in mind.
+    """Yields rows that all ask the same; each has a number of its own from 0 to `highest` in mind.
 
     Args:
         size: number of rows.

@@ -13,7 +13,7 @@ _BOXED = re.compile(r"\\boxed\{([^}]+)\}")
 
 
 class MultiplyEnv(Env):
-    r"""Reward 1 for the right number in `\boxed{..}`, 0.5 for a wrong one in the last attempt.
+    r"""Gives reward 1 for the right number in `\boxed{..}`, 0.5 for a wrong one in the last try.
 
     A wrong attempt before the last earns nothing. The conversation ends with the right number, or
     after `max_turns` attempts: a column of the row, or else `generator.max_turns`.
@@ -42,7 +42,7 @@ class MultiplyEnv(Env):
         return StepOutput(observations=said, reward=reward, done=done, metadata=metadata)
 
     def get_metrics(self) -> dict[str, Any]:
-        """`correct`: 1 if the number was found; `attempts`: how many there were."""
+        """Returns `correct`: 1 if the number was found; `attempts`: how many there were."""
         return {"correct": self._correct, "attempts": self.turns}
 
 
@@ -55,7 +55,7 @@ def _hint(answer: str | None) -> str:
 def prompts(
     size: int, seed: int = 0, digits: int = 2, split: str | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Rows with distinct products in random order.
+    """Yields rows with distinct products in random order.
 
     Args:
         size: number of rows.

@@ -67,14 +67,14 @@ class SortDigitsEnv(Env):
         return rewards + [share * (position == len(self.answer))] * stopped
 
     def get_metrics(self) -> dict[str, Any]:
-        """`exact`: 1 if the response is the answer and stops there, 0 otherwise."""
+        """Returns `exact`: 1 if the response is the answer and stops there, 0 otherwise."""
         return {"exact": self._exact}
 
 
 def prompts(
     size: int, seed: int = 0, length: int = 4, split: str | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Rows with distinct digit strings in random order.
+    """Yields rows with distinct digit strings in random order.
 
     Args:
         size: number of rows.
@@ -109,7 +109,7 @@ def prompts(
 
 
 def _digit_strings(length: int, seed: int) -> Iterator[str]:
-    """Distinct strings: all of them when they are few, otherwise without end."""
+    """Yields distinct strings: all of them when they are few, otherwise without end."""
     rng = np.random.default_rng(seed)
     if length <= _MAX_ENUMERATED_LENGTH:
         for number in rng.permutation(10**length):

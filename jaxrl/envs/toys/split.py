@@ -9,7 +9,7 @@ _MAX_DRAWS_PER_TEXT = 100
 
 
 def in_split(text: str, split: str | None) -> bool:
-    """Whether a prompt belongs to a split: a tenth of all texts, by their checksum, is "eval".
+    """Returns whether a prompt belongs to a split: a tenth of all texts, by checksum, is "eval".
 
     Another seed alone gives no such promise: small families of tasks repeat themselves (there are
     200 sums and differences of two digits).
@@ -27,7 +27,7 @@ def in_split(text: str, split: str | None) -> bool:
 
 
 def draw_distinct(draw: Callable[[], str], size: int, split: str | None, what: str) -> list[str]:
-    """Distinct texts of a split, in the order in which they are first drawn.
+    """Draws distinct texts of a split, in the order in which they are first drawn.
 
     Args:
         draw: a random text.

@@ -28,7 +28,7 @@ RULES = (
 
 
 class World(NamedTuple):
-    """A house whose rooms form a tree; the gold lies in a leaf, behind a locked door.
+    """Describes a house whose rooms form a tree; the gold lies in a leaf, behind a locked door.
 
     Attributes:
         exits: room -> direction -> room.
@@ -50,7 +50,7 @@ class _State(NamedTuple):
 
 
 class TextAdventureEnv(Env):
-    """Each reward in its turn: 0.25 for the key, 0.25 for opening the door, 0.5 for the gold.
+    """Rewards each feat in its turn: 0.25 for the key, 0.25 for opening the door, 0.5 for the gold.
 
     The last command of a response counts; one that cannot be done, or none, changes nothing and
     earns 0. The game answers with the room that one is in. The conversation ends with the gold, or
@@ -90,13 +90,13 @@ class TextAdventureEnv(Env):
         )
 
     def get_metrics(self) -> dict[str, Any]:
-        """`key`, `door` and `gold`: 1 where they were got; `turns` that it took."""
+        """Returns `key`, `door` and `gold`: 1 where they were got; `turns` that it took."""
         got = {"key": self.state.has_key, "door": self.state.is_open, "gold": self.state.has_gold}
         return {name: float(has) for name, has in got.items()} | {"turns": self.turns}
 
 
 def describe(world: World, state: _State) -> str:
-    """What there is to see."""
+    """Says what there is to see."""
     room, exits = state.room, world.exits[state.room]
     said = f"{room}. exits {', '.join(exits)}."
     if room == world.key and not state.has_key:
@@ -110,7 +110,7 @@ def describe(world: World, state: _State) -> str:
 
 
 def obey(world: World, state: _State, command: str | None) -> _State:
-    """What a command makes of a state; the same state where it cannot be done."""
+    """Returns what a command makes of a state; the same state where it cannot be done."""
     verb, _, what = (command or "").partition(" ")
     exits = world.exits[state.room]
     if verb == "go" and what in exits and (exits[what] != world.gold or state.is_open):
@@ -125,7 +125,7 @@ def obey(world: World, state: _State, command: str | None) -> _State:
 
 
 def solve(world: World) -> list[str]:
-    """The fewest commands that win.
+    """Returns the fewest commands that win.
 
     Raises:
         ValueError: the game cannot be won.
@@ -153,7 +153,7 @@ def solve(world: World) -> list[str]:
 def prompts(
     size: int, seed: int = 0, rooms: int = 4, split: str | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Rows of distinct games; the ground truth of each is its shortest solution.
+    """Yields rows of distinct games; the ground truth of each is its shortest solution.
 
     Args:
         size: number of rows.
@@ -191,7 +191,7 @@ def prompts(
 
 
 def _draw(rng: random.Random, count: int) -> dict[str, Any]:
-    """The columns of a house: rooms on a grid, each but the first beside one that was there."""
+    """Draws the columns of a house: rooms on a grid, each but the first beside an earlier one."""
     rooms = rng.sample(_ROOMS, count)
     places, passages = {(0, 0): rooms[0]}, []
     for room in rooms[1:]:

@@ -68,11 +68,14 @@ Row = Sequence[Any]
 
 
 class LedgerError(ValueError):
-    """The ledger cannot be written; what the last checkpoint holds is not touched by it."""
+    """Say that the ledger cannot be written.
+
+    What the last checkpoint holds is not touched by it.
+    """
 
 
 class Ledger:
-    """The writer of a run's database; a run folder has one, `lease.FolderLock`.
+    """Write a run's database; a run folder has one writer, `lease.FolderLock`.
 
     Methods return at once; `position` and `begin` wait. What goes wrong in the writing thread is
     raised by the next call.
@@ -169,7 +172,7 @@ class Ledger:
             )
 
     def position(self) -> dict[str, Any]:
-        """What a checkpoint that is saved now knows; all of it is on disk."""
+        """Return what a checkpoint that is saved now knows; all of it is on disk."""
         with self._lock:
             last, done = self._next - 1, self.submit(self._sync)
         done.result()
@@ -233,7 +236,7 @@ class Ledger:
         return result
 
     def _connect(self) -> tuple[str, int]:
-        """Open and check it; the id of the run and the next number of a row."""
+        """Open and check it; return the id of the run and the next number of a row."""
         db = self._connection = sqlite3.connect(
             self.path, timeout=self.lock_timeout, isolation_level=None, check_same_thread=False
         )
@@ -254,7 +257,7 @@ class Ledger:
             raise
 
     def _inodes(self) -> list[int | None]:
-        """Of the database and its log, None for one that is gone."""
+        """Return the inodes of the database and its log, None for one that is gone."""
         paths = self.path, self._log
         return [path.stat().st_ino if path.exists() else None for path in paths]
 
@@ -263,12 +266,12 @@ class Ledger:
         return self.path.with_name(f"{self.path.name}-wal")
 
     def _sync(self, _: sqlite3.Connection) -> None:
-        """Everything committed so far is on disk."""
+        """Sync to disk everything committed so far."""
         with self._log.open("rb") as file:
             os.fsync(file.fileno())
 
     def _open(self) -> tuple[str, int]:
-        """The id of the run and the next number of a row; makes what is missing."""
+        """Return the id of the run and the next number of a row; make what is missing."""
         db = self._connection
         db.execute("BEGIN IMMEDIATE")
         tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
@@ -289,7 +292,7 @@ class Ledger:
         return found[0], last + 1
 
     def _write_anew(self) -> None:
-        """Somebody deleted or replaced the file: what is still open goes to a new one."""
+        """Write what is still open to a new file, where somebody deleted or replaced the file."""
         with replaced(self._new) as part:  # `_new` is whole, whenever a kill comes
             part.unlink(missing_ok=True)
             with contextlib.closing(sqlite3.connect(part)) as copy:
@@ -300,7 +303,7 @@ class Ledger:
         tqdm.write(f"{self.path} was deleted while the run went on: written anew, nothing is lost")
 
     def _put_in_place(self) -> None:
-        """What was written anew becomes the database; it has all that the log beside it had."""
+        """Replace the database by what was written anew; it has all that the log beside it had."""
         for suffix in ("-wal", "-shm"):
             self.path.with_name(f"{self.path.name}{suffix}").unlink(missing_ok=True)
         self._new.replace(self.path)

@@ -21,7 +21,7 @@ _FAILED = ("env_error", "abort")  # stop reasons of trajectories from which noth
 
 
 class Taken(NamedTuple):
-    """The trajectories of the step that goes on.
+    """Hold the trajectories of the step that goes on.
 
     Attributes:
         arrays: as they came from `rollouts`; None if they are not recorded.
@@ -75,14 +75,16 @@ class LedgerWriter:
                 path.unlink()
 
     def knows(self, saved_meta: dict[str, Any] | None) -> bool:
-        """Whether the rows that a checkpoint speaks of are in this ledger."""
+        """Return whether the rows that a checkpoint speaks of are in this ledger."""
         saved = (saved_meta or {}).get("ledger")
         return self.database is None or (saved or {}).get("run_id") == self.database.run_id
 
     # ---------------------------------------------------------------- the way of a trajectory
 
     def hand_out(self, step: int, first_ordinal: int, prompts: Sequence[Prompt]) -> list[int]:
-        """Prompts go to the samplers, after `step` finished steps; returns a number for each.
+        """Record that prompts go to the samplers, after `step` finished steps.
+
+        Returns a number for each.
 
         Args:
             first_ordinal: place of the first one in the order of the data over all epochs.
@@ -95,7 +97,7 @@ class LedgerWriter:
     def sampled(
         self, groups: Sequence[int], output: GeneratorOutput, samples: int
     ) -> GeneratorOutput:
-        """Trajectories are sampled and judged; returns them with the column `ledger_ids`.
+        """Record sampled and judged trajectories; return them with the column `ledger_ids`.
 
         Args:
             groups: of `hand_out`, one for every `samples` trajectories.
@@ -114,12 +116,12 @@ class LedgerWriter:
         return cast(GeneratorOutput, {**output, "ledger_ids": ids[of_row].tolist()})
 
     def drop(self, ledger_ids: Collection[int], step: int, reason: str) -> None:
-        """Trajectories that no update will see."""
+        """Record trajectories that no update will see."""
         if self.database is not None:
             self.database.add("ends", [(i, step, reason) for i in sorted(ledger_ids)])
 
     def take(self, output: GeneratorOutput, uids: Sequence[str]) -> None:
-        """These are the trajectories of the step that begins.
+        """Take the trajectories of the step that begins.
 
         What is recorded is copied here: whoever shapes them may do so in place.
         """
@@ -136,16 +138,16 @@ class LedgerWriter:
         self._skipped = None
 
     def keep(self, output: GeneratorOutput) -> None:
-        """Of the trajectories taken these rows become the batch, in this order."""
+        """Note which rows of the trajectories taken become the batch, in this order."""
         if self._taken is not None and "ledger_ids" in output:
             self._taken = self._taken._replace(rows=np.array(output["ledger_ids"], int))
 
     def skip(self, rows: np.ndarray) -> None:
-        """From these rows of the step, [B] bool, nothing was learnt: their update was skipped."""
+        """Note rows [B] bool of a step from which nothing was learnt: their update was skipped."""
         self._skipped = rows
 
     def end_step(self, step: int, batch: TrainBatch | None, state: Any) -> None:
-        """The step is finished: where its trajectories ended, their file, the checksums.
+        """Record a finished step: where its trajectories ended, their file, the checksums.
 
         Args:
             batch: what was trained; its row_ids say which rows of `keep` these are.
@@ -179,7 +181,7 @@ class LedgerWriter:
         self._writing = self.database.add_made("steps", make)
 
     def commit(self) -> dict[str, Any] | None:
-        """What the checkpoint that is saved now has to know; all of it is on disk.
+        """Return what the checkpoint that is saved now has to know; all of it is on disk.
 
         Raises:
             LedgerError: it cannot be written.
@@ -194,7 +196,10 @@ class LedgerWriter:
 
 
 def step_checksums(batch: TrainBatch, state: Any) -> dict[str, int]:
-    """A number for the bits of each array of a step: "batch.<field>", then "state<path>"."""
+    """Return a number for the bits of each array of a step.
+
+    The names are "batch.<field>", then "state<path>".
+    """
     return start_step_checksums(batch, state)()
 
 
@@ -210,7 +215,7 @@ def start_step_checksums(batch: TrainBatch, state: Any) -> Callable[[], dict[str
 
 
 def _compare(found: dict[str, int]) -> None:
-    """Whether the processes of the job have computed the same; a collective.
+    """Check that the processes of the job have computed the same; a collective.
 
     Raises:
         ProcessError: they have not.
@@ -228,7 +233,7 @@ def _compare(found: dict[str, int]) -> None:
 
 
 def machine_of(mesh: jax.sharding.Mesh) -> dict[str, Any]:
-    """Where bits come from beside the state and the batch."""
+    """Return where bits come from beside the state and the batch."""
     processes = {"processes": jax.process_count()} if jax.process_count() > 1 else {}
     return processes | {
         "platform": jax.default_backend(),
@@ -240,7 +245,10 @@ def machine_of(mesh: jax.sharding.Mesh) -> dict[str, Any]:
 
 
 def _judged(output: GeneratorOutput, start: int, end: int) -> tuple[Any, ...]:
-    """Reward, sampled tokens, stop reason, first and last version of the rows of a trajectory."""
+    """Return what the rows of a trajectory say of it.
+
+    That is its reward, sampled tokens, stop reason, first and last version.
+    """
     reward = cast(Any, output["rewards"][end])
     tokens = sum(sum(output["loss_masks"][row]) for row in range(start, end + 1))
     versions = [
@@ -257,7 +265,10 @@ def _judged(output: GeneratorOutput, start: int, end: int) -> tuple[Any, ...]:
 
 
 def _reasons(taken: Taken, batch: TrainBatch, skipped: np.ndarray | None) -> dict[int, str | None]:
-    """Why nothing was learnt from a trajectory, by its number; None if an update saw a token."""
+    """Return why nothing was learnt from each trajectory, by its number.
+
+    None if an update saw a token.
+    """
     if not taken.stopped:  # rollouts of one's own, which were not handed out
         return {}
     rows, learnt = np.asarray(batch.row_ids), np.asarray(batch.loss_mask).any(-1)

@@ -15,7 +15,7 @@ _OURS = str(Path(jaxrl.__file__).parent) + os.sep
 
 
 def place_of(error: BaseException, asked: Callable[..., Any] | None = None) -> str:
-    """`file:line` of an error, or "" where no file of the user's is involved.
+    """Return `file:line` of an error, or "" where no file of the user's is involved.
 
     Args:
         error: the innermost line of the user's that it went through; an attribute `place` holds

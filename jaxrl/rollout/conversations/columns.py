@@ -16,7 +16,7 @@ _REQUIRED = (*_COLUMNS, "rollout_logprobs", "rollout_metrics")
 
 
 def checked(output: GeneratorOutput, generator: str, trajectories: int) -> GeneratorOutput:
-    """The output, with lists in place of arrays and tuples.
+    """Check a generator's output and return it with lists in place of arrays and tuples.
 
     Args:
         generator: its name.
@@ -53,14 +53,14 @@ def checked(output: GeneratorOutput, generator: str, trajectories: int) -> Gener
 
 
 def _plain(value: Any) -> Any:
-    """Arrays and tuples as lists, their scalars as numbers; a NamedTuple stays one."""
+    """Return arrays and tuples as lists, their scalars as numbers; a NamedTuple stays one."""
     if hasattr(value, "tolist"):
         return value.tolist()
     return list(value) if type(value) is tuple else value
 
 
 def _wanted(name: str, value: Any, tokens: int) -> str:
-    """What a row of a column has to be, if it is not."""
+    """Return what a row of a column has to be, or "" if it is that."""
     if name in _PER_ROW:
         kind = _PER_ROW[name]
         return "" if isinstance(value, kind) else f"one {kind.__name__}"

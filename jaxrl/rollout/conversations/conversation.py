@@ -41,7 +41,7 @@ _NO_LOG_PROBS = (
 
 
 def sample_key(*names: object) -> tuple[int, int]:
-    """PRNG key data from whatever names a sample: seed, phase, step, prompt, number.
+    """Derive PRNG key data from whatever names a sample: seed, phase, step, prompt, number.
 
     A sample's tokens then depend on its name and the weights, not on what ran beside or before it,
     which is what makes a resumed run equal to an uninterrupted one.
@@ -53,7 +53,9 @@ def sample_key(*names: object) -> tuple[int, int]:
 def generator_input(
     prompts: Sequence[Prompt], samples: int, names: Sequence[object], sampling: Sampling
 ) -> GeneratorInput:
-    """`samples` trajectories of every prompt, each with a key named by `names`, prompt and number.
+    """Ask for `samples` trajectories of every prompt.
+
+    The key of each is named by `names`, prompt and number.
 
     Args:
         names: seed, phase and step.
@@ -67,7 +69,7 @@ def generator_input(
 
 
 def sampling_of(params: SamplingParams, eos_token_ids: Sequence[int]) -> Sampling:
-    """Sampling parameters as the engine takes them, with the model's end-of-sequence ids."""
+    """Return sampling parameters as the engine takes them, with the model's end-of-sequence ids."""
     return Sampling(
         max_tokens=params.max_generate_length,
         temperature=params.temperature,
@@ -83,7 +85,7 @@ def sampling_of(params: SamplingParams, eos_token_ids: Sequence[int]) -> Samplin
 
 
 class Failures:
-    """Warnings of one batch: the first few environments that fail, and how many more did.
+    """Warn of the first few environments of a batch that fail, and of how many more did.
 
     They mostly fail alike, and a batch may hold thousands.
     """
@@ -94,19 +96,19 @@ class Failures:
         self.count = 0
 
     def tell(self, failure: EnvironmentFailure) -> None:
-        """One more."""
+        """Count one more failure, and warn of it if it is among the first few."""
         self.count += 1
         if self.count <= self.shown:
             _log.warning("%s", failure)
 
     def end(self) -> None:
-        """There are no more."""
+        """Warn of how many more there were: there are no others to come."""
         if self.count > self.shown:
             _log.warning("... %d more environments of the batch failed", self.count - self.shown)
 
 
 class Conversation:
-    """What is known of one conversation while it goes on."""
+    """Hold what is known of one conversation while it goes on."""
 
     def __init__(
         self,
@@ -126,7 +128,7 @@ class Conversation:
         self.rejudged: bool | None = None  # whether that gave the same
 
     def take(self, completion: Completion) -> None:
-        """A turn of the policy; one that was aborted before its first token is none."""
+        """Add a turn of the policy; one that was aborted before its first token is none."""
         self.stop_reason = completion.stop_reason
         if not completion.tokens:
             return
@@ -135,7 +137,7 @@ class Conversation:
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
-        """A failure of the environment ends the conversation, and nothing else."""
+        """Let a failure of the environment in the block end the conversation, and nothing else."""
         try:
             yield
         except EnvironmentFailure as failure:
@@ -152,7 +154,7 @@ class Conversation:
             self.failures.tell(failure)
 
     def trajectory(self) -> Trajectory:
-        """The finished conversation."""
+        """Return the finished conversation as a trajectory."""
         transcript = self.transcript
         plain = self.reward_is_number and len(transcript.turns) == 1 and all(transcript.loss_mask)
         return Trajectory(
@@ -213,7 +215,7 @@ class ConversationGenerator:
         self.template = TurnTemplate(tokenizer, self.settings.chat_template_kwargs)
 
     async def generate(self, batch: GeneratorInput) -> GeneratorOutput:
-        """Trajectories of the batch, in order.
+        """Return the trajectories of the batch, in order.
 
         What goes wrong in an environment ends its own conversation: stop_reason "env_error",
         reward 0, everything masked.
@@ -253,7 +255,10 @@ class ConversationGenerator:
         )
 
     def _submissions_here(self) -> Submissions:
-        """Of this loop: batches that are sampled side by side share calls of the engine."""
+        """Return the submissions of this loop.
+
+        Batches that are sampled side by side share calls of the engine.
+        """
         found, loop = self._submissions, asyncio.get_running_loop()
         if found is None or found.loop is not loop:
             found = self._submissions = Submissions(self.engine, loop)
@@ -276,7 +281,7 @@ class ConversationGenerator:
     async def _first_turns(
         self, talks: Sequence[Conversation], later: Submissions, sampling: Sampling
     ) -> list[Turn | None]:
-        """One call of the engine for all; None where nothing is to be sampled."""
+        """Submit all first turns in one call of the engine; None where nothing is to be sampled."""
         able = [i for i, talk in enumerate(talks) if not talk.failure and self._fits(talk)]
         alike = groupby(able, lambda i: (talks[i].prompt.uid, talks[i].transcript.input))
         groups = [(tokens, list(rows)) for (_, tokens), rows in alike]
@@ -298,12 +303,12 @@ class ConversationGenerator:
         tokens: tuple[int, ...],
         sampling: Sampling,
     ) -> Request:
-        """The same input, to be continued by some conversations."""
+        """Build the request to continue the same input in some conversations."""
         over = tuple(talk.over for talk in talks) if keeps_slots(self.settings) else ()
         return Request(tokens, tuple(keys), sampling, conversations=over)
 
     async def _hold(self, talk: Conversation, turn: Turn | None, sampling: Sampling) -> None:
-        """A conversation from its first turn to its end."""
+        """Hold a conversation from its first turn to its end."""
         with talk.failing():
             while turn is not None:
                 turn = await self._turn(talk, await asyncio.wrap_future(turn), sampling)
@@ -317,7 +322,7 @@ class ConversationGenerator:
     async def _turn(
         self, talk: Conversation, completion: Completion, sampling: Sampling
     ) -> Turn | None:
-        """Take what was said to the environment; the next turn, if there is one."""
+        """Take what was said to the environment; return the next turn, if there is one."""
         transcript = talk.transcript
         if self.log_probs and completion.tokens and not completion.log_probs:
             raise ValueError(_NO_LOG_PROBS)
@@ -351,7 +356,7 @@ class ConversationGenerator:
     async def _step(
         self, session: Session, completion: Completion, sampling: Sampling
     ) -> tuple[StepOutput, int]:
-        """The environment's judgement, and how many of the tokens it lets stand."""
+        """Return the environment's judgement, and how many of the tokens it lets stand."""
         tokens, spoken = completion.tokens, spoken_tokens(completion)
         ended = len(spoken) < len(tokens)
         decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
@@ -367,7 +372,10 @@ class ConversationGenerator:
     def _end_turn(
         self, transcript: Transcript, completion: Completion, sampling: Sampling, *, goes_on: bool
     ) -> bool:
-        """Append the end-of-sequence token where it is wanted; whether the turn needs no end."""
+        """Append the end-of-sequence token where it is wanted.
+
+        Returns whether the turn needs no end.
+        """
         if transcript.tokens[-1] in sampling.stop_token_ids:
             return True
         start, end = transcript.turns[-1]
@@ -381,14 +389,14 @@ class ConversationGenerator:
         return by_string
 
     def _answer(self, step: StepOutput, sampling: Sampling, *, closed: bool) -> list[int]:
-        """The tokens between two turns."""
+        """Return the tokens between two turns."""
         if not self.settings.use_conversation_multi_turn:
             return self.template.encode("".join(m["content"] for m in step["observations"]))
         end, rest = self.template.between(step["observations"], sampling.stop_token_ids)
         return rest if closed else end + rest
 
     def _fits(self, talk: Conversation) -> bool:
-        """Whether the input of the next turn is short enough; if not, there is none."""
+        """Return whether the input of the next turn is short enough; if not, there is none."""
         longest = self.settings.max_input_length
         if longest is None or len(talk.transcript.input) <= longest:
             return True
@@ -397,7 +405,7 @@ class ConversationGenerator:
 
 
 async def _all(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """All of them, side by side; the first error ends the others and is raised."""
+    """Await coroutines side by side; the first error ends the others and is raised."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         await asyncio.gather(*tasks)

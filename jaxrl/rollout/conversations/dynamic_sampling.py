@@ -26,11 +26,11 @@ Draw = Callable[
 
 
 class DynamicSamplingError(ValueError):
-    """The prompts of this run do not give batches that can be trained on."""
+    """Signal that the prompts of this run do not give batches that can be trained on."""
 
 
 def collect(draw: Draw, config: TrainConfig, step: int) -> tuple[GeneratorOutput, list[str]]:
-    """The trajectories of a step: one batch, or as many as dynamic sampling needs."""
+    """Draw the trajectories of a step: one batch, or as many as dynamic sampling needs."""
     trainer, generator = config.trainer, config.generator
     if trainer.algorithm.dynamic_sampling.type is None:
         return draw(1)
@@ -61,7 +61,7 @@ def dynamic_sampling(
     seed: Sequence[int],
     judged: Callable[[GeneratorOutput], GeneratorOutput] = lambda output: output,
 ) -> tuple[GeneratorOutput, list[str]]:
-    """Trajectories of `prompts` prompts, and the uid of each.
+    """Draw batches until `prompts` prompts can be trained on; return trajectories and their uids.
 
     "filter" keeps the prompts whose rewards differ and draws until it has `prompts` of them;
     what the last batch has beyond that is left out. "replace" takes the first batch in which a
@@ -106,7 +106,7 @@ def dynamic_sampling(
 def _uninformative(
     output: GeneratorOutput, uids: Sequence[str], samples: int, tol: float
 ) -> np.ndarray:
-    """Rows [B] bool of prompts with no two trajectories to learn from whose rewards differ.
+    """Mark the rows [B] bool of prompts without two learnable trajectories whose rewards differ.
 
     A prompt with a single sample has no group to differ from and is kept, as in SkyRL.
     """
@@ -118,7 +118,7 @@ def _uninformative(
 
 
 def distinct_uids(uids: Sequence[str], samples: int) -> list[str]:
-    """Uids of groups of `samples` consecutive rows: the second "a" becomes "a#2"."""
+    """Make uids of groups of `samples` consecutive rows distinct: the second "a" becomes "a#2"."""
     seen: Counter[str] = Counter()
     distinct = []
     for uid in uids[::samples]:

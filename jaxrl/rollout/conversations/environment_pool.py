@@ -40,15 +40,18 @@ class EnvironmentPool:
         extras: Mapping[str, Any] | None = None,
         env_config: Mapping[str, Any] | None = None,
     ) -> Any:
-        """A fresh environment, see `envs.make`. This is a call for `run`, as are its methods."""
+        """Make a fresh environment, see `envs.make`.
+
+        This is a call for `run`, as are its methods.
+        """
         return envs.make(env_class, extras, env_config)
 
     def beside(self, env: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A user's function as it is called where the environment lives."""
+        """Return a user's function as it is called where the environment lives."""
         return function
 
     async def run(self, call: Callable[[], Any]) -> Any:
-        """What the call returns.
+        """Run a call and return its result.
 
         Raises:
             TimeoutError: it took longer than the limit.
@@ -78,7 +81,7 @@ class EnvironmentPool:
                 self.given_up += 1
 
     async def _limited(self, work: Awaitable[Any]) -> Any:
-        """The result of `work`, whose own TimeoutError is not mistaken for ours."""
+        """Return the result of `work`, whose own TimeoutError is not mistaken for ours."""
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait([task], timeout=self.timeout_seconds)
@@ -90,7 +93,7 @@ class EnvironmentPool:
 
 
 class _Worker:
-    """A daemon thread that makes one call after the other."""
+    """Makes one call after the other in a daemon thread."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (

@@ -26,11 +26,14 @@ class LoopThread:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """For `call_soon_threadsafe`."""
+        """Return the event loop, for `call_soon_threadsafe`."""
         return self._loop
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """The result of a coroutine; from any thread but its own. Cancels it if interrupted."""
+        """Run a coroutine in the loop and return its result; cancel it if interrupted.
+
+        To be called from any thread but the loop's own.
+        """
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()

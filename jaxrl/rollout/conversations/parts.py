@@ -19,7 +19,7 @@ _MAY_LACK = {column.name for column in TOKEN_COLUMNS if column.optional} | {"rew
 
 
 def gather(parts: Sequence[GeneratorOutput]) -> GeneratorOutput:
-    """The batch that was sampled in these parts.
+    """Put together the batch that was sampled in these parts.
 
     Its metrics are those of the whole where the parts have the column `measured`, which is left
     out; else means over the parts.
@@ -38,7 +38,7 @@ def gather(parts: Sequence[GeneratorOutput]) -> GeneratorOutput:
 
 
 def concatenate(parts: Sequence[GeneratorOutput]) -> GeneratorOutput:
-    """Columns one after another; the metrics are means over the parts that have them."""
+    """Concatenate the columns of parts; the metrics are means over the parts that have them."""
     names = dict.fromkeys(itertools.chain.from_iterable(parts))
     whole: dict[str, Any] = {name: _column(name, parts) for name in names}
     metrics = [part["rollout_metrics"] for part in parts]
@@ -70,7 +70,7 @@ def _nothing(name: str, response: Sequence[int]) -> Any:
 
 
 def to_bytes(units: Sequence[Unit]) -> np.ndarray:
-    """Units as bytes [N] uint8, without loss: an npz archive, in which nothing is pickled."""
+    """Encode units as bytes [N] uint8, without loss: an npz archive in which nothing is pickled."""
     whole = concatenate([unit.output for unit in units])
     about = {
         "ordinals": [unit.ordinal for unit in units],
@@ -84,7 +84,7 @@ def to_bytes(units: Sequence[Unit]) -> np.ndarray:
 
 
 def from_bytes(data: np.ndarray) -> list[Unit]:
-    """What `to_bytes` was given."""
+    """Return the units that `to_bytes` was given."""
     with np.load(io.BytesIO(data.tobytes()), allow_pickle=False) as file:
         arrays = {name: file[name] for name in file.files}
     about = json.loads(arrays.pop("about").tobytes())

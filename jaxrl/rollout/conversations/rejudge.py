@@ -11,7 +11,7 @@ _SHOWN = 300  # characters of an answer in a message
 
 
 def is_chosen(key: tuple[int, int], fraction: float) -> bool:
-    """Whether this trajectory is judged again: a draw that its PRNG key names.
+    """Return whether a trajectory is judged again: a draw that its PRNG key names.
 
     Args:
         key: PRNG key data of the trajectory, two words of 32 bits.
@@ -21,7 +21,7 @@ def is_chosen(key: tuple[int, int], fraction: float) -> bool:
 
 
 async def judges_alike(session: Session) -> bool | None:
-    """Whether a fresh environment and the reward functions say the same to the same turns.
+    """Return whether a fresh environment and the reward functions judge the same turns alike.
 
     The log has which term, prompt and answer they do not, and both rewards.
 

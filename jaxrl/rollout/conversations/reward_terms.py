@@ -17,11 +17,11 @@ PLAIN = "environment"  # the term of an environment that gives a reward without 
 
 
 class RewardTermError(ValueError):
-    """What is given and what `environment.reward_weights` weighs are not the same terms."""
+    """Signal that the terms given are not those that `environment.reward_weights` weighs."""
 
 
 class RewardTerms:
-    """Weights by name, and the functions that judge beside the environment.
+    """Hold the weights of terms by name, and the functions that judge beside the environment.
 
     Args:
         weights: of every term; empty = each counts once.
@@ -39,11 +39,13 @@ class RewardTerms:
         }
 
     def calls(self, **offered: Any) -> list[tuple[str, Callable[..., Any], dict[str, Any]]]:
-        """Name, function and keywords of each function that judges a turn."""
+        """Return name, function and keywords of each function that judges a turn."""
         return [(n, f, accepted_keywords(f, offered)) for n, f in self.functions.items()]
 
     def weigh(self, terms: Mapping[str, Reward], label: str) -> Reward:
-        """The weighted sum: a number, or one per token where a term is; numbers go to the last one.
+        """Return the weighted sum of terms: a number, or one per token where a term is.
+
+        Terms that are a single number then go to the last token.
 
         Args:
             terms: rewards by name, all lists equally long.
@@ -74,5 +76,5 @@ class RewardTerms:
 
 
 def named(reward: Any, name: str) -> dict[str, Any]:
-    """Rewards by name: as they were given, or the only one as `name`."""
+    """Return rewards by name: as they were given, or the only one as `name`."""
     return dict(reward) if isinstance(reward, Mapping) else {name: reward}

@@ -19,11 +19,11 @@ from jaxrl.types import Message, Prompt
 
 
 class EnvironmentFailure(Exception):
-    """An environment raised, hung, or answered with what cannot be used."""
+    """Signal that an environment raised, hung, or answered with what cannot be used."""
 
 
 class JudgedTurn(NamedTuple):
-    """What the environment was told, and what it and the user's functions gave for it."""
+    """Hold what the environment was told, and what it and the user's functions gave for it."""
 
     text: str
     tokens: list[str]
@@ -33,7 +33,7 @@ class JudgedTurn(NamedTuple):
 
 
 class Session:
-    """One conversation with an environment, whose calls run in a pool.
+    """Hold one conversation with an environment, whose calls run in a pool.
 
     Args:
         prompt: its first messages.
@@ -67,7 +67,7 @@ class Session:
         self._env: Any = None
 
     async def open(self, max_turns: int) -> list[Message]:
-        """Make the environment; the messages that open the conversation.
+        """Make the environment and return the messages that open the conversation.
 
         Args:
             max_turns: for environments that count turns; a column of the row's own holds instead.
@@ -118,7 +118,7 @@ class Session:
         done: bool,
         taken: Mapping[str, Reward],
     ) -> dict[str, Reward]:
-        """The terms of the user's functions."""
+        """Return the reward terms of the user's functions."""
         self._turns += 1
         details = {"action": text, "tokens": list(tokens), "stopped": stopped, "turn": self._turns}
         details |= {"prompt": self.prompt.messages, "extras": self.prompt.extras}
@@ -137,7 +137,7 @@ class Session:
         return found
 
     def _weigh(self, terms: Mapping[str, Reward]) -> Reward:
-        """The reward of a turn; its terms are recorded."""
+        """Return the reward of a turn, and record its terms."""
         if not self.terms.weights and terms.keys() == {PLAIN}:
             return terms[PLAIN]
         for name, x in terms.items():
@@ -146,7 +146,7 @@ class Session:
         return self.terms.weigh(terms, label)
 
     async def metrics(self) -> dict[str, Any]:
-        """The environment's numbers about the conversation."""
+        """Return the environment's numbers about the conversation."""
         when = "in get_metrics"
         found = await self._ask(when, self._env.get_metrics)
         with self.blamed(when):
@@ -168,7 +168,7 @@ class Session:
 
     @contextlib.contextmanager
     def blamed(self, when: str, asked: Any = None) -> Iterator[None]:
-        """What is raised in the block is the environment's failure; see `place_of` for `asked`."""
+        """Turn what the block raises into the environment's failure; see `place_of` for `asked`."""
         try:
             yield
         except Exception as error:
@@ -180,7 +180,7 @@ class Session:
 
 
 def step_call(env: Any, text: str, tokens: list[str], stopped: bool) -> Callable[[], Any]:
-    """The call of an environment's `step`, with what its signature names."""
+    """Return the call of an environment's `step`, with what its signature names."""
     details = {"tokens": tokens, "stopped": stopped}
     asked = _step_keywords(type(env))
     return functools.partial(env.step, text, **{k: v for k, v in details.items() if k in asked})
@@ -188,12 +188,12 @@ def step_call(env: Any, text: str, tokens: list[str], stopped: bool) -> Callable
 
 @functools.cache
 def _step_keywords(env: Any) -> frozenset[str]:
-    """Which of the optional keywords an environment's `step` takes."""
+    """Return which of the optional keywords an environment's `step` takes."""
     return frozenset(accepted_keywords(env.step, {"tokens": None, "stopped": None}))
 
 
 def _checked(given: Any, tokens: int, term: str) -> Reward:
-    """A reward as Python's numbers."""
+    """Check a reward and return it as Python's numbers."""
     rewards = np.asarray(given, np.float64).tolist()  # may be numpy's numbers
     _check_rewards(rewards, tokens, "" if term == PLAIN else f" for '{term}'")
     return rewards

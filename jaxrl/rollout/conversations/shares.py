@@ -18,7 +18,7 @@ Sample = Callable[[Sequence[Prompt], bool], GeneratorOutput]  # (prompts, whethe
 def sample_in_shares(
     sample: Sample, prompts: Sequence[Prompt], *, each_samples: bool
 ) -> GeneratorOutput:
-    """The trajectories of a batch, the same in every process; a collective.
+    """Sample the trajectories of a batch, the same in every process; a collective.
 
     Which process samples a prompt changes nothing: all that is random has a name.
 
@@ -45,7 +45,7 @@ def sample_in_shares(
 
 
 def _portable(error: Exception) -> Exception:
-    """The error, or its text where it cannot be pickled."""
+    """Return the error, or a RuntimeError of its text where it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -54,10 +54,10 @@ def _portable(error: Exception) -> Exception:
 
 
 class AbsentEngine:
-    """In the processes that do not sample, where the first one does; an `Engine`."""
+    """Stand in for the `Engine` in processes that do not sample, where the first one does."""
 
     def update_weights(self, params: Params, version: int) -> None:
-        """The first process sends them."""
+        """Do nothing: the first process sends the weights."""
 
     def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
         """Raises RuntimeError: this process does not sample."""
@@ -68,14 +68,14 @@ class AbsentEngine:
         raise RuntimeError("process 0 samples; this one has no engine")
 
     def warm_up(self, requests: Sequence[Request]) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def describe(self) -> str:
-        """Where the samples come from."""
+        """Say where the samples come from."""
         return "none here, process 0 samples"
 
     def sleep(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def wake(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""

@@ -10,7 +10,7 @@ from jaxrl.types import GeneratorOutput, Trajectory
 
 
 def steps_of(trajectory: Trajectory) -> list[Trajectory]:
-    """A row per turn: all that came before is its prompt.
+    """Split a trajectory into a row per turn, whose prompt is all that came before.
 
     The last row has the reward of the whole trajectory on its last turn, the others have none;
     each has the trajectory's stop_reason.
@@ -30,7 +30,7 @@ def steps_of(trajectory: Trajectory) -> list[Trajectory]:
 
 
 def merge_steps(output: GeneratorOutput) -> GeneratorOutput:
-    """Neighbouring steps of a trajectory as one row where the later goes on from the earlier.
+    """Merge neighbouring steps of a trajectory to one row where the later goes on from the earlier.
 
     That is where its prompt begins with the earlier one's prompt and response. What its prompt has
     beyond them has loss mask, log-prob and reward 0. Of rewards for whole responses and of
@@ -62,7 +62,7 @@ def _step(t: Trajectory, start: int, end: int) -> Trajectory:
 
 
 def _last_sampled(row: Trajectory) -> int:
-    """The last token that the policy sampled; the last one of a row that is masked."""
+    """Return the index of the last sampled token, or of the last one of a row that is masked."""
     sampled = np.flatnonzero(row.loss_mask)
     return int(sampled[-1]) if sampled.size else len(row.loss_mask) - 1
 

@@ -20,7 +20,7 @@ from jaxrl.types import GeneratorOutput
 
 
 class Unit(NamedTuple):
-    """What is sampled in one call of the generator: one group, or those of a whole batch."""
+    """Hold what is sampled in one call of the generator: one group, or those of a whole batch."""
 
     ordinal: int  # of its first group
     output: GeneratorOutput
@@ -28,7 +28,7 @@ class Unit(NamedTuple):
 
 @dataclass
 class Held:
-    """What is between the data and the trainer.
+    """Hold what is between the data and the trainer.
 
     Attributes:
         next_ordinal: the first that was never handed out.
@@ -84,7 +84,7 @@ class RolloutStream:
     # ---------------------------------------------------------------- the trainer's side
 
     def take(self) -> list[Unit]:
-        """The units of a batch: those that were finished first, by ordinal.
+        """Return the units of a batch: those that were finished first, by ordinal.
 
         Raises:
             BaseException: what a sampler raised.
@@ -100,23 +100,23 @@ class RolloutStream:
             self._wait(lambda: self._accepted >= self._limit())
 
     def advance(self, step: int) -> None:
-        """Training step `step` begins: more may be admitted."""
+        """Begin training step `step`, so that more may be admitted."""
         with self._changed:
             self.step = step
         self._refill()
 
     def held(self) -> Held:
-        """What a checkpoint must know to lose nothing."""
+        """Return what a checkpoint must know to lose nothing."""
         with self._changed:
             in_flight = sorted([*self._running, *self._again])
             return Held(self._next, in_flight, list(self._finished))
 
     def waiting(self) -> int:
-        """Finished groups that wait for the trainer."""
+        """Return how many finished groups wait for the trainer."""
         return len(self._finished) * self.unit
 
     def take_idle_seconds(self) -> float:
-        """Time in which nothing was in flight, since the last call."""
+        """Return the seconds in which nothing was in flight, since the last call."""
         with self._changed:
             now = time.perf_counter()
             idle = self._idle + (0.0 if self._running else now - self._idle_since)

@@ -13,7 +13,7 @@ from jaxrl.types import GeneratorOutput, Measured, Trajectory, TrajectoryID
 
 
 class AllFailed(RuntimeError):
-    """The environments of a batch failed, all of them: there is nothing to learn from."""
+    """Signal that all environments of a batch failed: there is nothing to learn from."""
 
 
 def to_columns(
@@ -24,7 +24,7 @@ def to_columns(
     log_probs: bool = True,
     part: bool = False,
 ) -> GeneratorOutput:
-    """Trajectories as the columns that `Trainer.postprocess_generator_output` works on.
+    """Turn trajectories into the columns that `Trainer.postprocess_generator_output` works on.
 
     Args:
         ids: None = the samples of each uid are numbered.
@@ -65,7 +65,7 @@ def to_columns(
 
 
 def batch_metrics(measured: Sequence[Measured]) -> dict[str, float]:
-    """The `rollout_metrics` of a batch; one entry per trajectory."""
+    """Compute the `rollout_metrics` of a batch from one entry per trajectory."""
     return _environment_metrics(measured) | _conversation_metrics(measured)
 
 
@@ -87,7 +87,10 @@ def _measured(t: Trajectory) -> Measured:
 
 
 def _environment_metrics(measured: Sequence[Measured]) -> dict[str, float]:
-    """`environment/<name>`, with the class in the name if there are several environments."""
+    """Return the environments' metrics as `environment/<name>`.
+
+    The class is in the name if there are several environments.
+    """
     by_env: dict[Any, list[dict[str, Any]]] = {}  # families of one environment together
     for m in measured:
         if not m.failure:
@@ -101,7 +104,10 @@ def _environment_metrics(measured: Sequence[Measured]) -> dict[str, float]:
 
 
 def _conversation_metrics(measured: Sequence[Measured]) -> dict[str, float]:
-    """Turns, sampled tokens, failures, second judgements; seconds waited for an environment."""
+    """Count turns, sampled tokens, failures and second judgements.
+
+    Also gives the seconds waited for an environment.
+    """
     turns = [len(m.turns) for m in measured]
     return {
         "generate/avg_turns": float(np.mean(turns)),

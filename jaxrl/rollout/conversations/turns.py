@@ -16,7 +16,7 @@ _EXCHANGE = [{"role": "user", "content": "I am a user."}, {"role": "assistant", 
 
 @dataclass
 class Transcript:
-    """The tokens of a conversation so far; they are only ever appended.
+    """Hold the tokens of a conversation so far; they are only ever appended.
 
     Example: "3142>" was answered "12<eos>", the environment said "no" and the template asked again
     with ">": prompt [3, 1, 4, 2, 13], tokens [1, 2, 45, 33, 34, 13], loss_mask [1, 1, 1, 0, 0, 0],
@@ -35,7 +35,7 @@ class Transcript:
 
     @property
     def input(self) -> tuple[int, ...]:
-        """What the next turn is sampled from."""
+        """Return the tokens that the next turn is sampled from."""
         return (*self.prompt, *self.tokens)
 
     @property
@@ -52,7 +52,7 @@ class Transcript:
         versions: Sequence[int] = (),
         context_versions: Sequence[int] = (),
     ) -> None:
-        """A turn of the policy; all but its tokens may be empty, as a whole.
+        """Add a turn of the policy; all but its tokens may be empty, as a whole.
 
         `context_versions` are `versions` where the engine does not say.
         """
@@ -68,11 +68,11 @@ class Transcript:
         self.turns.append((start, len(self.tokens)))
 
     def add_given(self, tokens: Sequence[int]) -> None:
-        """Tokens that the policy did not sample."""
+        """Add tokens that the policy did not sample."""
         self._add(tokens)
 
     def extend_turn(self, token: int) -> None:
-        """A given token that belongs to the turn before it."""
+        """Add a given token that belongs to the turn before it."""
         self.add_given([token])
         self.turns[-1] = self.turns[-1][0], len(self.tokens)
 
@@ -87,7 +87,7 @@ class Transcript:
         self._cut(self.turns[-1][1] if self.turns else 0)
 
     def reward(self, rewards: float | Sequence[float]) -> None:
-        """Reward of the last turn, which ends the transcript: of each token, or on its last.
+        """Reward the last turn, which ends the transcript: each of its tokens, or the last of them.
 
         What the environment gave to tokens that were not kept goes to the last one.
         """
@@ -100,12 +100,12 @@ class Transcript:
             self.rewards[end - 1] += rewards
 
     def mask(self) -> None:
-        """Nothing is learnt from this conversation."""
+        """Mask the whole conversation: nothing is learnt from it."""
         self.loss_mask, self.rewards = [0] * len(self.tokens), [0.0] * len(self.tokens)
 
     @property
     def columns(self) -> dict[str, list[Any]]:
-        """The fields of `Trajectory` with an entry per response token."""
+        """Return the fields of `Trajectory` with an entry per response token."""
         return {column.field: getattr(self, column.field) for column in TOKEN_COLUMNS}
 
     def _add(self, tokens: Sequence[int], **entries: Sequence[Any]) -> None:
@@ -121,7 +121,7 @@ class Transcript:
 
 
 class TurnTemplate:
-    """What a chat template writes from the end of the assistant's words to its next ones.
+    """Give what a chat template writes from the end of the assistant's words to its next ones.
 
     The template renders a fixed exchange of a user and an assistant, followed by the new messages;
     what stands after the assistant's words does not depend on what these were. So the tokens of a
@@ -138,7 +138,7 @@ class TurnTemplate:
     def between(
         self, messages: Sequence[Message], stop_token_ids: Collection[int]
     ) -> tuple[list[int], list[int]]:
-        """Tokens that end the assistant's turn, and those from there to its next turn.
+        """Return the tokens that end the assistant's turn, and those from there to its next turn.
 
         Args:
             messages: what the environment says.
@@ -155,12 +155,12 @@ class TurnTemplate:
         return tokens[:end], tokens[end:]
 
     def encode(self, text: str) -> list[int]:
-        """Text as it stands, without the template."""
+        """Tokenise text as it stands, without the template."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     @cached_property
     def _closing(self) -> list[int]:
-        """What follows the words of an assistant who has the last word."""
+        """Return the tokens that follow the words of an assistant who has the last word."""
         return self._after_words([], add_generation_prompt=False)
 
     def _after_words(self, messages: Sequence[Message], **options: Any) -> list[int]:
@@ -181,13 +181,16 @@ class TurnTemplate:
 
 
 def spoken_tokens(completion: Completion) -> list[int]:
-    """The tokens without the one that stopped them, if one did; a stop string's stay."""
+    """Return a completion's tokens without the one that stopped it, if one did.
+
+    The tokens of a stop string stay.
+    """
     ended = completion.stop_reason == "stop" and completion.stop_string is None
     return completion.tokens[:-1] if ended else completion.tokens
 
 
 def tokens_of_prefix(tokenizer: Any, tokens: Sequence[int], text: str) -> int:
-    """How many of the sampled tokens it takes to say a prefix of what they say; at least 1.
+    """Return how many of the sampled tokens it takes to say a prefix of their text, at least 1.
 
     Raises:
         ValueError: they do not say it: another text would have to be tokenised, and the policy

@@ -42,7 +42,7 @@ def check_sampling(
 
 
 class JetStreamDriver(SampleThread):
-    """An `Engine` over an engine of JetStream's protocol.
+    """Drive an engine of JetStream's protocol as an `Engine`.
 
     A group is prefilled once if the engine has `prefill_multisampling` and `bulk_insert`; else each
     of its samples is, since a prefix holds its first token and samples must not share that. Stop
@@ -115,7 +115,7 @@ class JetStreamDriver(SampleThread):
                 unload()
 
     def wake(self) -> None:
-        """Nothing to do: the cache is made when it is needed."""
+        """Do nothing: the cache is made when it is needed."""
 
     # ---- requests
 
@@ -155,7 +155,7 @@ class JetStreamDriver(SampleThread):
                     self._release(slot)
 
     def describe(self) -> str:
-        """The engine and its slots."""
+        """Describe the engine and its slots."""
         return (
             f"{type(self.engine).__name__}, {len(self._samples_in)} slots, prompts of at most "
             f"{self.engine.max_prefill_length} tokens"
@@ -197,7 +197,7 @@ class JetStreamDriver(SampleThread):
             self._take(slot, sample, *drawn.of(slot))
 
     def _admit(self) -> bool:
-        """Whether the samples at the head of the queue have left it."""
+        """Admit the samples at the head of the queue; return whether they have left it."""
         head = self._queue[0]
         group = list(takewhile(lambda s: s.group == head.group, self._queue))
         free = [slot for slot, s in enumerate(self._samples_in) if s is None]
@@ -216,7 +216,7 @@ class JetStreamDriver(SampleThread):
     def _insert(
         self, request: Request, keys: Sequence[tuple[int, int]], slots: Sequence[int]
     ) -> list[tuple[list[int], list[float]]]:
-        """Put samples of a prompt into slots; the first tokens of each."""
+        """Put samples of a prompt into slots, and return the first tokens of each."""
         tokens = np.zeros(prefill_length(len(request.prompt_tokens)), np.int32)
         tokens[: len(request.prompt_tokens)] = request.prompt_tokens
         length, engine = len(request.prompt_tokens), self.engine
@@ -253,7 +253,7 @@ class JetStreamDriver(SampleThread):
 
 
 class _Drawn:
-    """`ResultTokens` on the host, row by row; of any engine, so by its fields alone."""
+    """Read `ResultTokens` on the host, row by row; of any engine, so by its fields alone."""
 
     def __init__(self, result: ResultTokens) -> None:
         self.data = np.asarray(result.data)
@@ -262,7 +262,7 @@ class _Drawn:
         self.log_prob = None if log_prob is None else np.asarray(log_prob)
 
     def of(self, row: int) -> tuple[list[int], list[float]]:
-        """Valid tokens and their log-probs; no log-probs where the engine has none."""
+        """Return a row's valid tokens and log-probs; no log-probs where the engine has none."""
         valid = self.data[row, self.valid] != 0
         count = int(valid.cumprod().sum())
         tokens = self.data[row, self.tokens][:count].tolist()

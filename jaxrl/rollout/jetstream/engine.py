@@ -41,7 +41,7 @@ from jaxrl.types import Array
 
 @dataclass(frozen=True)
 class Sampler:
-    """How the samples of a prompt are drawn: the `sampler` of prefill.
+    """Describe how the samples of a prompt are drawn: the `sampler` of prefill.
 
     Args:
         keys: PRNG key data of each sample; () = the engine's next ones.
@@ -52,7 +52,7 @@ class Sampler:
 
 
 class ParamsRef:
-    """Parameters that can be swapped while others hold the reference.
+    """Hold parameters that can be swapped while others hold the reference.
 
     JetStream's orchestrator calls `load_params` once and passes the result at each call ever
     after; what it holds must therefore not be the weights themselves.
@@ -62,7 +62,7 @@ class ParamsRef:
         self.value = value
 
     def get(self) -> Params:
-        """The parameters as they are now.
+        """Return the parameters as they are now.
 
         Raises:
             RuntimeError: there are none yet.
@@ -73,7 +73,7 @@ class ParamsRef:
 
 
 class TransformerEngine:
-    """An engine of JetStream's protocol.
+    """Run our model as an engine of JetStream's protocol.
 
     Args:
         config: architecture.
@@ -130,7 +130,7 @@ class TransformerEngine:
     # ---- weights
 
     def load_params(self, params: Params | None = None) -> ParamsRef:
-        """The reference that the other calls take.
+        """Return the reference that the other calls take.
 
         Args:
             params: the trainer's; a copy of them is behind the reference from now on. None: what
@@ -157,7 +157,7 @@ class TransformerEngine:
         sampler: Sampler | None = None,
         request_id: Any = None,
     ) -> tuple[Slots, ResultTokens]:
-        """The prefix of a prompt, and its first token; see `prefill_multisampling`."""
+        """Return the prefix of a prompt, and its first token; see `prefill_multisampling`."""
         del request_id
         return self.prefill_multisampling(
             params=params,
@@ -178,7 +178,7 @@ class TransformerEngine:
         rng: Array | None = None,
         num_samples: int = 1,
     ) -> tuple[Slots, ResultTokens]:
-        """The prefix of a prompt, and the first tokens of several samples of it.
+        """Return the prefix of a prompt, and the first tokens of several samples of it.
 
         Args:
             padded_tokens: [P] the prompt, then anything.
@@ -228,7 +228,7 @@ class TransformerEngine:
         return cache
 
     def _sampler(self, sampler: Any, rng: Array | None, samples: int) -> Sampler:
-        """With as many keys as there are samples."""
+        """Return a sampler with as many keys as there are samples."""
         if sampler is not None and not isinstance(sampler, Sampler):
             raise TypeError(
                 f"sampler={sampler!r}: this engine takes a jaxrl.rollout.jetstream.engine.Sampler"
@@ -241,7 +241,7 @@ class TransformerEngine:
         return sampler
 
     def _rows(self, prompt: Sequence[int], sampler: Sampler) -> tuple[Rows, Array]:
-        """The samples of one prompt, before their first token; padded to the devices."""
+        """Return the samples of one prompt, before their first token; padded to the devices."""
         s, n = sampler.sampling, len(sampler.keys)
         rows = round_up(n, self.row_multiple)
         keys = np.zeros((rows, 2), np.uint32)
@@ -272,7 +272,7 @@ class TransformerEngine:
     # ---- decode
 
     def init_decode_state(self) -> Slots:
-        """Empty slots."""
+        """Return empty slots."""
         slots = self.max_concurrent_decodes
         rows, tokens = self._rows([0], Sampler(self.sampling, ((0, 0),) * slots))
         rows = rows.replace(slots=np.full(slots, FREE, np.int32))
@@ -281,12 +281,12 @@ class TransformerEngine:
     def insert(
         self, prefix: Slots, decode_state: Slots, slot: int, request_id: Any = None
     ) -> Slots:
-        """The state with a prefix in a slot; the state that was given is used up."""
+        """Return the state with a prefix in a slot; the state that was given is used up."""
         del request_id
         return self.bulk_insert(prefix, decode_state, [slot])
 
     def bulk_insert(self, prefix: Slots, decode_state: Slots, slots: Sequence[int]) -> Slots:
-        """The state with the samples of one prefix in as many slots.
+        """Return the state with the samples of one prefix in as many slots.
 
         Raises:
             ValueError: more slots than the prefix has samples.
@@ -309,7 +309,7 @@ class TransformerEngine:
     def generate(
         self, params: ParamsRef, decode_state: Slots, sampler: Any = None
     ) -> tuple[Slots, ResultTokens]:
-        """The next `tokens_per_call` tokens of every slot that has a sample.
+        """Draw the next `tokens_per_call` tokens of every slot that has a sample.
 
         A token is not valid where the slot is free, or its sample had ended before: by a stop
         token, by max_tokens or by max_target_length. The state that was given is used up.
@@ -351,15 +351,15 @@ class TransformerEngine:
     # ---- the rest of the protocol
 
     def get_prefix_destination_sharding(self) -> Any:
-        """Where a prefix is put between engines: nowhere, prefill and decode share the devices."""
+        """Return None: a prefix is put nowhere, since prefill and decode share the devices."""
         return None
 
     def get_tokenizer(self) -> Any:
-        """What `build_tokenizer` takes."""
+        """Return what `build_tokenizer` takes."""
         return self.tokenizer
 
     def build_tokenizer(self, metadata: Any) -> PaddingTokenizer:
-        """In the form that JetStream's orchestrator calls.
+        """Return the tokenizer in the form that JetStream's orchestrator calls.
 
         Raises:
             ValueError: the engine was made without a tokenizer.

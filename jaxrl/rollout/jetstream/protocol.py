@@ -21,7 +21,7 @@ PREFILL_LENGTHS = tuple(2**i for i in range(4, 16))  # 16 to 32768: what prompts
 
 
 def prefill_length(tokens: int) -> int:
-    """The length that a prompt of so many tokens is padded to.
+    """Return the length that a prompt of so many tokens is padded to.
 
     Raises:
         ValueError: JetStream has none that long.
@@ -36,7 +36,7 @@ def prefill_length(tokens: int) -> int:
 
 
 class SlotData(struct.PyTreeNode):
-    """What a call drew in one slot."""
+    """Hold what a call drew in one slot."""
 
     tokens: Array  # [n, k]
     valid: Array  # [n, k], 0 where nothing was drawn
@@ -45,7 +45,7 @@ class SlotData(struct.PyTreeNode):
 
 
 class ResultTokens(struct.PyTreeNode):
-    """What a call drew in all slots: one array, so that one copy brings it to the host."""
+    """Hold what a call drew in all slots, as one array, so that one copy brings it to the host."""
 
     data: Array  # [S * n, tokens, valid and lengths side by side]
     tokens_idx: tuple[int, int] = struct.field(pytree_node=False)  # columns of `data`
@@ -55,22 +55,22 @@ class ResultTokens(struct.PyTreeNode):
     log_prob: Array | None = None  # [S * n, k]
 
     def copy_to_host_async(self) -> None:
-        """Begin to copy."""
+        """Begin to copy the arrays to the host."""
         for x in (self.data, self.log_prob):
             if isinstance(x, jax.Array):
                 x.copy_to_host_async()
 
     def convert_to_numpy(self) -> "ResultTokens":
-        """On the host; waits for it."""
+        """Return the arrays on the host; wait for them."""
         return jax.tree.map(np.asarray, self)
 
     def get_result_at_slot(self, slot: int) -> SlotData:
-        """The rows of one slot."""
+        """Return the rows of one slot."""
         first = slot * self.samples_per_slot
         return self._rows(slice(first, first + self.samples_per_slot))
 
     def get_result_at_slots(self, slots: Sequence[int]) -> SlotData:
-        """One row for each of several slots."""
+        """Return one row for each of several slots."""
         return self._rows(np.asarray(slots))
 
     def _rows(self, rows: Any) -> SlotData:
@@ -85,40 +85,40 @@ class ResultTokens(struct.PyTreeNode):
 
 @runtime_checkable
 class JetStreamEngine(Protocol):
-    """What the driver needs of an engine.
+    """Describe what the driver needs of an engine.
 
     It may also have `prefill_multisampling` and `bulk_insert`, which make one prefill serve a
     group, and `free_resource`.
     """
 
     def load_params(self, *args: Any, **kwargs: Any) -> Any:
-        """The parameters that the other calls take."""
+        """Return the parameters that the other calls take."""
         ...
 
     def init_decode_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Empty slots."""
+        """Return empty slots."""
         ...
 
     def prefill(
         self, *, params: Any, padded_tokens: Array, true_length: int
     ) -> tuple[Any, ResultTokens]:
-        """A prefix, and the first token after it."""
+        """Return the prefix of a prompt, and the first token after it."""
         ...
 
     def insert(self, prefix: Any, decode_state: Any, slot: int) -> Any:
-        """The state with the prefix in a slot."""
+        """Return the state with the prefix in a slot."""
         ...
 
     def generate(self, params: Any, decode_state: Any) -> tuple[Any, ResultTokens]:
-        """The next token of every slot."""
+        """Draw the next token of every slot."""
         ...
 
     @property
     def max_concurrent_decodes(self) -> int:
-        """Slots."""
+        """Return the number of slots."""
         ...
 
     @property
     def max_prefill_length(self) -> int:
-        """Most tokens of a padded prompt."""
+        """Return the most tokens of a padded prompt."""
         ...

@@ -18,7 +18,7 @@ FREE = 2**30  # in `Rows.slots`, beyond every slot: the row is done, or was neve
 
 
 class Slots(struct.PyTreeNode):
-    """Samples in the middle of decoding: a prefix (its cache has one slot), or all slots."""
+    """Hold samples in the middle of decoding: a prefix (its cache has one slot), or all slots."""
 
     cache: Cache
     rows: Rows
@@ -26,7 +26,7 @@ class Slots(struct.PyTreeNode):
 
 
 def with_stop_ids(rows: Rows, other: Rows) -> Rows:
-    """Rows with room for the stop ids, and with the features, of others too."""
+    """Return rows with room for the stop ids, and with the features, of others too."""
     features = rows.features.union(other.features)
     wider = features.stop_ids - rows.stop_ids.shape[1]
     padded = jnp.pad(rows.stop_ids, ((0, 0), (0, wider)), constant_values=-1)
@@ -35,7 +35,7 @@ def with_stop_ids(rows: Rows, other: Rows) -> Rows:
 
 @jax.jit
 def for_decode(rows: Rows, tokens: Array, freed: Array) -> Rows:
-    """As `decode` takes them."""
+    """Return rows as `decode` takes them."""
     seen = jnp.arange(tokens.shape[1]) <= rows.position[:, None]
     history = jnp.where(seen, tokens, -1) if rows.features.penalised else None
     return rows.replace(slots=jnp.where(freed, FREE, rows.slots), history=history)
@@ -43,7 +43,7 @@ def for_decode(rows: Rows, tokens: Array, freed: Array) -> Rows:
 
 @jax.jit
 def advance(rows: Rows, tokens: Array, block: Block) -> tuple[Rows, Array, ResultTokens]:
-    """Rows and tokens after a block, and what it drew."""
+    """Return rows and tokens after a block, and what it drew."""
     size, k = block.tokens.shape
     drawn = jnp.arange(k) < block.count[:, None]
     at = jnp.where(drawn, rows.position[:, None] + 1 + jnp.arange(k), tokens.shape[1])
@@ -63,7 +63,7 @@ def advance(rows: Rows, tokens: Array, block: Block) -> tuple[Rows, Array, Resul
 
 @functools.partial(jax.jit, donate_argnums=0)
 def insert_prefix(state: Slots, prefix: Slots, slots: Array) -> Slots:
-    """Sample i of the prefix goes to slots[i]."""
+    """Put sample i of the prefix into slots[i]."""
     n, length = len(slots), state.tokens.shape[1]
     copies = take_slots(prefix.cache, jnp.zeros_like(slots), length)
     cache = put_slots(state.cache, slots, copies, length)

@@ -9,7 +9,7 @@ from jaxrl.rollout.jetstream.protocol import prefill_length
 
 
 class PaddingTokenizer:
-    """A Hugging Face tokenizer as JetStream's orchestrator calls it: prompts come out padded.
+    """Wrap a Hugging Face tokenizer as JetStream's orchestrator calls it: prompts come out padded.
 
     Args:
         stop_token_ids: besides the end-of-sequence token.
@@ -23,7 +23,7 @@ class PaddingTokenizer:
         self.stop_tokens = {self.eos_id, *stop_token_ids}
 
     def encode(self, s: str, **kwargs: Any) -> tuple[np.ndarray, int]:
-        """Padded tokens [P] and how many of them are real."""
+        """Return the padded tokens [P] of a text, and how many of them are real."""
         ids = self.tokenizer(s, add_special_tokens=False)["input_ids"]
         if kwargs.get("is_bos") and self.bos_id is not None:
             ids = [self.bos_id, *ids]
@@ -32,6 +32,6 @@ class PaddingTokenizer:
         return padded, len(ids)
 
     def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str:
-        """Text of tokens."""
+        """Return the text of tokens."""
         del kwargs
         return self.tokenizer.decode(token_ids)

@@ -10,10 +10,10 @@ from jaxrl.rollout.protocol import Completion, Request
 
 
 class Balancer:
-    """An `Engine` over engines with the same weights; the samples of a request stay together.
+    """Serve as one `Engine` over engines with the same weights.
 
-    A conversation stays with the engine of its first turn. With `enable_prefix_caching` a prompt
-    that goes on from another follows it to its engine.
+    The samples of a request stay together. A conversation stays with the engine of its first turn.
+    With `enable_prefix_caching` a prompt that goes on from another follows it to its engine.
 
     Args:
         engines: at least one.
@@ -26,7 +26,10 @@ class Balancer:
         self._lock = threading.RLock()  # a conversation may be over when it is looked at
 
     def submit(self, requests: Sequence[Request]) -> list[list[Future[Completion]]]:
-        """See `protocol.Engine`; which engine serves a request depends on what is in flight."""
+        """Queue requests as `protocol.Engine` says.
+
+        Which engine serves a request depends on what is in flight.
+        """
         for request in requests:
             self.engines[0].check(request)
         known = [engine.known_prefixes(requests) for engine in self.engines]
@@ -74,7 +77,7 @@ class Balancer:
             self._in_flight[engine] -= samples
 
     def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
-        """The samples of each request, in order."""
+        """Return the samples of each request, in order."""
         return [[future.result() for future in group] for group in self.submit(requests)]
 
     def warm_up(self, requests: Sequence[Request]) -> None:
@@ -83,7 +86,7 @@ class Balancer:
             engine.warm_up(requests)
 
     def update_weights(self, params: Params, version: int) -> None:
-        """The same weights for all, one engine after the other."""
+        """Give all engines the same weights, one after the other."""
         for engine in self.engines:
             engine.update_weights(params, version)
 
@@ -93,7 +96,7 @@ class Balancer:
             engine.sleep()
 
     def wake(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def pause(self) -> None:
         """Draw no more tokens until `resume`."""
@@ -111,5 +114,5 @@ class Balancer:
             engine.abort()
 
     def describe(self) -> str:
-        """Number of engines, and the shapes of their programs."""
+        """Describe the number of engines, and the shapes of their programs."""
         return f"{len(self.engines)} engines: {self.engines[0].describe()}"

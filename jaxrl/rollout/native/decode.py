@@ -47,7 +47,7 @@ LEAST_STOP_IDS = 4  # columns of `Rows.stop_ids`, for few shapes
 
 @dataclass(frozen=True)
 class Features:
-    """What some row of a block needs: a program for each combination.
+    """Name what some row of a block needs; there is a program for each combination.
 
     A row that needs less draws the same tokens with the same log-probs in all of them.
 
@@ -68,7 +68,7 @@ class Features:
     stop_ids: int = LEAST_STOP_IDS
 
     def including(self, s: Sampling) -> "Features":
-        """These, and what such sampling needs."""
+        """Return these features, and what such sampling needs."""
         return self.union(
             Features(
                 filtered=s.top_k > 0 or s.top_p < 1 or s.min_p > 0,
@@ -81,17 +81,17 @@ class Features:
         )
 
     def union(self, other: "Features") -> "Features":
-        """What these or the others need."""
+        """Return what these features or the others need."""
         return Features(*map(max, dataclasses.astuple(self), dataclasses.astuple(other)))
 
 
 def _power_of_two(number: int) -> int:
-    """The smallest that is not below a number; 0 for 0."""
+    """Return the smallest power of two that is not below a number; 0 for 0."""
     return 1 << (number - 1).bit_length() if number else 0
 
 
 class Rows(struct.PyTreeNode):
-    """Samples that are decoded together. A row whose slot is S or more is padding."""
+    """Hold samples that are decoded together. A row whose slot is S or more is padding."""
 
     slots: Array  # [B]
     last_token: Array  # [B], not yet in the cache
@@ -111,7 +111,7 @@ class Rows(struct.PyTreeNode):
 
 
 class Block(struct.PyTreeNode):
-    """What a block of decode steps drew: `count` tokens in each row."""
+    """Hold what a block of decode steps drew: `count` tokens in each row."""
 
     tokens: Array  # [B, N]
     log_probs: Array  # [B, N]
@@ -124,7 +124,7 @@ class Block(struct.PyTreeNode):
 
 
 class Run(struct.PyTreeNode):
-    """Rows in the middle of a block."""
+    """Hold rows in the middle of a block."""
 
     cache: Cache
     last_token: Array
@@ -137,7 +137,7 @@ class Run(struct.PyTreeNode):
 def decode_params(
     config: TransformerConfig, params: Params, dtype: jnp.dtype, *, fuse: bool = True
 ) -> Params:
-    """The decode layout: adapters merged, cast, layers as a tuple and fused, the head as [D, V].
+    """Return the decode layout: adapters merged, cast, layers a tuple and fused, the head [D, V].
 
     An unrolled loop over layers updates each cache in place, where a scan would restack them.
     """
@@ -149,14 +149,14 @@ def decode_params(
 
 
 def decode_layers(stacked: Params, count: int, dtype: jnp.dtype, *, fuse: bool) -> tuple:
-    """The same of `count` stacked layers."""
+    """Return the decode layout of `count` stacked layers."""
     cast = jax.tree.map(lambda x: x.astype(dtype), merge(stacked))
     layers = [jax.tree.map(lambda x, i=i: x[i], cast) for i in range(count)]
     return tuple(fuse_projections(layer) if fuse else layer for layer in layers)
 
 
 def decode_rest(params: Params, dtype: jnp.dtype) -> Params:
-    """The same of what is not stacked."""
+    """Return the decode layout of the parameters that are not stacked."""
     whole = merge(params)
     cast = {name: x if name in NOT_CAST else x.astype(dtype) for name, x in whole.items()}
     return {**cast, "unembed": cast["unembed"] if "unembed" in cast else cast["embed"].T}
@@ -216,7 +216,7 @@ def decode(
     every_slot: bool,
     placement: Placement | None = None,
 ) -> tuple[Cache, Block]:
-    """Up to `steps` tokens for every row; ends early when all rows are done.
+    """Draw up to `steps` tokens for every row; end early when all rows are done.
 
     Args:
         length: positions that the rows may reach; no others are read.
@@ -256,7 +256,7 @@ def decode(
 
 
 def _seen(config: TransformerConfig, history: Array) -> Array:
-    """[B, L] tokens, -1 = none -> [B, V], whether a row holds a token."""
+    """Turn tokens [B, L], -1 = none, into whether a row holds a token [B, V]."""
     rows = jnp.arange(len(history))[:, None]
     at = jnp.where(history < 0, config.vocab_size, history)
     return jnp.zeros((len(history), config.vocab_size), bool).at[rows, at].set(True, mode="drop")
@@ -265,7 +265,7 @@ def _seen(config: TransformerConfig, history: Array) -> Array:
 def decode_step(
     config: TransformerConfig, params: Params, run: Run, placement: Placement | None
 ) -> tuple[Array, Cache]:
-    """Logits [B, V] after `last_token`, and the cache with its keys and values written.
+    """Return logits [B, V] after `last_token`, and the cache with its keys and values written.
 
     A row that is done writes nothing: it may be a slot that waits for the rest of its prompt, or
     keeps a prefix for others. It reads nothing either, and what it computes is dropped.

@@ -33,7 +33,7 @@ ROW_SETTINGS = {  # fields of Sampling that are columns of Rows
 
 
 class NativeEngine(SampleThread):
-    """Generation with the trainer's model; an `Engine`.
+    """Generate samples with the trainer's model, as an `Engine`.
 
     Args:
         config: architecture.
@@ -133,7 +133,7 @@ class NativeEngine(SampleThread):
             self.table.forget(live=True)
 
     def wake(self) -> None:
-        """Nothing to do: the cache is made when it is needed."""
+        """Do nothing: the cache is made when it is needed."""
 
     # ---- requests
 
@@ -156,7 +156,7 @@ class NativeEngine(SampleThread):
             )
 
     def calls(self, params: Params, requests: Sequence[Request]) -> dict[str, Call]:
-        """The largest programs for such requests, see `Programs.calls`; nothing is placed."""
+        """Return the largest programs for such requests, see `Programs.calls`; place nothing."""
         longest = max(request.longest for request in requests)
         self.table.lengthen(self.programs.cache_length(longest))
         needs = _needs([request.sampling for request in requests])
@@ -175,14 +175,17 @@ class NativeEngine(SampleThread):
         request.check(self.max_model_len, self.decode_text is not None)
 
     def known_prefixes(self, requests: Sequence[Request]) -> list[int]:
-        """Tokens of each prompt that the cache holds for any request; 0 without prefix caching."""
+        """Return how many tokens of each prompt the cache holds for any request.
+
+        The numbers are 0 without prefix caching.
+        """
         if not self.table.share_prefixes:
             return super().known_prefixes(requests)
         with self._held():
             return [self.table.known_prefix(request.prompt_tokens) for request in requests]
 
     def describe(self) -> str:
-        """The shapes of all programs."""
+        """Describe the shapes of all programs."""
         return self.programs.describe()
 
     def _prepare(self, requests: Sequence[Request]) -> None:
@@ -193,7 +196,7 @@ class NativeEngine(SampleThread):
         self.table.lengthen(self.programs.length)
 
     def _prefills_rests(self, requests: Sequence[Request]) -> bool:
-        """Whether chunks may follow a prefix that is in the cache."""
+        """Return whether chunks may follow a prefix that is in the cache."""
         turns = any(request.conversations for request in requests)
         return turns or self.table.share_prefixes or self.recompute_kv_on_update
 
@@ -203,7 +206,7 @@ class NativeEngine(SampleThread):
         return self.programs.params is not None
 
     def _enqueue(self, samples: Sequence[Sample]) -> None:
-        """The next turn of a conversation has its slot, and waits behind nobody."""
+        """Queue samples; the next turn of a conversation has its slot, and waits behind nobody."""
         for sample in samples:
             if sample.conversation in self.table.slot_of:
                 self._queue.appendleft(sample)
@@ -213,7 +216,7 @@ class NativeEngine(SampleThread):
                 sample.conversation.add_done_callback(self._look_again)
 
     def _look_again(self, conversation: Future[None]) -> None:
-        """A conversation is over: go on if samples wait and the thread had stopped.
+        """Go on after the end of a conversation if samples wait and the thread had stopped.
 
         Whoever ended it does not wait for the lock.
         """
@@ -277,7 +280,7 @@ class NativeEngine(SampleThread):
             self.programs.copy(pairs)
 
     def _next_chunks(self) -> dict[tuple[int, int | None], list[int]]:
-        """Slots by the shape of their next chunk: tokens, and the positions that they see.
+        """Group slots by the shape of their next chunk: tokens, and the positions that they see.
 
         None = no others, it begins at position 0. Of the samples of one request that share a prompt
         the first alone is prefilled.
@@ -326,13 +329,13 @@ class NativeEngine(SampleThread):
                 self._done.append(news)
 
     def _reach(self, ready: Sequence[int]) -> int:
-        """Tokens of the longest row after the next block."""
+        """Return the tokens of the longest row after the next block."""
         chosen = set(ready)  # in the order of `live`
         left = [s.max_tokens - len(s.tokens) for slot, s in self.table.live() if slot in chosen]
         return int((self.table.length[ready] + np.minimum(left, self.programs.steps)).max())
 
     def _rows(self, slots: Sequence[int], expected: Features | None = None) -> Rows:
-        """The samples in `slots` as arrays, with room for what is expected; slot S = padding."""
+        """Return samples in `slots` as arrays, with room for what is expected; slot S = padding."""
         table, total = self.table, self.programs.slots
         held = [(table.samples[s] if s < total else None) or PADDING for s in slots]
         at = np.minimum(slots, total - 1)
@@ -368,7 +371,7 @@ class NativeEngine(SampleThread):
 
 
 def _needs(samplings: Sequence[Sampling]) -> Features:
-    """What rows of a block with such sampling need together."""
+    """Return what rows of a block with such sampling need together."""
     features = Features()
     for sampling in {id(s): s for s in samplings}.values():  # the samples of a request share one
         features = features.including(sampling)

@@ -23,7 +23,7 @@ from jaxrl.types import Array
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer; position p of a slot holds the token at p of its row."""
+    """Hold keys and values of one layer; position p of a slot holds the token at p of its row."""
 
     keys: Array  # [S, K, h, L]
     values: Array  # [S, K, L, h]
@@ -33,7 +33,7 @@ Cache = tuple[LayerCache, ...]
 
 
 def empty_cache(config: TransformerConfig, slots: int, length: int, dtype: jnp.dtype) -> Cache:
-    """Room for `length` tokens in each of `slots` slots."""
+    """Make a cache with room for `length` tokens in each of `slots` slots."""
     heads, width = config.num_kv_heads, config.head_dim
     return tuple(
         LayerCache(
@@ -45,7 +45,7 @@ def empty_cache(config: TransformerConfig, slots: int, length: int, dtype: jnp.d
 
 
 def lengthen(cache: Cache, length: int) -> Cache:
-    """The cache with room for `length` tokens in each slot."""
+    """Return the cache with room for `length` tokens in each slot."""
 
     def pad(layer: LayerCache) -> LayerCache:
         more = (0, length - layer.values.shape[2])
@@ -140,7 +140,7 @@ def write(layer: LayerCache, slots: Array, positions: Array, k: Array, v: Array)
 
 
 def write_windows(layer: LayerCache, slots: Array, starts: Array, k: Array, v: Array) -> LayerCache:
-    """`write_chunks` on one device as one update of C neighbouring positions for each row."""
+    """Do `write_chunks` on one device with one update of C neighbouring positions per row."""
     (total, _, _, length), width = layer.keys.shape, k.shape[2]
     new = LayerCache(k.swapaxes(2, 3), v)
 
@@ -175,7 +175,7 @@ def copy_slots(
     *,
     placement: Placement | None = None,
 ) -> Cache:
-    """The first `number` entries of `targets` become copies of the slots in `sources`, in order.
+    """Copy the first `number` slots of `sources` to those of `targets`, in order.
 
     A row travels only if its copy is on another device.
     """
@@ -216,7 +216,7 @@ def _copy_on_device(
 def take_rows(
     layer: LayerCache, slots: Array, length: int, placement: Placement | None = None
 ) -> LayerCache:
-    """The first `length` positions of each row's slot; of padding, anything.
+    """Return the first `length` positions of each row's slot; of padding, anything.
 
     One slice after the other: for a gather XLA copies the whole layer on TPUs.
 
@@ -255,7 +255,7 @@ def _take_on_device(
 
 
 def take_slots(cache: Cache, slots: Array | None, length: int) -> Cache:
-    """The first `length` positions of some slots; None = all of them, in order."""
+    """Return the first `length` positions of some slots; None = all of them, in order."""
 
     def take(x: Array, axis: int) -> Array:
         x = jax.lax.slice_in_dim(x, 0, length, axis=axis)
@@ -280,7 +280,7 @@ def put_slots(cache: Cache, slots: Array | None, part: Cache, length: int) -> Ca
 
 
 def _axes(layer: LayerCache, placement: Placement | None) -> tuple:
-    """Mesh axes over which slots and heads are spread."""
+    """Return the mesh axes over which slots and heads are spread."""
     if placement is None:
         return None, None
     return placement.spec(layer.keys.shape, ("batch", "kv_heads", None, None))[:2]
@@ -297,7 +297,7 @@ def _by_device(run: Callable, placement: Placement, given: tuple, out: Partition
 
 
 def _here(layer: LayerCache, slots: Array, by_slot: str | None) -> Array:
-    """Slots as this device counts its own; S of it for those of others."""
+    """Return slots as this device counts its own, and its S for those of other devices."""
     total = len(layer.keys)
     if by_slot is None:
         return slots

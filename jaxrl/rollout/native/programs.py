@@ -47,7 +47,7 @@ FIRST_CHUNKS, LATER_CHUNKS, LATER_SHARES = (128, 256, 512, 1024), (256, 1024), (
 
 @dataclass(frozen=True)
 class PrefillShapes:
-    """The tokens of the chunks in which prompts are prefilled, and the positions that they see.
+    """Describe the chunks in which prompts are prefilled: their tokens, and the positions they see.
 
     Args:
         platform: of the devices.
@@ -64,11 +64,11 @@ class PrefillShapes:
 
     @property
     def few(self) -> bool:
-        """Whether there are few, because each takes long to compile."""
+        """Return whether there are few shapes, because each takes long to compile."""
         return self.platform not in PREFILL_TOKENS
 
     def width(self, missing: int, fresh: bool) -> int:
-        """Tokens of the chunk that prefills the next of `missing` tokens.
+        """Return the tokens of the chunk that prefills the next of `missing` tokens.
 
         Args:
             fresh: the first of them is that of the prompt.
@@ -80,11 +80,11 @@ class PrefillShapes:
         return min(width, self.length)
 
     def lengths(self) -> list[int]:
-        """Positions that a chunk in the middle of a prompt can see."""
+        """Return the numbers of positions that a chunk in the middle of a prompt can see."""
         return shares_of(self.length, LATER_SHARES if self.few else SHARES)
 
     def all(self, prompts: Sequence[int], rests: bool) -> list[tuple[int, int | None]]:
-        """Chunk lengths, and the positions that they see; None = their own, of first chunks.
+        """Return chunk lengths, and the positions that they see; None = their own, of first chunks.
 
         Args:
             prompts: their lengths.
@@ -100,7 +100,7 @@ class PrefillShapes:
 
 
 def shares_of(length: int, shares: Sequence[int]) -> list[int]:
-    """Parts of the positions of a slot, ascending; the last is all of them."""
+    """Return parts of the positions of a slot, ascending; the last is all of them."""
     parts = (round_up(length // share, 8) for share in shares)
     return sorted({min(max(part, LEAST_LENGTH), length) for part in parts})
 
@@ -118,7 +118,7 @@ def allocated_length(config: TransformerConfig, platform: str, length: int) -> i
 
 
 class Programs:
-    """Prefill, decode and copies over one cache of `slots` slots.
+    """Run prefill, decode and copies over one cache of `slots` slots.
 
     Args:
         mesh: slots are spread over its batch axes, heads and MLP over "tensor".
@@ -170,7 +170,7 @@ class Programs:
             self.params = None
 
     def reserve(self, length: int) -> None:
-        """Room for rows of `length` tokens in every slot; what is in them stays."""
+        """Make room for rows of `length` tokens in every slot; what is in them stays."""
         length = self.cache_length(length)
         if self._cache is None:
             self._cache = self.functions.empty(length=length)
@@ -179,24 +179,24 @@ class Programs:
         self.length = length
 
     def cache_length(self, length: int) -> int:
-        """Positions of a slot with room for `length` tokens, and for what it has room for now."""
+        """Return the positions of a slot with room for `length` tokens, at least those of now."""
         return max(allocated_length(self.config, self.placement.platform, length), self.length)
 
     def sizes(self) -> list[int]:
-        """Rows that a block can have."""
+        """Return the numbers of rows that a block can have."""
         return sorted({-(-self.slots // share) for share in self._row_shares})
 
     def decode_lengths(self) -> list[int]:
-        """Positions that a block can see."""
+        """Return the numbers of positions that a block can see."""
         return [self.length] if self._sees_all else shares_of(self.length, SHARES)
 
     @property
     def prefills(self) -> PrefillShapes:
-        """The shapes of prefill calls."""
+        """Return the shapes of prefill calls."""
         return PrefillShapes(self.placement.platform, self.length)
 
     def chunk(self, missing: int, start: int) -> tuple[int, int | None]:
-        """Tokens of the chunk that prefills the next of `missing` tokens, and what it sees.
+        """Return the tokens of the chunk that prefills the next of `missing`, and what it sees.
 
         That is a number of positions of its slot; None = the chunk alone, which starts at 0.
         """
@@ -205,7 +205,7 @@ class Programs:
         return width, _at_least(end, self.prefills.lengths()) if start else None
 
     def prefill_rows(self, width: int) -> int:
-        """Chunks of `width` tokens in one call."""
+        """Return the number of chunks of `width` tokens in one call."""
         return round_up(max(self.chunk_tokens // width, 1), self.row_multiple)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -236,7 +236,7 @@ class Programs:
         return Call(self.functions.prefill, (self.params, self._cache, *given), {"length": length})
 
     def decode(self, rows: device.Rows, reach: int) -> device.Block:
-        """A block for rows of one of `sizes` that reach `reach` tokens; on the host."""
+        """Decode rows of one of `sizes` that reach `reach` tokens; return the block on the host."""
         self._cache, block = self.functions.decode(
             self.params,
             self._cache,
@@ -273,7 +273,7 @@ class Programs:
     def calls(
         self, params: Params, longest: int, prompt: int, rests: bool, rows: device.Rows
     ) -> dict[str, Call]:
-        """The largest programs of "load", "prefill", "copy" and "decode", of shapes.
+        """Return the largest programs of "load", "prefill", "copy" and "decode", of shapes.
 
         Args:
             params: shapes and shardings of the trainer's.
@@ -304,7 +304,7 @@ class Programs:
         }
 
     def describe(self) -> str:
-        """The shapes of all programs."""
+        """Describe the shapes of all programs."""
         return (
             f"blocks of {self.sizes()} rows x {self.steps} tokens that see {self.decode_lengths()} "
             f"positions; prefill in chunks of at most {self.longest_chunk} tokens"
@@ -316,7 +316,7 @@ def _at_least(length: int, sizes: Sequence[int]) -> int:
 
 
 class Compiled(NamedTuple):
-    """The functions of `decode.py` and `kv_cache.py` for one architecture, placement, slots."""
+    """Hold functions of `decode.py` and `kv_cache.py` for one architecture, placement, slots."""
 
     whole: Any  # sharding
     dtype: jnp.dtype
@@ -331,7 +331,7 @@ class Compiled(NamedTuple):
     decode: Any
 
     def load(self, params: Params, group_bytes: int = GROUP_BYTES) -> Params:
-        """The decode layout of the trainer's parameters, from whatever devices they are on.
+        """Return the decode layout of the trainer's parameters, from whatever devices they are on.
 
         From other devices they come in groups of layers, cast before: beside what is there for good
         there is one group at a time, or one layer where that is larger.
@@ -358,7 +358,7 @@ class Compiled(NamedTuple):
         return {**self.decode_rest(moved), STACKED: tuple(layers)}
 
     def given(self, params: Params) -> Params:
-        """Shapes of the trainer's parameters, as if `decode_params` got them at once."""
+        """Return shapes of the trainer's parameters, as if `decode_params` got them at once."""
         if not self._elsewhere(params):
             return params
         return jax.tree.map(
@@ -373,7 +373,7 @@ class Compiled(NamedTuple):
 def compiled(
     config: TransformerConfig, placement: Placement, slots: int, dtype: jnp.dtype
 ) -> Compiled:
-    """The functions of `decode.py`, with the shardings of their results."""
+    """Return the functions of `decode.py`, jitted with the shardings of their results."""
     bind, jit = functools.partial, jax.jit
     split, whole = placement.mesh.shape["tensor"] > 1, placement.sharding((), ())
     spread = placement if placement.mesh.size > 1 else None
@@ -422,7 +422,7 @@ def compiled(
 
 
 def _weight_shardings(config: TransformerConfig, placement: Placement) -> Params:
-    """Shardings of the decode layout, matrices not fused."""
+    """Return the shardings of the decode layout, matrices not fused."""
     axes = logical_axes(config)
     head = axes.get("unembed", axes["embed"][::-1])
     layer = {name: names[1:] for name, names in axes["layers"].items()}

@@ -27,7 +27,7 @@ ONLY_NATIVE = "repetition_penalty", "min_tokens", "logprobs", "raw_log_probs", "
 
 
 class RecomputeEngine:
-    """An `Engine` that needs nothing of a model but its forward.
+    """Sample as an `Engine` that needs nothing of a model but its forward.
 
     Args:
         model: an `AdaptedModel` or a `TransformerConfig`.
@@ -60,14 +60,14 @@ class RecomputeEngine:
         self.params = None
 
     def wake(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def describe(self) -> str:
-        """What it does for a token."""
+        """Describe what the engine does for a token."""
         return f"the full forward for every token, {self.max_num_seqs} rows at most"
 
     def submit(self, requests: Sequence[Request]) -> list[list[Future[Completion]]]:
-        """`generate`, as futures that are done."""
+        """Run `generate`, and return its samples as futures that are done."""
 
         def done(completion: Completion) -> Future[Completion]:
             future: Future[Completion] = Future()
@@ -77,7 +77,7 @@ class RecomputeEngine:
         return [[done(c) for c in samples] for samples in self.generate(requests)]
 
     def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
-        """The samples of each request, in order.
+        """Return the samples of each request, in order.
 
         Raises:
             ValueError: an empty prompt, a non-positive max_tokens, or sampling that only
@@ -134,7 +134,7 @@ class RecomputeEngine:
     def _arrange(
         self, source: Sequence[Request], requests: Sequence[Request]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-        """Rows as arrays, padded to the devices: tokens [B, T], lengths [B], keys, sampling."""
+        """Pad rows to the devices, as arrays: tokens [B, T], lengths [B], keys, sampling."""
         rows = round_up(len(source), self.row_multiple)
         padded = [*source, *[source[-1]] * (rows - len(source))]
         prompt = length_bucket(max(len(r.prompt_tokens) for r in requests))
@@ -153,7 +153,7 @@ class RecomputeEngine:
 
 
 def waves(requests: Sequence[Request], limit: int) -> Iterator[list[Request]]:
-    """Consecutive requests with at most `limit` samples together; a larger one runs alone."""
+    """Yield consecutive requests with at most `limit` samples together; a larger one runs alone."""
     wave: list[Request] = []
     for request in requests:
         if wave and sum(len(r.keys) for r in wave) + len(request.keys) > limit:
@@ -173,7 +173,10 @@ def next_token(
     keys: Array,
     sampling: dict[str, Array],
 ) -> tuple[Array, Array]:
-    """One more token for every row: tokens [B, T] right padded, lengths [B] -> drawn, log-probs."""
+    """Draw one more token for every row; return the tokens and their log-probs [B].
+
+    Tokens [B, T] are right padded, lengths are [B].
+    """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
     hidden = forward(model, params, tokens, positions, segment_ids, dtype=dtype)

@@ -13,7 +13,7 @@ from jaxrl.rollout.protocol import Completion, Request
 
 
 class SampleThread(ABC):
-    """What engines have in common whose thread runs while there is work.
+    """Hold what those engines have in common whose thread runs while there is work.
 
     Between two of its turns samples join, leave and are cut off, and the weights may change.
 
@@ -32,7 +32,7 @@ class SampleThread(ABC):
 
     @abstractmethod
     def update_weights(self, params: Any, version: int) -> None:
-        """See `protocol.Engine`; so are the next four."""
+        """Take new weights, see `protocol.Engine`, also for the next four methods."""
 
     @abstractmethod
     def sleep(self) -> None: ...
@@ -51,19 +51,19 @@ class SampleThread(ABC):
         """Raise what `submit` raises for a request that can never be served."""
 
     def known_prefixes(self, requests: Sequence[Request]) -> list[int]:
-        """Tokens of each prompt that are held for any request."""
+        """Return how many tokens of each prompt are held for any request."""
         return [0] * len(requests)
 
     @abstractmethod
     def _prepare(self, requests: Sequence[Request]) -> None:
-        """Make room for requests; RuntimeError without weights."""
+        """Make room for requests; raise a RuntimeError without weights."""
 
     @abstractmethod
     def _has_weights(self) -> bool: ...
 
     @abstractmethod
     def _live(self) -> Iterator[tuple[int, Sample]]:
-        """Slots with a sample in them."""
+        """Yield the slots with a sample in them."""
 
     @abstractmethod
     def _release(self, slot: int) -> None: ...
@@ -74,7 +74,7 @@ class SampleThread(ABC):
 
     @abstractmethod
     def _recover(self) -> None:
-        """After a turn that failed, with no sample left: what it held may be gone."""
+        """Recover from a turn that failed, with no sample left: what it held may be gone."""
 
     def submit(self, requests: Sequence[Request]) -> list[list[Future[Completion]]]:
         """Queue requests; see `protocol.Engine`.
@@ -93,7 +93,7 @@ class SampleThread(ABC):
         return [[sample.future for sample in group] for group in samples]
 
     def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
-        """The samples of each request, in order; raises what `submit` raises."""
+        """Return the samples of each request, in order; raise what `submit` raises."""
         return [[future.result() for future in group] for group in self.submit(requests)]
 
     def abort(self) -> None:
@@ -116,7 +116,10 @@ class SampleThread(ABC):
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        """The lock; what there is to tell of samples is told when it is free again."""
+        """Hold the lock while the block runs.
+
+        What there is to tell of samples is told when it is free again.
+        """
         with self._door:
             self._lock.acquire()
         try:

@@ -10,7 +10,7 @@ BITS_TO_ONE = 30  # of a float32 from 0 to 1; all such bits are of a float below
 
 
 def uniforms(keys: Array, positions: Array) -> Array:
-    """One uniform in [0, 1) per row, a function of the row's key and position alone.
+    """Draw one uniform in [0, 1) per row, a function of the row's key and position alone.
 
     keys [B, 2] uint32 key data, positions [B] int. Neither the batch nor its order plays a part.
     """
@@ -24,11 +24,11 @@ def uniforms(keys: Array, positions: Array) -> Array:
 
 
 def inverse_cdf(weights: Array, u: Array) -> Array:
-    """The token whose part of the cumulative sum holds u * total: weights [B, V] >= 0, u [B].
+    """Return the token whose part of the cumulative sum holds u * total.
 
-    First the block of `BLOCK` tokens, then the token in it: a cumulative sum over the whole
-    vocabulary of 49,152 took 47 ms for 64 rows on two cores, this takes 2. Never a token of weight
-    0; the last one where weights are NaN.
+    Weights [B, V] are >= 0, u is [B]. First the block of `BLOCK` tokens, then the token in it: a
+    cumulative sum over the whole vocabulary of 49,152 took 47 ms for 64 rows on two cores, this
+    takes 2. Never a token of weight 0; the last one where weights are NaN.
     """
     rows, vocab = weights.shape
     blocks = jnp.pad(weights, ((0, 0), (0, -vocab % BLOCK))).reshape(rows, -1, BLOCK)
@@ -40,7 +40,7 @@ def inverse_cdf(weights: Array, u: Array) -> Array:
 
 
 def _first_above(weights: Array, target: Array) -> tuple[Array, Array]:
-    """Smallest i with weights[i] > 0 and sum of weights[: i + 1] > target; the sum before it.
+    """Find the least i with weights[i] > 0 and sum(weights[: i + 1]) > target, and the sum before.
 
     Where rounding leaves none above, the last with a positive weight.
     """
@@ -54,7 +54,7 @@ def _first_above(weights: Array, target: Array) -> tuple[Array, Array]:
 
 
 def _first_of(chosen: Array) -> Array:
-    """The first True of each row, [B, V] -> [B]; the last token where there is none (NaN).
+    """Return the first True of each row, [B, V] -> [B]; the last token where there is none (NaN).
 
     `argmax` of the logits reduces pairs of numbers, which XLA does not vectorise on CPUs.
     """
@@ -123,7 +123,7 @@ def adjust(logits: Array, seen: Array | None, penalty: Array) -> Array:
 
 
 def top_tokens(logits: Array, temperature: Array, number: int) -> tuple[Array, Array]:
-    """The `number` most probable tokens of softmax(logits / temperature) and their log-probs.
+    """Return the `number` most probable tokens of softmax(logits / temperature), with log-probs.
 
     Filters play no part; temperature 0 counts as 1, as in `sample`. Both [B, number].
     """
@@ -194,5 +194,5 @@ def _until(weights: Array, amounts: Array, need: Array, chosen: Array) -> Array:
 
 
 def _float(bits: Array) -> Array:
-    """[B] bits of floats -> [B, 1]."""
+    """Turn the bits of floats [B] into the floats [B, 1]."""
     return jax.lax.bitcast_convert_type(bits, jnp.float32)[:, None]

@@ -61,7 +61,7 @@ def slots_that_fit(
 
 
 def device_memory(device: Any) -> float:
-    """Bytes of a device; host devices share the machine's."""
+    """Return the bytes of a device; host devices share the machine's."""
     if device.platform == "cpu":
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return whole / jax.local_device_count("cpu")

@@ -16,7 +16,7 @@ LEAST_REUSE = 16  # tokens; copying fewer from another request's slot is not wor
 
 @dataclass(eq=False)
 class Sample:
-    """One sample in flight."""
+    """Hold one sample in flight."""
 
     request: Request
     group: int  # number of its request
@@ -78,7 +78,7 @@ class Sample:
     def ended(
         self, stopped: bool, new: int, decode_text: Callable[[Sequence[int]], str] | None
     ) -> bool:
-        """Whether it is at its end, `new` tokens longer; if so its outcome is known.
+        """Return whether the sample is at its end, `new` tokens longer; then its outcome is known.
 
         Args:
             stopped: the last token is a stop token.
@@ -97,7 +97,10 @@ class Sample:
         version: int,
         decode_text: Callable[[Sequence[int]], str] | None,
     ) -> bool:
-        """Add tokens up to its end, of an engine that may draw more; whether it has ended."""
+        """Add tokens up to the sample's end; return whether it has ended.
+
+        The engine may have drawn more tokens.
+        """
         sampling, before = self.request.sampling, len(self.tokens)
         room = self.max_tokens - before
         stops = (
@@ -113,7 +116,7 @@ class Sample:
     def cut_at_stop_string(
         self, decode_text: Callable[[Sequence[int]], str] | None, new: int
     ) -> str | None:
-        """The stop string that one of the last `new` tokens completes; cuts off what follows it.
+        """Return the stop string that one of the last `new` tokens completes; cut off what follows.
 
         One that is complete within the first `min_tokens` tokens is text like any other.
         """
@@ -133,17 +136,17 @@ class Sample:
         return string
 
     def finish(self, reason: str, stop_string: str | None = None) -> None:
-        """Its end; what there is can be handed over."""
+        """End the sample; what there is can be handed over."""
         tokens, log_probs, versions, *optional = self._columns()
         self.outcome = Completion(tokens, log_probs, reason, versions, stop_string, *optional)
 
     def _columns(self) -> tuple[list[Any], ...]:
-        """What there is of each token, in the order of `Completion`."""
+        """Return what there is of each token, in the order of `Completion`."""
         always = self.tokens, self.log_probs, self.versions
         return *always, self.top_log_probs, self.raw_log_probs, self.kept, self.context_versions
 
     def news(self) -> Callable[[], None] | None:
-        """A call that tells of the tokens since the last one, if anybody wants to know."""
+        """Return a call that tells of the tokens since the last one, if anybody wants to know."""
         tell, start = self.request.on_tokens, self.told
         if tell is None or start == len(self.tokens):
             return None
@@ -167,7 +170,7 @@ PADDING = Sample(Request((0,), (), Sampling(max_tokens=0)), group=-1, key=(0, 0)
 
 
 class SlotTable:
-    """The slots of a cache, as the host knows them.
+    """Track the slots of a cache, as the host knows them.
 
     A slot holds the keys and values of the first `filled` tokens of a row. They stay when its
     sample ends, until another one takes the slot: the next turn of a conversation, and samples of
@@ -196,19 +199,19 @@ class SlotTable:
         self._clock = 0
 
     def lengthen(self, length: int) -> None:
-        """Room for rows of `length` tokens."""
+        """Make room for rows of `length` tokens."""
         self.tokens = np.pad(self.tokens, ((0, 0), (0, length - self.tokens.shape[1])))
 
     def live(self) -> Iterator[tuple[int, Sample]]:
-        """Slots with a sample in them."""
+        """Yield the slots with a sample in them, each with its sample."""
         return ((slot, s) for slot, s in enumerate(self.samples) if s is not None)
 
     def missing(self, slot: int) -> int:
-        """Positions to fill before the slot can decode: all tokens but the last."""
+        """Count the positions to fill before the slot can decode: all tokens but the last."""
         return int(self.length[slot] - 1 - self.filled[slot])
 
     def incomplete(self) -> dict[int, int]:
-        """Slots with a sample that cannot decode yet, and what is `missing` of each."""
+        """Return slots with a sample that cannot decode yet, and what is `missing` of each."""
         missing = (self.length - 1 - self.filled).tolist()
         return {slot: missing[slot] for slot, _ in self.live() if missing[slot]}
 
@@ -242,12 +245,12 @@ class SlotTable:
         return slot
 
     def has_room(self, sample: Sample) -> bool:
-        """Whether `take` finds a slot."""
+        """Return whether `take` finds a slot."""
         slot = self.slot_of.get(sample.conversation)
         return not self.taken.all() if slot is None else self.samples[slot] is None
 
     def let_go(self) -> None:
-        """The slots of conversations that are over are free."""
+        """Free the slots of conversations that are over."""
         for conversation, slot in [(c, s) for c, s in self.slot_of.items() if c and c.done()]:
             del self.slot_of[conversation]
             self.taken[slot] = self.samples[slot] is not None
@@ -261,18 +264,18 @@ class SlotTable:
         self.members.setdefault(group, []).append(slot)
 
     def append(self, slot: int, tokens: np.ndarray) -> None:
-        """Tokens that were drawn in a slot; all but the last are in the cache."""
+        """Add tokens that were drawn in a slot; all but the last are in the cache."""
         start = self.length[slot]
         self.tokens[slot, start : start + len(tokens)] = tokens
         self.length[slot] += len(tokens)
         self.filled[slot] = self.length[slot] - 1
 
     def copy(self, source: int, slot: int, known: int) -> None:
-        """The slot holds what `source` holds, of which `known` positions are of its own row."""
+        """Note that a slot holds what `source` holds, of which `known` positions are of its row."""
         self.filled[slot], self.oldest_version[slot] = known, self.oldest_version[source]
 
     def donor(self, slot: int) -> tuple[int, int]:
-        """The slot that holds more of this slot's row than itself, and how much; or (-1, 0).
+        """Return the slot that holds more of this slot's row than itself, and how much; or (-1, 0).
 
         Later turns find none of their group: what they reuse does not depend on who came first.
         """
@@ -283,7 +286,7 @@ class SlotTable:
         return (source, known) if known > filled else (-1, 0)
 
     def _best(self, row: np.ndarray, group: int, *, free: bool = False) -> tuple[int, int]:
-        """The slot that shares most positions with a row, and how many; never the last one.
+        """Return the slot that shares most positions with a row, and how many; never the last one.
 
         Slots with positions of older weights share none.
 
@@ -306,23 +309,29 @@ class SlotTable:
         return -1, 0
 
     def _shared(self, row: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """Positions that each of some slots shares with a row; never the last one."""
+        """Count the positions that each of some slots shares with a row; never the last one."""
         width = min(len(row) - 1, self.tokens.shape[1])
         same = self.tokens[slots, :width] == row[:width]
         same &= np.arange(width) < self.filled[slots, None]
         return np.minimum.accumulate(same, axis=1).sum(1)
 
     def known_prefix(self, tokens: Sequence[int]) -> int:
-        """Tokens of a row that some slot holds for any request; 0 without `share_prefixes`."""
+        """Return how many tokens of a row some slot holds for any request.
+
+        The number is 0 without `share_prefixes`.
+        """
         return self._best(np.array(tokens, np.int32), -2)[1]
 
     def release(self, slot: int) -> None:
-        """Its sample is gone; the slot is free, if it is no conversation's. What it holds stays."""
+        """Take the sample out of a slot.
+
+        The slot is free, if it is no conversation's. What it holds stays.
+        """
         sample, self.samples[slot] = self.samples[slot], None
         self.taken[slot] = sample is not None and sample.conversation in self.slot_of
 
     def forget(self, *, live: bool) -> None:
-        """Nothing that free slots (and live ones, those of conversations too) hold is valid."""
+        """Mark as invalid what free slots (with `live` all, conversations' too) hold."""
         self.let_go()
         self.filled[slice(None) if live else ~self.taken] = 0
         self.oldest_version[self.filled == 0] = self.version

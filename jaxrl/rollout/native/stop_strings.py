@@ -38,7 +38,7 @@ class GrowingText:
         self._given = 0  # characters of it that are
 
     def add(self, tokens: Sequence[int]) -> str:
-        """The new text that these tokens make certain."""
+        """Add tokens, and return the new text that they make certain."""
         self._open = [*self._open, *tokens]
         text = self._text(self._open)
         head, end = text, len(self._open)
@@ -54,7 +54,7 @@ class GrowingText:
         return new
 
     def rest(self) -> str:
-        """The text after what `add` returned: bytes that are no whole character."""
+        """Return the text after what `add` returned: bytes that are no whole character."""
         return self._text(self._open)[self._given :]
 
     def _text(self, tokens: Sequence[int]) -> str:
@@ -80,7 +80,7 @@ class StopStrings:
             self._advance(self._text.add(tokens))
 
     def find(self, tokens: Sequence[int]) -> tuple[int, str] | None:
-        """Add tokens: how many there are up to the first that completes a string, and which one.
+        """Add tokens; return how many there are up to the first that completes a string, and which.
 
         Of several that a token completes it is the one that begins first.
         """
@@ -100,7 +100,7 @@ class StopStrings:
         self._end = (self._end + new)[-(self._longest - 1) :] if self._longest > 1 else ""
 
     def _in(self, new: str) -> str | None:
-        """The string that ends in new text and begins first."""
+        """Return the string that ends in new text and begins first."""
         found = first_stop(self._end + new, len(self._end), self._strings)
         return None if found is None else found[1]
 

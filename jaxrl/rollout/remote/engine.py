@@ -40,11 +40,14 @@ LONGEST_WAIT = 30.0  # seconds between two tries, unless the server asks for mor
 
 
 class RemoteEngineError(RuntimeError):
-    """Servers did not do what was asked, however often; names server, request and last cause."""
+    """Signal that servers did not do what was asked, however often.
+
+    The message names server, request and last cause.
+    """
 
 
 class RemoteEngine:
-    """An `Engine` over HTTP servers.
+    """Sample from HTTP servers; an `Engine`.
 
     Args:
         urls: of the servers, e.g. ["http://10.0.0.2:8000"].
@@ -94,7 +97,7 @@ class RemoteEngine:
         self._loop.run_forever()
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run in the loop and wait for it."""
+        """Run a coroutine in the loop and wait for it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -145,7 +148,10 @@ class RemoteEngine:
         return [job.futures for job in jobs]
 
     def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
-        """The samples of each request, in order; raises what `submit` raises, and what befell."""
+        """Return the samples of each request, in order.
+
+        Raises what `submit` raises, and what befell.
+        """
         return [[future.result() for future in group] for group in self.submit(requests)]
 
     def _begin(self, jobs: Sequence[Job]) -> None:
@@ -155,7 +161,7 @@ class RemoteEngine:
                 future.add_done_callback(lambda _, job=job, task=task: self._left(job, task))
 
     def _left(self, job: Job, task: asyncio.Task[Any]) -> None:
-        """A future is done; a call for which nobody waits any more is given up."""
+        """Give up the call of a future that is done if nobody waits for the call any more."""
         if all(future.cancelled() for future in job.futures):
             self._loop.call_soon_threadsafe(task.cancel)
 
@@ -169,7 +175,7 @@ class RemoteEngine:
             job.deliver(error)
 
     async def _complete(self, request: Request) -> list[Completion]:
-        """The samples of a request, from whichever server has them to give."""
+        """Return the samples of a request, from whichever server has them to give."""
         failed, last, tries, name = None, None, 0, name_of(request)
         deadline = self._loop.time() + self.options.timeout_seconds
         while tries < self.options.attempts:
@@ -190,19 +196,22 @@ class RemoteEngine:
         raise RemoteEngineError(f"{url}: {tries} attempts at {name} failed; the last: {last}")
 
     def _suspect(self, server: Server, error: ServerError) -> None:
-        """Have looked at who failed; who lacks an adapter is not known behind a router."""
+        """Leave out a server that failed, and have it looked at.
+
+        Where one behind a router lacks an adapter it is not known which: then all are left out.
+        """
         anyone = error.status == NOT_FOUND and server.samples_url != server.url
         for one in self.servers if anyone else [server]:
             self._leave_out(one, error)
             one.doubt.set()
 
     def _pause(self, tries: int, error: ServerError) -> float:
-        """Seconds before the next attempt."""
+        """Return the seconds before the next attempt."""
         doubled = self.options.backoff_seconds * 2 ** max(tries - 1, 0)
         return max(error.wait, min(doubled, LONGEST_WAIT)) * random.uniform(0.5, 1.5)
 
     async def _choose(self, request: Request, failed: Server | None) -> Server:
-        """The server of the conversation so far, else the one with the fewest samples in flight."""
+        """Choose the conversation's server so far, else that with the fewest samples in flight."""
         await self._wait_for_server()
         ready = [server for server in self.servers if server.ready]
         others = [server for server in ready if server is not failed] or ready
@@ -223,7 +232,7 @@ class RemoteEngine:
             raise self._failure
 
     async def _attempt(self, server: Server, request: Request) -> list[Completion]:
-        """One call, which ends when the server is given up."""
+        """Make one call, which ends when the server is given up."""
         call = self._loop.create_task(server.complete(request))
         server.calls[call] = server.version
         server.in_flight += len(request.keys)
@@ -256,7 +265,10 @@ class RemoteEngine:
         self.source.keep_only(version, *self._versions_in_use())
 
     def _versions_in_use(self) -> set[int | None]:
-        """Of adapters: vLLM puts them aside when it has too many, and may read them again."""
+        """Return the versions of adapters that servers may still read.
+
+        vLLM puts them aside when it has too many, and may read them again.
+        """
         if not self.dialect.adapters:
             return set()
         asked = {version for server in self.servers for version in list(server.calls.values())}
@@ -278,7 +290,7 @@ class RemoteEngine:
             weights.params = None
 
     def _awaited(self, weights: Weights) -> list[Server]:
-        """Those that have the weights when an update ends.
+        """Return the servers that have the weights when an update ends.
 
         A server that is out of use while others are not gets them of its keeper: it may take long
         to start. But where it is started from a folder, which goes with the next update.
@@ -311,7 +323,7 @@ class RemoteEngine:
                 self._some_ready.set()
 
     async def _bring(self, server: Server) -> ServerError | WeightMismatch | None:
-        """See that a server lives and has the newest weights; the reason why it has not."""
+        """See that a server lives and has the newest weights; return the reason if it has not."""
         async with server.lock:
             weights = None
             try:
@@ -375,17 +387,17 @@ class RemoteEngine:
     # ---- what the trainer asks of every engine
 
     def warm_up(self, requests: Sequence[Request]) -> None:
-        """Nothing to do: servers compile by themselves."""
+        """Do nothing: servers compile by themselves."""
 
     def describe(self) -> str:
-        """The servers and their versions."""
+        """Name the servers and their versions."""
         held = ", ".join(f"{server.url} version {server.version}" for server in self.servers)
         return f"{len(self.servers)} {self.dialect.name} servers: {held}"
 
     def sleep(self) -> None:
-        """The servers' memory is their own; what is held for those that come back is let go."""
+        """Let go of what is held for servers that come back; their memory is their own."""
         if self.source is not None:
             self.source.release()
 
     def wake(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""

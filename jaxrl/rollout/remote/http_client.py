@@ -26,7 +26,7 @@ LORA_NEEDS = (
 
 @dataclass(frozen=True)
 class RemoteOptions:
-    """How patient the engine is.
+    """Describe how patient the engine is.
 
     Attributes:
         model: name of the model that requests carry; None = none.
@@ -50,7 +50,7 @@ class RemoteOptions:
 
 
 class ServerError(Exception):
-    """A call that failed.
+    """Signal that a call to a server failed.
 
     Attributes:
         retryable: the same call may succeed later, or elsewhere.
@@ -73,14 +73,14 @@ class ServerError(Exception):
 
 
 def open_session(token: str | None) -> aiohttp.ClientSession:
-    """A session for any number of connections; belongs to the running loop."""
+    """Open a session for any number of connections; it belongs to the running loop."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
     return aiohttp.ClientSession(connector=connector, headers=headers)
 
 
 class Server:
-    """A server, as the client knows it.
+    """Represent a server, as the client knows it.
 
     Args:
         url: its address.
@@ -114,7 +114,7 @@ class Server:
         self.session: aiohttp.ClientSession
 
     async def complete(self, request: Request, url: str | None = None) -> list[Completion]:
-        """All samples of a request.
+        """Return all samples of a request.
 
         Args:
             url: whom to ask; None = `samples_url`.
@@ -136,7 +136,7 @@ class Server:
             raise
 
     async def load(self, folder: str, version: int, name: str) -> None:
-        """Have it take the weights of a folder; raises ServerError.
+        """Have the server take the weights of a folder; raises ServerError.
 
         Args:
             name: of the adapter, where weights are one.
@@ -158,7 +158,7 @@ class Server:
             self.model = name
 
     async def receive(self, group: dict[str, Any], seconds: float) -> None:
-        """Have it pull a group of weights, see `weight_transfer`; raises ServerError.
+        """Have the server pull a group of weights, see `weight_transfer`; raises ServerError.
 
         Args:
             seconds: longest wait, if that is less than for any call.
@@ -167,13 +167,13 @@ class Server:
         await self._answer("POST", f"{self.url}/receive_weights", group, seconds)
 
     def move(self, url: str) -> None:
-        """It runs at another address now."""
+        """Note that the server runs at another address now."""
         if self.samples_url == self.url:
             self.samples_url = url.rstrip("/")
         self.url = url.rstrip("/")
 
     async def look(self) -> int | None:
-        """The version that it says it has, if it says one.
+        """Return the version that the server says it has, if it says one.
 
         Raises:
             ServerError: it is not there, or not well.
@@ -217,7 +217,7 @@ class Server:
 
 
 def _said(text: str) -> str:
-    """The message of an error in OpenAI's form, or the text itself."""
+    """Return the message of an error in OpenAI's form, or the text itself."""
     try:
         return str(json.loads(text)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -225,7 +225,7 @@ def _said(text: str) -> str:
 
 
 def _seconds(value: str | None) -> float:
-    """Of a Retry-After, which may be missing, or a date."""
+    """Return the seconds of a Retry-After, which may be missing, or a date."""
     try:
         return max(float(value or RETRY_SECONDS), 0.0)
     except ValueError:

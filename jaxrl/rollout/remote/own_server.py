@@ -18,7 +18,7 @@ _OF_THE_JOB = ("JAX_COORDINATOR_", "JAX_PROCESS_", "JAX_NUM_PROCESSES", "JAXRL_N
 
 @dataclass
 class OwnServer(ServerProcess):
-    """One server process. It listens at any free port, another one each time it is started.
+    """Run one server process at any free port, another one each time it is started.
 
     It ends with this process, however this ends: its standard input is then closed.
 
@@ -42,7 +42,9 @@ class OwnServer(ServerProcess):
         self.log = self.folder / "log"
 
     async def ensure(self, folder: Path | None) -> bool:
-        """Have it run; True if it had to be started, which it was with the weights of its config.
+        """Have the server run; return True if it had to be started.
+
+        It is started with the weights of its config.
 
         Raises:
             ServerError: it ended, or does not answer; with the end of its log.

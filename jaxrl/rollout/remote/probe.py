@@ -26,7 +26,7 @@ PROMPT_STRIDE = 7919  # a prime: the ids of the prompt are spread over the vocab
 
 
 class Scores(NamedTuple):
-    """The trainer's view of a sample of n tokens."""
+    """Hold the trainer's view of a sample of n tokens."""
 
     log_probs: list[float]  # [n] of its tokens
     of_all: np.ndarray  # [n, V] of every token at their places
@@ -36,12 +36,12 @@ Score = Callable[[Params, Sequence[int], int], Scores]  # params, prompt and sam
 
 
 class WeightMismatch(RuntimeError):
-    """A server does not sample from the weights that it was given."""
+    """Signal that a server does not sample from the weights that it was given."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A prompt, and how far two computations of its continuation may be apart.
+    """Hold a prompt, and how far two computations of its continuation may be apart.
 
     Attributes:
         score: the trainer's forward.
@@ -60,7 +60,7 @@ class Probe:
 
     @property
     def request(self) -> Request:
-        """The prompt, to be continued; nothing stops it."""
+        """Return the request to continue the prompt; nothing stops it."""
         prompt = tuple(PROMPT_STRIDE * (i + 1) % self.vocab_size for i in range(self.length))
         filters = {name: getattr(self.sampling, name) for name in ("top_k", "top_p", "min_p")}
         sampling = Sampling(self.length, self.sampling.temperature, **filters)
@@ -77,7 +77,7 @@ class Probe:
     def check(
         self, server: str, version: int, completion: Completion, expected: "Expected"
     ) -> float:
-        """The largest difference; raises where it is beyond the bound.
+        """Return the largest difference of log-probs; raise where it is beyond the bound.
 
         Raises:
             WeightMismatch: names server, version and difference.
@@ -97,13 +97,13 @@ class Probe:
 
 @dataclass(frozen=True)
 class Expected:
-    """A continuation of the probe, and what the trainer thinks of it."""
+    """Hold a continuation of the probe, and what the trainer thinks of it."""
 
     tokens: list[int]
     scores: Scores = field(repr=False)
 
     def difference(self, completion: Completion) -> float:
-        """How far another continuation is from it, in log-prob.
+        """Return how far another continuation is from this one, in log-prob.
 
         Two samples of one model may part where rounding decides, but up to there, and at that
         place, what came before is the same. An engine that reports no log-probs is asked greedily
@@ -125,7 +125,7 @@ class Expected:
 
 @functools.partial(jax.jit, static_argnames="sampling")
 def after_filters(log_probs: Array, sampling: Sampling) -> Array:
-    """Log-probs [n, V] under the distribution that tokens are drawn from; see `sample`.
+    """Return log-probs [n, V] under the distribution that tokens are drawn from; see `sample`.
 
     A token that the filters drop has the log-prob it would have if they kept it beside the others:
     rounding may move a token over their edge.
@@ -155,7 +155,7 @@ def after_filters(log_probs: Array, sampling: Sampling) -> Array:
 def make_score(
     config: TransformerConfig, dtype: Any, placement: Placement | None, length: int
 ) -> Score:
-    """The model's forward over one short row.
+    """Return a function that scores one short row by the model's forward.
 
     Args:
         config: architecture.

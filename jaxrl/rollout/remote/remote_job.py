@@ -8,13 +8,13 @@ from jaxrl.rollout.protocol import Completion, Request
 
 @dataclass
 class Job:
-    """A request, and who waits for its samples."""
+    """Hold a request, and who waits for its samples."""
 
     request: Request
     futures: list[Future[Completion]]
 
     def deliver(self, outcome: list[Completion] | BaseException) -> None:
-        """Tell whoever still waits."""
+        """Give the outcome to whoever still waits."""
         for number, future in enumerate(self.futures):
             if not future.set_running_or_notify_cancel():
                 continue
@@ -25,7 +25,7 @@ class Job:
 
 
 def name_of(request: Request) -> str:
-    """A request as error messages call it."""
+    """Describe a request as error messages call it."""
     return (
         f"a request of {len(request.keys)} samples of at most {request.sampling.max_tokens} tokens "
         f"for a prompt of {len(request.prompt_tokens)} tokens {list(request.prompt_tokens[:8])}..."

@@ -12,7 +12,7 @@ Server = TypeVar("Server")
 
 
 class Routes(Generic[Server]):
-    """Prompts that were served, and by whom; the oldest are forgotten.
+    """Remember prompts that were served, and by whom; the oldest are forgotten.
 
     A later turn of a conversation begins with the whole prompt of an earlier one. A shared system
     prompt alone is no earlier prompt, so new conversations are not drawn to one server.
@@ -27,12 +27,12 @@ class Routes(Generic[Server]):
         self._lengths: Counter[int] = Counter()
 
     def find(self, prompt: Sequence[int]) -> Server | None:
-        """Who served the longest beginning of the prompt."""
+        """Return the server that served the longest beginning of the prompt, or None."""
         found = (self._served.get(key) for key in self._beginnings(prompt))
         return next((server for server in reversed(list(found)) if server is not None), None)
 
     def add(self, prompt: Sequence[int], server: Server) -> None:
-        """A prompt is served."""
+        """Remember which server serves a prompt."""
         self._lengths[len(prompt)] += 1
         (*_, key) = self._beginnings(prompt)
         if key in self._served:
@@ -45,7 +45,7 @@ class Routes(Generic[Server]):
             self._lengths += Counter()  # drops zeros
 
     def _beginnings(self, prompt: Sequence[int]) -> list[tuple[int, bytes]]:
-        """Keys of the prompt's beginnings that have the length of something remembered."""
+        """Return keys of the prompt's beginnings that have the length of something remembered."""
         data, keys = np.asarray(prompt, np.int64), []
         digest, start = hashlib.blake2b(digest_size=16), 0
         for length in sorted(n for n, count in self._lengths.items() if 0 < n <= len(prompt)):

@@ -12,7 +12,7 @@ from jaxrl.rollout.weights.source import Weights
 
 
 class ServedEngine(RemoteEngine):
-    """A `RemoteEngine` that gives its servers no weights and does not probe them.
+    """Sample from servers without giving them weights or probing them; a `RemoteEngine`.
 
     Args:
         urls, dialect, options: see `RemoteEngine`.
@@ -30,7 +30,7 @@ class ServedEngine(RemoteEngine):
             raise
 
     def update_weights(self, params: Params, version: int) -> NoReturn:
-        """Not here."""
+        """Raises RuntimeError: these servers keep their own weights."""
         raise RuntimeError("these servers keep their own weights")
 
     async def _attach(self) -> None:

@@ -18,15 +18,18 @@ POLL_SECONDS, STOP_SECONDS = 0.5, 15.0
 
 
 class Host(Protocol):
-    """What starts a server, and starts it again: `vllm.VllmServer`, `own_server.OwnServer`."""
+    """Describe what starts a server, and starts it again.
+
+    Examples: `vllm.VllmServer` and `own_server.OwnServer`.
+    """
 
     @property
     def url(self) -> str:
-        """Where it runs; another address, perhaps, once it had to be started again."""
+        """Return where the server runs: another address, perhaps, once it was started again."""
         ...
 
     async def ensure(self, folder: Any) -> bool:
-        """Have it run; True if it had to be started.
+        """Have the server run; return True if it had to be started.
 
         Args:
             folder: of the weights to start it with; None = those that it begins with by itself.
@@ -34,19 +37,19 @@ class Host(Protocol):
         ...
 
     def stop(self) -> None:
-        """End it."""
+        """End the server."""
         ...
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """Return a port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return probe.getsockname()[1]
 
 
 class ServerProcess:
-    """The process of a server; a part of what starts one.
+    """Hold the process of a server; a part of what starts one.
 
     Attributes:
         kind: of the server, for errors.
@@ -61,7 +64,7 @@ class ServerProcess:
 
     @property
     def runs(self) -> bool:
-        """Whether the process is there."""
+        """Return whether the process is there."""
         return self._process is not None and self._process.poll() is None
 
     async def _start(
@@ -70,7 +73,7 @@ class ServerProcess:
         environment: Mapping[str, str],
         answers: Callable[[], Awaitable[bool]],
     ) -> None:
-        """Start it and wait until it answers.
+        """Start the server and wait until it answers.
 
         Its standard input stays open for as long as this process lives, and no longer.
 
@@ -108,7 +111,7 @@ class ServerProcess:
         )
 
     def stop(self) -> None:
-        """End it, and the processes that it started."""
+        """End the server, and the processes that it started."""
         process = self._process
         if process is None:
             return

@@ -17,7 +17,7 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of --max-lora-rank
 
 @dataclass
 class VllmServer(ServerProcess):
-    """One server process; it loads the weights that are newest when it starts.
+    """Run one vLLM server process, which loads the weights that are newest when it starts.
 
     Attributes:
         flags: of vLLM's command line, by their names in Python, e.g. {"max_model_len": 1024}.
@@ -39,11 +39,11 @@ class VllmServer(ServerProcess):
 
     @property
     def url(self) -> str:
-        """Its address."""
+        """Return the server's address."""
         return f"http://{LOOPBACK}:{self.port}"
 
     def command(self, folder: Path) -> list[str]:
-        """The command line that serves the weights of a folder.
+        """Return the command line that serves the weights of a folder.
 
         Requests carry no model name, log-probs are those after temperature and filters, and no
         defaults for sampling are read from the folder.
@@ -58,7 +58,9 @@ class VllmServer(ServerProcess):
         return [self.python, "-m", MODULE, *command_line({**self.flags, **fixed})]
 
     async def ensure(self, folder: Path) -> bool:
-        """Have it run; True if it had to be started, which it was with the weights of `folder`.
+        """Have the server run; return True if it had to be started.
+
+        It is started with the weights of `folder`.
 
         Raises:
             ServerError: it ended, or does not answer; with the end of its log.
@@ -77,7 +79,7 @@ class VllmServer(ServerProcess):
 
 
 def lora_flags(rank: int) -> dict[str, Any]:
-    """Flags of a server that takes adapters.
+    """Return the flags of a server that takes adapters.
 
     Two side by side: after an update requests with the old one go on beside those with the new.
 
@@ -94,7 +96,7 @@ def lora_flags(rank: int) -> dict[str, Any]:
 
 
 def command_line(flags: Mapping[str, Any]) -> list[str]:
-    """Keyword arguments as flags: true and false as --flag and --no-flag, None as nothing."""
+    """Write keyword arguments as flags: true and false as --flag and --no-flag, None as nothing."""
     words: list[str] = []
     for name, value in flags.items():
         flag = name.replace("_", "-")
@@ -111,7 +113,7 @@ def command_line(flags: Mapping[str, Any]) -> list[str]:
 
 
 async def _healthy(port: int) -> bool:
-    """Whether GET /health gives 200."""
+    """Return whether GET /health gives 200."""
     try:
         async with asyncio.timeout(POLL_SECONDS * 10):
             reader, writer = await asyncio.open_connection(LOOPBACK, port)

@@ -18,12 +18,12 @@ TOKEN_PREFIX = "token_id:"  # of the names of tokens in top_logprobs
 
 
 class InvalidAnswer(ValueError):
-    """An answer that is not what was asked for."""
+    """Signal that an answer is not what was asked for."""
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """How one kind of server is spoken to.
+    """Describe how one kind of server is spoken to.
 
     Attributes:
         name: of the dialect.
@@ -58,7 +58,7 @@ class Dialect:
                 )
 
     def body(self, request: Request, model: str | None) -> dict[str, Any]:
-        """JSON of POST /v1/completions for all samples of a request."""
+        """Return the JSON of POST /v1/completions for all samples of a request."""
         s = request.sampling
         named = {} if model is None else {"model": model}
         return named | {
@@ -81,7 +81,7 @@ class Dialect:
         }
 
     def completions(self, answer: Any, request: Request, version: int) -> list[Completion]:
-        """The samples of an answer, in order.
+        """Return the samples of an answer, in order.
 
         Args:
             version: that the server had when it was asked; of every token, where the dialect does
@@ -133,7 +133,7 @@ class Dialect:
 
 
 def _top(said: list[dict[str, float]] | None, asked: int) -> list[dict[int, float]]:
-    """Ids and log-probs of the most probable tokens; servers may add the sampled one."""
+    """Return ids and log-probs of the most probable tokens; servers may add the sampled one."""
     if not asked:
         return []
     named = [
@@ -160,7 +160,10 @@ async def _native_load(ask: Ask, folder: str, version: int, name: str) -> None:
 
 
 def _vllm_extras(request: Request) -> dict[str, Any]:
-    """vLLM numbers the samples of a request from its seed on."""
+    """Return the fields of a request that vLLM alone has.
+
+    vLLM numbers the samples of a request from its seed on.
+    """
     high, low = request.keys[0]
     return {
         "seed": (high << 32 | low) & (2**63 - 1),
@@ -170,7 +173,7 @@ def _vllm_extras(request: Request) -> dict[str, Any]:
 
 
 async def _vllm_load(ask: Ask, folder: str, version: int, name: str) -> None:
-    """Requests in flight are frozen, then go on with the new weights.
+    """Load new weights: requests in flight are frozen, then go on with them.
 
     Where one of the calls fails the server is left paused: it must not go on with old weights.
     """
@@ -183,7 +186,7 @@ async def _vllm_load(ask: Ask, folder: str, version: int, name: str) -> None:
 
 
 async def _vllm_load_adapter(ask: Ask, folder: str, version: int, name: str) -> None:
-    """A new adapter stands beside the old one; requests in flight end with the one they named.
+    """Load a new adapter beside the old one; requests in flight end with the one they named.
 
     Not in place, under the old name (`load_inplace`): vLLM 0.32 then reads the folder again before
     every decoding step, and dies when it is gone.
@@ -198,7 +201,7 @@ async def _vllm_load_adapter(ask: Ask, folder: str, version: int, name: str) -> 
 
 
 def _adapters(listed: str) -> list[str]:
-    """Names of the adapters among models: models have no parent."""
+    """Return the names of the adapters among models: models have no parent."""
     try:
         return [model["id"] for model in json.loads(listed)["data"] if model["parent"]]
     except (ValueError, KeyError, TypeError) as error:

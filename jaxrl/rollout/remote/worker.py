@@ -16,7 +16,7 @@ from jaxrl.rollout.server.build import make_server
 
 
 def main(argv: Sequence[str]) -> int:
-    """`python -m jaxrl.rollout.remote.worker CONFIG.json READY`."""
+    """Run `python -m jaxrl.rollout.remote.worker CONFIG.json READY`."""
     if len(argv) != 2 or {"--help", "-h"} & set(argv):
         print(__doc__)
         return 0 if {"--help", "-h"} & set(argv) else 2

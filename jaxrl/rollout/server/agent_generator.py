@@ -53,7 +53,7 @@ class AgentGenerator:
         self.max_agents, self.seconds, self.step_wise = max_agents, seconds, step_wise
 
     async def generate(self, batch: GeneratorInput) -> GeneratorOutput:
-        """Trajectories of the batch, in order.
+        """Return the trajectories of the batch, in order.
 
         An agent that fails ends its own trajectory: stop_reason "env_error", reward 0, all masked.
 

@@ -28,7 +28,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Routes:
-    """The handlers.
+    """Hold the handlers of the routes.
 
     Args:
         service: samples.
@@ -40,7 +40,7 @@ class Routes:
         self.service, self.control, self.guard = service, control, guard
 
     def app(self) -> web.Application:
-        """The application."""
+        """Return the application."""
         app = web.Application(
             middlewares=[self._answer_errors], client_max_size=self.service.limits.max_body_bytes
         )
@@ -65,7 +65,10 @@ class Routes:
 
     @web.middleware
     async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Check who asks; every error has OpenAI's form. No client is waited for without end."""
+        """Check who asks, and answer; every error has OpenAI's form.
+
+        No client is waited for without end.
+        """
         try:
             self.guard.check(request.headers, _host(request))
             await _read(request)
@@ -88,11 +91,11 @@ class Routes:
     # ---- samples
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/chat/completions."""
+        """Answer POST /v1/chat/completions."""
         return await self._sample(request, chat=True)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/completions."""
+        """Answer POST /v1/completions."""
         return await self._sample(request, chat=False)
 
     async def _sample(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
@@ -159,7 +162,7 @@ class Routes:
         return Answer(self.service.served.name, self.service.served.tokenizer, ask)
 
     async def abort(self, request: web.Request) -> web.Response:
-        """POST /abort: {"request_ids": [...]}, or {} for all."""
+        """Answer POST /abort: {"request_ids": [...]}, or {} for all."""
         fields = Fields(parse_json(await request.read()))
         ids = fields.take("request_ids")
         if ids is not None and not (isinstance(ids, list) and all(isinstance(i, str) for i in ids)):
@@ -170,23 +173,23 @@ class Routes:
     # ---- sessions
 
     async def get_session(self, request: web.Request) -> web.Response:
-        """GET /sessions/ID."""
+        """Answer GET /sessions/ID."""
         session = self.service.sessions.get(request.match_info["id"])
         return web.json_response(await self.service.in_thread(session.as_json))
 
     async def take_session(self, request: web.Request) -> web.Response:
-        """DELETE /sessions/ID: the same, and forget it."""
+        """Answer DELETE /sessions/ID: as GET does, and forget the session."""
         session = self.service.sessions.take(request.match_info["id"])
         return web.json_response(await self.service.in_thread(session.as_json))
 
     # ---- the model
 
     async def models(self, request: web.Request) -> web.Response:
-        """GET /v1/models."""
+        """Answer GET /v1/models."""
         return web.json_response({"object": "list", "data": [self._model()]})
 
     async def model(self, request: web.Request) -> web.Response:
-        """GET /v1/models/ID."""
+        """Answer GET /v1/models/ID."""
         self.service.served.check_name(request.match_info["id"])
         return web.json_response(self._model())
 
@@ -201,7 +204,7 @@ class Routes:
         }
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        """POST /tokenize: a prompt or messages to token ids."""
+        """Answer POST /tokenize: a prompt or messages to token ids."""
         fields, served = Fields(parse_json(await request.read())), self.service.served
         served.check_name(fields.text("model", served.name))
         if "messages" in fields.body:
@@ -217,7 +220,7 @@ class Routes:
         )
 
     async def detokenize(self, request: web.Request) -> web.Response:
-        """POST /detokenize: token ids to text."""
+        """Answer POST /detokenize: token ids to text."""
         fields, served = Fields(parse_json(await request.read())), self.service.served
         served.check_name(fields.text("model", served.name))
         tokens = fields.take("tokens")
@@ -229,19 +232,19 @@ class Routes:
         return web.json_response({"prompt": text})
 
     async def health(self, request: web.Request) -> web.Response:
-        """GET /health: 503 while the engine has no weights."""
+        """Answer GET /health: 503 while the engine has no weights."""
         version = self.service.guests.version
         status = "ok" if version is not None else "no weights"
         body = {"status": status, "version": version}
         return web.json_response(body, status=200 if version is not None else 503)
 
     async def metrics(self, request: web.Request) -> web.Response:
-        """GET /metrics, in the text form of Prometheus."""
+        """Answer GET /metrics, in the text form of Prometheus."""
         return web.Response(body=self.service.measures.text(), content_type="text/plain")
 
 
 class ControlRoutes:
-    """The handlers of what only the engine's owner may do.
+    """Hold the handlers of what only the engine's owner may do.
 
     Args:
         control: does it.
@@ -251,7 +254,7 @@ class ControlRoutes:
         self.control = control
 
     def routes(self) -> list[web.RouteDef]:
-        """Where they are."""
+        """Return the routes with their handlers."""
         return [
             web.post("/pause", self.pause),
             web.post("/resume", self.resume),
@@ -263,31 +266,31 @@ class ControlRoutes:
         ]
 
     async def pause(self, request: web.Request) -> web.Response:
-        """POST /pause?mode=keep, abort or wait."""
+        """Answer POST /pause?mode=keep, abort or wait."""
         await self.control.pause(request.query.get("mode", "abort"))
         return web.json_response({"status": "paused"})
 
     async def resume(self, request: web.Request) -> web.Response:
-        """POST /resume."""
+        """Answer POST /resume."""
         await self.control.resume()
         return web.json_response({"status": "resumed"})
 
     async def is_paused(self, request: web.Request) -> web.Response:
-        """GET /is_paused."""
+        """Answer GET /is_paused."""
         return web.json_response({"is_paused": self.control.paused})
 
     async def sleep(self, request: web.Request) -> web.Response:
-        """POST /sleep."""
+        """Answer POST /sleep."""
         await self.control.sleep()
         return web.json_response({"status": "asleep"})
 
     async def wake_up(self, request: web.Request) -> web.Response:
-        """POST /wake_up."""
+        """Answer POST /wake_up."""
         await self.control.wake()
         return web.json_response({"status": "awake"})
 
     async def update_weights(self, request: web.Request) -> web.Response:
-        """POST /update_weights: {"path": folder, "version": number}."""
+        """Answer POST /update_weights: {"path": folder, "version": number}."""
         fields = Fields(parse_json(await request.read()))
         path, version = fields.text("path"), None
         if "version" in fields.body:
@@ -299,7 +302,7 @@ class ControlRoutes:
         return web.json_response({"status": "updated", "version": number})
 
     async def receive_weights(self, request: web.Request) -> web.Response:
-        """POST /receive_weights: a group that can be pulled, see `weight_transfer.Notice`."""
+        """Answer POST /receive_weights: a group that can be pulled, see `incoming.Notice`."""
         body = parse_json(await request.read())
         try:
             notice = Notice.read(body)
@@ -311,7 +314,7 @@ class ControlRoutes:
 
 
 class SampleStream:
-    """The pieces of one sample.
+    """Build the pieces of one sample.
 
     Args:
         answer: builds them.
@@ -323,7 +326,7 @@ class SampleStream:
         self.text = TextStream(answer.tokenizer, answer.ask)
 
     def piece(self, part: Part) -> dict[str, Any] | None:
-        """What a part tells the client; None: nothing yet."""
+        """Return what a part tells the client; None: nothing yet."""
         whole = part.whole
         text = self.text.add(part.new.tokens) if whole is None else self.text.finish(whole)
         ask, start = self.answer.ask, self.length
@@ -364,7 +367,7 @@ async def _deliver(request: web.Request, response: web.StreamResponse) -> None:
 
 
 async def _read(request: web.Request) -> None:
-    """Have the body, which handlers find read."""
+    """Read the body, which handlers then find read."""
     try:
         async with asyncio.timeout(CLIENT_SECONDS):
             await request.read()

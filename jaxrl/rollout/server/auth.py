@@ -11,7 +11,7 @@ from jaxrl.rollout.server.errors import ApiError
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reached from this machine alone."""
+    """Return whether an address is reached from this machine alone."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -19,7 +19,9 @@ def is_loopback(host: str) -> bool:
 
 
 def read_token(serve: ServeConfig, host: str) -> str | None:
-    """The token of `serve.token_file` or of the environment; None: there is none, on loopback.
+    """Return the token of `serve.token_file` or of the environment.
+
+    None: there is none, on loopback.
 
     Raises:
         ValueError: none, and the server is to be reached from elsewhere.
@@ -41,7 +43,7 @@ def read_token(serve: ServeConfig, host: str) -> str | None:
 
 
 class Guard:
-    """Lets requests in.
+    """Let requests in.
 
     Without a token only programs of this machine may ask, not the web pages that its browsers show:
     these are known by an Origin, or by a Host that is not this machine.

@@ -28,7 +28,10 @@ from jaxrl.rollout.weights.incoming import Incoming
 def served_model(
     config: cfg.TrainConfig, tokenizer: Any, vocab_size: int, max_model_len: int
 ) -> ServedModel:
-    """What clients are told of the policy of a config; its name is the folder's, unless given."""
+    """Return what clients are told of the policy of a config.
+
+    Its name is the folder's, unless given.
+    """
     path = config.trainer.policy.model.path
     assert path is not None  # checked
     return ServedModel(
@@ -42,7 +45,7 @@ def served_model(
 
 
 def make_server(config: Any, devices: Sequence[Any] | None = None) -> Server:
-    """A server of the model that a config names, its weights loaded, to be started.
+    """Build a server of the model that a config names, its weights loaded, to be started.
 
     Args:
         config: `TrainConfig`, `ml_collections.ConfigDict` or nested dict.
@@ -126,7 +129,10 @@ def _shardings(config: cfg.TrainConfig, model: TransformerConfig, mesh: jax.shar
 
 
 def _load(config: cfg.TrainConfig, model: TransformerConfig, shardings: Any, folder: Path) -> Any:
-    """The parameters in a folder of the same architecture; `random_init` is of the policy's own."""
+    """Load the parameters in a folder of the same architecture.
+
+    `random_init` is of the policy's own folder.
+    """
     policy = config.trainer.policy.model
     own = policy.path is not None and folder == hf.local_folder(policy.path)
     return hf.load_or_init(

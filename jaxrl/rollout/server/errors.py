@@ -18,7 +18,7 @@ _TYPES = {
 
 
 class ApiError(RuntimeError):
-    """A request that is answered with an error.
+    """Signal that a request is answered with an error.
 
     Args:
         status: of HTTP.
@@ -43,7 +43,7 @@ class ApiError(RuntimeError):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON of the answer."""
+        """Return the JSON of the answer."""
         kind = _TYPES.get(self.status, "invalid_request_error")
         return {
             "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
@@ -51,7 +51,7 @@ class ApiError(RuntimeError):
 
 
 def parse_json(raw: bytes) -> dict[str, Any]:
-    """The object in a request's body; an empty body is an empty object.
+    """Return the object in a request's body; an empty body is an empty object.
 
     Raises:
         ApiError: 400, it is none.

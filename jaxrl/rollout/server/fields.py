@@ -41,7 +41,7 @@ _UINT32 = 2**32
 
 
 class Fields:
-    """The fields of a body; null is as if absent.
+    """Read the fields of a body; null is as if absent.
 
     Every method raises `ApiError` 400, naming the field, its value and what it may be.
 
@@ -54,14 +54,14 @@ class Fields:
         self._read: set[str] = set()
 
     def take(self, name: str, default: Any = None) -> Any:
-        """A field as it is."""
+        """Return a field as it is."""
         self._read.add(name)
         return self.body.get(name, default)
 
     def number(
         self, name: str, default: float, least: float, most: float, *, above: bool = False
     ) -> float:
-        """A finite number from `least` to `most`; with `above` greater than `least`."""
+        """Return a finite number from `least` to `most`; with `above` greater than `least`."""
         value = self.take(name, default)
         usable = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not usable or not least <= value <= most:  # which NaN is not, either
@@ -71,28 +71,28 @@ class Fields:
         return float(value)
 
     def integer(self, name: str, default: int, least: int, most: int) -> int:
-        """An integer from `least` to `most`."""
+        """Return an integer from `least` to `most`."""
         value = self.take(name, default)
         if not is_integer(value) or not least <= value <= most:
             refuse(name, value, f"must be an integer from {least} to {most}")
         return value
 
     def flag(self, name: str, *, default: bool = False) -> bool:
-        """A boolean."""
+        """Return a boolean field."""
         value = self.take(name, default)
         if not isinstance(value, bool):
             refuse(name, value, "must be true or false")
         return value
 
     def text(self, name: str, default: str = "") -> str:
-        """A string."""
+        """Return a string field."""
         value = self.take(name, default)
         if not isinstance(value, str):
             refuse(name, value, "must be a string")
         return value
 
     def texts(self, name: str, most: int) -> tuple[str, ...]:
-        """A string or a list of them, none of them empty."""
+        """Return a field that is a string or a list of them, none of them empty, as a tuple."""
         value = self.take(name, [])
         values = [value] if isinstance(value, str) else value
         if not isinstance(values, list) or not all(isinstance(v, str) and v for v in values):
@@ -102,14 +102,14 @@ class Fields:
         return tuple(values)
 
     def token_ids(self, name: str, vocab_size: int, most: int) -> tuple[int, ...]:
-        """A list of token ids."""
+        """Return a list of token ids, as a tuple."""
         values = self.take(name, [])
         if not isinstance(values, list) or len(values) > most:
             refuse(name, values, f"must be a list of at most {most} token ids")
         return check_ids(name, values, vocab_size)
 
     def keys(self) -> list[tuple[int, int]] | None:
-        """PRNG keys, one per sample."""
+        """Return PRNG keys, one per sample; None where the body has none."""
         value = self.take("keys")
         if value is None:
             return None
@@ -135,7 +135,7 @@ def refuse(name: str, value: Any, fix: str) -> NoReturn:
 
 
 def is_integer(value: Any) -> bool:
-    """An int that is no bool."""
+    """Return whether a value is an int that is no bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -145,7 +145,7 @@ def _is_key(pair: Any) -> bool:
 
 
 def check_ids(name: str, values: list[Any], vocab_size: int) -> tuple[int, ...]:
-    """Token ids of the vocabulary, as a tuple."""
+    """Return token ids of the vocabulary as a tuple; refuse others."""
     for value in values:
         if not is_integer(value) or not 0 <= value < vocab_size:
             refuse(name, value, f"is no token id; they are integers from 0 to {vocab_size - 1}")

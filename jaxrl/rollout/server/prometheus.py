@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 
 class Measures:
-    """Counters of one server, in a registry of their own."""
+    """Hold the counters of one server, in a registry of their own."""
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
@@ -28,12 +28,12 @@ class Measures:
         )
 
     def text(self) -> bytes:
-        """The page that Prometheus reads."""
+        """Return the page that Prometheus reads."""
         return generate_latest(self.registry)
 
 
 class Stopwatch:
-    """Times of one request.
+    """Measure the times of one request.
 
     Args:
         measures: where they go.
@@ -43,12 +43,12 @@ class Stopwatch:
         self.measures, self._start, self._waiting = measures, time.perf_counter(), True
 
     def tokens(self, number: int) -> None:
-        """That many were sampled."""
+        """Note that so many tokens were sampled."""
         if self._waiting and number:
             self.measures.first_token.observe(time.perf_counter() - self._start)
             self._waiting = False
         self.measures.tokens.inc(number)
 
     def stop(self) -> None:
-        """The request is over."""
+        """Note that the request is over."""
         self.measures.seconds.observe(time.perf_counter() - self._start)

@@ -27,7 +27,7 @@ _DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True)
 class Ask:
-    """A request for samples.
+    """Describe a request for samples.
 
     Attributes:
         keys: of each sample of each prompt.
@@ -50,7 +50,7 @@ class Ask:
 
     @property
     def samples(self) -> int:
-        """Over all prompts."""
+        """Return the number of samples over all prompts."""
         return sum(map(len, self.keys))
 
 
@@ -66,7 +66,7 @@ class AskReader:
         self.served, self.limits = served, limits
 
     def completion(self, body: Mapping[str, Any], session: Session | None) -> Ask:
-        """Raises `ApiError` for what cannot be served."""
+        """Read the body of a completion; raises `ApiError` for what cannot be served."""
         fields = Fields(body)
         prompts = self._prompts(fields)
         turn = None
@@ -80,7 +80,7 @@ class AskReader:
         )
 
     def chat(self, body: Mapping[str, Any], session: Session | None) -> Ask:
-        """Raises `ApiError` for what cannot be served."""
+        """Read the body of a chat completion; raises `ApiError` for what cannot be served."""
         fields = Fields(body)
         messages = read_messages(fields)
         variables = {**self.served.variables, **read_variables(fields, self.served.tokenizer)}
@@ -146,7 +146,7 @@ class AskReader:
         return check_ids("prompt", prompt, self.served.vocab_size)
 
     def _room(self, prompts: tuple[tuple[int, ...], ...]) -> int:
-        """Tokens that are left for an answer."""
+        """Return how many tokens are left for an answer."""
         longest, shortest = max(map(len, prompts)), min(map(len, prompts))
         if shortest == 0:
             raise ApiError(400, "the prompt is empty; give at least one token", param="prompt")
@@ -228,7 +228,7 @@ class AskReader:
 
 
 def read_messages(fields: Fields) -> list[Message]:
-    """The messages of a chat, their contents as strings."""
+    """Return the messages of a chat, their contents as strings."""
     messages = fields.take("messages")
     if not isinstance(messages, list) or not messages:
         refuse("messages", messages, "must be a list of messages that is not empty")
@@ -238,7 +238,7 @@ def read_messages(fields: Fields) -> list[Message]:
 
 
 def read_variables(fields: Fields, tokenizer: Any) -> dict[str, Any]:
-    """Variables of the chat template; nothing that changes how its text is made to tokens."""
+    """Return variables of the chat template; refuse what changes how its text is tokenised."""
     name = "chat_template_kwargs"
     variables = fields.take(name, {})
     if not isinstance(variables, dict):
@@ -257,7 +257,7 @@ def _only(prompts: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
 
 
 def _check_distribution(base: Sampling, sampling: Sampling) -> None:
-    """The trainer scores tokens under the distribution that its config names."""
+    """Refuse a distribution other than the config's, under which the trainer scores tokens."""
     for name in _DISTRIBUTION:
         ours, theirs = getattr(base, name), getattr(sampling, name)
         if ours != theirs:

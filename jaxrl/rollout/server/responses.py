@@ -23,7 +23,7 @@ def _decode(tokenizer: Any, ask: Ask) -> Decode:
 
 
 class TextStream:
-    """The text of one sample, as far as nothing that comes can change it.
+    """Hold the text of one sample, as far as nothing that comes can change it.
 
     Held back is what may be the beginning of a stop string, and bytes that are no whole character.
 
@@ -38,19 +38,22 @@ class TextStream:
         self._given, self._held = 0, ""
 
     def add(self, tokens: Sequence[int]) -> str:
-        """The new text that these tokens make certain; none of them has stopped the sample."""
+        """Return the new text that these tokens make certain.
+
+        None of them has stopped the sample.
+        """
         text = self._held + self._text.add(tokens)
         length = certain(text, self.ask.sampling.stop)
         self._given, self._held = self._given + length, text[length:]
         return text[:length]
 
     def finish(self, completion: Completion) -> str:
-        """The rest."""
+        """Return the rest of the text of a finished sample."""
         return said_to(self.ask, self.tokenizer, completion)[self._given :]
 
 
 def certain(text: str, stops: Iterable[str]) -> int:
-    """Length of the beginning of a text that no stop string completed later can cut off.
+    """Return the length of the beginning of a text that no stop string completed later cuts off.
 
     Example: of "a b ST" with the stop string "STOP" it is 4.
     """
@@ -76,7 +79,7 @@ class Answer:
         self._prompt_of = [p for p, keys in enumerate(ask.keys) for _ in keys]
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The answer that is not streamed."""
+        """Return the answer that is not streamed."""
         choices = []
         for number, completion in enumerate(completions):
             text = said_to(self.ask, self.tokenizer, completion)
@@ -91,12 +94,12 @@ class Answer:
         return {**self._head, "object": kind, "choices": choices, "usage": usage}
 
     def opening(self, number: int) -> dict[str, Any]:
-        """The first piece of a chat: who speaks."""
+        """Return the first piece of a chat: who speaks."""
         choice = {"index": number, "delta": {"role": "assistant", "content": ""}}
         return self._piece([{**choice, "logprobs": None, "finish_reason": None}])
 
     def piece(self, number: int, text: str, new: Completion, start: int) -> dict[str, Any]:
-        """A piece of a stream.
+        """Return a piece of a stream.
 
         Args:
             start: characters of the sample's text before this piece.
@@ -109,11 +112,11 @@ class Answer:
         return self._piece([choice])
 
     def usage_piece(self, tokens: int) -> dict[str, Any]:
-        """The last piece, if it is asked for."""
+        """Return the last piece of a stream, the usage, which is sent if it is asked for."""
         return self._piece([]) | {"usage": self.usage(tokens)}
 
     def usage(self, tokens: int) -> dict[str, int]:
-        """Tokens of prompts and answers."""
+        """Return the numbers of tokens of prompts and answers."""
         prompt = sum(map(len, self.ask.prompts))
         return {
             "prompt_tokens": prompt,
@@ -203,5 +206,5 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
 
 @functools.cache
 def _byte_level() -> dict[str, int]:
-    """The byte that each character of a byte-level tokenizer's token stands for."""
+    """Return the byte that each character of a byte-level tokenizer's token stands for."""
     return {character: byte for byte, character in bytes_to_unicode().items()}

@@ -23,7 +23,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Part:
-    """What came of a sample.
+    """Describe what came of a sample.
 
     Attributes:
         sample: its number; the samples of the first prompt come first.
@@ -71,7 +71,7 @@ class Run:
             self.close()
 
     async def parts(self) -> AsyncIterator[Part]:
-        """What comes, until all samples have ended.
+        """Yield what comes, until all samples have ended.
 
         Raises:
             ApiError: the engine failed, or was put to sleep.
@@ -90,7 +90,7 @@ class Run:
         self.close()
 
     def close(self) -> None:
-        """Free what the samples hold."""
+        """Cancel the samples and free what they hold."""
         for future in self._futures:
             future.cancel()
 
@@ -98,7 +98,7 @@ class Run:
         return lambda number, new: self._post(self._take, first + number, new)
 
     def _post(self, call: Any, *arguments: Any) -> None:
-        """Go on in the loop; the engine's thread must not learn that it is gone."""
+        """Schedule a call in the loop; the engine's thread must not learn that the loop is gone."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(call, *arguments)
 

@@ -11,7 +11,7 @@ from jaxrl.types import Message
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model behind the server.
+    """Describe the model behind the server.
 
     Attributes:
         name: that requests must give.
@@ -33,7 +33,7 @@ class ServedModel:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
         try:
             return tuple(self.tokenizer(text, add_special_tokens=special)["input_ids"])
         except Exception as error:  # lone surrogates, for example
@@ -43,7 +43,7 @@ class ServedModel:
     def encode_chat(
         self, messages: Sequence[Message], variables: Mapping[str, Any]
     ) -> tuple[int, ...]:
-        """Token ids of a conversation, up to where the assistant shall speak."""
+        """Return the token ids of a conversation, up to where the assistant shall speak."""
         try:
             return tuple(encode_prompt(self.tokenizer, messages, **variables))
         except Exception as error:  # whatever a template raises

@@ -19,7 +19,7 @@ EXTRA = "the HTTP server needs aiohttp and prometheus-client: pip install 'jaxrl
 
 
 class AddressError(ValueError):
-    """The address to listen on cannot be had."""
+    """Signal that the address to listen on cannot be had."""
 
 
 class Server:
@@ -64,7 +64,7 @@ class Server:
         self._started: Future[None] = Future()
 
     def start(self) -> None:
-        """Listen.
+        """Begin to listen.
 
         Raises:
             AddressError: it is in use, not one of this machine, or not allowed.
@@ -92,7 +92,7 @@ class Server:
         self.sessions.hold(name, sampling, key)
 
     def take_session(self, name: str) -> Session:
-        """What was said under an X-Session-ID, and forget it.
+        """Return what was said under an X-Session-ID, and forget it.
 
         Raises:
             ApiError: there is no such session.
@@ -147,7 +147,7 @@ class Server:
 
 
 def _refused(host: str, port: int, error: OSError) -> AddressError:
-    """Names the field that has to change."""
+    """Return an error that names the field that has to change."""
     engine = "generator.inference_engine"
     if error.errno in (errno.EADDRINUSE, errno.EACCES):
         what = "in use" if error.errno == errno.EADDRINUSE else "not allowed for this user"

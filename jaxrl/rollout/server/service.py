@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Service:
-    """What the routes of the server call; belongs to one loop.
+    """Do what the routes of the server call for; an instance belongs to one loop.
 
     Args:
         guests: the engine.
@@ -51,18 +51,18 @@ class Service:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxrl-tokenizer")
 
     async def in_thread(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """What takes long runs in a thread of its own, one call after the other."""
+        """Run what takes long in a thread of its own, one call after the other."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
 
     async def read(self, body: Mapping[str, Any], session_name: str | None, *, chat: bool) -> Ask:
-        """The checked request in a body; raises `ApiError`."""
+        """Return the checked request in a body; raises `ApiError`."""
         session = None if session_name is None else self.sessions.open(session_name)
         read = self.reader.chat if chat else self.reader.completion
         return await self.in_thread(read, body, session)
 
     @contextlib.asynccontextmanager
     async def running(self, ask: Ask) -> AsyncIterator[Run]:
-        """The samples of a request; what is left of them at the end is cancelled.
+        """Run the samples of a request; what is left of them at the end is cancelled.
 
         Raises:
             ApiError: too many wait, or the id is in use.
@@ -96,7 +96,7 @@ class Service:
         return found
 
     def close(self) -> None:
-        """Free the thread."""
+        """Free the thread of the tokenizer."""
         self._thread.shutdown(wait=False)
 
     def hold_back(self) -> None:
@@ -152,7 +152,9 @@ class Undisturbed:
 
 
 class Control:
-    """What only the engine's owner may do; not there beside a training run, which owns it.
+    """Do what only the engine's owner may do.
+
+    It is not there beside a training run, which owns the engine.
 
     Args:
         service: of the same engine.
@@ -179,7 +181,7 @@ class Control:
 
     @property
     def paused(self) -> bool:
-        """Whether requests wait for `resume`."""
+        """Return whether requests wait for `resume`."""
         return self._halted or bool(self._pauses)
 
     async def pause(self, mode: str) -> None:
@@ -210,7 +212,7 @@ class Control:
                 self.service.let_go()
 
     async def resume(self) -> None:
-        """Undo `pause`."""
+        """Undo `pause`: let requests run again."""
         self._pauses.clear()
         await self._switch.do(self._go_on)
 
@@ -223,7 +225,7 @@ class Control:
         await self._weights.do(self._wake)
 
     async def update_weights(self, path: str, version: int | None) -> int:
-        """New weights from a folder under the root; what runs goes on with them.
+        """Load new weights from a folder under the root; what runs goes on with them.
 
         Returns:
             Their version.
@@ -315,7 +317,7 @@ class Control:
             self._given_up = None
 
     def _forget_incoming(self) -> None:
-        """What has come before anything else was asked of the engine is not what it shall have."""
+        """Forget what has come of new weights: something else was asked of the engine meanwhile."""
         self._hold_incoming()
         self.incoming.forget()
 

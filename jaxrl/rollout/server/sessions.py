@@ -25,7 +25,7 @@ MOST_SEGMENTS = 64  # of a session; a client whose requests never go on would fi
 
 @dataclass
 class Segment:
-    """A part of a session in which every turn goes on from the one before.
+    """Hold a part of a session in which every turn goes on from the one before.
 
     Attributes:
         messages: what the next request must begin with to go on; None: it came as tokens.
@@ -38,7 +38,7 @@ class Segment:
     used: int = 0
 
     def as_json(self) -> dict[str, Any]:
-        """Columns, one entry per response token."""
+        """Return the segment as columns, one entry per response token."""
         transcript = self.transcript
         return {
             "prompt_token_ids": transcript.prompt,
@@ -54,7 +54,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Turn:
-    """The next turn of a session, before it is sampled.
+    """Describe the next turn of a session, before it is sampled.
 
     Attributes:
         prompt: its tokens, those of the conversation so far included.
@@ -72,7 +72,7 @@ class Turn:
 
 
 class Session:
-    """One conversation, or several that share an id.
+    """Hold one conversation, or several that share an id.
 
     Args:
         name: the id.
@@ -92,7 +92,7 @@ class Session:
     def continue_messages(
         self, messages: list[Message], variables: Mapping[str, Any], served: ServedModel
     ) -> Turn:
-        """The turn that answers these messages."""
+        """Return the turn that answers these messages."""
         for segment in reversed(self.segments):
             known = segment.messages
             if known is not None and len(messages) > len(known) and messages[: len(known)] == known:
@@ -105,7 +105,7 @@ class Session:
         return self._turn(served.encode_chat(messages, variables), None, messages)
 
     def continue_tokens(self, prompt: tuple[int, ...]) -> Turn:
-        """The turn that goes on from these tokens."""
+        """Return the turn that goes on from these tokens."""
         for segment in reversed(self.segments):
             known = segment.transcript.input
             if prompt[: len(known)] == known:
@@ -149,12 +149,14 @@ class Session:
         self.tokens = sum(len(s.transcript.input) for s in self.segments)
 
     def as_json(self) -> dict[str, Any]:
-        """The answer of GET /sessions/ID."""
+        """Return the answer of GET /sessions/ID."""
         return {"id": self.name, "segments": [segment.as_json() for segment in self.segments]}
 
 
 class Sessions:
-    """The sessions of a server: a bounded number, each for a bounded time. Any thread may call.
+    """Hold the sessions of a server, a bounded number, each for a bounded time.
+
+    Any thread may call.
 
     Those of a training run are kept whole until it takes them.
 
@@ -176,7 +178,7 @@ class Sessions:
             self._held[name] = Session(name, sampling, key)
 
     def open(self, name: str) -> Session:
-        """The session of this name; a new one if there is none."""
+        """Return the session of this name; a new one if there is none."""
         if not 0 < len(name) <= LONGEST_ID:
             raise ApiError(400, f"X-Session-ID must have 1 to {LONGEST_ID} characters")
         with self._lock:
@@ -192,13 +194,13 @@ class Sessions:
             return session
 
     def get(self, name: str) -> Session:
-        """Raises `ApiError` 404 if there is none."""
+        """Return the session of this name; raise `ApiError` 404 if there is none."""
         with self._lock:
             self._forget_old()
             return self._found(self._held.get(name) or self._by_name.get(name), name)
 
     def take(self, name: str) -> Session:
-        """The same, and forget it."""
+        """Return the session of this name, and forget it; raise `ApiError` 404 if there is none."""
         with self._lock:
             self._forget_old()
             held = self._held.pop(name, None)
@@ -217,7 +219,7 @@ class Sessions:
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Messages without null fields, a content of text parts as one string."""
+    """Return messages without null fields, a content of text parts as one string."""
     return [
         {k: _plain(v) if k == "content" else v for k, v in m.items() if v is not None}
         for m in messages
@@ -240,7 +242,7 @@ def _between(
     template: TurnTemplate,
     stops: Sequence[int],
 ) -> list[int]:
-    """Tokens from the end of what was sampled to where the assistant shall speak again."""
+    """Return the tokens from the end of what was sampled to where the assistant shall speak."""
     try:
         end, rest = template.between(messages, stops)
     except Exception as error:  # whatever a template raises

@@ -10,7 +10,7 @@ from jaxrl.rollout.server.errors import ApiError
 
 
 class Guests:
-    """The engine as the HTTP server sees it: there while it has weights.
+    """Present the engine as the HTTP server sees it: there while it has weights.
 
     Attributes:
         version: of the weights; None = the engine has none.
@@ -23,7 +23,7 @@ class Guests:
         self._lock = threading.Lock()
 
     def submit(self, requests: Sequence[Request]) -> list[list[Future[Completion]]]:
-        """See `protocol.Engine`.
+        """Queue the samples of requests; see `protocol.Engine`.
 
         Raises:
             ApiError: 503, the engine has no weights now.
@@ -52,7 +52,7 @@ class Guests:
 
 
 class HostEngine:
-    """The same engine for its owner; an `Engine`.
+    """Present the same engine to its owner; an `Engine`.
 
     Its samples end before guests do: `sleep` sends these away, so that it never finds the engine at
     work.
@@ -65,24 +65,24 @@ class HostEngine:
         self.engine, self.guests = engine, Guests(engine)
 
     def submit(self, requests: Sequence[Request]) -> list[list[Future[Completion]]]:
-        """See `protocol.Engine`."""
+        """Queue the samples of requests; see `protocol.Engine`."""
         return self.engine.submit(requests)
 
     def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
-        """See `protocol.Engine`."""
+        """Sample requests, and wait for all of it; see `protocol.Engine`."""
         return self.engine.generate(requests)
 
     def warm_up(self, requests: Sequence[Request]) -> None:
-        """See `protocol.Engine`."""
+        """Compile for batches with the shapes of these requests; see `protocol.Engine`."""
         self.engine.warm_up(requests)
 
     def update_weights(self, params: Any, version: int) -> None:
-        """New weights for both."""
+        """Give new weights to both, owner and guests."""
         self.engine.update_weights(params, version)
         self.guests.version = version
 
     def describe(self) -> str:
-        """See `protocol.Engine`."""
+        """Return the shapes of what is compiled, in a line; see `protocol.Engine`."""
         return self.engine.describe()
 
     def sleep(self) -> None:
@@ -91,7 +91,7 @@ class HostEngine:
         self.engine.sleep()
 
     def wake(self) -> None:
-        """See `protocol.Engine`."""
+        """Undo `sleep`; see `protocol.Engine`."""
         self.engine.wake()
 
     def pause(self) -> None:

@@ -7,7 +7,7 @@ from jaxrl.rollout.server.errors import ApiError
 
 
 def folder_under(root: str | None, path: str) -> Path:
-    """The folder that a request names, if it and its files lie under the root.
+    """Return the folder that a request names, if it and its files lie under the root.
 
     Args:
         root: None = no folder is read.
@@ -40,7 +40,7 @@ def _check_inside(top: Path, path: Path, shown: str) -> None:
 
 
 def _check_index(folder: Path) -> None:
-    """The shards that an index names are files of the folder."""
+    """Check that the shards that an index names are files of the folder."""
     index = folder / INDEX_FILE
     if not index.is_file():
         return

@@ -17,7 +17,7 @@ Write = Callable[[Params, Path], None]  # makes a whole folder, or none
 
 @dataclass
 class WeightFolder:
-    """`root/version-N` for every version that an engine may still have to read.
+    """Write `root/version-N` for every version that an engine may still have to read.
 
     Attributes:
         root: on a file system that trainer and engines see under the same path.
@@ -34,7 +34,7 @@ class WeightFolder:
         return folder
 
     def start(self, newest: Path) -> Path:
-        """What a server is started from."""
+        """Return what a server is started from."""
         return newest
 
     async def give(self, server: "Server", newest: Path, version: int, name: str) -> None:
@@ -46,7 +46,7 @@ class WeightFolder:
         await server.load(str(newest), version, name)
 
     def release(self) -> None:
-        """Nothing to do: the parameters are not held."""
+        """Do nothing: the parameters are not held."""
 
     def keep_only(self, *versions: int | None) -> None:
         """Delete the other versions; a file that cannot be deleted is left."""
@@ -58,7 +58,9 @@ class WeightFolder:
 
 @dataclass
 class AdapterFolder(WeightFolder):
-    """Versions are adapters alone; servers are started from their base, which is written once.
+    """Write the adapters alone of each version.
+
+    Servers are started from their base, which is written once.
 
     Attributes:
         base: folder of the base; None = the servers have it.
@@ -77,5 +79,5 @@ class AdapterFolder(WeightFolder):
         return super().publish(params, version)
 
     def start(self, newest: Path) -> Path:
-        """The base, where there is one; a server gets the adapters when it runs."""
+        """Return the base, where there is one; a server gets the adapters when it runs."""
         return self.base or newest

@@ -32,7 +32,7 @@ NOT_CAST = frozenset({"final_norm"})  # as in the sampler's own layout
 
 
 class Piece(NamedTuple):
-    """A range of every dim of one array.
+    """Name a range of every dim of one array.
 
     Attributes:
         name: path of the array in the parameters, e.g. "layers/wq".
@@ -47,7 +47,7 @@ class Piece(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of it."""
+        """Return the size of the piece in bytes."""
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
 
@@ -56,7 +56,7 @@ Arrays = Mapping[str, Any]  # by path
 
 
 def named(params: Params) -> Arrays:
-    """The arrays by their paths; a matrix and its adapter are one."""
+    """Return the arrays by their paths; a matrix and its adapter are one."""
     return _by_path(params, is_adapted)
 
 
@@ -66,7 +66,7 @@ def _by_path(tree: Any, is_leaf: Any = None) -> dict[str, Any]:
 
 
 def whole_pieces(arrays: Arrays, dtype: Any = None) -> list[Piece]:
-    """Each array as one piece, in the dtype in which it travels.
+    """Return each array as one piece, in the dtype in which it travels.
 
     Args:
         arrays: or shapes.
@@ -85,7 +85,7 @@ def whole_pieces(arrays: Arrays, dtype: Any = None) -> list[Piece]:
 
 
 def plan(whole: Sequence[Piece], group_bytes: int = GROUP_BYTES) -> list[Group]:
-    """The pieces of each group; together every element of every array, once.
+    """Return the pieces of each group; together every element of every array, once.
 
     Args:
         whole: each array as one piece.
@@ -104,7 +104,10 @@ def plan(whole: Sequence[Piece], group_bytes: int = GROUP_BYTES) -> list[Group]:
 
 
 def layer_ranges(stacked: Sequence[Piece], group_bytes: int) -> list[tuple[int, int]]:
-    """First layer and number of layers of each group of stacked arrays; at least one."""
+    """Return the first layer and the number of layers of each group of stacked arrays.
+
+    That number is at least one.
+    """
     if not stacked:
         return []
     layers, size = stacked[0].shape[0], sum(piece.nbytes for piece in stacked)
@@ -113,7 +116,7 @@ def layer_ranges(stacked: Sequence[Piece], group_bytes: int) -> list[tuple[int, 
 
 
 def _filled(pieces: Sequence[Piece], group_bytes: int) -> Iterator[Group]:
-    """Groups of neighbours, as many as fit."""
+    """Yield groups of neighbours, as many as fit."""
     group: list[Piece] = []
     for piece in (part for whole in pieces for part in _cut(whole, group_bytes)):
         if group and sum(p.nbytes for p in group) + piece.nbytes > group_bytes:
@@ -125,7 +128,7 @@ def _filled(pieces: Sequence[Piece], group_bytes: int) -> Iterator[Group]:
 
 
 def _cut(piece: Piece, group_bytes: int) -> Iterator[Piece]:
-    """Parts of a piece that fit into a group, cut along its first dim that can be cut."""
+    """Yield parts of a piece that fit into a group, cut along its first dim that can be cut."""
     dim = next((i for i, size in enumerate(piece.shape) if size > 1), None)
     if piece.nbytes <= group_bytes or dim is None:
         yield piece
@@ -143,7 +146,9 @@ def _cut(piece: Piece, group_bytes: int) -> Iterator[Piece]:
 
 
 def take(arrays: Arrays, group: Group) -> list[jax.Array]:
-    """The pieces of a group, merged and cast, on the devices of the parameters, spread as they are.
+    """Return the pieces of a group, merged and cast.
+
+    They are on the devices of the parameters, spread as they are.
 
     Nothing is gathered for it, but the pieces of a dim that is itself spread.
     """
@@ -163,7 +168,10 @@ def _take(weights: list[Weight], starts: list[Any], kinds: tuple) -> list[jax.Ar
 def _piece(
     weight: Weight, starts: Sequence[Array], shape: tuple[int, ...], dtype: str
 ) -> jax.Array:
-    """Layers are cut out first: what is merged and cast is no more than these."""
+    """Return a piece, merged and cast.
+
+    Its layers are cut out first: what is merged and cast is no more than these.
+    """
     if shape and not (isinstance(weight, LoraWeight) and weight.scale.ndim == 0):
         weight = some_layers(weight, starts[0], shape[0])
         starts = (0, *starts[1:])
@@ -171,18 +179,18 @@ def _piece(
 
 
 def some_layers(stacked: Any, first: Array, count: int) -> Any:
-    """`count` layers of a tree of stacked arrays."""
+    """Return `count` layers of a tree of stacked arrays."""
     return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, count), stacked)
 
 
 @functools.partial(jax.jit, static_argnames=("count", "dtype"))
 def take_layers(stacked: Params, first: int, *, count: int, dtype: Any) -> Params:
-    """Layers of the stacked parameters, merged and cast, on their devices."""
+    """Return layers of the stacked parameters, merged and cast, on their devices."""
     return jax.tree.map(lambda x: x.astype(dtype), merge(some_layers(stacked, first, count)))
 
 
 def sums(arrays: Sequence[jax.Array]) -> list[int]:
-    """A checksum of each array, the same on every mesh."""
+    """Return a checksum of each array, the same on every mesh."""
     found = checksums(list(arrays))
     return [found[f"[{number}]"] for number in range(len(arrays))]
 
@@ -191,7 +199,7 @@ def sums(arrays: Sequence[jax.Array]) -> list[int]:
 
 
 class Assembly:
-    """Arrays that are filled piece by piece; the pieces may come in any order.
+    """Hold arrays that are filled piece by piece; the pieces may come in any order.
 
     Args:
         pieces: each array as one piece.
@@ -223,7 +231,7 @@ class Assembly:
         jax.block_until_ready([self._arrays[piece.name] for piece in group])
 
     def check(self, group: Group) -> None:
-        """Before anything is allocated for it.
+        """Check a group before anything is allocated for it.
 
         Raises:
             ValueError: a piece is not part of these arrays, or it is more than what is missing.
@@ -235,7 +243,7 @@ class Assembly:
             raise ValueError(f"{come} elements come, but only {self.missing} are missing")
 
     def finish(self) -> dict[str, jax.Array]:
-        """All arrays by name, in the order of the pieces.
+        """Return all arrays by name, in the order of the pieces.
 
         Raises:
             ValueError: something is missing.
@@ -271,7 +279,7 @@ class Assembly:
 
 
 def _on_all(sharding: Any) -> Any:
-    """Whole on the same devices."""
+    """Return a sharding that is whole on the same devices."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, PartitionSpec())
     return sharding
@@ -290,7 +298,7 @@ def _fill(sharding: Any) -> Any:
 
 
 def local_copy(params: Any, dtype: Any = None, group_bytes: int = GROUP_BYTES) -> Any:
-    """Parameters that span processes, whole on the devices of each; others as they are.
+    """Return parameters that span processes, whole on the devices of each; others as they are.
 
     A collective. It moves one group at a time. Each array is spread over the devices of a process
     along the largest dim that they divide, but that of layers.
@@ -318,7 +326,7 @@ def local_copy(params: Any, dtype: Any = None, group_bytes: int = GROUP_BYTES) -
 
 
 def _spread(piece: Piece, number: int) -> PartitionSpec:
-    """Over so many devices."""
+    """Return the spec that spreads a piece over so many devices."""
     dims = range(piece.name.startswith(f"{STACKED}/"), len(piece.shape))
     fits = [dim for dim in dims if piece.shape[dim] % number == 0]
     chosen = max(fits, key=lambda dim: piece.shape[dim], default=None)
@@ -326,7 +334,7 @@ def _spread(piece: Piece, number: int) -> PartitionSpec:
 
 
 def _local(piece: jax.Array, spec: PartitionSpec, everywhere: Mesh, here: Mesh) -> jax.Array:
-    """A piece, whole on the devices of this process; spread over them, if they divide it."""
+    """Return a piece, whole on the devices of this process; spread over them, if they divide it."""
     sizes = zip(piece.shape, spec, strict=True)
     if any(axis and size % here.size for size, axis in sizes):
         spec = PartitionSpec()

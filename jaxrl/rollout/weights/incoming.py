@@ -24,11 +24,11 @@ DTYPES = ("float32", "bfloat16")
 
 
 class NotAllowed(ValueError):
-    """Weights of another host than the one that gives notice of them."""
+    """Signal that weights are of another host than the one that gives notice of them."""
 
 
 class TransferFailed(RuntimeError):
-    """A group did not come, or not as it was sent; names the group."""
+    """Signal that a group did not come, or not as it was sent; names the group."""
 
 
 # Bytes of one of an end's 16 buffers. With JAX's 256 MiB an end reserves 4 GiB of address space,
@@ -37,7 +37,9 @@ TRANSFER_BYTES = 16 * 2**20
 
 
 def open_transfer(peer: str) -> transfer.TransferServer:
-    """This process's end, on the address from which a peer is reached; any free ports.
+    """Open this process's end of transfers, on any free ports.
+
+    Its address is the one from which a peer is reached.
 
     Args:
         peer: name or address of a host.
@@ -52,7 +54,7 @@ def open_transfer(peer: str) -> transfer.TransferServer:
 
 
 def own_address(peer: str) -> str:
-    """The address of this machine that a host sees; nothing is sent."""
+    """Return the address of this machine that a host sees; nothing is sent."""
     family, kind, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)
@@ -61,13 +63,13 @@ def own_address(peer: str) -> str:
 
 
 def patience(group: Group) -> float:
-    """Seconds within which a group is pulled, or will not be."""
+    """Return the seconds within which a group is pulled, or will not be."""
     return GROUP_SECONDS + sum(piece.nbytes for piece in group) / SLOWEST
 
 
 @dataclass(frozen=True)
 class Notice:
-    """A group that can be pulled.
+    """Describe a group that can be pulled.
 
     Attributes:
         address: of the trainer's end.
@@ -91,7 +93,7 @@ class Notice:
 
     @classmethod
     def read(cls, body: Any) -> "Notice":
-        """From JSON.
+        """Read a notice from JSON.
 
         Raises:
             ValueError: something is missing, or of another kind.
@@ -122,14 +124,14 @@ class Notice:
 
     @property
     def place(self) -> tuple[str, int]:
-        """Host and port of the trainer's end; raises ValueError where the address has none."""
+        """Return host and port of the trainer's end; raise ValueError where there are none."""
         host, _, port = self.address.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
             raise ValueError(f"address={self.address!r}: must be host:port")
         return host.strip("[]"), int(port)
 
     def check_sender(self, peer: str | None) -> None:
-        """Only weights of who says that there are some: a token opens no way to other hosts.
+        """Refuse weights of another host than the sender's: a token opens no way to other hosts.
 
         Args:
             peer: address of who sent this.
@@ -156,7 +158,7 @@ def _same_host(one: str, other: str) -> bool:
 
 
 def _plain(address: Any) -> Any:
-    """IPv4 where it is that within IPv6."""
+    """Return an IPv4 address that is mapped into IPv6 as IPv4; others as they are."""
     return getattr(address, "ipv4_mapped", None) or address
 
 
@@ -165,7 +167,7 @@ def _ints(values: Any) -> tuple[int, ...]:
 
 
 class Incoming:
-    """The weights that are being received; nothing of them is used before all are there.
+    """Hold the weights that are being received; none is used before all are there.
 
     Args:
         like: shapes of the parameters.
@@ -181,7 +183,7 @@ class Incoming:
         self._lock = threading.Lock()
 
     def receive(self, notice: Notice) -> Params | None:
-        """Pull a group; all parameters, once it was the last.
+        """Pull a group; return all parameters once it was the last, None before.
 
         Raises:
             ValueError: it is of another model; nothing was pulled.
@@ -249,14 +251,14 @@ class Incoming:
 
 @dataclass
 class _Coming:
-    """A version on its way."""
+    """Describe a version on its way."""
 
     first: Notice
     assembly: Assembly
     next: int = 0  # number of the group that must come
 
     def continued_by(self, notice: Notice) -> bool:
-        """Whether it is the next group, from the same trainer."""
+        """Return whether a notice is of the next group, from the same trainer."""
         first = self.first
         return (notice.transfer, notice.version, notice.count, notice.number) == (
             first.transfer,
@@ -267,7 +269,10 @@ class _Coming:
 
 
 def _wait(arrays: list[Any], seconds: float) -> None:
-    """Until they are there; a pull has no limit of its own, a peer that hangs would hang us."""
+    """Wait until arrays are there; raise TimeoutError after `seconds`.
+
+    A pull has no limit of its own: a peer that hangs would hang us.
+    """
     deadline = time.monotonic() + seconds
     while not all(array.is_ready() for array in arrays):
         if time.monotonic() > deadline:

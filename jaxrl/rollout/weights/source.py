@@ -11,7 +11,7 @@ from jaxrl.rollout.remote.probe import Expected
 
 
 class Source(Protocol):
-    """How weights come to servers: `weight_folder.WeightFolder`, `weight_transfer.WeightTransfer`.
+    """Bring weights to servers, as `folder.WeightFolder` or `transfer.WeightTransfer` does.
 
     What `publish` returns stands for a version; its `str` names it.
     """
@@ -21,7 +21,7 @@ class Source(Protocol):
         ...
 
     def start(self, newest: Any) -> Path | None:
-        """The folder that a server is started with, if it is."""
+        """Return the folder that a server is started with, if it is."""
         ...
 
     async def give(self, server: Server, newest: Any, version: int, name: str) -> None:
@@ -29,17 +29,17 @@ class Source(Protocol):
         ...
 
     def release(self) -> None:
-        """No server needs the newest version any more."""
+        """Note that no server needs the newest version any more."""
         ...
 
     def keep_only(self, *versions: int | None) -> None:
-        """Forget the others."""
+        """Forget the other versions."""
         ...
 
 
 @dataclass
 class Weights:
-    """The newest weights."""
+    """Hold the newest weights."""
 
     source: Any  # as `Source.publish` returned it
     version: int

@@ -24,7 +24,7 @@ ANSWER_SECONDS = 10.0  # for the answer of a server that has waited its own pati
 
 @dataclass
 class Offer:
-    """The weights of a version, and how they are cut.
+    """Hold the weights of a version, and how they are cut.
 
     Attributes:
         params: a reference, no copy; None once nobody will ask for this version.
@@ -65,10 +65,10 @@ class WeightTransfer:
         return self._newest
 
     def start(self, newest: Offer) -> None:
-        """What a server is started from: its own first weights."""
+        """Return what a server is started from: None, its own first weights."""
 
     def keep_only(self, *versions: int | None) -> None:
-        """Nothing to do: older versions are held by nobody."""
+        """Do nothing: older versions are held by nobody."""
 
     def release(self) -> None:
         """Hold the parameters no longer; servers that come back wait for the next version."""
@@ -97,7 +97,7 @@ class WeightTransfer:
                 raise
 
     def offer(self, host: str, offer: Offer, number: int) -> dict[str, Any]:
-        """Cut a group and let it be pulled; what its receiver must know of it.
+        """Cut a group and let it be pulled; return what its receiver must know of it.
 
         Raises:
             ServerError: the trainer has donated the parameters.

@@ -37,12 +37,12 @@ _NOT_AS_WRITTEN = (
 
 
 class NothingToAudit(ValueError):
-    """A folder without a ledger that can be read."""
+    """Say that a folder has no ledger that can be read."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder and one snapshot of its ledger.
+    """Hold a run folder and one snapshot of its ledger.
 
     The views live_groups, live_trajectories, live_ends and live_steps are the surviving lineage.
 
@@ -68,37 +68,37 @@ class Run:
     checkpoints: list[int]
 
     def rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
-        """Result of a query."""
+        """Return the result of a query."""
         return self.db.execute(query, values).fetchall()
 
     def pairs(self, query: str) -> np.ndarray:
-        """Result of a query [rows, 2] of integers."""
+        """Return the result of a query as integers [rows, 2]."""
         return np.array(self.rows(query), np.int64).reshape(-1, 2)
 
     @property
     def trainer(self) -> dict[str, Any]:
-        """The group `trainer` of the config."""
+        """Return the group `trainer` of the config."""
         return self.settings["trainer"]
 
     @property
     def checkpoint_folder(self) -> epath.Path:
-        """`trainer.ckpt_path`."""
+        """Return `trainer.ckpt_path` as a path."""
         return as_path("trainer.ckpt_path", self.trainer["ckpt_path"])
 
     @property
     def schedule(self) -> str:
-        """ "sync", or of an asynchronous run "lockstep" or "free"."""
+        """Return "sync", or of an asynchronous run "lockstep" or "free"."""
         settings = self.trainer.get("fully_async") or {}
         return settings.get("schedule", "free") if settings.get("enabled") else "sync"
 
     @cached_property
     def data(self) -> list[str]:
-        """The uids of the training prompts, in the order of the data."""
+        """Return the uids of the training prompts, in the order of the data."""
         return [uid for (uid,) in self.rows("SELECT uid FROM data ORDER BY row")]
 
     @cached_property
     def order(self) -> DataOrder:
-        """The order in which the run visits them."""
+        """Return the order in which the run visits the prompts."""
         settings = self.settings.get("data", {})  # older runs have neither
         weights, total = settings.get("train_data_weights") or (), self.facts["num_prompts"]
         sources = [Prompt(uid, [], (), "").source for uid in self.data] if weights else [0] * total
@@ -111,7 +111,7 @@ class Run:
         )
 
     def uids(self, ordinals: np.ndarray) -> list[str]:
-        """The prompts that the order of the data has at these places, over all epochs.
+        """Return the prompts that the order of the data has at these places, over all epochs.
 
         "?" for one that is not among those that the ledger lists.
         """
@@ -123,7 +123,7 @@ class Run:
 
 @contextlib.contextmanager
 def open_run(folder: Path) -> Iterator[Run]:
-    """The run in a folder.
+    """Open the run in a folder while the block runs.
 
     Raises:
         NothingToAudit: there is no ledger that can be read; the message says what to do.
@@ -151,7 +151,7 @@ def open_run(folder: Path) -> Iterator[Run]:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """The config that a run wrote."""
+    """Return the config that a run wrote."""
     try:
         settings = yaml.safe_load(path.read_text())
         if not isinstance(settings["trainer"]["ckpt_path"], str):
@@ -166,7 +166,7 @@ def _settings(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _connected(path: Path) -> Iterator[sqlite3.Connection]:
-    """For reading, in a way that leaves every file as it is."""
+    """Open the ledger for reading, in a way that leaves every file as it is."""
     log, shared = (path.with_name(f"{path.name}-{end}") for end in ("wal", "shm"))
     with contextlib.ExitStack() as stack:
         if shared.exists():  # a run has it open, or was killed

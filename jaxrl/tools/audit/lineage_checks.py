@@ -23,7 +23,7 @@ EXACT = 13  # differences up to which all sign flips are counted
 
 @dataclass
 class Check:
-    """One row of the audit's table.
+    """Hold one row of the audit's table.
 
     Attributes:
         figures: what was counted.
@@ -38,12 +38,12 @@ class Check:
 
     @property
     def result(self) -> str:
-        """ "FAILED", "unknown" or "passed"."""
+        """Return "FAILED", "unknown" or "passed"."""
         return "FAILED" if self.failures else "unknown" if self.unknown else "passed"
 
 
 def history(run: Run) -> Check:
-    """The ledger knows the run from its first step.
+    """Check that the ledger knows the run from its first step.
 
     A run may begin with the checkpoint of another run, whose ledger has the steps before; but one
     that goes on from its own checkpoint without having its rows has lost them.
@@ -62,7 +62,7 @@ def history(run: Run) -> Check:
 
 
 def prompts(run: Run) -> Check:
-    """None skipped: those handed out are one after another in the order of the data, each once.
+    """Check that prompts are handed out in the order of the data, none skipped, each once.
 
     What a crash took back and nobody has come to again is not skipped yet: it is as soon as a
     later attempt hands out what comes after it.
@@ -100,7 +100,7 @@ def prompts(run: Run) -> Check:
 
 
 def order(run: Run) -> Check:
-    """Each prompt is the one that the order of the data has at its place."""
+    """Check that each prompt is the one that the order of the data has at its place."""
     groups = run.rows("SELECT ordinal, uid FROM live_groups ORDER BY ordinal")
     if len(run.data) != run.facts["num_prompts"]:
         return Check("order of the data", {}, [f"{len(run.data)} prompts are listed in the data"])
@@ -114,7 +114,7 @@ def order(run: Run) -> Check:
 
 
 def in_flight(run: Run) -> Check:
-    """Prompts that were being sampled at a crash are sampled again; those of now are listed."""
+    """Check that prompts in flight at a crash are sampled again; list those of now."""
     crashed = run.rows(
         "SELECT g.ordinal, g.ordinal IN (SELECT ordinal FROM live_groups) "
         "FROM groups g WHERE superseded > 0 AND g.ordinal >= ? "
@@ -143,7 +143,7 @@ def in_flight(run: Run) -> Check:
 
 
 def trained_once(run: Run) -> Check:
-    """No trajectory is trained on twice, no sample of a prompt by two trajectories."""
+    """Check that no trajectory is trained on twice, no sample of a prompt by two trajectories."""
     # dynamic sampling by replacement lets a trajectory stand in for others within its step
     trajectories = run.rows(
         "SELECT trajectory_id, GROUP_CONCAT(step) FROM live_ends WHERE reason IS NULL "
@@ -164,9 +164,10 @@ def trained_once(run: Run) -> Check:
 
 
 def batches(run: Run) -> Check:
-    """A step has train_batch_size prompts with all their samples; dynamic sampling, at most these.
+    """Check that a step has train_batch_size prompts with all their samples.
 
-    Those that were dropped after sampling, as by a filter, are part of it.
+    With dynamic sampling by replacement it has at most these. Those that were dropped after
+    sampling, as by a filter, are part of it.
     """
     size, samples = run.facts["train_batch_size"], run.facts["samples"]
     replaced = run.facts.get("dynamic_sampling") == "replace"
@@ -187,7 +188,10 @@ def batches(run: Run) -> Check:
 
 
 def ends(run: Run) -> Check:
-    """Every trajectory of a finished step ends once: it is trained on, or dropped for a reason."""
+    """Check that every trajectory of a finished step ends once.
+
+    It is trained on, or dropped for a reason.
+    """
     due = {  # steps that are finished with a trajectory that ended nowhere; free: in order
         "sync": "g.step + 1 <= :last",
         "lockstep": "g.ordinal / :size + 1 <= :last",
@@ -217,7 +221,7 @@ def ends(run: Run) -> Check:
 
 
 def steps(run: Run) -> Check:
-    """Steps follow one another, each by one attempt."""
+    """Check that steps follow one another, each by one attempt."""
     found = [step for (step,) in run.rows("SELECT step FROM live_steps ORDER BY step")]
     expected = range(run.from_step + 1, run.last_step + 1)
     failures = [f"step {step} is missing" for step in sorted(set(expected) - set(found))]
@@ -235,7 +239,7 @@ def steps(run: Run) -> Check:
 
 
 def length_bias(run: Run) -> Check:
-    """What crashes threw away was as long as what was sampled in its place.
+    """Check that what crashes threw away was as long as what was sampled in its place.
 
     A paired sign-flip permutation test over samples of prompts. Free-running workers record short
     groups first, so what is thrown away there is short by selection: only longer counts as loss.
@@ -267,7 +271,7 @@ def length_bias(run: Run) -> Check:
 
 
 def sign_flip_p(difference: np.ndarray, *, one_sided: bool) -> float:
-    """p of a mean of paired differences [n] at least as large, if each sign were a coin's.
+    """Return p of a mean of paired differences [n] at least as large, were each sign a coin's.
 
     Exact for up to EXACT differences that are not 0, else FLIPS random flips (seed 0), the observed
     one counted.
@@ -287,7 +291,7 @@ def sign_flip_p(difference: np.ndarray, *, one_sided: bool) -> float:
 
 
 def rollout_files(run: Run) -> Check:
-    """The recorded trajectories of every step are there, byte for byte as they were written."""
+    """Check that the recorded trajectories of every step are there, byte for byte as written."""
     found = run.rows("SELECT step, file, file_digest FROM live_steps ORDER BY step")
     failures, unrecorded = [], 0
     for step, file, digest in found:
@@ -303,7 +307,10 @@ def rollout_files(run: Run) -> Check:
 
 
 def checkpoints(run: Run) -> Check:
-    """A checkpoint knows the steps up to its own, and none after it; none is of another run."""
+    """Check that a checkpoint knows the steps up to its own, and none after it.
+
+    None is of another run.
+    """
     failures, others, checked = [], 0, []
     for step in run.checkpoints:
         path = run.checkpoint_folder / f"{PREFIX}_{step}" / "meta" / "metadata"
@@ -336,7 +343,7 @@ def _strangers(run: Run, step: int, saved: dict[str, Any]) -> Iterable[str]:
 
 
 def _disagreements(run: Run, step: int, position: int) -> Iterable[str]:
-    """What the ledger has on the wrong side of a checkpoint's position."""
+    """Yield what the ledger has on the wrong side of a checkpoint's position."""
     name = f"{PREFIX}_{step}"
     before = run.rows("SELECT COUNT(*) FROM live_steps WHERE id <= ?", position)[0][0]
     if before != step - run.from_step and step > run.from_step:

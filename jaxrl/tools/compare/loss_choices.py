@@ -14,14 +14,14 @@ _CHANGE = re.compile(r"\+(?=[A-Za-z_][\w.]*=)")
 
 @dataclass(frozen=True)
 class Choice:
-    """A loss and an estimator, and the config of a run that has them."""
+    """Hold a loss and an estimator, and the config of a run that has them."""
 
     name: str
     config: cfg.TrainConfig
 
 
 def parse_choices(config: cfg.TrainConfig, losses: str, estimators: str | None) -> list[Choice]:
-    """Every loss with every estimator, as configs.
+    """Return every loss with every estimator, as configs.
 
     Args:
         config: of the run, resolved.
@@ -56,7 +56,10 @@ def _listed(text: str, flag: str) -> list[str]:
 
 
 def _changes(config: cfg.TrainConfig, kind: str, text: str) -> dict[str, Any]:
-    """Overrides of a config for "name+field=value"; hyperparameters of another function go."""
+    """Return overrides of a config for "name+field=value".
+
+    Hyperparameters of another function go.
+    """
     name, *assignments = _CHANGE.split(text)
     field = {"policy_loss": "policy_loss_type", "advantage": "advantage_estimator"}[kind]
     changes: dict[str, Any] = {field: name}

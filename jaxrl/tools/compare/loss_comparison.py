@@ -32,7 +32,7 @@ _CHUNK = 1 << 20  # parameters whose products are added at a time
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What a choice would do to the parameters.
+    """Hold what a choice would do to the parameters.
 
     Attributes:
         loss: its objective, KL and entropy terms included.
@@ -56,7 +56,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Choices on one minibatch.
+    """Hold what choices do on one minibatch.
 
     Attributes:
         cosine: [N, N] between the gradients; NaN for one that is 0.
@@ -86,7 +86,7 @@ def compare_choices(
     step: int,
     minibatch: int = 1,
 ) -> Comparison:
-    """Gradients of all choices on one minibatch of a step.
+    """Compare the gradients of all choices on one minibatch of a step.
 
     Args:
         trainer: its state is that before the step, and afterwards that before the minibatch: the
@@ -130,7 +130,7 @@ def compare_choices(
 def check_minibatch(
     config: cfg.TrainConfig, uids: Sequence[str], step: int, minibatch: int
 ) -> None:
-    """Whether a step has a minibatch of this number, over all its passes.
+    """Check that a step has a minibatch of this number, over all its passes.
 
     Args:
         uids: of the trajectories of the step.
@@ -146,7 +146,7 @@ def check_minibatch(
 
 
 class OtherRuns:
-    """A step as runs of other objectives would do it, from the same state and rollouts."""
+    """Do a step as runs of other objectives would do it, from the same state and rollouts."""
 
     def __init__(self, trainer: Trainer, rollouts: tuple[GeneratorOutput, Sequence[str]]) -> None:
         self.trainer, self.rollouts = trainer, rollouts
@@ -156,7 +156,9 @@ class OtherRuns:
         self.updaters[without_estimator(trainer.config)] = trainer.updater
 
     def batch(self, config: cfg.TrainConfig) -> TrainBatch:
-        """With the log-probs and advantages of a run with this config; the trainer's own methods.
+        """Return the batch with the log-probs and advantages of a run with this config.
+
+        They are made by the trainer's own methods.
 
         Args:
             config: differs from the trainer's in `trainer.algorithm` alone.
@@ -174,7 +176,7 @@ class OtherRuns:
         return run.add_advantages(run.add_log_probs(run.collate(output)))
 
     def updater(self, config: cfg.TrainConfig) -> Updater:
-        """That of a run with this config, on the trainer's forward pass and devices."""
+        """Return the updater of a run with this config, on the trainer's pass and devices."""
         key: Any = without_estimator(config)  # hashable, which pyright cannot see
         if key not in self.updaters:
             trainer, policy = self.trainer, self.trainer.policy
@@ -183,7 +185,10 @@ class OtherRuns:
         return self.updaters[key]
 
     def _reference(self, config: cfg.TrainConfig) -> Any:
-        """Loaded for the first that needs it, should the run itself have none."""
+        """Return the reference; None for a config that needs none.
+
+        It is loaded for the first that needs it, should the run itself have none.
+        """
         if not needs_reference(config.trainer.algorithm):
             return None
         if self.reference is None:
@@ -194,7 +199,7 @@ class OtherRuns:
 
 
 class ScoredOnce:
-    """A scorer of one set of weights and rows, which scores the same tokens once."""
+    """Score rows with one set of weights, the same tokens only once."""
 
     def __init__(self, scorer: Scorer) -> None:
         self.scorer, self.found = scorer, {}
@@ -207,7 +212,7 @@ class ScoredOnce:
 
 
 def advance(trainer: Trainer, parts: Iterable[tuple[TrainBatch, Array]]) -> None:
-    """The run's own updates on minibatches; a critic and a reference stay where they are."""
+    """Make the run's own updates on minibatches; a critic and a reference stay where they are."""
     state = trainer.state.replace(critic=None, ref_params=None)
     for part, key in parts:
         weights, _ = trainer.updater.weights(part)
@@ -226,7 +231,7 @@ def evaluate_choices(
     updaters: Sequence[Updater],
     parts: Sequence[tuple[TrainBatch, Array]],
 ) -> Comparison:
-    """Gradients of the choices, each on its form of the same minibatch.
+    """Compare the gradients of the choices, each on its form of the same minibatch.
 
     Args:
         trainer: its state is that before the minibatch, without critic and reference.
@@ -266,7 +271,7 @@ def evaluate_choices(
 
 
 def without_estimator(config: cfg.TrainConfig) -> cfg.TrainConfig:
-    """A config that choices of one loss share: its update does not know the estimator."""
+    """Return a config that choices of one loss share: its update does not know the estimator."""
     algorithm = {"advantage_estimator": "grpo", "advantage_kwargs": {}}
     changes = {f"trainer.algorithm.{name}": value for name, value in algorithm.items()}
     return cfg.apply_overrides(config, changes)
@@ -275,7 +280,7 @@ def without_estimator(config: cfg.TrainConfig) -> cfg.TrainConfig:
 def scored(
     trainer: Trainer, params: Any, minibatch: TrainBatch, key: Array | None = None
 ) -> tuple[np.ndarray, ...]:
-    """Log-probs and entropy [B, T], in the cuts of the update."""
+    """Return log-probs and entropy [B, T], in the cuts of the update."""
     cut = trainer.updater.microbatching
     return trainer.scorer(params, minibatch, microbatching=cut, with_entropy=True, key=key)
 
@@ -287,7 +292,7 @@ def weight_ess(
     weights: Any,
     key: Array,
 ) -> float | None:
-    """Effective sample size of the weights that a loss gives to tokens, as a share of them.
+    """Return the effective sample size, as a share, of the weights that a loss gives to tokens.
 
         u_t = (d loss / d log pi_t) / A_t        (sum |u_t|)^2 / (n sum u_t^2)
 
@@ -312,27 +317,27 @@ def weight_ess(
 
 
 def updated_params(trainer: Trainer, grads: Any) -> Any:
-    """The trained parameters after one update by the run's optimizer; its state stays."""
+    """Return the trained parameters after one update by the run's optimizer; its state stays."""
     state: TrainState = jax.tree.map(jnp.copy, on_device(trainer.state))
     return trainer.updater.apply(state, grads)[0].params
 
 
 @jax.jit
 def distance(after: Any, before: Any) -> Array:
-    """L2 norm of a step."""
+    """Return the L2 norm of a step."""
     return optax.global_norm(jax.tree.map(jnp.subtract, after, before))
 
 
 @jax.jit
 def moved_along(params: Any, grads: Any, scale: Array) -> Any:
-    """Parameters after a step of plain gradient descent."""
+    """Return the parameters after a step of plain gradient descent."""
     return jax.tree.map(lambda x, g: x - scale * g, params, grads)
 
 
 def measured_kl(
     before: tuple[np.ndarray, ...], after: tuple[np.ndarray, ...], minibatch: TrainBatch
 ) -> float:
-    """KL(before || after), nats per token: mean of r - 1 - log r, r = after / before.
+    """Return KL(before || after), nats per token: mean of r - 1 - log r, r = after / before.
 
     Estimated on the recorded tokens, unbiased for those that `before` sampled. Schulman,
     http://joschu.net/blog/kl-approx.html (k3).
@@ -343,7 +348,10 @@ def measured_kl(
 
 
 def cosines(gradients: Sequence[Any]) -> np.ndarray:
-    """Between gradients [N, N], all parameters as one vector, products summed in float64."""
+    """Return the cosines between gradients [N, N], all parameters as one vector.
+
+    Products are summed in float64.
+    """
     total = np.zeros((len(gradients),) * 2)
     for leaves in zip(*map(jax.tree.leaves, gradients), strict=True):
         flat = [np.ravel(leaf) for leaf in leaves]

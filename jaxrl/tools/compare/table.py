@@ -37,7 +37,7 @@ def compare(
     checkpoint: str | None = None,
     run_class: type[BasePPOExp] = BasePPOExp,
 ) -> Comparison:
-    """Every loss with every estimator on one recorded minibatch; see the command.
+    """Compare every loss with every estimator on one recorded minibatch; see the command.
 
     Args:
         run_class: whose `get_` methods give model and trainer.
@@ -67,7 +67,7 @@ def compare(
 
 
 def table(comparison: Comparison) -> str:
-    """The numbers of every choice, and the cosines, as text."""
+    """Return the numbers of every choice, and the cosines, as text."""
     rows = [["", *COLUMNS.values()]]
     for choice in comparison.choices:
         rows.append([choice.name, *(_shown(getattr(choice, name)) for name in COLUMNS)])
@@ -79,7 +79,7 @@ def table(comparison: Comparison) -> str:
 
 
 def described(comparison: Comparison) -> str:
-    """The minibatch, whatever the losses, and the length of the first one's steps."""
+    """Describe the minibatch, whatever the losses, and the length of the first one's steps."""
     ratios = comparison.ratios
     return (
         f"{comparison.tokens} sampled tokens; ratio to the old policy {ratios['ratio_min']:.4g} to "
@@ -102,7 +102,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
-    """All numbers; null where there is none."""
+    """Return all numbers, ready for JSON; null where there is none."""
     found = asdict(comparison) | {"cosine": comparison.cosine.tolist()}
     return json.loads(json.dumps(found), parse_constant=lambda _: None)
 
@@ -129,7 +129,7 @@ def heat_map(comparison: Comparison, path: Path, title: str) -> None:
 
 
 def check_picture(flag: str, path: Path | None) -> None:
-    """Whether a picture can be written, by its name.
+    """Check that a picture can be written, by its name.
 
     Raises:
         ValueError: it cannot; the message says why.

@@ -9,7 +9,7 @@ from jaxrl import config as cfg
 
 
 class Bounds(NamedTuple):
-    """By the coarsest rounding on the way.
+    """Hold how far apart two results may be, by the coarsest rounding on the way.
 
     Attributes:
         gradient: norm of a difference of gradients, of the norm of the gradient.
@@ -27,19 +27,22 @@ COARSE = Bounds(gradient=0.1, mean=0.08, max=0.8)
 
 
 def gradient_bounds(config: cfg.TrainConfig, role: str = "policy") -> Bounds:
-    """Of gradients: float32 is multiplied exactly here, see `exact_products`."""
+    """Return the bounds of gradients. float32 is multiplied exactly here, see `exact_products`."""
     return EXACT if cfg.compute_dtype(config.trainer, role) == "float32" else COARSE
 
 
 def sampler_bounds(config: cfg.TrainConfig) -> Bounds:
-    """Of sampler against trainer as in the run: accelerators round products of float32."""
+    """Return the bounds of sampler against trainer, as they compute in the run.
+
+    Accelerators round products of float32.
+    """
     engine = cfg.engine_dtype(config.generator.inference_engine)
     dtypes = {cfg.compute_dtype(config.trainer, "policy"), engine}
     return EXACT if dtypes == {"float32"} and jax.default_backend() == "cpu" else COARSE
 
 
 def exact_products() -> Any:
-    """A context in which products of float32 are not rounded to less, as accelerators do."""
+    """Keep accelerators from rounding products of float32 to fewer bits while the block runs."""
     if jax.default_backend() == "cpu":
         return contextlib.nullcontext()
     return jax.default_matmul_precision("highest")

@@ -14,7 +14,7 @@ GIB, SLACK = 2**30, 2**26  # bytes; slack: what is written beside the arrays
 
 
 class Saved(NamedTuple):
-    """Checksums of a state, and of that a step later, without and with a checkpoint between."""
+    """Hold checksums of a state, and of it a step later, without and with a checkpoint between."""
 
     before: Sums
     restored: Sums
@@ -23,7 +23,7 @@ class Saved(NamedTuple):
 
 
 def state(subject: Subject) -> Finding:
-    """Every array of the state through the run's own checkpointer, bit for bit."""
+    """Check that the run's own checkpointer gives back every array of the state, bit for bit."""
     if reason := no_room(subject):
         return not_here(reason)
     saved = _saved(subject)
@@ -42,7 +42,7 @@ def state(subject: Subject) -> Finding:
 
 
 def step(subject: Subject) -> Finding:
-    """A training step after restoring against the same step without."""
+    """Compare a training step after restoring with the same step without."""
     if reason := no_room(subject):
         return not_here(reason)
     saved = _saved(subject)
@@ -67,7 +67,7 @@ def step(subject: Subject) -> Finding:
 
 
 def no_room(subject: Subject) -> str:
-    """Why the state cannot be saved in the temporary folder; "" where it can."""
+    """Return why the state cannot be saved in the temporary folder; "" where it can."""
     if "saved" in subject.known:
         return ""
     needed = sum(x.nbytes for x in jax.tree.leaves(subject.trainer.state))

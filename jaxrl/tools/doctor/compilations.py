@@ -8,13 +8,13 @@ LOGGER, MESSAGE = "jax._src.interpreters.pxla", "Compiling %s with global shapes
 
 
 class Program(NamedTuple):
-    """A jitted function, lowered for some arguments."""
+    """Describe a jitted function, lowered for some arguments."""
 
     name: str
     shapes: tuple[str, ...]
 
     def described(self, before: "Program | None") -> str:
-        """In words: what differs from when it was compiled last, if it was."""
+        """Return in words what differs from when the program was compiled last, if it was."""
         if before is None or len(before.shapes) != len(self.shapes):
             shown = ", ".join(self.shapes[-4:])
             return f"{self.name} for {len(self.shapes)} arguments, the last: {shown}"
@@ -27,7 +27,7 @@ class Program(NamedTuple):
 
 
 class Compilations(logging.Handler):
-    """A context that notes every program that is compiled while it runs.
+    """Note every program that is compiled while the block runs.
 
     Example: `with Compilations() as compilations: step(); compilations.programs[-1].name`.
     """
@@ -50,14 +50,14 @@ class Compilations(logging.Handler):
         self._logger.propagate = self._held[1]
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Of jax's records those about compilations."""
+        """Note the program of a record of jax's, if the record is about a compilation."""
         if str(record.msg).startswith(MESSAGE) and isinstance(record.args, tuple):
             name, shapes = record.args[:2]
             given: Any = shapes
             self.programs.append(Program(str(name), tuple(map(_short, given))))
 
     def last(self, name: str, before: int) -> Program | None:
-        """The newest program of a name among the first `before`."""
+        """Return the newest program of a name among the first `before`, or None."""
         return next((p for p in reversed(self.programs[:before]) if p.name == name), None)
 
 

@@ -49,9 +49,10 @@ _PLAIN = {  # what would leave nothing of a few short responses, or wait for oth
 def elsewhere(
     config: cfg.TrainConfig, folder: Path, quiet: Mapping[str, Any] = _SILENT
 ) -> cfg.TrainConfig:
-    """The config of a run that writes under `folder` alone, and weights for servers beside others.
+    """Return the config of a run that writes under `folder` alone.
 
-    Servers may see no other folder than `weights_folder`; the engine deletes old versions there.
+    The weights for servers go beside others: servers may see no other folder than
+    `weights_folder`, and the engine deletes old versions there.
 
     Args:
         folder: of a name that no other examination has.
@@ -67,7 +68,7 @@ def elsewhere(
 def cut(
     config: cfg.TrainConfig, prompts: Sequence[Prompt], groups: int
 ) -> tuple[cfg.TrainConfig, dict[str, tuple[Any, Any]]]:
-    """The config of a small run, and what was changed for it: field -> (given, now).
+    """Return the config of a small run, and what was changed for it: field -> (given, now).
 
     Args:
         config: resolved, of a run that writes elsewhere.
@@ -86,7 +87,10 @@ def cut(
 
 
 def _batches(config: cfg.TrainConfig, groups: int) -> dict[str, Any]:
-    """One minibatch stays one, several become two: so the loss needs what it needs in the run."""
+    """Return changes that keep one minibatch one, and make several two.
+
+    So the loss needs what it needs in the run.
+    """
     trainer, generator = config.trainer, config.generator
     samples = min(generator.n_samples_per_prompt, SAMPLES)
     prompts = min(trainer.policy_mini_batch_size, -(-max(ROWS, 2 * groups) // samples))
@@ -139,7 +143,7 @@ def _lengths(config: cfg.TrainConfig, prompts: Sequence[Prompt], response: int) 
 
 
 def choose(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    """Prompts of every environment in turn.
+    """Choose prompts of every environment in turn.
 
     None is longer than PROMPT_TOKENS where its environment has shorter ones, and there are enough.
     """
@@ -161,7 +165,7 @@ def _flat(config: cfg.TrainConfig, names: Any) -> dict[str, Any]:
 
 
 def get(config: Any, name: str) -> Any:
-    """A field by its dotted name."""
+    """Return a field of a config by its dotted name."""
     for part in name.split("."):
         config = getattr(config, part)
     return config

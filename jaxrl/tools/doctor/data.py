@@ -11,7 +11,7 @@ ANSWER = "I am an assistant."  # a message that any template takes
 
 
 def build(subject: Subject) -> Finding:
-    """Every part of the small run is made, and has weights."""
+    """Check that every part of the small run can be made, and has weights."""
     trainer = subject.trainer
     sizes = {axis: size for axis, size in trainer.mesh.shape.items() if size > 1} or {"devices": 1}
     return passed(
@@ -20,7 +20,7 @@ def build(subject: Subject) -> Finding:
 
 
 def prompts(subject: Subject) -> Finding:
-    """Token ids that the model has, prompts that differ."""
+    """Check that prompts differ, and that the model has their token ids."""
     trainer, model = subject.trainer, subject.trainer.model
     chosen = trainer.train_prompts
     largest = max(max(prompt.tokens) for prompt in chosen)
@@ -50,7 +50,7 @@ def prompts(subject: Subject) -> Finding:
 
 
 def tokenizer(subject: Subject) -> Finding:
-    """An end-of-sequence token that the model has, and that ends a turn of the template."""
+    """Check that the model has an end-of-sequence token, which ends a turn of the template."""
     tokens, model = subject.run.tokenizer, subject.trainer.model
     stops = {*subject.trainer.eos_token_ids}
     stops |= {*(subject.run.config.generator.sampling_params.stop_token_ids or ())}
@@ -83,7 +83,7 @@ def tokenizer(subject: Subject) -> Finding:
 
 
 def end_of_turn(subject: Subject) -> int | None:
-    """The special token that the template puts after what the assistant said; None without one."""
+    """Return the special token that the template puts after what the assistant said, or None."""
     tokens = subject.run.tokenizer
     variables = subject.run.config.generator.chat_template_kwargs | {"add_generation_prompt": False}
     talk = [{"role": "user", "content": "I am a user."}, {"role": "assistant", "content": ANSWER}]
@@ -98,7 +98,7 @@ def end_of_turn(subject: Subject) -> int | None:
 
 
 def environment(subject: Subject) -> Finding:
-    """One batch of conversations through engine and environments, to their ends."""
+    """Run one batch of conversations through engine and environments, to their ends."""
     output, _ = subject.rollouts
     reasons = output["stop_reasons"]
     wrong = [i for i, reason in enumerate(reasons) if reason == "env_error"]
@@ -121,7 +121,7 @@ def environment(subject: Subject) -> Finding:
 
 
 def batch(subject: Subject) -> Finding:
-    """The rollouts as a training batch: all that the update will read is finite."""
+    """Make a training batch of the rollouts; check that all that the update will read is finite."""
     made, trainer = subject.batch, subject.trainer
     mask = np.asarray(made.loss_mask) > 0
     scored = trainer.scorer(trainer.params, made)[0][mask]

@@ -59,7 +59,7 @@ CHECKS: dict[str, Check] = {
 
 
 class Examination(NamedTuple):
-    """What was found.
+    """Hold what an examination found.
 
     Attributes:
         cuts: what was made smaller, field -> (given, now).
@@ -70,7 +70,7 @@ class Examination(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Whether no check failed."""
+        """Return whether no check failed."""
         return not any(finding.passed is False for finding in self.findings)
 
 
@@ -112,7 +112,7 @@ def _subject(
 
 
 def chosen(only: Sequence[str], supervised: bool = False) -> dict[str, Check]:
-    """Checks by name or by the part of it before the dot.
+    """Return checks by name or by the part of it before the dot.
 
     Args:
         supervised: of those that a run of `jaxrl.sft` has.
@@ -132,7 +132,7 @@ def chosen(only: Sequence[str], supervised: bool = False) -> dict[str, Check]:
 
 
 def run_check(name: str, check: Check, subject: Subject) -> Finding:
-    """A check, timed; one that raises has failed, and the next ones go on.
+    """Run and time a check; one that raises has failed, and the next ones go on.
 
     Raises:
         BadInput: there is no run to examine.
@@ -152,7 +152,10 @@ def run_check(name: str, check: Check, subject: Subject) -> Finding:
 
 
 def _not_done(name: str, error: Exception) -> Finding:
-    """A check that could not be done; the reason is shown once, by the check that is to see."""
+    """Return the finding of a check that could not be done.
+
+    The reason is shown once, by the check that is to see.
+    """
     if isinstance(error, Unavailable):
         if error.see != name or not isinstance(error.__cause__, Exception):
             return Finding(False, about="not done", cause=str(error), fix="mend that first")

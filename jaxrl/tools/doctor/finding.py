@@ -10,7 +10,7 @@ POLICY_PATH = "trainer.policy.model.path"
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of one check.
+    """Hold the outcome of one check.
 
     Attributes:
         passed: None = there is nothing to check in this run; `about` says why.
@@ -32,7 +32,7 @@ class Finding:
 
     @property
     def result(self) -> str:
-        """In a word."""
+        """Return the outcome in a word."""
         return "-" if self.passed is None else "pass" if self.passed else "FAIL"
 
 
@@ -40,11 +40,14 @@ Check = Callable[[Any], Finding]  # of a Subject
 
 
 class BadInput(ValueError):
-    """The run cannot be built from what the user gave: there is nothing to examine."""
+    """Say that the run cannot be built from what the user gave: there is nothing to examine."""
 
 
 def bad_input(config: Any, error: Exception) -> BadInput:
-    """What was wrong; the field is named where the message has the policy's folder alone."""
+    """Return an error that says what was wrong.
+
+    It names the field where the message has the policy's folder alone.
+    """
     field, path, text = POLICY_PATH, config.trainer.policy.model.path, str(error)
     return BadInput(
         f"{field}={path!r}: {text}" if path and path in text and field not in text else text
@@ -52,7 +55,7 @@ def bad_input(config: Any, error: Exception) -> BadInput:
 
 
 class Unavailable(Exception):
-    """What a check needs could not be made.
+    """Say that what a check needs could not be made.
 
     Args:
         see: the check that says why, of the exception that caused this one.
@@ -64,15 +67,15 @@ class Unavailable(Exception):
 
 
 def passed(figure: Figure = "", bound: Figure = "", about: str = "") -> Finding:
-    """As it should be."""
+    """Return the finding that all is as it should be."""
     return Finding(True, figure, bound, about)
 
 
 def failed(figure: Figure, bound: Figure, about: str, *, cause: str, fix: str) -> Finding:
-    """Not as it should be."""
+    """Return the finding that something is not as it should be."""
     return Finding(False, figure, bound, about, cause, fix)
 
 
 def not_here(why: str) -> Finding:
-    """This run has nothing of the kind."""
+    """Return the finding that this run has nothing of the kind."""
     return Finding(None, about=why)

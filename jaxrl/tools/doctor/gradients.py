@@ -45,7 +45,7 @@ REDUCE = (
 
 
 def microbatches(subject: Subject) -> Finding:
-    """One microbatch, two, and as many as there can be."""
+    """Check that one microbatch, two, and as many as there can be give the same gradient."""
     given = _policy(subject)
     updater, _, minibatch = given
     one = whole(updater, len(minibatch.index))
@@ -61,14 +61,14 @@ def microbatches(subject: Subject) -> Finding:
 
 
 def smaller_cuts(one: Microbatching) -> list[Microbatching]:
-    """Two microbatches, and one row on each device at a time."""
+    """Return the cuts into two microbatches, and into one row on each device at a time."""
     groups = one.groups
     sizes = {round_up(-(-one.rows // 2), groups), groups} - {one.rows}
     return [dataclasses.replace(one, rows=size) for size in sorted(sizes, reverse=True)]
 
 
 def packing(subject: Subject) -> Finding:
-    """Several trajectories in a row of the model's input."""
+    """Check that several trajectories in a row of the model's input change no gradient."""
     model, packs = subject.trainer.model, subject.run.config.trainer.use_sample_packing is True
     if isinstance(model, AdaptedModel) and not packs:
         return not_here("the policy is a flax module, and trainer.use_sample_packing=False")
@@ -87,7 +87,7 @@ def packing(subject: Subject) -> Finding:
 
 
 def order(subject: Subject) -> Finding:
-    """The rows of the minibatch in another order."""
+    """Check that the rows of the minibatch in another order give the same gradient."""
     algorithm = subject.run.config.trainer.algorithm
     if algorithm.loss_reduction == "token_mean_legacy":
         return not_here("loss_reduction='token_mean_legacy' takes its means over rows in order")
@@ -105,7 +105,7 @@ def order(subject: Subject) -> Finding:
 
 
 def critic(subject: Subject) -> Finding:
-    """The critic's gradient in smaller microbatches."""
+    """Check that the critic's gradient is the same in smaller microbatches."""
     critic = subject.trainer.critic
     if critic is None:
         return not_here("the run has no critic")
@@ -126,7 +126,10 @@ def critic(subject: Subject) -> Finding:
 
 
 def meshes(subject: Subject) -> Finding:
-    """One device, and other ways to spread rows and weights over the same devices."""
+    """Check that one device, and other meshes of the same devices, give the same gradient.
+
+    The other meshes spread rows and weights in other ways.
+    """
     mesh = subject.trainer.mesh
     if mesh.size == 1:
         return not_here("there is one device")
@@ -156,7 +159,7 @@ def meshes(subject: Subject) -> Finding:
 
 
 def other_meshes(subject: Subject) -> list[dict[str, Any]]:
-    """Sizes by axis: one device, all for rows, all for weights too, pairs for heads."""
+    """Return sizes by axis: one device, all for rows, all for weights too, pairs for heads."""
     trainer = subject.trainer
     count, own = trainer.mesh.size, dict(trainer.mesh.shape)
     meshes: list[dict[str, Any]] = [{"data": 1}]
@@ -169,7 +172,7 @@ def other_meshes(subject: Subject) -> list[dict[str, Any]]:
 
 
 def spread(subject: Subject, mesh: jax.sharding.Mesh) -> tuple[Updater, Any, TrainBatch]:
-    """Updater, parameters and minibatch of the run on another mesh."""
+    """Return updater, parameters and minibatch of the run on another mesh."""
     trainer, config = subject.trainer, subject.run.config
     placement = place_model(trainer.model, mesh, cfg.sharding_rules(config.trainer.sharding_rules))
     scorer = make_scorer(config, trainer.model, placement)
@@ -187,7 +190,7 @@ def spread(subject: Subject, mesh: jax.sharding.Mesh) -> tuple[Updater, Any, Tra
 
 
 def _fits(subject: Subject, parts: int) -> bool:
-    """Whether parameters in so many parts have room for a gradient beside what is there."""
+    """Return whether parameters in so many parts have room for a gradient beside what is there."""
     size = sum(x.size * 4 for x in jax.tree.leaves(abstract_params(subject.trainer.model)))
     device = subject.trainer.mesh.devices.flat[0]
     used = (device.memory_stats() or {}).get("bytes_in_use", 0) if device.platform != "cpu" else 0
@@ -224,7 +227,7 @@ MEAN = (
 
 
 def _slopes_apart(given: Given, cuts: Iterable[Microbatching]) -> float:
-    """How far the loss alone, on the same log-probs, depends on the cut; relative."""
+    """Return how far the loss alone, on the same log-probs, depends on the cut; relative."""
     updater, params, minibatch = given
     if updater.objective.sees_whole(minibatch):  # it is never given a part
         return 0.0
@@ -244,7 +247,7 @@ def _loss_alone(given: Given, cuts: Iterable[Microbatching], finding: Finding) -
 
 
 def _blame_cut(given: Given, cuts: Iterable[Microbatching]) -> tuple[str, str]:
-    """Loss or model."""
+    """Return cause and fix of a difference, which is in the loss or in the model."""
     if _slopes_apart(given, cuts) > SAME_LOSS:
         return MEAN, REDUCE
     return (
@@ -261,7 +264,7 @@ def _finding(
     blame: Callable[[], tuple[str, str]],
     role: str = "policy",
 ) -> Finding:
-    """The largest difference against the bound of the role's precision.
+    """Judge the largest difference by the bound of the role's precision.
 
     Args:
         blame: finds cause and fix.

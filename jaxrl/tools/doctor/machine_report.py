@@ -29,7 +29,7 @@ NOT_SECRET = ("TOKENIZERS_",)
 
 
 def machine_report() -> dict[str, Any]:
-    """All of it, JSON."""
+    """Return the whole report, fit for JSON."""
     return {
         "jaxrl": {"version": jaxrl.__version__, "commit": git_state()},
         "python": platform.python_version(),
@@ -53,7 +53,7 @@ def machine_report() -> dict[str, Any]:
 
 
 def packages() -> dict[str, str]:
-    """Versions of what is installed."""
+    """Return the versions of those `PACKAGES` that are installed."""
     found = {}
     for name in PACKAGES.split():
         try:
@@ -64,7 +64,7 @@ def packages() -> dict[str, str]:
 
 
 def variables(given: Any) -> dict[str, str]:
-    """Environment variables that change what a run does; what may be a secret is not shown."""
+    """Return environment variables that change what a run does; what may be secret is not shown."""
 
     def shown(name: str, value: str) -> str:
         if SECRET.search(name) and not name.startswith(NOT_SECRET):
@@ -75,7 +75,10 @@ def variables(given: Any) -> dict[str, str]:
 
 
 def git_state() -> str | None:
-    """Commit of jaxrl's own folder, and whether files differ from it; None: it is no checkout."""
+    """Return the commit of jaxrl's own folder, or None if it is no checkout.
+
+    It says as well how many files differ from the commit.
+    """
     folder = Path(jaxrl.__file__).parent.parent
     if shutil.which("git") is None or not (folder / ".git").exists():
         return None
@@ -88,7 +91,7 @@ def git_state() -> str | None:
 
 
 def driver() -> str | None:
-    """Of NVIDIA's GPUs."""
+    """Return driver version, name and memory of NVIDIA's GPUs, or None."""
     if shutil.which("nvidia-smi") is None:
         return None
     wanted = "--query-gpu=driver_version,name,memory.total"
@@ -96,7 +99,7 @@ def driver() -> str | None:
 
 
 def as_text(report: dict[str, Any]) -> str:
-    """A line for each fact."""
+    """Return the report as text, a line for each fact."""
     lines = []
     for name, value in report.items():
         if isinstance(value, dict):
@@ -109,7 +112,7 @@ def as_text(report: dict[str, Any]) -> str:
 
 
 def _runs(items: list[str]) -> list[str]:
-    """The same items once, with their number."""
+    """Return equal items once, with their number."""
     return [f"{items.count(item)} x {item}" for item in dict.fromkeys(items)]
 
 

@@ -29,7 +29,7 @@ SAME_ADVANTAGES = 1e-5  # relative, float32
 
 
 def tokens(subject: Subject) -> Finding:
-    """Every token in the loss mask is one that the engine drew."""
+    """Check that every token in the loss mask is one that the engine drew."""
     batch = subject.collated
     mask, versions = np.asarray(batch.loss_mask) > 0, batch.token_versions
     wrong = mask & (np.asarray(batch.response_mask) == 0)
@@ -59,7 +59,7 @@ def tokens(subject: Subject) -> Finding:
 
 
 def _runs(mask: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Row, first and one after the last of every run of trained tokens."""
+    """Yield row, first and one after the last of every run of trained tokens."""
     edges = np.diff(np.pad(mask.astype(int), ((0, 0), (1, 1))), axis=1)
     starts, ends = np.argwhere(edges > 0), np.argwhere(edges < 0)
     for (row, start), (_, end) in zip(starts.tolist(), ends.tolist(), strict=True):
@@ -72,7 +72,7 @@ def _within(run: tuple[int, ...], tokens: tuple[int, ...]) -> bool:
 
 
 def _drawn(run: tuple[int, ...], said: set[tuple[int, ...]]) -> np.ndarray:
-    """Which tokens of a run some completion covers, [n] bool: those of whole completions in it."""
+    """Return which tokens of a run are covered by whole completions in it, [n] bool."""
     found = np.zeros(len(run), bool)
     for tokens in said:
         for i in range(len(run) - len(tokens) + 1):
@@ -82,7 +82,7 @@ def _drawn(run: tuple[int, ...], said: set[tuple[int, ...]]) -> np.ndarray:
 
 
 def outside(subject: Subject) -> Finding:
-    """Other numbers outside the loss mask, other tokens in the padding: the same gradient."""
+    """Check that numbers outside the loss mask and tokens in the padding change no gradient."""
     minibatch, updater = subject.minibatch, subject.trainer.updater
     params, one = subject.trainer.params, whole(updater, len(minibatch.index))
     noisy = perturbed(minibatch, subject.trainer.eos_token_ids[0])
@@ -107,7 +107,7 @@ def outside(subject: Subject) -> Finding:
 
 
 def perturbed(batch: TrainBatch, token: int) -> TrainBatch:
-    """The batch with noise where nothing may be read.
+    """Return the batch with noise where nothing may be read.
 
     Args:
         token: for the padding.
@@ -124,7 +124,7 @@ def perturbed(batch: TrainBatch, token: int) -> TrainBatch:
 
 
 def padding(subject: Subject) -> Finding:
-    """Rows with more columns of padding: the same gradient."""
+    """Check that rows with more columns of padding give the same gradient."""
     trainer = subject.trainer
     updater, params = trainer.updater, trainer.params
     minibatch = longest_first(subject.minibatch)  # as `gradient` has them: width alone differs
@@ -155,7 +155,7 @@ def padding(subject: Subject) -> Finding:
 
 
 def advantages(subject: Subject) -> Finding:
-    """Sampled tokens have the same advantages whatever the padding, in whatever order of rows."""
+    """Check that advantages of sampled tokens depend on neither padding nor the order of rows."""
     trainer, batch = subject.trainer, subject.trainer.add_log_probs(subject.collated)
     if type(trainer).add_advantages.__qualname__ != "Trainer.add_advantages":
         return not_here(f"{type(trainer).__name__} has its own add_advantages")
@@ -186,7 +186,7 @@ def advantages(subject: Subject) -> Finding:
 
 
 def shuffled_trajectories(batch: TrainBatch) -> np.ndarray:
-    """An order of rows [B] in which the rows of a trajectory stay neighbours."""
+    """Return an order of rows [B] in which the rows of a trajectory stay neighbours."""
     last = batch.is_last_step
     numbers = np.arange(len(batch.index)) if last is None else trajectory_numbers(last)
     places = np.random.default_rng(4).permutation(int(numbers[-1]) + 1)

@@ -18,7 +18,7 @@ KEY = 7  # seed of what a loss or dropout draws
 
 
 class Difference(NamedTuple):
-    """Of two trees of arrays.
+    """Describe how far two trees of arrays are apart.
 
     Attributes:
         relative: norm of the difference, of the norm of the first.
@@ -30,14 +30,14 @@ class Difference(NamedTuple):
 
 
 def whole(updater: Updater, rows: int) -> Microbatching:
-    """A minibatch of `rows` trajectories as one microbatch, one in each row."""
+    """Return the cut that makes `rows` trajectories one microbatch, one trajectory in each row."""
     groups = updater.microbatching.groups
     total = round_up(rows, groups)
     return Microbatching(rows=total, total=total, groups=groups)
 
 
 def gradient(updater: Updater, params: Any, minibatch: TrainBatch, cut: Microbatching) -> Any:
-    """Of the objective of a minibatch, by the real update, in this cut."""
+    """Return the gradient of the objective of a minibatch, by the real update, in this cut."""
     other = copy.copy(updater)  # the compiled functions are shared
     other.microbatching = cut
     with exact_products():
@@ -46,13 +46,13 @@ def gradient(updater: Updater, params: Any, minibatch: TrainBatch, cut: Microbat
 
 
 def longest_first(minibatch: TrainBatch) -> TrainBatch:
-    """The rows in the order in which `gradient` gives them to model and loss."""
+    """Return the rows in the order in which `gradient` gives them to model and loss."""
     order = np.argsort(-np.asarray(minibatch.lengths), kind="stable")
     return jax.tree.map(lambda x: np.asarray(x)[order], minibatch)
 
 
 def widened(batch: TrainBatch, width: int) -> TrainBatch:
-    """The batch with columns cut or padded to `width`."""
+    """Return the batch with columns cut or padded to `width`."""
 
     def pad(x: Any) -> Any:
         x = np.asarray(x)[:, :width]
@@ -63,7 +63,7 @@ def widened(batch: TrainBatch, width: int) -> TrainBatch:
 
 
 def gradient_in_order(updater: Updater, params: Any, minibatch: TrainBatch, width: int) -> Any:
-    """Of a minibatch as one microbatch of `width` columns, its rows as they are given.
+    """Return the gradient of a minibatch as one microbatch of `width` columns, its rows as given.
 
     `gradient` orders rows by length first, and cuts columns to a bucket.
     """
@@ -83,9 +83,10 @@ def gradient_in_order(updater: Updater, params: Any, minibatch: TrainBatch, widt
 
 
 def compare(expected: Any, found: Any) -> Difference:
-    """Array by array on the host, in float64; they may be on different devices.
+    """Compare two trees array by array on the host, in float64.
 
-    NaN: the first is 0 or not finite; infinity: the second is not finite.
+    They may be on different devices. NaN: the first is 0 or not finite;
+    infinity: the second is not finite.
     """
     pairs = zip(jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(found), strict=True)
     squares, norm = {}, 0.0
@@ -104,9 +105,10 @@ def compare(expected: Any, found: Any) -> Difference:
 def loss_slopes(
     updater: Updater, outputs: Sequence[np.ndarray], minibatch: TrainBatch, cut: Microbatching
 ) -> list[np.ndarray]:
-    """Derivatives of the loss by log-prob and entropy of each token, [B, T] each, in this cut.
+    """Return derivatives of the loss by log-prob and entropy of each token, [B, T] each.
 
-    The model has no part in it: where these differ the loss is at fault.
+    They are those of this cut. The model has no part in it: where these differ the loss is at
+    fault.
     """
     weights, _ = updater.weights(minibatch)
     tree = updater.objective.seen(minibatch), weights, tuple(outputs)
@@ -121,7 +123,7 @@ def loss_slopes(
 def slopes_in_order(
     updater: Updater, outputs: Sequence[np.ndarray], wide: TrainBatch
 ) -> list[np.ndarray]:
-    """`loss_slopes` of rows as they are given, without a cut to the bucket."""
+    """Return `loss_slopes` of rows as they are given, without a cut to the bucket."""
     weights, _ = updater.weights(wide)
     seen = updater.objective.seen(wide)
     return list(jax.device_get(updater.cotangents(*outputs, seen, weights, jax.random.key(KEY))[0]))

@@ -14,7 +14,10 @@ PER_TOKEN = ("response_ids", *BLANKS)
 
 
 def recompilation(subject: Subject) -> Finding:
-    """Warm-up and a first step, then a step of short responses and one of long ones."""
+    """Check that steps of short and of long responses compile nothing after a first step.
+
+    Warm-up comes before the first step.
+    """
     trainer, programs = subject.trainer, subject.compilations.programs
     trainer.warm_up()
     sample, widths, compiled = trainer.rollouts, [], []
@@ -52,13 +55,13 @@ def recompilation(subject: Subject) -> Finding:
 
 
 def longest(output: GeneratorOutput) -> int:
-    """Tokens of the longest row."""
+    """Return the number of tokens of the longest row."""
     rows = zip(output["prompt_token_ids"], output["response_ids"], strict=True)
     return max(len(prompt) + len(response) for prompt, response in rows)
 
 
 def other_width(output: GeneratorOutput, seen: Sequence[int]) -> int:
-    """A length that no batch has had yet, and that is no bucket of its own; the shortest there is.
+    """Return the shortest length that no batch has had yet, and that is no bucket of its own.
 
     Then the longest: what pads to the longest row of a batch meets new shapes.
     """
@@ -68,7 +71,7 @@ def other_width(output: GeneratorOutput, seen: Sequence[int]) -> int:
 
 
 def shortened(output: GeneratorOutput, width: int) -> GeneratorOutput:
-    """Responses cut so that no row is longer than `width`; one token of each stays."""
+    """Cut responses so that no row is longer than `width`; one token of each stays."""
     rows = zip(output["prompt_token_ids"], output["response_ids"], strict=True)
     ends = [max(min(len(r), width - len(p)), 1) for p, r in rows]
     cut: dict[str, Any] = dict(output)

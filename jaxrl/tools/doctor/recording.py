@@ -11,7 +11,7 @@ Key = tuple[tuple[int, ...], tuple[int, int]]  # input of a turn, key of a sampl
 
 
 class RecordingEngine:
-    """The `Engine` of a run; what it answers stays here.
+    """Serve as the `Engine` of a run, and keep what it answers.
 
     Attributes:
         engine: of the run.
@@ -26,7 +26,7 @@ class RecordingEngine:
         return getattr(self.engine, name)
 
     def submit(self, requests: Sequence[Request]) -> list[list[Future[Completion]]]:
-        """See `Engine`."""
+        """Submit requests and note their completions; see `Engine`."""
         submitted = self.engine.submit(requests)
         for request, futures in zip(requests, submitted, strict=True):
             for key, future in zip(request.keys, futures, strict=True):
@@ -35,7 +35,7 @@ class RecordingEngine:
         return submitted
 
     def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
-        """See `Engine`."""
+        """Submit requests and wait for their completions; see `Engine`."""
         return [[future.result() for future in futures] for futures in self.submit(requests)]
 
     def _keep(self, place: Key, done: Future[Completion]) -> None:
@@ -45,21 +45,21 @@ class RecordingEngine:
 
 
 class NeverSaid(Exception):
-    """A conversation went where it did not go before."""
+    """Say that a conversation went where it did not go before."""
 
 
 class ReplayingEngine:
-    """A `Sampler` that answers as another did; it has no model."""
+    """Answer as another `Sampler` did, without a model."""
 
     def __init__(self, said: dict[Key, Completion]) -> None:
         self.said = said
 
     def submit(self, requests: Sequence[Request]) -> list[list[Future[Completion]]]:
-        """See `Engine`."""
+        """Return what was answered to the same requests, as futures; see `Engine`."""
         return [[self._answer(request, key) for key in request.keys] for request in requests]
 
     def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
-        """See `Engine`."""
+        """Return what was answered to the same requests; see `Engine`."""
         return [[future.result() for future in futures] for futures in self.submit(requests)]
 
     def _answer(self, request: Request, key: tuple[int, int]) -> Future[Completion]:

@@ -8,7 +8,7 @@ from jaxrl.tools.doctor.finding import Figure, Finding
 
 
 def cuts_text(cuts: Mapping[str, tuple[Any, Any]]) -> str:
-    """What was made smaller."""
+    """Return what was made smaller, as text."""
     if not cuts:
         return "nothing was cut: this is the run as it is"
     rows = [f"  {name}: {given} -> {now}" for name, (given, now) in cuts.items()]
@@ -16,7 +16,7 @@ def cuts_text(cuts: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 def text(findings: Sequence[Finding]) -> str:
-    """A row for each check; then cause and fix of what failed; then the verdict."""
+    """Return a row for each check; then cause and fix of what failed; then the verdict."""
     rows = [("check", "result", "figure", "bound", "s", "what")]
     for f in findings:
         figures = shown(f.figure), shown(f.bound), f"{f.seconds:.1f}"
@@ -43,7 +43,7 @@ def text(findings: Sequence[Finding]) -> str:
 def to_json(
     findings: Sequence[Finding], cuts: Mapping[str, tuple[Any, Any]], machine: Mapping[str, Any]
 ) -> str:
-    """The same for programs."""
+    """Return findings, cuts and machine as JSON, for programs."""
     return (
         json.dumps(
             {
@@ -60,5 +60,5 @@ def to_json(
 
 
 def shown(figure: Figure) -> str:
-    """A number in few digits."""
+    """Return a number in few digits."""
     return f"{figure:.3g}" if isinstance(figure, float) else str(figure)

@@ -20,14 +20,14 @@ FIX = RULES["reward_not_deterministic"].advice
 
 
 class Judged(NamedTuple):
-    """What a trajectory earned: its rewards, and the sum of each term by name."""
+    """Hold what a trajectory earned: its rewards, and the sum of each term by name."""
 
     rewards: list[Any]
     terms: dict[str, float]
 
 
 def determinism(subject: Subject) -> Finding:
-    """Judged three times: as sampled, once more, and shuffled in another thread.
+    """Judge trajectories three times: as sampled, once more, and shuffled in another thread.
 
     Before the third time one conversation is judged alone: what counts calls is then out of phase.
     """
@@ -60,7 +60,7 @@ def determinism(subject: Subject) -> Finding:
 
 
 def judged(output: GeneratorOutput) -> list[Judged]:
-    """By trajectory."""
+    """Return what each trajectory earned, in their order."""
     rewards = output["rewards"]
     of_row = trajectory_numbers(output.get("is_last_step", [True] * len(rewards)))
     terms = output.get("reward_terms", [{}] * len(rewards))
@@ -72,7 +72,7 @@ def judged(output: GeneratorOutput) -> list[Judged]:
 
 
 def shuffled_groups(count: int, samples: int) -> list[int]:
-    """The numbers of trajectories: prompts, and the samples of each, in another order.
+    """Return numbers of trajectories: prompts, and the samples of each, in another order.
 
     The samples of a prompt stay neighbours, as generators may expect.
     """
@@ -82,7 +82,7 @@ def shuffled_groups(count: int, samples: int) -> list[int]:
 
 
 def of_trajectories(batch: GeneratorInput, numbers: Sequence[int]) -> GeneratorInput:
-    """The trajectories of these numbers, in this order."""
+    """Return the trajectories of these numbers, in this order."""
     given: Any = batch
     names = ("prompts", "keys", "trajectory_ids")
     columns: Any = {name: [given[name][i] for i in numbers] for name in names}
@@ -90,7 +90,7 @@ def of_trajectories(batch: GeneratorInput, numbers: Sequence[int]) -> GeneratorI
 
 
 def rethreaded(config: cfg.TrainConfig) -> cfg.TrainConfig:
-    """Environments in threads where they were inline or in Ray, inline where in threads."""
+    """Put environments into threads where they were inline or in Ray, inline where in threads."""
     gym = config.environment.skyrl_gym
     threads = 4 if gym.ray_env_workers or not gym.max_env_workers else 0
     changed = {"max_env_workers": threads, "ray_env_workers": 0}
@@ -100,7 +100,7 @@ def rethreaded(config: cfg.TrainConfig) -> cfg.TrainConfig:
 
 
 def in_a_thread(generator: Any, batch: GeneratorInput) -> GeneratorOutput:
-    """`generate_now` in a thread of its own; raises what it raises."""
+    """Call `generate_now` in a thread of its own; raise what it raises."""
     outcome: list[Any] = []
 
     def work() -> None:

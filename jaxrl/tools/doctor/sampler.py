@@ -30,7 +30,7 @@ UPDATES, SLOTS, CHANGE = 3, 2, 0.2  # with samples in flight; of their engine; n
 
 
 class Said(NamedTuple):
-    """What the engine drew, and how far the trainer is from it.
+    """Hold what the engine drew, and how far the trainer is from it.
 
     Attributes:
         difference: of the log-prob of each token.
@@ -44,7 +44,7 @@ class Said(NamedTuple):
 
 
 def first(subject: Subject) -> Finding:
-    """Log-probs of sampled tokens after the first sync."""
+    """Check the log-probs of sampled tokens after the first sync."""
     said = _first(subject)
     if isinstance(said, str):
         return not_here(said)
@@ -52,7 +52,7 @@ def first(subject: Subject) -> Finding:
 
 
 def update(subject: Subject) -> Finding:
-    """The same after an update and another sync."""
+    """Check the log-probs of sampled tokens after an update and another sync."""
     before = _first(subject)
     if isinstance(before, str):
         return not_here(before)
@@ -71,7 +71,7 @@ def update(subject: Subject) -> Finding:
 
 
 def in_flight(subject: Subject) -> Finding:
-    """Log-probs of samples in flight when weights change, and of those that begin after it.
+    """Check log-probs of samples in flight when weights change, and of those that begin after it.
 
     With the run's model in an engine of few slots and short blocks, which reuses what it can: a
     group of which most wait for slots, then turns that go on from it, two of them alike. With
@@ -107,20 +107,20 @@ def in_flight(subject: Subject) -> Finding:
 
 
 def weights(subject: Subject) -> Finding:
-    """What the engine holds after the first sync, array by array."""
+    """Check what the engine holds after the first sync, array by array."""
     subject.trainer.sync_weights(int(subject.trainer.state.step))
     return _checked(subject, "after a sync")
 
 
 def weights_update(subject: Subject) -> Finding:
-    """The same after an update and another sync."""
+    """Check what the engine holds after an update and another sync, array by array."""
     _first(subject)
     _updated(subject)
     return _checked(subject, "after an update and a sync")
 
 
 def reference(subject: Subject) -> Finding:
-    """The reference gives the same log-probs before and after an update of the policy."""
+    """Check that an update of the policy leaves the log-probs of the reference as they are."""
     before = subject.batch.ref_log_probs
     if before is None:
         return not_here("the run has no reference")
@@ -141,7 +141,7 @@ def reference(subject: Subject) -> Finding:
 
 
 def _first(subject: Subject) -> Said | str:
-    """Before the weights have moved; a reason where the engine gives no log-probs."""
+    """Return what was drawn before the weights moved, or why the engine gives no log-probs."""
     if "sampled" not in subject.known:
         subject.trainer.sync_weights(int(subject.trainer.state.step))
         if subject.run.config.generator.sampling_params.logprobs is None:
@@ -154,7 +154,7 @@ def _first(subject: Subject) -> Said | str:
 
 
 def _ask(subject: Subject) -> Said:
-    """Samples without filters, which would make the sampler's distribution another one."""
+    """Draw samples without filters, which would make the sampler's distribution another one."""
     trainer, sampling = subject.trainer, _unfiltered(subject)
     prompts = trainer.prompts_of(0)
     names = trainer.config.trainer.seed, "doctor"
@@ -203,7 +203,10 @@ def _batch(prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) 
 
 
 def _scored(subject: Subject, batch: TrainBatch, params: Any = None) -> np.ndarray:
-    """Log-probs [B, T] of parameters, None = the trainer's; at most a step's rows at a time."""
+    """Return log-probs [B, T] of parameters, None = the trainer's.
+
+    At most a step's rows are scored at a time.
+    """
     scorer, found = subject.trainer.scorer, []
     most = scorer.microbatching.total
     for first_row in range(0, len(batch.index), most):
@@ -217,7 +220,7 @@ def _content(completion: Completion) -> tuple[list[int], list[float]]:
 
 
 def _finding(subject: Subject, said: Said, about: str, blame: tuple[str, str]) -> Finding:
-    """The mean and the largest difference, each within its bound."""
+    """Judge the mean and the largest difference, each by its bound."""
     bounds, difference = sampler_bounds(subject.run.config), said.difference
     mean, largest = float(difference.mean()), float(difference.max())
     figure, bound = f"mean {mean:.1e} max {largest:.1e}", f"{bounds.mean:g}, {bounds.max:g}"
@@ -242,7 +245,7 @@ def _blame_numbers(subject: Subject) -> tuple[str, str]:
 
 
 def _updated(subject: Subject) -> float:
-    """Train a step, then add noise until log-probs have clearly moved; sync; by how much."""
+    """Train a step, add noise until log-probs have clearly moved, and sync; return by how much."""
     if "moved" not in subject.known:
         trainer = subject.trainer
         subject.train()
@@ -270,7 +273,7 @@ def _move(subject: Subject, said: Said | str, wanted: float) -> float:
 
 
 def noisy(params: Any, scale: float, seed: int) -> Any:
-    """Each array with noise of a share of its size, placed as it is."""
+    """Return each array with noise of a share of its size, placed as it is."""
     places = jax.tree.map(lambda x: x.sharding, params)
     return jax.jit(functools.partial(_noisy, seed=seed), out_shardings=places)(params, scale)
 
@@ -289,7 +292,7 @@ def _noisy(params: Any, scale: Any, *, seed: int) -> Any:
 
 
 class Swapped(NamedTuple):
-    """Samples of several versions.
+    """Hold how far samples of several versions are from the trainer.
 
     Attributes:
         sure: difference from the trainer of each token of one version.
@@ -346,7 +349,7 @@ def _in_flight(subject: Subject, tokens: int, recompute: bool) -> Swapped:
 
 
 def _paused(engine: NativeEngine, request: Request) -> Sequence[Any]:
-    """Futures of a request; the engine stands still when its first sample has drawn a block."""
+    """Return futures of a request; its first sample stops the engine when it has drawn a block."""
     drawn = threading.Event()
 
     def stop(number: int, new: Completion) -> None:
@@ -391,7 +394,7 @@ def _checked(subject: Subject, when: str) -> Finding:
 
 
 def _held(engine: Any, params: Any) -> list[tuple[dict[str, int], dict[str, int]]] | None:
-    """Checksums of what each engine holds, and of what it should; None: they cannot be seen."""
+    """Return checksums of what each engine holds and of what it should; None: not to be seen."""
     pairs = []
     for part in getattr(engine, "engines", [engine]):
         programs = getattr(part, "programs", None)

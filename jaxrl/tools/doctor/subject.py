@@ -22,7 +22,7 @@ from jaxrl.types import GeneratorOutput, TrainBatch
 
 
 class Subject:
-    """A run that checks may do with as they like; what they share is made once.
+    """Hold a run that checks may do with as they like; what they share is made once.
 
     Args:
         config: as the user wrote it.
@@ -61,7 +61,7 @@ class Subject:
 
     @functools.cached_property
     def run(self) -> BasePPOExp:
-        """The small run; it has chosen its prompts."""
+        """Return the small run; it has chosen its prompts."""
         whole = self.whole
         whole.tokenizer = whole.get_tokenizer()
         data, evaluates = whole.config.data, self.given.trainer.eval_interval > 0
@@ -85,7 +85,7 @@ class Subject:
         return run
 
     def _made(self, name: str, make: Callable[[], Any], see: str) -> Any:
-        """What `make` gives, made once; where that failed it is not tried again.
+        """Return what `make` gives, made once; where that failed it is not tried again.
 
         Args:
             see: the check that says why.
@@ -103,7 +103,7 @@ class Subject:
 
     @property
     def trainer(self) -> Trainer:
-        """Of the small run, with a state.
+        """Return the trainer of the small run, with a state.
 
         Raises:
             BadInput: the config, a file or a folder is wrong.
@@ -124,7 +124,7 @@ class Subject:
         return trainer
 
     def restart(self) -> None:
-        """After a check that failed in the middle: the state may be gone."""
+        """Restore the run after a check that failed in the middle: the state may be gone."""
         trainer = self.trainer
         for step in trainer.checkpointer.manager.all_steps():
             trainer.checkpointer.manager.delete(step)
@@ -143,7 +143,7 @@ class Subject:
     # ---------------------------------------------------------------- its rollouts
 
     def generator(self, engine: Any, config: cfg.TrainConfig | None = None) -> Any:
-        """A fresh one, with fresh environments, as the user's run makes it.
+        """Return a fresh generator, with fresh environments, as the user's run makes it.
 
         Args:
             config: in place of the run's.
@@ -158,7 +158,7 @@ class Subject:
 
     @property
     def rollouts(self) -> tuple[GeneratorOutput, list[str]]:
-        """The trajectories of the first batch of prompts, and their uids.
+        """Return the trajectories of the first batch of prompts, and their uids.
 
         Raises:
             Unavailable: they could not be made.
@@ -173,12 +173,12 @@ class Subject:
 
     @property
     def samples(self) -> int:
-        """Of a prompt."""
+        """Return the number of samples of a prompt."""
         return self.run.config.generator.n_samples_per_prompt
 
     @property
     def collated(self) -> TrainBatch:
-        """The first batch, as the trainer makes it of the rollouts."""
+        """Return the first batch, as the trainer makes it of the rollouts."""
         return self._made("collated batch", self._collate, "batch")
 
     def _collate(self) -> TrainBatch:
@@ -188,7 +188,7 @@ class Subject:
 
     @property
     def batch(self) -> TrainBatch:
-        """With all that the update needs."""
+        """Return the first batch with all that the update needs."""
         return self._made("batch", self._complete, "batch")
 
     def _complete(self) -> TrainBatch:
@@ -196,7 +196,7 @@ class Subject:
 
     @property
     def minibatch(self) -> TrainBatch:
-        """The first of the batch; its advantages are drawn at random.
+        """Return the first minibatch of the batch; its advantages are drawn at random.
 
         Short responses of a new model often earn all the same: no advantage, no gradient.
         """
@@ -212,7 +212,7 @@ class Subject:
         return part.replace(advantages=(drawn * part.response_mask).astype(np.float32))
 
     def train(self) -> None:
-        """A training step on the batch: the trainer's own updates of policy and critic."""
+        """Train one step on the batch, by the trainer's own updates of policy and critic."""
         trainer, step = self.trainer, int(self.trainer.state.step) + 1
         batch, trainer.metrics = self.batch, {}
         trainer.batches_drawn += 1

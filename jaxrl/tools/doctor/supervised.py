@@ -27,7 +27,7 @@ CHECKS = (  # the others are about rollouts
 
 
 class SupervisedSubject(Subject):
-    """A run of `jaxrl.sft`, cut down; see `Subject`."""
+    """Hold a run of `jaxrl.sft`, cut down; see `Subject`."""
 
     def __init__(self, config: Any, folder: Path, compilations: Compilations) -> None:
         given = cfg.to_train_config(config)
@@ -45,7 +45,7 @@ class SupervisedSubject(Subject):
 
     @property
     def run(self) -> Any:
-        """Config and tokenizer are where a `BasePPOExp` has them: the trainer's."""
+        """Return the trainer, which has config and tokenizer where a `BasePPOExp` has them."""
         return self.trainer
 
     def _build(self) -> Any:
@@ -69,7 +69,7 @@ class SupervisedSubject(Subject):
         return trainer
 
     def restart(self) -> None:
-        """After a check that failed in the middle: the state may be gone."""
+        """Restore the run after a check that failed in the middle: the state may be gone."""
         trainer = copy.copy(self.trainer)
         for step in trainer.checkpointer.manager.all_steps():
             trainer.checkpointer.manager.delete(step)
@@ -89,13 +89,13 @@ class SupervisedSubject(Subject):
         return self.batch.replace(advantages=np.zeros(self.batch.tokens.shape, np.float32))
 
     def train(self) -> None:
-        """A training step."""
+        """Train one step."""
         trainer = self.trainer
         trainer.train_step(int(trainer.state.step) + 1)
 
 
 def _smaller(config: cfg.TrainConfig) -> dict[str, Any]:
-    """Few conversations, cut to few tokens."""
+    """Return the changes that leave few conversations, cut to few tokens."""
     trainer, groups = config.trainer, cfg.batch_groups(config, len(jax.devices()))
     rows = min(trainer.train_batch_size, max(ROWS, 2 * groups))
     longest = config.sft.max_length

@@ -31,7 +31,7 @@ GIB = 2**30
 
 
 def versions(subject: Subject) -> Finding:
-    """Packages within what jaxrl declares, and settings of JAX that break runs."""
+    """Check packages against what jaxrl declares, and JAX for settings that break runs."""
     del subject
     wrong = [*undeclared(), *mixed_backends(), *settings_of_jax()]
     about = f"jax {jax.__version__}, python packages against what jaxrl declares"
@@ -43,7 +43,7 @@ def versions(subject: Subject) -> Finding:
 
 
 def undeclared() -> list[tuple[str, str]]:
-    """Installed packages whose version jaxrl does not declare: (what, fix)."""
+    """Return installed packages whose version jaxrl does not declare: (what, fix)."""
     wrong = []
     for line in importlib.metadata.requires("jaxrl") or ():
         needed = Requirement(line)
@@ -60,7 +60,7 @@ def undeclared() -> list[tuple[str, str]]:
 
 
 def mixed_backends() -> list[tuple[str, str]]:
-    """Plugins of accelerators that are not of jaxlib's version: (what, fix)."""
+    """Return plugins of accelerators that are not of jaxlib's version: (what, fix)."""
     ours, wrong = importlib.metadata.version("jaxlib"), []
     for name in BACKENDS:
         try:
@@ -74,7 +74,7 @@ def mixed_backends() -> list[tuple[str, str]]:
 
 
 def settings_of_jax() -> list[tuple[str, str]]:
-    """What nobody wants in a run: (what, fix)."""
+    """Return settings of JAX that nobody wants in a run: (what, fix)."""
     bad = {
         "jax_enable_x64": "numbers become 64 bits wide, and sampled tokens others",
         "jax_disable_jit": "every operation runs by itself",
@@ -87,7 +87,7 @@ def settings_of_jax() -> list[tuple[str, str]]:
 
 
 def devices(subject: Subject) -> Finding:
-    """An accelerator that is there is used, and all devices add up what they hold."""
+    """Check that an accelerator that is there is used, and that devices add up what they hold."""
     here, count = jax.default_backend(), len(jax.devices())
     kinds = sorted({device.device_kind for device in jax.devices()})
     about = f"{count} x {', '.join(kinds)}"
@@ -117,7 +117,7 @@ def devices(subject: Subject) -> Finding:
 
 
 def memory(subject: Subject) -> Finding:
-    """The whole run, not the small one, by the estimate of `jaxrl.plan`."""
+    """Check that the whole run, not the small one, fits by the estimate of `jaxrl.plan`."""
     here, config = machine(), subject.given
     try:
         model = subject.whole.get_model()
@@ -140,7 +140,10 @@ def memory(subject: Subject) -> Finding:
 
 
 def functions(subject: Subject) -> Finding:
-    """Losses, estimators, rewards, callbacks and environments that the config names are there."""
+    """Check that all functions that the config names are there.
+
+    They are losses, estimators, rewards, callbacks and environments.
+    """
     config = subject.given
     wrong: list[str] = []
     own = list(source_hashes(config.trainer.algorithm))
@@ -184,6 +187,6 @@ def _try(wrong: list[str], find: Any, name: str, *how: str) -> Any:
 
 
 def dtypes(config: cfg.TrainConfig) -> str:
-    """Precisions of a run, in words."""
+    """Return the precisions of a run, in words."""
     engine = cfg.engine_dtype(config.generator.inference_engine)
     return f"trainer {cfg.compute_dtype(config.trainer, 'policy')}, engine {engine}"

@@ -77,7 +77,10 @@ def evaluate_subject(
 
 
 def ask(run: BasePPOExp, subject: Subject, step: int) -> tuple[dict[str, float], Rows]:
-    """Metrics and answers, see `evaluation.evaluate`; what is random is named as in a run."""
+    """Return metrics and answers, see `evaluation.evaluate`.
+
+    What is random is named as in a run.
+    """
     config, sources = run.config, run.config.data.val_data
     if not sources:
         raise ValueError("data.val_data=[] has no prompts; name at least one file or generator")
@@ -99,7 +102,9 @@ def ask(run: BasePPOExp, subject: Subject, step: int) -> tuple[dict[str, float],
 
 @contextlib.contextmanager
 def asked_engine(run: BasePPOExp, subject: Subject, step: int) -> Iterator[Engine]:
-    """The subject behind the interface of an engine: servers, or its weights in the run's engine.
+    """Keep the subject behind the interface of an engine while the block runs.
+
+    It is servers, or its weights in the run's engine.
 
     Neither a training state, nor an optimizer, nor a reference is built.
     """
@@ -125,7 +130,7 @@ def asked_engine(run: BasePPOExp, subject: Subject, step: int) -> Iterator[Engin
 
 
 def table(metrics: dict[str, float]) -> str:
-    """The scores per source with their intervals, and over all, as text."""
+    """Return the scores per source with their intervals, and over all, as text."""
     names = [n.removeprefix("eval/all/") for n in metrics if n.startswith("eval/all/")]
     scores = [n for n in names if f"{n}_ci_low" in names or n.startswith(("avg_score", "pass_"))]
     scores = [n for n in scores if "_ci_" not in n]

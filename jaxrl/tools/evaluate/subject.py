@@ -33,7 +33,7 @@ _FLAG = "--subject"
 
 @dataclass(frozen=True)
 class Subject:
-    """Who is asked.
+    """Name who is asked.
 
     Attributes:
         kind: "checkpoint", "model" (a Hugging Face folder or hub id), "adapter" (a PEFT folder),
@@ -48,12 +48,12 @@ class Subject:
 
     @property
     def urls(self) -> list[str]:
-        """Addresses of the servers, without the "/v1" that clients of OpenAI's API put there."""
+        """Return the servers' addresses, without the "/v1" that OpenAI's API clients put there."""
         return [url.strip().rstrip("/").removesuffix("/v1") for url in self.where.split(",")]
 
 
 def find_subject(text: str) -> Subject:
-    """What a folder, a hub id, or addresses of servers (separated by commas) stand for.
+    """Return what a folder, a hub id, or addresses of servers (separated by commas) stand for.
 
     Raises:
         ValueError: nothing of it is there; says what is, and what could be given.
@@ -85,12 +85,12 @@ def find_subject(text: str) -> Subject:
 
 
 def policy_of(config: cfg.TrainConfig) -> Subject:
-    """What a run of the config starts from, random or not."""
+    """Return what a run of the config starts from, random or not."""
     return Subject("policy", config.trainer.policy.model.path or "")
 
 
 def config_for(config: cfg.TrainConfig, subject: Subject) -> cfg.TrainConfig:
-    """A copy of an unresolved config in which the policy is the subject.
+    """Return a copy of an unresolved config in which the policy is the subject.
 
     Of servers the config's policy remains the tokenizer; of checkpoints and adapters it is also the
     architecture, and the base.
@@ -129,7 +129,7 @@ def load_weights(
     model: TransformerConfig | AdaptedModel,
     placement: Placement,
 ) -> Params:
-    """All parameters of the subject, on its devices; nothing of an optimizer is read.
+    """Load all parameters of the subject onto its devices; nothing of an optimizer is read.
 
     Args:
         trainer: of `config_for`, resolved.
@@ -158,7 +158,7 @@ def load_weights(
 
 
 def restore_params(subject: Subject, like: Params, model: dict[str, Any]) -> Params:
-    """The trained parameters of a checkpoint, compared with the checksums that were saved.
+    """Restore the trained parameters of a checkpoint and compare them with the saved checksums.
 
     Args:
         like: shapes, dtypes and shardings.

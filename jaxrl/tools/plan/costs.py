@@ -20,7 +20,7 @@ UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one device while a program runs.
+    """Hold the bytes of one device while a program runs.
 
     Attributes:
         aliased: results in the place of arguments.
@@ -40,7 +40,7 @@ class Memory:
 
     @property
     def peak(self) -> float:
-        """While it runs."""
+        """Return the bytes in use while the program runs."""
         return self.arguments + self.results - self.aliased + self.temporaries
 
 
@@ -51,7 +51,7 @@ class Compiler:
         self._known: dict[str, Memory] = {}
 
     def __call__(self, phase: Phase) -> Memory:
-        """The memory of a program."""
+        """Return the memory of a program."""
         lowered = phase.call.lower()
         text = f"{phase.trips} {lowered.as_text()}"
         name = hashlib.sha256(text.encode()).hexdigest()
@@ -82,7 +82,10 @@ def _compiled(phase: Phase, lowered: jax.stages.Lowered) -> Memory:
 
 
 def _refused(phase: Phase, message: str) -> Memory:
-    """ "... HLO temporaries (30.00G) exceeds available HBM", or "Used 20.3G of 15.75G hbm"."""
+    """Read from the compiler's refusal what memory a program would need.
+
+    It says "... HLO temporaries (30.00G) exceeds available HBM", or "Used 20.3G of 15.75G hbm".
+    """
     given = _from_shapes(phase)
     whole = re.search(r"Used ([\d.]+)([KMGT]) of", message)
     parts = re.search(r"temporaries \(([\d.]+)([KMGT])\)", message)
@@ -97,7 +100,7 @@ def _refused(phase: Phase, message: str) -> Memory:
 
 
 def estimated(phase: Phase, config: cfg.TrainConfig) -> Memory:
-    """The same from shapes."""
+    """Estimate the memory of a program from shapes."""
     trainer, given = config.trainer, _from_shapes(phase)
     remat = trainer.remat_policy if trainer.gradient_checkpointing else "none"
     return Memory(
@@ -126,7 +129,7 @@ def _from_shapes(phase: Phase) -> Memory:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a device can do: FLOP/s, bytes/s of its memory, bytes/s that it sends in a ring."""
+    """Describe what a device can do: FLOP/s, bytes/s of its memory, bytes/s it sends in a ring."""
 
     flops: float
     bandwidth: float
@@ -135,7 +138,10 @@ class Limits:
 
 
 def limits(machine: Machine) -> Limits:
-    """From the table of chips; of others measured here, shared by all devices of the machine."""
+    """Return the limits of a device from the table of chips.
+
+    Those of other devices are measured here, shared by all devices of the machine.
+    """
     if machine.chip is not None:
         chip = machine.chip
         return Limits(chip.flops, chip.bandwidth, chip.ring, "maker's figures")
@@ -150,7 +156,7 @@ def _measured() -> Rates:
 
 
 def seconds(phase: Phase, memory: Memory, can: Limits) -> dict[str, float]:
-    """Least seconds of one execution by what bounds it: "compute", "memory", "network"."""
+    """Return least seconds of one execution by what bounds it: "compute", "memory", "network"."""
     work, mesh = phase.work, phase.part.placement.mesh
     return {
         "compute": (work.flops + work.recomputed) / mesh.size / can.flops,
@@ -160,14 +166,15 @@ def seconds(phase: Phase, memory: Memory, can: Limits) -> dict[str, float]:
 
 
 def sent(phase: Phase, memory: Memory) -> float:
-    """Bytes that a device sends in one execution."""
+    """Return the bytes that a device sends in one execution."""
     return phase.sends + sum(memory.collectives.values())
 
 
 def device_traffic(phase: Phase, memory: Memory) -> float:
-    """Bytes that a device moves at least: arguments, results, weights in every pass, the cache.
+    """Return bytes that a device moves at least.
 
-    What is donated and only written in part, as the cache, counts by what is read of it.
+    They are arguments, results, weights in every pass, the cache. What is donated and only written
+    in part, as the cache, counts by what is read of it.
     """
     part, call = phase.part, phase.call
     if phase.kind in ("copy", "decode"):

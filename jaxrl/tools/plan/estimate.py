@@ -18,7 +18,7 @@ CAUSAL = 5 / 8  # of the scores are computed, see `attention.causal_attention`
 
 
 def temporaries(phase: Phase, remat: str, flash: bool) -> float:
-    """Bytes on one device.
+    """Estimate the bytes of a program's temporaries on one device.
 
     Args:
         remat: what layers keep; flash: scores are never written.
@@ -54,7 +54,7 @@ def temporaries(phase: Phase, remat: str, flash: bool) -> float:
 
 
 def _intermediates(part: Part, rows: int, length: int) -> dict[str, float]:
-    """Bytes of what a layer computes, on one device, without the scores."""
+    """Return the bytes of what a layer computes, on one device, without the scores."""
     model, tokens = part.model, rows * length * part.dtype.itemsize
     tensor = part.placement.mesh.shape["tensor"]
     heads = model.head_dim / tensor
@@ -69,7 +69,7 @@ def _intermediates(part: Part, rows: int, length: int) -> dict[str, float]:
 
 
 def _kept(within: dict[str, float], remat: str) -> float:
-    """Of a layer, until its backward pass."""
+    """Return the bytes of a layer that are kept until its backward pass."""
     if remat == "none":
         return sum(within.values())
     kept = {
@@ -86,7 +86,10 @@ def _positions(phase: Phase) -> int:
 
 
 def collectives(phase: Phase, remat: str) -> dict[str, float]:
-    """Bytes that a device sends in one execution, by kind; the least of FSDP and Megatron."""
+    """Estimate the bytes that a device sends in one execution, by kind.
+
+    They are the least of FSDP and Megatron.
+    """
     part, (rows, length) = phase.part, phase.shape
     model, size, mesh = part.model, part.dtype.itemsize, part.placement.mesh
     tensor, fsdp, data = (mesh.shape[axis] for axis in ("tensor", "fsdp", "data"))

@@ -27,7 +27,7 @@ _MESH = re.compile(
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective instruction.
+    """Describe one collective instruction.
 
     Attributes:
         kind: one of `KINDS`.
@@ -50,7 +50,7 @@ class Collective:
 
     @property
     def moved(self) -> float:
-        """Bytes that one device sends in one execution, on a ring.
+        """Return the bytes that one device sends in one execution, on a ring.
 
         (n - 1) / n of the array; twice that for an all-reduce; all of it for a permute.
         """
@@ -60,7 +60,7 @@ class Collective:
 
 
 def collectives(text: str) -> list[Collective]:
-    """Collectives of an optimised HLO module, `compiled.as_text()`.
+    """Return the collectives of an optimised HLO module, `compiled.as_text()`.
 
     The TPU compiler writes a reduce-scatter as an all-reduce and a slice, fused under a name that
     says so, and an asynchronous collective once for its start and again for each fusion that it
@@ -76,7 +76,7 @@ def collectives(text: str) -> list[Collective]:
 
 
 def _computations(text: str) -> dict[str, list[str]]:
-    """Lines of each computation by name; that of the entry is "ENTRY"."""
+    """Return the lines of each computation by name; that of the entry is "ENTRY"."""
     blocks: dict[str, list[str]] = {}
     name = None
     for line in text.splitlines():
@@ -91,7 +91,7 @@ def _computations(text: str) -> dict[str, list[str]]:
 
 
 def _executions(blocks: dict[str, list[str]]) -> Iterator[tuple[str, int, bool]]:
-    """Each call of each computation: its name, how often it runs, whether that count is fixed."""
+    """Yield of each call of a computation its name, how often it runs, whether that is fixed."""
     todo = [("ENTRY", 1, True)]
     while todo:
         name, times, fixed = todo.pop()
@@ -161,7 +161,7 @@ def _parse(
 
 
 def _starts(name: str, block: list[str]) -> bool:
-    """Whether an asynchronous collective starts here, and not in an earlier instruction."""
+    """Return whether an asynchronous collective starts here, and not in an earlier instruction."""
     return any("AsyncCollectiveStart" in line and f"%{name})" in line for line in block)
 
 
@@ -176,7 +176,7 @@ def _integers(text: str | None) -> list[int]:
 
 
 def _group(line: str) -> tuple[int, ...]:
-    """Devices of the first group: a list, an iota, a mesh, or the pairs of a permute."""
+    """Return the devices of the first group: a list, an iota, a mesh, or the pairs of a permute."""
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
         return tuple(int(d) for d in listed[1].split(","))
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):

@@ -31,7 +31,7 @@ SAMPLING = frozenset({"prefill", "copy", "decode"})  # kinds of phases
 
 
 class Part(NamedTuple):
-    """A model on its devices.
+    """Describe a model on its devices.
 
     Attributes:
         names: residents that are its parameters; the first is what is trained.
@@ -46,13 +46,13 @@ class Part(NamedTuple):
 
     @property
     def devices(self) -> frozenset[Any]:
-        """That hold it."""
+        """Return the devices that hold the model."""
         return self.at or frozenset(self.placement.mesh.devices.flat)
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A program of the step, for the longest rows that the config allows.
+    """Describe a program of the step, for the longest rows that the config allows.
 
     Attributes:
         kind: "load", "prefill", "copy", "decode", "forward", "gradient" or "apply".
@@ -81,7 +81,7 @@ class Phase:
 
 
 def phases(run: Run, engine: NativeEngine | None) -> list[Phase]:
-    """All phases of a step, in their order."""
+    """Return all phases of a step, in their order."""
     policy, trainer = run.policy, run.config.trainer
     names = ("parameters", "base") if policy.lora else ("parameters",)
     part = Part(run.model, policy.placement, _dtype(run, "policy"), names)
@@ -128,7 +128,7 @@ def _forward(run: Run, name: str, scorer: Scorer, params: Any, part: Part) -> Ph
 def _update(
     run: Run, prefix: str, updater: Updater, state: Any, params: Any, part: Part, prompts: int
 ) -> list[Phase]:
-    """The gradient of a microbatch, and the optimizer's update.
+    """Return the phases of an update: the gradient of a microbatch, and the optimizer's update.
 
     Args:
         prefix: of the names of the phases.
@@ -161,7 +161,10 @@ def _update(
 
 
 def _sampling(run: Run, engine: NativeEngine, policy: Part) -> Iterator[Phase]:
-    """Weights to the engine, prompts into its cache and its samples, a block of decode steps."""
+    """Yield the phases of sampling.
+
+    Weights go to the engine, prompts into its cache and its samples; then a block of decode steps.
+    """
     generator, hosts = run.config.generator, run.machine.hosts
     prompts = -(-run.config.trainer.train_batch_size // hosts)
     engines, turns = generator.inference_engine.num_engines, generator.max_turns
@@ -217,7 +220,9 @@ def _sampling(run: Run, engine: NativeEngine, policy: Part) -> Iterator[Phase]:
 
 
 def _copies(part: Part, call: Call, slots: int, samples: int, waves: int) -> Phase:
-    """The prompt's keys and values, from the first sample of each group to the others.
+    """Return the phase that copies a prompt's keys and values to the samples of its group.
+
+    They go from the first sample of each group to the others.
 
     Args:
         slots: of a device; a group that begins on one device may end on the next.
@@ -236,14 +241,14 @@ def _on_device(part: Part, rows: int, length: int) -> tuple[int, int]:
 
 
 def _wanted(run: Run, length: int) -> int:
-    """Most tokens of a row that are scored: sampled ones."""
+    """Return the most tokens of a row that are scored: sampled ones."""
     generator, width = run.config.generator, min(run.width, length)
     each = generator.sampling_params.max_generate_length * generator.max_turns
     return min(each * max(length // width, 1), length)
 
 
 def _chunks(part: Part, rows: int, length: int, wanted: int) -> int:
-    """Trips of the loop of the vocabulary head."""
+    """Return the number of trips of the loop of the vocabulary head."""
     model, placement = part.model, part.placement
     if model.value_head is not None:
         return 1

@@ -21,7 +21,7 @@ GPUS_OF_A_HOST = 8
 
 @dataclass(frozen=True)
 class Line:
-    """A phase of a plan.
+    """Hold a phase of a plan with its figures.
 
     Attributes:
         beside: bytes that stay on its devices and are not among its arguments.
@@ -37,23 +37,23 @@ class Line:
 
     @property
     def peak(self) -> float:
-        """Bytes of one device."""
+        """Return the bytes of one device while the phase runs."""
         return self.beside + self.memory.peak
 
     @property
     def bound(self) -> str:
-        """What takes longest: "compute", "memory" or "network"."""
+        """Return what takes longest: "compute", "memory" or "network"."""
         return max(self.times, key=lambda name: self.times[name])
 
     @property
     def seconds(self) -> float:
-        """Least seconds in a step."""
+        """Return the least seconds of the phase in a step."""
         return self.times[self.bound]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run needs.
+    """Hold what a run needs.
 
     Attributes:
         config: resolved.
@@ -73,23 +73,23 @@ class Plan:
 
     @property
     def peak(self) -> Line:
-        """The phase that needs most."""
+        """Return the phase that needs most."""
         return max(self.lines, key=lambda line: line.peak)
 
     @property
     def too_large(self) -> list[Line]:
-        """Phases that do not fit."""
+        """Return the phases that do not fit."""
         limit = self.machine.memory
         return [line for line in self.lines if line.peak > limit or line.memory.refusal]
 
     @property
     def fits(self) -> bool:
-        """Whether the run does."""
+        """Return whether the run fits."""
         return not self.refusal and not self.too_large
 
     @property
     def left_for_cache(self) -> float | None:
-        """Bytes that a larger cache could take, beside all that is there while sampling."""
+        """Return bytes that a larger cache could take, beside all that is there while sampling."""
         sampling = [line.peak for line in self.lines if line.phase.kind in SAMPLING]
         return self.machine.memory - max(sampling) if sampling else None
 
@@ -130,7 +130,7 @@ def make_plan(
 
 
 def beside(phase: Phase, stay: list[Resident]) -> float:
-    """Bytes that stay on a phase's devices and are not among its arguments."""
+    """Return the bytes that stay on a phase's devices and are not among its arguments."""
     return sum(
         resident.size
         for resident in stay
@@ -147,14 +147,14 @@ def _line(phase: Phase, memory: Memory, stay: list[Resident], can: Limits) -> Li
 
 
 def _check_kernels(run: Run) -> None:
-    """CPU devices that stand in for GPUs do not know what these refuse."""
+    """Refuse what GPUs refuse, where CPU devices stand in for them and do not know it."""
     if run.machine.stand_in:
         dtype = DTYPES[cfg.compute_dtype(run.config.trainer, "policy")]
         choose_kernel(run.model, run.config.trainer.flash_attn is True, "gpu", dtype)
 
 
 def _notes(config: cfg.TrainConfig, machine: Machine) -> list[str]:
-    """Where sampling is done, and what is not counted."""
+    """Return where sampling is done, and what is not counted."""
     settings, hosts, notes = config.generator.inference_engine, machine.hosts, []
     if not cfg.in_process(config):
         notes.append(f"the engine of backend={settings.backend!r} is elsewhere and not counted")

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True)
 class Rates:
-    """Measured limits of this machine."""
+    """Hold the measured limits of this machine."""
 
     matmul_flops: float  # FLOP/s of a large square matrix product
     bandwidth: float  # bytes/s read by the sum of a large array
 
 
 def best_seconds(func: Callable[..., Any], *args: Any, repeats: int = 5) -> float:
-    """Least seconds of a call, after one that compiles."""
+    """Return the least seconds of a call, after one that compiles."""
     jax.block_until_ready(func(*args))
     seconds = []
     for _ in range(repeats):
@@ -29,7 +29,7 @@ def best_seconds(func: Callable[..., Any], *args: Any, repeats: int = 5) -> floa
 
 
 def measure_rates(dtype: jnp.dtype, *, smoke: bool = False) -> Rates:
-    """The matmul rate in `dtype` and the memory bandwidth of the first device."""
+    """Measure the matmul rate in `dtype` and the memory bandwidth of the first device."""
     large = jax.default_backend() != "cpu"
     size, elements = (8192, 2**30) if large else (2048, 2**26)  # 2**26 float32 = 256 MiB
     if smoke:

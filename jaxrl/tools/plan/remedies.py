@@ -20,7 +20,7 @@ MOST_NAMED, MOST_TRIED = 3, 8  # a try compiles what the change touches
 
 @dataclass(frozen=True)
 class Remedy:
-    """Changes that were applied, and the plan of the changed config, which fits."""
+    """Hold changes that were applied, and the plan of the changed config, which fits."""
 
     changes: Changes
     plan: Plan
@@ -29,7 +29,7 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Knob:
-    """Settings of one thing, each smaller than the one before, in memory."""
+    """Hold the settings of one thing, each smaller than the one before, in memory."""
 
     cost: str
     settings: list[Changes]
@@ -39,7 +39,9 @@ class Knob:
 def find_remedies(
     config: cfg.TrainConfig, plan: Plan, memory_of: MemoryOf, tell: Callable[[str], None]
 ) -> list[Remedy]:
-    """Single changes that make a run fit, cheapest first; if there is none, several together.
+    """Return single changes that make a run fit, cheapest first.
+
+    If there is none, return several together.
 
     What is worth a try is predicted: estimates, corrected by what the compiler said of the config
     as it is.
@@ -76,14 +78,14 @@ class _Search:
             self.ratio[line.phase.name] = line.memory.temporaries / guess if guess else 1.0
 
     def first(self, knob: Knob) -> Remedy | None:
-        """The first setting with which the run fits."""
+        """Return the first setting with which the run fits, or None."""
         for number, changes in enumerate(knob.settings):
             if self.excess(changes) == 0 and (remedy := self.verified([(knob, number)])):
                 return remedy
         return None
 
     def together(self, useful: Sequence[Knob]) -> Remedy | None:
-        """Changes of several knobs, as few and as small as fit."""
+        """Return changes of several knobs, as few and as small as fit, or None."""
         chosen: list[tuple[Knob, int]] = []  # and the number of its setting
         best = self.excess({})
         for knob in useful:
@@ -97,7 +99,7 @@ class _Search:
         return None
 
     def _pruned(self, chosen: list[tuple[Knob, int]]) -> list[tuple[Knob, int]]:
-        """Without what is not needed; the rest in its first setting that suffices."""
+        """Drop what is not needed; keep the rest in its first setting that suffices."""
         for place in reversed(range(len(chosen))):
             rest = chosen[:place] + chosen[place + 1 :]
             if self.excess(_joined(rest)) == 0:
@@ -111,7 +113,7 @@ class _Search:
         return chosen
 
     def excess(self, changes: Changes) -> float:
-        """Predicted bytes that are missing, over all phases; inf for what cannot be."""
+        """Return the predicted bytes that are missing, over all phases; inf for what cannot be."""
         plan = self._plan(changes, self._predicted)
         if plan is None or plan.refusal:
             return float("inf")
@@ -119,7 +121,7 @@ class _Search:
         return sum(max(line.peak - limit, 0) for line in plan.lines)
 
     def verified(self, chosen: Sequence[tuple[Knob, int]]) -> Remedy | None:
-        """The changes, if the run fits with them."""
+        """Return the changes as a remedy if the run fits with them, or None."""
         if self.tries == MOST_TRIED:
             return None
         self.tries, changes = self.tries + 1, _joined(chosen)
@@ -143,7 +145,7 @@ class _Search:
 
 
 def said(changes: Changes) -> str:
-    """As on the command line."""
+    """Write changes as on the command line."""
     return " ".join(f"--config.{name}={value}" for name, value in changes.items())
 
 
@@ -161,12 +163,12 @@ _ALL = frozenset({"gradient", "forward", "apply", "load", "prefill", "decode"})
 
 
 def knobs(plan: Plan) -> list[Knob]:
-    """What a config can change, cheapest first."""
+    """Return what a config can change, cheapest first."""
     return [knob for knob in [*_passes(plan), *_placement(plan), *_engine(plan)] if knob.settings]
 
 
 def _passes(plan: Plan) -> Iterator[Knob]:
-    """Of the forward passes and gradients: none of them changes what is computed but bf16."""
+    """Yield knobs of the forward passes and gradients; none of them changes what is computed."""
     trainer, fast = plan.config.trainer, _has_host_memory(plan)
     if fast:
         settings = [] if trainer.flash_attn is True else [{"trainer.flash_attn": True}]
@@ -187,7 +189,10 @@ def _passes(plan: Plan) -> Iterator[Knob]:
 
 
 def _placement(plan: Plan) -> Iterator[Knob]:
-    """Of where weights and optimizer state are."""
+    """Yield knobs of where weights and optimizer state are.
+
+    The last one, bf16, is the one that changes what passes compute.
+    """
     trainer, names = plan.config.trainer, {resident.name for resident in plan.stay}
     mesh = plan.lines[-1].phase.part.placement.mesh
     spread = {"trainer.policy.mesh.data": 1, "trainer.policy.mesh.fsdp": -1}
@@ -213,7 +218,7 @@ def _placement(plan: Plan) -> Iterator[Knob]:
 
 
 def _engine(plan: Plan) -> Iterator[Knob]:
-    """Of the engine."""
+    """Yield knobs of the engine."""
     settings = plan.config.generator.inference_engine
     for line in plan.lines:
         if line.phase.kind == "decode":
@@ -233,12 +238,12 @@ def _engine(plan: Plan) -> Iterator[Knob]:
 
 
 def _has_host_memory(plan: Plan) -> bool:
-    """Whether the devices have memory of their own beside the host's, and kernels."""
+    """Return whether the devices have memory of their own beside the host's, and kernels."""
     return plan.machine.stand_in or plan.machine.devices[0].platform != "cpu"
 
 
 def _halves(n: int) -> list[int]:
-    """n / 2, n / 4, ... 1."""
+    """Return n / 2, n / 4, ... 1."""
     halves = []
     while n > 1:
         n //= 2

@@ -15,13 +15,13 @@ _COLUMNS = (
 
 
 def size(number: float) -> str:
-    """Bytes, in binary units."""
+    """Write a number of bytes in binary units."""
     unit = next((unit for unit in ("KiB", "MiB") if abs(number) < _UNITS[unit] * 1024), "GiB")
     return f"{number / _UNITS[unit]:,.2f} {unit}"
 
 
 def text(plan: Plan) -> str:
-    """The whole plan, memory in GiB of one device."""
+    """Return the whole plan as text, memory in GiB of one device."""
     machine, peak = plan.machine, plan.peak
     lines = [
         f"plan for {machine.name}: {size(machine.memory)} per device",
@@ -76,7 +76,7 @@ def _cache_lines(plan: Plan) -> list[str]:
 
 
 def _collective_lines(plan: Plan) -> list[str]:
-    """Bytes by kind, where anything is sent."""
+    """Return lines of the bytes by kind, where anything is sent."""
     lines = []
     for line in plan.lines:
         if counted := line.memory.collectives:
@@ -98,7 +98,7 @@ def _verdict(plan: Plan) -> list[str]:
 
 
 def remedies_text(remedies: Sequence[Remedy]) -> str:
-    """What was tried and fits, as flags."""
+    """Return what was tried and fits, as flags."""
     if not remedies:
         return (
             "no change that the planner knows makes it fit: take more or larger devices, shorter "
@@ -113,7 +113,7 @@ def remedies_text(remedies: Sequence[Remedy]) -> str:
 
 
 def as_json(plan: Plan, remedies: Sequence[Remedy]) -> dict[str, Any]:
-    """All figures: bytes, FLOPs and seconds of one device."""
+    """Return all figures: bytes, FLOPs and seconds of one device."""
     return {
         "remedies": [
             {"changes": remedy.changes, "peak": remedy.plan.peak.peak} for remedy in remedies

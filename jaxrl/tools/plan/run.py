@@ -40,7 +40,7 @@ from jaxrl.types import TrainBatch
 
 
 class Run:
-    """The parts of a run that have arrays on devices, from shapes.
+    """Hold the parts of a run that have arrays on devices, from shapes.
 
     Args:
         config: resolved and validated.
@@ -85,7 +85,7 @@ class Run:
         self.critic_params = self.critic and _whole(self.critic, self.critic.like.params)
 
     def engine(self) -> NativeEngine | None:
-        """One of the engines in this process; None: they are elsewhere, or not jaxrl's own.
+        """Return one of the engines in this process; None: they are elsewhere, or not jaxrl's own.
 
         Raises:
             ValueError: its memory does not hold one row.
@@ -110,7 +110,7 @@ class Run:
         return engine
 
     def engine_params(self) -> Params:
-        """What an engine is given: the parameters, or its host's copy of them.
+        """Return what an engine is given: the parameters, or its host's copy of them.
 
         Of several hosts each has a copy on its own devices, adapters merged, in the sampler's
         dtype, split along the largest dim (but that of layers) that they divide.
@@ -130,7 +130,7 @@ class Run:
         return jax.tree_util.tree_map_with_path(part, shapes)
 
     def refused_copy(self) -> str | None:
-        """Why a host cannot make the copy of the weights that goes to servers, if it cannot.
+        """Return why a host cannot make the copy of the weights that goes to servers, or None.
 
         Every process of a job makes one, whole, in the dtype of the parameters.
         """
@@ -149,7 +149,10 @@ class Run:
         )
 
     def gathered_bytes(self) -> float:
-        """That a device sends for the copies of several hosts: all are gathered on all devices."""
+        """Return the bytes that a device sends for the copies of several hosts.
+
+        All copies are gathered on all devices.
+        """
         if self.machine.hosts == 1:
             return 0.0
         size, devices = 0, len(self.machine.devices)
@@ -158,7 +161,7 @@ class Run:
         return size * (devices - 1) / devices
 
     def requests(self) -> list[Request]:
-        """The longest requests of training and evaluation."""
+        """Return the longest requests of training and evaluation."""
         generator, trainer = self.config.generator, self.config.trainer
         evaluates = trainer.eval_interval > 0 and self.config.data.val_data
         phases = [generator.sampling_params]
@@ -176,7 +179,7 @@ class Run:
     # ---------------------------------------------------------------- arguments of the programs
 
     def batch(self, cut: Microbatching, *, done: bool) -> TrainBatch:
-        """Host rows of the longest trajectories that fill one microbatch.
+        """Return host rows of the longest trajectories that fill one microbatch.
 
         Args:
             done: with what the update needs; else as the forward passes get them.
@@ -200,7 +203,7 @@ class Run:
         )
 
     def forward_call(self, scorer: Scorer, params: Params, placement: Placement) -> Call:
-        """`scorer.forward` of one microbatch."""
+        """Return the call of `scorer.forward` for one microbatch."""
         batch = self.batch(scorer.microbatching, done=False)
         _, rows, _ = next(microbatches(batch.row_ids, batch, scorer.microbatching))
         return Call(scorer.forward, (params, placed(rows, placement)), scorer.options)
@@ -208,7 +211,9 @@ class Run:
     def gradient_call(
         self, updater: Updater, params: Params, trained: Params, at: Placement
     ) -> Call:
-        """`updater.accumulate` of one microbatch, or `pull_back` if the loss sees the minibatch.
+        """Return the call of `updater.accumulate` for one microbatch.
+
+        It is the call of `pull_back` if the loss sees the whole minibatch.
 
         Args:
             params: all of the model; trained: those with a gradient.
@@ -231,7 +236,7 @@ class Run:
 
 
 def _on_host(mesh: Mesh, machine: Machine) -> Mesh:
-    """The mesh on the devices of `Machine.host`, in the place of those of the first process."""
+    """Return the mesh on the devices of `Machine.host`, in place of those of the first process."""
     assert machine.host is not None
     same = dict(zip(by_process(machine.devices)[0], machine.host, strict=True))
     devices = np.array([same[device] for device in mesh.devices.flat]).reshape(mesh.devices.shape)
@@ -239,13 +244,13 @@ def _on_host(mesh: Mesh, machine: Machine) -> Mesh:
 
 
 def placed(tree: Any, placement: Placement) -> Any:
-    """Shapes of host rows, spread over the batch axes as on the devices."""
+    """Return shapes of host rows, spread over the batch axes as on the devices."""
     rows = batch_sharding(placement.mesh, placement.rules)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), tree)
 
 
 def _whole(role: Policy | Critic, trained: Params) -> Params:
-    """All parameters of the policy or the critic, see `Policy.whole`; nothing is read."""
+    """Return all parameters of the policy or the critic, see `Policy.whole`; nothing is read."""
     if role.lora is None:
         return trained
     return attach(role.lora, placed_params(role.model, role.placement), trained)

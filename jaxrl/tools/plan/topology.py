@@ -27,7 +27,7 @@ ONE_HOST = {"1x1": 1, "2x2": 4, "2x4": 8}
 
 @dataclass(frozen=True)
 class Machine:
-    """Devices to plan for.
+    """Describe the devices to plan for.
 
     Attributes:
         name: in words.
@@ -47,19 +47,19 @@ class Machine:
 
     @property
     def platform(self) -> str:
-        """As JAX calls it."""
+        """Return the platform as JAX calls it."""
         return "gpu" if self.stand_in else self.devices[0].platform
 
     @property
     def hosts(self) -> int:
-        """Processes of a run on it, one for each host."""
+        """Return the number of processes of a run on the machine, one for each host."""
         return len(by_process(self.devices))
 
 
 def machine(
     topology: str | None = None, hbm_gib: float | None = None, chips_per_host: int | None = None
 ) -> Machine:
-    """The machine of a topology, or that of this process.
+    """Return the machine of a topology, or that of this process.
 
     Args:
         topology: "v5e:2x4" of TPUs, "h100:8" of GPUs.
@@ -98,7 +98,7 @@ def machine(
 
 
 def topology_devices(name: str, chips_per_host: int | None = None) -> list[Any]:
-    """Devices of a TPU slice, for example "v5e:2x4", to compile for.
+    """Return the devices of a TPU slice, for example "v5e:2x4", to compile for.
 
     Args:
         chips_per_host: of v5e and v6e: 1, 4 or 8; None = 4, of slices that are one host all.
@@ -139,7 +139,7 @@ def topology_devices(name: str, chips_per_host: int | None = None) -> list[Any]:
 
 
 def _one_host(whole: Machine, kind: str, chips_per_host: int | None) -> list[Any]:
-    """The devices of a topology that is one host of another, in the same order."""
+    """Return the devices of a topology that is one host of another, in the same order."""
     coords = np.array([device.coords for device in by_process(whole.devices)[0]])
     sides = (np.ptp(coords, axis=0) + 1).tolist()
     number = 2 if kind in HOSTS else 3  # of the sides in a name

@@ -19,7 +19,7 @@ RECOMPUTED = {
 
 
 class Work(NamedTuple):
-    """What one execution of a program computes, on all its devices together.
+    """Hold what one execution of a program computes, on all its devices together.
 
     Attributes:
         flops: useful ones.
@@ -33,14 +33,14 @@ class Work(NamedTuple):
 
 
 def forward_work(model: TransformerConfig, rows: int, length: int, wanted: int) -> Work:
-    """One forward pass over rows of `length` tokens, `wanted` of which are scored."""
+    """Count one forward pass over rows of `length` tokens, `wanted` of which are scored."""
     return Work(rows * (layers_flops(model, 0, length) + _head(model, wanted)), weight_reads=1)
 
 
 def gradient_work(
     model: TransformerConfig, rows: int, length: int, wanted: int, remat: str, *, frozen: bool
 ) -> Work:
-    """The gradient of as much; the head computes its logits again in any case.
+    """Count the gradient of rows of `length` tokens; the head always computes its logits again.
 
     Args:
         frozen: the weights have no gradients, adapters have.
@@ -53,19 +53,19 @@ def gradient_work(
 
 
 def _head(model: TransformerConfig, wanted: int) -> int:
-    """FLOPs of the head of a row; a critic's is next to nothing."""
+    """Return the FLOPs of the head of a row; a critic's is next to nothing."""
     return 0 if model.value_head else head_flops(model, wanted)
 
 
 def layer_params(model: TransformerConfig) -> int:
-    """Parameters of all layers that take part in matrix products."""
+    """Return the number of parameters of all layers that take part in matrix products."""
     c = model
     attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
     return c.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size)
 
 
 def layers_flops(model: TransformerConfig, start: int, stop: int) -> int:
-    """FLOPs of the layers for positions start..stop-1 of one sequence.
+    """Return the FLOPs of the layers for positions start..stop-1 of one sequence.
 
     2 per parameter and token; 2 for q k^T and 2 for probs v, per head dim and position seen.
     """
@@ -75,14 +75,14 @@ def layers_flops(model: TransformerConfig, start: int, stop: int) -> int:
 
 
 def head_flops(model: TransformerConfig, tokens: int) -> int:
-    """FLOPs of the logits of `tokens` positions."""
+    """Return the FLOPs of the logits of `tokens` positions."""
     return 2 * model.hidden_size * model.vocab_size * tokens
 
 
 def step_flops(
     model: TransformerConfig, prompts: int, prompt_length: int, lengths: Sequence[int]
 ) -> dict[str, int]:
-    """FLOPs of the phases of one GRPO step.
+    """Return the FLOPs of the phases of one GRPO step.
 
     Args:
         lengths: response tokens of each sample. The prompts are prefilled once each; logits are
@@ -104,7 +104,9 @@ def step_flops(
 def decode_step_bytes(
     model: TransformerConfig, batch: int, context: float, bytes_per_element: int
 ) -> float:
-    """Bytes that one decode step must read: every weight once, the keys and values of each row.
+    """Return the bytes that one decode step must read.
+
+    They are every weight once, and the keys and values of each row.
 
     Args:
         context: mean positions seen by a row.

@@ -29,12 +29,12 @@ START = "start"  # in place of a checkpoint: the models that the run began with
 
 
 class CorruptedRollouts(ValueError):
-    """A file of recorded rollouts is not as the run wrote it."""
+    """Say that a file of recorded rollouts is not as the run wrote it."""
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A finished step of the surviving lineage.
+    """Hold a finished step of the surviving lineage.
 
     Attributes:
         file: of its rollouts, under the run folder; None = not recorded.
@@ -52,7 +52,7 @@ class RecordedStep:
 
 
 class RecordedRun:
-    """What a run folder holds.
+    """Read what a run folder holds.
 
     Args:
         folder: with config.yaml and run.db.
@@ -101,7 +101,7 @@ class RecordedRun:
             raise ValueError(f"{self.folder / FILE} has no finished step; let the run do one")
 
     def rollouts(self, step: int) -> tuple[GeneratorOutput, list[str]]:
-        """The trajectories of a step, and their uids; `check_files` compares the digest.
+        """Return the trajectories of a step, and their uids; `check_files` compares the digest.
 
         Raises:
             ValueError, FileNotFoundError: they were not recorded, are gone, or cannot be read.
@@ -109,7 +109,7 @@ class RecordedRun:
         return read_rollouts(self.path(step))
 
     def step(self, number: int) -> RecordedStep:
-        """A finished step.
+        """Return a finished step.
 
         Raises:
             ValueError: the surviving run has no such step.
@@ -122,7 +122,7 @@ class RecordedRun:
         return self.steps[number]
 
     def checksums(self, step: int) -> dict[str, int]:
-        """Of the arrays of a step.
+        """Return the checksums of the arrays of a step.
 
         Raises:
             ValueError: there is no such step, or they were not recorded.
@@ -135,7 +135,7 @@ class RecordedRun:
         return found
 
     def path(self, step: int) -> Path:
-        """The file of a step's trajectories.
+        """Return the file of a step's trajectories.
 
         Raises:
             ValueError: there is no such step, or its trajectories were not recorded.
@@ -169,7 +169,7 @@ class RecordedRun:
                 )
 
     def find_checkpoint(self, step: int | None, given: str | None = None) -> str | None:
-        """Where to start: the folder of a checkpoint; None: the models that the run began with.
+        """Return where to start: a checkpoint's folder; None: the models that the run began with.
 
         A run that went on from a checkpoint of another one begins with that.
 
@@ -207,7 +207,7 @@ class RecordedRun:
         return self.origin
 
     def described(self, checkpoint: str | None) -> str:
-        """Where a replay starts, in words."""
+        """Say where a replay starts, in words."""
         if checkpoint:
             return checkpoint
         folder = self.config.trainer.ckpt_path
@@ -226,12 +226,12 @@ class RecordedRun:
 
 
 def _exists(folder: str) -> bool:
-    """Whether a folder of checkpoints is there; of one in a bucket it is taken for granted."""
+    """Return whether a folder of checkpoints is there; one in a bucket is taken for granted."""
     return "://" in folder or os.path.isdir(os.path.expanduser(folder))
 
 
 def step_of(checkpoint: str | None) -> int:
-    """Finished steps of a checkpoint; 0 for the models that a run began with."""
+    """Return the finished steps of a checkpoint; 0 for the models that a run began with."""
     return parse_resume_path(checkpoint)[1] if checkpoint else 0
 
 
@@ -245,7 +245,7 @@ def restored(
     *,
     run_class: type[BasePPOExp] = BasePPOExp,
 ) -> Iterator[Trainer]:
-    """The trainer of the run, without an engine, as it was at a checkpoint.
+    """Yield the trainer of the run, without an engine, as it was at a checkpoint.
 
     Its `train_step` takes the recorded rollouts of the step; what it would write goes to a
     temporary folder.
@@ -306,7 +306,7 @@ def _trainer(run: RecordedRun, config: cfg.TrainConfig, run_class: type[BasePPOE
 def _config_of_replay(
     config: cfg.TrainConfig, checkpoint: str | None, folder: str
 ) -> cfg.TrainConfig:
-    """The run's, but that it writes elsewhere, and that nothing is sampled."""
+    """Return the run's config, changed to write elsewhere and to sample nothing."""
     intervals = ("eval_interval", "ckpt_interval", "hf_save_interval", "print_example_interval")
     changes = {
         **{f"trainer.{name}": -1 for name in intervals},
@@ -323,7 +323,7 @@ def _config_of_replay(
 
 
 def use_devices(run: RecordedRun, count: int | None) -> None:
-    """As many devices of the CPU as the run had; before there is any array.
+    """Take as many devices of the CPU as the run had; call it before there is any array.
 
     Args:
         count: instead of the run's number.

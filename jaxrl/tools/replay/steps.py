@@ -37,7 +37,7 @@ PLACES = {f"trainer.{name}" for name in ("ckpt_path", "export_path", "log_path",
 
 @dataclass(frozen=True)
 class Compared:
-    """A step, and the arrays in which it differs, those first that are made first.
+    """Hold a step, and the arrays in which it differs, those first that are made first.
 
     Attributes:
         arrays: that were compared.
@@ -95,7 +95,7 @@ def replay(
 
 
 def redone(run: RecordedRun, trainer: Trainer, numbers: Iterable[int]) -> Iterator[Compared]:
-    """The restored state compared with the recorded one; then steps, each done again and compared.
+    """Compare the restored state with the recorded one; then do each step again and compare it.
 
     What has no checksums is done, and not compared.
 
@@ -123,7 +123,7 @@ def compared(
     *,
     kl_in_rewards: bool = False,
 ) -> Compared:
-    """The arrays whose checksums differ, or that only one of the two has.
+    """Find the arrays whose checksums differ, or that only one of the two has.
 
     Args:
         kl_in_rewards: rewards are made of log-probs, so they come after these.
@@ -172,7 +172,7 @@ def _maker(name: str) -> str:
 
 
 def _when_made(name: str, order: Sequence[str]) -> tuple[int, int, str]:
-    """Place in a step: batch arrays in their order, then parameters, then the rest."""
+    """Return the place in a step: batch arrays in their order, then parameters, then the rest."""
     if name.startswith("batch"):
         return 0, order.index(name) if name in order else 0, name
     return 1, 0 if name.startswith("state.params") else 1, name
@@ -188,7 +188,7 @@ def _span(run: RecordedRun) -> str:
 
 
 def other_machine(recorded: Mapping[str, object], now: Mapping[str, object]) -> Iterator[str]:
-    """What differs between two machines, if anything does, and what that means; in words."""
+    """Yield what differs between two machines, if anything, and what that means; in words."""
     different = [
         f"{name} {recorded.get(name)!r} | {now.get(name)!r}"
         for name in dict.fromkeys((*recorded, *now))

@@ -19,7 +19,7 @@ _LEVEL = 6
 
 
 def pack(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
-    """A header, JSON without NaN, and arrays of the `TYPES`, as base64."""
+    """Pack a header, JSON without NaN, and arrays of the `TYPES` as base64."""
     kinds = {np.dtype(kind): name for name, kind in TYPES.items()}
     about = {name: [kinds[array.dtype], array.size] for name, array in arrays.items()}
     text = json.dumps({**header, "arrays": about}, allow_nan=False, separators=(",", ":")).encode()
@@ -28,7 +28,7 @@ def pack(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
 
 
 def unpack(text: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """What `pack` was given."""
+    """Return what `pack` was given."""
     data = zlib.decompress(base64.b64decode(text))
     start = 4 + int.from_bytes(data[:4], "little")
     header, arrays = json.loads(data[4:start]), {}
@@ -47,12 +47,12 @@ def _by_plane(array: np.ndarray) -> bytes:
 
 
 def finite(value: float) -> float | None:
-    """For JSON, which has no NaN."""
+    """Return a number fit for JSON, which has no NaN: None where it is not finite."""
     return value if math.isfinite(value) else None
 
 
 def inert_json(value: Any) -> str:
-    """JSON without characters that mean something to HTML, of ASCII alone."""
+    """Return JSON without characters that mean something to HTML, of ASCII alone."""
     text = json.dumps(value, separators=(",", ":"), default=str, allow_nan=False)
     for char in "<>&":
         text = text.replace(char, f"\\u{ord(char):04x}")

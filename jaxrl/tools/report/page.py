@@ -21,7 +21,7 @@ MARGIN = 4000  # bytes of a page for what is counted by the way
 
 
 def page(runs: Sequence[RunFiles], *, tokenizer: str | None = None, limit: int) -> str:
-    """The page of one run, or of two that are compared.
+    """Return the page of one run, or of two that are compared.
 
     Args:
         runs: their `notes` grow by what cannot be shown.
@@ -53,7 +53,10 @@ def page(runs: Sequence[RunFiles], *, tokenizer: str | None = None, limit: int) 
 
 
 def _selections(runs: Sequence[RunFiles], tokenizer: str | None, room: int) -> list[Selection]:
-    """The trajectories of each run; the smaller one first, the other gets what that leaves."""
+    """Select the trajectories of each run.
+
+    The smaller run comes first, the other gets what that leaves.
+    """
     found: dict[int, Selection] = {}
     sizes = [sum(path.stat().st_size for path in run.rollouts.values()) for run in runs]
     for place, i in enumerate(sorted(range(len(runs)), key=lambda i: sizes[i])):
@@ -66,7 +69,7 @@ def _selections(runs: Sequence[RunFiles], tokenizer: str | None, room: int) -> l
 
 
 def _about(run: RunFiles) -> dict[str, Any]:
-    """What the page says of a run beside its curves and trajectories."""
+    """Return what the page says of a run beside its curves and trajectories."""
     path = run.folder / METRICS
     return {
         "name": run.name,
@@ -129,5 +132,5 @@ def _part(name: str) -> str:
 
 
 def page_path(run: Path) -> Path:
-    """Where the page of a run is written if nobody says."""
+    """Return where the page of a run is written if nobody says."""
     return run / "report.html"

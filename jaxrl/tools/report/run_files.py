@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass
 class RunFiles:
-    """One run.
+    """Hold what is read of one run.
 
     Attributes:
         lines: of metrics.jsonl, by step, in order.
@@ -50,22 +50,22 @@ class RunFiles:
 
     @property
     def trainer(self) -> dict[str, Any]:
-        """The group `trainer` of the config; {} where it is not known."""
+        """Return the group `trainer` of the config; {} where it is not known."""
         return _group(self.settings, "trainer")
 
     @property
     def name(self) -> str:
-        """Of the run folder."""
+        """Return the name of the run folder."""
         return self.folder.resolve().name
 
     @property
     def last_step(self) -> int:
-        """Of the last line; 0 before the first step."""
+        """Return the step of the last line; 0 before the first step."""
         return max(self.lines, default=0)
 
     @property
     def total_steps(self) -> int | None:
-        """Steps that the run is to do; None where that is not known."""
+        """Return the number of steps that the run is to do; None where that is not known."""
         size = self.trainer.get("train_batch_size")
         prompts, epochs = self.facts.get("num_prompts"), self.trainer.get("epochs")
         most = self.trainer.get("max_training_steps")
@@ -77,7 +77,7 @@ class RunFiles:
     def note_of(
         self, what: str, action: Callable[[], T], otherwise: T, *, step: int | None = None
     ) -> T:
-        """The result of an action; where it fails, what failed becomes a note.
+        """Return the result of an action; where it fails, what failed becomes a note.
 
         A page of a damaged run is worth more than none, whatever is damaged: hence any error.
 
@@ -96,7 +96,7 @@ class RunFiles:
             return otherwise
 
     def all_notes(self) -> list[str]:
-        """`notes`, and one for each kind of file that some steps lack."""
+        """Return `notes`, and one for each kind of file that some steps lack."""
         several = []
         for what, said in self.of_steps.items():
             first, *rest = said
@@ -105,7 +105,7 @@ class RunFiles:
         return [*self.notes, *several]
 
     def dumped_batch(self, step: int) -> Path | None:
-        """What `trainer.dump_data_batch` wrote of a step, where it is.
+        """Return the file that `trainer.dump_data_batch` wrote of a step, or None.
 
         Paths of a config are relative to where the run was started; that is tried, then a folder of
         that name in the run folder.
@@ -120,7 +120,7 @@ class RunFiles:
 
 
 def read_run(folder: str | Path) -> RunFiles:
-    """Everything of a run folder but the contents of its rollout files.
+    """Read everything of a run folder but the contents of its rollout files.
 
     Raises:
         ValueError: it is no folder, or holds nothing that a run writes.
@@ -160,7 +160,10 @@ def _read_config(run: RunFiles) -> None:
 
 
 def _read_metrics(run: RunFiles) -> None:
-    """Unlike a run that goes on, which cuts what follows a damaged line, a page shows the rest."""
+    """Read all whole lines of the metrics.
+
+    A run that goes on cuts what follows a damaged line; a page shows the rest.
+    """
     path = run.folder / METRICS
     if not path.is_file():
         run.notes.append(f"no {METRICS}: there are no curves")
@@ -237,7 +240,7 @@ def _of_ledger(run: RunFiles) -> bool:
 
 
 def _find_rollouts(run: RunFiles) -> None:
-    """By their names, where no ledger says which belong to the run."""
+    """Find rollout files by their names, where no ledger says which belong to the run."""
     for path in (run.folder / ROLLOUTS).glob("step_*.npz"):
         number = path.stem.removeprefix("step_")
         if number.isdecimal():

@@ -25,7 +25,7 @@ PER_STEP = 120  # bytes of a page that a step takes beside its groups
 
 @dataclass
 class Selection:
-    """The groups of a page.
+    """Hold the groups of a page.
 
     Attributes:
         steps: step -> prompts of its groups in the page, and the number of all its groups.
@@ -47,11 +47,11 @@ class Selection:
 
 
 class _Full(Exception):
-    """Everything does not fit."""
+    """Signal that not everything fits."""
 
 
 def select(run: RunFiles, make_vocabulary: Callable[[], Vocabulary], room: int) -> Selection:
-    """The trajectories of a run in at most `room` bytes.
+    """Select the trajectories of a run in at most `room` bytes.
 
     Args:
         make_vocabulary: an empty one; what was tried in vain is forgotten.
@@ -107,7 +107,7 @@ def _fill(
 def _groups(
     run: RunFiles, rows: StepRows, step: int, found: Selection, allowed: int
 ) -> dict[int, str]:
-    """Groups of a step in the order of their hashes, until one has no room: index -> blob."""
+    """Pack groups of a step in the order of their hashes, until one has no room: index -> blob."""
     taken: dict[int, str] = {}
     order = sorted(range(len(rows.groups)), key=lambda i: _hash(step, rows.groups[i][0]))
     for index in order:

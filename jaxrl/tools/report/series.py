@@ -17,7 +17,7 @@ OTHER = "other"
 
 
 def series(run: RunFiles) -> str:
-    """All metrics and the timeline as one blob.
+    """Pack all metrics and the timeline as one blob.
 
     Its header has `names`, of the metrics; `phases`; `columns`, the first step of each column of
     the timeline. Its arrays: `steps<i>` and `values<i>` of metric i; `seconds` [phases, columns].
@@ -36,14 +36,14 @@ def series(run: RunFiles) -> str:
 
 
 def thinned(count: int, most: int) -> list[int]:
-    """At most so many of the numbers from 0, evenly spaced, the first and the last among them."""
+    """Return at most `most` of `count` numbers from 0, evenly spaced, with first and last."""
     if count <= most:
         return list(range(count))
     return np.unique(np.linspace(0, count - 1, most).round().astype(int)).tolist()
 
 
 def timeline(lines: Mapping[int, Mapping[str, float]]) -> tuple[list[str], list[int], np.ndarray]:
-    """Where the time went: phases, the first step of each column, seconds a step [phases, columns].
+    """Return where the time went: phases, first steps of columns, seconds a step [phases, columns].
 
     A column is a step, or the mean of several neighbours. Phases without time are left out.
     """
@@ -62,7 +62,7 @@ def timeline(lines: Mapping[int, Mapping[str, float]]) -> tuple[list[str], list[
 
 
 def alarms(run: RunFiles) -> list[dict[str, Any]]:
-    """Alarms that went off, as the run said them: the rules over its lines."""
+    """Return the alarms that went off, as the run said them: the rules over its lines."""
     watching = run.trainer.get("watching")
     thresholds = watching.get("thresholds") if isinstance(watching, dict) else None
     rules = Alarms(thresholds or {})
@@ -85,7 +85,7 @@ def alarms(run: RunFiles) -> list[dict[str, Any]]:
 
 
 def _beyond(lines: Mapping[int, Mapping[str, float]], name: str, first: int) -> int:
-    """Last of the steps from `first` on at which the alarm was beyond its threshold."""
+    """Return the last of the steps from `first` on at which the alarm was beyond its threshold."""
     last = first
     for step, line in lines.items():
         if step > first and REWARD in line:  # a training step

@@ -12,7 +12,7 @@ SUPERVISED = "train/loss"  # a metric that only supervised runs have
 
 
 def objective(run: RunFiles) -> str:
-    """The objective card, as the run printed it; "" where it cannot be made."""
+    """Return the objective card, as the run printed it; "" where it cannot be made."""
     if not run.settings:
         return ""
     if any(SUPERVISED in line for line in run.lines.values()):
@@ -27,7 +27,7 @@ def _card(run: RunFiles) -> str:
 
 
 def changed(run: RunFiles) -> list[tuple[str, str, str]]:
-    """Fields that differ from the defaults: (dotted name, value, default), as JSON."""
+    """Return the fields that differ from the defaults: (dotted name, value, default), as JSON."""
     if not run.settings:
         return []
     usual = cfg.resolve(cfg.TrainConfig())
@@ -37,7 +37,7 @@ def changed(run: RunFiles) -> list[tuple[str, str, str]]:
 
 
 def fields(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """All fields by their dotted names, as JSON."""
+    """Return all fields by their dotted names, as JSON."""
     found: dict[str, str] = {}
     for name, value in settings.items():
         if isinstance(value, dict) and value:
@@ -48,5 +48,5 @@ def fields(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def shown(value: Any) -> str:
-    """As JSON; dates and other things of YAML as text."""
+    """Return a value as JSON; dates and other things of YAML as text."""
     return json.dumps(value, default=str, ensure_ascii=False)

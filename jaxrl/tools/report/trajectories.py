@@ -36,7 +36,7 @@ DUMPED = ("advantages", "values")
 
 @dataclass(frozen=True)
 class StepRows:
-    """What is recorded of a step.
+    """Hold what is recorded of a step.
 
     Attributes:
         output: rows as columns.
@@ -54,7 +54,7 @@ class StepRows:
 
 
 def read_step(run: RunFiles, step: int) -> StepRows | None:
-    """The trajectories of a step; None and a note where its file cannot be read."""
+    """Read the trajectories of a step; None and a note where its file cannot be read."""
     found = run.note_of("trajectories", lambda: _read(run.rollouts[step]), None, step=step)
     if found is None:
         return None
@@ -84,7 +84,9 @@ def _read(path: Path) -> tuple[GeneratorOutput, list[tuple[str, list[int]]], np.
 
 
 def _matched(batch: TrainBatch, output: GeneratorOutput) -> dict[int, int]:
-    """Row of the rollouts -> row of a batch: `row_ids` say it, unless an override reordered them.
+    """Return row of the rollouts -> row of a batch.
+
+    `row_ids` say it, unless an override reordered them.
 
     Raises:
         ValueError: tokens differ.
@@ -114,7 +116,7 @@ def _reward(output: GeneratorOutput, row: int) -> float:
 def pack_group(
     run: RunFiles, step: StepRows, uid: str, rows: Sequence[int], vocabulary: Vocabulary
 ) -> str:
-    """A group as a blob; the head of this module has its layout."""
+    """Pack a group as a blob; the head of this module has its layout."""
     entries, tokens = [], list[int]()
     order = dict.fromkeys(step.trajectories[rows].tolist())
     numbers, before = {trajectory: k for k, trajectory in enumerate(order)}, None
@@ -147,7 +149,7 @@ def _entry(run: RunFiles, step: StepRows, row: int) -> dict[str, Any]:
 
 
 def _turns(output: GeneratorOutput, row: int) -> list[list[float | None]]:
-    """Stretches that the policy sampled, and what was earned until the next one begins."""
+    """Return stretches that the policy sampled, and what was earned until the next one begins."""
     mask = np.array(output["loss_masks"][row], bool)
     edges = np.flatnonzero(np.diff(mask.astype(int), prepend=0, append=0))
     starts, ends = edges[::2].tolist(), edges[1::2].tolist()
@@ -180,7 +182,7 @@ def _per_token(step: StepRows, rows: Sequence[int]) -> Iterator[tuple[str, np.nd
 def _of_batch(
     step: StepRows, batch: TrainBatch, rows: Sequence[int]
 ) -> Iterator[tuple[str, np.ndarray | None]]:
-    """What was dumped; `log_ratios` where the step knew the old policy's log-probs."""
+    """Yield what was dumped; `log_ratios` where the step knew the old policy's log-probs."""
     fields = {name: getattr(batch, name) for name in DUMPED}
     if batch.old_log_probs is not None and batch.rollout_log_probs is not None:
         ratios = np.asarray(batch.old_log_probs) - np.asarray(batch.rollout_log_probs)
@@ -193,7 +195,7 @@ def _of_batch(
 
 
 def _response(step: StepRows, array: Any, row: int) -> np.ndarray:
-    """Of an array [B, T] the response tokens of a row; NaN where the batch lacks the row."""
+    """Return of an array [B, T] the response tokens of a row; NaN where the batch lacks the row."""
     size, start = len(step.output["response_ids"][row]), len(step.output["prompt_token_ids"][row])
     if row not in step.batch_rows:
         return np.full(size, np.nan)
@@ -205,6 +207,6 @@ def _chained(column: Sequence[Sequence[Any]], rows: Sequence[int]) -> list[Any]:
 
 
 def _half(values: Any) -> np.ndarray:
-    """Half precision, three digits: enough to look at."""
+    """Return values in half precision, three digits: enough to look at."""
     with np.errstate(over="ignore"):
         return np.asarray(values, np.float64).astype(np.float16)

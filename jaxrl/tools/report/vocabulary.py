@@ -18,7 +18,7 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Vocabulary:
-    """Tokens of a page, numbered in the order in which they are first met.
+    """Number the tokens of a page in the order in which they are first met.
 
     Args:
         tokenizer: None = what tokens say is not known, they are shown by their ids.
@@ -45,7 +45,7 @@ class Vocabulary:
             self._alphabet = byte_alphabet() if _is_byte_level(tokenizer) else {}
 
     def numbers(self, ids: np.ndarray) -> np.ndarray:
-        """The numbers of tokens, some of them new: [n] int to [n] uint16, or uint32 if need be."""
+        """Return the numbers of tokens, some new: [n] int to [n] uint16, or uint32 if need be."""
         if not ids.size:
             return ids.astype(np.uint16)
         if ids.max() >= len(self._numbers):
@@ -82,14 +82,19 @@ class Vocabulary:
         return self._difference(token)
 
     def _difference(self, token: int) -> str:
-        """What a token adds to itself: decoders treat the first one of a text in another way."""
+        """Return what a token adds to itself.
+
+        Decoders treat the first one of a text in another way.
+        """
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         once = self.tokenizer.decode([token], **options)
         return self.tokenizer.decode([token, token], **options)[len(once) :]
 
 
 def tokenizer_of(run: RunFiles, folder: str | None) -> Any:
-    """The tokenizer of a run: of its policy's model, or of an export that it made; None without.
+    """Return the tokenizer of a run: of its policy's model, or of an export; None without.
+
+    The export is one that the run made.
 
     Args:
         folder: given by the user, instead of these.
@@ -124,7 +129,7 @@ def _load(place: str, run: RunFiles) -> Any:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Characters of byte-level vocabularies and the byte that each stands for.
+    """Return the characters of byte-level vocabularies and the byte that each stands for.
 
     GPT-2's table (Radford et al., 2019): printable bytes of Latin-1 stand for themselves, the
     others for the characters from U+0100 on.

@@ -28,7 +28,7 @@ FIRST_WAIT, LONGEST_WAIT = 0.1, 10.0  # seconds between two attempts
 
 
 class JetStreamClient:
-    """An `Engine` over JetStream servers with the same weights.
+    """Serve as an `Engine` over JetStream servers with the same weights.
 
     Each call goes to the server with the fewest in flight; one that fails is made again, elsewhere
     if there is another server, and what it had brought is dropped: a sample is delivered once.
@@ -98,10 +98,10 @@ class JetStreamClient:
         self.version = version
 
     def sleep(self) -> None:
-        """Nothing to do: the memory is the servers'."""
+        """Do nothing: the memory is the servers'."""
 
     def wake(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     # ---- requests
 
@@ -116,7 +116,7 @@ class JetStreamClient:
             self.check(request)
 
     def describe(self) -> str:
-        """The servers, and how they are said to sample."""
+        """Describe the servers, and how they are said to sample."""
         return f"JetStream servers {', '.join(self._decode)}, which are said to sample with " + (
             f"temperature {self.declared.temperature:g}, top_k {self.declared.top_k}, top_p "
             f"{self.declared.top_p:g}"
@@ -138,7 +138,7 @@ class JetStreamClient:
         return [[sample.future for sample in group] for group in groups]
 
     def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
-        """The samples of each request, in order."""
+        """Return the samples of each request, in order."""
         return [[future.result() for future in group] for group in self.submit(requests)]
 
     def _serve(self, samples: list[Sample]) -> None:
@@ -154,7 +154,7 @@ class JetStreamClient:
             sample.hand_over()
 
     def _call_until_it_works(self, samples: list[Sample]) -> list[list[int]]:
-        """The tokens of each sample; raises the last error when patience is at its end."""
+        """Return the tokens of each sample; raise the last error when patience is at its end."""
         give_up, wait = time.monotonic() + self.patience, FIRST_WAIT
         failed: set[str] = set()
         while not all(sample.future.cancelled() for sample in samples):
@@ -216,7 +216,7 @@ class JetStreamClient:
         sample.finish("stop")
 
     def _enter(self, failed: set[str]) -> str:
-        """The server with the fewest calls, any of several; one call more is there.
+        """Return the server with the fewest calls, any of several, and count one call more there.
 
         Args:
             failed: servers that are tried again only once all have failed.

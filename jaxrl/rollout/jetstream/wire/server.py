@@ -67,7 +67,7 @@ def serve_grpc(
 
 
 def _cancel(futures: Sequence[Future[Completion]]) -> None:
-    """The client has gone, or has everything: free what is left of slots."""
+    """Free what is left of slots: the client has gone, or has everything."""
     for future in futures:
         future.cancel()
 
@@ -83,7 +83,7 @@ def _is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True)
 class _Orchestrator:
-    """The two methods of the service."""
+    """Implement the two methods of the service."""
 
     engine: Sampler
     tokenizer: Any
@@ -93,7 +93,7 @@ class _Orchestrator:
     vocab_size: int | None
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
-        """By name of the method."""
+        """Return the handlers of the service, by name of the method."""
         return {
             "Decode": grpc.unary_stream_rpc_method_handler(
                 self.decode, pb.DecodeRequest.FromString, pb.DecodeResponse.SerializeToString
@@ -111,7 +111,7 @@ class _Orchestrator:
         return pb.HealthCheckResponse(is_live=True)
 
     def decode(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-        """Each sample of the prompt as it ends."""
+        """Yield each sample of the prompt as it ends."""
         self._authorize(context)
         samples = request.num_samples or 1
         try:
