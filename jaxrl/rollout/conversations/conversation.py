@@ -157,6 +157,9 @@ class Conversation:
         """Return the finished conversation as a trajectory."""
         transcript = self.transcript
         plain = self.reward_is_number and len(transcript.turns) == 1 and all(transcript.loss_mask)
+        columns = transcript.columns
+        if plain:
+            columns["rewards"] = transcript.rewards[-1]
         return Trajectory(
             uid=self.prompt.uid,
             prompt_tokens=transcript.prompt,
@@ -170,7 +173,7 @@ class Conversation:
             failure=str(self.failure) if self.failure else "",
             rejudged=self.rejudged,
             turns=transcript.turns,
-            **transcript.columns | ({"rewards": transcript.rewards[-1]} if plain else {}),
+            **columns,
         )
 
 

@@ -36,7 +36,7 @@ def to_columns(
     steps = [steps_of(t) if step_wise else [t] for t in trajectories]
     rows = [row for of_one in steps for row in of_one]
     measured = [_measured(t) for t in trajectories]
-    per_token = {
+    per_token: dict[str, list[Any] | None] = {
         column.name: [getattr(row, column.field) for row in rows]
         for column in TOKEN_COLUMNS
         if column.is_in(rows)

@@ -104,7 +104,7 @@ class Transcript:
         self.loss_mask, self.rewards = [0] * len(self.tokens), [0.0] * len(self.tokens)
 
     @property
-    def columns(self) -> dict[str, list[Any]]:
+    def columns(self) -> dict[str, Any]:
         """Return the fields of `Trajectory` with an entry per response token."""
         return {column.field: getattr(self, column.field) for column in TOKEN_COLUMNS}
 
