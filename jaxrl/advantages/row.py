@@ -1,4 +1,4 @@
-"""One row of facts per advantage estimator: what is true of it and not of the others."""
+"""Define the row of facts of an advantage estimator: what is true of it and not of the others."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""One row of facts per policy loss: what is true of it and not of the others, in its own file.
+"""Define the row of facts of a policy loss: what is true of it and not of the others.
 
 The config's checks, the objective card, the generated pages and the enum of names all read it.
 """

@@ -33,7 +33,7 @@ class Call(NamedTuple):
     options: dict[str, Any]  # static
 
     def run(self) -> Any:
-        """Call the function."""
+        """Call the function with its arguments and options, and return what it returns."""
         return self.function(*self.args, **self.options)
 
     def lower(self) -> jax.stages.Lowered:

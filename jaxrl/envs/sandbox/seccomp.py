@@ -50,8 +50,8 @@ _MAP_SHARED, _MAP_ANONYMOUS, _MAP_HUGETLB = 0x01, 0x20, 0x40000
 _SIGCHLD = 17
 
 Test = tuple[int, int, bool, int]
-"""Of an argument: its word (two to an argument), the bits that count, whether they must be equal to
-or differ from the operand, and the operand."""
+"""Describes a test of an argument: its word (two to an argument), the bits that count, whether they
+must be equal to or differ from the operand, and the operand."""
 
 # Refused if every test is true; a call may have several lines.
 _REFUSED_IF: list[tuple[str, list[Test]]] = [

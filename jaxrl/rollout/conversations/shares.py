@@ -68,14 +68,14 @@ class AbsentEngine:
         raise RuntimeError("process 0 samples; this one has no engine")
 
     def warm_up(self, requests: Sequence[Request]) -> None:
-        """Do nothing."""
+        """Do nothing: process 0 compiles what its engine runs."""
 
     def describe(self) -> str:
         """Say where the samples come from."""
         return "none here, process 0 samples"
 
     def sleep(self) -> None:
-        """Do nothing."""
+        """Do nothing: no weights are held here."""
 
     def wake(self) -> None:
-        """Do nothing."""
+        """Do nothing: there is no engine to wake."""

@@ -272,7 +272,7 @@ class TransformerEngine:
     # ---- decode
 
     def init_decode_state(self) -> Slots:
-        """Return empty slots."""
+        """Return the state of decoding before the first prompt: all slots are empty."""
         slots = self.max_concurrent_decodes
         rows, tokens = self._rows([0], Sampler(self.sampling, ((0, 0),) * slots))
         rows = rows.replace(slots=np.full(slots, FREE, np.int32))

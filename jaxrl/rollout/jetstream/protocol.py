@@ -96,7 +96,7 @@ class JetStreamEngine(Protocol):
         ...
 
     def init_decode_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Return empty slots."""
+        """Return the state of decoding before the first prompt: all slots are empty."""
         ...
 
     def prefill(

@@ -96,7 +96,7 @@ class Balancer:
             engine.sleep()
 
     def wake(self) -> None:
-        """Do nothing."""
+        """Do nothing: `update_weights` brings back what `sleep` let go."""
 
     def pause(self) -> None:
         """Draw no more tokens until `resume`."""

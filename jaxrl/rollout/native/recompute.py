@@ -60,7 +60,7 @@ class RecomputeEngine:
         self.params = None
 
     def wake(self) -> None:
-        """Do nothing."""
+        """Do nothing: `update_weights` brings back what `sleep` let go."""
 
     def describe(self) -> str:
         """Describe what the engine does for a token."""

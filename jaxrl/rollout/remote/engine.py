@@ -400,4 +400,4 @@ class RemoteEngine:
             self.source.release()
 
     def wake(self) -> None:
-        """Do nothing."""
+        """Do nothing: `update_weights` brings back what `sleep` let go."""

@@ -101,7 +101,7 @@ class JetStreamClient:
         """Do nothing: the memory is the servers'."""
 
     def wake(self) -> None:
-        """Do nothing."""
+        """Do nothing: `sleep` did nothing, either."""
 
     # ---- requests
 
