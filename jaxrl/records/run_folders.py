@@ -30,6 +30,8 @@ from jaxrl.records.lease import FolderLock
 from jaxrl.records.same_run import refuse_records_of_another
 
 OWNER, LATEST = ".owner.json", "latest_checkpoint.txt"
+# Where every run saved, and kept its records, before each had folders of its own.
+OLD_CHECKPOINTS, OLD_LOGS = "~/ckpts", "/tmp/skyrl-logs"
 
 
 class RunFolders:
@@ -187,17 +189,10 @@ class RunFolders:
         if (folder / OWNER).exists():
             return json.loads((folder / OWNER).read_text())
         steps = checkpoint_steps(folder) if field == "ckpt_path" else []
-        if not steps:
+        saved = _saved_by(folder / f"{PREFIX}_{steps[-1]}") if steps else None  # an older version
+        if saved is None or saved["run_name"] == self._trainer.run_name:
             return None
-        try:  # an older version wrote it
-            meta = json.loads((folder / f"{PREFIX}_{steps[-1]}/meta/metadata").read_text())
-            saved = meta["config"]["trainer"]
-            name, run = saved["run_name"], Path(saved["log_path"]) / saved["run_name"]
-        except (OSError, ValueError, LookupError, TypeError):  # restoring it says what is wrong
-            return None
-        if name == self._trainer.run_name:
-            return None
-        return {"run": str(run), "from_here": ""}
+        return {"run": f"{saved['log_path']}/{saved['run_name']}", "from_here": ""}
 
     # ---------------------------------------------------------------- checkpoints that are gone
 
@@ -206,7 +201,10 @@ class RunFolders:
         trainer = self._trainer
         folder = as_path("trainer.ckpt_path", trainer.ckpt_path)
         records = self._run / "metrics.jsonl"
-        if trainer.resume_mode != "latest" or not records.exists() or checkpoint_steps(folder):
+        if trainer.resume_mode != "latest" or checkpoint_steps(folder):
+            return
+        if not records.exists():
+            self._refuse_old_default(folder)
             return
         steps = _last_step(records)
         before, newest = self._recorded_places()
@@ -233,6 +231,23 @@ class RunFolders:
                 "are trained again from the start, and their records replaced"
             )
 
+    def _refuse_old_default(self, folder: epath.Path) -> None:
+        """Refuse to start over where an earlier version saved this run in its default folder."""
+        trainer, old = self._trainer, epath.Path(os.path.expanduser(OLD_CHECKPOINTS))
+        unset = os.path.realpath(trainer.ckpt_path) == str(self._run / "checkpoints")
+        if not unset or not (found := checkpoint_steps(old)):
+            return
+        saved = _saved_by(old / f"{PREFIX}_{found[-1]}")
+        if saved is None or saved["run_name"] != trainer.run_name:
+            return
+        raise FolderError(
+            f"a run named {trainer.run_name!r} has a checkpoint in {old}, where earlier versions "
+            f"saved by default, and trainer.ckpt_path={folder} holds none: to go on after step "
+            f"{found[-1]}, set trainer.ckpt_path={old} (and trainer.log_path={OLD_LOGS}, if its "
+            "records are still there); to start afresh, set trainer.resume_mode=none or choose "
+            "another trainer.run_name"
+        )
+
     def _recorded_places(self) -> tuple[epath.Path | None, str]:
         """Read from its records where the run has its checkpoints, and its newest one."""
         newest = ""
@@ -247,6 +262,15 @@ class RunFolders:
 
 
 _WAITING: "weakref.WeakSet[RunFolders]" = weakref.WeakSet()
+
+
+def _saved_by(checkpoint: epath.Path) -> dict[str, str] | None:
+    """Return `run_name` and `log_path` of the run that saved a checkpoint; None: unreadable."""
+    try:
+        saved = json.loads((checkpoint / "meta/metadata").read_text())["config"]["trainer"]
+        return {name: saved[name] for name in ("run_name", "log_path")}
+    except (OSError, ValueError, LookupError, TypeError):  # restoring it says what is wrong
+        return None
 
 
 def _last_step(records: Path) -> int:

@@ -205,6 +205,25 @@ def test_checkpoints_that_are_where_the_records_say_are_not_passed_by(tmp_path):
     RunFolders(config_of(tmp_path, ckpt_path=old)).close()
 
 
+def test_a_checkpoint_in_the_folder_that_was_the_default_is_not_passed_by(tmp_path, monkeypatch):
+    """Before runs had folders of their own, all of them saved in ~/ckpts."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    old = tmp_path / "home" / "ckpts"
+    leave_run(config_of(tmp_path / "logs", "mine", ckpt_path=str(old)), steps=12, checkpoint=10)
+    (old / OWNER).unlink()  # there were none
+    message = (
+        rf"a run named 'mine' has a checkpoint in {old}, where earlier versions saved by default, "
+        rf"and trainer.ckpt_path={tmp_path}/mine/checkpoints holds none: to go on after step 10, "
+        rf"set trainer.ckpt_path={old} "
+    )
+    with pytest.raises(FolderError, match=message):
+        RunFolders(config_of(tmp_path, "mine"))
+    RunFolders(config_of(tmp_path, "mine", ckpt_path=str(old))).close()
+    RunFolders(config_of(tmp_path, "mine", resume_mode="none")).close()
+    RunFolders(config_of(tmp_path, "another")).close()
+    RunFolders(config_of(tmp_path, "mine", ckpt_path=str(tmp_path / "chosen"))).close()
+
+
 # ------------------------------------------------------------------ real runs
 
 
