@@ -72,7 +72,7 @@ def idle_engine(slots: int) -> NativeEngine:
             top_ids=nothing,
             top_log_probs=nothing,
             raw_log_probs=nothing,
-            kept=nothing,
+            sampling_mask_ids=nothing,
         )
 
     programs.reserve, programs.decode = reserve, decode

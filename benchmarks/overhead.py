@@ -86,7 +86,7 @@ class Steps:
         trainer.begin_ledger(0)
         placement, trained = trainer.policy.placement, trainer.policy.trained
         bare = assemble_update(
-            trainer.config, trainer.scorer, placement, trainer.total_steps, trained
+            trainer.config, trainer.forward_pass, placement, trainer.total_steps, trained
         )[2]
         self.updaters = {True: trainer.updater, False: bare}
         self.lines = 0

@@ -52,7 +52,7 @@ from jaxrl.data.packing import empty_batch, length_bucket
 from jaxrl.models.placement import place_model
 from jaxrl.models.transformer import init_params
 from jaxrl.parallel import make_mesh, replicated
-from jaxrl.training.build import assemble_update, make_scorer
+from jaxrl.training.build import assemble_update, make_forward_pass
 from jaxrl.training.optim import init_state
 from jaxrl.types import TrainBatch
 
@@ -122,8 +122,10 @@ class Steps:
         lengths = np.array(work.lengths[case], np.int32)
         config = _config(work, len(lengths), packed=packed)
         placement = place_model(model, mesh, cfg.sharding_rules(config.trainer.sharding_rules))
-        scorer = make_scorer(config, model, placement)
-        optimizer, like, self.updater = assemble_update(config, scorer, placement, 1000, model)
+        forward_pass = make_forward_pass(config, model, placement)
+        optimizer, like, self.updater = assemble_update(
+            config, forward_pass, placement, 1000, model
+        )
         shardings = jax.tree.map(lambda x: x.sharding, like.params)
         params = init_params(model, 0, shardings)
         self.state = init_state(optimizer, params, shardings, replicated(mesh))

@@ -48,9 +48,9 @@ from jaxrl.records.checkpoint import (
 )
 from jaxrl.records.loggers import check_installed
 from jaxrl.records.progress import progress_bar
+from jaxrl.records.resume_identity import fingerprint
 from jaxrl.records.run_folders import RunFolders
 from jaxrl.records.run_logger import RunLogger
-from jaxrl.records.same_run import fingerprint
 from jaxrl.training.build import assemble_policy, assemble_update
 from jaxrl.training.objective import step_metrics
 from jaxrl.training.optim import init_state
@@ -114,15 +114,15 @@ class SFTTrainer:
     def _build(self) -> None:
         """Make everything that is compiled or placed once."""
         trainer = self.config.trainer
-        self.policy, self.scorer, _ = assemble_policy(self.config, self.model, self.mesh)
+        self.policy, self.forward_pass, _ = assemble_policy(self.config, self.model, self.mesh)
         placement = self.policy.placement
         self.optimizer, self.like, self.updater = assemble_update(
-            self.config, self.scorer, placement, self.total_steps, self.policy.trained
+            self.config, self.forward_pass, placement, self.total_steps, self.policy.trained
         )
         groups, longest = batch_devices(self.mesh, placement.rules), max(self.lengths)
         self.updater.microbatching = update_microbatching(self.config, groups, longest=longest)
         self.eval_cut = dataclasses.replace(
-            self.scorer.microbatching,
+            self.forward_pass.microbatching,
             total=round_up(trainer.eval_batch_size, groups),
             widths=self.updater.microbatching.widths,
         )
@@ -236,7 +236,7 @@ class SFTTrainer:
         for first in range(0, len(self.eval_data), size):
             rows = self.eval_data[first : first + size]
             batch = conversation_batch(rows, self.eval_cut.batch_width)
-            log_probs, _ = self.scorer(self.params, batch, microbatching=self.eval_cut)
+            log_probs, _ = self.forward_pass(self.params, batch, microbatching=self.eval_cut)
             loss -= float(np.sum(log_probs * batch.loss_mask, dtype=np.float64))
             tokens += int(batch.loss_mask.sum())
         return {
@@ -255,7 +255,7 @@ class SFTTrainer:
             self.updater.warm_up(self.params, empty)
             for rows in self.eval_cut.batch_sizes(length) if self.eval_data else ():
                 empty = empty_batch(rows, width, length, log_probs=False)
-                self.scorer(self.params, empty, microbatching=self.eval_cut)
+                self.forward_pass(self.params, empty, microbatching=self.eval_cut)
         checksums(self.state)  # as a save does
         tqdm.write(f"rows of {widths} tokens; compiled in {time.perf_counter() - started:.1f} s")
 

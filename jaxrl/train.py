@@ -19,7 +19,7 @@ import jax
 from jaxrl import config as cfg
 from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.model import DTYPES
-from jaxrl.config.needs import needs_reference
+from jaxrl.config.objective_requirements import needs_reference
 from jaxrl.config.platform_defaults import Settled, settle
 from jaxrl.data.card import DataCard, data_card
 from jaxrl.data.order import DataOrder
@@ -42,17 +42,17 @@ from jaxrl.records.ledger import LedgerError
 from jaxrl.records.run_folders import RunFolders
 from jaxrl.rollout.build import engine_of_run
 from jaxrl.rollout.build_jetstream import jetstream_engine
+from jaxrl.rollout.conversations.across_processes import AbsentEngine
 from jaxrl.rollout.conversations.conversation import ConversationGenerator
 from jaxrl.rollout.conversations.dynamic_sampling import DynamicSamplingError
 from jaxrl.rollout.conversations.environment_pool import EnvironmentPool
 from jaxrl.rollout.conversations.reward_terms import RewardTermError, RewardTerms
-from jaxrl.rollout.conversations.shares import AbsentEngine
 from jaxrl.rollout.conversations.trajectories import AllFailed
 from jaxrl.rollout.generator import GeneratorInterface
 from jaxrl.rollout.native.recompute import RecomputeEngine
 from jaxrl.rollout.protocol import Engine
 from jaxrl.rollout.server.build import served_model
-from jaxrl.rollout.server.server import AddressError, Server
+from jaxrl.rollout.server.server import AddressError, HttpServer
 from jaxrl.train_async import AsyncTrainer
 from jaxrl.trainer import Trainer
 from jaxrl.training.build import devices_of
@@ -79,7 +79,7 @@ class BasePPOExp:
     """
 
     tokenizer: Any  # of the policy, once `build` has loaded it
-    server: Server | None = None  # once `build` has made it
+    server: HttpServer | None = None  # once `build` has made it
 
     def __init__(self, config: Any) -> None:
         given = cfg.resolve(cfg.to_train_config(config))
@@ -154,7 +154,7 @@ class BasePPOExp:
         given = self.config, model, mesh, self.tokenizer.decode
         return engine_of_run(*given, resident_bytes=resident)
 
-    def get_server(self, engine: Engine, model: TransformerConfig | AdaptedModel) -> Server:
+    def get_server(self, engine: Engine, model: TransformerConfig | AdaptedModel) -> HttpServer:
         """Make the HTTP endpoint beside the run."""
         config, settings = self.config, self.config.generator.inference_engine
         if isinstance(model, AdaptedModel):
@@ -162,7 +162,7 @@ class BasePPOExp:
                 f"generator.inference_engine.enable_http_endpoint=True: {model.name} is a flax "
                 "module, whose sampler takes one batch at a time; set it to False"
             )
-        return Server(
+        return HttpServer(
             engine,
             served_model(config, self.tokenizer, model.vocab_size, cfg.longest_row(config)),
             config.serve,

@@ -16,9 +16,9 @@ from jaxrl.config import overlaps, runs_free
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.parallel import agree, is_first
 from jaxrl.records.checkpoint import Buffer
+from jaxrl.rollout.conversations.concat_outputs import concat_batch, from_bytes, to_bytes
 from jaxrl.rollout.conversations.dynamic_sampling import distinct_uids
 from jaxrl.rollout.conversations.loop_thread import LoopThread
-from jaxrl.rollout.conversations.parts import from_bytes, gather, to_bytes
 from jaxrl.rollout.conversations.stream import Held, RolloutStream, Unit
 from jaxrl.trainer import Trainer
 from jaxrl.training.staleness import oldest_versions, staleness_metrics
@@ -116,7 +116,7 @@ class AsyncTrainer(Trainer):
             self.engine.sleep()
         for unit in units:
             self.groups.pop(unit.ordinal, None)
-        output = gather([unit.output for unit in units])
+        output = concat_batch([unit.output for unit in units])
         uids = [p.uid for u in units for p in self._prompts(u.ordinal) for _ in range(self.samples)]
         return output, distinct_uids(uids, self.samples)  # near an epoch's end a prompt comes twice
 

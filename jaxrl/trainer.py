@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from jaxrl import config as cfg
 from jaxrl.config.microbatching import longest_trajectory
-from jaxrl.config.needs import has_critic, kl_in_reward
+from jaxrl.config.objective_requirements import has_critic, kl_in_reward
 from jaxrl.data.columns import trajectory_numbers
 from jaxrl.data.order import order_of_run
 from jaxrl.data.packing import collate, empty_batch, minibatches
@@ -37,10 +37,10 @@ from jaxrl.records.ledger import LedgerWriter
 from jaxrl.records.ledger.writer import machine_of
 from jaxrl.records.progress import timed
 from jaxrl.records.recorder import Recorder
-from jaxrl.records.same_run import fingerprint
+from jaxrl.records.resume_identity import fingerprint
 from jaxrl.registry import source_hashes
+from jaxrl.rollout.conversations.across_processes import sample_across_processes
 from jaxrl.rollout.conversations.dynamic_sampling import collect
-from jaxrl.rollout.conversations.shares import sample_in_shares
 from jaxrl.rollout.generator import GeneratorInterface, run_now, sample_prompts
 from jaxrl.rollout.protocol import Engine
 from jaxrl.rollout.warm_up import engine_batches, prompt_buckets
@@ -126,12 +126,12 @@ class Trainer:
     def _build(self) -> None:
         """Make everything that is compiled or placed once."""
         trainer = self.config.trainer
-        self.policy, self.scorer, self.ref_scorer = assemble_policy(
+        self.policy, self.forward_pass, self.ref_forward_pass = assemble_policy(
             self.config, self.model, self.mesh
         )
         placement = self.policy.placement
         self.optimizer, self.like, self.updater = assemble_update(
-            self.config, self.scorer, placement, self.total_steps, self.policy.trained
+            self.config, self.forward_pass, placement, self.total_steps, self.policy.trained
         )
         self.like = self.like.replace(ref_params=self.policy.reference_like())
         self.critic = None
@@ -292,7 +292,7 @@ class Trainer:
         def sample(mine: Sequence[Prompt], part: bool) -> GeneratorOutput:
             return self.wait_for(self.sample(phase, mine, *how, part=part))
 
-        return sample_in_shares(sample, prompts, each_samples=cfg.in_process(self.config))
+        return sample_across_processes(sample, prompts, each_samples=cfg.in_process(self.config))
 
     async def sample(
         self,
@@ -338,13 +338,13 @@ class Trainer:
             batch = with_staleness(batch, int(self.state.step))
         batch, metrics = with_old_log_probs(
             batch,
-            lambda rows, entropy: self.scorer(self.params, rows, with_entropy=entropy),
+            lambda rows, entropy: self.forward_pass(self.params, rows, with_entropy=entropy),
             settings=self.config.trainer,
             sampling=self.config.generator.sampling_params,
         )
         self.metrics |= metrics
         if self.ref_params is not None:
-            ref, _ = self.ref_scorer(on_device(self.ref_params), batch)
+            ref, _ = self.ref_forward_pass(on_device(self.ref_params), batch)
             batch = batch.replace(ref_log_probs=ref)
         if self.critic:
             batch = batch.replace(values=self.critic.values(self.state.critic, batch))
@@ -523,9 +523,13 @@ class Trainer:
             self.engine.sleep()
         if self.config.trainer.few_shapes is True:  # because each takes long
             critics = [self.critic] if self.critic else []
-            scorers = [self.scorer, self.ref_scorer, *(critic.scorer for critic in critics)]
+            forward_passes = [
+                self.forward_pass,
+                self.ref_forward_pass,
+                *(critic.forward_pass for critic in critics),
+            ]
             updaters = [updater, *(critic.updater for critic in critics)]
-            with lowering(model_programs(scorers, updaters)) as programs:
+            with lowering(model_programs(forward_passes, updaters)) as programs:
                 for width in widths:
                     self.warm_up_update(width)
             compile_together(programs.values())
@@ -553,8 +557,12 @@ class Trainer:
         length = min(width, settings.packed_length or width)
         sampling = self.config.generator.sampling_params
         kept = sampling.top_k if sampling.keep_sampling_mask else 0
-        scorers = [self.scorer, self.ref_scorer, *([critic.scorer] if critic else [])]
-        cuts = {scorer.microbatching for scorer in scorers}
+        forward_passes = [
+            self.forward_pass,
+            self.ref_forward_pass,
+            *([critic.forward_pass] if critic else []),
+        ]
+        cuts = {forward_pass.microbatching for forward_pass in forward_passes}
         most = min(cut.total for cut in cuts)  # of a batch; each rounds it up to its own devices
         for rows in sorted({min(size, most) for cut in cuts for size in cut.batch_sizes(length)}):
             batch = self.add_log_probs(

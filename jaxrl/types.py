@@ -62,7 +62,8 @@ class Trajectory:
     failure: str = ""  # of the environment, where stop_reason is "env_error"
     rejudged: bool | None = None  # whether a second judgement gave the same; None: there was none
     turns: list[tuple[int, int]] = field(default_factory=list)  # response tokens [first, last + 1)
-    kept: list[tuple[int, ...]] = field(default_factory=list)  # see `rollout.protocol.Completion`
+    # see `rollout.protocol.Completion`
+    sampling_mask_ids: list[tuple[int, ...]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # of the policy that drew it; -1 = given
     # the oldest that computed keys and values it was drawn from; -1 = given
     context_versions: list[int] = field(default_factory=list)

@@ -60,7 +60,7 @@ def compared(finished):
     with restored(run, run.find_checkpoint(4)) as trainer:
         trainer.train_step(3)
         batch = trainer.collate(trainer.postprocess_generator_output({**output}, uids))
-        old, _ = trainer.scorer(trainer.params, batch)
+        old, _ = trainer.forward_pass(trainer.params, batch)
         choices = parse_choices(trainer.config, f"regular{PURE},{NEGATIVE}{PURE}", "grpo,rloo")
         before = jax.tree.map(jnp.copy, trainer.state)
         found = compare_choices(trainer, (output, uids), choices, step=4, minibatch=2)
@@ -273,7 +273,7 @@ def test_the_minibatch_is_described_whatever_the_losses(compared):
     choices = parse_choices(trainer.config, f"rollout_is{PURE}", None)
     ratios = compare_choices(other, rollouts, choices, step=4, minibatch=2).ratios
     assert ratios == pytest.approx(found.ratios, rel=1e-5)
-    now, _ = trainer.scorer(trainer.params, batch)
+    now, _ = trainer.forward_pass(trainer.params, batch)
     ratio = np.exp(now - old)[8:][np.asarray(batch.loss_mask)[8:] > 0]
     assert ratios["ratio_max"] == pytest.approx(ratio.max(), rel=1e-5)
     assert ratios["ratio_min"] == pytest.approx(ratio.min(), rel=1e-5)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxrl import config as cfg
-from jaxrl.config.needs import needs_old_log_probs, needs_reference
+from jaxrl.config.objective_requirements import needs_old_log_probs, needs_reference
 from jaxrl.envs.toys.sort_digits import prompts
 from jaxrl.models import hf
 from jaxrl.sft import sft

@@ -8,7 +8,7 @@ from jaxrl import config as cfg
 from jaxrl.data.prompts import load_rows
 from jaxrl.envs import load
 from jaxrl.functions import MOVED, import_function, present_path
-from jaxrl.records.same_run import changed_fields
+from jaxrl.records.resume_identity import changed_fields
 
 
 @pytest.mark.parametrize("old", MOVED)

@@ -14,16 +14,16 @@ import pytest
 
 from jaxrl.array_ops import masked_mean
 from jaxrl.config import ClipCovConfig, DecoupledPPOConfig, OffPolicyCorrectionConfig
-from jaxrl.config.needs import allowed_reductions
+from jaxrl.config.objective_requirements import allowed_reductions
 from jaxrl.data.microbatches import Microbatching
 from jaxrl.losses import LOSSES
 from jaxrl.models.attention import causal_mask
 from jaxrl.parallel import ShardingRules, batch_sharding, make_mesh, replicated
 from jaxrl.registry import PolicyLossRegistry
 from jaxrl.training.forward import by_trajectory
+from jaxrl.training.forward_pass import ForwardPass
 from jaxrl.training.objective import merge_metrics, minibatch_weights, policy_objective
 from jaxrl.training.optim import init_state, make_apply, make_optimizer, make_schedule
-from jaxrl.training.scorer import Scorer
 from jaxrl.training.update import Updater
 from tests.training import test_update
 from tests.training.test_update import ROWS, WIDTH, algorithm_with, make_batch
@@ -80,7 +80,7 @@ def make_updater(algorithm, rows, devices, **packing):
     cut = Microbatching(rows, ROWS, groups=devices, **packing)
     spread = batch_sharding(mesh, ShardingRules())
     updater = Updater(
-        Scorer(forward, lambda x: jax.device_put(x, spread), cut),
+        ForwardPass(forward, lambda x: jax.device_put(x, spread), cut),
         make_apply(optimizer, schedule),
         objective=policy_objective(algorithm, rows // devices),
         shardings=jax.tree.map(lambda x: x.sharding, state),

@@ -283,10 +283,10 @@ def test_each_token_is_of_the_version_that_is_recorded_with_it(tmp_path):
             params = jax.device_put(
                 watcher.weights[version], jax.tree.map(lambda x: x.sharding, trainer.params)
             )
-            ours = trainer.scorer(params, batch)[0]
+            ours = trainer.forward_pass(params, batch)[0]
             chosen = versions == version
             np.testing.assert_allclose(ours[chosen], batch.rollout_log_probs[chosen], atol=1e-4)
-            other = trainer.scorer(trainer.params, batch)[0]  # of the last version
+            other = trainer.forward_pass(trainer.params, batch)[0]  # of the last version
             seen.add((version, bool(np.abs(other - ours)[chosen].max() > 1e-2)))
     assert mixed > 0
     assert (0, True) in seen  # the bound above tells one version from another

@@ -122,9 +122,11 @@ class Steps:
         self.trainer.batches_drawn = 0
         self.trainer.load_reference()
         self.trainer.sync_weights(0)
-        scorer, done = self.trainer.scorer, lambda _: None  # it returns host arrays
-        self.trainer.scorer = self.clock.timed(scorer, lambda *_: "old", ready=done)
-        self.trainer.ref_scorer = self.clock.timed(scorer, lambda *_: "reference", ready=done)
+        forward_pass, done = self.trainer.forward_pass, lambda _: None  # it returns host arrays
+        self.trainer.forward_pass = self.clock.timed(forward_pass, lambda *_: "old", ready=done)
+        self.trainer.ref_forward_pass = self.clock.timed(
+            forward_pass, lambda *_: "reference", ready=done
+        )
 
     def run(self, workload: str) -> Mapping[str, float]:
         """One step; seconds by phase."""

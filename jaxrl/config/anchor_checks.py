@@ -2,7 +2,12 @@
 
 from jaxrl.config.algorithm import AlgorithmConfig
 from jaxrl.config.errors import fail
-from jaxrl.config.needs import corrects_itself, is_builtin_loss, loss_name, ratio_anchor
+from jaxrl.config.objective_requirements import (
+    corrects_itself,
+    is_builtin_loss,
+    loss_name,
+    ratio_anchor,
+)
 from jaxrl.losses import ROWS
 from jaxrl.losses.off_policy import correction_enabled
 

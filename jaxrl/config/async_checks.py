@@ -4,7 +4,7 @@ from typing import Any, NoReturn
 
 from jaxrl.config.anchor_checks import check_anchor
 from jaxrl.config.errors import check_choice, fail
-from jaxrl.config.needs import has_critic
+from jaxrl.config.objective_requirements import has_critic
 from jaxrl.config.rollouts import in_process, overlaps
 from jaxrl.config.train_config import TrainConfig
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxrl.config.environment import SkyRLGymConfig
 from jaxrl.config.errors import fail
-from jaxrl.config.needs import estimator_name, estimator_row
+from jaxrl.config.objective_requirements import estimator_name, estimator_row
 from jaxrl.config.train_config import TrainConfig
 from jaxrl.functions import called_name, import_call
 from jaxrl.registry import accepted_keywords

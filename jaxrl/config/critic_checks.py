@@ -5,7 +5,7 @@ import warnings
 
 from jaxrl.advantages import ROWS
 from jaxrl.config.errors import fail
-from jaxrl.config.needs import has_critic, needs_reference
+from jaxrl.config.objective_requirements import has_critic, needs_reference
 from jaxrl.config.train_config import TrainConfig
 from jaxrl.config.trainer import TrainerConfig
 from jaxrl.registry import AdvantageEstimatorRegistry

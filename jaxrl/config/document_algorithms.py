@@ -12,7 +12,7 @@ from jaxrl.advantages.normalize import normalize_advantages
 from jaxrl.config.algorithm import AlgorithmConfig
 from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.grpo_variants import GRPO_VARIANTS, GRPOVariant
-from jaxrl.config.needs import allowed_reductions, ratio_anchor
+from jaxrl.config.objective_requirements import allowed_reductions, ratio_anchor
 from jaxrl.data.selection import soft_overlong_punishment
 from jaxrl.losses import ROWS
 from jaxrl.losses.kl import adaptive_kl_coef, approximate_kl, penalized_rewards

@@ -2,7 +2,7 @@
 
 from jaxrl.advantages import ROWS
 from jaxrl.config.algorithm import AlgorithmConfig, OffPolicyCorrectionConfig
-from jaxrl.config.needs import (
+from jaxrl.config.objective_requirements import (
     loss_row,
     needs_old_log_probs,
     needs_reference,

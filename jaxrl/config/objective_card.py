@@ -17,7 +17,7 @@ from jaxrl.config.formulas import (
 )
 from jaxrl.config.microbatching import longest_trajectory, update_microbatching
 from jaxrl.config.model import OptimizerConfig
-from jaxrl.config.needs import has_critic, kl_in_loss, reduces_by_itself
+from jaxrl.config.objective_requirements import has_critic, kl_in_loss, reduces_by_itself
 from jaxrl.config.placement import batch_groups
 from jaxrl.config.train_config import TrainConfig, resolve
 from jaxrl.config.trainer import TrainerConfig

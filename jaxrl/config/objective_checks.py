@@ -7,7 +7,7 @@ from typing import Any
 from jaxrl.config.algorithm import AlgorithmConfig, OffPolicyCorrectionConfig
 from jaxrl.config.anchor_checks import check_old_log_probs, check_recorded
 from jaxrl.config.errors import fail
-from jaxrl.config.needs import (
+from jaxrl.config.objective_requirements import (
     allowed_reductions,
     corrects_itself,
     estimator_name,

@@ -15,7 +15,7 @@ _PLACEMENT = "trainer.placement"
 _RULES = "trainer.sharding_rules"
 
 
-class DeviceShares(NamedTuple):
+class DeviceRanges(NamedTuple):
     """Hold the numbers of each part's devices in a process; the same in every process."""
 
     policy: range
@@ -27,7 +27,7 @@ class DeviceShares(NamedTuple):
         return [("policy", self.policy), ("ref", self.ref), ("critic", self.policy)]
 
 
-def device_shares(config: TrainConfig, num_devices: int) -> DeviceShares:
+def device_ranges(config: TrainConfig, num_devices: int) -> DeviceRanges:
     """Give all devices to all parts, or first the policy's, then those of parts on their own.
 
     As in SkyRL, `policy_num_gpus_per_node` and `ref_num_gpus_per_node` count the devices of the
@@ -39,15 +39,15 @@ def device_shares(config: TrainConfig, num_devices: int) -> DeviceShares:
     placement, whole = config.trainer.placement, range(num_devices)
     apart = _engine_is_apart(config)
     if placement.colocate_policy_ref and not apart:
-        return DeviceShares(whole, whole, whole)
+        return DeviceRanges(whole, whole, whole)
     policy = whole[: placement.policy_num_gpus_per_node]
     ref = policy
     if not placement.colocate_policy_ref:
         ref = whole[len(policy) : len(policy) + placement.ref_num_gpus_per_node]
-    return DeviceShares(policy, ref, whole[max(policy.stop, ref.stop) :] if apart else policy)
+    return DeviceRanges(policy, ref, whole[max(policy.stop, ref.stop) :] if apart else policy)
 
 
-def check_placement(config: TrainConfig, num_devices: int) -> DeviceShares:
+def check_placement(config: TrainConfig, num_devices: int) -> DeviceRanges:
     """Return the shares, if there are devices for all and work for all devices.
 
     Args:
@@ -56,7 +56,7 @@ def check_placement(config: TrainConfig, num_devices: int) -> DeviceShares:
     Raises:
         ValueError: names the field, its value and the fix.
     """
-    placement, shares = config.trainer.placement, device_shares(config, num_devices)
+    placement, shares = config.trainer.placement, device_ranges(config, num_devices)
     apart = _engine_is_apart(config)
     if placement.colocate_policy_ref and not apart:
         return shares
@@ -135,7 +135,7 @@ def batch_groups(config: TrainConfig, num_devices: int, role: str = "policy") ->
     return math.prod(size for axis, size in zip(AXES, sizes, strict=True) if axis in rows)
 
 
-def check_mesh(config: TrainConfig, shares: DeviceShares, num_processes: int = 1) -> None:
+def check_mesh(config: TrainConfig, shares: DeviceRanges, num_processes: int = 1) -> None:
     """Check that sizes fit the devices, SkyRL's fields agree, and rules can be placed.
 
     Raises:

@@ -12,7 +12,7 @@ import jax
 from jaxrl import config as cfg
 from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.model import DTYPES
-from jaxrl.config.needs import has_critic, needs_reference
+from jaxrl.config.objective_requirements import has_critic, needs_reference
 from jaxrl.models import hf
 from jaxrl.models.attention import KERNEL_OF_PLATFORM, kernel_needs
 

@@ -17,8 +17,8 @@ from jaxrl.config.ledger import check_ledger
 from jaxrl.config.microbatching import check_microbatches
 from jaxrl.config.model import SCHEDULERS
 from jaxrl.config.model_checks import check_models
-from jaxrl.config.needs import has_critic
 from jaxrl.config.objective_checks import check_objective, warn_of_objective
+from jaxrl.config.objective_requirements import has_critic
 from jaxrl.config.placement import batch_groups, check_mesh, check_placement, check_processes
 from jaxrl.config.platform import AUTO
 from jaxrl.config.rollouts import check_engines

@@ -63,7 +63,7 @@ TOKEN_COLUMNS = (
     ),
     Column(
         name="kept",
-        field="kept",
+        field="sampling_mask_ids",
         batch="kept",
         blank=(),
         dtype=np.int32,

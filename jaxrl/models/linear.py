@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxrl.parallel import embedding
-from jaxrl.parallel.rules import Placement, gather
+from jaxrl.parallel.rules import Placement, gather_parameter
 from jaxrl.types import Array
 
 
@@ -145,7 +145,7 @@ def look_up(
     """Look up rows [B, T, D] of a table [V, D]; PEFT applies no dropout here."""
     if isinstance(table, LoraWeight):
         a = embedding.look_up(table.a, ("vocab", "lora_rank"), tokens, placement, dtype)
-        b = gather(table.b, ("lora_rank", "embed"), placement, dtype)
+        b = gather_parameter(table.b, ("lora_rank", "embed"), placement, dtype)
         return look_up(table.w, tokens, dtype, placement) + project(times(a, table.scale), b)
     return embedding.look_up(table, ("vocab", "embed"), tokens, placement, dtype)
 
@@ -153,10 +153,10 @@ def look_up(
 def gather_weight(
     w: Weight, names: tuple[str | None, ...], placement: Placement | None, dtype: jnp.dtype
 ) -> Weight:
-    """Gather a weight of logical axes `names` as a layer needs it, see `parallel.rules.gather`."""
+    """Gather a weight of logical axes `names` as a layer needs it, see `gather_parameter`."""
     if isinstance(w, LoraWeight):
-        return w.each_part(lambda x, axes: gather(x, axes, placement, dtype), names)
-    return gather(w, names, placement, dtype)
+        return w.each_part(lambda x, axes: gather_parameter(x, axes, placement, dtype), names)
+    return gather_parameter(w, names, placement, dtype)
 
 
 def drop_out(x: jax.Array, keys: jax.Array | None, rate: float) -> jax.Array:

@@ -4,13 +4,13 @@ from jaxrl.parallel.mesh import by_process, engine_meshes, make_mesh, mesh_sizes
 from jaxrl.parallel.processes import (
     ProcessError,
     agree,
+    allgather,
     fetch,
-    gather,
     is_first,
+    local_slice,
     put,
     record_folder,
     same_in_all,
-    share,
     start_processes,
 )
 from jaxrl.parallel.rules import (
@@ -26,12 +26,13 @@ __all__ = [
     "ProcessError",
     "ShardingRules",
     "agree",
+    "allgather",
     "batch_sharding",
     "by_process",
     "engine_meshes",
     "fetch",
-    "gather",
     "is_first",
+    "local_slice",
     "make_mesh",
     "mesh_sizes",
     "param_shardings",
@@ -39,6 +40,5 @@ __all__ = [
     "record_folder",
     "replicated",
     "same_in_all",
-    "share",
     "start_processes",
 ]

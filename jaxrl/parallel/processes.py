@@ -1,8 +1,8 @@
 """The processes of one job: joining them, what they tell one another, arrays that span them.
 
-Every process runs the same program over one mesh of all their devices. `gather`, `agree`, `fetch`
-and every computation on that mesh are collectives: all processes do them, in the same order, in
-their main thread.
+Every process runs the same program over one mesh of all their devices. `allgather`, `agree`,
+`fetch` and every computation on that mesh are collectives: all processes do them, in the same
+order, in their main thread.
 """
 
 import contextlib
@@ -207,7 +207,7 @@ def record_folder(folder: Path) -> Path:
     return folder if is_first() else folder / "processes" / str(jax.process_index())
 
 
-def gather(value: T) -> list[T]:
+def allgather(value: T) -> list[T]:
     """Return the value of every process, in their order; a collective.
 
     It travels as bytes, in rounds of one size, so that nothing is compiled for another length.
@@ -244,7 +244,7 @@ def same_in_all(what: str, values: Mapping[str, Any]) -> None:
         ProcessError: names the process, its host, the first name and both values.
     """
     here = {name: repr(value) for name, value in values.items()}
-    first, *others = gather((socket.gethostname(), here))
+    first, *others = allgather((socket.gethostname(), here))
     for process, (host, there) in enumerate(others, 1):
         for name in dict.fromkeys((*first[1], *there)):
             if (found := there.get(name)) != (wanted := first[1].get(name)):
@@ -256,10 +256,10 @@ def same_in_all(what: str, values: Mapping[str, Any]) -> None:
 
 def agree(value: T | None) -> T:
     """Return the value of process 0; a collective."""
-    return cast(T, gather(value if is_first() else None)[0])
+    return cast(T, allgather(value if is_first() else None)[0])
 
 
-def share(items: Sequence[T]) -> Sequence[T]:
+def local_slice(items: Sequence[T]) -> Sequence[T]:
     """Return this process's part of a list: neighbours, and none if there are too few."""
     edges = [len(items) * i // jax.process_count() for i in range(jax.process_count() + 1)]
     begin, end = list(itertools.pairwise(edges))[jax.process_index()]

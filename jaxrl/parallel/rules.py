@@ -81,7 +81,7 @@ def constrain(x: jax.Array, names: Sequence[str | None], placement: Placement | 
     return _place(x, placement.mesh, placement.spec(x.shape, names))
 
 
-def gather(
+def gather_parameter(
     w: jax.Array, names: Sequence[str | None], placement: Placement | None, dtype: Any
 ) -> jax.Array:
     """Return a parameter in the compute dtype, whole over the batch axes: FSDP's all-gather.

@@ -26,9 +26,9 @@ from etils import epath
 from jaxrl.config.platform import ON_CPU
 from jaxrl.config.trainer import TrainerConfig
 from jaxrl.files import as_path, missing_packages_named, writable_folder
-from jaxrl.parallel import agree, gather, is_first
+from jaxrl.parallel import agree, allgather, is_first
 from jaxrl.parallel.checksums import checksums, host_checksums
-from jaxrl.records.same_run import OWN_FOLDERS, changed_fields, differences
+from jaxrl.records.resume_identity import OWN_FOLDERS, changed_fields, differences
 from jaxrl.types import TrainState
 
 PREFIX = "global_step"
@@ -256,7 +256,7 @@ class Checkpointer:
         target = agree(next(target for target in targets if not target.exists()))
         if is_first():
             path.rename(target)
-        gather(None)  # it is there
+        allgather(None)  # it is there
         self.manager.reload()
         warnings.warn(
             f"{error}. Falling back to step {older}; the damaged one is kept as {target.name}",
@@ -340,7 +340,7 @@ def _read(path: Any, read: Callable[[], T]) -> T:
         except Exception as error:
             problem = may_pass(error), f"{type(error).__name__}: {error}"
             cause = error if pause is None or not problem[0] else None  # it holds what was read
-        problems = [one for one in gather(problem) if one]
+        problems = [one for one in allgather(problem) if one]
         if not problems:
             return cast(T, found)
         passing = [text for passes, text in problems if passes]
@@ -435,8 +435,8 @@ def shared_folder(field: str, path: str) -> epath.Path:
     probe = folder / f".jaxrl_shared_test_{agree(uuid.uuid4().hex)}"
     if is_first():
         probe.write_text("")
-    gather(None)  # it is there
-    seen = gather((probe.exists(), socket.gethostname()))
+    allgather(None)  # it is there
+    seen = allgather((probe.exists(), socket.gethostname()))
     if is_first():
         probe.unlink()
     for process, (sees, host) in enumerate(seen):

@@ -24,10 +24,10 @@ from jaxrl.files import (
     replace_text,
     writable_folder,
 )
-from jaxrl.parallel import gather, is_first, record_folder
+from jaxrl.parallel import allgather, is_first, record_folder
 from jaxrl.records.checkpoint import PREFIX, checkpoint_steps
 from jaxrl.records.lease import FolderLock
-from jaxrl.records.same_run import refuse_records_of_another
+from jaxrl.records.resume_identity import refuse_records_of_another
 
 OWNER, LATEST = ".owner.json", "latest_checkpoint.txt"
 # Where every run saved, and kept its records, before each had folders of its own.
@@ -81,7 +81,7 @@ class RunFolders:
 
     def _refuse_all(self, problem: str | None) -> None:
         """End every process with what one of them met."""
-        if found := [text for text in gather(problem) if text]:
+        if found := [text for text in allgather(problem) if text]:
             raise FolderError(found[0])
 
     def _hold_shared(self) -> None:

@@ -58,7 +58,7 @@ async def sample_prompts(
         config: resolved.
         eos_token_ids: of the model.
         phase, step: with seed, prompt and sample they name all that is random.
-        part: these are not the whole batch; `parts.gather` puts the parts together.
+        part: these are not the whole batch; `concat_batch` puts the parts together.
 
     Raises:
         ValueError: see `checked`.

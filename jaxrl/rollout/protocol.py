@@ -126,8 +126,8 @@ class Completion:
         stop_string: the member of `Sampling.stop` that ended it.
         top_log_probs: per token, the `Sampling.logprobs` most probable ids and their log-probs.
         raw_log_probs: per token, under the model's own distribution, if they are asked for.
-        kept: per token, the ids it was drawn from, filled up with -1 to `top_k`, if they are asked
-            for. Nothing but -1 = all ids.
+        sampling_mask_ids: per token, the ids it was drawn from, filled up with -1 to `top_k`, if
+            they are asked for. Nothing but -1 = all ids.
         context_versions: per token, the oldest version that computed keys and values it was drawn
             from; empty where the engine does not say.
     """
@@ -139,7 +139,7 @@ class Completion:
     stop_string: str | None = None
     top_log_probs: list[dict[int, float]] = field(default_factory=list)
     raw_log_probs: list[float] = field(default_factory=list)
-    kept: list[tuple[int, ...]] = field(default_factory=list)
+    sampling_mask_ids: list[tuple[int, ...]] = field(default_factory=list)
     context_versions: list[int] = field(default_factory=list)
 
 

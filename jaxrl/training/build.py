@@ -11,7 +11,7 @@ import optax
 from jaxrl import config as cfg
 from jaxrl.config.microbatching import forward_microbatching, update_microbatching
 from jaxrl.config.model import DTYPES
-from jaxrl.config.needs import needs_reference
+from jaxrl.config.objective_requirements import needs_reference
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.attention import choose_kernel
@@ -30,6 +30,7 @@ from jaxrl.parallel import (
 from jaxrl.parallel.offload import host_shardings
 from jaxrl.parallel.rules import batch_devices
 from jaxrl.training.forward import log_probs_and_entropy, state_values
+from jaxrl.training.forward_pass import ForwardPass
 from jaxrl.training.objective import Objective, policy_objective, value_objective
 from jaxrl.training.optim import (
     abstract_state,
@@ -40,7 +41,6 @@ from jaxrl.training.optim import (
     new_state,
 )
 from jaxrl.training.policy import Policy
-from jaxrl.training.scorer import Scorer
 from jaxrl.training.update import Updater
 from jaxrl.types import CriticState, TrainState
 
@@ -140,7 +140,7 @@ def devices_of(config: cfg.TrainConfig, devices: Sequence[Any] | None = None) ->
         devices: of the run; None = those of all its processes.
     """
     processes = by_process(jax.devices() if devices is None else devices)
-    shares = cfg.device_shares(config, len(processes[0]))
+    shares = cfg.device_ranges(config, len(processes[0]))
     here = processes[jax.process_index()]
     policy, ref = (
         [owned[i] for owned in processes for i in numbers]
@@ -154,7 +154,7 @@ def assemble_policy(
     model: TransformerConfig | AdaptedModel,
     mesh: jax.sharding.Mesh,
     devices: Sequence[Any] | None = None,
-) -> tuple[Policy, Scorer, Scorer]:
+) -> tuple[Policy, ForwardPass, ForwardPass]:
     """Make the weights of a run, the policy's forward pass, and that of the reference.
 
     The two passes are one where architecture, placement and precision are the same.
@@ -169,19 +169,19 @@ def assemble_policy(
     of_ref = devices_of(config, devices).ref if apart else None
     ref_placement = place_beside("ref", trainer, ref_model, placement, of_ref)
     policy = Policy(trainer, model, placement, ref_model, ref_placement)
-    scorer = ref_scorer = make_scorer(config, model, placement)
+    forward_pass = ref_forward_pass = make_forward_pass(config, model, placement)
     dtypes = {cfg.compute_dtype(trainer, role) for role in ("policy", "ref")}
     if ref_placement is not placement or ref_model != model or len(dtypes) > 1:
-        ref_scorer = make_scorer(config, ref_model, ref_placement, "ref")
-    return policy, scorer, ref_scorer
+        ref_forward_pass = make_forward_pass(config, ref_model, ref_placement, "ref")
+    return policy, forward_pass, ref_forward_pass
 
 
-def make_scorer(
+def make_forward_pass(
     config: cfg.TrainConfig,
     model: TransformerConfig | AdaptedModel,
     placement: Placement,
     role: str = "policy",
-) -> Scorer:
+) -> ForwardPass:
     """Make the pass for a model's log-probs and entropy, or a critic's values, jitted for its mesh.
 
     Args:
@@ -202,15 +202,15 @@ def make_scorer(
     place = functools.partial(put, shardings=batch_sharding(mesh, rules))
     cut = forward_microbatching(config, batch_devices(mesh, rules))
     if isinstance(model, TransformerConfig) and model.value_head is not None:
-        return Scorer(functools.partial(state_values, model, **given), place, cut, options={})
+        return ForwardPass(functools.partial(state_values, model, **given), place, cut, options={})
     assert trainer.algorithm.temperature is not None  # resolved
     given["temperature"] = trainer.algorithm.temperature
-    return Scorer(functools.partial(log_probs_and_entropy, model, **given), place, cut)
+    return ForwardPass(functools.partial(log_probs_and_entropy, model, **given), place, cut)
 
 
 def assemble_update(
     config: cfg.TrainConfig,
-    scorer: Scorer,
+    forward_pass: ForwardPass,
     placement: Placement,
     total_steps: int,
     trained: TransformerConfig | AdaptedModel | LoraConfig,
@@ -218,24 +218,24 @@ def assemble_update(
     """Make the optimizer, the abstract state with its shardings, and the jitted update.
 
     Args:
-        scorer: the policy's forward pass.
+        forward_pass: the policy's forward pass.
         trained: whose parameters the state holds: the model, or its adapters.
     """
     trainer = config.trainer
     objective = policy_objective(trainer.algorithm, trainer.micro_train_batch_size_per_gpu)
-    assembled = "policy", config, scorer, placement, total_steps, trained
+    assembled = "policy", config, forward_pass, placement, total_steps, trained
     return _assemble(*assembled, objective=objective, new=new_state)
 
 
 def assemble_critic_update(
     config: cfg.TrainConfig,
-    scorer: Scorer,
+    forward_pass: ForwardPass,
     placement: Placement,
     total_steps: int,
     trained: TransformerConfig | LoraConfig,
 ) -> tuple[optax.GradientTransformation, CriticState, Updater]:
     """Make for the critic what `assemble_update` makes for the policy."""
-    assembled = "critic", config, scorer, placement, total_steps, trained
+    assembled = "critic", config, forward_pass, placement, total_steps, trained
     objective = value_objective(config.trainer.algorithm.value_clip)
     return _assemble(*assembled, objective=objective, new=new_critic_state)
 
@@ -243,7 +243,7 @@ def assemble_critic_update(
 def _assemble(
     role: str,
     config: cfg.TrainConfig,
-    scorer: Scorer,
+    forward_pass: ForwardPass,
     placement: Placement,
     total_steps: int,
     trained: TransformerConfig | AdaptedModel | LoraConfig,
@@ -257,7 +257,7 @@ def _assemble(
     like = abstract_state(optimizer, trained, shardings, replicated(mesh), new=new)
     state_shardings = jax.tree.map(lambda x: x.sharding, like)
     updater = Updater(
-        scorer,
+        forward_pass,
         make_apply(optimizer, schedule, role),
         objective=objective,
         shardings=state_shardings,

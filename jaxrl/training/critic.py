@@ -29,7 +29,7 @@ from jaxrl.models.transformer import (
 from jaxrl.parallel import Placement, param_shardings, replicated
 from jaxrl.parallel.checksums import checksums
 from jaxrl.parallel.offload import host_shardings, on_device
-from jaxrl.training.build import assemble_critic_update, make_scorer, place_beside
+from jaxrl.training.build import assemble_critic_update, make_forward_pass, place_beside
 from jaxrl.training.objective import step_metrics
 from jaxrl.training.optim import init_state, new_critic_state
 from jaxrl.training.update import minibatches_of_step
@@ -63,9 +63,9 @@ class Critic:
         self.trained = self.lora or self.model
         self.base: Params | None = None
         self.placement = place_beside("critic", trainer, self.model, policy)
-        self.scorer = make_scorer(config, self.model, self.placement, "critic")
+        self.forward_pass = make_forward_pass(config, self.model, self.placement, "critic")
         self.optimizer, self.like, self.updater = assemble_critic_update(
-            config, self.scorer, self.placement, total_steps, self.trained
+            config, self.forward_pass, self.placement, total_steps, self.trained
         )
         self.minibatch_rows = trainer.critic_mini_batch_size * config.generator.n_samples_per_prompt
 
@@ -109,7 +109,7 @@ class Critic:
 
     def values(self, state: CriticState, batch: TrainBatch) -> np.ndarray:
         """Return the value of the state before each response token [B, T], 0 elsewhere."""
-        (values,) = self.scorer(on_device(self.whole(state.params)), batch.replace(kept=None))
+        (values,) = self.forward_pass(on_device(self.whole(state.params)), batch.replace(kept=None))
         return values * np.asarray(batch.response_mask)
 
     def update(

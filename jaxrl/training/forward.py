@@ -28,7 +28,7 @@ from jaxrl.models.transformer import (
     rms_norm,
     unembed,
 )
-from jaxrl.parallel.rules import Placement, gather
+from jaxrl.parallel.rules import Placement, gather_parameter
 from jaxrl.types import ModelRows
 
 # Per chunk of the head on one device; at least one column. Short responses want short chunks, but
@@ -102,7 +102,7 @@ def state_values(
     with jax.named_scope("values"):
         normed = rms_norm(hidden, params["final_norm"], config).astype(jnp.float32)
         axes = logical_axes(config)["value_head"]
-        head = gather(params["value_head"], axes, placement, jnp.float32)
+        head = gather_parameter(params["value_head"], axes, placement, jnp.float32)
         after = jnp.sum(normed * head[:, 0], axis=-1)  # a matrix product would round on TPUs
         before = jnp.pad(after[:, :-1], ((0, 0), (1, 0)))
         known = (rows.positions > 0) & (rows.segment_ids > 0)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from jaxrl.config.generator import SamplingParams
-from jaxrl.config.needs import needs_old_log_probs
+from jaxrl.config.objective_requirements import needs_old_log_probs
 from jaxrl.config.trainer import TrainerConfig
 from jaxrl.training.metrics import Metrics, check_surprise, mismatch_metrics
 from jaxrl.types import Array, TrainBatch

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl import config as cfg
-from jaxrl.config.needs import needs_reference
+from jaxrl.config.objective_requirements import needs_reference
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.export import save_pretrained

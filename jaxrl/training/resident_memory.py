@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxrl import config as cfg
-from jaxrl.config.needs import has_critic, needs_reference
+from jaxrl.config.objective_requirements import has_critic, needs_reference
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.transformer import Params, TransformerConfig, abstract_params, logical_axes
 from jaxrl.parallel import Placement, param_shardings
@@ -50,8 +50,8 @@ def beside_the_engine(
         mesh: of training.
         engine: its devices.
     """
-    policy, scorer, _ = assemble_policy(config, model, mesh)
-    _, state, updater = assemble_update(config, scorer, policy.placement, 1, policy.trained)
+    policy, forward_pass, _ = assemble_policy(config, model, mesh)
+    _, state, updater = assemble_update(config, forward_pass, policy.placement, 1, policy.trained)
     critic = Critic(config, policy.placement, 0, 1) if has_critic(config.trainer) else None
     stay = of_training(config, policy, updater, state, critic)
     return sum(resident.size for resident in stay if resident.devices & engine)

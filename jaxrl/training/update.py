@@ -13,8 +13,8 @@ from jaxrl.data.microbatches import Microbatching, computed_tokens, microbatches
 from jaxrl.data.packing import minibatches, row_slices
 from jaxrl.models.lora import trained, with_token_keys, with_trained
 from jaxrl.parallel.offload import on_device
+from jaxrl.training.forward_pass import ForwardPass
 from jaxrl.training.objective import Metrics, Objective
-from jaxrl.training.scorer import Scorer
 from jaxrl.types import CriticState, ModelRows, TrainBatch, TrainState
 
 State = TypeVar("State", TrainState, CriticState)
@@ -25,7 +25,7 @@ class Updater:
     """Hold the jitted pieces of an update, compiled once per shape.
 
     Args:
-        scorer: the forward pass and its devices. Where params have adapters (`lora.attach`) only
+        forward_pass: with its devices. Where params have adapters (`lora.attach`) only
             these get a gradient.
         apply: `(state, gradients) -> (state, metrics)`.
         objective: what is minimised, of the outputs of the forward pass.
@@ -36,7 +36,7 @@ class Updater:
 
     def __init__(
         self,
-        scorer: Scorer,
+        forward_pass: ForwardPass,
         apply: Apply,
         *,
         objective: Objective,
@@ -45,7 +45,11 @@ class Updater:
         resting: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.objective, self.microbatching, self.resting = objective, microbatching, resting
-        self.scorer, self.place, forward = scorer, scorer.place, scorer.forward
+        self.forward_pass, self.place, forward = (
+            forward_pass,
+            forward_pass.place,
+            forward_pass.forward,
+        )
 
         def accumulate(
             grads: Any, params: Any, rows: ModelRows, batch: TrainBatch, weights: Any, key: Array
@@ -187,7 +191,7 @@ class Updater:
     def _whole_outputs(self, params: Any, batch: TrainBatch, key: Array) -> tuple[np.ndarray, ...]:
         """Return the outputs of the pass that is pulled back through: in the same cuts."""
         cut = self.microbatching
-        return self.scorer(params, batch, microbatching=cut, with_entropy=True, key=key)
+        return self.forward_pass(params, batch, microbatching=cut, with_entropy=True, key=key)
 
     def packing_efficiency(self, minibatches: Sequence[TrainBatch]) -> float:
         """Return tokens of the trajectories / tokens that the model runs on, in one pass."""

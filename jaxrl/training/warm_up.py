@@ -12,13 +12,17 @@ import jax
 import numpy as np
 
 from jaxrl.data.microbatches import Microbatching
-from jaxrl.training.scorer import Scorer
+from jaxrl.training.forward_pass import ForwardPass
 from jaxrl.training.update import Updater
 
 
-def model_programs(scorers: Iterable[Scorer], updaters: Iterable[Updater]) -> list[tuple[Any, str]]:
+def model_programs(
+    forward_passes: Iterable[ForwardPass], updaters: Iterable[Updater]
+) -> list[tuple[Any, str]]:
     """Return the jitted functions that hold a model, each once, for `compilation.lowering`."""
-    forwards = [(scorer, "forward") for scorer in {id(s): s for s in scorers}.values()]
+    forwards = [
+        (forward_pass, "forward") for forward_pass in {id(s): s for s in forward_passes}.values()
+    ]
     gradients = [(u, name) for u in updaters for name in ("accumulate", "pull_back")]
     return [*forwards, *gradients]
 

@@ -4,7 +4,7 @@ import pytest
 import ray
 
 from jaxrl.cluster.rollout_worker import bundles, ray_workers
-from jaxrl.rollout.remote.http_client import Server
+from jaxrl.rollout.remote.http_client import RemoteServer
 from tests.rollout.test_rollout_workers import trained
 from tests.test_train import assert_bitwise_equal
 
@@ -13,7 +13,7 @@ from tests.test_train import assert_bitwise_equal
 def test_an_actor_killed_in_mid_generation_is_replaced_and_nothing_changes(
     cluster, tmp_path, monkeypatch
 ):
-    undisturbed, dead, complete = trained(tmp_path / "undisturbed"), [], Server.complete
+    undisturbed, dead, complete = trained(tmp_path / "undisturbed"), [], RemoteServer.complete
 
     def disturb(trainer):
         engine = trainer.engine
@@ -24,7 +24,7 @@ def test_an_actor_killed_in_mid_generation_is_replaced_and_nothing_changes(
                 ray.kill(dead[0])  # its server's input is closed with it
             return await complete(server, request, url)
 
-        monkeypatch.setattr(Server, "complete", completing)
+        monkeypatch.setattr(RemoteServer, "complete", completing)
 
     trainer = trained(tmp_path / "disturbed", disturb)
     engine = trainer.engine

@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl.config import TrainConfig, resolve, validate
 from jaxrl.config.anchor_checks import check_anchor
-from jaxrl.config.needs import needs_old_log_probs, ratio_anchor
+from jaxrl.config.objective_requirements import needs_old_log_probs, ratio_anchor
 from jaxrl.losses import LOSSES
 
 ROLLOUT = {"old_log_probs": "rollout"}

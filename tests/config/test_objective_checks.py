@@ -4,8 +4,8 @@ import warnings
 import pytest
 
 from jaxrl.config import AlgorithmConfig, TrainConfig, resolve, validate
-from jaxrl.config.needs import allowed_reductions, corrects_itself, ratio_anchor
 from jaxrl.config.objective_checks import check_objective
+from jaxrl.config.objective_requirements import allowed_reductions, corrects_itself, ratio_anchor
 from jaxrl.losses.dppo import dppo  # noqa: F401, for a path
 from jaxrl.losses.gmpo import gmpo  # noqa: F401, for a path
 

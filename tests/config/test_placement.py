@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl.config import device_shares, resolve, validate
+from jaxrl.config import device_ranges, resolve, validate
 from tests.config.test_mesh import config_of
 
 PLACEMENT = "trainer.placement"
@@ -32,7 +32,7 @@ def test_shares(overrides, policy, ref, engine):
     config = config_of(overrides)
     validate(config, num_devices=8)
     expected = tuple(range(*part) for part in (policy, ref, engine))
-    assert device_shares(config, 8) == expected
+    assert device_ranges(config, 8) == expected
     assert (resolve(config).trainer.ref.mesh is None) == (ref == policy)
 
 

@@ -10,7 +10,7 @@ from benchmarks.shapes import write_model_folder
 from jaxrl import config as cfg
 from jaxrl.config.platform_defaults import settle
 from jaxrl.records.checkpoint import recorded_settings
-from jaxrl.records.same_run import changed_fields
+from jaxrl.records.resume_identity import changed_fields
 from jaxrl.train import BasePPOExp
 from tests.test_train import small
 

@@ -34,7 +34,7 @@ from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.native.recompute import RecomputeEngine
 from jaxrl.rollout.protocol import Request, Sampling
 from jaxrl.training.forward import log_probs_and_entropy
-from jaxrl.training.scorer import Scorer
+from jaxrl.training.forward_pass import ForwardPass
 from tests.training.test_update import ROWS, make_batch
 
 CONFIG = TransformerConfig(
@@ -149,7 +149,7 @@ def test_packed_rows_have_the_log_probs_of_padded_ones():
     padded = Microbatching(rows=ROWS, total=ROWS)
     packed = dataclasses.replace(padded, packed=True, packed_length=32)
     expected, found = (
-        Scorer(forward, jax.device_put, cut)(params, batch)[0] for cut in (padded, packed)
+        ForwardPass(forward, jax.device_put, cut)(params, batch)[0] for cut in (padded, packed)
     )
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)

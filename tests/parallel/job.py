@@ -16,14 +16,14 @@ from jaxrl.parallel import (
     ProcessError,
     ShardingRules,
     agree,
+    allgather,
     fetch,
-    gather,
     is_first,
+    local_slice,
     make_mesh,
     param_shardings,
     put,
     same_in_all,
-    share,
     start_processes,
 )
 from jaxrl.parallel.processes import CHUNK, FIRST
@@ -40,15 +40,15 @@ assert is_first() == (index == 0)
 
 # values of any size, the same list in both: in the first message, across its end, in two chunks
 for size in (0, FIRST - 8 - 40, FIRST, CHUNK + FIRST):
-    found = gather({"from": index, "data": bytes([index]) * size})
+    found = allgather({"from": index, "data": bytes([index]) * size})
     assert [x["from"] for x in found] == [0, 1]
     assert [x["data"] for x in found] == [bytes([i]) * size for i in (0, 1)]
-assert gather("short" if index else "long" * FIRST) == ["long" * FIRST, "short"]
+assert allgather("short" if index else "long" * FIRST) == ["long" * FIRST, "short"]
 assert agree(f"said by {index}") == "said by 0"
 
 # neighbours, in order, nothing lost; a list that is shorter than the processes
-assert gather(share(list(range(5)))) == [[0, 1], [2, 3, 4]]
-assert gather(share([7])) == [[], [7]]
+assert allgather(local_slice(list(range(5)))) == [[0, 1], [2, 3, 4]]
+assert allgather(local_slice([7])) == [[], [7]]
 
 # what would part them is refused in both, by name
 same_in_all("configs", {"trainer.seed": 1})
@@ -58,7 +58,7 @@ with tempfile.TemporaryDirectory() as own:
     assert shared_folder("trainer.ckpt_path", agree(own)).exists()
     with pytest.raises(ValueError, match=r"trainer.ckpt_path=.* is not one folder .* process 1 on"):
         shared_folder("trainer.ckpt_path", own)
-    gather(None)  # neither folder goes before
+    allgather(None)  # neither folder goes before
 
 mesh = make_mesh(fsdp=4)
 host = {"rows": np.arange(32.0, dtype=np.float32).reshape(8, 4), "one": np.float32(3)}

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.parallel import agree, fetch, gather, put, share
+from jaxrl.parallel import agree, allgather, fetch, local_slice, put
 from jaxrl.parallel.processes import ProcessError, joined_main, start_processes
 from tests.jobs import ROOT, run
 
@@ -31,9 +31,9 @@ def test_other_versions_are_refused():
 
 def test_one_process_needs_no_job():
     value = {"a": np.arange(3)}
-    assert gather(value) == [value]
+    assert allgather(value) == [value]
     assert agree(value) is value
-    assert share([1, 2, 3]) == [1, 2, 3]
+    assert local_slice([1, 2, 3]) == [1, 2, 3]
     arrays = put(value, None)
     assert isinstance(arrays["a"], jax.Array)
     np.testing.assert_array_equal(fetch(arrays)["a"], value["a"])

@@ -21,7 +21,7 @@ from jaxrl.records.checkpoint import (
     refuse_other,
     resume,
 )
-from jaxrl.records.same_run import changed_fields, fingerprint
+from jaxrl.records.resume_identity import changed_fields, fingerprint
 from jaxrl.training.optim import abstract_state, init_state, make_apply, make_optimizer
 from jaxrl.types import Prompt
 

@@ -304,11 +304,13 @@ FILTERS = {"top_k": 6, "top_p": 0.8, "min_p": 0.02, "temperature": 0.7}
 def test_the_trainer_scores_over_the_set_that_was_kept():
     asked = request(keys=(1, 2), keep_sampling_mask=True, raw_log_probs=True, **FILTERS)
     for completion in flat(shared().generate([asked])):
-        assert {len(ids) for ids in completion.kept} == {6}
-        sizes = [sum(i >= 0 for i in ids) for ids in completion.kept]
+        assert {len(ids) for ids in completion.sampling_mask_ids} == {6}
+        sizes = [sum(i >= 0 for i in ids) for ids in completion.sampling_mask_ids]
         assert 1 <= min(sizes) < max(sizes) <= 6
-        assert all(t in ids for t, ids in zip(completion.tokens, completion.kept, strict=True))
-        over_kept = scores(PROMPT, completion, kept=completion.kept, temperature=0.7)
+        assert all(
+            t in ids for t, ids in zip(completion.tokens, completion.sampling_mask_ids, strict=True)
+        )
+        over_kept = scores(PROMPT, completion, kept=completion.sampling_mask_ids, temperature=0.7)
         np.testing.assert_allclose(completion.log_probs, over_kept, atol=1e-4)
         over_all = scores(PROMPT, completion, temperature=0.7)
         assert np.abs(over_all - completion.log_probs).max() > 0.1  # the filter is seen
@@ -319,7 +321,7 @@ def test_the_trainer_scores_over_the_set_that_was_kept():
 def test_a_greedy_token_is_drawn_from_all():
     asked = request(temperature=0.0, top_k=3, keep_sampling_mask=True)
     (completion,) = flat(shared().generate([asked]))
-    assert completion.kept == [(-1, -1, -1)] * len(completion.tokens)
+    assert completion.sampling_mask_ids == [(-1, -1, -1)] * len(completion.tokens)
 
 
 def test_a_set_without_a_bound_is_refused():

@@ -7,8 +7,8 @@ import pytest
 
 from jaxrl.config import GeneratorConfig, TrainConfig, validate
 from jaxrl.rollout.conversations import session
+from jaxrl.rollout.conversations.concat_outputs import concat_batch
 from jaxrl.rollout.conversations.conversation import ConversationGenerator, sample_key
-from jaxrl.rollout.conversations.parts import gather
 from jaxrl.rollout.conversations.rejudge import is_chosen
 from jaxrl.rollout.conversations.reward_terms import RewardTerms
 from jaxrl.rollout.generator import generate_now
@@ -173,7 +173,7 @@ def test_parts_are_counted_together():
     parts[0]["measured"] = [("e", {}, 0.0, [(0, 3)], "")]  # of a checkpoint before there was this
     for part in parts:
         part["measured"] = [(f"{HERE}:CountingEnv", *part["measured"][0][1:])]
-    assert counted(gather(parts)) == (1, 1)
+    assert counted(concat_batch(parts)) == (1, 1)
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.1])

@@ -14,7 +14,7 @@ import pytest
 
 from jaxrl import config as cfg
 from jaxrl.rollout.build_workers import worker_config
-from jaxrl.rollout.remote.http_client import Server, ServerError
+from jaxrl.rollout.remote.http_client import RemoteServer, ServerError
 from jaxrl.rollout.remote.own_server import OwnServer
 from jaxrl.train import BasePPOExp
 from tests.test_train import assert_bitwise_equal, small
@@ -74,7 +74,7 @@ def undisturbed(tmp_path_factory):
 def test_a_worker_killed_in_mid_generation_is_replaced_and_nothing_changes(
     undisturbed, tmp_path, monkeypatch
 ):
-    dead, complete = [], Server.complete
+    dead, complete = [], RemoteServer.complete
 
     def disturb(trainer):
         engine = trainer.engine
@@ -91,7 +91,7 @@ def test_a_worker_killed_in_mid_generation_is_replaced_and_nothing_changes(
             os.killpg(dead[0].pid, signal.SIGKILL)
             return await asked
 
-        monkeypatch.setattr(Server, "complete", completing)
+        monkeypatch.setattr(RemoteServer, "complete", completing)
 
     trainer = trained(tmp_path, disturb)
     host = trainer.engine.hosts[trainer.engine.servers[0]]

@@ -50,7 +50,7 @@ def test_merged_rows_are_the_conversation():
 
 def test_recorded_sets_go_with_their_tokens():
     replies = [
-        completion(tokens, "stop", kept=[(t, 2, -1) for t in tokens])
+        completion(tokens, "stop", sampling_mask_ids=[(t, 2, -1) for t in tokens])
         for tokens in ([3, 4, END], [5, END], [6, END])
     ]
     spoken = by_turn(*replies)

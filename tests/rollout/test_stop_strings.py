@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from jaxrl.rollout.native.stop_strings import GrowingText, StopStrings, first_stop, said
+from jaxrl.rollout.native.stop_strings import GrowingText, StopStrings, completion_text, first_stop
 from jaxrl.rollout.protocol import Completion
 
 TEXT = "A naïve café — 東京は大きい。 🙂🙃 x.y.z\n\nEND of it, the end.\n"
@@ -183,11 +183,11 @@ def test_a_text_is_cut_at_the_first_string(tokens, strings, found, without, with
         return "".join(WORDS[token] for token in tokens)
 
     sample = Completion(tokens, [], "stop", [], found)
-    assert said(decode, sample, strings) == without
-    assert said(decode, sample, strings, keep_stop=True) == with_it
+    assert completion_text(decode, sample, strings) == without
+    assert completion_text(decode, sample, strings, keep_stop=True) == with_it
     # what nothing but its length ended, and a stop token
-    assert said(decode, Completion([0, 1], [], "length", []), strings) == "abc\n\n"
-    assert said(decode, Completion([0, 1], [], "stop", []), strings) == "abc"
+    assert completion_text(decode, Completion([0, 1], [], "length", []), strings) == "abc\n\n"
+    assert completion_text(decode, Completion([0, 1], [], "stop", []), strings) == "abc"
 
 
 def test_where_the_first_string_is():

@@ -22,9 +22,9 @@ from jaxrl.parallel import Placement, batch_sharding, make_mesh, param_shardings
 from jaxrl.train import train
 from jaxrl.training.critic import critic_model, explained_variance
 from jaxrl.training.forward import state_values
+from jaxrl.training.forward_pass import ForwardPass
 from jaxrl.training.objective import merge_metrics, value_objective
 from jaxrl.training.optim import abstract_state, make_apply, new_critic_state
-from jaxrl.training.scorer import Scorer
 from jaxrl.training.update import Updater, pass_order
 from tests.test_train import ROOT, assert_bitwise_equal, metric_lines, small
 from tests.training import test_update
@@ -66,7 +66,7 @@ def make_updater(microbatch_rows, devices=1, sizes=(), **packing):
     )
     like = abstract_state(optimizer, MODEL, shardings, replicated(mesh), new=new_critic_state)
     updater = Updater(
-        Scorer(values, lambda x: jax.device_put(x, rows), cut, options={}),
+        ForwardPass(values, lambda x: jax.device_put(x, rows), cut, options={}),
         make_apply(optimizer, schedule, "critic"),
         objective=value_objective(0.3),
         shardings=jax.tree.map(lambda x: x.sharding, like),
@@ -104,7 +104,7 @@ def test_a_value_is_the_heads_on_the_state_before_the_token():
 def test_packed_values_are_those_of_padded_rows():
     batch = value_batch()
     padded, packed = (
-        make_updater(**cut)[0].scorer(make_updater(**cut)[1], batch)
+        make_updater(**cut)[0].forward_pass(make_updater(**cut)[1], batch)
         for cut in ({"microbatch_rows": ROWS}, {"packed": True, **PACKINGS[1]})
     )
     assert np.abs(padded[0]).max() > 1e-2

@@ -30,6 +30,7 @@ from jaxrl.parallel import (
 )
 from jaxrl.registry import PolicyLossRegistry
 from jaxrl.training.forward import log_probs_and_entropy
+from jaxrl.training.forward_pass import ForwardPass
 from jaxrl.training.objective import merge_metrics, minibatch_weights, policy_objective
 from jaxrl.training.optim import (
     abstract_state,
@@ -38,7 +39,6 @@ from jaxrl.training.optim import (
     make_optimizer,
     make_schedule,
 )
-from jaxrl.training.scorer import Scorer
 from jaxrl.training.update import Updater, pass_order, rows_without_update
 from jaxrl.types import TrainBatch
 
@@ -127,7 +127,7 @@ def make_updater(
     cut = Microbatching(microbatch_rows, ROWS, groups=groups, **packing)
     rows = batch_sharding(mesh, placement.rules)
     updater = Updater(
-        Scorer(forward, lambda x: jax.device_put(x, rows), cut),
+        ForwardPass(forward, lambda x: jax.device_put(x, rows), cut),
         make_apply(optimizer, schedule),
         objective=policy_objective(algorithm, microbatch_rows // groups),
         shardings=jax.tree.map(
@@ -223,9 +223,9 @@ def test_gradient_does_not_depend_on_packing(loss):
 def test_packed_log_probs_are_those_of_padded_rows():
     batch, cut = make_batch(), Microbatching(rows=ROWS, total=ROWS)
     updater, params, _ = make_updater(algorithm_with(), microbatch_rows=4)
-    padded = updater.scorer(params, batch, microbatching=cut, with_entropy=True)
+    padded = updater.forward_pass(params, batch, microbatching=cut, with_entropy=True)
     cut = dataclasses.replace(cut, packed=True, packed_length=40)
-    packed = updater.scorer(params, batch, microbatching=cut, with_entropy=True)
+    packed = updater.forward_pass(params, batch, microbatching=cut, with_entropy=True)
     np.testing.assert_allclose(packed, padded, rtol=0, atol=1e-5)
     assert not packed[0][5].any()  # nothing is wanted of row 5
     assert packed[0][3, 7] and packed[0][3, 10]
@@ -289,7 +289,7 @@ def scalar_loss(log_probs, old_log_probs, advantages, config, loss_mask=None):
 def test_without_old_log_probs_they_are_those_of_the_update_itself(microbatch_rows):
     algorithm, batch = algorithm_with(), make_batch()
     updater, params, _ = make_updater(algorithm, microbatch_rows=microbatch_rows)
-    old, _ = updater.scorer(params, batch, microbatching=Microbatching(rows=3, total=ROWS))
+    old, _ = updater.forward_pass(params, batch, microbatching=Microbatching(rows=3, total=ROWS))
     told = gradient(algorithm, batch.replace(old_log_probs=old), microbatch_rows=microbatch_rows)
     grad, metrics = gradient(
         algorithm, batch.replace(old_log_probs=None), microbatch_rows=microbatch_rows

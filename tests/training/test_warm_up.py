@@ -138,19 +138,19 @@ def programs(config, samples):
         samples: a supervised run has no engine.
     """
     run = Run(config, machine())
-    passes = [("log-probs", run.scorer, run.scorer.microbatching)]
+    passes = [("log-probs", run.forward_pass, run.forward_pass.microbatching)]
     if run.has_reference:
         # its parameters are another tree where the policy has adapters
         base = "of the base" if run.policy.lora else "log-probs"
-        passes.append((base, run.ref_scorer, run.ref_scorer.microbatching))
+        passes.append((base, run.ref_forward_pass, run.ref_forward_pass.microbatching))
     updates = [run.updater]
     if run.critic:
-        passes.append(("values", run.critic.scorer, run.critic.scorer.microbatching))
+        passes.append(("values", run.critic.forward_pass, run.critic.forward_pass.microbatching))
         updates.append(run.critic.updater)
     for updater in updates:
         batch = run.batch(updater.microbatching, done=True)
         if updater is run.updater and updater.objective.sees_whole(batch):
-            passes.append(("with entropy", run.scorer, updater.microbatching))
+            passes.append(("with entropy", run.forward_pass, updater.microbatching))
     found = {
         "gradient": {(u, shape) for u in updates for shape in shapes_of(u.microbatching, config)},
         "forward": {(n, s, shape) for n, s, cut in passes for shape in shapes_of(cut, config)},

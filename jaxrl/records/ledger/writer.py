@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxrl.config.ledger import LedgerConfig
 from jaxrl.data.recorded import rollouts_path, to_arrays, write_rollouts
-from jaxrl.parallel import ProcessError, agree, gather, is_first
+from jaxrl.parallel import ProcessError, agree, allgather, is_first
 from jaxrl.parallel.checksums import start_checksums
 from jaxrl.records.ledger.database import FILE, Ledger
 from jaxrl.types import GeneratorOutput, Prompt, TrainBatch
@@ -221,7 +221,7 @@ def _compare(found: dict[str, int]) -> None:
         ProcessError: they have not.
     """
     first = agree(found)
-    others = gather([name for name in first if found.get(name) != first[name]])
+    others = allgather([name for name in first if found.get(name) != first[name]])
     for process, different in enumerate(others):
         if different:
             raise ProcessError(

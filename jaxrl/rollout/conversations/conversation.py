@@ -29,7 +29,7 @@ from jaxrl.rollout.conversations.turns import (
     spoken_tokens,
     tokens_of_prefix,
 )
-from jaxrl.rollout.native.stop_strings import said
+from jaxrl.rollout.native.stop_strings import completion_text
 from jaxrl.rollout.protocol import Completion, Engine, Request, Sampling
 from jaxrl.types import GeneratorInput, GeneratorOutput, Prompt, Trajectory, TrajectoryID
 
@@ -132,7 +132,7 @@ class Conversation:
         self.stop_reason = completion.stop_reason
         if not completion.tokens:
             return
-        columns = completion.log_probs, completion.kept, completion.versions
+        columns = completion.log_probs, completion.sampling_mask_ids, completion.versions
         self.transcript.add_sampled(completion.tokens, *columns, completion.context_versions)
 
     @contextlib.contextmanager
@@ -363,7 +363,7 @@ class ConversationGenerator:
         tokens, spoken = completion.tokens, spoken_tokens(completion)
         ended = len(spoken) < len(tokens)
         decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
-        text = said(decode, completion, sampling.stop, keep_stop=True)
+        text = completion_text(decode, completion, sampling.stop, keep_stop=True)
         pieces = [self.tokenizer.decode([token]) for token in tokens]
         step = await session.step(text, pieces, ended)
         action = step.get("postprocessed_action")

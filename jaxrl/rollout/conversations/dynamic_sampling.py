@@ -17,7 +17,7 @@ from jaxrl.config import DynamicSamplingConfig, TrainConfig
 from jaxrl.data.columns import last_steps, take_trajectories
 from jaxrl.data.packing import token_level
 from jaxrl.data.selection import filter_rows, replace_rows, zero_variance_groups
-from jaxrl.rollout.conversations.parts import concatenate
+from jaxrl.rollout.conversations.concat_outputs import concat_outputs
 from jaxrl.types import GeneratorOutput
 
 Draw = Callable[
@@ -91,7 +91,7 @@ def dynamic_sampling(
         parts.append(take_trajectories(output, rows))
         uids += [drawn[row] for row in rows]
         if len(uids) == prompts * samples:
-            return concatenate(parts), distinct_uids(uids, samples)
+            return concat_outputs(parts), distinct_uids(uids, samples)
         if attempt == settings.max_sample_batches:
             good = prompts - int(same.sum()) // samples
             raise DynamicSamplingError(

@@ -28,7 +28,8 @@ class Transcript:
     loss_mask: list[int] = field(default_factory=list)  # 1 = sampled
     rollout_log_probs: list[float] = field(default_factory=list)  # 0 where not sampled
     rewards: list[float] = field(default_factory=list)
-    kept: list[tuple[int, ...]] = field(default_factory=list)  # () = all, or not recorded
+    # () = all, or not recorded
+    sampling_mask_ids: list[tuple[int, ...]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # of the policy; -1 where not sampled
     context_versions: list[int] = field(default_factory=list)  # the oldest in its context, or -1
     turns: list[tuple[int, int]] = field(default_factory=list)  # first token, one after the last
@@ -48,7 +49,7 @@ class Transcript:
         self,
         tokens: Sequence[int],
         log_probs: Sequence[float],
-        kept: Sequence[tuple[int, ...]] = (),
+        sampling_mask_ids: Sequence[tuple[int, ...]] = (),
         versions: Sequence[int] = (),
         context_versions: Sequence[int] = (),
     ) -> None:
@@ -61,7 +62,7 @@ class Transcript:
             tokens,
             loss_mask=[1] * len(tokens),
             rollout_log_probs=log_probs,
-            kept=kept,
+            sampling_mask_ids=sampling_mask_ids,
             versions=versions,
             context_versions=context_versions or versions,
         )

@@ -56,7 +56,7 @@ class Features:
         penalised: repetition_penalty.
         alternatives: most that are reported of a token, rounded up to a power of two.
         raw: log-probs of the model's own distribution.
-        kept: most ids of a set that is reported, rounded up to a power of two.
+        sampling_mask_size: most ids of a set that is reported, rounded up to a power of two.
         stop_ids: most of a row, rounded up to a power of two.
     """
 
@@ -64,7 +64,7 @@ class Features:
     penalised: bool = False
     alternatives: int = 0
     raw: bool = False
-    kept: int = 0
+    sampling_mask_size: int = 0
     stop_ids: int = LEAST_STOP_IDS
 
     def including(self, s: Sampling) -> "Features":
@@ -75,7 +75,7 @@ class Features:
                 penalised=s.repetition_penalty != 1,
                 alternatives=_power_of_two(s.logprobs),
                 raw=s.raw_log_probs,
-                kept=_power_of_two(s.top_k if s.keep_sampling_mask else 0),
+                sampling_mask_size=_power_of_two(s.top_k if s.keep_sampling_mask else 0),
                 stop_ids=_power_of_two(len(s.stop_token_ids)),
             )
         )
@@ -120,7 +120,7 @@ class Block(struct.PyTreeNode):
     top_ids: Array  # [B, N, alternatives]
     top_log_probs: Array  # [B, N, alternatives]
     raw_log_probs: Array  # [B, N], or [B, 0] where nobody asks for them
-    kept: Array  # [B, N, k] ids, then -1
+    sampling_mask_ids: Array  # [B, N, k] ids, then -1
 
 
 class Run(struct.PyTreeNode):
@@ -240,7 +240,7 @@ def decode(
             top_ids=jnp.zeros(several, jnp.int32),
             top_log_probs=jnp.zeros(several, jnp.float32),
             raw_log_probs=jnp.zeros((size, steps if features.raw else 0), jnp.float32),
-            kept=jnp.full((size, steps, features.kept), -1),
+            sampling_mask_ids=jnp.full((size, steps, features.sampling_mask_size), -1),
         ),
     )
 
@@ -298,7 +298,7 @@ def draw(run: Run, logits: Array, rows: Rows) -> Run:
     given = logits, uniforms(rows.keys, position)
     features = rows.features
     token, log_prob, kept = sample(
-        *given, **filters, filtered=features.filtered, keep=features.kept
+        *given, **filters, filtered=features.filtered, keep=features.sampling_mask_size
     )
     at = jnp.where(live, block.count, block.tokens.shape[1])  # out of bounds drops the write
     hit = (token[:, None] == rows.stop_ids).any(-1) & live
@@ -320,6 +320,6 @@ def draw(run: Run, logits: Array, rows: Rows) -> Run:
             top_ids=block.top_ids.at[index, at].set(top[0], mode="drop"),
             top_log_probs=block.top_log_probs.at[index, at].set(top[1], mode="drop"),
             raw_log_probs=raw_log_probs,
-            kept=block.kept.at[index, at].set(kept, mode="drop"),
+            sampling_mask_ids=block.sampling_mask_ids.at[index, at].set(kept, mode="drop"),
         ),
     )

@@ -30,7 +30,7 @@ class Sample:
     versions: list[int] = field(default_factory=list)
     top_log_probs: list[dict[int, float]] = field(default_factory=list)
     raw_log_probs: list[float] = field(default_factory=list)
-    kept: list[tuple[int, ...]] = field(default_factory=list)
+    sampling_mask_ids: list[tuple[int, ...]] = field(default_factory=list)
     context_versions: list[int] = field(default_factory=list)
     outcome: Completion | BaseException | None = None
     told: int = 0  # tokens that `on_tokens` has been given
@@ -53,8 +53,8 @@ class Sample:
         if sampling.raw_log_probs:
             self.raw_log_probs += block.raw_log_probs[row, :drawn].tolist()
         if sampling.keep_sampling_mask:
-            kept = block.kept[row, :drawn, : sampling.top_k]
-            self.kept += map(tuple, kept.tolist())
+            kept = block.sampling_mask_ids[row, :drawn, : sampling.top_k]
+            self.sampling_mask_ids += map(tuple, kept.tolist())
 
     def extend(
         self,
@@ -143,7 +143,13 @@ class Sample:
     def _columns(self) -> tuple[list[Any], ...]:
         """Return what there is of each token, in the order of `Completion`."""
         always = self.tokens, self.log_probs, self.versions
-        return *always, self.top_log_probs, self.raw_log_probs, self.kept, self.context_versions
+        return (
+            *always,
+            self.top_log_probs,
+            self.raw_log_probs,
+            self.sampling_mask_ids,
+            self.context_versions,
+        )
 
     def news(self) -> Callable[[], None] | None:
         """Return a call that tells of the tokens since the last one, if anybody wants to know."""

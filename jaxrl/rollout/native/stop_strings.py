@@ -114,7 +114,7 @@ def first_stop(text: str, known: int, strings: Iterable[str]) -> tuple[int, str]
     return min((p for p in places if p[0] >= 0), key=lambda place: place[0], default=None)
 
 
-def said(
+def completion_text(
     decode: Decode, completion: Completion, strings: Iterable[str], *, keep_stop: bool = False
 ) -> str:
     """Return the text of a finished sample, cut at the first stop string that its end completes.

@@ -23,7 +23,7 @@ from jaxrl.rollout.protocol import Completion, Request
 from jaxrl.rollout.remote.http_client import (
     NOT_FOUND,
     RemoteOptions,
-    Server,
+    RemoteServer,
     ServerError,
     open_session,
 )
@@ -77,12 +77,12 @@ class RemoteEngine:
             raise ValueError(f"urls={list(urls)} and dialect={dialect!r} ({', '.join(DIALECTS)})")
         self.options = options or RemoteOptions()
         self.dialect, self.source, self.probe = DIALECTS[dialect], weights, probe
-        self.servers = [Server(url, self.dialect, self.options, proxy_url) for url in urls]
+        self.servers = [RemoteServer(url, self.dialect, self.options, proxy_url) for url in urls]
         self.hosts = dict(zip(self.servers, hosts, strict=True)) if hosts else {}
         self._label = secrets.token_hex(4)  # vLLM's cache knows an adapter by name and folder
         self._weights: Weights | None = None
         self._failure: BaseException | None = None
-        self._routes: Routes[Server] = Routes()
+        self._routes: Routes[RemoteServer] = Routes()
         self._loop = asyncio.new_event_loop()
         self._some_ready = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -195,7 +195,7 @@ class RemoteEngine:
         url = failed.url if failed else ""
         raise RemoteEngineError(f"{url}: {tries} attempts at {name} failed; the last: {last}")
 
-    def _suspect(self, server: Server, error: ServerError) -> None:
+    def _suspect(self, server: RemoteServer, error: ServerError) -> None:
         """Leave out a server that failed, and have it looked at.
 
         Where one behind a router lacks an adapter it is not known which: then all are left out.
@@ -210,7 +210,7 @@ class RemoteEngine:
         doubled = self.options.backoff_seconds * 2 ** max(tries - 1, 0)
         return max(error.wait, min(doubled, LONGEST_WAIT)) * random.uniform(0.5, 1.5)
 
-    async def _choose(self, request: Request, failed: Server | None) -> Server:
+    async def _choose(self, request: Request, failed: RemoteServer | None) -> RemoteServer:
         """Choose the conversation's server so far, else that with the fewest samples in flight."""
         await self._wait_for_server()
         ready = [server for server in self.servers if server.ready]
@@ -231,7 +231,7 @@ class RemoteEngine:
         if self._failure is not None:
             raise self._failure
 
-    async def _attempt(self, server: Server, request: Request) -> list[Completion]:
+    async def _attempt(self, server: RemoteServer, request: Request) -> list[Completion]:
         """Make one call, which ends when the server is given up."""
         call = self._loop.create_task(server.complete(request))
         server.calls[call] = server.version
@@ -289,7 +289,7 @@ class RemoteEngine:
         async with weights.lock:  # the caller may donate them once this returns
             weights.params = None
 
-    def _awaited(self, weights: Weights) -> list[Server]:
+    def _awaited(self, weights: Weights) -> list[RemoteServer]:
         """Return the servers that have the weights when an update ends.
 
         A server that is out of use while others are not gets them of its keeper: it may take long
@@ -304,7 +304,7 @@ class RemoteEngine:
                 server.doubt.set()
         return ready
 
-    async def _keep(self, server: Server) -> None:
+    async def _keep(self, server: RemoteServer) -> None:
         """Look at a server for as long as the engine lives, and mend what can be mended."""
         while True:
             with contextlib.suppress(TimeoutError):
@@ -322,7 +322,7 @@ class RemoteEngine:
                 self._failure = error
                 self._some_ready.set()
 
-    async def _bring(self, server: Server) -> ServerError | WeightMismatch | None:
+    async def _bring(self, server: RemoteServer) -> ServerError | WeightMismatch | None:
         """See that a server lives and has the newest weights; return the reason if it has not."""
         async with server.lock:
             weights = None
@@ -339,7 +339,7 @@ class RemoteEngine:
         self._some_ready.set()
         return None
 
-    async def _refresh(self, server: Server) -> None:
+    async def _refresh(self, server: RemoteServer) -> None:
         weights = self._weights
         assert weights is not None and self.source is not None  # nobody is brought to none
         host, first = self.hosts.get(server), self.source.start(weights.source)
@@ -358,7 +358,7 @@ class RemoteEngine:
         server.version = weights.version
         await self._verify(server, weights)
 
-    async def _verify(self, server: Server, weights: Weights) -> None:
+    async def _verify(self, server: RemoteServer, weights: Weights) -> None:
         """Compare what a server says to the probe with what the trainer thinks of it.
 
         Its tokens are scored while the trainer's parameters are there; a server that comes back
@@ -376,7 +376,7 @@ class RemoteEngine:
         difference = self.probe.check(server.url, weights.version, said, expected)
         _log.info("%s has version %d, probe %.2g", server.url, weights.version, difference)
 
-    def _leave_out(self, server: Server, error: Exception) -> None:
+    def _leave_out(self, server: RemoteServer, error: Exception) -> None:
         """Ask a server for nothing until its keeper has seen to it."""
         if server.ready or str(error) != server.cause:
             _log.warning("%s is left out: %s", server.url, error)

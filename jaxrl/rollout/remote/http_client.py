@@ -79,7 +79,7 @@ def open_session(token: str | None) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=connector, headers=headers)
 
 
-class Server:
+class RemoteServer:
     """Represent a server, as the client knows it.
 
     Args:

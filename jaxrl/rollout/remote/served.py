@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from jaxrl.models.transformer import Params
 from jaxrl.rollout.remote.engine import RemoteEngine
-from jaxrl.rollout.remote.http_client import RemoteOptions, Server, ServerError
+from jaxrl.rollout.remote.http_client import RemoteOptions, RemoteServer, ServerError
 from jaxrl.rollout.weights.source import Weights
 
 
@@ -44,7 +44,7 @@ class ServedEngine(RemoteEngine):
                     "generator.inference_engine.backend"
                 ) from error
 
-    async def _refresh(self, server: Server) -> None:
+    async def _refresh(self, server: RemoteServer) -> None:
         server.version = await server.look()
         if self.dialect.says_versions and server.version is None:
             raise ServerError("it has no weights yet")

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxrl.rollout.conversations.trajectories import to_columns
 from jaxrl.rollout.conversations.turns import Transcript
-from jaxrl.rollout.server.server import Server
+from jaxrl.rollout.server.server import HttpServer
 from jaxrl.rollout.server.sessions import Segment
 from jaxrl.types import GeneratorInput, GeneratorOutput, Prompt, Trajectory
 
@@ -42,7 +42,7 @@ class AgentGenerator:
 
     def __init__(
         self,
-        server: Server,
+        server: HttpServer,
         agent: Agent,
         *,
         max_agents: int = 64,

@@ -21,7 +21,7 @@ from jaxrl.rollout.conversations.conversation import sampling_of
 from jaxrl.rollout.protocol import Request, Sampling
 from jaxrl.rollout.server.auth import read_token
 from jaxrl.rollout.server.served_model import ServedModel
-from jaxrl.rollout.server.server import Server
+from jaxrl.rollout.server.server import HttpServer
 from jaxrl.rollout.weights.incoming import Incoming
 
 
@@ -44,7 +44,7 @@ def served_model(
     )
 
 
-def make_server(config: Any, devices: Sequence[Any] | None = None) -> Server:
+def make_server(config: Any, devices: Sequence[Any] | None = None) -> HttpServer:
     """Build a server of the model that a config names, its weights loaded, to be started.
 
     Args:
@@ -80,7 +80,7 @@ def make_server(config: Any, devices: Sequence[Any] | None = None) -> Server:
     )
     shardings = _shardings(config, model, mesh)
     load, folder = functools.partial(_load, config, model, shardings), hf.local_folder(path)
-    server = Server(
+    server = HttpServer(
         engine,
         served_model(config, tokenizer, model.vocab_size, length),
         serve,
@@ -93,7 +93,7 @@ def make_server(config: Any, devices: Sequence[Any] | None = None) -> Server:
     return server
 
 
-def serve_jetstream(config: Any, server: Server) -> Any:
+def serve_jetstream(config: Any, server: HttpServer) -> Any:
     """Answer JetStream's gRPC on `serve.grpc_port`, with the engine and the token of a server.
 
     Its wire has no sampling parameters: all is sampled with `generator.sampling_params`.

@@ -8,14 +8,14 @@ from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from jaxrl.rollout.native.stop_strings import Decode, GrowingText, said
+from jaxrl.rollout.native.stop_strings import Decode, GrowingText, completion_text
 from jaxrl.rollout.protocol import Completion
 from jaxrl.rollout.server.requests import Ask
 
 
 def said_to(ask: Ask, tokenizer: Any, completion: Completion) -> str:
     """Return the text of a finished sample as its client gets it: without what stopped it."""
-    return said(_decode(tokenizer, ask), completion, ask.sampling.stop)
+    return completion_text(_decode(tokenizer, ask), completion, ask.sampling.stop)
 
 
 def _decode(tokenizer: Any, ask: Ask) -> Decode:

@@ -16,7 +16,7 @@ from jaxrl.rollout.server.requests import Ask
 
 _log = logging.getLogger(__name__)
 _COLUMNS = (
-    *("tokens", "log_probs", "versions", "top_log_probs", "raw_log_probs", "kept"),
+    *("tokens", "log_probs", "versions", "top_log_probs", "raw_log_probs", "sampling_mask_ids"),
     "context_versions",
 )
 

@@ -22,7 +22,7 @@ class AddressError(ValueError):
     """Signal that the address to listen on cannot be had."""
 
 
-class Server:
+class HttpServer:
     """Serves an engine over HTTP, from `start` to `stop`.
 
     Args:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from jaxrl.models.transformer import Params
 
 if TYPE_CHECKING:
-    from jaxrl.rollout.remote.http_client import Server
+    from jaxrl.rollout.remote.http_client import RemoteServer
 
 Write = Callable[[Params, Path], None]  # makes a whole folder, or none
 
@@ -37,7 +37,7 @@ class WeightFolder:
         """Return what a server is started from."""
         return newest
 
-    async def give(self, server: "Server", newest: Path, version: int, name: str) -> None:
+    async def give(self, server: "RemoteServer", newest: Path, version: int, name: str) -> None:
         """Have a server read a version; raises ServerError.
 
         Args:

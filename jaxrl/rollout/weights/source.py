@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxrl.models.transformer import Params
-from jaxrl.rollout.remote.http_client import Server
+from jaxrl.rollout.remote.http_client import RemoteServer
 from jaxrl.rollout.remote.probe import Expected
 
 
@@ -24,7 +24,7 @@ class Source(Protocol):
         """Return the folder that a server is started with, if it is."""
         ...
 
-    async def give(self, server: Server, newest: Any, version: int, name: str) -> None:
+    async def give(self, server: RemoteServer, newest: Any, version: int, name: str) -> None:
         """Have a server take a version; raises ServerError."""
         ...
 

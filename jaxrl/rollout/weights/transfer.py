@@ -15,7 +15,7 @@ import jax
 from jax.experimental import transfer
 
 from jaxrl.models.transformer import Params
-from jaxrl.rollout.remote.http_client import Server, ServerError
+from jaxrl.rollout.remote.http_client import RemoteServer, ServerError
 from jaxrl.rollout.weights.groups import GROUP_BYTES, Group, named, plan, sums, take, whole_pieces
 from jaxrl.rollout.weights.incoming import open_transfer, patience
 
@@ -75,7 +75,7 @@ class WeightTransfer:
         if self._newest is not None:
             self._newest.params = None
 
-    async def give(self, server: Server, newest: Offer, version: int, name: str) -> None:
+    async def give(self, server: RemoteServer, newest: Offer, version: int, name: str) -> None:
         """Have a server pull all groups, one server after the other.
 
         Raises:

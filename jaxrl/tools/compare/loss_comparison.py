@@ -15,15 +15,15 @@ import numpy as np
 import optax
 
 from jaxrl import config as cfg
-from jaxrl.config.needs import needs_reference
+from jaxrl.config.objective_requirements import needs_reference
 from jaxrl.parallel.offload import on_device
 from jaxrl.tools.compare.loss_choices import Choice
 from jaxrl.trainer import Trainer
 from jaxrl.training.build import assemble_update
+from jaxrl.training.forward_pass import ForwardPass
 from jaxrl.training.objective import merge_metrics
 from jaxrl.training.ratios import ratio_metrics, ratio_sums
 from jaxrl.training.rewards import make_estimate
-from jaxrl.training.scorer import Scorer
 from jaxrl.training.update import Updater, minibatches_of_step
 from jaxrl.types import Array, GeneratorOutput, TrainBatch, TrainState
 
@@ -103,7 +103,7 @@ def compare_choices(
     own = runs.batch(trainer.config)
     # ratios are to the policy before the step, whether or not the run's loss needs its log-probs
     blind = own.rollout_log_probs is None  # as the batch has scored it, if it has
-    old, *_ = runs.scorer(trainer.params, own, with_entropy=blind)
+    old, *_ = runs.forward_pass(trainer.params, own, with_entropy=blind)
     measured = own.replace(old_log_probs=old)
     batches = [runs.batch(choice.config) for choice in choices]
     named = {
@@ -150,7 +150,10 @@ class OtherRuns:
 
     def __init__(self, trainer: Trainer, rollouts: tuple[GeneratorOutput, Sequence[str]]) -> None:
         self.trainer, self.rollouts = trainer, rollouts
-        self.scorer, self.ref_scorer = ScoredOnce(trainer.scorer), ScoredOnce(trainer.ref_scorer)
+        self.forward_pass, self.ref_forward_pass = (
+            ScoredOnce(trainer.forward_pass),
+            ScoredOnce(trainer.ref_forward_pass),
+        )
         self.reference = trainer.ref_params
         self.updaters: dict[Any, Updater] = {}
         self.updaters[without_estimator(trainer.config)] = trainer.updater
@@ -165,7 +168,7 @@ class OtherRuns:
         """
         run: Any = copy.copy(self.trainer)
         run.config, run.metrics, run.updater = config, {}, self.updater(config)
-        run.scorer, run.ref_scorer = self.scorer, self.ref_scorer
+        run.forward_pass, run.ref_forward_pass = self.forward_pass, self.ref_forward_pass
         run.estimate = jax.jit(make_estimate(config.trainer.algorithm))
         run.ref_params = self._reference(config)
         coef, own = (x.trainer.algorithm.kl_loss_coef for x in (config, self.trainer.config))
@@ -180,7 +183,7 @@ class OtherRuns:
         key: Any = without_estimator(config)  # hashable, which pyright cannot see
         if key not in self.updaters:
             trainer, policy = self.trainer, self.trainer.policy
-            given = key, trainer.scorer, policy.placement, trainer.total_steps, policy.trained
+            given = key, trainer.forward_pass, policy.placement, trainer.total_steps, policy.trained
             self.updaters[key] = assemble_update(*given)[2]
         return self.updaters[key]
 
@@ -201,13 +204,13 @@ class OtherRuns:
 class ScoredOnce:
     """Score rows with one set of weights, the same tokens only once."""
 
-    def __init__(self, scorer: Scorer) -> None:
-        self.scorer, self.found = scorer, {}
+    def __init__(self, forward_pass: ForwardPass) -> None:
+        self.forward_pass, self.found = forward_pass, {}
 
     def __call__(self, params: Any, batch: TrainBatch, **options: Any) -> tuple[np.ndarray, ...]:
         wanted = np.asarray(batch.loss_mask).tobytes(), *sorted(options.items())
         if wanted not in self.found:
-            self.found[wanted] = self.scorer(params, batch, **options)
+            self.found[wanted] = self.forward_pass(params, batch, **options)
         return self.found[wanted]
 
 
@@ -282,7 +285,7 @@ def scored(
 ) -> tuple[np.ndarray, ...]:
     """Return log-probs and entropy [B, T], in the cuts of the update."""
     cut = trainer.updater.microbatching
-    return trainer.scorer(params, minibatch, microbatching=cut, with_entropy=True, key=key)
+    return trainer.forward_pass(params, minibatch, microbatching=cut, with_entropy=True, key=key)
 
 
 def weight_ess(

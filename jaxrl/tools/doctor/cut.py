@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl import config as cfg
-from jaxrl.config.needs import has_critic
+from jaxrl.config.objective_requirements import has_critic
 from jaxrl.data.packing import length_bucket
 from jaxrl.types import Prompt
 

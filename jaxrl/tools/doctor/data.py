@@ -124,7 +124,7 @@ def batch(subject: Subject) -> Finding:
     """Make a training batch of the rollouts; check that all that the update will read is finite."""
     made, trainer = subject.batch, subject.trainer
     mask = np.asarray(made.loss_mask) > 0
-    scored = trainer.scorer(trainer.params, made)[0][mask]
+    scored = trainer.forward_pass(trainer.params, made)[0][mask]
     names = ("old_log_probs", "ref_log_probs", "values", "advantages", "returns")
     held = {name: np.asarray(x) for name in names if (x := getattr(made, name)) is not None}
     columns = {"log-probs": scored, **{name: x[mask] for name, x in held.items()}}

@@ -30,7 +30,7 @@ from jaxrl.tools.doctor.measure import (
     whole,
 )
 from jaxrl.tools.doctor.subject import Subject
-from jaxrl.training.build import assemble_update, make_scorer
+from jaxrl.training.build import assemble_update, make_forward_pass
 from jaxrl.training.critic import without_policy
 from jaxrl.training.update import Updater
 from jaxrl.types import TrainBatch
@@ -175,9 +175,9 @@ def spread(subject: Subject, mesh: jax.sharding.Mesh) -> tuple[Updater, Any, Tra
     """Return updater, parameters and minibatch of the run on another mesh."""
     trainer, config = subject.trainer, subject.run.config
     placement = place_model(trainer.model, mesh, cfg.sharding_rules(config.trainer.sharding_rules))
-    scorer = make_scorer(config, trainer.model, placement)
+    forward_pass = make_forward_pass(config, trainer.model, placement)
     trained, lora = trainer.policy.trained, trainer.policy.lora
-    updater = assemble_update(config, scorer, placement, trainer.total_steps, trained)[2]
+    updater = assemble_update(config, forward_pass, placement, trainer.total_steps, trained)[2]
 
     def place(tree: Any, model: Any) -> Any:
         axes, shapes = logical_axes(model), abstract_params(model)
@@ -232,7 +232,7 @@ def _slopes_apart(given: Given, cuts: Iterable[Microbatching]) -> float:
     if updater.objective.sees_whole(minibatch):  # it is never given a part
         return 0.0
     one = whole(updater, len(minibatch.index))
-    outputs = updater.scorer(params, minibatch, microbatching=one, with_entropy=True)
+    outputs = updater.forward_pass(params, minibatch, microbatching=one, with_entropy=True)
     expected = loss_slopes(updater, outputs, minibatch, one)
     found = (loss_slopes(updater, outputs, minibatch, cut) for cut in cuts)
     return max(compare(expected, slopes).relative for slopes in found)

@@ -94,7 +94,7 @@ def outside(subject: Subject) -> Finding:
         return passed(figure, bound, about)
     if np.isnan(figure):
         raise Unavailable(NO_GRADIENT)
-    outputs = updater.scorer(params, minibatch, microbatching=one, with_entropy=True)
+    outputs = updater.forward_pass(params, minibatch, microbatching=one, with_entropy=True)
     parts = (loss_slopes(updater, outputs, part, one) for part in (minibatch, noisy))
     name = subject.run.config.trainer.algorithm.policy_loss_type
     if compare(*parts).relative > SAME_LOSS:
@@ -144,7 +144,7 @@ def padding(subject: Subject) -> Finding:
         "the size of [B, T] instead of by the trained tokens"
     )
     fix = "divide by loss_mask.sum() (jaxrl.array_ops.masked_mean), or return [B, T] unreduced"
-    outputs = updater.scorer(params, minibatch, microbatching=one, with_entropy=True)
+    outputs = updater.forward_pass(params, minibatch, microbatching=one, with_entropy=True)
     slopes = loss_slopes(updater, outputs, minibatch, one)
     wide = (np.pad(x, ((0, 0), (0, wider - x.shape[1]))) for x in outputs)
     there = slopes_in_order(updater, tuple(wide), widened(minibatch, wider))

@@ -207,11 +207,11 @@ def _scored(subject: Subject, batch: TrainBatch, params: Any = None) -> np.ndarr
 
     At most a step's rows are scored at a time.
     """
-    scorer, found = subject.trainer.scorer, []
-    most = scorer.microbatching.total
+    forward_pass, found = subject.trainer.forward_pass, []
+    most = forward_pass.microbatching.total
     for first_row in range(0, len(batch.index), most):
         part = jax.tree.map(lambda x, i=first_row: x[i : i + most], batch)
-        found.append(scorer(subject.trainer.params if params is None else params, part)[0])
+        found.append(forward_pass(subject.trainer.params if params is None else params, part)[0])
     return np.concatenate(found)
 
 

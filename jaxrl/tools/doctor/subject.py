@@ -68,7 +68,7 @@ class Subject:
         prompts = whole.get_prompts(data.train_data)
         evaluation = whole.get_prompts(data.val_data) if evaluates else []
         self.data_card = whole.get_data_card(prompts, evaluation)
-        shares = cfg.device_shares(whole.config, len(jax.devices()))
+        shares = cfg.device_ranges(whole.config, len(jax.devices()))
         groups = cfg.batch_groups(whole.config, len(shares.policy))
         size, _ = cut(whole.config, prompts[:1], groups)
         chosen = choose(prompts, BATCHES * size.trainer.train_batch_size)

@@ -23,8 +23,8 @@ from jaxrl.tools.plan.work import (
     layers_flops,
 )
 from jaxrl.training.forward import CHUNK_TOKENS, CPU_CHUNK_TOKENS, chunk_columns
+from jaxrl.training.forward_pass import ForwardPass
 from jaxrl.training.resident_memory import device_bytes, placed_params, shares_base
-from jaxrl.training.scorer import Scorer
 from jaxrl.training.update import Updater
 
 SAMPLING = frozenset({"prefill", "copy", "decode"})  # kinds of phases
@@ -87,18 +87,18 @@ def phases(run: Run, engine: NativeEngine | None) -> list[Phase]:
     part = Part(run.model, policy.placement, _dtype(run, "policy"), names)
     found = [*_sampling(run, engine, part)] if engine else []
     if run.has_old:
-        found.append(_forward(run, "log-probs", run.scorer, run.params, part))
+        found.append(_forward(run, "log-probs", run.forward_pass, run.params, part))
     if run.has_reference:
         names = ("base" if shares_base(trainer, policy) else "reference",)
         assert isinstance(policy.ref_model, TransformerConfig)  # from a folder
         ref = Part(policy.ref_model, policy.ref_placement, _dtype(run, "ref"), names)
         params = placed_params(policy.ref_model, policy.ref_placement)
-        found.append(_forward(run, "reference", run.ref_scorer, params, ref))
+        found.append(_forward(run, "reference", run.ref_forward_pass, params, ref))
     if critic := run.critic:
         names = ("critic", "critic base") if critic.lora else ("critic",)
         own = Part(critic.model, critic.placement, _dtype(run, "critic"), names)
         params, size = run.critic_params, trainer.critic_mini_batch_size
-        found.append(_forward(run, "values", critic.scorer, params, own))
+        found.append(_forward(run, "values", critic.forward_pass, params, own))
         found += _update(run, "critic ", critic.updater, critic.like, params, own, size)
     size = trainer.policy_mini_batch_size
     return found + _update(run, "", run.updater, run.state, run.params, part, size)
@@ -108,8 +108,8 @@ def _dtype(run: Run, role: str) -> jnp.dtype:
     return jnp.dtype(DTYPES[cfg.compute_dtype(run.config.trainer, role)])
 
 
-def _forward(run: Run, name: str, scorer: Scorer, params: Any, part: Part) -> Phase:
-    call, cut = run.forward_call(scorer, params, part.placement), scorer.microbatching
+def _forward(run: Run, name: str, forward_pass: ForwardPass, params: Any, part: Part) -> Phase:
+    call, cut = run.forward_call(forward_pass, params, part.placement), forward_pass.microbatching
     rows, length = call.args[1].tokens.shape
     wanted = _wanted(run, length)
     return Phase(

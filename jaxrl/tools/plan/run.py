@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl import config as cfg
 from jaxrl.config.microbatching import longest_trajectory
 from jaxrl.config.model import DTYPES
-from jaxrl.config.needs import has_critic, needs_old_log_probs, needs_reference
+from jaxrl.config.objective_requirements import has_critic, needs_old_log_probs, needs_reference
 from jaxrl.data.microbatches import Microbatching, microbatches
 from jaxrl.data.packing import empty_batch
 from jaxrl.models import hf
@@ -32,9 +32,9 @@ from jaxrl.tools.plan.topology import Machine
 from jaxrl.train import meshes
 from jaxrl.training.build import assemble_policy, assemble_update
 from jaxrl.training.critic import Critic, without_policy
+from jaxrl.training.forward_pass import ForwardPass
 from jaxrl.training.policy import Policy
 from jaxrl.training.resident_memory import device_bytes, of_training, placed_params
-from jaxrl.training.scorer import Scorer
 from jaxrl.training.update import Updater
 from jaxrl.types import TrainBatch
 
@@ -69,12 +69,12 @@ class Run:
         self.engine_devices = frozenset(self.engine_mesh.devices.flat)
         if machine.host is not None:
             self.engine_mesh = _on_host(self.engine_mesh, machine)
-        self.policy, self.scorer, self.ref_scorer = assemble_policy(
+        self.policy, self.forward_pass, self.ref_forward_pass = assemble_policy(
             config, self.model, self.mesh, machine.devices
         )
         placement = self.policy.placement
         _, self.state, self.updater = assemble_update(
-            config, self.scorer, placement, 1, self.policy.trained
+            config, self.forward_pass, placement, 1, self.policy.trained
         )
         self.critic = Critic(config, placement, 0, 1) if has_critic(trainer) else None
         self.width = longest_trajectory(config)
@@ -202,11 +202,11 @@ class Run:
             returns=zeros,
         )
 
-    def forward_call(self, scorer: Scorer, params: Params, placement: Placement) -> Call:
-        """Return the call of `scorer.forward` for one microbatch."""
-        batch = self.batch(scorer.microbatching, done=False)
-        _, rows, _ = next(microbatches(batch.row_ids, batch, scorer.microbatching))
-        return Call(scorer.forward, (params, placed(rows, placement)), scorer.options)
+    def forward_call(self, forward_pass: ForwardPass, params: Params, placement: Placement) -> Call:
+        """Return the call of `forward_pass.forward` for one microbatch."""
+        batch = self.batch(forward_pass.microbatching, done=False)
+        _, rows, _ = next(microbatches(batch.row_ids, batch, forward_pass.microbatching))
+        return Call(forward_pass.forward, (params, placed(rows, placement)), forward_pass.options)
 
     def gradient_call(
         self, updater: Updater, params: Params, trained: Params, at: Placement

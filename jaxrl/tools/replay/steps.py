@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxrl import config as cfg
-from jaxrl.config.needs import kl_in_reward
+from jaxrl.config.objective_requirements import kl_in_reward
 from jaxrl.parallel.checksums import checksums
 from jaxrl.records.ledger.writer import machine_of, step_checksums
-from jaxrl.records.same_run import differences
+from jaxrl.records.resume_identity import differences
 from jaxrl.tools.replay.recorded_run import (
     RecordedRun,
     restored,

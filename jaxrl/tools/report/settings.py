@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl import config as cfg
-from jaxrl.records.same_run import differences
+from jaxrl.records.resume_identity import differences
 from jaxrl.tools.report.run_files import RunFiles
 
 SUPERVISED = "train/loss"  # a metric that only supervised runs have

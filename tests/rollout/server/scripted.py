@@ -6,7 +6,7 @@ import threading
 from jaxrl.config import ServeConfig
 from jaxrl.rollout.native.slots import Sample
 from jaxrl.rollout.server.served_model import ServedModel
-from jaxrl.rollout.server.server import Server
+from jaxrl.rollout.server.server import HttpServer
 
 
 class TypingEngine:
@@ -71,7 +71,7 @@ class TypingEngine:
 def serving(engine, tokenizer, weights=None, **limits):
     """A server of the engine on loopback, with weights of version 0."""
     served = ServedModel("org/policy", tokenizer, len(tokenizer), 4096, (tokenizer.eos_token_id,))
-    server = Server(engine, served, ServeConfig(**limits), weights=weights)
+    server = HttpServer(engine, served, ServeConfig(**limits), weights=weights)
     server.host.update_weights("first", 0)
     server.start()
     try:

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from jaxrl import config as cfg, serve, train
-from jaxrl.rollout.server.server import AddressError, Server
+from jaxrl.rollout.server.server import AddressError, HttpServer
 
 
 def server_at(running, host, port):
-    return Server(running.host.engine, running.served, cfg.ServeConfig(), host=host, port=port)
+    return HttpServer(running.host.engine, running.served, cfg.ServeConfig(), host=host, port=port)
 
 
 @pytest.fixture

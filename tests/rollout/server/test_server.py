@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from jaxrl.rollout.protocol import Request, Sampling
-from jaxrl.rollout.server.server import Server
+from jaxrl.rollout.server.server import HttpServer
 from tests.rollout.server.conftest import model_folder
 
 PROMPT = [3, 1, 4, 2, 13]  # "3142>"
@@ -228,7 +228,7 @@ def test_a_host_that_is_none(server, tmp_path, caplog):
     assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
     (tmp_path / "token").write_text("secret")
     limits = dataclasses.replace(server.limits, token_file=str(tmp_path / "token"))
-    guarded = Server(server.host.engine, server.served, limits)
+    guarded = HttpServer(server.host.engine, server.served, limits)
     guarded.start()
     host = {"Host": "a:99999999"}
     try:
@@ -367,10 +367,10 @@ def test_tricks_with_the_weight_folder_are_refused(server, folder, tmp_path):
 def test_a_token_is_asked_for_everywhere(server, tmp_path, monkeypatch):
     monkeypatch.delenv("JAXRL_SERVE_TOKEN", raising=False)
     with pytest.raises(ValueError, match="JAXRL_SERVE_TOKEN"):
-        Server(server.host.engine, server.served, server.limits, host="0.0.0.0")
+        HttpServer(server.host.engine, server.served, server.limits, host="0.0.0.0")
     (tmp_path / "token").write_text("secret\n")
     limits = dataclasses.replace(server.limits, token_file=str(tmp_path / "token"))
-    guarded = Server(server.host.engine, server.served, limits)
+    guarded = HttpServer(server.host.engine, server.served, limits)
     guarded.start()
     try:
         for path in ("/health", "/metrics", "/v1/models", "/nothing"):

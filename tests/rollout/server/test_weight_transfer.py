@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl.rollout.protocol import Request, Sampling
 from jaxrl.rollout.remote.engine import RemoteEngine, RemoteEngineError
-from jaxrl.rollout.remote.http_client import RemoteOptions, Server, ServerError
+from jaxrl.rollout.remote.http_client import RemoteOptions, RemoteServer, ServerError
 from jaxrl.rollout.remote.probe import Probe, make_score
 from jaxrl.rollout.server import service
 from jaxrl.rollout.server.build import make_server
@@ -98,14 +98,14 @@ def test_other_bits_than_were_sent_are_refused_and_the_old_weights_stay(server, 
 
 def test_a_server_that_goes_in_the_middle_leaves_nothing_behind(server, monkeypatch):
     engine = transferring(server, probes=False, recovery=1.0)
-    received = Server.receive
+    received = RemoteServer.receive
 
     async def second_finds_nobody(self, group, seconds):
         if group["number"] == 1:
             server.stop()
         await received(self, group, seconds)
 
-    monkeypatch.setattr(Server, "receive", second_finds_nobody)
+    monkeypatch.setattr(RemoteServer, "receive", second_finds_nobody)
     with pytest.raises(RemoteEngineError, match="no server was ready for 1 s"):
         engine.update_weights(PARAMS, 5)
     assert engine.source._ends == {}  # and with them what was offered
@@ -230,8 +230,8 @@ def test_a_keeper_outlives_what_nobody_expected(server, monkeypatch):
             raise KeyError("a bug")
         return await look(self)
 
-    look = Server.look
-    monkeypatch.setattr(Server, "look", failing)
+    look = RemoteServer.look
+    monkeypatch.setattr(RemoteServer, "look", failing)
     deadline = time.monotonic() + 60
     while len(looked) < 3 or not engine.servers[0].ready:
         assert time.monotonic() < deadline

@@ -61,7 +61,12 @@ def changed(subject, **overrides):
     names = {name.replace("__", "."): value for name, value in overrides.items()}
     other, run, trainer = (copy.copy(x) for x in (subject, subject.run, subject.trainer))
     run.config = trainer.config = config = cfg.apply_overrides(subject.run.config, names)
-    given = trainer.scorer, trainer.policy.placement, trainer.total_steps, trainer.policy.trained
+    given = (
+        trainer.forward_pass,
+        trainer.policy.placement,
+        trainer.total_steps,
+        trainer.policy.trained,
+    )
     if names:
         trainer.updater = assemble_update(config, *given)[2]
     trainer.state = jax.tree.map(jnp.copy, trainer.state)  # updates donate it

@@ -7,8 +7,8 @@ import yaml
 
 from jaxrl import config as cfg
 from jaxrl.files import FolderError
-from jaxrl.records import same_run
-from jaxrl.records.same_run import changed_fields, refuse_records_of_another
+from jaxrl.records import resume_identity
+from jaxrl.records.resume_identity import changed_fields, refuse_records_of_another
 
 LR = "trainer.policy.optimizer_config.lr"
 
@@ -76,8 +76,10 @@ def test_steps_of_an_unreadable_config_are_refused(tmp_path, text):
 def test_every_process_decides_as_the_first_does(tmp_path, monkeypatch):
     """A host that does not see the folder of process 0 must not go on without it."""
     asked = []
-    monkeypatch.setattr(same_run, "is_first", lambda: False)
-    monkeypatch.setattr(same_run, "agree", lambda problem: asked.append(problem) or "a run of A")
+    monkeypatch.setattr(resume_identity, "is_first", lambda: False)
+    monkeypatch.setattr(
+        resume_identity, "agree", lambda problem: asked.append(problem) or "a run of A"
+    )
     with pytest.raises(FolderError, match="holds the steps of a run of A"):
         refuse_records_of_another(config_of(tmp_path))
     assert asked == [None]

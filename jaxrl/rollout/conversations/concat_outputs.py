@@ -18,7 +18,7 @@ from jaxrl.types import GeneratorOutput, Measured
 _MAY_LACK = {column.name for column in TOKEN_COLUMNS if column.optional} | {"reward_terms"}
 
 
-def gather(parts: Sequence[GeneratorOutput]) -> GeneratorOutput:
+def concat_batch(parts: Sequence[GeneratorOutput]) -> GeneratorOutput:
     """Put together the batch that was sampled in these parts.
 
     Its metrics are those of the whole where the parts have the column `measured`, which is left
@@ -27,7 +27,7 @@ def gather(parts: Sequence[GeneratorOutput]) -> GeneratorOutput:
     Raises:
         AllFailed: the environment of every trajectory failed.
     """
-    whole = concatenate(parts)
+    whole = concat_outputs(parts)
     measured = cast(dict, whole).pop("measured", None)
     if measured is None:
         return whole
@@ -37,7 +37,7 @@ def gather(parts: Sequence[GeneratorOutput]) -> GeneratorOutput:
     return {**whole, "rollout_metrics": batch_metrics(ended)}
 
 
-def concatenate(parts: Sequence[GeneratorOutput]) -> GeneratorOutput:
+def concat_outputs(parts: Sequence[GeneratorOutput]) -> GeneratorOutput:
     """Concatenate the columns of parts; the metrics are means over the parts that have them."""
     names = dict.fromkeys(itertools.chain.from_iterable(parts))
     whole: dict[str, Any] = {name: _column(name, parts) for name in names}
@@ -71,7 +71,7 @@ def _nothing(name: str, response: Sequence[int]) -> Any:
 
 def to_bytes(units: Sequence[Unit]) -> np.ndarray:
     """Encode units as bytes [N] uint8, without loss: an npz archive in which nothing is pickled."""
-    whole = concatenate([unit.output for unit in units])
+    whole = concat_outputs([unit.output for unit in units])
     about = {
         "ordinals": [unit.ordinal for unit in units],
         "rows": [len(unit.output["response_ids"]) for unit in units],

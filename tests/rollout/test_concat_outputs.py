@@ -5,8 +5,13 @@ import pytest
 
 from jaxrl.config import GeneratorConfig
 from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.rollout.conversations.concat_outputs import (
+    concat_batch,
+    concat_outputs,
+    from_bytes,
+    to_bytes,
+)
 from jaxrl.rollout.conversations.conversation import ConversationGenerator, sample_key
-from jaxrl.rollout.conversations.parts import concatenate, from_bytes, gather, to_bytes
 from jaxrl.rollout.conversations.step_wise import merge_steps
 from jaxrl.rollout.conversations.stream import Unit
 from jaxrl.rollout.generator import generate_now
@@ -56,7 +61,7 @@ def test_a_batch_in_parts_is_the_batch(merge, breaks):
     finish = merge_steps if merge else lambda output: output
     whole = finish(sample(prompts(breaks), False, **options))
     parts = [finish(sample([p], True, **options)) for p in prompts(breaks)]
-    ours = gather(parts)
+    ours = concat_batch(parts)
     for output in (ours, whole):
         del output["rollout_metrics"][TIMED]
     for ids in (ours, whole):  # numbered by the generator within what it was given
@@ -69,7 +74,7 @@ def test_a_batch_in_parts_is_the_batch(merge, breaks):
 def test_a_batch_whose_parts_all_failed_is_refused_and_a_part_is_not():
     parts = [sample([p], True) for p in prompts("abc")]
     with pytest.raises(RuntimeError, match=r"all 6 trajectories .*KeyError.*moody"):
-        gather(parts)
+        concat_batch(parts)
     with pytest.raises(RuntimeError, match=r"all 2 trajectories .*KeyError.*moody"):
         sample(prompts("abc")[:1], False)
 
@@ -92,14 +97,14 @@ def row(tokens, **rest):
 def test_columns_that_parts_lack_are_filled_or_refused():
     told = {"reward_terms": [{"x": 1.0}], "kept": [[(6, 7)]], "context_versions": [[3]]}
     parts = [row([4, 5]), row([6], **told)]
-    whole = gather(parts)
+    whole = concat_batch(parts)
     assert whole["reward_terms"] == [{}, {"x": 1.0}]
     assert whole["kept"] == [[(), ()], [(6, 7)]]
     assert whole["context_versions"] == [[-1, -1], [3]]
     assert whole["rollout_logprobs"] is None
     assert whole["rollout_metrics"] == {"mine": 1.5}
     with pytest.raises(ValueError, match="is_last_step for some prompts only"):
-        gather([row([4]), row([6], is_last_step=[True])])
+        concat_batch([row([4]), row([6], is_last_step=[True])])
 
 
 def test_units_come_back_from_bytes_as_they_were():
@@ -110,8 +115,8 @@ def test_units_come_back_from_bytes_as_they_were():
     assert data.dtype == np.uint8
     again = from_bytes(data)
     assert [unit.ordinal for unit in again] == [7, 6, 5]
-    expected = gather([unit.output for unit in units])
-    assert gather([unit.output for unit in again]) == expected
+    expected = concat_batch([unit.output for unit in units])
+    assert concat_batch([unit.output for unit in again]) == expected
     for ours, theirs in zip(again, units, strict=True):
         assert ours.output["rollout_metrics"] == theirs.output["rollout_metrics"]
         assert ours.output["response_ids"] == theirs.output["response_ids"]
@@ -121,7 +126,7 @@ def test_units_without_a_single_response_token_come_back():
     part = row([], rollout_logprobs=[[]], rewards=[[]])
     (unit,) = from_bytes(to_bytes([Unit(3, part)]))
     assert unit == Unit(3, part)
-    assert concatenate([unit.output, row([1], rollout_logprobs=[[0.5]])])["response_ids"] == [
+    assert concat_outputs([unit.output, row([1], rollout_logprobs=[[0.5]])])["response_ids"] == [
         [],
         [1],
     ]

@@ -7,15 +7,15 @@ from typing import Any
 import jax
 
 from jaxrl.models.transformer import Params
-from jaxrl.parallel import gather, is_first, share
-from jaxrl.rollout.conversations import parts
+from jaxrl.parallel import allgather, is_first, local_slice
+from jaxrl.rollout.conversations.concat_outputs import concat_batch
 from jaxrl.rollout.protocol import Completion, Request
 from jaxrl.types import GeneratorOutput, Prompt
 
 Sample = Callable[[Sequence[Prompt], bool], GeneratorOutput]  # (prompts, whether a part of a batch)
 
 
-def sample_in_shares(
+def sample_across_processes(
     sample: Sample, prompts: Sequence[Prompt], *, each_samples: bool
 ) -> GeneratorOutput:
     """Sample the trajectories of a batch, the same in every process; a collective.
@@ -30,18 +30,18 @@ def sample_in_shares(
     """
     if jax.process_count() == 1:
         return sample(prompts, False)
-    mine = share(prompts) if each_samples else prompts if is_first() else ()
+    mine = local_slice(prompts) if each_samples else prompts if is_first() else ()
     output = error = None
     try:
         output = sample(mine, each_samples) if mine else None
     except Exception as raised:  # the others wait
         error = _portable(raised)
-    found = gather((output, error))
+    found = allgather((output, error))
     for _, raised in found:
         if raised is not None:
             raise raised
     whole = [output for output, _ in found if output is not None]
-    return parts.gather(whole) if each_samples else whole[0]
+    return concat_batch(whole) if each_samples else whole[0]
 
 
 def _portable(error: Exception) -> Exception:

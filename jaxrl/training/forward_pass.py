@@ -15,7 +15,7 @@ from jaxrl.types import Array, TrainBatch
 Forward = Callable[..., tuple[Array, ...]]  # (params, rows) -> log_probs, entropy [B, T]
 
 
-class Scorer:
+class ForwardPass:
     """Run a forward pass, jitted on one mesh: that of the policy, or of a reference on its own.
 
     Args:
@@ -49,9 +49,9 @@ class Scorer:
         """Return the outputs of the forward pass, each [B, T], on the host.
 
         Args:
-            microbatching: another cut than the scorer's own.
+            microbatching: another cut than the pass's own.
             key: of the update that will pull back through this pass: the same dropout; None: none.
-            options: in place of the scorer's own.
+            options: in place of the pass's own.
         """
         pending, settings = [], microbatching or self.microbatching
         for chosen, rows, row_ids in microbatches(batch.row_ids, batch, settings):
