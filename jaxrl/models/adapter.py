@@ -133,12 +133,15 @@ def _refuse_state(name: str, other: list[str]) -> None:
 
 
 @transformer.abstract_params.register
-def _(model: AdaptedModel) -> Params:
+def abstract_params_of_adapted(model: AdaptedModel) -> Params:
+    """Return the shapes of the module's parameters; nothing is allocated."""
     return jax.eval_shape(lambda: _float32(model.init(0)))
 
 
 @transformer.logical_axes.register
-def _(model: AdaptedModel) -> Params:
+def logical_axes_of_adapted(model: AdaptedModel) -> Params:
+    """Return the module's own axes, or names that split the largest dim of each parameter."""
+
     def largest(x: jax.ShapeDtypeStruct) -> tuple[str | None, ...]:
         widest = max(range(x.ndim), key=lambda d: x.shape[d], default=None)
         return tuple("embed" if d == widest else None for d in range(x.ndim))
@@ -147,12 +150,16 @@ def _(model: AdaptedModel) -> Params:
 
 
 @transformer.init_params.register
-def _(model: AdaptedModel, seed: int, shardings: Params | None = None) -> Params:
+def init_params_of_adapted(
+    model: AdaptedModel, seed: int, shardings: Params | None = None
+) -> Params:
+    """Let the module draw its parameters, and place them."""
     return put(_float32(model.init(seed)), shardings)
 
 
 @transformer.describe.register
-def _(model: AdaptedModel) -> dict[str, Any]:
+def describe_adapted(model: AdaptedModel) -> dict[str, Any]:
+    """Return the module's name and the shapes of its parameters, which checkpoints keep."""
     shapes = jax.tree_util.tree_leaves_with_path(transformer.abstract_params(model))
     return {"adapted": model.name} | {
         jax.tree_util.keystr(path): list(x.shape) for path, x in shapes
@@ -160,7 +167,7 @@ def _(model: AdaptedModel) -> dict[str, Any]:
 
 
 @transformer.forward.register
-def _(
+def forward_of_adapted(
     model: AdaptedModel,
     params: Params,
     tokens: jax.Array,
@@ -172,19 +179,22 @@ def _(
     kernel: str = "xla",
     placement: Placement | None = None,
 ) -> jax.Array:
+    """Run the module; what it returns are logits already."""
     del kernel, placement  # the module's own attention; left to the partitioner
     call = recompute(model.call, remat)
     return call(_cast(params, dtype), tokens, positions, segment_ids)
 
 
 @transformer.head_axes.register
-def _(model: AdaptedModel) -> Params:
+def head_axes_of_adapted(model: AdaptedModel) -> Params:
+    """Return nothing: `unembed_adapted` reads no parameters."""
     return {}
 
 
 @transformer.unembed.register
-def _(model: AdaptedModel, params: Params, hidden: jax.Array) -> jax.Array:
-    return hidden.astype(jnp.float32)  # its forward ends with logits
+def unembed_adapted(model: AdaptedModel, params: Params, hidden: jax.Array) -> jax.Array:
+    """Return the logits that the module's forward ended with, in float32."""
+    return hidden.astype(jnp.float32)
 
 
 def _cast(params: Params, dtype: jnp.dtype) -> Params:

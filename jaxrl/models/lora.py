@@ -193,23 +193,26 @@ def _by_name(tree: Params, is_leaf: Callable[[Any], bool]) -> dict[str, Any]:
 
 
 @transformer.abstract_params.register
-def _(lora: LoraConfig) -> Params:
+def abstract_params_of_lora(lora: LoraConfig) -> Params:
+    """Return the shapes and dtypes of the adapters; nothing is allocated."""
     return _map_specs(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), adapter_specs(lora))
 
 
 @transformer.logical_axes.register
-def _(lora: LoraConfig) -> Params:
+def logical_axes_of_lora(lora: LoraConfig) -> Params:
+    """Return a tree of logical axis names, parallel to the adapters."""
     return _map_specs(lambda spec: spec.axes, adapter_specs(lora))
 
 
 @transformer.describe.register
-def _(lora: LoraConfig) -> dict[str, Any]:
+def describe_lora(lora: LoraConfig) -> dict[str, Any]:
+    """Return the base's architecture and the adapters' settings, which checkpoints keep."""
     adapters = {f.name: getattr(lora, f.name) for f in dataclasses.fields(lora)}
     return transformer.describe(adapters.pop("model")) | {"lora": adapters}
 
 
 @transformer.init_params.register
-def _(lora: LoraConfig, seed: int, shardings: Params | None = None) -> Params:
+def init_params_of_lora(lora: LoraConfig, seed: int, shardings: Params | None = None) -> Params:
     """Draw adapters on the host; leaf i draws from (seed, i, 1), the base from (seed, i)."""
     specs, treedef = jax.tree.flatten(adapter_specs(lora), is_leaf=transformer.is_spec)
     places = jax.tree.leaves(shardings) if shardings is not None else [None] * len(specs)

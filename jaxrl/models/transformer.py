@@ -5,8 +5,9 @@ G = H / K, h head width, F MLP width, V vocabulary, S cache slots.
 
 Parameters are a nested dict; the leaves under "layers" carry a leading L and are scanned over. The
 sampler runs the same `decoder_layer` over a key/value cache: what differs is only the `attend` it
-passes. The functions that trainer and sampler call dispatch on their first argument, so that
-`adapter.py` can put another model in the place of `TransformerConfig`.
+passes. The functions that trainer and sampler call dispatch on their first argument: `adapter.py`
+registers what they do for a flax module (`forward_of_adapted`, ...), `lora.py` what they do for
+adapters (`init_params_of_lora`, ...).
 """
 
 import dataclasses
