@@ -163,8 +163,8 @@ def _check_shapes(path: Path, lora: LoraConfig, found: dict[str, np.ndarray]) ->
     names = {*shapes, *wanted}
     different = sorted(name for name in names if shapes.get(name) != wanted.get(name))
     if different:
-        told = [f"{n} {shapes.get(n)}, expected {wanted.get(n)}" for n in different[:5]]
-        raise ValueError(f"{path} does not match its config: {'; '.join(told)}")
+        wrong = [f"{n} {shapes.get(n)}, expected {wanted.get(n)}" for n in different[:5]]
+        raise ValueError(f"{path} does not match its config: {'; '.join(wrong)}")
 
 
 def _refuse_other_kinds(path: Path, settings: dict[str, Any]) -> None:

@@ -84,19 +84,19 @@ def parse_scaling(
             f"{', '.join(map(repr, _FIELDS))} on the whole head"
         )
     needed, optional = _FIELDS[kind]
-    given = {k: v for k, v in rope.items() if v is not None}
+    values = {k: v for k, v in rope.items() if v is not None}
     if "original_max_position_embeddings" in needed and max_position_embeddings is not None:
-        given.setdefault("original_max_position_embeddings", max_position_embeddings)
-    missing = [name for name in needed if name not in given]
+        values.setdefault("original_max_position_embeddings", max_position_embeddings)
+    missing = [name for name in needed if name not in values]
     if missing:
         raise ValueError(f"{where}={dict(rope)!r} of rope_type {kind!r} lacks {', '.join(missing)}")
     known = [*needed, *optional]
     read_elsewhere = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-    for name in sorted(given.keys() - {*known, *read_elsewhere}):
+    for name in sorted(values.keys() - {*known, *read_elsewhere}):
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
         raise ValueError(f"{where} of rope_type {kind!r} has the unknown field {name!r}; {hint}")
-    return RopeScaling(rope_type=kind, **{k: given[k] for k in known if k in given})
+    return RopeScaling(rope_type=kind, **{k: values[k] for k in known if k in values})
 
 
 def inverse_frequency(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:

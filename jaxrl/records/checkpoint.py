@@ -177,8 +177,8 @@ class Checkpointer:
             raise ValueError(f"meta lacks {sorted(missing)}")
         return meta
 
-    def restore(self, step: int, like: TrainState, meta: dict[str, Any]) -> TrainState:
-        """Return the state of a step, with the shapes, dtypes and shardings of `like`.
+    def restore(self, step: int, abstract_state: TrainState, meta: dict[str, Any]) -> TrainState:
+        """Return the state of a step, with the shapes, dtypes and shardings of `abstract_state`.
 
         What else was saved is then in `restored_meta` and `restored_buffer`.
 
@@ -195,7 +195,7 @@ class Checkpointer:
         saved = _read(path, lambda: self.read_meta(step))
         refuse_other(str(path), saved, meta)
         warn_of_changed_functions(str(path), saved["functions"], meta["functions"])
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, abstract_state)
         targets = ocp.checkpoint_utils.construct_restore_args(abstract)
         args = ocp.args.Composite(state=ocp.args.PyTreeRestore(abstract, restore_args=targets))
 
@@ -220,7 +220,7 @@ class Checkpointer:
         return buffer
 
     def restore_latest(
-        self, like: TrainState, meta: dict[str, Any]
+        self, abstract_state: TrainState, meta: dict[str, Any]
     ) -> tuple[int, TrainState] | None:
         """Return step and state of the newest whole checkpoint, or None if there is none at all.
 
@@ -234,7 +234,7 @@ class Checkpointer:
         steps = _read(self.folder, self.manager.all_steps)
         for step in sorted(steps, reverse=True):
             try:
-                state = self.restore(step, like, meta)
+                state = self.restore(step, abstract_state, meta)
             except DamagedCheckpoint as error:
                 damaged[step] = error
             else:
@@ -272,36 +272,39 @@ def checkpoint_steps(folder: epath.Path) -> list[int]:
 
 
 def resume(
-    own: Checkpointer,
+    checkpointer: Checkpointer,
     resume_mode: str | None,
     resume_path: str | None,
-    like: TrainState,
+    abstract_state: TrainState,
     meta: dict[str, Any],
 ) -> TrainState | None:
     """Return the state to go on from, or None to start afresh.
 
     Args:
-        own: of this run's checkpoints.
-        resume_mode: None or "none", "latest" (of `own`), or "from_path".
+        checkpointer: of this run.
+        resume_mode: None or "none", "latest" (of `checkpointer`), or "from_path".
         resume_path: `.../global_step_<N>` for "from_path".
-        like, meta: see `Checkpointer.restore`.
+        abstract_state, meta: see `Checkpointer.restore`.
 
     Raises:
         CheckpointError: resume_path is no checkpoint, the checkpoint is damaged or of another run,
-            or `own` holds later steps of another run.
+            or `checkpointer` holds later steps of another run.
         FileNotFoundError: resume_path does not exist.
     """
     found = None
     if resume_mode == "latest":
-        found = own.restore_latest(like, meta)
+        found = checkpointer.restore_latest(abstract_state, meta)
     elif resume_mode == "from_path":
         folder, step = parse_resume_path(resume_path or "")
-        own.refuse_later_than(step)
+        checkpointer.refuse_later_than(step)
         source = Checkpointer(folder, read_only=True)
-        found = step, source.restore(step, like, meta)
-        own.restored_meta, own.restored_buffer = source.restored_meta, source.restored_buffer
+        found = step, source.restore(step, abstract_state, meta)
+        checkpointer.restored_meta, checkpointer.restored_buffer = (
+            source.restored_meta,
+            source.restored_buffer,
+        )
         source.close()
-    own.refuse_later_than(found[0] if found else 0)
+    checkpointer.refuse_later_than(found[0] if found else 0)
     return found[1] if found else None
 
 
@@ -368,8 +371,8 @@ def may_pass(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, BaseExceptionGroup) and any(map(may_pass, error.exceptions)):
             return True
-        of_files = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
-        if isinstance(error, OSError | MemoryError) and not of_files:
+        about_files = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+        if isinstance(error, OSError | MemoryError) and not about_files:
             return True
         if str(error).startswith(PASSING):
             return True

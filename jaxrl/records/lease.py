@@ -151,9 +151,9 @@ class FolderLock:
         if self.lost:
             raise FolderError(self.lost)
         number, latest = self._latest()
-        own = latest if number == self._number else self._read(self._number)
-        # reading the own file asks the server of a network disk; its folder may be remembered
-        if number == self._number and own and own.token == self._lease.token and own.held:
+        ours = latest if number == self._number else self._read(self._number)
+        # reading our own file asks the server of a network disk; its folder may be remembered
+        if number == self._number and ours and ours.token == self._lease.token and ours.held:
             return
         thief = latest.described() if latest and number > self._number else "somebody"
         self.lost = (

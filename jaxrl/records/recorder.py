@@ -179,8 +179,7 @@ class Recorder:
         """Keep records around the nine lines of a step while the block runs."""
         if self.folders:
             self.folders.refuse_if_lost()
-        of_epoch = (step - 1) % self.steps_per_epoch
-        if of_epoch == 0:
+        if (step - 1) % self.steps_per_epoch == 0:
             self.fire("on_epoch_start", step)
         self.fire("on_step_start", step)
         self.profiler.start(step)
@@ -202,8 +201,8 @@ class Recorder:
         with timed(self.seconds, "callbacks"):
             per_epoch = self.steps_per_epoch
             epoch = max(step - 1, 0) // per_epoch
-            said = CallbackInput(step, epoch, self.total_steps, per_epoch, **about)
-            self.notify(event, said, self.control)
+            what = CallbackInput(step, epoch, self.total_steps, per_epoch, **about)
+            self.notify(event, what, self.control)
 
     def evaluate(
         self, step: int, evaluation: Callable[[int], dict[str, float]]

@@ -157,11 +157,11 @@ class Ledger:
     def add(self, table: str, rows: Iterable[Row]) -> list[int]:
         """Add rows, without id, attempt and superseded; returns their ids."""
         with self._lock:
-            given = list(enumerate(rows, self._next))
-            self._next += len(given)
-            whole = [(i, self.attempt, *row, None) for i, row in given]
+            numbered = list(enumerate(rows, self._next))
+            self._next += len(numbered)
+            whole = [(i, self.attempt, *row, None) for i, row in numbered]
             self.submit(lambda db: _insert(db, table, whole))
-        return [i for i, _ in given]
+        return [i for i, _ in numbered]
 
     def add_made(self, table: str, make: Callable[[], Row]) -> Future[Any]:
         """Add a row that the writing thread makes first, as of a file that it writes."""
@@ -243,8 +243,8 @@ class Ledger:
         try:
             (mode,) = db.execute("PRAGMA journal_mode=WAL").fetchone()
             if mode != "wal":
-                said = f"SQLite keeps no write-ahead log there (journal_mode={mode!r})"
-                raise self._refusal(said, "put trainer.log_path on a disk with shared memory")
+                problem = f"SQLite keeps no write-ahead log there (journal_mode={mode!r})"
+                raise self._refusal(problem, "put trainer.log_path on a disk with shared memory")
             db.execute("PRAGMA synchronous=NORMAL")  # `position` syncs
             (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
             if found != "ok":
@@ -319,10 +319,10 @@ class Ledger:
         fix = next((fix for name, fix in _FIXES.items() if code.startswith(name)), other)
         return self._refusal(f"{type(error).__name__}: {error}", fix.format(self))
 
-    def _refusal(self, said: str, fix: str) -> LedgerError:
+    def _refusal(self, problem: str, fix: str) -> LedgerError:
         return LedgerError(
-            f"cannot write the ledger {self.path} ({said}): {fix}, and start again; the run goes "
-            "on from its last checkpoint"
+            f"cannot write the ledger {self.path} ({problem}): {fix}, and start again; the run "
+            "goes on from its last checkpoint"
         )
 
 
@@ -333,7 +333,8 @@ def _insert(db: sqlite3.Connection, table: str, rows: Sequence[Row]) -> None:
         db.executemany(f"INSERT INTO {table} VALUES ({marks})", plain)  # numpy's would be BLOBs
 
 
-def _supersede(db: sqlite3.Connection, table: str, attempt: int, where: str, given: Row) -> None:
+def _supersede(db: sqlite3.Connection, table: str, attempt: int, where: str, values: Row) -> None:
     db.execute(
-        f"UPDATE {table} SET superseded = ? WHERE superseded IS NULL AND {where}", (attempt, *given)
+        f"UPDATE {table} SET superseded = ? WHERE superseded IS NULL AND {where}",
+        (attempt, *values),
     )

@@ -112,8 +112,8 @@ class LedgerWriter:
             for number, (start, end) in enumerate(zip(starts, ends.tolist(), strict=True))
         ]
         ids = np.array(self.database.add("trajectories", rows))
-        of_row = np.cumsum(last) - np.asarray(last, int)
-        return cast(GeneratorOutput, {**output, "ledger_ids": ids[of_row].tolist()})
+        trajectory_of_row = np.cumsum(last) - np.asarray(last, int)
+        return cast(GeneratorOutput, {**output, "ledger_ids": ids[trajectory_of_row].tolist()})
 
     def drop(self, ledger_ids: Collection[int], step: int, reason: str) -> None:
         """Record trajectories that no update will see."""
@@ -206,12 +206,14 @@ def step_checksums(batch: TrainBatch, state: Any) -> dict[str, int]:
 def start_step_checksums(batch: TrainBatch, state: Any) -> Callable[[], dict[str, int]]:
     """Dispatch `step_checksums`; what is returned waits for the devices, in any thread."""
     arrays = {name: array for name, array in vars(batch).items() if array is not None}
-    of_batch = {
+    batch_checksums = {
         f"batch.{name}": zlib.crc32(np.asarray(jax.device_get(array)).tobytes())
         for name, array in arrays.items()
     }
-    of_state = start_checksums(state)
-    return lambda: of_batch | {f"state{name}": number for name, number in of_state().items()}
+    state_checksums = start_checksums(state)
+    return lambda: (
+        batch_checksums | {f"state{name}": number for name, number in state_checksums().items()}
+    )
 
 
 def _compare(found: dict[str, int]) -> None:
