@@ -76,7 +76,7 @@ class Steps:
     def __init__(self, config: cfg.TrainConfig) -> None:
         self.trainer: Trainer = BasePPOExp(config).build()
         trainer = self.trainer
-        trainer.state = trainer.updater.rest(trainer.restore_or_init())
+        trainer.state = trainer.updater.offload(trainer.restore_or_init())
         trainer.batches_drawn = 0
         trainer.load_reference()
         trainer.sync_weights(0)

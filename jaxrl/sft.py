@@ -114,9 +114,9 @@ class SFTTrainer:
     def _build(self) -> None:
         """Make everything that is compiled or placed once."""
         trainer = self.config.trainer
-        self.policy, self.forward_pass, _ = assemble_policy(self.config, self.model, self.mesh)
+        self.policy, self.forward_pass = assemble_policy(self.config, self.model, self.mesh)
         placement = self.policy.placement
-        self.optimizer, self.like, self.updater = assemble_update(
+        self.optimizer, self.abstract_state, self.updater = assemble_update(
             self.config, self.forward_pass, placement, self.total_steps, self.policy.trained
         )
         groups, longest = batch_devices(self.mesh, placement.rules), max(self.lengths)
@@ -145,7 +145,7 @@ class SFTTrainer:
     def train(self) -> TrainState:
         """Train from the newest checkpoint, or from the start, to the last step."""
         trainer = self.config.trainer
-        self.state = self.updater.rest(self.restore_or_init())
+        self.state = self.updater.offload(self.restore_or_init())
         if trainer.use_sample_packing is True and isinstance(self.model, AdaptedModel):
             check_packing(self.model, self.params)
         first, folder = int(self.state.step), record_folder(cfg.run_folder(trainer))
@@ -201,7 +201,7 @@ class SFTTrainer:
         self.state, parts, applied = self.updater.update(self.state, batch, weights, key, params)
         metrics = step_metrics([(parts, applied)])
         numbers = {"step": np.int32(step), "batches_drawn": np.int32(step)}
-        self.state = self.state.replace(**put(numbers, self.like.step.sharding))
+        self.state = self.state.replace(**put(numbers, self.abstract_state.step.sharding))
         if metrics["policy/skipped_updates"]:
             tqdm.write(f"step {step}: the update was skipped, its gradient was not finite")
         seconds = time.perf_counter() - started
@@ -264,15 +264,19 @@ class SFTTrainer:
     def restore_or_init(self) -> TrainState:
         """Return the state of the checkpoint that the config points to, else the model folder's."""
         trainer = self.config.trainer
+        self.policy.load_base()
         self.meta["model"] = self.policy.describe()
         mode, path = trainer.resume_mode, trainer.resume_path
-        state = resume(self.checkpointer, mode, path, self.like, self.meta)
+        state = resume(self.checkpointer, mode, path, self.abstract_state, self.meta)
         if state is not None:
             print(f"resuming after step {int(state.step)}")
             return state
-        shardings = jax.tree.map(lambda x: x.sharding, self.like.params)
-        whole = replicated(self.mesh)
-        return init_state(self.optimizer, self.policy.initial(), shardings, whole)
+        return init_state(
+            self.optimizer,
+            self.policy.initial(),
+            jax.tree.map(lambda x: x.sharding, self.abstract_state.params),
+            replicated(self.mesh),
+        )
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
         """Write the numbers of a step, and what was compiled since the last."""
@@ -322,9 +326,9 @@ def build(config: Any) -> SFTTrainer:
             result was touched.
     """
     check_devices()
-    given = cfg.to_train_config(config)
-    cfg.validate_sft(given, num_devices=jax.device_count(), num_processes=jax.process_count())
-    config = cfg.resolve_sft(given)
+    unresolved = cfg.to_train_config(config)
+    cfg.validate_sft(unresolved, num_devices=jax.device_count(), num_processes=jax.process_count())
+    config = cfg.resolve_sft(unresolved)
     same_in_all("configs", flatten(config))
     config, chosen = settle(config, recorded=recorded_settings(config.trainer))
     check_installed(cfg.logger_names(config.trainer.logger))
@@ -376,8 +380,8 @@ def _load(config: cfg.TrainConfig, tokenizer: Any, sources: Sequence[str]) -> li
         stop_token_ids=stops,
         chat_template_kwargs=config.generator.chat_template_kwargs,
     )
-    said = ", ".join(f"{number} {what}" for what, number in counts.items() if number)
-    print(f"{len(found)} conversations from {', '.join(sources)}{said and f'; {said}'}")
+    noted = ", ".join(f"{number} {what}" for what, number in counts.items() if number)
+    print(f"{len(found)} conversations from {', '.join(sources)}{noted and f'; {noted}'}")
     imitated = [itertools.compress(c.tokens, c.loss_mask) for c in found]
     endless = sum(stops.isdisjoint(tokens) for tokens in imitated)
     if endless:

@@ -82,11 +82,11 @@ class BasePPOExp:
     server: HttpServer | None = None  # once `build` has made it
 
     def __init__(self, config: Any) -> None:
-        given = cfg.resolve(cfg.to_train_config(config))
+        resolved = cfg.resolve(cfg.to_train_config(config))
         self.too_long: dict[str, int] = {}  # prompts of each source that were left out
         check_devices()
-        same_in_all("configs", flatten(given))
-        self.config, self.chosen = self.settled(given)
+        same_in_all("configs", flatten(resolved))
+        self.config, self.chosen = self.settled(resolved)
         enable_cache(self.config.trainer.compilation_cache_path)
         cfg.check_nodes(self.config, jax.process_count())
         cfg.validate(self.config, num_devices=jax.device_count(), num_processes=jax.process_count())
@@ -147,12 +147,18 @@ class BasePPOExp:
             return assemble_remote_engine(self.config, model, mesh, self.tokenizer)
         if isinstance(model, AdaptedModel):
             rows = min(settings.max_num_seqs, cfg.rows_at_once(self.config, jax.process_count()))
-            dtype, given = DTYPES[cfg.engine_dtype(settings)], settings.engine_init_kwargs
-            return RecomputeEngine(model, mesh, dtype=dtype, max_num_seqs=rows, **given)
+            return RecomputeEngine(
+                model,
+                mesh,
+                dtype=DTYPES[cfg.engine_dtype(settings)],
+                max_num_seqs=rows,
+                **settings.engine_init_kwargs,
+            )
         trained, devices = meshes(self.config)[0], frozenset(mesh.devices.flat)
         resident = beside_the_engine(self.config, model, trained, devices)
-        given = self.config, model, mesh, self.tokenizer.decode
-        return engine_of_run(*given, resident_bytes=resident)
+        return engine_of_run(
+            self.config, model, mesh, self.tokenizer.decode, resident_bytes=resident
+        )
 
     def get_server(self, engine: Engine, model: TransformerConfig | AdaptedModel) -> HttpServer:
         """Make the HTTP endpoint beside the run."""
@@ -281,12 +287,12 @@ class BasePPOExp:
         ref_path, path = config.trainer.ref.model.path, config.trainer.policy.model.path
         if ref_path not in (None, path) and needs_reference(config.trainer.algorithm):
             check_vocabulary(tokenizer, ref_path)
-        mesh, of_engine = meshes(config)
+        mesh, engine_mesh = meshes(config)
         train_prompts = self.get_prompts(config.data.train_data)
         eval_prompts = self.get_prompts(config.data.val_data) if evaluates else []
         check_sources(eval_prompts)
         self.check_environments([*train_prompts, *eval_prompts])
-        engine = self.get_engine(model, of_engine)
+        engine = self.get_engine(model, engine_mesh)
         if config.generator.inference_engine.enable_http_endpoint and is_first():
             self.server = self.get_server(engine, model)
             engine = self.server.host
@@ -304,8 +310,10 @@ class BasePPOExp:
         _check_export(trainer)
         self.report_data(trainer)
         print(cfg.objective_card(config, num_devices=mesh.size, platform=self.chosen))
-        sizes = [part.size() for part in (trainer.policy, trainer.critic) if part]
-        print(f"trained: {'; critic: '.join(sizes)}")
+        size = trainer.policy.size()
+        if trainer.critic:
+            size += f"; critic: {trainer.critic.weights.size()}"
+        print(f"trained: {size}")
         print(
             f"mesh {dict(mesh.shape)} of {jax.default_backend()}, "
             f"run folder {cfg.run_folder(config.trainer)}"
@@ -377,8 +385,8 @@ def exit_status(experiment: type[BasePPOExp], config: Any) -> int:
     """
     try:
         run = experiment(config)
-        own = experiment.run is not BasePPOExp.run
-        trainer = None if own else run.build()
+        overridden = experiment.run is not BasePPOExp.run
+        trainer = None if overridden else run.build()
     except ServerAwayError as error:
         _refuse(error)
         return CRASHED

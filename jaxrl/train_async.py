@@ -127,8 +127,9 @@ class AsyncTrainer(Trainer):
         if versions is None:  # a generator of one's own that gives none
             versions = np.broadcast_to(batch.policy_versions[:, None], batch.tokens.shape)
         versions = oldest_versions(versions, batch.context_versions)
-        given = versions, batch.loss_mask, int(self.state.step), self.ahead
-        self.metrics |= staleness_metrics(*given)
+        self.metrics |= staleness_metrics(
+            versions, batch.loss_mask, int(self.state.step), self.ahead
+        )
         return batch
 
     def sync_weights(self, step: int) -> None:
@@ -222,7 +223,8 @@ class AsyncTrainer(Trainer):
         size, params = self.config.trainer.train_batch_size, self.config.generator.sampling_params
         prompts = self._prompts(ordinal)
         groups = self.ledger.hand_out(step - 1, ordinal, prompts)
-        asked = "train", prompts, ordinal // size + 1, self.samples, params
-        output = await self.sample(*asked, part=len(prompts) < size)
+        output = await self.sample(
+            "train", prompts, ordinal // size + 1, self.samples, params, part=len(prompts) < size
+        )
         self.groups[ordinal] = groups
         return self.ledger.sampled(groups, output, self.samples)

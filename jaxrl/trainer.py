@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from jaxrl import config as cfg
 from jaxrl.config.microbatching import longest_trajectory
-from jaxrl.config.objective_requirements import has_critic, kl_in_reward
+from jaxrl.config.objective_requirements import has_critic, kl_in_reward, needs_reference
 from jaxrl.data.columns import trajectory_numbers
 from jaxrl.data.order import order_of_run
 from jaxrl.data.packing import collate, empty_batch, minibatches
@@ -25,7 +25,7 @@ from jaxrl.files import as_path, writable_folder
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel, check_packing
 from jaxrl.models.transformer import Params, TransformerConfig
-from jaxrl.parallel import is_first
+from jaxrl.parallel import is_first, put, replicated
 from jaxrl.parallel.checksums import checksums
 from jaxrl.parallel.compilation import compile_together, lowering
 from jaxrl.parallel.offload import on_device
@@ -45,18 +45,29 @@ from jaxrl.rollout.generator import GeneratorInterface, run_now, sample_prompts
 from jaxrl.rollout.protocol import Engine
 from jaxrl.rollout.warm_up import engine_batches, prompt_buckets
 from jaxrl.rollout.weights.groups import local_copy
-from jaxrl.training.build import assemble_policy, assemble_update, sampler_dtype
+from jaxrl.training.build import (
+    assemble_policy,
+    assemble_reference,
+    assemble_update,
+    sampler_dtype,
+)
 from jaxrl.training.critic import Critic
 from jaxrl.training.diagnostics import advantages_by_correctness
 from jaxrl.training.evaluation import dump_evaluation, evals_folder, evaluate
+from jaxrl.training.forward_pass import ForwardPass
 from jaxrl.training.metrics import advantage_metrics, rollout_metrics
 from jaxrl.training.objective import step_metrics
 from jaxrl.training.old_log_probs import with_old_log_probs
-from jaxrl.training.rewards import advantages_of, make_estimate, penalize_kl, shape_rewards
+from jaxrl.training.optim import init_state
+from jaxrl.training.rewards import (
+    advantages_of,
+    make_estimate,
+    next_kl_coef,
+    penalize_kl,
+    shape_rewards,
+)
 from jaxrl.training.staleness import with_staleness
-from jaxrl.training.state import finished_state, initial_state
 from jaxrl.training.update import minibatches_of_step, rows_without_update
-from jaxrl.training.warm_up import model_programs, resized, row_shapes
 from jaxrl.types import GeneratorOutput, Prompt, TrainBatch, TrainState
 
 
@@ -126,18 +137,21 @@ class Trainer:
     def _build(self) -> None:
         """Make everything that is compiled or placed once."""
         trainer = self.config.trainer
-        self.policy, self.forward_pass, self.ref_forward_pass = assemble_policy(
-            self.config, self.model, self.mesh
+        self.policy, self.forward_pass = assemble_policy(self.config, self.model, self.mesh)
+        self.reference, self.ref_forward_pass = assemble_reference(
+            self.config, self.policy, self.forward_pass
         )
         placement = self.policy.placement
-        self.optimizer, self.like, self.updater = assemble_update(
+        self.optimizer, abstract_state, self.updater = assemble_update(
             self.config, self.forward_pass, placement, self.total_steps, self.policy.trained
         )
-        self.like = self.like.replace(ref_params=self.policy.reference_like())
         self.critic = None
         if has_critic(trainer):
             self.critic = Critic(self.config, placement, len(self.tokenizer), self.total_steps)
-            self.like = self.like.replace(critic=self.critic.like)
+        self.abstract_state = abstract_state.replace(
+            ref_params=self.reference.abstract_moved(),
+            critic=self.critic and self.critic.abstract_state,
+        )
         self.minibatch_rows = trainer.policy_mini_batch_size * self.samples
         self.estimate = jax.jit(make_estimate(trainer.algorithm))
         writable_folder("trainer.log_path", cfg.run_folder(trainer))
@@ -286,11 +300,18 @@ class Trainer:
         params = self.config.generator.sampling_params
         return self.sample_now(phase, prompts, step, self.samples, params)
 
-    def sample_now(self, phase: str, prompts: Sequence[Prompt], *how: Any) -> GeneratorOutput:
+    def sample_now(
+        self,
+        phase: str,
+        prompts: Sequence[Prompt],
+        step: int,
+        samples: int,
+        params: cfg.SamplingParams,
+    ) -> GeneratorOutput:
         """Run `sample` to its end; each process of the job takes a share of prompts, if it can."""
 
         def sample(mine: Sequence[Prompt], part: bool) -> GeneratorOutput:
-            return self.wait_for(self.sample(phase, mine, *how, part=part))
+            return self.wait_for(self.sample(phase, mine, step, samples, params, part=part))
 
         return sample_across_processes(sample, prompts, each_samples=cfg.in_process(self.config))
 
@@ -308,9 +329,16 @@ class Trainer:
 
         See `sample_prompts`.
         """
-        given = phase, prompts, step, samples, params
         return await sample_prompts(
-            self.config, self.generator, self.eos_token_ids, *given, part=part
+            self.config,
+            self.generator,
+            self.eos_token_ids,
+            phase,
+            prompts,
+            step,
+            samples,
+            params,
+            part=part,
         )
 
     def postprocess_generator_output(
@@ -374,38 +402,45 @@ class Trainer:
     def update(self, batch: TrainBatch, step: int) -> None:
         """Make one optimizer update of the policy per minibatch of whole prompt groups."""
         trainer, prompts = self.config.trainer, self.config.trainer.policy_mini_batch_size
-        others = {"critic": self.state.critic, "ref_params": self.state.ref_params}
-        state, names, pending = self.state, (trainer.seed, step), []
-        state = state.replace(**dict.fromkeys(others))  # the rest of it is donated
+        rng_path, pending = (trainer.seed, step), []
+        critic, ref_params = self.state.critic, self.state.ref_params
+        state = self.state.replace(critic=None, ref_params=None)  # the rest of it is donated
         passes = trainer.update_epochs_per_batch
-        parts = minibatches_of_step(batch, prompts=prompts, passes=passes, names=names)
+        parts = minibatches_of_step(batch, prompts=prompts, passes=passes, rng_path=rng_path)
         for minibatch, key, weights, fixed in self.updater.weighted(parts):
             params = on_device(self.policy.whole(state.params))
             grads, metrics = self.updater.gradients(params, minibatch, weights, key)
             state, applied = self.updater.step(state, grads)
             del params, grads  # the next update needs their room
             pending.append((metrics, applied | fixed))  # device values: fetched after the last
-        self.state = state.replace(**others)
+        self.state = state.replace(critic=critic, ref_params=ref_params)
         metrics = step_metrics(pending)
         if skipped := metrics["policy/skipped_updates"]:
             tqdm.write(f"step {step}: {skipped} updates skipped, their gradient was not finite")
-            self.ledger.skip(rows_without_update(batch, pending, prompts, names))
+            rows = rows_without_update(batch, pending, prompts=prompts, rng_path=rng_path)
+            self.ledger.skip(rows)
         efficiency = self.updater.packing_efficiency(minibatches(batch, prompts))
         self.metrics |= metrics | {"trainer/packing_efficiency": efficiency}
         self.finish(step, rows=len(batch.index))
 
     def finish(self, step: int, rows: int) -> None:
-        """Put into the state what a step leaves there beside the optimizers' work."""
-        self.state = finished_state(
-            self.state,
-            self.policy,
-            step=step,
-            batches_drawn=self.batches_drawn,
-            steps_per_epoch=self.steps_per_epoch,
-            rows=rows,
-            metrics=self.metrics,
-            kl_ctrl=self.config.trainer.algorithm.kl_ctrl,
-        )
+        """Put into the state what a step leaves there beside the optimizers' work.
+
+        These are counts, the KL controller, and a reference that moves: an epoch ends with the step
+        that draws the last of its batches.
+        """
+        state, per_epoch = self.state, self.steps_per_epoch
+        kl_ctrl = self.config.trainer.algorithm.kl_ctrl
+        coef = next_kl_coef(float(state.kl_coef), self.metrics, kl_ctrl, rows)
+        epoch_ended = int(state.batches_drawn) // per_epoch < self.batches_drawn // per_epoch
+        if self.reference.moves and epoch_ended:
+            state = state.replace(ref_params=self.reference.moved(state.params))
+        numbers = {
+            "step": np.int32(step),
+            "batches_drawn": np.int32(self.batches_drawn),
+            "kl_coef": np.float32(coef),
+        }
+        self.state = state.replace(**put(numbers, replicated(self.policy.placement.mesh)))
         if self.state.ref_params is not None:  # it may have moved
             self.load_reference(self.state.ref_params)
 
@@ -428,7 +463,8 @@ class Trainer:
             with timed(self.seconds, "save_hf_model"):
                 self.export(folder / "policy")
                 if self.critic:
-                    self.critic.export(folder / "critic", self.state.critic.params, self.tokenizer)
+                    params = self.state.critic.params
+                    self.critic.weights.export(folder / "critic", params, self.tokenizer)
         if saves:
             self.recorder.flush()
             with timed(self.seconds, "save_checkpoints"):  # last: a resumed run goes on after it
@@ -468,24 +504,36 @@ class Trainer:
     def restore_or_init(self) -> TrainState:
         """Return the state of the checkpoint that the config points to, else of the model folders.
 
-        Each part of it is where it rests between updates.
+        What waits in host memory between updates is there.
 
         Raises:
             CheckpointError, FileNotFoundError: see `checkpoint.resume`.
         """
         settings, policy, critic = self.config.trainer, self.policy, self.critic
-        of_critic = {"critic": critic.describe()} if critic else {}
-        self.checkpoint_meta["model"] = policy.describe() | of_critic
+        policy.load_base()
+        model = policy.describe()
+        if critic:
+            critic.weights.load_base()
+            model |= {"critic": critic.weights.describe()}
+        self.checkpoint_meta["model"] = model
         state = resume(
             self.checkpointer,
             settings.resume_mode,
             settings.resume_path,
-            self.like,
+            self.abstract_state,
             self.checkpoint_meta,
         )
         if state is None:
-            state = initial_state(
-                policy, critic, self.optimizer, self.like, kl_coef=settings.algorithm.kl_loss_coef
+            state = init_state(
+                self.optimizer,
+                policy.initial(),
+                jax.tree.map(lambda x: x.sharding, self.abstract_state.params),
+                replicated(policy.placement.mesh),
+                kl_coef=settings.algorithm.kl_loss_coef,
+            )
+            state = state.replace(
+                critic=critic and critic.initial(),
+                ref_params=self.reference.first_moved(state.params),
             )
         else:
             print(f"resuming after step {int(state.step)}")
@@ -496,10 +544,10 @@ class Trainer:
                     "trainer.run_name to start again"
                 )
             if state.ref_params is not None:
-                state = state.replace(ref_params=policy.moved_reference(state.ref_params))
+                state = state.replace(ref_params=self.reference.moved(state.ref_params))
         if critic:
-            state = state.replace(critic=critic.updater.rest(state.critic))
-        return self.updater.rest(state)
+            state = state.replace(critic=critic.updater.offload(state.critic))
+        return self.updater.offload(state)
 
     def warm_up(self) -> None:
         """Compile what the steps and evaluations will run; print the shapes.
@@ -510,26 +558,30 @@ class Trainer:
         started = time.perf_counter()
         lengths = [len(prompt.tokens) for prompt in self.train_prompts]
         generator, updater = self.config.generator, self.updater
+        cut = updater.microbatching
         longest = max(lengths) + generator.sampling_params.max_generate_length
         if generator.max_turns > 1:
             longest = longest_trajectory(self.config)
-        widths = updater.microbatching.batch_widths(min(lengths) + 1, longest)
+        widths = cut.batch_widths(min(lengths) + 1, longest)
+        shapes = [
+            f"{rows} x {cut.length(width)}"
+            for width in map(cut.width, widths)
+            for rows in cut.row_counts(width)
+        ]
         tqdm.write(
             f"shapes: prompts of {prompt_buckets(self.train_prompts)} tokens; rows of {widths} "
-            f"tokens; microbatches of {row_shapes(updater.microbatching, widths)}"
+            f"tokens; microbatches of {', '.join(dict.fromkeys(shapes))}"
         )
         sleeps = cfg.in_process(self.config) and not cfg.overlaps(self.config)
         if sleeps:  # as in a step: its copy of the weights is not there during the passes
             self.engine.sleep()
         if self.config.trainer.few_shapes is True:  # because each takes long
-            critics = [self.critic] if self.critic else []
-            forward_passes = [
-                self.forward_pass,
-                self.ref_forward_pass,
-                *(critic.forward_pass for critic in critics),
+            updaters = [updater, self.critic.updater] if self.critic else [updater]
+            with_model = [  # the jitted functions that hold a model
+                *((forward_pass, "forward") for forward_pass in self._forward_passes()),
+                *((u, name) for u in updaters for name in ("accumulate", "pull_back")),
             ]
-            updaters = [updater, *(critic.updater for critic in critics)]
-            with lowering(model_programs(forward_passes, updaters)) as programs:
+            with lowering(with_model) as programs:
                 for width in widths:
                     self.warm_up_update(width)
             compile_together(programs.values())
@@ -547,8 +599,8 @@ class Trainer:
             self.engine.warm_up(requests)
         tqdm.write(f"engine: {self.engine.describe()}")
         checksums(self.state)  # as a save does
-        if self.policy.moves_reference:
-            self.policy.moved_reference(self.state.params)  # as an epoch's end does
+        if self.reference.moves:
+            self.reference.moved(self.state.params)  # as an epoch's end does
         tqdm.write(f"compiled in {time.perf_counter() - started:.1f} s")
 
     def warm_up_update(self, width: int) -> None:
@@ -557,23 +609,23 @@ class Trainer:
         length = min(width, settings.packed_length or width)
         sampling = self.config.generator.sampling_params
         kept = sampling.top_k if sampling.keep_sampling_mask else 0
-        forward_passes = [
-            self.forward_pass,
-            self.ref_forward_pass,
-            *([critic.forward_pass] if critic else []),
-        ]
-        cuts = {forward_pass.microbatching for forward_pass in forward_passes}
+        cuts = {forward_pass.microbatching for forward_pass in self._forward_passes()}
         most = min(cut.total for cut in cuts)  # of a batch; each rounds it up to its own devices
         for rows in sorted({min(size, most) for cut in cuts for size in cut.batch_sizes(length)}):
             batch = self.add_log_probs(
                 empty_batch(rows, width, length, kept=kept, log_probs=sampling.logprobs is not None)
             )
-        batch = resized(batch, settings.train_batch_size * self.samples)
+        batch = _resized(batch, settings.train_batch_size * self.samples)
         valid = np.ones(len(batch.lengths), bool)  # as `token_level` says of a batch of a step
         batch = self.add_advantages(batch.replace(valid_mask=valid))
-        updater.warm_up(self.params, resized(batch, self.minibatch_rows))
+        updater.warm_up(self.params, _resized(batch, self.minibatch_rows))
         if critic:
-            critic.warm_up(self.state.critic, resized(batch, critic.minibatch_rows))
+            critic.warm_up(self.state.critic, _resized(batch, critic.minibatch_rows))
+
+    def _forward_passes(self) -> list[ForwardPass]:
+        """Return those of policy, reference and critic, each once."""
+        critics = [self.critic.forward_pass] if self.critic else []
+        return list(dict.fromkeys([self.forward_pass, self.ref_forward_pass, *critics]))
 
     def begin_ledger(self, first: int) -> None:
         """Open the ledger for an attempt after `first` finished steps."""
@@ -601,8 +653,13 @@ class Trainer:
         )
 
     def load_reference(self, moved: Params | None = None) -> None:
-        """Load the reference, if a KL counts or the loss asks for its log-probs; see `Policy`."""
-        self.ref_params = self.policy.reference(moved)
+        """Load the reference, if a KL counts or the loss asks for its log-probs.
+
+        Args:
+            moved: of one that moves, `TrainState.ref_params`; None = that of the config.
+        """
+        needed = needs_reference(self.config.trainer.algorithm)
+        self.ref_params = self.reference.params(moved) if needed else None
 
     def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder, or its adapters as a PEFT folder."""
@@ -612,3 +669,8 @@ class Trainer:
     def _due(self, step: int, interval: int) -> bool:
         """Return whether what comes every `interval` steps and at the end is due; -1 = never."""
         return interval > 0 and (step % interval == 0 or step == self.total_steps)
+
+
+def _resized(batch: TrainBatch, rows: int) -> TrainBatch:
+    """Return a batch of host arrays with its rows repeated or cut to `rows`."""
+    return jax.tree.map(lambda x: np.resize(x, (rows, *x.shape[1:])), batch)

@@ -91,7 +91,7 @@ def test_the_student_approaches_a_teacher_of_another_architecture(tmp_path):
         "trainer.hf_save_interval": -1,
     }
     trainer = train(small(tmp_path / "distilled", **DISTILL, **settings))
-    assert hf.load_config(teacher).num_layers == trainer.policy.ref_model.num_layers == 1
+    assert hf.load_config(teacher).num_layers == trainer.reference.weights.model.num_layers == 1
     assert trainer.policy.model.num_layers == 2
     lines = metric_lines(tmp_path / "distilled")
     # minus the reverse KL per token, by its estimate on the 128 samples of a step

@@ -151,12 +151,13 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(whole, tmp_path, s
     gradients = []
     for trainer in (one, two):
         trainer.state = (
-            trainer.updater.rest(trainer.restore_or_init()) if trainer is two else one.state
+            trainer.updater.offload(trainer.restore_or_init()) if trainer is two else one.state
         )
         batch = conversation_batch(one.train_data[:8])
         weights, _ = trainer.updater.weights(batch)
         params = jax.device_put(
-            jax.device_get(one.params), jax.tree.map(lambda x: x.sharding, trainer.like.params)
+            jax.device_get(one.params),
+            jax.tree.map(lambda x: x.sharding, trainer.abstract_state.params),
         )
         gradients.append(trainer.updater.gradients(params, batch, weights, jax.random.key(0))[0])
     assert_close(*gradients)

@@ -6,8 +6,9 @@ import warnings
 import jax
 
 from jaxrl.models.adapter import AdaptedModel
-from jaxrl.models.transformer import TransformerConfig
-from jaxrl.parallel import Placement, ShardingRules
+from jaxrl.models.lora import LoraConfig
+from jaxrl.models.transformer import Params, TransformerConfig, abstract_params, logical_axes
+from jaxrl.parallel import Placement, ShardingRules, param_shardings
 
 
 def place_model(
@@ -49,3 +50,22 @@ def place_model(
                 f"devices set it to one of {divisors}"
             )
     return placement
+
+
+def model_shardings(
+    model: TransformerConfig | AdaptedModel | LoraConfig, placement: Placement
+) -> Params:
+    """Return a tree of shardings, parallel to the parameters of a model or of its adapters."""
+    axes, shapes = logical_axes(model), abstract_params(model)
+    return param_shardings(placement.mesh, axes, shapes, placement.rules)
+
+
+def placed_params(
+    model: TransformerConfig | AdaptedModel | LoraConfig, placement: Placement
+) -> Params:
+    """Return the shapes of the parameters, with their shardings; nothing is allocated."""
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        abstract_params(model),
+        model_shardings(model, placement),
+    )

@@ -11,19 +11,16 @@ import optax
 from jaxrl import config as cfg
 from jaxrl.config.microbatching import forward_microbatching, update_microbatching
 from jaxrl.config.model import DTYPES
-from jaxrl.config.objective_requirements import needs_reference
-from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.attention import choose_kernel
 from jaxrl.models.lora import LoraConfig
-from jaxrl.models.placement import place_model
-from jaxrl.models.transformer import TransformerConfig, abstract_params, logical_axes
+from jaxrl.models.placement import model_shardings, place_model
+from jaxrl.models.transformer import TransformerConfig
 from jaxrl.parallel import (
     Placement,
     batch_sharding,
     by_process,
     make_mesh,
-    param_shardings,
     put,
     replicated,
 )
@@ -40,8 +37,9 @@ from jaxrl.training.optim import (
     new_critic_state,
     new_state,
 )
-from jaxrl.training.policy import Policy
+from jaxrl.training.reference import Reference, reference_model
 from jaxrl.training.update import Updater
+from jaxrl.training.weights import Weights
 from jaxrl.types import CriticState, TrainState
 
 
@@ -71,29 +69,6 @@ def assemble_optimizer(
     return optimizer, schedule
 
 
-def reference_model(
-    trainer: cfg.TrainerConfig, model: TransformerConfig | AdaptedModel
-) -> TransformerConfig | AdaptedModel:
-    """Return the reference's architecture: the policy's, or that of its own path (a teacher).
-
-    Raises:
-        ValueError: the policy's weights are to become those of a reference of another architecture.
-    """
-    ref = trainer.ref.model
-    if ref.path in (None, trainer.policy.model.path) or isinstance(model, AdaptedModel):
-        return model
-    if ref.lora.rank or not needs_reference(trainer.algorithm):  # adapters of the policy's model
-        return model
-    found = hf.load_config(ref.path, cfg.model_overrides(trainer, trainer.ref))
-    found = dataclasses.replace(found, initializer_range=model.initializer_range)  # not of weights
-    if trainer.update_ref_every_epoch and found != model:
-        raise ValueError(
-            f"trainer.update_ref_every_epoch=True: trainer.ref.model.path={ref.path!r} is of "
-            "another architecture than the policy; set it to False"
-        )
-    return found
-
-
 def place_beside(
     role: str,
     trainer: cfg.TrainerConfig,
@@ -111,8 +86,11 @@ def place_beside(
     sizes = getattr(trainer, role).mesh
     if sizes is None:
         return place_model(model, policy.mesh, policy.rules, role) if role == "critic" else policy
-    given = list(policy.mesh.devices.flat) if devices is None else devices
-    mesh = make_mesh(devices=given, keep_order=devices is None, **dataclasses.asdict(sizes))
+    mesh = make_mesh(
+        devices=list(policy.mesh.devices.flat) if devices is None else devices,
+        keep_order=devices is None,
+        **dataclasses.asdict(sizes),
+    )
     return place_model(model, mesh, policy.rules, role)
 
 
@@ -150,30 +128,38 @@ def devices_of(config: cfg.TrainConfig, devices: Sequence[Any] | None = None) ->
 
 
 def assemble_policy(
-    config: cfg.TrainConfig,
-    model: TransformerConfig | AdaptedModel,
-    mesh: jax.sharding.Mesh,
-    devices: Sequence[Any] | None = None,
-) -> tuple[Policy, ForwardPass, ForwardPass]:
-    """Make the weights of a run, the policy's forward pass, and that of the reference.
+    config: cfg.TrainConfig, model: TransformerConfig | AdaptedModel, mesh: jax.sharding.Mesh
+) -> tuple[Weights, ForwardPass]:
+    """Make the weights of the policy and its forward pass."""
+    trainer = config.trainer
+    placement = place_model(model, mesh, cfg.sharding_rules(trainer.sharding_rules))
+    policy = Weights(trainer, "policy", model, placement)
+    return policy, make_forward_pass(config, model, placement)
 
-    The two passes are one where architecture, placement and precision are the same.
+
+def assemble_reference(
+    config: cfg.TrainConfig,
+    policy: Weights,
+    forward_pass: ForwardPass,
+    devices: Sequence[Any] | None = None,
+) -> tuple[Reference, ForwardPass]:
+    """Make the reference and its forward pass.
+
+    The pass is the policy's where architecture, placement and precision are the same.
 
     Args:
+        forward_pass: the policy's.
         devices: of the run; None = those of the process.
     """
     trainer = config.trainer
-    placement = place_model(model, mesh, cfg.sharding_rules(trainer.sharding_rules))
-    ref_model = reference_model(trainer, model)
+    model = reference_model(trainer, policy.model)
     apart = not trainer.placement.colocate_policy_ref
-    of_ref = devices_of(config, devices).ref if apart else None
-    ref_placement = place_beside("ref", trainer, ref_model, placement, of_ref)
-    policy = Policy(trainer, model, placement, ref_model, ref_placement)
-    forward_pass = ref_forward_pass = make_forward_pass(config, model, placement)
+    devices = devices_of(config, devices).ref if apart else None
+    placement = place_beside("ref", trainer, model, policy.placement, devices)
     dtypes = {cfg.compute_dtype(trainer, role) for role in ("policy", "ref")}
-    if ref_placement is not placement or ref_model != model or len(dtypes) > 1:
-        ref_forward_pass = make_forward_pass(config, ref_model, ref_placement, "ref")
-    return policy, forward_pass, ref_forward_pass
+    if placement is not policy.placement or model != policy.model or len(dtypes) > 1:
+        forward_pass = make_forward_pass(config, model, placement, "ref")
+    return Reference(policy, model, placement), forward_pass
 
 
 def make_forward_pass(
@@ -193,19 +179,30 @@ def make_forward_pass(
     if isinstance(model, TransformerConfig):
         platform = mesh.devices.flat[0].platform
         kernel = choose_kernel(model, trainer.flash_attn is True, platform, dtype)
-    given = {
-        "dtype": dtype,
-        "remat": trainer.remat_policy if trainer.gradient_checkpointing else "none",
-        "kernel": kernel,
-        "placement": placement if mesh.size > 1 else None,
-    }
     place = functools.partial(put, shardings=batch_sharding(mesh, rules))
-    cut = forward_microbatching(config, batch_devices(mesh, rules))
+    microbatching = forward_microbatching(config, batch_devices(mesh, rules))
+    remat = trainer.remat_policy if trainer.gradient_checkpointing else "none"
     if isinstance(model, TransformerConfig) and model.value_head is not None:
-        return ForwardPass(functools.partial(state_values, model, **given), place, cut, options={})
+        values = functools.partial(
+            state_values,
+            model,
+            dtype=dtype,
+            remat=remat,
+            kernel=kernel,
+            placement=placement if mesh.size > 1 else None,
+        )
+        return ForwardPass(values, place, microbatching, options={})
     assert trainer.algorithm.temperature is not None  # resolved
-    given["temperature"] = trainer.algorithm.temperature
-    return ForwardPass(functools.partial(log_probs_and_entropy, model, **given), place, cut)
+    log_probs = functools.partial(
+        log_probs_and_entropy,
+        model,
+        dtype=dtype,
+        remat=remat,
+        kernel=kernel,
+        placement=placement if mesh.size > 1 else None,
+        temperature=trainer.algorithm.temperature,
+    )
+    return ForwardPass(log_probs, place, microbatching)
 
 
 def assemble_update(
@@ -221,10 +218,17 @@ def assemble_update(
         forward_pass: the policy's forward pass.
         trained: whose parameters the state holds: the model, or its adapters.
     """
-    trainer = config.trainer
-    objective = policy_objective(trainer.algorithm, trainer.micro_train_batch_size_per_gpu)
-    assembled = "policy", config, forward_pass, placement, total_steps, trained
-    return _assemble(*assembled, objective=objective, new=new_state)
+    algorithm = config.trainer.algorithm
+    return _assemble(
+        "policy",
+        config,
+        forward_pass,
+        placement,
+        total_steps,
+        trained,
+        objective=policy_objective(algorithm, config.trainer.micro_train_batch_size_per_gpu),
+        new=new_state,
+    )
 
 
 def assemble_critic_update(
@@ -232,12 +236,19 @@ def assemble_critic_update(
     forward_pass: ForwardPass,
     placement: Placement,
     total_steps: int,
-    trained: TransformerConfig | LoraConfig,
+    trained: TransformerConfig | AdaptedModel | LoraConfig,
 ) -> tuple[optax.GradientTransformation, CriticState, Updater]:
     """Make for the critic what `assemble_update` makes for the policy."""
-    assembled = "critic", config, forward_pass, placement, total_steps, trained
-    objective = value_objective(config.trainer.algorithm.value_clip)
-    return _assemble(*assembled, objective=objective, new=new_critic_state)
+    return _assemble(
+        "critic",
+        config,
+        forward_pass,
+        placement,
+        total_steps,
+        trained,
+        objective=value_objective(config.trainer.algorithm.value_clip),
+        new=new_critic_state,
+    )
 
 
 def _assemble(
@@ -253,21 +264,21 @@ def _assemble(
 ) -> tuple[optax.GradientTransformation, Any, Updater]:
     trainer, mesh, rules = config.trainer, placement.mesh, placement.rules
     optimizer, schedule = assemble_optimizer(trainer, total_steps, role)
-    shardings = param_shardings(mesh, logical_axes(trained), abstract_params(trained), rules)
-    like = abstract_state(optimizer, trained, shardings, replicated(mesh), new=new)
-    state_shardings = jax.tree.map(lambda x: x.sharding, like)
+    shardings = model_shardings(trained, placement)
+    state = abstract_state(optimizer, trained, shardings, replicated(mesh), new=new)
+    state_shardings = jax.tree.map(lambda x: x.sharding, state)
     updater = Updater(
         forward_pass,
         make_apply(optimizer, schedule, role),
         objective=objective,
         shardings=state_shardings,
-        resting=_resting(trainer, role, state_shardings),
+        offloaded=_offloaded(trainer, role, state_shardings),
         microbatching=update_microbatching(config, batch_devices(mesh, rules), role),
     )
-    return optimizer, like, updater
+    return optimizer, state, updater
 
 
-def _resting(trainer: cfg.TrainerConfig, role: str, shardings: Any) -> dict[str, Any]:
+def _offloaded(trainer: cfg.TrainerConfig, role: str, shardings: Any) -> dict[str, Any]:
     """Return the shardings of what waits in host memory between updates, by field of the state."""
     settings, fields = getattr(trainer, role), {}
     if settings.optimizer_config.offload_after_step:

@@ -117,6 +117,6 @@ def dump_evaluation(folder: Path, rows: Rows, metrics: Mapping[str, float]) -> N
     for row in rows:
         name = re.sub(r"[^\w.-]", "_", row["data_source"])
         lines.setdefault(name, []).append(json.dumps(row, default=str))
-    for name, of_source in lines.items():
-        replace_text(folder / f"{name}.jsonl", "\n".join(of_source) + "\n")
+    for name, answers in lines.items():
+        replace_text(folder / f"{name}.jsonl", "\n".join(answers) + "\n")
     replace_text(folder / "aggregated_results.jsonl", json.dumps(metrics) + "\n")

@@ -66,9 +66,17 @@ def log_probs_and_entropy(
         of the model held; T = L where `rows.source` is None.
     """
     params = with_dropout(params, rows.keys)
-    given = rows.tokens, rows.positions, rows.segment_ids
-    options = {"dtype": dtype, "remat": remat, "kernel": kernel, "placement": placement}
-    hidden = forward(config, params, *given, **options)
+    hidden = forward(
+        config,
+        params,
+        rows.tokens,
+        rows.positions,
+        rows.segment_ids,
+        dtype=dtype,
+        remat=remat,
+        kernel=kernel,
+        placement=placement,
+    )
     with jax.named_scope("log_probs"):
         head = Head(config, temperature, dtype, with_entropy)
         targets = Targets(rows.tokens, rows.kept)
@@ -96,9 +104,17 @@ def state_values(
         first token and for padding.
     """
     params = with_dropout(params, rows.keys)
-    given = rows.tokens, rows.positions, rows.segment_ids
-    options = {"dtype": dtype, "remat": remat, "kernel": kernel, "placement": placement}
-    hidden = forward(config, params, *given, **options)
+    hidden = forward(
+        config,
+        params,
+        rows.tokens,
+        rows.positions,
+        rows.segment_ids,
+        dtype=dtype,
+        remat=remat,
+        kernel=kernel,
+        placement=placement,
+    )
     with jax.named_scope("values"):
         normed = rms_norm(hidden, params["final_norm"], config).astype(jnp.float32)
         axes = logical_axes(config)["value_head"]
@@ -292,8 +308,8 @@ def _score_columns_backward(head: Head, residuals: tuple, cotangents: tuple) -> 
             _write(grads[1], for_hidden, i, width),
         )
 
-    like = {name: jnp.zeros(w.shape, weights[name].dtype) for name, w in whole.items()}
-    zeros = like, jnp.zeros_like(hidden)
+    no_gradient = {name: jnp.zeros(w.shape, weights[name].dtype) for name, w in whole.items()}
+    zeros = (no_gradient, jnp.zeros_like(hidden))
     for_head, for_hidden = jax.lax.fori_loop(0, chunks, body, zeros)
     none = jax.tree.map(
         lambda x: np.zeros((*wanted.shape, *x.shape[2:]), jax.dtypes.float0), (targets, wanted)

@@ -55,10 +55,11 @@ class ForwardPass:
         """
         pending, settings = [], microbatching or self.microbatching
         for chosen, rows, row_ids in microbatches(batch.row_ids, batch, settings):
-            given = self.place(with_token_keys(params, rows, row_ids, key))
-            pending.append((chosen, self.forward(params, given, **(self.options | options))))
-        outputs = tuple(np.zeros(batch.tokens.shape, np.float32) for _ in pending[0][1])
+            placed_rows = self.place(with_token_keys(params, rows, row_ids, key))
+            outputs = self.forward(params, placed_rows, **(self.options | options))
+            pending.append((chosen, outputs))
+        whole = tuple(np.zeros(batch.tokens.shape, np.float32) for _ in pending[0][1])
         for chosen, parts in fetch(pending):
-            for output, part in zip(outputs, parts, strict=True):
+            for output, part in zip(whole, parts, strict=True):
                 output[chosen, : part.shape[1]] = part[: len(chosen)]
-        return outputs
+        return whole

@@ -65,8 +65,8 @@ def generate_metrics(output: GeneratorOutput) -> Metrics:
 def reward_term_metrics(terms: Sequence[Mapping[str, float]]) -> Metrics:
     """Return `reward/<term>/mean` and `/std` over judged trajectories, before the weights."""
     columns: dict[str, list[float]] = {}
-    for of_one in terms:
-        for name, value in of_one.items():
+    for terms_of_trajectory in terms:
+        for name, value in terms_of_trajectory.items():
             columns.setdefault(name, []).append(value)
     statistics = {"mean": np.mean, "std": np.std}
     return {

@@ -161,18 +161,19 @@ def make_objective(algorithm: Any, policy_loss: PolicyLoss) -> Callable[..., tup
         mask = batch.loss_mask
         with jax.named_scope("loss"):
             # `policy_loss(...)`, written out: from here it is one frame to the formula
-            given, named = policy_loss.arguments(log_probs, entropy, batch, key)
+            positional, by_name = policy_loss.arguments(log_probs, entropy, batch, key)
             with raised_by(policy_loss.label):
-                result = policy_loss.fn(*given, **named)
-            loss, own = loss_and_metrics(policy_loss.label, result, log_probs.shape)
+                result = policy_loss.fn(*positional, **by_name)
+            loss, loss_metrics = loss_and_metrics(policy_loss.label, result, log_probs.shape)
             policy = _reduced(loss, weights.policy, algorithm)
             mean_entropy = masked_sum(entropy, weights.entropy)
             total = policy
-            clip = algorithm.eps_clip_low, algorithm.eps_clip_high
             metrics = {
                 "policy_loss": policy,
                 "policy_entropy": mean_entropy,
-                RATIOS: ratio_sums(log_probs, batch, *clip),
+                RATIOS: ratio_sums(
+                    log_probs, batch, algorithm.eps_clip_low, algorithm.eps_clip_high
+                ),
             }
             if batch.old_log_probs is None or algorithm.old_log_probs == "rollout":
                 metrics |= mismatch(log_probs, batch, weights)
@@ -185,7 +186,7 @@ def make_objective(algorithm: Any, policy_loss: PolicyLoss) -> Callable[..., tup
                 metrics["policy_kl"] = masked_sum(kl, weights.kl)
                 total += algorithm.kl_loss_coef * metrics["policy_kl"]
         metrics["final_loss"] = total
-        for name, value in own.items():
+        for name, value in loss_metrics.items():
             metrics[f"loss_metrics/{name}"] = reduce_metric(name, value, mask, weights.entropy)
         return total, jax.lax.stop_gradient(metrics)
 
@@ -216,12 +217,14 @@ def value_objective(value_clip: float | None) -> Objective:
         assert old_values is not None
         assert returns is not None
         with jax.named_scope("value_loss"):
-            per_token, own = value_loss(values, old_values, returns, value_clip, batch.loss_mask)
+            per_token, loss_metrics = value_loss(
+                values, old_values, returns, value_clip, batch.loss_mask
+            )
             total = masked_sum(per_token, weights.loss)
         metrics = {
             "critic_loss": total,
             "values_mean": masked_sum(values, weights.mean),
-            "values_clipfrac": masked_sum(own["clipfrac"], weights.mean),
+            "values_clipfrac": masked_sum(loss_metrics["clipfrac"], weights.mean),
         }
         return total, jax.lax.stop_gradient(metrics)
 

@@ -10,14 +10,15 @@ import numpy as np
 
 from jaxrl import config as cfg
 from jaxrl.config.objective_requirements import has_critic, needs_reference
-from jaxrl.models.adapter import AdaptedModel
-from jaxrl.models.transformer import Params, TransformerConfig, abstract_params, logical_axes
-from jaxrl.parallel import Placement, param_shardings
+from jaxrl.models.placement import placed_params
+from jaxrl.models.transformer import TransformerConfig
 from jaxrl.parallel.offload import IN_HOST_MEMORY
-from jaxrl.training.build import assemble_policy, assemble_update
+from jaxrl.training.build import assemble_policy, assemble_reference, assemble_update
 from jaxrl.training.critic import Critic
-from jaxrl.training.policy import Policy
+from jaxrl.training.reference import Reference
 from jaxrl.training.update import Updater
+from jaxrl.training.weights import Weights
+from jaxrl.types import CriticState, TrainState
 
 
 @dataclass(frozen=True)
@@ -50,67 +51,58 @@ def beside_the_engine(
         mesh: of training.
         engine: its devices.
     """
-    policy, forward_pass, _ = assemble_policy(config, model, mesh)
+    policy, forward_pass = assemble_policy(config, model, mesh)
+    reference, _ = assemble_reference(config, policy, forward_pass)
     _, state, updater = assemble_update(config, forward_pass, policy.placement, 1, policy.trained)
     critic = Critic(config, policy.placement, 0, 1) if has_critic(config.trainer) else None
-    stay = of_training(config, policy, updater, state, critic)
+    stay = of_training(policy, reference, updater, state, critic)
     return sum(resident.size for resident in stay if resident.devices & engine)
 
 
 def of_training(
-    config: cfg.TrainConfig, policy: Policy, updater: Updater, state: Any, critic: Critic | None
+    policy: Weights,
+    reference: Reference,
+    updater: Updater,
+    state: TrainState,
+    critic: Critic | None,
 ) -> Iterator[Resident]:
     """Yield what policy, reference and critic keep, whatever the engine does.
 
     Args:
         state: shapes and shardings of the policy's `TrainState`.
     """
-    trainer = config.trainer
     at = frozenset(policy.placement.mesh.devices.flat)
     yield _of_state("parameters", updater, state, "params", at)
     yield _of_state("optimizer", updater, state, "opt_state", at)
     if policy.lora:
-        yield _base("base", policy, trainer.policy, at)
-    of_ref = frozenset(policy.ref_placement.mesh.devices.flat)
-    if needs_reference(trainer.algorithm) and not shares_base(trainer, policy):
-        size = device_bytes(placed_params(policy.ref_model, policy.ref_placement))
-        yield Resident("reference", 0 if trainer.ref.fsdp_config.cpu_offload else size, of_ref)
-    elif policy.moves_reference:  # adapters of its own, on the base
-        yield Resident("moved adapters", device_bytes(policy.reference_like()), of_ref)
+        yield _all_params("base", policy)
+    if needs_reference(policy.trainer.algorithm) and not reference.is_base_of_policy:
+        yield _all_params("reference", reference.weights)
+    elif reference.moves:  # adapters of its own, on the base
+        at = frozenset(reference.weights.placement.mesh.devices.flat)
+        yield Resident("moved adapters", device_bytes(reference.abstract_moved()), at)
     if critic is None:
         return
-    at = frozenset(critic.placement.mesh.devices.flat)
-    yield _of_state("critic", critic.updater, critic.like, "params", at)
-    yield _of_state("critic optimizer", critic.updater, critic.like, "opt_state", at)
-    if critic.lora:
-        yield _base("critic base", critic, trainer.critic, at)
+    at = frozenset(critic.weights.placement.mesh.devices.flat)
+    yield _of_state("critic", critic.updater, critic.abstract_state, "params", at)
+    yield _of_state("critic optimizer", critic.updater, critic.abstract_state, "opt_state", at)
+    if critic.weights.lora:
+        yield _all_params("critic base", critic.weights)
 
 
-def _base(name: str, role: Policy | Critic, settings: Any, at: frozenset) -> Resident:
-    """Return what adapters rest on."""
-    size = device_bytes(placed_params(role.model, role.placement))
-    return Resident(name, 0 if settings.fsdp_config.cpu_offload else size, at)
+def _all_params(name: str, weights: Weights) -> Resident:
+    """Count the parameters of a model that is not trained: a reference, or a base of adapters."""
+    size = device_bytes(placed_params(weights.model, weights.placement))
+    at = frozenset(weights.placement.mesh.devices.flat)
+    return Resident(name, 0 if weights.settings.fsdp_config.cpu_offload else size, at)
 
 
-def _of_state(name: str, updater: Updater, state: Any, field: str, at: frozenset) -> Resident:
-    resting = jax.tree.leaves(updater.resting.get(field))
-    waits = any(sharding.memory_kind == IN_HOST_MEMORY for sharding in resting)
+def _of_state(
+    name: str, updater: Updater, state: TrainState | CriticState, field: str, at: frozenset
+) -> Resident:
+    offloaded = jax.tree.leaves(updater.offloaded.get(field))
+    waits = any(sharding.memory_kind == IN_HOST_MEMORY for sharding in offloaded)
     return Resident(name, 0 if waits else device_bytes(getattr(state, field)), at)
-
-
-def shares_base(trainer: cfg.TrainerConfig, policy: Policy) -> bool:
-    """Return whether the reference is the base of the adapters, see `Policy.reference`."""
-    same = trainer.ref.model.path == trainer.policy.model.path
-    return policy.lora is not None and same and policy.ref_placement == policy.placement
-
-
-def placed_params(model: TransformerConfig | AdaptedModel, placement: Placement) -> Params:
-    """Return the shapes of a model's parameters, with their shardings."""
-    shapes = abstract_params(model)
-    shardings = param_shardings(placement.mesh, logical_axes(model), shapes, placement.rules)
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
-    )
 
 
 def device_bytes(tree: Any, groups: int = 1) -> int:

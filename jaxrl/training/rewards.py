@@ -46,8 +46,10 @@ def shape_rewards(
         last, tol = last_steps(output), algorithm.zero_variance_filter_tol
         same = zero_variance_groups(last["rewards"], uids, last["loss_masks"], tol=tol)
         masks = output["loss_masks"]
-        of_row = trajectory_numbers(output.get("is_last_step", [True] * len(masks)))
-        masks = [[0] * len(m) if s else m for m, s in zip(masks, same[of_row], strict=True)]
+        trajectory_of_row = trajectory_numbers(output.get("is_last_step", [True] * len(masks)))
+        masks = [
+            [0] * len(m) if s else m for m, s in zip(masks, same[trajectory_of_row], strict=True)
+        ]
         output = GeneratorOutput({**output, "loss_masks": masks})
         metrics["reward/num_zero_variance_filtered"] = int(same.sum())
     return output, metrics
@@ -100,8 +102,14 @@ def penalize_kl(
         The batch; avg_kl is the mean over rows of their token mean, avg_kl_max that of their
         largest |kl|.
     """
-    arrays = batch.rewards, batch.old_log_probs, batch.ref_log_probs, batch.loss_mask
-    penalized = _penalize_kl(*arrays, np.asarray(coef), kind=algorithm.kl_estimator_type)
+    penalized = _penalize_kl(
+        batch.rewards,
+        batch.old_log_probs,
+        batch.ref_log_probs,
+        batch.loss_mask,
+        np.asarray(coef),
+        kind=algorithm.kl_estimator_type,
+    )
     rewards, metrics = jax.device_get(penalized)
     return batch.replace(rewards=rewards), {name: float(x) for name, x in metrics.items()}
 
@@ -176,6 +184,9 @@ def advantages_of(
     arrays = {name: np.asarray(x)[batch.is_last_step] for name, x in arrays.items()}
     arrays["response_mask"] = np.ones_like(arrays["response_mask"])
     found = jax.device_get(estimate(**arrays))
-    of_row, mask = trajectory_numbers(batch.is_last_step), np.asarray(batch.response_mask)
-    advantages, returns = (x[of_row] * mask for x in found)
+    trajectory_of_row, mask = (
+        trajectory_numbers(batch.is_last_step),
+        np.asarray(batch.response_mask),
+    )
+    advantages, returns = (x[trajectory_of_row] * mask for x in found)
     return advantages, returns

@@ -83,11 +83,11 @@ def staleness_metrics(
     if not sampled.any():
         return {}
     age = token_staleness(versions, loss_mask, version)
-    of_tokens = age[sampled]
+    sampled_age = age[sampled]
     return {
-        "async/staleness_mean": float(of_tokens.mean()),
-        "async/staleness_max": int(of_tokens.max()),
-        "async/staleness_min": int(of_tokens.min()),
-        "async/staleness_ratio": float((of_tokens > 0).mean()),
+        "async/staleness_mean": float(sampled_age.mean()),
+        "async/staleness_max": int(sampled_age.max()),
+        "async/staleness_min": int(sampled_age.min()),
+        "async/staleness_ratio": float((sampled_age > 0).mean()),
         "async/staleness_violation_count": int((age > max_staleness_steps).any(-1).sum()),
     }

@@ -31,7 +31,8 @@ class Updater:
         objective: what is minimised, of the outputs of the forward pass.
         shardings: the state's; gradients are placed like the parameters.
         microbatching: how minibatches are cut.
-        resting: shardings between updates of the parts of the state that wait elsewhere, by name.
+        offloaded: shardings between updates of the parts of the state that wait in host memory, by
+            name.
     """
 
     def __init__(
@@ -42,14 +43,11 @@ class Updater:
         objective: Objective,
         shardings: Any,
         microbatching: Microbatching,
-        resting: Mapping[str, Any] = MappingProxyType({}),
+        offloaded: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self.objective, self.microbatching, self.resting = objective, microbatching, resting
-        self.forward_pass, self.place, forward = (
-            forward_pass,
-            forward_pass.place,
-            forward_pass.forward,
-        )
+        self.objective, self.microbatching, self.offloaded = objective, microbatching, offloaded
+        self.forward_pass, self.place = forward_pass, forward_pass.place
+        forward = forward_pass.forward
 
         def accumulate(
             grads: Any, params: Any, rows: ModelRows, batch: TrainBatch, weights: Any, key: Array
@@ -67,12 +65,14 @@ class Updater:
             )
             return jax.tree.map(jnp.add, grads, to_params(cotangents)[0])
 
-        like_params = shardings.params
         self.zeros = jax.jit(
-            lambda params: jax.tree.map(jnp.zeros_like, trained(params)), out_shardings=like_params
+            lambda params: jax.tree.map(jnp.zeros_like, trained(params)),
+            out_shardings=shardings.params,
         )
-        self.accumulate = jax.jit(accumulate, donate_argnums=0, out_shardings=(like_params, None))
-        self.pull_back = jax.jit(pull_back, donate_argnums=0, out_shardings=like_params)
+        self.accumulate = jax.jit(
+            accumulate, donate_argnums=0, out_shardings=(shardings.params, None)
+        )
+        self.pull_back = jax.jit(pull_back, donate_argnums=0, out_shardings=shardings.params)
         self.cotangents = jax.jit(jax.grad(objective.loss, argnums=(0, 1), has_aux=True))
         self.apply = jax.jit(apply, donate_argnums=0, out_shardings=(shardings, None))
         self._whole: bool | None = None
@@ -107,18 +107,18 @@ class Updater:
         return state, metrics, applied
 
     def step(self, state: State, grads: Any) -> tuple[State, Metrics]:
-        """Return the state after the optimizer's step, each part where it rests, and its metrics.
+        """Return the state after the optimizer's step, offloaded as it was, and its metrics.
 
         Args:
-            state: is donated; it may rest in host memory.
+            state: is donated; parts of it may be in host memory.
         """
         new_state, applied = self.apply(on_device(state), grads)
-        return self.rest(new_state), applied
+        return self.offload(new_state), applied
 
-    def rest(self, state: Any) -> Any:
-        """Return the state as it is kept between updates: each part where it rests."""
-        parts = {name: getattr(state, name) for name in self.resting}
-        return state.replace(**jax.device_put(parts, dict(self.resting)))
+    def offload(self, state: State) -> State:
+        """Move to host memory the parts of the state that wait there between updates."""
+        parts = {name: getattr(state, name) for name in self.offloaded}
+        return state.replace(**jax.device_put(parts, dict(self.offloaded)))
 
     def weighted(
         self, parts: Sequence[tuple[TrainBatch, Array]]
@@ -145,15 +145,16 @@ class Updater:
             one = Microbatching(rows=len(lengths), total=len(lengths), widths=widths)
             _, _, (minibatch, weights) = next(microbatches((minibatch, weights), minibatch, one))
             outputs = self._whole_outputs(params, minibatch, key)
-            of_loss = self.objective.seen(minibatch), weights, key
-            cotangents, metrics = self.cotangents(*outputs, *of_loss)
+            seen = self.objective.seen(minibatch)
+            cotangents, metrics = self.cotangents(*outputs, seen, weights, key)
             cotangents = jax.device_get(cotangents)
             return self.pulled_back(grads, params, minibatch, cotangents, key), [metrics]
         tree = self.objective.seen(minibatch), weights
         parts = microbatches(tree, minibatch, self.microbatching)
-        for _, rows, (batch, weight) in parts:
-            given = with_token_keys(params, rows, batch.row_ids, key), batch, weight
-            grads, part = self.accumulate(grads, params, *self.place(given), key)
+        for _, host_rows, on_host in parts:
+            keyed_rows = with_token_keys(params, host_rows, on_host[0].row_ids, key)
+            rows, (batch, token_weights) = self.place((keyed_rows, on_host))
+            grads, part = self.accumulate(grads, params, rows, batch, token_weights, key)
             metrics.append(part)
         return grads, metrics
 
@@ -162,9 +163,10 @@ class Updater:
     ) -> Any:
         """Add to `grads` the gradient from cotangents of log-probs and entropy, [B, T] each."""
         tree = batch.row_ids, cotangents
-        for _, rows, (row_ids, cotangent) in microbatches(tree, batch, self.microbatching):
-            given = with_token_keys(params, rows, row_ids, key), cotangent
-            grads = self.pull_back(grads, params, *self.place(given))
+        for _, host_rows, (row_ids, on_host) in microbatches(tree, batch, self.microbatching):
+            keyed_rows = with_token_keys(params, host_rows, row_ids, key)
+            rows, cotangent = self.place((keyed_rows, on_host))
+            grads = self.pull_back(grads, params, rows, cotangent)
         return grads
 
     def warm_up(self, params: Any, minibatch: TrainBatch) -> None:
@@ -206,7 +208,7 @@ class Updater:
 
 
 def minibatches_of_step(
-    batch: TrainBatch, *, prompts: int, passes: int, names: tuple[int, int]
+    batch: TrainBatch, *, prompts: int, passes: int, rng_path: tuple[int, int]
 ) -> list[tuple[TrainBatch, Array]]:
     """Return the minibatches of a step in the order of their updates, each with its key.
 
@@ -215,9 +217,9 @@ def minibatches_of_step(
 
     Args:
         prompts: groups of a minibatch.
-        names: seed and step, from which everything random is drawn.
+        rng_path: seed and step, from which everything random is drawn.
     """
-    seed, step = names
+    seed, step = rng_path
     key = jax.random.fold_in(jax.random.key(seed), step)
     orders = (pass_order(batch, seed, step, number) for number in range(passes))
     parts = [part for order in orders for part in minibatches(batch, prompts, order)]
@@ -225,16 +227,20 @@ def minibatches_of_step(
 
 
 def rows_without_update(
-    batch: TrainBatch, pending: Sequence[tuple[Any, Metrics]], prompts: int, names: tuple[int, int]
+    batch: TrainBatch,
+    pending: Sequence[tuple[Any, Metrics]],
+    *,
+    prompts: int,
+    rng_path: tuple[int, int],
 ) -> np.ndarray:
     """Return the rows [B] bool from which nothing was learnt: all their updates were skipped.
 
     Args:
-        batch, prompts, names: as given to `minibatches_of_step`.
+        batch, prompts, rng_path: as given to `minibatches_of_step`.
         pending: of each update, (metrics of its microbatches, of the whole).
     """
     skipped = jax.device_get([applied["skipped_updates"] for _, applied in pending])
-    index, (seed, step) = np.asarray(batch.index), names
+    index, (seed, step) = np.asarray(batch.index), rng_path
     groups = int(index[-1]) + 1
     cuts = range(0, groups, prompts)
     learnt = np.zeros(groups, bool)

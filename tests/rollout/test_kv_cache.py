@@ -129,10 +129,10 @@ def test_the_cache_of_a_tpu_is_written_in_place(sizes, turns):
 
 def engine_calls(mesh, turns):
     """Programs over 64 slots of 4096 tokens on each device, and the bytes of a layer there."""
+    from jaxrl.models.placement import placed_params
     from jaxrl.models.transformer import TransformerConfig
     from jaxrl.rollout.native.engine import NativeEngine
     from jaxrl.rollout.protocol import Request, Sampling
-    from jaxrl.training.resident_memory import placed_params
 
     model = TransformerConfig(
         vocab_size=512,

@@ -244,11 +244,11 @@ def test_the_kept_set_is_that_of_a_stable_sort(vocab):
 
 def filtered_block(mesh, *, rows, **sampling):
     """The compiled HLO of a decode block over a vocabulary of 20,000 with all filters."""
+    from jaxrl.models.placement import placed_params
     from jaxrl.models.transformer import TransformerConfig
     from jaxrl.parallel import Placement
     from jaxrl.rollout.native.engine import NativeEngine
     from jaxrl.rollout.protocol import Request, Sampling
-    from jaxrl.tools.plan.run import placed_params
 
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_layers": 1, "head_dim": 64}
     model = TransformerConfig(vocab_size=20_000, num_heads=4, num_kv_heads=2, **sizes)

@@ -286,7 +286,7 @@ def test_the_exported_critic_has_the_same_values(ppo):
     assert load_file(path / "model.safetensors")["value_head.weight"].shape == (1, 64)
     settings = trainer.config.trainer
     settings.critic.model.path, settings.critic.model.random_init = str(path), False
-    assert critic_model(settings, 1) == trainer.critic.model
+    assert critic_model(settings, 1) == trainer.critic.weights.model
     again = trainer.critic.initial()
     assert_bitwise_equal(again.params, trainer.state.critic.params)
 
@@ -331,18 +331,21 @@ def test_a_critic_with_adapters_trains_these_and_its_head_and_exports_the_sum(tm
     settings = {"trainer.critic.model.lora.rank": 4, "trainer.hf_save_interval": 2}
     trainer = train(small(tmp_path, **PPO, **SHORT, **settings))
     critic, state = trainer.critic, trainer.state.critic
-    assert "rank 4" in critic.size()
+    assert "rank 4" in critic.weights.size()
     first = critic.initial().params
     assert set(state.params) == {"wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down", "value_head"}
     assert np.abs(state.params["w_up"]["b"]).max() > 0
     assert np.abs(state.params["value_head"] - first["value_head"]).max() > 0
-    described = critic.describe()  # reads the base again
+    critic.weights.load_base()  # again
+    described = critic.weights.describe()
     assert described["base"] == trainer.checkpoint_meta["model"]["critic"]["base"]
     folder = tmp_path / "exports" / "global_step_2" / "critic"
     mesh = make_mesh(devices=jax.devices()[:1])
-    shardings = jax.tree.map(lambda _: replicated(mesh), abstract_params(critic.model))
-    read = hf.load_or_init(folder, critic.model, random_init=False, seed=0, shardings=shardings)
-    assert_bitwise_equal(read, merge(critic.whole(state.params)))
+    shardings = jax.tree.map(lambda _: replicated(mesh), abstract_params(critic.weights.model))
+    read = hf.load_or_init(
+        folder, critic.weights.model, random_init=False, seed=0, shardings=shardings
+    )
+    assert_bitwise_equal(read, merge(critic.weights.whole(state.params)))
 
 
 @pytest.mark.slow

@@ -390,10 +390,10 @@ def test_rows_without_update_follow_the_order_of_each_pass():
     order = pass_order(batch, 7, 3, 1)  # of the second pass
     missed = [1, 0, 1, 1]  # first pass: groups 0, 1 and then 2, 3; second: order[:2], order[2:]
     pending = [([], {"skipped_updates": np.int32(x)}) for x in missed]
-    rows = rows_without_update(batch, pending, 2, (7, 3))
+    rows = rows_without_update(batch, pending, prompts=2, rng_path=(7, 3))
     assert rows.tolist() == [True] * 4 + [False] * 4
     missed[2:] = [0, 1]
     pending = [([], {"skipped_updates": np.int32(x)}) for x in missed]
     learnt = {2, 3, *order[:2].tolist()}
     expected = [group not in learnt for group in range(4) for _ in range(2)]
-    assert rows_without_update(batch, pending, 2, (7, 3)).tolist() == expected
+    assert rows_without_update(batch, pending, prompts=2, rng_path=(7, 3)).tolist() == expected

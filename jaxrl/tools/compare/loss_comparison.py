@@ -195,9 +195,7 @@ class OtherRuns:
         if not needs_reference(config.trainer.algorithm):
             return None
         if self.reference is None:
-            policy = copy.copy(self.trainer.policy)
-            policy.trainer = config.trainer
-            self.reference = policy.reference(self.trainer.state.ref_params)
+            self.reference = self.trainer.reference.params(self.trainer.state.ref_params)
         return self.reference
 
 

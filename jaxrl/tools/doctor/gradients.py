@@ -110,7 +110,7 @@ def critic(subject: Subject) -> Finding:
     if critic is None:
         return not_here("the run has no critic")
     part = without_policy(subject.minibatch)
-    params = on_device(critic.whole(subject.trainer.state.critic.params))
+    params = critic.params(subject.trainer.state.critic)
     one = whole(critic.updater, len(part.index))
     given = critic.updater, params, part
     cuts = smaller_cuts(one)

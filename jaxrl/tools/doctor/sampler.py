@@ -261,7 +261,7 @@ def _move(subject: Subject, said: Said | str, wanted: float) -> float:
     trainer, scale = subject.trainer, NOISE
     for number in range(8):
         params = noisy(on_device(trainer.state.params), scale, number)
-        trainer.state = trainer.updater.rest(trainer.state.replace(params=params))
+        trainer.state = trainer.updater.offload(trainer.state.replace(params=params))
         if isinstance(said, str):
             return float("nan")
         mask, held = np.asarray(said.batch.loss_mask) > 0, said.batch.rollout_log_probs

@@ -15,8 +15,9 @@ from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.hf import HUB_ID
 from jaxrl.models.lora import attach
 from jaxrl.models.peft_format import CONFIG_FILE, load_adapter
-from jaxrl.models.transformer import Params, TransformerConfig, abstract_params, logical_axes
-from jaxrl.parallel import Placement, param_shardings
+from jaxrl.models.placement import model_shardings, placed_params
+from jaxrl.models.transformer import Params, TransformerConfig
+from jaxrl.parallel import Placement
 from jaxrl.parallel.checksums import checksums
 from jaxrl.parallel.offload import on_device
 from jaxrl.records.checkpoint import (
@@ -26,7 +27,7 @@ from jaxrl.records.checkpoint import (
     DamagedCheckpoint,
     differences,
 )
-from jaxrl.training.policy import Policy
+from jaxrl.training.weights import Weights
 
 _FLAG = "--subject"
 
@@ -138,31 +139,27 @@ def load_weights(
         CheckpointError: the checkpoint is damaged, or of another model.
         ValueError, OSError: a folder is not what it should be.
     """
-    policy = Policy(trainer, model, placement, model, placement)
-    described = policy.describe()  # reads the base, if there are adapters
+    policy = Weights(trainer, "policy", model, placement)
+    policy.load_base()
     if subject.kind == "checkpoint":
-        shapes = abstract_params(policy.trained)
-        shardings = _shardings(policy.trained, shapes, placement)
-        like = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
-        )
-        return on_device(policy.whole(restore_params(subject, like, described)))
+        abstract = placed_params(policy.trained, placement)
+        return on_device(policy.whole(restore_params(subject, abstract, policy.describe())))
     params = policy.initial()
     if subject.kind != "adapter":
         return on_device(policy.whole(params))
     if isinstance(model, AdaptedModel):
         raise ValueError(f"{_FLAG}={subject.where!r}: {model.name} is a flax module; no adapters")
     lora, adapters = load_adapter(subject.where, model)
-    shardings = _shardings(lora, abstract_params(lora), placement)
-    return attach(lora, params, jax.device_put(adapters, shardings))
+    adapters = jax.device_put(adapters, model_shardings(lora, placement))
+    return attach(lora, params, adapters)
 
 
-def restore_params(subject: Subject, like: Params, model: dict[str, Any]) -> Params:
+def restore_params(subject: Subject, abstract: Params, model: dict[str, Any]) -> Params:
     """Restore the trained parameters of a checkpoint and compare them with the saved checksums.
 
     Args:
-        like: shapes, dtypes and shardings.
-        model: what this policy is, `Policy.describe`.
+        abstract: shapes, dtypes and shardings.
+        model: what this policy is, `Weights.describe`.
 
     Raises:
         CheckpointError: it is damaged, or of another model.
@@ -170,8 +167,8 @@ def restore_params(subject: Subject, like: Params, model: dict[str, Any]) -> Par
     path, step = subject.where, subject.step
     source = Checkpointer(os.path.dirname(path), read_only=True)
     args = ocp.args.PyTreeRestore(
-        {"params": like},
-        restore_args=ocp.checkpoint_utils.construct_restore_args({"params": like}),
+        {"params": abstract},
+        restore_args=ocp.checkpoint_utils.construct_restore_args({"params": abstract}),
         partial_restore=True,
     )
     try:
@@ -194,7 +191,3 @@ def restore_params(subject: Subject, like: Params, model: dict[str, Any]) -> Par
     finally:
         source.close()
     return params["params"]
-
-
-def _shardings(trained: Any, shapes: Params, placement: Placement) -> Params:
-    return param_shardings(placement.mesh, logical_axes(trained), shapes, placement.rules)

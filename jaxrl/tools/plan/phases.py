@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxrl import config as cfg
 from jaxrl.config.model import DTYPES
+from jaxrl.models.placement import placed_params
 from jaxrl.models.transformer import TransformerConfig
 from jaxrl.parallel import Placement
 from jaxrl.parallel.compilation import Call
@@ -24,7 +25,7 @@ from jaxrl.tools.plan.work import (
 )
 from jaxrl.training.forward import CHUNK_TOKENS, CPU_CHUNK_TOKENS, chunk_columns
 from jaxrl.training.forward_pass import ForwardPass
-from jaxrl.training.resident_memory import device_bytes, placed_params, shares_base
+from jaxrl.training.resident_memory import device_bytes
 from jaxrl.training.update import Updater
 
 SAMPLING = frozenset({"prefill", "copy", "decode"})  # kinds of phases
@@ -89,17 +90,21 @@ def phases(run: Run, engine: NativeEngine | None) -> list[Phase]:
     if run.has_old:
         found.append(_forward(run, "log-probs", run.forward_pass, run.params, part))
     if run.has_reference:
-        names = ("base" if shares_base(trainer, policy) else "reference",)
-        assert isinstance(policy.ref_model, TransformerConfig)  # from a folder
-        ref = Part(policy.ref_model, policy.ref_placement, _dtype(run, "ref"), names)
-        params = placed_params(policy.ref_model, policy.ref_placement)
+        names = ("base" if run.reference.is_base_of_policy else "reference",)
+        model, placement = run.reference.weights.model, run.reference.weights.placement
+        assert isinstance(model, TransformerConfig)  # from a folder
+        ref = Part(model, placement, _dtype(run, "ref"), names)
+        params = placed_params(model, placement)
         found.append(_forward(run, "reference", run.ref_forward_pass, params, ref))
     if critic := run.critic:
-        names = ("critic", "critic base") if critic.lora else ("critic",)
-        own = Part(critic.model, critic.placement, _dtype(run, "critic"), names)
+        weights = critic.weights
+        names = ("critic", "critic base") if weights.lora else ("critic",)
+        assert isinstance(weights.model, TransformerConfig)  # from a folder
+        own = Part(weights.model, weights.placement, _dtype(run, "critic"), names)
         params, size = run.critic_params, trainer.critic_mini_batch_size
         found.append(_forward(run, "values", critic.forward_pass, params, own))
-        found += _update(run, "critic ", critic.updater, critic.like, params, own, size)
+        state = critic.abstract_state
+        found += _update(run, "critic ", critic.updater, state, params, own, size)
     size = trainer.policy_mini_batch_size
     return found + _update(run, "", run.updater, run.state, run.params, part, size)
 

@@ -13,7 +13,7 @@ def residents(run: Run, found: list[Phase]) -> list[Resident]:
     sampling goes on while the trainer trains.
     """
     kinds = None if cfg.overlaps(run.config) else SAMPLING
-    stay = list(of_training(run.config, run.policy, run.updater, run.state, run.critic))
+    stay = list(of_training(run.policy, run.reference, run.updater, run.state, run.critic))
     for decode in (phase for phase in found if phase.kind == "decode"):
         weights, cache = (device_bytes(x) for x in decode.call.args[:2])
         stay.append(Resident("engine weights", weights, decode.part.devices, kinds))

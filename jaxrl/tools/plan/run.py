@@ -16,6 +16,7 @@ from jaxrl.data.packing import empty_batch
 from jaxrl.models import hf
 from jaxrl.models.linear import merge
 from jaxrl.models.lora import attach, with_token_keys
+from jaxrl.models.placement import placed_params
 from jaxrl.models.transformer import (
     Params,
     TransformerConfig,
@@ -30,12 +31,12 @@ from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.protocol import Request
 from jaxrl.tools.plan.topology import Machine
 from jaxrl.train import meshes
-from jaxrl.training.build import assemble_policy, assemble_update
+from jaxrl.training.build import assemble_policy, assemble_reference, assemble_update
 from jaxrl.training.critic import Critic, without_policy
 from jaxrl.training.forward_pass import ForwardPass
-from jaxrl.training.policy import Policy
-from jaxrl.training.resident_memory import device_bytes, of_training, placed_params
+from jaxrl.training.resident_memory import device_bytes, of_training
 from jaxrl.training.update import Updater
+from jaxrl.training.weights import Weights
 from jaxrl.types import TrainBatch
 
 
@@ -69,8 +70,9 @@ class Run:
         self.engine_devices = frozenset(self.engine_mesh.devices.flat)
         if machine.host is not None:
             self.engine_mesh = _on_host(self.engine_mesh, machine)
-        self.policy, self.forward_pass, self.ref_forward_pass = assemble_policy(
-            config, self.model, self.mesh, machine.devices
+        self.policy, self.forward_pass = assemble_policy(config, self.model, self.mesh)
+        self.reference, self.ref_forward_pass = assemble_reference(
+            config, self.policy, self.forward_pass, machine.devices
         )
         placement = self.policy.placement
         _, self.state, self.updater = assemble_update(
@@ -82,7 +84,9 @@ class Run:
         self.has_old = needs_old_log_probs(trainer) or params.logprobs is None
         self.has_reference = needs_reference(trainer.algorithm)
         self.params = _whole(self.policy, self.state.params)
-        self.critic_params = self.critic and _whole(self.critic, self.critic.like.params)
+        self.critic_params = self.critic and _whole(
+            self.critic.weights, self.critic.abstract_state.params
+        )
 
     def engine(self) -> NativeEngine | None:
         """Return one of the engines in this process; None: they are elsewhere, or not jaxrl's own.
@@ -94,7 +98,7 @@ class Run:
             return None
         if self.config.generator.inference_engine.backend != "native":
             return None
-        stay = of_training(self.config, self.policy, self.updater, self.state, self.critic)
+        stay = of_training(self.policy, self.reference, self.updater, self.state, self.critic)
         beside = sum(kept.size for kept in stay if kept.devices & self.engine_devices)
         made = engine_of_run(
             self.config,
@@ -249,8 +253,8 @@ def placed(tree: Any, placement: Placement) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), tree)
 
 
-def _whole(role: Policy | Critic, trained: Params) -> Params:
-    """Return all parameters of the policy or the critic, see `Policy.whole`; nothing is read."""
-    if role.lora is None:
+def _whole(weights: Weights, trained: Params) -> Params:
+    """Return all parameters of the policy or the critic, see `Weights.whole`; nothing is read."""
+    if weights.lora is None:
         return trained
-    return attach(role.lora, placed_params(role.model, role.placement), trained)
+    return attach(weights.lora, placed_params(weights.model, weights.placement), trained)

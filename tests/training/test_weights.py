@@ -16,7 +16,8 @@ from jaxrl.models.lora import LoraConfig, lora_config, select_modules
 from jaxrl.models.peft_format import load_adapter
 from jaxrl.records.checkpoint import CheckpointError
 from jaxrl.train import BasePPOExp, train
-from jaxrl.training.policy import Policy
+from jaxrl.training.reference import Reference
+from jaxrl.training.weights import Weights
 from tests.test_train import assert_bitwise_equal, metric_lines, small
 from tests.training import test_update
 from tests.training.test_update import ROWS, algorithm_with, gradient, make_batch
@@ -142,8 +143,9 @@ def test_a_reference_has_adapters_of_its_own(run, tmp_path):
         settings = {"model.path": str(path), "model.random_init": True, "model.lora.rank": rank}
         settings = {f"trainer.ref.{name}": value for name, value in settings.items()}
         config = cfg.resolve(lora_run(tmp_path, **settings)).trainer
-        ours, theirs = trainer.policy.placement, trainer.policy.ref_placement
-        return Policy(config, trainer.model, ours, trainer.model, theirs).reference()
+        policy = Weights(config, "policy", trainer.model, trainer.policy.placement)
+        placement = trainer.reference.weights.placement
+        return Reference(policy, trainer.model, placement).params()
 
     expected = merge(trainer.params)
     for ours, theirs in zip(*map(jax.tree.leaves, (reference(path, 4), expected)), strict=True):
