@@ -122,8 +122,14 @@ def causal_attention(
     blocks = []
     for start in range(0, q.shape[1], size):
         end = start + size
-        seen = k[:, :, :end], v[:, :, :end], mask[:, start:end, :end]
-        blocks.append(attention(config, q[:, start:end], *seen))
+        block = attention(
+            config,
+            q[:, start:end],
+            k[:, :, :end],
+            v[:, :, :end],
+            mask[:, start:end, :end],
+        )
+        blocks.append(block)
     return jnp.concatenate(blocks, axis=1)
 
 
@@ -285,8 +291,15 @@ def triton(
 
     t, group = q.shape[1], q.shape[2] // k.shape[1]
     keys, values = (jnp.repeat(x, group, axis=1).transpose(0, 2, 1, 3) for x in (k, v))
-    inputs = (_pad(x, axis=1) for x in (q, keys, values, segments.ids))
-    out: Any = mha(*inputs, sm_scale=scale(config), causal=True, interpret=interpret)
+    out: Any = mha(
+        _pad(q, axis=1),
+        _pad(keys, axis=1),
+        _pad(values, axis=1),
+        _pad(segments.ids, axis=1),
+        sm_scale=scale(config),
+        causal=True,
+        interpret=interpret,
+    )
     return out[:, :t]
 
 

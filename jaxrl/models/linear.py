@@ -110,8 +110,8 @@ def rounded(w: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """
     if w.dtype == dtype:
         return w
-    kept = jnp.finfo(dtype)
-    narrow = jax.lax.reduce_precision(w, exponent_bits=kept.nexp, mantissa_bits=kept.nmant)
+    target = jnp.finfo(dtype)
+    narrow = jax.lax.reduce_precision(w, exponent_bits=target.nexp, mantissa_bits=target.nmant)
     return w + jax.lax.stop_gradient(narrow - w)  # exactly `narrow`
 
 
@@ -131,8 +131,8 @@ def _multiply(x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple]:
 
 
 def _multiply_backward(residuals: tuple, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, w, like = residuals
-    for_w = jnp.einsum("ni,no->io", x, g, preferred_element_type=like.dtype)
+    x, w, stored = residuals
+    for_w = jnp.einsum("ni,no->io", x, g, preferred_element_type=stored.dtype)
     return g @ w.T, for_w
 
 

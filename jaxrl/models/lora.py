@@ -177,13 +177,18 @@ def adapter_specs(lora: LoraConfig) -> Params:
 def _pair(lora: LoraConfig, name: str, spec: ParamSpec, weight: HFWeight) -> dict[str, ParamSpec]:
     stack = int(spec.axes[0] == "layers")
     split = stack + len(next(group for group in weight.dims if 0 in group))
-    inits = ("zeros", "normal") if name == "embed" else (lora.init_method, "zeros")
-    a = (*spec.shape[:split], lora.rank), (*spec.axes[:split], "lora_rank")
-    b = (
-        (*spec.shape[:stack], lora.rank, *spec.shape[split:]),
-        (*spec.axes[:stack], "lora_rank", *spec.axes[split:]),
-    )
-    return {"a": ParamSpec(*a, inits[0]), "b": ParamSpec(*b, inits[1])}
+    return {
+        "a": ParamSpec(
+            shape=(*spec.shape[:split], lora.rank),
+            axes=(*spec.axes[:split], "lora_rank"),
+            init="zeros" if name == "embed" else lora.init_method,
+        ),
+        "b": ParamSpec(
+            shape=(*spec.shape[:stack], lora.rank, *spec.shape[split:]),
+            axes=(*spec.axes[:stack], "lora_rank", *spec.axes[split:]),
+            init="normal" if name == "embed" else "zeros",
+        ),
+    }
 
 
 def _by_name(tree: Params, is_leaf: Callable[[Any], bool]) -> dict[str, Any]:

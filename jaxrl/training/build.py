@@ -28,7 +28,7 @@ from jaxrl.parallel.offload import host_shardings
 from jaxrl.parallel.rules import batch_devices
 from jaxrl.training.forward import log_probs_and_entropy, state_values
 from jaxrl.training.forward_pass import ForwardPass
-from jaxrl.training.objective import Objective, policy_objective, value_objective
+from jaxrl.training.objective import policy_objective, value_objective
 from jaxrl.training.optim import (
     abstract_state,
     make_apply,
@@ -40,7 +40,6 @@ from jaxrl.training.optim import (
 from jaxrl.training.reference import Reference, reference_model
 from jaxrl.training.update import Updater
 from jaxrl.training.weights import Weights
-from jaxrl.types import CriticState, TrainState
 
 
 def assemble_optimizer(
@@ -181,28 +180,20 @@ def make_forward_pass(
         kernel = choose_kernel(model, trainer.flash_attn is True, platform, dtype)
     place = functools.partial(put, shardings=batch_sharding(mesh, rules))
     microbatching = forward_microbatching(config, batch_devices(mesh, rules))
-    remat = trainer.remat_policy if trainer.gradient_checkpointing else "none"
-    if isinstance(model, TransformerConfig) and model.value_head is not None:
-        values = functools.partial(
-            state_values,
-            model,
-            dtype=dtype,
-            remat=remat,
-            kernel=kernel,
-            placement=placement if mesh.size > 1 else None,
-        )
-        return ForwardPass(values, place, microbatching, options={})
-    assert trainer.algorithm.temperature is not None  # resolved
-    log_probs = functools.partial(
-        log_probs_and_entropy,
+    values = isinstance(model, TransformerConfig) and model.value_head is not None
+    forward = functools.partial(
+        state_values if values else log_probs_and_entropy,
         model,
         dtype=dtype,
-        remat=remat,
+        remat=trainer.remat_policy if trainer.gradient_checkpointing else "none",
         kernel=kernel,
         placement=placement if mesh.size > 1 else None,
-        temperature=trainer.algorithm.temperature,
     )
-    return ForwardPass(log_probs, place, microbatching)
+    if values:
+        return ForwardPass(forward, place, microbatching, options={})
+    assert trainer.algorithm.temperature is not None  # resolved
+    forward = functools.partial(forward, temperature=trainer.algorithm.temperature)
+    return ForwardPass(forward, place, microbatching)
 
 
 def assemble_update(
@@ -211,58 +202,22 @@ def assemble_update(
     placement: Placement,
     total_steps: int,
     trained: TransformerConfig | AdaptedModel | LoraConfig,
-) -> tuple[optax.GradientTransformation, TrainState, Updater]:
+    role: str = "policy",
+) -> tuple[optax.GradientTransformation, Any, Updater]:
     """Make the optimizer, the abstract state with its shardings, and the jitted update.
 
     Args:
-        forward_pass: the policy's forward pass.
+        forward_pass: of the role.
         trained: whose parameters the state holds: the model, or its adapters.
+        role: "policy", whose state is a `TrainState`, or "critic", whose is a `CriticState`.
     """
-    algorithm = config.trainer.algorithm
-    return _assemble(
-        "policy",
-        config,
-        forward_pass,
-        placement,
-        total_steps,
-        trained,
-        objective=policy_objective(algorithm, config.trainer.micro_train_batch_size_per_gpu),
-        new=new_state,
-    )
-
-
-def assemble_critic_update(
-    config: cfg.TrainConfig,
-    forward_pass: ForwardPass,
-    placement: Placement,
-    total_steps: int,
-    trained: TransformerConfig | AdaptedModel | LoraConfig,
-) -> tuple[optax.GradientTransformation, CriticState, Updater]:
-    """Make for the critic what `assemble_update` makes for the policy."""
-    return _assemble(
-        "critic",
-        config,
-        forward_pass,
-        placement,
-        total_steps,
-        trained,
-        objective=value_objective(config.trainer.algorithm.value_clip),
-        new=new_critic_state,
-    )
-
-
-def _assemble(
-    role: str,
-    config: cfg.TrainConfig,
-    forward_pass: ForwardPass,
-    placement: Placement,
-    total_steps: int,
-    trained: TransformerConfig | AdaptedModel | LoraConfig,
-    *,
-    objective: Objective,
-    new: Callable[..., Any],
-) -> tuple[optax.GradientTransformation, Any, Updater]:
-    trainer, mesh, rules = config.trainer, placement.mesh, placement.rules
+    trainer, mesh = config.trainer, placement.mesh
+    new: Callable[..., Any] = new_state if role == "policy" else new_critic_state
+    if role == "policy":
+        rows = trainer.micro_train_batch_size_per_gpu
+        objective = policy_objective(trainer.algorithm, block_rows=rows)
+    else:
+        objective = value_objective(trainer.algorithm.value_clip)
     optimizer, schedule = assemble_optimizer(trainer, total_steps, role)
     shardings = model_shardings(trained, placement)
     state = abstract_state(optimizer, trained, shardings, replicated(mesh), new=new)
@@ -273,7 +228,7 @@ def _assemble(
         objective=objective,
         shardings=state_shardings,
         offloaded=_offloaded(trainer, role, state_shardings),
-        microbatching=update_microbatching(config, batch_devices(mesh, rules), role),
+        microbatching=update_microbatching(config, batch_devices(mesh, placement.rules), role),
     )
     return optimizer, state, updater
 

@@ -15,7 +15,7 @@ from jaxrl.models.placement import model_shardings
 from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.parallel import Placement, replicated
 from jaxrl.parallel.offload import on_device
-from jaxrl.training.build import assemble_critic_update, make_forward_pass, place_beside
+from jaxrl.training.build import assemble_update, make_forward_pass, place_beside
 from jaxrl.training.objective import step_metrics
 from jaxrl.training.optim import init_state, new_critic_state
 from jaxrl.training.update import minibatches_of_step
@@ -46,8 +46,8 @@ class Critic:
         placement = place_beside("critic", trainer, model, policy)
         self.weights = Weights(trainer, "critic", model, placement)
         self.forward_pass = make_forward_pass(config, model, placement, "critic")
-        self.optimizer, self.abstract_state, self.updater = assemble_critic_update(
-            config, self.forward_pass, placement, total_steps, self.weights.trained
+        self.optimizer, self.abstract_state, self.updater = assemble_update(
+            config, self.forward_pass, placement, total_steps, self.weights.trained, "critic"
         )
         self.minibatch_rows = trainer.critic_mini_batch_size * config.generator.n_samples_per_prompt
 

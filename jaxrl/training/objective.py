@@ -257,7 +257,12 @@ def _reduced(loss: Array, weights: Array, algorithm: Any) -> Array:
 
 
 def mismatch(log_probs: Array, batch: TrainBatch, weights: TokenWeights) -> Metrics:
-    """Measure how far sampler and trainer are apart on the log-probs of the sampled tokens."""
+    """Measure how far sampler and trainer are apart on the log-probs of the sampled tokens.
+
+    Args:
+        log_probs: [B, T] of the policy.
+        weights: of the minibatch's tokens, [B, T] each.
+    """
     if batch.rollout_log_probs is None:
         return {}
     difference = jnp.abs(log_probs - batch.rollout_log_probs)
@@ -271,6 +276,9 @@ def reduce_metric(name: str, value: Array, mask: Array, weights: Array) -> Array
     """Reduce a loss's metric [B, T] or [] to this microbatch's part of it.
 
     `_max` and `_min` by name; else the share of the masked mean (a number counts by its tokens).
+
+    Args:
+        mask, weights: [B, T]; the weights are those of a mean over the whole minibatch.
     """
     if name.endswith("_max"):
         return jnp.max(value, initial=-jnp.inf, where=mask != 0) if value.ndim else value

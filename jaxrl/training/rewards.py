@@ -183,10 +183,7 @@ def advantages_of(
         return jax.device_get(estimate(**arrays))
     arrays = {name: np.asarray(x)[batch.is_last_step] for name, x in arrays.items()}
     arrays["response_mask"] = np.ones_like(arrays["response_mask"])
-    found = jax.device_get(estimate(**arrays))
-    trajectory_of_row, mask = (
-        trajectory_numbers(batch.is_last_step),
-        np.asarray(batch.response_mask),
-    )
-    advantages, returns = (x[trajectory_of_row] * mask for x in found)
-    return advantages, returns
+    advantages, returns = jax.device_get(estimate(**arrays))
+    trajectory_of_row = trajectory_numbers(batch.is_last_step)
+    mask = np.asarray(batch.response_mask)
+    return advantages[trajectory_of_row] * mask, returns[trajectory_of_row] * mask

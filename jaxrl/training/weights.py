@@ -91,7 +91,9 @@ class Weights:
     def base(self) -> Params:
         """Return the parameters that the adapters rest on, which `load_base` has loaded."""
         if self._base is None:
-            raise ValueError(f"the base of the {self.role}'s adapters is not here: call load_base")
+            raise RuntimeError(
+                f"the base of the {self.role}'s adapters is not here: call load_base"
+            )
         return self._base
 
     def whole(self, trained: Params) -> Params:

@@ -104,6 +104,17 @@ def test_only_adapters_are_trained_kept_and_exported(run):
     assert_bitwise_equal(exported, adapters)
 
 
+def test_what_a_checkpoint_must_agree_with_is_told_of_a_base_that_is_loaded(run):
+    _, trainer = run
+    placement = trainer.policy.placement
+    weights = Weights(trainer.config.trainer, "policy", trainer.model, placement)
+    with pytest.raises(RuntimeError, match="base of the policy's adapters .* call load_base"):
+        weights.describe()
+    weights.load_base()
+    assert weights.describe() == trainer.checkpoint_meta["model"]
+    assert_bitwise_equal(weights.base, trainer.policy.base)
+
+
 def test_a_resumed_run_is_the_same_bit_for_bit(run, tmp_path):
     folder, whole = run
     step_1 = {
