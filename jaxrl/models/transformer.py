@@ -165,12 +165,12 @@ def init_params(config: TransformerConfig, seed: int, shardings: Params | None =
     return jax.tree.unflatten(treedef, leaves)
 
 
-def draw(spec: ParamSpec, name: tuple[int, int], initializer_range: float) -> np.ndarray:
-    """Draw a random parameter, named by (seed, leaf)."""
+def draw(spec: ParamSpec, rng_path: tuple[int, int], initializer_range: float) -> np.ndarray:
+    """Draw a random parameter; `rng_path` is (seed, leaf)."""
     constant = {"ones": np.ones, "zeros": np.zeros}
     if spec.init in constant:
         return constant[spec.init](spec.shape, np.float32)
-    normal = np.random.default_rng(name).standard_normal(spec.shape, np.float32)
+    normal = np.random.default_rng(rng_path).standard_normal(spec.shape, np.float32)
     deviation = initializer_range if spec.deviation is None else spec.deviation
     return np.float32(deviation) * normal
 
