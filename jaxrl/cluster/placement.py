@@ -104,7 +104,7 @@ def _gpus(environment: Mapping[str, str]) -> list[str]:
 
 
 def _fail(field: str, value: int, fix: str) -> NoReturn:
-    """Raise as `jaxrl.config.errors.fail` does, whose package imports jax."""
+    """Raise as `jaxrl.config.constraints.fail` does, whose package imports jax."""
     raise ValueError(f"{field}={value}: {fix}")
 
 

@@ -82,10 +82,8 @@ def check(config: Any, hosts: int, each: int, devices: int | None = None) -> Non
         ValueError: names the field, the value and the fix.
     """
     from jaxrl.config import check_nodes, validate  # not above: they import jax
-    from jaxrl.config.cluster import check_cluster
     from jaxrl.config.validation import check_fields
 
-    check_cluster(config.trainer.cluster, config.trainer.placement.policy_num_nodes)
     if devices is None and os.environ.get("JAX_PLATFORMS", "").partition(",")[0] == "cpu":
         devices = host_devices(os.environ.get("XLA_FLAGS", "")) or each
     with warnings.catch_warnings():

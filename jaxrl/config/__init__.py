@@ -28,8 +28,8 @@ from jaxrl.config.backend import (
     MeshConfig,
     MixedPrecisionConfig,
 )
-from jaxrl.config.cluster import ClusterConfig
-from jaxrl.config.data import DataConfig
+from jaxrl.config.constraints import check_constraints
+from jaxrl.config.data import DataConfig, SFTConfig
 from jaxrl.config.dataclass_config import BaseConfig, get_config_as_dict, get_config_as_yaml_str
 from jaxrl.config.environment import (
     EnvironmentConfig,
@@ -63,8 +63,7 @@ from jaxrl.config.rollouts import (
     runs_free,
     sends_adapters,
 )
-from jaxrl.config.serving import ServeConfig, check_serving
-from jaxrl.config.sft import SFTConfig
+from jaxrl.config.serving import ServeConfig
 from jaxrl.config.supervised import check_lengths, resolve_sft, sft_card, validate_sft
 from jaxrl.config.train_config import (
     SkyRLTrainConfig,
@@ -73,6 +72,7 @@ from jaxrl.config.train_config import (
     resolve,
 )
 from jaxrl.config.trainer import (
+    ClusterConfig,
     CriticConfig,
     FullyAsyncConfig,
     PlacementConfig,
@@ -136,10 +136,10 @@ __all__ = [
     "apply_overrides",
     "auto_fields",
     "batch_groups",
+    "check_constraints",
     "check_engines",
     "check_lengths",
     "check_nodes",
-    "check_serving",
     "compute_dtype",
     "default_config",
     "device_ranges",

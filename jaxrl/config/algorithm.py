@@ -1,16 +1,19 @@
 """Config of the objective: advantages, policy loss, reduction, KL, entropy, corrections."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+from jaxrl.config.constraints import between, not_negative, one_of, positive_or
 from jaxrl.config.dataclass_config import BaseConfig
+from jaxrl.losses.kl import KL_ESTIMATORS
+from jaxrl.losses.reduction import REDUCTIONS
 
 
 @dataclass
 class KLCtrlConfig(BaseConfig):
     """Hold the settings of the controller of the KL coefficient in the reward."""
 
-    type: str = "fixed"
+    type: Annotated[str, one_of("fixed", "adaptive")] = "fixed"
     """"fixed" or "adaptive"."""
     kl_target: float = 0.1
     """KL that the adaptive controller aims at."""
@@ -32,11 +35,11 @@ class SAPOConfig(BaseConfig):
 class DynamicSamplingConfig(BaseConfig):
     """Hold the settings of sampling until enough prompts have rewards that differ."""
 
-    type: str | None = None
+    type: Annotated[str | None, one_of(None, "filter", "replace")] = None
     """"filter", "replace" or None."""
-    max_sample_batches: int = 30
+    max_sample_batches: Annotated[int, positive_or(-1, "never give up")] = 30
     """Give up after this many batches; -1 = never."""
-    min_replace_ratio: float = 0.3
+    min_replace_ratio: Annotated[float, between("[0, 1]", "e.g. 0.3")] = 0.3
     """"replace": least fraction of good prompts to copy from."""
 
 
@@ -70,7 +73,7 @@ class CISPOConfig(BaseConfig):
     """The importance weight is clipped below at 1 - this."""
     cispo_eps_clip_high: float = 4.0
     """The importance weight is clipped above at 1 + this."""
-    cispo_anchor: str = "old"
+    cispo_anchor: Annotated[str, one_of("old", "rollout")] = "old"
     """Policy that the weight is relative to: "old" or "rollout"."""
 
 
@@ -78,7 +81,7 @@ class CISPOConfig(BaseConfig):
 class DPPOConfig(BaseConfig):
     """Hold the settings of the policy loss dppo."""
 
-    dppo_type: str = "binary_tv"
+    dppo_type: Annotated[str, one_of("binary_tv", "binary_kl")] = "binary_tv"
     """Divergence: "binary_tv" or "binary_kl" (then about 0.05 for the bounds)."""
     delta_low: float = 0.2
     """Bound of the divergence where the advantage is negative."""
@@ -90,7 +93,7 @@ class DPPOConfig(BaseConfig):
 class DecoupledPPOConfig(BaseConfig):
     """Hold the settings of the policy loss decoupled_ppo."""
 
-    proximal: str = "forward"
+    proximal: Annotated[str, one_of("forward", "log_linear")] = "forward"
     """Policy that the ratio is clipped around: "forward" is the one at the start of the step,
     "log_linear" lies between sampler and policy by the age of the token; no forward pass."""
     behave_cap: float = 5.0
@@ -103,7 +106,7 @@ class OverlongBufferConfig(BaseConfig):
 
     len: int = 4096
     """Tokens before max_generate_length over which the punishment grows."""
-    penalty_factor: float = 1.0
+    penalty_factor: Annotated[float, not_negative] = 1.0
     """Punishment of a response of full length."""
 
 
@@ -111,13 +114,13 @@ class OverlongBufferConfig(BaseConfig):
 class OffPolicyCorrectionConfig(BaseConfig):
     """Hold the settings of corrections by w = exp(old_log_probs - rollout_log_probs)."""
 
-    tis_ratio_type: str | None = None
+    tis_ratio_type: Annotated[str | None, one_of(None, "token", "sequence")] = None
     """Truncated importance weights: "token", "sequence" or None."""
     token_tis_ratio_clip_high: float = 2.0
     """Upper bound of a token's weight."""
     sequence_tis_ratio_clip_high: float = 5.0
     """Upper bound of a sequence's weight."""
-    sequence_mask_metric: str | None = None
+    sequence_mask_metric: Annotated[str | None, one_of(None, "geometric", "product")] = None
     """Drop sequences by the "geometric" mean or the "product" of w; None = keep all."""
     geo_mask_high: float = 1.01
     """Upper bound of the geometric mean."""
@@ -149,17 +152,17 @@ class AlgorithmConfig(BaseConfig):
     """Keyword-only hyperparameters of the advantage estimator."""
     kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
     """Controller of the KL coefficient in the reward."""
-    kl_estimator_type: str = "k3"
+    kl_estimator_type: Annotated[str, one_of(*KL_ESTIMATORS)] = "k3"
     """"k1", "k2", "k3" or "abs", http://joschu.net/blog/kl-approx.html."""
     use_kl_in_reward: bool = False
     """Subtract the KL to the reference model from the rewards."""
     use_kl_loss: bool = True
     """Add the KL to the reference model to the loss."""
-    kl_loss_coef: float = 0.001
+    kl_loss_coef: Annotated[float, not_negative] = 0.001
     """Coefficient of the KL term."""
     use_entropy_loss: bool = False
     """Subtract the policy's entropy from the loss."""
-    entropy_loss_coef: float = 0.01
+    entropy_loss_coef: Annotated[float, not_negative] = 0.01
     """Coefficient of the entropy term."""
     temperature: float | None = None
     """Logits are divided by this before every log-softmax; None = the sampling temperature."""
@@ -171,25 +174,25 @@ class AlgorithmConfig(BaseConfig):
     """A built-in or registered name, or "my_pkg.my_module:my_loss"."""
     policy_loss_kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword-only hyperparameters of the policy loss function."""
-    loss_reduction: str = "token_mean"
+    loss_reduction: Annotated[str, one_of(*REDUCTIONS)] = "token_mean"
     """"token_mean", "token_mean_legacy", "sequence_mean", "seq_mean_token_sum_norm" or
     "prompt_mean"."""
-    old_log_probs: str = "trainer"
+    old_log_probs: Annotated[str, one_of("trainer", "rollout")] = "trainer"
     """What old_log_probs are: "trainer", of the policy at the start of the step, by a forward pass
     where they are needed; "rollout", the sampler's, as it recorded them."""
     grpo_norm_by_std: bool = True
     """grpo: divide by the group's standard deviation; false gives Dr. GRPO."""
     zero_variance_filter: bool = False
     """Mask the prompts whose samples all have the same reward."""
-    zero_variance_filter_tol: float = 1e-6
+    zero_variance_filter_tol: Annotated[float, not_negative] = 1e-6
     """Rewards that differ by at most this are the same."""
-    lambd: float = 1.0
+    lambd: Annotated[float, between("[0, 1]", "1.0 is no discount")] = 1.0
     """GAE lambda, passed to the advantage estimator."""
-    gamma: float = 1.0
+    gamma: Annotated[float, between("[0, 1]", "1.0 is no discount")] = 1.0
     """Discount, passed to the advantage estimator."""
-    eps_clip_low: float = 0.2
+    eps_clip_low: Annotated[float, not_negative] = 0.2
     """The ratio is clipped below at 1 - this."""
-    eps_clip_high: float = 0.2
+    eps_clip_high: Annotated[float, not_negative] = 0.2
     """The ratio is clipped above at 1 + this."""
     clip_ratio_c: float = 3.0
     """dual_clip: bound of the loss for negative advantages, > 1."""

@@ -1,8 +1,9 @@
 """Config of the device mesh, and of SkyRL's two training backends, which are mapped onto it."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+from jaxrl.config.constraints import one_of
 from jaxrl.config.dataclass_config import BaseConfig
 
 
@@ -30,11 +31,11 @@ PRECISIONS = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "fl
 class MixedPrecisionConfig(BaseConfig):
     """Hold the data types of FSDP."""
 
-    param_dtype: str = "bf16"
+    param_dtype: Annotated[str, one_of(*PRECISIONS)] = "bf16"
     """Data type of the computation, "bf16" or "fp32", in place of that of `trainer.bf16`."""
-    reduce_dtype: str = "fp32"
+    reduce_dtype: Annotated[str, one_of("fp32", "float32")] = "fp32"
     """Data type in which gradients are summed over devices."""
-    buffer_dtype: str = "fp32"
+    buffer_dtype: Annotated[str, one_of("fp32", "float32")] = "fp32"
     """Data type of non-trained buffers."""
 
 

@@ -1,11 +1,13 @@
-"""Config of the data of a run."""
+"""Config of the data of a run: prompts, and conversations of supervised fine-tuning."""
 
 import math
 import os
 from dataclasses import dataclass, field
+from typing import Annotated
 
+from jaxrl.config.constraints import fail, one_of, positive_or
 from jaxrl.config.dataclass_config import BaseConfig
-from jaxrl.config.errors import fail
+from jaxrl.data.conversations import OVERLONG, TRAIN_ON_WHAT
 
 
 @dataclass
@@ -26,6 +28,18 @@ class DataConfig(BaseConfig):
     shuffle: bool = True
     """Visit training rows in random order, another one every epoch. false = in the order of the
     sources, as a curriculum asks for."""
+
+
+@dataclass
+class SFTConfig(BaseConfig):
+    """Hold the settings of supervised fine-tuning: which tokens of a conversation are imitated."""
+
+    max_length: Annotated[int | None, positive_or(None, "any")] = None
+    """Most tokens of a conversation; None = any."""
+    overlong: Annotated[str, one_of(*OVERLONG)] = "truncate"
+    """What happens to longer ones: "truncate" keeps their beginning, "drop" leaves them out."""
+    train_on_what: Annotated[str, one_of(*TRAIN_ON_WHAT)] = "all_assistant_messages"
+    """"all_assistant_messages", or "last_assistant_message" of each conversation."""
 
 
 def check_data(data: DataConfig) -> None:

@@ -4,6 +4,7 @@ import ast
 import copy
 import dataclasses
 import difflib
+import functools
 import inspect
 import re
 import types
@@ -109,6 +110,13 @@ def field_types(cls: type[BaseConfig]) -> dict[str, Any]:
     """Return field name -> type, with annotations that are strings resolved."""
     hints = typing.get_type_hints(cls)
     return {f.name: hints[f.name] for f in _fields(cls)}
+
+
+@functools.cache
+def field_markers(cls: type[BaseConfig]) -> dict[str, tuple[Any, ...]]:
+    """Return field name -> what `Annotated` adds to its type: constraints, what it is in SkyRL."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {f.name: getattr(hints[f.name], "__metadata__", ()) for f in _fields(cls)}
 
 
 def is_union(kind: Any) -> bool:

@@ -1,9 +1,44 @@
 """Config of the environments that score the rollouts."""
 
+import importlib.util
+import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+from jaxrl.config.constraints import between, fail, must, not_negative, positive, positive_or
 from jaxrl.config.dataclass_config import BaseConfig
+from jaxrl.functions import called_name, import_call
+from jaxrl.registry import accepted_keywords
+from jaxrl.registry.contracts import REWARD_KEYWORDS, check_reward_signature
+
+_ADDRESS = "must begin with http:// or https://"
+_EMPTY_TURN = dict.fromkeys(REWARD_KEYWORDS) | {"action": "", "tokens": [], "reward": 0.0}
+
+
+def _is_address(url: str | None) -> bool:
+    return url is None or url.startswith(("http://", "https://"))
+
+
+def _check_prompt(field: str, prompt: str | None) -> None:
+    from jaxrl.envs.tasks.llm_as_a_judge import check_prompt  # here: as in `check_environment`
+
+    if prompt is not None:
+        try:
+            check_prompt(prompt)
+        except ValueError as error:
+            fail(field, prompt[:200], str(error))
+
+
+def _check_request(field: str, sampling_params: dict[str, Any]) -> None:
+    for name in ("model", "messages", "stream", "n"):
+        if name in sampling_params:
+            fail(field, sampling_params, f"must not hold '{name}'; remove it")
+
+
+def _check_weights(field: str, weights: dict[str, float]) -> None:
+    for name, weight in weights.items():
+        if isinstance(weight, bool) or not math.isfinite(weight):
+            fail(f"{field}[{name!r}]", weight, "must be a finite number")
 
 
 @dataclass
@@ -12,11 +47,11 @@ class Text2SQLEnvConfig(BaseConfig):
 
     db_path: str = "/home/ray/default/sql_data"
     """Folder of the SQLite databases, laid out as SkyRL's downloads."""
-    query_seconds: float = 5.0
+    query_seconds: Annotated[float, positive] = 5.0
     """Until a query of the conversation is stopped."""
-    solution_seconds: float = 30.0
+    solution_seconds: Annotated[float, positive] = 30.0
     """Until the query of the solution, and the right one, are stopped."""
-    max_rows: int = 100000
+    max_rows: Annotated[int, positive] = 100000
     """Rows of a result that are read; one that has more is not compared."""
 
 
@@ -26,23 +61,25 @@ class GSM8kLLMJudgeEnvConfig(BaseConfig):
 
     model: str = "gpt-4o-mini"
     """Name of the judge."""
-    base_url: str | None = None
+    base_url: Annotated[str | None, must(_is_address, _ADDRESS)] = None
     """Its OpenAI-compatible endpoint up to "/v1"; None = https://api.openai.com/v1."""
     api_key_env: str = "OPENAI_API_KEY"
     """Variable of the environment that holds the key; needed where base_url is None."""
-    prompt: str | None = None
+    prompt: Annotated[str | None, _check_prompt] = None
     """What the judge is asked, with {question}, {ground_truth} and {response}, to end with
     "### Final Score: <number>"; None = whether a GSM8K answer is right. A row's column judge_prompt
     holds instead."""
-    max_score: float = 1.0
+    max_score: Annotated[float, positive] = 1.0
     """Highest score, which earns the reward 1; 0 earns 0."""
-    sampling_params: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
+    sampling_params: Annotated[dict[str, Any], _check_request] = field(
+        default_factory=lambda: {"temperature": 0.0}
+    )
     """More fields of the request; {} for judges that refuse a temperature."""
-    timeout: float = 60.0
+    timeout: Annotated[float, positive] = 60.0
     """Seconds to wait for one answer."""
-    max_attempts: int = 4
+    max_attempts: Annotated[int, positive] = 4
     """Requests for one score, where the judge is unreachable, overloaded, or gives none."""
-    max_requests: int = 32
+    max_requests: Annotated[int, positive] = 32
     """Requests at a time in a process."""
 
 
@@ -52,11 +89,11 @@ class SearchEnvConfig(BaseConfig):
 
     log_requests: bool = False
     """Log every request to the retriever."""
-    search_url: str = "http://127.0.0.1:8000/retrieve"
+    search_url: Annotated[str, must(_is_address, _ADDRESS)] = "http://127.0.0.1:8000/retrieve"
     """Address of the retriever."""
-    topk: int = 3
+    topk: Annotated[int, positive] = 3
     """Documents per query."""
-    timeout: int = 30
+    timeout: Annotated[int, positive] = 30
     """Seconds to wait for the retriever, at each of 5 attempts."""
     corpus: str | None = None
     """Folder of .txt, .md and .jsonl files, or a .parquet or .jsonl file with a column contents,
@@ -67,19 +104,19 @@ class SearchEnvConfig(BaseConfig):
 class SandboxConfig(BaseConfig):
     """Hold what a program of the environments python_code and lcb may use in its sandbox."""
 
-    seconds: float = 10.0
+    seconds: Annotated[float, positive] = 10.0
     """Until it is killed, by the clock; lcb gives a test 6 s at most."""
-    cpu_seconds: float = 10.0
+    cpu_seconds: Annotated[float, positive] = 10.0
     """Of all its processes together."""
-    memory_mb: int = 1024
+    memory_mb: Annotated[int, positive] = 1024
     """Address space of a process, and memory of all of them together with their files."""
-    disk_mb: int = 64
+    disk_mb: Annotated[int, positive] = 64
     """All files together; they lie in memory and count in memory_mb."""
-    files: int = 1024
+    files: Annotated[int, positive] = 1024
     """Files and folders at a time."""
-    processes: int = 32
+    processes: Annotated[int, positive] = 32
     """Processes and threads at a time."""
-    output_bytes: int = 1048576
+    output_bytes: Annotated[int, positive] = 1048576
     """Of stdout and of stderr each; more is cut and the program killed."""
 
 
@@ -87,12 +124,12 @@ class SandboxConfig(BaseConfig):
 class SkyRLGymConfig(BaseConfig):
     """Hold the settings by environment."""
 
-    max_env_workers: int = 32
+    max_env_workers: Annotated[int, not_negative] = 32
     """Environment calls at a time, in threads; 0 = inline."""
-    ray_env_workers: int = 0
+    ray_env_workers: Annotated[int, not_negative] = 0
     """Ray actors, over all nodes, in which environments live; 0 = in threads of the trainer's
     process. `max_env_workers` is then the number of calls at a time in all of them."""
-    env_timeout_seconds: float | None = 300.0
+    env_timeout_seconds: Annotated[float | None, positive_or(None, "no limit")] = 300.0
     """Seconds that one call of an environment may take; None = any."""
     text2sql: Text2SQLEnvConfig = field(default_factory=Text2SQLEnvConfig)
     """Environment text2sql."""
@@ -110,7 +147,7 @@ class EnvironmentConfig(BaseConfig):
 
     env_class: str = "gsm8k"
     """Environment of prompts that name none: a known name or "my_pkg.my_module:MyEnv"."""
-    reward_weights: dict[str, float] = field(default_factory=dict)
+    reward_weights: Annotated[dict[str, float], _check_weights] = field(default_factory=dict)
     """Weights of reward terms by name, e.g. {"correct": 1.0, "format": 0.1}: the reward is the
     weighted sum. A reward that an environment gives without a name is the term "environment".
     Empty = every term counts once."""
@@ -118,8 +155,86 @@ class EnvironmentConfig(BaseConfig):
     """Functions that judge every turn beside the environment, "my_pkg.my_module:my_reward", or with
     arguments "my_pkg.my_module:my_reward(limit=512)"; a number, or one per token, is the term of
     the function's name. jaxrl.envs.shaping has length, format and repetition."""
-    rejudge_fraction: float = 0.01
+    rejudge_fraction: Annotated[float, between("[0, 1]", "0 is none")] = 0.01
     """Share of trajectories that a fresh environment and the reward functions judge a second time,
     to find rewards that are not deterministic; 0 = none."""
     skyrl_gym: SkyRLGymConfig = field(default_factory=SkyRLGymConfig)
     """Settings by environment."""
+
+
+def check_environment(environment: EnvironmentConfig) -> None:
+    """Refuse an environment that is not there or cannot be called, and rewards that are not.
+
+    Raises:
+        ValueError: names the field, the value and the fix.
+    """
+    from jaxrl.envs import ENVS, load  # here: a config is made without environments
+
+    gym, group = environment.skyrl_gym, "environment.skyrl_gym"
+    if ":" not in (name := environment.env_class) and name not in ENVS:
+        try:  # rows may name their own; one that nobody has is a slip of the pen
+            load(name)
+        except ValueError as error:
+            fail("environment.env_class", name, str(error))
+    if gym.ray_env_workers and not gym.max_env_workers:
+        fix = f"with {group}.ray_env_workers={gym.ray_env_workers}: no call could be made"
+        fail(f"{group}.max_env_workers", gym.max_env_workers, f"{fix}; set it to 1 or more")
+    if gym.ray_env_workers and importlib.util.find_spec("ray") is None:
+        fix = "needs Ray: pip install 'jaxrl[ray]', or set it to 0"
+        fail(f"{group}.ray_env_workers", gym.ray_env_workers, fix)
+    _check_time_for_servers(environment.env_class, gym)
+    _check_reward_functions(environment)
+
+
+def _check_time_for_servers(env_class: str, gym: SkyRLGymConfig) -> None:
+    """Refuse a server whose attempts may outlast the time limit of a call.
+
+    The limit ends a conversation; a server that fails is told apart before it.
+    """
+    from jaxrl.envs.json_request import longest_seconds
+    from jaxrl.envs.retrieval.retriever import ATTEMPTS
+
+    if env_class == "search" and gym.search.corpus is None:
+        timeout, attempts = gym.search.timeout, ATTEMPTS
+    elif env_class == "llm_as_a_judge":
+        timeout, attempts = gym.llm_as_a_judge.timeout, gym.llm_as_a_judge.max_attempts
+    else:
+        return
+    limit, longest = gym.env_timeout_seconds, longest_seconds(timeout, attempts)
+    if limit is not None and longest > limit:
+        fix = (
+            f"{attempts} attempts and the waits between them take up to {longest:g} s, more than "
+            f"environment.skyrl_gym.env_timeout_seconds={limit:g}; lower it, or raise the limit"
+        )
+        fail(f"environment.skyrl_gym.{env_class}.timeout", timeout, fix)
+
+
+def _check_reward_functions(environment: EnvironmentConfig) -> None:
+    """Check that functions exist, take what they will get, and have names of their own."""
+    field, names = "environment.reward_functions", set()
+    if environment.env_class == "single_turn" and not environment.reward_functions:
+        fail("environment.env_class", "single_turn", f"has no reward of its own; set {field}")
+    for path in environment.reward_functions:
+        try:
+            _check_reward_function(path)
+        except (ValueError, TypeError) as error:  # TypeError: of cosine_length(max_length='a')
+            fail(field, path, str(error))
+        name = called_name(path)
+        if name in names:
+            fix = (
+                f"two functions are named '{name}', and so would their terms be; write a function "
+                f"of your own and another name that calls {path.partition('(')[0]} for one of them"
+            )
+            fail(field, environment.reward_functions, fix)
+        names.add(name)
+
+
+def _check_reward_function(path: str) -> None:
+    label = f"reward function '{path}'"
+    func = import_call(path, "reward function")
+    for name, value in getattr(func, "keywords", {}).items():
+        if name in REWARD_KEYWORDS:  # a turn's own would take its place without a word
+            raise ValueError(f"{label}: {name}={value!r} is supplied by every turn; leave it out")
+    check_reward_signature(label, func)
+    if path.startswith("jaxrl.envs.shaping:"):  # pure: an empty turn shows bad parameters
+        func(**accepted_keywords(func, _EMPTY_TURN))

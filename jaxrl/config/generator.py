@@ -1,33 +1,51 @@
 """Config of the rollouts: inference engine, sampling, chat template."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+from jaxrl.config.constraints import between, must, one_of, positive, positive_or
 from jaxrl.config.dataclass_config import BaseConfig
+
+
+def _is_min_tokens(kwargs: dict[str, Any] | None) -> bool:
+    return not kwargs or (set(kwargs) == {"min_tokens"} and isinstance(kwargs["min_tokens"], int))
 
 
 @dataclass
 class SamplingParams(BaseConfig):
     """Describe how tokens are sampled."""
 
-    max_generate_length: int = 1024
+    max_generate_length: Annotated[int, positive] = 1024
     """Most tokens of one response."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: Annotated[
+        float, must(lambda penalty: penalty > 0, "must be > 0; 1.0 is off")
+    ] = 1.0
     """Divides (multiplies, below 0) the logits of tokens that occurred before; 1 = off."""
-    temperature: float = 1.0
+    temperature: Annotated[
+        float, must(lambda degree: degree >= 0, "must be 0 (greedy) or more")
+    ] = 1.0
     """Sampling temperature; 0 = greedy, for evaluation only."""
-    top_p: float = 1.0
+    top_p: Annotated[float, between("(0, 1]", "1.0 is off")] = 1.0
     """Sample from the smallest set of tokens with this probability."""
-    min_p: float = 0.0
+    min_p: Annotated[float, between("[0, 1]", "0.0 is off")] = 0.0
     """Drop tokens less probable than this times the most probable one."""
-    top_k: int = -1
+    top_k: Annotated[int, positive_or(-1, "off")] = -1
     """Sample from this many most probable tokens; -1 = all."""
-    logprobs: int | None = 1
+    logprobs: Annotated[int | None, one_of(None, 0, 1)] = 1
     """0 or 1: the log-prob of each sampled token is recorded; None: rollouts carry none, for
     engines that give none, and the trainer uses its own."""
-    stop: list[str] | None = None
+    stop: Annotated[
+        list[str] | None,
+        must(lambda ends: "" not in (ends or ()), "would end at once; remove the ''"),
+    ] = None
     """Strings that end a response."""
-    additional_kwargs: dict[str, Any] | None = None
+    additional_kwargs: Annotated[
+        dict[str, Any] | None,
+        must(
+            _is_min_tokens,
+            "the native engine takes 'min_tokens', a number of tokens, and nothing else",
+        ),
+    ] = None
     """{"min_tokens": n}: nothing ends a response before it has n tokens."""
     keep_sampling_mask: bool = False
     """Record the tokens that top_k, top_p and min_p left, and train on the distribution over
@@ -40,7 +58,7 @@ class SamplingParams(BaseConfig):
 class ChatTemplateConfig(BaseConfig):
     """Name a chat template other than the tokenizer's own."""
 
-    source: str = "name"
+    source: Annotated[str, one_of("name", "file")] = "name"
     """"name" (with name_or_path unset: the tokenizer's own) or "file"."""
     name_or_path: str | None = None
     """source "file": path of a jinja file."""
@@ -50,27 +68,27 @@ class ChatTemplateConfig(BaseConfig):
 class InferenceEngineConfig(BaseConfig):
     """Describe the engine that samples."""
 
-    model_dtype: str = "auto"
+    model_dtype: Annotated[str, one_of("float32", "bfloat16", "auto")] = "auto"
     """Data type of the engine's weights: "float32" or "bfloat16"; "auto" = that in which the policy
     computes on TPUs and GPUs, else "float32"."""
     run_engines_locally: bool = True
     """Engines in this process, or started by it (backend "vllm", or rollout workers: see
     trainer.placement.rollout_num_nodes); false = they run already, at remote_urls."""
-    num_engines: int = 1
+    num_engines: Annotated[int, positive] = 1
     """Number of engines."""
-    backend: str = "native"
+    backend: Annotated[str, one_of("native", "vllm", "jetstream", later=("sglang",))] = "native"
     """"native": jaxrl's engine, on the layer functions of the trainer; "vllm": vLLM servers;
     "jetstream": an engine of JetStream's protocol, or JetStream servers."""
     weight_sync_backend: str = "nccl"
     """Transport of weights to the engine."""
-    weight_transport: str = "folder"
+    weight_transport: Annotated[str, one_of("folder", "transfer")] = "folder"
     """How weights come to servers: "folder", through weights_folder; "transfer", from process to
     process, with servers of jaxrl's own."""
-    weight_transfer_threshold_cuda_ipc_GB: float = 1.0
+    weight_transfer_threshold_cuda_ipc_GB: Annotated[float, positive] = 1.0
     """Most GB of weights that are on their way to an engine at a time."""
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: Annotated[int, positive] = 1
     """Devices of an engine that share each weight matrix."""
-    pipeline_parallel_size: int = 1
+    pipeline_parallel_size: Annotated[int, positive] = 1
     """Pipeline stages of an engine."""
     expert_parallel_size: int = 1
     """Devices of an engine that share the experts."""
@@ -97,9 +115,9 @@ class InferenceEngineConfig(BaseConfig):
     """Shard adapters fully in vLLM."""
     enable_ray_prometheus_stats: bool = False
     """Engine statistics through Ray."""
-    gpu_memory_utilization: float = 0.8
+    gpu_memory_utilization: Annotated[float, between("(0, 1]", "it is a share of the memory")] = 0.8
     """Share, for decode weights and cache, of the device memory that the trainer leaves free."""
-    max_num_seqs: int = 1024
+    max_num_seqs: Annotated[int, positive] = 1024
     """Rows decoded together, and conversations of several turns held at once, over all engines."""
     remote_urls: list[str] = field(default_factory=list)
     """Addresses of the servers of remote engines, e.g. ["http://10.0.0.2:8000"]; of JetStream
@@ -108,7 +126,9 @@ class InferenceEngineConfig(BaseConfig):
     """Serve the engine over HTTP during training."""
     http_endpoint_host: str = "127.0.0.1"
     """Host of that endpoint."""
-    http_endpoint_port: int = 8000
+    http_endpoint_port: Annotated[
+        int, must(lambda port: port in range(65536), "must be 0 (any) to 65535")
+    ] = 8000
     """Port of that endpoint."""
     served_model_name: str | None = None
     """Model name that requests to the endpoint must carry."""
@@ -131,10 +151,10 @@ class InferenceEngineConfig(BaseConfig):
     weights_folder: str | None = None
     """Where weights are written for remote engines, which must see it under the same path; None =
     "weights" in the run's folder."""
-    probe_bound: float = 0.05
+    probe_bound: Annotated[float, positive] = 0.05
     """Largest difference between the log-probs of a remote engine and the trainer, of a short probe
     after every update; more with bfloat16 on either side, e.g. 0.2."""
-    request_timeout_seconds: float = 1800.0
+    request_timeout_seconds: Annotated[float, positive] = 1800.0
     """Longest wait for a remote engine: for all tokens of a request, or one update of weights."""
     api_token_env: str | None = None
     """Environment variable that holds the bearer token of remote engines."""
@@ -146,13 +166,13 @@ class GeneratorConfig(BaseConfig):
 
     inference_engine: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
     """The engine that samples."""
-    n_samples_per_prompt: int = 5
+    n_samples_per_prompt: Annotated[int, positive] = 5
     """Samples per training prompt: the size of a group."""
     batched: bool = False
     """One engine call for the whole batch; one turn."""
-    max_turns: int = 1
+    max_turns: Annotated[int, positive] = 1
     """Most turns of a conversation, which keeps its slot of the engine in between."""
-    max_input_length: int | None = None
+    max_input_length: Annotated[int | None, positive] = None
     """Longest input of a turn, in tokens; None = trainer.max_prompt_length."""
     chat_template: ChatTemplateConfig = field(default_factory=ChatTemplateConfig)
     """Chat template other than the tokenizer's own."""
@@ -166,7 +186,7 @@ class GeneratorConfig(BaseConfig):
     """Append the end-of-sequence token after a stop string."""
     eval_sampling_params: SamplingParams | None = None
     """Sampling for evaluation; None = greedy with the training max_generate_length."""
-    eval_n_samples_per_prompt: int = 1
+    eval_n_samples_per_prompt: Annotated[int, positive] = 1
     """Samples per evaluation prompt."""
     eval_pass_at_k: list[int] | None = None
     """k of the pass@k that an evaluation reports; None = powers of two up to

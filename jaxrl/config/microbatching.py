@@ -1,6 +1,6 @@
 """How a config cuts its batches: the same for the trainer, the checks and the objective card."""
 
-from jaxrl.config.errors import fail
+from jaxrl.config.constraints import fail
 from jaxrl.config.train_config import TrainConfig
 from jaxrl.config.trainer import TrainerConfig
 from jaxrl.data.microbatches import Microbatching

@@ -1,10 +1,13 @@
 """Config of a model and its optimizer."""
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import jax.numpy as jnp
 
+from jaxrl.config.constraints import between, must, not_negative, one_of, positive
 from jaxrl.config.dataclass_config import BaseConfig
+from jaxrl.models.lora import INIT_METHODS
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine")
@@ -17,11 +20,11 @@ class SkyRLLoraConfig(BaseConfig):
     Only A and B are trained.
     """
 
-    rank: int = 0
+    rank: Annotated[int, not_negative] = 0
     """Rank of the adapters; 0 trains all weights."""
-    alpha: int = 16
+    alpha: Annotated[int, positive] = 16
     """Adapter scale: the update is multiplied by alpha / rank."""
-    dropout: float = 0.0
+    dropout: Annotated[float, between("[0, 1)", "0.0 is off")] = 0.0
     """Dropout probability on the adapter input, in the passes that are differentiated."""
     lora_sync_path: str | None = None
     """Folder of this run alone through which adapters reach vLLM servers, which must see it under
@@ -32,7 +35,9 @@ class SkyRLLoraConfig(BaseConfig):
     lm_head."""
     exclude_modules: str | list[str] | None = None
     """Which of the target modules get none, as the same patterns."""
-    init_method: str = "kaiming"
+    init_method: Annotated[str, one_of(*INIT_METHODS, later=("xavier", "normal", "zero"))] = (
+        "kaiming"
+    )
     """"kaiming": A uniform in +-1 / sqrt(inputs); "gaussian": A normal, deviation 1 / rank; B 0."""
 
 
@@ -48,21 +53,32 @@ class ModelConfig(BaseConfig):
     """Random weights for the architecture in `path`/config.json, drawn from `trainer.seed`."""
 
 
+def _are_decay_rates(betas: list[float]) -> bool:
+    return len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
+
+
 @dataclass
 class OptimizerConfig(BaseConfig):
     """Hold the settings of AdamW with clipping by the global gradient norm."""
 
-    lr: float = 1e-6
+    lr: Annotated[float, not_negative] = 1e-6
     """Peak learning rate."""
-    adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    adam_betas: Annotated[
+        list[float], must(_are_decay_rates, "must be two numbers in [0, 1), e.g. [0.9, 0.999]")
+    ] = field(default_factory=lambda: [0.9, 0.999])
     """Decay rates of the first and second moments."""
-    weight_decay: float = 1e-2
+    weight_decay: Annotated[float, not_negative] = 1e-2
     """Decoupled weight decay."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: Annotated[
+        float,
+        must(
+            lambda norm: norm > 0, "must be positive; a large number such as 1e9 turns clipping off"
+        ),
+    ] = 1.0
     """Gradients are scaled down to this global norm."""
     offload_after_step: bool = False
     """Keep the optimizer state in host memory between steps."""
-    num_warmup_steps: int = 0
+    num_warmup_steps: Annotated[int, not_negative] = 0
     """Optimizer updates (minibatches) of linear warm-up."""
-    scheduler: str = "constant_with_warmup"
+    scheduler: Annotated[str, one_of(*SCHEDULERS)] = "constant_with_warmup"
     """"constant", "constant_with_warmup", "linear" or "cosine" (the last two decay to 0)."""

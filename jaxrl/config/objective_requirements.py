@@ -1,5 +1,8 @@
 """What an objective needs, read off its config: log-probs of which policies, which reductions."""
 
+import inspect
+from collections.abc import Mapping
+
 from jaxrl.advantages import ROWS as ESTIMATOR_ROWS
 from jaxrl.advantages.row import Estimator
 from jaxrl.config.algorithm import AlgorithmConfig
@@ -84,6 +87,22 @@ def reduces_by_itself(config: TrainConfig) -> bool:
     return loss_ndim(trainer.algorithm, (rows, 8)) == 0
 
 
+def takes_values(algorithm: AlgorithmConfig) -> bool:
+    """Return whether the advantage estimator looks at the values of a critic."""
+    if row := estimator_row(algorithm):
+        return row.needs_values
+    parameters = _estimator_parameters(algorithm)
+    return "values" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def requires_values(algorithm: AlgorithmConfig) -> bool:
+    """Return whether the advantage estimator cannot do without the values of a critic."""
+    if row := estimator_row(algorithm):
+        return row.needs_values
+    values = _estimator_parameters(algorithm).get("values")
+    return values is not None and values.default is values.empty
+
+
 def has_critic(trainer: TrainerConfig) -> bool:
     """Return whether a critic is trained beside the policy."""
     return trainer.critic.model.path is not None
@@ -107,7 +126,7 @@ def needs_old_log_probs(trainer: TrainerConfig) -> bool:
         (ratio_anchor(algorithm) == "old" and updates_per_step(trainer) > 1)
         or correction_enabled(algorithm.off_policy_correction)
         or kl_in_reward(algorithm)
-        or _estimator_asks_for(algorithm, "old_log_probs")
+        or "old_log_probs" in _estimator_parameters(algorithm)
     )
 
 
@@ -128,9 +147,10 @@ def needs_reference(algorithm: AlgorithmConfig) -> bool:
         kl_in_loss(algorithm)
         or kl_in_reward(algorithm)
         or asks_for(func, "ref_log_probs")
-        or _estimator_asks_for(algorithm, "ref_log_probs")
+        or "ref_log_probs" in _estimator_parameters(algorithm)
     )
 
 
-def _estimator_asks_for(algorithm: AlgorithmConfig, name: str) -> bool:
-    return asks_for(AdvantageEstimatorRegistry.resolve(algorithm.advantage_estimator), name)
+def _estimator_parameters(algorithm: AlgorithmConfig) -> Mapping[str, inspect.Parameter]:
+    func = AdvantageEstimatorRegistry.resolve(algorithm.advantage_estimator)
+    return inspect.signature(func).parameters

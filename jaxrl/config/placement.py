@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
-from jaxrl.config.errors import check_choice, fail
+from jaxrl.config.constraints import check_choice, fail
 from jaxrl.config.mesh import sharding_rules, skyrl_sizes
 from jaxrl.config.rollouts import in_process
 from jaxrl.config.train_config import TrainConfig

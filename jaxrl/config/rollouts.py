@@ -1,11 +1,10 @@
-"""What the engine must hold: how many rows together, and how long."""
+"""What the engine must hold, where it is, and what it cannot be asked for."""
 
 import warnings
 from typing import Any, NoReturn
 
-from jaxrl.config.errors import fail
-from jaxrl.config.generator import GeneratorConfig, InferenceEngineConfig
-from jaxrl.config.jetstream_checks import check_jetstream
+from jaxrl.config.constraints import fail
+from jaxrl.config.generator import GeneratorConfig, InferenceEngineConfig, SamplingParams
 from jaxrl.config.train_config import TrainConfig
 
 _ENGINE = "generator.inference_engine"
@@ -88,15 +87,6 @@ def server_urls(config: TrainConfig) -> list[str]:
 def check_engines(config: TrainConfig, num_devices: int) -> None:
     """Check that engines and tensor parallelism fit the devices; remote ones have an address."""
     engine = config.generator.inference_engine
-    for name in ("num_engines", "tensor_parallel_size"):
-        if getattr(engine, name) < 1:
-            _fail(name, getattr(engine, name), "must be at least 1")
-    if engine.http_endpoint_port not in range(65536):
-        _fail("http_endpoint_port", engine.http_endpoint_port, "must be 0 (any) to 65535")
-    share = engine.gpu_memory_utilization
-    if not 0 < share <= 1:
-        fix = "is a share of the memory: above 0 and at most 1"
-        _fail("gpu_memory_utilization", share, fix)
     if in_process(config):
         _check_in_process(engine, num_devices)
     else:
@@ -105,7 +95,7 @@ def check_engines(config: TrainConfig, num_devices: int) -> None:
     _check_transport(config)
     _warn_of_adapter_folder(config)
     if engine.backend == "jetstream":
-        check_jetstream(config)
+        _check_jetstream(config)
     elif engine.run_engines_locally:
         _check_started(config)
     else:
@@ -148,9 +138,7 @@ def _check_workers(config: TrainConfig) -> None:
     if number == 0:
         return
     problem = None
-    if number < 0:
-        problem = "is a number of hosts; 0 = sampling beside the trainer"
-    elif placement.colocate_all:
+    if placement.colocate_all:
         problem = "are hosts that only sample; set trainer.placement.colocate_all=false, or 0 hosts"
     elif engine.backend != "native":
         problem = f"runs jaxrl's own engine; set backend='native' (it is {engine.backend!r}), or 0"
@@ -162,9 +150,6 @@ def _check_workers(config: TrainConfig) -> None:
 
 def _check_transport(config: TrainConfig) -> None:
     engine = config.generator.inference_engine
-    if not group_bytes(config) > 0:
-        size = engine.weight_transfer_threshold_cuda_ipc_GB
-        _fail("weight_transfer_threshold_cuda_ipc_GB", size, "must be positive")
     if engine.weight_transport == "folder":
         return
     if engine.backend != "native":
@@ -229,3 +214,72 @@ def _check_remote(config: TrainConfig) -> None:
         if getattr(engine, name):
             fix = "is for engines that are started here; set it where the remote ones start"
             _fail(name, getattr(engine, name), fix)
+
+
+def _check_jetstream(config: TrainConfig) -> None:
+    """Check that JetStream servers are told what they need and asked for what they can give."""
+    generator = config.generator
+    engine = generator.inference_engine
+    for name in ("external_server_urls", "external_proxy_url"):
+        if getattr(engine, name):
+            fix = "is for HTTP servers; JetStream servers go into remote_urls"
+            fail(f"{_ENGINE}.{name}", getattr(engine, name), fix)
+    if engine.run_engines_locally:
+        if engine.remote_urls:
+            fix = "has no effect with run_engines_locally=True; set that to False"
+            fail(f"{_ENGINE}.remote_urls", engine.remote_urls, fix)
+        if "engine" in engine.engine_init_kwargs:
+            _check_one_engine(engine)
+        return
+    _check_jetstream_servers(engine)
+    if generator.sampling_params.logprobs is not None:
+        fail(
+            "generator.sampling_params.logprobs",
+            generator.sampling_params.logprobs,
+            "JetStream's wire carries no log-probs; set it to None: the trainer uses its own",
+        )
+    sampling = engine.engine_init_kwargs.get("sampling") or {}
+    for name in ("sampling_params", "eval_sampling_params"):
+        params = getattr(generator, name)
+        if params is not None and (name == "sampling_params" or config.trainer.eval_interval > 0):
+            _check_jetstream_sampling(f"generator.{name}", params, sampling)
+
+
+def _check_one_engine(engine: InferenceEngineConfig) -> None:
+    """Refuse several engines where the user's function makes one."""
+    if engine.num_engines != 1:
+        fix = "engine_init_kwargs['engine'] makes one engine; set it to 1"
+        fail(f"{_ENGINE}.num_engines", engine.num_engines, fix)
+
+
+def _check_jetstream_servers(engine: InferenceEngineConfig) -> None:
+    if not engine.remote_urls or any("/" in url or ":" not in url for url in engine.remote_urls):
+        fix = "set the addresses of the JetStream servers, e.g. ['10.0.0.5:9000']"
+        fail(f"{_ENGINE}.remote_urls", engine.remote_urls, fix)
+    if "control" not in engine.engine_init_kwargs:
+        fail(
+            f"{_ENGINE}.engine_init_kwargs",
+            engine.engine_init_kwargs,
+            "JetStream's wire has no weight update, so training needs another way: set 'control', "
+            "a function 'module:name' that is called with a folder (under weights_folder) and its "
+            "version and makes the servers load it",
+        )
+
+
+def _check_jetstream_sampling(field: str, params: SamplingParams, sampling: dict[str, Any]) -> None:
+    """Check that the servers sample as the config asks, at the user's word."""
+    defaults = SamplingParams(temperature=1.0)
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+        theirs = sampling.get(name, getattr(defaults, name))
+        if getattr(params, name) != theirs:
+            fail(
+                f"{field}.{name}",
+                getattr(params, name),
+                f"JetStream servers cannot be told how to sample, and they are said to use "
+                f"{theirs}; ask for that, or correct {_ENGINE}.engine_init_kwargs['sampling'] "
+                "(evaluation alone: trainer.eval_interval=-1 turns it off)",
+            )
+    for name in ("additional_kwargs", "keep_sampling_mask"):
+        if getattr(params, name):
+            fix = "JetStream's wire has no such option; leave it off"
+            fail(f"{field}.{name}", getattr(params, name), fix)

@@ -1,21 +1,10 @@
 """Config of the HTTP server: `python -m jaxrl.serve`, and the endpoint beside a training run."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
+from jaxrl.config.constraints import must, positive
 from jaxrl.config.dataclass_config import BaseConfig
-from jaxrl.config.errors import fail
-
-_POSITIVE = (
-    "max_num_seqs",
-    "steps_per_dispatch",
-    "max_body_bytes",
-    "max_samples",
-    "max_samples_per_request",
-    "request_seconds",
-    "max_sessions",
-    "max_session_tokens",
-    "session_seconds",
-)
 
 
 @dataclass
@@ -35,36 +24,26 @@ class ServeConfig(BaseConfig):
     """Folder under which /update_weights may read; None = no update over HTTP."""
     receive_weights: bool = False
     """/receive_weights may pull weights from the host that a request comes from."""
-    max_num_seqs: int = 32
+    max_num_seqs: Annotated[int, positive] = 32
     """Samples decoded together by `jaxrl.serve`, over all engines."""
-    max_model_len: int | None = None
+    max_model_len: Annotated[
+        int | None,
+        must(lambda tokens: tokens is None or tokens >= 2, "must hold a prompt and an answer"),
+    ] = None
     """Most tokens of prompt and answer in `jaxrl.serve`; None = the longest row of training."""
-    steps_per_dispatch: int = 8
+    steps_per_dispatch: Annotated[int, positive] = 8
     """Tokens between two pieces of a stream in `jaxrl.serve`."""
-    max_body_bytes: int = 4 * 1024**2
+    max_body_bytes: Annotated[int, positive] = 4 * 1024**2
     """Longest body of a request."""
-    max_samples: int = 1024
+    max_samples: Annotated[int, positive] = 1024
     """Samples that run or wait; a request beyond them is answered 429."""
-    max_samples_per_request: int = 128
+    max_samples_per_request: Annotated[int, positive] = 128
     """Most samples of one request, over all of its prompts."""
-    request_seconds: float = 600.0
+    request_seconds: Annotated[float, positive] = 600.0
     """Longest time of a request."""
-    max_sessions: int = 4096
+    max_sessions: Annotated[int, positive] = 4096
     """Conversations (X-Session-ID) that are kept; the one used least lately goes first."""
-    max_session_tokens: int = 4 * 1024**2
+    max_session_tokens: Annotated[int, positive] = 4 * 1024**2
     """Tokens that all kept conversations hold together; the one used least lately goes first."""
-    session_seconds: float = 3600.0
+    session_seconds: Annotated[float, positive] = 3600.0
     """How long a conversation that nobody uses is kept."""
-
-
-def check_serving(serve: ServeConfig) -> None:
-    """Refuse limits that nothing can meet.
-
-    Raises:
-        ValueError: names the field, the value and the fix.
-    """
-    for name in _POSITIVE:
-        if not getattr(serve, name) > 0:
-            fail(f"serve.{name}", getattr(serve, name), "must be positive")
-    if serve.max_model_len is not None and serve.max_model_len < 2:
-        fail("serve.max_model_len", serve.max_model_len, "must hold a prompt and an answer")

@@ -4,17 +4,15 @@ import fnmatch
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxrl.config.constraints import fail
 from jaxrl.config.dataclass_config import BaseConfig, flatten
-from jaxrl.config.errors import fail
 from jaxrl.config.formulas import loss_lines, reduction_line
 from jaxrl.config.microbatching import check_rows
 from jaxrl.config.objective_card import format_card, microbatch_lines, optimizer_line
 from jaxrl.config.placement import batch_groups, check_mesh, check_placement, check_processes
 from jaxrl.config.platform import ON_CPU
 from jaxrl.config.train_config import TrainConfig, resolve
-from jaxrl.config.trainer import logger_names
 from jaxrl.config.validation import check_fields
-from jaxrl.config.watching import check_watching
 
 # What supervised fine-tuning reads; everything else of the schema is about rollouts.
 _READ = """
@@ -72,7 +70,6 @@ def validate_sft(config: TrainConfig, num_devices: int = 1, num_processes: int =
     check_processes(resolved, num_devices, num_processes)
     shares = check_placement(resolved, num_devices // num_processes)
     check_mesh(resolved, shares, num_processes)
-    check_watching(resolved.trainer.watching, logger_names(resolved.trainer.logger))
     if resolved.trainer.policy.record_memory:
         fail("trainer.policy.record_memory", True, "is of reinforcement learning; set it to False")
 

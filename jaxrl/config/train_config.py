@@ -9,13 +9,12 @@ from typing import Any, Self
 from jaxrl.config import overrides
 from jaxrl.config.algorithm import AlgorithmConfig
 from jaxrl.config.backend import MeshConfig
-from jaxrl.config.data import DataConfig
+from jaxrl.config.data import DataConfig, SFTConfig
 from jaxrl.config.dataclass_config import BaseConfig, Config
 from jaxrl.config.environment import EnvironmentConfig
 from jaxrl.config.generator import GeneratorConfig, SamplingParams
 from jaxrl.config.mesh import map_mesh
 from jaxrl.config.serving import ServeConfig
-from jaxrl.config.sft import SFTConfig
 from jaxrl.config.trainer import FullyAsyncConfig, TrainerConfig, run_folder
 from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry
 

@@ -2,15 +2,17 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from jaxrl.config.algorithm import AlgorithmConfig
 from jaxrl.config.backend import PRECISIONS, FSDPConfig, MegatronConfig, MeshConfig
-from jaxrl.config.cluster import ClusterConfig
+from jaxrl.config.constraints import must, not_negative, one_of, positive, positive_or
 from jaxrl.config.dataclass_config import BaseConfig
-from jaxrl.config.ledger import LedgerConfig
 from jaxrl.config.model import ModelConfig, OptimizerConfig
-from jaxrl.config.watching import WatchingConfig
+from jaxrl.config.watching import LOGGERS, WatchingConfig
+from jaxrl.models.remat import REMAT_POLICIES
+
+_local_folder = must(lambda path: "://" not in path, "must be a local folder")
 
 
 @dataclass
@@ -23,7 +25,7 @@ class PlacementConfig(BaseConfig):
     colocate_policy_ref: bool = True
     """Policy and reference model share devices; false = the reference has ref_num_gpus_per_node of
     its own, after the policy's."""
-    policy_num_nodes: int = 1
+    policy_num_nodes: Annotated[int, positive] = 1
     """Hosts of the job, with all their devices; `jaxrl.cluster.launch` takes them of a cluster."""
     policy_num_gpus_per_node: int = 1
     """Devices of the policy where not all parts share all devices."""
@@ -35,7 +37,7 @@ class PlacementConfig(BaseConfig):
     """Hosts of the reference model, which lies on those of the policy."""
     ref_num_gpus_per_node: int = 1
     """Devices of a reference model on its own."""
-    rollout_num_nodes: int = 0
+    rollout_num_nodes: Annotated[int, not_negative] = 0
     """Hosts that only sample, with backend "native" and colocate_all=false: the run starts a
     rollout worker on each. 0 = none."""
 
@@ -108,15 +110,44 @@ class FullyAsyncConfig(BaseConfig):
 
     enabled: bool = False
     """Sample later batches while a batch is trained."""
-    schedule: str = "free"
+    schedule: Annotated[str, one_of("free", "lockstep")] = "free"
     """"free": prompts are trained in the order in which they are finished, and weights change while
     tokens are drawn. "lockstep": batches are sampled whole, each by a fixed version of the weights;
     a resumed run equals an undisturbed one bit for bit."""
-    max_staleness_steps: int = 4
+    max_staleness_steps: Annotated[int, not_negative] = 4
     """Training steps that sampling may be ahead; 0 = nothing overlaps, as in synchronous runs."""
     num_parallel_generation_workers: int = 768
     """Prompts in generation at the same time, in the schedule "free"; the default is brought
     between train_batch_size and that times max_staleness_steps + 1, beyond which none has work."""
+
+
+@dataclass
+class LedgerConfig(BaseConfig):
+    """Hold the settings of <run folder>/run.db: where every prompt ended, see docs/ledger.md."""
+
+    record_rollouts: bool = True
+    """Keep the trajectories of every step in <run folder>/rollouts, some 20 bytes a token: `replay`
+    and `compare` read them."""
+    record_checksums: bool = True
+    """A checksum of every array of batch and state after every step: `replay` compares them."""
+    lock_timeout_seconds: Annotated[float, positive] = 60.0
+    """How long the run waits for a process that locks the database, before it stops."""
+
+
+@dataclass
+class ClusterConfig(BaseConfig):
+    """Describe how `jaxrl.cluster.launch` starts and restarts processes, see docs/cluster.md."""
+
+    processes_per_host: Annotated[int, positive] = 1
+    """Processes on each host, which divide its devices; 1 on TPUs."""
+    max_restarts: Annotated[int, not_negative] = 3
+    """Restarts in a row without a new checkpoint; 0 = none. User errors are never tried again."""
+    restart_backoff_seconds: Annotated[float, not_negative] = 10.0
+    """Wait before a restart; twice as long for each further one in a row, at most 300 seconds."""
+    start_seconds: Annotated[int, positive] = 300
+    """Within which all hosts must be free and all processes must have joined the job."""
+    heartbeat_seconds: Annotated[int, positive] = 100
+    """After which a silent process counts as dead; the others then end, too."""
 
 
 @dataclass
@@ -127,7 +158,7 @@ class TrainerConfig(BaseConfig):
     """Which devices hold which model."""
     sequence_parallel_backend: str = "ulysses"
     """SkyRL's only sequence-parallel backend."""
-    strategy: str = "jax"
+    strategy: Annotated[str, one_of("jax", "fsdp", "fsdp2", "megatron")] = "jax"
     """"jax"; SkyRL's "fsdp", "fsdp2" and "megatron" mean the same here."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     """The model that is trained."""
@@ -143,48 +174,48 @@ class TrainerConfig(BaseConfig):
     """Mesh axes of logical axes, instead of those of `jaxrl.parallel.ShardingRules`."""
     gradient_checkpointing: bool = True
     """Recompute each layer's activations in the backward pass."""
-    remat_policy: str = "full"
+    remat_policy: Annotated[str, one_of(*REMAT_POLICIES)] = "full"
     """What layers keep when gradient_checkpointing is on, see `jaxrl/models/remat.py`: "full",
     "attention", "dots", "none" or "offload"."""
     gradient_checkpointing_use_reentrant: bool = False
     """Variant of torch's gradient checkpointing."""
     seed: int = 42
     """Seed of initialisation, data order and sampling."""
-    resume_mode: str | None = "latest"
+    resume_mode: Annotated[str | None, one_of(None, "none", "latest", "from_path")] = "latest"
     """"latest" checkpoint in ckpt_path, "from_path", or "none"."""
     resume_path: str | None = None
     """Checkpoint for resume_mode "from_path"."""
-    log_path: str = "runs"
+    log_path: Annotated[str, _local_folder] = "runs"
     """Run folder: config.yaml, metrics.jsonl, curve.png, TensorBoard events."""
     ckpt_path: str = ""
     """Folder of the checkpoints; "" = checkpoints in the run folder."""
-    max_ckpts_to_keep: int = -1
+    max_ckpts_to_keep: Annotated[int, positive_or(-1, "all")] = -1
     """Checkpoints kept, the latest ones; -1 = all."""
-    ckpt_interval: int = 10
+    ckpt_interval: Annotated[int, positive_or(-1, "off")] = 10
     """Steps between checkpoints; -1 = none."""
-    hf_save_interval: int = -1
+    hf_save_interval: Annotated[int, positive_or(-1, "off")] = -1
     """Steps between exports in Hugging Face format; -1 = none."""
-    export_path: str = ""
+    export_path: Annotated[str, _local_folder] = ""
     """Folder of exported models and evaluation results; "" = exports in the run folder."""
     bf16: bool | Literal["auto"] = "auto"
     """Compute in bfloat16; master weights and optimizer state stay float32. "auto" = on TPUs and
     GPUs."""
-    epochs: int = 1
+    epochs: Annotated[int, positive] = 1
     """Passes over the training prompts."""
-    max_training_steps: int | None = None
+    max_training_steps: Annotated[int | None, positive_or(None, "all epochs")] = None
     """Stop after this many steps; None = all epochs."""
-    update_epochs_per_batch: int = 1
+    update_epochs_per_batch: Annotated[int, positive] = 1
     """Passes over the batch of a step; after the first its prompts are shuffled into other
     minibatches."""
-    train_batch_size: int = 1024
+    train_batch_size: Annotated[int, positive] = 1024
     """Prompts per step."""
-    policy_mini_batch_size: int = 256
+    policy_mini_batch_size: Annotated[int, positive] = 256
     """Prompts per optimizer update."""
-    critic_mini_batch_size: int = 256
+    critic_mini_batch_size: Annotated[int, positive] = 256
     """Prompts per optimizer update of the critic."""
-    micro_train_batch_size_per_gpu: int = 1
+    micro_train_batch_size_per_gpu: Annotated[int, positive] = 1
     """Rows per device in one forward and backward pass."""
-    micro_forward_batch_size_per_gpu: int = 1
+    micro_forward_batch_size_per_gpu: Annotated[int, positive] = 1
     """Rows per device in one gradient-free forward pass."""
     update_ref_every_epoch: bool = False
     """Copy the policy into the reference model after every epoch; the copy is in checkpoints."""
@@ -198,15 +229,15 @@ class TrainerConfig(BaseConfig):
     """Compile few programs: packed rows have one length, that of the longest trajectory there can
     be, and a microbatch all or a quarter of its rows; rows of one trajectory have four lengths.
     "auto" = on TPUs and GPUs."""
-    max_tokens_per_microbatch: int = -1
+    max_tokens_per_microbatch: Annotated[int, positive_or(-1, "off")] = -1
     """Rows x tokens of a forward pass over all devices, in place of row counts; -1 = row counts."""
-    eval_batch_size: int = 1024
+    eval_batch_size: Annotated[int, positive] = 1024
     """Prompts per evaluation batch."""
     eval_before_train: bool = True
     """Evaluate before the first step."""
-    eval_interval: int = 5
+    eval_interval: Annotated[int, positive_or(-1, "off")] = 5
     """Steps between evaluations; -1 = none."""
-    max_prompt_length: int = 512
+    max_prompt_length: Annotated[int, positive] = 512
     """Longer prompts, in tokens, are dropped from the data."""
     flash_attn: bool | Literal["auto"] = "auto"
     """Fused attention kernel: splash on TPUs, Pallas-Triton on GPUs (bf16 only), none on CPUs.
@@ -217,7 +248,7 @@ class TrainerConfig(BaseConfig):
     """Project of the run: W&B's project, MLflow's experiment."""
     run_name: str = "test_run"
     """Name of the run."""
-    logger: str | list[str] = "console"
+    logger: Annotated[str | list[str], one_of(*LOGGERS, later=("swanlab",))] = "console"
     """"console" (the progress bar), "jsonl", "tensorboard", "wandb", "mlflow": one or a list;
     metrics.jsonl and the curve are always written."""
     watching: WatchingConfig = field(default_factory=WatchingConfig)
@@ -226,7 +257,7 @@ class TrainerConfig(BaseConfig):
     """Where every prompt and trajectory ended."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """How the processes of a job are started, and started again."""
-    print_example_interval: int = 1
+    print_example_interval: Annotated[int, positive_or(-1, "off")] = 1
     """Steps between printed example trajectories; -1 = none."""
     dump_data_batch: bool = False
     """Write every training batch to export_path/dumped_data, a .npz per step."""
@@ -236,7 +267,13 @@ class TrainerConfig(BaseConfig):
     """Where compiled programs are kept for later runs; JAX_COMPILATION_CACHE_DIR outranks it."""
     rope_scaling: dict[str, Any] | None = None
     """Rotary scaling, instead of the model's own."""
-    rope_theta: float | None = None
+    rope_theta: Annotated[
+        float | None,
+        must(
+            lambda base: base is None or base > 1,
+            "must be > 1, e.g. 10000.0; None keeps the model's own",
+        ),
+    ] = None
     """Rotary base, instead of the model's own."""
 
 

@@ -1,97 +1,49 @@
-"""Checks of a config before anything is loaded: every error names the field, the value, the fix."""
+"""Refuse a config before anything is loaded: every error names the field, the value and the fix.
 
+What a field may be whatever the others are stands at the field, see `constraints`. Here is what
+fields must be together, in the order in which `validate` looks at it. What is legal but seldom
+meant is in `oddities`.
+"""
+
+import inspect
 import math
 import warnings
 from typing import Any
 
-from jaxrl.config.async_checks import check_async
-from jaxrl.config.cluster import check_cluster
-from jaxrl.config.conversation_checks import check_conversations
-from jaxrl.config.critic_checks import check_critic, check_moving_reference
-from jaxrl.config.data import check_data
+from jaxrl.config.algorithm import AlgorithmConfig, OffPolicyCorrectionConfig
+from jaxrl.config.constraints import check_constraints, fail
+from jaxrl.config.data import SFTConfig, check_data
 from jaxrl.config.dataclass_config import flatten
-from jaxrl.config.errors import check_choice, fail
+from jaxrl.config.environment import check_environment
 from jaxrl.config.field_status import status_of
-from jaxrl.config.generator import GeneratorConfig, SamplingParams, engine_dtype
-from jaxrl.config.ledger import check_ledger
+from jaxrl.config.generator import SamplingParams
 from jaxrl.config.microbatching import check_microbatches
-from jaxrl.config.model import SCHEDULERS
-from jaxrl.config.model_checks import check_models
-from jaxrl.config.objective_checks import check_objective, warn_of_objective
-from jaxrl.config.objective_requirements import has_critic
+from jaxrl.config.objective_requirements import (
+    allowed_reductions,
+    corrects_itself,
+    estimator_name,
+    estimator_row,
+    has_critic,
+    is_builtin_loss,
+    loss_name,
+    loss_row,
+    ratio_anchor,
+    reduces_by_itself,
+    requires_values,
+    takes_values,
+)
+from jaxrl.config.oddities import warn_of_oddities
 from jaxrl.config.placement import batch_groups, check_mesh, check_placement, check_processes
-from jaxrl.config.platform import AUTO
-from jaxrl.config.rollouts import check_engines
-from jaxrl.config.serving import check_serving
-from jaxrl.config.sft import SFTConfig
+from jaxrl.config.rollouts import check_engines, in_process, overlaps
 from jaxrl.config.train_config import TrainConfig, resolve
-from jaxrl.config.trainer import compute_dtype, logger_names
-from jaxrl.config.watching import check_watching
-from jaxrl.data.conversations import OVERLONG, TRAIN_ON_WHAT
-from jaxrl.losses.kl import KL_ESTIMATORS
-from jaxrl.losses.reduction import REDUCTIONS
-from jaxrl.models.lora import INIT_METHODS
-from jaxrl.models.remat import REMAT_POLICIES
+from jaxrl.config.trainer import TrainerConfig
+from jaxrl.losses import ROWS
+from jaxrl.losses.off_policy import correction_enabled
+from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry, bind_estimator
+from jaxrl.registry.bind import make_policy_loss
 
-STRATEGIES = ("jax", "fsdp", "fsdp2", "megatron")
-
-_CHOICES = {
-    "trainer.strategy": STRATEGIES,
-    "trainer.remat_policy": tuple(REMAT_POLICIES),
-    "trainer.resume_mode": (None, "none", "latest", "from_path"),
-    "trainer.policy.model.lora.init_method": INIT_METHODS,
-    "trainer.critic.model.lora.init_method": INIT_METHODS,
-    "trainer.algorithm.kl_estimator_type": KL_ESTIMATORS,
-    "trainer.algorithm.loss_reduction": REDUCTIONS,
-    "trainer.algorithm.kl_ctrl.type": ("fixed", "adaptive"),
-    "trainer.algorithm.dynamic_sampling.type": (None, "filter", "replace"),
-    "trainer.algorithm.cispo.cispo_anchor": ("old", "rollout"),
-    "trainer.algorithm.dppo.dppo_type": ("binary_tv", "binary_kl"),
-    "trainer.algorithm.decoupled_ppo.proximal": ("forward", "log_linear"),
-    "trainer.algorithm.old_log_probs": ("trainer", "rollout"),
-    "trainer.algorithm.off_policy_correction.tis_ratio_type": (None, "token", "sequence"),
-    "trainer.algorithm.off_policy_correction.sequence_mask_metric": (
-        None,
-        "geometric",
-        "product",
-    ),
-    "generator.inference_engine.backend": ("native", "vllm", "jetstream"),
-    "generator.inference_engine.model_dtype": ("float32", "bfloat16", AUTO),
-    "generator.inference_engine.weight_transport": ("folder", "transfer"),
-    "generator.chat_template.source": ("name", "file"),
-    "generator.sampling_params.logprobs": (None, 0, 1),
-    "generator.eval_sampling_params.logprobs": (None, 0, 1),
-    "sft.overlong": OVERLONG,
-    "sft.train_on_what": TRAIN_ON_WHAT,
-}
-_LATER = {  # SkyRL's values of implemented fields, so that the message can say that they will come
-    "generator.inference_engine.backend": ("sglang",),
-    "trainer.policy.model.lora.init_method": ("xavier", "normal", "zero"),  # Megatron's
-    "trainer.critic.model.lora.init_method": ("xavier", "normal", "zero"),
-}
-_POSITIVE = """
-    trainer.policy.model.lora.alpha trainer.critic.model.lora.alpha
-    trainer.train_batch_size trainer.policy_mini_batch_size trainer.critic_mini_batch_size
-    trainer.epochs
-    trainer.update_epochs_per_batch trainer.micro_train_batch_size_per_gpu
-    trainer.micro_forward_batch_size_per_gpu trainer.eval_batch_size trainer.max_prompt_length
-    generator.max_turns generator.n_samples_per_prompt
-    generator.eval_n_samples_per_prompt
-    generator.max_input_length generator.inference_engine.max_num_seqs
-    generator.inference_engine.pipeline_parallel_size generator.inference_engine.probe_bound
-    generator.inference_engine.request_timeout_seconds
-    generator.sampling_params.max_generate_length
-    generator.eval_sampling_params.max_generate_length
-"""
-_INTERVALS = """
-    trainer.ckpt_interval trainer.hf_save_interval trainer.eval_interval
-    trainer.print_example_interval trainer.max_ckpts_to_keep trainer.max_tokens_per_microbatch
-"""
-_NOT_NEGATIVE = """
-    trainer.policy.model.lora.rank trainer.critic.model.lora.rank
-    trainer.algorithm.kl_loss_coef trainer.algorithm.entropy_loss_coef
-    trainer.algorithm.eps_clip_low trainer.algorithm.eps_clip_high
-"""
+_ALGORITHM = "trainer.algorithm"
+_CORRECTION = f"{_ALGORITHM}.off_policy_correction"
 
 
 def validate(config: TrainConfig, num_devices: int = 1, num_processes: int = 1) -> None:
@@ -112,28 +64,20 @@ def validate(config: TrainConfig, num_devices: int = 1, num_processes: int = 1) 
     check_processes(config, num_devices, num_processes)
     shares = check_placement(config, num_devices // num_processes)
     check_mesh(config, shares, num_processes)
-    check_conversations(config)
+    _check_conversations(config)
+    check_environment(config.environment)
     check_engines(config, len(shares.engine))
     check_async(config, len(shares.engine))
-    check_serving(config.serve)
-    check_watching(config.trainer.watching, logger_names(config.trainer.logger))
-    check_ledger(config.trainer.ledger)
-    check_cluster(config.trainer.cluster, config.trainer.placement.policy_num_nodes)
     groups = [
         batch_groups(config, len(devices) * num_processes, role)
         for role, devices in shares.of_roles()
     ]
     check_microbatches(config, max(groups))
     check_objective(config)
-    check_critic(config)
-    check_moving_reference(config.trainer)
-    warn_of_objective(config)
-    _warn_of_sampling(config)
-    _check_sampling(config.generator.sampling_params, "generator.sampling_params", greedy=False)
-    eval_params = config.generator.eval_sampling_params
-    assert eval_params is not None
-    _check_sampling(eval_params, "generator.eval_sampling_params", greedy=True)
-    _check_pass_at_k(config.generator)
+    _check_critic(config)
+    _check_moving_reference(config.trainer)
+    _check_sampling(config)
+    warn_of_oddities(config)
 
 
 def check_fields(config: TrainConfig) -> None:
@@ -145,10 +89,9 @@ def check_fields(config: TrainConfig) -> None:
     values = flatten(config)
     _check_nan(values)
     _check_status(values)
-    _check_choices(values)
-    _check_ranges(values)
+    check_constraints(config, "")
     _check_batch(config)
-    check_models(config.trainer)
+    _check_models(config.trainer)
     _check_rope(config)
     _check_files(config)
 
@@ -178,45 +121,6 @@ def _check_status(values: dict[str, Any]) -> None:
         warnings.warn(f"config fields without effect in jaxrl: {'; '.join(ignored)}", stacklevel=3)
 
 
-def _check_choices(values: dict[str, Any]) -> None:
-    for field, choices in _CHOICES.items():
-        check_choice(field, values[field], choices, _LATER.get(field, ()))
-
-
-def _check_ranges(values: dict[str, Any]) -> None:
-    for field in _POSITIVE.split():
-        if values[field] <= 0:
-            fail(field, values[field], "must be positive; set it to 1 or more")
-    for field in _INTERVALS.split():
-        if values[field] != -1 and values[field] <= 0:
-            meaning = "all" if field.endswith("to_keep") else "off"
-            fail(field, values[field], f"must be positive, or -1 ({meaning})")
-    for field in _NOT_NEGATIVE.split():
-        if values[field] < 0:
-            fail(field, values[field], "must not be negative; set it to 0 or more")
-    for field, meaning in (("trainer.max_training_steps", "all epochs"), ("sft.max_length", "any")):
-        if (value := values[field]) is not None and value <= 0:
-            fail(field, value, f"must be positive, or None ({meaning})")
-    for role in ("policy", "critic"):
-        field = f"trainer.{role}.model.lora.dropout"
-        if not 0 <= values[field] < 1:
-            fail(field, values[field], "must be in [0, 1); 0.0 is off")
-        _check_optimizer(values, f"trainer.{role}.optimizer_config")
-
-
-def _check_optimizer(values: dict[str, Any], group: str) -> None:
-    for name in ("lr", "weight_decay", "num_warmup_steps"):
-        if (value := values[f"{group}.{name}"]) < 0:
-            fail(f"{group}.{name}", value, "must not be negative; set it to 0 or more")
-    if (norm := values[f"{group}.max_grad_norm"]) <= 0:
-        fix = "must be positive; a large number such as 1e9 turns clipping off"
-        fail(f"{group}.max_grad_norm", norm, fix)
-    betas = values[f"{group}.adam_betas"]
-    if len(betas) != 2 or not all(0 <= b < 1 for b in betas):
-        fail(f"{group}.adam_betas", betas, "must be two numbers in [0, 1), e.g. [0.9, 0.999]")
-    check_choice(f"{group}.scheduler", values[f"{group}.scheduler"], SCHEDULERS)
-
-
 def _check_batch(config: TrainConfig) -> None:
     prompts = config.trainer.train_batch_size
     for role in ("policy", "critic") if has_critic(config.trainer) else ("policy",):
@@ -236,6 +140,20 @@ def _check_batch(config: TrainConfig) -> None:
             fail("trainer.train_batch_size", prompts, fix)
 
 
+def _check_models(trainer: TrainerConfig) -> None:
+    """Refuse changes to a model that are at odds, and a reference with adapters of nowhere."""
+    for name, role in (("policy", trainer.policy), ("ref", trainer.ref)):
+        theirs, ours = role.megatron_config.model_config_kwargs, role.model_config_kwargs
+        for key in theirs.keys() & ours.keys():
+            if theirs[key] != ours[key]:
+                field = f"trainer.{name}.megatron_config.model_config_kwargs[{key!r}]"
+                fix = f"trainer.{name}.model_config_kwargs says {ours[key]!r}; set one of them"
+                fail(field, theirs[key], fix)
+    if trainer.ref.model.lora.rank and trainer.ref.model.path == trainer.policy.model.path:
+        fix = "needs trainer.ref.model.path, the PEFT folder of these adapters; set it, or 0"
+        fail("trainer.ref.model.lora.rank", trainer.ref.model.lora.rank, fix)
+
+
 def _check_rope(config: TrainConfig) -> None:
     """Check that the RoPE of the engine is the trainer's, so that both compute the same."""
     for name in ("rope_scaling", "rope_theta"):
@@ -247,82 +165,12 @@ def _check_rope(config: TrainConfig) -> None:
                 f"differs from trainer.{name}={theirs!r}: sampler and trainer would be different "
                 "models; leave it None and set the trainer's",
             )
-    theta = config.trainer.rope_theta
-    if theta is not None and theta <= 1:
-        fail("trainer.rope_theta", theta, "must be > 1, e.g. 10000.0; None keeps the model's own")
-
-
-def _warn_of_sampling(config: TrainConfig) -> None:
-    """Warn where the sampler's distribution is not the trainer's."""
-    sampling_params = config.generator.sampling_params
-    off = {"repetition_penalty": 1.0, "additional_kwargs": None}
-    if not sampling_params.keep_sampling_mask:
-        off |= {"top_k": -1, "top_p": 1.0, "min_p": 0.0}
-    values = {name: getattr(sampling_params, name) for name in off}
-    filters = {name: value for name, value in values.items() if value != off[name]}
-    if filters:
-        fix = (
-            "; generator.sampling_params.keep_sampling_mask, with a top_k, e.g. 64, trains what "
-            "top_k, top_p, min_p left"
-        )
-        warnings.warn(
-            f"generator.sampling_params {filters}: tokens come from a filtered distribution and "
-            "the loss trains the whole one; policy/rollout_train_logprobs_abs_diff then measures "
-            "the filter too" + fix * any(name in filters for name in ("top_k", "top_p", "min_p")),
-            stacklevel=3,
-        )
-    sampled_dtype = engine_dtype(config.generator.inference_engine)
-    trained_dtype = compute_dtype(config.trainer, "policy")
-    if sampled_dtype != trained_dtype:
-        warnings.warn(
-            f"generator.inference_engine.model_dtype={sampled_dtype!r}, and the trainer computes "
-            f"in {trained_dtype} (trainer.bf16={config.trainer.bf16}): their log-probs will differ",
-            stacklevel=3,
-        )
-
-
-def _check_sampling(params: SamplingParams, field: str, *, greedy: bool) -> None:
-    if params.temperature < 0 or (params.temperature == 0 and not greedy):
-        fix = "must be 0 (greedy) or more" if greedy else "must be > 0 to train, e.g. 1.0"
-        fail(f"{field}.temperature", params.temperature, fix)
-    if not 0 < params.top_p <= 1:
-        fail(f"{field}.top_p", params.top_p, "must be in (0, 1]; 1.0 is off")
-    if not 0 <= params.min_p <= 1:
-        fail(f"{field}.min_p", params.min_p, "must be in [0, 1]; 0.0 is off")
-    if params.top_k != -1 and params.top_k <= 0:
-        fail(f"{field}.top_k", params.top_k, "must be positive, or -1 (off)")
-    if params.keep_sampling_mask and params.top_k == -1:
-        fix = "needs top_k, which bounds what is recorded of each token; set it, e.g. to 64"
-        fail(f"{field}.keep_sampling_mask", True, fix)
-    if params.repetition_penalty <= 0:
-        fail(f"{field}.repetition_penalty", params.repetition_penalty, "must be > 0; 1.0 is off")
-    more = params.additional_kwargs or {}
-    if set(more) - {"min_tokens"} or not isinstance(more.get("min_tokens", 0), int):
-        fix = "the native engine takes 'min_tokens', a number of tokens, and nothing else"
-        fail(f"{field}.additional_kwargs", params.additional_kwargs, fix)
-
-
-def _check_pass_at_k(generator: GeneratorConfig) -> None:
-    samples, field = generator.eval_n_samples_per_prompt, "generator.eval_pass_at_k"
-    if wrong := [k for k in generator.eval_pass_at_k or [] if not 1 <= k <= samples]:
-        fix = f"of generator.eval_n_samples_per_prompt={samples} samples; set k between 1 and that"
-        fail(field, wrong, fix)
-    assert generator.eval_sampling_params is not None  # resolved
-    if samples > 1 and generator.eval_sampling_params.temperature == 0:
-        warnings.warn(
-            f"generator.eval_n_samples_per_prompt={samples} greedy samples of a prompt are all the "
-            "same; set generator.eval_sampling_params.temperature above 0, or take one sample",
-            stacklevel=3,
-        )
 
 
 def _check_files(config: TrainConfig) -> None:
     trainer, template = config.trainer, config.generator.chat_template
     if trainer.policy.model.path is None:
         fail("trainer.policy.model.path", None, "set a Hugging Face model folder, or a hub id")
-    for field in ("export_path", "log_path"):
-        if "://" in getattr(trainer, field):
-            fail(f"trainer.{field}", getattr(trainer, field), "must be a local folder")
     check_data(config.data)
     if trainer.resume_mode == "from_path" and not trainer.resume_path:
         fail(
@@ -343,3 +191,461 @@ def _check_files(config: TrainConfig) -> None:
             "named templates are not available yet; set generator.chat_template.source='file' "
             "and a jinja file, or leave it None",
         )
+
+
+def _check_conversations(config: TrainConfig) -> None:
+    """Refuse lengths and turns that conversations cannot have."""
+    generator, prompt_length = config.generator, config.trainer.max_prompt_length
+    field, length = "generator.max_input_length", generator.max_input_length
+    assert length is not None  # resolved
+    if generator.max_turns == 1 and length != prompt_length:
+        fix = f"with one turn it must equal trainer.max_prompt_length={prompt_length}"
+        fail(field, length, f"{fix}; leave it None")
+    if length < prompt_length:
+        fix = f"shorter than a prompt (trainer.max_prompt_length={prompt_length})"
+        fail(field, length, f"{fix}; set it to {prompt_length} or more")
+    if generator.batched and generator.max_turns > 1:
+        fix = f"with generator.max_turns={generator.max_turns}: turns depend on each other"
+        fail("generator.batched", True, f"{fix}; set it to False")
+    if generator.merge_stepwise_output and not generator.step_wise_trajectories:
+        fix = "there is nothing to merge without generator.step_wise_trajectories; set it to False"
+        fail("generator.merge_stepwise_output", True, fix)
+    if generator.step_wise_trajectories:
+        _check_step_wise(config)
+
+
+def _check_step_wise(config: TrainConfig) -> None:
+    """Refuse what a row per turn cannot have: one advantage is for all rows of a trajectory."""
+    generator, algorithm = config.generator, config.trainer.algorithm
+    estimator, reduction = estimator_name(algorithm), algorithm.loss_reduction
+    row = estimator_row(algorithm)
+    excluded: tuple[tuple[str, Any, bool, str], ...] = (
+        ("generator.batched", True, generator.batched, "set it to False"),
+        (
+            "generator.use_conversation_multi_turn",
+            False,
+            not generator.use_conversation_multi_turn,
+            "a turn is then no message of its own; set it to True",
+        ),
+        (
+            "trainer.algorithm.advantage_estimator",
+            estimator,
+            row is not None and row.per_token,
+            "it needs the rewards of a trajectory in one row; set 'grpo', 'rloo' or 'maxrl'",
+        ),
+        (
+            "trainer.algorithm.loss_reduction",
+            reduction,
+            reduction == "token_mean_legacy",
+            "its blocks are of whole trajectories; set 'token_mean'",
+        ),
+        (
+            "trainer.algorithm.use_kl_in_reward",
+            True,
+            algorithm.use_kl_in_reward,
+            "only the last turn's KL would count; set use_kl_loss",
+        ),
+        (
+            "trainer.algorithm.advantage_batch_normalize",
+            True,
+            algorithm.advantage_batch_normalize,
+            "not available for a row per turn; set it to False",
+        ),
+    )
+    for field, value, holds, fix in excluded:
+        if holds:
+            fail(field, value, f"with generator.step_wise_trajectories=True: {fix}")
+
+
+def check_async(config: TrainConfig, num_devices: int) -> None:
+    """Refuse what cannot be sampled ahead.
+
+    Args:
+        config: resolved.
+        num_devices: of the engine.
+
+    Raises:
+        ValueError: names the field, the value and the fix.
+    """
+    trainer, settings = config.trainer, config.trainer.fully_async
+    if not settings.enabled:
+        return
+    size = trainer.train_batch_size
+    for role in ("policy", "critic") if has_critic(trainer) else ("policy",):
+        name, mini = f"{role}_mini_batch_size", getattr(trainer, f"{role}_mini_batch_size")
+        if mini != size:
+            fix = (
+                f"an asynchronous run counts its staleness in updates, one a batch: set it to "
+                f"trainer.train_batch_size={size}"
+            )
+            fail(f"trainer.{name}", mini, fix)
+    if (kind := trainer.algorithm.dynamic_sampling.type) is not None:
+        fix = "an asynchronous run takes every prompt once, in no fixed batches; set it to None"
+        fail("trainer.algorithm.dynamic_sampling.type", kind, fix)
+    check_staleness(trainer.algorithm, settings.max_staleness_steps)
+    if settings.schedule == "free":
+        _check_free_schedule(config)
+    elif overlaps(config) and config.generator.inference_engine.enable_prefix_caching:
+        fix = (
+            "what is reused depends on the clock, and schedule='lockstep' promises the same bits; "
+            "set it to False, or trainer.fully_async.schedule='free'"
+        )
+        fail("generator.inference_engine.enable_prefix_caching", True, fix)
+    _check_shared_devices(config, num_devices)
+
+
+def _check_free_schedule(config: TrainConfig) -> None:
+    if config.generator.batched:
+        fix = "needs prompts that are sampled one by one; set it to False"
+        fail("generator.batched", True, f"trainer.fully_async.schedule='free' {fix}")
+    settings, size = config.trainer.fully_async, config.trainer.train_batch_size
+    workers = settings.num_parallel_generation_workers
+    most = size * (settings.max_staleness_steps + 1)
+    if not size <= workers <= most:
+        fix = (
+            f"must be between trainer.train_batch_size={size} and {most}, which is that times "
+            f"max_staleness_steps + 1 and the most that may be in flight; set it to {most}"
+        )
+        fail("trainer.fully_async.num_parallel_generation_workers", workers, fix)
+
+
+def _check_shared_devices(config: TrainConfig, num_devices: int) -> None:
+    """Refuse two programs with collectives on the same devices: they could wait for ever."""
+    tensor = config.generator.inference_engine.tensor_parallel_size
+    shared = in_process(config) and config.trainer.placement.colocate_all
+    if shared and num_devices > 1 and tensor > 1 and config.trainer.fully_async.max_staleness_steps:
+        fix = (
+            "an engine that samples beside training on the same devices must not be split over "
+            "them; set it to 1, or trainer.placement.colocate_all=False"
+        )
+        fail("generator.inference_engine.tensor_parallel_size", tensor, fix)
+
+
+def check_staleness(algorithm: AlgorithmConfig, max_staleness_steps: int) -> None:
+    """Refuse a loss that takes rollouts of an older policy for the trainer's own.
+
+    Its ratio would be against the policy at the start of the step, which did not sample them, so
+    nothing would tell how much more or less probable they have become. Allowed are losses whose
+    ratio is against the sampler or that weigh the difference themselves, truncated importance
+    weights beside any other ratio, and losses of users, who are offered all log-probs.
+
+    Args:
+        algorithm: resolved.
+        max_staleness_steps: of an asynchronous run; 0 = rollouts are the trainer's own.
+
+    Raises:
+        ValueError: names the loss and what can be set instead.
+    """
+    name = loss_name(algorithm)
+    if max_staleness_steps == 0 or not is_builtin_loss(name) or corrects_itself(algorithm):
+        return
+    if algorithm.off_policy_correction.tis_ratio_type is not None:
+        return
+    default = AlgorithmConfig()
+    others = [
+        repr(other)
+        for other, row in ROWS.items()
+        if row.corrects_itself or row.anchor(default) == "rollout"
+    ]
+    others += [f"{n!r} with {row.anchor_setting}" for n, row in ROWS.items() if row.anchor_setting]
+    choices = f"policy_loss_type={', '.join(others[:-1])} or {others[-1]}"
+    stale = f"with trainer.fully_async.max_staleness_steps={max_staleness_steps}: "
+    if ratio_anchor(algorithm) is None:
+        why = "it has no ratio, and learns what an older policy said as if it were the policy's own"
+        fail(f"{_ALGORITHM}.policy_loss_type", name, f"{stale}{why}; set {choices}")
+    fix = f"{choices}; or {_ALGORITHM}.old_log_probs='rollout'"
+    if not ROWS[name].uncorrected:
+        fix += f" or {_ALGORITHM}.off_policy_correction.tis_ratio_type='token'"
+    why = "its ratio is against the policy at the start of the step, and an older one sampled"
+    fail(f"{_ALGORITHM}.policy_loss_type", name, f"{stale}{why}; set {fix}")
+
+
+def check_objective(config: TrainConfig) -> None:
+    """Refuse an objective that is incoherent.
+
+    Raises:
+        ValueError: names the field, the value and the fix.
+    """
+    algorithm = config.trainer.algorithm
+    _check_discounts(algorithm)
+    _check_loss(algorithm)
+    _check_reduction(algorithm)
+    _check_kl(algorithm)
+    _check_old_log_probs(algorithm)
+    _check_correction(algorithm)
+    _check_log_probs(config)
+    _check_overlong_buffer(config)
+    _check_functions(algorithm)
+    _check_one_number(config)
+    _check_teacher(config)
+    sampling = config.generator.sampling_params.temperature
+    if algorithm.temperature != sampling:
+        fail(
+            f"{_ALGORITHM}.temperature",
+            algorithm.temperature,
+            f"differs from generator.sampling_params.temperature={sampling}: the loss would train "
+            "another distribution than the one sampled; leave it None",
+        )
+
+
+def _check_discounts(algorithm: AlgorithmConfig) -> None:
+    for name in ("gamma", "lambd"):
+        value = algorithm.advantage_kwargs.get(name, 1.0)
+        if not 0 <= value <= 1:
+            fix = "must be in [0, 1]; 1.0 is no discount"
+            fail(f"{_ALGORITHM}.advantage_kwargs.{name}", value, fix)
+
+
+def _check_loss(algorithm: AlgorithmConfig) -> None:
+    """Check the hyperparameters of the chosen loss; those of others may have any value."""
+    row = loss_row(algorithm)
+    for field, fix in row.check(algorithm) if row else ():
+        value: Any = algorithm
+        for part in field.split("."):
+            value = getattr(value, part)
+        fail(f"{_ALGORITHM}.{field}", value, fix)
+
+
+def _check_reduction(algorithm: AlgorithmConfig) -> None:
+    field, kind = f"{_ALGORITHM}.loss_reduction", algorithm.loss_reduction
+    allowed = allowed_reductions(algorithm.policy_loss_type)
+    if kind not in allowed:
+        why = f"policy_loss_type={algorithm.policy_loss_type!r} is defined with "
+        fail(field, kind, f"{why}{' or '.join(map(repr, allowed))} only; set that")
+    if kind == "seq_mean_token_sum_norm" and not (
+        algorithm.max_seq_len and algorithm.max_seq_len > 0
+    ):
+        fail(
+            f"{_ALGORITHM}.max_seq_len",
+            algorithm.max_seq_len,
+            "loss_reduction='seq_mean_token_sum_norm' divides by it; set it to the longest "
+            "sequence, in tokens",
+        )
+
+
+def _check_kl(algorithm: AlgorithmConfig) -> None:
+    if algorithm.use_kl_in_reward and algorithm.use_kl_loss:
+        fail(
+            f"{_ALGORITHM}.use_kl_in_reward",
+            True,
+            "the KL would count twice, in the reward and in the loss; set use_kl_loss to False",
+        )
+    if algorithm.use_kl_in_reward or algorithm.kl_ctrl.type == "adaptive":
+        for name in ("kl_target", "horizon"):
+            if not (value := getattr(algorithm.kl_ctrl, name)) > 0:
+                fail(f"{_ALGORITHM}.kl_ctrl.{name}", value, "must be > 0, e.g. 0.1 and 10000")
+
+
+def _check_old_log_probs(algorithm: AlgorithmConfig) -> None:
+    """Refuse a correction where the sampler's log-probs are the old ones: it would be 1."""
+    corrected = correction_enabled(algorithm.off_policy_correction)
+    if algorithm.old_log_probs == "rollout" and corrected:
+        fix = (
+            "off_policy_correction weighs by old_log_probs - rollout_log_probs, which is then 0, "
+            "and the ratio of the loss is against the rollout policy already; set 'trainer', or "
+            f"turn off {_ALGORITHM}.off_policy_correction.*"
+        )
+        fail(f"{_ALGORITHM}.old_log_probs", "rollout", fix)
+
+
+def _check_correction(algorithm: AlgorithmConfig) -> None:
+    correction, name = algorithm.off_policy_correction, loss_name(algorithm)
+    if algorithm.use_tis:
+        _check_use_tis(algorithm)
+    row = loss_row(algorithm)
+    if correction_enabled(correction) and row and row.uncorrected:
+        fix = f"no off-policy correction is defined for it: {row.uncorrected}; turn off "
+        fail(f"{_ALGORITHM}.policy_loss_type", name, f"{fix}{_CORRECTION}.*")
+    if correction.tis_ratio_type is not None:
+        if corrects_itself(algorithm):
+            fail(
+                f"{_CORRECTION}.tis_ratio_type",
+                correction.tis_ratio_type,
+                f"policy_loss_type={name!r} takes its ratio against the rollout policy already: "
+                "the difference between trainer and sampler would count twice; set it to None",
+            )
+        cap = f"{correction.tis_ratio_type}_tis_ratio_clip_high"
+        if not (value := getattr(correction, cap)) > 0:
+            fail(f"{_CORRECTION}.{cap}", value, "must be > 0: it caps weights, e.g. 2.0")
+    low, high = correction.token_mask_is_threshold_low, correction.token_mask_is_threshold_high
+    if (low is None) != (high is None):
+        side, other = ("low", "high") if high is None else ("high", "low")
+        field = f"{_CORRECTION}.token_mask_is_threshold_{side}"
+        value, fix = (low if high is None else high), "the token mask has two bounds; set also"
+        fail(field, value, f"{fix} token_mask_is_threshold_{other}, or neither")
+    _check_bands(correction)
+
+
+def _check_use_tis(algorithm: AlgorithmConfig) -> None:
+    """Check that `resolve` mapped use_tis to the token weights of off_policy_correction."""
+    cap, correction = algorithm.tis_imp_ratio_cap, algorithm.off_policy_correction
+    if cap <= 0:
+        fail(
+            f"{_ALGORITHM}.tis_imp_ratio_cap",
+            cap,
+            "must be > 0: it caps importance weights, and a negative one turns the loss around; "
+            f"leave use_tis and set {_CORRECTION}.tis_ratio_type='token'",
+        )
+    if (correction.tis_ratio_type, correction.token_tis_ratio_clip_high) != ("token", cap):
+        fail(
+            f"{_ALGORITHM}.use_tis",
+            True,
+            f"at odds with {_CORRECTION}, which it is the deprecated form of; set it to False",
+        )
+
+
+def _check_bands(correction: OffPolicyCorrectionConfig) -> None:
+    """Check that a band of weights holds 1, where trainer and sampler agree, and is not empty."""
+    masks = "token_mask_is_threshold outlier_token_is_threshold geo_mask product_mask"
+    for mask in masks.split():
+        low, high = (getattr(correction, f"{mask}_{side}") for side in ("low", "high"))
+        if low is not None and high is not None and low >= high:
+            fix = f"must be below {mask}_high={high}: nothing would be left"
+            fail(f"{_CORRECTION}.{mask}_low", low, fix)
+        fix = "would drop what trainer and sampler agree on, whose ratio is 1; must be "
+        if low is not None and low > 1:
+            fail(f"{_CORRECTION}.{mask}_low", low, f"{fix}1 or less")
+        if high is not None and high < 1:
+            fail(f"{_CORRECTION}.{mask}_high", high, f"{fix}1 or more")
+
+
+def _check_log_probs(config: TrainConfig) -> None:
+    """Refuse what needs the sampler's log-probs where rollouts carry none."""
+    algorithm = config.trainer.algorithm
+    if config.generator.sampling_params.logprobs is not None:
+        return
+    func = inspect.signature(PolicyLossRegistry.resolve(algorithm.policy_loss_type)).parameters
+    required = any(
+        name in func and func[name].default is inspect.Parameter.empty
+        for name in ("rollout_log_probs", "rollout_logprobs")
+    )
+    without = (
+        "needs the sampler's log-probs, and generator.sampling_params.logprobs=None: rollouts "
+        "carry none"
+    )
+    if algorithm.old_log_probs == "rollout":
+        fail(f"{_ALGORITHM}.old_log_probs", "rollout", f"{without}; set 'trainer'")
+    if corrects_itself(algorithm) or required:
+        fix = f"{without}; choose a loss whose ratio is against old_log_probs, e.g. 'regular'"
+        fail(f"{_ALGORITHM}.policy_loss_type", algorithm.policy_loss_type, fix)
+    if correction_enabled(algorithm.off_policy_correction):
+        fail(_CORRECTION, "on", f"{without}; turn it off")
+
+
+def _check_overlong_buffer(config: TrainConfig) -> None:
+    longest = config.generator.sampling_params.max_generate_length
+    buffer, turns = config.trainer.algorithm.overlong_buffer, config.generator.max_turns
+    if buffer is None:
+        return
+    if turns > 1:
+        fix = (
+            f"with generator.max_turns={turns}: the length that is punished is that of the whole "
+            "response, max_generate_length bounds one turn of it; set it to None"
+        )
+        fail(f"{_ALGORITHM}.overlong_buffer", buffer, fix)
+    if not 0 < buffer.len <= longest:
+        fix = f"must be in (0, generator.sampling_params.max_generate_length={longest}]"
+        fail(f"{_ALGORITHM}.overlong_buffer.len", buffer.len, fix)
+
+
+def _check_functions(algorithm: AlgorithmConfig) -> None:
+    """Check that names resolve to functions, which can be called with what they will get."""
+    _check_function("policy_loss_type", algorithm.policy_loss_type, PolicyLossRegistry)
+    make_policy_loss(algorithm)
+    estimator = algorithm.advantage_estimator
+    _check_function("advantage_estimator", estimator, AdvantageEstimatorRegistry)
+    bind_estimator(algorithm)
+
+
+def _check_function(name: str, value: str, registry: Any) -> None:
+    try:
+        registry.resolve(value)
+    except ValueError as error:
+        fix = 'Set a known name, register yours, or write "my_pkg.my_module:my_function"'
+        message = f"{error}" if f"{error}".endswith("?") else f"{error}."
+        raise ValueError(f"{_ALGORITHM}.{name}={value!r}: {message} {fix}") from error
+
+
+def _check_one_number(config: TrainConfig) -> None:
+    algorithm = config.trainer.algorithm
+    if reduces_by_itself(config) and correction_enabled(algorithm.off_policy_correction):
+        fail(
+            f"{_ALGORITHM}.policy_loss_type",
+            algorithm.policy_loss_type,
+            f"it returns one number: {_CORRECTION} weighs the loss of each token and would have no "
+            "effect. Return the loss of each token [B, T], or turn the correction off",
+        )
+
+
+def _check_teacher(config: TrainConfig) -> None:
+    """Refuse distillation from oneself, which teaches nothing."""
+    trainer, row = config.trainer, estimator_row(config.trainer.algorithm)
+    policy, teacher = trainer.policy.model, trainer.ref.model
+    same = (policy.path, policy.random_init) == (teacher.path, teacher.random_init)
+    if row and row.needs_teacher and same:
+        name = estimator_name(trainer.algorithm)
+        fix = f"is the policy's own model, and advantage_estimator={name!r} needs a teacher; set it"
+        fail("trainer.ref.model.path", teacher.path, fix)
+
+
+def _check_critic(config: TrainConfig) -> None:
+    """Refuse values that nobody computes, and a critic that cannot be trained as it is told to."""
+    trainer, algorithm = config.trainer, config.trainer.algorithm
+    field, name = f"{_ALGORITHM}.advantage_estimator", algorithm.advantage_estimator
+    if not has_critic(trainer):
+        if requires_values(algorithm):
+            fix = (
+                "needs the values of a critic, and trainer.critic.model.path=None; set that, e.g. "
+                "to the policy's model, or an estimator without values, e.g. 'grpo' or "
+                "'reinforce++'"
+            )
+            fail(field, name, fix)
+        return
+    prefix, clip = algorithm.value_head_prefix, algorithm.value_clip
+    if not prefix.isidentifier() or prefix in ("model", "lm_head"):
+        fix = "must be a name that no other weight begins with, e.g. 'value_head'"
+        fail(f"{_ALGORITHM}.value_head_prefix", prefix, fix)
+    if clip is not None and clip <= 0:
+        fail(f"{_ALGORITHM}.value_clip", clip, "must be > 0, e.g. 0.2; None is no clip")
+    if takes_values(algorithm) and config.generator.step_wise_trajectories:
+        fix = (
+            "a trajectory's advantage is that of its last row, so the values of the rows before it "
+            f"would not be looked at; set it to False, or {field} to one without values"
+        )
+        fail("generator.step_wise_trajectories", True, fix)
+
+
+def _check_moving_reference(trainer: TrainerConfig) -> None:
+    """Refuse a moving reference on another base than that of a policy with adapters."""
+    if not trainer.update_ref_every_epoch:
+        return
+    field, lora = "trainer.update_ref_every_epoch", trainer.policy.model.lora.rank > 0
+    ref, policy = trainer.ref, trainer.policy
+    if lora and (ref.model.path, ref.model.random_init) != (
+        policy.model.path,
+        policy.model.random_init,
+    ):
+        fix = "with trainer.policy.model.lora the reference has adapters on the policy's base, and "
+        fail(field, True, f"{fix}trainer.ref.model.path={ref.model.path!r} is another; set it None")
+    if lora and not trainer.placement.colocate_policy_ref:
+        fix = "with trainer.policy.model.lora needs trainer.placement.colocate_policy_ref=True; "
+        fail(field, True, f"{fix}set it, or this one to False")
+    if lora and ref.mesh is not None:
+        fail(field, True, "with trainer.policy.model.lora needs trainer.ref.mesh=None")
+
+
+def _check_sampling(config: TrainConfig) -> None:
+    """Refuse sampling that cannot be trained on, and a pass@k of more samples than there are."""
+    generator = config.generator
+    if generator.sampling_params.temperature == 0:
+        field, fix = "generator.sampling_params.temperature", "must be > 0 to train, e.g. 1.0"
+        fail(field, generator.sampling_params.temperature, fix)
+    for name in ("sampling_params", "eval_sampling_params"):
+        params: SamplingParams = getattr(generator, name)
+        if params.keep_sampling_mask and params.top_k == -1:
+            fix = "needs top_k, which bounds what is recorded of each token; set it, e.g. to 64"
+            fail(f"generator.{name}.keep_sampling_mask", True, fix)
+    samples = generator.eval_n_samples_per_prompt
+    if wrong := [k for k in generator.eval_pass_at_k or [] if not 1 <= k <= samples]:
+        fix = f"of generator.eval_n_samples_per_prompt={samples} samples; set k between 1 and that"
+        fail("generator.eval_pass_at_k", wrong, fix)

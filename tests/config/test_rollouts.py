@@ -92,7 +92,7 @@ def test_engines_in_other_processes(engine, urls):
             {"weight_transfer_threshold_cuda_ipc_GB": 0.0},
             "weight_transfer_threshold_cuda_ipc_GB=0.0: must be positive",
         ),
-        ({"workers": -1}, "rollout_num_nodes=-1: is a number of hosts"),
+        ({"workers": -1}, "rollout_num_nodes=-1: must not be negative"),
         ({"workers": 2, "backend": "vllm"}, "rollout_num_nodes=2: runs jaxrl's own .*'vllm'"),
         (
             {"workers": 2, "run_engines_locally": False, "remote_urls": URLS},

@@ -144,7 +144,7 @@ def test_fields_of_a_user_class_are_not_judged():
         ),
         (
             {"generator.inference_engine.gpu_memory_utilization": 1.5},
-            r"gpu_memory_utilization=1.5: is a share of the memory: above 0 and at most 1",
+            r"gpu_memory_utilization=1.5: must be in \(0, 1\]; it is a share of the memory",
         ),
         (
             {"generator.inference_engine.backend": "sglang"},

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import numpy as np
 
-from jaxrl.config.ledger import LedgerConfig
+from jaxrl.config.trainer import LedgerConfig
 from jaxrl.data.recorded import rollouts_path, to_arrays, write_rollouts
 from jaxrl.parallel import ProcessError, agree, allgather, is_first
 from jaxrl.parallel.checksums import start_checksums

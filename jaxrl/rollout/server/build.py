@@ -59,7 +59,7 @@ def make_server(config: Any, devices: Sequence[Any] | None = None) -> HttpServer
     path, template = trainer.policy.model.path, config.generator.chat_template
     if path is None:
         raise ValueError("trainer.policy.model.path=None: set a Hugging Face model folder")
-    cfg.check_serving(serve)
+    cfg.check_constraints(serve, "serve")
     cfg.check_engines(config, len(devices or jax.devices()))
     read_token(serve, settings.http_endpoint_host)  # before anything is loaded
     enable_cache(trainer.compilation_cache_path)

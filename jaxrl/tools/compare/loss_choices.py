@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl import config as cfg
-from jaxrl.config.objective_checks import check_objective
 from jaxrl.config.overrides import parse_assignments
+from jaxrl.config.validation import check_objective
 
 _BETWEEN = re.compile(r",(?![^\[\](){}]*[\])}])")  # commas, but for those inside of brackets
 _CHANGE = re.compile(r"\+(?=[A-Za-z_][\w.]*=)")
@@ -41,6 +41,7 @@ def parse_choices(config: cfg.TrainConfig, losses: str, estimators: str | None) 
             changes |= _changes(config, "advantage", estimator)
             try:
                 given = cfg.resolve(cfg.apply_overrides(config, changes))
+                cfg.check_constraints(given.trainer.algorithm, "trainer.algorithm")
                 check_objective(given)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error

@@ -34,10 +34,10 @@ def test_what_is_allowed(overrides):
             "environment.env_class='gsm8': unknown environment 'gsm8'; did you mean 'gsm8k'",
         ),
         ({"generator.max_turns": 0}, "generator.max_turns=0: must be positive"),
-        ({f"{GYM}.search.topk": 0}, "search.topk=0: must be > 0"),
+        ({f"{GYM}.search.topk": 0}, "search.topk=0: must be positive; set it to 1"),
         ({f"{GYM}.search.search_url": "localhost:8000"}, "'localhost:8000': must begin with http"),
         ({f"{GYM}.llm_as_a_judge.base_url": "file:///x"}, "base_url='file:///x': must begin"),
-        ({f"{GYM}.llm_as_a_judge.max_attempts": 0}, "max_attempts=0: must be > 0"),
+        ({f"{GYM}.llm_as_a_judge.max_attempts": 0}, "max_attempts=0: must be positive"),
         (  # 5 x 120 + 1.5 (1 + 2 + 4 + 8)
             {"environment.env_class": "search", f"{GYM}.search.timeout": 120},
             r"search.timeout=120: 5 attempts .* up to 622.5 s, more than .*env_timeout_seconds=300",
@@ -85,9 +85,15 @@ def test_what_is_allowed(overrides):
         ({**STEP_WISE, "generator.max_turns": 1, "generator.batched": True}, "batched=True: with"),
         ({"generator.sampling_params.stop": [""]}, r"sampling_params.stop=\[''\]: would end at"),
         ({"generator.eval_sampling_params.stop": ["a", ""]}, "eval_sampling_params.stop="),
-        ({"environment.skyrl_gym.max_env_workers": -1}, "max_env_workers=-1: must be 0"),
+        (
+            {"environment.skyrl_gym.max_env_workers": -1},
+            "max_env_workers=-1: must not be negative; set it to 0 or more",
+        ),
         ({"environment.skyrl_gym.env_timeout_seconds": 0.0}, "env_timeout_seconds=0.0: must be"),
-        ({"environment.skyrl_gym.ray_env_workers": -1}, "ray_env_workers=-1: must be 0"),
+        (
+            {"environment.skyrl_gym.ray_env_workers": -1},
+            "ray_env_workers=-1: must not be negative; set it to 0",
+        ),
         (
             {
                 "environment.skyrl_gym.ray_env_workers": 2,

@@ -6,8 +6,8 @@ import warnings
 import pytest
 
 from jaxrl.config import TrainConfig, resolve, validate
-from jaxrl.config.anchor_checks import check_anchor
 from jaxrl.config.objective_requirements import needs_old_log_probs, ratio_anchor
+from jaxrl.config.validation import check_staleness
 from jaxrl.losses import LOSSES
 
 ROLLOUT = {"old_log_probs": "rollout"}
@@ -127,13 +127,13 @@ CORRECTED = {"rollout_is", "dppo", "decoupled_ppo"}
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_against_the_policy_before_the_step_is_refused_with_stale_rollouts(name):
     algorithm = algorithm_with(policy_loss_type=name)
-    check_anchor(algorithm, 0)  # not stale
+    check_staleness(algorithm, 0)  # not stale
     if name in CORRECTED:
-        check_anchor(algorithm, 4)
+        check_staleness(algorithm, 4)
         return
     message = rf"policy_loss_type='{name}': with .*max_staleness_steps=4: .* set .*'decoupled_ppo'"
     with pytest.raises(ValueError, match=message) as error:
-        check_anchor(algorithm, 4)
+        check_staleness(algorithm, 4)
     assert ("old_log_probs='rollout'" in str(error.value)) is (name != "cross_entropy")
     uncorrected = {"clip_cov", "kl_cov", "gmpo", "cross_entropy"}
     assert ("tis_ratio_type='token'" in str(error.value)) is (name not in uncorrected)
@@ -153,11 +153,11 @@ def test_a_loss_against_the_policy_before_the_step_is_refused_with_stale_rollout
     ids=str,
 )
 def test_the_ways_to_account_for_staleness(settings):
-    check_anchor(resolve(config_with(settings)).trainer.algorithm, 8)
+    check_staleness(resolve(config_with(settings)).trainer.algorithm, 8)
 
 
 def test_masks_alone_do_not_account_for_staleness():
     settings = {MASK: "geometric"}
     fix = re.escape("off_policy_correction.tis_ratio_type='token'")
     with pytest.raises(ValueError, match=rf"policy_loss_type='regular': .*{fix}"):
-        check_anchor(resolve(config_with(settings)).trainer.algorithm, 1)
+        check_staleness(resolve(config_with(settings)).trainer.algorithm, 1)

@@ -4,8 +4,8 @@ import warnings
 import pytest
 
 from jaxrl.config import AlgorithmConfig, TrainConfig, resolve, validate
-from jaxrl.config.objective_checks import check_objective
 from jaxrl.config.objective_requirements import allowed_reductions, corrects_itself, ratio_anchor
+from jaxrl.config.validation import check_objective
 from jaxrl.losses.dppo import dppo  # noqa: F401, for a path
 from jaxrl.losses.gmpo import gmpo  # noqa: F401, for a path
 
@@ -158,11 +158,14 @@ INCOHERENT = [
     ({"dynamic_sampling.type": "filtr"}, r"dynamic_sampling.type='filtr': .* mean 'filter'"),
     ({"dynamic_sampling.max_sample_batches": 0}, r"max_sample_batches=0: must be positive, or -1"),
     ({"dynamic_sampling.min_replace_ratio": 2}, r"min_replace_ratio=2.0: must be in \[0, 1\]"),
-    ({"zero_variance_filter_tol": -1}, r"zero_variance_filter_tol=-1.0: must be 0 or more"),
+    (
+        {"zero_variance_filter_tol": -1},
+        r"zero_variance_filter_tol=-1.0: must not be negative; set it to 0",
+    ),
     ({"overlong_buffer": {"len": 2000}}, r"overlong_buffer.len=2000: must be in .*length=1024\]"),
     (
         {"overlong_buffer": {"len": 20, "penalty_factor": -1}},
-        r"overlong_buffer.penalty_factor=-1.0: must be 0 or more",
+        r"overlong_buffer.penalty_factor=-1.0: must not be negative; set it to 0",
     ),
     (
         {"advantage_estimator": "gae"},

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxrl.config import TrainConfig, resolve
-from jaxrl.config.async_checks import check_async
+from jaxrl.config import TrainConfig, check_constraints, resolve
+from jaxrl.config.validation import check_async
 
 ON = [
     "trainer.fully_async.enabled=true",
@@ -14,8 +14,9 @@ ON = [
 
 
 def check(*overrides, devices=1):
-    config = TrainConfig.from_cli_overrides([*ON, *overrides])
-    check_async(resolve(config), devices)
+    config = resolve(TrainConfig.from_cli_overrides([*ON, *overrides]))
+    check_constraints(config, "")
+    check_async(config, devices)
 
 
 @pytest.mark.parametrize(

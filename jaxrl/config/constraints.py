@@ -1,0 +1,105 @@
+"""Say at a field of the schema which values it takes, and refuse the others.
+
+    class MyConfig(BaseConfig):
+        steps: Annotated[int, positive] = 10
+        mode: Annotated[str, one_of("fast", "exact")] = "fast"
+
+A constraint is a function of the field's dotted name and its value, which calls `fail`: the error
+names the field, the value and the fix. Those of your own config classes are checked, too.
+"""
+
+import difflib
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+from jaxrl.config.dataclass_config import BaseConfig, field_markers, field_values, is_config
+
+Constraint = Callable[[str, Any], None]
+
+
+def fail(field: str, value: Any, fix: str) -> NoReturn:
+    """Refuse the value of a field."""
+    raise ValueError(f"{field}={value!r}: {fix}")
+
+
+def check_choice(field: str, value: Any, choices: Iterable[Any], later: Iterable[Any] = ()) -> None:
+    """Refuse a value that is none of the choices.
+
+    Args:
+        later: SkyRL's values that are still to come.
+    """
+    if value in choices and not isinstance(value, bool):
+        return
+    shown = " or ".join(repr(c) for c in choices)
+    names = [c for c in choices if isinstance(c, str)]
+    near = difflib.get_close_matches(str(value), names, n=1) if len(names) > 1 else []
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    fail(field, value, f"{'not available yet, ' if value in later else ''}must be {shown}{hint}")
+
+
+def check_constraints(config: BaseConfig, path: str) -> None:
+    """Check every field of a config, and of the configs in it, by the constraints at the field.
+
+    Args:
+        path: dotted name of the config, "" for the whole.
+
+    Raises:
+        ValueError: names the field, the value and the fix.
+    """
+    markers = field_markers(type(config))
+    for name, value in field_values(config).items():
+        field = f"{path}.{name}" if path else name
+        if is_config(value):
+            check_constraints(value, field)
+        for constraint in filter(callable, markers[name]):
+            constraint(field, value)
+
+
+def positive(field: str, value: float | None) -> None:
+    """Refuse a number that is not above 0."""
+    if value is not None and not value > 0:
+        fix = "; set it to 1 or more" if isinstance(value, int) else ""
+        fail(field, value, f"must be positive{fix}")
+
+
+def not_negative(field: str, value: float) -> None:
+    """Refuse a number below 0."""
+    if not value >= 0:
+        fail(field, value, "must not be negative; set it to 0 or more")
+
+
+def positive_or(other: int | None, meaning: str) -> Constraint:
+    """Require a number above 0, or one other value that has a meaning of its own."""
+    fix = f"must be positive, or {other} ({meaning})"
+    return must(lambda value: value == other or (value is not None and value > 0), fix)
+
+
+def between(interval: str, hint: str) -> Constraint:
+    """Require a number in an interval such as "[0, 1)"."""
+    low, high = (float(bound) for bound in interval[1:-1].split(","))
+
+    def holds(value: float) -> bool:
+        inside = low < value < high
+        return inside or (value == low and "[" in interval) or (value == high and "]" in interval)
+
+    return must(holds, f"must be in {interval}; {hint}")
+
+
+def one_of(*choices: Any, later: Iterable[Any] = ()) -> Constraint:
+    """Require one of the choices, or a list of them where the field takes a list."""
+
+    def check(field: str, value: Any) -> None:
+        for chosen in value if isinstance(value, list) else [value]:
+            check_choice(field, chosen, choices, later)
+
+    return check
+
+
+def must(holds: Callable[[Any], bool], fix: str) -> Constraint:
+    """Require that `holds` is true of the value."""
+
+    def check(field: str, value: Any) -> None:
+        if not holds(value):
+            fail(field, value, fix)
+
+    return check
