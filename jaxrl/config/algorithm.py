@@ -5,8 +5,11 @@ from typing import Annotated, Any
 
 from jaxrl.config.constraints import between, not_negative, one_of, positive_or
 from jaxrl.config.dataclass_config import BaseConfig
+from jaxrl.config.status import implemented, later, mapped, new
 from jaxrl.losses.kl import KL_ESTIMATORS
 from jaxrl.losses.reduction import REDUCTIONS
+
+_WEIGHT_BOUND = "SkyRL's later default; 0 and 5 would bound the weight to [1, 6]"
 
 
 @dataclass
@@ -69,11 +72,11 @@ class KLCovConfig(BaseConfig):
 class CISPOConfig(BaseConfig):
     """Hold the settings of the policy loss cispo."""
 
-    cispo_eps_clip_low: float = 1.0
+    cispo_eps_clip_low: Annotated[float, implemented(_WEIGHT_BOUND, skyrl_default=0.0)] = 1.0
     """The importance weight is clipped below at 1 - this."""
-    cispo_eps_clip_high: float = 4.0
+    cispo_eps_clip_high: Annotated[float, implemented(_WEIGHT_BOUND, skyrl_default=5.0)] = 4.0
     """The importance weight is clipped above at 1 + this."""
-    cispo_anchor: Annotated[str, one_of("old", "rollout")] = "old"
+    cispo_anchor: Annotated[str, one_of("old", "rollout"), later()] = "old"
     """Policy that the weight is relative to: "old" or "rollout"."""
 
 
@@ -134,11 +137,15 @@ class OffPolicyCorrectionConfig(BaseConfig):
     """Drop sequences with any w below this."""
     outlier_token_is_threshold_high: float | None = None
     """Drop sequences with any w above this."""
-    token_mask_is_threshold_low: float | None = None
+    token_mask_is_threshold_low: Annotated[float | None, implemented("both bounds or neither")] = (
+        None
+    )
     """Drop tokens with w below this."""
-    token_mask_is_threshold_high: float | None = None
+    token_mask_is_threshold_high: Annotated[float | None, implemented("both bounds or neither")] = (
+        None
+    )
     """Drop tokens with w above this."""
-    renormalize: bool = False
+    renormalize: Annotated[bool, new()] = False
     """Count only the tokens that are left in the mean; false keeps the weight of each token."""
 
 
@@ -146,45 +153,59 @@ class OffPolicyCorrectionConfig(BaseConfig):
 class AlgorithmConfig(BaseConfig):
     """Hold the objective; policy losses and advantage estimators receive this config."""
 
-    advantage_estimator: str = "grpo"
+    advantage_estimator: Annotated[str, implemented('also "module:function"')] = "grpo"
     """A built-in or registered name, or "my_pkg.my_module:my_estimator"."""
-    advantage_kwargs: dict[str, Any] = field(default_factory=dict)
+    advantage_kwargs: Annotated[dict[str, Any], new()] = field(default_factory=dict)
     """Keyword-only hyperparameters of the advantage estimator."""
-    kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
+    kl_ctrl: Annotated[KLCtrlConfig, implemented("the coefficient is in the checkpoint")] = field(
+        default_factory=KLCtrlConfig
+    )
     """Controller of the KL coefficient in the reward."""
-    kl_estimator_type: Annotated[str, one_of(*KL_ESTIMATORS)] = "k3"
+    kl_estimator_type: Annotated[
+        str, one_of(*KL_ESTIMATORS), implemented("averages over the whole minibatch")
+    ] = "k3"
     """"k1", "k2", "k3" or "abs", http://joschu.net/blog/kl-approx.html."""
-    use_kl_in_reward: bool = False
+    use_kl_in_reward: Annotated[bool, implemented("excludes use_kl_loss")] = False
     """Subtract the KL to the reference model from the rewards."""
-    use_kl_loss: bool = True
+    use_kl_loss: Annotated[bool, implemented("averages over the whole minibatch")] = True
     """Add the KL to the reference model to the loss."""
-    kl_loss_coef: Annotated[float, not_negative] = 0.001
+    kl_loss_coef: Annotated[
+        float, not_negative, implemented("averages over the whole minibatch")
+    ] = 0.001
     """Coefficient of the KL term."""
-    use_entropy_loss: bool = False
+    use_entropy_loss: Annotated[bool, implemented("averages over the whole minibatch")] = False
     """Subtract the policy's entropy from the loss."""
-    entropy_loss_coef: Annotated[float, not_negative] = 0.01
+    entropy_loss_coef: Annotated[
+        float, not_negative, implemented("averages over the whole minibatch")
+    ] = 0.01
     """Coefficient of the entropy term."""
-    temperature: float | None = None
+    temperature: Annotated[
+        float | None, implemented("also applied to the reference model's logits")
+    ] = None
     """Logits are divided by this before every log-softmax; None = the sampling temperature."""
-    advantage_batch_normalize: bool = False
+    advantage_batch_normalize: Annotated[bool, implemented("over sampled tokens, not padding")] = (
+        False
+    )
     """Shift and scale the advantages of a batch to mean 0 and variance 1."""
     value_head_prefix: str = "value_head"
     """Name of the critic's head."""
-    policy_loss_type: str = "regular"
+    policy_loss_type: Annotated[str, implemented('also "module:function"')] = "regular"
     """A built-in or registered name, or "my_pkg.my_module:my_loss"."""
-    policy_loss_kwargs: dict[str, Any] = field(default_factory=dict)
+    policy_loss_kwargs: Annotated[dict[str, Any], new()] = field(default_factory=dict)
     """Keyword-only hyperparameters of the policy loss function."""
-    loss_reduction: Annotated[str, one_of(*REDUCTIONS)] = "token_mean"
+    loss_reduction: Annotated[
+        str, one_of(*REDUCTIONS), implemented("counts of the minibatch, not of the microbatch")
+    ] = "token_mean"
     """"token_mean", "token_mean_legacy", "sequence_mean", "seq_mean_token_sum_norm" or
     "prompt_mean"."""
-    old_log_probs: Annotated[str, one_of("trainer", "rollout")] = "trainer"
+    old_log_probs: Annotated[str, one_of("trainer", "rollout"), new()] = "trainer"
     """What old_log_probs are: "trainer", of the policy at the start of the step, by a forward pass
     where they are needed; "rollout", the sampler's, as it recorded them."""
     grpo_norm_by_std: bool = True
     """grpo: divide by the group's standard deviation; false gives Dr. GRPO."""
-    zero_variance_filter: bool = False
+    zero_variance_filter: Annotated[bool, implemented("also of rewards per token")] = False
     """Mask the prompts whose samples all have the same reward."""
-    zero_variance_filter_tol: Annotated[float, not_negative] = 1e-6
+    zero_variance_filter_tol: Annotated[float, not_negative, later()] = 1e-6
     """Rewards that differ by at most this are the same."""
     lambd: Annotated[float, between("[0, 1]", "1.0 is no discount")] = 1.0
     """GAE lambda, passed to the advantage estimator."""
@@ -196,9 +217,9 @@ class AlgorithmConfig(BaseConfig):
     """The ratio is clipped above at 1 + this."""
     clip_ratio_c: float = 3.0
     """dual_clip: bound of the loss for negative advantages, > 1."""
-    tis_imp_ratio_cap: float = -1.0
+    tis_imp_ratio_cap: Annotated[float, mapped("off_policy_correction; deprecated")] = -1.0
     """Deprecated cap of the importance weights."""
-    use_tis: bool = False
+    use_tis: Annotated[bool, mapped("off_policy_correction; deprecated")] = False
     """Deprecated switch of token importance weights."""
     off_policy_correction: OffPolicyCorrectionConfig = field(
         default_factory=OffPolicyCorrectionConfig
@@ -206,9 +227,11 @@ class AlgorithmConfig(BaseConfig):
     """Corrections for rollouts that another policy sampled."""
     sapo: SAPOConfig = field(default_factory=SAPOConfig)
     """Policy loss sapo."""
-    value_clip: float | None = 0.2
+    value_clip: Annotated[float | None, implemented("rounding is no clip")] = 0.2
     """Clip range of the critic's values around those before the step; None = no clip."""
-    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    dynamic_sampling: Annotated[
+        DynamicSamplingConfig, implemented("a prompt drawn twice is two groups")
+    ] = field(default_factory=DynamicSamplingConfig)
     """Sampling until enough prompts have rewards that differ."""
     clip_cov: ClipCovConfig = field(default_factory=ClipCovConfig)
     """Policy loss clip_cov."""
@@ -216,11 +239,11 @@ class AlgorithmConfig(BaseConfig):
     """Policy loss kl_cov."""
     cispo: CISPOConfig = field(default_factory=CISPOConfig)
     """Policy loss cispo."""
-    dppo: DPPOConfig = field(default_factory=DPPOConfig)
+    dppo: Annotated[DPPOConfig, later()] = field(default_factory=DPPOConfig)
     """Policy loss dppo."""
-    decoupled_ppo: DecoupledPPOConfig = field(default_factory=DecoupledPPOConfig)
+    decoupled_ppo: Annotated[DecoupledPPOConfig, new()] = field(default_factory=DecoupledPPOConfig)
     """Policy loss decoupled_ppo."""
-    overlong_buffer: OverlongBufferConfig | None = None
+    overlong_buffer: Annotated[OverlongBufferConfig | None, new()] = None
     """Punish responses near max_generate_length; None = do not."""
-    max_seq_len: int | None = None
+    max_seq_len: Annotated[int | None, implemented("must be set when max_turns > 1")] = None
     """Constant of seq_mean_token_sum_norm; None = max_input_length + max_generate_length."""

@@ -5,21 +5,26 @@ from typing import Annotated, Any
 
 from jaxrl.config.constraints import one_of
 from jaxrl.config.dataclass_config import BaseConfig
+from jaxrl.config.status import implemented, inert, mapped, new, planned
+
+_LATER_AXES = "mesh.context and mesh.expert are later axes"
+_EXPERTS = "Megatron's mixture-of-experts layers; our models are dense"
+_FLOAT32 = "fp32 alone: gradients are summed in it, so that no mesh changes them"
 
 
 @dataclass
 class MeshConfig(BaseConfig):
     """Hold the axis sizes of a device mesh. One may be -1: it takes the devices that are left."""
 
-    data: int = 1
+    data: Annotated[int, new()] = 1
     """Groups of devices with a copy of the parameters each and other rows of the batch."""
-    fsdp: int = -1
+    fsdp: Annotated[int, new()] = -1
     """Devices that share one copy of parameters and optimizer state, with other rows each."""
-    tensor: int = 1
+    tensor: Annotated[int, new()] = 1
     """Devices that share the rows, and split heads, MLP width and vocabulary."""
-    context: int = 1
+    context: Annotated[int, planned(only_with="later axes", skyrl_only=False)] = 1
     """Devices that split the positions of a row."""
-    expert: int = 1
+    expert: Annotated[int, planned(only_with="later axes", skyrl_only=False)] = 1
     """Devices that split the experts."""
 
 
@@ -33,9 +38,9 @@ class MixedPrecisionConfig(BaseConfig):
 
     param_dtype: Annotated[str, one_of(*PRECISIONS)] = "bf16"
     """Data type of the computation, "bf16" or "fp32", in place of that of `trainer.bf16`."""
-    reduce_dtype: Annotated[str, one_of("fp32", "float32")] = "fp32"
+    reduce_dtype: Annotated[str, one_of("fp32", "float32"), mapped(_FLOAT32)] = "fp32"
     """Data type in which gradients are summed over devices."""
-    buffer_dtype: Annotated[str, one_of("fp32", "float32")] = "fp32"
+    buffer_dtype: Annotated[str, one_of("fp32", "float32"), mapped(_FLOAT32)] = "fp32"
     """Data type of non-trained buffers."""
 
 
@@ -43,15 +48,24 @@ class MixedPrecisionConfig(BaseConfig):
 class FSDPConfig(BaseConfig):
     """Hold the sharding of weights and optimizer state over devices."""
 
-    cpu_offload: bool = False
+    cpu_offload: Annotated[
+        bool,
+        implemented(
+            "weights and optimizer state, computed with on the device; no effect without "
+            "pinned_host"
+        ),
+    ] = False
     """Keep weights and optimizer state in host memory."""
-    reshard_after_forward: bool | int = True
+    reshard_after_forward: Annotated[bool | int, inert("XLA decides")] = True
     """Free gathered weights after the forward pass."""
-    fsdp_size: int = -1
+    fsdp_size: Annotated[int, mapped("mesh.fsdp, with mesh.data=-1")] = -1
     """Size of the mesh axis `fsdp`; -1 = all devices. The axis `data` gets the rest."""
-    mixed_precision: MixedPrecisionConfig | None = None
+    mixed_precision: Annotated[
+        MixedPrecisionConfig | None,
+        implemented("of the computation; weights and optimizer state stay float32"),
+    ] = None
     """Data types of this model, in place of those of `trainer.bf16`; None = these."""
-    wrap_policy: dict[str, Any] = field(default_factory=dict)
+    wrap_policy: Annotated[dict[str, Any], inert("XLA decides")] = field(default_factory=dict)
     """Which torch modules are sharded as one unit."""
 
 
@@ -85,7 +99,9 @@ class MegatronTorchProfilerConfig(BaseConfig):
 class MegatronLoraConfig(BaseConfig):
     """Hold the settings of Megatron's adapters."""
 
-    lora_type: str = "lora"
+    lora_type: Annotated[
+        str, inert("every Hugging Face matrix has adapters of its own, as with canonical_lora")
+    ] = "lora"
     """"lora" or "canonical_lora"."""
 
 
@@ -111,41 +127,54 @@ def _transformer_kwargs() -> dict[str, Any]:
 class MegatronConfig(BaseConfig):
     """Hold Megatron's parallelism, mixture-of-experts and recomputation settings."""
 
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: Annotated[int, mapped("mesh.tensor")] = 1
     """Devices that share each weight matrix."""
-    pipeline_model_parallel_size: int = 1
+    pipeline_model_parallel_size: Annotated[
+        int,
+        planned(
+            "its stages would idle in every microbatch; mesh.fsdp and mesh.tensor hold any model"
+        ),
+    ] = 1
     """Pipeline stages."""
-    context_parallel_size: int = 1
+    context_parallel_size: Annotated[int, planned(_LATER_AXES)] = 1
     """Devices that share each sequence."""
-    expert_model_parallel_size: int = 1
+    expert_model_parallel_size: Annotated[int, planned(_LATER_AXES)] = 1
     """Devices that share the experts."""
-    expert_tensor_parallel_size: int | None = None
+    expert_tensor_parallel_size: Annotated[int | None, planned(_LATER_AXES)] = None
     """Devices that share each expert matrix."""
-    moe_token_dispatcher_type: str = "alltoall"
+    moe_token_dispatcher_type: Annotated[str, inert(_EXPERTS)] = "alltoall"
     """How tokens travel to experts."""
-    moe_router_load_balancing_type: str = "none"
+    moe_router_load_balancing_type: Annotated[str, inert(_EXPERTS)] = "none"
     """Auxiliary loss of the router."""
-    moe_grouped_gemm: bool = True
+    moe_grouped_gemm: Annotated[bool, inert(_EXPERTS)] = True
     """One grouped matrix product for all experts."""
-    moe_router_score_function: str | None = None
+    moe_router_score_function: Annotated[str | None, inert(_EXPERTS)] = None
     """Router score, instead of the model's own."""
-    moe_router_enable_expert_bias: bool | None = None
+    moe_router_enable_expert_bias: Annotated[bool | None, inert(_EXPERTS)] = None
     """Router bias, instead of the model's own setting."""
-    ddp_config: MegatronDDPConfig = field(default_factory=MegatronDDPConfig)
+    ddp_config: Annotated[MegatronDDPConfig, inert("Megatron's own")] = field(
+        default_factory=MegatronDDPConfig
+    )
     """Gradient reduction."""
-    torch_profiler_config: MegatronTorchProfilerConfig = field(
+    torch_profiler_config: Annotated[MegatronTorchProfilerConfig, inert("Megatron's own")] = field(
         default_factory=MegatronTorchProfilerConfig
     )
     """torch.profiler traces."""
     lora_config: MegatronLoraConfig = field(default_factory=MegatronLoraConfig)
     """Adapters."""
-    optimizer_config_kwargs: dict[str, Any] = field(default_factory=_optimizer_kwargs)
+    optimizer_config_kwargs: Annotated[dict[str, Any], inert("Megatron's own")] = field(
+        default_factory=_optimizer_kwargs
+    )
     """Arguments of Megatron's optimizer."""
-    transformer_config_kwargs: dict[str, Any] = field(default_factory=_transformer_kwargs)
+    transformer_config_kwargs: Annotated[dict[str, Any], inert("Megatron's own")] = field(
+        default_factory=_transformer_kwargs
+    )
     """Arguments of Megatron's transformer, activation recomputation among them."""
-    empty_cuda_cache: bool | None = None
+    empty_cuda_cache: Annotated[bool | None, inert("Megatron's own")] = None
     """Empty the CUDA cache after a step."""
-    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
+    model_config_kwargs: Annotated[
+        dict[str, Any], mapped("added to the role's model_config_kwargs")
+    ] = field(default_factory=dict)
     """Changes to the Hugging Face model config."""
-    dist_ckpt_optim_fully_reshardable: bool = False
+    dist_ckpt_optim_fully_reshardable: Annotated[bool, inert("Megatron's own")] = False
     """Checkpoint layout that can be loaded on another mesh."""

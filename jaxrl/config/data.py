@@ -7,6 +7,7 @@ from typing import Annotated
 
 from jaxrl.config.constraints import fail, one_of, positive_or
 from jaxrl.config.dataclass_config import BaseConfig
+from jaxrl.config.status import new
 from jaxrl.data.conversations import OVERLONG, TRAIN_ON_WHAT
 
 
@@ -22,10 +23,10 @@ class DataConfig(BaseConfig):
         default_factory=lambda: [os.path.expanduser("~/data/gsm8k/validation.parquet")]
     )
     """Evaluation prompts, likewise; an empty list = no evaluation."""
-    train_data_weights: list[float] = field(default_factory=list)
+    train_data_weights: Annotated[list[float], new()] = field(default_factory=list)
     """Shares of the sources of train_data in every batch, on any scale, whatever their sizes: a
     source that is used up begins anew. Empty = the rows of all sources in one pool."""
-    shuffle: bool = True
+    shuffle: Annotated[bool, new()] = True
     """Visit training rows in random order, another one every epoch. false = in the order of the
     sources, as a curriculum asks for."""
 

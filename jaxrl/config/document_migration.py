@@ -1,22 +1,31 @@
 """Writes tables of docs/migrating_from_skyrl.md: `python -m jaxrl.config.document_migration`."""
 
+import fnmatch
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
+from jaxrl.config.dataclass_config import BaseConfig, config_class, field_types
 from jaxrl.config.document import shown
-from jaxrl.config.field_status import SAME_DEFAULT, TABLE, FieldStatus
+from jaxrl.config.field_status import SAME_DEFAULT, FieldStatus, status_of
 from jaxrl.config.skyrl.names import SETTINGS, entry_points
+from jaxrl.config.train_config import TrainConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "migrating_from_skyrl.md"
 _BEGIN = "<!-- Written by `python -m jaxrl.config.document_migration` until the end mark. -->"
 _END = "<!-- end of what is written -->"
 
 
-def tables() -> str:
-    """Return the part of the page between the marks."""
+def tables(first_cells: list[str]) -> str:
+    """Return the part of the page between the marks.
+
+    Args:
+        first_cells: of the table of fields: which of them share a row is written on the page.
+    """
     lines = [
         "| fields | here | difference | SkyRL's default, where ours differs |",
         "|---|---|---|---|",
-        *(_field_row(row) for row in TABLE if row.skyrl_only),
+        *_field_rows(first_cells),
         "",
         "Later settings, and those of examples, which the documents of March 2026 lack:",
         "",
@@ -39,8 +48,10 @@ def tables() -> str:
 
 def migration_page(text: str) -> str:
     """Return the page with its tables written anew."""
-    head, tail = text.split(_BEGIN, maxsplit=1)[0], text.split(_END)[1]
-    return f"{head}{_BEGIN}\n\n{tables()}\n\n{_END}{tail}"
+    head, written = text.split(_BEGIN, maxsplit=1)
+    written, tail = written.split(_END)
+    first_cells = [line.split(" | ")[0] for line in written.split("\n\n")[1].splitlines()[2:]]
+    return f"{head}{_BEGIN}\n\n{tables(first_cells)}\n\n{_END}{tail}"
 
 
 def main() -> None:
@@ -48,12 +59,55 @@ def main() -> None:
     PAGE.write_text(migration_page(PAGE.read_text()))
 
 
-def _field_row(row: FieldStatus) -> str:
-    used = f"used with {row.only_with}" * bool(row.only_with)
-    default = "" if row.skyrl_default is SAME_DEFAULT else shown(row.skyrl_default)
-    cells = _names(f"{row.prefix}.", row.names), row.status
-    note = "; ".join(filter(None, (row.note, used)))
-    return f"| {' | '.join(cells)} | {note} | {default} |"
+def _field_rows(first_cells: list[str]) -> list[str]:
+    """Return the rows of the table of fields, each of SkyRL's fields in one.
+
+    Raises:
+        ValueError: the fields of a row differ, or a field has no row.
+    """
+    left, rows = {key for key in _keys(TrainConfig, "") if _status(key).skyrl_only}, []
+    for cell in first_cells:
+        keys = _named(cell, left)
+        if len(statuses := {_status(key) for key in keys}) != 1:
+            raise ValueError(f"{PAGE}, row {cell}: the fields differ, or have a row; found {keys}")
+        left -= keys
+        rows.append(_field_row(cell, statuses.pop()))
+    if left:
+        raise ValueError(f"{PAGE}: write {sorted(left)} into the first column of its first table")
+    return rows
+
+
+def _field_row(cell: str, status: FieldStatus) -> str:
+    used = f"used with {status.only_with}" * bool(status.only_with)
+    default = "" if status.skyrl_default is SAME_DEFAULT else shown(status.skyrl_default)
+    note = "; ".join(filter(None, (status.note, used)))
+    return f"{cell} | {status.status} | {note} | {default} |"
+
+
+def _keys(cls: type[BaseConfig], prefix: str) -> Iterator[str]:
+    for name, kind in field_types(cls).items():
+        if (inner := config_class(kind)) is not kind:
+            yield prefix + name
+        if inner is not None:
+            yield from _keys(inner, f"{prefix}{name}.")
+
+
+def _status(key: str) -> FieldStatus:
+    status = status_of(key)
+    assert status is not None, key
+    return status
+
+
+def _named(cell: str, keys: set[str]) -> set[str]:
+    """Return the keys that a first cell names: the first in full, others in a group around it."""
+    first, *others = re.findall(r"`(.+?)`", cell)
+    found, groups = set(fnmatch.filter(keys, first)), [first]
+    while "." in groups[-1]:
+        groups.append(groups[-1].rpartition(".")[0])
+    for name in others:
+        matches = (set(fnmatch.filter(keys, f"{group}.{name}")) for group in groups)
+        found |= next(filter(None, matches), set())
+    return found
 
 
 def _names(prefix: str, names: str) -> str:

@@ -7,10 +7,12 @@ from typing import Annotated, Any
 
 from jaxrl.config.constraints import between, fail, must, not_negative, positive, positive_or
 from jaxrl.config.dataclass_config import BaseConfig
+from jaxrl.config.status import implemented, new
 from jaxrl.functions import called_name, import_call
 from jaxrl.registry import accepted_keywords
 from jaxrl.registry.contracts import REWARD_KEYWORDS, check_reward_signature
 
+_NEW_OF_JUDGE = new(only_with="llm_as_a_judge")
 _ADDRESS = "must begin with http:// or https://"
 _EMPTY_TURN = dict.fromkeys(REWARD_KEYWORDS) | {"action": "", "tokens": [], "reward": 0.0}
 
@@ -47,11 +49,11 @@ class Text2SQLEnvConfig(BaseConfig):
 
     db_path: str = "/home/ray/default/sql_data"
     """Folder of the SQLite databases, laid out as SkyRL's downloads."""
-    query_seconds: Annotated[float, positive] = 5.0
+    query_seconds: Annotated[float, positive, new(only_with="text2sql")] = 5.0
     """Until a query of the conversation is stopped."""
-    solution_seconds: Annotated[float, positive] = 30.0
+    solution_seconds: Annotated[float, positive, new(only_with="text2sql")] = 30.0
     """Until the query of the solution, and the right one, are stopped."""
-    max_rows: Annotated[int, positive] = 100000
+    max_rows: Annotated[int, positive, new(only_with="text2sql")] = 100000
     """Rows of a result that are read; one that has more is not compared."""
 
 
@@ -63,23 +65,23 @@ class GSM8kLLMJudgeEnvConfig(BaseConfig):
     """Name of the judge."""
     base_url: Annotated[str | None, must(_is_address, _ADDRESS)] = None
     """Its OpenAI-compatible endpoint up to "/v1"; None = https://api.openai.com/v1."""
-    api_key_env: str = "OPENAI_API_KEY"
+    api_key_env: Annotated[str, _NEW_OF_JUDGE] = "OPENAI_API_KEY"
     """Variable of the environment that holds the key; needed where base_url is None."""
-    prompt: Annotated[str | None, _check_prompt] = None
+    prompt: Annotated[str | None, _check_prompt, _NEW_OF_JUDGE] = None
     """What the judge is asked, with {question}, {ground_truth} and {response}, to end with
     "### Final Score: <number>"; None = whether a GSM8K answer is right. A row's column judge_prompt
     holds instead."""
-    max_score: Annotated[float, positive] = 1.0
+    max_score: Annotated[float, positive, _NEW_OF_JUDGE] = 1.0
     """Highest score, which earns the reward 1; 0 earns 0."""
-    sampling_params: Annotated[dict[str, Any], _check_request] = field(
+    sampling_params: Annotated[dict[str, Any], _check_request, _NEW_OF_JUDGE] = field(
         default_factory=lambda: {"temperature": 0.0}
     )
     """More fields of the request; {} for judges that refuse a temperature."""
-    timeout: Annotated[float, positive] = 60.0
+    timeout: Annotated[float, positive, _NEW_OF_JUDGE] = 60.0
     """Seconds to wait for one answer."""
-    max_attempts: Annotated[int, positive] = 4
+    max_attempts: Annotated[int, positive, _NEW_OF_JUDGE] = 4
     """Requests for one score, where the judge is unreachable, overloaded, or gives none."""
-    max_requests: Annotated[int, positive] = 32
+    max_requests: Annotated[int, positive, _NEW_OF_JUDGE] = 32
     """Requests at a time in a process."""
 
 
@@ -95,7 +97,7 @@ class SearchEnvConfig(BaseConfig):
     """Documents per query."""
     timeout: Annotated[int, positive] = 30
     """Seconds to wait for the retriever, at each of 5 attempts."""
-    corpus: str | None = None
+    corpus: Annotated[str | None, new(only_with="search")] = None
     """Folder of .txt, .md and .jsonl files, or a .parquet or .jsonl file with a column contents,
     searched by BM25 in the environment's process; None = ask search_url."""
 
@@ -126,18 +128,26 @@ class SkyRLGymConfig(BaseConfig):
 
     max_env_workers: Annotated[int, not_negative] = 32
     """Environment calls at a time, in threads; 0 = inline."""
-    ray_env_workers: Annotated[int, not_negative] = 0
+    ray_env_workers: Annotated[int, not_negative, new()] = 0
     """Ray actors, over all nodes, in which environments live; 0 = in threads of the trainer's
     process. `max_env_workers` is then the number of calls at a time in all of them."""
-    env_timeout_seconds: Annotated[float | None, positive_or(None, "no limit")] = 300.0
+    env_timeout_seconds: Annotated[float | None, positive_or(None, "no limit"), new()] = 300.0
     """Seconds that one call of an environment may take; None = any."""
-    text2sql: Text2SQLEnvConfig = field(default_factory=Text2SQLEnvConfig)
+    text2sql: Annotated[Text2SQLEnvConfig, implemented(only_with="text2sql")] = field(
+        default_factory=Text2SQLEnvConfig
+    )
     """Environment text2sql."""
-    llm_as_a_judge: GSM8kLLMJudgeEnvConfig = field(default_factory=GSM8kLLMJudgeEnvConfig)
+    llm_as_a_judge: Annotated[GSM8kLLMJudgeEnvConfig, implemented(only_with="llm_as_a_judge")] = (
+        field(default_factory=GSM8kLLMJudgeEnvConfig)
+    )
     """Environment with a language model as the judge."""
-    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    sandbox: Annotated[SandboxConfig, new(only_with="python_code or lcb")] = field(
+        default_factory=SandboxConfig
+    )
     """The sandbox of the environments python_code and lcb."""
-    search: SearchEnvConfig = field(default_factory=SearchEnvConfig)
+    search: Annotated[SearchEnvConfig, implemented(only_with="search")] = field(
+        default_factory=SearchEnvConfig
+    )
     """Environment search."""
 
 
@@ -145,17 +155,17 @@ class SkyRLGymConfig(BaseConfig):
 class EnvironmentConfig(BaseConfig):
     """Describe which environment scores a prompt."""
 
-    env_class: str = "gsm8k"
+    env_class: Annotated[str, implemented('also "my_pkg.my_module:MyEnv"')] = "gsm8k"
     """Environment of prompts that name none: a known name or "my_pkg.my_module:MyEnv"."""
-    reward_weights: Annotated[dict[str, float], _check_weights] = field(default_factory=dict)
+    reward_weights: Annotated[dict[str, float], _check_weights, new()] = field(default_factory=dict)
     """Weights of reward terms by name, e.g. {"correct": 1.0, "format": 0.1}: the reward is the
     weighted sum. A reward that an environment gives without a name is the term "environment".
     Empty = every term counts once."""
-    reward_functions: list[str] = field(default_factory=list)
+    reward_functions: Annotated[list[str], new()] = field(default_factory=list)
     """Functions that judge every turn beside the environment, "my_pkg.my_module:my_reward", or with
     arguments "my_pkg.my_module:my_reward(limit=512)"; a number, or one per token, is the term of
     the function's name. jaxrl.envs.shaping has length, format and repetition."""
-    rejudge_fraction: Annotated[float, between("[0, 1]", "0 is none")] = 0.01
+    rejudge_fraction: Annotated[float, between("[0, 1]", "0 is none"), new()] = 0.01
     """Share of trajectories that a fresh environment and the reward functions judge a second time,
     to find rewards that are not deterministic; 0 = none."""
     skyrl_gym: SkyRLGymConfig = field(default_factory=SkyRLGymConfig)

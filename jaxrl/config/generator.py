@@ -5,6 +5,15 @@ from typing import Annotated, Any
 
 from jaxrl.config.constraints import between, must, one_of, positive, positive_or
 from jaxrl.config.dataclass_config import BaseConfig
+from jaxrl.config.status import implemented, inert, later, mapped, new, planned
+
+_ONE_TEMPLATE = "nothing is tokenised again, so no named templates that rewrite earlier turns"
+_SHARED_WEIGHTS = "weights are shared in one process; to others see weight_transport"
+_SLOTS = (
+    "slots over all engines, at most the trajectories of a batch; prompt tokens between two "
+    "blocks of decoding; decode weights and cache, fewer slots where it does not hold them"
+)
+_ENDPOINT = implemented("also of `python -m jaxrl.serve`", only_with="enable_http_endpoint")
 
 
 def _is_min_tokens(kwargs: dict[str, Any] | None) -> bool:
@@ -31,7 +40,9 @@ class SamplingParams(BaseConfig):
     """Drop tokens less probable than this times the most probable one."""
     top_k: Annotated[int, positive_or(-1, "off")] = -1
     """Sample from this many most probable tokens; -1 = all."""
-    logprobs: Annotated[int | None, one_of(None, 0, 1)] = 1
+    logprobs: Annotated[
+        int | None, one_of(None, 0, 1), implemented("None: the trainer's own are all there is")
+    ] = 1
     """0 or 1: the log-prob of each sampled token is recorded; None: rollouts carry none, for
     engines that give none, and the trainer uses its own."""
     stop: Annotated[
@@ -45,12 +56,13 @@ class SamplingParams(BaseConfig):
             _is_min_tokens,
             "the native engine takes 'min_tokens', a number of tokens, and nothing else",
         ),
+        mapped("min_tokens alone"),
     ] = None
     """{"min_tokens": n}: nothing ends a response before it has n tokens."""
-    keep_sampling_mask: bool = False
+    keep_sampling_mask: Annotated[bool, new()] = False
     """Record the tokens that top_k, top_p and min_p left, and train on the distribution over
     these; needs top_k, which bounds them."""
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int] | None, new()] = None
     """Token ids that end a response, besides the model's end-of-sequence ids."""
 
 
@@ -58,9 +70,9 @@ class SamplingParams(BaseConfig):
 class ChatTemplateConfig(BaseConfig):
     """Name a chat template other than the tokenizer's own."""
 
-    source: Annotated[str, one_of("name", "file")] = "name"
+    source: Annotated[str, one_of("name", "file"), mapped(_ONE_TEMPLATE)] = "name"
     """"name" (with name_or_path unset: the tokenizer's own) or "file"."""
-    name_or_path: str | None = None
+    name_or_path: Annotated[str | None, mapped(_ONE_TEMPLATE)] = None
     """source "file": path of a jinja file."""
 
 
@@ -68,95 +80,129 @@ class ChatTemplateConfig(BaseConfig):
 class InferenceEngineConfig(BaseConfig):
     """Describe the engine that samples."""
 
-    model_dtype: Annotated[str, one_of("float32", "bfloat16", "auto")] = "auto"
+    model_dtype: Annotated[
+        str,
+        one_of("float32", "bfloat16", "auto"),
+        implemented("the trainer's, for equal log-probs", skyrl_default="bfloat16"),
+    ] = "auto"
     """Data type of the engine's weights: "float32" or "bfloat16"; "auto" = that in which the policy
     computes on TPUs and GPUs, else "float32"."""
     run_engines_locally: bool = True
     """Engines in this process, or started by it (backend "vllm", or rollout workers: see
     trainer.placement.rollout_num_nodes); false = they run already, at remote_urls."""
-    num_engines: Annotated[int, positive] = 1
+    num_engines: Annotated[int, positive, implemented("parts of the trainer's devices")] = 1
     """Number of engines."""
-    backend: Annotated[str, one_of("native", "vllm", "jetstream", later=("sglang",))] = "native"
+    backend: Annotated[
+        str,
+        one_of("native", "vllm", "jetstream", later=("sglang",)),
+        implemented(
+            "native: in this process, the trainer's layer functions and its weights",
+            skyrl_default="vllm",
+        ),
+    ] = "native"
     """"native": jaxrl's engine, on the layer functions of the trainer; "vllm": vLLM servers;
     "jetstream": an engine of JetStream's protocol, or JetStream servers."""
-    weight_sync_backend: str = "nccl"
+    weight_sync_backend: Annotated[str, inert(_SHARED_WEIGHTS)] = "nccl"
     """Transport of weights to the engine."""
-    weight_transport: Annotated[str, one_of("folder", "transfer")] = "folder"
+    weight_transport: Annotated[str, one_of("folder", "transfer"), new()] = "folder"
     """How weights come to servers: "folder", through weights_folder; "transfer", from process to
     process, with servers of jaxrl's own."""
-    weight_transfer_threshold_cuda_ipc_GB: Annotated[float, positive] = 1.0
+    weight_transfer_threshold_cuda_ipc_GB: Annotated[
+        float,
+        positive,
+        mapped("size of the groups in which weights go to other devices and processes"),
+    ] = 1.0
     """Most GB of weights that are on their way to an engine at a time."""
-    tensor_parallel_size: Annotated[int, positive] = 1
+    tensor_parallel_size: Annotated[
+        int, positive, implemented("parts of the trainer's devices")
+    ] = 1
     """Devices of an engine that share each weight matrix."""
-    pipeline_parallel_size: Annotated[int, positive] = 1
+    pipeline_parallel_size: Annotated[int, positive, mapped("of vLLM servers started here")] = 1
     """Pipeline stages of an engine."""
-    expert_parallel_size: int = 1
+    expert_parallel_size: Annotated[int, planned("mixture-of-experts models")] = 1
     """Devices of an engine that share the experts."""
-    data_parallel_size: int = 1
+    data_parallel_size: Annotated[
+        int, mapped("an engine spreads its slots over all its devices")
+    ] = 1
     """Replicas inside an engine; ours spreads its slots over all its devices."""
-    async_engine: bool = True
+    async_engine: Annotated[bool, inert("vLLM only")] = True
     """vLLM's asynchronous engine."""
-    vllm_v1_disable_multiproc: bool = True
+    vllm_v1_disable_multiproc: Annotated[bool, inert("vLLM only")] = True
     """vLLM in one process."""
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: Annotated[
+        bool,
+        implemented(
+            "off: a resumed run would not be bit-identical; between requests, as the samples of a "
+            "prompt always share its prefill",
+            skyrl_default=True,
+        ),
+    ] = False
     """Reuse keys and values between requests that begin alike; samples of a prompt and turns of a
     conversation always do. What is reused then depends on timing, and with it the last bits: a
     resumed run is not bit-identical."""
-    enable_chunked_prefill: bool = False
+    enable_chunked_prefill: Annotated[bool, mapped("always on", skyrl_default=True)] = False
     """Cut long prompts into chunks between decoding steps; ours always does."""
-    recompute_kv_on_update: bool = False
+    recompute_kv_on_update: Annotated[bool, new()] = False
     """New weights compute the keys and values of samples in flight anew; false = these go on with
     the old ones."""
-    max_num_batched_tokens: int = 8192
+    max_num_batched_tokens: Annotated[int, implemented(_SLOTS)] = 8192
     """Most prompt tokens between two blocks of decoding."""
-    enforce_eager: bool = True
+    enforce_eager: Annotated[bool, mapped("of vLLM servers started here")] = True
     """No CUDA graphs."""
-    fully_sharded_loras: bool = False
+    fully_sharded_loras: Annotated[bool, inert("vLLM only")] = False
     """Shard adapters fully in vLLM."""
-    enable_ray_prometheus_stats: bool = False
+    enable_ray_prometheus_stats: Annotated[bool, inert("vLLM only")] = False
     """Engine statistics through Ray."""
-    gpu_memory_utilization: Annotated[float, between("(0, 1]", "it is a share of the memory")] = 0.8
+    gpu_memory_utilization: Annotated[
+        float, between("(0, 1]", "it is a share of the memory"), implemented(_SLOTS)
+    ] = 0.8
     """Share, for decode weights and cache, of the device memory that the trainer leaves free."""
-    max_num_seqs: Annotated[int, positive] = 1024
+    max_num_seqs: Annotated[int, positive, implemented(_SLOTS)] = 1024
     """Rows decoded together, and conversations of several turns held at once, over all engines."""
     remote_urls: list[str] = field(default_factory=list)
     """Addresses of the servers of remote engines, e.g. ["http://10.0.0.2:8000"]; of JetStream
     servers "host:port"."""
-    enable_http_endpoint: bool = False
+    enable_http_endpoint: Annotated[bool, implemented("also sessions; a token off loopback")] = (
+        False
+    )
     """Serve the engine over HTTP during training."""
-    http_endpoint_host: str = "127.0.0.1"
+    http_endpoint_host: Annotated[str, _ENDPOINT] = "127.0.0.1"
     """Host of that endpoint."""
     http_endpoint_port: Annotated[
-        int, must(lambda port: port in range(65536), "must be 0 (any) to 65535")
+        int, must(lambda port: port in range(65536), "must be 0 (any) to 65535"), _ENDPOINT
     ] = 8000
     """Port of that endpoint."""
-    served_model_name: str | None = None
+    served_model_name: Annotated[str | None, _ENDPOINT] = None
     """Model name that requests to the endpoint must carry."""
-    distributed_executor_backend: str = "ray"
+    distributed_executor_backend: Annotated[str, inert("vLLM only")] = "ray"
     """vLLM's executor."""
-    engine_init_kwargs: dict[str, Any] = field(default_factory=dict)
+    engine_init_kwargs: Annotated[
+        dict[str, Any], mapped("arguments of our engines, or flags of vLLM servers")
+    ] = field(default_factory=dict)
     """Keyword arguments of the engine, e.g. {"steps_per_dispatch": 32}; with backend "vllm" flags
     of its servers, e.g. {"max_model_len": 4096}; those of "jetstream" are in docs/jetstream.md."""
-    override_existing_update_group: str = "auto"
+    override_existing_update_group: Annotated[str, inert(_SHARED_WEIGHTS)] = "auto"
     """Reuse of a weight-update group."""
-    external_proxy_url: str | None = None
+    external_proxy_url: Annotated[str | None, implemented("of servers that run already")] = None
     """Address of a router before the servers: it gets the requests, they get the weights."""
-    external_server_urls: list[str] | None = None
+    external_server_urls: Annotated[
+        list[str] | None, implemented("of servers that run already")
+    ] = None
     """The same as remote_urls."""
-    vllm_python: str | None = None
+    vllm_python: Annotated[str | None, new()] = None
     """Interpreter that has vLLM, to start servers with; None = this one."""
-    engine_devices: list[str] | None = None
+    engine_devices: Annotated[list[str] | None, new()] = None
     """CUDA_VISIBLE_DEVICES of each server that is started, e.g. ["2,3", "4,5"]; None = as in this
     process."""
-    weights_folder: str | None = None
+    weights_folder: Annotated[str | None, new()] = None
     """Where weights are written for remote engines, which must see it under the same path; None =
     "weights" in the run's folder."""
-    probe_bound: Annotated[float, positive] = 0.05
+    probe_bound: Annotated[float, positive, new()] = 0.05
     """Largest difference between the log-probs of a remote engine and the trainer, of a short probe
     after every update; more with bfloat16 on either side, e.g. 0.2."""
-    request_timeout_seconds: Annotated[float, positive] = 1800.0
+    request_timeout_seconds: Annotated[float, positive, new()] = 1800.0
     """Longest wait for a remote engine: for all tokens of a request, or one update of weights."""
-    api_token_env: str | None = None
+    api_token_env: Annotated[str | None, new()] = None
     """Environment variable that holds the bearer token of remote engines."""
 
 
@@ -168,9 +214,11 @@ class GeneratorConfig(BaseConfig):
     """The engine that samples."""
     n_samples_per_prompt: Annotated[int, positive] = 5
     """Samples per training prompt: the size of a group."""
-    batched: bool = False
+    batched: Annotated[bool, implemented("a single-turn batch is always one call")] = False
     """One engine call for the whole batch; one turn."""
-    max_turns: Annotated[int, positive] = 1
+    max_turns: Annotated[
+        int, positive, implemented("also ends conversations that the environment does not")
+    ] = 1
     """Most turns of a conversation, which keeps its slot of the engine in between."""
     max_input_length: Annotated[int | None, positive] = None
     """Longest input of a turn, in tokens; None = trainer.max_prompt_length."""
@@ -180,28 +228,34 @@ class GeneratorConfig(BaseConfig):
     """Variables of the chat template, e.g. {"enable_thinking": False}."""
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     """Sampling for training."""
-    use_conversation_multi_turn: bool = True
+    use_conversation_multi_turn: Annotated[bool, implemented("an appended token is masked")] = True
     """Each turn is a message of its own."""
-    append_eos_token_after_stop_str_in_multi_turn: bool = True
+    append_eos_token_after_stop_str_in_multi_turn: Annotated[
+        bool, implemented("an appended token is masked")
+    ] = True
     """Append the end-of-sequence token after a stop string."""
     eval_sampling_params: SamplingParams | None = None
     """Sampling for evaluation; None = greedy with the training max_generate_length."""
     eval_n_samples_per_prompt: Annotated[int, positive] = 1
     """Samples per evaluation prompt."""
-    eval_pass_at_k: list[int] | None = None
+    eval_pass_at_k: Annotated[list[int] | None, new()] = None
     """k of the pass@k that an evaluation reports; None = powers of two up to
     eval_n_samples_per_prompt, and that number."""
     zero_reward_on_non_stop: bool = False
     """Reward 0 for responses whose stop_reason is not "stop"."""
-    apply_overlong_filtering: bool = False
+    apply_overlong_filtering: Annotated[
+        bool, implemented("by stop_reason, not by the last token")
+    ] = False
     """Zero loss mask for responses whose stop_reason is not "stop" (DAPO)."""
-    rope_scaling: dict[str, Any] | None = None
+    rope_scaling: Annotated[dict[str, Any] | None, implemented("must equal the trainer's")] = None
     """Rotary scaling of the engine; None = trainer.rope_scaling."""
-    rope_theta: float | None = None
+    rope_theta: Annotated[float | None, implemented("must equal the trainer's")] = None
     """Rotary base of the engine; None = trainer.rope_theta."""
-    step_wise_trajectories: bool = False
+    step_wise_trajectories: Annotated[
+        bool, implemented("the last row has the reward of all turns")
+    ] = False
     """One row per turn."""
-    merge_stepwise_output: bool = False
+    merge_stepwise_output: Annotated[bool, later()] = False
     """Merge neighbouring turns where the later prompt begins with the earlier turn."""
 
 

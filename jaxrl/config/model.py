@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxrl.config.constraints import between, must, not_negative, one_of, positive
 from jaxrl.config.dataclass_config import BaseConfig
+from jaxrl.config.status import implemented, new
 from jaxrl.models.lora import INIT_METHODS
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -26,14 +27,21 @@ class SkyRLLoraConfig(BaseConfig):
     """Adapter scale: the update is multiplied by alpha / rank."""
     dropout: Annotated[float, between("[0, 1)", "0.0 is off")] = 0.0
     """Dropout probability on the adapter input, in the passes that are differentiated."""
-    lora_sync_path: str | None = None
+    lora_sync_path: Annotated[
+        str | None,
+        implemented(
+            "the policy's, with backend='vllm'; None: adapters are merged into the weights",
+            only_with="lora.rank > 0",
+            skyrl_default="/tmp/skyrl_lora_sync",
+        ),
+    ] = None
     """Folder of this run alone through which adapters reach vLLM servers, which must see it under
     the same path; None = the servers get all weights, adapters merged."""
-    target_modules: str | list[str] = "all-linear"
+    target_modules: Annotated[str | list[str], implemented("also a list")] = "all-linear"
     """Matrices with an adapter, one pattern or several: the end of a Hugging Face module name
     ("q_proj"), a regular expression for a whole one, or "all-linear", all but embed_tokens and
     lm_head."""
-    exclude_modules: str | list[str] | None = None
+    exclude_modules: Annotated[str | list[str] | None, implemented("also a list")] = None
     """Which of the target modules get none, as the same patterns."""
     init_method: Annotated[str, one_of(*INIT_METHODS, later=("xavier", "normal", "zero"))] = (
         "kaiming"
@@ -49,7 +57,7 @@ class ModelConfig(BaseConfig):
     """Hugging Face model folder, or the id of a hub model, OWNER/NAME."""
     lora: SkyRLLoraConfig = field(default_factory=SkyRLLoraConfig)
     """Low-rank adapters."""
-    random_init: bool = False
+    random_init: Annotated[bool, new()] = False
     """Random weights for the architecture in `path`/config.json, drawn from `trainer.seed`."""
 
 
@@ -76,9 +84,18 @@ class OptimizerConfig(BaseConfig):
         ),
     ] = 1.0
     """Gradients are scaled down to this global norm."""
-    offload_after_step: bool = False
+    offload_after_step: Annotated[
+        bool,
+        implemented(
+            "off: two transfers an update, wasted where the memory suffices; also between the "
+            "minibatches of a step; no effect without pinned_host memory",
+            skyrl_default=True,
+        ),
+    ] = False
     """Keep the optimizer state in host memory between steps."""
     num_warmup_steps: Annotated[int, not_negative] = 0
     """Optimizer updates (minibatches) of linear warm-up."""
-    scheduler: Annotated[str, one_of(*SCHEDULERS)] = "constant_with_warmup"
+    scheduler: Annotated[
+        str, one_of(*SCHEDULERS), implemented("linear and cosine end at the last update")
+    ] = "constant_with_warmup"
     """"constant", "constant_with_warmup", "linear" or "cosine" (the last two decay to 0)."""

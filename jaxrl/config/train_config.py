@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import os
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from jaxrl.config import overrides
 from jaxrl.config.algorithm import AlgorithmConfig
@@ -15,6 +15,7 @@ from jaxrl.config.environment import EnvironmentConfig
 from jaxrl.config.generator import GeneratorConfig, SamplingParams
 from jaxrl.config.mesh import map_mesh
 from jaxrl.config.serving import ServeConfig
+from jaxrl.config.status import new
 from jaxrl.config.trainer import FullyAsyncConfig, TrainerConfig, run_folder
 from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry
 
@@ -31,9 +32,9 @@ class TrainConfig(BaseConfig):
     """Rollouts."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     """Which environment scores a prompt."""
-    serve: ServeConfig = field(default_factory=ServeConfig)
+    serve: Annotated[ServeConfig, new()] = field(default_factory=ServeConfig)
     """Serving over HTTP."""
-    sft: SFTConfig = field(default_factory=SFTConfig)
+    sft: Annotated[SFTConfig, new()] = field(default_factory=SFTConfig)
     """Supervised fine-tuning."""
 
     @classmethod

@@ -1,5 +1,6 @@
 """Config of the training run: models, devices, batch sizes, checkpoints, logging."""
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -9,9 +10,25 @@ from jaxrl.config.backend import PRECISIONS, FSDPConfig, MegatronConfig, MeshCon
 from jaxrl.config.constraints import must, not_negative, one_of, positive, positive_or
 from jaxrl.config.dataclass_config import BaseConfig
 from jaxrl.config.model import ModelConfig, OptimizerConfig
+from jaxrl.config.status import implemented, inert, later, mapped, new, planned
 from jaxrl.config.watching import LOGGERS, WatchingConfig
 from jaxrl.models.remat import REMAT_POLICIES
 
+_COUNTED = "counted only where parts have devices of their own; else all parts have all devices"
+_OWN_FOLDER = "unset, in the run folder; of one run alone"
+_SEQUENCE_PARALLEL = planned("mesh.context is a later axis")
+_MODEL_CHANGES = implemented("an unknown field is an error")
+_IN_PEFT_FOLDER = inert("read from the PEFT folder in ref.model.path")
+_REF_MODEL = {
+    "path": implemented("loaded only for a KL term"),
+    "random_init": new("the policy's if no path"),
+    "lora.rank": implemented("of the adapters in ref.model.path, then a PEFT folder"),
+    "lora.alpha": _IN_PEFT_FOLDER,
+    "lora.dropout": _IN_PEFT_FOLDER,
+    "lora.target_modules": _IN_PEFT_FOLDER,
+    "lora.exclude_modules": _IN_PEFT_FOLDER,
+    "lora.init_method": _IN_PEFT_FOLDER,
+}
 _local_folder = must(lambda path: "://" not in path, "must be a local folder")
 
 
@@ -19,25 +36,27 @@ _local_folder = must(lambda path: "://" not in path, "must be a local folder")
 class PlacementConfig(BaseConfig):
     """Describe which devices hold which model."""
 
-    colocate_all: bool = True
+    colocate_all: Annotated[
+        bool, implemented("of engines in this process; servers are never colocated")
+    ] = True
     """Training and sampling share all devices; false = an engine in this process has the devices
     that policy_num_gpus_per_node leaves."""
-    colocate_policy_ref: bool = True
+    colocate_policy_ref: Annotated[bool, implemented("also with colocate_all")] = True
     """Policy and reference model share devices; false = the reference has ref_num_gpus_per_node of
     its own, after the policy's."""
-    policy_num_nodes: Annotated[int, positive] = 1
+    policy_num_nodes: Annotated[int, positive, mapped("of all parts; one process on each")] = 1
     """Hosts of the job, with all their devices; `jaxrl.cluster.launch` takes them of a cluster."""
-    policy_num_gpus_per_node: int = 1
+    policy_num_gpus_per_node: Annotated[int, mapped(_COUNTED)] = 1
     """Devices of the policy where not all parts share all devices."""
-    critic_num_nodes: int = 1
+    critic_num_nodes: Annotated[int, inert("all parts are on all hosts")] = 1
     """Hosts of the critic, which lies with the policy."""
-    critic_num_gpus_per_node: int = 1
+    critic_num_gpus_per_node: Annotated[int, inert("the critic lies with the policy")] = 1
     """Devices per host of the critic."""
-    ref_num_nodes: int = 1
+    ref_num_nodes: Annotated[int, inert("all parts are on all hosts")] = 1
     """Hosts of the reference model, which lies on those of the policy."""
-    ref_num_gpus_per_node: int = 1
+    ref_num_gpus_per_node: Annotated[int, mapped(_COUNTED)] = 1
     """Devices of a reference model on its own."""
-    rollout_num_nodes: Annotated[int, not_negative] = 0
+    rollout_num_nodes: Annotated[int, not_negative, new()] = 0
     """Hosts that only sample, with backend "native" and colocate_all=false: the run starts a
     rollout worker on each. 0 = none."""
 
@@ -56,15 +75,15 @@ class PolicyConfig(BaseConfig):
     """Its device mesh."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     """Its sharding."""
-    sequence_parallel_size: int = 1
+    sequence_parallel_size: Annotated[int, _SEQUENCE_PARALLEL] = 1
     """Devices that share each sequence."""
-    use_torch_compile: bool = False
+    use_torch_compile: Annotated[bool, inert("everything is jitted")] = False
     """torch.compile of the logits."""
-    record_memory: bool = False
+    record_memory: Annotated[bool, mapped("pprof files, of every step")] = False
     """Profile the device memory of every step, into <run folder>/profiles/memory."""
     megatron_config: MegatronConfig = field(default_factory=MegatronConfig)
     """Megatron settings."""
-    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
+    model_config_kwargs: Annotated[dict[str, Any], _MODEL_CHANGES] = field(default_factory=dict)
     """Changes to the Hugging Face model config."""
 
 
@@ -72,17 +91,19 @@ class PolicyConfig(BaseConfig):
 class CriticConfig(BaseConfig):
     """Describe the value model of actor-critic algorithms."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: Annotated[
+        ModelConfig, {"path": implemented("its head is drawn where the folder has none")}
+    ] = field(default_factory=ModelConfig)
     """The model; no path, no critic. Its vocabulary must be the policy's, its size need not."""
     optimizer_config: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=5e-6))
     """Its optimizer."""
-    mesh: MeshConfig | None = None
+    mesh: Annotated[MeshConfig | None, new()] = None
     """Its device mesh, over the same devices; None = the policy's."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     """Its sharding."""
-    sequence_parallel_size: int = 1
+    sequence_parallel_size: Annotated[int, _SEQUENCE_PARALLEL] = 1
     """Devices that share each sequence."""
-    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
+    model_config_kwargs: Annotated[dict[str, Any], _MODEL_CHANGES] = field(default_factory=dict)
     """Changes to the Hugging Face model config."""
 
 
@@ -90,17 +111,19 @@ class CriticConfig(BaseConfig):
 class RefConfig(BaseConfig):
     """Describe the frozen reference model of the KL term."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: Annotated[ModelConfig, _REF_MODEL] = field(default_factory=ModelConfig)
     """The model; no path = the policy's initial weights."""
-    mesh: MeshConfig | None = None
+    mesh: Annotated[MeshConfig | None, new()] = None
     """Its device mesh; None = the policy's, or fsdp over devices of its own."""
-    sequence_parallel_size: int = 1
+    sequence_parallel_size: Annotated[int, _SEQUENCE_PARALLEL] = 1
     """Devices that share each sequence."""
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    fsdp_config: Annotated[
+        FSDPConfig, {"cpu_offload": implemented("on the device during its forward")}
+    ] = field(default_factory=FSDPConfig)
     """Its sharding."""
     megatron_config: MegatronConfig = field(default_factory=MegatronConfig)
     """Megatron settings."""
-    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
+    model_config_kwargs: Annotated[dict[str, Any], _MODEL_CHANGES] = field(default_factory=dict)
     """Changes to the Hugging Face model config."""
 
 
@@ -108,15 +131,26 @@ class RefConfig(BaseConfig):
 class FullyAsyncConfig(BaseConfig):
     """Hold the settings of training while sampling continues, see docs/asynchrony.md."""
 
-    enabled: bool = False
+    enabled: Annotated[bool, later()] = False
     """Sample later batches while a batch is trained."""
-    schedule: Annotated[str, one_of("free", "lockstep")] = "free"
+    schedule: Annotated[str, one_of("free", "lockstep"), new()] = "free"
     """"free": prompts are trained in the order in which they are finished, and weights change while
     tokens are drawn. "lockstep": batches are sampled whole, each by a fixed version of the weights;
     a resumed run equals an undisturbed one bit for bit."""
-    max_staleness_steps: Annotated[int, not_negative] = 4
+    max_staleness_steps: Annotated[
+        int,
+        not_negative,
+        implemented(
+            "also with an engine on the trainer's devices", only_with="trainer.fully_async.enabled"
+        ),
+    ] = 4
     """Training steps that sampling may be ahead; 0 = nothing overlaps, as in synchronous runs."""
-    num_parallel_generation_workers: int = 768
+    num_parallel_generation_workers: Annotated[
+        int,
+        implemented(
+            "the default fits itself to the batch", only_with="trainer.fully_async.schedule='free'"
+        ),
+    ] = 768
     """Prompts in generation at the same time, in the schedule "free"; the default is brought
     between train_batch_size and that times max_staleness_steps + 1, beyond which none has work."""
 
@@ -156,9 +190,13 @@ class TrainerConfig(BaseConfig):
 
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     """Which devices hold which model."""
-    sequence_parallel_backend: str = "ulysses"
+    sequence_parallel_backend: Annotated[str, inert("one value only")] = "ulysses"
     """SkyRL's only sequence-parallel backend."""
-    strategy: Annotated[str, one_of("jax", "fsdp", "fsdp2", "megatron")] = "jax"
+    strategy: Annotated[
+        str,
+        one_of("jax", "fsdp", "fsdp2", "megatron"),
+        mapped("there is one backend", skyrl_default="fsdp2"),
+    ] = "jax"
     """"jax"; SkyRL's "fsdp", "fsdp2" and "megatron" mean the same here."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     """The model that is trained."""
@@ -170,14 +208,14 @@ class TrainerConfig(BaseConfig):
     """The objective."""
     fully_async: FullyAsyncConfig = field(default_factory=FullyAsyncConfig)
     """Training while sampling continues."""
-    sharding_rules: dict[str, Any] = field(default_factory=dict)
+    sharding_rules: Annotated[dict[str, Any], new()] = field(default_factory=dict)
     """Mesh axes of logical axes, instead of those of `jaxrl.parallel.ShardingRules`."""
     gradient_checkpointing: bool = True
     """Recompute each layer's activations in the backward pass."""
-    remat_policy: Annotated[str, one_of(*REMAT_POLICIES)] = "full"
+    remat_policy: Annotated[str, one_of(*REMAT_POLICIES), new()] = "full"
     """What layers keep when gradient_checkpointing is on, see `jaxrl/models/remat.py`: "full",
     "attention", "dots", "none" or "offload"."""
-    gradient_checkpointing_use_reentrant: bool = False
+    gradient_checkpointing_use_reentrant: Annotated[bool, inert("torch only")] = False
     """Variant of torch's gradient checkpointing."""
     seed: int = 42
     """Seed of initialisation, data order and sampling."""
@@ -185,9 +223,15 @@ class TrainerConfig(BaseConfig):
     """"latest" checkpoint in ckpt_path, "from_path", or "none"."""
     resume_path: str | None = None
     """Checkpoint for resume_mode "from_path"."""
-    log_path: Annotated[str, _local_folder] = "runs"
+    log_path: Annotated[
+        str,
+        _local_folder,
+        mapped("the run's records, not logs of engines", skyrl_default="/tmp/skyrl-logs"),
+    ] = "runs"
     """Run folder: config.yaml, metrics.jsonl, curve.png, TensorBoard events."""
-    ckpt_path: str = ""
+    ckpt_path: Annotated[
+        str, implemented(_OWN_FOLDER, skyrl_default=os.path.expanduser("~/ckpts/"))
+    ] = ""
     """Folder of the checkpoints; "" = checkpoints in the run folder."""
     max_ckpts_to_keep: Annotated[int, positive_or(-1, "all")] = -1
     """Checkpoints kept, the latest ones; -1 = all."""
@@ -195,41 +239,63 @@ class TrainerConfig(BaseConfig):
     """Steps between checkpoints; -1 = none."""
     hf_save_interval: Annotated[int, positive_or(-1, "off")] = -1
     """Steps between exports in Hugging Face format; -1 = none."""
-    export_path: Annotated[str, _local_folder] = ""
+    export_path: Annotated[
+        str, _local_folder, implemented(_OWN_FOLDER, skyrl_default=os.path.expanduser("~/exports/"))
+    ] = ""
     """Folder of exported models and evaluation results; "" = exports in the run folder."""
-    bf16: bool | Literal["auto"] = "auto"
+    bf16: Annotated[
+        bool | Literal["auto"],
+        mapped("data type of the computation; off on CPUs", skyrl_default=True),
+    ] = "auto"
     """Compute in bfloat16; master weights and optimizer state stay float32. "auto" = on TPUs and
     GPUs."""
     epochs: Annotated[int, positive] = 1
     """Passes over the training prompts."""
-    max_training_steps: Annotated[int | None, positive_or(None, "all epochs")] = None
+    max_training_steps: Annotated[int | None, positive_or(None, "all epochs"), new()] = None
     """Stop after this many steps; None = all epochs."""
-    update_epochs_per_batch: Annotated[int, positive] = 1
+    update_epochs_per_batch: Annotated[
+        int, positive, implemented("minibatches are drawn anew for each")
+    ] = 1
     """Passes over the batch of a step; after the first its prompts are shuffled into other
     minibatches."""
     train_batch_size: Annotated[int, positive] = 1024
     """Prompts per step."""
     policy_mini_batch_size: Annotated[int, positive] = 256
     """Prompts per optimizer update."""
-    critic_mini_batch_size: Annotated[int, positive] = 256
+    critic_mini_batch_size: Annotated[
+        int, positive, implemented(only_with="trainer.critic.model.path")
+    ] = 256
     """Prompts per optimizer update of the critic."""
-    micro_train_batch_size_per_gpu: Annotated[int, positive] = 1
+    micro_train_batch_size_per_gpu: Annotated[
+        int, positive, implemented("changes memory and speed, never the gradient")
+    ] = 1
     """Rows per device in one forward and backward pass."""
-    micro_forward_batch_size_per_gpu: Annotated[int, positive] = 1
+    micro_forward_batch_size_per_gpu: Annotated[
+        int, positive, implemented("changes memory and speed, never the gradient")
+    ] = 1
     """Rows per device in one gradient-free forward pass."""
-    update_ref_every_epoch: bool = False
+    update_ref_every_epoch: Annotated[bool, implemented("the reference is in the checkpoint")] = (
+        False
+    )
     """Copy the policy into the reference model after every epoch; the copy is in checkpoints."""
-    use_sample_packing: bool | Literal["auto"] = "auto"
+    use_sample_packing: Annotated[
+        bool | Literal["auto"],
+        implemented(
+            "by segment ids; at most 16 trajectories per row; off on CPUs", skyrl_default=True
+        ),
+    ] = "auto"
     """Several trajectories per row of the model's input. "auto" = on TPUs and GPUs, but not of a
     model that is a flax module."""
-    packed_length: int | None = None
+    packed_length: Annotated[int | None, new()] = None
     """Tokens of a packed row; None = the length bucket of the batch's longest trajectory, or with
     few_shapes of the longest there can be."""
-    few_shapes: bool | Literal["auto"] = "auto"
+    few_shapes: Annotated[bool | Literal["auto"], new()] = "auto"
     """Compile few programs: packed rows have one length, that of the longest trajectory there can
     be, and a microbatch all or a quarter of its rows; rows of one trajectory have four lengths.
     "auto" = on TPUs and GPUs."""
-    max_tokens_per_microbatch: Annotated[int, positive_or(-1, "off")] = -1
+    max_tokens_per_microbatch: Annotated[
+        int, positive_or(-1, "off"), later("counts all devices")
+    ] = -1
     """Rows x tokens of a forward pass over all devices, in place of row counts; -1 = row counts."""
     eval_batch_size: Annotated[int, positive] = 1024
     """Prompts per evaluation batch."""
@@ -239,33 +305,49 @@ class TrainerConfig(BaseConfig):
     """Steps between evaluations; -1 = none."""
     max_prompt_length: Annotated[int, positive] = 512
     """Longer prompts, in tokens, are dropped from the data."""
-    flash_attn: bool | Literal["auto"] = "auto"
+    flash_attn: Annotated[
+        bool | Literal["auto"],
+        implemented(
+            "True: an error where the backend's kernel cannot run the model; plain attention on "
+            "CPUs",
+            skyrl_default=True,
+        ),
+    ] = "auto"
     """Fused attention kernel: splash on TPUs, Pallas-Triton on GPUs (bf16 only), none on CPUs.
     "auto" = on where the platform's kernel can run the models."""
-    disable_fast_tokenizer: bool = False
+    disable_fast_tokenizer: Annotated[bool, inert("transformers 5 has one kind")] = False
     """Slow tokenizer of transformers."""
     project_name: str = "skyrl"
     """Project of the run: W&B's project, MLflow's experiment."""
     run_name: str = "test_run"
     """Name of the run."""
-    logger: Annotated[str | list[str], one_of(*LOGGERS, later=("swanlab",))] = "console"
+    logger: Annotated[
+        str | list[str],
+        one_of(*LOGGERS, later=("swanlab",)),
+        implemented(
+            "a run needs no account unless it asks for one; no swanlab, which a callback can feed",
+            skyrl_default="wandb",
+        ),
+    ] = "console"
     """"console" (the progress bar), "jsonl", "tensorboard", "wandb", "mlflow": one or a list;
     metrics.jsonl and the curve are always written."""
-    watching: WatchingConfig = field(default_factory=WatchingConfig)
+    watching: Annotated[WatchingConfig, new()] = field(default_factory=WatchingConfig)
     """Alarms, callbacks and profiles."""
-    ledger: LedgerConfig = field(default_factory=LedgerConfig)
+    ledger: Annotated[LedgerConfig, new()] = field(default_factory=LedgerConfig)
     """Where every prompt and trajectory ended."""
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    cluster: Annotated[ClusterConfig, new()] = field(default_factory=ClusterConfig)
     """How the processes of a job are started, and started again."""
-    print_example_interval: Annotated[int, positive_or(-1, "off")] = 1
+    print_example_interval: Annotated[int, positive_or(-1, "off"), new()] = 1
     """Steps between printed example trajectories; -1 = none."""
     dump_data_batch: bool = False
     """Write every training batch to export_path/dumped_data, a .npz per step."""
     dump_eval_results: bool = True
     """Write evaluation trajectories to export_path/dumped_evals, a folder per step."""
-    compilation_cache_path: str | None = "~/.cache/jaxrl/compiled"
+    compilation_cache_path: Annotated[str | None, new()] = "~/.cache/jaxrl/compiled"
     """Where compiled programs are kept for later runs; JAX_COMPILATION_CACHE_DIR outranks it."""
-    rope_scaling: dict[str, Any] | None = None
+    rope_scaling: Annotated[
+        dict[str, Any] | None, implemented("of policy, reference and engine")
+    ] = None
     """Rotary scaling, instead of the model's own."""
     rope_theta: Annotated[
         float | None,
@@ -273,6 +355,7 @@ class TrainerConfig(BaseConfig):
             lambda base: base is None or base > 1,
             "must be > 1, e.g. 10000.0; None keeps the model's own",
         ),
+        implemented("of policy, reference and engine"),
     ] = None
     """Rotary base, instead of the model's own."""
 

@@ -40,8 +40,8 @@ def refused(capsys, *words):
     ("words", "message"),
     [
         (["--config.trainer.cluster.max_restarts=-1"], "cluster.max_restarts=-1: must not be neg"),
-        (["--config.trainer.cluster.processes_per_host=0"], "processes_per_host=0: must be at le"),
-        (["--config.trainer.placement.policy_num_nodes=0"], "policy_num_nodes=0: must be at least"),
+        (["--config.trainer.cluster.processes_per_host=0"], "processes_per_host=0: must be posit"),
+        (["--config.trainer.placement.policy_num_nodes=0"], "policy_num_nodes=0: must be positive"),
         (["--config.trainer.epochs=0"], "trainer.epochs=0: must be positive"),
         (["--config.trainer.policy.mesh.tensor=3"], "the sizes must"),
         (["--local-processes=two"], "--local-processes=two: give the number of processes, e.g."),

@@ -38,6 +38,20 @@ def test_the_tables_are_what_the_schema_generates():
     assert migration_page(TEXT) == TEXT, "run python -m jaxrl.config.document_migration"
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("| `trainer.strategy` |", "| `trainer.stratgy` |", r"`trainer.stratgy`: .* found set\(\)"),
+        ("`data.train_data`, `val_data`", "`data.train_data`", r"write \['data.val_data'\] into"),
+        ("`trainer.strategy`", "`trainer.strategy`, `seed`", "the fields differ"),
+    ],
+)
+def test_a_row_of_other_fields_is_named(old, new, message):
+    assert old in TEXT
+    with pytest.raises(ValueError, match=message):
+        migration_page(TEXT.replace(old, new))
+
+
 def test_every_documented_field_is_on_the_page():
     fields = TEXT.partition("## Fields")[2].partition("## Calls")[0]
     missing = [

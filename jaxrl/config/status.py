@@ -1,4 +1,10 @@
-"""A row of the table of fields, and the words that its groups share."""
+"""Say at a field of the schema what it is in SkyRL, where it is not simply implemented as there.
+
+    flash_attn: Annotated[bool, implemented("plain attention on CPUs", skyrl_default=True)] = False
+
+At a group it holds for all fields in it that say nothing themselves; a dict at a group says it of
+the fields of this group alone, by their names in it.
+"""
 
 from dataclasses import dataclass
 from functools import partial
@@ -10,14 +16,11 @@ SAME_DEFAULT = "same as SkyRL"
 
 @dataclass(frozen=True)
 class FieldStatus:
-    """Hold a row: what fields mean here and in SkyRL.
+    """Hold what a field is here and in SkyRL; its meaning is the docstring under it.
 
     Attributes:
         status: implemented: as in SkyRL. mapped: the JAX counterpart, see `note`. inert: no
             counterpart, accepted with a warning. planned: rejected until it exists.
-        prefix: dotted path of the group; `*` stands for one name.
-        names: field names in it, separated by spaces; a trailing `*` takes everything that starts
-            so, deeper levels included.
         note: the difference from SkyRL, or the reason.
         only_with: the setting without which the field has no effect. That setting is the one
             `validate` rejects; the field itself may have any value.
@@ -26,31 +29,25 @@ class FieldStatus:
     """
 
     status: Status
-    prefix: str
-    names: str
     note: str = ""
     only_with: str = ""
     skyrl_default: Any = SAME_DEFAULT
     skyrl_only: bool = True
 
-    def covers(self, key: str) -> bool:
-        """Return whether the row is about the dotted key."""
-        head, tail = key.split("."), self.prefix.split(".")
-        if len(head) <= len(tail) or any(
-            p not in ("*", h) for h, p in zip(head, tail, strict=False)
-        ):
-            return False
-        name = ".".join(head[len(tail) :])
-        return any(
-            name.startswith(n[:-1]) if n.endswith("*") else name == n for n in self.names.split()
-        )
-
-
-CRITIC = "trainer.critic.model.path"
-NEW = "not in SkyRL's reference"
-LATER = "in SkyRL since August 2026"
 
 implemented = partial(FieldStatus, "implemented")
 mapped = partial(FieldStatus, "mapped")
 inert = partial(FieldStatus, "inert")
 planned = partial(FieldStatus, "planned")
+
+
+def new(note: str = "", only_with: str = "") -> FieldStatus:
+    """Return the status of a field that SkyRL's reference does not have."""
+    note = f"not in SkyRL's reference; {note}" if note else "not in SkyRL's reference"
+    return FieldStatus("implemented", note, only_with, skyrl_only=False)
+
+
+def later(note: str = "") -> FieldStatus:
+    """Return the status of a field that SkyRL has since its reference was written."""
+    note = f"in SkyRL since August 2026; {note}" if note else "in SkyRL since August 2026"
+    return FieldStatus("implemented", note, skyrl_only=False)
