@@ -9,6 +9,7 @@ from jaxrl.config.status import implemented, later, mapped, new
 from jaxrl.losses.kl import KL_ESTIMATORS
 from jaxrl.losses.reduction import REDUCTIONS
 
+_OVER_MINIBATCH = implemented("averages over the whole minibatch")
 _WEIGHT_BOUND = "SkyRL's later default; 0 and 5 would bound the weight to [1, 6]"
 
 
@@ -161,23 +162,17 @@ class AlgorithmConfig(BaseConfig):
         default_factory=KLCtrlConfig
     )
     """Controller of the KL coefficient in the reward."""
-    kl_estimator_type: Annotated[
-        str, one_of(*KL_ESTIMATORS), implemented("averages over the whole minibatch")
-    ] = "k3"
+    kl_estimator_type: Annotated[str, one_of(*KL_ESTIMATORS), _OVER_MINIBATCH] = "k3"
     """"k1", "k2", "k3" or "abs", http://joschu.net/blog/kl-approx.html."""
     use_kl_in_reward: Annotated[bool, implemented("excludes use_kl_loss")] = False
     """Subtract the KL to the reference model from the rewards."""
-    use_kl_loss: Annotated[bool, implemented("averages over the whole minibatch")] = True
+    use_kl_loss: Annotated[bool, _OVER_MINIBATCH] = True
     """Add the KL to the reference model to the loss."""
-    kl_loss_coef: Annotated[
-        float, not_negative, implemented("averages over the whole minibatch")
-    ] = 0.001
+    kl_loss_coef: Annotated[float, not_negative, _OVER_MINIBATCH] = 0.001
     """Coefficient of the KL term."""
-    use_entropy_loss: Annotated[bool, implemented("averages over the whole minibatch")] = False
+    use_entropy_loss: Annotated[bool, _OVER_MINIBATCH] = False
     """Subtract the policy's entropy from the loss."""
-    entropy_loss_coef: Annotated[
-        float, not_negative, implemented("averages over the whole minibatch")
-    ] = 0.01
+    entropy_loss_coef: Annotated[float, not_negative, _OVER_MINIBATCH] = 0.01
     """Coefficient of the entropy term."""
     temperature: Annotated[
         float | None, implemented("also applied to the reference model's logits")

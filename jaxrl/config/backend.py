@@ -7,9 +7,10 @@ from jaxrl.config.constraints import one_of
 from jaxrl.config.dataclass_config import BaseConfig
 from jaxrl.config.status import implemented, inert, mapped, new, planned
 
-_LATER_AXES = "mesh.context and mesh.expert are later axes"
-_EXPERTS = "Megatron's mixture-of-experts layers; our models are dense"
-_FLOAT32 = "fp32 alone: gradients are summed in it, so that no mesh changes them"
+_MEGATRONS_OWN = inert("Megatron's own")
+_LATER_AXIS = planned("mesh.context and mesh.expert are later axes")
+_MEGATRONS_EXPERTS = inert("Megatron's mixture-of-experts layers; our models are dense")
+_FLOAT32_ALONE = mapped("fp32 alone: gradients are summed in it, so that no mesh changes them")
 
 
 @dataclass
@@ -38,9 +39,9 @@ class MixedPrecisionConfig(BaseConfig):
 
     param_dtype: Annotated[str, one_of(*PRECISIONS)] = "bf16"
     """Data type of the computation, "bf16" or "fp32", in place of that of `trainer.bf16`."""
-    reduce_dtype: Annotated[str, one_of("fp32", "float32"), mapped(_FLOAT32)] = "fp32"
+    reduce_dtype: Annotated[str, one_of("fp32", "float32"), _FLOAT32_ALONE] = "fp32"
     """Data type in which gradients are summed over devices."""
-    buffer_dtype: Annotated[str, one_of("fp32", "float32"), mapped(_FLOAT32)] = "fp32"
+    buffer_dtype: Annotated[str, one_of("fp32", "float32"), _FLOAT32_ALONE] = "fp32"
     """Data type of non-trained buffers."""
 
 
@@ -136,45 +137,45 @@ class MegatronConfig(BaseConfig):
         ),
     ] = 1
     """Pipeline stages."""
-    context_parallel_size: Annotated[int, planned(_LATER_AXES)] = 1
+    context_parallel_size: Annotated[int, _LATER_AXIS] = 1
     """Devices that share each sequence."""
-    expert_model_parallel_size: Annotated[int, planned(_LATER_AXES)] = 1
+    expert_model_parallel_size: Annotated[int, _LATER_AXIS] = 1
     """Devices that share the experts."""
-    expert_tensor_parallel_size: Annotated[int | None, planned(_LATER_AXES)] = None
+    expert_tensor_parallel_size: Annotated[int | None, _LATER_AXIS] = None
     """Devices that share each expert matrix."""
-    moe_token_dispatcher_type: Annotated[str, inert(_EXPERTS)] = "alltoall"
+    moe_token_dispatcher_type: Annotated[str, _MEGATRONS_EXPERTS] = "alltoall"
     """How tokens travel to experts."""
-    moe_router_load_balancing_type: Annotated[str, inert(_EXPERTS)] = "none"
+    moe_router_load_balancing_type: Annotated[str, _MEGATRONS_EXPERTS] = "none"
     """Auxiliary loss of the router."""
-    moe_grouped_gemm: Annotated[bool, inert(_EXPERTS)] = True
+    moe_grouped_gemm: Annotated[bool, _MEGATRONS_EXPERTS] = True
     """One grouped matrix product for all experts."""
-    moe_router_score_function: Annotated[str | None, inert(_EXPERTS)] = None
+    moe_router_score_function: Annotated[str | None, _MEGATRONS_EXPERTS] = None
     """Router score, instead of the model's own."""
-    moe_router_enable_expert_bias: Annotated[bool | None, inert(_EXPERTS)] = None
+    moe_router_enable_expert_bias: Annotated[bool | None, _MEGATRONS_EXPERTS] = None
     """Router bias, instead of the model's own setting."""
-    ddp_config: Annotated[MegatronDDPConfig, inert("Megatron's own")] = field(
+    ddp_config: Annotated[MegatronDDPConfig, _MEGATRONS_OWN] = field(
         default_factory=MegatronDDPConfig
     )
     """Gradient reduction."""
-    torch_profiler_config: Annotated[MegatronTorchProfilerConfig, inert("Megatron's own")] = field(
+    torch_profiler_config: Annotated[MegatronTorchProfilerConfig, _MEGATRONS_OWN] = field(
         default_factory=MegatronTorchProfilerConfig
     )
     """torch.profiler traces."""
     lora_config: MegatronLoraConfig = field(default_factory=MegatronLoraConfig)
     """Adapters."""
-    optimizer_config_kwargs: Annotated[dict[str, Any], inert("Megatron's own")] = field(
+    optimizer_config_kwargs: Annotated[dict[str, Any], _MEGATRONS_OWN] = field(
         default_factory=_optimizer_kwargs
     )
     """Arguments of Megatron's optimizer."""
-    transformer_config_kwargs: Annotated[dict[str, Any], inert("Megatron's own")] = field(
+    transformer_config_kwargs: Annotated[dict[str, Any], _MEGATRONS_OWN] = field(
         default_factory=_transformer_kwargs
     )
     """Arguments of Megatron's transformer, activation recomputation among them."""
-    empty_cuda_cache: Annotated[bool | None, inert("Megatron's own")] = None
+    empty_cuda_cache: Annotated[bool | None, _MEGATRONS_OWN] = None
     """Empty the CUDA cache after a step."""
     model_config_kwargs: Annotated[
         dict[str, Any], mapped("added to the role's model_config_kwargs")
     ] = field(default_factory=dict)
     """Changes to the Hugging Face model config."""
-    dist_ckpt_optim_fully_reshardable: Annotated[bool, inert("Megatron's own")] = False
+    dist_ckpt_optim_fully_reshardable: Annotated[bool, _MEGATRONS_OWN] = False
     """Checkpoint layout that can be loaded on another mesh."""

@@ -37,7 +37,7 @@ def check_choice(field: str, value: Any, choices: Iterable[Any], later: Iterable
     fail(field, value, f"{'not available yet, ' if value in later else ''}must be {shown}{hint}")
 
 
-def check_constraints(config: BaseConfig, path: str) -> None:
+def check_constraints(config: BaseConfig, path: str = "") -> None:
     """Check every field of a config, and of the configs in it, by the constraints at the field.
 
     Args:

@@ -200,10 +200,10 @@ def convert(value: Any, kind: Any, path: str, current: Any = None) -> Any:
     """
     cls = config_class(kind)
     if cls is not None and not (value is None and type(None) in _members(kind)):
-        given = parse_literal(value) if isinstance(value, Text) else value
-        if given is None and type(None) in _members(kind):
+        literal = parse_literal(value) if isinstance(value, Text) else value
+        if literal is None and type(None) in _members(kind):
             return None
-        return given if isinstance(given, cls) else _merged(cls, given, path, current)
+        return literal if isinstance(literal, cls) else _merged(cls, literal, path, current)
     candidates = [value]
     if isinstance(value, Text):
         literal = parse_literal(value)
@@ -266,11 +266,11 @@ def _merged(cls: type[Config], values: Any, path: str, current: Config | None) -
         )
     current = cls() if current is None else current
     cls, kinds = type(current), field_types(type(current))
-    given = {str(k): v for k, v in values.items()}
-    for name in given:
+    changes = {str(k): v for k, v in values.items()}
+    for name in changes:
         check_field(cls, name, path)
-    old = {k: v for k, v in field_values(current).items() if k not in given}
-    new = {k: convert(v, kinds[k], _join(path, k), getattr(current, k)) for k, v in given.items()}
+    old = {k: v for k, v in field_values(current).items() if k not in changes}
+    new = {k: convert(v, kinds[k], _join(path, k), getattr(current, k)) for k, v in changes.items()}
     return cls(**copy.deepcopy(old), **new)
 
 

@@ -26,8 +26,10 @@ def status_of(key: str) -> FieldStatus | None:
             if isinstance(marker, FieldStatus):
                 status = marker
             elif isinstance(marker, dict):
-                path = ".".join(names[:depth])
-                named |= {f"{path}.{inner}": said for inner, said in marker.items()}
+                group = ".".join(names[:depth])
+                named |= {
+                    f"{group}.{inner}": inner_status for inner, inner_status in marker.items()
+                }
         kind = field_types(cls)[name]
         cls = config_class(kind)
     return None if kind is cls else named.get(key, status)

@@ -33,8 +33,8 @@ def loss_lines(trainer: TrainerConfig) -> list[str]:
     name, anchor, row = algorithm.policy_loss_type, ratio_anchor(algorithm), loss_row(algorithm)
     if row is None or name not in LOSSES:
         kwargs = ", ".join(f"{k}={v!r}" for k, v in algorithm.policy_loss_kwargs.items())
-        given = f"with {kwargs or 'its default hyperparameters'}"
-        return [f"custom function {name}", given, f"offered {_anchor(trainer)}"]
+        settings = f"with {kwargs or 'its default hyperparameters'}"
+        return [f"custom function {name}", settings, f"offered {_anchor(trainer)}"]
     loss = f"{name}: l = {row.formula(algorithm)}"
     if anchor is None:
         return [loss]
@@ -67,8 +67,10 @@ def advantage_line(algorithm: AlgorithmConfig, samples: int) -> str:
     }
     row = ROWS.get(name)
     if row is None:
-        given = {"gamma": algorithm.gamma, "lambd": algorithm.lambd, **algorithm.advantage_kwargs}
-        numbers = (f"{k}={v:g}" if isinstance(v, float) else f"{k}={v!r}" for k, v in given.items())
+        values = {"gamma": algorithm.gamma, "lambd": algorithm.lambd, **algorithm.advantage_kwargs}
+        numbers = [
+            f"{k}={v:g}" if isinstance(v, float) else f"{k}={v!r}" for k, v in values.items()
+        ]
         return f"custom function {name}, {', '.join(numbers)}"
     return f"{name}: {row.formula(settings, group)}"
 

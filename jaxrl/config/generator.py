@@ -7,9 +7,12 @@ from jaxrl.config.constraints import between, must, one_of, positive, positive_o
 from jaxrl.config.dataclass_config import BaseConfig
 from jaxrl.config.status import implemented, inert, later, mapped, new, planned
 
-_ONE_TEMPLATE = "nothing is tokenised again, so no named templates that rewrite earlier turns"
-_SHARED_WEIGHTS = "weights are shared in one process; to others see weight_transport"
-_SLOTS = (
+_ONE_TEMPLATE = mapped(
+    "nothing is tokenised again, so no named templates that rewrite earlier turns"
+)
+_VLLM_ONLY = inert("vLLM only")
+_SHARED_WEIGHTS = inert("weights are shared in one process; to others see weight_transport")
+_SLOTS = implemented(
     "slots over all engines, at most the trajectories of a batch; prompt tokens between two "
     "blocks of decoding; decode weights and cache, fewer slots where it does not hold them"
 )
@@ -70,9 +73,9 @@ class SamplingParams(BaseConfig):
 class ChatTemplateConfig(BaseConfig):
     """Name a chat template other than the tokenizer's own."""
 
-    source: Annotated[str, one_of("name", "file"), mapped(_ONE_TEMPLATE)] = "name"
+    source: Annotated[str, one_of("name", "file"), _ONE_TEMPLATE] = "name"
     """"name" (with name_or_path unset: the tokenizer's own) or "file"."""
-    name_or_path: Annotated[str | None, mapped(_ONE_TEMPLATE)] = None
+    name_or_path: Annotated[str | None, _ONE_TEMPLATE] = None
     """source "file": path of a jinja file."""
 
 
@@ -102,7 +105,7 @@ class InferenceEngineConfig(BaseConfig):
     ] = "native"
     """"native": jaxrl's engine, on the layer functions of the trainer; "vllm": vLLM servers;
     "jetstream": an engine of JetStream's protocol, or JetStream servers."""
-    weight_sync_backend: Annotated[str, inert(_SHARED_WEIGHTS)] = "nccl"
+    weight_sync_backend: Annotated[str, _SHARED_WEIGHTS] = "nccl"
     """Transport of weights to the engine."""
     weight_transport: Annotated[str, one_of("folder", "transfer"), new()] = "folder"
     """How weights come to servers: "folder", through weights_folder; "transfer", from process to
@@ -125,9 +128,9 @@ class InferenceEngineConfig(BaseConfig):
         int, mapped("an engine spreads its slots over all its devices")
     ] = 1
     """Replicas inside an engine; ours spreads its slots over all its devices."""
-    async_engine: Annotated[bool, inert("vLLM only")] = True
+    async_engine: Annotated[bool, _VLLM_ONLY] = True
     """vLLM's asynchronous engine."""
-    vllm_v1_disable_multiproc: Annotated[bool, inert("vLLM only")] = True
+    vllm_v1_disable_multiproc: Annotated[bool, _VLLM_ONLY] = True
     """vLLM in one process."""
     enable_prefix_caching: Annotated[
         bool,
@@ -145,19 +148,19 @@ class InferenceEngineConfig(BaseConfig):
     recompute_kv_on_update: Annotated[bool, new()] = False
     """New weights compute the keys and values of samples in flight anew; false = these go on with
     the old ones."""
-    max_num_batched_tokens: Annotated[int, implemented(_SLOTS)] = 8192
+    max_num_batched_tokens: Annotated[int, _SLOTS] = 8192
     """Most prompt tokens between two blocks of decoding."""
     enforce_eager: Annotated[bool, mapped("of vLLM servers started here")] = True
     """No CUDA graphs."""
-    fully_sharded_loras: Annotated[bool, inert("vLLM only")] = False
+    fully_sharded_loras: Annotated[bool, _VLLM_ONLY] = False
     """Shard adapters fully in vLLM."""
-    enable_ray_prometheus_stats: Annotated[bool, inert("vLLM only")] = False
+    enable_ray_prometheus_stats: Annotated[bool, _VLLM_ONLY] = False
     """Engine statistics through Ray."""
     gpu_memory_utilization: Annotated[
-        float, between("(0, 1]", "it is a share of the memory"), implemented(_SLOTS)
+        float, between("(0, 1]", "it is a share of the memory"), _SLOTS
     ] = 0.8
     """Share, for decode weights and cache, of the device memory that the trainer leaves free."""
-    max_num_seqs: Annotated[int, positive, implemented(_SLOTS)] = 1024
+    max_num_seqs: Annotated[int, positive, _SLOTS] = 1024
     """Rows decoded together, and conversations of several turns held at once, over all engines."""
     remote_urls: list[str] = field(default_factory=list)
     """Addresses of the servers of remote engines, e.g. ["http://10.0.0.2:8000"]; of JetStream
@@ -174,14 +177,14 @@ class InferenceEngineConfig(BaseConfig):
     """Port of that endpoint."""
     served_model_name: Annotated[str | None, _ENDPOINT] = None
     """Model name that requests to the endpoint must carry."""
-    distributed_executor_backend: Annotated[str, inert("vLLM only")] = "ray"
+    distributed_executor_backend: Annotated[str, _VLLM_ONLY] = "ray"
     """vLLM's executor."""
     engine_init_kwargs: Annotated[
         dict[str, Any], mapped("arguments of our engines, or flags of vLLM servers")
     ] = field(default_factory=dict)
     """Keyword arguments of the engine, e.g. {"steps_per_dispatch": 32}; with backend "vllm" flags
     of its servers, e.g. {"max_model_len": 4096}; those of "jetstream" are in docs/jetstream.md."""
-    override_existing_update_group: Annotated[str, inert(_SHARED_WEIGHTS)] = "auto"
+    override_existing_update_group: Annotated[str, _SHARED_WEIGHTS] = "auto"
     """Reuse of a weight-update group."""
     external_proxy_url: Annotated[str | None, implemented("of servers that run already")] = None
     """Address of a router before the servers: it gets the requests, they get the weights."""

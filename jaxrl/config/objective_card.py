@@ -106,13 +106,13 @@ def _filters(config: TrainConfig) -> list[str]:
     tol, longest = algorithm.zero_variance_filter_tol, generator.sampling_params.max_generate_length
     lines = []
     if sampling.type is not None:
-        kept = "those that differ are collected"
+        outcome = "those that differ are collected"
         if sampling.type == "replace":
             ratio = sampling.min_replace_ratio
-            kept = f"if {ratio:g} of the prompts differ, they replace the others"
+            outcome = f"if {ratio:g} of the prompts differ, they replace the others"
         most = sampling.max_sample_batches
         limit = "" if most == -1 else f", at most {most}"
-        lines.append(f"{sampling.type}: batches are drawn until rewards differ; {kept}{limit}")
+        lines.append(f"{sampling.type}: batches are drawn until rewards differ; {outcome}{limit}")
     if generator.zero_reward_on_non_stop:
         lines.append("reward 0 unless stop_reason is 'stop'")
     if generator.apply_overlong_filtering:

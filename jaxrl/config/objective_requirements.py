@@ -1,4 +1,4 @@
-"""What an objective needs, read off its config: log-probs of which policies, which reductions."""
+"""What the objective of a config is, and what it requires: log-probs, a critic, a reference."""
 
 import inspect
 from collections.abc import Mapping

@@ -42,8 +42,8 @@ def apply_overrides(config: Config, overrides: dict[str, Any]) -> Config:
                 f"'{key}': a leading '+' cannot add config fields. Set '{key.lstrip('+')}', or "
                 "derive a config class with your own field (docs/configuration.md)"
             )
-        given = Text(value) if isinstance(value, str) else value
-        config = _with_value(config, current_name(key, config).split("."), given, "")
+        typed = Text(value) if isinstance(value, str) else value
+        config = _with_value(config, current_name(key, config).split("."), typed, "")
     return config
 
 

@@ -36,15 +36,15 @@ def device_ranges(config: TrainConfig, num_devices: int) -> DeviceRanges:
     Args:
         num_devices: of a process.
     """
-    placement, whole = config.trainer.placement, range(num_devices)
+    placement, everything = config.trainer.placement, range(num_devices)
     apart = _engine_is_apart(config)
     if placement.colocate_policy_ref and not apart:
-        return DeviceRanges(whole, whole, whole)
-    policy = whole[: placement.policy_num_gpus_per_node]
+        return DeviceRanges(everything, everything, everything)
+    policy = everything[: placement.policy_num_gpus_per_node]
     ref = policy
     if not placement.colocate_policy_ref:
-        ref = whole[len(policy) : len(policy) + placement.ref_num_gpus_per_node]
-    return DeviceRanges(policy, ref, whole[max(policy.stop, ref.stop) :] if apart else policy)
+        ref = everything[len(policy) : len(policy) + placement.ref_num_gpus_per_node]
+    return DeviceRanges(policy, ref, everything[max(policy.stop, ref.stop) :] if apart else policy)
 
 
 def check_placement(config: TrainConfig, num_devices: int) -> DeviceRanges:
@@ -63,17 +63,17 @@ def check_placement(config: TrainConfig, num_devices: int) -> DeviceRanges:
     counts = {"policy": placement.policy_num_gpus_per_node}
     if not placement.colocate_policy_ref:
         counts["ref"] = placement.ref_num_gpus_per_node
-    said = " + ".join(f"{role}_num_gpus_per_node={n}" for role, n in counts.items())
+    requested = " + ".join(f"{role}_num_gpus_per_node={n}" for role, n in counts.items())
     field = "colocate_all" if apart else "colocate_policy_ref"
     for role, number in counts.items():
         if number < 1:
             fail(f"{_PLACEMENT}.{role}_num_gpus_per_node", number, "must be at least 1")
     if sum(counts.values()) + apart > num_devices:
         what = "leaves the engine none" if apart else "is more"
-        fix = f"{said} of {num_devices} devices {what}; lower them, or set {field}=True"
+        fix = f"{requested} of {num_devices} devices {what}; lower them, or set {field}=True"
         fail(f"{_PLACEMENT}.{field}", False, fix)
     if not apart and sum(counts.values()) < num_devices:
-        fix = f"{said} leaves some of {num_devices} devices idle; let them add up to {num_devices}"
+        fix = f"{requested} leaves some of {num_devices} devices idle; let them add up to that"
         fail(f"{_PLACEMENT}.{field}", False, fix)
     return shares
 
@@ -150,8 +150,8 @@ def check_mesh(config: TrainConfig, shares: DeviceRanges, num_processes: int = 1
         try:
             mesh_sizes(len(devices) * num_processes, **sizes)
         except ValueError as error:
-            said = {axis: size for axis, size in sizes.items() if size != 1}
-            fail(field, said, str(error).partition(": ")[2] or str(error))
+            changed = {axis: size for axis, size in sizes.items() if size != 1}
+            fail(field, changed, str(error).partition(": ")[2] or str(error))
         for axis in ("context", "expert"):
             if sizes[axis] != 1:
                 fail(f"{field}.{axis}", sizes[axis], "not available yet; set it to 1")
@@ -172,12 +172,12 @@ def _check_rules(overrides: dict[str, Any]) -> None:
         for axis in axes if isinstance(axes, list | tuple) else [axes]:
             check_choice(f"{_RULES}[{name!r}]", axis, (None, "data", "fsdp", "tensor"))
     rules = dataclasses.asdict(sharding_rules(overrides))
-    names = {name: (x,) if isinstance(x, str) else x or () for name, x in rules.items()}
-    batch = set(names["batch"])
-    if not set(names["embed"]) <= batch:
+    axes_of = {name: (x,) if isinstance(x, str) else x or () for name, x in rules.items()}
+    batch = set(axes_of["batch"])
+    if not set(axes_of["embed"]) <= batch:
         fix = f"must be among those of batch, {sorted(batch)}: parameters are gathered over them"
         fail(f"{_RULES}['embed']", rules["embed"], fix)
     for name in ("vocab", "heads", "kv_heads", "mlp"):
-        if set(names[name]) & batch or len(names[name]) > 1:
+        if set(axes_of[name]) & batch or len(axes_of[name]) > 1:
             fix = f"must be one axis that is not of batch, {sorted(batch)}, or None (whole)"
             fail(f"{_RULES}[{name!r}]", rules[name], fix)

@@ -68,9 +68,9 @@ def settle(
     config = cfg.with_settled(config, values)
     lines: dict[str, list[str]] = {}
     for name in left:
-        said = f"{name.rpartition('.')[2]}={flatten(config)[name]}"
-        lines.setdefault(reasons.get(name, f"automatic, on a {platform}"), []).append(said)
-    return Settled(config, [f"{', '.join(said)}: {reason}" for reason, said in lines.items()])
+        choice = f"{name.rpartition('.')[2]}={flatten(config)[name]}"
+        lines.setdefault(reasons.get(name, f"automatic, on a {platform}"), []).append(choice)
+    return Settled(config, [f"{', '.join(choices)}: {why}" for why, choices in lines.items()])
 
 
 def _refusal(trainer: cfg.TrainerConfig, platform: str) -> str:
@@ -85,9 +85,11 @@ def _refusal(trainer: cfg.TrainerConfig, platform: str) -> str:
         }
         if unused[role] or model.path is None:
             continue
-        found = hf.load_config(model.path, cfg.model_overrides(trainer, getattr(trainer, role)))
+        model_config = hf.load_config(
+            model.path, cfg.model_overrides(trainer, getattr(trainer, role))
+        )
         dtype = DTYPES[cfg.compute_dtype(trainer, role)]
-        if missing := kernel_needs(found, KERNEL_OF_PLATFORM[platform], dtype):
+        if missing := kernel_needs(model_config, KERNEL_OF_PLATFORM[platform], dtype):
             whose = "" if role == "policy" else f", for trainer.{role}.model"
             return f"the {platform} kernel needs {' and '.join(missing)}{whose}"
     return ""

@@ -109,11 +109,11 @@ def _explain(path: str, error: Exception) -> None:
         return
     line = next(frame for frame in reversed(frames) if "ml_collections" not in frame.filename)
     text = str(error).replace("\\n", "\n").replace("\\'", "'")  # some are a repr in a repr
-    said = text.partition(" Other fields present")[0].partition("\n")[0].strip("'\". ")
+    problem = text.partition(" Other fields present")[0].partition("\n")[0].strip("'\". ")
     near = re.search(r'Did you mean "(\w+)"', text)
     hint = f" Did you mean '{near[1]}'?" if near else ""
     where = f"--config={path}, line {line.lineno}, `{line.line}`"
-    raise ValueError(f"{where}: {said}.{hint}") from error
+    raise ValueError(f"{where}: {problem}.{hint}") from error
 
 
 def _config_dict(config: BaseConfig) -> ConfigDict:

@@ -270,13 +270,13 @@ def _check_jetstream_sampling(field: str, params: SamplingParams, sampling: dict
     """Check that the servers sample as the config asks, at the user's word."""
     defaults = SamplingParams(temperature=1.0)
     for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
-        theirs = sampling.get(name, getattr(defaults, name))
-        if getattr(params, name) != theirs:
+        declared = sampling.get(name, getattr(defaults, name))
+        if getattr(params, name) != declared:
             fail(
                 f"{field}.{name}",
                 getattr(params, name),
                 f"JetStream servers cannot be told how to sample, and they are said to use "
-                f"{theirs}; ask for that, or correct {_ENGINE}.engine_init_kwargs['sampling'] "
+                f"{declared}; ask for that, or correct {_ENGINE}.engine_init_kwargs['sampling'] "
                 "(evaluation alone: trainer.eval_interval=-1 turns it off)",
             )
     for name in ("additional_kwargs", "keep_sampling_mask"):

@@ -75,8 +75,8 @@ def make_config(
     """
     if trainer_cls is None and algorithm_cls is not None:
         trainer_cls = _with_fields(TrainerConfig, {"algorithm": algorithm_cls})
-    parts = {"trainer": trainer_cls, "generator": generator_cls}
-    return _with_fields(TrainConfig, {k: v for k, v in parts.items() if v is not None})
+    groups = {"trainer": trainer_cls, "generator": generator_cls}
+    return _with_fields(TrainConfig, {k: v for k, v in groups.items() if v is not None})
 
 
 def resolve(config: Config) -> Config:
@@ -99,8 +99,8 @@ def resolve(config: Config) -> Config:
     trainer, generator = config.trainer, config.generator
     ref, policy, algorithm = trainer.ref.model, trainer.policy.model, trainer.algorithm
     for role in (trainer.policy, trainer.ref):
-        theirs = copy.deepcopy(role.megatron_config.model_config_kwargs)
-        role.model_config_kwargs = theirs | role.model_config_kwargs
+        megatrons = copy.deepcopy(role.megatron_config.model_config_kwargs)
+        role.model_config_kwargs = megatrons | role.model_config_kwargs
     if ref.path is None:
         ref.path, ref.random_init = policy.path, policy.random_init
         kwargs = trainer.ref.model_config_kwargs or trainer.policy.model_config_kwargs
@@ -163,6 +163,6 @@ def _expand_home(config: TrainConfig) -> None:
         )
 
 
-def _with_fields(cls: type[Config], parts: dict[str, type[BaseConfig]]) -> type[Config]:
-    fields = [(name, part, field(default_factory=part)) for name, part in parts.items()]
+def _with_fields(cls: type[Config], groups: dict[str, type[BaseConfig]]) -> type[Config]:
+    fields = [(name, group, field(default_factory=group)) for name, group in groups.items()]
     return dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,))

@@ -14,7 +14,9 @@ from jaxrl.config.status import implemented, inert, later, mapped, new, planned
 from jaxrl.config.watching import LOGGERS, WatchingConfig
 from jaxrl.models.remat import REMAT_POLICIES
 
-_COUNTED = "counted only where parts have devices of their own; else all parts have all devices"
+_COUNTED = mapped(
+    "counted only where parts have devices of their own; else all parts have all devices"
+)
 _OWN_FOLDER = "unset, in the run folder; of one run alone"
 _SEQUENCE_PARALLEL = planned("mesh.context is a later axis")
 _MODEL_CHANGES = implemented("an unknown field is an error")
@@ -46,7 +48,7 @@ class PlacementConfig(BaseConfig):
     its own, after the policy's."""
     policy_num_nodes: Annotated[int, positive, mapped("of all parts; one process on each")] = 1
     """Hosts of the job, with all their devices; `jaxrl.cluster.launch` takes them of a cluster."""
-    policy_num_gpus_per_node: Annotated[int, mapped(_COUNTED)] = 1
+    policy_num_gpus_per_node: Annotated[int, _COUNTED] = 1
     """Devices of the policy where not all parts share all devices."""
     critic_num_nodes: Annotated[int, inert("all parts are on all hosts")] = 1
     """Hosts of the critic, which lies with the policy."""
@@ -54,7 +56,7 @@ class PlacementConfig(BaseConfig):
     """Devices per host of the critic."""
     ref_num_nodes: Annotated[int, inert("all parts are on all hosts")] = 1
     """Hosts of the reference model, which lies on those of the policy."""
-    ref_num_gpus_per_node: Annotated[int, mapped(_COUNTED)] = 1
+    ref_num_gpus_per_node: Annotated[int, _COUNTED] = 1
     """Devices of a reference model on its own."""
     rollout_num_nodes: Annotated[int, not_negative, new()] = 0
     """Hosts that only sample, with backend "native" and colocate_all=false: the run starts a
@@ -379,10 +381,10 @@ def compute_dtype(trainer: TrainerConfig, role: str) -> str:
     Args:
         role: "policy", "ref" or "critic".
     """
-    own = getattr(trainer, role).fsdp_config.mixed_precision
-    if own is None:
+    mixed_precision = getattr(trainer, role).fsdp_config.mixed_precision
+    if mixed_precision is None:
         return "bfloat16" if trainer.bf16 is True else "float32"
-    return PRECISIONS[own.param_dtype]
+    return PRECISIONS[mixed_precision.param_dtype]
 
 
 def logger_names(logger: str | list[str]) -> list[str]:

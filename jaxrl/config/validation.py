@@ -89,7 +89,7 @@ def check_fields(config: TrainConfig) -> None:
     values = flatten(config)
     _check_nan(values)
     _check_status(values)
-    check_constraints(config, "")
+    check_constraints(config)
     _check_batch(config)
     _check_models(config.trainer)
     _check_rope(config)
@@ -143,12 +143,12 @@ def _check_batch(config: TrainConfig) -> None:
 def _check_models(trainer: TrainerConfig) -> None:
     """Refuse changes to a model that are at odds, and a reference with adapters of nowhere."""
     for name, role in (("policy", trainer.policy), ("ref", trainer.ref)):
-        theirs, ours = role.megatron_config.model_config_kwargs, role.model_config_kwargs
-        for key in theirs.keys() & ours.keys():
-            if theirs[key] != ours[key]:
+        megatrons, changes = role.megatron_config.model_config_kwargs, role.model_config_kwargs
+        for key in megatrons.keys() & changes.keys():
+            if megatrons[key] != changes[key]:
                 field = f"trainer.{name}.megatron_config.model_config_kwargs[{key!r}]"
-                fix = f"trainer.{name}.model_config_kwargs says {ours[key]!r}; set one of them"
-                fail(field, theirs[key], fix)
+                fix = f"trainer.{name}.model_config_kwargs says {changes[key]!r}; set one of them"
+                fail(field, megatrons[key], fix)
     if trainer.ref.model.lora.rank and trainer.ref.model.path == trainer.policy.model.path:
         fix = "needs trainer.ref.model.path, the PEFT folder of these adapters; set it, or 0"
         fail("trainer.ref.model.lora.rank", trainer.ref.model.lora.rank, fix)
@@ -157,14 +157,13 @@ def _check_models(trainer: TrainerConfig) -> None:
 def _check_rope(config: TrainConfig) -> None:
     """Check that the RoPE of the engine is the trainer's, so that both compute the same."""
     for name in ("rope_scaling", "rope_theta"):
-        ours, theirs = getattr(config.generator, name), getattr(config.trainer, name)
-        if ours != theirs:
-            fail(
-                f"generator.{name}",
-                ours,
-                f"differs from trainer.{name}={theirs!r}: sampler and trainer would be different "
-                "models; leave it None and set the trainer's",
+        sampled, trained = getattr(config.generator, name), getattr(config.trainer, name)
+        if sampled != trained:
+            fix = (
+                f"differs from trainer.{name}={trained!r}: sampler and trainer would be different "
+                "models; leave it None and set the trainer's"
             )
+            fail(f"generator.{name}", sampled, fix)
 
 
 def _check_files(config: TrainConfig) -> None:

@@ -16,6 +16,7 @@ ALARMS = (  # the rules of `jaxrl/records/alarms.py`
     "not_finite",
     "reward_not_deterministic",
 )
+_from_one = must(lambda steps: min(steps, default=1) > 0, "steps are numbered from 1")
 
 
 def _check_thresholds(field: str, thresholds: dict[str, float | None]) -> None:
@@ -37,11 +38,7 @@ class WatchingConfig(BaseConfig):
     """Thresholds of alarms by name, instead of those of `jaxrl/records/alarms.py`; None = off."""
     callbacks: list[str] = field(default_factory=list)
     """Classes "my_pkg.my_module:MyCallback" that are told of the events of the run."""
-    trace_steps: Annotated[
-        list[int], must(lambda steps: min(steps, default=1) > 0, "steps are numbered from 1")
-    ] = field(default_factory=list)
+    trace_steps: Annotated[list[int], _from_one] = field(default_factory=list)
     """Steps that jax.profiler traces, into <run folder>/profiles/traces."""
-    memory_steps: Annotated[
-        list[int], must(lambda steps: min(steps, default=1) > 0, "steps are numbered from 1")
-    ] = field(default_factory=list)
+    memory_steps: Annotated[list[int], _from_one] = field(default_factory=list)
     """Steps whose device memory is profiled, into <run folder>/profiles/memory."""

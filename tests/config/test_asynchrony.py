@@ -15,7 +15,7 @@ ON = [
 
 def check(*overrides, devices=1):
     config = resolve(TrainConfig.from_cli_overrides([*ON, *overrides]))
-    check_constraints(config, "")
+    check_constraints(config)
     check_async(config, devices)
 
 

@@ -44,12 +44,12 @@ def test_the_error_names_the_dotted_field_the_value_and_the_fix(field, value, pr
 
 
 def test_each_entry_of_a_list_is_a_choice():
-    check_constraints(MyConfig(my_colours=["red", "green"], my_share=1.0, my_limit=3), "")
+    check_constraints(MyConfig(my_colours=["red", "green"], my_share=1.0, my_limit=3))
     with pytest.raises(ValueError, match=r"my_colours='pink': must be 'red' or 'green'"):
-        check_constraints(MyConfig(my_colours=["red", "pink"]), "")
+        check_constraints(MyConfig(my_colours=["red", "pink"]))
 
 
 def test_a_group_that_is_off_is_not_checked():
     config = make_config()()
     assert config.trainer.algorithm.overlong_buffer is None
-    check_constraints(config, "")
+    check_constraints(config)
