@@ -48,7 +48,7 @@ def device_ranges(config: TrainConfig, num_devices: int) -> DeviceRanges:
 
 
 def check_placement(config: TrainConfig, num_devices: int) -> DeviceRanges:
-    """Return the shares, if there are devices for all and work for all devices.
+    """Return the ranges, if there are devices for all and work for all devices.
 
     Args:
         num_devices: of a process.
@@ -56,10 +56,10 @@ def check_placement(config: TrainConfig, num_devices: int) -> DeviceRanges:
     Raises:
         ValueError: names the field, its value and the fix.
     """
-    placement, shares = config.trainer.placement, device_ranges(config, num_devices)
+    placement, ranges = config.trainer.placement, device_ranges(config, num_devices)
     apart = _engine_is_apart(config)
     if placement.colocate_policy_ref and not apart:
-        return shares
+        return ranges
     counts = {"policy": placement.policy_num_gpus_per_node}
     if not placement.colocate_policy_ref:
         counts["ref"] = placement.ref_num_gpus_per_node
@@ -73,9 +73,9 @@ def check_placement(config: TrainConfig, num_devices: int) -> DeviceRanges:
         fix = f"{requested} of {num_devices} devices {what}; lower them, or set {field}=True"
         fail(f"{_PLACEMENT}.{field}", False, fix)
     if not apart and sum(counts.values()) < num_devices:
-        fix = f"{requested} leaves some of {num_devices} devices idle; let them add up to that"
-        fail(f"{_PLACEMENT}.{field}", False, fix)
-    return shares
+        idle = f"leaves some of {num_devices} devices idle; let them add up to {num_devices}"
+        fail(f"{_PLACEMENT}.{field}", False, f"{requested} {idle}")
+    return ranges
 
 
 def check_nodes(config: TrainConfig, num_processes: int) -> None:
@@ -135,14 +135,14 @@ def batch_groups(config: TrainConfig, num_devices: int, role: str = "policy") ->
     return math.prod(size for axis, size in zip(AXES, sizes, strict=True) if axis in rows)
 
 
-def check_mesh(config: TrainConfig, shares: DeviceRanges, num_processes: int = 1) -> None:
+def check_mesh(config: TrainConfig, ranges: DeviceRanges, num_processes: int = 1) -> None:
     """Check that sizes fit the devices, SkyRL's fields agree, and rules can be placed.
 
     Raises:
         ValueError: with the field, its value and the fix.
     """
     trainer = config.trainer
-    for name, devices in shares.of_roles():
+    for name, devices in ranges.of_roles():
         role = getattr(trainer, name)
         if role.mesh is None:
             continue

@@ -68,8 +68,8 @@ def validate_sft(config: TrainConfig, num_devices: int = 1, num_processes: int =
             fail(key, value, fix)
     check_fields(resolved)
     check_processes(resolved, num_devices, num_processes)
-    shares = check_placement(resolved, num_devices // num_processes)
-    check_mesh(resolved, shares, num_processes)
+    ranges = check_placement(resolved, num_devices // num_processes)
+    check_mesh(resolved, ranges, num_processes)
     if resolved.trainer.policy.record_memory:
         fail("trainer.policy.record_memory", True, "is of reinforcement learning; set it to False")
 
