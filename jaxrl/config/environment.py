@@ -22,13 +22,14 @@ def _is_address(url: str | None) -> bool:
 
 
 def _check_prompt(field: str, prompt: str | None) -> None:
+    if prompt is None:
+        return
     from jaxrl.envs.tasks.llm_as_a_judge import check_prompt  # here: as in `check_environment`
 
-    if prompt is not None:
-        try:
-            check_prompt(prompt)
-        except ValueError as error:
-            fail(field, prompt[:200], str(error))
+    try:
+        check_prompt(prompt)
+    except ValueError as error:
+        fail(field, prompt[:200], str(error))
 
 
 def _check_request(field: str, sampling_params: dict[str, Any]) -> None:
