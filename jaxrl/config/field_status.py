@@ -27,9 +27,7 @@ def status_of(key: str) -> FieldStatus | None:
                 status = marker
             elif isinstance(marker, dict):
                 group = ".".join(names[:depth])
-                named |= {
-                    f"{group}.{inner}": inner_status for inner, inner_status in marker.items()
-                }
+                named |= {f"{group}.{inner}": marker[inner] for inner in marker}
         kind = field_types(cls)[name]
         cls = config_class(kind)
     return None if kind is cls else named.get(key, status)

@@ -228,8 +228,9 @@ def _check_jetstream(config: TrainConfig) -> None:
         if engine.remote_urls:
             fix = "has no effect with run_engines_locally=True; set that to False"
             fail(f"{_ENGINE}.remote_urls", engine.remote_urls, fix)
-        if "engine" in engine.engine_init_kwargs:
-            _check_one_engine(engine)
+        if "engine" in engine.engine_init_kwargs and engine.num_engines != 1:
+            fix = "engine_init_kwargs['engine'] makes one engine; set it to 1"
+            fail(f"{_ENGINE}.num_engines", engine.num_engines, fix)
         return
     _check_jetstream_servers(engine)
     if generator.sampling_params.logprobs is not None:
@@ -243,13 +244,6 @@ def _check_jetstream(config: TrainConfig) -> None:
         params = getattr(generator, name)
         if params is not None and (name == "sampling_params" or config.trainer.eval_interval > 0):
             _check_jetstream_sampling(f"generator.{name}", params, sampling)
-
-
-def _check_one_engine(engine: InferenceEngineConfig) -> None:
-    """Refuse several engines where the user's function makes one."""
-    if engine.num_engines != 1:
-        fix = "engine_init_kwargs['engine'] makes one engine; set it to 1"
-        fail(f"{_ENGINE}.num_engines", engine.num_engines, fix)
 
 
 def _check_jetstream_servers(engine: InferenceEngineConfig) -> None:

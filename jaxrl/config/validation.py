@@ -354,7 +354,7 @@ def check_staleness(algorithm: AlgorithmConfig, max_staleness_steps: int) -> Non
         fail(f"{_ALGORITHM}.policy_loss_type", name, f"{stale}{why}; set {choices}")
     fix = f"{choices}; or {_ALGORITHM}.old_log_probs='rollout'"
     if not ROWS[name].uncorrected:
-        fix += f" or {_ALGORITHM}.off_policy_correction.tis_ratio_type='token'"
+        fix += f" or {_CORRECTION}.tis_ratio_type='token'"
     why = "its ratio is against the policy at the start of the step, and an older one sampled"
     fail(f"{_ALGORITHM}.policy_loss_type", name, f"{stale}{why}; set {fix}")
 
@@ -442,7 +442,7 @@ def _check_old_log_probs(algorithm: AlgorithmConfig) -> None:
         fix = (
             "off_policy_correction weighs by old_log_probs - rollout_log_probs, which is then 0, "
             "and the ratio of the loss is against the rollout policy already; set 'trainer', or "
-            f"turn off {_ALGORITHM}.off_policy_correction.*"
+            f"turn off {_CORRECTION}.*"
         )
         fail(f"{_ALGORITHM}.old_log_probs", "rollout", fix)
 
