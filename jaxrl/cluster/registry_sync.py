@@ -62,34 +62,15 @@ class RegistryActor:
         self._tables.pop(kind, None)
 
 
-def session() -> str:
-    """Return the identity of this job's actor, which is created by the first caller."""
-    return _answer("session")
-
-
-def exchange(kind: str, new: dict[str, PackedFunction], known: dict[str, str]) -> Exchange:
-    """Exchange functions with this job's actor, see `RegistryActor.exchange`."""
-    return _answer("exchange", kind, new, known)
-
-
-def remove(kind: str, name: str) -> bool:
-    """Forget a function in this job's actor, see `RegistryActor.remove`."""
-    return _answer("remove", kind, name)
-
-
-def clear(kind: str) -> None:
-    """Forget all functions of a kind in this job's actor, see `RegistryActor.clear`."""
-    _answer("clear", kind)
-
-
 _created: list[Any] = []  # an actor ends when its creator drops the handle
 
 
-def _answer(method: str, *args: Any) -> Any:
-    """Ask the actor of this job, found by name: a handle of before `ray.shutdown()` is stale.
+def ask(method: str, *args: Any) -> Any:
+    """Call a method of this job's `RegistryActor`, which is created by the first caller.
 
-    The name holds the job, so that two runs on one cluster do not mix even in one namespace. The
-    actor ends with its creator, which is right for the driver; a worker may end before the job.
+    It is found by name, because a handle of before `ray.shutdown()` is stale. The name holds the
+    job, so that two runs on one cluster do not mix even in one namespace. The actor ends with its
+    creator, which is right for the driver; a worker may end before the job.
     """
     context = ray.get_runtime_context()
     name = f"jaxrl_registry_{context.get_job_id()}"

@@ -1,4 +1,4 @@
-"""User functions: found by path, pickled by value for other processes, told apart by content."""
+"""User functions: pickled by value for other processes, told apart by what they compute."""
 
 import dis
 import functools
@@ -76,24 +76,95 @@ def source_hash(func: Function) -> str:
     return hashlib.sha256(source.encode()).hexdigest()
 
 
-def fingerprint(obj: Any) -> str:
+def fingerprint(obj: Any, *, with_globals: bool = True) -> str:
     """Return the SHA-256 of what a function computes.
 
-    That is code, defaults, captured values, globals it reads. It is the same in every process,
-    whether the function was imported or unpickled: names of its module, files and line numbers play
-    no part. Installed functions and all modules count by name.
+    That is its name, its source as Python compiled it, defaults, captured values and the globals
+    that it reads, all by value. (The text of the source would not do: a process that received the
+    function has none, the file may have been edited since, and lambdas share a line.) It is the
+    same in every process, whether the function was imported or unpickled: its module, file and line
+    numbers play no part. Installed functions and all modules count by name.
+
+    Args:
+        with_globals: False leaves the globals out, here and in what the function captures.
     """
-    return hashlib.sha256(repr(_content(obj, {})).encode()).hexdigest()
+    numbers: dict[int, int] = {}  # of what was met, by id: cycles end
+
+    def content(value: Any) -> Any:
+        """Return nested lists of text."""
+        match value:
+            case int() | float() | complex() | str() | bytes() | None | types.EllipsisType():
+                found = repr(value)
+            case list() | tuple():
+                found = [content(x) for x in value]
+            case set() | frozenset():
+                found = sorted(repr(content(x)) for x in value)
+            case dict():
+                found = ["dict", content([*value.items()])]
+            case types.ModuleType():
+                found = ["module", value.__name__]
+            case _ if hasattr(value, "__qualname__") and not _is_user_module(value.__module__):
+                found = ["installed", value.__module__, value.__qualname__]
+            case _ if id(value) in numbers:
+                found = ["met", numbers[id(value)]]
+            case _:
+                numbers[id(value)] = len(numbers)
+                found = [type(value).__name__, content(_parts(value, with_globals))]
+        return found
+
+    return hashlib.sha256(repr(content(obj)).encode()).hexdigest()
 
 
-def has_same_content(one: Function, other: Function) -> bool:
+def _parts(obj: Any, with_globals: bool) -> Any:
+    """Return what makes a function, a class or an instance what it is."""
+    match obj:
+        case types.FunctionType():
+            defaults = obj.__defaults__, obj.__kwdefaults__
+            captured = [cell.cell_contents for cell in obj.__closure__ or ()]
+            read = _globals_read(obj) if with_globals else None
+            parts = obj.__qualname__, obj.__code__, defaults, captured, read
+        case types.CodeType():
+            names = obj.co_names, obj.co_varnames, obj.co_freevars, obj.co_flags
+            parts = obj.co_code, names, obj.co_consts
+        case types.MethodType():
+            parts = obj.__func__, obj.__self__
+        case functools.partial():
+            parts = obj.func, obj.args, obj.keywords
+        case type():
+            parts = obj.__qualname__, {k: v for k, v in vars(obj).items() if inspect.isfunction(v)}
+        case _ if hasattr(obj, "__wrapped__"):  # jax.jit, jax.custom_jvp, jax.custom_vjp
+            parts = obj.__wrapped__, [getattr(obj, name, None) for name in ("jvp", "fwd", "bwd")]
+        case _ if hasattr(obj, "__array__"):
+            if str(getattr(obj, "dtype", "")).startswith("key<"):  # of jax.random.key
+                import jax  # not above: the registry's actor needs no jax
+
+                obj = jax.random.key_data(obj)
+            array = obj.__array__()
+            parts = str(array.dtype), array.shape, array.tobytes()
+        case _:
+            parts = (type(obj), vars(obj)) if hasattr(obj, "__dict__") else pickle.dumps(obj)
+    return parts
+
+
+def _globals_read(func: types.FunctionType) -> dict[str, Any]:
+    """Return the globals that a function and the functions in it read."""
+    codes, names = [func.__code__], set()
+    for code in codes:
+        # not co_names: whoever reads config.trainer does not read a global `trainer`
+        names |= {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return {name: func.__globals__[name] for name in sorted(names) if name in func.__globals__}
+
+
+def has_same_content(one: Function, other: Function, *, with_globals: bool = True) -> bool:
     """Return whether two functions have one name and compute the same, as far as can be told."""
     if one is other:
         return True
     try:
-        return qualname(one) == qualname(other) and fingerprint(one) == fingerprint(other)
+        contents = {fingerprint(func, with_globals=with_globals) for func in (one, other)}
     except Exception:  # of whatever they capture, a lock for instance
         return False
+    return len(contents) == 1
 
 
 def is_defined_again(one: Function, other: Function) -> bool:
@@ -101,18 +172,12 @@ def is_defined_again(one: Function, other: Function) -> bool:
 
     The globals play no part: they may have changed since, or not all be there yet.
     """
-    one, other = (f.__wrapped__ if _is_jitted(f) else f for f in (one, other))
-    if not (
-        inspect.isfunction(one) and inspect.isfunction(other) and qualname(one) == qualname(other)
-    ):
+    one, other = (vars(f)["__wrapped__"] if _is_jitted(f) else f for f in (one, other))
+    if not (inspect.isfunction(one) and inspect.isfunction(other)):
         return False
     same_file = one.__code__.co_filename == other.__code__.co_filename
-    if not (same_file or one.__module__ == other.__module__):
-        return False
-    try:
-        return fingerprint(_parts(one)[:-1]) == fingerprint(_parts(other)[:-1])
-    except Exception:
-        return False
+    same_place = same_file or one.__module__ == other.__module__
+    return same_place and has_same_content(one, other, with_globals=False)
 
 
 def is_edited_cell(one: Any, other: Any) -> bool:
@@ -124,107 +189,6 @@ def is_edited_cell(one: Any, other: Any) -> bool:
     inner = innermost(one), innermost(other)
     here = all(getattr(x, "__module__", None) == "__main__" for x in inner)
     return here and not hasattr(main, "__file__") and qualname(one) == qualname(other)
-
-
-# ------------------------------------------------------------------ content
-
-
-@functools.singledispatch
-def _content(obj: Any, seen: dict[int, int]) -> Any:
-    """Return nested tuples of plain text; `seen` numbers what was met, so that cycles end."""
-    if hasattr(obj, "__qualname__") and not _is_user_module(obj.__module__):
-        return "installed", obj.__module__, obj.__qualname__
-    if id(obj) in seen:
-        return "seen", seen[id(obj)]
-    seen[id(obj)] = len(seen)
-    return type(obj).__name__, _content(_parts(obj), seen)
-
-
-@_content.register(int | float | complex | str | bytes | type(None) | type(...))
-def _(obj: Any, seen: dict[int, int]) -> Any:
-    return repr(obj)
-
-
-@_content.register
-def _(obj: types.ModuleType, seen: dict[int, int]) -> Any:
-    return "module", obj.__name__
-
-
-@_content.register
-def _(obj: list | tuple, seen: dict[int, int]) -> Any:
-    return "sequence", [_content(x, seen) for x in obj]
-
-
-@_content.register
-def _(obj: set | frozenset, seen: dict[int, int]) -> Any:
-    return "set", sorted(repr(_content(x, seen)) for x in obj)
-
-
-@_content.register
-def _(obj: dict, seen: dict[int, int]) -> Any:
-    return "dict", [(repr(key), _content(value, seen)) for key, value in obj.items()]
-
-
-@_content.register
-def _(obj: types.CodeType, seen: dict[int, int]) -> Any:
-    names = obj.co_names, obj.co_varnames, obj.co_freevars, obj.co_flags
-    return "code", obj.co_code.hex(), names, [_content(x, seen) for x in obj.co_consts]
-
-
-@functools.singledispatch
-def _parts(obj: Any) -> Any:
-    """Return what makes a function, a class or an instance what it is."""
-    if hasattr(obj, "__wrapped__"):  # jax.jit, jax.custom_jvp, jax.custom_vjp
-        return obj.__wrapped__, [getattr(obj, name, None) for name in ("jvp", "fwd", "bwd")]
-    if hasattr(obj, "__array__"):
-        array = _as_numpy(obj)
-        return str(array.dtype), array.shape, array.tobytes()
-    return (type(obj), vars(obj)) if hasattr(obj, "__dict__") else pickle.dumps(obj)
-
-
-@_parts.register
-def _(obj: types.FunctionType) -> Any:
-    cells = [cell.cell_contents for cell in obj.__closure__ or ()]
-    # `is_defined_again` drops the last
-    return obj.__code__, obj.__defaults__, obj.__kwdefaults__, cells, _globals_read(obj)
-
-
-@_parts.register
-def _(obj: types.MethodType) -> Any:
-    return obj.__func__, obj.__self__
-
-
-@_parts.register
-def _(obj: functools.partial) -> Any:
-    return obj.func, obj.args, obj.keywords
-
-
-@_parts.register
-def _(obj: type) -> Any:
-    return obj.__qualname__, {k: v for k, v in vars(obj).items() if inspect.isfunction(v)}
-
-
-def _as_numpy(obj: Any) -> Any:
-    if str(getattr(obj, "dtype", "")).startswith("key<"):  # of jax.random.key
-        import jax  # not above: the registry's actor needs no jax
-
-        obj = jax.random.key_data(obj)
-    return obj.__array__()
-
-
-def _globals_read(func: types.FunctionType) -> dict[str, Any]:
-    names = sorted(set(_global_names(func.__code__)))
-    return {name: func.__globals__[name] for name in names if name in func.__globals__}
-
-
-def _global_names(code: types.CodeType) -> Iterator[str]:
-    yield from (i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL")
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _global_names(constant)
-
-
-# ------------------------------------------------------------------ by value
 
 
 def _is_user_module(name: str | None) -> bool:
@@ -244,25 +208,17 @@ def user_modules(func: Any) -> list[types.ModuleType]:
 
     It reaches them through globals and captured values.
     """
-    inner = innermost(func)
-    found, queue = {}, [_module_name(inner)]
-    captured = inspect.getclosurevars(inner).nonlocals if inspect.isfunction(inner) else {}
-    queue += map(_module_name, captured.values())
-    while queue:
-        name = queue.pop()
-        module = sys.modules.get(name or "")
-        if module is None or module.__name__ in found or not _is_user_module(name):
-            continue
-        found[module.__name__] = module
-        queue += map(_module_name, vars(module).values())
+    inner, found = innermost(func), {}
+    reached = [inner]
+    if inspect.isfunction(inner):
+        reached += inspect.getclosurevars(inner).nonlocals.values()
+    for value in reached:
+        name = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
+        module = sys.modules.get(name) if isinstance(name, str) else None
+        if module is not None and module.__name__ not in found and _is_user_module(name):
+            found[module.__name__] = module
+            reached += vars(module).values()
     return [module for name, module in found.items() if name != "__main__"]  # always by value
-
-
-def _module_name(obj: Any) -> str | None:
-    if isinstance(obj, types.ModuleType):
-        return obj.__name__
-    name = getattr(obj, "__module__", None)
-    return name if isinstance(name, str) else None
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -290,13 +246,14 @@ def _fill(obj: Any, contents: dict[str, Any]) -> None:
     vars(obj).update(contents)
 
 
-def _fill_jitted(func: Any, state: tuple[Any, dict[str, Any]]) -> None:
-    func.__setstate__(state[0])
-    vars(func).update(state[1])
+def _fill_jitted(func: Any, state_and_names: tuple[Any, dict[str, Any]]) -> None:
+    state, names = state_and_names
+    func.__setstate__(state)
+    vars(func).update(names)
 
 
 class _Trial(pickle.Unpickler):
-    """Loads what this process pickled, to see whether that can be done.
+    """Load what this process pickled, to see whether that can be done.
 
     cloudpickle would overwrite the methods of the classes that are here by their copies; without
     their tracker id it makes new classes.

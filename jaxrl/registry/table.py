@@ -120,7 +120,7 @@ class BaseFunctionRegistry:
         name = plain_name(name)
         known = cls._entries.pop(name, None) is not None
         if _ray_is_initialized():
-            known |= _registry_sync().remove(cls._function_type, name)
+            known |= _ask_actor("remove", cls._function_type, name)
         if not known:
             raise ValueError(f"{cls._function_type} '{name}' not registered")
 
@@ -129,7 +129,7 @@ class BaseFunctionRegistry:
         """Empty the table, built-ins included, and the actor's."""
         cls._entries.clear()
         if _ray_is_initialized():
-            _registry_sync().clear(cls._function_type)
+            _ask_actor("clear", cls._function_type)
 
     @classmethod
     def repopulate_registry(cls) -> None:
@@ -162,12 +162,11 @@ class BaseFunctionRegistry:
                 "Ray is not initialized, cannot sync with actor. Call "
                 "jaxrl.cluster.initialize_ray(config) or ray.init() first"
             )
-        actor = _registry_sync()
-        session = actor.session()  # another one after ray.shutdown(): it knows nothing of ours yet
+        session = _ask_actor("session")  # another after ray.shutdown(): it knows nothing of ours
         shared = {n for n, entry in cls._entries.items() if entry.session == session}
         new = cls._pack(cls.user_functions().keys() - shared)
         known = {name: packed.fingerprint for name, packed in cls._pack(shared).items()}
-        clashes, names, lacking = actor.exchange(cls._function_type, new, known)
+        clashes, names, lacking = _ask_actor("exchange", cls._function_type, new, known)
         for name, other in clashes.items():
             raise ValueError(
                 f"{cls._function_type} '{name}' already registered by another process, with "
@@ -273,8 +272,8 @@ def _ray_is_initialized() -> bool:
     return ray is not None and ray.is_initialized()
 
 
-def _registry_sync() -> Any:
-    """Import what only a process with Ray needs: the one import upward."""
+def _ask_actor(method: str, *args: Any) -> Any:
+    """Call a method of the job's `RegistryActor`: the one import upward, where there is Ray."""
     from jaxrl.cluster import registry_sync
 
-    return registry_sync
+    return registry_sync.ask(method, *args)

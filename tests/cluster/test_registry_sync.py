@@ -80,7 +80,7 @@ def test_both_kinds_are_shared_and_kept_apart(cluster):
 
 
 def test_builtins_are_not_sent():
-    assert not set(LOSSES) & set(registry_sync.exchange("policy loss", {}, {}).names)
+    assert not set(LOSSES) & set(registry_sync.ask("exchange", "policy loss", {}, {}).names)
 
 
 def test_modules_that_the_worker_lacks_travel_by_value(cluster, user_folder):
@@ -228,7 +228,7 @@ def test_known_names_never_ask_the_actor(monkeypatch):
     def fail(*args):
         raise AssertionError("a remote call")
 
-    monkeypatch.setattr(registry_sync, "_answer", fail)
+    monkeypatch.setattr(registry_sync, "ask", fail)
     assert value("known") == 2 * 2
     assert PolicyLossRegistry.resolve("gspo") is LOSSES["gspo"]
     with pytest.raises(AssertionError, match="a remote call"):

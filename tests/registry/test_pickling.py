@@ -83,6 +83,30 @@ def test_globals_decide_also_those_of_helpers(monkeypatch):
     assert fingerprint(through_global) == before
 
 
+def test_globals_of_a_function_within_decide_too(monkeypatch):
+    def outer(x):
+        return [SCALE * y for y in (x, x)]  # a function of its own in Python 3.11
+
+    before = fingerprint(outer)
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
+    assert fingerprint(outer) != before
+
+
+def test_an_attribute_is_not_the_global_of_its_name(monkeypatch):
+    def loss(config):
+        return config.trainer
+
+    before = fingerprint(loss)
+    monkeypatch.setitem(globals(), "trainer", threading.Lock())  # which has no content to compare
+    assert fingerprint(loss) == before
+
+
+def test_lambdas_on_one_line_are_told_apart():
+    one, other = (lambda x: x), (lambda x: 2 * x)
+    assert not has_same_content(one, other)
+    assert not is_defined_again(one, other)
+
+
 def test_defaults_decide(monkeypatch):
     before = fingerprint(through_global)
     monkeypatch.setattr(through_global, "__kwdefaults__", {"beta": 2.0})

@@ -210,6 +210,19 @@ def test_code_of_a_script_that_runs_again_registers_again(monkeypatch):
         register_policy_loss("x", batch_statistics=True)(scope["loss"])
 
 
+def test_an_edited_module_that_is_loaded_again_clashes(tmp_path, monkeypatch):
+    file = tmp_path / "user_reloaded.py"
+    code = "def loss(log_probs, *rest):\n    return {} * log_probs, {{}}\n"
+    file.write_text(code.format(1))
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("user_reloaded")
+    register_policy_loss("x")(module.loss)
+    register_policy_loss("x")(importlib.reload(module).loss)
+    file.write_text(code.format(23))
+    with pytest.raises(ValueError, match="'x' already registered: user_reloaded:loss"):
+        register_policy_loss("x")(importlib.reload(module).loss)
+
+
 def test_an_edited_cell_of_a_notebook_replaces_its_own_function(monkeypatch):
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)  # as in a notebook
     cell = "def {}(log_probs, *rest, beta={}):\n    return beta * log_probs, {{}}\n"
