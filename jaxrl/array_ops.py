@@ -4,12 +4,35 @@ Masks are [B, T] float 0/1; NaN under a 0 never spreads.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
 Array = jax.Array
+# Which numbers an array holds and its shape, by the legend of `jaxrl.types`.
+FloatBT = Annotated[Array, "float [B, T]"]
+MaskBT = Annotated[Array, "mask [B, T]"]  # float 0/1
+BoolBT = Annotated[Array, "bool [B, T]"]
+IntBT = Annotated[Array, "int [B, T]"]
+FloatB = Annotated[Array, "float [B]"]
+BoolB = Annotated[Array, "bool [B]"]
+IntB = Annotated[Array, "int [B]"]
+FloatScalar = Annotated[Array, "float []"]
+Logits = Annotated[Array, "float [..., V]"]
+Tokens = Annotated[Array, "int [...]"]  # as many dims as the logits have before V
+
+
+def assert_per_token(*arrays: FloatBT) -> None:
+    """Refuse arrays that do not hold a float for each token, all in one shape [B, T].
+
+    Raises:
+        AssertionError: names the array by its place, with its shape or type.
+    """
+    chex.assert_rank(arrays, 2)
+    chex.assert_type(arrays, float)
+    chex.assert_equal_shape(arrays)
 
 
 def masked_sum(x: Array, mask: Array | None, axis: int | None = None) -> Array:
@@ -44,7 +67,7 @@ def at_least_float32(x: Array) -> Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def whiten(x: Array, mask: Array, epsilon: float = 1e-8) -> Array:
+def whiten(x: FloatBT, mask: MaskBT, epsilon: float = 1e-8) -> FloatBT:
     """Shift and scale x to mean 0 and (unbiased) variance 1 over mask; 0 where masked.
 
     Fewer than two elements have no variance: they become 0.
@@ -85,7 +108,7 @@ def _clamp_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     return jnp.clip(x, low, high), jnp.where(inside, tangents[0], 0)
 
 
-def token_log_probs(logits: Array, tokens: Array, axis_name: Any = None) -> Array:
+def token_log_probs(logits: Logits, tokens: Tokens, axis_name: Any = None) -> Array:
     """Return log softmax(logits)[tokens]: logits [..., V], tokens [...] int -> [...] float32.
 
     Args:
@@ -106,24 +129,25 @@ def token_log_probs(logits: Array, tokens: Array, axis_name: Any = None) -> Arra
 FILTERED = -1e15
 
 
-def keep_only(logits: Array, kept: Array, axis_name: Any = None) -> Array:
-    """Return logits [B, C, V] with all but the kept ids at `FILTERED`; float32.
+def keep_only(logits: Logits, sampling_mask_ids: Array, axis_name: Any = None) -> Logits:
+    """Return logits [B, C, V] with all but some ids at `FILTERED`; float32.
 
     Args:
-        kept: [B, C, k] ids, then -1; nothing but -1 = all ids.
+        sampling_mask_ids: [B, C, k] those that stay, then -1; nothing but -1 = all stay.
         axis_name: as in token_log_probs; the ids are those of the whole vocabulary.
     """
     logits = at_least_float32(logits)
     rows, columns, vocab = logits.shape
     first = 0 if axis_name is None else jax.lax.axis_index(axis_name) * vocab
-    here = (kept >= first) & (kept < first + vocab)
-    at = jnp.arange(rows)[:, None, None], jnp.arange(columns)[:, None]
-    chosen = jnp.zeros(logits.shape, bool)
-    chosen = chosen.at[*at, jnp.where(here, kept - first, vocab)].set(True, mode="drop")
-    return jnp.where(chosen | (kept < 0).all(-1, keepdims=True), logits, FILTERED)
+    here = (sampling_mask_ids >= first) & (sampling_mask_ids < first + vocab)
+    ids = jnp.where(here, sampling_mask_ids - first, vocab)
+    row, column = jnp.arange(rows)[:, None, None], jnp.arange(columns)[:, None]
+    chosen = jnp.zeros(logits.shape, bool).at[row, column, ids].set(True, mode="drop")
+    unmasked = (sampling_mask_ids < 0).all(-1, keepdims=True)
+    return jnp.where(chosen | unmasked, logits, FILTERED)
 
 
-def entropy(logits: Array, axis_name: Any = None) -> Array:
+def entropy(logits: Logits, axis_name: Any = None) -> Array:
     """Return the entropy of softmax(logits) in nats, [..., V] -> [...].
 
     `axis_name` is as in token_log_probs.
@@ -134,7 +158,7 @@ def entropy(logits: Array, axis_name: Any = None) -> Array:
     return -(minus if axis_name is None else jax.lax.psum(minus, axis_name))
 
 
-def logsumexp(x: Array, axis_name: Any = None) -> Array:
+def logsumexp(x: Logits, axis_name: Any = None) -> Array:
     """Return log sum exp over the last dim, [..., V] -> [...].
 
     `axis_name` is as in token_log_probs.
@@ -146,7 +170,7 @@ def logsumexp(x: Array, axis_name: Any = None) -> Array:
 
 
 @jax.jit  # a scan called eagerly is compiled at every call
-def discounted_sums(x: Array, gamma: Array | float) -> Array:
+def discounted_sums(x: FloatBT, gamma: FloatScalar | float) -> FloatBT:
     """Return y[:, t] = sum_{u >= t} gamma^(u - t) x[:, u], [B, T] -> [B, T]."""
 
     def step(later: Array, now: Array) -> tuple[Array, Array]:
@@ -156,12 +180,12 @@ def discounted_sums(x: Array, gamma: Array | float) -> Array:
     return jax.lax.scan(step, jnp.zeros_like(x[:, 0]), x.T, reverse=True)[1].T
 
 
-def group_sum(x: Array, index: Array) -> Array:
+def group_sum(x: Array, index: IntB) -> Array:
     """Return for each row the sum of x over its group: x [B, ...], index [B] -> [B, ...]."""
     return jax.ops.segment_sum(x, index, num_segments=x.shape[0])[index]
 
 
-def group_centred(x: Array, index: Array, counted: Array) -> Array:
+def group_centred(x: Array, index: IntB, counted: Array) -> Array:
     """Subtract from x the mean of its group, over rows: x [B, ...], index [B] -> [B, ...].
 
     Exactly 0 where all of a group are equal, which sum / n alone, rounded, is not.
@@ -175,7 +199,7 @@ def group_centred(x: Array, index: Array, counted: Array) -> Array:
     return jnp.where(counted, above - mean, 0)
 
 
-def step_ids(mask: Array) -> Array:
+def step_ids(mask: MaskBT) -> IntBT:
     """Return for each token the number of the sampled token it belongs to: mask [B, T] -> int.
 
     A token that is not sampled (mask 0) belongs to the last sampled one before it, or to the first.
@@ -183,12 +207,12 @@ def step_ids(mask: Array) -> Array:
     return jnp.maximum(jnp.cumsum(mask != 0, axis=-1) - 1, 0)
 
 
-def sum_by_step(x: Array, ids: Array) -> Array:
+def sum_by_step(x: FloatBT, ids: IntBT) -> FloatBT:
     """Return y[b, k] = sum of x[b, t] over tokens with ids[b, t] = k: x, ids [B, T] -> [B, T]."""
     return jnp.zeros_like(x).at[jnp.arange(x.shape[0])[:, None], ids].add(x)
 
 
-def top_tokens(keys: Array, valid: Array, count: Array, row_ids: Array) -> Array:
+def top_tokens(keys: Array, valid: BoolBT, count: FloatScalar, row_ids: IntB) -> BoolBT:
     """Mark the `count` valid tokens with the largest keys, [B, T] bool; of equal ones the first.
 
     First by row id, then by position, so that the order of the rows does not matter. The smallest

@@ -611,10 +611,12 @@ class Trainer:
         kept = sampling.top_k if sampling.keep_sampling_mask else 0
         cuts = {forward_pass.microbatching for forward_pass in self._forward_passes()}
         most = min(cut.total for cut in cuts)  # of a batch; each rounds it up to its own devices
+        batch = None
         for rows in sorted({min(size, most) for cut in cuts for size in cut.batch_sizes(length)}):
             batch = self.add_log_probs(
                 empty_batch(rows, width, length, kept=kept, log_probs=sampling.logprobs is not None)
             )
+        assert batch is not None  # there is a size
         batch = _resized(batch, settings.train_batch_size * self.samples)
         valid = np.ones(len(batch.lengths), bool)  # as `token_level` says of a batch of a step
         batch = self.add_advantages(batch.replace(valid_mask=valid))

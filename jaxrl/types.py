@@ -3,14 +3,27 @@
 Shape legend, used in every module: P prompts, B rows (trajectories), T tokens (prompt and response,
 right padded), V vocabulary. All [B, T] arrays are aligned to the predicted token:
 `log_probs[b, t] = log p(tokens[b, t] | tokens[b, :t])`, so column 0 is always 0.
+
+`FloatBT` and the like are annotations: which numbers an array holds, and its shape by this legend.
+`jaxrl.array_ops` has them for the maths; `jaxrl.registry.contracts` reads them to check what a loss
+or an estimator is called with.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from typing import Annotated, Any, NamedTuple, NotRequired, TypedDict
 
 from flax import struct
 
 Array = Any  # a numpy array on the host, a jax.Array on devices
+FloatBT = Annotated[Array, "float [B, T]"]  # float32, as every float here
+MaskBT = Annotated[Array, "mask [B, T]"]  # float32, 0 or 1
+IntBT = Annotated[Array, "int [B, T]"]  # int32, as every int here
+IntB = Annotated[Array, "int [B]"]
+BoolB = Annotated[Array, "bool [B]"]
+IntRL = Annotated[Array, "int [R, L]"]
+BoolRL = Annotated[Array, "bool [R, L]"]
+IntScalar = Annotated[Array, "int []"]
+FloatScalar = Annotated[Array, "float []"]
 Message = dict[str, Any]  # {"role": "user", "content": "..."}
 
 
@@ -138,28 +151,26 @@ class TrainBatch(struct.PyTreeNode):
     rewards [[0, 0, 0, 1/3, 1/3, 1/3]], index [0], lengths [6].
     """
 
-    tokens: Array  # [B, T] int32
-    lengths: Array  # [B] int32, prompt and response
-    response_mask: Array  # [B, T] float32, response tokens including observations
-    loss_mask: Array  # [B, T] float32, tokens that the policy sampled
-    rewards: Array  # [B, T] float32, 0 outside response_mask
-    rollout_log_probs: Array | None  # [B, T] float32, 0 where not sampled
-    index: Array  # [B] int32, prompt group of the row
-    policy_versions: Array  # [B] int32
-    row_ids: Array  # [B] int32, number of the row in its batch: names what a loss draws for it
-    old_log_probs: Array | None = None  # [B, T] float32
-    ref_log_probs: Array | None = None
-    values: Array | None = None
-    advantages: Array | None = None
-    returns: Array | None = None
-    is_last_step: Array | None = None  # [B] bool, until there are advantages; None = all are
-    valid_mask: Array | None = None  # [B] bool, until there are advantages; 0 = nothing was judged
+    tokens: IntBT
+    lengths: IntB  # prompt and response
+    response_mask: MaskBT  # response tokens including observations
+    loss_mask: MaskBT  # tokens that the policy sampled
+    rewards: FloatBT  # 0 outside response_mask
+    rollout_log_probs: FloatBT | None  # 0 where not sampled
+    index: IntB  # prompt group of the row
+    policy_versions: IntB
+    row_ids: IntB  # number of the row in its batch: names what a loss draws for it
+    old_log_probs: FloatBT | None = None
+    ref_log_probs: FloatBT | None = None
+    values: FloatBT | None = None
+    advantages: FloatBT | None = None
+    returns: FloatBT | None = None
+    is_last_step: BoolB | None = None  # until there are advantages; None = all are
+    valid_mask: BoolB | None = None  # until there are advantages; 0 = nothing was judged
     kept: Array | None = None  # [B, T, k] int32 ids that a token was drawn from, then -1; see there
-    token_versions: Array | None = None  # [B, T] int32, -1 where not sampled; None = not recorded
-    context_versions: Array | None = None  # [B, T] int32, the oldest in a token's context
-    staleness: Array | None = (
-        None  # [B, T] int32, if the loss asks for it; see jaxrl/training/staleness.py
-    )
+    token_versions: IntBT | None = None  # -1 where not sampled; None = not recorded
+    context_versions: IntBT | None = None  # the oldest in a token's context
+    staleness: IntBT | None = None  # if the loss asks for it; see jaxrl/training/staleness.py
 
 
 class ModelRows(struct.PyTreeNode):
@@ -173,11 +184,11 @@ class ModelRows(struct.PyTreeNode):
     2]], positions [[0, 1, 2, 3, 0, 1]], source [[0, 1, 2, 3], [4, 5, 6, 7]].
     """
 
-    tokens: Array  # [R, L] int32
-    positions: Array  # [R, L] int32, from 0 in every segment
-    segment_ids: Array  # [R, L] int32
-    wanted: Array  # [R, L] bool, tokens whose log-prob is asked for; never the first of a segment
-    source: Array | None = None  # [B, T] int32
+    tokens: IntRL
+    positions: IntRL  # from 0 in every segment
+    segment_ids: IntRL
+    wanted: BoolRL  # tokens whose log-prob is asked for; never the first of a segment
+    source: IntBT | None = None
     keys: Array | None = None  # [R, L] PRNG keys for what drops out; None = nothing
     kept: Array | None = None  # [R, L, k], as in TrainBatch
 
@@ -187,7 +198,7 @@ class CriticState(struct.PyTreeNode):
 
     params: Any
     opt_state: Any
-    skipped_updates: Array  # [] int32, updates skipped because the gradient was not finite
+    skipped_updates: IntScalar  # updates skipped because the gradient was not finite
 
 
 class TrainState(struct.PyTreeNode):
@@ -195,9 +206,9 @@ class TrainState(struct.PyTreeNode):
 
     params: Any
     opt_state: Any
-    step: Array  # [] int32, finished training steps
-    skipped_updates: Array  # [] int32, updates skipped because the gradient was not finite
-    kl_coef: Array  # [] float32, coefficient of the KL in the reward
-    batches_drawn: Array  # [] int32, batches of prompts; dynamic sampling draws several for a step
+    step: IntScalar  # finished training steps
+    skipped_updates: IntScalar  # updates skipped because the gradient was not finite
+    kl_coef: FloatScalar  # coefficient of the KL in the reward
+    batches_drawn: IntScalar  # batches of prompts; dynamic sampling draws several for a step
     critic: Any = None  # CriticState
     ref_params: Any = None  # of a moving reference: what is trained, as it was at an epoch's end

@@ -4,20 +4,20 @@ from typing import Any
 
 from jaxrl.advantages.grpo import grpo
 from jaxrl.advantages.row import Estimator
-from jaxrl.array_ops import Array
+from jaxrl.array_ops import BoolB, FloatBT, IntB, MaskBT
 
 
 def dr_grpo(
-    token_level_rewards: Array,
-    response_mask: Array,
-    index: Array,
-    values: Array | None = None,
+    token_level_rewards: FloatBT,
+    response_mask: MaskBT,
+    index: IntB,
+    values: FloatBT | None = None,
     config: Any = None,
     *,
-    loss_mask: Array | None = None,
-    valid_mask: Array | None = None,
+    loss_mask: MaskBT | None = None,
+    valid_mask: BoolB | None = None,
     **_: Any,
-) -> tuple[Array, Array]:
+) -> tuple[FloatBT, FloatBT]:
     """Compute `grpo` with grpo_norm_by_std false, whatever the config says: GRPO done right.
 
         A_i = s_i - mean_G s          s_i = sum_t r_it

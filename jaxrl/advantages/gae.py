@@ -2,25 +2,33 @@
 
 from typing import Any
 
-import chex
 import jax.numpy as jnp
 
 from jaxrl.advantages.row import Estimator
-from jaxrl.array_ops import Array, discounted_sums, step_ids, sum_by_step, whiten
+from jaxrl.array_ops import (
+    FloatBT,
+    IntB,
+    MaskBT,
+    assert_per_token,
+    discounted_sums,
+    step_ids,
+    sum_by_step,
+    whiten,
+)
 
 
 def gae(
-    token_level_rewards: Array,
-    response_mask: Array,
-    index: Array,
-    values: Array | None = None,
+    token_level_rewards: FloatBT,
+    response_mask: MaskBT,
+    index: IntB,
+    values: FloatBT | None = None,
     config: Any = None,
     *,
     gamma: float = 1.0,
     lambd: float = 1.0,
-    loss_mask: Array | None = None,
+    loss_mask: MaskBT | None = None,
     **_: Any,
-) -> tuple[Array, Array]:
+) -> tuple[FloatBT, FloatBT]:
     """Sum the critic's one-step errors with exponential weights, normalised over the batch (GAE).
 
         delta_t = r_t + gamma V_t' - V_t          t' the next token that the policy sampled, V = 0
@@ -47,7 +55,7 @@ def gae(
     """
     if values is None:
         raise ValueError("advantage estimator 'gae' needs the values of a critic, got None")
-    chex.assert_equal_shape([token_level_rewards, response_mask, values])
+    assert_per_token(token_level_rewards, response_mask, values)
     mask = response_mask if loss_mask is None else loss_mask * response_mask
     ids = step_ids(mask)
     rewards = sum_by_step(jnp.where(response_mask != 0, token_level_rewards, 0), ids)

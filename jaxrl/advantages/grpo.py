@@ -2,26 +2,34 @@
 
 from typing import Any
 
-import chex
 import jax.numpy as jnp
 
 from jaxrl.advantages.row import Estimator, relative
-from jaxrl.array_ops import Array, group_centred, group_sum
+from jaxrl.array_ops import (
+    Array,
+    BoolB,
+    FloatBT,
+    IntB,
+    MaskBT,
+    assert_per_token,
+    group_centred,
+    group_sum,
+)
 
 
 def grpo(
-    token_level_rewards: Array,
-    response_mask: Array,
-    index: Array,
-    values: Array | None = None,
+    token_level_rewards: FloatBT,
+    response_mask: MaskBT,
+    index: IntB,
+    values: FloatBT | None = None,
     config: Any = None,
     *,
     grpo_norm_by_std: bool = True,
     epsilon: float = 1e-6,
-    loss_mask: Array | None = None,
-    valid_mask: Array | None = None,
+    loss_mask: MaskBT | None = None,
+    valid_mask: BoolB | None = None,
     **_: Any,
-) -> tuple[Array, Array]:
+) -> tuple[FloatBT, FloatBT]:
     """Compare a sequence's score with the other samples of its prompt: GRPO with outcome rewards.
 
         s_i = sum_t r_it
@@ -42,7 +50,7 @@ def grpo(
         advantages [B, T], the same number on every response token, 0 elsewhere; returns, equal to
         them.
     """
-    chex.assert_equal_shape([token_level_rewards, response_mask])
+    assert_per_token(token_level_rewards, response_mask)
     scores = token_level_rewards.sum(-1)
     counted = counted_rows(response_mask, loss_mask, valid_mask)
     advantages = group_relative(scores, index, counted, by_std=grpo_norm_by_std, epsilon=epsilon)
@@ -50,7 +58,9 @@ def grpo(
     return advantages, advantages
 
 
-def counted_rows(response_mask: Array, loss_mask: Array | None, valid_mask: Array | None) -> Array:
+def counted_rows(
+    response_mask: MaskBT, loss_mask: MaskBT | None, valid_mask: BoolB | None
+) -> BoolB:
     """Return the rows [B] bool whose scores are evidence about their prompt.
 
     The score 0 of a trajectory whose environment failed says nothing: it has no part in mean and
@@ -69,7 +79,7 @@ def counted_rows(response_mask: Array, loss_mask: Array | None, valid_mask: Arra
 
 
 def group_relative(
-    scores: Array, index: Array, counted: Array, *, by_std: bool, epsilon: float
+    scores: Array, index: IntB, counted: BoolB, *, by_std: bool, epsilon: float
 ) -> Array:
     """Return (scores - mean_G) / (std_G + epsilon): scores [B, ...], index and counted [B]."""
     counted = jnp.broadcast_to(counted.reshape(-1, *[1] * (scores.ndim - 1)), scores.shape)

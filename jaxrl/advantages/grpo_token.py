@@ -2,27 +2,25 @@
 
 from typing import Any
 
-import chex
-
 from jaxrl.advantages.grpo import counted_rows, group_relative
 from jaxrl.advantages.row import Estimator, relative
-from jaxrl.array_ops import Array, discounted_sums
+from jaxrl.array_ops import BoolB, FloatBT, IntB, MaskBT, assert_per_token, discounted_sums
 
 
 def grpo_token(
-    token_level_rewards: Array,
-    response_mask: Array,
-    index: Array,
-    values: Array | None = None,
+    token_level_rewards: FloatBT,
+    response_mask: MaskBT,
+    index: IntB,
+    values: FloatBT | None = None,
     config: Any = None,
     *,
     gamma: float = 1.0,
     grpo_norm_by_std: bool = True,
     epsilon: float = 1e-6,
-    loss_mask: Array | None = None,
-    valid_mask: Array | None = None,
+    loss_mask: MaskBT | None = None,
+    valid_mask: BoolB | None = None,
     **_: Any,
-) -> tuple[Array, Array]:
+) -> tuple[FloatBT, FloatBT]:
     """Compare what a sample earns from a token on with its group: GRPO with rewards per token.
 
         R_it = sum_{u >= t} gamma^(u - t) r_iu
@@ -46,7 +44,7 @@ def grpo_token(
     Returns:
         advantages [B, T], 0 outside the response; returns R [B, T].
     """
-    chex.assert_equal_shape([token_level_rewards, response_mask])
+    assert_per_token(token_level_rewards, response_mask)
     returns = discounted_sums(token_level_rewards, gamma)
     counted = counted_rows(response_mask, loss_mask, valid_mask)
     advantages = group_relative(returns, index, counted, by_std=grpo_norm_by_std, epsilon=epsilon)

@@ -2,26 +2,25 @@
 
 from typing import Any
 
-import chex
 import jax.numpy as jnp
 
 from jaxrl.advantages.grpo import counted_rows
 from jaxrl.advantages.row import Estimator
-from jaxrl.array_ops import Array, group_centred, group_sum
+from jaxrl.array_ops import BoolB, FloatBT, IntB, MaskBT, assert_per_token, group_centred, group_sum
 
 
 def maxrl(
-    token_level_rewards: Array,
-    response_mask: Array,
-    index: Array,
-    values: Array | None = None,
+    token_level_rewards: FloatBT,
+    response_mask: MaskBT,
+    index: IntB,
+    values: FloatBT | None = None,
     config: Any = None,
     *,
     epsilon: float = 1e-6,
-    loss_mask: Array | None = None,
-    valid_mask: Array | None = None,
+    loss_mask: MaskBT | None = None,
+    valid_mask: BoolB | None = None,
     **_: Any,
-) -> tuple[Array, Array]:
+) -> tuple[FloatBT, FloatBT]:
     """Divide by the group's mean, not its standard deviation as GRPO does: maximum-likelihood RL.
 
         s_i = sum_t r_it
@@ -43,7 +42,7 @@ def maxrl(
         advantages [B, T], the same number on every response token, 0 elsewhere; returns, equal to
         them.
     """
-    chex.assert_equal_shape([token_level_rewards, response_mask])
+    assert_per_token(token_level_rewards, response_mask)
     scores = token_level_rewards.sum(-1)
     counted = counted_rows(response_mask, loss_mask, valid_mask)
     alone = group_sum(jnp.ones_like(scores), index) == 1  # by itself, not left by others

@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from jaxrl.array_ops import Array, masked_mean, zero_masked
+from jaxrl.array_ops import FloatBT, MaskBT, masked_mean, zero_masked
 
 
-def normalize_advantages(advantages: Array, mask: Array) -> Array:
+def normalize_advantages(advantages: FloatBT, mask: MaskBT) -> FloatBT:
     """Shift and scale advantages to mean 0 and variance 1 over the mask.
 
         A' = (A - mean A) / sqrt(max(var A, 1e-8))        var with n

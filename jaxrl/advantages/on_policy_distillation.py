@@ -2,25 +2,24 @@
 
 from typing import Any
 
-import chex
 import jax.numpy as jnp
 
 from jaxrl.advantages.row import Estimator
-from jaxrl.array_ops import Array
+from jaxrl.array_ops import FloatBT, IntB, MaskBT, assert_per_token
 
 
 def on_policy_distillation(
-    token_level_rewards: Array,
-    response_mask: Array,
-    index: Array,
-    values: Array | None = None,
+    token_level_rewards: FloatBT,
+    response_mask: MaskBT,
+    index: IntB,
+    values: FloatBT | None = None,
     config: Any = None,
     *,
-    old_log_probs: Array,
-    ref_log_probs: Array,
-    loss_mask: Array | None = None,
+    old_log_probs: FloatBT,
+    ref_log_probs: FloatBT,
+    loss_mask: MaskBT | None = None,
     **_: Any,
-) -> tuple[Array, Array]:
+) -> tuple[FloatBT, FloatBT]:
     """Let the student sample and the reference model teach: on-policy distillation.
 
         A_t = log pi_teacher(a_t | s_t) - log pi_student(a_t | s_t)
@@ -41,7 +40,7 @@ def on_policy_distillation(
     Returns:
         advantages [B, T], 0 outside the mask; the same as returns.
     """
-    chex.assert_equal_shape([response_mask, old_log_probs, ref_log_probs])
+    assert_per_token(response_mask, old_log_probs, ref_log_probs)
     mask = response_mask if loss_mask is None else loss_mask * response_mask
     advantages = jnp.where(mask != 0, ref_log_probs - old_log_probs, 0)
     return advantages, advantages

@@ -2,24 +2,32 @@
 
 from typing import Any
 
-import chex
 import jax.numpy as jnp
 
 from jaxrl.advantages.row import Estimator
-from jaxrl.array_ops import Array, discounted_sums, step_ids, sum_by_step, whiten
+from jaxrl.array_ops import (
+    FloatBT,
+    IntB,
+    MaskBT,
+    assert_per_token,
+    discounted_sums,
+    step_ids,
+    sum_by_step,
+    whiten,
+)
 
 
 def reinforce_plus_plus(
-    token_level_rewards: Array,
-    response_mask: Array,
-    index: Array,
-    values: Array | None = None,
+    token_level_rewards: FloatBT,
+    response_mask: MaskBT,
+    index: IntB,
+    values: FloatBT | None = None,
     config: Any = None,
     *,
     gamma: float = 1.0,
-    loss_mask: Array | None = None,
+    loss_mask: MaskBT | None = None,
     **_: Any,
-) -> tuple[Array, Array]:
+) -> tuple[FloatBT, FloatBT]:
     """Take the batch as the baseline, without groups or a critic: REINFORCE++.
 
         R_t = r_t + gamma R_t'          t' the next token that the policy sampled
@@ -38,7 +46,7 @@ def reinforce_plus_plus(
     Returns:
         advantages and returns R [B, T], 0 outside the mask.
     """
-    chex.assert_equal_shape([token_level_rewards, response_mask])
+    assert_per_token(token_level_rewards, response_mask)
     mask = response_mask if loss_mask is None else loss_mask * response_mask
     ids = step_ids(mask)
     rewards = sum_by_step(jnp.where(response_mask != 0, token_level_rewards, 0), ids)

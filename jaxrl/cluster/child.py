@@ -28,7 +28,7 @@ class Start(NamedTuple):
         folder: to work in, where the host has it; None = that of the host.
     """
 
-    index: int
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride]
     arguments: Sequence[str]
     environment: Mapping[str, str | None]
     log: Path

@@ -33,7 +33,7 @@ class Facts(NamedTuple):
 class Report(NamedTuple):
     """Hold news of a process."""
 
-    index: int
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride]
     text: str  # what it printed meanwhile
     status: int | None  # None while it runs
 

@@ -54,7 +54,7 @@ def data_card(
     """
     keys = [_Keys(prompts) for prompts in (train, evaluation)]
     lines = ["data:"]
-    for kind, names, prompts, own, other in (
+    for kind, names, prompts, these, others in (
         ("train", sources, train, *keys),
         ("eval", eval_sources, evaluation, *keys[::-1]),
     ):
@@ -63,8 +63,8 @@ def data_card(
             left_out = (too_long or {}).get(name, 0)
             lines.append(f"  {kind} {number}: {name}")
             lines += _described([prompts[i] for i in rows], left_out, need_truth)
-            against = f", {other.found(own, rows)} also in the evaluation" * (kind == "train")
-            lines.append(f"    {own.repeated(rows)} occur before{against}")
+            against = f", {others.found(these, rows)} also in the evaluation" * (kind == "train")
+            lines.append(f"    {these.repeated(rows)} occur before{against}")
             if kind == "train" and order is not None:
                 lines.append(f"    {_drawn(order, number, steps)}")
     warnings = _overlap(train, evaluation, *keys)

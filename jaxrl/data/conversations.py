@@ -82,10 +82,10 @@ def load_conversations(
         return conversation
 
     found = [(i, row) for i, source in enumerate(sources) for row in convert_rows(source, convert)]
-    kept = [replace(row, source=i) for i, row in found if row is not None]
-    if not kept:
+    usable = [replace(row, source=i) for i, row in found if row is not None]
+    if not usable:
         raise _nothing_left(sources, counts, max_length)
-    return kept, {name: counts[name] for name in ("truncated", "dropped", "untrained")}
+    return usable, {name: counts[name] for name in ("truncated", "dropped", "untrained")}
 
 
 def _beginning(conversation: Conversation, length: int) -> Conversation:
@@ -213,10 +213,15 @@ class _Template:
         return len(before), len(after)
 
     def _apply(self, count: int, **options: Any) -> dict[str, Any]:
-        options = {"add_generation_prompt": False, **self.kwargs, **options}
+        options = {
+            "tokenize": True,
+            "return_dict": True,
+            "add_generation_prompt": False,
+            **self.kwargs,
+            **options,
+        }
         try:
-            given = {"tokenize": True, "return_dict": True, **options}
-            rendered: Any = self.tokenizer.apply_chat_template(self.messages[:count], **given)
+            rendered: Any = self.tokenizer.apply_chat_template(self.messages[:count], **options)
             return dict(rendered)
         except Exception as error:  # whatever a Jinja template may raise
             raise BadRow(

@@ -160,20 +160,21 @@ def microbatches(
         The numbers [n] of its trajectories in the batch; the rows; `tree` for these trajectories,
         filled with rows of zeros, which have length 0 and weight 0 and add nothing to any sum.
     """
-    given = batch.tokens, batch.lengths, batch.loss_mask, batch.kept
     for layout in plan(np.asarray(batch.lengths), settings):
         size, width = layout.size
 
         def take(x: Array, layout: Layout = layout, size: int = size, width: int = width) -> Any:
-            part = np.asarray(x)[layout.chosen]
-            part = part[:, :width] if part.ndim > 1 else part
-            return np.pad(part, ((0, size - len(part)), *((0, 0),) * (part.ndim - 1)))
+            taken = np.asarray(x)[layout.chosen]
+            taken = taken[:, :width] if taken.ndim > 1 else taken
+            return np.pad(taken, ((0, size - len(taken)), *((0, 0),) * (taken.ndim - 1)))
 
-        (tokens, lengths, mask, kept), part = jax.tree.map(take, (given, tree))
+        tokens, lengths, mask = take(batch.tokens), take(batch.lengths), take(batch.loss_mask)
+        kept = None if batch.kept is None else take(batch.kept)
         if settings.packed:
-            yield layout.chosen, packed_rows(tokens, lengths, mask, layout, kept), part
+            rows = packed_rows(tokens, lengths, mask, layout, kept)
         else:
-            yield layout.chosen, one_per_row(tokens, lengths, mask, kept), part
+            rows = one_per_row(tokens, lengths, mask, kept)
+        yield layout.chosen, rows, jax.tree.map(take, tree)
 
 
 def best_fit_decreasing(lengths: np.ndarray, length: int) -> list[list[int]]:

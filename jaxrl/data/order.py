@@ -53,18 +53,19 @@ class DataOrder:
         Args:
             position: number of the batch, from 0.
         """
-        parts, start = [], 0
+        rows_of_sources, start = [], 0
         for source, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
             epoch, batch = divmod(position, size // count)
             rows = np.arange(batch * count, (batch + 1) * count)
             if self.shuffle:
                 rows = _permutation(size, self.seed, epoch, source)[rows]
-            parts.append(start + rows)
+            rows_of_sources.append(start + rows)
             start += size
-        rows = np.concatenate(parts)
-        if len(parts) > 1 and self.shuffle:
-            names = (self.seed, position, len(parts))  # those of a pass have a smaller third one
-            rows = np.random.default_rng(names).permutation(rows)
+        rows = np.concatenate(rows_of_sources)
+        if len(rows_of_sources) > 1 and self.shuffle:
+            # the third number of a pass is smaller
+            rng_path = (self.seed, position, len(rows_of_sources))
+            rows = np.random.default_rng(rng_path).permutation(rows)
         return rows
 
     def passes(self, batches: int) -> list[float]:
@@ -111,7 +112,7 @@ def data_order(
     if weights:
         _check_sources(sources, weights)
         sizes = np.bincount(np.asarray(sources, int), minlength=len(weights)).tolist()
-        counts = shares(weights, batch_size)
+        counts = proportional_counts(weights, batch_size)
     for source, (size, count) in enumerate(zip(sizes, counts, strict=True)):
         of = f"source {source} of data.train_data" if weights else "the data"
         if weights and count == 0:
@@ -146,11 +147,11 @@ def _check_sources(sources: Sequence[int], weights: Sequence[float]) -> None:
 @functools.lru_cache(maxsize=16)
 def _permutation(size: int, seed: int, epoch: int, source: int) -> np.ndarray:
     """Permute the rows of a pass over a source; the first's is named by (seed, epoch) alone."""
-    names = (seed, epoch, source) if source else (seed, epoch)
-    return np.random.default_rng(names).permutation(size)
+    rng_path = (seed, epoch, source) if source else (seed, epoch)
+    return np.random.default_rng(rng_path).permutation(size)
 
 
-def shares(weights: Sequence[float], total: int) -> list[int]:
+def proportional_counts(weights: Sequence[float], total: int) -> list[int]:
     """Split `total` in proportion to the weights, in whole numbers: largest remainders first.
 
     Example: [1, 1, 2] of 5 are 1.25, 1.25 and 2.5: [1, 1, 3].

@@ -150,8 +150,9 @@ def _tuples(output: GeneratorOutput, column: Column, width: int) -> np.ndarray:
     entries = cast(dict, output)[column.name]
     most = max(len(ids) for row in entries for ids in row)
     array = np.full((len(entries), width, most), -1, column.dtype)
-    for row, (prompt, given) in enumerate(zip(output["prompt_token_ids"], entries, strict=True)):
-        for place, ids in enumerate(given, start=len(prompt)):
+    prompts = output["prompt_token_ids"]
+    for row, (prompt, tuples) in enumerate(zip(prompts, entries, strict=True)):
+        for place, ids in enumerate(tuples, start=len(prompt)):
             array[row, place, : len(ids)] = ids
     return array
 
@@ -182,11 +183,11 @@ def row_slices(tree: Any, rows: int) -> Iterator[Any]:
         missing = max(start + rows - total, 0)
 
         def cut(x: Any, start: int = start, missing: int = missing) -> Any:
-            part = x[start : start + rows]
+            rows_of_x = x[start : start + rows]
             if not missing:
-                return part
-            module = np if isinstance(part, np.ndarray) else jnp
-            return module.pad(part, ((0, missing), *((0, 0),) * (part.ndim - 1)))
+                return rows_of_x
+            module = np if isinstance(rows_of_x, np.ndarray) else jnp
+            return module.pad(rows_of_x, ((0, missing), *((0, 0),) * (rows_of_x.ndim - 1)))
 
         yield jax.tree.map(cut, tree)
 
@@ -206,8 +207,8 @@ def minibatches(
         batch = jax.tree.map(lambda x: x[rows], batch.replace(index=place))
     index = np.asarray(batch.index)
     cuts = np.searchsorted(index, range(0, int(index[-1]) + 1 + prompts, prompts))
-    parts = [
+    slices = [
         jax.tree.map(lambda x, a=a, b=b: x[a:b], batch)
         for a, b in zip(cuts[:-1], cuts[1:], strict=True)
     ]
-    return [m.replace(index=np.unique(m.index, return_inverse=True)[1]) for m in parts]
+    return [m.replace(index=np.unique(m.index, return_inverse=True)[1]) for m in slices]

@@ -3,21 +3,20 @@
 from collections.abc import Iterable
 from typing import Any
 
-import chex
 import jax
 
-from jaxrl.array_ops import Array, clamp, safe_exp, zero_masked
+from jaxrl.array_ops import Array, FloatBT, MaskBT, assert_per_token, clamp, safe_exp, zero_masked
 from jaxrl.losses.row import Loss, Problem
 
 
 def cispo(
-    log_probs: Array,
-    old_log_probs: Array,
-    advantages: Array,
+    log_probs: FloatBT,
+    old_log_probs: FloatBT,
+    advantages: FloatBT,
     config: Any,
-    loss_mask: Array | None = None,
-    rollout_log_probs: Array | None = None,
-) -> tuple[Array, dict[str, Array]]:
+    loss_mask: MaskBT | None = None,
+    rollout_log_probs: FloatBT | None = None,
+) -> tuple[FloatBT, dict[str, Array]]:
     """Clip importance-sampling weights (CISPO): the weight is bounded, no token loses its gradient.
 
         r_t = pi_theta(a_t | s_t) / pi_mu(a_t | s_t)          mu = old, or the rollout policy
@@ -42,7 +41,7 @@ def cispo(
         ValueError: unknown anchor, or no rollout_log_probs for the anchor "rollout".
     """
     anchor = anchor_log_probs(old_log_probs, rollout_log_probs, config.cispo.cispo_anchor)
-    chex.assert_equal_shape([log_probs, anchor, advantages])
+    assert_per_token(log_probs, anchor, advantages)
     log_probs, anchor, advantages = zero_masked(loss_mask, log_probs, anchor, advantages)
     ratio = jax.lax.stop_gradient(safe_exp(log_probs - anchor))
     low, high = 1 - config.cispo.cispo_eps_clip_low, 1 + config.cispo.cispo_eps_clip_high
@@ -57,7 +56,7 @@ def cispo(
     return -weight * advantages * log_probs, metrics
 
 
-def anchor_log_probs(old: Array, rollout: Array | None, anchor: str) -> Array:
+def anchor_log_probs(old: FloatBT, rollout: FloatBT | None, anchor: str) -> FloatBT:
     """Return the log-probs that the ratio is taken against."""
     if anchor == "old":
         return old

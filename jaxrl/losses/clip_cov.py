@@ -3,25 +3,35 @@
 from collections.abc import Iterable
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 
-from jaxrl.array_ops import Array, masked_mean, top_tokens, zero_masked
+from jaxrl.array_ops import (
+    Array,
+    BoolBT,
+    FloatBT,
+    FloatScalar,
+    IntB,
+    MaskBT,
+    assert_per_token,
+    masked_mean,
+    top_tokens,
+    zero_masked,
+)
 from jaxrl.losses.regular import clipped_surrogate
 from jaxrl.losses.row import PER_TOKEN, Loss, Problem, odd_bounds, surrogate
 
 
 def clip_cov(
-    log_probs: Array,
-    old_log_probs: Array,
-    advantages: Array,
+    log_probs: FloatBT,
+    old_log_probs: FloatBT,
+    advantages: FloatBT,
     config: Any,
-    loss_mask: Array | None = None,
-    rollout_log_probs: Array | None = None,
+    loss_mask: MaskBT | None = None,
+    rollout_log_probs: FloatBT | None = None,
     key: Array | None = None,
-    row_ids: Array | None = None,
-) -> tuple[Array, dict[str, Array]]:
+    row_ids: IntB | None = None,
+) -> tuple[FloatBT, dict[str, Array]]:
     """Compute PPO's loss, but drop a random few of the tokens that drive the entropy down.
 
         r_t   = pi_theta(a_t | s_t) / pi_old(a_t | s_t)
@@ -51,7 +61,7 @@ def clip_cov(
     """
     if key is None:
         raise ValueError("policy loss 'clip_cov' draws tokens and needs key, got None")
-    chex.assert_equal_shape([log_probs, old_log_probs, advantages])
+    assert_per_token(log_probs, old_log_probs, advantages)
     mask = jnp.ones_like(log_probs) if loss_mask is None else loss_mask
     log_probs, old_log_probs, advantages = zero_masked(mask, log_probs, old_log_probs, advantages)
     ratio = jnp.exp(log_probs - old_log_probs)
@@ -62,21 +72,21 @@ def clip_cov(
     return jnp.where(dropped, 0, loss), {"clip_ratio": dropped}
 
 
-def token_covariance(log_probs: Array, advantages: Array, mask: Array) -> Array:
+def token_covariance(log_probs: FloatBT, advantages: FloatBT, mask: MaskBT) -> FloatBT:
     """Return each token's part [B, T] of the covariance of advantage and log-prob; no gradient."""
     log_probs = jax.lax.stop_gradient(log_probs)
     return (advantages - masked_mean(advantages, mask)) * (log_probs - masked_mean(log_probs, mask))
 
 
 def drop_candidates(
-    covariance: Array, clipped: Array, mask: Array, config: Any
-) -> tuple[Array, Array]:
+    covariance: FloatBT, clipped: BoolBT, mask: MaskBT, config: Any
+) -> tuple[BoolBT, FloatScalar]:
     """Return which tokens [B, T] may be dropped, and how many are to be []."""
     inside = (covariance > config.clip_cov_lb) & (covariance < config.clip_cov_ub)
     return inside & ~clipped & (mask > 0), jnp.maximum(jnp.floor(config.clip_ratio * mask.sum()), 1)
 
 
-def draw(candidates: Array, count: Array, key: Array, row_ids: Array | None = None) -> Array:
+def draw(candidates: BoolBT, count: FloatScalar, key: Array, row_ids: IntB | None = None) -> BoolBT:
     """Draw `count` of the candidates [B, T] at random, by (key, row id, position)."""
     rows, length = candidates.shape
     row_ids = jnp.arange(rows) if row_ids is None else row_ids

@@ -5,18 +5,18 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxrl.array_ops import Array, zero_masked
+from jaxrl.array_ops import Array, FloatBT, MaskBT, assert_per_token, zero_masked
 from jaxrl.losses.row import Loss
 
 
 def cross_entropy(
-    log_probs: Array,
-    old_log_probs: Array | None = None,
-    advantages: Array | None = None,
+    log_probs: FloatBT,
+    old_log_probs: FloatBT | None = None,
+    advantages: FloatBT | None = None,
     config: Any = None,
-    loss_mask: Array | None = None,
-    rollout_log_probs: Array | None = None,
-) -> tuple[Array, dict[str, Array]]:
+    loss_mask: MaskBT | None = None,
+    rollout_log_probs: FloatBT | None = None,
+) -> tuple[FloatBT, dict[str, Array]]:
     """Compute the supervised loss; of the arguments that all losses share it uses the first alone.
 
         L_t = -log pi_theta(a_t | s_t)
@@ -27,6 +27,7 @@ def cross_entropy(
     Returns:
         loss [B, T], unmasked and unreduced; {"clip_ratio": 0}, as every loss that clips nothing.
     """
+    assert_per_token(log_probs)
     (log_probs,) = zero_masked(loss_mask, log_probs)
     return -log_probs, {"clip_ratio": jnp.zeros(())}
 

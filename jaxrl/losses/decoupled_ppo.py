@@ -3,24 +3,23 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 
-from jaxrl.array_ops import Array, safe_exp, zero_masked
+from jaxrl.array_ops import Array, FloatBT, IntBT, MaskBT, assert_per_token, safe_exp, zero_masked
 from jaxrl.losses.regular import clipped_surrogate
 from jaxrl.losses.row import Loss, Problem, surrogate
 
 
 def decoupled_ppo(
-    log_probs: Array,
-    old_log_probs: Array | None,
-    advantages: Array,
+    log_probs: FloatBT,
+    old_log_probs: FloatBT | None,
+    advantages: FloatBT,
     config: Any,
-    loss_mask: Array | None = None,
-    rollout_log_probs: Array | None = None,
-    staleness: Array | None = None,
-) -> tuple[Array, dict[str, Array]]:
+    loss_mask: MaskBT | None = None,
+    rollout_log_probs: FloatBT | None = None,
+    staleness: IntBT | None = None,
+) -> tuple[FloatBT, dict[str, Array]]:
     """Clip around a recent policy, whatever the age of the one that sampled (decoupled PPO).
 
         r_t = pi_theta(a_t | s_t) / pi_prox(a_t | s_t)
@@ -54,22 +53,23 @@ def decoupled_ppo(
     """
     if rollout_log_probs is None:
         raise ValueError("policy loss 'decoupled_ppo' needs rollout_log_probs, got None")
-    chex.assert_equal_shape([log_probs, rollout_log_probs, advantages])
-    given = log_probs, rollout_log_probs, advantages
-    log_probs, rollout, advantages = zero_masked(loss_mask, *given)
+    assert_per_token(log_probs, rollout_log_probs, advantages)
+    log_probs, rollout, advantages = zero_masked(
+        loss_mask, log_probs, rollout_log_probs, advantages
+    )
     old = None if old_log_probs is None else zero_masked(loss_mask, old_log_probs)[0]
     proximal = proximal_log_probs(log_probs, old, rollout, staleness, config.decoupled_ppo.proximal)
     weight = jax.lax.stop_gradient(safe_exp(proximal - rollout))
-    kept = weight <= config.decoupled_ppo.behave_cap
+    trusted = weight <= config.decoupled_ppo.behave_cap
     ratio = safe_exp(log_probs - proximal)
     loss, clipped = clipped_surrogate(ratio, advantages, config.eps_clip_low, config.eps_clip_high)
-    weights = {"behave_weight_mean": weight, "behave_weight_max": weight, "behave_masked": ~kept}
-    return jnp.where(kept, weight, 0) * loss, {"clip_ratio": clipped, **weights}
+    weights = {"behave_weight_mean": weight, "behave_weight_max": weight, "behave_masked": ~trusted}
+    return jnp.where(trusted, weight, 0) * loss, {"clip_ratio": clipped, **weights}
 
 
 def proximal_log_probs(
-    log_probs: Array, old: Array | None, rollout: Array, staleness: Array | None, kind: str
-) -> Array:
+    log_probs: FloatBT, old: FloatBT | None, rollout: FloatBT, staleness: IntBT | None, kind: str
+) -> FloatBT:
     """Return log-probs [B, T], without gradient, of the policy that the ratio is clipped around."""
     if kind == "forward":
         if old is None:

@@ -3,22 +3,21 @@
 from collections.abc import Iterable
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 
-from jaxrl.array_ops import Array, safe_exp, zero_masked
+from jaxrl.array_ops import Array, BoolBT, FloatBT, MaskBT, assert_per_token, safe_exp, zero_masked
 from jaxrl.losses.row import PER_TOKEN, Loss, Problem
 
 
 def dppo(
-    log_probs: Array,
-    old_log_probs: Array | None,
-    advantages: Array,
+    log_probs: FloatBT,
+    old_log_probs: FloatBT | None,
+    advantages: FloatBT,
     config: Any,
-    loss_mask: Array | None = None,
-    rollout_log_probs: Array | None = None,
-) -> tuple[Array, dict[str, Array]]:
+    loss_mask: MaskBT | None = None,
+    rollout_log_probs: FloatBT | None = None,
+) -> tuple[FloatBT, dict[str, Array]]:
     """Drop a token where its step leaves the region in A's direction (divergence PPO).
 
         r_t = pi_theta(a_t | s_t) / pi_mu(a_t | s_t)      mu = the rollout policy if known, else old
@@ -47,14 +46,16 @@ def dppo(
     anchor = old_log_probs if rollout_log_probs is None else rollout_log_probs
     if anchor is None:
         raise ValueError("policy loss 'dppo' needs rollout_log_probs or old_log_probs, got None")
-    chex.assert_equal_shape([log_probs, anchor, advantages])
+    assert_per_token(log_probs, anchor, advantages)
     log_probs, anchor, advantages = zero_masked(loss_mask, log_probs, anchor, advantages)
     dropped = outside_trust_region(jax.lax.stop_gradient(log_probs), anchor, advantages, config)
     loss = -safe_exp(log_probs - anchor) * advantages
     return jnp.where(dropped, 0, loss), {"clip_ratio": dropped}
 
 
-def outside_trust_region(log_probs: Array, anchor: Array, advantages: Array, config: Any) -> Array:
+def outside_trust_region(
+    log_probs: FloatBT, anchor: FloatBT, advantages: FloatBT, config: Any
+) -> BoolBT:
     """Return which tokens [B, T] the advantage would push further out of the region."""
     bounds, p, q = config.dppo, jnp.exp(log_probs), jnp.exp(anchor)
     if bounds.dppo_type == "binary_tv":

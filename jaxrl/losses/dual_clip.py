@@ -3,22 +3,21 @@
 from collections.abc import Iterable
 from typing import Any
 
-import chex
 import jax.numpy as jnp
 
-from jaxrl.array_ops import Array, safe_exp, zero_masked
+from jaxrl.array_ops import Array, FloatBT, MaskBT, assert_per_token, safe_exp, zero_masked
 from jaxrl.losses.regular import clipped_surrogate
 from jaxrl.losses.row import Loss, Problem, odd_bounds, surrogate
 
 
 def dual_clip(
-    log_probs: Array,
-    old_log_probs: Array,
-    advantages: Array,
+    log_probs: FloatBT,
+    old_log_probs: FloatBT,
+    advantages: FloatBT,
     config: Any,
-    loss_mask: Array | None = None,
-    rollout_log_probs: Array | None = None,
-) -> tuple[Array, dict[str, Array]]:
+    loss_mask: MaskBT | None = None,
+    rollout_log_probs: FloatBT | None = None,
+) -> tuple[FloatBT, dict[str, Array]]:
     """Bound PPO's loss where A < 0: it is at most -c A, however large the ratio (dual-clip PPO).
 
         L_t = clipped surrogate of PPO
@@ -35,7 +34,7 @@ def dual_clip(
     Returns:
         loss [B, T], unmasked and unreduced; {"clip_ratio": [B, T] 0/1 of the first clip only}.
     """
-    chex.assert_equal_shape([log_probs, old_log_probs, advantages])
+    assert_per_token(log_probs, old_log_probs, advantages)
     log_probs, old_log_probs, advantages = zero_masked(
         loss_mask, log_probs, old_log_probs, advantages
     )

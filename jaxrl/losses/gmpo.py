@@ -3,21 +3,29 @@
 from collections.abc import Iterable
 from typing import Any
 
-import chex
 import jax.numpy as jnp
 
-from jaxrl.array_ops import Array, clamp, masked_mean, safe_exp, zero_masked
+from jaxrl.array_ops import (
+    Array,
+    FloatBT,
+    MaskBT,
+    assert_per_token,
+    clamp,
+    masked_mean,
+    safe_exp,
+    zero_masked,
+)
 from jaxrl.losses.row import Loss, bounds
 
 
 def gmpo(
-    log_probs: Array,
-    old_log_probs: Array,
-    advantages: Array,
+    log_probs: FloatBT,
+    old_log_probs: FloatBT,
+    advantages: FloatBT,
     config: Any,
-    loss_mask: Array | None = None,
-    rollout_log_probs: Array | None = None,
-) -> tuple[Array, dict[str, Array]]:
+    loss_mask: MaskBT | None = None,
+    rollout_log_probs: FloatBT | None = None,
+) -> tuple[FloatBT, dict[str, Array]]:
     """Clip token log ratios, then average them: geometric-mean policy optimization.
 
         d_t = log pi_theta(a_t | s_t) - log pi_old(a_t | s_t)
@@ -41,7 +49,7 @@ def gmpo(
         loss [B, T], unmasked and unreduced; {"clip_ratio", "clip_ratio_lower": [B, T] 0/1 where the
         upper or lower bound took effect}.
     """
-    chex.assert_equal_shape([log_probs, old_log_probs, advantages])
+    assert_per_token(log_probs, old_log_probs, advantages)
     log_probs, old_log_probs, advantages = zero_masked(
         loss_mask, log_probs, old_log_probs, advantages
     )

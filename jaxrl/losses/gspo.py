@@ -3,23 +3,30 @@
 from collections.abc import Iterable
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 
-from jaxrl.array_ops import Array, clamp, masked_mean, zero_masked
+from jaxrl.array_ops import (
+    Array,
+    FloatBT,
+    MaskBT,
+    assert_per_token,
+    clamp,
+    masked_mean,
+    zero_masked,
+)
 from jaxrl.losses.regular import clipped_surrogate
 from jaxrl.losses.row import PER_ROW, Loss, bounds, odd_bounds, surrogate
 
 
 def gspo(
-    log_probs: Array,
-    old_log_probs: Array,
-    advantages: Array,
+    log_probs: FloatBT,
+    old_log_probs: FloatBT,
+    advantages: FloatBT,
     config: Any,
-    loss_mask: Array | None = None,
-    rollout_log_probs: Array | None = None,
-) -> tuple[Array, dict[str, Array]]:
+    loss_mask: MaskBT | None = None,
+    rollout_log_probs: FloatBT | None = None,
+) -> tuple[FloatBT, dict[str, Array]]:
     """Give every token its sequence's ratio: group sequence policy optimization, token form.
 
         s   = mean_t (log pi_theta(a_t | s_t) - log pi_old(a_t | s_t))     over the sequence's mask
@@ -39,7 +46,7 @@ def gspo(
     Returns:
         loss [B, T], unmasked and unreduced; {"clip_ratio": [B, T] 0/1 where clipping took effect}.
     """
-    chex.assert_equal_shape([log_probs, old_log_probs, advantages])
+    assert_per_token(log_probs, old_log_probs, advantages)
     log_probs, old_log_probs, advantages = zero_masked(
         loss_mask, log_probs, old_log_probs, advantages
     )

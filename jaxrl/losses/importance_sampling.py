@@ -2,21 +2,20 @@
 
 from typing import Any
 
-import chex
 import jax.numpy as jnp
 
-from jaxrl.array_ops import Array, zero_masked
+from jaxrl.array_ops import Array, FloatBT, MaskBT, assert_per_token, zero_masked
 from jaxrl.losses.row import Loss
 
 
 def importance_sampling(
-    log_probs: Array,
-    old_log_probs: Array,
-    advantages: Array,
+    log_probs: FloatBT,
+    old_log_probs: FloatBT,
+    advantages: FloatBT,
     config: Any = None,
-    loss_mask: Array | None = None,
-    rollout_log_probs: Array | None = None,
-) -> tuple[Array, dict[str, Array]]:
+    loss_mask: MaskBT | None = None,
+    rollout_log_probs: FloatBT | None = None,
+) -> tuple[FloatBT, dict[str, Array]]:
     """Weigh by the ratio without any clip or clamp; one update per batch keeps it near 1.
 
         L_t = -(pi_theta(a_t | s_t) / pi_old(a_t | s_t)) A_t
@@ -33,7 +32,7 @@ def importance_sampling(
     Returns:
         loss [B, T], unmasked and unreduced; {"importance_ratio": [B, T]}.
     """
-    chex.assert_equal_shape([log_probs, old_log_probs, advantages])
+    assert_per_token(log_probs, old_log_probs, advantages)
     log_probs, old_log_probs, advantages = zero_masked(
         loss_mask, log_probs, old_log_probs, advantages
     )

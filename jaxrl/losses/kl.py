@@ -6,14 +6,14 @@ Schulman, http://joschu.net/blog/kl-approx.html.
 import jax
 import jax.numpy as jnp
 
-from jaxrl.array_ops import Array, absolute, clamp, zero_masked
+from jaxrl.array_ops import Array, FloatBT, FloatScalar, MaskBT, absolute, clamp, zero_masked
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs")
 
 
 def approximate_kl(
-    log_probs: Array, ref_log_probs: Array, loss_mask: Array | None = None, kind: str = "k3"
-) -> Array:
+    log_probs: FloatBT, ref_log_probs: FloatBT, loss_mask: MaskBT | None = None, kind: str = "k3"
+) -> FloatBT:
     """Estimate the KL per token [B, T], 0 where masked; the gradient flows through `log_probs`.
 
         d   = log pi_theta(a_t | s_t) - log pi_ref(a_t | s_t)
@@ -64,7 +64,9 @@ def _exp_above_tangent_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Arra
     return _exp_above_tangent(x), jnp.exp(x) * tangent - tangent
 
 
-def penalized_rewards(rewards: Array, kl: Array, mask: Array, coef: Array | float) -> Array:
+def penalized_rewards(
+    rewards: FloatBT, kl: FloatBT, mask: MaskBT, coef: FloatScalar | float
+) -> FloatBT:
     """Take the KL to the reference model off the token rewards.
 
         r'_t = r_t - max(0, coef) kl_t m_t
@@ -82,8 +84,13 @@ def penalized_rewards(rewards: Array, kl: Array, mask: Array, coef: Array | floa
 
 
 def adaptive_kl_coef(
-    coef: Array | float, kl: Array | float, *, kl_target: float, horizon: float, rows: int
-) -> Array:
+    coef: FloatScalar | float,
+    kl: FloatScalar | float,
+    *,
+    kl_target: float,
+    horizon: float,
+    rows: int,
+) -> FloatScalar:
     """Return the coefficient after a batch with KL `kl`: it rises while the KL is over its target.
 
         coef' = coef (1 + clip(kl / kl_target - 1, -0.2, 0.2) rows / horizon)

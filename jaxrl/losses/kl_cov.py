@@ -3,23 +3,32 @@
 from collections.abc import Iterable
 from typing import Any
 
-import chex
 import jax.numpy as jnp
 
-from jaxrl.array_ops import Array, absolute, top_tokens, zero_masked
+from jaxrl.array_ops import (
+    Array,
+    BoolBT,
+    FloatBT,
+    IntB,
+    MaskBT,
+    absolute,
+    assert_per_token,
+    top_tokens,
+    zero_masked,
+)
 from jaxrl.losses.clip_cov import token_covariance
 from jaxrl.losses.row import PER_TOKEN, Loss, Problem
 
 
 def kl_cov(
-    log_probs: Array,
-    old_log_probs: Array,
-    advantages: Array,
+    log_probs: FloatBT,
+    old_log_probs: FloatBT,
+    advantages: FloatBT,
     config: Any,
-    loss_mask: Array | None = None,
-    rollout_log_probs: Array | None = None,
-    row_ids: Array | None = None,
-) -> tuple[Array, dict[str, Array]]:
+    loss_mask: MaskBT | None = None,
+    rollout_log_probs: FloatBT | None = None,
+    row_ids: IntB | None = None,
+) -> tuple[FloatBT, dict[str, Array]]:
     """Compute the policy gradient with a penalty on tokens that drive the entropy down; no clip.
 
         r_t   = pi_theta(a_t | s_t) / pi_old(a_t | s_t)
@@ -41,7 +50,7 @@ def kl_cov(
     Returns:
         loss [B, T], unmasked and unreduced; {"clip_ratio": 0}: nothing is clipped.
     """
-    chex.assert_equal_shape([log_probs, old_log_probs, advantages])
+    assert_per_token(log_probs, old_log_probs, advantages)
     mask = jnp.ones_like(log_probs) if loss_mask is None else loss_mask
     log_probs, old_log_probs, advantages = zero_masked(mask, log_probs, old_log_probs, advantages)
     log_ratio = log_probs - old_log_probs
@@ -52,7 +61,7 @@ def kl_cov(
     return loss, {"clip_ratio": jnp.zeros(())}
 
 
-def highest(covariance: Array, mask: Array, fraction: float, row_ids: Array | None) -> Array:
+def highest(covariance: FloatBT, mask: MaskBT, fraction: float, row_ids: IntB | None) -> BoolBT:
     """Mark the max(1, floor(fraction * tokens)) tokens of highest covariance, [B, T] bool."""
     valid = mask > 0
     row_ids = jnp.arange(mask.shape[0]) if row_ids is None else row_ids

@@ -7,18 +7,27 @@ the objective with what comes out.
 
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 
-from jaxrl.array_ops import Array, masked_mean, masked_sum, safe_exp, zero_masked
+from jaxrl.array_ops import (
+    Array,
+    BoolB,
+    FloatBT,
+    MaskBT,
+    assert_per_token,
+    masked_mean,
+    masked_sum,
+    safe_exp,
+    zero_masked,
+)
 
 Metrics = dict[str, Array]
 
 
 def correction_enabled(config: Any) -> bool:
     """Return whether an OffPolicyCorrectionConfig asks for anything."""
-    parts = (
+    settings = (
         config.tis_ratio_type,
         config.sequence_mask_metric,
         config.outlier_token_is_threshold_low,
@@ -26,12 +35,12 @@ def correction_enabled(config: Any) -> bool:
         config.token_mask_is_threshold_low,
         config.token_mask_is_threshold_high,
     )
-    return any(part is not None for part in parts)
+    return any(setting is not None for setting in settings)
 
 
 def off_policy_correction(
-    old_log_probs: Array, rollout_log_probs: Array, loss_mask: Array, config: Any
-) -> tuple[Array, Array, Metrics]:
+    old_log_probs: FloatBT, rollout_log_probs: FloatBT, loss_mask: MaskBT, config: Any
+) -> tuple[FloatBT, MaskBT, Metrics]:
     """Weigh and mask by importance w_t = pi_old(a_t | s_t) / pi_rollout(a_t | s_t), in this order.
 
         outlier mask    rows without any w_t < outlier_low or > outlier_high
@@ -60,7 +69,7 @@ def off_policy_correction(
         ValueError: unknown tis_ratio_type or sequence_mask_metric; one token bound without the
             other.
     """
-    chex.assert_equal_shape([old_log_probs, rollout_log_probs, loss_mask])
+    assert_per_token(old_log_probs, rollout_log_probs, loss_mask)
     mask, old, rollout = zero_masked(loss_mask, loss_mask, old_log_probs, rollout_log_probs)
     weights = jnp.ones_like(old)
     if not correction_enabled(config):
@@ -80,7 +89,7 @@ def off_policy_correction(
     return weights, mask, metrics
 
 
-def _ratio_metrics(ratio: Array, mask: Array) -> Metrics:
+def _ratio_metrics(ratio: FloatBT, mask: MaskBT) -> Metrics:
     valid, mean = mask > 0, masked_mean(ratio, mask)
     squares = masked_sum(jnp.square(ratio - mean), mask)
     return {
@@ -91,7 +100,7 @@ def _ratio_metrics(ratio: Array, mask: Array) -> Metrics:
     }
 
 
-def _outlier_mask(ratio: Array, mask: Array, config: Any) -> tuple[Array, Metrics]:
+def _outlier_mask(ratio: FloatBT, mask: MaskBT, config: Any) -> tuple[Array, Metrics]:
     low, high = config.outlier_token_is_threshold_low, config.outlier_token_is_threshold_high
     if low is None and high is None:
         return mask, {}
@@ -101,7 +110,7 @@ def _outlier_mask(ratio: Array, mask: Array, config: Any) -> tuple[Array, Metric
     return _without_rows(mask, over, under, "outlier_seq")
 
 
-def _token_mask(ratio: Array, mask: Array, config: Any) -> tuple[Array, Metrics]:
+def _token_mask(ratio: FloatBT, mask: MaskBT, config: Any) -> tuple[Array, Metrics]:
     low, high = config.token_mask_is_threshold_low, config.token_mask_is_threshold_high
     if low is None and high is None:
         return mask, {}
@@ -114,7 +123,7 @@ def _token_mask(ratio: Array, mask: Array, config: Any) -> tuple[Array, Metrics]
     return mask * ~outside, {"token_mask_ratio": masked_mean(outside, mask)}
 
 
-def _truncated_weights(log_ratio: Array, mask: Array, config: Any) -> tuple[Array, Metrics]:
+def _truncated_weights(log_ratio: FloatBT, mask: MaskBT, config: Any) -> tuple[Array, Metrics]:
     if config.tis_ratio_type == "token":
         weights, cap = safe_exp(log_ratio), config.token_tis_ratio_clip_high
         metrics = {"tis_token_clip_high_ratio": masked_mean(weights > cap, mask)}
@@ -133,7 +142,7 @@ def _truncated_weights(log_ratio: Array, mask: Array, config: Any) -> tuple[Arra
     return jnp.broadcast_to(jnp.minimum(weights, cap), mask.shape), metrics
 
 
-def _sequence_mask(log_ratio: Array, mask: Array, config: Any) -> tuple[Array, Metrics]:
+def _sequence_mask(log_ratio: FloatBT, mask: MaskBT, config: Any) -> tuple[Array, Metrics]:
     if config.sequence_mask_metric == "geometric":
         exponent, name = masked_mean(log_ratio, mask, -1), "geo_sequence_mask"
         low, high = config.geo_mask_low, config.geo_mask_high
@@ -149,7 +158,7 @@ def _sequence_mask(log_ratio: Array, mask: Array, config: Any) -> tuple[Array, M
     return _without_rows(mask, ratio > high, ratio < low, name)
 
 
-def _without_rows(mask: Array, over: Array, under: Array, name: str) -> tuple[Array, Metrics]:
+def _without_rows(mask: MaskBT, over: BoolB, under: BoolB, name: str) -> tuple[MaskBT, Metrics]:
     """Return the mask without the rows that are over or under [B], and the fractions of rows."""
     dropped = over | under
     fractions = {"masked": dropped, "over_high": over, "under_low": under}

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl.array_ops import Array, at_least_float32
+from jaxrl.array_ops import FloatBT, IntB, MaskBT, at_least_float32
 
 REDUCTIONS = (
     "token_mean",
@@ -22,14 +22,14 @@ REDUCTIONS = (
 
 
 def reduction_weights(
-    loss_mask: Array,
+    loss_mask: MaskBT,
     kind: str,
     *,
     max_seq_len: int | None = None,
-    group_ids: Array | None = None,
+    group_ids: IntB | None = None,
     microbatch_rows: int | None = None,
     axis_name: str | None = None,
-) -> Array:
+) -> FloatBT:
     """Return the token weights w [B, T] of a minibatch with mask m [B, T]; B counts empty rows too.
 
         token_mean                w_bt = m_bt / max(sum m, 1)
@@ -76,7 +76,7 @@ def reduction_weights(
     raise ValueError(f"Invalid loss reduction type '{kind}'. Must be one of {list(REDUCTIONS)}")
 
 
-def _block_mean(mask: Array, block_rows: int | None, axis_name: str | None) -> Array:
+def _block_mean(mask: MaskBT, block_rows: int | None, axis_name: str | None) -> FloatBT:
     if not block_rows:
         raise ValueError("loss_reduction='token_mean_legacy' needs microbatch_rows > 0")
     rows = mask.shape[0]
@@ -86,7 +86,7 @@ def _block_mean(mask: Array, block_rows: int | None, axis_name: str | None) -> A
     return mask / (_total(blocks, axis_name) * jnp.maximum(tokens, 1.0))
 
 
-def _prompt_mean(mask: Array, group_ids: Array | None, axis_name: str | None) -> Array:
+def _prompt_mean(mask: MaskBT, group_ids: IntB | None, axis_name: str | None) -> FloatBT:
     if group_ids is None:
         raise ValueError("loss_reduction='prompt_mean' needs group_ids, the prompt of each row")
     segments = int(_total(mask.shape[0], axis_name))  # a prompt may be spread over devices

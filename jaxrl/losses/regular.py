@@ -2,14 +2,15 @@
 
 from typing import Any
 
-import chex
 import jax.numpy as jnp
 
-from jaxrl.array_ops import Array, clamp, safe_exp, zero_masked
+from jaxrl.array_ops import Array, FloatBT, MaskBT, assert_per_token, clamp, safe_exp, zero_masked
 from jaxrl.losses.row import Loss, odd_bounds, surrogate
 
 
-def clipped_surrogate(ratio: Array, advantages: Array, eps_low: float, eps_high: float) -> tuple:
+def clipped_surrogate(
+    ratio: FloatBT, advantages: FloatBT, eps_low: float, eps_high: float
+) -> tuple:
     """Return -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A) and where the clip acted [B, T]."""
     objective = ratio * advantages
     clipped_objective = clamp(ratio, 1 - eps_low, 1 + eps_high) * advantages
@@ -17,13 +18,13 @@ def clipped_surrogate(ratio: Array, advantages: Array, eps_low: float, eps_high:
 
 
 def regular(
-    log_probs: Array,
-    old_log_probs: Array,
-    advantages: Array,
+    log_probs: FloatBT,
+    old_log_probs: FloatBT,
+    advantages: FloatBT,
     config: Any,
-    loss_mask: Array | None = None,
-    rollout_log_probs: Array | None = None,
-) -> tuple[Array, dict[str, Array]]:
+    loss_mask: MaskBT | None = None,
+    rollout_log_probs: FloatBT | None = None,
+) -> tuple[FloatBT, dict[str, Array]]:
     """Clip the PPO surrogate by separate bounds ("clip-higher" when eps_clip_high > eps_clip_low).
 
         r_t = pi_theta(a_t | s_t) / pi_old(a_t | s_t)
@@ -41,7 +42,7 @@ def regular(
     Returns:
         loss [B, T], unmasked and unreduced; {"clip_ratio": [B, T] 0/1 where clipping took effect}.
     """
-    chex.assert_equal_shape([log_probs, old_log_probs, advantages])
+    assert_per_token(log_probs, old_log_probs, advantages)
     log_probs, old_log_probs, advantages = zero_masked(
         loss_mask, log_probs, old_log_probs, advantages
     )

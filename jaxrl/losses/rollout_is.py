@@ -3,22 +3,21 @@
 from collections.abc import Iterable
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 
-from jaxrl.array_ops import Array, safe_exp, zero_masked
+from jaxrl.array_ops import Array, FloatBT, MaskBT, assert_per_token, safe_exp, zero_masked
 from jaxrl.losses.row import Loss, Problem, bounds, odd_bounds
 
 
 def rollout_is(
-    log_probs: Array,
-    old_log_probs: Array | None,
-    advantages: Array,
+    log_probs: FloatBT,
+    old_log_probs: FloatBT | None,
+    advantages: FloatBT,
     config: Any,
-    loss_mask: Array | None = None,
-    rollout_log_probs: Array | None = None,
-) -> tuple[Array, dict[str, Array]]:
+    loss_mask: MaskBT | None = None,
+    rollout_log_probs: FloatBT | None = None,
+) -> tuple[FloatBT, dict[str, Array]]:
     """Correct sampler mismatch and staleness by one importance weight, with a double-sided mask.
 
         r_t = pi_theta(a_t | s_t) / pi_rollout(a_t | s_t)
@@ -43,7 +42,7 @@ def rollout_is(
     """
     if rollout_log_probs is None:
         raise ValueError("policy loss 'rollout_is' needs rollout_log_probs, got None")
-    chex.assert_equal_shape([log_probs, rollout_log_probs, advantages])
+    assert_per_token(log_probs, rollout_log_probs, advantages)
     log_probs, rollout_log_probs, advantages = zero_masked(
         loss_mask, log_probs, rollout_log_probs, advantages
     )

@@ -3,22 +3,21 @@
 from collections.abc import Iterable
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 
-from jaxrl.array_ops import Array, safe_exp, zero_masked
+from jaxrl.array_ops import Array, FloatBT, MaskBT, assert_per_token, safe_exp, zero_masked
 from jaxrl.losses.row import Loss, Problem
 
 
 def sapo(
-    log_probs: Array,
-    old_log_probs: Array,
-    advantages: Array,
+    log_probs: FloatBT,
+    old_log_probs: FloatBT,
+    advantages: FloatBT,
     config: Any,
-    loss_mask: Array | None = None,
-    rollout_log_probs: Array | None = None,
-) -> tuple[Array, dict[str, Array]]:
+    loss_mask: MaskBT | None = None,
+    rollout_log_probs: FloatBT | None = None,
+) -> tuple[FloatBT, dict[str, Array]]:
     """Let the gradient fade as the ratio leaves 1: soft adaptive policy optimization.
 
         r_t   = pi_theta(a_t | s_t) / pi_old(a_t | s_t)
@@ -38,7 +37,7 @@ def sapo(
     Returns:
         loss [B, T], unmasked and unreduced; {"clip_ratio": 0}: nothing is clipped.
     """
-    chex.assert_equal_shape([log_probs, old_log_probs, advantages])
+    assert_per_token(log_probs, old_log_probs, advantages)
     log_probs, old_log_probs, advantages = zero_masked(
         loss_mask, log_probs, old_log_probs, advantages
     )

@@ -1,18 +1,17 @@
 """The critic's loss."""
 
-import chex
 import jax.numpy as jnp
 
-from jaxrl.array_ops import Array, clamp, zero_masked
+from jaxrl.array_ops import Array, FloatBT, MaskBT, assert_per_token, clamp, zero_masked
 
 
 def value_loss(
-    values: Array,
-    old_values: Array,
-    returns: Array,
+    values: FloatBT,
+    old_values: FloatBT,
+    returns: FloatBT,
     value_clip: float | None,
-    loss_mask: Array | None = None,
-) -> tuple[Array, dict[str, Array]]:
+    loss_mask: MaskBT | None = None,
+) -> tuple[FloatBT, dict[str, Array]]:
     """Return half the squared error of the values, clipped as PPO clips the policy.
 
         c_t = V_old,t + clip(V_t - V_old,t, -value_clip, value_clip)
@@ -29,7 +28,7 @@ def value_loss(
     Returns:
         loss [B, T], unmasked and unreduced; {"clipfrac": [B, T] 0/1 where the clip took effect}.
     """
-    chex.assert_equal_shape([values, old_values, returns])
+    assert_per_token(values, old_values, returns)
     values, old_values, returns = zero_masked(loss_mask, values, old_values, returns)
     error = jnp.square(values - returns)
     if value_clip is None:

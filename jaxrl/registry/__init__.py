@@ -18,12 +18,13 @@ from enum import StrEnum
 from typing import Any
 
 from jaxrl.advantages import ESTIMATORS
-from jaxrl.array_ops import Array
+from jaxrl.array_ops import Array, FloatBT
 from jaxrl.functions import Function
 from jaxrl.losses import BATCH_STATISTICS, LOSSES
 from jaxrl.registry.contracts import (
     ESTIMATOR_DATA,
     advantages_and_returns,
+    check_arrays,
     check_estimator_signature,
     check_loss_signature,
     check_parameters,
@@ -94,8 +95,9 @@ def bind_estimator(algorithm: Any) -> Function:
     hyperparameters from `algorithm.advantage_kwargs`.
 
     Raises:
-        ValueError: it requires a parameter that it will not get. When it is traced: it raised, or
-            returned something of another form; the message names the function and the part.
+        ValueError: it requires a parameter that it will not get. When it is called: an array is not
+            of its shape or kind; it raised, or returned something of another form. The message
+            names the function and the part.
     """
     name, kwargs = algorithm.advantage_estimator, algorithm.advantage_kwargs
     func, label = AdvantageEstimatorRegistry.resolve(name), f"advantage estimator '{name}'"
@@ -112,7 +114,8 @@ def bind_estimator(algorithm: Any) -> Function:
     check_parameters(label, func, (), accepted_keywords(func, offered))
     no_values = {"values": None}  # without a critic
 
-    def estimate(**arrays: Array) -> tuple[Array, Array]:
+    def estimate(**arrays: Array) -> tuple[FloatBT, FloatBT]:
+        check_arrays(label, arrays)
         with raised_by(label):
             result = func(**accepted_keywords(func, no_values | arrays | settings))
         return advantages_and_returns(label, result, arrays["token_level_rewards"].shape)
@@ -241,7 +244,7 @@ def accepted_keywords(func: Function, offered: Mapping[str, Any]) -> dict[str, A
 
 
 def check_hyperparameters(
-    func: Function, given: Mapping[str, Any], field: str, supplied: Collection[str] = ()
+    func: Function, settings: Mapping[str, Any], field: str, supplied: Collection[str] = ()
 ) -> None:
     """Check a `*_kwargs` config field against the keyword-only parameters of `func`.
 
@@ -256,12 +259,13 @@ def check_hyperparameters(
     """
     label, parameters = getattr(func, "__name__", repr(func)), inspect.signature(func).parameters
     kinds = [p.kind for name, p in parameters.items() if not name.startswith("_")]
-    own = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
-    own = [name for name in own if name not in supplied]
-    for name, value in given.items():
+    keyword_only = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
+    hyperparameters = [name for name in keyword_only if name not in supplied]
+    for name, value in settings.items():
         if name in supplied:
             raise ValueError(f"{field}.{name}={value!r}: the trainer supplies '{name}'; remove it")
-        if name not in own and inspect.Parameter.VAR_KEYWORD not in kinds:
+        if name not in hyperparameters and inspect.Parameter.VAR_KEYWORD not in kinds:
             raise ValueError(
-                f"{field}.{name}={value!r}: '{label}' takes no such parameter, only {own}"
+                f"{field}.{name}={value!r}: '{label}' takes no such parameter, only "
+                f"{hyperparameters}"
             )

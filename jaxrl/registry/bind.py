@@ -12,12 +12,13 @@ from jaxrl.registry.contracts import (
     BATCH_FIELDS,
     LOSS_ARGUMENTS,
     LOSS_KEYWORDS,
+    check_arrays,
     check_loss_signature,
     check_parameters,
     loss_and_metrics,
     raised_by,
 )
-from jaxrl.types import Array, TrainBatch
+from jaxrl.types import Array, FloatBT, TrainBatch
 
 Metrics = dict[str, Any]
 # fields of a batch that few losses ask for
@@ -38,30 +39,42 @@ class PolicyLoss:
     algorithm: Any
 
     def arguments(
-        self, log_probs: Array, entropy: Array, batch: TrainBatch, key: Array
+        self, log_probs: FloatBT, entropy: FloatBT, batch: TrainBatch, key: Array
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return what `fn` is called with, by position and by name."""
-        offered = {name: getattr(batch, name) for name in BATCH_FIELDS}
-        offered |= {"group_ids": batch.index, "entropy": entropy, "key": key}
-        offered |= self.algorithm.policy_loss_kwargs
-        offered["rollout_logprobs"] = batch.rollout_log_probs  # SkyRL's name
+        """Return what `fn` is called with, by position and by name.
+
+        Raises:
+            ValueError: an array is not of its shape or kind.
+        """
         old_log_probs = batch.old_log_probs
         if old_log_probs is None:  # the first update on a batch: the policy is the old policy
             old_log_probs = jax.lax.stop_gradient(log_probs)
-        given = log_probs, old_log_probs, batch.advantages, self.algorithm
-        return given, accepted_keywords(self.fn, offered)
+        offered = {name: getattr(batch, name) for name in BATCH_FIELDS}
+        offered |= {"group_ids": batch.index, "entropy": entropy, "key": key}
+        arrays = {
+            "log_probs": log_probs,
+            "old_log_probs": old_log_probs,
+            "advantages": batch.advantages,
+            **offered,
+        }
+        check_arrays(self.label, arrays)
+        offered |= self.algorithm.policy_loss_kwargs
+        offered["rollout_logprobs"] = batch.rollout_log_probs  # SkyRL's name
+        positional = log_probs, old_log_probs, batch.advantages, self.algorithm
+        return positional, accepted_keywords(self.fn, offered)
 
     def __call__(
-        self, log_probs: Array, entropy: Array, batch: TrainBatch, key: Array
+        self, log_probs: FloatBT, entropy: FloatBT, batch: TrainBatch, key: Array
     ) -> tuple[Array, Metrics]:
         """Return the loss, [B, T] or [], and its metrics.
 
         Raises:
-            ValueError: it raised, or returned something of another form.
+            ValueError: an array is not of its shape or kind; it raised, or returned something of
+                another form.
         """
-        given, named = self.arguments(log_probs, entropy, batch, key)
+        positional, by_name = self.arguments(log_probs, entropy, batch, key)
         with raised_by(self.label):
-            result = self.fn(*given, **named)
+            result = self.fn(*positional, **by_name)
         return loss_and_metrics(self.label, result, log_probs.shape)
 
 

@@ -7,12 +7,12 @@ that is wrong: a parameter, the returned form, a shape.
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
 
-from jaxrl.array_ops import Array
+from jaxrl.types import Array, TrainBatch
 
 Shape = tuple[int, ...]
 
@@ -34,6 +34,29 @@ ESTIMATOR_SETTINGS = ("grpo_norm_by_std", "gamma", "lambd")
 # the last one, the messages of the prompt, the other columns of its row, and what the environment
 # gave for the turn: a number, one per token, or these by name.
 REWARD_KEYWORDS = ("action", "tokens", "stopped", "turn", "done", "prompt", "extras", "reward")
+
+
+def _form(annotation: Any) -> tuple[str, list[str]] | None:
+    """Return kind and dims of an annotation such as `FloatBT`, alone or with None."""
+    for part in (annotation, *get_args(annotation)):
+        for text in getattr(part, "__metadata__", ()):
+            kind, _, dims = text.partition(" ")
+            return kind, dims.strip("[]").split(", ")
+    return None
+
+
+# name of an array of the two contracts -> ("float", ["B", "T"]), as `TrainBatch` has it
+ARRAYS = {
+    name: form
+    for name, annotation in get_type_hints(TrainBatch, include_extras=True).items()
+    if (form := _form(annotation)) is not None
+}
+ARRAYS |= {
+    "entropy": ARRAYS["rewards"],
+    "token_level_rewards": ARRAYS["rewards"],
+    "log_probs": ARRAYS["rewards"],
+    "group_ids": ARRAYS["index"],
+}
 
 
 def asks_for(func: Callable, name: str) -> bool:
@@ -99,10 +122,10 @@ def check_parameters(
     try:
         inspect.signature(func).bind(*positional, **keywords)
     except TypeError as error:
-        given = [*positional, *(f"{name}=" for name in keywords)]
+        arguments = [*positional, *(f"{name}=" for name in keywords)]
         raise ValueError(
-            f"{label}: {error}. It is called with ({', '.join(given)}); give other parameters a "
-            "default"
+            f"{label}: {error}. It is called with ({', '.join(arguments)}); give other parameters "
+            "a default"
         ) from error
 
 
@@ -124,6 +147,34 @@ def raised_by(label: str) -> Iterator[None]:
             )
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{label} raised {type(error).__name__}: {reason}{hint}") from error
+
+
+def check_arrays(label: str, arrays: Mapping[str, Any]) -> None:
+    """Refuse arrays of another shape or kind than the contract says, see `ARRAYS`.
+
+    It runs where the call is traced: a compiled one checks nothing.
+
+    Args:
+        arrays: what the function gets, by name; None is not there. Rows and tokens are those of the
+            first that has them.
+
+    Raises:
+        ValueError: names the array, with what it must be and what it is.
+    """
+    sizes: dict[str, int] = {}
+    for name, array in arrays.items():
+        if array is None or name not in ARRAYS:
+            continue
+        kind, dims = ARRAYS[name]
+        shape, dtype = jnp.shape(array), jnp.result_type(array)
+        same = all(sizes.setdefault(dim, n) == n for dim, n in zip(dims, shape, strict=False))
+        is_kind = kind != "float" or jnp.issubdtype(dtype, jnp.floating)
+        if len(shape) != len(dims) or not same or not is_kind:
+            known = ", ".join(f"{dim}={n}" for dim, n in sizes.items())
+            raise ValueError(
+                f"{label}: {name} must be {kind} [{', '.join(dims)}] with {known}, "
+                f"got {dtype} of shape {shape}"
+            )
 
 
 def loss_and_metrics(label: str, result: Any, shape: Shape) -> tuple[Array, dict[str, Array]]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl.config import TrainConfig, validate
-from jaxrl.data.order import DataOrder, data_order, shares
+from jaxrl.data.order import DataOrder, data_order, proportional_counts
 from jaxrl.types import Prompt
 
 
@@ -82,8 +82,8 @@ def test_position_alone_finds_a_batch_and_a_batch_is_mixed():
         ([99, 1], 10, [10, 0]),
     ],
 )
-def test_shares(weights, total, expected):
-    assert shares(weights, total) == expected
+def test_proportional_counts(weights, total, expected):
+    assert proportional_counts(weights, total) == expected
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,7 @@ class OpenEnvEnv(Adapter):
         self.turns += 1
         last = self.turns >= self.max_turns
         chosen, problem = self._read(action)
+        result: Any = None
         if not problem:
             try:
                 result = await self._client.step(chosen)

@@ -44,7 +44,7 @@ class SupervisedSubject(Subject):
         self.small = cfg.apply_overrides(elsewhere(given, folder, QUIET), changes)
 
     @property
-    def run(self) -> Any:
+    def run(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Return the trainer, which has config and tokenizer where a `BasePPOExp` has them."""
         return self.trainer
 
