@@ -45,20 +45,22 @@ def empty_batch(
         kept: ids that are recorded with each token; 0 = None are.
         log_probs: the rollouts carry them.
     """
-    zeros = np.zeros((rows, width), np.float32)
+    columns: dict[str, np.ndarray | None] = {
+        column.batch: np.full((rows, width), column.blank, column.dtype)
+        for column in TOKEN_COLUMNS
+        if column.kinds
+    }
+    if not log_probs:
+        columns["rollout_log_probs"] = None
     return TrainBatch(
         tokens=np.zeros((rows, width), np.int32),
         lengths=np.full(rows, width if length is None else length, np.int32),
-        response_mask=zeros,
-        loss_mask=zeros,
-        rewards=zeros,
-        rollout_log_probs=zeros if log_probs else None,
+        response_mask=np.zeros((rows, width), np.float32),
         index=np.zeros(rows, np.int32),
         policy_versions=np.zeros(rows, np.int32),
         row_ids=np.arange(rows, dtype=np.int32),
         kept=np.full((rows, width, kept), -1, np.int32) if kept else None,
-        token_versions=np.full((rows, width), -1, np.int32),
-        context_versions=np.full((rows, width), -1, np.int32),
+        **columns,
     )
 
 

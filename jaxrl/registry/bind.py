@@ -1,4 +1,4 @@
-"""A policy loss bound to its config: from a name to a function of log-probs, entropy and batch."""
+"""A policy loss and an advantage estimator bound to their config: from names to functions."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,17 +7,22 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.functions import Function
-from jaxrl.registry import PolicyLossRegistry, accepted_keywords, check_hyperparameters
 from jaxrl.registry.contracts import (
     BATCH_FIELDS,
+    ESTIMATOR_DATA,
     LOSS_ARGUMENTS,
     LOSS_KEYWORDS,
+    accepted_keywords,
+    advantages_and_returns,
     check_arrays,
+    check_estimator_signature,
+    check_hyperparameters,
     check_loss_signature,
     check_parameters,
     loss_and_metrics,
     raised_by,
 )
+from jaxrl.registry.table import AdvantageEstimatorRegistry, PolicyLossRegistry
 from jaxrl.types import Array, FloatBT, TrainBatch
 
 Metrics = dict[str, Any]
@@ -92,6 +97,43 @@ def make_policy_loss(algorithm: Any) -> PolicyLoss:
     names = dict.fromkeys((*LOSS_KEYWORDS, *kwargs))
     check_parameters(label, func, LOSS_ARGUMENTS, accepted_keywords(func, names))
     return PolicyLoss(func, label, algorithm)
+
+
+def bind_estimator(algorithm: Any) -> Function:
+    """Return the configured estimator, a function of keywords alone.
+
+    It is `(*, token_level_rewards, response_mask, index, loss_mask, ...)`: by keyword, because an
+    estimator may take everything as `**kwargs`; the values of a critic are one more, None where
+    there is none. It is offered the settings of the config under SkyRL's names, and its
+    hyperparameters from `algorithm.advantage_kwargs`.
+
+    Raises:
+        ValueError: it requires a parameter that it will not get. When it is called: an array is not
+            of its shape or kind; it raised, or returned something of another form. The message
+            names the function and the part.
+    """
+    name, kwargs = algorithm.advantage_estimator, algorithm.advantage_kwargs
+    func, label = AdvantageEstimatorRegistry.resolve(name), f"advantage estimator '{name}'"
+    check_estimator_signature(label, func)
+    check_hyperparameters(func, kwargs, "trainer.algorithm.advantage_kwargs", ESTIMATOR_DATA)
+    settings = {
+        "grpo_norm_by_std": algorithm.grpo_norm_by_std,
+        "gamma": algorithm.gamma,
+        "lambd": algorithm.lambd,
+        "config": algorithm,
+        **kwargs,
+    }
+    offered: dict[str, Any] = {**dict.fromkeys(ESTIMATOR_DATA), **settings}
+    check_parameters(label, func, (), accepted_keywords(func, offered))
+    no_values = {"values": None}  # without a critic
+
+    def estimate(**arrays: Array) -> tuple[FloatBT, FloatBT]:
+        check_arrays(label, arrays)
+        with raised_by(label):
+            result = func(**accepted_keywords(func, no_values | arrays | settings))
+        return advantages_and_returns(label, result, arrays["token_level_rewards"].shape)
+
+    return estimate
 
 
 def loss_ndim(algorithm: Any, shape: tuple[int, int]) -> int:

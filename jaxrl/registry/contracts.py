@@ -6,12 +6,13 @@ that is wrong: a parameter, the returned form, a shape.
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
 
+from jaxrl.functions import Function
 from jaxrl.types import Array, TrainBatch
 
 Shape = tuple[int, ...]
@@ -127,6 +128,43 @@ def check_parameters(
             f"{label}: {error}. It is called with ({', '.join(arguments)}); give other parameters "
             "a default"
         ) from error
+
+
+def accepted_keywords(func: Function, offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of `offered` that the signature of `func` names; all with `**kwargs`."""
+    parameters = inspect.signature(func).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return dict(offered)
+    names = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
+    return {k: v for k, v in offered.items() if k in names}
+
+
+def check_hyperparameters(
+    func: Function, settings: Mapping[str, Any], field: str, supplied: Collection[str] = ()
+) -> None:
+    """Check a `*_kwargs` config field against the keyword-only parameters of `func`.
+
+    A function with `**kwargs` takes any name; with `**_` it says that it ignores what it gets.
+
+    Args:
+        supplied: names that the trainer gives; a setting must not take their place.
+
+    Raises:
+        ValueError: a name of `supplied`, or one that `func` does not take as a keyword-only
+            parameter.
+    """
+    label, parameters = getattr(func, "__name__", repr(func)), inspect.signature(func).parameters
+    kinds = [p.kind for name, p in parameters.items() if not name.startswith("_")]
+    keyword_only = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
+    hyperparameters = [name for name in keyword_only if name not in supplied]
+    for name, value in settings.items():
+        if name in supplied:
+            raise ValueError(f"{field}.{name}={value!r}: the trainer supplies '{name}'; remove it")
+        if name not in hyperparameters and inspect.Parameter.VAR_KEYWORD not in kinds:
+            raise ValueError(
+                f"{field}.{name}={value!r}: '{label}' takes no such parameter, only "
+                f"{hyperparameters}"
+            )
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""A table name -> function that all processes of a Ray job share."""
+"""Tables name -> function that all processes of a Ray job share."""
 
 import dataclasses
 import difflib
@@ -7,7 +7,10 @@ from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Any, ClassVar
 
+from jaxrl.advantages import ESTIMATORS
 from jaxrl.functions import Function, import_function, origin
+from jaxrl.losses import BATCH_STATISTICS, LOSSES
+from jaxrl.registry.contracts import check_estimator_signature, check_loss_signature
 from jaxrl.registry.pickling import (
     PackedFunction,
     has_same_content,
@@ -260,6 +263,45 @@ class BaseFunctionRegistry:
             cls._entries[name] = Entry(func, **marks, packed=packed, session=session, received=True)
         if errors:
             raise errors[0]
+
+
+class PolicyLossRegistry(BaseFunctionRegistry):
+    """Hold the policy losses, see `jaxrl.losses` for the contract."""
+
+    _function_type = "policy loss"
+    _builtin = LOSSES
+    _batch_statistics = BATCH_STATISTICS
+
+    @classmethod
+    def register(cls, name: str | StrEnum, func: Function, batch_statistics: bool = False) -> None:
+        """Add a policy loss, see `BaseFunctionRegistry.register`.
+
+        Args:
+            batch_statistics: the loss of a token depends on other rows of the minibatch (a
+                quantile, a top-k, a mean over rows): it must be evaluated on the whole minibatch.
+        """
+        cls._register(plain_name(name), Entry(func, batch_statistics))
+
+    @classmethod
+    def _check_signature(cls, label: str, func: Function) -> None:
+        check_loss_signature(label, func)
+
+    @classmethod
+    def has_batch_statistics(cls, name: str | StrEnum) -> bool:
+        """Return whether a loss, by name or path, was registered with `batch_statistics=True`."""
+        func = cls.resolve(name)
+        return any(e.batch_statistics and e.func is func for e in cls._entries.values())
+
+
+class AdvantageEstimatorRegistry(BaseFunctionRegistry):
+    """Hold the advantage estimators, see `jaxrl.advantages` for the contract."""
+
+    _function_type = "advantage estimator"
+    _builtin = ESTIMATORS
+
+    @classmethod
+    def _check_signature(cls, label: str, func: Function) -> None:
+        check_estimator_signature(label, func)
 
 
 def plain_name(name: str | StrEnum) -> str:
