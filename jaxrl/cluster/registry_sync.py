@@ -5,18 +5,10 @@ It holds pickles and never loads them, so neither this module nor the actor's pr
 """
 
 import uuid
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxrl.cluster.ray_import import ray
 from jaxrl.registry.pickling import PackedFunction
-
-
-class Exchange(NamedTuple):
-    """Hold the answer of `RegistryActor.exchange`."""
-
-    clashes: dict[str, str]  # name -> origin of the other function; then nothing was stored
-    names: list[str]  # all that are registered
-    functions: dict[str, PackedFunction]  # those that the caller lacks
 
 
 @ray.remote(num_cpus=0)
@@ -32,14 +24,16 @@ class RegistryActor:
         return self._session
 
     def exchange(
-        self, kind: str, new: dict[str, PackedFunction], known: dict[str, str]
-    ) -> Exchange:
-        """Take the caller's new functions and give it those it lacks.
+        self, kind: str, new: dict[str, PackedFunction]
+    ) -> tuple[dict[str, str], dict[str, PackedFunction]]:
+        """Take the functions that the caller has not shared yet, unless a name clashes.
 
         Args:
             kind: "policy loss" or "advantage estimator".
-            new: functions that the caller has not shared yet.
-            known: name -> fingerprint of those that it has.
+            new: name -> function.
+
+        Returns:
+            Clashes, name -> origin of the other function; all functions of the kind.
         """
         table = self._tables.setdefault(kind, {})
         clashes = {
@@ -47,11 +41,9 @@ class RegistryActor:
             for name, packed in new.items()
             if name in table and table[name].fingerprint != packed.fingerprint
         }
-        if clashes:
-            return Exchange(clashes, [], {})
-        lacking = {n: p for n, p in table.items() if n not in new and known.get(n) != p.fingerprint}
-        table.update(new)
-        return Exchange({}, list(table), lacking)
+        if not clashes:
+            table.update(new)
+        return clashes, table
 
     def remove(self, kind: str, name: str) -> bool:
         """Forget a function; return whether there was one."""

@@ -37,27 +37,15 @@ ESTIMATOR_SETTINGS = ("grpo_norm_by_std", "gamma", "lambd")
 REWARD_KEYWORDS = ("action", "tokens", "stopped", "turn", "done", "prompt", "extras", "reward")
 
 
-def _form(annotation: Any) -> tuple[str, list[str]] | None:
-    """Return kind and dims of an annotation such as `FloatBT`, alone or with None."""
-    for part in (annotation, *get_args(annotation)):
-        for text in getattr(part, "__metadata__", ()):
-            kind, _, dims = text.partition(" ")
-            return kind, dims.strip("[]").split(", ")
-    return None
-
-
-# name of an array of the two contracts -> ("float", ["B", "T"]), as `TrainBatch` has it
+# What an array of the two contracts must be: name -> "float [B, T]", as `TrainBatch` annotates it.
 ARRAYS = {
-    name: form
+    name: part.__metadata__[0]
     for name, annotation in get_type_hints(TrainBatch, include_extras=True).items()
-    if (form := _form(annotation)) is not None
+    for part in (annotation, *get_args(annotation))  # itself, or before `| None`
+    if hasattr(part, "__metadata__")
 }
-ARRAYS |= {
-    "entropy": ARRAYS["rewards"],
-    "token_level_rewards": ARRAYS["rewards"],
-    "log_probs": ARRAYS["rewards"],
-    "group_ids": ARRAYS["index"],
-}
+ARRAYS |= dict.fromkeys(("log_probs", "entropy", "token_level_rewards"), "float [B, T]")
+ARRAYS |= {"group_ids": ARRAYS["index"]}
 
 
 def asks_for(func: Callable, name: str) -> bool:
@@ -203,15 +191,14 @@ def check_arrays(label: str, arrays: Mapping[str, Any]) -> None:
     for name, array in arrays.items():
         if array is None or name not in ARRAYS:
             continue
-        kind, dims = ARRAYS[name]
+        dims = [letter for letter in ARRAYS[name] if letter.isupper()]
         shape, dtype = jnp.shape(array), jnp.result_type(array)
         same = all(sizes.setdefault(dim, n) == n for dim, n in zip(dims, shape, strict=False))
-        is_kind = kind != "float" or jnp.issubdtype(dtype, jnp.floating)
-        if len(shape) != len(dims) or not same or not is_kind:
+        integers = ARRAYS[name].startswith("float") and not jnp.issubdtype(dtype, jnp.floating)
+        if len(shape) != len(dims) or not same or integers:
             known = ", ".join(f"{dim}={n}" for dim, n in sizes.items())
             raise ValueError(
-                f"{label}: {name} must be {kind} [{', '.join(dims)}] with {known}, "
-                f"got {dtype} of shape {shape}"
+                f"{label}: {name} must be {ARRAYS[name]} with {known}, got {dtype} of shape {shape}"
             )
 
 

@@ -168,19 +168,20 @@ class BaseFunctionRegistry:
         session = _ask_actor("session")  # another after ray.shutdown(): it knows nothing of ours
         shared = {n for n, entry in cls._entries.items() if entry.session == session}
         new = cls._pack(cls.user_functions().keys() - shared)
-        known = {name: packed.fingerprint for name, packed in cls._pack(shared).items()}
-        clashes, names, lacking = _ask_actor("exchange", cls._function_type, new, known)
+        clashes, table = _ask_actor("exchange", cls._function_type, new)
         for name, other in clashes.items():
             raise ValueError(
                 f"{cls._function_type} '{name}' already registered by another process, with "
                 f"another function: {other} there, {new[name].origin} here. Choose another name, "
                 "or unregister one of them first"
             )
-        for name in shared.difference(names):
+        for name in shared - table.keys():
             del cls._entries[name]
         for name, packed in new.items():
             entry = cls._entries[name]
             cls._entries[name] = dataclasses.replace(entry, packed=packed, session=session)
+        known = {n: e.packed.fingerprint for n, e in cls._entries.items() if e.packed}
+        lacking = {n: p for n, p in table.items() if known.get(n) != p.fingerprint}
         cls._receive(lacking, session)
 
     @classmethod
