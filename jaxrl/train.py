@@ -142,7 +142,7 @@ class BasePPOExp:
         if not cfg.in_process(self.config):
             if not is_first():
                 return AbsentEngine()
-            from jaxrl.rollout.build_remote import assemble_remote_engine  # needs jaxrl[serve]
+            from jaxrl.rollout.build_remote import assemble_remote_engine
 
             return assemble_remote_engine(self.config, model, mesh, self.tokenizer)
         if isinstance(model, AdaptedModel):

@@ -1,14 +1,16 @@
 """Questions to servers, JSON in and out, asked again where that may help."""
 
-import http.client
+import asyncio
 import json
 import logging
+import os
 import random
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
+
+import aiohttp
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -33,25 +35,10 @@ class _Refused(Exception):
         wait: seconds that the server asks for before the next attempt.
     """
 
-    def __init__(self, error: urllib.error.HTTPError) -> None:
-        said = error.read(_SHOWN).decode("utf-8", "replace")
-        super().__init__(f"status {error.code}: {said or error.reason}")
-        self.final = error.code < 500 and error.code not in _RETRIED
-        after = error.headers.get("Retry-After", "")
-        self.wait = float(after) if after.isdigit() else 0.0
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Refuses to be redirected.
-
-    A redirected POST becomes a GET without its question, and takes the key to another host.
-    """
-
-    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
-        return None  # so that the status is an error
-
-
-_opener = urllib.request.build_opener(_NoRedirect)
+    def __init__(self, status: int, text: str, retry_after: str) -> None:
+        super().__init__(f"status {status}: {text}")
+        self.final = status < 500 and status not in _RETRIED
+        self.wait = float(retry_after) if retry_after.isdigit() else 0.0
 
 
 def ask(
@@ -73,8 +60,7 @@ def ask(
         question: what becomes the body.
         read: takes what is needed from the decoded answer; any LookupError, TypeError, ValueError
             or AttributeError of it means that the answer cannot be used.
-        timeout: seconds of each attempt, for the connection, any silence and the whole body; a
-            server that drips its headers line by line can take longer.
+        timeout: seconds of each attempt, from the connection to the last byte of the answer.
         attempts: most of them.
         headers: beside those of JSON.
 
@@ -87,13 +73,18 @@ def ask(
     for attempt in range(1, attempts + 1):
         wait = FIRST_WAIT * 2 ** (attempt - 1) * random.uniform(*_JITTER)
         try:
-            answer = _post(urllib.request.Request(url, body, headers), timeout)
+            with ThreadPoolExecutor(1) as thread:  # in the caller's a loop may run (Jupyter)
+                answer = thread.submit(asyncio.run, _post(url, body, headers, timeout)).result()
         except _Refused as refused:
             problem, wait = str(refused), max(wait, refused.wait)
             if refused.final:
                 break
-        except (OSError, http.client.HTTPException) as error:  # also URLError and TimeoutError
-            problem = f"{type(error).__name__}: {getattr(error, 'reason', error)}"
+        except TimeoutError:
+            problem = f"timed out: the answer was not whole after {timeout:g} s"
+        except (OSError, aiohttp.ClientError) as error:
+            number = getattr(error, "errno", None)
+            reason = f" ({os.strerror(number)})" if number else ""
+            problem = f"{type(error).__name__}: {error}{reason}"
         else:
             try:
                 return read(json.loads(answer)), attempt
@@ -115,19 +106,24 @@ def longest_seconds(timeout: float, attempts: int) -> float:
     return timeout * attempts + sum(min(wait, _LONGEST_WAIT) for wait in waits)
 
 
-def _post(request: urllib.request.Request, timeout: float) -> bytes:
-    deadline = time.monotonic() + timeout
-    try:
-        with _opener.open(request, timeout=timeout) as answer:
-            parts: list[bytes] = []
-            while part := answer.read1(1 << 16):
-                parts.append(part)
-                # A server that sends a byte now and then never runs into the socket's limit.
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"the answer was not whole after {timeout:g} s")
-                if sum(map(len, parts)) > _MAX_BYTES:
-                    raise http.client.HTTPException(f"more than {_MAX_BYTES} bytes")
-            return b"".join(parts)
-    except urllib.error.HTTPError as error:
-        with error:
-            raise _Refused(error) from None
+async def _post(url: str, body: bytes, headers: Mapping[str, str], timeout: float) -> bytes:
+    """Return the body of an answer.
+
+    A redirect is an error: a redirected POST would become a GET without its question, and take the
+    key to another host.
+    """
+    limit = aiohttp.ClientTimeout(total=timeout)
+    async with (
+        aiohttp.ClientSession(timeout=limit, trust_env=True) as session,  # proxies
+        session.post(url, data=body, headers=headers, allow_redirects=False) as answer,
+    ):
+        if answer.status >= 300:
+            shown = (await answer.content.read(_SHOWN)).decode("utf-8", "replace")
+            after = answer.headers.get("Retry-After", "")
+            raise _Refused(answer.status, shown or str(answer.reason), after)
+        whole = bytearray()
+        async for part in answer.content.iter_any():
+            whole += part
+            if len(whole) > _MAX_BYTES:
+                raise aiohttp.ClientPayloadError(f"more than {_MAX_BYTES} bytes")
+        return bytes(whole)

@@ -14,8 +14,9 @@ class JsonServer(ThreadingHTTPServer):
     Attributes:
         faults: what comes before that, first to last: a status, bytes (sent as they are, with
             status 200), "hang" (no answer until the server stops), "drip" (a byte now and then),
-            "reset" (the connection is closed), "cut" (it is closed in the middle), or a dict of a
-            `status` and `headers`. Whatever stays is repeated if `endless`.
+            "slow headers" (one now and then), "reset" (the connection is closed), "cut" (it is
+            closed in the middle), "endless" (more than anyone wants), or a dict of a `status` and
+            `headers`. Whatever stays is repeated if `endless`.
         questions: what was asked; with the header Authorization, under its name.
         most: requests that were answered at the same time.
     """
@@ -63,11 +64,8 @@ class Handler(BaseHTTPRequestHandler):
             self.connection.shutdown(socket.SHUT_RDWR)
         elif fault == "cut":
             self.say(200, b'{"result": [', length=1000)
-        elif fault == "drip":
-            self.send_response(200)
-            self.end_headers()
-            while not self.server.stopped.wait(0.05):
-                self.wfile.write(b" ")
+        elif fault in ("drip", "slow headers", "endless"):
+            self.never_end(fault)
         elif isinstance(fault, dict):
             self.say(fault["status"], b"later", headers=fault["headers"])
         elif isinstance(fault, int):
@@ -76,6 +74,17 @@ class Handler(BaseHTTPRequestHandler):
             self.say(200, fault)
         else:
             self.say(200, json.dumps(self.server.answer(question)).encode())
+
+    def never_end(self, fault):
+        self.send_response(200)
+        if fault == "slow headers":
+            while not self.server.stopped.wait(0.05):
+                self.send_header("X-More", "to come")
+                self.flush_headers()
+        self.end_headers()
+        part, pause = (b" ", 0.05) if fault == "drip" else (b" " * 2**20, 0)
+        while not self.server.stopped.wait(pause):
+            self.wfile.write(part)
 
     def say(self, status, body, length=None, headers=()):
         self.send_response(status)

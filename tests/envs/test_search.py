@@ -1,5 +1,6 @@
 """The environment search: corpora, BM25, the protocol over HTTP, and servers that fail."""
 
+import asyncio
 import json
 import socket
 import subprocess
@@ -258,7 +259,7 @@ GARBAGE = (
     b'{"result": [[{"document": {"text": "x"}}]]}', b'{"result": [[{"contents": 3}]]}',
     b"\xff\xfe\x00", b"[" * 100_000,
 )  # fmt: skip
-FAULTS = (500, 502, 503, 429, 408, "hang", "drip", "reset", "cut", *GARBAGE)
+FAULTS = (500, 502, 503, 429, 408, "hang", "drip", "slow headers", "reset", "cut", *GARBAGE)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -278,6 +279,7 @@ def test_one_fault_is_made_up_for(fault):
         (500, 5, "status 500: a fault of the test"),
         ("hang", 5, "[Tt]imed out"),
         ("drip", 5, "not whole after 0.1 s"),
+        ("slow headers", 5, "not whole after 0.1 s"),
         (b"no JSON", 5, "cannot use the answer 'no JSON'"),
         (404, 1, "status 404: a fault of the test"),  # is no better the next time
         (422, 1, "status 422"),
@@ -295,6 +297,22 @@ def test_a_server_that_stays_ill_costs_a_turn_and_is_counted(fault, attempts, re
     assert env.get_metrics()["search_errors"] == 1
     assert f"gave no answer in {attempts} attempts" in caplog.text
     assert env.step("<answer>Paris</answer>")["reward"] == 1.0  # it can still be known
+
+
+def test_an_answer_without_end_is_cut():
+    with (
+        serving(JsonServer(None, ["endless"], endless=True)) as server,
+        pytest.raises(RequestError, match="more than 16777216 bytes"),
+    ):
+        json_request.ask(server.url, {}, dict, timeout=60, attempts=1)
+
+
+def test_asked_where_a_loop_runs():
+    async def search(url):
+        return RemoteRetriever(url).search("q", 1)
+
+    with serving(JsonServer(lambda question: {"result": [[FRANCE]]})) as server:
+        assert asyncio.run(search(server.url))
 
 
 def test_nobody_listens(caplog):

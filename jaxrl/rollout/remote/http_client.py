@@ -5,13 +5,10 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+import aiohttp
+
 from jaxrl.rollout.protocol import Completion, Request
 from jaxrl.rollout.remote.wire import Dialect, InvalidAnswer
-
-try:
-    import aiohttp
-except ImportError as error:
-    raise ImportError("engines over HTTP need aiohttp: pip install 'jaxrl[serve]'") from error
 
 # Servers close idle connections, some after 5 s; to use one at that moment looks like a crash.
 IDLE_SECONDS, RETRY_SECONDS = 2, 1.0

@@ -15,7 +15,7 @@ from jaxrl.rollout.server.sessions import Session, Sessions
 from jaxrl.rollout.server.shared_engine import HostEngine
 
 IDLE_SECONDS = 60.0  # of a connection without a request; one that is half a header is none
-EXTRA = "the HTTP server needs aiohttp and prometheus-client: pip install 'jaxrl[serve]'"
+EXTRA = "the HTTP server needs pydantic and prometheus-client: pip install 'jaxrl[serve]'"
 
 
 class AddressError(ValueError):

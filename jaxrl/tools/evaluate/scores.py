@@ -43,7 +43,6 @@ def evaluate_subject(
 
     Raises:
         ValueError, OSError: the config, a data file, or the subject is wrong; no server is there.
-        ImportError: a server is asked, and jaxrl[serve] is not installed.
     """
     config = cfg.to_train_config(config)
     found = find_subject(subject) if subject else policy_of(config)
@@ -109,7 +108,7 @@ def asked_engine(run: BasePPOExp, subject: Subject, step: int) -> Iterator[Engin
     Neither a training state, nor an optimizer, nor a reference is built.
     """
     if subject.kind == "server":
-        from jaxrl.rollout.build_remote import served_engine  # needs jaxrl[serve]
+        from jaxrl.rollout.build_remote import served_engine
         from jaxrl.rollout.remote.engine import RemoteEngineError
 
         with contextlib.closing(served_engine(run.config)) as engine:
