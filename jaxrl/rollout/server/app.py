@@ -9,15 +9,23 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
+from pydantic import ValidationError
 
 from jaxrl.rollout.protocol import Completion
 from jaxrl.rollout.server.auth import Guard
+from jaxrl.rollout.server.bodies import (
+    AbortBody,
+    DetokenizeBody,
+    TokenizeChatBody,
+    TokenizeTextBody,
+    UpdateWeightsBody,
+    invalid,
+)
 from jaxrl.rollout.server.errors import ApiError, parse_json
-from jaxrl.rollout.server.fields import Fields, check_ids, refuse
 from jaxrl.rollout.server.prometheus import Stopwatch
-from jaxrl.rollout.server.requests import Ask, read_messages, read_variables
-from jaxrl.rollout.server.responses import Answer, TextStream, said_to
-from jaxrl.rollout.server.runs import Part, Run
+from jaxrl.rollout.server.requests import SampleRequest
+from jaxrl.rollout.server.responses import ResponseBuilder, TextStream, said_to
+from jaxrl.rollout.server.runs import RunningRequest, SamplePart
 from jaxrl.rollout.server.service import Control, Service
 from jaxrl.rollout.weights.incoming import Notice
 
@@ -27,7 +35,7 @@ CLIENT_SECONDS = 60.0  # that a client may take to send a body, or to read what 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Routes:
+class ApiRoutes:
     """Hold the handlers of the routes.
 
     Args:
@@ -75,6 +83,8 @@ class Routes:
             response = await handler(request)
         except web.HTTPException as error:  # of the router, and of bodies that are too long
             response = _failed(ApiError(error.status, _said_of(error, request)))
+        except ValidationError as error:
+            response = _failed(invalid(error))
         except ApiError as error:
             response = _failed(error)
         except ConnectionError:  # the client has left
@@ -105,9 +115,9 @@ class Routes:
             async with asyncio.timeout(seconds):
                 body = parse_json(await request.read())
                 name = request.headers.get(SESSION_HEADER)
-                ask = await self.service.read(body, name, chat=chat)
-                async with self.service.running(ask) as run:
-                    if not ask.stream:
+                sample_request = await self.service.read(body, name, chat=chat)
+                async with self.service.running(sample_request) as run:
+                    if not sample_request.stream:
                         return web.json_response(await self._whole(run, watch))
                     stream = await _open_stream(request)
                     await self._stream(run, stream, watch)
@@ -125,50 +135,52 @@ class Routes:
             await _send(stream, error.body)  # the status has been sent
         return stream
 
-    async def _whole(self, run: Run, watch: Stopwatch) -> dict[str, Any]:
-        ask, completions = run.ask, {}
+    async def _whole(self, run: RunningRequest, watch: Stopwatch) -> dict[str, Any]:
+        sample_request, completions = run.request, {}
         async for part in run.parts():
             watch.tokens(len(part.new.tokens))
             if part.whole is not None:
                 completions[part.sample] = part.whole
-        ordered = [completions[number] for number in range(ask.samples)]
-        await self._record(ask, ordered[0])
-        return await self.service.in_thread(self._answer(ask).whole, ordered)
+        ordered = [completions[number] for number in range(sample_request.samples)]
+        await self._record(sample_request, ordered[0])
+        return await self.service.in_thread(self._answer(sample_request).whole, ordered)
 
-    async def _stream(self, run: Run, stream: web.StreamResponse, watch: Stopwatch) -> None:
-        ask, answer, tokens = run.ask, self._answer(run.ask), 0
-        texts = [SampleStream(answer, n) for n in range(ask.samples)]
-        for number in range(ask.samples if ask.chat else 0):
+    async def _stream(
+        self, run: RunningRequest, stream: web.StreamResponse, watch: Stopwatch
+    ) -> None:
+        sample_request, answer, tokens = run.request, self._answer(run.request), 0
+        texts = [SampleStream(answer, n) for n in range(sample_request.samples)]
+        for number in range(sample_request.samples if sample_request.chat else 0):
             await _send(stream, answer.opening(number))
         async for part in run.parts():
             watch.tokens(len(part.new.tokens))
             tokens += len(part.new.tokens)
             if part.whole is not None:
-                await self._record(ask, part.whole)
+                await self._record(sample_request, part.whole)
             piece = texts[part.sample].piece(part)
             if piece is not None:
                 await _send(stream, piece)
-        if ask.include_usage:
+        if sample_request.include_usage:
             await _send(stream, answer.usage_piece(tokens))
         await stream.write(b"data: [DONE]\n\n")
         await stream.write_eof()
 
-    async def _record(self, ask: Ask, completion: Completion) -> None:
-        if ask.turn is not None:
-            text = said_to(ask, self.service.served.tokenizer, completion)
-            await self.service.in_thread(ask.turn.session.record, ask.turn, completion, text)
+    async def _record(self, sample_request: SampleRequest, completion: Completion) -> None:
+        if sample_request.turn is not None:
+            text = said_to(sample_request, self.service.served.tokenizer, completion)
+            await self.service.in_thread(
+                sample_request.turn.session.record, sample_request.turn, completion, text
+            )
 
-    def _answer(self, ask: Ask) -> Answer:
-        return Answer(self.service.served.name, self.service.served.tokenizer, ask)
+    def _answer(self, sample_request: SampleRequest) -> ResponseBuilder:
+        return ResponseBuilder(
+            self.service.served.name, self.service.served.tokenizer, sample_request
+        )
 
     async def abort(self, request: web.Request) -> web.Response:
         """Answer POST /abort: {"request_ids": [...]}, or {} for all."""
-        fields = Fields(parse_json(await request.read()))
-        ids = fields.take("request_ids")
-        if ids is not None and not (isinstance(ids, list) and all(isinstance(i, str) for i in ids)):
-            refuse("request_ids", ids, "must be a list of ids")
-        fields.end()
-        return web.json_response({"aborted": self.service.abort(ids)})
+        body = AbortBody.model_validate(parse_json(await request.read()))
+        return web.json_response({"aborted": self.service.abort(body.request_ids)})
 
     # ---- sessions
 
@@ -205,15 +217,15 @@ class Routes:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """Answer POST /tokenize: a prompt or messages to token ids."""
-        fields, served = Fields(parse_json(await request.read())), self.service.served
-        served.check_name(fields.text("model", served.name))
-        if "messages" in fields.body:
-            variables = {**served.variables, **read_variables(fields, served.tokenizer)}
-            encode = functools.partial(served.encode_chat, read_messages(fields), variables)
+        raw, served = parse_json(await request.read()), self.service.served
+        if raw.get("messages") is not None:
+            body = TokenizeChatBody.model_validate(raw)
+            variables = self.service.reader.variables(body.chat_template_kwargs)
+            encode = functools.partial(served.encode_chat, body.messages, variables)
         else:
-            special = fields.flag("add_special_tokens", default=True)
-            encode = functools.partial(served.encode, fields.text("prompt"), special=special)
-        fields.end()
+            body = TokenizeTextBody.model_validate(raw)
+            encode = functools.partial(served.encode, body.prompt, special=body.add_special_tokens)
+        served.check_name(body.model)
         tokens = await self.service.in_thread(encode)
         return web.json_response(
             {"count": len(tokens), "max_model_len": served.max_model_len, "tokens": tokens}
@@ -221,13 +233,10 @@ class Routes:
 
     async def detokenize(self, request: web.Request) -> web.Response:
         """Answer POST /detokenize: token ids to text."""
-        fields, served = Fields(parse_json(await request.read())), self.service.served
-        served.check_name(fields.text("model", served.name))
-        tokens = fields.take("tokens")
-        if not isinstance(tokens, list):
-            refuse("tokens", tokens, "must be a list of token ids")
-        ids = check_ids("tokens", tokens, served.vocab_size)
-        fields.end()
+        body = DetokenizeBody.model_validate(parse_json(await request.read()))
+        served = self.service.served
+        served.check_name(body.model)
+        ids = served.check_ids("tokens", body.tokens)
         text = await self.service.in_thread(served.tokenizer.decode, list(ids))
         return web.json_response({"prompt": text})
 
@@ -291,14 +300,8 @@ class ControlRoutes:
 
     async def update_weights(self, request: web.Request) -> web.Response:
         """Answer POST /update_weights: {"path": folder, "version": number}."""
-        fields = Fields(parse_json(await request.read()))
-        path, version = fields.text("path"), None
-        if "version" in fields.body:
-            version = fields.integer("version", 0, 0, 2**31 - 1)
-        if not path:
-            refuse("path", path, "must name a folder")
-        fields.end()
-        number = await self.control.update_weights(path, version)
+        body = UpdateWeightsBody.model_validate(parse_json(await request.read()))
+        number = await self.control.update_weights(body.path, body.version)
         return web.json_response({"status": "updated", "version": number})
 
     async def receive_weights(self, request: web.Request) -> web.Response:
@@ -321,17 +324,22 @@ class SampleStream:
         number: of the sample.
     """
 
-    def __init__(self, answer: Answer, number: int) -> None:
+    def __init__(self, answer: ResponseBuilder, number: int) -> None:
         self.answer, self.number, self.length = answer, number, 0
-        self.text = TextStream(answer.tokenizer, answer.ask)
+        self.text = TextStream(answer.tokenizer, answer.request)
 
-    def piece(self, part: Part) -> dict[str, Any] | None:
+    def piece(self, part: SamplePart) -> dict[str, Any] | None:
         """Return what a part tells the client; None: nothing yet."""
         whole = part.whole
         text = self.text.add(part.new.tokens) if whole is None else self.text.finish(whole)
-        ask, start = self.answer.ask, self.length
+        sample_request, start = self.answer.request, self.length
         self.length += len(text)
-        if not (text or whole or ask.return_token_ids or ask.alternatives is not None):
+        if not (
+            text
+            or whole
+            or sample_request.return_token_ids
+            or sample_request.alternatives is not None
+        ):
             return None
         return self.answer.piece(self.number, text, part.new, start)
 

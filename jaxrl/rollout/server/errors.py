@@ -1,7 +1,7 @@
 """Errors as OpenAI's clients know them."""
 
 import json
-from typing import Any
+from typing import Any, NoReturn
 
 _TYPES = {
     401: "authentication_error",
@@ -63,3 +63,14 @@ def parse_json(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ApiError(400, f"the body must be a JSON object, not {type(body).__name__}")
     return body
+
+
+def refuse(name: str, value: Any, fix: str) -> NoReturn:
+    """Raise the answer 400 for a field of a body."""
+    raise ApiError(400, f"{name}={shown(value)}: {fix}", param=name)
+
+
+def shown(value: Any) -> str:
+    """Return a value as errors show it: cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -10,16 +10,16 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from jaxrl.rollout.native.stop_strings import Decode, GrowingText, completion_text
 from jaxrl.rollout.protocol import Completion
-from jaxrl.rollout.server.requests import Ask
+from jaxrl.rollout.server.requests import SampleRequest
 
 
-def said_to(ask: Ask, tokenizer: Any, completion: Completion) -> str:
+def said_to(request: SampleRequest, tokenizer: Any, completion: Completion) -> str:
     """Return the text of a finished sample as its client gets it: without what stopped it."""
-    return completion_text(_decode(tokenizer, ask), completion, ask.sampling.stop)
+    return completion_text(_decode(tokenizer, request), completion, request.sampling.stop)
 
 
-def _decode(tokenizer: Any, ask: Ask) -> Decode:
-    return functools.partial(tokenizer.decode, skip_special_tokens=ask.skip_special_tokens)
+def _decode(tokenizer: Any, request: SampleRequest) -> Decode:
+    return functools.partial(tokenizer.decode, skip_special_tokens=request.skip_special_tokens)
 
 
 class TextStream:
@@ -29,12 +29,12 @@ class TextStream:
 
     Args:
         tokenizer: decodes tokens.
-        ask: has the stop strings.
+        request: has the stop strings.
     """
 
-    def __init__(self, tokenizer: Any, ask: Ask) -> None:
-        self.tokenizer, self.ask = tokenizer, ask
-        self._text = GrowingText(_decode(tokenizer, ask))
+    def __init__(self, tokenizer: Any, request: SampleRequest) -> None:
+        self.tokenizer, self.request = tokenizer, request
+        self._text = GrowingText(_decode(tokenizer, request))
         self._given, self._held = 0, ""
 
     def add(self, tokens: Sequence[int]) -> str:
@@ -43,13 +43,13 @@ class TextStream:
         None of them has stopped the sample.
         """
         text = self._held + self._text.add(tokens)
-        length = certain(text, self.ask.sampling.stop)
+        length = certain(text, self.request.sampling.stop)
         self._given, self._held = self._given + length, text[length:]
         return text[:length]
 
     def finish(self, completion: Completion) -> str:
         """Return the rest of the text of a finished sample."""
-        return said_to(self.ask, self.tokenizer, completion)[self._given :]
+        return said_to(self.request, self.tokenizer, completion)[self._given :]
 
 
 def certain(text: str, stops: Iterable[str]) -> int:
@@ -64,32 +64,32 @@ def certain(text: str, stops: Iterable[str]) -> int:
     return len(text) - max(sizes, default=0)
 
 
-class Answer:
+class ResponseBuilder:
     """Builds the JSON of one request's answer.
 
     Args:
         model: name.
         tokenizer: to name tokens.
-        ask: what was asked.
+        request: what was asked.
     """
 
-    def __init__(self, model: str, tokenizer: Any, ask: Ask) -> None:
-        self.tokenizer, self.ask = tokenizer, ask
-        self._head = {"id": ask.request_id, "created": int(time.time()), "model": model}
-        self._prompt_of = [p for p, keys in enumerate(ask.keys) for _ in keys]
+    def __init__(self, model: str, tokenizer: Any, request: SampleRequest) -> None:
+        self.tokenizer, self.request = tokenizer, request
+        self._head = {"id": request.request_id, "created": int(time.time()), "model": model}
+        self._prompt_of = [p for p, keys in enumerate(request.keys) for _ in keys]
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return the answer that is not streamed."""
         choices = []
         for number, completion in enumerate(completions):
-            text = said_to(self.ask, self.tokenizer, completion)
+            text = said_to(self.request, self.tokenizer, completion)
             choice = self._choice(number, completion)
-            if self.ask.chat:
+            if self.request.chat:
                 choice["message"] = {"role": "assistant", "content": text, "refusal": None}
             else:
                 choice["text"] = text
             choices.append(choice)
-        kind = "chat.completion" if self.ask.chat else "text_completion"
+        kind = "chat.completion" if self.request.chat else "text_completion"
         usage = self.usage(sum(len(c.tokens) for c in completions))
         return {**self._head, "object": kind, "choices": choices, "usage": usage}
 
@@ -105,7 +105,7 @@ class Answer:
             start: characters of the sample's text before this piece.
         """
         choice = self._choice(number, new, start)
-        if self.ask.chat:
+        if self.request.chat:
             choice["delta"] = {"content": text} if text or not new.stop_reason else {}
         else:
             choice["text"] = text
@@ -117,7 +117,7 @@ class Answer:
 
     def usage(self, tokens: int) -> dict[str, int]:
         """Return the numbers of tokens of prompts and answers."""
-        prompt = sum(map(len, self.ask.prompts))
+        prompt = sum(map(len, self.request.prompts))
         return {
             "prompt_tokens": prompt,
             "completion_tokens": tokens,
@@ -125,7 +125,7 @@ class Answer:
         }
 
     def _piece(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self.ask.chat else "text_completion"
+        kind = "chat.completion.chunk" if self.request.chat else "text_completion"
         return {**self._head, "object": kind, "choices": choices}
 
     def _choice(self, number: int, new: Completion, start: int = 0) -> dict[str, Any]:
@@ -135,14 +135,14 @@ class Answer:
             "stop_reason": self._stopped_by(new),
             "logprobs": None,
         }
-        if self.ask.alternatives is not None:
+        if self.request.alternatives is not None:
             choice["logprobs"] = (
-                self._chat_log_probs(new) if self.ask.chat else self._log_probs(new, start)
+                self._chat_log_probs(new) if self.request.chat else self._log_probs(new, start)
             )
-        if self.ask.return_token_ids:
+        if self.request.return_token_ids:
             choice["token_ids"], choice["versions"] = new.tokens, new.versions
             choice["context_versions"] = new.context_versions
-            choice["prompt_token_ids"] = list(self.ask.prompts[self._prompt_of[number]])
+            choice["prompt_token_ids"] = list(self.request.prompts[self._prompt_of[number]])
         return choice
 
     def _stopped_by(self, new: Completion) -> str | int | None:
@@ -154,7 +154,7 @@ class Answer:
         return self.tokenizer.decode([token])
 
     def _top(self, new: Completion, i: int) -> list[tuple[int, float]]:
-        alternatives = self.ask.alternatives or 0
+        alternatives = self.request.alternatives or 0
         if not alternatives:
             return []
         ranked = sorted(new.top_log_probs[i].items(), key=lambda pair: -pair[1])
@@ -172,7 +172,7 @@ class Answer:
         return {
             "tokens": names,
             "token_logprobs": new.log_probs,
-            "top_logprobs": top if self.ask.alternatives else None,
+            "top_logprobs": top if self.request.alternatives else None,
             "text_offset": offsets[:-1],
         }
 

@@ -12,7 +12,7 @@ from typing import Any
 from jaxrl.rollout.conversations.submissions import Submissions
 from jaxrl.rollout.protocol import Completion, Request
 from jaxrl.rollout.server.errors import ApiError
-from jaxrl.rollout.server.requests import Ask
+from jaxrl.rollout.server.requests import SampleRequest
 
 _log = logging.getLogger(__name__)
 _COLUMNS = (
@@ -22,7 +22,7 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Part:
+class SamplePart:
     """Describe what came of a sample.
 
     Attributes:
@@ -36,19 +36,19 @@ class Part:
     whole: Completion | None = None
 
 
-class Run:
+class RunningRequest:
     """Submits a request and collects what comes of it; belongs to one loop.
 
     Args:
-        ask: the request.
+        request: what was asked for.
     """
 
-    def __init__(self, ask: Ask) -> None:
-        self.ask = ask
+    def __init__(self, request: SampleRequest) -> None:
+        self.request = request
         self._loop = asyncio.get_running_loop()
-        self._parts: asyncio.Queue[Part | Exception] = asyncio.Queue()
+        self._parts: asyncio.Queue[SamplePart | Exception] = asyncio.Queue()
         self._so_far: list[Completion | None] = [
-            Completion([], [], "", []) for _ in range(ask.samples)
+            Completion([], [], "", []) for _ in range(request.samples)
         ]  # None: it has ended
         self._futures: list[Future[Completion]] = []
         self._aborted = False
@@ -56,9 +56,9 @@ class Run:
     async def start(self, submissions: Submissions) -> None:
         """Queue the samples; raises what the engine raises."""
         first, calls = 0, []
-        for prompt, keys in zip(self.ask.prompts, self.ask.keys, strict=True):
-            request = Request(prompt, keys, self.ask.sampling, self._teller(first))
-            calls.append(self._submit(submissions, request, first))
+        for prompt, keys in zip(self.request.prompts, self.request.keys, strict=True):
+            engine_request = Request(prompt, keys, self.request.sampling, self._teller(first))
+            calls.append(self._submit(submissions, engine_request, first))
             first += len(keys)
         await asyncio.gather(*calls)
 
@@ -70,13 +70,13 @@ class Run:
         if self._aborted:
             self.close()
 
-    async def parts(self) -> AsyncIterator[Part]:
+    async def parts(self) -> AsyncIterator[SamplePart]:
         """Yield what comes, until all samples have ended.
 
         Raises:
             ApiError: the engine failed, or was put to sleep.
         """
-        left = self.ask.samples
+        left = self.request.samples
         while left:
             part = await self._parts.get()
             if isinstance(part, Exception):
@@ -108,7 +108,7 @@ class Run:
             return
         for name in _COLUMNS:
             getattr(known, name).extend(getattr(new, name))
-        self._parts.put_nowait(Part(number, new))
+        self._parts.put_nowait(SamplePart(number, new))
 
     def _finish(self, number: int, future: Future[Completion]) -> None:
         known, self._so_far[number] = self._so_far[number], None
@@ -120,12 +120,12 @@ class Run:
                 return
             whole = dataclasses.replace(known, stop_reason="abort")
         elif error := future.exception():
-            _log.error("request %s failed", self.ask.request_id, exc_info=error)
+            _log.error("request %s failed", self.request.request_id, exc_info=error)
             self._parts.put_nowait(ApiError(500, f"the engine failed: {type(error).__name__}"))
             return
         else:
             whole = future.result()
-        self._parts.put_nowait(Part(number, _after(whole, len(known.tokens)), whole))
+        self._parts.put_nowait(SamplePart(number, _after(whole, len(known.tokens)), whole))
 
 
 def _after(whole: Completion, start: int) -> Completion:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl.data.tokenizer import encode_prompt
-from jaxrl.rollout.server.errors import ApiError
+from jaxrl.rollout.server.errors import ApiError, refuse
 from jaxrl.types import Message
 
 
@@ -26,11 +26,19 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
     variables: Mapping[str, Any] = field(default_factory=dict)
 
-    def check_name(self, name: str) -> None:
-        """Raise 404 for another model's name."""
-        if name != self.name:
+    def check_name(self, name: str | None) -> None:
+        """Raise 404 for another model's name; None: the request names none."""
+        if name not in (None, self.name):
             message = f"the model {name!r} does not exist; this server has {self.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
+
+    def check_ids(self, field_name: str, ids: Sequence[int]) -> tuple[int, ...]:
+        """Return token ids of the vocabulary as a tuple; refuse others."""
+        for token in ids:
+            if not 0 <= token < self.vocab_size:
+                fix = f"is no token id; they are integers from 0 to {self.vocab_size - 1}"
+                refuse(field_name, token, fix)
+        return tuple(ids)
 
     def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         """Return the token ids of a text."""

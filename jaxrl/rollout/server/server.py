@@ -11,7 +11,7 @@ from jaxrl.config import ServeConfig
 from jaxrl.rollout.protocol import Engine, Sampling
 from jaxrl.rollout.server.auth import Guard, read_token
 from jaxrl.rollout.server.served_model import ServedModel
-from jaxrl.rollout.server.sessions import Session, Sessions
+from jaxrl.rollout.server.sessions import ServedSession, ServedSessions
 from jaxrl.rollout.server.shared_engine import HostEngine
 
 IDLE_SECONDS = 60.0  # of a connection without a request; one that is half a header is none
@@ -52,7 +52,7 @@ class HttpServer:
         weights: tuple[Any, Path, Any] | None = None,
     ) -> None:
         self.host, self.served, self.limits = HostEngine(engine), served, limits
-        self.sessions = Sessions(
+        self.sessions = ServedSessions(
             limits.max_sessions, limits.session_seconds, limits.max_session_tokens
         )
         self.url = ""
@@ -91,7 +91,7 @@ class HttpServer:
         """
         self.sessions.hold(name, sampling, key)
 
-    def take_session(self, name: str) -> Session:
+    def take_session(self, name: str) -> ServedSession:
         """Return what was said under an X-Session-ID, and forget it.
 
         Raises:
@@ -114,13 +114,13 @@ class HttpServer:
         try:
             from aiohttp import web
 
-            from jaxrl.rollout.server.app import Routes
+            from jaxrl.rollout.server.app import ApiRoutes
             from jaxrl.rollout.server.service import Control, Service
         except ImportError as error:
             raise ImportError(EXTRA) from error
         service = Service(self.host.guests, self.served, self.limits, self.sessions)
         control = None if self._weights is None else Control(service, self.host, *self._weights)
-        app = Routes(service, control, self._guard).app()
+        app = ApiRoutes(service, control, self._guard).app()
         runner = web.AppRunner(
             app,
             handler_cancellation=True,

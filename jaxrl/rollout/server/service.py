@@ -11,10 +11,10 @@ from jaxrl.config import ServeConfig
 from jaxrl.rollout.conversations.submissions import Submissions
 from jaxrl.rollout.server.errors import ApiError
 from jaxrl.rollout.server.prometheus import Measures
-from jaxrl.rollout.server.requests import Ask, AskReader
-from jaxrl.rollout.server.runs import Run
+from jaxrl.rollout.server.requests import RequestReader, SampleRequest
+from jaxrl.rollout.server.runs import RunningRequest
 from jaxrl.rollout.server.served_model import ServedModel
-from jaxrl.rollout.server.sessions import Sessions
+from jaxrl.rollout.server.sessions import ServedSessions
 from jaxrl.rollout.server.shared_engine import Guests, HostEngine
 from jaxrl.rollout.server.weights import folder_under
 from jaxrl.rollout.weights.incoming import Incoming, NotAllowed, Notice, TransferFailed
@@ -35,13 +35,13 @@ class Service:
     """
 
     def __init__(
-        self, guests: Guests, served: ServedModel, limits: ServeConfig, sessions: Sessions
+        self, guests: Guests, served: ServedModel, limits: ServeConfig, sessions: ServedSessions
     ) -> None:
         self.guests, self.served, self.limits, self.sessions = guests, served, limits, sessions
-        self.reader, self.measures = AskReader(served, limits), Measures()
+        self.reader, self.measures = RequestReader(served, limits), Measures()
         self.submissions = Submissions(guests)
-        self.runs: dict[str, Run] = {}
-        self._started: set[Run] = set()
+        self.runs: dict[str, RunningRequest] = {}
+        self._started: set[RunningRequest] = set()
         self.samples = 0  # that run or wait
         self._open, self._idle = asyncio.Event(), asyncio.Event()
         self._open.set()
@@ -54,36 +54,38 @@ class Service:
         """Run what takes long in a thread of its own, one call after the other."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
 
-    async def read(self, body: Mapping[str, Any], session_name: str | None, *, chat: bool) -> Ask:
-        """Return the checked request in a body; raises `ApiError`."""
+    async def read(
+        self, body: Mapping[str, Any], session_name: str | None, *, chat: bool
+    ) -> SampleRequest:
+        """Return the checked request in a body; raises `ApiError` or `ValidationError`."""
         session = None if session_name is None else self.sessions.open(session_name)
         read = self.reader.chat if chat else self.reader.completion
         return await self.in_thread(read, body, session)
 
     @contextlib.asynccontextmanager
-    async def running(self, ask: Ask) -> AsyncIterator[Run]:
+    async def running(self, request: SampleRequest) -> AsyncIterator[RunningRequest]:
         """Run the samples of a request; what is left of them at the end is cancelled.
 
         Raises:
             ApiError: too many wait, or the id is in use.
         """
-        self._check_room(ask)
-        run = self.runs[ask.request_id] = Run(ask)
-        self._count(ask.samples)
+        self._check_room(request)
+        run = self.runs[request.request_id] = RunningRequest(request)
+        self._count(request.samples)
         try:
             await self._open.wait()
             self._started.add(run)
             self._idle.clear()
             await run.start(self.submissions)
-            self.measures.prompt_tokens.inc(sum(map(len, ask.prompts)))
+            self.measures.prompt_tokens.inc(sum(map(len, request.prompts)))
             yield run
         except asyncio.CancelledError:
             self.measures.cancelled.inc()
             raise
         finally:
             run.close()
-            del self.runs[ask.request_id]
-            self._count(-ask.samples)
+            del self.runs[request.request_id]
+            self._count(-request.samples)
             self._started.discard(run)
             if not self._started:
                 self._idle.set()
@@ -111,14 +113,14 @@ class Service:
         """Wait until nothing runs."""
         await self._idle.wait()
 
-    def _check_room(self, ask: Ask) -> None:
+    def _check_room(self, request: SampleRequest) -> None:
         if self.guests.version is None:
             raise ApiError(503, "the engine has no weights now; try again", retry_after=1)
-        if ask.request_id in self.runs:
-            message = f"request_id={ask.request_id!r} is in use; give another"
+        if request.request_id in self.runs:
+            message = f"request_id={request.request_id!r} is in use; give another"
             raise ApiError(400, message, param="request_id")
         most = self.limits.max_samples
-        if self.samples + ask.samples > most:
+        if self.samples + request.samples > most:
             message = f"{self.samples} of {most} samples run or wait; try again later"
             raise ApiError(429, message, code="queue_full", retry_after=1)
 

@@ -63,7 +63,7 @@ class Turn:
         messages: of the request; None: it came as tokens.
     """
 
-    session: "Session"
+    session: "ServedSession"
     prompt: tuple[int, ...]
     segment: Segment | None
     known: int
@@ -71,7 +71,7 @@ class Turn:
     key: tuple[int, int] | None
 
 
-class Session:
+class ServedSession:
     """Hold one conversation, or several that share an id.
 
     Args:
@@ -153,7 +153,7 @@ class Session:
         return {"id": self.name, "segments": [segment.as_json() for segment in self.segments]}
 
 
-class Sessions:
+class ServedSessions:
     """Hold the sessions of a server, a bounded number, each for a bounded time.
 
     Any thread may call.
@@ -168,16 +168,16 @@ class Sessions:
 
     def __init__(self, most: int, seconds: float, tokens: int) -> None:
         self.most, self.seconds, self.tokens = most, seconds, tokens
-        self._by_name: OrderedDict[str, Session] = OrderedDict()  # the one used last is last
-        self._held: dict[str, Session] = {}
+        self._by_name: OrderedDict[str, ServedSession] = OrderedDict()  # the one used last is last
+        self._held: dict[str, ServedSession] = {}
         self._lock = threading.Lock()
 
     def hold(self, name: str, sampling: Sampling, key: tuple[int, int]) -> None:
         """Begin a session that stays until it is taken."""
         with self._lock:
-            self._held[name] = Session(name, sampling, key)
+            self._held[name] = ServedSession(name, sampling, key)
 
-    def open(self, name: str) -> Session:
+    def open(self, name: str) -> ServedSession:
         """Return the session of this name; a new one if there is none."""
         if not 0 < len(name) <= LONGEST_ID:
             raise ApiError(400, f"X-Session-ID must have 1 to {LONGEST_ID} characters")
@@ -185,7 +185,7 @@ class Sessions:
             self._forget_old()
             if name in self._held:
                 return self._held[name]
-            session = self._by_name.setdefault(name, Session(name))
+            session = self._by_name.setdefault(name, ServedSession(name))
             session.used = time.monotonic()
             self._by_name.move_to_end(name)
             held = sum(session.tokens for session in self._by_name.values())
@@ -193,20 +193,20 @@ class Sessions:
                 held -= self._by_name.popitem(last=False)[1].tokens
             return session
 
-    def get(self, name: str) -> Session:
+    def get(self, name: str) -> ServedSession:
         """Return the session of this name; raise `ApiError` 404 if there is none."""
         with self._lock:
             self._forget_old()
             return self._found(self._held.get(name) or self._by_name.get(name), name)
 
-    def take(self, name: str) -> Session:
+    def take(self, name: str) -> ServedSession:
         """Return the session of this name, and forget it; raise `ApiError` 404 if there is none."""
         with self._lock:
             self._forget_old()
             held = self._held.pop(name, None)
             return self._found(held or self._by_name.pop(name, None), name)
 
-    def _found(self, session: Session | None, name: str) -> Session:
+    def _found(self, session: ServedSession | None, name: str) -> ServedSession:
         if session is None:
             message = f"no session {name!r}: it was taken, grew too old, or never was"
             raise ApiError(404, message, code="session_not_found")
@@ -216,24 +216,6 @@ class Sessions:
         oldest = time.monotonic() - self.seconds
         while self._by_name and next(iter(self._by_name.values())).used < oldest:
             self._by_name.popitem(last=False)
-
-
-def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Return messages without null fields, a content of text parts as one string."""
-    return [
-        {k: _plain(v) if k == "content" else v for k, v in m.items() if v is not None}
-        for m in messages
-    ]
-
-
-def _plain(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [content]
-    if not all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
-        message = "messages: a content is a string or a list of parts of type text"
-        raise ApiError(400, message, param="messages")
-    return "".join(p["text"] for p in parts)
 
 
 def _between(

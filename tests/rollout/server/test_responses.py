@@ -10,7 +10,7 @@ import pytest
 from jaxrl.rollout.native.slots import Sample
 from jaxrl.rollout.protocol import Completion, Request, Sampling
 from jaxrl.rollout.server.responses import TextStream, certain, said_to
-from jaxrl.rollout.server.runs import Run
+from jaxrl.rollout.server.runs import RunningRequest
 from tests.rollout.bpe import TEXTS, bpe_tokenizer
 
 TOKENIZER = bpe_tokenizer()
@@ -68,7 +68,7 @@ def test_a_stream_costs_the_same_for_every_token():
 def test_a_run_keeps_its_tokens_and_copies_none_of_them():
     async def parts():
         ask = SimpleNamespace(samples=1, keys=(((0, 0),),), prompts=((1,),), sampling=Sampling(8))
-        run, future = Run(ask), Future()
+        run, future = RunningRequest(ask), Future()
         known = run._so_far[0]
         run._take(0, Completion([1, 2], [-1.0] * 2, "", [3] * 2))
         run._take(0, Completion([4], [-2.0], "", [3]))

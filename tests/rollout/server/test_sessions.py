@@ -15,7 +15,7 @@ from jaxrl.rollout.generator import generate_now
 from jaxrl.rollout.protocol import Completion, Sampling
 from jaxrl.rollout.server.agent_generator import AgentGenerator
 from jaxrl.rollout.server.errors import ApiError
-from jaxrl.rollout.server.sessions import MOST_SEGMENTS, Session, Sessions
+from jaxrl.rollout.server.sessions import MOST_SEGMENTS, ServedSession, ServedSessions
 from jaxrl.types import Prompt
 from tests.rollout.server.conftest import CHARACTERS
 from tests.rollout.server.test_server import ask, until, waiting
@@ -99,7 +99,7 @@ def test_sessions_over_http(server, client):
 
 
 def test_their_number_and_age_are_bounded():
-    sessions = Sessions(most=2, seconds=0.05, tokens=100)
+    sessions = ServedSessions(most=2, seconds=0.05, tokens=100)
     for name in ("a", "b", "a", "c"):
         sessions.open(name)
     assert sessions.get("a").name == "a"
@@ -120,7 +120,7 @@ def say(session, prompt, tokens=(7, 8), reason="stop"):
 
 
 def test_the_parts_of_a_session_are_bounded_and_the_one_used_least_lately_goes():
-    session = Session("branches")
+    session = ServedSession("branches")
     for i in range(MOST_SEGMENTS):
         say(session, [1, i])
     say(session, [1, 0, 7, 8, 9])  # the first goes on
@@ -129,14 +129,14 @@ def test_the_parts_of_a_session_are_bounded_and_the_one_used_least_lately_goes()
     assert prompts == [[1, 0], *([1, i] for i in range(2, MOST_SEGMENTS)), [2]]
     # [1, i] and 2 sampled tokens, 63 times; 1 + 2 more in the first; the last has 1 + 2
     assert session.tokens == 63 * 4 + 3 + 3
-    trained = Session("trained", SAMPLING, (1, 2))
+    trained = ServedSession("trained", SAMPLING, (1, 2))
     for i in range(MOST_SEGMENTS + 5):
         say(trained, [i])
     assert len(trained.segments) == MOST_SEGMENTS + 5  # each is a row of the batch
 
 
 def test_the_tokens_of_all_sessions_are_bounded():
-    sessions = Sessions(most=9, seconds=60, tokens=10)
+    sessions = ServedSessions(most=9, seconds=60, tokens=10)
     for name in ("a", "b", "c"):
         say(sessions.open(name), [1, 2])  # 4 tokens
     sessions.open("a")  # 12 tokens are too many: the one that was used least lately goes
@@ -146,7 +146,7 @@ def test_the_tokens_of_all_sessions_are_bounded():
 
 
 def test_a_turn_that_was_aborted_before_its_first_token_is_none():
-    session = Session("aborted")
+    session = ServedSession("aborted")
     say(session, [1, 2], [], "abort")
     assert session.segments == []
     say(session, [1, 2])

@@ -1,0 +1,221 @@
+"""The bodies of requests: their fields, and what these may be.
+
+A field that is null is as if absent, and none is silently ignored but those of `IGNORED`, which
+cannot change an answer. Bounds that depend on the model or the config are checked where they are
+known: in `requests`.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+
+from jaxrl.rollout.server.errors import ApiError, shown
+from jaxrl.types import Message
+
+MOST_ALTERNATIVES = 20
+MOST_STOPS = 16
+# about the client, its bills and its caches
+IGNORED = {
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "prediction",
+    "parallel_tool_calls",
+    "priority",
+    "cache_salt",
+}
+# features that are not there, with the values that do not ask for them
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "use_beam_search": (False,),
+    "include_stop_str_in_output": (False,),
+    "detokenize": (True,),
+}
+
+
+def invalid(error: ValidationError) -> ApiError:
+    """Return the answer to a body with wrong fields: status 400, each field, its value, the fix."""
+    problems = error.errors(include_url=False)
+    message = "; ".join(map(_problem, problems))
+    return ApiError(400, message, param=str(problems[0]["loc"][0]))
+
+
+def _problem(problem: Mapping[str, Any]) -> str:
+    name = ".".join(map(str, problem["loc"]))
+    value, fix = problem["input"], problem["msg"].removeprefix("Input ")
+    if problem["type"] == "missing":
+        value, fix = None, "is required"
+    elif problem["type"] == "extra_forbidden" and name in UNSUPPORTED:
+        fix = "is not supported by this server; leave it out"
+    elif problem["type"] == "extra_forbidden":
+        fix = "is not a field that this server knows; leave it out"
+    return f"{name}={shown(value)}: {fix}"
+
+
+class Body(BaseModel):
+    """Describe the JSON object of a request."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out(cls, body: Any) -> Any:
+        """Leave out null, and what cannot change an answer."""
+        if not isinstance(body, dict):
+            return body
+        return {
+            name: value
+            for name, value in body.items()
+            if value not in (None, *UNSUPPORTED.get(name, ())) and name not in IGNORED
+        }
+
+
+def _as_list(stop: Any) -> Any:
+    return [stop] if isinstance(stop, str) else stop
+
+
+def _as_prompts(prompt: Any) -> Any:
+    """Return one prompt, a text or token ids, as a list of one."""
+    several = isinstance(prompt, list) and not all(type(entry) is int for entry in prompt)
+    return prompt if several else [prompt]
+
+
+def plain_messages(messages: list[dict[str, Any]]) -> list[Message]:
+    """Return messages without null fields, a content of text parts as one string."""
+    if not all(isinstance(message.get("role"), str) for message in messages):
+        raise ValueError('each must be an object with a "role" and a "content"')
+    return [
+        {k: _plain(v) if k == "content" else v for k, v in message.items() if v is not None}
+        for message in messages
+    ]
+
+
+def _plain(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    if not all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
+        raise ValueError("a content is a string or a list of parts of type text")
+    return "".join(p["text"] for p in parts)
+
+
+UInt32 = Annotated[int, Field(ge=0, lt=2**32)]
+Key = Annotated[list[UInt32], Field(min_length=2, max_length=2)]  # of a PRNG
+Positive = Annotated[int, Field(ge=1)]
+NotEmpty = Annotated[str, Field(min_length=1)]
+Stops = Annotated[list[NotEmpty], BeforeValidator(_as_list), Field(max_length=MOST_STOPS)]
+Prompts = Annotated[list[str | list[int]], BeforeValidator(_as_prompts)]
+Messages = Annotated[list[dict[str, Any]], Field(min_length=1), AfterValidator(plain_messages)]
+Alternatives = Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)]
+
+
+class StreamOptions(Body):
+    """Describe what a stream has beside the answer."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False  # nothing is hidden by it on a connection of one's own
+
+
+class SamplesBody(Body):
+    """Describe what chats and completions have in common.
+
+    None is the default of the server, or of the session.
+    """
+
+    model: str | None = None
+    request_id: str | None = None
+    n: Positive | None = None
+    keys: Annotated[list[Key], Field(min_length=1)] | None = None
+    seed: int | None = None
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    stop: Stops = []
+    stop_token_ids: Annotated[list[int], Field(max_length=MOST_STOPS)] = []
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    return_token_ids: bool = False
+    skip_special_tokens: bool = True
+
+
+class CompletionBody(SamplesBody):
+    """Describe POST /v1/completions."""
+
+    prompt: Prompts
+    add_special_tokens: bool = True
+    logprobs: Alternatives | None = None
+
+
+class ChatBody(SamplesBody):
+    """Describe POST /v1/chat/completions."""
+
+    messages: Messages
+    chat_template_kwargs: dict[str, Any] = {}
+    logprobs: bool = False
+    top_logprobs: Alternatives = 0
+
+
+class TokenizeTextBody(Body):
+    """Describe POST /tokenize of a text."""
+
+    model: str | None = None
+    prompt: str = ""
+    add_special_tokens: bool = True
+
+
+class TokenizeChatBody(Body):
+    """Describe POST /tokenize of messages."""
+
+    model: str | None = None
+    messages: Messages
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+class DetokenizeBody(Body):
+    """Describe POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class AbortBody(Body):
+    """Describe POST /abort; without ids all requests are meant."""
+
+    request_ids: list[str] | None = None
+
+
+class UpdateWeightsBody(Body):
+    """Describe POST /update_weights: a folder, and the number of its weights."""
+
+    path: NotEmpty
+    version: Annotated[int, Field(ge=0, lt=2**31)] | None = None
