@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from jaxrl.cluster.placement import Placement, place
 from jaxrl.rollout.remote.http_client import ServerError
-from jaxrl.rollout.remote.own_server import NOT_STARTED, OwnServer
+from jaxrl.rollout.remote.worker import NOT_STARTED, OwnServer
 
 FIELD = "trainer.placement.rollout_num_nodes"
 

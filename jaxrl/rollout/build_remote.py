@@ -22,8 +22,7 @@ from jaxrl.rollout.protocol import Sampling
 from jaxrl.rollout.remote.engine import RemoteEngine
 from jaxrl.rollout.remote.http_client import RemoteOptions
 from jaxrl.rollout.remote.probe import Probe, make_score
-from jaxrl.rollout.remote.served import ServedEngine
-from jaxrl.rollout.remote.server_process import Host
+from jaxrl.rollout.remote.server_process import ServerStarter
 from jaxrl.rollout.remote.vllm import VllmServer, lora_flags
 from jaxrl.rollout.weights.folder import AdapterFolder
 from jaxrl.rollout.weights.source import Source
@@ -69,7 +68,7 @@ def assemble_remote_engine(
     )
 
 
-def served_engine(config: cfg.TrainConfig) -> ServedEngine:
+def served_engine(config: cfg.TrainConfig) -> RemoteEngine:
     """Return the engine over the servers at `remote_urls`, which keep the weights they have.
 
     Raises:
@@ -77,10 +76,12 @@ def served_engine(config: cfg.TrainConfig) -> ServedEngine:
         ValueError: a field cannot be what it is.
     """
     backend = config.generator.inference_engine.backend
-    return ServedEngine(server_urls(config), backend, _options(config))
+    return RemoteEngine(
+        server_urls(config), backend, weights=None, probe=None, options=_options(config)
+    )
 
 
-def _hosts(config: cfg.TrainConfig) -> tuple[list[Host], str | None]:
+def _hosts(config: cfg.TrainConfig) -> tuple[list[ServerStarter], str | None]:
     """Return what starts the servers, or none if they run already, and their token if it is new."""
     engine = config.generator.inference_engine
     if not engine.run_engines_locally:

@@ -7,14 +7,14 @@ from typing import Any
 
 from jaxrl import config as cfg
 from jaxrl.rollout.build import weights_root
-from jaxrl.rollout.remote.own_server import OwnServer
-from jaxrl.rollout.remote.server_process import LOOPBACK, Host
+from jaxrl.rollout.remote.server_process import LOOPBACK, ServerStarter
+from jaxrl.rollout.remote.worker import OwnServer
 
 STEPS_PER_DISPATCH = 32  # as of an engine in the process: nobody reads a stream
 _MESH = {"data": 1, "fsdp": -1, "tensor": 1, "context": 1, "expert": 1}  # of what a host has
 
 
-def rollout_workers(config: cfg.TrainConfig) -> tuple[list[Host], str]:
+def rollout_workers(config: cfg.TrainConfig) -> tuple[list[ServerStarter], str]:
     """Return a worker for each of `trainer.placement.rollout_num_nodes`, and their token.
 
     They are not started yet. Where Ray is initialised each is an actor in a bundle of its own; else

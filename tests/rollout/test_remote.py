@@ -14,7 +14,6 @@ from jaxrl.rollout.protocol import Request, Sampling
 from jaxrl.rollout.remote.engine import RemoteEngine, RemoteEngineError
 from jaxrl.rollout.remote.http_client import RemoteOptions
 from jaxrl.rollout.remote.probe import Probe, WeightMismatch, make_score
-from jaxrl.rollout.remote.served import ServedEngine
 from jaxrl.rollout.remote.wire import DIALECTS, InvalidAnswer
 from jaxrl.rollout.weights.folder import WeightFolder
 from tests.rollout.http_servers import FakeServer, engine_of
@@ -327,7 +326,9 @@ def test_servers_that_keep_their_weights_are_only_asked(world, dialect):
     inside.update_weights(OLD, -1)
     same = [sample.tokens for sample in flat(inside.generate([request()]))]
     urls = [server.url for server in servers]
-    with contextlib.closing(ServedEngine(urls, dialect, QUICK)) as engine:
+    with contextlib.closing(
+        RemoteEngine(urls, dialect, weights=None, probe=None, options=QUICK)
+    ) as engine:
         assert [sample.tokens for sample in flat(engine.generate([request()]))] == same
         with pytest.raises(RuntimeError, match="keep their own weights"):
             engine.update_weights(NEW, 1)
@@ -336,4 +337,4 @@ def test_servers_that_keep_their_weights_are_only_asked(world, dialect):
     for server in servers:
         assert not server.calls["/update_weights"] + server.calls["/collective_rpc"]
     with pytest.raises(ConnectionError, match=f"{servers[0].url} does not answer as a {dialect}"):
-        ServedEngine(urls, dialect, QUICK)
+        RemoteEngine(urls, dialect, weights=None, probe=None, options=QUICK)

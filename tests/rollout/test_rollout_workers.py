@@ -15,7 +15,7 @@ import pytest
 from jaxrl import config as cfg
 from jaxrl.rollout.build_workers import worker_config
 from jaxrl.rollout.remote.http_client import RemoteServer, ServerError
-from jaxrl.rollout.remote.own_server import OwnServer
+from jaxrl.rollout.remote.worker import OwnServer
 from jaxrl.train import BasePPOExp
 from tests.test_train import assert_bitwise_equal, small
 
@@ -108,7 +108,7 @@ def test_a_folder_brings_the_same_bits(undisturbed, tmp_path):
 
 DRIVER = """
 import asyncio, json, pathlib, sys, time
-from jaxrl.rollout.remote.own_server import OwnServer
+from jaxrl.rollout.remote.worker import OwnServer
 server = OwnServer(json.loads(pathlib.Path(sys.argv[1]).read_text()), pathlib.Path(sys.argv[2]))
 asyncio.run(server.ensure(None))
 print(server._process.pid, flush=True)

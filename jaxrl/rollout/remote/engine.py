@@ -16,6 +16,8 @@ import secrets
 import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxrl.models.transformer import Params
@@ -28,9 +30,8 @@ from jaxrl.rollout.remote.http_client import (
     open_session,
 )
 from jaxrl.rollout.remote.probe import Probe, WeightMismatch
-from jaxrl.rollout.remote.remote_job import Job, name_of
-from jaxrl.rollout.remote.routes import Routes
-from jaxrl.rollout.remote.server_process import Host
+from jaxrl.rollout.remote.routes import ConversationRoutes
+from jaxrl.rollout.remote.server_process import ServerStarter
 from jaxrl.rollout.remote.wire import DIALECTS
 from jaxrl.rollout.weights.source import Source, Weights
 
@@ -46,13 +47,31 @@ class RemoteEngineError(RuntimeError):
     """
 
 
+@dataclass
+class PendingRequest:
+    """Hold a request, and who waits for its samples."""
+
+    request: Request
+    futures: list[Future[Completion]]
+
+    def deliver(self, outcome: list[Completion] | BaseException) -> None:
+        """Give the outcome to whoever still waits."""
+        for number, future in enumerate(self.futures):
+            if not future.set_running_or_notify_cancel():
+                continue
+            if isinstance(outcome, BaseException):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome[number])
+
+
 class RemoteEngine:
     """Sample from HTTP servers; an `Engine`.
 
     Args:
         urls: of the servers, e.g. ["http://10.0.0.2:8000"].
         dialect: a key of `wire.DIALECTS`.
-        weights: how new weights come to them; None only in `ServedEngine`.
+        weights: how new weights come to them; None = they keep those that they have.
         probe: asked of every server after every update; None = servers are trusted.
         hosts: what starts each of the servers; none = they run already.
         proxy_url: of a router before them, which then chooses who samples.
@@ -60,6 +79,7 @@ class RemoteEngine:
 
     Raises:
         ValueError: no servers, or an unknown dialect.
+        ConnectionError: a server that keeps its weights is not there, or has none.
     """
 
     def __init__(
@@ -69,7 +89,7 @@ class RemoteEngine:
         *,
         weights: Source | None,
         probe: Probe | None,
-        hosts: Sequence[Host] = (),
+        hosts: Sequence[ServerStarter] = (),
         proxy_url: str | None = None,
         options: RemoteOptions | None = None,
     ) -> None:
@@ -82,13 +102,19 @@ class RemoteEngine:
         self._label = secrets.token_hex(4)  # vLLM's cache knows an adapter by name and folder
         self._weights: Weights | None = None
         self._failure: BaseException | None = None
-        self._routes: Routes[RemoteServer] = Routes()
+        self._routes: ConversationRoutes[RemoteServer] = ConversationRoutes()
         self._loop = asyncio.new_event_loop()
         self._some_ready = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         threading.Thread(target=self._run, name="jaxrl-remote-engine", daemon=True).start()
         self._call(self._open())
         atexit.register(self.close)
+        if self.source is None:
+            try:
+                self._call(self._attach())
+            except ConnectionError:
+                self.close()
+                raise
 
     # ---- the loop's thread
 
@@ -143,7 +169,7 @@ class RemoteEngine:
             self.dialect.check(request.sampling)
         if self._weights is None:
             raise RuntimeError("the engine has no weights: call update_weights first")
-        jobs = [Job(request, [Future() for _ in request.keys]) for request in requests]
+        jobs = [PendingRequest(request, [Future() for _ in request.keys]) for request in requests]
         self._loop.call_soon_threadsafe(self._begin, [job for job in jobs if job.futures])
         return [job.futures for job in jobs]
 
@@ -154,18 +180,18 @@ class RemoteEngine:
         """
         return [[future.result() for future in group] for group in self.submit(requests)]
 
-    def _begin(self, jobs: Sequence[Job]) -> None:
+    def _begin(self, jobs: Sequence[PendingRequest]) -> None:
         for job in jobs:
             task = self._spawn(self._serve(job))
             for future in job.futures:
                 future.add_done_callback(lambda _, job=job, task=task: self._left(job, task))
 
-    def _left(self, job: Job, task: asyncio.Task[Any]) -> None:
+    def _left(self, job: PendingRequest, task: asyncio.Task[Any]) -> None:
         """Give up the call of a future that is done if nobody waits for the call any more."""
         if all(future.cancelled() for future in job.futures):
             self._loop.call_soon_threadsafe(task.cancel)
 
-    async def _serve(self, job: Job) -> None:
+    async def _serve(self, job: PendingRequest) -> None:
         try:
             job.deliver(await self._complete(job.request))
         except asyncio.CancelledError:
@@ -176,7 +202,7 @@ class RemoteEngine:
 
     async def _complete(self, request: Request) -> list[Completion]:
         """Return the samples of a request, from whichever server has them to give."""
-        failed, last, tries, name = None, None, 0, name_of(request)
+        failed, last, tries, name = None, None, 0, _describe(request)
         deadline = self._loop.time() + self.options.timeout_seconds
         while tries < self.options.attempts:
             server = await self._choose(request, failed)
@@ -258,8 +284,10 @@ class RemoteEngine:
         Raises:
             WeightMismatch: a server answers the probe otherwise than the trainer.
             RemoteEngineError: no server took them.
+            RuntimeError: these servers keep their own weights.
         """
-        assert self.source is not None
+        if self.source is None:
+            raise RuntimeError("these servers keep their own weights")
         published = self.source.publish(params, version)
         self._call(self._update(Weights(published, version, params)))
         self.source.keep_only(version, *self._versions_in_use())
@@ -276,7 +304,9 @@ class RemoteEngine:
 
     async def _update(self, weights: Weights) -> None:
         self._weights, self._failure = weights, None
-        self._routes = Routes()  # new weights, no more old keys and values to go back to
+        self._routes = (
+            ConversationRoutes()
+        )  # new weights, no more old keys and values to go back to
         awaited = self._awaited(weights)
         outcomes = await asyncio.gather(*(self._bring(server) for server in awaited))
         for server, error in zip(awaited, outcomes, strict=True):
@@ -339,9 +369,27 @@ class RemoteEngine:
         self._some_ready.set()
         return None
 
+    async def _attach(self) -> None:
+        """Find out whether servers that keep their weights are there, and have some."""
+        self._weights = Weights(Path(), -1, None)  # theirs: the folder is never read
+        outcomes = await asyncio.gather(*(self._bring(server) for server in self.servers))
+        for server, error in zip(self.servers, outcomes, strict=True):
+            if error is not None:
+                raise ConnectionError(
+                    f"{server.url} does not answer as a {self.dialect.name} server: {error}. See "
+                    "that it runs at this address, and that its kind is "
+                    "generator.inference_engine.backend"
+                ) from error
+
     async def _refresh(self, server: RemoteServer) -> None:
+        """Have a server run and hold the newest weights; one that keeps its own must have some."""
+        if self.source is None:
+            server.version = await server.look()
+            if self.dialect.says_versions and server.version is None:
+                raise ServerError("it has no weights yet")
+            return
         weights = self._weights
-        assert weights is not None and self.source is not None  # nobody is brought to none
+        assert weights is not None  # nobody is brought to none
         host, first = self.hosts.get(server), self.source.start(weights.source)
         started = False
         if host is not None:
@@ -401,3 +449,11 @@ class RemoteEngine:
 
     def wake(self) -> None:
         """Do nothing: `update_weights` brings back what `sleep` let go."""
+
+
+def _describe(request: Request) -> str:
+    """Describe a request as error messages call it."""
+    return (
+        f"a request of {len(request.keys)} samples of at most {request.sampling.max_tokens} tokens "
+        f"for a prompt of {len(request.prompt_tokens)} tokens {list(request.prompt_tokens[:8])}..."
+    )

@@ -11,7 +11,7 @@ REMEMBERED = 20_000
 Server = TypeVar("Server")
 
 
-class Routes(Generic[Server]):
+class ConversationRoutes(Generic[Server]):
     """Remember prompts that were served, and by whom; the oldest are forgotten.
 
     A later turn of a conversation begins with the whole prompt of an earlier one. A shared system

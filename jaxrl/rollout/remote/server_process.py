@@ -17,10 +17,10 @@ TAIL_LINES = 30
 POLL_SECONDS, STOP_SECONDS = 0.5, 15.0
 
 
-class Host(Protocol):
+class ServerStarter(Protocol):
     """Describe what starts a server, and starts it again.
 
-    Examples: `vllm.VllmServer` and `own_server.OwnServer`.
+    Examples: `vllm.VllmServer` and `worker.OwnServer`.
     """
 
     @property

@@ -1,7 +1,7 @@
 """A rollout worker: `jaxrl.serve` for one run, which starts it and gives it weights.
 
-`rollout.own_server` runs it as `python -m jaxrl.rollout.remote.worker CONFIG.json READY`. It writes
-its address to the file READY once it can be asked, and ends when its standard input is closed: then
+`OwnServer` runs it as `python -m jaxrl.rollout.remote.worker CONFIG.json READY`. It writes its
+address to the file READY once it can be asked, and ends when its standard input is closed: then
 nobody is there any more who could ask it.
 """
 
@@ -9,10 +9,68 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from jaxrl.rollout.server.build import make_server
+from jaxrl.rollout.remote.server_process import ServerProcess
+
+MODULE = "jaxrl.rollout.remote.worker"
+NOT_STARTED = "http://not-started"
+# Of the trainer's own place in a job of several processes, which a worker has no part in.
+_OF_THE_JOB = ("JAX_COORDINATOR_", "JAX_PROCESS_", "JAX_NUM_PROCESSES", "JAXRL_NUM_", "JAXRL_PROC")
+
+
+@dataclass
+class OwnServer(ServerProcess):
+    """Run one server process at any free port, another one each time it is started.
+
+    It ends with this process, however this ends: its standard input is then closed.
+
+    Attributes:
+        config: of the worker, see `build_workers.worker_config`; nested dicts.
+        folder: for its files: config.json, ready (its address), log.
+        environment: variables that it gets beside those of this process.
+        start_seconds: until it must answer.
+    """
+
+    config: Mapping[str, Any]
+    folder: Path
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    start_seconds: float = 1200.0
+    url: str = NOT_STARTED
+
+    kind = "rollout"
+
+    def __post_init__(self) -> None:
+        self.folder = Path(self.folder).absolute()
+        self.log = self.folder / "log"
+
+    async def ensure(self, folder: Path | None) -> bool:
+        """Have the server run; return True if it had to be started.
+
+        It is started with the weights of its config.
+
+        Raises:
+            ServerError: it ended, or does not answer; with the end of its log.
+        """
+        del folder
+        if self.runs:
+            return False
+        self.folder.mkdir(parents=True, exist_ok=True)
+        config, ready = self.folder / "config.json", self.folder / "ready"
+        config.write_text(json.dumps(self.config), encoding="utf-8")
+        ready.unlink(missing_ok=True)
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(_OF_THE_JOB)}
+
+        async def answers() -> bool:
+            return ready.is_file()
+
+        command = [sys.executable, "-m", MODULE, str(config), str(ready)]
+        await self._start(command, {**inherited, **self.environment}, answers)
+        self.url = ready.read_text(encoding="utf-8")
+        return True
 
 
 def main(argv: Sequence[str]) -> int:
@@ -21,6 +79,8 @@ def main(argv: Sequence[str]) -> int:
         print(__doc__)
         return 0 if {"--help", "-h"} & set(argv) else 2
     threading.Thread(target=_end_with_input, daemon=True).start()
+    from jaxrl.rollout.server.build import make_server  # not needed to start a worker
+
     try:
         server = make_server(json.loads(Path(argv[0]).read_text(encoding="utf-8")))
         server.start()

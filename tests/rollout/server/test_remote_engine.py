@@ -20,7 +20,6 @@ from jaxrl.rollout.protocol import Request, Sampling
 from jaxrl.rollout.remote.engine import RemoteEngine, RemoteEngineError
 from jaxrl.rollout.remote.http_client import RemoteOptions
 from jaxrl.rollout.remote.probe import Probe, make_score
-from jaxrl.rollout.remote.served import ServedEngine
 from jaxrl.rollout.server.build import make_server
 from jaxrl.rollout.weights.folder import WeightFolder
 from tests.rollout.scripted import converse, make_prompt
@@ -94,7 +93,7 @@ def test_what_is_aborted_before_its_first_token_is_an_ended_trajectory(stop):
     weights = None, Path(), SimpleNamespace(forget=lambda: None)
     with serving(typing, TOKENIZER, weights) as worker, ThreadPoolExecutor(1) as pool:
         url, options = worker.url.removesuffix("/v1"), RemoteOptions(model="org/policy")
-        engine = ServedEngine([url], "native", options)
+        engine = RemoteEngine([url], "native", weights=None, probe=None, options=options)
         prompts = [make_prompt(TOKENIZER, uid=f"0:{i}", says=[None]) for i in (0, 1)]
         run = pool.submit(converse, None, prompts, TOKENIZER, engine=engine)
         until(lambda: len(typing.open) == 2)
