@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxrl.envs.protocol import Env, Settings, StepOutput
+from jaxrl.envs.protocol import Env, EnvSettings, StepOutput
 from jaxrl.functions import import_named
 from jaxrl.registry.pickling import is_edited_cell
 
@@ -83,7 +83,7 @@ def construct(
     """Makes a fresh environment of what `load` gave for the name, here or in another process."""
     adapter, _, name = env_class.partition(":")
     named = {"name": name} if adapter in ADAPTERS else {}
-    return entry_point(env_config=Settings(env_config or {}), extras=extras, **named)
+    return entry_point(env_config=EnvSettings(env_config or {}), extras=extras, **named)
 
 
 def load(env_class: str) -> Any:

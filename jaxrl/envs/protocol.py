@@ -24,12 +24,12 @@ class StepOutput(TypedDict):
     postprocessed_action: NotRequired[str | None]  # the beginning of the response that stands
 
 
-class Settings(dict[str, Any]):
+class EnvSettings(dict[str, Any]):
     """Holds settings by name, read as `settings["search"]["topk"]` or as `settings.search.topk`."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(
-            (name, Settings(value) if isinstance(value, Mapping) else value)
+            (name, EnvSettings(value) if isinstance(value, Mapping) else value)
             for name, value in values.items()
         )
 

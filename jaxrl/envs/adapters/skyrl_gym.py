@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.envs.adapters.adapter import Adapter, import_library
-from jaxrl.envs.protocol import Env, Settings, StepOutput
+from jaxrl.envs.protocol import Env, EnvSettings, StepOutput
 from jaxrl.types import Message
 
 
@@ -27,7 +27,7 @@ class SkyRLGymEnv(Adapter):
         name: str,
     ) -> None:
         super().__init__(env_config, extras, name=name)
-        own = self.env_config.get(name) or Settings({})
+        own = self.env_config.get(name) or EnvSettings({})
         self.env = _library().make(name, env_config=own, extras=dict(self.extras))
 
     @classmethod

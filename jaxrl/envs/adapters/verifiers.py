@@ -200,7 +200,7 @@ def _client_class() -> Any:
     vf = _library("verifiers")
     types = _library("verifiers.types")
 
-    class Policy(vf.Client):
+    class PolicyClient(vf.Client):
         """Stands for a model that is asked through a queue."""
 
         def __init__(self, has_tools: bool) -> None:
@@ -241,7 +241,7 @@ def _client_class() -> Any:
         async def raise_from_native_response(self, response: str) -> None:
             """Accept every response: raise nothing, whatever its text is."""
 
-    return Policy
+    return PolicyClient
 
 
 def _said(response: str, has_tools: bool) -> dict[str, Any]:

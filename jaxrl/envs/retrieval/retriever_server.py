@@ -66,11 +66,11 @@ def make_server(retriever: Retriever, host: str, port: int, topk: int = 3) -> Th
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    class Server(ThreadingHTTPServer):
+    class RetrieverServer(ThreadingHTTPServer):
         request_queue_size = 256  # conversations search at the same moment
         daemon_threads = True
 
-    return Server((host, port), Handler)
+    return RetrieverServer((host, port), Handler)
 
 
 def _answer(retriever: Retriever, question: Any, topk: int) -> list[list[Any]]:

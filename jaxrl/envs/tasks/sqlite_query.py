@@ -27,7 +27,7 @@ _PRAGMAS = (
 
 
 @dataclass(frozen=True)
-class Answer:
+class QueryResult:
     """Holds what a query gave."""
 
     columns: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class Answer:
     error: str = ""
     """Why there are no rows, or not all."""
 
-    def same_rows(self, other: "Answer") -> bool:
+    def same_rows(self, other: "QueryResult") -> bool:
         """Returns whether both succeeded with the same set of rows.
 
         Order and repetitions do not count.
@@ -53,7 +53,7 @@ class Answer:
         return text
 
 
-def query(path: Path, sql: str, seconds: float, max_rows: int) -> Answer:
+def query(path: Path, sql: str, seconds: float, max_rows: int) -> QueryResult:
     """Runs one statement that only reads.
 
     Args:
@@ -72,12 +72,12 @@ def query(path: Path, sql: str, seconds: float, max_rows: int) -> Answer:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return Answer(error=f"no answer within {seconds:g} s")
+        return QueryResult(error=f"no answer within {seconds:g} s")
     if ran.returncode != 0:
-        return Answer(error="the query took too much memory")
+        return QueryResult(error="the query took too much memory")
     told = json.loads(ran.stdout)
     rows = tuple(tuple(map(_from_json, row)) for row in told["rows"])
-    return Answer(tuple(told["columns"]), rows, told["error"])
+    return QueryResult(tuple(told["columns"]), rows, told["error"])
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxrl.envs.protocol import Env, StepOutput, read_ground_truth
 from jaxrl.envs.tags import first_tagged
-from jaxrl.envs.tasks.sqlite_query import Answer, query
+from jaxrl.envs.tasks.sqlite_query import QueryResult, query
 from jaxrl.envs.tools import ToolGroup, tool
 
 _MAX_TURNS = 5
@@ -37,7 +37,7 @@ class SQLToolGroup(ToolGroup):
         self.db_file, self.query_seconds, self.max_rows = db_file, query_seconds, max_rows
 
     @tool
-    def sql(self, statement: str) -> Answer:
+    def sql(self, statement: str) -> QueryResult:
         """Returns the rows, or why there are none."""
         return query(self.db_file, statement, self.query_seconds, self.max_rows)
 

@@ -102,7 +102,7 @@ class RemoteEngine:
         self._label = secrets.token_hex(4)  # vLLM's cache knows an adapter by name and folder
         self._weights: Weights | None = None
         self._failure: BaseException | None = None
-        self._routes: ConversationRoutes[RemoteServer] = ConversationRoutes()
+        self._routes = ConversationRoutes()
         self._loop = asyncio.new_event_loop()
         self._some_ready = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()

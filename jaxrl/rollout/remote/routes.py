@@ -3,15 +3,15 @@
 import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from typing import Generic, TypeVar
 
 import numpy as np
 
+from jaxrl.rollout.remote.http_client import RemoteServer
+
 REMEMBERED = 20_000
-Server = TypeVar("Server")
 
 
-class ConversationRoutes(Generic[Server]):
+class ConversationRoutes:
     """Remember prompts that were served, and by whom; the oldest are forgotten.
 
     A later turn of a conversation begins with the whole prompt of an earlier one. A shared system
@@ -23,15 +23,15 @@ class ConversationRoutes(Generic[Server]):
 
     def __init__(self, remembered: int = REMEMBERED) -> None:
         self.remembered = remembered
-        self._served: OrderedDict[tuple[int, bytes], Server] = OrderedDict()
+        self._served: OrderedDict[tuple[int, bytes], RemoteServer] = OrderedDict()
         self._lengths: Counter[int] = Counter()
 
-    def find(self, prompt: Sequence[int]) -> Server | None:
+    def find(self, prompt: Sequence[int]) -> RemoteServer | None:
         """Return the server that served the longest beginning of the prompt, or None."""
         found = (self._served.get(key) for key in self._beginnings(prompt))
         return next((server for server in reversed(list(found)) if server is not None), None)
 
-    def add(self, prompt: Sequence[int], server: Server) -> None:
+    def add(self, prompt: Sequence[int], server: RemoteServer) -> None:
         """Remember which server serves a prompt."""
         self._lengths[len(prompt)] += 1
         (*_, key) = self._beginnings(prompt)
