@@ -132,8 +132,8 @@ def conversation_extras(columns: Mapping[str, Any], max_turns: int) -> dict[str,
         max_turns: of the run; a column of that name holds instead, unless it is None: where only
             some rows have a column, Parquet gives it to all of them.
     """
-    own = columns.get("max_turns")
-    return {**columns, "max_turns": max_turns if own is None else own}
+    row_max_turns = columns.get("max_turns")
+    return {**columns, "max_turns": max_turns if row_max_turns is None else row_max_turns}
 
 
 def read_ground_truth(extras: Mapping[str, Any], env_class: str) -> str:

@@ -69,11 +69,11 @@ def _try(prompt: Prompt, env_config: Mapping[str, Any] | None, max_turns: int) -
             _wait(runner, env.close())
 
 
-def _wait(runner: asyncio.Runner, given: Any) -> None:
+def _wait(runner: asyncio.Runner, result: Any) -> None:
     """Lets a coroutine end; whatever else a method returned is none."""
 
     async def waited() -> None:
-        await given
+        await result
 
-    if inspect.isawaitable(given):
+    if inspect.isawaitable(result):
         runner.run(waited())

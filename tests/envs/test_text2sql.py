@@ -8,7 +8,7 @@ import pytest
 from jaxrl import envs
 from jaxrl.config.dataclass_config import get_config_as_dict
 from jaxrl.config.environment import SkyRLGymConfig
-from jaxrl.envs.tasks.sqlite_query import Answer, query
+from jaxrl.envs.tasks.sqlite_query import QueryResult, query
 from jaxrl.envs.tasks.text2sql import find_solution
 
 ROWS = [("Ada", 36, 1.5, b"\x00"), ("Bob", 25, None, b"x"), ("Cem", 25, -0.0, None)]
@@ -42,7 +42,7 @@ def ask(databases):
 
 def test_rows_come_back_as_they_are(ask):
     answer = ask("SELECT * FROM people ORDER BY name")
-    assert answer == Answer(("name", "age", "x", "y"), tuple(ROWS))
+    assert answer == QueryResult(("name", "age", "x", "y"), tuple(ROWS))
     assert str(ask("SELECT age, COUNT(*) FROM people GROUP BY age")) == (
         "age | COUNT(*)\n25 | 2\n36 | 1"
     )

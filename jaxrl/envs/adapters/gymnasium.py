@@ -53,8 +53,9 @@ class GymnasiumEnv(Adapter):
         self.env = _make(name, self.extras.get("make"))
         self._observe = import_function(observe, "observe") if observe else _observer(self.env)
         self._seed = int(self.extras.get("seed") or 0)  # None: other rows have one
-        how = self.extras.get("actions"), self.extras.get("action_pattern")
-        self._actions = _Actions(self.env, name, *how)
+        self._actions = _Actions(
+            self.env, name, self.extras.get("actions"), self.extras.get("action_pattern")
+        )
         self._metrics = {"return": 0.0, "steps": 0, "invalid_actions": 0, "truncated": 0.0}
 
     @classmethod
@@ -128,11 +129,15 @@ def prompts(
     if not 0 <= seed <= 2000 or not 0 < size <= 1_000_000:
         raise ValueError(f"seed must be 0 to 2000, size 1 to 1000000, got {seed} and {size}")
     GymnasiumEnv.of(name)
-    given = {"actions": actions, "action_pattern": action_pattern, "observe": observe}
-    env = GymnasiumEnv(extras={**given, "seed": seed, "make": make}, name=name)
-    text = env._actions.said if instruction is None else instruction
+    columns: dict[str, Any] = {
+        "actions": actions,
+        "action_pattern": action_pattern,
+        "observe": observe,
+    }
+    env = GymnasiumEnv(extras={**columns, "seed": seed, "make": make}, name=name)
+    text = env._actions.instruction if instruction is None else instruction
     env.close()
-    columns: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    columns = {key: value for key, value in columns.items() if value is not None}
     if make:
         columns["make"] = json.dumps(make)
     for row in range(size):
@@ -149,7 +154,7 @@ class _Actions:
     """Reads actions that are text.
 
     Attributes:
-        said: what is possible, for the policy to read.
+        instruction: what is possible, for the policy to read.
     """
 
     def __init__(
@@ -166,7 +171,7 @@ class _Actions:
         if kind == "Text":
             if names:
                 raise ValueError(f"environment 'gymnasium:{name}' has actions of text, not {names}")
-            self.said = "" if pattern else "Answer with <action>your action</action>."
+            self.instruction = "" if pattern else "Answer with <action>your action</action>."
             return
         numbers = range(int(space.start), int(space.start) + int(space.n))
         if names and len(names) != len(numbers):
@@ -180,18 +185,20 @@ class _Actions:
         many = len(labels) > 20
         choice = f"{labels[0]} to {labels[-1]}" if many and not names else ", ".join(labels)
         how = "" if pattern else f" Answer with <action>{labels[0]}</action>."
-        self.said = f"The actions are {choice}.{how}"
+        self.instruction = f"The actions are {choice}.{how}"
 
     def read(self, response: str) -> tuple[Any, str]:
         """Returns the action of a response, and "" or what is wrong with it."""
         text = self._find(response)
         if text is None:
-            return None, f"There is no action in your answer. {self.said}"
+            return None, f"There is no action in your answer. {self.instruction}"
         if not self.names:
             fits = self.space.contains(text)
-            return text, "" if fits else f"{text!r} is not a possible action. {self.said}"
+            return text, "" if fits else f"{text!r} is not a possible action. {self.instruction}"
         action = self.names.get(text.casefold())
-        return action, "" if action is not None else f"{text!r} is not an action. {self.said}"
+        if action is None:
+            return None, f"{text!r} is not an action. {self.instruction}"
+        return action, ""
 
     def _find(self, response: str) -> str | None:
         if self.pattern is None:
@@ -214,8 +221,8 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _answer(text: str, reward: float, *, done: bool, metadata: dict[str, Any]) -> StepOutput:
-    said = [] if done else [Message(role="user", content=text)]
-    return StepOutput(observations=said, reward=reward, done=done, metadata=metadata)
+    observations = [] if done else [Message(role="user", content=text)]
+    return StepOutput(observations=observations, reward=reward, done=done, metadata=metadata)
 
 
 def _observer(env: Any) -> Callable[[Any, Any], str]:
@@ -258,24 +265,24 @@ def _listed(observation: Any) -> Any:
 
 def _make(name: str, keywords: str | Mapping[str, Any] | None) -> Any:
     """Makes the environment, rendered as text if its observations are none and it can be."""
-    given = keywords if isinstance(keywords, str) else json.dumps(dict(keywords or {}))
+    text = keywords if isinstance(keywords, str) else json.dumps(dict(keywords or {}))
     try:
-        settings = json.loads(given) | _rendering(name, given)
+        settings = json.loads(text) | _rendering(name, text)
         return _library().make(name, **settings)
     except (TypeError, ValueError, _library().error.Error) as error:
         raise ValueError(
-            f"gymnasium cannot make environment {name!r} with {given}: {error}"
+            f"gymnasium cannot make environment {name!r} with {text}: {error}"
         ) from error
 
 
 @functools.cache
 def _rendering(name: str, keywords: str) -> dict[str, str]:
-    given = json.loads(keywords)
-    env = _library().make(name, **given)
+    settings = json.loads(keywords)
+    env = _library().make(name, **settings)
     env.close()
     text = type(env.observation_space).__name__ == "Text"
     able = "ansi" in env.metadata.get("render_modes", ())
-    return {"render_mode": "ansi"} if able and not text and "render_mode" not in given else {}
+    return {"render_mode": "ansi"} if able and not text and "render_mode" not in settings else {}
 
 
 def _find(name: str) -> None:

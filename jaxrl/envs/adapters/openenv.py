@@ -130,8 +130,8 @@ class OpenEnvEnv(Adapter):
 
 
 def _output(text: str, reward: float, *, done: bool) -> StepOutput:
-    said = [] if done else [Message(role="user", content=text)]
-    return StepOutput(observations=said, reward=reward, done=done, metadata={})
+    observations = [] if done else [Message(role="user", content=text)]
+    return StepOutput(observations=observations, reward=reward, done=done, metadata={})
 
 
 def _library() -> Any:

@@ -27,8 +27,8 @@ class SkyRLGymEnv(Adapter):
         name: str,
     ) -> None:
         super().__init__(env_config, extras, name=name)
-        own = self.env_config.get(name) or EnvSettings({})
-        self.env = _library().make(name, env_config=own, extras=dict(self.extras))
+        settings = self.env_config.get(name) or EnvSettings({})
+        self.env = _library().make(name, env_config=settings, extras=dict(self.extras))
 
     @classmethod
     def of(cls, name: str) -> type[Adapter]:

@@ -83,29 +83,29 @@ class VerifiersEnv(Adapter):
         self._client = _client_class()(has_tools=bool(self.env.tool_defs))
         task = {**json.loads(self.extras["task"]), "prompt": prompt}
         self._rollout = asyncio.create_task(self.env.rollout(task, self._client, "policy", {}))
-        asked = await self._asked()
-        if asked is None:
+        messages = await self._asked()
+        if messages is None:
             self._ended()
             raise ValueError("the environment ended before the first response")
-        self._seen = asked
-        return asked, {}
+        self._seen = messages
+        return messages, {}
 
     async def step(self, action: str) -> StepOutput:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Hands the response in; the reward is the rubric's, when the conversation is over."""
         self.turns += 1
         self._client.answer(action)
-        asked = await self._asked()
-        if asked is not None and self.turns >= self.max_turns:
+        messages = await self._asked()
+        if messages is not None and self.turns >= self.max_turns:
             self._client.end()
-            asked = await self._asked()
-        if asked is None:
+            messages = await self._asked()
+        if messages is None:
             reward = await self._judged()
             return StepOutput(observations=[], reward=reward, done=True, metadata=self._metrics)
         before = len(self._seen)
-        if asked[:before] != self._seen or asked[before]["role"] != "assistant":
+        if messages[:before] != self._seen or messages[before]["role"] != "assistant":
             raise ValueError("the environment rewrites what was said, which cannot be trained on")
-        self._seen = asked
-        return StepOutput(observations=asked[before + 1 :], reward=0.0, done=False, metadata={})
+        self._seen = messages
+        return StepOutput(observations=messages[before + 1 :], reward=0.0, done=False, metadata={})
 
     async def close(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Ends a conversation that is under way; their clean-up runs."""
@@ -187,8 +187,8 @@ def _with_tools(prompt: list[Message], tools: list[Any]) -> list[Message]:
     return [Message(role="system", content=text), *prompt]
 
 
-def _message(given: Any) -> Message:
-    values = given if isinstance(given, Mapping) else given.model_dump()
+def _message(message: Any) -> Message:
+    values = message if isinstance(message, Mapping) else message.model_dump()
     content = values["content"]
     if not isinstance(content, str | None):
         raise ValueError(f"only messages of text can be answered, got {content!r}")
@@ -272,8 +272,8 @@ def _call(text: str) -> dict[str, str]:
     What is no JSON is left for the environment to refuse.
     """
     try:
-        given = json.loads(text)
-        return {"name": str(given["name"]), "arguments": json.dumps(given.get("arguments", {}))}
+        call = json.loads(text)
+        return {"name": str(call["name"]), "arguments": json.dumps(call.get("arguments", {}))}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {"name": "", "arguments": text}
 

@@ -65,8 +65,8 @@ def _of_file(file: Path, corpus: Path) -> Iterator[Passage]:
 def _cut(text: str, name: str, title: str) -> Iterator[Passage]:
     words = text.split()
     for start in range(0, len(words), _WORDS):
-        said = " ".join(words[start : start + _WORDS])
-        yield Passage(f"{name}:{start // _WORDS}", f'"{title}"\n{said}')
+        window = " ".join(words[start : start + _WORDS])
+        yield Passage(f"{name}:{start // _WORDS}", f'"{title}"\n{window}')
 
 
 def _jsonl(file: Path) -> Iterator[Any]:
@@ -98,5 +98,5 @@ def _passage(row: Any, name: str) -> Passage:
     title = str(row.get("title") or "").strip('"')
     if title and not contents.lstrip('"').startswith(title):
         contents = f'"{title}"\n{contents}'
-    given = row.get("id")
-    return Passage(name if given is None else str(given), contents)
+    row_id = row.get("id")
+    return Passage(name if row_id is None else str(row_id), contents)

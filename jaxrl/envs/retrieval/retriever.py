@@ -53,8 +53,8 @@ class RemoteRetriever:
         Raises:
             RequestError: the server gives no answer that can be used.
         """
-        asked = {"query": query, "queries": [query], "topk": topk, "return_scores": True}
-        hits, attempt = ask(self.url, asked, _read_hits, timeout=self.timeout, attempts=ATTEMPTS)
+        question = {"query": query, "queries": [query], "topk": topk, "return_scores": True}
+        hits, attempt = ask(self.url, question, _read_hits, timeout=self.timeout, attempts=ATTEMPTS)
         if self.log_requests:
             # A warning, because that is what Python shows where logging is not configured.
             _log.warning("%s: %d hits for %r, attempt %d", self.url, len(hits), query, attempt)

@@ -112,12 +112,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--topk", type=int, default=3, help="hits, where a query does not say")
-    given = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     # bm25s makes use of JAX where it is installed; accelerators are the trainer's.
     os.environ["JAX_PLATFORMS"] = "cpu"
     try:
-        retriever = LocalRetriever(read_passages(given.corpus))
-        server = make_server(retriever, given.host, given.port, given.topk)
+        retriever = LocalRetriever(read_passages(arguments.corpus))
+        server = make_server(retriever, arguments.host, arguments.port, arguments.topk)
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

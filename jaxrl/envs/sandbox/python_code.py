@@ -30,9 +30,9 @@ class PythonToolGroup(ToolGroup):
     def python(self, code: str) -> str:
         """Returns the program's output, shortened in the middle; what went wrong, if anything."""
         self.last = result = sandbox.run(code, limits=self.limits)
-        said = _shorten(result.stdout.strip())
+        printed = _shorten(result.stdout.strip())
         if result.ok:
-            return said or "(no output)"
+            return printed or "(no output)"
         # An exception explains itself in the last lines.
         wrong = _shorten(result.stderr.strip()) if result.reason == "error" else ""
         ended = {
@@ -42,7 +42,7 @@ class PythonToolGroup(ToolGroup):
             "output": "too much output",
             "killed": f"ended by signal {-result.exit_code}",
         }.get(result.reason, f"exit code {result.exit_code}")
-        return "\n".join(part for part in (said, wrong, f"Error: {ended}") if part)
+        return "\n".join(part for part in (printed, wrong, f"Error: {ended}") if part)
 
 
 class PythonCodeEnv(Env):
@@ -84,9 +84,9 @@ class PythonCodeEnv(Env):
             return StepOutput(observations=[], reward=correct, done=True, metadata={})
         done = self.turns >= self.max_turns
         if called is None:
-            said = "Write code in <python>..</python>, or the answer in <answer>..</answer>."
+            message = "Write code in <python>..</python>, or the answer in <answer>..</answer>."
             return StepOutput(
-                observations=[] if done else [{"role": "user", "content": said}],
+                observations=[] if done else [{"role": "user", "content": message}],
                 reward=0.0,
                 done=done,
                 metadata={"reason": "neither code nor an answer"},
@@ -95,11 +95,11 @@ class PythonCodeEnv(Env):
         if not done:
             output["postprocessed_action"] = action[: called.end]
             code = [called.content]
-            said = self._execute_tool(self.tool_to_toolgroup["python"], "python", code)
+            printed = self._execute_tool(self.tool_to_toolgroup["python"], "python", code)
             assert self.tools.last is not None
             self._metrics["programs"] += 1
             self._metrics["program_errors"] += not self.tools.last.ok
-            content = f"<output>\n{said}\n</output>"
+            content = f"<output>\n{printed}\n</output>"
             output["observations"] = [{"role": "user", "content": content}]
             output["metadata"] = {"reason": self.tools.last.reason}
         return output

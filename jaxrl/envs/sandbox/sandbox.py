@@ -58,7 +58,7 @@ class Limits:
     seconds: float = 10.0
     """Until it is killed, by the clock."""
     cpu_seconds: float = 10.0
-    """Of all its processes together."""
+    """Processor time that all its processes may use together."""
     memory_mb: int = 1024
     """Address space of a process, and memory of all of them together with their files."""
     disk_mb: int = 64
@@ -68,7 +68,7 @@ class Limits:
     processes: int = 32
     """Processes and threads at a time."""
     output_bytes: int = 1 << 20
-    """Of stdout and of stderr each; the rest is cut and the program killed."""
+    """Bytes that stdout and stderr may each have; the rest is cut and the program killed."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -86,7 +86,7 @@ class Result:
     stdout: str
     stderr: str
     exit_code: int
-    """As of `subprocess`: minus the signal that ended it."""
+    """Status as `subprocess` gives it: minus the signal that ended the program."""
     seconds: float
     """By the clock, without making the sandbox."""
     peak_mb: float
@@ -153,14 +153,14 @@ def _converse(child: subprocess.Popen[bytes], request: dict[str, Any]) -> Iterat
     for line in child.stdout:
         if not line.endswith(b"\n"):
             break  # it was killed while it spoke
-        said = json.loads(line)
-        if "begun" in said:
+        report = json.loads(line)
+        if "begun" in report:
             begun, running = time.monotonic(), True
-        elif running and "refused" in said:
-            wrong = said["refused"]
+        elif running and "refused" in report:
+            wrong = report["refused"]
             break
         else:
-            yield _read_result(said)
+            yield _read_result(report)
             running, missing = False, missing - 1
     if missing:
         wrong = child.stderr.read().decode(errors="replace")[-2000:] or wrong
@@ -222,28 +222,28 @@ def _packages() -> list[str]:
 def _outermost(paths: Sequence[str]) -> list[str]:
     """Returns the paths without those that lie in another."""
     folders = [Path(os.path.abspath(path)) for path in dict.fromkeys(paths)]
-    kept = [path for path in folders if not any(other in path.parents for other in folders)]
-    return [str(path) for path in kept]
+    outermost = [path for path in folders if not any(other in path.parents for other in folders)]
+    return [str(path) for path in outermost]
 
 
-def _read_result(said: dict[str, Any]) -> Result:
-    if "refused" in said:
+def _read_result(report: dict[str, Any]) -> Result:
+    if "refused" in report:
         raise SandboxError(
-            f"this machine does not allow the sandbox: {said['refused']}. It needs Linux 5.12 with "
-            "namespaces: as root with CAP_SYS_ADMIN, or as a user who may make user namespaces "
-            "(in a container: --security-opt seccomp=unconfined, or --privileged)"
+            f"this machine does not allow the sandbox: {report['refused']}. It needs Linux 5.12 "
+            "with namespaces: as root with CAP_SYS_ADMIN, or as a user who may make user "
+            "namespaces (in a container: --security-opt seccomp=unconfined, or --privileged)"
         )
     stdout, stderr = (
-        said[name].encode("latin-1").decode("utf-8", "replace") for name in ("stdout", "stderr")
+        report[name].encode("latin-1").decode("utf-8", "replace") for name in ("stdout", "stderr")
     )
-    exit_code = os.waitstatus_to_exitcode(said["status"])
+    exit_code = os.waitstatus_to_exitcode(report["status"])
     return Result(
-        reason=_reason(said["limit"], exit_code, stderr),
+        reason=_reason(report["limit"], exit_code, stderr),
         stdout=stdout,
         stderr=stderr,
         exit_code=exit_code,
-        seconds=said["seconds"],
-        peak_mb=said["peak_mb"],
+        seconds=report["seconds"],
+        peak_mb=report["peak_mb"],
     )
 
 

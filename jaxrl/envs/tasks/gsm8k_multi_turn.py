@@ -36,9 +36,9 @@ class Gsm8kMultiTurnEnv(Env):
         self._correct = float(answer == self.ground_truth)
         reward = self._correct or (answer is not None) * _FORMAT_SCORE / self.max_turns
         done = bool(self._correct) or self.turns >= self.max_turns
-        said = [] if done else [{"role": "user", "content": self._hint()}]
+        observations = [] if done else [{"role": "user", "content": self._hint()}]
         metadata = {"answer": answer, "ground_truth": self.ground_truth}
-        return StepOutput(observations=said, reward=reward, done=done, metadata=metadata)
+        return StepOutput(observations=observations, reward=reward, done=done, metadata=metadata)
 
     def get_metrics(self) -> dict[str, Any]:
         """Returns `avg_steps`: turns of the conversation; `correct`: 1 if the last was right."""

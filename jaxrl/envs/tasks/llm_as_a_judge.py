@@ -101,12 +101,12 @@ class LLMJudgeEnv(Env):
             RequestError: the judge gives none.
         """
         self.turns += 1
-        given = {
+        fields = {
             "question": self.question,
             "ground_truth": str(self.ground_truth),
             "response": action,
         }
-        score, attempts = self.judge.score(_FIELD.sub(lambda m: given[m[1]], self.prompt))
+        score, attempts = self.judge.score(_FIELD.sub(lambda m: fields[m[1]], self.prompt))
         self._metrics = {"score": score, "judge_attempts": attempts}
         return StepOutput(observations=[], reward=score, done=True, metadata={"score": score})
 

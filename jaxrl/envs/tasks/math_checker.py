@@ -101,9 +101,9 @@ def main() -> None:
         gold = parse(f"\\boxed{{{question['ground_truth']}}}", parsing_timeout=None)  # type: ignore[arg-type]
         answer = parse(question["answer"], parsing_timeout=None)  # type: ignore[arg-type]
         equal = bool(gold and answer) and verify(gold, answer, timeout_seconds=None)
-        told = [bool(equal), str(answer[-1]) if answer else ""]
+        verdict = [bool(equal), str(answer[-1]) if answer else ""]
         signal.setitimer(signal.ITIMER_REAL, 0)
-        answers.write(json.dumps(told) + "\n")
+        answers.write(json.dumps(verdict) + "\n")
         answers.flush()
 
 

@@ -32,8 +32,8 @@ class MathEnv(Env):
     def step(self, action: str) -> StepOutput:
         """Compares the answer with the ground truth."""
         self.turns += 1
-        said = action.rpartition("</think>")[2]
-        equal, answer = math_checker.is_equal(said, self.ground_truth, _SECONDS)
+        conclusion = action.rpartition("</think>")[2]
+        equal, answer = math_checker.is_equal(conclusion, self.ground_truth, _SECONDS)
         self._metrics = {"correct": float(equal), "answered": float(bool(answer))}
         metadata = {"answer": answer, "ground_truth": self.ground_truth}
         return StepOutput(observations=[], reward=float(equal), done=True, metadata=metadata)

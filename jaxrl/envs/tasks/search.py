@@ -96,10 +96,12 @@ class SearchEnv(Env):
         called = first_tagged(action, "search")
         query = called.content.strip() if called else ""
         if not query:
-            said = "Nothing to search for: write <search>query</search> or <answer>answer</answer>."
+            information = (
+                "Nothing to search for: write <search>query</search> or <answer>answer</answer>."
+            )
         else:
-            said = self._search(query)
-        content = f"\n<information>{said}</information>\n"
+            information = self._search(query)
+        content = f"\n<information>{information}</information>\n"
         return StepOutput(
             observations=[{"role": "user", "content": content}],
             reward=0.0,
@@ -134,8 +136,8 @@ def normalize_answer(text: str) -> str:
 
 def _read_targets(extras: Mapping[str, Any]) -> Sequence[str]:
     reward_spec = extras.get("reward_spec")
-    given = reward_spec.get("ground_truth") if isinstance(reward_spec, Mapping) else None
-    targets = given.get("target") if isinstance(given, Mapping) else given
+    ground_truth = reward_spec.get("ground_truth") if isinstance(reward_spec, Mapping) else None
+    targets = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
     targets = [targets] if isinstance(targets, str) else targets
     if (
         not isinstance(targets, list | tuple)

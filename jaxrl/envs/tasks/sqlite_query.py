@@ -62,11 +62,11 @@ def query(path: Path, sql: str, seconds: float, max_rows: int) -> QueryResult:
         seconds: until it is killed.
         max_rows: more than these are an error.
     """
-    asked = json.dumps({"path": str(path), "sql": sql, "max_rows": max_rows})
+    question = json.dumps({"path": str(path), "sql": sql, "max_rows": max_rows})
     try:
         ran = subprocess.run(
             [sys.executable, "-I", "-S", "-B", __file__],
-            input=asked.encode(),
+            input=question.encode(),
             capture_output=True,
             timeout=seconds,
             check=False,
@@ -75,29 +75,29 @@ def query(path: Path, sql: str, seconds: float, max_rows: int) -> QueryResult:
         return QueryResult(error=f"no answer within {seconds:g} s")
     if ran.returncode != 0:
         return QueryResult(error="the query took too much memory")
-    told = json.loads(ran.stdout)
-    rows = tuple(tuple(map(_from_json, row)) for row in told["rows"])
-    return QueryResult(tuple(told["columns"]), rows, told["error"])
+    outcome = json.loads(ran.stdout)
+    rows = tuple(tuple(map(_from_json, row)) for row in outcome["rows"])
+    return QueryResult(tuple(outcome["columns"]), rows, outcome["error"])
 
 
 def main() -> None:
     """Reads a question from stdin, and writes the answer to stdout."""
-    asked = json.loads(sys.stdin.buffer.read())
+    question = json.loads(sys.stdin.buffer.read())
     _limit_memory()
-    told: dict[str, Any] = {"columns": [], "rows": [], "error": ""}
+    outcome: dict[str, Any] = {"columns": [], "rows": [], "error": ""}
     try:
         connection = sqlite3.connect(
-            f"{Path(asked['path']).as_uri()}?mode=ro&immutable=1", uri=True
+            f"{Path(question['path']).as_uri()}?mode=ro&immutable=1", uri=True
         )
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST_BYTES)
         connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
         connection.set_authorizer(_authorize)
-        cursor = connection.execute(asked["sql"])
-        told["columns"] = [column[0] for column in cursor.description or ()]
-        told["rows"], told["error"] = _fetch(cursor, asked["max_rows"])
+        cursor = connection.execute(question["sql"])
+        outcome["columns"] = [column[0] for column in cursor.description or ()]
+        outcome["rows"], outcome["error"] = _fetch(cursor, question["max_rows"])
     except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
-        told["error"] = str(error)
-    sys.stdout.write(json.dumps(told))
+        outcome["error"] = str(error)
+    sys.stdout.write(json.dumps(outcome))
 
 
 def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:

@@ -86,15 +86,17 @@ class Text2SQLEnv(Env):
             return StepOutput(observations=[], reward=reward, done=True, metadata=metadata)
         called = first_tagged(action, "sql")
         if called is None:
-            said = "No <sql>..</sql> in this turn. Think in <think>..</think>, then write a query."
+            observation = (
+                "No <sql>..</sql> in this turn. Think in <think>..</think>, then write a query."
+            )
         else:
             answer = self._execute_tool(self.tool_to_toolgroup["sql"], "sql", [called.content])
             self._metrics["queries"] += 1
             self._metrics["query_errors"] += bool(answer.error)
-            said = str(answer)
+            observation = str(answer)
         self._said += _OBSERVED
         left = f"<reminder>{self.max_turns - self.turns} turns left.</reminder>"
-        content = f"\n\n<observation>{said}\n{left}</observation>\n\n"
+        content = f"\n\n<observation>{observation}\n{left}</observation>\n\n"
         return StepOutput(
             observations=[{"role": "user", "content": content}],
             reward=0.0,
@@ -110,25 +112,25 @@ class Text2SQLEnv(Env):
         solution = find_solution(self._said)
         if solution is None:
             return -1.0, "format"
-        given, right = (
+        answered, right = (
             query(self.db_file, sql, self.solution_seconds, self.max_rows)
             for sql in (solution, self.ground_truth)
         )
         if right.error:
             return 0.0, f"the right query fails: {right.error}"
-        if given.error:
-            return 0.0, given.error
-        same = given.same_rows(right)
+        if answered.error:
+            return 0.0, answered.error
+        same = answered.same_rows(right)
         return float(same), "ok" if same else "other rows"
 
 
-def find_solution(said: str) -> str | None:
+def find_solution(text: str) -> str | None:
     """Returns the query of a whole conversation, or None where its format is wrong."""
-    before, tag, after = said.partition("<solution>")
+    before, tag, after = text.partition("<solution>")
     solution = after.partition("</solution>")[0]
     if not tag or "<solution>" in after or after.count("</solution>") != 1:
         return None
-    if _OTHER_TAG.search(solution) or first_tagged(said, "think") is None:
+    if _OTHER_TAG.search(solution) or first_tagged(text, "think") is None:
         return None
     turns = re.split("</observation>", before, flags=re.IGNORECASE)[1:]
     if not all(turn.lstrip().lower().startswith("<think>") for turn in turns):

@@ -118,10 +118,13 @@ def prompts(
     what = f"expressions of {operations} operations"
     for text in draw_distinct(lambda: _expression(rng, operations), size, split, what):
         calls, answer = _calculate(text)
-        told = next((n for n in range(len(calls)) if rng.random() < in_head), len(calls))
+        num_calls = next((n for n in range(len(calls)) if rng.random() < in_head), len(calls))
         yield {
             "prompt": [{"role": "user", "content": text}],
-            "completion": [*itertools.chain(*calls[:told]), _says(f"<answer>{answer}</answer>")],
+            "completion": [
+                *itertools.chain(*calls[:num_calls]),
+                _says(f"<answer>{answer}</answer>"),
+            ],
             "env_class": "calculator",
             "data_source": "calculator",
             "reward_spec": {"method": "rule", "ground_truth": answer},

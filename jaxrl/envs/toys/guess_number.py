@@ -30,9 +30,11 @@ class GuessNumberEnv(Env):
         guess = last_number(action)
         self._right = float(guess is not None and float(guess) == self.number)
         done = bool(self._right) or self.turns >= self.max_turns
-        said = [] if done else [{"role": "user", "content": self._hint(guess)}]
+        observations = [] if done else [{"role": "user", "content": self._hint(guess)}]
         metadata = {"guess": guess, "number": self.number}
-        return StepOutput(observations=said, reward=self._right, done=done, metadata=metadata)
+        return StepOutput(
+            observations=observations, reward=self._right, done=done, metadata=metadata
+        )
 
     def get_metrics(self) -> dict[str, Any]:
         """Returns `right`: 1 if the number was found; `guesses`: how many there were."""

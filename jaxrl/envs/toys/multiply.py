@@ -37,9 +37,9 @@ class MultiplyEnv(Env):
         self._correct = float(answer is not None and answer.strip() == self.ground_truth)
         done = bool(self._correct) or self.turns >= self.max_turns
         reward = self._correct or 0.5 * (done and answer is not None)
-        said = [] if done else [{"role": "user", "content": _hint(answer)}]
+        observations = [] if done else [{"role": "user", "content": _hint(answer)}]
         metadata = {"parsed_answer": answer}
-        return StepOutput(observations=said, reward=reward, done=done, metadata=metadata)
+        return StepOutput(observations=observations, reward=reward, done=done, metadata=metadata)
 
     def get_metrics(self) -> dict[str, Any]:
         """Returns `correct`: 1 if the number was found; `attempts`: how many there were."""

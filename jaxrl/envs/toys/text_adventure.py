@@ -80,10 +80,10 @@ class TextAdventureEnv(Env):
         command = commands[-1].lower() if commands else None
         before, self.state = self.state, obey(self.world, self.state, command)
         done = self.state.has_gold or self.turns >= self.max_turns
-        said = "that does nothing. " if self.state == before else ""
-        said += describe(self.world, self.state)
+        observation = "that does nothing. " if self.state == before else ""
+        observation += describe(self.world, self.state)
         return StepOutput(
-            observations=[] if done else [{"role": "user", "content": said}],
+            observations=[] if done else [{"role": "user", "content": observation}],
             reward=_worth(self.state) - _worth(before),
             done=done,
             metadata={"command": command, "room": self.state.room},
@@ -98,15 +98,15 @@ class TextAdventureEnv(Env):
 def describe(world: World, state: _State) -> str:
     """Says what there is to see."""
     room, exits = state.room, world.exits[state.room]
-    said = f"{room}. exits {', '.join(exits)}."
+    sentences = f"{room}. exits {', '.join(exits)}."
     if room == world.key and not state.has_key:
-        said += " a key lies here."
+        sentences += " a key lies here."
     if room == world.gold:
-        return said + " gold lies here."
+        return sentences + " gold lies here."
     locked = [way for way, to in exits.items() if to == world.gold]
     if locked and not state.is_open:
-        said += f" the door {locked[0]} is locked."
-    return said
+        sentences += f" the door {locked[0]} is locked."
+    return sentences
 
 
 def obey(world: World, state: _State, command: str | None) -> _State:
@@ -137,11 +137,11 @@ def solve(world: World) -> list[str]:
     while queue:
         state = queue.popleft()
         if state.has_gold:
-            said = []
+            solution = []
             while (step := came[state]) is not None:
                 state, command = step
-                said.append(command)
-            return said[::-1]
+                solution.append(command)
+            return solution[::-1]
         for command in commands:
             after = obey(world, state, command)
             if after not in came:
