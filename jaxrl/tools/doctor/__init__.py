@@ -1,1 +1,5 @@
-"""The checks of `jaxrl.doctor`: one file per family, each check a function of a `Subject`."""
+"""Check a run on this machine before it starts.
+
+`examination` has the checks in their order; each is a function of an `ExaminedRun` that returns a
+`Finding`. Each of the other files is a family of checks.
+"""

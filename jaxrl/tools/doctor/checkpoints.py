@@ -6,8 +6,8 @@ from typing import NamedTuple
 import jax
 
 from jaxrl.parallel.checksums import checksums
+from jaxrl.tools.doctor.examined_run import ExaminedRun
 from jaxrl.tools.doctor.finding import Finding, failed, not_here, passed
-from jaxrl.tools.doctor.subject import Subject
 
 Sums = dict[str, int]
 GIB, SLACK = 2**30, 2**26  # bytes; slack: what is written beside the arrays
@@ -22,11 +22,11 @@ class Saved(NamedTuple):
     restored_step: Sums
 
 
-def state(subject: Subject) -> Finding:
+def state(examined: ExaminedRun) -> Finding:
     """Check that the run's own checkpointer gives back every array of the state, bit for bit."""
-    if reason := no_room(subject):
+    if reason := no_room(examined):
         return not_here(reason)
-    saved = _saved(subject)
+    saved = _saved(examined)
     different = _different(saved.before, saved.restored)
     about = f"{len(saved.before)} arrays saved and restored"
     if not different:
@@ -41,11 +41,11 @@ def state(subject: Subject) -> Finding:
     )
 
 
-def step(subject: Subject) -> Finding:
+def step(examined: ExaminedRun) -> Finding:
     """Compare a training step after restoring with the same step without."""
-    if reason := no_room(subject):
+    if reason := no_room(examined):
         return not_here(reason)
-    saved = _saved(subject)
+    saved = _saved(examined)
     different = _different(saved.step, saved.restored_step)
     about = f"{len(saved.step)} arrays after one more step, resumed against not"
     if not different:
@@ -66,36 +66,36 @@ def step(subject: Subject) -> Finding:
     return failed(len(different), 0, about, cause=cause, fix=fix)
 
 
-def no_room(subject: Subject) -> str:
+def no_room(examined: ExaminedRun) -> str:
     """Return why the state cannot be saved in the temporary folder; "" where it can."""
-    if "saved" in subject.known:
+    if "saved" in examined.known:
         return ""
-    needed = sum(x.nbytes for x in jax.tree.leaves(subject.trainer.state))
-    free = shutil.disk_usage(subject.folder).free
+    needed = sum(x.nbytes for x in jax.tree.leaves(examined.trainer.state))
+    free = shutil.disk_usage(examined.folder).free
     if needed + SLACK <= free:
         return ""
     return (
-        f"a checkpoint has {needed / GIB:.3g} GiB, {subject.folder.parent} {free / GIB:.3g} GiB "
+        f"a checkpoint has {needed / GIB:.3g} GiB, {examined.folder.parent} {free / GIB:.3g} GiB "
         "free: set TMPDIR to a larger folder"
     )
 
 
-def _saved(subject: Subject) -> Saved:
-    if "saved" not in subject.known:
-        trainer = subject.trainer
-        subject.train()  # moments of 0 would survive any rounding
+def _saved(examined: ExaminedRun) -> Saved:
+    if "saved" not in examined.known:
+        trainer = examined.trainer
+        examined.train()  # moments of 0 would survive any rounding
         before = checksums(trainer.state)
         trainer.commit(int(trainer.state.step))
         trainer.checkpointer.wait()
-        subject.train()
+        examined.train()
         after = checksums(trainer.state)
         trainer.state = trainer.restore_or_init()
         trainer.batches_drawn = int(trainer.state.batches_drawn)
         trainer.load_reference(trainer.state.ref_params)
         restored = checksums(trainer.state)
-        subject.train()
-        subject.known["saved"] = Saved(before, restored, after, checksums(trainer.state))
-    return subject.known["saved"]
+        examined.train()
+        examined.known["saved"] = Saved(before, restored, after, checksums(trainer.state))
+    return examined.known["saved"]
 
 
 def _different(left: Sums, right: Sums) -> list[str]:

@@ -2,31 +2,35 @@
 
 import numpy as np
 
+from jaxrl import config as cfg
 from jaxrl.data.tokenizer import encode_prompt
+from jaxrl.tools.doctor.examined_run import ExaminedRun
 from jaxrl.tools.doctor.finding import Finding, failed, passed
-from jaxrl.tools.doctor.subject import Subject
-from jaxrl.tools.doctor.surroundings import dtypes
 
 ANSWER = "I am an assistant."  # a message that any template takes
 
 
-def build(subject: Subject) -> Finding:
+def build(examined: ExaminedRun) -> Finding:
     """Check that every part of the small run can be made, and has weights."""
-    trainer = subject.trainer
+    trainer, config = examined.trainer, examined.config
     sizes = {axis: size for axis, size in trainer.mesh.shape.items() if size > 1} or {"devices": 1}
-    return passed(
-        "", "", f"trains {trainer.policy.size()} on {sizes}; {dtypes(subject.run.config)}"
-    )
+    computes = cfg.compute_dtype(config.trainer, "policy")
+    engine = cfg.engine_dtype(config.generator.inference_engine)
+    about = f"trains {trainer.policy.size()} on {sizes}; trainer {computes}, engine {engine}"
+    return passed(about=about)
 
 
-def prompts(subject: Subject) -> Finding:
+def prompts(examined: ExaminedRun) -> Finding:
     """Check that prompts differ, and that the model has their token ids."""
-    trainer, model = subject.trainer, subject.trainer.model
+    trainer, model = examined.trainer, examined.trainer.model
     chosen = trainer.train_prompts
     largest = max(max(prompt.tokens) for prompt in chosen)
-    longest, most = max(len(p.tokens) for p in chosen), subject.given.trainer.max_prompt_length
+    longest, most = (
+        max(len(p.tokens) for p in chosen),
+        examined.full_config.trainer.max_prompt_length,
+    )
     about = f"{len(chosen)} prompts of at most {longest} tokens (max_prompt_length {most})"
-    about = "; ".join((about, *subject.data_card.warnings))
+    about = "; ".join((about, *examined.data_card.warnings))
     vocabulary = getattr(model, "vocab_size", None)
     if vocabulary is not None and largest >= vocabulary:
         return failed(
@@ -36,11 +40,10 @@ def prompts(subject: Subject) -> Finding:
             cause=f"a prompt has token {largest}, the model knows {vocabulary} tokens",
             fix="use the tokenizer of the model; resize its embeddings if tokens were added",
         )
-    said = {repr(prompt.messages) for prompt in chosen}
-    alike = len({prompt.tokens for prompt in chosen}) == 1 < len(said)
-    if alike:
+    messages = {repr(prompt.messages) for prompt in chosen}
+    if len({prompt.tokens for prompt in chosen}) == 1 < len(messages):
         return failed(
-            len(said),
+            len(messages),
             1,
             f"different messages with the same tokens; {about}",
             cause="all prompts are the same tokens: the chat template does not show the messages",
@@ -49,11 +52,11 @@ def prompts(subject: Subject) -> Finding:
     return passed(largest, "" if vocabulary is None else vocabulary - 1, f"largest id; {about}")
 
 
-def tokenizer(subject: Subject) -> Finding:
+def tokenizer(examined: ExaminedRun) -> Finding:
     """Check that the model has an end-of-sequence token, which ends a turn of the template."""
-    tokens, model = subject.run.tokenizer, subject.trainer.model
-    stops = {*subject.trainer.eos_token_ids}
-    stops |= {*(subject.run.config.generator.sampling_params.stop_token_ids or ())}
+    tokens, model = examined.tokenizer, examined.trainer.model
+    stops = {*examined.trainer.eos_token_ids}
+    stops |= {*(examined.config.generator.sampling_params.stop_token_ids or ())}
     vocabulary = getattr(model, "vocab_size", len(tokens))
     about = (
         f"{len(tokens)} tokens for {vocabulary} of the model; responses end with {sorted(stops)}"
@@ -66,7 +69,7 @@ def tokenizer(subject: Subject) -> Finding:
             cause=f"the tokenizer has ids that the model with its {vocabulary} tokens has not",
             fix="use the tokenizer of the model",
         )
-    end = end_of_turn(subject)
+    end = end_of_turn(examined)
     if end is None:
         return passed(len(tokens), vocabulary, f"{about}; the template ends no turn with a token")
     if end not in stops:
@@ -82,29 +85,32 @@ def tokenizer(subject: Subject) -> Finding:
     return passed(len(tokens), vocabulary, f"{about}; the template's turns end with {end}")
 
 
-def end_of_turn(subject: Subject) -> int | None:
+def end_of_turn(examined: ExaminedRun) -> int | None:
     """Return the special token that the template puts after what the assistant said, or None."""
-    tokens = subject.run.tokenizer
-    variables = subject.run.config.generator.chat_template_kwargs | {"add_generation_prompt": False}
-    talk = [{"role": "user", "content": "I am a user."}, {"role": "assistant", "content": ANSWER}]
-    encoded = encode_prompt(tokens, talk, **variables)
+    tokens = examined.tokenizer
+    variables = examined.config.generator.chat_template_kwargs | {"add_generation_prompt": False}
+    conversation = [
+        {"role": "user", "content": "I am a user."},
+        {"role": "assistant", "content": ANSWER},
+    ]
+    encoded = encode_prompt(tokens, conversation, **variables)
     text = tokens.decode(encoded)
     if ANSWER not in text:  # letters that the tokenizer does not know
         special = [token for token in encoded if token in tokens.all_special_ids]
         return special[-1] if special and special[-1] == encoded[-1] else None
-    after = tokens.decode(encoded).rpartition(ANSWER)[2]
+    after = text.rpartition(ANSWER)[2]
     following = tokens.encode(after, add_special_tokens=False)
     return next((token for token in following if token in tokens.all_special_ids), None)
 
 
-def environment(subject: Subject) -> Finding:
+def environment(examined: ExaminedRun) -> Finding:
     """Run one batch of conversations through engine and environments, to their ends."""
-    output, _ = subject.rollouts
+    output, _ = examined.rollouts
     reasons = output["stop_reasons"]
     wrong = [i for i, reason in enumerate(reasons) if reason == "env_error"]
     rewards = [float(np.sum(reward)) for reward in output["rewards"]]
     trained = sum(map(sum, output["loss_masks"]))
-    names = sorted({prompt.env_class for prompt in subject.trainer.prompts_of(0)})
+    names = sorted({prompt.env_class for prompt in examined.trainer.prompts_of(0)})
     about = (
         f"{', '.join(names)}: {len(reasons)} trajectories, {trained} trained tokens, rewards "
         f"{min(rewards):.3g} to {max(rewards):.3g}"
@@ -120,14 +126,16 @@ def environment(subject: Subject) -> Finding:
     return failed(len(wrong), 0, about, cause=cause, fix=fix)
 
 
-def batch(subject: Subject) -> Finding:
+def batch(examined: ExaminedRun) -> Finding:
     """Make a training batch of the rollouts; check that all that the update will read is finite."""
-    made, trainer = subject.batch, subject.trainer
+    made, trainer = examined.batch, examined.trainer
     mask = np.asarray(made.loss_mask) > 0
     scored = trainer.forward_pass(trainer.params, made)[0][mask]
     names = ("old_log_probs", "ref_log_probs", "values", "advantages", "returns")
-    held = {name: np.asarray(x) for name in names if (x := getattr(made, name)) is not None}
-    columns = {"log-probs": scored, **{name: x[mask] for name, x in held.items()}}
+    columns = {"log-probs": scored}
+    for name in names:
+        if (column := getattr(made, name)) is not None:
+            columns[name] = np.asarray(column)[mask]
     wrong = {name: int((~np.isfinite(x)).sum()) for name, x in columns.items()}
     about = f"{', '.join(columns)} of {int(mask.sum())} tokens; mean log-prob {scored.mean():.3g}"
     if not any(wrong.values()):

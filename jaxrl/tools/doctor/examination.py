@@ -19,10 +19,9 @@ from jaxrl.tools.doctor import (
     sampler,
     surroundings,
 )
-from jaxrl.tools.doctor.compilations import Compilations
+from jaxrl.tools.doctor.examined_run import ExaminedRun
 from jaxrl.tools.doctor.finding import BadInput, Check, Finding, Unavailable
-from jaxrl.tools.doctor.subject import Subject
-from jaxrl.tools.doctor.supervised import CHECKS as SUPERVISED, SupervisedSubject
+from jaxrl.tools.doctor.supervised import ExaminedSFT
 from jaxrl.train import BasePPOExp
 
 # In this order: what others rest on comes first, what changes the state last.
@@ -56,13 +55,28 @@ CHECKS: dict[str, Check] = {
     "checkpoint.step": checkpoints.step,
     "recompilation": recompilation.recompilation,
 }
+SUPERVISED = (  # the others are about rollouts
+    "versions",
+    "devices",
+    "build",
+    "data.tokenizer",
+    "batch",
+    "mask.outside",
+    "mask.padding",
+    "gradients.microbatches",
+    "gradients.packing",
+    "gradients.order",
+    "gradients.mesh",
+    "checkpoint.state",
+    "checkpoint.step",
+)
 
 
 class Examination(NamedTuple):
     """Hold what an examination found.
 
     Attributes:
-        cuts: what was made smaller, field -> (given, now).
+        cuts: what was made smaller, field -> (before, now).
     """
 
     findings: list[Finding]
@@ -85,7 +99,7 @@ def examine(
 
     Args:
         config: a `TrainConfig`, `ml_collections.ConfigDict` or nested dict.
-        experiment: whose `get_` methods make the parts.
+        experiment: its `get_` methods make the parts.
         only: names of checks, or of families of them; empty = all.
         tell: gets a line before each check.
         supervised: the config is one of `jaxrl.sft`; there are fewer checks.
@@ -93,22 +107,20 @@ def examine(
     Raises:
         ValueError: the config, a file or a folder is wrong, or there is no such check.
     """
-    checks = chosen(only, supervised)
-    with tempfile.TemporaryDirectory(prefix="jaxrl_doctor_") as folder, Compilations() as programs:
-        subject, findings = _subject(config, Path(folder), experiment, programs, supervised), []
-        with contextlib.closing(subject):
+    checks, findings = chosen(only, supervised), []
+    with (
+        tempfile.TemporaryDirectory(prefix="jaxrl_doctor_") as folder,
+        recompilation.compiled_programs() as programs,
+    ):
+        if supervised:
+            examined: ExaminedRun = ExaminedSFT(config, Path(folder), programs)
+        else:
+            examined = ExaminedRun(config, Path(folder), experiment, programs)
+        with contextlib.closing(examined):
             for name, check in checks.items():
                 tell(name)
-                findings.append(run_check(name, check, subject))
-        return Examination(findings, subject.cuts)
-
-
-def _subject(
-    config: Any, folder: Path, experiment: type[BasePPOExp], programs: Compilations, sft: bool
-) -> Subject:
-    if sft:
-        return SupervisedSubject(config, folder, programs)
-    return Subject(config, folder, experiment, programs)
+                findings.append(run_check(name, check, examined))
+        return Examination(findings, examined.changes)
 
 
 def chosen(only: Sequence[str], supervised: bool = False) -> dict[str, Check]:
@@ -120,7 +132,8 @@ def chosen(only: Sequence[str], supervised: bool = False) -> dict[str, Check]:
     Raises:
         ValueError: there is no such check.
     """
-    checks = {n: check for n, check in CHECKS.items() if not supervised or n in SUPERVISED}
+    names = SUPERVISED if supervised else CHECKS
+    checks = {name: CHECKS[name] for name in names}
     families = {name.partition(".")[0] for name in checks}
     if unknown := [name for name in only if name not in checks and name not in families]:
         kind = " of a supervised run (--sft)" if supervised else ""
@@ -131,7 +144,7 @@ def chosen(only: Sequence[str], supervised: bool = False) -> dict[str, Check]:
     return {name: check for name, check in checks.items() if not only or name in wanted}
 
 
-def run_check(name: str, check: Check, subject: Subject) -> Finding:
+def run_check(name: str, check: Check, examined: ExaminedRun) -> Finding:
     """Run and time a check; one that raises has failed, and the next ones go on.
 
     Raises:
@@ -139,14 +152,14 @@ def run_check(name: str, check: Check, subject: Subject) -> Finding:
     """
     started = time.perf_counter()
     try:
-        finding = check(subject)
+        finding = check(examined)
     except BadInput:
         raise
     except Exception as error:
         finding = _not_done(name, error)
         if not isinstance(error, Unavailable):
             with contextlib.suppress(Exception):  # what follows says so itself
-                subject.restart()
+                examined.restart()
     seconds = time.perf_counter() - started
     return dataclasses.replace(finding, name=name, seconds=seconds)
 

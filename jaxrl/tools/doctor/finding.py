@@ -1,8 +1,13 @@
-"""What a check found."""
+"""What a check found, and how far apart two results may be; docs/doctor.md has the figures."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxrl import config as cfg
 
 Figure = float | int | str
 POLICY_PATH = "trainer.policy.model.path"
@@ -18,7 +23,7 @@ class Finding:
             has words, or nothing.
         about: what was compared.
         cause, fix: of a failure, a line each.
-        name, seconds: filled in by `doctor.examine`.
+        name, seconds: filled in by `examination.run_check`.
     """
 
     passed: bool | None
@@ -36,34 +41,7 @@ class Finding:
         return "-" if self.passed is None else "pass" if self.passed else "FAIL"
 
 
-Check = Callable[[Any], Finding]  # of a Subject
-
-
-class BadInput(ValueError):
-    """Say that the run cannot be built from what the user gave: there is nothing to examine."""
-
-
-def bad_input(config: Any, error: Exception) -> BadInput:
-    """Return an error that says what was wrong.
-
-    It names the field where the message has the policy's folder alone.
-    """
-    field, path, text = POLICY_PATH, config.trainer.policy.model.path, str(error)
-    return BadInput(
-        f"{field}={path!r}: {text}" if path and path in text and field not in text else text
-    )
-
-
-class Unavailable(Exception):
-    """Say that what a check needs could not be made.
-
-    Args:
-        see: the check that says why, of the exception that caused this one.
-    """
-
-    def __init__(self, message: str, see: str = "") -> None:
-        super().__init__(message)
-        self.see = see
+Check = Callable[[Any], Finding]  # takes an ExaminedRun
 
 
 def passed(figure: Figure = "", bound: Figure = "", about: str = "") -> Finding:
@@ -79,3 +57,73 @@ def failed(figure: Figure, bound: Figure, about: str, *, cause: str, fix: str) -
 def not_here(why: str) -> Finding:
     """Return the finding that this run has nothing of the kind."""
     return Finding(None, about=why)
+
+
+class Unavailable(Exception):
+    """Say that what a check needs could not be made.
+
+    Args:
+        see: the check that says why, of the exception that caused this one.
+    """
+
+    def __init__(self, message: str, see: str = "") -> None:
+        super().__init__(message)
+        self.see = see
+
+
+class BadInput(ValueError):
+    """Say that the run cannot be built from what the user gave: there is nothing to examine."""
+
+
+def bad_input(config: cfg.TrainConfig, error: Exception) -> BadInput:
+    """Return an error that says what was wrong.
+
+    It names the field where the message has the policy's folder alone.
+    """
+    field, path, text = POLICY_PATH, config.trainer.policy.model.path, str(error)
+    return BadInput(
+        f"{field}={path!r}: {text}" if path and path in text and field not in text else text
+    )
+
+
+# ---------------------------------------------------------------- bounds
+
+
+class Bounds(NamedTuple):
+    """Hold how far apart two results may be, by the coarsest rounding on the way.
+
+    Attributes:
+        gradient: norm of a difference of gradients, of the norm of the gradient.
+        mean, max: absolute differences of log-probs of tokens.
+    """
+
+    gradient: float
+    mean: float
+    max: float
+
+
+# Measured on correct code: see "Bounds" in docs/doctor.md.
+EXACT = Bounds(gradient=2e-5, mean=5e-5, max=5e-4)
+COARSE = Bounds(gradient=0.1, mean=0.08, max=0.8)
+
+
+def gradient_bounds(config: cfg.TrainConfig, role: str = "policy") -> Bounds:
+    """Return the bounds of gradients. float32 is multiplied exactly here, see `exact_products`."""
+    return EXACT if cfg.compute_dtype(config.trainer, role) == "float32" else COARSE
+
+
+def sampler_bounds(config: cfg.TrainConfig) -> Bounds:
+    """Return the bounds of sampler against trainer, as they compute in the run.
+
+    Accelerators round products of float32.
+    """
+    engine = cfg.engine_dtype(config.generator.inference_engine)
+    dtypes = {cfg.compute_dtype(config.trainer, "policy"), engine}
+    return EXACT if dtypes == {"float32"} and jax.default_backend() == "cpu" else COARSE
+
+
+def exact_products() -> Any:
+    """Keep accelerators from rounding products of float32 to fewer bits while the block runs."""
+    if jax.default_backend() == "cpu":
+        return contextlib.nullcontext()
+    return jax.default_matmul_precision("highest")

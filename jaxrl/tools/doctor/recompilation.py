@@ -1,24 +1,28 @@
 """Steps whose batches differ compile nothing once the run is warm."""
 
-from collections.abc import Sequence
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 from jaxrl.data.columns import BLANKS
 from jaxrl.data.packing import length_bucket
+from jaxrl.tools.doctor.examined_run import ExaminedRun, Program
 from jaxrl.tools.doctor.finding import Finding, failed, passed
-from jaxrl.tools.doctor.subject import Subject
 from jaxrl.types import GeneratorOutput
 
 STEPS = 3  # the first one compiles the optimizer's update
 PER_TOKEN = ("response_ids", *BLANKS)
+# jax says there, at the level DEBUG, what it compiles; its record has name and shapes as arguments
+LOGGER, MESSAGE = "jax._src.interpreters.pxla", "Compiling %s with global shapes and types %s"
 
 
-def recompilation(subject: Subject) -> Finding:
+def recompilation(examined: ExaminedRun) -> Finding:
     """Check that steps of short and of long responses compile nothing after a first step.
 
     Warm-up comes before the first step.
     """
-    trainer, programs = subject.trainer, subject.compilations.programs
+    trainer, programs = examined.trainer, examined.programs
     trainer.warm_up()
     sample, widths, compiled = trainer.rollouts, [], []
 
@@ -41,14 +45,13 @@ def recompilation(subject: Subject) -> Finding:
     about = f"two steps after the first one, longest rows of {widths[1]} and {widths[2]} tokens"
     if not again:
         return passed(0, 0, about)
-    names = list(dict.fromkeys(program.name for program in again))
-    first = again[0]
+    names = list(dict.fromkeys(name for name, _ in again))
+    new = what_is_new(again[0], programs[:warm])
     return failed(
         len(again),
         0,
         about,
-        cause=f"warm steps compile {', '.join(names[:4])}: "
-        f"{first.described(subject.compilations.last(first.name, warm))}",
+        cause=f"warm steps compile {', '.join(names[:4])}: {new}",
         fix="keep shapes to those of the config: rows padded to jaxrl.data.packing.length_bucket, "
         "numbers that change given as arrays, not as static arguments or new functions",
     )
@@ -73,14 +76,62 @@ def other_width(output: GeneratorOutput, seen: Sequence[int]) -> int:
 def shortened(output: GeneratorOutput, width: int) -> GeneratorOutput:
     """Cut responses so that no row is longer than `width`; one token of each stays."""
     rows = zip(output["prompt_token_ids"], output["response_ids"], strict=True)
-    ends = [max(min(len(r), width - len(p)), 1) for p, r in rows]
+    ends = [max(min(len(response), width - len(prompt)), 1) for prompt, response in rows]
     cut: dict[str, Any] = dict(output)
     for name in PER_TOKEN:
-        column = cast(dict, output).get(name)
+        column = cut.get(name)
         if isinstance(column, list):
-            cut[name] = [_first(x, end) for x, end in zip(column, ends, strict=True)]
+            cut[name] = [
+                values[:end] if isinstance(values, Sequence) else values
+                for values, end in zip(column, ends, strict=True)
+            ]
     return cast(GeneratorOutput, cut)
 
 
-def _first(values: Any, end: int) -> Any:
-    return values[:end] if isinstance(values, Sequence) else values
+# ---------------------------------------------------------------- what XLA compiles
+
+
+@contextlib.contextmanager
+def compiled_programs() -> Iterator[list[Program]]:
+    """Yield a list to which every program is added that is compiled while the block runs."""
+    programs: list[Program] = []
+    logger, handler = logging.getLogger(LOGGER), _CompilationHandler(programs)
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    try:
+        yield programs
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate
+
+
+class _CompilationHandler(logging.Handler):
+    """Adds the program of each of jax's log records that is about a compilation to a list."""
+
+    def __init__(self, programs: list[Program]) -> None:
+        super().__init__(logging.DEBUG)
+        self.programs = programs
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Add the program of a record."""
+        if str(record.msg).startswith(MESSAGE) and isinstance(record.args, tuple):
+            name, shapes = cast(tuple[Any, Any], record.args[:2])
+            words = (x.str_short() if hasattr(x, "str_short") else str(x) for x in shapes)
+            self.programs.append((str(name), tuple(words)))
+
+
+def what_is_new(program: Program, earlier: Sequence[Program]) -> str:
+    """Return in words what differs from when a program was compiled last, if it was."""
+    name, shapes = program
+    before = next((known for other, known in reversed(earlier) if other == name), None)
+    if before is None or len(before) != len(shapes):
+        return f"{name} for {len(shapes)} arguments, the last: {', '.join(shapes[-4:])}"
+    if before == shapes:
+        return f"{name} for the same shapes: a static value or the function itself is new"
+    pairs = enumerate(zip(shapes, before, strict=True))
+    changed = [f"argument {i} is {now}, was {was}" for i, (now, was) in pairs if now != was]
+    more = f" and {len(changed) - 2} more" if len(changed) > 2 else ""
+    return f"{name}: {'; '.join(changed[:2])}{more}"

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,9 +12,9 @@ from jaxrl.data.columns import trajectory_numbers
 from jaxrl.records.alarms import RULES
 from jaxrl.rollout.conversations.conversation import generator_input, sampling_of
 from jaxrl.rollout.generator import generate_now
+from jaxrl.rollout.protocol import Completion, Request
+from jaxrl.tools.doctor.examined_run import Answers, ExaminedRun, RecordingEngine
 from jaxrl.tools.doctor.finding import Finding, failed, passed
-from jaxrl.tools.doctor.recording import NeverSaid, RecordingEngine, ReplayingEngine
-from jaxrl.tools.doctor.subject import Subject
 from jaxrl.types import GeneratorInput, GeneratorOutput
 
 FIX = RULES["reward_not_deterministic"].advice
@@ -25,47 +26,77 @@ class Judged(NamedTuple):
     rewards: list[Any]
     terms: dict[str, float]
 
+    def term(self, name: str | None) -> float | None:
+        """Return the sum of a term; that of all rewards where the name is None."""
+        if name is None:
+            return float(sum(np.sum(reward) for reward in self.rewards))
+        return self.terms.get(name)
 
-def determinism(subject: Subject) -> Finding:
+
+def determinism(examined: ExaminedRun) -> Finding:
     """Judge trajectories three times: as sampled, once more, and shuffled in another thread.
 
     Before the third time one conversation is judged alone: what counts calls is then out of phase.
     """
-    trainer, config = subject.trainer, subject.run.config
+    trainer, config = examined.trainer, examined.config
     trainer.sync_weights(int(trainer.state.step))
-    prompts, samples = trainer.prompts_of(0), subject.samples
+    prompts, samples = trainer.prompts_of(0), examined.samples
     sampling = sampling_of(config.generator.sampling_params, trainer.eos_token_ids)
     batch = generator_input(prompts, samples, (config.trainer.seed, "doctor", 0), sampling)
     engine = RecordingEngine(trainer.engine)
-    expected = judged(generate_now(subject.generator(engine), batch))
-    about = f"{len(expected)} trajectories judged again, and again shuffled in other threads"
-    order = shuffled_groups(len(batch["prompts"]), samples)
-    for when, settings in ("judged again", None), ("shuffled", config):
-        generator = subject.generator(
-            ReplayingEngine(engine.said), settings and rethreaded(settings)
+    first = judged(generate_now(examined.generator(engine), batch))
+    about = f"{len(first)} trajectories judged again, and again shuffled in other threads"
+    replay = ReplayingEngine(engine.answers)
+    environments = ", ".join(sorted({prompt.env_class for prompt in prompts}))
+
+    def wrong(found: list[Judged], when: str) -> Finding | None:
+        different = [i for i, (a, b) in enumerate(zip(first, found, strict=True)) if a != b]
+        if not different:
+            return None
+        number = different[0]
+        prompt, before, now = prompts[number // samples], first[number], found[number]
+        terms = [name for name in before.terms | now.terms if before.term(name) != now.term(name)]
+        name = terms[0] if terms else None
+        what = f"reward term '{name}' of environment" if terms else "environment"
+        return failed(
+            len(different),
+            0,
+            about,
+            cause=f"a reward that is not deterministic: {what} '{prompt.env_class}' gave "
+            f"{before.term(name)} to a sample of prompt {prompt.uid}, and {now.term(name)} when it "
+            f"was {when}",
+            fix=FIX,
         )
-        try:
-            if settings is None:
-                found = judged(in_a_thread(generator, batch))
-            else:
-                in_a_thread(generator, of_trajectories(batch, order[:1]))
-                shuffled = judged(in_a_thread(generator, of_trajectories(batch, order)))
-                found = [shuffled[place] for place in np.argsort(order).tolist()]
-        except NeverSaid as error:
-            return _diverged(subject, about, when, error)
-        wrong = [i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if a != b]
-        if wrong:
-            return _different(subject, about, when, (wrong, expected, found))
-    return passed(0, 0, about)
+
+    when = "judged again"
+    try:
+        again = judged(in_a_thread(examined.generator(replay), batch))
+        if finding := wrong(again, when):
+            return finding
+        when, order = "shuffled", shuffled_groups(len(batch["prompts"]), samples)
+        generator = examined.generator(replay, rethreaded(config))
+        in_a_thread(generator, of_trajectories(batch, order[:1]))
+        shuffled = judged(in_a_thread(generator, of_trajectories(batch, order)))
+    except NeverAsked as error:
+        return failed(
+            1,
+            0,
+            about,
+            cause=f"observations that are not deterministic: environment {environments} answered "
+            f"the same turns otherwise when {when} ({error})",
+            fix=FIX,
+        )
+    in_order = [shuffled[place] for place in np.argsort(order).tolist()]
+    return wrong(in_order, when) or passed(0, 0, about)
 
 
 def judged(output: GeneratorOutput) -> list[Judged]:
     """Return what each trajectory earned, in their order."""
     rewards = output["rewards"]
-    of_row = trajectory_numbers(output.get("is_last_step", [True] * len(rewards)))
+    numbers = trajectory_numbers(output.get("is_last_step", [True] * len(rewards)))
     terms = output.get("reward_terms", [{}] * len(rewards))
-    found = [Judged([], {}) for _ in range(int(of_row[-1]) + 1)]
-    for row, number in enumerate(of_row.tolist()):
+    found = [Judged([], {}) for _ in range(int(numbers[-1]) + 1)]
+    for row, number in enumerate(numbers.tolist()):
         found[number].rewards.append(np.asarray(rewards[row], np.float64).tolist())
         found[number].terms.update(terms[row])
     return found
@@ -83,19 +114,22 @@ def shuffled_groups(count: int, samples: int) -> list[int]:
 
 def of_trajectories(batch: GeneratorInput, numbers: Sequence[int]) -> GeneratorInput:
     """Return the trajectories of these numbers, in this order."""
-    given: Any = batch
-    names = ("prompts", "keys", "trajectory_ids")
-    columns: Any = {name: [given[name][i] for i in numbers] for name in names}
-    return GeneratorInput(**{**batch, **columns})
+    chosen: Any = dict(batch)
+    for name in ("prompts", "keys", "trajectory_ids"):
+        chosen[name] = [chosen[name][i] for i in numbers]
+    return chosen
 
 
 def rethreaded(config: cfg.TrainConfig) -> cfg.TrainConfig:
     """Put environments into threads where they were inline or in Ray, inline where in threads."""
     gym = config.environment.skyrl_gym
     threads = 4 if gym.ray_env_workers or not gym.max_env_workers else 0
-    changed = {"max_env_workers": threads, "ray_env_workers": 0}
     return cfg.apply_overrides(
-        config, {f"environment.skyrl_gym.{name}": value for name, value in changed.items()}
+        config,
+        {
+            "environment.skyrl_gym.max_env_workers": threads,
+            "environment.skyrl_gym.ray_env_workers": 0,
+        },
     )
 
 
@@ -117,37 +151,29 @@ def in_a_thread(generator: Any, batch: GeneratorInput) -> GeneratorOutput:
     return outcome[0]
 
 
-def _different(
-    subject: Subject, about: str, when: str, found: tuple[list[int], list[Judged], list[Judged]]
-) -> Finding:
-    wrong, expected, again = found
-    first = wrong[0]
-    prompt = subject.trainer.prompts_of(0)[first // subject.samples]
-    left, right = expected[first], again[first]
-    terms = [n for n in {**left.terms, **right.terms} if left.terms.get(n) != right.terms.get(n)]
-    what = f"reward term '{terms[0]}' of environment" if terms else "environment"
-    was, now = (x.terms.get(terms[0]) if terms else _total(x) for x in (left, right))
-    return failed(
-        len(wrong),
-        0,
-        about,
-        cause=f"a reward that is not deterministic: {what} '{prompt.env_class}' gave {was} to a "
-        f"sample of prompt {prompt.uid}, and {now} when it was {when}",
-        fix=FIX,
-    )
+class NeverAsked(Exception):
+    """Say that a conversation went where it did not go before."""
 
 
-def _diverged(subject: Subject, about: str, when: str, error: NeverSaid) -> Finding:
-    names = sorted({prompt.env_class for prompt in subject.trainer.prompts_of(0)})
-    return failed(
-        1,
-        0,
-        about,
-        cause=f"observations that are not deterministic: environment {', '.join(names)} answered "
-        f"the same turns otherwise when {when} ({error})",
-        fix=FIX,
-    )
+class ReplayingEngine:
+    """Answer as another engine did, without a model."""
 
+    def __init__(self, answers: Answers) -> None:
+        self.answers = answers
 
-def _total(one: Judged) -> float:
-    return float(sum(np.sum(x) for x in one.rewards))
+    def submit(self, requests: Sequence[Request]) -> list[list[Future[Completion]]]:
+        """Return what was answered to the same requests, as futures; see `Engine`."""
+        return [[self._answer(request, key) for key in request.keys] for request in requests]
+
+    def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
+        """Return what was answered to the same requests; see `Engine`."""
+        return [[future.result() for future in futures] for futures in self.submit(requests)]
+
+    def _answer(self, request: Request, key: tuple[int, int]) -> Future[Completion]:
+        future: Future[Completion] = Future()
+        found = self.answers.get((request.prompt_tokens, key))
+        if found is None:
+            future.set_exception(NeverAsked(f"prompt {request.prompt_tokens[-8:]}"))
+        else:
+            future.set_result(found)
+        return future

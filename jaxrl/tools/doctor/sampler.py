@@ -18,19 +18,34 @@ from jaxrl.parallel.offload import on_device
 from jaxrl.rollout.conversations.conversation import sample_key, sampling_of
 from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.protocol import Completion, Request, Sampling
-from jaxrl.tools.doctor.bounds import EXACT, sampler_bounds
-from jaxrl.tools.doctor.finding import Finding, Unavailable, failed, not_here, passed
-from jaxrl.tools.doctor.subject import Subject
+from jaxrl.tools.doctor.examined_run import ExaminedRun
+from jaxrl.tools.doctor.finding import (
+    EXACT,
+    Finding,
+    Unavailable,
+    failed,
+    not_here,
+    passed,
+    sampler_bounds,
+)
 from jaxrl.train import meshes
 from jaxrl.types import GeneratorOutput, TrainBatch
 
 SAMPLES = 4  # of each prompt of a batch
 NOISE, MOVED = 0.02, 10  # of each array's size; times the bound on the mean: log-probs have moved
-UPDATES, SLOTS, CHANGE = 3, 2, 0.2  # with samples in flight; of their engine; noise of each update
+# With samples in flight: updates, slots of their engine, noise of each update.
+UPDATES, SLOTS, CHANGE = 3, 2, 0.2
+NUMBERS_DIFFER = (
+    "see that both have the same weights (check 'weights'), temperature, rotary settings and "
+    "chat template, and that the engine reports log-probs after the temperature"
+)
 
 
-class Said(NamedTuple):
-    """Hold what the engine drew, and how far the trainer is from it.
+# ---------------------------------------------------------------- log-probs
+
+
+class Sampled(NamedTuple):
+    """Hold what the engine sampled, and how far the trainer is from it.
 
     Attributes:
         difference: of the log-prob of each token.
@@ -43,148 +58,98 @@ class Said(NamedTuple):
     worst: str
 
 
-def first(subject: Subject) -> Finding:
+def first(examined: ExaminedRun) -> Finding:
     """Check the log-probs of sampled tokens after the first sync."""
-    said = _first(subject)
-    if isinstance(said, str):
-        return not_here(said)
-    return _finding(subject, said, "after a sync", _blame_numbers(subject))
+    sampled = _first_samples(examined)
+    if sampled is None:
+        return not_here("generator.sampling_params.logprobs=None: rollouts carry none")
+    return _judged(examined, sampled, "after a sync")
 
 
-def update(subject: Subject) -> Finding:
+def update(examined: ExaminedRun) -> Finding:
     """Check the log-probs of sampled tokens after an update and another sync."""
-    before = _first(subject)
-    if isinstance(before, str):
-        return not_here(before)
-    moved = _updated(subject)
-    said = _ask(subject)  # with the same keys: other weights give other log-probs
-    stale = [_content(x) for x in said.completions] == [_content(x) for x in before.completions]
-    blame = _blame_numbers(subject)
-    if stale:
-        blame = (
-            "stale weights: after the update the engine draws the same tokens with the same "
-            "log-probs as before it",
-            "see that every call of its update_weights takes over the parameters it is given",
-        )
-    about = f"after an update and a sync, which moved log-probs by {moved:.2g} on average"
-    return _finding(subject, said, about, blame)
-
-
-def in_flight(subject: Subject) -> Finding:
-    """Check log-probs of samples in flight when weights change, and of those that begin after it.
-
-    With the run's model in an engine of few slots and short blocks, which reuses what it can: a
-    group of which most wait for slots, then turns that go on from it, two of them alike. With
-    `recompute_kv_on_update` each token is of one version; without it none is of older keys and
-    values than of the version that its sample began with.
-    """
-    trainer, config = subject.trainer, subject.run.config
-    if not cfg.in_process(config) or config.generator.inference_engine.backend != "native":
-        return not_here("keys and values of these servers cannot be looked at")
-    if isinstance(trainer.model, AdaptedModel):
-        return not_here("a flax module keeps no keys and values")
-    if (tokens := config.generator.sampling_params.max_generate_length // 2) < 2:
-        return not_here("responses are too short to be in flight")
-    trainer.engine.sleep()  # there is memory for one
-    try:
-        kept, anew = (_in_flight(subject, tokens, recompute) for recompute in (False, True))
-    finally:
-        trainer.sync_weights(int(trainer.state.step))
-    bounds, sure = sampler_bounds(config), np.concatenate([kept.sure, anew.sure])
-    mean, largest = float(sure.mean()), float(sure.max())
-    about = f"{len(sure)} tokens of one version over {UPDATES} updates in flight, {kept.mixed} not"
-    figure, bound = f"mean {mean:.1e} max {largest:.1e}", f"{bounds.mean:g}, {bounds.max:g}"
-    if mean <= bounds.mean and largest <= bounds.max and not kept.late + anew.mixed:
-        return passed(figure, bound, about)
-    cause = "tokens are not of the weights that they are said to be drawn from"
-    if kept.late + anew.mixed:
-        cause = (
-            f"{kept.late} tokens of samples that began after an update are of older keys and "
-            f"values; with recompute_kv_on_update {anew.mixed} are"
-        )
-    fix = "see that an update leaves no key or value in the cache that a later sample finds"
-    return failed(figure, bound, about, cause=cause, fix=fix)
-
-
-def weights(subject: Subject) -> Finding:
-    """Check what the engine holds after the first sync, array by array."""
-    subject.trainer.sync_weights(int(subject.trainer.state.step))
-    return _checked(subject, "after a sync")
-
-
-def weights_update(subject: Subject) -> Finding:
-    """Check what the engine holds after an update and another sync, array by array."""
-    _first(subject)
-    _updated(subject)
-    return _checked(subject, "after an update and a sync")
-
-
-def reference(subject: Subject) -> Finding:
-    """Check that an update of the policy leaves the log-probs of the reference as they are."""
-    before = subject.batch.ref_log_probs
+    before = _first_samples(examined)
     if before is None:
-        return not_here("the run has no reference")
-    _first(subject)
-    _updated(subject)  # no epoch ends with it: update_ref_every_epoch moves nothing yet
-    after = subject.trainer.add_log_probs(subject.collated).ref_log_probs
-    mask = np.asarray(subject.collated.loss_mask) > 0
-    figure = float("inf") if after is None else float(np.abs(before - after)[mask].max())
-    bound, about = EXACT.mean, f"log-probs of {int(mask.sum())} tokens before and after an update"
-    if figure <= bound:
+        return not_here("generator.sampling_params.logprobs=None: rollouts carry none")
+    moved = _updated(examined)
+    after = _sample(examined)  # with the same keys: other weights give other log-probs
+    pairs = zip(before.completions, after.completions, strict=True)
+    stale = all(a.tokens == b.tokens and a.log_probs == b.log_probs for a, b in pairs)
+    about = f"after an update and a sync, which moved log-probs by {moved:.2g} on average"
+    return _judged(examined, after, about, stale=stale)
+
+
+def _judged(examined: ExaminedRun, sampled: Sampled, about: str, *, stale: bool = False) -> Finding:
+    """Judge the mean and the largest difference, each by its bound."""
+    bounds, difference = sampler_bounds(examined.config), sampled.difference
+    mean, largest = float(difference.mean()), float(difference.max())
+    figure, bound = f"mean {mean:.1e} max {largest:.1e}", f"{bounds.mean:g}, {bounds.max:g}"
+    about = f"{len(difference)} tokens {about}"
+    if mean <= bounds.mean and largest <= bounds.max:
         return passed(figure, bound, about)
-    cause = "the reference moves with the policy: its log-probs are others after an update"
-    fix = "score ref_log_probs with the trainer's ref_params, never with the trained parameters"
-    return failed(figure, bound, about, cause=cause, fix=fix)
+    settings = examined.config.generator.inference_engine
+    cause = (
+        f"sampler and trainer compute different log-probs for the same tokens (engine "
+        f"{settings.backend!r}, {settings.model_dtype})"
+    )
+    fix = NUMBERS_DIFFER
+    if stale:
+        cause = (
+            "stale weights: after the update the engine draws the same tokens with the same "
+            "log-probs as before it"
+        )
+        fix = "see that every call of its update_weights takes over the parameters it is given"
+    return failed(figure, bound, about, cause=f"{cause}; largest at {sampled.worst}", fix=fix)
 
 
-# ---------------------------------------------------------------- log-probs
+def _first_samples(examined: ExaminedRun) -> Sampled | None:
+    """Return what was sampled before the weights moved; None: the engine gives no log-probs."""
+    if "sampled" not in examined.known:
+        examined.trainer.sync_weights(int(examined.trainer.state.step))
+        carried = examined.config.generator.sampling_params.logprobs is not None
+        examined.known["sampled"] = _sample(examined) if carried else None
+    return examined.known["sampled"]
 
 
-def _first(subject: Subject) -> Said | str:
-    """Return what was drawn before the weights moved, or why the engine gives no log-probs."""
-    if "sampled" not in subject.known:
-        subject.trainer.sync_weights(int(subject.trainer.state.step))
-        if subject.run.config.generator.sampling_params.logprobs is None:
-            subject.known["sampled"] = (
-                "generator.sampling_params.logprobs=None: rollouts carry none"
-            )
-        else:
-            subject.known["sampled"] = _ask(subject)
-    return subject.known["sampled"]
-
-
-def _ask(subject: Subject) -> Said:
-    """Draw samples without filters, which would make the sampler's distribution another one."""
-    trainer, sampling = subject.trainer, _unfiltered(subject)
-    prompts = trainer.prompts_of(0)
-    names = trainer.config.trainer.seed, "doctor"
-    keys = [tuple(sample_key(*names, p.uid, i) for i in range(SAMPLES)) for p in prompts]
-    requests = [Request(p.tokens, k, sampling) for p, k in zip(prompts, keys, strict=True)]
+def _sample(examined: ExaminedRun) -> Sampled:
+    """Sample without filters, which would make the sampler's distribution another one."""
+    trainer, sampling = examined.trainer, _unfiltered(examined)
+    prompts, seed = trainer.prompts_of(0), trainer.config.trainer.seed
+    requests = []
+    for prompt in prompts:
+        keys = tuple(sample_key(seed, "doctor", prompt.uid, i) for i in range(SAMPLES))
+        requests.append(Request(prompt.tokens, keys, sampling))
     groups = trainer.engine.generate(requests)
-    rows = [(p, c) for p, cs in zip(prompts, groups, strict=True) for c in cs]
-    if not all(c.log_probs for _, c in rows):
+    rows = [(p, c) for p, group in zip(prompts, groups, strict=True) for c in group]
+    completions = [completion for _, completion in rows]
+    if not all(completion.log_probs for completion in completions):
         raise Unavailable("the engine gave no log-probs, and sampling_params.logprobs wants them")
-    batch = _batch([p.tokens for p, _ in rows], [c for _, c in rows])
-    scored = _scored(subject, batch)
+    batch = _batch([prompt.tokens for prompt, _ in rows], completions)
     mask = np.asarray(batch.loss_mask) > 0
     assert batch.rollout_log_probs is not None
-    difference = np.where(mask, np.abs(scored - batch.rollout_log_probs), 0.0)
-    row, place = np.unravel_index(int(difference.argmax()), difference.shape)
-    at = int(place) - len(rows[row][0].tokens)
-    worst = f"token {at} of a sample of prompt {rows[row][0].uid}"
-    return Said([c for _, c in rows], batch, difference[mask], worst)
+    difference = np.abs(_scored(examined, batch) - batch.rollout_log_probs)
+    difference = np.where(mask, difference, 0.0)
+    row, column = np.unravel_index(int(difference.argmax()), difference.shape)
+    prompt = rows[row][0]
+    worst = f"token {int(column) - len(prompt.tokens)} of a sample of prompt {prompt.uid}"
+    return Sampled(completions, batch, difference[mask], worst)
 
 
-def _unfiltered(subject: Subject) -> Sampling:
-    trainer = subject.trainer
+def _unfiltered(examined: ExaminedRun) -> Sampling:
+    """Return the run's sampling without filters."""
+    trainer = examined.trainer
     return dataclasses.replace(
         sampling_of(trainer.config.generator.sampling_params, trainer.eos_token_ids),
-        **{"top_k": -1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0},
+        top_k=-1,
+        top_p=1.0,
+        min_p=0.0,
+        repetition_penalty=1.0,
         keep_sampling_mask=False,
     )
 
 
 def _batch(prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> TrainBatch:
+    """Return a batch of the completions of prompts; every sampled token is in its loss mask."""
     tokens = [c.tokens for c in completions]
     output = GeneratorOutput(
         prompt_token_ids=[list(p) for p in prompts],
@@ -202,70 +167,45 @@ def _batch(prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) 
     return collate(output, index=np.arange(len(tokens)))
 
 
-def _scored(subject: Subject, batch: TrainBatch, params: Any = None) -> np.ndarray:
+def _scored(examined: ExaminedRun, batch: TrainBatch, params: Any = None) -> np.ndarray:
     """Return log-probs [B, T] of parameters, None = the trainer's.
 
     At most a step's rows are scored at a time.
     """
-    forward_pass, found = subject.trainer.forward_pass, []
+    forward_pass, found = examined.trainer.forward_pass, []
     most = forward_pass.microbatching.total
     for first_row in range(0, len(batch.index), most):
-        part = jax.tree.map(lambda x, i=first_row: x[i : i + most], batch)
-        found.append(forward_pass(subject.trainer.params if params is None else params, part)[0])
+        rows = jax.tree.map(lambda x, i=first_row: x[i : i + most], batch)
+        found.append(forward_pass(examined.trainer.params if params is None else params, rows)[0])
     return np.concatenate(found)
-
-
-def _content(completion: Completion) -> tuple[list[int], list[float]]:
-    return completion.tokens, completion.log_probs
-
-
-def _finding(subject: Subject, said: Said, about: str, blame: tuple[str, str]) -> Finding:
-    """Judge the mean and the largest difference, each by its bound."""
-    bounds, difference = sampler_bounds(subject.run.config), said.difference
-    mean, largest = float(difference.mean()), float(difference.max())
-    figure, bound = f"mean {mean:.1e} max {largest:.1e}", f"{bounds.mean:g}, {bounds.max:g}"
-    about = f"{len(difference)} tokens {about}"
-    if mean <= bounds.mean and largest <= bounds.max:
-        return passed(figure, bound, about)
-    cause, fix = blame
-    return failed(figure, bound, about, cause=f"{cause}; largest at {said.worst}", fix=fix)
-
-
-def _blame_numbers(subject: Subject) -> tuple[str, str]:
-    engine = subject.run.config.generator.inference_engine
-    return (
-        f"sampler and trainer compute different log-probs for the same tokens (engine "
-        f"{engine.backend!r}, {engine.model_dtype})",
-        "see that both have the same weights (check 'weights'), temperature, rotary settings and "
-        "chat template, and that the engine reports log-probs after the temperature",
-    )
 
 
 # ---------------------------------------------------------------- an update
 
 
-def _updated(subject: Subject) -> float:
+def _updated(examined: ExaminedRun) -> float:
     """Train a step, add noise until log-probs have clearly moved, and sync; return by how much."""
-    if "moved" not in subject.known:
-        trainer = subject.trainer
-        subject.train()
-        said = _first(subject)
-        bound = sampler_bounds(subject.run.config).mean
-        subject.known["moved"] = _move(subject, said, MOVED * bound)
+    if "moved" not in examined.known:
+        trainer = examined.trainer
+        examined.train()
+        sampled = _first_samples(examined)
+        bound = sampler_bounds(examined.config).mean
+        examined.known["moved"] = _move(examined, sampled, MOVED * bound)
         trainer.sync_weights(int(trainer.state.step))
-    return subject.known["moved"]
+    return examined.known["moved"]
 
 
-def _move(subject: Subject, said: Said | str, wanted: float) -> float:
+def _move(examined: ExaminedRun, sampled: Sampled | None, wanted: float) -> float:
     """Add noise of growing size; returns the mean change of the log-probs of earlier samples."""
-    trainer, scale = subject.trainer, NOISE
+    trainer, scale = examined.trainer, NOISE
     for number in range(8):
         params = noisy(on_device(trainer.state.params), scale, number)
         trainer.state = trainer.updater.offload(trainer.state.replace(params=params))
-        if isinstance(said, str):
+        if sampled is None:
             return float("nan")
-        mask, held = np.asarray(said.batch.loss_mask) > 0, said.batch.rollout_log_probs
-        moved = float(np.abs(_scored(subject, said.batch) - held)[mask].mean())
+        mask = np.asarray(sampled.batch.loss_mask) > 0
+        change = _scored(examined, sampled.batch) - sampled.batch.rollout_log_probs
+        moved = float(np.abs(change)[mask].mean())
         if moved >= wanted:
             return moved
         scale *= 2
@@ -288,6 +228,78 @@ def _noisy(params: Any, scale: Any, *, seed: int) -> Any:
     return jax.tree.unflatten(tree, moved)
 
 
+def reference(examined: ExaminedRun) -> Finding:
+    """Check that an update of the policy leaves the log-probs of the reference as they are."""
+    before = examined.batch.ref_log_probs
+    if before is None:
+        return not_here("the run has no reference")
+    _first_samples(examined)
+    _updated(examined)  # no epoch ends with it: update_ref_every_epoch moves nothing yet
+    after = examined.trainer.add_log_probs(examined.collated).ref_log_probs
+    mask = np.asarray(examined.collated.loss_mask) > 0
+    figure = float("inf") if after is None else float(np.abs(before - after)[mask].max())
+    bound, about = EXACT.mean, f"log-probs of {int(mask.sum())} tokens before and after an update"
+    if figure <= bound:
+        return passed(figure, bound, about)
+    cause = "the reference moves with the policy: its log-probs are others after an update"
+    fix = "score ref_log_probs with the trainer's ref_params, never with the trained parameters"
+    return failed(figure, bound, about, cause=cause, fix=fix)
+
+
+# ---------------------------------------------------------------- checksums
+
+
+def weights(examined: ExaminedRun) -> Finding:
+    """Check what the engine holds after the first sync, array by array."""
+    examined.trainer.sync_weights(int(examined.trainer.state.step))
+    return _same_weights(examined, "after a sync")
+
+
+def weights_update(examined: ExaminedRun) -> Finding:
+    """Check what the engine holds after an update and another sync, array by array."""
+    _first_samples(examined)
+    _updated(examined)
+    return _same_weights(examined, "after an update and a sync")
+
+
+def _same_weights(examined: ExaminedRun, when: str) -> Finding:
+    pairs = _checksums(examined.trainer.engine, examined.trainer.params)
+    if pairs is None:
+        backend = examined.config.generator.inference_engine.backend
+        return not_here(f"the weights of this engine ({backend}) cannot be read from here")
+    wrong, count = [], 0
+    for number, (found, expected) in enumerate(pairs):
+        count += len(expected)
+        different = [name for name in expected if found.get(name) != expected[name]]
+        wrong += [f"{name} of engine {number}" for name in different]
+    about = f"checksums of {count} arrays {when}"
+    if not wrong:
+        return passed(0, 0, about)
+    more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    return failed(
+        len(wrong),
+        0,
+        about,
+        cause=f"the engine holds other weights than the trainer's, cast: {', '.join(wrong[:3])}"
+        + more,
+        fix="see that its update_weights takes over every array on every call",
+    )
+
+
+def _checksums(engine: Any, params: Any) -> list[tuple[dict[str, int], dict[str, int]]] | None:
+    """Return checksums of what each engine holds and of what it should; None: not to be seen."""
+    pairs = []
+    for part in getattr(engine, "engines", [engine]):
+        programs = getattr(part, "programs", None)
+        if programs is not None and hasattr(getattr(programs, "functions", None), "load"):
+            pairs.append((checksums(programs.params), checksums(programs.functions.load(params))))
+        elif getattr(part, "params", None) is not None:
+            pairs.append((checksums(part.params), checksums(params)))
+        else:
+            return None
+    return pairs
+
+
 # ---------------------------------------------------------------- updates in flight
 
 
@@ -295,57 +307,108 @@ class Swapped(NamedTuple):
     """Hold how far samples of several versions are from the trainer.
 
     Attributes:
-        sure: difference from the trainer of each token of one version.
-        mixed: tokens whose context is older than what drew them.
-        late: of these, of samples that began with a younger version than their context.
+        difference: from the trainer, of each token whose context is of the version that drew it.
+        mixed: how many tokens have an older context than what drew them.
+        late: how many of these have a context older than the start of their sample.
     """
 
-    sure: np.ndarray
+    difference: np.ndarray
     mixed: int
     late: int
 
 
-def _in_flight(subject: Subject, tokens: int, recompute: bool) -> Swapped:
+def in_flight(examined: ExaminedRun) -> Finding:
+    """Check log-probs of samples in flight when weights change, and of those that begin after it.
+
+    With the run's model in an engine of few slots and short blocks, which reuses what it can: a
+    group of which most wait for slots, then turns that go on from it, two of them alike. With
+    `recompute_kv_on_update` each token is of one version; without it none is of older keys and
+    values than of the version that its sample began with.
+    """
+    trainer, config = examined.trainer, examined.config
+    if not cfg.in_process(config) or config.generator.inference_engine.backend != "native":
+        return not_here("keys and values of these servers cannot be looked at")
+    if isinstance(trainer.model, AdaptedModel):
+        return not_here("a flax module keeps no keys and values")
+    if (tokens := config.generator.sampling_params.max_generate_length // 2) < 2:
+        return not_here("responses are too short to be in flight")
+    trainer.engine.sleep()  # there is memory for one
+    try:
+        reused = _swapped(examined, tokens, recompute=False)
+        recomputed = _swapped(examined, tokens, recompute=True)
+    finally:
+        trainer.sync_weights(int(trainer.state.step))
+    bounds = sampler_bounds(config)
+    difference = np.concatenate([reused.difference, recomputed.difference])
+    mean, largest = float(difference.mean()), float(difference.max())
+    about = (
+        f"{len(difference)} tokens of one version over {UPDATES} updates in flight, "
+        f"{reused.mixed} not"
+    )
+    figure, bound = f"mean {mean:.1e} max {largest:.1e}", f"{bounds.mean:g}, {bounds.max:g}"
+    older = reused.late + recomputed.mixed
+    if mean <= bounds.mean and largest <= bounds.max and not older:
+        return passed(figure, bound, about)
+    cause = "tokens are not of the weights that they are said to be drawn from"
+    if older:
+        cause = (
+            f"{reused.late} tokens of samples that began after an update are of older keys and "
+            f"values; with recompute_kv_on_update {recomputed.mixed} are"
+        )
+    fix = "see that an update leaves no key or value in the cache that a later sample finds"
+    return failed(figure, bound, about, cause=cause, fix=fix)
+
+
+def _swapped(examined: ExaminedRun, tokens: int, *, recompute: bool) -> Swapped:
     """Change the weights of an engine under its samples, of `tokens` tokens each."""
-    trainer, config = subject.trainer, subject.run.config
+    trainer = examined.trainer
+    engine = _small_engine(examined, block=max(tokens // 4, 1), recompute=recompute)
+    versions = [trainer.params, *(noisy(trainer.params, CHANGE, i) for i in range(UPDATES))]
+    engine.update_weights(versions[0], 0)
+    sampling = dataclasses.replace(
+        _unfiltered(examined), max_tokens=tokens, min_tokens=0, stop_token_ids=(), stop=()
+    )
+    prompt = trainer.prompts_of(0)[0].tokens
+    prompts, completions = [], []
+    samples = 3 * engine.programs.slots
+    for version in range(1, len(versions)):
+        keys = tuple((version, number) for number in range(samples))
+        under_way = _paused(engine, Request(prompt, keys, sampling))
+        engine.update_weights(versions[version], version)
+        (begun,) = engine.submit([Request(prompt, ((0, version),), sampling)])
+        engine.resume()
+        completions += [future.result() for future in (*under_way, *begun)]
+        prompts += [prompt] * (samples + 1)
+        if samples > 1:  # the first turn; the next ones go on from its first sample
+            prompt, samples = (*prompt, *completions[0].tokens), 1
+    batch = _batch(prompts, completions)
+    drawn_by, contexts = batch.token_versions, batch.context_versions
+    assert drawn_by is not None and contexts is not None  # the engine says both
+    scored = np.stack([_scored(examined, batch, params) for params in versions])
+    by_its_version = np.take_along_axis(scored, np.maximum(drawn_by, 0)[None], axis=0)[0]
+    mask = batch.loss_mask > 0
+    mixed = mask & (contexts < drawn_by)
+    difference = np.abs(by_its_version - batch.rollout_log_probs)[mask & ~mixed]
+    late = mixed & (contexts < batch.policy_versions[:, None])
+    return Swapped(difference, int(mixed.sum()), int(late.sum()))
+
+
+def _small_engine(examined: ExaminedRun, *, block: int, recompute: bool) -> NativeEngine:
+    """Return an engine of the run's model with few slots, which decodes blocks of few tokens."""
     field = "generator.inference_engine.engine_init_kwargs"
-    settings = config.generator.inference_engine.engine_init_kwargs | {
+    settings = examined.config.generator.inference_engine.engine_init_kwargs | {
         "max_num_seqs": SLOTS,
-        "steps_per_dispatch": max(tokens // 4, 1),
+        "steps_per_dispatch": block,
         "enable_prefix_caching": True,
         "recompute_kv_on_update": recompute,
     }
     changes = {field: settings, "generator.inference_engine.num_engines": 1}
-    other = subject.experiment(cfg.apply_overrides(config, changes))
-    other.tokenizer = subject.run.tokenizer
-    engine = other.get_engine(trainer.model, meshes(other.config)[1])
+    experiment = examined.experiment_class(cfg.apply_overrides(examined.config, changes))
+    experiment.tokenizer = examined.tokenizer
+    engine = experiment.get_engine(examined.trainer.model, meshes(experiment.config)[1])
     if not isinstance(engine, NativeEngine):
         raise Unavailable(f"{type(engine).__name__} is not the engine that the config names")
-    params = [trainer.params, *(noisy(trainer.params, CHANGE, i) for i in range(UPDATES))]
-    engine.update_weights(params[0], 0)
-    sampling = dataclasses.replace(
-        _unfiltered(subject), max_tokens=tokens, min_tokens=0, stop_token_ids=(), stop=()
-    )
-    prompt = trainer.prompts_of(0)[0].tokens
-    rows, samples = [], 3 * engine.programs.slots
-    for version in range(1, len(params)):
-        keys = tuple((version, number) for number in range(samples))
-        under_way = _paused(engine, Request(prompt, keys, sampling))
-        engine.update_weights(params[version], version)
-        (begun,) = engine.submit([Request(prompt, ((0, version),), sampling)])
-        engine.resume()
-        rows += [(prompt, future.result()) for future in (*under_way, *begun)]
-        if samples > 1:  # the first turn; the next ones go on from its first sample
-            prompt, samples = (*prompt, *rows[0][1].tokens), 1
-    batch = _batch([tokens for tokens, _ in rows], [c for _, c in rows])
-    mask, versions, contexts = batch.loss_mask > 0, batch.token_versions, batch.context_versions
-    assert versions is not None and contexts is not None  # the engine says both
-    scored = np.stack([_scored(subject, batch, p) for p in params])
-    own = np.take_along_axis(scored, np.maximum(versions, 0)[None], axis=0)[0]
-    mixed = mask & (contexts < versions)
-    sure = np.abs(own - batch.rollout_log_probs)[mask & ~mixed]
-    late = mixed & (contexts < batch.policy_versions[:, None])
-    return Swapped(sure, int(mixed.sum()), int(late.sum()))
+    return engine
 
 
 def _paused(engine: NativeEngine, request: Request) -> Sequence[Any]:
@@ -364,44 +427,3 @@ def _paused(engine: NativeEngine, request: Request) -> Sequence[Any]:
             futures[0].result()  # or what it raises
             break
     return futures
-
-
-# ---------------------------------------------------------------- checksums
-
-
-def _checked(subject: Subject, when: str) -> Finding:
-    held = _held(subject.trainer.engine, subject.trainer.params)
-    if held is None:
-        backend = subject.run.config.generator.inference_engine.backend
-        return not_here(f"the weights of this engine ({backend}) cannot be read from here")
-    wrong, count = [], 0
-    for number, (found, expected) in enumerate(held):
-        count += len(expected)
-        differs = [name for name in expected if found.get(name) != expected[name]]
-        wrong += [f"{name} of engine {number}" for name in differs]
-    about = f"checksums of {count} arrays {when}"
-    if not wrong:
-        return passed(0, 0, about)
-    more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-    return failed(
-        len(wrong),
-        0,
-        about,
-        cause=f"the engine holds other weights than the trainer's, cast: {', '.join(wrong[:3])}"
-        + more,
-        fix="see that its update_weights takes over every array on every call",
-    )
-
-
-def _held(engine: Any, params: Any) -> list[tuple[dict[str, int], dict[str, int]]] | None:
-    """Return checksums of what each engine holds and of what it should; None: not to be seen."""
-    pairs = []
-    for part in getattr(engine, "engines", [engine]):
-        programs = getattr(part, "programs", None)
-        if programs is not None and hasattr(getattr(programs, "functions", None), "load"):
-            pairs.append((checksums(programs.params), checksums(programs.functions.load(params))))
-        elif getattr(part, "params", None) is not None:
-            pairs.append((checksums(part.params), checksums(params)))
-        else:
-            return None
-    return pairs

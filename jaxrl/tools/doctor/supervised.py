@@ -1,6 +1,7 @@
-"""A supervised run as a subject: the checks of its gradients, masks and checkpoints."""
+"""Examine a run of `jaxrl.sft`: its gradients, masks and checkpoints."""
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,54 +13,51 @@ from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.platform_defaults import settle
 from jaxrl.models import hf
 from jaxrl.records.checkpoint import recorded_settings
-from jaxrl.tools.doctor.compilations import Compilations
-from jaxrl.tools.doctor.cut import QUIET, ROWS, elsewhere, get
+from jaxrl.tools.doctor.examined_run import ExaminedRun, Program
 from jaxrl.tools.doctor.finding import bad_input
-from jaxrl.tools.doctor.subject import Subject
+from jaxrl.tools.doctor.smaller_config import QUIET, ROWS, differences, written_elsewhere
 from jaxrl.types import TrainBatch
 
 TOKENS = 256  # of a conversation
-CHECKS = (  # the others are about rollouts
-    *("versions", "devices", "build", "data.tokenizer", "batch", "mask.outside", "mask.padding"),
-    *("gradients.microbatches", "gradients.packing", "gradients.order", "gradients.mesh"),
-    *("checkpoint.state", "checkpoint.step"),
-)
 
 
-class SupervisedSubject(Subject):
-    """Hold a run of `jaxrl.sft`, cut down; see `Subject`."""
+class ExaminedSFT(ExaminedRun):
+    """Hold a run of `jaxrl.sft`, made smaller; see `ExaminedRun`."""
 
-    def __init__(self, config: Any, folder: Path, compilations: Compilations) -> None:
-        given = cfg.to_train_config(config)
-        cfg.validate_sft(given, num_devices=len(jax.devices()))
-        self.folder, self.compilations = folder, compilations
-        resolved = cfg.resolve_sft(given)
+    def __init__(self, config: Any, folder: Path, programs: Sequence[Program]) -> None:
+        written = cfg.to_train_config(config)
+        cfg.validate_sft(written, num_devices=len(jax.devices()))
+        self.folder, self.programs, self.known, self.made = folder, programs, {}, {}
+        resolved = cfg.resolve_sft(written)
         recorded = recorded_settings(resolved.trainer)
-        self.given, self.known, self.made = settle(resolved, recorded=recorded).config, {}, {}
-        given = cfg.with_settled(given, flatten(self.given))
-        changes = _smaller(self.given)
-        self.cuts = {
-            name: (was, now) for name, now in changes.items() if (was := get(given, name)) != now
-        }
-        self.small = cfg.apply_overrides(elsewhere(given, folder, QUIET), changes)
+        self.full_config = settle(resolved, recorded=recorded).config
+        changes = _smaller(self.full_config)
+        before = cfg.with_settled(written, flatten(self.full_config))
+        self.changes = differences(before, changes)
+        self.small_config = cfg.apply_overrides(written_elsewhere(before, folder, QUIET), changes)
 
     @property
-    def run(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Return the trainer, which has config and tokenizer where a `BasePPOExp` has them."""
-        return self.trainer
+    def config(self) -> cfg.TrainConfig:
+        """Return the config of the small run."""
+        return self.trainer.config
+
+    @property
+    def tokenizer(self) -> Any:
+        """Return the tokenizer of the small run."""
+        return self.trainer.tokenizer
 
     def _build(self) -> Any:
         try:
-            trainer: Any = sft.build(self.small)
+            trainer: Any = sft.build(self.small_config)
             trainer.state = trainer.restore_or_init()
         except (ValueError, OSError) as error:
-            raise bad_input(self.given, error) from error
+            raise bad_input(self.full_config, error) from error
         path = trainer.config.trainer.policy.model.path or ""  # validated
 
         def commit(step: int) -> str:
             return trainer.checkpointer.save(step, trainer.state, trainer.meta)
 
-        # what checks ask of a trainer, and a supervised one has not
+        # what checks ask of a trainer, and one of jaxrl.sft does not have
         vars(trainer).update(
             eos_token_ids=sorted({trainer.tokenizer.eos_token_id, *hf.eos_token_ids(path)}),
             commit=commit,
@@ -85,7 +83,7 @@ class SupervisedSubject(Subject):
         trainer: Any = self.trainer  # an SFTTrainer
         return trainer.next_batch(1)
 
-    def _cut(self) -> TrainBatch:
+    def _first_minibatch(self) -> TrainBatch:
         return self.batch.replace(advantages=np.zeros(self.batch.tokens.shape, np.float32))
 
     def train(self) -> None:

@@ -2,6 +2,7 @@
 
 import glob
 import importlib.metadata
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,13 +11,13 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from packaging.requirements import Requirement
 
-from jaxrl import config as cfg, envs
+from jaxrl import envs
 from jaxrl.functions import import_call, import_function, origin
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.parallel import make_mesh
 from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry, source_hashes
+from jaxrl.tools.doctor.examined_run import ExaminedRun
 from jaxrl.tools.doctor.finding import Finding, bad_input, failed, not_here, passed
-from jaxrl.tools.doctor.subject import Subject
 from jaxrl.tools.plan.costs import estimated
 from jaxrl.tools.plan.plan import make_plan
 from jaxrl.tools.plan.topology import machine
@@ -30,9 +31,9 @@ BACKENDS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin")  # num
 GIB = 2**30
 
 
-def versions(subject: Subject) -> Finding:
+def versions(examined: ExaminedRun) -> Finding:
     """Check packages against what jaxrl declares, and JAX for settings that break runs."""
-    del subject
+    del examined
     wrong = [*undeclared(), *mixed_backends(), *settings_of_jax()]
     about = f"jax {jax.__version__}, python packages against what jaxrl declares"
     if not wrong:
@@ -86,8 +87,9 @@ def settings_of_jax() -> list[tuple[str, str]]:
     ]
 
 
-def devices(subject: Subject) -> Finding:
+def devices(examined: ExaminedRun) -> Finding:
     """Check that an accelerator that is there is used, and that devices add up what they hold."""
+    del examined
     here, count = jax.default_backend(), len(jax.devices())
     kinds = sorted({device.device_kind for device in jax.devices()})
     about = f"{count} x {', '.join(kinds)}"
@@ -112,15 +114,14 @@ def devices(subject: Subject) -> Finding:
     if off > 1e-6:
         cause = f"the sum of {rows.size} numbers over {count} devices is {total}, not {expected}"
         return failed(off, 1e-6, about, cause=cause, fix="find the device that adds wrongly")
-    del subject
     return passed(off, 1e-6, about)
 
 
-def memory(subject: Subject) -> Finding:
+def memory(examined: ExaminedRun) -> Finding:
     """Check that the whole run, not the small one, fits by the estimate of `jaxrl.plan`."""
-    here, config = machine(), subject.given
+    here, config = machine(), examined.full_config
     try:
-        model = subject.whole.get_model()
+        model = examined.full_experiment.get_model()
     except (ValueError, OSError) as error:
         raise bad_input(config, error) from error
     if isinstance(model, AdaptedModel):
@@ -139,54 +140,40 @@ def memory(subject: Subject) -> Finding:
     )
 
 
-def functions(subject: Subject) -> Finding:
+def functions(examined: ExaminedRun) -> Finding:
     """Check that all functions that the config names are there.
 
     They are losses, estimators, rewards, callbacks and environments.
     """
-    config = subject.given
-    wrong: list[str] = []
-    own = list(source_hashes(config.trainer.algorithm))
+    config = examined.full_config
     algorithm = config.trainer.algorithm
-    for registry, name in (
-        (PolicyLossRegistry, algorithm.policy_loss_type),
-        (AdvantageEstimatorRegistry, algorithm.advantage_estimator),
-    ):
-        _try(wrong, registry.resolve, name)
     rewards, callbacks = config.environment.reward_functions, config.trainer.watching.callbacks
-    for find, kind, paths in (
-        (import_call, "reward function", rewards),
-        (import_function, "callback", callbacks),  # is made without arguments
-    ):
-        own += [origin(f) for path in paths if (f := _try(wrong, find, path, kind))]
-    names = {prompt.env_class for prompt in _prompts(subject)} or {config.environment.env_class}
-    for name in sorted(names):
-        _try(wrong, envs.load, name)
-    said = f"; of your own: {', '.join(own)}" if own else ""
+    prompts = examined.trainer.train_prompts
+    environments = sorted({p.env_class for p in prompts} or {config.environment.env_class})
+    wrong: list[str] = []
+
+    def look_up(find: Callable[..., Any], name: str, *kind: str) -> Any:
+        try:
+            return find(name, *kind)
+        except Exception as error:
+            wrong.append(f"{name}: {error}")
+            return None
+
+    look_up(PolicyLossRegistry.resolve, algorithm.policy_loss_type)
+    look_up(AdvantageEstimatorRegistry.resolve, algorithm.advantage_estimator)
+    named = [look_up(import_call, path, "reward function") for path in rewards]
+    # a callback is made without arguments
+    named += [look_up(import_function, path, "callback") for path in callbacks]
+    for name in environments:
+        look_up(envs.load, name)
+    of_user = [*source_hashes(algorithm), *(origin(f) for f in named if f is not None)]
     about = (
         f"loss, estimator, {len(rewards) + len(callbacks)} functions, "
-        f"environments {', '.join(sorted(names))}{said}"
+        f"environments {', '.join(environments)}"
     )
+    about += f"; of your own: {', '.join(of_user)}" if of_user else ""
     if not wrong:
         return passed(0, 0, about)
     return failed(
         len(wrong), 0, about, cause=wrong[0], fix="install it, or mend the name in the config"
     )
-
-
-def _prompts(subject: Subject) -> Any:
-    return subject.trainer.train_prompts
-
-
-def _try(wrong: list[str], find: Any, name: str, *how: str) -> Any:
-    try:
-        return find(name, *how)
-    except Exception as error:
-        wrong.append(f"{name}: {error}")
-        return None
-
-
-def dtypes(config: cfg.TrainConfig) -> str:
-    """Return the precisions of a run, in words."""
-    engine = cfg.engine_dtype(config.generator.inference_engine)
-    return f"trainer {cfg.compute_dtype(config.trainer, 'policy')}, engine {engine}"

@@ -19,12 +19,11 @@ from jaxrl import config as cfg
 from jaxrl.doctor import ended_by_sigterm, examine, main
 from jaxrl.rollout.native.slots import SlotTable
 from jaxrl.rollout.weights.folder import WeightFolder
-from jaxrl.tools.doctor.compilations import Compilations
-from jaxrl.tools.doctor.cut import choose
-from jaxrl.tools.doctor.examination import CHECKS, chosen, run_check
+from jaxrl.tools.doctor.examination import CHECKS, SUPERVISED, chosen, run_check
+from jaxrl.tools.doctor.examined_run import ExaminedRun
+from jaxrl.tools.doctor.recompilation import compiled_programs
 from jaxrl.tools.doctor.rewards import rethreaded
-from jaxrl.tools.doctor.subject import Subject
-from jaxrl.tools.doctor.supervised import CHECKS as SUPERVISED
+from jaxrl.tools.doctor.smaller_config import choose
 from jaxrl.train import BasePPOExp
 from jaxrl.training.build import assemble_update
 from jaxrl.training.rewards import make_estimate
@@ -43,40 +42,41 @@ SUPERVISED_RECIPE = f"--config={ROOT / 'configs' / 'sft_addition.py'}"
 
 @pytest.fixture(scope="module")
 def examined(tmp_path_factory):
-    """A subject, what all checks found of it, and the folder that its config writes to."""
+    """A run, what all checks found of it, and the folder that its config writes to."""
     own, folder = (tmp_path_factory.mktemp(name) for name in ("own", "examination"))
     for name in ("quickstart/run.db", "checkpoints/global_step_7/meta", "exports/model"):
         (own / name).parent.mkdir(parents=True)
         (own / name).write_text(name)
-    with Compilations() as programs:
-        subject = Subject(small(own, **SIZES), folder, compilations=programs)
-        with contextlib.closing(subject):
+    with compiled_programs() as programs:
+        run = ExaminedRun(small(own, **SIZES), folder, programs=programs)
+        with contextlib.closing(run):
             checks = {name: check for name, check in CHECKS.items() if name != "gradients.mesh"}
-            found = {name: run_check(name, check, subject) for name, check in checks.items()}
-            yield subject, found, own
+            found = {name: run_check(name, check, run) for name, check in checks.items()}
+            yield run, found, own
 
 
-def changed(subject, **overrides):
-    """The subject with another config; what is compiled for the model is shared."""
+def changed(run, **overrides):
+    """The run with another config; what is compiled for the model is shared."""
     names = {name.replace("__", "."): value for name, value in overrides.items()}
-    other, run, trainer = (copy.copy(x) for x in (subject, subject.run, subject.trainer))
-    run.config = trainer.config = config = cfg.apply_overrides(subject.run.config, names)
-    given = (
-        trainer.forward_pass,
-        trainer.policy.placement,
-        trainer.total_steps,
-        trainer.policy.trained,
-    )
+    other, experiment, trainer = (copy.copy(x) for x in (run, run.experiment, run.trainer))
+    experiment.config = trainer.config = config = cfg.apply_overrides(run.config, names)
     if names:
-        trainer.updater = assemble_update(config, *given)[2]
+        trainer.updater = assemble_update(
+            config,
+            trainer.forward_pass,
+            trainer.policy.placement,
+            trainer.total_steps,
+            trainer.policy.trained,
+        )[2]
     trainer.state = jax.tree.map(jnp.copy, trainer.state)  # updates donate it
-    vars(other).update(run=run, known={}, made=subject.made | {"trainer": trainer})
+    made = run.made | {"trainer": trainer}
+    vars(other).update(experiment=experiment, known={}, made=made)
     return other
 
 
-def failures(subject, *names):
+def failures(run, *names):
     """Name -> finding, of the checks that failed."""
-    found = {name: run_check(name, CHECKS[name], subject) for name in names}
+    found = {name: run_check(name, CHECKS[name], run) for name in names}
     return {name: finding for name, finding in found.items() if not finding.passed}
 
 
@@ -102,11 +102,11 @@ def test_nothing_is_left_where_the_run_writes(examined):
 
 
 def test_what_was_cut_is_said(examined):
-    subject, _, _ = examined
-    assert subject.cuts["trainer.max_prompt_length"] == (16, 5)  # "1234>"
-    assert subject.cuts["prompts"] == (64, 32)  # 4 batches of two minibatches of 4
-    assert subject.given.trainer.epochs == 10
-    assert "trainer.epochs" not in subject.cuts  # not a matter of size
+    run, _, _ = examined
+    assert run.changes["trainer.max_prompt_length"] == (16, 5)  # "1234>"
+    assert run.changes["prompts"] == (64, 32)  # 4 batches of two minibatches of 4
+    assert run.full_config.trainer.epochs == 10
+    assert "trainer.epochs" not in run.changes  # not a matter of size
 
 
 # ---------------------------------------------------------------- what is wrong
@@ -114,16 +114,16 @@ def test_what_was_cut_is_said(examined):
 
 def test_a_mean_per_microbatch_is_told_from_a_wrong_mask(examined):
     names = ("gradients.microbatches", "gradients.order", "mask.padding")
-    subject = changed(examined[0], **{LOSS: f"{PLANTED}:microbatch_mean"})
-    found = failures(subject, *names)
+    run = changed(examined[0], **{LOSS: f"{PLANTED}:microbatch_mean"})
+    found = failures(run, *names)
     assert list(found) == ["gradients.microbatches"]
     finding = found["gradients.microbatches"]
     assert finding.figure > 0.1
     assert finding.cause.startswith("on the same log-probs the policy loss of a token depends on")
     assert "as a rule a mean per microbatch" in finding.cause
     assert "batch_statistics=True" in finding.fix
-    subject = changed(examined[0], **{LOSS: f"{PLANTED}:unmasked_mean"})
-    found = failures(subject, *names)
+    run = changed(examined[0], **{LOSS: f"{PLANTED}:unmasked_mean"})
+    found = failures(run, *names)
     assert list(found) == ["mask.padding"]
     cause = found["mask.padding"].cause
     assert cause.startswith(f"a wrong mask: policy loss '{PLANTED}:unmasked_mean' counts padding")
@@ -131,23 +131,23 @@ def test_a_mean_per_microbatch_is_told_from_a_wrong_mask(examined):
 
 def test_a_loss_that_reads_its_neighbours_depends_on_the_order(examined):
     names = ("gradients.microbatches", "gradients.order", "mask.padding")
-    subject = changed(examined[0], **{LOSS: f"{PLANTED}:neighbours"})
-    rows = subject.minibatch
+    run = changed(examined[0], **{LOSS: f"{PLANTED}:neighbours"})
+    rows = run.minibatch
     start = int(np.asarray(rows.response_mask).argmax(1).max())
     lengths = np.minimum(rows.lengths, start + 1 + np.arange(len(rows.lengths)) % 8)
     assert len({*lengths.tolist()}) > 4  # a sort by length would undo most of a shuffle
     real = np.arange(rows.tokens.shape[1]) < lengths[:, None]
     masks = {name: getattr(rows, name) * real for name in ("response_mask", "loss_mask")}
-    subject.made["minibatch"] = rows.replace(lengths=lengths.astype(np.int32), **masks)
-    found = failures(subject, *names)
+    run.made["minibatch"] = rows.replace(lengths=lengths.astype(np.int32), **masks)
+    found = failures(run, *names)
     assert list(found) == ["gradients.microbatches", "gradients.order"]
     assert found["gradients.order"].figure > 0.01
     assert "depends on the place of a row" in found["gradients.order"].cause
 
 
 def test_a_loss_that_reads_beyond_the_mask(examined):
-    subject = changed(examined[0], **{LOSS: f"{PLANTED}:unmasked_baseline"})
-    finding = failures(subject, "mask.outside")["mask.outside"]
+    run = changed(examined[0], **{LOSS: f"{PLANTED}:unmasked_baseline"})
+    finding = failures(run, "mask.outside")["mask.outside"]
     assert "reads numbers of tokens outside loss_mask" in finding.cause
 
 
@@ -159,40 +159,40 @@ def test_a_loss_that_reads_beyond_the_mask(examined):
     ],
 )
 def test_a_wrong_estimator(examined, estimator, cause):
-    subject = changed(examined[0])
+    run = changed(examined[0])
     algorithm = cfg.apply_overrides(
-        subject.run.config, {ESTIMATOR: f"{PLANTED}:{estimator}"}
+        run.config, {ESTIMATOR: f"{PLANTED}:{estimator}"}
     ).trainer.algorithm
-    subject.trainer.estimate = jax.jit(make_estimate(algorithm))
-    finding = failures(subject, "mask.advantages")["mask.advantages"]
+    run.trainer.estimate = jax.jit(make_estimate(algorithm))
+    finding = failures(run, "mask.advantages")["mask.advantages"]
     assert cause in finding.cause
 
 
 def test_a_reference_that_moves(examined):
-    subject = changed(examined[0])
-    trainer = subject.trainer
-    assert not failures(subject, "reference")
+    run = changed(examined[0])
+    trainer = run.trainer
+    assert not failures(run, "reference")
     score = type(trainer).add_log_probs
 
     def add_log_probs(batch):
         trainer.ref_params = trainer.params
         return score(trainer, batch)
 
-    subject = changed(subject)
-    trainer = subject.trainer
+    run = changed(run)
+    trainer = run.trainer
     vars(trainer)["add_log_probs"] = add_log_probs
-    del subject.made["batch"]
-    finding = failures(subject, "reference")["reference"]
+    del run.made["batch"]
+    finding = failures(run, "reference")["reference"]
     assert "the reference moves with the policy" in finding.cause
 
 
 def test_stale_weights(examined):
-    subject = changed(examined[0])
-    engine = subject.trainer.engine
+    run = changed(examined[0])
+    engine = run.trainer.engine
     planted.stale(engine)
     try:
         names = [name for name in CHECKS if name.startswith(("sampler", "weights"))]
-        found = failures(subject, *names)
+        found = failures(run, *names)
     finally:
         del engine.update_weights
     assert list(found) == ["sampler.update", "weights.update"]
@@ -232,8 +232,8 @@ def test_a_reward_that_is_not_deterministic(examined):
         ("alternating", 4),
     ):
         changes = {REWARDS: [f"{PLANTED}:{function}"], workers: threads}
-        subject = changed(examined[0], **changes)
-        finding = failures(subject, "rewards")["rewards"]
+        run = changed(examined[0], **changes)
+        finding = failures(run, "rewards")["rewards"]
         assert finding.cause.startswith(
             f"a reward that is not deterministic: reward term '{function}' of environment "
             "'sort_digits' gave "
@@ -258,12 +258,12 @@ def test_generators_share_the_pool_of_environments(examined):
         def get_environment_pool(self):
             Pools.made += 1
 
-    subject = copy.copy(examined[0])
-    subject.experiment = Pools
-    del subject.run  # made anew, without its other parts
-    subject.run.tokenizer = examined[0].run.tokenizer
+    run = copy.copy(examined[0])
+    run.experiment_class = Pools
+    del run.experiment  # made anew, without its other parts
+    run.experiment.tokenizer = examined[0].tokenizer
     for _ in range(3):
-        subject.generator(None)
+        run.generator(None)
     assert Pools.made == 1
 
 
@@ -272,35 +272,35 @@ def test_generators_share_the_pool_of_environments(examined):
     [(planted.LossyCheckpointer, ".opt_state[1][0].mu"), (planted.ForgetfulCheckpointer, ".batch")],
 )
 def test_a_lossy_checkpoint(examined, tmp_path, checkpointer, arrays):
-    subject = changed(examined[0])
-    subject.trainer.checkpointer = checkpointer(str(tmp_path))
-    found = failures(subject, "checkpoint.state", "checkpoint.step")
-    subject.trainer.checkpointer.close()
+    run = changed(examined[0])
+    run.trainer.checkpointer = checkpointer(str(tmp_path))
+    found = failures(run, "checkpoint.state", "checkpoint.step")
+    run.trainer.checkpointer.close()
     assert list(found) == ["checkpoint.state", "checkpoint.step"]
     assert found["checkpoint.state"].cause.startswith(f"a lossy checkpoint: {arrays}")
     assert "were not restored, and the next step differs" in found["checkpoint.step"].cause
 
 
 def test_a_shape_that_recompiles(examined):
-    subject = changed(examined[0])
-    trainer = subject.trainer
+    run = changed(examined[0])
+    trainer = run.trainer
     vars(trainer)["collate"] = lambda output: planted.exact(type(trainer).collate(trainer, output))
-    finding = failures(subject, "recompilation")["recompilation"]
+    finding = failures(run, "recompilation")["recompilation"]
     assert finding.cause.startswith("warm steps compile ")
     assert "int32[" in finding.cause
     assert ", was int32[" in finding.cause
 
 
 def test_a_check_that_crashes_fails_and_the_next_ones_go_on(examined, capsys):
-    subject = changed(examined[0])
+    run = changed(examined[0])
 
-    def crash(subject):
+    def crash(run):
         raise RuntimeError("out of paper\nand ink")
 
-    finding = run_check("mask.tokens", crash, subject)
+    finding = run_check("mask.tokens", crash, run)
     assert (finding.passed, finding.cause) == (False, "RuntimeError: out of paper")
     assert "Traceback" in capsys.readouterr().err
-    assert not failures(subject, "mask.tokens", "mask.padding")
+    assert not failures(run, "mask.tokens", "mask.padding")
 
 
 # ---------------------------------------------------------------- the command
@@ -367,8 +367,8 @@ def test_sigterm_removes_what_was_written():
 def test_a_checkpoint_without_room_is_skipped(examined, monkeypatch):
     usage = collections.namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**30, 2**30, 2**20))
-    subject = changed(examined[0])
-    finding = run_check("checkpoint.state", CHECKS["checkpoint.state"], subject)
+    run = changed(examined[0])
+    finding = run_check("checkpoint.state", CHECKS["checkpoint.state"], run)
     assert finding.passed is None
     assert "free: set TMPDIR to a larger folder" in finding.about
 
@@ -377,14 +377,14 @@ def test_weights_of_servers_are_beside_those_of_the_run(tmp_path):
     weights, folder = tmp_path / "weights", tmp_path / "examination"
     (weights / "version-7").mkdir(parents=True)
     folder_field = "generator.inference_engine.weights_folder"
-    subject = Subject(small(tmp_path, **{folder_field: str(weights)}), folder)
-    own = Path(subject.run.config.generator.inference_engine.weights_folder)
+    run = ExaminedRun(small(tmp_path, **{folder_field: str(weights)}), folder)
+    own = Path(run.config.generator.inference_engine.weights_folder)
     assert own == weights / "doctor-examination"
     written = WeightFolder(own, lambda params, path: path.mkdir(parents=True))
     written.publish({}, 0)
     written.keep_only(0)
     assert (own / "version-0").exists()
-    subject.close()
+    run.close()
     assert os.listdir(weights) == ["version-7"]
 
 

@@ -13,7 +13,7 @@ def found(rewards=(), callbacks=()):
     config.environment.reward_functions = list(rewards)
     config.trainer.watching.callbacks = list(callbacks)
     return surroundings.functions(
-        SimpleNamespace(given=config, trainer=SimpleNamespace(train_prompts=[]))
+        SimpleNamespace(full_config=config, trainer=SimpleNamespace(train_prompts=[]))
     )
 
 

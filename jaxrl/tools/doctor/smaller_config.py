@@ -1,5 +1,6 @@
-"""A config cut down to minutes: few rows, short responses, everything written elsewhere."""
+"""Make a config small: few rows, short responses, minutes of work, everything written elsewhere."""
 
+import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ _PLAIN = {  # what would leave nothing of a few short responses, or wait for oth
 }
 
 
-def elsewhere(
+def written_elsewhere(
     config: cfg.TrainConfig, folder: Path, quiet: Mapping[str, Any] = _SILENT
 ) -> cfg.TrainConfig:
     """Return the config of a run that writes under `folder` alone.
@@ -65,25 +66,21 @@ def elsewhere(
     return cfg.apply_overrides(config, {**quiet, **changes})
 
 
-def cut(
+def smaller(
     config: cfg.TrainConfig, prompts: Sequence[Prompt], groups: int
 ) -> tuple[cfg.TrainConfig, dict[str, tuple[Any, Any]]]:
-    """Return the config of a small run, and what was changed for it: field -> (given, now).
+    """Return the config of a small run, and what was changed for it: field -> (before, now).
 
     Args:
         config: resolved, of a run that writes elsewhere.
         prompts: that it will have.
         groups: of devices that hold different rows.
     """
-    generator = config.generator
-    response = min(generator.sampling_params.max_generate_length, RESPONSE_TOKENS)
-    changes = _batches(config, groups) | _lengths(config, prompts, response)
-    held = _flat(config, changes)
-    said = {name: (held[name], now) for name, now in changes.items() if held[name] != now}
-    plain = {name: now for name, now in _PLAIN.items() if get(config, name) != now}
-    said |= {name: (get(config, name), now) for name, now in plain.items()}
+    changes = _batches(config, groups) | _lengths(config, prompts) | _PLAIN
+    changed = differences(config, changes)
+    settings = {name: now for name, (_, now) in changed.items()}
     epochs = {"trainer.epochs": 1000, "trainer.max_training_steps": None}  # as many as are wanted
-    return cfg.apply_overrides(config, changes | plain | epochs), said
+    return cfg.apply_overrides(config, settings | epochs), changed
 
 
 def _batches(config: cfg.TrainConfig, groups: int) -> dict[str, Any]:
@@ -119,8 +116,10 @@ def _batches(config: cfg.TrainConfig, groups: int) -> dict[str, Any]:
     return changes
 
 
-def _lengths(config: cfg.TrainConfig, prompts: Sequence[Prompt], response: int) -> dict[str, Any]:
+def _lengths(config: cfg.TrainConfig, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Return changes that leave prompts whole, and responses and later turns short."""
     generator, trainer = config.generator, config.trainer
+    response = min(generator.sampling_params.max_generate_length, RESPONSE_TOKENS)
     longest = max(len(prompt.tokens) for prompt in prompts)
     assert generator.max_input_length is not None  # resolved
     inputs = min(generator.max_input_length, longest + TURNS_TOKENS)
@@ -134,8 +133,7 @@ def _lengths(config: cfg.TrainConfig, prompts: Sequence[Prompt], response: int) 
         changes["generator.eval_sampling_params.max_generate_length"] = shorter
     more = generator.sampling_params.additional_kwargs or {}
     if more.get("min_tokens", 0) > response:
-        kept = more | {"min_tokens": response}
-        changes["generator.sampling_params.additional_kwargs"] = kept
+        changes["generator.sampling_params.additional_kwargs"] = more | {"min_tokens": response}
     if trainer.packed_length is not None:
         rows = 2 * length_bucket(changes["generator.max_input_length"] + response + 1)
         changes["trainer.packed_length"] = min(trainer.packed_length, rows)
@@ -160,12 +158,7 @@ def choose(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     return [prompt for _, prompt in sorted(ranked, key=lambda pair: pair[0])[:count]]
 
 
-def _flat(config: cfg.TrainConfig, names: Any) -> dict[str, Any]:
-    return {name: get(config, name) for name in names}
-
-
-def get(config: Any, name: str) -> Any:
-    """Return a field of a config by its dotted name."""
-    for part in name.split("."):
-        config = getattr(config, part)
-    return config
+def differences(config: cfg.TrainConfig, changes: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return which of the changes change a config: field -> (before, now)."""
+    fields = {name: operator.attrgetter(name)(config) for name in changes}
+    return {name: (fields[name], now) for name, now in changes.items() if fields[name] != now}
