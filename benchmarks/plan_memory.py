@@ -26,8 +26,7 @@ from jaxrl.models.transformer import init_params
 from jaxrl.parallel import replicated
 from jaxrl.tools.plan.costs import Compiler
 from jaxrl.tools.plan.phases import phases
-from jaxrl.tools.plan.plan import beside
-from jaxrl.tools.plan.residents import residents
+from jaxrl.tools.plan.plan import beside, residents
 from jaxrl.tools.plan.run import Run
 from jaxrl.training.build import assemble_optimizer
 from jaxrl.training.optim import init_state

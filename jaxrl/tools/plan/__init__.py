@@ -1,1 +1,1 @@
-"""What a run will need of its devices, from its config, before anything is loaded."""
+"""Plan what a run will need of its devices, from its config, before anything is loaded."""

@@ -1,17 +1,20 @@
-"""What a phase needs of a device: memory from the compiler (or estimated), and least seconds."""
+"""Find what a phase needs of a device: memory by the compiler or an estimate, least seconds."""
 
 import functools
 import hashlib
 import re
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxrl import config as cfg
 from jaxrl.parallel.rules import batch_devices
 from jaxrl.tools.plan import estimate, hlo
 from jaxrl.tools.plan.phases import Phase
-from jaxrl.tools.plan.rates import Rates, measure_rates
 from jaxrl.tools.plan.topology import Machine
 from jaxrl.training.resident_memory import device_bytes
 
@@ -45,7 +48,7 @@ class Memory:
 
 
 class Compiler:
-    """Compiles the programs of phases, each once."""
+    """Compile the programs of phases, each once."""
 
     def __init__(self) -> None:
         self._known: dict[str, Memory] = {}
@@ -69,9 +72,9 @@ def _compiled(phase: Phase, lowered: jax.stages.Lowered) -> Memory:
         return _refused(phase, str(error))
     stats, sent = compiled.memory_analysis(), {}
     assert stats is not None
-    for one in hlo.collectives(compiled.as_text() or ""):
-        times = one.times * (1 if one.fixed else phase.trips)
-        sent[one.kind] = sent.get(one.kind, 0.0) + times * one.moved
+    for collective in hlo.collectives(compiled.as_text() or ""):
+        times = collective.times * (1 if collective.fixed else phase.trips)
+        sent[collective.kind] = sent.get(collective.kind, 0.0) + times * collective.moved
     return Memory(
         arguments=stats.argument_size_in_bytes,
         results=stats.output_size_in_bytes,
@@ -86,42 +89,40 @@ def _refused(phase: Phase, message: str) -> Memory:
 
     It says "... HLO temporaries (30.00G) exceeds available HBM", or "Used 20.3G of 15.75G hbm".
     """
-    given = _from_shapes(phase)
+    from_shapes = _from_shapes(phase)
     whole = re.search(r"Used ([\d.]+)([KMGT]) of", message)
     parts = re.search(r"temporaries \(([\d.]+)([KMGT])\)", message)
     temporaries = 0.0
     if found := whole or parts:
         temporaries = float(found[1]) * UNITS[found[2]]
-        temporaries -= given.peak if whole else 0
+        temporaries -= from_shapes.peak if whole else 0
     words = next(line for line in message.splitlines() if "RESOURCE_EXHAUSTED" in line)
     refusal = words.partition("RESOURCE_EXHAUSTED: ")[2][:200]
-    changed = {"temporaries": max(temporaries, 0.0), "refusal": refusal}
-    return Memory(given.arguments, given.results, given.aliased, **changed)
+    return replace(from_shapes, temporaries=max(temporaries, 0.0), refusal=refusal)
 
 
 def estimated(phase: Phase, config: cfg.TrainConfig) -> Memory:
     """Estimate the memory of a program from shapes."""
-    trainer, given = config.trainer, _from_shapes(phase)
+    trainer = config.trainer
     remat = trainer.remat_policy if trainer.gradient_checkpointing else "none"
-    return Memory(
-        given.arguments,
-        given.results,
-        given.aliased,
-        estimate.temporaries(phase, remat, trainer.flash_attn is True),
-        estimate.collectives(phase, remat),
+    return replace(
+        _from_shapes(phase),
+        temporaries=estimate.temporaries(phase, remat, trainer.flash_attn is True),
+        collectives=estimate.collectives(phase, remat),
         estimated=True,
     )
 
 
 def _from_shapes(phase: Phase) -> Memory:
+    """Return the memory of a program without temporaries."""
     args, place = phase.call.args, phase.part.placement
     if phase.donated is not None:  # numbers of a few rows beside it: not worth a trace of the model
         donated = device_bytes(args[phase.donated])
-        return Memory(device_bytes(args), donated, donated, 0.0)
-    results = phase.call.results()
-    return Memory(
-        device_bytes(args), device_bytes(results, batch_devices(place.mesh, place.rules)), 0.0, 0.0
-    )
+        return Memory(
+            arguments=device_bytes(args), results=donated, aliased=donated, temporaries=0.0
+        )
+    results = device_bytes(phase.call.results(), batch_devices(place.mesh, place.rules))
+    return Memory(arguments=device_bytes(args), results=results, aliased=0.0, temporaries=0.0)
 
 
 # ---------------------------------------------------------------- time
@@ -150,18 +151,50 @@ def limits(machine: Machine) -> Limits:
     return Limits(flops, bandwidth, bandwidth, "measured here, float32")
 
 
+@dataclass(frozen=True)
+class Rates:
+    """Hold the measured limits of this machine."""
+
+    matmul_flops: float  # FLOP/s of a large square matrix product
+    bandwidth: float  # bytes/s read by the sum of a large array
+
+
 @functools.cache
 def _measured() -> Rates:
-    return measure_rates(jax.numpy.float32, smoke=False)
+    return measure_rates(jnp.dtype(jnp.float32))
 
 
-def seconds(phase: Phase, memory: Memory, can: Limits) -> dict[str, float]:
+def measure_rates(dtype: jnp.dtype, *, smoke: bool = False) -> Rates:
+    """Measure the matmul rate in `dtype` and the memory bandwidth of the first device."""
+    large = jax.default_backend() != "cpu"
+    size, elements = (8192, 2**30) if large else (2048, 2**26)  # 2**26 float32 = 256 MiB
+    if smoke:
+        size, elements = 64, 2**12
+    a = jnp.ones((size, size), dtype)
+    matmul = best_seconds(jax.jit(lambda x, y: x @ y), a, a)
+    x = jnp.ones((64, elements // 64), dtype)
+    read = best_seconds(jax.jit(lambda x: x.sum(-1)), x)
+    return Rates(matmul_flops=2 * size**3 / matmul, bandwidth=x.nbytes / read)
+
+
+def best_seconds(func: Callable[..., Any], *args: Any, repeats: int = 5) -> float:
+    """Return the least seconds of a call, after one that compiles."""
+    jax.block_until_ready(func(*args))
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(func(*args))
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def seconds(phase: Phase, memory: Memory, device: Limits) -> dict[str, float]:
     """Return least seconds of one execution by what bounds it: "compute", "memory", "network"."""
     work, mesh = phase.work, phase.part.placement.mesh
     return {
-        "compute": (work.flops + work.recomputed) / mesh.size / can.flops,
-        "memory": device_traffic(phase, memory) / can.bandwidth,
-        "network": sent(phase, memory) / can.network,
+        "compute": (work.flops + work.recomputed) / mesh.size / device.flops,
+        "memory": device_traffic(phase, memory) / device.bandwidth,
+        "network": sent(phase, memory) / device.network,
     }
 
 

@@ -1,4 +1,4 @@
-"""What a program needs beside its arguments, from shapes alone: where nothing can be compiled.
+"""Estimate what a program needs beside its arguments, from shapes: nothing is compiled.
 
 Arguments and results are exact: they follow from shapes and shardings. Temporaries and collectives
 are formulas here, see docs/plan.md for how far they are from the compiler's.
@@ -50,7 +50,7 @@ def temporaries(phase: Phase, remat: str, flash: bool) -> float:
     if phase.kind == "forward":
         return one
     gradients = sum(leaves) + 2 * weights * 4 / size + head * 4 / size
-    return one + gradients + model.num_layers * _kept(within, remat) + sum(within.values())
+    return one + gradients + model.num_layers * _saved(within, remat) + sum(within.values())
 
 
 def _intermediates(part: Part, rows: int, length: int) -> dict[str, float]:
@@ -68,17 +68,17 @@ def _intermediates(part: Part, rows: int, length: int) -> dict[str, float]:
     }
 
 
-def _kept(within: dict[str, float], remat: str) -> float:
-    """Return the bytes of a layer that are kept until its backward pass."""
+def _saved(within: dict[str, float], remat: str) -> float:
+    """Return the bytes of a layer that are saved for its backward pass."""
     if remat == "none":
         return sum(within.values())
-    kept = {
+    saved = {
         "dots": ("input", "qkv", "mlp"),
         "attention": ("input", "attention"),
         "full": ("input",),
         "offload": (),
     }
-    return sum(within[name] for name in kept[remat])
+    return sum(within[name] for name in saved[remat])
 
 
 def _positions(phase: Phase) -> int:

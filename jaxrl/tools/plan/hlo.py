@@ -1,4 +1,4 @@
-"""The collectives of a compiled program, read from the text of its HLO."""
+"""Read the collectives of a compiled program from the text of its HLO."""
 
 import math
 import re

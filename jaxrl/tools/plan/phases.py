@@ -1,7 +1,7 @@
-"""The phases of a training step: what each runs, for which shapes, and how often."""
+"""List the phases of a training step: what each runs, for which shapes, and how often."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -100,11 +100,11 @@ def phases(run: Run, engine: NativeEngine | None) -> list[Phase]:
         weights = critic.weights
         names = ("critic", "critic base") if weights.lora else ("critic",)
         assert isinstance(weights.model, TransformerConfig)  # from a folder
-        own = Part(weights.model, weights.placement, _dtype(run, "critic"), names)
+        values = Part(weights.model, weights.placement, _dtype(run, "critic"), names)
         params, size = run.critic_params, trainer.critic_mini_batch_size
-        found.append(_forward(run, "values", critic.forward_pass, params, own))
+        found.append(_forward(run, "values", critic.forward_pass, params, values))
         state = critic.abstract_state
-        found += _update(run, "critic ", critic.updater, state, params, own, size)
+        found += _update(run, "critic ", critic.updater, state, params, values, size)
     size = trainer.policy_mini_batch_size
     return found + _update(run, "", run.updater, run.state, run.params, part, size)
 
@@ -159,10 +159,18 @@ def _update(
         donated=0,
         trips=_chunks(part, rows, length, wanted),
     )
-    call = Call(updater.apply, (state, state.params), {})
-    holds = part.names[0], f"{prefix}optimizer"
-    given = part, call, shape, holds, updates, Work(0.0)
-    return [gradient, Phase(f"{prefix}apply", "apply", *given, donated=0)]
+    apply = Phase(
+        f"{prefix}apply",
+        "apply",
+        part,
+        Call(updater.apply, (state, state.params), {}),
+        shape,
+        holds=(part.names[0], f"{prefix}optimizer"),
+        runs=updates,
+        work=Work(0.0),
+        donated=0,
+    )
+    return [gradient, apply]
 
 
 def _sampling(run: Run, engine: NativeEngine, policy: Part) -> Iterator[Phase]:
@@ -179,18 +187,25 @@ def _sampling(run: Run, engine: NativeEngine, policy: Part) -> Iterator[Phase]:
     at = None if run.machine.host is None else run.engine_devices
     part = Part(model, programs.placement, programs.dtype, names, at)
     here = policy.names if hosts == 1 and part.devices & policy.devices else ()
-    load = Phase("load weights", "load", part, calls["load"], (0, 0), here, 1, Work(0.0))
-    yield replace(load, sends=run.gathered_bytes())
+    yield Phase(
+        "load weights",
+        "load",
+        part,
+        calls["load"],
+        shape=(0, 0),
+        holds=here,
+        runs=1,
+        work=Work(0.0),
+        sends=run.gathered_bytes(),
+    )
     groups, prompt = programs.row_multiple, len(requests[0].prompt_tokens)
     slots, drawn = programs.slots, requests[0].sampling.max_tokens
     rows, width = calls["prefill"].args[2].shape
     first = min(run.config.trainer.max_prompt_length, prompt)
     chunks = prompts * -(-max(first - 1, 1) // width)
-    if (
-        turns > 1
-    ):  # then each sample has a history of its own; in a kept slot what it was told is new
-        told = -(-max(prompt - first - (turns - 1) * drawn, 0) // (turns - 1))
-        new = told if cfg.keeps_slots(generator) else (first + prompt) // 2
+    if turns > 1:  # then each sample has a history of its own; a kept slot has all but its end
+        observed = -(-max(prompt - first - (turns - 1) * drawn, 0) // (turns - 1))
+        new = observed if cfg.keeps_slots(generator) else (first + prompt) // 2
         chunks += prompts * generator.n_samples_per_prompt * (turns - 1) * -(-max(new, 1) // width)
     yield Phase(
         "prefill",
@@ -237,8 +252,19 @@ def _copies(part: Part, call: Call, slots: int, samples: int, waves: int) -> Pha
     travel = sum(first // slots != slot // slots for slot, first in enumerate(firsts))
     copied = sum(first != slot for slot, first in enumerate(firsts)) * slots / total
     row = device_bytes(cache) / slots
-    given = "copy", part, call, (slots, 0), ("KV cache",), waves, Work(0.0)
-    return Phase("copy prompts", *given, donated=0, trips=travel, reads=2 * copied * row)
+    return Phase(
+        "copy prompts",
+        "copy",
+        part,
+        call,
+        shape=(slots, 0),
+        holds=("KV cache",),
+        runs=waves,
+        work=Work(0.0),
+        donated=0,
+        trips=travel,
+        reads=2 * copied * row,
+    )
 
 
 def _on_device(part: Part, rows: int, length: int) -> tuple[int, int]:

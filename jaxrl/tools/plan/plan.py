@@ -1,4 +1,4 @@
-"""The plan of a run: every phase's memory, work and least time, and whether it all fits."""
+"""Plan a run: every phase's memory, work and least time, and whether it all fits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,13 +8,11 @@ from jaxrl.config.model import DTYPES
 from jaxrl.config.platform_defaults import settle
 from jaxrl.models.attention import choose_kernel
 from jaxrl.records.checkpoint import recorded_settings
-from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.tools.plan.costs import Limits, Memory, device_traffic, limits, seconds
 from jaxrl.tools.plan.phases import SAMPLING, Phase, phases
-from jaxrl.tools.plan.residents import residents
 from jaxrl.tools.plan.run import Run
 from jaxrl.tools.plan.topology import Machine
-from jaxrl.training.resident_memory import Resident
+from jaxrl.training.resident_memory import Resident, device_bytes, of_training
 
 GPUS_OF_A_HOST = 8
 
@@ -57,6 +55,8 @@ class Plan:
 
     Attributes:
         config: resolved.
+        limits: what a device can do.
+        residents: what stays on the devices between the programs.
         refusal: why its engine cannot be made, if it cannot.
         cache: rows and positions of the key/value cache on one device; None without an engine.
         notes: what the plan leaves out, and what was chosen for fields that were "auto".
@@ -64,9 +64,9 @@ class Plan:
 
     config: cfg.TrainConfig
     machine: Machine
-    can: Limits
+    limits: Limits
     lines: list[Line]
-    stay: list[Resident]
+    residents: list[Resident]
     cache: tuple[int, int] | None
     refusal: str | None
     notes: list[str]
@@ -121,12 +121,41 @@ def make_plan(
         engine, refusal = None, str(error)
     refusal = refusal or run.refused_copy()
     found = phases(run, engine)
-    stay, can, lines = residents(run, found), limits(machine), []
+    stay, device, lines = residents(run, found), limits(machine), []
     for phase in found:
         tell(phase.name)
-        lines.append(_line(phase, memory_of(phase, config), stay, can))
-    cache, notes = _cache(engine, found), [*_notes(config, machine), *chosen]
-    return Plan(config, machine, can, lines, stay, cache, refusal, notes)
+        memory = memory_of(phase, config)
+        times = seconds(phase, memory, device)
+        lines.append(
+            Line(
+                phase,
+                memory,
+                beside=beside(phase, stay),
+                traffic=phase.runs * device_traffic(phase, memory),
+                times={name: phase.runs * least for name, least in times.items()},
+            )
+        )
+    cache = None
+    if engine is not None:
+        decode = next(phase for phase in found if phase.kind == "decode")
+        cache = decode.shape[0], decode.call.args[1][0].values.shape[2]
+    notes = [*_notes(config, machine), *chosen]
+    return Plan(config, machine, device, lines, stay, cache, refusal, notes)
+
+
+def residents(run: Run, found: list[Phase]) -> list[Resident]:
+    """Return what stays between programs on the devices of policy, reference, critic and engine.
+
+    The engine's weights and cache are dropped when the rollouts of a step are there, unless
+    sampling goes on while the trainer trains.
+    """
+    kinds = None if cfg.overlaps(run.config) else SAMPLING
+    stay = list(of_training(run.policy, run.reference, run.updater, run.state, run.critic))
+    for decode in (phase for phase in found if phase.kind == "decode"):
+        weights, cache = (device_bytes(x) for x in decode.call.args[:2])
+        stay.append(Resident("engine weights", weights, decode.part.devices, kinds))
+        stay.append(Resident("KV cache", cache, decode.part.devices, kinds))
+    return stay
 
 
 def beside(phase: Phase, stay: list[Resident]) -> float:
@@ -138,12 +167,6 @@ def beside(phase: Phase, stay: list[Resident]) -> float:
         and resident.name not in phase.holds
         and (resident.kinds is None or phase.kind in resident.kinds)
     )
-
-
-def _line(phase: Phase, memory: Memory, stay: list[Resident], can: Limits) -> Line:
-    times = {name: phase.runs * s for name, s in seconds(phase, memory, can).items()}
-    traffic = phase.runs * device_traffic(phase, memory)
-    return Line(phase, memory, beside(phase, stay), traffic, times)
 
 
 def _check_kernels(run: Run) -> None:
@@ -169,10 +192,3 @@ def _notes(config: cfg.TrainConfig, machine: Machine) -> list[str]:
     if machine.stand_in and len(machine.devices) > GPUS_OF_A_HOST:
         notes.append("GPUs of several hosts are planned as those of one")
     return notes
-
-
-def _cache(engine: NativeEngine | None, found: list[Phase]) -> tuple[int, int] | None:
-    if engine is None:
-        return None
-    decode = next(phase for phase in found if phase.kind == "decode")
-    return decode.shape[0], decode.call.args[1][0].values.shape[2]

@@ -1,8 +1,8 @@
-"""The smallest changes of a config that make its run fit, each tried before it is named."""
+"""Find the smallest changes of a config that make its run fit, each tried before it is named."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxrl import config as cfg
@@ -65,7 +65,7 @@ def find_remedies(
 
 
 class _Search:
-    """Tries changes of one config."""
+    """Try changes of one config."""
 
     def __init__(
         self, config: cfg.TrainConfig, plan: Plan, memory_of: MemoryOf, tell: Callable[[str], None]
@@ -125,7 +125,7 @@ class _Search:
         if self.tries == MOST_TRIED:
             return None
         self.tries, changes = self.tries + 1, _joined(chosen)
-        self.tell(f"trying {said(changes)}")
+        self.tell(f"trying {as_flags(changes)}")
         plan = self._plan(changes, self.memory_of)
         costs = "; ".join(dict.fromkeys(knob.cost for knob, _ in chosen))
         return Remedy(changes, plan, costs) if plan and plan.fits else None
@@ -141,10 +141,10 @@ class _Search:
     def _predicted(self, phase: Phase, config: cfg.TrainConfig) -> Memory:
         guess = estimated(phase, config)
         temporaries = guess.temporaries * self.ratio.get(phase.name, 1.0)
-        return Memory(guess.arguments, guess.results, guess.aliased, temporaries)
+        return replace(guess, temporaries=temporaries)
 
 
-def said(changes: Changes) -> str:
+def as_flags(changes: Changes) -> str:
     """Write changes as on the command line."""
     return " ".join(f"--config.{name}={value}" for name, value in changes.items())
 
@@ -193,7 +193,7 @@ def _placement(plan: Plan) -> Iterator[Knob]:
 
     The last one, bf16, is the one that changes what passes compute.
     """
-    trainer, names = plan.config.trainer, {resident.name for resident in plan.stay}
+    trainer, names = plan.config.trainer, {resident.name for resident in plan.residents}
     mesh = plan.lines[-1].phase.part.placement.mesh
     spread = {"trainer.policy.mesh.data": 1, "trainer.policy.mesh.fsdp": -1}
     yield Knob("weights travel more", [spread] if mesh.shape["data"] > 1 else [], _ALL)

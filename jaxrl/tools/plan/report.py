@@ -1,11 +1,11 @@
-"""A plan as text and as JSON."""
+"""Show a plan as text and as JSON."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from jaxrl.tools.plan.costs import sent
 from jaxrl.tools.plan.plan import Line, Plan
-from jaxrl.tools.plan.remedies import Remedy, said
+from jaxrl.tools.plan.remedies import Remedy, as_flags
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _COLUMNS = (
@@ -22,11 +22,11 @@ def size(number: float) -> str:
 
 def text(plan: Plan) -> str:
     """Return the whole plan as text, memory in GiB of one device."""
-    machine, peak = plan.machine, plan.peak
+    machine, limits, peak = plan.machine, plan.limits, plan.peak
     lines = [
         f"plan for {machine.name}: {size(machine.memory)} per device",
-        f"mesh {_sizes(plan)}; {plan.can.source}: {plan.can.flops / 1e12:,.4g} TFLOP/s, memory "
-        f"{plan.can.bandwidth / 1e9:,.4g} GB/s, network {plan.can.network / 1e9:,.4g} GB/s",
+        f"mesh {_sizes(plan)}; {limits.source}: {limits.flops / 1e12:,.4g} TFLOP/s, memory "
+        f"{limits.bandwidth / 1e9:,.4g} GB/s, network {limits.network / 1e9:,.4g} GB/s",
     ]
     if any(line.memory.estimated for line in plan.lines):
         lines.append("ESTIMATE: nothing was compiled; temporaries and collectives are formulas")
@@ -35,7 +35,7 @@ def text(plan: Plan) -> str:
     total = sum(line.seconds for line in plan.lines)
     lines += [f"{'step at least':<{len(_COLUMNS) - 19}}{total:>9,.3f}", ""]
     lines += ["stays between programs"]
-    for resident in plan.stay:
+    for resident in plan.residents:
         where = "" if resident.size else "  in host memory"
         when = "" if resident.kinds is None else "  while sampling"
         lines.append(f"  {resident.name:<18}{size(resident.size):>12}{where}{when}")
@@ -67,7 +67,7 @@ def _cache_lines(plan: Plan) -> list[str]:
     if plan.cache is None or left is None:
         return []
     rows, length = plan.cache
-    cache = next(resident.size for resident in plan.stay if resident.name == "KV cache")
+    cache = next(resident.size for resident in plan.residents if resident.name == "KV cache")
     more = max(int(left // (cache / rows)), 0)
     return [
         f"KV cache: {rows} rows of {length} tokens on a device; {size(left)} left while "
@@ -108,7 +108,7 @@ def remedies_text(remedies: Sequence[Remedy]) -> str:
     lines = ["to make it fit, any of:" if len(remedies) > 1 else "to make it fit:"]
     for remedy in remedies:
         peak = f"peak {size(remedy.plan.peak.peak)} in {remedy.plan.peak.phase.name}"
-        lines.append(f"  {said(remedy.changes)}\n    applied, fits: {peak}; {remedy.cost}")
+        lines.append(f"  {as_flags(remedy.changes)}\n    applied, fits: {peak}; {remedy.cost}")
     return "\n".join(lines)
 
 
@@ -128,7 +128,7 @@ def as_json(plan: Plan, remedies: Sequence[Remedy]) -> dict[str, Any]:
         "peak": plan.peak.peak,
         "peak_phase": plan.peak.phase.name,
         "left_for_cache": plan.left_for_cache,
-        "residents": {resident.name: resident.size for resident in plan.stay},
+        "residents": {resident.name: resident.size for resident in plan.residents},
         "phases": [_phase_json(line) for line in plan.lines],
         "notes": plan.notes,
     }

@@ -1,4 +1,4 @@
-"""A run assembled from its config alone: shapes and shardings; no weights, no data."""
+"""Assemble a run from its config alone: shapes and shardings; no weights, no data."""
 
 from concurrent.futures import Future
 from typing import Any
@@ -99,7 +99,7 @@ class Run:
         if self.config.generator.inference_engine.backend != "native":
             return None
         stay = of_training(self.policy, self.reference, self.updater, self.state, self.critic)
-        beside = sum(kept.size for kept in stay if kept.devices & self.engine_devices)
+        beside = sum(resident.size for resident in stay if resident.devices & self.engine_devices)
         made = engine_of_run(
             self.config,
             self.model,
@@ -143,13 +143,13 @@ class Run:
             return None
         shapes, chips = jax.eval_shape(merge, self.params), len(machine.devices) // machine.hosts
         copy = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)) / chips
-        own = device_bytes(self.params)
-        if copy + own <= machine.memory:
+        params = device_bytes(self.params)
+        if copy + params <= machine.memory:
             return None
         return (
             f"every process makes a whole copy of the weights for the servers: {copy / GIB:.2f} "
-            f"GiB on each of its {chips} devices, beside {own / GIB:.2f} GiB of parameters, do not "
-            f"fit into {machine.memory / GIB:.2f} GiB; take hosts with more devices or memory"
+            f"GiB on each of its {chips} devices, beside {params / GIB:.2f} GiB of parameters, do "
+            f"not fit into {machine.memory / GIB:.2f} GiB; take hosts with more devices or memory"
         )
 
     def gathered_bytes(self) -> float:
@@ -159,10 +159,8 @@ class Run:
         """
         if self.machine.hosts == 1:
             return 0.0
-        size, devices = 0, len(self.machine.devices)
-        for x in jax.tree.leaves(self.engine_params()):
-            size += x.size * x.dtype.itemsize
-        return size * (devices - 1) / devices
+        leaves, devices = jax.tree.leaves(self.engine_params()), len(self.machine.devices)
+        return sum(x.size * x.dtype.itemsize for x in leaves) * (devices - 1) / devices
 
     def requests(self) -> list[Request]:
         """Return the longest requests of training and evaluation."""
@@ -173,9 +171,9 @@ class Run:
         stops = hf.eos_token_ids(trainer.policy.model.path or "")
         prompt = (0,) * (generator.max_input_length or trainer.max_prompt_length)
         keys = ((0, 0),) * generator.n_samples_per_prompt
-        over = (Future(),) * len(keys) if cfg.keeps_slots(generator) else ()
+        conversations = (Future(),) * len(keys) if cfg.keeps_slots(generator) else ()
         return [
-            Request(prompt, keys, sampling_of(p, stops), conversations=over)
+            Request(prompt, keys, sampling_of(p, stops), conversations=conversations)
             for p in phases
             if p is not None
         ]
@@ -189,12 +187,12 @@ class Run:
             done: with what the update needs; else as the forward passes get them.
         """
         sampling, trainer = self.config.generator.sampling_params, self.config.trainer
-        kept = sampling.top_k if sampling.keep_sampling_mask else 0
+        mask_ids = sampling.top_k if sampling.keep_sampling_mask else 0
         width = cut.width(self.width)
         length = min(width, trainer.packed_length or width)
         rows = cut.batch_sizes(length)[-1]
         log_probs = sampling.logprobs is not None
-        batch = empty_batch(rows, width, length, kept=kept, log_probs=log_probs)
+        batch = empty_batch(rows, width, length, kept=mask_ids, log_probs=log_probs)
         if not done:
             return batch
         zeros = batch.loss_mask

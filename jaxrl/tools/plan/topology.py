@@ -1,4 +1,4 @@
-"""The devices of a plan: those of this process, or some that need not be there.
+"""Find the devices of a plan: those of this process, or some that need not be there.
 
 TPU programs compile wherever libtpu is installed, without a chip; the compiler then states what a
 program will need of each device. Of GPUs that are not there nothing can be compiled: CPU devices
@@ -90,10 +90,14 @@ def machine(
             f"--topology={topology} is not known; write KIND:SIZE, for example v5e:2x4 or h100:8, "
             f"with one of {names}"
         )
-    name, of_tpu = f"{topology}, which need not be here", chip.kind.startswith("TPU")
-    given = topology, chips_per_host
-    devices = topology_devices(*given) if of_tpu else _stand_ins(topology, size)
-    found = Machine(name, devices, memory or chip.hbm, chip, stand_in=not of_tpu)
+    of_tpu = chip.kind.startswith("TPU")
+    found = Machine(
+        f"{topology}, which need not be here",
+        topology_devices(topology, chips_per_host) if of_tpu else _stand_ins(topology, size),
+        memory or chip.hbm,
+        chip,
+        stand_in=not of_tpu,
+    )
     return replace(found, host=_one_host(found, kind, chips_per_host)) if found.hosts > 1 else found
 
 

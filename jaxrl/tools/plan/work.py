@@ -1,9 +1,8 @@
-"""The work of a run's phases, counted from shapes: FLOPs, and the bytes that a device must read.
+"""Count the work of a run's phases from shapes: FLOPs, and bytes that a device must read.
 
 XLA's own count takes the body of a loop once, and nothing of a kernel.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxrl.models.transformer import TransformerConfig
@@ -77,28 +76,6 @@ def layers_flops(model: TransformerConfig, start: int, stop: int) -> int:
 def head_flops(model: TransformerConfig, tokens: int) -> int:
     """Return the FLOPs of the logits of `tokens` positions."""
     return 2 * model.hidden_size * model.vocab_size * tokens
-
-
-def step_flops(
-    model: TransformerConfig, prompts: int, prompt_length: int, lengths: Sequence[int]
-) -> dict[str, int]:
-    """Return the FLOPs of the phases of one GRPO step.
-
-    Args:
-        lengths: response tokens of each sample. The prompts are prefilled once each; logits are
-            counted where a response token is predicted; the update is three forwards.
-    """
-    head = head_flops(model, sum(lengths))
-    prefill = prompts * layers_flops(model, 0, prompt_length)
-    decode = sum(layers_flops(model, prompt_length, prompt_length + n) for n in lengths)
-    forward = sum(layers_flops(model, 0, prompt_length + n) for n in lengths) + head
-    phases = {
-        "generation": prefill + decode + head,
-        "reference": forward,
-        "old": forward,
-        "update": 3 * forward,
-    }
-    return phases | {"total": sum(phases.values())}
 
 
 def decode_step_bytes(

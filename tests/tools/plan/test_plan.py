@@ -8,7 +8,6 @@ import pytest
 from jaxrl import config as cfg, plan
 from jaxrl.config.platform_defaults import settle
 from jaxrl.tools.plan import costs
-from jaxrl.tools.plan.rates import Rates
 from jaxrl.tools.plan.run import Run
 from jaxrl.tools.plan.topology import machine
 
@@ -23,7 +22,7 @@ GIB = 2**30
 @pytest.fixture(autouse=True)
 def rates(monkeypatch):
     """Of a machine that nobody measures."""
-    monkeypatch.setattr(costs, "_measured", lambda: Rates(matmul_flops=1e10, bandwidth=1e9))
+    monkeypatch.setattr(costs, "_measured", lambda: costs.Rates(matmul_flops=1e10, bandwidth=1e9))
 
 
 @pytest.fixture(scope="module")
