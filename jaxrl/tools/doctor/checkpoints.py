@@ -50,19 +50,18 @@ def step(examined: ExaminedRun) -> Finding:
     about = f"{len(saved.step)} arrays after one more step, resumed against not"
     if not different:
         return passed(0, 0, about)
-    lossy = _different(saved.before, saved.restored)
-    cause = (
-        f"a lossy checkpoint: {_named(lossy)} were not restored, and the next step differs"
-        if lossy
-        else f"the same state and batch give another step, in {_named(different)}: something that "
-        "the step reads is in no checkpoint, or the device adds in no fixed order"
-    )
-    fix = (
-        "mend what check 'checkpoint.state' names"
-        if lossy
-        else "keep in TrainState all that a step changes; on GPUs set "
-        "XLA_FLAGS=--xla_gpu_deterministic_ops=true"
-    )
+    if lossy := _different(saved.before, saved.restored):
+        cause = f"a lossy checkpoint: {_named(lossy)} were not restored, and the next step differs"
+        fix = "mend what check 'checkpoint.state' names"
+    else:
+        cause = (
+            f"the same state and batch give another step, in {_named(different)}: something that "
+            "the step reads is in no checkpoint, or the device adds in no fixed order"
+        )
+        fix = (
+            "keep in TrainState all that a step changes; on GPUs set "
+            "XLA_FLAGS=--xla_gpu_deterministic_ops=true"
+        )
     return failed(len(different), 0, about, cause=cause, fix=fix)
 
 

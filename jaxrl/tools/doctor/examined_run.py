@@ -1,4 +1,4 @@
-"""What is examined: the user's run, made smaller, with all that it writes in a temporary folder."""
+"""Hold what is examined: the user's run, made smaller, writing into a temporary folder."""
 
 import functools
 import shutil

@@ -1,4 +1,4 @@
-"""What a check found, and how far apart two results may be; docs/doctor.md has the figures."""
+"""Say what a check found, and how far apart two results may be; see docs/doctor.md."""
 
 import contextlib
 from collections.abc import Callable

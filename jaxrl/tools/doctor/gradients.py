@@ -1,4 +1,4 @@
-"""How a minibatch is cut, packed, ordered and spread over devices changes no gradient."""
+"""Check that no gradient depends on how a minibatch is cut, packed, ordered and spread."""
 
 import copy
 import dataclasses

@@ -1,4 +1,4 @@
-"""What a bug report needs to know of a machine: versions, devices, settings; no secrets."""
+"""Describe a machine for a bug report: versions, devices, settings; no secrets."""
 
 import importlib.metadata
 import os

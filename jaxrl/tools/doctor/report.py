@@ -1,4 +1,4 @@
-"""Findings as a table and as JSON."""
+"""Show findings as a table and as JSON."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ def cuts_text(cuts: Mapping[str, tuple[Any, Any]]) -> str:
     """Return what was made smaller, as text."""
     if not cuts:
         return "nothing was cut: this is the run as it is"
-    rows = [f"  {name}: {given} -> {now}" for name, (given, now) in cuts.items()]
+    rows = [f"  {name}: {before} -> {now}" for name, (before, now) in cuts.items()]
     return "\n".join(("cut down for the examination (the run itself keeps its values):", *rows))
 
 
@@ -19,13 +19,13 @@ def text(findings: Sequence[Finding]) -> str:
     """Return a row for each check; then cause and fix of what failed; then the verdict."""
     rows = [("check", "result", "figure", "bound", "s", "what")]
     for f in findings:
-        figures = shown(f.figure), shown(f.bound), f"{f.seconds:.1f}"
-        rows.append((f.name, f.result, *figures, f.about))
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+        rows.append(
+            (f.name, f.result, shown(f.figure), shown(f.bound), f"{f.seconds:.1f}", f.about)
+        )
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    widths[-1] = 0  # nothing stands after the last column
     lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False))
-        + "  "
-        + row[5]
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         for row in rows
     ]
     wrong = [f for f in findings if f.passed is False]
@@ -49,7 +49,9 @@ def to_json(
             {
                 "passed": not any(f.passed is False for f in findings),
                 "checks": [vars(f) | {"result": f.result} for f in findings],
-                "cuts": {name: {"given": a, "now": b} for name, (a, b) in cuts.items()},
+                "cuts": {
+                    name: {"given": before, "now": now} for name, (before, now) in cuts.items()
+                },
                 "machine": machine,
             },
             indent=1,

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -48,7 +48,7 @@ class ExaminedSFT(ExaminedRun):
 
     def _build(self) -> Any:
         try:
-            trainer: Any = sft.build(self.small_config)
+            trainer = sft.build(self.small_config)
             trainer.state = trainer.restore_or_init()
         except (ValueError, OSError) as error:
             raise bad_input(self.full_config, error) from error
@@ -80,8 +80,7 @@ class ExaminedSFT(ExaminedRun):
             trainer.checkpointer.close()
 
     def _complete(self) -> TrainBatch:
-        trainer: Any = self.trainer  # an SFTTrainer
-        return trainer.next_batch(1)
+        return cast(sft.SFTTrainer, self.trainer).next_batch(1)
 
     def _first_minibatch(self) -> TrainBatch:
         return self.batch.replace(advantages=np.zeros(self.batch.tokens.shape, np.float32))

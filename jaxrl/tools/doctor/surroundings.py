@@ -1,4 +1,4 @@
-"""What a run stands on: versions, devices, memory, and the functions that its config names."""
+"""Check what a run stands on: versions, devices, memory, the functions that its config names."""
 
 import glob
 import importlib.metadata
