@@ -9,15 +9,15 @@ import jax
 import numpy as np
 import pytest
 
+from docs.generate.grpo_variants import GRPO_VARIANTS
 from jaxrl.array_ops import masked_sum
 from jaxrl.config import AlgorithmConfig, TrainConfig, apply_overrides
-from jaxrl.config.grpo_variants import GRPO_VARIANTS
 from jaxrl.data.packing import empty_batch
 from jaxrl.losses.off_policy import off_policy_correction
 from jaxrl.registry.bind import make_policy_loss
 from jaxrl.training.objective import make_objective, minibatch_weights
 from jaxrl.training.rewards import make_estimate
-from tests.config.test_migration_docs import VERL_AND_TRL, rows
+from tests.docs.test_migration_pages import VERL_AND_TRL, rows
 
 KEY = jax.random.key(0)
 

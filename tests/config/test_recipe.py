@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 import ml_collections
 import pytest
 
+from docs.generate.recipes import RECIPES
 from jaxrl.config import (
     AlgorithmConfig,
     SamplingParams,
@@ -14,7 +15,6 @@ from jaxrl.config import (
     recipe as recipe_module,
     to_train_config,
 )
-from jaxrl.config.document_recipes import RECIPES
 
 
 @pytest.fixture

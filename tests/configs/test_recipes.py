@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from benchmarks.shapes import write_model_folder
+from docs.generate.recipes import PAGE, RECIPES, page, read_header
 from jaxrl import config as cfg
-from jaxrl.config.document_recipes import PAGE, RECIPES, read_header, recipes_page
 from jaxrl.models.lora import trained
 from jaxrl.records.callbacks import TrainingCallback
 from jaxrl.sft import sft
@@ -113,7 +113,7 @@ def test_a_recipe_is_valid_where_it_is_meant_to_run(name):
 
 
 def test_the_page_has_every_recipe():
-    assert PAGE.read_text() == recipes_page(), "run python -m jaxrl.config.document_recipes"
+    assert PAGE.read_text() == page(), "run python -m docs.generate"
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ import jax
 import pytest
 
 from benchmarks.shapes import write_model_folder
+from docs.generate.recipes import RECIPES
 from jaxrl import config as cfg
-from jaxrl.config.document_recipes import RECIPES
 from jaxrl.config.microbatching import longest_trajectory
 from jaxrl.data.packing import round_up
 from jaxrl.models.decode_kernels import POSITIONS

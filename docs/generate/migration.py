@@ -1,18 +1,18 @@
-"""Writes tables of docs/migrating_from_skyrl.md: `python -m jaxrl.config.document_migration`."""
+"""Generate the tables of docs/migrating_from_skyrl.md: fields, later settings, entry points."""
 
 import fnmatch
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from docs.generate.configuration import shown
 from jaxrl.config.dataclass_config import BaseConfig, config_class, field_types
-from jaxrl.config.document import shown
 from jaxrl.config.field_status import SAME_DEFAULT, FieldStatus, status_of
 from jaxrl.config.skyrl.names import SETTINGS, entry_points
 from jaxrl.config.train_config import TrainConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "migrating_from_skyrl.md"
-_BEGIN = "<!-- Written by `python -m jaxrl.config.document_migration` until the end mark. -->"
+_BEGIN = "<!-- Written by `python -m docs.generate` until the end mark. -->"
 _END = "<!-- end of what is written -->"
 
 
@@ -46,17 +46,13 @@ def tables(first_cells: list[str]) -> str:
     return "\n".join(lines)
 
 
-def migration_page(text: str) -> str:
-    """Return the page with its tables written anew."""
+def page() -> str:
+    """Return the text of docs/migrating_from_skyrl.md with its tables written anew."""
+    text = PAGE.read_text()
     head, written = text.split(_BEGIN, maxsplit=1)
     written, tail = written.split(_END)
     first_cells = [line.split(" | ")[0] for line in written.split("\n\n")[1].splitlines()[2:]]
     return f"{head}{_BEGIN}\n\n{tables(first_cells)}\n\n{_END}{tail}"
-
-
-def main() -> None:
-    """Write the tables into the page."""
-    PAGE.write_text(migration_page(PAGE.read_text()))
 
 
 def _field_rows(first_cells: list[str]) -> list[str]:
@@ -115,7 +111,3 @@ def _names(prefix: str, names: str) -> str:
     first, *others = names.split()
     shared = f"{prefix}{first}".rpartition(".")[0] + "."
     return ", ".join(f"`{n}`" for n in [prefix + first, *(o.removeprefix(shared) for o in others)])
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 import pytest
 
-from jaxrl.config.document_recipes import read_header
+from docs.generate.recipes import read_header
 
 HEADER = '''r"""A title
 on two lines.

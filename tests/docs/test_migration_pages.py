@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from docs.generate.migration import PAGE, page
 from jaxrl.config import TrainConfig, load_config_file
 from jaxrl.config.dataclass_config import config_class, field_types
-from jaxrl.config.document_migration import PAGE, migration_page
 from jaxrl.config.from_skyrl import main
 from tests.config.test_schema import SEED
 
@@ -35,7 +35,7 @@ def is_field(key):
 
 
 def test_the_tables_are_what_the_schema_generates():
-    assert migration_page(TEXT) == TEXT, "run python -m jaxrl.config.document_migration"
+    assert page() == TEXT, "run python -m docs.generate"
 
 
 @pytest.mark.parametrize(
@@ -106,6 +106,6 @@ def test_the_commands_run(tmp_path, monkeypatch):
 def test_the_pages_are_linked():
     assert "migrating_from_skyrl.md" in VERL_AND_TRL
     assert "migrating_from_verl_and_trl.md" in TEXT
-    for page in (TEXT, VERL_AND_TRL):
-        for link in re.findall(r"\]\(([\w_]+\.md)", page):
+    for text in (TEXT, VERL_AND_TRL):
+        for link in re.findall(r"\]\(([\w_]+\.md)", text):
             assert (Path(PAGE).parent / link).is_file(), link

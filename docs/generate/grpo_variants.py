@@ -1,4 +1,4 @@
-"""What eight systems call GRPO, and the settings that come nearest to each one's objective."""
+"""List what eight systems call GRPO, and the settings that come nearest to each objective."""
 
 from typing import Any, NamedTuple
 

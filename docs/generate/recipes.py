@@ -1,4 +1,4 @@
-"""Writes docs/recipes.md from the recipes' headers: `python -m jaxrl.config.document_recipes`."""
+"""Generate docs/recipes.md from the headers of the recipes."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ FIELDS = ("Paper", "Hardware", "Plan", "Expected", "Source")
 
 _INTRODUCTION = """# Recipes
 
-<!-- Written by `python -m jaxrl.config.document_recipes`; edit the headers in configs/. -->
+<!-- Written by `python -m docs.generate`; edit the headers in configs/. -->
 
 A recipe is a file in `configs/` that returns the config of a run. Its header has the commands in
 the order in which you run them (first the data, `python -m jaxrl.data.prepare`, then the training),
@@ -90,8 +90,8 @@ def read_header(recipe: Path) -> Header:
     return Header(title, commands, fields)
 
 
-def recipes_page() -> str:
-    """Return the whole page of recipes."""
+def page() -> str:
+    """Return the text of docs/recipes.md."""
     recipes = sorted(RECIPES.glob("*.py"), key=lambda path: (path.name != _FIRST, path.name))
     rows: dict[bool, list[str]] = {True: [], False: []}
     for recipe in recipes:
@@ -112,12 +112,3 @@ def _row(name: str, header: Header) -> str:
     linked = re.sub(cited, r"[arXiv:\1](https://arxiv.org/abs/\1)", title)
     cells = [f"`{name}`", linked, *(header.fields[field] for field in FIELDS[1:])]
     return f"| {' | '.join(cells)} |\n"
-
-
-def main() -> None:
-    """Write the page."""
-    PAGE.write_text(recipes_page())
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md: `python -m jaxrl.config.document`."""
+"""Generate docs/configuration.md: every field, from the schema and its status."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 _INTRODUCTION = """# Configuration
 
-<!-- Written by `python -m jaxrl.config.document`; edit jaxrl/config/, not this page. -->
+<!-- Written by `python -m docs.generate`; edit jaxrl/config/, not this page. -->
 
 A run is described by one `TrainConfig` (`SkyRLTrainConfig` is the same class): nested dataclasses
 with SkyRL's field names. There are three ways to set a value, all checked against the schema.
@@ -87,14 +87,9 @@ setting named under "difference" exists. "SkyRL default" is filled where ours di
 """
 
 
-def configuration_page() -> str:
+def page() -> str:
     """Return the text of docs/configuration.md."""
     return _INTRODUCTION + "\n".join(_table_rows(TrainConfig(), "")) + "\n"
-
-
-def main() -> None:
-    """Write the page."""
-    PAGE.write_text(configuration_page())
 
 
 def _table_rows(config: BaseConfig, prefix: str) -> list[str]:
@@ -119,7 +114,3 @@ def _difference(row: FieldStatus) -> str:
 def shown(value: Any) -> str:
     """Print a value as in Python, the same for every user."""
     return f"`{value!r}`".replace(os.path.expanduser("~") + "/", "~/")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Writes docs/algorithms.md: `python -m jaxrl.config.document_algorithms`."""
+"""Generate docs/algorithms.md from the docstrings and rows of losses and estimators."""
 
 import inspect
 import re
@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from docs.generate.grpo_variants import GRPO_VARIANTS, GRPOVariant
 from jaxrl.advantages import ESTIMATORS
 from jaxrl.advantages.normalize import normalize_advantages
 from jaxrl.config.algorithm import AlgorithmConfig
 from jaxrl.config.dataclass_config import flatten
-from jaxrl.config.grpo_variants import GRPO_VARIANTS, GRPOVariant
 from jaxrl.config.objective_requirements import allowed_reductions, ratio_anchor
 from jaxrl.data.selection import soft_overlong_punishment
 from jaxrl.losses import ROWS
@@ -26,8 +26,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 
 _INTRODUCTION = """# Algorithms
 
-<!-- Written by `python -m jaxrl.config.document_algorithms`; edit the docstrings, not this page.
--->
+<!-- Written by `python -m docs.generate`; edit the docstrings, not this page. -->
 
 The objective of a minibatch is a sum over its rows b and tokens t,
 
@@ -80,7 +79,7 @@ class Docstring(NamedTuple):
     arguments: str
 
 
-def algorithms_page() -> str:
+def page() -> str:
     """Return the text of docs/algorithms.md."""
     losses = [_function(name, row.fn, _loss_facts(name, row)) for name, row in ROWS.items()]
     estimators = [_function(n, f, _estimator_facts(f)) for n, f in ESTIMATORS.items()]
@@ -103,11 +102,6 @@ def parse_docstring(func: Callable[..., Any]) -> Docstring:
     formula = re.match(r"(?: {4}.*\n|\n)+", body + "\n")
     block = formula.group() if formula else ""
     return Docstring(summary, textwrap.dedent(block).strip(), body[len(block) :].strip(), arguments)
-
-
-def main() -> None:
-    """Write the page."""
-    PAGE.write_text(algorithms_page())
 
 
 def _overview() -> str:
@@ -197,7 +191,3 @@ def _variant(variant: GRPOVariant) -> str:
 def _prose(text: str) -> str:
     """Return the paragraphs of a docstring with clickable links."""
     return re.sub(r"(?<![<(])(https?://[^\s,;()]+[^\s,;().:])", r"<\1>", text)
-
-
-if __name__ == "__main__":
-    main()

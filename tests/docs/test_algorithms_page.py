@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from docs.generate.algorithms import PAGE, page, parse_docstring
+from docs.generate.grpo_variants import GRPO_VARIANTS
 from jaxrl.advantages import ESTIMATORS
 from jaxrl.config import (
     AlgorithmConfig,
@@ -15,16 +17,13 @@ from jaxrl.config import (
     resolve,
     validate,
 )
-from jaxrl.config.document_algorithms import PAGE, algorithms_page, parse_docstring
-from jaxrl.config.grpo_variants import GRPO_VARIANTS
 from jaxrl.losses import LOSSES
 from jaxrl.losses.off_policy import off_policy_correction
 from tests.test_train import QUICKSTART
 
 
 def test_the_committed_page_is_what_the_docstrings_generate():
-    message = "run python -m jaxrl.config.document_algorithms"
-    assert PAGE.read_text() == algorithms_page(), message
+    assert PAGE.read_text() == page(), "run python -m docs.generate"
 
 
 @pytest.mark.parametrize("func", [*LOSSES.values(), *ESTIMATORS.values()])
@@ -67,4 +66,4 @@ def test_the_eight_systems_are_eight_objectives():
 
 
 def test_the_anchor_of_cispo_decides_which_corrections_it_takes():
-    assert "yes; with `cispo.cispo_anchor = 'rollout'` masks only" in algorithms_page()
+    assert "yes; with `cispo.cispo_anchor = 'rollout'` masks only" in page()
