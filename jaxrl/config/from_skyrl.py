@@ -4,8 +4,9 @@
     python -m jaxrl.config.from_skyrl --output configs/mine.py run_gsm8k.sh trainer.epochs=2
     python -m jaxrl.config.from_skyrl --devices 8 config.yaml
 
-A script is evaluated by bash with nothing to run and nowhere to write; its conditions, arrays and
-arithmetic count, and so do the variables of the environment. Arguments after it are its own.
+A script is read as text and nothing of it is run: variables, arrays, sums, comparisons and the
+environment count, and a setting whose value only the run itself knows, such as `$(nproc)`, is named
+and left out. Arguments after a script are its own, and settings among them count last.
 Without --output the recipe is printed. Exit status: 0; 1 something that changes the run was left
 out; 2 the input cannot be read.
 """
@@ -48,17 +49,15 @@ def from_script(path: Path, args: Sequence[str], num_devices: int | None = None)
     """Convert the run that a script starts, or a script that it calls.
 
     Raises:
-        ValueError: it starts none.
+        ValueError: it starts none, or calls a script that is not there.
     """
     run = read_script(path.read_text(), list(args), str(path))
     shell, *rest = run.command
     if shell in ("bash", "sh") and rest[0].endswith(".sh"):
         return from_script(_called_script(path, rest[0]), rest[1:], num_devices)
     result = from_command(run.command, num_devices)
-    if run.more_runs:
-        result.changed.append(f"{path}: {run.more_runs} further runs; the first is converted")
-    if run.not_run:
-        result.changed.append(f"{path}: not run, in case it sets something: {run.not_run}")
+    result.refused += run.unknown
+    result.changed += run.notes
     return result
 
 

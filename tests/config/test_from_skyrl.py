@@ -12,38 +12,10 @@ from jaxrl.config.field_status import SAME_DEFAULT, status_of
 from jaxrl.config.from_skyrl import from_command, from_script, from_yaml, main
 from jaxrl.config.skyrl.conversion import skyrl_defaults
 from jaxrl.config.skyrl.recipe_file import recipe_text
-from jaxrl.config.skyrl.script import read_script
 from jaxrl.train import BasePPOExp
 from tests.config.test_planned import PLANNED
 from tests.config.test_schema import CHANGED_DEFAULTS, SEED
-
-SCRIPT = r"""
-set -euo pipefail
-set -x
-: "${DATA_DIR:="$HOME/data/sums"}"
-: "${NUM_GPUS:=4}"
-: "${LOGGER:=console}" # or wandb
-SCRIPT_DIR="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-LENGTH=$((1024 * 2))
-YEAR=$(date +%Y)
-LR=1e-6; STOP='["</a>", "</b>"]'
-EXTRA_ARGS=(trainer.seed=7)
-if [ "$NUM_GPUS" = "4" ]; then
-  EXTRA_ARGS+=("generator.n_samples_per_prompt=$((NUM_GPUS * 2))")
-fi
-mkdir -p "$DATA_DIR" && rm -rf /nowhere > /dev/null 2>&1
-echo "start" > started.txt
-FLAG=x uv run --isolated --extra fsdp -m skyrl.train.entrypoints.main_base \
-  data.train_data="['$DATA_DIR/train.parquet', '$DATA_DIR/more.parquet']" \
-  trainer.run_name="sums of ${LENGTH} in ${YEAR:0:2}xx" \
-  trainer.policy.optimizer_config.lr=$LR \
-  trainer.placement.policy_num_gpus_per_node=$NUM_GPUS \
-  generator.sampling_params.stop="$STOP" \
-  generator.sampling_params.max_generate_length=$LENGTH \
-  trainer.logger="$LOGGER" \
-  "${EXTRA_ARGS[@]}" \
-  "$@" 2>&1 | tee "$SCRIPT_DIR/run.log"
-"""
+from tests.config.test_skyrl_script import SCRIPT
 
 
 @pytest.fixture
@@ -55,72 +27,6 @@ def script(tmp_path, monkeypatch):
     return path
 
 
-def test_a_script_is_evaluated_and_nothing_in_it_runs(script, tmp_path):
-    run = read_script(SCRIPT, ["trainer.epochs=3"], str(script))
-    assert run.command[:6] == ["uv", "run", "--isolated", "--extra", "fsdp", "-m"]
-    assert run.command[7:] == [
-        "data.train_data=['/home/me/data/sums/train.parquet', '/home/me/data/sums/more.parquet']",
-        "trainer.run_name=sums of 2048 in 20xx",  # 1024 * 2
-        "trainer.policy.optimizer_config.lr=1e-6",
-        "trainer.placement.policy_num_gpus_per_node=4",
-        'generator.sampling_params.stop=["</a>", "</b>"]',
-        "generator.sampling_params.max_generate_length=2048",
-        "trainer.logger=console",
-        "trainer.seed=7",
-        "generator.n_samples_per_prompt=8",  # 4 * 2
-        "trainer.epochs=3",
-    ]
-    assert run.not_run == ["mkdir", "rm", "tee"]
-    assert [p.name for p in tmp_path.iterdir()] == ["run_sums.sh"]
-
-
-def test_the_environment_counts_as_it_does_for_the_script(script, monkeypatch):
-    monkeypatch.setenv("NUM_GPUS", "2")
-    words = read_script(SCRIPT, [], str(script)).command
-    assert "trainer.placement.policy_num_gpus_per_node=2" in words
-    assert not any(word.startswith("generator.n_samples_per_prompt") for word in words)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "echo x > out.txt",
-        "echo x >> out.txt",
-        "echo x &> out.txt",
-        'cat < /dev/null > "out.txt"',
-        "printf x | tee out.txt",
-        "/bin/touch out.txt",
-        "eval 'echo x > out.txt'",
-        "touch out.txt &",
-        "exec touch out.txt",
-        "PATH=/bin:/usr/bin touch out.txt",
-        "bash -c 'touch out.txt'",
-        "command -p touch out.txt",
-        "python - <<EOF\nopen('out.txt', 'w')\nEOF",
-        "while true; do sleep 1; break; done; kill -9 $PPID",
-        "set +r; echo x > out.txt",
-    ],
-)
-def test_what_a_script_would_write_or_kill_it_does_not(script, tmp_path, line):
-    command = "uv run -m skyrl.train.entrypoints.main_base trainer.seed=1"
-    try:
-        run = read_script(f"{line}\n{command}\n", [], str(script))
-        assert run.command[-1] == "trainer.seed=1"
-    except ValueError:  # what a restricted shell ends at
-        assert line.startswith(("exec", "set"))
-    assert [p.name for p in tmp_path.iterdir()] == ["run_sums.sh"]
-
-
-def test_a_script_that_waits_or_starts_nothing_says_so(script, monkeypatch):
-    with pytest.raises(ValueError, match=r"s.sh: starts no command .* \(it calls wget; exit stat"):
-        read_script("wget http://x", [], "s.sh")
-    with pytest.raises(ValueError, match="MODEL: set the model"):
-        read_script(': "${MODEL:?set the model}"\nuv run trainer.seed=1', [], "s.sh")
-    monkeypatch.setattr("jaxrl.config.skyrl.script._SECONDS", 0.2)
-    with pytest.raises(ValueError, match="s.sh: not done after"):
-        read_script("while true; do :; done", [], "s.sh")
-
-
 def test_a_script_that_calls_another_one(script, tmp_path):
     wrapper = tmp_path / "wrapper.sh"
     wrapper.write_text('bash run_sums.sh trainer.algorithm.policy_loss_type=gspo "$@"\n')
@@ -130,6 +36,26 @@ def test_a_script_that_calls_another_one(script, tmp_path):
     script.unlink()
     with pytest.raises(ValueError, match="calls run_sums.sh, which is not there"):
         from_script(wrapper, [])
+
+
+def test_a_setting_that_a_script_computes_is_left_out_and_may_be_given(tmp_path, capsys):
+    path = tmp_path / "run.sh"
+    path.write_text(
+        "source secrets.env\nGPUS=$(nvidia-smi -L | wc -l)\n"
+        "uv run -m skyrl.train.entrypoints.main_base trainer.seed=3 \\\n"
+        "  trainer.placement.policy_num_gpus_per_node=$GPUS\n"
+    )
+    result = from_script(path, [])
+    (refused,) = result.refused
+    assert refused.startswith("trainer.placement.policy_num_gpus_per_node: not known without run")
+    assert "$(nvidia-smi -L | wc -l); give key=value after the script" in refused
+    assert f"{path}: not run, in case it sets something: `source secrets.env`" in result.changed
+    assert result.config.trainer.seed == 3
+    number = "trainer.placement.policy_num_gpus_per_node=2"  # the script passes no "$@" on
+    assert from_script(path, [number]).refused == []
+    assert from_script(path, [number]).config.trainer.placement.policy_num_gpus_per_node == 2
+    assert main([str(path)]) == 1
+    assert "left out: the run is another one (1)" in capsys.readouterr().err
 
 
 def test_settings_are_taken_changed_without_effect_or_refused():

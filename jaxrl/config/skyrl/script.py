@@ -1,100 +1,511 @@
-"""What a run script would start: bash evaluates it with nothing to run and nowhere to write."""
+"""Read the run that a script would start from its text; nothing of the script is executed.
 
+Assignments, arrays, `$X`, `${X:-default}` and the like, sums, the script's arguments, the
+environment, and `if` where strings or numbers are compared are read. What else could set a
+variable, such as `$(program)` or a loop, makes its value unknown, and a setting with an unknown
+value is named, not guessed.
+"""
+
+import ast
+import operator
 import os
 import re
-import shutil
-import subprocess
-import tempfile
-from pathlib import Path
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from fnmatch import fnmatchcase
+from itertools import dropwhile
 from typing import NamedTuple
 
-_TOOLS = "basename cat cut dirname expr head id nproc realpath seq tail tr wc"  # they only read
-_SECONDS = 10.0
-_WORD, _END = "\x1f", "\x1e"
+from jaxrl.config.skyrl.shell_words import Command, part_end, split_commands
 
-# A restricted shell runs no program by path and writes no file. Here every program but _TOOLS is
-# unknown, and reported with its arguments; ${unset:?text} is what still writes to stderr.
-_PRELUDE = r"""
-command_not_found_handle() {
-  set +x
-  local word words=$'\037'
-  for word in "$@"; do words+="$word"$'\037'; done
-  ( : "${_jaxrl_unset_:?$words$'\036'}" ) || return 0
-}
-exec() { "$@"; exit 0; }
-cd() { :; }
-date() { printf "%(${1#+})T\n" -1; }
-enable -n kill
-"""
 _CONFIG_KEY = re.compile(r"\+{0,2}(data|trainer|generator|environment)\.[\w.]+=")
-_REDIRECTIONS = re.compile(
-    r"""(?x) \s [0-9]? >& [0-9] \b                              # 2>&1
-    | (?<=\s) [&0-9]? >>? \s* (?: "[^"\n]*" | '[^'\n]*' | [^\s()&|;<>"'=]+ ) (?= [\s)|;] | $ )"""
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=(.*)", re.DOTALL)
+_PARAMETER = re.compile(
+    r"([A-Za-z_]\w*|\d+|[@*#?$!-])(\[[^]]*\])?(?:(:?[-=?+]|##?|%%?)(.*))?", re.DOTALL
 )
+_SET_BY_SUM = re.compile(r"([A-Za-z_]\w*)\s*(?:[-+*/%&|^]?=(?!=)|\+\+|--)")
+_DECLARATIONS = ("export", "readonly", "local", "declare", "typeset")
+_SUMS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_COMPARISONS = {
+    "-eq": operator.eq,
+    "-ne": operator.ne,
+    "-lt": operator.lt,
+    "-le": operator.le,
+    "-gt": operator.gt,
+    "-ge": operator.ge,
+}
+# Within a value these characters of no script enclose why a part of it is not known, and are its
+# spaces, so that it stays one word.
+_BEGIN, _END, _SPACE = "\ue000\ue001\ue002"
+_UNKNOWN = re.compile(f"{_BEGIN}([^{_END}]*){_END}")
 
 
 class ScriptRun(NamedTuple):
-    """Hold what a run script starts.
+    """Hold the run that a script starts.
 
     Attributes:
-        command: words of the first command with config keys, ["uv", "run", "-m", "skyrl...",
-            "trainer.seed=1"].
-        not_run: names of other programs that it calls, in case their output matters.
-        more_runs: number of further commands with config keys.
+        command: words of its command, ["uv", "run", "-m", "skyrl...", "trainer.seed=1"].
+        unknown: "setting: why its value is not known"; these are not among the words.
+        notes: what else of the script was not read, or counts for less than it seems.
     """
 
     command: list[str]
-    not_run: list[str]
-    more_runs: int
+    unknown: list[str]
+    notes: list[str]
 
 
-def read_script(text: str, args: list[str], path: str = "script") -> ScriptRun:
-    """Return the command that a run script would start.
-
-    Variables, conditions and arrays are evaluated.
+def read_script(text: str, args: Sequence[str], path: str = "script") -> ScriptRun:
+    """Return the first command with settings that a script starts.
 
     Args:
         text: of the script.
-        args: its own arguments, its `$@`; the environment is this process's.
+        args: its own arguments, its `$@`; settings among them count last, wherever it puts them.
         path: its `$0`.
 
     Raises:
-        ValueError: it starts no command with config keys; the message says what it did.
+        ValueError: it starts no such command, or its quotes do not close.
     """
-    if (bash := shutil.which("bash")) is None:
+    script = _Script(args, path)
+    try:
+        for command in split_commands(text):
+            script.read(command)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    settings = [word for word in args if _CONFIG_KEY.match(word)]
+    if not script.runs:
+        called = ", ".join(dict.fromkeys(script.called)) or "nothing"
+        ended = f"; it ends at `{script.ended}`" if script.ended else ""
         raise ValueError(
-            "run scripts are evaluated by bash, which is not installed; give key=value"
+            f"{path}: starts no command with arguments like trainer.seed=1 (it calls {called}"
+            f"{ended}); give them as key=value"
         )
-    with tempfile.TemporaryDirectory() as folder:
-        for tool in _TOOLS.split():
-            if (found := shutil.which(tool)) is not None:
-                (Path(folder) / tool).symlink_to(found)
-        env = {k: v for k, v in os.environ.items() if k not in ("BASH_ENV", "ENV", "SHELLOPTS")}
-        command = [bash, "--noprofile", "--norc", "--restricted", "-c"]
-        text = _REDIRECTIONS.sub(" ", text).replace("BASH_SOURCE[0]", "0")  # unset with -c
-        command += [_PRELUDE + text, path, *args]
+    words = [*script.runs[0], *settings]
+    reasons = {}
+    for word in words:  # the last one of a setting counts
+        reasons[word.partition("=")[0]] = _UNKNOWN.findall(word)
+    unknown = [
+        f"{_shown(key)}: not known without running the script: {_shown(', '.join(found))}; give "
+        "key=value after the script"
+        for key, found in reasons.items()
+        if found and key != words[0]  # which program starts it does not matter
+    ]
+    return ScriptRun(
+        [_shown(word) for word in words if not reasons[word.partition("=")[0]]],
+        unknown,
+        script.notes(unknown),
+    )
+
+
+def _unknown(reason: str) -> str:
+    """Return a value, or a part of one, that is not known."""
+    reason = textwrap.shorten(reason, 80, placeholder=" ...")
+    return f"{_BEGIN}{reason}{_END}".replace(" ", _SPACE)
+
+
+def _shown(text: str) -> str:
+    return re.sub(f"[{_BEGIN}{_END}]", "", text).replace(_SPACE, " ")
+
+
+def _all(*states: bool | None) -> bool | None:
+    """Return the conjunction of three-valued states; None is not known."""
+    return False if False in states else None if None in states else True
+
+
+def _not(state: bool | None) -> bool | None:
+    return None if state is None else not state
+
+
+@dataclass
+class _Block:
+    """Hold a part of a script between `if` and `fi`, `for` and `done`, `{` and `}`.
+
+    Attributes:
+        outer: whether the block as a whole is reached.
+        reached: whether the branch is that is being read.
+        rest: whether the branches after it may still be.
+        reason: what decides it.
+        function: whether it is the body of one, where `$1` is not the script's.
+    """
+
+    outer: bool | None
+    reached: bool | None
+    reason: str
+    rest: bool | None = True
+    function: bool = False
+
+
+class _Script:
+    """Hold what is known of a script's variables while its commands are read in order."""
+
+    def __init__(self, args: Sequence[str], path: str):
+        self.variables: dict[str, str | list[str]] = {**os.environ, "BASH_SOURCE": [path]}
+        self.args = list(args)
+        self.path = path
+        self.runs: list[list[str]] = []
+        self.called: list[str] = []
+        self.ended = ""  # the command that ends it
+        self.not_read: list[str] = []
+        self.unset: list[str] = []
+        self.undecided = ""  # what decides whether the first run is started
+        self.may_set = ""  # the last `source` or the like, which may set any variable
+        self.status: bool | None = True  # of the last command; None is not known
+        self.last = ""  # that command
+        self.last_is_program = False
+        self.guard: bool | None = True  # whether && and || before the command let it run
+        self.defines_function = False
+        self.blocks: list[_Block] = []
+
+    @property
+    def reached(self) -> bool | None:
+        """Return whether the command that is being read would be run."""
+        block = self.blocks[-1].reached if self.blocks else True
+        return _all(not self.ended, block, self.guard)
+
+    def notes(self, unknown: list[str]) -> list[str]:
+        """Return what is to be said of the script besides its unknown settings."""
+        named, lines = "".join(unknown), []
+        if not_read := [part for part in dict.fromkeys(self.not_read) if part not in named]:
+            lines.append(f"not run, in case it sets something: {', '.join(not_read)}")
+        if self.unset:
+            lines.append(f"not set, read as empty: {', '.join(dict.fromkeys(self.unset))}")
+        if self.undecided:
+            lines.append(f"starts its run where `{self.undecided}` decides, which is not known")
+        if len(self.runs) > 1:
+            lines.append(f"{len(self.runs) - 1} further runs; the first is converted")
+        return [f"{self.path}: {line}" for line in lines]
+
+    def read(self, command: Command) -> None:
+        """Read one command: take what it sets, and remember it if it has settings."""
+        if command.separator == "&&":
+            self.guard = True if self.last_is_program else self.status
+        elif command.separator == "||":
+            self.guard = _not(self.status)
+        elif command.separator != "|":
+            self.guard = True
+        words = self._after_keywords(command.words)
+        if not words or self.reached is False:
+            return
+        self.not_read += command.here_documents
+        certain = self.reached and words[0] != "!"
+        self._read_simple(words if words[0] != "!" else words[1:])
+        self.last = " ".join(words)
+        if not certain:
+            self.status = None
+
+    def _after_keywords(self, words: list[str]) -> list[str]:
+        """Open and close blocks; return the words of the simple command that is left."""
+        while words:
+            block = self.blocks[-1] if self.blocks else _Block(True, True, "")
+            match words[0]:
+                case "if":
+                    self._open(True, words)
+                case "then" | "elif" | "else" as keyword:
+                    chosen = self.status if keyword == "then" else True
+                    block.reached = _all(block.outer, block.rest, chosen)
+                    block.rest = block.rest if keyword != "then" else _all(block.rest, _not(chosen))
+                case "while" | "until" | "for" | "select" | "case":
+                    self._open(None, words)
+                    if words[0] in ("for", "select"):
+                        self._set_unknown(words[1:2], words)
+                    if words[0] not in ("while", "until"):
+                        return []
+                case "{":
+                    self._open(not self.defines_function or None, words)
+                    self.blocks[-1].function = self.defines_function
+                    self.defines_function = False
+                case "fi" | "done" | "esac" | "}":
+                    del self.blocks[-1:]
+                    self.last_is_program = True
+                    return []
+                case "function":
+                    self.defines_function = True
+                    words = words[1:]
+                case "do":
+                    pass
+                case _ if words[1:2] == ["()"]:
+                    self.defines_function = True
+                    words = words[1:]
+                case _:
+                    return words
+            words = words[1:]
+        return []
+
+    def _open(self, entered: bool | None, words: list[str]) -> None:
+        reached = _all(self.reached, entered)
+        self.blocks.append(_Block(outer=reached, reached=reached, reason=" ".join(words)))
+
+    def _read_simple(self, words: list[str]) -> None:
+        """Read a command that is no keyword."""
+        self.last_is_program, self.status = False, True
+        if words[0] in _DECLARATIONS:
+            words = [word for word in words[1:] if _ASSIGNMENT.fullmatch(word)]
+        command = list(dropwhile(_ASSIGNMENT.fullmatch, words))  # before it they are its own
+        for word in () if command else words:
+            self._assign(word)
+        match command:
+            case []:
+                pass
+            case ["[" | "[[" | "test", *_]:
+                self.status = self._test(command)
+            case ["true" | "false" as outcome]:
+                self.status = outcome == "true"
+            case ["exit" | "return", *_]:
+                self.ended = " ".join(command) if self.reached else ""
+            case ["shift" | "set", *_]:
+                self._set_args(command)
+            case ["read" | "mapfile" | "readarray" | "getopts" | "let" | "unset", *names]:
+                self._set_unknown(names, command)
+            case ["printf", "-v", name, *_]:
+                self._set_unknown([name], command)
+            case [text] if text.startswith("(("):
+                self.status = None
+                self._set_unknown(_SET_BY_SUM.findall(text), command)
+            case ["eval" | "source" | ".", *_]:
+                self.may_set = f"`{textwrap.shorten(' '.join(command), 80)}`"
+                self.not_read.append(self.may_set)
+            case _:
+                self._read_program(command)
+
+    def _read_program(self, words: list[str]) -> None:
+        called = self._expand_all(words)
+        if called[:1] == ["exec"]:
+            called = called[1:]
+        if called[:1] == [":"] or not called:
+            return
+        self.last_is_program, self.status = True, None
+        self.called.append(_shown(called[0]))
+        if any(_CONFIG_KEY.match(word) for word in called):
+            if self.reached is None and not self.runs:
+                self.undecided = self._decides()
+            self.runs.append(called)
+
+    def _set_args(self, words: list[str]) -> None:
+        if not self.reached and (words[0] == "shift" or "--" in words):
+            self.args = [_unknown(f"the arguments, as `{self._decides()}` leaves them")]
+        elif words[0] == "shift":
+            count = words[1] if len(words) > 1 else "1"
+            self.args = self.args[int(count) :] if count.isdigit() else [_unknown(f"shift {count}")]
+        elif "--" in words:
+            self.args = self._expand_all(words[words.index("--") + 1 :])
+
+    def _set_unknown(self, names: Sequence[str], words: Sequence[str]) -> None:
+        """Make variables unknown that a command sets in a way that is not read."""
+        for name in names:
+            if found := re.match(r"[A-Za-z_]\w*", name):
+                self.variables[found[0]] = _unknown(f"{found[0]}, set by `{' '.join(words)}`")
+
+    def _decides(self) -> str:
+        """Return what decides whether the command that is being read is run."""
+        unknown = [block.reason for block in self.blocks if block.reached is None]
+        return unknown[-1] if unknown else self.last
+
+    def _assign(self, word: str) -> None:
+        match = _ASSIGNMENT.fullmatch(word)
+        assert match is not None  # tried by the caller
+        name, index, plus, raw = match.groups()
+        value: str | list[str]
+        if self.reached is None:
+            value = _unknown(f"{name}, which `{self._decides()}` decides")
+        elif index:
+            value = _unknown(f"{name}{index}")
+        elif raw.startswith("("):
+            given = [w for command in split_commands(raw[1:-1]) for w in command.words]
+            value = self._expand_all(given)
+        else:
+            value = " ".join(self._expand(raw, split=False))
+        before = self.variables.get(name, []) if plus else []
+        if isinstance(before, list) and (before or isinstance(value, list)):
+            value = [*before, *(value if isinstance(value, list) else [value])]
+        elif isinstance(before, str):
+            value = before + " ".join(value if isinstance(value, list) else [value])
+        self.variables[name] = value
+
+    def _expand_all(self, words: Sequence[str]) -> list[str]:
+        return [value for word in words for value in self._expand(word)]
+
+    def _expand(self, text: str, quoted: bool = False, split: bool = True) -> list[str]:
+        """Return the words that a raw word stands for.
+
+        Args:
+            text: of the word.
+            quoted: whether it stands within double quotes.
+            split: whether the value of `$X` is several words, as it is of an argument.
+        """
+        words: list[str] = []
+        current: str | None = None
+        i = 0
+        if not quoted and re.match(r"~(/|$)", text):
+            current, i = str(self.variables.get("HOME", "~")), 1
+        while i < len(text):
+            end = part_end(text, i, quoted)
+            values = self._part(text[i:end], quoted, split)
+            i = end
+            if values:
+                first, *others = values
+                *done, current = [(current or "") + first, *others]
+                words += done
+        return words if current is None else [*words, current]
+
+    def _part(self, part: str, quoted: bool, split: bool) -> list[str]:
+        """Return the words that a part of a raw word stands for; none for an unset variable."""
+        if part.startswith("\\") and len(part) > 1:
+            if part[1] == "\n":
+                return []
+            return [part if quoted and part[1] not in '$`"\\' else part[1]]
+        if part.startswith("'") and not quoted:
+            return [part[1:-1]]
+        if part.startswith('"'):
+            return [""] if part == '""' else self._expand(part[1:-1], quoted=True, split=False)
+        if part.startswith(("$", "`")) and len(part) > 1:
+            return self._expansion(part, quoted, split and not quoted)
+        return [part]
+
+    def _expansion(self, part: str, quoted: bool, split: bool) -> list[str]:
+        if part.startswith("$((") and part.endswith("))"):
+            return [self._sum(part)]
+        if part.startswith(("$(", "`")):
+            return [self._substitution(part)]
+        if part.startswith("$'"):
+            return [_unknown(part)]
+        text = part[2:-1] if part.startswith("${") else part[1:]
+        return self._parameter(text, quoted, split)
+
+    def _parameter(self, text: str, quoted: bool, split: bool) -> list[str]:
+        """Return what `${text}` stands for."""
+        match = _PARAMETER.fullmatch(text)
+        if match is None:
+            return [_unknown(f"${{{text}}}")]
+        name, index, how, word = match.groups()
+        values = self._values(name, index)
+        missing = values is None or (how or "").startswith(":") and not any(values)
+        if how in (":-", "-") and missing:
+            return self._expand(word, quoted, split)
+        if how in (":+", "+"):
+            return [] if missing else self._expand(word, quoted, split)
+        if how in (":=", "=") and missing:
+            values = [" ".join(self._expand(word, quoted, split=False))]
+            if self.reached is None:
+                values = [_unknown(f"{name}, which `{self._decides()}` decides")]
+            self.variables[name] = values[0]
+        elif how in (":?", "?") and missing and self.reached:
+            raise ValueError(f"{name}: {_shown(' '.join(self._expand(word))) or 'not set'}")
+        elif values is None:
+            self.unset.append(name)
+            values = [""]
+        if how and how[0] in "#%":
+            pattern = " ".join(self._expand(word, quoted, split=False))
+            values = [_trimmed(value, how, pattern) for value in values]
+        if (name == "@" or index == "[@]") and (split or quoted):
+            return [part for value in values for part in (value.split() if split else [value])]
+        return " ".join(values).split() if split else [" ".join(values)]
+
+    def _values(self, name: str, index: str | None) -> list[str] | None:
+        """Return the values of a parameter, one but for arrays; None if it is not set."""
+        if not name.isidentifier():
+            return self._special_values(name)
+        value = self.variables.get(name)
+        if value is None:
+            unknown = [_unknown(f"{name}, which {self.may_set} may set")]
+            return unknown if self.may_set else None
+        values = value if isinstance(value, list) else [value]
+        if index in ("[@]", "[*]"):
+            return values
+        position = (index or "[0]")[1:-1]
+        return values[int(position) :][:1] if position.isdigit() else [_unknown(f"{name}{index}")]
+
+    def _special_values(self, name: str) -> list[str] | None:
+        if name in "?!-$":
+            return [str(os.getpid()) if name == "$" else _unknown(f"${name}")]
+        if name != "0" and any(block.function for block in self.blocks):
+            return [_unknown(f"${name} of a function")]
+        if name == "#":
+            return [str(len(self.args))]
+        return self.args if name in "@*" else [self.path, *self.args][int(name) :][:1] or None
+
+    def _sum(self, part: str) -> str:
+        """Return the value of `$((...))`; only + - * / % of numbers from 0 are read."""
         try:
-            done = subprocess.run(
-                command,
-                env=env | {"PATH": folder},
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=_SECONDS,
-                check=False,
-                text=True,
-                errors="replace",
-            )
-        except subprocess.TimeoutExpired as error:
-            raise ValueError(
-                f"{path}: not done after {_SECONDS:.0f} s; give its arguments as key=value"
-            ) from error
-    calls = [c.split(_WORD)[1:-1] for c in done.stderr.split(_END)[:-1]]
-    runs = [c for c in calls if any(_CONFIG_KEY.match(word) for word in c)]
-    if not runs:
-        said = (done.stderr.split(_END)[-1] + done.stdout).strip().splitlines()[-3:]
-        called = ", ".join(c[0] for c in calls) or "nothing"
-        raise ValueError(
-            f"{path}: starts no command with arguments like trainer.seed=1 (it calls {called}; "
-            f"exit status {done.returncode}){': ' + ' | '.join(said) if said else ''}"
-        )
-    return ScriptRun(runs[0], sorted({c[0] for c in calls if c not in runs}), len(runs) - 1)
+            text = "".join(self._expand(part[3:-2].strip(), quoted=True))
+            return str(self._number(ast.parse(text, mode="eval").body))
+        except (ArithmeticError, SyntaxError, ValueError):
+            return _unknown(part)
+
+    def _number(self, node: ast.expr) -> int:
+        if isinstance(node, ast.Name):
+            return int((self._values(node.id, None) or ["0"])[0])
+        if isinstance(node, ast.Constant) and isinstance(node.value, int):
+            return node.value
+        if isinstance(node, ast.BinOp) and type(node.op) in _SUMS:
+            left, right = self._number(node.left), self._number(node.right)
+            if left >= 0 and right >= 0:  # below, bash rounds towards 0 and Python does not
+                return _SUMS[type(node.op)](left, right)
+        raise ValueError(f"not read: {ast.unparse(node)}")
+
+    def _substitution(self, part: str) -> str:
+        """Return what `$(...)` prints where that is known without running it."""
+        inner = part[2:-1] if part.startswith("$(") else part[1:-1]
+        words = [
+            word
+            for command in split_commands(inner)
+            for word in (command.separator, *self._expand_all(command.words))
+            if word != "--"
+        ]
+        match words:
+            case [*_] if any(_UNKNOWN.search(word) for word in words):
+                printed = None
+            case ["", "date", layout] if layout.startswith("+"):
+                printed = datetime.now().strftime(layout[1:])
+            case ["", "date", "-u", layout] if layout.startswith("+"):
+                printed = datetime.now(UTC).strftime(layout[1:])
+            case ["", "dirname", path]:
+                printed = os.path.dirname(path) or "."
+            case ["", "basename", path]:
+                printed = os.path.basename(path)
+            case ["", "pwd"] if "cd" not in self.called:
+                printed = os.getcwd()
+            case ["", "cd", path, "&&", "pwd"] if "cd" not in self.called:
+                printed = os.path.abspath(path)
+            case _:
+                printed = None
+        if printed is None:
+            self.not_read.append(_shown(_unknown(part)))
+        return _unknown(part) if printed is None else printed
+
+    def _test(self, words: list[str]) -> bool | None:
+        """Return the outcome of `[ ... ]`; None if it is not known from the text."""
+        raw = [word for word in words[1:] if word not in ("]", "]]")]
+        given = [" ".join(self._expand(word, split=False)) for word in raw]
+        negated = given[:1] == ["!"]
+        outcome = None
+        match given[negated:]:
+            case [text] if not _UNKNOWN.search(text):
+                outcome = bool(text)
+            case ["-n" | "-z" as how, text] if not _UNKNOWN.search(text):
+                outcome = bool(text) is (how == "-n")
+            case [left, how, right] if not _UNKNOWN.search(left + right):
+                pattern = words[0] == "[[" and re.search(r"[*?[]", raw[-1])
+                if how in ("=", "==", "!=") and not pattern:
+                    outcome = (left == right) is (how != "!=")
+                elif how in _COMPARISONS and left.isdigit() and right.isdigit():
+                    outcome = _COMPARISONS[how](int(left), int(right))
+        return _not(outcome) if negated else outcome
+
+
+def _trimmed(value: str, how: str, pattern: str) -> str:
+    """Return a value without a prefix (`#`, longest `##`) or suffix (`%`, `%%`) of a pattern."""
+    if _UNKNOWN.search(value + pattern):
+        return _unknown(f"{value} without {pattern}")
+    cuts = range(len(value) + 1)
+    if how[0] == "#":
+        found = [cut for cut in cuts if fnmatchcase(value[:cut], pattern)]
+        return value[found[-1 if how == "##" else 0] :] if found else value
+    found = [cut for cut in cuts if fnmatchcase(value[cut:], pattern)]
+    return value[: found[0 if how == "%%" else -1]] if found else value
