@@ -50,7 +50,7 @@ from jaxrl.parallel import ShardingRules, make_mesh, param_shardings
 from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.weights.groups import GROUP_BYTES
 from jaxrl.rollout.weights.incoming import Incoming, Notice
-from jaxrl.rollout.weights.transfer import Offer, WeightTransfer
+from jaxrl.rollout.weights.transfer import WeightTransfer
 
 MIB = 2**20
 LAYER, VOCABULARY = dict(hidden_size=1024, intermediate_size=4096), 24_000
@@ -172,7 +172,8 @@ def transports(
         end = WeightTransfer(jnp.float32, int(group * MIB))
         offer = end.publish(params, 1)
         for number in range(len(offer.groups)):
-            other.ask("receive", notice=_notice(end, offer, number))
+            notice = end.offer("127.0.0.1", offer, number, "benchmark")
+            other.ask("receive", notice=notice.to_json())
 
     def through_files() -> None:
         save_pretrained(folder / "weights", model, params, overwrite=True)
@@ -203,10 +204,6 @@ def transports(
         "bound: memory": host.copy,
     }
     shutil.rmtree(folder)
-
-
-def _notice(end: WeightTransfer, offer: Offer, number: int) -> dict[str, Any]:
-    return end.offer("127.0.0.1", offer, number) | {"version": 1, "transfer": "benchmark"}
 
 
 def measure(arguments: argparse.Namespace, own: Sequence[str]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ NOT_FOR_CONFIG = "envs", "rollout", "training", "records"
 # workers are actors. A run whose config asks for environments in Ray actors gets them there.
 UPWARD = {
     ("registry/table.py", "jaxrl.cluster.registry_sync"),
-    ("rollout/build_workers.py", "jaxrl.cluster.rollout_worker"),
+    ("rollout/build_remote.py", "jaxrl.cluster.rollout_worker"),
     ("train.py", "jaxrl.cluster.environment_workers"),
 }
 # The maths knows no framework but these, and what types are written with.

@@ -98,7 +98,9 @@ class RayWorker:
 
 def ray_workers(
     config: Mapping[str, Any],
-    given: Sequence[tuple[Path, Mapping[str, str]]],
+    folders: Sequence[Path],
+    environments: Sequence[Mapping[str, str]],
+    *,
     trainer_hosts: int,
     start_seconds: float,
 ) -> list[RayWorker]:
@@ -111,9 +113,14 @@ def ray_workers(
     Raises:
         ValueError: they are not; names `trainer.placement.rollout_num_nodes`.
     """
-    nodes, own = ray.nodes(), ray.util.get_node_ip_address()
-    platforms, number = os.environ.get("JAX_PLATFORMS", ""), len(given)
-    what, wanted, strategy = bundles(nodes, own, number, trainer_hosts, platforms)
+    nodes, number = ray.nodes(), len(folders)
+    what, wanted, strategy = bundles(
+        nodes,
+        address=ray.util.get_node_ip_address(),
+        number=number,
+        trainer_hosts=trainer_hosts,
+        platforms=os.environ.get("JAX_PLATFORMS", ""),
+    )
     group = placement_group(wanted, strategy=strategy)
     if not group.wait(start_seconds):
         remove_placement_group(group)
@@ -125,12 +132,17 @@ def ray_workers(
         )
     return [
         RayWorker(group, index, what.bundle, config, folder, environment)
-        for index, (folder, environment) in enumerate(given)
+        for index, (folder, environment) in enumerate(zip(folders, environments, strict=True))
     ]
 
 
 def bundles(
-    nodes: Sequence[Mapping[str, Any]], own: str, number: int, trainer_hosts: int, platforms: str
+    nodes: Sequence[Mapping[str, Any]],
+    *,
+    address: str,
+    number: int,
+    trainer_hosts: int,
+    platforms: str,
 ) -> tuple[Placement, list[dict[str, float]], str]:
     """Return what each worker takes of a host; Ray's bundles, and how they are placed.
 
@@ -140,7 +152,7 @@ def bundles(
 
     Args:
         nodes: of `ray.nodes()`.
-        own: address of this host.
+        address: of this host.
         platforms: JAX_PLATFORMS.
 
     Raises:
@@ -149,7 +161,7 @@ def bundles(
     if place(nodes, 1, 1, platforms, field=FIELD).devices is None:
         what = Placement({"CPU": 1.0}, None)
         return what, [what.bundle] * number, "SPREAD"
-    others = [node for node in nodes if node["NodeManagerAddress"] != own]
+    others = [node for node in nodes if node["NodeManagerAddress"] != address]
     taken = trainer_hosts - 1
     what = place(others, number, 1, platforms, field=FIELD, taken=taken)
-    return what, [what.bundle] * number + [{f"node:{own}": 0.001}], "STRICT_SPREAD"
+    return what, [what.bundle] * number + [{f"node:{address}": 0.001}], "STRICT_SPREAD"

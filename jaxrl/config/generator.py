@@ -109,7 +109,7 @@ class InferenceEngineConfig(BaseConfig):
     """Transport of weights to the engine."""
     weight_transport: Annotated[str, one_of("folder", "transfer"), new()] = "folder"
     """How weights come to servers: "folder", through weights_folder; "transfer", from process to
-    process, with servers of jaxrl's own."""
+    process, with servers of jaxrl's own; rollout workers always get them so."""
     weight_transfer_threshold_cuda_ipc_GB: Annotated[
         float,
         positive,

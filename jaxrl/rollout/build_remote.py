@@ -1,6 +1,7 @@
-"""The engine over HTTP that a config asks for."""
+"""The engine over HTTP that a config asks for: its servers, and how weights get to them."""
 
 import os
+import secrets
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,18 +18,21 @@ from jaxrl.models.peft_format import save_adapter
 from jaxrl.models.placement import place_model
 from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.rollout.build import model_writer, server_folder, weight_folder, weights_root
-from jaxrl.rollout.build_workers import rollout_workers
 from jaxrl.rollout.protocol import Sampling
 from jaxrl.rollout.remote.engine import RemoteEngine
 from jaxrl.rollout.remote.http_client import RemoteOptions
 from jaxrl.rollout.remote.probe import Probe, make_score
-from jaxrl.rollout.remote.server_process import ServerStarter
+from jaxrl.rollout.remote.server_process import LOOPBACK, ServerStarter
 from jaxrl.rollout.remote.vllm import VllmServer, lora_flags
+from jaxrl.rollout.remote.worker import OwnServer
 from jaxrl.rollout.weights.folder import AdapterFolder
 from jaxrl.rollout.weights.source import Source
 from jaxrl.rollout.weights.transfer import WeightTransfer
 
 PROBE_LENGTH = 8  # tokens of its prompt, and of its continuation
+STEPS_PER_DISPATCH = 32  # of rollout workers: nobody reads a stream from them
+# Each rollout worker spreads its weights over all devices of its host.
+_WORKER_MESH = {"data": 1, "fsdp": -1, "tensor": 1, "context": 1, "expert": 1}
 
 
 def assemble_remote_engine(
@@ -55,11 +59,15 @@ def assemble_remote_engine(
             f"{engine.run_engines_locally}: {model.name} has no Hugging Face form, in which "
             "weights go to other processes; set backend='native' and run_engines_locally=true"
         )
-    hosts, token = _hosts(config)
-    adapters = cfg.sends_adapters(config)
+    hosts: list[ServerStarter] = []  # none: the servers run already
+    token = None
+    if engine.run_engines_locally and engine.backend == "vllm":
+        hosts = list(_vllm_servers(config))
+    elif engine.run_engines_locally:
+        hosts, token = rollout_workers(config)
     return RemoteEngine(
         [host.url for host in hosts] or server_urls(config),
-        "vllm_lora" if adapters else engine.backend,
+        "vllm_lora" if cfg.sends_adapters(config) else engine.backend,
         weights=_source(config, model, tokenizer),
         probe=_probe(config, model, mesh),
         hosts=hosts,
@@ -81,23 +89,14 @@ def served_engine(config: cfg.TrainConfig) -> RemoteEngine:
     )
 
 
-def _hosts(config: cfg.TrainConfig) -> tuple[list[ServerStarter], str | None]:
-    """Return what starts the servers, or none if they run already, and their token if it is new."""
-    engine = config.generator.inference_engine
-    if not engine.run_engines_locally:
-        return [], None
-    return (
-        (list(_vllm_servers(config)), None) if engine.backend == "vllm" else rollout_workers(config)
-    )
-
-
 def _source(config: cfg.TrainConfig, model: TransformerConfig, tokenizer: Any) -> Source:
-    """Return the transport of the weights that the config names."""
+    """Return the transport of the weights: rollout workers pull them, whatever the config names."""
     engine = config.generator.inference_engine
-    if engine.weight_transport == "transfer":
+    if engine.weight_transport == "transfer" or config.trainer.placement.rollout_num_nodes:
         return WeightTransfer(DTYPES[cfg.engine_dtype(engine)], cfg.group_bytes(config))
-    folder = _adapter_folder if cfg.sends_adapters(config) else weight_folder
-    return folder(config, model, tokenizer)
+    if cfg.sends_adapters(config):
+        return _adapter_folder(config, model, tokenizer)
+    return weight_folder(config, model, tokenizer)
 
 
 def _options(config: cfg.TrainConfig, token: str | None = None) -> RemoteOptions:
@@ -185,6 +184,84 @@ def _vllm_servers(config: cfg.TrainConfig) -> list[VllmServer]:
     python = engine.vllm_python or sys.executable
     devices = engine.engine_devices or [None] * engine.num_engines
     return [
-        VllmServer(flags, logs / f"server_{number}.log", python, of_one)
-        for number, of_one in enumerate(devices)
+        VllmServer(flags, logs / f"server_{number}.log", python, names)
+        for number, names in enumerate(devices)
     ]
+
+
+def rollout_workers(config: cfg.TrainConfig) -> tuple[list[ServerStarter], str]:
+    """Return a worker for each of `trainer.placement.rollout_num_nodes`, and their token.
+
+    They are not started yet. Where Ray is initialised each is an actor in a bundle of its own; else
+    they are processes of this machine.
+
+    Raises:
+        ValueError: Ray has not got the hosts.
+    """
+    number, folder = config.trainer.placement.rollout_num_nodes, cfg.run_folder(config.trainer)
+    folders = [Path(str(folder), "rollout_workers", str(n)) for n in range(number)]
+    settings, token = worker_config(config), secrets.token_urlsafe(32)
+    devices = config.generator.inference_engine.engine_devices or [None] * number
+    environments = [
+        {config.serve.token_env: token} | ({"CUDA_VISIBLE_DEVICES": names} if names else {})
+        for names in devices
+    ]
+    ray = sys.modules.get("ray")  # not imported: then nobody has initialised it
+    if ray is not None and ray.is_initialized():
+        from jaxrl.cluster.rollout_worker import ray_workers
+
+        workers = ray_workers(
+            settings,
+            folders,
+            environments,
+            trainer_hosts=config.trainer.placement.policy_num_nodes,
+            start_seconds=config.trainer.cluster.start_seconds,
+        )
+        return list(workers), token
+    pairs = zip(folders, environments, strict=True)
+    return [OwnServer(settings, folder, environment) for folder, environment in pairs], token
+
+
+def worker_config(config: cfg.TrainConfig) -> dict[str, Any]:
+    """Return the config of each worker: the run's, with the settings of a server.
+
+    All have the same number of slots, and blocks always run over all of them: so the bits of a
+    sample do not depend on which worker draws it, nor on what else that one is asked for.
+    """
+    engine, path = config.generator.inference_engine, config.trainer.policy.model.path
+    assert path is not None  # validated
+    generator, rows = config.generator, cfg.rows_at_once(config)
+    slots = -(-min(engine.max_num_seqs, rows) // config.trainer.placement.rollout_num_nodes)
+    samples = max(generator.n_samples_per_prompt, generator.eval_n_samples_per_prompt)
+    engine_settings = {
+        "http_endpoint_host": LOOPBACK,
+        "http_endpoint_port": 0,
+        "enable_http_endpoint": False,
+        "weight_transport": "folder",  # its own engine is in its process, where nothing is moved
+        "engine_devices": None,
+        "engine_init_kwargs": {"shrink": False, **engine.engine_init_kwargs},
+    }
+    serve = {
+        "receive_weights": True,
+        "weights_root": None,
+        "token_file": None,
+        "grpc_port": None,
+        "max_num_seqs": slots,
+        "max_model_len": cfg.longest_row(config),
+        "steps_per_dispatch": STEPS_PER_DISPATCH,
+        "max_samples": max(config.serve.max_samples, rows),
+        "max_samples_per_request": max(config.serve.max_samples_per_request, samples),
+        "request_seconds": engine.request_timeout_seconds,
+    }
+    changes = {
+        "trainer.placement.rollout_num_nodes": 0,
+        "trainer.placement.colocate_all": True,
+        "trainer.placement.colocate_policy_ref": True,
+        "trainer.ref.mesh": None,
+        "trainer.critic.mesh": None,
+        "trainer.policy.model.path": str(Path(path).absolute()) if Path(path).is_dir() else path,
+        **{f"trainer.policy.mesh.{axis}": size for axis, size in _WORKER_MESH.items()},
+        **{f"generator.inference_engine.{name}": value for name, value in engine_settings.items()},
+        **{f"serve.{name}": value for name, value in serve.items()},
+    }
+    return cfg.get_config_as_dict(cfg.apply_overrides(config, changes))

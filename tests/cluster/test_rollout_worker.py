@@ -39,26 +39,32 @@ def node(address, **resources):
 
 def test_where_hosts_have_accelerators_workers_share_none_with_the_trainer():
     nodes = [node(name, GPU=8.0) for name in "abcd"]
-    what, wanted, strategy = bundles(nodes, "a", 2, 2, "")
+    what, wanted, strategy = bundles(nodes, address="a", number=2, trainer_hosts=2, platforms="")
     assert strategy == "STRICT_SPREAD"
     assert wanted == [{"CPU": 1.0, "GPU": 8.0}] * 2 + [{"node:a": 0.001}]
     assert what.devices == 8
     # 4 hosts, 1 this one, 2 more of the trainer's: 1 is left
     with pytest.raises(ValueError, match=r"rollout_num_nodes=2: .* has 1 host\(s\) with a GPU bes"):
-        bundles(nodes, "a", 2, 3, "")
+        bundles(nodes, address="a", number=2, trainer_hosts=3, platforms="")
 
 
 def test_on_cpus_workers_may_share_a_host():
     nodes = [node("a", GPU=8.0)]
-    assert bundles(nodes, "a", 2, 1, "cpu")[1:] == ([{"CPU": 1.0}] * 2, "SPREAD")
-    assert bundles([node("a")], "a", 2, 1, "")[1:] == ([{"CPU": 1.0}] * 2, "SPREAD")
+    assert bundles(nodes, address="a", number=2, trainer_hosts=1, platforms="cpu")[1:] == (
+        [{"CPU": 1.0}] * 2,
+        "SPREAD",
+    )
+    assert bundles([node("a")], address="a", number=2, trainer_hosts=1, platforms="")[1:] == (
+        [{"CPU": 1.0}] * 2,
+        "SPREAD",
+    )
 
 
 def test_workers_for_which_there_is_no_room_are_an_error(cluster):
     """Three bundles of a CPU on two CPUs, whose group would never be there."""
     before = len(ray.util.placement_group_table())
     with pytest.raises(ValueError, match=r"rollout_num_nodes=3: .* not free within 1 s .*lower it"):
-        ray_workers({}, [(None, {})] * 3, 1, 1.0)
+        ray_workers({}, [None] * 3, [{}] * 3, trainer_hosts=1, start_seconds=1.0)
     table = list(ray.util.placement_group_table().values())[before:]
     assert [group["state"] for group in table] == ["REMOVED"]
 

@@ -13,9 +13,11 @@ import jax
 import pytest
 
 from jaxrl import config as cfg
-from jaxrl.rollout.build_workers import worker_config
+from jaxrl.rollout import build_remote
+from jaxrl.rollout.build_remote import worker_config
 from jaxrl.rollout.remote.http_client import RemoteServer, ServerError
 from jaxrl.rollout.remote.worker import OwnServer
+from jaxrl.rollout.weights.transfer import WeightTransfer
 from jaxrl.train import BasePPOExp
 from tests.test_train import assert_bitwise_equal, small
 
@@ -99,11 +101,15 @@ def test_a_worker_killed_in_mid_generation_is_replaced_and_nothing_changes(
     assert_bitwise_equal(trainer.state.params, undisturbed.state.params)
 
 
-@pytest.mark.slow  # a whole run
-def test_a_folder_brings_the_same_bits(undisturbed, tmp_path):
-    through_files = {"generator.inference_engine.weight_transport": "folder"}
-    trainer = trained(tmp_path, **through_files)
-    assert_bitwise_equal(trainer.state.params, undisturbed.state.params)
+def test_workers_pull_their_weights_whatever_the_config_names(tmp_path):
+    """No folder is written for them; both words of the field stay valid."""
+    for transport in ("folder", "transfer"):
+        changes = {**WORKERS, "generator.inference_engine.weight_transport": transport}
+        config = cfg.resolve(small(tmp_path, **changes))
+        cfg.validate(config, num_devices=8)
+        assert isinstance(build_remote._source(config, None, None), WeightTransfer)
+        told = cfg.to_train_config(worker_config(config))
+        assert told.serve.receive_weights and told.serve.weights_root is None
 
 
 DRIVER = """

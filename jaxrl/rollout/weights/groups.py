@@ -51,7 +51,6 @@ class Piece(NamedTuple):
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
 
-Group = tuple[Piece, ...]
 Arrays = Mapping[str, Any]  # by path
 
 
@@ -84,7 +83,7 @@ def whole_pieces(arrays: Arrays, dtype: Any = None) -> list[Piece]:
     ]
 
 
-def plan(whole: Sequence[Piece], group_bytes: int = GROUP_BYTES) -> list[Group]:
+def plan(whole: Sequence[Piece], group_bytes: int = GROUP_BYTES) -> list[tuple[Piece, ...]]:
     """Return the pieces of each group; together every element of every array, once.
 
     Args:
@@ -115,7 +114,7 @@ def layer_ranges(stacked: Sequence[Piece], group_bytes: int) -> list[tuple[int, 
     return [(first, min(each, layers - first)) for first in range(0, layers, each)]
 
 
-def _filled(pieces: Sequence[Piece], group_bytes: int) -> Iterator[Group]:
+def _filled(pieces: Sequence[Piece], group_bytes: int) -> Iterator[tuple[Piece, ...]]:
     """Yield groups of neighbours, as many as fit."""
     group: list[Piece] = []
     for piece in (part for whole in pieces for part in _cut(whole, group_bytes)):
@@ -145,7 +144,7 @@ def _cut(piece: Piece, group_bytes: int) -> Iterator[Piece]:
 # ---- where the parameters are
 
 
-def take(arrays: Arrays, group: Group) -> list[jax.Array]:
+def take(arrays: Arrays, group: Sequence[Piece]) -> list[jax.Array]:
     """Return the pieces of a group, merged and cast.
 
     They are on the devices of the parameters, spread as they are.
@@ -211,7 +210,7 @@ class Assembly:
         self.missing = sum(math.prod(p.shape) for p in pieces)  # elements
         self._arrays: dict[str, jax.Array] = {}
 
-    def put(self, group: Group, arrays: Sequence[jax.Array]) -> None:
+    def put(self, group: Sequence[Piece], arrays: Sequence[jax.Array]) -> None:
         """Fill in a group, and wait until it is there: what it came in can be freed.
 
         Args:
@@ -230,7 +229,7 @@ class Assembly:
             self.missing -= math.prod(piece.shape)
         jax.block_until_ready([self._arrays[piece.name] for piece in group])
 
-    def check(self, group: Group) -> None:
+    def check(self, group: Sequence[Piece]) -> None:
         """Check a group before anything is allocated for it.
 
         Raises:

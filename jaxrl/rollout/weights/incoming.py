@@ -9,14 +9,15 @@ import ipaddress
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
 from jax.experimental import transfer
 
 from jaxrl.models.transformer import Params
-from jaxrl.rollout.weights.groups import Assembly, Group, Piece, named, sums, whole_pieces
+from jaxrl.rollout.weights.groups import Assembly, Piece, named, sums, whole_pieces
 
 POLL_SECONDS, CONNECT_SECONDS = 0.002, 5.0
 GROUP_SECONDS, SLOWEST = 120.0, 20e6  # a group takes as long at most, and bytes per second
@@ -62,7 +63,7 @@ def own_address(peer: str) -> str:
     return f"[{own}]" if ":" in own else own
 
 
-def patience(group: Group) -> float:
+def patience(group: Sequence[Piece]) -> float:
     """Return the seconds within which a group is pulled, or will not be."""
     return GROUP_SECONDS + sum(piece.nbytes for piece in group) / SLOWEST
 
@@ -88,7 +89,7 @@ class Notice:
     number: int
     count: int
     dtype: str
-    pieces: Group
+    pieces: tuple[Piece, ...]
     checksums: list[int]
 
     @classmethod
@@ -104,9 +105,12 @@ class Notice:
                 for p in body["pieces"]
             )
             notice = cls(
-                str(body["address"]),
-                str(body["transfer"]),
-                *_ints(body[name] for name in ("uuid", "version", "number", "count")),
+                address=str(body["address"]),
+                transfer=str(body["transfer"]),
+                uuid=int(body["uuid"]),
+                version=int(body["version"]),
+                number=int(body["number"]),
+                count=int(body["count"]),
                 dtype=str(body["dtype"]),
                 pieces=pieces,
                 checksums=list(_ints(body["checksums"])),
@@ -121,6 +125,10 @@ class Notice:
             raise ValueError(f"group {notice.number} of {notice.count}, uuid={notice.uuid}")
         _ = notice.place
         return notice
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `read` reads."""
+        return asdict(self) | {"pieces": [piece._asdict() for piece in self.pieces]}
 
     @property
     def place(self) -> tuple[str, int]:
@@ -170,14 +178,16 @@ class Incoming:
     """Hold the weights that are being received; none is used before all are there.
 
     Args:
-        like: shapes of the parameters.
+        abstract_params: shapes of the parameters.
         shardings: of them.
         seconds: longest wait for a group.
     """
 
-    def __init__(self, like: Params, shardings: Params, seconds: float) -> None:
-        self.like, self.shardings, self.seconds = like, named(shardings), seconds
-        self._coming: _Coming | None = None
+    def __init__(self, abstract_params: Params, shardings: Params, seconds: float) -> None:
+        self.abstract_params, self.shardings = abstract_params, named(shardings)
+        self.seconds = seconds
+        self._assembly: Assembly | None = None  # None: no version is on its way
+        self._next: tuple[str, int, int, int] | None = None  # transfer, version, count, number
         self._end: transfer.TransferServer | None = None
         self._connection: tuple[str, transfer.TransferConnection] | None = None
         self._lock = threading.Lock()
@@ -189,29 +199,29 @@ class Incoming:
             ValueError: it is of another model; nothing was pulled.
             TransferFailed: it did not come whole, or is not the next; begin with the first again.
         """
+        update = notice.transfer, notice.version, notice.count
         if notice.number == 0:
-            pieces = whole_pieces(named(self.like), notice.dtype)
-            self._coming = _Coming(notice, Assembly(pieces, self.shardings))
-        coming = self._coming
-        if coming is None or not coming.continued_by(notice):
+            pieces = whole_pieces(named(self.abstract_params), notice.dtype)
+            self._assembly, self._next = Assembly(pieces, self.shardings), (*update, 0)
+        assembly = self._assembly
+        if assembly is None or self._next != (*update, notice.number):
             raise TransferFailed(f"{notice} is not the next that is expected here: begin with 0")
         try:
-            coming.assembly.check(notice.pieces)
-            arrays = self._pull(notice)
-            coming.assembly.put(notice.pieces, arrays)
-            coming.next += 1
-            if coming.next < notice.count:
+            assembly.check(notice.pieces)
+            assembly.put(notice.pieces, self._pull(notice))
+            self._next = (*update, notice.number + 1)
+            if notice.number + 1 < notice.count:
                 return None
-            params = coming.assembly.finish()
+            arrays = assembly.finish()
         except BaseException:
             self.forget()
             raise
         self.forget()
-        return jax.tree.unflatten(jax.tree.structure(self.like), params.values())
+        return jax.tree.unflatten(jax.tree.structure(self.abstract_params), arrays.values())
 
     def forget(self) -> None:
         """Throw away what has come of a version; its next group is refused."""
-        self._coming = None
+        self._assembly = self._next = None
 
     def _pull(self, notice: Notice) -> list[jax.Array]:
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -247,25 +257,6 @@ class Incoming:
                 self._end = self._end or open_transfer(place[0])
                 self._connection = address, self._end.connect(address)
             return self._connection[1]
-
-
-@dataclass
-class _Coming:
-    """Describe a version on its way."""
-
-    first: Notice
-    assembly: Assembly
-    next: int = 0  # number of the group that must come
-
-    def continued_by(self, notice: Notice) -> bool:
-        """Return whether a notice is of the next group, from the same trainer."""
-        first = self.first
-        return (notice.transfer, notice.version, notice.count, notice.number) == (
-            first.transfer,
-            first.version,
-            first.count,
-            self.next,
-        )
 
 
 def _wait(arrays: list[Any], seconds: float) -> None:

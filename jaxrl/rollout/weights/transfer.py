@@ -16,8 +16,8 @@ from jax.experimental import transfer
 
 from jaxrl.models.transformer import Params
 from jaxrl.rollout.remote.http_client import RemoteServer, ServerError
-from jaxrl.rollout.weights.groups import GROUP_BYTES, Group, named, plan, sums, take, whole_pieces
-from jaxrl.rollout.weights.incoming import open_transfer, patience
+from jaxrl.rollout.weights.groups import GROUP_BYTES, Piece, named, plan, sums, take, whole_pieces
+from jaxrl.rollout.weights.incoming import Notice, open_transfer, patience
 
 ANSWER_SECONDS = 10.0  # for the answer of a server that has waited its own patience
 
@@ -32,14 +32,14 @@ class Offer:
 
     version: int
     params: Params | None
-    groups: list[Group] = field(repr=False)
+    groups: list[tuple[Piece, ...]] = field(repr=False)
 
     def __str__(self) -> str:
         return f"version {self.version}"
 
 
 class WeightTransfer:
-    """Gives servers their weights, in place of a `WeightFolder`.
+    """Sends weights to jaxrl's own servers, group by group; a `Source` like `WeightFolder`.
 
     Between updates it holds a reference to the trainer's parameters, for servers that come back. It
     costs nothing: when the trainer donates them to its next update they are gone, and a server that
@@ -82,13 +82,12 @@ class WeightTransfer:
             ServerError: it has not got them, and goes on with what it had.
         """
         del name
-        host = urlsplit(server.url).hostname or ""
-        told = {"version": version, "transfer": secrets.token_hex(16)}
+        host, transfer_id = urlsplit(server.url).hostname or "", secrets.token_hex(16)
         async with self._turn:
             try:
                 for number, group in enumerate(newest.groups):
-                    body = await asyncio.to_thread(self.offer, host, newest, number)
-                    await server.receive(body | told, patience(group) + ANSWER_SECONDS)
+                    notice = await asyncio.to_thread(self.offer, host, newest, number, transfer_id)
+                    await server.receive(notice.to_json(), patience(group) + ANSWER_SECONDS)
             except BaseException as error:
                 self._ends.pop(host, None)  # with it goes what was offered and not pulled
                 if isinstance(error, (RuntimeError, OSError)):  # of jax, and of sockets
@@ -96,7 +95,7 @@ class WeightTransfer:
                     raise ServerError(message) from error
                 raise
 
-    def offer(self, host: str, offer: Offer, number: int) -> dict[str, Any]:
+    def offer(self, host: str, offer: Offer, number: int, transfer_id: str) -> Notice:
         """Cut a group and let it be pulled; return what its receiver must know of it.
 
         Raises:
@@ -111,14 +110,16 @@ class WeightTransfer:
             self._ends[host] = open_transfer(host)
         end, uuid = self._ends[host], secrets.randbits(62)
         arrays = jax.device_put(take(named(params), group), jax.local_devices()[0])
-        body = {
-            "address": end.address(),
-            "uuid": uuid,
-            "number": number,
-            "count": len(offer.groups),
-            "dtype": str(jax.numpy.dtype(self.dtype)),
-            "pieces": [piece._asdict() for piece in group],
-            "checksums": sums(arrays),
-        }
+        notice = Notice(
+            address=end.address(),
+            transfer=transfer_id,
+            uuid=uuid,
+            version=offer.version,
+            number=number,
+            count=len(offer.groups),
+            dtype=str(jax.numpy.dtype(self.dtype)),
+            pieces=group,
+            checksums=sums(arrays),
+        )
         end.await_pull(uuid, arrays)
-        return body
+        return notice

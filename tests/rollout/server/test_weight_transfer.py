@@ -189,8 +189,8 @@ def test_groups_of_two_trainers_are_never_mixed(server):
     offers = {end: end.publish(PARAMS, 5) for end in (one, other)}
 
     def send(end, number, transfer):
-        group = end.offer(host, offers[end], number) | {"version": 5, "transfer": transfer}
-        return ask(server, "/receive_weights", group)
+        notice = end.offer(host, offers[end], number, transfer)
+        return ask(server, "/receive_weights", notice.to_json())
 
     assert send(one, 0, "a")[0] == 200
     assert send(other, 0, "b")[0] == 200
@@ -243,9 +243,9 @@ def test_what_has_come_is_thrown_away_when_nothing_follows(server, monkeypatch):
     monkeypatch.setattr(service, "IDLE_SECONDS", 0.0)
     end = WeightTransfer(jnp.float32, GROUP_BYTES)
     offer = end.publish(PARAMS, 5)
-    told = {"version": 5, "transfer": "a"}
-    assert ask(server, "/receive_weights", end.offer("127.0.0.1", offer, 0) | told)[0] == 200
-    assert ask(server, "/receive_weights", end.offer("127.0.0.1", offer, 1) | told)[0] == 502
+    for number, status in ((0, 200), (1, 502)):
+        notice = end.offer("127.0.0.1", offer, number, "a")
+        assert ask(server, "/receive_weights", notice.to_json())[0] == status
 
 
 def test_a_server_that_hangs_holds_up_the_others_for_a_group_and_no_longer():
