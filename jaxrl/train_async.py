@@ -16,10 +16,16 @@ from jaxrl.config import overlaps, runs_free
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.parallel import agree, is_first
 from jaxrl.records.checkpoint import Buffer
-from jaxrl.rollout.conversations.concat_outputs import concat_batch, from_bytes, to_bytes
+from jaxrl.rollout.conversations.concat_outputs import concat_batch
 from jaxrl.rollout.conversations.dynamic_sampling import distinct_uids
 from jaxrl.rollout.conversations.loop_thread import LoopThread
-from jaxrl.rollout.conversations.stream import Held, RolloutStream, Unit
+from jaxrl.rollout.conversations.stream import (
+    Held,
+    RolloutStream,
+    Unit,
+    units_from_bytes,
+    units_to_bytes,
+)
 from jaxrl.trainer import Trainer
 from jaxrl.training.staleness import oldest_versions, staleness_metrics
 from jaxrl.types import GeneratorOutput, Prompt, TrainBatch, TrainState
@@ -161,7 +167,7 @@ class AsyncTrainer(Trainer):
         held = self.stream.held()  # before the ledger: what is finished later is sampled again
         groups = {str(unit.ordinal): self.groups[unit.ordinal] for unit in held.finished}
         waiting = {"next_ordinal": held.next_ordinal, "in_flight": held.in_flight, "groups": groups}
-        return waiting, {"units": to_bytes(held.finished)} if held.finished else None
+        return waiting, {"units": units_to_bytes(held.finished)} if held.finished else None
 
     def restore_or_init(self) -> TrainState:
         """Return the state; restore what waited beside it."""
@@ -169,7 +175,7 @@ class AsyncTrainer(Trainer):
         saved = (self.checkpointer.restored_meta or {}).get("async")
         if saved is not None:
             buffer, self.checkpointer.restored_buffer = self.checkpointer.restored_buffer, None
-            units = from_bytes(buffer["units"]) if buffer else []
+            units = units_from_bytes(buffer["units"]) if buffer else []
             self.held = Held(saved["next_ordinal"], saved["in_flight"], units)
             self.groups = {int(ordinal): ids for ordinal, ids in saved["groups"].items()}
             self.next_ordinal = saved["next_ordinal"]

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 from jaxrl import envs
 from jaxrl.cluster.ray_import import ray
 from jaxrl.registry.pickling import PackedFunction, unpack
-from jaxrl.rollout.conversations.blame import place_of
 from jaxrl.rollout.conversations.environment_pool import EnvironmentPool
-from jaxrl.rollout.conversations.session import step_call
+from jaxrl.rollout.conversations.session import place_of, step_call
 from jaxrl.types import Message
 
 _READ = ("observations", "reward", "done", "postprocessed_action")  # of what `step` gives

@@ -1,8 +1,10 @@
-"""Whether JAX has the devices that it was told to use."""
+"""The devices of this machine: whether JAX has those it was told to use, and their memory."""
 
+import math
 import os
 import subprocess
 import sys
+from typing import Any
 
 import jax
 
@@ -45,3 +47,11 @@ def _devices_without_choice() -> str:
     except (OSError, subprocess.SubprocessError):
         return "none that start"
     return found.stdout.strip().splitlines()[-1]
+
+
+def device_memory(device: Any) -> float:
+    """Return the bytes of a device; host devices share the machine's."""
+    if device.platform == "cpu":
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return whole / jax.local_device_count("cpu")
+    return (device.memory_stats() or {}).get("bytes_limit", math.inf)

@@ -1,17 +1,26 @@
-"""What the trainer asks for trajectories, and how it waits for them."""
+"""What the trainer asks for trajectories, how it waits for them, and what it takes for one."""
 
 import asyncio
 import inspect
 from collections.abc import Coroutine, Sequence
 from contextlib import closing
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
+
+import numpy as np
 
 from jaxrl.config import SamplingParams, TrainConfig
-from jaxrl.rollout.conversations.columns import checked
+from jaxrl.data.columns import BLANKS, TOKEN_COLUMNS
 from jaxrl.rollout.conversations.conversation import generator_input, sampling_of
 from jaxrl.rollout.conversations.loop_thread import LoopThread
 from jaxrl.rollout.conversations.step_wise import merge_steps
 from jaxrl.types import GeneratorInput, GeneratorOutput, Prompt
+
+_IDS = dict.fromkeys(("prompt_token_ids", "response_ids"), "iu")
+# Of the columns of numbers per token the kinds; rewards may be a number for the response, too.
+_NUMBERS = _IDS | {column.name: column.kinds for column in TOKEN_COLUMNS if column.kinds}
+_PER_ROW = {"stop_reasons": str, "policy_versions": int}
+_COLUMNS = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", *_PER_ROW)
+_REQUIRED = (*_COLUMNS, "rollout_logprobs", "rollout_metrics")
 
 
 class GeneratorInterface(Protocol):
@@ -61,15 +70,14 @@ async def sample_prompts(
         part: these are not the whole batch; `concat_batch` puts the parts together.
 
     Raises:
-        ValueError: see `checked`.
+        ValueError: see `checked_output`.
     """
     names, sampling = (config.trainer.seed, phase, step), sampling_of(params, eos_token_ids)
     batch = generator_input(prompts, samples, names, sampling)
     if part:
         batch["part"] = True
-    output = checked(
-        await generate(generator, batch), type(generator).__name__, len(batch["prompts"])
-    )
+    output = await generate(generator, batch)
+    output = checked_output(output, type(generator).__name__, len(batch["prompts"]))
     return merge_steps(output) if config.generator.merge_stepwise_output else output
 
 
@@ -89,3 +97,76 @@ def run_now(work: Coroutine[Any, Any, GeneratorOutput]) -> GeneratorOutput:
 def generate_now(generator: Any, batch: GeneratorInput) -> GeneratorOutput:
     """Run `generate` to its end."""
     return run_now(generate(generator, batch))
+
+
+# ---- what a generator gave, before anything is made of it
+
+
+def checked_output(output: GeneratorOutput, generator: str, trajectories: int) -> GeneratorOutput:
+    """Check a generator's output and return it with lists in place of arrays and tuples.
+
+    Args:
+        generator: its name.
+        trajectories: that were asked for.
+
+    Raises:
+        ValueError: a column is missing or has other rows than the others, there are more or fewer
+            trajectories than were asked for, or a row is not what its column is made of. The
+            message names generator, column and row.
+    """
+    gave, given = f"{generator}.generate gave", cast(dict[str, Any], output)
+    if missing := [name for name in _REQUIRED if name not in given]:
+        raise ValueError(f"{gave} no {', '.join(missing)}: see jaxrl.types.GeneratorOutput")
+    columns = {k: x for k, v in given.items() if isinstance(x := _plain(v), list)}
+    for name in _COLUMNS:
+        if name not in columns:
+            raise ValueError(f"{gave} {name}={_short(given[name])}: give a list, one for each row")
+    rows = len(columns["response_ids"])
+    for name, column in columns.items():
+        if len(column) != rows:
+            raise ValueError(f"{gave} {len(column)} {name} for {rows} response_ids: give one each")
+    last = columns.get("is_last_step", [True] * rows)
+    if (ended := sum(map(bool, last))) != trajectories or not all(last[-1:]):
+        raise ValueError(
+            f"{gave} {ended} trajectories in {rows} rows for {trajectories} entries of the batch: "
+            "give one for each entry, in order, and is_last_step for its last row"
+        )
+    for name, column in columns.items():
+        columns[name] = rows_of = [_plain(value) for value in column]
+        for row, value in enumerate(rows_of):
+            if wanted := _wanted(name, value, len(columns["response_ids"][row])):
+                raise ValueError(f"{gave} {name}[{row}]={_short(value)}: give {wanted}")
+    return cast(GeneratorOutput, {**given, **columns})
+
+
+def _plain(value: Any) -> Any:
+    """Return arrays and tuples as lists, their scalars as numbers; a NamedTuple stays one."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return list(value) if type(value) is tuple else value
+
+
+def _wanted(name: str, value: Any, tokens: int) -> str:
+    """Return what a row of a column has to be, or "" if it is that."""
+    if name in _PER_ROW:
+        kind = _PER_ROW[name]
+        return "" if isinstance(value, kind) else f"one {kind.__name__}"
+    if name in _NUMBERS:
+        whole = name == "rewards" and not isinstance(value, list)
+        try:
+            array = np.asarray(value)
+        except ValueError:  # lists of different lengths
+            array = np.array("")
+        if array.ndim != (not whole) or (array.size and array.dtype.kind not in _NUMBERS[name]):
+            numbers = "integers" if _NUMBERS[name] == "iu" else "numbers"
+            return f"a list of {numbers}" + " or one number" * (name == "rewards")
+        if whole:
+            return ""
+    if name in BLANKS and len(value) != tokens:
+        return f"one entry for each of the {tokens} response tokens"
+    return ""
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -8,12 +8,10 @@ from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.rollout.conversations.concat_outputs import (
     concat_batch,
     concat_outputs,
-    from_bytes,
-    to_bytes,
 )
 from jaxrl.rollout.conversations.conversation import ConversationGenerator, sample_key
 from jaxrl.rollout.conversations.step_wise import merge_steps
-from jaxrl.rollout.conversations.stream import Unit
+from jaxrl.rollout.conversations.stream import Unit, units_from_bytes, units_to_bytes
 from jaxrl.rollout.generator import generate_now
 from jaxrl.rollout.protocol import Sampling
 from tests.rollout.scripted import ScriptedEngine, TalkingEnv, make_prompt
@@ -111,9 +109,9 @@ def test_units_come_back_from_bytes_as_they_were():
     options = {"step_wise_trajectories": True}
     outputs = [sample([p], True, **options) for p in prompts("b")]
     units = [Unit(7 - i, output) for i, output in enumerate(outputs)]
-    data = to_bytes(units)
+    data = units_to_bytes(units)
     assert data.dtype == np.uint8
-    again = from_bytes(data)
+    again = units_from_bytes(data)
     assert [unit.ordinal for unit in again] == [7, 6, 5]
     expected = concat_batch([unit.output for unit in units])
     assert concat_batch([unit.output for unit in again]) == expected
@@ -124,7 +122,7 @@ def test_units_come_back_from_bytes_as_they_were():
 
 def test_units_without_a_single_response_token_come_back():
     part = row([], rollout_logprobs=[[]], rewards=[[]])
-    (unit,) = from_bytes(to_bytes([Unit(3, part)]))
+    (unit,) = units_from_bytes(units_to_bytes([Unit(3, part)]))
     assert unit == Unit(3, part)
     assert concat_outputs([unit.output, row([1], rollout_logprobs=[[0.5]])])["response_ids"] == [
         [],

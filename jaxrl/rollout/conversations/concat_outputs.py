@@ -1,16 +1,12 @@
-"""Batches that are sampled in parts: putting them together, and keeping parts in a checkpoint."""
+"""Batches that are sampled in parts, put together."""
 
-import io
 import itertools
-import json
 from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
 
 from jaxrl.data.columns import BLANKS, TOKEN_COLUMNS
-from jaxrl.data.recorded import from_arrays, to_arrays
-from jaxrl.rollout.conversations.stream import Unit
 from jaxrl.rollout.conversations.trajectories import batch_metrics, refuse_all_failed
 from jaxrl.types import GeneratorOutput, Measured
 
@@ -64,40 +60,3 @@ def _column(name: str, parts: Sequence[GeneratorOutput]) -> Any:
 def _nothing(name: str, response: Sequence[int]) -> Any:
     """Return what a row has in a column that its part lacks."""
     return {} if name == "reward_terms" else [BLANKS[name]] * len(response)
-
-
-# ---------------------------------------------------------------- in a checkpoint
-
-
-def to_bytes(units: Sequence[Unit]) -> np.ndarray:
-    """Encode units as bytes [N] uint8, without loss: an npz archive in which nothing is pickled."""
-    whole = concat_outputs([unit.output for unit in units])
-    about = {
-        "ordinals": [unit.ordinal for unit in units],
-        "rows": [len(unit.output["response_ids"]) for unit in units],
-        "metrics": [unit.output["rollout_metrics"] for unit in units],
-    }
-    arrays: dict[str, Any] = to_arrays({**whole, "rollout_metrics": {}})
-    file = io.BytesIO()
-    np.savez(file, **arrays, about=_json(about))
-    return np.frombuffer(file.getvalue(), np.uint8)
-
-
-def from_bytes(data: np.ndarray) -> list[Unit]:
-    """Return the units that `to_bytes` was given."""
-    with np.load(io.BytesIO(data.tobytes()), allow_pickle=False) as file:
-        arrays = {name: file[name] for name in file.files}
-    about = json.loads(arrays.pop("about").tobytes())
-    whole = cast(dict[str, Any], from_arrays(arrays))
-    ends = np.cumsum(about["rows"]).tolist()
-    units = []
-    for i, (ordinal, end) in enumerate(zip(about["ordinals"], ends, strict=True)):
-        rows = slice(end - about["rows"][i], end)
-        output = {k: v[rows] if isinstance(v, list) else v for k, v in whole.items()}
-        output["rollout_metrics"] = about["metrics"][i]
-        units.append(Unit(ordinal, cast(GeneratorOutput, output)))
-    return units
-
-
-def _json(value: Any) -> np.ndarray:
-    return np.frombuffer(json.dumps(value, default=float).encode(), np.uint8)

@@ -2,20 +2,26 @@
 
 import contextlib
 import functools
+import inspect
+import os
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from jaxrl import envs
+import jaxrl
+from jaxrl import envs, functions
 from jaxrl.envs import StepOutput
 from jaxrl.envs.protocol import conversation_extras
 from jaxrl.registry import accepted_keywords
-from jaxrl.rollout.conversations.blame import place_of
 from jaxrl.rollout.conversations.environment_pool import EnvironmentPool
 from jaxrl.rollout.conversations.reward_terms import PLAIN, Reward, RewardTerms, named
 from jaxrl.types import Message, Prompt
+
+_OURS = str(Path(jaxrl.__file__).parent) + os.sep
 
 
 class EnvironmentFailure(Exception):
@@ -207,3 +213,34 @@ def _check_rewards(rewards: Any, tokens: int, term: str) -> None:
             f"gave {len(rewards)} rewards{term} for {tokens} tokens; give one per token, or a "
             "number"
         )
+
+
+# ---- where in the user's files something went wrong
+
+
+def place_of(error: BaseException, asked: Callable[..., Any] | None = None) -> str:
+    """Return `file:line` of an error, or "" where no file of the user's is involved.
+
+    Args:
+        error: the innermost line of the user's that it went through; an attribute `place` holds
+            instead, of an error that was raised in another process.
+        asked: where no line was, this function is to blame: for what it returned.
+    """
+    if place := getattr(error, "place", ""):
+        return place
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f"{f.filename}:{f.lineno}" for f in frames if _is_users(f.filename)]
+    return lines[-1] if lines else _place_of_function(asked)
+
+
+def _place_of_function(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None) if function else None
+    if code is None or not _is_users(code.co_filename):
+        return ""
+    return f"{code.co_filename}:{code.co_firstlineno}"
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith((*functions.INSTALLED, _OURS, "<"))

@@ -8,13 +8,19 @@ takes its batch, (t - 1) P groups are trained, so at most (s + 1) P are in fligh
 """
 
 import asyncio
+import io
+import json
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
+import numpy as np
+
+from jaxrl.data.recorded import from_arrays, to_arrays
+from jaxrl.rollout.conversations.concat_outputs import concat_outputs
 from jaxrl.rollout.conversations.loop_thread import LoopThread
 from jaxrl.types import GeneratorOutput
 
@@ -169,3 +175,40 @@ class RolloutStream:
                 self._idle_since = time.perf_counter()
             self._fill()
             self._changed.notify_all()
+
+
+# ---------------------------------------------------------------- in a checkpoint
+
+
+def units_to_bytes(units: Sequence[Unit]) -> np.ndarray:
+    """Encode units as bytes [N] uint8, without loss: an npz archive in which nothing is pickled."""
+    whole = concat_outputs([unit.output for unit in units])
+    about = {
+        "ordinals": [unit.ordinal for unit in units],
+        "rows": [len(unit.output["response_ids"]) for unit in units],
+        "metrics": [unit.output["rollout_metrics"] for unit in units],
+    }
+    arrays: dict[str, Any] = to_arrays({**whole, "rollout_metrics": {}})
+    file = io.BytesIO()
+    np.savez(file, **arrays, about=_json(about))
+    return np.frombuffer(file.getvalue(), np.uint8)
+
+
+def units_from_bytes(data: np.ndarray) -> list[Unit]:
+    """Return the units that `units_to_bytes` was given."""
+    with np.load(io.BytesIO(data.tobytes()), allow_pickle=False) as file:
+        arrays = {name: file[name] for name in file.files}
+    about = json.loads(arrays.pop("about").tobytes())
+    whole = cast(dict[str, Any], from_arrays(arrays))
+    ends = np.cumsum(about["rows"]).tolist()
+    units = []
+    for i, (ordinal, end) in enumerate(zip(about["ordinals"], ends, strict=True)):
+        rows = slice(end - about["rows"][i], end)
+        output = {k: v[rows] if isinstance(v, list) else v for k, v in whole.items()}
+        output["rollout_metrics"] = about["metrics"][i]
+        units.append(Unit(ordinal, cast(GeneratorOutput, output)))
+    return units
+
+
+def _json(value: Any) -> np.ndarray:
+    return np.frombuffer(json.dumps(value, default=float).encode(), np.uint8)

@@ -7,6 +7,7 @@ Shape legend: S slots, L positions of a slot, n samples of a prompt, k tokens of
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax.sharding import Mesh
 
 from jaxrl.data.packing import round_up
@@ -22,21 +24,14 @@ from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.parallel import ShardingRules
 from jaxrl.parallel.rules import Placement, batch_devices
 from jaxrl.rollout.jetstream.protocol import ResultTokens, prefill_length
-from jaxrl.rollout.jetstream.slots import (
-    FREE,
-    Slots,
-    advance,
-    for_decode,
-    insert_prefix,
-    with_stop_ids,
-)
-from jaxrl.rollout.jetstream.tokenizer import PaddingTokenizer
-from jaxrl.rollout.native.decode import Features, Rows
+from jaxrl.rollout.native.decode import Block, Features, Rows
 from jaxrl.rollout.native.engine import ROW_SETTINGS
-from jaxrl.rollout.native.kv_cache import Cache
+from jaxrl.rollout.native.kv_cache import Cache, put_slots, take_slots
 from jaxrl.rollout.native.programs import DEFAULT_PREFILL_TOKENS, PREFILL_TOKENS, compiled
 from jaxrl.rollout.protocol import Sampling
 from jaxrl.types import Array
+
+FREE = 2**30  # in `Rows.slots`, beyond every slot: the row is done, or was never filled
 
 
 @dataclass(frozen=True)
@@ -70,6 +65,43 @@ class ParamsRef:
         if self.value is None:
             raise RuntimeError("the engine has no weights: call load_params(params) first")
         return self.value
+
+
+class Slots(struct.PyTreeNode):
+    """Hold samples in the middle of decoding: a prefix (its cache has one slot), or all slots."""
+
+    cache: Cache
+    rows: Rows
+    tokens: Array  # [rows, L] prompt and response
+
+
+class PaddingTokenizer:
+    """Wrap a Hugging Face tokenizer as JetStream's orchestrator calls it: prompts come out padded.
+
+    Args:
+        stop_token_ids: besides the end-of-sequence token.
+    """
+
+    def __init__(self, tokenizer: Any, stop_token_ids: Sequence[int] = ()) -> None:
+        self.tokenizer = tokenizer
+        self.eos_id: int = tokenizer.eos_token_id
+        self.bos_id: int | None = tokenizer.bos_token_id
+        self.pad_id: int = 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self.stop_tokens = {self.eos_id, *stop_token_ids}
+
+    def encode(self, s: str, **kwargs: Any) -> tuple[np.ndarray, int]:
+        """Return the padded tokens [P] of a text, and how many of them are real."""
+        ids = self.tokenizer(s, add_special_tokens=False)["input_ids"]
+        if kwargs.get("is_bos") and self.bos_id is not None:
+            ids = [self.bos_id, *ids]
+        padded = np.full(prefill_length(len(ids)), self.pad_id, np.int32)
+        padded[: len(ids)] = ids
+        return padded, len(ids)
+
+    def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str:
+        """Return the text of tokens."""
+        del kwargs
+        return self.tokenizer.decode(token_ids)
 
 
 class TransformerEngine:
@@ -367,3 +399,54 @@ class TransformerEngine:
         if metadata is None:
             raise ValueError("the engine has no tokenizer: give TransformerEngine one")
         return PaddingTokenizer(metadata, self.sampling.stop_token_ids)
+
+
+# ---- what happens to samples in the middle of decoding
+
+
+def with_stop_ids(rows: Rows, other: Rows) -> Rows:
+    """Return rows with room for the stop ids, and with the features, of others too."""
+    features = rows.features.union(other.features)
+    wider = features.stop_ids - rows.stop_ids.shape[1]
+    padded = jnp.pad(rows.stop_ids, ((0, 0), (0, wider)), constant_values=-1)
+    return rows.replace(stop_ids=padded if wider else rows.stop_ids, features=features)
+
+
+@jax.jit
+def for_decode(rows: Rows, tokens: Array, freed: Array) -> Rows:
+    """Return rows as `decode` takes them."""
+    seen = jnp.arange(tokens.shape[1]) <= rows.position[:, None]
+    history = jnp.where(seen, tokens, -1) if rows.features.penalised else None
+    return rows.replace(slots=jnp.where(freed, FREE, rows.slots), history=history)
+
+
+@jax.jit
+def advance(rows: Rows, tokens: Array, block: Block) -> tuple[Rows, Array, ResultTokens]:
+    """Return rows and tokens after a block, and what it drew."""
+    size, k = block.tokens.shape
+    drawn = jnp.arange(k) < block.count[:, None]
+    at = jnp.where(drawn, rows.position[:, None] + 1 + jnp.arange(k), tokens.shape[1])
+    tokens = tokens.at[jnp.arange(size)[:, None], at].set(block.tokens, mode="drop")
+    last = jnp.take_along_axis(block.tokens, jnp.maximum(block.count - 1, 0)[:, None], 1)[:, 0]
+    count = rows.count + block.count
+    rows = rows.replace(
+        slots=jnp.where(block.stopped | (count >= rows.max_tokens), FREE, rows.slots),
+        last_token=jnp.where(block.count > 0, last, rows.last_token),
+        position=rows.position + block.count,
+        count=count,
+    )
+    data = jnp.concatenate([block.tokens, drawn.astype(jnp.int32), count[:, None]], axis=1)
+    ends = (0, k), (k, 2 * k), (2 * k, 2 * k + 1)
+    return rows, tokens, ResultTokens(data, *ends, 1, block.log_probs)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def insert_prefix(state: Slots, prefix: Slots, slots: Array) -> Slots:
+    """Put sample i of the prefix into slots[i]."""
+    n, length = len(slots), state.tokens.shape[1]
+    copies = take_slots(prefix.cache, jnp.zeros_like(slots), length)
+    cache = put_slots(state.cache, slots, copies, length)
+    live = jnp.where(prefix.rows.slots[:n] == FREE, FREE, slots)
+    new = jax.tree.map(lambda x: x[:n], prefix.rows).replace(slots=live)
+    rows = jax.tree.map(lambda old, x: old.at[slots].set(x), state.rows, new)
+    return Slots(cache, rows, state.tokens.at[slots].set(prefix.tokens[:n]))

@@ -19,9 +19,8 @@ from jax.sharding import Mesh
 from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.parallel.compilation import Call
 from jaxrl.rollout.native.decode import Features, Rows
-from jaxrl.rollout.native.programs import Programs, allocated_length
+from jaxrl.rollout.native.programs import Programs, slots_that_fit
 from jaxrl.rollout.native.sample_thread import SampleThread
-from jaxrl.rollout.native.slot_memory import slots_that_fit
 from jaxrl.rollout.native.slots import PADDING, Sample, SlotTable
 from jaxrl.rollout.protocol import Request, Sampling
 from jaxrl.rollout.weights.groups import GROUP_BYTES
@@ -97,11 +96,25 @@ class NativeEngine(SampleThread):
         self._least_length = max_model_len or 1 if shrink is False else 1
         slots = max_num_seqs
         if max_model_len is not None:
-            length = allocated_length(config, mesh.devices.flat[0].platform, max_model_len)
-            given = length, gpu_memory_utilization, device_memory, resident_bytes
-            slots = min(slots, slots_that_fit(config, mesh, dtype, *given))
-        programs = {"dtype": dtype, "steps": steps_per_dispatch, "shrink": shrink}
-        self.programs = Programs(config, mesh, slots, **programs, group_bytes=group_bytes)
+            fitting = slots_that_fit(
+                config,
+                mesh,
+                dtype,
+                max_model_len=max_model_len,
+                utilization=gpu_memory_utilization,
+                memory=device_memory,
+                resident=resident_bytes,
+            )
+            slots = min(slots, fitting)
+        self.programs = Programs(
+            config,
+            mesh,
+            slots,
+            dtype=dtype,
+            steps=steps_per_dispatch,
+            shrink=shrink,
+            group_bytes=group_bytes,
+        )
         self.table = SlotTable(self.programs.slots, share_prefixes=enable_prefix_caching)
         self.prefilled_tokens = self.decoded_tokens = 0
         self._warm: set[Features] = set()  # of `warm_up`, and their unions

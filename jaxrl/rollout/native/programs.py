@@ -7,6 +7,7 @@ do not change a sample's bits.
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from jaxrl.models import decode_kernels
 from jaxrl.models.transformer import Params, TransformerConfig, abstract_params, logical_axes
 from jaxrl.parallel import ShardingRules
 from jaxrl.parallel.compilation import Call, compile_together
+from jaxrl.parallel.devices import device_memory
 from jaxrl.parallel.rules import Placement, batch_devices
 from jaxrl.rollout.native import decode as device, kv_cache
 from jaxrl.rollout.weights.groups import (
@@ -34,15 +36,17 @@ from jaxrl.rollout.weights.groups import (
 )
 from jaxrl.types import Array
 
+GIB = 2**30
+TPU_LANES = 128  # a multiple of which the minor dim of an array takes
 LEAST_LENGTH = 64  # positions; fewer are not worth shapes of their own
-SHARES = (4, 2, 1)  # a block runs over a quarter, a half or all of the slots, or of their length
+FRACTIONS = (4, 2, 1)  # a block runs over a quarter, a half or all of the slots, or of their length
 # Tokens of a prefill call with several prompts, and of the longest chunk, by platform: a call with
 # too few does not fill the device, one with too many computes padding and makes decoding wait.
 PREFILL_TOKENS = {"cpu": (64, 256)}
 DEFAULT_PREFILL_TOKENS = (1024, 1024)
 # Where programs take minutes to compile chunks have few lengths: the first of a prompt, later ones;
 # and later ones see a quarter of a slot or all of it.
-FIRST_CHUNKS, LATER_CHUNKS, LATER_SHARES = (128, 256, 512, 1024), (256, 1024), (4, 1)
+FIRST_CHUNKS, LATER_CHUNKS, LATER_FRACTIONS = (128, 256, 512, 1024), (256, 1024), (4, 1)
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class PrefillShapes:
 
     def lengths(self) -> list[int]:
         """Return the numbers of positions that a chunk in the middle of a prompt can see."""
-        return shares_of(self.length, LATER_SHARES if self.few else SHARES)
+        return fractions_of(self.length, LATER_FRACTIONS if self.few else FRACTIONS)
 
     def all(self, prompts: Sequence[int], rests: bool) -> list[tuple[int, int | None]]:
         """Return chunk lengths, and the positions that they see; None = their own, of first chunks.
@@ -99,9 +103,9 @@ class PrefillShapes:
         return sorted(shapes, key=lambda shape: (shape[1] is not None, shape))
 
 
-def shares_of(length: int, shares: Sequence[int]) -> list[int]:
+def fractions_of(length: int, divisors: Sequence[int]) -> list[int]:
     """Return parts of the positions of a slot, ascending; the last is all of them."""
-    parts = (round_up(length // share, 8) for share in shares)
+    parts = (round_up(length // divisor, 8) for divisor in divisors)
     return sorted({min(max(part, LEAST_LENGTH), length) for part in parts})
 
 
@@ -115,6 +119,51 @@ def allocated_length(config: TransformerConfig, platform: str, length: int) -> i
     length = max(length_bucket(length), LEAST_LENGTH)
     kernel = has_kernel(config, platform)
     return round_up(length, decode_kernels.POSITIONS) if kernel else length
+
+
+def slots_that_fit(
+    config: TransformerConfig,
+    mesh: Mesh,
+    dtype: jnp.dtype,
+    *,
+    max_model_len: int,
+    utilization: float,
+    memory: float | None = None,
+    resident: float = 0,
+) -> int:
+    """Return how many slots fit, beside the decode weights, into a share of the free memory.
+
+    Args:
+        max_model_len: most tokens of a row.
+        utilization: share of what is free.
+        memory: bytes of a device; None = as it says itself.
+        resident: bytes of a device that are not free.
+
+    Raises:
+        ValueError: not even one on each device.
+    """
+    length = allocated_length(config, mesh.devices.flat[0].platform, max_model_len)
+    tensor, groups = mesh.shape["tensor"], batch_devices(mesh, ShardingRules())
+    size = jnp.dtype(dtype).itemsize
+    elements = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract_params(config)))
+    weights = elements * size / tensor
+    position = config.num_layers * config.num_kv_heads * size / tensor
+    row = 2 * position * config.head_dim * length
+    if mesh.devices.flat[0].platform == "tpu" and config.head_dim % TPU_LANES:
+        # values lie transposed, and are padded for the kernel while a block is decoded
+        row += position * round_up(config.head_dim, TPU_LANES) * length
+    whole = device_memory(mesh.devices.flat[0]) if memory is None else memory
+    budget = utilization * (whole - resident)
+    each = int((budget - weights) // row)
+    if each < 1:
+        raise ValueError(
+            f"generator.inference_engine.gpu_memory_utilization={utilization}: {budget / GIB:.2f} "
+            f"GiB per device, of {whole / GIB:.2f} with {resident / GIB:.2f} of the trainer's, "
+            f"hold {weights / GIB:.2f} GiB of weights but not one row of {length} tokens "
+            f"({row / GIB:.2f} GiB); raise it or tensor_parallel_size, offload the optimizer, or "
+            "shorten prompts or responses"
+        )
+    return each * groups
 
 
 class Programs:
@@ -152,7 +201,7 @@ class Programs:
         self.params: Params | None = None
         # a kernel reads what is filled, whatever it is shown
         self._kernel = has_kernel(config, platform)
-        self._row_shares = SHARES if (alone if shrink is None else shrink) else (1,)
+        self._row_fractions = FRACTIONS if (alone if shrink is None else shrink) else (1,)
         self._sees_all = self._kernel or shrink is False
         self._by_row = placement.sharding((self.slots,), ("batch",))
         self._cache: kv_cache.Cache | None = None
@@ -184,11 +233,11 @@ class Programs:
 
     def sizes(self) -> list[int]:
         """Return the numbers of rows that a block can have."""
-        return sorted({-(-self.slots // share) for share in self._row_shares})
+        return sorted({-(-self.slots // divisor) for divisor in self._row_fractions})
 
     def decode_lengths(self) -> list[int]:
         """Return the numbers of positions that a block can see."""
-        return [self.length] if self._sees_all else shares_of(self.length, SHARES)
+        return [self.length] if self._sees_all else fractions_of(self.length, FRACTIONS)
 
     @property
     def prefills(self) -> PrefillShapes:

@@ -17,8 +17,8 @@ from jaxrl.models.lora import attach, with_token_keys
 from jaxrl.models.placement import place_model
 from jaxrl.models.transformer import abstract_params, logical_axes
 from jaxrl.parallel import make_mesh, param_shardings
+from jaxrl.parallel.devices import device_memory
 from jaxrl.parallel.offload import on_device
-from jaxrl.rollout.native.slot_memory import device_memory
 from jaxrl.tools.doctor.examined_run import ExaminedRun
 from jaxrl.tools.doctor.finding import (
     EXACT,

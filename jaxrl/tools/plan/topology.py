@@ -17,7 +17,7 @@ from jax.experimental import topologies
 
 from jaxrl.parallel import by_process
 from jaxrl.parallel.chips import CHIPS, GIB, Chip, chip_named, chip_of
-from jaxrl.rollout.native.slot_memory import device_memory
+from jaxrl.parallel.devices import device_memory
 
 # Chips of a host along each side, by their number, where hosts come in several forms; slices that
 # are one host (docs.cloud.google.com/tpu/docs/v5e and v6e, VM types).

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxrl.rollout.conversations.columns import checked
+from jaxrl.rollout.generator import checked_output
 
 GONE = object()
 
@@ -25,7 +25,7 @@ def columns(**changes):
 
 def test_arrays_and_tuples_become_lists():
     good = columns()
-    assert checked(good, "Mine", 2) == good
+    assert checked_output(good, "Mine", 2) == good
     given = columns(
         rewards=np.array([0.5, 1.0]),
         loss_masks=[np.array([True, False]), (1,)],
@@ -34,15 +34,19 @@ def test_arrays_and_tuples_become_lists():
         score=good["score"],
     )
     expected = columns(rewards=[0.5, 1.0], rollout_logprobs=None, score=good["score"])
-    assert checked(given, "Mine", 2) == expected
-    found = checked(columns(rewards=(np.float32(0.5), np.array([1.0]))), "Mine", 2)["rewards"]
+    assert checked_output(given, "Mine", 2) == expected
+    found = checked_output(columns(rewards=(np.float32(0.5), np.array([1.0]))), "Mine", 2)[
+        "rewards"
+    ]
     assert found == [0.5, [1.0]] and type(found[0]) is float
 
 
 def test_a_trajectory_may_have_several_rows():
-    assert checked(columns(is_last_step=np.array([False, True])), "Mine", 1)["is_last_step"][1]
+    assert checked_output(columns(is_last_step=np.array([False, True])), "Mine", 1)["is_last_step"][
+        1
+    ]
     with pytest.raises(ValueError, match="Mine.generate gave 1 trajectories in 2 rows for 1 "):
-        checked(columns(is_last_step=[True, False]), "Mine", 1)
+        checked_output(columns(is_last_step=[True, False]), "Mine", 1)
 
 
 @pytest.mark.parametrize(
@@ -66,11 +70,11 @@ def test_a_trajectory_may_have_several_rows():
 )
 def test_what_is_wrong_is_named(changes, message):
     with pytest.raises(ValueError, match=f"Mine.generate gave {message}"):
-        checked(columns(**changes), "Mine", 2)
+        checked_output(columns(**changes), "Mine", 2)
 
 
 def test_trajectories_that_were_not_asked_for_are_refused():
     with pytest.raises(
         ValueError, match="gave 2 trajectories in 2 rows for 3 entries of the batch"
     ):
-        checked(columns(), "Mine", 3)
+        checked_output(columns(), "Mine", 3)
