@@ -48,16 +48,23 @@ class RayWorker:
         group: of placement, with those of the other workers.
         bundle: its number there.
         resources: of the bundle: all are the actor's.
-        arguments: of the actor.
+        config, folder, environment: of `RolloutWorker`.
     """
 
     def __init__(
-        self, group: PlacementGroup, bundle: int, resources: Mapping[str, float], *arguments: Any
+        self,
+        group: PlacementGroup,
+        bundle: int,
+        resources: Mapping[str, float],
+        *,
+        config: Mapping[str, Any],
+        folder: Path,
+        environment: Mapping[str, str],
     ) -> None:
         self.url = NOT_STARTED
         self.actor: Any = None
-        self._group, self._bundle, self._arguments = group, bundle, arguments
-        self._resources = resources
+        self._group, self._bundle, self._resources = group, bundle, resources
+        self._config, self._folder, self._environment = config, folder, environment
 
     async def ensure(self, folder: Any) -> bool:
         """Have the server of the actor run, see `rollout.server_process.Host`.
@@ -68,19 +75,18 @@ class RayWorker:
         """
         del folder
         if self.actor is None:
-            has = self._resources
+            resources = self._resources
             actor = RolloutWorker.options(  # type: ignore[attr-defined]
-                num_cpus=has["CPU"],
-                num_gpus=has.get("GPU", 0),  # else Ray hides them from it
-                resources={k: v for k, v in has.items() if k not in ("CPU", "GPU")},
+                num_cpus=resources["CPU"],
+                num_gpus=resources.get("GPU", 0),  # else Ray hides them from it
+                resources={k: v for k, v in resources.items() if k not in ("CPU", "GPU")},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self._group, placement_group_bundle_index=self._bundle
                 ),
             )
-            self.actor = actor.remote(*self._arguments)
+            self.actor = actor.remote(self._config, self._folder, self._environment)
         try:
-            answer = asyncio.wrap_future(self.actor.ensure.remote().future())
-            started, self.url = await answer
+            started, self.url = await asyncio.wrap_future(self.actor.ensure.remote().future())
         except RayTaskError as error:  # the actor lives; its server does not
             raise ServerError(str(error), retryable=False) from error
         except RayError as error:
@@ -131,7 +137,14 @@ def ray_workers(
             "hosts (ray start --address=...), end what holds them, or lower it"
         )
     return [
-        RayWorker(group, index, what.bundle, config, folder, environment)
+        RayWorker(
+            group,
+            index,
+            what.bundle,
+            config=config,
+            folder=folder,
+            environment=environment,
+        )
         for index, (folder, environment) in enumerate(zip(folders, environments, strict=True))
     ]
 

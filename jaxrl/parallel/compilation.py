@@ -73,13 +73,13 @@ def lowering(
 
         return lower
 
-    given = [(owner, name, getattr(owner, name)) for owner, name in functions]
-    for owner, name, function in given:
+    originals = [(owner, name, getattr(owner, name)) for owner, name in functions]
+    for owner, name, function in originals:
         setattr(owner, name, in_place_of(function))
     try:
         yield programs
     finally:
-        for owner, name, function in given:
+        for owner, name, function in originals:
             setattr(owner, name, function)
 
 

@@ -26,18 +26,18 @@ def mesh_sizes(num_devices: int, **sizes: int) -> tuple[int, ...]:
     Raises:
         ValueError: they do not multiply to the number of devices.
     """
-    said = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+    text = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
     rest = 1 if -1 in sizes.values() else -1
     wanted = dict.fromkeys(AXES, 1) | {"data": rest} | sizes
     free = [axis for axis, size in wanted.items() if size == -1]
     fixed = math.prod(size for size in wanted.values() if size != -1)
     if len(free) > 1 or any(size < 1 and size != -1 for size in wanted.values()):
         raise ValueError(
-            f"mesh {said}: every size must be at least 1, and one may be -1 (the rest)"
+            f"mesh {text}: every size must be at least 1, and one may be -1 (the rest)"
         )
     if num_devices % fixed or (not free and fixed != num_devices):
         raise ValueError(
-            f"mesh {said} does not fit {num_devices} devices: the sizes must multiply to "
+            f"mesh {text} does not fit {num_devices} devices: the sizes must multiply to "
             f"{num_devices}, or divide it where one of them is -1 (the rest)"
         )
     return tuple(num_devices // fixed if size == -1 else size for size in wanted.values())
@@ -58,8 +58,8 @@ def make_mesh(
     """
     devices = list(devices if devices is not None else jax.devices())
     shape = mesh_sizes(len(devices), **(sizes or {"fsdp": -1}))
-    given = np.array(devices).reshape(shape) if keep_order else arranged(devices, shape)
-    return Mesh(given, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    grid = np.array(devices).reshape(shape) if keep_order else arranged(devices, shape)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def arranged(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
@@ -131,12 +131,12 @@ def engine_meshes(devices: Iterable[Any], engines: int, tensor: int) -> list[Mes
     Raises:
         ValueError: they cannot be parted so.
     """
-    given = list(devices)
-    if len(given) % (engines * tensor):
+    devices = list(devices)
+    if len(devices) % (engines * tensor):
         raise ValueError(
             f"generator.inference_engine.num_engines={engines} x tensor_parallel_size={tensor} "
-            f"does not divide {len(given)} devices; choose sizes whose product does"
+            f"does not divide {len(devices)} devices; choose sizes whose product does"
         )
-    size = len(given) // engines
-    parts = (given[first : first + size] for first in range(0, len(given), size))
+    size = len(devices) // engines
+    parts = (devices[first : first + size] for first in range(0, len(devices), size))
     return [make_mesh(devices=part, keep_order=True, data=-1, tensor=tensor) for part in parts]

@@ -143,17 +143,18 @@ def _initialize(
 
 def _alone_on_its_host() -> bool:
     """Return whether Slurm started one process per host: all GPUs are its own, not the first."""
-    said = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    return said == "1" or said.startswith("1(")
+    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    return tasks == "1" or tasks.startswith("1(")
 
 
-def _number(name: str, given: int | None) -> int | None:
-    said = os.environ.get(name)
-    if given is not None or said is None:
-        return given
-    if not said.isdecimal():
-        raise ProcessError(f"{name}={said!r} must be a whole number")
-    return int(said)
+def _number(variable: str, value: int | None) -> int | None:
+    """Return the value, or where it is None that of an environment variable."""
+    text = os.environ.get(variable)
+    if value is not None or text is None:
+        return value
+    if not text.isdecimal():
+        raise ProcessError(f"{variable}={text!r} must be a whole number")
+    return int(text)
 
 
 def _facts() -> dict[str, Any]:
@@ -181,8 +182,8 @@ def _compare(facts: dict[str, Any], seconds: int) -> None:
         client.key_value_set(f"jaxrl/{kind}/{index}", json.dumps([socket.gethostname(), about]))
         first_host, wanted = {}, {}
         for i in range(count):
-            said = client.blocking_key_value_get(f"jaxrl/{kind}/{i}", 1000 * seconds)
-            host, found = json.loads(said)
+            text = client.blocking_key_value_get(f"jaxrl/{kind}/{i}", 1000 * seconds)
+            host, found = json.loads(text)
             first_host, wanted = (first_host, wanted) if i else (host, found)
             for name in wanted:
                 if found[name] != wanted[name]:

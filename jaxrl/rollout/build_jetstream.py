@@ -39,28 +39,28 @@ def jetstream_engine(config: cfg.TrainConfig, model: Any, mesh: Mesh, tokenizer:
             without an engine of its own.
     """
     settings = config.generator.inference_engine
-    given = dict(settings.engine_init_kwargs)
+    engine_kwargs = dict(settings.engine_init_kwargs)
     options: dict[str, Any] = {
-        "sampling": given.pop("sampling", None),
+        "sampling": engine_kwargs.pop("sampling", None),
         "decode_text": tokenizer.decode,
         "max_model_len": cfg.longest_row(config),
     }
     if not settings.run_engines_locally:
-        return _client(config, model, tokenizer, given, options)
-    convert = given.pop("convert_params", None)
+        return _client(config, model, tokenizer, engine_kwargs, options)
+    convert = engine_kwargs.pop("convert_params", None)
     if convert is not None:
         options["convert_params"] = import_function(convert, "convert_params")
-    if "engine" in given:
-        make = import_function(given.pop("engine"), "JetStream engine")
-        return JetStreamDriver(make(**given), **options)
+    if "engine" in engine_kwargs:
+        make = import_function(engine_kwargs.pop("engine"), "JetStream engine")
+        return JetStreamDriver(make(**engine_kwargs), **options)
     meshes = engine_meshes(mesh.devices.flat, settings.num_engines, settings.tensor_parallel_size)
-    made = [_our_engine(config, model, part, tokenizer, given) for part in meshes]
+    made = [_our_engine(config, model, part, tokenizer, engine_kwargs) for part in meshes]
     engines = [JetStreamDriver(engine, **options) for engine in made]
     return engines[0] if len(engines) == 1 else Balancer(engines)
 
 
 def _our_engine(
-    config: cfg.TrainConfig, model: Any, mesh: Mesh, tokenizer: Any, given: dict[str, Any]
+    config: cfg.TrainConfig, model: Any, mesh: Mesh, tokenizer: Any, engine_kwargs: dict[str, Any]
 ) -> TransformerEngine:
     if not isinstance(model, TransformerConfig):
         raise ValueError(
@@ -78,14 +78,14 @@ def _our_engine(
         "tokens_per_call": TOKENS_PER_CALL,
         "tokenizer": tokenizer,
     }
-    return TransformerEngine(model, mesh, **options | given)
+    return TransformerEngine(model, mesh, **options | engine_kwargs)
 
 
 def _client(
     config: cfg.TrainConfig,
     model: Any,
     tokenizer: Any,
-    given: dict[str, Any],
+    engine_kwargs: dict[str, Any],
     options: dict[str, Any],
 ) -> Engine:
     try:
@@ -94,15 +94,15 @@ def _client(
         raise ValueError(
             f"JetStream servers need pip install 'jaxrl[jetstream]' ({error})"
         ) from error
-    control = import_function(given.pop("control"), "control")
-    if name := given.pop("token_env", None):
+    control = import_function(engine_kwargs.pop("control"), "control")
+    if name := engine_kwargs.pop("token_env", None):
         if name not in os.environ:
             raise ValueError(
                 f"engine_init_kwargs['token_env']={name!r}: there is no such environment variable"
             )
         options["token"] = os.environ[name]
     options["publish"] = _publisher(weight_folder(config, model, tokenizer), control)
-    return JetStreamClient(config.generator.inference_engine.remote_urls, **options | given)
+    return JetStreamClient(config.generator.inference_engine.remote_urls, **options | engine_kwargs)
 
 
 def _publisher(

@@ -72,8 +72,8 @@ async def sample_prompts(
     Raises:
         ValueError: see `checked_output`.
     """
-    names, sampling = (config.trainer.seed, phase, step), sampling_of(params, eos_token_ids)
-    batch = generator_input(prompts, samples, names, sampling)
+    rng_path = config.trainer.seed, phase, step
+    batch = generator_input(prompts, samples, rng_path, sampling_of(params, eos_token_ids))
     if part:
         batch["part"] = True
     output = await generate(generator, batch)
@@ -114,13 +114,13 @@ def checked_output(output: GeneratorOutput, generator: str, trajectories: int) -
             trajectories than were asked for, or a row is not what its column is made of. The
             message names generator, column and row.
     """
-    gave, given = f"{generator}.generate gave", cast(dict[str, Any], output)
-    if missing := [name for name in _REQUIRED if name not in given]:
+    gave, found = f"{generator}.generate gave", cast(dict[str, Any], output)
+    if missing := [name for name in _REQUIRED if name not in found]:
         raise ValueError(f"{gave} no {', '.join(missing)}: see jaxrl.types.GeneratorOutput")
-    columns = {k: x for k, v in given.items() if isinstance(x := _plain(v), list)}
+    columns = {k: x for k, v in found.items() if isinstance(x := _plain(v), list)}
     for name in _COLUMNS:
         if name not in columns:
-            raise ValueError(f"{gave} {name}={_short(given[name])}: give a list, one for each row")
+            raise ValueError(f"{gave} {name}={_short(found[name])}: give a list, one for each row")
     rows = len(columns["response_ids"])
     for name, column in columns.items():
         if len(column) != rows:
@@ -136,7 +136,7 @@ def checked_output(output: GeneratorOutput, generator: str, trajectories: int) -
         for row, value in enumerate(rows_of):
             if wanted := _wanted(name, value, len(columns["response_ids"][row])):
                 raise ValueError(f"{gave} {name}[{row}]={_short(value)}: give {wanted}")
-    return cast(GeneratorOutput, {**given, **columns})
+    return cast(GeneratorOutput, {**found, **columns})
 
 
 def _plain(value: Any) -> Any:

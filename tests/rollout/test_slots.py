@@ -157,8 +157,8 @@ def test_every_token_is_told_once():
     made = Sample(asked, 1, (0, 0), 4, number=2)
     for tokens in ([7, 8], [9]):
         made.extend(tokens, [0.0] * len(tokens), 1)
-        made.news()()
-        assert made.news() is None
+        made.report()()
+        assert made.report() is None
     assert told == [(2, [7, 8]), (2, [9])]
 
 

@@ -40,30 +40,30 @@ _NO_LOG_PROBS = (
 )
 
 
-def sample_key(*names: object) -> tuple[int, int]:
+def sample_key(*rng_path: object) -> tuple[int, int]:
     """Derive PRNG key data from whatever names a sample: seed, phase, step, prompt, number.
 
     A sample's tokens then depend on its name and the weights, not on what ran beside or before it,
     which is what makes a resumed run equal to an uninterrupted one.
     """
-    digest = hashlib.blake2b("/".join(map(str, names)).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b("/".join(map(str, rng_path)).encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
 def generator_input(
-    prompts: Sequence[Prompt], samples: int, names: Sequence[object], sampling: Sampling
+    prompts: Sequence[Prompt], samples: int, rng_path: Sequence[object], sampling: Sampling
 ) -> GeneratorInput:
     """Ask for `samples` trajectories of every prompt.
 
-    The key of each is named by `names`, prompt and number.
+    The key of each is named by `rng_path`, prompt and number.
 
     Args:
-        names: seed, phase and step.
+        rng_path: seed, phase and step.
     """
     return GeneratorInput(
         prompts=[p for p in prompts for _ in range(samples)],
         trajectory_ids=[TrajectoryID(p.uid, i) for p in prompts for i in range(samples)],
-        keys=[sample_key(*names, p.uid, i) for p in prompts for i in range(samples)],
+        keys=[sample_key(*rng_path, p.uid, i) for p in prompts for i in range(samples)],
         sampling=sampling,
     )
 
@@ -95,13 +95,13 @@ class Failures:
     def __init__(self) -> None:
         self.count = 0
 
-    def tell(self, failure: EnvironmentFailure) -> None:
+    def warn(self, failure: EnvironmentFailure) -> None:
         """Count one more failure, and warn of it if it is among the first few."""
         self.count += 1
         if self.count <= self.shown:
             _log.warning("%s", failure)
 
-    def end(self) -> None:
+    def warn_of_others(self) -> None:
         """Warn of how many more there were: there are no others to come."""
         if self.count > self.shown:
             _log.warning("... %d more environments of the batch failed", self.count - self.shown)
@@ -132,8 +132,13 @@ class Conversation:
         self.stop_reason = completion.stop_reason
         if not completion.tokens:
             return
-        columns = completion.log_probs, completion.sampling_mask_ids, completion.versions
-        self.transcript.add_sampled(completion.tokens, *columns, completion.context_versions)
+        self.transcript.add_sampled(
+            completion.tokens,
+            log_probs=completion.log_probs,
+            sampling_mask_ids=completion.sampling_mask_ids,
+            versions=completion.versions,
+            context_versions=completion.context_versions,
+        )
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
@@ -141,7 +146,7 @@ class Conversation:
         try:
             yield
         except EnvironmentFailure as failure:
-            self.failures.tell(failure)
+            self.failures.warn(failure)
             self.failure, self.stop_reason = failure, "env_error"
             self.transcript.mask()
 
@@ -151,7 +156,7 @@ class Conversation:
         try:
             await self.session.close()
         except EnvironmentFailure as failure:
-            self.failures.tell(failure)
+            self.failures.warn(failure)
 
     def trajectory(self) -> Trajectory:
         """Return the finished conversation as a trajectory."""
@@ -228,27 +233,27 @@ class ConversationGenerator:
                 one's reason.
             RewardTermError: reward terms and their weights do not belong together.
         """
-        later, failures = self._submissions_here(), Failures()
-        talks = [
-            Conversation(prompt, key, self._session(prompt, key), later, failures)
+        submissions, failures = self._submissions_here(), Failures()
+        conversations = [
+            Conversation(prompt, key, self._session(prompt, key), submissions, failures)
             for prompt, key in zip(batch["prompts"], batch["keys"], strict=True)
         ]
         sampling: Sampling = batch["sampling"]
         try:
-            await _all([self._open(talk) for talk in talks])
-            turns = await self._first_turns(talks, later, sampling)
-            pairs = zip(talks, turns, strict=True)
-            await _all([self._hold(talk, turn, sampling) for talk, turn in pairs])
+            await _all([self._open(conversation) for conversation in conversations])
+            turns = await self._first_turns(conversations, submissions, sampling)
+            pairs = zip(conversations, turns, strict=True)
+            await _all([self._hold(one, turn, sampling) for one, turn in pairs])
         finally:
-            for talk in talks:  # first: whatever waits may be interrupted
-                talk.over.cancel()
-            await later.close()
-            await _all([talk.close() for talk in talks])
-            failures.end()
+            for conversation in conversations:  # first: whatever waits may be interrupted
+                conversation.over.cancel()
+            await submissions.close()
+            await _all([conversation.close() for conversation in conversations])
+            failures.warn_of_others()
         part, ids = batch.get("part", False), batch.get("trajectory_ids")
-        trajectories = [talk.trajectory() for talk in talks]
+        trajectories = [conversation.trajectory() for conversation in conversations]
         if not part:
-            refuse_all_failed([talk.failure for talk in talks])
+            refuse_all_failed([conversation.failure for conversation in conversations])
         return to_columns(
             trajectories,
             ids,
@@ -271,29 +276,31 @@ class ConversationGenerator:
         record = is_chosen(key, self.rejudge_fraction)
         return Session(prompt, self.pool, self.env_config, self.reward_terms, record=record)
 
-    async def _open(self, talk: Conversation) -> None:
+    async def _open(self, conversation: Conversation) -> None:
         """Let the environment open the conversation, perhaps in words of its own."""
-        with talk.failing():
-            messages = await talk.session.open(self.settings.max_turns)
-            if messages != talk.prompt.messages:
+        with conversation.failing():
+            messages = await conversation.session.open(self.settings.max_turns)
+            if messages != conversation.prompt.messages:
                 variables = self.settings.chat_template_kwargs
-                with talk.session.blamed("at the start"):
+                with conversation.session.blamed("at the start"):
                     opening = encode_prompt(self.tokenizer, messages, **variables)
-                talk.transcript.prompt = opening
+                conversation.transcript.prompt = opening
 
     async def _first_turns(
-        self, talks: Sequence[Conversation], later: Submissions, sampling: Sampling
+        self, conversations: Sequence[Conversation], submissions: Submissions, sampling: Sampling
     ) -> list[Turn | None]:
         """Submit all first turns in one call of the engine; None where nothing is to be sampled."""
-        able = [i for i, talk in enumerate(talks) if not talk.failure and self._fits(talk)]
-        alike = groupby(able, lambda i: (talks[i].prompt.uid, talks[i].transcript.input))
-        groups = [(tokens, list(rows)) for (_, tokens), rows in alike]
-        requests = [
-            self._request([talks[i] for i in rows], [talks[i].key for i in rows], tokens, sampling)
-            for tokens, rows in groups
-        ]
-        turns: list[Turn | None] = [None] * len(talks)
-        submitted = await asyncio.gather(*(later.submit(request) for request in requests))
+        able = [i for i, c in enumerate(conversations) if not c.failure and self._fits(c)]
+        neighbours = groupby(
+            able, lambda i: (conversations[i].prompt.uid, conversations[i].transcript.input)
+        )
+        groups = [(tokens, list(rows)) for (_, tokens), rows in neighbours]
+        requests = []
+        for tokens, rows in groups:
+            alike = [conversations[i] for i in rows]
+            requests.append(self._request(alike, [c.key for c in alike], tokens, sampling))
+        turns: list[Turn | None] = [None] * len(conversations)
+        submitted = await asyncio.gather(*(submissions.submit(request) for request in requests))
         for (_, rows), samples in zip(groups, submitted, strict=True):
             for i, turn in zip(rows, samples, strict=True):
                 turns[i] = turn
@@ -301,59 +308,62 @@ class ConversationGenerator:
 
     def _request(
         self,
-        talks: Sequence[Conversation],
+        conversations: Sequence[Conversation],
         keys: Sequence[tuple[int, int]],
         tokens: tuple[int, ...],
         sampling: Sampling,
     ) -> Request:
         """Build the request to continue the same input in some conversations."""
-        over = tuple(talk.over for talk in talks) if keeps_slots(self.settings) else ()
+        over = tuple(c.over for c in conversations) if keeps_slots(self.settings) else ()
         return Request(tokens, tuple(keys), sampling, conversations=over)
 
-    async def _hold(self, talk: Conversation, turn: Turn | None, sampling: Sampling) -> None:
+    async def _hold(
+        self, conversation: Conversation, turn: Turn | None, sampling: Sampling
+    ) -> None:
         """Hold a conversation from its first turn to its end."""
-        with talk.failing():
+        with conversation.failing():
             while turn is not None:
-                turn = await self._turn(talk, await asyncio.wrap_future(turn), sampling)
-            if not talk.failure:
-                talk.metrics = await talk.session.metrics()
-        talk.transcript.end_at_turn()
-        await talk.close()
-        if talk.session.turns and not talk.failure:
-            talk.rejudged = await judges_alike(talk.session)
+                turn = await self._turn(conversation, await asyncio.wrap_future(turn), sampling)
+            if not conversation.failure:
+                conversation.metrics = await conversation.session.metrics()
+        conversation.transcript.end_at_turn()
+        await conversation.close()
+        if conversation.session.turns and not conversation.failure:
+            conversation.rejudged = await judges_alike(conversation.session)
 
     async def _turn(
-        self, talk: Conversation, completion: Completion, sampling: Sampling
+        self, conversation: Conversation, completion: Completion, sampling: Sampling
     ) -> Turn | None:
         """Take what was said to the environment; return the next turn, if there is one."""
-        transcript = talk.transcript
+        transcript = conversation.transcript
         if self.log_probs and completion.tokens and not completion.log_probs:
             raise ValueError(_NO_LOG_PROBS)
-        talk.take(completion)
+        conversation.take(completion)
         if len(transcript.turns) == self.settings.max_turns:  # the slot is needed no more
-            talk.over.cancel()
+            conversation.over.cancel()
         if completion.stop_reason == "abort":
             transcript.mask()
             return None
-        step, kept = await self._step(talk.session, completion, sampling)
+        step, standing = await self._step(conversation.session, completion, sampling)
         goes_on = not step["done"] and len(transcript.turns) < self.settings.max_turns
-        if goes_on and kept > 1 and not self.settings.use_conversation_multi_turn:
-            kept -= completion.tokens[kept - 1] in sampling.stop_token_ids  # one message: no end
-        transcript.keep(kept)
+        if goes_on and standing > 1 and not self.settings.use_conversation_multi_turn:
+            last = completion.tokens[standing - 1]
+            standing -= last in sampling.stop_token_ids  # one message: no end
+        transcript.keep(standing)
         earned = step["reward"]
         assert not isinstance(earned, Mapping)  # the session has weighed the terms
         transcript.reward(earned)
-        talk.reward_is_number = not isinstance(earned, list)
+        conversation.reward_is_number = not isinstance(earned, list)
         closed = self._end_turn(transcript, completion, sampling, goes_on=goes_on)
         if not goes_on:
             return None
-        with talk.session.blamed("with its observations"):
+        with conversation.session.blamed("with its observations"):
             transcript.add_given(self._answer(step, sampling, closed=closed))
-        if not self._fits(talk):
+        if not self._fits(conversation):
             return None
-        key = sample_key(*talk.key, len(transcript.turns))
-        request = self._request([talk], [key], transcript.input, sampling)
-        (turn,) = await talk.submissions.submit(request)
+        key = sample_key(*conversation.key, len(transcript.turns))
+        request = self._request([conversation], [key], transcript.input, sampling)
+        (turn,) = await conversation.submissions.submit(request)
         return turn
 
     async def _step(
@@ -398,12 +408,12 @@ class ConversationGenerator:
         end, rest = self.template.between(step["observations"], sampling.stop_token_ids)
         return rest if closed else end + rest
 
-    def _fits(self, talk: Conversation) -> bool:
+    def _fits(self, conversation: Conversation) -> bool:
         """Return whether the input of the next turn is short enough; if not, there is none."""
         longest = self.settings.max_input_length
-        if longest is None or len(talk.transcript.input) <= longest:
+        if longest is None or len(conversation.transcript.input) <= longest:
             return True
-        talk.stop_reason = "length"
+        conversation.stop_reason = "length"
         return False
 
 

@@ -80,8 +80,8 @@ class Session:
         """
         self.max_turns = max_turns
         when, extras = "at the start", conversation_extras(self.prompt.extras, max_turns)
-        given = self.prompt.env_class, extras, self.env_config
-        self._env = await self._ask(when, functools.partial(self.pool.make, *given))
+        make = functools.partial(self.pool.make, self.prompt.env_class, extras, self.env_config)
+        self._env = await self._ask(when, make)
         opening = await self._ask(when, functools.partial(self._env.init, self.prompt.messages))
         with self.blamed(when):
             messages, _ = opening
@@ -106,13 +106,13 @@ class Session:
         asked = getattr(envs.load(self.prompt.env_class), "step", None)
         step = await self._ask(when, step_call(self._env, text, list(tokens), stopped), asked)
         with self.blamed(when, asked):
-            given = named(step["reward"], PLAIN)
-            terms = {name: _checked(x, len(tokens), name) for name, x in given.items()}
-            said, done = step.get("observations") or [], bool(step["done"])
+            rewards = named(step["reward"], PLAIN)
+            terms = {name: _checked(x, len(tokens), name) for name, x in rewards.items()}
+            observations, done = step.get("observations") or [], bool(step["done"])
         terms |= await self._judge(text, tokens, stopped, done=done, taken=terms)
         if self.record:
             self.turns.append(JudgedTurn(text, list(tokens), stopped, done, terms))
-        checked = {"reward": self._weigh(terms), "observations": said, "done": done}
+        checked = {"reward": self._weigh(terms), "observations": observations, "done": done}
         return cast(StepOutput, {**step, **checked})
 
     async def _judge(
@@ -134,9 +134,9 @@ class Session:
         for function, call, keywords in self.terms.calls(**details):
             when = f"in reward function '{function}' with the answer {text!r}"
             there = self.pool.beside(self._env, call)
-            given = await self._ask(when, functools.partial(there, **keywords), call)
+            rewards = await self._ask(when, functools.partial(there, **keywords), call)
             with self.blamed(when, call):
-                for name, x in named(given, function).items():
+                for name, x in named(rewards, function).items():
                     if name in taken or name in found:
                         raise ValueError(f"gave the reward term '{name}', which is given already")
                     found[name] = _checked(x, len(tokens), name)
@@ -198,9 +198,9 @@ def _step_keywords(env: Any) -> frozenset[str]:
     return frozenset(accepted_keywords(env.step, {"tokens": None, "stopped": None}))
 
 
-def _checked(given: Any, tokens: int, term: str) -> Reward:
+def _checked(reward: Any, tokens: int, term: str) -> Reward:
     """Check a reward and return it as Python's numbers."""
-    rewards = np.asarray(given, np.float64).tolist()  # may be numpy's numbers
+    rewards = np.asarray(reward, np.float64).tolist()  # may be numpy's numbers
     _check_rewards(rewards, tokens, "" if term == PLAIN else f" for '{term}'")
     return rewards
 

@@ -23,9 +23,9 @@ def steps_of(trajectory: Trajectory) -> list[Trajectory]:
         return [t]
     rows = [_step(t, start, end) for start, end in t.turns]
     (first, last), total = t.turns[-1], cast(list[float], t.rewards)
-    own = [0.0] * (last - first)
-    own[_last_sampled(rows[-1])] = sum(total)
-    rows[-1].rewards = own
+    rewards = [0.0] * (last - first)
+    rewards[_last_sampled(rows[-1])] = sum(total)
+    rows[-1].rewards = rewards
     return rows
 
 
@@ -75,11 +75,11 @@ def _goes_on(rows: dict[str, list[Any]], row: dict[str, Any]) -> bool:
 def _append(rows: dict[str, list[Any]], row: dict[str, Any]) -> None:
     """Add a step to the last row."""
     done = len(rows["prompt_token_ids"][-1]) + len(rows["response_ids"][-1])
-    given = row["prompt_token_ids"][done:]
+    between = row["prompt_token_ids"][done:]  # which the policy did not sample
     for name, column in rows.items():
         if name == "response_ids":
-            column[-1] += given + row[name]
+            column[-1] += between + row[name]
         elif name in BLANKS and isinstance(row[name], list):
-            column[-1] += [BLANKS[name]] * len(given) + row[name]
+            column[-1] += [BLANKS[name]] * len(between) + row[name]
         elif name not in ("prompt_token_ids", "policy_versions"):
             column[-1] = row[name]

@@ -34,7 +34,7 @@ def to_columns(
     """
     ids = _numbered(trajectories) if ids is None else ids
     steps = [steps_of(t) if step_wise else [t] for t in trajectories]
-    rows = [row for of_one in steps for row in of_one]
+    rows = [row for trajectory in steps for row in trajectory]
     measured = [_measured(t) for t in trajectories]
     per_token: dict[str, list[Any] | None] = {
         column.name: [getattr(row, column.field) for row in rows]

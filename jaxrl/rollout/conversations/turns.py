@@ -113,8 +113,8 @@ class Transcript:
         """Append tokens, with blanks in the columns that are not given or empty."""
         self.tokens += tokens
         for column in TOKEN_COLUMNS:
-            given = entries.get(column.field) or [column.blank] * len(tokens)
-            getattr(self, column.field).extend(given)
+            new = entries.get(column.field) or [column.blank] * len(tokens)
+            getattr(self, column.field).extend(new)
 
     def _cut(self, length: int) -> None:
         for column in (self.tokens, *self.columns.values()):
@@ -198,11 +198,11 @@ def tokens_of_prefix(tokenizer: Any, tokens: Sequence[int], text: str) -> int:
             trained on tokens that it did not sample.
     """
 
-    def said(count: int) -> bool:
+    def says(count: int) -> bool:
         return tokenizer.decode(tokens[:count], skip_special_tokens=True).startswith(text)
 
-    count = bisect_left(range(1, len(tokens)), True, key=said) + 1
-    if said(count):
+    count = bisect_left(range(1, len(tokens)), True, key=says) + 1
+    if says(count):
         return count
     raise ValueError(
         f"postprocessed_action {text!r} is not a prefix of the response; sampled tokens can be "

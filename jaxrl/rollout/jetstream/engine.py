@@ -223,10 +223,10 @@ class TransformerEngine:
             ValueError: an empty prompt, or one that leaves no room for a response.
             TypeError: a `sampler` that is no `Sampler`.
         """
-        given = np.asarray(padded_tokens)[:true_length].tolist()
+        tokens = np.asarray(padded_tokens)[:true_length].tolist()
         before = [] if existing_prefix is None else existing_prefix.common_prefix_tokens
-        prompt = [*np.asarray(before).tolist(), *given]
-        if not given or len(prompt) >= self.max_target_length:
+        prompt = [*np.asarray(before).tolist(), *tokens]
+        if not tokens or len(prompt) >= self.max_target_length:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens: at least 1, and fewer than max_target_length="
                 f"{self.max_target_length}"
@@ -238,9 +238,8 @@ class TransformerEngine:
         weights = params.get()
         cache = self._fill(weights, cache, prompt, len(before))
         state = Slots(cache, *self._rows(prompt, sampler))
-        nobody = np.zeros(len(state.tokens), bool)
-        given = self._prefilling, weights, state, nobody
-        prefix, result = self._draw(*given, tokens=1, shared=True)
+        freed = np.zeros(len(state.tokens), bool)
+        prefix, result = self._draw(self._prefilling, weights, state, freed, tokens=1, shared=True)
         real = jax.tree.map(lambda x: x[: len(sampler.keys)], result)
         return prefix, real.replace(samples_per_slot=len(sampler.keys))
 

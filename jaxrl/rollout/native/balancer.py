@@ -34,13 +34,13 @@ class Balancer:
             self.engines[0].check(request)
         known = [engine.known_prefixes(requests) for engine in self.engines]
         with self._lock:
-            shares: list[list[int]] = [[] for _ in self.engines]
+            assigned: list[list[int]] = [[] for _ in self.engines]
             for number, request in enumerate(requests):
                 engine = self._choose(request, [lengths[number] for lengths in known])
-                shares[engine].append(number)
+                assigned[engine].append(number)
         futures: dict[int, list[Future[Completion]]] = {}
         try:
-            for engine, numbers in enumerate(shares):
+            for engine, numbers in enumerate(assigned):
                 if not numbers:  # it would let us wait for its block
                     continue
                 submitted = self.engines[engine].submit([requests[n] for n in numbers])
@@ -51,7 +51,7 @@ class Balancer:
         except BaseException:  # nothing of the call is queued
             for future in (f for group in futures.values() for f in group):
                 future.cancel()
-            for engine, numbers in enumerate(shares):
+            for engine, numbers in enumerate(assigned):
                 never = [requests[n] for n in numbers if n not in futures]
                 self._left(engine, sum(len(r.keys) for r in never if not r.conversations))
             raise

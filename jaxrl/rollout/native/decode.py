@@ -224,9 +224,8 @@ def decode(
     """
     slots = None if every_slot else rows.slots
     size, total = len(rows.slots), len(cache[0].keys)
-    numbers = jnp.zeros((size, steps), jnp.int32), jnp.zeros((size, steps), jnp.float32)
-    nobody, features = jnp.zeros(size, bool), rows.features
-    several = (size, steps, min(features.alternatives, config.vocab_size))
+    features = rows.features
+    alternatives = (size, steps, min(features.alternatives, config.vocab_size))
     run = Run(
         cache=take_slots(cache, slots, length),
         last_token=rows.last_token,
@@ -234,11 +233,12 @@ def decode(
         done=(rows.slots >= total) | (rows.count >= rows.max_tokens),
         seen=None if rows.history is None else _seen(config, rows.history),
         block=Block(
-            *numbers,
+            tokens=jnp.zeros((size, steps), jnp.int32),
+            log_probs=jnp.zeros((size, steps), jnp.float32),
             count=jnp.zeros(size, jnp.int32),
-            stopped=nobody,
-            top_ids=jnp.zeros(several, jnp.int32),
-            top_log_probs=jnp.zeros(several, jnp.float32),
+            stopped=jnp.zeros(size, bool),
+            top_ids=jnp.zeros(alternatives, jnp.int32),
+            top_log_probs=jnp.zeros(alternatives, jnp.float32),
             raw_log_probs=jnp.zeros((size, steps if features.raw else 0), jnp.float32),
             sampling_mask_ids=jnp.full((size, steps, features.sampling_mask_size), -1),
         ),
@@ -294,11 +294,16 @@ def draw(run: Run, logits: Array, rows: Rows) -> Run:
     early = (drawn < rows.min_tokens)[:, None] & (rows.stop_ids >= 0)
     stops = jnp.where(early, rows.stop_ids, logits.shape[1])
     logits = logits.at[index[:, None], stops].set(-jnp.inf, mode="drop")
-    filters = {name: getattr(rows, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    given = logits, uniforms(rows.keys, position)
     features = rows.features
-    token, log_prob, kept = sample(
-        *given, **filters, filtered=features.filtered, keep=features.sampling_mask_size
+    token, log_prob, mask_ids = sample(
+        logits,
+        uniforms(rows.keys, position),
+        temperature=rows.temperature,
+        top_k=rows.top_k,
+        top_p=rows.top_p,
+        min_p=rows.min_p,
+        filtered=features.filtered,
+        keep=features.sampling_mask_size,
     )
     at = jnp.where(live, block.count, block.tokens.shape[1])  # out of bounds drops the write
     hit = (token[:, None] == rows.stop_ids).any(-1) & live
@@ -320,6 +325,6 @@ def draw(run: Run, logits: Array, rows: Rows) -> Run:
             top_ids=block.top_ids.at[index, at].set(top[0], mode="drop"),
             top_log_probs=block.top_log_probs.at[index, at].set(top[1], mode="drop"),
             raw_log_probs=raw_log_probs,
-            sampling_mask_ids=block.sampling_mask_ids.at[index, at].set(kept, mode="drop"),
+            sampling_mask_ids=block.sampling_mask_ids.at[index, at].set(mask_ids, mode="drop"),
         ),
     )

@@ -338,8 +338,8 @@ class NativeEngine(SampleThread):
             if sample.ended(bool(block.stopped[row]), len(tokens), self.decode_text):
                 self._done.append(sample.hand_over)
                 table.release(slot)
-            elif news := sample.news():
-                self._done.append(news)
+            elif report := sample.report():
+                self._done.append(report)
 
     def _reach(self, ready: Sequence[int]) -> int:
         """Return the tokens of the longest row after the next block."""

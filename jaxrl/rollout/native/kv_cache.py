@@ -90,8 +90,7 @@ def _token_on_device(layer: LayerCache, positions: Array, k: Array, v: Array) ->
     platforms = {}
     if decode_kernels.fits("tpu", layer.keys.shape[3], layer.keys.shape[2]):
         platforms["tpu"] = kernel
-    given = layer, positions, k, v
-    return jax.lax.platform_dependent(*given, default=scatter, **platforms)
+    return jax.lax.platform_dependent(layer, positions, k, v, default=scatter, **platforms)
 
 
 def write_chunks(
@@ -126,8 +125,8 @@ def _chunks_on_device(
         positions = starts[:, None] + jnp.arange(k.shape[2])
         return write(layer, slots[:, None], positions, k, v)
 
-    given = layer, _here(layer, slots, by_slot), starts, k, v
-    return jax.lax.platform_dependent(*given, default=scatter, tpu=write_windows)
+    here = _here(layer, slots, by_slot)
+    return jax.lax.platform_dependent(layer, here, starts, k, v, default=scatter, tpu=write_windows)
 
 
 def write(layer: LayerCache, slots: Array, positions: Array, k: Array, v: Array) -> LayerCache:
@@ -286,12 +285,15 @@ def _axes(layer: LayerCache, placement: Placement | None) -> tuple:
     return placement.spec(layer.keys.shape, ("batch", "kv_heads", None, None))[:2]
 
 
-def _by_device(run: Callable, placement: Placement, given: tuple, out: PartitionSpec) -> Callable:
+def _by_device(
+    run: Callable, placement: Placement, in_specs: tuple, out_specs: PartitionSpec
+) -> Callable:
+    """Return a function that each device runs on its own part."""
     return jax.shard_map(
         run,
         mesh=placement.mesh,
-        in_specs=given,
-        out_specs=out,
+        in_specs=in_specs,
+        out_specs=out_specs,
         check_vma=False,  # a kernel does not say over which axes its output varies
     )
 
@@ -301,5 +303,5 @@ def _here(layer: LayerCache, slots: Array, by_slot: str | None) -> Array:
     total = len(layer.keys)
     if by_slot is None:
         return slots
-    own = slots - jax.lax.axis_index(by_slot) * total
-    return jnp.where((own >= 0) & (own < total), own, total)
+    local = slots - jax.lax.axis_index(by_slot) * total
+    return jnp.where((local >= 0) & (local < total), local, total)

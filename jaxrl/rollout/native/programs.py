@@ -281,8 +281,9 @@ class Programs:
         self._cache = self._prefill_call(tokens, slots, starts, length).run()
 
     def _prefill_call(self, tokens: Array, slots: Array, starts: Array, length: int | None) -> Call:
-        given = jax.device_put((tokens, slots, starts), self._by_row)
-        return Call(self.functions.prefill, (self.params, self._cache, *given), {"length": length})
+        tokens, slots, starts = jax.device_put((tokens, slots, starts), self._by_row)
+        arguments = self.params, self._cache, tokens, slots, starts
+        return Call(self.functions.prefill, arguments, {"length": length})
 
     def decode(self, rows: device.Rows, reach: int) -> device.Block:
         """Decode rows of one of `sizes` that reach `reach` tokens; return the block on the host."""
@@ -332,7 +333,7 @@ class Programs:
             rows: padding for all slots.
         """
         functions, self.length = self.functions, self.cache_length(longest)
-        params = functions.given(params)
+        params = functions.abstract_input(params)
         weights = functions.decode_params.eval_shape(params)
         cache = functions.empty.eval_shape(length=self.length)
         width, seen = self.prefills.all([prompt], rests)[-1]
@@ -406,7 +407,7 @@ class Compiled(NamedTuple):
         }
         return {**self.decode_rest(moved), STACKED: tuple(layers)}
 
-    def given(self, params: Params) -> Params:
+    def abstract_input(self, params: Params) -> Params:
         """Return shapes of the trainer's parameters, as if `decode_params` got them at once."""
         if not self._elsewhere(params):
             return params

@@ -25,7 +25,7 @@ class SampleThread(ABC):
         self.version = -1
         self._queue: deque[Sample] = deque()
         self._groups, self._paused, self._running = 0, False, False
-        self._done: list[Callable[[], None]] = []  # told when the lock is free
+        self._done: list[Callable[[], None]] = []  # called when the lock is free
         # The lock is held by every turn and every public method. Whoever waits for it holds the
         # door, so the thread, which comes back at once, cannot keep others out.
         self._lock, self._door = threading.Lock(), threading.Lock()
@@ -118,7 +118,7 @@ class SampleThread(ABC):
     def _held(self) -> Iterator[None]:
         """Hold the lock while the block runs.
 
-        What there is to tell of samples is told when it is free again.
+        What there is to report of samples is reported when it is free again.
         """
         with self._door:
             self._lock.acquire()
@@ -127,8 +127,8 @@ class SampleThread(ABC):
             done, self._done = self._done, []
         finally:
             self._lock.release()
-        for tell in done:
-            tell()
+        for report in done:
+            report()
 
     def _check_idle(self) -> None:
         self._drop_cancelled()

@@ -95,18 +95,18 @@ def sample(
     greedy = temperature == 0
     scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
     peak = scaled.max(axis=-1, keepdims=True)
-    weights = kept = jnp.exp(scaled - peak)
+    weights = left = jnp.exp(scaled - peak)
     ids = jnp.full((len(logits), keep), -1)
     if filtered:
-        kept = filter_weights(weights, top_k, top_p, min_p)
+        left = filter_weights(weights, top_k, top_p, min_p)
         if keep:
-            probable, order = jax.lax.top_k(kept, min(keep, kept.shape[1]))
+            probable, order = jax.lax.top_k(left, min(keep, left.shape[1]))
             among = (probable > 0) & ~greedy[:, None]
             ids = ids.at[:, : order.shape[1]].set(jnp.where(among, order, -1))
-        kept = jnp.where(greedy[:, None], weights, kept)  # greedy rows are scored by the whole
-    tokens = jnp.where(greedy, _first_of(scaled == peak), inverse_cdf(kept, u))
+        left = jnp.where(greedy[:, None], weights, left)  # greedy rows are scored by the whole
+    tokens = jnp.where(greedy, _first_of(scaled == peak), inverse_cdf(left, u))
     chosen = jnp.take_along_axis(scaled - peak, tokens[:, None], axis=-1)[:, 0]
-    return tokens.astype(jnp.int32), chosen - jnp.log(kept.sum(-1)), ids
+    return tokens.astype(jnp.int32), chosen - jnp.log(left.sum(-1)), ids
 
 
 def adjust(logits: Array, seen: Array | None, penalty: Array) -> Array:

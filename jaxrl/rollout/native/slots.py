@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -33,7 +32,7 @@ class Sample:
     sampling_mask_ids: list[tuple[int, ...]] = field(default_factory=list)
     context_versions: list[int] = field(default_factory=list)
     outcome: Completion | BaseException | None = None
-    told: int = 0  # tokens that `on_tokens` has been given
+    reported: int = 0  # tokens that `on_tokens` has been given
     stop_strings: StopStrings | None = None
 
     def append(self, block: Block, row: int, version: int, context_version: int) -> None:
@@ -53,8 +52,8 @@ class Sample:
         if sampling.raw_log_probs:
             self.raw_log_probs += block.raw_log_probs[row, :drawn].tolist()
         if sampling.keep_sampling_mask:
-            kept = block.sampling_mask_ids[row, :drawn, : sampling.top_k]
-            self.sampling_mask_ids += map(tuple, kept.tolist())
+            ids = block.sampling_mask_ids[row, :drawn, : sampling.top_k]
+            self.sampling_mask_ids += map(tuple, ids.tolist())
 
     def extend(
         self,
@@ -131,35 +130,44 @@ class Sample:
         if found is None:
             return None
         size, string = found
-        for column in self._columns():
+        for column in (
+            self.tokens,
+            self.log_probs,
+            self.versions,
+            self.top_log_probs,
+            self.raw_log_probs,
+            self.sampling_mask_ids,
+            self.context_versions,
+        ):
             del column[first + size :]
         return string
 
     def finish(self, reason: str, stop_string: str | None = None) -> None:
         """End the sample; what there is can be handed over."""
-        tokens, log_probs, versions, *optional = self._columns()
-        self.outcome = Completion(tokens, log_probs, reason, versions, stop_string, *optional)
+        self.outcome = self._completion(0, reason, stop_string)
 
-    def _columns(self) -> tuple[list[Any], ...]:
-        """Return what there is of each token, in the order of `Completion`."""
-        always = self.tokens, self.log_probs, self.versions
-        return (
-            *always,
-            self.top_log_probs,
-            self.raw_log_probs,
-            self.sampling_mask_ids,
-            self.context_versions,
+    def _completion(self, start: int, reason: str, stop_string: str | None) -> Completion:
+        """Return what there is of each token from `start` on."""
+        return Completion(
+            tokens=self.tokens[start:],
+            log_probs=self.log_probs[start:],
+            stop_reason=reason,
+            versions=self.versions[start:],
+            stop_string=stop_string,
+            top_log_probs=self.top_log_probs[start:],
+            raw_log_probs=self.raw_log_probs[start:],
+            sampling_mask_ids=self.sampling_mask_ids[start:],
+            context_versions=self.context_versions[start:],
         )
 
-    def news(self) -> Callable[[], None] | None:
-        """Return a call that tells of the tokens since the last one, if anybody wants to know."""
-        tell, start = self.request.on_tokens, self.told
-        if tell is None or start == len(self.tokens):
+    def report(self) -> Callable[[], None] | None:
+        """Return a call of `on_tokens` with the tokens since the last one, if it is wanted."""
+        on_tokens, start = self.request.on_tokens, self.reported
+        if on_tokens is None or start == len(self.tokens):
             return None
-        self.told = len(self.tokens)
-        tokens, log_probs, versions, *optional = (column[start:] for column in self._columns())
-        new = Completion(tokens, log_probs, "", versions, None, *optional)
-        return lambda: tell(self.number, new)
+        self.reported = len(self.tokens)
+        new = self._completion(start, "", None)
+        return lambda: on_tokens(self.number, new)
 
     def hand_over(self) -> None:
         """Tell whoever waits, if anybody still does."""

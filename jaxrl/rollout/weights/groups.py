@@ -236,7 +236,18 @@ class Assembly:
             ValueError: a piece is not part of these arrays, or it is more than what is missing.
         """
         for piece in group:
-            self._check(piece)
+            whole = self.wholes.get(piece.name)
+            if whole is None:
+                raise ValueError(f"{piece.name} is none of this model's arrays")
+            ranks = {len(piece.starts), len(piece.shape), len(whole.shape)}
+            ranges = zip(piece.starts, piece.shape, whole.shape, strict=False)
+            within = all(at >= 0 and n > 0 and at + n <= most for at, n, most in ranges)
+            if len(ranks) > 1 or not within:
+                raise ValueError(
+                    f"{piece} is not a part of {piece.name}, which has shape {whole.shape}"
+                )
+            if piece.dtype != whole.dtype:
+                raise ValueError(f"{piece.name} comes as {piece.dtype}; here it is {whole.dtype}")
         come = sum(math.prod(piece.shape) for piece in group)
         if come > self.missing:
             raise ValueError(f"{come} elements come, but only {self.missing} are missing")
@@ -251,41 +262,18 @@ class Assembly:
             raise ValueError(f"{self.missing} elements of the weights have not come")
         return {name: self._arrays[name] for name in self.wholes}
 
-    def _check(self, piece: Piece) -> None:
-        whole = self.wholes.get(piece.name)
-        if whole is None:
-            raise ValueError(f"{piece.name} is none of this model's arrays")
-        ranges = zip(piece.starts, piece.shape, whole.shape, strict=False)
-        ranks = {len(piece.starts), len(piece.shape), len(whole.shape)}
-        if len(ranks) > 1 or not all(
-            at >= 0 and n > 0 and at + n <= most for at, n, most in ranges
-        ):
-            raise ValueError(
-                f"{piece} is not a part of {piece.name}, which has shape {whole.shape}"
-            )
-        if piece.dtype != whole.dtype:
-            raise ValueError(f"{piece.name} comes as {piece.dtype}; here it is {whole.dtype}")
-
     def _fill(self, piece: Piece, whole: Piece, array: jax.Array) -> None:
+        """Write a piece into its array, in place; the array is made for its first piece."""
         sharding = self.shardings[piece.name]
         if piece.name not in self._arrays:
-            self._arrays[piece.name] = _empty(whole.shape, whole.dtype, sharding)
-        there = self._arrays.pop(piece.name)
-        near = array
+            self._arrays[piece.name] = jnp.empty(whole.shape, whole.dtype, device=sharding)
         if array.sharding.device_set != sharding.device_set:
-            near = jax.device_put(array, _on_all(sharding))
-        self._arrays[piece.name] = _fill(sharding)(there, near, piece.starts)
-
-
-def _on_all(sharding: Any) -> Any:
-    """Return a sharding that is whole on the same devices."""
-    if isinstance(sharding, NamedSharding):
-        return NamedSharding(sharding.mesh, PartitionSpec())
-    return sharding
-
-
-def _empty(shape: tuple[int, ...], dtype: str, sharding: Any) -> jax.Array:
-    return jnp.empty(shape, dtype, device=sharding)
+            everywhere = sharding
+            if isinstance(sharding, NamedSharding):
+                everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+            array = jax.device_put(array, everywhere)
+        there = self._arrays.pop(piece.name)
+        self._arrays[piece.name] = _fill(sharding)(there, array, piece.starts)
 
 
 @functools.lru_cache(maxsize=64)

@@ -45,11 +45,11 @@ def open_transfer(peer: str) -> transfer.TransferServer:
     Args:
         peer: name or address of a host.
     """
-    own = own_address(peer)
+    address = own_address(peer)
     return transfer.start_transfer_server(
         jax.local_devices()[0].client,
-        f"{own}:0",
-        [f"{own}:0"],
+        f"{address}:0",
+        [f"{address}:0"],
         transfer_size=TRANSFER_BYTES,
     )
 
@@ -59,8 +59,8 @@ def own_address(peer: str) -> str:
     family, kind, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)
-        own = probe.getsockname()[0]
-    return f"[{own}]" if ":" in own else own
+        found = probe.getsockname()[0]
+    return f"[{found}]" if ":" in found else found
 
 
 def patience(group: Sequence[Piece]) -> float:

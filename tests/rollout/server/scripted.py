@@ -47,7 +47,7 @@ class TypingEngine:
             new = self.tokens[start : start + self.piece]
             if sample.take(new, [-1.0] * len(new), 0, self.decode):
                 break
-            if tell := sample.news():
+            if tell := sample.report():
                 tell()
         if sample.outcome is None:
             sample.finish("length")

@@ -192,8 +192,8 @@ class JetStreamClient:
             sample.future.add_done_callback(cancel)
         tokens: list[list[int]] = [[] for _ in samples]
         for response in call:
-            for own, new in zip(tokens, response.stream_content.samples, strict=False):
-                own.extend(new.token_ids)
+            for drawn, new in zip(tokens, response.stream_content.samples, strict=False):
+                drawn.extend(new.token_ids)
         if not all(tokens) and len(samples) > 1:
             raise ValueError(
                 f"JetStream server {address} gave {sum(map(bool, tokens))} of {len(samples)} "

@@ -168,7 +168,7 @@ class _Orchestrator:
     def _authorize(self, context: grpc.ServicerContext) -> None:
         if self.token is None:
             return
-        given = dict(context.invocation_metadata()).get("authorization", "")
-        given = given if isinstance(given, bytes) else given.encode()
-        if not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
+        header = dict(context.invocation_metadata()).get("authorization", "")
+        header = header if isinstance(header, bytes) else header.encode()
+        if not hmac.compare_digest(header, f"Bearer {self.token}".encode()):
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "send authorization: Bearer TOKEN")
