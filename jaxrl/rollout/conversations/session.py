@@ -126,12 +126,18 @@ class Session:
     ) -> dict[str, Reward]:
         """Return the reward terms of the user's functions."""
         self._turns += 1
-        details = {"action": text, "tokens": list(tokens), "stopped": stopped, "turn": self._turns}
-        details |= {"prompt": self.prompt.messages, "extras": self.prompt.extras}
-        details["done"] = done or self._turns >= self.max_turns
-        details["reward"] = taken[PLAIN] if taken.keys() == {PLAIN} else dict(taken)
+        calls = self.terms.calls(
+            action=text,
+            tokens=list(tokens),
+            stopped=stopped,
+            turn=self._turns,
+            prompt=self.prompt.messages,
+            extras=self.prompt.extras,
+            done=done or self._turns >= self.max_turns,
+            reward=taken[PLAIN] if taken.keys() == {PLAIN} else dict(taken),
+        )
         found: dict[str, Reward] = {}
-        for function, call, keywords in self.terms.calls(**details):
+        for function, call, keywords in calls:
             when = f"in reward function '{function}' with the answer {text!r}"
             there = self.pool.beside(self._env, call)
             rewards = await self._ask(when, functools.partial(there, **keywords), call)

@@ -220,20 +220,29 @@ class JetStreamDriver(SampleThread):
         tokens = np.zeros(prefill_length(len(request.prompt_tokens)), np.int32)
         tokens[: len(request.prompt_tokens)] = request.prompt_tokens
         length, engine = len(request.prompt_tokens), self.engine
-        prefill = {"params": self.params, "padded_tokens": tokens, "true_length": length}
         together = getattr(engine, "prefill_multisampling", None)
         bulk_insert = getattr(engine, "bulk_insert", None)
         if together and bulk_insert:
             self.prefills += 1
-            options = self._options(request, keys) | {"num_samples": len(keys)}
-            prefix, result = together(**prefill, **options)
+            prefix, result = together(
+                params=self.params,
+                padded_tokens=tokens,
+                true_length=length,
+                num_samples=len(keys),
+                **self._options(request, keys),
+            )
             self._state = bulk_insert(prefix, self._state, slots=list(slots))
             drawn = _Drawn(result)
             return [drawn.of(row) for row in range(len(keys))]
         first = []
         for key, slot in zip(keys, slots, strict=True):
             self.prefills += 1
-            prefix, result = engine.prefill(**prefill, **self._options(request, [key]))
+            prefix, result = engine.prefill(
+                params=self.params,
+                padded_tokens=tokens,
+                true_length=length,
+                **self._options(request, [key]),
+            )
             self._state = engine.insert(prefix, self._state, slot=slot)
             first.append(_Drawn(result).of(0))
         return first

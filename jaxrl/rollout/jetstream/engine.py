@@ -435,8 +435,15 @@ def advance(rows: Rows, tokens: Array, block: Block) -> tuple[Rows, Array, Resul
         count=count,
     )
     data = jnp.concatenate([block.tokens, drawn.astype(jnp.int32), count[:, None]], axis=1)
-    ends = (0, k), (k, 2 * k), (2 * k, 2 * k + 1)
-    return rows, tokens, ResultTokens(data, *ends, 1, block.log_probs)
+    result = ResultTokens(
+        data=data,
+        tokens_idx=(0, k),
+        valid_idx=(k, 2 * k),
+        length_idx=(2 * k, 2 * k + 1),
+        samples_per_slot=1,
+        log_prob=block.log_probs,
+    )
+    return rows, tokens, result
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -440,29 +440,33 @@ def compiled(
         return jit(run, out_shardings=weights[STACKED][:count] if split else whole)
 
     return Compiled(
-        whole,
-        dtype,
-        jit(
+        whole=whole,
+        dtype=dtype,
+        decode_params=jit(
             bind(device.decode_params, config, dtype=dtype, fuse=not split),
             out_shardings=weights if split else whole,
         ),
-        rest,
-        decode_layers,
-        jit(bind(device.decode_rest, dtype=dtype), donate_argnums=0, out_shardings=rest),
-        jit(
+        rest=rest,
+        decode_layers=decode_layers,
+        decode_rest=jit(
+            bind(device.decode_rest, dtype=dtype), donate_argnums=0, out_shardings=rest
+        ),
+        empty=jit(
             bind(kv_cache.empty_cache, config, slots, dtype=dtype),
             static_argnames="length",
             out_shardings=cache,
         ),
-        jit(kv_cache.lengthen, static_argnums=1, out_shardings=cache),
-        jit(bind(kv_cache.copy_slots, placement=spread), donate_argnums=0, out_shardings=cache),
-        jit(
+        lengthen=jit(kv_cache.lengthen, static_argnums=1, out_shardings=cache),
+        copy=jit(
+            bind(kv_cache.copy_slots, placement=spread), donate_argnums=0, out_shardings=cache
+        ),
+        prefill=jit(
             bind(device.prefill, config, placement=spread),
             static_argnames="length",
             donate_argnums=1,
             out_shardings=cache,
         ),
-        jit(
+        decode=jit(
             bind(device.decode, config, placement=spread),
             static_argnames=("steps", "length", "every_slot"),
             donate_argnums=1,

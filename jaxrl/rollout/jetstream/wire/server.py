@@ -52,14 +52,15 @@ def serve_grpc(
         raise ValueError(
             f"host={host!r} can be reached from other machines: set a token, or serve on 127.0.0.1"
         )
-    limits = max_samples, vocab_size
-    handlers = _Orchestrator(engine, tokenizer, sampling, token, *limits).handlers()
+    orchestrator = _Orchestrator(engine, tokenizer, sampling, token, max_samples, vocab_size)
     server = grpc.server(
         ThreadPoolExecutor(max_requests),
         maximum_concurrent_rpcs=max_requests,
         options=[("grpc.so_reuseport", 0)],  # a second server on the port is an error
     )
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(SERVICE, orchestrator.handlers()),)
+    )
     where = f"[{host}]" if ":" in host and not host.startswith("[") else host
     server.bound_port = server.add_insecure_port(f"{where}:{port}")  # type: ignore[attr-defined]
     server.start()
