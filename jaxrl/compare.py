@@ -20,63 +20,51 @@ differs is said first.
 Exit status 0, or 2: the run cannot be read, or a choice makes no sense. docs/replay.md explains.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxrl import cli
 from jaxrl.files import check_file, replace_text
-from jaxrl.tools.compare.table import (
-    as_json,
-    check_picture,
-    compare,
-    described,
-    heat_map,
-    table,
-)
+from jaxrl.tools.compare.table import as_json, check_picture, compare, described, heat_map, table
 from jaxrl.tools.replay.recorded_run import RecordedRun, use_devices
 
 
+@cli.command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run `python -m jaxrl.compare RUN --step=N --losses=a,b,c ...`."""
-    if not argv or "--help" in argv or "-h" in argv:
-        print(__doc__)
-        return 0
-    parser = argparse.ArgumentParser("python -m jaxrl.compare", allow_abbrev=False)
-    parser.add_argument("run")
-    for name, kind in (("step", int), ("losses", str)):
-        parser.add_argument(f"--{name}", type=kind, required=True)
-    for name, kind in (("estimators", str), ("checkpoint", str), ("device-count", int)):
-        parser.add_argument(f"--{name}", type=kind)
-    parser.add_argument("--minibatch", type=int, default=1)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
-    given = parser.parse_args(argv)
-    try:
-        check_file("--json", given.json)
-        check_picture("--plot", given.plot)
-        use_devices(RecordedRun(given.run), given.device_count)
-        found = compare(
-            given.run,
-            given.step,
-            given.losses,
-            given.estimators,
-            minibatch=given.minibatch,
-            checkpoint=given.checkpoint,
-        )
-        where = f"{given.run}, step {given.step}, minibatch {given.minibatch}"
-        if given.json:
-            replace_text(given.json, json.dumps(as_json(found), indent=2) + "\n")
-        if given.plot:
-            heat_map(found, given.plot, where)
-    except (ValueError, OSError) as error:  # what a user can mend
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    arguments = cli.Arguments()
+    arguments.add_argument("run")
+    arguments.add_argument("--step", type=int, required=True)
+    arguments.add_argument("--losses", required=True)
+    arguments.add_argument("--estimators")
+    arguments.add_argument("--minibatch", type=int, default=1)
+    arguments.add_argument("--checkpoint")
+    arguments.add_argument("--device-count", type=int)
+    arguments.add_argument("--json", type=Path)
+    arguments.add_argument("--plot", type=Path)
+    options = arguments.parse_args(argv)
+    check_file("--json", options.json)
+    check_picture("--plot", options.plot)
+    use_devices(RecordedRun(options.run), options.device_count)
+    found = compare(
+        options.run,
+        options.step,
+        options.losses,
+        options.estimators,
+        minibatch=options.minibatch,
+        checkpoint=options.checkpoint,
+    )
+    where = f"{options.run}, step {options.step}, minibatch {options.minibatch}"
+    if options.json is not None:
+        replace_text(options.json, json.dumps(as_json(found), indent=2) + "\n")
+    if options.plot is not None:
+        heat_map(found, options.plot, where)
     print(*found.notes, sep="\n")
     print(f"{where}: {described(found)}\n\n{table(found)}")
-    return 0
+    return cli.DONE
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -20,55 +20,44 @@ Exit status 0: bit-identical; 1: not, and where first; 2: the run cannot be repl
 docs/replay.md explains.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 
-from jaxrl.tools.replay.recorded_run import (
-    CorruptedRollouts,
-    RecordedRun,
-    use_devices,
-)
-from jaxrl.tools.replay.steps import (
-    Compared,
-    against,
-    replay,
-)
+from jaxrl import cli
+from jaxrl.tools.replay.recorded_run import CorruptedRollouts, RecordedRun, use_devices
+from jaxrl.tools.replay.steps import Compared, against, replay
 
 
+@cli.command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run `python -m jaxrl.replay RUN [--step=N | --against=RUN2] ...`."""
-    if not argv or "--help" in argv or "-h" in argv:
-        print(__doc__)
-        return 0
-    parser = argparse.ArgumentParser("python -m jaxrl.replay", allow_abbrev=False)
-    parser.add_argument("run")
-    for name, kind in (("step", int), ("checkpoint", str), ("device-count", int)):
-        parser.add_argument(f"--{name}", type=kind)
-    parser.add_argument("--against")
-    given = parser.parse_args(argv)
-    if given.against is not None:
-        for name in ("step", "checkpoint", "device_count"):
-            if getattr(given, name) is not None:
-                flag = name.replace("_", "-")
-                parser.error(f"--against compares what was recorded, without --{flag}; leave it")
+    arguments = cli.Arguments()
+    arguments.add_argument("run")
+    replaying = [
+        arguments.add_argument("--step", type=int),
+        arguments.add_argument("--checkpoint"),
+        arguments.add_argument("--device-count", type=int),
+    ]
+    arguments.add_argument("--against")
+    options = arguments.parse_args(argv)
+    if options.against is None:
+        use_devices(RecordedRun(options.run), options.device_count)
+        results = replay(options.run, options.step, checkpoint=options.checkpoint)
+    else:
+        for option in replaying:
+            if getattr(options, option.dest) is not None:
+                flag = option.option_strings[0]
+                arguments.error(f"--against compares what was recorded, without {flag}; leave it")
+        results = against(options.run, options.against)
     result = None
     try:
-        if given.against is None:
-            use_devices(RecordedRun(given.run), given.device_count)
-            results = replay(given.run, given.step, checkpoint=given.checkpoint)
-        else:
-            results = against(given.run, given.against)
         for result in results:
             print(result, flush=True)
     except CorruptedRollouts as error:
         print(error)
-        return 1
-    except (ValueError, OSError) as error:  # what a user can mend
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return int(isinstance(result, Compared) and bool(result.different))
+        return cli.FAILED
+    return cli.FAILED if isinstance(result, Compared) and result.different else cli.DONE
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

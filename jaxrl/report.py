@@ -14,70 +14,34 @@ Open the page in a browser; it needs no network. Exit code 0, or 2: there is not
 page cannot be written. docs/report.md shows it.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl.files import check_file, replace_text
-from jaxrl.tools.report.page import MEGABYTE, page, page_path
-from jaxrl.tools.report.run_files import read_run
+from jaxrl import cli
+from jaxrl.tools.report.page import MEGABYTE, report
 
 
-def report(
-    run: str | Path,
-    against: str | Path | None = None,
-    *,
-    output: Path | None = None,
-    tokenizer: str | None = None,
-    max_mb: float = 50,
-) -> tuple[Path, list[str]]:
-    """Write the page of a run; see the command.
-
-    Returns:
-        Where it is, and what it could not show.
-
-    Raises:
-        ValueError, OSError: a folder is no run folder, or the page cannot be written.
-    """
-    path = page_path(Path(run)) if output is None else output
-    runs = [read_run(folder) for folder in (run, against) if folder is not None]
-    check_file("--output", path)
-    if max_mb <= 0:
-        raise ValueError(f"--max-mb={max_mb:g}: must be above 0, e.g. 50")
-    text = page(runs, tokenizer=tokenizer, limit=int(max_mb * MEGABYTE))
-    replace_text(path, text)
-    return path, [f"{one.folder}: {note}" for one in runs for note in one.all_notes()]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `python -m jaxrl.report RUN`."""
-    parser = argparse.ArgumentParser(
-        "python -m jaxrl.report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+@cli.command(__doc__, bare=cli.REFUSED)
+def main(argv: Sequence[str]) -> int:
+    """Run `python -m jaxrl.report RUN [--against RUN2] [--output FILE]`."""
+    arguments = cli.Arguments()
+    arguments.add_argument("run", type=Path)
+    arguments.add_argument("--against", type=Path)
+    arguments.add_argument("--output", type=Path)
+    arguments.add_argument("--tokenizer")
+    arguments.add_argument("--max-mb", type=float, default=50)
+    options = arguments.parse_args(argv)
+    path, notes = report(
+        options.run,
+        options.against,
+        output=options.output,
+        tokenizer=options.tokenizer,
+        max_mb=options.max_mb,
     )
-    parser.add_argument("run", type=Path, metavar="RUN")
-    parser.add_argument("--against", type=Path, metavar="RUN2")
-    parser.add_argument("--output", type=Path, metavar="FILE")
-    parser.add_argument("--tokenizer", metavar="FOLDER")
-    parser.add_argument("--max-mb", type=float, default=50, metavar="N")
-    given = parser.parse_args(argv)
-    try:
-        path, notes = report(
-            given.run,
-            given.against,
-            output=given.output,
-            tokenizer=given.tokenizer,
-            max_mb=given.max_mb,
-        )
-    except (ValueError, OSError) as error:  # what a user can mend
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     print(*notes, sep="\n", end="\n" if notes else "")
     print(f"{path}: {path.stat().st_size / MEGABYTE:.1f} MB")
-    return 0
+    return cli.DONE
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python -m jaxrl.sft --config=configs/sft_addition.py --config.trainer.seed=1
 
 One step is one optimizer update on `trainer.train_batch_size` conversations. Model, update,
-sharding, packing, adapters, checkpoints and exports are those of `jaxrl.train`.
+sharding, packing, adapters, checkpoints and exports are those of `jaxrl.train`. docs/sft.md says
+which fields of docs/configuration.md are read.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from jaxrl import config as cfg
+from jaxrl import cli, config as cfg
 from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.microbatching import update_microbatching
 from jaxrl.config.platform_defaults import settle
@@ -37,7 +38,7 @@ from jaxrl.parallel.checksums import checksums
 from jaxrl.parallel.compilation import CompilationWatch, enable_cache
 from jaxrl.parallel.devices import check_devices
 from jaxrl.parallel.offload import on_device
-from jaxrl.parallel.processes import CRASHED, REFUSED, joined_main
+from jaxrl.parallel.processes import joined_main
 from jaxrl.parallel.rules import batch_devices
 from jaxrl.records.checkpoint import (
     Checkpointer,
@@ -411,30 +412,19 @@ def sft(config: Any) -> SFTTrainer:
     return trainer
 
 
+@cli.command(__doc__, mendable=())  # of those of the training some keep their traceback
 def main(argv: Sequence[str]) -> int:
     """Run `python -m jaxrl.sft [--distributed] --config=FILE [--config.a.b=value ...]`."""
-    if not argv or "--help" in argv or "-h" in argv:
-        print(f"{__doc__}\ndocs/sft.md says which fields of docs/configuration.md it reads.")
-        return 0
     try:
-        path, overrides = cfg.parse_command_line(list(argv))
-        trainer = build(cfg.apply_overrides(cfg.load_config_file(path), overrides))
-    except (ValueError, OSError) as error:  # what a user can mend; OSError: files and folders
-        return _refuse(error)
+        trainer = build(cfg.read_command_line(argv))
+    except cli.MENDABLE as error:
+        return cli.refuse(error)
     try:
         trainer.train()
-    except (
-        CheckpointError,
-        FolderError,
-    ) as error:  # others are not the user's: they keep their traceback
-        _refuse(error)
-        return CRASHED if isinstance(error, UnreadableCheckpoint) else REFUSED
-    return 0
-
-
-def _refuse(error: Exception) -> int:
-    print(f"error: {error}", file=sys.stderr)
-    return REFUSED
+    except (CheckpointError, FolderError) as error:
+        cli.refuse(error)
+        return cli.CRASHED if isinstance(error, UnreadableCheckpoint) else cli.REFUSED
+    return cli.DONE
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
 One process for each host makes one job where JAX_COORDINATOR_ADDRESS, JAXRL_NUM_PROCESSES and
 JAXRL_PROCESS_ID are set, or with --distributed where JAX finds them out (TPU pods, SLURM).
 
-`trainer.py` has the training step; this file puts its parts together.
+Every field of docs/configuration.md can be set: --config.<path>=<value>. `trainer.py` has the
+training step; this file puts its parts together.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from typing import Any
 
 import jax
 
-from jaxrl import config as cfg
+from jaxrl import cli, config as cfg
 from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.model import DTYPES
 from jaxrl.config.objective_requirements import needs_reference
@@ -35,7 +36,7 @@ from jaxrl.models.transformer import TransformerConfig
 from jaxrl.parallel import is_first, make_mesh, same_in_all
 from jaxrl.parallel.compilation import enable_cache
 from jaxrl.parallel.devices import check_devices
-from jaxrl.parallel.processes import CRASHED, REFUSED, joined_main
+from jaxrl.parallel.processes import joined_main
 from jaxrl.records.callbacks import TrainingCallback, load_callbacks
 from jaxrl.records.checkpoint import CheckpointError, UnreadableCheckpoint, recorded_settings
 from jaxrl.records.ledger import LedgerError
@@ -361,18 +362,13 @@ def train(config: Any) -> Trainer:
     return BasePPOExp(config).run()
 
 
+@cli.command(__doc__, mendable=())  # `exit_status` knows which errors are the user's
 def main(argv: Sequence[str]) -> int:
     """Run `python -m jaxrl.train [--distributed] --config=FILE [--config.a.b=value ...]`."""
-    if not argv or "--help" in argv or "-h" in argv:
-        print(
-            f"{__doc__}\nEvery field of docs/configuration.md can be set: --config.<path>=<value>."
-        )
-        return 0
     try:
-        path, overrides = cfg.parse_command_line(list(argv))
-        config = cfg.apply_overrides(cfg.load_config_file(path), overrides)
-    except (ValueError, OSError) as error:
-        return _refuse(error)
+        config = cfg.read_command_line(argv)
+    except cli.MENDABLE as error:
+        return cli.refuse(error)
     return exit_status(BasePPOExp, config)
 
 
@@ -388,10 +384,10 @@ def exit_status(experiment: type[BasePPOExp], config: Any) -> int:
         overridden = experiment.run is not BasePPOExp.run
         trainer = None if overridden else run.build()
     except ServerAwayError as error:
-        _refuse(error)
-        return CRASHED
-    except (ValueError, OSError) as error:  # what a user can mend; OSError: files and folders
-        return _refuse(error)
+        cli.refuse(error)
+        return cli.CRASHED
+    except cli.MENDABLE as error:
+        return cli.refuse(error)
     try:
         if trainer is None:
             trainer = run.run()
@@ -399,10 +395,11 @@ def exit_status(experiment: type[BasePPOExp], config: Any) -> int:
             run.train(trainer)
     # others are not the user's: they keep their traceback
     except _MENDABLE as error:
-        _refuse(error)
+        cli.refuse(error)
         passes = isinstance(error, UnreadableCheckpoint) or _is_of_server(error)
-        return CRASHED if passes else REFUSED
-    return int(trainer is not None and trainer.recorder.stopped_by_alarm)
+        return cli.CRASHED if passes else cli.REFUSED
+    stopped = trainer is not None and trainer.recorder.stopped_by_alarm
+    return cli.FAILED if stopped else cli.DONE
 
 
 def _is_of_server(error: BaseException | None) -> bool:
@@ -410,11 +407,6 @@ def _is_of_server(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, RequestError):
         error = error.__cause__
     return error is not None
-
-
-def _refuse(error: Exception) -> int:
-    print(f"error: {error}", file=sys.stderr)
-    return REFUSED
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ LAYERS = {
     "array_ops": 0,
     "files": 0,
     "functions": 0,
+    "cli": 0,
     "losses": 1,
     "advantages": 1,
     "registry": 2,

@@ -211,8 +211,7 @@ def test_a_folder_of_checkpoints_that_is_gone_is_said(recorded, finished):
 
 def test_options_that_make_no_sense_are_refused(recorded, capsys):
     for option in ("--step=3", "--step=0", "--checkpoint=start", "--device-count=1"):
-        with pytest.raises(SystemExit, match="^2$"):
-            main([str(recorded), f"--against={recorded}", option])
+        assert main([str(recorded), f"--against={recorded}", option]) == 2
         flag = option.partition("=")[0]
         assert f"compares what was recorded, without {flag}; leave" in capsys.readouterr().err
     assert main([str(recorded), "--step=0"]) == 2

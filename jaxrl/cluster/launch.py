@@ -8,20 +8,27 @@ The first runs one process on each of trainer.placement.policy_num_nodes hosts o
 RAY_ADDRESS, or of one that it starts here. The second runs all processes of a job on this machine.
 The third is started on every host by other means (Slurm, GKE, ssh) and runs the process of that
 one: JAX_COORDINATOR_ADDRESS, JAXRL_NUM_PROCESSES and JAXRL_PROCESS_ID say which it is, or JAX finds
-it out. These two also take --module=jaxrl.sft. docs/cluster.md
+it out. These two also take --module=jaxrl.sft. docs/cluster.md explains; every field of
+docs/configuration.md can be set: --config.<path>=<value>.
 """
 
+import os
+import socket
 import sys
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxrl.cluster.local import TRAIN, launch_here
-from jaxrl.cluster.supervise import REFUSED, supervise
+from jaxrl import cli
+from jaxrl.cluster.child import Start
+from jaxrl.cluster.host import Host
+from jaxrl.cluster.settings import Settings, place_in_job, read_settings
+from jaxrl.cluster.supervise import supervise
 
 if TYPE_CHECKING:
     from jaxrl.train import BasePPOExp
 
-LOCAL, NO_RAY, MODULE = "--local-processes", "--no-ray", "--module"
+TRAIN = "jaxrl.train"
 
 
 def launch(config: Any, experiment: "type[BasePPOExp] | None" = None, **options: Any) -> int:
@@ -57,45 +64,92 @@ def launch(config: Any, experiment: "type[BasePPOExp] | None" = None, **options:
         return supervise(job.start, settings_of(config).restarts())
 
 
+def launch_here(arguments: Sequence[str], processes: int, module: str = TRAIN) -> int:
+    """Run the processes of a job on this machine without Ray, supervised; return the exit status.
+
+    This process has no jax.
+
+    Args:
+        arguments: of the module.
+        processes: on this machine, the whole job; 0 = one of a job whose others are on other
+            machines, as the environment says or JAX finds out.
+        module: what is run; another one checks the devices for its config itself.
+
+    Raises:
+        ValueError: see `Host.start`.
+    """
+    settings = read_settings(arguments, processes if module == TRAIN else 0)
+    if settings is None:
+        return cli.REFUSED
+
+    def start(mode: str | None) -> tuple[Host, dict[int, str]]:
+        words = ["-m", module, *arguments]
+        if mode != settings.resume_mode:
+            words.append(f"--config.trainer.resume_mode={mode}")
+        host = Host()
+        starts = _starts(settings, words, host, processes) if processes else [_one(settings, words)]
+        try:
+            host.start(starts)
+        except BaseException:
+            host.stop()
+            raise
+        return host, {s.index: f"[process {s.index}]" if i else "" for i, s in enumerate(starts)}
+
+    return supervise(start, settings.restarts())
+
+
+def _starts(settings: Settings, words: Sequence[str], host: Host, count: int) -> list[Start]:
+    """Return what to start for a job that is on this machine alone."""
+    address = f"127.0.0.1:{host.free_port()}"
+    joined = [settings.limits() | place_in_job(address, count, index) for index in range(count)]
+    return [
+        Start(index, words, environment, settings.log(index), _heading(index))
+        for index, environment in enumerate(joined)
+    ]
+
+
+def _one(settings: Settings, words: Sequence[str]) -> Start:
+    """Return what to start here for a job on many machines.
+
+    Where the environment does not say which process of the job this is, JAX has to find out.
+    """
+    in_environment = "JAX_COORDINATOR_ADDRESS" in os.environ
+    index = os.environ.get("JAXRL_PROCESS_ID", "")
+    return Start(
+        int(index) if index.isdecimal() else 0,
+        words if in_environment else [*words, "--distributed"],
+        settings.limits(),
+        settings.log(index if in_environment else socket.gethostname()),
+        _heading(index),
+    )
+
+
+def _heading(index: object) -> str:
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    return f"--- process {index} on {socket.gethostname()}, started {now}"
+
+
+@cli.command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run `python -m jaxrl.cluster.launch [--no-ray | --local-processes=N] --config=FILE ...`."""
-    if not argv or "--help" in argv or "-h" in argv:
-        print(
-            f"{__doc__}\nEvery field of docs/configuration.md can be set: --config.<path>=<value>."
-        )
-        return 0
-    try:
-        words, local, module = _own_flags(argv)
-        if local is not None:
-            return launch_here(words, local, module)
-        if module != TRAIN:
-            raise ValueError(f"{MODULE}={module}: needs {NO_RAY} or {LOCAL}=N")
-        from jaxrl.config import apply_overrides, load_config_file, parse_command_line
+    arguments = cli.Arguments()
+    arguments.add_argument("--local-processes")
+    arguments.add_argument("--no-ray", action="store_true")
+    arguments.add_argument("--module", default=TRAIN)
+    options, words = arguments.parse_known_args(argv)
+    if (count := options.local_processes) is not None:
+        if not count.isdecimal() or int(count) < 1:
+            fix = "give the number of processes, e.g. --local-processes=2"
+            raise ValueError(f"--local-processes={count}: {fix}")
+        return launch_here(words, int(count), options.module)
+    if options.no_ray:
+        return launch_here(words, 0, options.module)
+    if options.module != TRAIN:
+        raise ValueError(f"--module={options.module}: needs --no-ray or --local-processes=N")
+    from jaxrl.config import read_command_line
 
-        path, overrides = parse_command_line(words)
-        return launch(apply_overrides(load_config_file(path), overrides))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return REFUSED
-
-
-def _own_flags(argv: Sequence[str]) -> tuple[list[str], int | None, str]:
-    """Return the other arguments; processes here, None = Ray, 0 = --no-ray; the module."""
-    local, module, words = None, TRAIN, []
-    for word in argv:
-        flag, _, value = word.partition("=")
-        if flag == LOCAL:
-            if not value.isdecimal() or int(value) < 1:
-                raise ValueError(f"{word}: give the number of processes, e.g. {LOCAL}=2")
-            local = int(value)
-        elif word == NO_RAY:
-            local = local or 0
-        elif flag == MODULE:
-            module = value
-        else:
-            words.append(word)
-    return words, local, module
+    return launch(read_command_line(words))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxrl import cli
 from jaxrl.cluster.placement import host_devices
-from jaxrl.cluster.supervise import REFUSED, Restarts, newest_step
+from jaxrl.cluster.supervise import Restarts, newest_step
 
 
 class Settings(NamedTuple):
@@ -107,26 +108,24 @@ def read_settings(arguments: Sequence[str], processes: int) -> Settings | None:
     return Settings(*json.loads(done.stdout)) if done.returncode == 0 else None
 
 
+@cli.command(__doc__, bare=cli.REFUSED)
 def main(argv: Sequence[str]) -> int:
     """Print the settings as JSON."""
-    from jaxrl.config import apply_overrides, load_config_file, parse_command_line, resolve
+    from jaxrl.config import read_command_line, resolve
     from jaxrl.config.validation import check_fields
 
-    processes, words = int(argv[0].partition("=")[2]), list(argv[1:])
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # of the recipe
-            path, overrides = parse_command_line(words)
-            config = resolve(apply_overrides(load_config_file(path), overrides))
-            if processes:
-                check(config, 1, processes)
-            else:
-                check_fields(config)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return REFUSED
+    arguments = cli.Arguments()
+    arguments.add_argument("--processes", type=int, required=True)
+    options, words = arguments.parse_known_args(argv)
+    with contextlib.redirect_stdout(sys.stderr):  # of the recipe
+        config = resolve(read_command_line(words))
+        if options.processes:
+            check(config, 1, options.processes)
+        else:
+            check_fields(config)
     print(json.dumps(settings_of(config)))
-    return 0
+    return cli.DONE
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

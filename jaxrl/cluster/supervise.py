@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from jaxrl.cli import CRASHED, DONE, FAILED, REFUSED
 from jaxrl.cluster.host import Report
 from jaxrl.files import as_path
 
-DONE, ALARM, REFUSED, CRASHED = 0, 1, 2, 70  # exit statuses of jaxrl.train
-FINAL = (DONE, ALARM, REFUSED)  # of a process; another attempt would end in the same way
+FINAL = DONE, FAILED, REFUSED  # of a process; another attempt would end in the same way
 LOST = -1  # status of a process whose host does not answer any more
 POLL_SECONDS, GRACE_SECONDS, MOST_BACKOFF_SECONDS = 1.0, 10.0, 300.0
 SETTLE_SECONDS = 3.0  # for others to say why, once one has ended

@@ -51,7 +51,12 @@ from jaxrl.config.objective_card import objective_card
 from jaxrl.config.overrides import apply_overrides, parse_command_line
 from jaxrl.config.placement import batch_groups, check_nodes, device_ranges
 from jaxrl.config.platform import ON_CPU, auto_fields, with_settled
-from jaxrl.config.recipe import default_config, load_config_file, to_train_config
+from jaxrl.config.recipe import (
+    default_config,
+    load_config_file,
+    read_command_line,
+    to_train_config,
+)
 from jaxrl.config.rollouts import (
     check_engines,
     group_bytes,
@@ -157,6 +162,7 @@ __all__ = [
     "make_config",
     "objective_card",
     "parse_command_line",
+    "read_command_line",
     "resolve",
     "resolve_sft",
     "sft_card",

@@ -7,8 +7,8 @@
 A script is read as text and nothing of it is run: variables, arrays, sums, comparisons and the
 environment count, and a setting whose value only the run itself knows, such as `$(nproc)`, is named
 and left out. Arguments after a script are its own, and settings among them count last.
-Without --output the recipe is printed. Exit status: 0; 1 something that changes the run was left
-out; 2 the input cannot be read.
+Without --output the recipe is printed; --devices: how many it shall be valid on, default SkyRL's.
+Exit status: 0; 1 something that changes the run was left out; 2 the input cannot be read.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from jaxrl import cli
 from jaxrl.config.skyrl.conversion import Conversion, convert
 from jaxrl.config.skyrl.names import EntryPoint, entry_point
 from jaxrl.config.skyrl.recipe_file import recipe_text
@@ -77,25 +78,16 @@ def from_yaml(path: Path, args: Sequence[str], num_devices: int | None = None) -
     return convert(given, ("", EntryPoint({})), num_devices)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@cli.command(__doc__, bare=cli.REFUSED, mendable=(*cli.MENDABLE, yaml.YAMLError))
+def main(argv: Sequence[str]) -> int:
     """Convert, write, report; see the module's docstring for the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxrl.config.from_skyrl",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--output", help="file to write; default: print the recipe")
-    parser.add_argument("--devices", type=int, help="devices to be valid on; default: SkyRL's")
-    parser.add_argument(
-        "args", nargs=argparse.REMAINDER, help="key=value ..., SCRIPT.sh ..., or CONFIG.yaml ..."
-    )
-    options = parser.parse_args(argv)
-    args = options.args or parser.error("nothing to convert")
-    try:
-        result = _read(args, options.devices)
-    except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    arguments = cli.Arguments()
+    arguments.add_argument("--output")
+    arguments.add_argument("--devices", type=int)
+    arguments.add_argument("args", nargs=argparse.REMAINDER)
+    options = arguments.parse_args(argv)
+    args = options.args or arguments.error("nothing to convert")
+    result = _read(args, options.devices)
     source = args[0] if Path(args[0]).is_file() else "arguments"
     notes = [f"Valid on {result.num_devices} devices."]
     if left := [line.partition(": ")[0] for line in result.refused]:
@@ -108,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print(text)
     _report(result, sys.stdout if options.output else sys.stderr)
-    return int(bool(result.refused or result.problem))
+    return cli.FAILED if result.refused or result.problem else cli.DONE
 
 
 def _read(args: list[str], num_devices: int | None) -> Conversion:

@@ -8,6 +8,7 @@ import site
 import sys
 import sysconfig
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from jaxrl.config.dataclass_config import (
     is_config,
     is_union,
 )
+from jaxrl.config.overrides import apply_overrides, parse_command_line
 from jaxrl.config.train_config import TrainConfig
 
 # Where the wheel puts them; `pip install --user` has a folder of its own.
@@ -59,6 +61,16 @@ def to_train_config(config: Any, config_cls: type[TrainConfig] = TrainConfig) ->
     if isinstance(config, TrainConfig):
         return checked(config)
     return config_cls.from_dict_config(config)
+
+
+def read_command_line(words: Sequence[str]) -> TrainConfig:
+    """Return the config of a command line: `--config=FILE`, and every `--config.a.b=value` over it.
+
+    Raises:
+        ValueError: see `parse_command_line`, `load_config_file` and `apply_overrides`.
+    """
+    path, overrides = parse_command_line(list(words))
+    return apply_overrides(load_config_file(path), overrides)
 
 
 def load_config_file(path: str) -> TrainConfig:

@@ -3,11 +3,15 @@
     python -m jaxrl.data.prepare gsm8k --output data/gsm8k
     python -m jaxrl.data.prepare dapo --output data/dapo --source copies/dapo
 
+    --output     folder of the two files
+    --source     folder or file of a copy, or the id of a data set on the hub
+    --env-class  environment of the rows, in place of the data set's own
+    --levels     of math's training rows, 1 to 5, e.g. --levels 3 4 5
+
 The data sets are gsm8k, math, dapo, aime, text2sql and searchr1; docs/data.md says what is in them.
 They come from the Hugging Face hub, or from a copy with the files that the hub has.
 """
 
-import argparse
 import csv
 import re
 import shlex
@@ -20,6 +24,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from jaxrl import cli
 from jaxrl.data.benchmarks import BENCHMARKS, Row, Split
 from jaxrl.data.messages import BadRow
 from jaxrl.data.prompts import bad_rows, read_rows
@@ -223,34 +228,28 @@ def _write(table: pa.Table, path: Path) -> None:
         pq.write_table(table, new)
 
 
+@cli.command(__doc__, bare=cli.REFUSED)
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0 = written, 2 = what the user must mend."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxrl.data.prepare",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    """Run `python -m jaxrl.data.prepare NAME --output FOLDER [--source SOURCE] ...`."""
+    arguments = cli.Arguments()
+    arguments.add_argument("name", choices=BENCHMARKS)
+    arguments.add_argument("--output", type=Path, required=True)
+    arguments.add_argument("--source")
+    arguments.add_argument("--env-class")
+    arguments.add_argument("--levels", type=int, nargs="+", default=())
+    options = arguments.parse_args(argv)
+    output = options.output.expanduser()
+    written = prepare(
+        options.name,
+        output,
+        options.source,
+        env_class=options.env_class,
+        levels=options.levels,
     )
-    parser.add_argument("name", choices=BENCHMARKS, help="which data set")
-    parser.add_argument("--output", type=Path, required=True, help="folder of the two files")
-    parser.add_argument("--source", help="folder or file of a copy, or the id of a hub data set")
-    parser.add_argument(
-        "--env-class", help="environment of the rows, in place of the data set's own"
-    )
-    parser.add_argument(
-        "--levels", type=int, nargs="+", default=(), help="of math's training rows, 1 to 5"
-    )
-    given = parser.parse_args(argv)
-    output = given.output.expanduser()
-    try:
-        chosen = {"env_class": given.env_class, "levels": given.levels}
-        written = prepare(given.name, output, given.source, **chosen)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     for split, rows in written.items():
         print(f"{output / split}.parquet: {rows} rows")
-    return 0
+    return cli.DONE
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -25,6 +25,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 import jaxrl
+from jaxrl import cli
 
 T = TypeVar("T")
 
@@ -32,8 +33,6 @@ ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAXRL_NUM_PROCESSES", "JAXRL
 HEADER, FIRST, CHUNK = 8, 4096, 2**20  # bytes: of the length; sent at once; of a further round
 START, HEARTBEAT = "JAXRL_START_SECONDS", "JAXRL_HEARTBEAT_SECONDS"
 START_SECONDS, HEARTBEAT_SECONDS = 300, 100
-DONE, REFUSED, CRASHED = 0, 2, 70  # exit statuses; a run that crashed may be started again
-INTERRUPTED = 130  # 128 + SIGINT
 
 
 class ProcessError(ValueError):
@@ -59,19 +58,19 @@ def joined_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> in
         except KeyboardInterrupt:
             fix = "the same command resumes from the last checkpoint, if there is one"
             print(f"interrupted; {fix}", file=sys.stderr)
-            return INTERRUPTED
+            return cli.INTERRUPTED
     try:
         start_processes()
         quiet = contextlib.nullcontext() if is_first() else open(os.devnull, "w")  # noqa: SIM115
         with quiet as nothing, contextlib.redirect_stdout(nothing or sys.stdout):
             status = main([word for word in argv if word != "--distributed"])
     except ProcessError as error:
-        print(f"error: {error}", file=sys.stderr)
-        status = CRASHED if isinstance(error, JoinError) else REFUSED
+        cli.refuse(error)
+        status = cli.CRASHED if isinstance(error, JoinError) else cli.REFUSED
     except BaseException:
         traceback.print_exc()
-        status = CRASHED
-    if status in (REFUSED, CRASHED):
+        status = cli.CRASHED
+    if status in (cli.REFUSED, cli.CRASHED):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

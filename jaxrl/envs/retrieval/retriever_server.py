@@ -2,12 +2,17 @@
 
     python -m jaxrl.envs.retrieval.retriever_server --corpus data/wiki.jsonl --port 8000
 
+    --corpus  folder, .parquet or .jsonl file
+    --host    default 127.0.0.1
+    --port    default 8000; 0 takes a free one
+    --topk    hits, where a query does not say; default 3
+
 For a corpus that is too large to lie in the memory of every process with environments. The protocol
 is that of SkyRL's and Search-R1's retrievers: POST /retrieve with {"query": text} or {"queries":
 [text, ..]}, and perhaps "topk" and "return_scores".
 """
 
-import argparse
+import contextlib
 import json
 import os
 import sys
@@ -16,6 +21,7 @@ from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from jaxrl import cli
 from jaxrl.envs.retrieval.passages import read_passages
 from jaxrl.envs.retrieval.retriever import Hit, LocalRetriever, Retriever
 
@@ -103,33 +109,24 @@ def _item(hit: Hit, scores: bool) -> dict[str, Any]:
     return {"document": document, "score": hit.score} if scores else document
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@cli.command(__doc__, bare=cli.REFUSED, mendable=cli.MENDABLE_WITH_EXTRAS)
+def main(argv: Sequence[str]) -> int:
     """Serve until interrupted."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--corpus", required=True, help="folder, .parquet or .jsonl file")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--topk", type=int, default=3, help="hits, where a query does not say")
-    arguments = parser.parse_args(argv)
+    arguments = cli.Arguments()
+    arguments.add_argument("--corpus", required=True)
+    arguments.add_argument("--host", default="127.0.0.1")
+    arguments.add_argument("--port", type=int, default=8000)
+    arguments.add_argument("--topk", type=int, default=3)
+    options = arguments.parse_args(argv)
     # bm25s makes use of JAX where it is installed; accelerators are the trainer's.
     os.environ["JAX_PLATFORMS"] = "cpu"
-    try:
-        retriever = LocalRetriever(read_passages(arguments.corpus))
-        server = make_server(retriever, arguments.host, arguments.port, arguments.topk)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    retriever = LocalRetriever(read_passages(options.corpus))
+    server = make_server(retriever, options.host, options.port, options.topk)
     where = "http://{}:{}/retrieve".format(*server.server_address[:2])
     print(f"{len(retriever.passages)} passages at {where}", flush=True)
-    try:
+    with server, contextlib.suppress(KeyboardInterrupt):
         server.serve_forever()
-    except KeyboardInterrupt:
-        return 0
-    finally:
-        server.server_close()
-    return 0
+    return cli.DONE
 
 
 if __name__ == "__main__":

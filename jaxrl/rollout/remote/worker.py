@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jaxrl import cli
 from jaxrl.rollout.remote.server_process import ServerProcess
 
 MODULE = "jaxrl.rollout.remote.worker"
@@ -29,7 +30,7 @@ class OwnServer(ServerProcess):
     It ends with this process, however this ends: its standard input is then closed.
 
     Attributes:
-        config: of the worker, see `build_workers.worker_config`; nested dicts.
+        config: of the worker, see `build_remote.worker_config`; nested dicts.
         folder: for its files: config.json, ready (its address), log.
         environment: variables that it gets beside those of this process.
         start_seconds: until it must answer.
@@ -73,25 +74,23 @@ class OwnServer(ServerProcess):
         return True
 
 
+@cli.command(__doc__, bare=cli.REFUSED, mendable=cli.MENDABLE_WITH_EXTRAS)
 def main(argv: Sequence[str]) -> int:
     """Run `python -m jaxrl.rollout.remote.worker CONFIG.json READY`."""
-    if len(argv) != 2 or {"--help", "-h"} & set(argv):
-        print(__doc__)
-        return 0 if {"--help", "-h"} & set(argv) else 2
+    arguments = cli.Arguments()
+    arguments.add_argument("config", type=Path)
+    arguments.add_argument("ready", type=Path)
+    options = arguments.parse_args(argv)
     threading.Thread(target=_end_with_input, daemon=True).start()
     from jaxrl.rollout.server.build import make_server  # not needed to start a worker
 
-    try:
-        server = make_server(json.loads(Path(argv[0]).read_text(encoding="utf-8")))
-        server.start()
-    except (ValueError, OSError, ImportError) as error:  # what a user can mend
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    unnamed = Path(f"{argv[1]}.new")
+    server = make_server(json.loads(options.config.read_text(encoding="utf-8")))
+    server.start()
+    unnamed = Path(f"{options.ready}.new")
     unnamed.write_text(server.url.removesuffix("/v1"), encoding="utf-8")
-    unnamed.replace(argv[1])
+    unnamed.replace(options.ready)
     server.join()
-    return 0
+    return cli.DONE
 
 
 def _end_with_input() -> None:
@@ -101,4 +100,4 @@ def _end_with_input() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

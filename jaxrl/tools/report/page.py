@@ -9,8 +9,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from jaxrl.files import check_file, replace_text
 from jaxrl.tools.report.blob import inert_json, pack
-from jaxrl.tools.report.run_files import METRICS, RunFiles
+from jaxrl.tools.report.run_files import METRICS, RunFiles, read_run
 from jaxrl.tools.report.selection import Selection, select
 from jaxrl.tools.report.series import alarms, series
 from jaxrl.tools.report.settings import changed, fields, objective
@@ -18,6 +19,36 @@ from jaxrl.tools.report.vocabulary import Vocabulary, tokenizer_of
 
 MEGABYTE = 1_000_000
 MARGIN = 4000  # bytes of a page for what is counted by the way
+
+
+def report(
+    run: str | Path,
+    against: str | Path | None = None,
+    *,
+    output: Path | None = None,
+    tokenizer: str | None = None,
+    max_mb: float = 50,
+) -> tuple[Path, list[str]]:
+    """Write the page of a run, or of two; see the command for what is not said here.
+
+    Args:
+        output: where to write it; None = report.html in the folder of the run.
+        max_mb: its size at most.
+
+    Returns:
+        Where it is, and what it does not show because the runs lack it.
+
+    Raises:
+        ValueError, OSError: a folder is no run folder, or the page cannot be written.
+    """
+    path = Path(run) / "report.html" if output is None else output
+    runs = [read_run(folder) for folder in (run, against) if folder is not None]
+    check_file("--output", path)
+    if max_mb <= 0:
+        raise ValueError(f"--max-mb={max_mb:g}: must be above 0, e.g. 50")
+    text = page(runs, tokenizer=tokenizer, limit=int(max_mb * MEGABYTE))
+    replace_text(path, text)
+    return path, [f"{one.folder}: {note}" for one in runs for note in one.all_notes()]
 
 
 def page(runs: Sequence[RunFiles], *, tokenizer: str | None = None, limit: int) -> str:
@@ -129,8 +160,3 @@ def _put_together(runs: Sequence[RunFiles], about: Sequence[Any], data: Sequence
 
 def _part(name: str) -> str:
     return resources.files("jaxrl.tools.report").joinpath(name).read_text(encoding="utf-8")
-
-
-def page_path(run: Path) -> Path:
-    """Return where the page of a run is written if nobody says."""
-    return run / "report.html"

@@ -1,0 +1,70 @@
+"""What all command lines share: help, arguments, one line for an error, exit statuses."""
+
+import subprocess
+import sys
+
+import pytest
+
+from jaxrl import cli
+
+
+@cli.command("how to call it")
+def double(argv):
+    """Print twice a number, and what else there is."""
+    arguments = cli.Arguments()
+    arguments.add_argument("number", type=int)
+    options, words = arguments.parse_known_args(argv)
+    print(2 * options.number, words)
+    return cli.DONE
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], ["3", "--help"], []])
+def test_help_is_printed_and_exits_0(argv, capsys):
+    assert double(argv) == 0
+    assert capsys.readouterr().out == "how to call it\n"
+
+
+def test_a_command_that_needs_arguments_is_refused_without(capsys):
+    bare = cli.command("how to call it", bare=cli.REFUSED)(lambda argv: cli.DONE)
+    assert (bare([]), bare(["--help"]), bare(["x"])) == (2, 0, 0)
+
+
+def test_arguments_are_those_of_the_process_where_none_are_given(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["double", "4", "--config=x.py"])
+    assert double() == 0
+    assert capsys.readouterr().out == "8 ['--config=x.py']\n"
+
+
+def test_a_wrong_argument_is_one_line_on_stderr(capsys):
+    assert double(["four"]) == 2
+    error = "error: argument number: invalid int value: 'four'; --help shows the whole command\n"
+    assert capsys.readouterr() == ("", error)
+
+
+def test_a_shortened_flag_is_none():
+    arguments = cli.Arguments()
+    arguments.add_argument("--checkpoint")
+    with pytest.raises(ValueError, match="unrecognized arguments: --check=x"):
+        arguments.parse_args(["--check=x"])
+
+
+@pytest.mark.parametrize(
+    ("error", "mended"),
+    [(ValueError("seed"), True), (FileNotFoundError("file"), True), (KeyError("x"), False)],
+)
+def test_only_what_a_user_can_mend_loses_its_traceback(error, mended, capsys):
+    def fail(argv):
+        raise error
+
+    main = cli.command("how to call it")(fail)
+    if not mended:
+        with pytest.raises(type(error)):
+            main(["x"])
+        return
+    assert main(["x"]) == 2
+    assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_the_launcher_reads_the_statuses_without_jax():
+    code = "import sys, jaxrl.cli, jaxrl.cluster.supervise; sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
