@@ -1,4 +1,4 @@
-"""Arrays with a header as compressed text, which `page.js` undoes (`unpack`).
+"""Pack arrays with a header as compressed text, which `unpack` of page.js undoes.
 
 zlib over: the length of the header (4 bytes, little endian), the header as JSON, the arrays one
 after the other. Of numbers of several bytes all first bytes come first, then all second ones:
@@ -25,20 +25,6 @@ def pack(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
     text = json.dumps({**header, "arrays": about}, allow_nan=False, separators=(",", ":")).encode()
     parts = [len(text).to_bytes(4, "little"), text, *map(_by_plane, arrays.values())]
     return base64.b64encode(zlib.compress(b"".join(parts), _LEVEL)).decode()
-
-
-def unpack(text: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return what `pack` was given."""
-    data = zlib.decompress(base64.b64decode(text))
-    start = 4 + int.from_bytes(data[:4], "little")
-    header, arrays = json.loads(data[4:start]), {}
-    for name, (kind, size) in header.pop("arrays").items():
-        dtype = np.dtype(TYPES[kind])
-        end = start + size * dtype.itemsize
-        planes = np.frombuffer(data[start:end], np.uint8).reshape(dtype.itemsize, size)
-        arrays[name] = np.ascontiguousarray(planes.T).view(dtype).ravel()
-        start = end
-    return header, arrays
 
 
 def _by_plane(array: np.ndarray) -> bytes:

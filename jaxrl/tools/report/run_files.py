@@ -33,7 +33,7 @@ class RunFiles:
         rollouts: step -> file of its trajectories.
         has_ledger: `attempts`, `ends` and `dropped` are known.
         notes: what is missing or damaged, and what that means; for the reader of the page.
-        of_steps: the same of files of single steps: what -> step -> said. See `all_notes`.
+        step_notes: the same of files of single steps: what -> step -> reason. See `all_notes`.
     """
 
     folder: Path
@@ -46,12 +46,19 @@ class RunFiles:
     facts: dict[str, Any] = field(default_factory=dict)
     has_ledger: bool = False
     notes: list[str] = field(default_factory=list)
-    of_steps: dict[str, dict[int, str]] = field(default_factory=dict)
+    step_notes: dict[str, dict[int, str]] = field(default_factory=dict)
 
     @property
     def trainer(self) -> dict[str, Any]:
         """Return the group `trainer` of the config; {} where it is not known."""
-        return _group(self.settings, "trainer")
+        return self.group("trainer")
+
+    def group(self, *path: str) -> dict[str, Any]:
+        """Return the group of the config at a path of names; {} where it is not known."""
+        found: Any = self.settings
+        for name in path:
+            found = found.get(name) if isinstance(found, dict) else None
+        return found if isinstance(found, dict) else {}
 
     @property
     def name(self) -> str:
@@ -88,20 +95,20 @@ class RunFiles:
             return action()
         except Exception as error:
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-            said = f"{kind}{' '.join(str(error).split())}"
+            reason = f"{kind}{' '.join(str(error).split())}"
             if step is None:
-                self.notes.append(f"{what}: {said}")
+                self.notes.append(f"{what}: {reason}")
             else:
-                self.of_steps.setdefault(what, {})[step] = said
+                self.step_notes.setdefault(what, {})[step] = reason
             return otherwise
 
     def all_notes(self) -> list[str]:
         """Return `notes`, and one for each kind of file that some steps lack."""
         several = []
-        for what, said in self.of_steps.items():
-            first, *rest = said
+        for what, reasons in self.step_notes.items():
+            first, *rest = reasons
             more = f" and of {len(rest)} more up to step {rest[-1]}" if rest else ""
-            several.append(f"{what} of step {first}{more}: {said[first]}")
+            several.append(f"{what} of step {first}{more}: {reasons[first]}")
         return [*self.notes, *several]
 
     def dumped_batch(self, step: int) -> Path | None:
@@ -199,14 +206,14 @@ def _read_ledger(run: RunFiles) -> None:
             f"no {FILE}: restarts, the machine, and where trajectories ended are not known"
         )
         return
-    run.has_ledger = run.note_of(FILE, lambda: _of_ledger(run), False)
+    run.has_ledger = run.note_of(FILE, lambda: _read_tables(run), False)
 
 
-def _of_ledger(run: RunFiles) -> bool:
+def _read_tables(run: RunFiles) -> bool:
     with open_run(run.folder) as ledger:
         run.facts = ledger.facts
         done = dict(ledger.rows("SELECT attempt, COUNT(*) FROM steps GROUP BY attempt"))
-        kept = dict(ledger.rows("SELECT attempt, COUNT(*) FROM live_steps GROUP BY attempt"))
+        surviving = dict(ledger.rows("SELECT attempt, COUNT(*) FROM live_steps GROUP BY attempt"))
         query = "SELECT attempt, from_step, started, origin, machine FROM attempts ORDER BY attempt"
         run.attempts = [
             {
@@ -216,7 +223,7 @@ def _of_ledger(run: RunFiles) -> bool:
                 "origin": origin,
                 "machine": json.loads(machine),
                 "steps": done.get(attempt, 0),
-                "taken_back": done.get(attempt, 0) - kept.get(attempt, 0),
+                "taken_back": done.get(attempt, 0) - surviving.get(attempt, 0),
             }
             for attempt, from_step, started, origin, machine in ledger.rows(query)
         ]
@@ -248,8 +255,3 @@ def _find_rollouts(run: RunFiles) -> None:
     run.rollouts = dict(sorted(run.rollouts.items()))
     if not run.rollouts:
         run.notes.append("no recorded trajectories, see trainer.ledger.record_rollouts")
-
-
-def _group(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = settings.get(name)
-    return found if isinstance(found, dict) else {}

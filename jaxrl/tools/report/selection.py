@@ -61,7 +61,7 @@ def select(run: RunFiles, make_vocabulary: Callable[[], Vocabulary], room: int) 
         try:
             return _fill(run, Selection(make_vocabulary()), steps, lambda step: room, whole=True)
         except _Full:
-            run.of_steps.clear()  # they will be said again
+            run.step_notes.clear()  # they will be said again
     chosen = [steps[i] for i in thinned(len(steps), STEPS)]
     sizes = {step: run.rollouts[step].stat().st_size for step in chosen}
     total, due = max(sum(sizes.values()), 1), 0.0

@@ -57,15 +57,13 @@ def timeline(lines: Mapping[int, Mapping[str, float]]) -> tuple[list[str], list[
     columns = steps[::every]
     means = [table[i : i + every].mean(0) for i in range(0, len(rows), every)]
     seconds = np.array(means).reshape(len(columns), len(names)).T
-    kept = [i for i in range(len(names)) if seconds[i].any()]
-    return [names[i] for i in kept], columns, seconds[kept]
+    used = [i for i in range(len(names)) if seconds[i].any()]
+    return [names[i] for i in used], columns, seconds[used]
 
 
 def alarms(run: RunFiles) -> list[dict[str, Any]]:
     """Return the alarms that went off, as the run said them: the rules over its lines."""
-    watching = run.trainer.get("watching")
-    thresholds = watching.get("thresholds") if isinstance(watching, dict) else None
-    rules = Alarms(thresholds or {})
+    rules = Alarms(run.group("trainer", "watching", "thresholds"))
     found = run.note_of(
         "alarms", lambda: [a for step, x in run.lines.items() for a in rules.update(step, x)], []
     )

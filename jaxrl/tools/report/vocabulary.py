@@ -104,28 +104,26 @@ def tokenizer_of(run: RunFiles, folder: str | None) -> Any:
     """
     if folder is not None:
         return _load(folder, run)
-    policy = run.trainer.get("policy")
-    model = policy.get("model", {}).get("path") if isinstance(policy, dict) else None
+    model = run.group("trainer", "policy", "model").get("path")
     exports = run.trainer.get("export_path")
     found = sorted(Path(str(exports)).glob("global_step_*/policy/tokenizer_config.json"))
     places = [model, *(str(path.parent) for path in found[-1:])]
-    said = "its config names none"
+    reason = "its config names none"
     for place in filter(None, places):
         try:
             return _load(place, run)
         except Exception as error:  # of the hub's client or of files, whatever they are
-            said = " ".join(str(error).split())[:200]
+            reason = " ".join(str(error).split())[:200]
     run.notes.append(
-        f"no tokenizer, tokens are shown by their ids ({said}); name its folder with --tokenizer"
+        f"no tokenizer, tokens are shown by their ids ({reason}); name its folder with --tokenizer"
     )
     return None
 
 
 def _load(place: str, run: RunFiles) -> Any:
-    generator = run.settings.get("generator")
-    template = generator.get("chat_template") if isinstance(generator, dict) else None
-    from_file = isinstance(template, dict) and template.get("source") == "file"
-    return load_tokenizer(place, template["name_or_path"] if from_file and template else None)
+    template = run.group("generator", "chat_template")
+    from_file = template.get("source") == "file"
+    return load_tokenizer(place, template["name_or_path"] if from_file else None)
 
 
 def byte_alphabet() -> dict[str, int]:

@@ -7,7 +7,8 @@ import zlib
 import numpy as np
 import pytest
 
-from jaxrl.tools.report.blob import inert_json, pack, unpack
+from jaxrl.tools.report.blob import inert_json, pack
+from tests.tools.report.unpack import unpack
 
 
 def test_what_is_packed_comes_back():

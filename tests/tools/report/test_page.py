@@ -9,8 +9,8 @@ import shutil
 import pytest
 
 from jaxrl.report import main, report
-from jaxrl.tools.report.blob import unpack
 from tests.tools.report.made_run import HOSTILE, make_run
+from tests.tools.report.unpack import unpack
 
 DATA = r'<script type="[^"]*" id="{}">([^<]*)</script>'
 

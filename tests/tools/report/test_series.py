@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 
-from jaxrl.tools.report.blob import unpack
 from jaxrl.tools.report.run_files import RunFiles
 from jaxrl.tools.report.series import COLUMNS, POINTS, alarms, series, thinned, timeline
+from tests.tools.report.unpack import unpack
 
 
 def test_metrics_have_the_steps_at_which_they_were_logged(tmp_path):

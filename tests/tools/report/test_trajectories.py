@@ -6,11 +6,11 @@ from jaxrl.data.packing import collate
 from jaxrl.data.recorded import to_arrays
 from jaxrl.records.batch_file import batch_path, dump_batch
 from jaxrl.records.ledger import write_rollouts
-from jaxrl.tools.report.blob import unpack
 from jaxrl.tools.report.run_files import RunFiles
 from jaxrl.tools.report.selection import PER_STEP, select
 from jaxrl.tools.report.trajectories import pack_group, read_step
 from jaxrl.tools.report.vocabulary import Vocabulary
+from tests.tools.report.unpack import unpack
 
 
 def columns(**changes):
