@@ -16,16 +16,16 @@ import pytest
 from jaxrl import config as cfg
 from jaxrl.compare import as_json, compare, heat_map, main, table
 from jaxrl.data.packing import one_per_row
-from jaxrl.tools.compare.loss_choices import Choice, parse_choices
 from jaxrl.tools.compare.loss_comparison import (
     Comparison,
     Evaluated,
     OtherRuns,
-    compare_choices,
+    compare_variants,
     cosines,
     measured_kl,
     weight_ess,
 )
+from jaxrl.tools.compare.variants import Variant, parse_variants
 from jaxrl.tools.replay.recorded_run import RecordedRun, restored
 from jaxrl.train import train
 from jaxrl.training.forward import log_probs_and_entropy
@@ -47,6 +47,28 @@ def negative_regular(log_probs, old_log_probs, advantages, config, loss_mask=Non
 NEGATIVE = "tests.test_compare:negative_regular"
 
 
+def other_runs(trainer, rollouts):
+    """Make the runs of other objectives from the state and the parts of a trainer."""
+
+    def make_batch(**parts):
+        other = copy.copy(trainer)
+        vars(other).update(parts, metrics={})
+        output = other.postprocess_generator_output({**rollouts[0]}, rollouts[1])
+        return other.add_advantages(other.add_log_probs(other.collate(output)))
+
+    return OtherRuns(
+        make_batch,
+        config=trainer.config,
+        state=trainer.state,
+        policy=trainer.policy,
+        forward_pass=trainer.forward_pass,
+        ref_forward_pass=trainer.ref_forward_pass,
+        reference=trainer.ref_params,
+        updater=trainer.updater,
+        total_steps=trainer.total_steps,
+    )
+
+
 @pytest.fixture(scope="module")
 def compared(finished):
     """Step 4 of the session's run, its second minibatch, with rewards that differ in each group.
@@ -61,9 +83,11 @@ def compared(finished):
         trainer.train_step(3)
         batch = trainer.collate(trainer.postprocess_generator_output({**output}, uids))
         old, _ = trainer.forward_pass(trainer.params, batch)
-        choices = parse_choices(trainer.config, f"regular{PURE},{NEGATIVE}{PURE}", "grpo,rloo")
+        variants = parse_variants(trainer.config, f"regular{PURE},{NEGATIVE}{PURE}", "grpo,rloo")
         before = jax.tree.map(jnp.copy, trainer.state)
-        found = compare_choices(trainer, (output, uids), choices, step=4, minibatch=2)
+        runs = other_runs(trainer, (output, uids))
+        found = compare_variants(runs, uids, variants, step=4, minibatch=2)
+        trainer.state = runs.state
         yield trainer, batch, old, (before, (output, uids)), found
 
 
@@ -167,15 +191,15 @@ def test_the_measured_kl_is_a_mean_over_sampled_tokens():
 def test_choices_are_read_with_their_changes():
     config = cfg.resolve(small(Path("/tmp")))
     names = "regular+eps_clip_high=2.8e-1+loss_reduction=sequence_mean, gspo"
-    first, *_, last = parse_choices(config, names, "rloo,reinforce+++gamma=0.9")
+    first, *_, last = parse_variants(config, names, "rloo,reinforce+++gamma=0.9")
     assert first.name == "regular+eps_clip_high=2.8e-1+loss_reduction=sequence_mean | rloo"
     algorithm = first.config.trainer.algorithm
     assert (algorithm.eps_clip_high, algorithm.loss_reduction) == (0.28, "sequence_mean")
     assert (algorithm.eps_clip_low, algorithm.advantage_estimator) == (0.2, "rloo")
     assert last.config.trainer.algorithm.advantage_estimator == "reinforce++"
     assert last.config.trainer.algorithm.gamma == 0.9
-    (own,) = parse_choices(config, "regular", None)
-    assert own == Choice("regular", config)
+    (own,) = parse_variants(config, "regular", None)
+    assert own == Variant("regular", config)
     for losses, message in {
         "regular,": "--losses='regular,' has an empty name",
         "reglar": "reglar: trainer.algorithm.policy_loss_type='reglar'.*regular",
@@ -183,7 +207,7 @@ def test_choices_are_read_with_their_changes():
         "gmpo": "gmpo: trainer.algorithm.loss_reduction='token_mean'.*sequence_mean",
     }.items():
         with pytest.raises(ValueError, match=message):
-            parse_choices(config, losses, None)
+            parse_variants(config, losses, None)
 
 
 def test_a_table_has_a_dash_where_there_is_no_number():
@@ -258,8 +282,8 @@ def test_the_coefficient_of_the_kl_in_the_rewards_is_that_of_the_choice(compared
     penalized.state = trainer.state.replace(kl_coef=np.float32(0.25))  # as a controller left it
     changes["trainer.algorithm.kl_loss_coef"] = 0.125
     other = cfg.apply_overrides(trainer.config, changes)
-    runs = OtherRuns(penalized, rollouts)
-    raw = np.asarray(OtherRuns(trainer, rollouts).batch(trainer.config).rewards)
+    runs = other_runs(penalized, rollouts)
+    raw = np.asarray(other_runs(trainer, rollouts).batch(trainer.config).rewards)
     own, others = (raw - runs.batch(config).rewards for config in (penalized.config, other))
     assert np.abs(own).max() > 1e-3
     np.testing.assert_allclose(others, own * 0.125 / 0.25, rtol=1e-3, atol=1e-6)
@@ -270,8 +294,9 @@ def test_the_minibatch_is_described_whatever_the_losses(compared):
     trainer, batch, old, (before, rollouts), found = compared
     other = copy.copy(trainer)
     other.state = before
-    choices = parse_choices(trainer.config, f"rollout_is{PURE}", None)
-    ratios = compare_choices(other, rollouts, choices, step=4, minibatch=2).ratios
+    variants = parse_variants(trainer.config, f"rollout_is{PURE}", None)
+    runs = other_runs(other, rollouts)
+    ratios = compare_variants(runs, rollouts[1], variants, step=4, minibatch=2).ratios
     assert ratios == pytest.approx(found.ratios, rel=1e-5)
     now, _ = trainer.forward_pass(trainer.params, batch)
     ratio = np.exp(now - old)[8:][np.asarray(batch.loss_mask)[8:] > 0]
@@ -282,10 +307,11 @@ def test_the_minibatch_is_described_whatever_the_losses(compared):
 def test_a_choice_that_leaves_no_token_is_named(compared):
     trainer, _, _, (_, (output, uids)), _ = compared
     same = {**output, "rewards": [0.5] * 16}
-    choices = parse_choices(trainer.config, "regular,regular+zero_variance_filter=true", None)
+    variants = parse_variants(trainer.config, "regular,regular+zero_variance_filter=true", None)
     message = r"minibatch 2 of step 4 has no sampled token that counts for regular\+zero_variance"
+    runs = other_runs(trainer, (same, uids))
     with pytest.raises(ValueError, match=message):
-        compare_choices(trainer, (same, uids), choices, step=4, minibatch=2)
+        compare_variants(runs, uids, variants, step=4, minibatch=2)
 
 
 def test_a_state_that_is_not_the_recorded_one_is_said(finished, tmp_path, monkeypatch):
@@ -296,7 +322,7 @@ def test_a_state_that_is_not_the_recorded_one_is_said(finished, tmp_path, monkey
     with contextlib.closing(sqlite3.connect(run / "run.db")) as db, db:
         db.execute("UPDATE steps SET checksums = ? WHERE step = 2", [json.dumps(numbers)])
     nothing = Comparison([], np.eye(0), 0, {}, 0.0)
-    replaced = "jaxrl.tools.compare.table.compare_choices"
+    replaced = "jaxrl.tools.compare.table.compare_variants"
     monkeypatch.setattr(replaced, lambda *args, **kwargs: nothing)
     start, different = compare(run, 3, "regular").notes
     assert start.startswith("step 2: ") and start.endswith("checkpoints/global_step_2")
@@ -318,12 +344,12 @@ def test_norms_do_not_depend_on_microbatches_or_packing(tmp_path):
     for loss in ("regular", "gspo", "kl_cov"):
         with restored(run, run.find_checkpoint(4)) as trainer:
             trainer.train_step(3)
-            (choice,) = parse_choices(trainer.config, loss, None)
-            choices = [
-                Choice(str(number), cfg.apply_overrides(choice.config, cut))
+            (variant,) = parse_variants(trainer.config, loss, None)
+            variants = [
+                Variant(str(number), cfg.apply_overrides(variant.config, cut))
                 for number, cut in enumerate(cuts)
             ]
-            found = compare_choices(trainer, (output, uids), choices, step=4)
+            found = compare_variants(other_runs(trainer, (output, uids)), uids, variants, step=4)
         np.testing.assert_allclose(found.cosine, 1, rtol=0, atol=1e-6)
         norms = [choice.grad_norm for choice in found.choices]
         np.testing.assert_allclose(norms, norms[0], rtol=1e-5)

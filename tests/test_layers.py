@@ -145,9 +145,13 @@ def test_ray_stays_in_cluster():
             assert not any(target.split(".")[0] == "ray" for target, _ in imports(path)), path
 
 
-def test_nobody_below_the_trainer_is_handed_one():
-    """Callbacks are, and subclasses of it; `tools` build one of their own."""
+def test_nobody_but_callbacks_is_handed_a_trainer():
+    """`tools` build one of their own, and pass on its parts. Layer 7 is what makes and runs it."""
     for name, path in PATHS.items():
-        if name != "jaxrl" and LAYERS[room(name)] < LAYERS["trainer"]:
-            given = re.findall(r"trainer: (?:\"?Trainer\"?|Any)\b", path.read_text())
-            assert not given or name == "jaxrl.records.callbacks", path
+        if name in ("jaxrl", "jaxrl.records.callbacks") or LAYERS[room(name)] == LAYERS["trainer"]:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.arg) and node.annotation is not None:
+                kind = ast.unparse(node.annotation)
+                named = node.arg == "trainer" and kind == "Any"
+                assert not named and not re.search(r"\bTrainer\b", kind), (path, node.lineno)

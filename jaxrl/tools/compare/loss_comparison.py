@@ -1,11 +1,11 @@
 """Losses and estimators on one minibatch of a run: what each would do to the parameters.
 
-Every choice is the objective of a run with that loss and that estimator: its own log-probs,
+Every variant is the objective of a run with that loss and that estimator: its own log-probs,
 advantages, reduction, KL and entropy terms, through the update that such a run makes.
 """
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,22 +17,22 @@ import optax
 from jaxrl import config as cfg
 from jaxrl.config.objective_requirements import needs_reference
 from jaxrl.parallel.offload import on_device
-from jaxrl.tools.compare.loss_choices import Choice
-from jaxrl.trainer import Trainer
+from jaxrl.tools.compare.variants import Variant
 from jaxrl.training.build import assemble_update
 from jaxrl.training.forward_pass import ForwardPass
 from jaxrl.training.objective import merge_metrics
+from jaxrl.training.policy import Policy
 from jaxrl.training.ratios import ratio_metrics, ratio_sums
 from jaxrl.training.rewards import make_estimate
 from jaxrl.training.update import Updater, minibatches_of_step
-from jaxrl.types import Array, GeneratorOutput, TrainBatch, TrainState
+from jaxrl.types import Array, TrainBatch, TrainState
 
 _CHUNK = 1 << 20  # parameters whose products are added at a time
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Hold what a choice would do to the parameters.
+    """Hold what a variant would do to the parameters.
 
     Attributes:
         loss: its objective, KL and entropy terms included.
@@ -56,13 +56,13 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Hold what choices do on one minibatch.
+    """Hold what variants do on one minibatch.
 
     Attributes:
         cosine: [N, N] between the gradients; NaN for one that is 0.
         tokens: that the policy sampled.
-        ratios: of the minibatch, whatever the loss: `watching.ratios.ratio_metrics`.
-        length: a tenth of the first choice's update, near enough for a KL to be of second order.
+        ratios: of the minibatch, whatever the loss: `training.ratios.ratio_metrics`.
+        length: a tenth of the first variant's update, near enough for a KL to be of second order.
         notes: how the state before the step was come to, in words: where that began, and what was
             not as the run recorded it.
     """
@@ -78,53 +78,63 @@ class Comparison:
 # ---------------------------------------------------------------- on what
 
 
-def compare_choices(
-    trainer: Trainer,
-    rollouts: tuple[GeneratorOutput, Sequence[str]],
-    choices: Sequence[Choice],
+def compare_variants(
+    runs: "OtherRuns",
+    uids: Sequence[str],
+    variants: Sequence[Variant],
     *,
     step: int,
     minibatch: int = 1,
 ) -> Comparison:
-    """Compare the gradients of all choices on one minibatch of a step.
+    """Compare the gradients of all variants on one minibatch of a step.
 
     Args:
-        trainer: its state is that before the step, and afterwards that before the minibatch: the
-            run's own updates on those before it are made.
-        rollouts: of the step, and their uids.
+        runs: at the state before the step, and afterwards before the minibatch: the run's own
+            updates on those before it are made.
+        uids: of the trajectories of the step.
         minibatch: from 1, over all passes of the step.
 
     Raises:
         ValueError: the step has no such minibatch, or nothing counts in it; a loss or an estimator
             raised.
     """
-    check_minibatch(trainer.config, rollouts[1], step, minibatch)
-    runs, settings = OtherRuns(trainer, rollouts), trainer.config.trainer
-    own = runs.batch(trainer.config)
+    check_minibatch(runs.config, uids, step, minibatch)
+    settings = runs.config.trainer
+    batch = runs.batch(runs.config)
     # ratios are to the policy before the step, whether or not the run's loss needs its log-probs
-    blind = own.rollout_log_probs is None  # as the batch has scored it, if it has
-    old, *_ = runs.forward_pass(trainer.params, own, with_entropy=blind)
-    measured = own.replace(old_log_probs=old)
-    batches = [runs.batch(choice.config) for choice in choices]
-    named = {
-        "prompts": settings.policy_mini_batch_size,
-        "passes": settings.update_epochs_per_batch,
-        "names": (settings.seed, step),
-    }
-    before = minibatches_of_step(own, **named)[: minibatch - 1]
-    of_run, *parts = (
-        minibatches_of_step(batch, **named)[minibatch - 1] for batch in (measured, *batches)
-    )
-    names = ["the run's own objective", *(choice.name for choice in choices)]
-    for name, (part, _) in zip(names, (of_run, *parts), strict=True):
+    blind = batch.rollout_log_probs is None  # as the batch has scored it, if it has
+    old, *_ = runs.scored_once(runs.params, batch, with_entropy=blind)
+
+    def minibatches(whole: TrainBatch) -> list[tuple[TrainBatch, Array]]:
+        return minibatches_of_step(
+            whole,
+            prompts=settings.policy_mini_batch_size,
+            passes=settings.update_epochs_per_batch,
+            names=(settings.seed, step),
+        )
+
+    before = minibatches(batch)[: minibatch - 1]
+    measured, _ = minibatches(batch.replace(old_log_probs=old))[minibatch - 1]
+    parts = [minibatches(runs.batch(x.config))[minibatch - 1] for x in variants]
+    names = ["the run's own objective", *(variant.name for variant in variants)]
+    for name, part in zip(names, (measured, *(part for part, _ in parts)), strict=True):
         if not np.asarray(part.loss_mask).any():
             raise ValueError(
                 f"minibatch {minibatch} of step {step} has no sampled token that counts for "
                 f"{name}; take another --minibatch"
             )
-    advance(trainer, before)
-    updaters = [runs.updater(choice.config) for choice in choices]
-    return evaluate_choices(trainer, of_run[0], choices, updaters, parts)
+    runs.advance(before)
+    return evaluate_variants(
+        variants,
+        [runs.updater_of(variant.config) for variant in variants],
+        parts,
+        measured,
+        state=runs.state,
+        policy=runs.policy,
+        forward_pass=runs.forward_pass,
+        updater=runs.updater,
+        algorithm=settings.algorithm,
+    )
 
 
 def check_minibatch(
@@ -146,46 +156,85 @@ def check_minibatch(
 
 
 class OtherRuns:
-    """Do a step as runs of other objectives would do it, from the same state and rollouts."""
+    """Do a step as runs of other objectives would do it, from the same state and rollouts.
 
-    def __init__(self, trainer: Trainer, rollouts: tuple[GeneratorOutput, Sequence[str]]) -> None:
-        self.trainer, self.rollouts = trainer, rollouts
-        self.forward_pass, self.ref_forward_pass = (
-            ScoredOnce(trainer.forward_pass),
-            ScoredOnce(trainer.ref_forward_pass),
+    Args:
+        make_batch: makes the batch of the step as the run's trainer does, with other parts in the
+            place of its own: `config`, `state`, `estimate`, `updater`, `forward_pass`, `ref_forward_pass`,
+            `ref_params`.
+        config: of the run.
+        state: before the step.
+        policy, forward_pass, ref_forward_pass, updater: those of the run.
+        reference: parameters; None where the run needs none.
+        total_steps: of the run, for its learning rates.
+    """
+
+    def __init__(
+        self,
+        make_batch: Callable[..., TrainBatch],
+        *,
+        config: cfg.TrainConfig,
+        state: TrainState,
+        policy: Policy,
+        forward_pass: ForwardPass,
+        ref_forward_pass: ForwardPass,
+        reference: Any,
+        updater: Updater,
+        total_steps: int,
+    ) -> None:
+        self.make_batch, self.config, self.state = make_batch, config, state
+        self.policy, self.forward_pass, self.updater = policy, forward_pass, updater
+        self.scored_once, self.ref_scored_once = (
+            ScoredOnce(forward_pass),
+            ScoredOnce(ref_forward_pass),
         )
-        self.reference = trainer.ref_params
-        self.updaters: dict[Any, Updater] = {}
-        self.updaters[without_estimator(trainer.config)] = trainer.updater
+        self.reference, self.total_steps = reference, total_steps
+        self.updaters: dict[Any, Updater] = {}  # a config is hashable, which pyright cannot see
+        self.updaters[without_estimator(config)] = updater
+
+    @property
+    def params(self) -> Any:
+        """Return all parameters of the policy, on its devices; adapters are on their base."""
+        return on_device(self.policy.whole(self.state.params))
 
     def batch(self, config: cfg.TrainConfig) -> TrainBatch:
         """Return the batch with the log-probs and advantages of a run with this config.
 
-        They are made by the trainer's own methods.
-
         Args:
-            config: differs from the trainer's in `trainer.algorithm` alone.
+            config: differs from the run's in `trainer.algorithm` alone.
         """
-        run: Any = copy.copy(self.trainer)
-        run.config, run.metrics, run.updater = config, {}, self.updater(config)
-        run.forward_pass, run.ref_forward_pass = self.forward_pass, self.ref_forward_pass
-        run.estimate = jax.jit(make_estimate(config.trainer.algorithm))
-        run.ref_params = self._reference(config)
-        coef, own = (x.trainer.algorithm.kl_loss_coef for x in (config, self.trainer.config))
-        if coef != own:  # else that of the KL in the reward is where its controller has brought it
-            run.state = run.state.replace(kl_coef=np.float32(coef))
-        output, uids = self.rollouts
-        output = run.postprocess_generator_output(GeneratorOutput({**output}), uids)
-        return run.add_advantages(run.add_log_probs(run.collate(output)))
+        state, algorithm = self.state, config.trainer.algorithm
+        coef = algorithm.kl_loss_coef
+        if coef != self.config.trainer.algorithm.kl_loss_coef:
+            # else that of the KL in the reward is where its controller has brought it
+            state = state.replace(kl_coef=np.float32(coef))
+        return self.make_batch(
+            config=config,
+            state=state,
+            estimate=jax.jit(make_estimate(algorithm)),
+            updater=self.updater_of(config),
+            forward_pass=self.scored_once,
+            ref_forward_pass=self.ref_scored_once,
+            ref_params=self._reference(config),
+        )
 
-    def updater(self, config: cfg.TrainConfig) -> Updater:
-        """Return the updater of a run with this config, on the trainer's pass and devices."""
-        key: Any = without_estimator(config)  # hashable, which pyright cannot see
+    def updater_of(self, config: cfg.TrainConfig) -> Updater:
+        """Return the updater of a run with this config, on this run's pass and devices."""
+        key: Any = without_estimator(config)
         if key not in self.updaters:
-            trainer, policy = self.trainer, self.trainer.policy
-            given = key, trainer.forward_pass, policy.placement, trainer.total_steps, policy.trained
-            self.updaters[key] = assemble_update(*given)[2]
+            _, _, self.updaters[key] = assemble_update(
+                key, self.forward_pass, self.policy.placement, self.total_steps, self.policy.trained
+            )
         return self.updaters[key]
+
+    def advance(self, parts: Iterable[tuple[TrainBatch, Array]]) -> None:
+        """Make the run's own updates on minibatches; critic and reference stay where they are."""
+        state = self.state.replace(critic=None, ref_params=None)
+        for part, key in parts:
+            weights, _ = self.updater.weights(part)
+            params = self.policy.whole(state.params)
+            state, _, _ = self.updater.update(state, part, weights, key, params)
+        self.state = state
 
     def _reference(self, config: cfg.TrainConfig) -> Any:
         """Return the reference; None for a config that needs none.
@@ -195,7 +244,7 @@ class OtherRuns:
         if not needs_reference(config.trainer.algorithm):
             return None
         if self.reference is None:
-            self.reference = self.trainer.reference.params(self.trainer.state.ref_params)
+            self.reference = self.ref.params(self.state.ref_params)
         return self.reference
 
 
@@ -206,84 +255,86 @@ class ScoredOnce:
         self.forward_pass, self.found = forward_pass, {}
 
     def __call__(self, params: Any, batch: TrainBatch, **options: Any) -> tuple[np.ndarray, ...]:
-        wanted = np.asarray(batch.loss_mask).tobytes(), *sorted(options.items())
+        wanted = (np.asarray(batch.loss_mask).tobytes(), *sorted(options.items()))
         if wanted not in self.found:
             self.found[wanted] = self.forward_pass(params, batch, **options)
         return self.found[wanted]
 
 
-def advance(trainer: Trainer, parts: Iterable[tuple[TrainBatch, Array]]) -> None:
-    """Make the run's own updates on minibatches; a critic and a reference stay where they are."""
-    state = trainer.state.replace(critic=None, ref_params=None)
-    for part, key in parts:
-        weights, _ = trainer.updater.weights(part)
-        whole = trainer.policy.whole(state.params)
-        state, _, _ = trainer.updater.update(state, part, weights, key, whole)
-    trainer.state = state
-
-
 # ---------------------------------------------------------------- what they do
 
 
-def evaluate_choices(
-    trainer: Trainer,
-    own: TrainBatch,
-    choices: Sequence[Choice],
+def evaluate_variants(
+    variants: Sequence[Variant],
     updaters: Sequence[Updater],
     parts: Sequence[tuple[TrainBatch, Array]],
+    measured: TrainBatch,
+    *,
+    state: TrainState,
+    policy: Policy,
+    forward_pass: ForwardPass,
+    updater: Updater,
+    algorithm: cfg.AlgorithmConfig,
 ) -> Comparison:
-    """Compare the gradients of the choices, each on its form of the same minibatch.
+    """Compare the gradients of the variants, each on its form of the same minibatch.
 
     Args:
-        trainer: its state is that before the minibatch, without critic and reference.
-        own: the minibatch as the run has it, with log-probs before the step; its loss mask says on
-            which tokens KLs and ratios are measured.
-        updaters, parts: of each choice; a part has the key of the update.
+        updaters, parts: of each variant; a part has the key of the update.
+        measured: the minibatch as the run has it, with log-probs before the step; its loss mask
+            says on which tokens KLs and ratios are measured.
+        state: before the minibatch, without critic and reference.
+        policy, forward_pass, updater, algorithm: those of the run.
     """
-    params = trainer.params
-    before = scored(trainer, params, own)
+
+    def scored(params: Any, rows: TrainBatch, key: Array | None = None) -> tuple[np.ndarray, ...]:
+        """Return log-probs and entropy [B, T], in the cuts of the update."""
+        cut = updater.microbatching
+        return forward_pass(params, rows, microbatching=cut, with_entropy=True, key=key)
+
+    params = on_device(policy.whole(state.params))
+    before = scored(params, measured)
     found, gradients, length = [], [], 0.0
-    for choice, updater, (part, key) in zip(choices, updaters, parts, strict=True):
-        weights, _ = updater.weights(part)
-        grads, pieces = updater.gradients(params, part, weights, key)
+    for variant, own_updater, (part, key) in zip(variants, updaters, parts, strict=True):
+        weights, _ = own_updater.weights(part)
+        grads, pieces = own_updater.gradients(params, part, weights, key)
         metrics, norm = merge_metrics(jax.device_get(pieces)), float(optax.global_norm(grads))
-        updated, along = updated_params(trainer, grads), None
+        copied: TrainState = jax.tree.map(jnp.copy, on_device(state))  # `apply` takes it over
+        updated, along = updater.apply(copied, grads)[0].params, None
         if not found:
-            length = float(distance(updated, trainer.state.params)) / 10
+            length = float(distance(updated, state.params)) / 10
         if norm and length:
-            moved = moved_along(trainer.state.params, grads, length / norm)
-            along = measured_kl(before, scored(trainer, trainer.policy.whole(moved), own), own)
+            moved = moved_along(state.params, grads, length / norm)
+            along = measured_kl(before, scored(policy.whole(moved), measured), measured)
         evaluated = Evaluated(
-            choice.name,
-            metrics["final_loss"],
-            norm,
-            metrics.get("loss_metrics/clip_ratio"),
-            weight_ess(updater, scored(trainer, params, part, key), part, weights, key),
-            measured_kl(before, scored(trainer, trainer.policy.whole(updated), own), own),
-            along,
+            name=variant.name,
+            loss=metrics["final_loss"],
+            grad_norm=norm,
+            clip_fraction=metrics.get("loss_metrics/clip_ratio"),
+            effective_sample_size=weight_ess(
+                own_updater, scored(params, part, key), part, weights, key
+            ),
+            kl_of_update=measured_kl(before, scored(policy.whole(updated), measured), measured),
+            kl_of_length=along,
         )
         found.append(evaluated)
         gradients.append(jax.device_get(grads))
-    tokens = int((np.asarray(own.loss_mask) > 0).sum())
-    clip = trainer.config.trainer.algorithm
-    sums = ratio_sums(jnp.asarray(before[0]), own, clip.eps_clip_low, clip.eps_clip_high)
-    ratios = ratio_metrics(jax.device_get(sums))
-    return Comparison(found, cosines(gradients), tokens, ratios, length)
+    sums = ratio_sums(
+        jnp.asarray(before[0]), measured, algorithm.eps_clip_low, algorithm.eps_clip_high
+    )
+    return Comparison(
+        choices=found,
+        cosine=cosines(gradients),
+        tokens=int((np.asarray(measured.loss_mask) > 0).sum()),
+        ratios=ratio_metrics(jax.device_get(sums)),
+        length=length,
+    )
 
 
 def without_estimator(config: cfg.TrainConfig) -> cfg.TrainConfig:
-    """Return a config that choices of one loss share: its update does not know the estimator."""
+    """Return a config that variants of one loss share: its update does not know the estimator."""
     algorithm = {"advantage_estimator": "grpo", "advantage_kwargs": {}}
     changes = {f"trainer.algorithm.{name}": value for name, value in algorithm.items()}
     return cfg.apply_overrides(config, changes)
-
-
-def scored(
-    trainer: Trainer, params: Any, minibatch: TrainBatch, key: Array | None = None
-) -> tuple[np.ndarray, ...]:
-    """Return log-probs and entropy [B, T], in the cuts of the update."""
-    cut = trainer.updater.microbatching
-    return trainer.forward_pass(params, minibatch, microbatching=cut, with_entropy=True, key=key)
 
 
 def weight_ess(
@@ -308,19 +359,14 @@ def weight_ess(
         None: all advantages are 0, or all weights.
     """
     no_kl = weights.replace(kl=np.zeros_like(weights.kl))
-    of_loss = updater.objective.seen(minibatch), no_kl, key
-    (slopes, _), _ = updater.cotangents(*outputs, *of_loss)
+    log_probs, entropy = outputs
+    seen = updater.objective.seen(minibatch)
+    (slopes, _), _ = updater.cotangents(log_probs, entropy, seen, no_kl, key)
     advantages = np.asarray(minibatch.advantages, np.float64)
     counted = (np.asarray(minibatch.loss_mask) > 0) & (advantages != 0)
-    given = np.abs(np.asarray(slopes, np.float64)[counted] / advantages[counted])
-    squares = float(np.square(given).sum())
-    return float(given.sum()) ** 2 / (given.size * squares) if squares else None
-
-
-def updated_params(trainer: Trainer, grads: Any) -> Any:
-    """Return the trained parameters after one update by the run's optimizer; its state stays."""
-    state: TrainState = jax.tree.map(jnp.copy, on_device(trainer.state))
-    return trainer.updater.apply(state, grads)[0].params
+    weight = np.abs(np.asarray(slopes, np.float64)[counted] / advantages[counted])
+    squares = float(np.square(weight).sum())
+    return float(weight.sum()) ** 2 / (weight.size * squares) if squares else None
 
 
 @jax.jit

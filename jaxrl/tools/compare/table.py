@@ -1,5 +1,6 @@
 """Compare losses and estimators on a recorded batch, as numbers, a table, a heat map."""
 
+import copy
 import json
 import math
 from collections.abc import Sequence
@@ -11,11 +12,17 @@ import numpy as np
 
 from jaxrl.files import check_file, replaced
 from jaxrl.records.ledger.writer import machine_of
-from jaxrl.tools.compare.loss_choices import parse_choices
-from jaxrl.tools.compare.loss_comparison import Comparison, check_minibatch, compare_choices
+from jaxrl.tools.compare.loss_comparison import (
+    Comparison,
+    OtherRuns,
+    check_minibatch,
+    compare_variants,
+)
+from jaxrl.tools.compare.variants import parse_variants
 from jaxrl.tools.replay.recorded_run import RecordedRun, restored, step_of
 from jaxrl.tools.replay.steps import other_machine, redone
 from jaxrl.train import BasePPOExp
+from jaxrl.types import GeneratorOutput, TrainBatch
 
 COLUMNS = {
     "loss": "loss",
@@ -43,38 +50,63 @@ def compare(
         run_class: whose `get_` methods give model and trainer.
 
     Raises:
-        ValueError, OSError: the run cannot be read, or a choice makes no sense.
+        ValueError, OSError: the run cannot be read, or a variant makes no sense.
     """
     recorded = RecordedRun(run)
     machine = recorded.step(step).machine
     source = recorded.find_checkpoint(step, checkpoint)
     first = step_of(source)
     recorded.check_files(range(first + 1, step + 1))
-    rollouts = recorded.rollouts(step)
+    output, uids = recorded.rollouts(step)
     # what makes no sense is said before anything is restored
-    parse_choices(recorded.config, losses, estimators)
-    check_minibatch(recorded.config, rollouts[1], step, minibatch)
+    parse_variants(recorded.config, losses, estimators)
+    check_minibatch(recorded.config, uids, step, minibatch)
     with restored(recorded, source, run_class=run_class) as trainer:
-        choices = parse_choices(trainer.config, losses, estimators)
+
+        def make_batch(**parts: Any) -> TrainBatch:
+            """Make the batch by the methods of the run's trainer, with other parts."""
+            other = copy.copy(trainer)
+            vars(other).update(parts, metrics={})
+            judged = other.postprocess_generator_output(GeneratorOutput({**output}), uids)
+            return other.add_advantages(other.add_log_probs(other.collate(judged)))
+
+        variants = parse_variants(trainer.config, losses, estimators)
         notes = [f"step {first}: {recorded.described(source)}"]
         notes += other_machine(machine, machine_of(trainer.mesh))
-        results = list(redone(recorded, trainer, range(first + 1, step)))
-        notes += [str(result) for result in results if result.different][:1]
+        results = redone(
+            recorded,
+            range(first + 1, step),
+            trainer.train_step,
+            lambda: (trainer.batch, trainer.state),
+        )
+        notes += [str(result) for result in list(results) if result.different][:1]
         if blind := [i for i in range(first + 1, step) if not recorded.steps[i].checksums]:
             notes.append(f"steps {blind} have no checksums, what they give was not compared")
-        found = compare_choices(trainer, rollouts, choices, step=step, minibatch=minibatch)
+        runs = OtherRuns(
+            make_batch,
+            config=trainer.config,
+            state=trainer.state,
+            policy=trainer.policy,
+            forward_pass=trainer.forward_pass,
+            ref_forward_pass=trainer.ref_forward_pass,
+            reference=trainer.ref_params,
+            updater=trainer.updater,
+            total_steps=trainer.total_steps,
+        )
+        found = compare_variants(runs, uids, variants, step=step, minibatch=minibatch)
         return replace(found, notes=notes)
 
 
 def table(comparison: Comparison) -> str:
-    """Return the numbers of every choice, and the cosines, as text."""
+    """Return the numbers of every variant, and the cosines, as text."""
     rows = [["", *COLUMNS.values()]]
-    for choice in comparison.choices:
-        rows.append([choice.name, *(_shown(getattr(choice, name)) for name in COLUMNS)])
+    for variant in comparison.choices:
+        rows.append([variant.name, *(_shown(getattr(variant, name)) for name in COLUMNS)])
     numbers = [str(i + 1) for i in range(len(comparison.choices))]
     matrix = [["cosine", *numbers]]
-    for number, choice, cosines in zip(numbers, comparison.choices, comparison.cosine, strict=True):
-        matrix.append([f"{number} {choice.name}", *(_shown(x, "+.4f") for x in cosines)])
+    rows_of_cosines = zip(numbers, comparison.choices, comparison.cosine, strict=True)
+    for number, variant, cosines in rows_of_cosines:
+        matrix.append([f"{number} {variant.name}", *(_shown(x, "+.4f") for x in cosines)])
     return f"{_aligned(rows)}\n\n{_aligned(matrix)}"
 
 
@@ -111,7 +143,7 @@ def heat_map(comparison: Comparison, path: Path, title: str) -> None:
     """Draw the cosines, each with its number."""
     from matplotlib.figure import Figure  # pyplot has state, and in a notebook a backend
 
-    names = [choice.name for choice in comparison.choices]
+    names = [variant.name for variant in comparison.choices]
     size = 2.5 + 0.62 * len(names)
     figure = Figure(figsize=(size + 1.5, size))
     axes = figure.subplots()

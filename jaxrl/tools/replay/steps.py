@@ -1,21 +1,18 @@
 """Do recorded steps again and compare their bits; or compare what two runs recorded."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jaxrl import config as cfg
 from jaxrl.config.objective_requirements import kl_in_reward
 from jaxrl.parallel.checksums import checksums
 from jaxrl.records.ledger.writer import machine_of, step_checksums
 from jaxrl.records.resume_identity import differences
-from jaxrl.tools.replay.recorded_run import (
-    RecordedRun,
-    restored,
-    step_of,
-)
+from jaxrl.tools.replay.recorded_run import RecordedRun, restored, step_of
 from jaxrl.train import BasePPOExp
-from jaxrl.trainer import Trainer
+from jaxrl.types import TrainBatch, TrainState
 
 # In the order in which a step makes them: the first that differs is the cause of the others.
 MADE_BY = {
@@ -88,31 +85,41 @@ def replay(
     yield f"step {first}: {recorded.described(source)}"
     with restored(recorded, source, run_class=run_class) as trainer:
         yield from other_machine(recorded.steps[last].machine, machine_of(trainer.mesh))
-        for result in redone(recorded, trainer, numbers):
+        for result in redone(
+            recorded, numbers, trainer.train_step, lambda: (trainer.batch, trainer.state)
+        ):
             yield result
             if result.different:
                 return
 
 
-def redone(run: RecordedRun, trainer: Trainer, numbers: Iterable[int]) -> Iterator[Compared]:
+def redone(
+    run: RecordedRun,
+    numbers: Iterable[int],
+    do_step: Callable[[int], Any],
+    reached: Callable[[], tuple[TrainBatch | None, TrainState]],
+) -> Iterator[Compared]:
     """Compare the restored state with the recorded one; then do each step again and compare it.
 
     What has no checksums is done, and not compared.
 
     Args:
-        trainer: of `recorded_run.restored`.
-        numbers: of the steps that follow its state.
+        numbers: of the steps that follow the restored state.
+        do_step: does the step of a number, as `Trainer.train_step` of a restored trainer.
+        reached: returns the batch of the last step, and the state after it.
     """
-    first, penalized = int(trainer.state.step), kl_in_reward(run.config.trainer.algorithm)
+    _, state = reached()
+    first, penalized = int(state.step), kl_in_reward(run.config.trainer.algorithm)
     if first in run.steps and (recorded := run.steps[first].checksums):
-        found = {f"state{name}": x for name, x in checksums(trainer.state).items()}
+        found = {f"state{name}": x for name, x in checksums(state).items()}
         states = {name: x for name, x in recorded.items() if name.startswith("state")}
         yield compared(first, states, found)
     for number in numbers:
-        trainer.train_step(number)
-        assert trainer.batch is not None
+        do_step(number)
         if recorded := run.steps[number].checksums:
-            found = step_checksums(trainer.batch, trainer.state)
+            batch, state = reached()
+            assert batch is not None
+            found = step_checksums(batch, state)
             yield compared(number, recorded, found, kl_in_rewards=penalized)
 
 

@@ -13,14 +13,14 @@ _CHANGE = re.compile(r"\+(?=[A-Za-z_][\w.]*=)")
 
 
 @dataclass(frozen=True)
-class Choice:
+class Variant:
     """Hold a loss and an estimator, and the config of a run that has them."""
 
     name: str
     config: cfg.TrainConfig
 
 
-def parse_choices(config: cfg.TrainConfig, losses: str, estimators: str | None) -> list[Choice]:
+def parse_variants(config: cfg.TrainConfig, losses: str, estimators: str | None) -> list[Variant]:
     """Return every loss with every estimator, as configs.
 
     Args:
@@ -32,20 +32,20 @@ def parse_choices(config: cfg.TrainConfig, losses: str, estimators: str | None) 
     Raises:
         ValueError: there is no such loss, estimator or field; the objective is incoherent.
     """
-    own = config.trainer.algorithm.advantage_estimator
+    estimator_of_run = config.trainer.algorithm.advantage_estimator
     found = {}
     for loss in _listed(losses, "--losses"):
-        for estimator in _listed(estimators or own, "--estimators"):
+        for estimator in _listed(estimators or estimator_of_run, "--estimators"):
             name = f"{loss} | {estimator}" if estimators else loss
             changes = _changes(config, "policy_loss", loss)
             changes |= _changes(config, "advantage", estimator)
             try:
-                given = cfg.resolve(cfg.apply_overrides(config, changes))
-                cfg.check_constraints(given.trainer.algorithm, "trainer.algorithm")
-                check_objective(given)
+                changed = cfg.resolve(cfg.apply_overrides(config, changes))
+                cfg.check_constraints(changed.trainer.algorithm, "trainer.algorithm")
+                check_objective(changed)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
-            found[name] = Choice(name, given)
+            found[name] = Variant(name, changed)
     return list(found.values())
 
 
