@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl.evaluate import evaluate_subject, main, table
 from jaxrl.rollout.server.build import make_server
-from jaxrl.tools.evaluate.subject import Subject, find_subject
+from jaxrl.tools.evaluate.target import EvalTarget, find_target
 from jaxrl.train import train
 from tests.test_train import QUICKSTART, metric_lines, small
 
@@ -77,18 +77,18 @@ def test_what_a_subject_is(tmp_path):
     checkpoint = tmp_path / "checkpoints/global_step_2"
     for part in ("state", "meta"):
         (checkpoint / part).mkdir(parents=True)
-    assert find_subject(f"{checkpoint}/") == Subject("checkpoint", str(checkpoint), 2)
+    assert find_target(f"{checkpoint}/") == EvalTarget("checkpoint", str(checkpoint), 2)
     model, adapter = "configs/tiny_char_model", tmp_path / "adapter"
-    assert find_subject(model) == Subject("model", str(Path(model).absolute()))
+    assert find_target(model) == EvalTarget("model", str(Path(model).absolute()))
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
-    assert find_subject(str(adapter)) == Subject("adapter", str(adapter))
-    assert find_subject("Qwen/Qwen3-0.6B") == Subject("model", "Qwen/Qwen3-0.6B")
-    assert find_subject("http://a:1/v1, http://b:2/").urls == ["http://a:1", "http://b:2"]
+    assert find_target(str(adapter)) == EvalTarget("adapter", str(adapter))
+    assert find_target("Qwen/Qwen3-0.6B") == EvalTarget("model", "Qwen/Qwen3-0.6B")
+    assert find_target("http://a:1/v1, http://b:2/").urls == ["http://a:1", "http://b:2"]
     with pytest.raises(ValueError, match=r"neither a model folder.*\['global_step_2'\]"):
-        find_subject(f"{tmp_path}/checkpoints")
+        find_target(f"{tmp_path}/checkpoints")
     with pytest.raises(ValueError, match=r"--subject='.*/none' does not exist; give a model"):
-        find_subject(f"{tmp_path}/none")
+        find_target(f"{tmp_path}/none")
 
 
 def run_command(capsys, *flags):

@@ -14,7 +14,13 @@ from jaxrl.models import hf
 from jaxrl.models.placement import place_model
 from jaxrl.rollout.generator import run_now, sample_prompts
 from jaxrl.rollout.protocol import Engine
-from jaxrl.tools.evaluate.subject import Subject, config_for, find_subject, load_weights, policy_of
+from jaxrl.tools.evaluate.target import (
+    EvalTarget,
+    config_for,
+    find_target,
+    load_weights,
+    policy_of,
+)
 from jaxrl.train import BasePPOExp, meshes
 from jaxrl.training.eval_metrics import METHOD
 from jaxrl.training.evaluation import Rows, dump_evaluation, evaluate
@@ -45,9 +51,9 @@ def evaluate_subject(
         ValueError, OSError: the config, a data file, or the subject is wrong; no server is there.
     """
     config = cfg.to_train_config(config)
-    found = find_subject(subject) if subject else policy_of(config)
-    config, step = config_for(config, found), found.step if step is None else step
-    name = re.sub(r"[^\w.-]+", "_", found.where).strip("_")
+    target = find_target(subject) if subject else policy_of(config)
+    config, step = config_for(config, target), target.step if step is None else step
+    name = re.sub(r"[^\w.-]+", "_", target.where).strip("_")
     exports = Path(cfg.resolve(config).trainer.export_path)
     folder = Path(output or exports / "evaluations" / name)
     writable_folder("--output", folder)
@@ -55,10 +61,10 @@ def evaluate_subject(
     config.trainer.policy.model.lora.lora_sync_path = None
     run = run_class(config)
     config, started = run.config, time.perf_counter()
-    metrics, rows = ask(run, found, step)
+    metrics, rows = ask(run, target, step)
     results: Results = {
-        "subject": found.where,
-        "kind": found.kind,
+        "subject": target.where,
+        "kind": target.kind,
         "step": step,
         "policy_versions": sorted({row["policy_version"] for row in rows}),
         "data": list(config.data.val_data),
@@ -75,7 +81,7 @@ def evaluate_subject(
     return results | {"folder": str(folder)}
 
 
-def ask(run: BasePPOExp, subject: Subject, step: int) -> tuple[dict[str, float], Rows]:
+def ask(run: BasePPOExp, target: EvalTarget, step: int) -> tuple[dict[str, float], Rows]:
     """Return metrics and answers, see `evaluation.evaluate`.
 
     What is random is named as in a run.
@@ -89,25 +95,28 @@ def ask(run: BasePPOExp, subject: Subject, step: int) -> tuple[dict[str, float],
     path, params = config.trainer.policy.model.path, config.generator.eval_sampling_params
     assert path is not None and params is not None  # validated, resolved
     eos_token_ids = sorted({run.tokenizer.eos_token_id, *hf.eos_token_ids(path)})
-    with asked_engine(run, subject, step) as engine:
+    with asked_engine(run, target, step) as engine:
         generator = run.get_generator(engine, run.tokenizer)
 
         def generate(prompts: Sequence[Prompt], step: int, samples: int) -> GeneratorOutput:
-            given = config, generator, eos_token_ids, "eval", prompts, step, samples, params
-            return run_now(sample_prompts(*given))
+            return run_now(
+                sample_prompts(
+                    config, generator, eos_token_ids, "eval", prompts, step, samples, params
+                )
+            )
 
         return evaluate(generate, prompts, step, config, tokenizer=run.tokenizer)
 
 
 @contextlib.contextmanager
-def asked_engine(run: BasePPOExp, subject: Subject, step: int) -> Iterator[Engine]:
-    """Keep the subject behind the interface of an engine while the block runs.
+def asked_engine(run: BasePPOExp, target: EvalTarget, step: int) -> Iterator[Engine]:
+    """Keep the target behind the interface of an engine while the block runs.
 
     It is servers, or its weights in the run's engine.
 
     Neither a training state, nor an optimizer, nor a reference is built.
     """
-    if subject.kind == "server":
+    if target.kind == "server":
         from jaxrl.rollout.build_remote import served_engine
         from jaxrl.rollout.remote.engine import RemoteEngineError
 
@@ -118,11 +127,11 @@ def asked_engine(run: BasePPOExp, subject: Subject, step: int) -> Iterator[Engin
                 raise ConnectionError(str(error)) from error
         return
     trainer = run.config.trainer
-    model, (mesh, of_engine) = run.get_model(), meshes(run.config)
+    model, (mesh, engine_mesh) = run.get_model(), meshes(run.config)
     placement = place_model(model, mesh, cfg.sharding_rules(trainer.sharding_rules))
-    engine = run.get_engine(model, of_engine)
+    engine = run.get_engine(model, engine_mesh)
     try:
-        engine.update_weights(load_weights(subject, trainer, model, placement), step)
+        engine.update_weights(load_weights(target, trainer, model, placement), step)
         yield engine
     finally:
         getattr(engine, "close", lambda: None)()  # servers that were started
@@ -136,10 +145,10 @@ def table(metrics: dict[str, float]) -> str:
     sources = list(dict.fromkeys(name[5:].rpartition("/")[0] for name in metrics))
     rows = [["source", "prompts", *scores, "avg_num_tokens", "stop_ratio"]]
     for source in sources:
-        of = {n.removeprefix(f"eval/{source}/"): x for n, x in metrics.items()}
-        cells = [_with_interval(of, name) for name in scores]
-        lengths = [f"{of['avg_num_tokens']:.1f}", f"{of['stop_ratio']:.3f}"]
-        rows.append([source, f"{of['num_prompts']:.0f}", *cells, *lengths])
+        numbers = {n.removeprefix(f"eval/{source}/"): x for n, x in metrics.items()}
+        cells = [_with_interval(numbers, name) for name in scores]
+        lengths = [f"{numbers['avg_num_tokens']:.1f}", f"{numbers['stop_ratio']:.3f}"]
+        rows.append([source, f"{numbers['num_prompts']:.0f}", *cells, *lengths])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -33,8 +33,8 @@ _FLAG = "--subject"
 
 
 @dataclass(frozen=True)
-class Subject:
-    """Name who is asked.
+class EvalTarget:
+    """Name what an evaluation asks.
 
     Attributes:
         kind: "checkpoint", "model" (a Hugging Face folder or hub id), "adapter" (a PEFT folder),
@@ -53,23 +53,23 @@ class Subject:
         return [url.strip().rstrip("/").removesuffix("/v1") for url in self.where.split(",")]
 
 
-def find_subject(text: str) -> Subject:
+def find_target(text: str) -> EvalTarget:
     """Return what a folder, a hub id, or addresses of servers (separated by commas) stand for.
 
     Raises:
         ValueError: nothing of it is there; says what is, and what could be given.
     """
     if text.startswith(("http://", "https://")):
-        return Subject("server", text)
+        return EvalTarget("server", text)
     path = as_path(_FLAG, os.path.expanduser(text))
     with missing_packages_named(_FLAG, text):
         if (path / CONFIG_FILE).exists():
-            return Subject("adapter", str(path))
+            return EvalTarget("adapter", str(path))
         if (path / "config.json").exists():
-            return Subject("model", str(path))
+            return EvalTarget("model", str(path))
         step = re.fullmatch(rf"{PREFIX}_(\d+)", path.name)
         if step and (path / "state").exists() and (path / "meta").exists():
-            return Subject("checkpoint", str(path), int(step[1]))
+            return EvalTarget("checkpoint", str(path), int(step[1]))
         if path.exists():
             held = sorted(p.name for p in path.iterdir())[:8] if path.is_dir() else "no folder"
             raise ValueError(
@@ -78,20 +78,20 @@ def find_subject(text: str) -> Subject:
                 f"{held}"
             )
     if HUB_ID.fullmatch(text):
-        return Subject("model", text)
+        return EvalTarget("model", text)
     raise ValueError(
         f"{_FLAG}={text!r} does not exist; give a model folder or hub id, an adapter folder, a "
         f"checkpoint {PREFIX}_<N>, or the address of a server, http://host:port"
     )
 
 
-def policy_of(config: cfg.TrainConfig) -> Subject:
+def policy_of(config: cfg.TrainConfig) -> EvalTarget:
     """Return what a run of the config starts from, random or not."""
-    return Subject("policy", config.trainer.policy.model.path or "")
+    return EvalTarget("policy", config.trainer.policy.model.path or "")
 
 
-def config_for(config: cfg.TrainConfig, subject: Subject) -> cfg.TrainConfig:
-    """Return a copy of an unresolved config in which the policy is the subject.
+def config_for(config: cfg.TrainConfig, target: EvalTarget) -> cfg.TrainConfig:
+    """Return a copy of an unresolved config in which the policy is the target.
 
     Of servers the config's policy remains the tokenizer; of checkpoints and adapters it is also the
     architecture, and the base.
@@ -103,34 +103,34 @@ def config_for(config: cfg.TrainConfig, subject: Subject) -> cfg.TrainConfig:
     if config.sft != cfg.SFTConfig():  # a supervised run's, whose batch is one minibatch
         config.sft = cfg.SFTConfig()
         config.trainer.policy_mini_batch_size = config.trainer.train_batch_size
-    if subject.kind != "server" and not engine.run_engines_locally:
+    if target.kind != "server" and not engine.run_engines_locally:
         raise ValueError(
             "generator.inference_engine.run_engines_locally=False: the servers would lose the "
             f"weights that they have; set it to true, or give {_FLAG}=http://..."
         )
-    if subject.kind == "model":
-        policy.path, policy.random_init = subject.where, False
-    if subject.kind in ("model", "adapter"):
+    if target.kind == "model":
+        policy.path, policy.random_init = target.where, False
+    if target.kind in ("model", "adapter"):
         policy.lora = cfg.SkyRLLoraConfig()
-    if subject.kind == "server":
+    if target.kind == "server":
         if engine.backend not in ("native", "vllm"):
             raise ValueError(
-                f"{_FLAG}={subject.where!r}: generator.inference_engine.backend="
+                f"{_FLAG}={target.where!r}: generator.inference_engine.backend="
                 f"{engine.backend!r} must be the kind of the server: 'native' or 'vllm'"
             )
-        engine.run_engines_locally, engine.remote_urls = False, subject.urls
+        engine.run_engines_locally, engine.remote_urls = False, target.urls
         engine.external_server_urls = engine.external_proxy_url = None
         engine.engine_init_kwargs, engine.engine_devices, engine.vllm_python = {}, None, None
     return config
 
 
 def load_weights(
-    subject: Subject,
+    target: EvalTarget,
     trainer: cfg.TrainerConfig,
     model: TransformerConfig | AdaptedModel,
     placement: Placement,
 ) -> Params:
-    """Load all parameters of the subject onto its devices; nothing of an optimizer is read.
+    """Load all parameters of the target onto its devices; nothing of an optimizer is read.
 
     Args:
         trainer: of `config_for`, resolved.
@@ -141,20 +141,20 @@ def load_weights(
     """
     policy = Weights(trainer, "policy", model, placement)
     policy.load_base()
-    if subject.kind == "checkpoint":
+    if target.kind == "checkpoint":
         abstract = placed_params(policy.trained, placement)
-        return on_device(policy.whole(restore_params(subject, abstract, policy.describe())))
+        return on_device(policy.whole(restore_params(target, abstract, policy.describe())))
     params = policy.initial()
-    if subject.kind != "adapter":
+    if target.kind != "adapter":
         return on_device(policy.whole(params))
     if isinstance(model, AdaptedModel):
-        raise ValueError(f"{_FLAG}={subject.where!r}: {model.name} is a flax module; no adapters")
-    lora, adapters = load_adapter(subject.where, model)
+        raise ValueError(f"{_FLAG}={target.where!r}: {model.name} is a flax module; no adapters")
+    lora, adapters = load_adapter(target.where, model)
     adapters = jax.device_put(adapters, model_shardings(lora, placement))
     return attach(lora, params, adapters)
 
 
-def restore_params(subject: Subject, abstract: Params, model: dict[str, Any]) -> Params:
+def restore_params(target: EvalTarget, abstract: Params, model: dict[str, Any]) -> Params:
     """Restore the trained parameters of a checkpoint and compare them with the saved checksums.
 
     Args:
@@ -164,7 +164,7 @@ def restore_params(subject: Subject, abstract: Params, model: dict[str, Any]) ->
     Raises:
         CheckpointError: it is damaged, or of another model.
     """
-    path, step = subject.where, subject.step
+    path, step = target.where, target.step
     source = Checkpointer(os.path.dirname(path), read_only=True)
     args = ocp.args.PyTreeRestore(
         {"params": abstract},
@@ -181,8 +181,9 @@ def restore_params(subject: Subject, abstract: Params, model: dict[str, Any]) ->
             )
         params = source.manager.restore(step, args=ocp.args.Composite(state=args))["state"]
         found = {f".params{name}": number for name, number in checksums(params["params"]).items()}
-        kept = {name: x for name, x in saved["checksums"].items() if name.startswith(".params")}
-        if wrong := differences(kept, found):
+        recorded = saved["checksums"].items()
+        recorded = {name: number for name, number in recorded if name.startswith(".params")}
+        if wrong := differences(recorded, found):
             raise ValueError(f"the values of {sorted(wrong)} are not those that were saved")
     except CheckpointError:
         raise
