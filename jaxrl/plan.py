@@ -1,4 +1,4 @@
-"""What a run will need of its devices, from its config and shapes alone; no weights are loaded.
+"""Plan a run: what it will need of its devices, from config and shapes; no weights are loaded.
 
     python -m jaxrl.plan --config=configs/quickstart.py [--config.trainer.seed=1 ...]
         [--topology=v5e:2x4] [--chips-per-host=4] [--hbm-gib=16] [--json=FILE] [--estimate]

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a run: curves, times, alarms, config, trajectories.
+"""Write one self-contained HTML page of a run: curves, times, alarms, config, trajectories.
 
     python -m jaxrl.report RUN [--against RUN2] [--output FILE]
 

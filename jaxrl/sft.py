@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on conversations: only what the assistant says is imitated.
+"""Fine-tune on conversations, supervised: only what the assistant says is imitated.
 
     python -m jaxrl.sft --config=configs/sft_addition.py --config.trainer.seed=1
 

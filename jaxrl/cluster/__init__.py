@@ -1,4 +1,4 @@
-"""Runs of several processes, on a Ray cluster or without: the only package that imports ray."""
+"""Run jobs of several processes, on a Ray cluster or without; only this package imports ray."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,4 @@
-"""Hosts of a Ray cluster: an actor on each, with processes of a job. No jax is in the actors."""
+"""Start the processes of a job by an actor on each host of a Ray cluster; no actor has jax."""
 
 import contextlib
 import ipaddress
@@ -86,9 +86,9 @@ class RayAttempt:
 
     def start(self, starts: list[list[Start]]) -> None:
         """Start the processes of every host."""
-        self._running = [{start.index for start in of_host} for of_host in starts]
+        self._running = [{start.index for start in host_starts} for host_starts in starts]
         pairs = zip(self._actors, starts, strict=True)
-        _answers([actor.start.remote(of_host) for actor, of_host in pairs])
+        _answers([actor.start.remote(host_starts) for actor, host_starts in pairs])
 
     def poll(self, seconds: float) -> list[Report]:
         """Return news of the processes, see `Attempt.poll`."""

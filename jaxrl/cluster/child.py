@@ -1,4 +1,4 @@
-"""One process of a job on this machine: started with its log, asked, signalled, ended."""
+"""Start one process of a job on this machine with its log; ask, signal and end it."""
 
 import codecs
 import os
@@ -16,7 +16,7 @@ CHUNK = 2**18  # bytes of output read at once
 
 
 class Start(NamedTuple):
-    """Describe what a host is told to start.
+    """Describe a process that a host is to start.
 
     Attributes:
         index: number of the process in the job.
@@ -50,21 +50,21 @@ class Child:
         self._position = self._log.seek(0, os.SEEK_END)
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         changed = {k: v for k, v in start.environment.items() if v is not None}
-        kept = {k: v for k, v in os.environ.items() if k not in start.environment}
-        theirs, ours = os.pipe()
-        self._lifeline = os.fdopen(ours, "wb")
-        with os.fdopen(theirs, "rb"), tempfile.TemporaryFile() as given:
-            given.write(start.stdin)
-            given.seek(0)
-            guarded = [sys.executable, "-I", "-S", guard.__file__, str(theirs), sys.executable]
+        inherited = {k: v for k, v in os.environ.items() if k not in start.environment}
+        read_end, write_end = os.pipe()
+        self._lifeline = os.fdopen(write_end, "wb")
+        with os.fdopen(read_end, "rb"), tempfile.TemporaryFile() as stdin:
+            stdin.write(start.stdin)
+            stdin.seek(0)
+            guarding = [sys.executable, "-I", "-S", guard.__file__, str(read_end)]
             self._process = subprocess.Popen(
-                [*guarded, *start.arguments],
-                stdin=given,
+                [*guarding, sys.executable, *start.arguments],
+                stdin=stdin,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
-                env={**kept, "PYTHONUNBUFFERED": "1", **changed},
+                env={**inherited, "PYTHONUNBUFFERED": "1", **changed},
                 cwd=start.folder if start.folder and os.path.isdir(start.folder) else None,
-                pass_fds=[theirs],
+                pass_fds=[read_end],
                 start_new_session=True,  # Ctrl-C at the terminal is the launcher's alone
             )
 

@@ -1,4 +1,4 @@
-"""The Ray actor in which environments live, see `environment_workers`."""
+"""Define the Ray actor in which environments live, see `environment_workers`."""
 
 import functools
 import os

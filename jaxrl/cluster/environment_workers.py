@@ -1,4 +1,4 @@
-"""Environments in Ray actors: apart from the trainer's process, on all nodes of a cluster.
+"""Keep environments in Ray actors: apart from the trainer's process, on all nodes of a cluster.
 
 trainer's process                            one of N actors
 Session -- EnvironmentWorkers.run --> _Remote -- init, step, judge, close --> EnvironmentWorker
@@ -129,7 +129,7 @@ class _Actor:
         self._limit, self._place = timeout_seconds, "a process that was starting"
         self.environments, self.takes_more, self.lost = 0, True, False
 
-    async def ask(self, method: str, *given: Any, calls: int = 1) -> Any:
+    async def ask(self, method: str, *arguments: Any, calls: int = 1) -> Any:
         """Call a method of the actor and return its answer.
 
         Args:
@@ -141,7 +141,7 @@ class _Actor:
         limit = None if self._limit is None else calls * self._limit + _SILENT_SECONDS
         try:
             self._place = await self._ready  # a start takes the time that it takes
-            reference = getattr(self._handle, method).remote(*given)
+            reference = getattr(self._handle, method).remote(*arguments)
             found = await asyncio.wait_for(reference, limit)
         except ray.exceptions.RayTaskError:  # an answer that cannot be pickled, for instance
             raise

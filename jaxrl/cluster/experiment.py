@@ -1,4 +1,4 @@
-"""A process of a job: the experiment that the launcher pickled, from standard input.
+"""Run a process of a job: the launcher hands it the pickled experiment by standard input.
 
 python -m jaxrl.cluster.experiment < job
 """

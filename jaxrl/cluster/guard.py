@@ -1,4 +1,4 @@
-"""A program between the launcher and a process of a job: nothing of the job outlives either.
+"""Stand between the launcher and a process of a job: nothing of the job outlives either.
 
 `child.py` runs it as `guard.py LIFELINE COMMAND...`. LIFELINE is a file descriptor that the
 launcher never writes to: when it is closed, as the system does for a launcher that was killed, the
@@ -33,9 +33,11 @@ def main(argv: Sequence[str]) -> int:
     received: list[int] = []
     for number in SIGNALS:  # before there is a command they are kept
         signal.signal(number, lambda n, _: received.append(n))
-    # there is no thread yet
-    options = {"start_new_session": True, "preexec_fn": _die_with_guard}
-    child = subprocess.Popen(command, **options)
+    child = subprocess.Popen(
+        command,
+        start_new_session=True,
+        preexec_fn=_die_with_guard,  # noqa: PLW1509  # there is no thread yet
+    )
 
     def pass_on(number: int, _: object) -> None:
         with contextlib.suppress(ProcessLookupError):

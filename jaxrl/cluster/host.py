@@ -1,4 +1,4 @@
-"""A machine of a job: what it is, and the processes on it.
+"""Hold one machine of a job: what it is, and the processes on it.
 
 The launcher has one for its own machine; with Ray an actor holds one on each.
 """

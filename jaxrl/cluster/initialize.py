@@ -1,4 +1,4 @@
-"""Starting or joining Ray with what the workers of a run need."""
+"""Start or join Ray with what the workers of a run need."""
 
 import contextlib
 import os

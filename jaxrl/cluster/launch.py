@@ -116,11 +116,11 @@ def _one(settings: Settings, words: Sequence[str]) -> Start:
     in_environment = "JAX_COORDINATOR_ADDRESS" in os.environ
     index = os.environ.get("JAXRL_PROCESS_ID", "")
     return Start(
-        int(index) if index.isdecimal() else 0,
-        words if in_environment else [*words, "--distributed"],
-        settings.limits(),
-        settings.log(index if in_environment else socket.gethostname()),
-        _heading(index),
+        index=int(index) if index.isdecimal() else 0,
+        arguments=words if in_environment else [*words, "--distributed"],
+        environment=settings.limits(),
+        log=settings.log(index if in_environment else socket.gethostname()),
+        heading=_heading(index),
     )
 
 

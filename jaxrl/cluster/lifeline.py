@@ -1,4 +1,4 @@
-"""Connections by which hosts notice that the launcher has gone."""
+"""Keep connections by which hosts notice that the launcher has gone."""
 
 import contextlib
 import os

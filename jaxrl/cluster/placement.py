@@ -1,4 +1,4 @@
-"""Arithmetic of hosts and devices: what of a cluster a job takes, what a process gets of a host."""
+"""Divide hosts and devices: what a job takes of a cluster, and a process of its host."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -97,8 +97,8 @@ def host_devices(flags: str) -> int:
 
 
 def _gpus(environment: Mapping[str, str]) -> list[str]:
-    if (said := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [name for name in said.split(",") if name.strip()]
+    if (visible := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name for name in visible.split(",") if name.strip()]
     names = (path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia*"))
     return sorted((name for name in names if name.isdigit()), key=int)
 

@@ -1,4 +1,4 @@
-"""Ray, which only what runs on a Ray cluster needs."""
+"""Import Ray, which only what runs on a Ray cluster needs, or say how to install it."""
 
 try:
     import ray

@@ -1,4 +1,4 @@
-"""A job on the hosts of a Ray cluster."""
+"""Start a job on the hosts of a Ray cluster."""
 
 import dataclasses
 import os
@@ -86,10 +86,15 @@ class RayJob:
         shared = {**_environment(), **self.settings.limits()}
 
         def one(index: int, host: Facts) -> Start:
-            heading = f"--- process {index} on {host.name}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
-            environment = {**shared, **place_in_job(address, count, index)}
-            log = self.settings.log(index)
-            return Start(index, EXPERIMENT, environment, log, heading, job, os.getcwd())
+            return Start(
+                index=index,
+                arguments=EXPERIMENT,
+                environment={**shared, **place_in_job(address, count, index)},
+                log=self.settings.log(index),
+                heading=f"--- process {index} on {host.name}, {time.strftime('%Y-%m-%d %H:%M:%S')}",
+                stdin=job,
+                folder=os.getcwd(),
+            )
 
         return [
             [one(number * self.each + place, host) for place in range(self.each)]

@@ -1,4 +1,4 @@
-"""What the launcher reads in a config, in a process of its own where it must not have jax.
+"""Read what the launcher needs of a config, in another process where it must not have jax.
 
 python -m jaxrl.cluster.settings --processes=2 --config=configs/quickstart.py
 """
@@ -32,10 +32,10 @@ class Settings(NamedTuple):
     def restarts(self) -> Restarts:
         """Return the restarts of a job that has had none yet."""
         return Restarts(
-            self.max_restarts,
-            self.restart_backoff_seconds,
-            lambda: newest_step(self.ckpt_path),
-            self.resume_mode,
+            most=self.max_restarts,
+            backoff_seconds=self.restart_backoff_seconds,
+            newest=lambda: newest_step(self.ckpt_path),
+            resume_mode=self.resume_mode,
         )
 
     def log(self, name: int | str) -> Path:
@@ -61,13 +61,15 @@ def place_in_job(address: str, count: int, index: int) -> dict[str, str]:
 
 def settings_of(config: Any) -> Settings:
     """Return the settings of a resolved `TrainConfig`."""
-    trainer = config.trainer
-    names = "max_restarts", "restart_backoff_seconds", "start_seconds", "heartbeat_seconds"
+    trainer, cluster = config.trainer, config.trainer.cluster
     return Settings(
-        os.path.abspath(os.path.join(trainer.log_path, trainer.run_name, "logs")),
-        trainer.ckpt_path,
-        trainer.resume_mode,
-        *(getattr(trainer.cluster, name) for name in names),
+        log_folder=os.path.abspath(os.path.join(trainer.log_path, trainer.run_name, "logs")),
+        ckpt_path=trainer.ckpt_path,
+        resume_mode=trainer.resume_mode,
+        max_restarts=cluster.max_restarts,
+        restart_backoff_seconds=cluster.restart_backoff_seconds,
+        start_seconds=cluster.start_seconds,
+        heartbeat_seconds=cluster.heartbeat_seconds,
     )
 
 

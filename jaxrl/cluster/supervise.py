@@ -1,4 +1,4 @@
-"""Attempts at a job: all processes run, or all are ended and started again.
+"""Supervise a job: all its processes run, or all are ended and started again.
 
 A process that died ends the attempt, for the others cannot go on without it. The next one goes on
 from the newest checkpoint. What a user must mend is not tried again.

@@ -47,7 +47,7 @@ def prepare(
     env_class: str | None = None,
     levels: Sequence[int] = (),
 ) -> dict[str, int]:
-    """Writes `output`/train.parquet and validation.parquet; the same input gives the same files.
+    """Write `output`/train.parquet and validation.parquet; the same input gives the same files.
 
     Args:
         name: of `BENCHMARKS`.

@@ -1,4 +1,4 @@
-"""The surviving lineage of a run: its ledger without the rows that were taken back after crashes.
+"""Read the surviving lineage of a run: its ledger without the rows that crashes took back.
 
 `run.db` is only read, in one transaction: a run may go on meanwhile, or may have been killed and
 have left rows in the log beside the database (`run.db-wal`).
@@ -41,7 +41,7 @@ class NothingToAudit(ValueError):
 
 
 @dataclass(frozen=True)
-class Run:
+class AuditedRun:
     """Hold a run folder and one snapshot of its ledger.
 
     The views live_groups, live_trajectories, live_ends and live_steps are the surviving lineage.
@@ -122,7 +122,7 @@ class Run:
 
 
 @contextlib.contextmanager
-def open_run(folder: Path) -> Iterator[Run]:
+def open_run(folder: Path) -> Iterator[AuditedRun]:
     """Open the run in a folder while the block runs.
 
     Raises:
@@ -183,7 +183,9 @@ def _connected(path: Path) -> Iterator[sqlite3.Connection]:
         yield stack.enter_context(contextlib.closing(db))
 
 
-def _read(folder: Path, db: sqlite3.Connection, settings: dict[str, Any], saved: list[int]) -> Run:
+def _read(
+    folder: Path, db: sqlite3.Connection, settings: dict[str, Any], saved: list[int]
+) -> AuditedRun:
     db.execute("BEGIN")
     tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
     if not tables or ("attempts" in tables and not db.execute("SELECT 1 FROM attempts").fetchone()):
@@ -207,7 +209,7 @@ def _read(folder: Path, db: sqlite3.Connection, settings: dict[str, Any], saved:
     attempt, from_step, first_ordinal, origin = start
     run_id, _, facts = found
     (last,) = db.execute("SELECT MAX(step) FROM live_steps").fetchone()
-    return Run(
+    return AuditedRun(
         folder=folder,
         db=db,
         run_id=run_id,

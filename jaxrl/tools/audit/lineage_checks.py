@@ -1,4 +1,4 @@
-"""What has to be true of a run's ledger, a function for each row of the audit's table.
+"""Check what has to be true of a run's ledger, by a function for each row of the audit's table.
 
 "Crash" is any end of an attempt that left rows to take back: a kill, an error, a full disk.
 """
@@ -14,7 +14,7 @@ import numpy as np
 from jaxrl.data.recorded import file_digest
 from jaxrl.files import as_path
 from jaxrl.records.checkpoint import PREFIX
-from jaxrl.tools.audit.lineage import Run
+from jaxrl.tools.audit.lineage import AuditedRun
 
 BIASED = 1e-3  # p below which lengths differ
 FLIPS = 10_000
@@ -42,7 +42,7 @@ class Check:
         return "FAILED" if self.failures else "unknown" if self.unknown else "passed"
 
 
-def history(run: Run) -> Check:
+def history(run: AuditedRun) -> Check:
     """Check that the ledger knows the run from its first step.
 
     A run may begin with the checkpoint of another run, whose ledger has the steps before; but one
@@ -57,11 +57,12 @@ def history(run: Run) -> Check:
         f"1 to {run.from_step}, ended is not in this ledger"
     )
     checkpoint, _, _ = run.origin.rpartition(" of run ")
-    own = as_path("origin", checkpoint).parent == run.checkpoint_folder
-    return Check("history", figures, failures=[text] if own else [], unknown="" if own else text)
+    if as_path("origin", checkpoint).parent == run.checkpoint_folder:
+        return Check("history", figures, failures=[text])
+    return Check("history", figures, unknown=text)
 
 
-def prompts(run: Run) -> Check:
+def prompts(run: AuditedRun) -> Check:
     """Check that prompts are handed out in the order of the data, none skipped, each once.
 
     What a crash took back and nobody has come to again is not skipped yet: it is as soon as a
@@ -99,7 +100,7 @@ def prompts(run: Run) -> Check:
     return Check("no prompt skipped", figures, failures)
 
 
-def order(run: Run) -> Check:
+def order(run: AuditedRun) -> Check:
     """Check that each prompt is the one that the order of the data has at its place."""
     groups = run.rows("SELECT ordinal, uid FROM live_groups ORDER BY ordinal")
     if len(run.data) != run.facts["num_prompts"]:
@@ -113,7 +114,7 @@ def order(run: Run) -> Check:
     return Check("order of the data", {"prompts": len(groups), "wrong": len(wrong)}, wrong)
 
 
-def in_flight(run: Run) -> Check:
+def in_flight(run: AuditedRun) -> Check:
     """Check that prompts in flight at a crash are sampled again; list those of now."""
     crashed = run.rows(
         "SELECT g.ordinal, g.ordinal IN (SELECT ordinal FROM live_groups) "
@@ -142,7 +143,7 @@ def in_flight(run: Run) -> Check:
     return Check("in flight", figures, failures)
 
 
-def trained_once(run: Run) -> Check:
+def trained_once(run: AuditedRun) -> Check:
     """Check that no trajectory is trained on twice, no sample of a prompt by two trajectories."""
     # dynamic sampling by replacement lets a trajectory stand in for others within its step
     trajectories = run.rows(
@@ -163,7 +164,7 @@ def trained_once(run: Run) -> Check:
     return Check("none trained twice", {"trained": trained, "twice": len(failures)}, failures)
 
 
-def batches(run: Run) -> Check:
+def batches(run: AuditedRun) -> Check:
     """Check that a step has train_batch_size prompts with all their samples.
 
     With dynamic sampling by replacement it has at most these. Those that were dropped after
@@ -187,7 +188,7 @@ def batches(run: Run) -> Check:
     return Check("whole batches", figures, wrong)
 
 
-def ends(run: Run) -> Check:
+def ends(run: AuditedRun) -> Check:
     """Check that every trajectory of a finished step ends once.
 
     It is trained on, or dropped for a reason.
@@ -220,7 +221,7 @@ def ends(run: Run) -> Check:
     return Check("every trajectory ends once", {**dict(reasons), "lost": len(lost)}, failures)
 
 
-def steps(run: Run) -> Check:
+def steps(run: AuditedRun) -> Check:
     """Check that steps follow one another, each by one attempt."""
     found = [step for (step,) in run.rows("SELECT step FROM live_steps ORDER BY step")]
     expected = range(run.from_step + 1, run.last_step + 1)
@@ -238,7 +239,7 @@ def steps(run: Run) -> Check:
     return Check("steps", {"finished": len(found), "done again after a crash": again}, failures)
 
 
-def length_bias(run: Run) -> Check:
+def length_bias(run: AuditedRun) -> Check:
     """Check that what crashes threw away was as long as what was sampled in its place.
 
     A paired sign-flip permutation test over samples of prompts. Free-running workers record short
@@ -290,7 +291,7 @@ def sign_flip_p(difference: np.ndarray, *, one_sided: bool) -> float:
     return float((as_large.sum() + extra) / (len(sums) + extra))
 
 
-def rollout_files(run: Run) -> Check:
+def rollout_files(run: AuditedRun) -> Check:
     """Check that the recorded trajectories of every step are there, byte for byte as written."""
     found = run.rows("SELECT step, file, file_digest FROM live_steps ORDER BY step")
     failures, unrecorded = [], 0
@@ -306,7 +307,7 @@ def rollout_files(run: Run) -> Check:
     return Check("recorded rollouts", figures, failures, off if unrecorded else "")
 
 
-def checkpoints(run: Run) -> Check:
+def checkpoints(run: AuditedRun) -> Check:
     """Check that a checkpoint knows the steps up to its own, and none after it.
 
     None is of another run.
@@ -317,13 +318,14 @@ def checkpoints(run: Run) -> Check:
         try:
             meta = json.loads(path.read_text())
             ledger = meta.get("ledger") or {}
-            own, position = ledger.get("run_id") == run.run_id, int(ledger.get("position", 0))
+            of_this_run = ledger.get("run_id") == run.run_id
+            position = int(ledger.get("position", 0))
         except FileNotFoundError:  # the run goes on, and keeps only its latest
             continue
         except (ValueError, TypeError, AttributeError) as error:
             failures.append(f"{PREFIX}_{step} is damaged: its meta is not JSON of a run ({error})")
             continue
-        if not own:
+        if not of_this_run:
             others += 1
             failures += _strangers(run, step, (meta.get("config") or {}).get("trainer") or {})
             continue
@@ -333,16 +335,17 @@ def checkpoints(run: Run) -> Check:
     return Check("checkpoints", figures, failures)
 
 
-def _strangers(run: Run, step: int, saved: dict[str, Any]) -> Iterable[str]:
+def _strangers(run: AuditedRun, step: int, saved: dict[str, Any]) -> Iterable[str]:
     """Name a checkpoint of another run; with a lost ledger the run's own has its name."""
-    name, own = saved.get("run_name"), run.trainer.get("run_name")
-    if name != own:
+    saver, audited = saved.get("run_name"), run.trainer.get("run_name")
+    if saver != audited:
         yield (
-            f"{PREFIX}_{step} in {run.checkpoint_folder} was saved by the run {name}, not by {own}"
+            f"{PREFIX}_{step} in {run.checkpoint_folder} was saved by the run {saver}, not by "
+            f"{audited}"
         )
 
 
-def _disagreements(run: Run, step: int, position: int) -> Iterable[str]:
+def _disagreements(run: AuditedRun, step: int, position: int) -> Iterable[str]:
     """Yield what the ledger has on the wrong side of a checkpoint's position."""
     name = f"{PREFIX}_{step}"
     before = run.rows("SELECT COUNT(*) FROM live_steps WHERE id <= ?", position)[0][0]
@@ -355,7 +358,7 @@ def _disagreements(run: Run, step: int, position: int) -> Iterable[str]:
         yield f"{name}: {late} trajectories ended on the other side of it than the ledger says"
 
 
-def _prompts_named(run: Run, ordinals: list[int], what: str) -> list[str]:
+def _prompts_named(run: AuditedRun, ordinals: list[int], what: str) -> list[str]:
     uids = run.uids(np.array(ordinals, np.int64))
     size = run.facts["train_batch_size"]
     return [

@@ -1,4 +1,4 @@
-"""The losses and estimators that a comparison is asked for, as configs of runs that have them."""
+"""Read the losses and estimators to compare, as configs of runs that have them."""
 
 import re
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What an evaluation asks: a checkpoint, a model or adapter folder, or servers."""
+"""Find and load what an evaluation asks: a checkpoint, a model or adapter folder, or servers."""
 
 import copy
 import os
@@ -173,8 +173,8 @@ def restore_params(target: EvalTarget, abstract: Params, model: dict[str, Any]) 
     )
     try:
         saved = source.read_meta(step)
-        of_policy = {key: x for key, x in saved["model"].items() if key != "critic"}  # not asked
-        if different := differences(of_policy, model):
+        policy = {key: x for key, x in saved["model"].items() if key != "critic"}  # not asked
+        if different := differences(policy, model):
             raise CheckpointError(
                 f"checkpoint {path} is of another model; (saved, this config's): {different}. Give "
                 "the config of its run"

@@ -1,4 +1,4 @@
-"""A run as its folder recorded it, and its trainer put back to before a recorded step.
+"""Read a run as its folder recorded it, and put its trainer back to before a recorded step.
 
 Nothing in the folder is written to.
 """
@@ -168,27 +168,27 @@ class RecordedRun:
                     f"{found}, run.db has {digest}"
                 )
 
-    def find_checkpoint(self, step: int | None, given: str | None = None) -> str | None:
+    def find_checkpoint(self, step: int | None, asked: str | None = None) -> str | None:
         """Return where to start: a checkpoint's folder; None: the models that the run began with.
 
         A run that went on from a checkpoint of another one begins with that.
 
         Args:
             step: the newest before it; None: the oldest there is.
-            given: by the user, a checkpoint or "start".
+            asked: for by the user, a checkpoint or "start".
 
         Raises:
             ValueError: there is none to start from.
         """
-        if given is not None and given != START:
-            number = parse_resume_path(given, "--checkpoint")[1]
+        if asked is not None and asked != START:
+            number = parse_resume_path(asked, "--checkpoint")[1]
             if step is not None and number >= step:
                 raise ValueError(
-                    f"--checkpoint={given!r} is not before step {step}; take an earlier one"
+                    f"--checkpoint={asked!r} is not before step {step}; take an earlier one"
                 )
-            return given
+            return asked
         folder = self.config.trainer.ckpt_path
-        held = [] if given == START else self._checkpoints(folder)
+        held = [] if asked == START else self._checkpoints(folder)
         if step is not None:
             held = [number for number in held if number < step]
         if held:
@@ -263,12 +263,12 @@ def restored(
         with contextlib.closing(trainer.checkpointer):
             trainer.state = trainer.restore_or_init()
             saved = (trainer.checkpointer.restored_meta or {}).get("ledger") or {}
-            of_run, step = saved.get("run_id"), int(trainer.state.step)
+            saver, step = saved.get("run_id"), int(trainer.state.step)
             # without a ledger it has no run_id, and the run wrote "?"
-            begun = run.origin and (of_run or "?", step) == (run.origin_run, run.from_step)
-            if checkpoint and of_run != run.run_id and not begun:
+            began = run.origin and (saver or "?", step) == (run.origin_run, run.from_step)
+            if checkpoint and saver != run.run_id and not began:
                 raise ValueError(
-                    f"{checkpoint} was saved by run {of_run}, and {run.folder} is "
+                    f"{checkpoint} was saved by run {saver}, and {run.folder} is "
                     f"{run.run_id}; name a checkpoint of it with --checkpoint"
                 )
             trainer.batches_drawn = int(trainer.state.batches_drawn)
@@ -337,8 +337,8 @@ def use_devices(run: RecordedRun, count: int | None) -> None:
     if count is not None and here != "cpu":
         raise ValueError(f"--device-count={count}: is for the CPU, and this is a {here}; leave it")
     wanted = count or machine["devices"]
-    of_cpu = count is not None or machine["platform"] == "cpu"
-    if here != "cpu" or not of_cpu or wanted == len(jax.devices()):
+    on_cpu = count is not None or machine["platform"] == "cpu"
+    if here != "cpu" or not on_cpu or wanted == len(jax.devices()):
         return
     flags = os.environ.get("XLA_FLAGS", "")
     if "host_platform_device_count" in flags:

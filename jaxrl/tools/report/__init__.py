@@ -1,1 +1,1 @@
-"""The parts of `python -m jaxrl.report`: what a run folder holds, packed into one HTML page."""
+"""Pack what a run folder holds into one HTML page."""

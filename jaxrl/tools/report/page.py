@@ -1,7 +1,6 @@
-"""One HTML page of a run, or of two: everything in it, nothing is fetched."""
+"""Put a run, or two, on one HTML page: everything is in it, nothing is fetched."""
 
 import base64
-import datetime
 import hashlib
 import html
 from collections.abc import Sequence
@@ -138,8 +137,7 @@ def _data(name: str, text: str) -> str:
 
 
 def _put_together(runs: Sequence[RunFiles], about: Sequence[Any], data: Sequence[str]) -> str:
-    now = datetime.datetime.now(datetime.UTC).timestamp()
-    manifest = inert_json({"made": now, "runs": about})
+    manifest = inert_json({"runs": about})
     script = _part("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     parts = {

@@ -1,4 +1,4 @@
-"""What a run folder holds, as far as it can be read; the rest is said in notes.
+"""Read what a run folder holds, as far as that can be read; notes tell the rest.
 
 Nothing in the folder is written to. A run may go on meanwhile, or may have been killed.
 """

@@ -1,4 +1,4 @@
-"""Which trajectories go into a page: all, or as many groups as its size allows.
+"""Select the trajectories of a page: all, or as many groups as its size allows.
 
 A group goes in whole or not at all. First everything is tried. Where that is too much, each step
 gets its share of the room, by the size of its file, and fills it with groups in the order of a hash

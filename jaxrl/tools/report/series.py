@@ -1,4 +1,4 @@
-"""The curves of a run: metrics, the time of its phases, and its alarms."""
+"""Pack the curves of a run: metrics, the time of its phases, and its alarms."""
 
 import math
 from collections.abc import Mapping

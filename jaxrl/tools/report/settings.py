@@ -1,4 +1,4 @@
-"""The config of a run for its page: the objective card, and what differs from the defaults."""
+"""Show the config of a run: the objective card, and what differs from the defaults."""
 
 import json
 from collections.abc import Mapping

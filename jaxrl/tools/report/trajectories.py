@@ -1,4 +1,4 @@
-"""The trajectories of a step, group by group, with what was dumped of its training batch.
+"""Pack the trajectories of a step, group by group, with what was dumped of its training batch.
 
 A group is a prompt with its samples; it becomes one blob. Its header:
 
@@ -173,8 +173,9 @@ def _per_token(step: StepRows, rows: Sequence[int]) -> Iterator[tuple[str, np.nd
         ]
         yield "rewards", _half([x for row in per_token for x in row])
     if versions is not None:
-        own = [max(v - output["policy_versions"][row], 0) for row in rows for v in versions[row]]
-        yield "versions", np.minimum(own, 255).astype(np.uint8) if any(own) else None
+        first = output["policy_versions"]
+        newer = [max(version - first[row], 0) for row in rows for version in versions[row]]
+        yield "versions", np.minimum(newer, 255).astype(np.uint8) if any(newer) else None
     if step.batch is not None:
         yield from _of_batch(step, step.batch, rows)
 

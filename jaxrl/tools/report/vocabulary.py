@@ -1,4 +1,4 @@
-"""What the tokens of a run say, each decoded by itself.
+"""Decode the tokens of a run, each by itself.
 
 A token of a byte-level vocabulary may be a part of a character. It is kept as its bytes, and
 `page.js` decodes the bytes of a whole response, so that every token has its place in the text.
