@@ -1,4 +1,4 @@
-"""Losses and estimators on one minibatch of a run: what each would do to the parameters.
+"""Compare what losses and estimators would do to the parameters, on one minibatch of a run.
 
 Every variant is the objective of a run with that loss and that estimator: its own log-probs,
 advantages, reduction, KL and entropy terms, through the update that such a run makes.
@@ -124,17 +124,7 @@ def compare_variants(
                 f"{name}; take another --minibatch"
             )
     runs.advance(before)
-    return evaluate_variants(
-        variants,
-        [runs.updater_of(variant.config) for variant in variants],
-        parts,
-        measured,
-        state=runs.state,
-        policy=runs.policy,
-        forward_pass=runs.forward_pass,
-        updater=runs.updater,
-        algorithm=settings.algorithm,
-    )
+    return evaluate_variants(runs, variants, parts, measured)
 
 
 def check_minibatch(
@@ -155,42 +145,36 @@ def check_minibatch(
         raise ValueError(f"--minibatch={minibatch}: step {step} has 1 to {count}; take one")
 
 
+@dataclass
 class OtherRuns:
     """Do a step as runs of other objectives would do it, from the same state and rollouts.
 
-    Args:
+    Attributes:
         make_batch: makes the batch of the step as the run's trainer does, with other parts in the
             place of its own: `config`, `state`, `estimate`, `updater`, `forward_pass`, `ref_forward_pass`,
             `ref_params`.
-        config: of the run.
+        config, policy, forward_pass, ref_forward_pass, updater: those of the run.
         state: before the step.
-        policy, forward_pass, ref_forward_pass, updater: those of the run.
         reference: parameters; None where the run needs none.
         total_steps: of the run, for its learning rates.
     """
 
-    def __init__(
-        self,
-        make_batch: Callable[..., TrainBatch],
-        *,
-        config: cfg.TrainConfig,
-        state: TrainState,
-        policy: Policy,
-        forward_pass: ForwardPass,
-        ref_forward_pass: ForwardPass,
-        reference: Any,
-        updater: Updater,
-        total_steps: int,
-    ) -> None:
-        self.make_batch, self.config, self.state = make_batch, config, state
-        self.policy, self.forward_pass, self.updater = policy, forward_pass, updater
-        self.scored_once, self.ref_scored_once = (
-            ScoredOnce(forward_pass),
-            ScoredOnce(ref_forward_pass),
+    make_batch: Callable[..., TrainBatch]
+    config: cfg.TrainConfig
+    state: TrainState
+    policy: Policy
+    forward_pass: ForwardPass
+    ref_forward_pass: ForwardPass
+    reference: Any
+    updater: Updater
+    total_steps: int
+
+    def __post_init__(self) -> None:
+        self.scored_once, self.ref_scored_once = map(
+            ScoredOnce, (self.forward_pass, self.ref_forward_pass)
         )
-        self.reference, self.total_steps = reference, total_steps
         self.updaters: dict[Any, Updater] = {}  # a config is hashable, which pyright cannot see
-        self.updaters[without_estimator(config)] = updater
+        self.updaters[without_estimator(self.config)] = self.updater
 
     @property
     def params(self) -> Any:
@@ -265,41 +249,36 @@ class ScoredOnce:
 
 
 def evaluate_variants(
+    runs: OtherRuns,
     variants: Sequence[Variant],
-    updaters: Sequence[Updater],
     parts: Sequence[tuple[TrainBatch, Array]],
     measured: TrainBatch,
-    *,
-    state: TrainState,
-    policy: Policy,
-    forward_pass: ForwardPass,
-    updater: Updater,
-    algorithm: cfg.AlgorithmConfig,
 ) -> Comparison:
     """Compare the gradients of the variants, each on its form of the same minibatch.
 
     Args:
-        updaters, parts: of each variant; a part has the key of the update.
+        runs: at the state before the minibatch, without critic and reference.
+        parts: of each variant, with the key of the update.
         measured: the minibatch as the run has it, with log-probs before the step; its loss mask
             says on which tokens KLs and ratios are measured.
-        state: before the minibatch, without critic and reference.
-        policy, forward_pass, updater, algorithm: those of the run.
     """
+    policy, state, algorithm = runs.policy, runs.state, runs.config.trainer.algorithm
 
     def scored(params: Any, rows: TrainBatch, key: Array | None = None) -> tuple[np.ndarray, ...]:
         """Return log-probs and entropy [B, T], in the cuts of the update."""
-        cut = updater.microbatching
-        return forward_pass(params, rows, microbatching=cut, with_entropy=True, key=key)
+        cut = runs.updater.microbatching
+        return runs.forward_pass(params, rows, microbatching=cut, with_entropy=True, key=key)
 
-    params = on_device(policy.whole(state.params))
+    params = runs.params
     before = scored(params, measured)
     found, gradients, length = [], [], 0.0
-    for variant, own_updater, (part, key) in zip(variants, updaters, parts, strict=True):
-        weights, _ = own_updater.weights(part)
-        grads, pieces = own_updater.gradients(params, part, weights, key)
+    for variant, (part, key) in zip(variants, parts, strict=True):
+        updater = runs.updater_of(variant.config)
+        weights, _ = updater.weights(part)
+        grads, pieces = updater.gradients(params, part, weights, key)
         metrics, norm = merge_metrics(jax.device_get(pieces)), float(optax.global_norm(grads))
         copied: TrainState = jax.tree.map(jnp.copy, on_device(state))  # `apply` takes it over
-        updated, along = updater.apply(copied, grads)[0].params, None
+        updated, along = runs.updater.apply(copied, grads)[0].params, None
         if not found:
             length = float(distance(updated, state.params)) / 10
         if norm and length:
@@ -311,7 +290,7 @@ def evaluate_variants(
             grad_norm=norm,
             clip_fraction=metrics.get("loss_metrics/clip_ratio"),
             effective_sample_size=weight_ess(
-                own_updater, scored(params, part, key), part, weights, key
+                updater, scored(params, part, key), part, weights, key
             ),
             kl_of_update=measured_kl(before, scored(policy.whole(updated), measured), measured),
             kl_of_length=along,
