@@ -28,8 +28,11 @@ from jaxrl import cli, config as cfg
 from jaxrl.files import check_file, replace_text
 from jaxrl.parallel.devices import check_devices
 from jaxrl.tools.doctor import report
+from jaxrl.tools.doctor.examination import examine
 from jaxrl.tools.doctor.machine_report import as_text, machine_report
 from jaxrl.tools.doctor.quiet import examine_quietly
+
+__all__ = ["examine", "main"]  # `examine` is for those who call it in Python
 
 
 @cli.command(__doc__)

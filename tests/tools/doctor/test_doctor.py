@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from jaxrl import config as cfg
-from jaxrl.doctor import main
+from jaxrl.doctor import examine, main
 from jaxrl.rollout.native.slots import SlotTable
 from jaxrl.rollout.weights.folder import WeightFolder
-from jaxrl.tools.doctor.examination import CHECKS, SUPERVISED, chosen, examine, run_check
+from jaxrl.tools.doctor.examination import CHECKS, SUPERVISED, chosen, run_check
 from jaxrl.tools.doctor.examined_run import ExaminedRun
 from jaxrl.tools.doctor.quiet import ended_by_sigterm
 from jaxrl.tools.doctor.recompilation import compiled_programs
