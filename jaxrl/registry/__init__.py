@@ -48,13 +48,13 @@ __all__ = [
 ]
 
 
-def _names(of: Collection[str]) -> dict[str, str]:
-    return {name.replace("++", "_plus_plus").upper(): name for name in of}
+def _members(names: Collection[str]) -> dict[str, str]:
+    return {name.replace("++", "_plus_plus").upper(): name for name in names}
 
 
-PolicyLossType = StrEnum("PolicyLossType", _names(LOSSES))
+PolicyLossType = StrEnum("PolicyLossType", _members(LOSSES))
 """Names of the built-in policy losses."""
-AdvantageEstimator = StrEnum("AdvantageEstimator", _names(ESTIMATORS))
+AdvantageEstimator = StrEnum("AdvantageEstimator", _members(ESTIMATORS))
 """Names of the built-in advantage estimators."""
 
 

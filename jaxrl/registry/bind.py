@@ -142,14 +142,24 @@ def loss_ndim(algorithm: Any, shape: tuple[int, int]) -> int:
     Raises:
         ValueError: see `make_policy_loss`.
     """
-    array, number = jax.ShapeDtypeStruct(shape, jnp.float32), jnp.int32
-    row = jax.ShapeDtypeStruct(shape[:1], number)
+    floats = jax.ShapeDtypeStruct(shape, jnp.float32)
+    ints, row_ints = (jax.ShapeDtypeStruct(s, jnp.int32) for s in (shape, shape[:1]))
     batch = TrainBatch(
-        tokens=jax.ShapeDtypeStruct(shape, number),
-        **dict.fromkeys(("lengths", "index", "policy_versions", "row_ids"), row),
-        **dict.fromkeys(("response_mask", "loss_mask", "rewards", "rollout_log_probs"), array),
-        **dict.fromkeys(("old_log_probs", "ref_log_probs", "advantages"), array),
-        **dict.fromkeys(OPTIONAL, jax.ShapeDtypeStruct(shape, number)),
+        tokens=ints,
+        lengths=row_ints,
+        response_mask=floats,
+        loss_mask=floats,
+        rewards=floats,
+        rollout_log_probs=floats,
+        index=row_ints,
+        policy_versions=row_ints,
+        row_ids=row_ints,
+        old_log_probs=floats,
+        ref_log_probs=floats,
+        advantages=floats,
+        token_versions=ints,
+        context_versions=ints,
+        staleness=ints,
     )
     key = jax.eval_shape(lambda: jax.random.key(0))
-    return jax.eval_shape(make_policy_loss(algorithm), array, array, batch, key)[0].ndim
+    return jax.eval_shape(make_policy_loss(algorithm), floats, floats, batch, key)[0].ndim
