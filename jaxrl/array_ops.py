@@ -24,15 +24,17 @@ Logits = Annotated[Array, "float [..., V]"]
 Tokens = Annotated[Array, "int [...]"]  # as many dims as the logits have before V
 
 
-def assert_per_token(*arrays: FloatBT) -> None:
+def assert_per_token(*arrays: FloatBT, mask: MaskBT | None = None) -> None:
     """Refuse arrays that do not hold a float for each token, all in one shape [B, T].
+
+    The mask has that shape too; it may be of bools or ints.
 
     Raises:
         AssertionError: names the array by its place, with its shape or type.
     """
     chex.assert_rank(arrays, 2)
     chex.assert_type(arrays, float)
-    chex.assert_equal_shape(arrays)
+    chex.assert_equal_shape([*arrays, *([] if mask is None else [mask])])
 
 
 def masked_sum(x: Array, mask: Array | None, axis: int | None = None) -> Array:

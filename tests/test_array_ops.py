@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl.array_ops import (
+    assert_per_token,
     clamp,
     entropy,
     group_sum,
@@ -140,3 +141,14 @@ def test_top_tokens_are_those_of_a_stable_sort(dtype):
             expected = {(row, column) for _, row, column in best[:count]}
             chosen = top_tokens(jnp.asarray(keys), jnp.asarray(valid), count, jnp.asarray(row_ids))
             assert {(row_ids[r], c) for r, c in np.argwhere(np.asarray(chosen))} == expected
+
+
+def test_per_token_arrays_are_floats_of_one_shape_with_any_mask():
+    floats = jnp.ones((2, 3))
+    assert_per_token(floats, floats, mask=jnp.ones((2, 3), bool))
+    with pytest.raises(AssertionError, match="has rank 1 .* but expected 2"):
+        assert_per_token(floats, jnp.ones(3))
+    with pytest.raises(AssertionError, match="int32"):
+        assert_per_token(floats, jnp.ones((2, 3), int))
+    with pytest.raises(AssertionError, match="different shapes"):
+        assert_per_token(floats, mask=jnp.ones((2, 4)))

@@ -55,7 +55,7 @@ def gae(
     """
     if values is None:
         raise ValueError("advantage estimator 'gae' needs the values of a critic, got None")
-    assert_per_token(token_level_rewards, response_mask, values)
+    assert_per_token(token_level_rewards, values, mask=response_mask)
     mask = response_mask if loss_mask is None else loss_mask * response_mask
     ids = step_ids(mask)
     rewards = sum_by_step(jnp.where(response_mask != 0, token_level_rewards, 0), ids)

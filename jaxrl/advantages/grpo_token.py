@@ -44,7 +44,7 @@ def grpo_token(
     Returns:
         advantages [B, T], 0 outside the response; returns R [B, T].
     """
-    assert_per_token(token_level_rewards, response_mask)
+    assert_per_token(token_level_rewards, mask=response_mask)
     returns = discounted_sums(token_level_rewards, gamma)
     counted = counted_rows(response_mask, loss_mask, valid_mask)
     advantages = group_relative(returns, index, counted, by_std=grpo_norm_by_std, epsilon=epsilon)

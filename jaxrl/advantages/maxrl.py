@@ -42,7 +42,7 @@ def maxrl(
         advantages [B, T], the same number on every response token, 0 elsewhere; returns, equal to
         them.
     """
-    assert_per_token(token_level_rewards, response_mask)
+    assert_per_token(token_level_rewards, mask=response_mask)
     scores = token_level_rewards.sum(-1)
     counted = counted_rows(response_mask, loss_mask, valid_mask)
     alone = group_sum(jnp.ones_like(scores), index) == 1  # by itself, not left by others

@@ -40,7 +40,7 @@ def on_policy_distillation(
     Returns:
         advantages [B, T], 0 outside the mask; the same as returns.
     """
-    assert_per_token(response_mask, old_log_probs, ref_log_probs)
+    assert_per_token(old_log_probs, ref_log_probs, mask=response_mask)
     mask = response_mask if loss_mask is None else loss_mask * response_mask
     advantages = jnp.where(mask != 0, ref_log_probs - old_log_probs, 0)
     return advantages, advantages

@@ -46,7 +46,7 @@ def reinforce_plus_plus(
     Returns:
         advantages and returns R [B, T], 0 outside the mask.
     """
-    assert_per_token(token_level_rewards, response_mask)
+    assert_per_token(token_level_rewards, mask=response_mask)
     mask = response_mask if loss_mask is None else loss_mask * response_mask
     ids = step_ids(mask)
     rewards = sum_by_step(jnp.where(response_mask != 0, token_level_rewards, 0), ids)

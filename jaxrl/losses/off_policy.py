@@ -69,7 +69,7 @@ def off_policy_correction(
         ValueError: unknown tis_ratio_type or sequence_mask_metric; one token bound without the
             other.
     """
-    assert_per_token(old_log_probs, rollout_log_probs, loss_mask)
+    assert_per_token(old_log_probs, rollout_log_probs, mask=loss_mask)
     mask, old, rollout = zero_masked(loss_mask, loss_mask, old_log_probs, rollout_log_probs)
     weights = jnp.ones_like(old)
     if not correction_enabled(config):
