@@ -395,10 +395,10 @@ class RemoteEngine:
         if host is not None:
             started = await host.ensure(first)
             server.move(host.url)
-        says = await server.look()
+        reported = await server.look()
         if started:
             server.version, server.ready = None, False
-        elif server.ready and says == server.version == weights.version:
+        elif server.ready and reported == server.version == weights.version:
             return
         if not started or first != weights.source:
             name = f"version-{weights.version}-{self._label}"
@@ -414,14 +414,14 @@ class RemoteEngine:
         """
         if self.probe is None:
             return
-        (said,) = await server.complete(self.probe.request, server.url)  # past a router
+        (completion,) = await server.complete(self.probe.request, server.url)  # past a router
         async with weights.lock:
-            same = [e for e in weights.expected if e.tokens == said.tokens]
+            same = [e for e in weights.expected if e.tokens == completion.tokens]
             if not same and weights.params is not None:
-                same = [await asyncio.to_thread(self.probe.expect, weights.params, said)]
+                same = [await asyncio.to_thread(self.probe.expect, weights.params, completion)]
                 weights.expected += same
         expected = (same or weights.expected)[0]
-        difference = self.probe.check(server.url, weights.version, said, expected)
+        difference = self.probe.check(server.url, weights.version, completion, expected)
         _log.info("%s has version %d, probe %.2g", server.url, weights.version, difference)
 
     def _leave_out(self, server: RemoteServer, error: Exception) -> None:

@@ -191,7 +191,7 @@ class RemoteServer:
         status, text = await self._call(method, url, body, seconds)
         if status >= BAD_REQUEST:
             retryable = status == TOO_MANY or status >= SERVER_ERROR
-            message = f"{method} {url} gives {status}: {_said(text)}"
+            message = f"{method} {url} gives {status}: {_error_message(text)}"
             raise ServerError(message, retryable=retryable, status=status)
         return text
 
@@ -202,7 +202,9 @@ class RemoteServer:
                 text = await reply.text(errors="replace")
                 if reply.status == TOO_MANY:
                     wait = _seconds(reply.headers.get("Retry-After"))
-                    raise ServerError(f"{method} {url} gives 429: {_said(text)}", wait=wait)
+                    raise ServerError(
+                        f"{method} {url} gives 429: {_error_message(text)}", wait=wait
+                    )
                 return reply.status, text
         except aiohttp.ConnectionTimeoutError as error:
             raise ServerError(f"{method} {url}: no connection", broken=True) from error
@@ -213,7 +215,7 @@ class RemoteServer:
             raise ServerError(f"{method} {url}: {what}", broken=True) from error
 
 
-def _said(text: str) -> str:
+def _error_message(text: str) -> str:
     """Return the message of an error in OpenAI's form, or the text itself."""
     try:
         return str(json.loads(text)["error"]["message"])

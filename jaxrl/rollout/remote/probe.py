@@ -62,8 +62,13 @@ class Probe:
     def request(self) -> Request:
         """Return the request to continue the prompt; nothing stops it."""
         prompt = tuple(PROMPT_STRIDE * (i + 1) % self.vocab_size for i in range(self.length))
-        filters = {name: getattr(self.sampling, name) for name in ("top_k", "top_p", "min_p")}
-        sampling = Sampling(self.length, self.sampling.temperature, **filters)
+        sampling = Sampling(
+            self.length,
+            temperature=self.sampling.temperature,
+            top_k=self.sampling.top_k,
+            top_p=self.sampling.top_p,
+            min_p=self.sampling.min_p,
+        )
         return Request(prompt, ((0, 0),), sampling)
 
     def expect(self, params: Params, completion: Completion) -> "Expected":
@@ -137,7 +142,7 @@ def after_filters(log_probs: Array, sampling: Sampling) -> Array:
     if not sampling.temperature or (sampling.top_k, sampling.top_p, sampling.min_p) == (-1, 1, 0):
         return jax.nn.log_softmax(tempered)
     rows, vocab = tempered.shape
-    _, _, kept = sample(
+    _, _, sampling_mask_ids = sample(
         tempered,
         jnp.zeros(rows),
         temperature=jnp.ones(rows),
@@ -147,7 +152,7 @@ def after_filters(log_probs: Array, sampling: Sampling) -> Array:
         filtered=True,
         keep=vocab,
     )
-    left = keep_only(tempered[None], kept[None])[0]
+    left = keep_only(tempered[None], sampling_mask_ids[None])[0]
     dropped = jnp.where(left > FILTERED, -jnp.inf, tempered)
     return tempered - jnp.logaddexp(jax.nn.logsumexp(left, -1, keepdims=True), dropped)
 
@@ -171,8 +176,9 @@ def make_score(
     def run(params: Params, tokens: jax.Array, size: jax.Array) -> jax.Array:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         segments = (positions < size).astype(jnp.int32)
-        options = {"dtype": dtype, "placement": placement}
-        hidden = forward(config, params, tokens, positions, segments, **options)
+        hidden = forward(
+            config, params, tokens, positions, segments, dtype=dtype, placement=placement
+        )
         return jax.nn.log_softmax(unembed(config, params, hidden)[0, :-1])
 
     # every device holds a row, all alike
@@ -186,5 +192,5 @@ def _score(
     row = np.zeros((rows, length), np.int32)
     row[:, : len(tokens)] = tokens
     of_all = jax.device_get(run(params, row, len(tokens)))[prompt - 1 : len(tokens) - 1]
-    said = of_all[np.arange(len(of_all)), tokens[prompt:]]
-    return Scores(said.tolist(), of_all)
+    log_probs = of_all[np.arange(len(of_all)), tokens[prompt:]]
+    return Scores(log_probs.tolist(), of_all)

@@ -101,8 +101,8 @@ class Dialect:
             raise InvalidAnswer(f"an answer without what was asked for: {error!r}") from error
 
     def _completion(self, choice: Any, sampling: Sampling, version: int) -> Completion:
-        tokens, said = choice["token_ids"], choice["logprobs"]
-        log_probs = said["token_logprobs"]
+        tokens, log_prob_columns = choice["token_ids"], choice["logprobs"]
+        log_probs = log_prob_columns["token_logprobs"]
         versions = choice["versions"] if self.says_versions else [version] * len(tokens)
         contexts = choice.get("context_versions") or []
         reason, stopped_by = choice["finish_reason"], choice.get("stop_reason")
@@ -127,20 +127,20 @@ class Dialect:
             stop_reason=reason,
             versions=versions,
             stop_string=stopped_by if isinstance(stopped_by, str) else None,
-            top_log_probs=_top(said.get("top_logprobs"), sampling.logprobs),
+            top_log_probs=_top(log_prob_columns.get("top_logprobs"), sampling.logprobs),
             context_versions=contexts,
         )
 
 
-def _top(said: list[dict[str, float]] | None, asked: int) -> list[dict[int, float]]:
+def _top(places: list[dict[str, float]] | None, number: int) -> list[dict[int, float]]:
     """Return ids and log-probs of the most probable tokens; servers may add the sampled one."""
-    if not asked:
+    if not number:
         return []
     named = [
         {int(name.removeprefix(TOKEN_PREFIX)): x for name, x in place.items()}
-        for place in said or ()
+        for place in places or ()
     ]
-    ranked = (sorted(place.items(), key=lambda item: -item[1])[:asked] for place in named)
+    ranked = (sorted(place.items(), key=lambda item: -item[1])[:number] for place in named)
     return [dict(place) for place in ranked]
 
 

@@ -24,7 +24,7 @@ from jaxrl.rollout.server.bodies import (
 from jaxrl.rollout.server.errors import ApiError, parse_json
 from jaxrl.rollout.server.prometheus import Stopwatch
 from jaxrl.rollout.server.requests import SampleRequest
-from jaxrl.rollout.server.responses import ResponseBuilder, TextStream, said_to
+from jaxrl.rollout.server.responses import ResponseBuilder, TextStream, text_for_client
 from jaxrl.rollout.server.runs import RunningRequest, SamplePart
 from jaxrl.rollout.server.service import Control, Service
 from jaxrl.rollout.weights.incoming import Notice
@@ -82,7 +82,7 @@ class ApiRoutes:
             await _read(request)
             response = await handler(request)
         except web.HTTPException as error:  # of the router, and of bodies that are too long
-            response = _failed(ApiError(error.status, _said_of(error, request)))
+            response = _failed(ApiError(error.status, _router_message(error, request)))
         except ValidationError as error:
             response = _failed(invalid(error))
         except ApiError as error:
@@ -167,7 +167,7 @@ class ApiRoutes:
 
     async def _record(self, sample_request: SampleRequest, completion: Completion) -> None:
         if sample_request.turn is not None:
-            text = said_to(sample_request, self.service.served.tokenizer, completion)
+            text = text_for_client(sample_request, self.service.served.tokenizer, completion)
             await self.service.in_thread(
                 sample_request.turn.session.record, sample_request.turn, completion, text
             )
@@ -395,7 +395,7 @@ def _failed(error: ApiError) -> web.Response:
     return web.json_response(error.body, status=error.status, headers=error.headers)
 
 
-def _said_of(error: web.HTTPException, request: web.Request) -> str:
+def _router_message(error: web.HTTPException, request: web.Request) -> str:
     if error.status == 404:
         return f"there is no {request.method} {request.path}"
     if error.status == 405:

@@ -70,8 +70,8 @@ class Guard:
 
 
 def _check_token(headers: Mapping[str, str], token: bytes) -> None:
-    kind, _, given = headers.get("Authorization", "").partition(" ")
-    right = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), token)
-    if kind.lower() != "bearer" or not right:
+    scheme, _, sent = headers.get("Authorization", "").partition(" ")
+    right = hmac.compare_digest(sent.strip().encode("utf-8", "surrogateescape"), token)
+    if scheme.lower() != "bearer" or not right:
         message = "wrong or missing token; send Authorization: Bearer TOKEN"
         raise ApiError(401, message, code="invalid_api_key")

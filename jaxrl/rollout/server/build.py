@@ -110,14 +110,17 @@ def serve_jetstream(config: Any, server: HttpServer) -> Any:
     config = cfg.resolve(cfg.to_train_config(config))
     host, port = config.generator.inference_engine.http_endpoint_host, config.serve.grpc_port
     sampling = sampling_of(config.generator.sampling_params, server.served.eos_token_ids)
-    options = {
-        "host": host,
-        "token": read_token(config.serve, host),
-        "max_samples": config.serve.max_samples_per_request,
-        "vocab_size": server.served.vocab_size,
-    }
     try:
-        return serve_grpc(server.host.guests, server.served.tokenizer, port, sampling, **options)
+        return serve_grpc(
+            server.host.guests,
+            server.served.tokenizer,
+            port,
+            sampling,
+            host=host,
+            token=read_token(config.serve, host),
+            max_samples=config.serve.max_samples_per_request,
+            vocab_size=server.served.vocab_size,
+        )
     except RuntimeError as error:
         raise ValueError(f"serve.grpc_port={port}: {error}; choose another one") from error
 
@@ -134,12 +137,12 @@ def _load(config: cfg.TrainConfig, model: TransformerConfig, shardings: Any, fol
     `random_init` is of the policy's own folder.
     """
     policy = config.trainer.policy.model
-    own = policy.path is not None and folder == hf.local_folder(policy.path)
+    is_policy = policy.path is not None and folder == hf.local_folder(policy.path)
     return hf.load_or_init(
         folder,
         model,
         overrides=cfg.model_overrides(config.trainer, config.trainer.policy),
-        random_init=policy.random_init and own,
+        random_init=policy.random_init and is_policy,
         seed=config.trainer.seed,
         shardings=shardings,
     )

@@ -187,16 +187,16 @@ class RequestReader:
             refuse("min_tokens", body.min_tokens, f"must be at most max_tokens, which is {tokens}")
         more_stops = served.check_ids("stop_token_ids", body.stop_token_ids)
         stops = (*(() if body.ignore_eos else base.stop_token_ids), *more_stops)
-        said = body.model_dump(include=set(_DISTRIBUTION), exclude_none=True)
+        distribution = body.model_dump(include=set(_DISTRIBUTION), exclude_none=True)
         if body.top_k == 0:
-            said["top_k"] = -1  # off, too
+            distribution["top_k"] = -1  # off, too
         sampling = dataclasses.replace(
             base,
             max_tokens=tokens,
             min_tokens=min(base.min_tokens, tokens) if body.min_tokens is None else body.min_tokens,
             stop_token_ids=tuple(dict.fromkeys(stops)),
             stop=tuple(body.stop) or base.stop,
-            **said,
+            **distribution,
         )
         try:
             sampling.check()

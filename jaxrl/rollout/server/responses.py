@@ -13,7 +13,7 @@ from jaxrl.rollout.protocol import Completion
 from jaxrl.rollout.server.requests import SampleRequest
 
 
-def said_to(request: SampleRequest, tokenizer: Any, completion: Completion) -> str:
+def text_for_client(request: SampleRequest, tokenizer: Any, completion: Completion) -> str:
     """Return the text of a finished sample as its client gets it: without what stopped it."""
     return completion_text(_decode(tokenizer, request), completion, request.sampling.stop)
 
@@ -35,7 +35,7 @@ class TextStream:
     def __init__(self, tokenizer: Any, request: SampleRequest) -> None:
         self.tokenizer, self.request = tokenizer, request
         self._text = GrowingText(_decode(tokenizer, request))
-        self._given, self._held = 0, ""
+        self._sent, self._held = 0, ""
 
     def add(self, tokens: Sequence[int]) -> str:
         """Return the new text that these tokens make certain.
@@ -44,12 +44,12 @@ class TextStream:
         """
         text = self._held + self._text.add(tokens)
         length = certain(text, self.request.sampling.stop)
-        self._given, self._held = self._given + length, text[length:]
+        self._sent, self._held = self._sent + length, text[length:]
         return text[:length]
 
     def finish(self, completion: Completion) -> str:
         """Return the rest of the text of a finished sample."""
-        return said_to(self.request, self.tokenizer, completion)[self._given :]
+        return text_for_client(self.request, self.tokenizer, completion)[self._sent :]
 
 
 def certain(text: str, stops: Iterable[str]) -> int:
@@ -82,7 +82,7 @@ class ResponseBuilder:
         """Return the answer that is not streamed."""
         choices = []
         for number, completion in enumerate(completions):
-            text = said_to(self.request, self.tokenizer, completion)
+            text = text_for_client(self.request, self.tokenizer, completion)
             choice = self._choice(number, completion)
             if self.request.chat:
                 choice["message"] = {"role": "assistant", "content": text, "refusal": None}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxrl.config import ServeConfig
+from jaxrl.models.hf import INDEX_FILE, read_json
 from jaxrl.rollout.conversations.submissions import Submissions
 from jaxrl.rollout.server.errors import ApiError
 from jaxrl.rollout.server.prometheus import Measures
@@ -16,7 +17,6 @@ from jaxrl.rollout.server.runs import RunningRequest
 from jaxrl.rollout.server.served_model import ServedModel
 from jaxrl.rollout.server.sessions import ServedSessions
 from jaxrl.rollout.server.shared_engine import Guests, HostEngine
-from jaxrl.rollout.server.weights import folder_under
 from jaxrl.rollout.weights.incoming import Incoming, NotAllowed, Notice, TransferFailed
 
 IDLE_SECONDS = 120.0  # between two groups of weights; then who sent the first has given up
@@ -327,3 +327,50 @@ class Control:
         self._forget_incoming()
         self.folder, self.version = folder, version
         self.service.measures.version.set(version)
+
+
+def folder_under(root: str | None, path: str) -> Path:
+    """Return the folder that a request names, if it and its files lie under the root.
+
+    Args:
+        root: None = no folder is read.
+        path: absolute, or relative to the root; links and ".." are followed first.
+
+    Raises:
+        ApiError: 403 outside of the root, 400 if it is no model folder. What is outside is not
+            looked at, so that nothing is learnt of it.
+    """
+    if root is None:
+        raise ApiError(403, "no weights are read over HTTP here; start with serve.weights_root")
+    top = Path(root).resolve()
+    try:
+        folder = (top / path).resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # a null byte, a loop of links
+        raise ApiError(400, f"path={path[:80]!r} is not a path", param="path") from error
+    _check_inside(top, folder, path)
+    if not folder.is_dir():
+        raise ApiError(400, f"path={path!r} is not a folder under the root", param="path")
+    for file in folder.iterdir():
+        _check_inside(top, file.resolve(), f"{path}/{file.name}")
+    _check_index(folder)
+    return folder
+
+
+def _check_inside(top: Path, path: Path, shown: str) -> None:
+    if not path.is_relative_to(top):
+        message = f"path={shown[:200]!r} is outside of serve.weights_root"
+        raise ApiError(403, message, param="path")
+
+
+def _check_index(folder: Path) -> None:
+    """Check that the shards that an index names are files of the folder."""
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        return
+    try:
+        names = set(read_json(index)["weight_map"].values())
+        outside = [name for name in names if Path(name).name != name]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ApiError(400, f"{INDEX_FILE} is damaged: {error!r}", param="path") from error
+    if outside:
+        raise ApiError(403, f"{INDEX_FILE} names files elsewhere: {outside[0]!r}", param="path")

@@ -136,8 +136,13 @@ class ServedSession:
             self.segments.append(segment)
         else:
             segment.transcript.add_given(turn.prompt[turn.known :])
-        columns = completion.log_probs, completion.sampling_mask_ids, completion.versions
-        segment.transcript.add_sampled(completion.tokens, *columns, completion.context_versions)
+        segment.transcript.add_sampled(
+            completion.tokens,
+            completion.log_probs,
+            completion.sampling_mask_ids,
+            completion.versions,
+            completion.context_versions,
+        )
         segment.stop_reason = completion.stop_reason
         if turn.messages is not None:
             segment.messages = [*turn.messages, {"role": "assistant", "content": text}]

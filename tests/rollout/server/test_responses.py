@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.rollout.native.slots import Sample
 from jaxrl.rollout.protocol import Completion, Request, Sampling
-from jaxrl.rollout.server.responses import TextStream, certain, said_to
+from jaxrl.rollout.server.responses import TextStream, certain, text_for_client
 from jaxrl.rollout.server.runs import RunningRequest
 from tests.rollout.bpe import TEXTS, bpe_tokenizer
 
@@ -36,7 +36,7 @@ def test_whole_and_streamed_texts_end_before_the_first_stop_string(stops, cut):
     ask = SimpleNamespace(skip_special_tokens=False, sampling=sampling)
     sample = Sample(Request((1,), ((0, 0),), sampling), 0, (0, 0), len(tokens))
     sample.take(tokens, [0.0] * len(tokens), 0, TOKENIZER.decode)
-    whole = said_to(ask, TOKENIZER, sample.outcome)
+    whole = text_for_client(ask, TOKENIZER, sample.outcome)
     assert whole == text[:cut]
     for seed in range(10):
         assert streamed(ask, sample.outcome, seed) == whole
