@@ -119,9 +119,8 @@ def _function(name: str, func: Callable[..., Any], facts: dict[str, str]) -> str
     file = Path(inspect.getsourcefile(func) or "").relative_to(PAGE.parents[1])
     lines = [f"\n### {name}\n", _prose(doc.summary), f"\n```\n{doc.formula}\n```\n"]
     lines += [_prose(doc.source), ""] if doc.source else []
-    lines += [
-        f"- {key}: {value}" for key, value in {**facts, "code": f"[{file}](../{file})"}.items()
-    ]
+    facts = {**facts, "code": f"[{file}](../{file})"}
+    lines += [_wrapped(f"- {key}: {value}", indent="  ") for key, value in facts.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -159,14 +158,14 @@ def _settings(arguments: str) -> str:
 
 
 def _estimator_facts(func: Callable[..., Any]) -> dict[str, str]:
-    defaults, of_kwargs, facts = flatten(AlgorithmConfig()), " (in `advantage_kwargs`)", {}
-    own = [
-        f"`{p.name} = {defaults.get(p.name, p.default)!r}`{of_kwargs * (p.name not in defaults)}"
+    defaults, in_kwargs, facts = flatten(AlgorithmConfig()), " (in `advantage_kwargs`)", {}
+    settings = [
+        f"`{p.name} = {defaults.get(p.name, p.default)!r}`{in_kwargs * (p.name not in defaults)}"
         for p in inspect.signature(func).parameters.values()
         if p.kind is p.KEYWORD_ONLY and p.name not in ESTIMATOR_DATA
     ]
-    if own:
-        facts["defaults"] = ", ".join(own)
+    if settings:
+        facts["defaults"] = ", ".join(settings)
     if re.search(r"^ {4}values: ", parse_docstring(func).arguments, re.MULTILINE):
         facts["needs"] = "the values of a critic"
     if "ref_log_probs" in inspect.signature(func).parameters:
@@ -184,8 +183,17 @@ def _variant(variant: GRPOVariant) -> str:
         f"config.trainer.algorithm.{field} = {value!r}".replace("'", '"')
         for field, value in variant.settings.items()
     )
-    note = f"{variant.note}\n\n" if variant.note else ""
+    note = f"{_wrapped(variant.note)}\n\n" if variant.note else ""
     return f"\n### {variant.system}\n\n{note}```python\n{settings or '# the defaults'}\n```\n"
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    """Return a paragraph in lines of 100 columns, its code in one piece."""
+    text = re.sub(r"`[^`]*`", lambda code: code[0].replace(" ", "\0"), text)
+    lines = textwrap.wrap(
+        text, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(lines).replace("\0", " ")
 
 
 def _prose(text: str) -> str:

@@ -37,13 +37,14 @@ def from_command(words: Sequence[str], num_devices: int | None = None) -> Conver
         ValueError: it does not train, or a word is no setting.
     """
     start = next((i for i, word in enumerate(words) if _ARGUMENT.match(word)), 0)
-    given = {}
+    settings = {}
     for word in words[start:]:
         key, equals, value = word.partition("=")
         if not _ARGUMENT.match(f"{key}{equals}"):
             raise ValueError(f"{word!r}: expected key.path=value, e.g. trainer.seed=1")
-        given[key] = value
-    return convert(given, entry_point(list(words)), num_devices)
+        settings[key] = value
+    module, entry = entry_point(list(words))
+    return convert(settings, module=module, entry=entry, num_devices=num_devices)
 
 
 def from_script(path: Path, args: Sequence[str], num_devices: int | None = None) -> Conversion:
@@ -71,11 +72,11 @@ def from_yaml(path: Path, args: Sequence[str], num_devices: int | None = None) -
     values = yaml.safe_load(path.read_text())
     if not isinstance(values, dict):
         raise ValueError(f"{path}: not a mapping of config groups")
-    given = _flat(values, "")
-    if wrong := [k for k, v in given.items() if isinstance(v, str) and "${" in v]:
-        raise ValueError(f"{path}: {wrong[0]}={given[wrong[0]]}: write the value out")
-    given |= {name: value for name, _, value in (word.partition("=") for word in args)}
-    return convert(given, ("", EntryPoint({})), num_devices)
+    settings = _flat(values, "")
+    if wrong := [k for k, v in settings.items() if isinstance(v, str) and "${" in v]:
+        raise ValueError(f"{path}: {wrong[0]}={settings[wrong[0]]}: write the value out")
+    settings |= {name: value for name, _, value in (word.partition("=") for word in args)}
+    return convert(settings, module="", entry=EntryPoint({}), num_devices=num_devices)
 
 
 @cli.command(__doc__, bare=cli.REFUSED, mendable=(*cli.MENDABLE, yaml.YAMLError))

@@ -65,21 +65,21 @@ class Conversion:
 
 
 def convert(
-    given: dict[str, Any], start: tuple[str, EntryPoint], num_devices: int | None = None
+    settings: dict[str, Any], module: str, entry: EntryPoint, num_devices: int | None = None
 ) -> Conversion:
     """Convert SkyRL's settings of a run into a config.
 
     Args:
-        given: SkyRL's settings by dotted key; a string is read as on the command line.
-        start: name of the entry point, and what it adds.
+        settings: SkyRL's, by dotted key; a string is read as on the command line.
+        module: name of the entry point, for the report.
+        entry: what the entry point adds.
         num_devices: to be valid on; None = as many as SkyRL's run has.
     """
     result = Conversion()
-    module, entry = start
     if entry.note:
         (result.refused if entry.refused else result.changed).append(f"{module}: {entry.note}")
     values = skyrl_defaults() | entry.sets
-    for key, value in given.items():
+    for key, value in settings.items():
         _place(key.lstrip("+"), value, values, entry, result)
     run_name = values.get("trainer.run_name", TrainConfig().trainer.run_name)
     for key in _OWN_FOLDERS:
@@ -90,10 +90,10 @@ def convert(
     _fit_environment(values, result)
     _fit_engine(values, result)
     _fit_async(values, result)
-    _settle(values, set(given), num_devices, result)
+    _settle(values, set(settings), num_devices, result)
     defaults = *skyrl_defaults(), *_OWN_FOLDERS
     result.written_out = [
-        f"{key}={values[key]}" for key in defaults if key in values and key not in given
+        f"{key}={values[key]}" for key in defaults if key in values and key not in settings
     ]
     return result
 
@@ -120,8 +120,8 @@ def _place(
         key = renamed = row.note
     elif row is not None:
         off = literal in OFF or literal in row.neutral
-        kept = result.inert if row.kind == "inert" or off else result.refused
-        return kept.append(f"{shown}: {row.note}")
+        lines = result.inert if row.kind == "inert" or off else result.refused
+        return lines.append(f"{shown}: {row.note}")
     if key.startswith("trainer.") and key.rpartition(".")[2] in _INTERVALS and literal == 0:
         value = -1
     with warnings.catch_warnings():
@@ -208,7 +208,7 @@ def _fit_async(values: dict[str, Any], result: Conversion) -> None:
 
 
 def _settle(
-    values: dict[str, Any], given: set[str], num_devices: int | None, result: Conversion
+    values: dict[str, Any], settings: set[str], num_devices: int | None, result: Conversion
 ) -> None:
     """Build and validate; a setting that `validate` names is left out, with its reason."""
     while True:
@@ -230,7 +230,7 @@ def _settle(
             if not keys:
                 result.problem = str(error)
                 return
-            asked = any(k in given for k in keys) and not _LAYOUT.issuperset(keys)
+            asked = any(k in settings for k in keys) and not _LAYOUT.issuperset(keys)
             for key in keys:
                 _drop(key, values, result)
             (result.refused if asked else result.changed).append(str(error))
@@ -250,5 +250,5 @@ def _devices_of(config: TrainConfig) -> int:
 
 def _drop(key: str, values: dict[str, Any], result: Conversion) -> None:
     values.pop(key, None)
-    for kept in (result.taken, result.changed):
-        kept[:] = [line for line in kept if not line.startswith(f"{key}=")]
+    for lines in (result.taken, result.changed):
+        lines[:] = [line for line in lines if not line.startswith(f"{key}=")]
