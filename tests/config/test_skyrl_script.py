@@ -92,7 +92,8 @@ def test_the_environment_counts_as_it_does_for_the_script(monkeypatch):
         ('A=$(basename "$(dirname "$0")")', "d"),
         ("cat <<EOF\nit's $( ` \"\nA=2\nEOF\nA=1", "1"),
         ("python - <<-'E'\n\tA=2\n\tE\nA=1", "1"),
-        ("program > >(tee log) 2>&1 < in && A=1", "1"),
+        ("mkdir d > >(tee log) 2>&1 < in && A=1", "1"),
+        ("echo trainer.a=2; printf trainer.a=3; A=1", "1"),
         ('if [ -z "$B" ]; then A=1; else A=2; fi', "1"),
         ("if [ 3 -lt 2 ]; then A=1\nelif [[ a != b ]]; then A=2; else A=3; fi", "2"),
         ("A=1; if [ x = y ]; then if unknown; then A=2; fi; fi", "1"),
@@ -120,6 +121,8 @@ def test_what_is_understood(text, value):
         ("case $1 in\n a) A=1;;\nesac", "A, which `case $1 in` decides"),
         ("f() { A=1; }", "A, which `{ A=1` decides"),
         ("program || A=1", "A, which `program` decides"),
+        ("A=2; program && A=1", "A, which `program` decides"),
+        ("if program && [ x = x ]; then A=1; fi", "A, which `if program` decides"),
         ("((A = 3))", "A, set by `((A = 3))`"),
         ("A=$((B++))", "$((B++))"),
         ("A=$((0 - 7))x$(( (0 - 7) / 2 ))", "$(( (0 - 7) / 2 ))"),
@@ -182,6 +185,9 @@ def test_what_is_not_needed_is_noted():
         "s.sh: not set, read as empty: B",
         "s.sh: starts its run where `if [ -f x ]` decides, which is not known",
     ]
+    run = read_script("main() { uv run trainer.a=$A trainer.b=$1; }\nA=1\nmain 2", [], "s.sh")
+    assert run.unknown[0].startswith("trainer.a: not known without running the script: A, which a")
+    assert run.unknown[1].startswith("trainer.b: not known without running the script: $1 of a fun")
     run = read_script("uv run trainer.a=1 $(more)", [], "s.sh")
     assert run.command == ["uv", "run", "trainer.a=1"]
     assert run.unknown[0].startswith("$(more): not known without running the script: $(more)")

@@ -158,7 +158,6 @@ class _Script:
         self.may_set = ""  # the last `source` or the like, which may set any variable
         self.status: bool | None = True  # of the last command; None is not known
         self.last = ""  # that command
-        self.last_is_program = False
         self.guard: bool | None = True  # whether && and || before the command let it run
         self.defines_function = False
         self.blocks: list[_Block] = []
@@ -168,6 +167,11 @@ class _Script:
         """Return whether the command that is being read would be run."""
         block = self.blocks[-1].reached if self.blocks else True
         return _all(not self.ended, block, self.guard)
+
+    @property
+    def in_function(self) -> bool:
+        """Return whether a function is read, which runs later and with arguments of its own."""
+        return any(block.function for block in self.blocks)
 
     def notes(self, unknown: list[str]) -> list[str]:
         """Return what is to be said of the script besides its unknown settings."""
@@ -185,7 +189,7 @@ class _Script:
     def read(self, command: Command) -> None:
         """Read one command: take what it sets, and remember it if it has settings."""
         if command.separator == "&&":
-            self.guard = True if self.last_is_program else self.status
+            self.guard = self.status
         elif command.separator == "||":
             self.guard = _not(self.status)
         elif command.separator != "|":
@@ -223,7 +227,7 @@ class _Script:
                     self.defines_function = False
                 case "fi" | "done" | "esac" | "}":
                     del self.blocks[-1:]
-                    self.last_is_program = True
+                    self.status = None
                     return []
                 case "function":
                     self.defines_function = True
@@ -244,7 +248,7 @@ class _Script:
 
     def _read_simple(self, words: list[str]) -> None:
         """Read a command that is no keyword."""
-        self.last_is_program, self.status = False, True
+        self.status = True
         if words[0] in _DECLARATIONS:
             words = [word for word in words[1:] if _ASSIGNMENT.fullmatch(word)]
         command = list(dropwhile(_ASSIGNMENT.fullmatch, words))  # before it they are its own
@@ -278,9 +282,10 @@ class _Script:
         called = self._expand_all(words)
         if called[:1] == ["exec"]:
             called = called[1:]
-        if called[:1] == [":"] or not called:
+        if not called or called[0] in (":", "echo", "printf"):
             return
-        self.last_is_program, self.status = True, None
+        # Whether a program succeeds is not known; a script that goes on without a folder is broken.
+        self.status = True if called[0] in ("cd", "mkdir") else None
         self.called.append(_shown(called[0]))
         if any(_CONFIG_KEY.match(word) for word in called):
             if self.reached is None and not self.runs:
@@ -317,8 +322,8 @@ class _Script:
         elif index:
             value = _unknown(f"{name}{index}")
         elif raw.startswith("("):
-            given = [w for command in split_commands(raw[1:-1]) for w in command.words]
-            value = self._expand_all(given)
+            elements = [w for command in split_commands(raw[1:-1]) for w in command.words]
+            value = self._expand_all(elements)
         else:
             value = " ".join(self._expand(raw, split=False))
         before = self.variables.get(name, []) if plus else []
@@ -413,8 +418,9 @@ class _Script:
             return self._special_values(name)
         value = self.variables.get(name)
         if value is None:
-            unknown = [_unknown(f"{name}, which {self.may_set} may set")]
-            return unknown if self.may_set else None
+            if not self.may_set and not self.in_function:
+                return None
+            return [_unknown(f"{name}, which {self.may_set or 'a later line'} may set")]
         values = value if isinstance(value, list) else [value]
         if index in ("[@]", "[*]"):
             return values
@@ -424,7 +430,7 @@ class _Script:
     def _special_values(self, name: str) -> list[str] | None:
         if name in "?!-$":
             return [str(os.getpid()) if name == "$" else _unknown(f"${name}")]
-        if name != "0" and any(block.function for block in self.blocks):
+        if name != "0" and self.in_function:
             return [_unknown(f"${name} of a function")]
         if name == "#":
             return [str(len(self.args))]
@@ -482,10 +488,10 @@ class _Script:
     def _test(self, words: list[str]) -> bool | None:
         """Return the outcome of `[ ... ]`; None if it is not known from the text."""
         raw = [word for word in words[1:] if word not in ("]", "]]")]
-        given = [" ".join(self._expand(word, split=False)) for word in raw]
-        negated = given[:1] == ["!"]
+        values = [" ".join(self._expand(word, split=False)) for word in raw]
+        negated = values[:1] == ["!"]
         outcome = None
-        match given[negated:]:
+        match values[negated:]:
             case [text] if not _UNKNOWN.search(text):
                 outcome = bool(text)
             case ["-n" | "-z" as how, text] if not _UNKNOWN.search(text):
