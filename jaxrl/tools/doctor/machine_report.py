@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def packages() -> dict[str, str]:
     return found
 
 
-def variables(given: Any) -> dict[str, str]:
+def variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return environment variables that change what a run does; what may be secret is not shown."""
 
     def shown(name: str, value: str) -> str:
@@ -71,7 +72,7 @@ def variables(given: Any) -> dict[str, str]:
             return "<set>"
         return IN_ADDRESS.sub("<hidden>", value)
 
-    return {name: shown(name, given[name]) for name in sorted(given) if VARIABLES.search(name)}
+    return {name: shown(name, environ[name]) for name in sorted(environ) if VARIABLES.search(name)}
 
 
 def git_state() -> str | None:

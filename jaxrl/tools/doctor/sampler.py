@@ -35,10 +35,7 @@ SAMPLES = 4  # of each prompt of a batch
 NOISE, MOVED = 0.02, 10  # of each array's size; times the bound on the mean: log-probs have moved
 # With samples in flight: updates, slots of their engine, noise of each update.
 UPDATES, SLOTS, CHANGE = 3, 2, 0.2
-NUMBERS_DIFFER = (
-    "see that both have the same weights (check 'weights'), temperature, rotary settings and "
-    "chat template, and that the engine reports log-probs after the temperature"
-)
+NO_LOG_PROBS = "generator.sampling_params.logprobs=None: rollouts carry none"
 
 
 # ---------------------------------------------------------------- log-probs
@@ -62,7 +59,7 @@ def first(examined: ExaminedRun) -> Finding:
     """Check the log-probs of sampled tokens after the first sync."""
     sampled = _first_samples(examined)
     if sampled is None:
-        return not_here("generator.sampling_params.logprobs=None: rollouts carry none")
+        return not_here(NO_LOG_PROBS)
     return _judged(examined, sampled, "after a sync")
 
 
@@ -70,7 +67,7 @@ def update(examined: ExaminedRun) -> Finding:
     """Check the log-probs of sampled tokens after an update and another sync."""
     before = _first_samples(examined)
     if before is None:
-        return not_here("generator.sampling_params.logprobs=None: rollouts carry none")
+        return not_here(NO_LOG_PROBS)
     moved = _updated(examined)
     after = _sample(examined)  # with the same keys: other weights give other log-probs
     pairs = zip(before.completions, after.completions, strict=True)
@@ -81,25 +78,35 @@ def update(examined: ExaminedRun) -> Finding:
 
 def _judged(examined: ExaminedRun, sampled: Sampled, about: str, *, stale: bool = False) -> Finding:
     """Judge the mean and the largest difference, each by its bound."""
-    bounds, difference = sampler_bounds(examined.config), sampled.difference
-    mean, largest = float(difference.mean()), float(difference.max())
-    figure, bound = f"mean {mean:.1e} max {largest:.1e}", f"{bounds.mean:g}, {bounds.max:g}"
-    about = f"{len(difference)} tokens {about}"
-    if mean <= bounds.mean and largest <= bounds.max:
+    figure, bound, within = _figures(examined, sampled.difference)
+    about = f"{len(sampled.difference)} tokens {about}"
+    if within:
         return passed(figure, bound, about)
-    settings = examined.config.generator.inference_engine
-    cause = (
-        f"sampler and trainer compute different log-probs for the same tokens (engine "
-        f"{settings.backend!r}, {settings.model_dtype})"
-    )
-    fix = NUMBERS_DIFFER
     if stale:
         cause = (
             "stale weights: after the update the engine draws the same tokens with the same "
             "log-probs as before it"
         )
         fix = "see that every call of its update_weights takes over the parameters it is given"
+    else:
+        settings = examined.config.generator.inference_engine
+        cause = (
+            f"sampler and trainer compute different log-probs for the same tokens (engine "
+            f"{settings.backend!r}, {settings.model_dtype})"
+        )
+        fix = (
+            "see that both have the same weights (check 'weights'), temperature, rotary settings "
+            "and chat template, and that the engine reports log-probs after the temperature"
+        )
     return failed(figure, bound, about, cause=f"{cause}; largest at {sampled.worst}", fix=fix)
+
+
+def _figures(examined: ExaminedRun, difference: np.ndarray) -> tuple[str, str, bool]:
+    """Return mean and largest difference in words, their bounds, and whether both are within."""
+    mean, largest = float(difference.mean()), float(difference.max())
+    bounds = sampler_bounds(examined.config)
+    figure, bound = f"mean {mean:.1e} max {largest:.1e}", f"{bounds.mean:g}, {bounds.max:g}"
+    return figure, bound, mean <= bounds.mean and largest <= bounds.max
 
 
 def _first_samples(examined: ExaminedRun) -> Sampled | None:
@@ -338,16 +345,14 @@ def in_flight(examined: ExaminedRun) -> Finding:
         recomputed = _swapped(examined, tokens, recompute=True)
     finally:
         trainer.sync_weights(int(trainer.state.step))
-    bounds = sampler_bounds(config)
     difference = np.concatenate([reused.difference, recomputed.difference])
-    mean, largest = float(difference.mean()), float(difference.max())
+    figure, bound, within = _figures(examined, difference)
     about = (
         f"{len(difference)} tokens of one version over {UPDATES} updates in flight, "
         f"{reused.mixed} not"
     )
-    figure, bound = f"mean {mean:.1e} max {largest:.1e}", f"{bounds.mean:g}, {bounds.max:g}"
     older = reused.late + recomputed.mixed
-    if mean <= bounds.mean and largest <= bounds.max and not older:
+    if within and not older:
         return passed(figure, bound, about)
     cause = "tokens are not of the weights that they are said to be drawn from"
     if older:

@@ -45,8 +45,13 @@ def versions(examined: ExaminedRun) -> Finding:
 
 def undeclared() -> list[tuple[str, str]]:
     """Return installed packages whose version jaxrl does not declare: (what, fix)."""
+    try:
+        declared = importlib.metadata.requires("jaxrl") or ()
+    except importlib.metadata.PackageNotFoundError:
+        cause = "jaxrl is not installed, so that nothing declares which versions it needs"
+        return [(cause, "pip install -e . in its folder")]
     wrong = []
-    for line in importlib.metadata.requires("jaxrl") or ():
+    for line in declared:
         needed = Requirement(line)
         if needed.marker and not needed.marker.evaluate({"extra": ""}):
             continue

@@ -1,5 +1,6 @@
 """The functions that a config names: found, or named as what is not there."""
 
+import importlib.metadata
 from types import SimpleNamespace
 
 from jaxrl import config as cfg
@@ -28,3 +29,13 @@ def test_rewards_take_arguments_and_callbacks_none():
     wrong = found(callbacks=[f"{CALLBACK}(interval=1)"])
     assert wrong.passed is False
     assert "callback 'jaxrl.records.callbacks:TrainingCallback(interval=1)'" in wrong.cause
+
+
+def test_a_jaxrl_that_is_not_installed_declares_no_versions(monkeypatch):
+    def requires(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", requires)
+    ((cause, fix),) = surroundings.undeclared()
+    assert "jaxrl is not installed" in cause
+    assert fix.startswith("pip install -e .")
