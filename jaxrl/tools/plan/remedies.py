@@ -1,5 +1,6 @@
 """Find the smallest changes of a config that make its run fit, each tried before it is named."""
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -54,14 +55,11 @@ def find_remedies(
     search = _Search(config, plan, memory_of, tell)
     kinds = {line.phase.kind for line in plan.too_large} | ({"decode"} if plan.refusal else set())
     useful = [knob for knob in knobs(plan) if knob.kinds & kinds]
-    found = []
-    for knob in useful:
-        if len(found) < MOST_NAMED and (remedy := search.first(knob)):
-            found.append(remedy)
-    if found:
-        return found
-    together = search.together(useful)
-    return [together] if together else []
+    singles = (remedy for knob in useful if (remedy := search.first(knob)))
+    found = list(itertools.islice(singles, MOST_NAMED))
+    if not found and (together := search.together(useful)):
+        return [together]
+    return found
 
 
 class _Search:

@@ -21,6 +21,7 @@ from jaxrl.rollout.native.slots import SlotTable
 from jaxrl.rollout.weights.folder import WeightFolder
 from jaxrl.tools.doctor.examination import CHECKS, SUPERVISED, chosen, run_check
 from jaxrl.tools.doctor.examined_run import ExaminedRun
+from jaxrl.tools.doctor.gradients import Differentiated
 from jaxrl.tools.doctor.quiet import ended_by_sigterm
 from jaxrl.tools.doctor.recompilation import compiled_programs
 from jaxrl.tools.doctor.rewards import rethreaded
@@ -150,6 +151,15 @@ def test_a_loss_that_reads_beyond_the_mask(examined):
     run = changed(examined[0], **{LOSS: f"{PLANTED}:unmasked_baseline"})
     finding = failures(run, "mask.outside")["mask.outside"]
     assert "reads numbers of tokens outside loss_mask" in finding.cause
+
+
+def test_a_model_that_sees_padding(examined, monkeypatch):
+    def of_all_tokens(self):
+        return {"embed": np.asarray(self.minibatch.tokens)}
+
+    monkeypatch.setattr(Differentiated, "gradient", of_all_tokens)
+    finding = failures(examined[0], "mask.outside")["mask.outside"]
+    assert finding.cause == "the model sees padding tokens; most of the difference is in ['embed']"
 
 
 @pytest.mark.parametrize(
