@@ -110,7 +110,7 @@ def compare_variants(
             whole,
             prompts=settings.policy_mini_batch_size,
             passes=settings.update_epochs_per_batch,
-            names=(settings.seed, step),
+            rng_path=(settings.seed, step),
         )
 
     before = minibatches(batch)[: minibatch - 1]
