@@ -63,7 +63,8 @@ def other_runs(trainer, rollouts):
         policy=trainer.policy,
         forward_pass=trainer.forward_pass,
         ref_forward_pass=trainer.ref_forward_pass,
-        reference=trainer.ref_params,
+        reference=trainer.reference,
+        ref_params=trainer.ref_params,
         updater=trainer.updater,
         total_steps=trainer.total_steps,
     )

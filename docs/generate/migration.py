@@ -48,7 +48,15 @@ def tables(first_cells: list[str]) -> str:
 
 def page() -> str:
     """Return the text of docs/migrating_from_skyrl.md with its tables written anew."""
-    text = PAGE.read_text()
+    return with_tables(PAGE.read_text())
+
+
+def with_tables(text: str) -> str:
+    """Return the text of the page with its tables written anew.
+
+    Raises:
+        ValueError: the fields of a row differ, or a field has no row.
+    """
     head, written = text.split(_BEGIN, maxsplit=1)
     written, tail = written.split(_END)
     first_cells = [line.split(" | ")[0] for line in written.split("\n\n")[1].splitlines()[2:]]

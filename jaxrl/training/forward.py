@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxrl.array_ops import Array, entropy, keep_only, token_log_probs
+from jaxrl.array_ops import Array, BoolBT, FloatBT, IntBT, entropy, keep_only, token_log_probs
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.linear import merge
 from jaxrl.models.lora import with_dropout
@@ -48,7 +48,7 @@ def log_probs_and_entropy(
     kernel: str = "xla",
     with_entropy: bool = True,
     placement: Placement | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[FloatBT, FloatBT]:
     """Return the wanted tokens' log-probs given those before, and the entropy they were drawn from.
 
     Args:
@@ -96,7 +96,7 @@ def state_values(
     remat: str = "none",
     kernel: str = "xla",
     placement: Placement | None = None,
-) -> tuple[Array, ...]:
+) -> tuple[FloatBT, ...]:
     """Return a critic's value of the state before each token, see `log_probs_and_entropy`.
 
     Returns:
@@ -125,7 +125,7 @@ def state_values(
         return by_trajectory(rows, jnp.where(known, before, 0.0))
 
 
-def by_trajectory(rows: ModelRows, *scores: Array) -> tuple[Array, ...]:
+def by_trajectory(rows: ModelRows, *scores: Array) -> tuple[FloatBT, ...]:
     """Move scores [R, L] to [B, T].
 
     Each place is read at most once, so the backward pass adds nothing up.
@@ -139,7 +139,7 @@ def by_trajectory(rows: ModelRows, *scores: Array) -> tuple[Array, ...]:
 class Targets(NamedTuple):
     """Hold what is scored, by the place that predicts it."""
 
-    tokens: Array  # [B, T]
+    tokens: IntBT
     kept: Array | None  # [B, T, k] ids that the token was drawn from, then -1; None = all
 
 
@@ -213,9 +213,9 @@ def score(
     params: Params,
     hidden: Array,
     targets: Targets,
-    wanted: Array,
+    wanted: BoolBT,
     placement: Placement | None,
-) -> tuple[Array, Array]:
+) -> tuple[FloatBT, FloatBT]:
     """Run `score_columns`, each device on its own rows and its own slice of the vocabulary.
 
     The weights are gathered once in each direction and their gradient is scattered once, in their
@@ -254,8 +254,8 @@ def _vocab_axis(axes: Params, specs: dict[str, PartitionSpec]) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def score_columns(
-    head: Head, weights: Params, hidden: Array, targets: Targets, wanted: Array
-) -> tuple[Array, Array]:
+    head: Head, weights: Params, hidden: Array, targets: Targets, wanted: BoolBT
+) -> tuple[FloatBT, FloatBT]:
     """Return `head(weights, hidden, targets)` at the wanted tokens, 0 elsewhere.
 
     The wanted tokens of each row are moved to its front, and a loop runs over chunks of columns for

@@ -8,7 +8,7 @@ import numpy as np
 from jaxrl.config.generator import SamplingParams
 from jaxrl.data.columns import last_steps
 from jaxrl.training.diagnostics import group_metrics, length_metrics
-from jaxrl.types import Array, GeneratorOutput, TrainBatch
+from jaxrl.types import FloatBT, GeneratorOutput, TrainBatch
 
 Metrics = dict[str, float]
 SURPRISE_BOUND = 8.0
@@ -110,7 +110,7 @@ def advantage_metrics(batch: TrainBatch) -> Metrics:
     }
 
 
-def mismatch_metrics(batch: TrainBatch, entropy: Array) -> Metrics:
+def mismatch_metrics(batch: TrainBatch, entropy: FloatBT) -> Metrics:
     """Measure how far sampler and trainer are apart on the log-probs of the sampled tokens.
 
     Where the sampler gives none, `policy/rollout_surprise_z` tells whether the tokens are of the

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxrl.array_ops import Array, masked_sum
+from jaxrl.array_ops import Array, FloatBT, MaskBT, masked_sum
 from jaxrl.losses.kl import approximate_kl
 from jaxrl.losses.off_policy import correction_enabled, off_policy_correction
 from jaxrl.losses.reduction import reduction_weights
@@ -62,9 +62,9 @@ class Objective:
 class TokenWeights(struct.PyTreeNode):
     """Hold the weights [B, T] of the terms of the policy's objective."""
 
-    policy: Array  # the reduction, times the off-policy correction
-    kl: Array  # sequence mean, as SkyRL's
-    entropy: Array  # token mean; also the weight of every logged mean
+    policy: FloatBT  # the reduction, times the off-policy correction
+    kl: FloatBT  # sequence mean, as SkyRL's
+    entropy: FloatBT  # token mean; also the weight of every logged mean
 
 
 def minibatch_weights(
@@ -156,7 +156,7 @@ def make_objective(algorithm: Any, policy_loss: PolicyLoss) -> Callable[..., tup
     """
 
     def objective(
-        log_probs: Array, entropy: Array, batch: TrainBatch, weights: TokenWeights, key: Array
+        log_probs: FloatBT, entropy: FloatBT, batch: TrainBatch, weights: TokenWeights, key: Array
     ) -> tuple[Array, Metrics]:
         mask = batch.loss_mask
         with jax.named_scope("loss"):
@@ -196,8 +196,8 @@ def make_objective(algorithm: Any, policy_loss: PolicyLoss) -> Callable[..., tup
 class ValueWeights(struct.PyTreeNode):
     """Hold the weights [B, T] of the critic's loss."""
 
-    loss: Array  # sequence mean, as SkyRL's
-    mean: Array  # token mean, of every logged mean
+    loss: FloatBT  # sequence mean, as SkyRL's
+    mean: FloatBT  # token mean, of every logged mean
 
 
 def value_objective(value_clip: float | None) -> Objective:
@@ -210,7 +210,7 @@ def value_objective(value_clip: float | None) -> Objective:
     """
 
     def loss(
-        values: Array, batch: TrainBatch, weights: ValueWeights, key: Array
+        values: FloatBT, batch: TrainBatch, weights: ValueWeights, key: Array
     ) -> tuple[Array, Metrics]:
         del key  # nothing is drawn
         old_values, returns = batch.values, batch.returns
@@ -256,7 +256,7 @@ def _reduced(loss: Array, weights: Array, algorithm: Any) -> Array:
     return loss
 
 
-def mismatch(log_probs: Array, batch: TrainBatch, weights: TokenWeights) -> Metrics:
+def mismatch(log_probs: FloatBT, batch: TrainBatch, weights: TokenWeights) -> Metrics:
     """Measure how far sampler and trainer are apart on the log-probs of the sampled tokens.
 
     Args:
@@ -272,7 +272,7 @@ def mismatch(log_probs: Array, batch: TrainBatch, weights: TokenWeights) -> Metr
     }
 
 
-def reduce_metric(name: str, value: Array, mask: Array, weights: Array) -> Array:
+def reduce_metric(name: str, value: Array, mask: MaskBT, weights: FloatBT) -> Array:
     """Reduce a loss's metric [B, T] or [] to this microbatch's part of it.
 
     `_max` and `_min` by name; else the share of the masked mean (a number counts by its tokens).

@@ -6,12 +6,12 @@ from jaxrl.config.generator import SamplingParams
 from jaxrl.config.objective_requirements import needs_old_log_probs
 from jaxrl.config.trainer import TrainerConfig
 from jaxrl.training.metrics import Metrics, check_surprise, mismatch_metrics
-from jaxrl.types import Array, TrainBatch
+from jaxrl.types import FloatBT, TrainBatch
 
 
 def with_old_log_probs(
     batch: TrainBatch,
-    forward: Callable[[TrainBatch, bool], tuple[Array, ...]],
+    forward: Callable[[TrainBatch, bool], tuple[FloatBT, ...]],
     *,
     settings: TrainerConfig,
     sampling: SamplingParams,

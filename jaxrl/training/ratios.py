@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.array_ops import Array, clamp, masked_sum, safe_exp, zero_masked
+from jaxrl.array_ops import Array, FloatBT, clamp, masked_sum, safe_exp, zero_masked
 from jaxrl.types import TrainBatch
 
 QUANTILES = (0.01, 0.05, 0.5, 0.95, 0.99)
@@ -18,7 +18,7 @@ _STEPS = np.geomspace(1e-4, 10.0, 41)  # eight for each power of ten
 BOUNDS = np.concatenate([-_STEPS[::-1], [0.0], _STEPS]).astype(np.float32)  # of log-ratios
 
 
-def ratio_sums(log_probs: Array, batch: TrainBatch, low: float, high: float) -> dict[str, Array]:
+def ratio_sums(log_probs: FloatBT, batch: TrainBatch, low: float, high: float) -> dict[str, Array]:
     """Sum over the sampled tokens of a microbatch, to be added over microbatches and updates.
 
     Args:

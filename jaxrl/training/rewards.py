@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.advantages.normalize import normalize_advantages
-from jaxrl.array_ops import Array, masked_mean
+from jaxrl.array_ops import Array, FloatBT, FloatScalar, MaskBT, masked_mean
 from jaxrl.config import AlgorithmConfig, GeneratorConfig, KLCtrlConfig
 from jaxrl.data.columns import last_steps, trajectory_numbers
 from jaxrl.data.packing import token_level
@@ -90,7 +90,7 @@ def _punish_overlong(
 
 
 def penalize_kl(
-    batch: TrainBatch, coef: Array, algorithm: AlgorithmConfig
+    batch: TrainBatch, coef: FloatScalar, algorithm: AlgorithmConfig
 ) -> tuple[TrainBatch, Metrics]:
     """Subtract the KL of the old policy to the reference from the rewards.
 
@@ -116,7 +116,7 @@ def penalize_kl(
 
 @functools.partial(jax.jit, static_argnames="kind")
 def _penalize_kl(
-    rewards: Array, old: Array, ref: Array, mask: Array, coef: Array, *, kind: str
+    rewards: FloatBT, old: FloatBT, ref: FloatBT, mask: MaskBT, coef: FloatScalar, *, kind: str
 ) -> tuple[Array, dict[str, Array]]:
     kl = approximate_kl(old, ref, mask, kind)
     metrics = {
@@ -141,14 +141,14 @@ def next_kl_coef(coef: float, metrics: Metrics, control: KLCtrlConfig, rows: int
     return float(adaptive_kl_coef(coef, kl, kl_target=target, horizon=horizon, rows=rows))
 
 
-def make_estimate(algorithm: AlgorithmConfig) -> Callable[..., tuple[Array, Array]]:
+def make_estimate(algorithm: AlgorithmConfig) -> Callable[..., tuple[FloatBT, FloatBT]]:
     """Return the configured estimator with the normalisation of its advantages.
 
     See `bind_estimator`.
     """
     estimate = bind_estimator(algorithm)
 
-    def advantages_and_returns(**arrays: Array) -> tuple[Array, Array]:
+    def advantages_and_returns(**arrays: Array) -> tuple[FloatBT, FloatBT]:
         advantages, returns = estimate(**arrays)
         if algorithm.advantage_batch_normalize:
             sampled = arrays["loss_mask"] * arrays["response_mask"]
@@ -159,8 +159,8 @@ def make_estimate(algorithm: AlgorithmConfig) -> Callable[..., tuple[Array, Arra
 
 
 def advantages_of(
-    estimate: Callable[..., tuple[Array, Array]], batch: TrainBatch
-) -> tuple[Array, Array]:
+    estimate: Callable[..., tuple[FloatBT, FloatBT]], batch: TrainBatch
+) -> tuple[FloatBT, FloatBT]:
     """Return advantages and returns [B, T], on the host.
 
     Of a trajectory with a row per step, the last step's advantage is that of all its rows: the

@@ -5,10 +5,10 @@ All of it is numpy on the host, a function of the versions that the sampler reco
 
 import numpy as np
 
-from jaxrl.types import Array, TrainBatch
+from jaxrl.types import IntBT, MaskBT, TrainBatch
 
 
-def oldest_versions(token_versions: Array, context_versions: Array | None) -> np.ndarray:
+def oldest_versions(token_versions: IntBT, context_versions: IntBT | None) -> np.ndarray:
     """Return the version [B, T] that each token counts as: the older of its two.
 
     Keys and values of older weights make a token a sample of neither policy, so its age is that of
@@ -27,7 +27,7 @@ def oldest_versions(token_versions: Array, context_versions: Array | None) -> np
     return np.where(contexts < 0, versions, np.minimum(versions, contexts))
 
 
-def token_staleness(versions: Array, loss_mask: Array, version: int) -> np.ndarray:
+def token_staleness(versions: IntBT, loss_mask: MaskBT, version: int) -> np.ndarray:
     """Return staleness [B, T] int32: `version` less the version of each token, 0 where masked.
 
     It is computed on the host and goes to the devices with the batch: as an array it compiles
@@ -66,7 +66,7 @@ def with_staleness(batch: TrainBatch, version: int) -> TrainBatch:
 
 
 def staleness_metrics(
-    versions: Array, loss_mask: Array, version: int, max_staleness_steps: int
+    versions: IntBT, loss_mask: MaskBT, version: int, max_staleness_steps: int
 ) -> dict[str, float]:
     """Return `async/staleness_*` of a batch; none without a sampled token.
 

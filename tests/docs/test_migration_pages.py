@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.generate.migration import PAGE, page
+from docs.generate.migration import PAGE, page, with_tables
 from jaxrl.config import TrainConfig, load_config_file
 from jaxrl.config.dataclass_config import config_class, field_types
 from jaxrl.config.from_skyrl import main
@@ -49,7 +49,7 @@ def test_the_tables_are_what_the_schema_generates():
 def test_a_row_of_other_fields_is_named(old, new, message):
     assert old in TEXT
     with pytest.raises(ValueError, match=message):
-        migration_page(TEXT.replace(old, new))
+        with_tables(TEXT.replace(old, new))
 
 
 def test_every_documented_field_is_on_the_page():

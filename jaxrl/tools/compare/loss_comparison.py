@@ -4,7 +4,6 @@ Every variant is the objective of a run with that loss and that estimator: its o
 advantages, reduction, KL and entropy terms, through the update that such a run makes.
 """
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,15 +15,17 @@ import optax
 
 from jaxrl import config as cfg
 from jaxrl.config.objective_requirements import needs_reference
+from jaxrl.models.transformer import Params
 from jaxrl.parallel.offload import on_device
 from jaxrl.tools.compare.variants import Variant
 from jaxrl.training.build import assemble_update
 from jaxrl.training.forward_pass import ForwardPass
 from jaxrl.training.objective import merge_metrics
-from jaxrl.training.policy import Policy
 from jaxrl.training.ratios import ratio_metrics, ratio_sums
+from jaxrl.training.reference import Reference
 from jaxrl.training.rewards import make_estimate
 from jaxrl.training.update import Updater, minibatches_of_step
+from jaxrl.training.weights import Weights
 from jaxrl.types import Array, TrainBatch, TrainState
 
 _CHUNK = 1 << 20  # parameters whose products are added at a time
@@ -151,21 +152,22 @@ class OtherRuns:
 
     Attributes:
         make_batch: makes the batch of the step as the run's trainer does, with other parts in the
-            place of its own: `config`, `state`, `estimate`, `updater`, `forward_pass`, `ref_forward_pass`,
-            `ref_params`.
-        config, policy, forward_pass, ref_forward_pass, updater: those of the run.
+            place of its own: `config`, `state`, `estimate`, `updater`, `forward_pass`,
+            `ref_forward_pass`, `ref_params`.
+        config, policy, reference, forward_pass, ref_forward_pass, updater: those of the run.
         state: before the step.
-        reference: parameters; None where the run needs none.
+        ref_params: of the reference; None where the run needs none.
         total_steps: of the run, for its learning rates.
     """
 
     make_batch: Callable[..., TrainBatch]
     config: cfg.TrainConfig
     state: TrainState
-    policy: Policy
+    policy: Weights
+    reference: Reference
+    ref_params: Params | None
     forward_pass: ForwardPass
     ref_forward_pass: ForwardPass
-    reference: Any
     updater: Updater
     total_steps: int
 
@@ -199,7 +201,7 @@ class OtherRuns:
             updater=self.updater_of(config),
             forward_pass=self.scored_once,
             ref_forward_pass=self.ref_scored_once,
-            ref_params=self._reference(config),
+            ref_params=self._ref_params(config),
         )
 
     def updater_of(self, config: cfg.TrainConfig) -> Updater:
@@ -220,16 +222,16 @@ class OtherRuns:
             state, _, _ = self.updater.update(state, part, weights, key, params)
         self.state = state
 
-    def _reference(self, config: cfg.TrainConfig) -> Any:
-        """Return the reference; None for a config that needs none.
+    def _ref_params(self, config: cfg.TrainConfig) -> Params | None:
+        """Return the parameters of the reference; None for a config that needs none.
 
-        It is loaded for the first that needs it, should the run itself have none.
+        They are loaded for the first that needs them, should the run itself have none.
         """
         if not needs_reference(config.trainer.algorithm):
             return None
-        if self.reference is None:
-            self.reference = self.ref.params(self.state.ref_params)
-        return self.reference
+        if self.ref_params is None:
+            self.ref_params = self.reference.params(self.state.ref_params)
+        return self.ref_params
 
 
 class ScoredOnce:

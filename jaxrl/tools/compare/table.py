@@ -87,9 +87,10 @@ def compare(
             config=trainer.config,
             state=trainer.state,
             policy=trainer.policy,
+            reference=trainer.reference,
+            ref_params=trainer.ref_params,
             forward_pass=trainer.forward_pass,
             ref_forward_pass=trainer.ref_forward_pass,
-            reference=trainer.ref_params,
             updater=trainer.updater,
             total_steps=trainer.total_steps,
         )
