@@ -529,7 +529,7 @@ class Trainer:
                 policy.initial(),
                 jax.tree.map(lambda x: x.sharding, self.abstract_state.params),
                 replicated(policy.placement.mesh),
-                kl_coef=settings.algorithm.kl_loss_coef,
+                kl_coef=settings.algorithm.kl_loss_coef,  # SkyRL starts the one in the reward so
             )
             state = state.replace(
                 critic=critic and critic.initial(),

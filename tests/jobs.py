@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxrl.parallel.processes import ADDRESS, COUNT, INDEX
-from jaxrl.rollout.remote.vllm import free_port
+from jaxrl.rollout.remote.vllm_process import free_port
 
 ROOT = Path(__file__).parents[1]
 

@@ -87,7 +87,7 @@ class EnvironmentWorkers(EnvironmentPool):
         """Return a reference to a pickled class or function, by value where it is not installed.
 
         Raises:
-            ValueError: it cannot be pickled, see `user_functions.pack`.
+            ValueError: it cannot be pickled, see `registry.pickling.pack`.
         """
         if id(function) not in self._packed:
             found = ray.put(pack(function, label, {}))

@@ -67,7 +67,7 @@ class RayWorker:
         self._config, self._folder, self._environment = config, folder, environment
 
     async def ensure(self, folder: Any) -> bool:
-        """Have the server of the actor run, see `rollout.server_process.Host`.
+        """Have the server of the actor run, see `rollout.remote.server_process.ServerStarter`.
 
         Raises:
             ServerError: the actor died, and another takes its place at the next call; or its server

@@ -7,7 +7,7 @@ to another segment; `check_packing` refuses one that does not.
 
 An `AdaptedModel` takes the place of `TransformerConfig` in the functions that `transformer.py`
 dispatches; only `NativeEngine`, which needs a key/value cache, cannot use it:
-`rollout.recompute.RecomputeEngine` samples instead.
+`rollout.native.recompute.RecomputeEngine` samples instead.
 """
 
 import functools

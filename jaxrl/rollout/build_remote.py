@@ -23,7 +23,7 @@ from jaxrl.rollout.remote.engine import RemoteEngine
 from jaxrl.rollout.remote.http_client import RemoteOptions
 from jaxrl.rollout.remote.probe import Probe, make_score
 from jaxrl.rollout.remote.server_process import LOOPBACK, ServerStarter
-from jaxrl.rollout.remote.vllm import VllmServer, lora_flags
+from jaxrl.rollout.remote.vllm_process import VllmServer, lora_flags
 from jaxrl.rollout.remote.worker import OwnServer
 from jaxrl.rollout.weights.folder import AdapterFolder
 from jaxrl.rollout.weights.source import Source

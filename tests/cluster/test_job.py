@@ -156,7 +156,7 @@ def test_a_killed_launcher_leaves_nothing_and_goes_on_when_it_is_started_again(
 
 def test_a_launcher_on_each_host(whole, tmp_path):
     """A host's launcher starts its process again, and so do the others theirs."""
-    from jaxrl.rollout.remote.vllm import free_port
+    from jaxrl.rollout.remote.vllm_process import free_port
 
     shared = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAXRL_NUM_PROCESSES": "2"}
     flags = f"--xla_force_host_platform_device_count={DEVICES // 2}"

@@ -11,10 +11,10 @@ import pytest
 
 from jaxrl.models.export import save_pretrained
 from jaxrl.rollout.protocol import Request, Sampling
+from jaxrl.rollout.remote.dialects import DIALECTS, InvalidAnswer
 from jaxrl.rollout.remote.engine import RemoteEngine, RemoteEngineError
 from jaxrl.rollout.remote.http_client import RemoteOptions
 from jaxrl.rollout.remote.probe import Probe, WeightMismatch, make_score
-from jaxrl.rollout.remote.wire import DIALECTS, InvalidAnswer
 from jaxrl.rollout.weights.folder import WeightFolder
 from tests.rollout.http_servers import FakeServer, engine_of
 from tests.rollout.test_native import LLAMA, flat, random_params

@@ -17,7 +17,7 @@ from jaxrl.models.transformer import TransformerConfig, abstract_params
 from jaxrl.rollout.remote.engine import RemoteEngine
 from jaxrl.rollout.remote.http_client import RemoteOptions, ServerError
 from jaxrl.rollout.remote.probe import Probe, WeightMismatch, make_score
-from jaxrl.rollout.remote.vllm import VllmServer, command_line, lora_flags
+from jaxrl.rollout.remote.vllm_process import VllmServer, command_line, lora_flags
 from jaxrl.rollout.weights.folder import AdapterFolder, WeightFolder
 from tests.rollout.test_native import flat, random_params
 from tests.rollout.test_remote import request

@@ -26,7 +26,7 @@ class RewardTerms:
     Args:
         weights: of every term; empty = each counts once.
         functions: paths "my_pkg.my_module:my_reward", or with arguments "...:my_reward(a=1)". Each
-            is called after every turn with those of `function_contracts.REWARD_KEYWORDS` that it
+            is called after every turn with those of `registry.contracts.REWARD_KEYWORDS` that it
             names, and returns a reward, whose name is the function's, or rewards by name.
     """
 

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from jaxrl.models.transformer import Params
 from jaxrl.rollout.protocol import Completion, Request
+from jaxrl.rollout.remote.dialects import DIALECTS
 from jaxrl.rollout.remote.http_client import (
     NOT_FOUND,
     RemoteOptions,
@@ -32,7 +33,6 @@ from jaxrl.rollout.remote.http_client import (
 from jaxrl.rollout.remote.probe import Probe, WeightMismatch
 from jaxrl.rollout.remote.routes import ConversationRoutes
 from jaxrl.rollout.remote.server_process import ServerStarter
-from jaxrl.rollout.remote.wire import DIALECTS
 from jaxrl.rollout.weights.source import Source, Weights
 
 _log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class RemoteEngine:
 
     Args:
         urls: of the servers, e.g. ["http://10.0.0.2:8000"].
-        dialect: a key of `wire.DIALECTS`.
+        dialect: a key of `dialects.DIALECTS`.
         weights: how new weights come to them; None = they keep those that they have.
         probe: asked of every server after every update; None = servers are trusted.
         hosts: what starts each of the servers; none = they run already.

@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 
 from jaxrl.rollout.protocol import Completion, Request
-from jaxrl.rollout.remote.wire import Dialect, InvalidAnswer
+from jaxrl.rollout.remote.dialects import Dialect, InvalidAnswer
 
 # Servers close idle connections, some after 5 s; to use one at that moment looks like a crash.
 IDLE_SECONDS, RETRY_SECONDS = 2, 1.0
@@ -155,7 +155,7 @@ class RemoteServer:
             self.model = name
 
     async def receive(self, group: dict[str, Any], seconds: float) -> None:
-        """Have the server pull a group of weights, see `weight_transfer`; raises ServerError.
+        """Have the server pull a group of weights, see `weights.transfer`; raises ServerError.
 
         Args:
             seconds: longest wait, if that is less than for any call.

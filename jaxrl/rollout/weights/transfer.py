@@ -1,7 +1,7 @@
 """Weights from the trainer's process to a server's, without files: the trainer's end.
 
 The trainer offers a group under a secret number (`jax.experimental.transfer`) and says so over
-HTTP; the server pulls it and answers (`incoming_weights`); then comes the next. So the trainer
+HTTP; the server pulls it and answers (`weights.incoming`); then comes the next. So the trainer
 holds one group beside its parameters, however many servers there are.
 """
 

@@ -2,7 +2,7 @@
 
 Dialects of OpenAI's completions: "native", of jaxrl's own server, "vllm", of vLLM 0.32, and
 "vllm_lora", of vLLM whose weights stay and which gets adapters. A dialect is what differs between
-them, as data and functions; `remote.RemoteEngine` is the rest.
+them, as data and functions; `remote.engine.RemoteEngine` is the rest.
 """
 
 import json
