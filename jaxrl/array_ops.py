@@ -16,7 +16,6 @@ FloatBT = Annotated[Array, "float [B, T]"]
 MaskBT = Annotated[Array, "mask [B, T]"]  # float 0/1
 BoolBT = Annotated[Array, "bool [B, T]"]
 IntBT = Annotated[Array, "int [B, T]"]
-FloatB = Annotated[Array, "float [B]"]
 BoolB = Annotated[Array, "bool [B]"]
 IntB = Annotated[Array, "int [B]"]
 FloatScalar = Annotated[Array, "float []"]

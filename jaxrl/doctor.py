@@ -51,15 +51,15 @@ def main(argv: Sequence[str]) -> int:
         if words:
             raise ValueError(f"--env takes no config, got {' '.join(words)}; leave one out")
         print(as_text(machine := machine_report()))
-        figures, passed = json.dumps(machine, indent=1) + "\n", True
-    else:
-        config, only = cfg.read_command_line(words), [x for x in options.only.split(",") if x]
-        found = examine_quietly(config, options.experiment, only, options.sft)
-        print(report.cuts_text(found.cuts), report.text(found.findings), sep="\n\n")
-        figures, passed = report.to_json(*found, machine_report()), found.passed
+        if options.json is not None:
+            replace_text(options.json, json.dumps(machine, indent=1) + "\n")
+        return cli.DONE
+    config, only = cfg.read_command_line(words), [x for x in options.only.split(",") if x]
+    found = examine_quietly(config, options.experiment, only, options.sft)
+    print(report.cuts_text(found.cuts), report.text(found.findings), sep="\n\n")
     if options.json is not None:
-        replace_text(options.json, figures)
-    return cli.DONE if passed else cli.FAILED
+        replace_text(options.json, report.to_json(*found, machine_report()))
+    return cli.DONE if found.passed else cli.FAILED
 
 
 if __name__ == "__main__":

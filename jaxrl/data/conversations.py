@@ -46,7 +46,7 @@ def load_conversations(
     stop_token_ids: Collection[int] = (),
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[list[Conversation], dict[str, int]]:
-    """Reads and tokenises data sets.
+    """Read and tokenise data sets.
 
     Args:
         sources: what `data.prompts.load_rows` takes, one or more.

@@ -33,7 +33,7 @@ Row = TypeVar("Row")
 
 
 def load_rows(source: str) -> list[dict[str, Any]]:
-    """Reads a data set; every returned row has its `prompt` as a list of messages.
+    """Read a data set; every returned row has its `prompt` as a list of messages.
 
     Args:
         source: a `.parquet`, `.jsonl` or `.json` file (a list, or one object per line), or a Python
@@ -91,7 +91,7 @@ def load_prompts(
     default_env_class: str,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[list[Prompt], list[int]]:
-    """Reads and tokenises data sets, and drops the prompts that are too long.
+    """Read and tokenise data sets, and drop the prompts that are too long.
 
     Args:
         sources: what `load_rows` takes, one or more.

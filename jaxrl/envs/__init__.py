@@ -60,7 +60,7 @@ def make(
     extras: Mapping[str, Any] | None = None,
     env_config: Mapping[str, Any] | None = None,
 ) -> Env:
-    """Returns a fresh environment for one conversation.
+    """Return a fresh environment for one conversation.
 
     Args:
         env_class: a name of the table, `"<adapter>:<name>"`, or `"pkg.module:Class"`.
@@ -80,14 +80,14 @@ def construct(
     extras: Mapping[str, Any] | None,
     env_config: Mapping[str, Any] | None,
 ) -> Env:
-    """Makes a fresh environment of what `load` gave for the name, here or in another process."""
+    """Make a fresh environment of what `load` gave for the name, here or in another process."""
     adapter, _, name = env_class.partition(":")
     named = {"name": name} if adapter in ADAPTERS else {}
     return entry_point(env_config=EnvSettings(env_config or {}), extras=extras, **named)
 
 
 def load(env_class: str) -> Any:
-    """Returns the class behind a name, imported if need be; it takes what `make` takes."""
+    """Return the class behind a name, imported if need be; it takes what `make` takes."""
     first, _, name = env_class.partition(":")
     if first in ADAPTERS:
         adapter, example = ADAPTERS[first]
@@ -109,7 +109,7 @@ def load(env_class: str) -> Any:
 
 
 def register(name: str, entry_point: str | Callable[..., Env]) -> None:
-    """Adds an environment to the table; an edited cell of a notebook replaces its own.
+    """Add an environment to the table; an edited cell of a notebook replaces its own.
 
     Args:
         name: what `env_class` says.

@@ -30,7 +30,7 @@ _MAX_POWER_DEPTH = 2
 
 
 def last_number(text: str) -> str | None:
-    """Returns the last number in a text without its commas, or None.
+    """Return the last number in a text without its commas, or None.
 
     A full stop at the end of the sentence is not part of it: "It costs $1,250." gives "1250".
     """
@@ -40,13 +40,13 @@ def last_number(text: str) -> str | None:
 
 
 def tagged_answer(text: str) -> str:
-    """Returns what stands in the last `<answer>..</answer>`, or else all text after `</think>`."""
+    """Return what stands in the last `<answer>..</answer>`, or else all text after `</think>`."""
     found = last_tagged(text, "answer")
     return (text.rpartition("</think>")[2] if found is None else found).strip()
 
 
 def same_answer(answer: str, ground_truth: str) -> bool:
-    """Returns whether two answers are one number, or else one text but for case and blanks."""
+    """Return whether two answers are one number, or else one text but for case and blanks."""
     plain = ["".join(text.replace(",", "").split()).casefold() for text in (answer, ground_truth)]
     try:
         return Decimal(plain[0]) == Decimal(plain[1])
@@ -55,13 +55,13 @@ def same_answer(answer: str, ground_truth: str) -> bool:
 
 
 def is_literal(text: str) -> bool:
-    """Returns whether `eval(text)` can do nothing: it is data, or it is not Python at all."""
+    """Return whether `eval(text)` can do nothing: it is data, or it is not Python at all."""
     tree = _parse(text)
     return tree is None or all(isinstance(node, _LITERAL_NODES) for node in ast.walk(tree))
 
 
 def is_algebra(text: str) -> bool:
-    """Returns whether a text is arithmetic on numbers, names and elementary functions.
+    """Return whether a text is arithmetic on numbers, names and elementary functions.
 
     It may have small powers only.
 

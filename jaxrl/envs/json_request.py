@@ -50,7 +50,7 @@ def ask(
     attempts: int,
     headers: Mapping[str, str] | None = None,
 ) -> tuple[_T, int]:
-    """Returns what a server answers, and at which attempt.
+    """Return what a server answers, and at which attempt.
 
     Asked again, after a wait that doubles: where nobody answers in time, with the statuses 408,
     425, 429 and 5xx, and where the answer is not what it should be. Other statuses are final.
@@ -98,7 +98,7 @@ def ask(
 
 
 def longest_seconds(timeout: float, attempts: int) -> float:
-    """Returns the most seconds that `ask` takes.
+    """Return the most seconds that `ask` takes.
 
     A server that says by Retry-After when to ask again may make it longer.
     """

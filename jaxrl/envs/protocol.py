@@ -9,7 +9,7 @@ from jaxrl.types import Message
 
 
 class StepOutput(TypedDict):
-    """Holds what one turn brought.
+    """Hold what one turn brought.
 
     Example: `{"observations": [], "reward": 1.0, "done": True, "metadata": {"answer": "72"}}`. With
     reward terms, weighed by `environment.reward_weights`: `{"reward": {"correct": 1.0, "format":
@@ -25,7 +25,7 @@ class StepOutput(TypedDict):
 
 
 class EnvSettings(dict[str, Any]):
-    """Holds settings by name, read as `settings["search"]["topk"]` or as `settings.search.topk`."""
+    """Hold settings by name, read as `settings["search"]["topk"]` or as `settings.search.topk`."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(
@@ -42,7 +42,7 @@ class EnvSettings(dict[str, Any]):
 
 
 class Env:
-    """Holds one conversation with an environment; the interface of skyrl-gym's `BaseTextEnv`.
+    """Hold one conversation with an environment; the interface of skyrl-gym's `BaseTextEnv`.
 
     A subclass overrides `step`, which may be a coroutine function. If its `step` has a parameter
     `tokens`, it is given the decoded text of every response token, so that it can reward tokens
@@ -67,7 +67,7 @@ class Env:
         self.init_tool_groups([])
 
     def init_tool_groups(self, tool_groups: Sequence[ToolGroup]) -> None:
-        """Offers the tools of these groups.
+        """Offer the tools of these groups.
 
         Raises:
             ValueError: two groups have a tool of the same name.
@@ -92,14 +92,14 @@ class Env:
         )
 
     def ready(self) -> None:
-        """Finds out whether servers answer that the environment needs; the default needs none.
+        """Find out whether servers answer that the environment needs; the default needs none.
 
         Asked before a run, of one environment of each kind. What it raises ends the run. It may be
         a coroutine function.
         """
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
-        """Returns the messages that open the conversation, and anything worth recording."""
+        """Return the messages that open the conversation, and anything worth recording."""
         return prompt, {}
 
     def step(self, action: str) -> StepOutput:
@@ -110,12 +110,12 @@ class Env:
         """Releases what the environment holds."""
 
     def get_metrics(self) -> dict[str, Any]:
-        """Returns numbers about this conversation, read after the last step."""
+        """Return numbers about this conversation, read after the last step."""
         return {}
 
     @staticmethod
     def aggregate_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Returns the mean of every numeric value over the conversations that report it."""
+        """Return the mean of every numeric value over the conversations that report it."""
         values: dict[str, list[float]] = {}
         for conversation in metrics:
             for name, value in conversation.items():
@@ -125,7 +125,7 @@ class Env:
 
 
 def conversation_extras(columns: Mapping[str, Any], max_turns: int) -> dict[str, Any]:
-    """Returns what an environment gets of its row.
+    """Return what an environment gets of its row.
 
     Args:
         columns: of the row.
@@ -137,7 +137,7 @@ def conversation_extras(columns: Mapping[str, Any], max_turns: int) -> dict[str,
 
 
 def read_ground_truth(extras: Mapping[str, Any], env_class: str) -> str:
-    """Returns the right answer of a row: `extras["reward_spec"]["ground_truth"]`, as text.
+    """Return the right answer of a row: `extras["reward_spec"]["ground_truth"]`, as text.
 
     Args:
         extras: of the row.

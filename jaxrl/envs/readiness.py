@@ -26,7 +26,7 @@ def check_environments(
     *,
     make: bool = True,
 ) -> None:
-    """Makes an environment for the first prompt of each kind, and asks whether it is ready.
+    """Make an environment for the first prompt of each kind, and ask whether it is ready.
 
     Args:
         prompts: of all data sets.
@@ -70,7 +70,7 @@ def _try(prompt: Prompt, env_config: Mapping[str, Any] | None, max_turns: int) -
 
 
 def _wait(runner: asyncio.Runner, result: Any) -> None:
-    """Lets a coroutine end; whatever else a method returned is none."""
+    """Let a coroutine end; whatever else a method returned is none."""
 
     async def waited() -> None:
         await result

@@ -19,7 +19,7 @@ import numpy as np
 def linear_length(
     tokens: Sequence[str], *, max_length: int, free: int = 0, penalty: float = 1.0
 ) -> float:
-    """Returns what a turn loses for its length L: nothing up to `free`, all at `max_length` tokens.
+    """Return what a turn loses for its length L: nothing up to `free`, all at `max_length` tokens.
 
         -penalty clip((L - free) / (max_length - free), 0, 1)
 
@@ -45,7 +45,7 @@ def cosine_length(
     wrong: tuple[float, float] = (-1.0, -0.5),
     exceeded: float = -1.0,
 ) -> float:
-    """Returns the cosine reward of the last turn.
+    """Return the cosine reward of the last turn.
 
     It falls with length L where the turn is right, and rises where it is wrong:
 
@@ -75,7 +75,7 @@ def cosine_length(
 
 
 def tags(action: str, done: bool, *, names: Sequence[str] = ("think", "answer")) -> float:
-    """Returns 1 if the last turn is `<a>..</a>` for each name, in order, and nothing beside them.
+    """Return 1 if the last turn is `<a>..</a>` for each name, in order, and nothing beside them.
 
     The format reward of DeepSeek-AI 2025, https://arxiv.org/abs/2501.12948 (sec. 2.2.2). Blanks
     around the parts do not count; a tag that occurs a second time is wrong.
@@ -107,7 +107,7 @@ def matches(action: str, *, pattern: str) -> float:
 
 
 def repetition(tokens: Sequence[str], *, ngram: int = 20, penalty: float = 1.0) -> float:
-    """Returns what a turn loses for repeating itself: the share of n-grams that occurred before.
+    """Return what a turn loses for repeating itself: the share of n-grams that occurred before.
 
         -penalty (1 - distinct n-grams / n-grams)
 
@@ -123,7 +123,7 @@ def repetition(tokens: Sequence[str], *, ngram: int = 20, penalty: float = 1.0) 
 def token_repetition(
     tokens: Sequence[str], *, ngram: int = 40, penalty: float = 0.05
 ) -> list[float]:
-    """Returns -penalty on every token of an n-gram that occurred before in the turn, 0 on others.
+    """Return -penalty on every token of an n-gram that occurred before in the turn, 0 on others.
 
     Yeo et al. 2025, https://arxiv.org/abs/2502.03373 (sec. 4.4). Its sum grows with the length: for
     estimators that keep rewards at their tokens (gae); with one advantage for a whole response take
@@ -141,13 +141,13 @@ def token_repetition(
 
 
 def _grams(name: str, tokens: Sequence[str], size: int) -> list[tuple[str, ...]]:
-    """Returns every `size` neighbouring tokens."""
+    """Return every `size` neighbouring tokens."""
     if size < 1:
         raise ValueError(f"{name}: ngram={size} must be at least 1")
     return [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]
 
 
 def _total(reward: Any) -> float:
-    """Sums the reward of a turn: a number, one per token, or these by name."""
+    """Sum the reward of a turn: a number, one per token, or these by name."""
     values = reward.values() if isinstance(reward, Mapping) else [reward]
     return float(sum(np.sum(value) for value in values))

@@ -10,6 +10,6 @@ class SingleTurnEnv(Env):
     """
 
     def step(self, action: str) -> StepOutput:
-        """Ends the conversation."""
+        """End the conversation."""
         self.turns += 1
         return StepOutput(observations=[], reward={}, done=True, metadata={})

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Tagged(NamedTuple):
-    """Holds one `<tag>content</tag>`, and where it begins and ends in the text."""
+    """Hold one `<tag>content</tag>`, and where it begins and ends in the text."""
 
     tag: str
     content: str
@@ -26,13 +26,13 @@ def every_tagged(text: str, tag: str) -> Iterator[Tagged]:
 
 
 def last_tagged(text: str, tag: str) -> str | None:
-    """Returns the content of the last such tag, or None."""
+    """Return the content of the last such tag, or None."""
     found = [tagged.content for tagged in every_tagged(text, tag)]
     return found[-1] if found else None
 
 
 def first_tagged(text: str, *tags: str, start: int = 0) -> Tagged | None:
-    """Returns the first of these tags that is closed, from a place in the text on; or None."""
+    """Return the first of these tags that is closed, from a place in the text on; or None."""
     found = [tagged for tag in tags if (tagged := _first(text, tag, start)) is not None]
     return min(found, key=lambda tagged: tagged.start, default=None)
 

@@ -13,7 +13,7 @@ def tool(method: _Method) -> _Method:
 
 
 class ToolGroup:
-    """Holds tools that share what they need, such as a sandbox or a database.
+    """Hold tools that share what they need, such as a sandbox or a database.
 
     Example:
 
@@ -30,15 +30,15 @@ class ToolGroup:
         self._tools = {key: m for key, m in methods.items() if getattr(m, "is_tool", False)}
 
     def get_name(self) -> str:
-        """Returns the name of the group."""
+        """Return the name of the group."""
         return self.name
 
     def get_tool(self, name: str) -> Callable[..., Any] | None:
-        """Returns the bound method of a tool, or None."""
+        """Return the bound method of a tool, or None."""
         return self._tools.get(name)
 
     def get_tool_names(self) -> list[str]:
-        """Returns the sorted names of the tools."""
+        """Return the sorted names of the tools."""
         return list(self._tools)
 
     def get_tool_to_group_mapping(self) -> dict[str, str]:

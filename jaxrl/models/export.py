@@ -116,7 +116,7 @@ def write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
 
 
 def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: str | os.PathLike[str]) -> None:
-    """Writes tokenizer.json and tokenizer_config.json (with the chat template) into a folder."""
+    """Write tokenizer.json and tokenizer_config.json (with the chat template) into a folder."""
     tokenizer.save_pretrained(str(folder), save_jinja_files=False)
     path = Path(folder) / "tokenizer_config.json"
     settings = read_json(path)

@@ -93,7 +93,7 @@ def compile_together(programs: Iterable[jax.stages.Lowered]) -> None:
 
 
 class CompilationWatch:
-    """Counts what XLA compiles in this process while the `with` block runs.
+    """Count what XLA compiles in this process while the `with` block runs.
 
     Example: `watch.take()` after step 7 returns `(["jit(accumulate)"], 2.3)`. A program that comes
     from the cache on disk counts too: the step had to wait for it.

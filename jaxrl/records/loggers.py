@@ -56,7 +56,7 @@ class RunInfo:
 
 
 class Logger(Protocol):
-    """Takes the numbers of each step, in order."""
+    """Take the numbers of each step, in order."""
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Take the numbers of a step."""

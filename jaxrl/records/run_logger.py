@@ -17,7 +17,7 @@ REWARD_CURVES = (("reward/avg_raw_reward", "training"), ("eval/all/avg_score", "
 
 
 class RunLogger:
-    """Writes `config.yaml`, a line per step to `metrics.jsonl`, and what the loggers want.
+    """Write `config.yaml`, a line per step to `metrics.jsonl`, and what the loggers want.
 
     A checkpoint must not be ahead of the lines before it: `flush` first, then commit.
 

@@ -103,8 +103,10 @@ def fingerprint(obj: Any, *, with_globals: bool = True) -> str:
                 found = ["dict", content([*value.items()])]
             case types.ModuleType():
                 found = ["module", value.__name__]
-            case _ if hasattr(value, "__qualname__") and not _is_user_module(value.__module__):
-                found = ["installed", value.__module__, value.__qualname__]
+            case _ if hasattr(value, "__qualname__") and not _is_user_module(
+                getattr(value, "__module__", None)  # methods of C types have none
+            ):
+                found = ["installed", getattr(value, "__module__", None), value.__qualname__]
             case _ if id(value) in numbers:
                 found = ["met", numbers[id(value)]]
             case _:

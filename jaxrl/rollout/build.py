@@ -128,7 +128,7 @@ def server_folder(field: str, folder: str) -> Path:
 def model_writer(
     config: cfg.TrainConfig, model: TransformerConfig, tokenizer: Any
 ) -> Callable[[Params, Path], None]:
-    """Writes parameters without adapters as a Hugging Face folder.
+    """Write parameters without adapters as a Hugging Face folder.
 
     vLLM 0.32 does not reload a head that is the embeddings; it gets one of its own.
     """

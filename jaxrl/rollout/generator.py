@@ -24,7 +24,7 @@ _REQUIRED = (*_COLUMNS, "rollout_logprobs", "rollout_metrics")
 
 
 class GeneratorInterface(Protocol):
-    """Makes trajectories of prompts. Return one of yours from `BasePPOExp.get_generator`."""
+    """Make trajectories of prompts. Return one of yours from `BasePPOExp.get_generator`."""
 
     async def generate(self, batch: GeneratorInput) -> GeneratorOutput:
         """Return one trajectory per entry of the batch, in order.

@@ -144,7 +144,7 @@ class Completion:
 
 
 class Sampler(Protocol):
-    """Takes requests."""
+    """Take requests."""
 
     def submit(self, requests: Sequence[Request]) -> list[list[Future[Completion]]]:
         """Queue requests and return at once: one future per sample.

@@ -117,13 +117,13 @@ def devices_of(config: cfg.TrainConfig, devices: Sequence[Any] | None = None) ->
         devices: of the run; None = those of all its processes.
     """
     processes = by_process(jax.devices() if devices is None else devices)
-    shares = cfg.device_ranges(config, len(processes[0]))
+    ranges = cfg.device_ranges(config, len(processes[0]))
     here = processes[jax.process_index()]
     policy, ref = (
         [owned[i] for owned in processes for i in numbers]
-        for numbers in (shares.policy, shares.ref)
+        for numbers in (ranges.policy, ranges.ref)
     )
-    return RunDevices(policy, ref, [here[i] for i in shares.engine])
+    return RunDevices(policy, ref, [here[i] for i in ranges.engine])
 
 
 def assemble_policy(

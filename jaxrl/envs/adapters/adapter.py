@@ -28,7 +28,7 @@ class Adapter(Env):
 
     @classmethod
     def of(cls, name: str) -> "type[Adapter]":
-        """Returns the class for a name.
+        """Return the class for a name.
 
         Raises:
             ValueError: the library has no such environment, or one that text does not suit.

@@ -20,7 +20,7 @@ _READABLE = ("Text", "Discrete", "MultiDiscrete", "MultiBinary", "Tuple", "Dict"
 
 
 class GymnasiumEnv(Adapter):
-    """Runs an environment that `gymnasium.make` makes; its episode is the conversation.
+    """Run an environment that `gymnasium.make` makes; its episode is the conversation.
 
     The first observation follows the last message of the prompt, every other one is a message. What
     is shown: an observation that is text; else what the environment renders as text ("ansi"), a
@@ -60,7 +60,7 @@ class GymnasiumEnv(Adapter):
 
     @classmethod
     def of(cls, name: str) -> type[Adapter]:
-        """Returns the class, if gymnasium knows the environment."""
+        """Return the class, if gymnasium knows the environment."""
         _find(name)
         return cls
 
@@ -74,7 +74,7 @@ class GymnasiumEnv(Adapter):
         return [*before, {**last, "content": f"{last['content']}\n\n{shown}"}], info
 
     def step(self, action: str) -> StepOutput:
-        """Takes the action that the response names; its reward is that of the step."""
+        """Take the action that the response names; its reward is that of the step."""
         self.turns += 1
         last = self.turns >= self.max_turns
         chosen, problem = self._actions.read(action)
@@ -95,7 +95,7 @@ class GymnasiumEnv(Adapter):
         self.env.close()
 
     def get_metrics(self) -> dict[str, Any]:
-        """Returns `return`, `steps`, `invalid_actions`, and `truncated`.
+        """Return `return`, `steps`, `invalid_actions`, and `truncated`.
 
         The last one says that gymnasium ended the episode.
         """
@@ -151,7 +151,7 @@ def prompts(
 
 
 class _Actions:
-    """Reads actions that are text.
+    """Read actions that are text.
 
     Attributes:
         instruction: what is possible, for the policy to read.
@@ -188,7 +188,7 @@ class _Actions:
         self.instruction = f"The actions are {choice}.{how}"
 
     def read(self, response: str) -> tuple[Any, str]:
-        """Returns the action of a response, and "" or what is wrong with it."""
+        """Return the action of a response, and "" or what is wrong with it."""
         text = self._find(response)
         if text is None:
             return None, f"There is no action in your answer. {self.instruction}"
@@ -226,7 +226,7 @@ def _answer(text: str, reward: float, *, done: bool, metadata: dict[str, Any]) -
 
 
 def _observer(env: Any) -> Callable[[Any, Any], str]:
-    """Returns the function that shows an environment as text."""
+    """Return the function that shows an environment as text."""
     space = env.observation_space
     kind = type(space).__name__
     if kind == "Text":
@@ -243,7 +243,7 @@ def _observer(env: Any) -> Callable[[Any, Any], str]:
 
 
 def _plain(rendered: str) -> str:
-    """Tells by signs what a rendering tells by colours."""
+    """Tell by signs what a rendering tells by colours."""
 
     def replace(match: re.Match[str]) -> str:
         code = int(match[1].split(";")[0])
@@ -255,7 +255,7 @@ def _plain(rendered: str) -> str:
 
 
 def _listed(observation: Any) -> Any:
-    """Returns an observation as JSON has it."""
+    """Return an observation as JSON has it."""
     if isinstance(observation, Mapping):
         return {str(key): _listed(value) for key, value in observation.items()}
     if isinstance(observation, tuple):
@@ -264,7 +264,7 @@ def _listed(observation: Any) -> Any:
 
 
 def _make(name: str, keywords: str | Mapping[str, Any] | None) -> Any:
-    """Makes the environment, rendered as text if its observations are none and it can be."""
+    """Make the environment, rendered as text if its observations are none and it can be."""
     text = keywords if isinstance(keywords, str) else json.dumps(dict(keywords or {}))
     try:
         settings = json.loads(text) | _rendering(name, text)

@@ -12,7 +12,7 @@ from jaxrl.types import Message
 
 
 class OpenEnvEnv(Adapter):
-    """Holds a session on an OpenEnv server; its episode is the conversation.
+    """Hold a session on an OpenEnv server; its episode is the conversation.
 
     The first observation is a message after the prompt. The action stands in the last
     `<action>..</action>`: a JSON object as the server's schema has it (GET /schema), or with
@@ -43,7 +43,7 @@ class OpenEnvEnv(Adapter):
 
     @classmethod
     def of(cls, name: str) -> type[Adapter]:
-        """Returns the class, if the name is an address."""
+        """Return the class, if the name is an address."""
         if not re.match(r"(https?|wss?)://[^/]", name):
             raise ValueError(
                 f"environment 'openenv:{name}' needs the address of a server, as in "
@@ -73,7 +73,7 @@ class OpenEnvEnv(Adapter):
         return [*prompt, Message(role="user", content=self._shown(result.observation))], {}
 
     async def step(self, action: str) -> StepOutput:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Sends the action; reward and end are the server's."""
+        """Send the action; reward and end are the server's."""
         self.turns += 1
         last = self.turns >= self.max_turns
         chosen, problem = self._read(action)
@@ -95,16 +95,16 @@ class OpenEnvEnv(Adapter):
         return _output(shown, reward, done=bool(result.done) or last)
 
     async def close(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Ends the session."""
+        """End the session."""
         if self._client is not None:
             await self._client.close()
 
     def get_metrics(self) -> dict[str, Any]:
-        """Returns `return`, `steps`, `invalid_actions`."""
+        """Return `return`, `steps`, `invalid_actions`."""
         return self._metrics
 
     def _read(self, response: str) -> tuple[dict[str, Any], str]:
-        """Returns the action of a response, and "" or what is wrong with it."""
+        """Return the action of a response, and "" or what is wrong with it."""
         found = last_tagged(response, "action")
         if found is None:
             return {}, "There is no action in your answer. Write <action>..</action>."

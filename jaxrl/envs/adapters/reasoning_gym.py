@@ -83,7 +83,7 @@ class ReasoningGymEnv(Adapter):
 
     @classmethod
     def of(cls, name: str) -> type[Adapter]:
-        """Returns the class, if there is such a family of single questions."""
+        """Return the class, if there is such a family of single questions."""
         _check_family(name)
         if name == "composite":
             raise ValueError(
@@ -94,7 +94,7 @@ class ReasoningGymEnv(Adapter):
         return cls
 
     def step(self, action: str) -> StepOutput:
-        """Extracts the answer and scores it; an answer that the scorer chokes on earns 0."""
+        """Extract the answer and score it; an answer that the scorer chokes on earns 0."""
         self.turns += 1
         answer = self._extract(action) or ""
         score, error = self._score(answer)
@@ -118,7 +118,7 @@ class ReasoningGymEnv(Adapter):
             return 0.0, repr(error)
 
     def get_metrics(self) -> dict[str, Any]:
-        """Returns `solved` (full marks), `score`, `unreadable` and `level`.
+        """Return `solved` (full marks), `score`, `unreadable` and `level`.
 
         `unreadable` says that the scorer did not get through.
         """
@@ -200,7 +200,7 @@ def curriculum(
 
 
 class _How(NamedTuple):
-    """Holds what the rows of a data set have in common."""
+    """Hold what the rows of a data set have in common."""
 
     instruction: str | None
     extract: str
@@ -230,7 +230,7 @@ def _rows(
 def _source(
     family: str, config: Mapping[str, Any], entry: Mapping[str, Any]
 ) -> tuple[str, Mapping[str, Any]]:
-    """Returns the family that an entry comes from, and its settings."""
+    """Return the family that an entry comes from, and its settings."""
     if family != "composite":
         return family, config
     source = entry["metadata"]["source_dataset"]
@@ -266,7 +266,7 @@ def _text(value: Any, family: str) -> str:
 
 
 def _first_seed(seed: int, parts: Sequence[int], split: str | None) -> int:
-    """Returns the seed of the first item of a data set whose parts have these sizes."""
+    """Return the seed of the first item of a data set whose parts have these sizes."""
     if split not in _DRAWS_PER_ROW:
         raise ValueError(f"split must be 'train', 'eval' or None, got {split!r}")
     if not 0 <= seed <= _MAX_SEED:
@@ -332,7 +332,7 @@ def _create(family: str, size: int, seed: int, config: Mapping[str, Any]) -> Any
 
 
 def _with_enums(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings with strings, which JSON makes of a choice among names, as enums."""
+    """Return the settings with strings, which JSON makes of a choice among names, as enums."""
     defaults = {
         f.name: f.default for f in dataclasses.fields(_library("factory").DATASETS[family][1])
     }
@@ -343,7 +343,7 @@ def _with_enums(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
 def _config_at(
     family: str, level: int | Mapping[str, int], mode: str, defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the settings of a family at a level of its curriculum."""
+    """Return the settings of a family at a level of its curriculum."""
     _check_family(family)
     coaching = _library("coaching.base_curriculum")
     modes = [m.value for m in coaching.RangeAttributeMode if m.value != "last_k"]

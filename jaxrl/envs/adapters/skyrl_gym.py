@@ -12,7 +12,7 @@ from jaxrl.types import Message
 
 
 class SkyRLGymEnv(Adapter):
-    """Runs an environment that `skyrl_gym.make` makes.
+    """Run an environment that `skyrl_gym.make` makes.
 
     It is given what SkyRL gives it: `env_config` is its own group of `environment.skyrl_gym`, by
     its id, and `extras` the columns of the row with `max_turns`. Messages, rewards, postprocessed
@@ -32,7 +32,7 @@ class SkyRLGymEnv(Adapter):
 
     @classmethod
     def of(cls, name: str) -> type[Adapter]:
-        """Returns a class that aggregates metrics as skyrl-gym's environment does."""
+        """Return a class that aggregates metrics as skyrl-gym's environment does."""
         registry = _library().envs.registration.registry
         if name not in registry:
             near = difflib.get_close_matches(name, registry, n=1)
@@ -53,15 +53,15 @@ class SkyRLGymEnv(Adapter):
         return self.env.init(prompt)
 
     def step(self, action: str) -> StepOutput:
-        """Lets skyrl-gym's environment judge the response and answer it."""
+        """Let skyrl-gym's environment judge the response and answer it."""
         return self.env.step(action)
 
     def close(self) -> None:
-        """Lets skyrl-gym's environment release what it holds."""
+        """Let skyrl-gym's environment release what it holds."""
         self.env.close()
 
     def get_metrics(self) -> dict[str, Any]:
-        """Returns the numbers of skyrl-gym's environment about the conversation."""
+        """Return the numbers of skyrl-gym's environment about the conversation."""
         return self.env.get_metrics()
 
 

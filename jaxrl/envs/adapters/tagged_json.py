@@ -8,7 +8,7 @@ from typing import Any
 
 
 def encode(value: Any) -> str:
-    """Returns the text of a value.
+    """Return the text of a value.
 
     Raises:
         TypeError: it holds something else that JSON cannot.
@@ -17,7 +17,7 @@ def encode(value: Any) -> str:
 
 
 def decode(text: str | dict[str, Any]) -> Any:
-    """Returns the value of a text; a dict is one already."""
+    """Return the value of a text; a dict is one already."""
     return json.loads(text, object_hook=_untag) if isinstance(text, str) else text
 
 

@@ -37,7 +37,7 @@ _loading = threading.RLock()
 
 
 class VerifiersEnv(Adapter):
-    """Runs a conversation that an environment of verifiers holds, and its rubric judges at the end.
+    """Run a conversation that an environment of verifiers holds, and its rubric judges at the end.
 
     Carried over: its messages, stop conditions, state, clean-up, the weighted reward and all
     metrics of the rubric, tools. A tool is called as Qwen and Hermes do, by
@@ -72,14 +72,14 @@ class VerifiersEnv(Adapter):
 
     @classmethod
     def of(cls, name: str) -> type[Adapter]:
-        """Returns the class, if the environment's module is installed."""
+        """Return the class, if the environment's module is installed."""
         _find(name)
         return cls
 
     async def init(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, prompt: list[Message]
     ) -> tuple[list[Message], dict[str, Any]]:
-        """Returns the messages with which the wrapped environment asks for the first response."""
+        """Return the messages with which the wrapped environment asks for the first response."""
         self._client = _client_class()(has_tools=bool(self.env.tool_defs))
         task = {**json.loads(self.extras["task"]), "prompt": prompt}
         self._rollout = asyncio.create_task(self.env.rollout(task, self._client, "policy", {}))
@@ -108,17 +108,17 @@ class VerifiersEnv(Adapter):
         return StepOutput(observations=messages[before + 1 :], reward=0.0, done=False, metadata={})
 
     async def close(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Ends a conversation that is under way; their clean-up runs."""
+        """End a conversation that is under way; their clean-up runs."""
         if self._rollout is not None:
             self._rollout.cancel()
             await asyncio.wait([self._rollout])
 
     def get_metrics(self) -> dict[str, Any]:
-        """Returns what every function of the rubric gave, by name."""
+        """Return what every function of the rubric gave, by name."""
         return self._metrics
 
     async def _asked(self) -> list[Message] | None:
-        """Returns the messages that the wrapped environment wants answered; None = it has ended."""
+        """Return the messages that the wrapped environment wants answered; None = it has ended."""
         assert self._rollout is not None
         question = asyncio.ensure_future(self._client.questions.get())
         await asyncio.wait([question, self._rollout], return_when=asyncio.FIRST_COMPLETED)
@@ -128,7 +128,7 @@ class VerifiersEnv(Adapter):
         return None
 
     def _ended(self) -> Any:
-        """Returns the state that the wrapped environment left; raises what stopped it."""
+        """Return the state that the wrapped environment left; raise what stopped it."""
         assert self._rollout is not None
         state = self._rollout.result()
         if state.get("error") is not None:
@@ -174,7 +174,7 @@ def prompts(
 
 
 def _with_tools(prompt: list[Message], tools: list[Any]) -> list[Message]:
-    """Returns the prompt with what the tools are, in its system message."""
+    """Return the prompt with what the tools are, in its system message."""
     prompt = [_message(message) for message in prompt]
     if not tools:
         return prompt
@@ -245,7 +245,7 @@ def _client_class() -> Any:
 
 
 def _said(response: str, has_tools: bool) -> dict[str, Any]:
-    """Returns fields of verifiers' message: the text, and its calls where there are tools."""
+    """Return fields of verifiers' message: the text, and its calls where there are tools."""
     found, beside = _calls(response) if has_tools else ([], response)
     make = _library("verifiers.types").ToolCall
     calls = [make(id=f"call_{i}", **_call(call)) for i, call in enumerate(found)]
@@ -258,7 +258,7 @@ def _said(response: str, has_tools: bool) -> dict[str, Any]:
 
 
 def _calls(response: str) -> tuple[list[str], str]:
-    """Returns the tool calls of a response, and what is said beside them."""
+    """Return the tool calls of a response, and what is said beside them."""
     found = list(every_tagged(response, "tool_call"))
     starts, ends = [tagged.start for tagged in found], [tagged.end for tagged in found]
     gaps = zip([0, *ends], [*starts, len(response)], strict=True)
@@ -267,7 +267,7 @@ def _calls(response: str) -> tuple[list[str], str]:
 
 
 def _call(text: str) -> dict[str, str]:
-    """Returns name and arguments of a tool call.
+    """Return name and arguments of a tool call.
 
     What is no JSON is left for the environment to refuse.
     """
@@ -298,7 +298,7 @@ def _load(name: str, env_args: str) -> Any:
 
 @contextlib.contextmanager
 def _signals_left_alone() -> Iterator[None]:
-    """Keeps the library from the signals while the block runs.
+    """Keep the library from the signals while the block runs.
 
     Its loader takes over SIGINT and SIGTERM, which are the trainer's, and needs the main thread.
     """

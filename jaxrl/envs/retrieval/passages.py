@@ -11,14 +11,14 @@ _SUFFIXES = (*_TEXTS, ".jsonl")
 
 
 class Passage(NamedTuple):
-    """Holds a piece of text that a search may find."""
+    """Hold a piece of text that a search may find."""
 
     id: str
     contents: str
 
 
 def read_passages(corpus: str) -> list[Passage]:
-    """Reads all passages of a folder or a file.
+    """Read all passages of a folder or a file.
 
     A `.parquet` or `.jsonl` file has a column `contents`, and perhaps `id` and `title`; the title
     is put in quotes before contents that do not begin with it, as in the corpora of Search-R1. In a

@@ -17,22 +17,22 @@ _building = threading.Lock()
 
 
 class Hit(NamedTuple):
-    """Holds what a search found."""
+    """Hold what a search found."""
 
     passage: Passage
     score: float
 
 
 class Retriever(Protocol):
-    """Finds passages for a query."""
+    """Find passages for a query."""
 
     def search(self, query: str, topk: int) -> list[Hit]:
-        """Returns at most `topk` passages, best first."""
+        """Return at most `topk` passages, best first."""
         ...
 
 
 class RemoteRetriever:
-    """Asks a server with the protocol of SkyRL's and Search-R1's retrievers.
+    """Ask a server with the protocol of SkyRL's and Search-R1's retrievers.
 
     `{"query": q, "topk": k, "return_scores": true}` is answered by `{"result": [[{"document":
     {"contents": ..}, "score": ..}, ..]]}`. The query is sent under both names that servers take it
@@ -48,7 +48,7 @@ class RemoteRetriever:
         self.url, self.timeout, self.log_requests = url, timeout, log_requests
 
     def search(self, query: str, topk: int) -> list[Hit]:
-        """Returns at most `topk` passages, best first.
+        """Return at most `topk` passages, best first.
 
         Raises:
             RequestError: the server gives no answer that can be used.
@@ -86,7 +86,7 @@ class LocalRetriever:
         self._index.index(tokens, show_progress=False)
 
     def search(self, query: str, topk: int) -> list[Hit]:
-        """Returns at most `topk` passages that share a word with the query, best first."""
+        """Return at most `topk` passages that share a word with the query, best first."""
         (tokens,) = self._tokenize([query])
         if not tokens:
             return []
@@ -103,7 +103,7 @@ class LocalRetriever:
 
 
 def retriever_of(settings: Mapping[str, Any]) -> Retriever:
-    """Makes the retriever of `environment.skyrl_gym.search`.
+    """Make the retriever of `environment.skyrl_gym.search`.
 
     Raises:
         ValueError: the corpus is not there, or not what it should be.
@@ -119,12 +119,12 @@ def retriever_of(settings: Mapping[str, Any]) -> Retriever:
 
 @functools.cache
 def local_retriever(corpus: str) -> LocalRetriever:
-    """Returns the index of a corpus, made once in a process."""
+    """Return the index of a corpus, made once in a process."""
     return LocalRetriever(read_passages(corpus))
 
 
 def _read_hits(answer: Any) -> list[Hit]:
-    """Reads the hits of the first query. Without scores the document stands alone."""
+    """Read the hits of the first query. Without scores the document stands alone."""
     hits = []
     for item in answer["result"][0] if answer["result"] else []:
         document = item.get("document", item)

@@ -34,7 +34,7 @@ _TIMEOUT = 60.0  # seconds without a byte of a question, after which its connect
 
 
 def make_server(retriever: Retriever, host: str, port: int, topk: int = 3) -> ThreadingHTTPServer:
-    """Makes a server that answers from its `serve_forever` on.
+    """Make a server that answers from its `serve_forever` on.
 
     Args:
         retriever: what is asked.

@@ -50,7 +50,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Reads the request, leaves the host and hands over to process 1."""
+    """Read the request, leave the host and hand over to process 1."""
     request = json.load(sys.stdin.buffer)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != request["parent"]:
@@ -107,7 +107,7 @@ def _process_1(request: dict, uid: int) -> None:
 
 
 def _build_root(paths: list[str], home: str, pivot_root: int) -> int:
-    """Builds a root with read-only binds of `paths`.
+    """Build a root with read-only binds of `paths`.
 
     Returns the descriptor of a /proc that only we can see.
     """
@@ -181,7 +181,7 @@ def _set_attributes(path: str, attributes: int) -> None:
 
 
 def _run(request: dict, uid: int, processes: int) -> dict:
-    """Runs the code once, and kills all that is left of it.
+    """Run the code once, and kill all that is left of it.
 
     Returns:
         stdout, stderr: what it wrote, cut; a character per byte.
@@ -220,7 +220,7 @@ def _run(request: dict, uid: int, processes: int) -> dict:
 
 
 class _Watch:
-    """Reads the output, and compares time, memory and output with their limits."""
+    """Read the output, and compare time, memory and output with their limits."""
 
     def __init__(
         self, request: dict, processes: int, start: float, outputs: dict[int, bytearray]
@@ -237,7 +237,7 @@ class _Watch:
         socket.close()
 
     def look(self, ends: int) -> bool:
-        """Waits at most a tick for output, looks at clock and memory.
+        """Wait at most a tick for output, and look at clock and memory.
 
         Returns whether the program ended.
         """
@@ -255,7 +255,7 @@ class _Watch:
         return ends in ready
 
     def read_rest(self) -> None:
-        """Reads what still lies in the pipes when no process is left to write to them.
+        """Read what still lies in the pipes when no process is left to write to them.
 
         Their end is not waited for: one that was sent over a socket may outlive its senders.
         """
@@ -280,7 +280,7 @@ class _Watch:
         return found
 
     def _used(self) -> tuple[float, float]:
-        """Returns the memory in MB and the CPU seconds of all processes.
+        """Return the memory in MB and the CPU seconds of all processes.
 
         Memory is what is resident or swapped (a page that processes share counts for each), page
         tables, files, and what sockets may hold in the kernel. Processes that ended count with
@@ -301,7 +301,7 @@ class _Watch:
         return mb, ticks / os.sysconf("SC_CLK_TCK")
 
     def _resident_kb(self, name: str) -> int:
-        """Returns the memory of a process, which all its threads share.
+        """Return the memory of a process, which all its threads share.
 
         Its first thread may have ended before the others: it then no longer has any.
         """
@@ -312,13 +312,13 @@ class _Watch:
         return 0
 
     def _told(self, name: str) -> bytes:
-        """Returns a file of /proc."""
+        """Return a file of /proc."""
         with open(os.open(name, os.O_RDONLY, dir_fd=self.processes), "rb") as file:
             return file.read()
 
 
 def _names(folder: str, processes: int) -> list[str]:
-    """Returns what is in a folder of /proc."""
+    """Return what is in a folder of /proc."""
     descriptor = os.open(folder, os.O_RDONLY, dir_fd=processes)
     try:
         return os.listdir(descriptor)
@@ -327,7 +327,7 @@ def _names(folder: str, processes: int) -> list[str]:
 
 
 def _reap(child: int) -> int:
-    """Waits for every process that is left; returns the status of `child`."""
+    """Wait for every process that is left; return the status of `child`."""
     status = 0
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -341,7 +341,7 @@ def _reap(child: int) -> int:
 
 
 def _become_the_code(request: dict, uid: int, outputs: list[int], processes: int) -> None:
-    """Gives up every right and descriptor and becomes the Python that runs the code."""
+    """Give up every right and descriptor and become the Python that runs the code."""
     os.setsid()
     os.chdir(request["home"])
     stdin = os.open(".stdin", os.O_RDONLY)

@@ -60,7 +60,7 @@ _os._exit(0)
 
 
 class LCBEnv(Env):
-    """Gives reward 1 if the last code block of the response passes every test, 0 otherwise.
+    """Give reward 1 if the last code block of the response passes every test, 0 otherwise.
 
     `reward_spec["ground_truth"]` is a JSON list of tests `{"input": "3\\n4", "output": "7",
     "testtype": "stdin"}`; or with `"testtype": "functional"` and `"metadata": {"func_name": "f"}`,
@@ -87,7 +87,7 @@ class LCBEnv(Env):
         self._metrics: dict[str, Any] = {}
 
     def step(self, action: str) -> StepOutput:
-        """Runs the tests, one after the other."""
+        """Run the tests, one after the other."""
         self.turns += 1
         blocks = _CODE_BLOCK.findall(action)
         code = blocks[-1].strip() if blocks else None
@@ -98,11 +98,11 @@ class LCBEnv(Env):
         return StepOutput(observations=[], reward=correct, done=True, metadata=metadata)
 
     def get_metrics(self) -> dict[str, Any]:
-        """Returns `correct`, and `passed`: the share of tests before the first that failed."""
+        """Return `correct`, and `passed`: the share of tests before the first that failed."""
         return self._metrics
 
     def _count_passed(self, code: str) -> tuple[int, str]:
-        """Counts the tests before the first that fails, and says why that failed."""
+        """Count the tests before the first that fails, and say why that failed."""
         functional = self.tests[0].get("testtype") == "functional"
         name = self.tests[0]["metadata"]["func_name"] if functional else None
         program = _program(code, name)
@@ -148,7 +148,7 @@ def _program(code: str, name: str | None) -> str:
 
 
 def _same_value(printed: str, expected: str) -> bool:
-    """Returns whether the last line, the result of a function as JSON, is the expected value."""
+    """Return whether the last line, the result of a function as JSON, is the expected value."""
     try:
         return json.loads(printed.rpartition("\n")[2]) == json.loads(expected)
     except (ValueError, RecursionError):
@@ -156,7 +156,7 @@ def _same_value(printed: str, expected: str) -> bool:
 
 
 def _same_lines(printed: str, expected: str) -> bool:
-    """Returns whether lines agree without the blanks around: as text, or as decimal numbers."""
+    """Return whether lines agree without the blanks around: as text, or as decimal numbers."""
     lines, wanted = ([row.strip() for row in s.strip().split("\n")] for s in (printed, expected))
     if len(lines) != len(wanted):
         return False

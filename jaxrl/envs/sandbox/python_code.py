@@ -15,7 +15,7 @@ _MAX_CHARACTERS = 4000
 
 
 class PythonToolGroup(ToolGroup):
-    """Offers the tool `python`: runs a program in a sandbox.
+    """Offer the tool `python`: run a program in a sandbox.
 
     Args:
         limits: what one program may use.
@@ -28,7 +28,7 @@ class PythonToolGroup(ToolGroup):
 
     @tool
     def python(self, code: str) -> str:
-        """Returns the program's output, shortened in the middle; what went wrong, if anything."""
+        """Return the program's output, shortened in the middle; what went wrong, if anything."""
         self.last = result = sandbox.run(code, limits=self.limits)
         printed = _shorten(result.stdout.strip())
         if result.ok:
@@ -46,7 +46,7 @@ class PythonToolGroup(ToolGroup):
 
 
 class PythonCodeEnv(Env):
-    """Gives reward 1 in the turn that ends with the right `<answer>..</answer>`, 0 otherwise.
+    """Give reward 1 in the turn that ends with the right `<answer>..</answer>`, 0 otherwise.
 
     `<python>..</python>` runs code; the next message is what it printed, in `<output>..</output>`.
     What a response says after `</python>` is cut: it would be made up. The conversation ends with
@@ -75,7 +75,7 @@ class PythonCodeEnv(Env):
         self._metrics = {"correct": 0.0, "answered": 0.0, "programs": 0, "program_errors": 0}
 
     def step(self, action: str) -> StepOutput:
-        """Runs the code, or compares the answer."""
+        """Run the code, or compare the answer."""
         self.turns += 1
         called = first_tagged(action, "python", "answer")
         if called is not None and called.tag == "answer":
@@ -105,7 +105,7 @@ class PythonCodeEnv(Env):
         return output
 
     def get_metrics(self) -> dict[str, Any]:
-        """Returns `correct`, `answered`, `programs` that ran and `program_errors` among them."""
+        """Return `correct`, `answered`, `programs` that ran and `program_errors` among them."""
         return self._metrics
 
 

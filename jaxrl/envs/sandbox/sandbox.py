@@ -1,4 +1,4 @@
-"""Runs Python that nobody trusts, on Linux: no network, no files but its own, bounded, killed.
+"""Run Python that nobody trusts, on Linux: no network, no files but its own, bounded, killed.
 
 What holds the code is in `jail.py`: namespaces, an unprivileged user, resource limits, a seccomp
 filter, and a file system in memory. Where the machine does not allow one of these, nothing runs:
@@ -94,12 +94,12 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Returns whether the program ended by itself with exit code 0, within its limits."""
+        """Return whether the program ended by itself with exit code 0, within its limits."""
         return self.reason == "ok"
 
 
 def run(code: str, stdin: str = "", limits: Limits = Limits()) -> Result:
-    """Runs a program as `__main__`, in an empty folder.
+    """Run a program as `__main__`, in an empty folder.
 
     Args:
         code: Python source, for the Python of this process with its installed packages.
@@ -116,7 +116,7 @@ def run(code: str, stdin: str = "", limits: Limits = Limits()) -> Result:
 def run_each(
     code: str, stdins: Sequence[str], limits: Limits = Limits()
 ) -> Generator[Result, None, None]:
-    """Runs a program once for every input, one after the other, in one sandbox.
+    """Run a program once for every input, one after the other, in one sandbox.
 
     Each run has an empty folder, and starts when the one before is over with all its processes. An
     iterator that is closed early ends the sandbox. A program that has the sandbox itself killed
@@ -172,7 +172,7 @@ def _converse(child: subprocess.Popen[bytes], request: dict[str, Any]) -> Iterat
 
 @functools.cache
 def require() -> None:
-    """Makes sure, once per process, that sandboxes work here.
+    """Make sure, once per process, that sandboxes work here.
 
     Raises:
         SandboxError: they do not; says what the machine does not allow.
@@ -215,12 +215,12 @@ def _request(code: str, stdins: Sequence[str], limits: Limits) -> dict[str, Any]
 
 
 def _packages() -> list[str]:
-    """Returns the folders of the installed packages."""
+    """Return the folders of the installed packages."""
     return sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 
 
 def _outermost(paths: Sequence[str]) -> list[str]:
-    """Returns the paths without those that lie in another."""
+    """Return the paths without those that lie in another."""
     folders = [Path(os.path.abspath(path)) for path in dict.fromkeys(paths)]
     outermost = [path for path in folders if not any(other in path.parents for other in folders)]
     return [str(path) for path in outermost]

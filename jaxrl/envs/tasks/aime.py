@@ -34,7 +34,7 @@ _UNWRAPPED = (
 
 
 class AIMEEnv(Env):
-    """Gives reward 1 if the last "Answer: .." of the response's end is the ground truth, else -1.
+    """Give reward 1 if the last "Answer: .." of the response's end is the ground truth, else -1.
 
     The ground truth is in `reward_spec`, or in `reward_model` as in DAPO's and verl's files.
     """
@@ -51,7 +51,7 @@ class AIMEEnv(Env):
         self._metrics: dict[str, Any] = {}
 
     def step(self, action: str) -> StepOutput:
-        """Compares the answer, normalised, with the ground truth."""
+        """Compare the answer, normalised, with the ground truth."""
         self.turns += 1
         found = _ANSWER.findall(action[-_END:])
         answer = normalize(found[-1]) if found else None
@@ -63,12 +63,12 @@ class AIMEEnv(Env):
         )
 
     def get_metrics(self) -> dict[str, Any]:
-        """Returns `acc`: 1 if right, 0 if not; `answered`: whether there was an answer at all."""
+        """Return `acc`: 1 if right, 0 if not; `answered`: whether there was an answer at all."""
         return self._metrics
 
 
 def normalize(answer: str) -> str:
-    """Returns an answer without units, formatting and blanks."""
+    """Return an answer without units, formatting and blanks."""
     answer = answer.rsplit("=", maxsplit=1)[-1]
     for before, after in _REPLACED:
         answer = answer.replace(before, after)

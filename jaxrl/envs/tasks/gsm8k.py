@@ -11,13 +11,13 @@ _STRICT = re.compile(r"#### (-?[0-9.,]+)")
 
 
 def strict_answer(text: str) -> str | None:
-    """Returns the number after the first "#### ", without commas, or None; "72." keeps its dot."""
+    """Return the number after the first "#### ", without commas, or None; "72." keeps its dot."""
     match = _STRICT.search(text)
     return match[1].replace(",", "") if match else None
 
 
 class Gsm8kEnv(Env):
-    """Gives reward 1 if the answer equals `reward_spec["ground_truth"]` as a string, 0 otherwise.
+    """Give reward 1 if the answer equals `reward_spec["ground_truth"]` as a string, 0 otherwise.
 
     `reward_spec["method"]` says where the answer stands: "rule" or "strict" (after the first
     "#### ", so that the format is learned too), or "flexible" (the last number of the response).
@@ -41,7 +41,7 @@ class Gsm8kEnv(Env):
         self._metrics: dict[str, Any] = {}
 
     def step(self, action: str) -> StepOutput:
-        """Compares the number in the response with the ground truth."""
+        """Compare the number in the response with the ground truth."""
         self.turns += 1
         answer = self._extract(action)
         correct = float(answer == self.ground_truth)
@@ -50,5 +50,5 @@ class Gsm8kEnv(Env):
         return StepOutput(observations=[], reward=correct, done=True, metadata=metadata)
 
     def get_metrics(self) -> dict[str, Any]:
-        """Returns `correct`, and `answered`: whether a number was found at all."""
+        """Return `correct`, and `answered`: whether a number was found at all."""
         return self._metrics

@@ -11,7 +11,7 @@ _FORMAT_SCORE = 0.2  # of a conversation in which every turn has an answer
 
 
 class Gsm8kMultiTurnEnv(Env):
-    """Gives every turn 1 for the right number after "#### ", 0.2 / max_turns for another, else 0.
+    """Give every turn 1 for the right number after "#### ", 0.2 / max_turns for another, else 0.
 
     The conversation ends with the right number, or after `max_turns` turns: a column of the row or
     of its `extra_info`, or else `generator.max_turns`.
@@ -30,7 +30,7 @@ class Gsm8kMultiTurnEnv(Env):
         self._correct = 0.0
 
     def step(self, action: str) -> StepOutput:
-        """Compares the number in the response with the ground truth, and asks for another try."""
+        """Compare the number in the response with the ground truth, and ask for another try."""
         self.turns += 1
         answer = strict_answer(action)
         self._correct = float(answer == self.ground_truth)
@@ -41,7 +41,7 @@ class Gsm8kMultiTurnEnv(Env):
         return StepOutput(observations=observations, reward=reward, done=done, metadata=metadata)
 
     def get_metrics(self) -> dict[str, Any]:
-        """Returns `avg_steps`: turns of the conversation; `correct`: 1 if the last was right."""
+        """Return `avg_steps`: turns of the conversation; `correct`: 1 if the last was right."""
         return {"avg_steps": self.turns, "correct": self._correct}
 
     def _hint(self) -> str:

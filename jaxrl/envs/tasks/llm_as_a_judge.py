@@ -82,12 +82,12 @@ class LLMJudgeEnv(Env):
         self._metrics: dict[str, Any] = {}
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
-        """Returns the messages as they are; the last one is the question."""
+        """Return the messages as they are; the last one is the question."""
         self.question = str(prompt[-1]["content"])
         return prompt, {}
 
     def ready(self) -> None:
-        """Asks the judge for any reply.
+        """Ask the judge for any reply.
 
         Raises:
             RequestError: it gives none.
@@ -95,7 +95,7 @@ class LLMJudgeEnv(Env):
         self.judge.ask("Reply with: ### Final Score: 0", lambda reply: reply)
 
     def step(self, action: str) -> StepOutput:
-        """Asks for the score.
+        """Ask for the score.
 
         Raises:
             RequestError: the judge gives none.
@@ -111,12 +111,12 @@ class LLMJudgeEnv(Env):
         return StepOutput(observations=[], reward=score, done=True, metadata={"score": score})
 
     def get_metrics(self) -> dict[str, Any]:
-        """Returns `score`, 0 to 1, and `judge_attempts`: requests until the judge gave one."""
+        """Return `score`, 0 to 1, and `judge_attempts`: requests until the judge gave one."""
         return self._metrics
 
 
 class Judge:
-    """Asks a model behind an endpoint, with a bounded number of requests at a time in a process.
+    """Ask a model behind an endpoint, with a bounded number of requests at a time in a process.
 
     Args:
         settings: of `environment.skyrl_gym.llm_as_a_judge`.
@@ -145,7 +145,7 @@ class Judge:
         self._places = _PLACES.setdefault((self.url, number), threading.BoundedSemaphore(number))
 
     def score(self, question: str) -> tuple[float, int]:
-        """Returns the score from 0 to 1, and how often the judge was asked for it.
+        """Return the score from 0 to 1, and how often the judge was asked for it.
 
         Raises:
             RequestError: no attempt brought one.
@@ -153,7 +153,7 @@ class Judge:
         return self.ask(question, lambda reply: read_score(reply, self.max_score))
 
     def ask(self, question: str, read: Any) -> tuple[Any, int]:
-        """Returns what `read` takes from the judge's reply to one message, and at which attempt."""
+        """Return what `read` takes from the judge's reply to one message, and at which attempt."""
         body = {
             "model": self.model,
             "messages": [{"role": "user", "content": question}],
@@ -171,7 +171,7 @@ class Judge:
 
 
 def read_score(reply: str, max_score: float = 1.0) -> float:
-    """Returns the last score of a judge's reply, from 0 to 1.
+    """Return the last score of a judge's reply, from 0 to 1.
 
     Args:
         reply: holds `### Final Score: <number>`, or is a number and nothing else.

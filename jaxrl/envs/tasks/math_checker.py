@@ -20,7 +20,7 @@ _IDLE: queue.SimpleQueue["_Process"] = queue.SimpleQueue()
 
 
 def is_equal(answer: str, ground_truth: str, seconds: float) -> tuple[bool, str]:
-    """Returns whether a response's answer equals the ground truth, and what was read or went wrong.
+    """Return whether a response's answer equals the ground truth, and what was read or went wrong.
 
     Args:
         answer: what stands in the last `\\boxed{..}` counts, or else the last formula or number.
@@ -51,7 +51,7 @@ def require() -> None:
 
 
 class _Process:
-    """Runs a program that compares, one question after the other; it ends with its stdin."""
+    """Run a program that compares, one question after the other; it ends with its stdin."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -63,7 +63,7 @@ class _Process:
         )
 
     def ask(self, answer: str, ground_truth: str, seconds: float) -> tuple[bool, str] | None:
-        """Returns the verdict and what was read; None if the process died over the question.
+        """Return the verdict and what was read; None if the process died over the question.
 
         It dies of its alarm, or for memory.
         """

@@ -30,7 +30,7 @@ class MathEnv(Env):
         self._metrics: dict[str, Any] = {}
 
     def step(self, action: str) -> StepOutput:
-        """Compares the answer with the ground truth."""
+        """Compare the answer with the ground truth."""
         self.turns += 1
         conclusion = action.rpartition("</think>")[2]
         equal, answer = math_checker.is_equal(conclusion, self.ground_truth, _SECONDS)
@@ -39,5 +39,5 @@ class MathEnv(Env):
         return StepOutput(observations=[], reward=float(equal), done=True, metadata=metadata)
 
     def get_metrics(self) -> dict[str, Any]:
-        """Returns `correct`, and `answered`: whether an answer was found at all."""
+        """Return `correct`, and `answered`: whether an answer was found at all."""
         return self._metrics

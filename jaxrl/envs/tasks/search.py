@@ -22,7 +22,7 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 class SearchToolGroup(ToolGroup):
-    """Offers the tool `search`.
+    """Offer the tool `search`.
 
     Args:
         retriever: what is asked.
@@ -35,7 +35,7 @@ class SearchToolGroup(ToolGroup):
 
     @tool
     def search(self, query: str) -> list[Hit]:
-        """Returns the best passages.
+        """Return the best passages.
 
         Raises:
             RequestError: the retriever does not answer.
@@ -44,7 +44,7 @@ class SearchToolGroup(ToolGroup):
 
 
 class SearchEnv(Env):
-    """Gives reward 1 in the turn with the right `<answer>..</answer>`, 0 otherwise.
+    """Give reward 1 in the turn with the right `<answer>..</answer>`, 0 otherwise.
 
     `<search>..</search>` asks for passages; the next message has them in
     `<information>..</information>`. What a response says after its first `</search>` is cut, unless
@@ -84,7 +84,7 @@ class SearchEnv(Env):
         self.retriever.search("Where is Paris?", 1)
 
     def step(self, action: str) -> StepOutput:
-        """Compares the answer, or searches."""
+        """Compare the answer, or search."""
         self.turns += 1
         if self.turns >= self.max_turns or ("<answer>" in action and "</answer>" in action):
             answer = last_tagged(action, "answer")
@@ -122,12 +122,12 @@ class SearchEnv(Env):
         return "".join(found) or "No results."
 
     def get_metrics(self) -> dict[str, Any]:
-        """Returns `correct`, `answered`, `searches` that were made, `search_errors` among them."""
+        """Return `correct`, `answered`, `searches` that were made, `search_errors` among them."""
         return self._metrics
 
 
 def normalize_answer(text: str) -> str:
-    """Returns a text in lower case, without punctuation, articles and needless blanks.
+    """Return a text in lower case, without punctuation, articles and needless blanks.
 
     As of SQuAD: Rajpurkar et al. 2016, https://arxiv.org/abs/1606.05250, section 6.1.
     """

@@ -28,7 +28,7 @@ _PRAGMAS = (
 
 @dataclass(frozen=True)
 class QueryResult:
-    """Holds what a query gave."""
+    """Hold what a query gave."""
 
     columns: tuple[str, ...] = ()
     rows: tuple[tuple[Any, ...], ...] = ()
@@ -36,14 +36,14 @@ class QueryResult:
     """Why there are no rows, or not all."""
 
     def same_rows(self, other: "QueryResult") -> bool:
-        """Returns whether both succeeded with the same set of rows.
+        """Return whether both succeeded with the same set of rows.
 
         Order and repetitions do not count.
         """
         return not self.error and not other.error and set(self.rows) == set(other.rows)
 
     def __str__(self) -> str:
-        """Returns a table, cut after 50 rows or 9000 characters; or the error."""
+        """Return a table, cut after 50 rows or 9000 characters; or the error."""
         if self.error:
             return f"Error: {self.error}"
         lines = [" | ".join(map(str, row)) for row in (self.columns, *self.rows[:_SHOWN_ROWS])]
@@ -54,7 +54,7 @@ class QueryResult:
 
 
 def query(path: Path, sql: str, seconds: float, max_rows: int) -> QueryResult:
-    """Runs one statement that only reads.
+    """Run one statement that only reads.
 
     Args:
         path: of the database; nothing else may be writing to it.
@@ -81,7 +81,7 @@ def query(path: Path, sql: str, seconds: float, max_rows: int) -> QueryResult:
 
 
 def main() -> None:
-    """Reads a question from stdin, and writes the answer to stdout."""
+    """Read a question from stdin, and write the answer to stdout."""
     question = json.loads(sys.stdin.buffer.read())
     _limit_memory()
     outcome: dict[str, Any] = {"columns": [], "rows": [], "error": ""}

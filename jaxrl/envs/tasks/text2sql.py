@@ -24,7 +24,7 @@ _OBSERVED = "<observation></observation>"
 
 
 class SQLToolGroup(ToolGroup):
-    """Offers the tool `sql`: runs one statement that only reads.
+    """Offer the tool `sql`: run one statement that only reads.
 
     Args:
         db_file: a SQLite database that nobody writes to.
@@ -38,7 +38,7 @@ class SQLToolGroup(ToolGroup):
 
     @tool
     def sql(self, statement: str) -> QueryResult:
-        """Returns the rows, or why there are none."""
+        """Return the rows, or why there are none."""
         return query(self.db_file, statement, self.query_seconds, self.max_rows)
 
 
@@ -76,7 +76,7 @@ class Text2SQLEnv(Env):
         self._metrics = {"correct": 0.0, "well_formed": 0.0, "queries": 0, "query_errors": 0}
 
     def step(self, action: str) -> StepOutput:
-        """Runs a query, or judges the solution."""
+        """Run a query, or judge the solution."""
         self.turns += 1
         self._said += action
         if ("<solution>" in action and "</solution>" in action) or self.turns >= self.max_turns:
@@ -105,7 +105,7 @@ class Text2SQLEnv(Env):
         )
 
     def get_metrics(self) -> dict[str, Any]:
-        """Returns `correct`, `well_formed`, `queries` that were run, `query_errors` among them."""
+        """Return `correct`, `well_formed`, `queries` that were run, `query_errors` among them."""
         return self._metrics
 
     def _judge(self) -> tuple[float, str]:
@@ -125,7 +125,7 @@ class Text2SQLEnv(Env):
 
 
 def find_solution(text: str) -> str | None:
-    """Returns the query of a whole conversation, or None where its format is wrong."""
+    """Return the query of a whole conversation, or None where its format is wrong."""
     before, tag, after = text.partition("<solution>")
     solution = after.partition("</solution>")[0]
     if not tag or "<solution>" in after or after.count("</solution>") != 1:

@@ -13,7 +13,7 @@ _MAX_DIGITS = 3
 
 
 class AdditionEnv(Env):
-    """Gives reward 1 if the response is the sum and nothing else, 0 otherwise."""
+    """Give reward 1 if the response is the sum and nothing else, 0 otherwise."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class AdditionEnv(Env):
         self.answer = read_ground_truth(self.extras, "addition")
 
     def step(self, action: str) -> StepOutput:
-        """Compares the response with the sum."""
+        """Compare the response with the sum."""
         self.turns += 1
         reward = float(action == self.answer)
         metadata = {"ground_truth": self.answer}

@@ -27,14 +27,14 @@ _IN_BRACKETS = re.compile(rf"\({_OPERATION}\)")
 
 
 class CalculatorToolGroup(ToolGroup):
-    """Offers the tool `calc`: one operation on two whole numbers."""
+    """Offer the tool `calc`: one operation on two whole numbers."""
 
     def __init__(self) -> None:
         super().__init__("calculator")
 
     @tool
     def calc(self, operation: str) -> str:
-        """Returns the result of "12*34", or "error" for all but two numbers and + - or *."""
+        """Return the result of "12*34", or "error" for all but two numbers and + - or *."""
         match = re.fullmatch(_OPERATION, operation.replace(" ", ""))
         if match is None:
             return "error"
@@ -42,7 +42,7 @@ class CalculatorToolGroup(ToolGroup):
 
 
 class CalculatorEnv(Env):
-    """Gives reward 1 in the turn that ends with the right `<answer>..</answer>`, 0 otherwise.
+    """Give reward 1 in the turn that ends with the right `<answer>..</answer>`, 0 otherwise.
 
     `<calc>..</calc>` is one operation on two whole numbers; the next message is its
     `<result>..</result>`. A response that neither calls the calculator as it wants it nor answers
@@ -82,7 +82,7 @@ class CalculatorEnv(Env):
         return output
 
     def get_metrics(self) -> dict[str, Any]:
-        """Returns `correct`, `answered`; `calls` of the calculator, and `malformed` turns."""
+        """Return `correct`, `answered`; `calls` of the calculator, and `malformed` turns."""
         return self._metrics
 
 
@@ -141,7 +141,7 @@ def _expression(rng: random.Random, operations: int) -> str:
 
 
 def _calculate(text: str) -> tuple[list[tuple[Message, Message]], str]:
-    """Returns the calls that an expression needs, with their results, and the value."""
+    """Return the calls that an expression needs, with their results, and the value."""
     calls: list[tuple[Message, Message]] = []
     calculator = CalculatorToolGroup()
     while found := _IN_BRACKETS.search(text) or re.fullmatch(_OPERATION, text):

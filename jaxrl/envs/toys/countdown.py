@@ -19,7 +19,7 @@ _MAX_CHARACTERS = 500
 
 
 class CountdownEnv(Env):
-    """Gives 1 for an equation that uses every number exactly once and gives the target, else 0.
+    """Give 1 for an equation that uses every number exactly once and gives the target, else 0.
 
     `reward_spec["ground_truth"]` is `{"target": 98, "numbers": [44, 19, 35]}`. The equation is the
     last `<answer>..</answer>`, or all that is said after `</think>`; "= 98" may follow. Fractions
@@ -54,12 +54,12 @@ class CountdownEnv(Env):
         return StepOutput(observations=[], reward=correct, done=True, metadata=metadata)
 
     def get_metrics(self) -> dict[str, Any]:
-        """Returns `correct`; `allowed`: it is an equation that uses every number exactly once."""
+        """Return `correct`; `allowed`: it is an equation that uses every number exactly once."""
         return self._metrics
 
 
 def evaluate(equation: str) -> tuple[Fraction, list[int]] | None:
-    """Returns the value of an equation of whole numbers and its numbers; None if it is none."""
+    """Return the value of an equation of whole numbers and its numbers; None if it is none."""
     text = equation.replace("\u00d7", "*").replace("\u00f7", "/").replace("\u2212", "-").strip()
     if len(text) > _MAX_CHARACTERS:
         return None
@@ -119,7 +119,7 @@ def prompts(
 
 
 def _reach(rng: random.Random, numbers: list[int]) -> Fraction:
-    """Returns what some equation of the numbers gives; 0 where it divides by 0."""
+    """Return what some equation of the numbers gives; 0 where it divides by 0."""
     values = [Fraction(number) for number in numbers]
     while len(values) > 1:
         rng.shuffle(values)

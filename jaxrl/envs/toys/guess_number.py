@@ -9,7 +9,7 @@ from jaxrl.envs.protocol import Env, StepOutput, read_ground_truth
 
 
 class GuessNumberEnv(Env):
-    """Gives reward 1 for the right number, 0 for every other guess.
+    """Give reward 1 for the right number, 0 for every other guess.
 
     The conversation ends with the right number, or after `max_turns` guesses: a column of the row,
     or else `generator.max_turns`. The guess is the last number of a response.
@@ -25,7 +25,7 @@ class GuessNumberEnv(Env):
         self._right = 0.0
 
     def step(self, action: str) -> StepOutput:
-        """Compares a guess with the number."""
+        """Compare a guess with the number."""
         self.turns += 1
         guess = last_number(action)
         self._right = float(guess is not None and float(guess) == self.number)
@@ -37,7 +37,7 @@ class GuessNumberEnv(Env):
         )
 
     def get_metrics(self) -> dict[str, Any]:
-        """Returns `right`: 1 if the number was found; `guesses`: how many there were."""
+        """Return `right`: 1 if the number was found; `guesses`: how many there were."""
         return {"right": self._right, "guesses": self.turns}
 
     def _hint(self, guess: str | None) -> str:

@@ -30,7 +30,7 @@ class MultiplyEnv(Env):
         self._correct = 0.0
 
     def step(self, action: str) -> StepOutput:
-        """Compares the first number in a box."""
+        """Compare the first number in a box."""
         self.turns += 1
         match = _BOXED.search(action)
         answer = match[1] if match else None
@@ -42,7 +42,7 @@ class MultiplyEnv(Env):
         return StepOutput(observations=observations, reward=reward, done=done, metadata=metadata)
 
     def get_metrics(self) -> dict[str, Any]:
-        """Returns `correct`: 1 if the number was found; `attempts`: how many there were."""
+        """Return `correct`: 1 if the number was found; `attempts`: how many there were."""
         return {"correct": self._correct, "attempts": self.turns}
 
 

@@ -67,7 +67,7 @@ class SortDigitsEnv(Env):
         return rewards + [share * (position == len(self.answer))] * stopped
 
     def get_metrics(self) -> dict[str, Any]:
-        """Returns `exact`: 1 if the response is the answer and stops there, 0 otherwise."""
+        """Return `exact`: 1 if the response is the answer and stops there, 0 otherwise."""
         return {"exact": self._exact}
 
 

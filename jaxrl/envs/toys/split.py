@@ -9,7 +9,7 @@ _MAX_DRAWS_PER_TEXT = 100
 
 
 def in_split(text: str, split: str | None) -> bool:
-    """Returns whether a prompt belongs to a split: a tenth of all texts, by checksum, is "eval".
+    """Return whether a prompt belongs to a split: a tenth of all texts, by checksum, is "eval".
 
     Another seed alone gives no such promise: small families of tasks repeat themselves (there are
     200 sums and differences of two digits).

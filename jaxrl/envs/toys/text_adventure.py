@@ -90,7 +90,7 @@ class TextAdventureEnv(Env):
         )
 
     def get_metrics(self) -> dict[str, Any]:
-        """Returns `key`, `door` and `gold`: 1 where they were got; `turns` that it took."""
+        """Return `key`, `door` and `gold`: 1 where they were got; `turns` that it took."""
         got = {"key": self.state.has_key, "door": self.state.is_open, "gold": self.state.has_gold}
         return {name: float(has) for name, has in got.items()} | {"turns": self.turns}
 
@@ -110,7 +110,7 @@ def describe(world: World, state: _State) -> str:
 
 
 def obey(world: World, state: _State, command: str | None) -> _State:
-    """Returns what a command makes of a state; the same state where it cannot be done."""
+    """Return what a command makes of a state; the same state where it cannot be done."""
     verb, _, what = (command or "").partition(" ")
     exits = world.exits[state.room]
     if verb == "go" and what in exits and (exits[what] != world.gold or state.is_open):
@@ -125,7 +125,7 @@ def obey(world: World, state: _State, command: str | None) -> _State:
 
 
 def solve(world: World) -> list[str]:
-    """Returns the fewest commands that win.
+    """Return the fewest commands that win.
 
     Raises:
         ValueError: the game cannot be won.

@@ -183,7 +183,7 @@ class Conversation:
 
 
 class ConversationGenerator:
-    """Holds conversations: the engine speaks, the environment judges and answers.
+    """Hold conversations: the engine speaks, the environment judges and answers.
 
     A `GeneratorInterface`. One coroutine per trajectory; the first turns of a batch are one call of
     the engine, in which the samples of a prompt share a request, later turns are requests of their

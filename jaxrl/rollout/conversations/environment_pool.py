@@ -12,7 +12,7 @@ from jaxrl import envs
 
 
 class EnvironmentPool:
-    """Makes environments, and runs the calls of them, at most `workers` at a time.
+    """Make environments, and run the calls of them, at most `workers` at a time.
 
     A call that is a coroutine function is awaited in the caller's loop; any other runs in a daemon
     thread, so that one which never returns keeps neither the run nor the process waiting: its
@@ -93,7 +93,7 @@ class EnvironmentPool:
 
 
 class _Worker:
-    """Makes one call after the other in a daemon thread."""
+    """Make one call after the other in a daemon thread."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (

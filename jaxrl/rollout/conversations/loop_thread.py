@@ -12,7 +12,7 @@ CLOSING_SECONDS = 60.0
 
 
 class LoopThread:
-    """Runs coroutines; `close` cancels what is left of them and ends the thread."""
+    """Run coroutines; `close` cancels what is left of them and ends the thread."""
 
     def __init__(self, name: str) -> None:
         self._loop: asyncio.AbstractEventLoop

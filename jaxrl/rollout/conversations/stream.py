@@ -48,7 +48,7 @@ class Held:
 
 
 class RolloutStream:
-    """Keeps samplers busy, and hands the trainer a batch at a time.
+    """Keep samplers busy, and hand the trainer a batch at a time.
 
     Args:
         sample: (ordinal of a unit, the training step now) -> its trajectories; runs in the loop

@@ -18,7 +18,7 @@ Agent = Callable[[str, str, Prompt], Awaitable[float]]
 
 
 class AgentGenerator:
-    """Runs an agent of yours for each trajectory; a `GeneratorInterface`.
+    """Run an agent of yours for each trajectory; a `GeneratorInterface`.
 
     The agent sends its session id as the header X-Session-ID. Sampling that it does not ask for is
     the trainer's, and so is the PRNG key: the same agent has the same tokens in every run. What the

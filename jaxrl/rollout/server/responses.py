@@ -65,7 +65,7 @@ def certain(text: str, stops: Iterable[str]) -> int:
 
 
 class ResponseBuilder:
-    """Builds the JSON of one request's answer.
+    """Build the JSON of one request's answer.
 
     Args:
         model: name.

@@ -39,7 +39,7 @@ class Offer:
 
 
 class WeightTransfer:
-    """Sends weights to jaxrl's own servers, group by group; a `Source` like `WeightFolder`.
+    """Send weights to jaxrl's own servers, group by group; a `Source` like `WeightFolder`.
 
     Between updates it holds a reference to the trainer's parameters, for servers that come back. It
     costs nothing: when the trainer donates them to its next update they are gone, and a server that

@@ -94,6 +94,7 @@ def compare(
             updater=trainer.updater,
             total_steps=trainer.total_steps,
         )
+        del trainer.state  # `runs` has it, and lets go of the critic's part before the updates
         found = compare_variants(runs, uids, variants, step=step, minibatch=minibatch)
         return replace(found, notes=notes)
 

@@ -109,7 +109,7 @@ def compiled_programs() -> Iterator[list[Program]]:
 
 
 class _CompilationHandler(logging.Handler):
-    """Adds the program of each of jax's log records that is about a compilation to a list."""
+    """Add the program of each of jax's log records that is about a compilation to a list."""
 
     def __init__(self, programs: list[Program]) -> None:
         super().__init__(logging.DEBUG)
