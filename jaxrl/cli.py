@@ -43,6 +43,7 @@ def command(
     usage: str | None,
     *,
     bare: int = DONE,
+    help_first: bool = False,
     mendable: tuple[type[Exception], ...] = MENDABLE,
 ) -> Callable[[Callable[[Sequence[str]], int]], Main]:
     """Give a `main` its --help, and print the errors that a user can mend as one line.
@@ -50,6 +51,7 @@ def command(
     Args:
         usage: what --help prints, the docstring of the module.
         bare: exit status of the command without arguments, which prints that too.
+        help_first: --help counts as the first word alone; later ones are not the command's own.
         mendable: those errors; others keep their traceback.
     """
 
@@ -57,8 +59,8 @@ def command(
         @functools.wraps(body)
         def main(argv: Sequence[str] | None = None) -> int:
             words = sys.argv[1:] if argv is None else argv
-            if not words or {"-h", "--help"} & set(words):
-                print(usage)
+            if not words or {"-h", "--help"} & set(words[:1] if help_first else words):
+                print(usage, file=sys.stdout if words or bare == DONE else sys.stderr)
                 return DONE if words else bare
             try:
                 return body(words)

@@ -27,6 +27,12 @@ def test_help_is_printed_and_exits_0(argv, capsys):
 def test_a_command_that_needs_arguments_is_refused_without(capsys):
     bare = cli.command("how to call it", bare=cli.REFUSED)(lambda argv: cli.DONE)
     assert (bare([]), bare(["--help"]), bare(["x"])) == (2, 0, 0)
+    assert capsys.readouterr() == ("how to call it\n",) * 2  # what is refused is no output
+
+
+def test_help_behind_the_arguments_of_another_program_is_not_meant(capsys):
+    wraps = cli.command("how to call it", help_first=True)(lambda argv: len(argv))
+    assert (wraps(["--help", "x"]), wraps(["run.sh", "-h", "10.0.0.1"])) == (0, 3)
 
 
 def test_arguments_are_those_of_the_process_where_none_are_given(monkeypatch, capsys):

@@ -79,7 +79,7 @@ def from_yaml(path: Path, args: Sequence[str], num_devices: int | None = None) -
     return convert(settings, module="", entry=EntryPoint({}), num_devices=num_devices)
 
 
-@cli.command(__doc__, bare=cli.REFUSED, mendable=(*cli.MENDABLE, yaml.YAMLError))
+@cli.command(__doc__, bare=cli.REFUSED, help_first=True, mendable=(*cli.MENDABLE, yaml.YAMLError))
 def main(argv: Sequence[str]) -> int:
     """Convert, write, report; see the module's docstring for the exit status."""
     arguments = cli.Arguments()

@@ -6,6 +6,8 @@ import logging
 import os
 import random
 import time
+import urllib.parse
+import urllib.request
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -82,9 +84,12 @@ def ask(
         except TimeoutError:
             problem = f"timed out: the answer was not whole after {timeout:g} s"
         except (OSError, aiohttp.ClientError) as error:
-            number = getattr(error, "errno", None)
-            reason = f" ({os.strerror(number)})" if number else ""
+            number = getattr(error, "errno", None) or 0  # below 0: not the system's
+            reason = f" ({os.strerror(number)})" if number > 0 else ""
             problem = f"{type(error).__name__}: {error}{reason}"
+        except ValueError as error:  # a password in the address beside a key
+            problem = str(error)
+            break
         else:
             try:
                 return read(json.loads(answer)), attempt
@@ -110,12 +115,14 @@ async def _post(url: str, body: bytes, headers: Mapping[str, str], timeout: floa
     """Return the body of an answer.
 
     A redirect is an error: a redirected POST would become a GET without its question, and take the
-    key to another host.
+    key to another host. The environment names a proxy, but no password: ~/.netrc is not read.
     """
-    limit = aiohttp.ClientTimeout(total=timeout)
+    limit, parts = aiohttp.ClientTimeout(total=timeout), urllib.parse.urlsplit(url)
+    direct = urllib.request.proxy_bypass(parts.hostname or "")
+    proxy = None if direct else urllib.request.getproxies().get(parts.scheme)
     async with (
-        aiohttp.ClientSession(timeout=limit, trust_env=True) as session,  # proxies
-        session.post(url, data=body, headers=headers, allow_redirects=False) as answer,
+        aiohttp.ClientSession(timeout=limit) as session,
+        session.post(url, data=body, headers=headers, allow_redirects=False, proxy=proxy) as answer,
     ):
         if answer.status >= 300:
             shown = (await answer.content.read(_SHOWN)).decode("utf-8", "replace")

@@ -96,10 +96,13 @@ def place_beside(
 def sampler_dtype(config: cfg.TrainConfig) -> Any:
     """Return the dtype in which weights go to the sampler; None = as they are.
 
-    Files for servers have them as they are.
+    Files for servers have them as they are; rollout workers pull them as the engine has them.
     """
-    settings = config.generator.inference_engine
-    return DTYPES[cfg.engine_dtype(settings)] if cfg.in_process(config) else None
+    settings, workers = (
+        config.generator.inference_engine,
+        config.trainer.placement.rollout_num_nodes,
+    )
+    return DTYPES[cfg.engine_dtype(settings)] if cfg.in_process(config) or workers else None
 
 
 class RunDevices(NamedTuple):

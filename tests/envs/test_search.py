@@ -1,6 +1,7 @@
 """The environment search: corpora, BM25, the protocol over HTTP, and servers that fail."""
 
 import asyncio
+import functools
 import json
 import socket
 import subprocess
@@ -313,6 +314,30 @@ def test_asked_where_a_loop_runs():
 
     with serving(JsonServer(lambda question: {"result": [[FRANCE]]})) as server:
         assert asyncio.run(search(server.url))
+
+
+def test_passwords_of_the_machine_are_not_sent(tmp_path, monkeypatch):
+    """Neither do those of ~/.netrc come in the way of the key that a judge is asked with."""
+    (tmp_path / "netrc").write_text("default login me password secret\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    ask = functools.partial(json_request.ask, read=dict, timeout=5, attempts=1)
+    with serving(JsonServer(lambda question: {"result": 1})) as server:
+        ask(server.url, {})
+        ask(server.url, {}, headers={"Authorization": "Bearer key"})
+        with pytest.raises(RequestError, match="AUTHORIZATION header"):
+            ask(server.url.replace("//", "//me:secret@"), {}, headers={"Authorization": "Bearer k"})
+    assert server.keys == [None, "Bearer key"]
+
+
+def test_a_proxy_of_the_environment_is_asked(monkeypatch):
+    with serving(JsonServer(lambda question: {"result": 1})) as proxy:
+        monkeypatch.setenv("http_proxy", proxy.url)
+        monkeypatch.setenv("no_proxy", "direct.example")
+        ask = functools.partial(json_request.ask, read=dict, timeout=5, attempts=1)
+        assert ask("http://judge.example/score", {}) == ({"result": 1}, 1)
+        with pytest.raises(RequestError):
+            ask("http://direct.example/score", {})
+    assert len(proxy.questions) == 1
 
 
 def test_nobody_listens(caplog):

@@ -136,6 +136,13 @@ Alternatives = Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)]
 class StreamOptions(Body):
     """Describe what a stream has beside the answer."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out(cls, body: Any) -> Any:
+        """Leave out null alone: fields that other bodies ignore do not belong here."""
+        known = isinstance(body, dict)
+        return {name: x for name, x in body.items() if x is not None} if known else body
+
     include_usage: bool = False
     include_obfuscation: bool = False  # nothing is hidden by it on a connection of one's own
 

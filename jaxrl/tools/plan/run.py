@@ -53,7 +53,8 @@ class Run:
             `engine_mesh`, which is `Machine.host` where there are several.
 
     Raises:
-        FileNotFoundError, ValueError: see `hf.load_config`, `assemble` and `slots_that_fit`.
+        FileNotFoundError, ValueError: see `hf.load_config`, `assemble_policy`, `assemble_update`
+            and `slots_that_fit`.
     """
 
     def __init__(

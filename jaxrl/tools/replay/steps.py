@@ -12,7 +12,7 @@ from jaxrl.records.ledger.writer import machine_of, step_checksums
 from jaxrl.records.resume_identity import differences
 from jaxrl.tools.replay.recorded_run import RecordedRun, restored, step_of
 from jaxrl.train import BasePPOExp
-from jaxrl.types import TrainBatch, TrainState
+from jaxrl.types import TrainState
 
 # In the order in which a step makes them: the first that differs is the cause of the others.
 MADE_BY = {
@@ -97,7 +97,7 @@ def redone(
     run: RecordedRun,
     numbers: Iterable[int],
     do_step: Callable[[int], Any],
-    reached: Callable[[], tuple[TrainBatch | None, TrainState]],
+    reached: Callable[[], tuple[Any, TrainState]],
 ) -> Iterator[Compared]:
     """Compare the restored state with the recorded one; then do each step again and compare it.
 
@@ -108,18 +108,16 @@ def redone(
         do_step: does the step of a number, as `Trainer.train_step` of a restored trainer.
         reached: returns the batch of the last step, and the state after it.
     """
-    _, state = reached()
-    first, penalized = int(state.step), kl_in_reward(run.config.trainer.algorithm)
+    # neither batch nor state has a name here: the next step needs their memory
+    first, penalized = int(reached()[1].step), kl_in_reward(run.config.trainer.algorithm)
     if first in run.steps and (recorded := run.steps[first].checksums):
-        found = {f"state{name}": x for name, x in checksums(state).items()}
+        found = {f"state{name}": x for name, x in checksums(reached()[1]).items()}
         states = {name: x for name, x in recorded.items() if name.startswith("state")}
         yield compared(first, states, found)
     for number in numbers:
         do_step(number)
         if recorded := run.steps[number].checksums:
-            batch, state = reached()
-            assert batch is not None
-            found = step_checksums(batch, state)
+            found = step_checksums(*reached())
             yield compared(number, recorded, found, kl_in_rewards=penalized)
 
 

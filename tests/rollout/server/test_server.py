@@ -160,6 +160,7 @@ def test_prompts_as_texts_and_lists(client):
         ({"min_tokens": 9, "max_tokens": 8}, 400, "min_tokens=9: must be at most max_tokens"),
         ({"top_k": 49}, 400, "top_k=49: must be at most 48"),
         ({"stream_options": {"usage": True}}, 400, "stream_options.usage=True: is not a field"),
+        ({"stream_options": {"user": "me"}}, 400, "stream_options.user='me': is not a field"),
         ({"keys": [[1]]}, 400, "keys"),
         ({"seed": "a"}, 400, "seed"),
         ({"frequency_penalty": 0.5}, 400, "frequency_penalty=0.5: is not supported"),
