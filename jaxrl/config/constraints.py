@@ -4,17 +4,27 @@
         steps: Annotated[int, positive] = 10
         mode: Annotated[str, one_of("fast", "exact")] = "fast"
 
-A constraint is a function of the field's dotted name and its value, which calls `fail`: the error
-names the field, the value and the fix. Those of your own config classes are checked, too.
+The error names the field, the value and the fix. Those of your own config classes are checked, too;
+a subclass that gives a field another default keeps its constraints.
 """
 
 import difflib
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from jaxrl.config.dataclass_config import BaseConfig, field_markers, field_values, is_config
 
-Constraint = Callable[[str, Any], None]
+
+@dataclass(frozen=True)
+class Constraint:
+    """Check a field, where it stands in its `Annotated`.
+
+    Attributes:
+        check: is called with the field's dotted name and its value, and calls `fail`.
+    """
+
+    check: Callable[[str, Any], None]
 
 
 def fail(field: str, value: Any, fix: str) -> NoReturn:
@@ -51,20 +61,23 @@ def check_constraints(config: BaseConfig, path: str = "") -> None:
         field = f"{path}.{name}" if path else name
         if is_config(value):
             check_constraints(value, field)
-        for constraint in filter(callable, markers[name]):
-            constraint(field, value)
+        for marker in markers[name]:
+            if isinstance(marker, Constraint):
+                marker.check(field, value)
 
 
-def positive(field: str, value: float | None) -> None:
+@Constraint
+def positive(field: str, value: float) -> None:
     """Refuse a number that is not above 0."""
-    if value is not None and not value > 0:
+    if value is None or not value > 0:
         fix = "; set it to 1 or more" if isinstance(value, int) else ""
         fail(field, value, f"must be positive{fix}")
 
 
+@Constraint
 def not_negative(field: str, value: float) -> None:
     """Refuse a number below 0."""
-    if not value >= 0:
+    if value is None or not value >= 0:
         fail(field, value, "must not be negative; set it to 0 or more")
 
 
@@ -86,13 +99,18 @@ def between(interval: str, hint: str) -> Constraint:
 
 
 def one_of(*choices: Any, later: Iterable[Any] = ()) -> Constraint:
-    """Require one of the choices, or a list of them where the field takes a list."""
+    """Require one of the choices; `later` as in `check_choice`."""
+    return Constraint(lambda field, value: check_choice(field, value, choices, later))
+
+
+def each_of(*choices: Any, later: Iterable[Any] = ()) -> Constraint:
+    """Require one of the choices, or a list of them."""
 
     def check(field: str, value: Any) -> None:
         for chosen in value if isinstance(value, list) else [value]:
             check_choice(field, chosen, choices, later)
 
-    return check
+    return Constraint(check)
 
 
 def must(holds: Callable[[Any], bool], fix: str) -> Constraint:
@@ -102,4 +120,4 @@ def must(holds: Callable[[Any], bool], fix: str) -> Constraint:
         if not holds(value):
             fail(field, value, fix)
 
-    return check
+    return Constraint(check)

@@ -114,9 +114,16 @@ def field_types(cls: type[BaseConfig]) -> dict[str, Any]:
 
 @functools.cache
 def field_markers(cls: type[BaseConfig]) -> dict[str, tuple[Any, ...]]:
-    """Return field name -> what `Annotated` adds to its type: constraints, what it is in SkyRL."""
-    hints = typing.get_type_hints(cls, include_extras=True)
-    return {f.name: getattr(hints[f.name], "__metadata__", ()) for f in _fields(cls)}
+    """Return field name -> what `Annotated` adds to its type: constraints, what it is in SkyRL.
+
+    What a class says of a field also holds in those made of it, which add to it.
+    """
+    markers = {f.name: () for f in _fields(cls)}
+    for base in reversed(cls.__mro__):
+        for name in inspect.get_annotations(base).keys() & markers:
+            kind = typing.get_type_hints(base, include_extras=True)[name]
+            markers[name] += getattr(kind, "__metadata__", ())
+    return markers
 
 
 def is_union(kind: Any) -> bool:

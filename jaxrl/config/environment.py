@@ -5,7 +5,15 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from jaxrl.config.constraints import between, fail, must, not_negative, positive, positive_or
+from jaxrl.config.constraints import (
+    Constraint,
+    between,
+    fail,
+    must,
+    not_negative,
+    positive,
+    positive_or,
+)
 from jaxrl.config.dataclass_config import BaseConfig
 from jaxrl.config.status import implemented, new
 from jaxrl.functions import called_name, import_call
@@ -21,6 +29,7 @@ def _is_address(url: str | None) -> bool:
     return url is None or url.startswith(("http://", "https://"))
 
 
+@Constraint
 def _check_prompt(field: str, prompt: str | None) -> None:
     if prompt is None:
         return
@@ -32,12 +41,14 @@ def _check_prompt(field: str, prompt: str | None) -> None:
         fail(field, prompt[:200], str(error))
 
 
+@Constraint
 def _check_request(field: str, sampling_params: dict[str, Any]) -> None:
     for name in ("model", "messages", "stream", "n"):
         if name in sampling_params:
             fail(field, sampling_params, f"must not hold '{name}'; remove it")
 
 
+@Constraint
 def _check_weights(field: str, weights: dict[str, float]) -> None:
     for name, weight in weights.items():
         if isinstance(weight, bool) or not math.isfinite(weight):

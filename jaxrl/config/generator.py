@@ -112,7 +112,7 @@ class InferenceEngineConfig(BaseConfig):
     process, with servers of jaxrl's own; rollout workers always get them so."""
     weight_transfer_threshold_cuda_ipc_GB: Annotated[
         float,
-        positive,
+        must(lambda gb: int(gb * 1e9) > 0, "must be positive"),  # bytes
         mapped("size of the groups in which weights go to other devices and processes"),
     ] = 1.0
     """Most GB of weights that are on their way to an engine at a time."""
@@ -223,7 +223,7 @@ class GeneratorConfig(BaseConfig):
         int, positive, implemented("also ends conversations that the environment does not")
     ] = 1
     """Most turns of a conversation, which keeps its slot of the engine in between."""
-    max_input_length: Annotated[int | None, positive] = None
+    max_input_length: Annotated[int | None, positive_or(None, "as long as a prompt")] = None
     """Longest input of a turn, in tokens; None = trainer.max_prompt_length."""
     chat_template: ChatTemplateConfig = field(default_factory=ChatTemplateConfig)
     """Chat template other than the tokenizer's own."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from jaxrl.config.algorithm import AlgorithmConfig
 from jaxrl.config.backend import PRECISIONS, FSDPConfig, MegatronConfig, MeshConfig
-from jaxrl.config.constraints import must, not_negative, one_of, positive, positive_or
+from jaxrl.config.constraints import each_of, must, not_negative, one_of, positive, positive_or
 from jaxrl.config.dataclass_config import BaseConfig
 from jaxrl.config.model import ModelConfig, OptimizerConfig
 from jaxrl.config.status import implemented, inert, later, mapped, new, planned
@@ -325,7 +325,7 @@ class TrainerConfig(BaseConfig):
     """Name of the run."""
     logger: Annotated[
         str | list[str],
-        one_of(*LOGGERS, later=("swanlab",)),
+        each_of(*LOGGERS, later=("swanlab",)),
         implemented(
             "a run needs no account unless it asks for one; no swanlab, which a callback can feed",
             skyrl_default="wandb",

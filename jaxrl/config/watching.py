@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from jaxrl.config.constraints import check_choice, fail, must, one_of
+from jaxrl.config.constraints import Constraint, check_choice, fail, must, one_of
 from jaxrl.config.dataclass_config import BaseConfig
 
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow")
@@ -16,9 +16,10 @@ ALARMS = (  # the rules of `jaxrl/records/alarms.py`
     "not_finite",
     "reward_not_deterministic",
 )
-_from_one = must(lambda steps: min(steps, default=1) > 0, "steps are numbered from 1")
+_from_one = must(lambda steps: min(steps, default=1) >= 1, "steps are numbered from 1")
 
 
+@Constraint
 def _check_thresholds(field: str, thresholds: dict[str, float | None]) -> None:
     for name, threshold in thresholds.items():
         check_choice(f"a key of {field}", name, ALARMS)
