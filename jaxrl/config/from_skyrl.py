@@ -55,9 +55,12 @@ def from_script(path: Path, args: Sequence[str], num_devices: int | None = None)
     """
     run = read_script(path.read_text(), list(args), str(path))
     shell, *rest = run.command
-    if shell in ("bash", "sh") and rest[0].endswith(".sh"):
-        return from_script(_called_script(path, rest[0]), rest[1:], num_devices)
-    result = from_command(run.command, num_devices)
+    if shell in ("bash", "sh") and rest and rest[0].endswith(".sh"):
+        if lost := [line for line in run.unknown if not _ARGUMENT.match(f"{line.split(':')[0]}=")]:
+            raise ValueError(f"{path}: an argument of {rest[0]} is no key=value: {lost[0]}")
+        result = from_script(_called_script(path, rest[0]), rest[1:], num_devices)
+    else:
+        result = from_command(run.command, num_devices)
     result.refused += run.unknown
     result.changed += run.notes
     return result

@@ -33,6 +33,15 @@ def test_a_script_that_calls_another_one(script, tmp_path):
     config = from_script(wrapper, ["trainer.epochs=3"]).config
     assert (config.trainer.algorithm.policy_loss_type, config.trainer.epochs) == ("gspo", 3)
     assert config.trainer.seed == 7
+    wrapper.write_text("bash run_sums.sh trainer.epochs=$(cat n) trainer.seed=8\n")
+    result = from_script(wrapper, [])
+    assert result.config.trainer.seed == 8
+    assert [line.partition(":")[0] for line in result.refused] == ["trainer.epochs"]
+    assert main([str(wrapper)]) == 1
+    wrapper.write_text("bash run_sums.sh $(cat more) trainer.seed=8\n")
+    with pytest.raises(ValueError, match="an argument of run_sums.sh is no key=value"):
+        from_script(wrapper, [])
+    wrapper.write_text("bash run_sums.sh trainer.seed=8\n")
     script.unlink()
     with pytest.raises(ValueError, match="calls run_sums.sh, which is not there"):
         from_script(wrapper, [])

@@ -146,6 +146,103 @@ def test_what_is_not_understood_is_named_and_not_run(folder, text, reason):
 
 
 @pytest.mark.parametrize(
+    ("text", "bash"),  # what bash gives
+    [
+        # functions
+        ("A=1; f() { A=2; }; A=3; f", 2),
+        ("A=1; function f() {\nA=2\n}", 1),
+        ("A=1; my-f() { A=2; }; A=1; my-f", 2),
+        ("f() { source x; }; A=1; f", 2),
+        # here-documents
+        ("A=1\ncat <<EOF | tee f\nA=5\nEOF", 1),
+        ("A=1\ncat <<EOF || exit 1\nA=5\nEOF", 1),
+        ("A=1\ncat <<EOF >f; Y=2\nA=5\nEOF", 1),
+        ("A=1\n(cat <<EOF)\nA=5\nEOF", 1),
+        ("A=1\ncat <<EOF\n\tEOF\nA=2\nEOF", 1),
+        ("X=$(cat <<EOF\nit's\nEOF\n)\nA=2\nZ=$(cat <<EOF\nit's\nEOF\n)", 2),
+        # subshells, pipes, background
+        ("A=1\n(A=2)", 1),
+        ("A=1; f() ( A=2 )", 1),
+        ("A=1\nA=2 &", 1),
+        ("A=1\ntrue && A=2 &", 1),
+        ("A=1\necho 5 | A=2", 1),
+        ("A=1\n{ A=2; } | cat", 1),
+        ("A=1\necho | { A=2; }", 1),
+        ("A=1\nfalse && ( A=2 )", 1),
+        ("A=1\n(exit 1)", 1),
+        # the outcome of an assignment
+        ("A=1; X=$(nvidia-smi) || A=2", 2),
+        ("if X=$(false); then A=1; else A=2; fi", 2),
+        # sums
+        ("A=1; B=$((A++))", 2),
+        ("A=1; B=$((A += 4))", 5),
+        ("A=1; : $((++A))", 2),
+        ("A=5; for ((A=0;A<3;A++)); do :; done", 3),
+        ("A=$[1+2]", 3),
+        ("B=010; A=$((B+1))", 9),
+        # what may set anything
+        ("A=1; eval 'A=2'", 2),
+        ("A=1; source x", 2),
+        ("A=1; . ./x", 2),
+        ("A=1; export $(cat .env)", 2),
+        # tests
+        ("if [ -n $X ]; then A=1; else A=2; fi", 1),
+        ("P='a*'; if [[ abc == $P ]]; then A=1; else A=2; fi", 1),
+        ("if [[ a == @(a|b) ]]; then A=1; else A=2; fi", 1),
+        ("if [[ 010 -eq 8 ]]; then A=1; else A=2; fi", 1),
+        # bash's own variables
+        ("cd /usr; A=$PWD", "/usr"),
+        ("pushd /usr; A=$(pwd)", "/usr"),
+        ("A=$RANDOM", 7),
+        ("A=$UID", 0),
+        # assignments
+        ("B=0; export B=1 A=$B", 0),
+        ("B=a; B+=(b); A=${B[1]}", "b"),
+        ("B=(1 2); B+=x; A=${B[0]}", "1x"),
+        ("B=(1 2); B=3; A=${B[1]}", 2),
+        ("B=([2]=x [0]=y); A=${B[0]}", "y"),
+        ("declare -i A=3+4", 7),
+        ("declare -u A=abc", "ABC"),
+        ("A=1; declare -n R=A; R=2", 2),
+        ("B=(1 2); IFS=,; A=${B[*]}", "1,2"),
+        ("B=({1,2}); A=${B[1]}", 2),
+        ("B=(x{1..3}); A=${B[1]}", "x2"),
+        ("E=' b'; B=(1$E); A=${B[1]}", "b"),
+        ("set a b; A=$1", "a"),
+        ('A=$"abc"', "abc"),
+        ("time { A=1; }", 1),
+        ("X='a*b*c'; A=${X%\"*\"*}", "a*b"),
+        ("X=abc; A=${X#[^b]}", "bc"),
+        ("A=a:~/b", "a:/home/me/b"),
+    ],
+)
+def test_a_value_is_what_bash_gives_or_unknown(folder, text, bash):
+    run = read_script(text + RUN, [], "d/s.sh")
+    if run.command[-1].startswith("trainer.a="):
+        assert (run.command[-1], run.unknown) == (f"trainer.a={bash}", [])
+    else:
+        assert run.unknown[0].startswith("trainer.a: not known without running the script: ")
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A=1; run() { uv run trainer.a=$A; }; A=2 run",
+        "A=1; run() { uv run trainer.a=$A; }; A=2; run",
+        "function run() {\nlocal A=$1\nuv run trainer.a=$A\n}\nrun 1",
+        "A=1; for i in 1 2; do uv run trainer.a=$A; A=2; done",
+        "uv run trainer.a={1,2}",
+        "E=' trainer.b=2'; uv run trainer.a=1$E",
+    ],
+)
+def test_what_another_line_may_set_is_not_known_in_the_run(text):
+    run = read_script(text, [], "s.sh")
+    assert run.command == ["uv", "run"]
+    assert run.unknown[0].startswith("trainer.a: not known without running the script: ")
+
+
+@pytest.mark.parametrize(
     "line",
     [
         "echo x > out.txt",

@@ -25,7 +25,23 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=(.*)", re.DOTALL)
 _PARAMETER = re.compile(
     r"([A-Za-z_]\w*|\d+|[@*#?$!-])(\[[^]]*\])?(?:(:?[-=?+]|##?|%%?)(.*))?", re.DOTALL
 )
-_SET_BY_SUM = re.compile(r"([A-Za-z_]\w*)\s*(?:[-+*/%&|^]?=(?!=)|\+\+|--)")
+_SUM = re.compile(r"\(\(.*?\)\)|\$\[.*?\]", re.DOTALL)
+_SET_BY_SUM = re.compile(
+    r"(?:\+\+|--)\s*([A-Za-z_]\w*)"
+    r"|([A-Za-z_]\w*)(?:\[[^]]*\])?\s*(?:(?:<<|>>|[-+*/%&|^])?=(?!=)|\+\+|--)"
+)
+_SET_BY_DEFAULT = re.compile(r"\$\{([A-Za-z_]\w*)(?:\[[^]]*\])?:?=")
+# Bash sets these itself, whatever the environment says, and those where it says nothing.
+_OF_BASH = frozenset(
+    "_ UID EUID PPID SHLVL RANDOM SRANDOM SECONDS LINENO GROUPS DIRSTACK FUNCNAME PIPESTATUS "
+    "EPOCHSECONDS EPOCHREALTIME BASHPID BASHOPTS SHELLOPTS BASH_COMMAND BASH_LINENO "
+    "BASH_SUBSHELL BASH_VERSION BASH_VERSINFO REPLY OPTIND OPTARG OPTERR MAPFILE COPROC".split()
+)
+_OF_BASH_IF_UNSET = frozenset(
+    "HOSTNAME HOSTTYPE OSTYPE MACHTYPE BASH PATH SHELL TERM PWD OLDPWD IFS PS4 COLUMNS LINES".split()
+)
+_READERS = ("read", "mapfile", "readarray", "getopts", "let", "unset")
+_PIPES = ("|", "|&")
 _DECLARATIONS = ("export", "readonly", "local", "declare", "typeset")
 _SUMS = {
     ast.Add: operator.add,
@@ -73,9 +89,14 @@ def read_script(text: str, args: Sequence[str], path: str = "script") -> ScriptR
     Raises:
         ValueError: it starts no such command, or its quotes do not close.
     """
-    script = _Script(args, path)
     try:
-        for command in split_commands(text):
+        commands = list(split_commands(text))
+        scan = _Script(args, path)
+        for command in commands:
+            scan.scan(command)
+        script = _Script(args, path)
+        script.last_set, script.set_in_function = scan.last_set, scan.set_in_function
+        for command in commands:
             script.read(command)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from error
@@ -133,6 +154,11 @@ class _Block:
         rest: whether the branches after it may still be.
         reason: what decides it.
         function: whether it is the body of one, where `$1` is not the script's.
+        subshell: whether `(` opens it.
+        repeats_from: the command that opens it, if it may run later or again; else -1.
+        piped: whether `|` stands before it.
+        before: what was set before it.
+        before_list: what was set before the list of `&&` and `||` that is being read in it.
     """
 
     outer: bool | None
@@ -140,6 +166,19 @@ class _Block:
     reason: str
     rest: bool | None = True
     function: bool = False
+    subshell: bool = False
+    repeats_from: int = -1
+    piped: bool = False
+    before: "_State | None" = None
+    before_list: "_State | None" = None
+
+
+class _State(NamedTuple):
+    """Hold what a subshell does not change for the script around it."""
+
+    variables: dict[str, str | list[str]]
+    args: list[str]
+    ended: str
 
 
 class _Script:
@@ -160,13 +199,17 @@ class _Script:
         self.last = ""  # that command
         self.guard: bool | None = True  # whether && and || before the command let it run
         self.defines_function = False
-        self.blocks: list[_Block] = []
+        self.blocks: list[_Block] = [_Block(True, True, "")]
+        self.position = 0  # of the command that is being read
+        self.last_set: dict[str, int] = {}  # where each name is set for the last time
+        self.set_in_function: dict[str, int] = {}  # where its first function that sets it begins
+        self.closed = self.blocks[0]  # the block that was left last
+        self.of_kind: set[str] = set()  # declared as integers, references, ...
 
     @property
     def reached(self) -> bool | None:
         """Return whether the command that is being read would be run."""
-        block = self.blocks[-1].reached if self.blocks else True
-        return _all(not self.ended, block, self.guard)
+        return _all(not self.ended, self.blocks[-1].reached, self.guard)
 
     @property
     def in_function(self) -> bool:
@@ -194,20 +237,60 @@ class _Script:
             self.guard = _not(self.status)
         elif command.separator != "|":
             self.guard = True
+        self.position += 1
+        before, depth = self._state(), len(self.blocks)
+        if command.separator not in ("&&", "||", *_PIPES):
+            self.blocks[-1].before_list = before
         words = self._after_keywords(command.words)
-        if not words or self.reached is False:
-            return
-        self.not_read += command.here_documents
-        certain = self.reached and words[0] != "!"
-        self._read_simple(words if words[0] != "!" else words[1:])
-        self.last = " ".join(words)
-        if not certain:
-            self.status = None
+        if self.reached is not False:
+            self._set_unknown(_set_by_sums(command.words), command.words)
+        if words and self.reached is not False:
+            self.not_read += command.here_documents
+            certain = self.reached and "!" not in command.words[: -len(words)]
+            self._read_simple(words)
+            self.last = " ".join(words)
+            if not certain:
+                self.status = None
+        if len(self.blocks) > depth:
+            self.blocks[depth].piped = command.separator in _PIPES
+            self.blocks[depth].before = before
+        elif len(self.blocks) == depth and (command.separator in _PIPES or command.end in _PIPES):
+            self._restore(before)
+        elif command.end in _PIPES:
+            self._restore(self.closed.before)
+        if command.end == "&":
+            self._restore(self.blocks[-1].before_list)
+
+    def scan(self, command: Command) -> None:
+        """Note which names a command sets; nothing is evaluated."""
+        self.position += 1
+        function = next((block for block in self.blocks if block.function), None)
+        self._after_keywords(command.words)
+        function = function or next((block for block in self.blocks if block.function), None)
+        for name in _names_set(command.words):
+            self.last_set[name] = self.position
+            if function:
+                self.set_in_function.setdefault(name, function.repeats_from)
+
+    def _state(self) -> _State:
+        return _State(dict(self.variables), list(self.args), self.ended)
+
+    def _restore(self, state: _State | None) -> None:
+        if state:
+            self.variables, self.args, self.ended = dict(state[0]), list(state[1]), state[2]
+
+    def _close(self) -> None:
+        """Leave a block; a subshell and a part of a pipe leave nothing set."""
+        self.status = None
+        if len(self.blocks) > 1:
+            self.closed = self.blocks.pop()
+            if self.closed.subshell or self.closed.piped:
+                self._restore(self.closed.before)
 
     def _after_keywords(self, words: list[str]) -> list[str]:
         """Open and close blocks; return the words of the simple command that is left."""
         while words:
-            block = self.blocks[-1] if self.blocks else _Block(True, True, "")
+            block = self.blocks[-1]
             match words[0]:
                 case "if":
                     self._open(True, words)
@@ -217,22 +300,26 @@ class _Script:
                     block.rest = block.rest if keyword != "then" else _all(block.rest, _not(chosen))
                 case "while" | "until" | "for" | "select" | "case":
                     self._open(None, words)
+                    self.blocks[-1].repeats_from = self.position
                     if words[0] in ("for", "select"):
                         self._set_unknown(words[1:2], words)
                     if words[0] not in ("while", "until"):
                         return []
-                case "{":
-                    self._open(not self.defines_function or None, words)
-                    self.blocks[-1].function = self.defines_function
-                    self.defines_function = False
+                case "{" | "(":
+                    self._open(True, words)
+                    self.blocks[-1].subshell = words[0] == "("
                 case "fi" | "done" | "esac" | "}":
-                    del self.blocks[-1:]
-                    self.status = None
+                    self._close()
                     return []
+                case ")":  # of a pattern of `case` otherwise
+                    if block.subshell:
+                        self._close()
                 case "function":
                     self.defines_function = True
-                    words = words[1:]
-                case "do":
+                    words = words[2:] if words[2:3] == ["()"] else words[1:]
+                case "coproc" if "{" in words or "(" in words:
+                    raise ValueError("`coproc` of several commands is not read")
+                case "do" | "time" | "!":
                     pass
                 case _ if words[1:2] == ["()"]:
                     self.defines_function = True
@@ -243,14 +330,20 @@ class _Script:
         return []
 
     def _open(self, entered: bool | None, words: list[str]) -> None:
-        reached = _all(self.reached, entered)
-        self.blocks.append(_Block(outer=reached, reached=reached, reason=" ".join(words)))
+        function, self.defines_function = self.defines_function, False
+        reached = _all(self.reached, None if function else entered)
+        block = _Block(reached, reached, " ".join(words), function=function)
+        block.repeats_from = self.position if function else -1
+        self.blocks.append(block)
 
     def _read_simple(self, words: list[str]) -> None:
         """Read a command that is no keyword."""
         self.status = True
+        if words[0] in ("command", "builtin") and len(words) > 1 and words[1] in _DECLARATIONS:
+            words = words[1:]
         if words[0] in _DECLARATIONS:
-            words = [word for word in words[1:] if _ASSIGNMENT.fullmatch(word)]
+            self._declare(words)
+            return
         command = list(dropwhile(_ASSIGNMENT.fullmatch, words))  # before it they are its own
         for word in () if command else words:
             self._assign(word)
@@ -271,12 +364,44 @@ class _Script:
                 self._set_unknown([name], command)
             case [text] if text.startswith("(("):
                 self.status = None
-                self._set_unknown(_SET_BY_SUM.findall(text), command)
             case ["eval" | "source" | ".", *_]:
-                self.may_set = f"`{textwrap.shorten(' '.join(command), 80)}`"
-                self.not_read.append(self.may_set)
+                self._set_anything(command)
             case _:
                 self._read_program(command)
+
+    def _declare(self, words: list[str]) -> None:
+        """Read `export` and the like: all values are expanded before the first is assigned."""
+        old = dict(self.variables)
+        values = {}
+        for word in words[1:]:
+            if match := _ASSIGNMENT.fullmatch(word):
+                self.variables = dict(old)
+                self._assign(word)
+                values[match[1]] = self.variables[match[1]]
+            elif not re.fullmatch(r"[-+]?\w+", word):
+                self.variables = dict(old)
+                self._set_anything(words)
+                return
+        self.variables = old | values
+        kinds = re.findall(r"[Aiuln]", "".join(word for word in words if word[0] in "-+"))
+        if words[0] != "export" and kinds:
+            self.of_kind.update(_names_set(words))
+            if "n" in kinds:
+                self._set_anything(words)
+        if self.in_function:
+            self._set_unknown([word for word in words[1:] if word.isidentifier()], words)
+
+    def _set_anything(self, words: list[str]) -> None:
+        """Make every variable unknown, after `source` and the like."""
+        self.may_set = f"`{textwrap.shorten(' '.join(words), 80)}`"
+        self.not_read.append(self.may_set)
+        self.status = None
+        if re.search(r"bin/activate[\"']?$", words[-1]):
+            return  # of a virtual environment: it sets PATH and names of its own
+        for name in self.variables.keys() - {"BASH_SOURCE"}:
+            self.variables[name] = _unknown(f"{name}, which {self.may_set} may set")
+        if words[0] == "eval" and re.search(r"\bset\b|[$`]", " ".join(words)):
+            self.args = [_unknown(f"the arguments, which {self.may_set} may set")]
 
     def _read_program(self, words: list[str]) -> None:
         called = self._expand_all(words)
@@ -286,6 +411,8 @@ class _Script:
             return
         # Whether a program succeeds is not known; a script that goes on without a folder is broken.
         self.status = True if called[0] in ("cd", "mkdir") else None
+        if called[0] in ("cd", "pushd", "popd"):
+            self._set_unknown(["PWD", "OLDPWD"], words)
         self.called.append(_shown(called[0]))
         if any(_CONFIG_KEY.match(word) for word in called):
             if self.reached is None and not self.runs:
@@ -293,7 +420,11 @@ class _Script:
             self.runs.append(called)
 
     def _set_args(self, words: list[str]) -> None:
-        if not self.reached and (words[0] == "shift" or "--" in words):
+        options = r"-[a-z]*o|[-+][a-zA-Z]+|pipefail|errexit|nounset|xtrace|posix|verbose|noglob"
+        if words[0] == "set" and "--" not in words:
+            if not all(re.fullmatch(options, word) for word in words[1:]):
+                self.args = [_unknown(f"the arguments, set by `{' '.join(words)}`")]
+        elif not self.reached:
             self.args = [_unknown(f"the arguments, as `{self._decides()}` leaves them")]
         elif words[0] == "shift":
             count = words[1] if len(words) > 1 else "1"
@@ -324,14 +455,23 @@ class _Script:
         elif raw.startswith("("):
             elements = [w for command in split_commands(raw[1:-1]) for w in command.words]
             value = self._expand_all(elements)
+            if any(re.match(r"\[[^]]*\]=", element) for element in elements):
+                value = _unknown(f"{name}=(...) with indices")
         else:
             value = " ".join(self._expand(raw, split=False))
-        before = self.variables.get(name, []) if plus else []
-        if isinstance(before, list) and (before or isinstance(value, list)):
-            value = [*before, *(value if isinstance(value, list) else [value])]
-        elif isinstance(before, str):
-            value = before + " ".join(value if isinstance(value, list) else [value])
+        before = self._variable(name)
+        if isinstance(value, str) and isinstance(before, list):
+            if self.reached is None and raw.startswith("("):
+                value = [*before, value] if plus else value
+            elif self.reached:  # bash sets the first one of the array
+                value = [f"{before[0] if plus and before else ''}{value}", *before[1:]]
+        elif plus and isinstance(value, list):
+            value = [*([before] if isinstance(before, str) else before or []), *value]
+        elif plus and isinstance(before, str) and isinstance(value, str):
+            value = before + value
         self.variables[name] = value
+        if _UNKNOWN.search("".join(value)):
+            self.status = None
 
     def _expand_all(self, words: Sequence[str]) -> list[str]:
         return [value for word in words for value in self._expand(word)]
@@ -349,14 +489,24 @@ class _Script:
         i = 0
         if not quoted and re.match(r"~(/|$)", text):
             current, i = str(self.variables.get("HOME", "~")), 1
+        literal = ""  # what stands in no quotes and is no expansion
         while i < len(text):
             end = part_end(text, i, quoted)
-            values = self._part(text[i:end], quoted, split)
-            i = end
+            part, i = text[i:end], end
+            literal += part if len(part) == 1 or part[0] == "(" else " "
+            values = self._part(part, quoted, split)
+            if split and not quoted and part[0] == "$" and part != text:
+                whole = " ".join(self._part(part, quoted, split=False))
+                if whole != whole.strip():  # a word ends at its blanks
+                    values = [_unknown(text)]
             if values:
                 first, *others = values
                 *done, current = [(current or "") + first, *others]
                 words += done
+        braces = split and re.search(r"\{[^{}]*(,|\.\.)[^{}]*\}", literal)
+        if not quoted and (braces or ":~" in literal):
+            key = re.match(r"[\w.+]+=|", text)
+            return [f"{key[0] if key else ''}{_unknown(text)}"]
         return words if current is None else [*words, current]
 
     def _part(self, part: str, quoted: bool, split: bool) -> list[str]:
@@ -378,7 +528,7 @@ class _Script:
             return [self._sum(part)]
         if part.startswith(("$(", "`")):
             return [self._substitution(part)]
-        if part.startswith("$'"):
+        if part.startswith(("$'", '$"', "$[")):
             return [_unknown(part)]
         text = part[2:-1] if part.startswith("${") else part[1:]
         return self._parameter(text, quoted, split)
@@ -407,7 +557,13 @@ class _Script:
             values = [""]
         if how and how[0] in "#%":
             pattern = " ".join(self._expand(word, quoted, split=False))
+            literal = re.search("[\"'\\\\]", word) and re.search(r"[*?]", pattern)
+            if literal or re.search(r"[\[(\\]", pattern):
+                pattern = _unknown(word)
             values = [_trimmed(value, how, pattern) for value in values]
+        joins = "*" in (name, (index or "")[1:-1])
+        if (split or joins) and self._variable("IFS") not in (None, " \t\n", _unknown("$IFS")):
+            return [_unknown(f"${{{text}}}, as IFS splits it")]
         if (name == "@" or index == "[@]") and (split or quoted):
             return [part for value in values for part in (value.split() if split else [value])]
         return " ".join(values).split() if split else [" ".join(values)]
@@ -416,16 +572,40 @@ class _Script:
         """Return the values of a parameter, one but for arrays; None if it is not set."""
         if not name.isidentifier():
             return self._special_values(name)
-        value = self.variables.get(name)
+        value = self._variable(name)
         if value is None:
             if not self.may_set and not self.in_function:
                 return None
             return [_unknown(f"{name}, which {self.may_set or 'a later line'} may set")]
         values = value if isinstance(value, list) else [value]
+        if isinstance(value, str) and _UNKNOWN.search(value):
+            return values
         if index in ("[@]", "[*]"):
             return values
         position = (index or "[0]")[1:-1]
-        return values[int(position) :][:1] if position.isdigit() else [_unknown(f"{name}{index}")]
+        if not position.isdigit():
+            return [_unknown(f"{name}{index}")]
+        return _element(values, int(position))
+
+    def _variable(self, name: str) -> str | list[str] | None:
+        """Return the value of a variable, unknown where another line may set it before."""
+        value = self.variables.get(name)
+        if value is not None and _UNKNOWN.search("".join(value)):
+            return value
+        if (
+            name in _OF_BASH
+            or name in self.of_kind
+            or (value is None and name in _OF_BASH_IF_UNSET)
+        ):
+            return _unknown(f"${name}")
+        ends = [self.last_set.get(key, -1) for key in (name, "*")]
+        starts = [block.repeats_from for block in self.blocks if block.repeats_from >= 0]
+        if starts and max(ends) >= starts[0]:
+            return _unknown(f"{name}, which a later line may set")
+        functions = [self.set_in_function.get(key, self.position + 1) for key in (name, "*")]
+        if min(functions) <= self.position:
+            return _unknown(f"{name}, which a function may set")
+        return value
 
     def _special_values(self, name: str) -> list[str] | None:
         if name in "?!-$":
@@ -433,8 +613,9 @@ class _Script:
         if name != "0" and self.in_function:
             return [_unknown(f"${name} of a function")]
         if name == "#":
-            return [str(len(self.args))]
-        return self.args if name in "@*" else [self.path, *self.args][int(name) :][:1] or None
+            lost = _UNKNOWN.search("".join(self.args))
+            return [_unknown("$#") if lost else str(len(self.args))]
+        return self.args if name in "@*" else _element([self.path, *self.args], int(name)) or None
 
     def _sum(self, part: str) -> str:
         """Return the value of `$((...))`; only + - * / % of numbers from 0 are read."""
@@ -446,7 +627,9 @@ class _Script:
 
     def _number(self, node: ast.expr) -> int:
         if isinstance(node, ast.Name):
-            return int((self._values(node.id, None) or ["0"])[0])
+            value = (self._values(node.id, None) or ["0"])[0]
+            if value.isdigit() and (value == "0" or value[0] != "0"):  # 010 is 8
+                return int(value)
         if isinstance(node, ast.Constant) and isinstance(node.value, int):
             return node.value
         if isinstance(node, ast.BinOp) and type(node.op) in _SUMS:
@@ -475,9 +658,9 @@ class _Script:
                 printed = os.path.dirname(path) or "."
             case ["", "basename", path]:
                 printed = os.path.basename(path)
-            case ["", "pwd"] if "cd" not in self.called:
+            case ["", "pwd"] if not {"cd", "pushd", "popd"} & {*self.called}:
                 printed = os.getcwd()
-            case ["", "cd", path, "&&", "pwd"] if "cd" not in self.called:
+            case ["", "cd", path, "&&", "pwd"] if not {"cd", "pushd", "popd"} & {*self.called}:
                 printed = os.path.abspath(path)
             case _:
                 printed = None
@@ -488,7 +671,10 @@ class _Script:
     def _test(self, words: list[str]) -> bool | None:
         """Return the outcome of `[ ... ]`; None if it is not known from the text."""
         raw = [word for word in words[1:] if word not in ("]", "]]")]
-        values = [" ".join(self._expand(word, split=False)) for word in raw]
+        if words[0] == "[[":
+            values = [" ".join(self._expand(word, split=False)) for word in raw]
+        else:
+            values = self._expand_all(raw)
         negated = values[:1] == ["!"]
         outcome = None
         match values[negated:]:
@@ -497,12 +683,42 @@ class _Script:
             case ["-n" | "-z" as how, text] if not _UNKNOWN.search(text):
                 outcome = bool(text) is (how == "-n")
             case [left, how, right] if not _UNKNOWN.search(left + right):
-                pattern = words[0] == "[[" and re.search(r"[*?[]", raw[-1])
+                pattern = words[0] == "[[" and re.search(r"[*?[(\\]", right)
                 if how in ("=", "==", "!=") and not pattern:
                     outcome = (left == right) is (how != "!=")
-                elif how in _COMPARISONS and left.isdigit() and right.isdigit():
+                elif how in _COMPARISONS and re.fullmatch(
+                    r"(0|[1-9]\d*) (0|[1-9]\d*)", f"{left} {right}"
+                ):
                     outcome = _COMPARISONS[how](int(left), int(right))
         return _not(outcome) if negated else outcome
+
+
+def _element(values: Sequence[str], position: int) -> list[str]:
+    """Return one value, or none; an unknown value before it may be several or none."""
+    unknown = [value for value in values[:position] if _UNKNOWN.search(value)]
+    return unknown[:1] or list(values[position : position + 1])
+
+
+def _set_by_sums(words: Sequence[str]) -> list[str]:
+    """Return the names that `$((X++))` and the like set."""
+    text = "\n".join(words)
+    sums = "\n".join(_SUM.findall(text))
+    return [name for names in _SET_BY_SUM.findall(sums) for name in names if name]
+
+
+def _names_set(words: Sequence[str]) -> list[str]:
+    """Return the names that a command may set, "*" where that may be any."""
+    found = _set_by_sums(words) + _SET_BY_DEFAULT.findall("\n".join(words))
+    for i, word in enumerate(words):
+        if match := re.match(r"[\"']?([A-Za-z_]\w*)(?:\[[^]]*\])?\+?=", word):
+            found.append(match[1])
+        elif word in (*_READERS, *_DECLARATIONS[2:], "for", "select", "printf"):
+            found += [m[0] for rest in words[i + 1 :] if (m := re.match(r"[A-Za-z_]\w*", rest))]
+        elif word in ("cd", "pushd", "popd"):
+            found += ["PWD", "OLDPWD"]
+        elif word in ("eval", "source", "."):
+            found += [] if re.search(r"bin/activate[\"']?$", words[-1]) else ["*"]
+    return found
 
 
 def _trimmed(value: str, how: str, pattern: str) -> str:
