@@ -32,13 +32,13 @@ _SET_BY_SUM = re.compile(
 )
 _SET_BY_DEFAULT = re.compile(r"\$\{([A-Za-z_]\w*)(?:\[[^]]*\])?:?=")
 # Bash sets these itself, whatever the environment says, and those where it says nothing.
-_OF_BASH = frozenset(
-    "_ UID EUID PPID SHLVL RANDOM SRANDOM SECONDS LINENO GROUPS DIRSTACK FUNCNAME PIPESTATUS "
-    "EPOCHSECONDS EPOCHREALTIME BASHPID BASHOPTS SHELLOPTS BASH_COMMAND BASH_LINENO "
-    "BASH_SUBSHELL BASH_VERSION BASH_VERSINFO REPLY OPTIND OPTARG OPTERR MAPFILE COPROC".split()
+_OF_BASH = re.compile(
+    "_|E?UID|PPID|SHLVL|S?RANDOM|SECONDS|LINENO|GROUPS|DIRSTACK|FUNCNAME|PIPESTATUS|REPLY|COPROC"
+    "|EPOCH(SECONDS|REALTIME)|(BASH|SHELL)OPTS|BASH(PID|_COMMAND|_LINENO|_SUBSHELL|_VERSION|"
+    "_VERSINFO)|OPT(IND|ARG|ERR)|MAPFILE"
 )
-_OF_BASH_IF_UNSET = frozenset(
-    "HOSTNAME HOSTTYPE OSTYPE MACHTYPE BASH PATH SHELL TERM PWD OLDPWD IFS PS4 COLUMNS LINES".split()
+_OF_BASH_IF_UNSET = re.compile(
+    "(HOST|OS|MACH)TYPE|HOSTNAME|BASH|PATH|SHELL|TERM|(OLD)?PWD|IFS|PS4|COLUMNS|LINES"
 )
 _READERS = ("read", "mapfile", "readarray", "getopts", "let", "unset")
 _PIPES = ("|", "|&")
@@ -287,7 +287,7 @@ class _Script:
             if self.closed.subshell or self.closed.piped:
                 self._restore(self.closed.before)
 
-    def _after_keywords(self, words: list[str]) -> list[str]:
+    def _after_keywords(self, words: list[str]) -> list[str]:  # noqa: PLR0912
         """Open and close blocks; return the words of the simple command that is left."""
         while words:
             block = self.blocks[-1]
@@ -336,7 +336,7 @@ class _Script:
         block.repeats_from = self.position if function else -1
         self.blocks.append(block)
 
-    def _read_simple(self, words: list[str]) -> None:
+    def _read_simple(self, words: list[str]) -> None:  # noqa: PLR0912
         """Read a command that is no keyword."""
         self.status = True
         if words[0] in ("command", "builtin") and len(words) > 1 and words[1] in _DECLARATIONS:
@@ -578,9 +578,7 @@ class _Script:
                 return None
             return [_unknown(f"{name}, which {self.may_set or 'a later line'} may set")]
         values = value if isinstance(value, list) else [value]
-        if isinstance(value, str) and _UNKNOWN.search(value):
-            return values
-        if index in ("[@]", "[*]"):
+        if index in ("[@]", "[*]") or (isinstance(value, str) and _UNKNOWN.search(value)):
             return values
         position = (index or "[0]")[1:-1]
         if not position.isdigit():
@@ -592,11 +590,8 @@ class _Script:
         value = self.variables.get(name)
         if value is not None and _UNKNOWN.search("".join(value)):
             return value
-        if (
-            name in _OF_BASH
-            or name in self.of_kind
-            or (value is None and name in _OF_BASH_IF_UNSET)
-        ):
+        of_bash = _OF_BASH.fullmatch(name) or name in self.of_kind
+        if of_bash or (value is None and _OF_BASH_IF_UNSET.fullmatch(name)):
             return _unknown(f"${name}")
         ends = [self.last_set.get(key, -1) for key in (name, "*")]
         starts = [block.repeats_from for block in self.blocks if block.repeats_from >= 0]

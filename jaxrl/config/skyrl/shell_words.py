@@ -30,7 +30,7 @@ class Command(NamedTuple):
     end: str = ""
 
 
-def split_commands(text: str) -> Iterator[Command]:
+def split_commands(text: str) -> Iterator[Command]:  # noqa: PLR0912
     """Yield the commands of a script in the order in which they are written.
 
     Raises:
