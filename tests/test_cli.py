@@ -31,7 +31,7 @@ def test_a_command_that_needs_arguments_is_refused_without(capsys):
 
 
 def test_help_behind_the_arguments_of_another_program_is_not_meant(capsys):
-    wraps = cli.command("how to call it", help_first=True)(lambda argv: len(argv))
+    wraps = cli.command("how to call it", help_first=True)(len)
     assert (wraps(["--help", "x"]), wraps(["run.sh", "-h", "10.0.0.1"])) == (0, 3)
 
 
