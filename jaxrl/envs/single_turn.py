@@ -10,6 +10,6 @@ class SingleTurnEnv(Env):
     """
 
     def step(self, action: str) -> StepOutput:
-        """End the conversation."""
+        """End the conversation after the first response; reward functions judge it."""
         self.turns += 1
         return StepOutput(observations=[], reward={}, done=True, metadata={})

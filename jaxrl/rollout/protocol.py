@@ -144,7 +144,7 @@ class Completion:
 
 
 class Sampler(Protocol):
-    """Take requests."""
+    """Draw samples for requests that may come at any time."""
 
     def submit(self, requests: Sequence[Request]) -> list[list[Future[Completion]]]:
         """Queue requests and return at once: one future per sample.

@@ -95,7 +95,7 @@ class OpenEnvEnv(Adapter):
         return _output(shown, reward, done=bool(result.done) or last)
 
     async def close(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """End the session."""
+        """Close the session on the server, which ends its episode."""
         if self._client is not None:
             await self._client.close()
 

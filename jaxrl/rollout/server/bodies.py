@@ -176,7 +176,7 @@ class SamplesBody(Body):
 
 
 class CompletionBody(SamplesBody):
-    """Describe POST /v1/completions."""
+    """Describe the body that asks for completions of prompts, POST /v1/completions."""
 
     prompt: Prompts
     add_special_tokens: bool = True
@@ -184,7 +184,7 @@ class CompletionBody(SamplesBody):
 
 
 class ChatBody(SamplesBody):
-    """Describe POST /v1/chat/completions."""
+    """Describe the body that asks for the next turn of a chat, POST /v1/chat/completions."""
 
     messages: Messages
     chat_template_kwargs: dict[str, Any] = {}
@@ -209,7 +209,7 @@ class TokenizeChatBody(Body):
 
 
 class DetokenizeBody(Body):
-    """Describe POST /detokenize."""
+    """Describe the body that asks for the text of token ids, POST /detokenize."""
 
     model: str | None = None
     tokens: list[int]
