@@ -7,10 +7,11 @@ Claim: at vocabulary 151,936, d 2048 and 16k tokens the temporaries of value and
 head are at most 0.6 GiB; those of logits [B, T, V] and a float32 log-softmax are more than 9 GiB.
 
 The head is `jaxrl.training.forward.score` from the last hidden states to log-probs and entropy, in
-rows of 1024 tokens that all want a log-prob, bfloat16 weights; "naive" unembeds the same hidden
-states at once. Both are differentiated by weights and hidden states. These gradients are outputs,
-not temporaries. `--step` compiles `accumulate` of whole models, by remat policy and mesh; its peak
-is arguments + outputs + temporaries of one device, AdamW's moments not included.
+rows of 1024 tokens that all want a log-prob, bfloat16 weights, by each kernel that the device has;
+"naive" unembeds the same hidden states at once. All are differentiated by weights and hidden
+states. These gradients are outputs, not temporaries. `--step` compiles `accumulate` of whole
+models, by remat policy and mesh; its peak is arguments + outputs + temporaries of one device,
+AdamW's moments not included.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from benchmarks import ahead_of_time
 from benchmarks.collectives import mesh_sizes
 from benchmarks.shapes import SHAPES, transformer_config
 from jaxrl.array_ops import Array
+from jaxrl.models.kernels import HEAD_LOG_PROBS
 from jaxrl.models.remat import REMAT_POLICIES
 from jaxrl.models.transformer import Params, abstract_params, head_axes
 from jaxrl.parallel import Placement, make_mesh
@@ -39,9 +41,15 @@ ROW = 1024  # tokens
 
 
 def ours(
-    head: Head, weights: Params, hidden: Array, rows: ModelRows, placement: Placement
+    kernel: str,
+    head: Head,
+    weights: Params,
+    hidden: Array,
+    rows: ModelRows,
+    placement: Placement,
 ) -> tuple[Array, Array]:
-    """Log-probs and entropy as the trainer computes them."""
+    """Log-probs and entropy as the trainer computes them by a kernel of `HEAD_LOG_PROBS`."""
+    head = dataclasses.replace(head, kernel=kernel)
     targets = Targets(rows.tokens[:, 1:], None)
     return score(head, weights, hidden[:, :-1], targets, rows.wanted[:, 1:], placement)
 
@@ -123,12 +131,15 @@ def measure_head(arguments: argparse.Namespace, device: jax.Device) -> list[dict
     """Temporaries of the head by number of tokens, printed as they come."""
     vocabulary, width = (512, 16) if arguments.smoke else (151_936, 2048)
     results = []
+    kernels = HEAD_LOG_PROBS.order[device.platform]
+    ways: dict[str, Callable[..., tuple[Array, Array]]] = {"naive": naive}
+    ways |= {name: functools.partial(ours, name) for name in kernels}
     print(f"head, vocabulary {vocabulary}, d {width}, temporaries on {device.device_kind}")
     for tokens in [64] if arguments.smoke else arguments.tokens:
         row: dict[str, Any] = {"tokens": tokens}
-        for name, scores in {"naive": naive, "ours": ours}.items():
+        for name, scores in ways.items():
             row[name] = head_temporaries(scores, vocabulary, width, tokens, device)
-        print(f"{tokens:>8} tokens   naive {show(row['naive'])}   ours {show(row['ours'])}")
+        print(f"{tokens:>8} tokens", *(f"{name} {show(row[name])}" for name in ways), sep="   ")
         results.append(row)
     return results
 

@@ -35,7 +35,7 @@ import jax
 
 from benchmarks import roofline
 from jaxrl import config as cfg
-from jaxrl.records.ledger import LedgerWriter
+from jaxrl.records.ledger.writer import LedgerWriter
 from jaxrl.train import BasePPOExp
 from jaxrl.trainer import Trainer
 from jaxrl.training.build import assemble_update

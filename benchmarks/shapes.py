@@ -9,58 +9,24 @@ random (`random_init`).
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from jaxrl.data.tokenizer import character_tokenizer
 from jaxrl.models.export import save_tokenizer
 from jaxrl.models.families import config_from_hf
 from jaxrl.models.transformer import TransformerConfig
-
-
-def _hf_config(
-    model_type: str,
-    layers: int,
-    hidden: int,
-    mlp: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    vocab: int,
-    *,
-    tied: bool = True,
-) -> dict[str, Any]:
-    return {
-        "architectures": [f"{model_type.capitalize()}ForCausalLM"],
-        "model_type": model_type,
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": mlp,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "vocab_size": vocab,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": tied,
-        "max_position_embeddings": 4096,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        "initializer_range": 0.02,
-        "dtype": "float32",
-    }
-
+from jaxrl.tools.prove.work import QWEN, hf_config
 
 SHAPES = {  # as in the config.json of Hugging Face
-    "smoke": _hf_config("qwen3", 1, 16, 32, 2, 1, 8, 64),
-    "3m": _hf_config("qwen3", 2, 256, 1024, 8, 4, 32, 4096),
-    "smollm2-135m": _hf_config("llama", 30, 576, 1536, 9, 3, 64, 49_152),
-    "qwen3-0.6b": _hf_config("qwen3", 28, 1024, 3072, 16, 8, 128, 151_936),
-    "qwen3-1.7b": _hf_config("qwen3", 28, 2048, 6144, 16, 8, 128, 151_936),
-    "qwen3-4b": _hf_config("qwen3", 36, 2560, 9728, 32, 8, 128, 151_936),
-    "qwen2.5-0.5b": _hf_config("qwen2", 24, 896, 4864, 14, 2, 64, 151_936),
-    "qwen2.5-1.5b": _hf_config("qwen2", 28, 1536, 8960, 12, 2, 128, 151_936),
-    "qwen2.5-3b": _hf_config("qwen2", 36, 2048, 11_008, 16, 2, 128, 151_936),
-    "qwen2.5-7b": _hf_config("qwen2", 28, 3584, 18_944, 28, 4, 128, 152_064, tied=False),
-    "qwen2.5-32b": _hf_config("qwen2", 64, 5120, 27_648, 40, 8, 128, 152_064, tied=False),
+    "smoke": hf_config("qwen3", 1, 16, 32, 2, 1, 8, 64),
+    "3m": hf_config("qwen3", 2, 256, 1024, 8, 4, 32, 4096),
+    "smollm2-135m": hf_config("llama", 30, 576, 1536, 9, 3, 64, 49_152),
+    "qwen3-0.6b": hf_config("qwen3", 28, 1024, 3072, 16, 8, 128, 151_936),
+    "qwen3-1.7b": hf_config("qwen3", 28, 2048, 6144, 16, 8, 128, 151_936),
+    "qwen3-4b": hf_config("qwen3", 36, 2560, 9728, 32, 8, 128, 151_936),
+    **QWEN,
+    "qwen2.5-3b": hf_config("qwen2", 36, 2048, 11_008, 16, 2, 128, 151_936),
+    "qwen2.5-7b": hf_config("qwen2", 28, 3584, 18_944, 28, 4, 128, 152_064, tied=False),
+    "qwen2.5-32b": hf_config("qwen2", 64, 5120, 27_648, 40, 8, 128, 152_064, tied=False),
 }
 
 GENERATION_PROMPT = ">"

@@ -48,13 +48,13 @@ from benchmarks.systems.worker import TrainWork
 from jaxrl import config as cfg
 from jaxrl.config import TrainConfig, resolve
 from jaxrl.data.microbatches import microbatches
-from jaxrl.data.packing import empty_batch, length_bucket
+from jaxrl.data.packing import length_bucket
 from jaxrl.models.placement import place_model
 from jaxrl.models.transformer import init_params
 from jaxrl.parallel import make_mesh, replicated
+from jaxrl.tools.prove.training import random_batch
 from jaxrl.training.build import assemble_update, make_forward_pass
 from jaxrl.training.optim import init_state
-from jaxrl.types import TrainBatch
 
 SKEWED, SCALE = "skewed", 0.45
 PRIME_RL = "prime-rl, public figure, 1 H100, RL step of 2 x 16,384 tokens: 16,500 tokens/s"
@@ -95,25 +95,6 @@ def make_work(shape: str, *, bf16: bool) -> TrainWork:
     )
 
 
-def make_batch(lengths: np.ndarray, vocabulary: int) -> TrainBatch:
-    """Random tokens; advantages of both signs."""
-    width = length_bucket(int(lengths.max()))
-    rng = np.random.default_rng(0)
-    column = np.arange(width)
-    real = column < lengths[:, None]
-    mask = (real & (column > 0)).astype(np.float32)
-    tokens = rng.integers(3, vocabulary, real.shape, dtype=np.int32)
-    return empty_batch(len(lengths), width, 0).replace(
-        tokens=np.where(real, tokens, 0),
-        lengths=lengths,
-        response_mask=mask,
-        loss_mask=mask,
-        old_log_probs=np.full(real.shape, -np.log(vocabulary), np.float32) * mask,
-        advantages=rng.choice([-1, 1], (len(lengths), 1)).astype(np.float32) * mask,
-        index=np.arange(len(lengths), dtype=np.int32),
-    )
-
-
 class Steps:
     """The trainer's update on one case."""
 
@@ -129,7 +110,8 @@ class Steps:
         shardings = jax.tree.map(lambda x: x.sharding, like.params)
         params = init_params(model, 0, shardings)
         self.state = init_state(optimizer, params, shardings, replicated(mesh))
-        self.batch = make_batch(lengths, model.vocab_size)
+        width = length_bucket(int(lengths.max()))
+        self.batch = random_batch(lengths, width, model.vocab_size)
         self.weights, _ = self.updater.weights(self.batch)
 
     def pad(self) -> "Steps":

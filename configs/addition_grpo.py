@@ -47,5 +47,4 @@ def get_config():
     trainer.ckpt_interval = 50
     trainer.max_ckpts_to_keep = 1
     config.environment.env_class = "addition"
-    config.environment.skyrl_gym.max_env_workers = 0  # microseconds of Python: threads only wait
     return config

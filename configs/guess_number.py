@@ -56,5 +56,4 @@ def get_config():
     trainer.max_ckpts_to_keep = 2
     trainer.logger = ["console", "tensorboard"]
     config.environment.env_class = "guess_number"
-    config.environment.skyrl_gym.max_env_workers = 0  # microseconds of Python: threads only wait
     return config

@@ -21,6 +21,8 @@ IntB = Annotated[Array, "int [B]"]
 FloatScalar = Annotated[Array, "float []"]
 Logits = Annotated[Array, "float [..., V]"]
 Tokens = Annotated[Array, "int [...]"]  # as many dims as the logits have before V
+# Those that a config may name for weights and activations.
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
 def assert_per_token(*arrays: FloatBT, mask: MaskBT | None = None) -> None:

@@ -7,8 +7,8 @@
     --losses       names or "module:function", each with changes of trainer.algorithm if you like:
                    regular+eps_clip_high=0.28,gspo+loss_reduction=sequence_mean
     --estimators   likewise, e.g. grpo,rloo+advantage_batch_normalize=true; default: the run's own
-    --minibatch    of the step, from 1 over all its passes (default 1); the run's own updates on
-                   those before it are made first, so that ratios are not all 1
+    --minibatch    of the step, from 1 over all its passes (default: the last); the run's own
+                   updates on those before it are made first, so that ratios are not all 1
     --checkpoint   to start from instead of the newest before the step: .../global_step_<N>, or
                    "start" for what the run began with, its models or a checkpoint of another run
     --device-count devices of the CPU, if not as many as the run had
@@ -20,12 +20,16 @@ differs is said first.
 Exit status 0, or 2: the run cannot be read, or a choice makes no sense. docs/replay.md explains.
 """
 
+from jaxrl import cli
+
+if __name__ == "__main__":
+    cli.answer_early(__doc__)
+
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl import cli
 from jaxrl.files import check_file, replace_text
 from jaxrl.tools.compare.table import as_json, check_picture, compare, described, heat_map, table
 from jaxrl.tools.replay.recorded_run import RecordedRun, use_devices
@@ -39,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     arguments.add_argument("--step", type=int, required=True)
     arguments.add_argument("--losses", required=True)
     arguments.add_argument("--estimators")
-    arguments.add_argument("--minibatch", type=int, default=1)
+    arguments.add_argument("--minibatch", type=int)
     arguments.add_argument("--checkpoint")
     arguments.add_argument("--device-count", type=int)
     arguments.add_argument("--json", type=Path)
@@ -56,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         minibatch=options.minibatch,
         checkpoint=options.checkpoint,
     )
-    where = f"{options.run}, step {options.step}, minibatch {options.minibatch}"
+    where = f"{options.run}, step {options.step}, minibatch {found.minibatch}"
     if options.json is not None:
         replace_text(options.json, json.dumps(as_json(found), indent=2) + "\n")
     if options.plot is not None:

@@ -19,12 +19,27 @@ Exit status: 0 every check passed, 1 one failed (cause and fix are printed), 2 b
 docs/doctor.md says what each check looks at.
 """
 
-import json
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrl import cli, config as cfg
+
+ARGUMENTS = cli.Arguments()
+ARGUMENTS.add_argument("--json", type=Path)
+ARGUMENTS.add_argument("--only", default="")
+ARGUMENTS.add_argument("--experiment")
+ARGUMENTS.add_argument("--sft", action="store_true")
+ARGUMENTS.add_argument("--env", action="store_true")
+
+if __name__ == "__main__":
+    cli.answer_early(
+        __doc__,
+        lambda words: "--env" in words or cfg.read_early(ARGUMENTS.parse_known_args(words)[1]),
+    )
+
+import json
+import sys
+from collections.abc import Sequence
+
 from jaxrl.files import check_file, replace_text
 from jaxrl.parallel.devices import check_devices
 from jaxrl.tools.doctor import report
@@ -38,13 +53,7 @@ __all__ = ["examine", "main"]  # `examine` is for those who call it in Python
 @cli.command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run `python -m jaxrl.doctor --config=FILE [--only=...] [--json=FILE]`, or `--env`."""
-    arguments = cli.Arguments()
-    arguments.add_argument("--json", type=Path)
-    arguments.add_argument("--only", default="")
-    arguments.add_argument("--experiment")
-    arguments.add_argument("--sft", action="store_true")
-    arguments.add_argument("--env", action="store_true")
-    options, words = arguments.parse_known_args(argv)
+    options, words = ARGUMENTS.parse_known_args(argv)
     check_file("--json", options.json)
     check_devices()
     if options.env:

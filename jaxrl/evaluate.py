@@ -13,10 +13,19 @@ The prompts are data.val_data. docs/evaluation.md says what the numbers mean,
 docs/configuration.md has the fields generator.eval_* and all others.
 """
 
+from jaxrl import cli, config as cfg
+
+ARGUMENTS = cli.Arguments()
+ARGUMENTS.add_argument("--subject")
+ARGUMENTS.add_argument("--step", type=int)
+ARGUMENTS.add_argument("--output")
+
+if __name__ == "__main__":
+    cli.answer_early(__doc__, lambda words: cfg.read_early(ARGUMENTS.parse_known_args(words)[1]))
+
 import sys
 from collections.abc import Sequence
 
-from jaxrl import cli, config as cfg
 from jaxrl.parallel.devices import check_devices
 from jaxrl.tools.evaluate.scores import evaluate_subject, table
 from jaxrl.training.eval_metrics import METHOD
@@ -25,11 +34,7 @@ from jaxrl.training.eval_metrics import METHOD
 @cli.command(__doc__, mendable=cli.MENDABLE_WITH_EXTRAS)
 def main(argv: Sequence[str]) -> int:
     """Run `python -m jaxrl.evaluate --config=FILE [--subject=WHAT] [--config.a.b=value ...]`."""
-    arguments = cli.Arguments()
-    arguments.add_argument("--subject")
-    arguments.add_argument("--step", type=int)
-    arguments.add_argument("--output")
-    options, words = arguments.parse_known_args(argv)
+    options, words = ARGUMENTS.parse_known_args(argv)
     config = cfg.read_command_line(words)
     check_devices()
     results = evaluate_subject(config, options.subject, step=options.step, output=options.output)

@@ -9,6 +9,7 @@ from pathlib import Path
 from etils import epath
 
 SCHEMES = ("gs", "s3")
+_OF_GOOGLE = "; for credentials, gcloud auth application-default login"
 
 
 class FolderError(ValueError):
@@ -45,12 +46,13 @@ def writable_folder(field: str, path: str | os.PathLike[str]) -> epath.Path:
         with missing_packages_named(field, os.fspath(path)):
             folder.mkdir(parents=True, exist_ok=True)
             probe = folder / f".jaxrl_write_test_{uuid.uuid4().hex}"  # of this process alone
-            probe.write_text("")
+            probe.write_text("", encoding="utf-8")
             probe.unlink()
     except OSError as error:
         raise ValueError(
             f"{field}={os.fspath(path)!r} is not a folder that this run can write to "
             f"({type(error).__name__}: {error}). Choose another, or change its permissions"
+            f"{_OF_GOOGLE if os.fspath(path).startswith('gs://') else ''}"
         ) from error
     return folder
 
@@ -68,8 +70,8 @@ def missing_packages_named(field: str, path: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise ValueError(
-            f"{field}={path!r} needs a package that is not installed ({error}): "
-            "pip install 'jaxrl[gcs]'"
+            f"{field}={path!r} needs a package that is not installed ({error}): pip install "
+            f"{'s3fs' if path.startswith('s3://') else repr('jaxrl[gcs]')}"
         ) from error
 
 

@@ -12,38 +12,46 @@ sends, and its least time. Of GPUs that are not here (--topology=h100:8) the sam
 Exit status: 0 it fits, 1 it does not (changes that make it fit are named), 2 bad input.
 """
 
+from pathlib import Path
+
+from jaxrl import cli, config as cfg
+
+ARGUMENTS = cli.Arguments()
+ARGUMENTS.add_argument("--topology")
+ARGUMENTS.add_argument("--hbm-gib", type=float)
+ARGUMENTS.add_argument("--chips-per-host", type=int)
+ARGUMENTS.add_argument("--json", type=Path)
+ARGUMENTS.add_argument("--estimate", action="store_true")
+
+if __name__ == "__main__":
+    cli.answer_early(__doc__, lambda words: cfg.read_early(ARGUMENTS.parse_known_args(words)[1]))
+
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 
-from jaxrl import cli, config as cfg
 from jaxrl.files import replace_text, writable_folder
 from jaxrl.parallel.devices import check_devices
 from jaxrl.tools.plan import report
 from jaxrl.tools.plan.costs import Compiler, estimated
 from jaxrl.tools.plan.plan import make_plan
 from jaxrl.tools.plan.remedies import find_remedies
-from jaxrl.tools.plan.topology import machine
+from jaxrl.tools.plan.topology import machine, make_stand_ins
 
 
 @cli.command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run `python -m jaxrl.plan --config=FILE [--topology=...] [--hbm-gib=...] [--json=FILE]`."""
-    arguments = cli.Arguments()
-    arguments.add_argument("--topology")
-    arguments.add_argument("--hbm-gib", type=float)
-    arguments.add_argument("--chips-per-host", type=int)
-    arguments.add_argument("--json", type=Path)
-    arguments.add_argument("--estimate", action="store_true")
-    options, words = arguments.parse_known_args(argv)
+    options, words = ARGUMENTS.parse_known_args(argv)
     config = cfg.read_command_line(words)
     if options.json is not None:
         writable_folder("--json", options.json.parent)
-    if options.topology is not None:  # nobody asks for the devices that are here
+    if options.topology is not None:  # nobody asks for what is here: devices, checkpoints
         jax.config.update("jax_platforms", "cpu")
+        make_stand_ins(options.topology)
+        config = cfg.apply_overrides(config, {"trainer.resume_mode": "none"})
     check_devices()
     devices = machine(options.topology, options.hbm_gib, options.chips_per_host)
     compiled, estimates = Compiler(), options.estimate or devices.stand_in

@@ -20,10 +20,14 @@ Exit status 0: bit-identical; 1: not, and where first; 2: the run cannot be repl
 docs/replay.md explains.
 """
 
+from jaxrl import cli
+
+if __name__ == "__main__":
+    cli.answer_early(__doc__)
+
 import sys
 from collections.abc import Sequence
 
-from jaxrl import cli
 from jaxrl.tools.replay.recorded_run import CorruptedRollouts, RecordedRun, use_devices
 from jaxrl.tools.replay.steps import Compared, against, replay
 

@@ -7,10 +7,14 @@ docs/serving.md has the routes, the limits, and what to know before others can r
 docs/configuration.md the fields serve.* and generator.*.
 """
 
+from jaxrl import cli, config as cfg
+
+if __name__ == "__main__":
+    cli.answer_early(__doc__, cfg.read_early)
+
 import sys
 from collections.abc import Sequence
 
-from jaxrl import cli, config as cfg
 from jaxrl.parallel.devices import check_devices
 from jaxrl.rollout.server.build import make_server, serve_jetstream
 
@@ -25,7 +29,8 @@ def main(argv: Sequence[str]) -> int:
     if config.serve.grpc_port is not None:
         grpc = serve_jetstream(config, server)
         print(f"serving JetStream's clients at port {grpc.bound_port}")
-    print(f"serving {server.served.name} at {server.url}; {server.host.describe()}", flush=True)
+    print(f"serving {server.served.name} at {server.url}; {server.host.describe()}")
+    print(f"requests name it: model={server.served.name!r}", flush=True)
     try:
         server.join()
     except KeyboardInterrupt:

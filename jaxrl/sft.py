@@ -7,6 +7,11 @@ sharding, packing, adapters, checkpoints and exports are those of `jaxrl.train`.
 which fields of docs/configuration.md are read.
 """
 
+from jaxrl import cli, config as cfg
+
+if __name__ == "__main__":
+    cli.answer_early(__doc__, cfg.read_early)
+
 import contextlib
 import dataclasses
 import itertools
@@ -18,9 +23,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
-from jaxrl import cli, config as cfg
+from jaxrl import activity
 from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.microbatching import update_microbatching
 from jaxrl.config.platform_defaults import settle
@@ -46,13 +50,14 @@ from jaxrl.records.checkpoint import (
     UnreadableCheckpoint,
     recorded_settings,
     resume,
+    where_it_resumes,
 )
+from jaxrl.records.display import Display, display_of
 from jaxrl.records.loggers import check_installed
-from jaxrl.records.progress import progress_bar
 from jaxrl.records.resume_identity import fingerprint
 from jaxrl.records.run_folders import RunFolders
 from jaxrl.records.run_logger import RunLogger
-from jaxrl.training.build import assemble_policy, assemble_update
+from jaxrl.training.build import assemble_policy, assemble_update, attention_kernel, head_kernel
 from jaxrl.training.objective import step_metrics
 from jaxrl.training.optim import init_state
 from jaxrl.types import TrainBatch, TrainState
@@ -77,6 +82,7 @@ class SFTTrainer:
         model: its architecture.
         mesh: devices.
         train_data, eval_data: tokenised conversations; no evaluation without the latter.
+        display: what a person sees of the run.
 
     Raises:
         ValueError: fewer conversations than a batch, or rows that cannot hold the longest.
@@ -91,6 +97,7 @@ class SFTTrainer:
         mesh: jax.sharding.Mesh,
         train_data: Sequence[Conversation],
         eval_data: Sequence[Conversation],
+        display: Display,
     ) -> None:
         self.config, self.tokenizer, self.model, self.mesh = config, tokenizer, model, mesh
         self.train_data, self.eval_data = train_data, eval_data
@@ -108,6 +115,7 @@ class SFTTrainer:
         if trainer.max_training_steps is not None:
             self.total_steps = min(self.total_steps, trainer.max_training_steps)
         self.folders: RunFolders | None = None  # held; None: `train` takes them
+        self.display = display
         self.state: TrainState
         self.logger: RunLogger
         self._build()
@@ -132,6 +140,8 @@ class SFTTrainer:
         self.checkpointer = Checkpointer(trainer.ckpt_path, max_to_keep=trainer.max_ckpts_to_keep)
         self.meta = {
             "config": cfg.get_config_as_dict(self.config),
+            "mesh": dict(self.mesh.shape),
+            "total_steps": self.total_steps,
             "data": fingerprint(self.train_data),
             "functions": {},
         }
@@ -164,16 +174,16 @@ class SFTTrainer:
             run_name=trainer.run_name,
         )
         if first >= self.total_steps:
-            print(
-                f"nothing to do: {trainer.ckpt_path} holds step {first} of {self.total_steps}. "
-                "Raise trainer.epochs, or choose another trainer.run_name to start again"
-            )
+            activity.say(cfg.nothing_to_do(trainer, first, self.total_steps))
+        self.display.course.begin(first, self.total_steps)
+        for line in self.logger.lines.earlier:
+            self.display.course.read(int(line["step"]), line)
         with (
             CompilationWatch(warm_after=first + 1) as self.watch,
             contextlib.closing(self),
             contextlib.closing(self.logger),
+            self.display,
             contextlib.closing(self.checkpointer),  # waits for the save under way, come what may
-            progress_bar(trainer.run_name, self.total_steps, first, shown=is_first()) as bar,
         ):
             if first < self.total_steps:
                 self.warm_up()
@@ -186,9 +196,6 @@ class SFTTrainer:
                     metrics |= self.evaluate()
                 self.record(step, metrics)
                 self.save(step)
-                shown = {n: f"{metrics[n]:.3g}" for n, _ in CURVES if n in metrics}
-                bar.set_postfix(shown, refresh=False)  # `update` draws it
-                bar.update()
             self.logger.plot(CURVES, "loss per token")
         return self.state
 
@@ -204,7 +211,7 @@ class SFTTrainer:
         numbers = {"step": np.int32(step), "batches_drawn": np.int32(step)}
         self.state = self.state.replace(**put(numbers, self.abstract_state.step.sharding))
         if metrics["policy/skipped_updates"]:
-            tqdm.write(f"step {step}: the update was skipped, its gradient was not finite")
+            activity.warn(f"step {step}: the update was skipped, its gradient was not finite")
         seconds = time.perf_counter() - started
         tokens, rows = int(batch.lengths.sum()), len(batch.lengths)
         return {ours: metrics[name] for name, ours in NAMES.items()} | {
@@ -234,12 +241,14 @@ class SFTTrainer:
             return {}
         started, size = time.perf_counter(), self.config.trainer.eval_batch_size
         loss, tokens = 0.0, 0
-        for first in range(0, len(self.eval_data), size):
-            rows = self.eval_data[first : first + size]
-            batch = conversation_batch(rows, self.eval_cut.batch_width)
-            log_probs, _ = self.forward_pass(self.params, batch, microbatching=self.eval_cut)
-            loss -= float(np.sum(log_probs * batch.loss_mask, dtype=np.float64))
-            tokens += int(batch.loss_mask.sum())
+        with activity.doing("evaluating", len(self.eval_data)) as done:
+            for first in range(0, len(self.eval_data), size):
+                rows = self.eval_data[first : first + size]
+                batch = conversation_batch(rows, self.eval_cut.batch_width)
+                log_probs, _ = self.forward_pass(self.params, batch, microbatching=self.eval_cut)
+                loss -= float(np.sum(log_probs * batch.loss_mask, dtype=np.float64))
+                tokens += int(batch.loss_mask.sum())
+                done.done += len(rows)
         return {
             "eval/loss": loss / tokens,
             "eval/trained_tokens": tokens,
@@ -250,15 +259,17 @@ class SFTTrainer:
         """Compile what the steps and evaluations will run, all but the optimizer's own update."""
         started, settings = time.perf_counter(), self.config.trainer
         widths = self.eval_cut.batch_widths(min(self.lengths), max(self.lengths))
-        for width in widths:
-            length = min(width, settings.packed_length or width)
-            empty = empty_batch(settings.train_batch_size, width, length, log_probs=False)
-            self.updater.warm_up(self.params, empty)
-            for rows in self.eval_cut.batch_sizes(length) if self.eval_data else ():
-                empty = empty_batch(rows, width, length, log_probs=False)
-                self.forward_pass(self.params, empty, microbatching=self.eval_cut)
+        with activity.doing("compiling", len(widths)) as compiling:
+            for width in widths:
+                compiling.next(f"rows of {width} tokens")
+                length = min(width, settings.packed_length or width)
+                empty = empty_batch(settings.train_batch_size, width, length, log_probs=False)
+                self.updater.warm_up(self.params, empty)
+                for rows in self.eval_cut.batch_sizes(length) if self.eval_data else ():
+                    empty = empty_batch(rows, width, length, log_probs=False)
+                    self.forward_pass(self.params, empty, microbatching=self.eval_cut)
         checksums(self.state)  # as a save does
-        tqdm.write(f"rows of {widths} tokens; compiled in {time.perf_counter() - started:.1f} s")
+        activity.say(f"rows of {widths} tokens; compiled in {time.perf_counter() - started:.1f} s")
 
     # ---------------------------------------------------------------- what is kept
 
@@ -270,7 +281,7 @@ class SFTTrainer:
         mode, path = trainer.resume_mode, trainer.resume_path
         state = resume(self.checkpointer, mode, path, self.abstract_state, self.meta)
         if state is not None:
-            print(f"resuming after step {int(state.step)}")
+            activity.say(f"resuming after step {int(state.step)}")
             return state
         return init_state(
             self.optimizer,
@@ -281,7 +292,9 @@ class SFTTrainer:
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
         """Write the numbers of a step, and what was compiled since the last."""
-        self.logger.log(step, metrics | self.watch.metrics(step))
+        logs = metrics | self.watch.metrics(step)
+        self.logger.log(step, logs)
+        self.display.stepped(step, logs)
 
     def save(self, step: int) -> None:
         """Export and checkpoint when they are due: by interval, at epoch ends, after the last."""
@@ -296,14 +309,15 @@ class SFTTrainer:
         if saves:
             self.logger.plot(CURVES, "loss per token")
             self.logger.flush()
-            self.checkpointer.save(step, self.state, self.meta)  # last: a resumed run goes on here
+            with activity.doing(f"saving step {step}"):  # last: a resumed run goes on here
+                self.checkpointer.save(step, self.state, self.meta)
 
     def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder, or its adapters as a PEFT folder."""
         path = self.config.trainer.policy.model.path or ""  # validated
         settings = hf.load_generation_config(path)
         self.policy.export(folder, self.state.params, self.tokenizer, settings)
-        tqdm.write(f"exported the policy to {folder}")
+        activity.say(f"exported the policy to {folder}")
 
     def close(self) -> None:
         """Let go of the folders of the run."""
@@ -345,6 +359,12 @@ def build(config: Any) -> SFTTrainer:
 
 
 def _load_all(config: cfg.TrainConfig, chosen: Any) -> SFTTrainer:
+    watched = config.trainer
+    display = display_of(  # before the data are loaded, which says how many there are
+        watched.run_name,
+        watched.watching.display,
+        shown=is_first() and "console" in cfg.logger_names(watched.logger),
+    )
     evaluated = config.trainer.eval_interval > 0
     check_files([*config.data.train_data, *(config.data.val_data if evaluated else ())])
     role, template = config.trainer.policy, config.generator.chat_template
@@ -359,13 +379,16 @@ def _load_all(config: cfg.TrainConfig, chosen: Any) -> SFTTrainer:
         mesh=mesh,
         train_data=_load(config, tokenizer, config.data.train_data),
         eval_data=_load(config, tokenizer, config.data.val_data if evaluated else []),
+        display=display,
     )
-    print(cfg.sft_card(config, mesh.size, max(trainer.lengths), chosen))
-    print(f"trained: {trainer.policy.size()}")
-    print(
-        f"mesh {dict(mesh.shape)} of {jax.default_backend()}, "
-        f"run folder {cfg.run_folder(config.trainer)}"
-    )
+    device = mesh.devices.flat[0]
+    choices = [choose(config.trainer, model, device) for choose in (attention_kernel, head_kernel)]
+    lines = [*chosen, *(f"kernel: {choice}" for choice in choices)]
+    card = cfg.sft_card(config, mesh.size, max(trainer.lengths), lines)
+    trainer.display.card(card, lambda width: card)
+    activity.say(f"trained: {trainer.policy.size()}")
+    activity.detail(f"mesh {dict(mesh.shape)} of {jax.default_backend()}")
+    activity.say(f"run folder {cfg.run_folder(config.trainer)}")
     print_example(tokenizer, trainer.train_data[0])
     return trainer
 
@@ -382,11 +405,13 @@ def _load(config: cfg.TrainConfig, tokenizer: Any, sources: Sequence[str]) -> li
         chat_template_kwargs=config.generator.chat_template_kwargs,
     )
     noted = ", ".join(f"{number} {what}" for what, number in counts.items() if number)
-    print(f"{len(found)} conversations from {', '.join(sources)}{noted and f'; {noted}'}")
+    activity.say(f"{len(found)} conversations from {', '.join(sources)}{noted and f'; {noted}'}")
     imitated = [itertools.compress(c.tokens, c.loss_mask) for c in found]
     endless = sum(stops.isdisjoint(tokens) for tokens in imitated)
     if endless:
-        print(f"{endless} of them end no turn with {sorted(stops)}: stopping is not learnt there")
+        activity.warn(
+            f"{endless} of them end no turn with {sorted(stops)}: stopping is not learnt there"
+        )
     return found
 
 
@@ -398,7 +423,7 @@ def print_example(tokenizer: Any, conversation: Conversation) -> None:
     texts = [tokenizer.decode(part) for part in parts]
     imitated = [bool(mask[start]) for start in (0, *cuts)]
     pairs = zip(texts, imitated, strict=True)
-    print("".join(f"[[{text}]]" if loud else text for text, loud in pairs))
+    activity.say("".join(f"[[{text}]]" if loud else text for text, loud in pairs))
 
 
 def sft(config: Any) -> SFTTrainer:
@@ -421,6 +446,8 @@ def main(argv: Sequence[str]) -> int:
         return cli.refuse(error)
     try:
         trainer.train()
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(where_it_resumes(trainer.config.trainer)) from error
     except (CheckpointError, FolderError) as error:
         cli.refuse(error)
         return cli.CRASHED if isinstance(error, UnreadableCheckpoint) else cli.REFUSED

@@ -9,66 +9,92 @@ Every field of docs/configuration.md can be set: --config.<path>=<value>. `train
 training step; this file puts its parts together.
 """
 
+from jaxrl import cli, config as cfg
+
+if __name__ == "__main__":
+    cli.answer_early(__doc__, cfg.read_early)
+
 import contextlib
 import dataclasses
+import functools
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import jax
+from jax.sharding import Mesh
 
-from jaxrl import cli, config as cfg
+from jaxrl import activity
+from jaxrl.array_ops import DTYPES
 from jaxrl.config.dataclass_config import flatten
-from jaxrl.config.model import DTYPES
-from jaxrl.config.objective_requirements import needs_reference
+from jaxrl.config.objective_requirements import needs_reference, updates_per_step
+from jaxrl.config.oddities import warn_of_scale
 from jaxrl.config.platform_defaults import Settled, settle
 from jaxrl.data.card import DataCard, data_card
 from jaxrl.data.order import DataOrder
 from jaxrl.data.prompts import check_files, load_prompts
-from jaxrl.data.tokenizer import check_vocabulary, load_tokenizer
+from jaxrl.data.tokenizer import check_vocabulary, load_tokenizer, unknown_text, unknown_token
 from jaxrl.envs import NEED_TRUTH
 from jaxrl.envs.json_request import RequestError
 from jaxrl.envs.readiness import ServerAwayError, check_environments
 from jaxrl.files import FolderError
+from jaxrl.functions import says_all
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel
+from jaxrl.models.hf import ModelError
 from jaxrl.models.transformer import TransformerConfig
 from jaxrl.parallel import is_first, make_mesh, same_in_all
 from jaxrl.parallel.compilation import enable_cache
 from jaxrl.parallel.devices import check_devices
 from jaxrl.parallel.processes import joined_main
 from jaxrl.records.callbacks import TrainingCallback, load_callbacks
-from jaxrl.records.checkpoint import CheckpointError, UnreadableCheckpoint, recorded_settings
+from jaxrl.records.checkpoint import (
+    CheckpointError,
+    UnreadableCheckpoint,
+    UnsavedCheckpoint,
+    recorded_settings,
+    where_it_resumes,
+)
 from jaxrl.records.ledger import LedgerError
 from jaxrl.records.run_folders import RunFolders
-from jaxrl.rollout.build import engine_of_run
+from jaxrl.registry.contracts import ContractError
+from jaxrl.registry.trial import try_functions
+from jaxrl.rollout.build import engine_kernel, engine_of_run
 from jaxrl.rollout.build_jetstream import jetstream_engine
 from jaxrl.rollout.conversations.across_processes import AbsentEngine
 from jaxrl.rollout.conversations.conversation import ConversationGenerator
 from jaxrl.rollout.conversations.dynamic_sampling import DynamicSamplingError
 from jaxrl.rollout.conversations.environment_pool import EnvironmentPool
 from jaxrl.rollout.conversations.reward_terms import RewardTermError, RewardTerms
+from jaxrl.rollout.conversations.session import EnvironmentFailure
 from jaxrl.rollout.conversations.trajectories import AllFailed
+from jaxrl.rollout.conversations.trial import try_environments
 from jaxrl.rollout.generator import GeneratorInterface
 from jaxrl.rollout.native.recompute import RecomputeEngine
 from jaxrl.rollout.protocol import Engine
 from jaxrl.rollout.server.build import served_model
 from jaxrl.rollout.server.server import AddressError, HttpServer
 from jaxrl.train_async import AsyncTrainer
-from jaxrl.trainer import Trainer
-from jaxrl.training.build import devices_of
+from jaxrl.trainer import NothingLearnt, Trainer
+from jaxrl.training.build import attention_kernel, devices_of, head_kernel
 from jaxrl.training.evaluation import check_sources
 from jaxrl.training.resident_memory import beside_the_engine
 from jaxrl.types import Prompt
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # What ends a run and is the user's to mend; every checkpoint before it is whole.
 _MENDABLE = (
     AddressError,
     AllFailed,
     CheckpointError,
+    ContractError,
     DynamicSamplingError,
     FolderError,
     LedgerError,
+    NothingLearnt,
+    ModelError,
     RewardTermError,
 )
 
@@ -83,7 +109,9 @@ class BasePPOExp:
     server: HttpServer | None = None  # once `build` has made it
 
     def __init__(self, config: Any) -> None:
-        resolved = cfg.resolve(cfg.to_train_config(config))
+        resolved = cfg.resolve(cfg.with_row_files(config))
+        if (type(self).run, type(self).get_prompts) != (BasePPOExp.run, BasePPOExp.get_prompts):
+            cfg.write_row_files(resolved)  # they may open them; else `build` writes them
         self.too_long: dict[str, int] = {}  # prompts of each source that were left out
         check_devices()
         same_in_all("configs", flatten(resolved))
@@ -117,7 +145,7 @@ class BasePPOExp:
         return load_tokenizer(path, template.name_or_path if template.source == "file" else None)
 
     def get_prompts(self, sources: Sequence[str]) -> list[Prompt]:
-        """Load the prompts of data sets, tokenised; print how many, and how many are too long."""
+        """Load the prompts of data sets, tokenised; note how many are too long."""
         if not sources:
             return []
         prompts, dropped = load_prompts(
@@ -127,15 +155,10 @@ class BasePPOExp:
             default_env_class=self.config.environment.env_class,
             chat_template_kwargs=self.config.generator.chat_template_kwargs,
         )
-        print(
-            f"{len(prompts)} prompts from {', '.join(sources)}; {sum(dropped)} too long, left out"
-        )
         self.too_long |= dict(zip(sources, dropped, strict=True))
         return prompts
 
-    def get_engine(
-        self, model: TransformerConfig | AdaptedModel, mesh: jax.sharding.Mesh
-    ) -> Engine:
+    def get_engine(self, model: TransformerConfig | AdaptedModel, mesh: Mesh) -> Engine:
         """Make the sampler, on the devices of `mesh`: the trainer's, or others in their place."""
         settings = self.config.generator.inference_engine
         if settings.backend == "jetstream":
@@ -193,12 +216,48 @@ class BasePPOExp:
         )
 
     def check_environments(self, prompts: Sequence[Prompt]) -> None:
-        """Refuse prompts whose environment cannot be made here; see `envs.readiness`."""
+        """Refuse environments that cannot be made here or do not work, and such reward functions.
+
+        See `envs.readiness`, `rollout.conversations.trial`.
+        """
         if type(self).get_generator is not BasePPOExp.get_generator:
             return  # which may have environments of its own
-        gym, max_turns = self.config.environment.skyrl_gym, self.config.generator.max_turns
+        environment, max_turns = self.config.environment, self.config.generator.max_turns
+        gym = environment.skyrl_gym
         settings = cfg.get_config_as_dict(gym)
         check_environments(prompts, settings, max_turns, make=not gym.ray_env_workers)
+        if gym.ray_env_workers:
+            return  # where these live
+        try:
+            try_environments(
+                prompts,
+                RewardTerms(environment.reward_weights, environment.reward_functions),
+                self.tokenizer,
+                env_config=settings,
+                max_turns=max_turns,
+                max_env_workers=gym.max_env_workers,
+                timeout_seconds=gym.env_timeout_seconds,
+                chat_template_kwargs=self.config.generator.chat_template_kwargs,
+                use_conversation_multi_turn=self.config.generator.use_conversation_multi_turn,
+            )
+        except EnvironmentFailure as failure:
+            kind = ServerAwayError if _is_of_server(failure) else ValueError
+            raise kind(f"tried once before the run: {failure}") from failure
+
+    def check_functions(self, *, cuts: bool = True) -> None:
+        """Refuse a loss or an estimator of the user's that a run could learn nothing right from.
+
+        See `registry.trial`; with cuts=False a loss may depend on its microbatch.
+        """
+        trainer = self.config.trainer
+        try_functions(
+            trainer.algorithm,
+            prompts=trainer.train_batch_size,
+            minibatch_prompts=trainer.policy_mini_batch_size,
+            samples=self.config.generator.n_samples_per_prompt,
+            tokens=cfg.longest_row(self.config),
+            cuts=cuts,
+        )
 
     def get_environment_pool(self) -> EnvironmentPool | None:
         """Return where environments live: in Ray actors, or None: in threads of this process."""
@@ -209,12 +268,11 @@ class BasePPOExp:
         return environment_workers.pool_of_run(self.config, jax.process_count())
 
     def report_data(self, trainer: Trainer) -> None:
-        """Print the data card; it will also be in the run folder, once the run has it."""
+        """Show the data card; it will also be in the run folder, once the run has it."""
         card = self.get_data_card(
             trainer.train_prompts, trainer.eval_prompts, trainer.order, trainer.total_steps
         )
-        print(card)
-        trainer.recorder.data_card = f"{card}\n"
+        trainer.recorder.show_card("data_card.txt", str(card), lambda width: card.folded)
 
     def get_data_card(
         self,
@@ -234,6 +292,8 @@ class BasePPOExp:
             need_truth=NEED_TRUTH,
             order=order,
             steps=steps,
+            unknown_token=unknown_token(self.tokenizer),
+            unknown_text=functools.partial(unknown_text, self.tokenizer),
         )
 
     def get_callbacks(self) -> list[TrainingCallback]:
@@ -258,27 +318,30 @@ class BasePPOExp:
                 trainer.train()
                 return
             self.server.start()
-            print(f"serving {self.server.served.name} at {self.server.url}")
+            activity.say(f"serving {self.server.served.name} at {self.server.url}")
             try:
                 trainer.train()
             finally:
                 self.server.stop()
 
     def build(self) -> Trainer:
-        """Hold the folders of the run, load everything, print what will be done.
+        """Hold the folders of the run, load everything, show what will be done.
 
         `train` lets go of the folders; without it, `trainer.recorder.close`.
         """
+        checked = self._check()  # before there is a folder: a refused attempt leaves none
         folders = RunFolders(self.config)
         try:
-            trainer = self._load()
+            cfg.write_row_files(self.config)
+            trainer = self._load(*checked)
         except BaseException:
             folders.close()
             raise
         trainer.recorder.folders = folders
         return trainer
 
-    def _load(self) -> Trainer:
+    def _check(self) -> tuple[TransformerConfig | AdaptedModel, list[Prompt], list[Prompt]]:
+        """Try what is the user's; return the model's architecture and the prompts."""
         config = self.config
         evaluates = config.trainer.eval_interval > 0
         if type(self).get_prompts is BasePPOExp.get_prompts:
@@ -288,11 +351,22 @@ class BasePPOExp:
         ref_path, path = config.trainer.ref.model.path, config.trainer.policy.model.path
         if ref_path not in (None, path) and needs_reference(config.trainer.algorithm):
             check_vocabulary(tokenizer, ref_path)
-        mesh, engine_mesh = meshes(config)
         train_prompts = self.get_prompts(config.data.train_data)
         eval_prompts = self.get_prompts(config.data.val_data) if evaluates else []
         check_sources(eval_prompts)
+        _warn_of_a_judge_of_no_row(config, [*train_prompts, *eval_prompts])
         self.check_environments([*train_prompts, *eval_prompts])
+        self.check_functions()
+        return model, train_prompts, eval_prompts
+
+    def _load(
+        self,
+        model: TransformerConfig | AdaptedModel,
+        train_prompts: list[Prompt],
+        eval_prompts: list[Prompt],
+    ) -> Trainer:
+        config, tokenizer, path = self.config, self.tokenizer, self.config.trainer.policy.model.path
+        mesh, engine_mesh = meshes(config)
         engine = self.get_engine(model, engine_mesh)
         if config.generator.inference_engine.enable_http_endpoint and is_first():
             self.server = self.get_server(engine, model)
@@ -309,22 +383,46 @@ class BasePPOExp:
             callbacks=self.get_callbacks(),
         )
         _check_export(trainer)
+        assert path is not None  # validated
+        warn_of_scale(
+            config,
+            updates=trainer.total_steps * updates_per_step(config.trainer),
+            positions=None if isinstance(model, AdaptedModel) else hf.max_positions(path),
+            platform=jax.default_backend(),
+        )
         self.report_data(trainer)
-        print(cfg.objective_card(config, num_devices=mesh.size, platform=self.chosen))
+        trainer.recorder.show_card(
+            "objective_card.txt",
+            cfg.objective_card(
+                config,
+                num_devices=mesh.size,
+                platform=[*self.chosen, *_kernels(config, model, mesh, engine_mesh)],
+            ),
+            functools.partial(cfg.folded_card, config, mesh.size),
+        )
         size = trainer.policy.size()
         if trainer.critic:
             size += f"; critic: {trainer.critic.weights.size()}"
-        print(f"trained: {size}")
-        print(
-            f"mesh {dict(mesh.shape)} of {jax.default_backend()}, "
-            f"run folder {cfg.run_folder(config.trainer)}"
-        )
+        activity.say(f"trained: {size}")
+        activity.detail(f"mesh {dict(mesh.shape)} of {jax.default_backend()}")
+        activity.say(f"run folder {cfg.run_folder(config.trainer)}")
         return trainer
 
 
-def meshes(
-    config: cfg.TrainConfig, devices: Sequence[Any] | None = None
-) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
+def _kernels(
+    config: cfg.TrainConfig, model: TransformerConfig | AdaptedModel, mesh: Mesh, engine_mesh: Mesh
+) -> list[str]:
+    """Say which kernels the policy's training and the native engine have, and why."""
+    if isinstance(model, AdaptedModel):
+        return []
+    device = mesh.devices.flat[0]
+    choices = [choose(config.trainer, model, device) for choose in (attention_kernel, head_kernel)]
+    if cfg.in_process(config) and config.generator.inference_engine.backend == "native":
+        choices.append(engine_kernel(config, model, engine_mesh.devices.flat[0]))
+    return [f"kernel: {choice}" for choice in choices]
+
+
+def meshes(config: cfg.TrainConfig, devices: Sequence[Any] | None = None) -> tuple[Mesh, Mesh]:
     """Return the mesh of training and the sampler's: the same, or one over other devices.
 
     In a job of several processes the first spans them all, and each has a sampler of its own.
@@ -339,6 +437,17 @@ def meshes(
     return mesh, make_mesh(devices=parts.engine, data=-1)
 
 
+def _warn_of_a_judge_of_no_row(config: cfg.TrainConfig, prompts: list[Prompt]) -> None:
+    """Warn of an environment of the config beside rows that all name another one."""
+    name, named = config.environment.env_class, {prompt.env_class for prompt in prompts}
+    if name not in named | {cfg.EnvironmentConfig.env_class}:
+        activity.warn(
+            f"environment.env_class={name!r} judges no row: all {len(prompts)} name "
+            f"{', '.join(map(repr, sorted(named)))} in their column env_class, which goes first. "
+            "Take the column out, or write your environment into it"
+        )
+
+
 def _check_export(trainer: Trainer) -> None:
     """Refuse an export that cannot be made, now rather than when the first is due."""
     model, interval = trainer.model, trainer.config.trainer.hf_save_interval
@@ -349,6 +458,30 @@ def _check_export(trainer: Trainer) -> None:
         )
 
 
+def for_scripts(body: Callable[P, T]) -> Callable[P, T]:
+    """Make what a script calls warn in one line, and refuse without jaxrl's own frames.
+
+    A Ctrl-C that the script does not catch ends it with one line.
+    """
+
+    @functools.wraps(body)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            with cli.plain_warnings():
+                return body(*args, **kwargs)
+        except KeyboardInterrupt as error:
+            cli.end_in_one_line(error)
+            raise
+        except cli.MENDABLE_WITH_EXTRAS as error:
+            if not says_all(error):
+                raise
+            vars(error).pop("__notes__", None)  # JAX's, of frames that it left out
+            raise error.with_traceback(None) from None
+
+    return call
+
+
+@for_scripts
 def train(config: Any) -> Trainer:
     """Run a `TrainConfig`, `ml_collections.ConfigDict` or nested dict to the end.
 
@@ -375,9 +508,9 @@ def main(argv: Sequence[str]) -> int:
 def exit_status(experiment: type[BasePPOExp], config: Any) -> int:
     """Run an experiment; 0 = done, 1 = stopped by an alarm, 2 = what the user must mend.
 
-    70 = a server of an environment is away, or a checkpoint cannot be read now: to be started
-    again, as after a crash. Other errors are raised. An error of a `run` method of its own is the
-    user's if `train` would end with it.
+    70 = a server of an environment is away, a checkpoint cannot be read or written now, or memory
+    ran out after some updates: to be started again, as after a crash. Other errors are raised. An
+    error of a `run` method of its own is the user's if `train` would end with it.
     """
     try:
         run = experiment(config)
@@ -386,20 +519,37 @@ def exit_status(experiment: type[BasePPOExp], config: Any) -> int:
     except ServerAwayError as error:
         cli.refuse(error)
         return cli.CRASHED
-    except cli.MENDABLE as error:
+    except cli.MENDABLE_WITH_EXTRAS as error:
         return cli.refuse(error)
     try:
         if trainer is None:
             trainer = run.run()
         else:
             run.train(trainer)
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(where_it_resumes(run.config.trainer)) from error
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        cli.refuse(MemoryError(_out_of_memory(error)))
+        went_well = trainer is not None and trainer.updates  # so it may again, from a checkpoint
+        return cli.CRASHED if went_well else cli.REFUSED
     # others are not the user's: they keep their traceback
     except _MENDABLE as error:
         cli.refuse(error)
-        passes = isinstance(error, UnreadableCheckpoint) or _is_of_server(error)
+        passes = isinstance(error, UnreadableCheckpoint | UnsavedCheckpoint) or _is_of_server(error)
         return cli.CRASHED if passes else cli.REFUSED
     stopped = trainer is not None and trainer.recorder.stopped_by_alarm
     return cli.FAILED if stopped else cli.DONE
+
+
+def _out_of_memory(error: Exception) -> str:
+    what = (str(error).partition("RESOURCE_EXHAUSTED: ")[2] or str(error)).partition("\n")[0]
+    return (
+        f"no memory left: {what.rstrip('.')}. Lower trainer.micro_train_batch_size_per_gpu, "
+        "trainer.micro_forward_batch_size_per_gpu, or the longest row (trainer.max_prompt_length, "
+        "generator.sampling_params.max_generate_length); `jaxrl plan` shows what each part takes"
+    )
 
 
 def _is_of_server(error: BaseException | None) -> bool:

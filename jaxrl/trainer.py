@@ -5,22 +5,31 @@ calls pure functions with explicit state. Everything random is named by (seed, s
 sample), so a run that is killed and resumed equals one that was not.
 """
 
+import dataclasses
+import gc
 import time
-from collections.abc import Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
-from jaxrl import config as cfg
+from jaxrl import activity, config as cfg
+from jaxrl.array_ops import DTYPES
 from jaxrl.config.microbatching import longest_trajectory
-from jaxrl.config.objective_requirements import has_critic, kl_in_reward, needs_reference
+from jaxrl.config.objective_requirements import (
+    has_critic,
+    kl_in_reward,
+    needs_old_log_probs,
+    needs_reference,
+)
 from jaxrl.data.columns import trajectory_numbers
+from jaxrl.data.messages import messages_of
 from jaxrl.data.order import order_of_run
 from jaxrl.data.packing import collate, empty_batch, minibatches
+from jaxrl.data.tokenizer import encode_prompt
 from jaxrl.files import as_path, writable_folder
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel, check_packing
@@ -31,18 +40,28 @@ from jaxrl.parallel.compilation import compile_together, lowering
 from jaxrl.parallel.offload import on_device
 from jaxrl.records.batch_file import batch_path, dump_batch
 from jaxrl.records.callbacks import CallbackInput, TrainingCallback, TrainingControl
-from jaxrl.records.checkpoint import PREFIX, Checkpointer, resume
+from jaxrl.records.checkpoint import Checkpointer, resume, sources_of_rewards
+from jaxrl.records.checkpoint_folders import PREFIX
 from jaxrl.records.flops import speed_metrics
-from jaxrl.records.ledger import LedgerWriter
-from jaxrl.records.ledger.writer import machine_of
+from jaxrl.records.ledger.writer import LedgerWriter, machine_of
 from jaxrl.records.progress import timed
 from jaxrl.records.recorder import Recorder
 from jaxrl.records.resume_identity import fingerprint
-from jaxrl.registry import source_hashes
+from jaxrl.records.roofline import Limits, least_seconds, limits, shares
+from jaxrl.registry import AdvantageEstimatorRegistry, source_hashes
+from jaxrl.registry.contracts import ContractError
+from jaxrl.registry.memory import (
+    ESTIMATOR,
+    described,
+    first_algorithm_state,
+    initial_state_of,
+    renewed,
+)
 from jaxrl.rollout.conversations.across_processes import sample_across_processes
+from jaxrl.rollout.conversations.conversation import sampling_of
 from jaxrl.rollout.conversations.dynamic_sampling import collect
 from jaxrl.rollout.generator import GeneratorInterface, run_now, sample_prompts
-from jaxrl.rollout.protocol import Engine
+from jaxrl.rollout.protocol import Engine, Request
 from jaxrl.rollout.warm_up import engine_batches, prompt_buckets
 from jaxrl.rollout.weights.groups import local_copy
 from jaxrl.training.build import (
@@ -62,13 +81,18 @@ from jaxrl.training.optim import init_state
 from jaxrl.training.rewards import (
     advantages_of,
     make_estimate,
+    nan_advantages,
     next_kl_coef,
     penalize_kl,
     shape_rewards,
 )
 from jaxrl.training.staleness import with_staleness
 from jaxrl.training.update import minibatches_of_step, rows_without_update
-from jaxrl.types import GeneratorOutput, Prompt, TrainBatch, TrainState
+from jaxrl.types import GeneratorOutput, Message, Prompt, TrainBatch, TrainState
+
+
+class NothingLearnt(ValueError):
+    """Say that every update of a run was skipped."""
 
 
 class Trainer:
@@ -86,7 +110,9 @@ class Trainer:
         callbacks: are told of the events of the run.
     """
 
+    initial_state: Mapping[str, Any] = {}  # what a subclass keeps between steps; see `remember`
     held_groups: Sequence[int] = ()  # numbers in the ledger of groups that wait to be trained
+    updates, skipped = 0, 0  # of the policy by this process, and how many were not finite
     next_ordinal: int | None = None  # of the first prompt never handed out; None: none waits
     wait_for = staticmethod(run_now)  # for a coroutine
     sampling = staticmethod(nullcontext)  # around the steps, where rollouts go on beside them
@@ -142,8 +168,15 @@ class Trainer:
             self.config, self.policy, self.forward_pass
         )
         placement = self.policy.placement
+        estimator = AdvantageEstimatorRegistry.resolve(trainer.algorithm.advantage_estimator)
+        self.first_memory = first_algorithm_state(estimator, [self, *self.callbacks])
         self.optimizer, abstract_state, self.updater = assemble_update(
-            self.config, self.forward_pass, placement, self.total_steps, self.policy.trained
+            self.config,
+            self.forward_pass,
+            placement,
+            self.total_steps,
+            self.policy.trained,
+            algorithm_state=self.first_memory,
         )
         self.critic = None
         if has_critic(trainer):
@@ -159,19 +192,49 @@ class Trainer:
         self.checkpointer = Checkpointer(trainer.ckpt_path, max_to_keep=trainer.max_ckpts_to_keep)
         self.checkpoint_meta = {
             "config": cfg.get_config_as_dict(self.config),
+            "mesh": dict(self.mesh.shape),
+            "total_steps": self.total_steps,
             "data": fingerprint(self.train_prompts),
-            "functions": source_hashes(trainer.algorithm),
+            "functions": source_hashes(trainer.algorithm)
+            | sources_of_rewards(
+                self.config.environment.reward_functions,
+                (prompt.env_class for prompt in self.train_prompts),
+            ),
         }
+        if self.first_memory:
+            self.checkpoint_meta["algorithm_state"] = described(self.first_memory)
 
     @property
     def params(self) -> Params:
         """Return all parameters of the policy, on its devices; adapters are on their base."""
         return on_device(self.policy.whole(self.state.params))
 
+    @property
+    def memory(self) -> dict[str, Any]:
+        """Return what is kept between steps, by name, on the host: `TrainState.algorithm_state`."""
+        return jax.device_get(self.state.algorithm_state or {})
+
+    def remember(self, **entries: Any) -> None:
+        """Keep other values of entries that a trainer's or callback's `initial_state` declares.
+
+        They are in the next checkpoint. In a job of several processes all must give the same.
+
+        Raises:
+            ValueError: nobody declares the entry, or its value is of another shape or kind.
+        """
+        if entries:
+            memory = renewed(self.memory, entries)
+            kept = put(memory, replicated(self.policy.placement.mesh))
+            self.state = self.state.replace(algorithm_state=kept)
+
     # ---------------------------------------------------------------- the loop
 
     def train(self) -> TrainState:
-        """Train from the newest checkpoint, or from the start, to the last step."""
+        """Train from the newest checkpoint, or from the start, to the last step.
+
+        Raises:
+            NothingLearnt: at the end, where every update was skipped.
+        """
         trainer = self.config.trainer
         self.recorder.start_clock()
         with timed(self.seconds, "load_checkpoints"):
@@ -186,7 +249,13 @@ class Trainer:
         with timed(self.seconds, "init_weight_sync_state"):
             self.sync_weights(first)
         # the rollouts end before the ledger does; closing the checkpointer waits for the last save
-        with recorder, closing(self.ledger), closing(self.checkpointer), self.sampling():
+        with (
+            recorder,
+            closing(self.ledger),
+            closing(self.checkpointer),
+            out_of_collections(self.seconds),
+            self.sampling(),
+        ):
             self.begin_ledger(first)
             if first < self.total_steps:
                 with timed(self.seconds, "warm_up"):
@@ -195,19 +264,32 @@ class Trainer:
                 recorder.record(0, recorder.evaluate(0, self.evaluate))
             for step in range(first + 1, self.total_steps + 1):
                 with recorder.step(step):
+                    before = self.memory_of_callbacks()
                     metrics = self.train_step(step)
                 recorder.end_step(step, metrics, self.batch)
                 if recorder.take("should_evaluate") or self._due(step, trainer.eval_interval):
                     metrics |= recorder.evaluate(step, self.evaluate)
                 with timed(self.seconds, "ledger"):
-                    self.ledger.end_step(step, self.batch, self.state)
+                    kept = {"before": before, "after": self.memory_of_callbacks()}
+                    self.ledger.end_step(step, self.batch, self.state, kept)
                 recorder.record(step, metrics)  # 9
                 self.save(step)
                 if recorder.stops():
                     break
-            with timed(self.seconds, "save_checkpoints"):
+            with activity.doing("the last save"), timed(self.seconds, "save_checkpoints"):
                 self.checkpointer.wait()
                 self.ledger.commit()  # raises what the last write met
+        if (
+            self.updates
+            and self.skipped == self.updates
+            and not (first or recorder.stopped_by_alarm)
+        ):
+            raise NothingLearnt(
+                f"nothing was learnt: all {self.updates} updates of this run were skipped, because "
+                "no gradient was finite. Look for NaN in the rewards, a log or a quotient of 0 in "
+                "a loss of yours, weights that overflow (trainer.bf16), a learning rate that is "
+                "too large"
+            )
         return self.state
 
     def train_step(self, step: int) -> dict[str, float]:
@@ -233,7 +315,8 @@ class Trainer:
             self.update(batch, step)
         with timed(self.metrics, "sync_weights"):
             self.sync_weights(step)  # 8
-        if self._due(step, self.config.trainer.print_example_interval):
+        due = self._due(step, self.config.trainer.print_example_interval)
+        if due or self.recorder.display.takes_every_sample:
             self.recorder.print_example(step, batch, output, self.tokenizer)
         self.metrics["timing/step"] = time.perf_counter() - started
         return self.metrics | {
@@ -244,17 +327,37 @@ class Trainer:
         }
 
     def speed_metrics(self, batch: TrainBatch) -> dict[str, float]:
-        """Return tokens/s of the step and of its sampling, and how hard its update worked."""
-        trainer = self.config.trainer
+        """Return tokens/s of the step and of its sampling, and how hard its phases worked."""
+        trainer, devices = self.config.trainer, list(self.mesh.devices.flat)
         # with frozen weights the backward pass has no gradients of them to make
         passes = 2 if trainer.policy.model.lora.rank else 3
-        return speed_metrics(
+        passes *= trainer.update_epochs_per_batch
+        found = speed_metrics(
             batch,
             self.metrics,
             self.model,
-            list(self.mesh.devices.flat),
-            passes=passes * trainer.update_epochs_per_batch,
+            devices,
+            passes=passes,
             sampled_beside=cfg.overlaps(self.config),
+        )
+        if able := limits(devices):
+            found |= shares(self._least_seconds(batch, able, passes), self.metrics)
+        return found
+
+    def _least_seconds(self, batch: TrainBatch, able: Limits, passes: int) -> dict[str, float]:
+        config, settings = self.config, self.config.generator.inference_engine
+        blind = config.generator.sampling_params.logprobs is None
+        scored = (needs_old_log_probs(config.trainer) or blind) + (self.ref_params is not None)
+        together = config.trainer.placement.colocate_all and not cfg.overlaps(config)
+        copies = self.mesh.size // settings.tensor_parallel_size
+        return least_seconds(
+            batch,
+            self.model,
+            able,
+            passes=passes,
+            scored=scored,
+            copies=copies if together and cfg.in_process(config) else 0,
+            element=np.dtype(DTYPES[cfg.engine_dtype(settings)]).itemsize,
         )
 
     # ---------------------------------------------------------------- 1 to 6: the batch
@@ -385,8 +488,15 @@ class Trainer:
         if kl_in_reward(algorithm):
             batch, metrics = penalize_kl(batch, self.state.kl_coef, algorithm)
             self.metrics |= metrics
-        advantages, returns = advantages_of(self.estimate, batch)
+        kept = self.memory.get(ESTIMATOR)
+        kept, advantages, returns = advantages_of(self.estimate, batch, kept)
+        if kept is not None:
+            self.remember(**{ESTIMATOR: kept})
         batch = batch.replace(advantages=advantages, returns=returns)
+        if wrong := nan_advantages(batch, algorithm.advantage_estimator):
+            if int(self.state.step) == 0:
+                raise ContractError(wrong)
+            activity.warn(f"{wrong}. Their minibatches are skipped")
         self.metrics |= advantage_metrics(batch) | advantages_by_correctness(batch, scores)
         return batch.replace(is_last_step=None, valid_mask=None)
 
@@ -415,8 +525,10 @@ class Trainer:
             pending.append((metrics, applied | fixed))  # device values: fetched after the last
         self.state = state.replace(critic=critic, ref_params=ref_params)
         metrics = step_metrics(pending)
+        self.updates += len(pending)
+        self.skipped += int(metrics["policy/skipped_updates"])
         if skipped := metrics["policy/skipped_updates"]:
-            tqdm.write(f"step {step}: {skipped} updates skipped, their gradient was not finite")
+            activity.warn(f"step {step}: {skipped} updates skipped, their gradient was not finite")
             rows = rows_without_update(batch, pending, prompts=prompts, rng_path=rng_path)
             self.ledger.skip(rows)
         efficiency = self.updater.packing_efficiency(minibatches(batch, prompts))
@@ -456,8 +568,14 @@ class Trainer:
         due = self._due(step, trainer.ckpt_interval) or (epoch_end and trainer.ckpt_interval > 0)
         exports = self._due(step, trainer.hf_save_interval)
         saves = self.recorder.take("should_save") or due
-        if exports or saves:
-            self.recorder.check_folders()
+        if not (exports or saves):
+            return
+        self.recorder.check_folders()
+        with activity.doing(f"saving step {step}"):
+            self._write(step, exports=exports, saves=saves)
+
+    def _write(self, step: int, *, exports: bool, saves: bool) -> None:
+        trainer = self.config.trainer
         if exports:
             folder = Path(trainer.export_path) / f"global_step_{step}"
             with timed(self.seconds, "save_hf_model"):
@@ -496,10 +614,37 @@ class Trainer:
             dump_evaluation(folder, rows, metrics)
         return metrics | {"timing/eval": self.metrics["timing/eval"]}
 
+    def answer(self, prompt: str | Sequence[Message]) -> str:
+        """Return what the policy answers to a prompt, greedily.
+
+        Args:
+            prompt: text of the user, or chat messages.
+        """
+        generator = self.config.generator
+        messages, template = messages_of(prompt, "prompt"), generator.chat_template_kwargs
+        tokens = encode_prompt(self.tokenizer, messages, **template)
+        params = dataclasses.replace(generator.sampling_params, temperature=0.0)
+        sampling = sampling_of(params, self.eos_token_ids)
+        asked = Request(tuple(tokens), keys=((0, 0),), sampling=sampling)
+        [[completion]] = self.engine.generate([asked])
+        return self.tokenizer.decode(completion.tokens, skip_special_tokens=True)
+
     def notify(self, event: str, about: CallbackInput, control: TrainingControl) -> None:
         """Tell the callbacks of an event, in their order."""
+        saved = self.state.algorithm_state
         for callback in self.callbacks:
             getattr(callback, event)(self, about, control)
+        if event == "on_save" and self.state.algorithm_state is not saved:
+            raise ContractError(
+                f"on_save of {' or '.join(type(x).__name__ for x in self.callbacks)} calls "
+                "remember: the checkpoint is being written without it; call it in on_step_end"
+            )
+
+    def memory_of_callbacks(self) -> dict[str, Any]:
+        """Return what callbacks keep: a replay, which calls none, takes it from the ledger."""
+        names = [name for callback in self.callbacks for name in initial_state_of(callback)]
+        memory = self.memory if names else {}
+        return {name: memory[name] for name in names}
 
     def restore_or_init(self) -> TrainState:
         """Return the state of the checkpoint that the config points to, else of the model folders.
@@ -530,19 +675,16 @@ class Trainer:
                 jax.tree.map(lambda x: x.sharding, self.abstract_state.params),
                 replicated(policy.placement.mesh),
                 kl_coef=settings.algorithm.kl_loss_coef,  # SkyRL starts the one in the reward so
+                algorithm_state=self.first_memory,
             )
             state = state.replace(
                 critic=critic and critic.initial(),
                 ref_params=self.reference.first_moved(state.params),
             )
         else:
-            print(f"resuming after step {int(state.step)}")
+            activity.say(f"resuming after step {int(state.step)}")
             if int(state.step) >= self.total_steps:
-                print(
-                    f"nothing to do: {settings.ckpt_path} holds step {int(state.step)} of "
-                    f"{self.total_steps}. Raise trainer.epochs, or choose another "
-                    "trainer.run_name to start again"
-                )
+                activity.say(cfg.nothing_to_do(settings, int(state.step), self.total_steps))
             if state.ref_params is not None:
                 state = state.replace(ref_params=self.reference.moved(state.ref_params))
         if critic:
@@ -568,7 +710,7 @@ class Trainer:
             for width in map(cut.width, widths)
             for rows in cut.row_counts(width)
         ]
-        tqdm.write(
+        activity.detail(
             f"shapes: prompts of {prompt_buckets(self.train_prompts)} tokens; rows of {widths} "
             f"tokens; microbatches of {', '.join(dict.fromkeys(shapes))}"
         )
@@ -584,24 +726,31 @@ class Trainer:
             with lowering(with_model) as programs:
                 for width in widths:
                     self.warm_up_update(width)
-            compile_together(programs.values())
-        for width in widths:
-            self.warm_up_update(width)
-        if sleeps:
-            self.sync_weights(int(self.state.step))
-        for requests in engine_batches(
+            with activity.doing(f"compiling {len(programs)} programs together"):
+                compile_together(programs.values())
+        batches = engine_batches(
             self.config.trainer,
             generator,
             self.train_prompts,
             self.eval_prompts,
             self.eos_token_ids,
-        ):
-            self.engine.warm_up(requests)
-        tqdm.write(f"engine: {self.engine.describe()}")
+        )
+        with activity.doing("compiling", len(widths) + len(batches)) as compiling:
+            for width in widths:
+                rows, length = cut.row_counts(cut.width(width))[-1], cut.length(cut.width(width))
+                compiling.next(f"update {rows} x {length}")
+                self.warm_up_update(width)
+            if sleeps:
+                self.sync_weights(int(self.state.step))
+            for requests in batches:
+                prompts, length = len(requests), len(requests[0].prompt_tokens)
+                compiling.next(f"sampling {prompts} x {length}")
+                self.engine.warm_up(requests)
+        activity.detail(f"engine: {self.engine.describe()}")
         checksums(self.state)  # as a save does
         if self.reference.moves:
             self.reference.moved(self.state.params)  # as an epoch's end does
-        tqdm.write(f"compiled in {time.perf_counter() - started:.1f} s")
+        activity.say(f"compiled in {time.perf_counter() - started:.1f} s")
 
     def warm_up_update(self, width: int) -> None:
         """Run log-probs, values, advantages and gradients on empty rows of `width` tokens."""
@@ -619,7 +768,9 @@ class Trainer:
         assert batch is not None  # there is a size
         batch = _resized(batch, settings.train_batch_size * self.samples)
         valid = np.ones(len(batch.lengths), bool)  # as `token_level` says of a batch of a step
+        state = self.state
         batch = self.add_advantages(batch.replace(valid_mask=valid))
+        self.state = state  # rows of zeros are not remembered
         updater.warm_up(self.params, _resized(batch, self.minibatch_rows))
         if critic:
             critic.warm_up(self.state.critic, _resized(batch, critic.minibatch_rows))
@@ -648,6 +799,7 @@ class Trainer:
                 "samples": self.samples,
                 "policy_mini_batch_size": settings.policy_mini_batch_size,
                 "dynamic_sampling": settings.algorithm.dynamic_sampling.type,
+                **({"own_order": True} if self._chooses_prompts() else {}),
             },
             machine=machine_of(self.mesh),
             uids=[prompt.uid for prompt in self.train_prompts],
@@ -666,11 +818,38 @@ class Trainer:
     def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder, or its adapters as a PEFT folder."""
         self.policy.export(folder, self.state.params, self.tokenizer, self.generation_config)
-        tqdm.write(f"exported the policy to {folder}")
+        activity.say(f"exported the policy to {folder}")
+
+    def _chooses_prompts(self) -> bool:
+        """Return whether a subclass with memory has another order of prompts than the data's."""
+        kind = type(self)
+        own = kind.next_prompts is not Trainer.next_prompts
+        return bool(self.initial_state) and (own or kind.prompts_of is not Trainer.prompts_of)
 
     def _due(self, step: int, interval: int) -> bool:
         """Return whether what comes every `interval` steps and at the end is due; -1 = never."""
         return interval > 0 and (step % interval == 0 or step == self.total_steps)
+
+
+@contextmanager
+def out_of_collections(seconds: dict[str, float]) -> Iterator[None]:
+    """Keep Python's garbage collector from what is there now: a walk of half a million objects.
+
+    A step makes enough new ones for such a walk every third step, and it takes 0.3 s.
+
+    Args:
+        seconds: by phase; the last walk is a part of the warm-up.
+    """
+    if gc.get_freeze_count():  # whoever did it before knows why
+        yield
+        return
+    with timed(seconds, "warm_up"):
+        gc.collect()
+        gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _resized(batch: TrainBatch, rows: int) -> TrainBatch:

@@ -12,7 +12,7 @@ or an estimator is called with.
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, NotRequired, TypedDict
 
-from flax import struct
+from jaxrl.pytrees import PyTree
 
 Array = Any  # a numpy array on the host, a jax.Array on devices
 FloatBT = Annotated[Array, "float [B, T]"]  # float32, as every float here
@@ -40,6 +40,16 @@ class Prompt:
     tokens: tuple[int, ...]
     env_class: str
     extras: dict[str, Any] = field(default_factory=dict)
+    # where the row was read, or what generated it; "": nobody knows
+    file: str = field(default="", compare=False)
+
+    @property
+    def place(self) -> str:
+        """Return how an error calls it: "prompt 0:17 (row 17 of train.jsonl, counted from 0)"."""
+        row = self.uid.rpartition(":")[2]
+        return f"prompt {self.uid}" + f" (row {row} of {self.file}, counted from 0)" * bool(
+            self.file
+        )
 
     @property
     def source(self) -> int:
@@ -143,7 +153,7 @@ class GeneratorOutput(TypedDict):
     ledger_ids: NotRequired[list[int]]  # of the trajectory in run.db
 
 
-class TrainBatch(struct.PyTreeNode):
+class TrainBatch(PyTree):
     """Hold one trajectory per row, right padded. Fields that a run does not need stay None.
 
     Example, T = 6: prompt "42>" (3 tokens), response "24<eos>":
@@ -173,7 +183,7 @@ class TrainBatch(struct.PyTreeNode):
     staleness: IntBT | None = None  # if the loss asks for it; see jaxrl/training/staleness.py
 
 
-class ModelRows(struct.PyTreeNode):
+class ModelRows(PyTree):
     """Hold trajectories as the model's input: rows [R, L], several in one where packed.
 
     Segment 0 is padding. `source` says where in the rows, read row after row, each token of a batch
@@ -193,7 +203,7 @@ class ModelRows(struct.PyTreeNode):
     kept: Array | None = None  # [R, L, k], as in TrainBatch
 
 
-class CriticState(struct.PyTreeNode):
+class CriticState(PyTree):
     """Hold what an update of the critic changes."""
 
     params: Any
@@ -201,7 +211,7 @@ class CriticState(struct.PyTreeNode):
     skipped_updates: IntScalar  # updates skipped because the gradient was not finite
 
 
-class TrainState(struct.PyTreeNode):
+class TrainState(PyTree):
     """Hold everything that a step changes; it is saved whole in every checkpoint."""
 
     params: Any
@@ -212,3 +222,4 @@ class TrainState(struct.PyTreeNode):
     batches_drawn: IntScalar  # batches of prompts; dynamic sampling draws several for a step
     critic: Any = None  # CriticState
     ref_params: Any = None  # of a moving reference: what is trained, as it was at an epoch's end
+    algorithm_state: Any = None  # what authors keep between steps, by name; see `registry.memory`

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests import quick_compile
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    # Compiling is most of the time of most tests; what is compiled runs for microseconds. The
-    # step of a test takes 17 s of CPU with XLA's emitters of fusions, and 4 without.
-    " --xla_cpu_use_fusion_emitters=false"
+    os.environ.get("XLA_FLAGS", "")
+    + f" --xla_force_host_platform_device_count=8 {quick_compile.FLAGS}"
 )
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # One cache for this process and its subprocesses: many tests build the same trainer again.

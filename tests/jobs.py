@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from jaxrl.parallel.processes import ADDRESS, COUNT, INDEX
 from jaxrl.rollout.remote.vllm_process import free_port
+from tests import quick_compile
 
 ROOT = Path(__file__).parents[1]
 
@@ -26,7 +27,7 @@ def start(
 ) -> list["subprocess.Popen[str]"]:
     """`python ARGV` in `count` processes of one job, each with so many host devices; a job of one
     process has no coordinator."""
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_cpu_use_fusion_emitters=false"
+    flags = f"--xla_force_host_platform_device_count={devices} {quick_compile.FLAGS}"
     shared = {**os.environ, "XLA_FLAGS": flags, **(environment or {})}
     address = f"127.0.0.1:{free_port()}"
     processes = []

@@ -52,6 +52,11 @@ def test_a_shortened_flag_is_none():
     arguments.add_argument("--checkpoint")
     with pytest.raises(ValueError, match="unrecognized arguments: --check=x"):
         arguments.parse_args(["--check=x"])
+    for word in ("-c", "--check=x", "--chekpoint"):
+        with pytest.raises(ValueError, match=f"{word}; did you mean --checkpoint. --help shows"):
+            arguments.parse_args([word])
+    with pytest.raises(ValueError, match="unrecognized arguments: -x; --help shows"):
+        arguments.parse_args(["-x"])
 
 
 @pytest.mark.parametrize(
@@ -74,3 +79,58 @@ def test_only_what_a_user_can_mend_loses_its_traceback(error, mended, capsys):
 def test_the_launcher_reads_the_statuses_without_jax():
     code = "import sys, jaxrl.cli, jaxrl.cluster.supervise; sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+PROGRAM = """
+import logging, warnings
+from jaxrl.cli import plain_warnings
+with plain_warnings():
+    for _ in range(2):
+        warnings.warn("lr is large")
+    logging.getLogger("jaxrl.rollout").warning("judge %d failed", 3)
+    try:
+        1 / 0
+    except ZeroDivisionError:
+        logging.getLogger("asyncio").exception("a task failed")
+    logging.getLogger("jaxrl.rollout").info("not shown")
+warnings.warn("outside")
+"""
+
+
+WITHIN = """
+import logging
+from jaxrl.cli import plain_warnings
+logging.basicConfig(level=logging.INFO)  # as absl does on import
+with plain_warnings():
+    with plain_warnings():
+        logging.getLogger("jaxrl.rollout").warning("judge %d failed", 3)
+    logging.getLogger("jaxrl.rollout").warning("judge %d failed", 4)
+    logging.info("of the user's")
+logging.warning("outside")
+"""
+
+
+def test_a_block_in_a_block_and_a_handler_that_was_there_print_a_warning_once():
+    done = subprocess.run(
+        [sys.executable, "-c", WITHIN], check=True, capture_output=True, text=True
+    )
+    assert done.stderr.splitlines() == [
+        "warning: judge 3 failed",
+        "warning: judge 4 failed",
+        "INFO:root:of the user's",
+        "WARNING:root:outside",
+    ]
+
+
+def test_warnings_of_python_and_logging_look_the_same():
+    """In a process of its own: pytest records what is warned of."""
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    lines = done.stderr.splitlines()
+    assert lines[:3] == [
+        "warning: lr is large",
+        "warning: judge 3 failed",
+        "warning: a task failed: ZeroDivisionError('division by zero')",
+    ]
+    assert lines[3] == "<string>:13: UserWarning: outside"
+    assert all(line.startswith(" ") for line in lines[4:])  # its source, from Python 3.13 on

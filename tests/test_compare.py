@@ -234,11 +234,14 @@ def test_the_command_writes_table_numbers_and_picture(finished, tmp_path, capsys
     assert main([run, *options]) == 0
     text = capsys.readouterr().out
     start = f"step 2: {finished[0] / 'checkpoints' / 'global_step_2'}"
-    assert f"{start}\n{run}, step 3, minibatch 1: " in text
-    assert "ratio to the old policy 1 to 1, KL 0;" in text
+    assert f"{start}\n{run}, step 3, minibatch 2: " in text  # the last
+    assert "ratio to the old policy 1 to 1" not in text
     (choice,) = json.loads(out.read_text())["choices"]
     assert choice["grad_norm"] > 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main([run, "--step=3", "--losses=regular", "--minibatch=1"]) == 0
+    assert "1 to 1, KL 0; effective" in (text := capsys.readouterr().out)
+    assert "where all ratios are 1 losses that differ in what they do with them are alike" in text
     assert main([run, "--step=3", "--losses=regular", "--minibatch=3"]) == 2
     assert "--minibatch=3: step 3 has 1 to 2; take one" in capsys.readouterr().err
 

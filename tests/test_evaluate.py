@@ -6,10 +6,11 @@ from pathlib import Path
 import jax
 import pytest
 
+from jaxrl import activity
 from jaxrl.evaluate import evaluate_subject, main, table
 from jaxrl.rollout.server.build import make_server
 from jaxrl.tools.evaluate.target import EvalTarget, find_target
-from jaxrl.train import train
+from jaxrl.train import BasePPOExp, train
 from tests.test_train import QUICKSTART, metric_lines, small
 
 SAMPLED = {
@@ -96,6 +97,19 @@ def run_command(capsys, *flags):
     return status, capsys.readouterr()
 
 
+@pytest.mark.parametrize("logger", ["console", ["jsonl"]])
+def test_without_the_console_nothing_is_said(tmp_path, capsys, logger):
+    class Stopped(BasePPOExp):
+        def check_environments(self, prompts):
+            raise ValueError("so far")
+
+    config = small(tmp_path, **{"trainer.logger": logger})
+    with pytest.raises(ValueError, match="so far"):
+        evaluate_subject(config, output=tmp_path / "scores", run_class=Stopped)
+    activity.show(activity.FULL)
+    assert ("prompts from" in capsys.readouterr().out) == (logger == "console")
+
+
 def test_the_command_says_what_is_wrong(tmp_path, capsys):
     assert main(["--help"]) == 0
     assert "--subject" in capsys.readouterr().out
@@ -112,8 +126,10 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
     ):
         status, printed = run_command(capsys, *flags)
         assert status == 2
-        assert printed.err.startswith("error: ")
-        assert message in printed.err
+        *warnings, error = printed.err.splitlines()  # a server that is away is warned of, too
+        assert all(line.startswith("warning: ") for line in warnings)
+        assert error.startswith("error: ")
+        assert message in error
 
 
 def test_the_table():

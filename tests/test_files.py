@@ -6,8 +6,10 @@ import fsspec
 import pytest
 from etils.epath.backend import fsspec_backend
 
+from jaxrl.cluster.supervise import newest_step
+from jaxrl.config import TrainConfig
 from jaxrl.files import as_path, replace_text, writable_folder
-from jaxrl.records.checkpoint import parse_resume_path
+from jaxrl.records.checkpoint import CheckpointError, parse_resume_path, recorded_settings
 
 
 def test_plain_paths_and_file_urls_are_local(tmp_path, monkeypatch):
@@ -30,6 +32,29 @@ def test_a_bucket_without_its_packages_says_what_to_install():
         writable_folder("trainer.ckpt_path", "gs://bucket/x")
 
 
+@pytest.mark.skipif(bool(importlib.util.find_spec("gcsfs")), reason="would ask the network")
+def test_the_first_look_for_a_checkpoint_names_the_field_of_a_bucket():
+    """Of a run before its folders are made, and of the launcher."""
+    trainer = TrainConfig().trainer
+    trainer.ckpt_path = "gs://bucket/x"
+    message = r"trainer.ckpt_path='gs://bucket/x' needs a package .* pip install 'jaxrl\[gcs\]'"
+    with pytest.raises(ValueError, match=message):
+        recorded_settings(trainer)
+    with pytest.raises(ValueError, match=message):
+        newest_step("gs://bucket/x")
+    trainer.resume_mode, trainer.resume_path = "from_path", "gs://bucket/x/global_step_1"
+    with pytest.raises(ValueError, match="trainer.resume_path='gs://bucket/x/global_step_1' needs"):
+        recorded_settings(trainer)
+
+
+@pytest.mark.skipif(bool(importlib.util.find_spec("s3fs")), reason="would ask the network")
+def test_another_bucket_needs_another_package():
+    with pytest.raises(
+        ValueError, match=r"trainer.ckpt_path='s3://b/x' needs .*: pip install s3fs"
+    ):
+        writable_folder("trainer.ckpt_path", "s3://b/x")
+
+
 def test_a_bucket_is_written_through_fsspec(monkeypatch):
     """fsspec's own memory stands in for the bucket."""
     monkeypatch.setattr(fsspec_backend, "_get_filesystem", lambda name: fsspec.filesystem("memory"))
@@ -38,7 +63,7 @@ def test_a_bucket_is_written_through_fsspec(monkeypatch):
     assert [path.name for path in folder.iterdir()] == ["global_step_3"]
     step = "gs://bucket/run/global_step_3"
     assert parse_resume_path(step) == ("gs://bucket/run", 3)
-    with pytest.raises(FileNotFoundError, match="global_step_4' does not exist"):
+    with pytest.raises(CheckpointError, match="global_step_4' does not exist; .*: \\[3\\]"):
         parse_resume_path("gs://bucket/run/global_step_4")
 
 

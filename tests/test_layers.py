@@ -9,10 +9,12 @@ import jaxrl
 ROOT = Path(jaxrl.__file__).parent
 # What a room may import beside itself: all rooms of lower layers, and of its own what stands here.
 LAYERS = {
+    "pytrees": -1,  # what types are made of
     "types": 0,
     "array_ops": 0,
     "files": 0,
     "functions": 0,
+    "activity": 0,
     "cli": 0,
     "losses": 1,
     "advantages": 1,
@@ -35,10 +37,14 @@ LAYERS = {
     "evaluate": 8,
     "plan": 8,
     "doctor": 8,
+    "prove": 8,
     "audit": 8,
     "replay": 8,
     "compare": 8,
     "report": 8,
+    "new": 8,
+    "recipes": 8,
+    "completion": 8,
     "cluster": 9,
 }
 ROOMS = 13  # folders of jaxrl

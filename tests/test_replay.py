@@ -16,6 +16,7 @@ from jaxrl.replay import Compared, against, main, replay
 from jaxrl.tools.replay.recorded_run import RecordedRun
 from jaxrl.tools.replay.steps import compared
 from jaxrl.train import train
+from tests import quick_compile
 from tests.test_resume import ACTOR_CRITIC, STATEFUL, InterruptedExp
 from tests.test_train import ROOT, small
 
@@ -313,7 +314,7 @@ def test_the_command_takes_the_devices_of_the_run_or_says_that_they_are_others(f
         return subprocess.run(
             [sys.executable, "-m", "jaxrl.replay", str(run), "--step=3", *options],
             cwd=ROOT,
-            env=os.environ | {"XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false"},
+            env=os.environ | {"XLA_FLAGS": quick_compile.FLAGS},
             capture_output=True,
             check=False,
             text=True,

@@ -22,7 +22,7 @@ from jaxrl.audit import audit
 from jaxrl.envs.toys.guess_number import GuessNumberEnv, prompts as guesses
 from jaxrl.files import FolderError
 from jaxrl.records.checkpoint import Checkpointer
-from jaxrl.train import BasePPOExp, main, train
+from jaxrl.train import BasePPOExp, exit_status, main, train
 from jaxrl.trainer import Trainer
 from tests.test_train import QUICKSTART, ROOT, assert_bitwise_equal, metric_lines, small
 
@@ -43,8 +43,8 @@ class InterruptedExp(BasePPOExp):
 
 def test_interrupted_and_resumed_equals_uninterrupted(finished, tmp_path):
     folder, whole = finished
-    with pytest.raises(KeyboardInterrupt):
-        InterruptedExp(small(tmp_path)).run()
+    with pytest.raises(KeyboardInterrupt, match="^the same command resumes after step 2$"):
+        exit_status(InterruptedExp, small(tmp_path))
     assert metric_lines(tmp_path) == metric_lines(folder)[:4]
     resumed = train(small(tmp_path))  # from the checkpoint of step 2
     assert metric_lines(tmp_path) == metric_lines(folder)
@@ -210,8 +210,11 @@ def test_resume_modes(finished, tmp_path, capsys):
         small(tmp_path, **{"trainer.resume_mode": "from_path", "trainer.resume_path": path})
     )
     assert_bitwise_equal(again.state, whole.state)
-    train(small(tmp_path))
-    assert "nothing to do" in capsys.readouterr().out
+    records = files(tmp_path / "quickstart")
+    train(small(tmp_path, **{"trainer.max_training_steps": 3}))
+    assert "holds step 4 of 3" in capsys.readouterr().out
+    kept = files(tmp_path / "quickstart")
+    assert all(kept[p] == records[p] for p in records if p.suffix in (".yaml", ".txt", ".jsonl"))
     config = small(tmp_path, **{"trainer.resume_mode": "none", "trainer.max_training_steps": 1})
     with pytest.raises(ValueError, match=r"ckpt_path=.*holds the steps \[4\] of another run"):
         train(config)
@@ -292,7 +295,7 @@ def test_a_save_that_fails_ends_the_run_and_the_next_one_goes_on(finished, tmp_p
 
     with monkeypatch.context() as patch:
         patch.setattr(AtomicRenameTemporaryPath, "finalize", full)
-        with pytest.raises(RuntimeError, match=r"step 4 to trainer.ckpt_path=.*No space left"):
+        with pytest.raises(FolderError, match=r"step 4 to trainer.ckpt_path=.*No space left"):
             train(small(tmp_path))
     assert_bitwise_equal(train(small(tmp_path)).state, whole.state)  # from step 2
     assert metric_lines(tmp_path) == metric_lines(folder)

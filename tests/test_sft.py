@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
-from jaxrl import config as cfg
+from jaxrl import activity, config as cfg
 from jaxrl.data.conversations import conversation_batch
 from jaxrl.sft import build, main, sft
 from tests.test_train import ROOT, assert_bitwise_equal, assert_close
@@ -280,6 +280,12 @@ def test_the_card_and_the_example_say_what_is_imitated(tmp_path, capsys):
     assert "at most 12, longer: drop; the longest has 10 tokens" in said
     assert "8 conversations = 1 optimizer update per step" in said
     assert "11+11>[[22<eos>]]" in said
+
+
+def test_a_quiet_run_says_nothing_of_its_data(tmp_path, capsys):
+    build(small(tmp_path, **{"trainer.watching.display": "quiet"}))
+    activity.show(activity.FULL)
+    assert capsys.readouterr().out == ""
 
 
 def test_the_command(tmp_path, capsys):

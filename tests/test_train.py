@@ -1,5 +1,6 @@
 """Whole runs of the real trainer on a tiny model, eight host devices."""
 
+import gc
 import inspect
 import json
 import re
@@ -21,7 +22,7 @@ from jaxrl.evaluate import evaluate_subject
 from jaxrl.models import RopeScaling
 from jaxrl.records.batch_file import batch_path, load_batch
 from jaxrl.train import BasePPOExp, exit_status, main, train
-from jaxrl.trainer import Trainer
+from jaxrl.trainer import Trainer, out_of_collections
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = str(ROOT / "configs" / "quickstart.py")
@@ -54,15 +55,14 @@ def small(folder, **overrides):
     return cfg.apply_overrides(cfg.load_config_file(QUICKSTART), {**settings, **overrides})
 
 
+TIMED = "timing", "per_second", "roofline", "compile", "idle_sec", "qsize"
+
+
 def metric_lines(folder):
     """metrics.jsonl without wall-clock numbers."""
     lines = (folder / "quickstart" / "metrics.jsonl").read_text().splitlines()
     return [
-        {
-            k: v
-            for k, v in json.loads(line).items()
-            if "timing" not in k and "per_second" not in k and "compile" not in k
-        }
+        {k: v for k, v in json.loads(line).items() if not any(x in k for x in TIMED)}
         for line in lines
     ]
 
@@ -197,6 +197,16 @@ def test_metrics_are_coherent(finished):
     assert 0 < metric_lines(finished[0])[1]["policy/policy_kl"] < 1e-2
 
 
+def test_what_is_there_before_the_steps_is_kept_out_of_garbage_collections():
+    with out_of_collections({}):
+        held = gc.get_freeze_count()
+        assert held > 10_000  # the modules alone
+        with out_of_collections({}):  # whoever froze first lets go
+            pass
+        assert gc.get_freeze_count() == held
+    assert gc.get_freeze_count() == 0
+
+
 def test_the_export_gives_the_same_logits_in_transformers(finished):
     folder, trainer = finished
     path = folder / "exports" / "global_step_4" / "policy"
@@ -286,13 +296,13 @@ def test_a_truncated_response_can_lose_its_reward_and_its_loss(tmp_path):
 
 
 class BrokenEnv(Env):
-    """Raises in the second step, once, and always from the third step on."""
+    """Raises in the second step, once, and always from the third on. It is tried once before."""
 
     steps = 0
 
     def step(self, action):
         BrokenEnv.steps += 1
-        once, always = 16 + 5, 2 * 16 + 8  # an evaluation has 8 answers
+        once, always = 1 + 16 + 5, 1 + 2 * 16 + 8  # an evaluation has 8 answers
         if BrokenEnv.steps == once or BrokenEnv.steps > always:
             raise KeyError("ground_truth")
         return {"observations": [], "reward": 1.0, "done": True, "metadata": {}}
@@ -382,8 +392,10 @@ def test_the_command_line(tmp_path, capsys):
     assert "33" in capsys.readouterr().err
     no_data = '--config.data.val_data=["no_such.jsonl"]'  # is found out before the model is read
     path = "--config.trainer.policy.model.path=nobody/has-this-model"
-    assert main([f"--config={QUICKSTART}", no_data, path]) == 2
+    runs = f"--config.trainer.log_path={tmp_path / 'runs'}"
+    assert main([f"--config={QUICKSTART}", no_data, path, runs]) == 2
     assert "error: data file 'no_such.jsonl' does not exist" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
     assert main(["--config=configs/no_such_file.py"]) == 2
     assert "no_such_file" in capsys.readouterr().err
 
@@ -429,3 +441,53 @@ def test_quickstart_learns(tmp_path, seed):
     )
     train(config)
     assert metric_lines(tmp_path)[-1]["eval/all/avg_score"] >= 0.9
+
+
+def breaks_later(log_probs, old_log_probs, advantages, config):
+    """Right for the batch on which it is tried, of rows of 16 + 6 tokens, and NaN for others."""
+    tried = log_probs.shape[1] == 22
+    return -log_probs * advantages * (1.0 if tried else jnp.nan), {}
+
+
+def test_a_run_that_learns_nothing_does_not_end_well(tmp_path, capsys):
+    changes = {
+        "trainer.algorithm.policy_loss_type": "tests.test_train:breaks_later",
+        "trainer.max_training_steps": 2,
+        "trainer.eval_interval": -1,
+    }
+    assert exit_status(BasePPOExp, small(tmp_path, **changes)) == 2
+    error = capsys.readouterr().err
+    assert "error: nothing was learnt: all 4 updates of this run were skipped" in error
+    assert (tmp_path / "checkpoints" / "global_step_2").exists()  # what there is to look at
+
+
+def test_a_run_out_of_memory_says_what_to_lower(tmp_path, capsys):
+    class Greedy(BasePPOExp):
+        def train(self, trainer):
+            jax.block_until_ready(jnp.zeros((1 << 24, 1 << 24)))  # 2^50 bytes
+
+    assert exit_status(Greedy, small(tmp_path)) == 2
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
+    assert "no memory left" in line and "1125899906842624" in line
+    assert "Lower trainer.micro_train_batch_size_per_gpu" in line
+
+
+def test_memory_that_runs_out_later_is_a_crash(tmp_path, monkeypatch):
+    finished = Trainer.train_step
+
+    def second_fails(self, *args, **kwargs):
+        if self.updates:
+            raise jax.errors.JaxRuntimeError("INTERNAL: RESOURCE_EXHAUSTED while it ran")
+        return finished(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "train_step", second_fails)
+    assert exit_status(BasePPOExp, small(tmp_path)) == 70
+
+
+def test_an_environment_that_judges_no_row_is_warned_of(tmp_path, capsys):
+    changes = {"environment.env_class": "calculator", "trainer.max_training_steps": 1}
+    train(small(tmp_path, **changes))
+    assert (
+        "environment.env_class='calculator' judges no row: all 72 name 'sort_digits' in their "
+        "column env_class" in " ".join(capsys.readouterr().err.split())
+    )

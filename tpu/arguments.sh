@@ -4,9 +4,11 @@
 #
 # A script names its options in `flags` (without a value), `values` and `required` (of the values),
 # then calls parse_arguments "$@", which sets the variable of each: --dry-run sets $dry_run. What
-# follows -- is in the array `rest`. Its first comment is its help.
+# follows -- is in the array `rest`. Its first comment is its help; `unknown` is the fix of a word
+# that is no option.
 
 unset project zone name type worker chips lines port watch internal_ip yes # of the environment
+unknown='--help lists them'
 table="$(dirname "${BASH_SOURCE[0]}")/accelerators.tsv"
 
 fail() {
@@ -27,7 +29,7 @@ parse_arguments() {
       --) shift && rest=(${1+"$@"}) && break ;;
       --*=*) set_value "${1%%=*}" "${1#*=}" ;;
       --*) set_flag "$1" ;;
-      *) fail "$1: not an option; options start with --, and --help lists them" ;;
+      *) fail "$1: not an option; options start with --, and $unknown" ;;
     esac
     shift
   done
@@ -45,7 +47,7 @@ set_value() { # --option value
   local word=${1#--}
   case " $values " in
     *" $word "*) printf -v "${word//-/_}" '%s' "$2" ;;
-    *) fail "$1=$2: there is no such option with a value; --help lists them" ;;
+    *) fail "$1=$2: there is no such option with a value; $unknown" ;;
   esac
 }
 
@@ -53,7 +55,7 @@ set_flag() { # --option
   local word=${1#--}
   case " $flags dry-run " in *" $word "*) printf -v "${word//-/_}" '%s' yes && return ;; esac
   case " $values " in *" $word "*) fail "$1 needs a value: give $1=VALUE" ;; esac
-  fail "$1: there is no such option; --help lists them"
+  fail "$1: there is no such option; $unknown"
 }
 
 check_given() { # option

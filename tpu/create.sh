@@ -32,7 +32,7 @@ cat >&2 <<TEXT
 $name: $type, topology $topology, $hosts host(s) of $chips_per_host chips with $hbm_gb GB each, $how
 billed from its creation until: $(quoted "${delete[@]}")
 TEXT
-((hosts == 1)) || printf 'note: jaxrl trains on one host today; a slice of %s hosts is of no use to it yet\n' "$hosts" >&2
+((hosts == 1)) || printf 'note: all %s hosts must see the checkpoints: give run.sh --config.trainer.ckpt_path=gs://...\n' "$hosts" >&2
 confirm "create it in $project, $zone?"
 
 common=(

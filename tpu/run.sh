@@ -13,7 +13,7 @@
 #   --dry-run              print the commands, run nothing
 #
 # What follows -- goes to the module as it is. tpu/logs.sh shows what the run prints. On several hosts
-# it must name a trainer.ckpt_path that all of them see: gs://...
+# it must name a trainer.ckpt_path that all of them see, --config.trainer.ckpt_path=gs://...
 
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=arguments.sh
@@ -21,6 +21,7 @@ set -euo pipefail
 flags='stop internal-ip'
 values='project zone name type module watch'
 required='project zone name type'
+unknown="--help lists them; put the run's arguments after --"
 parse_arguments "$@"
 host_script='cd jaxrl && bash tpu/host/train.sh'
 if [[ -n $stop ]]; then
@@ -29,5 +30,13 @@ if [[ -n $stop ]]; then
 fi
 ((${#rest[@]})) || fail 'nothing to run: give the arguments of the module after --, such as -- --config=configs/quickstart.py'
 many=''
-if ((hosts > 1)); then many=--many; fi # each host starts its process again when another one fails
+if ((hosts > 1)); then
+  many=--many # each host starts its process again when another one fails
+  case ${module:-jaxrl.train},${rest[*]} in
+    jaxrl.train,*trainer.ckpt_path[=\ ]* | jaxrl.sft,*trainer.ckpt_path[=\ ]*) ;;
+    jaxrl.train,* | jaxrl.sft,*)
+      echo "note: all $hosts hosts must see the checkpoints: unless the recipe says so, add --config.trainer.ckpt_path=gs://..., or a folder that they share" >&2
+      ;;
+  esac
+fi
 on_host all "$host_script $(quoted start ${many:+"$many"} ${module:+"--module=$module"} ${watch:+"--watch=$watch"} -- "${rest[@]}")"

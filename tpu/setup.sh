@@ -6,7 +6,7 @@
 #
 #   --project --zone --name --type   or JAXRL_TPU_PROJECT, _ZONE, _NAME, _TYPE in the environment
 #   --models=PATH          a model's folder, gs:// or local: becomes models/<its last part> there
-#   --env-file=FILE        lines "export HF_TOKEN=..." that runs there read; never printed
+#   --env-file=FILE        lines NAME=value, such as HF_TOKEN=..., that runs there read; never printed
 #   --extras=tpu,gcs       of pyproject.toml
 #   --python=3.12
 #   --internal-ip          the slice has no external address

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from benchmarks import roofline
 from benchmarks.systems.worker import Clock, Workload, answer, reward, wait_for_step
+from jaxrl.array_ops import DTYPES
 from jaxrl.config import default_config
-from jaxrl.config.model import DTYPES
 from jaxrl.data.packing import length_bucket
 from jaxrl.envs.protocol import Env, StepOutput
 from jaxrl.models.transformer import TransformerConfig

@@ -28,6 +28,9 @@ _INTRODUCTION = """# Algorithms
 
 <!-- Written by `python -m docs.generate`; edit the docstrings, not this page. -->
 
+After this page you can find the formula, the paper and the settings of every loss and estimator,
+and say what "GRPO" means in eight systems.
+
 The objective of a minibatch is a sum over its rows b and tokens t,
 
 ```

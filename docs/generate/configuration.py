@@ -19,6 +19,8 @@ _INTRODUCTION = """# Configuration
 
 <!-- Written by `python -m docs.generate`; edit jaxrl/config/, not this page. -->
 
+After this page you can set any field of a run, in a recipe, on the command line or in Python.
+
 A run is described by one `TrainConfig` (`SkyRLTrainConfig` is the same class): nested dataclasses
 with SkyRL's field names. There are three ways to set a value, all checked against the schema.
 
@@ -36,12 +38,13 @@ def get_config():
     return config
 ```
 
-**On the command line**, over the recipe. Values are read by the type of their field; `None`,
-lists and dicts are written as in Python:
+**On the command line**, over the recipe: a name, such as quickstart, or a file. `jaxrl recipes`
+lists the names; `--config=RECIPE` is the same as RECIPE alone. Values are read by the type of their
+field; `None`, lists and dicts are written as in Python:
 
 <!-- not run: recipe and data are yours -->
 ```bash
-python -m jaxrl.train --config=configs/my_recipe.py --config.trainer.seed=1 \\
+jaxrl train configs/my_recipe.py --config.trainer.seed=1 \\
     --config.data.train_data="['a.parquet', 'b.parquet']" \\
     --config.trainer.algorithm.advantage_kwargs.epsilon=1e-4
 ```

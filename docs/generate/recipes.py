@@ -14,6 +14,9 @@ _INTRODUCTION = """# Recipes
 
 <!-- Written by `python -m docs.generate`; edit the headers in configs/. -->
 
+After this page you can start from a setup that is known, with its paper, its hardware and its
+expected result.
+
 A recipe is a file in `configs/` that returns the config of a run. Its header has the commands in
 the order in which you run them (first the data, `python -m jaxrl.data.prepare`, then the training),
 and names the paper. You can set every field on the command line (`--config.trainer.seed=1`), and
@@ -44,7 +47,7 @@ model, so nothing has to be downloaded for it:
 <!-- not run: writes a vocabulary of 151,936 tokens -->
 ```bash
 python -m benchmarks.shapes qwen2.5-1.5b models/qwen2.5-1.5b
-XLA_FLAGS=--xla_force_host_platform_device_count=4 python -m jaxrl.plan --topology=h100:4 \\
+python -m jaxrl.plan --topology=h100:4 \\
     --config=configs/gsm8k_qwen2_5_1_5b_grpo.py \\
     --config.trainer.policy.model.path=models/qwen2.5-1.5b
 ```

@@ -2,15 +2,15 @@
 
 import functools
 import os
-import threading
 from collections.abc import Awaitable, Mapping
 from typing import Any, NamedTuple
 
 from jaxrl import envs
 from jaxrl.cluster.ray_import import ray
+from jaxrl.functions import place_of
 from jaxrl.registry.pickling import PackedFunction, unpack
 from jaxrl.rollout.conversations.environment_pool import EnvironmentPool
-from jaxrl.rollout.conversations.session import place_of, step_call
+from jaxrl.rollout.conversations.session import step_call
 from jaxrl.types import Message
 
 _READ = ("observations", "reward", "done", "postprocessed_action")  # of what `step` gives
@@ -35,7 +35,9 @@ class EnvironmentWorker:
 
     def __init__(self, calls: int, timeout_seconds: float | None) -> None:
         self._pool = EnvironmentPool(calls, timeout_seconds)
+        self._imports = EnvironmentPool(1)  # one at a time, and they take the time that they take
         self._envs: dict[int, Any] = {}
+        self._functions: dict[PackedFunction, Any] = {}
 
     async def ready(self) -> str:
         """Return where this worker runs."""
@@ -50,10 +52,9 @@ class EnvironmentWorker:
     ) -> Any:
         """Make environment `number`, and return what its `init` gives."""
 
-        def make() -> Any:
-            return envs.construct(_unpacked(packed), *made_with)
-
         async def start() -> Any:
+            made = await self._unpacked(packed)
+            make = functools.partial(envs.construct, made, *made_with)
             self._envs[number] = env = await self._pool.run(make)
             return await self._pool.run(functools.partial(env.init, messages))
 
@@ -73,7 +74,7 @@ class EnvironmentWorker:
         """Return what a reward function gives."""
 
         async def judge() -> Any:
-            function = await self._pool.run(functools.partial(_unpacked, packed))
+            function = await self._unpacked(packed)
             return await self._pool.run(functools.partial(function, **keywords))
 
         return await self._outcome(judge())
@@ -93,14 +94,12 @@ class EnvironmentWorker:
         except Exception as error:
             return Failed(repr(error), place_of(error), hung=self._pool.given_up > 0)
 
+    async def _unpacked(self, packed: PackedFunction) -> Any:
+        """Load a class or function once: a second time would reset the globals of its module."""
 
-_functions: dict[PackedFunction, Any] = {}
-_loading = threading.Lock()
+        def load() -> Any:
+            if packed not in self._functions:
+                self._functions[packed] = unpack(packed, "a class or function")[0]
+            return self._functions[packed]
 
-
-def _unpacked(packed: PackedFunction) -> Any:
-    """Load a class or function once: a second time would reset the globals of its module."""
-    with _loading:
-        if packed not in _functions:
-            _functions[packed] = unpack(packed, "a class or function")[0]
-        return _functions[packed]
+        return await self._imports.run(load)

@@ -20,7 +20,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 KILLED = 137  # status of this program when its lifeline was cut
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of prctl
 
@@ -31,7 +30,8 @@ def main(argv: Sequence[str]) -> int:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     received: list[int] = []
-    for number in SIGNALS:  # before there is a command they are kept
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    for number in signals:  # before there is a command they are kept
         signal.signal(number, lambda n, _: received.append(n))
     child = subprocess.Popen(
         command,
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, number)
 
-    for number in SIGNALS:
+    for number in signals:
         signal.signal(number, pass_on)
     for number in received:
         pass_on(number, None)
@@ -81,7 +81,7 @@ def descendants(root: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            text = stat.read_text(errors="replace")
+            text = stat.read_text(errors="replace", encoding="utf-8")
             state, parent = text.rpartition(")")[2].split()[:2]  # after the name, in brackets
             if state not in "ZX":
                 children.setdefault(int(parent), []).append(int(stat.parent.name))

@@ -11,7 +11,10 @@ from jaxrl.registry.pickling import user_modules
 
 CONNECT_SECONDS = 10.0
 # Settings of the run, the same on every host; nothing secret, Ray's dashboard shows them.
-_PASSED_ON = ("JAX_", "XLA_", "LIBTPU_INIT_ARGS", "HF_HOME", "HF_HUB_OFFLINE", "TOKENIZERS_")
+_PASSED_ON = (
+    *("JAX_", "XLA_", "JAXRL_XLA_FLAGS", "LIBTPU_INIT_ARGS"),
+    *("HF_HOME", "HF_HUB_OFFLINE", "TOKENIZERS_"),
+)
 _OF_ONE_PROCESS = ("JAX_COORDINATOR_", "JAX_PROCESS_", "JAX_NUM_PROCESSES", "JAX_LOCAL_DEVICE_")
 
 

@@ -49,10 +49,11 @@ def launch(config: Any, experiment: "type[BasePPOExp] | None" = None, **options:
     from jaxrl.cluster.initialize import joined_ray
     from jaxrl.cluster.ray_job import RayJob
     from jaxrl.cluster.settings import check, settings_of
-    from jaxrl.config import resolve, to_train_config
+    from jaxrl.config import resolve
+    from jaxrl.config.recipe import converted
     from jaxrl.train import BasePPOExp
 
-    config = resolve(to_train_config(config))
+    config = resolve(converted(config))  # every host writes its own file of given rows
     trainer = config.trainer
     hosts, each = trainer.placement.policy_num_nodes, trainer.cluster.processes_per_host
     check(config, hosts, each)
@@ -137,6 +138,11 @@ def main(argv: Sequence[str]) -> int:
     arguments.add_argument("--no-ray", action="store_true")
     arguments.add_argument("--module", default=TRAIN)
     options, words = arguments.parse_known_args(argv)
+    if not hasattr(os, "killpg"):
+        raise ValueError(
+            f"the launcher needs Linux or macOS, for its process groups; this is {sys.platform}. "
+            "python -m jaxrl.train runs here, in one process"
+        )
     if (count := options.local_processes) is not None:
         if not count.isdecimal() or int(count) < 1:
             fix = "give the number of processes, e.g. --local-processes=2"

@@ -16,13 +16,13 @@ from typing import Protocol
 
 from jaxrl.cli import CRASHED, DONE, FAILED, REFUSED
 from jaxrl.cluster.host import Report
-from jaxrl.files import as_path
+from jaxrl.files import as_path, missing_packages_named
 
 FINAL = DONE, FAILED, REFUSED  # of a process; another attempt would end in the same way
 LOST = -1  # status of a process whose host does not answer any more
 POLL_SECONDS, GRACE_SECONDS, MOST_BACKOFF_SECONDS = 1.0, 10.0, 300.0
 SETTLE_SECONDS = 3.0  # for others to say why, once one has ended
-STEP_PREFIX = "global_step_"  # of jaxrl.records.checkpoint, which imports jax
+STEP_PREFIX = "global_step_"  # of jaxrl.records.checkpoint_folders
 
 
 class HostLost(Exception):
@@ -48,9 +48,10 @@ class Attempt(Protocol):
 def newest_step(folder: str) -> int:
     """Return the newest step of the checkpoints in a folder, local or in a bucket; 0 if none."""
     path = as_path("trainer.ckpt_path", folder)
-    if not path.exists():
-        return 0
-    numbers = [p.name.removeprefix(STEP_PREFIX) for p in path.glob(f"{STEP_PREFIX}*")]
+    with missing_packages_named("trainer.ckpt_path", folder):
+        if not path.exists():
+            return 0
+        numbers = [p.name.removeprefix(STEP_PREFIX) for p in path.glob(f"{STEP_PREFIX}*")]
     return max((int(number) for number in numbers if number.isdigit()), default=0)
 
 

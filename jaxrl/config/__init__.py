@@ -6,6 +6,9 @@ validate(config, num_devices)
 print(objective_card(config, num_devices))
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from jaxrl.config.algorithm import (
     AlgorithmConfig,
     CISPOConfig,
@@ -45,17 +48,17 @@ from jaxrl.config.generator import (
     SamplingParams,
     engine_dtype,
 )
-from jaxrl.config.mesh import sharding_rules
 from jaxrl.config.model import ModelConfig, OptimizerConfig, SkyRLLoraConfig
-from jaxrl.config.objective_card import objective_card
 from jaxrl.config.overrides import apply_overrides, parse_command_line
-from jaxrl.config.placement import batch_groups, check_nodes, device_ranges
 from jaxrl.config.platform import ON_CPU, auto_fields, with_settled
 from jaxrl.config.recipe import (
     default_config,
     load_config_file,
     read_command_line,
+    read_early,
     to_train_config,
+    with_row_files,
+    write_row_files,
 )
 from jaxrl.config.rollouts import (
     check_engines,
@@ -69,7 +72,6 @@ from jaxrl.config.rollouts import (
     sends_adapters,
 )
 from jaxrl.config.serving import ServeConfig
-from jaxrl.config.supervised import check_lengths, resolve_sft, sft_card, validate_sft
 from jaxrl.config.train_config import (
     SkyRLTrainConfig,
     TrainConfig,
@@ -87,10 +89,34 @@ from jaxrl.config.trainer import (
     compute_dtype,
     logger_names,
     model_overrides,
+    nothing_to_do,
     run_folder,
 )
-from jaxrl.config.validation import validate
 from jaxrl.config.watching import WatchingConfig
+
+if TYPE_CHECKING:
+    from jaxrl.config.card import folded_card, objective_card
+    from jaxrl.config.placement import batch_groups, check_nodes, device_ranges, sharding_rules
+    from jaxrl.config.supervised import check_lengths, resolve_sft, sft_card, validate_sft
+    from jaxrl.config.validation import validate
+
+# They ask losses, estimators and meshes, which are made of JAX: it takes a second, so they are
+# imported when somebody wants one.
+_WITH_JAX = {
+    "card": {"folded_card", "objective_card"},
+    "placement": {"batch_groups", "check_nodes", "device_ranges", "sharding_rules"},
+    "supervised": {"check_lengths", "resolve_sft", "sft_card", "validate_sft"},
+    "validation": {"validate"},
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what has waited for it."""
+    for module, names in _WITH_JAX.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "AlgorithmConfig",
@@ -160,9 +186,12 @@ __all__ = [
     "run_folder",
     "model_overrides",
     "make_config",
+    "folded_card",
+    "nothing_to_do",
     "objective_card",
     "parse_command_line",
     "read_command_line",
+    "read_early",
     "resolve",
     "resolve_sft",
     "sft_card",
@@ -174,5 +203,7 @@ __all__ = [
     "sharding_rules",
     "validate",
     "validate_sft",
+    "with_row_files",
     "with_settled",
+    "write_row_files",
 ]

@@ -3,11 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from jaxrl.config.constraints import between, not_negative, one_of, positive_or
+from jaxrl.config import given
+from jaxrl.config.constraints import between, not_negative, one_in, one_of, positive_or
 from jaxrl.config.dataclass_config import BaseConfig
 from jaxrl.config.status import implemented, later, mapped, new
-from jaxrl.losses.kl import KL_ESTIMATORS
-from jaxrl.losses.reduction import REDUCTIONS
 
 _OVER_MINIBATCH = implemented("averages over the whole minibatch")
 _WEIGHT_BOUND = "SkyRL's later default; 0 and 5 would bound the weight to [1, 6]"
@@ -154,7 +153,9 @@ class OffPolicyCorrectionConfig(BaseConfig):
 class AlgorithmConfig(BaseConfig):
     """Hold the objective; policy losses and advantage estimators receive this config."""
 
-    advantage_estimator: Annotated[str, implemented('also "module:function"')] = "grpo"
+    advantage_estimator: Annotated[str, given.function, implemented('also "module:function"')] = (
+        "grpo"
+    )
     """A built-in or registered name, or "my_pkg.my_module:my_estimator"."""
     advantage_kwargs: Annotated[dict[str, Any], new()] = field(default_factory=dict)
     """Keyword-only hyperparameters of the advantage estimator."""
@@ -162,7 +163,9 @@ class AlgorithmConfig(BaseConfig):
         default_factory=KLCtrlConfig
     )
     """Controller of the KL coefficient in the reward."""
-    kl_estimator_type: Annotated[str, one_of(*KL_ESTIMATORS), _OVER_MINIBATCH] = "k3"
+    kl_estimator_type: Annotated[str, one_in("jaxrl.losses.kl:KL_ESTIMATORS"), _OVER_MINIBATCH] = (
+        "k3"
+    )
     """"k1", "k2", "k3" or "abs", http://joschu.net/blog/kl-approx.html."""
     use_kl_in_reward: Annotated[bool, implemented("excludes use_kl_loss")] = False
     """Subtract the KL to the reference model from the rewards."""
@@ -184,12 +187,16 @@ class AlgorithmConfig(BaseConfig):
     """Shift and scale the advantages of a batch to mean 0 and variance 1."""
     value_head_prefix: str = "value_head"
     """Name of the critic's head."""
-    policy_loss_type: Annotated[str, implemented('also "module:function"')] = "regular"
+    policy_loss_type: Annotated[str, given.function, implemented('also "module:function"')] = (
+        "regular"
+    )
     """A built-in or registered name, or "my_pkg.my_module:my_loss"."""
     policy_loss_kwargs: Annotated[dict[str, Any], new()] = field(default_factory=dict)
     """Keyword-only hyperparameters of the policy loss function."""
     loss_reduction: Annotated[
-        str, one_of(*REDUCTIONS), implemented("counts of the minibatch, not of the microbatch")
+        str,
+        one_in("jaxrl.losses.reduction:REDUCTIONS"),
+        implemented("counts of the minibatch, not of the microbatch"),
     ] = "token_mean"
     """"token_mean", "token_mean_legacy", "sequence_mean", "seq_mean_token_sum_norm" or
     "prompt_mean"."""

@@ -9,6 +9,7 @@ a subclass that gives a field another default keeps its constraints.
 """
 
 import difflib
+import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -101,6 +102,19 @@ def between(interval: str, hint: str) -> Constraint:
 def one_of(*choices: Any, later: Iterable[Any] = ()) -> Constraint:
     """Require one of the choices; `later` as in `check_choice`."""
     return Constraint(lambda field, value: check_choice(field, value, choices, later))
+
+
+def one_in(table: str, later: Iterable[Any] = ()) -> Constraint:
+    """Require an entry of a table of another module, "jaxrl.losses.kl:KL_ESTIMATORS".
+
+    The module is imported when a value is checked: those that compute take seconds.
+    """
+    module, _, name = table.partition(":")
+
+    def check(field: str, value: Any) -> None:
+        check_choice(field, value, getattr(importlib.import_module(module), name), later)
+
+    return Constraint(check)
 
 
 def each_of(*choices: Any, later: Iterable[Any] = ()) -> Constraint:

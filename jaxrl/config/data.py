@@ -5,21 +5,21 @@ import os
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from jaxrl.config.constraints import fail, one_of, positive_or
+from jaxrl.config import given
+from jaxrl.config.constraints import fail, one_in, positive_or
 from jaxrl.config.dataclass_config import BaseConfig
 from jaxrl.config.status import new
-from jaxrl.data.conversations import OVERLONG, TRAIN_ON_WHAT
 
 
 @dataclass
 class DataConfig(BaseConfig):
     """Hold the settings of the prompts."""
 
-    train_data: list[str] = field(
+    train_data: Annotated[list[str], given.rows] = field(
         default_factory=lambda: [os.path.expanduser("~/data/gsm8k/train.parquet")]
     )
     """Training prompts: .parquet, .jsonl or .json files, or "module:function" generators."""
-    val_data: list[str] = field(
+    val_data: Annotated[list[str], given.rows] = field(
         default_factory=lambda: [os.path.expanduser("~/data/gsm8k/validation.parquet")]
     )
     """Evaluation prompts, likewise; an empty list = no evaluation."""
@@ -37,9 +37,11 @@ class SFTConfig(BaseConfig):
 
     max_length: Annotated[int | None, positive_or(None, "any")] = None
     """Most tokens of a conversation; None = any."""
-    overlong: Annotated[str, one_of(*OVERLONG)] = "truncate"
+    overlong: Annotated[str, one_in("jaxrl.data.conversations:OVERLONG")] = "truncate"
     """What happens to longer ones: "truncate" keeps their beginning, "drop" leaves them out."""
-    train_on_what: Annotated[str, one_of(*TRAIN_ON_WHAT)] = "all_assistant_messages"
+    train_on_what: Annotated[str, one_in("jaxrl.data.conversations:TRAIN_ON_WHAT")] = (
+        "all_assistant_messages"
+    )
     """"all_assistant_messages", or "last_assistant_message" of each conversation."""
 
 

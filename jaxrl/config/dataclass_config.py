@@ -9,17 +9,30 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, TypeGuard, TypeVar, cast
 
-import jax
 import yaml
+
+from jaxrl.pytrees import register_static
 
 Config = TypeVar("Config", bound="BaseConfig")
 
 
 class Text(str):
     """Hold a value as typed on a command line; converted by the type of the field it is for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TakesObjects:
+    """Say in an `Annotated` that a field takes objects in place of names; see `given`.
+
+    Attributes:
+        named: is called with what the user gave and the dotted name of the field; returns it with
+            every object replaced by its name.
+    """
+
+    named: Callable[[Any, str], Any]
 
 
 class BaseConfig:
@@ -30,7 +43,7 @@ class BaseConfig:
         # In the class's own __dict__, or @dataclass, which runs later, would set __hash__ to None.
         cls.__hash__ = BaseConfig.__hash__
         # A config is part of the program, not of its data: jit compiles once per distinct value.
-        jax.tree_util.register_static(cls)
+        register_static(cls)
 
     def __hash__(self) -> int:
         return hash((type(self).__qualname__, _hashable(field_values(self))))
@@ -71,11 +84,12 @@ def checked(config: Config, path: str = "") -> Config:
     Raises:
         ValueError: a value is not one; names the field and what it takes.
     """
-    config, kinds = copy.deepcopy(config), field_types(type(config))
+    config, kinds = copy.copy(config), field_types(type(config))
     for name, value in field_values(config).items():
-        at, kind = _join(path, name), kinds[name]
-        fits = is_config(value) and isinstance(value, config_class(kind) or BaseConfig)
-        setattr(config, name, checked(value, at) if fits else convert(value, kind, at))
+        at = _join(path, name)
+        fits = is_config(value) and isinstance(value, config_class(kinds[name]) or BaseConfig)
+        new = checked(value, at) if fits else convert_field(type(config), name, value, at)
+        setattr(config, name, copy.deepcopy(new))
     return config
 
 
@@ -176,7 +190,7 @@ def get_config_as_yaml_str(cfg: BaseConfig) -> str:
 def parse_literal(text: str) -> Any:
     """Return what a command-line text spells: None, bool, number, list, dict, or the text."""
     word = text.strip()
-    if word in ("None", "null"):
+    if word in ("None", "~") or word.lower() == "null":  # Python's, YAML's, Hydra's
         return None
     if word in ("true", "false"):
         return word == "true"
@@ -191,6 +205,29 @@ def parse_literal(text: str) -> Any:
         except yaml.YAMLError:
             pass
     return str(text)
+
+
+def convert_field(
+    cls: type[BaseConfig], name: str, value: Any, path: str, current: Any = None
+) -> Any:
+    """Return `value` as a value of a field; objects in it become names where it takes them.
+
+    None unsets a field: one of text whose default is "" becomes that.
+
+    Args:
+        path: the dotted name of the field.
+        current: see `convert`.
+
+    Raises:
+        ValueError: it is none, or an object that no name leads to.
+    """
+    for marker in field_markers(cls)[name]:
+        if isinstance(marker, TakesObjects):
+            value = marker.named(value, path)
+    literal = parse_literal(value) if isinstance(value, Text) else value
+    if literal is None and cls.__dataclass_fields__[name].default == "":  # type: ignore[attr-defined]
+        return ""
+    return convert(value, field_types(cls)[name], path, current)
 
 
 def convert(value: Any, kind: Any, path: str, current: Any = None) -> Any:
@@ -215,7 +252,8 @@ def convert(value: Any, kind: Any, path: str, current: Any = None) -> Any:
     if isinstance(value, Text):
         literal = parse_literal(value)
         # A string field takes the text itself, so run_name=123 is "123"; containers come first.
-        candidates = [literal, str(value)]
+        # But run_name=null is no name: "'null'" is.
+        candidates = [None] if literal is None else [literal, str(value)]
     for candidate in candidates:
         for member in _members(kind):
             fits, result = _as_member(candidate, member, path)
@@ -223,6 +261,7 @@ def convert(value: Any, kind: Any, path: str, current: Any = None) -> Any:
                 return result
     lists = [member for member in _members(kind) if typing.get_origin(member) is list]
     fix = f"; write \"['{value}']\"" if lists and isinstance(value, str) else ""
+    fix = "; leave it out" if candidates == [None] else fix
     raise ValueError(f"{path}={_shown(value)}: expected {type_name(kind)}{fix}")
 
 
@@ -238,18 +277,16 @@ def type_name(kind: Any) -> str:
 
 
 def check_field(cls: type[BaseConfig], name: str, prefix: str) -> None:
-    """Raises ValueError with the nearest valid name unless the class has the field."""
+    """Raises ValueError unless the class has the field: with the nearest name, or all of them."""
     names = list(field_types(cls))
     if name in names:
         return
     elsewhere = [k for k in _dotted_names(cls) if f".{name}." in f"{k}."]
     elsewhere = [f"{k}.".split(f".{name}.")[0] + f".{name}" for k in elsewhere]
     near = elsewhere[:1] or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"Did you mean '{_join(prefix, near[0])}'? " if near else ""
-    raise ValueError(
-        f"unknown config field '{_join(prefix, name)}'. {hint}"
-        f"Fields of {cls.__name__}: {', '.join(names)}"
-    )
+    fields = f"Fields of {cls.__name__}: {', '.join(names)}"
+    hint = f"Did you mean '{_join(prefix, near[0])}'?" if near else fields
+    raise ValueError(f"unknown config field '{_join(prefix, name)}'. {hint}")
 
 
 def _dotted_names(cls: type[BaseConfig], prefix: str = "") -> list[str]:
@@ -272,12 +309,14 @@ def _merged(cls: type[Config], values: Any, path: str, current: Config | None) -
             f"{cls.__name__}: {', '.join(field_types(cls))}"
         )
     current = cls() if current is None else current
-    cls, kinds = type(current), field_types(type(current))
+    cls = type(current)
     changes = {str(k): v for k, v in values.items()}
     for name in changes:
         check_field(cls, name, path)
     old = {k: v for k, v in field_values(current).items() if k not in changes}
-    new = {k: convert(v, kinds[k], _join(path, k), getattr(current, k)) for k, v in changes.items()}
+    new = {
+        k: convert_field(cls, k, v, _join(path, k), getattr(current, k)) for k, v in changes.items()
+    }
     return cls(**copy.deepcopy(old), **new)
 
 

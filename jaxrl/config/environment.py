@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+from jaxrl.config import given
 from jaxrl.config.constraints import (
     Constraint,
     between,
@@ -17,12 +18,9 @@ from jaxrl.config.constraints import (
 from jaxrl.config.dataclass_config import BaseConfig
 from jaxrl.config.status import implemented, new
 from jaxrl.functions import called_name, import_call
-from jaxrl.registry import accepted_keywords
-from jaxrl.registry.contracts import REWARD_KEYWORDS, check_reward_signature
 
 _NEW_OF_JUDGE = new(only_with="llm_as_a_judge")
 _ADDRESS = "must begin with http:// or https://"
-_EMPTY_TURN = dict.fromkeys(REWARD_KEYWORDS) | {"action": "", "tokens": [], "reward": 0.0}
 
 
 def _is_address(url: str | None) -> bool:
@@ -139,7 +137,8 @@ class SkyRLGymConfig(BaseConfig):
     """Hold the settings by environment."""
 
     max_env_workers: Annotated[int, not_negative] = 32
-    """Environment calls at a time, in threads; 0 = inline."""
+    """Calls of environments and reward functions at a time, in threads; 0 = one after the other,
+    without a time limit. Built-in environments of microseconds need no thread."""
     ray_env_workers: Annotated[int, not_negative, new()] = 0
     """Ray actors, over all nodes, in which environments live; 0 = in threads of the trainer's
     process. `max_env_workers` is then the number of calls at a time in all of them."""
@@ -167,13 +166,15 @@ class SkyRLGymConfig(BaseConfig):
 class EnvironmentConfig(BaseConfig):
     """Describe which environment scores a prompt."""
 
-    env_class: Annotated[str, implemented('also "my_pkg.my_module:MyEnv"')] = "gsm8k"
+    env_class: Annotated[str, given.function, implemented('also "my_pkg.my_module:MyEnv"')] = (
+        "gsm8k"
+    )
     """Environment of prompts that name none: a known name or "my_pkg.my_module:MyEnv"."""
     reward_weights: Annotated[dict[str, float], _check_weights, new()] = field(default_factory=dict)
     """Weights of reward terms by name, e.g. {"correct": 1.0, "format": 0.1}: the reward is the
     weighted sum. A reward that an environment gives without a name is the term "environment".
     Empty = every term counts once."""
-    reward_functions: Annotated[list[str], new()] = field(default_factory=list)
+    reward_functions: Annotated[list[str], given.functions, new()] = field(default_factory=list)
     """Functions that judge every turn beside the environment, "my_pkg.my_module:my_reward", or with
     arguments "my_pkg.my_module:my_reward(limit=512)"; a number, or one per token, is the term of
     the function's name. jaxrl.envs.shaping has length, format and repetition."""
@@ -252,6 +253,12 @@ def _check_reward_functions(environment: EnvironmentConfig) -> None:
 
 
 def _check_reward_function(path: str) -> None:
+    from jaxrl.registry.contracts import (  # here: as in `check_environment`
+        REWARD_KEYWORDS,
+        accepted_keywords,
+        check_reward_signature,
+    )
+
     label = f"reward function '{path}'"
     func = import_call(path, "reward function")
     for name, value in getattr(func, "keywords", {}).items():
@@ -259,4 +266,5 @@ def _check_reward_function(path: str) -> None:
             raise ValueError(f"{label}: {name}={value!r} is supplied by every turn; leave it out")
     check_reward_signature(label, func)
     if path.startswith("jaxrl.envs.shaping:"):  # pure: an empty turn shows bad parameters
-        func(**accepted_keywords(func, _EMPTY_TURN))
+        empty_turn = dict.fromkeys(REWARD_KEYWORDS) | {"action": "", "tokens": [], "reward": 0.0}
+        func(**accepted_keywords(func, empty_turn))

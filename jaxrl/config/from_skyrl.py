@@ -11,23 +11,31 @@ Without --output the recipe is printed; --devices: how many it shall be valid on
 Exit status: 0; 1 something that changes the run was left out; 2 the input cannot be read.
 """
 
+from jaxrl import cli
+
+if __name__ == "__main__":
+    cli.answer_early(__doc__)
+
 import argparse
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from jaxrl import cli
 from jaxrl.config.skyrl.conversion import Conversion, convert
 from jaxrl.config.skyrl.names import EntryPoint, entry_point
 from jaxrl.config.skyrl.recipe_file import recipe_text
 from jaxrl.config.skyrl.script import read_script
 
 _ARGUMENT = re.compile(r"\+{0,2}[a-z]\w*(\.\w+)+=", re.IGNORECASE)
+_WRAPPED = textwrap.TextWrapper(
+    100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+)
 
 
 def from_command(words: Sequence[str], num_devices: int | None = None) -> Conversion:
@@ -41,7 +49,11 @@ def from_command(words: Sequence[str], num_devices: int | None = None) -> Conver
     for word in words[start:]:
         key, equals, value = word.partition("=")
         if not _ARGUMENT.match(f"{key}{equals}"):
-            raise ValueError(f"{word!r}: expected key.path=value, e.g. trainer.seed=1")
+            fix = (
+                f"; a variable of the script stands before the command: {word} jaxrl from-skyrl ..."
+            )
+            fix = fix if key.isidentifier() and equals else ""
+            raise ValueError(f"{word!r}: expected key.path=value, e.g. trainer.seed=1{fix}")
         settings[key] = value
     module, entry = entry_point(list(words))
     return convert(settings, module=module, entry=entry, num_devices=num_devices)
@@ -53,7 +65,7 @@ def from_script(path: Path, args: Sequence[str], num_devices: int | None = None)
     Raises:
         ValueError: it starts none, or calls a script that is not there.
     """
-    run = read_script(path.read_text(), list(args), str(path))
+    run = read_script(path.read_text(encoding="utf-8"), list(args), str(path))
     shell, *rest = run.command
     if shell in ("bash", "sh") and rest and rest[0].endswith(".sh"):
         if lost := [line for line in run.unknown if not _ARGUMENT.match(f"{line.split(':')[0]}=")]:
@@ -72,7 +84,7 @@ def from_yaml(path: Path, args: Sequence[str], num_devices: int | None = None) -
     Raises:
         ValueError: no mapping, or an interpolation.
     """
-    values = yaml.safe_load(path.read_text())
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not isinstance(values, dict):
         raise ValueError(f"{path}: not a mapping of config groups")
     settings = _flat(values, "")
@@ -93,14 +105,15 @@ def main(argv: Sequence[str]) -> int:
     args = options.args or arguments.error("nothing to convert")
     result = _read(args, options.devices)
     source = args[0] if Path(args[0]).is_file() else "arguments"
-    notes = [f"Valid on {result.num_devices} devices."]
+    notes = [f"{result.verdict[0].upper()}{result.verdict[1:].removesuffix('.')}."]
     if left := [line.partition(": ")[0] for line in result.refused]:
         notes.append(
             "Left out, as `python -m jaxrl.config.from_skyrl` explains: " + ", ".join(left)
         )
-    text = recipe_text(result.config, source, options.output or "FILE.py", notes)
+    notes = [_WRAPPED.fill(note) for note in notes]
+    text = recipe_text(result.config, source, options.output or "FILE.py", notes, result.named)
     if options.output:
-        Path(options.output).write_text(text)
+        Path(options.output).write_text(text, encoding="utf-8")
     else:
         print(text)
     _report(result, sys.stdout if options.output else sys.stderr)
@@ -137,9 +150,10 @@ def _flat(values: dict[str, Any], prefix: str) -> dict[str, Any]:
 def _report(result: Conversion, out: Any) -> None:
     home = os.path.expanduser("~")
     names = [line.partition("=")[0] for line in result.taken]
-    print(f"taken as they are ({len(names)}): {', '.join(names)}", file=out)
+    print(_WRAPPED.fill(f"taken as they are ({len(names)}): {', '.join(names)}"), file=out)
     if result.written_out:
-        print(f"SkyRL's defaults, written out: {', '.join(result.written_out)}", file=out)
+        written = ", ".join(result.written_out)
+        print(_WRAPPED.fill(f"SkyRL's defaults, written out: {written}"), file=out)
     groups = (
         ("changed", result.changed),
         ("without effect", result.inert),
@@ -149,8 +163,7 @@ def _report(result: Conversion, out: Any) -> None:
         print(f"{title} ({len(lines)})", file=out)
         for line in lines:
             print(f"  {line.replace(home, '~')}", file=out)
-    state = f"invalid: {result.problem}" if result.problem else "valid"
-    print(f"on {result.num_devices} devices: {state}", file=out)
+    print(result.verdict, file=out)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,9 @@
-"""Map SkyRL's size fields and the sharding rules of a config onto a mesh."""
+"""Map SkyRL's size fields onto a mesh."""
 
 import dataclasses
-from typing import Any
 
 from jaxrl.config.backend import MeshConfig
 from jaxrl.config.trainer import CriticConfig, PolicyConfig, RefConfig
-from jaxrl.parallel import ShardingRules
-
-
-def sharding_rules(overrides: dict[str, Any]) -> ShardingRules:
-    """Return the default rules, changed by `trainer.sharding_rules`."""
-    changes = {name: tuple(x) if isinstance(x, list) else x for name, x in overrides.items()}
-    return ShardingRules(**changes)
 
 
 def skyrl_sizes(role: PolicyConfig | RefConfig | CriticConfig) -> list[tuple[str, str, int]]:

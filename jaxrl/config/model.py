@@ -3,15 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Annotated
 
-import jax.numpy as jnp
-
-from jaxrl.config.constraints import between, must, not_negative, one_of, positive
+from jaxrl.config.constraints import between, must, not_negative, one_in, one_of, positive
 from jaxrl.config.dataclass_config import BaseConfig
 from jaxrl.config.status import implemented, new
-from jaxrl.models.lora import INIT_METHODS
 
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-SCHEDULERS = ("constant", "constant_with_warmup", "linear", "cosine")
+DECAYING = ("linear", "cosine")  # to 0 at the last update of the run
+SCHEDULERS = ("constant", "constant_with_warmup", *DECAYING)
 
 
 @dataclass
@@ -43,9 +40,9 @@ class SkyRLLoraConfig(BaseConfig):
     lm_head."""
     exclude_modules: Annotated[str | list[str] | None, implemented("also a list")] = None
     """Which of the target modules get none, as the same patterns."""
-    init_method: Annotated[str, one_of(*INIT_METHODS, later=("xavier", "normal", "zero"))] = (
-        "kaiming"
-    )
+    init_method: Annotated[
+        str, one_in("jaxrl.models.lora:INIT_METHODS", later=("xavier", "normal", "zero"))
+    ] = "kaiming"
     """"kaiming": A uniform in +-1 / sqrt(inputs); "gaussian": A normal, deviation 1 / rank; B 0."""
 
 

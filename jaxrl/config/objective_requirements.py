@@ -92,7 +92,8 @@ def takes_values(algorithm: AlgorithmConfig) -> bool:
     if row := estimator_row(algorithm):
         return row.needs_values
     parameters = _estimator_parameters(algorithm)
-    return "values" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    offered = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return "values" in parameters or offered or "batch" in parameters  # of one with memory
 
 
 def requires_values(algorithm: AlgorithmConfig) -> bool:

@@ -1,5 +1,6 @@
 """Warn of what is legal in a config but seldom meant."""
 
+import inspect
 import warnings
 
 from jaxrl.config.algorithm import AlgorithmConfig
@@ -17,6 +18,7 @@ from jaxrl.config.objective_requirements import (
     takes_values,
     updates_per_step,
 )
+from jaxrl.config.rollouts import longest_row
 from jaxrl.config.train_config import TrainConfig
 from jaxrl.config.trainer import TrainerConfig, compute_dtype
 from jaxrl.losses.off_policy import correction_enabled
@@ -34,12 +36,44 @@ def warn_of_oddities(config: TrainConfig) -> None:
         *_odd_kl(algorithm),
         *_odd_groups(algorithm, samples),
         *_odd_rewards(config),
+        *_odd_turns(config),
         *_odd_updates(config),
         *_odd_correction(config),
     ]
     oddities = [f"trainer.algorithm.{oddity}" for oddity in objective]
     oddities += [*_odd_models(config.trainer), *_odd_sampling(config)]
     for oddity in oddities:
+        warnings.warn(oddity, stacklevel=3)
+
+
+def warn_of_scale(
+    config: TrainConfig, *, updates: int, positions: int | None, platform: str
+) -> None:
+    """Warn of what does not fit the run, the model or the machine, once these are known.
+
+    Args:
+        config: resolved.
+        updates: of the whole run.
+        positions: that the model was made for; None: nobody says.
+        platform: of the devices: "cpu", "gpu", "tpu".
+    """
+    trainer, odd, longest = config.trainer, [], longest_row(config)
+    optimizer = trainer.policy.optimizer_config
+    if optimizer.scheduler != "constant" and optimizer.num_warmup_steps >= updates:
+        odd.append(
+            f"trainer.policy.optimizer_config.num_warmup_steps={optimizer.num_warmup_steps}: the "
+            f"run has {updates} updates, so that the learning rate never gets to "
+            f"{optimizer.lr:g}; lower it, or train for longer"
+        )
+    if positions is not None and longest > positions:
+        odd.append(
+            f"trainer.max_prompt_length={trainer.max_prompt_length}: with the response a row may "
+            f"have {longest} tokens, and {trainer.policy.model.path} was made for {positions} "
+            "(max_position_embeddings); lower it"
+        )
+    if platform == "cpu" and trainer.bf16 is True:
+        odd.append("trainer.bf16=True on a CPU, which is slower at it than in float32; set False")
+    for oddity in odd:
         warnings.warn(oddity, stacklevel=3)
 
 
@@ -119,6 +153,20 @@ def _odd_rewards(config: TrainConfig) -> list[str]:
         "and 1; with "
         f"{', '.join(field for field, holds in beside.items() if holds)} rewards can be others: a "
         "group whose mean is not positive gets 0, and one near 0 large advantages"
+    ]
+
+
+def _odd_turns(config: TrainConfig) -> list[str]:
+    """Name a discount that lets a turn learn only from its own reward."""
+    algorithm, turns = config.trainer.algorithm, config.generator.max_turns
+    row = estimator_row(algorithm)
+    discounts = row is not None and "gamma" in inspect.signature(row.fn).parameters
+    gamma = algorithm.advantage_kwargs.get("gamma", algorithm.gamma)
+    if gamma != 0 or turns == 1 or not discounts:
+        return []
+    return [
+        f"gamma=0 with generator.max_turns={turns}: a turn learns nothing from the rewards of "
+        "later turns; set 1.0"
     ]
 
 

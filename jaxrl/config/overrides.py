@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import warnings
+from collections.abc import Iterable
 from typing import Any, cast
 
 from jaxrl.config.dataclass_config import (
@@ -11,7 +12,7 @@ from jaxrl.config.dataclass_config import (
     Text,
     check_field,
     config_class,
-    convert,
+    convert_field,
     field_types,
     holds_dict,
     is_config,
@@ -19,7 +20,7 @@ from jaxrl.config.dataclass_config import (
 )
 from jaxrl.config.generator import InferenceEngineConfig
 
-_USAGE = "--config=configs/my_recipe.py --config.trainer.seed=1"
+_USAGE = "quickstart --config.trainer.seed=1, with the name or the file of a recipe"
 
 
 def apply_overrides(config: Config, overrides: dict[str, Any]) -> Config:
@@ -62,32 +63,43 @@ def parse_assignments(args: list[str]) -> dict[str, str]:
     return pairs
 
 
-def parse_command_line(argv: list[str]) -> tuple[str, dict[str, str]]:
+def parse_command_line(argv: list[str], fields: Iterable[str] = ()) -> tuple[str, dict[str, str]]:
     """Return the recipe and overrides of a command line, `--flag=value` or `--flag value`.
+
+    `--config=RECIPE` is RECIPE alone.
 
     Args:
         argv: the arguments without the program's name.
+        fields: of the config, by dotted name; an error names those that may have been meant.
 
     Returns:
-        path of --config, and {"trainer.seed": "1"} for --config.trainer.seed=1.
+        the recipe, a name or a file, and {"trainer.seed": "1"} for --config.trainer.seed=1.
 
     Raises:
         ValueError: unknown flag, a flag without a value, or no --config.
     """
-    path, overrides, words = "", {}, list(argv)
+    path, bare, overrides, words = "", "", {}, list(argv)
     while words:
         word = words.pop(0)
         flag, equals, value = word.partition("=")
+        if not path and not word.startswith("-") and not equals:
+            path = bare = word
+            continue
         if flag != "--config" and not flag.startswith("--config."):
             key = flag.lstrip("-+")
+            near = [name for name in fields if name.endswith(f".{key.replace('-', '_')}")]
+            flags = [f"--config.{name}={value or '<value>'}" for name in near[:3]]
             fix = f"write --config.{key}={value or '<value>'}" if "." in key else f"usage: {_USAGE}"
-            if word.endswith(".py"):
-                fix = f"write --config={word}"
+            fix = f"did you mean {' or '.join(flags)}?" if flags else fix
+            if not word.startswith("-") and not equals:
+                fix = f"the recipe is {path} already"
             raise ValueError(f"unknown argument '{word}': {fix}")
         if not equals:
             if not words or words[0].startswith("--"):
                 raise ValueError(f"{flag} has no value: write {flag}=<value>")
             value = words.pop(0)
+        if flag == "--config" and bare:
+            raise ValueError(f"--config={value}: the recipe is {bare} already; leave one out")
         if flag == "--config":
             path = value
         else:
@@ -108,7 +120,7 @@ def _with_value(config: Config, keys: list[str], value: Any, path: str) -> Confi
     if rest and current is None and sub_config is not None:
         current = sub_config()
     if not rest:
-        new = convert(value, kind, path, current)
+        new = convert_field(type(config), name, value, path, current)
     elif is_config(current):
         new = _with_value(current, rest, value, path)
     elif isinstance(current, dict) or holds_dict(kind):

@@ -5,14 +5,20 @@ import math
 from typing import Any, NamedTuple
 
 from jaxrl.config.constraints import check_choice, fail
-from jaxrl.config.mesh import sharding_rules, skyrl_sizes
+from jaxrl.config.mesh import skyrl_sizes
 from jaxrl.config.rollouts import in_process
 from jaxrl.config.train_config import TrainConfig
-from jaxrl.parallel import mesh_sizes
+from jaxrl.parallel import ShardingRules, mesh_sizes
 from jaxrl.parallel.mesh import AXES
 
 _PLACEMENT = "trainer.placement"
 _RULES = "trainer.sharding_rules"
+
+
+def sharding_rules(overrides: dict[str, Any]) -> ShardingRules:
+    """Return the default rules, changed by `trainer.sharding_rules`."""
+    changes = {name: tuple(x) if isinstance(x, list) else x for name, x in overrides.items()}
+    return ShardingRules(**changes)
 
 
 class DeviceRanges(NamedTuple):
@@ -147,14 +153,14 @@ def check_mesh(config: TrainConfig, ranges: DeviceRanges, num_processes: int = 1
         if role.mesh is None:
             continue
         field, sizes = f"trainer.{name}.mesh", dataclasses.asdict(role.mesh)
+        for axis in ("context", "expert"):
+            if sizes[axis] != 1:
+                fail(f"{field}.{axis}", sizes[axis], "not available yet; set it to 1")
         try:
             mesh_sizes(len(devices) * num_processes, **sizes)
         except ValueError as error:
             changed = {axis: size for axis, size in sizes.items() if size != 1}
             fail(field, changed, str(error).partition(": ")[2] or str(error))
-        for axis in ("context", "expert"):
-            if sizes[axis] != 1:
-                fail(f"{field}.{axis}", sizes[axis], "not available yet; set it to 1")
         for alias, axis, size in skyrl_sizes(role):
             if sizes[axis] != size:
                 fix = (

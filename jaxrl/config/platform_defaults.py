@@ -11,10 +11,10 @@ import jax
 
 from jaxrl import config as cfg
 from jaxrl.config.dataclass_config import flatten
-from jaxrl.config.model import DTYPES
-from jaxrl.config.objective_requirements import has_critic, needs_reference
-from jaxrl.models import hf
-from jaxrl.models.attention import KERNEL_OF_PLATFORM, kernel_needs
+
+ACCELERATORS = "tpu", "gpu", "cuda"
+# What a flax module of the user's may not be able to do.
+OF_OUR_MODELS = "trainer.flash_attn", "trainer.use_sample_packing"
 
 
 class Settled(NamedTuple):
@@ -39,9 +39,6 @@ def settle(
         own_model: the policy is not that of its folder, but the user's own module: of it nothing
             is known, and what it would have to support stays off.
         recorded: fields by dotted name of the checkpoint that the run goes on from, and its path.
-
-    Raises:
-        FileNotFoundError, ValueError: of the model folders, which are asked on accelerators alone.
     """
     left = cfg.auto_fields(config)
     if not left:
@@ -51,19 +48,15 @@ def settle(
     config = cfg.apply_overrides(config, known)
     platform = platform or jax.default_backend()
     values, reasons = dict(cfg.ON_CPU), {}
-    if platform in KERNEL_OF_PLATFORM:
-        values |= {"trainer.few_shapes": True, "trainer.use_sample_packing": not own_model}
+    if platform in ACCELERATORS:
+        values["trainer.few_shapes"] = True
+        values |= dict.fromkeys(OF_OUR_MODELS, not own_model)
         if config.trainer.bf16 == "auto":  # the others depend on it
             config = cfg.apply_overrides(config, {"trainer.bf16": True})
         dtype = cfg.compute_dtype(config.trainer, "policy")
         values["generator.inference_engine.model_dtype"] = dtype
         if own_model:
-            unknown = "trainer.flash_attn", "trainer.use_sample_packing"
-            reasons = dict.fromkeys(unknown, "automatic, the model is your own")
-        elif "trainer.flash_attn" in cfg.auto_fields(config):
-            refusal = _refusal(config.trainer, platform)
-            values["trainer.flash_attn"] = not refusal
-            reasons = {"trainer.flash_attn": f"automatic, {refusal}"} if refusal else {}
+            reasons = dict.fromkeys(OF_OUR_MODELS, "automatic, the model is your own")
     reasons |= dict.fromkeys(known, f"as in {source}")
     config = cfg.with_settled(config, values)
     lines: dict[str, list[str]] = {}
@@ -71,25 +64,3 @@ def settle(
         choice = f"{name.rpartition('.')[2]}={flatten(config)[name]}"
         lines.setdefault(reasons.get(name, f"automatic, on a {platform}"), []).append(choice)
     return Settled(config, [f"{', '.join(choices)}: {why}" for why, choices in lines.items()])
-
-
-def _refusal(trainer: cfg.TrainerConfig, platform: str) -> str:
-    """Say why the platform's fused attention cannot run the models of a run; "" = it can."""
-    for role in ("policy", "ref", "critic"):
-        model = getattr(trainer, role).model
-        same = model.path in (None, trainer.policy.model.path) or model.lora.rank > 0
-        unused = {
-            "policy": False,
-            "ref": same or not needs_reference(trainer.algorithm),
-            "critic": not has_critic(trainer),
-        }
-        if unused[role] or model.path is None:
-            continue
-        model_config = hf.load_config(
-            model.path, cfg.model_overrides(trainer, getattr(trainer, role))
-        )
-        dtype = DTYPES[cfg.compute_dtype(trainer, role)]
-        if missing := kernel_needs(model_config, KERNEL_OF_PLATFORM[platform], dtype):
-            whose = "" if role == "policy" else f", for trainer.{role}.model"
-            return f"the {platform} kernel needs {' and '.join(missing)}{whose}"
-    return ""

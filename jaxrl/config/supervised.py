@@ -4,11 +4,11 @@ import fnmatch
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxrl.config.card import format_card, microbatch_lines, optimizer_line
 from jaxrl.config.constraints import fail
 from jaxrl.config.dataclass_config import BaseConfig, flatten
 from jaxrl.config.formulas import loss_lines, reduction_line
 from jaxrl.config.microbatching import check_rows
-from jaxrl.config.objective_card import format_card, microbatch_lines, optimizer_line
 from jaxrl.config.placement import batch_groups, check_mesh, check_placement, check_processes
 from jaxrl.config.platform import ON_CPU
 from jaxrl.config.train_config import TrainConfig, resolve
@@ -24,6 +24,7 @@ _READ = """
     trainer.packed_length trainer.few_shapes trainer.max_tokens_per_microbatch trainer.eval_*
     trainer.flash_attn trainer.disable_fast_tokenizer trainer.project_name trainer.run_name
     trainer.logger trainer.compilation_cache_path trainer.rope_* trainer.strategy
+    trainer.watching.display
 """
 
 
@@ -59,13 +60,21 @@ def validate_sft(config: TrainConfig, num_devices: int = 1, num_processes: int =
     """
     resolved = resolve_sft(config)
     defaults, expected = flatten(TrainConfig()), flatten(resolved)
+    unread = {}
     for key, value in flatten(config).items():
         field = _field(key, defaults)
         if field in ON_CPU:  # the config of an earlier run has what the platform made of it
             continue
         if field is not None and value not in (defaults[field], expected.get(key)):
-            fix = f"has no effect in supervised fine-tuning; leave it {defaults[field]!r}"
-            fail(key, value, fix)
+            unread[key] = value, defaults[field]
+    for key, (value, default) in unread.items():
+        fix = f"has no effect in supervised fine-tuning; leave it {default!r}"
+        if len(unread) > 2:
+            fix += (
+                f", as {len(unread) - 1} other fields. Is this a recipe of jaxrl.train? Those of "
+                "jaxrl.sft are configs/sft_*.py"
+            )
+        fail(key, value, fix)
     check_fields(resolved)
     check_processes(resolved, num_devices, num_processes)
     ranges = check_placement(resolved, num_devices // num_processes)

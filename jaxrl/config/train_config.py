@@ -17,7 +17,6 @@ from jaxrl.config.mesh import map_mesh
 from jaxrl.config.serving import ServeConfig
 from jaxrl.config.status import new
 from jaxrl.config.trainer import FullyAsyncConfig, TrainerConfig, run_folder
-from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry
 
 
 @dataclass
@@ -94,6 +93,8 @@ def resolve(config: Config) -> Config:
     for a leading `~` in a path, which becomes the home folder, and for another name or path of a
     built-in loss or estimator, which becomes the built-in's name.
     """
+    from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry  # JAX: a second
+
     assert isinstance(config, TrainConfig)
     config = copy.deepcopy(config)
     trainer, generator = config.trainer, config.generator

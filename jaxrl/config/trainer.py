@@ -7,12 +7,19 @@ from typing import Annotated, Any, Literal
 
 from jaxrl.config.algorithm import AlgorithmConfig
 from jaxrl.config.backend import PRECISIONS, FSDPConfig, MegatronConfig, MeshConfig
-from jaxrl.config.constraints import each_of, must, not_negative, one_of, positive, positive_or
+from jaxrl.config.constraints import (
+    each_of,
+    must,
+    not_negative,
+    one_in,
+    one_of,
+    positive,
+    positive_or,
+)
 from jaxrl.config.dataclass_config import BaseConfig
 from jaxrl.config.model import ModelConfig, OptimizerConfig
 from jaxrl.config.status import implemented, inert, later, mapped, new, planned
 from jaxrl.config.watching import LOGGERS, WatchingConfig
-from jaxrl.models.remat import REMAT_POLICIES
 
 _COUNTED = mapped(
     "counted only where parts have devices of their own; else all parts have all devices"
@@ -31,6 +38,7 @@ _REF_MODEL = {
     "lora.exclude_modules": _IN_PEFT_FOLDER,
     "lora.init_method": _IN_PEFT_FOLDER,
 }
+_seed = must(lambda seed: 0 <= seed < 2**63, "must be 0 or more, and below 2**63")
 _local_folder = must(lambda path: "://" not in path, "must be a local folder")
 
 
@@ -214,12 +222,12 @@ class TrainerConfig(BaseConfig):
     """Mesh axes of logical axes, instead of those of `jaxrl.parallel.ShardingRules`."""
     gradient_checkpointing: bool = True
     """Recompute each layer's activations in the backward pass."""
-    remat_policy: Annotated[str, one_of(*REMAT_POLICIES), new()] = "full"
+    remat_policy: Annotated[str, one_in("jaxrl.models.remat:REMAT_POLICIES"), new()] = "full"
     """What layers keep when gradient_checkpointing is on, see `jaxrl/models/remat.py`: "full",
     "attention", "dots", "none" or "offload"."""
     gradient_checkpointing_use_reentrant: Annotated[bool, inert("torch only")] = False
     """Variant of torch's gradient checkpointing."""
-    seed: int = 42
+    seed: Annotated[int, _seed] = 42
     """Seed of initialisation, data order and sampling."""
     resume_mode: Annotated[str | None, one_of(None, "none", "latest", "from_path")] = "latest"
     """"latest" checkpoint in ckpt_path, "from_path", or "none"."""
@@ -238,9 +246,9 @@ class TrainerConfig(BaseConfig):
     max_ckpts_to_keep: Annotated[int, positive_or(-1, "all")] = -1
     """Checkpoints kept, the latest ones; -1 = all."""
     ckpt_interval: Annotated[int, positive_or(-1, "off")] = 10
-    """Steps between checkpoints; -1 = none."""
+    """Steps between checkpoints; one more at the end of each epoch and of the run. -1 = none."""
     hf_save_interval: Annotated[int, positive_or(-1, "off")] = -1
-    """Steps between exports in Hugging Face format; -1 = none."""
+    """Steps between exports in Hugging Face format; one more after the last step. -1 = none."""
     export_path: Annotated[
         str, _local_folder, implemented(_OWN_FOLDER, skyrl_default=os.path.expanduser("~/exports/"))
     ] = ""
@@ -304,19 +312,23 @@ class TrainerConfig(BaseConfig):
     eval_before_train: bool = True
     """Evaluate before the first step."""
     eval_interval: Annotated[int, positive_or(-1, "off")] = 5
-    """Steps between evaluations; -1 = none."""
+    """Steps between evaluations; one more after the last step. -1 = none, nor before the first."""
     max_prompt_length: Annotated[int, positive] = 512
     """Longer prompts, in tokens, are dropped from the data."""
     flash_attn: Annotated[
         bool | Literal["auto"],
         implemented(
-            "True: an error where the backend's kernel cannot run the model; plain attention on "
-            "CPUs",
+            "False: plain attention; True: the platform's fastest kernel that can run the model, "
+            "which is plain attention on CPUs",
             skyrl_default=True,
         ),
     ] = "auto"
-    """Fused attention kernel: splash on TPUs, Pallas-Triton on GPUs (bf16 only), none on CPUs.
-    "auto" = on where the platform's kernel can run the models."""
+    """Attention without the scores of all pairs of tokens, by the platform's fastest kernel; see
+    docs/kernels.md. "auto" = on TPUs and GPUs."""
+    kernels: Annotated[dict[str, str], new()] = field(default_factory=dict)
+    """Kernels by operation, instead of the fastest that can: {"packed_attention": "chunked"}, which
+    outranks flash_attn, {"head_log_probs": "xla"}, {"decode_attention": "xla"} of the native
+    engine; see docs/kernels.md."""
     disable_fast_tokenizer: Annotated[bool, inert("transformers 5 has one kind")] = False
     """Slow tokenizer of transformers."""
     project_name: str = "skyrl"
@@ -331,10 +343,10 @@ class TrainerConfig(BaseConfig):
             skyrl_default="wandb",
         ),
     ] = "console"
-    """"console" (the progress bar), "jsonl", "tensorboard", "wandb", "mlflow": one or a list;
+    """"console" (the display), "jsonl", "tensorboard", "wandb", "mlflow": one or a list;
     metrics.jsonl and the curve are always written."""
     watching: Annotated[WatchingConfig, new()] = field(default_factory=WatchingConfig)
-    """Alarms, callbacks and profiles."""
+    """What is shown, alarms, callbacks and profiles."""
     ledger: Annotated[LedgerConfig, new()] = field(default_factory=LedgerConfig)
     """Where every prompt and trajectory ended."""
     cluster: Annotated[ClusterConfig, new()] = field(default_factory=ClusterConfig)
@@ -385,6 +397,17 @@ def compute_dtype(trainer: TrainerConfig, role: str) -> str:
     if mixed_precision is None:
         return "bfloat16" if trainer.bf16 is True else "float32"
     return PRECISIONS[mixed_precision.param_dtype]
+
+
+def nothing_to_do(trainer: TrainerConfig, step: int, total_steps: int) -> str:
+    """Say that a run has ended already, and by which field."""
+    limit = trainer.max_training_steps
+    field = "epochs" if limit is None or limit > total_steps else "max_training_steps"
+    return (
+        f"nothing to do: {trainer.ckpt_path} holds step {step} of {total_steps}. Raise "
+        f"trainer.{field}={getattr(trainer, field)}, or choose another trainer.run_name to start "
+        "again"
+    )
 
 
 def logger_names(logger: str | list[str]) -> list[str]:

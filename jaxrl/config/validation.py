@@ -10,8 +10,9 @@ import math
 import warnings
 from typing import Any
 
+from jaxrl.advantages import ESTIMATORS
 from jaxrl.config.algorithm import AlgorithmConfig, OffPolicyCorrectionConfig
-from jaxrl.config.constraints import check_constraints, fail
+from jaxrl.config.constraints import check_choice, check_constraints, fail
 from jaxrl.config.data import SFTConfig, check_data
 from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.environment import check_environment
@@ -34,13 +35,13 @@ from jaxrl.config.objective_requirements import (
 )
 from jaxrl.config.oddities import warn_of_oddities
 from jaxrl.config.placement import batch_groups, check_mesh, check_placement, check_processes
-from jaxrl.config.rollouts import check_engines, in_process, overlaps
+from jaxrl.config.rollouts import check_engines, in_process, longest_row, overlaps
 from jaxrl.config.train_config import TrainConfig, resolve
 from jaxrl.config.trainer import TrainerConfig
-from jaxrl.losses import ROWS
+from jaxrl.losses import LOSSES, ROWS
 from jaxrl.losses.off_policy import correction_enabled
 from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry, bind_estimator
-from jaxrl.registry.bind import make_policy_loss
+from jaxrl.registry.bind import check_pure_functions, make_policy_loss
 
 _ALGORITHM = "trainer.algorithm"
 _CORRECTION = f"{_ALGORITHM}.off_policy_correction"
@@ -65,6 +66,7 @@ def validate(config: TrainConfig, num_devices: int = 1, num_processes: int = 1) 
     ranges = check_placement(config, num_devices // num_processes)
     check_mesh(config, ranges, num_processes)
     _check_conversations(config)
+    _check_kernels(config.trainer)
     check_environment(config.environment)
     check_engines(config, len(ranges.engine))
     check_async(config, len(ranges.engine))
@@ -77,6 +79,7 @@ def validate(config: TrainConfig, num_devices: int = 1, num_processes: int = 1) 
     _check_critic(config)
     _check_moving_reference(config.trainer)
     _check_sampling(config)
+    _check_pure(config)
     warn_of_oddities(config)
 
 
@@ -190,6 +193,17 @@ def _check_files(config: TrainConfig) -> None:
             "named templates are not available yet; set generator.chat_template.source='file' "
             "and a jinja file, or leave it None",
         )
+
+
+def _check_kernels(trainer: TrainerConfig) -> None:
+    if not trainer.kernels:
+        return
+    from jaxrl.models.kernels import OPERATIONS  # after the check: it imports Pallas
+
+    for operation, name in trainer.kernels.items():
+        check_choice("trainer.kernels", operation, OPERATIONS)
+        known = OPERATIONS[operation].implementations
+        check_choice(f"trainer.kernels[{operation!r}]", name, known)
 
 
 def _check_conversations(config: TrainConfig) -> None:
@@ -549,19 +563,44 @@ def _check_overlong_buffer(config: TrainConfig) -> None:
 
 def _check_functions(algorithm: AlgorithmConfig) -> None:
     """Check that names resolve to functions, which can be called with what they will get."""
-    _check_function("policy_loss_type", algorithm.policy_loss_type, PolicyLossRegistry)
+    loss, estimator = algorithm.policy_loss_type, algorithm.advantage_estimator
+    an_estimator = (
+        f"is an advantage estimator: set {_ALGORITHM}.advantage_estimator={loss!r}, and here a "
+        "loss; 'regular' is that of GRPO"
+    )
+    a_loss = (
+        f"is a policy loss: set {_ALGORITHM}.policy_loss_type={estimator!r}, and here an "
+        "estimator, such as 'grpo'"
+    )
+    meant = an_estimator if loss in ESTIMATORS else None
+    _check_function("policy_loss_type", loss, PolicyLossRegistry, meant)
     make_policy_loss(algorithm)
-    estimator = algorithm.advantage_estimator
-    _check_function("advantage_estimator", estimator, AdvantageEstimatorRegistry)
+    meant = a_loss if estimator in LOSSES else None
+    _check_function("advantage_estimator", estimator, AdvantageEstimatorRegistry, meant)
     bind_estimator(algorithm)
 
 
-def _check_function(name: str, value: str, registry: Any) -> None:
+def _check_pure(config: TrainConfig) -> None:
+    """Refuse a loss or an estimator that keeps something where no checkpoint has it."""
+    trainer, samples = config.trainer, config.generator.n_samples_per_prompt
+    check_pure_functions(
+        trainer.algorithm,
+        rows=trainer.train_batch_size * samples,
+        minibatch_rows=trainer.policy_mini_batch_size * samples,
+        tokens=longest_row(config),
+        has_values=has_critic(trainer),
+    )
+
+
+def _check_function(name: str, value: str, registry: Any, meant: str | None) -> None:
     try:
         registry.resolve(value)
     except ValueError as error:
+        if meant:  # a name of the other kind
+            fail(f"{_ALGORITHM}.{name}", value, meant)
         fix = 'Set a known name, register yours, or write "my_pkg.my_module:my_function"'
-        message = f"{error}" if f"{error}".endswith("?") else f"{error}."
+        message = str(error)
+        message += "" if message.endswith(("?", ".")) else "."
         raise ValueError(f"{_ALGORITHM}.{name}={value!r}: {message} {fix}") from error
 
 

@@ -1,13 +1,15 @@
-"""Config of what a run says of itself: alarms, callbacks, profiles (docs/watching.md)."""
+"""Config of what a run says of itself: its display, alarms, callbacks, profiles."""
 
 import math
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from jaxrl.config import given
 from jaxrl.config.constraints import Constraint, check_choice, fail, must, one_of
 from jaxrl.config.dataclass_config import BaseConfig
 
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow")
+DISPLAYS = ("auto", "panel", "notebook", "plain", "quiet")
 ALARMS = (  # the rules of `jaxrl/records/alarms.py`
     "entropy_collapse",
     "length_explosion",
@@ -15,6 +17,7 @@ ALARMS = (  # the rules of `jaxrl/records/alarms.py`
     "vanishing_reward_variance",
     "not_finite",
     "reward_not_deterministic",
+    "environments_fail",
 )
 _from_one = must(lambda steps: min(steps, default=1) >= 1, "steps are numbered from 1")
 
@@ -30,14 +33,18 @@ def _check_thresholds(field: str, thresholds: dict[str, float | None]) -> None:
 
 @dataclass
 class WatchingConfig(BaseConfig):
-    """Hold the settings of alarms, callbacks and profiles."""
+    """Hold the settings of display, alarms, callbacks and profiles (docs/watching.md)."""
 
     on_alarm: Annotated[str, one_of("warn", "checkpoint", "stop")] = "warn"
     """What an alarm does besides its message: "warn" nothing, "checkpoint" saves one, "stop" saves
     one and ends the run."""
     thresholds: Annotated[dict[str, float | None], _check_thresholds] = field(default_factory=dict)
     """Thresholds of alarms by name, instead of those of `jaxrl/records/alarms.py`; None = off."""
-    callbacks: list[str] = field(default_factory=list)
+    display: Annotated[str, one_of(*DISPLAYS)] = "auto"
+    """What a run shows of itself: "panel" keeps one at the end of the terminal, "notebook" a plot
+    that grows, "plain" prints lines, "quiet" nothing but warnings and alarms; "auto" = what fits
+    stdout."""
+    callbacks: Annotated[list[str], given.functions] = field(default_factory=list)
     """Classes "my_pkg.my_module:MyCallback" that are told of the events of the run."""
     trace_steps: Annotated[list[int], _from_one] = field(default_factory=list)
     """Steps that jax.profiler traces, into <run folder>/profiles/traces."""

@@ -3,7 +3,7 @@
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +15,20 @@ from jaxrl.types import Prompt
 # A mark of punctuation that is not part of a number.
 _PUNCTUATION = re.compile(r"(?<!\d)[.,;:!?'\"`]+|[.,;:!?'\"`]+(?!\d)")
 _SHOWN = 3
+_READ, _PIECES = 100, 8  # prompts that are read for what they lack, pieces of it shown
 
 
 @dataclass(frozen=True)
 class DataCard:
-    """Hold some lines for each source; `warnings` are among them."""
+    """Hold some lines for each source; `warnings` are among them.
+
+    Attributes:
+        folded: one line for each source, and the warnings.
+    """
 
     lines: tuple[str, ...]
     warnings: tuple[str, ...]
+    folded: str = ""
 
     def __str__(self) -> str:
         return "\n".join(self.lines)
@@ -38,6 +44,8 @@ def data_card(
     need_truth: Collection[str] = (),
     order: DataOrder | None = None,
     steps: int = 0,
+    unknown_token: int | None = None,
+    unknown_text: Callable[[str], Sequence[str]] = lambda text: (),
 ) -> DataCard:
     """Describe the rows, lengths, environments, duplicates and shares of the data of a run.
 
@@ -50,10 +58,12 @@ def data_card(
         too_long: prompts of a data set that were left out.
         need_truth: environments that judge by the ground truth of a row; for them is said how many
             rows lack it.
+        unknown_token: id that stands for text which the vocabulary lacks; None: there is none.
+        unknown_text: gives the pieces of a text that this token stands for.
         order: with it shares of a batch, and passes over each source in `steps` batches.
     """
     keys = [_Keys(prompts) for prompts in (train, evaluation)]
-    lines = ["data:"]
+    lines, folded = ["data:"], list[str]()
     for kind, names, prompts, these, others in (
         ("train", sources, train, *keys),
         ("eval", eval_sources, evaluation, *keys[::-1]),
@@ -63,17 +73,23 @@ def data_card(
             left_out = (too_long or {}).get(name, 0)
             lines.append(f"  {kind} {number}: {name}")
             lines += _described([prompts[i] for i in rows], left_out, need_truth)
-            against = f", {others.found(these, rows)} also in the evaluation" * (kind == "train")
-            lines.append(f"    {these.repeated(rows)} occur before{against}")
+            folded.append(f"{kind:<5} {_rows_of(len(rows), left_out)}: {name}")
+            repeated = f"    repeat an earlier prompt: {these.repeated(rows)}"
+            if kind == "train" and evaluation:
+                repeated += f"; are also in the evaluation: {others.found(these, rows)}"
+            lines.append(repeated)
             if kind == "train" and order is not None:
                 lines.append(f"    {_drawn(order, number, steps)}")
-    warnings = _overlap(train, evaluation, *keys)
-    return DataCard((*lines, *warnings), warnings)
+    warnings = (
+        *_overlap(train, evaluation, *keys),
+        *_unknown_tokens([*train, *evaluation], unknown_token, unknown_text),
+    )
+    return DataCard((*lines, *warnings), warnings, "\n".join((*folded, *warnings)))
 
 
 def _described(prompts: Sequence[Prompt], left_out: int, need_truth: Collection[str]) -> list[str]:
     """Describe the numbers, lengths and environments of the prompts of a source."""
-    rows = f"{_number(len(prompts), 'prompt')} ({left_out} more too long, left out)"
+    rows = _rows_of(len(prompts), left_out)
     if not prompts:
         return [f"    {rows}"]
     lengths = np.array([len(prompt.tokens) for prompt in prompts])
@@ -87,6 +103,11 @@ def _described(prompts: Sequence[Prompt], left_out: int, need_truth: Collection[
         f"    {rows}; {low} / {middle} / {high} / {most} tokens (min / median / p95 / max)",
         f"    environment {shown}{truth}",
     ]
+
+
+def _rows_of(prompts: int, left_out: int) -> str:
+    without = f" ({left_out} are too long and left out)" if left_out else ""
+    return f"{_number(prompts, 'prompt')}{without}"
 
 
 def _drawn(order: DataOrder, source: int, steps: int) -> str:
@@ -130,6 +151,25 @@ def _overlap(
     )
 
 
+def _unknown_tokens(
+    prompts: Sequence[Prompt], unknown: int | None, unknown_text: Callable[[str], Sequence[str]]
+) -> tuple[str, ...]:
+    """Return a warning where the model cannot read a part of some prompts, else ()."""
+    found = [prompt for prompt in prompts if unknown in prompt.tokens]
+    if unknown is None or not found:
+        return ()
+    shown = ", ".join(prompt.uid for prompt in found[:_SHOWN])
+    said = [m.get("content") for prompt in found[:_READ] for m in prompt.messages]
+    pieces = dict.fromkeys(x for text in said if isinstance(text, str) for x in unknown_text(text))
+    examples = ", ".join(repr(piece) for piece in [*pieces][:_PIECES])
+    such_as = f", such as {examples}" if examples else ""
+    return (
+        f"WARNING: {len(found)} of {len(prompts)} prompts have text that the vocabulary lacks"
+        f"{such_as}, and the model reads the unknown token there ({shown}, ..): write them in its "
+        "characters, or take a model that knows them",
+    )
+
+
 class _Keys:
     """Hold what prompts say: as it is, and ignoring case, whitespace and punctuation."""
 
@@ -143,13 +183,18 @@ class _Keys:
         """Say how many of the rows repeat what a row before them said, in any source."""
         same = sum(self.first_exact[self.exact[row]] < row for row in rows)
         alike = sum(self.first[self.loose[row]] < row for row in rows)
-        return f"{same} ({alike} loosely)"
+        return _counted(same, alike)
 
     def found(self, other: "_Keys", rows: Sequence[int]) -> str:
         """Say how many rows of `other` are among these."""
         same = sum(other.exact[row] in self.first_exact for row in rows)
         alike = sum(other.loose[row] in self.first for row in rows)
-        return f"{same} ({alike} loosely)"
+        return _counted(same, alike)
+
+
+def _counted(same: int, alike: int) -> str:
+    """Say how many prompts are the same, and where it differs, how many are without case."""
+    return f"{same or 'none'}" + f" ({alike} without case and punctuation)" * (alike != same)
 
 
 def _first_rows(keys: Sequence[int]) -> dict[int, int]:

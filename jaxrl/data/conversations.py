@@ -8,15 +8,17 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from jaxrl.data.messages import BadRow, messages_of
 from jaxrl.data.packing import collate, length_bucket
 from jaxrl.data.prompts import convert_rows
 from jaxrl.types import GeneratorOutput, Message, TrainBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 OVERLONG = ("truncate", "drop")
 TRAIN_ON_WHAT = ("all_assistant_messages", "last_assistant_message")
@@ -38,7 +40,7 @@ class Conversation:
 
 def load_conversations(
     sources: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     *,
     max_length: int | None = None,
     overlong: str = "truncate",
@@ -103,7 +105,7 @@ def _nothing_left(
 
 
 def encode_conversation(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     messages: Sequence[Message],
     *,
     train_on_what: str = "all_assistant_messages",
@@ -178,7 +180,7 @@ class _Template:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: "PreTrainedTokenizerBase",
         messages: Sequence[Message],
         kwargs: Mapping[str, Any],
     ) -> None:

@@ -20,7 +20,7 @@ def messages_of(value: Any, column: str, role: str = "user") -> list[Message]:
     """
     if not isinstance(value, str | list | tuple):
         kind = type(value).__name__
-        raise BadRow(f"the {column} is not a list of messages but {kind} {value!r}")
+        raise BadRow(f"the {column} is neither text nor a list of messages but {kind} {value!r}")
     if not value:
         raise BadRow(f"the {column} is empty")
     if isinstance(value, str):

@@ -194,15 +194,40 @@ def row_slices(tree: Any, rows: int) -> Iterator[Any]:
         yield jax.tree.map(cut, tree)
 
 
+def group_numbers(index: np.ndarray) -> np.ndarray:
+    """Number the prompt groups of a batch from 0 in the order in which they come.
+
+    Args:
+        index: [B] group of each row, any numbers.
+
+    Raises:
+        ValueError: the rows of a group are not neighbours.
+    """
+    index = np.asarray(index)
+    begins = np.diff(index, prepend=index[0] - 1) != 0
+    numbers = np.cumsum(begins, dtype=np.int32) - 1
+    if len(np.unique(index)) != begins.sum():
+        again = next(g for g in index if np.count_nonzero(begins & (index == g)) > 1)
+        raise ValueError(
+            f"the rows of prompt group {again} are not neighbours in batch.index: groups may come "
+            "in any order, but the samples of a prompt stay together"
+        )
+    return numbers
+
+
 def minibatches(
     batch: TrainBatch, prompts: int, order: np.ndarray | None = None
 ) -> list[TrainBatch]:
     """Cut a batch into consecutive minibatches of `prompts` groups, numbered from 0 in each.
 
     Args:
-        batch: its index numbers the groups from 0, rows of one are neighbours.
-        order: the groups in another order; the rows of each stay in theirs.
+        batch: the rows of a group are neighbours; the groups come in any order.
+        order: the groups in another order than they come; the rows of each stay in theirs.
+
+    Raises:
+        ValueError: see `group_numbers`.
     """
+    batch = batch.replace(index=group_numbers(batch.index))
     if order is not None:
         place = np.argsort(order)[batch.index]  # of each row's group
         rows = np.argsort(place, kind="stable")

@@ -12,6 +12,11 @@ The data sets are gsm8k, math, dapo, aime, text2sql and searchr1; docs/data.md s
 They come from the Hugging Face hub, or from a copy with the files that the hub has.
 """
 
+from jaxrl import cli
+
+if __name__ == "__main__":
+    cli.answer_early(__doc__)
+
 import csv
 import re
 import shlex
@@ -24,7 +29,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jaxrl import cli
 from jaxrl.data.benchmarks import BENCHMARKS, Row, Split
 from jaxrl.data.messages import BadRow
 from jaxrl.data.prompts import bad_rows, read_rows

@@ -12,18 +12,20 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from transformers import PreTrainedTokenizerBase
 
 from jaxrl.data.benchmarks import BENCHMARKS
 from jaxrl.data.messages import BadRow, messages_of
 from jaxrl.data.tokenizer import encode_prompt
-from jaxrl.functions import import_named, parse_call
+from jaxrl.functions import import_named, parse_call, place_of
 from jaxrl.types import Message, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _GENERATOR = re.compile(
     r"(?P<module>[A-Za-z_][\w.]*):(?P<call>[A-Za-z_]\w*\s*(\(.*\))?)", re.DOTALL
@@ -69,10 +71,15 @@ def convert_rows(source: str, convert: Callable[[dict[str, Any]], Row]) -> list[
         except BadRow as error:
             problems.append(f"row {number}: {error}")
     if problems:
-        raise bad_rows(source, problems, len(rows) + len(problems))
+        raise bad_rows(_called(source), problems, len(rows) + len(problems))
     if not rows:
         raise ValueError(f"data source {source!r} is empty")
     return rows
+
+
+def _called(source: str) -> str:
+    """Return how an error calls a source: rows of a script may not be in a file yet."""
+    return "the rows given" if hasattr(source, "read") else source
 
 
 def bad_rows(source: object, problems: Sequence[str], total: int) -> ValueError:
@@ -85,7 +92,7 @@ def bad_rows(source: object, problems: Sequence[str], total: int) -> ValueError:
 
 def load_prompts(
     sources: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     *,
     max_prompt_length: int,
     default_env_class: str,
@@ -120,7 +127,9 @@ def load_prompts(
             tokens = _encode(tokenizer, messages, chat_template_kwargs or {}, where)
             if len(tokens) <= max_prompt_length:
                 uid = f"{source_index}:{row_number}"
-                prompts.append(Prompt(uid, messages, tuple(tokens), env_class, extras=row))
+                prompts.append(
+                    Prompt(uid, messages, tuple(tokens), env_class, row, _called(source))
+                )
             else:
                 dropped_lengths.append(len(tokens))
                 dropped[source_index] += 1
@@ -144,7 +153,9 @@ def check_files(sources: Sequence[str]) -> None:
     missing = [
         source
         for source in sources
-        if Path(source).suffix.lower() in _READERS and not Path(source).is_file()
+        if Path(source).suffix.lower() in _READERS
+        and not Path(source).is_file()
+        and not hasattr(source, "read")
     ]
     if missing:
         named = ", ".join(map(repr, missing))
@@ -165,6 +176,8 @@ def _command_for(source: str) -> str:
 
 def read_rows(source: str) -> Iterable[Any]:
     """Read the rows of a data set as they are; see `load_rows`."""
+    if read := getattr(source, "read", None):  # of `config.given.Rows`
+        return read()
     if reader := _READERS.get(Path(source).suffix.lower()):
         check_files([source])
         return reader(Path(source))
@@ -173,7 +186,8 @@ def read_rows(source: str) -> Iterable[Any]:
     raise ValueError(
         f"data source {source!r} is not a .parquet, .jsonl or .json file nor a generator "
         "written 'pkg.module:function(name=value, ...)'; data sets of the Hugging Face hub are "
-        "read from a downloaded parquet file"
+        "read from a downloaded parquet file. If these are prompts, write rows: "
+        f"data=[{{'prompt': {source!r:.60}}}, ...]"
     )
 
 
@@ -186,26 +200,32 @@ def _read_parquet(path: Path) -> Iterator[Any]:
         raise ValueError(f"{path} is not a readable parquet file: {error}") from error
 
 
-def _read_json(path: Path) -> list[Any]:
-    text = path.read_text(encoding="utf-8")
-    if not text.lstrip().startswith("["):
-        return _read_jsonl(path)
+def _text(path: Path) -> str:
     try:
-        return json.loads(text)
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8 ({error}); write it so") from error
+
+
+def _read_json(path: Path) -> list[Any]:
+    try:
+        found = json.loads(_text(path))
     except json.JSONDecodeError as error:
+        if error.msg == "Extra data":  # a row a line, whatever the file is called
+            return _read_jsonl(path)
         raise ValueError(f"{path}, line {error.lineno}: malformed JSON: {error.msg}") from error
+    return found if isinstance(found, list) else [found]
 
 
 def _read_jsonl(path: Path) -> list[Any]:
     rows = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}: malformed JSON: {error.msg}") from error
+    for number, line in enumerate(_text(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: malformed JSON: {error.msg}") from error
     return rows
 
 
@@ -226,17 +246,31 @@ def _generate(source: str, module_name: str, call: str) -> Iterator[Any]:
             f"data source {source!r}: {error}; the signature is "
             f"{function_name}{inspect.signature(function)}"
         ) from error
-    return iter(function(**arguments))
+    return _given_by(source, function, arguments)
+
+
+def _given_by(
+    source: str, function: Callable[..., Any], arguments: Mapping[str, Any]
+) -> Iterator[Any]:
+    try:
+        yield from function(**arguments)
+    except (ValueError, ImportError):
+        raise
+    except Exception as error:
+        where = place_of(error, function)
+        raise ValueError(
+            f"data source {source!r} raised {type(error).__name__}: {error} ({where})"
+        ) from error
 
 
 def _find_function(source: str, module_name: str, function_name: str) -> Callable[..., Any]:
     try:
         module = import_named(module_name)
     except ModuleNotFoundError as error:
-        # A module that exists but lacks one of its own imports is a different mistake.
-        if not module_name.startswith(error.name or "\0"):
-            raise
-        raise ValueError(f"data source {source!r}: there is no module {error.name!r}") from error
+        raise ValueError(
+            f"data source {source!r}: there is no module {error.name!r}; install it, or start in "
+            "the folder that has it"
+        ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         near = difflib.get_close_matches(function_name, vars(module), n=1)
@@ -249,7 +283,7 @@ def _find_function(source: str, module_name: str, function_name: str) -> Callabl
 
 
 def _encode(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     messages: Sequence[Message],
     chat_template_kwargs: Mapping[str, Any],
     where: str,
@@ -258,8 +292,10 @@ def _encode(
         return encode_prompt(tokenizer, messages, **chat_template_kwargs)
     except Exception as error:
         # A chat template may refuse a conversation, for example one with a system message.
-        error.add_note(f"while applying the chat template to {where}")
-        raise
+        raise ValueError(
+            f"the chat template refuses {where} ({type(error).__name__}: {error}); change the row, "
+            "or the template (generator.chat_template)"
+        ) from error
 
 
 # ---- rows ----------------------------------------------------------------------------------------
@@ -281,8 +317,10 @@ def _plain(value: Any) -> Any:
 
 
 def _prompt_row(row: dict[str, Any]) -> dict[str, Any]:
-    if row.get("prompt") is None:
+    if "prompt" not in row:
         raise BadRow(f"no 'prompt'; the columns are {sorted(map(str, row))}")
+    if row["prompt"] is None:
+        raise BadRow("the prompt is null")
     if not isinstance(row.get("env_class"), str | None):
         raise BadRow(f"env_class is not a string: {row['env_class']!r}")
     return {**row, "prompt": messages_of(row["prompt"], "prompt")}

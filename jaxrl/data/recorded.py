@@ -7,14 +7,16 @@ that a step computes follows from them and from the state before it. Lists per t
 each, with the length of every row; what is not numbers is JSON. Nothing is pickled.
 """
 
+import contextlib
 import hashlib
 import io
 import json
 import os
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
@@ -24,6 +26,7 @@ from jaxrl.files import replaced
 from jaxrl.types import GeneratorOutput, TrajectoryID
 
 FORMAT = 1
+_KEPT = "kept between steps: "
 _NUMBER = -1  # in place of a length: the row is one number, a reward for the whole response
 _PER_TOKEN = dict.fromkeys(("prompt_token_ids", "response_ids"), np.int32) | {
     column.name: column.stored for column in TOKEN_COLUMNS if column.stored
@@ -43,14 +46,23 @@ def rollouts_path(run_folder: Path, step: int) -> Path:
     return run_folder / "rollouts" / f"step_{step:06d}.npz"
 
 
-def write_rollouts(path: Path, arrays: dict[str, np.ndarray], uids: Sequence[str]) -> str:
+def write_rollouts(
+    path: Path,
+    arrays: dict[str, np.ndarray],
+    uids: Sequence[str],
+    kept: Mapping[str, Mapping[str, np.ndarray]] = MappingProxyType({}),
+) -> str:
     """Write trajectories and the prompt of each; returns the digest of the file.
 
     The file is on disk, whole, when it has its name.
 
     Args:
         arrays: of `to_arrays`.
+        kept: what callbacks keep, "before" the step and "after" it, by name.
     """
+    arrays = arrays | {
+        f"{_KEPT}{when}.{name}": value for when in kept for name, value in kept[when].items()
+    }
     about = {"uids": _json_array(json.dumps(list(uids))), "format": np.array(FORMAT, np.int32)}
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **(arrays | about))  # type: ignore[arg-type]
@@ -74,12 +86,31 @@ def read_rollouts(path: Path) -> tuple[GeneratorOutput, list[str]]:
         FileNotFoundError: no such file.
         ValueError: it is damaged, or of another version.
     """
-    try:
+    with _damage_named(path):
         with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
+            arrays = {name: file[name] for name in file.files if not name.startswith(_KEPT)}
         written = int(arrays.pop("format"))
         uids = _from_json(arrays.pop("uids"))
         output = from_arrays(arrays)
+    if written != FORMAT:
+        raise ValueError(
+            f"{path} has format {written}, this jaxrl reads {FORMAT}: read it with the version "
+            "that wrote it"
+        )
+    return output, uids
+
+
+def read_kept(path: Path, when: str) -> dict[str, np.ndarray]:
+    """Return what callbacks kept, "before" the step or "after" it, by name."""
+    begin = f"{_KEPT}{when}."
+    with _damage_named(path), np.load(path, allow_pickle=False) as file:
+        return {n.removeprefix(begin): file[n] for n in file.files if n.startswith(begin)}
+
+
+@contextlib.contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    try:
+        yield
     except FileNotFoundError:
         raise
     except _DAMAGED as error:
@@ -87,12 +118,6 @@ def read_rollouts(path: Path) -> tuple[GeneratorOutput, list[str]]:
             f"{path} is damaged ({type(error).__name__}: {error}); nothing replaces it but a run "
             "that does the step again"
         ) from error
-    if written != FORMAT:
-        raise ValueError(
-            f"{path} has format {written}, this jaxrl reads {FORMAT}: read it with the version "
-            "that wrote it"
-        )
-    return output, uids
 
 
 def to_arrays(output: GeneratorOutput) -> dict[str, np.ndarray]:

@@ -4,10 +4,10 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+if TYPE_CHECKING:  # two seconds, which a page without texts need not wait for
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 # Without one of these AutoTokenizer builds an empty vocabulary from config.json and says nothing.
 _VOCABULARY_FILES = (
@@ -34,7 +34,7 @@ _CHARACTER_TEMPLATE = (
 
 def load_tokenizer(
     folder_or_id: str | Path, chat_template_file: str | Path | None = None
-) -> PreTrainedTokenizerBase:
+) -> "PreTrainedTokenizerBase":
     """Loads a Hugging Face tokenizer that has a chat template and an end-of-sequence token.
 
     A tokenizer without a pad token gets its end-of-sequence token for padding; jaxrl masks padding
@@ -47,6 +47,8 @@ def load_tokenizer(
     Raises:
         ValueError: no tokenizer there, no chat template, or no end-of-sequence token.
     """
+    from transformers import AutoTokenizer
+
     _check_folder(folder_or_id)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder_or_id))
@@ -54,6 +56,11 @@ def load_tokenizer(
         raise ValueError(
             f"{str(folder_or_id)!r} is neither a local folder nor a Hugging Face model that can "
             f"be reached from here; give the path of a folder that holds tokenizer.json ({error})"
+        ) from error
+    except Exception as error:  # of a file that is not whole, whatever reads it
+        raise ValueError(
+            f"the tokenizer of {str(folder_or_id)!r} cannot be read ({type(error).__name__}: "
+            f"{error}); copy its files again"
         ) from error
     if chat_template_file is not None:
         path = Path(chat_template_file)
@@ -64,7 +71,8 @@ def load_tokenizer(
         raise ValueError(
             f"the tokenizer of {str(folder_or_id)!r} has no chat template; use the tokenizer of "
             "an instruction-tuned model, put a chat_template.jinja into the folder, or name a "
-            "Jinja file as chat_template_file"
+            "Jinja file: generator.chat_template.source='file' and "
+            "generator.chat_template.name_or_path=FILE"
         )
     if tokenizer.eos_token_id is None:
         raise ValueError(
@@ -87,7 +95,7 @@ def _check_folder(folder_or_id: str | Path) -> None:
         )
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, folder_or_id: str | Path) -> None:
+def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", folder_or_id: str | Path) -> None:
     """Refuse a second model, such as a reference, to which the tokens mean something else.
 
     Args:
@@ -97,6 +105,8 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, folder_or_id: str | Pat
     Raises:
         ValueError: a token has another id there.
     """
+    from transformers import AutoTokenizer
+
     folder = Path(folder_or_id)
     if folder.is_dir() and not any((folder / name).is_file() for name in _VOCABULARY_FILES):
         return
@@ -113,7 +123,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, folder_or_id: str | Pat
 
 
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     messages: Sequence[Mapping[str, Any]],
     **chat_template_kwargs: Any,
 ) -> list[int]:
@@ -138,7 +148,7 @@ def character_tokenizer(
     eos_token: str = "<eos>",
     pad_token: str = "<pad>",
     unk_token: str = "<unk>",
-) -> PreTrainedTokenizerFast:
+) -> "PreTrainedTokenizerFast":
     """Make a tokenizer with one token per character, for models small enough to train in seconds.
 
     Token i is `alphabet[i]`; the three special tokens follow. Its chat template is the contents of
@@ -152,6 +162,9 @@ def character_tokenizer(
         pad_token: fills rows.
         unk_token: stands for every character outside the alphabet.
     """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     if not alphabet or len(set(alphabet)) != len(alphabet):
         raise ValueError(f"alphabet must name each character once and not be empty: {alphabet!r}")
     if not set(generation_prompt) <= set(alphabet):
@@ -172,3 +185,22 @@ def character_tokenizer(
     )
     tokenizer.chat_template = _CHARACTER_TEMPLATE.format(prompt=json.dumps(generation_prompt))
     return tokenizer
+
+
+def unknown_token(tokenizer: Any) -> int | None:
+    """Return the id that stands for text which the vocabulary lacks, if it stands for that alone.
+
+    Some tokenizers that know every byte name their end of text as the unknown token.
+    """
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    others = (getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad"))
+    return None if unknown in others else unknown
+
+
+def unknown_text(tokenizer: Any, text: str) -> list[str]:
+    """Return the pieces of a text that the vocabulary lacks, where the tokenizer can say so."""
+    if not getattr(tokenizer, "is_fast", False):  # knows no offsets
+        return []
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    pairs = zip(found["input_ids"], found["offset_mapping"], strict=True)
+    return [text[slice(*at)] for token, at in pairs if token == tokenizer.unk_token_id]

@@ -1,25 +1,38 @@
-"""The environments: tables of names, and making one for a prompt."""
+"""The environments: tables of names, and making one for a prompt.
+
+An environment that was written for skyrl-gym needs another import line alone: its base classes are
+here under skyrl-gym's names, and `register` takes skyrl-gym's keywords.
+"""
 
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl.envs.protocol import Env, EnvSettings, StepOutput
-from jaxrl.functions import import_named
-from jaxrl.registry.pickling import is_edited_cell
+from jaxrl.functions import beside_a_recipe, import_named, with_colon
+from jaxrl.types import Message
 
 __all__ = [
     "ADAPTERS",
     "BUILT_IN",
     "ENVS",
+    "INSTANT",
     "NEED_TRUTH",
+    "BaseTextEnv",
+    "BaseTextEnvStepOutput",
+    "ConversationType",
     "Env",
     "StepOutput",
     "construct",
+    "is_ours",
     "load",
     "make",
     "register",
 ]
+
+# skyrl-gym's names of the same
+BaseTextEnv, BaseTextEnvStepOutput, ConversationType = Env, StepOutput, list[Message]
 
 # name -> "module:Class", imported when first used
 ENVS: dict[str, str | Callable[..., Env]] = {
@@ -44,6 +57,13 @@ ENVS: dict[str, str | Callable[..., Env]] = {
 BUILT_IN = frozenset(ENVS)
 # Those of them that judge by `reward_spec["ground_truth"]` of the row; a row needs one.
 NEED_TRUTH = BUILT_IN - {"single_turn", "text_adventure"}
+# Those of them whose calls take microseconds: a thread for each would cost more than the call.
+INSTANT = frozenset(
+    (
+        *("addition", "calculator", "countdown", "guess_number", "multiply", "single_turn"),
+        *("sort_digits", "text_adventure"),
+    )
+)
 # Environments of other libraries, written with their name there: "reasoning_gym:chain_sum".
 # name -> a subclass of `adapter.Adapter`, and an example of what follows the colon
 ADAPTERS: dict[str, tuple[str, str]] = {
@@ -83,7 +103,18 @@ def construct(
     """Make a fresh environment of what `load` gave for the name, here or in another process."""
     adapter, _, name = env_class.partition(":")
     named = {"name": name} if adapter in ADAPTERS else {}
-    return entry_point(env_config=EnvSettings(env_config or {}), extras=extras, **named)
+    try:
+        return entry_point(env_config=EnvSettings(env_config or {}), extras=extras, **named)
+    except TypeError as error:
+        of_the_call = error.__traceback__ is None or error.__traceback__.tb_next is None
+        unknown = re.search(r"argument '(env_config|extras)'|takes no arguments", str(error))
+        if not (of_the_call and unknown):
+            raise
+        raise ValueError(
+            f"environment {env_class!r}: {error}; write "
+            "`def __init__(self, env_config=None, extras=None)`, and in it first "
+            "`super().__init__(env_config, extras)`"
+        ) from error
 
 
 def load(env_class: str) -> Any:
@@ -97,6 +128,8 @@ def load(env_class: str) -> Any:
     entry_point = ENVS.get(env_class)
     if entry_point is None:
         if ":" not in env_class:
+            if hint := with_colon(env_class):
+                raise ValueError(f"unknown environment {env_class!r}; {hint}")
             near = difflib.get_close_matches(env_class, ENVS, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             adapters = ", ".join(f"'{name}:...'" for name in ADAPTERS)
@@ -108,30 +141,37 @@ def load(env_class: str) -> Any:
     return _import(entry_point) if isinstance(entry_point, str) else entry_point
 
 
-def register(name: str, entry_point: str | Callable[..., Env]) -> None:
+def is_ours(env_class: str) -> bool:
+    """Return whether an environment is one of the library's: built in, or behind an adapter."""
+    return env_class in BUILT_IN or env_class.partition(":")[0] in ADAPTERS
+
+
+def register(id: str, entry_point: str | Callable[..., Env]) -> None:
     """Add an environment to the table; an edited cell of a notebook replaces its own.
 
     Args:
-        name: what `env_class` says.
+        id: what `env_class` says; the parameters have skyrl-gym's names.
         entry_point: a class, or `"pkg.module:Class"`, which is imported when first used.
 
     Raises:
         ValueError: the name is taken by something else, or contains a colon.
     """
-    if ":" in name or not name:
-        raise ValueError(f"the name of an environment is a word without a colon, got {name!r}")
-    if name in ADAPTERS:
-        raise ValueError(f"environment {name!r} is already registered, for {name}'s environments")
-    if is_edited_cell(ENVS.get(name), entry_point):
-        ENVS[name] = entry_point
-    if ENVS.setdefault(name, entry_point) != entry_point:
+    if ":" in id or not id:
+        raise ValueError(f"the name of an environment is a word without a colon, got {id!r}")
+    if id in ADAPTERS:
+        raise ValueError(f"environment {id!r} is already registered, for {id}'s environments")
+    from jaxrl.registry.pickling import is_edited_cell  # JAX comes along
+
+    if is_edited_cell(ENVS.get(id), entry_point):
+        ENVS[id] = entry_point
+    if ENVS.setdefault(id, entry_point) != entry_point:
         fix = ""
-        if name in BUILT_IN:
+        if id in BUILT_IN:
             fix = (
                 ", which is built in: register yours under another name, or leave `register` out "
                 "and write env_class='pkg.module:Class'"
             )
-        raise ValueError(f"environment {name!r} is already registered as {ENVS[name]!r}{fix}")
+        raise ValueError(f"environment {id!r} is already registered as {ENVS[id]!r}{fix}")
 
 
 def _import(entry_point: str) -> Any:
@@ -140,9 +180,17 @@ def _import(entry_point: str) -> Any:
         module = import_named(module_name)
     except ModuleNotFoundError as error:
         # A module that exists but lacks one of its own imports is a different mistake.
+        if str(error.name).partition(".")[0] == "skyrl_gym":
+            raise ValueError(
+                f"environment {entry_point!r} imports skyrl_gym, which is not installed: pip "
+                "install 'jaxrl[envs]', or write `from jaxrl.envs import BaseTextEnv, "
+                "BaseTextEnvStepOutput` in its place"
+            ) from error
         if not module_name.startswith(error.name or "\0"):
             raise
-        raise ValueError(f"environment {entry_point!r}: no module {error.name!r}") from error
+        raise ValueError(
+            f"environment {entry_point!r}: no module {error.name!r}{beside_a_recipe(module_name)}"
+        ) from error
     found = getattr(module, class_name, None)
     if not callable(getattr(found, "step", None)):
         near = difflib.get_close_matches(class_name, vars(module), n=1)

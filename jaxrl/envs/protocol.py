@@ -136,6 +136,13 @@ def conversation_extras(columns: Mapping[str, Any], max_turns: int) -> dict[str,
     return {**columns, "max_turns": max_turns if row_max_turns is None else row_max_turns}
 
 
+def columns_named(error: Exception, columns: Mapping[str, Any]) -> str:
+    """Return the columns of a row for the message of an error that may be of one it lacks."""
+    key = error.args[0] if isinstance(error, KeyError) and error.args else None
+    is_one = not isinstance(key, str) or not key.isidentifier() or key in columns
+    return "" if is_one else f"; the row's columns are {sorted(columns)}"
+
+
 def read_ground_truth(extras: Mapping[str, Any], env_class: str) -> str:
     """Return the right answer of a row: `extras["reward_spec"]["ground_truth"]`, as text.
 

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from jaxrl.files import FolderError
 from jaxrl.models.families import config_to_hf
 from jaxrl.models.hf import INDEX_FILE, SINGLE_FILE, read_json
 from jaxrl.models.transformer import Params, TransformerConfig
@@ -93,20 +95,27 @@ def whole_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
 
     Raises:
         FileExistsError: `target` exists and `overwrite` is False.
+        FolderError: something in it could not be written, as on a full disk; `target` is as it was.
     """
     if target.exists() and not overwrite:
         raise FileExistsError(
             f"{target} exists; pass overwrite=True to replace it, or another name"
         )
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Same file system as the target, so that the renames are atomic.
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
-        new = Path(scratch, "new")
-        new.mkdir()
-        yield new
-        if target.exists():
-            os.replace(target, Path(scratch, "old"))
-        os.replace(new, target)
+    try:
+        # Same file system as the target, so that the renames are atomic.
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
+            new = Path(scratch, "new")
+            new.mkdir()
+            yield new
+            if target.exists():
+                os.replace(target, Path(scratch, "old"))
+            os.replace(new, target)
+    except (OSError, SafetensorError) as error:
+        raise FolderError(
+            f"could not write the model folder {target} ({error}); free space there or write "
+            "elsewhere, then start again: a run goes on from its newest checkpoint"
+        ) from error
 
 
 def write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:

@@ -42,6 +42,7 @@ from jaxrl.models.weights import (
 from jaxrl.parallel.processes import put
 
 SINGLE_FILE = "model.safetensors"
+FLOATS = ("BF16", "F16", "F32", "F64")
 INDEX_FILE = "model.safetensors.index.json"
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 # What a model folder needs; subfolders and "consolidated" files repeat the weights in other forms.
@@ -56,6 +57,10 @@ TEXT_PREFIXES = {
 NOT_TEXT = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 
 
+class ModelError(ValueError):
+    """Say what is wrong with the files of a model folder."""
+
+
 def load_config(
     folder: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None
 ) -> TransformerConfig:
@@ -67,12 +72,17 @@ def load_config(
 
     Raises:
         FileNotFoundError: no such folder or model, or no config.json in it.
-        ValueError: config.json is not JSON, or describes a model that the forward does not compute.
+        ModelError: config.json is not JSON, or describes a model that the forward does not compute.
     """
     path = local_folder(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing; {folder} is not a Hugging Face model folder")
-    return config_from_hf(read_json(path), overrides)
+    try:
+        return config_from_hf(read_json(path), overrides)
+    except ModelError:
+        raise
+    except ValueError as error:  # of the content, which the file's folder names
+        raise ModelError(f"{folder}/{error}") from error
 
 
 def local_folder(folder: str | os.PathLike[str]) -> Path:
@@ -99,11 +109,12 @@ def _downloaded(hub_id: str) -> Path:
             hub_id, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED
         )
     except (OSError, HFValidationError) as error:  # the hub's errors are OSErrors
-        cause = " ".join(str(error).split())
+        cause = " ".join(str(error).split()).rstrip(".")
         raise FileNotFoundError(
             f"{hub_id!r} is neither a folder nor a model that the Hugging Face hub gives: {cause}. "
-            f"Correct the path or the id; for a gated model log in with `hf auth login`; without "
-            f"a network run `hf download {hub_id} --local-dir FOLDER` elsewhere and give FOLDER"
+            "Correct the path or the id (how to get a folder that a recipe names, the recipe's "
+            "header says); for a gated model log in with `hf auth login`; without a network run "
+            f"`hf download {hub_id} --local-dir FOLDER` elsewhere and give FOLDER"
         ) from error
     return Path(snapshot)
 
@@ -126,8 +137,9 @@ def load_params(
         Parameters with the structure and shapes of `param_specs(config)`.
 
     Raises:
-        FileNotFoundError: no folder, no safetensors file, or a shard of the index is missing.
-        ValueError: lists missing tensors, unexpected tensors, or wrong shapes (found and expected).
+        FileNotFoundError: no folder.
+        ModelError: no safetensors file, one that is cut, or a shard of the index is missing; lists
+            missing tensors, unexpected tensors, or wrong shapes (found and expected).
     """
     specs, treedef = jax.tree.flatten(param_specs(config), is_leaf=is_spec)
     weights = treedef.flatten_up_to(weight_map(config))
@@ -141,7 +153,7 @@ def load_params(
             slices |= {_text_name(name): file.get_slice(name) for name in names}
         _check_tensors(folder, config, slices)
         leaves = [
-            _load_leaf(weight, spec, config.num_layers, slices, place, np.dtype(dtype))
+            _load_leaf(folder, weight, spec, config.num_layers, slices, place, np.dtype(dtype))
             for weight, spec, place in zip(weights, specs, places, strict=True)
         ]
     return treedef.unflatten(leaves)
@@ -161,7 +173,7 @@ def load_or_init(
     The head of a critic is drawn from the seed where the folder has none.
 
     Raises:
-        ValueError: the folder's architecture with its `overrides` is not `config`; equal shapes
+        ModelError: the folder's architecture with its `overrides` is not `config`; equal shapes
             alone are not enough (a reference with another rope_theta would load and be wrong).
     """
     found = dataclasses.asdict(load_config(folder, overrides))
@@ -172,7 +184,7 @@ def load_or_init(
         if found[name] != wanted[name] and name not in ("initializer_range", "value_head")
     }
     if different:
-        raise ValueError(f"{folder} is of another model; (its config, the policy's): {different}")
+        raise ModelError(f"{folder} is of another model; (its config, the policy's): {different}")
     if random_init:
         return init_params(config, seed, shardings)
     if config.value_head is None or f"{config.value_head}.weight" in _tensor_names(folder):
@@ -190,6 +202,11 @@ def load_generation_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
+def max_positions(folder: str | os.PathLike[str]) -> int | None:
+    """Return the positions that a model was made for; None where config.json does not say."""
+    return read_json(local_folder(folder) / "config.json").get("max_position_embeddings")
+
+
 def eos_token_ids(folder: str | os.PathLike[str]) -> list[int]:
     """List every end-of-sequence id that generation_config.json or config.json names."""
     configs = [load_generation_config(folder), read_json(local_folder(folder) / "config.json")]
@@ -204,7 +221,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); copy the file again") from error
+        raise ModelError(f"{path} is not valid JSON ({error}); copy the file again") from error
 
 
 def _text_name(name: str) -> str:
@@ -218,7 +235,7 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="numpy")
     except SafetensorError as error:
-        raise ValueError(
+        raise ModelError(
             f"{path} is not a whole safetensors file ({error}); download it again"
         ) from error
 
@@ -228,14 +245,17 @@ def _weight_files(folder: Path) -> list[Path]:
     if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE]
     if not (folder / INDEX_FILE).is_file():
-        raise FileNotFoundError(
+        raise ModelError(
             f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; other formats (.bin, .gguf) are "
             "not read: save the model with transformers' save_pretrained first"
         )
-    names = sorted(set(read_json(folder / INDEX_FILE)["weight_map"].values()))
+    index = read_json(folder / INDEX_FILE)
+    if not isinstance(index.get("weight_map"), dict):
+        raise ModelError(f"{folder / INDEX_FILE} has no weight_map; copy the file again")
+    names = sorted(set(index["weight_map"].values()))
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        raise FileNotFoundError(
+        raise ModelError(
             f"{folder} lacks {', '.join(missing)}, named in {INDEX_FILE}; download the folder again"
         )
     return [folder / name for name in names]
@@ -256,7 +276,7 @@ def _check_tensors(
     expected = hf_shapes(config)
     missing = [name for name in expected if name not in slices]
     if missing:
-        raise ValueError(f"{folder} lacks the tensors: {_listed(missing)}")
+        raise ModelError(f"{folder} lacks the tensors: {_listed(missing)}; copy it again")
     unread = config.tie_embeddings or config.value_head is not None
     ignored = {"lm_head.weight"} if unread else set()
     extra = [
@@ -268,7 +288,7 @@ def _check_tensors(
         and not NOT_TEXT.match(name)
     ]
     if extra:
-        raise ValueError(f"{folder} has tensors that the config does not explain: {_listed(extra)}")
+        raise ModelError(f"{folder} has tensors that the config does not explain: {_listed(extra)}")
     found = {name: tuple(slices[name].get_shape()) for name in expected}
     wrong = [
         f"{name} has shape {found[name]}, expected {shape}"
@@ -276,7 +296,17 @@ def _check_tensors(
         if found[name] != shape
     ]
     if wrong:
-        raise ValueError(f"{folder} does not match its config: {_listed(wrong)}")
+        raise ModelError(f"{folder} does not match its config: {_listed(wrong)}")
+    quantised = [
+        f"{name} is of {slices[name].get_dtype()}"
+        for name in expected
+        if slices[name].get_dtype() not in FLOATS
+    ]
+    if quantised:
+        raise ModelError(
+            f"{folder} holds quantised weights, which are not read ({_listed(quantised, 3)}); take "
+            "the model in bfloat16, float16 or float32"
+        )
 
 
 def _listed(items: list[str], most: int = 10) -> str:
@@ -285,6 +315,7 @@ def _listed(items: list[str], most: int = 10) -> str:
 
 
 def _load_leaf(
+    folder: str | os.PathLike[str],
     weight: HFWeight,
     spec: ParamSpec,
     num_layers: int,
@@ -305,6 +336,11 @@ def _load_leaf(
             whole = np.empty(_part_shape(spec.shape, index), dtype)
             for target, name in zip(whole if stacked else [whole], layers, strict=True):
                 target[...] = read_part(weight, slices[name], shape, index[stacked:])
+                if not _is_finite(target):
+                    raise ModelError(
+                        f"{folder}: the tensor {name!r} holds values that are not finite; copy the "
+                        "model again, or take an earlier checkpoint of it"
+                    )
             parts[key] = whole
         return parts[key]
 
@@ -315,3 +351,9 @@ def _load_leaf(
 
 def _part_shape(shape: tuple[int, ...], index: tuple[slice, ...]) -> tuple[int, ...]:
     return tuple(len(range(*i.indices(size))) for i, size in zip(index, shape, strict=True))
+
+
+def _is_finite(array: np.ndarray) -> bool:
+    if array.dtype == jnp.bfloat16:  # numpy compares these one by one; the exponent says it
+        return not ((array.view(np.uint16) & 0x7F80) == 0x7F80).any()
+    return bool(np.isfinite(array.min()) and np.isfinite(array.max()))  # NaN is both

@@ -8,7 +8,9 @@
 | full | its input | the layer |
 | offload | its input, in host memory | the layer |
 
-Chen et al., https://arxiv.org/abs/1604.06174. The names are those that `decoder_layer` gives.
+On GPUs "attention" does not spare its kernels the second forward pass: their statistics have no
+name, so only the output is kept. Chen et al., https://arxiv.org/abs/1604.06174. The names are those
+that `decoder_layer` gives.
 """
 
 from collections.abc import Callable

@@ -13,7 +13,7 @@ adapters (`init_params_of_lora`, ...).
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,14 +22,8 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models.architecture import TransformerConfig
-from jaxrl.models.attention import (
-    Attend,
-    View,
-    layer_views,
-    self_attention,
-    softcap,
-    training_mask,
-)
+from jaxrl.models.attention import Attend, View, layer_views, softcap
+from jaxrl.models.kernels.packed_attention import self_attention, training_mask
 from jaxrl.models.linear import (
     add_bias,
     einsum_float32,
@@ -193,35 +187,56 @@ def sliding_flags(config: TransformerConfig) -> np.ndarray:
     return np.asarray(config.sliding_layers or (False,) * config.num_layers)
 
 
-def fuse_projections(layer: Params) -> Params:
+# What `fuse_projections` joins, and along which dim.
+FUSED = {
+    "wqkv": (("wq", "wk", "wv"), 1),
+    "bqkv": (("bq", "bk", "bv"), 0),
+    "w_gate_up": (("w_gate", "w_up"), 1),
+}
+
+
+def fuse_projections(layer: Params, shards: int = 1) -> Params:
     """Fuse q, k, v of a layer into one matrix, and gate and up into one: fewer, wider products.
 
     For decoding, where a product takes less time than starting it. [D, H + 2K, h] and [D, 2F].
+
+    Args:
+        shards: devices over which heads and MLP width are split: the parts of the first come first,
+            then those of the second. What they do not divide is left as it is.
     """
-    fused = {
-        "wqkv": ("wq", "wk", "wv"),
-        "bqkv": ("bq", "bk", "bv"),
-        "w_gate_up": ("w_gate", "w_up"),
-    }
-    parts = {name for names in fused.values() for name in names}
-    joined = {
-        name: jnp.concatenate([layer[part] for part in names], axis=0 if name == "bqkv" else 1)
-        for name, names in fused.items()
-        if names[0] in layer
-    }
-    return {name: w for name, w in layer.items() if name not in parts} | joined
+    joined, done = {}, set()
+    for name, (parts, axis) in FUSED.items():
+        if parts[0] in layer and all(layer[part].shape[axis] % shards == 0 for part in parts):
+            pieces = [jnp.split(layer[part], shards, axis) for part in parts]
+            by_shard = [piece for shard in zip(*pieces, strict=True) for piece in shard]
+            joined[name] = jnp.concatenate(by_shard, axis)
+            done.update(parts)
+    return {name: w for name, w in layer.items() if name not in done} | joined
+
+
+def shards_of(placement: Placement | None) -> int:
+    """Return the number of devices over which heads and MLP width are split."""
+    return 1 if placement is None else placement.size(placement.rules.heads)
+
+
+def unfuse(x: jax.Array, widths: Sequence[int], shards: int) -> list[jax.Array]:
+    """Split dim 2 of what fused weights gave into parts of these widths: [B, T, sum, ...]."""
+    by_shard = x.reshape(*x.shape[:2], shards, -1, *x.shape[3:])
+    ends = np.cumsum(widths)[:-1] // shards
+    return [
+        part.reshape(*x.shape[:2], -1, *x.shape[3:]) for part in jnp.split(by_shard, ends, axis=3)
+    ]
 
 
 def project_qkv(
-    config: TransformerConfig, weights: Params, y: jax.Array
+    config: TransformerConfig, weights: Params, y: jax.Array, shards: int = 1
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute queries [B, T, H, h], keys and values [B, T, K, h]; the weights may be fused."""
     if "wqkv" in weights:
         qkv = project(y, weights["wqkv"])
         if config.attention_bias:
             qkv = add_bias(qkv, weights["bqkv"])
-        heads, kv_heads = config.num_heads, config.num_kv_heads
-        q, k, v = jnp.split(qkv, [heads, heads + kv_heads], axis=2)
+        q, k, v = unfuse(qkv, (config.num_heads, *(config.num_kv_heads,) * 2), shards)
         return q, k, v
     q, k, v = (project(y, weights[name]) for name in ("wq", "wk", "wv"))
     if config.attention_bias:
@@ -229,10 +244,11 @@ def project_qkv(
     return q, k, v
 
 
-def project_gate_up(weights: Params, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+def project_gate_up(weights: Params, y: jax.Array, shards: int = 1) -> tuple[jax.Array, jax.Array]:
     """Compute gate and up [B, T, F] of the MLP; the weights may be fused."""
     if "w_gate_up" in weights:
-        gate, up = jnp.split(project(y, weights["w_gate_up"]), 2, axis=-1)
+        both = project(y, weights["w_gate_up"])
+        gate, up = unfuse(both, (both.shape[2] // 2,) * 2, shards)
         return gate, up
     return project(y, weights["w_gate"]), project(y, weights["w_up"])
 
@@ -251,7 +267,7 @@ def decoder_layer(
     [B, T, H, h]. x [B, T, D]; returns [B, T, D]. Heads and MLP width are spread by
     `placement`.
     """
-    x = checkpoint_name(x, LAYER_INPUT)
+    x, shards = checkpoint_name(x, LAYER_INPUT), shards_of(placement)
 
     def norm(y: jax.Array, name: str) -> jax.Array:
         return rms_norm(y, rounded(layer[name], y.dtype), config)
@@ -261,7 +277,7 @@ def decoder_layer(
 
     with jax.named_scope("attention"):
         y = norm(x, "attn_norm")
-        q, k, v = project_qkv(config, layer, y)
+        q, k, v = project_qkv(config, layer, y, shards)
         q, k, v = spread(q, "heads", None), spread(k, "kv_heads", None), spread(v, "kv_heads", None)
         if config.qk_norm:
             q, k = norm(q, "q_norm"), norm(k, "k_norm")
@@ -273,7 +289,7 @@ def decoder_layer(
         x = x + (norm(out, "attn_post_norm") if config.post_norms else out)
     with jax.named_scope("mlp"):
         y = norm(x, "mlp_norm")
-        gate, up = project_gate_up(layer, y)
+        gate, up = project_gate_up(layer, y, shards)
         hidden = spread(ACTIVATIONS[config.activation](gate) * up, "mlp")
         out = spread(project(hidden, layer["w_down"]), None)
         return x + (norm(out, "mlp_post_norm") if config.post_norms else out)
@@ -328,7 +344,7 @@ def forward(
         tokens, positions, segment_ids: [B, T] int; segment 0 is padding.
         dtype: compute dtype; norms, rotary angles, softmax and logits stay float32.
         remat: what each layer keeps for the backward pass, see `remat.py`.
-        kernel: of the attention, see `choose_kernel`.
+        kernel: of the attention, of `PACKED_ATTENTION`.
         placement: where rows, heads and MLP width are spread, and parameters gathered from.
     """
     axes = logical_axes(config)["layers"]

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
-from tqdm import tqdm
+
+from jaxrl import activity
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -125,7 +126,7 @@ class CompilationWatch:
         names, seconds = self.take()
         if names and step > self.warm_after:
             self.recompiles += len(names)
-            tqdm.write(f"step {step}: {', '.join(names)} compiled again, {seconds:.1f} s")
+            activity.say(f"step {step}: {', '.join(names)} compiled again, {seconds:.1f} s")
         return {"compile/seconds": seconds, "compile/recompiles": self.recompiles}
 
     def _listen(self, event: str, duration_secs: float, **details: Any) -> None:

@@ -7,30 +7,50 @@ import sys
 from typing import Any
 
 import jax
+import psutil
+
+from jaxrl import activity
+from jaxrl.parallel.xla_flags import in_effect, set_flags
 
 _FOUND = "import jax; d = jax.devices(); print(len(d), d[0].platform, 'of kind', d[0].device_kind)"
 _SECONDS = 120
 
 
 def check_devices() -> None:
-    """Start JAX's platforms, before anything asks for a device.
+    """Start JAX's platforms with the flags of `xla_flags`, before anything asks for a device.
+
+    JAX passes over `cuda` without a word where there is no GPU, so that JAX_PLATFORMS=cuda,cpu
+    would train on the CPU.
 
     Raises:
-        ValueError: JAX_PLATFORMS (or `jax_platforms`) names one that cannot be used; says which
-            devices there are.
+        ValueError: JAX_PLATFORMS (or `jax_platforms`) names one that cannot be used, or asks for an
+            accelerator first where JAX has the CPU alone; says which devices there are.
     """
+    set_flags()
     asked = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        jax.devices()
+        platform = jax.devices()[0].platform
     except (RuntimeError, AssertionError) as error:
         if not asked:
             raise
         reason = str(error).partition(" (set JAX_PLATFORMS")[0] or "none of them could be started"
-        raise ValueError(
-            f"JAX_PLATFORMS={asked}: {reason}. Without it there are: {_devices_without_choice()}. "
-            "Unset JAX_PLATFORMS to use these, or install the JAX of the platform "
-            "(pip install 'jaxrl[gpu]' or 'jaxrl[tpu]') on a machine that has it"
-        ) from error
+        raise _refused(asked, reason) from error
+    first = (asked or platform).partition(",")[0]
+    if platform == "cpu" != first:
+        raise _refused(
+            asked, f"{first} comes first, but JAX finds no such device and takes the CPU"
+        )
+    if platform == "gpu":
+        activity.detail(in_effect())
+
+
+def _refused(asked: str, reason: str) -> ValueError:
+    """Return the error of a JAX_PLATFORMS that is not to be had."""
+    return ValueError(
+        f"JAX_PLATFORMS={asked}: {reason}. Without it there are: {_devices_without_choice()}. "
+        "Unset JAX_PLATFORMS to use these, or install the JAX of the platform "
+        "(pip install 'jaxrl[gpu]' or 'jaxrl[tpu]') on a machine that has it"
+    )
 
 
 def _devices_without_choice() -> str:
@@ -52,6 +72,5 @@ def _devices_without_choice() -> str:
 def device_memory(device: Any) -> float:
     """Return the bytes of a device; host devices share the machine's."""
     if device.platform == "cpu":
-        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return whole / jax.local_device_count("cpu")
+        return psutil.virtual_memory().total / jax.local_device_count("cpu")
     return (device.memory_stats() or {}).get("bytes_limit", math.inf)

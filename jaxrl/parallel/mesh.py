@@ -37,10 +37,40 @@ def mesh_sizes(num_devices: int, **sizes: int) -> tuple[int, ...]:
         )
     if num_devices % fixed or (not free and fixed != num_devices):
         raise ValueError(
-            f"mesh {text} does not fit {num_devices} devices: the sizes must multiply to "
-            f"{num_devices}, or divide it where one of them is -1 (the rest)"
+            f"mesh {text} does not fit: the sizes must multiply to {num_devices}, the number of "
+            "devices, or divide it where one of them is -1 (the rest)"
+            f"{_sizes_that_fit(wanted, num_devices)}{_more_devices(fixed, num_devices)}"
         )
     return tuple(num_devices // fixed if size == -1 else size for size in wanted.values())
+
+
+def _sizes_that_fit(wanted: dict[str, int], num_devices: int) -> str:
+    """Say by what size of one axis a mesh would fit; "" if one alone cannot make it."""
+    fixed = math.prod(size for size in wanted.values() if size != -1)
+    fits = []
+    for axis, size in wanted.items():
+        most, left = divmod(num_devices, fixed // size)
+        if size in (1, -1) or left:
+            continue
+        sizes = [str(n) for n in range(1, most + 1) if most % n == 0]
+        if -1 not in wanted.values():
+            sizes = sizes[-1:]
+        *others, last = sizes
+        fits.append(f"{axis}: {', '.join(others)} or {last}" if others else f"{axis}: {last}")
+    return f"; {', or '.join(fits)} would fit" if fits else ""
+
+
+def _more_devices(needed: int, num_devices: int) -> str:
+    """Say how a CPU, if that is what is here, becomes as many devices as a mesh needs."""
+    if needed <= num_devices:
+        return ""
+    try:
+        if jax.default_backend() != "cpu" or num_devices != jax.device_count():
+            return ""
+    except RuntimeError:  # no backend can be had here: the devices are another machine's
+        return ""
+    flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
+    return f"; to make {needed} devices of this CPU start with {flag}"
 
 
 def make_mesh(

@@ -11,8 +11,10 @@ import json
 import os
 import pickle
 import platform
+import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,11 +23,13 @@ from typing import Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.distributed import global_state  # no public way to the coordinator and its table
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 import jaxrl
 from jaxrl import cli
+from jaxrl.parallel.xla_flags import set_flags
 
 T = TypeVar("T")
 
@@ -49,19 +53,21 @@ def joined_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> in
     A process that fails ends at once: at its regular end JAX would have it wait for the others,
     which wait for it in a computation. They end when it is gone. The first alone prints.
 
-    Outside of a job an interrupt (Ctrl-C) is one line, and status 130 as of shells.
+    Outside of a job an interrupt (Ctrl-C) is one line, with what `main` says in it, and status 130
+    as of shells.
     """
     distributed = "--distributed" in argv
     if not distributed and ADDRESS not in os.environ:
         try:
             return main(argv)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # another one ends it here and now
             fix = "the same command resumes from the last checkpoint, if there is one"
-            print(f"interrupted; {fix}", file=sys.stderr)
+            print(f"interrupted; {str(interrupt) or fix}", file=sys.stderr)
             return cli.INTERRUPTED
     try:
         start_processes()
-        quiet = contextlib.nullcontext() if is_first() else open(os.devnull, "w")  # noqa: SIM115
+        quiet = contextlib.nullcontext() if is_first() else open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         with quiet as nothing, contextlib.redirect_stdout(nothing or sys.stdout):
             status = main([word for word in argv if word != "--distributed"])
     except ProcessError as error:
@@ -96,8 +102,8 @@ def start_processes(
 
     Raises:
         JoinError: they did not all come.
-        ProcessError: they have other versions, platforms or numbers of devices; it names the
-            process, its host and what differs.
+        ProcessError: nothing says which process of which job this is; or they have other versions,
+            platforms or numbers of devices, and it names the process, its host and what differs.
     """
     address = address or os.environ.get(ADDRESS)
     count, index = (_number(n, x) for n, x in ((COUNT, count), (INDEX, index)))
@@ -108,14 +114,23 @@ def start_processes(
             f"{ADDRESS}={address} without {COUNT} and {INDEX}: set them, the number of processes "
             "and that of this one, from 0"
         )
+    set_flags()
+    began = time.monotonic()
     try:
         _initialize(address, count, index, start_seconds, heartbeat_seconds)
     except (RuntimeError, ValueError) as error:
+        if address is None and "be defined" in str(error):  # JAX's, of what it was not told
+            raise ProcessError(
+                f"JAX found no cluster here ({str(error).rstrip('.')}): set {ADDRESS} (host:port "
+                f"of process 0), {COUNT} and {INDEX} on every host; all processes of a job on this "
+                "machine are started by `jaxrl launch --local-processes=2`, one by `jaxrl train`"
+            ) from error
         who = "" if index is None else f"process {index} of {count} "
+        at = address or global_state.coordinator_address or "an address that JAX did not find"
         raise JoinError(
-            f"{who}on {socket.gethostname()} could not join the job at {address or 'its cluster'} "
-            f"within {start_seconds} s: {error}. Are all processes started, and does the address "
-            "reach the host of process 0, with a port that is free?"
+            f"{who}on {socket.gethostname()} could not join the job at {at} in "
+            f"{time.monotonic() - began:.0f} s: {error}. Are all processes started, and does the "
+            "address reach the host of process 0, with a port that is free?"
         ) from error
     _compare(_facts(), start_seconds)
 
@@ -172,8 +187,6 @@ def _compare(facts: dict[str, Any], seconds: int) -> None:
     They talk through the coordinator: devices of other platforms could not. The devices are
     counted first, which itself waits for all.
     """
-    from jax._src.distributed import global_state  # no public way to the coordinator's table
-
     client, index, count = global_state.client, global_state.process_id, global_state.num_processes
     assert client is not None
 

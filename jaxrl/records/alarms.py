@@ -18,13 +18,16 @@ STALENESS = "async/staleness_max"
 SAME = "reward/zero_variance_ratio"
 SKIPPED = "policy/skipped_updates"
 REJUDGED = "reward/rejudged_differently"
+FAILED = "generate/env_error_ratio"
 FINITE = (REWARD, ENTROPY, "policy/final_loss", "policy/grad_norm", "loss/avg_raw_advantages_abs")
 READ = (
     *(*FINITE, BEST, WORST, LENGTH, STOPPED),
-    *(MISMATCH, STALENESS, SAME, SKIPPED, REJUDGED),
+    *(MISMATCH, STALENESS, SAME, SKIPPED, REJUDGED, FAILED),
 )
 SOLVED = 0.7  # of the way from the worst reward of the run to the best
 WINDOW = 20  # steps that lengths are compared over, and that an alarm is silent before it repeats
+
+SO_FAR = {BEST: max, WORST: min}  # metrics whose history is what they were at most, at least
 
 History = Mapping[str, list[float]]  # values of each metric, in the order of the steps
 
@@ -41,7 +44,7 @@ def _is_solved(history: History) -> bool:
     A policy that is sure of right answers, or gives nothing else, has not collapsed.
     """
     reward = _last(history, REWARD, 1)
-    best, worst = max(history.get(BEST, [0.0])), min(history.get(WORST, [0.0]))
+    best, worst = (history.get(name, [0.0])[-1] for name in (BEST, WORST))
     return reward is not None and best > worst and (reward - worst) / (best - worst) >= SOLVED
 
 
@@ -91,13 +94,24 @@ def not_finite(history: History) -> float | None:
 
     Updates that it skipped for that count, too.
     """
-    last = [history[name][-1] for name in FINITE if history.get(name)]
-    return sum(not math.isfinite(x) for x in last) + (_last(history, SKIPPED, 1) or 0.0)
+    skipped = _last(history, SKIPPED, 1) or 0.0
+    return sum(not math.isfinite(x) for x in _wrong(history).values()) + skipped
+
+
+def _wrong(history: History) -> dict[str, float]:
+    """Return what of the last step is not finite, and how many updates it skipped."""
+    last = {name: history[name][-1] for name in (*FINITE, SKIPPED) if history.get(name)}
+    return {n: x for n, x in last.items() if not math.isfinite(x) or (n == SKIPPED and x)}
 
 
 def rejudged_differently(history: History) -> float | None:
     """Return how many trajectories of the last step earned something else when judged again."""
     return _last(history, REJUDGED, 1)
+
+
+def environments_fail(history: History) -> float | None:
+    """Return the share of the last step's trajectories that were lost to their environment."""
+    return _last(history, FAILED, 1)
 
 
 @dataclass(frozen=True)
@@ -109,12 +123,14 @@ class Rule:
         threshold: it goes off above it; with `below` under it.
         says: what the number is.
         advice: what to try.
+        of: the metrics that it looks at, of which the message has the last values.
     """
 
     measure: Callable[[History], float | None]
     threshold: float
     says: str
     advice: str
+    of: tuple[str, ...]
     below: bool = False
 
     def goes_off(self, history: History, threshold: float) -> float | None:
@@ -131,7 +147,8 @@ RULES = {
         0.05,
         "entropy over what it was at the start, without the rewards for it",
         "algorithm.use_entropy_loss or a larger entropy_loss_coef; a larger eps_clip_high; a "
-        "smaller learning rate; clip_cov or kl_cov; go back to a checkpoint before the fall",
+        "smaller learning rate; clip_cov or kl_cov; another run from an export before the fall",
+        (ENTROPY,),
         below=True,
     ),
     "length_explosion": Rule(
@@ -140,6 +157,7 @@ RULES = {
         "mean response length over what it was some steps ago, most responses cut off",
         "generator.zero_reward_on_non_stop or algorithm.overlong_buffer; apply_overlong_filtering "
         "off; loss_reduction=seq_mean_token_sum_norm; look whether the reward pays for length",
+        (LENGTH, STOPPED),
     ),
     "mismatch_growth": Rule(
         mismatch,
@@ -147,6 +165,7 @@ RULES = {
         "mean difference of the log-probs of sampler and trainer, in nats",
         "the same model_dtype and temperature for both; see that the sampler gets every update; "
         "algorithm.off_policy_correction.tis_ratio_type=token; fewer updates per batch",
+        (MISMATCH,),
     ),
     "vanishing_reward_variance": Rule(
         groups_without_variance,
@@ -154,13 +173,15 @@ RULES = {
         "share of prompts whose samples all earned the same, far from the best reward seen",
         "look at printed examples: does the environment ever reward? easier prompts, more samples "
         "per prompt, a higher sampling temperature, algorithm.dynamic_sampling.type=filter",
+        (SAME,),
     ),
     "not_finite": Rule(
         not_finite,
         0,
         "metrics that are NaN or infinite, and updates skipped for it",
-        "go back to a checkpoint before it; a smaller learning rate or max_grad_norm; "
+        "another run from an export before it; a smaller learning rate or max_grad_norm; "
         "trainer.bf16=False; look for a log or a quotient of 0 in rewards or a loss of your own",
+        (*FINITE, SKIPPED),
     ),
     "reward_not_deterministic": Rule(
         rejudged_differently,
@@ -168,6 +189,18 @@ RULES = {
         "trajectories that earned something else when judged again; the log has both rewards",
         "let a reward depend on prompt, extras and response alone: no clock, no unseeded random "
         "numbers, no state that conversations share, no sampled judge",
+        (REJUDGED,),
+    ),
+    # A server that is away for some calls loses a few in a hundred. Beyond a tenth what is left is
+    # a choice among the answers: those that the code can judge.
+    "environments_fail": Rule(
+        environments_fail,
+        0.1,
+        "share of trajectories lost to their environment or reward function",
+        "look at the errors in the log; give such answers the reward 0 in place of raising, by "
+        "catching the error where the answer is read; for time limits "
+        "environment.skyrl_gym.env_timeout_seconds",
+        (FAILED,),
     ),
 }
 
@@ -180,13 +213,15 @@ class Alarm:
     step: int
     value: float
     threshold: float
+    found: Mapping[str, float]  # the metrics it is about, at this step
 
     def __str__(self) -> str:
         rule = RULES[self.name]
         side = "below" if rule.below else "above"
+        found = ", ".join(f"{name} {value:.3g}" for name, value in self.found.items())
         return (
             f"ALARM {self.name} at step {self.step}: {self.value:.3g} is {side} "
-            f"{self.threshold:g} ({rule.says}). Try: {rule.advice}"
+            f"{self.threshold:g} ({rule.says}: {found}). Try: {rule.advice}"
         )
 
 
@@ -216,7 +251,9 @@ class Alarms:
             return []
         for name in READ:
             if name in metrics:
-                self.history.setdefault(name, []).append(float(metrics[name]))
+                values, value = self.history.setdefault(name, []), float(metrics[name])
+                so_far = SO_FAR.get(name)
+                values.append(so_far(values[-1], value) if so_far and values else value)
         alarms = []
         for name, rule in RULES.items():
             threshold = self.thresholds.get(name, rule.threshold)
@@ -224,6 +261,8 @@ class Alarms:
             if threshold is None or value is None:
                 continue
             if step - self.last_beyond.get(name, -WINDOW) >= WINDOW:
-                alarms.append(Alarm(name, step, value, threshold))
+                last = {of: self.history[of][-1] for of in rule.of if of in self.history}
+                found = _wrong(self.history) if name == "not_finite" else last
+                alarms.append(Alarm(name, step, value, threshold, found))
             self.last_beyond[name] = step
         return alarms

@@ -9,7 +9,6 @@ import dataclasses
 import zipfile
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from jaxrl.files import replaced
@@ -30,6 +29,8 @@ def batch_path(export_path: str | Path, step: int) -> Path:
 
 def dump_batch(path: Path, batch: TrainBatch, step: int) -> None:
     """Write a batch; the file has its name only once it is whole."""
+    import jax  # here: a file is read without
+
     fields = {f.name: getattr(batch, f.name) for f in _FIELDS}
     arrays = jax.device_get({name: x for name, x in fields.items() if x is not None})
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,7 @@ A callback gets `(trainer, callback_input, control)` at every event and may ask 
 evaluation or the end of the run by `control`. It runs on the host, between the parts of a step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,13 @@ class TrainingCallback:
     """React to the events of a run: derive from it and override those that you want.
 
     An exception of a callback ends the run: it is the user's code, as a loss is.
+
+    Attributes:
+        initial_state: what it keeps between steps, by name, with the first values (numbers or
+            arrays): read by `trainer.memory`, changed by `trainer.remember`, in every checkpoint.
     """
+
+    initial_state: Mapping[str, Any] = {}
 
     def on_train_start(self, trainer: Any, callback_input: CallbackInput, control: Any) -> None:
         """Run when weights are loaded and nothing is compiled."""

@@ -9,13 +9,17 @@ did not finish is never seen by a restore.
 """
 
 import contextlib
+import functools
+import gc
 import itertools
 import json
+import logging
 import socket
+import sys
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, cast
 
 import jax
@@ -23,15 +27,19 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from jaxrl import activity, envs
+from jaxrl.config.model import DECAYING
 from jaxrl.config.platform import ON_CPU
 from jaxrl.config.trainer import TrainerConfig
-from jaxrl.files import as_path, missing_packages_named, writable_folder
+from jaxrl.files import FolderError, as_path, missing_packages_named, writable_folder
+from jaxrl.functions import import_call
 from jaxrl.parallel import agree, allgather, is_first
 from jaxrl.parallel.checksums import checksums, host_checksums
+from jaxrl.records.checkpoint_folders import PREFIX, checkpoint_steps
 from jaxrl.records.resume_identity import OWN_FOLDERS, changed_fields, differences
+from jaxrl.registry.pickling import source_hash
 from jaxrl.types import TrainState
 
-PREFIX = "global_step"
 META_KEYS = {"model", "config", "functions", "checksums"}
 PAUSES = 1.0, 5.0, 15.0  # seconds before a checkpoint that could not be read is read again
 PASSING = (  # codes of errors that say nothing of what is in the files
@@ -45,6 +53,8 @@ PASSING = (  # codes of errors that say nothing of what is in the files
     "UNAVAILABLE",
     "UNKNOWN",
 )
+
+FULL = "No space left on device"
 
 Buffer = dict[str, np.ndarray]  # what waits to be trained
 T = TypeVar("T")
@@ -60,6 +70,10 @@ class DamagedCheckpoint(CheckpointError):
 
 class UnreadableCheckpoint(CheckpointError):
     """Say that a checkpoint cannot be read now, and may be another time."""
+
+
+class UnsavedCheckpoint(CheckpointError):
+    """Say that a checkpoint cannot be written now, and may be another time."""
 
 
 class Checkpointer:
@@ -85,6 +99,7 @@ class Checkpointer:
             create=False,
             lightweight_initialize=True,  # a damaged checkpoint must not keep others from loading
         )
+        _print_no_tracebacks()
         with missing_packages_named(field, folder):
             self.manager = ocp.CheckpointManager(
                 self.folder, options=options, item_handlers=item_handlers()
@@ -105,16 +120,18 @@ class Checkpointer:
         The state may be donated at once.
 
         Args:
-            meta: JSON, what the arrays cannot say: "model", "config", "functions".
+            meta: JSON, what the arrays cannot say: "model", "config", "functions"; of runs also
+                "mesh", "total_steps".
             buffer: not empty, nor are its arrays; None = there is none.
 
         Raises:
-            RuntimeError: this save, or the one before, which ended in the meantime, failed.
+            FolderError, UnsavedCheckpoint: this save, or the one before, which ended in the
+                meantime, failed.
         """
         self.wait()
         self._saving = self._uncommitted = step
         meta = {**meta, "checksums": checksums(state)}
-        items: dict[str, Any] = {"state": ocp.args.PyTreeSave(state)}
+        items: dict[str, Any] = {"state": ocp.args.PyTreeSave(as_saved(state))}
         if buffer is not None:
             meta["buffer_checksums"] = host_checksums(buffer)
             items["buffer"] = ocp.args.PyTreeSave(buffer)
@@ -128,7 +145,8 @@ class Checkpointer:
         """Wait until the last save is committed.
 
         Raises:
-            RuntimeError: it failed.
+            FolderError: it failed, as on a full disk.
+            UnsavedCheckpoint: it failed in a way that may pass.
         """
         with self._named_failure():
             self.manager.wait_until_finished()
@@ -143,15 +161,21 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _named_failure(self) -> Iterator[None]:
+        failure = None
         try:
             yield
         except Exception as error:
-            self._uncommitted = None
-            raise RuntimeError(
+            reason = in_short(error)
+            kind = UnsavedCheckpoint if may_pass(error) and reason != FULL else FolderError
+            failure = kind(
                 f"could not save step {self._saving} to trainer.ckpt_path={str(self.folder)!r}: "
-                f"{type(error).__name__}: {error}. Its earlier checkpoints are whole: mend the "
-                "folder (space, permissions), start again with trainer.resume_mode=latest"
-            ) from error
+                f"{reason}. Its earlier checkpoints are whole: mend the folder (space, "
+                "permissions), start again with trainer.resume_mode=latest"
+            )
+        if failure is not None:
+            self._uncommitted = None
+            gc.collect()  # the coroutines of the failed save, which complain when Python ends
+            raise failure
 
     # ---------------------------------------------------------------- restore
 
@@ -183,7 +207,8 @@ class Checkpointer:
         What else was saved is then in `restored_meta` and `restored_buffer`.
 
         Args:
-            meta: what this run would save; a changed source of a user function is warned of.
+            meta: what this run would save; a changed source of a user function, another mesh, and
+                another end of the learning rate are warned of.
 
         Raises:
             DamagedCheckpoint: files are missing or not what was saved.
@@ -195,15 +220,19 @@ class Checkpointer:
         saved = _read(path, lambda: self.read_meta(step))
         refuse_other(str(path), saved, meta)
         warn_of_changed_functions(str(path), saved["functions"], meta["functions"])
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, abstract_state)
+        if meta.get("total_steps", step + 1) > step:  # else nothing follows
+            warn_of_another_course(str(path), saved, meta)
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, as_saved(abstract_state))
         targets = ocp.checkpoint_utils.construct_restore_args(abstract)
         args = ocp.args.Composite(state=ocp.args.PyTreeRestore(abstract, restore_args=targets))
 
         def read() -> tuple[TrainState, Buffer | None]:
-            state = self.manager.restore(step, args=args)["state"]
+            state: Any = self.manager.restore(step, args=args)["state"]
+            if isinstance(state, dict) and isinstance(abstract_state, TrainState):  # `as_saved`
+                state = abstract_state.replace(**state)
             if different := differences(saved["checksums"], checksums(state)):
                 raise ValueError(f"the values of {sorted(different)} are not those that were saved")
-            return state, self._read_buffer(step, saved.get("buffer_checksums"))
+            return cast(TrainState, state), self._read_buffer(step, saved.get("buffer_checksums"))
 
         state, buffer = _read(path, read)
         self.restored_meta, self.restored_buffer = saved, buffer
@@ -264,13 +293,6 @@ class Checkpointer:
         )
 
 
-def checkpoint_steps(folder: epath.Path) -> list[int]:
-    """Return the steps of the checkpoints in a folder, in order."""
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    numbers = [n.removeprefix(f"{PREFIX}_") for n in names if n.startswith(f"{PREFIX}_")]
-    return sorted(int(number) for number in numbers if number.isdigit())
-
-
 def resume(
     checkpointer: Checkpointer,
     resume_mode: str | None,
@@ -289,7 +311,6 @@ def resume(
     Raises:
         CheckpointError: resume_path is no checkpoint, the checkpoint is damaged or of another run,
             or `checkpointer` holds later steps of another run.
-        FileNotFoundError: resume_path does not exist.
     """
     found = None
     if resume_mode == "latest":
@@ -308,6 +329,19 @@ def resume(
     return found[1] if found else None
 
 
+def where_it_resumes(trainer: TrainerConfig) -> str:
+    """Say what the command of a run that was interrupted does when it is given again."""
+    try:
+        steps = checkpoint_steps(as_path("trainer.ckpt_path", trainer.ckpt_path))
+    except Exception:  # of a bucket, for instance, that does not answer
+        return "the same command resumes from the last checkpoint, if there is one"
+    if not steps:
+        start = trainer.resume_path if trainer.resume_mode == "from_path" else "the beginning"
+        return f"there is no checkpoint yet: the same command starts again from {start}"
+    latest = "" if trainer.resume_mode == "latest" else "with trainer.resume_mode=latest "
+    return f"{latest}the same command resumes after step {steps[-1]}"
+
+
 def parse_resume_path(resume_path: str, field: str = "trainer.resume_path") -> tuple[str, int]:
     """Return folder and step of `.../global_step_<N>`.
 
@@ -315,8 +349,7 @@ def parse_resume_path(resume_path: str, field: str = "trainer.resume_path") -> t
         field: what the user calls it.
 
     Raises:
-        CheckpointError: resume_path does not end so.
-        FileNotFoundError: it does not exist.
+        CheckpointError: resume_path does not end so, or does not exist.
     """
     path = as_path(field, resume_path)
     number = path.name.removeprefix(f"{PREFIX}_")
@@ -325,7 +358,10 @@ def parse_resume_path(resume_path: str, field: str = "trainer.resume_path") -> t
     with missing_packages_named(field, resume_path):
         found = path.exists()
     if not found:
-        raise FileNotFoundError(f"{field}={resume_path!r} does not exist")
+        steps = checkpoint_steps(path.parent) or "none"
+        raise CheckpointError(
+            f"{field}={resume_path!r} does not exist; the steps in {path.parent}: {steps}"
+        )
     return str(path.parent), int(number)
 
 
@@ -341,7 +377,7 @@ def _read(path: Any, read: Callable[[], T]) -> T:
         try:
             found = read()
         except Exception as error:
-            problem = may_pass(error), f"{type(error).__name__}: {error}"
+            problem = may_pass(error), in_short(error)
             cause = error if pause is None or not problem[0] else None  # it holds what was read
         problems = [one for one in allgather(problem) if one]
         if not problems:
@@ -360,6 +396,31 @@ def _read(path: Any, read: Callable[[], T]) -> T:
         )
         time.sleep(pause)
     raise AssertionError
+
+
+def in_short(error: BaseException) -> str:
+    """Say an error in one line, without tensorstore's description of its drivers."""
+    text = str(error).partition(" [tensorstore_spec")[0]
+    return FULL if FULL in text else f"{type(error).__name__}: {' '.join(text.split())}"
+
+
+@functools.cache
+def _print_no_tracebacks() -> None:
+    """Keep orbax from printing what `Checkpointer` raises as one error.
+
+    It logs the error of each of its threads. And it closes its event loop when the first array
+    fails: each of the others then finds the loop closed, which nobody can catch.
+    """
+    shown = sys.unraisablehook
+
+    def show(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            shown(unraisable)
+
+    sys.unraisablehook = show
+    logging.getLogger("absl").addFilter(
+        lambda record: record.levelno < logging.ERROR or "orbax" not in record.pathname
+    )
 
 
 def may_pass(error: BaseException | None) -> bool:
@@ -386,8 +447,18 @@ def may_pass(error: BaseException | None) -> bool:
 # ---------------------------------------------------------------- what must be the same
 
 
+def as_saved(state: Any) -> Any:
+    """Return a state as checkpoints have it: without `algorithm_state` where nothing is kept.
+
+    So have those of versions that knew no such field, and orbax compares the names.
+    """
+    if not isinstance(state, TrainState) or state.algorithm_state is not None:
+        return state
+    return {name: part for name, part in vars(state).items() if name != "algorithm_state"}
+
+
 def refuse_other(path: str, saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Compare "model", "config" and, where both have it, "data" of two metas.
+    """Compare "model", "config", "algorithm_state" and, where both have it, "data" of two metas.
 
     Raises:
         CheckpointError: they differ in more than may change, see `changed_fields`.
@@ -407,6 +478,35 @@ def refuse_other(path: str, saved: dict[str, Any], now: dict[str, Any]) -> None:
                 f"checkpoint {path} is of another {what}; (saved, this run): "
                 f"{different}. To start another run, {OWN_FOLDERS}; or undo the change"
             )
+    kept = differences(*(meta.get("algorithm_state", {}) for meta in (saved, now)))
+    if kept:
+        raise CheckpointError(
+            f"checkpoint {path} and this run keep different things between steps, by name (saved, "
+            f"this run): {kept}. Bring the estimator, callback or trainer back that declared them; "
+            f"or, to start another run, {OWN_FOLDERS}"
+        )
+
+
+def sources_of_rewards(functions: Iterable[str], env_classes: Iterable[str]) -> dict[str, str]:
+    """Return the SHA-256 of the source of each reward function and environment of the user's.
+
+    Of themselves, not of what they call; see `registry.source_hashes`.
+
+    Args:
+        functions: `environment.reward_functions`.
+        env_classes: of the prompts.
+    """
+    found = {}
+    for path in functions:
+        if not path.startswith("jaxrl."):
+            with contextlib.suppress(ValueError):  # it is not here: a replay of another's run
+                hashed = source_hash(import_call(path, "reward function"))
+                found[f"reward function '{path}'"] = hashed
+    for name in dict.fromkeys(env_classes):
+        if not envs.is_ours(name):
+            with contextlib.suppress(ValueError, ImportError):
+                found[f"environment '{name}'"] = source_hash(envs.load(name))
+    return found
 
 
 def warn_of_changed_functions(path: str, saved: dict[str, str], now: dict[str, str]) -> None:
@@ -423,6 +523,38 @@ def warn_of_changed_functions(path: str, saved: dict[str, str], now: dict[str, s
         )
 
 
+def warn_of_another_course(path: str, saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Warn of what may change and yet makes other numbers: the last step, and the mesh.
+
+    A checkpoint of an older version says neither.
+    """
+    odd = []
+    before, after = (meta.get("total_steps") for meta in (saved, now))
+    trainer = now["config"]["trainer"] if before and after and before != after else {}
+    decaying = [
+        f"trainer.{role}.optimizer_config.scheduler={scheduler!r}"
+        for role in ("policy", "critic")
+        if role in trainer
+        and trainer[role]["model"]["path"] is not None  # there is a critic
+        and (scheduler := trainer[role]["optimizer_config"]["scheduler"]) in DECAYING
+    ]
+    if decaying:
+        odd.append(
+            f"{path} is of a run to step {before}, and this one goes to step {after} "
+            f"(trainer.max_training_steps, trainer.epochs), where {' and '.join(decaying)} now "
+            "ends: the learning rate jumps, and the run differs from one that had this length from "
+            "its start"
+        )
+    before, after = (meta.get("mesh") for meta in (saved, now))
+    if before and after and before != after:
+        odd.append(
+            f"{path} was saved on the mesh {before}, and this run has {after}: it goes on with the "
+            "same numbers up to rounding, not bit for bit"
+        )
+    for text in odd:
+        warnings.warn(text, stacklevel=4)
+
+
 def shared_folder(field: str, path: str) -> epath.Path:
     """Return `writable_folder`, if all processes of the job see the same one; a collective.
 
@@ -437,7 +569,7 @@ def shared_folder(field: str, path: str) -> epath.Path:
         return folder
     probe = folder / f".jaxrl_shared_test_{agree(uuid.uuid4().hex)}"
     if is_first():
-        probe.write_text("")
+        probe.write_text("", encoding="utf-8")
     allgather(None)  # it is there
     seen = allgather((probe.exists(), socket.gethostname()))
     if is_first():
@@ -476,13 +608,21 @@ def array_handler() -> ocp.PyTreeCheckpointHandler:
 
 
 def recorded_settings(trainer: TrainerConfig) -> tuple[dict[str, Any], str]:
-    """Return what the checkpoint that a config points to made of "auto", and its path."""
-    for path in _checkpoints(trainer):
-        try:
-            meta = json.loads((path / "meta" / "metadata").read_text())
-            return {name: _value(meta["config"], name) for name in ON_CPU}, str(path)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
-            continue  # damaged: restoring will say so, and fall back in the same order
+    """Return what the checkpoint that a config points to made of "auto", and its path.
+
+    Raises:
+        ValueError: it is in a bucket, and a package for that is missing.
+    """
+    field = "resume_path" if trainer.resume_mode == "from_path" else "ckpt_path"
+    if "://" in str(getattr(trainer, field)):  # where it does not answer this takes minutes
+        activity.say(f"looking for a checkpoint in {getattr(trainer, field)}")
+    with missing_packages_named(f"trainer.{field}", getattr(trainer, field)):
+        for path in _checkpoints(trainer):
+            try:
+                meta = json.loads((path / "meta" / "metadata").read_text(encoding="utf-8"))
+                return {name: _value(meta["config"], name) for name in ON_CPU}, str(path)
+            except (OSError, ValueError, LookupError, TypeError, AttributeError):
+                continue  # damaged: restoring will say so, and fall back in the same order
     return {}, ""
 
 

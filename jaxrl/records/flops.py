@@ -25,11 +25,14 @@ def peak_flops(device: Any) -> float | None:
     return chip.flops if chip else None
 
 
-def forward_flops(model: TransformerConfig | AdaptedModel, lengths: np.ndarray) -> float:
-    """Return the FLOPs of one forward pass over rows of so many tokens [B], logits of every token.
+def forward_flops(
+    model: TransformerConfig | AdaptedModel, lengths: np.ndarray, *, scored: float | None = None
+) -> float:
+    """Return the FLOPs of one forward pass over rows of so many tokens [B].
 
-    2 for each parameter of a matrix product and token; 4 x heads x head width for each pair of
-    tokens of which one sees the other. Of a flax module 2 for each parameter and token alone.
+    The logits are those of `scored` tokens; None = of every token. 2 for each parameter of a matrix
+    product and token; 4 x heads x head width for each pair of tokens of which one sees the other.
+    Of a flax module 2 for each parameter and token alone.
     """
     tokens = float(np.sum(lengths))
     if isinstance(model, AdaptedModel):
@@ -37,9 +40,10 @@ def forward_flops(model: TransformerConfig | AdaptedModel, lengths: np.ndarray) 
     heads = model.num_heads * model.head_dim
     attention = model.hidden_size * 2 * (heads + model.num_kv_heads * model.head_dim)
     layer = attention + 3 * model.hidden_size * model.intermediate_size
-    products = model.num_layers * layer + model.hidden_size * model.vocab_size
+    products = model.num_layers * layer * tokens
+    products += model.hidden_size * model.vocab_size * (tokens if scored is None else scored)
     pairs = float(np.sum(np.square(lengths, dtype=np.float64) + lengths) / 2)
-    return 2.0 * products * tokens + 4.0 * model.num_layers * heads * pairs
+    return 2.0 * products + 4.0 * model.num_layers * heads * pairs
 
 
 def speed_metrics(

@@ -6,8 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from tqdm import tqdm
-
+from jaxrl import activity
 from jaxrl.files import replace_text
 
 
@@ -42,14 +41,16 @@ class JsonLines:
             with contextlib.suppress(OSError):
                 self.file.truncate(self.size)  # half a line would cut off all that follow
             if not self._failing:
-                tqdm.write(
+                activity.warn(
                     f"step {step}: cannot write {self.path} ({error}); its lines wait, and the run "
                     "goes on"
                 )
             self._failing = True
             return
         if self._failing:
-            tqdm.write(f"step {step}: {self.path} has all lines again, {len(self.waiting)} of them")
+            activity.say(
+                f"step {step}: {self.path} has all lines again, {len(self.waiting)} of them"
+            )
         self.waiting, self._failing = [], False
 
     def flush(self) -> None:
@@ -73,7 +74,7 @@ def read_lines(path: Path) -> list[dict[str, float]]:
     if not path.exists():
         return []
     lines = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(encoding="utf-8").splitlines():
         try:
             lines.append(json.loads(line))
         except json.JSONDecodeError:

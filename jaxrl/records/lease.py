@@ -14,7 +14,6 @@ on to other hosts; the lease alone would have a run that was killed wait.
 import atexit
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import socket
@@ -26,9 +25,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import fsspec
+import psutil
 from etils import epath
 
+from jaxrl import activity
 from jaxrl.files import FolderError
+
+try:
+    import fcntl
+except ImportError:  # Windows: the lease alone keeps others out
+    fcntl = None
 
 LOCK, LEASES = ".lock", ".leases"
 BEAT_SECONDS, LEASE_SECONDS = 10.0, 90.0
@@ -212,10 +218,9 @@ class FolderLock:
                 raise self._refusal(lease)
             elif seen is None:
                 seen, began = (number, lease.beat), time.monotonic()
-                print(
+                activity.say(
                     f"{self.folder} is held by {lease.described()}; waiting up to "
-                    f"{LEASE_SECONDS:g} s for a sign of its life",
-                    flush=True,
+                    f"{LEASE_SECONDS:g} s for a sign of its life"
                 )
             elif seen != (number, lease.beat):
                 raise self._refusal(lease)
@@ -250,10 +255,10 @@ class FolderLock:
 
     def _flock(self) -> bool | None:
         """Take the file lock, if nobody has it; None where there are none."""
-        if "://" in str(self.folder):
+        if fcntl is None or "://" in str(self.folder):
             return None
         if self._file is None:
-            self._file = (Path(self.folder) / LOCK).open("a")
+            self._file = (Path(self.folder) / LOCK).open("a", encoding="utf-8")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -328,7 +333,7 @@ class _LocalFiles:
         return [int(name) for name in names if name.isdecimal()]
 
     def read(self, number: int) -> str:
-        return (self._folder / str(number)).read_text()
+        return (self._folder / str(number)).read_text(encoding="utf-8")
 
     def create(self, number: int, text: str) -> None:
         """Make a lease, in one process alone.
@@ -336,13 +341,13 @@ class _LocalFiles:
         The others get FileExistsError, as does whoever finds one there.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
-        with (self._folder / str(number)).open("x") as file:
+        with (self._folder / str(number)).open("x", encoding="utf-8") as file:
             file.write(text)
 
     def write(self, number: int, text: str) -> None:
         """Replace a lease, so that readers find the old or the new, whole."""
         new = self._folder / f".{number}.{os.getpid()}"
-        new.write_text(text)
+        new.write_text(text, encoding="utf-8")
         os.replace(new, self._folder / str(number))
 
     def remove(self, number: int) -> None:
@@ -392,7 +397,7 @@ def _files(folder: epath.Path) -> _LocalFiles | _BucketFiles:
 def machine_id() -> str:
     """Return what is the same for all processes of one kernel, from its start to its end."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:  # no Linux
         return socket.gethostname()
 
@@ -406,18 +411,16 @@ def pid_namespace() -> str:
 
 
 def process_start(pid: int) -> str | None:
-    """Return when a living process began, in ticks; None: there is none; "": not known."""
+    """Return when a living process began, as its system says it; None: there is none."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except FileNotFoundError:
         if Path("/proc/self/stat").exists():
             return None
         try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
+            process = psutil.Process(pid)
+            return None if process.status() == psutil.STATUS_ZOMBIE else str(process.create_time())
+        except psutil.NoSuchProcess:
             return None
-        except PermissionError:
-            pass
-        return ""
     fields = text.rpartition(")")[2].split()  # the name before it may have spaces
     return None if fields[0] in "ZX" else fields[19]

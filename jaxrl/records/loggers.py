@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from tqdm import tqdm
+from jaxrl import activity
 
 QUEUE_STEPS = 1000  # steps that wait for a server at most
 CLOSE_SECONDS = 30.0  # that the end of a run waits for one
@@ -45,11 +45,15 @@ class RunInfo:
     def run_id(self, name: str) -> str | None:
         """Return the id under which a tracker knows the run that is resumed, or None."""
         path = self._id_file(name)
-        return path.read_text().strip() if self.finished_steps and path.exists() else None
+        return (
+            path.read_text(encoding="utf-8").strip()
+            if self.finished_steps and path.exists()
+            else None
+        )
 
     def keep_run_id(self, name: str, run_id: str) -> None:
         """Keep the id for the run that resumes this one."""
-        self._id_file(name).write_text(run_id + "\n")
+        self._id_file(name).write_text(run_id + "\n", encoding="utf-8")
 
     def _id_file(self, name: str) -> Path:
         return self.folder / f"{name}_run_id.txt"
@@ -193,7 +197,7 @@ class WandbLogger:
         try:
             self.run = self._init(run_id, mode=None)
         except Exception as error:  # no key, no server
-            tqdm.write(
+            activity.warn(
                 f"W&B: {type(error).__name__}: {error}. The run is recorded in {run.folder}/wandb: "
                 "`wandb sync` that folder later"
             )

@@ -8,7 +8,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 import jax
-from tqdm import tqdm
+
+from jaxrl import activity
 
 
 class Profiler:
@@ -41,7 +42,7 @@ class Profiler:
             jax.profiler.start_trace(self.folder / "traces")
             self._tracing = True
         except (OSError, RuntimeError) as error:  # another trace is under way, a full disk
-            tqdm.write(f"step {step} is not traced: {error}")
+            activity.warn(f"step {step} is not traced: {error}")
 
     def stop(self, step: int) -> None:
         """Stop the trace after a step, and write the memory profile of one that is to have it."""
@@ -55,7 +56,7 @@ class Profiler:
             jax.profiler.save_device_memory_profile(path)
         except (OSError, RuntimeError) as error:
             self.every_memory, self.memory_steps = False, ()
-            tqdm.write(f"no memory profile of step {step}, and of none after it: {error}")
+            activity.warn(f"no memory profile of step {step}, and of none after it: {error}")
 
     def close(self) -> None:
         """End the trace under way."""
@@ -65,7 +66,7 @@ class Profiler:
         try:
             jax.profiler.stop_trace()
         except (OSError, RuntimeError) as error:
-            tqdm.write(f"the trace could not be written: {error}")
+            activity.warn(f"the trace could not be written: {error}")
 
 
 def memory_metrics() -> dict[str, float]:

@@ -5,48 +5,29 @@ of a step, its checkpoint for one, is in the next.
 """
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import jax
-from tqdm import tqdm
 
-from jaxrl import config as cfg
+from jaxrl import activity, config as cfg
 from jaxrl.files import FolderError, replace_text
 from jaxrl.parallel import agree, is_first, record_folder
 from jaxrl.parallel.compilation import CompilationWatch
 from jaxrl.records.alarms import Alarm, Alarms
 from jaxrl.records.callbacks import CallbackInput, TrainingControl
+from jaxrl.records.display import display_of
 from jaxrl.records.loggers import check_installed
+from jaxrl.records.phases import PHASES
 from jaxrl.records.profiling import Profiler, memory_metrics
-from jaxrl.records.progress import progress_bar, progress_line, timed
+from jaxrl.records.progress import timed
 from jaxrl.records.run_folders import RunFolders
 from jaxrl.records.run_logger import RunLogger
 from jaxrl.types import GeneratorOutput, TrainBatch
 
 Notify = Callable[[str, CallbackInput, TrainingControl], None]
-# Of `timing/<phase>`, those that do not hold one another; they are nearly all of `timing/wall`.
-PHASES = (
-    "load_checkpoints",
-    "init_weight_sync_state",
-    "warm_up",
-    "generate",
-    "postprocess_generator_output",
-    "convert_to_training_input",
-    "fwd_logprobs_values_reward",
-    "compute_advantages_and_returns",
-    "dump_data_batch",
-    "critic_train",
-    "policy_train",
-    "sync_weights",
-    "eval",
-    "save_hf_model",
-    "save_checkpoints",
-    "ledger",
-    "log",
-    "callbacks",
-)
 
 
 class Recorder:
@@ -62,7 +43,8 @@ class Recorder:
     Attributes:
         control: what callbacks and alarms ask for; stopped_by_alarm: the run ended for one.
         watch: counts compilations.
-        data_card: written into the run folder when it is opened.
+        display: what a person sees of the run.
+        cards: by file name, written into the run folder when it is opened.
         folders: of the run, held; None = `open` takes them.
 
     Raises:
@@ -85,6 +67,9 @@ class Recorder:
         self.settings, self.folder = settings, record_folder(cfg.run_folder(settings))
         self.names = cfg.logger_names(settings.logger) if is_first() else []
         check_installed(self.names)
+        self.display = display_of(
+            settings.run_name, settings.watching.display, shown="console" in self.names
+        )
         self.control, self.watch = TrainingControl(), CompilationWatch()
         self.alarms = Alarms(settings.watching.thresholds)
         self.profiler = Profiler(
@@ -95,7 +80,7 @@ class Recorder:
         )
         self.total: dict[str, float] = {}
         self.stopped_by_alarm = False
-        self.data_card = ""
+        self.cards: dict[str, str] = {}
         self.folders: RunFolders | None = None
         self._started = self._line = time.perf_counter()
         self._stack = contextlib.ExitStack()
@@ -111,6 +96,7 @@ class Recorder:
             FolderError: see `RunFolders`; or the run folder cannot be written to.
         """
         settings, self.finished_steps = self.settings, first
+        goes_on = first < self.total_steps  # else the records stay as they are
         if self.folders is None or self.folders.closed:
             self.folders = RunFolders(self.config)
         try:
@@ -120,12 +106,12 @@ class Recorder:
                     self.folder,
                     self.names,
                     first,
-                    config=cfg.get_config_as_dict(self.config),
+                    config=cfg.get_config_as_dict(self.config) if goes_on else None,
                     project=settings.project_name,
                     run_name=settings.run_name,
                 )
-                if self.data_card and is_first():
-                    replace_text(self.folder / "data_card.txt", self.data_card)
+                for name, text in self.cards.items() if is_first() and goes_on else ():
+                    replace_text(self.folder / name, f"{text}\n")
         except OSError as error:
             self.close()
             raise FolderError(
@@ -134,9 +120,20 @@ class Recorder:
             ) from error
         self.alarms.replay(self.logger.lines.earlier)
         self.watch.warm_after = first + 1
-        name, total, shown = settings.run_name, self.total_steps, "console" in self.names
-        self.bar = progress_bar(name, total, first, shown=shown)
+        self.display.course.begin(first, self.total_steps)
+        for line in self.logger.lines.earlier:
+            self.display.course.read(int(line["step"]), line)
         return self
+
+    def show_card(self, name: str, whole: str, folded: Callable[[int], str]) -> None:
+        """Show a card of what will be done, and keep it for the run folder.
+
+        Args:
+            name: of its file.
+            folded: to so many columns; for who does not look into the log later.
+        """
+        self.cards[name] = whole
+        self.display.card(whole, folded)
 
     def close(self) -> None:
         """Let go of the folders of the run."""
@@ -150,7 +147,7 @@ class Recorder:
 
     def __enter__(self) -> Self:
         closed = map(contextlib.closing, (self, self.logger))
-        for part in (*closed, self.bar, self.watch):
+        for part in (*closed, self.display, self.watch):
             self._stack.enter_context(part)
         self._stack.callback(self.profiler.close)
         try:
@@ -167,7 +164,7 @@ class Recorder:
                 with timed(self.seconds, "log"):
                     self.logger.plot()
             if kind is None and self.control.should_stop:
-                tqdm.write("stopped early, as an alarm or a callback asked for")
+                activity.say("stopped early, as an alarm or a callback asked for")
         finally:
             self._stack.__exit__(kind, *error)
         self._say_times()
@@ -218,10 +215,9 @@ class Recorder:
     ) -> None:
         """Show the step's first trajectory."""
         with timed(self.seconds, "log"):
-            prompt = tokenizer.decode(output["prompt_token_ids"][0])
-            response = tokenizer.decode(output["response_ids"][0])
             reward = float(batch.rewards[0].sum())
-            tqdm.write(f"--- step {step}, reward {reward:.3f}\n{prompt}{response}")
+            said = conversation_text(output, tokenizer)
+            self.display.sample(f"--- step {step}, reward {reward:.3f}\n{said}")
 
     def flush(self) -> None:
         """Write the records to disk and draw the curve, before a checkpoint."""
@@ -257,13 +253,12 @@ class Recorder:
         self.fire("on_log", step, logs=logs)
         with timed(self.seconds, "log"):
             self.logger.log(step, logs)
-            self.bar.set_postfix(progress_line(logs), refresh=False)  # `update` draws it
-            self.bar.update(step - self.bar.n)
+            self.display.stepped(step, logs)
 
     def _heed(self, alarms: Sequence[Alarm], step: int, logs: dict[str, float]) -> None:
         """Print the alarms, and do what `on_alarm` asks for."""
         for alarm in alarms:
-            tqdm.write(str(alarm))
+            self.display.alarm(str(alarm))
         asked = self.settings.watching.on_alarm
         self.stopped_by_alarm |= asked == "stop"
         self.control.should_save |= asked in ("checkpoint", "stop")
@@ -290,7 +285,32 @@ class Recorder:
         for name in PHASES:
             late = self.seconds.pop(f"timing/{name}", 0.0)  # after the last line
             self.total[name] = self.total.get(name, 0.0) + late
-        self.total["other"] = wall - sum(self.total.values())
-        shares = sorted(self.total.items(), key=lambda item: -item[1])
-        text = ", ".join(f"{name} {x / wall:.1%}" for name, x in shares if x >= 0.001 * wall)
-        tqdm.write(f"{wall:.1f} s: {text}")
+        shares = {name: x / wall for name, x in self.total.items() if x >= 0.01 * wall}
+        shares["other"] = 1 - sum(shares.values())
+        text = ", ".join(
+            f"{name} {share:.0%}" for name, share in sorted(shares.items(), key=lambda x: -x[1])
+        )
+        activity.say(f"{wall:.1f} s: {text}")
+
+
+def conversation_text(output: GeneratorOutput, tokenizer: Any) -> str:
+    """Write the first trajectory as lines that say who speaks: "given | 3142>", "model | 12".
+
+    Every line does: a model may write whatever a mark between two turns would be.
+    """
+    tokens = output["response_ids"][0]
+    versions = output.get("token_versions")
+    sampled = [version >= 0 for version in versions[0]] if versions else []
+    if not any(sampled):  # nobody says; a mask is 0 also where nothing is to be learnt
+        sampled = [bool(x) for x in output["loss_masks"][0]]
+    if not any(sampled):
+        sampled = [True] * len(tokens)
+    pairs = zip(sampled, tokens, strict=True)
+    parts = [("given", output["prompt_token_ids"][0])]
+    for model, turn in itertools.groupby(pairs, lambda pair: pair[0]):
+        parts.append(("model" if model else "given", [token for _, token in turn]))
+    return "\n".join(
+        f"{who} | {line}"
+        for who, part in parts
+        for line in tokenizer.decode(part).removesuffix("\n").split("\n")
+    )

@@ -3,17 +3,14 @@
 import fnmatch
 import hashlib
 import json
+import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from jaxrl import config as cfg
-from jaxrl.files import FolderError
 from jaxrl.functions import present_path
-from jaxrl.parallel import agree, is_first
 
 # What may change between a run and its continuation: where things go, how often, how far.
 MAY_CHANGE = (
@@ -35,6 +32,7 @@ MAY_CHANGE = (
     "trainer.fully_async.num_parallel_generation_workers",
     "trainer.ledger.*",
     "trainer.gradient_checkpointing*",
+    "trainer.kernels*",
     "trainer.log*",
     "trainer.max_ckpts_to_keep",
     "trainer.max_tokens_per_microbatch",
@@ -70,6 +68,7 @@ MAY_CHANGE = (
     "environment.skyrl_gym.llm_as_a_judge.max_attempts",
     "environment.skyrl_gym.llm_as_a_judge.max_requests",
 )
+_ROWS = re.compile(r"(?<=[/\\]data[/\\])rows-[0-9a-f]{16}\.jsonl$")  # of `config.given.Rows`
 OWN_FOLDERS = (
     "choose another trainer.run_name (and trainer.ckpt_path and trainer.export_path, if set)"
 )
@@ -97,7 +96,7 @@ def fingerprint(rows: Iterable[Any]) -> str:
 
     With it a resumed run finds other rows in old files.
 
-    What JSON cannot say of a row counts by its type alone.
+    What JSON cannot say of a row counts by its type alone; the name of its file does not.
 
     Args:
         rows: dataclass instances, `Prompt` or `Conversation`.
@@ -105,7 +104,8 @@ def fingerprint(rows: Iterable[Any]) -> str:
     digest = hashlib.sha256()
     for row in rows:
         try:
-            text = json.dumps(vars(row), default=_plain)
+            said = {name: value for name, value in vars(row).items() if name != "file"}
+            text = json.dumps(said, default=_plain)
         except TypeError:  # keys that JSON does not have
             text = json.dumps(row.tokens)
         digest.update(text.encode())
@@ -114,40 +114,6 @@ def fingerprint(rows: Iterable[Any]) -> str:
 
 def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else type(value).__name__
-
-
-def refuse_records_of_another(config: cfg.TrainConfig) -> None:
-    """Refuse to write over the steps of another run in the run folder; a collective.
-
-    The same config may start again there: the run was killed before its first checkpoint, or is
-    done once more.
-
-    Raises:
-        FolderError: the run folder holds steps of a run with another config, or of one whose
-            config cannot be read; names the folder, the fields and both values.
-    """
-    folder = cfg.run_folder(config.trainer)
-    problem = _other_records(folder, cfg.get_config_as_dict(config)) if is_first() else None
-    if problem := agree(problem):
-        raise FolderError(
-            f"the run folder {str(folder)!r} holds the steps of {problem}. This run would write "
-            f"over them: {OWN_FOLDERS}, or undo the change"
-        )
-
-
-def _other_records(folder: Path, config: dict[str, Any]) -> str | None:
-    """Return whose steps the folder holds, in words; None: those of this config, or none."""
-    lines, rollouts = folder / "metrics.jsonl", (folder / "rollouts").glob("step_*.npz")
-    if not (lines.exists() and lines.stat().st_size) and not any(rollouts):
-        return None
-    try:
-        old = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        return f"a run whose config.yaml cannot be read ({type(error).__name__})"
-    if not isinstance(old, dict):
-        return "a run whose config.yaml is no config"
-    changed = changed_fields(old, config)
-    return f"a run with another config; (there, this run): {changed}" if changed else None
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -169,7 +135,12 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _present(value: Any) -> Any:
-    """Return a value with the modules in it named as this version names them."""
+    """Return a value with the modules in it named as this version names them.
+
+    Given rows are named by what they hold, wherever their file is.
+    """
     if isinstance(value, list | tuple):
         return [_present(item) for item in value]
-    return present_path(value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return rows[0] if (rows := _ROWS.search(value)) else present_path(value)

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from etils import epath
 
-from jaxrl import config as cfg
+from jaxrl import activity, config as cfg
 from jaxrl.files import (
     FolderError,
     as_path,
@@ -24,10 +24,10 @@ from jaxrl.files import (
     replace_text,
     writable_folder,
 )
-from jaxrl.parallel import allgather, is_first, record_folder
-from jaxrl.records.checkpoint import PREFIX, checkpoint_steps
+from jaxrl.parallel import agree, allgather, is_first, record_folder
+from jaxrl.records.checkpoint_folders import PREFIX, checkpoint_steps
 from jaxrl.records.lease import FolderLock
-from jaxrl.records.resume_identity import refuse_records_of_another
+from jaxrl.records.resume_identity import OWN_FOLDERS, changed_fields
 
 OWNER, LATEST = ".owner.json", "latest_checkpoint.txt"
 # Where every run saved, and kept its records, before each had folders of its own.
@@ -137,7 +137,9 @@ class RunFolders:
             return
         for field in ("ckpt_path", "export_path"):
             folder = as_path(f"trainer.{field}", getattr(self._trainer, field))
-            (folder / OWNER).write_text(json.dumps(self._as_owner_of(folder)) + "\n")
+            (folder / OWNER).write_text(
+                json.dumps(self._as_owner_of(folder)) + "\n", encoding="utf-8"
+            )
         if step == 0:
             (self._run / LATEST).unlink(missing_ok=True)
 
@@ -187,7 +189,7 @@ class RunFolders:
         if all(path.name.startswith(".") for path in folder.iterdir()):
             return None
         if (folder / OWNER).exists():
-            return json.loads((folder / OWNER).read_text())
+            return json.loads((folder / OWNER).read_text(encoding="utf-8"))
         steps = checkpoint_steps(folder) if field == "ckpt_path" else []
         saved = _saved_by(folder / f"{PREFIX}_{steps[-1]}") if steps else None  # an older version
         if saved is None or saved["run_name"] == self._trainer.run_name:
@@ -226,7 +228,7 @@ class RunFolders:
                 "trainer.run_name"
             )
         if steps:
-            print(
+            activity.say(
                 f"{self._run} holds the records of {steps} steps and {folder} no checkpoint: they "
                 "are trained again from the start, and their records replaced"
             )
@@ -252,7 +254,7 @@ class RunFolders:
         """Read from its records where the run has its checkpoints, and its newest one."""
         newest = ""
         if (self._run / LATEST).exists():
-            newest = (self._run / LATEST).read_text().strip()
+            newest = (self._run / LATEST).read_text(encoding="utf-8").strip()
         try:
             old = yaml.safe_load((self._run / "config.yaml").read_text(encoding="utf-8"))
             place = as_path("trainer.ckpt_path", old["trainer"]["ckpt_path"])
@@ -261,13 +263,49 @@ class RunFolders:
         return place, newest
 
 
+def refuse_records_of_another(config: cfg.TrainConfig) -> None:
+    """Refuse to write over the steps of another run in the run folder; a collective.
+
+    The same config may start again there: the run was killed before its first checkpoint, or is
+    done once more.
+
+    Raises:
+        FolderError: the run folder holds steps of a run with another config, or of one whose
+            config cannot be read; names the folder, the fields and both values.
+    """
+    folder = cfg.run_folder(config.trainer)
+    problem = _other_records(folder, cfg.get_config_as_dict(config)) if is_first() else None
+    if problem := agree(problem):
+        raise FolderError(
+            f"the run folder {str(folder)!r} holds the steps of {problem}. This run would write "
+            f"over them: {OWN_FOLDERS}, or undo the change"
+        )
+
+
+def _other_records(folder: Path, config: dict[str, Any]) -> str | None:
+    """Return whose steps the folder holds, in words; None: those of this config, or none."""
+    lines, rollouts = folder / "metrics.jsonl", (folder / "rollouts").glob("step_*.npz")
+    if not (lines.exists() and lines.stat().st_size) and not any(rollouts):
+        return None
+    try:
+        old = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        return f"a run whose config.yaml cannot be read ({type(error).__name__})"
+    if not isinstance(old, dict):
+        return "a run whose config.yaml is no config"
+    changed = changed_fields(old, config)
+    return f"a run with another config; (there, this run): {changed}" if changed else None
+
+
 _WAITING: "weakref.WeakSet[RunFolders]" = weakref.WeakSet()
 
 
 def _saved_by(checkpoint: epath.Path) -> dict[str, str] | None:
     """Return `run_name` and `log_path` of the run that saved a checkpoint; None: unreadable."""
     try:
-        saved = json.loads((checkpoint / "meta/metadata").read_text())["config"]["trainer"]
+        saved = json.loads((checkpoint / "meta/metadata").read_text(encoding="utf-8"))["config"][
+            "trainer"
+        ]
         return {name: saved[name] for name in ("run_name", "log_path")}
     except (OSError, ValueError, LookupError, TypeError):  # restoring it says what is wrong
         return None

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from tqdm import tqdm
 
+from jaxrl import activity
 from jaxrl.files import replace_text
 from jaxrl.records.json_lines import JsonLines, read_lines
 from jaxrl.records.loggers import Logger, RunInfo, open_logger
@@ -85,7 +85,7 @@ class RunLogger:
         try:
             figure.savefig(path, dpi=120, bbox_inches="tight")
         except Exception as error:  # a picture is no reason to end a run
-            tqdm.write(f"{path} could not be drawn ({type(error).__name__}: {error})")
+            activity.warn(f"{path} could not be drawn ({type(error).__name__}: {error})")
         return path
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class RunLogger:
             yield
         except Exception as error:
             self.loggers.pop(name, None)
-            tqdm.write(
+            activity.warn(
                 f"logger {name!r} failed and gets nothing more ({type(error).__name__}: {error}). "
                 f"The run goes on; {self.lines.path} has all numbers"
             )

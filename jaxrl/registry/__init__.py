@@ -21,6 +21,7 @@ from jaxrl.functions import Function
 from jaxrl.losses import LOSSES
 from jaxrl.registry.bind import bind_estimator
 from jaxrl.registry.contracts import accepted_keywords, check_hyperparameters
+from jaxrl.registry.memory import EstimatorBatch, stateful
 from jaxrl.registry.pickling import source_hash
 from jaxrl.registry.table import (
     AdvantageEstimatorRegistry,
@@ -33,6 +34,7 @@ from jaxrl.registry.table import (
 __all__ = [
     "AdvantageEstimator",
     "AdvantageEstimatorRegistry",
+    "EstimatorBatch",
     "PolicyLossRegistry",
     "PolicyLossType",
     "accepted_keywords",
@@ -44,6 +46,7 @@ __all__ = [
     "register_policy_loss",
     "snapshot",
     "source_hashes",
+    "stateful",
     "sync_registries",
 ]
 

@@ -1,6 +1,6 @@
 """A policy loss and an advantage estimator bound to their config: from names to functions."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -21,6 +21,15 @@ from jaxrl.registry.contracts import (
     check_parameters,
     loss_and_metrics,
     raised_by,
+    state_and_pair,
+)
+from jaxrl.registry.memory import (
+    EstimatorBatch,
+    as_arrays,
+    check_pure,
+    initial_state_of,
+    same_form,
+    unjitted,
 )
 from jaxrl.registry.table import AdvantageEstimatorRegistry, PolicyLossRegistry
 from jaxrl.types import Array, FloatBT, TrainBatch
@@ -99,18 +108,57 @@ def make_policy_loss(algorithm: Any) -> PolicyLoss:
     return PolicyLoss(func, label, algorithm)
 
 
-def bind_estimator(algorithm: Any) -> Function:
-    """Return the configured estimator, a function of keywords alone.
+@dataclass(frozen=True, eq=False)
+class AdvantageFunction:
+    """Hold the estimator of a config with what it is called with.
 
-    It is `(*, token_level_rewards, response_mask, index, loss_mask, ...)`: by keyword, because an
-    estimator may take everything as `**kwargs`; the values of a critic are one more, None where
-    there is none. It is offered the settings of the config under SkyRL's names, and its
-    hyperparameters from `algorithm.advantage_kwargs`.
+    Attributes:
+        fn: gets the keywords that its signature names, its hyperparameters among them.
+        label: how an error calls it.
+        settings: what it is offered beside the arrays of a step.
+    """
+
+    fn: Function
+    label: str
+    settings: dict[str, Any]
+
+    def __call__(self, state: Any = None, **arrays: Array) -> tuple[Any, FloatBT, FloatBT]:
+        """Return the state after the step, advantages and returns [B, T].
+
+        Args:
+            state: of an estimator with memory, see `registry.memory`; None of any other.
+            arrays: by keyword, because an estimator may take everything as `**kwargs`; values are
+                those of a critic, None where there is none.
+
+        Raises:
+            ValueError: an array is not of its shape or kind; it raised, or returned something of
+                another form. The message names the function and the part.
+        """
+        label = self.label
+        check_arrays(label, arrays)
+        offered: dict[str, Any] = {"values": None} | arrays | self.settings
+        keywords = accepted_keywords(self.fn, offered)
+        shape = arrays["token_level_rewards"].shape
+        if not initial_state_of(self.fn):
+            with raised_by(label):
+                pair = self.fn(**keywords)
+            return None, *advantages_and_returns(label, pair, shape)
+        fields: dict[str, Any] = {name: offered.get(name) for name in EstimatorBatch._fields}
+        batch = EstimatorBatch(**fields)
+        with raised_by(label):
+            result = self.fn(state, batch, **keywords)
+        new, pair = state_and_pair(label, result)
+        return same_form(label, state, new), *advantages_and_returns(label, pair, shape)
+
+
+def bind_estimator(algorithm: Any) -> AdvantageFunction:
+    """Return the configured estimator, to be called with a state and the arrays by keyword.
+
+    It is offered the settings of the config under SkyRL's names, and its hyperparameters from
+    `algorithm.advantage_kwargs`.
 
     Raises:
-        ValueError: it requires a parameter that it will not get. When it is called: an array is not
-            of its shape or kind; it raised, or returned something of another form. The message
-            names the function and the part.
+        ValueError: it requires a parameter that it will not get.
     """
     name, kwargs = algorithm.advantage_estimator, algorithm.advantage_kwargs
     func, label = AdvantageEstimatorRegistry.resolve(name), f"advantage estimator '{name}'"
@@ -124,16 +172,9 @@ def bind_estimator(algorithm: Any) -> Function:
         **kwargs,
     }
     offered: dict[str, Any] = {**dict.fromkeys(ESTIMATOR_DATA), **settings}
-    check_parameters(label, func, (), accepted_keywords(func, offered))
-    no_values = {"values": None}  # without a critic
-
-    def estimate(**arrays: Array) -> tuple[FloatBT, FloatBT]:
-        check_arrays(label, arrays)
-        with raised_by(label):
-            result = func(**accepted_keywords(func, no_values | arrays | settings))
-        return advantages_and_returns(label, result, arrays["token_level_rewards"].shape)
-
-    return estimate
+    positional = ("state", "batch") if initial_state_of(func) else ()
+    check_parameters(label, func, positional, accepted_keywords(func, offered))
+    return AdvantageFunction(func, label, settings)
 
 
 def loss_ndim(algorithm: Any, shape: tuple[int, int]) -> int:
@@ -142,6 +183,48 @@ def loss_ndim(algorithm: Any, shape: tuple[int, int]) -> int:
     Raises:
         ValueError: see `make_policy_loss`.
     """
+    return jax.eval_shape(make_policy_loss(algorithm), *_of_a_loss(shape))[0].ndim
+
+
+def check_pure_functions(
+    algorithm: Any, *, rows: int, minibatch_rows: int, tokens: int, has_values: bool
+) -> None:
+    """Refuse a loss or an estimator of the user's that keeps something outside of its arguments.
+
+    Args:
+        rows: of a batch, which an estimator sees.
+        minibatch_rows: which a loss sees.
+        tokens: of the longest row.
+        has_values: of a critic.
+
+    Raises:
+        ValueError: see `check_pure`; or one of the two cannot be traced.
+    """
+    loss = make_policy_loss(algorithm)
+    if loss.fn not in PolicyLossRegistry._builtin.values():
+        loss = replace(loss, fn=unjitted(loss.fn))
+        check_pure(loss.label, loss.fn, loss, *_of_a_loss((minibatch_rows, tokens)))
+    estimator = bind_estimator(algorithm)
+    if estimator.fn in AdvantageEstimatorRegistry._builtin.values():
+        return
+    state = as_arrays(estimator.label, initial_state_of(estimator.fn)) or None
+    estimator = replace(estimator, fn=unjitted(estimator.fn))
+    floats = jax.ShapeDtypeStruct((rows, tokens), jnp.float32)
+    names = "token_level_rewards", "response_mask", "loss_mask", "old_log_probs", "ref_log_probs"
+    arrays: dict[str, Any] = {name: floats for name in names}
+    if has_values:
+        arrays["values"] = floats
+    arrays["index"] = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    arrays["valid_mask"] = jax.ShapeDtypeStruct((rows,), jnp.bool_)
+
+    def estimate(state: Any, arrays: dict[str, Array]) -> Any:
+        return estimator(state, **arrays)
+
+    check_pure(estimator.label, estimator.fn, estimate, state, arrays)
+
+
+def _of_a_loss(shape: tuple[int, int]) -> tuple[Any, Any, TrainBatch, Any]:
+    """Return shapes and dtypes of what `PolicyLoss` is called with, for rows x tokens."""
     floats = jax.ShapeDtypeStruct(shape, jnp.float32)
     ints, row_ints = (jax.ShapeDtypeStruct(s, jnp.int32) for s in (shape, shape[:1]))
     batch = TrainBatch(
@@ -162,4 +245,4 @@ def loss_ndim(algorithm: Any, shape: tuple[int, int]) -> int:
         staleness=ints,
     )
     key = jax.eval_shape(lambda: jax.random.key(0))
-    return jax.eval_shape(make_policy_loss(algorithm), floats, floats, batch, key)[0].ndim
+    return floats, floats, batch, key

@@ -6,13 +6,14 @@ that is wrong: a parameter, the returned form, a shape.
 
 import contextlib
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
 
-from jaxrl.functions import Function
+from jaxrl.functions import Function, place_of
 from jaxrl.types import Array, TrainBatch
 
 Shape = tuple[int, ...]
@@ -30,6 +31,11 @@ ESTIMATOR_DATA = (
     *("valid_mask", "old_log_probs", "ref_log_probs"),
 )
 ESTIMATOR_SETTINGS = ("grpo_norm_by_std", "gamma", "lambd")
+# What is wrong with a function that keeps something between calls.
+IMPURE = (
+    "it is compiled once, with what it finds then. A loss or an estimator is a pure function; what "
+    "is kept between steps is declared: docs/custom_algorithms.md#memory-between-steps"
+)
 # What a reward function is called with, after every turn, all by keyword: the text, its tokens'
 # texts, whether an end-of-sequence token ended it, the number of the turn (from 1), whether it is
 # the last one, the messages of the prompt, the other columns of its row, and what the environment
@@ -48,6 +54,20 @@ ARRAYS |= dict.fromkeys(("log_probs", "entropy", "token_level_rewards"), "float 
 ARRAYS |= {"group_ids": ARRAYS["index"]}
 
 
+# What PyTorch calls otherwise: pattern of the error -> what to write.
+_OF_TORCH = {
+    r"(Tracer|ArrayImpl)\b.* has no attribute": (
+        "what PyTorch has as a method is a function here: jnp.exp(x), jnp.maximum(x, 1), "
+        "jnp.where(mask, a, b), jax.lax.stop_gradient(x)"
+    ),
+    r"argument '(dim|keepdim)'": "write axis= for dim=, keepdims= for keepdim=",
+}
+
+
+class ContractError(ValueError):
+    """Say what a function of the user takes or returns that it must not."""
+
+
 def asks_for(func: Callable, name: str) -> bool:
     """Return whether the signature of `func` names a parameter."""
     return name in inspect.signature(func).parameters
@@ -59,17 +79,19 @@ def check_loss_signature(label: str, func: Callable) -> None:
     Required keyword-only parameters are left to `check_parameters`: a config may set them.
 
     Raises:
-        ValueError: the first four parameters are others, or a further one is required that nobody
-            supplies.
+        ContractError: the first four parameters are others, or a further one is required that
+            nobody supplies.
     """
     parameters = _parameters(func)
     names = [p.name for p in parameters if p.kind in _POSITIONAL]
     advice = f"the first four parameters must be {', '.join(LOSS_ARGUMENTS)}, in this order"
     for place, (name, expected) in enumerate(zip(names, LOSS_ARGUMENTS, strict=False), start=1):
-        if name != expected and name in (*LOSS_ARGUMENTS, *LOSS_KEYWORDS):
-            raise ValueError(f"{label}: parameter {place} is '{name}'; {advice}")
+        is_mask = name.endswith("mask")  # taken for the config it would fail where it is used
+        if name != expected and (is_mask or name in (*LOSS_ARGUMENTS, *LOSS_KEYWORDS)):
+            mask = "; a parameter named loss_mask gets the mask" * is_mask
+            raise ContractError(f"{label}: parameter {place} is '{name}'; {advice}{mask}")
     if len(names) < len(LOSS_ARGUMENTS) and not _takes_rest(parameters):
-        raise ValueError(f"{label} takes {names} by position; {advice}")
+        raise ContractError(f"{label} takes {names} by position; {advice}")
     _check_supplied(label, parameters[len(LOSS_ARGUMENTS) :], LOSS_KEYWORDS)
 
 
@@ -79,21 +101,31 @@ def check_estimator_signature(label: str, func: Callable) -> None:
     Required keyword-only parameters are left to `check_parameters`: a config may set them.
 
     Raises:
-        ValueError: names the parameter.
+        ContractError: names the parameter; or it has a state and does not begin with `state,
+            batch`, or the other way round.
     """
-    _check_supplied(label, _parameters(func), (*ESTIMATOR_DATA, *ESTIMATOR_SETTINGS))
+    parameters = _parameters(func)
+    begins = [p.name for p in parameters[:2]] == ["state", "batch"]
+    if begins != hasattr(func, "initial_state"):
+        raise ContractError(
+            f"{label}: an estimator with memory is written `@stateful(baseline=0.0)` (its first "
+            "values; jaxrl.registry.stateful) over `def my_estimator(state, batch)`; it has "
+            + ("no @stateful" if begins else "other first parameters than these two")
+        )
+    supplied = (*ESTIMATOR_DATA, *ESTIMATOR_SETTINGS)
+    _check_supplied(label, parameters[2:] if begins else parameters, supplied)
 
 
 def check_reward_signature(label: str, func: Callable) -> None:
     """Refuse a reward function with a required parameter that nobody supplies.
 
     Raises:
-        ValueError: names the parameter.
+        ContractError: names the parameter.
     """
     required = [p for p in _parameters(func) if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
     for p in required:
         if p.name not in REWARD_KEYWORDS:
-            raise ValueError(
+            raise ContractError(
                 f"{label}: nobody supplies its parameter '{p.name}'; give it a default, or a value "
                 f"in the call: '...({p.name}=...)'"
             )
@@ -106,13 +138,13 @@ def check_parameters(
     """Refuse a function that cannot be called with what it will get.
 
     Raises:
-        ValueError: a required parameter is not offered, or too few are taken by position.
+        ContractError: a required parameter is not offered, or too few are taken by position.
     """
     try:
         inspect.signature(func).bind(*positional, **keywords)
     except TypeError as error:
         arguments = [*positional, *(f"{name}=" for name in keywords)]
-        raise ValueError(
+        raise ContractError(
             f"{label}: {error}. It is called with ({', '.join(arguments)}); give other parameters "
             "a default"
         ) from error
@@ -138,18 +170,26 @@ def check_hyperparameters(
         supplied: names that the trainer gives; a setting must not take their place.
 
     Raises:
-        ValueError: a name of `supplied`, or one that `func` does not take as a keyword-only
+        ContractError: a name of `supplied`, or one that `func` does not take as a keyword-only
             parameter.
     """
     label, parameters = getattr(func, "__name__", repr(func)), inspect.signature(func).parameters
     kinds = [p.kind for name, p in parameters.items() if not name.startswith("_")]
     keyword_only = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
+    by_position = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     hyperparameters = [name for name in keyword_only if name not in supplied]
     for name, value in settings.items():
         if name in supplied:
-            raise ValueError(f"{field}.{name}={value!r}: the trainer supplies '{name}'; remove it")
+            raise ContractError(
+                f"{field}.{name}={value!r}: the trainer supplies '{name}'; remove it"
+            )
         if name not in hyperparameters and inspect.Parameter.VAR_KEYWORD not in kinds:
-            raise ValueError(
+            if name in by_position and name not in ESTIMATOR_SETTINGS:
+                raise ContractError(
+                    f"{field}.{name}={value!r}: '{name}' of '{label}' is not keyword-only: write "
+                    "*, before it"
+                )
+            raise ContractError(
                 f"{field}.{name}={value!r}: '{label}' takes no such parameter, only "
                 f"{hyperparameters}"
             )
@@ -157,10 +197,10 @@ def check_hyperparameters(
 
 @contextlib.contextmanager
 def raised_by(label: str) -> Iterator[None]:
-    """Name the function whose call is in the block, where it raises.
+    """Name the function whose call is in the block, where it raises, and the user's line.
 
     Raises:
-        ValueError: the block raised; says what.
+        ContractError: the block raised; says what.
     """
     try:
         yield
@@ -172,7 +212,11 @@ def raised_by(label: str) -> Iterator[None]:
                 "arrays; jnp.where and jax.numpy"
             )
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"{label} raised {type(error).__name__}: {reason}{hint}") from error
+        torch = next((fix for habit, fix in _OF_TORCH.items() if re.search(habit, reason)), "")
+        hint += f": {torch}" if torch else ""
+        if place := place_of(error):
+            hint += f" ({place})"
+        raise ContractError(f"{label} raised {type(error).__name__}: {reason}{hint}") from error
 
 
 def check_arrays(label: str, arrays: Mapping[str, Any]) -> None:
@@ -185,7 +229,7 @@ def check_arrays(label: str, arrays: Mapping[str, Any]) -> None:
             first that has them.
 
     Raises:
-        ValueError: names the array, with what it must be and what it is.
+        ContractError: names the array, with what it must be and what it is.
     """
     sizes: dict[str, int] = {}
     for name, array in arrays.items():
@@ -197,7 +241,7 @@ def check_arrays(label: str, arrays: Mapping[str, Any]) -> None:
         integers = ARRAYS[name].startswith("float") and not jnp.issubdtype(dtype, jnp.floating)
         if len(shape) != len(dims) or not same or integers:
             known = ", ".join(f"{dim}={n}" for dim, n in sizes.items())
-            raise ValueError(
+            raise ContractError(
                 f"{label}: {name} must be {ARRAYS[name]} with {known}, got {dtype} of shape {shape}"
             )
 
@@ -209,17 +253,32 @@ def loss_and_metrics(label: str, result: Any, shape: Shape) -> tuple[Array, dict
         shape: [B, T].
 
     Raises:
-        ValueError: not a pair, or a part of it has another form.
+        ContractError: not a pair, or a part of it has another form.
     """
     loss, metrics = _pair(label, result, "(loss, metrics)", "loss, {}")
     loss = _array(label, "loss", loss, {"one number": (), "the loss of each token": shape})
     if not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise ValueError(f"{label} returned a loss of {loss.dtype}; it must be floating point")
+        raise ContractError(f"{label} returned a loss of {loss.dtype}; it must be floating point")
     metrics = metrics if isinstance(metrics, Mapping) else {"clip_ratio": metrics}
     forms = {"one number": (), "one for each token": shape}
     return loss, {
         name: _array(label, f"metric {name!r}", value, forms) for name, value in metrics.items()
     }
+
+
+def state_and_pair(label: str, result: Any) -> tuple[Any, Any]:
+    """Return the state and the pair (advantages, returns) of an estimator with memory.
+
+    Raises:
+        ValueError: not three values.
+    """
+    if not isinstance(result, tuple) or len(result) != 3:
+        size = f" of {len(result)}" if isinstance(result, tuple) else ""
+        raise ContractError(
+            f"{label} must return (state, advantages, returns), got {type(result).__name__}{size}"
+            + ": is a `return` missing?" * (result is None)
+        )
+    return result[0], result[1:]
 
 
 def advantages_and_returns(label: str, result: Any, shape: Shape) -> tuple[Array, Array]:
@@ -229,7 +288,7 @@ def advantages_and_returns(label: str, result: Any, shape: Shape) -> tuple[Array
         shape: [B, T].
 
     Raises:
-        ValueError: not a pair of arrays [B, T].
+        ContractError: not a pair of arrays [B, T].
     """
     advantages, returns = _pair(label, result, "(advantages, returns)", "advantages, advantages")
     form = {"a number for each token": shape}
@@ -258,7 +317,7 @@ def _check_supplied(
     for p in parameters:
         by_name = p.name in supplied and p.kind is not p.POSITIONAL_ONLY
         if p.kind in _POSITIONAL and p.default is p.empty and not by_name:
-            raise ValueError(
+            raise ContractError(
                 f"{label}: nobody supplies its parameter '{p.name}'. Supplied by keyword are "
                 f"{', '.join(supplied)}; make a hyperparameter of yours keyword-only (after `*`)"
             )
@@ -269,9 +328,10 @@ def _pair(label: str, result: Any, names: str, mended: str) -> tuple[Any, Any]:
     if isinstance(result, tuple) and len(result) == 2:
         return result
     if hasattr(result, "shape"):
-        raise ValueError(f"{label} must return {names}, got one array: return {mended}")
+        raise ContractError(f"{label} must return {names}, got one array: return {mended}")
     size = f" of {len(result)}" if isinstance(result, tuple) else ""
-    raise ValueError(f"{label} must return {names}, got {type(result).__name__}{size}")
+    hint = ": is a `return` missing?" if result is None else ""
+    raise ContractError(f"{label} must return {names}, got {type(result).__name__}{size}{hint}")
 
 
 def _array(label: str, what: str, value: Any, forms: Mapping[str, Shape]) -> Array:
@@ -280,7 +340,9 @@ def _array(label: str, what: str, value: Any, forms: Mapping[str, Shape]) -> Arr
         array = jnp.asarray(value)
     except (TypeError, ValueError) as error:
         got = type(value).__name__
-        raise ValueError(f"{label} returned {what} of type {got}; expected {expected}") from error
+        raise ContractError(
+            f"{label} returned {what} of type {got}; expected {expected}"
+        ) from error
     if array.shape not in forms.values():
-        raise ValueError(f"{label} returned {what} of shape {array.shape}; expected {expected}")
+        raise ContractError(f"{label} returned {what} of shape {array.shape}; expected {expected}")
     return array

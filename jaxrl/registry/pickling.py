@@ -122,9 +122,10 @@ def _parts(obj: Any, with_globals: bool) -> Any:
     match obj:
         case types.FunctionType():
             defaults = obj.__defaults__, obj.__kwdefaults__
-            captured = [cell.cell_contents for cell in obj.__closure__ or ()]
+            cells = [cell.cell_contents for cell in obj.__closure__ or ()]
             read = _globals_read(obj) if with_globals else None
-            parts = obj.__qualname__, obj.__code__, defaults, captured, read
+            declared = getattr(obj, "initial_state", None)  # see `registry.memory`
+            parts = obj.__qualname__, obj.__code__, defaults, cells, read, declared
         case types.CodeType():
             names = obj.co_names, obj.co_varnames, obj.co_freevars, obj.co_flags
             parts = obj.co_code, names, obj.co_consts
@@ -158,6 +159,20 @@ def _globals_read(func: types.FunctionType) -> dict[str, Any]:
     return {name: func.__globals__[name] for name in sorted(names) if name in func.__globals__}
 
 
+def captured(func: Function) -> dict[str, Any]:
+    """Return what a function reads beside its arguments, by name.
+
+    Globals, captured variables, defaults, its own attributes; of another callable its attributes.
+    """
+    inner = innermost(func)
+    if not inspect.isfunction(inner):
+        return dict(getattr(inner, "__dict__", {}))
+    cells = zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True)
+    found = _globals_read(inner) | vars(inner)
+    found |= {name: cell.cell_contents for name, cell in cells}
+    return found | {"its defaults": (inner.__defaults__, inner.__kwdefaults__)}
+
+
 def has_same_content(one: Function, other: Function, *, with_globals: bool = True) -> bool:
     """Return whether two functions have one name and compute the same, as far as can be told."""
     if one is other:
@@ -174,7 +189,7 @@ def is_defined_again(one: Function, other: Function) -> bool:
 
     The globals play no part: they may have changed since, or not all be there yet.
     """
-    one, other = (vars(f)["__wrapped__"] if _is_jitted(f) else f for f in (one, other))
+    one, other = (vars(f)["__wrapped__"] if is_jitted(f) else f for f in (one, other))
     if not (inspect.isfunction(one) and inspect.isfunction(other)):
         return False
     same_file = one.__code__.co_filename == other.__code__.co_filename
@@ -231,7 +246,7 @@ class _Pickler(cloudpickle.Pickler):
     """
 
     def reducer_override(self, obj: Any) -> Any:
-        if _is_jitted(obj):
+        if is_jitted(obj):
             make, arguments, state = obj.__reduce_ex__(self.proto)[:3]
             names = {name: getattr(obj, name) for name in functools.WRAPPER_ASSIGNMENTS[:3]}
             names["__wrapped__"] = obj.__wrapped__
@@ -291,8 +306,8 @@ def _unpicklable_parts(func: Function) -> list[str]:
     """Return the names of captured variables, globals or attributes that cannot be pickled."""
     inner = innermost(func)
     if inspect.isfunction(inner):
-        captured = inspect.getclosurevars(inner)
-        parts = {**captured.globals, **captured.nonlocals}
+        reached = inspect.getclosurevars(inner)
+        parts = {**reached.globals, **reached.nonlocals}
     else:
         parts = getattr(inner, "__dict__", {})
     return sorted(name for name, value in parts.items() if not _can_be_pickled(value))
@@ -307,5 +322,5 @@ def _can_be_pickled(value: Any) -> bool:
     return True
 
 
-def _is_jitted(func: Any) -> bool:
+def is_jitted(func: Any) -> bool:
     return type(func).__name__ == "PjitFunction"  # of jax.jit; the registry's actor has no jax

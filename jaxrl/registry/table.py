@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any, ClassVar
 
 from jaxrl.advantages import ESTIMATORS
-from jaxrl.functions import Function, import_function, origin
+from jaxrl.functions import Function, import_function, origin, with_colon
 from jaxrl.losses import BATCH_STATISTICS, LOSSES
 from jaxrl.registry.contracts import check_estimator_signature, check_loss_signature
 from jaxrl.registry.pickling import (
@@ -80,6 +80,8 @@ class BaseFunctionRegistry:
             near = difflib.get_close_matches(name, cls._entries, n=1)
             hint = f" Did you mean '{near[0]}'?" if near else ""
             kind, known = cls._function_type.lower(), list(cls._entries)
+            if colon := with_colon(name):
+                raise ValueError(f"Unknown {kind} '{name}'; {colon}")
             raise ValueError(f"Unknown {kind} '{name}'. Available: {known}.{hint}")
         return cls._entries[name].func
 

@@ -8,10 +8,12 @@ from typing import Any
 import jax
 
 from jaxrl import config as cfg
-from jaxrl.config.model import DTYPES
+from jaxrl.array_ops import DTYPES
 from jaxrl.files import writable_folder
 from jaxrl.models import hf
 from jaxrl.models.export import save_pretrained, untied
+from jaxrl.models.kernels.choice import Choice, facts_of
+from jaxrl.models.kernels.decode_attention import DECODE_ATTENTION
 from jaxrl.models.linear import merge
 from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.parallel import engine_meshes
@@ -55,6 +57,17 @@ def native_engine(
     return engines[0] if len(engines) == 1 else Balancer(engines)
 
 
+def engine_kernel(config: cfg.TrainConfig, model: TransformerConfig, device: Any) -> Choice:
+    """Choose the kernel of the native engine's attention.
+
+    Raises:
+        ValueError: `trainer.kernels` names one that cannot run the model.
+    """
+    facts = facts_of(device, DTYPES[cfg.engine_dtype(config.generator.inference_engine)], model)
+    named = config.trainer.kernels.get(DECODE_ATTENTION.name)
+    return DECODE_ATTENTION.choose(facts, named)
+
+
 def engine_of_run(
     config: cfg.TrainConfig,
     model: TransformerConfig,
@@ -85,6 +98,7 @@ def engine_of_run(
         shrink=False if by_clock and repeats else None,
         decode_text=decode_text,
         group_bytes=cfg.group_bytes(config),
+        kernel=engine_kernel(config, model, mesh.devices.flat[0]).name,
         **options,
     )
 

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrl import config as cfg
-from jaxrl.config.model import DTYPES
+from jaxrl.array_ops import DTYPES
 from jaxrl.functions import import_function
 from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.parallel import engine_meshes

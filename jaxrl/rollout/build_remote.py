@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxrl import config as cfg
-from jaxrl.config.model import DTYPES
+from jaxrl.array_ops import DTYPES
 from jaxrl.config.rollouts import server_urls
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.linear import base

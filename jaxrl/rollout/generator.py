@@ -4,7 +4,7 @@ import asyncio
 import inspect
 from collections.abc import Coroutine, Sequence
 from contextlib import closing
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -81,7 +81,10 @@ async def sample_prompts(
     return merge_steps(output) if config.generator.merge_stepwise_output else output
 
 
-def run_now(work: Coroutine[Any, Any, GeneratorOutput]) -> GeneratorOutput:
+Result = TypeVar("Result")
+
+
+def run_now(work: Coroutine[Any, Any, Result]) -> Result:
     """Run a coroutine to its end; in a thread of its own where a loop runs in this one (Jupyter).
 
     Whoever interrupts the wait ends the coroutine with it.

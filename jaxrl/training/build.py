@@ -9,10 +9,12 @@ import jax
 import optax
 
 from jaxrl import config as cfg
+from jaxrl.array_ops import DTYPES
 from jaxrl.config.microbatching import forward_microbatching, update_microbatching
-from jaxrl.config.model import DTYPES
 from jaxrl.models.adapter import AdaptedModel
-from jaxrl.models.attention import choose_kernel
+from jaxrl.models.kernels.choice import REFERENCE, Choice, facts_of
+from jaxrl.models.kernels.head_log_probs import HEAD_LOG_PROBS
+from jaxrl.models.kernels.packed_attention import PACKED_ATTENTION
 from jaxrl.models.lora import LoraConfig
 from jaxrl.models.placement import model_shardings, place_model
 from jaxrl.models.transformer import TransformerConfig
@@ -164,6 +166,29 @@ def assemble_reference(
     return Reference(policy, model, placement), forward_pass
 
 
+def attention_kernel(
+    trainer: cfg.TrainerConfig, model: TransformerConfig, device: Any, role: str = "policy"
+) -> Choice:
+    """Choose the kernel of a role's attention in training and scoring.
+
+    Raises:
+        ValueError: `trainer.kernels` names one that cannot run the model.
+    """
+    dtype, packed = cfg.compute_dtype(trainer, role), trainer.use_sample_packing is True
+    named = trainer.kernels.get(PACKED_ATTENTION.name)
+    if named is None and trainer.flash_attn is not True:
+        return Choice(PACKED_ATTENTION.name, REFERENCE, asked_by="trainer.flash_attn=False")
+    return PACKED_ATTENTION.choose(facts_of(device, DTYPES[dtype], model, packed), named)
+
+
+def head_kernel(
+    trainer: cfg.TrainerConfig, model: TransformerConfig, device: Any, role: str = "policy"
+) -> Choice:
+    """Choose the kernel of a role's vocabulary head, see `attention_kernel`."""
+    facts = facts_of(device, DTYPES[cfg.compute_dtype(trainer, role)], model)
+    return HEAD_LOG_PROBS.choose(facts, trainer.kernels.get(HEAD_LOG_PROBS.name))
+
+
 def make_forward_pass(
     config: cfg.TrainConfig,
     model: TransformerConfig | AdaptedModel,
@@ -177,13 +202,15 @@ def make_forward_pass(
     """
     trainer, mesh, rules = config.trainer, placement.mesh, placement.rules
     dtype = DTYPES[cfg.compute_dtype(trainer, role)]
-    kernel = "xla"  # a flax module brings its own attention
+    kernel = for_head = REFERENCE  # a flax module brings its own attention and head
+    values = isinstance(model, TransformerConfig) and model.value_head is not None
     if isinstance(model, TransformerConfig):
-        platform = mesh.devices.flat[0].platform
-        kernel = choose_kernel(model, trainer.flash_attn is True, platform, dtype)
+        device = mesh.devices.flat[0]
+        kernel = attention_kernel(trainer, model, device, role).name
+        if not values:
+            for_head = head_kernel(trainer, model, device, role).name
     place = functools.partial(put, shardings=batch_sharding(mesh, rules))
     microbatching = forward_microbatching(config, batch_devices(mesh, rules))
-    values = isinstance(model, TransformerConfig) and model.value_head is not None
     forward = functools.partial(
         state_values if values else log_probs_and_entropy,
         model,
@@ -195,7 +222,8 @@ def make_forward_pass(
     if values:
         return ForwardPass(forward, place, microbatching, options={})
     assert trainer.algorithm.temperature is not None  # resolved
-    forward = functools.partial(forward, temperature=trainer.algorithm.temperature)
+    temperature = trainer.algorithm.temperature
+    forward = functools.partial(forward, temperature=temperature, head_kernel=for_head)
     return ForwardPass(forward, place, microbatching)
 
 
@@ -206,6 +234,7 @@ def assemble_update(
     total_steps: int,
     trained: TransformerConfig | AdaptedModel | LoraConfig,
     role: str = "policy",
+    algorithm_state: Any = None,
 ) -> tuple[optax.GradientTransformation, Any, Updater]:
     """Make the optimizer, the abstract state with its shardings, and the jitted update.
 
@@ -213,9 +242,12 @@ def assemble_update(
         forward_pass: of the role.
         trained: whose parameters the state holds: the model, or its adapters.
         role: "policy", whose state is a `TrainState`, or "critic", whose is a `CriticState`.
+        algorithm_state: of the policy's state, with its first values.
     """
     trainer, mesh = config.trainer, placement.mesh
-    new: Callable[..., Any] = new_state if role == "policy" else new_critic_state
+    new: Callable[..., Any] = new_critic_state
+    if role == "policy":
+        new = functools.partial(new_state, algorithm_state=algorithm_state)
     if role == "policy":
         rows = trainer.micro_train_batch_size_per_gpu
         objective = policy_objective(trainer.algorithm, block_rows=rows)

@@ -14,8 +14,9 @@ from scipy.special import stdtrit
 Interval = tuple[float, float]
 LEVEL = 0.95
 METHOD = (
-    "95 %, clustered by prompt: Student's t over the prompts' means; of shares (scores of 0 and 1, "
-    "pass@k) Wilson's interval with the effective sample size p (1 - p) / se^2"
+    "95 %, clustered by prompt: Student's t over the prompts' means, cut to [0, 1] where all "
+    "scores are in it; of shares (scores of 0 and 1, pass@k) Wilson's interval with the effective "
+    "sample size p (1 - p) / se^2"
 )
 
 
@@ -92,5 +93,7 @@ def eval_metrics(scores: np.ndarray, ks: Sequence[int]) -> dict[str, float]:
     for name, (values, share) in estimates.items():
         metrics[name] = float(values.mean())
         if ends := interval(values, share=share, samples=samples):
+            if ((scores >= 0) & (scores <= 1)).all():
+                ends = max(ends[0], 0.0), min(ends[1], 1.0)
             metrics |= {f"{name}_ci_low": ends[0], f"{name}_ci_high": ends[1]}
     return metrics

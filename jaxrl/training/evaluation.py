@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl import activity
 from jaxrl.config import TrainConfig
 from jaxrl.data.columns import last_steps
 from jaxrl.files import replace_text
@@ -42,9 +43,11 @@ def evaluate(
     check_sources(prompts)
     samples, size = config.generator.eval_n_samples_per_prompt, config.trainer.eval_batch_size
     rows: Rows = []
-    for start in range(0, len(prompts), size):
-        batch = prompts[start : start + size]
-        rows += _rows(batch, last_steps(generate(batch, step, samples)), samples, tokenizer)
+    with activity.doing("evaluating", len(prompts)) as done:
+        for start in range(0, len(prompts), size):
+            batch = prompts[start : start + size]
+            rows += _rows(batch, last_steps(generate(batch, step, samples)), samples, tokenizer)
+            done.done += len(batch)
     ks = config.generator.eval_pass_at_k or default_ks(samples)
     metrics = {}
     for source in [*dict.fromkeys(row["data_source"] for row in rows), "all"]:

@@ -1,8 +1,10 @@
 """Model -> what the losses need: log-probs, entropy, values, aligned to the predicted token.
 
 The vocabulary head is the widest matrix of the model, and its logits the largest array of a step.
-So it runs on the tokens that the loss asks for and on no others, a few columns at a time, and the
-backward pass computes the logits again instead of keeping them: [B, T, V] never exists.
+So it runs on the tokens that the loss asks for and on no others, some of them at a time, and the
+backward pass computes the logits again instead of keeping them: [B, T, V] never exists. On
+accelerators the vocabulary is cut as well (`models/kernels/head_log_probs.py`); what that cannot do
+is done by `score_columns`, all of the vocabulary for a few columns.
 """
 
 import dataclasses
@@ -17,6 +19,8 @@ from jax.sharding import PartitionSpec
 
 from jaxrl.array_ops import Array, BoolBT, FloatBT, IntBT, entropy, keep_only, token_log_probs
 from jaxrl.models.adapter import AdaptedModel
+from jaxrl.models.kernels import head_log_probs
+from jaxrl.models.kernels.choice import REFERENCE
 from jaxrl.models.linear import merge
 from jaxrl.models.lora import with_dropout
 from jaxrl.models.transformer import (
@@ -46,6 +50,7 @@ def log_probs_and_entropy(
     dtype: jnp.dtype,
     remat: str = "none",
     kernel: str = "xla",
+    head_kernel: str = REFERENCE,
     with_entropy: bool = True,
     placement: Placement | None = None,
 ) -> tuple[FloatBT, FloatBT]:
@@ -56,9 +61,11 @@ def log_probs_and_entropy(
         temperature: divides the logits, as the sampler's does.
         dtype: compute dtype of the model.
         remat: what layers keep for the backward pass, see `models/remat.py`.
-        kernel: of the attention, see `models/attention.py`.
+        kernel: of the attention, see `models/kernels/packed_attention.py`.
+        head_kernel: of the vocabulary head, see `HEAD_LOG_PROBS`.
         with_entropy: False returns zeros for it; it costs a pass over the vocabulary.
-        placement: of the parameters and rows; None = one device, or as the partitioner decides.
+        placement: of the parameters and rows; None = one device, or, of CPUs, as the partitioner
+            decides.
 
     Returns:
         log_probs [B, T], entropy [B, T], float32: `log_probs[b, t] = log p(tokens[b, t] |
@@ -78,7 +85,7 @@ def log_probs_and_entropy(
         placement=placement,
     )
     with jax.named_scope("log_probs"):
-        head = Head(config, temperature, dtype, with_entropy)
+        head = Head(config, temperature, dtype, with_entropy, kernel=head_kernel)
         targets = Targets(rows.tokens, rows.kept)
         targets, wanted = jax.tree.map(lambda x: x[:, 1:], (targets, rows.wanted))
         scores = score(head, params, hidden[:, :-1], targets, wanted, placement)
@@ -151,7 +158,8 @@ class Head:
         specs: how each weight is sharded; empty on one device.
         batch: mesh axes over which weights are stored in parts, and whole when used.
         vocab: mesh axis over which the vocabulary is split, in storage and in use.
-        chunk_tokens: scored together, if their logits are not too many.
+        kernel: of `HEAD_LOG_PROBS`; "xla" is `score_columns`.
+        chunk_tokens: scored together by `score_columns`, if their logits are not too many.
     """
 
     config: TransformerConfig | AdaptedModel
@@ -161,7 +169,14 @@ class Head:
     specs: tuple[tuple[str, PartitionSpec], ...] = ()
     batch: tuple[str, ...] = ()
     vocab: Any = None
+    kernel: str = REFERENCE
     chunk_tokens: int = CHUNK_TOKENS
+
+    @property
+    def model(self) -> TransformerConfig:
+        """Return the model; only its own head is scored by kernels."""
+        assert isinstance(self.config, TransformerConfig)
+        return self.config
 
     def gather(self, weights: Params) -> Params:
         """Gather the weights whole over the batch axes."""
@@ -216,19 +231,22 @@ def score(
     wanted: BoolBT,
     placement: Placement | None,
 ) -> tuple[FloatBT, FloatBT]:
-    """Run `score_columns`, each device on its own rows and its own slice of the vocabulary.
+    """Score the wanted tokens, each device its own rows by its own slice of the vocabulary.
 
     The weights are gathered once in each direction and their gradient is scattered once, in their
-    own dtype; inside the loop over chunks the devices exchange only sums over the vocabulary.
+    own dtype; beside them the devices exchange only sums over the vocabulary.
     """
     axes = head_axes(head.config)
     # merged: an adapter of the head would be applied to every chunk anew
     weights = merge({name: params[name] for name in axes})
-    platform = jax.default_backend() if placement is None else placement.platform
-    chunk_tokens = CPU_CHUNK_TOKENS if platform == "cpu" else CHUNK_TOKENS
+    device = jax.devices()[0] if placement is None else placement.mesh.devices.flat[0]
+    chunk_tokens = CPU_CHUNK_TOKENS if device.platform == "cpu" else CHUNK_TOKENS
     head = dataclasses.replace(head, chunk_tokens=chunk_tokens)
+    # kernels take neither the ids that each token was drawn from nor the head of another library
+    by_columns = head.kernel == REFERENCE or targets.kept is not None or not axes
+    run = score_columns if by_columns else score_tokens
     if placement is None:
-        return score_columns(head, weights, hidden, targets, wanted)
+        return run(head, weights, hidden, targets, wanted)
     specs = {name: placement.spec(w.shape, axes[name]) for name, w in weights.items()}
     rows = PartitionSpec(placement.rules.batch)
     placed = dataclasses.replace(
@@ -238,7 +256,7 @@ def score(
         vocab=_vocab_axis(axes, specs),
     )
     return jax.shard_map(
-        functools.partial(score_columns, placed),
+        functools.partial(run, placed),
         mesh=placement.mesh,
         in_specs=(specs, rows, rows, rows),
         out_specs=rows,
@@ -318,6 +336,146 @@ def _score_columns_backward(head: Head, residuals: tuple, cotangents: tuple) -> 
 
 
 score_columns.defvjp(_score_columns, _score_columns_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def score_tokens(
+    head: Head, weights: Params, hidden: Array, targets: Targets, wanted: BoolBT
+) -> tuple[FloatBT, FloatBT]:
+    """Do as `score_columns` does, by a kernel that goes through the vocabulary in tiles.
+
+    The wanted tokens of all rows are moved to the front, and a loop runs over blocks of them for as
+    long as there are any: work follows their number, though the shapes are fixed.
+    """
+    return _score_tokens(head, weights, hidden, targets, wanted)[0]
+
+
+def _score_tokens(
+    head: Head, weights: Params, hidden: Array, targets: Targets, wanted: Array
+) -> tuple[tuple[Array, Array], tuple]:
+    whole = head.gather(head.cast(weights))
+    matrix, scoring = _matrix(whole), _scoring(head)
+    front = _Front.of(head, wanted)
+    states = rms_norm(front.take(hidden), whole["final_norm"], head.model)
+    tokens = front.take(_local(head, targets.tokens, matrix))
+
+    def body(i: Array, sums: head_log_probs.Sums) -> head_log_probs.Sums:
+        given = front.block(states, i), matrix, front.block(tokens, i), front.left(i)
+        found = head_log_probs.sums(head.kernel, *given, scoring)
+        return jax.tree.map(lambda x, y: front.write(x, y, i), sums, found)
+
+    zeros = head_log_probs.Sums(*[jnp.zeros(tokens.shape, jnp.float32)] * 4)
+    sums = jax.lax.fori_loop(0, front.blocks, body, zeros).over(head.vocab)
+    log_probs, entropies = sums.log_probs(), sums.entropy()
+    scores = front.put_back(log_probs), front.put_back(entropies)
+    if not head.with_entropy:
+        scores = scores[0], jnp.zeros_like(scores[0])
+    return scores, (weights, hidden, targets, wanted, sums.log_total(), entropies)
+
+
+def _score_tokens_backward(head: Head, residuals: tuple, cotangents: tuple) -> tuple:
+    weights, hidden, targets, wanted, log_total, entropies = residuals
+    whole = head.gather(head.cast(weights))
+    matrix, scoring = _matrix(whole), _scoring(head)
+    front = _Front.of(head, wanted)
+    states, pull_norm = jax.vjp(
+        lambda x, scale: rms_norm(x, scale, head.model), front.take(hidden), whole["final_norm"]
+    )
+    tokens = front.take(_local(head, targets.tokens, matrix))
+    if head.vocab is not None:
+        cotangents = jax.lax.psum(cotangents, head.vocab)  # each device was given its share
+    known = (jnp.where(front.used, x, 0) for x in (log_total, entropies))
+    slopes = head_log_probs.Slopes(*known, *(front.take(g) for g in cotangents))
+
+    def body(i: Array, totals: tuple[Array, Array]) -> tuple[Array, Array]:
+        for_states, for_matrix = totals
+        part = jax.tree.map(lambda x: front.block(x, i), (tokens, slopes))
+        given = front.block(states, i), matrix, part[0], front.left(i), part[1], for_matrix
+        found, for_matrix = head_log_probs.gradients(head.kernel, *given, scoring)
+        return front.write(for_states, found.astype(states.dtype), i), for_matrix
+
+    zeros = jnp.zeros_like(states), jnp.zeros(matrix.shape, jnp.float32)
+    for_states, for_matrix = jax.lax.fori_loop(0, front.blocks, body, zeros)
+    for_front, for_scale = pull_norm(for_states)
+    for_head = {"final_norm": for_scale}
+    for_head |= {"unembed": for_matrix.T} if "unembed" in whole else {"embed": for_matrix}
+    for_head = {name: g.astype(weights[name].dtype) for name, g in for_head.items()}
+    none = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), (targets, wanted))
+    return head.scatter(for_head), front.put_back(for_front), *none
+
+
+score_tokens.defvjp(_score_tokens, _score_tokens_backward)
+
+
+def _matrix(weights: Params) -> Array:
+    """Return the matrix of the head as [V, D]."""
+    return weights["unembed"].T if "unembed" in weights else weights["embed"]
+
+
+def _scoring(head: Head) -> head_log_probs.Scoring:
+    return head_log_probs.Scoring(head.temperature, head.model.final_softcap)
+
+
+def _local(head: Head, tokens: Array, matrix: Array) -> Array:
+    """Return the tokens numbered by the rows of this device's matrix, -1 where they are others'."""
+    size = matrix.shape[0]
+    first = 0 if head.vocab is None else jax.lax.axis_index(head.vocab) * size
+    return jnp.where((tokens >= first) & (tokens < first + size), tokens - first, -1)
+
+
+class _Front(NamedTuple):
+    """Move the wanted tokens of [B, T] to the front of one row [N], of whole blocks.
+
+    Attributes:
+        wanted: [B, T] bool; number: [] of them.
+        order: [N] the token at each place, anyone's behind the wanted ones.
+        size: tokens of a block.
+    """
+
+    wanted: Array
+    number: Array
+    order: Array
+    size: int
+
+    @classmethod
+    def of(cls, head: Head, wanted: Array) -> "_Front":
+        size = head_log_probs.block_tokens(head.kernel, wanted.size, head.model.hidden_size)
+        order = jnp.argsort(~wanted.reshape(-1), stable=True)
+        order = jnp.pad(order, (0, -wanted.size % size))
+        return cls(wanted, wanted.sum(), order, size)
+
+    @property
+    def blocks(self) -> Array:
+        """Return how many blocks have a wanted token."""
+        return -(-self.number // self.size)
+
+    @property
+    def used(self) -> Array:
+        """Return which places hold a wanted token, [N] bool."""
+        return jnp.arange(len(self.order)) < self.number
+
+    def left(self, i: Array) -> Array:
+        """Return how many tokens of block i are wanted; the first ones."""
+        return jnp.minimum(self.number - i * self.size, self.size)
+
+    def take(self, x: Array) -> Array:
+        """Return x [B, T, ...] as [N, ...], 0 behind the wanted tokens."""
+        taken = x.reshape(-1, *x.shape[2:])[self.order]
+        return jnp.where(self.used.reshape(-1, *(1,) * (x.ndim - 2)), taken, 0)
+
+    def put_back(self, x: Array) -> Array:
+        """Return x [N, ...] as [B, T, ...], 0 where a token is not wanted."""
+        place = jnp.cumsum(self.wanted.reshape(-1)) - 1
+        wanted = self.wanted.reshape(-1, *(1,) * (x.ndim - 1))
+        return jnp.where(wanted, x[place], 0).reshape(*self.wanted.shape, *x.shape[1:])
+
+    def block(self, x: Array, i: Array) -> Array:
+        """Return block i of x [N, ...]."""
+        return jax.lax.dynamic_slice_in_dim(x, i * self.size, self.size)
+
+    def write(self, x: Array, part: Array, i: Array) -> Array:
+        """Return x [N, ...] with another block i."""
+        return jax.lax.dynamic_update_slice_in_dim(x, part, i * self.size, axis=0)
 
 
 def _columns(head: Head, shape: tuple[int, ...], weights: Params) -> int:

@@ -62,12 +62,16 @@ def make_optimizer(
 
 
 def new_state(
-    optimizer: optax.GradientTransformation, params: Any, kl_coef: float = 0.0
+    optimizer: optax.GradientTransformation,
+    params: Any,
+    kl_coef: float = 0.0,
+    algorithm_state: Any = None,
 ) -> TrainState:
     """Return the policy's state before the first step.
 
     Args:
         kl_coef: first coefficient of the KL in the reward.
+        algorithm_state: first values of what authors keep, by name.
     """
     zero = jnp.zeros((), jnp.int32)
     return TrainState(
@@ -77,6 +81,7 @@ def new_state(
         skipped_updates=zero,
         kl_coef=jnp.float32(kl_coef),
         batches_drawn=zero,
+        algorithm_state=jax.tree.map(jnp.asarray, algorithm_state),
     )
 
 
@@ -92,7 +97,7 @@ def init_state(
     whole: Any,
     *,
     new: Callable[..., State] = new_state,
-    **numbers: float,
+    **numbers: Any,
 ) -> State:
     """Make a fresh state around `params`, which are donated.
 
@@ -131,13 +136,18 @@ def make_apply(
     """Make the update `(state, gradients) -> (state, metrics)` of the policy, or of a "critic".
 
     A gradient with a NaN or inf changes nothing but `skipped_updates`: parameters, moments and the
-    schedule stay where they were.
+    schedule stay where they were. `algorithm_state["lr_scale"]`, where there is one, multiplies the
+    policy's learning rate.
     """
 
     def apply(state: State, grads: optax.Updates) -> tuple[State, dict[str, jax.Array]]:
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(grad_norm)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        kept = state.algorithm_state if isinstance(state, TrainState) else None
+        scale = (kept or {}).get("lr_scale")
+        if scale is not None:  # AdamW's updates, decay included, are proportional to the rate
+            updates = jax.tree.map(lambda x: x * scale.astype(x.dtype), updates)
         changed = (optax.apply_updates(state.params, updates), opt_state)
         params, opt_state = jax.tree.map(
             lambda new, old: jnp.where(finite, new, old), changed, (state.params, state.opt_state)
@@ -148,9 +158,10 @@ def make_apply(
             opt_state=opt_state,
             skipped_updates=state.skipped_updates + jnp.where(finite, 0, 1),
         )
+        lr = jnp.asarray(schedule(count))
         return new_state, {
             "grad_norm": grad_norm,
-            f"{role}_lr": jnp.asarray(schedule(count)),
+            f"{role}_lr": lr if scale is None else lr * scale,
             "skipped_updates": jnp.where(finite, 0, 1),
         }
 

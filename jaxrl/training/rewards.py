@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -141,27 +142,32 @@ def next_kl_coef(coef: float, metrics: Metrics, control: KLCtrlConfig, rows: int
     return float(adaptive_kl_coef(coef, kl, kl_target=target, horizon=horizon, rows=rows))
 
 
-def make_estimate(algorithm: AlgorithmConfig) -> Callable[..., tuple[FloatBT, FloatBT]]:
+Estimate = Callable[..., tuple[Any, FloatBT, FloatBT]]  # (state, **arrays)
+
+
+def make_estimate(algorithm: AlgorithmConfig) -> Estimate:
     """Return the configured estimator with the normalisation of its advantages.
 
     See `bind_estimator`.
     """
     estimate = bind_estimator(algorithm)
 
-    def advantages_and_returns(**arrays: Array) -> tuple[FloatBT, FloatBT]:
-        advantages, returns = estimate(**arrays)
+    def state_advantages_and_returns(
+        state: Any = None, **arrays: Array
+    ) -> tuple[Any, FloatBT, FloatBT]:
+        state, advantages, returns = estimate(state, **arrays)
         if algorithm.advantage_batch_normalize:
             sampled = arrays["loss_mask"] * arrays["response_mask"]
             advantages = normalize_advantages(advantages, sampled)
-        return advantages, returns
+        return state, advantages, returns
 
-    return advantages_and_returns
+    return state_advantages_and_returns
 
 
 def advantages_of(
-    estimate: Callable[..., tuple[FloatBT, FloatBT]], batch: TrainBatch
-) -> tuple[FloatBT, FloatBT]:
-    """Return advantages and returns [B, T], on the host.
+    estimate: Estimate, batch: TrainBatch, state: Any = None
+) -> tuple[Any, FloatBT, FloatBT]:
+    """Return the estimator's state after the batch, advantages and returns [B, T], on the host.
 
     Of a trajectory with a row per step, the last step's advantage is that of all its rows: the
     estimator sees the last rows alone, every token of them a response.
@@ -169,6 +175,7 @@ def advantages_of(
     Args:
         estimate: `make_estimate`.
         batch: the whole batch of a step.
+        state: of an estimator with memory, before the batch.
     """
     arrays = {  # by keyword: an estimator may take them all as **kwargs
         "token_level_rewards": batch.rewards,
@@ -180,10 +187,37 @@ def advantages_of(
     more = {name: getattr(batch, name) for name in optional}
     arrays |= {name: x for name, x in more.items() if x is not None}
     if batch.is_last_step is None:
-        return jax.device_get(estimate(**arrays))
+        return jax.device_get(estimate(state, **arrays))
     arrays = {name: np.asarray(x)[batch.is_last_step] for name, x in arrays.items()}
     arrays["response_mask"] = np.ones_like(arrays["response_mask"])
-    advantages, returns = jax.device_get(estimate(**arrays))
+    state, advantages, returns = jax.device_get(estimate(state, **arrays))
     trajectory_of_row = trajectory_numbers(batch.is_last_step)
     mask = np.asarray(batch.response_mask)
-    return advantages[trajectory_of_row] * mask, returns[trajectory_of_row] * mask
+    return state, advantages[trajectory_of_row] * mask, returns[trajectory_of_row] * mask
+
+
+def nan_advantages(batch: TrainBatch, estimator: str) -> str:
+    """Say which advantages are not finite where all that the estimator was given is; "" = none.
+
+    Where that is not, as log-probs of weights that are not finite, the estimator is not to blame;
+    the updates are then skipped, and an alarm goes off.
+
+    Args:
+        batch: with advantages, before any update uses them.
+        estimator: its name, for the error.
+    """
+    wrong = ~np.isfinite(np.asarray(batch.advantages)) & (np.asarray(batch.loss_mask) != 0)
+    if not wrong.any():
+        return ""
+    given = (batch.rewards, batch.values, batch.old_log_probs, batch.ref_log_probs)
+    if not all(np.isfinite(x).all() for x in given if x is not None):
+        return ""
+    row, token = np.argwhere(wrong)[0]
+    group = np.asarray(batch.index) == np.asarray(batch.index)[row]
+    earned = np.round(np.asarray(batch.rewards).sum(-1)[group], 4).tolist()
+    return (
+        f"advantage estimator '{estimator}' gives the advantage "
+        f"{np.asarray(batch.advantages)[row, token]:g} to {int(wrong.any(-1).sum())} of "
+        f"{len(wrong)} samples; the samples of the first one's prompt earned {earned}. Look "
+        "for a quotient or a log of 0"
+    )

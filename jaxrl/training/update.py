@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxrl.array_ops import Array
 from jaxrl.data.microbatches import Microbatching, computed_tokens, microbatches
-from jaxrl.data.packing import minibatches, row_slices
+from jaxrl.data.packing import group_numbers, minibatches, row_slices
 from jaxrl.models.lora import trained, with_token_keys, with_trained
 from jaxrl.parallel.offload import on_device
 from jaxrl.training.forward_pass import ForwardPass
@@ -235,12 +235,14 @@ def rows_without_update(
 ) -> np.ndarray:
     """Return the rows [B] bool from which nothing was learnt: all their updates were skipped.
 
+    They are in the order of `row_ids`, in which the batch was made.
+
     Args:
         batch, prompts, rng_path: as given to `minibatches_of_step`.
         pending: of each update, (metrics of its microbatches, of the whole).
     """
     skipped = jax.device_get([applied["skipped_updates"] for _, applied in pending])
-    index, (seed, step) = np.asarray(batch.index), rng_path
+    index, (seed, step) = group_numbers(batch.index), rng_path
     groups = int(index[-1]) + 1
     cuts = range(0, groups, prompts)
     learnt = np.zeros(groups, bool)
@@ -249,10 +251,10 @@ def rows_without_update(
         order = np.arange(groups) if order is None else order
         for cut, missed in zip(cuts, skipped[number * len(cuts) :], strict=False):
             learnt[order[cut : cut + prompts]] |= not missed
-    return ~learnt[index]
+    return ~learnt[index[np.argsort(batch.row_ids)]]
 
 
 def pass_order(batch: TrainBatch, seed: int, step: int, number: int) -> np.ndarray | None:
     """Return the order of prompt groups in a pass, [groups]; None: as they are, in the first."""
-    groups = int(np.asarray(batch.index)[-1]) + 1
+    groups = len(np.unique(batch.index))
     return np.random.default_rng((seed, step, number)).permutation(groups) if number else None

@@ -23,5 +23,5 @@ def test_literal():
 def test_the_config_cannot_turn_the_division_on():
     algorithm = AlgorithmConfig(advantage_estimator="dr_grpo", grpo_norm_by_std=True)
     arguments = {"token_level_rewards": REWARDS, "response_mask": MASK, "index": INDEX}
-    advantages, _ = jax.jit(bind_estimator(algorithm))(**arguments)
+    _, advantages, _ = jax.jit(bind_estimator(algorithm))(**arguments)
     np.testing.assert_allclose(advantages[:, 0], [-0.5, 1.5, 0.5, -1.5], rtol=1e-6)

@@ -106,5 +106,5 @@ def test_the_losses_of_the_page(page):
 def test_the_other_estimator_of_the_page(page):
     estimate = bind_estimator(AlgorithmConfig(advantage_estimator="direct_registration"))
     ones = np.ones((1, 2), np.float32)
-    advantages, _ = estimate(token_level_rewards=ones, response_mask=ones, index=np.zeros(1))
+    _, advantages, _ = estimate(token_level_rewards=ones, response_mask=ones, index=np.zeros(1))
     np.testing.assert_array_equal(advantages, [[1.5, 1.5]])  # 1 + 1 - 0.5

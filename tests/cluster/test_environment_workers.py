@@ -127,8 +127,12 @@ def pool_fixture(cluster):
     return EnvironmentWorkers(2, calls=4, timeout_seconds=LIMIT)
 
 
-def test_a_batch_is_the_same_as_in_threads(pool, caplog):
-    """Several turns, rewards by name and by token, functions, cut answers, errors: bit for bit."""
+def test_a_batch_is_the_same_as_in_threads(cluster, caplog):
+    """Several turns, rewards by name and by token, functions, cut answers, errors: bit for bit.
+
+    Nothing hangs here, so no call may run into a limit because the machine is busy.
+    """
+    pool = EnvironmentWorkers(2, calls=4, timeout_seconds=600.0)
     names = ["TermsEnv", "CutEnv", "FaultyEnv", "FaultyEnv", "FaultyEnv", "TermsEnv"]
     faults = ["", "", "raises", "exits", "says nothing", ""]
     prompts = [
@@ -136,7 +140,7 @@ def test_a_batch_is_the_same_as_in_threads(pool, caplog):
         for i, (name, fault) in enumerate(zip(names, faults, strict=True))
     ]
     terms = RewardTerms({}, [f"{HERE}:brevity", f"{HERE}:places"])
-    here = untimed(converse(prompts, None, reward_terms=terms))
+    here = untimed(converse(prompts, None, reward_terms=terms, env_timeout_seconds=600.0))
     said_here = sorted(record.getMessage() for record in caplog.records)
     caplog.clear()
     there = untimed(converse(prompts, pool, reward_terms=terms))

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jaxrl.cluster.guard import descendants
+from tests import quick_compile
 from tests.cluster.test_child import wait_until_dead
 from tests.jobs import ROOT
 from tests.test_processes import arguments, assert_close, exported, trained
@@ -32,7 +33,6 @@ class Launched:
         settings = {**EVERY_STEP, **overrides}
         given = arguments(folder, module="jaxrl.cluster.launch", **settings)
         flags = f"--xla_force_host_platform_device_count={DEVICES}"
-        emitters = "--xla_cpu_use_fusion_emitters=false"
         folder.mkdir(exist_ok=True)
         self.log = (folder / "launcher.log").open("a+")
         self.process = subprocess.Popen(
@@ -40,7 +40,7 @@ class Launched:
             cwd=ROOT,
             env={
                 **os.environ,
-                "XLA_FLAGS": f"{flags} {emitters}",
+                "XLA_FLAGS": f"{flags} {quick_compile.FLAGS}",
                 "RAY_ADDRESS": "local",  # not that of another test
                 **(environment or {}),
             },
@@ -160,7 +160,7 @@ def test_a_launcher_on_each_host(whole, tmp_path):
 
     shared = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAXRL_NUM_PROCESSES": "2"}
     flags = f"--xla_force_host_platform_device_count={DEVICES // 2}"
-    shared["XLA_FLAGS"] = f"{flags} --xla_cpu_use_fusion_emitters=false"
+    shared["XLA_FLAGS"] = f"{flags} {quick_compile.FLAGS}"
     jobs = [
         Launched(tmp_path, "--no-ray", environment={**shared, "JAXRL_PROCESS_ID": str(index)})
         for index in range(2)
@@ -183,7 +183,7 @@ def test_hosts_are_nodes_of_a_ray_cluster(whole, tmp_path):
         environment = {
             "RAY_ADDRESS": cluster.address,
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES // 2} "
-            "--xla_cpu_use_fusion_emitters=false",
+            + quick_compile.FLAGS,
         }
         nodes = {"trainer.placement.policy_num_nodes": 2}
         job = Launched(tmp_path, environment=environment, **nodes)

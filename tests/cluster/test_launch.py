@@ -1,6 +1,7 @@
 """What the launcher refuses before it starts anything."""
 
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -12,7 +13,14 @@ import ray
 
 from jaxrl.cluster import initialize, launch, settings
 from jaxrl.cluster.experiment import pack_job
-from jaxrl.config import load_config_file, resolve
+from jaxrl.config import (
+    TrainConfig,
+    apply_overrides,
+    load_config_file,
+    resolve,
+    to_train_config,
+)
+from jaxrl.config.recipe import converted
 from jaxrl.registry.pickling import unpack
 from jaxrl.train import BasePPOExp
 from tests.test_train import QUICKSTART
@@ -73,6 +81,24 @@ sys.exit(main(sys.argv[1:]))
     )
     assert done.returncode == 2
     assert done.stderr == "error: 3 processes with 8 devices in all: give each as many\n"
+
+
+def test_one_process_without_a_cluster_is_refused_and_not_started_again(tmp_path):
+    words = "--no-ray", f"--config={QUICKSTART}", f"--config.trainer.log_path={tmp_path}"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_COORDINATOR")}
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxrl.cluster.launch", *words],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+    )
+    assert done.returncode == 2
+    assert done.stdout.startswith("error: JAX found no cluster here (coordinator_address should")
+    assert "JAXRL_NUM_PROCESSES and JAXRL_PROCESS_ID on every host" in done.stdout
+    assert "jaxrl launch --local-processes=2" in done.stdout
+    assert done.stderr == "launch: process 0 ended with status 2\n"
 
 
 def test_help_names_every_way_of_starting(capsys):
@@ -165,3 +191,30 @@ def test_the_launcher_reads_what_it_needs_of_a_recipe(tmp_path, capsys):
     assert (found.max_restarts, found.resume_mode) == (7, "latest")
     assert found.log(1) == tmp_path / "quickstart" / "logs" / "process_1.log"
     assert found.limits() == {"JAXRL_START_SECONDS": "300", "JAXRL_HEARTBEAT_SECONDS": "100"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("environment.env_class", "__main__:Mine"),
+        ("environment.reward_functions", ["jaxrl_recipe_mine:reward(weight=2)"]),
+        ("trainer.watching.callbacks", ["__main__:Told"]),
+        ("data.train_data", ["__main__:rows(size=3)"]),
+    ],
+)
+def test_what_only_this_process_finds_is_refused_with_the_remedy(field, value):
+    config = apply_overrides(TrainConfig(), {field: value})
+    path = value if isinstance(value, str) else value[0]
+    with pytest.raises(ValueError) as raised:
+        pack_job(config, BasePPOExp)
+    assert str(raised.value).startswith(f"{field}: {path} is defined in a script, a notebook or")
+    assert str(raised.value).endswith("put it into a module of its own, and import it from there")
+
+
+def test_given_rows_reach_the_other_processes(tmp_path):
+    """Each writes the file: they may have no disk in common."""
+    rows = {"data": {"train_data": [{"prompt": "21"}]}, "trainer": {"log_path": str(tmp_path)}}
+    sent = pickle.loads(pack_job(resolve(converted(rows)), BasePPOExp).config)
+    assert not list(tmp_path.iterdir())
+    (file,) = to_train_config(sent).data.train_data
+    assert Path(file).read_text() == '{"prompt": "21"}\n'

@@ -13,7 +13,7 @@ from jaxrl.cluster import supervise as supervising
 from jaxrl.cluster.child import Start
 from jaxrl.cluster.host import Host, Report
 from jaxrl.cluster.supervise import Console, HostLost, Restarts, newest_step, supervise
-from jaxrl.records.checkpoint import PREFIX
+from jaxrl.records.checkpoint_folders import PREFIX
 from tests.cluster.test_child import wait_until_dead
 
 ROOT = Path(__file__).parents[2]

@@ -41,7 +41,7 @@ def advantages(algorithm, scores, values=None):
     given = {"token_level_rewards": rewards, "index": np.zeros(len(scores), np.int32)}
     given |= dict.fromkeys(("response_mask", "loss_mask"), np.ones_like(rewards))
     values = None if values is None else np.array(values, np.float32)
-    return make_estimate(algorithm)(**given, values=values)[0]
+    return make_estimate(algorithm)(**given, values=values)[1]
 
 
 def losses(algorithm, ratios, advantage, probability=0.5):
@@ -216,7 +216,7 @@ def test_what_the_page_says_of_unequal_values():
     scores = np.array([1, 1, 0, 0, 1, 0], np.float32)[:, None]
     given = {"token_level_rewards": scores, "index": np.repeat([0, 1, 2], 2).astype(np.int32)}
     given |= dict.fromkeys(("response_mask", "loss_mask"), np.ones_like(scores))
-    normalized = make_estimate(AlgorithmConfig(advantage_batch_normalize=True))(**given)[0]
+    normalized = make_estimate(AlgorithmConfig(advantage_batch_normalize=True))(**given)[1]
     assert pytest.approx(0.913, abs=5e-4) == 0.5 / 0.5477226
     # ours: +-0.7071 of two in six tokens have variance 1/6: 0.7071 sqrt(6)
     np.testing.assert_allclose(normalized[4:, 0], [1.7320508, -1.7320508], rtol=1e-4)
@@ -260,7 +260,7 @@ def test_the_objective_of_each_of_the_eight_systems(variant):
     algorithm = algorithm_with(variant.settings)
     rewards = np.array([[0, 1], [0, 0]], np.float32)
     data = {"token_level_rewards": rewards, "response_mask": MASK, "loss_mask": MASK}
-    found, _ = make_estimate(algorithm)(**data, index=np.zeros(2, np.int32))
+    _, found, _ = make_estimate(algorithm)(**data, index=np.zeros(2, np.int32))
     rollout = np.full((2, 2), np.log(0.1), np.float32)
     old = rollout + np.log(APART)
     batch = empty_batch(2, 2).replace(

@@ -47,6 +47,30 @@ def test_a_script_that_calls_another_one(script, tmp_path):
         from_script(wrapper, [])
 
 
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        ("Qwen/Qwen3-30B-A3B", "a mixture of experts"),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", "a model of images"),
+        ("Qwen/Qwen3-8B", ""),
+        ("meta-llama/Llama-3.1-8B-Instruct", ""),
+    ],
+)
+def test_a_model_that_is_not_loaded_is_named(model, kind):
+    problem = from_command([f"trainer.policy.model.path={model}"]).problem
+    assert bool(problem) == bool(kind)
+    assert not kind or f"='{model}' is by its name {kind}, which jaxrl does not load" in problem
+
+
+def test_a_script_of_supervised_fine_tuning_is_sent_to_its_page(tmp_path, capsys):
+    path = tmp_path / "run.sh"
+    path.write_text("uv run -m skyrl.train.main_sft strategy=megatron max_length=512\n")
+    assert main([str(path)]) == 2
+    assert "main_sft, supervised fine-tuning: write a recipe for it, docs/sft.md" in (
+        capsys.readouterr().err
+    )
+
+
 def test_a_setting_that_a_script_computes_is_left_out_and_may_be_given(tmp_path, capsys):
     path = tmp_path / "run.sh"
     path.write_text(
@@ -233,9 +257,11 @@ def test_the_recipe_loads_as_what_was_converted(script, tmp_path, capsys):
     assert main(["--output", str(output), str(script), *words]) == 1  # no environment x
     report = capsys.readouterr().out
     assert "left out: the run is another one (1)\n  environment.env_class=x: known are" in report
-    assert report.endswith("on 4 devices: valid\n")
+    assert report.endswith("\nvalid on 4 devices\n")
+    assert max(map(len, report.partition("\nchanged (")[0].splitlines())) <= 100
     text = output.read_text()
     assert 15 <= len(text.splitlines()) <= 50
+    assert "\nValid on 4 devices.\n" in text
     assert 'trainer.ckpt_path = "~/c"' in text
     assert "explains: environment.env_class=x" in text
     loaded = load_config_file(str(output))
@@ -244,6 +270,61 @@ def test_the_recipe_loads_as_what_was_converted(script, tmp_path, capsys):
     assert main(["--output", str(output), str(script)]) == 0
     assert main([str(tmp_path / "absent.sh")]) == 2
     assert main(["trainer.seed"]) == 2
+    capsys.readouterr()
+    assert main([str(script), "DATA_DIR=/x"]) == 2
+    fix = "a variable of the script stands before the command: DATA_DIR=/x jaxrl from-skyrl ..."
+    assert fix in capsys.readouterr().err
+
+
+def test_the_recipe_has_every_setting_of_the_script_also_where_the_default_is_the_same(capsys):
+    words = [
+        "trainer.train_batch_size=1024",
+        "+trainer.epochs=1",
+        "generator.num_inference_engines=1",
+    ]
+    main([*words, "trainer.placement.policy_num_gpus_per_node=1"])
+    text = capsys.readouterr().out
+    assert "    trainer.train_batch_size = 1024\n" in text
+    assert "    trainer.epochs = 1\n" in text
+    assert "    generator.inference_engine.num_engines = 1\n" in text
+    assert "\nValid on 1 device.\n" in text
+
+
+def test_a_setting_with_the_defaults_value_is_a_problem_and_not_left_out(capsys):
+    words = ["trainer.train_batch_size=1024", "trainer.policy_mini_batch_size=24"]
+    assert main([*words, "trainer.placement.policy_num_gpus_per_node=1"]) == 1
+    out, err = capsys.readouterr()
+    problem = "on 1 device: trainer.train_batch_size=1024: not a multiple of"
+    assert f"\nInvalid {problem}" in out
+    assert "Left out" not in out
+    assert "left out: the run is another one (0)\n" in err
+    assert f"\ninvalid {problem}" in err
+
+
+@pytest.mark.parametrize("null", ["null", "~", "None"])
+def test_null_unsets_a_folder(null, tmp_path):
+    (tmp_path / "config.yaml").write_text("trainer: {ckpt_path: ~}")
+    for result in (
+        from_command([f"trainer.ckpt_path={null}"]),
+        from_yaml(tmp_path / "config.yaml", []),
+    ):
+        assert result.config.trainer.ckpt_path == ""
+        assert resolve(result.config).trainer.ckpt_path.endswith("test_run/checkpoints")
+    (refused,) = from_command([f"trainer.run_name={null}"]).refused
+    assert refused.endswith(f"trainer.run_name='{null}': expected str; leave it out")
+
+
+def test_a_name_of_ours_that_the_scripts_own_code_may_register_is_noted():
+    words = ["python", "-m", "my.main_multiply", "trainer.algorithm.advantage_estimator=grpo"]
+    words += ["environment.env_class=multiply", "trainer.algorithm.policy_loss_type=gmpo"]
+    assert from_command(words).changed[:2] == [
+        "environment.env_class='multiply': jaxrl's own; if my.main_multiply registers another, "
+        "write 'my_pkg.my_module:MyEnv'",
+        "trainer.algorithm.policy_loss_type='gmpo': jaxrl's own; if my.main_multiply registers "
+        "another, write 'my_pkg.my_module:my_loss'",
+    ]
+    words[2] = "skyrl_train.entrypoints.main_base"
+    assert not any("jaxrl's own" in line for line in from_command(words).changed)
 
 
 def test_a_recipe_of_the_defaults_is_empty():

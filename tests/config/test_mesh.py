@@ -48,7 +48,7 @@ def test_the_reference_has_the_policys_mesh_or_its_own():
     [
         (
             {f"{POLICY}.mesh.fsdp": 3},
-            r"trainer.policy.mesh={'fsdp': 3}: the sizes must multiply to 8, or divide it",
+            r"trainer.policy.mesh={'fsdp': 3}: the sizes must multiply to 8, the number of dev",
         ),
         ({f"{POLICY}.fsdp_config.fsdp_size": 3}, r"{'data': -1, 'fsdp': 3}: the sizes must"),
         ({f"{POLICY}.mesh.tensor": -1}, r"every size must be at least 1, and one may be -1"),

@@ -5,6 +5,7 @@ import pytest
 
 from jaxrl.config import AlgorithmConfig, TrainConfig, resolve, validate
 from jaxrl.config.objective_requirements import allowed_reductions, corrects_itself, ratio_anchor
+from jaxrl.config.oddities import warn_of_scale
 from jaxrl.config.validation import check_objective
 from jaxrl.losses.dppo import dppo  # noqa: F401, for a path
 from jaxrl.losses.gmpo import gmpo  # noqa: F401, for a path
@@ -344,6 +345,32 @@ def test_a_coherent_objective_is_accepted_without_a_word(settings):
         check(settings)
 
 
+@pytest.mark.parametrize(
+    ("estimator", "settings"),
+    [("grpo_token", {"gamma": 0.0}), ("gae", {"advantage_kwargs": {"gamma": 0.0}})],
+)
+def test_turns_that_learn_nothing_from_later_ones_are_warned_of(estimator, settings):
+    settings = {f"trainer.algorithm.{name}": value for name, value in settings.items()}
+
+    def said(**more):
+        overrides = {"trainer.algorithm.advantage_estimator": estimator, **settings, **more}
+        if estimator == "gae":
+            overrides["trainer.critic.model.path"] = "m"
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            validate(TrainConfig.from_cli_overrides(overrides))
+        return [str(w.message) for w in caught if "later turns" in str(w.message)]
+
+    assert said(**{"generator.max_turns": 4}) == [
+        "trainer.algorithm.gamma=0 with generator.max_turns=4: a turn learns nothing from the "
+        "rewards of later turns; set 1.0"
+    ]
+    assert not said()
+    grpo = {"generator.max_turns": 4, "trainer.algorithm.advantage_estimator": "grpo"}
+    if estimator == "grpo_token":
+        assert not said(**grpo)  # which takes no gamma
+
+
 def warned(overrides):
     with pytest.warns(UserWarning) as caught:
         validate(TrainConfig.from_cli_overrides(overrides))
@@ -428,3 +455,33 @@ def test_the_overlong_punishment_is_of_one_turn():
     message = r"overlong_buffer=.*: with generator.max_turns=2: .* one turn of it; set it to None"
     with pytest.raises(ValueError, match=message):
         check_objective(config)
+
+
+def scale(platform="cpu", updates=3, positions=256, **changes):
+    config = TrainConfig.from_cli_overrides([f"{k}={v}" for k, v in changes.items()])
+    config = resolve(config)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        warn_of_scale(config, updates=updates, positions=positions, platform=platform)
+    return [str(warning.message) for warning in told]
+
+
+def test_what_does_not_fit_run_model_or_machine_is_warned_of():
+    fits = {
+        "trainer.policy.model.path": "models/x",
+        "trainer.max_prompt_length": 200,
+        "generator.sampling_params.max_generate_length": 56,  # 200 + 56 = 256
+        "generator.eval_sampling_params.max_generate_length": 56,
+        "trainer.bf16": "false",
+    }
+    assert scale(**fits) == []
+    warm_up = {"trainer.policy.optimizer_config.num_warmup_steps": 3}
+    (line,) = scale(**fits | warm_up)
+    assert "num_warmup_steps=3: the run has 3 updates" in line
+    assert scale(**fits | warm_up, updates=4) == []
+    (line,) = scale(**fits | {"trainer.max_prompt_length": 201})
+    assert "max_prompt_length=201: with the response a row may have 257 tokens, and models" in line
+    assert scale(**fits | {"trainer.max_prompt_length": 201}, positions=None) == []
+    (line,) = scale(**fits | {"trainer.bf16": "true"})
+    assert line.startswith("trainer.bf16=True on a CPU")
+    assert scale("tpu", **fits | {"trainer.bf16": "true"}) == []

@@ -1,7 +1,7 @@
 import pytest
 
 from jaxrl.advantages import ESTIMATORS
-from jaxrl.config import TrainConfig, apply_overrides, objective_card
+from jaxrl.config import TrainConfig, apply_overrides, folded_card, objective_card
 from jaxrl.losses import LOSSES
 from jaxrl.losses.reduction import REDUCTIONS
 
@@ -24,6 +24,18 @@ objective
   batch        1024 prompts x 5 samples = 5120 rows per step
                -> 4 minibatches x 1 pass = 4 optimizer updates of 256 prompts = 1280 rows
                -> 160 microbatches of 1 row on each of 8 devices"""
+
+
+def test_a_folded_card_says_what_it_sums():
+    assert folded_card(TrainConfig(), 1, 130).splitlines()[:4] == [
+        "objective",
+        *CARD.splitlines()[1:3],
+        "  batch        1024 prompts x 5 samples = 5120 rows per step",
+    ]
+    gspo = apply_overrides(TrainConfig(), {"trainer.algorithm.policy_loss_type": "gspo"})
+    assert "               r = exp(mean_t (log_probs - old_log_probs)), per row" in (
+        folded_card(gspo, 1, 130).splitlines()
+    )
 
 
 def test_card_of_the_defaults():
@@ -263,3 +275,12 @@ def test_how_far_sampling_is_ahead(settings, line):
     changes = {f"trainer.fully_async.{name}": value for name, value in changes.items()}
     changes["trainer.train_batch_size"] = 256
     assert line in objective_card(apply_overrides(TrainConfig(), changes))
+
+
+def test_a_notebook_shows_the_card_as_a_table():
+    card = objective_card(TrainConfig())
+    table = card._repr_html_()
+    assert table.count("<tr>") == 11  # of 15 labels: no sampler, ahead, critic, platform here
+    assert '<th style="text-align: left">policy loss</th>' in table
+    assert "l = -min(r A, clip(r, 0.8, 1.2) A)<br>" in table
+    assert "norm &lt;= 1" in table  # gradient norm <= 1

@@ -11,6 +11,7 @@ from jaxrl.config.dataclass_config import flatten, parse_literal
     [
         ("None", None),
         ("null", None),
+        ("~", None),
         ("true", True),
         ("True", True),
         ("false", False),
@@ -35,6 +36,9 @@ def test_literals(text, value):
     [
         ("trainer.seed=1", "trainer.seed", 1),
         ("trainer.run_name=123", "trainer.run_name", "123"),
+        ("trainer.run_name='null'", "trainer.run_name", "null"),
+        ("trainer.ckpt_path=null", "trainer.ckpt_path", ""),
+        ("trainer.export_path=~", "trainer.export_path", ""),
         ("trainer.run_name=a=b", "trainer.run_name", "a=b"),
         ("trainer.bf16=true", "trainer.bf16", True),
         ("trainer.resume_mode=None", "trainer.resume_mode", None),
@@ -181,6 +185,8 @@ def test_command_line():
         {"trainer.seed": "2", "trainer.eval_interval": "-1", "data.train_data": "['a=b']"},
     )
     assert parse_command_line(["--config", "x.py"]) == ("x.py", {})
+    alone = ["--config.trainer.seed", "1", "quickstart"]
+    assert parse_command_line(alone) == ("quickstart", {"trainer.seed": "1"})
 
 
 @pytest.mark.parametrize(
@@ -191,16 +197,29 @@ def test_command_line():
             r"unknown argument '--trainer.seed=1': write --config.trainer.seed=1",
         ),
         (["trainer.seed=1"], r"write --config.trainer.seed=1"),
-        (["configs/x.py"], r"unknown argument 'configs/x.py': write --config=configs/x.py"),
-        (["--verbose"], r"unknown argument '--verbose': usage: --config=configs/my_recipe.py"),
+        (
+            ["x.py", "--run_name=a"],
+            r"unknown argument '--run_name=a': did you mean --config.trainer.run_name=a\?",
+        ),
+        (
+            ["x.py", "--optimizer_config.lr=1"],
+            r"mean --config.trainer.policy.optimizer_config.lr=1 or --config.trainer.critic.opt",
+        ),
+        (["x.py", "y.py"], r"unknown argument 'y.py': the recipe is x.py already"),
+        (["x.py", "--config=y.py"], r"--config=y.py: the recipe is x.py already; leave one out"),
+        (["x.py", "trainer.seed=1"], r"unknown argument 'trainer.seed=1': write --config.trainer"),
+        (["--verbose"], r"unknown argument '--verbose': usage: quickstart --config.trainer.seed=1"),
         (
             ["--config.trainer.seed"],
             r"--config.trainer.seed has no value: write --config.trainer.se",
         ),
         (["--config.trainer.seed", "--config=x.py"], r"--config.trainer.seed has no value"),
-        (["--config.trainer.seed=1"], r"no recipe given: usage: --config=configs/my_recipe.py"),
+        (
+            ["--config.trainer.seed=1"],
+            r"no recipe given: usage: quickstart --config.trainer.seed=1",
+        ),
     ],
 )
 def test_command_line_errors(argv, message):
     with pytest.raises(ValueError, match=message):
-        parse_command_line(argv)
+        parse_command_line(argv, flatten(TrainConfig()))

@@ -94,28 +94,6 @@ def test_what_the_user_set_stays_and_the_sampler_follows_the_trainer(model, tmp_
     }
     assert values(settled) == expected
     assert "bf16" not in line
-    # the GPU's kernel takes no float32
-    settled, lines = settle(given, "gpu")
-    assert values(settled) == expected | {"trainer.flash_attn": False}
-    assert "flash_attn=False: automatic, the gpu kernel needs trainer.bf16=True" in lines
-    given = config_of(model, tmp_path, **{"trainer.flash_attn": True, "trainer.bf16": False})
-    assert settle(given, "gpu").config.trainer.flash_attn is True  # refused later, with the fix
-
-
-def test_a_model_that_the_kernel_cannot_run_has_plain_attention(model, tmp_path):
-    wide = tmp_path / "wide"
-    write_model_folder(wide, "qwen2.5-0.5b")
-    settings = json.loads((wide / "config.json").read_text())
-    (wide / "config.json").write_text(json.dumps(settings | {"head_dim": 192}))
-    settled, lines = settle(config_of(wide, tmp_path), "gpu")
-    assert values(settled) == FAST | {"trainer.flash_attn": False}
-    reason = "the gpu kernel needs a head_dim of at most 128, not 192"
-    assert lines[1] == f"flash_attn=False: automatic, {reason}"
-    # 192 = 3 x 64 suits the TPU's; a critic counts where there is one
-    assert values(settle(config_of(wide, tmp_path), "tpu").config) == FAST
-    with_critic = {"trainer.critic.model.path": str(wide)}
-    _, lines = settle(config_of(model, tmp_path, **with_critic), "gpu")
-    assert lines[1] == f"flash_attn=False: automatic, {reason}, for trainer.critic.model"
 
 
 def test_a_flax_module_is_left_alone(tmp_path):

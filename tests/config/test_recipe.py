@@ -1,5 +1,6 @@
 import textwrap
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import ml_collections
 import pytest
@@ -182,14 +183,14 @@ def test_default_config_of_a_user_class_needs_that_class_back():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("x = 1", r"--config=.*recipe.py: the file defines no function get_config\(\)"),
+        ("x = 1", r"recipe .*recipe.py: the file defines no function get_config\(\)"),
         (
             "def get_config(): return {'trainer': {'sed': 1}}",
-            r"--config=.*recipe.py: unknown config field 'trainer.sed'. Did you mean",
+            r"recipe .*recipe.py: unknown config field 'trainer.sed'. Did you mean",
         ),
         (
             "def get_config(): return None",
-            r"--config=.*recipe.py: TrainConfig=None: expected a mapping of the fields",
+            r"recipe .*recipe.py: TrainConfig=None: expected a mapping of the fields",
         ),
     ],
 )
@@ -199,9 +200,7 @@ def test_recipe_errors_name_the_file(recipe, text, message):
 
 
 def test_missing_recipe_is_named(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"--config=no/such.py: no such file \(working directory /"
-    ):
+    with pytest.raises(ValueError, match=r"recipe no/such.py: no such file \(working directory /"):
         load_config_file("no/such.py")
     (tmp_path / "recipe.txt").write_text("")
     with pytest.raises(ValueError, match=r"recipe.txt: not a Python file; a recipe is a .py file"):
@@ -211,7 +210,11 @@ def test_missing_recipe_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("trainer.epoch = 1", r"line 4, `config.trainer.epoch = 1`: Key .epoch. does not exist .*"),
+        (
+            "trainer.epoch = 1",
+            r"line 4, `config.trainer.epoch = 1`: there is no field 'epoch' .* mean 'epochs'\?",
+        ),
+        ("trainer.lr = 1", r"line 4, .*'lr' there. .*mean 'trainer.policy.optimizer_config.lr'\?"),
         ("trainer.algoritm.gamma = 1", r"line 4, .*: algoritm. Did you mean 'algorithm'\?"),
         ("trainer.epochs = 'a'", r"line 4, .*cannot be casted to type <class 'int'>"),
     ],
@@ -220,24 +223,90 @@ def test_a_slip_in_a_recipe_is_shown_with_its_line(tmp_path, line, message):
     path = tmp_path / "recipe.py"
     head = "from jaxrl.config import default_config\ndef get_config():\n    config = "
     path.write_text(f"{head}default_config()\n    config.{line}\n    return config\n")
-    with pytest.raises(ValueError, match=f"^--config={path}, {message}") as caught:
+    with pytest.raises(ValueError, match=f"^recipe {path}, {message}") as caught:
         load_config_file(str(path))
     assert len(str(caught.value)) < 400
 
 
-def test_an_error_of_the_recipe_itself_keeps_its_traceback(tmp_path):
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "def get_config():\n    return None.nothing\n",
+            r"AttributeError: .*nothing.*recipe.py:2.$",
+        ),
+        ("import not_there\n", r"ModuleNotFoundError: .*'not_there' .*recipe.py:1.$"),
+        ("\nif\n", r"SyntaxError: invalid syntax .recipe.py, line 2"),
+    ],
+)
+def test_an_error_of_the_recipe_itself_is_shown_with_its_line(tmp_path, text, said):
     path = tmp_path / "recipe.py"
-    path.write_text("def get_config():\n    return None.nothing\n")
-    with pytest.raises(AttributeError, match="nothing"):
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"^recipe {path} raised {said}"):
         load_config_file(str(path))
 
 
 def test_recipes_are_found_without_a_clone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(recipe_module, "INSTALLED", (tmp_path / "none", RECIPES))
-    assert load_config_file("configs/quickstart.py").trainer.run_name == "quickstart"
-    with pytest.raises(ValueError, match=r"no such file .*; did you mean configs/quickstart.py"):
-        load_config_file("configs/quikstart.py")
-    for path in ("configs/nothing.py", "quickstart.py", "other/quickstart.py"):
+    for recipe in ("quickstart", "quickstart.py", "configs/quickstart.py", "configs/quickstart"):
+        assert load_config_file(recipe).trainer.run_name == "quickstart"
+    with pytest.raises(ValueError, match=r"^recipe quikstart: no recipe .*; did you mean quickst"):
+        load_config_file("quikstart")
+    for path in ("configs/nothing.py", "other/quickstart.py"):
         with pytest.raises(ValueError, match="no such file"):
             load_config_file(path)
+
+
+def test_recipes_of_a_checkout_are_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_config_file("configs/quickstart.py").trainer.run_name == "quickstart"
+    with pytest.raises(ValueError, match="did you mean quickstart"):
+        load_config_file("configs/quikstart.py")
+
+
+def test_a_recipe_of_the_working_directory_comes_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("configs").mkdir()
+    Path("configs/quickstart.py").write_text(
+        "def get_config():\n    return {'trainer': {'run_name': 'mine'}}\n"
+    )
+    assert load_config_file("quickstart").trainer.run_name == "mine"
+
+
+def test_a_recipe_that_another_one_loads_is_named(recipe):
+    path = recipe("""
+        from jaxrl.config import load_config_file
+
+        def get_config():
+            return load_config_file("configs/gues_number.py")
+    """)
+    with pytest.raises(ValueError, match=r"^recipe configs/gues_number.py: .*mean guess_number"):
+        load_config_file(path)
+
+
+def test_a_value_error_of_the_users_own_lines_names_them(recipe):
+    path = recipe("""
+        def get_config():
+            return {"trainer": {"max_training_steps": int("3 steps")}}
+    """)
+    with pytest.raises(ValueError) as raised:
+        load_config_file(path)
+    assert str(raised.value) == (
+        f"recipe {path} raised ValueError: invalid literal for int() with base 10: '3 steps' "
+        f"({path}:3)"
+    )
+
+
+def test_a_recipe_that_loads_itself_is_refused(recipe, tmp_path):
+    path = recipe("""
+        from jaxrl.config import load_config_file
+
+        def get_config():
+            return load_config_file(__file__)
+    """)
+    for _ in range(2):  # and is not taken for one that is still being run
+        with pytest.raises(ValueError, match=f"{path}: it loads itself .*another name"):
+            load_config_file(path)
+    (tmp_path / "recipe.py").write_text("def get_config():\n    return {}\n")
+    assert load_config_file(path) == TrainConfig()

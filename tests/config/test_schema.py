@@ -304,7 +304,11 @@ def test_optional_groups_and_config_instances_are_accepted():
         (
             {"trainer": {"algorithm": {"policy_loss_typ": "gspo"}}},
             r"unknown config field 'trainer.algorithm.policy_loss_typ'. Did you mean "
-            r"'trainer.algorithm.policy_loss_type'\? Fields of AlgorithmConfig: advantage_estim",
+            r"'trainer.algorithm.policy_loss_type'\?$",
+        ),
+        (
+            {"trainer": {"algorithm": {"zzz": 1}}},
+            r"unknown config field 'trainer.algorithm.zzz'. Fields of AlgorithmConfig: adv",
         ),
         (
             {"trainer": {"policy_loss_type": "gspo"}},

@@ -1,12 +1,17 @@
 """The data card: literal lines, what counts as a duplicate, the warning, and its place in a run."""
 
+import dataclasses
+import functools
+
 import pytest
 
 from jaxrl.data.card import data_card, normalized
 from jaxrl.data.order import data_order
+from jaxrl.data.tokenizer import character_tokenizer, unknown_text, unknown_token
 from jaxrl.envs import ENVS, NEED_TRUTH, make
 from jaxrl.types import Prompt
 
+LOOSELY = "without case and punctuation"
 OF = "tokens (min / median / p95 / max)"
 TRUTH = {"reward_spec": {"ground_truth": "4"}}
 
@@ -41,22 +46,28 @@ def test_the_lines_of_two_sources():
         "then measures memory. Take them out of data.train_data"
     )
     assert card.warnings == (warning,)
+    assert card.folded.splitlines() == [
+        "train 4 prompts (2 are too long and left out): a.parquet",
+        "train 2 prompts: b.parquet",
+        "eval  3 prompts: c.parquet",
+        warning,
+    ]
     assert str(card).splitlines() == [
         "data:",
         "  train 0: a.parquet",
-        f"    4 prompts (2 more too long, left out); 3 / 5 / 9 / 9 {OF}",
+        f"    4 prompts (2 are too long and left out); 3 / 5 / 9 / 9 {OF}",
         "    environment gsm8k; 1 without a ground truth",
-        "    1 (2 loosely) occur before, 1 (1 loosely) also in the evaluation",
+        f"    repeat an earlier prompt: 1 (2 {LOOSELY}); are also in the evaluation: 1",
         "    3 of 4 prompts of a batch (75.0%), 4.50 passes in 6 batches",  # 6 * 3 / 4
         "  train 1: b.parquet",
-        f"    2 prompts (0 more too long, left out); 2 / 2 / 2 / 2 {OF}",
+        f"    2 prompts; 2 / 2 / 2 / 2 {OF}",
         "    environment aime 1, gsm8k 1; 1 without a ground truth",
-        "    1 (1 loosely) occur before, 1 (2 loosely) also in the evaluation",
+        f"    repeat an earlier prompt: 1; are also in the evaluation: 1 (2 {LOOSELY})",
         "    1 of 4 prompts of a batch (25.0%), 3.00 passes in 6 batches",  # 6 * 1 / 2
         "  eval 0: c.parquet",
-        f"    3 prompts (0 more too long, left out); 3 / 3 / 3 / 3 {OF}",
+        f"    3 prompts; 3 / 3 / 3 / 3 {OF}",
         "    environment gsm8k; 0 without a ground truth",
-        "    0 (0 loosely) occur before",
+        "    repeat an earlier prompt: none",
         warning,
     ]
 
@@ -66,7 +77,7 @@ def test_a_ground_truth_is_counted_where_the_environment_needs_one_and_one_is_si
     order = data_order([0], 1, 0)
     card = data_card(train, [], sources=["a"], need_truth=NEED_TRUTH, order=order, steps=1)
     assert card.lines[2:4] == (
-        f"    1 prompt (0 more too long, left out); 3 / 3 / 3 / 3 {OF}",
+        f"    1 prompt; 3 / 3 / 3 / 3 {OF}",
         "    environment my.module:Env",
     )
     assert card.lines[-1] == "    all sources in one pool, 1.00 passes in 1 batch"
@@ -114,4 +125,36 @@ def test_what_is_the_same_loosely(one, other, same):
 def test_messages_of_other_roles_are_other_prompts():
     system = Prompt("0:1", [{"role": "system", "content": "a"}], (1,), "gsm8k")
     card = data_card([prompt("0:0", "a"), system], [], sources=["a"])
-    assert "    0 (0 loosely) occur before, 0 (0 loosely) also in the evaluation" in card.lines
+    assert "    repeat an earlier prompt: none" in card.lines
+
+
+def test_prompts_that_the_model_cannot_read_are_warned_of():
+    def card(unknown):
+        readable, other = prompt("0:0", "12"), Prompt("0:1", [], (4, 47, 47), "gsm8k", TRUTH)
+        return data_card([readable, other], [], sources=["a"], unknown_token=unknown)
+
+    (warning,) = card(47).warnings
+    assert warning.startswith(
+        "WARNING: 1 of 2 prompts have text that the vocabulary lacks, and the model reads the "
+        "unknown token there (0:1, ..)"
+    )
+    assert card(None).warnings == card(5).warnings == ()
+
+
+def test_some_of_what_the_vocabulary_lacks_is_shown():
+    tokenizer = character_tokenizer("12>")
+    rows = [prompt("0:0", "1+1"), prompt("0:1", "2x+")]
+    unknown = unknown_token(tokenizer)
+    rows = [dataclasses.replace(row, tokens=(unknown,)) for row in rows]
+    (warning,) = data_card(
+        rows,
+        [],
+        sources=["a"],
+        unknown_token=unknown,
+        unknown_text=functools.partial(unknown_text, tokenizer),
+    ).warnings
+    assert warning == (
+        "WARNING: 2 of 2 prompts have text that the vocabulary lacks, such as '+', 'x', and the "
+        "model reads the unknown token there (0:0, 0:1, ..): write them in its characters, or take "
+        "a model that knows them"
+    )

@@ -6,6 +6,7 @@ import pytest
 from jaxrl.data.packing import (
     collate,
     empty_batch,
+    group_numbers,
     length_bucket,
     minibatches,
     round_up,
@@ -139,3 +140,19 @@ def test_row_slices_are_consecutive_and_the_last_is_filled_with_zeros():
 def test_row_slices_that_divide_add_nothing():
     assert [s.tolist() for s in row_slices(np.arange(4), 2)] == [[0, 1], [2, 3]]
     assert [s.tolist() for s in row_slices(np.arange(2), 4)] == [[0, 1, 0, 0]]
+
+
+def test_groups_may_come_in_any_order_and_their_rows_stay_together():
+    assert group_numbers(np.array([0, 0, 1, 2, 2])).tolist() == [0, 0, 1, 2, 2]
+    assert group_numbers(np.array([7, 7, 3, 5, 5])).tolist() == [0, 0, 1, 2, 2]
+    with pytest.raises(ValueError, match=r"rows of prompt group 3 are not neighbours in batch.ind"):
+        group_numbers(np.array([3, 5, 3]))
+
+
+def test_minibatches_of_groups_in_another_order_lose_no_row_and_double_none():
+    batch = empty_batch(6, 8).replace(index=np.array([2, 2, 0, 0, 1, 1], np.int32))
+    first, second = minibatches(batch, 2)
+    assert (first.row_ids.tolist(), second.row_ids.tolist()) == ([0, 1, 2, 3], [4, 5])
+    assert (first.index.tolist(), second.index.tolist()) == ([0, 0, 1, 1], [0, 0])
+    first, second = minibatches(batch, 2, np.array([2, 0, 1]))  # the third that comes is the first
+    assert (first.row_ids.tolist(), second.row_ids.tolist()) == ([4, 5, 0, 1], [2, 3])

@@ -11,6 +11,8 @@ from jaxrl.data.tokenizer import (
     character_tokenizer,
     encode_prompt,
     load_tokenizer,
+    unknown_text,
+    unknown_token,
 )
 from jaxrl.models.export import save_tokenizer
 
@@ -100,7 +102,7 @@ def test_missing_template_file_is_named(tmp_path):
 
 def test_no_chat_template_names_folder_and_remedy(tmp_path):
     save_bpe(tmp_path, chat_template=None)
-    with pytest.raises(ValueError, match=f"'{tmp_path}' has no chat template.*chat_template_file"):
+    with pytest.raises(ValueError, match=f"'{tmp_path}' has no chat template.*name_or_path=FILE"):
         load_tokenizer(tmp_path)
 
 
@@ -215,3 +217,11 @@ def test_tiny_config_fits_the_tokenizer():
     from transformers import AutoModelForCausalLM
 
     assert AutoModelForCausalLM.from_config(config).num_parameters() == 126336
+
+
+def test_a_token_of_its_own_stands_for_unknown_text():
+    tokenizer = character_tokenizer("12>")
+    assert tokenizer("1x", add_special_tokens=False)["input_ids"][1] == unknown_token(tokenizer)
+    assert unknown_text(tokenizer, "1x2é>") == ["x", "é"]
+    tokenizer.unk_token = tokenizer.eos_token  # as of GPT-2: it knows every byte
+    assert unknown_token(tokenizer) is None

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxrl.__main__ import MODULES, usage
+
 ROOT = Path(__file__).parents[2]
 # Scripts whose commands are not run, and why.
 NOT_RUN = {"examples/smollm2_to_hf.py": "downloads 145 MB; the folder is there already"}
 # What begins a command, so that one in a block of another kind is found.
 COMMAND = re.compile(
-    r"(\$ )?([A-Z_]+=\S+ )*((\.venv/bin/)?(python3?|pip|pytest|make|tpu/\S+\.sh) [^=\s])"
+    r"(\$ )?([A-Z_]+=\S+ )*((\.venv/bin/)?(python3?|pip|pytest|make|jaxrl|tpu/\S+\.sh) [^=\s])"
 )
 _FENCE = re.compile(r" *```(\w*)")
 MARK = re.compile(r" *<!-- (not run|run by|run after|exit status):? (.*\S) -->")
@@ -130,6 +132,17 @@ def commands(shell: str, variables: dict[str, str] | None = None) -> list[list[s
         if found and all("=" in word for word in found[-1]):
             variables.update(word.split("=", 1) for word in found[-1])
     return found
+
+
+def spelt_out(words: list[str]) -> list[str]:
+    """What `jaxrl WORDS` is as arguments of `python`: `train quickstart`, say, as
+    `-m jaxrl.train --config=quickstart`; the recipe follows the command."""
+    if not words or words[0] not in MODULES:
+        return ["-m", "jaxrl", *words]
+    module, rest = MODULES[words[0]], words[1:]
+    if "--config=" in usage(module) and rest and rest[0][0] != "-":
+        rest = [f"--config={rest[0]}", *rest[1:]]
+    return ["-m", module, *rest]
 
 
 def in_prose(page: Path) -> list[tuple[int, str]]:

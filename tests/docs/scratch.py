@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxrl.models.export import save_pretrained
 from jaxrl.models.transformer import TransformerConfig, init_params
+from tests import quick_compile
 from tests.docs.pages import ROOT, Block, blocks
 
 CLONED = ("configs", "examples", "benchmarks", "docs", "tpu", "Makefile", "pyproject.toml")
@@ -46,6 +47,7 @@ def clone(folder: Path) -> None:
     programs.mkdir(parents=True)
     for name, line in (
         ("python", f'exec {sys.executable} {ROOT}/tests/docs/shorten.py "$@"'),
+        ("jaxrl", f'exec {sys.executable} {ROOT}/tests/docs/shorten.py -m jaxrl "$@"'),
         ("pip", "exit 0"),
     ):
         (programs / name).write_text(f"#!/bin/sh\n{line}\n")
@@ -109,7 +111,7 @@ def run(folder: Path, shell: str, what: str, status: int = 0) -> str:
     environment = os.environ | {
         "PATH": programs,
         "PYTHONPATH": str(ROOT),
-        "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false",  # one device: as a reader has
+        "XLA_FLAGS": quick_compile.FLAGS,  # one device: as a reader has
     }
     command = ["bash", "-e", "-o", "pipefail", "-c", shell]
     with subprocess.Popen(

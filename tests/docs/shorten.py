@@ -2,7 +2,7 @@
 
 - A run of more than 5 steps (`jaxrl.train`, `jaxrl.sft`, `jaxrl.cluster.launch`, and scripts that
   take --config) is cut to 2, by an override behind all others.
-- `.../global_step_240`, which such a run does not reach, is the last step that it did reach; on the
+- `.../global_step_160`, which such a run does not reach, is the last step that it did reach; on the
   command line and in the config.
 - `jaxrl.serve` ends when it says that it serves.
 
@@ -16,6 +16,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.docs.pages import spelt_out
 
 LONG, CUT = 5, 2  # steps
 _RUNS = ("jaxrl.train", "jaxrl.sft", "jaxrl.cluster.launch")
@@ -88,6 +90,8 @@ def serve(command: Sequence[str]) -> int:
 
 
 def main(words: Sequence[str]) -> None:
+    if words[:2] == ["-m", "jaxrl"]:
+        words = spelt_out(list(words[2:]))
     command = [sys.executable, *shortened(words)]
     if "jaxrl.serve" in words:
         sys.exit(serve(command))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from docs.generate.migration import PAGE, page, with_tables
-from jaxrl.config import TrainConfig, load_config_file
+from jaxrl.config import TrainConfig, load_config_file, resolve, validate
 from jaxrl.config.dataclass_config import config_class, field_types
 from jaxrl.config.from_skyrl import main
 from tests.config.test_schema import SEED
@@ -103,7 +103,25 @@ def test_the_commands_run(tmp_path, monkeypatch):
     assert commands[3][3] == "--config=configs/mine.py"  # trained in test_from_skyrl
 
 
+def test_the_tutorials_recipe_for_a_cpu_has_the_scripts_algorithm(tmp_path, monkeypatch):
+    page = (PAGE.parent / "tutorials" / "from_skyrl.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").mkdir()
+    words = ["trainer.algorithm.policy_loss_type=dual_clip", "trainer.algorithm.use_kl_loss=true"]
+    words += ["generator.n_samples_per_prompt=8", "trainer.placement.policy_num_gpus_per_node=8"]
+    assert main(["--output", "configs/mine.py", *words]) == 0
+    (tmp_path / "configs/my_cpu.py").write_text(
+        page.partition("```python\n")[2].partition("```")[0]
+    )
+    config = load_config_file("configs/my_cpu.py")
+    validate(resolve(config), num_devices=1)
+    assert config.trainer.algorithm.policy_loss_type == "dual_clip"
+    assert config.generator.n_samples_per_prompt == 8
+    assert config.environment.env_class == "sort_digits"
+
+
 def test_the_pages_are_linked():
+    assert "tutorials/from_skyrl.md" in TEXT
     assert "migrating_from_skyrl.md" in VERL_AND_TRL
     assert "migrating_from_verl_and_trl.md" in TEXT
     for text in (TEXT, VERL_AND_TRL):

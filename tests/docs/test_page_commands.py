@@ -16,14 +16,24 @@ import pytest
 from jaxrl import config as cfg
 from jaxrl.config.supervised import validate_sft as check_supervised
 from tests.docs import scratch
-from tests.docs.pages import COMMAND, MARK, ROOT, blocks, commands, in_prose, pages, scripts
+from tests.docs.pages import (
+    COMMAND,
+    MARK,
+    ROOT,
+    blocks,
+    commands,
+    in_prose,
+    pages,
+    scripts,
+    spelt_out,
+)
 from tests.docs.shorten import CUT, shortened
 
 PAGES = pages()
 READ = PAGES + [page for page in scripts("configs", "benchmarks", "jaxrl") if blocks(page)]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 HOLDER = re.compile(
-    r"\.\.\.|[A-Z]+\d?|value|(.*/)?(my_\w+|mine)(\.py)?"
+    r"\.\.\.|\$\w+|[A-Z]+\d?|value|(.*/)?(my_\w+|mine)(\.py)?"
 )  # stands for what a user has
 LANGUAGES = {"", "bash", "console", "python", "text", "yaml", "json", "toml"}
 
@@ -84,14 +94,27 @@ def check(words):
     program, rest = Path(words[0]).name, words[1:]
     if program.startswith("python"):
         check_program(rest)
+    elif program == "jaxrl":
+        check_program(spelt_out(rest))
     elif program == "pip":
         named = re.findall(r"(?:jaxrl|\.)\[([\w,-]+)\]", " ".join(rest))
         assert set(",".join(named).split(",")) - {""} <= EXTRAS.keys(), "no such extra"
     elif program == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
-        assert set(rest) <= set(targets), "no such target of the Makefile"
+        asked = {word for word in rest if "=" not in word}
+        assert asked <= set(targets), "no such target of the Makefile"
     elif words[0].endswith(".sh"):
-        check_flags(rest, (ROOT / words[0]).read_text() + (ROOT / "tpu/arguments.sh").read_text())
+        own, _, modules = (list(x) for x in partition(rest, "--"))
+        named = [word.partition("=")[2] for word in own if word.startswith("--module=")]
+        if modules:
+            check_program(["-m", *(named or ["jaxrl.train"]), *modules])
+        check_flags(own, (ROOT / words[0]).read_text() + (ROOT / "tpu/arguments.sh").read_text())
+
+
+def partition(words, at):
+    """As str.partition."""
+    place = words.index(at) if at in words else len(words)
+    return words[:place], words[place : place + 1], words[place + 1 :]
 
 
 def optional(word):
@@ -148,9 +171,13 @@ def check_config(flags, supervised):
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.suffix == ".md"], ids=label)
-def test_python_of_pages_is_whole(page):
+def test_python_of_pages_is_whole(page, monkeypatch, tmp_path):
     """It compiles, its imports are there, and the fields that it sets exist."""
+    monkeypatch.syspath_prepend(tmp_path)
     for block in blocks(page):
+        if block.file:  # which the blocks after it may import
+            (tmp_path / block.file).write_text(block.text)
+            monkeypatch.delitem(sys.modules, block.file.removesuffix(".py"), raising=False)
         if block.language != "python":
             continue
         tree = ast.parse(block.text, str(block))

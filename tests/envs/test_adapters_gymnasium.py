@@ -252,5 +252,7 @@ def test_an_unknown_environment_of_a_row():
 
 def test_missing_package_says_how_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with pytest.raises(ImportError, match=r"package gymnasium: pip install 'jaxrl\[gymnasium\]'"):
+    said = r"package gymnasium: pip install 'jaxrl\[gymnasium\]'"
+    with pytest.raises(ImportError, match=said) as raised:
         envs.load(f"gymnasium:{TAXI}")
+    assert raised.value.__context__.__context__ is None  # said once, not while it is being said

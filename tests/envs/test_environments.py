@@ -115,6 +115,7 @@ def test_the_name_of_a_built_in_is_taken_and_two_ways_out_are_named():
     ("env_class", "problem"),
     [
         ("gsm8", "unknown environment 'gsm8'; did you mean 'gsm8k'. known are addition, .*gsm8k, "),
+        ("my_envs.EchoEnv", r"^unknown .*'my_envs.EchoEnv'; did you mean 'my_envs:EchoEnv'\?$"),
         ("zzz", "unknown environment 'zzz'; known are addition, .*guess_number, .*'verifiers:"),
         ("reasoning_gym", "'reasoning_gym' needs a name, as in 'reasoning_gym:chain_sum'"),
         ("gymnasium:", "'gymnasium' needs a name, as in 'gymnasium:FrozenLake-v1'"),
@@ -133,6 +134,67 @@ def test_module_that_lacks_an_import_says_so(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="not_installed"):
         envs.make("env_that_needs_more:MyEnv")
+
+
+def test_an_environment_of_skyrl_gym_says_what_to_install_or_to_import(tmp_path, monkeypatch):
+    (tmp_path / "env_of_skyrl_gym.py").write_text("from skyrl_gym.envs.base_text_env import X\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.startswith("skyrl_gym.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "skyrl_gym", None)  # wherever it is installed
+    with pytest.raises(ValueError, match=r"pip install 'jaxrl\[envs\]', or write `from jaxrl.envs"):
+        envs.make("env_of_skyrl_gym:MyEnv")
+
+
+SKYRL_GYM_ENV = """\
+from jaxrl.envs import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
+from typing import Any, Dict
+
+
+class MultiplyEnv(BaseTextEnv):
+    def __init__(self, env_config: Dict[str, Any], extras: Dict[str, Any] = {}):
+        super().__init__()
+        self.ground_truth = extras["reward_model"]["ground_truth"]
+        self.max_turns = extras["max_turns"] if "max_turns" in extras else 5
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        self.turns += 1
+        right = action.strip() == self.ground_truth
+        done = self.turns >= self.max_turns or right
+        said: ConversationType = [] if done else [{"role": "user", "content": "Again."}]
+        return BaseTextEnvStepOutput(
+            observations=said, reward=float(right), done=done, metadata={"answer": action}
+        )
+"""
+
+
+def test_an_environment_of_skyrl_gym_runs_with_another_import_line(tmp_path, monkeypatch):
+    (tmp_path / "skyrl_multiply.py").write_text(SKYRL_GYM_ENV)
+    monkeypatch.syspath_prepend(tmp_path)
+    envs.register(id="theirs", entry_point="skyrl_multiply:MultiplyEnv")
+    env = envs.make("theirs", {"reward_model": {"ground_truth": "12"}, "max_turns": 2})
+    assert env.init([{"role": "user", "content": "3 * 4"}])[1] == {}
+    assert env.step("7")["observations"] == [{"role": "user", "content": "Again."}]
+    last = {"observations": [], "reward": 1.0, "done": True, "metadata": {"answer": "12"}}
+    assert env.step("12") == last
+
+
+class ExtrasAlone(Env):
+    def __init__(self, extras):
+        super().__init__(extras=extras)
+
+
+class NoParameters:
+    def step(self, action):
+        return {}
+
+
+@pytest.mark.parametrize("name", ["ExtrasAlone", "NoParameters"])
+def test_an_environment_that_cannot_be_called_is_told_its_signature(name):
+    with pytest.raises(
+        ValueError, match=r"write `def __init__\(self, env_config=None, extras=None"
+    ):
+        envs.make(f"my_envs:{name}")
 
 
 # ---- protocol ------------------------------------------------------------------------------------

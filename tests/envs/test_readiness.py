@@ -198,7 +198,7 @@ def test_a_run_refuses_them_before_the_engine_is_made(tmp_path):
             "trainer.export_path": str(tmp_path / "exports"),
         },
     )
-    with pytest.raises(ValueError, match="'no_such_env' of prompt 0:0: unknown environment"):
+    with pytest.raises(ValueError, match=r"'no_such_env' of prompt 0:0 \(row 0 of .*: unknown env"):
         Exp(config).build()
     # a generator of one's own knows what its prompts mean
     OwnGenerator(config).check_environments([prompt(0, "no_such_env")])

@@ -280,7 +280,7 @@ HOSTILE = {
     "open files without end": ("error", "x = [open('/dev/null') for _ in range(10**6)]"),
     "recursion": ("error", "f = lambda: f()\nf()"),
     "recursion in C": (
-        "killed",
+        "killed or error",  # Python counts calls in C from 3.12 on; another one runs for "plain"
         "import sys\nsys.setrecursionlimit(10**9)\nclass A:\n def __repr__(s): return repr([s])\n"
         "repr(A())",
     ),
@@ -421,7 +421,7 @@ def test_hostile(name, user):
     before = set(os.listdir("/tmp")), Path("/proc/self/mounts").read_text()
     limits = replace(LIMITS, seconds=1.0) if reason == "timeout" else LIMITS
     result = run(code, "", limits) if user == "root" else plain_user.run(code, "", limits, MARK)
-    assert result.reason == reason, result
+    assert result.reason in reason.split(" or "), result
     assert len(result.stdout) <= LIMITS.output_bytes and len(result.stderr) <= LIMITS.output_bytes
     assert "root:" not in result.stdout
     assert wait_for_none() == []

@@ -3,8 +3,12 @@
 import importlib.machinery
 import importlib.util
 import json
+import subprocess
+import sys
 import textwrap
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -31,63 +35,146 @@ def test_a_notebook_is_valid_and_has_no_outputs(path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_the_repository_is_found_or_asked_for(path, tmp_path, monkeypatch):
-    code = cells(path)["install"].source
+def test_one_cell_installs(path, tmp_path, monkeypatch):
+    code, asked = cells(path)["install"].source, []
+    monkeypatch.setattr(subprocess, "run", lambda argv, check: asked.append(argv[1:]))
+
+    def install(source=""):
+        exec(code.replace('SOURCE = ""', f"SOURCE = {source!r}"), {})
+        return asked.pop()[-1] if asked else None
+
+    assert install() is install("anything") is None  # jaxrl is here
+    folder = importlib.machinery.ModuleSpec("jaxrl", None)  # is only called jaxrl
+    find = importlib.util.find_spec
+    package, looks = find("jaxrl"), []
+
+    def found_after_pip(name):  # the first look of a cell finds none
+        looks.append(name)
+        return package if len(looks) % 2 == 0 else folder
+
+    monkeypatch.setattr(importlib.util, "find_spec", found_after_pip)
     monkeypatch.chdir(tmp_path)
-    scope = {"SOURCE": ""}
-    exec(code, scope)  # beside the package
-    assert scope["ROOT"] == ROOT
-    folder = importlib.machinery.ModuleSpec("jaxrl", None)  # a clone that pip did not install
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: folder)
-    with pytest.raises(RuntimeError, match="into SOURCE in the cell above"):
-        exec(code, {"SOURCE": ""})
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(RuntimeError, match="into SOURCE in the cell above"):
-        exec(code, {"SOURCE": ""})
-    scope = {"SOURCE": str(ROOT)}
-    exec(code, scope)
-    assert scope["ROOT"] == ROOT
+    with pytest.raises(RuntimeError, match="write where pip finds it into SOURCE"):
+        install()
+    looks.clear()
+    git = "git+https://github.com/you/jaxrl"
+    assert install(git) == f"jaxrl @ {git}"  # a machine without chips
+    assert install("jaxrl-1-py3-none-any.whl") == "jaxrl-1-py3-none-any.whl"
+    monkeypatch.chdir(path.parent)
+    assert install() == str(ROOT)
+
+
+@pytest.mark.parametrize(
+    ("platform", "gpu", "asked", "stops"),
+    [
+        ("cpu", True, "", True),  # a driver that is too old: JAX warns, and takes the CPU
+        ("cpu", True, "cpu", False),
+        ("cpu", False, "", False),
+        ("gpu", True, "", False),
+        ("tpu", False, "", False),
+    ],
+)
+def test_a_gpu_that_jax_does_not_use_stops_the_proof(monkeypatch, platform, gpu, asked, stops):
+    monkeypatch.setenv("JAX_PLATFORMS", asked)
+    printed = f"[Device(id=0)]\n{platform}\n"
+    names = {
+        "subprocess": SimpleNamespace(
+            run=lambda *_, **__: SimpleNamespace(stdout=printed, returncode=0),
+            PIPE=None,
+            STDOUT=None,
+        ),
+        "sys": sys,
+        "Path": lambda name: SimpleNamespace(exists=lambda: gpu and name == "/dev/nvidia0"),
+    }
+    code = cells(ROOT / "examples" / "notebooks" / "prove.ipynb")["devices"].source
+    with pytest.raises(RuntimeError, match="580 or newer") if stops else nullcontext():
+        exec(code, names)
+
+
+def rewards(run):
+    lines = read_lines(run / "metrics.jsonl")
+    return [x["reward/avg_raw_reward"] for x in lines if "reward/avg_raw_reward" in x]
+
+
+def outputs(cell):
+    """What a cell shows beside text, by kind."""
+    return [kind for x in cell.outputs if "data" in x for kind in x.data]
+
+
+def executed(name, folder):
+    """The cells of a notebook that ran, by id."""
+    path = ROOT / "examples" / "notebooks" / f"{name}.ipynb"
+    return {cell.id: cell for cell in run_notebook(nbformat.read(path, 4), folder).cells}
 
 
 @pytest.mark.slow
 def test_the_quickstart(tmp_path):
-    notebook = run_notebook(nbformat.read(NOTEBOOKS[0], 4), tmp_path)
-    by_id = {cell.id: cell for cell in notebook.cells}
-    (run,) = (tmp_path / "runs").iterdir()
-    rewards = [line["reward/avg_raw_reward"] for line in read_lines(run / "metrics.jsonl")[1:]]
-    assert len(rewards) == 120
-    assert sum(rewards[:5]) / 5 < 0.1
-    assert sum(rewards[-5:]) / 5 > 0.8
+    by_id = executed("quickstart", tmp_path)
+    (run,) = (tmp_path / "runs").glob("notebook_*")
+    learned = rewards(run)
+    assert len(learned) == 120
+    assert sum(learned[:5]) / 5 < 0.1
+    assert sum(learned[-5:]) / 5 > 0.8
+    (own,) = (tmp_path / "runs").glob("fit-*")
+    assert len(rewards(own)) == 60
     assert "resuming after step 80" in streams(by_id["resume"])["stdout"]
     assert "Did you mean 'max_training_steps'" in streams(by_id["config"])["stdout"]
-    assert [x.output_type for x in by_id["curve"].outputs] == ["display_data"]
-    assert len(streams(by_id["samples"])["stdout"].splitlines()) == 8
+    assert len(streams(by_id["answers"])["stdout"].splitlines()) == 8
     assert (run / "report.html").stat().st_size > 100_000
-    # one stream; below the cards a few messages and one bar, however many steps there are
+    assert "image/png" in outputs(by_id["train"])  # the plot that grew
+    for name in ("card", "qwen", "first", "last"):
+        assert "text/html" in outputs(by_id[name])
+    # one stream; below the cards a few messages, however many steps there are
     written = streams(by_id["train"])
-    assert written["stderr"] == ""
+    assert "stderr" not in written or written["stderr"] == ""
     lines = [line for line in written["stdout"].split("\n") if line.strip()]
-    below = lines[lines.index("objective") :]  # the data card may say the same of two data sets
-    assert len(set(below)) == len(below)
-    (start,) = (number for number, line in enumerate(lines) if line.startswith("mesh {"))
-    assert len(lines) - start <= 12  # 80 steps
+    assert len(lines) <= 45
 
 
 @pytest.mark.slow
 def test_write_your_own_loss(tmp_path):
-    notebook = run_notebook(nbformat.read(NOTEBOOKS[1], 4), tmp_path)
-    by_id = {cell.id: cell for cell in notebook.cells}
+    by_id = executed("write_your_own_loss", tmp_path)
     assert streams(by_id["test"])["stdout"] == "as worked out\n"
     (runs,) = (tmp_path / "runs").iterdir()
     for name in ("regular", "soft_clip"):
-        lines = read_lines(runs / name / "metrics.jsonl")
-        rewards = [
-            line["reward/avg_raw_reward"] for line in lines if "reward/avg_raw_reward" in line
-        ]
-        assert sum(rewards[:5]) / 5 < 0.1
-        assert sum(rewards[-5:]) / 5 > 0.5
+        learned = rewards(runs / name)
+        assert sum(learned[:5]) / 5 < 0.1
+        assert sum(learned[-5:]) / 5 > 0.5
+    assert outputs(by_id["curves"]).count("image/png") == 1
+    assert "text/html" in outputs(by_id["curves"])
     table = streams(by_id["compare"])["stdout"]
     assert all(name in table for name in ("regular", "soft_clip", "gspo", "cosine"))
+
+
+@pytest.mark.slow
+def test_tool_use(tmp_path):
+    by_id = executed("tool_use", tmp_path)
+    said = streams(by_id["environment"])["stdout"].splitlines()
+    assert "told ['<result>888</result>']" in said[0]
+    assert "reward 1.0, done True" in said[2]
+    (runs,) = (tmp_path / "runs").iterdir()
+    learned = rewards(runs / "reward")
+    assert len(learned) == 40
+    assert sum(learned[-5:]) / 5 > sum(learned[:5]) / 5 + 0.15
+    assert "image/png" in outputs(by_id["calls"])
+    assert "text/html" in outputs(by_id["last"])
+
+
+@pytest.mark.slow
+def test_prove(tmp_path):
+    by_id = executed("prove", tmp_path)
+    (run,) = (tmp_path / "runs").glob("notebook_*")
+    learned = rewards(run)
+    assert len(learned) == 80 and sum(learned[-5:]) / 5 > sum(learned[:5]) / 5 + 0.4
+    assert "image/png" in outputs(by_id["curve"])
+    assert streams(by_id["devices"])["stdout"].strip().endswith("\ncpu")
+    sent = json.loads((tmp_path / "proof" / "proof.json").read_text())
+    verdicts = {name: section["verdict"] for name, section in sent["sections"].items()}
+    assert verdicts == dict.fromkeys(verdicts, "passed") | {"memory": "skipped"}
+    lines = streams(by_id["prove"])["stdout"].splitlines()
+    assert [line.split()[0] for line in lines[: len(verdicts)]] == list(verdicts)
+    assert lines[-1].startswith("proof/proof.html is the page")
+    assert "text/html" in outputs(by_id["page"])
 
 
 CELLS = """

@@ -123,10 +123,12 @@ def step_wise_advantages(case: Case, x: Any, index: Any, last: list[bool]) -> An
         is_last_step=np.array(last),
     )
 
-    def of_last_rows(*, token_level_rewards: Any, response_mask: Any, index: Any, **_: Any) -> Any:
-        return ESTIMATORS[case["estimator"]](token_level_rewards, response_mask, index)
+    def of_last_rows(
+        state: Any, *, token_level_rewards: Any, response_mask: Any, index: Any, **_: Any
+    ) -> Any:
+        return state, *ESTIMATORS[case["estimator"]](token_level_rewards, response_mask, index)
 
-    return advantages_of(of_last_rows, batch)
+    return advantages_of(of_last_rows, batch)[1:]
 
 
 def cut_rows(arrays: dict[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:

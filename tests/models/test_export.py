@@ -1,6 +1,7 @@
 """Exported folders: what transformers loads, shards, tokenizer, atomicity."""
 
 import json
+import resource
 from pathlib import Path
 
 import jax
@@ -13,6 +14,7 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from jaxrl.files import FolderError
 from jaxrl.models import TransformerConfig, export, init_params, load_params, save_pretrained
 from jaxrl.models.hf import INDEX_FILE, SINGLE_FILE
 
@@ -89,6 +91,18 @@ def test_export_refuses_an_existing_folder_unless_told(folder):
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
 
 
+def test_a_full_disk_is_named(tmp_path):
+    """No file may grow beyond 20 kB; the weights are some 100 kB."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(FolderError, match="could not write the model folder .*free space"):
+            save_pretrained(tmp_path / "new", CONFIG, init_params(CONFIG, 0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_failing_export_leaves_nothing_and_keeps_the_old_one(
     overwrite, folder, tmp_path, monkeypatch
@@ -100,7 +114,7 @@ def test_a_failing_export_leaves_nothing_and_keeps_the_old_one(
     before = load_params(folder, CONFIG)
     monkeypatch.setattr(export, "save_file", half_written)
     target = folder if overwrite else tmp_path / "new"
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(FolderError, match=f"could not write the model folder {target} .disk full"):
         save_pretrained(target, CONFIG, before, overwrite=overwrite)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert_same_params(load_params(folder, CONFIG), before)

@@ -33,6 +33,7 @@ from jaxrl.models import (
     save_pretrained,
     unembed,
 )
+from jaxrl.models.hf import ModelError
 from jaxrl.models.transformer import is_spec
 from jaxrl.models.weights import read_part
 
@@ -232,17 +233,17 @@ def test_missing_folders_and_files_are_named(folder, tmp_path):
         with pytest.raises(FileNotFoundError, match=r"nowhere is not a folder; .*OWNER/NAME"):
             load(tmp_path / "nowhere")
     (folder / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
+    with pytest.raises(ModelError, match=r"config\.json is not valid JSON"):
         load_config(folder)
     (folder / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
         load_config(folder)
     (folder / hf.SINGLE_FILE).unlink()
-    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor"):
+    with pytest.raises(ModelError, match=r"neither model\.safetensors nor"):
         load_params(folder, CONFIG)
     index = {"weight_map": {"model.norm.weight": "part-1.safetensors"}}
     (folder / hf.INDEX_FILE).write_text(json.dumps(index))
-    with pytest.raises(FileNotFoundError, match=r"lacks part-1\.safetensors"):
+    with pytest.raises(ModelError, match=r"lacks part-1\.safetensors"):
         load_params(folder, CONFIG)
 
 
@@ -275,7 +276,7 @@ def test_a_hub_model_that_cannot_be_had_is_named_with_cause_and_fix(hub):
 def test_truncated_weights_are_named(folder):
     path = folder / hf.SINGLE_FILE
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"model\.safetensors is not a whole safetensors file"):
+    with pytest.raises(ModelError, match=r"model\.safetensors is not a whole safetensors file"):
         load_params(folder, CONFIG)
 
 
@@ -288,7 +289,21 @@ def damage(folder: Path, change) -> None:
 
 def test_missing_tensors_are_named(folder):
     damage(folder, lambda t: t.pop("model.layers.2.mlp.up_proj.weight"))
-    with pytest.raises(ValueError, match=r"lacks the tensors: model\.layers\.2\.mlp\.up_proj"):
+    with pytest.raises(ModelError, match=r"lacks the tensors: model\.layers\.2\.mlp\.up_proj"):
+        load_params(folder, CONFIG)
+
+
+def test_quantised_weights_are_refused(folder):
+    name = "model.layers.1.self_attn.k_proj.weight"
+    damage(folder, lambda t: t.update({name: np.zeros((16, 32), np.int8)}))
+    with pytest.raises(ModelError, match=rf"holds quantised weights.*{name} is of I8"):
+        load_params(folder, CONFIG)
+
+
+def test_an_index_without_a_map_is_named(folder):
+    (folder / hf.SINGLE_FILE).unlink()
+    (folder / hf.INDEX_FILE).write_text("{}")
+    with pytest.raises(ModelError, match=r"index\.json has no weight_map; copy the file again"):
         load_params(folder, CONFIG)
 
 
@@ -296,7 +311,7 @@ def test_wrong_shapes_are_named_with_what_was_expected(folder):
     name = "model.layers.1.self_attn.k_proj.weight"
     damage(folder, lambda t: t.update({name: np.zeros((8, 32), np.float32)}))
     # K * h = 2 * 8 = 16 rows.
-    with pytest.raises(ValueError, match=rf"{name} has shape \(8, 32\), expected \(16, 32\)"):
+    with pytest.raises(ModelError, match=rf"{name} has shape \(8, 32\), expected \(16, 32\)"):
         load_params(folder, CONFIG)
 
 
@@ -327,5 +342,16 @@ def test_random_weights_need_the_same_architecture(folder):
 
 def test_an_untied_config_needs_its_head(folder):
     untied = replace(CONFIG, tie_embeddings=False)
-    with pytest.raises(ValueError, match=r"lacks the tensors: lm_head\.weight"):
+    with pytest.raises(ModelError, match=r"lacks the tensors: lm_head\.weight"):
         load_params(folder, untied)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_weight_that_is_not_finite_is_refused_by_name(folder, value):
+    name, file = "model.layers.1.self_attn.q_proj.weight", folder / "model.safetensors"
+    tensors = load_file(file)
+    broken = tensors[name].copy()
+    broken[0, 0] = value
+    save_file(tensors | {name: broken}, file)
+    with pytest.raises(ModelError, match=f"the tensor '{name}' holds values that are not finite"):
+        load_params(folder, CONFIG)

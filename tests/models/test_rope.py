@@ -2,11 +2,14 @@
 
 import math
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrl.models.rope import (
     RopeScaling,
+    _by_product,
     amplitude,
     inverse_frequency,
     parse_scaling,
@@ -51,6 +54,33 @@ def test_a_quarter_turn():
     x = np.array([3.0, 4.0]).reshape(1, 1, 1, 2)
     turned = rotate(x, np.zeros((1, 1, 1, 1)), np.ones((1, 1, 1, 1)))
     np.testing.assert_array_equal(turned.ravel(), [-4.0, 3.0])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
+def test_the_form_of_tpus_is_that_of_halves(dtype):
+    rng = np.random.default_rng(0)
+    x, g = (jnp.asarray(rng.normal(size=(2, 7, 3, 8)), dtype) for _ in range(2))
+    angle = rotary(np.arange(14).reshape(2, 7), 8, 1e4, None)
+    turned, back = jax.vjp(lambda x: rotate(x, *angle), x)
+    # two products and a sum, rounded to float32 each or all at once, then to the dtype
+    exact = {"rtol": 3 * jnp.finfo(dtype).eps, "atol": 3e-7}
+    wide = [y.astype(jnp.float32) for y in (_by_product(x, *angle), turned)]
+    np.testing.assert_allclose(*wide, **exact)
+    cos, sin = angle
+    wide = [y.astype(jnp.float32) for y in (_by_product(g, cos, -sin), back(g)[0])]
+    np.testing.assert_allclose(*wide, **exact)
+
+
+def test_the_gradient_of_a_turn_is_the_turn_back():
+    rng = np.random.default_rng(1)
+    x, g = (rng.normal(size=(1, 5, 2, 8)).astype(np.float32) for _ in range(2))
+    angle = rotary(np.arange(5)[None], 8, 1e4, None)
+    turned, back = jax.vjp(rotate, x, *angle)
+    dx, *rest = back(g)
+    # with R the turn: <R x, g> = <x, R' g>, and R R' = 1
+    np.testing.assert_allclose(np.vdot(turned, g), np.vdot(x, dx), rtol=1e-5)
+    np.testing.assert_allclose(rotate(dx, *angle), g, atol=1e-6)
+    assert not any(np.any(y) for y in rest)
 
 
 def test_original_length_defaults_to_the_context_length():

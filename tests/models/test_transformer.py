@@ -141,15 +141,32 @@ def test_logits_depend_on_relative_positions_only(config):
     assert float(jnp.max(jnp.abs(base - stretched))) > 0.05
 
 
-def test_fused_projections_are_the_projections():
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_fused_projections_are_the_projections(shards):
     layer = jax.tree.map(lambda x: x[0], random_params(EVERYTHING)["layers"])
     y = jnp.asarray(np.random.default_rng(1).normal(size=(2, 3, 32)), jnp.float32)
     found, expected = (
-        [*project_qkv(EVERYTHING, weights, y), *project_gate_up(weights, y)]
-        for weights in (fuse_projections(layer), layer)
+        [*project_qkv(EVERYTHING, weights, y, shards), *project_gate_up(weights, y, shards)]
+        for weights in (fuse_projections(layer, shards), layer)
     )
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_a_shard_of_a_fused_matrix_has_its_part_of_each():
+    # columns 0 to 3 of gate, 10 to 13 of up; heads 0 to 3, then two of keys and two of values
+    layer = {
+        "w_gate": jnp.arange(4.0)[None],
+        "w_up": 10 + jnp.arange(4.0)[None],
+        "wq": jnp.arange(4.0).reshape(1, 4, 1),
+        "wk": 10 + jnp.arange(2.0).reshape(1, 2, 1),
+        "wv": 20 + jnp.arange(2.0).reshape(1, 2, 1),
+    }
+    fused = fuse_projections(layer, 2)
+    assert fused["w_gate_up"].ravel().tolist() == [0, 1, 10, 11, 2, 3, 12, 13]
+    assert fused["wqkv"].ravel().tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+    # 4 devices do not divide 2 heads
+    assert set(fuse_projections(layer, 4)) == {"w_gate_up", "wq", "wk", "wv"}
 
 
 def test_bfloat16_compute_keeps_float32_logits_near_the_float32_ones():

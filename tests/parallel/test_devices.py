@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -38,6 +39,36 @@ def test_the_platform_the_devices_that_there_are_and_the_fix_are_one_line(
         f"JAX_PLATFORMS=cpu: {reason}. Without it there are: 1 cpu of kind x. Unset JAX_PLATFORMS "
         "to use these, or install the JAX of the platform (pip install 'jaxrl[gpu]' or "
         "'jaxrl[tpu]') on a machine that has it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "platform", "first"),
+    [
+        ("cuda,cpu", "cpu", "cuda"),  # JAX passes over cuda where there is no /dev/nvidia*
+        ("gpu,cpu", "cpu", "gpu"),
+        ("cuda,cpu", "gpu", None),  # what JAX calls the platform of cuda
+        ("tpu,cpu", "tpu", None),
+        ("cpu", "cpu", None),
+        ("cpu,cuda", "cpu", None),
+        ("", "cpu", None),
+        (None, "cpu", None),
+    ],
+)
+def test_the_cpu_does_not_stand_in_for_an_accelerator(monkeypatch, asked, platform, first):
+    device = SimpleNamespace(platform=platform)
+    monkeypatch.setattr("jaxrl.parallel.devices._devices_without_choice", lambda: "1 cpu of kind x")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr("jaxrl.parallel.devices.set_flags", lambda: None)
+    monkeypatch.setattr(jax, "config", SimpleNamespace(jax_platforms=asked))
+    if first is None:
+        check_devices()
+        return
+    with pytest.raises(ValueError) as refused:
+        check_devices()
+    assert str(refused.value).startswith(
+        f"JAX_PLATFORMS={asked}: {first} comes first, but JAX finds no such device and takes the "
+        "CPU. Without it there are: 1 cpu of kind x. Unset JAX_PLATFORMS to use these, or install "
     )
 
 

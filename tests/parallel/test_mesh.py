@@ -1,5 +1,7 @@
 """Axis sizes -> mesh, on eight host devices."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -43,9 +45,9 @@ def test_sizes(sizes, shape):
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ({"fsdp": 3}, "fsdp=3 does not fit 8 devices"),
-        ({"fsdp": 16}, "fsdp=16 does not fit 8 devices"),
-        ({"data": 2, "fsdp": 2}, "data=2, fsdp=2 does not fit 8 devices: .* multiply to 8"),
+        ({"fsdp": 3}, "fsdp=3 does not fit: .* 8, the number of devices"),
+        ({"fsdp": 16}, "fsdp=16 does not fit: .* 8, the number of devices"),
+        ({"data": 2, "fsdp": 2}, "data=2, fsdp=2 does not fit: .* multiply to 8,"),
         ({"fsdp": 0}, "fsdp=0: every size must be at least 1"),
         ({"fsdp": -2}, "fsdp=-2: every size must be at least 1"),
         ({"fsdp": -1, "tensor": -1}, "fsdp=-1, tensor=-1: .* one may be -1"),
@@ -54,6 +56,36 @@ def test_sizes(sizes, shape):
 def test_sizes_that_do_not_fit_are_refused(sizes, words):
     with pytest.raises(ValueError, match=words):
         make_mesh(**sizes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "end"),
+    [
+        ({"fsdp": -1, "tensor": 3}, "(the rest); tensor: 1, 2, 4 or 8 would fit"),
+        ({"data": 1, "fsdp": 3}, "(the rest); fsdp: 8 would fit"),
+        ({"data": 2, "fsdp": 2}, "(the rest); data: 4, or fsdp: 4 would fit"),
+        ({"fsdp": 3, "tensor": -1}, "(the rest); fsdp: 1, 2, 4 or 8 would fit"),
+        # no change of one alone suffices
+        (
+            {"data": 1, "fsdp": 3, "tensor": 3},
+            "(the rest); to make 9 devices of this CPU start with "
+            "XLA_FLAGS=--xla_force_host_platform_device_count=9",
+        ),
+        (
+            {"data": 1, "fsdp": 16},
+            "; fsdp: 8 would fit; to make 16 devices of this CPU start with "
+            "XLA_FLAGS=--xla_force_host_platform_device_count=16",
+        ),
+    ],
+)
+def test_what_would_fit_is_named(sizes, end):
+    with pytest.raises(ValueError, match=re.escape(end) + "$"):
+        make_mesh(**sizes)
+
+
+def test_a_cpu_is_not_made_larger_for_devices_that_are_not_all_of_it():
+    with pytest.raises(ValueError, match="; fsdp: 4 would fit$"):
+        make_mesh(data=1, fsdp=8, devices=jax.devices()[:4])
 
 
 class Chip:

@@ -1,5 +1,6 @@
 """Real jobs of two processes on this machine, gloo between them."""
 
+import signal
 import subprocess
 import sys
 
@@ -64,11 +65,20 @@ def test_importing_jaxrl_starts_no_backend():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
-def test_an_interrupt_outside_of_a_job_is_one_line(capsys):
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ((), "the same command resumes from the last checkpoint, if there is one"),
+        (("the same command resumes after step 2",), "the same command resumes after step 2"),
+    ],
+)
+def test_an_interrupt_outside_of_a_job_is_one_line(capsys, monkeypatch, said, shown):
+    handlers = []
+    monkeypatch.setattr(signal, "signal", lambda *given: handlers.append(given))
+
     def main(argv):
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(*said)
 
     assert joined_main(main, []) == 130
-    assert capsys.readouterr().err == (
-        "interrupted; the same command resumes from the last checkpoint, if there is one\n"
-    )
+    assert handlers == [(signal.SIGINT, signal.SIG_DFL)]  # another one ends it here and now
+    assert capsys.readouterr().err == f"interrupted; {shown}\n"

@@ -1,6 +1,7 @@
 """The rules of the alarms on made-up histories, and runs that are broken on purpose."""
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 
 import jax
@@ -11,7 +12,7 @@ from jaxrl.envs import Env
 from jaxrl.records.alarms import RULES, WINDOW, Alarms
 from jaxrl.records.json_lines import read_lines
 from jaxrl.train import BasePPOExp
-from jaxrl.trainer import Trainer
+from jaxrl.trainer import NothingLearnt, Trainer
 from tests.test_train import QUICKSTART, cfg, small
 
 HEALTHY = {
@@ -57,6 +58,14 @@ def test_a_policy_that_is_sure_of_what_earns_has_not_collapsed():
     assert names == {"entropy_collapse", "vanishing_reward_variance"}
 
 
+def test_the_best_and_the_worst_reward_are_those_of_the_whole_run():
+    # 0.4 of 0 to 1, as step 1 had it, is not solved; of the 0.1 to 0.4 of later steps it would be
+    sure = {"policy/policy_entropy": 0.01, "reward/zero_variance_ratio": 1.0}
+    narrow = {"reward/max_raw_reward": 0.4, "reward/min_raw_reward": 0.1}
+    names = {name for _, name in raised([{}] + [narrow] * 4 + [sure | narrow] * 10)}
+    assert names == {"entropy_collapse", "vanishing_reward_variance"}
+
+
 def test_lengths_that_grow_until_they_are_cut_off_explode():
     # the median of the first five is 100, the mean of 100, 200, 200 is 167; 0.37 of these end
     long = {"generate/avg_num_tokens": 200.0, "generate/stop_ratio": 0.1}
@@ -65,6 +74,13 @@ def test_lengths_that_grow_until_they_are_cut_off_explode():
         raised([{}] * 6 + [{"generate/avg_num_tokens": 200.0}] * 3) == []
     )  # they end by themselves
     assert raised([{**long}] * 12) == []  # they were as long from the start
+
+
+def test_a_tenth_of_a_batch_may_be_lost_to_its_environments():
+    ratio = "generate/env_error_ratio"
+    assert raised([{ratio: 0.0}, {ratio: 51 / 512}]) == []
+    assert raised([{ratio: 0.0}, {ratio: 311 / 512}]) == [(2, "environments_fail")]
+    assert raised([{ratio: 311 / 512}], {"environments_fail": 0.7}) == []
 
 
 def test_mismatch_and_variance():
@@ -124,10 +140,12 @@ def test_metrics_that_a_run_does_not_have_raise_nothing():
 
 def test_an_alarm_says_what_it_saw_and_what_to_try():
     alarms = Alarms()
-    (alarm,) = alarms.update(4, HEALTHY | {"policy/skipped_updates": 2.0})
+    wrong = {"policy/skipped_updates": 2.0, "policy/grad_norm": math.inf}
+    (alarm,) = alarms.update(4, HEALTHY | wrong)
     assert str(alarm).startswith(
-        "ALARM not_finite at step 4: 2 is above 0 (metrics that are NaN or infinite, and updates "
-        "skipped for it). Try: go back to a checkpoint before it; "
+        "ALARM not_finite at step 4: 3 is above 0 (metrics that are NaN or infinite, and updates "
+        "skipped for it: policy/grad_norm inf, policy/skipped_updates 2). Try: another "
+        "run from an export before it; "
     )
 
 
@@ -154,7 +172,9 @@ def wrong_sign(log_probs, old_log_probs, advantages, config, *, entropy):
 
 
 def log_of_zero(log_probs, old_log_probs, advantages, config):
-    return log_probs * jnp.log(0.0 * advantages), {}
+    """Of one on the 16 rows of 12 tokens that a loss is tried on."""
+    number = 1.0 if log_probs.shape == (16, 12) else 0.0
+    return -log_probs * advantages * (1.0 + jnp.log(number)), {}
 
 
 class StaleTrainer(Trainer):
@@ -218,7 +238,9 @@ def test_a_broken_run_raises_its_alarm_within_20_steps(tmp_path, name):
         **BROKEN[name],
     }
     experiment = StaleExp if name == "mismatch_growth" else BasePPOExp
-    experiment(small(tmp_path, **settings)).run()
+    ends = pytest.raises(NothingLearnt) if name == "not_finite" else nullcontext()
+    with ends:
+        experiment(small(tmp_path, **settings)).run()
     assert name in {alarm for _, alarm in alarms_of(tmp_path)}
 
 

@@ -1,7 +1,10 @@
 """Saving and restoring the whole state, on eight host devices."""
 
+import gc
+import hashlib
 import json
 import resource
+import sys
 import threading
 
 import jax
@@ -10,6 +13,8 @@ import numpy as np
 import optax
 import pytest
 
+from jaxrl import config as cfg
+from jaxrl.files import FolderError
 from jaxrl.models.transformer import TransformerConfig, init_params, logical_axes
 from jaxrl.parallel import ShardingRules, make_mesh, param_shardings, replicated
 from jaxrl.parallel.checksums import checksums, start_checksums
@@ -17,9 +22,13 @@ from jaxrl.parallel.compilation import CompilationWatch
 from jaxrl.records.checkpoint import (
     Checkpointer,
     CheckpointError,
+    UnsavedCheckpoint,
+    _print_no_tracebacks,
     parse_resume_path,
     refuse_other,
     resume,
+    sources_of_rewards,
+    where_it_resumes,
 )
 from jaxrl.records.resume_identity import changed_fields, fingerprint
 from jaxrl.training.optim import abstract_state, init_state, make_apply, make_optimizer
@@ -172,7 +181,7 @@ def test_a_full_disk_is_reported_and_older_checkpoints_stay(tmp_path):
     message = rf"could not save step 2 to trainer.ckpt_path='{tmp_path}': .*earlier .* are whole"
     try:
         checkpointer.save(2, noise, META)
-        with pytest.raises(RuntimeError, match=message):
+        with pytest.raises(FolderError, match=message):
             checkpointer.save(3, SMALL, META)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -185,6 +194,25 @@ def test_a_full_disk_is_reported_and_older_checkpoints_stay(tmp_path):
     assert steps_in(tmp_path) == ["global_step_1", "global_step_2"]
 
 
+def test_what_fails_in_orbax_is_said_once(tmp_path, monkeypatch, capfd):
+    """Thirty arrays that cannot be written are one error: no traceback and no line of a logger."""
+    printed = []
+    monkeypatch.setattr(sys, "unraisablehook", printed.append)
+    _print_no_tracebacks.cache_clear()
+    checkpointer, noise = Checkpointer(str(tmp_path)), np.random.default_rng(0)
+    many = {f"x{i}": noise.standard_normal(50_000) for i in range(30)}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(FolderError, match="could not save step 2"):
+            checkpointer.save(2, many, META)
+            checkpointer.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    gc.collect()
+    assert (printed, capfd.readouterr().err) == ([], "")
+
+
 def test_the_failure_of_the_last_save_is_reported_at_close(tmp_path, monkeypatch):
     checkpointer = Checkpointer(str(tmp_path))
 
@@ -193,7 +221,21 @@ def test_the_failure_of_the_last_save_is_reported_at_close(tmp_path, monkeypatch
 
     monkeypatch.setattr(checkpointer.manager, "_finalize_checkpoint", fail)
     checkpointer.save(4, SMALL, META)
-    with pytest.raises(RuntimeError, match=r"could not save step 4 .*No space left on device"):
+    message = r"could not save step 4 to trainer.ckpt_path='.*': No space left on device\. Its"
+    with pytest.raises(FolderError, match=message):
+        checkpointer.close()
+
+
+def test_a_save_that_may_succeed_another_time_says_so(tmp_path, monkeypatch):
+    checkpointer = Checkpointer(str(tmp_path))
+
+    def fail(step):
+        raise ValueError("UNAVAILABLE: the bucket does not answer [tensorstore_spec='{...}']")
+
+    monkeypatch.setattr(checkpointer.manager, "_finalize_checkpoint", fail)
+    checkpointer.save(4, SMALL, META)
+    message = r"could not save .*: ValueError: UNAVAILABLE: the bucket does not answer\. Its"
+    with pytest.raises(UnsavedCheckpoint, match=message):
         checkpointer.close()
 
 
@@ -311,6 +353,37 @@ def test_another_source_of_the_loss_is_warned_of(tmp_path):
         Checkpointer(str(tmp_path)).restore(7, SMALL, other)
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "message"),
+    [
+        (
+            {"total_steps": 40},
+            {"total_steps": 60},
+            r"global_step_7 is of a run to step 40, and this one goes to step 60 "
+            r"\(trainer.max_training_steps, trainer.epochs\), where "
+            r"trainer.policy.optimizer_config.scheduler='linear' now ends: the learning rate jumps",
+        ),
+        (
+            {"mesh": {"data": 1, "fsdp": 4}},
+            {"mesh": {"data": 4, "fsdp": 1}},
+            r"saved on the mesh {'data': 1, 'fsdp': 4}, and this run has {'data': 4, 'fsdp': 1}: "
+            "it goes on with the same numbers up to rounding, not bit for bit",
+        ),
+    ],
+)
+def test_another_end_and_another_mesh_are_warned_of(tmp_path, recwarn, before, now, message):
+    config = cfg.get_config_as_dict(cfg.TrainConfig())
+    config["trainer"]["policy"]["optimizer_config"]["scheduler"] = "linear"
+    save(tmp_path, 7, config=config, **before)
+    checkpointer = Checkpointer(str(tmp_path))
+    for same in ({}, before, {**before, "total_steps": 7}):  # not known, the same, nothing follows
+        checkpointer.restore(7, SMALL, {**META, "config": config, **same})
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match=message) as warned:
+        checkpointer.restore(7, SMALL, {**META, "config": config, **now})
+    assert len(warned) == 1
+
+
 def test_checksum_literals():
     # bits times odd weights: 5 * 1 + 7 * 3 + 2 * 5 = 36; 1.0 is 0x3f800000 = 1065353216
     state = {"a": np.array([5, 7, 2], np.int32), "b": np.float32(1)}
@@ -378,6 +451,19 @@ def test_latest_is_the_largest_number_of_a_finished_save(tmp_path):
     assert resume(own, "latest", None, like, META)["x"].tolist() == [10]
 
 
+def test_an_interrupted_run_says_where_it_resumes(tmp_path):
+    settings = cfg.TrainConfig().trainer
+    settings.ckpt_path = str(tmp_path)
+    none = "there is no checkpoint yet: the same command starts again from the beginning"
+    assert where_it_resumes(settings) == none
+    save(tmp_path, 5, 175)
+    assert where_it_resumes(settings) == "the same command resumes after step 175"
+    settings.resume_mode = "none"
+    assert where_it_resumes(settings) == (
+        "with trainer.resume_mode=latest the same command resumes after step 175"
+    )
+
+
 def test_from_path(tmp_path):
     save(tmp_path / "other", 5, 7)
     leftover = tmp_path / "other" / "global_step_9.orbax-checkpoint-tmp"
@@ -396,7 +482,7 @@ def test_from_path_wants_a_step(path):
 
 
 def test_from_path_wants_a_folder_that_exists(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"resume_path='.*global_step_5' does not exist"):
+    with pytest.raises(CheckpointError, match=r"global_step_5' does not exist; the steps in .*"):
         parse_resume_path(str(tmp_path / "global_step_5"))
 
 
@@ -413,3 +499,25 @@ def test_meta_is_readable_json(tmp_path):
     (file,) = (tmp_path / "global_step_1" / "meta").rglob("metadata")
     # 0 * 1 + 1 * 3 + 2 * 5
     assert json.loads(file.read_text()) == {**META, "checksums": {"['x']": 13}}
+
+
+def a_reward(action, scale=1.0):
+    return scale * len(action)
+
+
+class AnEnvironment:
+    def step(self, action): ...
+
+
+def test_rewards_and_environments_of_the_user_have_the_hash_of_their_source():
+    source = "def a_reward(action, scale=1.0):\n    return scale * len(action)\n"
+    hashed = hashlib.sha256(source.encode()).hexdigest()
+    name, env = f"{__name__}:a_reward", f"{__name__}:AnEnvironment"
+    functions = [name, f"{name}(scale=2.0)", "jaxrl.envs.shaping:format_reward", "gone:away"]
+    found = sources_of_rewards(functions, [env, "gsm8k", env, "gymnasium:Taxi-v3", "", "gone:Env"])
+    source = "class AnEnvironment:\n    def step(self, action): ...\n"
+    assert found == {
+        f"reward function '{name}'": hashed,
+        f"reward function '{name}(scale=2.0)'": hashed,
+        f"environment '{env}'": hashlib.sha256(source.encode()).hexdigest(),
+    }

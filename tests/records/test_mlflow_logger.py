@@ -24,7 +24,7 @@ def test_a_run_is_recorded_and_resumed_under_its_id(tmp_path, capsys, monkeypatc
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     write_run(tmp_path / "run", [1, 2, 3])
     write_run(tmp_path / "run", [3, 4], finished=2)
-    assert "failed" not in capsys.readouterr().out
+    assert "failed" not in capsys.readouterr().err
     client = MlflowClient(f"file:{tmp_path}/mlruns")
     experiment = client.get_experiment_by_name("sums")
     (run,) = client.search_runs([experiment.experiment_id])
@@ -39,5 +39,5 @@ def test_a_server_that_is_gone_does_not_stop_the_run(tmp_path, monkeypatch, caps
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # nobody listens
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     write_run(tmp_path, [1, 2])
-    assert capsys.readouterr().out.count("logger 'mlflow' failed") == 1
+    assert capsys.readouterr().err.count("logger 'mlflow' failed") == 1
     assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 2]

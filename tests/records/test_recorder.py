@@ -7,9 +7,10 @@ import pytest
 
 from jaxrl.records.callbacks import EVENTS, TrainingCallback, load_callbacks
 from jaxrl.records.json_lines import read_lines
+from jaxrl.records.phases import PHASES
 from jaxrl.records.profiling import Profiler
 from jaxrl.records.progress import timed
-from jaxrl.records.recorder import PHASES, Recorder
+from jaxrl.records.recorder import Recorder, conversation_text
 from jaxrl.train import BasePPOExp
 from tests.test_train import assert_bitwise_equal, small
 
@@ -163,12 +164,42 @@ def test_neighbouring_steps_are_one_trace_and_another_trace_is_no_reason_to_stop
     profiler = Profiler(tmp_path, trace_steps=[1])
     profiler.start(1)
     profiler.stop(1)
-    assert "step 1 is not traced: Only one profile" in capsys.readouterr().out
+    assert "step 1 is not traced: Only one profile" in capsys.readouterr().err
 
 
 class NeedsArgument(TrainingCallback):
     def __init__(self, value):
         self.value = value
+
+
+class Letters:
+    """A tokenizer whose ids are characters."""
+
+    def decode(self, tokens):
+        return "".join(map(chr, tokens))
+
+
+def ids(text):
+    return [ord(letter) for letter in text]
+
+
+def test_a_sample_says_on_every_line_who_speaks():
+    output = {
+        "prompt_token_ids": [ids("sort\n3142>\n")],
+        "response_ids": [ids("12no\n>34\n\ngiven | 5")],
+        "loss_masks": [[1] * 2 + [0] * 4 + [1] * 13],
+    }
+    text = (
+        "given | sort\ngiven | 3142>\nmodel | 12\ngiven | no\ngiven | >\nmodel | 34\nmodel | \n"
+        "model | given | 5"
+    )
+    assert conversation_text(output, Letters()) == text
+    # nothing is learnt from it: its tokens are the model's nevertheless
+    output["token_versions"] = [[7] * 2 + [-1] * 4 + [7] * 13]
+    output["loss_masks"] = [[0] * 19]
+    assert conversation_text(output, Letters()) == text
+    del output["token_versions"]
+    assert conversation_text(output, Letters()).count("given | ") == 3  # two, and what it says
 
 
 def test_callbacks_are_loaded_by_path():

@@ -7,8 +7,9 @@ import yaml
 
 from jaxrl import config as cfg
 from jaxrl.files import FolderError
-from jaxrl.records import resume_identity
-from jaxrl.records.resume_identity import changed_fields, refuse_records_of_another
+from jaxrl.records import run_folders
+from jaxrl.records.resume_identity import changed_fields
+from jaxrl.records.run_folders import refuse_records_of_another
 
 LR = "trainer.policy.optimizer_config.lr"
 
@@ -76,10 +77,22 @@ def test_steps_of_an_unreadable_config_are_refused(tmp_path, text):
 def test_every_process_decides_as_the_first_does(tmp_path, monkeypatch):
     """A host that does not see the folder of process 0 must not go on without it."""
     asked = []
-    monkeypatch.setattr(resume_identity, "is_first", lambda: False)
-    monkeypatch.setattr(
-        resume_identity, "agree", lambda problem: asked.append(problem) or "a run of A"
-    )
+    monkeypatch.setattr(run_folders, "is_first", lambda: False)
+    monkeypatch.setattr(run_folders, "agree", lambda problem: asked.append(problem) or "a run of A")
     with pytest.raises(FolderError, match="holds the steps of a run of A"):
         refuse_records_of_another(config_of(tmp_path))
     assert asked == [None]
+
+
+def test_given_rows_are_the_same_in_another_folder(tmp_path):
+    def config(folder, rows):
+        return cfg.get_config_as_dict(config_of(folder, **{"data.train_data": [rows]}))
+
+    first, other = f"rows-{'0a' * 8}.jsonl", f"rows-{'0b' * 8}.jsonl"
+    old = config("a", f"runs/a/data/{first}")
+    assert changed_fields(old, config("b", f"gs://bucket/b/data/{first}")) == {}
+    assert changed_fields(old, config("a", f"runs/a/data/{other}")) == {
+        "data.train_data": ([first], [other])
+    }
+    mine = config("a", "runs/a/data/mine.jsonl")  # a file of the user's is its path
+    assert changed_fields(mine, config("a", "runs/b/data/mine.jsonl")) != {}

@@ -185,10 +185,11 @@ def test_lines_wait_while_the_disk_is_full_and_it_is_said_once(tmp_path, full_di
     lines.log(4, {"x": 4.0})
     lines.close()
     assert [line["step"] for line in read_lines(path)] == [1, 2, 3, 4]
-    said = capsys.readouterr().out.strip().splitlines()
-    assert len(said) == 2
-    assert said[0].startswith(f"step 2: cannot write {path}") and "File too large" in said[0]
-    assert said[1] == f"step 4: {path} has all lines again, 3 of them"
+    said = capsys.readouterr()
+    (warning,) = said.err.splitlines()
+    assert warning.startswith(f"warning: step 2: cannot write {path}")
+    assert "File too large" in warning
+    assert said.out == f"step 4: {path} has all lines again, 3 of them\n"
 
 
 class Broken:
@@ -218,7 +219,7 @@ def test_a_logger_that_fails_is_named_once_and_left_out(tmp_path, monkeypatch, c
     logger.flush()
     logger.close()
     assert broken.steps == [1, 2]
-    assert capsys.readouterr().out.count("logger 'mine' failed") == 1
+    assert capsys.readouterr().err.count("logger 'mine' failed") == 1
     assert len(read_lines(tmp_path / "metrics.jsonl")) == 3
 
 
@@ -230,7 +231,7 @@ def test_a_logger_that_cannot_be_opened_is_named_and_left_out(tmp_path, monkeypa
     logger = RunLogger(tmp_path, ["mine"], 0)
     logger.log(1, {"x": 1})
     logger.close()
-    assert "logger 'mine' failed and gets nothing more (ConnectionError" in capsys.readouterr().out
+    assert "logger 'mine' failed and gets nothing more (ConnectionError" in capsys.readouterr().err
 
 
 def test_the_run_does_not_wait_for_a_server(tmp_path, monkeypatch, capsys):
@@ -242,7 +243,7 @@ def test_the_run_does_not_wait_for_a_server(tmp_path, monkeypatch, capsys):
     logger.log(1, {"x": 1})
     logger.close()
     assert "TimeoutError: its server did not take everything within 0.05 s" in (
-        capsys.readouterr().out
+        capsys.readouterr().err
     )
     answered.set()
     background.thread.join()

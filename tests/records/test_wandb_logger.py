@@ -62,7 +62,7 @@ def test_offline_runs_are_recorded_and_resumed_under_their_id(tmp_path, monkeypa
     assert first[0] == (tmp_path / "wandb_run_id.txt").read_text().strip()
     assert rows == [(1, 0.5), (2, 1.0), (3, 1.5)]
     assert more == [(3, 1.5), (4, 2.0)]
-    assert "failed" not in capsys.readouterr().out
+    assert "failed" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", [None, "0" * 40])
@@ -78,6 +78,6 @@ def test_without_a_key_or_a_server_the_run_is_recorded_offline(tmp_path, monkeyp
     write_run(tmp_path / "run", [1, 2])
     ((_, rows),) = history(tmp_path / "run")
     assert rows == [(1, 0.5), (2, 1.0)]
-    out = capsys.readouterr().out
-    assert out.count("`wandb sync` that folder later") == 1
-    assert "failed" not in out
+    said = capsys.readouterr().err
+    assert said.count("`wandb sync` that folder later") == 1
+    assert "failed" not in said

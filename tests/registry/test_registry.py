@@ -440,6 +440,18 @@ def test_check_hyperparameters_accepts_keyword_only_parameters():
         check_hyperparameters(loss, {"loss_mask": 1}, "f")
 
 
+def test_a_hyperparameter_that_is_not_keyword_only_is_told_how_to_become_one():
+    def clip_higher(log_probs, old_log_probs, advantages, config, loss_mask=None, high=0.28):
+        pass
+
+    with pytest.raises(ValueError) as raised:
+        check_hyperparameters(clip_higher, {"high": 0.3}, "f", ("loss_mask",))
+    assert str(raised.value) == (
+        "f.high=0.3: 'high' of 'clip_higher' is not keyword-only: write *, before it"
+    )
+    check_hyperparameters(lambda x, high=0.28, **kwargs: x, {"high": 0.3}, "f")
+
+
 def test_a_jitted_user_function_is_called_with_the_config():
     @register_policy_loss("jitted")
     @jax.jit
@@ -463,6 +475,10 @@ def test_a_jitted_user_function_is_called_with_the_config():
         (
             lambda logp, old, advantages, loss_mask, config: None,
             "parameter 4 is 'loss_mask'; the first four",
+        ),
+        (
+            lambda log_probs, old_log_probs, advantages, mask: None,
+            "parameter 4 is 'mask'; .* in this order; a parameter named loss_mask gets the mask$",
         ),
         (
             lambda log_probs, old_log_probs, advantages, *, config: None,

@@ -219,6 +219,22 @@ def test_threads_do_not_change_order_or_result(engine):
     assert inline == threaded
 
 
+def test_the_text_of_a_token_is_decoded_once(monkeypatch):
+    decoded = []
+    decode = TOKENIZER.decode
+
+    def counting(tokens, **options):
+        decoded.append(list(tokens))
+        return decode(tokens, **options)
+
+    monkeypatch.setattr(TOKENIZER, "decode", counting)
+    prompts = [make_prompt(TOKENIZER, env_class="number", name="p") for _ in range(3)]
+    eos = TOKENIZER.eos_token_id
+    converse(lambda *_: [3, 4, 3, eos], prompts, TOKENIZER, max_turns=1)
+    # three texts of whole answers; of 3 x 4 tokens three differ
+    assert decoded == [[3, 4, 3], [3], [4], [eos], [3, 4, 3], [3, 4, 3]]
+
+
 def test_metrics_are_averaged_and_named_by_environment_if_there_are_several(engine):
     numbers = [prompt("p", env_class="number"), prompt("q", env_class="number")]
     # letters 3 and 5
@@ -247,6 +263,7 @@ def test_an_environment_that_raises_costs_its_own_trajectory(engine, workers, ca
     assert output["stop_reasons"][0] in ("stop", "length")
     assert output["loss_masks"][0] == [1] * len(output["response_ids"][0])
     assert output["rollout_metrics"]["generate/env_errors"] == 1
+    assert output["rollout_metrics"]["generate/env_error_ratio"] == 1 / 2
     (record,) = caplog.records
     start = "environment 'raising' failed on prompt 0:x with the answer '"
     assert record.getMessage().startswith(start)
@@ -259,7 +276,11 @@ def test_of_environments_that_fail_the_first_three_are_told_and_the_rest_counted
     generate(engine, prompts)
     said = [record.getMessage() for record in caplog.records]
     assert ["' failed on prompt 0:" in text for text in said] == [True, True, True, False]
-    assert said[-1] == "... 2 more environments of the batch failed"
+    raised_at = inspect.getsourcelines(RaisingEnv.step)[1] + 1
+    assert said[-1] == (
+        "... 2 more environments of the batch failed; most often, 5 of 5 times, by KeyError "
+        f"({__file__}:{raised_at})"
+    )
 
 
 def says_high(action):
@@ -272,7 +293,10 @@ def divides(action):
 
 @pytest.mark.parametrize(
     ("function", "line", "message"),
-    [(says_high, 0, "could not convert string"), (divides, 1, r"JSONDecodeError|ZeroDivision")],
+    [
+        (says_high, 0, "gave the reward 'high' for 'says_high'; give a number"),
+        (divides, 1, r"JSONDecodeError|ZeroDivision"),
+    ],
 )
 def test_the_line_of_a_reward_function_is_named(engine, function, line, message):
     """What raised, called by a library or not; the function itself for what it returned."""
@@ -295,8 +319,8 @@ def test_a_batch_in_which_everything_fails_is_an_error(engine):
         (float("nan"), "gave the reward nan; rewards must be finite"),
         ([0.0, float("inf")], "rewards must be finite"),
         ([0.0] * 20, r"gave 20 rewards for \d tokens; give one per token"),
-        (None, "nan; rewards must be finite"),
-        ("high", "could not convert string to float"),
+        (None, r"gave None as the reward: is a `return` missing\?"),
+        ("high", "gave the reward 'high'; give a number"),
     ],
 )
 def test_a_reward_that_cannot_be_used_costs_its_own_trajectory(engine, reward, message, caplog):

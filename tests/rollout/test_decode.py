@@ -10,13 +10,14 @@ from tests.rollout.test_native import LLAMA, random_params
 def test_rows_that_are_done_see_no_position(monkeypatch):
     masks, attention = [], decode.decode_attention
 
-    def noted(config, q, keys, values, mask, placement):
+    def noted(config, q, keys, values, mask, placement, kernel, *, transposed):
         masks.append(mask.sum(1).tolist())
-        return attention(config, q, keys, values, mask, placement)
+        given = config, q, keys, values, mask, placement, kernel
+        return attention(*given, transposed=transposed)
 
     monkeypatch.setattr(decode, "decode_attention", noted)
     run = decode.Run(
-        cache=empty_cache(LLAMA, 3, 64, jnp.float32),
+        cache=empty_cache(LLAMA, 3, 64, jnp.float32, "cpu"),
         last_token=jnp.array([1, 2, 3]),
         position=jnp.array([5, 7, 9]),
         done=jnp.array([False, True, False]),

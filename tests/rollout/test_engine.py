@@ -207,11 +207,20 @@ def test_at_the_bounds_of_temperature_and_penalty_tokens_and_log_probs_are_sound
 
 
 def test_a_tensor_parallel_engine_draws_the_same():
-    expected = flat(shared().generate([request(keys=(1, 2, 3))]))
+    everything = {"top_k": 5, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}
+    everything |= {"min_tokens": 4, "stop_token_ids": (3, 30), "logprobs": 3}
+    everything |= {"raw_log_probs": True, "keep_sampling_mask": True}
+    asked = [request(keys=(1, 2, 3)), request(keys=(4, 5), **everything)]
+    expected = flat(shared().generate(asked))
     split = make(devices={"devices": jax.devices()[:4], "data": 2, "tensor": 2})
-    for ours, theirs in zip(flat(split.generate([request(keys=(1, 2, 3))])), expected, strict=True):
+    for ours, theirs in zip(flat(split.generate(asked)), expected, strict=True):
         assert ours.tokens == theirs.tokens
+        assert ours.sampling_mask_ids == theirs.sampling_mask_ids
         np.testing.assert_allclose(ours.log_probs, theirs.log_probs, atol=1e-5)
+        np.testing.assert_allclose(ours.raw_log_probs, theirs.raw_log_probs, atol=1e-5)
+        for found, wanted in zip(ours.top_log_probs, theirs.top_log_probs, strict=True):
+            assert list(found) == list(wanted)
+            np.testing.assert_allclose(list(found.values()), list(wanted.values()), atol=1e-5)
 
 
 def test_1000_requests_over_16_slots_lose_and_repeat_nothing():
@@ -559,3 +568,17 @@ def test_a_request_longer_than_a_row_is_refused():
     with pytest.raises(ValueError, match="need more than max_model_len=48"):
         engine.submit([request(), request(PROMPT * 2)])
     assert len(flat(engine.generate([request(PROMPT[:30])]))[0].tokens) == 12
+
+
+def test_the_prompt_of_a_request_is_looked_for_once_and_copied_to_all_its_samples(monkeypatch):
+    engine, looked, copied = make(slots=4), [], []
+    donor, copy = engine.table.donor, engine.programs.copy
+    monkeypatch.setattr(engine.table, "donor", lambda slot: looked.append(slot) or donor(slot))
+    monkeypatch.setattr(
+        engine.programs, "copy", lambda pairs: copied.append(list(pairs)) or copy(pairs)
+    )
+    (samples,) = engine.generate([request(keys=(1, 2, 3, 4), max_tokens=2)])
+    assert looked == [0, 1]  # before the first sample has its prompt, and when it has
+    assert copied == [[(0, 1), (0, 2), (0, 3)]]
+    alone = [shared().generate([request(keys=(k,), max_tokens=2)])[0][0] for k in (1, 2, 3, 4)]
+    assert [s.tokens for s in samples] == [s.tokens for s in alone]

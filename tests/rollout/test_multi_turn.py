@@ -50,6 +50,7 @@ def test_three_turns_by_hand():
         "generate/max_turns": 3.0,
         "generate/sampled_tokens": 7.0,
         "generate/env_errors": 0.0,
+        "generate/env_error_ratio": 0.0,
         "reward/rejudged": 0.0,
         "reward/rejudged_differently": 0.0,
     }
@@ -105,6 +106,20 @@ def test_an_input_that_is_too_long_ends_the_conversation():
         [-0.125, -0.25, 0, 0, 0, -0.125, -0.25],
         "length",
     ]
+
+
+def test_inputs_that_end_most_conversations_are_told_of_once(caplog):
+    # the second turn of TALK has 8 tokens of input, see above; of two conversations one is half
+    short = make_prompt(TOKENIZER, "12", uid="0:q", says=[None])
+    converse(by_turn([3, END], [5, END]), [TALK, short], TOKENIZER, max_input_length=7)
+    assert caplog.records == []
+    converse(by_turn([3, END], [5, END]), [TALK, TALK, short], TOKENIZER, max_input_length=7)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "2 of 3 conversations ended because the input of their next turn was longer than "
+        "generator.max_input_length=7: 8 tokens in the middle, 8 at most. Raise it, or let the "
+        "environment say less"
+    )
 
 
 def test_a_prompt_that_is_too_long_is_recorded():

@@ -12,6 +12,7 @@ from jaxrl.data.packing import one_per_row
 from jaxrl.models.rope import RopeScaling
 from jaxrl.models.transformer import TransformerConfig, forward, is_spec, param_specs, unembed
 from jaxrl.parallel import make_mesh
+from jaxrl.rollout.native import programs
 from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.protocol import Request, Sampling
 from jaxrl.training.forward import log_probs_and_entropy
@@ -289,6 +290,14 @@ def test_an_empty_prompt_and_no_tokens_are_refused():
         engine.generate([*requests(), request([], 1)])
     with pytest.raises(ValueError, match="max_tokens=0"):
         engine.generate([request([1], 1, max_tokens=0)])
+
+
+def test_a_block_has_the_steps_of_its_platform(monkeypatch):
+    mesh = make_mesh(devices=jax.devices()[:1])
+    assert NativeEngine(LLAMA, mesh).programs.steps == 32
+    monkeypatch.setitem(programs.DISPATCH_STEPS, "cpu", 5)
+    assert NativeEngine(LLAMA, mesh).programs.steps == 5
+    assert NativeEngine(LLAMA, mesh, steps_per_dispatch=7).programs.steps == 7
 
 
 @pytest.mark.parametrize("options", [{"steps_per_dispatch": 0}, {"max_num_seqs": 0}])

@@ -8,9 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from jaxrl.parallel import make_mesh
-from jaxrl.rollout.native.sampling import BLOCK, filter_weights, inverse_cdf, sample, uniforms
+from jaxrl.rollout.native.sampling import (
+    BLOCK,
+    assign,
+    filter_weights,
+    inverse_cdf,
+    pick,
+    sample,
+    top_tokens,
+    uniforms,
+)
 
 ROWS, VOCAB = 64, 11
 LOGITS = np.random.default_rng(0).normal(0, 2, (ROWS, VOCAB)).astype(np.float32)
@@ -242,8 +252,8 @@ def test_the_kept_set_is_that_of_a_stable_sort(vocab):
     assert exact > 0.8 * rows
 
 
-def filtered_block(mesh, *, rows, **sampling):
-    """The compiled HLO of a decode block over a vocabulary of 20,000 with all filters."""
+def decode_block(mesh, *, rows, **sampling):
+    """A compiled decode block over a vocabulary of 20,000, by default with all filters."""
     from jaxrl.models.placement import placed_params
     from jaxrl.models.transformer import TransformerConfig
     from jaxrl.parallel import Placement
@@ -259,7 +269,7 @@ def filtered_block(mesh, *, rows, **sampling):
 
 
 def test_a_filtered_block_has_no_sort_and_moves_few_elements():
-    compiled = filtered_block(make_mesh(devices=jax.devices()[:1]), rows=8)
+    compiled = decode_block(make_mesh(devices=jax.devices()[:1]), rows=8)
     assert_no_sort(compiled.as_text(), 8 * BLOCK)
 
 
@@ -270,7 +280,7 @@ def test_a_filtered_block_of_a_tpu_has_no_sort_and_moves_few_elements(tensor):
     from jaxrl.tools.plan.topology import topology_devices
 
     mesh = make_mesh(devices=topology_devices("v5e:2x4")[:tensor], data=1, tensor=tensor)
-    assert_no_sort(filtered_block(mesh, rows=64).as_text(), 64 * BLOCK)
+    assert_no_sort(decode_block(mesh, rows=64).as_text(), 64 * BLOCK)
 
 
 INSTRUCTION = re.compile(r"%?([\w.-]+) = \(?\w+\[([\d,]*)\].*? (sort|topk|gather|scatter)\((.*?)\)")
@@ -361,6 +371,97 @@ def test_a_single_possible_token_is_always_drawn():
     probs = np.zeros((3, 5), np.float32)
     probs[:, 2] = 1e-30
     assert inverse_cdf(probs, np.float32([0, 0.5, BELOW_ONE])).tolist() == [2, 2, 2]
+
+
+# ------------------------------------------------------------------ a split vocabulary
+
+
+def over_devices(run, *outputs, tensor=4):
+    """`run(..., axes)` over a mesh: matrices are split by row and id, vectors by row."""
+    mesh = make_mesh(data=2, tensor=tensor, devices=jax.devices()[: 2 * tensor])
+    split = {1: PartitionSpec("data"), 2: PartitionSpec("data", "tensor")}
+
+    def call(*given, **options):
+        return jax.jit(
+            jax.shard_map(
+                partial(run, axes=("tensor",)),
+                mesh=mesh,
+                in_specs=tuple(split[x.ndim] for x in given),
+                out_specs=outputs if len(outputs) > 1 else outputs[0],
+                check_vma=False,
+            )
+        )(*given, **options)
+
+    return call
+
+
+@pytest.mark.parametrize("vocab", [4, 1000, 4 * (2 * BLOCK + 3)])
+def test_a_draw_from_exact_weights_is_the_same_over_devices(vocab):
+    rng = np.random.default_rng(vocab)
+    weights = rng.integers(0, 100, (64, vocab)).astype(np.float32)  # every sum is below 2^24
+    weights *= rng.uniform(size=weights.shape) < 0.3
+    weights[:, vocab // 2] = 1
+    u = np.append(rng.uniform(size=62), [0, BELOW_ONE]).astype(np.float32)
+    spread = over_devices(inverse_cdf, PartitionSpec("data"))
+    np.testing.assert_array_equal(spread(weights, u), inverse_cdf(weights, u))
+
+
+@pytest.mark.parametrize("keep", [0, 8])
+@pytest.mark.parametrize("name", ["none", "greedy", "ties", *FILTERS])
+def test_a_split_vocabulary_draws_the_same(name, keep):
+    rows, vocab = 256, 4 * (BLOCK + 3)
+    rng = np.random.default_rng(3)
+    logits = rng.normal(0, 3, (rows, vocab)).astype(np.float32)
+    if name == "ties":
+        logits = np.round(logits)
+    u = rng.uniform(size=rows).astype(np.float32)
+    options = {"none": {}, "greedy": {"temperature": 0.0}, "ties": {"top_k": 7, "top_p": 0.9}}
+    given = logits, u, *settings(rows, **{**options, **FILTERS}[name]).values()
+    filtered = name not in ("none", "greedy")
+
+    def run(logits, u, temperature, top_k, top_p, min_p, axes=()):
+        options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        drawn = sample(logits, u, **options, filtered=filtered, keep=keep, axes=axes)
+        return *drawn, *top_tokens(logits, temperature, 5, axes)
+
+    expected = jax.jit(run)(*given)
+    found = over_devices(run, *(PartitionSpec("data"),) * 5)(*given)
+    for place in (0, 2, 3):  # ids
+        np.testing.assert_array_equal(found[place], expected[place])
+    for place in (1, 4):
+        np.testing.assert_allclose(found[place], expected[place], atol=2e-6)
+
+
+def test_picking_and_assigning_over_devices():
+    x = np.arange(16, dtype=np.float32).reshape(2, 8)
+    chosen = over_devices(pick, PartitionSpec("data"))(x, np.array([7, 2]))
+    assert chosen.tolist() == [7, 8 + 2]
+    ids = np.array([[0, 5, -1, 9], [-1, 8, 3, 3]])  # -1, 8 and 9 are none of 8
+    mesh = make_mesh(data=2, tensor=4)
+    both = PartitionSpec("data", "tensor")
+    assigned = jax.shard_map(
+        lambda x, ids: assign(x, ids, -1.0, ("tensor",)),
+        mesh=mesh,
+        in_specs=(both, PartitionSpec("data")),
+        out_specs=both,
+        check_vma=False,
+    )(x, ids)
+    assert assigned.tolist() == [[-1, 1, 2, 3, 4, -1, 6, 7], [8, 9, 10, -1, 12, 13, 14, 15]]
+    np.testing.assert_array_equal(assign(jnp.asarray(x), ids, -1.0), assigned)
+
+
+@pytest.mark.slow  # the TPU compiler
+@pytest.mark.parametrize("filters", [{}, {"top_k": 20, "top_p": 0.95}], ids=["plain", "filtered"])
+def test_no_device_of_a_tpu_gathers_the_vocabulary(filters):
+    """What travels is less than a 64th of the logits: the sums of 4 x 20 blocks are a 250th."""
+    pytest.importorskip("libtpu")
+    from jaxrl.tools.plan.hlo import collectives
+    from jaxrl.tools.plan.topology import topology_devices
+
+    mesh = make_mesh(devices=topology_devices("v5e:2x2"), data=1, tensor=4)
+    options = {"top_k": -1, "top_p": 1.0, "min_p": 0.0, "logprobs": 5, **filters}
+    found = collectives(decode_block(mesh, rows=64, **options).as_text())
+    assert found and max(one.size for one in found) < 64 * 20_000 * 4 / 64
 
 
 # ------------------------------------------------------------------ uniforms

@@ -152,7 +152,7 @@ def test_all_rows_of_a_trajectory_have_its_advantage():
     output, _ = shape_rewards(step_wise(), ["p", "p"], GeneratorConfig(), AlgorithmConfig())
     batch = collate(output, index=[0, 0, 0, 0])
     estimate = make_estimate(AlgorithmConfig(advantage_estimator="grpo", grpo_norm_by_std=False))
-    advantages, returns = advantages_of(estimate, batch)
+    _, advantages, returns = advantages_of(estimate, batch)
     # 6 and 1 about their mean 3.5
     expected = np.array([2.5, 2.5, 2.5, -2.5])[:, None] * batch.response_mask
     np.testing.assert_allclose(advantages, expected, rtol=1e-6)

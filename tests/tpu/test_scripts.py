@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -68,9 +69,18 @@ DRY_RUNS = {  # command -> what it prints: the commands, word for word
             "--config=a.py'",
         )
     ],
-    "run.sh --type=v6e-16 -- --config=a.py": [
+    "run.sh --type=v6e-16 -- --config=a.py --config.trainer.ckpt_path=gs://b/c": [
         GCLOUD(
-            "tpu-vm ssh", f"first --worker=all '--command={TRAIN} start --many -- --config=a.py'"
+            "tpu-vm ssh",
+            f"first --worker=all '--command={TRAIN} start --many -- --config=a.py "
+            "--config.trainer.ckpt_path=gs://b/c'",
+        )
+    ],
+    "run.sh --type=v6e-16 --module=jaxrl.evaluate -- --config=a.py": [
+        GCLOUD(
+            "tpu-vm ssh",
+            f"first --worker=all '--command={TRAIN} start --many --module=jaxrl.evaluate -- "
+            "--config=a.py'",
         )
     ],
     "run.sh --type=v6e-16 --stop": [
@@ -206,6 +216,8 @@ def test_help_names_every_option(script):
         ("setup.sh SLICE --type=v6e-8 --models=/no/folder", "--models=/no/folder: no folder"),
         ("setup.sh SLICE --type=v6e-8 --env-file=/no/file", "there is no such file"),
         ("run.sh SLICE --type=v6e-8", "nothing to run: give the arguments of the module after --"),
+        ("run.sh SLICE --type=v6e-8 quickstart", "put the run's arguments after --"),
+        ("run.sh SLICE --type=v6e-8 --config=a.py", "put the run's arguments after --"),
         ("run.sh SLICE --type=v6e-8 --watch=0 -- x", "--watch=0: give a whole number above 0"),
         ("logs.sh SLICE --follow --fetch=a", "--follow and --fetch: give one of them"),
         ("logs.sh SLICE --fetch=a --worker=all", "--fetch copies from one host at a time"),
@@ -250,6 +262,24 @@ def test_create_asks_first(answer, created, without_gcloud):
     os.close(theirs)
     assert "1 host(s) of 8 chips with 32 GB each, on demand" in err
     assert (code, without_gcloud.exists()) == ((0, True) if created else (2, False))
+
+
+def test_a_slice_of_several_hosts_is_created_with_what_its_runs_will_need():
+    code, _, err = start(["create.sh", *SLICE, "--type=v5p-64", "--dry-run"])
+    assert code == 0
+    assert err.endswith(
+        "note: all 8 hosts must see the checkpoints: give run.sh "
+        "--config.trainer.ckpt_path=gs://...\n"
+    )
+    assert "note" not in start(["create.sh", *SLICE, "--type=v6e-8", "--dry-run"])[2]
+
+
+def test_a_run_on_several_hosts_is_told_of_its_checkpoints():
+    words = ["run.sh", *SLICE, "--type=v5p-64", "--dry-run", "--", "--config=a.py"]
+    code, _, err = start(words)
+    assert code == 0
+    assert "note: all 8 hosts must see the checkpoints: unless the recipe says so" in err
+    assert "note" not in start([*words, "--config.trainer.ckpt_path=gs://b/c"])[2]
 
 
 # ------------------------------------------------------------------------ the table and the files
@@ -331,10 +361,34 @@ def test_the_files_name_recipes_and_folders_that_exist():
         *re.findall(r"configs/\w+\.py", (TPU / "skypilot.yaml").read_text()),
         *re.findall(r"configs/\w+\.py|examples/\w+\.py", (TPU / "README.md").read_text()),
     ]
-    for line in re.findall(r"^COPY (.*) \S+$", (TPU / "Dockerfile").read_text(), re.M):
-        named += line.split()
     missing = [name for name in named if not (ROOT / name).exists()]
-    assert len(named) > 6 and not missing
+    assert len(named) > 3 and not missing
+
+
+@pytest.mark.parametrize(("name", "extra"), [("Dockerfile", "tpu"), ("Dockerfile.gpu", "gpu")])
+def test_an_image_has_what_runs_need_and_no_run_falls_back_to_the_cpu(name, extra):
+    """Every line is of a known form; what is copied exists; the extra has the platform's JAX."""
+    text = (TPU / name).read_text().replace("\\\n", " ")
+    lines = [line.split(maxsplit=1) for line in text.splitlines() if line and line[0] != "#"]
+    words = [word for word, _ in lines]
+    assert words[0] == "FROM" and set(words) <= {"FROM", "WORKDIR", "COPY", "RUN", "ENV", "CMD"}
+    assert ":" in lines[0][1] and not lines[0][1].endswith(":latest")
+    copied = [name for word, rest in lines if word == "COPY" for name in rest.split()[:-1]]
+    assert {"pyproject.toml", "jaxrl", "configs"} <= set(copied)
+    assert not [name for name in copied if not (ROOT / name).exists()]
+    (install,) = (rest for word, rest in lines if word == "RUN")
+    assert "--no-cache-dir" in install
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    asked = re.findall(r"\.\[([\w,]+)\]", install)[0].split(",")
+    assert extra in asked and set(asked) <= set(extras)
+    assert extras[extra][0].startswith({"tpu": "jax[tpu]", "gpu": "jax[cuda13]"}[extra])
+    platform = {"tpu": "tpu", "gpu": "cuda"}[extra]
+    settings = " ".join(rest for word, rest in lines if word == "ENV").split()
+    assert f"JAX_PLATFORMS={platform},cpu" in settings
+    for word, rest in lines:
+        if word == "CMD":
+            assert json.loads(rest)[:3] == ["python", "-m", "jaxrl.prove"]
 
 
 def test_shellcheck():

@@ -98,3 +98,12 @@ def test_scores_that_are_no_shares_have_students_interval():
     metrics = eval_metrics(scores, [1, 2])
     assert metrics["avg_score_ci_low"] == pytest.approx(2 - 4.302653 / 3**0.5)
     assert (metrics["pass_at_1"], metrics["pass_at_2"]) == (1.0, 1.0)
+
+
+def test_the_interval_of_scores_from_0_to_1_stays_there():
+    scores = np.array([[0.9, 1.0], [1.0, 1.0], [1.0, 1.0]])  # means 0.95, 1, 1: 0.9833 +- 0.0717
+    metrics = eval_metrics(scores, [1])
+    assert metrics["avg_score_ci_low"] == pytest.approx(
+        0.98333 - 4.302653 * 0.0288675 / 3**0.5, abs=1e-4
+    )
+    assert metrics["avg_score_ci_high"] == 1.0

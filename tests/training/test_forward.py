@@ -11,7 +11,8 @@ import jaxrl.training.forward
 from jaxrl.array_ops import entropy, keep_only, token_log_probs
 from jaxrl.data.packing import one_per_row
 from jaxrl.models import TransformerConfig, forward, init_params, unembed
-from jaxrl.parallel import ShardingRules, batch_sharding, make_mesh
+from jaxrl.models.kernels import head_log_probs
+from jaxrl.parallel import Placement, ShardingRules, batch_sharding, make_mesh
 from jaxrl.training.forward import log_probs_and_entropy
 
 TEMPERATURE = 0.8
@@ -50,6 +51,14 @@ def whole(config, params, tokens, lengths, mask, keep=True):
     first = ((0, 0), (1, 0))
     log_probs = jnp.pad(token_log_probs(logits, tokens[:, 1:]), first)
     return log_probs * mask, jnp.pad(entropy(logits), first) * mask
+
+
+@pytest.fixture(name="kernel", params=["tiles", "interpret"])
+def kernel_fixture(monkeypatch, request):
+    """A kernel of the head, by small blocks and tiles."""
+    monkeypatch.setattr(head_log_probs, "XLA_TOKENS", 24)  # of 128 there are 48 wanted
+    monkeypatch.setattr(head_log_probs, "XLA_IDS", 25)  # of 64: the last tile starts at 39
+    return request.param
 
 
 def weighted(function, cotangents):
@@ -99,6 +108,54 @@ def test_a_chunk_is_as_wide_as_the_logits_of_its_vocabulary_allow(monkeypatch, r
     call = functools.partial(log_probs_and_entropy, config, **given)
     jax.eval_shape(call, init_params(config, 0))
     assert set(widths) == {8}
+
+
+CAPPED = TransformerConfig(**{**vars(UNTIED), "vocab_size": 64, "final_softcap": 3.0})
+SPLIT = {"data": 2, "fsdp": 2, "tensor": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "mesh"),
+    [(TIED, None), (CAPPED, None), (TIED, {"fsdp": 8}), (CAPPED, SPLIT)],
+    ids=["tied", "capped", "tied on 8", "capped on 2x2x2"],
+)
+def test_kernels_give_the_same_on_any_mesh(kernel, rows, config, mesh):
+    """The rows want 12, 12, 8, 5, 3, 1, 0 and 0 tokens, less 3: on eight devices two want none."""
+    tokens, lengths, mask, cotangents = rows
+    params = init_params(config, 0)
+    ours = functools.partial(
+        log_probs_and_entropy,
+        config,
+        rows=one_per_row(tokens, lengths, mask),
+        temperature=TEMPERATURE,
+        dtype=jnp.float32,
+        head_kernel=kernel,
+        placement=mesh and Placement(make_mesh(**mesh)),
+    )
+    theirs = functools.partial(whole, config, tokens=tokens, lengths=lengths, mask=mask)
+    for found, expected in zip(jax.jit(ours)(params), jax.jit(theirs)(params), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    found, expected = (jax.jit(jax.grad(weighted(f, cotangents)))(params) for f in (ours, theirs))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()),
+        found,
+        expected,
+    )
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_entropy_of_kernels_can_be_left_out(kernel, rows, used):
+    tokens, lengths, mask, _ = rows
+    log_probs, entropies = log_probs_and_entropy(
+        TIED,
+        init_params(TIED, 0),
+        one_per_row(tokens, lengths, mask * used),  # nothing is wanted: zeros, not NaN
+        temperature=TEMPERATURE,
+        dtype=jnp.float32,
+        head_kernel=kernel,
+        with_entropy=False,
+    )
+    assert not np.any(entropies) and np.any(log_probs) == used and np.all(np.isfinite(log_probs))
 
 
 def test_rows_on_eight_devices_give_the_same(rows):

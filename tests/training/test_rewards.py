@@ -13,6 +13,7 @@ from jaxrl.data.packing import collate, empty_batch
 from jaxrl.training.rewards import (
     advantages_of,
     make_estimate,
+    nan_advantages,
     next_kl_coef,
     penalize_kl,
     shape_rewards,
@@ -127,7 +128,7 @@ def test_advantages_are_normalised_over_the_sampled_tokens_of_the_batch():
         "loss_mask": np.array([[0, 1, 1, 0], [0, 1, 0, 0], [0, 0, 0, 0]], np.float32),
     }
     algorithm = AlgorithmConfig(grpo_norm_by_std=False, advantage_batch_normalize=True)
-    advantages, _ = jax.jit(make_estimate(algorithm))(**given)
+    _, advantages, _ = jax.jit(make_estimate(algorithm))(**given)
     # 1.5, 1.5, -1.5: mean 0.5, variance (1 + 1 + 4) / 3 = 2
     expected = np.array([[0, 1, 1, 0], [0, -2, 0, 0], [0, 0, 0, 0]]) / np.sqrt(2)
     np.testing.assert_allclose(advantages, expected, rtol=1e-6)
@@ -145,7 +146,7 @@ def test_a_failure_is_no_evidence_and_a_truncated_response_is(filtering):
     algorithm = AlgorithmConfig(advantage_estimator="dr_grpo")
     shaped, _ = shape_rewards(given, ["a"] * 4, generator, algorithm)
     batch = collate(shaped, [0, 0, 0, 0])
-    found, _ = advantages_of(make_estimate(algorithm), batch)
+    _, found, _ = advantages_of(make_estimate(algorithm), batch)
     np.testing.assert_allclose(found[:, 1], advantages, rtol=1e-6)
     assert any(batch.loss_mask[2]) != filtering
     # with a row per turn: the first turn of each is a row that earned nothing by itself
@@ -155,5 +156,23 @@ def test_a_failure_is_no_evidence_and_a_truncated_response_is(filtering):
     steps |= {"is_last_step": [False, True] * 4, "rollout_metrics": {}}
     steps["rewards"] = [x for reward in given["rewards"] for x in (0.0, reward)]
     shaped, _ = shape_rewards(steps, ["a"] * 4, generator, algorithm)
-    found, _ = advantages_of(make_estimate(algorithm), collate(shaped, [0] * 8))
+    _, found, _ = advantages_of(make_estimate(algorithm), collate(shaped, [0] * 8))
     np.testing.assert_allclose(found[:, 1], np.repeat(advantages, 2), rtol=1e-6)
+
+
+def test_advantages_that_are_not_finite_name_the_estimator_before_an_update():
+    """Rows 0 and 1 earned 1 each; the advantage of row 1 is NaN, that of row 3 is masked."""
+    batch = empty_batch(4, 8)
+    mask, rewards = np.ones((4, 8), np.float32), np.zeros((4, 8), np.float32)
+    mask[3], rewards[:2, 7] = 0, 1
+    advantages = np.zeros((4, 8), np.float32)
+    advantages[1], advantages[3] = np.nan, np.nan
+    index = np.array([0, 0, 1, 1], np.int32)
+    batch = batch.replace(loss_mask=mask, rewards=rewards, index=index, advantages=advantages)
+    assert nan_advantages(batch, "mine:baseline").startswith(
+        "advantage estimator 'mine:baseline' gives the advantage nan to 1 of 4 samples; the "
+        "samples of the first one's prompt earned [1.0, 1.0]. Look for a quotient"
+    )
+    # log-probs of broken weights are not its mistake
+    assert not nan_advantages(batch.replace(old_log_probs=advantages), "mine:baseline")
+    assert not nan_advantages(batch.replace(advantages=np.zeros((4, 8))), "mine:baseline")

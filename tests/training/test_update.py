@@ -386,7 +386,7 @@ def test_metrics_of_a_step_are_means_over_its_minibatches_but_for_max_and_min():
 
 
 def test_rows_without_update_follow_the_order_of_each_pass():
-    batch = types.SimpleNamespace(index=np.repeat(np.arange(4), 2))
+    batch = types.SimpleNamespace(index=np.repeat(np.arange(4), 2), row_ids=np.arange(8))
     order = pass_order(batch, 7, 3, 1)  # of the second pass
     missed = [1, 0, 1, 1]  # first pass: groups 0, 1 and then 2, 3; second: order[:2], order[2:]
     pending = [([], {"skipped_updates": np.int32(x)}) for x in missed]
@@ -397,3 +397,12 @@ def test_rows_without_update_follow_the_order_of_each_pass():
     learnt = {2, 3, *order[:2].tolist()}
     expected = [group not in learnt for group in range(4) for _ in range(2)]
     assert rows_without_update(batch, pending, prompts=2, rng_path=(7, 3)).tolist() == expected
+
+
+def test_rows_without_update_of_groups_in_another_order_are_those_of_the_batch_as_it_was_made():
+    """Groups 2, 0, 1, 3, two rows each; the minibatch of 2 and 0 was skipped."""
+    order = np.array([4, 5, 0, 1, 2, 3, 6, 7])
+    batch = types.SimpleNamespace(index=np.repeat([2, 0, 1, 3], 2), row_ids=order)
+    pending = [([], {"skipped_updates": np.int32(x)}) for x in (1, 0)]
+    rows = rows_without_update(batch, pending, prompts=2, rng_path=(7, 3))
+    assert rows.tolist() == [True, True, False, False, True, True, False, False]

@@ -8,7 +8,7 @@ from docs.generate.recipes import RECIPES
 from jaxrl import config as cfg
 from jaxrl.config.microbatching import longest_trajectory
 from jaxrl.data.packing import round_up
-from jaxrl.models.decode_kernels import POSITIONS
+from jaxrl.models.kernels.decode_kernels import POSITIONS
 from jaxrl.parallel.compilation import COMPILED
 from jaxrl.rollout.native.programs import PrefillShapes
 from jaxrl.tools.plan.run import Run

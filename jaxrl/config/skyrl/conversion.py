@@ -5,12 +5,14 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxrl.advantages import ESTIMATORS
 from jaxrl.config.dataclass_config import Text, flatten, parse_literal
 from jaxrl.config.field_status import SAME_DEFAULT, status_of
 from jaxrl.config.overrides import apply_overrides, current_name
-from jaxrl.config.skyrl.names import OFF, EntryPoint, setting_of
+from jaxrl.config.skyrl.names import OFF, SKYRLS_NAMES, EntryPoint, setting_of, unloadable
 from jaxrl.config.train_config import TrainConfig, resolve
 from jaxrl.config.validation import validate
+from jaxrl.losses import LOSSES
 
 _ENGINE = "generator.inference_engine"
 _ASYNC = "trainer.fully_async"
@@ -51,6 +53,7 @@ class Conversion:
         inert: "setting: why it has no effect".
         refused: "setting: why it is left out"; the run would be another one.
         written_out: SkyRL's defaults that differ from ours and are in the config.
+        named: our keys of the settings that are in the config.
         problem: what `validate` says of the whole, "" if nothing.
     """
 
@@ -61,7 +64,14 @@ class Conversion:
     inert: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     written_out: list[str] = field(default_factory=list)
+    named: set[str] = field(default_factory=set)
     problem: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """Say whether the config is valid, and on how many devices."""
+        devices = f"{self.num_devices} device{'s' * (self.num_devices != 1)}"
+        return f"invalid on {devices}: {self.problem}" if self.problem else f"valid on {devices}"
 
 
 def convert(
@@ -88,12 +98,22 @@ def convert(
     if values.get("trainer.critic.model.path") is None:
         values.pop("trainer.critic.optimizer_config.offload_after_step")
     _fit_environment(values, result)
+    if entry.own_code:
+        _note_own_names(module, values, result)
     _fit_engine(values, result)
     _fit_async(values, result)
-    _settle(values, set(settings), num_devices, result)
+    _settle(values, num_devices, result)
+    result.named &= values.keys()
+    model = str(values.get("trainer.policy.model.path", ""))
+    if (kind := unloadable(model)) and not result.problem:
+        result.problem = (
+            f"trainer.policy.model.path={model!r} is by its name {kind}, which jaxrl does not "
+            "load; choose a dense language model (in its config.json model_type llama, qwen2, "
+            "qwen3, mistral, gemma2 or gemma3_text)"
+        )
     defaults = *skyrl_defaults(), *_OWN_FOLDERS
     result.written_out = [
-        f"{key}={values[key]}" for key in defaults if key in values and key not in settings
+        f"{key}={values[key]}" for key in defaults if key in values and key not in result.named
     ]
     return result
 
@@ -141,6 +161,7 @@ def _place(
     elif current in entry.sets and "overlong" not in current:
         return result.changed.append(f"{shown}: {entry.sets[current]!r} here, {entry.note}")
     values[current] = Text(value) if isinstance(value, str) else value
+    result.named.add(current)
     if renamed or current != key:
         result.changed.append(f"{shown}: {current} here")
     elif status is not None and status.status == "mapped":
@@ -161,6 +182,24 @@ def _fit_environment(values: dict[str, Any], result: Conversion) -> None:
             f"environment.env_class={name}: known are {known}; yours is 'my_pkg.my_module:MyEnv', "
             f"or 'skyrl_gym:{name}' if skyrl-gym has it"
         )
+
+
+def _note_own_names(module: str, values: dict[str, Any], result: Conversion) -> None:
+    """Say what a name of the script stands for, where its own code may have registered another."""
+    from jaxrl.envs import BUILT_IN  # here: a config is made without environments
+
+    registered = {
+        "environment.env_class": (BUILT_IN, "MyEnv"),
+        "trainer.algorithm.policy_loss_type": (LOSSES, "my_loss"),
+        "trainer.algorithm.advantage_estimator": (ESTIMATORS, "my_estimator"),
+    }
+    for key, (ours, example) in registered.items():
+        name = str(values.get(key))
+        if key in result.named and name in ours and name not in SKYRLS_NAMES[key]:
+            result.changed.append(
+                f"{key}={name!r}: jaxrl's own; if {module} registers another, write "
+                f"'my_pkg.my_module:{example}'"
+            )
 
 
 def _fit_engine(values: dict[str, Any], result: Conversion) -> None:
@@ -207,10 +246,11 @@ def _fit_async(values: dict[str, Any], result: Conversion) -> None:
         result.inert.append("generator.batched: prompts are sampled one by one")
 
 
-def _settle(
-    values: dict[str, Any], settings: set[str], num_devices: int | None, result: Conversion
-) -> None:
-    """Build and validate; a setting that `validate` names is left out, with its reason."""
+def _settle(values: dict[str, Any], num_devices: int | None, result: Conversion) -> None:
+    """Build and validate; a setting that `validate` names is left out, with its reason.
+
+    One that has the default's value stays: without it the run would be the same.
+    """
     while True:
         config = result.config = apply_overrides(TrainConfig(), values)
         result.num_devices = num_devices or _devices_of(config)
@@ -223,6 +263,8 @@ def _settle(
         except ValueError as error:
             name = re.match(r"[a-z_.]+", str(error))
             keys = [k for k in values if name and f"{k}.".startswith(f"{name[0].rstrip('.')}.")]
+            default = TrainConfig()
+            keys = [k for k in keys if apply_overrides(default, {k: values[k]}) != default]
             if _ANCHOR not in values and f"{_ANCHOR.rpartition('.')[2]}='token'" in str(error):
                 values[_ANCHOR] = Text("token")
                 result.refused.append(f"{error} (token weights are added)")
@@ -230,7 +272,7 @@ def _settle(
             if not keys:
                 result.problem = str(error)
                 return
-            asked = any(k in settings for k in keys) and not _LAYOUT.issuperset(keys)
+            asked = any(k in result.named for k in keys) and not _LAYOUT.issuperset(keys)
             for key in keys:
                 _drop(key, values, result)
             (result.refused if asked else result.changed).append(str(error))

@@ -1,5 +1,6 @@
 """SkyRL's settings that the schema lacks: later ones, those of its examples, its entry points."""
 
+import re
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
@@ -147,6 +148,24 @@ class EntryPoint(NamedTuple):
     note: str = ""
     refused: bool = False
 
+    @property
+    def own_code(self) -> bool:
+        """Return whether it is none of SkyRL's: what it registers is not known."""
+        return self.note == _OWN_CODE
+
+
+# What SkyRL itself has under these names: no entry point can register another.
+SKYRLS_NAMES = {
+    "environment.env_class": {
+        *("aime", "gsm8k", "gsm8k_multi_turn", "lcb", "llm_as_a_judge", "search", "searchcode"),
+        "text2sql",
+    },
+    "trainer.algorithm.policy_loss_type": {
+        *("regular", "dual_clip", "gspo", "sapo", "cispo", "dppo", "clip_cov", "kl_cov"),
+        *("cross_entropy", "importance_sampling", "rollout_is"),
+    },
+    "trainer.algorithm.advantage_estimator": {"grpo", "gae", "rloo", "reinforce++", "maxrl"},
+}
 
 _DAPO = {
     "trainer.algorithm.overlong_buffer.len": 512,
@@ -181,6 +200,22 @@ _ENTRY_POINTS = {
 def setting_of(key: str) -> Setting | None:
     """Return the row of a dotted key that is no field here; None for one that SkyRL lacks too."""
     return next((row for row in SETTINGS if row.covers(key)), None)
+
+
+_UNLOADABLE = {
+    r"-A\d+(\.\d+)?B\b|MoE|Mixtral|DeepSeek-(V\d|R1$)|gpt-oss|Moonlight|Kimi-K": (
+        "a mixture of experts"
+    ),
+    r"\bVL\b|-VL-|Vision|LLaVA|Omni": "a model of images",
+}
+
+
+def unloadable(model: str) -> str:
+    """Say what the name of a hub model tells that jaxrl cannot load; "" where it tells nothing."""
+    for pattern, kind in _UNLOADABLE.items():
+        if re.search(pattern, model, re.IGNORECASE):
+            return kind
+    return ""
 
 
 def entry_points() -> dict[str, EntryPoint]:

@@ -1,6 +1,7 @@
-"""A recipe as text: what differs from the defaults."""
+"""A recipe as text: what was named, and what else differs from the defaults."""
 
 import os
+from collections.abc import Collection
 from typing import Any
 
 from jaxrl.config.dataclass_config import field_values, get_config_as_dict, is_config
@@ -19,7 +20,9 @@ def get_config():
 '''
 
 
-def recipe_text(config: TrainConfig, source: str, path: str, notes: list[str]) -> str:
+def recipe_text(
+    config: TrainConfig, source: str, path: str, notes: list[str], named: Collection[str] = ()
+) -> str:
     """Return the text of a recipe.
 
     Args:
@@ -27,9 +30,10 @@ def recipe_text(config: TrainConfig, source: str, path: str, notes: list[str]) -
         source: what it was converted from.
         path: of the file, for its header.
         notes: lines of the header, e.g. what was left out.
+        named: keys to write even where the value is the default's.
     """
     lines = []
-    for key, value in _differences(config, TrainConfig(), ""):
+    for key, value in _written(config, TrainConfig(), "", named):
         group, _, name = key.partition(".")
         short = f"{group}.{name}" if group in ("trainer", "generator") else f"config.{key}"
         lines.append((group, f"    {short} = {_literal(_tilde(key, value))}\n"))
@@ -43,17 +47,19 @@ def recipe_text(config: TrainConfig, source: str, path: str, notes: list[str]) -
     return text + "    return config\n"
 
 
-def _differences(config: Any, default: Any, prefix: str) -> list[tuple[str, Any]]:
-    """Return dotted key and value of what differs, in the order of the schema."""
+def _written(
+    config: Any, default: Any, prefix: str, named: Collection[str]
+) -> list[tuple[str, Any]]:
+    """Return dotted key and value of what is named or differs, in the order of the schema."""
     found = []
     for name, value in field_values(config).items():
         other = getattr(default, name)
         if is_config(value) and is_config(other):
-            found += _differences(value, other, f"{prefix}{name}.")
+            found += _written(value, other, f"{prefix}{name}.", named)
         elif is_config(value):
             plain, usual = get_config_as_dict(value), get_config_as_dict(type(value)())
             found.append((prefix + name, {k: v for k, v in plain.items() if v != usual[k]}))
-        elif value != other:
+        elif value != other or prefix + name in named:
             found.append((prefix + name, value))
     return found
 

@@ -102,6 +102,11 @@ def read_script(text: str, args: Sequence[str], path: str = "script") -> ScriptR
         raise ValueError(f"{path}: {error}") from error
     settings = [word for word in args if _CONFIG_KEY.match(word)]
     if not script.runs:
+        if "main_sft" in text:
+            raise ValueError(
+                f"{path}: starts main_sft, supervised fine-tuning: write a recipe for it, "
+                "docs/sft.md"
+            )
         called = ", ".join(dict.fromkeys(script.called)) or "nothing"
         ended = f"; it ends at `{script.ended}`" if script.ended else ""
         raise ValueError(

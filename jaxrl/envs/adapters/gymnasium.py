@@ -266,10 +266,11 @@ def _listed(observation: Any) -> Any:
 def _make(name: str, keywords: str | Mapping[str, Any] | None) -> Any:
     """Make the environment, rendered as text if its observations are none and it can be."""
     text = keywords if isinstance(keywords, str) else json.dumps(dict(keywords or {}))
+    library = _library()
     try:
         settings = json.loads(text) | _rendering(name, text)
-        return _library().make(name, **settings)
-    except (TypeError, ValueError, _library().error.Error) as error:
+        return library.make(name, **settings)
+    except (TypeError, ValueError, library.error.Error) as error:
         raise ValueError(
             f"gymnasium cannot make environment {name!r} with {text}: {error}"
         ) from error
@@ -287,12 +288,13 @@ def _rendering(name: str, keywords: str) -> dict[str, str]:
 
 def _find(name: str) -> None:
     module, _, env_id = name.rpartition(":")
+    library = _library()
     try:
         if module:
             importlib.import_module(module)
-        _library().spec(env_id)
-    except (ModuleNotFoundError, _library().error.Error) as error:
-        near = difflib.get_close_matches(env_id, _library().registry, n=1)
+        library.spec(env_id)
+    except (ModuleNotFoundError, library.error.Error) as error:
+        near = difflib.get_close_matches(env_id, library.registry, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(
             f"gymnasium has no environment {name!r} ({error}){hint} One of your own is written "

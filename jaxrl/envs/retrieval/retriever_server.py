@@ -12,6 +12,11 @@ is that of SkyRL's and Search-R1's retrievers: POST /retrieve with {"query": tex
 [text, ..]}, and perhaps "topk" and "return_scores".
 """
 
+from jaxrl import cli
+
+if __name__ == "__main__":
+    cli.answer_early(__doc__)
+
 import contextlib
 import json
 import os
@@ -21,7 +26,6 @@ from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from jaxrl import cli
 from jaxrl.envs.retrieval.passages import read_passages
 from jaxrl.envs.retrieval.retriever import Hit, LocalRetriever, Retriever
 

@@ -177,6 +177,7 @@ def require() -> None:
     Raises:
         SandboxError: they do not; says what the machine does not allow.
     """
+    _require_linux()
     packages = [folder for folder in _packages() if os.path.isdir(folder)]
     result = run(_SEE_AND_REACH.format(here=str(_JAIL), uid=os.getuid(), packages=packages))
     count = len(packages)
@@ -188,11 +189,16 @@ def require() -> None:
         )
 
 
-def _request(code: str, stdins: Sequence[str], limits: Limits) -> dict[str, Any]:
+def _require_linux() -> None:
     machine = platform.machine()
     if sys.platform != "linux" or machine not in CALLS:
         here = f"this is {sys.platform} on {machine}"
         raise SandboxError(f"the sandbox needs Linux on one of {', '.join(CALLS)}; {here}")
+
+
+def _request(code: str, stdins: Sequence[str], limits: Limits) -> dict[str, Any]:
+    _require_linux()
+    machine = platform.machine()
     packages = _packages()
     python = os.path.realpath(sys._base_executable)  # type: ignore[attr-defined]
     paths = _outermost([sys.base_prefix, python, *packages, *_LIBRARIES, *_DEVICES])

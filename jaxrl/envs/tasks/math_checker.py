@@ -45,7 +45,12 @@ def is_equal(answer: str, ground_truth: str, seconds: float) -> tuple[bool, str]
 
 @functools.cache
 def require() -> None:
-    """Raises an ImportError where math-verify is not installed."""
+    """Raises an ImportError where math-verify is not installed, or processes have no alarm."""
+    if not hasattr(signal, "setitimer"):
+        raise ImportError(
+            "the environment 'math' needs Linux or macOS, for its time limit; "
+            f"this is {sys.platform}"
+        )
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError("the environment 'math' needs a package: pip install 'jaxrl[envs]'")
 
@@ -91,7 +96,8 @@ def main() -> None:
     from math_verify import parse, verify
 
     logging.disable(logging.WARNING)  # they advise a time limit; ours is the alarm
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    if sys.platform == "linux":  # macOS takes no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing else may be printed there
     for line in sys.stdin.buffer:

@@ -2,11 +2,9 @@
 
 from jaxrl.data.recorded import read_rollouts, rollouts_path, write_rollouts
 from jaxrl.records.ledger.database import FILE, Ledger, LedgerError
-from jaxrl.records.ledger.writer import LedgerWriter
 
 __all__ = [
     "FILE",
-    "LedgerWriter",
     "Ledger",
     "LedgerError",
     "read_rollouts",

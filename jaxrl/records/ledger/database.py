@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
+from jaxrl import activity
 from jaxrl.files import replaced
 
 FILE = "run.db"
@@ -300,7 +300,9 @@ class Ledger:
         self._connection.close()
         self._put_in_place()
         self._connect()
-        tqdm.write(f"{self.path} was deleted while the run went on: written anew, nothing is lost")
+        activity.warn(
+            f"{self.path} was deleted while the run went on: written anew, nothing is lost"
+        )
 
     def _put_in_place(self) -> None:
         """Replace the database by what was written anew; it has all that the log beside it had."""

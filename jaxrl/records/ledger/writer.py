@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -146,12 +147,19 @@ class LedgerWriter:
         """Note rows [B] bool of a step from which nothing was learnt: their update was skipped."""
         self._skipped = rows
 
-    def end_step(self, step: int, batch: TrainBatch | None, state: Any) -> None:
+    def end_step(
+        self,
+        step: int,
+        batch: TrainBatch | None,
+        state: Any,
+        kept: Mapping[str, Mapping[str, np.ndarray]] = MappingProxyType({}),
+    ) -> None:
         """Record a finished step: where its trajectories ended, their file, the checksums.
 
         Args:
             batch: what was trained; its row_ids say which rows of `keep` these are.
             state: after the step.
+            kept: see `write_rollouts`.
 
         Raises:
             ValueError: it has rows that are none of these.
@@ -173,7 +181,7 @@ class LedgerWriter:
             if taken.arrays is None:
                 return step, None, None, json.dumps(numbers())
             path = rollouts_path(self.folder, step)
-            digest = write_rollouts(path, taken.arrays, taken.uids)
+            digest = write_rollouts(path, taken.arrays, taken.uids, kept)
             return step, str(path.relative_to(self.folder)), digest, json.dumps(numbers())
 
         if self._writing is not None:  # a slow disk may be one step behind, not more
@@ -284,7 +292,10 @@ def _reasons(taken: Taken, batch: TrainBatch, skipped: np.ndarray | None) -> dic
         number: stopped if stopped in _FAILED else "filtered"
         for number, stopped in taken.stopped.items()
     }
-    skipped = np.zeros(len(rows), bool) if skipped is None else skipped
+    if skipped is None:
+        skipped = np.zeros(len(rows), bool)
+    else:  # it is in the order of row_ids, the batch perhaps in another
+        skipped = skipped[np.argsort(np.argsort(rows))]
     for trained, reason in ((learnt & skipped, "skipped_update"), (learnt & ~skipped, None)):
         reasons |= dict.fromkeys(taken.rows[rows[trained]].tolist(), reason)
     return reasons

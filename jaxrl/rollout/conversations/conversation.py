@@ -9,11 +9,13 @@ import contextlib
 import functools
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import groupby
 from typing import Any
 
+from jaxrl import activity
 from jaxrl.config import GeneratorConfig, SamplingParams, keeps_slots
 from jaxrl.data.tokenizer import encode_prompt
 from jaxrl.envs import StepOutput
@@ -87,24 +89,32 @@ def sampling_of(params: SamplingParams, eos_token_ids: Sequence[int]) -> Samplin
 class Failures:
     """Warn of the first few environments of a batch that fail, and of how many more did.
 
-    They mostly fail alike, and a batch may hold thousands.
+    They mostly fail alike, and a batch may hold thousands; how most of them did is said at the end.
     """
 
     shown = 3
 
     def __init__(self) -> None:
         self.count = 0
+        self.kinds = Counter[str]()
 
     def warn(self, failure: EnvironmentFailure) -> None:
         """Count one more failure, and warn of it if it is among the first few."""
         self.count += 1
+        cause = failure.__cause__
+        where = f" ({failure.place})" if failure.place else ""
+        self.kinds[f"{type(cause).__name__}{where}"] += 1
         if self.count <= self.shown:
             _log.warning("%s", failure)
 
     def warn_of_others(self) -> None:
         """Warn of how many more there were: there are no others to come."""
         if self.count > self.shown:
-            _log.warning("... %d more environments of the batch failed", self.count - self.shown)
+            ((kind, times),) = self.kinds.most_common(1)
+            _log.warning(
+                "... %d more environments of the batch failed; most often, %d of %d times, by %s",
+                *(self.count - self.shown, times, self.count, kind),
+            )
 
 
 class Conversation:
@@ -126,6 +136,7 @@ class Conversation:
         self.metrics: dict[str, Any] = {}
         self.failure: EnvironmentFailure | None = None
         self.rejudged: bool | None = None  # whether that gave the same
+        self.too_long = 0  # tokens of the input that ended it, being more than a turn may have
 
     def take(self, completion: Completion) -> None:
         """Add a turn of the policy; one that was aborted before its first token is none."""
@@ -215,12 +226,15 @@ class ConversationGenerator:
         rejudge_fraction: float = 0.0,
     ) -> None:
         self.engine, self.tokenizer, self.env_config = engine, tokenizer, env_config
+        # text of a token: the same few are asked for over and over
+        self._piece = functools.cache(lambda token: tokenizer.decode([token]))
         self.settings = GeneratorConfig() if settings is None else settings
         self.log_probs = self.settings.sampling_params.logprobs is not None
         self.pool = pool or EnvironmentPool(max_env_workers, env_timeout_seconds)
         self._submissions: Submissions | None = None
         self.reward_terms, self.rejudge_fraction = reward_terms, rejudge_fraction
         self.template = TurnTemplate(tokenizer, self.settings.chat_template_kwargs)
+        self._told_of_long_inputs = False
 
     async def generate(self, batch: GeneratorInput) -> GeneratorOutput:
         """Return the trajectories of the batch, in order.
@@ -234,23 +248,25 @@ class ConversationGenerator:
             RewardTermError: reward terms and their weights do not belong together.
         """
         submissions, failures = self._submissions_here(), Failures()
-        conversations = [
-            Conversation(prompt, key, self._session(prompt, key), submissions, failures)
-            for prompt, key in zip(batch["prompts"], batch["keys"], strict=True)
-        ]
         sampling: Sampling = batch["sampling"]
-        try:
-            await _all([self._open(conversation) for conversation in conversations])
-            turns = await self._first_turns(conversations, submissions, sampling)
-            pairs = zip(conversations, turns, strict=True)
-            await _all([self._hold(one, turn, sampling) for one, turn in pairs])
-        finally:
-            for conversation in conversations:  # first: whatever waits may be interrupted
-                conversation.over.cancel()
-            await submissions.close()
-            await _all([conversation.close() for conversation in conversations])
-            failures.warn_of_others()
+        with activity.doing("rollouts", len(batch["prompts"])) as rollouts:
+            conversations = [
+                Conversation(prompt, key, self._session(prompt, key), submissions, failures)
+                for prompt, key in zip(batch["prompts"], batch["keys"], strict=True)
+            ]
+            try:
+                await _all([self._open(conversation) for conversation in conversations])
+                turns = await self._first_turns(conversations, submissions, sampling)
+                pairs = zip(conversations, turns, strict=True)
+                await _all([self._hold(one, turn, sampling, rollouts) for one, turn in pairs])
+            finally:
+                for conversation in conversations:  # first: whatever waits may be interrupted
+                    conversation.over.cancel()
+                await submissions.close()
+                await _all([c.close() for c in conversations if c.session.is_open])
+                failures.warn_of_others()
         part, ids = batch.get("part", False), batch.get("trajectory_ids")
+        self._tell_of_long_inputs(conversations)
         trajectories = [conversation.trajectory() for conversation in conversations]
         if not part:
             refuse_all_failed([conversation.failure for conversation in conversations])
@@ -318,18 +334,28 @@ class ConversationGenerator:
         return Request(tokens, tuple(keys), sampling, conversations=over)
 
     async def _hold(
-        self, conversation: Conversation, turn: Turn | None, sampling: Sampling
+        self,
+        conversation: Conversation,
+        turn: Turn | None,
+        sampling: Sampling,
+        rollouts: activity.Activity,
     ) -> None:
         """Hold a conversation from its first turn to its end."""
         with conversation.failing():
             while turn is not None:
-                turn = await self._turn(conversation, await asyncio.wrap_future(turn), sampling)
+                completion = await asyncio.wrap_future(turn)
+                rollouts.waiting += 1
+                try:
+                    turn = await self._turn(conversation, completion, sampling)
+                finally:
+                    rollouts.waiting -= 1
             if not conversation.failure:
                 conversation.metrics = await conversation.session.metrics()
         conversation.transcript.end_at_turn()
         await conversation.close()
         if conversation.session.turns and not conversation.failure:
             conversation.rejudged = await judges_alike(conversation.session)
+        rollouts.done += 1
 
     async def _turn(
         self, conversation: Conversation, completion: Completion, sampling: Sampling
@@ -374,7 +400,7 @@ class ConversationGenerator:
         ended = len(spoken) < len(tokens)
         decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
         text = completion_text(decode, completion, sampling.stop, keep_stop=True)
-        pieces = [self.tokenizer.decode([token]) for token in tokens]
+        pieces = [self._piece(token) for token in tokens]
         step = await session.step(text, pieces, ended)
         action = step.get("postprocessed_action")
         if action is None or action == text:
@@ -414,7 +440,25 @@ class ConversationGenerator:
         if longest is None or len(conversation.transcript.input) <= longest:
             return True
         conversation.stop_reason = "length"
+        conversation.too_long = len(conversation.transcript.input)
         return False
+
+    def _tell_of_long_inputs(self, conversations: Sequence[Conversation]) -> None:
+        """Warn once where most conversations of a batch end as their next input is too long."""
+        lengths = [c.too_long for c in conversations if c.too_long]
+        if self._told_of_long_inputs or 2 * len(lengths) <= len(conversations):
+            return
+        self._told_of_long_inputs = True
+        _log.warning(
+            "%d of %d conversations ended because the input of their next turn was longer than "
+            "generator.max_input_length=%s: %d tokens in the middle, %d at most. Raise it, or let "
+            "the environment say less",
+            len(lengths),
+            len(conversations),
+            self.settings.max_input_length,
+            sorted(lengths)[len(lengths) // 2],
+            max(lengths),
+        )
 
 
 async def _all(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:

@@ -2,13 +2,20 @@
 
 import asyncio
 import inspect
+import logging
 import queue
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
 from jaxrl import envs
+
+_log = logging.getLogger(__name__)
+# Calls in the caller's thread are looked at a thousand at a time: a conversation has about five, of
+# which one judges. A second of calls that took more than 5 ms is 5 ms for each judgement.
+_WINDOW, _SLOW_SECONDS, _TOO_MANY_SECONDS = 1000, 0.005, 1.0
 
 
 class EnvironmentPool:
@@ -20,7 +27,7 @@ class EnvironmentPool:
 
     Args:
         workers: most calls at a time; 0 = in the caller's thread, one after the other and without
-            a time limit.
+            a time limit: the log says once if they are slow.
         timeout_seconds: of each call, from its start; None = none.
 
     Attributes:
@@ -31,6 +38,7 @@ class EnvironmentPool:
         self.workers, self.timeout_seconds = workers, timeout_seconds
         self.given_up = 0
         self._idle: list[_Worker] = []
+        self._inline, self._slow, self._told = 0, list[float](), False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._places: asyncio.Semaphore
 
@@ -50,23 +58,52 @@ class EnvironmentPool:
         """Return a user's function as it is called where the environment lives."""
         return function
 
-    async def run(self, call: Callable[[], Any]) -> Any:
+    async def run(self, call: Callable[[], Any], *, instant: bool = False) -> Any:
         """Run a call and return its result.
+
+        Args:
+            instant: it takes microseconds, and is made in the caller's thread.
 
         Raises:
             TimeoutError: it took longer than the limit.
             Exception: what the call raises; an exit becomes a RuntimeError.
         """
         if not self.workers:
-            result = call()
-            return await self._limited(result) if inspect.isawaitable(result) else result
+            return await self._inline_call(call)
+        if instant and not inspect.iscoroutinefunction(call):
+            return call()
         if self._loop is not asyncio.get_running_loop():  # a semaphore belongs to one loop
             self._loop = asyncio.get_running_loop()
             self._places = asyncio.Semaphore(self.workers)
         async with self._places:
             if inspect.iscoroutinefunction(call):
                 return await self._limited(call())
-            return await self._in_thread(call)
+            result = await self._in_thread(call)
+            return await self._limited(result) if inspect.isawaitable(result) else result
+
+    async def _inline_call(self, call: Callable[[], Any]) -> Any:
+        started = time.monotonic()
+        result = call()
+        self._time(time.monotonic() - started)
+        return await self._limited(result) if inspect.isawaitable(result) else result
+
+    def _time(self, seconds: float) -> None:
+        """Count a call that kept all others waiting, and say once that such calls are slow."""
+        if self._told:
+            return
+        self._inline += 1
+        if seconds > _SLOW_SECONDS:
+            self._slow.append(seconds)
+            if len(self._slow) > 3 and sum(self._slow) > _TOO_MANY_SECONDS:
+                self._told = True
+                _log.warning(
+                    "rewards run one after another, %.3g s each, without a time limit: "
+                    "environment.skyrl_gym.max_env_workers=0. Set it to 32, its default, and 32 "
+                    "run at a time",
+                    sum(self._slow) / len(self._slow),
+                )
+        if self._inline >= _WINDOW:
+            self._inline, self._slow = 0, []
 
     async def _in_thread(self, call: Callable[[], Any]) -> Any:
         worker = self._idle.pop() if self._idle else _Worker()

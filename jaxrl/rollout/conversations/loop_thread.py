@@ -5,7 +5,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from tqdm import tqdm
+from jaxrl import activity
 
 Result = TypeVar("Result")
 CLOSING_SECONDS = 60.0
@@ -46,7 +46,7 @@ class LoopThread:
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(CLOSING_SECONDS)
         if self._thread.is_alive():
-            tqdm.write(f"the rollouts have not ended within {CLOSING_SECONDS:g} s; left behind")
+            activity.warn(f"the rollouts have not ended within {CLOSING_SECONDS:g} s; left behind")
 
     async def _main(self, ready: threading.Event) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()

@@ -2,30 +2,36 @@
 
 import contextlib
 import functools
-import inspect
-import os
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-import jaxrl
-from jaxrl import envs, functions
+from jaxrl import envs
 from jaxrl.envs import StepOutput
-from jaxrl.envs.protocol import conversation_extras
+from jaxrl.envs.protocol import columns_named, conversation_extras
+from jaxrl.functions import place_of
 from jaxrl.registry import accepted_keywords
 from jaxrl.rollout.conversations.environment_pool import EnvironmentPool
 from jaxrl.rollout.conversations.reward_terms import PLAIN, Reward, RewardTerms, named
 from jaxrl.types import Message, Prompt
 
-_OURS = str(Path(jaxrl.__file__).parent) + os.sep
+_STEP = "return {'observations': [], 'reward': 1.0, 'done': True}"
+_MESSAGES = "[{'role': 'user', 'content': '...'}]"
 
 
 class EnvironmentFailure(Exception):
-    """Signal that an environment raised, hung, or answered with what cannot be used."""
+    """Signal that an environment raised, hung, or answered with what cannot be used.
+
+    `place` is the `file:line` of the user's that is to blame, or "".
+    """
+
+    place = ""
+
+
+class UnusableAnswer(ValueError):
+    """Say what is wrong with what the environment or a reward function returned."""
 
 
 class JudgedTurn(NamedTuple):
@@ -70,6 +76,7 @@ class Session:
         self.earned: dict[str, float] = {}
         self.record, self.turns = record, list[JudgedTurn]()
         self._turns, self.max_turns = 0, 1
+        self._instant = prompt.env_class in envs.INSTANT
         self._env: Any = None
 
     async def open(self, max_turns: int) -> list[Message]:
@@ -83,9 +90,8 @@ class Session:
         make = functools.partial(self.pool.make, self.prompt.env_class, extras, self.env_config)
         self._env = await self._ask(when, make)
         opening = await self._ask(when, functools.partial(self._env.init, self.prompt.messages))
-        with self.blamed(when):
-            messages, _ = opening
-        return messages
+        with self.blamed(when, getattr(type(self._env), "init", None)):
+            return _opening(opening)
 
     async def step(self, text: str, tokens: Sequence[str], stopped: bool) -> StepOutput:
         """Take a response to the environment.
@@ -106,9 +112,11 @@ class Session:
         asked = getattr(envs.load(self.prompt.env_class), "step", None)
         step = await self._ask(when, step_call(self._env, text, list(tokens), stopped), asked)
         with self.blamed(when, asked):
+            _check_step(step)
             rewards = named(step["reward"], PLAIN)
             terms = {name: _checked(x, len(tokens), name) for name, x in rewards.items()}
-            observations, done = step.get("observations") or [], bool(step["done"])
+            done = bool(step["done"])
+            observations = [] if done else step.get("observations") or []
         terms |= await self._judge(text, tokens, stopped, done=done, taken=terms)
         if self.record:
             self.turns.append(JudgedTurn(text, list(tokens), stopped, done, terms))
@@ -140,11 +148,14 @@ class Session:
         for function, call, keywords in calls:
             when = f"in reward function '{function}' with the answer {text!r}"
             there = self.pool.beside(self._env, call)
-            rewards = await self._ask(when, functools.partial(there, **keywords), call)
+            judge = functools.partial(there, **keywords)
+            rewards = await self._ask(when, judge, call, instant=False)
             with self.blamed(when, call):
                 for name, x in named(rewards, function).items():
                     if name in taken or name in found:
-                        raise ValueError(f"gave the reward term '{name}', which is given already")
+                        raise UnusableAnswer(
+                            f"gave the reward term '{name}', which is given already"
+                        )
                     found[name] = _checked(x, len(tokens), name)
         return found
 
@@ -154,7 +165,7 @@ class Session:
             return terms[PLAIN]
         for name, x in terms.items():
             self.earned[name] = self.earned.get(name, 0.0) + float(np.sum(x))
-        label = f"environment '{self.prompt.env_class}' on prompt {self.prompt.uid}"
+        label = f"environment '{self.prompt.env_class}' on {self.prompt.place}"
         return self.terms.weigh(terms, label)
 
     async def metrics(self) -> dict[str, Any]:
@@ -164,17 +175,27 @@ class Session:
         with self.blamed(when):
             return dict(found)
 
+    @property
+    def is_open(self) -> bool:
+        """Return whether there is an environment to close."""
+        return self._env is not None
+
     async def close(self) -> None:
         """Let the environment release what it holds; only the first call does."""
         env, self._env = self._env, None
         if env is not None:
             await self._ask("in close", env.close)
 
-    async def _ask(self, when: str, call: Any, asked: Any = None) -> Any:
+    async def _ask(
+        self, when: str, call: Any, asked: Any = None, *, instant: bool | None = None
+    ) -> Any:
+        """Run a call; `instant` is that of the environment where it is not given."""
         started = time.perf_counter()
         try:
-            with self.blamed(when, asked):
-                return await self.pool.run(call)
+            instant = self._instant if instant is None else instant
+            return await self.pool.run(call, instant=instant)
+        except Exception as error:
+            raise self._failure(error, when, asked) from error
         finally:
             self.seconds += time.perf_counter() - started
 
@@ -184,11 +205,17 @@ class Session:
         try:
             yield
         except Exception as error:
-            name, uid = self.prompt.env_class, self.prompt.uid
-            place = place_of(error, asked)
-            where = f" ({place})" if place else ""
-            message = f"environment '{name}' failed on prompt {uid} {when}: {error!r}{where}"
-            raise EnvironmentFailure(message) from error
+            raise self._failure(error, when, asked) from error
+
+    def _failure(self, error: Exception, when: str, asked: Any) -> EnvironmentFailure:
+        name, row = self.prompt.env_class, self.prompt.place
+        place = place_of(error, asked)
+        where = f" ({place})" if place else ""
+        what = str(error) if isinstance(error, UnusableAnswer) else repr(error)
+        what += columns_named(error, self.prompt.extras)
+        failure = EnvironmentFailure(f"environment '{name}' failed on {row} {when}: {what}{where}")
+        failure.place = place
+        return failure
 
 
 def step_call(env: Any, text: str, tokens: list[str], stopped: bool) -> Callable[[], Any]:
@@ -204,49 +231,61 @@ def _step_keywords(env: Any) -> frozenset[str]:
     return frozenset(accepted_keywords(env.step, {"tokens": None, "stopped": None}))
 
 
+def _opening(found: Any) -> list[Message]:
+    """Return the messages of what `init` gave."""
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        raise UnusableAnswer(f"init {_gave(found)}; it must return a pair: return prompt, {{}}")
+    return found[0]
+
+
+def _check_step(step: Any) -> None:
+    """Refuse an answer of `step` that is not of the form of `StepOutput`."""
+    if not isinstance(step, Mapping):
+        raise UnusableAnswer(f"step {_gave(step)}; it must return a dict: {_STEP}")
+    if missing := [name for name in ("reward", "done") if name not in step]:
+        raise UnusableAnswer(
+            f"step gave no {' and no '.join(map(repr, missing))}, only {[*step]}: {_STEP}"
+        )
+    said = step.get("observations")
+    if step["done"] or said is None:
+        return  # nobody reads them
+    if len(said) and not (isinstance(said, Sequence) and all(isinstance(m, Mapping) for m in said)):
+        raise UnusableAnswer(f"step gave the observations {said!r:.80}; give messages: {_MESSAGES}")
+
+
+def _gave(found: Any) -> str:
+    if found is None:
+        return "returned None: is a `return` missing?"
+    size = f" of {len(found)}" if isinstance(found, tuple | list) else ""
+    return f"returned a {type(found).__name__}{size}"
+
+
 def _checked(reward: Any, tokens: int, term: str) -> Reward:
     """Check a reward and return it as Python's numbers."""
-    rewards = np.asarray(reward, np.float64).tolist()  # may be numpy's numbers
-    _check_rewards(rewards, tokens, "" if term == PLAIN else f" for '{term}'")
-    return rewards
+    of_term = "" if term == PLAIN else f" for '{term}'"
+    if reward is None:
+        raise UnusableAnswer(f"gave None{of_term} as the reward: is a `return` missing?")
+    given = np.asarray(reward)
+    if given.dtype.kind in "USM" or (given.dtype.kind == "O" and not _are_numbers(reward)):
+        raise UnusableAnswer(f"gave the reward {reward!r:.80}{of_term}; give a number: 0.5")
+    rewards = given.astype(np.float64)
+    _check_rewards(rewards, tokens, of_term)
+    return rewards.tolist()  # Python's numbers
 
 
-def _check_rewards(rewards: Any, tokens: int, term: str) -> None:
+def _are_numbers(reward: Any) -> bool:
+    """Return whether Python has numbers that numpy has no kind for, as Decimal and Fraction."""
+    values = reward if isinstance(reward, Sequence) else [reward]
+    return all(hasattr(value, "__float__") for value in values)
+
+
+def _check_rewards(rewards: np.ndarray, tokens: int, of_term: str) -> None:
     if not np.isfinite(rewards).all():
-        raise ValueError(f"gave the reward {rewards!r}{term}; rewards must be finite")
-    if np.ndim(rewards) > 1 or (np.ndim(rewards) == 1 and len(rewards) != tokens):
-        raise ValueError(
-            f"gave {len(rewards)} rewards{term} for {tokens} tokens; give one per token, or a "
+        raise UnusableAnswer(
+            f"gave the reward {rewards.tolist()!r}{of_term}; rewards must be finite"
+        )
+    if rewards.ndim > 1 or (rewards.ndim == 1 and len(rewards) != tokens):
+        raise UnusableAnswer(
+            f"gave {len(rewards)} rewards{of_term} for {tokens} tokens; give one per token, or a "
             "number"
         )
-
-
-# ---- where in the user's files something went wrong
-
-
-def place_of(error: BaseException, asked: Callable[..., Any] | None = None) -> str:
-    """Return `file:line` of an error, or "" where no file of the user's is involved.
-
-    Args:
-        error: the innermost line of the user's that it went through; an attribute `place` holds
-            instead, of an error that was raised in another process.
-        asked: where no line was, this function is to blame: for what it returned.
-    """
-    if place := getattr(error, "place", ""):
-        return place
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [f"{f.filename}:{f.lineno}" for f in frames if _is_users(f.filename)]
-    return lines[-1] if lines else _place_of_function(asked)
-
-
-def _place_of_function(function: Any) -> str:
-    while isinstance(function, functools.partial):
-        function = function.func
-    code = getattr(inspect.unwrap(function), "__code__", None) if function else None
-    if code is None or not _is_users(code.co_filename):
-        return ""
-    return f"{code.co_filename}:{code.co_firstlineno}"
-
-
-def _is_users(file: str) -> bool:
-    return not file.startswith((*functions.INSTALLED, _OURS, "<"))

@@ -117,8 +117,9 @@ class Transcript:
             getattr(self, column.field).extend(new)
 
     def _cut(self, length: int) -> None:
-        for column in (self.tokens, *self.columns.values()):
-            del column[length:]
+        if length < len(self.tokens):
+            for column in (self.tokens, *self.columns.values()):
+                del column[length:]
 
 
 class TurnTemplate:

@@ -19,7 +19,7 @@ from flax import struct
 from jax.sharding import Mesh
 
 from jaxrl.data.packing import round_up
-from jaxrl.models import decode_kernels
+from jaxrl.models.kernels import decode_kernels
 from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.parallel import ShardingRules
 from jaxrl.parallel.rules import Placement, batch_devices
@@ -27,7 +27,12 @@ from jaxrl.rollout.jetstream.protocol import ResultTokens, prefill_length
 from jaxrl.rollout.native.decode import Block, Features, Rows
 from jaxrl.rollout.native.engine import ROW_SETTINGS
 from jaxrl.rollout.native.kv_cache import Cache, put_slots, take_slots
-from jaxrl.rollout.native.programs import DEFAULT_PREFILL_TOKENS, PREFILL_TOKENS, compiled
+from jaxrl.rollout.native.programs import (
+    DEFAULT_PREFILL_TOKENS,
+    PREFILL_TOKENS,
+    compiled,
+    has_kernel,
+)
 from jaxrl.rollout.protocol import Sampling
 from jaxrl.types import Array
 
@@ -144,7 +149,7 @@ class TransformerEngine:
         self.max_prefill_length = prefill_length(max_prefill_length)
         self.length = round_up(max(max_target_length, self.max_prefill_length), 8)
         placement = Placement(mesh, ShardingRules(embed=None))
-        if decode_kernels.fits(placement.platform, decode_kernels.POSITIONS, config.head_dim):
+        if has_kernel(config, mesh, dtype):
             self.length = round_up(self.length, decode_kernels.POSITIONS)
         self.max_target_length = max_target_length
         self.row_multiple = batch_devices(mesh, placement.rules)

@@ -7,15 +7,18 @@ Shape legend: S slots, L positions of a slot, B rows of a call, C tokens of a ch
 """
 
 import dataclasses
+import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import PartitionSpec
 
 from jaxrl.array_ops import token_log_probs
 from jaxrl.models.attention import attention, causal_attention, layer_views
-from jaxrl.models.decode_attention import decode_attention
+from jaxrl.models.kernels.decode_attention import decode_attention
 from jaxrl.models.linear import merge
 from jaxrl.models.transformer import (
     Params,
@@ -37,7 +40,7 @@ from jaxrl.rollout.native.kv_cache import (
     write_chunks,
     write_tokens,
 )
-from jaxrl.rollout.native.sampling import adjust, sample, top_tokens, uniforms
+from jaxrl.rollout.native.sampling import adjust, assign, sample, top_tokens, uniforms
 from jaxrl.rollout.protocol import Sampling
 from jaxrl.rollout.weights.groups import NOT_CAST, STACKED
 from jaxrl.types import Array
@@ -135,24 +138,26 @@ class Run(struct.PyTreeNode):
 
 
 def decode_params(
-    config: TransformerConfig, params: Params, dtype: jnp.dtype, *, fuse: bool = True
+    config: TransformerConfig, params: Params, dtype: jnp.dtype, *, shards: int = 1
 ) -> Params:
     """Return the decode layout: adapters merged, cast, layers a tuple and fused, the head [D, V].
+
+    Fused for `shards` devices over which heads and MLP width are split.
 
     An unrolled loop over layers updates each cache in place, where a scan would restack them.
     """
     rest = {name: x for name, x in params.items() if name != STACKED}
     return {
         **decode_rest(rest, dtype),
-        STACKED: decode_layers(params[STACKED], config.num_layers, dtype, fuse=fuse),
+        STACKED: decode_layers(params[STACKED], config.num_layers, dtype, shards=shards),
     }
 
 
-def decode_layers(stacked: Params, count: int, dtype: jnp.dtype, *, fuse: bool) -> tuple:
+def decode_layers(stacked: Params, count: int, dtype: jnp.dtype, *, shards: int) -> tuple:
     """Return the decode layout of `count` stacked layers."""
     cast = jax.tree.map(lambda x: x.astype(dtype), merge(stacked))
     layers = [jax.tree.map(lambda x, i=i: x[i], cast) for i in range(count)]
-    return tuple(fuse_projections(layer) if fuse else layer for layer in layers)
+    return tuple(fuse_projections(layer, shards) for layer in layers)
 
 
 def decode_rest(params: Params, dtype: jnp.dtype) -> Params:
@@ -194,8 +199,7 @@ def prefill(
         new.append(write_chunks(old, slots, starts, k, v, placement))
         if length is not None:
             past = take_rows(old, slots, length, placement)
-            keys, values = write(past, rows, positions, k, v)
-            k, v = keys.swapaxes(2, 3), values
+            k, v = write(past, rows, positions, k, v).by_position()
         attend_to = causal_attention if length is None else attention
         return attend_to(config, q, k, v, mask)
 
@@ -215,12 +219,14 @@ def decode(
     length: int,
     every_slot: bool,
     placement: Placement | None = None,
+    kernel: str | None = None,
 ) -> tuple[Cache, Block]:
     """Draw up to `steps` tokens for every row; end early when all rows are done.
 
     Args:
         length: positions that the rows may reach; no others are read.
         every_slot: row s is slot s. Otherwise the rows' slots are copied, once a block.
+        kernel: see `decode_attention`.
     """
     slots = None if every_slot else rows.slots
     size, total = len(rows.slots), len(cache[0].keys)
@@ -248,8 +254,8 @@ def decode(
         return (carry[0] < steps) & ~carry[1].done.all()
 
     def one_token(carry: tuple[Array, Run]) -> tuple[Array, Run]:
-        logits, new = decode_step(config, params, carry[1], placement)
-        return carry[0] + 1, draw(carry[1].replace(cache=new), logits, rows)
+        logits, new = decode_step(config, params, carry[1], placement, kernel)
+        return carry[0] + 1, draw(carry[1].replace(cache=new), logits, rows, placement)
 
     run = jax.lax.while_loop(unfinished, one_token, (jnp.int32(0), run))[1]
     return put_slots(cache, slots, run.cache, length), run.block
@@ -263,7 +269,11 @@ def _seen(config: TransformerConfig, history: Array) -> Array:
 
 
 def decode_step(
-    config: TransformerConfig, params: Params, run: Run, placement: Placement | None
+    config: TransformerConfig,
+    params: Params,
+    run: Run,
+    placement: Placement | None,
+    kernel: str | None = None,
 ) -> tuple[Array, Cache]:
     """Return logits [B, V] after `last_token`, and the cache with its keys and values written.
 
@@ -278,23 +288,85 @@ def decode_step(
     new: list[LayerCache] = []
 
     def attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
-        new.append(write_tokens(run.cache[len(new)], written, k, v, placement))
-        return decode_attention(config, q, *new[-1], mask[:, 0], placement)
+        layer = write_tokens(run.cache[len(new)], written, k, v, placement)
+        new.append(layer)
+        given = q, layer.keys, layer.values, mask[:, 0], placement, kernel
+        return decode_attention(config, *given, transposed=layer.transposed)
 
     for layer, sliding in zip(params["layers"], sliding_flags(config), strict=True):
         x = decoder_layer(config, layer, x, view(sliding), attend, placement)
     return unembed(config, params, x[:, 0]), tuple(new)
 
 
-def draw(run: Run, logits: Array, rows: Rows) -> Run:
+class Choice(NamedTuple):
+    """Hold what a step draws for each row, done or not."""
+
+    token: Array  # [B]
+    log_prob: Array  # [B]
+    sampling_mask_ids: Array  # [B, k]
+    top_ids: Array  # [B, alternatives]
+    top_log_probs: Array  # [B, alternatives]
+    raw_log_prob: Array | None  # [B]
+    seen: Array | None  # [B, V], with the token
+
+
+def draw(run: Run, logits: Array, rows: Rows, placement: Placement | None = None) -> Run:
     """Sample the next token of every row that is not done, and note which rows end with it."""
     index, block, live = jnp.arange(len(run.done)), run.block, ~run.done
-    position, drawn, raw = run.position + 1, rows.count + block.count, logits
-    logits = adjust(logits, run.seen, rows.repetition_penalty)
-    early = (drawn < rows.min_tokens)[:, None] & (rows.stop_ids >= 0)
-    stops = jnp.where(early, rows.stop_ids, logits.shape[1])
-    logits = logits.at[index[:, None], stops].set(-jnp.inf, mode="drop")
-    features = rows.features
+    position, drawn = run.position + 1, rows.count + block.count
+    choose = functools.partial(_choose, block.top_ids.shape[2], ())
+    if placement is not None:
+        by_row, by_id = placement.spec(logits.shape, ("batch", "vocab"))
+        row, whole = PartitionSpec(by_row), PartitionSpec(by_row, by_id)
+        choose = jax.shard_map(
+            functools.partial(_choose, block.top_ids.shape[2], (by_id,) if by_id else ()),
+            mesh=placement.mesh,
+            in_specs=(whole, whole, row, row, row),
+            out_specs=Choice(*(row,) * 6, seen=whole),
+            check_vma=False,  # of what a loop with collectives returns it is not known
+        )
+    choice = choose(logits, run.seen, rows.replace(history=None), position, drawn)
+    at = jnp.where(live, block.count, block.tokens.shape[1])  # out of bounds drops the write
+    hit = (choice.token[:, None] == rows.stop_ids).any(-1) & live
+
+    def put(into: Array, new: Array) -> Array:
+        return into.at[index, at].set(new, mode="drop")
+
+    raw_log_probs = block.raw_log_probs
+    if choice.raw_log_prob is not None:
+        raw_log_probs = put(raw_log_probs, choice.raw_log_prob)
+    return run.replace(
+        last_token=jnp.where(live, choice.token, run.last_token),
+        position=jnp.where(live, position, run.position),
+        done=run.done | hit | (drawn + 1 >= rows.max_tokens),
+        seen=choice.seen,
+        block=Block(
+            tokens=put(block.tokens, choice.token),
+            log_probs=put(block.log_probs, choice.log_prob),
+            count=block.count + live,
+            stopped=block.stopped | hit,
+            top_ids=put(block.top_ids, choice.top_ids),
+            top_log_probs=put(block.top_log_probs, choice.top_log_probs),
+            raw_log_probs=raw_log_probs,
+            sampling_mask_ids=put(block.sampling_mask_ids, choice.sampling_mask_ids),
+        ),
+    )
+
+
+def _choose(
+    alternatives: int,
+    axes: tuple[str, ...],
+    logits: Array,
+    seen: Array | None,
+    rows: Rows,
+    position: Array,
+    drawn: Array,
+) -> Choice:
+    """Draw a token of each row from logits [B, V]; `axes` as in `sampling.py`."""
+    raw, features = logits, rows.features
+    logits = adjust(logits, seen, rows.repetition_penalty)
+    early = (drawn < rows.min_tokens)[:, None]
+    logits = assign(logits, jnp.where(early, rows.stop_ids, -1), -jnp.inf, axes)
     token, log_prob, mask_ids = sample(
         logits,
         uniforms(rows.keys, position),
@@ -304,27 +376,13 @@ def draw(run: Run, logits: Array, rows: Rows) -> Run:
         min_p=rows.min_p,
         filtered=features.filtered,
         keep=features.sampling_mask_size,
+        axes=axes,
     )
-    at = jnp.where(live, block.count, block.tokens.shape[1])  # out of bounds drops the write
-    hit = (token[:, None] == rows.stop_ids).any(-1) & live
-    top = top_tokens(logits, rows.temperature, block.top_ids.shape[2])
-    raw_log_probs = block.raw_log_probs
-    if features.raw:
-        raw_log_probs = raw_log_probs.at[index, at].set(token_log_probs(raw, token), mode="drop")
-    seen = run.seen if run.seen is None else run.seen.at[index, token].set(True)
-    return run.replace(
-        last_token=jnp.where(live, token, run.last_token),
-        position=jnp.where(live, position, run.position),
-        done=run.done | hit | (drawn + 1 >= rows.max_tokens),
-        seen=seen,
-        block=Block(
-            tokens=block.tokens.at[index, at].set(token, mode="drop"),
-            log_probs=block.log_probs.at[index, at].set(log_prob, mode="drop"),
-            count=block.count + live,
-            stopped=block.stopped | hit,
-            top_ids=block.top_ids.at[index, at].set(top[0], mode="drop"),
-            top_log_probs=block.top_log_probs.at[index, at].set(top[1], mode="drop"),
-            raw_log_probs=raw_log_probs,
-            sampling_mask_ids=block.sampling_mask_ids.at[index, at].set(mask_ids, mode="drop"),
-        ),
+    return Choice(
+        token,
+        log_prob,
+        mask_ids,
+        *top_tokens(logits, rows.temperature, alternatives, axes),
+        raw_log_prob=token_log_probs(raw, token, axes or None) if features.raw else None,
+        seen=None if seen is None else assign(seen, token[:, None], True, axes),
     )

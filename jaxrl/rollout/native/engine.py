@@ -47,7 +47,8 @@ class NativeEngine(SampleThread):
             `max_num_seqs`, as fit into it.
         device_memory: bytes of a device; None = as it says itself.
         resident_bytes: that others keep on each device while the engine samples.
-        steps_per_dispatch: decode steps of a block, between two looks at the host.
+        steps_per_dispatch: decode steps of a block, between two looks at the host; None = 64 on
+            GPUs, 32 elsewhere.
         enable_prefix_caching: reuse keys and values between requests, not only between the samples
             of one and the turns of a conversation. What is reused then depends on timing, and with
             it the last bits.
@@ -58,6 +59,7 @@ class NativeEngine(SampleThread):
             `max_model_len` from the start.
         decode_text: token ids to text, for stop strings.
         group_bytes: most bytes of new weights that are on their way from other devices at a time.
+        kernel: of decoding, see `decode_attention`; None = the platform's fastest.
 
     Attributes:
         prefilled_tokens: computed so far, each time counted.
@@ -76,12 +78,13 @@ class NativeEngine(SampleThread):
         gpu_memory_utilization: float = 0.8,
         device_memory: float | None = None,
         resident_bytes: float = 0,
-        steps_per_dispatch: int = 32,
+        steps_per_dispatch: int | None = None,
         enable_prefix_caching: bool = False,
         recompute_kv_on_update: bool = False,
         shrink: bool | None = None,
         decode_text: Callable[[Sequence[int]], str] | None = None,
         group_bytes: int = GROUP_BYTES,
+        kernel: str | None = None,
     ) -> None:
         super().__init__()
         for name, value in (
@@ -89,7 +92,7 @@ class NativeEngine(SampleThread):
             ("max_num_seqs", max_num_seqs),
             ("max_num_batched_tokens", max_num_batched_tokens),
         ):
-            if value < 1:
+            if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
         self.max_num_batched_tokens, self.max_model_len = max_num_batched_tokens, max_model_len
         self.recompute_kv_on_update, self.decode_text = recompute_kv_on_update, decode_text
@@ -104,6 +107,7 @@ class NativeEngine(SampleThread):
                 utilization=gpu_memory_utilization,
                 memory=device_memory,
                 resident=resident_bytes,
+                kernel=kernel,
             )
             slots = min(slots, fitting)
         self.programs = Programs(
@@ -114,6 +118,7 @@ class NativeEngine(SampleThread):
             steps=steps_per_dispatch,
             shrink=shrink,
             group_bytes=group_bytes,
+            kernel=kernel,
         )
         self.table = SlotTable(self.programs.slots, share_prefixes=enable_prefix_caching)
         self.prefilled_tokens = self.decoded_tokens = 0
@@ -284,9 +289,15 @@ class NativeEngine(SampleThread):
 
     def _copy_prefixes(self) -> None:
         pairs = []
+        donors: dict[int, tuple[int, int]] = {}  # of groups, whose samples begin with one row
         for slot in self.table.incomplete():
-            source, known = self.table.donor(slot)
-            if known:
+            sample = self.table.samples[slot]
+            assert sample is not None
+            begins = not sample.tokens
+            source, known = begins and donors.get(sample.group) or self.table.donor(slot)
+            if begins:
+                donors[sample.group] = source, known
+            if known > self.table.filled[slot]:
                 pairs.append((source, slot))
                 self.table.copy(source, slot, known)
         if pairs:

@@ -10,35 +10,66 @@ heads, h head width.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.sharding import PartitionSpec
 
-from jaxrl.models import decode_kernels
+from jaxrl.models.kernels import decode_kernels
 from jaxrl.models.transformer import TransformerConfig
 from jaxrl.parallel.rules import Placement
 from jaxrl.types import Array
 
+TPU_LANES = 128  # a multiple of which the minor dim of an array takes
 
-class LayerCache(NamedTuple):
+
+class LayerCache(struct.PyTreeNode):
     """Hold keys and values of one layer; position p of a slot holds the token at p of its row."""
 
-    keys: Array  # [S, K, h, L]
+    keys: Array  # [S, K, L, h], or [S, K, h, L] where `transposed`
     values: Array  # [S, K, L, h]
+    transposed: bool = struct.field(pytree_node=False)
+
+    def each(self, change: Callable[..., Any], *others: "LayerCache") -> "LayerCache":
+        """Return `change(array, dim of its positions, *those of others)` of keys and of values."""
+        axis = 3 if self.transposed else 2
+        keys = change(self.keys, axis, *(other.keys for other in others))
+        values = change(self.values, 2, *(other.values for other in others))
+        return LayerCache(keys, values, self.transposed)
+
+    def by_position(self) -> tuple[Array, Array]:
+        """Return keys and values, both [S, K, L, h]."""
+        return (self.keys.swapaxes(2, 3) if self.transposed else self.keys), self.values
 
 
 Cache = tuple[LayerCache, ...]
 
 
-def empty_cache(config: TransformerConfig, slots: int, length: int, dtype: jnp.dtype) -> Cache:
-    """Make a cache with room for `length` tokens in each of `slots` slots."""
+def keys_transposed(config: TransformerConfig, platform: str) -> bool:
+    """Return whether keys lie transposed.
+
+    On a CPU a product that runs along the minor dim of both arrays, or along the minor dim of
+    neither, takes 3 to 7 times as long (docs/performance.md). cuDNN wants keys as values. A TPU
+    takes either, and a token is one tile where the head is its minor dim; but a head narrower than
+    128 fills its tiles only in part, and is read more often than it is written.
+    """
+    narrow = platform == "tpu" and config.head_dim % TPU_LANES != 0
+    return narrow or platform not in ("tpu", "gpu")
+
+
+def empty_cache(
+    config: TransformerConfig, slots: int, length: int, dtype: jnp.dtype, platform: str
+) -> Cache:
+    """Make a cache with room for `length` tokens in each of `slots` slots, as a platform has it."""
     heads, width = config.num_kv_heads, config.head_dim
+    transposed = keys_transposed(config, platform)
     return tuple(
         LayerCache(
-            jnp.zeros((slots, heads, width, length), dtype),
+            jnp.zeros((slots, heads, *((width, length) if transposed else (length, width))), dtype),
             jnp.zeros((slots, heads, length, width), dtype),
+            transposed,
         )
         for _ in range(config.num_layers)
     )
@@ -47,15 +78,10 @@ def empty_cache(config: TransformerConfig, slots: int, length: int, dtype: jnp.d
 def lengthen(cache: Cache, length: int) -> Cache:
     """Return the cache with room for `length` tokens in each slot."""
 
-    def pad(layer: LayerCache) -> LayerCache:
-        more = (0, length - layer.values.shape[2])
-        keep = (0, 0)
-        return LayerCache(
-            jnp.pad(layer.keys, (keep, keep, keep, more)),
-            jnp.pad(layer.values, (keep, keep, more, keep)),
-        )
+    def pad(x: Array, axis: int) -> Array:
+        return jnp.pad(x, [(0, length - n if i == axis else 0) for i, n in enumerate(x.shape)])
 
-    return tuple(map(pad, cache))
+    return tuple(layer.each(pad) for layer in cache)
 
 
 # ---------------------------------------------------------------- writes
@@ -85,10 +111,12 @@ def _token_on_device(layer: LayerCache, positions: Array, k: Array, v: Array) ->
 
     def kernel(layer: LayerCache, positions: Array, k: Array, v: Array) -> LayerCache:
         k, v = (x[:, :, 0].astype(layer.keys.dtype) for x in (k, v))
-        return LayerCache(*decode_kernels.tpu_write(layer.keys, layer.values, k, v, positions))
+        given = layer.keys, layer.values, k, v, positions
+        written = decode_kernels.tpu_write(*given, transposed=layer.transposed)
+        return LayerCache(*written, layer.transposed)
 
     platforms = {}
-    if decode_kernels.fits("tpu", layer.keys.shape[3], layer.keys.shape[2]):
+    if decode_kernels.fits(*layer.values.shape[2:]):
         platforms["tpu"] = kernel
     return jax.lax.platform_dependent(layer, positions, k, v, default=scatter, **platforms)
 
@@ -132,33 +160,38 @@ def _chunks_on_device(
 def write(layer: LayerCache, slots: Array, positions: Array, k: Array, v: Array) -> LayerCache:
     """Put k, v [B, K, C, h] at `positions` [B, C] of `slots` [B, 1]; what is outside is dropped."""
     k, v = (x.swapaxes(1, 2).astype(layer.keys.dtype) for x in (k, v))  # [B, C, K, h]
-    return LayerCache(
-        layer.keys.at[slots, :, :, positions].set(k, mode="drop"),
-        layer.values.at[slots, :, positions].set(v, mode="drop"),
-    )
+
+    def put(x: Array, axis: int, new: Array) -> Array:
+        return x.at[at_positions(slots, positions, axis)].set(new, mode="drop")
+
+    return layer.each(put, LayerCache(k, v, layer.transposed))
+
+
+def at_positions(slots: Any, positions: Any, axis: int) -> tuple:
+    """Return the index of some positions of slots, in an array that has positions in dim `axis`."""
+    return (slots, slice(None), *(positions if i == axis else slice(None) for i in (2, 3)))
 
 
 def write_windows(layer: LayerCache, slots: Array, starts: Array, k: Array, v: Array) -> LayerCache:
     """Do `write_chunks` on one device with one update of C neighbouring positions per row."""
-    (total, _, _, length), width = layer.keys.shape, k.shape[2]
-    new = LayerCache(k.swapaxes(2, 3), v)
+    (total, _, length, _), width = layer.values.shape, k.shape[2]
+    new = LayerCache(k.swapaxes(2, 3) if layer.transposed else k, v, layer.transposed)
 
     def put(i: Array, layer: LayerCache) -> LayerCache:
         first = jnp.minimum(starts[i], length - width)  # a window may not hang over the end
         late = starts[i] - first
         held = (jnp.arange(width) >= late) & (slots[i] < total)
-        corner = LayerCache((slots[i], 0, 0, first), (slots[i], 0, first, 0))
 
-        def update(x: Array, new: Array, corner: tuple, mask: Array) -> Array:
+        def update(x: Array, axis: int, new: Array) -> Array:
             row = new[i][None].astype(x.dtype)
+            corner = [slots[i], 0, 0, 0]
+            corner[axis] = first
             old = jax.lax.dynamic_slice(x, corner, row.shape)
-            row = jnp.where(mask, jnp.roll(row, late, -mask.ndim), old)
+            mask = jnp.expand_dims(held, tuple(range(1, 4 - axis)))
+            row = jnp.where(mask, jnp.roll(row, late, axis), old)
             return jax.lax.dynamic_update_slice(x, row, corner)
 
-        return LayerCache(
-            update(layer.keys, new.keys, corner.keys, held),
-            update(layer.values, new.values, corner.values, held[:, None]),
-        )
+        return layer.each(update, new)
 
     return jax.lax.fori_loop(0, len(slots), put, layer)
 
@@ -250,7 +283,7 @@ def _take_on_device(
             return rows
         return jax.lax.psum_scatter(rows, by_slot, scatter_dimension=0, tiled=True)
 
-    return LayerCache(take(layer.keys, 3), take(layer.values, 2))
+    return layer.each(take)
 
 
 def take_slots(cache: Cache, slots: Array | None, length: int) -> Cache:
@@ -260,19 +293,17 @@ def take_slots(cache: Cache, slots: Array | None, length: int) -> Cache:
         x = jax.lax.slice_in_dim(x, 0, length, axis=axis)
         return x if slots is None else x.at[slots].get(mode="clip")
 
-    return tuple(LayerCache(take(x.keys, 3), take(x.values, 2)) for x in cache)
+    return tuple(layer.each(take) for layer in cache)
 
 
 def put_slots(cache: Cache, slots: Array | None, part: Cache, length: int) -> Cache:
     """Undo `take_slots`; padding is dropped."""
     at = slice(None) if slots is None else slots
-    return tuple(
-        LayerCache(
-            layer.keys.at[at, :, :, :length].set(new.keys, mode="drop"),
-            layer.values.at[at, :, :length].set(new.values, mode="drop"),
-        )
-        for layer, new in zip(cache, part, strict=True)
-    )
+
+    def put(x: Array, axis: int, new: Array) -> Array:
+        return x.at[at_positions(at, slice(length), axis)].set(new, mode="drop")
+
+    return tuple(layer.each(put, new) for layer, new in zip(cache, part, strict=True))
 
 
 # ---------------------------------------------------------------- devices
@@ -282,7 +313,7 @@ def _axes(layer: LayerCache, placement: Placement | None) -> tuple:
     """Return the mesh axes over which slots and heads are spread."""
     if placement is None:
         return None, None
-    return placement.spec(layer.keys.shape, ("batch", "kv_heads", None, None))[:2]
+    return placement.spec(layer.values.shape, ("batch", "kv_heads", None, None))[:2]
 
 
 def _by_device(

@@ -17,9 +17,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl import activity
 from jaxrl.data.packing import buckets_between, length_bucket, round_up
-from jaxrl.models import decode_kernels
-from jaxrl.models.transformer import Params, TransformerConfig, abstract_params, logical_axes
+from jaxrl.models.kernels import decode_kernels
+from jaxrl.models.kernels.choice import REFERENCE, facts_of
+from jaxrl.models.kernels.decode_attention import decode_kernel
+from jaxrl.models.transformer import (
+    FUSED,
+    Params,
+    TransformerConfig,
+    abstract_params,
+    logical_axes,
+    shards_of,
+)
 from jaxrl.parallel import ShardingRules
 from jaxrl.parallel.compilation import Call, compile_together
 from jaxrl.parallel.devices import device_memory
@@ -37,13 +47,19 @@ from jaxrl.rollout.weights.groups import (
 from jaxrl.types import Array
 
 GIB = 2**30
-TPU_LANES = 128  # a multiple of which the minor dim of an array takes
 LEAST_LENGTH = 64  # positions; fewer are not worth shapes of their own
 FRACTIONS = (4, 2, 1)  # a block runs over a quarter, a half or all of the slots, or of their length
 # Tokens of a prefill call with several prompts, and of the longest chunk, by platform: a call with
 # too few does not fill the device, one with too many computes padding and makes decoding wait.
 PREFILL_TOKENS = {"cpu": (64, 256)}
 DEFAULT_PREFILL_TOKENS = (1024, 1024)
+# Decode steps of a block, by platform. The host takes h between two blocks, and a row that ends
+# waits for half a block: of N steps of t each, for rows of L tokens, h / (N t) + N / (2 L) is lost,
+# which is least for N = sqrt(2 L h / t). For L = 300 and h = 11 ms (128 slots, one CPU core) that
+# is 29 on a TPU v5e, whose step of a 1.5B model is about 8 ms, and 47 for the 3 ms of an H100; with
+# 512 slots and 27 ms 57. The steps' times are estimates; the loss is flat around its least.
+DISPATCH_STEPS = {"gpu": 64}
+DEFAULT_DISPATCH_STEPS = 32
 # Where programs take minutes to compile chunks have few lengths: the first of a prompt, later ones;
 # and later ones see a quarter of a slot or all of it.
 FIRST_CHUNKS, LATER_CHUNKS, LATER_FRACTIONS = (128, 256, 512, 1024), (256, 1024), (4, 1)
@@ -109,15 +125,23 @@ def fractions_of(length: int, divisors: Sequence[int]) -> list[int]:
     return sorted({min(max(part, LEAST_LENGTH), length) for part in parts})
 
 
-def has_kernel(config: TransformerConfig, platform: str) -> bool:
+def kernel_of(
+    config: TransformerConfig, mesh: Mesh, dtype: jnp.dtype, named: str | None = None
+) -> str:
+    """Return the name of what decoding attends by on the devices of a mesh."""
+    return decode_kernel(facts_of(mesh.devices.flat[0], dtype, config), named)
+
+
+def has_kernel(
+    config: TransformerConfig, mesh: Mesh, dtype: jnp.dtype, named: str | None = None
+) -> bool:
     """Return whether decoding attends by a kernel, whose caches have whole blocks of positions."""
-    return decode_kernels.fits(platform, decode_kernels.POSITIONS, config.head_dim)
+    return kernel_of(config, mesh, dtype, named) != REFERENCE
 
 
-def allocated_length(config: TransformerConfig, platform: str, length: int) -> int:
-    """Return the positions of a slot with room for rows of `length` tokens."""
+def allocated_length(length: int, kernel: bool) -> int:
+    """Return the positions of a slot with room for rows of `length` tokens; see `has_kernel`."""
     length = max(length_bucket(length), LEAST_LENGTH)
-    kernel = has_kernel(config, platform)
     return round_up(length, decode_kernels.POSITIONS) if kernel else length
 
 
@@ -130,6 +154,7 @@ def slots_that_fit(
     utilization: float,
     memory: float | None = None,
     resident: float = 0,
+    kernel: str | None = None,
 ) -> int:
     """Return how many slots fit, beside the decode weights, into a share of the free memory.
 
@@ -142,16 +167,16 @@ def slots_that_fit(
     Raises:
         ValueError: not even one on each device.
     """
-    length = allocated_length(config, mesh.devices.flat[0].platform, max_model_len)
+    length = allocated_length(max_model_len, has_kernel(config, mesh, dtype, kernel))
     tensor, groups = mesh.shape["tensor"], batch_devices(mesh, ShardingRules())
     size = jnp.dtype(dtype).itemsize
     elements = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract_params(config)))
     weights = elements * size / tensor
     position = config.num_layers * config.num_kv_heads * size / tensor
     row = 2 * position * config.head_dim * length
-    if mesh.devices.flat[0].platform == "tpu" and config.head_dim % TPU_LANES:
-        # values lie transposed, and are padded for the kernel while a block is decoded
-        row += position * round_up(config.head_dim, TPU_LANES) * length
+    if mesh.devices.flat[0].platform == "tpu" and config.head_dim % kv_cache.TPU_LANES:
+        # keys lie transposed, and are padded for the kernel while a block is decoded
+        row += position * round_up(config.head_dim, kv_cache.TPU_LANES) * length
     whole = device_memory(mesh.devices.flat[0]) if memory is None else memory
     budget = utilization * (whole - resident)
     each = int((budget - weights) // row)
@@ -171,6 +196,7 @@ class Programs:
 
     Args:
         mesh: slots are spread over its batch axes, heads and MLP over "tensor".
+        steps: of a block; None = those of the platform, `DISPATCH_STEPS`.
         shrink: blocks may run over fewer rows than slots; None = on one CPU device. On accelerators
             a block takes as long, and between devices slots would move. False: nor do they see
             fewer positions than there are, so that no neighbour changes a bit.
@@ -184,14 +210,17 @@ class Programs:
         slots: int,
         *,
         dtype: jnp.dtype,
-        steps: int,
+        steps: int | None,
         shrink: bool | None,
         group_bytes: int = GROUP_BYTES,
+        kernel: str | None = None,
     ) -> None:
         # weights are whole but for the tensor axis: a step of decoding would gather them every time
         rules = ShardingRules(embed=None)
         placement = Placement(mesh, rules)
         platform, alone = placement.platform, placement.platform == "cpu" and mesh.size == 1
+        if steps is None:
+            steps = DISPATCH_STEPS.get(platform, DEFAULT_DISPATCH_STEPS)
         self.config, self.steps, self.length = config, steps, 0
         self.placement, self.dtype = placement, jnp.dtype(dtype)
         self.group_bytes = group_bytes
@@ -200,12 +229,12 @@ class Programs:
         self.chunk_tokens, self.longest_chunk = PrefillShapes(platform, 0).tokens
         self.params: Params | None = None
         # a kernel reads what is filled, whatever it is shown
-        self._kernel = has_kernel(config, platform)
+        self._kernel = has_kernel(config, mesh, dtype, kernel)
         self._row_fractions = FRACTIONS if (alone if shrink is None else shrink) else (1,)
         self._sees_all = self._kernel or shrink is False
         self._by_row = placement.sharding((self.slots,), ("batch",))
         self._cache: kv_cache.Cache | None = None
-        self.functions = compiled(config, placement, self.slots, self.dtype)
+        self.functions = compiled(config, placement, self.slots, self.dtype, kernel)
 
     def load(self, params: Params) -> None:
         """Take over a copy of the trainer's parameters, from whatever devices they are on."""
@@ -229,7 +258,7 @@ class Programs:
 
     def cache_length(self, length: int) -> int:
         """Return the positions of a slot with room for `length` tokens, at least those of now."""
-        return max(allocated_length(self.config, self.placement.platform, length), self.length)
+        return max(allocated_length(length, self._kernel), self.length)
 
     def sizes(self) -> list[int]:
         """Return the numbers of rows that a block can have."""
@@ -312,12 +341,20 @@ class Programs:
             calls.append((nothing, slots, starts, length))
         if self.prefills.few:
             compile_together(self._prefill_call(*call).lower() for call in calls)
-        for call in calls:
-            self._run_prefill(*call)
-        for size in self.sizes():
-            for rows in padding(size):
-                for length in self.decode_lengths():
-                    self.decode(rows, length)
+        blocks = [
+            (blank, length)
+            for size in self.sizes()
+            for blank in padding(size)
+            for length in self.decode_lengths()
+        ]
+        with activity.doing("sampler", len(calls) + len(blocks)) as programs:
+            for call in calls:
+                rows, width = call[0].shape
+                programs.next(f"prefill {rows} x {width}")
+                self._run_prefill(*call)
+            for blank, length in blocks:
+                programs.next(f"decode {len(blank.slots)} x {length}")
+                self.decode(blank, length)
         self.copy([])
 
     def calls(
@@ -421,29 +458,39 @@ class Compiled(NamedTuple):
 
 @functools.lru_cache(maxsize=8)  # an engine made anew finds what was compiled for the last one
 def compiled(
-    config: TransformerConfig, placement: Placement, slots: int, dtype: jnp.dtype
+    config: TransformerConfig,
+    placement: Placement,
+    slots: int,
+    dtype: jnp.dtype,
+    kernel: str | None = None,
 ) -> Compiled:
-    """Return the functions of `decode.py`, jitted with the shardings of their results."""
+    """Return the functions of `decode.py`, jitted with the shardings of their results.
+
+    Args:
+        kernel: of decoding, see `decode_attention`.
+    """
     bind, jit = functools.partial, jax.jit
-    split, whole = placement.mesh.shape["tensor"] > 1, placement.sharding((), ())
+    name = kernel_of(config, placement.mesh, dtype, kernel)
+    shards, whole = shards_of(placement), placement.sharding((), ())
+    split = shards > 1
     spread = placement if placement.mesh.size > 1 else None
-    layer = jax.eval_shape(bind(kv_cache.empty_cache, config, slots, 8, dtype))[0]
+    empty = bind(kv_cache.empty_cache, config, slots, dtype=dtype, platform=placement.platform)
+    layer = jax.eval_shape(bind(empty, length=8))[0]
     names = "batch", "kv_heads", None, None
-    sharding = kv_cache.LayerCache(*(placement.sharding(x.shape, names) for x in layer))
-    cache = (sharding,) * config.num_layers
+    cache = (layer.each(lambda x, _: placement.sharding(x.shape, names)),) * config.num_layers
     weights = _weight_shardings(config, placement)
     rest = {name: one if split else whole for name, one in weights.items() if name != STACKED}
 
     @functools.cache
     def decode_layers(count: int) -> Any:
-        run = bind(device.decode_layers, count=count, dtype=dtype, fuse=not split)
+        run = bind(device.decode_layers, count=count, dtype=dtype, shards=shards)
         return jit(run, out_shardings=weights[STACKED][:count] if split else whole)
 
     return Compiled(
         whole=whole,
         dtype=dtype,
         decode_params=jit(
-            bind(device.decode_params, config, dtype=dtype, fuse=not split),
+            bind(device.decode_params, config, dtype=dtype, shards=shards),
             out_shardings=weights if split else whole,
         ),
         rest=rest,
@@ -451,11 +498,7 @@ def compiled(
         decode_rest=jit(
             bind(device.decode_rest, dtype=dtype), donate_argnums=0, out_shardings=rest
         ),
-        empty=jit(
-            bind(kv_cache.empty_cache, config, slots, dtype=dtype),
-            static_argnames="length",
-            out_shardings=cache,
-        ),
+        empty=jit(empty, static_argnames="length", out_shardings=cache),
         lengthen=jit(kv_cache.lengthen, static_argnums=1, out_shardings=cache),
         copy=jit(
             bind(kv_cache.copy_slots, placement=spread), donate_argnums=0, out_shardings=cache
@@ -467,23 +510,26 @@ def compiled(
             out_shardings=cache,
         ),
         decode=jit(
-            bind(device.decode, config, placement=spread),
+            bind(device.decode, config, placement=spread, kernel=name),
             static_argnames=("steps", "length", "every_slot"),
             donate_argnums=1,
-            out_shardings=(cache, whole),
+            out_shardings=(cache, placement.sharding((slots,), ("batch",))),
         ),
     )
 
 
 def _weight_shardings(config: TransformerConfig, placement: Placement) -> Params:
-    """Return the shardings of the decode layout, matrices not fused."""
+    """Return the shardings of the decode layout."""
+    shapes = jax.eval_shape(
+        functools.partial(
+            device.decode_params, config, dtype=jnp.float32, shards=shards_of(placement)
+        ),
+        abstract_params(config),
+    )
     axes = logical_axes(config)
     head = axes.get("unembed", axes["embed"][::-1])
     layer = {name: names[1:] for name, names in axes["layers"].items()}
-    layers = tuple(layer for _ in range(config.num_layers))
+    layer |= {name: layer[parts[0]] for name, (parts, _) in FUSED.items() if parts[0] in layer}
+    layers = tuple({name: layer[name] for name in one} for one in shapes["layers"])
     decode_axes = {**axes, "layers": layers, "unembed": head}
-    shapes = jax.eval_shape(
-        functools.partial(device.decode_params, config, dtype=jnp.float32, fuse=False),
-        abstract_params(config),
-    )
     return jax.tree.map(lambda x, names: placement.sharding(x.shape, names), shapes, decode_axes)

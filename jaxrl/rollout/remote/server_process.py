@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -80,6 +81,13 @@ class ServerProcess:
         Raises:
             ServerError: it ended, or does not answer; with the end of its log.
         """
+        if not hasattr(os, "killpg"):
+            raise ServerError(
+                f"a run starts servers on Linux and macOS only, for their process groups; this is "
+                f"{sys.platform}: start the server yourself, and name it in "
+                "generator.inference_engine.remote_urls",
+                retryable=False,
+            )
         self.stop()  # what it started may have outlived it
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
@@ -102,7 +110,7 @@ class ServerProcess:
             await asyncio.sleep(POLL_SECONDS)
 
     def _failure(self, what: str) -> ServerError:
-        tail = self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        tail = self.log.read_text(errors="replace", encoding="utf-8").splitlines()[-TAIL_LINES:]
         command = " ".join(self._process.args) if self._process else ""  # type: ignore[arg-type]
         text = "\n".join(tail)
         return ServerError(

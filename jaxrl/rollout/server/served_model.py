@@ -29,7 +29,10 @@ class ServedModel:
     def check_name(self, name: str | None) -> None:
         """Raise 404 for another model's name; None: the request names none."""
         if name not in (None, self.name):
-            message = f"the model {name!r} does not exist; this server has {self.name!r}"
+            message = (
+                f"the model {name!r} does not exist; this server has {self.name!r}: write "
+                f"model={self.name!r}, or leave it out"
+            )
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def check_ids(self, field_name: str, ids: Sequence[int]) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from etils import epath
 
 from jaxrl.data.order import DataOrder, data_order
 from jaxrl.files import as_path
-from jaxrl.records.checkpoint import checkpoint_steps
+from jaxrl.records.checkpoint_folders import checkpoint_steps
 from jaxrl.records.ledger.database import FILE, FORMAT
 from jaxrl.types import Prompt
 
@@ -153,7 +153,7 @@ def open_run(folder: Path) -> Iterator[AuditedRun]:
 def _settings(path: Path) -> dict[str, Any]:
     """Return the config that a run wrote."""
     try:
-        settings = yaml.safe_load(path.read_text())
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
         if not isinstance(settings["trainer"]["ckpt_path"], str):
             raise TypeError("trainer.ckpt_path is no text")
     except (yaml.YAMLError, UnicodeDecodeError, *_NOT_AS_WRITTEN) as error:

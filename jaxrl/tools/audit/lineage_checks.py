@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxrl.data.recorded import file_digest
 from jaxrl.files import as_path
-from jaxrl.records.checkpoint import PREFIX
+from jaxrl.records.checkpoint_folders import PREFIX
 from jaxrl.tools.audit.lineage import AuditedRun
 
 BIASED = 1e-3  # p below which lengths differ
@@ -103,6 +103,9 @@ def prompts(run: AuditedRun) -> Check:
 def order(run: AuditedRun) -> Check:
     """Check that each prompt is the one that the order of the data has at its place."""
     groups = run.rows("SELECT ordinal, uid FROM live_groups ORDER BY ordinal")
+    if run.facts.get("own_order"):
+        text = "the run's trainer chooses its prompts by a next_prompts or prompts_of of its own"
+        return Check("order of the data", {"prompts": len(groups)}, unknown=text)
     if len(run.data) != run.facts["num_prompts"]:
         return Check("order of the data", {}, [f"{len(run.data)} prompts are listed in the data"])
     expected = run.uids(np.array([k for k, _ in groups], np.int64))
@@ -316,7 +319,7 @@ def checkpoints(run: AuditedRun) -> Check:
     for step in run.checkpoints:
         path = run.checkpoint_folder / f"{PREFIX}_{step}" / "meta" / "metadata"
         try:
-            meta = json.loads(path.read_text())
+            meta = json.loads(path.read_text(encoding="utf-8"))
             ledger = meta.get("ledger") or {}
             of_this_run = ledger.get("run_id") == run.run_id
             position = int(ledger.get("position", 0))

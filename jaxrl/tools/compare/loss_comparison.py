@@ -17,6 +17,8 @@ from jaxrl import config as cfg
 from jaxrl.config.objective_requirements import needs_reference
 from jaxrl.models.transformer import Params
 from jaxrl.parallel.offload import on_device
+from jaxrl.registry import AdvantageEstimatorRegistry
+from jaxrl.registry.memory import first_algorithm_state
 from jaxrl.tools.compare.variants import Variant
 from jaxrl.training.build import assemble_update
 from jaxrl.training.forward_pass import ForwardPass
@@ -66,6 +68,7 @@ class Comparison:
         length: a tenth of the first variant's update, near enough for a KL to be of second order.
         notes: how the state before the step was come to, in words: where that began, and what was
             not as the run recorded it.
+        minibatch: of the step, from 1.
     """
 
     choices: list[Evaluated]
@@ -74,6 +77,7 @@ class Comparison:
     ratios: dict[str, float]
     length: float
     notes: Sequence[str] = ()
+    minibatch: int = 1
 
 
 # ---------------------------------------------------------------- on what
@@ -85,7 +89,7 @@ def compare_variants(
     variants: Sequence[Variant],
     *,
     step: int,
-    minibatch: int = 1,
+    minibatch: int,
 ) -> Comparison:
     """Compare the gradients of all variants on one minibatch of a step.
 
@@ -99,7 +103,7 @@ def compare_variants(
         ValueError: the step has no such minibatch, or nothing counts in it; a loss or an estimator
             raised.
     """
-    check_minibatch(runs.config, uids, step, minibatch)
+    chosen_minibatch(runs.config, uids, step, minibatch)
     settings = runs.config.trainer
     batch = runs.batch(runs.config)
     # ratios are to the policy before the step, whether or not the run's loss needs its log-probs
@@ -128,13 +132,14 @@ def compare_variants(
     return evaluate_variants(runs, variants, parts, measured)
 
 
-def check_minibatch(
-    config: cfg.TrainConfig, uids: Sequence[str], step: int, minibatch: int
-) -> None:
-    """Check that a step has a minibatch of this number, over all its passes.
+def chosen_minibatch(
+    config: cfg.TrainConfig, uids: Sequence[str], step: int, minibatch: int | None
+) -> int:
+    """Return the number of a minibatch that a step has, over all its passes.
 
     Args:
         uids: of the trajectories of the step.
+        minibatch: that was asked for; None: the last, whose ratios differ most from 1.
 
     Raises:
         ValueError: it has not.
@@ -142,8 +147,9 @@ def check_minibatch(
     settings = config.trainer
     prompts = len(uids) // config.generator.n_samples_per_prompt
     count = -(-prompts // settings.policy_mini_batch_size) * settings.update_epochs_per_batch
-    if not 1 <= minibatch <= count:
+    if minibatch is not None and not 1 <= minibatch <= count:
         raise ValueError(f"--minibatch={minibatch}: step {step} has 1 to {count}; take one")
+    return count if minibatch is None else minibatch
 
 
 @dataclass
@@ -194,6 +200,10 @@ class OtherRuns:
         if coef != self.config.trainer.algorithm.kl_loss_coef:
             # else that of the KL in the reward is where its controller has brought it
             state = state.replace(kl_coef=np.float32(coef))
+        if algorithm.advantage_estimator != self.config.trainer.algorithm.advantage_estimator:
+            func = AdvantageEstimatorRegistry.resolve(algorithm.advantage_estimator)
+            if first := first_algorithm_state(func, ()):  # of its own memory the run has nothing
+                state = state.replace(algorithm_state=(state.algorithm_state or {}) | first)
         return self.make_batch(
             config=config,
             state=state,
@@ -278,7 +288,7 @@ def evaluate_variants(
         updater = runs.updater_of(variant.config)
         weights, _ = updater.weights(part)
         grads, pieces = updater.gradients(params, part, weights, key)
-        metrics, norm = merge_metrics(jax.device_get(pieces)), float(optax.global_norm(grads))
+        metrics, norm = merge_metrics(jax.device_get(pieces)), float(optax.tree.norm(grads))
         copied: TrainState = jax.tree.map(jnp.copy, on_device(state))  # `apply` takes it over
         updated, along = runs.updater.apply(copied, grads)[0].params, None
         if not found:
@@ -353,7 +363,7 @@ def weight_ess(
 @jax.jit
 def distance(after: Any, before: Any) -> Array:
     """Return the L2 norm of a step."""
-    return optax.global_norm(jax.tree.map(jnp.subtract, after, before))
+    return optax.tree.norm(jax.tree.map(jnp.subtract, after, before))
 
 
 @jax.jit

@@ -15,7 +15,7 @@ from jaxrl.records.ledger.writer import machine_of
 from jaxrl.tools.compare.loss_comparison import (
     Comparison,
     OtherRuns,
-    check_minibatch,
+    chosen_minibatch,
     compare_variants,
 )
 from jaxrl.tools.compare.variants import parse_variants
@@ -40,13 +40,14 @@ def compare(
     losses: str,
     estimators: str | None = None,
     *,
-    minibatch: int = 1,
+    minibatch: int | None = None,
     checkpoint: str | None = None,
     run_class: type[BasePPOExp] = BasePPOExp,
 ) -> Comparison:
     """Compare every loss with every estimator on one recorded minibatch; see the command.
 
     Args:
+        minibatch: from 1; None: the last of the step.
         run_class: whose `get_` methods give model and trainer.
 
     Raises:
@@ -60,7 +61,7 @@ def compare(
     output, uids = recorded.rollouts(step)
     # what makes no sense is said before anything is restored
     parse_variants(recorded.config, losses, estimators)
-    check_minibatch(recorded.config, uids, step, minibatch)
+    minibatch = chosen_minibatch(recorded.config, uids, step, minibatch)
     with restored(recorded, source, run_class=run_class) as trainer:
 
         def make_batch(**parts: Any) -> TrainBatch:
@@ -82,6 +83,7 @@ def compare(
         notes += [str(result) for result in list(results) if result.different][:1]
         if blind := [i for i in range(first + 1, step) if not recorded.steps[i].checksums]:
             notes.append(f"steps {blind} have no checksums, what they give was not compared")
+        trainer.remember(**recorded.kept(step, "before"))
         runs = OtherRuns(
             make_batch,
             config=trainer.config,
@@ -96,7 +98,7 @@ def compare(
         )
         del trainer.state  # `runs` has it, and lets go of the critic's part before the updates
         found = compare_variants(runs, uids, variants, step=step, minibatch=minibatch)
-        return replace(found, notes=notes)
+        return replace(found, notes=notes, minibatch=minibatch)
 
 
 def table(comparison: Comparison) -> str:
@@ -115,11 +117,17 @@ def table(comparison: Comparison) -> str:
 def described(comparison: Comparison) -> str:
     """Describe the minibatch, whatever the losses, and the length of the first one's steps."""
     ratios = comparison.ratios
+    alike = ""
+    if ratios["ratio_min"] == ratios["ratio_max"] == 1:
+        alike = (
+            "; where all ratios are 1 losses that differ in what they do with them are alike: take "
+            "a step with several minibatches, and a later --minibatch"
+        )
     return (
         f"{comparison.tokens} sampled tokens; ratio to the old policy {ratios['ratio_min']:.4g} to "
         f"{ratios['ratio_max']:.4g}, KL {ratios['approx_kl']:.3g}; effective sample size of the "
         f"weights to the sampler {ratios['effective_sample_size']:.4g}; steps of length "
-        f"{comparison.length:.3g}"
+        f"{comparison.length:.3g}{alike}"
     )
 
 

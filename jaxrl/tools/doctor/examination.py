@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import difflib
 import tempfile
 import time
 import traceback
@@ -137,8 +138,10 @@ def chosen(only: Sequence[str], supervised: bool = False) -> dict[str, Check]:
     families = {name.partition(".")[0] for name in checks}
     if unknown := [name for name in only if name not in checks and name not in families]:
         kind = " of a supervised run (--sft)" if supervised else ""
+        near = difflib.get_close_matches(unknown[0], [*checks, *families], n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(
-            f"--only={unknown[0]}: there is no such check{kind}; there are {list(checks)}"
+            f"--only={unknown[0]}: there is no such check{kind}{hint}; there are {list(checks)}"
         )
     wanted = {name for name in checks if name in only or name.partition(".")[0] in only}
     return {name: check for name, check in checks.items() if not only or name in wanted}

@@ -87,6 +87,7 @@ class ExaminedRun:
         vars(experiment).update(
             get_prompts=lambda sources: chosen,
             get_environment_pool=pool,
+            check_functions=lambda: type(experiment).check_functions(experiment, cuts=False),
             report_data=lambda trainer: None,  # the data card is that of all prompts
         )
         return experiment

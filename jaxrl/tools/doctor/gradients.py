@@ -19,6 +19,7 @@ from jaxrl.models.transformer import abstract_params, logical_axes
 from jaxrl.parallel import make_mesh, param_shardings
 from jaxrl.parallel.devices import device_memory
 from jaxrl.parallel.offload import on_device
+from jaxrl.registry.trial import REDUCE, SAME_LOSS
 from jaxrl.tools.doctor.examined_run import ExaminedRun
 from jaxrl.tools.doctor.finding import (
     EXACT,
@@ -36,16 +37,11 @@ from jaxrl.training.update import Updater
 from jaxrl.types import TrainBatch
 
 KEY = 7  # seed of what a loss or dropout draws
-SAME_LOSS = 1e-4  # relative; slopes of a loss on the same log-probs, in float32
 NO_GRADIENT = "the gradient is 0 or not finite: there is nothing to compare"
 COPIES = 4  # of the parameters in float32: they, two gradients, what the passes keep
 MEAN = (
     "on the same log-probs the policy loss of a token depends on the other rows of its microbatch: "
     "as a rule a mean per microbatch (it divides by their count or their mean)"
-)
-REDUCE = (
-    "return the loss of each token [B, T] and leave means to trainer.algorithm.loss_reduction, or "
-    "register it with batch_statistics=True, so that it sees the whole minibatch"
 )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import psutil
 
 import jaxrl
 
@@ -36,7 +37,7 @@ def machine_report() -> dict[str, Any]:
         "python": platform.python_version(),
         "system": platform.platform(),
         "processors": os.cpu_count(),
-        "memory_gib": _gib(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+        "memory_gib": _gib(psutil.virtual_memory().total),
         "packages": packages(),
         "backend": jax.default_backend(),
         "processes": jax.process_count(),

@@ -7,6 +7,8 @@ import numpy as np
 
 from jaxrl.data.columns import trajectory_numbers
 from jaxrl.data.packing import length_bucket
+from jaxrl.registry.memory import ESTIMATOR
+from jaxrl.registry.trial import OVER_MASK
 from jaxrl.tools.doctor.examined_run import ExaminedRun
 from jaxrl.tools.doctor.finding import (
     EXACT,
@@ -105,7 +107,7 @@ def outside(examined: ExaminedRun) -> Finding:
     if numbers.relative > bound:
         name = examined.config.trainer.algorithm.policy_loss_type
         cause = f"a wrong mask: policy loss '{name}' reads numbers of tokens outside loss_mask"
-        fix = "take every mean, sum and quantile over loss_mask (jaxrl.array_ops.masked_mean)"
+        fix = OVER_MASK
     else:
         cause = f"the model sees padding tokens; most of the difference is in {padding.worst}"
         fix = "let no token attend to segment 0, or to tokens after it"
@@ -151,7 +153,8 @@ def advantages(examined: ExaminedRun) -> Finding:
     mask, columns = np.asarray(batch.loss_mask), batch.tokens.shape[1]
 
     def estimated(rows: TrainBatch) -> list[np.ndarray]:
-        found = advantages_of(trainer.estimate, rows)
+        kept = trainer.memory.get(ESTIMATOR)
+        found = advantages_of(trainer.estimate, rows, kept)[1:]
         return [np.asarray(x)[:, :columns] for x in found]
 
     expected = [x * mask for x in estimated(batch)]

@@ -8,10 +8,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl import config as cfg
+from jaxrl import activity, config as cfg
 from jaxrl.files import replace_text, writable_folder
 from jaxrl.models import hf
 from jaxrl.models.placement import place_model
+from jaxrl.parallel import is_first
+from jaxrl.records.display import display_of
 from jaxrl.rollout.generator import run_now, sample_prompts
 from jaxrl.rollout.protocol import Engine
 from jaxrl.tools.evaluate.target import (
@@ -89,8 +91,16 @@ def ask(run: BasePPOExp, target: EvalTarget, step: int) -> tuple[dict[str, float
     config, sources = run.config, run.config.data.val_data
     if not sources:
         raise ValueError("data.val_data=[] has no prompts; name at least one file or generator")
+    display = display_of(
+        f"evaluation of {target.where}",
+        config.trainer.watching.display,
+        shown=is_first() and "console" in cfg.logger_names(config.trainer.logger),
+    )
     run.tokenizer = run.get_tokenizer()
     prompts = run.get_prompts(sources)
+    left_out = sum(run.too_long.values())
+    without = f"; {left_out} are too long and left out" if left_out else ""
+    activity.say(f"{len(prompts)} prompts from {', '.join(sources)}{without}")
     run.check_environments(prompts)
     path, params = config.trainer.policy.model.path, config.generator.eval_sampling_params
     assert path is not None and params is not None  # validated, resolved
@@ -105,7 +115,8 @@ def ask(run: BasePPOExp, target: EvalTarget, step: int) -> tuple[dict[str, float
                 )
             )
 
-        return evaluate(generate, prompts, step, config, tokenizer=run.tokenizer)
+        with display:
+            return evaluate(generate, prompts, step, config, tokenizer=run.tokenizer)
 
 
 @contextlib.contextmanager
@@ -142,6 +153,7 @@ def table(metrics: dict[str, float]) -> str:
     names = [n.removeprefix("eval/all/") for n in metrics if n.startswith("eval/all/")]
     scores = [n for n in names if f"{n}_ci_low" in names or n.startswith(("avg_score", "pass_"))]
     scores = [n for n in scores if "_ci_" not in n]
+    scores.sort(key=lambda n: int(n.rpartition("_")[2]) if n.startswith("pass_at_") else 0)
     sources = list(dict.fromkeys(name[5:].rpartition("/")[0] for name in metrics))
     rows = [["source", "prompts", *scores, "avg_num_tokens", "stop_ratio"]]
     for source in sources:

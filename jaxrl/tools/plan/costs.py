@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxrl import config as cfg
 from jaxrl.parallel.rules import batch_devices
 from jaxrl.tools.plan import estimate, hlo
+from jaxrl.tools.plan.operations import Program, Totals
 from jaxrl.tools.plan.phases import Phase
 from jaxrl.tools.plan.topology import Machine
 from jaxrl.training.resident_memory import device_bytes
@@ -30,6 +31,8 @@ class Memory:
         refusal: the compiler's words, if the program does not fit by itself; the temporaries are
             then what it says they would be.
         collectives: bytes that the device sends in one execution, by kind.
+        totals: what the text of a TPU program says of its FLOPs and bytes; other compilers hide
+            products in calls of their libraries.
         estimated: from shapes, not from the compiler.
     """
 
@@ -39,6 +42,7 @@ class Memory:
     temporaries: float
     collectives: dict[str, float] = field(default_factory=dict)
     refusal: str | None = None
+    totals: Totals | None = None
     estimated: bool = False
 
     @property
@@ -70,9 +74,10 @@ def _compiled(phase: Phase, lowered: jax.stages.Lowered) -> Memory:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return _refused(phase, str(error))
-    stats, sent = compiled.memory_analysis(), {}
+    stats, sent, text = compiled.memory_analysis(), {}, compiled.as_text() or ""
     assert stats is not None
-    for collective in hlo.collectives(compiled.as_text() or ""):
+    readable = phase.part.placement.platform == "tpu"
+    for collective in hlo.collectives(text):
         times = collective.times * (1 if collective.fixed else phase.trips)
         sent[collective.kind] = sent.get(collective.kind, 0.0) + times * collective.moved
     return Memory(
@@ -81,6 +86,7 @@ def _compiled(phase: Phase, lowered: jax.stages.Lowered) -> Memory:
         aliased=stats.alias_size_in_bytes,
         temporaries=stats.temp_size_in_bytes,
         collectives=sent,
+        totals=Program(text, phase.trips).totals() if readable else None,
     )
 
 
@@ -189,13 +195,27 @@ def best_seconds(func: Callable[..., Any], *args: Any, repeats: int = 5) -> floa
 
 
 def seconds(phase: Phase, memory: Memory, device: Limits) -> dict[str, float]:
-    """Return least seconds of one execution by what bounds it: "compute", "memory", "network"."""
-    work, mesh = phase.work, phase.part.placement.mesh
-    return {
-        "compute": (work.flops + work.recomputed) / mesh.size / device.flops,
+    """Return least seconds of one execution by what bounds it: "compute", "memory", "network".
+
+    And "host", in which the device waits; it adds to the largest of the others.
+    """
+    found = {
+        "compute": device_flops(phase, memory) / device.flops,
         "memory": device_traffic(phase, memory) / device.bandwidth,
         "network": sent(phase, memory) / device.network,
     }
+    return found | {"host": phase.host} if phase.host else found
+
+
+def device_flops(phase: Phase, memory: Memory) -> float:
+    """Return the FLOPs of one execution on a device: as its program has them, else by formulas."""
+    work, devices = phase.work, phase.part.placement.mesh.size
+    if memory.totals is None:
+        return (work.flops + work.recomputed) / devices
+    hidden = work.attention if memory.totals.kernel_moved else 0.0
+    if phase.part.head_kernel == "pallas":
+        hidden += work.head
+    return memory.totals.flops + hidden / devices
 
 
 def sent(phase: Phase, memory: Memory) -> float:
@@ -204,12 +224,15 @@ def sent(phase: Phase, memory: Memory) -> float:
 
 
 def device_traffic(phase: Phase, memory: Memory) -> float:
-    """Return bytes that a device moves at least.
+    """Return bytes that a device moves.
 
-    They are arguments, results, weights in every pass, the cache. What is donated and only written
-    in part, as the cache, counts by what is read of it.
+    Those that its program reads and writes, or at least: arguments, results, weights in every pass,
+    the cache. What is donated and only written in part, as the cache, counts by what is read of it.
     """
-    part, call = phase.part, phase.call
+    part, call, totals = phase.part, phase.call, memory.totals
+    if totals is not None and phase.kind != "copy":  # which copies as much as the data say
+        kernels = phase.cache if phase.kind == "decode" else totals.kernel_moved
+        return totals.moved + (kernels if totals.kernel_moved else 0.0)
     if phase.kind in ("copy", "decode"):
         return phase.reads
     moved = memory.arguments + memory.results

@@ -66,16 +66,16 @@ def collectives(text: str) -> list[Collective]:
     says so, and an asynchronous collective once for its start and again for each fusion that it
     overlaps with: these count as what they are, and once.
     """
-    blocks = _computations(text)
+    blocks = computations(text)
     return [
         found
-        for name, times, fixed in _executions(blocks)
+        for name, times, fixed in executions(blocks)
         for line in blocks[name]
         if (found := _parse(line, name, blocks[name], times, fixed))
     ]
 
 
-def _computations(text: str) -> dict[str, list[str]]:
+def computations(text: str) -> dict[str, list[str]]:
     """Return the lines of each computation by name; that of the entry is "ENTRY"."""
     blocks: dict[str, list[str]] = {}
     name = None
@@ -90,7 +90,7 @@ def _computations(text: str) -> dict[str, list[str]]:
     return blocks
 
 
-def _executions(blocks: dict[str, list[str]]) -> Iterator[tuple[str, int, bool]]:
+def executions(blocks: dict[str, list[str]]) -> Iterator[tuple[str, int, bool]]:
     """Yield of each call of a computation its name, how often it runs, whether that is fixed."""
     todo = [("ENTRY", 1, True)]
     while todo:
@@ -146,7 +146,7 @@ def _parse(
     if match is None or ("chain_id=" in line and not _starts(match["name"], block)):
         return None
     kind, group = match["kind"], _group(line)
-    size = sum(map(_bytes, _ARRAY.findall(match["type"])))
+    size = size_of(match["type"])
     if kind == "reduce-scatter":
         size *= len(group)
     elif match["start"] and kind == "all-gather":  # its type holds the operand as well
@@ -163,6 +163,11 @@ def _parse(
 def _starts(name: str, block: list[str]) -> bool:
     """Return whether an asynchronous collective starts here, and not in an earlier instruction."""
     return any("AsyncCollectiveStart" in line and f"%{name})" in line for line in block)
+
+
+def size_of(text: str) -> int:
+    """Return the bytes of the arrays of a type, "(f32[2,3]{1,0}, s32[])": 28."""
+    return sum(map(_bytes, _ARRAY.findall(text)))
 
 
 def _bytes(array: tuple[str, str]) -> int:

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jaxrl import config as cfg
-from jaxrl.config.model import DTYPES
+from jaxrl.array_ops import DTYPES
+from jaxrl.models.kernels.choice import REFERENCE
+from jaxrl.models.kernels.head_log_probs import block_tokens
 from jaxrl.models.placement import placed_params
 from jaxrl.models.transformer import TransformerConfig
 from jaxrl.parallel import Placement
@@ -21,14 +23,20 @@ from jaxrl.tools.plan.work import (
     forward_work,
     gradient_work,
     head_flops,
+    layer_params,
     layers_flops,
 )
+from jaxrl.training.build import head_kernel
 from jaxrl.training.forward import CHUNK_TOKENS, CPU_CHUNK_TOKENS, chunk_columns
 from jaxrl.training.forward_pass import ForwardPass
 from jaxrl.training.resident_memory import device_bytes
 from jaxrl.training.update import Updater
 
 SAMPLING = frozenset({"prefill", "copy", "decode"})  # kinds of phases
+# Seconds between two blocks for each slot, on one core of an x86 server: 18.1 ms of 1,024 slots
+# (`python -m benchmarks.engine_host`, LOG.md, "The engine's host").
+HOST_SECONDS = 18e-6
+WRITTEN = 16  # positions of a tile, which is read and written for a token
 
 
 class Part(NamedTuple):
@@ -44,6 +52,7 @@ class Part(NamedTuple):
     dtype: jnp.dtype  # of its computation
     names: tuple[str, ...]
     at: frozenset[Any] | None = None
+    head_kernel: str = REFERENCE  # of `HEAD_LOG_PROBS`
 
     @property
     def devices(self) -> frozenset[Any]:
@@ -64,6 +73,8 @@ class Phase:
         donated: number of the argument whose memory the results take.
         trips: of its loops whose number depends on the data.
         reads: bytes that a device reads beside arguments, results and weights.
+        cache: of these those of keys and values, with what is written of them.
+        host: seconds in which the device waits for the host, of one execution.
         sends: bytes that a device sends before it, beside the program's own collectives.
     """
 
@@ -78,6 +89,8 @@ class Phase:
     donated: int | None = None
     trips: int = 1
     reads: float = 0.0
+    cache: float = 0.0
+    host: float = 0.0
     sends: float = 0.0
 
 
@@ -85,7 +98,7 @@ def phases(run: Run, engine: NativeEngine | None) -> list[Phase]:
     """Return all phases of a step, in their order."""
     policy, trainer = run.policy, run.config.trainer
     names = ("parameters", "base") if policy.lora else ("parameters",)
-    part = Part(run.model, policy.placement, _dtype(run, "policy"), names)
+    part = _trained(run, "policy", run.model, policy.placement, names)
     found = [*_sampling(run, engine, part)] if engine else []
     if run.has_old:
         found.append(_forward(run, "log-probs", run.forward_pass, run.params, part))
@@ -93,7 +106,7 @@ def phases(run: Run, engine: NativeEngine | None) -> list[Phase]:
         names = ("base" if run.reference.is_base_of_policy else "reference",)
         model, placement = run.reference.weights.model, run.reference.weights.placement
         assert isinstance(model, TransformerConfig)  # from a folder
-        ref = Part(model, placement, _dtype(run, "ref"), names)
+        ref = _trained(run, "ref", model, placement, names)
         params = placed_params(model, placement)
         found.append(_forward(run, "reference", run.ref_forward_pass, params, ref))
     if critic := run.critic:
@@ -107,6 +120,14 @@ def phases(run: Run, engine: NativeEngine | None) -> list[Phase]:
         found += _update(run, "critic ", critic.updater, state, params, values, size)
     size = trainer.policy_mini_batch_size
     return found + _update(run, "", run.updater, run.state, run.params, part, size)
+
+
+def _trained(
+    run: Run, role: str, model: TransformerConfig, placement: Placement, names: tuple[str, ...]
+) -> Part:
+    """Return a model that scores tokens, with the kernel of its head."""
+    kernel = head_kernel(run.config.trainer, model, placement.mesh.devices.flat[0], role).name
+    return Part(model, placement, _dtype(run, role), names, head_kernel=kernel)
 
 
 def _dtype(run: Run, role: str) -> jnp.dtype:
@@ -223,7 +244,11 @@ def _sampling(run: Run, engine: NativeEngine, policy: Part) -> Iterator[Phase]:
         yield _copies(part, calls["copy"], slots // groups, generator.n_samples_per_prompt, waves)
     steps, context = min(programs.steps, drawn), prompt + drawn // 2
     token = layers_flops(model, context - 1, context) + head_flops(model, 1)
-    read = decode_step_bytes(model, slots // groups, context, programs.dtype.itemsize)
+    element, rows, tensor = programs.dtype.itemsize, slots // groups, _tensor(part)
+    read = decode_step_bytes(model, rows, context, element)
+    weights = decode_step_bytes(model, 0, 0, element)
+    touched = decode_step_bytes(model, rows, context + 2 * WRITTEN, element) - weights
+    attended = slots * steps * (token - 2 * layer_params(model) - head_flops(model, 1))
     yield Phase(
         "decode",
         "decode",
@@ -232,11 +257,17 @@ def _sampling(run: Run, engine: NativeEngine, policy: Part) -> Iterator[Phase]:
         (slots // groups, 1),
         names,
         runs=waves * turns * -(-drawn // programs.steps),
-        work=Work(float(slots * steps * token)),
+        work=Work(float(slots * steps * token), attention=float(attended)),
         donated=1,
         trips=steps,
-        reads=steps * read / part.placement.mesh.shape["tensor"],
+        reads=steps * read / tensor,
+        cache=steps * touched / tensor,
+        host=HOST_SECONDS * slots,
     )
+
+
+def _tensor(part: Part) -> int:
+    return part.placement.mesh.shape["tensor"]
 
 
 def _copies(part: Part, call: Call, slots: int, samples: int, waves: int) -> Phase:
@@ -283,8 +314,12 @@ def _chunks(part: Part, rows: int, length: int, wanted: int) -> int:
     model, placement = part.model, part.placement
     if model.value_head is not None:
         return 1
+    on_device = _on_device(part, rows, length)[0]
+    if part.head_kernel != REFERENCE:
+        size = block_tokens(part.head_kernel, on_device * (length - 1), model.hidden_size)
+        return -(-on_device * wanted // size)
     tokens = CPU_CHUNK_TOKENS if placement.platform == "cpu" else CHUNK_TOKENS
     split = placement.size(placement.rules.vocab)
     vocabulary = model.vocab_size // (split if model.vocab_size % split == 0 else 1)
-    columns = chunk_columns(tokens, vocabulary, _on_device(part, rows, length)[0], length - 1)
+    columns = chunk_columns(tokens, vocabulary, on_device, length - 1)
     return -(-wanted // columns)

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxrl import config as cfg
-from jaxrl.config.model import DTYPES
+from jaxrl.array_ops import DTYPES
 from jaxrl.config.platform_defaults import settle
-from jaxrl.models.attention import choose_kernel
+from jaxrl.models.kernels import DECODE_ATTENTION, OPERATIONS
+from jaxrl.models.kernels.choice import Facts
 from jaxrl.records.checkpoint import recorded_settings
 from jaxrl.tools.plan.costs import Limits, Memory, device_traffic, limits, seconds
 from jaxrl.tools.plan.phases import SAMPLING, Phase, phases
@@ -40,13 +41,14 @@ class Line:
 
     @property
     def bound(self) -> str:
-        """Return what takes longest: "compute", "memory" or "network"."""
+        """Return what takes longest: "compute", "memory", "network" or "host"."""
         return max(self.times, key=lambda name: self.times[name])
 
     @property
     def seconds(self) -> float:
-        """Return the least seconds of the phase in a step."""
-        return self.times[self.bound]
+        """Return the least seconds of the phase in a step; the device waits for the host."""
+        device = max(least for name, least in self.times.items() if name != "host")
+        return device + self.times.get("host", 0.0)
 
 
 @dataclass(frozen=True)
@@ -113,8 +115,11 @@ def make_plan(
     config = cfg.resolve(config)
     config, chosen = settle(config, machine.platform, recorded=recorded_settings(config.trainer))
     cfg.validate(config, num_devices=len(machine.devices), num_processes=machine.hosts)
+    given = config
+    if machine.stand_in:  # CPU devices have no kernel of a GPU's
+        config = cfg.apply_overrides(config, {"trainer.kernels": {}})
     run, refusal = Run(config, machine), None
-    _check_kernels(run)
+    _check_kernels(run, given)
     try:
         engine = run.engine()
     except ValueError as error:
@@ -169,11 +174,18 @@ def beside(phase: Phase, stay: list[Resident]) -> float:
     )
 
 
-def _check_kernels(run: Run) -> None:
-    """Refuse what GPUs refuse, where CPU devices stand in for them and do not know it."""
+def _check_kernels(run: Run, config: cfg.TrainConfig) -> None:
+    """Refuse the kernels that GPUs refuse, where CPU devices stand in for them."""
     if run.machine.stand_in:
-        dtype = DTYPES[cfg.compute_dtype(run.config.trainer, "policy")]
-        choose_kernel(run.model, run.config.trainer.flash_attn is True, "gpu", dtype)
+        for operation, name in config.trainer.kernels.items():
+            sampled = operation == DECODE_ATTENTION.name
+            dtype = (
+                cfg.engine_dtype(config.generator.inference_engine)
+                if sampled
+                else cfg.compute_dtype(config.trainer, "policy")
+            )
+            packed = config.trainer.use_sample_packing is True
+            OPERATIONS[operation].choose(Facts("gpu", DTYPES[dtype], run.model, packed), name)
 
 
 def _notes(config: cfg.TrainConfig, machine: Machine) -> list[str]:

@@ -3,20 +3,20 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrl.tools.plan.costs import sent
+from jaxrl.tools.plan.costs import device_flops, sent
 from jaxrl.tools.plan.plan import Line, Plan
 from jaxrl.tools.plan.remedies import Remedy, as_flags
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _COLUMNS = (
-    f"{'phase':<18}{'x':>5}{'arguments':>12}{'results':>12}{'temps':>12}{'beside':>12}{'peak':>12}"
-    f"{'TFLOP':>11}{'GB moved':>11}{'GB sent':>10}{'seconds':>10}  bound by"
+    f"{'phase':<18} {'x':>4} {'arguments':>11} {'results':>11} {'temps':>11} {'beside':>11} "
+    f"{'peak':>11} {'TFLOP':>10} {'GB moved':>10} {'GB sent':>9} {'seconds':>9}  bound by"
 )
 
 
 def size(number: float) -> str:
-    """Write a number of bytes in binary units."""
-    unit = next((unit for unit in ("KiB", "MiB") if abs(number) < _UNITS[unit] * 1024), "GiB")
+    """Write a number of bytes in binary units, from 1,000 of one in the next."""
+    unit = next((unit for unit in ("KiB", "MiB") if abs(number) < _UNITS[unit] * 1000), "GiB")
     return f"{number / _UNITS[unit]:,.2f} {unit}"
 
 
@@ -38,7 +38,7 @@ def text(plan: Plan) -> str:
     for resident in plan.residents:
         where = "" if resident.size else "  in host memory"
         when = "" if resident.kinds is None else "  while sampling"
-        lines.append(f"  {resident.name:<18}{size(resident.size):>12}{where}{when}")
+        lines.append(f"  {resident.name:<18} {size(resident.size):>11}{where}{when}")
     lines += _cache_lines(plan) + _collective_lines(plan) + [f"note: {x}" for x in plan.notes]
     left = machine.memory - peak.peak
     lines += ["", f"peak {size(peak.peak)}, in {peak.phase.name}, {size(left)} left"]
@@ -53,12 +53,12 @@ def _row(line: Line) -> str:
     phase, memory = line.phase, line.memory
     fresh = memory.results - memory.aliased
     parts = memory.arguments, fresh, memory.temporaries, line.beside, line.peak
-    sizes = "".join(f"{size(x):>12}" for x in parts)
-    flops = phase.runs * (phase.work.flops + phase.work.recomputed) / len(phase.part.devices)
+    sizes = " ".join(f"{size(x):>11}" for x in parts)
+    flops = phase.runs * device_flops(phase, memory)
     total = phase.runs * sent(phase, memory)
     return (
-        f"{phase.name:<18}{phase.runs:>5}{sizes}{flops / 1e12:>11,.4g}"
-        f"{line.traffic / 1e9:>11,.4g}{total / 1e9:>10,.4g}{line.seconds:>10,.4g}  {line.bound}"
+        f"{phase.name:<18} {phase.runs:>4} {sizes} {flops / 1e12:>10,.4g} "
+        f"{line.traffic / 1e9:>10,.4g} {total / 1e9:>9,.4g} {line.seconds:>9,.4g}  {line.bound}"
     )
 
 
@@ -82,7 +82,7 @@ def _collective_lines(plan: Plan) -> list[str]:
         if counted := line.memory.collectives:
             kinds = (f"{kind} {number / 1e6:,.1f}" for kind, number in sorted(counted.items()))
             parts = ", ".join(kinds)
-            lines.append(f"  {line.phase.name:<18}{parts}")
+            lines.append(f"  {line.phase.name:<18} {parts}")
     return ["collectives, MB that a device sends in one execution", *lines] if lines else []
 
 

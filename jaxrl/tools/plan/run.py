@@ -8,8 +8,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl import config as cfg
+from jaxrl.array_ops import DTYPES
 from jaxrl.config.microbatching import longest_trajectory
-from jaxrl.config.model import DTYPES
 from jaxrl.config.objective_requirements import has_critic, needs_old_log_probs, needs_reference
 from jaxrl.data.microbatches import Microbatching, microbatches
 from jaxrl.data.packing import empty_batch

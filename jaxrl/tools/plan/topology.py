@@ -5,6 +5,7 @@ program will need of each device. Of GPUs that are not there nothing can be comp
 stand in for them, and what they will need is estimated.
 """
 
+import contextlib
 import importlib.util
 import math
 import os
@@ -62,7 +63,7 @@ def machine(
     """Return the machine of a topology, or that of this process.
 
     Args:
-        topology: "v5e:2x4" of TPUs, "h100:8" of GPUs.
+        topology: "v5e:2x4" of TPUs, or Cloud's "v5litepod-8" for it; "h100:8" of GPUs.
         hbm_gib: memory of a device, in place of what is known of it.
         chips_per_host: of TPUs, in place of what is usual.
 
@@ -82,13 +83,14 @@ def machine(
         chip = chip_of(devices[0])
         name = f"{len(devices)} x {devices[0].device_kind}"
         return Machine(name, devices, memory or device_memory(devices[0]), chip)
+    topology = of_accelerator_type(topology) or topology
     kind, _, size = topology.partition(":")
     chip = chip_named(kind)
     if chip is None or not size:
         names = ", ".join(dict.fromkeys(chip.name for chip in CHIPS))
         raise ValueError(
             f"--topology={topology} is not known; write KIND:SIZE, for example v5e:2x4 or h100:8, "
-            f"with one of {names}"
+            f"with one of {names}, or a type of Cloud TPU such as v5litepod-8"
         )
     of_tpu = chip.kind.startswith("TPU")
     found = Machine(
@@ -99,6 +101,39 @@ def machine(
         stand_in=not of_tpu,
     )
     return replace(found, host=_one_host(found, kind, chips_per_host)) if found.hosts > 1 else found
+
+
+def make_stand_ins(topology: str) -> None:
+    """Let the CPU have as many devices as GPUs of a topology, if nobody said how many.
+
+    Once JAX has started its devices there are no more of them: `machine` then says what to do.
+    """
+    kind, _, size = topology.partition(":")
+    chip = chip_named(kind)
+    gpus = chip is not None and not chip.kind.startswith("TPU") and size.isdigit()
+    if gpus and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", max(int(size), 1))
+
+
+def of_accelerator_type(name: str) -> str | None:
+    """Return the topology of a type of Cloud TPU, "v5p:2x4x4" of "v5p-64"; None if it is none.
+
+    Its number counts the chips, or the two cores of each, and their sides are as equal as powers of
+    two can be. These are the rows of tpu/accelerators.tsv, which an installed jaxrl lacks.
+    """
+    family, _, number = name.partition("-")
+    kind = "v5e" if family == "v5litepod" else family
+    if kind not in ("v5e", "v5p", "v6e") or not number.isdecimal():
+        return None
+    cores, dimensions = (2, 3) if kind == "v5p" else (1, 2)
+    chips, left = divmod(int(number), cores)
+    doublings = chips.bit_length() - 1
+    if left or chips != 2**doublings or chips == 2:
+        return None
+    sides = [2 ** ((doublings + i) // dimensions) for i in range(dimensions)]
+    sides = [2, 2, 1] if sides == [1, 2, 2] else sides
+    return f"{kind}:{'x'.join(map(str, sides))}"
 
 
 def topology_devices(name: str, chips_per_host: int | None = None) -> list[Any]:
@@ -112,8 +147,8 @@ def topology_devices(name: str, chips_per_host: int | None = None) -> list[Any]:
     """
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError(
-            f"--topology={name} needs the TPU compiler: pip install 'jax[tpu]' into an environment "
-            "of its own, or leave --topology out"
+            f"--topology={name} needs the TPU compiler: pip install 'jaxrl[tpu]' into an "
+            "environment of its own, or leave --topology out"
         )
     for variable, value in {
         "TPU_SKIP_MDS_QUERY": "1",  # no question to a cloud's metadata server

@@ -24,16 +24,23 @@ class Work(NamedTuple):
         flops: useful ones.
         recomputed: what is computed again for the backward pass.
         weight_reads: times that a device reads all its weights, in the compute dtype.
+        attention: of all these FLOPs those of scores and values, which a kernel may hide.
+        head: those of the vocabulary head, of which the same holds.
     """
 
     flops: float
     recomputed: float = 0.0
     weight_reads: int = 0
+    attention: float = 0.0
+    head: float = 0.0
 
 
 def forward_work(model: TransformerConfig, rows: int, length: int, wanted: int) -> Work:
     """Count one forward pass over rows of `length` tokens, `wanted` of which are scored."""
-    return Work(rows * (layers_flops(model, 0, length) + _head(model, wanted)), weight_reads=1)
+    layers = rows * layers_flops(model, 0, length)
+    attention = layers - 2 * rows * layer_params(model) * length
+    head = rows * _head(model, wanted)
+    return Work(layers + head, weight_reads=1, attention=attention, head=head)
 
 
 def gradient_work(
@@ -44,11 +51,20 @@ def gradient_work(
     Args:
         frozen: the weights have no gradients, adapters have.
     """
-    forward, head = forward_work(model, rows, length, wanted).flops, rows * _head(model, wanted)
+    once = forward_work(model, rows, length, wanted)
     products = 2 * rows * layer_params(model) * length
     again, attention = RECOMPUTED[remat]
-    recomputed = head + again * products + attention * (forward - head - products)
-    return Work((2 if frozen else 3) * forward, recomputed, weight_reads=2 + again)
+    recomputed, passes = (
+        once.head + again * products + attention * once.attention,
+        2 if frozen else 3,
+    )
+    return Work(
+        passes * once.flops,
+        recomputed,
+        weight_reads=2 + again,
+        attention=(passes + attention) * once.attention,
+        head=(passes + 1) * once.head,
+    )
 
 
 def _head(model: TransformerConfig, wanted: int) -> int:

@@ -15,10 +15,13 @@ from typing import Any
 
 import jax
 import jax.extend
+import numpy as np
 
 from jaxrl import config as cfg
-from jaxrl.data.recorded import file_digest
-from jaxrl.records.checkpoint import PREFIX, Checkpointer, parse_resume_path
+from jaxrl.data.recorded import file_digest, read_kept
+from jaxrl.records.callbacks import TrainingCallback
+from jaxrl.records.checkpoint import Checkpointer, parse_resume_path
+from jaxrl.records.checkpoint_folders import PREFIX
 from jaxrl.records.ledger import FILE, read_rollouts
 from jaxrl.tools.audit.lineage import open_run
 from jaxrl.train import BasePPOExp, meshes
@@ -107,6 +110,10 @@ class RecordedRun:
             ValueError, FileNotFoundError: they were not recorded, are gone, or cannot be read.
         """
         return read_rollouts(self.path(step))
+
+    def kept(self, step: int, when: str) -> dict[str, np.ndarray]:
+        """Return what callbacks kept "before" or "after" a step, by name; see `rollouts`."""
+        return read_kept(self.path(step), when)
 
     def step(self, number: int) -> RecordedStep:
         """Return a finished step.
@@ -197,7 +204,7 @@ class RecordedRun:
             return None
         try:
             parse_resume_path(self.origin)
-        except (ValueError, FileNotFoundError) as error:
+        except ValueError as error:
             last = max(self.steps) if step is None else step
             raise ValueError(
                 f"{folder} has no checkpoint of {self.folder} before step {last}, and the one that "
@@ -290,17 +297,32 @@ def _trainer(run: RecordedRun, config: cfg.TrainConfig, run_class: type[BasePPOE
         generator=None,
         train_prompts=[Prompt(uid, [], (), "") for uid in run.uids],  # counted, never read
         eval_prompts=(),
+        callbacks=[_Kept(run)],
     )
     # what is compared with that of the checkpoint is the run's
     trainer.checkpoint_meta["config"] = cfg.get_config_as_dict(run.config)
-    del trainer.checkpoint_meta["data"]  # the prompts are not read
+    for name in ("data", "mesh", "total_steps"):  # the prompts are not read, and one step is done
+        del trainer.checkpoint_meta[name]
 
     def rollouts(step: int) -> tuple[GeneratorOutput, list[str]]:
+        trainer.remember(**run.kept(step, "before"))
         trainer.batches_drawn += run.steps[step].draws
         return run.rollouts(step)
 
-    vars(trainer).update(rollouts=rollouts, sync_weights=lambda step: None)
+    def end_step(step: int) -> None:
+        trainer.remember(**run.kept(step, "after"))
+
+    vars(trainer).update(rollouts=rollouts, sync_weights=end_step)
     return trainer
+
+
+class _Kept(TrainingCallback):
+    """Declare what the callbacks of a run kept: they are not called again."""
+
+    def __init__(self, run: RecordedRun) -> None:
+        paths = [run.folder / step.file for step in run.steps.values() if step.file]
+        found = next((path for path in paths if path.is_file()), None)
+        self.initial_state = read_kept(found, "before") if found else {}
 
 
 def _config_of_replay(
@@ -318,6 +340,7 @@ def _config_of_replay(
         "trainer.fully_async.enabled": False,
         "trainer.resume_mode": "from_path" if checkpoint else "none",
         "trainer.resume_path": checkpoint,
+        "environment": cfg.EnvironmentConfig(),  # judges are not called, and may be of a notebook
     }
     return cfg.apply_overrides(config, changes)
 

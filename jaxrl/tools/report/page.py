@@ -1,4 +1,4 @@
-"""Put a run, or two, on one HTML page: everything is in it, nothing is fetched."""
+"""Put one run or several on one HTML page: everything is in it, nothing is fetched."""
 
 import base64
 import hashlib
@@ -6,32 +6,31 @@ import html
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from jaxrl.files import check_file, replace_text
-from jaxrl.tools.report.blob import inert_json, pack
-from jaxrl.tools.report.run_files import METRICS, RunFiles, read_run
+from jaxrl.tools.report import parts
+from jaxrl.tools.report.blob import inert_json
+from jaxrl.tools.report.run_files import RunFiles, read_runs
 from jaxrl.tools.report.selection import Selection, select
-from jaxrl.tools.report.series import alarms, series
-from jaxrl.tools.report.settings import changed, fields, objective
+from jaxrl.tools.report.series import series
 from jaxrl.tools.report.vocabulary import Vocabulary, tokenizer_of
 
 MEGABYTE = 1_000_000
 MARGIN = 4000  # bytes of a page for what is counted by the way
+SCRIPTS = "page", "curves", "views", "tokens", "trajectories", "main"
 
 
 def report(
-    run: str | Path,
-    against: str | Path | None = None,
-    *,
+    *runs: str | Path,
     output: Path | None = None,
     tokenizer: str | None = None,
-    max_mb: float = 50,
+    max_mb: float = 10,
 ) -> tuple[Path, list[str]]:
-    """Write the page of a run, or of two; see the command for what is not said here.
+    """Write the page of a run, or of several; see the command for what is not said here.
 
     Args:
-        output: where to write it; None = report.html in the folder of the run.
+        runs: run folders, folders of runs, or patterns such as "runs/lr*".
+        output: where to write it; None = report.html in the folder of the first run.
         max_mb: its size at most.
 
     Returns:
@@ -40,18 +39,18 @@ def report(
     Raises:
         ValueError, OSError: a folder is no run folder, or the page cannot be written.
     """
-    path = Path(run) / "report.html" if output is None else output
-    runs = [read_run(folder) for folder in (run, against) if folder is not None]
+    found = read_runs(runs)
+    path = found[0].folder / "report.html" if output is None else output
     check_file("--output", path)
     if max_mb <= 0:
-        raise ValueError(f"--max-mb={max_mb:g}: must be above 0, e.g. 50")
-    text = page(runs, tokenizer=tokenizer, limit=int(max_mb * MEGABYTE))
+        raise ValueError(f"--max-mb={max_mb:g}: must be above 0, e.g. 10")
+    text = page(found, tokenizer=tokenizer, limit=int(max_mb * MEGABYTE))
     replace_text(path, text)
-    return path, [f"{one.folder}: {note}" for one in runs for note in one.all_notes()]
+    return path, [f"{one.folder}: {note}" for one in found for note in one.all_notes()]
 
 
 def page(runs: Sequence[RunFiles], *, tokenizer: str | None = None, limit: int) -> str:
-    """Return the page of one run, or of two that are compared.
+    """Return the page of one run, or of several beside each other.
 
     Args:
         runs: their `notes` grow by what cannot be shown.
@@ -61,9 +60,10 @@ def page(runs: Sequence[RunFiles], *, tokenizer: str | None = None, limit: int) 
     Raises:
         ValueError: the curves alone are more than the limit, or the tokenizer cannot be read.
     """
-    curves = [series(run) for run in runs]
-    about = [_about(run) for run in runs]
-    empty = _put_together(runs, about, [f'<script id="m{i}">{x}' for i, x in enumerate(curves)])
+    data = {f"m{i}": series(run) for i, run in enumerate(runs)}
+    data |= {f"c{i}": parts.config(run) for i, run in enumerate(runs)}
+    said = [parts.about(run) for run in runs]
+    empty = html_page(runs, {"manifest": parts.manifest(said)} | data)
     room = limit - len(empty.encode()) - MARGIN
     if room < 0:
         needed = (limit - room) / MEGABYTE
@@ -71,21 +71,21 @@ def page(runs: Sequence[RunFiles], *, tokenizer: str | None = None, limit: int) 
             f"without any trajectory the page has {needed:.1f} MB, the limit is "
             f"{limit / MEGABYTE:g} MB: give --max-mb={needed + 1:.0f}, or more"
         )
-    selections = _selections(runs, tokenizer, room)
-    data: list[str] = []
-    for i, (run, found) in enumerate(zip(runs, selections, strict=True)):
-        data.append(_data(f"m{i}", curves[i]))
-        words = found.vocabulary
-        data.append(_data(f"v{i}", pack({"entries": words.entries, "ids": words.ids}, {})))
-        data += [_data(f"t{i}-{step}", " ".join(x)) for step, x in found.blobs.items()]
-        about[i] |= _trajectories(found) | {"notes": run.all_notes()}
-    return _put_together(runs, about, data)
+    for i, found in enumerate(_selections(runs, tokenizer, room)):
+        data[f"p{i}"] = inert_json({step: uids for step, (uids, _) in found.steps.items()})
+        data[f"v{i}-0"] = parts.vocabulary(found.vocabulary, 0)
+        for step, (_, of) in found.steps.items():
+            data[f"t{i}-{step}"] = parts.trajectories(found.blobs[step], of)
+        left_out = {"kept": found.kept, "of": found.total, "steps": found.steps_left_out}
+        said[i] |= {"recorded": list(found.steps), "left_out": left_out}
+        said[i]["notes"] = runs[i].all_notes()
+    return html_page(runs, {"manifest": parts.manifest(said)} | data)
 
 
 def _selections(runs: Sequence[RunFiles], tokenizer: str | None, room: int) -> list[Selection]:
     """Select the trajectories of each run.
 
-    The smaller run comes first, the other gets what that leaves.
+    The smaller runs come first, the others get what those leave.
     """
     found: dict[int, Selection] = {}
     sizes = [sum(path.stat().st_size for path in run.rollouts.values()) for run in runs]
@@ -98,63 +98,32 @@ def _selections(runs: Sequence[RunFiles], tokenizer: str | None, room: int) -> l
     return [found[i] for i in range(len(runs))]
 
 
-def _about(run: RunFiles) -> dict[str, Any]:
-    """Return what the page says of a run beside its curves and trajectories."""
-    path = run.folder / METRICS
-    return {
-        "name": run.name,
-        "folder": str(run.folder.resolve()),
-        "last_step": run.last_step,
-        "total_steps": run.total_steps,
-        "written": path.stat().st_mtime if path.is_file() else None,
-        "has_ledger": run.has_ledger,
-        "attempts": run.attempts,
-        "ends": run.ends,
-        "alarms": alarms(run),
-        "card": objective(run),
-        "changed": changed(run),
-        "fields": fields(run.settings),
-        "notes": [],
-    }
+def html_page(runs: Sequence[RunFiles], data: dict[str, str], *, connect: str = "'none'") -> str:
+    """Return the page around some of its parts.
 
-
-def _trajectories(found: Selection) -> dict[str, Any]:
-    return {
-        "steps": found.steps,
-        "stops": sorted(found.stops),
-        "special": found.vocabulary.special,
-        "known_tokens": found.vocabulary.tokenizer is not None,
-        "trajectories": {
-            "kept": found.kept,
-            "of": found.total,
-            "steps_left_out": found.steps_left_out,
-        },
-    }
-
-
-def _data(name: str, text: str) -> str:
-    return f'<script type="text/plain" id="{name}">{text}</script>\n'
-
-
-def _put_together(runs: Sequence[RunFiles], about: Sequence[Any], data: Sequence[str]) -> str:
-    manifest = inert_json({"runs": about})
-    script = _part("page.js")
+    Args:
+        data: name of a part -> its text, in which nothing ends the element that it stands in.
+        connect: where the page may fetch the others from, for its content security policy.
+    """
+    script = "".join(_file(f"{name}.js") for name in SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    parts = {
-        "title": html.escape(" and ".join(run.name for run in runs)),
-        "style": _part("page.css"),
+    filled = {
+        "title": html.escape(", ".join(run.name for run in runs)),
+        "style": _file("page.css"),
         "script": script,
         "script_hash": digest,
-        # nothing that a trajectory says can end the element that it stands in
-        "data": f'<script type="application/json" id="manifest">{manifest}</script>\n'
-        + "".join(data),
+        "connect": connect,
+        "data": "".join(
+            f'<script type="text/plain" id="{name}">{text}</script>\n'
+            for name, text in data.items()
+        ),
     }
-    text = _part("page.html")
+    text = _file("page.html")
     pieces = text.split("{{")  # each "name}} and what follows"; data is never searched for names
     return pieces[0] + "".join(
-        parts[name] + rest for name, _, rest in (piece.partition("}}") for piece in pieces[1:])
+        filled[name] + rest for name, _, rest in (piece.partition("}}") for piece in pieces[1:])
     )
 
 
-def _part(name: str) -> str:
-    return resources.files("jaxrl.tools.report").joinpath(name).read_text(encoding="utf-8")
+def _file(name: str) -> str:
+    return resources.files("jaxrl.tools.report").joinpath("page", name).read_text(encoding="utf-8")

@@ -3,8 +3,10 @@
 Nothing in the folder is written to. A run may go on meanwhile, or may have been killed.
 """
 
+import difflib
+import glob
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,11 +14,15 @@ from typing import Any, TypeVar
 import yaml
 
 from jaxrl.records.batch_file import batch_path
-from jaxrl.records.ledger import FILE
+from jaxrl.records.ledger import FILE, read_rollouts
 from jaxrl.tools.audit.lineage import open_run
 
 METRICS, CONFIG, ROLLOUTS = "metrics.jsonl", "config.yaml", "rollouts"
+RUN_FOLDER = "<trainer.log_path>/<trainer.run_name>"
 TRAINED = "trained"
+# Trajectories that are in a rollout file: the filter of dynamic sampling keeps the others out.
+_ENDED = """FROM live_ends e JOIN trajectories t ON t.id = e.trajectory_id
+    JOIN groups g ON g.id = t.group_id WHERE e.reason IS NOT 'dynamic_sampling'"""
 T = TypeVar("T")
 
 
@@ -30,7 +36,9 @@ class RunFiles:
         attempts: starts of the process, of the ledger, with the steps that each finished.
         ends: where trajectories ended, on the surviving lineage: reason -> number.
         dropped: reason of each trajectory of a rollout file that was not trained, by ledger id.
+        stops: reasons why trajectories stopped.
         rollouts: step -> file of its trajectories.
+        data_rows: source of the data -> its rows, read when one is asked for; see `prompt_rows`.
         has_ledger: `attempts`, `ends` and `dropped` are known.
         notes: what is missing or damaged, and what that means; for the reader of the page.
         step_notes: the same of files of single steps: what -> step -> reason. See `all_notes`.
@@ -42,7 +50,9 @@ class RunFiles:
     attempts: list[dict[str, Any]] = field(default_factory=list)
     ends: dict[str, int] = field(default_factory=dict)
     dropped: dict[int, str] = field(default_factory=dict)
+    stops: list[str] = field(default_factory=lambda: ["abort", "env_error", "length", "stop"])
     rollouts: dict[int, Path] = field(default_factory=dict)
+    data_rows: dict[int, list[str]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     has_ledger: bool = False
     notes: list[str] = field(default_factory=list)
@@ -73,13 +83,12 @@ class RunFiles:
     @property
     def total_steps(self) -> int | None:
         """Return the number of steps that the run is to do; None where that is not known."""
-        size = self.trainer.get("train_batch_size")
-        prompts, epochs = self.facts.get("num_prompts"), self.trainer.get("epochs")
-        most = self.trainer.get("max_training_steps")
-        if not (size and prompts and epochs):
-            return most
+        size, epochs = self.trainer.get("train_batch_size"), self.trainer.get("epochs")
+        prompts, most = self.facts.get("num_prompts"), self.trainer.get("max_training_steps")
+        if not (isinstance(size, int) and isinstance(epochs, int) and size and prompts):
+            return None
         steps = epochs * (prompts // size)
-        return steps if most is None else min(steps, most)
+        return min(steps, most) if isinstance(most, int) else steps
 
     def note_of(
         self, what: str, action: Callable[[], T], otherwise: T, *, step: int | None = None
@@ -126,6 +135,37 @@ class RunFiles:
         return None
 
 
+def is_run(folder: Path) -> bool:
+    """Return whether a folder holds anything that a run writes."""
+    return any((folder / name).exists() for name in (METRICS, FILE, ROLLOUTS))
+
+
+def run_folders(words: Sequence[str | Path]) -> list[Path]:
+    """Return the run folders that are named, each once: runs, folders of runs, or patterns.
+
+    Raises:
+        ValueError: one of the words names no run.
+    """
+    found: dict[Path, None] = {}
+    for word in words:
+        folder = Path(word)
+        if not folder.exists() and set("*?[") & set(str(word)):
+            folders = [Path(name) for name in sorted(glob.glob(str(word))) if is_run(Path(name))]
+        elif folder.is_dir() and not is_run(folder):
+            folders = [path for path in sorted(folder.iterdir()) if is_run(path)]
+        else:
+            folders = [folder]
+        if not folders and not folder.is_dir():
+            raise ValueError(f"{word} matches no run folder, {RUN_FOLDER}")
+        found |= dict.fromkeys(folders or [folder])  # one that is none says so when it is read
+    return list(found)
+
+
+def read_runs(words: Sequence[str | Path]) -> list[RunFiles]:
+    """Read the runs that are named, see `run_folders` and `read_run`."""
+    return [read_run(folder) for folder in run_folders(words)]
+
+
 def read_run(folder: str | Path) -> RunFiles:
     """Read everything of a run folder but the contents of its rollout files.
 
@@ -134,14 +174,15 @@ def read_run(folder: str | Path) -> RunFiles:
     """
     run = RunFiles(Path(folder))
     if not run.folder.is_dir():
-        raise ValueError(
-            f"{folder} is not a folder: give a run folder, <trainer.log_path>/<trainer.run_name>"
-        )
-    held = [name for name in (METRICS, FILE, ROLLOUTS) if (run.folder / name).exists()]
-    if not held:
+        above = run.folder.parent
+        runs = {path.name: path for path in above.glob("*") if is_run(path)}
+        near = difflib.get_close_matches(run.folder.name, runs, n=1)
+        hint = f"did you mean {runs[near[0]]}?" if near else f"give a run folder, {RUN_FOLDER}"
+        raise ValueError(f"{folder} is not a folder: {hint}")
+    if not is_run(run.folder):
         raise ValueError(
             f"{folder} holds none of {METRICS}, {FILE}, {ROLLOUTS}/: give a run folder, "
-            "<trainer.log_path>/<trainer.run_name>, of a run that has begun"
+            f"{RUN_FOLDER}, of a run that has begun, or a folder of those"
         )
     _read_config(run)
     _read_metrics(run)
@@ -181,11 +222,13 @@ def _read_metrics(run: RunFiles) -> None:
     for number, text in enumerate(texts, 1):
         try:
             line = json.loads(text)
-            step = int(line["step"])
-        except (ValueError, KeyError, TypeError):
+            step, numbers = int(line["step"]), _numbers(line)
+            if not 0 <= step < 2**32:
+                raise ValueError(f"step {step}")
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             bad.append(number)
             continue
-        lines.setdefault(step, {}).update(_numbers(line))
+        lines.setdefault(step, {}).update(numbers)
     run.lines = dict(sorted(lines.items()))
     if bad == [len(texts)]:
         run.notes.append(f"the last line of {METRICS} is not whole: the run goes on, or was killed")
@@ -231,6 +274,7 @@ def _read_tables(run: RunFiles) -> bool:
         run.ends = dict(ledger.rows(query, TRAINED))
         query = "SELECT trajectory_id, reason FROM live_ends WHERE reason IS NOT NULL"
         run.dropped = dict(ledger.rows(f"{query} AND reason != 'dynamic_sampling'"))  # in no file
+        run.stops = [x for (x,) in ledger.rows(f"SELECT DISTINCT stop_reason {_ENDED} ORDER BY 1")]
         files = dict(ledger.rows("SELECT step, file FROM live_steps ORDER BY step"))
     run.rollouts = {step: run.folder / file for step, file in files.items() if file is not None}
     gone = [step for step, path in run.rollouts.items() if not path.is_file()]
@@ -244,6 +288,25 @@ def _read_tables(run: RunFiles) -> bool:
             "trainer.ledger.record_rollouts=false"
         )
     return True
+
+
+def prompts_of_steps(run: RunFiles) -> dict[int, list[str]]:
+    """Return the prompts of each step whose trajectories are recorded, by their uids."""
+    found: dict[int, list[str]] = {step: [] for step in run.rollouts}
+    if not run.has_ledger:
+        for step, path in run.rollouts.items():
+            uids = run.note_of(
+                "trajectories", lambda path=path: read_rollouts(path)[1], [], step=step
+            )
+            found[step] = list(dict.fromkeys(uids))
+        return found
+    with open_run(run.folder) as ledger:
+        for step, uid in ledger.rows(
+            f"SELECT DISTINCT e.step, g.uid {_ENDED} ORDER BY e.step, g.id"
+        ):
+            if step in found:
+                found[step].append(uid)
+    return found
 
 
 def _find_rollouts(run: RunFiles) -> None:

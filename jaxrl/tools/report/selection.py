@@ -2,16 +2,18 @@
 
 A group goes in whole or not at all. First everything is tried. Where that is too much, each step
 gets its share of the room, by the size of its file, and fills it with groups in the order of a hash
-of (step, uid): the same ones for the same run, whoever asks, and the same prompts of two runs. What
-a step leaves over goes to the next one, so that where a step's share holds no group, one goes in
-every few steps.
+of (step, uid): the same ones for the same run, whoever asks, and the same prompts of two runs. Of
+many steps, fewer are read, evenly spaced, and more is kept of each. What a step leaves over goes to
+the next one, so that where a step's share holds no group, one goes in every few steps.
 """
 
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tqdm import tqdm
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import track
 
 from jaxrl.tools.report.blob import inert_json
 from jaxrl.tools.report.run_files import RunFiles
@@ -19,7 +21,7 @@ from jaxrl.tools.report.series import thinned
 from jaxrl.tools.report.trajectories import StepRows, pack_group, read_step
 from jaxrl.tools.report.vocabulary import Vocabulary
 
-STEPS = 2000  # whose files are read at most
+STEPS, SHARE = 100, 100_000  # steps whose files are read: so many, or one for these bytes of a page
 PER_STEP = 120  # bytes of a page that a step takes beside its groups
 
 
@@ -33,7 +35,6 @@ class Selection:
         total, kept: trajectories that there are in the steps that were read, and in the page.
         steps_left_out: with a file, and none of their groups in the page.
         size: bytes of the page that all this takes.
-        stops: stop reasons of the trajectories in the page.
     """
 
     vocabulary: Vocabulary
@@ -43,7 +44,6 @@ class Selection:
     kept: int = 0
     steps_left_out: int = 0
     size: int = 0
-    stops: set[str] = field(default_factory=set)
 
 
 class _Full(Exception):
@@ -62,7 +62,7 @@ def select(run: RunFiles, make_vocabulary: Callable[[], Vocabulary], room: int) 
             return _fill(run, Selection(make_vocabulary()), steps, lambda step: room, whole=True)
         except _Full:
             run.step_notes.clear()  # they will be said again
-    chosen = [steps[i] for i in thinned(len(steps), STEPS)]
+    chosen = [steps[i] for i in thinned(len(steps), max(STEPS, room // SHARE))]
     sizes = {step: run.rollouts[step].stat().st_size for step in chosen}
     total, due = max(sum(sizes.values()), 1), 0.0
     shares = {}
@@ -87,21 +87,28 @@ def _fill(
     Raises:
         _Full: `whole`, and a group has no room.
     """
-    for step in tqdm(steps, desc=f"{run.name}: trajectories", leave=False, disable=None):
+    console = Console(stderr=True)
+    text, quiet = escape(f"{run.name}: trajectories"), not console.is_terminal
+    for step in track(steps, text, console=console, transient=True, disable=quiet):
         if (rows := read_step(run, step)) is None:
             continue
-        found.total += len({int(x) for x in rows.trajectories})
-        taken = _groups(run, rows, step, found, allowed(step))
-        if whole and len(taken) < len(rows.groups):
+        take(run, rows, step, found, allowed(step))
+        if whole and len(found.steps.get(step, ([], 0))[0]) < len(rows.groups):
             raise _Full
-        if not taken:
-            found.steps_left_out += 1
-            continue
-        order = sorted(taken)
-        found.steps[step] = [rows.groups[index][0] for index in order], len(rows.groups)
-        found.blobs[step] = [taken[index] for index in order]
-        found.size += PER_STEP
     return found
+
+
+def take(run: RunFiles, rows: StepRows, step: int, found: Selection, allowed: int) -> None:
+    """Add the groups of a step while all that was found is within `allowed` bytes."""
+    found.total += len({int(x) for x in rows.trajectories})
+    taken = _groups(run, rows, step, found, allowed)
+    if not taken:
+        found.steps_left_out += 1
+        return
+    order = sorted(taken)
+    found.steps[step] = [rows.groups[index][0] for index in order], len(rows.groups)
+    found.blobs[step] = [taken[index] for index in order]
+    found.size += PER_STEP
 
 
 def _groups(
@@ -114,12 +121,11 @@ def _groups(
         uid, members = rows.groups[index]
         cost = found.vocabulary.cost
         blob = pack_group(run, rows, uid, members, found.vocabulary)
-        size = len(blob) + len(inert_json(uid)) + 2 + found.vocabulary.cost - cost
+        size = len(blob) + len(inert_json(uid)) + 4 + found.vocabulary.cost - cost
         if found.size + size + PER_STEP > allowed:
             break
         found.size += size
         found.kept += len({int(rows.trajectories[row]) for row in members})
-        found.stops |= {rows.output["stop_reasons"][row] for row in members}
         taken[index] = blob
     return taken
 

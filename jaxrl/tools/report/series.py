@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.records.alarms import REWARD, RULES, Alarms
-from jaxrl.records.recorder import PHASES
+from jaxrl.records.phases import PHASES
 from jaxrl.tools.report.blob import finite, pack
 from jaxrl.tools.report.run_files import RunFiles
 
@@ -72,7 +72,7 @@ def alarms(run: RunFiles) -> list[dict[str, Any]]:
             "name": alarm.name,
             "step": alarm.step,
             "value": finite(alarm.value),
-            "threshold": alarm.threshold,
+            "threshold": finite(alarm.threshold),
             "below": RULES[alarm.name].below,
             "says": RULES[alarm.name].says,
             "advice": RULES[alarm.name].advice,

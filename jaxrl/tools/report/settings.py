@@ -8,6 +8,7 @@ from jaxrl import config as cfg
 from jaxrl.records.resume_identity import differences
 from jaxrl.tools.report.run_files import RunFiles
 
+CARD = "objective_card.txt"
 SUPERVISED = "train/loss"  # a metric that only supervised runs have
 
 
@@ -22,6 +23,9 @@ def objective(run: RunFiles) -> str:
 
 
 def _card(run: RunFiles) -> str:
+    if (path := run.folder / CARD).is_file():
+        return path.read_text(encoding="utf-8").rstrip()
+    # Of a run that did not write it. Its formulas are those of the losses, which need jax.
     machine = run.attempts[-1]["machine"] if run.attempts else {}
     return cfg.objective_card(cfg.to_train_config(run.settings), machine.get("devices") or 1)
 

@@ -2,7 +2,8 @@
 
 A group is a prompt with its samples; it becomes one blob. Its header:
 
-    uid, rows: one entry per row, a trajectory or a turn of one (step-wise training):
+    uid, env, row: of the data, what the prompt was made of, by column as JSON; {} = not known
+    rows: one entry per row, a trajectory or a turn of one (step-wise training):
         trajectory  number in the group
         prompt      tokens of the prompt; -1 = the same as of the row before
         response    tokens of the response
@@ -27,6 +28,7 @@ from jaxrl.data.columns import trajectory_numbers
 from jaxrl.records.batch_file import load_batch
 from jaxrl.records.ledger import read_rollouts
 from jaxrl.tools.report.blob import finite, pack
+from jaxrl.tools.report.prompt_rows import env_of, row_of
 from jaxrl.tools.report.run_files import TRAINED, RunFiles
 from jaxrl.tools.report.vocabulary import Vocabulary
 from jaxrl.types import GeneratorOutput, TrainBatch
@@ -53,13 +55,17 @@ class StepRows:
     batch_rows: dict[int, int]
 
 
-def read_step(run: RunFiles, step: int) -> StepRows | None:
-    """Read the trajectories of a step; None and a note where its file cannot be read."""
+def read_step(run: RunFiles, step: int, *, with_batch: bool = True) -> StepRows | None:
+    """Read the trajectories of a step; None and a note where its file cannot be read.
+
+    Args:
+        with_batch: what was dumped of the step's batch too.
+    """
     found = run.note_of("trajectories", lambda: _read(run.rollouts[step]), None, step=step)
     if found is None:
         return None
     output, groups, trajectories = found
-    path = run.dumped_batch(step)
+    path = run.dumped_batch(step) if with_batch else None
     if path is None:
         return StepRows(output, groups, trajectories, None, {})
     batch = run.note_of("dumped batch", lambda: load_batch(path), None, step=step)
@@ -108,7 +114,8 @@ def _tokens(output: GeneratorOutput, row: int) -> list[int]:
     return output["prompt_token_ids"][row] + output["response_ids"][row]
 
 
-def _reward(output: GeneratorOutput, row: int) -> float:
+def reward_of(output: GeneratorOutput, row: int) -> float:
+    """Return the reward of a row: the sum of those of its tokens, where they have their own."""
     reward = cast(Any, output["rewards"][row])
     return float(sum(reward) if isinstance(reward, list) else reward)
 
@@ -130,7 +137,8 @@ def pack_group(
         before = prompt
     arrays = {"tokens": vocabulary.numbers(np.array(tokens, np.int64))}
     arrays |= {name: x for name, x in _per_token(step, rows) if x is not None}
-    return pack({"uid": uid, "rows": entries}, arrays)
+    prompt = {"uid": uid, "env": env_of(run, uid), "row": row_of(run, uid)}
+    return pack(prompt | {"rows": entries}, arrays)
 
 
 def _entry(run: RunFiles, step: StepRows, row: int) -> dict[str, Any]:
@@ -140,7 +148,7 @@ def _entry(run: RunFiles, step: StepRows, row: int) -> dict[str, Any]:
     return {
         "response": len(output["response_ids"][row]),
         "turns": _turns(output, row),
-        "reward": finite(_reward(output, row)),
+        "reward": finite(reward_of(output, row)),
         "stop": output["stop_reasons"][row],
         "version": output["policy_versions"][row],
         "ended": ended,

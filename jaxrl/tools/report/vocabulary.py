@@ -7,12 +7,14 @@ A token of a byte-level vocabulary may be a part of a character. It is kept as i
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.tools.report.run_files import RunFiles
+
+if TYPE_CHECKING:  # 0.1 s: a page without texts needs none
+    from tokenizers import Tokenizer
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -29,19 +31,19 @@ class Vocabulary:
         cost: bytes of the page that they take at most.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: "Tokenizer | None") -> None:
         self.tokenizer = tokenizer
         self._numbers = np.zeros(0, np.int64)
         self.ids: list[int] = []
         self.entries: list[str | list[int]] = []
         self.special: list[int] = []
+        self._bytes: list[bytes] = []
         self.cost = 0
         self._special_ids: set[int] = set()
         self._alphabet: dict[str, int] = {}
         if tokenizer is not None:
-            added = getattr(tokenizer, "added_tokens_decoder", {})
+            added = tokenizer.get_added_tokens_decoder()
             self._special_ids = {i for i, token in added.items() if token.special}
-            self._special_ids |= set(tokenizer.all_special_ids)
             self._alphabet = byte_alphabet() if _is_byte_level(tokenizer) else {}
 
     def numbers(self, ids: np.ndarray) -> np.ndarray:
@@ -58,6 +60,13 @@ class Vocabulary:
         found = self._numbers[ids]
         return found.astype(np.uint16 if found.max() < 2**16 else np.uint32)
 
+    def text(self, ids: np.ndarray) -> str:
+        """Return the text of tokens [n] int, as the page shows it but for what cannot be seen."""
+        own = self._bytes
+        return b"".join(own[number] for number in self.numbers(ids).tolist()).decode(
+            errors="replace"
+        )
+
     def _add(self, token: int) -> None:
         self._numbers[token] = len(self.ids)
         entry = self._entry(token)
@@ -65,12 +74,13 @@ class Vocabulary:
             self.special.append(len(self.ids))
         self.ids.append(token)
         self.entries.append(entry)
+        self._bytes.append(entry.encode() if isinstance(entry, str) else bytes(entry))
         self.cost += len(json.dumps(entry)) + len(f"{token},{len(self.ids)},")
 
     def _entry(self, token: int) -> str | list[int]:
         if self.tokenizer is None:
             return f"\u27e8{token}\u27e9"
-        piece = self.tokenizer.convert_ids_to_tokens(token)
+        piece = self.tokenizer.id_to_token(token)
         if piece is None:  # beyond the vocabulary: rows that pad an embedding
             return f"\u27e8{token}\u27e9"
         if token in self._special_ids:
@@ -79,19 +89,19 @@ class Vocabulary:
             return _text_or_bytes(bytes(self._alphabet[char] for char in piece))
         if match := _BYTE.fullmatch(piece):
             return _text_or_bytes(bytes([int(match[1], 16)]))
-        return self._difference(token)
-
-    def _difference(self, token: int) -> str:
-        """Return what a token adds to itself.
-
-        Decoders treat the first one of a text in another way.
-        """
-        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-        once = self.tokenizer.decode([token], **options)
-        return self.tokenizer.decode([token, token], **options)[len(once) :]
+        return _difference(self.tokenizer, token)
 
 
-def tokenizer_of(run: RunFiles, folder: str | None) -> Any:
+def _difference(tokenizer: "Tokenizer", token: int) -> str:
+    """Return what a token adds to itself.
+
+    Decoders treat the first one of a text in another way.
+    """
+    once = tokenizer.decode([token], skip_special_tokens=False)
+    return tokenizer.decode([token, token], skip_special_tokens=False)[len(once) :]
+
+
+def tokenizer_of(run: RunFiles, folder: str | None) -> "Tokenizer | None":
     """Return the tokenizer of a run: of its policy's model, or of an export; None without.
 
     The export is one that the run made.
@@ -120,10 +130,18 @@ def tokenizer_of(run: RunFiles, folder: str | None) -> Any:
     return None
 
 
-def _load(place: str, run: RunFiles) -> Any:
+def _load(place: str, run: RunFiles) -> "Tokenizer":
+    if (path := Path(place) / "tokenizer.json").is_file():
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_file(str(path))
+    # Of the hub, or of another form: transformers, which takes seconds to import, can read it.
+    from jaxrl.data.tokenizer import load_tokenizer
+
     template = run.group("generator", "chat_template")
     from_file = template.get("source") == "file"
-    return load_tokenizer(place, template["name_or_path"] if from_file else None)
+    loaded: Any = load_tokenizer(place, template["name_or_path"] if from_file else None)
+    return loaded.backend_tokenizer
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -137,11 +155,8 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
 
 
-def _is_byte_level(tokenizer: Any) -> bool:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return False
-    decoder = json.loads(backend.to_str())["decoder"] or {}
+def _is_byte_level(tokenizer: "Tokenizer") -> bool:
+    decoder = json.loads(tokenizer.to_str())["decoder"] or {}
     parts = decoder.get("decoders", [decoder])
     return any(part.get("type") == "ByteLevel" for part in parts)
 

@@ -251,7 +251,7 @@ def test_what_is_deleted_while_the_run_goes_on_is_written_anew(scribe, capsys, n
     scribe.step(2)
     checks = scribe.checks()
     assert not failed(checks) and checks["steps"].figures["finished"] == 2
-    assert capsys.readouterr().out.count("written anew") == 1
+    assert capsys.readouterr().err.count("written anew") == 1
     scribe.step(3)
     again(scribe, 1, saved)
     scribe.step(2)

@@ -178,6 +178,10 @@ def test_rows_of_the_batch_are_known_by_their_row_ids():
     assert _reasons(taken, batch, None) == {7: None, 8: "abort", 9: None}
     skipped = np.array([True, False, False])
     assert _reasons(taken, batch, skipped) == {7: None, 8: "abort", 9: "skipped_update"}
+    # in another order: rows 2, 0, 1; which ones were skipped is said in the order of row_ids
+    reordered = jax.tree.map(lambda x: x[np.array([2, 0, 1])], batch)
+    assert list(reordered.row_ids) == [2, 0, 1]
+    assert _reasons(taken, reordered, skipped) == {7: None, 8: "abort", 9: "skipped_update"}
     fewer = jax.tree.map(lambda x: x[1:], batch)
     assert _reasons(taken, fewer, None) == {7: None, 8: "abort", 9: "filtered"}
     more = batch.replace(row_ids=np.array([0, 1, 3]))

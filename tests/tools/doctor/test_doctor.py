@@ -91,7 +91,9 @@ def test_a_right_run_passes(examined):
     assert [name for name, f in found.items() if f.passed is None] == ["gradients.critic"]
     assert found["gradients.microbatches"].about == "one microbatch against 2 of 8 rows"
     exact = [f for name, f in found.items() if name.startswith("gradients") and f.passed]
-    assert all(0 < f.figure <= f.bound == 2e-5 for f in exact)  # float32
+    assert all(f.figure <= f.bound == 2e-5 for f in exact)  # float32
+    # the same sums in another order: some compilers add a few of them in the same one
+    assert any(f.figure > 0 for f in exact)
     padding = found["mask.padding"]  # the same rows in the same order: it may be 0
     assert 0 <= padding.figure <= padding.bound == 2e-5
 
@@ -129,6 +131,15 @@ def test_a_mean_per_microbatch_is_told_from_a_wrong_mask(examined):
     assert list(found) == ["mask.padding"]
     cause = found["mask.padding"].cause
     assert cause.startswith(f"a wrong mask: policy loss '{PLANTED}:unmasked_mean' counts padding")
+
+
+def test_a_loss_that_a_run_refuses_is_examined(examined, monkeypatch):
+    run = changed(examined[0], **{LOSS: f"{PLANTED}:microbatch_mean"})
+    experiment = examined[0].experiment
+    monkeypatch.setattr(experiment, "config", run.config)
+    with pytest.raises(ValueError, match="loss of a token depends on the other rows"):
+        BasePPOExp.check_functions(experiment)
+    experiment.check_functions()  # as the doctor builds it
 
 
 def test_a_loss_that_reads_its_neighbours_depends_on_the_order(examined):

@@ -1,13 +1,17 @@
 """Plans of the quickstart on eight host devices, and of machines that are not here."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from jaxrl import config as cfg, plan
 from jaxrl.config.platform_defaults import settle
-from jaxrl.tools.plan import costs
+from jaxrl.tools.plan import costs, report, topology
 from jaxrl.tools.plan.run import Run
 from jaxrl.tools.plan.topology import machine
 
@@ -136,10 +140,25 @@ def test_gpus_that_are_not_here_are_estimated(capsys, planned, monkeypatch):
     assert all(phase["temporaries"] > 0 for phase in report["phases"])
 
 
+def test_a_plan_makes_as_many_stand_ins_as_gpus_are_asked_for():
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    command = [sys.executable, "-m", "jaxrl.plan", "--estimate", "--topology=h100:3", QUICKSTART]
+    done = subprocess.run(
+        [*command, "--config.generator.n_samples_per_prompt=15"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "h100:3, which need not be here" in done.stdout, done.stderr
+    assert done.returncode == 0
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--topology=v9:2x4"], "--topology=v9:2x4 is not known; write KIND:SIZE"),
+        (["--topology=v5p-63"], "v5e:2x4 or h100:8, with one of"),
         (["--topology=h100:64"], "XLA_FLAGS=--xla_force_host_platform_device_count=64"),
         (["--topology=h100:2x4"], "the size of GPUs is their number, as in h100:8"),
         (
@@ -160,8 +179,45 @@ def test_bad_input_is_named(capsys, flags, message):
 def test_a_topology_without_its_compiler_is_refused(capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert plan.main([QUICKSTART, "--topology=v5e:2x4"]) == 2
-    message = "--topology=v5e:2x4 needs the TPU compiler: pip install 'jax[tpu]'"
+    message = "--topology=v5e:2x4 needs the TPU compiler: pip install 'jaxrl[tpu]'"
     assert message in capsys.readouterr().err
+
+
+def test_types_of_the_cloud_are_topologies():
+    """Every row of the table of slices; v5e-8 is v5litepod-8, and of v5p the number is cores."""
+    lines = [x.split("\t") for x in (ROOT / "tpu" / "accelerators.tsv").read_text().splitlines()]
+    rows = {line[0]: line[1] for line in lines if line[0][0] in "v"}
+    assert len(rows) > 20
+    for name, size in rows.items():
+        kind = name.partition("-")[0].replace("v5litepod", "v5e")
+        assert topology.of_accelerator_type(name) == f"{kind}:{size}"
+    assert topology.of_accelerator_type("v5e-8") == "v5e:2x4"
+    for name in ("v5e:2x4", "v5p-63", "v5p-9", "v5e-2", "v5e-0", "v6e-12", "h100-8", "v6e-"):
+        assert topology.of_accelerator_type(name) is None
+
+
+def test_a_checkpoint_of_this_machine_settles_nothing_for_another(capsys, monkeypatch, tmp_path):
+    """A run of the quickstart on this CPU recorded bf16=False."""
+    recorded = tmp_path / "global_step_1" / "meta"
+    recorded.mkdir(parents=True)
+    (recorded / "metadata").write_text('{"config": {"trainer": {"bf16": false}}}')
+    words = QUICKSTART, "--estimate", f"--config.trainer.ckpt_path={tmp_path}"
+    assert plan.main(list(words)) == 0
+    assert f"note: bf16=False: as in {tmp_path}/global_step_1\n" in capsys.readouterr().out
+    assert plan.main([*words, "--topology=h100:4"]) == 0
+    printed = capsys.readouterr().out
+    assert "as in" not in printed
+    assert "bf16=True" in printed
+
+
+def test_columns_never_touch_and_sizes_change_their_unit_at_a_thousand(capsys, planned):
+    assert report.size(999 * 2**10) == "999.00 KiB"
+    assert report.size(1018.53 * 2**10) == "0.99 MiB"
+    assert report.size(1007.33 * 2**20) == "0.98 GiB"
+    _, printed, figures = planned(capsys, "--estimate")
+    for phase in figures["phases"]:
+        (row,) = (x for x in printed.splitlines() if re.match(f"{phase['name']} +\\d+ ", x))
+        assert len(row[19:].split()) == 1 + 5 * 2 + 4 + 1  # sizes are a number and its unit
 
 
 def test_help(capsys):

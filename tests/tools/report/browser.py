@@ -89,8 +89,12 @@ class Browser:
 
     def open(self, path, hash="", drawn=REPORT):
         """Open a file and wait until the page is drawn: by default one of `jaxrl.report`."""
+        self.open_address(f"file://{path}{hash}", drawn)
+
+    def open_address(self, address, drawn=REPORT):
+        """Open an address and wait until the page is drawn."""
         self._call("Page.navigate", url="about:blank")  # another hash alone would not load it
-        self._call("Page.navigate", url=f"file://{path}{hash}")
+        self._call("Page.navigate", url=address)
         self.wait(drawn)
 
     def run(self, expression):

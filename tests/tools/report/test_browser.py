@@ -77,7 +77,7 @@ def test_every_view_of_both_pages_is_drawn(browser, hostile, real, view):
             browser.run("document.querySelector('[role=tab][aria-selected=true]').textContent")
             == view
         )
-        assert len(browser.run("document.getElementById('main').innerText")) > 100
+        browser.wait("document.getElementById('main').innerText.length > 100")
         assert browser.run("document.documentElement.scrollWidth <= innerWidth")
     assert browser.run("typeof hurt") == "undefined"
     assert all(address.startswith(("file:", "about:")) for address in browser.requests)
@@ -101,7 +101,8 @@ def test_hostile_text_is_text(browser, hostile):
 
 
 def test_a_character_of_several_tokens_stands_at_the_last(browser, hostile):
-    browser.open(hostile)
+    browser.open(hostile, "#view=trajectories&step=2")
+    browser.wait(f"{CARDS} === 4")  # what tokens say is read with the first trajectories
     entries = "runs[0].vocabulary.entries"
     is_byte = "(x) => x === byte || (typeof x !== 'string' && x[0] === byte)"
     number = f"(byte) => {entries}.findIndex({is_byte})"
@@ -144,6 +145,7 @@ def test_colours_and_what_is_said_of_a_token(browser, real):
         if color != "log_ratios":  # sampler and trainer of this run agree, but for rounding
             none = color in ("plain", "values")
             browser.wait(f"({painted} === 0) === {json.dumps(none)}")
+    browser.run("document.querySelector('.sample').scrollIntoView({ block: 'center' })")
     place = browser.run(
         "(() => { const b = document.querySelector('.sample .tokens [data-i]')"
         ".getBoundingClientRect(); return [b.left + 2, b.top + 5]; })()"
@@ -261,8 +263,8 @@ def test_the_time_of_the_chosen_step(browser, hostile):
     assert browser.run(said).startswith("step 2: ")
     shares = browser.run("[...document.querySelectorAll('tbody tr')].map(x => x.innerText)")
     assert [row.split() for row in shares] == [
-        ["generate", "75.0", "%", "1.5"],
-        ["other", "25.0", "%", "0.5"],
+        ["generate", "75.0", "%", "1.5", "s"],
+        ["other", "25.0", "%", "0.5", "s"],
     ]
 
 
@@ -283,12 +285,25 @@ def test_smoothing_has_no_bias_to_the_start(browser, hostile):
     assert found == pytest.approx([2, None, 2.5 / 0.75])
 
 
+def test_an_interval_is_a_band_about_its_curve(browser, tmp_path):
+    def metrics(step):
+        scores = {"eval/all/avg_score": 0.5, "eval/all/avg_score_ci_low": 0.25}
+        return scores | {"eval/all/avg_score_ci_high": 0.75}
+
+    page, _ = report(make_run(tmp_path / "run", metrics=metrics))
+    browser.open(page, "#view=curves&metric=avg_score&step=2")
+    browser.wait("document.querySelectorAll('figure svg .interval').length === 1")
+    assert browser.run("document.querySelectorAll('figure').length") == 1
+    label = browser.run("document.querySelector('figure svg').getAttribute('aria-label')")
+    assert label.startswith("eval/all/avg_score. step 2: 0.5 (0.25 to 0.75).")
+
+
 def test_two_runs_side_by_side(browser, real):
     browser.open(real, "#view=trajectories&step=2")
     browser.wait(f"{CARDS} > 0")
-    for part in ("h3", ".tokens"):
+    for part in ("[data-sample] .about", ".tokens"):
         left, right = browser.run(
-            "[...document.querySelector('.pair').children]"
+            "[...document.querySelector('.group .columns').children]"
             f".map(x => x.querySelector('{part}').textContent)"
         )
         assert left == right
@@ -298,6 +313,15 @@ def test_two_runs_side_by_side(browser, real):
     assert "other: no trajectories of step 3 are in this page." in said
     browser.open(real, "#view=curves&metric=avg_raw_reward")
     browser.wait("document.querySelectorAll('figure')[0].querySelectorAll('.curve').length === 2")
+
+
+def test_headings_leave_no_level_out(browser, hostile):
+    for view in VIEWS:
+        browser.open(hostile, f"#view={view}&step=2")
+        browser.wait("document.querySelector('main h2') !== null")
+        levels = browser.run("[...document.querySelectorAll('h1,h2,h3')].map(x => +x.tagName[1])")
+        assert levels[0] == 1
+        assert all(b - a <= 1 for a, b in zip(levels, levels[1:], strict=False)), view
 
 
 def test_every_control_has_a_name(browser, real):
@@ -328,6 +352,7 @@ CONTRAST = """(() => {
     pairs.push([of("text"), over(name, alpha)]);
   }
   pairs.push([of("text"), of("mark")]);
+  for (let i = 0; i < 7; i++) pairs.push([of(`run${i}`), of("page")]); // numbers of several runs
   return Math.min(...pairs.map(([a, b]) => {
     const [x, y] = [light(a), light(b)].sort((p, q) => q - p);
     return (x + 0.05) / (y + 0.05);
@@ -345,6 +370,11 @@ def test_text_has_the_contrast_of_wcag_aa(browser, hostile, dark):
 
 def test_a_telephone(browser, real):
     browser.resize(390, 800)
+    browser.open(real)  # "larger" is larger here, too
+    height = "document.querySelector('figure svg').clientHeight"
+    small = browser.run(height)
+    browser.run("document.querySelector('figcaption button').click()")
+    assert browser.run(height) > small
     for view in VIEWS:
         browser.open(real, f"#view={view}")
         assert browser.run("document.documentElement.scrollWidth <= innerWidth"), view

@@ -40,12 +40,17 @@ def test_the_page_of_a_real_run(finished, tmp_path, capsys):
     assert said == [f"{folder / 'report.html'}: {said[-1].split(': ')[1]}"]  # nothing is missing
     text = (folder / "report.html").read_text()
     (about,) = manifest(text)["runs"]
-    assert about["trajectories"] == {"kept": 64, "of": 64, "steps_left_out": 0}
-    assert about["known_tokens"]
-    assert {step: of for step, (_, of) in about["steps"].items()} == dict.fromkeys("1234", 4)
-    header, arrays = unpack(element(text, "t0-2").split(" ")[1])
-    assert header["uid"] == about["steps"]["2"][0][1]
+    assert about["left_out"] == {"kept": 64, "of": 64, "steps": 0}
+    assert about["recorded"] == [1, 2, 3, 4]
+    assert unpack(element(text, "v0-0"))[0]["known"]
+    prompts, step = json.loads(element(text, "p0")), json.loads(element(text, "t0-2"))
+    assert step["of"] == len(step["groups"]) == len(prompts["2"]) == 4
+    header, arrays = unpack(step["groups"][1])
+    assert header["uid"] == prompts["2"][1]
     assert len(header["rows"]) == 4
+    # where it was sampled, and its row of the data: the right answer, four digits
+    assert header["env"] == "sort_digits"
+    assert len(json.loads(header["row"]["reward_spec"])["ground_truth"]) == 4
     # a dumped batch beside it: advantages, and the trainer's log-probs, near the sampler's
     assert set(arrays) >= {"log_probs", "advantages", "log_ratios", "trained"}
     assert abs(arrays["log_ratios"]).max() < 1e-3
@@ -54,6 +59,7 @@ def test_the_page_of_a_real_run(finished, tmp_path, capsys):
         header["names"]
     )
     assert "generate" in header["phases"]
+    assert "4 prompts x 4 samples = 16 rows per step" in json.loads(element(text, "c0"))["card"]
 
 
 def test_what_a_trajectory_says_cannot_become_html(tmp_path):
@@ -65,13 +71,14 @@ def test_what_a_trajectory_says_cannot_become_html(tmp_path):
     )
     path, _ = report(folder)
     text = path.read_text()
-    own = [f'id="{name}"' for name in ("manifest", "m0", "v0", "t0-1", "t0-2", "t0-3")]
+    own = [
+        f'id="{name}"' for name in ("manifest", "m0", "c0", "p0", "v0-0", "t0-1", "t0-2", "t0-3")
+    ]
     assert text.count("<script") == text.count("</script") == len(own) + 1
     assert all(name in text for name in own)
     assert "hurt" not in without_data(text)
     assert "<img" not in text
-    (about,) = manifest(text)["runs"]
-    assert about["steps"]["1"][0] == [HOSTILE]
+    assert json.loads(element(text, "p0"))["1"] == [HOSTILE]
 
 
 def test_nothing_can_be_fetched_and_no_other_script_runs(run):
@@ -94,11 +101,13 @@ def test_the_limit_holds_and_the_page_says_what_was_left_out(tmp_path):
     whole = report(folder)[0].stat().st_size
     path, _ = report(folder, max_mb=(whole - 20_000) / 1e6)
     assert path.stat().st_size <= whole - 20_000
-    (about,) = manifest(path.read_text())["runs"]
-    kept = about["trajectories"]["kept"]
-    assert 0 < kept < about["trajectories"]["of"] == 60
-    assert kept == sum(len(uids) for uids, _ in about["steps"].values())
-    assert {of for _, of in about["steps"].values()} == {10}
+    text = path.read_text()
+    (about,) = manifest(text)["runs"]
+    kept = about["left_out"]["kept"]
+    assert 0 < kept < about["left_out"]["of"] == 60
+    steps = [json.loads(element(text, f"t0-{step}")) for step in about["recorded"]]
+    assert kept == sum(len(step["groups"]) for step in steps)
+    assert {step["of"] for step in steps} == {10}
 
 
 def test_two_runs(tmp_path):
@@ -123,7 +132,17 @@ def test_a_run_that_lacks_nearly_everything(tmp_path, capsys):
     "flags, says",
     [
         (["none"], "none is not a folder"),
-        (["run", "--against", "none"], "none is not a folder"),
+        (["run", "none"], "none is not a folder"),
+        (["none*"], "none* matches no run folder"),
+        (
+            ["run", "--port", "0"],
+            "--port is for a page that is served: leave it out, or add --live",
+        ),
+        (
+            ["run", "--live", "--max-mb", "1"],
+            "--max-mb is for a page that is written: leave it out",
+        ),
+        (["run", "--live", "--host", "192.0.2.1", "--port", "1"], "--port=1 cannot be had"),
         (["run", "--output", "none/page.html"], "--output=none/page.html: none is not a folder"),
         (["run", "--output", "run"], "--output=run is a folder"),
         (["run", "--max-mb", "0"], "--max-mb=0: must be above 0"),
@@ -142,6 +161,6 @@ def test_bad_input(run, monkeypatch, capsys, flags, says):
 
 def test_help(capsys):
     assert main(["--help"]) == 0
-    assert "--against" in capsys.readouterr().out
+    assert "--live" in capsys.readouterr().out
     assert main(["run", "--unknown"]) == 2
     assert "--unknown" in capsys.readouterr().err

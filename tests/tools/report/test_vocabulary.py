@@ -14,12 +14,17 @@ TINY = Path(__file__).parents[3] / "configs" / "tiny_char_model"
 
 
 def test_bytes_of_a_byte_level_vocabulary(tmp_path):
-    words = Vocabulary(save_tokenizer(tmp_path))
+    words = Vocabulary(save_tokenizer(tmp_path).backend_tokenizer)
     assert words.numbers(np.array([*ids("a é"), EOS])).tolist() == [0, 1, 2, 3, 4]
     assert words.entries == ["a", " ", [0xC3], [0xA9], "<eos>"]  # é is C3 A9
     assert words.special == [4]
     assert words.ids == [97, 32, 0xC3, 0xA9, EOS]
     assert words.numbers(np.array([EOS, 97])).tolist() == [4, 0]  # known ones keep their numbers
+
+
+def test_the_text_of_tokens(tmp_path):
+    words = Vocabulary(save_tokenizer(tmp_path).backend_tokenizer)
+    assert words.text(np.array([*ids("né"), 0xC3, EOS])) == "né\ufffd<eos>"  # one that is cut off
 
 
 def test_the_alphabet_of_gpt_2():
@@ -33,14 +38,14 @@ def test_the_alphabet_of_gpt_2():
 def test_characters(tmp_path):
     tokenizer = load_tokenizer(TINY)
     given = tokenizer.encode("12>", add_special_tokens=False)
-    words = Vocabulary(tokenizer)
+    words = Vocabulary(tokenizer.backend_tokenizer)
     words.numbers(np.array([*given, tokenizer.eos_token_id]))
     assert words.entries == ["1", "2", ">", "<eos>"]
     assert words.special == [3]
 
 
 def test_tokens_that_are_not_in_the_vocabulary_are_shown_by_their_ids(tmp_path):
-    words = Vocabulary(save_tokenizer(tmp_path))
+    words = Vocabulary(save_tokenizer(tmp_path).backend_tokenizer)
     words.numbers(np.array([999]))
     assert words.entries == ["\u27e8999\u27e9"]
 
@@ -60,7 +65,7 @@ def test_an_export_has_the_tokenizer_too(tmp_path):
     save_tokenizer(tmp_path / "global_step_4" / "policy")
     gone = {"policy": {"model": {"path": str(tmp_path)}}, "export_path": str(tmp_path)}
     run = RunFiles(tmp_path, settings={"trainer": gone})
-    assert len(tokenizer_of(run, None)) == 257
+    assert tokenizer_of(run, None).get_vocab_size() == 257
     assert not run.notes
 
 

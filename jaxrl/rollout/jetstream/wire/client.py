@@ -235,7 +235,10 @@ class JetStreamClient:
 
 
 def _decode_method(address: str) -> Callable[..., Any]:
-    return grpc.insecure_channel(address).unary_stream(
+    # A call that grpc sends once more by itself, and cannot, may never end, past its deadline, too
+    # (seen in 1.76 to 1.85): it has its status, but its message is waited for. We call again.
+    channel = grpc.insecure_channel(address, options=[("grpc.enable_retries", 0)])
+    return channel.unary_stream(
         f"/{SERVICE}/Decode",
         request_serializer=pb.DecodeRequest.SerializeToString,
         response_deserializer=pb.DecodeResponse.FromString,

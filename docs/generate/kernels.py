@@ -1,0 +1,56 @@
+"""Generate docs/kernels.md from the tables of operations."""
+
+from pathlib import Path
+
+from jaxrl.models.kernels import OPERATIONS
+from jaxrl.models.kernels.choice import REFERENCE, Operation
+
+PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
+PLATFORMS = {"tpu": "TPU", "gpu": "GPU", "cpu": "CPU"}
+
+_INTRODUCTION = """# Kernels
+
+<!-- Written by `python -m docs.generate` from jaxrl/models/kernels/. -->
+
+After this page you know which kernels a run has, why, and how you name others.
+
+Each operation below has a reference in plain XLA, `xla`, which runs everywhere and which all other
+implementations are tested against, value and gradient. On a platform the first implementation of
+its list is taken that can run the model; it says in words what it misses otherwise. The objective
+card of a run has a line for each operation of its model. Of a run on a GPU whose engine computes in
+float32, with the faster ones and what they miss:
+
+```text
+platform     kernel: packed_attention chunked (cudnn needs trainer.use_sample_packing=False;
+             tokamax needs the package tokamax)
+             kernel: head_log_probs tiles
+             kernel: decode_attention xla (cudnn needs an engine in bfloat16)
+```
+
+`trainer.kernels` names another one of the platform's, `--config.trainer.kernels` on the command
+line takes a dict: `{"packed_attention": "chunked"}`. One that cannot run the model ends the run
+before it starts, with what it misses. `trainer.flash_attn=False` asks for the reference of
+`packed_attention`, where `trainer.kernels` names nothing else.
+
+On GPUs the package tokamax is worth installing: version 0.0.12 for Python 3.11, 0.0.17 or later for
+newer ones. No accelerator has run any of these yet: they run in interpret mode in the tests where
+they can, are compiled for TPUs by the TPU's compiler, and lowered for CUDA.
+"""
+
+
+def _table(operation: Operation) -> str:
+    rows = []
+    for name, implementation in operation.implementations.items():
+        where = [
+            f"{shown} {names.index(name) + 1}"
+            for platform, shown in PLATFORMS.items()
+            if name in (names := operation.order.get(platform, (REFERENCE,)))
+        ]
+        rows.append(f"| `{name}` | {', '.join(where)} | {implementation.conditions or 'nothing'} |")
+    head = "| implementation | platform and place in its list | needs |\n|---|---|---|"
+    return f"\n## {operation.name}\n\n{operation.does}.\n\n{head}\n" + "\n".join(rows) + "\n"
+
+
+def page() -> str:
+    """Return the text of the page."""
+    return _INTRODUCTION + "".join(_table(operation) for operation in OPERATIONS.values())

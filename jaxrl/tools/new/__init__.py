@@ -1,0 +1,1 @@
+"""Body of `jaxrl new`: the files of a project."""

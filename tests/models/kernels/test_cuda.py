@@ -1,0 +1,216 @@
+"""Every program of a training step, lowered for CUDA: which kernels are in it. Nothing runs.
+
+Two layers with the true shapes of three families. What asks the machine for a GPU and cuDNN is
+answered for it.
+"""
+
+import functools
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo as fused
+
+from jaxrl.models.attention import Segments
+from jaxrl.models.kernels.packed_attention import self_attention
+from jaxrl.models.transformer import TransformerConfig, abstract_params
+from jaxrl.parallel import Placement, make_mesh
+from jaxrl.rollout.native import decode as engine
+from jaxrl.rollout.native.kv_cache import empty_cache
+from jaxrl.training.forward import log_probs_and_entropy
+from jaxrl.types import ModelRows
+
+ROOT = Path(__file__).parents[3]
+ROWS, LENGTH, SLOTS, POSITIONS = 2, 1280, 8, 2048
+QWEN3 = TransformerConfig(  # 0.6B
+    vocab_size=2048,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_layers=2,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+    qk_norm=True,
+)
+GEMMA3 = TransformerConfig(  # 1B, one layer of either kind
+    vocab_size=2048,
+    hidden_size=1152,
+    intermediate_size=6912,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=1,
+    head_dim=256,
+    qk_norm=True,
+    activation="gelu_pytorch_tanh",
+    sliding_window=512,
+    sliding_layers=(True, False),
+    local_rope_theta=10_000.0,
+    post_norms=True,
+    unit_offset_norm=True,
+    scale_embeddings=True,
+    query_pre_attn_scalar=256.0,
+)
+MISTRAL = TransformerConfig(  # 7B of the first version
+    vocab_size=2048,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=2,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    sliding_window=512,
+    sliding_layers=(True, True),
+    tie_embeddings=False,
+)
+MODELS = {"qwen3": QWEN3, "gemma3": GEMMA3, "mistral": MISTRAL}
+LIBRARIES = r"__cudnn\$\w+|mosaic_gpu(?=_v\d|\b)|__gpu\$\S*triton|triton_kernel_call"
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    pretend_hopper(monkeypatch.setattr)
+
+
+def pretend_hopper(setattr):
+    """Answer for a Hopper with cuDNN 9.10."""
+    setattr(fused, "check_cudnn_version", lambda: 91000)
+    setattr(fused, "check_compute_capability", lambda capability: True)
+    setattr(fused, "is_cuda_compute_capability_equal", lambda capability: False)
+
+
+def lowered(function, *shapes):
+    program = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
+    return program.as_text()
+
+
+def training_programs(config, kernel):
+    """The gradient and the pass of the scorer, as text."""
+    params = abstract_params(config)
+    ints, bools = (jax.ShapeDtypeStruct((ROWS, LENGTH), kind) for kind in (jnp.int32, bool))
+    rows = ModelRows(ints, ints, ints, bools)
+    score = functools.partial(
+        log_probs_and_entropy, config, temperature=1.0, dtype=jnp.bfloat16, kernel=kernel
+    )
+
+    def objective(params, rows):
+        log_probs, entropy = score(params, rows)
+        return log_probs.sum() + 0.01 * entropy.sum()
+
+    return lowered(jax.grad(objective), params, rows), lowered(score, params, rows)
+
+
+def engine_programs(config, kernel="cudnn"):
+    """The prefill of a chunk of 256 tokens, and a block of decode steps."""
+    make = functools.partial(empty_cache, config, SLOTS, POSITIONS, jnp.bfloat16, "gpu")
+    cache = jax.eval_shape(make)
+    weights = functools.partial(engine.decode_params, config, dtype=jnp.bfloat16)
+    params = jax.eval_shape(weights, abstract_params(config))
+
+    def column(kind, *more):
+        return jax.ShapeDtypeStruct((SLOTS, *more), kind)
+
+    ints, floats = column(jnp.int32), column(jnp.float32)
+    names = ["slots", "last_token", "position", "count", "max_tokens", "min_tokens", "top_k"]
+    rows = engine.Rows(
+        keys=column(jnp.uint32, 2),
+        stop_ids=column(jnp.int32, 1),
+        **dict.fromkeys(names, ints),
+        **dict.fromkeys(["temperature", "top_p", "min_p", "repetition_penalty"], floats),
+    )
+    prefill = functools.partial(engine.prefill, config, length=None)
+    decode = functools.partial(
+        engine.decode, config, steps=4, length=POSITIONS, every_slot=True, kernel=kernel
+    )
+    chunk = column(jnp.int32, 256)
+    return lowered(prefill, params, cache, chunk, ints, ints), lowered(decode, params, cache, rows)
+
+
+def libraries(text):
+    return set(re.findall(LIBRARIES, text))
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_training_of_unpacked_rows_is_by_cudnn(config):
+    gradient, forward = training_programs(config, "cudnn")
+    assert libraries(gradient) == {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
+    assert libraries(forward) == {"__cudnn$fmhaSoftmax"}
+    # neither scores nor a mask of all pairs, nor keys and values repeated for every query head
+    for text in (gradient, forward):
+        assert f"{LENGTH}x{LENGTH}x" not in text
+        calls = [line for line in text.splitlines() if "call @__cudnn$fmhaSoftmax" in line]
+        heads = f"tensor<{ROWS}x{LENGTH}x{config.num_kv_heads}x{config.head_dim}xbf16>"
+        assert calls
+        assert all(heads in line for line in calls)
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_training_of_packed_rows_without_tokamax_keeps_no_scores(config):
+    for text in training_programs(config, "chunked"):
+        assert libraries(text) == set()
+        assert f"{LENGTH}x{LENGTH}x" not in text
+
+
+@pytest.mark.parametrize("length", [LENGTH, 1344])  # 128 does not divide all buckets
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_training_of_packed_rows_is_by_tokamax(monkeypatch, config, length):
+    pytest.importorskip("tokamax")
+    from tokamax._src import gpu_utils
+
+    for name, able in (("has_mosaic_gpu_support", True), ("is_sm90", True), ("is_sm100", False)):
+        monkeypatch.setattr(gpu_utils, name, lambda device=None, able=able: able)
+    monkeypatch.setitem(globals(), "LENGTH", length)
+    for text in training_programs(config, "tokamax"):
+        assert libraries(text) == {"mosaic_gpu"}
+        assert f"{length}x{length}x" not in text
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_decoding_is_by_cudnn_and_copies_no_cache(config):
+    prefill, decode = engine_programs(config)
+    assert libraries(prefill) == set()
+    biased = "" if config.sliding_window is None else "ScaleBias"  # the mask of windows
+    assert libraries(decode) == {f"__cudnn$fmha{biased}Softmax"}
+    keys = f"tensor<{SLOTS}x{config.num_kv_heads}x{POSITIONS}x{config.head_dim}xbf16>"
+    assert keys in decode
+    assert not [x for x in decode.splitlines() if "transpose" in x and keys in x]
+    assert libraries(engine_programs(config, "xla")[1]) == set()
+
+
+def test_kernels_are_split_over_a_mesh():
+    placement = Placement(make_mesh(devices=jax.devices()[:4], fsdp=2, tensor=2))
+    q, kv = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        for shape in ((4, LENGTH, 16, 128), (4, 8, LENGTH, 128))
+    )
+    ids = jax.ShapeDtypeStruct((4, LENGTH), jnp.int32)
+
+    def attend(q, k, v, ids):
+        segments = Segments(ids, False)
+        return self_attention(QWEN3, q, k, v, segments, kernel="cudnn", placement=placement)
+
+    assert libraries(lowered(attend, q, kv, kv, ids)) == {"__cudnn$fmhaSoftmax"}
+
+
+@pytest.mark.slow  # a process of its own
+def test_what_is_leaving_jax_is_not_imported():
+    """Nor by what the programs import when they are traced."""
+    code = """
+import sys
+import jaxrl.train
+from tests.models.kernels import test_cuda as programs
+programs.pretend_hopper(setattr)
+for kernel in ("cudnn", "chunked"):
+    programs.training_programs(programs.GEMMA3, kernel)
+programs.engine_programs(programs.GEMMA3)
+left = ("jax.experimental.pallas.triton", "jax.experimental.pallas.ops.gpu")
+print([name for name in sys.modules if name.startswith(left)])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,52 @@
+"""Seconds of a phase from what its program's text says, else from formulas."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from jaxrl.tools.plan.costs import Limits, Memory, seconds
+from jaxrl.tools.plan.operations import Totals
+from jaxrl.tools.plan.phases import Phase
+from jaxrl.tools.plan.plan import Line
+from jaxrl.tools.plan.work import Work
+
+DEVICE = Limits(flops=10.0, bandwidth=5.0, network=2.0, source="a test's")
+MEMORY = Memory(
+    arguments=30.0, results=20.0, aliased=0.0, temporaries=0.0, collectives={"all-gather": 8.0}
+)
+TOTALS = Totals(cycles=0.0, moved=200.0, kernel_moved=40.0, products={"f32 x f32 -> f32": 300.0})
+
+
+def phase(kind, head_kernel="xla", **fields):
+    mesh = SimpleNamespace(mesh=SimpleNamespace(size=4))
+    part = SimpleNamespace(placement=mesh, dtype=None, head_kernel=head_kernel)
+    work = Work(400.0, recomputed=80.0, attention=24.0, head=60.0)
+    return Phase(kind, kind, part, SimpleNamespace(args=()), (1, 1), (), 1, work, **fields)
+
+
+def test_without_a_readable_program_formulas_count():
+    # 480 FLOPs on 4 devices; arguments and results once; 8 bytes sent
+    assert seconds(phase("apply"), MEMORY, DEVICE) == {"compute": 12, "memory": 10, "network": 4}
+
+
+def test_the_program_outranks_the_formulas():
+    read = replace(MEMORY, totals=TOTALS)
+    # its 300 FLOPs and the kernel's 24 / 4; its 200 bytes and the 40 that kernels are given
+    assert seconds(phase("forward"), read, DEVICE) == {"compute": 30.6, "memory": 48, "network": 4}
+    # the head's kernel hides 60 / 4 more
+    assert seconds(phase("forward", "pallas"), read, DEVICE)["compute"] == (300 + 6 + 15) / 10
+    # a kernel of decoding reads the filled part of the cache, not all it is given
+    decode = seconds(phase("decode", cache=10.0), read, DEVICE)
+    assert decode["memory"] == (200 + 10) / 5
+    # without a kernel all is in the text
+    plain = replace(MEMORY, totals=replace(TOTALS, kernel_moved=0.0))
+    found = seconds(phase("decode", cache=10.0), plain, DEVICE)
+    assert (found["compute"], found["memory"]) == (30, 40)
+
+
+@pytest.mark.parametrize(("host", "bound", "total"), [(1.0, "compute", 13.0), (20, "host", 32.0)])
+def test_the_host_adds_to_what_the_device_takes(host, bound, total):
+    times = seconds(phase("apply", host=host), MEMORY, DEVICE)
+    line = Line(phase("apply"), MEMORY, beside=0.0, traffic=0.0, times=times)
+    assert (line.bound, line.seconds) == (bound, total)
