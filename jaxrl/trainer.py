@@ -570,7 +570,8 @@ class Trainer:
         saves = self.recorder.take("should_save") or due
         if not (exports or saves):
             return
-        self.recorder.check_folders()
+        with timed(self.seconds, "save_checkpoints"):
+            self.recorder.check_folders()
         with activity.doing(f"saving step {step}"):
             self._write(step, exports=exports, saves=saves)
 
@@ -609,9 +610,9 @@ class Trainer:
             metrics, rows = evaluate(
                 generate, self.eval_prompts, step, self.config, tokenizer=self.tokenizer
             )
-        if self.config.trainer.dump_eval_results and is_first():
-            folder = evals_folder(self.config.trainer.export_path, step)
-            dump_evaluation(folder, rows, metrics)
+            if self.config.trainer.dump_eval_results and is_first():
+                folder = evals_folder(self.config.trainer.export_path, step)
+                dump_evaluation(folder, rows, metrics)
         return metrics | {"timing/eval": self.metrics["timing/eval"]}
 
     def answer(self, prompt: str | Sequence[Message]) -> str:

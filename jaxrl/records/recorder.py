@@ -100,8 +100,8 @@ class Recorder:
         if self.folders is None or self.folders.closed:
             self.folders = RunFolders(self.config)
         try:
-            self.folders.own(first)
             with timed(self.seconds, "log"):
+                self.folders.own(first)
                 self.logger = RunLogger(
                     self.folder,
                     self.names,
