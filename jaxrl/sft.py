@@ -57,7 +57,7 @@ from jaxrl.records.loggers import check_installed
 from jaxrl.records.resume_identity import fingerprint
 from jaxrl.records.run_folders import RunFolders
 from jaxrl.records.run_logger import RunLogger
-from jaxrl.training.build import assemble_policy, assemble_update, attention_kernel, head_kernel
+from jaxrl.training.build import assemble_policy, assemble_update
 from jaxrl.training.objective import step_metrics
 from jaxrl.training.optim import init_state
 from jaxrl.types import TrainBatch, TrainState
@@ -381,9 +381,7 @@ def _load_all(config: cfg.TrainConfig, chosen: Any) -> SFTTrainer:
         eval_data=_load(config, tokenizer, config.data.val_data if evaluated else []),
         display=display,
     )
-    device = mesh.devices.flat[0]
-    choices = [choose(config.trainer, model, device) for choose in (attention_kernel, head_kernel)]
-    lines = [*chosen, *(f"kernel: {choice}" for choice in choices)]
+    lines = [*chosen, *(f"kernel: {choice}" for choice in trainer.forward_pass.kernels)]
     card = cfg.sft_card(config, mesh.size, max(trainer.lengths), lines)
     trainer.display.card(card, lambda width: card)
     activity.say(f"trained: {trainer.policy.size()}")

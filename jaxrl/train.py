@@ -76,7 +76,7 @@ from jaxrl.rollout.server.build import served_model
 from jaxrl.rollout.server.server import AddressError, HttpServer
 from jaxrl.train_async import AsyncTrainer
 from jaxrl.trainer import NothingLearnt, Trainer
-from jaxrl.training.build import attention_kernel, devices_of, head_kernel
+from jaxrl.training.build import devices_of
 from jaxrl.training.evaluation import check_sources
 from jaxrl.training.resident_memory import beside_the_engine
 from jaxrl.types import Prompt
@@ -396,7 +396,7 @@ class BasePPOExp:
             cfg.objective_card(
                 config,
                 num_devices=mesh.size,
-                platform=[*self.chosen, *_kernels(config, model, mesh, engine_mesh)],
+                platform=[*self.chosen, *_kernels(trainer, engine_mesh)],
             ),
             functools.partial(cfg.folded_card, config, mesh.size),
         )
@@ -409,17 +409,27 @@ class BasePPOExp:
         return trainer
 
 
-def _kernels(
-    config: cfg.TrainConfig, model: TransformerConfig | AdaptedModel, mesh: Mesh, engine_mesh: Mesh
-) -> list[str]:
-    """Say which kernels the policy's training and the native engine have, and why."""
-    if isinstance(model, AdaptedModel):
-        return []
-    device = mesh.devices.flat[0]
-    choices = [choose(config.trainer, model, device) for choose in (attention_kernel, head_kernel)]
-    if cfg.in_process(config) and config.generator.inference_engine.backend == "native":
-        choices.append(engine_kernel(config, model, engine_mesh.devices.flat[0]))
-    return [f"kernel: {choice}" for choice in choices]
+def _kernels(trainer: Trainer, engine_mesh: Mesh) -> list[str]:
+    """Say which kernels training, scoring and an engine of ours in this process have, and why.
+
+    Of reference and critic what differs from the policy.
+    """
+    config, model, chosen = trainer.config, trainer.model, list(trainer.forward_pass.kernels)
+    passes = {}
+    if needs_reference(config.trainer.algorithm):
+        passes["reference"] = trainer.ref_forward_pass
+    if trainer.critic:
+        passes["critic"] = trainer.critic.forward_pass
+    others = [
+        f"kernel of the {role}: {choice}"
+        for role, forward_pass in passes.items()
+        for choice in forward_pass.kernels
+        if choice not in chosen
+    ]
+    ours = cfg.in_process(config) and cfg.starts_own_engine(config)
+    if ours and isinstance(model, TransformerConfig):
+        chosen.append(engine_kernel(config, model, engine_mesh.devices.flat[0]))
+    return [*(f"kernel: {choice}" for choice in chosen), *others]
 
 
 def meshes(config: cfg.TrainConfig, devices: Sequence[Any] | None = None) -> tuple[Mesh, Mesh]:

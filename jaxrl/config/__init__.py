@@ -70,6 +70,7 @@ from jaxrl.config.rollouts import (
     rows_at_once,
     runs_free,
     sends_adapters,
+    starts_own_engine,
 )
 from jaxrl.config.serving import ServeConfig
 from jaxrl.config.train_config import (
@@ -200,6 +201,7 @@ __all__ = [
     "runs_free",
     "to_train_config",
     "sends_adapters",
+    "starts_own_engine",
     "sharding_rules",
     "validate",
     "validate_sft",

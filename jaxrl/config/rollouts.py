@@ -65,6 +65,15 @@ def in_process(config: TrainConfig) -> bool:
     return engine.run_engines_locally and not started
 
 
+def starts_own_engine(config: TrainConfig) -> bool:
+    """Return whether the run starts engines of jaxrl, here or in rollout workers."""
+    engine = config.generator.inference_engine
+    own = engine.backend == "native" or (
+        engine.backend == "jetstream" and "engine" not in engine.engine_init_kwargs
+    )
+    return engine.run_engines_locally and own
+
+
 def group_bytes(config: TrainConfig) -> int:
     """Return the most bytes of weights that are on their way to an engine at a time."""
     return int(config.generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB * 1e9)

@@ -12,7 +12,7 @@ from jaxrl.config.microbatching import check_rows
 from jaxrl.config.placement import batch_groups, check_mesh, check_placement, check_processes
 from jaxrl.config.platform import ON_CPU
 from jaxrl.config.train_config import TrainConfig, resolve
-from jaxrl.config.validation import check_fields
+from jaxrl.config.validation import check_fields, check_kernels
 
 # What supervised fine-tuning reads; everything else of the schema is about rollouts.
 _READ = """
@@ -22,8 +22,8 @@ _READ = """
     trainer.ckpt_interval trainer.hf_save_interval trainer.export_path trainer.bf16 trainer.epochs
     trainer.max_training_steps trainer.train_batch_size trainer.micro_* trainer.use_sample_packing
     trainer.packed_length trainer.few_shapes trainer.max_tokens_per_microbatch trainer.eval_*
-    trainer.flash_attn trainer.disable_fast_tokenizer trainer.project_name trainer.run_name
-    trainer.logger trainer.compilation_cache_path trainer.rope_* trainer.strategy
+    trainer.flash_attn trainer.kernels* trainer.disable_fast_tokenizer trainer.project_name
+    trainer.run_name trainer.logger trainer.compilation_cache_path trainer.rope_* trainer.strategy
     trainer.watching.display
 """
 
@@ -76,6 +76,7 @@ def validate_sft(config: TrainConfig, num_devices: int = 1, num_processes: int =
             )
         fail(key, value, fix)
     check_fields(resolved)
+    check_kernels(resolved.trainer, sampling=False)
     check_processes(resolved, num_devices, num_processes)
     ranges = check_placement(resolved, num_devices // num_processes)
     check_mesh(resolved, ranges, num_processes)

@@ -35,7 +35,13 @@ from jaxrl.config.objective_requirements import (
 )
 from jaxrl.config.oddities import warn_of_oddities
 from jaxrl.config.placement import batch_groups, check_mesh, check_placement, check_processes
-from jaxrl.config.rollouts import check_engines, in_process, longest_row, overlaps
+from jaxrl.config.rollouts import (
+    check_engines,
+    in_process,
+    longest_row,
+    overlaps,
+    starts_own_engine,
+)
 from jaxrl.config.train_config import TrainConfig, resolve
 from jaxrl.config.trainer import TrainerConfig
 from jaxrl.losses import LOSSES, ROWS
@@ -66,7 +72,7 @@ def validate(config: TrainConfig, num_devices: int = 1, num_processes: int = 1) 
     ranges = check_placement(config, num_devices // num_processes)
     check_mesh(config, ranges, num_processes)
     _check_conversations(config)
-    _check_kernels(config.trainer)
+    check_kernels(config.trainer, sampling=starts_own_engine(config))
     check_environment(config.environment)
     check_engines(config, len(ranges.engine))
     check_async(config, len(ranges.engine))
@@ -195,15 +201,29 @@ def _check_files(config: TrainConfig) -> None:
         )
 
 
-def _check_kernels(trainer: TrainerConfig) -> None:
+def check_kernels(trainer: TrainerConfig, *, sampling: bool) -> None:
+    """Refuse kernels that do not exist, and those of operations that no program of the run has.
+
+    Args:
+        sampling: the run starts an engine of jaxrl.
+    """
     if not trainer.kernels:
         return
-    from jaxrl.models.kernels import OPERATIONS  # after the check: it imports Pallas
+    from jaxrl.models.kernels import (  # after the check: it imports Pallas
+        DECODE_ATTENTION,
+        GROUPED_PRODUCT,
+        OPERATIONS,
+    )
 
+    unread = {GROUPED_PRODUCT.name: "no model here has groups of experts"}
+    if not sampling:
+        unread[DECODE_ATTENTION.name] = "no engine of jaxrl is started here"
     for operation, name in trainer.kernels.items():
         check_choice("trainer.kernels", operation, OPERATIONS)
-        known = OPERATIONS[operation].implementations
-        check_choice(f"trainer.kernels[{operation!r}]", name, known)
+        field = f"trainer.kernels[{operation!r}]"
+        check_choice(field, name, OPERATIONS[operation].implementations)
+        if operation in unread:
+            fail(field, name, f"has no effect, {unread[operation]}; leave it out")
 
 
 def _check_conversations(config: TrainConfig) -> None:

@@ -58,7 +58,7 @@ def native_engine(
 
 
 def engine_kernel(config: cfg.TrainConfig, model: TransformerConfig, device: Any) -> Choice:
-    """Choose the kernel of the native engine's attention.
+    """Choose the kernel of the attention of an engine of ours.
 
     Raises:
         ValueError: `trainer.kernels` names one that cannot run the model.

@@ -15,7 +15,7 @@ from jaxrl.array_ops import DTYPES
 from jaxrl.functions import import_function
 from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.parallel import engine_meshes
-from jaxrl.rollout.build import weight_folder
+from jaxrl.rollout.build import engine_kernel, weight_folder
 from jaxrl.rollout.jetstream.driver import JetStreamDriver
 from jaxrl.rollout.jetstream.engine import TransformerEngine
 from jaxrl.rollout.native.balancer import Balancer
@@ -77,6 +77,7 @@ def _our_engine(
         "max_target_length": cfg.longest_row(config),
         "tokens_per_call": TOKENS_PER_CALL,
         "tokenizer": tokenizer,
+        "kernel": engine_kernel(config, model, mesh.devices.flat[0]).name,
     }
     return TransformerEngine(model, mesh, **options | engine_kwargs)
 

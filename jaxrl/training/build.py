@@ -182,11 +182,35 @@ def attention_kernel(
 
 
 def head_kernel(
-    trainer: cfg.TrainerConfig, model: TransformerConfig, device: Any, role: str = "policy"
+    config: cfg.TrainConfig, model: TransformerConfig, device: Any, role: str = "policy"
 ) -> Choice:
     """Choose the kernel of a role's vocabulary head, see `attention_kernel`."""
+    trainer, sampling = config.trainer, config.generator.sampling_params
     facts = facts_of(device, DTYPES[cfg.compute_dtype(trainer, role)], model)
+    facts = facts._replace(masked=sampling.keep_sampling_mask)
     return HEAD_LOG_PROBS.choose(facts, trainer.kernels.get(HEAD_LOG_PROBS.name))
+
+
+def role_kernels(
+    config: cfg.TrainConfig, model: TransformerConfig | AdaptedModel, device: Any, role: str
+) -> list[Choice]:
+    """Choose the kernels of a role's training and scoring: of its attention, and of its head.
+
+    Raises:
+        ValueError: `trainer.kernels` names one that cannot run the model.
+    """
+    trainer = config.trainer
+    if isinstance(model, AdaptedModel):
+        if trainer.kernels:
+            raise ValueError(
+                f"trainer.kernels={trainer.kernels!r}: {model.name} brings its own attention and "
+                "head; leave it empty"
+            )
+        return []
+    attention = attention_kernel(trainer, model, device, role)
+    if model.value_head is not None:  # a sum, and no log-probs
+        return [attention]
+    return [attention, head_kernel(config, model, device, role)]
 
 
 def make_forward_pass(
@@ -202,13 +226,9 @@ def make_forward_pass(
     """
     trainer, mesh, rules = config.trainer, placement.mesh, placement.rules
     dtype = DTYPES[cfg.compute_dtype(trainer, role)]
-    kernel = for_head = REFERENCE  # a flax module brings its own attention and head
+    kernels = role_kernels(config, model, mesh.devices.flat[0], role)
+    names = {choice.operation: choice.name for choice in kernels}
     values = isinstance(model, TransformerConfig) and model.value_head is not None
-    if isinstance(model, TransformerConfig):
-        device = mesh.devices.flat[0]
-        kernel = attention_kernel(trainer, model, device, role).name
-        if not values:
-            for_head = head_kernel(trainer, model, device, role).name
     place = functools.partial(put, shardings=batch_sharding(mesh, rules))
     microbatching = forward_microbatching(config, batch_devices(mesh, rules))
     forward = functools.partial(
@@ -216,15 +236,16 @@ def make_forward_pass(
         model,
         dtype=dtype,
         remat=trainer.remat_policy if trainer.gradient_checkpointing else "none",
-        kernel=kernel,
+        kernel=names.get(PACKED_ATTENTION.name, REFERENCE),
         placement=placement if mesh.size > 1 else None,
     )
     if values:
-        return ForwardPass(forward, place, microbatching, options={})
+        return ForwardPass(forward, place, microbatching, options={}, kernels=kernels)
     assert trainer.algorithm.temperature is not None  # resolved
     temperature = trainer.algorithm.temperature
+    for_head = names.get(HEAD_LOG_PROBS.name, REFERENCE)
     forward = functools.partial(forward, temperature=temperature, head_kernel=for_head)
-    return ForwardPass(forward, place, microbatching)
+    return ForwardPass(forward, place, microbatching, kernels=kernels)
 
 
 def assemble_update(

@@ -1,6 +1,6 @@
 """A forward pass over whole batches, in microbatches: log-probs and entropy, or values."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jaxrl.data.microbatches import Microbatching, microbatches
+from jaxrl.models.kernels.choice import Choice
 from jaxrl.models.lora import with_token_keys
 from jaxrl.parallel import fetch
 from jaxrl.types import Array, TrainBatch
@@ -24,6 +25,7 @@ class ForwardPass:
         place: puts a tree of row arrays on the devices.
         microbatching: how batches are cut.
         options: of `forward`, static, with their values here.
+        kernels: that `forward` was made with.
     """
 
     def __init__(
@@ -32,10 +34,12 @@ class ForwardPass:
         place: Callable[[Any], Any],
         microbatching: Microbatching,
         options: Mapping[str, Any] = MappingProxyType({"with_entropy": False}),
+        kernels: Sequence[Choice] = (),
     ) -> None:
         self.forward = jax.jit(forward, static_argnames=tuple(options))
         self.options = dict(options)
         self.place, self.microbatching = place, microbatching
+        self.kernels = tuple(kernels)
 
     def __call__(
         self,

@@ -65,6 +65,17 @@ def test_the_kernel_writes_one_token_of_each_row(dtype, transposed):
     assert_same(kv_cache.write_tokens(layer, positions, k, v), expected)
 
 
+@pytest.mark.parametrize(("kernel", "calls"), [(None, True), ("pallas", True), ("xla", False)])
+def test_tokens_are_written_by_a_kernel_where_they_are_read_by_one(kernel, calls):
+    """Lowered for a TPU; nothing runs."""
+    write = jax.jit(functools.partial(kv_cache.write_tokens, kernel=kernel))
+    given = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (filled(0), *tokens(1, SLOTS, 1)))
+    layer, k, v = given
+    program = write.trace(layer, jnp.zeros(SLOTS, jnp.int32), k, v)
+    text = program.lower(lowering_platforms=("tpu",)).as_text()
+    assert ("tpu_custom_call" in text) == calls
+
+
 @LAYOUTS
 def test_chunks_as_windows(transposed):
     layer, (k, v) = filled(0, transposed), tokens(1, 5, 64)

@@ -29,6 +29,7 @@ class Facts(NamedTuple):
         packed: rows may hold several segments.
         capability: of an NVIDIA GPU; None = not known, and taken for Hopper's.
         kind: of the devices, as JAX calls it; "" = not known, and taken for one of today.
+        masked: tokens are scored among the ids that they were drawn from, not among all.
     """
 
     platform: str
@@ -37,6 +38,7 @@ class Facts(NamedTuple):
     packed: bool = True
     capability: float | None = None
     kind: str = ""
+    masked: bool = False
 
 
 def facts_of(

@@ -465,9 +465,13 @@ def _all_logits(y: Array, w: Array, targets: Array, count: Array, scoring: Scori
     return Sums(largest, e.sum(0), (below * e).sum(0), target)
 
 
+def _tiles_needs(facts: Facts) -> list[str]:
+    return unmet([(not facts.masked, "generator.sampling_params.keep_sampling_mask=False")])
+
+
 def _pallas_needs(facts: Facts) -> list[str]:
     width = facts.model.hidden_size if facts.model else 128
-    return unmet(
+    return _tiles_needs(facts) + unmet(
         [
             (not facts.kind.startswith(SMALL_VMEM), f"a TPU v5e or later, not {facts.kind}"),
             (facts.dtype == jnp.bfloat16, "trainer.bf16=True"),
@@ -485,9 +489,11 @@ HEAD_LOG_PROBS = Operation(
         "pallas": Implementation(
             functools.partial(sums, "pallas"),
             _pallas_needs,
-            "v5e or later, bf16, 128 divides hidden_size",
+            "v5e or later, bf16, 128 divides hidden_size, no keep_sampling_mask",
         ),
-        "tiles": Implementation(functools.partial(sums, "tiles")),
+        "tiles": Implementation(
+            functools.partial(sums, "tiles"), _tiles_needs, "no keep_sampling_mask"
+        ),
         REFERENCE: Implementation(_all_logits),
     },
     {

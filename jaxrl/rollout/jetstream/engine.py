@@ -124,6 +124,7 @@ class TransformerEngine:
         tokens_per_call: of `generate`. JetStream's orchestrator wants 1, as it drops a whole call
             that reaches beyond max_tokens.
         tokenizer: for `build_tokenizer`; a Hugging Face one.
+        kernel: of decoding, see `decode_attention`.
     """
 
     samples_per_slot = 1
@@ -144,12 +145,13 @@ class TransformerEngine:
         seed: int = 0,
         tokens_per_call: int = 1,
         tokenizer: Any = None,
+        kernel: str | None = None,
     ) -> None:
         self.mesh, self.tokenizer = mesh, tokenizer
         self.max_prefill_length = prefill_length(max_prefill_length)
         self.length = round_up(max(max_target_length, self.max_prefill_length), 8)
         placement = Placement(mesh, ShardingRules(embed=None))
-        if has_kernel(config, mesh, dtype):
+        if has_kernel(config, mesh, dtype, kernel):
             self.length = round_up(self.length, decode_kernels.POSITIONS)
         self.max_target_length = max_target_length
         self.row_multiple = batch_devices(mesh, placement.rules)
@@ -161,8 +163,10 @@ class TransformerEngine:
         self._rng = np.random.default_rng(seed)
         self._freed: set[int] = set()
         dtype = jnp.dtype(dtype)
-        self._decoding = compiled(config, placement, self.max_concurrent_decodes, dtype)
-        self._prefilling = compiled(config, placement, self.row_multiple, dtype)
+        sizes = self.max_concurrent_decodes, self.row_multiple
+        self._decoding, self._prefilling = (
+            compiled(config, placement, slots, dtype, kernel) for slots in sizes
+        )
 
     # ---- weights
 

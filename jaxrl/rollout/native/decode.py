@@ -288,7 +288,7 @@ def decode_step(
     new: list[LayerCache] = []
 
     def attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
-        layer = write_tokens(run.cache[len(new)], written, k, v, placement)
+        layer = write_tokens(run.cache[len(new)], written, k, v, placement, kernel)
         new.append(layer)
         given = q, layer.keys, layer.values, mask[:, 0], placement, kernel
         return decode_attention(config, *given, transposed=layer.transposed)

@@ -18,6 +18,7 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from jaxrl.models.kernels import decode_kernels
+from jaxrl.models.kernels.choice import REFERENCE
 from jaxrl.models.transformer import TransformerConfig
 from jaxrl.parallel.rules import Placement
 from jaxrl.types import Array
@@ -88,7 +89,12 @@ def lengthen(cache: Cache, length: int) -> Cache:
 
 
 def write_tokens(
-    layer: LayerCache, positions: Array, k: Array, v: Array, placement: Placement | None = None
+    layer: LayerCache,
+    positions: Array,
+    k: Array,
+    v: Array,
+    placement: Placement | None = None,
+    kernel: str | None = None,
 ) -> LayerCache:
     """Put a token into each slot, row s into slot s.
 
@@ -96,16 +102,20 @@ def write_tokens(
         positions: [S]; what is outside is dropped.
         k, v: [S, K, 1, h].
         placement: the mesh that slots and heads are split over; None = one device.
+        kernel: of `DECODE_ATTENTION`, which reads what is written; with "xla" this is a scatter on
+            TPUs, too.
     """
     by_slot, by_head = _axes(layer, placement)
-    run = _token_on_device
+    run = functools.partial(_token_on_device, kernel)
     if placement is not None:
         split = PartitionSpec(by_slot, by_head)
         run = _by_device(run, placement, (split, PartitionSpec(by_slot), split, split), split)
     return run(layer, positions, k, v)
 
 
-def _token_on_device(layer: LayerCache, positions: Array, k: Array, v: Array) -> LayerCache:
+def _token_on_device(
+    named: str | None, layer: LayerCache, positions: Array, k: Array, v: Array
+) -> LayerCache:
     def scatter(layer: LayerCache, positions: Array, k: Array, v: Array) -> LayerCache:
         return write(layer, jnp.arange(len(k))[:, None], positions[:, None], k, v)
 
@@ -116,7 +126,7 @@ def _token_on_device(layer: LayerCache, positions: Array, k: Array, v: Array) ->
         return LayerCache(*written, layer.transposed)
 
     platforms = {}
-    if decode_kernels.fits(*layer.values.shape[2:]):
+    if named != REFERENCE and decode_kernels.fits(*layer.values.shape[2:]):
         platforms["tpu"] = kernel
     return jax.lax.platform_dependent(layer, positions, k, v, default=scatter, **platforms)
 

@@ -16,7 +16,7 @@ from jaxrl.models.placement import place_model
 from jaxrl.models.transformer import TransformerConfig, abstract_params, logical_axes
 from jaxrl.parallel import make_mesh, param_shardings
 from jaxrl.parallel.compilation import enable_cache
-from jaxrl.rollout.build import native_engine
+from jaxrl.rollout.build import engine_kernel, native_engine
 from jaxrl.rollout.conversations.conversation import sampling_of
 from jaxrl.rollout.protocol import Request, Sampling
 from jaxrl.rollout.server.auth import read_token
@@ -77,6 +77,7 @@ def make_server(config: Any, devices: Sequence[Any] | None = None) -> HttpServer
         max_model_len=length,
         decode_text=tokenizer.decode,
         steps_per_dispatch=serve.steps_per_dispatch,
+        kernel=engine_kernel(config, model, mesh.devices.flat[0]).name,
     )
     shardings = _shardings(config, model, mesh)
     load, folder = functools.partial(_load, config, model, shardings), hf.local_folder(path)

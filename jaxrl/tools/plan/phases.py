@@ -126,7 +126,7 @@ def _trained(
     run: Run, role: str, model: TransformerConfig, placement: Placement, names: tuple[str, ...]
 ) -> Part:
     """Return a model that scores tokens, with the kernel of its head."""
-    kernel = head_kernel(run.config.trainer, model, placement.mesh.devices.flat[0], role).name
+    kernel = head_kernel(run.config, model, placement.mesh.devices.flat[0], role).name
     return Part(model, placement, _dtype(run, role), names, head_kernel=kernel)
 
 

@@ -185,7 +185,9 @@ def _check_kernels(run: Run, config: cfg.TrainConfig) -> None:
                 else cfg.compute_dtype(config.trainer, "policy")
             )
             packed = config.trainer.use_sample_packing is True
-            OPERATIONS[operation].choose(Facts("gpu", DTYPES[dtype], run.model, packed), name)
+            facts = Facts("gpu", DTYPES[dtype], run.model, packed)
+            facts = facts._replace(masked=config.generator.sampling_params.keep_sampling_mask)
+            OPERATIONS[operation].choose(facts, name)
 
 
 def _notes(config: cfg.TrainConfig, machine: Machine) -> list[str]:

@@ -244,6 +244,7 @@ def test_the_config_names_kernels():
     for kernels, message in (
         ({"atention": "xla"}, "trainer.kernels='atention'"),
         ({"packed_attention": "flash"}, r"trainer.kernels\['packed_attention'\]='flash'"),
+        ({"grouped_product": "xla"}, r"'grouped_product'\]='xla': has no effect, no model here"),
     ):
         config = cfg.apply_overrides(cfg.TrainConfig(), {"trainer.kernels": kernels})
         with pytest.raises(ValueError, match=message):

@@ -1,0 +1,138 @@
+"""Which kernels the programs of a run have, what its card says of them, and what is refused."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import flax.linen as nn
+import pytest
+
+from jaxrl import config as cfg, train
+from jaxrl.config.backend import MixedPrecisionConfig
+from jaxrl.models import adapt_linen
+from jaxrl.models.transformer import TransformerConfig
+from jaxrl.parallel import make_mesh
+from jaxrl.rollout.build_jetstream import jetstream_engine
+from jaxrl.training.build import role_kernels
+
+MODEL = TransformerConfig(
+    vocab_size=32,
+    hidden_size=64,
+    intermediate_size=32,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=64,
+)
+HOPPER = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100", compute_capability="9.0")
+ENGINE = "generator.inference_engine"
+
+
+def config_of(**values):
+    given = {name.replace("__", "."): value for name, value in values.items()}
+    return cfg.resolve(cfg.apply_overrides(cfg.TrainConfig(), given))
+
+
+def on_gpu(**more):
+    return config_of(
+        trainer__bf16=True, trainer__flash_attn=True, trainer__use_sample_packing=False, **more
+    )
+
+
+def said(choices):
+    return [str(choice) for choice in choices]
+
+
+def test_the_head_of_a_critic_is_not_scored():
+    critic = dataclasses.replace(MODEL, value_head="value_head")
+    choices = role_kernels(on_gpu(), critic, HOPPER, "critic")
+    assert said(choices) == ["packed_attention cudnn"]
+
+
+def test_tokens_of_a_known_set_are_scored_by_columns():
+    """As `score` does where a batch has the sets: the card, the plan and the run agree."""
+    sampling = {"generator__sampling_params__top_k": 8}
+    config = on_gpu(**sampling, generator__sampling_params__keep_sampling_mask=True)
+    assert said(role_kernels(config, MODEL, HOPPER, "policy"))[1] == (
+        "head_log_probs xla (tiles needs generator.sampling_params.keep_sampling_mask=False)"
+    )
+    assert said(role_kernels(on_gpu(**sampling), MODEL, HOPPER, "policy"))[1] == (
+        "head_log_probs tiles"
+    )
+    config.trainer.kernels = {"head_log_probs": "tiles"}
+    with pytest.raises(ValueError, match="'tiles' needs .*keep_sampling_mask=False"):
+        role_kernels(config, MODEL, HOPPER, "policy")
+
+
+def test_the_card_names_what_reference_and_critic_have_of_their_own():
+    config = on_gpu(trainer__algorithm__use_kl_loss=True)
+    config.trainer.ref.fsdp_config.mixed_precision = MixedPrecisionConfig(param_dtype="fp32")
+    critic = dataclasses.replace(MODEL, value_head="value_head")
+    passes = {
+        role: SimpleNamespace(kernels=role_kernels(config, model, HOPPER, role))
+        for role, model in (("policy", MODEL), ("ref", MODEL), ("critic", critic))
+    }
+    trainer = SimpleNamespace(
+        config=config,
+        model=MODEL,
+        forward_pass=passes["policy"],
+        ref_forward_pass=passes["ref"],
+        critic=SimpleNamespace(forward_pass=passes["critic"]),
+    )
+    lines = train._kernels(trainer, make_mesh())
+    assert lines[:3] == [
+        "kernel: packed_attention cudnn",
+        "kernel: head_log_probs tiles",
+        "kernel: decode_attention xla",
+    ]
+    (other,) = lines[3:]
+    assert other.startswith("kernel of the reference: packed_attention chunked (cudnn needs")
+    config.trainer.algorithm.use_kl_loss = False
+    assert train._kernels(trainer, make_mesh()) == lines[:3]
+
+
+def test_a_flax_module_takes_no_kernel():
+    config = config_of(trainer__kernels={"packed_attention": "chunked"})
+    with pytest.raises(ValueError, match="brings its own attention and head; leave it empty"):
+        role_kernels(config, adapt_linen(nn.Dense(1)), HOPPER, "policy")
+
+
+OURS = [
+    {f"{ENGINE}.backend": "jetstream"},
+    {"trainer.placement.rollout_num_nodes": 0},
+]
+OTHERS = [
+    {f"{ENGINE}.backend": "jetstream", f"{ENGINE}.engine_init_kwargs": {"engine": "a:b"}},
+    {f"{ENGINE}.backend": "vllm"},
+    {f"{ENGINE}.run_engines_locally": False},
+]
+
+
+@pytest.mark.parametrize("changes", OURS, ids=str)
+def test_an_engine_of_ours_takes_a_kernel(changes):
+    cfg.validate(config_of(**changes, trainer__kernels={"decode_attention": "xla"}))
+
+
+@pytest.mark.parametrize("changes", OTHERS, ids=str)
+def test_the_kernels_of_other_engines_are_theirs(changes):
+    config = config_of(**changes, trainer__kernels={"decode_attention": "xla"})
+    with pytest.raises(ValueError, match=r"'decode_attention'\]='xla': has no effect, no engine"):
+        cfg.validate(config)
+
+
+def test_supervised_training_takes_kernels_but_of_decoding():
+    config = cfg.TrainConfig()
+    config.trainer.kernels = {"packed_attention": "chunked"}
+    assert cfg.resolve_sft(config).trainer.kernels == {"packed_attention": "chunked"}
+    config.trainer.kernels = {"decode_attention": "xla"}
+    with pytest.raises(ValueError, match=r"'decode_attention'\]='xla': has no effect, no engine"):
+        cfg.validate_sft(config)
+
+
+def test_jetstream_decodes_by_the_kernel_of_the_run():
+    """One that CPUs do not have is refused where the engine is built."""
+    tokenizer = SimpleNamespace(decode=str)
+    config = config_of(
+        **{f"{ENGINE}.backend": "jetstream"}, trainer__kernels={"decode_attention": "cudnn"}
+    )
+    with pytest.raises(ValueError, match="'cudnn': on a cpu there is xla"):
+        jetstream_engine(config, MODEL, make_mesh(), tokenizer)
