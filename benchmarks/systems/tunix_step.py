@@ -41,7 +41,7 @@ def make_model(work: Workload, mesh: jax.sharding.Mesh, seed: int) -> nnx.Module
         norm_eps=hf["rms_norm_eps"],
         use_tied_embedding=True,
     )
-    with mesh:
+    with jax.set_mesh(mesh):
         return qwen3.Qwen3(config, rngs=nnx.Rngs(seed))
 
 
