@@ -1,13 +1,15 @@
 """Plan a run: what it will need of its devices, from config and shapes; no weights are loaded.
 
     python -m jaxrl.plan --config=configs/quickstart.py [--config.trainer.seed=1 ...]
-        [--topology=v5e:2x4] [--chips-per-host=4] [--hbm-gib=16] [--json=FILE] [--estimate]
+        [--topology=v5e:2x4] [--chips-per-host=4] [--hbm-gib=16] [--mean-response=256]
+        [--json=FILE] [--estimate]
 
 Compiles every program of a training step for the devices of this process, or for TPUs that are not
 here (--topology=v5e:2x4; needs libtpu), and prints what each needs of one device, its work, what it
 sends, and its least time. Of GPUs that are not here (--topology=h100:8) the same is estimated.
 --hbm-gib: memory of a device, in place of what is known of it; --chips-per-host: of v5e and v6e, 1,
-4 or 8; --estimate: compile nothing, seconds instead of minutes. The model folder needs no weights.
+4 or 8; --mean-response: tokens of a response on average, in place of as many as the config allows;
+--estimate: compile nothing, seconds instead of minutes. The model folder needs no weights.
 
 Exit status: 0 it fits, 1 it does not (changes that make it fit are named), 2 bad input.
 """
@@ -20,6 +22,7 @@ ARGUMENTS = cli.Arguments()
 ARGUMENTS.add_argument("--topology")
 ARGUMENTS.add_argument("--hbm-gib", type=float)
 ARGUMENTS.add_argument("--chips-per-host", type=int)
+ARGUMENTS.add_argument("--mean-response", type=float)
 ARGUMENTS.add_argument("--json", type=Path)
 ARGUMENTS.add_argument("--estimate", action="store_true")
 
@@ -56,7 +59,8 @@ def main(argv: Sequence[str]) -> int:
     devices = machine(options.topology, options.hbm_gib, options.chips_per_host)
     compiled, estimates = Compiler(), options.estimate or devices.stand_in
     memory_of = estimated if estimates else lambda phase, config: compiled(phase)
-    plan = make_plan(cfg.to_train_config(config), devices, memory_of, cli.tell)
+    train_config = cfg.to_train_config(config)
+    plan = make_plan(train_config, devices, memory_of, cli.tell, options.mean_response)
     print(report.text(plan), flush=True)
     remedies = [] if plan.fits else find_remedies(config, plan, memory_of, cli.tell)
     if not plan.fits:

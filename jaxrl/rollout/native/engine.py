@@ -60,6 +60,7 @@ class NativeEngine(SampleThread):
         decode_text: token ids to text, for stop strings.
         group_bytes: most bytes of new weights that are on their way from other devices at a time.
         kernel: of decoding, see `decode_attention`; None = the platform's fastest.
+        platform: whose shapes the programs have; None = that of the devices.
 
     Attributes:
         prefilled_tokens: computed so far, each time counted.
@@ -85,6 +86,7 @@ class NativeEngine(SampleThread):
         decode_text: Callable[[Sequence[int]], str] | None = None,
         group_bytes: int = GROUP_BYTES,
         kernel: str | None = None,
+        platform: str | None = None,
     ) -> None:
         super().__init__()
         for name, value in (
@@ -119,6 +121,7 @@ class NativeEngine(SampleThread):
             shrink=shrink,
             group_bytes=group_bytes,
             kernel=kernel,
+            platform=platform,
         )
         self.table = SlotTable(self.programs.slots, share_prefixes=enable_prefix_caching)
         self.prefilled_tokens = self.decoded_tokens = 0

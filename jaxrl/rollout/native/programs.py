@@ -197,6 +197,8 @@ class Programs:
     Args:
         mesh: slots are spread over its batch axes, heads and MLP over "tensor".
         steps: of a block; None = those of the platform, `DISPATCH_STEPS`.
+        platform: whose shapes the programs have; None = that of the devices, which in a plan may
+            stand in for others.
         shrink: blocks may run over fewer rows than slots; None = on one CPU device. On accelerators
             a block takes as long, and between devices slots would move. False: nor do they see
             fewer positions than there are, so that no neighbour changes a bit.
@@ -214,15 +216,17 @@ class Programs:
         shrink: bool | None,
         group_bytes: int = GROUP_BYTES,
         kernel: str | None = None,
+        platform: str | None = None,
     ) -> None:
         # weights are whole but for the tensor axis: a step of decoding would gather them every time
         rules = ShardingRules(embed=None)
         placement = Placement(mesh, rules)
-        platform, alone = placement.platform, placement.platform == "cpu" and mesh.size == 1
+        platform = platform or placement.platform
+        alone = platform == "cpu" and mesh.size == 1
         if steps is None:
             steps = DISPATCH_STEPS.get(platform, DEFAULT_DISPATCH_STEPS)
         self.config, self.steps, self.length = config, steps, 0
-        self.placement, self.dtype = placement, jnp.dtype(dtype)
+        self.placement, self.platform, self.dtype = placement, platform, jnp.dtype(dtype)
         self.group_bytes = group_bytes
         self.row_multiple = batch_devices(mesh, rules)
         self.slots = round_up(slots, self.row_multiple)
@@ -271,7 +275,7 @@ class Programs:
     @property
     def prefills(self) -> PrefillShapes:
         """Return the shapes of prefill calls."""
-        return PrefillShapes(self.placement.platform, self.length)
+        return PrefillShapes(self.platform, self.length)
 
     def chunk(self, missing: int, start: int) -> tuple[int, int | None]:
         """Return the tokens of the chunk that prefills the next of `missing`, and what it sees.

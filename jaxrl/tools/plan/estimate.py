@@ -8,10 +8,11 @@ import math
 
 import jax
 
+from jaxrl.models.kernels.head_log_probs import XLA_IDS, block_tokens
 from jaxrl.models.transformer import TransformerConfig
 from jaxrl.tools.plan.phases import Part, Phase
 from jaxrl.tools.plan.work import layer_params
-from jaxrl.training.forward import CHUNK_LOGITS, CHUNK_TOKENS
+from jaxrl.training.forward import CHUNK_LOGITS, CHUNK_TOKENS, CPU_CHUNK_TOKENS
 from jaxrl.training.resident_memory import device_bytes
 
 CAUSAL = 5 / 8  # of the scores are computed, see `attention.causal_attention`
@@ -26,14 +27,13 @@ def temporaries(phase: Phase, remat: str, flash: bool) -> float:
     part, (rows, length) = phase.part, phase.shape
     model, size, tensor = part.model, part.dtype.itemsize, part.placement.mesh.shape["tensor"]
     leaves = [device_bytes(x) for x in jax.tree.leaves(phase.call.args[0])]
-    vocabulary = model.vocab_size / tensor * 4  # bytes of a token's logits
     if phase.kind in ("apply", "load"):
         return max(leaves)
     if phase.kind == "copy":
         return sum(leaves) / rows
     if phase.kind == "decode":
         scores = rows * model.num_heads / tensor * _positions(phase) * 4
-        return 3 * rows * vocabulary + (0 if flash else scores)
+        return 3 * rows * model.vocab_size / tensor * 4 + (0 if flash else scores)
     if phase.kind == "prefill":
         seen = phase.call.options["length"] or length
         scores = rows * model.num_heads / tensor * length * seen * (4 + size)
@@ -44,9 +44,8 @@ def temporaries(phase: Phase, remat: str, flash: bool) -> float:
         within["scores"] = scores * (4 + size)
     weights = layer_params(model) / model.num_layers / tensor * size
     head = model.vocab_size * model.hidden_size / tensor * size
-    columns = min(CHUNK_TOKENS, CHUNK_LOGITS / (vocabulary / 4))
-    logits = 3 * columns * vocabulary
-    one = 2 * weights + head + logits + sum(within.values()) + 3 * within["input"]
+    one = 2 * weights + head + _logits(part, rows * length) + sum(within.values())
+    one += 3 * within["input"]
     if phase.kind == "forward":
         return one
     gradients = sum(leaves) + 2 * weights * 4 / size + head * 4 / size
@@ -66,6 +65,17 @@ def _intermediates(part: Part, rows: int, length: int) -> dict[str, float]:
         "mlp": 3 * tokens * model.intermediate_size / tensor,
         "scores": 0.0,
     }
+
+
+def _logits(part: Part, tokens: int) -> float:
+    """Return the bytes of what the head writes of its logits at a time, on one device."""
+    if part.model.value_head is not None or part.head_kernel == "pallas":
+        return 0.0
+    ids = part.model.vocab_size / part.placement.mesh.shape["tensor"]
+    if part.head_kernel == "tiles":
+        return 3 * block_tokens("tiles", tokens, part.model.hidden_size) * min(XLA_IDS, ids) * 4
+    chunk = CPU_CHUNK_TOKENS if part.placement.platform == "cpu" else CHUNK_TOKENS
+    return 3 * min(chunk, CHUNK_LOGITS / ids, tokens) * ids * 4
 
 
 def _saved(within: dict[str, float], remat: str) -> float:

@@ -1,5 +1,6 @@
 """List the phases of a training step: what each runs, for which shapes, and how often."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxrl import config as cfg
 from jaxrl.array_ops import DTYPES
+from jaxrl.data.microbatches import MAX_PER_ROW, Microbatching
 from jaxrl.models.kernels.choice import REFERENCE
 from jaxrl.models.kernels.head_log_probs import block_tokens
 from jaxrl.models.placement import placed_params
@@ -74,6 +76,7 @@ class Phase:
         trips: of its loops whose number depends on the data.
         reads: bytes that a device reads beside arguments, results and weights.
         cache: of these those of keys and values, with what is written of them.
+        live: share of the rows of its blocks that still sample; the others ended before.
         host: seconds in which the device waits for the host, of one execution.
         sends: bytes that a device sends before it, beside the program's own collectives.
     """
@@ -90,36 +93,45 @@ class Phase:
     trips: int = 1
     reads: float = 0.0
     cache: float = 0.0
+    live: float = 1.0
     host: float = 0.0
     sends: float = 0.0
 
 
-def phases(run: Run, engine: NativeEngine | None) -> list[Phase]:
-    """Return all phases of a step, in their order."""
+def phases(
+    run: Run, engine: NativeEngine | None, mean_response: float | None = None
+) -> list[Phase]:
+    """Return all phases of a step, in their order.
+
+    Args:
+        mean_response: tokens of a response; None = all have as many as the config allows.
+    """
+    most = run.config.generator.sampling_params.max_generate_length
+    shorter = 0.0 if mean_response is None else most - mean_response
     policy, trainer = run.policy, run.config.trainer
     names = ("parameters", "base") if policy.lora else ("parameters",)
     part = _trained(run, "policy", run.model, policy.placement, names)
-    found = [*_sampling(run, engine, part)] if engine else []
+    found = [*_sampling(run, engine, part, shorter)] if engine else []
     if run.has_old:
-        found.append(_forward(run, "log-probs", run.forward_pass, run.params, part))
+        found.append(_forward(run, "log-probs", run.forward_pass, run.params, part, shorter))
     if run.has_reference:
         names = ("base" if run.reference.is_base_of_policy else "reference",)
         model, placement = run.reference.weights.model, run.reference.weights.placement
         assert isinstance(model, TransformerConfig)  # from a folder
         ref = _trained(run, "ref", model, placement, names)
         params = placed_params(model, placement)
-        found.append(_forward(run, "reference", run.ref_forward_pass, params, ref))
+        found.append(_forward(run, "reference", run.ref_forward_pass, params, ref, shorter))
     if critic := run.critic:
         weights = critic.weights
         names = ("critic", "critic base") if weights.lora else ("critic",)
         assert isinstance(weights.model, TransformerConfig)  # from a folder
         values = Part(weights.model, weights.placement, _dtype(run, "critic"), names)
         params, size = run.critic_params, trainer.critic_mini_batch_size
-        found.append(_forward(run, "values", critic.forward_pass, params, values))
+        found.append(_forward(run, "values", critic.forward_pass, params, values, shorter))
         state = critic.abstract_state
-        found += _update(run, "critic ", critic.updater, state, params, values, size)
+        found += _update(run, "critic ", critic.updater, state, params, values, size, shorter)
     size = trainer.policy_mini_batch_size
-    return found + _update(run, "", run.updater, run.state, run.params, part, size)
+    return found + _update(run, "", run.updater, run.state, run.params, part, size, shorter)
 
 
 def _trained(
@@ -134,7 +146,9 @@ def _dtype(run: Run, role: str) -> jnp.dtype:
     return jnp.dtype(DTYPES[cfg.compute_dtype(run.config.trainer, role)])
 
 
-def _forward(run: Run, name: str, forward_pass: ForwardPass, params: Any, part: Part) -> Phase:
+def _forward(
+    run: Run, name: str, forward_pass: ForwardPass, params: Any, part: Part, shorter: float
+) -> Phase:
     call, cut = run.forward_call(forward_pass, params, part.placement), forward_pass.microbatching
     rows, length = call.args[1].tokens.shape
     wanted = _wanted(run, length)
@@ -145,14 +159,21 @@ def _forward(run: Run, name: str, forward_pass: ForwardPass, params: Any, part: 
         call,
         _on_device(part, rows, length),
         part.names,
-        runs=-(-cut.total // cut.batch_sizes(cut.width(run.width))[-1]),
+        runs=_microbatches(run, cut, shorter),
         work=forward_work(part.model, rows, length, wanted),
         trips=_chunks(part, rows, length, wanted),
     )
 
 
 def _update(
-    run: Run, prefix: str, updater: Updater, state: Any, params: Any, part: Part, prompts: int
+    run: Run,
+    prefix: str,
+    updater: Updater,
+    state: Any,
+    params: Any,
+    part: Part,
+    prompts: int,
+    shorter: float,
 ) -> list[Phase]:
     """Return the phases of an update: the gradient of a microbatch, and the optimizer's update.
 
@@ -160,6 +181,7 @@ def _update(
         prefix: of the names of the phases.
         params: all of the model; the state has what is trained.
         prompts: of a minibatch.
+        shorter: see `_microbatches`.
     """
     trainer, cut = run.config.trainer, updater.microbatching
     call = run.gradient_call(updater, params, state.params, part.placement)
@@ -167,7 +189,6 @@ def _update(
     wanted, shape = _wanted(run, length), _on_device(part, rows, length)
     remat = trainer.remat_policy if trainer.gradient_checkpointing else "none"
     updates = trainer.train_batch_size // prompts * trainer.update_epochs_per_batch
-    each = -(-cut.total // cut.batch_sizes(cut.width(run.width))[-1])
     gradient = Phase(
         f"{prefix}gradient",
         "gradient",
@@ -175,7 +196,7 @@ def _update(
         call,
         shape,
         part.names,
-        runs=updates * each,
+        runs=updates * _microbatches(run, cut, shorter),
         work=gradient_work(part.model, rows, length, wanted, remat, frozen=len(part.names) > 1),
         donated=0,
         trips=_chunks(part, rows, length, wanted),
@@ -194,10 +215,27 @@ def _update(
     return [gradient, apply]
 
 
-def _sampling(run: Run, engine: NativeEngine, policy: Part) -> Iterator[Phase]:
+def _microbatches(run: Run, cut: Microbatching, shorter: float) -> int:
+    """Return the microbatches of a batch; packed, there are fewer of short trajectories.
+
+    Args:
+        shorter: tokens by which a response is shorter than the longest, on average.
+    """
+    width = cut.width(run.width)
+    trajectories = float(cut.batch_sizes(width)[-1])
+    if cut.packed and shorter:
+        mean = max(run.width - shorter * run.config.generator.max_turns, 1.0)
+        trajectories = cut.row_counts(width)[-1] * min(cut.length(width) / mean, MAX_PER_ROW)
+    return math.ceil(cut.total / trajectories)
+
+
+def _sampling(run: Run, engine: NativeEngine, policy: Part, shorter: float) -> Iterator[Phase]:
     """Yield the phases of sampling.
 
     Weights go to the engine, prompts into its cache and its samples; then a block of decode steps.
+
+    Args:
+        shorter: tokens by which a response is shorter than the longest, on average.
     """
     generator, hosts = run.config.generator, run.machine.hosts
     prompts = -(-run.config.trainer.train_batch_size // hosts)
@@ -239,15 +277,19 @@ def _sampling(run: Run, engine: NativeEngine, policy: Part) -> Iterator[Phase]:
         work=Work(rows * layers_flops(model, 0, width)),
         donated=1,
     )
-    waves = -(-prompts * generator.n_samples_per_prompt // (slots * engines))
+    samples = prompts * generator.n_samples_per_prompt / engines
+    waves = math.ceil(samples / slots)
     if generator.n_samples_per_prompt > 1:
         yield _copies(part, calls["copy"], slots // groups, generator.n_samples_per_prompt, waves)
-    steps, context = min(programs.steps, drawn), prompt + drawn // 2
+    mean = drawn - shorter
+    steps, context = min(programs.steps, drawn), prompt + int(mean) // 2
+    blocks = _blocks(samples / slots, drawn, mean, programs.steps)
+    live = samples * mean / (slots * max(blocks * steps, 1)) if shorter else 1.0
     token = layers_flops(model, context - 1, context) + head_flops(model, 1)
     element, rows, tensor = programs.dtype.itemsize, slots // groups, _tensor(part)
-    read = decode_step_bytes(model, rows, context, element)
+    read = decode_step_bytes(model, rows * live, context, element)
     weights = decode_step_bytes(model, 0, 0, element)
-    touched = decode_step_bytes(model, rows, context + 2 * WRITTEN, element) - weights
+    touched = decode_step_bytes(model, rows * live, context + 2 * WRITTEN, element) - weights
     attended = slots * steps * (token - 2 * layer_params(model) - head_flops(model, 1))
     yield Phase(
         "decode",
@@ -256,14 +298,30 @@ def _sampling(run: Run, engine: NativeEngine, policy: Part) -> Iterator[Phase]:
         calls["decode"],
         (slots // groups, 1),
         names,
-        runs=waves * turns * -(-drawn // programs.steps),
+        runs=turns * blocks,
         work=Work(float(slots * steps * token), attention=float(attended)),
         donated=1,
         trips=steps,
         reads=steps * read / tensor,
         cache=steps * touched / tensor,
+        live=live,
         host=HOST_SECONDS * slots,
     )
+
+
+def _blocks(rows: float, longest: int, mean: float, steps: int) -> int:
+    """Return the blocks of decode steps until all rows have ended.
+
+    Rows of fewer tokens end within a block, on average in its middle, and then leave their slots to
+    those that wait; when none does any more the last ones go on, the longest for all its tokens.
+
+    Args:
+        rows: for each slot; steps: of a block.
+    """
+    full = math.ceil(rows) * math.ceil(longest / steps)
+    if mean == longest:
+        return full
+    return min(full, math.ceil((max(rows - 1, 0) * (mean + steps / 2) + longest) / steps))
 
 
 def _tensor(part: Part) -> int:

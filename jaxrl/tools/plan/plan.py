@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from jaxrl import config as cfg
 from jaxrl.array_ops import DTYPES
 from jaxrl.config.platform_defaults import settle
-from jaxrl.models.kernels import DECODE_ATTENTION, OPERATIONS
-from jaxrl.models.kernels.choice import Facts
+from jaxrl.models.kernels import DECODE_ATTENTION, HEAD_LOG_PROBS, OPERATIONS
+from jaxrl.models.kernels.choice import Facts, Operation
+from jaxrl.models.transformer import TransformerConfig
 from jaxrl.records.checkpoint import recorded_settings
 from jaxrl.tools.plan.costs import Limits, Memory, device_traffic, limits, seconds
 from jaxrl.tools.plan.phases import SAMPLING, Phase, phases
@@ -62,6 +63,7 @@ class Plan:
         refusal: why its engine cannot be made, if it cannot.
         cache: rows and positions of the key/value cache on one device; None without an engine.
         notes: what the plan leaves out, and what was chosen for fields that were "auto".
+        mean_response: tokens of a response; None = all have as many as the config allows.
     """
 
     config: cfg.TrainConfig
@@ -72,6 +74,7 @@ class Plan:
     cache: tuple[int, int] | None
     refusal: str | None
     notes: list[str]
+    mean_response: float | None = None
 
     @property
     def peak(self) -> Line:
@@ -101,6 +104,7 @@ def make_plan(
     machine: Machine,
     memory_of: Callable[[Phase, cfg.TrainConfig], Memory],
     tell: Callable[[str], None] = lambda text: None,
+    mean_response: float | None = None,
 ) -> Plan:
     """Assemble a run from shapes, and ask for the memory of each of its programs.
 
@@ -108,16 +112,24 @@ def make_plan(
         config: as the user wrote it.
         memory_of: the compiler, or an estimate.
         tell: gets a line before each phase.
+        mean_response: tokens of a response; None = all have as many as the config allows.
 
     Raises:
-        ValueError, FileNotFoundError: as at the start of the run.
+        ValueError, FileNotFoundError: as at the start of the run; no response is that long.
     """
     config = cfg.resolve(config)
     config, chosen = settle(config, machine.platform, recorded=recorded_settings(config.trainer))
     cfg.validate(config, num_devices=len(machine.devices), num_processes=machine.hosts)
+    longest = config.generator.sampling_params.max_generate_length
+    if mean_response is not None and not 0 < mean_response <= longest:
+        raise ValueError(
+            f"--mean-response={mean_response:g} must be more than 0 and at most "
+            f"generator.sampling_params.max_generate_length={longest}"
+        )
     given = config
-    if machine.stand_in:  # CPU devices have no kernel of a GPU's
-        config = cfg.apply_overrides(config, {"trainer.kernels": {}})
+    if machine.stand_in:  # CPU devices have none of a GPU's kernels but those in plain XLA
+        head = _kernel_of_gpu(HEAD_LOG_PROBS, config, None)
+        config = cfg.apply_overrides(config, {"trainer.kernels": {HEAD_LOG_PROBS.name: head}})
     run, refusal = Run(config, machine), None
     _check_kernels(run, given)
     try:
@@ -125,7 +137,7 @@ def make_plan(
     except ValueError as error:
         engine, refusal = None, str(error)
     refusal = refusal or run.refused_copy()
-    found = phases(run, engine)
+    found = phases(run, engine, mean_response)
     stay, device, lines = residents(run, found), limits(machine), []
     for phase in found:
         tell(phase.name)
@@ -144,8 +156,8 @@ def make_plan(
     if engine is not None:
         decode = next(phase for phase in found if phase.kind == "decode")
         cache = decode.shape[0], decode.call.args[1][0].values.shape[2]
-    notes = [*_notes(config, machine), *chosen]
-    return Plan(config, machine, device, lines, stay, cache, refusal, notes)
+    notes = [*_notes(config, machine), *_responses(found, longest, mean_response), *chosen]
+    return Plan(config, machine, device, lines, stay, cache, refusal, notes, mean_response)
 
 
 def residents(run: Run, found: list[Phase]) -> list[Resident]:
@@ -177,17 +189,32 @@ def beside(phase: Phase, stay: list[Resident]) -> float:
 def _check_kernels(run: Run, config: cfg.TrainConfig) -> None:
     """Refuse the kernels that GPUs refuse, where CPU devices stand in for them."""
     if run.machine.stand_in:
-        for operation, name in config.trainer.kernels.items():
-            sampled = operation == DECODE_ATTENTION.name
-            dtype = (
-                cfg.engine_dtype(config.generator.inference_engine)
-                if sampled
-                else cfg.compute_dtype(config.trainer, "policy")
-            )
-            packed = config.trainer.use_sample_packing is True
-            facts = Facts("gpu", DTYPES[dtype], run.model, packed)
-            facts = facts._replace(masked=config.generator.sampling_params.keep_sampling_mask)
-            OPERATIONS[operation].choose(facts, name)
+        for operation in config.trainer.kernels:
+            _kernel_of_gpu(OPERATIONS[operation], config, run.model)
+
+
+def _kernel_of_gpu(
+    operation: Operation, config: cfg.TrainConfig, model: TransformerConfig | None
+) -> str:
+    """Return the name of the kernel that an operation has on a GPU; see `Operation.choose`."""
+    sampled = operation is DECODE_ATTENTION
+    dtype = (
+        cfg.engine_dtype(config.generator.inference_engine)
+        if sampled
+        else cfg.compute_dtype(config.trainer, "policy")
+    )
+    facts = Facts("gpu", DTYPES[dtype], model, config.trainer.use_sample_packing is True)
+    facts = facts._replace(masked=config.generator.sampling_params.keep_sampling_mask)
+    return operation.choose(facts, config.trainer.kernels.get(operation.name)).name
+
+
+def _responses(found: list[Phase], longest: int, mean: float | None) -> list[str]:
+    """Return how long responses are taken to be, and what that leaves of the rows of a block."""
+    if mean is None:
+        return [f"all responses have {longest:,} tokens; --mean-response=N plans shorter ones"]
+    decoding = [phase for phase in found if phase.kind == "decode"]
+    dead = [f": {1 - phase.live:.0%} of the decoded rows are dead" for phase in decoding]
+    return [f"responses have {mean:,g} tokens on average, the longest {longest:,}{''.join(dead)}"]
 
 
 def _notes(config: cfg.TrainConfig, machine: Machine) -> list[str]:

@@ -132,7 +132,8 @@ class _Search:
         changed = cfg.apply_overrides(self.config, changes)
         try:
             with warnings.catch_warnings(action="ignore"):  # the user was warned of the config
-                return make_plan(changed, self.plan.machine, memory_of)
+                mean = self.plan.mean_response
+                return make_plan(changed, self.plan.machine, memory_of, mean_response=mean)
         except ValueError:  # sizes that do not divide, a kernel that the model does not have
             return None
 

@@ -140,6 +140,7 @@ def _phase_json(line: Line) -> dict[str, Any]:
     return {
         "name": phase.name,
         "runs": phase.runs,
+        "live": phase.live,
         "arguments": memory.arguments,
         "results": memory.results,
         "aliased": memory.aliased,

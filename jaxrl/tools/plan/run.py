@@ -109,6 +109,7 @@ class Run:
             device_memory=self.machine.memory,
             resident_bytes=beside,
             processes=self.machine.hosts,
+            platform=self.machine.platform,
         )
         engine = made.engines[0] if isinstance(made, Balancer) else made
         assert isinstance(engine, NativeEngine)

@@ -95,13 +95,14 @@ def head_flops(model: TransformerConfig, tokens: int) -> int:
 
 
 def decode_step_bytes(
-    model: TransformerConfig, batch: int, context: float, bytes_per_element: int
+    model: TransformerConfig, batch: float, context: float, bytes_per_element: int
 ) -> float:
     """Return the bytes that one decode step must read.
 
     They are every weight once, and the keys and values of each row.
 
     Args:
+        batch: rows; a part of one where some are dead.
         context: mean positions seen by a row.
     """
     weights = layer_params(model) + model.hidden_size * model.vocab_size

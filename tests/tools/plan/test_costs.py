@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from jaxrl.tools.plan import estimate
 from jaxrl.tools.plan.costs import Limits, Memory, seconds
 from jaxrl.tools.plan.operations import Totals
 from jaxrl.tools.plan.phases import Phase
@@ -50,3 +51,22 @@ def test_the_host_adds_to_what_the_device_takes(host, bound, total):
     times = seconds(phase("apply", host=host), MEMORY, DEVICE)
     line = Line(phase("apply"), MEMORY, beside=0.0, traffic=0.0, times=times)
     assert (line.bound, line.seconds) == (bound, total)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "platform", "logits"),
+    [
+        ("pallas", "tpu", 0),  # they never leave fast memory
+        ("tiles", "gpu", 4096 * 8192),  # a block of tokens, a tile of the vocabulary
+        ("xla", "gpu", 512 * 2**17),  # 2^26 at a time
+        ("xla", "cpu", 256 * 2**17),  # of no more tokens than these
+    ],
+)
+def test_logits_that_a_head_writes(kernel, platform, logits):
+    """Three arrays of float32: themselves, their exponentials, their gradient."""
+    placement = SimpleNamespace(mesh=SimpleNamespace(shape={"tensor": 2}), platform=platform)
+    model = SimpleNamespace(vocab_size=2**18, hidden_size=64, value_head=None)
+    part = SimpleNamespace(placement=placement, model=model, head_kernel=kernel)
+    assert estimate._logits(part, tokens=8192) == 3 * 4 * logits
+    model.value_head = "value_head"
+    assert estimate._logits(part, tokens=8192) == 0

@@ -11,7 +11,7 @@ import pytest
 
 from jaxrl import config as cfg, plan
 from jaxrl.config.platform_defaults import settle
-from jaxrl.tools.plan import costs, report, topology
+from jaxrl.tools.plan import costs, phases, report, topology
 from jaxrl.tools.plan.run import Run
 from jaxrl.tools.plan.topology import machine
 
@@ -140,6 +140,51 @@ def test_gpus_that_are_not_here_are_estimated(capsys, planned, monkeypatch):
     assert all(phase["temporaries"] > 0 for phase in report["phases"])
 
 
+def test_blocks_have_the_steps_of_the_machine(capsys, planned):
+    """Of 100 tokens: a GPU's blocks have 64 steps, others' 32."""
+    flags = "--estimate", "--config.generator.sampling_params.max_generate_length=100"
+    here, there = (planned(capsys, *flags, x)[2] for x in ("--hbm-gib=16", "--topology=h100:4"))
+    assert phases_of(here)["decode"]["runs"] == 4
+    assert phases_of(there)["decode"]["runs"] == 2
+
+
+def test_shorter_responses_leave_dead_rows(capsys, planned):
+    flags = "--estimate", "--config.generator.sampling_params.max_generate_length=100"
+    longest = phases_of(planned(capsys, *flags, "--hbm-gib=16")[2])["decode"]
+    _, printed, report = planned(capsys, *flags, "--hbm-gib=16", "--mean-response=40")
+    mean = phases_of(report)["decode"]
+    # one wave, for as long as its longest row: four blocks of 32; a row lives for 40 of 128 steps
+    assert (longest["runs"], longest["live"]) == (4, 1)
+    assert (mean["runs"], mean["live"]) == (4, 40 / 128)
+    assert "have 40 tokens on average, the longest 100: 69% of the decoded rows are dead" in printed
+    assert mean["seconds"]["memory"] < longest["seconds"]["memory"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "mean", "blocks"),
+    [
+        (1, 64, 2),  # of 32 steps
+        (2.5, 64, 6),  # three waves of two blocks
+        (4, 64, 8),
+        # a slot is free 16 steps after the end of its row: 3 rows of 24 + 16 steps, then one of 64
+        # that begins last: 184 steps
+        (4, 24, 6),
+        (1, 24, 2),
+    ],
+)
+def test_blocks_until_all_rows_have_ended(rows, mean, blocks):
+    assert phases._blocks(rows, longest=64, mean=mean, steps=32) == blocks
+
+
+def test_packed_rows_hold_more_of_shorter_trajectories(capsys, planned):
+    flags = "--estimate", "--hbm-gib=16", "--config.trainer.use_sample_packing=True"
+    flags += ("--config.generator.sampling_params.max_generate_length=100",)
+    flags += ("--config.trainer.micro_train_batch_size_per_gpu=2",)
+    longest = phases_of(planned(capsys, *flags)[2])["gradient"]["runs"]
+    mean = phases_of(planned(capsys, *flags, "--mean-response=10")[2])["gradient"]["runs"]
+    assert mean < longest / 2
+
+
 def test_a_plan_makes_as_many_stand_ins_as_gpus_are_asked_for():
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     command = [sys.executable, "-m", "jaxrl.plan", "--estimate", "--topology=h100:3", QUICKSTART]
@@ -165,6 +210,8 @@ def test_a_plan_makes_as_many_stand_ins_as_gpus_are_asked_for():
             ["--topology=h100:8", "--chips-per-host=4"],
             "--chips-per-host=4 needs a --topology of v5e",
         ),
+        (["--mean-response=0"], "--mean-response=0 must be more than 0 and at most"),
+        (["--mean-response=1e6"], "--mean-response=1e+06 must be more than 0 and at most"),
         (["--hbm-gib=-1"], "--hbm-gib=-1 must be positive"),
         (["--config.trainer.policy.model.path=nowhere/else/none"], "nowhere/else/none"),
         (["--config.trainer.policy.mesh.tensor=3"], "trainer.policy.mesh"),
