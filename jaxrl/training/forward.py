@@ -178,6 +178,16 @@ class Head:
         assert isinstance(self.config, TransformerConfig)
         return self.config
 
+    @property
+    def matrix(self) -> str:
+        """Return the name of the matrix."""
+        return "embed" if self.model.tie_embeddings else "unembed"
+
+    @property
+    def vocab_dim(self) -> int:
+        """Return which dim of the matrix is the vocabulary."""
+        return head_axes(self.model)[self.matrix].index("vocab")
+
     def gather(self, weights: Params) -> Params:
         """Gather the weights whole over the batch axes."""
 
@@ -354,14 +364,14 @@ def _score_tokens(
     head: Head, weights: Params, hidden: Array, targets: Targets, wanted: Array
 ) -> tuple[tuple[Array, Array], tuple]:
     whole = head.gather(head.cast(weights))
-    matrix, scoring = _matrix(whole), _scoring(head)
+    matrix, scoring, vocab_dim = whole[head.matrix], _scoring(head), head.vocab_dim
     front = _Front.of(head, wanted)
     states = rms_norm(front.take(hidden), whole["final_norm"], head.model)
     tokens = front.take(_local(head, targets.tokens, matrix))
 
     def body(i: Array, sums: head_log_probs.Sums) -> head_log_probs.Sums:
         given = front.block(states, i), matrix, front.block(tokens, i), front.left(i)
-        found = head_log_probs.sums(head.kernel, *given, scoring)
+        found = head_log_probs.sums(head.kernel, *given, scoring, vocab_dim)
         return jax.tree.map(lambda x, y: front.write(x, y, i), sums, found)
 
     zeros = head_log_probs.Sums(*[jnp.zeros(tokens.shape, jnp.float32)] * 4)
@@ -376,7 +386,7 @@ def _score_tokens(
 def _score_tokens_backward(head: Head, residuals: tuple, cotangents: tuple) -> tuple:
     weights, hidden, targets, wanted, log_total, entropies = residuals
     whole = head.gather(head.cast(weights))
-    matrix, scoring = _matrix(whole), _scoring(head)
+    matrix, scoring, vocab_dim = whole[head.matrix], _scoring(head), head.vocab_dim
     front = _Front.of(head, wanted)
     states, pull_norm = jax.vjp(
         lambda x, scale: rms_norm(x, scale, head.model), front.take(hidden), whole["final_norm"]
@@ -391,14 +401,13 @@ def _score_tokens_backward(head: Head, residuals: tuple, cotangents: tuple) -> t
         for_states, for_matrix = totals
         part = jax.tree.map(lambda x: front.block(x, i), (tokens, slopes))
         given = front.block(states, i), matrix, part[0], front.left(i), part[1], for_matrix
-        found, for_matrix = head_log_probs.gradients(head.kernel, *given, scoring)
+        found, for_matrix = head_log_probs.gradients(head.kernel, *given, scoring, vocab_dim)
         return front.write(for_states, found.astype(states.dtype), i), for_matrix
 
     zeros = jnp.zeros_like(states), jnp.zeros(matrix.shape, jnp.float32)
     for_states, for_matrix = jax.lax.fori_loop(0, front.blocks, body, zeros)
     for_front, for_scale = pull_norm(for_states)
-    for_head = {"final_norm": for_scale}
-    for_head |= {"unembed": for_matrix.T} if "unembed" in whole else {"embed": for_matrix}
+    for_head = {"final_norm": for_scale, head.matrix: for_matrix}
     for_head = {name: g.astype(weights[name].dtype) for name, g in for_head.items()}
     none = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), (targets, wanted))
     return head.scatter(for_head), front.put_back(for_front), *none
@@ -407,18 +416,13 @@ def _score_tokens_backward(head: Head, residuals: tuple, cotangents: tuple) -> t
 score_tokens.defvjp(_score_tokens, _score_tokens_backward)
 
 
-def _matrix(weights: Params) -> Array:
-    """Return the matrix of the head as [V, D]."""
-    return weights["unembed"].T if "unembed" in weights else weights["embed"]
-
-
 def _scoring(head: Head) -> head_log_probs.Scoring:
     return head_log_probs.Scoring(head.temperature, head.model.final_softcap)
 
 
 def _local(head: Head, tokens: Array, matrix: Array) -> Array:
-    """Return the tokens numbered by the rows of this device's matrix, -1 where they are others'."""
-    size = matrix.shape[0]
+    """Return the tokens numbered by the ids of this device's matrix, -1 where they are others'."""
+    size = matrix.shape[head.vocab_dim]
     first = 0 if head.vocab is None else jax.lax.axis_index(head.vocab) * size
     return jnp.where((tokens >= first) & (tokens < first + size), tokens - first, -1)
 

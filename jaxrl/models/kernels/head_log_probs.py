@@ -12,6 +12,8 @@ writes a tile of logits, but none of the whole vocabulary.
 
 Shape legend: N tokens, D model width, V vocabulary (of one device), n tokens of a block, v ids of
 a tile. Logits are [v, n]: sums over the vocabulary then leave one number for each lane of a TPU.
+W is [V, D] (an embedding) or [D, V] (a head of its own), and its gradient lies as it does: its
+dim of the vocabulary is `vocab_dim`. A tile is turned, never the whole.
 """
 
 import functools
@@ -38,6 +40,7 @@ TPU_PARAMS = pltpu.CompilerParams(
     vmem_limit_bytes=64 * 2**20,  # of v5p; v5e and v6e have 128
 )
 SMALL_VMEM = "TPU v2", "TPU v3", "TPU v4"
+DIMS = "vd", "dv"  # of a matrix, by its dim of the vocabulary
 LEFT_OUT = -2  # in the place of an id: what a tile holds there does not count; nobody's target
 
 
@@ -110,18 +113,28 @@ def block_tokens(kernel: str, tokens: int, width: int) -> int:
     return at_once * min(blocks, -(-tokens // at_once))
 
 
-def sums(kernel: str, y: Array, w: Array, targets: Array, count: Array, scoring: Scoring) -> Sums:
+def sums(
+    kernel: str,
+    y: Array,
+    w: Array,
+    targets: Array,
+    count: Array,
+    scoring: Scoring,
+    vocab_dim: int = 0,
+) -> Sums:
     """Return the sums over the ids of `w`, each [n].
 
     Args:
         kernel: "pallas", "tiles", or "interpret": "pallas" anywhere, slowly, for tests.
-        y: [n, D] normed hidden states, as many as `block_tokens`; w: [V, D], both compute dtype.
-        targets: [n] int, numbered by the rows of w; -1 where it is not among them.
+        y: [n, D] normed hidden states, as many as `block_tokens`, in the compute dtype as `w` is.
+        w: [V, D], or [D, V] where `vocab_dim` is 1.
+        targets: [n] int, numbered by the ids of w; -1 where it is not among them.
         count: [] int, tokens that are wanted, the first ones; the others' sums are any.
     """
     if kernel == "tiles":
-        return _xla_sums(y, w, targets, scoring)
-    return _pallas_sums(y, w, targets, count, scoring, interpret=kernel == "interpret")
+        return _xla_sums(y, w, targets, scoring, vocab_dim)
+    tiles = _Tiles.of(y, w, vocab_dim)
+    return _pallas_sums(y, w, targets, count, scoring, tiles, interpret=kernel == "interpret")
 
 
 def gradients(
@@ -133,21 +146,23 @@ def gradients(
     slopes: Slopes,
     for_w: Array,
     scoring: Scoring,
+    vocab_dim: int = 0,
 ) -> tuple[Array, Array]:
     """Return the gradient of the hidden states, and that of the matrix added to another.
 
     Args:
-        y, w, targets, count: as of `sums`.
+        y, w, targets, count, vocab_dim: as of `sums`.
         slopes: each [n], 0 and finite where not wanted.
-        for_w: [V, D] float32, what the gradient of `w` is added to.
+        for_w: float32 of the shape of `w`, what its gradient is added to.
 
     Returns:
-        [n, D] float32, over the ids of `w` alone; [V, D] float32.
+        [n, D] float32, over the ids of `w` alone; float32 of the shape of `w`.
     """
     if kernel == "tiles":
-        return _xla_gradients(y, w, targets, slopes, for_w, scoring)
-    interpret = kernel == "interpret"
-    return _pallas_gradients(y, w, targets, count, slopes, for_w, scoring, interpret=interpret)
+        return _xla_gradients(y, w, targets, slopes, for_w, scoring, vocab_dim)
+    tiles, interpret = _Tiles.of(y, w, vocab_dim), kernel == "interpret"
+    args = y, w, targets, count, slopes, for_w, scoring, tiles
+    return _pallas_gradients(*args, interpret=interpret)
 
 
 def _logits(products: Array, scoring: Scoring) -> Array:
@@ -198,31 +213,32 @@ def _product_gradients(
     return jnp.where(ids == LEFT_OUT, 0, g / scoring.temperature)
 
 
-def _xla_tiles(w: Array) -> tuple[int, Array]:
+def _xla_tiles(w: Array, vocab_dim: int) -> tuple[int, Array]:
     """Return the number of ids in a tile, and the first id that each of them is to add."""
-    size = min(XLA_IDS, w.shape[0])
-    return size, jnp.arange(math.ceil(w.shape[0] / size)) * size
+    vocabulary = w.shape[vocab_dim]
+    size = min(XLA_IDS, vocabulary)
+    return size, jnp.arange(math.ceil(vocabulary / size)) * size
 
 
 def _xla_logits(
-    y: Array, w: Array, first: Array, size: int, scoring: Scoring
+    y: Array, w: Array, first: Array, size: int, scoring: Scoring, vocab_dim: int
 ) -> tuple[Array, Array, Array, Array]:
     """Return where a tile of w starts, the tile, its ids [v, 1] and logits.
 
     The last one starts earlier, where it fits, and ids that are in the one before are left out.
     """
-    start = jnp.minimum(first, w.shape[0] - size)
-    tile = jax.lax.dynamic_slice_in_dim(w, start, size)
+    start = jnp.minimum(first, w.shape[vocab_dim] - size)
+    tile = jax.lax.dynamic_slice_in_dim(w, start, size, vocab_dim)
     ids = start + jnp.arange(size)[:, None]
-    z = _logits(einsum_float32("vd,nd->vn", tile, y), scoring)
+    z = _logits(einsum_float32(f"{DIMS[vocab_dim]},nd->vn", tile, y), scoring)
     return start, tile, jnp.where(ids < first, LEFT_OUT, ids), z
 
 
-def _xla_sums(y: Array, w: Array, targets: Array, scoring: Scoring) -> Sums:
-    size, tiles = _xla_tiles(w)
+def _xla_sums(y: Array, w: Array, targets: Array, scoring: Scoring, vocab_dim: int) -> Sums:
+    size, tiles = _xla_tiles(w, vocab_dim)
 
     def body(sums: Sums, first: Array) -> tuple[Sums, None]:
-        _, _, ids, z = _xla_logits(y, w, first, size, scoring)
+        _, _, ids, z = _xla_logits(y, w, first, size, scoring, vocab_dim)
         return _add(sums, z, ids, targets), None
 
     found = jax.lax.scan(body, _no_sums((1, y.shape[0])), tiles)[0]
@@ -230,26 +246,39 @@ def _xla_sums(y: Array, w: Array, targets: Array, scoring: Scoring) -> Sums:
 
 
 def _xla_gradients(
-    y: Array, w: Array, targets: Array, slopes: Slopes, for_w: Array, scoring: Scoring
+    y: Array,
+    w: Array,
+    targets: Array,
+    slopes: Slopes,
+    for_w: Array,
+    scoring: Scoring,
+    vocab_dim: int,
 ) -> tuple[Array, Array]:
-    size, tiles = _xla_tiles(w)
+    size, tiles = _xla_tiles(w, vocab_dim)
+    dims = DIMS[vocab_dim]
 
     def body(totals: tuple[Array, Array], first: Array) -> tuple[tuple[Array, Array], None]:
         for_y, for_w = totals
-        start, tile, ids, z = _xla_logits(y, w, first, size, scoring)
+        start, tile, ids, z = _xla_logits(y, w, first, size, scoring, vocab_dim)
         g = _product_gradients(z, ids, targets, slopes, scoring).astype(y.dtype)
-        for_y += einsum_float32("vn,vd->nd", g, tile)
-        part = jax.lax.dynamic_slice_in_dim(for_w, start, size)
-        part += einsum_float32("vn,nd->vd", g, y)
-        return (for_y, jax.lax.dynamic_update_slice_in_dim(for_w, part, start, 0)), None
+        for_y += einsum_float32(f"vn,{dims}->nd", g, tile)
+        part = jax.lax.dynamic_slice_in_dim(for_w, start, size, vocab_dim)
+        part += einsum_float32(f"vn,nd->{dims}", g, y)
+        return (for_y, jax.lax.dynamic_update_slice_in_dim(for_w, part, start, vocab_dim)), None
 
     return jax.lax.scan(body, (jnp.zeros(y.shape, jnp.float32), for_w), tiles)[0]
 
 
 def _pallas_sums(
-    y: Array, w: Array, targets: Array, count: Array, scoring: Scoring, *, interpret: bool
+    y: Array,
+    w: Array,
+    targets: Array,
+    count: Array,
+    scoring: Scoring,
+    tiles: "_Tiles",
+    *,
+    interpret: bool,
 ) -> Sums:
-    tiles = _Tiles.of(y, w)
     shape = (tiles.cores, *tiles.rows(targets).shape)
     found = pl.pallas_call(
         functools.partial(_sums_kernel, tiles=tiles, scoring=scoring),
@@ -261,7 +290,7 @@ def _pallas_sums(
             out_specs=[tiles.part(targets)] * 4,
         ),
         compiler_params=TPU_PARAMS,
-        cost_estimate=_cost(y, w, products=1),
+        cost_estimate=_cost(y, w, tiles, products=1),
         interpret=interpret,
         name="head_sums",
     )(count.reshape(1), tiles.rows(y), tiles.rows(targets), w)
@@ -278,10 +307,10 @@ def _pallas_gradients(
     slopes: Slopes,
     for_w: Array,
     scoring: Scoring,
+    tiles: "_Tiles",
     *,
     interpret: bool,
 ) -> tuple[Array, Array]:
-    tiles = _Tiles.of(y, w)
     by_token = targets, *slopes
     for_y, for_w = pl.pallas_call(
         functools.partial(_gradients_kernel, tiles=tiles, scoring=scoring),
@@ -302,7 +331,7 @@ def _pallas_gradients(
         ),
         input_output_aliases={8: 1},  # counted from the prefetched number
         compiler_params=TPU_PARAMS,
-        cost_estimate=_cost(y, w, products=3),
+        cost_estimate=_cost(y, w, tiles, products=3),
         interpret=interpret,
         name="head_gradients",
     )(count.reshape(1), *(tiles.rows(x) for x in (y, *by_token)), w, for_w)
@@ -313,7 +342,7 @@ class _Tiles(NamedTuple):
     """Say how a kernel goes through tokens and ids: a tile for each step of the grid.
 
     Attributes:
-        vocabulary, width: of the matrix, V and D.
+        vocabulary, width, vocab_dim: of the matrix, V, D and which of its dims is V.
         size: ids of a tile.
         cores: that have a tile.
         each: steps of a core.
@@ -322,21 +351,22 @@ class _Tiles(NamedTuple):
 
     vocabulary: int
     width: int
+    vocab_dim: int
     size: int
     cores: int
     each: int
     tokens: int
 
     @classmethod
-    def of(cls, y: Array, w: Array) -> "_Tiles":
-        """Return those of y [n, D] and w [V, D]."""
-        vocabulary, width = w.shape
+    def of(cls, y: Array, w: Array, vocab_dim: int) -> "_Tiles":
+        """Return those of y [n, D] and a matrix."""
+        vocabulary, width = w.shape[vocab_dim], w.shape[1 - vocab_dim]
         # w twice in bfloat16, its gradient coming and going twice in float32
         size = min(max(TPU_TILES // (20 * width) // 128 * 128, 128), 1024)
         tokens = TPU_TOKENS if len(y) % TPU_TOKENS == 0 else len(y)
         tiles = pl.cdiv(vocabulary, size)
         cores = min(CORES, tiles)
-        return cls(vocabulary, width, size, cores, pl.cdiv(tiles, cores), tokens)
+        return cls(vocabulary, width, vocab_dim, size, cores, pl.cdiv(tiles, cores), tokens)
 
     def rows(self, x: Array) -> Array:
         """Return x [n, ...] by products, [n / tokens, tokens, D] or [n / tokens, 1, tokens]."""
@@ -355,30 +385,38 @@ class _Tiles(NamedTuple):
     def spec(self) -> pl.BlockSpec:
         """Return the block of a matrix; of the last core's steps some may be too many."""
         last = pl.cdiv(self.vocabulary, self.size) - 1
-        return pl.BlockSpec(
-            (self.size, self.width),
-            lambda core, step, _: (jnp.minimum(core * self.each + step, last), 0),
-        )
+
+        def place(core: Any, step: Any, _: Any) -> tuple[Any, Any]:
+            tile = jnp.minimum(core * self.each + step, last)
+            return (0, tile) if self.vocab_dim else (tile, 0)
+
+        shape = (self.width, self.size) if self.vocab_dim else (self.size, self.width)
+        return pl.BlockSpec(shape, place)
 
     def first(self) -> Array:
         """Return the first id of the tile of a step."""
         return (pl.program_id(0) * self.each + pl.program_id(1)) * self.size
 
     def read(self, w: Any, first: Array) -> tuple[Array, Array]:
-        """Return the tile of a step and its ids [v, 1].
+        """Return the tile of a step as [v, D], and its ids [v, 1].
 
         The last one may be more than is left of the matrix: beyond it lies anything, NaN too.
         """
         ids = first + jax.lax.broadcasted_iota(jnp.int32, (self.size, 1), 0)
         there = ids < self.vocabulary
-        return jnp.where(there, w[...], 0), jnp.where(there, ids, LEFT_OUT)
+        tile = w[...].T if self.vocab_dim else w[...]
+        return jnp.where(there, tile, 0), jnp.where(there, ids, LEFT_OUT)
+
+    def outer(self, g: Array, y: Array) -> Array:
+        """Return the product of g [v, n] and y [n, D] as a tile of the matrix lies."""
+        return _product(y, g, (0, 1)) if self.vocab_dim else _product(g, y, (1, 0))
 
 
-def _cost(y: Array, w: Array, products: int) -> pl.CostEstimate:
+def _cost(y: Array, w: Array, tiles: _Tiles, products: int) -> pl.CostEstimate:
     gradients = 4 * y.size + 8 * w.size if products > 1 else 0
     return pl.CostEstimate(
         flops=2 * products * len(y) * w.size,
-        transcendentals=len(y) * len(w),
+        transcendentals=len(y) * tiles.vocabulary,
         bytes_accessed=y.nbytes + w.nbytes + gradients,
     )
 
@@ -447,16 +485,18 @@ def _gradients_kernel(
             z = _logits(_product(tile, y[i], (1, 1)), scoring)
             slopes = Slopes(log_total[i], entropy[i], for_log_prob[i], for_entropy[i])
             g = _product_gradients(z, ids, targets[i], slopes, scoring).astype(tile.dtype)
-            for_w[...] += _product(g, y[i], (1, 0))
+            for_w[...] += tiles.outer(g, y[i])
             for_y[i] += _product(g, tile, (0, 0))
 
         jax.lax.fori_loop(0, _products(count, tiles), product, None)
 
 
-def _all_logits(y: Array, w: Array, targets: Array, count: Array, scoring: Scoring) -> Sums:
+def _all_logits(
+    y: Array, w: Array, targets: Array, count: Array, scoring: Scoring, vocab_dim: int = 0
+) -> Sums:
     """Compute the sums from all logits at once; the reference, which autodiff goes through."""
     del count  # all of them
-    z = _logits(einsum_float32("vd,nd->vn", w, y), scoring)
+    z = _logits(einsum_float32(f"{DIMS[vocab_dim]},nd->vn", w, y), scoring)
     largest = z.max(0)
     below = z - largest
     e = jnp.exp(below)
