@@ -14,8 +14,10 @@ _INTRODUCTION = """# Kernels
 
 After this page you know which kernels a run has, why, and how you name others.
 
-Each operation below has a reference in plain XLA, `xla`, which runs everywhere and which all other
-implementations are tested against, value and gradient. On a platform the first implementation of
+Each operation below has a reference in plain XLA, `xla`, which runs everywhere. The other
+implementations are tested against it, value and gradient, on CPUs: Pallas kernels in interpret
+mode, cuDNN's call in the form that XLA gives it; tokamax's is only lowered for CUDA, where it is
+installed. On a platform the first implementation of
 its list is taken that can run the model; it says in words what it misses otherwise. The objective
 card of a run has a line for each operation of its model. Of a run on a GPU whose engine computes in
 float32, with the faster ones and what they miss:

@@ -57,6 +57,7 @@ CHIPS = (  # the first whose kind is part of a device's
     Chip("a100", "A100", 80e9, 312e12, 2039e9, 300e9),
     Chip("l40s", "L40S", 48e9, 362e12, 864e9, 32e9),
     Chip("l4", "L4", 24e9, 121e12, 300e9, 32e9),
+    Chip("t4", "T4", 16e9, 8.1e12, 320e9, 16e9),  # of float32: it has no bfloat16
 )
 
 

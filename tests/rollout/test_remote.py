@@ -314,7 +314,7 @@ def test_no_samples_before_weights(world):
 
 def test_a_server_that_lacks_the_update_call_is_named(world):
     engine, (server,) = world(updated=False)
-    server.faults["/collective_rpc"] = deque([404])
+    server.faults["/collective_rpc"] = deque([404] * 1000)  # whoever asks, and however often
     with pytest.raises(RemoteEngineError, match=r"does not take the weights of .*version-7.*404"):
         engine.update_weights(NEW, 7)
 
