@@ -69,8 +69,12 @@ def unpack(packed: PackedFunction, label: str) -> tuple[Function, dict[str, Any]
 
 def source_hash(func: Function) -> str:
     """Return the SHA-256 of a function's own source, "unknown" where Python has no source."""
+    inner = innermost(func)
+    code = getattr(inner, "__code__", None)
+    if code and code.co_filename == "<string>":  # of exec; Python 3.13 takes that of `-c` for it
+        return "unknown"
     try:
-        source = inspect.getsource(innermost(func))
+        source = inspect.getsource(inner)
     except (OSError, TypeError):  # typed at a prompt; a callable object
         return "unknown"
     return hashlib.sha256(source.encode()).hexdigest()
