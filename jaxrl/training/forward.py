@@ -5,6 +5,10 @@ So it runs on the tokens that the loss asks for and on no others, some of them a
 backward pass computes the logits again instead of keeping them: [B, T, V] never exists. On
 accelerators the vocabulary is cut as well (`models/kernels/head_log_probs.py`); what that cannot do
 is done by `score_columns`, all of the vocabulary for a few columns.
+
+Of weights in parts (FSDP), each device gathers the matrix and scores its own tokens, or tokens go
+round: each device keeps its share of the ids, and scores them for the tokens of all that share the
+matrix. The second where it sends less, as it does for a wide vocabulary (`shared_axes`).
 """
 
 import dataclasses
@@ -158,6 +162,7 @@ class Head:
         specs: how each weight is sharded; empty on one device.
         batch: mesh axes over which weights are stored in parts, and whole when used.
         vocab: mesh axis over which the vocabulary is split, in storage and in use.
+        shared: batch axes over which the vocabulary is split in use alone, and tokens go round.
         kernel: of `HEAD_LOG_PROBS`; "xla" is `score_columns`.
         chunk_tokens: scored together by `score_columns`, if their logits are not too many.
     """
@@ -169,6 +174,7 @@ class Head:
     specs: tuple[tuple[str, PartitionSpec], ...] = ()
     batch: tuple[str, ...] = ()
     vocab: Any = None
+    shared: tuple[str, ...] = ()
     kernel: str = REFERENCE
     chunk_tokens: int = CHUNK_TOKENS
 
@@ -188,12 +194,21 @@ class Head:
         """Return which dim of the matrix is the vocabulary."""
         return head_axes(self.model)[self.matrix].index("vocab")
 
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Return the mesh axes over which the vocabulary is split in use, the major one first."""
+        vocab = (self.vocab,) if isinstance(self.vocab, str) else self.vocab or ()
+        return (*vocab, *self.shared)
+
     def gather(self, weights: Params) -> Params:
-        """Gather the weights whole over the batch axes."""
+        """Gather the weights over the batch axes: whole, or all of a device's ids."""
 
         def whole(name: str, w: Array) -> Array:
             for dim, axes in self._stored(name):
-                w = jax.lax.all_gather(w, axes, axis=dim, tiled=True)
+                if self.shared and name == self.matrix:
+                    w = jax.lax.all_to_all(w, axes, self.vocab_dim, dim, tiled=True)
+                else:
+                    w = jax.lax.all_gather(w, axes, axis=dim, tiled=True)
             return w
 
         return {name: whole(name, w) for name, w in weights.items()}
@@ -207,6 +222,9 @@ class Head:
 
         def part(name: str, g: Array) -> Array:
             for dim, axes in self._stored(name):
+                if self.shared and name == self.matrix:  # it has all tokens' gradient already
+                    g = jax.lax.all_to_all(g, axes, dim, self.vocab_dim, tiled=True)
+                    continue
                 parts = jax.lax.axis_size(axes)
                 split = g.reshape(*g.shape[:dim], parts, -1, *g.shape[dim + 1 :])
                 g = jax.lax.psum_scatter(jnp.moveaxis(split, dim, 0), axes)
@@ -244,7 +262,8 @@ def score(
     """Score the wanted tokens, each device its own rows by its own slice of the vocabulary.
 
     The weights are gathered once in each direction and their gradient is scattered once, in their
-    own dtype; beside them the devices exchange only sums over the vocabulary.
+    own dtype; beside them the devices exchange only sums over the vocabulary, and the tokens where
+    `shared_axes` says so.
     """
     axes = head_axes(head.config)
     # merged: an adapter of the head would be applied to every chunk anew
@@ -265,6 +284,10 @@ def score(
         batch=placement.batch_axes,
         vocab=_vocab_axis(axes, specs),
     )
+    if not by_columns:
+        tokens = wanted.size // placement.size(placement.rules.batch)
+        shared = shared_axes(head.model, placement, head.kernel, head.dtype, tokens)
+        placed = dataclasses.replace(placed, shared=shared)
     return jax.shard_map(
         functools.partial(run, placed),
         mesh=placement.mesh,
@@ -272,6 +295,36 @@ def score(
         out_specs=rows,
         check_vma=False,
     )(weights, hidden, targets, wanted)
+
+
+def shared_axes(
+    model: TransformerConfig, placement: Placement, kernel: str, dtype: Any, tokens: int
+) -> tuple[str, ...]:
+    """Return the batch axes whose devices share the vocabulary; () = each gathers the matrix.
+
+    Of F devices, V ids and D numbers of c bytes, each sends (F - 1) / F times: to gather the matrix
+    and scatter its float32 gradient V D (c + 4) bytes; to turn both from columns to ids a share of
+    1 / F of that, and for each of all N tokens its state, once in each direction, the float32
+    gradient of it, the target twice, four slopes, and four sums there and back.
+
+    Args:
+        kernel: of `HEAD_LOG_PROBS`, but "xla".
+        tokens: of the rows of one device; all may be wanted.
+    """
+    name = "embed" if model.tie_embeddings else "unembed"
+    axes = head_axes(model)[name]
+    sizes = {"vocab": model.vocab_size, "embed": model.hidden_size}
+    spec = dict(zip(axes, placement.spec([sizes[x] for x in axes], axes), strict=True))
+    shared = (spec["embed"],) if isinstance(spec["embed"], str) else spec["embed"] or ()
+    parts, ids = placement.size(shared), model.vocab_size // placement.size(spec["vocab"])
+    block = head_log_probs.block_tokens(kernel, parts * tokens, model.hidden_size)
+    divisible = ids % parts == 0 and block % parts == 0
+    if not (shared and set(shared) <= set(placement.batch_axes) and divisible):
+        return ()
+    width, c = model.hidden_size, jnp.dtype(dtype).itemsize
+    turned = ids // parts * width * (c + 4)
+    visits = parts * tokens * (width * (2 * c + 4) + 2 * 4 + 4 * 4 + 2 * 4 * 4)
+    return shared if turned + visits < ids * width * (c + 4) else ()
 
 
 def _vocab_axis(axes: Params, specs: dict[str, PartitionSpec]) -> Any:
@@ -355,7 +408,8 @@ def score_tokens(
     """Do as `score_columns` does, by a kernel that goes through the vocabulary in tiles.
 
     The wanted tokens of all rows are moved to the front, and a loop runs over blocks of them for as
-    long as there are any: work follows their number, though the shapes are fixed.
+    long as there are any: work follows their number, though the shapes are fixed. Devices that
+    share the vocabulary score each block together, an equal part of it from each.
     """
     return _score_tokens(head, weights, hidden, targets, wanted)[0]
 
@@ -367,15 +421,17 @@ def _score_tokens(
     matrix, scoring, vocab_dim = whole[head.matrix], _scoring(head), head.vocab_dim
     front = _Front.of(head, wanted)
     states = rms_norm(front.take(hidden), whole["final_norm"], head.model)
-    tokens = front.take(_local(head, targets.tokens, matrix))
+    tokens = front.take(targets.tokens)
 
     def body(i: Array, sums: head_log_probs.Sums) -> head_log_probs.Sums:
-        given = front.block(states, i), matrix, front.block(tokens, i), front.left(i)
+        local = _local(head, front.block(tokens, i), matrix)
+        given = front.block(states, i), matrix, local, front.left(i)
         found = head_log_probs.sums(head.kernel, *given, scoring, vocab_dim)
         return jax.tree.map(lambda x, y: front.write(x, y, i), sums, found)
 
-    zeros = head_log_probs.Sums(*[jnp.zeros(tokens.shape, jnp.float32)] * 4)
-    sums = jax.lax.fori_loop(0, front.blocks, body, zeros).over(head.vocab)
+    zeros = head_log_probs.Sums(*[jnp.zeros(front.parts * len(tokens), jnp.float32)] * 4)
+    sums = jax.lax.fori_loop(0, front.blocks, body, zeros).over(head.ids)
+    sums = jax.tree.map(front.own, sums)
     log_probs, entropies = sums.log_probs(), sums.entropy()
     scores = front.put_back(log_probs), front.put_back(entropies)
     if not head.with_entropy:
@@ -391,7 +447,7 @@ def _score_tokens_backward(head: Head, residuals: tuple, cotangents: tuple) -> t
     states, pull_norm = jax.vjp(
         lambda x, scale: rms_norm(x, scale, head.model), front.take(hidden), whole["final_norm"]
     )
-    tokens = front.take(_local(head, targets.tokens, matrix))
+    tokens = front.take(targets.tokens)
     if head.vocab is not None:
         cotangents = jax.lax.psum(cotangents, head.vocab)  # each device was given its share
     known = (jnp.where(front.used, x, 0) for x in (log_total, entropies))
@@ -399,10 +455,10 @@ def _score_tokens_backward(head: Head, residuals: tuple, cotangents: tuple) -> t
 
     def body(i: Array, totals: tuple[Array, Array]) -> tuple[Array, Array]:
         for_states, for_matrix = totals
-        part = jax.tree.map(lambda x: front.block(x, i), (tokens, slopes))
-        given = front.block(states, i), matrix, part[0], front.left(i), part[1], for_matrix
+        y, ids, part = jax.tree.map(lambda x: front.block(x, i), (states, tokens, slopes))
+        given = y, matrix, _local(head, ids, matrix), front.left(i), part, for_matrix
         found, for_matrix = head_log_probs.gradients(head.kernel, *given, scoring, vocab_dim)
-        return front.write(for_states, found.astype(states.dtype), i), for_matrix
+        return front.write(for_states, front.total(found).astype(states.dtype), i), for_matrix
 
     zeros = jnp.zeros_like(states), jnp.zeros(matrix.shape, jnp.float32)
     for_states, for_matrix = jax.lax.fori_loop(0, front.blocks, body, zeros)
@@ -423,35 +479,41 @@ def _scoring(head: Head) -> head_log_probs.Scoring:
 def _local(head: Head, tokens: Array, matrix: Array) -> Array:
     """Return the tokens numbered by the ids of this device's matrix, -1 where they are others'."""
     size = matrix.shape[head.vocab_dim]
-    first = 0 if head.vocab is None else jax.lax.axis_index(head.vocab) * size
+    first = jax.lax.axis_index(head.ids) * size if head.ids else 0
     return jnp.where((tokens >= first) & (tokens < first + size), tokens - first, -1)
 
 
 class _Front(NamedTuple):
-    """Move the wanted tokens of [B, T] to the front of one row [N], of whole blocks.
+    """Move the wanted tokens of [B, T] to the front of one row [N], of whole parts of blocks.
 
     Attributes:
         wanted: [B, T] bool; number: [] of them.
         order: [N] the token at each place, anyone's behind the wanted ones.
-        size: tokens of a block.
+        blocks: [] that have a wanted token, of any device if some are `shared`.
+        size: tokens of a block, of which this device has one of `parts`.
+        shared: mesh axes of the devices that have the others.
     """
 
     wanted: Array
     number: Array
     order: Array
+    blocks: Array
     size: int
+    parts: int
+    shared: tuple[str, ...]
 
     @classmethod
     def of(cls, head: Head, wanted: Array) -> "_Front":
-        size = head_log_probs.block_tokens(head.kernel, wanted.size, head.model.hidden_size)
+        parts = jax.lax.axis_size(head.shared) if head.shared else 1
+        tokens, number = parts * wanted.size, wanted.sum()
+        size = head_log_probs.block_tokens(head.kernel, tokens, head.model.hidden_size)
+        each = size // parts
+        blocks = -(-number // each)
+        if head.shared:
+            blocks = jax.lax.pmax(blocks, head.batch)  # they wait for each other in each
         order = jnp.argsort(~wanted.reshape(-1), stable=True)
-        order = jnp.pad(order, (0, -wanted.size % size))
-        return cls(wanted, wanted.sum(), order, size)
-
-    @property
-    def blocks(self) -> Array:
-        """Return how many blocks have a wanted token."""
-        return -(-self.number // self.size)
+        order = jnp.pad(order, (0, -wanted.size % each))
+        return cls(wanted, number, order, blocks, size, parts, head.shared)
 
     @property
     def used(self) -> Array:
@@ -459,12 +521,14 @@ class _Front(NamedTuple):
         return jnp.arange(len(self.order)) < self.number
 
     def left(self, i: Array) -> Array:
-        """Return how many tokens of block i are wanted; the first ones."""
+        """Return how many tokens of block i may be wanted; the first ones."""
+        if self.shared:  # a part's wanted ones lie in front of it, not of the block
+            return jnp.int32(self.size)
         return jnp.minimum(self.number - i * self.size, self.size)
 
     def take(self, x: Array) -> Array:
         """Return x [B, T, ...] as [N, ...], 0 behind the wanted tokens."""
-        taken = x.reshape(-1, *x.shape[2:])[self.order]
+        taken = jnp.asarray(x).reshape(-1, *x.shape[2:])[self.order]
         return jnp.where(self.used.reshape(-1, *(1,) * (x.ndim - 2)), taken, 0)
 
     def put_back(self, x: Array) -> Array:
@@ -474,12 +538,25 @@ class _Front(NamedTuple):
         return jnp.where(wanted, x[place], 0).reshape(*self.wanted.shape, *x.shape[1:])
 
     def block(self, x: Array, i: Array) -> Array:
-        """Return block i of x [N, ...]."""
-        return jax.lax.dynamic_slice_in_dim(x, i * self.size, self.size)
+        """Return block i of x [N, ...], with the parts of all devices that share it."""
+        each = self.size // self.parts
+        part = jax.lax.dynamic_slice_in_dim(x, i * each, each)
+        return jax.lax.all_gather(part, self.shared, tiled=True) if self.shared else part
 
-    def write(self, x: Array, part: Array, i: Array) -> Array:
-        """Return x [N, ...] with another block i."""
-        return jax.lax.dynamic_update_slice_in_dim(x, part, i * self.size, axis=0)
+    def total(self, block: Array) -> Array:
+        """Return this device's part of the sum of a block over those that share it."""
+        return jax.lax.psum_scatter(block, self.shared, tiled=True) if self.shared else block
+
+    def own(self, x: Array) -> Array:
+        """Return this device's [N] of x [parts x N], the blocks one behind the other."""
+        if not self.shared:
+            return x
+        parts = x.reshape(-1, self.parts, self.size // self.parts)
+        return parts[:, jax.lax.axis_index(self.shared)].reshape(-1)
+
+    def write(self, x: Array, new: Array, i: Array) -> Array:
+        """Return x with other numbers of block i, of this device or of all."""
+        return jax.lax.dynamic_update_slice_in_dim(x, new, i * len(new), axis=0)
 
 
 def _columns(head: Head, shape: tuple[int, ...], weights: Params) -> int:

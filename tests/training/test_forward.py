@@ -1,6 +1,7 @@
 """The head in chunks, on the wanted tokens alone, against the whole [B, T, V]."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,9 @@ from jaxrl.array_ops import entropy, keep_only, token_log_probs
 from jaxrl.data.packing import one_per_row
 from jaxrl.models import TransformerConfig, forward, init_params, unembed
 from jaxrl.models.kernels import head_log_probs
+from jaxrl.models.transformer import abstract_params, head_axes
 from jaxrl.parallel import Placement, ShardingRules, batch_sharding, make_mesh
-from jaxrl.training.forward import log_probs_and_entropy
+from jaxrl.training.forward import Head, Targets, log_probs_and_entropy, score, shared_axes
 
 TEMPERATURE = 0.8
 ROWS, WIDTH = 8, 16
@@ -141,6 +143,99 @@ def test_kernels_give_the_same_on_any_mesh(kernel, rows, config, mesh):
         found,
         expected,
     )
+
+
+WIDE = TransformerConfig(**{**vars(TIED), "vocab_size": 512})
+WIDE_UNTIED = TransformerConfig(**{**vars(CAPPED), "vocab_size": 512})
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 8}, SPLIT, {"data": 2, "fsdp": 4}], ids=str)
+@pytest.mark.parametrize("config", [WIDE, WIDE_UNTIED], ids=["tied", "untied"])
+def test_devices_that_share_the_vocabulary_give_the_same(kernel, rows, config, mesh):
+    """512 ids among devices of 15 or 30 tokens. Rows want 9, 12, 8, 5, 3, 1, 0 and 0 of them.
+
+    By "tiles" a block of 24 has 3, 12 or 6 tokens of a device: four, two and two trips for all.
+    """
+    tokens, lengths, mask, cotangents = rows
+    tokens, placement = tokens * 8 + 7, Placement(make_mesh(**mesh))  # ids of all devices
+    on_device = ROWS * (WIDTH - 1) // placement.size(("data", "fsdp"))
+    assert shared_axes(config, placement, kernel, jnp.float32, on_device) == ("fsdp",)
+    params = init_params(config, 0)
+    ours = functools.partial(
+        log_probs_and_entropy,
+        config,
+        rows=one_per_row(tokens, lengths, mask),
+        temperature=TEMPERATURE,
+        dtype=jnp.float32,
+        head_kernel=kernel,
+        placement=placement,
+    )
+    theirs = functools.partial(whole, config, tokens=tokens, lengths=lengths, mask=mask)
+    for found, expected in zip(jax.jit(ours)(params), jax.jit(theirs)(params), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    gradient = jax.jit(jax.grad(weighted(ours, cotangents))).lower(params).compile()
+    found, expected = gradient(params), jax.jit(jax.grad(weighted(theirs, cotangents)))(params)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()),
+        found,
+        expected,
+    )
+
+
+def head_program(config, tokens):
+    """The text of the gradient of the head alone on fsdp 8, with `tokens` on each device."""
+    placement = Placement(make_mesh(fsdp=8))
+    shapes, axes = abstract_params(config), head_axes(config)
+
+    def array(dtype, shape, names):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=placement.sharding(shape, names))
+
+    weights = {name: array(jnp.float32, shapes[name].shape, axes[name]) for name in axes}
+    hidden = array(jnp.float32, (8, tokens, config.hidden_size), ("batch", None, None))
+    ids, wanted = (array(dtype, (8, tokens), ("batch", None)) for dtype in (jnp.int32, jnp.bool_))
+    head = Head(config, 1.0, jnp.float32, True, kernel="tiles")
+
+    def loss(weights, hidden, ids, wanted):
+        return sum(
+            x.sum() for x in score(head, weights, hidden, Targets(ids, None), wanted, placement)
+        )
+
+    lowered = jax.jit(jax.grad(loss, (0, 1))).lower(weights, hidden, ids, wanted)
+    return lowered.compile().as_text()
+
+
+@pytest.mark.parametrize("config", [WIDE, WIDE_UNTIED], ids=["tied", "untied"])
+def test_no_device_gathers_a_matrix_that_is_shared(config):
+    """512 x 32 numbers; of 15 tokens a device they are shared, of 150 each has them all."""
+    gathered = {
+        tokens: [
+            int(np.prod([int(size) for size in shape.split(",")]))
+            for shape in re.findall(r"f32\[([\d,]+)\]\S* all-gather", head_program(config, tokens))
+        ]
+        for tokens in (15, 150)
+    }
+    assert max(gathered[15]) == 8 * 15 * 32  # a block of states
+    assert max(gathered[150]) == 512 * 32
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "fsdp", "tensor", "tokens", "shared"),
+    [
+        # 151,936 x 1,536 x 6 bytes = 1,335 MiB against an eighth of it and 8 x 4,096 x
+        # (1,536 x 8 + 56) = 386 MiB, 553; of 7/8 of them is sent: 1,168 -> 484
+        (151_936, 8, 1, 4_096, True),
+        (151_936, 8, 1, 12_288, True),  # 167 + 1,157 = 1,324
+        (151_936, 8, 1, 12_544, False),  # 167 + 1,181 = 1,348
+        (151_936, 4, 2, 4_096, True),  # half of the ids, 668, against 167 + 193 = 360
+        (151_937, 8, 1, 4_096, False),  # 8 does not divide it
+        (151_936, 1, 8, 4_096, False),  # nobody to share it with
+    ],
+)
+def test_the_vocabulary_is_shared_where_less_is_sent(vocabulary, fsdp, tensor, tokens, shared):
+    model = TransformerConfig(**{**vars(TIED), "vocab_size": vocabulary, "hidden_size": 1536})
+    placement = Placement(make_mesh(fsdp=fsdp, tensor=tensor))
+    found = shared_axes(model, placement, "pallas", jnp.bfloat16, tokens)
+    assert found == (("fsdp",) if shared else ())
 
 
 @pytest.mark.parametrize("used", [False, True])

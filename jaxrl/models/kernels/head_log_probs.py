@@ -66,13 +66,13 @@ class Sums(NamedTuple):
     weighted: Array
     target: Array
 
-    def over(self, axis: Any) -> "Sums":
-        """Return the sums over a vocabulary that is split over a mesh axis; None = it is not."""
-        if axis is None:
+    def over(self, axes: tuple[str, ...]) -> "Sums":
+        """Return the sums over a vocabulary that is split over mesh axes, if any."""
+        if not axes:
             return self
-        largest = jax.lax.pmax(self.largest, axis)
+        largest = jax.lax.pmax(self.largest, axes)
         here = _below(self, largest)
-        total, weighted, target = jax.lax.psum((here.total, here.weighted, here.target), axis)
+        total, weighted, target = jax.lax.psum((here.total, here.weighted, here.target), axes)
         return Sums(largest, total, weighted, target)
 
     def log_probs(self) -> Array:

@@ -29,7 +29,7 @@ from jaxrl.tools.plan.work import (
     layers_flops,
 )
 from jaxrl.training.build import head_kernel
-from jaxrl.training.forward import CHUNK_TOKENS, CPU_CHUNK_TOKENS, chunk_columns
+from jaxrl.training.forward import CHUNK_TOKENS, CPU_CHUNK_TOKENS, chunk_columns, shared_axes
 from jaxrl.training.forward_pass import ForwardPass
 from jaxrl.training.resident_memory import device_bytes
 from jaxrl.training.update import Updater
@@ -374,8 +374,11 @@ def _chunks(part: Part, rows: int, length: int, wanted: int) -> int:
         return 1
     on_device = _on_device(part, rows, length)[0]
     if part.head_kernel != REFERENCE:
-        size = block_tokens(part.head_kernel, on_device * (length - 1), model.hidden_size)
-        return -(-on_device * wanted // size)
+        tokens = on_device * (length - 1)
+        shared = shared_axes(model, placement, part.head_kernel, part.dtype, tokens)
+        parts = placement.size(shared)  # of a block, one from each device
+        size = block_tokens(part.head_kernel, parts * tokens, model.hidden_size)
+        return -(-parts * on_device * wanted // size)
     tokens = CPU_CHUNK_TOKENS if placement.platform == "cpu" else CHUNK_TOKENS
     split = placement.size(placement.rules.vocab)
     vocabulary = model.vocab_size // (split if model.vocab_size % split == 0 else 1)

@@ -3,12 +3,15 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import pytest
 
-from jaxrl.tools.plan import estimate
+from jaxrl.models import TransformerConfig
+from jaxrl.parallel import Placement, make_mesh
+from jaxrl.tools.plan import estimate, phases
 from jaxrl.tools.plan.costs import Limits, Memory, seconds
 from jaxrl.tools.plan.operations import Totals
-from jaxrl.tools.plan.phases import Phase
+from jaxrl.tools.plan.phases import Part, Phase
 from jaxrl.tools.plan.plan import Line
 from jaxrl.tools.plan.work import Work
 
@@ -70,3 +73,25 @@ def test_logits_that_a_head_writes(kernel, platform, logits):
     assert estimate._logits(part, tokens=8192) == 3 * 4 * logits
     model.value_head = "value_head"
     assert estimate._logits(part, tokens=8192) == 0
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "trips"),
+    [
+        (151_936, 16),  # shared by the eight: a block of 2,048 has 256 of each device's 4,096
+        (151_937, 2),  # not: a block has 2,048 of the device's own
+    ],
+)
+def test_trips_of_a_head_whose_vocabulary_is_shared(vocabulary, trips):
+    model = TransformerConfig(
+        vocab_size=vocabulary,
+        hidden_size=1536,
+        intermediate_size=8,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+    )
+    placement = Placement(make_mesh(fsdp=8))
+    part = Part(model, placement, jnp.dtype(jnp.bfloat16), ("parameters",), head_kernel="pallas")
+    assert phases._chunks(part, rows=32, length=1025, wanted=1024) == trips
