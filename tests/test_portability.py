@@ -48,6 +48,8 @@ for module, names in {
 }.items():
     for name in names.split():
         delattr(module, name)
+if hasattr(os, "process_cpu_count"):  # Python 3.13: of sched_getaffinity, where there is one
+    os.process_cpu_count = os.cpu_count
 sys.platform = "win32"
 """
 
