@@ -15,8 +15,8 @@ from jaxrl.models.linear import einsum_float32
 from jaxrl.models.rope import rotary
 
 # Of queries. Eight blocks instead of four: the same at 192 tokens, 335 instead of 411 ms at 512
-# (LOG.md), and twice the operations to compile.
-CAUSAL_BLOCKS, LEAST_CAUSAL_BLOCK = 4, 32
+# (LOG.md), and twice the operations to compile. Blocks above 128 queries leave a CPU's cache.
+CAUSAL_BLOCKS, LEAST_CAUSAL_BLOCK, MOST_CAUSAL_BLOCK = 4, 32, 128
 
 
 class Segments(NamedTuple):
@@ -106,10 +106,10 @@ def causal_attention(
 ) -> jax.Array:
     """Compute `attention` where no token looks ahead: blocks of queries, the keys up to their end.
 
-    Five eighths of the products and of the scores kept for the backward pass, which then find room
-    in a CPU's cache (docs/performance.md). mask [B, T, T].
+    Five eighths of the products and of the scores kept for the backward pass, nearer a half in long
+    rows, and a block's find room in a CPU's cache (docs/performance.md). mask [B, T, T].
     """
-    size = max(-(-q.shape[1] // CAUSAL_BLOCKS), LEAST_CAUSAL_BLOCK)
+    size = min(max(-(-q.shape[1] // CAUSAL_BLOCKS), LEAST_CAUSAL_BLOCK), MOST_CAUSAL_BLOCK)
     blocks = []
     for start in range(0, q.shape[1], size):
         end = start + size

@@ -29,6 +29,7 @@ from jaxrl.rollout.conversations.conversation import sampling_of
 from jaxrl.rollout.native.balancer import Balancer
 from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.protocol import Request
+from jaxrl.rollout.weights.groups import NOT_CAST
 from jaxrl.tools.plan.topology import Machine
 from jaxrl.train import meshes
 from jaxrl.training.build import assemble_policy, assemble_reference, assemble_update
@@ -131,7 +132,8 @@ class Run:
             fits = [dim for dim in dims if x.shape[dim] % mesh.size == 0]
             chosen = max(fits, key=lambda dim: x.shape[dim], default=None)
             spec = PartitionSpec(*(mesh.axis_names if d == chosen else None for d in range(x.ndim)))
-            return jax.ShapeDtypeStruct(x.shape, dtype, sharding=NamedSharding(mesh, spec))
+            kept = x.dtype if path[0].key in NOT_CAST else dtype
+            return jax.ShapeDtypeStruct(x.shape, kept, sharding=NamedSharding(mesh, spec))
 
         return jax.tree_util.tree_map_with_path(part, shapes)
 
