@@ -199,11 +199,10 @@ def test_metrics_are_coherent(finished):
 
 def test_what_is_there_before_the_steps_is_kept_out_of_garbage_collections():
     with out_of_collections({}):
-        held = gc.get_freeze_count()
-        assert held > 10_000  # the modules alone
+        assert gc.get_freeze_count() > 10_000  # the modules alone
         with out_of_collections({}):  # whoever froze first lets go
             pass
-        assert gc.get_freeze_count() == held
+        assert gc.get_freeze_count() > 10_000  # others may have freed some of what is held
     assert gc.get_freeze_count() == 0
 
 

@@ -8,7 +8,7 @@ import io
 import pickle
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -246,10 +246,14 @@ class _Pickler(cloudpickle.Pickler):
     """Add to cloudpickle what it lacks.
 
     Modules of the user go as their contents, though they may import each other; a jitted function
-    keeps its name and the function in it; a `jax.custom_vjp` can be loaded.
+    keeps its name and the function in it; a `jax.custom_vjp` can be loaded; code keeps its file,
+    by which errors name the user's line.
     """
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, types.CodeType):  # from cloudpickle 3.1.3 on its file is hidden
+            make, arguments = self.dispatch_table[types.CodeType](obj)[:2]
+            return _code_of_file, (obj.co_filename, make, arguments)
         if is_jitted(obj):
             make, arguments, state = obj.__reduce_ex__(self.proto)[:3]
             names = {name: getattr(obj, name) for name in functools.WRAPPER_ASSIGNMENTS[:3]}
@@ -261,6 +265,10 @@ class _Pickler(cloudpickle.Pickler):
             contents = {k: v for k, v in vars(obj).items() if k not in _OF_THE_IMPORT}
             return types.ModuleType, (obj.__name__,), contents, None, None, _fill
         return super().reducer_override(obj)
+
+
+def _code_of_file(file: str, make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    return make(*arguments).replace(co_filename=file)
 
 
 def _fill(obj: Any, contents: dict[str, Any]) -> None:
