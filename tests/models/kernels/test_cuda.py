@@ -15,17 +15,22 @@ import jax.numpy as jnp
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as fused
 
+from jaxrl import config as cfg
 from jaxrl.models.attention import Segments
 from jaxrl.models.kernels.packed_attention import self_attention
+from jaxrl.models.lora import LoraConfig, attach, select_modules, trained, with_trained
 from jaxrl.models.transformer import TransformerConfig, abstract_params
 from jaxrl.parallel import Placement, make_mesh
 from jaxrl.rollout.native import decode as engine
 from jaxrl.rollout.native.kv_cache import empty_cache
+from jaxrl.rollout.native.programs import compiled
+from jaxrl.training.build import assemble_policy, assemble_update
 from jaxrl.training.forward import log_probs_and_entropy
 from jaxrl.types import ModelRows
 
 ROOT = Path(__file__).parents[3]
 ROWS, LENGTH, SLOTS, POSITIONS = 2, 1280, 8, 2048
+CHUNK, SEEN = 256, 768  # of a prefill: its tokens, and the positions that a later one sees
 QWEN3 = TransformerConfig(  # 0.6B
     vocab_size=2048,
     hidden_size=1024,
@@ -83,28 +88,41 @@ def pretend_hopper(setattr):
 
 
 def lowered(function, *shapes):
-    program = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
-    return program.as_text()
+    return for_cuda(jax.jit(function), *shapes)
 
 
-def training_programs(config, kernel):
+def for_cuda(jitted, *shapes):
+    return jitted.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def with_adapters(config):
+    lora = LoraConfig(config, select_modules(config, "all-linear"), rank=8)
+    return attach(lora, abstract_params(config), abstract_params(lora))
+
+
+def training_programs(config, kernel, params=None):
     """The gradient and the pass of the scorer, as text."""
-    params = abstract_params(config)
+    params = abstract_params(config) if params is None else params
     ints, bools = (jax.ShapeDtypeStruct((ROWS, LENGTH), kind) for kind in (jnp.int32, bool))
     rows = ModelRows(ints, ints, ints, bools)
     score = functools.partial(
         log_probs_and_entropy, config, temperature=1.0, dtype=jnp.bfloat16, kernel=kernel
     )
 
-    def objective(params, rows):
-        log_probs, entropy = score(params, rows)
+    def objective(new, params, rows):
+        log_probs, entropy = score(with_trained(params, new), rows)
         return log_probs.sum() + 0.01 * entropy.sum()
 
-    return lowered(jax.grad(objective), params, rows), lowered(score, params, rows)
+    gradient = lowered(jax.grad(objective), trained(params), params, rows)
+    return gradient, lowered(score, params, rows)
+
+
+def placement():
+    return Placement(make_mesh(devices=jax.devices()[:1]))
 
 
 def engine_programs(config, kernel="cudnn"):
-    """The prefill of a chunk of 256 tokens, and a block of decode steps."""
+    """The prefill of a prompt's first chunk, of a later one, and a block of decode steps."""
     make = functools.partial(empty_cache, config, SLOTS, POSITIONS, jnp.bfloat16, "gpu")
     cache = jax.eval_shape(make)
     weights = functools.partial(engine.decode_params, config, dtype=jnp.bfloat16)
@@ -121,16 +139,20 @@ def engine_programs(config, kernel="cudnn"):
         **dict.fromkeys(names, ints),
         **dict.fromkeys(["temperature", "top_p", "min_p", "repetition_penalty"], floats),
     )
-    prefill = functools.partial(engine.prefill, config, length=None)
+    first, later = (functools.partial(engine.prefill, config, length=n) for n in (None, SEEN))
     decode = functools.partial(
         engine.decode, config, steps=4, length=POSITIONS, every_slot=True, kernel=kernel
     )
-    chunk = column(jnp.int32, 256)
-    return lowered(prefill, params, cache, chunk, ints, ints), lowered(decode, params, cache, rows)
+    prompt = params, cache, column(jnp.int32, CHUNK), ints, ints
+    return lowered(first, *prompt), lowered(later, *prompt), lowered(decode, params, cache, rows)
 
 
 def libraries(text):
     return set(re.findall(LIBRARIES, text))
+
+
+def products(text):
+    return [line for line in text.splitlines() if "stablehlo.dot_general" in line]
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
@@ -170,18 +192,68 @@ def test_training_of_packed_rows_is_by_tokamax(monkeypatch, config, length):
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 def test_decoding_is_by_cudnn_and_copies_no_cache(config):
-    prefill, decode = engine_programs(config)
-    assert libraries(prefill) == set()
+    *_, decode = engine_programs(config)
     biased = "" if config.sliding_window is None else "ScaleBias"  # the mask of windows
     assert libraries(decode) == {f"__cudnn$fmha{biased}Softmax"}
     keys = f"tensor<{SLOTS}x{config.num_kv_heads}x{POSITIONS}x{config.head_dim}xbf16>"
     assert keys in decode
     assert not [x for x in decode.splitlines() if "transpose" in x and keys in x]
-    assert libraries(engine_programs(config, "xla")[1]) == set()
+    assert libraries(engine_programs(config, "xla")[-1]) == set()
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_prefill_scores_what_it_sees_and_copies_no_cache(config):
+    first, later, _ = engine_programs(config)
+    keys = f"tensor<{SLOTS}x{config.num_kv_heads}x{POSITIONS}x{config.head_dim}xbf16>"
+    for text in (first, later):
+        assert libraries(text) == set()
+        assert f"{CHUNK}x{POSITIONS}x" not in text  # no scores with whole slots
+        assert keys in text
+        assert not [x for x in text.splitlines() if "transpose" in x and keys in x]
+    assert f"x{CHUNK}x{SEEN}xf32>" in later
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_adapters_get_a_gradient_by_cudnn_and_what_is_frozen_gets_none(config):
+    gradient, forward = training_programs(config, "cudnn", with_adapters(config))
+    assert libraries(gradient) == {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
+    assert libraries(forward) == {"__cudnn$fmhaSoftmax"}
+    assert f"{LENGTH}x{LENGTH}x" not in gradient + forward
+    width, mlp = config.hidden_size, config.intermediate_size
+    frozen = f"-> tensor<{width}x{mlp}xf32>"  # of the gate; by its adapter's A it is [width, 8]
+    whole, _ = training_programs(config, "cudnn")
+    assert any(line.endswith(frozen) for line in products(whole))
+    assert not any(line.endswith(frozen) for line in products(gradient))
+    assert any(line.endswith(f"-> tensor<{width}x8xf32>") for line in products(gradient))
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_an_optimizer_step_is_in_place_and_in_float32(config):
+    recipe = cfg.resolve(cfg.TrainConfig())
+    policy, forward_pass = assemble_policy(recipe, config, placement().mesh)
+    _, state, updater = assemble_update(recipe, forward_pass, policy.placement, 1, policy.trained)
+    text = for_cuda(updater.apply, state, state.params)
+    assert libraries(text) == set() and not products(text)
+    assert text.count("tf.aliasing_output") == len(jax.tree.leaves(state))
+    assert "bf16" not in text
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_new_weights_of_the_sampler_are_cast_first_and_adapters_merged_exactly(config):
+    load = compiled(config, placement(), SLOTS, jnp.dtype(jnp.bfloat16)).decode_params
+    text = for_cuda(load, abstract_params(config))
+    merged = for_cuda(load, with_adapters(config))
+    layer = f"tensor<{config.hidden_size}x{config.intermediate_size}x"
+    for program in (text, merged):
+        assert libraries(program) == set()
+        assert f"{layer}bf16>" in program and f"{layer}f32>" not in program
+    assert not products(text)
+    assert len(products(merged)) == 7  # q, k, v, o, gate, up, down
+    assert all("HIGHEST" in line for line in products(merged))  # not TF32
 
 
 def test_kernels_are_split_over_a_mesh():
-    placement = Placement(make_mesh(devices=jax.devices()[:4], fsdp=2, tensor=2))
+    split = Placement(make_mesh(devices=jax.devices()[:4], fsdp=2, tensor=2))
     q, kv = (
         jax.ShapeDtypeStruct(shape, jnp.bfloat16)
         for shape in ((4, LENGTH, 16, 128), (4, 8, LENGTH, 128))
@@ -190,7 +262,7 @@ def test_kernels_are_split_over_a_mesh():
 
     def attend(q, k, v, ids):
         segments = Segments(ids, False)
-        return self_attention(QWEN3, q, k, v, segments, kernel="cudnn", placement=placement)
+        return self_attention(QWEN3, q, k, v, segments, kernel="cudnn", placement=split)
 
     assert libraries(lowered(attend, q, kv, kv, ids)) == {"__cudnn$fmhaSoftmax"}
 
