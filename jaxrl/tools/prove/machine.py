@@ -1,15 +1,18 @@
 """The machine: its devices, versions and flags; what a product and a read of memory reach."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+import jaxrl
+from jaxrl.config.recipe import recipe_files
 from jaxrl.parallel.chips import GIB, chip_of
 from jaxrl.parallel.devices import device_memory
 from jaxrl.tools.doctor.machine_report import machine_report
 from jaxrl.tools.plan.costs import measure_rates
-from jaxrl.tools.prove.section import Machine, Result, Row
+from jaxrl.tools.prove.section import Machine, Result, Row, contents_hash
 
 SAID = (  # of the machine report
     *("jaxrl", "python", "system", "processors", "memory_gib", "packages"),
@@ -27,6 +30,7 @@ def look() -> tuple[Machine, Result]:
     dtype = jnp.dtype("float32" if device.platform == "cpu" else "bfloat16")
     rates, chip, report = measure_rates(dtype), chip_of(device), machine_report()
     memory = device_memory(device)
+    quickstart = [file.resolve() for name, file in recipe_files().items() if name == "quickstart"]
     sharing = jax.local_device_count() if device.platform == "cpu" else 1  # of what is measured
     machine = Machine(
         platform=device.platform,
@@ -37,7 +41,7 @@ def look() -> tuple[Machine, Result]:
         bandwidth=chip.bandwidth if chip else rates.bandwidth / sharing,
         source="the maker's figures" if chip else f"measured here, {dtype.name}",
         known=chip is not None,
-        commit=report["jaxrl"]["commit"],
+        contents=contents_hash(Path(jaxrl.__file__).parent, *quickstart),
     )
     rows: list[Row] = [
         {"fact": "matmul TFLOP/s, measured", "value": rates.matmul_flops / 1e12},

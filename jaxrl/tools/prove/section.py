@@ -1,5 +1,6 @@
 """What a section of a proof is given, and what it gives."""
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -51,7 +52,7 @@ class Machine:
         flops, bandwidth: FLOP/s and bytes/s of one, of which shares are counted.
         source: of these two.
         known: they are the maker's, so that nothing can be faster.
-        commit: of jaxrl there, and how many files differ from it; None = it is no checkout.
+        contents: hash of jaxrl's files there.
     """
 
     platform: str
@@ -62,7 +63,7 @@ class Machine:
     bandwidth: float
     source: str
     known: bool
-    commit: str | None
+    contents: str
 
     @classmethod
     def of(cls, out: Path) -> "Machine":
@@ -123,5 +124,22 @@ def read_result(out: Path, name: str, mode: str, machine: Machine) -> Result | N
 
 def _of(mode: str, machine: Machine) -> str:
     """Return what results have in common that stand on one page."""
-    ours = f"jaxrl {__version__}" + (f" at {machine.commit}" if machine.commit else "")
+    ours = f"jaxrl {__version__} of files {machine.contents}"
     return f"{mode}, {ours}, {machine.number} x {machine.device}"
+
+
+def contents_hash(folder: Path, *others: Path) -> str:
+    """Return a short hash of the files in a folder, and of others: their places and contents.
+
+    A commit would not do: an installed jaxrl has none, and files that differ from one may differ
+    again. What Python and editors leave beside the files does not count.
+    """
+    inside = [
+        file
+        for file in folder.rglob("[!.]*")
+        if file.is_file() and file.parent.name != "__pycache__"
+    ]
+    digest = hashlib.sha256()
+    for file in sorted([*inside, *others]):
+        digest.update(f"{file} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()[:12]

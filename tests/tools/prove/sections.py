@@ -1,11 +1,12 @@
 """Sections for the tests of `prove`: each ends in another way, and says so in the folder."""
 
+import dataclasses
 import os
 import signal
 import time
 from pathlib import Path
 
-from jaxrl.tools.prove.section import Machine, Result
+from jaxrl.tools.prove.section import Machine, Result, contents_hash
 
 MACHINE = Machine(
     platform="tpu",
@@ -16,12 +17,18 @@ MACHINE = Machine(
     bandwidth=1e9,
     source="the tests",
     known=True,
-    commit="0123456789ab",
+    contents="0123456789ab",
 )
 
 
 def machine():
     return MACHINE, Result(True, "1 x TPU of the tests")
+
+
+def machine_with_sources():
+    """The machine where jaxrl is the folder that the test names."""
+    contents = contents_hash(Path(os.environ["SOURCES"]))
+    return dataclasses.replace(MACHINE, contents=contents), Result(True)
 
 
 def passes(task):

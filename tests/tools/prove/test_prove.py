@@ -24,7 +24,14 @@ from jaxrl.tools.prove import kernels, proof, training
 from jaxrl.tools.prove.page import TITLES, html, shown
 from jaxrl.tools.prove.proof import SECTIONS, as_json, prove
 from jaxrl.tools.prove.runs import compared
-from jaxrl.tools.prove.section import Result, Task, read_result, shares_hold, write_result
+from jaxrl.tools.prove.section import (
+    Result,
+    Task,
+    contents_hash,
+    read_result,
+    shares_hold,
+    write_result,
+)
 from jaxrl.tools.prove.shareable import shareable
 from jaxrl.tools.prove.training import skewed_lengths
 from jaxrl.tools.prove.work import WORK
@@ -87,15 +94,44 @@ def test_results_of_another_mode_are_not_kept(fakes, tmp_path, monkeypatch):
     assert fakes.read_text() == "quick\nwhole\n"
 
 
-def test_results_of_another_commit_are_not_kept(tmp_path):
-    """After `git pull` what failed is tried again; the version is the same."""
+def test_results_of_other_files_are_not_kept(fakes, tmp_path, monkeypatch):
+    """After an edit or an upgrade what is done is done anew; the version is the same."""
+    sections = {"machine": f"{HERE}:machine_with_sources", "passes": f"{HERE}:passes"}
+    monkeypatch.setattr(proof, "SECTIONS", sections)
+    source = tmp_path / "jaxrl" / "losses" / "ppo.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("ratio = 1")
+    monkeypatch.setenv("SOURCES", str(tmp_path / "jaxrl"))
+
+    def times_done():
+        assert prove(tmp_path / "out", "quick", tell=lambda text: None)
+        return fakes.read_text().count("quick")
+
+    assert times_done() == 1
+    (source.parent / "__pycache__").mkdir()
+    (source.parent / "__pycache__" / "ppo.pyc").write_text("made by Python")
+    (source.parent / ".ppo.py.swp").write_text("made by an editor")
+    assert times_done() == 1
+    source.write_text("ratio = 2")
+    assert times_done() == 2
+
+
+def test_what_files_are_called_is_part_of_their_hash(tmp_path):
+    (tmp_path / "package").mkdir()
+    other, file = tmp_path / "recipe.py", tmp_path / "package" / "a.py"
+    other.write_text("1")
+    file.write_text("1")
+    found = {contents_hash(tmp_path / "package"), contents_hash(tmp_path / "package", other)}
+    file.rename(file.with_name("b.py"))
+    found.add(contents_hash(tmp_path / "package"))
+    assert len(found) == 3
+
+
+def test_a_result_is_read_as_it_was_written(tmp_path):
     write_result(tmp_path, "update", "quick", MACHINE, Result(False, reason="a bug"))
     assert read_result(tmp_path, "update", "quick", MACHINE) == Result(
         False, reason="a bug", rows=[], missing=[]
     )
-    for commit in ("ba9876543210", "0123456789ab, 2 files changed", None):
-        pulled = dataclasses.replace(MACHINE, commit=commit)
-        assert read_result(tmp_path, "update", "quick", pulled) is None
 
 
 @pytest.mark.parametrize(
