@@ -8,12 +8,13 @@ on where it was. In this order: machine, doctor (gradients, masks, sampler), ker
 references, update (MFU), memory against the plan, decode against the bandwidth, sync of weights,
 quickstart to its reward, resume after SIGKILL, bit for bit.
 
---quick: one size of model, fewer checks, at most about 15 minutes on an accelerator; --small: tiny
-models, minutes on a CPU, where it is the only choice; --again: sections to do anew.
+--quick: one size of model, fewer checks, and at most about 15 minutes: sections that are not done
+by then are left out, and the same command goes on with them; --small: tiny models, minutes on a
+CPU, where it is the only choice; --again: sections to do anew.
 
 FOLDER/proof.html is the page; FOLDER/proof.json has all of it without names and places of this
-machine. Exit status: 0 all sections passed, or were skipped for a reason that they say, 1 one
-failed, 2 bad input. docs/prove.md shows a page and says what each section does.
+machine. Exit status: 0 all sections passed, or were skipped or left out for a reason that they
+say, 1 one failed, 2 bad input. docs/prove.md shows a page and says what each section does.
 """
 
 import sys

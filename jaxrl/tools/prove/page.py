@@ -29,8 +29,11 @@ def html(proof: Mapping[str, Any], waiting: Sequence[str] = ()) -> str:
     """
     sections = proof["sections"]
     verdicts = [section["verdict"] for section in sections.values()]
-    counts = ", ".join(f"{verdicts.count(x)} {x}" for x in ("passed", "skipped", "FAILED"))
-    summary = f"{counts}, {len(waiting)} to come" if waiting else counts
+    summary = ", ".join(f"{verdicts.count(x)} {x}" for x in ("passed", "skipped", "FAILED"))
+    if left_out := verdicts.count("left out"):
+        summary += f", {left_out} left out: the same command goes on with them"
+    if waiting:
+        summary += f", {len(waiting)} to come"
     body = "".join(_section(name, section) for name, section in sections.items())
     filled = {
         "style": _file("proof.css"),

@@ -5,6 +5,7 @@ No JAX here: one process at a time can use a TPU, and that is the section's.
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from jaxrl.files import replace_text, writable_folder
 from jaxrl.tools.prove import page
 from jaxrl.tools.prove.section import Machine, Result, read_result
 from jaxrl.tools.prove.shareable import shareable
+from jaxrl.tools.prove.work import WORK
 
 _HERE = "jaxrl.tools.prove"
 SECTIONS = {  # name -> its function; in this order
@@ -46,6 +48,9 @@ def prove(
 ) -> bool:
     """Run the sections that are not done yet; keep the JSON and the page up to date.
 
+    When the budget of the mode is spent, what is not done is left out. The next call, which has a
+    whole budget again, goes on with it.
+
     Args:
         out: folder of the results, and of what the sections print.
         mode: "whole", "quick" or "small"; CPUs make "small" of the others.
@@ -63,6 +68,8 @@ def prove(
             f"--again={unknown[0]}: there is no such section; there are {', '.join(SECTIONS)}"
         )
     writable_folder("--out", out)
+    for name in again:
+        (out / f"{name}.json").unlink(missing_ok=True)
     # The machine is looked at each time: results of another one are not taken for its own.
     found = {"machine": _run(out, "machine", mode)}
     if found["machine"].passed is False:
@@ -70,10 +77,12 @@ def prove(
     tell(line("machine", found["machine"]))
     machine = Machine.of(out)
     mode = "small" if machine.platform == "cpu" else mode
+    budget = WORK[mode].budget
+    end = time.monotonic() + (math.inf if budget is None else budget)
     for name in SECTIONS:
         if name not in found:
-            kept = None if name in again else read_result(out, name, mode, machine)
-            found[name] = kept or _run(out, name, mode)
+            kept = read_result(out, name, mode, machine)
+            found[name] = kept or _run(out, name, mode, end - time.monotonic())
             tell(line(name, found[name]) + (", done before" if kept else ""))
         proof = as_json(mode, found)
         replace_text(out / JSON, json.dumps(proof, indent=1) + "\n")
@@ -95,14 +104,19 @@ def as_json(mode: str, found: Mapping[str, Result]) -> dict[str, Any]:
     return shareable(about | {"sections": sections})
 
 
-def _run(out: Path, name: str, mode: str) -> Result:
+def _run(out: Path, name: str, mode: str, left: float = math.inf) -> Result:
     """Run a section to its end; what it prints goes to `name`.log.
+
+    Args:
+        left: seconds of the mode's budget; when they are over the section is left out.
 
     Raises:
         ValueError: what the user must mend, as the section says.
     """
     wrote, log, started = out / f"{name}.json", out / f"{name}.log", time.monotonic()
     wrote.unlink(missing_ok=True)
+    if left <= 0:
+        return _left_out(mode)
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", f"{_HERE}.child", name, SECTIONS[name], mode, str(out)],
@@ -112,12 +126,16 @@ def _run(out: Path, name: str, mode: str) -> Result:
             start_new_session=True,
         )
         try:
-            status = process.wait(SECONDS)
+            status = process.wait(min(SECONDS, left))
         except subprocess.TimeoutExpired:
             status = None
         finally:  # Ctrl-C too
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+    seconds = time.monotonic() - started
+    if status is None and left < SECONDS:
+        wrote.unlink(missing_ok=True)  # it may have been about to end
+        return _left_out(mode, seconds)
     said = ([""] + log.read_text(encoding="utf-8", errors="replace").strip().splitlines())[-1]
     if status == cli.REFUSED:
         raise ValueError(said.removeprefix("error: "))
@@ -127,4 +145,15 @@ def _run(out: Path, name: str, mode: str) -> Result:
     how = f"did not end within {SECONDS} s" if status is None else f"ended with status {status}"
     if status == -signal.SIGKILL:
         how += " (killed: by the system, where memory ran out)"
-    return Result(False, reason=f"{how}; {log.name}: {said}", seconds=time.monotonic() - started)
+    return Result(False, reason=f"{how}; {log.name}: {said}", seconds=seconds)
+
+
+def _left_out(mode: str, seconds: float = 0.0) -> Result:
+    """Return the result of a section for which no time was left, or too little."""
+    budget = WORK[mode].budget
+    assert budget is not None
+    why = f"the {budget / 60:.0f} minutes of --{mode} were over"
+    if seconds:
+        why = f"was ended before it was done, as {why}"
+    reason = f"{why}; the same command goes on with it"
+    return Result(None, reason=reason, seconds=seconds, left_out=True)

@@ -21,12 +21,13 @@ class Result:
     """Hold what a section found.
 
     Attributes:
-        passed: None = skipped: it cannot be done here.
+        passed: None = skipped: it cannot be done here, or there was no time for it.
         figure: the outcome in a line, for the terminal.
-        reason: why it failed or was skipped, and what helps.
+        reason: why it failed, was skipped or left out, and what helps.
         rows: all figures.
         missing: what cannot be had on this machine, with the reason.
         seconds: filled in by the process of the section.
+        left_out: the time of the call was over before it was done.
     """
 
     passed: bool | None
@@ -35,10 +36,13 @@ class Result:
     rows: Sequence[Row] = ()
     missing: Sequence[str] = ()
     seconds: float = 0.0
+    left_out: bool = False
 
     @property
     def verdict(self) -> str:
-        """Return the outcome in a word."""
+        """Return the outcome in a word or two."""
+        if self.left_out:
+            return "left out"
         return "skipped" if self.passed is None else "passed" if self.passed else "FAILED"
 
 

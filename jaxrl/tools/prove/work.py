@@ -59,6 +59,8 @@ class Work:
         repeats: of a measurement, after those that compile; the median counts.
         steps, reward: of the quickstart, and the mean reward of its held-out prompts that it has to
             reach.
+        budget: seconds of a call after the machine was looked at; what is not done by then is left
+            out. None = no end.
     """
 
     shapes: Mapping[str, Mapping[str, Any]]
@@ -71,6 +73,7 @@ class Work:
     repeats: int
     steps: int
     reward: float
+    budget: float | None = None
 
 
 WHOLE = Work(
@@ -93,6 +96,7 @@ WORK = {
             "shapes": {"qwen2.5-0.5b": QWEN["qwen2.5-0.5b"]},
             "doctor": ("versions", "devices", "mask", "gradients", "sampler", "weights"),
             "repeats": 3,
+            "budget": 900,
         }
     ),
     "small": Work(

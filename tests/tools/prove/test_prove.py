@@ -47,7 +47,8 @@ def fakes(monkeypatch, tmp_path):
     """Sections that need no time; the file that they count in."""
     sections = {"machine": f"{HERE}:machine"} | {name: f"{HERE}:{name}" for name in FAKES}
     monkeypatch.setattr(proof, "SECTIONS", sections)
-    monkeypatch.setattr("jaxrl.tools.prove.page.TITLES", {name: name for name in sections})
+    titles = {name: name for name in (*sections, "sleeps")}
+    monkeypatch.setattr("jaxrl.tools.prove.page.TITLES", titles)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     count = tmp_path / "count"
     count.write_text("")
@@ -108,23 +109,25 @@ def test_results_of_other_files_are_not_kept(fakes, tmp_path, monkeypatch):
         return fakes.read_text().count("quick")
 
     assert times_done() == 1
-    (source.parent / "__pycache__").mkdir()
-    (source.parent / "__pycache__" / "ppo.pyc").write_text("made by Python")
-    (source.parent / ".ppo.py.swp").write_text("made by an editor")
-    assert times_done() == 1
     source.write_text("ratio = 2")
     assert times_done() == 2
 
 
-def test_what_files_are_called_is_part_of_their_hash(tmp_path):
-    (tmp_path / "package").mkdir()
-    other, file = tmp_path / "recipe.py", tmp_path / "package" / "a.py"
-    other.write_text("1")
-    file.write_text("1")
-    found = {contents_hash(tmp_path / "package"), contents_hash(tmp_path / "package", other)}
-    file.rename(file.with_name("b.py"))
-    found.add(contents_hash(tmp_path / "package"))
-    assert len(found) == 3
+def test_the_hash_of_files_is_of_their_names_and_contents(tmp_path):
+    package, other = tmp_path / "package", tmp_path / "recipe.py"
+    (package / "__pycache__").mkdir(parents=True)
+    file = package / "a.py"
+    for one in (file, other):
+        one.write_text("1")
+    found = [contents_hash(package)]
+    (package / "__pycache__" / "a.pyc").write_text("made by Python")
+    (package / ".a.py.swp").write_text("made by an editor")
+    assert contents_hash(package) == found[0]
+    found.append(contents_hash(package, other))
+    other.write_text("2")
+    found.append(contents_hash(package, other))
+    found.append(contents_hash(file.rename(package / "b.py").parent))
+    assert len(set(found)) == 4
 
 
 def test_a_result_is_read_as_it_was_written(tmp_path):
@@ -132,6 +135,66 @@ def test_a_result_is_read_as_it_was_written(tmp_path):
     assert read_result(tmp_path, "update", "quick", MACHINE) == Result(
         False, reason="a bug", rows=[], missing=[]
     )
+
+
+def budget_of_quick(monkeypatch, seconds):
+    work = dataclasses.replace(WORK["quick"], budget=seconds)
+    monkeypatch.setitem(proof.WORK, "quick", work)
+
+
+def test_what_has_no_time_left_is_left_out_and_the_same_command_goes_on(
+    fakes, tmp_path, monkeypatch
+):
+    sections = {name: f"{HERE}:{name}" for name in ("machine", "skips", "passes")}
+    monkeypatch.setattr(proof, "SECTIONS", sections)
+    out, told = tmp_path / "out", []
+    out.mkdir()
+    write_result(out, "skips", "quick", MACHINE, Result(None, reason="there is one device"))
+    budget_of_quick(monkeypatch, 0)
+    assert prove(out, "quick", tell=told.append)  # no failure
+    assert fakes.read_text() == "" and not (out / "passes.json").exists()
+    assert told[1].endswith("there is one device, done before")
+    reason = "the 0 minutes of --quick were over; the same command goes on with it"
+    assert told[2].split()[:3] == ["passes", "left", "out"] and told[2].endswith(reason)
+    left_out = json.loads((out / "proof.json").read_text())["sections"]["passes"]
+    assert (left_out["verdict"], left_out["reason"]) == ("left out", reason)
+    page = (out / "proof.html").read_text()
+    assert reason in page
+    assert "1 passed, 1 skipped, 0 FAILED, 1 left out: the same command goes on" in page
+
+    budget_of_quick(monkeypatch, 900)
+    assert prove(out, "quick", tell=told.append)
+    assert fakes.read_text() == "quick\n"
+    assert told[-1].split()[:2] == ["passes", "passed"]
+    page = (out / "proof.html").read_text()
+    assert "2 passed, 1 skipped, 0 FAILED<" in page and "left out" not in page
+
+    budget_of_quick(monkeypatch, 0)  # what is to be done anew has no old result, either
+    assert prove(out, "quick", again=["passes"], tell=told.append)
+    assert told[-1].split()[:3] == ["passes", "left", "out"]
+    assert not (out / "passes.json").exists()
+
+
+def test_a_section_that_runs_when_the_budget_is_spent_is_ended(fakes, tmp_path, monkeypatch):
+    sections = {name: f"{HERE}:{name}" for name in ("machine", "sleeps", "passes")}
+    monkeypatch.setattr(proof, "SECTIONS", sections)
+    budget_of_quick(monkeypatch, 2)
+    out, told = tmp_path / "out", []
+    assert prove(out, "quick", tell=told.append)
+    assert [text.split()[:3] for text in told[1:]] == [
+        ["sleeps", "left", "out"],
+        ["passes", "left", "out"],
+    ]
+    assert "was ended before it was done, as the 0 minutes of --quick were over" in told[1]
+    assert not (out / "sleeps.json").exists() and not (out / "passes.json").exists()
+
+
+def test_only_the_quick_proof_has_a_budget():
+    assert {mode: work.budget for mode, work in WORK.items()} == {
+        "whole": None,
+        "quick": 15 * 60,
+        "small": None,
+    }
 
 
 @pytest.mark.parametrize(
