@@ -60,11 +60,11 @@ def idle_engine(slots: int) -> NativeEngine:
     def reserve(length: int) -> None:
         programs.length = programs.cache_length(length)
 
-    def decode(rows: Rows, reach: int) -> Block:
+    def decode(rows: Rows, *_: Any) -> tuple[Rows, Block]:
         drawn = np.full((len(rows.slots), STEPS), 7, np.int32)
         nothing = np.zeros((len(drawn), STEPS, 0))
         full = np.full(len(drawn), STEPS)
-        return Block(
+        return rows, Block(
             tokens=drawn,
             log_probs=np.full(drawn.shape, -1.0, np.float32),
             count=full,
@@ -77,6 +77,7 @@ def idle_engine(slots: int) -> NativeEngine:
 
     programs.reserve, programs.decode = reserve, decode
     programs.prefill = programs.copy = lambda *_: None
+    programs.fetch = lambda block: block
     return engine
 
 

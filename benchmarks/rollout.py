@@ -231,13 +231,13 @@ def where(engine: NativeEngine, generate: Callable[[float], Tokens]) -> dict[str
         jax.block_until_ready(programs._cache)
         seconds["prefill"] += time.perf_counter() - started
 
-    def timed_decode(rows: Any, reach: int) -> Any:
+    def timed_decode(rows: Any, *others: Any) -> Any:
         nonlocal computed
         started = time.perf_counter()
-        block = decode(rows, reach)
+        after, block = jax.block_until_ready(decode(rows, *others))
         seconds["blocks"] += time.perf_counter() - started
         computed += len(rows.slots) * int(block.count.max())
-        return block
+        return after, block
 
     programs.prefill, programs.decode = timed_prefill, timed_decode
     started = time.perf_counter()

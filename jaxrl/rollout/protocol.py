@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+MOST_COUNT = 2**31 - 1  # of an int32
 LEAST_FACTOR = 1e-4  # of logits; rounding of those divided by less decides what is drawn
 
 
@@ -40,7 +41,11 @@ class Sampling:
     keep_sampling_mask: bool = False
 
     def check(self) -> None:
-        """Refuse, by a ValueError, what float32 logits cannot be divided by."""
+        """Refuse, by a ValueError, what devices cannot count or float32 logits be divided by."""
+        counts = {"top_k": [self.top_k], "min_tokens": [self.min_tokens]}
+        for name, numbers in {**counts, "stop_token_ids": self.stop_token_ids}.items():
+            if wrong := [n for n in numbers if not -MOST_COUNT <= n <= MOST_COUNT]:
+                raise ValueError(f"{name}={wrong[0]} must be at most {MOST_COUNT}, as int32 counts")
         temperature, penalty = self.temperature, self.repetition_penalty
         if temperature != 0 and not LEAST_FACTOR <= temperature <= 1 / LEAST_FACTOR:
             raise ValueError(

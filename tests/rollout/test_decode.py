@@ -22,6 +22,7 @@ def test_rows_that_are_done_see_no_position(monkeypatch):
         position=jnp.array([5, 7, 9]),
         done=jnp.array([False, True, False]),
         seen=None,
+        history=None,
         block=None,
     )
     params = decode.decode_params(LLAMA, random_params(LLAMA), jnp.float32)

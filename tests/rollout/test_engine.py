@@ -138,9 +138,9 @@ def watched(engine):
     """The features of every block that an engine runs from now on."""
     seen, decode = [], engine.programs.decode
 
-    def noted(rows, reach):
+    def noted(rows, *others):
         seen.append(rows.features)
-        return decode(rows, reach)
+        return decode(rows, *others)
 
     engine.programs.decode = noted
     return seen
@@ -551,6 +551,17 @@ def test_sleeping_with_samples_in_flight_is_refused():
         engine.sleep()
     engine.abort()
     assert futures[0][0].result().stop_reason == "abort"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"top_k": 2**31}, {"min_tokens": 2**31}, {"stop_token_ids": (3, 2**40)}]
+)
+def test_what_no_device_can_count_is_refused_and_the_others_are_served(wrong):
+    engine = shared()
+    (name,) = wrong
+    with pytest.raises(ValueError, match=rf"{name}=\d+ must be at most 2147483647"):
+        engine.submit([request(), request(keys=(2,), **wrong)])
+    assert len(flat(engine.generate([request()]))[0].tokens) == 12
 
 
 def test_an_error_in_a_turn_reaches_whoever_waits_and_the_engine_lives():

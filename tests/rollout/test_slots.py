@@ -22,9 +22,14 @@ def table(slots=3, *, share_prefixes=False):
     return made
 
 
+def draw(slots, slot, *drawn):
+    """As if a slot had been prefilled and had decoded `drawn`."""
+    slots.append(np.array([slot]), np.array([drawn]), np.array([len(drawn)]))
+
+
 def run(slots, slot, *drawn):
     """As if the slot had been prefilled and had decoded `drawn`, and its sample were over."""
-    slots.append(slot, np.array(drawn))
+    draw(slots, slot, *drawn)
     slots.release(slot)
 
 
@@ -43,8 +48,17 @@ def test_all_but_the_last_token_is_to_be_filled():
     slot = slots.take(sample([5, 6, 7], 1))
     assert slots.missing(slot) == 2
     assert slots.missing(slots.take(sample([5], 2))) == 0
-    slots.append(slot, np.array([8, 9]))  # 5 6 7 8 | 9 in the cache
+    draw(slots, slot, 8, 9)  # 5 6 7 8 | 9 in the cache
     assert (slots.length[slot], slots.filled[slot]) == (5, 4)
+
+
+def test_slots_take_as_many_tokens_of_a_block_as_were_drawn_in_each():
+    slots = table(3)
+    taken = np.array([slots.take(sample([5, 6, 7][:n], n)) for n in (2, 3)])
+    slots.append(taken[::-1], np.array([[8, 9, 0], [1, 2, 3]]), np.array([2, 3]))
+    rows = [slots.tokens[slot, : slots.length[slot]].tolist() for slot in taken]
+    assert rows == [[5, 6, 1, 2, 3], [5, 6, 7, 8, 9]]
+    assert slots.filled[taken].tolist() == [4, 4]
 
 
 def test_a_sample_of_the_same_request_finds_the_prompt():
@@ -88,7 +102,7 @@ def test_new_weights_empty_free_slots_and_live_ones_only_if_told():
     slots = table()
     free, live = slots.take(sample([5, 6, 7], 1)), slots.take(sample([5, 6, 8], 2))
     run(slots, free, 1)
-    slots.append(live, np.array([1]))
+    draw(slots, live, 1)
     slots.forget(live=False)
     assert (slots.filled[free], slots.filled[live]) == (0, 3)
     slots.forget(live=True)
@@ -108,7 +122,7 @@ def test_a_slot_is_free_when_neither_a_conversation_nor_a_sample_has_it():
 def test_positions_of_older_weights_are_shared_with_no_other_slot():
     slots = table(4, share_prefixes=True)
     old = slots.take(sample(LONG, 1))
-    slots.append(old, np.array([7]))  # 20 positions, of version -1
+    draw(slots, old, 7)  # 20 positions, of version -1
     slots.version = 4
     slots.forget(live=False)
     assert slots.known_prefix([*LONG, 1]) == 0
@@ -117,7 +131,7 @@ def test_positions_of_older_weights_are_shared_with_no_other_slot():
     assert slots.oldest_version[[old, new]].tolist() == [-1, 4]
     slots.release(old)
     assert slots.filled[slots.take(sample(LONG, 2))] == 0  # the slot is free, and taken anew
-    slots.append(new, np.array([7]))
+    draw(slots, new, 7)
     assert slots.known_prefix([*LONG, 1]) == 20
     last = slots.take(sample(LONG, 3))
     source, known = slots.donor(last)

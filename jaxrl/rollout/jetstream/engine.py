@@ -24,8 +24,7 @@ from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.parallel import ShardingRules
 from jaxrl.parallel.rules import Placement, batch_devices
 from jaxrl.rollout.jetstream.protocol import ResultTokens, prefill_length
-from jaxrl.rollout.native.decode import Block, Features, Rows
-from jaxrl.rollout.native.engine import ROW_SETTINGS
+from jaxrl.rollout.native.decode import FREE, SETTINGS, Block, Features, Rows
 from jaxrl.rollout.native.kv_cache import Cache, put_slots, take_slots
 from jaxrl.rollout.native.programs import (
     DEFAULT_PREFILL_TOKENS,
@@ -35,8 +34,6 @@ from jaxrl.rollout.native.programs import (
 )
 from jaxrl.rollout.protocol import Sampling
 from jaxrl.types import Array
-
-FREE = 2**30  # in `Rows.slots`, beyond every slot: the row is done, or was never filled
 
 
 @dataclass(frozen=True)
@@ -292,7 +289,7 @@ class TransformerEngine:
         stop_ids[:, : len(s.stop_token_ids)] = s.stop_token_ids
         columns = {
             name: np.full(rows, getattr(s, name), kind)
-            for kind, names in ROW_SETTINGS.items()
+            for kind, names in SETTINGS.items()
             for name in names
         }
         tokens = np.zeros((rows, self.length), np.int32)
@@ -382,11 +379,11 @@ class TransformerEngine:
             shared: all rows begin in slot 0.
         """
         rows = for_decode(state.rows, state.tokens, freed)
-        cache, block = programs.decode(
+        cache, after, block = programs.decode(
             weights, state.cache, rows, steps=tokens, length=self.length, every_slot=not shared
         )
-        rows, seen, result = advance(rows.replace(history=None), state.tokens, block)
-        return Slots(cache, rows, seen), result
+        seen, result = advance(rows.position, after.count, state.tokens, block)
+        return Slots(cache, after.replace(history=None), seen), result
 
     # ---- the rest of the protocol
 
@@ -429,20 +426,19 @@ def for_decode(rows: Rows, tokens: Array, freed: Array) -> Rows:
 
 
 @jax.jit
-def advance(rows: Rows, tokens: Array, block: Block) -> tuple[Rows, Array, ResultTokens]:
-    """Return rows and tokens after a block, and what it drew."""
+def advance(
+    position: Array, count: Array, tokens: Array, block: Block
+) -> tuple[Array, ResultTokens]:
+    """Return tokens after a block, and what it drew.
+
+    Args:
+        position: [rows] of the last token before.
+        count: [rows] of the tokens drawn so far, those of the block too.
+    """
     size, k = block.tokens.shape
     drawn = jnp.arange(k) < block.count[:, None]
-    at = jnp.where(drawn, rows.position[:, None] + 1 + jnp.arange(k), tokens.shape[1])
+    at = jnp.where(drawn, position[:, None] + 1 + jnp.arange(k), tokens.shape[1])
     tokens = tokens.at[jnp.arange(size)[:, None], at].set(block.tokens, mode="drop")
-    last = jnp.take_along_axis(block.tokens, jnp.maximum(block.count - 1, 0)[:, None], 1)[:, 0]
-    count = rows.count + block.count
-    rows = rows.replace(
-        slots=jnp.where(block.stopped | (count >= rows.max_tokens), FREE, rows.slots),
-        last_token=jnp.where(block.count > 0, last, rows.last_token),
-        position=rows.position + block.count,
-        count=count,
-    )
     data = jnp.concatenate([block.tokens, drawn.astype(jnp.int32), count[:, None]], axis=1)
     result = ResultTokens(
         data=data,
@@ -452,7 +448,7 @@ def advance(rows: Rows, tokens: Array, block: Block) -> tuple[Rows, Array, Resul
         samples_per_slot=1,
         log_prob=block.log_probs,
     )
-    return rows, tokens, result
+    return tokens, result
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -8,11 +8,13 @@ Shape legend: S slots, L positions of a slot, B rows of a call, C tokens of a ch
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.sharding import PartitionSpec
 
@@ -93,6 +95,13 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length() if number else 0
 
 
+SETTINGS = {  # fields of Sampling that are columns of Rows
+    np.float32: ("temperature", "top_p", "min_p", "repetition_penalty"),
+    np.int32: ("top_k", "min_tokens"),
+}
+FREE = 2**30  # in `Rows.slots`, beyond every slot: the row is done, or was never filled
+
+
 class Rows(struct.PyTreeNode):
     """Hold samples that are decoded together. A row whose slot is S or more is padding."""
 
@@ -111,6 +120,27 @@ class Rows(struct.PyTreeNode):
     repetition_penalty: Array  # [B]
     history: Array | None = None  # [B, L] tokens up to last_token, then -1; None = no penalties
     features: Features = struct.field(pytree_node=False, default=Features())
+
+
+PROGRESS = ("slots", "last_token", "position", "count", "history")  # of Rows: what a block changes
+
+
+def go_on(given: Mapping[str, Array], before: Mapping[str, Array], begins: Array) -> dict:
+    """Return the `PROGRESS` of rows as the block before leaves it, but for those that begin.
+
+    Args:
+        given: as the host knows it; what it does not say of the block before is left out.
+        before: as that block leaves it. A row that ended there ends here, too.
+        begins: [B] bool.
+    """
+    held = {**before, "slots": jnp.where(before["slots"] == FREE, FREE, given["slots"])}
+    if "history" in given:  # the cache may have been lengthened since
+        more = given["history"].shape[1] - before["history"].shape[1]
+        held["history"] = jnp.pad(before["history"], ((0, 0), (0, more)), constant_values=-1)
+    return {
+        name: jnp.where(begins if x.ndim == 1 else begins[:, None], x, held[name])
+        for name, x in given.items()
+    }
 
 
 class Block(struct.PyTreeNode):
@@ -134,6 +164,7 @@ class Run(struct.PyTreeNode):
     position: Array
     done: Array
     seen: Array | None  # [B, V] bool
+    history: Array | None  # as in Rows
     block: Block
 
 
@@ -220,8 +251,10 @@ def decode(
     every_slot: bool,
     placement: Placement | None = None,
     kernel: str | None = None,
-) -> tuple[Cache, Block]:
+) -> tuple[Cache, Rows, Block]:
     """Draw up to `steps` tokens for every row; end early when all rows are done.
+
+    The rows that come back are those of the next block: where these are now, FREE where one ended.
 
     Args:
         length: positions that the rows may reach; no others are read.
@@ -238,6 +271,7 @@ def decode(
         position=rows.position,
         done=(rows.slots >= total) | (rows.count >= rows.max_tokens),
         seen=None if rows.history is None else _seen(config, rows.history),
+        history=rows.history,
         block=Block(
             tokens=jnp.zeros((size, steps), jnp.int32),
             log_probs=jnp.zeros((size, steps), jnp.float32),
@@ -258,7 +292,14 @@ def decode(
         return carry[0] + 1, draw(carry[1].replace(cache=new), logits, rows, placement)
 
     run = jax.lax.while_loop(unfinished, one_token, (jnp.int32(0), run))[1]
-    return put_slots(cache, slots, run.cache, length), run.block
+    after = rows.replace(
+        slots=jnp.where(run.done, FREE, rows.slots),
+        last_token=run.last_token,
+        position=run.position,
+        count=rows.count + run.block.count,
+        history=run.history,
+    )
+    return put_slots(cache, slots, run.cache, length), after, run.block
 
 
 def _seen(config: TransformerConfig, history: Array) -> Array:
@@ -332,6 +373,10 @@ def draw(run: Run, logits: Array, rows: Rows, placement: Placement | None = None
     def put(into: Array, new: Array) -> Array:
         return into.at[index, at].set(new, mode="drop")
 
+    history = run.history
+    if history is not None:
+        beyond = jnp.where(live, position, history.shape[1])
+        history = history.at[index, beyond].set(choice.token, mode="drop")
     raw_log_probs = block.raw_log_probs
     if choice.raw_log_prob is not None:
         raw_log_probs = put(raw_log_probs, choice.raw_log_prob)
@@ -340,6 +385,7 @@ def draw(run: Run, logits: Array, rows: Rows, placement: Placement | None = None
         position=jnp.where(live, position, run.position),
         done=run.done | hit | (drawn + 1 >= rows.max_tokens),
         seen=choice.seen,
+        history=history,
         block=Block(
             tokens=put(block.tokens, choice.token),
             log_probs=put(block.log_probs, choice.log_prob),

@@ -11,6 +11,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,17 +19,35 @@ from jax.sharding import Mesh
 
 from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.parallel.compilation import Call
-from jaxrl.rollout.native.decode import Features, Rows
+from jaxrl.rollout.native.decode import FREE, Block, Features, Rows
 from jaxrl.rollout.native.programs import Programs, slots_that_fit
 from jaxrl.rollout.native.sample_thread import SampleThread
-from jaxrl.rollout.native.slots import PADDING, Sample, SlotTable
+from jaxrl.rollout.native.slots import Sample, SlotTable
 from jaxrl.rollout.protocol import Request, Sampling
 from jaxrl.rollout.weights.groups import GROUP_BYTES
 
-ROW_SETTINGS = {  # fields of Sampling that are columns of Rows
-    np.float32: ("temperature", "top_p", "min_p", "repetition_penalty"),
-    np.int32: ("top_k", "min_tokens"),
-}
+
+class Drawn(NamedTuple):
+    """Hold a sample in a block: its row there, and the oldest version of its keys and values."""
+
+    row: int
+    slot: int
+    sample: Sample
+    context: int
+
+
+class Flight(NamedTuple):
+    """Hold a block that is under way.
+
+    Attributes:
+        rows: as it leaves them, on the device.
+        block: what it draws, on the device.
+        drawn: its samples.
+    """
+
+    rows: Rows
+    block: Block
+    drawn: list[Drawn]
 
 
 class NativeEngine(SampleThread):
@@ -47,16 +66,19 @@ class NativeEngine(SampleThread):
             `max_num_seqs`, as fit into it.
         device_memory: bytes of a device; None = as it says itself.
         resident_bytes: that others keep on each device while the engine samples.
-        steps_per_dispatch: decode steps of a block, between two looks at the host; None = 64 on
-            GPUs, 32 elsewhere.
+        steps_per_dispatch: decode steps of a block, between two looks at the host; None = 32 on
+            CPUs, 8 elsewhere.
         enable_prefix_caching: reuse keys and values between requests, not only between the samples
             of one and the turns of a conversation. What is reused then depends on timing, and with
             it the last bits.
         recompute_kv_on_update: new weights compute the cache of samples in flight anew.
         shrink: blocks run over fewer rows when fewer are live, which changes the last bits; None =
-            on one CPU device. False where samples join by the clock and bits must repeat: nor do
-            blocks then see fewer positions when rows are short, and the cache has room for
-            `max_model_len` from the start.
+            on one CPU device; never with `ahead`. False where samples join by the clock and bits
+            must repeat: nor do blocks then see fewer positions when rows are short, and the cache
+            has room for `max_model_len` from the start.
+        ahead: a block begins before the one before is fetched, so that the device does not wait for
+            the host. A stop string or a cancellation is then seen a block late, and a slot that
+            comes free is filled a block later; the tokens are the same. None = but on CPUs.
         decode_text: token ids to text, for stop strings.
         group_bytes: most bytes of new weights that are on their way from other devices at a time.
         kernel: of decoding, see `decode_attention`; None = the platform's fastest.
@@ -83,6 +105,7 @@ class NativeEngine(SampleThread):
         enable_prefix_caching: bool = False,
         recompute_kv_on_update: bool = False,
         shrink: bool | None = None,
+        ahead: bool | None = None,
         decode_text: Callable[[Sequence[int]], str] | None = None,
         group_bytes: int = GROUP_BYTES,
         kernel: str | None = None,
@@ -119,11 +142,13 @@ class NativeEngine(SampleThread):
             dtype=dtype,
             steps=steps_per_dispatch,
             shrink=shrink,
+            ahead=ahead,
             group_bytes=group_bytes,
             kernel=kernel,
             platform=platform,
         )
         self.table = SlotTable(self.programs.slots, share_prefixes=enable_prefix_caching)
+        self._flight: Flight | None = None
         self.prefilled_tokens = self.decoded_tokens = 0
         self._warm: set[Features] = set()  # of `warm_up`, and their unions
 
@@ -137,6 +162,7 @@ class NativeEngine(SampleThread):
         compute it anew with `recompute_kv_on_update`.
         """
         with self._held():
+            self._land()
             self.programs.load(params)
             self.version = self.table.version = version
             self.table.forget(live=self.recompute_kv_on_update)
@@ -150,6 +176,7 @@ class NativeEngine(SampleThread):
         """
         with self._held():
             self._check_idle()
+            self._land()
             self.programs.drop(weights=True)
             self.table.forget(live=True)
 
@@ -171,7 +198,7 @@ class NativeEngine(SampleThread):
                 [len(r.prompt_tokens) for r in requests],
                 self._prefills_rests(requests),
                 lambda size: [
-                    self._rows([self.programs.slots] * size, features)
+                    self._rows(np.full(size, FREE), features)
                     for features in sorted(self._warm, key=dataclasses.astuple)
                 ],
             )
@@ -181,7 +208,7 @@ class NativeEngine(SampleThread):
         longest = max(request.longest for request in requests)
         self.table.lengthen(self.programs.cache_length(longest))
         needs = _needs([request.sampling for request in requests])
-        rows = self._rows([self.programs.slots] * self.programs.slots, needs)
+        rows = self._rows(np.full(self.programs.slots, FREE), needs)
         prompt = max(len(request.prompt_tokens) for request in requests)
         rests = self._prefills_rests(requests)
         return self.programs.calls(params, longest, prompt, rests, rows)
@@ -259,6 +286,7 @@ class NativeEngine(SampleThread):
         self.table.release(slot)
 
     def _recover(self) -> None:
+        self._flight = None
         self.table.forget(live=True)
         self.programs.drop(weights=False)  # the cache may have been donated
         self.programs.reserve(1)
@@ -269,10 +297,13 @@ class NativeEngine(SampleThread):
         while self._queue and self.table.take(self._queue[0]) is not None:
             self._queue.popleft()
         self._fill_slots()
-        incomplete = self.table.incomplete()
-        ready = [slot for slot, _ in self.table.live() if slot not in incomplete]
-        if ready:
-            self._decode_block(ready)
+        begun = self._begin_block()
+        if not self.programs.ahead:
+            self._flight, begun = begun, None
+        self._land()
+        # of a block whose samples have all ended meanwhile there is nothing to fetch
+        if begun and any(self.table.samples[of.slot] is of.sample for of in begun.drawn):
+            self._flight = begun
 
     # ---- prefill
 
@@ -335,65 +366,92 @@ class NativeEngine(SampleThread):
 
     # ---- decode
 
-    def _decode_block(self, ready: list[int]) -> None:
-        table, total = self.table, self.programs.slots
+    def _begin_block(self) -> Flight | None:
+        """Begin a block of all that are ready, if there are any.
+
+        Those of the block that is not fetched go on from where it leaves them, unless it must be
+        their last.
+        """
+        table, total, flight = self.table, self.programs.slots, self._flight
+        incomplete, steps = table.incomplete(), self.programs.steps
+        flown = {of.slot: of.sample for of in flight.drawn} if flight else {}
+        samples, reach, going = {}, [], []
+        for slot, sample in table.live():
+            left = sample.max_tokens - len(sample.tokens)
+            goes_on = flown.get(slot) is sample
+            if slot in incomplete or goes_on and left <= steps:
+                continue
+            samples[slot] = sample
+            reach.append(min(left, 2 * steps if goes_on else steps))
+            if goes_on:
+                going.append(slot)
+        if not samples:
+            return None
+        ready = np.fromiter(samples, int, len(samples))
         size = min(size for size in self.programs.sizes() if size >= len(ready))
-        rows = ready if size == total else range(len(ready))  # of all slots row s is slot s
-        slots = np.full(size, total)
+        rows = ready if size == total else np.arange(len(ready))  # of all slots row s is slot s
+        slots = np.full(size, FREE)
         slots[rows] = ready
-        block = self.programs.decode(self._rows(slots.tolist()), self._reach(ready))
-        for row, slot in zip(rows, ready, strict=True):
-            sample = table.samples[slot]
-            assert sample is not None
-            tokens = block.tokens[row, : block.count[row]]
-            self.decoded_tokens += len(tokens)
-            table.append(slot, tokens)
-            sample.append(block, row, self.version, int(table.oldest_version[slot]))
-            if sample.ended(bool(block.stopped[row]), len(tokens), self.decode_text):
+        begins = np.ones(size, bool)
+        begins[going] = False
+        after, block = self.programs.decode(
+            self._rows(slots, _needs([sample.request.sampling for sample in samples.values()])),
+            int((table.length[ready] + reach).max()),
+            flight.rows if flight else None,
+            begins,
+        )
+        contexts = table.oldest_version[ready].tolist()
+        drawn = map(Drawn, rows.tolist(), samples.keys(), samples.values(), contexts)
+        return Flight(after, block, list(drawn))
+
+    def _land(self) -> None:
+        """Fetch the block that is under way, if there is one, and hand out what it drew."""
+        if self._flight is None:
+            return
+        flight, self._flight = self._flight, None
+        table, block = self.table, self.programs.fetch(flight.block)
+        here = [  # the others were cancelled, or cut at a stop string
+            of for of in flight.drawn if table.samples[of.slot] is of.sample
+        ]
+        rows, slots = np.array([(of.row, of.slot) for of in here], int).reshape(-1, 2).T
+        counts, features = block.count[rows], flight.rows.features
+        table.append(slots, block.tokens[rows], counts)
+        self.decoded_tokens += int(counts.sum())
+        columns = (x.tolist() for x in (block.tokens, block.log_probs, block.count, block.stopped))
+        tokens, log_probs, drawn, stopped = columns
+        asks_more = features.alternatives or features.raw or features.sampling_mask_size
+        for row, slot, sample, context in here:
+            n = drawn[row]
+            sample.extend(tokens[row][:n], log_probs[row][:n], self.version, context)
+            if asks_more:
+                sample.note(block, row)
+            if sample.ended(stopped[row], n, self.decode_text):
                 self._done.append(sample.hand_over)
                 table.release(slot)
             elif report := sample.report():
                 self._done.append(report)
 
-    def _reach(self, ready: Sequence[int]) -> int:
-        """Return the tokens of the longest row after the next block."""
-        chosen = set(ready)  # in the order of `live`
-        left = [s.max_tokens - len(s.tokens) for slot, s in self.table.live() if slot in chosen]
-        return int((self.table.length[ready] + np.minimum(left, self.programs.steps)).max())
-
-    def _rows(self, slots: Sequence[int], expected: Features | None = None) -> Rows:
-        """Return samples in `slots` as arrays, with room for what is expected; slot S = padding."""
-        table, total = self.table, self.programs.slots
-        held = [(table.samples[s] if s < total else None) or PADDING for s in slots]
-        at = np.minimum(slots, total - 1)
-        settings = [sample.request.sampling for sample in held]
-        features = _needs(settings)
-        if expected is not None:
-            features = features.union(expected)
-        stop_ids = np.full((len(slots), features.stop_ids), -1, np.int32)
-        for row, s in enumerate(settings):
-            stop_ids[row, : len(s.stop_token_ids)] = s.stop_token_ids
-        columns = {
-            name: np.array([getattr(s, name) for s in settings], kind)
-            for kind, names in ROW_SETTINGS.items()
-            for name in names
-        }
+    def _rows(self, slots: np.ndarray, features: Features) -> Rows:
+        """Return samples in `slots` as arrays, for a program of such features; FREE = padding."""
+        table = self.table
+        at = np.minimum(slots, len(table.samples) - 1)
         last = np.maximum(table.length[at] - 1, 0)
         history = None
         if features.penalised:
             known = np.arange(table.tokens.shape[1]) <= last[:, None]
             history = np.where(known, table.tokens[at], -1)
+        stop_ids = np.full((len(slots), features.stop_ids), -1, np.int32)
+        wanted = table.stop_ids[at, : features.stop_ids]
+        stop_ids[:, : wanted.shape[1]] = wanted
         return Rows(
-            slots=np.array(slots, np.int32),
+            slots=slots.astype(np.int32),
             last_token=table.tokens[at, last],
             position=last.astype(np.int32),
-            count=np.array([len(sample.tokens) for sample in held], np.int32),
-            keys=np.array([sample.key for sample in held], np.uint32),
-            max_tokens=np.array([sample.max_tokens for sample in held], np.int32),
+            count=table.length[at] - table.prompt[at],
             stop_ids=stop_ids,
             history=history,
             features=features,
-            **columns,
+            **{name: column[at] for name, column in table.asked.items()},
         )
 
 

@@ -53,13 +53,14 @@ FRACTIONS = (4, 2, 1)  # a block runs over a quarter, a half or all of the slots
 # too few does not fill the device, one with too many computes padding and makes decoding wait.
 PREFILL_TOKENS = {"cpu": (64, 256)}
 DEFAULT_PREFILL_TOKENS = (1024, 1024)
-# Decode steps of a block, by platform. The host takes h between two blocks, and a row that ends
-# waits for half a block: of N steps of t each, for rows of L tokens, h / (N t) + N / (2 L) is lost,
-# which is least for N = sqrt(2 L h / t). For L = 300 and h = 11 ms (128 slots, one CPU core) that
-# is 29 on a TPU v5e, whose step of a 1.5B model is about 8 ms, and 47 for the 3 ms of an H100; with
-# 512 slots and 27 ms 57. The steps' times are estimates; the loss is flat around its least.
-DISPATCH_STEPS = {"gpu": 64}
-DEFAULT_DISPATCH_STEPS = 32
+# Decode steps of a block, by platform. Where a block begins before the one before is fetched, the
+# device waits for the host only if that needs longer than a block takes: about 6 ms for 1,024 slots
+# (LOG.md), where 8 steps of a 1.5B model take 24 ms on an H100 and 64 on a TPU v5e (estimates). A
+# row that ends leaves its slot empty for one and a half blocks on average, 12 steps of 8. A CPU
+# fetches each block before the next: for N steps of t each, h of the host and rows of L tokens
+# h / (N t) + N / (2 L) is lost, which is flat around its least.
+DISPATCH_STEPS = {"cpu": 32}
+DEFAULT_DISPATCH_STEPS = 8
 # Where programs take minutes to compile chunks have few lengths: the first of a prompt, later ones;
 # and later ones see a quarter of a slot or all of it.
 FIRST_CHUNKS, LATER_CHUNKS, LATER_FRACTIONS = (128, 256, 512, 1024), (256, 1024), (4, 1)
@@ -199,6 +200,8 @@ class Programs:
         steps: of a block; None = those of the platform, `DISPATCH_STEPS`.
         platform: whose shapes the programs have; None = that of the devices, which in a plan may
             stand in for others.
+        ahead: a block may begin before the one before is fetched, so that the device does not wait
+            for the host; None = but on CPUs, where both have the same cores.
         shrink: blocks may run over fewer rows than slots; None = on one CPU device. On accelerators
             a block takes as long, and between devices slots would move. False: nor do they see
             fewer positions than there are, so that no neighbour changes a bit.
@@ -214,6 +217,7 @@ class Programs:
         dtype: jnp.dtype,
         steps: int | None,
         shrink: bool | None,
+        ahead: bool | None = None,
         group_bytes: int = GROUP_BYTES,
         kernel: str | None = None,
         platform: str | None = None,
@@ -234,7 +238,9 @@ class Programs:
         self.params: Params | None = None
         # a kernel reads what is filled, whatever it is shown
         self._kernel = has_kernel(config, mesh, dtype, kernel)
-        self._row_fractions = FRACTIONS if (alone if shrink is None else shrink) else (1,)
+        self.ahead = platform != "cpu" if ahead is None else ahead
+        fewer = (alone if shrink is None else shrink) and not self.ahead  # rows stay where they are
+        self._row_fractions = FRACTIONS if fewer else (1,)
         self._sees_all = self._kernel or shrink is False
         self._by_row = placement.sharding((self.slots,), ("batch",))
         self._cache: kv_cache.Cache | None = None
@@ -318,16 +324,42 @@ class Programs:
         arguments = self.params, self._cache, tokens, slots, starts
         return Call(self.functions.prefill, arguments, {"length": length})
 
-    def decode(self, rows: device.Rows, reach: int) -> device.Block:
-        """Decode rows of one of `sizes` that reach `reach` tokens; return the block on the host."""
-        self._cache, block = self.functions.decode(
+    def decode(
+        self,
+        rows: device.Rows,
+        reach: int,
+        before: device.Rows | None = None,
+        begins: Array | None = None,
+    ) -> tuple[device.Rows, device.Block]:
+        """Begin a block; return its rows as it leaves them, and what it draws, on the device.
+
+        Args:
+            rows: as many as one of `sizes` says, as the host knows them.
+            reach: tokens of the longest after the block.
+            before: the rows of a block that is not fetched; those which do not begin go on there.
+            begins: [B] bool.
+        """
+        rows = jax.device_put(rows, self._by_row)
+        if before is not None:
+            has_history = None not in (rows.history, before.history)
+            names = [name for name in device.PROGRESS if name != "history" or has_history]
+            given, left = ({name: getattr(x, name) for name in names} for x in (rows, before))
+            begins = jax.device_put(begins, self._by_row)
+            rows = rows.replace(**self.functions.go_on(given, left, begins))
+        self._cache, after, block = self.functions.decode(
             self.params,
             self._cache,
-            jax.device_put(rows, self._by_row),
+            rows,
             steps=self.steps,
             length=_at_least(reach, self.decode_lengths()),
             every_slot=len(rows.slots) == self.slots,
         )
+        for x in jax.tree.leaves(block):
+            x.copy_to_host_async()
+        return after, block
+
+    def fetch(self, block: device.Block) -> device.Block:
+        """Wait for a block, and return it on the host."""
         return jax.device_get(block)
 
     def warm_up(self, prompts: Sequence[int], rests: bool, padding: Any) -> None:
@@ -358,7 +390,10 @@ class Programs:
                 self._run_prefill(*call)
             for blank, length in blocks:
                 programs.next(f"decode {len(blank.slots)} x {length}")
-                self.decode(blank, length)
+                after, block = self.decode(blank, length)
+                if self.ahead:
+                    _, block = self.decode(blank, length, after, blank.slots >= 0)
+                self.fetch(block)
         self.copy([])
 
     def calls(
@@ -419,6 +454,7 @@ class Compiled(NamedTuple):
     lengthen: Any
     copy: Any
     prefill: Any
+    go_on: Any
     decode: Any
 
     def load(self, params: Params, group_bytes: int = GROUP_BYTES) -> Params:
@@ -480,7 +516,7 @@ def compiled(
     spread = placement if placement.mesh.size > 1 else None
     empty = bind(kv_cache.empty_cache, config, slots, dtype=dtype, platform=placement.platform)
     layer = jax.eval_shape(bind(empty, length=8))[0]
-    names = "batch", "kv_heads", None, None
+    names, by_row = ("batch", "kv_heads", None, None), placement.sharding((slots,), ("batch",))
     cache = (layer.each(lambda x, _: placement.sharding(x.shape, names)),) * config.num_layers
     weights = _weight_shardings(config, placement)
     rest = {name: one if split else whole for name, one in weights.items() if name != STACKED}
@@ -513,11 +549,12 @@ def compiled(
             donate_argnums=1,
             out_shardings=cache,
         ),
+        go_on=jit(device.go_on, out_shardings=by_row),
         decode=jit(
             bind(device.decode, config, placement=spread, kernel=name),
             static_argnames=("steps", "length", "every_slot"),
             donate_argnums=1,
-            out_shardings=(cache, placement.sharding((slots,), ("batch",))),
+            out_shardings=(cache, by_row, by_row),
         ),
     )
 

@@ -1,5 +1,6 @@
 """The thread of an engine in this process: a queue of samples, and turns while there is work."""
 
+import functools
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -25,6 +26,8 @@ class SampleThread(ABC):
         self.version = -1
         self._queue: deque[Sample] = deque()
         self._groups, self._paused, self._running = 0, False, False
+        # Since the last look; to ask a thousand futures takes long. Nor may they keep the engine.
+        self._any_cancelled = threading.Event()
         self._done: list[Callable[[], None]] = []  # called when the lock is free
         # The lock is held by every turn and every public method. Whoever waits for it holds the
         # door, so the thread, which comes back at once, cannot keep others out.
@@ -72,6 +75,9 @@ class SampleThread(ABC):
     def _turn(self) -> None:
         """Admit samples and draw tokens; what has ended goes to `_done`."""
 
+    def _land(self) -> None:  # noqa: B027 - most draw and fetch at once
+        """Fetch what is drawn, where an engine begins to draw before it fetches."""
+
     @abstractmethod
     def _recover(self) -> None:
         """Recover from a turn that failed, with no sample left: what it held may be gone."""
@@ -97,14 +103,18 @@ class SampleThread(ABC):
         return [[future.result() for future in group] for group in self.submit(requests)]
 
     def abort(self) -> None:
-        """End all samples now, with the tokens they have and the reason "abort"."""
+        """End all samples now, with the tokens that are drawn and the reason "abort"."""
         with self._held():
+            self._land()
             for sample in self._all_out():
                 sample.finish("abort")
                 self._done.append(sample.hand_over)
 
     def pause(self) -> None:
-        """Draw no more tokens until `resume`; samples stay where they are."""
+        """Draw no more tokens until `resume`; samples stay where they are.
+
+        What is drawn but not fetched yet is reported by whatever comes next.
+        """
         with self._held():
             self._paused = True
 
@@ -139,12 +149,15 @@ class SampleThread(ABC):
         self._groups += 1
         limit = request.sampling.max_tokens
         conversations = request.conversations or (None,) * len(request.keys)
-        return [
+        samples = [
             Sample(request, self._groups, key, limit, number, conversation)
             for number, (key, conversation) in enumerate(
                 zip(request.keys, conversations, strict=True)
             )
         ]
+        for sample in samples:
+            sample.future.add_done_callback(functools.partial(_tell, self._any_cancelled))
+        return samples
 
     def _enqueue(self, samples: Sequence[Sample]) -> None:
         self._queue.extend(samples)
@@ -184,7 +197,15 @@ class SampleThread(ABC):
             yield sample
 
     def _drop_cancelled(self) -> None:
+        if not self._any_cancelled.is_set():
+            return
+        self._any_cancelled.clear()
         self._queue = deque(sample for sample in self._queue if not sample.future.cancelled())
         for slot, sample in list(self._live()):
             if sample.future.cancelled():
                 self._release(slot)
+
+
+def _tell(any_cancelled: threading.Event, future: Future[Completion]) -> None:
+    if future.cancelled():
+        any_cancelled.set()

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxrl.rollout.native.decode import Block
+from jaxrl.rollout.native.decode import LEAST_STOP_IDS, SETTINGS, Block
 from jaxrl.rollout.native.stop_strings import StopStrings
-from jaxrl.rollout.protocol import Completion, Request, Sampling
+from jaxrl.rollout.protocol import Completion, Request
 
 LEAST_REUSE = 16  # tokens; copying fewer from another request's slot is not worth a copy
 
@@ -35,17 +35,10 @@ class Sample:
     reported: int = 0  # tokens that `on_tokens` has been given
     stop_strings: StopStrings | None = None
 
-    def append(self, block: Block, row: int, version: int, context_version: int) -> None:
-        """Add what a block drew in a row.
-
-        Args:
-            version: of the weights that drew it.
-            context_version: the oldest in the row's keys and values.
-        """
+    def note(self, block: Block, row: int) -> None:
+        """Add what the request wants to know of the tokens that a block drew in a row."""
         drawn, sampling = int(block.count[row]), self.request.sampling
         wanted = sampling.logprobs
-        log_probs = block.log_probs[row, :drawn].tolist()
-        self.extend(block.tokens[row, :drawn].tolist(), log_probs, version, context_version)
         for i in range(drawn if wanted else 0):
             ids, scores = block.top_ids[row, i, :wanted], block.top_log_probs[row, i, :wanted]
             self.top_log_probs.append(dict(zip(ids.tolist(), scores.tolist(), strict=True)))
@@ -65,7 +58,9 @@ class Sample:
         """Add tokens; `log_probs` are empty where the engine has none.
 
         Args:
-            context_version: None = the sample goes on with all that its first weights computed.
+            version: of the weights that drew them.
+            context_version: the oldest in the row's keys and values; None = the sample goes on with
+                all that its first weights computed.
         """
         if context_version is None:
             context_version = self.versions[0] if self.versions else version
@@ -171,16 +166,12 @@ class Sample:
 
     def hand_over(self) -> None:
         """Tell whoever waits, if anybody still does."""
-        if not self.future.set_running_or_notify_cancel():
+        if self.future.done() or not self.future.set_running_or_notify_cancel():
             return
         if isinstance(self.outcome, BaseException):
             self.future.set_exception(self.outcome)
         else:
             self.future.set_result(self.outcome)  # type: ignore[arg-type]
-
-
-# stands in rows of a block that hold no sample
-PADDING = Sample(Request((0,), (), Sampling(max_tokens=0)), group=-1, key=(0, 0), max_tokens=0)
 
 
 class SlotTable:
@@ -208,6 +199,13 @@ class SlotTable:
         self.group = np.full(slots, -1)  # [S] request of the tokens
         self.members: dict[int, list[int]] = {-1: list(range(slots))}  # slots of each group
         self.used = np.zeros(slots, np.int64)  # [S] when the slot was taken last
+        self.prompt = np.zeros(slots, np.int32)  # [S] tokens of the prompt
+        self.stop_ids = np.full((slots, LEAST_STOP_IDS), -1, np.int32)  # as in Rows
+        self.asked = {  # name -> [S], columns of Rows that are the sample's from its start
+            "keys": np.zeros((slots, 2), np.uint32),
+            "max_tokens": np.zeros(slots, np.int32),
+            **{name: np.zeros(slots, kind) for kind, names in SETTINGS.items() for name in names},
+        }
         self.slot_of: dict[Future[None] | None, int] = {}  # of conversations
         self.taken = np.zeros(slots, bool)  # [S] by a sample or a conversation
         self._clock = 0
@@ -256,7 +254,20 @@ class SlotTable:
         self.filled[slot] = known
         if not known:
             self.oldest_version[slot] = self.version
+        self._note(slot, sample)
         return slot
+
+    def _note(self, slot: int, sample: Sample) -> None:
+        """Write what a sample asks for into the columns of its slot."""
+        sampling = sample.request.sampling
+        self.prompt[slot] = len(sample.request.prompt_tokens)
+        for name, column in self.asked.items():
+            given = {"keys": sample.key, "max_tokens": sample.max_tokens}
+            column[slot] = given[name] if name in given else getattr(sampling, name)
+        if (more := len(sampling.stop_token_ids) - self.stop_ids.shape[1]) > 0:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, more)), constant_values=-1)
+        self.stop_ids[slot] = -1
+        self.stop_ids[slot, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
 
     def has_room(self, sample: Sample) -> bool:
         """Return whether `take` finds a slot."""
@@ -277,12 +288,17 @@ class SlotTable:
         self.group[slot] = group
         self.members.setdefault(group, []).append(slot)
 
-    def append(self, slot: int, tokens: np.ndarray) -> None:
-        """Add tokens that were drawn in a slot; all but the last are in the cache."""
-        start = self.length[slot]
-        self.tokens[slot, start : start + len(tokens)] = tokens
-        self.length[slot] += len(tokens)
-        self.filled[slot] = self.length[slot] - 1
+    def append(self, slots: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
+        """Add the tokens [n, N] that were drawn in n slots; all but the last are in the cache.
+
+        Args:
+            counts: [n] of those of each slot.
+        """
+        drawn = np.arange(tokens.shape[1]) < counts[:, None]
+        row, step = np.nonzero(drawn)
+        self.tokens[slots[row], self.length[slots[row]] + step] = tokens[drawn]
+        self.length[slots] += counts
+        self.filled[slots] = self.length[slots] - 1
 
     def copy(self, source: int, slot: int, known: int) -> None:
         """Note that a slot holds what `source` holds, of which `known` positions are of its row."""

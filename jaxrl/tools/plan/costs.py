@@ -197,7 +197,7 @@ def best_seconds(func: Callable[..., Any], *args: Any, repeats: int = 5) -> floa
 def seconds(phase: Phase, memory: Memory, device: Limits) -> dict[str, float]:
     """Return least seconds of one execution by what bounds it: "compute", "memory", "network".
 
-    And "host", in which the device waits; it adds to the largest of the others.
+    And "host", of what the host does for one; see `Phase.ahead`.
     """
     found = {
         "compute": device_flops(phase, memory) / device.flops,

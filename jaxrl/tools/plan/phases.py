@@ -77,7 +77,8 @@ class Phase:
         reads: bytes that a device reads beside arguments, results and weights.
         cache: of these those of keys and values, with what is written of them.
         live: share of the rows of its blocks that still sample; the others ended before.
-        host: seconds in which the device waits for the host, of one execution.
+        host: seconds of the host for one execution.
+        ahead: the next one runs in that time; else the device waits.
         sends: bytes that a device sends before it, beside the program's own collectives.
     """
 
@@ -95,6 +96,7 @@ class Phase:
     cache: float = 0.0
     live: float = 1.0
     host: float = 0.0
+    ahead: bool = False
     sends: float = 0.0
 
 
@@ -283,7 +285,8 @@ def _sampling(run: Run, engine: NativeEngine, policy: Part, shorter: float) -> I
         yield _copies(part, calls["copy"], slots // groups, generator.n_samples_per_prompt, waves)
     mean = drawn - shorter
     steps, context = min(programs.steps, drawn), prompt + int(mean) // 2
-    blocks = _blocks(samples / slots, drawn, mean, programs.steps)
+    late = programs.steps * (1.5 if programs.ahead else 0.5)
+    blocks = _blocks(samples / slots, drawn, mean, programs.steps, late)
     live = samples * mean / (slots * max(blocks * steps, 1)) if shorter else 1.0
     token = layers_flops(model, context - 1, context) + head_flops(model, 1)
     element, rows, tensor = programs.dtype.itemsize, slots // groups, _tensor(part)
@@ -306,22 +309,25 @@ def _sampling(run: Run, engine: NativeEngine, policy: Part, shorter: float) -> I
         cache=steps * touched / tensor,
         live=live,
         host=HOST_SECONDS * slots,
+        ahead=programs.ahead,
     )
 
 
-def _blocks(rows: float, longest: int, mean: float, steps: int) -> int:
+def _blocks(rows: float, longest: int, mean: float, steps: int, late: float) -> int:
     """Return the blocks of decode steps until all rows have ended.
 
     Rows of fewer tokens end within a block, on average in its middle, and then leave their slots to
     those that wait; when none does any more the last ones go on, the longest for all its tokens.
 
     Args:
-        rows: for each slot; steps: of a block.
+        rows: for each slot.
+        steps: of a block.
+        late: steps from the end of a row until its slot has another one, on average.
     """
     full = math.ceil(rows) * math.ceil(longest / steps)
     if mean == longest:
         return full
-    return min(full, math.ceil((max(rows - 1, 0) * (mean + steps / 2) + longest) / steps))
+    return min(full, math.ceil((max(rows - 1, 0) * (mean + late) + longest) / steps))
 
 
 def _tensor(part: Part) -> int:

@@ -47,9 +47,13 @@ class Line:
 
     @property
     def seconds(self) -> float:
-        """Return the least seconds of the phase in a step; the device waits for the host."""
+        """Return the least seconds of the phase in a step, in which host and device take turns.
+
+        Where the host is a block behind they work at the same time.
+        """
         device = max(least for name, least in self.times.items() if name != "host")
-        return device + self.times.get("host", 0.0)
+        host = self.times.get("host", 0.0)
+        return max(device, host) if self.phase.ahead else device + host
 
 
 @dataclass(frozen=True)

@@ -49,11 +49,16 @@ def test_the_program_outranks_the_formulas():
     assert (found["compute"], found["memory"]) == (30, 40)
 
 
-@pytest.mark.parametrize(("host", "bound", "total"), [(1.0, "compute", 13.0), (20, "host", 32.0)])
-def test_the_host_adds_to_what_the_device_takes(host, bound, total):
-    times = seconds(phase("apply", host=host), MEMORY, DEVICE)
-    line = Line(phase("apply"), MEMORY, beside=0.0, traffic=0.0, times=times)
-    assert (line.bound, line.seconds) == (bound, total)
+@pytest.mark.parametrize(
+    ("host", "bound", "in_turns", "beside"),
+    [(1.0, "compute", 13.0, 12.0), (20, "host", 32.0, 20.0)],
+)
+def test_the_host_adds_to_what_the_device_takes_or_works_beside_it(host, bound, in_turns, beside):
+    for ahead, total in ((False, in_turns), (True, beside)):
+        one = phase("apply", host=host, ahead=ahead)
+        times = seconds(one, MEMORY, DEVICE)
+        line = Line(one, MEMORY, beside=0.0, traffic=0.0, times=times)
+        assert (line.bound, line.seconds) == (bound, total)
 
 
 @pytest.mark.parametrize(

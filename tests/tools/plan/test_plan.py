@@ -141,11 +141,11 @@ def test_gpus_that_are_not_here_are_estimated(capsys, planned, monkeypatch):
 
 
 def test_blocks_have_the_steps_of_the_machine(capsys, planned):
-    """Of 100 tokens: a GPU's blocks have 64 steps, others' 32."""
+    """Of 100 tokens: a CPU's blocks have 32 steps, others' 8."""
     flags = "--estimate", "--config.generator.sampling_params.max_generate_length=100"
     here, there = (planned(capsys, *flags, x)[2] for x in ("--hbm-gib=16", "--topology=h100:4"))
     assert phases_of(here)["decode"]["runs"] == 4
-    assert phases_of(there)["decode"]["runs"] == 2
+    assert phases_of(there)["decode"]["runs"] == 13
 
 
 def test_shorter_responses_leave_dead_rows(capsys, planned):
@@ -161,19 +161,20 @@ def test_shorter_responses_leave_dead_rows(capsys, planned):
 
 
 @pytest.mark.parametrize(
-    ("rows", "mean", "blocks"),
+    ("rows", "mean", "late", "blocks"),
     [
-        (1, 64, 2),  # of 32 steps
-        (2.5, 64, 6),  # three waves of two blocks
-        (4, 64, 8),
+        (1, 64, 16, 2),  # of 32 steps
+        (2.5, 64, 16, 6),  # three waves of two blocks
+        (4, 64, 16, 8),
         # a slot is free 16 steps after the end of its row: 3 rows of 24 + 16 steps, then one of 64
         # that begins last: 184 steps
-        (4, 24, 6),
-        (1, 24, 2),
+        (4, 24, 16, 6),
+        (4, 24, 6, 5),  # 3 x 30 + 64 = 154
+        (1, 24, 16, 2),
     ],
 )
-def test_blocks_until_all_rows_have_ended(rows, mean, blocks):
-    assert phases._blocks(rows, longest=64, mean=mean, steps=32) == blocks
+def test_blocks_until_all_rows_have_ended(rows, mean, late, blocks):
+    assert phases._blocks(rows, longest=64, mean=mean, steps=32, late=late) == blocks
 
 
 def test_packed_rows_hold_more_of_shorter_trajectories(capsys, planned):
