@@ -21,6 +21,7 @@ from benchmarks import (
     memory,
     overhead,
     overlap,
+    paged_attention,
     plan_memory,
     rollout,
     rollout_file,
@@ -70,6 +71,7 @@ def run(benchmark, tmp_path, capsys, *flags):
         memory,
         overhead,
         overlap,
+        paged_attention,
         plan_memory,
         rollout,
         rollout_file,
@@ -100,6 +102,11 @@ def test_engine_host(tmp_path, capsys):
 
 
 @needs_sandbox
+def test_paged_attention(tmp_path, capsys):
+    _, report = run(paged_attention, tmp_path, capsys)
+    assert [row["slots_ms"] > 0 < row["pages_ms"] for row in report["rows"]] == [True, True]
+
+
 def test_sandbox(tmp_path, capsys):
     printed, report = run(sandbox, tmp_path, capsys)
     assert "more than outside" in printed

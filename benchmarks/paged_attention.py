@@ -1,0 +1,132 @@
+"""A decoding step's attention on this CPU: keys and values in slots, and in pages.
+
+    python -m benchmarks.paged_attention
+
+Claim: in pages it takes no longer than in slots where all rows are as long as a slot, and less
+where their lengths differ, since it reads of each row what that has.
+
+Slots as the native engine has them: it reads a quarter, a half or all of every slot, as much as the
+longest row needs. Pages lie at random. One layer, float32; medians of `--repeats` calls in turns,
+milliseconds. "skewed" lengths are lognormal, with a median of a fifth of the longest and sigma 0.7.
+"""
+
+import argparse
+import functools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.models.kernels.decode_attention import decode_attention
+from jaxrl.models.kernels.paged_attention import Pages, paged_attention
+from jaxrl.models.transformer import TransformerConfig
+from jaxrl.rollout.native.programs import FRACTIONS, fractions_of
+
+SIZE = 64  # positions of a page
+SHAPES = {  # heads, key/value heads, head width
+    "SmolLM2-135M": (9, 3, 64),
+    "quickstart": (8, 4, 32),
+    "Qwen2.5-1.5B": (12, 2, 128),
+}
+CASES = ((64, 1024), (32, 192), (16, 1024), (64, 256))  # rows, positions of the longest
+
+
+def measure(shape: str, rows: int, longest: int, skewed: bool, repeats: int) -> dict[str, Any]:
+    """Milliseconds of both, and what they read."""
+    heads, kv_heads, width = SHAPES[shape]
+    config = TransformerConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=32,
+        num_layers=1,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=width,
+    )
+    rng = np.random.default_rng(0)
+    lengths = np.full(rows, longest)
+    if skewed:
+        drawn = rng.lognormal(np.log(longest / 5), 0.7, rows)
+        lengths = np.clip(drawn, 8, longest).astype(int)
+    shown = min(n for n in fractions_of(longest, FRACTIONS) if n >= lengths.max())
+    new = functools.partial(rng.standard_normal, dtype=np.float32)
+    q = jnp.asarray(new((rows, 1, heads, width)))
+    keys = jnp.asarray(new((rows, kv_heads, width, longest)))
+    values = jnp.asarray(new((rows, kv_heads, longest, width)))
+    of_row = longest // SIZE
+    table = rng.permutation(rows * of_row).reshape(rows, of_row)
+    places = np.argsort(table.ravel())  # of each page its number in the rows
+    pages = Pages(
+        (
+            jnp.moveaxis(keys.reshape(rows, kv_heads, width, of_row, SIZE), 3, 1).reshape(
+                -1, kv_heads, width, SIZE
+            )[places],
+            jnp.moveaxis(values.reshape(rows, kv_heads, of_row, SIZE, width), 2, 1).reshape(
+                -1, kv_heads, SIZE, width
+            )[places],
+        ),
+        joined=False,
+    )
+    mask = jnp.arange(shown) < lengths[:, None]
+
+    @jax.jit
+    def slots(q: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
+        given = q, keys[..., :shown], values[:, :, :shown], mask
+        return decode_attention(config, *given, kernel="xla", transposed=True)
+
+    runs = {
+        "slots": functools.partial(slots, q, keys, values, mask),
+        "pages": functools.partial(
+            jax.jit(functools.partial(paged_attention, config)),
+            *(q, pages, jnp.asarray(table), jnp.asarray(lengths - 1)),
+        ),
+    }
+    np.testing.assert_allclose(runs["slots"](), runs["pages"](), atol=1e-5)
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            started = time.perf_counter()
+            jax.block_until_ready(run())
+            seconds[name].append(time.perf_counter() - started)
+    took = {name: 1e3 * statistics.median(found) for name, found in seconds.items()}
+    return {
+        "shape": shape,
+        "rows": rows,
+        "longest": longest,
+        "mean": float(lengths.mean()),
+        "shown": shown,
+        **{f"{name}_ms": value for name, value in took.items()},
+        "slots / pages": took["slots"] / took["pages"],
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--smoke", action="store_true", help="one small case, once")
+    parser.add_argument("--json", help="a file for the rows")
+    given = parser.parse_args(argv)
+    shapes, cases = (["quickstart"], [(2, 128)]) if given.smoke else (list(SHAPES), CASES)
+    rows = []
+    for shape in shapes:
+        for case in cases:
+            for skewed in (False, True):
+                found = measure(shape, *case, skewed, 1 if given.smoke else given.repeats)
+                rows.append(found)
+                print(", ".join(f"{k} {v:.4g}" if k != "shape" else v for k, v in found.items()))
+    if given.json:
+        Path(given.json).write_text(json.dumps({"rows": rows}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
