@@ -208,11 +208,12 @@ def _decisive(attempt: Attempt, console: Console, running: set[int]) -> Report |
 
 def _news(attempt: Attempt, console: Console, running: set[int]) -> list[Report]:
     """Show and return what news there is; processes that ended run no more."""
-    reports = attempt.poll(POLL_SECONDS)
-    for report in reports:
-        console.show(report)
-        if report.status is not None:
-            running.discard(report.index)
+    with _whole():
+        reports = attempt.poll(POLL_SECONDS)
+        for report in reports:
+            console.show(report)
+            if report.status is not None:
+                running.discard(report.index)
     return reports
 
 
@@ -237,12 +238,35 @@ def _end_gently(attempt: Attempt, console: Console, running: set[int], number: i
             _news(attempt, console, running)
 
 
+_late: list[list[int]] = []  # signals that came in the `_whole` blocks that run
+
+
+@contextlib.contextmanager
+def _whole() -> Iterator[None]:
+    """Raise `Interrupted` at the end of the block for a signal that comes while it runs.
+
+    In the midst of `Popen.poll` it would leave the lock of that process held, for which whoever
+    ends the process waits for ever.
+    """
+    received: list[int] = []
+    _late.append(received)
+    try:
+        yield
+    finally:
+        _late.remove(received)
+    if received:
+        raise Interrupted(received[0])
+
+
 @contextlib.contextmanager
 def _signals() -> Iterator[None]:
-    """Raise `Interrupted` for SIGINT and SIGTERM while the block runs."""
+    """Raise `Interrupted` for SIGINT and SIGTERM while the block runs; see `_whole`."""
 
     def interrupt(number: int, _: object) -> None:
-        raise Interrupted(number)
+        if _late:
+            _late[-1].append(number)
+        else:
+            raise Interrupted(number)
 
     before = {n: signal.signal(n, interrupt) for n in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -265,3 +265,29 @@ def test_a_signal_to_the_launcher_ends_everything(tmp_path, number):
     assert out == "ends\n" * (1 if number == signal.SIGTERM else 2)
     assert f"launch: signal {int(number)}: ending all processes" in err
     wait_until_dead(*pids)
+
+
+def test_a_signal_never_interrupts_a_look_at_the_processes():
+    """There it would leave a lock of `Popen` held, for which the end of the process waits."""
+    log = []
+
+    class Interrupting:
+        def poll(self, seconds):
+            if "signal" not in log:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.01)  # the handler has run
+            log.append("polled")
+            return [Report(0, "", 0)]
+
+        def signal(self, number):
+            log.append("signal")
+
+        def stop(self):
+            log.append("stop")
+
+    status = supervise(
+        lambda mode: (Interrupting(), {0: ""}), Restarts(3, 1.0, lambda: 0, "latest")
+    )
+    assert status == 128 + signal.SIGINT
+    assert log == ["polled", "signal", "stop"]  # what had ended in that look is not waited for
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
