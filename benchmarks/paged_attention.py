@@ -2,7 +2,7 @@
 
     python -m benchmarks.paged_attention
 
-Claim: in pages it takes no longer than in slots where all rows are as long as a slot, and less
+Aim: in pages it takes no longer than in slots where all rows are as long as a slot, and less
 where their lengths differ, since it reads of each row what that has.
 
 Slots as the native engine has them: it reads a quarter, a half or all of every slot, as much as the
