@@ -101,12 +101,12 @@ def test_engine_host(tmp_path, capsys):
     assert row["slots"] == 16 and min(row.values()) > 0
 
 
-@needs_sandbox
 def test_paged_attention(tmp_path, capsys):
     _, report = run(paged_attention, tmp_path, capsys)
     assert [row["slots_ms"] > 0 < row["pages_ms"] for row in report["rows"]] == [True, True]
 
 
+@needs_sandbox
 def test_sandbox(tmp_path, capsys):
     printed, report = run(sandbox, tmp_path, capsys)
     assert "more than outside" in printed
