@@ -5,18 +5,17 @@
 Rollouts of 50,000 tokens (3M shape), in each of which weights change while samples are in flight:
 
     conversations  of three turns, prompts of 16-600 tokens, some in chunks, one update
-    kept slots     the same, each of which keeps its slot until it is over
+    kept pages     the same, each of which keeps its pages until it is over
     waiting group  three times as many samples of a prompt as there are slots, one update
     shared prompt  requests of one sample that begin alike, of different lengths, six updates
 
-Prefixes are found in the cache, but in the second and third, which share within a conversation or a
-request alone. Claim: the
-log-prob of each token whose two versions agree (the one that drew it, and the oldest in its
-context) differs in float32 from that of the trainer's forward under this version by at most 1e-4.
-With `recompute_kv_on_update` these are all tokens. Without it the share of the others is printed,
-and none of them is of a sample that drew its first token after the update, but of one that goes on
-in its conversation's slot. With one matrix of the
-engine left as it was the difference is larger; bfloat16 is run beside it.
+The cache gives what was decoded to any request, but in the second and third, where it gives what
+was prefilled alone. Claim: the log-prob of each token whose two versions agree (the one that drew
+it, and the oldest in its context) differs in float32 from that of the trainer's forward under this
+version by at most 1e-4. With `recompute_kv_on_update` these are all tokens. Without it the share of
+the others is printed, and none of them is of a sample that drew its first token after the update,
+but of one that goes on with its conversation's pages. With one matrix of the engine left as it was
+the difference is larger; bfloat16 is run beside it.
 
 New weights are the first ones with noise of 2 % of the size of each matrix. Products of float32 are
 of the highest precision that the platform has.
@@ -122,7 +121,8 @@ class Variant:
 
     Attributes:
         talks: (vocabulary, sampled tokens, slots, longest prompt, tokens of a turn) -> rollout.
-        keeps: conversations keep their slots.
+        prefixes: what was decoded is found by any request.
+        keeps: conversations keep their pages.
         planted: the first layer's output projection was forgotten in every update.
     """
 
@@ -138,8 +138,8 @@ class Variant:
 VARIANTS = {
     "conversations": Variant(conversations, False),
     "conversations, recomputed": Variant(conversations, True),
-    "kept slots": Variant(conversations, False, prefixes=False, keeps=True),
-    "kept slots, recomputed": Variant(conversations, True, prefixes=False, keeps=True),
+    "kept pages": Variant(conversations, False, prefixes=False, keeps=True),
+    "kept pages, recomputed": Variant(conversations, True, prefixes=False, keeps=True),
     "waiting group": Variant(waiting_group, False, prefixes=False),
     "waiting group, recomputed": Variant(waiting_group, True, prefixes=False),
     "shared prompt": Variant(shared_prompt, False, 6),
@@ -270,7 +270,7 @@ def run_variant(
         recompute_kv_on_update=variant.recompute,
     )
     engine.update_weights(old, 0)
-    sizes = (40, 8) if arguments.smoke else (600, 200)
+    sizes = (160, 8) if arguments.smoke else (600, 200)  # half of the first fills a page
     talks = variant.talks(model.vocab_size, arguments.tokens, arguments.slots, *sizes)
     started = time.perf_counter()
     asked = hold(

@@ -11,9 +11,10 @@ are alike): mesh fsdp over all chips, bfloat16, rows of 512 + 1024 tokens packed
 (scorer), 64 slots on each chip. Figures are of one chip and one execution: the compiler's estimate
 of cycles (it has none for kernels, sorts, large scatters, or waits for the network), bytes of main
 memory read and written (kernels apart, as if they read all they are given), bytes sent by kind of
-collective, temporaries, sorts, copies as large as the keys and values of a layer, FLOPs of products
-by dtype (without those in kernels). They are read from the text of the program, loops by trips;
-none is a measurement.
+collective, temporaries, sorts, copies as large as the pages of a layer, FLOPs of products by dtype
+(without those in kernels). They are read from the text of the program, loops by trips; none is a
+measurement. "prefill" and "decode block" are one program: what a chunk of prompts adds to a block,
+and a block without chunks.
 """
 
 import argparse
@@ -29,8 +30,9 @@ from benchmarks.shapes import SHAPES
 from jaxrl import config as cfg
 from jaxrl.tools.plan import hlo, topology
 from jaxrl.tools.plan.operations import Program
-from jaxrl.tools.plan.phases import Phase, phases
+from jaxrl.tools.plan.phases import SAMPLING, Phase, phases
 from jaxrl.tools.plan.run import Run
+from jaxrl.training.resident_memory import device_bytes
 
 SETTINGS = {
     "trainer.bf16": True,
@@ -54,7 +56,6 @@ NAMES = {  # of the phases, as in the table
     "gradient": "gradient",
     "apply": "apply",
 }
-CACHED = ("prefill", "copy", "decode")  # kinds of phases that have the cache
 COPIES = ("copy", "copy-done", "slice-done", "transpose")
 MIB = 2**20
 
@@ -75,21 +76,18 @@ def assemble(shape: str, layers: int, machine: topology.Machine, folder: Path) -
     return Run(config, machine)
 
 
-def layer_bytes(run: Run) -> float:
-    """Bytes of the keys, or of the values, of one layer on a chip; its slots have 1536 tokens."""
-    model = run.model
-    return SLOTS * 1536 * model.num_kv_heads * model.head_dim * 2
-
-
-def figures(phase: Phase, layer: float) -> dict[str, Any]:
-    """Compile a program and read it."""
-    compiled = phase.call.lower().compile()
+def figures(phase: Phase, compiled: Any) -> dict[str, Any]:
+    """Read the compiled program of a phase."""
     stats, text = compiled.memory_analysis(), compiled.as_text() or ""
-    program = Program(text, phase.trips)
-    totals, sent = program.totals(), dict.fromkeys(hlo.KINDS, 0.0)
-    for one in hlo.collectives(text):
+    program = Program(text, phase.trips, phase.inner)
+    totals = program.totals()
+    sent: dict[str, float] = dict.fromkeys(hlo.KINDS, 0.0)
+    for one in hlo.collectives(text, phase.inner):
         sent[one.kind] += one.times * (1 if one.fixed else phase.trips) * one.moved
-    sorts = program.find(("sort",))
+    sorts, copies = program.find(("sort",)), []
+    if phase.kind in SAMPLING:
+        layer = min(map(device_bytes, jax.tree.leaves(phase.call.args[1])))
+        copies = program.find(COPIES, layer)
     return {
         "cycles": totals.cycles,
         "moved": totals.moved,
@@ -97,7 +95,7 @@ def figures(phase: Phase, layer: float) -> dict[str, Any]:
         "sent": {kind: amount for kind, amount in sent.items() if amount},
         "temporaries": stats.temp_size_in_bytes if stats else None,
         "sorts": [one.array for one in sorts],
-        "copies": [one.array for one in program.find(COPIES, layer) if phase.kind in CACHED],
+        "copies": [one.array for one in copies],
         "products": totals.products,
     }
 
@@ -187,8 +185,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 wanted = [
                     x for x in phases(run, run.engine()) if NAMES.get(x.name) in arguments.programs
                 ]
+            call, compiled = None, None
             for phase in wanted:
-                reports[-1]["programs"][NAMES[phase.name]] = figures(phase, layer_bytes(run))
+                if phase.call is not call:  # those of a block share one
+                    call, compiled = phase.call, phase.call.lower().compile()
+                reports[-1]["programs"][NAMES[phase.name]] = figures(phase, compiled)
                 if arguments.json:
                     arguments.json.write_text(json.dumps({"reports": reports}, indent=1))
             print(table(reports[-1]) + "\n", flush=True)

@@ -8,7 +8,8 @@ transformers on torch at batch 32 and 64 (8 samples per 64-token prompt, 32 new 
 
 The rows of a batch are `--group` samples of a prompt, as GRPO draws them: the engine runs each
 prompt once, `generate` once per row (it has no shared prefill); `--group=1` compares distinct
-prompts. Both systems take turns in one process and use all cores. Tokens/s count new tokens over
+prompts. Every call has prompts of its own, as the engine finds those that it has prefilled. Both
+systems take turns in one process and use all cores. Tokens/s count new tokens over
 the whole call, prefill too; a decode step is (call - call for one token) / (new tokens - 1). The
 bound is the larger of bytes over the measured bandwidth and FLOPs over the measured matmul rate
 (`roofline.py`).
@@ -112,19 +113,13 @@ def transformers_generate(folder: Path) -> Generate:
     return generate
 
 
-def random_prompts(model: TransformerConfig, batch: int, work: Work) -> np.ndarray:
+def random_prompts(
+    rng: np.random.Generator, model: TransformerConfig, batch: int, work: Work
+) -> np.ndarray:
     """Prompts [batch, length] of random tokens, each `work.group` times."""
     groups = -(-batch // work.group)
-    rng = np.random.default_rng(batch)
     prompts = rng.integers(3, model.vocab_size, (groups, work.prompt_length))
     return np.repeat(prompts, work.group, axis=0)[:batch]
-
-
-def seconds(func: Callable[..., Any], *args: Any) -> float:
-    """Wall-clock seconds of a call."""
-    start = time.perf_counter()
-    func(*args)
-    return time.perf_counter() - start
 
 
 def measure_batch(
@@ -135,13 +130,18 @@ def measure_batch(
     modes: Sequence[str] = tuple(MODES),
 ) -> list[dict[str, Any]]:
     """Rows of one batch size: the systems in turns, medians."""
-    prompts = random_prompts(model, batch, work)
+    rng = np.random.default_rng(batch)
     times: dict[tuple[str, str], list[tuple[float, float]]] = {}
+
+    def seconds(generate: Generate, new_tokens: int, mode: str) -> float:
+        prompts, start = random_prompts(rng, model, batch, work), time.perf_counter()
+        generate(prompts, new_tokens, MODES[mode])
+        return time.perf_counter() - start
+
     for repeat in range(-1, work.repeats):  # the first compiles
         for mode in modes:
             for name, generate in systems.items():
-                first = seconds(generate, prompts, 1, MODES[mode])
-                whole = seconds(generate, prompts, work.new_tokens, MODES[mode])
+                first, whole = (seconds(generate, n, mode) for n in (1, work.new_tokens))
                 if repeat >= 0:
                     times.setdefault((name, mode), []).append((first, whole))
     rows = []

@@ -21,11 +21,11 @@ import jax.numpy as jnp
 
 from benchmarks import ahead_of_time
 from benchmarks.shapes import transformer_config
+from jaxrl.models.placement import placed_params
 from jaxrl.parallel import Placement, make_mesh
 from jaxrl.parallel.compilation import Call
 from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.protocol import Request, Sampling
-from jaxrl.tools.plan.run import placed_params
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)$")

@@ -15,9 +15,10 @@ the limits. vLLM gets all groups at once, over HTTP, from a server that runs alr
 model. Only wanted tokens count. The bound of a step is the larger of bytes (weights, filled
 keys and values) over the measured bandwidth and FLOPs over the measured rate of matrix products;
 the bound of the run adds up those of the steps that a schedule without waiting would take, and the
-prefill of every prompt once. "where": one more run of ours with a clock around prefill and blocks;
-idle = row-steps of blocks in which a row was done or no row was there. Without --model our engine
-runs alone, on random weights.
+prefill of every prompt once. No run finds prompts of the one before: ours forgets them, vLLM has to
+be started with --no-enable-prefix-caching. "where": one more run of ours with a clock around
+blocks, which prefill too; idle = row-steps of blocks in which a row was done or no row was there.
+Without --model our engine runs alone, on random weights.
 """
 
 import argparse
@@ -172,9 +173,16 @@ def bound_seconds(model: TransformerConfig, work: Work, rates: roofline.Rates, s
 
 
 def measure(
-    systems: dict[str, Callable[[float], Tokens]], work: Work, repeats: int
+    systems: dict[str, Callable[[float], Tokens]],
+    forget: Callable[[], None],
+    work: Work,
+    repeats: int,
 ) -> tuple[list[dict[str, Any]], dict[str, Tokens]]:
-    """Medians over turns of the systems, and what each drew greedily."""
+    """Medians over turns of the systems, and what each drew greedily.
+
+    Args:
+        forget: empties our engine's cache.
+    """
     times: dict[tuple[str, str], list[float]] = {}
     greedy: dict[str, Tokens] = {}
     for temperature in MODES.values():
@@ -183,6 +191,7 @@ def measure(
     for _ in range(repeats):
         for mode, temperature in MODES.items():
             for name, generate in systems.items():
+                forget()
                 start = time.perf_counter()
                 tokens = generate(temperature)
                 times.setdefault((name, mode), []).append(time.perf_counter() - start)
@@ -221,31 +230,25 @@ def same_tokens(ours: Tokens, theirs: Tokens, engine: NativeEngine, work: Work) 
 
 def where(engine: NativeEngine, generate: Callable[[float], Tokens]) -> dict[str, float]:
     """Seconds of one sampled run by part, and the idle share of the row-steps of its blocks."""
-    programs, seconds = engine.programs, {"prefill": 0.0, "blocks": 0.0}
-    computed, before = 0, engine.decoded_tokens
-    prefill, decode = programs.prefill, programs.decode
-
-    def timed_prefill(*args: Any) -> None:
-        started = time.perf_counter()
-        prefill(*args)
-        jax.block_until_ready(programs._cache)
-        seconds["prefill"] += time.perf_counter() - started
+    programs: Any = engine.programs
+    decode, before = programs.decode, engine.decoded_tokens
+    blocks, computed = 0.0, 0
 
     def timed_decode(rows: Any, *others: Any) -> Any:
-        nonlocal computed
+        nonlocal blocks, computed
         started = time.perf_counter()
         after, block = jax.block_until_ready(decode(rows, *others))
-        seconds["blocks"] += time.perf_counter() - started
-        computed += len(rows.slots) * int(block.count.max())
+        blocks += time.perf_counter() - started
+        computed += len(rows.live) * int((rows.start + block.count).max())
         return after, block
 
-    programs.prefill, programs.decode = timed_prefill, timed_decode
+    programs.decode = timed_decode
     started = time.perf_counter()
     generate(1.0)
     total = time.perf_counter() - started
-    programs.prefill, programs.decode = prefill, decode
+    programs.decode = decode
     idle = 1 - (engine.decoded_tokens - before) / computed
-    return {**seconds, "rest": total - sum(seconds.values()), "total": total, "idle": idle}
+    return {"blocks": blocks, "rest": total - blocks, "total": total, "idle": idle}
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -259,19 +262,24 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     slots = min(arguments.slots, len(work.prompts) * work.group)
     options: dict[str, Any] = {"max_num_seqs": slots, "steps_per_dispatch": arguments.block}
     engine = NativeEngine(model, make_mesh(devices=jax.devices()[:1]), dtype=dtype, **options)
-    engine.update_weights(params, 0)
+
+    def forget() -> None:
+        engine.update_weights(params, 0)
+
+    forget()
     systems = {"jaxrl": engine_generate(engine, work)}
     if folder and not gpu and importlib.util.find_spec("torch"):
         systems["transformers"] = transformers_generate(folder, work, arguments.batch)
     if arguments.vllm_url:
         systems["vllm"] = vllm_generate(arguments.vllm_url, arguments.vllm_model, work)
     load = roofline.machine_load()
-    rows, greedy = measure(systems, work, arguments.repeats)
+    rows, greedy = measure(systems, forget, work, arguments.repeats)
     bound = bound_seconds(model, work, rates, jnp.dtype(dtype).itemsize)
     print(
         f"{work.tokens} tokens; {rates.matmul_flops / 1e9:.0f} GFLOP/s, "
         f"{rates.bandwidth / 1e9:.1f} GB/s, load {load}; {engine.describe()}"
     )
+    forget()
     ours, parts = greedy.pop("jaxrl"), where(engine, systems["jaxrl"])
     alike = {name: same_tokens(ours, tokens, engine, work) for name, tokens in greedy.items()}
     print(f"bound {bound:.2f} s; greedy tokens alike: {alike}")

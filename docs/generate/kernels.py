@@ -26,13 +26,13 @@ float32, with the faster ones and what they miss:
 platform     kernel: packed_attention chunked (cudnn needs trainer.use_sample_packing=False;
              tokamax needs the package tokamax)
              kernel: head_log_probs tiles
-             kernel: decode_attention xla (cudnn needs an engine in bfloat16)
+             kernel: paged_attention xla (cudnn needs an engine in bfloat16)
 ```
 
 `trainer.kernels` names another one of the platform's, `--config.trainer.kernels` on the command
 line takes a dict: `{"packed_attention": "chunked"}`. One that cannot run the model ends the run
 before it starts, with what it misses; so does one of an operation that no program of the run has:
-`grouped_product` as long as no model has experts, `decode_attention` where the engine is not
+`grouped_product` as long as no model has experts, `paged_attention` where the engine is not
 jaxrl's. `trainer.flash_attn=False` asks for the reference of `packed_attention`, where
 `trainer.kernels` names nothing else. Reference and critic have a line on the card for each kernel
 in which they differ from the policy, as they may compute in another dtype.

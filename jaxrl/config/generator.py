@@ -13,8 +13,8 @@ _ONE_TEMPLATE = mapped(
 _VLLM_ONLY = inert("vLLM only")
 _SHARED_WEIGHTS = inert("weights are shared in one process; to others see weight_transport")
 _SLOTS = implemented(
-    "slots over all engines, at most the trajectories of a batch; prompt tokens between two "
-    "blocks of decoding; decode weights and cache, fewer slots where it does not hold them"
+    "rows over all engines, at most the trajectories of a batch; prompt tokens of a block; decode "
+    "weights and pages, of which rows wait where there are too few"
 )
 _ENDPOINT = implemented("also of `python -m jaxrl.serve`", only_with="enable_http_endpoint")
 
@@ -125,9 +125,9 @@ class InferenceEngineConfig(BaseConfig):
     expert_parallel_size: Annotated[int, planned("mixture-of-experts models")] = 1
     """Devices of an engine that share the experts."""
     data_parallel_size: Annotated[
-        int, mapped("an engine spreads its slots over all its devices")
+        int, mapped("an engine spreads its rows over all its devices")
     ] = 1
-    """Replicas inside an engine; ours spreads its slots over all its devices."""
+    """Replicas inside an engine; ours spreads its rows over all its devices."""
     async_engine: Annotated[bool, _VLLM_ONLY] = True
     """vLLM's asynchronous engine."""
     vllm_v1_disable_multiproc: Annotated[bool, _VLLM_ONLY] = True
@@ -135,21 +135,21 @@ class InferenceEngineConfig(BaseConfig):
     enable_prefix_caching: Annotated[
         bool,
         implemented(
-            "off: a resumed run would not be bit-identical; between requests, as the samples of a "
-            "prompt always share its prefill",
+            "off: a resumed run would not be bit-identical; for what was decoded, as what was "
+            "prefilled is always shared",
             skyrl_default=True,
         ),
     ] = False
-    """Reuse keys and values between requests that begin alike; samples of a prompt and turns of a
-    conversation always do. What is reused then depends on timing, and with it the last bits: a
-    resumed run is not bit-identical."""
+    """Reuse what was decoded between requests that begin alike; what was prefilled always is. What
+    is reused then depends on timing, and with it the last bits: a resumed run is not
+    bit-identical."""
     enable_chunked_prefill: Annotated[bool, mapped("always on", skyrl_default=True)] = False
     """Cut long prompts into chunks between decoding steps; ours always does."""
     recompute_kv_on_update: Annotated[bool, new()] = False
     """New weights compute the keys and values of samples in flight anew; false = these go on with
     the old ones."""
     max_num_batched_tokens: Annotated[int, _SLOTS] = 8192
-    """Most prompt tokens between two blocks of decoding."""
+    """Most prompt tokens that a block of decoding steps prefills."""
     enforce_eager: Annotated[bool, mapped("of vLLM servers started here")] = True
     """No CUDA graphs."""
     fully_sharded_loras: Annotated[bool, _VLLM_ONLY] = False
@@ -161,7 +161,7 @@ class InferenceEngineConfig(BaseConfig):
     ] = 0.8
     """Share, for decode weights and cache, of the device memory that the trainer leaves free."""
     max_num_seqs: Annotated[int, positive, _SLOTS] = 1024
-    """Rows decoded together, and conversations of several turns held at once, over all engines."""
+    """Rows decoded together, over all engines."""
     remote_urls: list[str] = field(default_factory=list)
     """Addresses of the servers of remote engines, e.g. ["http://10.0.0.2:8000"]; of JetStream
     servers "host:port"."""
@@ -223,7 +223,7 @@ class GeneratorConfig(BaseConfig):
     max_turns: Annotated[
         int, positive, implemented("also ends conversations that the environment does not")
     ] = 1
-    """Most turns of a conversation, which keeps its slot of the engine in between."""
+    """Most turns of a conversation, which keeps its pages of the engine in between."""
     max_input_length: Annotated[int | None, positive_or(None, "as long as a prompt")] = None
     """Longest input of a turn, in tokens; None = trainer.max_prompt_length."""
     chat_template: ChatTemplateConfig = field(default_factory=ChatTemplateConfig)

@@ -49,13 +49,9 @@ def longest_row(config: TrainConfig) -> int:
     return generator.max_input_length + max(p.max_generate_length for p in phases if p is not None)
 
 
-def keeps_slots(generator: GeneratorConfig) -> bool:
-    """Tell whether a conversation keeps its slot of the engine while its environment thinks.
-
-    Not beside an HTTP endpoint: an environment may ask it, and would wait for the slots that the
-    conversations keep.
-    """
-    return generator.max_turns > 1 and not generator.inference_engine.enable_http_endpoint
+def keeps_pages(generator: GeneratorConfig) -> bool:
+    """Tell whether a conversation keeps its pages of the engine while its environment thinks."""
+    return generator.max_turns > 1
 
 
 def in_process(config: TrainConfig) -> bool:

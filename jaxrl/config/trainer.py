@@ -327,8 +327,8 @@ class TrainerConfig(BaseConfig):
     docs/kernels.md. "auto" = on TPUs and GPUs."""
     kernels: Annotated[dict[str, str], new()] = field(default_factory=dict)
     """Kernels by operation, instead of the fastest that can: {"packed_attention": "chunked"}, which
-    outranks flash_attn, {"head_log_probs": "xla"}, {"decode_attention": "xla"} of an
-    engine of ours; see docs/kernels.md."""
+    outranks flash_attn, {"head_log_probs": "xla"}, {"paged_attention": "xla"} of an engine of
+    ours; see docs/kernels.md."""
     disable_fast_tokenizer: Annotated[bool, inert("transformers 5 has one kind")] = False
     """Slow tokenizer of transformers."""
     project_name: str = "skyrl"

@@ -210,15 +210,17 @@ def check_kernels(trainer: TrainerConfig, *, sampling: bool) -> None:
     if not trainer.kernels:
         return
     from jaxrl.models.kernels import (  # after the check: it imports Pallas
-        DECODE_ATTENTION,
         GROUPED_PRODUCT,
         OPERATIONS,
+        PAGED_ATTENTION,
     )
 
     unread = {GROUPED_PRODUCT.name: "no model here has groups of experts"}
     if not sampling:
-        unread[DECODE_ATTENTION.name] = "no engine of jaxrl is started here"
+        unread[PAGED_ATTENTION.name] = "no engine of jaxrl is started here"
     for operation, name in trainer.kernels.items():
+        if operation == "decode_attention":  # of versions whose cache had no pages
+            fail("trainer.kernels", operation, f"is gone; name {PAGED_ATTENTION.name!r} instead")
         check_choice("trainer.kernels", operation, OPERATIONS)
         field = f"trainer.kernels[{operation!r}]"
         check_choice(field, name, OPERATIONS[operation].implementations)

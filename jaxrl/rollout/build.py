@@ -13,7 +13,7 @@ from jaxrl.files import writable_folder
 from jaxrl.models import hf
 from jaxrl.models.export import save_pretrained, untied
 from jaxrl.models.kernels.choice import Choice, facts_of
-from jaxrl.models.kernels.decode_attention import DECODE_ATTENTION
+from jaxrl.models.kernels.paged_attention import PAGED_ATTENTION
 from jaxrl.models.linear import merge
 from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.parallel import engine_meshes
@@ -36,7 +36,8 @@ def native_engine(
 
     Args:
         settings: `engine_init_kwargs` outrank everything here.
-        rows: samples decoded together, over all engines.
+        rows: most samples that decode together, over all engines; they share the pages that memory
+            holds.
         max_model_len: most tokens of a row.
         decode_text: token ids to text.
         **options: further arguments of `NativeEngine`.
@@ -64,8 +65,8 @@ def engine_kernel(config: cfg.TrainConfig, model: TransformerConfig, device: Any
         ValueError: `trainer.kernels` names one that cannot run the model.
     """
     facts = facts_of(device, DTYPES[cfg.engine_dtype(config.generator.inference_engine)], model)
-    named = config.trainer.kernels.get(DECODE_ATTENTION.name)
-    return DECODE_ATTENTION.choose(facts, named)
+    named = config.trainer.kernels.get(PAGED_ATTENTION.name)
+    return PAGED_ATTENTION.choose(facts, named)
 
 
 def engine_of_run(

@@ -69,7 +69,7 @@ class Request:
             sample that goes on and its new tokens, as a Completion with stop_reason "". It must
             return at once. What came last is only in the sample's own Completion.
         conversations: for each sample a future that is done when the conversation it is a turn of
-            is over. An engine that can keeps its slot for the conversation's next turn until then,
+            is over. An engine that can keeps its pages for the conversation's next turn until then,
             so whoever made the future must end it (`cancel` does) whatever happens. Empty: nothing
             is kept.
 

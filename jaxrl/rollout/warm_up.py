@@ -2,10 +2,8 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 
 from jaxrl.config.generator import GeneratorConfig
-from jaxrl.config.rollouts import keeps_slots
 from jaxrl.config.trainer import TrainerConfig
 from jaxrl.data.packing import buckets_between, length_bucket
 from jaxrl.rollout.conversations.conversation import sampling_of
@@ -22,7 +20,8 @@ def engine_batches(
 ) -> list[list[Request]]:
     """Return requests with the shapes of every training and evaluation batch, the longest first.
 
-    The cache then has its length, and shorter ones compile nothing for their own.
+    With these the native engine's tables have their length, and shorter ones compile nothing of
+    their own. Other engines have programs for each length of prompts, and each number of rows.
     """
     batches = _batches(trainer, generator, train_prompts, eval_prompts, eos_token_ids)
     return sorted(batches, key=_longest, reverse=True)
@@ -49,9 +48,7 @@ def _batches(
             inputs = buckets_between(inputs[0], generator.max_input_length)
         for size, width in itertools.product(sizes, inputs):
             keys = ((0, 0),) * samples
-            sampling = sampling_of(params, eos_token_ids)
-            over = (Future(),) * samples if keeps_slots(generator) else ()
-            yield [Request((0,) * width, keys, sampling, conversations=over)] * size
+            yield [Request((0,) * width, keys, sampling_of(params, eos_token_ids))] * size
 
 
 def prompt_buckets(prompts: Sequence[Prompt]) -> list[int]:

@@ -10,7 +10,7 @@ import pytest
 from jaxrl.parallel import engine_meshes
 from jaxrl.rollout.native.balancer import Balancer
 from jaxrl.rollout.native.engine import NativeEngine
-from tests.rollout.test_engine import PROMPT, request, shared
+from tests.rollout.test_engine import PROMPT, SMALL, request, shared
 from tests.rollout.test_native import LLAMA, flat, random_params
 
 
@@ -50,15 +50,18 @@ def test_requests_go_where_least_is_in_flight():
     assert balancer._in_flight == [0, 0]
 
 
-def test_a_conversation_stays_with_its_prefix():
+def test_a_conversation_stays_with_its_prefix(monkeypatch):
+    monkeypatch.setattr("jaxrl.rollout.native.programs.SHAPES", SMALL)
     balancer = balanced(enable_prefix_caching=True)
     first = [flat(balancer.generate([request(p)]))[0] for p in prompts(2)]
     computed = [engine.prefilled_tokens for engine in balancer.engines]
     turns = [(*p, *c.tokens, 3) for p, c in zip(prompts(2), first, strict=True)]
     balancer.generate([request(turn) for turn in reversed(turns)])
     new = [e.prefilled_tokens - n for e, n in zip(balancer.engines, computed, strict=True)]
-    # of each turn only the last drawn token was not in the cache; the new one is decoded
-    assert sum(new) == 2
+    # whole pages of 16 are found, of all but the last drawn token; the new one is decoded
+    found = [(len(turn) - 2) // 16 * 16 for turn in turns]
+    assert sum(new) == sum(len(turn) - 1 - n for turn, n in zip(turns, found, strict=True))
+    assert min(found) > 16
 
 
 def test_a_prompt_may_be_longer_than_the_cache_so_far():

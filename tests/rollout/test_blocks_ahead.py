@@ -75,7 +75,7 @@ def test_a_longer_request_may_lengthen_the_cache_meanwhile():
     assert completions[0] == completions[1]
 
 
-def test_a_conversation_goes_on_in_its_slot():
+def test_a_conversation_goes_on_in_its_pages():
     completions = []
     for engine in pair(2):
         over, told = Future(), list(PROMPT[:20])

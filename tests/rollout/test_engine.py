@@ -18,6 +18,7 @@ from jaxrl.models.transformer import forward, unembed
 from jaxrl.parallel import make_mesh
 from jaxrl.rollout.native.decode import Features
 from jaxrl.rollout.native.engine import NativeEngine
+from jaxrl.rollout.native.programs import Prefill, Shape
 from jaxrl.rollout.protocol import Request, Sampling
 from jaxrl.training.forward import log_probs_and_entropy
 from tests.rollout.test_native import LLAMA, flat, random_params
@@ -62,6 +63,9 @@ def scores(prompt, completion, seed=0, kept=None, temperature=1.0):
     return np.asarray(found)[0, len(prompt) : len(whole)]
 
 
+SMALL = {"cpu": Shape(page=16, tile=8, tiles=2)}
+
+
 # ------------------------------------------------------------------ prefill
 
 
@@ -74,13 +78,13 @@ def test_a_group_of_16_prefills_one_prompt_even_over_4_slots():
 
 @pytest.mark.parametrize("length", [1, 9, 40])
 def test_chunked_prefill_is_prefill(length, monkeypatch):
-    monkeypatch.setattr("jaxrl.rollout.native.programs.PREFILL_TOKENS", {"cpu": (16, 16)})
+    monkeypatch.setattr("jaxrl.rollout.native.programs.SHAPES", SMALL)
     (completion,) = flat(make().generate([request(PROMPT[:length])]))
     np.testing.assert_allclose(completion.log_probs, scores(PROMPT[:length], completion), atol=1e-4)
 
 
 def test_decoding_leaves_a_half_prefilled_neighbour_alone(monkeypatch):
-    monkeypatch.setattr("jaxrl.rollout.native.programs.PREFILL_TOKENS", {"cpu": (16, 16)})
+    monkeypatch.setattr("jaxrl.rollout.native.programs.SHAPES", SMALL)
     engine = make(2, max_num_batched_tokens=16, shrink=False)
     long, short = request(keys=(1,)), request(PROMPT[:3], keys=(2,), max_tokens=40)
     (first,), (second,) = engine.generate([long, short])  # 39 tokens, 16 a turn: three turns
@@ -88,25 +92,27 @@ def test_decoding_leaves_a_half_prefilled_neighbour_alone(monkeypatch):
     np.testing.assert_allclose(second.log_probs, scores(PROMPT[:3], second), atol=1e-4)
 
 
-def test_decoding_leaves_the_prefix_in_a_free_slot_alone():
-    engine = make(2, enable_prefix_caching=True, shrink=False)
+def test_decoding_leaves_pages_that_nobody_has_alone(monkeypatch):
+    monkeypatch.setattr("jaxrl.rollout.native.programs.SHAPES", SMALL)
+    engine = make(3, enable_prefix_caching=True, shrink=False)
     ((first,),) = engine.generate([request()])
     engine.generate([request(PROMPT[:3], max_tokens=20)])
     before = engine.prefilled_tokens
     told = [*PROMPT, *first.tokens, 5]
     ((second,),) = engine.generate([request(told)])
-    assert engine.prefilled_tokens - before == 1  # but for the last token drawn all was there
+    assert engine.prefilled_tokens - before == 4  # 53 tokens: 48 are found in three pages of 16
     np.testing.assert_allclose(second.log_probs, scores(told, second), atol=1e-4)
 
 
-def test_a_conversation_goes_on_where_it_ended():
+def test_what_was_decoded_is_found_with_prefix_caching(monkeypatch):
+    monkeypatch.setattr("jaxrl.rollout.native.programs.SHAPES", SMALL)
     engine = make(enable_prefix_caching=True)
     first = flat(engine.generate([request()]))[0]
     turn = [*PROMPT, *first.tokens, 3, 1, 4]  # 40 + 12 + 3
     computed = engine.prefilled_tokens
     second = flat(engine.generate([request(turn, max_tokens=20)]))[0]
-    # positions 0 ... 50 are in the cache, 51 (the last drawn), 52, 53 are not; 54 is decoded
-    assert engine.prefilled_tokens - computed == 3
+    # positions 0 ... 50 are in the cache, three pages of 16; 48 ... 53 are prefilled, 54 is decoded
+    assert engine.prefilled_tokens - computed == 6
     np.testing.assert_allclose(second.log_probs, scores(turn, second), atol=1e-4)
     engine.update_weights(random_params(LLAMA, 1), 2)  # the cache is of no more use
     third = flat(engine.generate([request(turn)]))[0]
@@ -581,15 +587,12 @@ def test_a_request_longer_than_a_row_is_refused():
     assert len(flat(engine.generate([request(PROMPT[:30])]))[0].tokens) == 12
 
 
-def test_the_prompt_of_a_request_is_looked_for_once_and_copied_to_all_its_samples(monkeypatch):
-    engine, looked, copied = make(slots=4), [], []
-    donor, copy = engine.table.donor, engine.programs.copy
-    monkeypatch.setattr(engine.table, "donor", lambda slot: looked.append(slot) or donor(slot))
+def test_the_tail_of_a_prompt_is_copied_to_all_samples_that_have_no_page_of_it_yet(monkeypatch):
+    engine, copied, prefill = make(slots=4), [], Prefill.copy
     monkeypatch.setattr(
-        engine.programs, "copy", lambda pairs: copied.append(list(pairs)) or copy(pairs)
+        Prefill, "copy", lambda self, *given: copied.append(given) or prefill(self, *given)
     )
     (samples,) = engine.generate([request(keys=(1, 2, 3, 4), max_tokens=2)])
-    assert looked == [0, 1]  # before the first sample has its prompt, and when it has
-    assert copied == [[(0, 1), (0, 2), (0, 3)]]
+    assert copied == [(0, 0, 1, 0), (0, 0, 2, 0), (0, 0, 3, 0)]  # part, from, to, chunk
     alone = [shared().generate([request(keys=(k,), max_tokens=2)])[0][0] for k in (1, 2, 3, 4)]
     assert [s.tokens for s in samples] == [s.tokens for s in alone]

@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 
+from jaxrl.rollout.native.programs import Shape
 from tests.rollout.test_engine import PROMPT, between_turns, make, request, scores, shared
 from tests.rollout.test_native import LLAMA, flat, random_params
 
@@ -13,7 +14,7 @@ from tests.rollout.test_native import LLAMA, flat, random_params
 @pytest.mark.parametrize("recompute", [True, False])
 def test_weights_change_in_the_middle_of_a_prefill(recompute, monkeypatch):
     """A prompt of 40 in chunks of 8, one a turn; new weights after two of them."""
-    monkeypatch.setattr("jaxrl.rollout.native.programs.PREFILL_TOKENS", {"cpu": (8, 8)})
+    monkeypatch.setattr("jaxrl.rollout.native.programs.SHAPES", {"cpu": Shape(16, 8, 1)})
     engine = make(recompute_kv_on_update=recompute, max_num_batched_tokens=8)
     new = random_params(LLAMA, 1)
     between_turns(engine, 2, lambda: engine.update_weights(new, 2))

@@ -27,6 +27,10 @@ from tests.rollout.test_native import (
 SLOW = pytest.mark.slow  # programs of their own
 
 
+LONG = {"max_prefill_length": 256, "max_target_length": 200}
+LONG_PROMPT = [n * n % 31 for n in range(150)]  # of three pages, and two chunks
+
+
 def make(slots=2, devices=1, **options):
     sizes = {"max_prefill_length": 16, "max_target_length": 32, "tokens_per_call": 4}
     mesh = make_mesh(devices=jax.devices()[:devices])
@@ -89,29 +93,33 @@ def test_a_freed_slot_draws_nothing_until_it_is_filled():
     assert result.get_result_at_slot(1).valid.tolist() == [[1] * 4]
 
 
-def test_a_prompt_goes_on_from_an_existing_prefix():
-    engine, prompt = make(), [8, 9, 7, 9, 3, 2, 3]
+@pytest.mark.parametrize(
+    ("prompt", "known"),
+    [([8, 9, 7, 9, 3, 2, 3], 4), (LONG_PROMPT, 70)],
+    ids=["within a page", "over pages"],
+)
+def test_a_prompt_goes_on_from_an_existing_prefix(prompt, known):
+    engine = make(**LONG)
     params = engine.load_params(random_params(LLAMA))
     sampler = Sampler(Sampling(4, temperature=0.0), ((7, 1),))
-    whole = engine.prefill(
-        params=params, padded_tokens=padded(prompt), true_length=7, sampler=sampler
-    )[1]
-    head = engine.prefill(
-        params=params, padded_tokens=padded(prompt[:4]), true_length=4, sampler=sampler
-    )[0]
+
+    def prefill(tokens, **options):
+        given = {"padded_tokens": padded(tokens), "true_length": len(tokens)}
+        return engine.prefill(params=params, sampler=sampler, **given, **options)
+
+    whole, head = prefill(prompt), prefill(prompt[:known])[0]
 
     class Existing:
-        cache, common_prefix_tokens = head, prompt[:4]
+        cache, common_prefix_tokens = head, prompt[:known]
 
-    rest = engine.prefill(
-        params=params,
-        padded_tokens=padded(prompt[4:]),
-        true_length=3,
-        sampler=sampler,
-        existing_prefix=Existing,
-    )[1]
-    assert rest.data.tolist() == whole.data.tolist()
-    np.testing.assert_allclose(rest.log_prob, whole.log_prob, atol=1e-5)
+    rest = prefill(prompt[known:], existing_prefix=Existing)
+    later = (
+        engine.generate(params, engine.insert(prefix, engine.init_decode_state(), slot=1))[1]
+        for prefix, _ in (whole, rest)
+    )
+    for a, b in ((whole[1], rest[1]), later):
+        assert a.data.tolist() == b.data.tolist()
+        np.testing.assert_allclose(a.log_prob, b.log_prob, atol=1e-5)
 
 
 def test_what_the_engine_refuses():
@@ -159,6 +167,13 @@ def test_a_group_is_prefilled_once_and_waits_until_it_fits():
 def test_a_group_larger_than_all_slots_comes_in_pieces():
     group = request([3, 1, 4], *range(5))
     assert_same(driver().generate([group]), engine_of("llama").generate([group]))
+
+
+def test_a_prompt_of_several_pages():
+    long = JetStreamDriver(make(**LONG))
+    long.update_weights(random_params(LLAMA), 3)
+    asked = [request(LONG_PROMPT, 1, 2), request(LONG_PROMPT[:64], 3)]
+    assert_same(long.generate(asked), engine_of("llama").generate(asked))
 
 
 def test_stop_ids_and_stop_strings():

@@ -1,8 +1,6 @@
-"""Writes into the cache: by the TPU's ways, and over a mesh, as by a plain scatter."""
+"""The cache's pages: written, copied, taken to the host and put back, on one device and on many."""
 
-import dataclasses
 import functools
-import itertools
 from concurrent.futures import Future
 
 import jax
@@ -10,167 +8,119 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.models.kernels import decode_kernels
 from jaxrl.parallel import Placement, make_mesh
 from jaxrl.rollout.native import kv_cache
-from jaxrl.rollout.native.kv_cache import LayerCache
+from tests.rollout.test_native import LLAMA
 
-SLOTS, HEADS, WIDTH, LENGTH = 8, 2, 64, 256
+PAGES, SIZE = 6, 8  # of each part
 MESHES = [{"data": 8}, {"data": 4, "tensor": 2}]
+sizes = pytest.mark.parametrize("sizes", MESHES, ids=str)
+layouts = pytest.mark.parametrize("layout", ["transposed", "joined", "apart"])
 
 
-# a CPU's, and a TPU's for heads of 128
-LAYOUTS = pytest.mark.parametrize("transposed", [True, False], ids=["columns", "lines"])
+def filled(parts, layout):
+    """A cache of two layers, and its shapes' random contents."""
+    empty = kv_cache.empty_cache(LLAMA, parts * PAGES, SIZE, jnp.float32, layout=layout)[:2]
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), empty)
 
 
-def filled(seed, transposed=True):
-    rng = np.random.default_rng(seed)
-    keys, values = rng.normal(size=(2, SLOTS, HEADS, LENGTH, WIDTH))
-    return LayerCache(*map(jnp.asarray, (laid_out(keys, transposed), values)), transposed)
+def on_mesh(sizes, layout):
+    placement = Placement(make_mesh(**sizes))
+    cache = filled(sizes["data"], layout)
+    return placement, cache, jax.device_put(cache, kv_cache.cache_shardings(cache, placement))
 
 
-def laid_out(keys, transposed):
-    return keys.swapaxes(2, 3) if transposed else keys
-
-
-def on_host(layer):
-    """Copies of keys and values to write into, [S, K, L, h]; of the keys a view."""
-    layer = jax.tree.map(np.array, layer)
-    return layer, *layer.by_position()
-
-
-def tokens(seed, rows, number):
-    rng = np.random.default_rng(seed)
-    return (jnp.asarray(rng.normal(size=(rows, HEADS, number, WIDTH))) for _ in range(2))
+def part_of(cache, part):
+    return jax.tree.map(lambda x: x[part * PAGES : (part + 1) * PAGES], cache)
 
 
 def assert_same(found, expected):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-@LAYOUTS
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
-def test_the_kernel_writes_one_token_of_each_row(dtype, transposed):
-    layer = jax.tree.map(lambda x: x.astype(dtype), filled(0, transposed))
-    k, v = (x.astype(dtype) for x in tokens(1, SLOTS, 1))
-    # the first, the edges of tiles and of blocks of 128, the last; 256 and more are outside
-    positions = jnp.array([0, 15, 127, 128, 200, 255, 256, 1000])
-    expected, keys, values = on_host(layer)
-    for row, position in enumerate(positions[:6]):
-        keys[row, :, position] = k[row, :, 0]
-        values[row, :, position] = v[row, :, 0]
-    given = layer.keys, layer.values, k[:, :, 0], v[:, :, 0], positions
-    written = decode_kernels.tpu_write(*given, transposed=transposed, interpret=True)
-    assert_same(LayerCache(*written, transposed), expected)
-    assert_same(kv_cache.write_tokens(layer, positions, k, v), expected)
+@sizes
+@layouts
+def test_each_device_writes_and_reads_the_pages_of_its_rows(sizes, layout):
+    placement, cache, spread = on_mesh(sizes, layout)
+    rng, rows, tokens = np.random.default_rng(1), 2 * sizes["data"], 4
+    shape = rows, tokens, LLAMA.num_heads, LLAMA.head_dim
+    q = jnp.asarray(rng.normal(size=shape), jnp.float32)
+    held = rows, LLAMA.num_kv_heads, tokens, LLAMA.head_dim
+    k, v = jnp.asarray(rng.normal(size=(2, *held)), jnp.float32)
+    table = jnp.array([[0, 2, 4], [5, 1, 3]] * sizes["data"])
+    first, count = jnp.array([6, 17] * sizes["data"]), jnp.array([4, 2] * sizes["data"])
+    run = functools.partial(kv_cache.write_and_attend, LLAMA, sliding=False, kernel="xla")
+    given = q, k, v, table, first, count
+    layer, out = jax.jit(functools.partial(run, placement=placement))(spread[0], *given)
+    for part in range(sizes["data"]):
+        here = slice(2 * part, 2 * part + 2)
+        alone, expected = jax.jit(run)(part_of(cache[0], part), *(x[here] for x in given))
+        assert_same(part_of(jax.tree.map(np.asarray, layer), part), alone)
+        np.testing.assert_allclose(out[here.start], expected[0], atol=1e-6)
+        np.testing.assert_allclose(out[here.start + 1, :2], expected[1, :2], atol=1e-6)
+    heads, width = LLAMA.num_kv_heads, LLAMA.head_dim  # there may be room for more
+
+    def page(layer, number):
+        keys, values = (np.asarray(x)[0, :heads] for x in layer.read(jnp.array([[number]])))
+        return keys[:, :width], values[..., :width]
+
+    layer = jax.tree.map(jnp.asarray, jax.tree.map(np.asarray, layer))
+    np.testing.assert_array_equal(page(layer, 0)[0][..., 6:], k[0].swapaxes(1, 2)[..., :2])
+    np.testing.assert_array_equal(page(layer, 2)[1][:, :2], v[0, :, 2:])
+    # row 1 writes 17 and 18, and no 19
+    np.testing.assert_array_equal(page(layer, 3)[1][:, 1:3], v[1, :, :2])
+    np.testing.assert_array_equal(page(layer, 3)[1][:, 3:], page(cache[0], 3)[1][:, 3:])
 
 
-@pytest.mark.parametrize(("kernel", "calls"), [(None, True), ("pallas", True), ("xla", False)])
-def test_tokens_are_written_by_a_kernel_where_they_are_read_by_one(kernel, calls):
-    """Lowered for a TPU; nothing runs."""
-    write = jax.jit(functools.partial(kv_cache.write_tokens, kernel=kernel))
-    given = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (filled(0), *tokens(1, SLOTS, 1)))
-    layer, k, v = given
-    program = write.trace(layer, jnp.zeros(SLOTS, jnp.int32), k, v)
-    text = program.lower(lowering_platforms=("tpu",)).as_text()
-    assert ("tpu_custom_call" in text) == calls
+@sizes
+@layouts
+def test_pages_are_copied_within_their_part_when_they_are_due(sizes, layout):
+    placement, cache, spread = on_mesh(sizes, layout)
+    parts = sizes["data"]
+    pairs = np.array([[(0, 1), (1, 3), (5, 0)]] * parts, np.int32).reshape(-1, 2)
+    # two pairs in step 0, one in step 1; of the last part all in step 1
+    until = np.array([[0, 2, 3]] * (parts - 1) + [[0, 0, 3]], np.int32)
+    copy = jax.jit(functools.partial(kv_cache.copy_pages, placement=placement))
+    expected = jax.tree.map(np.array, cache)
+    for step in range(2):
+        spread = copy(spread, pairs, until, step)
+        for part in range(parts):
+            for source, target in pairs[until[part, step] : until[part, step + 1]]:
+                for x in jax.tree.leaves(expected):
+                    x[part * PAGES + target] = x[part * PAGES + source]
+        assert_same(spread, expected)
+    alone = jax.jit(kv_cache.copy_pages)(part_of(cache, 0), pairs[:3], until[:1], 0)
+    assert_same(alone, jax.tree.map(lambda x: x[jnp.array([0, 0, 2, 0, 4, 5])], part_of(cache, 0)))
 
 
-@LAYOUTS
-def test_chunks_as_windows(transposed):
-    layer, (k, v) = filled(0, transposed), tokens(1, 5, 64)
-    slots = jnp.array([3, 0, 7, SLOTS, 2])  # the fourth is padding
-    # two hang over the end: 256 - 64 = 192 is the last start that does not
-    starts = jnp.array([0, 17, 200, 5, 255])
-    expected, keys, values = on_host(layer)
-    for row in (0, 1, 2, 4):
-        span = slice(int(starts[row]), min(int(starts[row]) + 64, LENGTH))
-        size = span.stop - span.start
-        keys[slots[row], :, span] = k[row, :, :size]
-        values[slots[row], :, span] = v[row, :, :size]
-    assert_same(jax.jit(kv_cache.write_windows)(layer, slots, starts, k, v), expected)
-    assert_same(kv_cache.write_chunks(layer, slots, starts, k, v), expected)
-
-
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_each_device_writes_its_slots(sizes):
-    placement, layer = Placement(make_mesh(**sizes)), filled(0)
-    names = "batch", "kv_heads", None, None
-    spread = jax.device_put(layer, placement.sharding(layer.keys.shape, names))
-    slots, starts = jnp.array([3, 0, 7, SLOTS, 2]), jnp.array([0, 17, 200, 5, 255])
-    given = slots, starts, *tokens(1, 5, 64)
-    write = jax.jit(functools.partial(kv_cache.write_chunks, placement=placement))
-    assert_same(write(spread, *given), kv_cache.write_chunks(layer, *given))
-    given = jnp.arange(0, 8 * 33, 33), *tokens(2, SLOTS, 1)
-    write = jax.jit(functools.partial(kv_cache.write_tokens, placement=placement))
-    assert_same(write(spread, *given), kv_cache.write_tokens(layer, *given))
-
-
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_slots_are_copied_within_and_between_devices(sizes):
-    placement = Placement(make_mesh(**sizes))
-    cache = filled(0), filled(1)
-    sharding = placement.sharding(cache[0].keys.shape, ("batch", "kv_heads", None, None))
-    # a neighbour, another device, and the copy of a copy; the last pair is not asked for
-    pairs = jnp.array([(0, 1), (1, 6), (6, 3), (4, 0)]).T
+@sizes
+@layouts
+def test_pages_go_to_the_host_and_come_back_elsewhere(sizes, layout):
+    placement, cache, spread = on_mesh(sizes, layout)
+    parts = sizes["data"]
+    ids = np.full((parts, 3), PAGES)
+    ids[1, :2] = 4, 2  # of one part; the others take nothing
+    take = jax.jit(functools.partial(kv_cache.take_pages, placement=placement))
+    held = jax.tree.map(np.asarray, take(spread, ids.ravel()))
+    theirs = jax.tree.map(lambda x: x[jnp.array([PAGES + 4, PAGES + 2])], cache)
+    assert_same(jax.tree.map(lambda x: x[3:5], held), theirs)
+    put = jax.jit(functools.partial(kv_cache.put_pages, placement=placement))
+    ids[1, :2] = 0, 5
     expected = jax.tree.map(np.array, cache)
     for x in jax.tree.leaves(expected):
-        x[1] = x[6] = x[3] = x[0]
-    copy = jax.jit(functools.partial(kv_cache.copy_slots, placement=placement))
-    assert_same(copy(jax.device_put(cache, sharding), *pairs, 3), expected)
-    assert_same(jax.jit(kv_cache.copy_slots)(cache, *pairs, 3), expected)
+        x[[PAGES, PAGES + 5]] = x[[PAGES + 4, PAGES + 2]]
+    assert_same(put(spread, ids.ravel(), held), expected)
 
 
-@LAYOUTS
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_rows_are_read_from_their_slots(sizes, transposed):
-    placement, layer = Placement(make_mesh(**sizes)), filled(0, transposed)
-    names = "batch", "kv_heads", None, None
-    spread = jax.device_put(layer, placement.sharding(layer.keys.shape, names))
-    slots = jnp.array([3, 0, 7, SLOTS, 2, 5, 6, SLOTS])  # mostly of other devices; two are padding
-    rows = np.array([0, 1, 2, 4, 5, 6])
-    _, keys, values = on_host(layer)
-    keys, values = (x[slots[rows]][:, :, :192] for x in (keys, values))
-    expected = LayerCache(laid_out(keys, transposed), values, transposed)
-    take = functools.partial(kv_cache.take_rows, length=192)
-    alone = jax.jit(take)(layer, slots)
-    assert_same(jax.tree.map(lambda x: x[rows], alone), expected)
-    apart = jax.jit(functools.partial(take, placement=placement))(spread, slots)
-    assert_same(jax.tree.map(lambda x: np.asarray(x)[rows], apart), expected)
-
-
-@LAYOUTS
-def test_a_layer_is_lengthened_and_some_slots_taken_and_put_back(transposed):
-    layer = filled(0, transposed)
-    (longer,) = kv_cache.lengthen((layer,), LENGTH + 64)
-    _, *arrays = on_host(longer)
-    for found, expected in zip(arrays, layer.by_position(), strict=True):
-        np.testing.assert_array_equal(found[:, :, :LENGTH], expected)
-        assert found.shape[2] == LENGTH + 64 and not found[:, :, LENGTH:].any()
-    slots = jnp.array([5, 2])
-    (part,) = kv_cache.take_slots((layer,), slots, 96)
-    for found, whole in zip(part.by_position(), layer.by_position(), strict=True):
-        np.testing.assert_array_equal(found, whole[slots, :, :96])
-    (back,) = kv_cache.put_slots((layer,), slots, (jax.tree.map(jnp.negative, part),), 96)
-    for found, whole in zip(back.by_position(), layer.by_position(), strict=True):
-        expected = whole.at[slots, :, :96].multiply(-1)
-        np.testing.assert_array_equal(found, expected)
-
-
-def test_keys_lie_as_values_where_a_token_is_a_tile_of_its_own():
-    from tests.rollout.test_native import LLAMA
-
-    wide = dataclasses.replace(LLAMA, head_dim=128)
-    shapes = {}
-    for model, platform in itertools.product((LLAMA, wide), ("cpu", "gpu", "tpu")):
-        (layer, *_) = kv_cache.empty_cache(model, 2, 192, jnp.float32, platform)
-        shapes[model.head_dim, platform] = layer.keys.shape[2:]
-        assert layer.values.shape[2:] == (192, model.head_dim)
-    narrow = LLAMA.head_dim
-    assert shapes.pop((128, "tpu")) == (192, 128)
-    for width in (narrow, 128):
-        assert shapes.pop((width, "gpu")) == (192, width)
-    assert shapes == {(w, p): (w, 192) for w, p in shapes} and (narrow, "tpu") in shapes
+@sizes
+def test_a_cache_that_grows_keeps_what_is_there(sizes):
+    placement, cache, spread = on_mesh(sizes, "transposed")
+    longer = jax.jit(functools.partial(kv_cache.lengthen, placement=placement), static_argnums=1)
+    for x, old in zip(*map(jax.tree.leaves, (longer(spread, 2), cache)), strict=True):
+        by_part = np.asarray(x).reshape(sizes["data"], PAGES + 2, *x.shape[1:])
+        np.testing.assert_array_equal(by_part[:, :PAGES].reshape(old.shape), old)
+        assert not by_part[:, PAGES:].any()
 
 
 @pytest.mark.slow  # the TPU compiler
@@ -182,30 +132,29 @@ def test_the_cache_of_a_tpu_is_written_in_place(sizes, turns):
     from jaxrl.tools.plan.topology import topology_devices
 
     devices = topology_devices("v5e:2x4")[: 8 if len(sizes) > 1 or sizes["data"] > 1 else 1]
-    calls, layer = engine_calls(make_mesh(devices=devices, **sizes), turns)
-    for name in ("prefill", "decode", "copy"):
-        stats = calls[name].lower().compile().memory_analysis()
-        assert stats.alias_size_in_bytes == 2 * layer
-        assert stats.temp_size_in_bytes < layer / 2, name
+    call, layer = block_of(make_mesh(devices=devices, **sizes), turns)
+    stats = call.lower().compile().memory_analysis()
+    assert stats.alias_size_in_bytes == 2 * layer
+    assert stats.temp_size_in_bytes < layer / 2
 
 
 def test_a_block_of_a_tpu_moves_no_cache_sorts_nothing_and_multiplies_bfloat16():
-    """Keys of a layer of 256 tokens are 8 MiB, values as many; XLA likes them there."""
+    """Of a layer of 64 rows of 256 tokens the pages are 16 MiB."""
     pytest.importorskip("libtpu")
     from jaxrl.tools.plan.operations import Program
     from jaxrl.tools.plan.topology import topology_devices
 
     mesh = make_mesh(devices=topology_devices("v5e:2x2")[:1])
-    calls, layer = engine_calls(mesh, 1, 256, vocab_size=151_936, num_layers=4)
-    program = Program(calls["decode"].lower().compile().as_text())
+    call, layer = block_of(mesh, 1, 256, vocab_size=151_936, num_layers=4)
+    program = Program(call.lower().compile().as_text())
     copies = program.find(("copy", "copy-done", "slice-done", "transpose"), least=layer / 8)
-    assert [one.array for one in copies if one.array.startswith("bf16[64,2,")] == []
+    assert [one.array for one in copies if one.array.startswith("bf16[128,128,4,128]")] == []
     assert program.find(("sort",)) == []
     assert {one.array.split(" -> ")[0] for one in program.products()} == {"bf16 x bf16"}
 
 
-def engine_calls(mesh, turns, length=4096, **shape):
-    """Programs over 64 slots of `length` tokens on each device, and the bytes of a layer there."""
+def block_of(mesh, turns, length=4096, **shape):
+    """The block of 64 rows of `length` tokens on each device, and the bytes of a layer there."""
     from jaxrl.models.placement import placed_params
     from jaxrl.models.transformer import TransformerConfig
     from jaxrl.rollout.native.engine import NativeEngine
@@ -220,4 +169,4 @@ def engine_calls(mesh, turns, length=4096, **shape):
     sampling, over = Sampling(max_tokens=length * 3 // 4), (Future(),) * (turns > 1)
     params = placed_params(model, Placement(mesh))
     calls = engine.calls(params, [Request((0,) * (length // 4), ((0, 0),), sampling, None, over)])
-    return calls, 2 * 64 * heads * 128 * length * 2
+    return calls["decode"], 2 * 64 * heads * 128 * length * 2

@@ -128,7 +128,7 @@ def test_an_engine_on_other_devices_gets_the_same_bits_in_groups(tensor):
     mesh = make_mesh(devices=jax.devices()[4:6], data=-1, tensor=tensor)
     engine = NativeEngine(MODEL, mesh, dtype=HALF, max_num_seqs=2, group_bytes=20_000)
     engine.update_weights(params, 1)
-    functions = compiled(MODEL, engine.programs.placement, engine.programs.slots, jnp.dtype(HALF))
+    functions = compiled(MODEL, engine.programs.placement, jnp.dtype(HALF))
     near = jax.device_put(jax.device_get(params), functions.whole)
     assert_bitwise_equal(engine.programs.params, functions.decode_params(near))
     found, wanted = (

@@ -82,7 +82,7 @@ def test_the_card_names_what_reference_and_critic_have_of_their_own():
     assert lines[:3] == [
         "kernel: packed_attention cudnn",
         "kernel: head_log_probs tiles",
-        "kernel: decode_attention xla",
+        "kernel: paged_attention xla",
     ]
     (other,) = lines[3:]
     assert other.startswith("kernel of the reference: packed_attention chunked (cudnn needs")
@@ -109,13 +109,19 @@ OTHERS = [
 
 @pytest.mark.parametrize("changes", OURS, ids=str)
 def test_an_engine_of_ours_takes_a_kernel(changes):
-    cfg.validate(config_of(**changes, trainer__kernels={"decode_attention": "xla"}))
+    cfg.validate(config_of(**changes, trainer__kernels={"paged_attention": "xla"}))
 
 
 @pytest.mark.parametrize("changes", OTHERS, ids=str)
 def test_the_kernels_of_other_engines_are_theirs(changes):
-    config = config_of(**changes, trainer__kernels={"decode_attention": "xla"})
-    with pytest.raises(ValueError, match=r"'decode_attention'\]='xla': has no effect, no engine"):
+    config = config_of(**changes, trainer__kernels={"paged_attention": "xla"})
+    with pytest.raises(ValueError, match=r"'paged_attention'\]='xla': has no effect, no engine"):
+        cfg.validate(config)
+
+
+def test_the_kernel_of_the_cache_before_is_refused_by_the_name_of_todays():
+    config = config_of(trainer__kernels={"decode_attention": "xla"})
+    with pytest.raises(ValueError, match="'decode_attention': is gone; name 'paged_attention'"):
         cfg.validate(config)
 
 
@@ -123,8 +129,8 @@ def test_supervised_training_takes_kernels_but_of_decoding():
     config = cfg.TrainConfig()
     config.trainer.kernels = {"packed_attention": "chunked"}
     assert cfg.resolve_sft(config).trainer.kernels == {"packed_attention": "chunked"}
-    config.trainer.kernels = {"decode_attention": "xla"}
-    with pytest.raises(ValueError, match=r"'decode_attention'\]='xla': has no effect, no engine"):
+    config.trainer.kernels = {"paged_attention": "xla"}
+    with pytest.raises(ValueError, match=r"'paged_attention'\]='xla': has no effect, no engine"):
         cfg.validate_sft(config)
 
 
@@ -132,7 +138,7 @@ def test_jetstream_decodes_by_the_kernel_of_the_run():
     """One that CPUs do not have is refused where the engine is built."""
     tokenizer = SimpleNamespace(decode=str)
     config = config_of(
-        **{f"{ENGINE}.backend": "jetstream"}, trainer__kernels={"decode_attention": "cudnn"}
+        **{f"{ENGINE}.backend": "jetstream"}, trainer__kernels={"paged_attention": "ragged"}
     )
-    with pytest.raises(ValueError, match="'cudnn': on a cpu there is xla"):
+    with pytest.raises(ValueError, match="'ragged': on a cpu there is xla"):
         jetstream_engine(config, MODEL, make_mesh(), tokenizer)

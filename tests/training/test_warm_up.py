@@ -7,10 +7,8 @@ from benchmarks.shapes import write_model_folder
 from docs.generate.recipes import RECIPES
 from jaxrl import config as cfg
 from jaxrl.config.microbatching import longest_trajectory
-from jaxrl.data.packing import round_up
-from jaxrl.models.kernels.decode_kernels import POSITIONS
 from jaxrl.parallel.compilation import COMPILED
-from jaxrl.rollout.native.programs import PrefillShapes
+from jaxrl.rollout.native.decode import Features
 from jaxrl.tools.plan.run import Run
 from jaxrl.tools.plan.topology import machine
 from jaxrl.train import BasePPOExp
@@ -155,13 +153,10 @@ def programs(config, samples):
         "gradient": {(u, shape) for u in updates for shape in shapes_of(u.microbatching, config)},
         "forward": {(n, s, shape) for n, s, cut in passes for shape in shapes_of(cut, config)},
     }
-    engine, generator = config.generator.inference_engine, config.generator
+    engine = config.generator.inference_engine
     if engine.run_engines_locally and engine.backend == "native" and samples:
-        several = generator.max_turns > 1
-        most = generator.max_input_length if several else config.trainer.max_prompt_length
-        rests = several or engine.enable_prefix_caching or engine.recompute_kv_on_update
-        slot = PrefillShapes("tpu", round_up(cfg.longest_row(config), POSITIONS))
-        found["prefill"] = set(slot.all(range(1, most + 1), rests))
+        needs = {Features().including(request.sampling) for request in run.requests()}
+        found["block"] = needs | {one.union(other) for one in needs for other in needs}
     return found
 
 

@@ -9,7 +9,8 @@ Shape legend: R rows, Q queries of a row, P pages, p positions of a page, C page
 row, N tokens, H query heads, K key/value heads, h head width.
 """
 
-from typing import Any
+import functools
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,16 @@ from flax import struct
 
 from jaxrl.models.architecture import TransformerConfig
 from jaxrl.models.attention import scale, softcap
-from jaxrl.models.kernels.choice import REFERENCE, Facts, Implementation, Operation, unmet
+from jaxrl.models.kernels.choice import (
+    AMPERE,
+    HOPPER,
+    REFERENCE,
+    Facts,
+    Implementation,
+    Operation,
+    at_least,
+    unmet,
+)
 from jaxrl.models.linear import einsum_float32
 from jaxrl.types import Array
 
@@ -25,49 +35,83 @@ from jaxrl.types import Array
 # which stay in a CPU's cache: 64 rows of 3 heads of 64, 1,024 positions each, in tiles of 8, 16, 32
 # rows (96 KiB each) 28.7, 14.7, 17.5 ms (LOG.md).
 TILE_BYTES = 2 * 2**20
-BLOCK_POSITIONS, BLOCK_QUERIES = 512, 32  # of the TPU's kernel
+BLOCK_POSITIONS = 512  # of a row, that an accelerator attends to at once
+# Of a block of the TPU's kernel: those of 32 rows that decode, as nearly all blocks that JAX has
+# tuned; or those of one row's tile, for which the default of 16 MiB of VMEM is not enough.
+BLOCK_QUERIES, TILE_QUERIES = 32, 128
+TILE_VMEM = 48 * 2**20  # bytes; 64 heads of 128 fit
+LANES = 128  # of a TPU's memory
+
+Layout = Literal["transposed", "joined", "apart"]
+
+
+def layout_of(platform: str) -> Layout:
+    """Return how pages lie on a platform, for whichever of its implementations reads them."""
+    layouts: dict[str, Layout] = {"cpu": "transposed", "tpu": "joined"}
+    return layouts.get(platform, "apart")
 
 
 class Pages(struct.PyTreeNode):
     """Hold the keys and values of one layer.
 
     Attributes:
-        arrays: keys [P, K, h, p] and values [P, K, p, h]; where `joined` one array [P, p, 2 K, h],
-            the keys of head k at 2 k, its values at 2 k + 1: there a token is what lies together,
-            so that a TPU writes it in place, and its kernel reads it.
+        arrays: as `layout` says.
+        layout: "transposed" has keys [P, K, h, p] and values [P, K, p, h], as a CPU multiplies
+            them. In the others a token is what lies together, so that an accelerator writes it in
+            place: "apart" has keys and values [P, p, K, h] each, which cuDNN reads; "joined" one
+            array [P, p, 2 K, h], which the TPU's kernel reads, the keys of head k at 2 k, its
+            values at 2 k + 1. There K and h are rounded up to what the kernel takes; zeros fill it.
     """
 
     arrays: tuple[Array, ...]
-    joined: bool = struct.field(pytree_node=False)
+    layout: Layout = struct.field(pytree_node=False)
 
     @classmethod
     def empty(
-        cls, config: TransformerConfig, pages: int, size: int, dtype: Any, *, joined: bool
+        cls, config: TransformerConfig, pages: int, size: int, dtype: Any, *, layout: Layout
     ) -> "Pages":
         """Make `pages` pages of `size` positions."""
         heads, width = config.num_kv_heads, config.head_dim
-        shapes = ((pages, heads, width, size), (pages, heads, size, width))
-        if joined:
-            shapes = ((pages, size, 2 * heads, width),)
-        return cls(tuple(jnp.zeros(shape, dtype) for shape in shapes), joined)
+        shapes = {
+            "transposed": ((pages, heads, width, size), (pages, heads, size, width)),
+            "joined": ((pages, size, _rows_of_tpu(2 * heads, dtype), width + -width % LANES),),
+            "apart": ((pages, size, heads, width),) * 2,
+        }[layout]
+        return cls(tuple(jnp.zeros(shape, dtype) for shape in shapes), layout)
+
+    @property
+    def head_axis(self) -> int:
+        """Return the axis of the heads, by which all arrays can be split over devices."""
+        return 1 if self.layout == "transposed" else 2
 
     @property
     def size(self) -> int:
         """Return the positions of a page."""
-        return self.arrays[0].shape[1] if self.joined else self.arrays[1].shape[2]
+        return self.arrays[-1].shape[3 - self.head_axis]
 
     @property
     def heads(self) -> int:
-        """Return the key/value heads."""
-        return self.arrays[0].shape[2] // 2 if self.joined else self.arrays[0].shape[1]
+        """Return the key/value heads that there is room for."""
+        return self.arrays[0].shape[self.head_axis] // (2 if self.layout == "joined" else 1)
+
+    @property
+    def width(self) -> int:
+        """Return the head width that there is room for."""
+        return self.arrays[-1].shape[-1]
 
     def read(self, ids: Array) -> tuple[Array, Array]:
-        """Return the keys [n, K, h, p] and values [n, K, p, h] of n pages."""
-        if not self.joined:
-            keys, values = self.arrays
-            return keys[ids], values[ids]
-        both = self.arrays[0][ids]
-        return both[:, :, 0::2].transpose(0, 2, 3, 1), both[:, :, 1::2].transpose(0, 2, 1, 3)
+        """Return the keys [R, K, h, n p] and values [R, K, n p, h] of pages [R, n]."""
+        rows, heads, width = len(ids), self.heads, self.width
+        found = [x[ids] for x in self.arrays]
+        if self.layout == "transposed":
+            keys, values = found[0].transpose(0, 2, 3, 1, 4), found[1].swapaxes(1, 2)
+            return keys.reshape(rows, heads, width, -1), values.reshape(rows, heads, -1, width)
+        if self.layout == "joined":
+            # a barrier, or XLA for TPUs copies all pages to read some the other way around
+            both = jax.lax.optimization_barrier(found[0])
+            found = [both[..., 0::2, :], both[..., 1::2, :]]
+        keys, values = (x.reshape(rows, -1, heads, width) for x in found)
+        return keys.transpose(0, 2, 3, 1), values.swapaxes(1, 2)
 
     def write(self, ids: Array, offsets: Array, k: Array, v: Array) -> "Pages":
         """Put tokens into pages.
@@ -76,19 +120,31 @@ class Pages(struct.PyTreeNode):
             ids, offsets: [N] page, and position in it, of each; an id of P or more drops it.
             k, v: [N, K, h].
         """
-        dtype = self.arrays[0].dtype
-        if self.joined:
-            both = jnp.stack([k, v], axis=2).reshape(len(k), -1, k.shape[-1]).astype(dtype)
-            return self.replace(arrays=(self.arrays[0].at[ids, offsets].set(both, mode="drop"),))
-        keys, values = self.arrays
-        keys = keys.at[ids, :, :, offsets].set(k.astype(dtype), mode="drop")
-        values = values.at[ids, :, offsets].set(v.astype(dtype), mode="drop")
-        return self.replace(arrays=(keys, values))
+        number, heads, width = k.shape
+        if self.layout == "joined":
+            room = (0, 0), (0, self.heads - heads), (0, 0), (0, self.width - width)
+            both = jnp.pad(jnp.stack([k, v], axis=2), room).reshape(number, -1, self.width)
+            tokens = [((ids, offsets), both)]
+        elif self.layout == "transposed":
+            every = slice(None)
+            tokens = [((ids, every, every, offsets), k), ((ids, every, offsets), v)]
+        else:
+            tokens = [((ids, offsets), k), ((ids, offsets), v)]
+        put = [
+            x.at[at].set(new.astype(x.dtype), mode="drop")
+            for x, (at, new) in zip(self.arrays, tokens, strict=True)
+        ]
+        return self.replace(arrays=tuple(put))
 
-    def copy(self, sources: Array, targets: Array) -> "Pages":
-        """Copy pages [n] to others; a target of P or more drops it."""
-        put = lambda x: x.at[targets].set(x[sources], mode="drop")  # noqa: E731
-        return jax.tree.map(put, self)
+
+def _rows_of_tpu(heads: int, dtype: Any) -> int:
+    """Round key and value heads up to what the TPU's kernel takes together.
+
+    They fill 1, 2, 4 or a multiple of 8 words of 32 bits.
+    """
+    packing = 4 // jnp.dtype(dtype).itemsize
+    words = -(-heads // packing)
+    return packing * (words + -words % 8 if words > 4 else 1 << (words - 1).bit_length())
 
 
 def paged_attention(
@@ -115,8 +171,24 @@ def paged_attention(
     """
     window = config.sliding_window if sliding else None
     settings = {"scale": scale(config), "cap": config.attention_softcap, "window": window}
+    rows, queries, _, width = q.shape
+    grouped = q.reshape(rows, queries, -1, config.num_heads // config.num_kv_heads, width)
+    heads = grouped.shape[2]
+    room = (0, 0), (0, 0), (0, pages.heads - heads), (0, 0), (0, pages.width - width)
+    padded = jnp.pad(grouped, room)
     run = PAGED_ATTENTION.implementations[kernel].run
-    return run(q, pages, table, first, **settings).astype(q.dtype)
+    out = run(padded.reshape(rows, queries, -1, pages.width), pages, table, first, **settings)
+    return out.reshape(padded.shape)[:, :, :heads, :, :width].reshape(q.shape).astype(q.dtype)
+
+
+def paged_kernel(facts: Facts, named: str | None = None) -> str:
+    """Return the name of the implementation that a device has.
+
+    A named one is not asked what it misses; platforms that do not have it have the reference.
+    """
+    if named is None:
+        return PAGED_ATTENTION.choose(facts).name
+    return named if named in PAGED_ATTENTION.order.get(facts.platform, ()) else REFERENCE
 
 
 def by_pages(
@@ -129,63 +201,89 @@ def by_pages(
     cap: float | None,
     window: int | None,
 ) -> Array:
-    """Attend in plain XLA: tiles of rows of like length, a page of each at a time.
+    """Attend in plain XLA: on a CPU to a page of few rows at a time, elsewhere to many of all rows.
 
-    The softmax goes along (Milakov and Gimelshein 2018, arXiv:1805.02867), so that no score is kept
-    beyond its page.
+    A CPU works from its cache; an accelerator wants few and large operations.
     """
-    rows, queries, heads, width = q.shape
-    size, count = pages.size, pages.heads
-    row_bytes = 2 * size * count * width * pages.arrays[0].dtype.itemsize
+    settings = {"scale": scale, "cap": cap, "window": window}
+    step = max(BLOCK_POSITIONS // pages.size, 1)
+    tiles = functools.partial(in_tiles, **settings)
+    whole = functools.partial(attend, **settings, step=step)
+    return jax.lax.platform_dependent(q, pages, table, first, cpu=tiles, default=whole)
+
+
+def in_tiles(q: Array, pages: Pages, table: Array, first: Array, **settings: Any) -> Array:
+    """Attend to tiles of rows of like length, one tile after the other."""
+    rows = len(q)
+    row_bytes = 2 * pages.size * pages.heads * pages.width * pages.arrays[0].dtype.itemsize
     tile = -(-rows // -(-rows // max(TILE_BYTES // row_bytes, 1)))  # of equal ones as few as do
     padding = -rows % tile
     order = jnp.argsort(-first)  # alike beside each other; behind them padding, which is none
     at_first = jnp.pad(first[order], (0, padding), constant_values=-1)
     order = jnp.pad(order, (0, padding))
-
-    def attend(one: tuple[Array, Array, Array]) -> Array:
-        q, table, first = one
-        at = (first[:, None] + jnp.arange(queries))[:, None, None, :, None]  # [W, 1, 1, Q, 1]
-        grouped = q.reshape(tile, queries, count, -1, width).transpose(0, 2, 3, 1, 4)
-        flat = grouped.reshape(tile, count, -1, width)  # of a key head all that ask it
-
-        def add_page(number: Array, so_far: tuple[Array, Array, Array]) -> tuple:
-            most, total, mixed = so_far
-            ids = jax.lax.dynamic_index_in_dim(table, number, axis=1, keepdims=False)
-            keys, values = pages.read(ids)
-            written = number * size + jnp.arange(size) < first[:, None] + queries
-            # behind its end a row has pages of others, whatever is in them: 0 x inf is no number
-            values = jnp.where(written[:, None, :, None], values, 0)
-            scores = softcap(einsum_float32("wkqh,wkhp->wkqp", flat, keys) * scale, cap)
-            scores = scores.reshape(*grouped.shape[:-1], size)
-            seen = number * size + jnp.arange(size)
-            sees = (seen <= at) & (first >= 0)[:, None, None, None, None]
-            if window is not None:
-                sees &= at - seen < window
-            scores = jnp.where(sees, scores, -jnp.inf).reshape(*flat.shape[:-1], size)
-            higher = jnp.maximum(most, scores.max(-1))
-            weights = jnp.exp(scores - higher[..., None])
-            shrink = jnp.exp(most - higher)
-            mix = einsum_float32("wkqp,wkph->wkqh", weights.astype(values.dtype), values)
-            total = total * shrink + weights.sum(-1)
-            return higher, total, mixed * shrink[..., None] + mix
-
-        lowest = jnp.full(flat.shape[:-1], jnp.finfo(jnp.float32).min)
-        nothing = lowest, jnp.zeros_like(lowest), jnp.zeros(flat.shape, jnp.float32)
-        end = jnp.where(first.max() < 0, 0, -(-(first.max() + queries) // size))
-        begin = 0
-        if window is not None:  # what the first of them sees
-            earliest = jnp.where(first < 0, first.max(), first).min()
-            begin = jnp.maximum(earliest - window + 1, 0) // size
-        _, total, mixed = jax.lax.fori_loop(begin, end, add_page, nothing)
-        out = mixed / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
-        out = out.reshape(grouped.shape).transpose(0, 3, 1, 2, 4)
-        return out.reshape(tile, queries, heads, width)
-
     given = q[order], table[order], at_first
     tiled = jax.tree.map(lambda x: x.reshape(-1, tile, *x.shape[1:]), given)
-    out = jax.lax.map(attend, tiled).reshape(-1, *q.shape[1:])[:rows]
+    run = functools.partial(attend, **settings, step=1)
+    out = jax.lax.map(lambda one: run(one[0], pages, *one[1:]), tiled)
+    out = out.reshape(-1, *q.shape[1:])[:rows]
     return jnp.zeros_like(out).at[order[:rows]].set(out)
+
+
+def attend(
+    q: Array,
+    pages: Pages,
+    table: Array,
+    first: Array,
+    *,
+    scale: float,
+    cap: float | None,
+    window: int | None,
+    step: int,
+) -> Array:
+    """Attend to `step` pages of every row at a time.
+
+    The softmax goes along (Milakov and Gimelshein 2018, arXiv:1805.02867), so that no score is kept
+    beyond its step.
+    """
+    rows, queries, heads, width = q.shape
+    count, span = pages.heads, step * pages.size
+    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % step)))
+    at = (first[:, None] + jnp.arange(queries))[:, None, None, :, None]  # [R, 1, 1, Q, 1]
+    grouped = q.reshape(rows, queries, count, -1, width).transpose(0, 2, 3, 1, 4)
+    flat = grouped.reshape(rows, count, -1, width)  # of a key head all that ask it
+
+    def add_step(number: Array, so_far: tuple[Array, Array, Array]) -> tuple:
+        most, total, mixed = so_far
+        ids = jax.lax.dynamic_slice_in_dim(table, number * step, step, axis=1)
+        keys, values = pages.read(ids)
+        written = number * span + jnp.arange(span) < first[:, None] + queries
+        # behind its end a row has pages of others, whatever is in them: 0 x inf is no number
+        values = jnp.where(written[:, None, :, None], values, 0)
+        scores = softcap(einsum_float32("rkqh,rkhp->rkqp", flat, keys) * scale, cap)
+        scores = scores.reshape(*grouped.shape[:-1], span)
+        seen = number * span + jnp.arange(span)
+        sees = (seen <= at) & (first >= 0)[:, None, None, None, None]
+        if window is not None:
+            sees &= at - seen < window
+        scores = jnp.where(sees, scores, -jnp.inf).reshape(*flat.shape[:-1], span)
+        higher = jnp.maximum(most, scores.max(-1))
+        weights = jnp.exp(scores - higher[..., None])
+        shrink = jnp.exp(most - higher)
+        mix = einsum_float32("rkqp,rkph->rkqh", weights.astype(values.dtype), values)
+        total = total * shrink + weights.sum(-1)
+        return higher, total, mixed * shrink[..., None] + mix
+
+    lowest = jnp.full(flat.shape[:-1], jnp.finfo(jnp.float32).min)
+    nothing = lowest, jnp.zeros_like(lowest), jnp.zeros(flat.shape, jnp.float32)
+    end = jnp.where(first.max() < 0, 0, -(-(first.max() + queries) // span))
+    begin = 0
+    if window is not None:  # what the first of them sees
+        earliest = jnp.where(first < 0, first.max(), first).min()
+        begin = jnp.maximum(earliest - window + 1, 0) // span
+    _, total, mixed = jax.lax.fori_loop(begin, end, add_step, nothing)
+    out = mixed / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
+    out = out.reshape(grouped.shape).transpose(0, 3, 1, 2, 4)
+    return out.reshape(rows, queries, heads, width)
 
 
 def tpu_ragged(
@@ -202,11 +300,15 @@ def tpu_ragged(
 
     It takes rows of any number of queries one after the other: here each has Q. A row that is none
     is one of its first Q positions. Its blocks are the same for all rows, and never chosen by what
-    they hold.
+    they hold; a tile of a prompt is one block, so that the keys before it are read once.
     """
+    from jax.experimental.pallas import tpu as pltpu
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
     rows, queries, heads, width = q.shape
+    block, vmem = BLOCK_QUERIES, None
+    if queries > 1 and pltpu.get_tpu_info().vmem_capacity_bytes > TILE_VMEM:  # v5e or later
+        block, vmem = min(queries, TILE_QUERIES), TILE_VMEM
     out = ragged_paged_attention(
         q.reshape(-1, heads, width),
         pages.arrays[0],
@@ -218,24 +320,78 @@ def tpu_ragged(
         sliding_window=window,
         soft_cap=cap,
         num_kv_pages_per_block=min(max(BLOCK_POSITIONS // pages.size, 1), table.shape[1]),
-        num_queries_per_block=BLOCK_QUERIES,
+        num_queries_per_block=block,
+        vmem_limit_bytes=vmem,
     )
     return out.reshape(q.shape)
 
 
-def _tpu_needs(facts: Facts) -> list[str]:
-    """List what is missing for the kernel, by its own rule for the heads that it takes together."""
+def cudnn(
+    q: Array,
+    pages: Pages,
+    table: Array,
+    first: Array,
+    *,
+    scale: float,
+    cap: float | None,
+    window: int | None,
+) -> Array:
+    """Attend by cuDNN where a row asks for one position, and in plain XLA where it asks for a tile.
+
+    XLA has cuDNN's causal mask begin at a row's position 0, wherever its queries are: that is right
+    for no tile but the first. A row that is none is one of position 0.
+    """
+    if q.shape[1] > 1:
+        return by_pages(q, pages, table, first, scale=scale, cap=cap, window=window)
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    assert cap is None
+    assert window is None
+    assert pages.layout == "apart"
+    keys, values = pages.arrays
+    places = table.astype(jnp.int32)[:, None, :, None]
+    nothing = jnp.zeros(0, keys.dtype)
+    # What `fused.paged_attention` calls; that itself wants as many pages as the table has entries,
+    # which neither XLA nor cuDNN does.
+    return fused._dot_product_attention(
+        query=q.astype(keys.dtype),
+        key=keys,
+        value=values,
+        bias=nothing,
+        q_seqlen=jnp.ones(len(q), jnp.int32),
+        kv_seqlen=jnp.maximum(first, 0).astype(jnp.int32) + 1,
+        q_offsets=nothing,
+        kv_offsets=nothing,
+        page_table_k=places,
+        page_table_v=places,
+        scale=scale,
+        seed=0,
+        dropout_rate=0.0,
+        variadic_args=(False, False),  # a bias, its gradient
+        mask_type=fused.MaskType.PADDING,
+        layout=fused.AttentionLayout.BTNH.value,
+        sliding_window_length=None,
+        cudnn_version=fused.check_cudnn_version(),
+        return_residual=False,
+    )
+
+
+def _cudnn_needs(facts: Facts) -> list[str]:
     assert facts.model is not None
-    width, heads = facts.model.head_dim, facts.model.num_kv_heads
-    packing = 4 // jnp.dtype(facts.dtype).itemsize  # heads of a 32-bit word
-    words, rest = divmod(2 * heads, packing)
+    width, widest = facts.model.head_dim, 256 if at_least(facts, HOPPER) else 128
     return unmet(
         [
-            (width % 128 == 0, f"a head_dim that 128 divides, not {width}"),
             (
-                rest == 0 and (words in (1, 2, 4) or words % 8 == 0),
-                f"1, 2 or 4 words of key and value heads, or a multiple of 8, not {words:g}",
+                at_least(facts, AMPERE),
+                f"an Ampere GPU or later, not compute capability {facts.capability}",
             ),
+            (facts.dtype == jnp.bfloat16, "an engine in bfloat16"),
+            (
+                width <= widest and width % 8 == 0,
+                f"a head_dim that 8 divides, of at most {widest}, not {width}",
+            ),
+            (facts.model.attention_softcap is None, "a model without attention softcap"),
+            (facts.model.sliding_window is None, "a model without sliding windows"),
         ]
     )
 
@@ -244,12 +400,14 @@ PAGED_ATTENTION = Operation(
     "paged_attention",
     "attention of rows to keys and values in pages",
     {
-        "ragged": Implementation(
-            tpu_ragged,
-            _tpu_needs,
-            "128 divides head_dim; key and value heads fill 1, 2, 4 or a multiple of 8 words",
+        "ragged": Implementation(tpu_ragged),
+        "cudnn": Implementation(
+            cudnn,
+            _cudnn_needs,
+            "Ampere or later, bfloat16, 8 divides head_dim, head_dim <= 256 (128 before Hopper), "
+            "no soft cap, no sliding windows",
         ),
         REFERENCE: Implementation(by_pages),
     },
-    {"tpu": ("ragged", REFERENCE)},
+    {"tpu": ("ragged", REFERENCE), "gpu": ("cudnn", REFERENCE)},
 )

@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import Any
 
 from jaxrl import activity
-from jaxrl.config import GeneratorConfig, SamplingParams, keeps_slots
+from jaxrl.config import GeneratorConfig, SamplingParams, keeps_pages
 from jaxrl.data.tokenizer import encode_prompt
 from jaxrl.envs import StepOutput
 from jaxrl.rollout.conversations.environment_pool import EnvironmentPool
@@ -131,7 +131,7 @@ class Conversation:
         self.prompt, self.key = prompt, key
         self.session, self.submissions, self.failures = session, submissions, failures
         self.transcript = Transcript(list(prompt.tokens))
-        self.over: Future[None] = Future()  # until it is cancelled the engine keeps its slot
+        self.over: Future[None] = Future()  # until it is cancelled the engine keeps its pages
         self.stop_reason, self.reward_is_number = "", False
         self.metrics: dict[str, Any] = {}
         self.failure: EnvironmentFailure | None = None
@@ -162,7 +162,7 @@ class Conversation:
             self.transcript.mask()
 
     async def close(self) -> None:
-        """Let the engine's slot and the environment go; what was judged stays judged."""
+        """Let the engine's pages and the environment go; what was judged stays judged."""
         self.over.cancel()
         try:
             await self.session.close()
@@ -330,7 +330,7 @@ class ConversationGenerator:
         sampling: Sampling,
     ) -> Request:
         """Build the request to continue the same input in some conversations."""
-        over = tuple(c.over for c in conversations) if keeps_slots(self.settings) else ()
+        over = tuple(c.over for c in conversations) if keeps_pages(self.settings) else ()
         return Request(tokens, tuple(keys), sampling, conversations=over)
 
     async def _hold(
@@ -365,7 +365,7 @@ class ConversationGenerator:
         if self.log_probs and completion.tokens and not completion.log_probs:
             raise ValueError(_NO_LOG_PROBS)
         conversation.take(completion)
-        if len(transcript.turns) == self.settings.max_turns:  # the slot is needed no more
+        if len(transcript.turns) == self.settings.max_turns:  # its pages are needed no more
             conversation.over.cancel()
         if completion.stop_reason == "abort":
             transcript.mask()

@@ -3,7 +3,12 @@
 What `NativeEngine` runs, behind explicit state: a JetStream orchestrator can serve it, and a loop
 of prefill, insert and generate can be written by hand. The same keys draw the same tokens.
 
-Shape legend: S slots, L positions of a slot, n samples of a prompt, k tokens of a call.
+The cache is a pool of pages (see kv_cache.py) in which each slot has its own for good, beside each
+other; a prefix has a pool of its own, with a copy on each part of the batch, so that it is inserted
+into any slot without leaving the part.
+
+Shape legend: S slots, L positions and C pages of a slot, G parts of the batch, n samples of a
+prompt, k tokens of a call.
 """
 
 import dataclasses
@@ -19,19 +24,13 @@ from flax import struct
 from jax.sharding import Mesh
 
 from jaxrl.data.packing import round_up
-from jaxrl.models.kernels import decode_kernels
 from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.parallel import ShardingRules
 from jaxrl.parallel.rules import Placement, batch_devices
 from jaxrl.rollout.jetstream.protocol import ResultTokens, prefill_length
-from jaxrl.rollout.native.decode import FREE, SETTINGS, Block, Features, Rows
-from jaxrl.rollout.native.kv_cache import Cache, put_slots, take_slots
-from jaxrl.rollout.native.programs import (
-    DEFAULT_PREFILL_TOKENS,
-    PREFILL_TOKENS,
-    compiled,
-    has_kernel,
-)
+from jaxrl.rollout.native.decode import SETTINGS, Block, Features, Prompts, Rows
+from jaxrl.rollout.native.kv_cache import Cache
+from jaxrl.rollout.native.programs import Prefill, compiled, prompt_shardings, shape_of
 from jaxrl.rollout.protocol import Sampling
 from jaxrl.types import Array
 
@@ -70,7 +69,7 @@ class ParamsRef:
 
 
 class Slots(struct.PyTreeNode):
-    """Hold samples in the middle of decoding: a prefix (its cache has one slot), or all slots."""
+    """Hold samples in the middle of decoding: of a prefix, which share its pages, or all slots."""
 
     cache: Cache
     rows: Rows
@@ -121,7 +120,7 @@ class TransformerEngine:
         tokens_per_call: of `generate`. JetStream's orchestrator wants 1, as it drops a whole call
             that reaches beyond max_tokens.
         tokenizer: for `build_tokenizer`; a Hugging Face one.
-        kernel: of decoding, see `decode_attention`.
+        kernel: of `PAGED_ATTENTION`; None = the fastest that can.
     """
 
     samples_per_slot = 1
@@ -146,24 +145,23 @@ class TransformerEngine:
     ) -> None:
         self.mesh, self.tokenizer = mesh, tokenizer
         self.max_prefill_length = prefill_length(max_prefill_length)
-        self.length = round_up(max(max_target_length, self.max_prefill_length), 8)
-        placement = Placement(mesh, ShardingRules(embed=None))
-        if has_kernel(config, mesh, dtype, kernel):
-            self.length = round_up(self.length, decode_kernels.POSITIONS)
         self.max_target_length = max_target_length
-        self.row_multiple = batch_devices(mesh, placement.rules)
-        self.max_concurrent_decodes = round_up(slots, self.row_multiple)
-        self.prefill_chunk_size = PREFILL_TOKENS.get(placement.platform, DEFAULT_PREFILL_TOKENS)[1]
+        placement = Placement(mesh, ShardingRules(embed=None))
+        self.parts = batch_devices(mesh, placement.rules)
+        self.max_concurrent_decodes = round_up(slots, self.parts)
+        self.shape = shape_of(placement.platform)
+        self.pages = -(-max_target_length // self.shape.page)  # of a slot
+        self.prefill_chunk_size = self.shape.tiles * self.shape.tile
         self.tokens_per_call = tokens_per_call
         self.sampling = Sampling(max_target_length) if sampling is None else sampling
         self.params = ParamsRef()
         self._rng = np.random.default_rng(seed)
         self._freed: set[int] = set()
-        dtype = jnp.dtype(dtype)
-        sizes = self.max_concurrent_decodes, self.row_multiple
-        self._decoding, self._prefilling = (
-            compiled(config, placement, slots, dtype, kernel) for slots in sizes
-        )
+        self._functions = compiled(config, placement, jnp.dtype(dtype), kernel)
+        self._by_prompt = prompt_shardings(placement)
+        # rows always lie so: each place that they come from would have programs of its own
+        self._by_row = placement.sharding((self.parts,), ("batch",))
+        self._nothing = self._place(self._prompts(1, tokens_per_call).arrays(1))
 
     # ---- weights
 
@@ -176,7 +174,7 @@ class TransformerEngine:
         """
         if params is not None:
             self.params.value = None  # two decode copies never live together
-            self.params.value = self._decoding.load(params)
+            self.params.value = self._functions.load(params)
         return self.params
 
     def unload_params(self) -> None:
@@ -238,31 +236,35 @@ class TransformerEngine:
                 f"{self.max_target_length}"
             )
         sampler = self._sampler(sampler, rng, num_samples)
-        cache = self._prefilling.empty(length=self.length)
-        if existing_prefix is not None:
-            cache = jax.tree.map(jnp.copy, existing_prefix.cache.cache)
         weights = params.get()
-        cache = self._fill(weights, cache, prompt, len(before))
+        if existing_prefix is None:
+            cache = self._empty(self.parts)
+        else:
+            cache = jax.tree.map(jnp.copy, existing_prefix.cache.cache)
         state = Slots(cache, *self._rows(prompt, sampler))
         freed = np.zeros(len(state.tokens), bool)
-        prefix, result = self._draw(self._prefilling, weights, state, freed, tokens=1, shared=True)
-        real = jax.tree.map(lambda x: x[: len(sampler.keys)], result)
-        return prefix, real.replace(samples_per_slot=len(sampler.keys))
+        new = self._place(self._fill(prompt, len(before)))
+        prefix, result = self._draw(weights, state, freed, new, steps=1)
+        n = len(sampler.keys)
+        rows, tokens, result = first_rows((prefix.rows, prefix.tokens, result), n)
+        return Slots(prefix.cache, rows, tokens), result.replace(samples_per_slot=n)
 
-    def _fill(self, weights: Params, cache: Cache, prompt: list[int], start: int) -> Cache:
-        """Prefill all but the last token: the first step of decoding takes that."""
-        padded = self.row_multiple  # slot 0 is real
-        while start < len(prompt) - 1:
-            end = min(len(prompt) - 1, start + self.prefill_chunk_size)
-            width = min(prefill_length(end - start), self.length)
-            tokens = np.zeros((padded, width), np.int32)
-            tokens[0, : end - start] = prompt[start:end]
-            slots = np.where(np.arange(padded) == 0, 0, padded).astype(np.int32)
-            starts = np.full(padded, start, np.int32)
-            length = None if start == 0 else self.length
-            cache = self._prefilling.prefill(weights, cache, tokens, slots, starts, length=length)
-            start = end
-        return cache
+    def _fill(self, prompt: list[int], start: int) -> Prompts:
+        """Prefill all from `start` on but the last token, which the first decode step takes."""
+        # one program serves prompts of all lengths
+        new = self._prompts(-(-self.max_target_length // self.prefill_chunk_size), 1)
+        (table,) = self._tables(np.zeros(1, int))
+        for part in range(self.parts):
+            new.add(part, table, start, np.array(prompt[start:-1], np.int32))
+        return new.arrays(max(new.chunks, 1))
+
+    def _prompts(self, chunks: int, steps: int) -> Prefill:
+        """Return an empty collection of what a call of `steps` steps prefills."""
+        columns = self.pages + 1  # a tile may reach over the end of a row
+        return Prefill(self.shape, parts=self.parts, chunks=chunks, columns=columns, steps=steps)
+
+    def _place(self, prompts: Prompts) -> Prompts:
+        return jax.device_put(prompts, self._by_prompt)
 
     def _sampler(self, sampler: Any, rng: Array | None, samples: int) -> Sampler:
         """Return a sampler with as many keys as there are samples."""
@@ -278,9 +280,13 @@ class TransformerEngine:
         return sampler
 
     def _rows(self, prompt: Sequence[int], sampler: Sampler) -> tuple[Rows, Array]:
-        """Return the samples of one prompt, before their first token; padded to the devices."""
+        """Return the samples of one prompt, before their first token; padded to the devices.
+
+        All have the pages of the first slot of their part. Padding draws, too: so each part gets
+        the keys and values of the last token.
+        """
         s, n = sampler.sampling, len(sampler.keys)
-        rows = round_up(n, self.row_multiple)
+        rows = round_up(n, self.parts)
         keys = np.zeros((rows, 2), np.uint32)
         keys[:n] = sampler.keys
         room = self.max_target_length - len(prompt)
@@ -292,10 +298,12 @@ class TransformerEngine:
             for kind, names in SETTINGS.items()
             for name in names
         }
-        tokens = np.zeros((rows, self.length), np.int32)
+        tokens = np.zeros((rows, self.max_target_length), np.int32)
         tokens[:, : len(prompt)] = prompt
         return Rows(
-            slots=np.where(np.arange(rows) < n, 0, FREE).astype(np.int32),
+            live=np.ones(rows, bool),
+            table=self._tables(np.zeros(rows, int)),
+            start=np.zeros(rows, np.int32),
             last_token=np.full(rows, prompt[-1], np.int32),
             position=np.full(rows, len(prompt) - 1, np.int32),
             count=np.zeros(rows, np.int32),
@@ -306,14 +314,24 @@ class TransformerEngine:
             **columns,
         ), tokens
 
+    def _tables(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the tables [n, C + 1] of slots, called by their number [n] on their part."""
+        pages = numbers[:, None] * self.pages + np.arange(self.pages)
+        return np.pad(pages, ((0, 0), (0, 1))).astype(np.int32)
+
+    def _empty(self, slots: int) -> Cache:
+        """Make a cache of the pages of `slots` slots, on all parts together."""
+        return self._functions.empty(pages=slots * self.pages, size=self.shape.page)
+
     # ---- decode
 
     def init_decode_state(self) -> Slots:
         """Return the state of decoding before the first prompt: all slots are empty."""
         slots = self.max_concurrent_decodes
         rows, tokens = self._rows([0], Sampler(self.sampling, ((0, 0),) * slots))
-        rows = rows.replace(slots=np.full(slots, FREE, np.int32))
-        return Slots(self._decoding.empty(length=self.length), rows, tokens)
+        tables = self._tables(np.arange(slots) % (slots // self.parts))
+        rows = rows.replace(live=np.zeros(slots, bool), table=tables)
+        return Slots(self._empty(slots), *jax.device_put((rows, tokens), self._by_row))
 
     def insert(
         self, prefix: Slots, decode_state: Slots, slot: int, request_id: Any = None
@@ -328,16 +346,27 @@ class TransformerEngine:
         Raises:
             ValueError: more slots than the prefix has samples.
         """
-        if len(slots) > len(prefix.rows.slots):
+        if len(slots) > len(prefix.rows.live):
             raise ValueError(
-                f"{len(slots)} slots for a prefix of {len(prefix.rows.slots)} samples: give "
+                f"{len(slots)} slots for a prefix of {len(prefix.rows.live)} samples: give "
                 "prefill_multisampling num_samples"
             )
         self._freed -= set(slots)
-        state = decode_state.replace(rows=with_stop_ids(decode_state.rows, prefix.rows))
-        prefix = prefix.replace(rows=with_stop_ids(prefix.rows, decode_state.rows))
-        places = np.array(slots, np.int32)
-        return insert_prefix(state, prefix, jax.device_put(places))
+        cache = decode_state.cache
+        for slot in slots:
+            cache = self._functions.put(cache, self._pages_of(slot), prefix.cache)
+        given = with_stop_ids(decode_state.rows, prefix.rows), decode_state.tokens
+        new = with_stop_ids(prefix.rows, decode_state.rows), prefix.tokens
+        after = insert_rows(given, new, np.array(slots, np.int32))
+        return Slots(cache, *jax.device_put(after, self._by_row))
+
+    def _pages_of(self, slot: int) -> np.ndarray:
+        """Return where the pages of a prefix [G C] go to be a slot's, as ids of `put_pages`."""
+        each = self.max_concurrent_decodes // self.parts
+        part, number = divmod(slot, each)
+        ids = np.full((self.parts, self.pages), each * self.pages, np.int32)  # nowhere
+        ids[part] = number * self.pages + np.arange(self.pages)
+        return ids.ravel()
 
     def free_resource(self, slot: int) -> None:
         """Draw nothing more in a slot."""
@@ -358,31 +387,22 @@ class TransformerEngine:
             raise ValueError(f"sampler={sampler!r}: give it to prefill, each slot has its own")
         freed = np.isin(np.arange(self.max_concurrent_decodes), list(self._freed))
         self._freed.clear()
-        return self._draw(
-            self._decoding, params.get(), decode_state, freed, tokens=self.tokens_per_call
-        )
+        steps = self.tokens_per_call
+        return self._draw(params.get(), decode_state, freed, self._nothing, steps=steps)
 
     def _draw(
-        self,
-        programs: Any,
-        weights: Params,
-        state: Slots,
-        freed: np.ndarray,
-        *,
-        tokens: int,
-        shared: bool = False,
+        self, weights: Params, state: Slots, freed: np.ndarray, new: Prompts, *, steps: int
     ) -> tuple[Slots, ResultTokens]:
-        """Decode `tokens` steps.
+        """Prefill, and decode `steps` steps.
 
         Args:
             freed: [rows] bool.
-            shared: all rows begin in slot 0.
+            new: what is prefilled before the first step.
         """
         rows = for_decode(state.rows, state.tokens, freed)
-        cache, after, block = programs.decode(
-            weights, state.cache, rows, steps=tokens, length=self.length, every_slot=not shared
-        )
+        cache, after, block = self._functions.decode(weights, state.cache, rows, new, steps=steps)
         seen, result = advance(rows.position, after.count, state.tokens, block)
+        seen = jax.device_put(seen, self._by_row)
         return Slots(cache, after.replace(history=None), seen), result
 
     # ---- the rest of the protocol
@@ -412,9 +432,16 @@ class TransformerEngine:
 def with_stop_ids(rows: Rows, other: Rows) -> Rows:
     """Return rows with room for the stop ids, and with the features, of others too."""
     features = rows.features.union(other.features)
-    wider = features.stop_ids - rows.stop_ids.shape[1]
-    padded = jnp.pad(rows.stop_ids, ((0, 0), (0, wider)), constant_values=-1)
-    return rows.replace(stop_ids=padded if wider else rows.stop_ids, features=features)
+    if wider := features.stop_ids - rows.stop_ids.shape[1]:
+        padded = jnp.pad(rows.stop_ids, ((0, 0), (0, wider)), constant_values=-1)
+        rows = rows.replace(stop_ids=padded)
+    return rows.replace(features=features)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def first_rows(tree: Any, n: int) -> Any:
+    """Return the first n rows of all arrays."""
+    return jax.tree.map(lambda x: x[:n], tree)
 
 
 @jax.jit
@@ -422,7 +449,7 @@ def for_decode(rows: Rows, tokens: Array, freed: Array) -> Rows:
     """Return rows as `decode` takes them."""
     seen = jnp.arange(tokens.shape[1]) <= rows.position[:, None]
     history = jnp.where(seen, tokens, -1) if rows.features.penalised else None
-    return rows.replace(slots=jnp.where(freed, FREE, rows.slots), history=history)
+    return rows.replace(live=rows.live & ~freed, history=history)
 
 
 @jax.jit
@@ -451,13 +478,11 @@ def advance(
     return tokens, result
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def insert_prefix(state: Slots, prefix: Slots, slots: Array) -> Slots:
-    """Put sample i of the prefix into slots[i]."""
-    n, length = len(slots), state.tokens.shape[1]
-    copies = take_slots(prefix.cache, jnp.zeros_like(slots), length)
-    cache = put_slots(state.cache, slots, copies, length)
-    live = jnp.where(prefix.rows.slots[:n] == FREE, FREE, slots)
-    new = jax.tree.map(lambda x: x[:n], prefix.rows).replace(slots=live)
-    rows = jax.tree.map(lambda old, x: old.at[slots].set(x), state.rows, new)
-    return Slots(cache, rows, state.tokens.at[slots].set(prefix.tokens[:n]))
+@jax.jit
+def insert_rows(
+    given: tuple[Rows, Array], new: tuple[Rows, Array], slots: Array
+) -> tuple[Rows, Array]:
+    """Put sample i of a prefix into slots[i], each with its tokens; the slots keep their pages."""
+    samples, tokens = jax.tree.map(lambda x: x[: len(slots)], new)
+    samples = samples.replace(table=given[0].table[slots])
+    return jax.tree.map(lambda old, x: old.at[slots].set(x), given, (samples, tokens))

@@ -21,7 +21,7 @@ class Balancer:
 
     def __init__(self, engines: Sequence[SampleThread]) -> None:
         self.engines = list(engines)
-        self._in_flight = [0] * len(self.engines)  # samples and conversations: slots that they need
+        self._in_flight = [0] * len(self.engines)  # samples and conversations: pages that they need
         self._home: dict[Future[None], int] = {}  # engine of each conversation
         self._lock = threading.RLock()  # a conversation may be over when it is looked at
 

@@ -1,9 +1,15 @@
-"""What the native engine runs on its devices: prefill into cache slots, and blocks of decode steps.
+"""What the native engine runs on its devices: blocks of steps, which prefill and decode.
 
-Both run the trainer's own `decoder_layer`; only `attend` differs. Everything but the cache is small
-and lives on the host, which says in every call which slot is at which position.
+Both run the trainer's own `decoder_layer`; only `attend` differs. A step first prefills chunks of
+prompts, tiles of Q neighbouring tokens of any rows, then decodes a token of every row whose prompt
+is there: so one program serves prompts and rows of any length, and they do not wait for each other.
+Both have products of their own, whose shapes never change: so neighbours change no bit.
 
-Shape legend: S slots, L positions of a slot, B rows of a call, C tokens of a chunk, N decode steps.
+Everything but the cache is small and lives on the host, which says in every block where the pages
+of each row are.
+
+Shape legend: B rows, N steps of a block, C pages of a row, M chunks, W tiles of a chunk, Q tokens
+of a tile, G parts of the batch (see kv_cache.py).
 """
 
 import dataclasses
@@ -19,8 +25,9 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from jaxrl.array_ops import token_log_probs
-from jaxrl.models.attention import attention, causal_attention, layer_views
-from jaxrl.models.kernels.decode_attention import decode_attention
+from jaxrl.models.attention import Segments, layer_views
+from jaxrl.models.kernels.choice import REFERENCE
+from jaxrl.models.kernels.paged_attention import Pages
 from jaxrl.models.linear import merge
 from jaxrl.models.transformer import (
     Params,
@@ -32,16 +39,7 @@ from jaxrl.models.transformer import (
     unembed,
 )
 from jaxrl.parallel.rules import Placement
-from jaxrl.rollout.native.kv_cache import (
-    Cache,
-    LayerCache,
-    put_slots,
-    take_rows,
-    take_slots,
-    write,
-    write_chunks,
-    write_tokens,
-)
+from jaxrl.rollout.native.kv_cache import Cache, copy_pages, write_and_attend
 from jaxrl.rollout.native.sampling import adjust, assign, sample, top_tokens, uniforms
 from jaxrl.rollout.protocol import Sampling
 from jaxrl.rollout.weights.groups import NOT_CAST, STACKED
@@ -99,13 +97,14 @@ SETTINGS = {  # fields of Sampling that are columns of Rows
     np.float32: ("temperature", "top_p", "min_p", "repetition_penalty"),
     np.int32: ("top_k", "min_tokens"),
 }
-FREE = 2**30  # in `Rows.slots`, beyond every slot: the row is done, or was never filled
 
 
 class Rows(struct.PyTreeNode):
-    """Hold samples that are decoded together. A row whose slot is S or more is padding."""
+    """Hold samples that are decoded together."""
 
-    slots: Array  # [B]
+    live: Array  # [B] bool; the others are padding, or have ended
+    table: Array  # [B, C] where the row's pages are
+    start: Array  # [B] the step that decodes it first: what it needs is prefilled then
     last_token: Array  # [B], not yet in the cache
     position: Array  # [B] position of last_token
     count: Array  # [B] tokens drawn before
@@ -122,7 +121,23 @@ class Rows(struct.PyTreeNode):
     features: Features = struct.field(pytree_node=False, default=Features())
 
 
-PROGRESS = ("slots", "last_token", "position", "count", "history")  # of Rows: what a block changes
+class Prompts(struct.PyTreeNode):
+    """Hold what a block prefills, and which pages it copies.
+
+    Step i prefills the chunks i `pace` to (i + 1) `pace`, then copies the pages that are due.
+    """
+
+    tokens: Array  # [M, W, Q]
+    table: Array  # [M, W, C] where the pages of a tile's row are
+    first: Array  # [M, W] position of the first token; below 0, there is no tile
+    count: Array  # [M, W] tokens of the tile
+    chunks: Array  # []
+    pace: Array  # []
+    copies: Array  # [G n, 2] pages (from, to), see `copy_pages`
+    copied: Array  # [G, N + 1]
+
+
+PROGRESS = ("live", "last_token", "position", "count", "history")  # of Rows: what a block changes
 
 
 def go_on(given: Mapping[str, Array], before: Mapping[str, Array], begins: Array) -> dict:
@@ -133,8 +148,8 @@ def go_on(given: Mapping[str, Array], before: Mapping[str, Array], begins: Array
         before: as that block leaves it. A row that ended there ends here, too.
         begins: [B] bool.
     """
-    held = {**before, "slots": jnp.where(before["slots"] == FREE, FREE, given["slots"])}
-    if "history" in given:  # the cache may have been lengthened since
+    held = {**before, "live": before["live"] & given["live"]}
+    if "history" in given:  # rows may have become longer since
         more = given["history"].shape[1] - before["history"].shape[1]
         held["history"] = jnp.pad(before["history"], ((0, 0), (0, more)), constant_values=-1)
     return {
@@ -198,78 +213,32 @@ def decode_rest(params: Params, dtype: jnp.dtype) -> Params:
     return {**cast, "unembed": cast["unembed"] if "unembed" in cast else cast["embed"].T}
 
 
-def prefill(
-    config: TransformerConfig,
-    params: Params,
-    cache: Cache,
-    tokens: Array,
-    slots: Array,
-    starts: Array,
-    *,
-    length: int | None,
-    placement: Placement | None = None,
-) -> Cache:
-    """Write keys and values of a chunk of each row; no logits.
-
-    Args:
-        tokens: [B, C]. What follows a row's own tokens may be anything: it is written behind them,
-            where every position is written anew before it is read.
-        slots: [B]; S = padding.
-        starts: [B] positions of the first tokens.
-        length: None = the rows start at 0 and see themselves alone; else they see the first
-            `length` positions of their slots.
-    """
-    positions = starts[:, None] + jnp.arange(tokens.shape[1])
-    seen = positions if length is None else jnp.arange(length)[None]
-    view = layer_views(config, seen[:, None] <= positions[:, :, None], positions, seen)
-    new: list[LayerCache] = []
-    rows = jnp.arange(len(slots))[:, None]
-
-    def attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
-        old = cache[len(new)]  # of the layer that is being run
-        new.append(write_chunks(old, slots, starts, k, v, placement))
-        if length is not None:
-            past = take_rows(old, slots, length, placement)
-            k, v = write(past, rows, positions, k, v).by_position()
-        attend_to = causal_attention if length is None else attention
-        return attend_to(config, q, k, v, mask)
-
-    x = embed(config, params, tokens, params["unembed"].dtype)
-    for layer, sliding in zip(params["layers"], sliding_flags(config), strict=True):
-        x = decoder_layer(config, layer, x, view(sliding), attend, placement)
-    return tuple(new)
-
-
 def decode(
     config: TransformerConfig,
     params: Params,
     cache: Cache,
     rows: Rows,
+    prompts: Prompts,
     *,
     steps: int,
-    length: int,
-    every_slot: bool,
     placement: Placement | None = None,
-    kernel: str | None = None,
+    kernel: str = REFERENCE,
 ) -> tuple[Cache, Rows, Block]:
-    """Draw up to `steps` tokens for every row; end early when all rows are done.
+    """Prefill chunks of prompts, and draw up to `steps` tokens for every row, step by step.
 
-    The rows that come back are those of the next block: where these are now, FREE where one ended.
+    It ends early when all rows are done and all chunks prefilled. The rows that come back are those
+    of the next block.
 
     Args:
-        length: positions that the rows may reach; no others are read.
-        every_slot: row s is slot s. Otherwise the rows' slots are copied, once a block.
-        kernel: see `decode_attention`.
+        kernel: of `PAGED_ATTENTION`.
     """
-    slots = None if every_slot else rows.slots
-    size, total = len(rows.slots), len(cache[0].keys)
-    features = rows.features
+    size, features = len(rows.live), rows.features
     alternatives = (size, steps, min(features.alternatives, config.vocab_size))
     run = Run(
-        cache=take_slots(cache, slots, length),
+        cache=cache,
         last_token=rows.last_token,
         position=rows.position,
-        done=(rows.slots >= total) | (rows.count >= rows.max_tokens),
+        done=~rows.live | (rows.count >= rows.max_tokens),
         seen=None if rows.history is None else _seen(config, rows.history),
         history=rows.history,
         block=Block(
@@ -283,23 +252,37 @@ def decode(
             sampling_mask_ids=jnp.full((size, steps, features.sampling_mask_size), -1),
         ),
     )
+    layers = functools.partial(run_layers, config, params, placement=placement, kernel=kernel)
+
+    def prefill(chunk: Array, cache: Cache) -> Cache:
+        of = (x[chunk] for x in (prompts.tokens, prompts.table, prompts.first, prompts.count))
+        return layers(cache, *of)[1]
 
     def unfinished(carry: tuple[Array, Run]) -> Array:
-        return (carry[0] < steps) & ~carry[1].done.all()
+        step, run = carry
+        return (step < steps) & (~run.done.all() | (step * prompts.pace < prompts.chunks))
 
-    def one_token(carry: tuple[Array, Run]) -> tuple[Array, Run]:
-        logits, new = decode_step(config, params, carry[1], placement, kernel)
-        return carry[0] + 1, draw(carry[1].replace(cache=new), logits, rows, placement)
+    def one_step(carry: tuple[Array, Run]) -> tuple[Array, Run]:
+        step, run = carry
+        begin = step * prompts.pace
+        end = jnp.minimum(begin + prompts.pace, prompts.chunks)
+        cache = jax.lax.fori_loop(begin, end, prefill, run.cache)
+        cache = copy_pages(cache, prompts.copies, prompts.copied, step, placement)
+        live = ~run.done & (rows.start <= step)
+        first = jnp.where(live, run.position, -1)
+        x, cache = layers(cache, run.last_token[:, None], rows.table, first, live.astype(jnp.int32))
+        logits = unembed(config, params, x[:, 0])
+        return step + 1, draw(run.replace(cache=cache), logits, rows, live, placement)
 
-    run = jax.lax.while_loop(unfinished, one_token, (jnp.int32(0), run))[1]
+    run = jax.lax.while_loop(unfinished, one_step, (jnp.int32(0), run))[1]
     after = rows.replace(
-        slots=jnp.where(run.done, FREE, rows.slots),
+        live=~run.done,
         last_token=run.last_token,
         position=run.position,
         count=rows.count + run.block.count,
         history=run.history,
     )
-    return put_slots(cache, slots, run.cache, length), after, run.block
+    return run.cache, after, run.block
 
 
 def _seen(config: TransformerConfig, history: Array) -> Array:
@@ -309,34 +292,42 @@ def _seen(config: TransformerConfig, history: Array) -> Array:
     return jnp.zeros((len(history), config.vocab_size), bool).at[rows, at].set(True, mode="drop")
 
 
-def decode_step(
+def run_layers(
     config: TransformerConfig,
     params: Params,
-    run: Run,
+    cache: Cache,
+    tokens: Array,
+    table: Array,
+    first: Array,
+    count: Array,
+    *,
     placement: Placement | None,
-    kernel: str | None = None,
+    kernel: str,
 ) -> tuple[Array, Cache]:
-    """Return logits [B, V] after `last_token`, and the cache with its keys and values written.
+    """Return the hidden states [B, T, D] of tokens, and the cache with their keys and values.
 
-    A row that is done writes nothing: it may be a slot that waits for the rest of its prompt, or
-    keeps a prefix for others. It reads nothing either, and what it computes is dropped.
+    Args:
+        tokens: [B, T] neighbouring tokens of each row.
+        table, first, count: see `write_and_attend`.
     """
-    length, positions = run.cache[0].values.shape[2], run.position[:, None]
-    seen, written = jnp.arange(length)[None], jnp.where(run.done, length, run.position)
-    mask = (seen <= positions) & ~run.done[:, None]
-    view = layer_views(config, mask[:, None], positions, seen)
-    x = embed(config, params, run.last_token[:, None], params["unembed"].dtype)
-    new: list[LayerCache] = []
-
-    def attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
-        layer = write_tokens(run.cache[len(new)], written, k, v, placement, kernel)
-        new.append(layer)
-        given = q, layer.keys, layer.values, mask[:, 0], placement, kernel
-        return decode_attention(config, *given, transposed=layer.transposed)
-
+    positions = first[:, None] + jnp.arange(tokens.shape[1])
+    view = layer_views(config, Segments(positions, False), positions, positions)
+    x = embed(config, params, tokens, params["unembed"].dtype)
+    new: list[Pages] = []
     for layer, sliding in zip(params["layers"], sliding_flags(config), strict=True):
+
+        def attend(q: Array, k: Array, v: Array, _: object, sliding: bool = bool(sliding)) -> Array:
+            pages, out = write_and_attend(
+                *(config, cache[len(new)], q, k, v, table, first, count),
+                sliding=sliding,
+                kernel=kernel,
+                placement=placement,
+            )
+            new.append(pages)
+            return out
+
         x = decoder_layer(config, layer, x, view(sliding), attend, placement)
-    return unembed(config, params, x[:, 0]), tuple(new)
+    return x, tuple(new)
 
 
 class Choice(NamedTuple):
@@ -351,9 +342,11 @@ class Choice(NamedTuple):
     seen: Array | None  # [B, V], with the token
 
 
-def draw(run: Run, logits: Array, rows: Rows, placement: Placement | None = None) -> Run:
-    """Sample the next token of every row that is not done, and note which rows end with it."""
-    index, block, live = jnp.arange(len(run.done)), run.block, ~run.done
+def draw(
+    run: Run, logits: Array, rows: Rows, live: Array, placement: Placement | None = None
+) -> Run:
+    """Sample the next token of every live row [B], and note which rows end with it."""
+    index, block = jnp.arange(len(run.done)), run.block
     position, drawn = run.position + 1, rows.count + block.count
     choose = functools.partial(_choose, block.top_ids.shape[2], ())
     if placement is not None:
@@ -377,14 +370,17 @@ def draw(run: Run, logits: Array, rows: Rows, placement: Placement | None = None
     if history is not None:
         beyond = jnp.where(live, position, history.shape[1])
         history = history.at[index, beyond].set(choice.token, mode="drop")
+    seen = run.seen
+    if seen is not None and choice.seen is not None:
+        seen = jnp.where(live[:, None], choice.seen, seen)
     raw_log_probs = block.raw_log_probs
     if choice.raw_log_prob is not None:
         raw_log_probs = put(raw_log_probs, choice.raw_log_prob)
     return run.replace(
         last_token=jnp.where(live, choice.token, run.last_token),
         position=jnp.where(live, position, run.position),
-        done=run.done | hit | (drawn + 1 >= rows.max_tokens),
-        seen=choice.seen,
+        done=run.done | hit | (live & (drawn + 1 >= rows.max_tokens)),
+        seen=seen,
         history=history,
         block=Block(
             tokens=put(block.tokens, choice.token),

@@ -1,16 +1,17 @@
-"""The in-process engine: continuous batching over slots of a key/value cache.
+"""The in-process engine: continuous batching over pages of a key/value cache.
 
-A thread runs while there is work. Each of its turns admits samples to free slots, prefills chunks
-of their prompts, and decodes a block of tokens for all that are ready; between two turns samples
-join, leave and are cut off, and the weights may change. A prompt is prefilled but for its last
-token, which the first decode step takes: so prefill needs no vocabulary head, and the samples of a
-prompt differ from there on. docs/rollouts.md has a drawing.
+A thread runs while there is work. Each of its turns admits samples to free slots, gives their rows
+pages, and begins a block, which prefills chunks of prompts and decodes tokens for all that are
+ready; between two turns samples join, leave and are cut off, and the weights may change. A prompt
+is prefilled but for its last token, which the first decode step takes: so prefill needs no
+vocabulary head, and the samples of a prompt differ from there on. docs/rollouts.md has a drawing.
+
+What a sample draws follows from its request alone. Rows share pages only where their bits follow
+from the tokens; a row that must make room goes to the host's memory and comes back as it was.
 """
 
 import dataclasses
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -19,12 +20,14 @@ from jax.sharding import Mesh
 
 from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.parallel.compilation import Call
-from jaxrl.rollout.native.decode import FREE, Block, Features, Rows
-from jaxrl.rollout.native.programs import Programs, slots_that_fit
+from jaxrl.rollout.native.decode import Block, Features, Rows
+from jaxrl.rollout.native.programs import Prefill, Programs, pages_that_fit
 from jaxrl.rollout.native.sample_thread import SampleThread
 from jaxrl.rollout.native.slots import Sample, SlotTable
 from jaxrl.rollout.protocol import Request, Sampling
 from jaxrl.rollout.weights.groups import GROUP_BYTES
+
+NOBODY = 2**30  # in place of a slot: padding
 
 
 class Drawn(NamedTuple):
@@ -55,38 +58,37 @@ class NativeEngine(SampleThread):
 
     Args:
         config: architecture.
-        mesh: slots are spread over its batch axes, weights over "tensor".
+        mesh: rows are spread over its batch axes, weights over "tensor".
         dtype: compute and cache dtype.
-        max_num_seqs: slots; samples beyond them wait.
-        max_num_batched_tokens: most prompt tokens between two blocks.
+        max_num_seqs: most rows that decode together; samples beyond them wait.
+        max_num_batched_tokens: most prompt tokens that a block prefills.
         max_model_len: most tokens of a row; a longer request is refused. None = no limit, the cache
             grows with the requests.
         gpu_memory_utilization: share for decode weights and cache of what the devices' memory has
-            beside `resident_bytes`, if `max_model_len` is given: there are as many slots, of
-            `max_num_seqs`, as fit into it.
+            beside `resident_bytes`, if `max_model_len` is given: there are as many pages as fit
+            into it, and no more than `max_num_seqs` of the longest rows need.
         device_memory: bytes of a device; None = as it says itself.
         resident_bytes: that others keep on each device while the engine samples.
         steps_per_dispatch: decode steps of a block, between two looks at the host; None = 32 on
             CPUs, 8 elsewhere.
-        enable_prefix_caching: reuse keys and values between requests, not only between the samples
-            of one and the turns of a conversation. What is reused then depends on timing, and with
-            it the last bits.
+        enable_prefix_caching: reuse between requests what was decoded, too, and not only what was
+            prefilled. What is reused then depends on timing, and with it the last bits.
         recompute_kv_on_update: new weights compute the cache of samples in flight anew.
         shrink: blocks run over fewer rows when fewer are live, which changes the last bits; None =
             on one CPU device; never with `ahead`. False where samples join by the clock and bits
-            must repeat: nor do blocks then see fewer positions when rows are short, and the cache
-            has room for `max_model_len` from the start.
+            must repeat.
         ahead: a block begins before the one before is fetched, so that the device does not wait for
             the host. A stop string or a cancellation is then seen a block late, and a slot that
             comes free is filled a block later; the tokens are the same. None = but on CPUs.
         decode_text: token ids to text, for stop strings.
         group_bytes: most bytes of new weights that are on their way from other devices at a time.
-        kernel: of decoding, see `decode_attention`; None = the platform's fastest.
-        platform: whose shapes the programs have; None = that of the devices.
+        kernel: of `PAGED_ATTENTION`; None = the fastest that can.
+        platform: see `Programs`.
 
     Attributes:
         prefilled_tokens: computed so far, each time counted.
         decoded_tokens: drawn so far.
+        suspended: how often a sample has made room for others so far.
     """
 
     def __init__(
@@ -119,12 +121,11 @@ class NativeEngine(SampleThread):
         ):
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
-        self.max_num_batched_tokens, self.max_model_len = max_num_batched_tokens, max_model_len
+        self.max_model_len = max_model_len
         self.recompute_kv_on_update, self.decode_text = recompute_kv_on_update, decode_text
-        self._least_length = max_model_len or 1 if shrink is False else 1
-        slots = max_num_seqs
+        pages = None
         if max_model_len is not None:
-            fitting = slots_that_fit(
+            pages = pages_that_fit(
                 config,
                 mesh,
                 dtype,
@@ -132,24 +133,32 @@ class NativeEngine(SampleThread):
                 utilization=gpu_memory_utilization,
                 memory=device_memory,
                 resident=resident_bytes,
-                kernel=kernel,
+                platform=platform,
             )
-            slots = min(slots, fitting)
         self.programs = Programs(
             config,
             mesh,
-            slots,
+            max_num_seqs,
             dtype=dtype,
             steps=steps_per_dispatch,
             shrink=shrink,
+            pages=pages,
+            batched_tokens=max_num_batched_tokens,
             ahead=ahead,
             group_bytes=group_bytes,
             kernel=kernel,
             platform=platform,
         )
-        self.table = SlotTable(self.programs.slots, share_prefixes=enable_prefix_caching)
+        self.table = SlotTable(
+            self.programs.slots,
+            parts=self.programs.parts,
+            share_prefixes=enable_prefix_caching,
+            save=self.programs.take,
+            restore=self.programs.put,
+            tile=self.programs.shape.tile,
+        )
         self._flight: Flight | None = None
-        self.prefilled_tokens = self.decoded_tokens = 0
+        self.prefilled_tokens = self.decoded_tokens = self.suspended = 0
         self._warm: set[Features] = set()  # of `warm_up`, and their unions
 
     # ---- weights
@@ -165,7 +174,7 @@ class NativeEngine(SampleThread):
             self._land()
             self.programs.load(params)
             self.version = self.table.version = version
-            self.table.forget(live=self.recompute_kv_on_update)
+            self.table.forget(self._queue, live=self.recompute_kv_on_update)
         self._start()
 
     def sleep(self) -> None:
@@ -178,7 +187,7 @@ class NativeEngine(SampleThread):
             self._check_idle()
             self._land()
             self.programs.drop(weights=True)
-            self.table.forget(live=True)
+            self.table.reset()
 
     def wake(self) -> None:
         """Do nothing: the cache is made when it is needed."""
@@ -195,23 +204,21 @@ class NativeEngine(SampleThread):
             for features in {_needs([request.sampling]) for request in requests}:
                 self._warm |= {features, *(features.union(other) for other in self._warm)}
             self.programs.warm_up(
-                [len(r.prompt_tokens) for r in requests],
-                self._prefills_rests(requests),
                 lambda size: [
-                    self._rows(np.full(size, FREE), features)
+                    self._rows(np.full(size, NOBODY), features)
                     for features in sorted(self._warm, key=dataclasses.astuple)
-                ],
+                ]
             )
 
     def calls(self, params: Params, requests: Sequence[Request]) -> dict[str, Call]:
         """Return the largest programs for such requests, see `Programs.calls`; place nothing."""
-        longest = max(request.longest for request in requests)
-        self.table.lengthen(self.programs.cache_length(longest))
         needs = _needs([request.sampling for request in requests])
-        rows = self._rows(np.full(self.programs.slots, FREE), needs)
-        prompt = max(len(request.prompt_tokens) for request in requests)
-        rests = self._prefills_rests(requests)
-        return self.programs.calls(params, longest, prompt, rests, rows)
+
+        def padding() -> Rows:
+            self._resize()
+            return self._rows(np.full(self.programs.slots, NOBODY), needs)
+
+        return self.programs.calls(params, max(r.longest for r in requests), padding)
 
     def check(self, request: Request) -> None:
         """Refuse what can never be served.
@@ -225,7 +232,7 @@ class NativeEngine(SampleThread):
     def known_prefixes(self, requests: Sequence[Request]) -> list[int]:
         """Return how many tokens of each prompt the cache holds for any request.
 
-        The numbers are 0 without prefix caching.
+        The numbers are 0 without prefix caching: nobody waits for a turn to learn of prompts.
         """
         if not self.table.share_prefixes:
             return super().known_prefixes(requests)
@@ -240,13 +247,12 @@ class NativeEngine(SampleThread):
         """Make room for requests."""
         if self.programs.params is None:
             raise RuntimeError("the engine has no weights: call update_weights first")
-        self.programs.reserve(max([self._least_length, *(r.longest for r in requests)]))
-        self.table.lengthen(self.programs.length)
+        self.programs.reserve(max([1, *(r.longest for r in requests)]))
+        self._resize()
 
-    def _prefills_rests(self, requests: Sequence[Request]) -> bool:
-        """Return whether chunks may follow a prefix that is in the cache."""
-        turns = any(request.conversations for request in requests)
-        return turns or self.table.share_prefixes or self.recompute_kv_on_update
+    def _resize(self) -> None:
+        programs = self.programs
+        self.table.resize(programs.length, programs.pages, programs.shape.page, programs.columns)
 
     # ---- the thread
 
@@ -254,30 +260,15 @@ class NativeEngine(SampleThread):
         return self.programs.params is not None
 
     def _enqueue(self, samples: Sequence[Sample]) -> None:
-        """Queue samples; the next turn of a conversation has its slot, and waits behind nobody."""
+        """Queue samples; the next turn of a conversation waits behind nobody."""
         for sample in samples:
-            if sample.conversation in self.table.slot_of:
+            if sample.conversation in self.table.kept:
                 self._queue.appendleft(sample)
-                continue
-            self._queue.append(sample)
-            if sample.conversation is not None:
-                sample.conversation.add_done_callback(self._look_again)
+            else:
+                self._queue.append(sample)
 
-    def _look_again(self, conversation: Future[None]) -> None:
-        """Go on after the end of a conversation if samples wait and the thread had stopped.
-
-        Whoever ended it does not wait for the lock.
-        """
-        del conversation
-        if self._queue and not self._running:
-            threading.Thread(target=self._start, daemon=True).start()
-
-    def _has_work(self) -> bool:
-        """Return False if all that waits is for slots of conversations whose environments think."""
-        if not super()._has_work() or any(self._live()):
-            return super()._has_work()
-        self.table.let_go()
-        return self.table.has_room(self._queue[0])
+    def _leaves_queue(self, sample: Sample) -> None:
+        self.table.keep(sample)
 
     def _live(self) -> Iterator[tuple[int, Sample]]:
         return self.table.live()
@@ -287,16 +278,16 @@ class NativeEngine(SampleThread):
 
     def _recover(self) -> None:
         self._flight = None
-        self.table.forget(live=True)
+        self.table.reset()
         self.programs.drop(weights=False)  # the cache may have been donated
         self.programs.reserve(1)
 
     def _turn(self) -> None:
         self._drop_cancelled()
         self.table.let_go()
-        while self._queue and self.table.take(self._queue[0]) is not None:
-            self._queue.popleft()
-        self._fill_slots()
+        self._reserve()
+        self._admit()
+        self._reserve()  # for those that have nothing to prefill
         begun = self._begin_block()
         if not self.programs.ahead:
             self._flight, begun = begun, None
@@ -305,103 +296,164 @@ class NativeEngine(SampleThread):
         if begun and any(self.table.samples[of.slot] is of.sample for of in begun.drawn):
             self._flight = begun
 
+    # ---- pages
+
+    def _admit(self) -> None:
+        """Give samples that wait slots, while there are slots and pages."""
+        while self._queue and not self.table.taken.all():
+            if self.table.take(self._queue[0], self.programs.steps) is not None:
+                self._queue.popleft()
+            elif not self.table.make_room(self._queue[0]):
+                return
+
+    def _reserve(self) -> None:
+        """Give all rows that decode pages for the block, those first that were here first."""
+        table, needed = self.table, self._needed()
+        ready = table.taken & (table.filled == table.length - 1)
+        short = np.flatnonzero(ready & (needed > table.held * table.page))
+        for slot in short[table.age[short].argsort()].tolist():
+            sample = table.samples[slot]  # it may have made room, or come to its end, meanwhile
+            if sample is None or self._allocate(slot, int(needed[slot])):
+                continue
+            if table.samples[slot] is sample:
+                self._suspend(slot)
+
+    def _needed(self) -> np.ndarray:
+        """Return the positions that each slot's row [S] may have filled after its next block."""
+        table, steps = self.table, self.programs.steps
+        reach = np.full(len(table.length), steps)
+        if self._flight:  # the host does not know yet how many it draws
+            here = [of.slot for of in self._flight.drawn if table.samples[of.slot] is of.sample]
+            reach[here] += steps
+        return np.minimum(table.length + reach, table.prompt + table.asked["max_tokens"]) - 1
+
+    def _begins_with(self, slot: int) -> int:
+        """Return the positions that a row may have filled after its first block."""
+        table = self.table
+        limit = int(table.prompt[slot] + table.asked["max_tokens"][slot])
+        return min(int(table.length[slot]) + self.programs.steps, limit) - 1
+
+    def _allocate(self, slot: int, tokens: int) -> bool:
+        """Give a slot pages for a row of `tokens`; whoever came later makes room.
+
+        Returns:
+            Whether it has them; False where it is the one to make room.
+        """
+        table, part = self.table, self.table.part(slot)
+        sample = table.samples[slot]
+        while table.samples[slot] is sample and not table.reserve(slot, tokens):
+            if table.put_by(part):
+                continue
+            if self._flight:  # samples may end with it, and what the others drew is to be known
+                self._land()
+                continue
+            newest = table.newest(part)
+            if table.age[newest] <= table.age[slot]:
+                return False
+            self._suspend(newest)
+        return table.samples[slot] is sample
+
+    def _suspend(self, slot: int) -> None:
+        """Take a sample out of its slot, to go on when there are pages again."""
+        sample = self.table.samples[slot]
+        assert sample is not None
+        self._queue.appendleft(sample)
+        self.table.suspend(slot)
+        self.suspended += 1
+
     # ---- prefill
 
-    def _fill_slots(self) -> None:
-        """Copy what other slots hold, then prefill chunks, until the turn's tokens are spent."""
-        budget = self.max_num_batched_tokens
-        while budget > 0:
-            self._copy_prefixes()
-            shapes = self._next_chunks()
-            if not shapes:
-                return
-            for (width, seen), slots in shapes.items():
-                rows = self.programs.prefill_rows(width)
-                for first in range(0, len(slots), rows):
-                    self._prefill(width, seen, slots[first : first + rows])
-                    budget -= rows * width
+    def _plan_prefill(self) -> tuple[Prefill, dict[int, int]]:
+        """Share and prefill what rows miss, those first that were here first.
 
-    def _copy_prefixes(self) -> None:
-        pairs = []
-        donors: dict[int, tuple[int, int]] = {}  # of groups, whose samples begin with one row
-        for slot in self.table.incomplete():
-            sample = self.table.samples[slot]
-            assert sample is not None
-            begins = not sample.tokens
-            source, known = begins and donors.get(sample.group) or self.table.donor(slot)
-            if begins:
-                donors[sample.group] = source, known
-            if known > self.table.filled[slot]:
-                pairs.append((source, slot))
-                self.table.copy(source, slot, known)
-        if pairs:
-            self.programs.copy(pairs)
+        Of the samples of one request that share a prompt the first alone is prefilled.
 
-    def _next_chunks(self) -> dict[tuple[int, int | None], list[int]]:
-        """Group slots by the shape of their next chunk: tokens, and the positions that they see.
-
-        None = no others, it begins at position 0. Of the samples of one request that share a prompt
-        the first alone is prefilled.
+        Returns:
+            The chunks, and for each slot that they complete the one that does.
         """
-        shapes: dict[tuple[int, int | None], list[int]] = {}
-        groups = set()
-        for slot, missing in self.table.incomplete().items():
-            sample = self.table.samples[slot]
-            assert sample is not None
-            if not sample.tokens and sample.group in groups:
+        table, plan = self.table, self.programs.prefill()
+        ready: dict[int, int] = {}
+        chunk_of: dict[tuple[int, int], int] = {}  # of pages: the one that fills it
+        waits_for = set()  # groups whose prompt is not there yet
+        for slot in table.incomplete():
+            sample, part = table.samples[slot], table.part(slot)
+            if sample is None:  # it has made room
                 continue
-            groups.add(sample.group)
-            shape = self.programs.chunk(missing, int(self.table.filled[slot]))
-            shapes.setdefault(shape, []).append(slot)
-        return shapes
-
-    def _prefill(self, width: int, seen: int | None, slots: Sequence[int]) -> None:
-        table, chunks = self.table, []
-        for slot in slots:
-            start, size = int(table.filled[slot]), min(table.missing(slot), width)
-            chunks.append((slot, start, table.tokens[slot, start : start + size].copy()))
-            table.filled[slot] += size
-            self.prefilled_tokens += size
-        self.programs.prefill(width, seen, chunks)
+            if not sample.tokens and (sample.group, part) in waits_for:
+                continue
+            chunk = max([0, *(chunk_of.get((part, page), 0) for page in table.share(slot))])
+            start = int(table.filled[slot])
+            size = min(table.missing(slot), plan.room(part))
+            last = size == table.missing(slot)  # then it decodes in this block
+            reach = self._begins_with(slot) if last else start + size
+            if not (size or last) or not self._allocate(slot, reach):
+                waits_for.add((sample.group, part))
+                continue
+            copy = table.copy_tail(slot) if last else None
+            if copy is not None:
+                table.pools[part].refer(copy[0])  # until the block has begun
+                chunk = max(chunk, chunk_of.get((part, copy[0]), 0))
+                plan.copy(part, *copy, chunk)
+            elif size:
+                new = table.tokens[slot, start : start + size]
+                chunk = max(chunk, plan.add(part, table.table[slot], start, new))
+                for page in table.fill(slot, size):
+                    chunk_of[part, page] = chunk
+                self.prefilled_tokens += size
+            if table.missing(slot):
+                waits_for.add((sample.group, part))
+            else:
+                ready[slot] = chunk
+        return plan, ready
 
     # ---- decode
 
     def _begin_block(self) -> Flight | None:
-        """Begin a block of all that are ready, if there are any.
+        """Begin a block of all that are ready, and of what is to be prefilled, if there is any.
 
         Those of the block that is not fetched go on from where it leaves them, unless it must be
         their last.
         """
-        table, total, flight = self.table, self.programs.slots, self._flight
-        incomplete, steps = table.incomplete(), self.programs.steps
+        plan, new = self._plan_prefill()
+        table, flight = self.table, self._flight
+        steps, chunks = self.programs.steps, plan.chunks
         flown = {of.slot: of.sample for of in flight.drawn} if flight else {}
-        samples, reach, going = {}, [], []
+        ready = (table.filled == table.length - 1) & (self._needed() <= table.held * table.page)
+        decodes = ready.tolist()
+        samples, going = {}, []
         for slot, sample in table.live():
             left = sample.max_tokens - len(sample.tokens)
             goes_on = flown.get(slot) is sample
-            if slot in incomplete or goes_on and left <= steps:
+            if not decodes[slot] or goes_on and left <= steps:
                 continue
             samples[slot] = sample
-            reach.append(min(left, 2 * steps if goes_on else steps))
             if goes_on:
                 going.append(slot)
-        if not samples:
+        if not samples and not plan.used:
             return None
-        ready = np.fromiter(samples, int, len(samples))
-        size = min(size for size in self.programs.sizes() if size >= len(ready))
-        rows = ready if size == total else np.arange(len(ready))  # of all slots row s is slot s
-        slots = np.full(size, FREE)
-        slots[rows] = ready
+        # where most wait for their prompts these come first, and else a few in each step
+        pace = max(chunks if 2 * len(new) > len(samples) else -(-chunks // steps), 1)
+        chosen = np.fromiter(samples, int, len(samples))
+        size = min(size for size in self.programs.sizes() if size >= len(chosen))
+        # of all slots row s is slot s
+        rows = chosen if size == self.programs.slots else np.arange(len(chosen))
+        slots, start = np.full(size, NOBODY), np.zeros(size, np.int32)
+        slots[rows] = chosen
+        start[rows] = [new.get(slot, 0) // pace for slot in samples]
         begins = np.ones(size, bool)
         begins[going] = False
         after, block = self.programs.decode(
-            self._rows(slots, _needs([sample.request.sampling for sample in samples.values()])),
-            int((table.length[ready] + reach).max()),
+            self._rows(
+                slots, _needs([sample.request.sampling for sample in samples.values()]), start
+            ),
+            plan.arrays(pace) if plan.used else None,
             flight.rows if flight else None,
             begins,
         )
-        contexts = table.oldest_version[ready].tolist()
+        contexts = table.oldest_version[chosen].tolist()
         drawn = map(Drawn, rows.tolist(), samples.keys(), samples.values(), contexts)
+        for part, page in plan.sources:
+            table.pools[part].release(page)
         return Flight(after, block, list(drawn))
 
     def _land(self) -> None:
@@ -409,6 +461,8 @@ class NativeEngine(SampleThread):
         if self._flight is None:
             return
         flight, self._flight = self._flight, None
+        if not flight.drawn:  # it prefilled alone
+            return
         table, block = self.table, self.programs.fetch(flight.block)
         here = [  # the others were cancelled, or cut at a stop string
             of for of in flight.drawn if table.samples[of.slot] is of.sample
@@ -431,8 +485,12 @@ class NativeEngine(SampleThread):
             elif report := sample.report():
                 self._done.append(report)
 
-    def _rows(self, slots: np.ndarray, features: Features) -> Rows:
-        """Return samples in `slots` as arrays, for a program of such features; FREE = padding."""
+    def _rows(self, slots: np.ndarray, features: Features, start: np.ndarray | None = None) -> Rows:
+        """Return samples in `slots` as arrays, for a program of such features; NOBODY = padding.
+
+        Args:
+            start: see `Rows`; None = 0.
+        """
         table = self.table
         at = np.minimum(slots, len(table.samples) - 1)
         last = np.maximum(table.length[at] - 1, 0)
@@ -444,7 +502,9 @@ class NativeEngine(SampleThread):
         wanted = table.stop_ids[at, : features.stop_ids]
         stop_ids[:, : wanted.shape[1]] = wanted
         return Rows(
-            slots=slots.astype(np.int32),
+            live=slots != NOBODY,
+            table=table.table[at],
+            start=np.zeros(len(slots), np.int32) if start is None else start,
             last_token=table.tokens[at, last],
             position=last.astype(np.int32),
             count=table.length[at] - table.prompt[at],

@@ -1,15 +1,13 @@
 """The native engine's device side: weights in the decode layout, the cache, compiled programs.
 
-Programs have few shapes, listed by `sizes`, `PrefillShapes` and `prefill_rows`: what a block or a
-chunk computes follows from them, and with `shrink=False` from no other sample: neighbours then
-do not change a sample's bits.
+There is one program for each number of rows in `sizes`, and each set of `Features`: it serves
+prompts and rows of all lengths. With `shrink=False` there is one size, and then no sample changes a
+bit of another.
 """
 
 import functools
-import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,10 +16,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl import activity
-from jaxrl.data.packing import buckets_between, length_bucket, round_up
-from jaxrl.models.kernels import decode_kernels
-from jaxrl.models.kernels.choice import REFERENCE, facts_of
-from jaxrl.models.kernels.decode_attention import decode_kernel
+from jaxrl.data.packing import length_bucket, round_up
+from jaxrl.models.kernels.choice import facts_of
+from jaxrl.models.kernels.paged_attention import layout_of, paged_kernel
 from jaxrl.models.transformer import (
     FUSED,
     Params,
@@ -31,7 +28,7 @@ from jaxrl.models.transformer import (
     shards_of,
 )
 from jaxrl.parallel import ShardingRules
-from jaxrl.parallel.compilation import Call, compile_together
+from jaxrl.parallel.compilation import Call
 from jaxrl.parallel.devices import device_memory
 from jaxrl.parallel.rules import Placement, batch_devices
 from jaxrl.rollout.native import decode as device, kv_cache
@@ -47,12 +44,7 @@ from jaxrl.rollout.weights.groups import (
 from jaxrl.types import Array
 
 GIB = 2**30
-LEAST_LENGTH = 64  # positions; fewer are not worth shapes of their own
-FRACTIONS = (4, 2, 1)  # a block runs over a quarter, a half or all of the slots, or of their length
-# Tokens of a prefill call with several prompts, and of the longest chunk, by platform: a call with
-# too few does not fill the device, one with too many computes padding and makes decoding wait.
-PREFILL_TOKENS = {"cpu": (64, 256)}
-DEFAULT_PREFILL_TOKENS = (1024, 1024)
+FRACTIONS = (4, 2, 1)  # a block may run over a quarter, a half or all of the rows
 # Decode steps of a block, by platform. Where a block begins before the one before is fetched, the
 # device waits for the host only if that needs longer than a block takes: about 6 ms for 1,024 slots
 # (LOG.md), where 8 steps of a 1.5B model take 24 ms on an H100 and 64 on a TPU v5e (estimates). A
@@ -61,92 +53,33 @@ DEFAULT_PREFILL_TOKENS = (1024, 1024)
 # h / (N t) + N / (2 L) is lost, which is flat around its least.
 DISPATCH_STEPS = {"cpu": 32}
 DEFAULT_DISPATCH_STEPS = 8
-# Where programs take minutes to compile chunks have few lengths: the first of a prompt, later ones;
-# and later ones see a quarter of a slot or all of it.
-FIRST_CHUNKS, LATER_CHUNKS, LATER_FRACTIONS = (128, 256, 512, 1024), (256, 1024), (4, 1)
 
 
-@dataclass(frozen=True)
-class PrefillShapes:
-    """Describe the chunks in which prompts are prefilled: their tokens, and the positions they see.
+class Shape(NamedTuple):
+    """Hold the sizes that a platform wants.
 
-    Args:
-        platform: of the devices.
-        length: positions of a slot.
+    Attributes:
+        page: positions of a page. Small ones waste less of a row's last one, large ones are read in
+            fewer pieces.
+        tile: neighbouring tokens of a prompt that are prefilled together; it divides a page.
+        tiles: of a chunk, on each part of the batch. A chunk with too few tokens does not fill the
+            device, one with too many makes decoding wait.
     """
 
-    platform: str
-    length: int
-
-    @property
-    def tokens(self) -> tuple[int, int]:
-        """Return the tokens of a call with several prompts, and of the longest chunk."""
-        return PREFILL_TOKENS.get(self.platform, DEFAULT_PREFILL_TOKENS)
-
-    @property
-    def few(self) -> bool:
-        """Return whether there are few shapes, because each takes long to compile."""
-        return self.platform not in PREFILL_TOKENS
-
-    def width(self, missing: int, fresh: bool) -> int:
-        """Return the tokens of the chunk that prefills the next of `missing` tokens.
-
-        Args:
-            fresh: the first of them is that of the prompt.
-        """
-        width = length_bucket(min(missing, self.tokens[1]))
-        if self.few:
-            few = FIRST_CHUNKS if fresh else LATER_CHUNKS
-            width = next((n for n in few if n >= missing), few[-1])
-        return min(width, self.length)
-
-    def lengths(self) -> list[int]:
-        """Return the numbers of positions that a chunk in the middle of a prompt can see."""
-        return fractions_of(self.length, LATER_FRACTIONS if self.few else FRACTIONS)
-
-    def all(self, prompts: Sequence[int], rests: bool) -> list[tuple[int, int | None]]:
-        """Return chunk lengths, and the positions that they see; None = their own, of first chunks.
-
-        Args:
-            prompts: their lengths.
-            rests: chunks may follow a prefix that is in the cache.
-        """
-        longest = max(prompts)
-        widths = {self.width(max(n - 1, 1), True) for n in prompts}
-        shapes: list[tuple[int, int | None]] = [(width, None) for width in widths]
-        if longest - 1 > self.tokens[1] or rests:
-            widths = {self.width(n, False) for n in buckets_between(1, longest)}
-            shapes += itertools.product(widths, self.lengths())
-        return sorted(shapes, key=lambda shape: (shape[1] is not None, shape))
+    page: int = 128
+    tile: int = 128
+    tiles: int = 4
 
 
-def fractions_of(length: int, divisors: Sequence[int]) -> list[int]:
-    """Return parts of the positions of a slot, ascending; the last is all of them."""
-    parts = (round_up(length // divisor, 8) for divisor in divisors)
-    return sorted({min(max(part, LEAST_LENGTH), length) for part in parts})
+SHAPES = {"cpu": Shape(64, 16, 8)}  # by platform; the default for others
 
 
-def kernel_of(
-    config: TransformerConfig, mesh: Mesh, dtype: jnp.dtype, named: str | None = None
-) -> str:
-    """Return the name of what decoding attends by on the devices of a mesh."""
-    return decode_kernel(facts_of(mesh.devices.flat[0], dtype, config), named)
+def shape_of(platform: str) -> Shape:
+    """Return the sizes of a platform."""
+    return SHAPES.get(platform, Shape())
 
 
-def has_kernel(
-    config: TransformerConfig, mesh: Mesh, dtype: jnp.dtype, named: str | None = None
-) -> bool:
-    """Return whether decoding attends by a kernel, whose caches have whole blocks of positions."""
-    return kernel_of(config, mesh, dtype, named) != REFERENCE
-
-
-def allocated_length(length: int, kernel: bool) -> int:
-    """Return the positions of a slot with room for rows of `length` tokens; see `has_kernel`."""
-    length = max(length_bucket(length), LEAST_LENGTH)
-    return round_up(length, decode_kernels.POSITIONS) if kernel else length
-
-
-def slots_that_fit(
+def pages_that_fit(
     config: TransformerConfig,
     mesh: Mesh,
     dtype: jnp.dtype,
@@ -155,57 +88,165 @@ def slots_that_fit(
     utilization: float,
     memory: float | None = None,
     resident: float = 0,
-    kernel: str | None = None,
+    platform: str | None = None,
 ) -> int:
-    """Return how many slots fit, beside the decode weights, into a share of the free memory.
+    """Return how many pages fit, beside the decode weights, into a share of a device's free memory.
 
     Args:
         max_model_len: most tokens of a row.
         utilization: share of what is free.
         memory: bytes of a device; None = as it says itself.
         resident: bytes of a device that are not free.
+        platform: see `Programs`.
 
     Raises:
-        ValueError: not even one on each device.
+        ValueError: not even those of one row.
     """
-    length = allocated_length(max_model_len, has_kernel(config, mesh, dtype, kernel))
-    tensor, groups = mesh.shape["tensor"], batch_devices(mesh, ShardingRules())
-    size = jnp.dtype(dtype).itemsize
+    device, tensor = mesh.devices.flat[0], mesh.shape["tensor"]
+    size = shape_of(platform or device.platform).page
     elements = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract_params(config)))
-    weights = elements * size / tensor
-    position = config.num_layers * config.num_kv_heads * size / tensor
-    row = 2 * position * config.head_dim * length
-    if mesh.devices.flat[0].platform == "tpu" and config.head_dim % kv_cache.TPU_LANES:
-        # keys lie transposed, and are padded for the kernel while a block is decoded
-        row += position * round_up(config.head_dim, kv_cache.TPU_LANES) * length
-    whole = device_memory(mesh.devices.flat[0]) if memory is None else memory
+    weights = elements * jnp.dtype(dtype).itemsize / tensor
+    page = jax.eval_shape(functools.partial(_empty, config, device, dtype, pages=1, size=size))
+    page_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(page)) / tensor
+    whole = device_memory(device) if memory is None else memory
     budget = utilization * (whole - resident)
-    each = int((budget - weights) // row)
-    if each < 1:
+    fitting, row = int((budget - weights) // page_bytes), -(-max_model_len // size)
+    if fitting < row:
         raise ValueError(
             f"generator.inference_engine.gpu_memory_utilization={utilization}: {budget / GIB:.2f} "
             f"GiB per device, of {whole / GIB:.2f} with {resident / GIB:.2f} of the trainer's, "
-            f"hold {weights / GIB:.2f} GiB of weights but not one row of {length} tokens "
-            f"({row / GIB:.2f} GiB); raise it or tensor_parallel_size, offload the optimizer, or "
-            "shorten prompts or responses"
+            f"hold {weights / GIB:.2f} GiB of weights but not one row of {max_model_len} tokens "
+            f"({row * page_bytes / GIB:.2f} GiB); raise it or tensor_parallel_size, offload the "
+            "optimizer, or shorten prompts or responses"
         )
-    return each * groups
+    return fitting
+
+
+def kernel_of(
+    config: TransformerConfig, mesh: Mesh, dtype: jnp.dtype, named: str | None = None
+) -> str:
+    """Return the name of what the engine attends by on the devices of a mesh."""
+    return paged_kernel(facts_of(mesh.devices.flat[0], dtype, config), named)
+
+
+def _empty(
+    config: TransformerConfig, device: Any, dtype: Any, *, pages: int, size: int
+) -> kv_cache.Cache:
+    """Make a cache of pages of `size` positions as a device's platform has it."""
+    return kv_cache.empty_cache(config, pages, size, dtype, layout=layout_of(device.platform))
+
+
+class Prefill:
+    """Collect what a block prefills, tile by tile, and which pages it copies, on the host.
+
+    Args:
+        parts: of the batch.
+        chunks: at most.
+        columns: of a table.
+        steps: of the block.
+        copies: in each part, at most.
+    """
+
+    def __init__(
+        self, shape: Shape, *, parts: int, chunks: int, columns: int, steps: int, copies: int = 1
+    ) -> None:
+        self._parts, self._tile, self._steps = parts, shape.tile, steps
+        chunk = (chunks, parts * shape.tiles)
+        self._per_chunk, self._most = shape.tiles, chunks * shape.tiles
+        self._tokens = np.zeros((*chunk, self._tile), np.int32)
+        self._table = np.zeros((*chunk, columns), np.int32)
+        self._first = np.full(chunk, -1, np.int32)
+        self._count = np.zeros(chunk, np.int32)
+        self._tiles = [0] * parts
+        self._copies: list[list[tuple[int, int, int]]] = [[] for _ in range(parts)]
+        self._most_copies = copies
+
+    @property
+    def chunks(self) -> int:
+        """Return how many there are."""
+        return -(-max(self._tiles) // self._per_chunk)
+
+    @property
+    def used(self) -> bool:
+        """Return whether there is anything to do."""
+        return any(self._tiles) or any(self._copies)
+
+    @property
+    def sources(self) -> list[tuple[int, int]]:
+        """Return (part, page) of all pages that are copied."""
+        return [(p, source) for p, copies in enumerate(self._copies) for _, source, _ in copies]
+
+    def room(self, part: int) -> int:
+        """Return how many tokens of one row find room yet."""
+        return (self._most - self._tiles[part]) * self._tile
+
+    def add(self, part: int, table: np.ndarray, start: int, tokens: np.ndarray) -> int:
+        """Add neighbouring tokens of a row, from position `start` on; return their last chunk.
+
+        Args:
+            table: [C] where the row's pages are.
+        """
+        chunk = 0
+        for at in range(0, len(tokens), self._tile):
+            chunk, tile = divmod(self._tiles[part], self._per_chunk)
+            place = chunk, part * self._per_chunk + tile
+            new = tokens[at : at + self._tile]
+            self._tokens[place][: len(new)], self._table[place] = new, table
+            self._first[place], self._count[place] = start + at, len(new)
+            self._tiles[part] += 1
+        return chunk
+
+    def copy(self, part: int, source: int, target: int, chunk: int) -> None:
+        """Copy a page, after a chunk."""
+        self._copies[part].append((chunk, source, target))
+
+    def arrays(self, pace: int) -> device.Prompts:
+        """Return what the device takes.
+
+        Args:
+            pace: chunks of a step.
+        """
+        pairs = np.zeros((self._parts, self._most_copies, 2), np.int32)
+        until = np.zeros((self._parts, self._steps + 1), np.int32)
+        for part, copies in enumerate(self._copies):
+            in_order = sorted(copies, key=lambda copy: copy[0])
+            for i, (chunk, source, target) in enumerate(in_order):
+                pairs[part, i] = source, target
+                until[part, chunk // pace + 1 :] = i + 1
+        return device.Prompts(
+            tokens=self._tokens,
+            table=self._table,
+            first=self._first,
+            count=self._count,
+            chunks=np.int32(self.chunks),
+            pace=np.int32(pace),
+            copies=pairs.reshape(-1, 2),
+            copied=until,
+        )
 
 
 class Programs:
-    """Run prefill, decode and copies over one cache of `slots` slots.
+    """Run blocks over one cache of pages, for at most `slots` rows.
 
     Args:
-        mesh: slots are spread over its batch axes, heads and MLP over "tensor".
+        mesh: rows and their pages are spread over its batch axes, heads and MLP over "tensor".
+        slots: most rows.
+        pages: most of a part of the batch; None = those that all its rows may need.
+        batched_tokens: of prompts in a block, at most.
         steps: of a block; None = those of the platform, `DISPATCH_STEPS`.
-        platform: whose shapes the programs have; None = that of the devices, which in a plan may
-            stand in for others.
+        platform: whose pages, tiles and steps a block has; None = that of the devices, which in a
+            plan may stand in for others.
         ahead: a block may begin before the one before is fetched, so that the device does not wait
             for the host; None = but on CPUs, where both have the same cores.
         shrink: blocks may run over fewer rows than slots; None = on one CPU device. On accelerators
-            a block takes as long, and between devices slots would move. False: nor do they see
-            fewer positions than there are, so that no neighbour changes a bit.
+            a block takes as long. With True the last bits depend on how many rows are live.
         group_bytes: most bytes that are on their way from other devices at a time.
+        kernel: of `PAGED_ATTENTION`; None = the fastest that can.
+
+    Attributes:
+        length: tokens of the longest row that finds room.
+        columns: of a table; the last one is beyond every row, for tiles that reach over its end.
+        pages: of each part.
     """
 
     def __init__(
@@ -217,6 +258,8 @@ class Programs:
         dtype: jnp.dtype,
         steps: int | None,
         shrink: bool | None,
+        pages: int | None = None,
+        batched_tokens: int = 8192,
         ahead: bool | None = None,
         group_bytes: int = GROUP_BYTES,
         kernel: str | None = None,
@@ -229,22 +272,22 @@ class Programs:
         alone = platform == "cpu" and mesh.size == 1
         if steps is None:
             steps = DISPATCH_STEPS.get(platform, DEFAULT_DISPATCH_STEPS)
-        self.config, self.steps, self.length = config, steps, 0
+        self.config, self.steps, self.length, self.pages = config, steps, 0, 0
         self.placement, self.platform, self.dtype = placement, platform, jnp.dtype(dtype)
-        self.group_bytes = group_bytes
-        self.row_multiple = batch_devices(mesh, rules)
-        self.slots = round_up(slots, self.row_multiple)
-        self.chunk_tokens, self.longest_chunk = PrefillShapes(platform, 0).tokens
+        self.shape = shape_of(platform)
+        self.group_bytes, self._most_pages = group_bytes, pages
+        self.parts = batch_devices(mesh, rules)
+        self.slots = round_up(slots, self.parts)
+        chunk = self.parts * self.shape.tiles * self.shape.tile
+        self.chunks = max(batched_tokens // chunk, 1)
         self.params: Params | None = None
-        # a kernel reads what is filled, whatever it is shown
-        self._kernel = has_kernel(config, mesh, dtype, kernel)
         self.ahead = platform != "cpu" if ahead is None else ahead
         fewer = (alone if shrink is None else shrink) and not self.ahead  # rows stay where they are
-        self._row_fractions = FRACTIONS if fewer else (1,)
-        self._sees_all = self._kernel or shrink is False
+        self._row_fractions = FRACTIONS if fewer and self.parts == 1 else (1,)
         self._by_row = placement.sharding((self.slots,), ("batch",))
         self._cache: kv_cache.Cache | None = None
-        self.functions = compiled(config, placement, self.slots, self.dtype, kernel)
+        self._nothing: device.Prompts | None = None
+        self.functions = compiled(config, placement, self.dtype, kernel)
 
     def load(self, params: Params) -> None:
         """Take over a copy of the trainer's parameters, from whatever devices they are on."""
@@ -257,77 +300,50 @@ class Programs:
         if weights:
             self.params = None
 
-    def reserve(self, length: int) -> None:
-        """Make room for rows of `length` tokens in every slot; what is in them stays."""
-        length = self.cache_length(length)
-        if self._cache is None:
-            self._cache = self.functions.empty(length=length)
-        elif length > self.length:
-            self._cache = self.functions.lengthen(self._cache, length)
-        self.length = length
+    @property
+    def columns(self) -> int:
+        """Return the columns of a table."""
+        return -(-self.length // self.shape.page) + 1
 
-    def cache_length(self, length: int) -> int:
-        """Return the positions of a slot with room for `length` tokens, at least those of now."""
-        return max(allocated_length(length, self._kernel), self.length)
+    def reserve(self, length: int) -> None:
+        """Make room for rows of `length` tokens; what is there stays."""
+        if length > self.length or self._cache is None:
+            self.length, before = max(length_bucket(length), self.length), self.pages
+            self.pages = max(self._pages(), before)
+            self._nothing = None
+            if self._cache is None:
+                self._cache = self.functions.empty(**self._sizes)
+            elif self.pages > before:
+                self._cache = self.functions.lengthen(self._cache, self.pages - before)
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {"pages": self.parts * self.pages, "size": self.shape.page}
+
+    def _pages(self) -> int:
+        """Return the pages of a part for rows as long as now."""
+        all_rows = self.slots // self.parts * (self.columns - 1)
+        return all_rows if self._most_pages is None else min(self._most_pages, all_rows)
 
     def sizes(self) -> list[int]:
         """Return the numbers of rows that a block can have."""
         return sorted({-(-self.slots // divisor) for divisor in self._row_fractions})
 
-    def decode_lengths(self) -> list[int]:
-        """Return the numbers of positions that a block can see."""
-        return [self.length] if self._sees_all else fractions_of(self.length, FRACTIONS)
-
-    @property
-    def prefills(self) -> PrefillShapes:
-        """Return the shapes of prefill calls."""
-        return PrefillShapes(self.platform, self.length)
-
-    def chunk(self, missing: int, start: int) -> tuple[int, int | None]:
-        """Return the tokens of the chunk that prefills the next of `missing`, and what it sees.
-
-        That is a number of positions of its slot; None = the chunk alone, which starts at 0.
-        """
-        width = self.prefills.width(missing, start == 0)
-        end = start + min(missing, width)
-        return width, _at_least(end, self.prefills.lengths()) if start else None
-
-    def prefill_rows(self, width: int) -> int:
-        """Return the number of chunks of `width` tokens in one call."""
-        return round_up(max(self.chunk_tokens // width, 1), self.row_multiple)
-
-    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy slots: (from, to), in order; at most one pair for each slot."""
-        padded = np.resize(np.array([*pairs, (0, 0)], np.int32), (self.slots + 1, 2))
-        self._cache = self.functions.copy(self._cache, *padded.T, len(pairs))
-
-    def prefill(
-        self, width: int, seen: int | None, chunks: Sequence[tuple[int, int, np.ndarray]]
-    ) -> None:
-        """Prefill at most `prefill_rows(width)` chunks: slot, first position, tokens.
-
-        Args:
-            width, seen: `chunk` of each.
-        """
-        rows = self.prefill_rows(width)
-        tokens = np.zeros((rows, width), np.int32)
-        slots, starts = np.full(rows, self.slots, np.int32), np.zeros(rows, np.int32)
-        for row, (slot, start, new) in enumerate(chunks):
-            tokens[row, : len(new)], slots[row], starts[row] = new, slot, start
-        self._run_prefill(tokens, slots, starts, seen)
-
-    def _run_prefill(self, tokens: Array, slots: Array, starts: Array, length: int | None) -> None:
-        self._cache = self._prefill_call(tokens, slots, starts, length).run()
-
-    def _prefill_call(self, tokens: Array, slots: Array, starts: Array, length: int | None) -> Call:
-        tokens, slots, starts = jax.device_put((tokens, slots, starts), self._by_row)
-        arguments = self.params, self._cache, tokens, slots, starts
-        return Call(self.functions.prefill, arguments, {"length": length})
+    def prefill(self) -> Prefill:
+        """Return an empty collection of what a block prefills."""
+        return Prefill(
+            self.shape,
+            parts=self.parts,
+            chunks=self.chunks,
+            columns=self.columns,
+            steps=self.steps,
+            copies=self.slots // self.parts,
+        )
 
     def decode(
         self,
         rows: device.Rows,
-        reach: int,
+        prompts: device.Prompts | None = None,
         before: device.Rows | None = None,
         begins: Array | None = None,
     ) -> tuple[device.Rows, device.Block]:
@@ -335,7 +351,7 @@ class Programs:
 
         Args:
             rows: as many as one of `sizes` says, as the host knows them.
-            reach: tokens of the longest after the block.
+            prompts: what it prefills; None = nothing.
             before: the rows of a block that is not fetched; those which do not begin go on there.
             begins: [B] bool.
         """
@@ -346,103 +362,117 @@ class Programs:
             given, left = ({name: getattr(x, name) for name in names} for x in (rows, before))
             begins = jax.device_put(begins, self._by_row)
             rows = rows.replace(**self.functions.go_on(given, left, begins))
+        if prompts is None:
+            if self._nothing is None:
+                self._nothing = self._place(self.prefill().arrays(1))
+            given_prompts = self._nothing
+        else:
+            given_prompts = self._place(prompts)
         self._cache, after, block = self.functions.decode(
-            self.params,
-            self._cache,
-            rows,
-            steps=self.steps,
-            length=_at_least(reach, self.decode_lengths()),
-            every_slot=len(rows.slots) == self.slots,
+            self.params, self._cache, rows, given_prompts, steps=self.steps
         )
         for x in jax.tree.leaves(block):
             x.copy_to_host_async()
         return after, block
 
+    def _place(self, prompts: device.Prompts) -> device.Prompts:
+        return jax.device_put(prompts, prompt_shardings(self.placement))
+
     def fetch(self, block: device.Block) -> device.Block:
         """Wait for a block, and return it on the host."""
         return jax.device_get(block)
 
-    def warm_up(self, prompts: Sequence[int], rests: bool, padding: Any) -> None:
-        """Compile everything for prompts of these lengths; nothing is drawn.
+    def take(self, part: int, pages: Sequence[int]) -> Any:
+        """Return what is in some pages of a part, those of a row, on the host; see `put`."""
+        whole = self.functions.take(self._cache, self._ids(part, pages))
+        mine = slice(part * self.columns, (part + 1) * self.columns)  # of few shapes, to compile
+        held = jax.device_get(jax.tree.map(lambda x: x[mine], whole))
+        return jax.tree.map(lambda x: x[: len(pages)], held)
+
+    def put(self, part: int, pages: Sequence[int], held: Any) -> None:
+        """Put what `take` returned, as far as there are pages, into those of a part."""
+        first = part * self.columns
+
+        def spread(x: np.ndarray) -> np.ndarray:
+            out = np.zeros((self.parts * self.columns, *x.shape[1:]), x.dtype)
+            out[first : first + len(pages)] = x[: len(pages)]
+            return out
+
+        given = self._ids(part, pages), jax.tree.map(spread, held)
+        self._cache = self.functions.put(self._cache, *given)
+
+    def _ids(self, part: int, pages: Sequence[int]) -> np.ndarray:
+        """Return as many ids for every part as a table has columns: of its pages, and of none."""
+        ids = np.full((self.parts, self.columns), self.pages, np.int32)
+        ids[part, : len(pages)] = pages
+        return ids.ravel()
+
+    def warm_up(self, padding: Callable[[int], Sequence[device.Rows]]) -> None:
+        """Compile everything; nothing is drawn.
 
         Args:
-            rests: also for what follows a prefix that is in the cache.
             padding: number of rows -> `Rows` of nothing but padding, for each program that differs.
         """
-        calls = []
-        for width, length in self.prefills.all(prompts, rests):
-            rows = self.prefill_rows(width)
-            nothing = np.zeros((rows, width), np.int32)
-            slots, starts = np.full(rows, self.slots, np.int32), np.zeros(rows, np.int32)
-            calls.append((nothing, slots, starts, length))
-        if self.prefills.few:
-            compile_together(self._prefill_call(*call).lower() for call in calls)
-        blocks = [
-            (blank, length)
-            for size in self.sizes()
-            for blank in padding(size)
-            for length in self.decode_lengths()
-        ]
-        with activity.doing("sampler", len(calls) + len(blocks)) as programs:
-            for call in calls:
-                rows, width = call[0].shape
-                programs.next(f"prefill {rows} x {width}")
-                self._run_prefill(*call)
-            for blank, length in blocks:
-                programs.next(f"decode {len(blank.slots)} x {length}")
-                after, block = self.decode(blank, length)
+        blanks = [blank for size in self.sizes() for blank in padding(size)]
+        with activity.doing("sampler", len(blanks)) as programs:
+            for blank in blanks:
+                programs.next(f"a block of {len(blank.live)}")
+                after, block = self.decode(blank)
                 if self.ahead:
-                    _, block = self.decode(blank, length, after, blank.slots >= 0)
+                    _, block = self.decode(blank, None, after, ~blank.live)
                 self.fetch(block)
-        self.copy([])
+        for part in range(self.parts):
+            self.put(part, [], self.take(part, [self.pages]))
 
     def calls(
-        self, params: Params, longest: int, prompt: int, rests: bool, rows: device.Rows
+        self, params: Params, longest: int, rows: Callable[[], device.Rows]
     ) -> dict[str, Call]:
-        """Return the largest programs of "load", "prefill", "copy" and "decode", of shapes.
+        """Return the largest programs of "load" and "decode", of shapes.
 
         Args:
             params: shapes and shardings of the trainer's.
             longest: tokens of a row.
-            prompt: tokens of the longest prompt.
-            rests: see `warm_up`.
-            rows: padding for all slots.
+            rows: makes padding for all slots, when the length is known.
         """
-        functions, self.length = self.functions, self.cache_length(longest)
+        functions = self.functions
+        self.length = max(length_bucket(longest), self.length)
+        self.pages = max(self._pages(), self.pages)
         params = functions.abstract_input(params)
         weights = functions.decode_params.eval_shape(params)
-        cache = functions.empty.eval_shape(length=self.length)
-        width, seen = self.prefills.all([prompt], rests)[-1]
+        cache = functions.empty.eval_shape(**self._sizes)
 
-        def shapes(tree: Any) -> Any:
-            return jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._by_row), tree
-            )
+        def shapes(x: Any, sharding: Any) -> Any:
+            return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding)
 
-        several = np.zeros(self.prefill_rows(width), np.int32)
-        chunks = shapes((np.zeros((len(several), width), np.int32), several, several))
-        every = {"steps": self.steps, "length": self.decode_lengths()[-1], "every_slot": True}
+        blank = jax.tree.map(lambda x: shapes(x, self._by_row), rows())
+        prompts = jax.tree.map(shapes, self.prefill().arrays(1), prompt_shardings(self.placement))
+        given = weights, cache, blank, prompts
         return {
             "load": Call(functions.decode_params, (params,), {}),
-            "prefill": Call(functions.prefill, (weights, cache, *chunks), {"length": seen}),
-            "copy": Call(functions.copy, (cache, *np.zeros((2, self.slots + 1), np.int32), 0), {}),
-            "decode": Call(functions.decode, (weights, cache, shapes(rows)), every),
+            "decode": Call(functions.decode, given, {"steps": self.steps}),
         }
 
     def describe(self) -> str:
         """Describe the shapes of all programs."""
+        chunk = self.parts * self.shape.tiles * self.shape.tile
         return (
-            f"blocks of {self.sizes()} rows x {self.steps} tokens that see {self.decode_lengths()} "
-            f"positions; prefill in chunks of at most {self.longest_chunk} tokens"
+            f"blocks of {self.sizes()} rows x {self.steps} tokens, with at most {self.chunks} "
+            f"chunks of {chunk} prompt tokens; {self.parts * self.pages} pages of "
+            f"{self.shape.page} positions"
         )
 
 
-def _at_least(length: int, sizes: Sequence[int]) -> int:
-    return min(size for size in sizes if size >= length)
+def prompt_shardings(placement: Placement) -> device.Prompts:
+    """Return the shardings of `Prompts`."""
+    part, whole = ("batch",), placement.sharding((), ())
+    sizes = placement.size(placement.rules.batch)
+    tiles = placement.sharding((1, sizes), (None, *part))
+    parts = placement.sharding((sizes,), part)
+    return device.Prompts(tiles, tiles, tiles, tiles, whole, whole, parts, parts)
 
 
 class Compiled(NamedTuple):
-    """Hold functions of `decode.py` and `kv_cache.py` for one architecture, placement, slots."""
+    """Hold functions of `decode.py` and `kv_cache.py` for one architecture and placement."""
 
     whole: Any  # sharding
     dtype: jnp.dtype
@@ -452,8 +482,8 @@ class Compiled(NamedTuple):
     decode_rest: Any
     empty: Any
     lengthen: Any
-    copy: Any
-    prefill: Any
+    take: Any
+    put: Any
     go_on: Any
     decode: Any
 
@@ -498,26 +528,24 @@ class Compiled(NamedTuple):
 
 @functools.lru_cache(maxsize=8)  # an engine made anew finds what was compiled for the last one
 def compiled(
-    config: TransformerConfig,
-    placement: Placement,
-    slots: int,
-    dtype: jnp.dtype,
-    kernel: str | None = None,
+    config: TransformerConfig, placement: Placement, dtype: jnp.dtype, kernel: str | None = None
 ) -> Compiled:
     """Return the functions of `decode.py`, jitted with the shardings of their results.
 
     Args:
-        kernel: of decoding, see `decode_attention`.
+        kernel: of `PAGED_ATTENTION`; None = the fastest that can.
     """
     bind, jit = functools.partial, jax.jit
     name = kernel_of(config, placement.mesh, dtype, kernel)
     shards, whole = shards_of(placement), placement.sharding((), ())
     split = shards > 1
-    spread = placement if placement.mesh.size > 1 else None
-    empty = bind(kv_cache.empty_cache, config, slots, dtype=dtype, platform=placement.platform)
-    layer = jax.eval_shape(bind(empty, length=8))[0]
-    names, by_row = ("batch", "kv_heads", None, None), placement.sharding((slots,), ("batch",))
-    cache = (layer.each(lambda x, _: placement.sharding(x.shape, names)),) * config.num_layers
+    # also over a single TPU: within `shard_map` its kernel knows the chip, wherever it is compiled
+    alone = placement.mesh.size == 1 and placement.platform != "tpu"
+    spread = None if alone else placement
+    empty = bind(_empty, config, placement.mesh.devices.flat[0], dtype)
+    parts = placement.size(placement.rules.batch)
+    cache = kv_cache.cache_shardings(jax.eval_shape(bind(empty, pages=parts, size=8)), placement)
+    by_row = placement.sharding((parts,), ("batch",))
     weights = _weight_shardings(config, placement)
     rest = {name: one if split else whole for name, one in weights.items() if name != STACKED}
 
@@ -538,21 +566,16 @@ def compiled(
         decode_rest=jit(
             bind(device.decode_rest, dtype=dtype), donate_argnums=0, out_shardings=rest
         ),
-        empty=jit(empty, static_argnames="length", out_shardings=cache),
-        lengthen=jit(kv_cache.lengthen, static_argnums=1, out_shardings=cache),
-        copy=jit(
-            bind(kv_cache.copy_slots, placement=spread), donate_argnums=0, out_shardings=cache
+        empty=jit(empty, static_argnames=("pages", "size"), out_shardings=cache),
+        lengthen=jit(
+            bind(kv_cache.lengthen, placement=spread), static_argnums=1, out_shardings=cache
         ),
-        prefill=jit(
-            bind(device.prefill, config, placement=spread),
-            static_argnames="length",
-            donate_argnums=1,
-            out_shardings=cache,
-        ),
+        take=jit(bind(kv_cache.take_pages, placement=spread), out_shardings=cache),
+        put=jit(bind(kv_cache.put_pages, placement=spread), donate_argnums=0, out_shardings=cache),
         go_on=jit(device.go_on, out_shardings=by_row),
         decode=jit(
             bind(device.decode, config, placement=spread, kernel=name),
-            static_argnames=("steps", "length", "every_slot"),
+            static_argnames="steps",
             donate_argnums=1,
             out_shardings=(cache, by_row, by_row),
         ),

@@ -71,6 +71,9 @@ class SampleThread(ABC):
     @abstractmethod
     def _release(self, slot: int) -> None: ...
 
+    def _leaves_queue(self, sample: Sample) -> None:  # noqa: B027 - most hold nothing for it
+        """Let go what is held for a sample that waits no more, and has no slot."""
+
     @abstractmethod
     def _turn(self) -> None:
         """Admit samples and draw tokens; what has ended goes to `_done`."""
@@ -134,11 +137,11 @@ class SampleThread(ABC):
             self._lock.acquire()
         try:
             yield
-            done, self._done = self._done, []
         finally:
+            done, self._done = self._done, []
             self._lock.release()
-        for report in done:
-            report()
+            for report in done:
+                report()
 
     def _check_idle(self) -> None:
         self._drop_cancelled()
@@ -186,12 +189,16 @@ class SampleThread(ABC):
                     for sample in self._all_out():
                         sample.outcome = error
                         self._done.append(sample.hand_over)
+                    self._running = False  # or the next request would wait for a dead thread
                     self._recover()
+                    self._running = True
 
     def _all_out(self) -> Iterator[Sample]:
         """Take every sample out of the queue and the slots."""
         while self._queue:
-            yield self._queue.popleft()
+            sample = self._queue.popleft()
+            self._leaves_queue(sample)
+            yield sample
         for slot, sample in list(self._live()):
             self._release(slot)
             yield sample
@@ -200,7 +207,12 @@ class SampleThread(ABC):
         if not self._any_cancelled.is_set():
             return
         self._any_cancelled.clear()
-        self._queue = deque(sample for sample in self._queue if not sample.future.cancelled())
+        waiting, self._queue = self._queue, deque()
+        for sample in waiting:
+            if sample.future.cancelled():
+                self._leaves_queue(sample)
+            else:
+                self._queue.append(sample)
         for slot, sample in list(self._live()):
             if sample.future.cancelled():
                 self._release(slot)

@@ -1,16 +1,39 @@
-"""Which sample is in which slot of the cache, and which of its positions are filled. Host only."""
+"""Which sample is in which slot, and in which pages its keys and values are. Host only."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from jaxrl.rollout.native.decode import LEAST_STOP_IDS, SETTINGS, Block
+from jaxrl.rollout.native.page_pool import ROOT, PagePool, page_key
 from jaxrl.rollout.native.stop_strings import StopStrings
 from jaxrl.rollout.protocol import Completion, Request
 
-LEAST_REUSE = 16  # tokens; copying fewer from another request's slot is not worth a copy
+
+@dataclass(eq=False)
+class Context:
+    """Hold the keys and values of a row that has no slot: of a conversation between two turns, or
+    of a sample that makes room for others.
+
+    Attributes:
+        tokens: of the positions that are filled.
+        pure, keys, stale, oldest_version: as in `SlotTable`.
+        part: of the pages.
+        pages: where they are; () where they are in `saved`.
+        saved: what `save` returned; None while they are on the device.
+    """
+
+    tokens: np.ndarray
+    pure: int
+    keys: list[bytes]
+    oldest_version: int
+    part: int
+    pages: list[int]
+    stale: bool
+    saved: Any = None
 
 
 @dataclass(eq=False)
@@ -34,6 +57,7 @@ class Sample:
     outcome: Completion | BaseException | None = None
     reported: int = 0  # tokens that `on_tokens` has been given
     stop_strings: StopStrings | None = None
+    context: Context | None = None  # of a sample that makes room for others
 
     def note(self, block: Block, row: int) -> None:
         """Add what the request wants to know of the tokens that a block drew in a row."""
@@ -175,30 +199,54 @@ class Sample:
 
 
 class SlotTable:
-    """Track the slots of a cache, as the host knows them.
+    """Track the slots of a block, and the pages of their rows, as the host knows them.
 
-    A slot holds the keys and values of the first `filled` tokens of a row. They stay when its
-    sample ends, until another one takes the slot: the next turn of a conversation, and samples of
-    the same prompt, find them there. Nobody else takes a conversation's slot until it is over.
-    After an update a slot that is taken may hold some of older weights; its own sample, or
+    The pages of a slot hold the keys and values of the first `filled` tokens of its row. Of these
+    the first `pure` were prefilled from the beginning of the row on: their bits follow from the
+    tokens alone, whoever prefilled them, so whole pages of them have names by which every row with
+    the same beginning finds them. What was decoded, and what follows that, stays with its sample
+    and the further turns of its conversation.
+
+    After an update a row that is in flight may hold some of older weights; its own sample, or
     conversation, goes on with them, but they are shared with no other.
 
     Args:
         slots: number.
-        share_prefixes: reuse what any request left; False: only other samples of the same request.
+        parts: of the slots and of the pages, one after the other.
+        share_prefixes: what was decoded is found by others, too.
+        save: (part, pages) -> what is in them, on the host.
+        restore: (part, pages, what `save` returned of these and more).
+        tile: tokens that are prefilled together.
     """
 
-    def __init__(self, slots: int, *, share_prefixes: bool) -> None:
-        self.share_prefixes = share_prefixes
+    def __init__(
+        self,
+        slots: int,
+        *,
+        parts: int = 1,
+        share_prefixes: bool,
+        save: Callable[[int, Sequence[int]], Any],
+        restore: Callable[[int, Sequence[int], Any], None],
+        tile: int = 1,
+    ) -> None:
+        self.share_prefixes, self.parts, self.each = share_prefixes, parts, slots // parts
+        self._save, self._restore, self._tile = save, restore, tile
+        self.page, self.pools = 1, [PagePool() for _ in range(parts)]
         self.samples: list[Sample | None] = [None] * slots
+        self.taken = np.zeros(slots, bool)  # [S] by a sample
         self.tokens = np.zeros((slots, 0), np.int32)  # [S, L]
         self.length = np.zeros(slots, np.int32)  # [S] tokens of the row, prompt and response
         self.filled = np.zeros(slots, np.int32)  # [S]
+        self.pure = np.zeros(slots, np.int32)  # [S]
+        self.table = np.zeros((slots, 0), np.int32)  # [S, C] pages
+        self.held = np.zeros(slots, np.int32)  # [S] of them that are the row's
+        self.soon = np.zeros(slots, np.int32)  # [S] those that it needs for its first block
+        self.found = np.zeros(slots, np.int32)  # [S] of these, what others have
+        self.keys: list[list[bytes]] = [[] for _ in range(slots)]  # of the first pages
         self.version = -1  # of the weights that fill positions now
-        self.oldest_version = np.full(slots, -1)  # [S] of those that filled the slot's positions
-        self.group = np.full(slots, -1)  # [S] request of the tokens
-        self.members: dict[int, list[int]] = {-1: list(range(slots))}  # slots of each group
-        self.used = np.zeros(slots, np.int64)  # [S] when the slot was taken last
+        self.oldest_version = np.full(slots, -1)  # [S] of those that filled the row's positions
+        self.stale = np.zeros(slots, bool)  # [S] some were filled before the last update
+        self.age = np.zeros(slots, np.int64)  # [S] a smaller one was here before
         self.prompt = np.zeros(slots, np.int32)  # [S] tokens of the prompt
         self.stop_ids = np.full((slots, LEAST_STOP_IDS), -1, np.int32)  # as in Rows
         self.asked = {  # name -> [S], columns of Rows that are the sample's from its start
@@ -206,56 +254,112 @@ class SlotTable:
             "max_tokens": np.zeros(slots, np.int32),
             **{name: np.zeros(slots, kind) for kind, names in SETTINGS.items() for name in names},
         }
-        self.slot_of: dict[Future[None] | None, int] = {}  # of conversations
-        self.taken = np.zeros(slots, bool)  # [S] by a sample or a conversation
+        self.kept: dict[Future[None], Context] = {}  # of conversations, the longest there first
+        self._groups: dict[tuple[int, int], int] = {}  # (request, part) -> samples in slots
         self._clock = 0
 
-    def lengthen(self, length: int) -> None:
-        """Make room for rows of `length` tokens."""
-        self.tokens = np.pad(self.tokens, ((0, 0), (0, length - self.tokens.shape[1])))
+    def resize(self, length: int, pages: int, size: int, columns: int) -> None:
+        """Make room for rows of `length` tokens, in `pages` pages of `size` positions a part."""
+        self.page = size
+        if length > self.tokens.shape[1]:
+            self.tokens = np.pad(self.tokens, ((0, 0), (0, length - self.tokens.shape[1])))
+            self.table = np.pad(self.table, ((0, 0), (0, columns - self.table.shape[1])))
+        for pool in self.pools:
+            pool.grow(pages)
 
     def live(self) -> Iterator[tuple[int, Sample]]:
         """Yield the slots with a sample in them, each with its sample."""
         return ((slot, s) for slot, s in enumerate(self.samples) if s is not None)
 
+    def part(self, slot: int) -> int:
+        """Return the part of a slot."""
+        return slot // self.each
+
     def missing(self, slot: int) -> int:
         """Count the positions to fill before the slot can decode: all tokens but the last."""
         return int(self.length[slot] - 1 - self.filled[slot])
 
-    def incomplete(self) -> dict[int, int]:
-        """Return slots with a sample that cannot decode yet, and what is `missing` of each."""
+    def incomplete(self) -> list[int]:
+        """Return slots with a sample that cannot decode yet, those first that were there first."""
         missing = (self.length - 1 - self.filled).tolist()
-        return {slot: missing[slot] for slot, _ in self.live() if missing[slot]}
+        return sorted((slot for slot, _ in self.live() if missing[slot]), key=self.age.__getitem__)
 
-    def take(self, sample: Sample) -> int | None:
-        """Put a sample into the slot of its conversation, if that has one.
+    # ---- samples come and go
 
-        Otherwise into the free slot that holds most of its prompt, or was used least lately; None
-        if no slot is free.
+    def take(self, sample: Sample, ahead: int) -> int | None:
+        """Put a sample into a free slot; return None if there is no slot, or are no pages, for it.
+
+        What its conversation holds, or it held itself, comes with it. Else it takes the part where
+        most of its prompt is, or where most pages are free. Beside those that it needs, a page
+        stays free for every row of the part that may grow.
+
+        Args:
+            ahead: tokens that it must have room for behind its own.
         """
-        if not self.has_room(sample):
-            return None
         row = np.array([*sample.request.prompt_tokens, *sample.tokens], np.int32)
-        slot = self.slot_of.get(sample.conversation)
-        if slot is None:
-            slot, known = self._best(row, sample.group, free=True)
-            if not known:
-                free = np.flatnonzero(~self.taken)
-                slot = int(free[self.used[free].argmin()])
-            self._regroup(slot, sample.group)
-            self.taken[slot] = True
-            if sample.conversation is not None:
-                self.slot_of[sample.conversation] = slot
-        else:  # the group stays: those of the first turn that still wait find their prompt here
-            known = int(self._shared(row, np.array([slot]))[0])
-        self._clock += 1
-        self.used[slot], self.samples[slot] = self._clock, sample
-        self.tokens[slot, : len(row)], self.length[slot] = row, len(row)
-        self.filled[slot] = known
+        context = sample.context or self.kept.get(sample.conversation)  # type: ignore[arg-type]
+        limit = len(sample.request.prompt_tokens) + sample.max_tokens
+        needed = self._pages(min(len(row) + ahead, limit) - 1)
+        known: list[tuple[int, int, int, int]] = []  # (pages of others, free, part, slot)
+        for part in self._parts(context):
+            here = slice(part * self.each, (part + 1) * self.each)
+            taken = self.taken[here]
+            if taken.all():
+                continue
+            others = idle = 0
+            if context is None and (sample.group, part) in self._groups and not sample.tokens:
+                others = (len(row) - 1) // self.page
+            elif context is None:
+                pages = [page for _, page in self._find(part, row, 0, ROOT)]
+                idle = sum(self.pools[part].references[page] == 0 for page in pages)
+                others = len(pages)
+            has = len(context.pages) if context is not None else others
+            promised = np.maximum(self.soon - np.maximum(self.held, self.found), 0)[here]
+            room = self.pools[part].available - idle - int(promised[taken].sum())
+            room -= max(needed - has, 0)
+            if room >= self._growing(here):
+                known.append((others, room, -part, here.start + int(taken.argmin())))
         if not known:
-            self.oldest_version[slot] = self.version
+            return None
+        others, _, _, slot = max(known)
+        self._clear(slot)
+        self.samples[slot], self.taken[slot], self.length[slot] = sample, True, len(row)
+        self.tokens[slot, : len(row)] = row
+        group = sample.group, self.part(slot)
+        self._groups[group] = self._groups.get(group, 0) + 1
+        self.soon[slot], self.found[slot] = needed, others
+        if context is not None:
+            sample.context = None
+            self.kept.pop(sample.conversation, None)  # type: ignore[arg-type]
+            self._bring(slot, context)
+        self._clock += 1
+        self.age[slot] = self._clock
         self._note(slot, sample)
         return slot
+
+    def _parts(self, context: Context | None) -> Sequence[int]:
+        """Return the parts in which a row can be that has such a context."""
+        fixed = context is not None and context.saved is None
+        return (context.part,) if context is not None and fixed else range(self.parts)
+
+    def make_room(self, sample: Sample) -> bool:
+        """Take to the host what a conversation keeps where a sample could be.
+
+        Returns:
+            Whether there was any.
+        """
+        context = sample.context or self.kept.get(sample.conversation)  # type: ignore[arg-type]
+        with_slot = (
+            part
+            for part in self._parts(context)
+            if not self.taken[part * self.each : (part + 1) * self.each].all()
+        )
+        return any(self.put_by(part) for part in with_slot)
+
+    def _growing(self, here: slice) -> int:
+        """Count the rows of some slots that may need more pages than they will have soon."""
+        most = -(-(self.prompt[here] + self.asked["max_tokens"][here] - 1) // self.page)
+        return int((self.taken[here] & (most > np.maximum(self.held, self.soon)[here])).sum())
 
     def _note(self, slot: int, sample: Sample) -> None:
         """Write what a sample asks for into the columns of its slot."""
@@ -269,24 +373,242 @@ class SlotTable:
         self.stop_ids[slot] = -1
         self.stop_ids[slot, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
 
-    def has_room(self, sample: Sample) -> bool:
-        """Return whether `take` finds a slot."""
-        slot = self.slot_of.get(sample.conversation)
-        return not self.taken.all() if slot is None else self.samples[slot] is None
+    def _clear(self, slot: int) -> None:
+        """Note that a slot has no positions."""
+        self.filled[slot] = self.pure[slot] = self.held[slot] = 0
+        self.keys[slot], self.oldest_version[slot], self.stale[slot] = [], self.version, False
+
+    def _bring(self, slot: int, context: Context) -> None:
+        """Give a slot what was kept, as far as it is of the slot's row."""
+        row, pool = self._row(slot), self.pools[self.part(slot)]
+        kept = context.tokens
+        width = min(len(row) - 1, len(kept))
+        known = int(np.minimum.accumulate(row[:width] == kept[:width]).sum())
+        pages, whole = context.pages, self._pages(known)
+        if context.saved is not None:
+            pages = [self._taken(pool) for _ in range(whole)]
+            self._restore(self.part(slot), pages, context.saved)
+        elif known < len(kept) and known % self.page:
+            last = pages[whole - 1]
+            if pool.references[last] > 1 or pool.is_whole(last):  # others read what follows there
+                whole -= 1
+                known = whole * self.page
+            else:  # the tail of its prompt, what follows is written over
+                pool.unname(last)
+        for page in reversed(pages[whole:]):
+            pool.release(page)
+        self.table[slot, :whole], self.held[slot] = pages[:whole], whole
+        self.filled[slot], self.pure[slot] = known, min(context.pure, known)
+        self.keys[slot] = context.keys[: known // self.page]
+        if known:
+            self.oldest_version[slot] = context.oldest_version
+            self.stale[slot] = context.stale
+
+    @staticmethod
+    def _taken(pool: PagePool) -> int:
+        page = pool.take()
+        assert page is not None  # as many were free
+        return page
+
+    def release(self, slot: int) -> None:
+        """Take the sample out of a slot; what it holds stays if its conversation goes on."""
+        sample = self.samples[slot]
+        assert sample is not None
+        context = self._leave(slot)
+        self._keep(sample.conversation, context)
+
+    def keep(self, sample: Sample) -> None:
+        """Let the conversation of a sample that has made room, and ends, have what it held."""
+        if sample.context is not None:
+            self._keep(sample.conversation, sample.context)
+
+    def _keep(self, conversation: Future[None] | None, context: Context) -> None:
+        if conversation is None or conversation.done() or not len(context.tokens):
+            self._drop(context)
+            return
+        if (other := self.kept.pop(conversation, None)) is not None:
+            self._drop(other)
+        self.kept[conversation] = context
+
+    def suspend(self, slot: int) -> None:
+        """Take a sample out of its slot to make room, and what it holds to the host.
+
+        What it holds is not computed anew, so no bit changes. Nothing of it may be on its way.
+        """
+        sample = self.samples[slot]
+        assert sample is not None
+        context = self._leave(slot)
+        if context.pure == len(context.tokens) and not context.stale:
+            self._drop(context)  # to prefill it again gives the same bits
+        else:
+            sample.context = context
+            self._to_host(context)
+
+    def _leave(self, slot: int) -> Context:
+        """Empty a slot, and return what it held."""
+        sample, self.samples[slot], self.taken[slot] = self.samples[slot], None, False
+        assert sample is not None
+        group = sample.group, self.part(slot)
+        self._groups[group] -= 1
+        if not self._groups[group]:
+            del self._groups[group]
+        pool, pages = self.pools[self.part(slot)], self.table[slot, : self.held[slot]].tolist()
+        used = self._pages(int(self.filled[slot]))
+        for page in pages[used:]:
+            pool.release(page)
+        tokens = self.tokens[slot, : self.filled[slot]].copy()
+        pure, keys, oldest = int(self.pure[slot]), self.keys[slot], int(self.oldest_version[slot])
+        stale = bool(self.stale[slot])
+        self._clear(slot)
+        return Context(tokens, pure, keys, oldest, self.part(slot), pages[:used], stale)
+
+    def _drop(self, context: Context) -> None:
+        for page in reversed(context.pages):  # the end of a row is the first to be forgotten
+            self.pools[context.part].release(page)
+        context.pages = []
+
+    def _to_host(self, context: Context) -> None:
+        context.saved = self._save(context.part, context.pages)
+        self._drop(context)
 
     def let_go(self) -> None:
-        """Free the slots of conversations that are over."""
-        for conversation, slot in [(c, s) for c, s in self.slot_of.items() if c and c.done()]:
-            del self.slot_of[conversation]
-            self.taken[slot] = self.samples[slot] is not None
+        """Free the pages of conversations that are over."""
+        for conversation in [c for c in self.kept if c.done()]:
+            self._drop(self.kept.pop(conversation))
 
-    def _regroup(self, slot: int, group: int) -> None:
-        old = int(self.group[slot])
-        self.members[old].remove(slot)
-        if not self.members[old]:
-            del self.members[old]
-        self.group[slot] = group
-        self.members.setdefault(group, []).append(slot)
+    def put_by(self, part: int) -> bool:
+        """Take to the host what a conversation keeps in a part, the longest there first.
+
+        Returns:
+            Whether there was one.
+        """
+        for context in self.kept.values():
+            if context.saved is None and part == context.part:
+                self._to_host(context)
+                return True
+        return False
+
+    def newest(self, part: int) -> int:
+        """Return the slot whose sample came to a part last."""
+        here = slice(part * self.each, (part + 1) * self.each)
+        return here.start + int(np.where(self.taken[here], self.age[here], -1).argmax())
+
+    # ---- pages
+
+    def _pages(self, tokens: int) -> int:
+        return -(-tokens // self.page)
+
+    def reserve(self, slot: int, tokens: int) -> bool:
+        """Give a slot pages for a row of `tokens`; return whether there are enough."""
+        pool, needed = self.pools[self.part(slot)], self._pages(tokens)
+        while (held := int(self.held[slot])) < needed:
+            page = pool.take()
+            if page is None:
+                return False
+            self.table[slot, held] = page
+            self.held[slot] += 1
+        return True
+
+    def share(self, slot: int) -> list[int]:
+        """Fill a slot with pages of others that are of its row; return them.
+
+        They are whole, or nobody's: then the tail of its prompt may be in one, which it takes.
+        """
+        if not self._may_share(slot):
+            return []
+        filled, keys, row = int(self.filled[slot]), self.keys[slot], self._row(slot)
+        found = self._find(self.part(slot), row, filled // self.page, self._last_key(slot))
+        for number, (key, page) in enumerate(found, filled // self.page):
+            self._put(slot, number, page)
+            keys.append(key)
+        filled += len(found) * self.page
+        tail = self._tail(slot, filled)
+        if tail is not None and not self.pools[self.part(slot)].references[tail]:
+            self._put(slot, filled // self.page, tail)
+            filled = len(row) - 1
+        self.filled[slot] = self.pure[slot] = filled
+        return [page for _, page in found]
+
+    def copy_tail(self, slot: int) -> tuple[int, int] | None:
+        """Fill a slot, which has its pages, with the tail of its prompt if some page has it.
+
+        Returns:
+            The page that has to be copied, and to which.
+        """
+        filled = int(self.filled[slot])
+        page = self._tail(slot, filled) if self._may_share(slot) else None
+        if page is None:
+            return None
+        self.filled[slot] = self.pure[slot] = self.length[slot] - 1
+        return page, int(self.table[slot, filled // self.page])
+
+    def _tail(self, slot: int, filled: int) -> int | None:
+        """Return the page that has what a row misses, where that is less than a page."""
+        tail = self._row(slot)[filled:-1]
+        if not 0 < len(tail) < self.page:
+            return None
+        return self.pools[self.part(slot)].find(page_key(self._last_key(slot), tail))
+
+    def _may_share(self, slot: int) -> bool:
+        """Return whether pages of others can follow what a slot has."""
+        filled = self.filled[slot]
+        whole = filled == self.pure[slot] and filled % self.page == 0
+        return bool(whole and not self.stale[slot])
+
+    def _row(self, slot: int) -> np.ndarray:
+        return self.tokens[slot, : self.length[slot]]
+
+    def _last_key(self, slot: int) -> bytes:
+        return self.keys[slot][-1] if self.keys[slot] else ROOT
+
+    def _put(self, slot: int, number: int, page: int) -> None:
+        """Let a page that was found be a slot's."""
+        pool = self.pools[self.part(slot)]
+        pool.refer(page)
+        if number < self.held[slot]:
+            pool.release(int(self.table[slot, number]))
+        self.held[slot] = max(int(self.held[slot]), number + 1)
+        self.table[slot, number] = page
+
+    def _find(self, part: int, row: np.ndarray, first: int, before: bytes) -> list:
+        """Return (key, page) of the whole pages of a row from number `first` on that are found.
+
+        Never that of the last token.
+        """
+        found = []
+        for at in range(first * self.page, len(row) - self.page, self.page):
+            before = page_key(before, row[at : at + self.page])
+            page = self.pools[part].find(before)
+            if page is None:
+                break
+            found.append((before, page))
+        return found
+
+    def fill(self, slot: int, tokens: int) -> list[int]:
+        """Note that the next `tokens` of a row are prefilled; return the pages they are in."""
+        start = int(self.filled[slot])
+        self.filled[slot] += tokens
+        if self.pure[slot] == start and start % self._tile == 0 or self.share_prefixes:
+            self.pure[slot] = self.filled[slot]
+        self._name(slot)
+        used = slice(start // self.page, self._pages(int(self.filled[slot])))
+        return self.table[slot, used].tolist()
+
+    def _name(self, slot: int) -> None:
+        """Name the pages of a slot that others may find."""
+        if self.stale[slot]:
+            return
+        pool, row = self.pools[self.part(slot)], self._row(slot)
+        keys, pure = self.keys[slot], int(self.pure[slot])
+        for number in range(len(keys), pure // self.page):
+            at = number * self.page
+            keys.append(page_key(self._last_key(slot), row[at : at + self.page]))
+            pool.name(int(self.table[slot, number]), keys[-1])
+        number, rest = divmod(int(self.prompt[slot]) - 1, self.page)
+        if rest and number * self.page + rest <= pure and number == len(keys):
+            tail = row[number * self.page :][:rest]
+            page = int(self.table[slot, number])
+            pool.name(page, page_key(self._last_key(slot), tail), tail=True)
 
     def append(self, slots: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
         """Add the tokens [n, N] that were drawn in n slots; all but the last are in the cache.
@@ -297,71 +619,51 @@ class SlotTable:
         drawn = np.arange(tokens.shape[1]) < counts[:, None]
         row, step = np.nonzero(drawn)
         self.tokens[slots[row], self.length[slots[row]] + step] = tokens[drawn]
+        before = self.filled[slots] // self.page
         self.length[slots] += counts
         self.filled[slots] = self.length[slots] - 1
-
-    def copy(self, source: int, slot: int, known: int) -> None:
-        """Note that a slot holds what `source` holds, of which `known` positions are of its row."""
-        self.filled[slot], self.oldest_version[slot] = known, self.oldest_version[source]
-
-    def donor(self, slot: int) -> tuple[int, int]:
-        """Return the slot that holds more of this slot's row than itself, and how much; or (-1, 0).
-
-        Later turns find none of their group: what they reuse does not depend on who came first.
-        """
-        row, filled = self.tokens[slot, : self.length[slot]], int(self.filled[slot])
-        sample = self.samples[slot]
-        assert sample is not None
-        source, known = self._best(row, sample.group)
-        return (source, known) if known > filled else (-1, 0)
-
-    def _best(self, row: np.ndarray, group: int, *, free: bool = False) -> tuple[int, int]:
-        """Return the slot that shares most positions with a row, and how many; never the last one.
-
-        Slots with positions of older weights share none.
-
-        Args:
-            free: only slots that nobody has.
-        """
-        every = range(len(self.samples)) if self.share_prefixes else ()
-        for among, least in ((self.members.get(group, ()), 1), (every, LEAST_REUSE)):
-            if not among:
-                continue
-            slots = np.array(among)
-            good = (self.filled[slots] >= least) & (self.oldest_version[slots] == self.version)
-            slots = slots[good & ~self.taken[slots] if free else good]
-            if not slots.size:
-                continue
-            known = self._shared(row, slots)
-            best = int(known.argmax())
-            if known[best] >= least:
-                return int(slots[best]), int(known[best])
-        return -1, 0
-
-    def _shared(self, row: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """Count the positions that each of some slots shares with a row; never the last one."""
-        width = min(len(row) - 1, self.tokens.shape[1])
-        same = self.tokens[slots, :width] == row[:width]
-        same &= np.arange(width) < self.filled[slots, None]
-        return np.minimum.accumulate(same, axis=1).sum(1)
+        if self.share_prefixes:
+            for slot in slots[self.filled[slots] // self.page > before].tolist():
+                self.pure[slot] = self.filled[slot]
+                self._name(slot)
 
     def known_prefix(self, tokens: Sequence[int]) -> int:
-        """Return how many tokens of a row some slot holds for any request.
+        """Return how many tokens of a row some part has for any request."""
+        row = np.array(tokens, np.int32)
+        return max(len(self._find(part, row, 0, ROOT)) for part in range(self.parts)) * self.page
 
-        The number is 0 without `share_prefixes`.
+    def forget(self, waiting: Iterable[Sample] = (), *, live: bool) -> None:
+        """Forget what nobody goes on with; with `live` that of conversations and samples, too.
+
+        Args:
+            waiting: samples without a slot.
         """
-        return self._best(np.array(tokens, np.int32), -2)[1]
-
-    def release(self, slot: int) -> None:
-        """Take the sample out of a slot.
-
-        The slot is free, if it is no conversation's. What it holds stays.
-        """
-        sample, self.samples[slot] = self.samples[slot], None
-        self.taken[slot] = sample is not None and sample.conversation in self.slot_of
-
-    def forget(self, *, live: bool) -> None:
-        """Mark as invalid what free slots (with `live` all, conversations' too) hold."""
         self.let_go()
-        self.filled[slice(None) if live else ~self.taken] = 0
-        self.oldest_version[self.filled == 0] = self.version
+        for pool in self.pools:
+            pool.forget()
+        for slot, _ in self.live():
+            if live:
+                for page in self.table[slot, : self.held[slot]].tolist():
+                    self.pools[self.part(slot)].release(page)
+                self._clear(slot)
+            self.keys[slot], self.stale[slot] = [], bool(self.filled[slot])
+            if not self.filled[slot]:
+                self.oldest_version[slot] = self.version
+        made_room = [sample.context for sample in waiting if sample.context is not None]
+        for context in (*self.kept.values(), *made_room):
+            context.keys, context.stale = [], True
+        if not live:
+            return
+        for context in self.kept.values():
+            self._drop(context)
+        self.kept.clear()
+        for sample in waiting:
+            sample.context = None
+
+    def reset(self) -> None:
+        """Hold nothing, as at the beginning. No sample is in a slot."""
+        pages = len(self.pools[0].references)
+        self.pools = [PagePool() for _ in self.pools]
+        for pool in self.pools:
+            pool.grow(pages)
+        self.kept.clear()

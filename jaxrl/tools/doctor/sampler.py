@@ -33,8 +33,9 @@ from jaxrl.types import GeneratorOutput, TrainBatch
 
 SAMPLES = 4  # of each prompt of a batch
 NOISE, MOVED = 0.02, 10  # of each array's size; times the bound on the mean: log-probs have moved
-# With samples in flight: updates, slots of their engine, noise of each update.
-UPDATES, SLOTS, CHANGE = 3, 2, 0.2
+# With samples in flight: updates, slots of their engine, noise of each update, pages of each slot
+# beyond those that its rows fill: what older weights left in them is there to be found.
+UPDATES, SLOTS, CHANGE, SPARE = 3, 2, 0.2, 2
 NO_LOG_PROBS = "generator.sampling_params.logprobs=None: rollouts carry none"
 
 
@@ -374,6 +375,8 @@ def _swapped(examined: ExaminedRun, tokens: int, *, recompute: bool) -> Swapped:
         _unfiltered(examined), max_tokens=tokens, min_tokens=0, stop_token_ids=(), stop=()
     )
     prompt = trainer.prompts_of(0)[0].tokens
+    longest = len(prompt) + UPDATES * tokens + SPARE * engine.programs.shape.page
+    engine.warm_up([Request((0,) * (longest - tokens), ((0, 0),), sampling)])
     prompts, completions = [], []
     samples = 3 * engine.programs.slots
     for version in range(1, len(versions)):

@@ -15,7 +15,7 @@ from jaxrl import config as cfg
 from jaxrl.parallel.rules import batch_devices
 from jaxrl.tools.plan import estimate, hlo
 from jaxrl.tools.plan.operations import Program, Totals
-from jaxrl.tools.plan.phases import Phase
+from jaxrl.tools.plan.phases import SAMPLING, Phase
 from jaxrl.tools.plan.topology import Machine
 from jaxrl.training.resident_memory import device_bytes
 
@@ -52,32 +52,36 @@ class Memory:
 
 
 class Compiler:
-    """Compile the programs of phases, each once."""
+    """Compile the programs of phases, each once: also where several phases have the same one."""
 
     def __init__(self) -> None:
-        self._known: dict[str, Memory] = {}
+        self._known: dict[str, tuple[Any, str] | str] = {}
 
     def __call__(self, phase: Phase) -> Memory:
         """Return the memory of a program."""
         lowered = phase.call.lower()
-        text = f"{phase.trips} {lowered.as_text()}"
-        name = hashlib.sha256(text.encode()).hexdigest()
+        name = hashlib.sha256(lowered.as_text().encode()).hexdigest()
         if name not in self._known:
-            self._known[name] = _compiled(phase, lowered)
-        return self._known[name]
+            self._known[name] = _compiled(lowered)
+        found = self._known[name]
+        return _refused(phase, found) if isinstance(found, str) else _read(phase, *found)
 
 
-def _compiled(phase: Phase, lowered: jax.stages.Lowered) -> Memory:
+def _compiled(lowered: jax.stages.Lowered) -> tuple[Any, str] | str:
+    """Return the compiler's figures and the text of a program, or its words if it does not fit."""
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return _refused(phase, str(error))
-    stats, sent, text = compiled.memory_analysis(), {}, compiled.as_text() or ""
-    assert stats is not None
+        return str(error)
+    return compiled.memory_analysis(), compiled.as_text() or ""
+
+
+def _read(phase: Phase, stats: Any, text: str) -> Memory:
+    sent: dict[str, float] = {}
     readable = phase.part.placement.platform == "tpu"
-    for collective in hlo.collectives(text):
+    for collective in hlo.collectives(text, phase.inner):
         times = collective.times * (1 if collective.fixed else phase.trips)
         sent[collective.kind] = sent.get(collective.kind, 0.0) + times * collective.moved
     return Memory(
@@ -86,7 +90,7 @@ def _compiled(phase: Phase, lowered: jax.stages.Lowered) -> Memory:
         aliased=stats.alias_size_in_bytes,
         temporaries=stats.temp_size_in_bytes,
         collectives=sent,
-        totals=Program(text, phase.trips).totals() if readable else None,
+        totals=Program(text, phase.trips, phase.inner).totals() if readable else None,
     )
 
 
@@ -226,18 +230,16 @@ def sent(phase: Phase, memory: Memory) -> float:
 def device_traffic(phase: Phase, memory: Memory) -> float:
     """Return bytes that a device moves.
 
-    Those that its program reads and writes, or at least: arguments, results, weights in every pass,
-    the cache. What is donated and only written in part, as the cache, counts by what is read of it.
+    Those that its program reads and writes, or at least: arguments, results, weights in every pass.
+    Of the cache counts what is read of it.
     """
     part, call, totals = phase.part, phase.call, memory.totals
-    if totals is not None and phase.kind != "copy":  # which copies as much as the data say
-        kernels = phase.cache if phase.kind == "decode" else totals.kernel_moved
+    if totals is not None:
+        kernels = phase.cache if phase.kind in SAMPLING else totals.kernel_moved
         return totals.moved + (kernels if totals.kernel_moved else 0.0)
-    if phase.kind in ("copy", "decode"):
+    if phase.kind in SAMPLING:
         return phase.reads
     moved = memory.arguments + memory.results
-    if phase.kind == "prefill":
-        return moved - 2 * memory.aliased
     if phase.work.weight_reads == 0:
         return moved
     # the weights as a device computes with them: whole but for the tensor axis

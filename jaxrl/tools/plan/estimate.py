@@ -10,7 +10,8 @@ import jax
 
 from jaxrl.models.kernels.head_log_probs import XLA_IDS, block_tokens
 from jaxrl.models.transformer import TransformerConfig
-from jaxrl.tools.plan.phases import Part, Phase
+from jaxrl.parallel.rules import batch_devices
+from jaxrl.tools.plan.phases import SAMPLING, Part, Phase
 from jaxrl.tools.plan.work import layer_params
 from jaxrl.training.forward import CHUNK_LOGITS, CHUNK_TOKENS, CPU_CHUNK_TOKENS
 from jaxrl.training.resident_memory import device_bytes
@@ -29,15 +30,11 @@ def temporaries(phase: Phase, remat: str, flash: bool) -> float:
     leaves = [device_bytes(x) for x in jax.tree.leaves(phase.call.args[0])]
     if phase.kind in ("apply", "load"):
         return max(leaves)
-    if phase.kind == "copy":
-        return sum(leaves) / rows
-    if phase.kind == "decode":
-        scores = rows * model.num_heads / tensor * _positions(phase) * 4
-        return 3 * rows * model.vocab_size / tensor * 4 + (0 if flash else scores)
-    if phase.kind == "prefill":
-        seen = phase.call.options["length"] or length
-        scores = rows * model.num_heads / tensor * length * seen * (4 + size)
-        return sum(_intermediates(part, rows, length).values()) + scores
+    if phase.kind in SAMPLING:  # one program; its scores are those of a page of a few rows
+        rows, (_, tiles, tile) = phase.call.args[2].live.size, phase.call.args[3].tokens.shape
+        parts = batch_devices(part.placement.mesh, part.placement.rules)
+        logits = 3 * rows / parts * model.vocab_size / tensor * 4
+        return max(logits, sum(_intermediates(part, tiles // parts, tile).values()))
     within = _intermediates(part, rows, length)
     if not flash:
         scores = rows * model.num_heads / tensor * length**2 * CAUSAL
@@ -91,10 +88,6 @@ def _saved(within: dict[str, float], remat: str) -> float:
     return sum(within[name] for name in saved[remat])
 
 
-def _positions(phase: Phase) -> int:
-    return phase.call.args[1][0].values.shape[2]
-
-
 def collectives(phase: Phase, remat: str) -> dict[str, float]:
     """Estimate the bytes that a device sends in one execution, by kind.
 
@@ -111,7 +104,7 @@ def collectives(phase: Phase, remat: str) -> dict[str, float]:
         activations = rows * length * model.hidden_size * size
         sums = 2 * model.num_layers * passes[phase.kind]
         sent["all-reduce"] = sums * activations * 2 * (tensor - 1) / tensor
-    if phase.kind in ("prefill", "decode"):
+    if phase.kind in SAMPLING:
         return sent
     elements = _elements(model) / tensor
     if fsdp > 1:

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,24 @@ _MESH = re.compile(
 )
 
 
+class Inner(NamedTuple):
+    """Say how often a loop runs in one trip of another, where both numbers depend on the data.
+
+    Attributes:
+        given: trips of a loop over what a block of the sampler is given: chunks of prompts, and
+            pages to copy.
+        pages: trips of a loop over pages of rows; JAX's name of it has the scope "attention".
+        alone: nothing counts but what runs in the loops of `given`.
+    """
+
+    given: int = 1
+    pages: int = 1
+    alone: bool = False
+
+
+ONCE = Inner()
+
+
 @dataclass(frozen=True)
 class Collective:
     """Describe one collective instruction.
@@ -35,7 +54,8 @@ class Collective:
         size: bytes of the whole array: what an all-gather gives, what a reduce-scatter or an
             all-reduce takes, what one device sends in the other two.
         group: the devices of one group, numbered as in the mesh.
-        times: executions per run of the program, once per trip of a loop without a fixed count.
+        times: executions per run of the program, once per trip of a loop without a fixed count;
+            where such loops are in one another, of the outermost.
         fixed: whether all loops around it have fixed counts.
         source: the operation of the JAX program.
     """
@@ -59,7 +79,7 @@ class Collective:
         return self.size * factor.get(self.kind, (n - 1) / n)
 
 
-def collectives(text: str) -> list[Collective]:
+def collectives(text: str, inner: Inner = ONCE) -> list[Collective]:
     """Return the collectives of an optimised HLO module, `compiled.as_text()`.
 
     The TPU compiler writes a reduce-scatter as an all-reduce and a slice, fused under a name that
@@ -69,7 +89,7 @@ def collectives(text: str) -> list[Collective]:
     blocks = computations(text)
     return [
         found
-        for name, times, fixed in executions(blocks)
+        for name, times, fixed in executions(blocks, inner)
         for line in blocks[name]
         if (found := _parse(line, name, blocks[name], times, fixed))
     ]
@@ -90,21 +110,29 @@ def computations(text: str) -> dict[str, list[str]]:
     return blocks
 
 
-def executions(blocks: dict[str, list[str]]) -> Iterator[tuple[str, int, bool]]:
+def executions(
+    blocks: dict[str, list[str]], inner: Inner = ONCE
+) -> Iterator[tuple[str, int, bool]]:
     """Yield of each call of a computation its name, how often it runs, whether that is fixed."""
-    todo = [("ENTRY", 1, True)]
+    todo = [("ENTRY", 1, True, not inner.alone)]
     while todo:
-        name, times, fixed = todo.pop()
-        yield name, times, fixed
+        name, times, fixed, counts = todo.pop()
+        if counts:
+            yield name, times, fixed
         for line in blocks[name]:
             if loop := _WHILE.search(line):
                 trips = _trips(line, blocks[loop[1]], blocks[loop[2]])
-                todo.append((loop[2], times * (trips or 1), fixed and trips is not None))
+                known, begins = trips is not None, False
+                if not known and not fixed:
+                    begins = "attention" not in source_of(line)
+                    trips = inner.given if begins else inner.pages
+                runs = times * (1 if trips is None else trips)
+                todo.append((loop[2], runs, fixed and known, counts or begins))
                 continue
             called = _CALLED.findall(line)
             for branches in _BRANCHES.findall(line):
                 called += [branch.strip().lstrip("%") for branch in branches.split(",")]
-            todo += [(other, times, fixed) for other in called if other in blocks]
+            todo += [(other, times, fixed, counts) for other in called if other in blocks]
 
 
 def _trips(line: str, condition: list[str], body: list[str]) -> int | None:
@@ -155,9 +183,17 @@ def _parse(
         size //= 2
     if kind == "all-reduce" and "reduce-scatter" in computation:
         kind = "reduce-scatter"
-    source = re.search(r'op_name="([^"]*)"', line)
     array = re.sub(r"\{[^}]*\}", "", match["type"])
-    return Collective(kind, array, size, group, times, fixed, source[1] if source else "")
+    return Collective(kind, array, size, group, times, fixed, source_of(line))
+
+
+def source_of(line: str) -> str:
+    """Return the operation of the JAX program that an instruction is of, "jit(f)/while/body/add".
+
+    "" = not known.
+    """
+    found = re.search(r'op_name="([^"]*)"', line)
+    return found[1] if found else ""
 
 
 def _starts(name: str, block: list[str]) -> bool:

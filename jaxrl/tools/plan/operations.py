@@ -13,6 +13,8 @@ import numpy as np
 
 from jaxrl.tools.plan import hlo
 
+# What writes in place into its first operand, and which operand it writes.
+UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 KERNEL = "tpu_custom_call"  # a Pallas kernel: its operands are seen, not what it does with them
 _INSTRUCTION = re.compile(
     r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.*?) (?P<kind>[a-z][\w\-]*)\((?P<rest>.*)$"
@@ -104,9 +106,10 @@ class Program:
 
     Args:
         trips: of its loops whose number depends on the data.
+        inner: of such loops within them.
     """
 
-    def __init__(self, text: str, trips: int = 1) -> None:
+    def __init__(self, text: str, trips: int = 1, inner: hlo.Inner = hlo.ONCE) -> None:
         lines = hlo.computations(text)
         self._blocks = {
             name: {
@@ -118,7 +121,7 @@ class Program:
             }
             for name, block in lines.items()
         }
-        self._runs = list(hlo.executions(lines))
+        self._runs = list(hlo.executions(lines, inner))
         self._trips = trips
         # what a fusion calls is one pass over its operands: it moves nothing by itself
         self._inside = set(_CALLS.findall(text))
@@ -143,7 +146,14 @@ class Program:
     def products(self) -> list[Counted]:
         """Return the matrix products outside of kernels."""
         return [
-            Counted("product", _types(one, block), _flops(one, block), times, fixed, _source(one))
+            Counted(
+                "product",
+                _types(one, block),
+                _flops(one, block),
+                times,
+                fixed,
+                hlo.source_of(one.rest),
+            )
             for one, block, times, fixed in self._each()
             if one.kind in ("dot", "convolution")
         ]
@@ -151,7 +161,9 @@ class Program:
     def find(self, kinds: tuple[str, ...], least: float = 0) -> list[Counted]:
         """Return the instructions of some kinds whose results have `least` bytes or more."""
         return [
-            Counted(one.kind, _arrays(one.type), _bytes(one.type), times, fixed, _source(one))
+            Counted(
+                one.kind, _arrays(one.type), _bytes(one.type), times, fixed, hlo.source_of(one.rest)
+            )
             for one, _, times, fixed in self._each()
             if one.kind in kinds and _bytes(one.type) >= least
         ]
@@ -180,9 +192,9 @@ class Program:
         )
         within = body if called else block
         kept = sum(  # of what is updated in place
-            _bytes(x.type) - _bytes(within[x.operands[1]].type)
+            _bytes(x.type) - _bytes(within[x.operands[UPDATES[x.kind]]].type)
             for x in body.values()
-            if x.kind == "dynamic-update-slice" and x.operands[1] in within
+            if x.kind in UPDATES and x.operands[UPDATES[x.kind]] in within
         )
         return read + max(_main_bytes(one.type) - kept, 0.0)
 
@@ -202,7 +214,7 @@ def _read(name: str, body: Block) -> float:
             total += _bytes(user.type)
         elif user.kind == "bitcast":
             total += _read(user.name, body)
-        elif user.kind != "dynamic-update-slice" or user.operands[0] != name:
+        elif user.kind not in UPDATES or user.operands[0] != name:
             return math.inf
     return total
 
@@ -222,11 +234,6 @@ def _main_bytes(text: str) -> int:
         for dtype, dims, layout in _ARRAY.findall(text)
         if not re.search(r"S\([1-9]\)", layout)
     )
-
-
-def _source(one: Instruction) -> str:
-    found = re.search(r'op_name="([^"]*)"', one.rest)
-    return found[1] if found else ""
 
 
 def _types(one: Instruction, block: Block) -> str:

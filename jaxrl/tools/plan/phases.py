@@ -12,21 +12,24 @@ from jaxrl.array_ops import DTYPES
 from jaxrl.data.microbatches import MAX_PER_ROW, Microbatching
 from jaxrl.models.kernels.choice import REFERENCE
 from jaxrl.models.kernels.head_log_probs import block_tokens
+from jaxrl.models.kernels.paged_attention import BLOCK_POSITIONS
 from jaxrl.models.placement import placed_params
 from jaxrl.models.transformer import TransformerConfig
 from jaxrl.parallel import Placement
 from jaxrl.parallel.compilation import Call
 from jaxrl.parallel.rules import batch_devices
 from jaxrl.rollout.native.engine import NativeEngine
+from jaxrl.rollout.native.programs import Programs
+from jaxrl.tools.plan.hlo import ONCE, Inner
 from jaxrl.tools.plan.run import Run
 from jaxrl.tools.plan.work import (
     Work,
+    attention_flops,
     decode_step_bytes,
     forward_work,
     gradient_work,
     head_flops,
     layer_params,
-    layers_flops,
 )
 from jaxrl.training.build import head_kernel
 from jaxrl.training.forward import CHUNK_TOKENS, CPU_CHUNK_TOKENS, chunk_columns, shared_axes
@@ -34,11 +37,10 @@ from jaxrl.training.forward_pass import ForwardPass
 from jaxrl.training.resident_memory import device_bytes
 from jaxrl.training.update import Updater
 
-SAMPLING = frozenset({"prefill", "copy", "decode"})  # kinds of phases
+SAMPLING = frozenset({"prefill", "decode"})  # kinds of phases
 # Seconds of a block for each slot, on one core of an x86 server: 5.7 ms of 1,024 slots
 # (`python -m benchmarks.engine_host`, LOG.md, "A block ahead").
 HOST_SECONDS = 5.6e-6
-WRITTEN = 16  # positions of a tile, which is read and written for a token
 
 
 class Part(NamedTuple):
@@ -67,15 +69,16 @@ class Phase:
     """Describe a program of the step, for the longest rows that the config allows.
 
     Attributes:
-        kind: "load", "prefill", "copy", "decode", "forward", "gradient" or "apply".
+        kind: "load", "prefill", "decode", "forward", "gradient" or "apply".
         shape: rows x tokens of its input on one device.
         holds: residents that are among its arguments.
         runs: executions in a step.
         work: of one execution.
         donated: number of the argument whose memory the results take.
         trips: of its loops whose number depends on the data.
-        reads: bytes that a device reads beside arguments, results and weights.
-        cache: of these those of keys and values, with what is written of them.
+        inner: of such loops within them.
+        reads: bytes of weights, keys and values that a device reads while it samples.
+        cache: of these those of keys and values.
         live: share of the rows of its blocks that still sample; the others ended before.
         host: seconds of the host for one execution.
         ahead: the next one runs in that time; else the device waits.
@@ -92,12 +95,32 @@ class Phase:
     work: Work
     donated: int | None = None
     trips: int = 1
+    inner: Inner = ONCE
     reads: float = 0.0
     cache: float = 0.0
     live: float = 1.0
     host: float = 0.0
     ahead: bool = False
     sends: float = 0.0
+
+
+class Cache(NamedTuple):
+    """Describe the key/value cache of a part of the batch, which is on each of its devices.
+
+    Attributes:
+        pages: number.
+        page: positions of one.
+        slots: most rows that are decoded together.
+        longest: rows of the most tokens that find room at once, whatever they draw; the samples of
+            a prompt share its whole pages.
+        mean: rows of the mean response that do, when all have come to their end.
+    """
+
+    pages: int
+    page: int
+    slots: int
+    longest: int
+    mean: int
 
 
 def phases(
@@ -234,20 +257,18 @@ def _microbatches(run: Run, cut: Microbatching, shorter: float) -> int:
 def _sampling(run: Run, engine: NativeEngine, policy: Part, shorter: float) -> Iterator[Phase]:
     """Yield the phases of sampling.
 
-    Weights go to the engine, prompts into its cache and its samples; then a block of decode steps.
+    Weights go to the engine; then blocks prefill chunks of prompts and decode tokens. That is one
+    program, with one memory: "prefill" is what a chunk adds to a block, "decode" a block without
+    chunks.
 
     Args:
         shorter: tokens by which a response is shorter than the longest, on average.
     """
-    generator, hosts = run.config.generator, run.machine.hosts
-    prompts = -(-run.config.trainer.train_batch_size // hosts)
-    engines, turns = generator.inference_engine.num_engines, generator.max_turns
-    programs, requests, model = engine.programs, run.requests(), run.model
-    calls = engine.calls(run.engine_params(), requests)
-    names = "engine weights", "KV cache"
+    generator, programs = run.config.generator, engine.programs
+    calls = engine.calls(run.engine_params(), run.requests())
     at = None if run.machine.host is None else run.engine_devices
-    part = Part(model, programs.placement, programs.dtype, names, at)
-    here = policy.names if hosts == 1 and part.devices & policy.devices else ()
+    part = Part(run.model, programs.placement, programs.dtype, ("engine weights", "KV cache"), at)
+    here = policy.names if run.machine.hosts == 1 and part.devices & policy.devices else ()
     yield Phase(
         "load weights",
         "load",
@@ -259,58 +280,130 @@ def _sampling(run: Run, engine: NativeEngine, policy: Part, shorter: float) -> I
         work=Work(0.0),
         sends=run.gathered_bytes(),
     )
-    groups, prompt = programs.row_multiple, len(requests[0].prompt_tokens)
-    slots, drawn = programs.slots, requests[0].sampling.max_tokens
-    rows, width = calls["prefill"].args[2].shape
-    first = min(run.config.trainer.max_prompt_length, prompt)
-    chunks = prompts * -(-max(first - 1, 1) // width)
-    if turns > 1:  # then each sample has a history of its own; a kept slot has all but its end
-        observed = -(-max(prompt - first - (turns - 1) * drawn, 0) // (turns - 1))
-        new = observed if cfg.keeps_slots(generator) else (first + prompt) // 2
-        chunks += prompts * generator.n_samples_per_prompt * (turns - 1) * -(-max(new, 1) // width)
-    yield Phase(
+    prompts = -(-run.config.trainer.train_batch_size // run.machine.hosts)
+    prompts /= generator.inference_engine.num_engines
+    yield _prefill(run, programs, part, calls["decode"], prompts)
+    samples = prompts * generator.n_samples_per_prompt
+    yield _decode(run, programs, part, calls["decode"], samples, shorter)
+
+
+def _prefill(run: Run, programs: Programs, part: Part, call: Call, prompts: float) -> Phase:
+    """Return the phase of prefilling a step's prompts, chunk by chunk.
+
+    The number of chunks is the least: each full, all parts of the batch with as many. The samples
+    of a prompt share one that fills a page, else it is prefilled on each part; each sample of a
+    later turn prefills what its conversation was told. Attention is that of the mean position. The
+    FLOPs from shapes have the last layer whole, of which a compiler drops all but keys and values;
+    the page that a sample copies at most is next to nothing, and left out.
+
+    Args:
+        prompts: of an engine.
+    """
+    generator, shape, model = run.config.generator, programs.shape, part.model
+    prompt, drawn, first = _lengths(run)
+    samples, later = generator.n_samples_per_prompt, generator.max_turns - 1
+    often = 1 if first > shape.page else min(samples, programs.parts)
+    rows = [(prompts * often, 0, max(first - 1, 1))]  # (number, their positions)
+    if later:
+        told = max(prompt - first - later * drawn, 0) // later
+        end = first + (later + 1) * (told + drawn) // 2
+        rows.append((prompts * samples * later, end - told, end))
+    tiles = sum(number * -(-(stop - start) // shape.tile) for number, start, stop in rows)
+    seen = sum(number * (stop**2 - start**2) / 2 for number, start, stop in rows)
+    context = seen / sum(number * (stop - start) for number, start, stop in rows)
+    chunk = programs.parts * shape.tiles
+    tokens = chunk * shape.tile
+    attention = attention_flops(model) * context * tokens
+    weights = layer_params(model) * part.dtype.itemsize / _tensor(part)
+    read = _position_bytes(programs, call) * shape.tiles * (context + shape.tile / 2)
+    return Phase(
         "prefill",
         "prefill",
         part,
-        calls["prefill"],
-        (rows // groups, width),
-        names,
-        runs=-(-chunks // (rows * engines)),
-        work=Work(rows * layers_flops(model, 0, width)),
+        call,
+        (shape.tiles, shape.tile),
+        part.names,
+        runs=math.ceil(tiles / chunk),
+        work=Work(2.0 * layer_params(model) * tokens + attention, attention=attention),
         donated=1,
+        inner=Inner(pages=math.ceil(context / BLOCK_POSITIONS), alone=True),
+        reads=weights + read,
+        cache=read,
     )
-    samples = prompts * generator.n_samples_per_prompt / engines
-    waves = math.ceil(samples / slots)
-    if generator.n_samples_per_prompt > 1:
-        yield _copies(part, calls["copy"], slots // groups, generator.n_samples_per_prompt, waves)
+
+
+def _decode(
+    run: Run, programs: Programs, part: Part, call: Call, samples: float, shorter: float
+) -> Phase:
+    """Return the phase of decoding a step's samples, block by block.
+
+    Args:
+        samples: of an engine.
+        shorter: tokens by which a response is shorter than the longest, on average.
+    """
+    model, turns, slots = part.model, run.config.generator.max_turns, programs.slots
+    prompt, drawn, _ = _lengths(run)
     mean = drawn - shorter
+    cache = cache_of(run, programs, mean)
+    share = cache.mean / cache.slots  # of the rows find pages at once
     steps, context = min(programs.steps, drawn), prompt + int(mean) // 2
     late = programs.steps * (1.5 if programs.ahead else 0.5)
-    blocks = _blocks(samples / slots, drawn, mean, programs.steps, late)
-    live = samples * mean / (slots * max(blocks * steps, 1)) if shorter else 1.0
-    token = layers_flops(model, context - 1, context) + head_flops(model, 1)
-    element, rows, tensor = programs.dtype.itemsize, slots // groups, _tensor(part)
-    read = decode_step_bytes(model, rows * live, context, element)
-    weights = decode_step_bytes(model, 0, 0, element)
-    touched = decode_step_bytes(model, rows * live, context + 2 * WRITTEN, element) - weights
-    attended = slots * steps * (token - 2 * layer_params(model) - head_flops(model, 1))
-    yield Phase(
+    blocks = _blocks(samples / (slots * share), drawn, mean, programs.steps, late)
+    live = samples * mean / (slots * max(blocks * steps, 1)) if shorter else share
+    attention = slots * steps * attention_flops(model) * context
+    products = slots * steps * (2 * layer_params(model) + head_flops(model, 1))
+    rows, weights = slots // programs.parts, decode_step_bytes(model, 0, 0, part.dtype.itemsize)
+    read = _position_bytes(programs, call) * rows * live * context
+    return Phase(
         "decode",
         "decode",
         part,
-        calls["decode"],
-        (slots // groups, 1),
-        names,
+        call,
+        (rows, 1),
+        part.names,
         runs=turns * blocks,
-        work=Work(float(slots * steps * token), attention=float(attended)),
+        work=Work(float(products + attention), attention=float(attention)),
         donated=1,
         trips=steps,
-        reads=steps * read / tensor,
-        cache=steps * touched / tensor,
+        inner=Inner(given=0, pages=-(-context // BLOCK_POSITIONS)),
+        reads=steps * (weights / _tensor(part) + read),
+        cache=steps * read,
         live=live,
         host=HOST_SECONDS * slots,
         ahead=programs.ahead,
     )
+
+
+def _position_bytes(programs: Programs, call: Call) -> float:
+    """Return the bytes of a position's keys and values on a device, as they lie there."""
+    return device_bytes(call.args[1]) / (programs.pages * programs.shape.page)
+
+
+def _lengths(run: Run) -> tuple[int, int, int]:
+    """Return the most tokens of a prompt, of a response, and of a first turn's prompt."""
+    request = run.requests()[0]
+    prompt = len(request.prompt_tokens)
+    return prompt, request.sampling.max_tokens, min(run.config.trainer.max_prompt_length, prompt)
+
+
+def cache_of(run: Run, programs: Programs, mean: float) -> Cache:
+    """Return the pages of a part of the batch, and how many rows find room in them at once.
+
+    Args:
+        mean: tokens of a response.
+    """
+    prompt, drawn, first = _lengths(run)
+    page, samples = programs.shape.page, run.config.generator.n_samples_per_prompt
+    shared = (first - 1) // page
+
+    def fitting(response: float) -> int:
+        """Count whole groups, and of one more what has room; a row's last token is not kept."""
+        own = max(math.ceil((prompt + response - 1) / page) - shared, 1)
+        groups, rest = divmod(programs.pages, shared + samples * own)
+        return groups * samples + max(rest - shared, 0) // own
+
+    slots = programs.slots // programs.parts
+    return Cache(programs.pages, page, slots, min(fitting(drawn), slots), min(fitting(mean), slots))
 
 
 def _blocks(rows: float, longest: int, mean: float, steps: int, late: float) -> int:
@@ -332,34 +425,6 @@ def _blocks(rows: float, longest: int, mean: float, steps: int, late: float) -> 
 
 def _tensor(part: Part) -> int:
     return part.placement.mesh.shape["tensor"]
-
-
-def _copies(part: Part, call: Call, slots: int, samples: int, waves: int) -> Phase:
-    """Return the phase that copies a prompt's keys and values to the samples of its group.
-
-    They go from the first sample of each group to the others.
-
-    Args:
-        slots: of a device; a group that begins on one device may end on the next.
-    """
-    total, cache = len(call.args[1]) - 1, call.args[0]
-    firsts = [slot // samples * samples for slot in range(total)]
-    travel = sum(first // slots != slot // slots for slot, first in enumerate(firsts))
-    copied = sum(first != slot for slot, first in enumerate(firsts)) * slots / total
-    row = device_bytes(cache) / slots
-    return Phase(
-        "copy prompts",
-        "copy",
-        part,
-        call,
-        shape=(slots, 0),
-        holds=("KV cache",),
-        runs=waves,
-        work=Work(0.0),
-        donated=0,
-        trips=travel,
-        reads=2 * copied * row,
-    )
 
 
 def _on_device(part: Part, rows: int, length: int) -> tuple[int, int]:

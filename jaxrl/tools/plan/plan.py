@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from jaxrl import config as cfg
 from jaxrl.array_ops import DTYPES
 from jaxrl.config.platform_defaults import settle
-from jaxrl.models.kernels import DECODE_ATTENTION, HEAD_LOG_PROBS, OPERATIONS
+from jaxrl.models.kernels import HEAD_LOG_PROBS, OPERATIONS, PAGED_ATTENTION
 from jaxrl.models.kernels.choice import Facts, Operation
 from jaxrl.models.transformer import TransformerConfig
 from jaxrl.records.checkpoint import recorded_settings
 from jaxrl.tools.plan.costs import Limits, Memory, device_traffic, limits, seconds
-from jaxrl.tools.plan.phases import SAMPLING, Phase, phases
+from jaxrl.tools.plan.phases import SAMPLING, Cache, Phase, cache_of, phases
 from jaxrl.tools.plan.run import Run
 from jaxrl.tools.plan.topology import Machine
 from jaxrl.training.resident_memory import Resident, device_bytes, of_training
@@ -65,7 +65,7 @@ class Plan:
         limits: what a device can do.
         residents: what stays on the devices between the programs.
         refusal: why its engine cannot be made, if it cannot.
-        cache: rows and positions of the key/value cache on one device; None without an engine.
+        cache: what the pages of a device hold; None without an engine.
         notes: what the plan leaves out, and what was chosen for fields that were "auto".
         mean_response: tokens of a response; None = all have as many as the config allows.
     """
@@ -75,7 +75,7 @@ class Plan:
     limits: Limits
     lines: list[Line]
     residents: list[Resident]
-    cache: tuple[int, int] | None
+    cache: Cache | None
     refusal: str | None
     notes: list[str]
     mean_response: float | None = None
@@ -156,10 +156,7 @@ def make_plan(
                 times={name: phase.runs * least for name, least in times.items()},
             )
         )
-    cache = None
-    if engine is not None:
-        decode = next(phase for phase in found if phase.kind == "decode")
-        cache = decode.shape[0], decode.call.args[1][0].values.shape[2]
+    cache = engine and cache_of(run, engine.programs, mean_response or longest)
     notes = [*_notes(config, machine), *_responses(found, longest, mean_response), *chosen]
     return Plan(config, machine, device, lines, stay, cache, refusal, notes, mean_response)
 
@@ -201,7 +198,7 @@ def _kernel_of_gpu(
     operation: Operation, config: cfg.TrainConfig, model: TransformerConfig | None
 ) -> str:
     """Return the name of the kernel that an operation has on a GPU; see `Operation.choose`."""
-    sampled = operation is DECODE_ATTENTION
+    sampled = operation is PAGED_ATTENTION
     dtype = (
         cfg.engine_dtype(config.generator.inference_engine)
         if sampled
@@ -214,11 +211,16 @@ def _kernel_of_gpu(
 
 def _responses(found: list[Phase], longest: int, mean: float | None) -> list[str]:
     """Return how long responses are taken to be, and what that leaves of the rows of a block."""
+    dead = "".join(
+        f": {1 - phase.live:.0%} of the decoded rows are dead"
+        for phase in found
+        if phase.kind == "decode" and (mean is not None or phase.live < 1)
+    )
     if mean is None:
-        return [f"all responses have {longest:,} tokens; --mean-response=N plans shorter ones"]
-    decoding = [phase for phase in found if phase.kind == "decode"]
-    dead = [f": {1 - phase.live:.0%} of the decoded rows are dead" for phase in decoding]
-    return [f"responses have {mean:,g} tokens on average, the longest {longest:,}{''.join(dead)}"]
+        return [
+            f"all responses have {longest:,} tokens; --mean-response=N plans shorter ones{dead}"
+        ]
+    return [f"responses have {mean:,g} tokens on average, the longest {longest:,}{dead}"]
 
 
 def _notes(config: cfg.TrainConfig, machine: Machine) -> list[str]:

@@ -158,7 +158,8 @@ def _joined(chosen: Sequence[tuple[Knob, int]]) -> Changes:
 # ---------------------------------------------------------------- what can be changed
 
 _PASSES = frozenset({"gradient", "forward"})
-_ALL = frozenset({"gradient", "forward", "apply", "load", "prefill", "decode"})
+_PARTS = (0.75, 0.5, 0.25)  # of a share of memory
+_ALL = SAMPLING | {"gradient", "forward", "apply", "load"}
 
 
 def knobs(plan: Plan) -> list[Knob]:
@@ -221,9 +222,12 @@ def _engine(plan: Plan) -> Iterator[Knob]:
     settings = plan.config.generator.inference_engine
     for line in plan.lines:
         if line.phase.kind == "decode":
-            rows = line.phase.call.args[2].slots.size * settings.num_engines
+            rows = line.phase.call.args[2].live.size * settings.num_engines
             fewer = [{f"{_ENGINE}.max_num_seqs": n} for n in _halves(rows)]
             yield Knob("fewer rows are decoded together", fewer, SAMPLING)
+            shares = [settings.gpu_memory_utilization * part for part in _PARTS]
+            fewer = [{f"{_ENGINE}.gpu_memory_utilization": round(x, 3)} for x in shares]
+            yield Knob("there are fewer pages, and longer rows wait", fewer, SAMPLING)
     wider, tensor = [], settings.tensor_parallel_size
     of_host = len(plan.machine.devices) // plan.machine.hosts
     while of_host % (2 * tensor * settings.num_engines) == 0:

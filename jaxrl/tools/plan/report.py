@@ -63,15 +63,18 @@ def _row(line: Line) -> str:
 
 
 def _cache_lines(plan: Plan) -> list[str]:
-    left = plan.left_for_cache
-    if plan.cache is None or left is None:
+    left, cache = plan.left_for_cache, plan.cache
+    if cache is None or left is None:
         return []
-    rows, length = plan.cache
-    cache = next(resident.size for resident in plan.residents if resident.name == "KV cache")
-    more = max(int(left // (cache / rows)), 0)
+    whole = next(resident.size for resident in plan.residents if resident.name == "KV cache")
+    more = max(int(left // (whole / cache.pages)), 0)
+    rows = f"{cache.longest:,} of the longest"
+    if plan.mean_response is not None:
+        rows += f", {cache.mean:,} of the mean response"
     return [
-        f"KV cache: {rows} rows of {length} tokens on a device; {size(left)} left while "
-        f"sampling, {more} more rows"
+        f"KV cache: {cache.pages:,} pages of {cache.page} positions on a device; of its "
+        f"{cache.slots:,} rows these hold {rows}; {size(left)} left while sampling, {more:,} more "
+        "pages"
     ]
 
 
@@ -128,6 +131,7 @@ def as_json(plan: Plan, remedies: Sequence[Remedy]) -> dict[str, Any]:
         "peak": plan.peak.peak,
         "peak_phase": plan.peak.phase.name,
         "left_for_cache": plan.left_for_cache,
+        "cache": plan.cache and plan.cache._asdict(),
         "residents": {resident.name: resident.size for resident in plan.residents},
         "phases": [_phase_json(line) for line in plan.lines],
         "notes": plan.notes,

@@ -55,7 +55,7 @@ class Run:
 
     Raises:
         FileNotFoundError, ValueError: see `hf.load_config`, `assemble_policy`, `assemble_update`
-            and `slots_that_fit`.
+            and `pages_that_fit`.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Run:
         stops = hf.eos_token_ids(trainer.policy.model.path or "")
         prompt = (0,) * (generator.max_input_length or trainer.max_prompt_length)
         keys = ((0, 0),) * generator.n_samples_per_prompt
-        conversations = (Future(),) * len(keys) if cfg.keeps_slots(generator) else ()
+        conversations = (Future(),) * len(keys) if cfg.keeps_pages(generator) else ()
         return [
             Request(prompt, keys, sampling_of(p, stops), conversations=conversations)
             for p in phases

@@ -85,8 +85,12 @@ def layers_flops(model: TransformerConfig, start: int, stop: int) -> int:
     2 per parameter and token; 2 for q k^T and 2 for probs v, per head dim and position seen.
     """
     seen = (stop * (stop + 1) - start * (start + 1)) // 2
-    attention = 4 * model.num_layers * model.num_heads * model.head_dim * seen
-    return 2 * layer_params(model) * (stop - start) + attention
+    return 2 * layer_params(model) * (stop - start) + attention_flops(model) * seen
+
+
+def attention_flops(model: TransformerConfig) -> int:
+    """Return the FLOPs of scores and values for a token and a position that it sees."""
+    return 4 * model.num_layers * model.num_heads * model.head_dim
 
 
 def head_flops(model: TransformerConfig, tokens: int) -> int:

@@ -12,7 +12,6 @@ from jaxrl.models.architecture import TransformerConfig
 from jaxrl.models.attention import attention, causal_mask
 from jaxrl.models.families import config_from_hf
 from jaxrl.models.kernels.choice import REFERENCE, Facts, Operation, facts_of
-from jaxrl.models.kernels.decode_attention import DECODE_ATTENTION, decode_attention
 from jaxrl.models.kernels.grouped_product import GROUPED_PRODUCT, grouped_product
 from jaxrl.models.kernels.head_log_probs import HEAD_LOG_PROBS
 from jaxrl.models.kernels.packed_attention import (
@@ -20,8 +19,14 @@ from jaxrl.models.kernels.packed_attention import (
     self_attention,
     training_mask,
 )
+from jaxrl.models.kernels.paged_attention import (
+    PAGED_ATTENTION,
+    Pages,
+    layout_of,
+    paged_attention,
+)
 from jaxrl.models.transformer import init_params, unembed
-from jaxrl.rollout.native.kv_cache import keys_transposed
+from jaxrl.rollout.native.programs import shape_of
 from jaxrl.tools.prove.section import Result, Row, Task
 from jaxrl.tools.prove.timing import median_seconds
 from jaxrl.training.forward import Head, Targets, score
@@ -82,7 +87,7 @@ def _comparisons(task: Task, model: TransformerConfig) -> Iterator[Comparison | 
     work, dtype = task.work, jnp.dtype(task.machine.dtype)
     facts = facts_of(jax.devices()[0], dtype, model)
     yield from _packed(model, work.row_lengths[0], facts)
-    yield from _decode(model, work.slots[0], work.prompt + work.new_tokens, facts)
+    yield from _paged(model, work.slots[0], work.prompt + work.new_tokens, facts)
     yield from _grouped(model, work.row_lengths[0], facts)
     yield from _head(model, work.row_lengths[0] // 4, facts)  # the formula has all logits
 
@@ -121,30 +126,50 @@ def _packed(model: TransformerConfig, length: int, facts: Facts) -> Iterator[Com
         yield Comparison(PACKED_ATTENTION.name, words, run, formula, operands, True)
 
 
-def _decode(
+def _paged(
     model: TransformerConfig, slots: int, positions: int, facts: Facts
 ) -> Iterator[Comparison | str]:
-    """Compare attention of one query per row to the part of its cache that is filled."""
-    q_shape = (slots, 1, model.num_heads, model.head_dim)
-    kv_shape = (slots, model.num_kv_heads, positions, model.head_dim)
-    operands = _draw([q_shape, kv_shape, kv_shape], facts.dtype)
-    filled = 1 + jnp.arange(slots) * (positions - 1) // max(slots - 1, 1)
-    mask = jnp.arange(positions) < filled[:, None]
-    transposed = keys_transposed(model, facts.platform)
-
-    def formula(q: Any, k: Any, v: Any) -> jax.Array:
-        return attention(model, q, k, v, mask[:, None])
-
-    for found in _can(DECODE_ATTENTION, facts):
+    """Compare attention to pages of rows that decode, and of tiles of prompts."""
+    shape = shape_of(facts.platform)
+    for found in _can(PAGED_ATTENTION, facts):
         if isinstance(found, str):
             yield found
             continue
+        name, given = found
+        yield _to_pages(model, name, slots, 1, positions, given)
+        yield _to_pages(model, name, shape.tiles, shape.tile, positions, given)
 
-        def run(q: Any, k: Any, v: Any, name: str = found[0]) -> jax.Array:
-            keys = k.swapaxes(2, 3) if transposed else k
-            return decode_attention(model, q, keys, v, mask, kernel=name, transposed=transposed)
 
-        yield Comparison(DECODE_ATTENTION.name, found[0], run, formula, operands, False)
+def _to_pages(
+    model: TransformerConfig, name: str, rows: int, queries: int, positions: int, facts: Facts
+) -> Comparison:
+    """Return attention from `queries` neighbours of each row to its pages, which lie at random.
+
+    Args:
+        positions: of the longest row, rounded up to whole pages.
+    """
+    heads, width, size = model.num_kv_heads, model.head_dim, shape_of(facts.platform).page
+    columns = -(-max(positions, queries) // size)
+    number = rows * columns
+    token = (number * size, heads, width)
+    q, k, v = _draw([(rows, queries, model.num_heads, width), token, token], facts.dtype)
+    empty = Pages.empty(model, number, size, facts.dtype, layout=layout_of(facts.platform))
+    pages = empty.write(*jnp.divmod(jnp.arange(number * size), size), k, v)
+    table = jax.random.permutation(jax.random.key(3), number).reshape(rows, columns)
+    first = jnp.arange(rows) * (columns * size - queries) // max(rows - 1, 1)
+    at = first[:, None, None] + jnp.arange(queries)[:, None]
+    mask = jnp.arange(columns * size) <= at  # [R, Q, S]
+
+    def run(q: Any, *arrays: Any) -> jax.Array:
+        return paged_attention(model, q, pages.replace(arrays=arrays), table, first, kernel=name)
+
+    def formula(q: Any, *arrays: Any) -> jax.Array:
+        keys, values = pages.replace(arrays=arrays).read(table)
+        k, v = keys[:, :heads, :width].swapaxes(2, 3), values[:, :heads, :, :width]
+        return attention(model, q, k, v, mask)
+
+    words = f"{name}, {'decoding' if queries == 1 else 'prefill'}"
+    return Comparison(PAGED_ATTENTION.name, words, run, formula, (q, *pages.arrays), False)
 
 
 def _grouped(model: TransformerConfig, tokens: int, facts: Facts) -> Iterator[Comparison | str]:

@@ -21,6 +21,7 @@ from jaxrl.models.transformer import (
 from jaxrl.parallel import ShardingRules, make_mesh, param_shardings
 from jaxrl.parallel.chips import GIB
 from jaxrl.rollout.native.engine import NativeEngine
+from jaxrl.rollout.native.programs import shape_of
 from jaxrl.rollout.protocol import Request, Sampling
 from jaxrl.tools.plan.work import decode_step_bytes, head_flops, layers_flops
 from jaxrl.tools.prove.section import Machine, Result, Row, Task, shares_hold
@@ -100,7 +101,9 @@ def _too_large(task: Task, model: TransformerConfig, slots: int) -> str:
     """
     machine, size = task.machine, jnp.dtype(task.machine.dtype).itemsize
     weights = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract_params(model)))
-    positions = (task.work.prompt + task.work.new_tokens) * slots / machine.number
+    page = shape_of(machine.platform).page
+    pages = -(-(task.work.prompt + task.work.new_tokens) // page)
+    positions = pages * page * slots / machine.number
     cache = 2 * model.num_layers * model.num_kv_heads * model.head_dim * positions * size
     needed = 4 * weights / machine.number + size * weights + cache
     if machine.memory is None or needed < 0.8 * machine.memory:
@@ -112,17 +115,19 @@ def _too_large(task: Task, model: TransformerConfig, slots: int) -> str:
 
 
 def _decode(task: Task, model: TransformerConfig, params: Params, slots: int) -> Row:
-    """Return the figures of `slots` rows that are decoded together, prompts of random tokens."""
+    """Return the figures of `slots` rows that are decoded together.
+
+    Prompts are of random tokens, others in each call: the engine would find those of the last one.
+    """
     work, machine, dtype = task.work, task.machine, jnp.dtype(task.machine.dtype)
     engine = NativeEngine(model, make_mesh(), dtype=dtype, max_num_seqs=slots)
     engine.update_weights(params, 0)
-    prompts = np.random.default_rng(0).integers(
-        3, model.vocab_size, (-(-slots // GROUP), work.prompt)
-    )
-    keys = [tuple((i, j) for j in range(min(GROUP, slots))) for i in range(len(prompts))]
+    rng, groups = np.random.default_rng(0), -(-slots // GROUP)
+    keys = [tuple((i, j) for j in range(min(GROUP, slots))) for i in range(groups)]
 
     def seconds(new_tokens: int) -> float:
         sampling = Sampling(max_tokens=new_tokens, temperature=1.0)
+        prompts = rng.integers(3, model.vocab_size, (groups, work.prompt))
         requests = [
             Request(tuple(prompt), rows, sampling)
             for prompt, rows in zip(prompts.tolist(), keys, strict=True)

@@ -18,19 +18,22 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 from jaxrl import config as cfg
 from jaxrl.models.attention import Segments
 from jaxrl.models.kernels.packed_attention import self_attention
+from jaxrl.models.kernels.paged_attention import Pages, layout_of, paged_attention
 from jaxrl.models.lora import LoraConfig, attach, select_modules, trained, with_trained
 from jaxrl.models.transformer import TransformerConfig, abstract_params
 from jaxrl.parallel import Placement, make_mesh
-from jaxrl.rollout.native import decode as engine
+from jaxrl.rollout.native import programs
+from jaxrl.rollout.native.decode import decode
+from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.native.kv_cache import empty_cache
 from jaxrl.rollout.native.programs import compiled
+from jaxrl.rollout.protocol import Request, Sampling
 from jaxrl.training.build import assemble_policy, assemble_update
 from jaxrl.training.forward import log_probs_and_entropy
 from jaxrl.types import ModelRows
 
 ROOT = Path(__file__).parents[3]
-ROWS, LENGTH, SLOTS, POSITIONS = 2, 1280, 8, 2048
-CHUNK, SEEN = 256, 768  # of a prefill: its tokens, and the positions that a later one sees
+ROWS, LENGTH, SLOTS, POSITIONS = 2, 1280, 8, 768
 QWEN3 = TransformerConfig(  # 0.6B
     vocab_size=2048,
     hidden_size=1024,
@@ -81,7 +84,8 @@ def hopper(monkeypatch):
 
 
 def pretend_hopper(setattr):
-    """Answer for a Hopper with cuDNN 9.10."""
+    """Answer for a Hopper with cuDNN 9.10; the engine has pages as there."""
+    setattr(programs, "SHAPES", {})
     setattr(fused, "check_cudnn_version", lambda: 91000)
     setattr(fused, "check_compute_capability", lambda capability: True)
     setattr(fused, "is_cuda_compute_capability_equal", lambda capability: False)
@@ -91,8 +95,8 @@ def lowered(function, *shapes):
     return for_cuda(jax.jit(function), *shapes)
 
 
-def for_cuda(jitted, *shapes):
-    return jitted.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+def for_cuda(jitted, *shapes, **options):
+    return jitted.trace(*shapes, **options).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def with_adapters(config):
@@ -121,30 +125,29 @@ def placement():
     return Placement(make_mesh(devices=jax.devices()[:1]))
 
 
-def engine_programs(config, kernel="cudnn"):
-    """The prefill of a prompt's first chunk, of a later one, and a block of decode steps."""
-    make = functools.partial(empty_cache, config, SLOTS, POSITIONS, jnp.bfloat16, "gpu")
-    cache = jax.eval_shape(make)
-    weights = functools.partial(engine.decode_params, config, dtype=jnp.bfloat16)
-    params = jax.eval_shape(weights, abstract_params(config))
+def block_program(config, kernel):
+    """A block of the engine, which prefills chunks of prompts and decodes; and its cache's arrays.
 
-    def column(kind, *more):
-        return jax.ShapeDtypeStruct((SLOTS, *more), kind)
-
-    ints, floats = column(jnp.int32), column(jnp.float32)
-    names = ["slots", "last_token", "position", "count", "max_tokens", "min_tokens", "top_k"]
-    rows = engine.Rows(
-        keys=column(jnp.uint32, 2),
-        stop_ids=column(jnp.int32, 1),
-        **dict.fromkeys(names, ints),
-        **dict.fromkeys(["temperature", "top_p", "min_p", "repetition_penalty"], floats),
+    It has room for 8 rows of 6 pages, 128 positions each.
+    """
+    mesh = placement().mesh
+    engine = NativeEngine(
+        *(config, mesh),
+        dtype=jnp.bfloat16,
+        max_num_seqs=SLOTS,
+        steps_per_dispatch=4,
     )
-    first, later = (functools.partial(engine.prefill, config, length=n) for n in (None, SEEN))
-    decode = functools.partial(
-        engine.decode, config, steps=4, length=POSITIONS, every_slot=True, kernel=kernel
+    whole = placement().sharding((), ())
+    params = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), abstract_params(config)
     )
-    prompt = params, cache, column(jnp.int32, CHUNK), ints, ints
-    return lowered(first, *prompt), lowered(later, *prompt), lowered(decode, params, cache, rows)
+    longest = Request((0,) * 512, ((0, 0),), Sampling(max_tokens=POSITIONS - 512))
+    weights, cache, *given = engine.calls(params, [longest])["decode"].args
+    pages = len(cache[0].arrays[0]), 128, jnp.bfloat16
+    empty = functools.partial(empty_cache, config, *pages, layout=layout_of("gpu"))
+    cache = jax.eval_shape(empty)
+    run = functools.partial(decode, config, steps=4, kernel=kernel)
+    return for_cuda(jax.jit(run, donate_argnums=1), weights, cache, *given), cache
 
 
 def libraries(text):
@@ -191,26 +194,51 @@ def test_training_of_packed_rows_is_by_tokamax(monkeypatch, config, length):
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
-def test_decoding_is_by_cudnn_and_copies_no_cache(config):
-    *_, decode = engine_programs(config)
-    biased = "" if config.sliding_window is None else "ScaleBias"  # the mask of windows
-    assert libraries(decode) == {f"__cudnn$fmha{biased}Softmax"}
-    keys = f"tensor<{SLOTS}x{config.num_kv_heads}x{POSITIONS}x{config.head_dim}xbf16>"
-    assert keys in decode
-    assert not [x for x in decode.splitlines() if "transpose" in x and keys in x]
-    assert libraries(engine_programs(config, "xla")[-1]) == set()
+def test_a_block_of_the_engine_is_in_place_and_scores_a_page_at_a_time(config):
+    kernel = "cudnn" if config.sliding_window is None else "xla"  # cuDNN's pages have no windows
+    text, cache = block_program(config, kernel)
+    assert libraries(text) == ({"__cudnn$fmhaSoftmax"} if kernel == "cudnn" else set())
+    assert text.count("tf.aliasing_output") == len(jax.tree.leaves(cache))
+    assert f"x{POSITIONS}x" not in text  # neither scores nor keys of whole rows
+    for x in cache[0].arrays:
+        assert x.shape[0] == SLOTS * POSITIONS // 128
+        held = f"tensor<{'x'.join(map(str, x.shape))}xbf16>"
+        assert held in text
+        assert not [x for x in text.splitlines() if "transpose" in x and held in x]
 
 
-@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
-def test_prefill_scores_what_it_sees_and_copies_no_cache(config):
-    first, later, _ = engine_programs(config)
-    keys = f"tensor<{SLOTS}x{config.num_kv_heads}x{POSITIONS}x{config.head_dim}xbf16>"
-    for text in (first, later):
-        assert libraries(text) == set()
-        assert f"{CHUNK}x{POSITIONS}x" not in text  # no scores with whole slots
-        assert keys in text
-        assert not [x for x in text.splitlines() if "transpose" in x and keys in x]
-    assert f"x{CHUNK}x{SEEN}xf32>" in later
+@pytest.mark.parametrize("number", [32, 128])  # pages, fewer and more than the table has places
+def test_decoding_from_pages_is_by_cudnn_and_copies_none(number):
+    """A tile of a prompt is not: XLA has cuDNN's causal mask begin at position 0."""
+    rows, most, size = 8, 8, 64
+
+    def column(*shape, kind=jnp.int32):
+        return jax.ShapeDtypeStruct((rows, *shape), kind)
+
+    def step(pages, q, k, v, table, first):
+        at = (first[:, None] + jnp.arange(q.shape[1])).reshape(-1)
+        places = jnp.repeat(table, q.shape[1], axis=0)[jnp.arange(len(at)), at // size]
+        pages = pages.write(places, at % size, k, v)
+        return pages, paged_attention(QWEN3, q, pages, table, first, kernel="cudnn")
+
+    def program(queries):
+        q, *kv = (
+            column(queries, heads, QWEN3.head_dim, kind=jnp.bfloat16)
+            for heads in (QWEN3.num_heads, *(QWEN3.num_kv_heads,) * 2)
+        )
+        tokens = (jax.ShapeDtypeStruct((rows * queries, *x.shape[2:]), x.dtype) for x in kv)
+        return lowered(step, pages, q, *tokens, column(most), column())
+
+    empty = functools.partial(Pages.empty, QWEN3, number, size, jnp.bfloat16)
+    pages = jax.eval_shape(functools.partial(empty, layout=layout_of("gpu")))
+    decode, prefill = program(1), program(128)
+    shape = f"tensor<{number}x{size}x{QWEN3.num_kv_heads}x{QWEN3.head_dim}xbf16>"
+    assert libraries(decode) == {"__cudnn$fmhaSoftmax"}
+    assert "\\22is_paged_attention\\22: true" in decode
+    assert libraries(prefill) == set()
+    for text in (decode, prefill):
+        assert shape in text
+        assert not [x for x in text.splitlines() if "transpose" in x and shape in x]
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
@@ -240,7 +268,7 @@ def test_an_optimizer_step_is_in_place_and_in_float32(config):
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 def test_new_weights_of_the_sampler_are_cast_first_and_adapters_merged_exactly(config):
-    load = compiled(config, placement(), SLOTS, jnp.dtype(jnp.bfloat16)).decode_params
+    load = compiled(config, placement(), jnp.dtype(jnp.bfloat16)).decode_params
     text = for_cuda(load, abstract_params(config))
     merged = for_cuda(load, with_adapters(config))
     layer = f"tensor<{config.hidden_size}x{config.intermediate_size}x"
@@ -277,7 +305,7 @@ from tests.models.kernels import test_cuda as programs
 programs.pretend_hopper(setattr)
 for kernel in ("cudnn", "chunked"):
     programs.training_programs(programs.GEMMA3, kernel)
-programs.engine_programs(programs.GEMMA3)
+programs.block_program(programs.GEMMA3, 'xla')
 left = ("jax.experimental.pallas.triton", "jax.experimental.pallas.ops.gpu")
 print([name for name in sys.modules if name.startswith(left)])
 """

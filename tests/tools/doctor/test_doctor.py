@@ -17,6 +17,7 @@ import pytest
 
 from jaxrl import config as cfg
 from jaxrl.doctor import examine, main
+from jaxrl.rollout.native.page_pool import PagePool
 from jaxrl.rollout.native.slots import SlotTable
 from jaxrl.rollout.weights.folder import WeightFolder
 from jaxrl.tools.doctor.examination import CHECKS, SUPERVISED, chosen, run_check
@@ -234,9 +235,14 @@ def test_keys_and_values_that_outlive_an_update(examined, monkeypatch):
         self.oldest_version[:] = self.version
 
     forget = SlotTable.forget
-    monkeypatch.setattr(SlotTable, "forget", said_to_be_new)
-    finding = failures(changed(examined[0]), "sampler.in_flight")["sampler.in_flight"]
-    assert finding.cause == "tokens are not of the weights that they are said to be drawn from"
+    for where, name, fault in (
+        (SlotTable, "forget", said_to_be_new),
+        (PagePool, "forget", lambda self: None),  # later samples find old pages
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, fault)
+            finding = failures(changed(examined[0]), "sampler.in_flight")["sampler.in_flight"]
+        assert finding.cause == "tokens are not of the weights that they are said to be drawn from"
     monkeypatch.setattr(SlotTable, "forget", lambda self, live: forget(self, live=False))
     finding = failures(changed(examined[0]), "sampler.in_flight")["sampler.in_flight"]
     assert finding.cause == (

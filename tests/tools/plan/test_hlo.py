@@ -55,6 +55,45 @@ def test_collectives_of_a_program():
     assert found["(s32"].moved == (12 + 12 + 4) // 2
 
 
+BLOCK = """
+%pages (p: s32[]) -> s32[] {
+  %a = f32[2] all-reduce(%p), replica_groups={{0,1}}, metadata={op_name="f/attention/pages"}
+}
+
+%chunk (p: s32[]) -> s32[] {
+  %a = f32[2] all-reduce(%p), replica_groups={{0,1}}, metadata={op_name="f/chunk"}
+  %w = s32[] while(%p), condition=%data, body=%pages, metadata={op_name="f/attention/while"}
+}
+
+%step (p: s32[]) -> s32[] {
+  %a = f32[2] all-reduce(%p), replica_groups={{0,1}}, metadata={op_name="f/step"}
+  %c = s32[] while(%p), condition=%data, body=%chunk, metadata={op_name="f/while/body/while"}
+  %w = s32[] while(%p), condition=%data, body=%pages, metadata={op_name="f/attention/while"}
+}
+
+%data (p: s32[]) -> pred[] {
+  ROOT %lt = pred[] compare(%p, %p), direction=LT
+}
+
+ENTRY %main (p: s32[]) -> s32[] {
+  %w = s32[] while(%p), condition=%data, body=%step, metadata={op_name="f/while"}
+}
+"""
+
+
+def test_loops_within_the_steps_of_a_block_run_as_often_as_is_said():
+    def times(inner):
+        found = hlo.collectives(BLOCK, inner)
+        assert not any(one.fixed for one in found)
+        return sorted((one.source, one.times) for one in found if one.times)
+
+    # in each step attention reads five pages; no chunk
+    assert times(hlo.Inner(given=0, pages=5)) == [("f/attention/pages", 5), ("f/step", 1)]
+    # what three chunks add to a step: each reads two pages
+    alone = hlo.Inner(given=3, pages=2, alone=True)
+    assert times(alone) == [("f/attention/pages", 6), ("f/chunk", 3)]
+
+
 def test_attributes_of_several_lines_do_not_end_a_computation():
     kernel = (
         '%k = f32[8] custom-call(%p), frontend_attributes={xprof_metadata={\n"block": 512\n}}, x=1'

@@ -62,6 +62,24 @@ def test_totals():
     assert totals.kernel_moved == 6 * 4 + 8 * 4
 
 
+def test_a_scatter_writes_in_place():
+    """Two lines of 8 x 4 bytes are read, and written, and where they go, 2 x 4: not the cache."""
+    text = """%put (p0: f32[100,8], p1: s32[2], p2: f32[2,8]) -> f32[100,8] {
+  %p0 = f32[100,8]{1,0} parameter(0)
+  %p1 = s32[2]{0} parameter(1)
+  %p2 = f32[2,8]{1,0} parameter(2)
+  ROOT %s = f32[100,8]{1,0} scatter(%p0, %p1, %p2), to_apply=%second
+}
+
+ENTRY %main (a: f32[100,8]) -> f32[100,8] {
+  %cache = f32[100,8]{1,0} parameter(0)
+  %to = s32[2]{0} parameter(1)
+  %lines = f32[2,8]{1,0} parameter(2)
+  ROOT %new = f32[100,8]{1,0} fusion(%cache, %to, %lines), kind=kCustom, calls=%put
+}"""
+    assert Program(text).totals().moved == 2 * 64 + 8
+
+
 def test_a_loop_whose_count_varies_has_the_trips_that_are_said():
     assert Program(HLO, trips=5).totals().flops == 5 * 1024
     (product,) = Program(HLO).products()

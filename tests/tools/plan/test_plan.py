@@ -9,11 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl import config as cfg, plan
-from jaxrl.config.platform_defaults import settle
+from jaxrl import plan
 from jaxrl.tools.plan import costs, phases, report, topology
-from jaxrl.tools.plan.run import Run
-from jaxrl.tools.plan.topology import machine
 
 ROOT = Path(__file__).parents[3]
 QUICKSTART = f"--config={ROOT / 'configs' / 'quickstart.py'}"
@@ -61,12 +58,11 @@ def test_phases_and_what_stays(capsys, planned):
     assert status == 0
     assert printed.endswith("fits\n")
     # 32 prompts x 16 samples = 512 rows, in microbatches of 512 x 4 groups; minibatches of 16
-    # prompts: two updates a step
+    # prompts: two updates a step. A prompt is a tile, on each of eight devices; 64 are a chunk
     runs = {name: phase["runs"] for name, phase in phases_of(report).items()}
     assert runs == {
         "load weights": 1,
         "prefill": 4,
-        "copy prompts": 1,
         "decode": 1,
         "log-probs": 1,
         "reference": 1,
@@ -77,9 +73,10 @@ def test_phases_and_what_stays(capsys, planned):
     assert report["residents"]["parameters"] == pytest.approx(share, rel=0.1)
     assert report["residents"]["optimizer"] == pytest.approx(2 * share, rel=0.1)
     assert report["residents"]["reference"] == report["residents"]["parameters"]
-    # in each of 2 layers 2 heads x 16 wide, keys and values, for 64 positions of 128 slots (the
-    # 512 rows, on four of the eight devices each)
     assert report["residents"]["engine weights"] >= 4 * PARAMETERS
+    # in each of 2 layers 2 heads x 16 wide, keys and values, of the 64 positions of a page for each
+    # of 64 rows, an eighth of the 512
+    assert report["residents"]["KV cache"] == 2 * 2 * 16 * 2 * 64 * 64 * 4
 
 
 def test_argument_bytes_are_the_analytic_ones(capsys, planned):
@@ -376,35 +373,76 @@ def test_weights_and_moments_in_host_memory_leave_the_device(capsys, planned):
 
 
 def test_from_the_second_turn_on_every_sample_prefills_for_itself(capsys, planned):
-    """32 prompts of 16 tokens are one chunk each; then two turns of 32 x 16 samples, a chunk each:
-    of 40 tokens 40 - 16 - 2 x 6 = 12 were told. 32 + 2 x 512 = 1056 chunks, eight in a call.
+    """A prompt of 16 tokens is one tile of 16, and less than a page: each of the eight devices
+    prefills it, 32 x 8 tiles. Then two turns of 32 x 16 samples: of 40 tokens 40 - 16 - 2 x 6 = 12
+    were told, six before each, one tile. 256 + 2 x 512 = 1280 tiles, 64 in a chunk.
     """
     turns = "--config.generator.max_turns=3", "--config.generator.max_input_length=40"
     _, _, report = planned(capsys, "--estimate", *MESH, *turns)
-    assert phases_of(report)["prefill"]["runs"] == 1056 / 8
+    assert phases_of(report)["prefill"]["runs"] == 1280 / 64
 
 
-@pytest.mark.parametrize(("endpoint", "chunks"), [(False, 1), (True, 2)])
-def test_a_turn_prefills_what_is_new_in_a_kept_slot_and_else_its_history(
-    capsys, planned, endpoint, chunks
-):
-    """Of inputs of 840 tokens 840 - 16 - 4 x 6 = 800 were told, 200 before each of four turns: one
-    chunk of 256 positions. Histories have (16 + 840) / 2 = 428 tokens, two chunks.
+def test_a_turn_prefills_what_its_conversation_was_told(capsys, planned):
+    """Of inputs of 840 tokens 840 - 16 - 4 x 6 = 800 were told, 200 before each of four turns: 13
+    tiles of 16.
     """
-    flags = (
-        "--config.generator.max_turns=5",
-        "--config.generator.max_input_length=840",
-        f"--config.generator.inference_engine.enable_http_endpoint={endpoint}",
-    )
+    flags = "--config.generator.max_turns=5", "--config.generator.max_input_length=840"
     _, _, report = planned(capsys, "--estimate", *MESH, *flags)
-    assert phases_of(report)["prefill"]["runs"] == (32 + 4 * 512 * chunks) / 8
+    assert phases_of(report)["prefill"]["runs"] == (32 * 8 + 4 * 512 * 13) / 64
 
 
-def test_the_prefill_that_is_planned_is_that_of_later_turns():
-    """52 tokens in a slot of 64 fit into the chunk of a first turn, which sees itself alone."""
-    config, _ = settle(cfg.resolve(cfg.load_config_file(str(ROOT / "configs" / "guess_number.py"))))
-    run = Run(config, machine())
-    engine = run.engine()
-    assert engine is not None
-    prefill = engine.calls(run.engine_params(), run.requests())["prefill"]
-    assert prefill.options == {"length": 64}
+def test_the_samples_of_a_prompt_that_fills_a_page_share_it(capsys, planned):
+    """32 prompts of 65 tokens: 64 to prefill, four tiles of 16; 64 tiles in a chunk."""
+    length = "--config.trainer.max_prompt_length=65"
+    _, _, report = planned(capsys, "--estimate", *MESH, length)
+    assert phases_of(report)["prefill"]["runs"] == 32 * 4 / 64
+
+
+def test_prefill_and_decode_are_one_program_and_cost_what_is_theirs(capsys, planned):
+    """With heads split over two devices a chunk sums the activations of its 128 tokens, 64 wide:
+    embeddings, attention and MLP of the first layer; of the second only keys and values are wanted.
+    A ring of two sends each sum once. A block decodes six tokens.
+    """
+    tensor = "--config.generator.inference_engine.tensor_parallel_size=2"
+    _, _, report = planned(capsys, tensor)
+    prefill, decode = (phases_of(report)[name] for name in ("prefill", "decode"))
+    for name in ("arguments", "results", "aliased", "temporaries", "peak"):
+        assert prefill[name] == decode[name]
+    assert prefill["collectives"] == {"all-reduce": prefill["runs"] * 3 * 128 * 64 * 4}
+    # 2 FLOPs for each weight of the layers, but for norms, and for the head of each token drawn
+    layers = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 256)
+    products = 2 * layers * 128 * prefill["runs"] / 2  # on each of the two
+    assert products < prefill["flops"] < 1.1 * products
+    products = 2 * (layers + 64 * 48) * 128 * 6 / 2
+    assert products < decode["flops"] < 1.1 * products
+
+
+def test_rows_that_the_pages_hold(capsys, planned):
+    """Rows of a prompt of 129 tokens and 200 drawn: 328 positions are kept, six pages of 64. The 16
+    samples of a prompt share two of them, so a group has 2 + 16 x 4 = 66 pages. Those of 100 tokens
+    have 228 positions: four pages, 2 + 16 x 2 = 34 a group.
+    """
+    # the budget of a page: 64 positions x 2 layers x 2 x 2 heads x 16 x 4 bytes
+    page, weights = 64 * 2 * 2 * 2 * 16 * 4, 4 * PARAMETERS
+    memory = (100.5 * page + weights) / 0.5
+    stay = 3 * 4 * PARAMETERS / 8  # parameters and moments
+    flags = (
+        f"--hbm-gib={(memory + stay) / GIB}",
+        "--config.trainer.max_prompt_length=129",
+        "--config.generator.sampling_params.max_generate_length=200",
+        "--config.generator.inference_engine.gpu_memory_utilization=0.5",
+    )
+    _, printed, report = planned(capsys, "--estimate", *flags)
+    cache = report["cache"]
+    assert (cache["pages"], cache["page"], cache["slots"]) == (100, 64, 64)
+    # a group, and of the 34 pages that are left 32 for eight rows of another
+    assert cache["longest"] == 16 + 8
+    assert "100 pages of 64 positions on a device; of its 64 rows these hold 24 of the" in printed
+    # so 512 rows need 512 / (8 x 24): three waves of seven blocks of 32 tokens
+    decode = phases_of(report)["decode"]
+    assert (decode["runs"], decode["live"]) == (3 * 7, 24 / 64)
+    assert "62% of the decoded rows are dead" in printed
+    _, printed, report = planned(capsys, "--estimate", *flags, "--mean-response=100")
+    # two groups, and of the 32 that are left 30 for 15 rows
+    assert report["cache"]["mean"] == 2 * 16 + 15
+    assert "24 of the longest, 47 of the mean response" in printed

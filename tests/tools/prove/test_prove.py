@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 
 from jaxrl.models.families import config_from_hf
+from jaxrl.models.kernels.choice import Facts
 from jaxrl.parallel.chips import GIB
 from jaxrl.prove import main
 from jaxrl.tools.plan.work import layer_params
-from jaxrl.tools.prove import kernels, proof, training
+from jaxrl.tools.prove import kernels, proof, sampling, training
 from jaxrl.tools.prove.page import TITLES, html, shown
 from jaxrl.tools.prove.proof import SECTIONS, as_json, prove
 from jaxrl.tools.prove.runs import compared
@@ -347,6 +348,36 @@ def test_a_kernel_that_raises_leaves_the_others(monkeypatch, tmp_path):
     # x^2 = (0, 1, 4), 2x = (0, 2, 4): off by 1 of sqrt(20)
     np.testing.assert_allclose(found.rows[2]["error"], 20**-0.5, rtol=1e-6)
     assert found.figure.startswith("2 compared in bfloat16")
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize("queries", [1, 128])
+def test_a_page_of_another_row_is_found_out(platform, queries):
+    """As pages lie on each platform; computed here."""
+    model = config_from_hf(dict(WORK["small"].shapes["small"]))
+    facts = Facts(platform, jnp.dtype(jnp.float32), model)
+    pair = kernels._to_pages(model, "xla", 3, queries, 200, facts)
+    assert kernels._judged(pair, 1e-4, 1)["result"] == "pass"
+
+    def others(q, *pages):
+        return pair.run(q, *(jnp.roll(x, 1, axis=0) for x in pages))
+
+    assert kernels._judged(pair._replace(run=others), 1e-4, 1)["result"] == "FAIL"
+
+
+def test_every_call_of_a_measurement_prefills_its_prompts(tmp_path, monkeypatch):
+    engines = []
+
+    class Noted(sampling.NativeEngine):
+        def __init__(self, *given, **options):
+            super().__init__(*given, **options)
+            engines.append(self)
+
+    monkeypatch.setattr(sampling, "NativeEngine", Noted)
+    here = dataclasses.replace(MACHINE, platform="cpu")
+    assert sampling.decode(Task("small", tmp_path, here)).passed
+    # in (2 + 2) x 2 calls a prompt of 8 tokens, whose last is decoded, once on each row's device
+    assert [engine.prefilled_tokens for engine in engines] == [8 * 7 * 4, 8 * 7 * 8]
 
 
 def test_figures():

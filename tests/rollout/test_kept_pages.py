@@ -1,4 +1,4 @@
-"""A conversation keeps its slot until it is over: what a turn reuses follows from the requests."""
+"""A conversation keeps its pages until it is over: what a turn reuses follows from the requests."""
 
 import asyncio
 import dataclasses
@@ -11,7 +11,7 @@ from concurrent.futures import Future
 import jax
 import pytest
 
-from jaxrl.config import GeneratorConfig, keeps_slots
+from jaxrl.config import GeneratorConfig, keeps_pages
 from jaxrl.data.tokenizer import character_tokenizer
 from jaxrl.parallel import make_mesh
 from jaxrl.rollout.conversations.conversation import ConversationGenerator, sample_key
@@ -19,7 +19,7 @@ from jaxrl.rollout.generator import generate
 from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.protocol import Request, Sampling
 from tests.rollout.scripted import TalkingEnv, converse, make_prompt
-from tests.rollout.test_engine import PROMPT, between_turns, make, scores
+from tests.rollout.test_engine import PROMPT, SMALL, between_turns, make, scores
 from tests.rollout.test_native import LLAMA, flat, random_params
 
 TOKENIZER = character_tokenizer("0123456789abcdefghijklmno.>,")  # 28, and three special tokens
@@ -29,6 +29,11 @@ MODEL = dataclasses.replace(LLAMA, vocab_size=len(TOKENIZER))
 def engine_of(slots=4, **options):
     """With one shape of blocks."""
     return make(slots, shrink=False, max_model_len=128, **options)
+
+
+def only(pages, monkeypatch):
+    """Let memory hold so many pages in engines made from now on."""
+    monkeypatch.setattr("jaxrl.rollout.native.engine.pages_that_fit", lambda *_, **__: pages)
 
 
 def turn(prompt, over, key=1, max_tokens=12):
@@ -43,14 +48,16 @@ def ask(engine, *turns):
 
 
 def is_free(engine):
-    """Whether no slot is taken, once what is over has been seen."""
-    engine.table.let_go()
-    return not engine.table.slot_of and not engine.table.taken.any()
+    """Whether no slot and no page is taken, once what is over has been seen."""
+    table = engine.table
+    table.let_go()
+    free = sum(pool.available for pool in table.pools)
+    return not table.kept and not table.taken.any() and free == engine.programs.pages
 
 
 def until_idle(engine):
     """Wait until the engine's thread has stopped."""
-    for _ in range(10_000):
+    for _ in range(2_000):
         if not engine._running:
             return
         time.sleep(0.001)
@@ -86,20 +93,38 @@ def test_a_later_turn_prefills_what_is_new():
     assert is_free(engine)
 
 
-def test_conversations_wait_for_slots_and_the_engine_with_them():
+def test_a_conversation_that_thinks_has_no_slot_and_goes_on_with_its_pages():
     engine, (first, second) = engine_of(1), (Future(), Future())
     (said,) = ask(engine, turn(PROMPT, first))
-    (waits,) = engine.submit([turn(PROMPT[:9], second)])[0]
-    until_idle(engine)  # its environment thinks; nobody can be served
-    assert not waits.done()
+    (other,) = ask(engine, turn(PROMPT[:9], second))  # the only slot is free meanwhile
     before = engine.prefilled_tokens
-    ask(engine, turn([*PROMPT, *said.tokens, 3], first))  # goes before those that wait
+    (later,) = ask(engine, turn([*PROMPT, *said.tokens, 3], first))
     assert engine.prefilled_tokens - before == 1
-    assert not waits.done()
+    assert list(engine.table.kept) == [second, first]
     first.cancel()
-    assert len(waits.result(timeout=60).tokens) == 12
+    assert len(other.tokens) == len(later.tokens) == 12
     second.cancel()
     assert is_free(engine)
+
+
+def test_what_a_conversation_keeps_may_be_on_the_host_meanwhile(monkeypatch):
+    """Two pages in all: the row of the second conversation needs both."""
+    expected = []
+    for pages in (8, 2):
+        only(pages, monkeypatch)
+        engine, (first, second) = engine_of(2), (Future(), Future())
+        told, (said,) = list(PROMPT), ask(engine, turn(PROMPT, first))
+        ask(engine, turn(PROMPT[::-1], second, 2, max_tokens=60))
+        on_host = [context.saved is not None for context in engine.table.kept.values()]
+        assert on_host == [pages == 2, False]
+        before = engine.prefilled_tokens
+        (later,) = ask(engine, turn([*told, *said.tokens, 3, 4], first))
+        assert engine.prefilled_tokens - before == 2
+        expected.append((said, later))
+        for over in (first, second):
+            over.cancel()
+        assert is_free(engine)
+    assert expected[0] == expected[1]
 
 
 def test_a_group_that_waits_shares_the_prompt_of_those_that_go_on():
@@ -116,7 +141,7 @@ def test_a_group_that_waits_shares_the_prompt_of_those_that_go_on():
     assert is_free(engine)
 
 
-def test_whatever_ends_a_turn_the_slot_goes_with_the_conversation():
+def test_whatever_ends_a_turn_its_pages_go_with_the_conversation():
     engine, over = engine_of(2), Future()
     between_turns(engine, 1, engine.abort)
     (aborted,) = ask(engine, turn(PROMPT, over, max_tokens=40))
@@ -130,7 +155,7 @@ def test_whatever_ends_a_turn_the_slot_goes_with_the_conversation():
     engine.programs.decode = decode
     (said,) = ask(engine, turn(PROMPT, over))  # the cache is a new one
     assert said.log_probs == pytest.approx(scores(PROMPT, said), abs=1e-4)
-    assert list(engine.table.slot_of) == [over]
+    assert list(engine.table.kept) == [over]
     engine.sleep()  # nothing is in flight
     engine.update_weights(random_params(LLAMA, 1), 2)
     told, before = [*PROMPT, *said.tokens, 3], engine.prefilled_tokens
@@ -141,7 +166,7 @@ def test_whatever_ends_a_turn_the_slot_goes_with_the_conversation():
     assert is_free(engine)
 
 
-def test_new_weights_compute_a_kept_slot_anew_only_if_told():
+def test_new_weights_compute_what_is_kept_anew_only_if_told():
     for recompute in (True, False):
         engine, over = engine_of(recompute_kv_on_update=recompute), Future()
         (said,) = ask(engine, turn(PROMPT, over))
@@ -208,26 +233,47 @@ def without_time(output):
     return {**output, "rollout_metrics": metrics}
 
 
+@pytest.mark.parametrize("pages", [None, 5], ids=["room", "tight"])
 @pytest.mark.parametrize("step_wise", [False, True])
-def test_delays_of_environments_change_no_bit(monkeypatch, step_wise):
-    engine = talking_engine()
+def test_delays_of_environments_change_no_bit(monkeypatch, step_wise, pages):
+    """Five pages of 64 hold one of the longest rows: others make room for it, and come back."""
+    if pages:
+        only(pages, monkeypatch)
+    engine, saved = talking_engine(5 if pages else 12), []  # 12 have pages for all that is kept
+    save = engine.table._save
+    engine.table._save = lambda *given: saved.append(given) or save(*given)
     expected = None
     for seed, longest in ((0, 0.0), (1, 0.02), (2, 0.1)):
+        engine.update_weights(random_params(MODEL), 1)  # pages of before are not found
         before = engine.prefilled_tokens
         given = {"seed": seed, "longest": longest, "step_wise_trajectories": step_wise}
         output = without_time(talk(engine, prompts(), monkeypatch, **given))
         assert is_free(engine)
         if step_wise:
             assert len(output["is_last_step"]) == 12 * 4
-        else:
+        elif not pages:
             # the prompt of each group but its last token, and what the environments said
             given = sum(mask.count(0) for mask in output["loss_masks"])
             told = sum(len(prompt) - 1 for prompt in output["prompt_token_ids"][::4])
             assert engine.prefilled_tokens - before == told + given
         expected = expected or output
         assert output == expected
+        assert bool(saved) or not pages
         if seed == 0:  # from here on it has another past, and other slots
             engine.generate([Request(PROMPT, ((1, 2),), Sampling(60))])
+
+
+def test_rows_that_make_room_go_on_with_the_same_bits(monkeypatch):
+    """Four rows of up to 190 tokens, three pages each, where there are five pages."""
+    asked = [Request(PROMPT[n:], ((5, n),), Sampling(150)) for n in range(4)]
+    engines = []
+    for pages in (12, 5):
+        only(pages, monkeypatch)
+        engines.append(talking_engine(4))
+    roomy, tight = (flat(engine.generate(asked)) for engine in engines)
+    assert tight == roomy
+    assert (engines[0].suspended, engines[1].suspended > 0) == (0, True)
+    assert all(is_free(engine) for engine in engines)
 
 
 def test_a_bit_depends_on_no_neighbour_however_long(monkeypatch):
@@ -243,7 +289,7 @@ def test_a_bit_depends_on_no_neighbour_however_long(monkeypatch):
     assert beside["response_ids"] == alone["response_ids"]
 
 
-def test_failures_of_environments_free_slots(monkeypatch):
+def test_failures_of_environments_free_slots_and_pages(monkeypatch):
     engine = talking_engine(2)
     asked = [*prompts(1, 2, fault="hangs"), *prompts(1, 2, fault="raises"), *prompts(2, 2)]
     try:
@@ -255,7 +301,7 @@ def test_failures_of_environments_free_slots(monkeypatch):
     assert is_free(engine)
 
 
-def test_a_batch_that_is_ended_frees_its_slots(monkeypatch):
+def test_a_batch_that_is_ended_frees_its_pages(monkeypatch):
     engine = talking_engine(2)
     monkeypatch.setattr(SlowEnv, "longest", 0.05)
     sampling, asked = Sampling(8, stop_token_ids=(TOKENIZER.eos_token_id,)), prompts()
@@ -265,7 +311,7 @@ def test_a_batch_that_is_ended_frees_its_slots(monkeypatch):
     async def for_a_while():
         work = generate(generator, {"prompts": asked, "keys": keys, "sampling": sampling})
         task = asyncio.ensure_future(work)
-        while not engine.table.slot_of:
+        while not engine.table.kept:
             await asyncio.sleep(0.001)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -277,7 +323,7 @@ def test_a_batch_that_is_ended_frees_its_slots(monkeypatch):
     assert is_free(engine)
 
 
-def test_an_error_of_the_engine_frees_slots(monkeypatch):
+def test_an_error_of_the_engine_frees_pages(monkeypatch):
     engine = talking_engine(2)
     decode, blocks = engine.programs.decode, [0]
 
@@ -295,9 +341,40 @@ def test_an_error_of_the_engine_frees_slots(monkeypatch):
     assert is_free(engine)
 
 
-def test_no_slot_is_kept_for_a_single_turn_nor_beside_an_endpoint():
-    assert not keeps_slots(GeneratorConfig())
-    settings = GeneratorConfig(max_turns=2)
-    assert keeps_slots(settings)
-    settings.inference_engine.enable_http_endpoint = True
-    assert not keeps_slots(settings)
+def test_nothing_is_kept_for_a_single_turn():
+    assert not keeps_pages(GeneratorConfig())
+    assert keeps_pages(GeneratorConfig(max_turns=2))
+
+
+# ------------------------------------------------------------------ many
+
+
+@pytest.mark.slow
+def test_2_000_requests_lose_and_repeat_nothing_where_rows_make_room(monkeypatch):
+    """Sixteen rows of up to 5 pages where there are 20; one request of ten is greedy and alike."""
+    monkeypatch.setattr("jaxrl.rollout.native.programs.SHAPES", SMALL)
+    rng = random.Random(0)
+    asked = [
+        Request(
+            PROMPT[rng.randrange(8) * 5 :],
+            ((n, 1),) * (1 if n % 10 else 2),
+            Sampling(rng.randrange(1, 40), temperature=float(n % 10 > 0)),
+        )
+        for n in range(2_000)
+    ]
+    engines = []
+    for pages in (16 * 6, 20):
+        only(pages, monkeypatch)
+        engine = make(16, max_model_len=80, shrink=False)
+        engine.warm_up(asked)
+        engines.append(engine)
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
+    )
+    roomy, tight = (engine.generate(asked) for engine in engines)
+    assert not compiled
+    assert tight == roomy
+    assert [len(group) for group in tight] == [len(request.keys) for request in asked]
+    assert engines[0].suspended == 0 < engines[1].suspended
+    assert all(is_free(engine) for engine in engines)

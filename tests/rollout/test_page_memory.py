@@ -1,10 +1,9 @@
-"""How many slots an engine takes: counted as they are allocated, in the memory that is free."""
+"""How many pages an engine has: as they are allocated, in the memory that is free."""
 
 import jax
 import pytest
 
 from jaxrl.config import resolve
-from jaxrl.data.packing import length_bucket
 from jaxrl.models import TransformerConfig, hf
 from jaxrl.parallel import make_mesh
 from jaxrl.rollout.native.engine import NativeEngine
@@ -24,29 +23,36 @@ MODEL = TransformerConfig(
 # embed 32 x 16; a layer: q and o 16 x 16 each, k and v 16 x 8 each, MLP 3 x 16 x 32, norms 2 x 16;
 # final norm 16: float32
 WEIGHTS = 4 * (32 * 16 + 2 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32 + 2 * 16) + 16)
-POSITION = 4 * 2 * 2 * 8  # keys and values of two layers
+PAGE = 64 * 4 * 2 * 2 * 8  # keys and values of 64 positions in two layers
 
 
-def slots(memory, length, **options):
+def engine(memory, length, **options):
     mesh = make_mesh(devices=jax.devices()[:1])
     given = {"max_model_len": length, "device_memory": memory, "gpu_memory_utilization": 0.5}
-    return NativeEngine(MODEL, mesh, **given, **options).programs.slots
+    made = NativeEngine(MODEL, mesh, **given, **options)
+    made.programs.reserve(length)
+    return made.programs
 
 
-def test_slots_are_counted_for_the_length_that_is_allocated():
-    """Rows of 1030 tokens get 1536 positions: 10.5 of them are 10 slots, not 15 of 1030."""
-    assert length_bucket(1030) == 1536
-    memory = 2 * (WEIGHTS + 10.5 * 1536 * POSITION)
-    assert slots(memory, 1030) == 10
-    assert slots(memory, 1536) == 10
+def test_pages_are_counted_as_they_are_allocated():
+    """Rows of 1030 tokens need 17 pages each."""
+    memory = 2 * (WEIGHTS + 40.5 * PAGE)
+    programs = engine(memory, 1030)
+    assert programs.pages == 40
+    assert sum(x.nbytes for x in jax.tree.leaves(programs._cache)) == 40 * PAGE
+    assert programs.slots == 1024  # any number of short rows
+
+
+def test_there_are_no_more_pages_than_all_rows_need():
+    assert engine(1e12, 1024, max_num_seqs=3).pages == 3 * 16
 
 
 def test_what_the_trainer_keeps_on_the_device_is_not_free():
-    memory = 2 * (WEIGHTS + 10.5 * 1536 * POSITION)
-    # half of what is not free is missing: two rows
-    assert slots(memory, 1536, resident_bytes=4 * 1536 * POSITION) == 8
-    with pytest.raises(ValueError, match=r"of the trainer's, hold .* not one row of 1536"):
-        slots(memory, 1536, resident_bytes=memory - WEIGHTS)
+    memory = 2 * (WEIGHTS + 40.5 * PAGE)
+    # half of what is not free is missing: ten pages
+    assert engine(memory, 1024, resident_bytes=20 * PAGE).pages == 30
+    with pytest.raises(ValueError, match=r"of the trainer's, hold .* not one row of 1024"):
+        engine(memory, 1024, resident_bytes=memory - WEIGHTS)
 
 
 PARAMETERS = 126_336  # of the quickstart, see tests/tools/plan/test_plan.py
