@@ -230,8 +230,8 @@ def test_keys_and_values_that_outlive_an_update(examined, monkeypatch):
     # (8 + 2) * 2 = 20; the 3 * 8 + 5 samples are drawn twice: 2 * 29 * 3 - 20 = 154
     assert finding.about == "154 tokens of one version over 3 updates in flight, 20 not"
 
-    def said_to_be_new(self, *, live):
-        forget(self, live=live)
+    def said_to_be_new(self, waiting, *, live):
+        forget(self, waiting, live=live)
         self.oldest_version[:] = self.version
 
     forget = SlotTable.forget
@@ -243,7 +243,9 @@ def test_keys_and_values_that_outlive_an_update(examined, monkeypatch):
             patch.setattr(where, name, fault)
             finding = failures(changed(examined[0]), "sampler.in_flight")["sampler.in_flight"]
         assert finding.cause == "tokens are not of the weights that they are said to be drawn from"
-    monkeypatch.setattr(SlotTable, "forget", lambda self, live: forget(self, live=False))
+    monkeypatch.setattr(
+        SlotTable, "forget", lambda self, waiting, *, live: forget(self, waiting, live=False)
+    )
     finding = failures(changed(examined[0]), "sampler.in_flight")["sampler.in_flight"]
     assert finding.cause == (
         "0 tokens of samples that began after an update are of older keys and values; with "
