@@ -10,7 +10,7 @@ with up to 8192, as in SkyRL's and verl's runs of that model.
 
 Paper: DAPO, Yu et al. 2025, arXiv:2503.14476
 Hardware: 8 H100 (80 GB)
-Plan: h100:8, 51.7 of 74.5 GiB, estimated; it fits
+Plan: h100:8, 51.2 of 74.5 GiB, estimated; it fits
 Expected: 0.348 to 0.363 of AIME 2024, mean of 32 samples
 Source: literature; SkyRL's documentation (0.348 after 320 steps on 8 H100, without dynamic
     sampling) and verl's baselines (0.363). Not measured here.

@@ -11,7 +11,7 @@ finds it. Rewards are only watched. As the example of SkyRL, whose teacher is it
 Paper: Agarwal et al. 2023, arXiv:2306.13649; the form of
     https://thinkingmachines.ai/blog/on-policy-distillation/
 Hardware: 8 H100 (80 GB)
-Plan: h100:8, 40.9 of 74.5 GiB, estimated; it fits
+Plan: h100:8, 39.6 of 74.5 GiB, estimated; it fits
 Expected: no figure was found for this teacher
 Source: not measured
 """

@@ -11,7 +11,7 @@ server, docs/serving.md, or vLLM).
 
 Paper: LLM-as-a-judge, Zheng et al. 2023, arXiv:2306.05685; GRPO, arXiv:2402.03300
 Hardware: 4 H100 (80 GB)
-Plan: h100:4, 14.0 of 74.5 GiB, estimated; it fits
+Plan: h100:4, 13.6 of 74.5 GiB, estimated; it fits
 Expected: no figure was found
 Source: not measured
 """

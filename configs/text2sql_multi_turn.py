@@ -11,7 +11,7 @@ message for each turn.
 
 Paper: SkyRL-SQL, Liu et al. 2025, https://novasky-ai.notion.site/skyrl-sql; GRPO, arXiv:2402.03300
 Hardware: 8 H100 (80 GB)
-Plan: h100:8, 61.6 of 74.5 GiB, estimated; it fits
+Plan: h100:8, 59.9 of 74.5 GiB, estimated; it fits
 Expected: 79.2 % execution accuracy with five turns, average of five Spider test sets
 Source: literature; SkyRL's documentation (recipes, 8 H100), in its form of one message for all
     turns. Not measured here.
