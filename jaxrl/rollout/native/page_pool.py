@@ -1,4 +1,4 @@
-"""Who refers to each page of the cache, and what it holds, as the host knows it."""
+"""Track who refers to each page of the cache and what the page holds, as the host knows it."""
 
 import hashlib
 from collections import OrderedDict
@@ -35,7 +35,7 @@ class PagePool:
         self._tails: set[int] = set()
 
     def grow(self, pages: int) -> None:
-        """Have `pages` pages."""
+        """Make room for `pages` pages in all; those that are there stay."""
         new = range(len(self.references), pages)
         self.references += [0] * len(new)
         self._free = [*reversed(new), *self._free]
