@@ -325,13 +325,7 @@ class NativeEngine(SampleThread):
         if self._flight:  # the host does not know yet how many it draws
             here = [of.slot for of in self._flight.drawn if table.samples[of.slot] is of.sample]
             reach[here] += steps
-        return np.minimum(table.length + reach, table.prompt + table.asked["max_tokens"]) - 1
-
-    def _begins_with(self, slot: int) -> int:
-        """Return the positions that a row may have filled after its first block."""
-        table = self.table
-        limit = int(table.prompt[slot] + table.asked["max_tokens"][slot])
-        return min(int(table.length[slot]) + self.programs.steps, limit) - 1
+        return table.reach(slice(None), reach)
 
     def _allocate(self, slot: int, tokens: int) -> bool:
         """Give a slot pages for a row of `tokens`; whoever came later makes room.
@@ -385,7 +379,7 @@ class NativeEngine(SampleThread):
             start = int(table.filled[slot])
             size = min(table.missing(slot), plan.room(part))
             last = size == table.missing(slot)  # then it decodes in this block
-            reach = self._begins_with(slot) if last else start + size
+            reach = int(table.reach(slot, self.programs.steps)) if last else start + size
             if not (size or last) or not self._allocate(slot, reach):
                 waits_for.add((sample.group, part))
                 continue

@@ -498,6 +498,11 @@ class SlotTable:
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.page)
 
+    def reach(self, slots: Any, more: Any) -> Any:
+        """Return the positions that rows have filled at most when they are `more` tokens longer."""
+        limit = self.prompt[slots] + self.asked["max_tokens"][slots]
+        return np.minimum(self.length[slots] + more, limit) - 1
+
     def reserve(self, slot: int, tokens: int) -> bool:
         """Give a slot pages for a row of `tokens`; return whether there are enough."""
         pool, needed = self.pools[self.part(slot)], self._pages(tokens)
