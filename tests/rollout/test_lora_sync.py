@@ -4,6 +4,7 @@ import dataclasses
 import json
 import threading
 from collections import deque
+from concurrent.futures import wait
 
 import jax
 import numpy as np
@@ -171,6 +172,19 @@ def test_a_server_started_here_gets_the_base_and_then_the_newest_adapter(world, 
     assert [s.tokens for s in flat(engine.generate([request()]))] == drawn(SECOND, request())
     assert [name.rpartition("-")[0] for name in server.adapters] == ["version-8"]
     assert (tmp_path / "weights" / "base" / "model.safetensors").stat().st_mtime_ns == written
+
+
+def test_a_request_waits_while_the_only_server_is_started_again(world):
+    engine, (server,), (host,) = world(local=True)
+    verified = threading.Event()
+    server.holds.append(verified)
+    host.folders.clear()  # its keeper finds it dead
+    wait_until(lambda: not server.holds)  # it runs again, and its probe is being answered
+    (futures,) = engine.submit([request()])
+    wait(futures, timeout=0.2)  # the time to fail
+    verified.set()
+    samples = [future.result(timeout=60) for future in futures]
+    assert [s.tokens for s in samples] == drawn(FIRST, request())
 
 
 def test_an_adapter_that_is_not_used_is_found_out(world):

@@ -104,7 +104,7 @@ class RemoteEngine:
         self._failure: BaseException | None = None
         self._routes = ConversationRoutes()
         self._loop = asyncio.new_event_loop()
-        self._some_ready = asyncio.Event()
+        self._news = asyncio.Event()  # a server got ready, or none ever will
         self._tasks: set[asyncio.Task[Any]] = set()
         threading.Thread(target=self._run, name="jaxrl-remote-engine", daemon=True).start()
         self._call(self._open())
@@ -238,17 +238,23 @@ class RemoteEngine:
 
     async def _choose(self, request: Request, failed: RemoteServer | None) -> RemoteServer:
         """Choose the conversation's server so far, else that with the fewest samples in flight."""
-        await self._wait_for_server()
-        ready = [server for server in self.servers if server.ready]
+        ready = await self._wait_for_servers()
         others = [server for server in ready if server is not failed] or ready
         known = self._routes.find(request.prompt_tokens)
         chosen = min(others, key=lambda s: (s is not known, s.in_flight))
         self._routes.add(request.prompt_tokens, chosen)
         return chosen
 
-    async def _wait_for_server(self) -> None:
+    def _ready(self) -> list[RemoteServer]:
+        return [server for server in self.servers if server.ready]
+
+    async def _wait_for_servers(self) -> list[RemoteServer]:
+        """Return the servers that are ready, as soon as there is one."""
         try:
-            await asyncio.wait_for(self._some_ready.wait(), self.options.recovery_seconds)
+            async with asyncio.timeout(self.options.recovery_seconds):
+                while self._failure is None and not self._ready():
+                    self._news.clear()
+                    await self._news.wait()
         except TimeoutError as error:
             causes = "; ".join(f"{server.url}: {server.cause}" for server in self.servers)
             raise RemoteEngineError(
@@ -256,6 +262,7 @@ class RemoteEngine:
             ) from error
         if self._failure is not None:
             raise self._failure
+        return self._ready()
 
     async def _attempt(self, server: RemoteServer, request: Request) -> list[Completion]:
         """Make one call, which ends when the server is given up."""
@@ -315,7 +322,7 @@ class RemoteEngine:
             if error is not None and not error.retryable:
                 message = f"{server.url} does not take the weights of {weights.source}: {error}"
                 raise RemoteEngineError(message) from error
-        await self._wait_for_server()
+        await self._wait_for_servers()
         async with weights.lock:  # the caller may donate them once this returns
             weights.params = None
 
@@ -326,7 +333,7 @@ class RemoteEngine:
         to start. But where it is started from a folder, which goes with the next update.
         """
         assert self.source is not None
-        ready = [server for server in self.servers if server.ready]
+        ready = self._ready()
         if not ready or self.source.start(weights.source) is not None:
             return self.servers
         for server in self.servers:
@@ -350,7 +357,7 @@ class RemoteEngine:
                 continue
             if isinstance(error, WeightMismatch):  # nobody may sample; whoever waits must know
                 self._failure = error
-                self._some_ready.set()
+                self._news.set()
 
     async def _bring(self, server: RemoteServer) -> ServerError | WeightMismatch | None:
         """See that a server lives and has the newest weights; return the reason if it has not."""
@@ -366,7 +373,7 @@ class RemoteEngine:
                     call.cancel()
                 return error
         server.ready = True
-        self._some_ready.set()
+        self._news.set()
         return None
 
     async def _attach(self) -> None:
@@ -429,8 +436,6 @@ class RemoteEngine:
         if server.ready or str(error) != server.cause:
             _log.warning("%s is left out: %s", server.url, error)
         server.ready, server.cause = False, str(error)
-        if not any(other.ready for other in self.servers):
-            self._some_ready.clear()
 
     # ---- what the trainer asks of every engine
 
