@@ -5,7 +5,7 @@
 Claim: a turn of the engine's thread takes time linear in its slots: below 10 us each where it
 decodes, below 130 where it fills or empties them all.
 
-The device does nothing here: its programs return at once, a block with 32 tokens for each row. What
+The device does nothing here: its programs return at once, a block with the 8 tokens for each row of an accelerator's. What
 is left is what an accelerator waits for: admission of samples, their pages, chunks of prompts, the
 rows of a block, and what becomes of its tokens. `admit` is the turn in which all slots are filled,
 with groups of 8 samples of prompts of 256 tokens, `turn` one that decodes, `end` the one in which
@@ -29,7 +29,7 @@ from jaxrl.rollout.native.decode import Block, Rows
 from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.protocol import Request, Sampling
 
-GROUP, PROMPT, STEPS, BLOCKS = 8, 256, 32, 10
+GROUP, PROMPT, STEPS, BLOCKS = 8, 256, 8, 10
 
 
 def model() -> TransformerConfig:

@@ -1,9 +1,12 @@
 """What every rollout engine speaks: token ids in, token ids and log-probs out."""
 
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import numpy as np
 
 MOST_COUNT = 2**31 - 1  # of an int32
 LEAST_FACTOR = 1e-4  # of logits; rounding of those divided by less decides what is drawn
@@ -82,6 +85,11 @@ class Request:
     sampling: Sampling
     on_tokens: Callable[[int, "Completion"], None] | None = field(default=None, compare=False)
     conversations: tuple[Future[None], ...] = field(default=(), compare=False)
+
+    @functools.cached_property
+    def prompt(self) -> np.ndarray:
+        """Return the prompt as an array [n], which nobody may write to."""
+        return np.array(self.prompt_tokens, np.int32)
 
     @property
     def longest(self) -> int:

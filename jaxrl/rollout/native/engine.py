@@ -461,7 +461,7 @@ class NativeEngine(SampleThread):
         here = [  # the others were cancelled, or cut at a stop string
             of for of in flight.drawn if table.samples[of.slot] is of.sample
         ]
-        rows, slots = np.array([(of.row, of.slot) for of in here], int).reshape(-1, 2).T
+        rows, slots = (np.array([of[i] for of in here], int) for i in (0, 1))
         counts, features = block.count[rows], flight.rows.features
         table.append(slots, block.tokens[rows], counts)
         self.decoded_tokens += int(counts.sum())

@@ -49,11 +49,10 @@ class Sample:
     future: Future[Completion] = field(default_factory=Future)
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    spans: list[list[int]] = field(default_factory=list)  # [version, context version, tokens]
     top_log_probs: list[dict[int, float]] = field(default_factory=list)
     raw_log_probs: list[float] = field(default_factory=list)
     sampling_mask_ids: list[tuple[int, ...]] = field(default_factory=list)
-    context_versions: list[int] = field(default_factory=list)
     outcome: Completion | BaseException | None = None
     reported: int = 0  # tokens that `on_tokens` has been given
     stop_strings: StopStrings | None = None
@@ -87,11 +86,12 @@ class Sample:
                 all that its first weights computed.
         """
         if context_version is None:
-            context_version = self.versions[0] if self.versions else version
+            context_version = self.spans[0][0] if self.spans else version
         self.tokens += tokens
         self.log_probs += log_probs
-        self.versions += [version] * len(tokens)
-        self.context_versions += [context_version] * len(tokens)
+        if not self.spans or self.spans[-1][:2] != [version, context_version]:
+            self.spans.append([version, context_version, 0])
+        self.spans[-1][2] += len(tokens)
 
     def ended(
         self, stopped: bool, new: int, decode_text: Callable[[Sequence[int]], str] | None
@@ -152,11 +152,9 @@ class Sample:
         for column in (
             self.tokens,
             self.log_probs,
-            self.versions,
             self.top_log_probs,
             self.raw_log_probs,
             self.sampling_mask_ids,
-            self.context_versions,
         ):
             del column[first + size :]
         return string
@@ -167,16 +165,22 @@ class Sample:
 
     def _completion(self, start: int, reason: str, stop_string: str | None) -> Completion:
         """Return what there is of each token from `start` on."""
+        versions: list[int] = []
+        context_versions: list[int] = []
+        for version, context_version, tokens in self.spans:
+            versions += [version] * tokens
+            context_versions += [context_version] * tokens
+        new = slice(start, len(self.tokens))  # a stop string cuts off tokens of a span
         return Completion(
             tokens=self.tokens[start:],
             log_probs=self.log_probs[start:],
             stop_reason=reason,
-            versions=self.versions[start:],
+            versions=versions[new],
             stop_string=stop_string,
             top_log_probs=self.top_log_probs[start:],
             raw_log_probs=self.raw_log_probs[start:],
             sampling_mask_ids=self.sampling_mask_ids[start:],
-            context_versions=self.context_versions[start:],
+            context_versions=context_versions[new],
         )
 
     def report(self) -> Callable[[], None] | None:
@@ -281,8 +285,8 @@ class SlotTable:
 
     def incomplete(self) -> list[int]:
         """Return slots with a sample that cannot decode yet, those first that were there first."""
-        missing = (self.length - 1 - self.filled).tolist()
-        return sorted((slot for slot, _ in self.live() if missing[slot]), key=self.age.__getitem__)
+        slots = np.flatnonzero(self.taken & (self.filled < self.length - 1))
+        return slots[self.age[slots].argsort()].tolist()
 
     # ---- samples come and go
 
@@ -296,9 +300,11 @@ class SlotTable:
         Args:
             ahead: tokens that it must have room for behind its own.
         """
-        row = np.array([*sample.request.prompt_tokens, *sample.tokens], np.int32)
+        row = sample.request.prompt
+        if sample.tokens:
+            row = np.append(row, np.array(sample.tokens, np.int32))
         context = sample.context or self.kept.get(sample.conversation)  # type: ignore[arg-type]
-        limit = len(sample.request.prompt_tokens) + sample.max_tokens
+        limit = len(sample.request.prompt) + sample.max_tokens
         needed = self._pages(min(len(row) + ahead, limit) - 1)
         known: list[tuple[int, int, int, int]] = []  # (pages of others, free, part, slot)
         for part in self._parts(context):
@@ -364,9 +370,9 @@ class SlotTable:
     def _note(self, slot: int, sample: Sample) -> None:
         """Write what a sample asks for into the columns of its slot."""
         sampling = sample.request.sampling
-        self.prompt[slot] = len(sample.request.prompt_tokens)
+        self.prompt[slot] = len(sample.request.prompt)
+        given = {"keys": sample.key, "max_tokens": sample.max_tokens}
         for name, column in self.asked.items():
-            given = {"keys": sample.key, "max_tokens": sample.max_tokens}
             column[slot] = given[name] if name in given else getattr(sampling, name)
         if (more := len(sampling.stop_token_ids) - self.stop_ids.shape[1]) > 0:
             self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, more)), constant_values=-1)
@@ -622,8 +628,9 @@ class SlotTable:
             counts: [n] of those of each slot.
         """
         drawn = np.arange(tokens.shape[1]) < counts[:, None]
-        row, step = np.nonzero(drawn)
-        self.tokens[slots[row], self.length[slots[row]] + step] = tokens[drawn]
+        first = slots * self.tokens.shape[1] + self.length[slots]  # in the flat array
+        into = np.repeat(first - counts.cumsum() + counts, counts) + np.arange(counts.sum())
+        self.tokens.reshape(-1)[into] = tokens[drawn]
         before = self.filled[slots] // self.page
         self.length[slots] += counts
         self.filled[slots] = self.length[slots] - 1
