@@ -1,8 +1,29 @@
 """Say what a decoder is made of: the numbers and choices that its forward reads."""
 
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
 
 from jaxrl.models.rope import RopeScaling
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Describe a mixture of experts in the place of MLPs, and its router."""
+
+    count: int
+    per_token: int
+    width: int  # of the MLP that is one expert
+    scoring: str = "softmax"  # over all experts, or "sigmoid" of each
+    normalise: bool = False  # the chosen experts' weights add up to 1
+    scaling: float = 1.0  # of their weights
+    groups: int = 1  # DeepSeek-V3: experts are chosen of the best groups alone
+    groups_per_token: int = 1
+    bias: bool = False  # DeepSeek-V3: a bias of each expert counts for the choice alone
+    shared_width: int | None = None  # of an expert that every token has
+    shared_gate: bool = False  # Qwen2: its output times a sigmoid of the token
+    dense_layers: tuple[int, ...] = ()  # numbers of the layers that have an MLP
+    names: str = "qwen"  # of the tensors in a checkpoint, a key of `EXPERT_WEIGHTS`
 
 
 @dataclass(frozen=True)
@@ -24,7 +45,8 @@ class TransformerConfig:
     rms_norm_eps: float = 1e-6
     tie_embeddings: bool = True
     attention_bias: bool = False  # Qwen2: biases on q, k and v
-    qk_norm: bool = False  # Qwen3, Gemma 3: RMSNorm over each query and key head
+    # Qwen3, Gemma 3: RMSNorm over each query and key head; OLMoE: "whole", over all of them
+    qk_norm: bool | str = False
     initializer_range: float = 0.02
     attention_output_bias: bool = False
     activation: str = "silu"  # a key of `ACTIVATIONS`
@@ -39,3 +61,52 @@ class TransformerConfig:
     attention_softcap: float | None = None  # Gemma 2: scores -> cap tanh(scores / cap)
     final_softcap: float | None = None  # the same for logits
     value_head: str | None = None  # a critic: name of its head, which has the vocabulary's place
+    experts: Experts | None = None
+
+
+class Stack(NamedTuple):
+    """Name the layers of one kind, whose parameters are stacked."""
+
+    kind: str
+    layers: tuple[int, ...]  # their numbers in the model
+
+
+class LayerRun(NamedTuple):
+    """Name neighbouring layers of one kind, which one scan goes through."""
+
+    kind: str
+    in_stack: slice
+    in_model: slice
+
+
+def layer_stacks(config: TransformerConfig) -> tuple[Stack, ...]:
+    """Return the stacks of a model: one for each kind of layer that it has."""
+    experts, layers = config.experts, range(config.num_layers)
+    dense = tuple(i for i in layers if experts is None or i in experts.dense_layers)
+    rest = tuple(i for i in layers if i not in dense)
+    return tuple(stack for stack in (Stack("dense", dense), Stack("experts", rest)) if stack.layers)
+
+
+def by_kind(config: TransformerConfig, layers: Any) -> dict[str, Any]:
+    """Return what `params["layers"]`, or a tree parallel to it, has of each kind of layer.
+
+    A model of one kind has its arrays there, others have a dict of them for each kind.
+    """
+    stacks = layer_stacks(config)
+    return {stacks[0].kind: layers} if len(stacks) == 1 else layers
+
+
+def joined(stacks: dict[str, Any]) -> Any:
+    """Undo `by_kind`."""
+    return stacks if len(stacks) > 1 else next(iter(stacks.values()))
+
+
+def layer_runs(config: TransformerConfig) -> list[LayerRun]:
+    """Return the runs of a model from its first layer to its last."""
+    place = {i: (s.kind, n) for s in layer_stacks(config) for n, i in enumerate(s.layers)}
+    runs = []
+    for kind, group in groupby(range(config.num_layers), lambda i: place[i][0]):
+        first, *rest = group
+        begin, length = place[first][1], 1 + len(rest)
+        runs.append(LayerRun(kind, slice(begin, begin + length), slice(first, first + length)))
+    return runs

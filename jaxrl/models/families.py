@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from jaxrl.models.architecture import Experts
 from jaxrl.models.rope import RopeScaling, parse_scaling
 from jaxrl.models.transformer import ACTIVATIONS, TransformerConfig
 
@@ -32,6 +33,7 @@ GEMMA_PLAIN = {
 # Fields that change the forward, and the only value of each that `transformer.py` computes.
 SUPPORTED_VALUES = {
     "mlp_bias": False,
+    "clip_qkv": None,
     "quantization_config": None,
     "use_bidirectional_attention": False,
 }
@@ -44,12 +46,16 @@ class Family(NamedTuple):
     `defaults` are those of its config class for absent fields (None = derived from the sizes), with
     every field that the family reads. `features` hold for all its models. `slides(config, i)` is
     whether layer i slides where config.json has no layer_types; None: the family has no windows.
+    `experts` are the fields of `Experts` in config.json, ours -> theirs; `expert_features` hold for
+    all models.
     """
 
     architecture: str
     defaults: dict[str, Any]
     features: dict[str, Any]
     slides: Callable[[Mapping[str, Any], int], bool] | None = None
+    experts: dict[str, str] | None = None
+    expert_features: Mapping[str, Any] = {}
 
 
 DEFAULTS: dict[str, Any] = {
@@ -67,6 +73,7 @@ DEFAULTS: dict[str, Any] = {
     "layer_types": None,
     **SUPPORTED_VALUES,
 }
+ALIASES = {"num_local_experts": "num_experts"}  # in a config.json that transformers 5 wrote
 _QWEN = {
     "num_key_value_heads": 32,
     "use_sliding_window": False,
@@ -93,6 +100,47 @@ _GEMMA3 = {  # text_config of the published multimodal models relies on these
     "sliding_window_pattern": 6,
     "rope_theta": 1_000_000.0,
     "rope_local_base_freq": 10_000.0,
+}
+
+
+_EXPERTS = {  # ours -> Hugging Face
+    "count": "num_experts",
+    "per_token": "num_experts_per_tok",
+    "width": "moe_intermediate_size",
+    "normalise": "norm_topk_prob",
+}
+_DENSE_LAYERS = {"mlp_only_layers": None, "decoder_sparse_step": 1}
+_QWEN3_MOE = _DENSE_LAYERS | {
+    "num_key_value_heads": 4,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": False,
+}
+_QWEN2_MOE = _QWEN3_MOE | {
+    "num_key_value_heads": 16,
+    "qkv_bias": True,
+    "max_window_layers": 28,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+}
+_MIXTRAL = {
+    "num_key_value_heads": 8,
+    "sliding_window": None,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1_000_000.0,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
+_OLMOE = {
+    "rms_norm_eps": 1e-5,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": False,
 }
 
 
@@ -127,8 +175,40 @@ FAMILIES = {
         _GEMMA_FEATURES | {"qk_norm": True},
         lambda c, layer: (layer + 1) % c["sliding_window_pattern"] != 0,
     ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        _QWEN3_MOE,
+        {"qk_norm": True},
+        lambda c, _: c["use_sliding_window"],
+        _EXPERTS,
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        _QWEN2_MOE,
+        {"attention_output_bias": False},
+        lambda c, i: c["use_sliding_window"] and i % 2 == 0 and i < c["max_window_layers"],
+        _EXPERTS | {"shared_width": "shared_expert_intermediate_size"},
+        {"shared_gate": True},
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        _MIXTRAL,
+        {"attention_bias": False, "attention_output_bias": False},
+        lambda c, _: c["sliding_window"] is not None,
+        {"count": "num_experts", "per_token": "num_experts_per_tok", "width": "intermediate_size"},
+        {"normalise": True, "names": "mixtral"},
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM",
+        _OLMOE,
+        {"qk_norm": "whole"},
+        None,
+        _EXPERTS | {"width": "intermediate_size"},
+    ),
 }
-WHOLE_HEADS = ("llama", "gemma2", "gemma3_text")  # transformers wants hidden_size % heads == 0
+ONE_KIND = ("mistral", "mixtral", "qwen3_moe")  # all layers slide or none, whatever layer_types say
+# transformers wants hidden_size % heads == 0
+WHOLE_HEADS = ("llama", "gemma2", "gemma3_text", "qwen2_moe", "olmoe")
 
 
 def config_from_hf(
@@ -148,6 +228,7 @@ def config_from_hf(
         ValueError: a model type or feature that the forward does not compute, a missing size or an
             unknown override; names the field, its value and what is supported.
     """
+    hf_config = {ALIASES.get(name, name): x for name, x in hf_config.items()}
     if hf_config.get("model_type") == "gemma3":
         hf_config = {**hf_config.get("text_config", {}), "model_type": "gemma3_text"}
     model_type = hf_config.get("model_type")
@@ -205,8 +286,9 @@ def _parse(model_type: str, values: dict[str, Any]) -> TransformerConfig:
         "num_kv_heads": heads if kv_heads is None else kv_heads,
         "head_dim": values["hidden_size"] // heads if head_dim is None else head_dim,
         "activation": values[_activation_field(family)],
-        "attention_bias": values["attention_bias"],
+        "attention_bias": values[_bias_field(family)],
         "attention_output_bias": values["attention_bias"],
+        "experts": _experts(family, values),
         **_sliding(model_type, values),
         **family.features,
     }
@@ -224,8 +306,9 @@ def _write(model_type: str, config: TransformerConfig) -> dict[str, Any]:
         "num_key_value_heads": c.num_kv_heads,
         "head_dim": c.head_dim,
         _activation_field(family): c.activation,
-        "attention_bias": c.attention_bias,
-        **_written_windows(family, c),
+        _bias_field(family): c.attention_bias,
+        **_written_experts(family, c),
+        **_written_windows(model_type, c),
         **_written_rope(family, c),
         "bos_token_id": None,
         "eos_token_id": None,
@@ -238,10 +321,36 @@ def _activation_field(family: Family) -> str:
     return "hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"
 
 
+def _bias_field(family: Family) -> str:
+    return "qkv_bias" if "qkv_bias" in family.defaults else "attention_bias"
+
+
+def _experts(family: Family, values: Mapping[str, Any]) -> Experts | None:
+    if family.experts is None:
+        return None
+    dense: tuple[int, ...] = ()
+    if "decoder_sparse_step" in family.defaults:
+        step, alone = values["decoder_sparse_step"], values["mlp_only_layers"] or ()
+        layers = range(values["num_hidden_layers"])
+        dense = tuple(i for i in layers if i in alone or (i + 1) % step)
+    fields = {ours: values[theirs] for ours, theirs in family.experts.items()}
+    return Experts(**fields, **family.expert_features, dense_layers=dense)
+
+
+def _written_experts(family: Family, config: TransformerConfig) -> dict[str, Any]:
+    if family.experts is None or config.experts is None:
+        return {}
+    written = {theirs: getattr(config.experts, ours) for ours, theirs in family.experts.items()}
+    if "decoder_sparse_step" in family.defaults:
+        dense = {"decoder_sparse_step": 1, "mlp_only_layers": [*config.experts.dense_layers]}
+        written |= dense
+    return written
+
+
 def _sliding(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return sliding_window and sliding_layers of a config.json."""
     slides, layers = FAMILIES[model_type].slides, range(values["num_hidden_layers"])
-    kinds = values["layer_types"] if model_type != "mistral" else None  # Mistral does not read it
+    kinds = None if model_type in ONE_KIND else values["layer_types"]
     if kinds is None:
         kinds = [SLIDING if slides and slides(values, i) else FULL for i in layers]
     allowed = {FULL, SLIDING} if slides else {FULL}
@@ -259,11 +368,14 @@ def _sliding(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {"sliding_window": window, "sliding_layers": tuple(kind == SLIDING for kind in kinds)}
 
 
-def _written_windows(family: Family, config: TransformerConfig) -> dict[str, Any]:
+def _written_windows(model_type: str, config: TransformerConfig) -> dict[str, Any]:
+    family = FAMILIES[model_type]
     if family.slides is None:
         return {}
-    if family is FAMILIES["mistral"]:  # with layer_types transformers takes it for a Ministral
-        return {"sliding_window": config.sliding_window}
+    if model_type in ONE_KIND:  # with layer_types transformers takes a Mistral for a Ministral
+        used = {"use_sliding_window": config.sliding_window is not None}
+        named = {k: x for k, x in used.items() if k in family.defaults}
+        return named | {"sliding_window": config.sliding_window}
     flags = config.sliding_layers or (False,) * config.num_layers
     windows: dict[str, Any] = {
         "sliding_window": config.sliding_window or family.defaults["sliding_window"],

@@ -34,9 +34,9 @@ from jaxrl.models.transformer import (
 from jaxrl.models.weights import (
     HFWeight,
     hf_shapes,
-    layer_names,
-    layer_shape,
     read_part,
+    tensor_names,
+    tensor_shape,
     weight_map,
 )
 from jaxrl.parallel.processes import put
@@ -153,7 +153,7 @@ def load_params(
             slices |= {_text_name(name): file.get_slice(name) for name in names}
         _check_tensors(folder, config, slices)
         leaves = [
-            _load_leaf(folder, weight, spec, config.num_layers, slices, place, np.dtype(dtype))
+            _load_leaf(folder, weight, spec, slices, place, np.dtype(dtype))
             for weight, spec, place in zip(weights, specs, places, strict=True)
         ]
     return treedef.unflatten(leaves)
@@ -318,27 +318,26 @@ def _load_leaf(
     folder: str | os.PathLike[str],
     weight: HFWeight,
     spec: ParamSpec,
-    num_layers: int,
     slices: dict[str, Any],
     sharding: jax.sharding.Sharding,
     dtype: np.dtype,
 ) -> jax.Array:
     """Load one leaf of the parameters onto its devices."""
-    names, shape = layer_names(weight, num_layers), layer_shape(weight, spec)
-    stacked = len(spec.shape) > len(shape)
+    names, shape = np.reshape(tensor_names(weight), weight.stack), tensor_shape(weight, spec)
+    stacked = len(weight.stack)
     parts: dict[str, np.ndarray] = {}  # devices that hold the same part share it
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None  # only of PRNG keys
         key = str(index)
         if key not in parts:
-            layers = names[index[0]] if stacked else names
             whole = np.empty(_part_shape(spec.shape, index), dtype)
-            for target, name in zip(whole if stacked else [whole], layers, strict=True):
+            targets = whole.reshape(-1, *whole.shape[stacked:])
+            for target, name in zip(targets, np.ravel(names[index[:stacked]]), strict=True):
                 target[...] = read_part(weight, slices[name], shape, index[stacked:])
                 if not _is_finite(target):
                     raise ModelError(
-                        f"{folder}: the tensor {name!r} holds values that are not finite; copy the "
+                        f"{folder}: the tensor '{name}' holds values that are not finite; copy the "
                         "model again, or take an earlier checkpoint of it"
                     )
             parts[key] = whole

@@ -24,7 +24,7 @@ from jaxrl.models import transformer
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.linear import LoraWeight, is_adapted
 from jaxrl.models.transformer import Params, ParamSpec, TransformerConfig
-from jaxrl.models.weights import HFWeight, is_weight, layer_names, weight_map
+from jaxrl.models.weights import HFWeight, is_weight, tensor_names, weight_map
 from jaxrl.parallel.processes import put
 from jaxrl.types import Array, ModelRows
 
@@ -32,6 +32,8 @@ INIT_METHODS = ("kaiming", "gaussian")
 ALL_LINEAR = "all-linear"
 NOT_IN_ALL_LINEAR = ("embed_tokens", "lm_head")
 TRAINED_WHOLE = "value_head"
+# Single parameters in transformers, which PEFT's patterns do not choose either.
+NOT_LINEAR = ("router", "experts_gate", "experts_up", "experts_down")
 Patterns = str | Sequence[str]
 
 
@@ -91,9 +93,10 @@ def matrices(config: TransformerConfig) -> dict[str, list[str]]:
     in the table would change the head as well. So is a critic's head.
     """
     return {
-        name: [part.removesuffix(".weight") for part in layer_names(weight, config.num_layers)]
+        name: [part.removesuffix(".weight") for part in tensor_names(weight)]
         for name, weight in _by_name(weight_map(config), is_weight).items()
         if len(weight.dims) == 2
+        and name.rpartition("/")[2] not in NOT_LINEAR
         and name != TRAINED_WHOLE
         and not (config.tie_embeddings and name == "embed")
     }
@@ -192,9 +195,13 @@ def _pair(lora: LoraConfig, name: str, spec: ParamSpec, weight: HFWeight) -> dic
 
 
 def _by_name(tree: Params, is_leaf: Callable[[Any], bool]) -> dict[str, Any]:
-    """Return the leaves by name; the names of a model's parameters are unique."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
-    return {path[-1].key: leaf for path, leaf in leaves}
+    return {_name(path): leaf for path, leaf in leaves}
+
+
+def _name(path: tuple) -> str:
+    """Return the name by which adapters know a leaf: its path without "layers"."""
+    return "/".join(part.key for part in path if part.key != "layers")
 
 
 @transformer.abstract_params.register
@@ -255,7 +262,7 @@ def attach(lora: LoraConfig, base: Params, adapters: Params) -> Params:
     chosen, names = set(lora.modules), matrices(lora.model)
 
     def paired(path: tuple, w: Array) -> Any:
-        name = path[-1].key
+        name = _name(path)
         if name not in adapters or name == TRAINED_WHOLE:
             return adapters.get(name, w)
         used = np.array([module in chosen for module in names[name]], np.float32)
@@ -284,9 +291,7 @@ def with_trained(params: Any, new: Any) -> Any:
     if not _adapted(params):
         return new
     return jax.tree_util.tree_map_with_path(
-        lambda path, w: (
-            w.replace(**new[path[-1].key]) if is_adapted(w) else new.get(path[-1].key, w)
-        ),
+        lambda path, w: w.replace(**new[_name(path)]) if is_adapted(w) else new.get(_name(path), w),
         params,
         is_leaf=is_adapted,
     )

@@ -3,11 +3,12 @@
 Shape legend: B rows, T tokens, L layers, D model width, H query heads, K key/value heads,
 G = H / K, h head width, F MLP width, V vocabulary, S cache slots.
 
-Parameters are a nested dict; the leaves under "layers" carry a leading L and are scanned over. The
-sampler runs the same `decoder_layer` over a key/value cache: what differs is only the `attend` it
-passes. The functions that trainer and sampler call dispatch on their first argument: `adapter.py`
-registers what they do for a flax module (`forward_of_adapted`, ...), `lora.py` what they do for
-adapters (`init_params_of_lora`, ...).
+Parameters are a nested dict; the leaves under "layers" carry a leading L and are scanned over (of a
+model with several kinds of layers each has its own dict there, with an L of its own). The sampler
+runs the same `decoder_layer` over a key/value cache: what differs is only the `attend` it passes.
+The functions that trainer and sampler call dispatch on their first argument: `adapter.py` registers
+what they do for a flax module (`forward_of_adapted`, ...), `lora.py` what they do for adapters
+(`init_params_of_lora`, ...).
 """
 
 import dataclasses
@@ -21,7 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxrl.models.architecture import TransformerConfig
+from jaxrl.models.architecture import (
+    Experts,
+    TransformerConfig,
+    by_kind,
+    joined,
+    layer_runs,
+    layer_stacks,
+)
 from jaxrl.models.attention import Attend, View, layer_views, softcap
 from jaxrl.models.kernels.packed_attention import self_attention, training_mask
 from jaxrl.models.linear import (
@@ -70,42 +78,70 @@ def param_specs(config: TransformerConfig) -> Params:
         c.intermediate_size,
     )
     scale = "zeros" if c.unit_offset_norm else "ones"
-    layers = {
+    attention = {
         "attn_norm": ParamSpec((d,), ("norm",), scale),
         "wq": ParamSpec((d, heads, hd), ("embed", "heads", "head_dim")),
         "wk": ParamSpec((d, kv, hd), ("embed", "kv_heads", "head_dim")),
         "wv": ParamSpec((d, kv, hd), ("embed", "kv_heads", "head_dim")),
         "wo": ParamSpec((heads, hd, d), ("heads", "head_dim", "embed")),
-        "mlp_norm": ParamSpec((d,), ("norm",), scale),
-        "w_gate": ParamSpec((d, ff), ("embed", "mlp")),
-        "w_up": ParamSpec((d, ff), ("embed", "mlp")),
-        "w_down": ParamSpec((ff, d), ("mlp", "embed")),
     }
     if c.attention_bias:
-        layers["bq"] = ParamSpec((heads, hd), ("heads", "head_dim"), "zeros")
-        layers["bk"] = ParamSpec((kv, hd), ("kv_heads", "head_dim"), "zeros")
-        layers["bv"] = ParamSpec((kv, hd), ("kv_heads", "head_dim"), "zeros")
+        attention["bq"] = ParamSpec((heads, hd), ("heads", "head_dim"), "zeros")
+        attention["bk"] = ParamSpec((kv, hd), ("kv_heads", "head_dim"), "zeros")
+        attention["bv"] = ParamSpec((kv, hd), ("kv_heads", "head_dim"), "zeros")
     if c.attention_output_bias:
-        layers["bo"] = ParamSpec((d,), ("embed",), "zeros")
-    if c.qk_norm:
-        layers["q_norm"] = ParamSpec((hd,), ("norm",), scale)
-        layers["k_norm"] = ParamSpec((hd,), ("norm",), scale)
+        attention["bo"] = ParamSpec((d,), ("embed",), "zeros")
+    if c.qk_norm == "whole":
+        attention["q_norm"] = ParamSpec((heads, hd), ("heads", "head_dim"), scale)
+        attention["k_norm"] = ParamSpec((kv, hd), ("kv_heads", "head_dim"), scale)
+    elif c.qk_norm:
+        attention["q_norm"] = ParamSpec((hd,), ("norm",), scale)
+        attention["k_norm"] = ParamSpec((hd,), ("norm",), scale)
+    norms = {"mlp_norm": ParamSpec((d,), ("norm",), scale)}
     if c.post_norms:
-        layers["attn_post_norm"] = ParamSpec((d,), ("norm",), scale)
-        layers["mlp_post_norm"] = ParamSpec((d,), ("norm",), scale)
-    stacked = {
-        name: ParamSpec((c.num_layers, *spec.shape), ("layers", *spec.axes), spec.init)
-        for name, spec in layers.items()
+        norms["attn_post_norm"] = ParamSpec((d,), ("norm",), scale)
+        norms["mlp_post_norm"] = ParamSpec((d,), ("norm",), scale)
+    mlps = {"dense": _mlp("w", d, ff)}
+    if c.experts is not None:
+        mlps["experts"] = _experts(c.experts, d)
+    stacks = {
+        kind: {
+            name: ParamSpec((len(numbers), *spec.shape), ("layers", *spec.axes), spec.init)
+            for name, spec in (attention | norms | mlps[kind]).items()
+        }
+        for kind, numbers in layer_stacks(c)
     }
     specs = {
         "embed": ParamSpec((c.vocab_size, d), ("vocab", "embed")),
-        "layers": stacked,
+        "layers": joined(stacks),
         "final_norm": ParamSpec((d,), ("norm",), scale),
     }
     if c.value_head is not None:
         specs["value_head"] = ParamSpec((d, 1), ("embed", None), deviation=1 / (d + 1))
     elif not c.tie_embeddings:
         specs["unembed"] = ParamSpec((d, c.vocab_size), ("embed", "vocab"))
+    return specs
+
+
+def _mlp(name: str, d: int, ff: int) -> Params:
+    return {
+        f"{name}_gate": ParamSpec((d, ff), ("embed", "mlp")),
+        f"{name}_up": ParamSpec((d, ff), ("embed", "mlp")),
+        f"{name}_down": ParamSpec((ff, d), ("mlp", "embed")),
+    }
+
+
+def _experts(experts: Experts, d: int) -> Params:
+    specs = {"router": ParamSpec((d, experts.count), ("embed", None))}
+    if experts.bias:
+        specs["router_bias"] = ParamSpec((experts.count,), (None,), "zeros")
+    for name, spec in _mlp("experts", d, experts.width).items():
+        axes = tuple("expert_embed" if axis == "embed" else axis for axis in spec.axes)
+        specs[name] = ParamSpec((experts.count, *spec.shape), ("experts", *axes))
+    if experts.shared_width is not None:
+        specs |= _mlp("shared", d, experts.shared_width)
+    if experts.shared_gate:
+        specs["shared_router"] = ParamSpec((d, 1), ("embed", None))
     return specs
 
 
@@ -119,8 +155,12 @@ def is_spec(x: object) -> bool:
 
 @functools.singledispatch
 def describe(config: TransformerConfig) -> dict[str, Any]:
-    """Return the architecture as JSON, which checkpoints keep."""
-    return dataclasses.asdict(config)
+    """Return the architecture as JSON, which checkpoints keep.
+
+    What it has no part of and older checkpoints do not know is left out.
+    """
+    known = dataclasses.asdict(config)
+    return known if config.experts else {k: x for k, x in known.items() if k != "experts"}
 
 
 @functools.singledispatch
@@ -270,7 +310,9 @@ def decoder_layer(
     x, shards = checkpoint_name(x, LAYER_INPUT), shards_of(placement)
 
     def norm(y: jax.Array, name: str) -> jax.Array:
-        return rms_norm(y, rounded(layer[name], y.dtype), config)
+        scale = rounded(layer[name], y.dtype)  # [D], [h], or [H, h] of all heads together
+        flat = y.reshape(*y.shape[: y.ndim - scale.ndim], -1)
+        return rms_norm(flat, scale.reshape(-1), config).reshape(y.shape)
 
     def spread(y: jax.Array, *names: str | None) -> jax.Array:
         return constrain(y, ("batch", None, *names), placement)
@@ -347,19 +389,25 @@ def forward(
         kernel: of the attention, of `PACKED_ATTENTION`.
         placement: where rows, heads and MLP width are spread, and parameters gathered from.
     """
-    axes = logical_axes(config)["layers"]
+    axes, stored = (by_kind(config, tree["layers"]) for tree in (logical_axes(config), params))
     view = layer_views(config, training_mask(segment_ids, kernel), positions, positions)
     attend = functools.partial(self_attention, config, kernel=kernel, placement=placement)
 
-    def body(x: jax.Array, layer: tuple[Params, jax.Array]) -> tuple[jax.Array, None]:
-        stored, sliding = layer
-        weights = {
-            name: gather_weight(w, axes[name][1:], placement, dtype) for name, w in stored.items()
+    def body(kind: str, x: jax.Array, layer: tuple[Params, jax.Array]) -> tuple[jax.Array, None]:
+        names, (weights, sliding) = axes[kind], layer
+        whole = {
+            name: gather_weight(w, names[name][1:], placement, dtype) for name, w in weights.items()
         }
-        return decoder_layer(config, weights, x, view(sliding), attend, placement), None
+        return decoder_layer(config, whole, x, view(sliding), attend, placement), None
 
-    body = recompute(body, remat)
-    layers = (params["layers"], jnp.asarray(sliding_flags(config)))
-    unroll = config.num_layers if config.num_layers <= MAX_UNROLLED_LAYERS else 1
     x = embed(config, params, tokens, dtype, placement)
-    return jax.lax.scan(body, x, layers, unroll=unroll)[0]
+    for run in layer_runs(config):
+        flags = sliding_flags(config)[run.in_model]
+        layers = jax.tree.map(lambda w, run=run: w[run.in_stack], stored[run.kind])
+        x, _ = jax.lax.scan(
+            recompute(functools.partial(body, run.kind), remat),
+            x,
+            (layers, jnp.asarray(flags)),
+            unroll=len(flags) if config.num_layers <= MAX_UNROLLED_LAYERS else 1,
+        )
+    return x

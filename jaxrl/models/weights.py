@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxrl.models.transformer import Params, ParamSpec, TransformerConfig, is_spec, param_specs
+from jaxrl.models.architecture import by_kind, joined, layer_stacks
+from jaxrl.models.transformer import Params, ParamSpec, TransformerConfig, param_specs
 from jaxrl.parallel.processes import fetch
 
 DimGroups = tuple[tuple[int, ...], ...]
@@ -20,12 +21,20 @@ DimGroups = tuple[tuple[int, ...], ...]
 class HFWeight(NamedTuple):
     """Describe where one parameter lies in a Hugging Face checkpoint.
 
-    `name` holds "{i}" for the layer number if the leaf is stacked. `dims[j]` lists the dims of our
-    (unstacked) array that are flattened, in this order, into dim j of theirs.
+    `name` holds "{i}" for the number of the layer if the leaf is stacked, and "{e}" for that of the
+    expert if experts are stacked in it, too. `dims[j]` lists the dims of our (unstacked) array that
+    are flattened, in this order, into dim j of theirs.
     """
 
     name: str
     dims: DimGroups
+    layers: tuple[int, ...] = ()  # numbers of the stack's
+    experts: int = 0
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """Return the leading dims of our leaf along which their tensors lie apart."""
+        return tuple(n for n in (len(self.layers), self.experts) if n)
 
 
 # A Hugging Face Linear is [out, in]; ours lead with the input.
@@ -53,6 +62,14 @@ WEIGHTS = {
     "w_up": HFWeight("model.layers.{i}.mlp.up_proj.weight", LINEAR),
     "w_down": HFWeight("model.layers.{i}.mlp.down_proj.weight", LINEAR),
     "bo": HFWeight("model.layers.{i}.self_attn.o_proj.bias", VECTOR),
+    "router": HFWeight("model.layers.{i}.mlp.gate.weight", LINEAR),
+    "experts_gate": HFWeight("model.layers.{i}.mlp.experts.{e}.gate_proj.weight", LINEAR),
+    "experts_up": HFWeight("model.layers.{i}.mlp.experts.{e}.up_proj.weight", LINEAR),
+    "experts_down": HFWeight("model.layers.{i}.mlp.experts.{e}.down_proj.weight", LINEAR),
+    "shared_gate": HFWeight("model.layers.{i}.mlp.shared_expert.gate_proj.weight", LINEAR),
+    "shared_up": HFWeight("model.layers.{i}.mlp.shared_expert.up_proj.weight", LINEAR),
+    "shared_down": HFWeight("model.layers.{i}.mlp.shared_expert.down_proj.weight", LINEAR),
+    "shared_router": HFWeight("model.layers.{i}.mlp.shared_expert_gate.weight", LINEAR),
     "final_norm": HFWeight("model.norm.weight", VECTOR),
     "unembed": HFWeight("lm_head.weight", LINEAR),
 }
@@ -64,25 +81,49 @@ POST_NORM_WEIGHTS = WEIGHTS | {
 }
 
 
+_MIXTRAL = "model.layers.{i}.block_sparse_moe"
+EXPERT_WEIGHTS = {  # by `Experts.names`
+    "qwen": {},
+    "mixtral": {
+        "router": HFWeight(f"{_MIXTRAL}.gate.weight", LINEAR),
+        "experts_gate": HFWeight(f"{_MIXTRAL}.experts.{{e}}.w1.weight", LINEAR),
+        "experts_up": HFWeight(f"{_MIXTRAL}.experts.{{e}}.w3.weight", LINEAR),
+        "experts_down": HFWeight(f"{_MIXTRAL}.experts.{{e}}.w2.weight", LINEAR),
+    },
+}
+
+
 def weight_map(config: TransformerConfig) -> Params:
     """Return a tree of `HFWeight`, parallel to the parameters."""
     table = POST_NORM_WEIGHTS if config.post_norms else WEIGHTS
+    if config.qk_norm == "whole":
+        table = table | {
+            name: table[name]._replace(dims=HEAD_BIAS) for name in ("q_norm", "k_norm")
+        }
+    if config.experts is not None:
+        table = {
+            name: weight._replace(experts=config.experts.count) if "{e}" in weight.name else weight
+            for name, weight in (table | EXPERT_WEIGHTS[config.experts.names]).items()
+        }
     table = table | {"value_head": HFWeight(f"{config.value_head}.weight", LINEAR)}
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: table[path[-1].key], param_specs(config), is_leaf=is_spec
-    )
+    specs = param_specs(config)
+    of_kind = by_kind(config, specs["layers"])
+    stacks = {
+        kind: {name: table[name]._replace(layers=numbers) for name in of_kind[kind]}
+        for kind, numbers in layer_stacks(config)
+    }
+    return {name: table[name] for name in specs if name != "layers"} | {"layers": joined(stacks)}
 
 
-def layer_names(weight: HFWeight, num_layers: int) -> list[str]:
-    """Name the tensors behind one leaf: one per layer, or a single one for an unstacked leaf."""
-    if "{i}" not in weight.name:
-        return [weight.name]
-    return [weight.name.format(i=i) for i in range(num_layers)]
+def tensor_names(weight: HFWeight) -> list[str]:
+    """Name the tensors behind one leaf: one per layer and expert, in the order of its stack."""
+    layers, experts = weight.layers or (0,), range(weight.experts or 1)
+    return [weight.name.format(i=i, e=e) for i in layers for e in experts]
 
 
-def layer_shape(weight: HFWeight, spec: ParamSpec) -> tuple[int, ...]:
-    """Return our shape of one layer's part of a leaf."""
-    return spec.shape[1:] if "{i}" in weight.name else spec.shape
+def tensor_shape(weight: HFWeight, spec: ParamSpec) -> tuple[int, ...]:
+    """Return our shape of the part of a leaf that is one tensor."""
+    return spec.shape[len(weight.stack) :]
 
 
 def hf_shape(weight: HFWeight, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -130,9 +171,9 @@ def hf_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     weights, treedef = jax.tree.flatten(weight_map(config), is_leaf=is_weight)
     specs = treedef.flatten_up_to(param_specs(config))
     return {
-        name: hf_shape(weight, layer_shape(weight, spec))
+        name: hf_shape(weight, tensor_shape(weight, spec))
         for weight, spec in zip(weights, specs, strict=True)
-        for name in layer_names(weight, config.num_layers)
+        for name in tensor_names(weight)
     }
 
 
@@ -144,10 +185,10 @@ def params_to_hf(config: TransformerConfig, params: Params) -> Iterator[tuple[st
     """
     weights, treedef = jax.tree.flatten(weight_map(config), is_leaf=is_weight)
     for weight, leaf in zip(weights, treedef.flatten_up_to(params), strict=True):
-        names = layer_names(weight, config.num_layers)
-        layers = _layers(leaf) if "{i}" in weight.name else [fetch(leaf)]
-        for name, x in zip(names, layers, strict=True):
-            yield name, to_hf(weight, x)
+        names = iter(tensor_names(weight))
+        for layer in _layers(leaf) if weight.layers else [fetch(leaf)]:
+            for x in layer if weight.experts else [layer]:
+                yield next(names), to_hf(weight, x)
 
 
 def _layers(leaf: jax.Array | np.ndarray) -> Iterator[np.ndarray]:

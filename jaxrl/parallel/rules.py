@@ -19,8 +19,10 @@ class ShardingRules:
     The default is FSDP (ZeRO-3) and tensor. A dim that its mesh axes do not divide stays whole.
     """
 
-    batch: MeshAxes = ("data", "fsdp")
-    embed: MeshAxes = "fsdp"
+    batch: MeshAxes = ("data", "fsdp", "expert")
+    embed: MeshAxes = ("fsdp", "expert")
+    experts: MeshAxes = "expert"
+    expert_embed: MeshAxes = "fsdp"
     vocab: MeshAxes = "tensor"
     heads: MeshAxes = "tensor"
     kv_heads: MeshAxes = "tensor"
@@ -51,13 +53,17 @@ class Placement:
         """Return the sharding of an array with these logical axes, as `spec` says."""
         return NamedSharding(self.mesh, self.spec(shape, names))
 
-    def whole_over_batch(self, spec: PartitionSpec) -> PartitionSpec:
-        """Return a spec without the axes of the batch: a parameter as the computation needs it."""
+    def whole_over_batch(self, shape: Sequence[int], names: Sequence[str | None]) -> PartitionSpec:
+        """Return `spec` without the axes of the batch: a parameter as the computation needs it.
 
-        def keep(axes: MeshAxes) -> MeshAxes:
-            return tuple(axis for axis in _names(axes) if axis not in self.batch_axes) or None
+        Experts stay apart: tokens travel to them.
+        """
 
-        return PartitionSpec(*(keep(axes) for axes in spec))
+        def keep(axes: MeshAxes, name: str | None) -> MeshAxes:
+            left = (a for a in _names(axes) if name == "experts" or a not in self.batch_axes)
+            return tuple(left) or None
+
+        return PartitionSpec(*map(keep, self.spec(shape, names), names))
 
     @property
     def platform(self) -> str:
@@ -91,25 +97,27 @@ def gather_parameter(
     """
     if placement is None:
         return w
-    return _gather(w, placement, placement.spec(w.shape, names), dtype)
+    return _gather(w, placement, tuple(names), dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather(w: jax.Array, placement: Placement, spec: PartitionSpec, dtype: Any) -> jax.Array:
-    cast = _place(w.astype(dtype), placement.mesh, spec)
-    return _place(cast, placement.mesh, placement.whole_over_batch(spec)).astype(w.dtype)
+def _gather(
+    w: jax.Array, placement: Placement, names: tuple[str | None, ...], dtype: Any
+) -> jax.Array:
+    cast = constrain(w.astype(dtype), names, placement)
+    return _place(cast, placement.mesh, placement.whole_over_batch(w.shape, names)).astype(w.dtype)
 
 
 def _gather_forward(
-    w: jax.Array, placement: Placement, spec: PartitionSpec, dtype: Any
+    w: jax.Array, placement: Placement, names: tuple[str | None, ...], dtype: Any
 ) -> tuple[jax.Array, None]:
-    return _gather(w, placement, spec, dtype), None
+    return _gather(w, placement, names, dtype), None
 
 
 def _scatter(
-    placement: Placement, spec: PartitionSpec, dtype: Any, _: None, gradient: jax.Array
+    placement: Placement, names: tuple[str | None, ...], dtype: Any, _: None, gradient: jax.Array
 ) -> tuple[jax.Array]:
-    return (_place(gradient, placement.mesh, spec),)
+    return (constrain(gradient, names, placement),)
 
 
 _gather.defvjp(_gather_forward, _scatter)

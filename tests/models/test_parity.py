@@ -51,6 +51,7 @@ KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 WINDOWS = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
 GEMMA = {"query_pre_attn_scalar": 24, "sliding_window": WINDOW}
 CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 6.0}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MODELS = {
     "llama": ("llama", {"tie_word_embeddings": True}),
     "llama-mha": ("llama", {"num_key_value_heads": 4}),
@@ -94,6 +95,16 @@ MODELS = {
         },
     ),
     "gemma3-full": ("gemma3_text", {**GEMMA, "layer_types": ["full_attention"] * 3}),
+    "qwen3-moe": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True}),
+    "qwen3-moe-dense-first": ("qwen3_moe", {**EXPERTS, "mlp_only_layers": [0]}),
+    "qwen3-moe-every-other": ("qwen3_moe", {**EXPERTS, "decoder_sparse_step": 2}),
+    "qwen3-moe-window": (
+        "qwen3_moe",
+        {**EXPERTS, "use_sliding_window": True, "sliding_window": WINDOW},
+    ),
+    "qwen2-moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 40}),
+    "mixtral": ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2}),
 }
 
 

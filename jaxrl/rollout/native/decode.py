@@ -14,9 +14,9 @@ of a tile, G parts of the batch (see kv_cache.py).
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from jaxrl.array_ops import token_log_probs
+from jaxrl.models.architecture import by_kind, layer_runs, layer_stacks
 from jaxrl.models.attention import Segments, layer_views
 from jaxrl.models.kernels.choice import REFERENCE
 from jaxrl.models.kernels.paged_attention import Pages
@@ -193,10 +194,17 @@ def decode_params(
     An unrolled loop over layers updates each cache in place, where a scan would restack them.
     """
     rest = {name: x for name, x in params.items() if name != STACKED}
-    return {
-        **decode_rest(rest, dtype),
-        STACKED: decode_layers(params[STACKED], config.num_layers, dtype, shards=shards),
+    stored = by_kind(config, params[STACKED])
+    layers = {
+        kind: decode_layers(stored[kind], len(numbers), dtype, shards=shards)
+        for kind, numbers in layer_stacks(config)
     }
+    return {**decode_rest(rest, dtype), STACKED: in_order(config, layers)}
+
+
+def in_order(config: TransformerConfig, layers: Mapping[str, Sequence[Any]]) -> tuple:
+    """Return the layers of each kind in the order of the model."""
+    return tuple(layer for run in layer_runs(config) for layer in layers[run.kind][run.in_stack])
 
 
 def decode_layers(stacked: Params, count: int, dtype: jnp.dtype, *, shards: int) -> tuple:

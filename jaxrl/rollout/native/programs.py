@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from jaxrl import activity
 from jaxrl.data.packing import length_bucket, round_up
+from jaxrl.models.architecture import by_kind, layer_stacks
 from jaxrl.models.kernels.choice import facts_of
 from jaxrl.models.kernels.paged_attention import layout_of, paged_kernel
 from jaxrl.models.transformer import (
@@ -474,11 +475,12 @@ def prompt_shardings(placement: Placement) -> device.Prompts:
 class Compiled(NamedTuple):
     """Hold functions of `decode.py` and `kv_cache.py` for one architecture and placement."""
 
+    config: TransformerConfig
     whole: Any  # sharding
     dtype: jnp.dtype
     decode_params: Any
     rest: Any  # shardings of what is not stacked
-    decode_layers: Any  # by their number
+    decode_layers: Any  # by their kind and number
     decode_rest: Any
     empty: Any
     lengthen: Any
@@ -495,24 +497,27 @@ class Compiled(NamedTuple):
         """
         if not self._elsewhere(params):
             return self.decode_params(params)
-        stacked, layers, dtype = params[STACKED], [], self.dtype
+        dtype = self.dtype
 
         def near(part: Any, sharding: Any) -> Any:
             return jax.block_until_ready(jax.device_put(part, sharding))
 
-        for first, count in layer_ranges(whole_pieces(named(stacked), dtype), group_bytes):
-            # nothing keeps a name for what is on its way: the next group begins when it is gone
-            layers += jax.block_until_ready(
-                self.decode_layers(count)(
-                    near(take_layers(stacked, first, count=count, dtype=dtype), self.whole)
+        layers: dict[str, list] = {}
+        for kind, stacked in by_kind(self.config, params[STACKED]).items():
+            layers[kind] = []
+            for first, count in layer_ranges(whole_pieces(named(stacked), dtype), group_bytes):
+                # nothing keeps a name for what is on its way: the next group begins when it is gone
+                layers[kind] += jax.block_until_ready(
+                    self.decode_layers(kind, count)(
+                        near(take_layers(stacked, first, count=count, dtype=dtype), self.whole)
+                    )
                 )
-            )
         rest = {name: x for name, x in params.items() if name != STACKED}
         moved = {
             piece.name: near(take(rest, (piece,))[0], self.rest[piece.name])
             for piece in whole_pieces(rest, dtype)
         }
-        return {**self.decode_rest(moved), STACKED: tuple(layers)}
+        return {**self.decode_rest(moved), STACKED: device.in_order(self.config, layers)}
 
     def abstract_input(self, params: Params) -> Params:
         """Return shapes of the trainer's parameters, as if `decode_params` got them at once."""
@@ -550,11 +555,13 @@ def compiled(
     rest = {name: one if split else whole for name, one in weights.items() if name != STACKED}
 
     @functools.cache
-    def decode_layers(count: int) -> Any:
+    def decode_layers(kind: str, count: int) -> Any:
         run = bind(device.decode_layers, count=count, dtype=dtype, shards=shards)
-        return jit(run, out_shardings=weights[STACKED][:count] if split else whole)
+        some = weights[STACKED][dict(layer_stacks(config))[kind][0]]
+        return jit(run, out_shardings=(some,) * count if split else whole)
 
     return Compiled(
+        config=config,
         whole=whole,
         dtype=dtype,
         decode_params=jit(
@@ -592,8 +599,12 @@ def _weight_shardings(config: TransformerConfig, placement: Placement) -> Params
     )
     axes = logical_axes(config)
     head = axes.get("unembed", axes["embed"][::-1])
-    layer = {name: names[1:] for name, names in axes["layers"].items()}
-    layer |= {name: layer[parts[0]] for name, (parts, _) in FUSED.items() if parts[0] in layer}
-    layers = tuple({name: layer[name] for name in one} for one in shapes["layers"])
-    decode_axes = {**axes, "layers": layers, "unembed": head}
+    layers = list(shapes["layers"])
+    of_kind = by_kind(config, axes["layers"])
+    for kind, numbers in layer_stacks(config):
+        layer = {name: names[1:] for name, names in of_kind[kind].items()}
+        layer |= {name: layer[parts[0]] for name, (parts, _) in FUSED.items() if parts[0] in layer}
+        for i in numbers:
+            layers[i] = {name: layer[name] for name in shapes["layers"][i]}
+    decode_axes = {**axes, "layers": tuple(layers), "unembed": head}
     return jax.tree.map(lambda x, names: placement.sharding(x.shape, names), shapes, decode_axes)

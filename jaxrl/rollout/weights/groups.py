@@ -90,15 +90,21 @@ def plan(whole: Sequence[Piece], group_bytes: int = GROUP_BYTES) -> list[tuple[P
         whole: each array as one piece.
         group_bytes: most bytes of a group.
     """
-    stacked = [p for p in whole if p.name.startswith(f"{STACKED}/") and p.shape]
-    if len({p.shape[0] for p in stacked}) > 1:  # a flax module's, which has no such dim
-        stacked = []
-    groups = list(_filled([p for p in whole if p not in stacked], group_bytes))
-    for first, count in layer_ranges(stacked, group_bytes):
-        some = [
-            p._replace(starts=(first, *p.starts[1:]), shape=(count, *p.shape[1:])) for p in stacked
-        ]
-        groups += _filled(some, group_bytes)
+    stacks: dict[str, list[Piece]] = {}
+    for p in whole:
+        if p.name.startswith(f"{STACKED}/") and p.shape:
+            stacks.setdefault(p.name.rpartition("/")[0], []).append(p)
+    # a flax module's have no such dim
+    stacks = {k: some for k, some in stacks.items() if len({p.shape[0] for p in some}) == 1}
+    stacked = {p.name for some in stacks.values() for p in some}
+    groups = list(_filled([p for p in whole if p.name not in stacked], group_bytes))
+    for stack in stacks.values():
+        for first, count in layer_ranges(stack, group_bytes):
+            some = [
+                p._replace(starts=(first, *p.starts[1:]), shape=(count, *p.shape[1:]))
+                for p in stack
+            ]
+            groups += _filled(some, group_bytes)
     return groups
 
 
