@@ -39,3 +39,23 @@ class TransformerConfig:
     attention_softcap: float | None = None  # Gemma 2: scores -> cap tanh(scores / cap)
     final_softcap: float | None = None  # the same for logits
     value_head: str | None = None  # a critic: name of its head, which has the vocabulary's place
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Describe the MLP of a layer that is a mixture of experts: its router and its experts.
+
+    Example: `Experts(count=128, per_token=8, width=768, normalise=True)` is Qwen3-30B-A3B's.
+    """
+
+    count: int  # E
+    per_token: int  # k
+    width: int  # F of each
+    normalise: bool  # the weights of a token are divided by their sum
+    scoring: str = "softmax"  # over all experts; "sigmoid": of each alone
+    scaling: float = 1.0  # the weights are multiplied by it
+    groups: int = 1  # DeepSeek-V3: a token chooses among the experts of its best groups
+    groups_per_token: int = 1
+    bias: bool = False  # DeepSeek-V3: added to the scores for the choice, not for the weights
+    shared_width: int | None = None  # of an expert that all tokens have beside; None = none
+    shared_gate: bool = False  # Qwen2-MoE: what the shared expert gives is times a sigmoid
