@@ -9,7 +9,10 @@ from jaxrl.models.rope import RopeScaling
 
 @dataclass(frozen=True)
 class Experts:
-    """Describe a mixture of experts in the place of MLPs, and its router."""
+    """Describe a mixture of experts in the place of MLPs, and its router.
+
+    Example: `Experts(count=128, per_token=8, width=768, normalise=True)` is Qwen3-30B-A3B's.
+    """
 
     count: int
     per_token: int

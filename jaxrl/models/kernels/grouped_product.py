@@ -25,7 +25,7 @@ from jaxrl.models.kernels.choice import (
 )
 from jaxrl.types import Array
 
-TILE = 128  # rows of a product of the reference
+TILE, SMALLEST_TILE = 128, 8  # rows of a product of the reference
 TPU_ROWS, TPU_WIDTH = 512, 1024  # of the tiles of megablox; VMEM holds three of them twice
 Product = Callable[[Array, Array, Array], Array]
 
@@ -80,58 +80,78 @@ def differentiable(rows: Callable[..., Array], outer: Product) -> Product:
 
 
 def tile_rows(x: Array, w: Array, sizes: Array, *, transposed: bool = False) -> Array:
-    """Do `rows` in plain XLA: one product for each group in each tile of rows."""
-    tiles, width = _tiles(x), w.shape[1 if transposed else 2]
+    """Do `rows` in plain XLA: one product for each group in each tile of rows.
+
+    What a row becomes depends on no other row, nor on its place, but on the number of rows.
+    """
+    tiles, width = _tiles(x, len(sizes)), w.shape[1 if transposed else 2]
 
     def add(out: Array, visit: tuple[Array, Array, Array]) -> tuple[Array, None]:
         tile, group, mask = visit
-        some = jnp.where(mask[:, None], tiles[tile], 0)
-        matrix = w[group].T if transposed else w[group]
-        part = jnp.dot(some, matrix, preferred_element_type=jnp.float32)
-        return out.at[tile].add(part), None
+
+        def product() -> Array:
+            some = jnp.where(mask[:, None], tiles[tile], 0)
+            matrix = w[group].T if transposed else w[group]
+            return jnp.dot(some, matrix, preferred_element_type=jnp.float32)
+
+        return out.at[tile].add(_unless_empty(mask, product)), None
 
     zeros = jnp.zeros((*tiles.shape[:2], width), jnp.float32)
-    out = jax.lax.scan(add, zeros, _visits(sizes, len(tiles)))[0]
+    out = jax.lax.scan(add, zeros, _visits(sizes, tiles))[0]
     return out.reshape(-1, width)[: len(x)].astype(x.dtype)
 
 
 def tile_outer(x: Array, y: Array, sizes: Array) -> Array:
     """Do `outer` in plain XLA."""
-    x_tiles, y_tiles = _tiles(x), _tiles(y)
+    x_tiles, y_tiles = _tiles(x, len(sizes)), _tiles(y, len(sizes))
 
     def add(out: Array, visit: tuple[Array, Array, Array]) -> tuple[Array, None]:
         tile, group, mask = visit
-        some = jnp.where(mask[:, None], x_tiles[tile], 0)
-        part = jnp.einsum("ni,no->io", some, y_tiles[tile], preferred_element_type=jnp.float32)
-        return out.at[group].add(part), None
+
+        def product() -> Array:
+            some = jnp.where(mask[:, None], x_tiles[tile], 0)
+            return jnp.einsum("ni,no->io", some, y_tiles[tile], preferred_element_type=jnp.float32)
+
+        return out.at[group].add(_unless_empty(mask, product)), None
 
     zeros = jnp.zeros((len(sizes), x.shape[1], y.shape[1]), jnp.float32)
-    return jax.lax.scan(add, zeros, _visits(sizes, len(x_tiles)))[0]
+    return jax.lax.scan(add, zeros, _visits(sizes, x_tiles))[0]
 
 
-def _tiles(x: Array) -> Array:
-    """Cut rows [n, width] into tiles [n / TILE, TILE, width], the last one padded."""
-    padded = jnp.pad(x, ((0, -len(x) % TILE), (0, 0)))
-    return padded.reshape(-1, TILE, x.shape[1])
+def _unless_empty(mask: Array, product: Callable[[], Array]) -> Array:
+    """Return the product of a visit, 0 where it finds no row."""
+    part = jax.eval_shape(product)
+    return jax.lax.cond(mask.any(), product, lambda: jnp.zeros(part.shape, part.dtype))
 
 
-def _visits(sizes: Array, tiles: int) -> tuple[Array, Array, Array]:
-    """Return which tile meets which group, and in which of its rows [TILE] bool.
+def _tiles(x: Array, groups: int) -> Array:
+    """Cut rows [n, width] into tiles [n / size, size, width], the last one padded.
+
+    Tiles hold about as many rows as a group: in decoding a product of `TILE` rows is mostly of 0.
+    """
+    size = min(TILE, max(SMALLEST_TILE, 1 << (len(x) // groups).bit_length()))
+    padded = jnp.pad(x, ((0, -len(x) % size), (0, 0)))
+    return padded.reshape(-1, size, x.shape[1])
+
+
+def _visits(sizes: Array, tiles: Array) -> tuple[Array, Array, Array]:
+    """Return which tile meets which group, and in which of its rows [size] bool.
 
     Going through tiles and groups in order each step goes to the next of one of them, so there are
     tiles + E steps. Those that find no row of the group in the tile have an empty mask.
     """
+    number, size = tiles.shape[:2]
     ends = jnp.cumsum(sizes)
-    group_ends, tile_ends = ends, (jnp.arange(tiles) + 1) * TILE
+    group_ends, tile_ends = ends, (jnp.arange(number) + 1) * size
     order = jnp.argsort(jnp.concatenate([group_ends, tile_ends]), stable=True)
     of_group = order < len(sizes)
     done_groups, done_tiles = (
         jnp.cumsum(which) - which for which in (of_group.astype(int), (~of_group).astype(int))
     )
-    group, tile = jnp.minimum(done_groups, len(sizes) - 1), jnp.minimum(done_tiles, tiles - 1)
-    place = tile[:, None] * TILE + jnp.arange(TILE)
+    group, tile = jnp.minimum(done_groups, len(sizes) - 1), jnp.minimum(done_tiles, number - 1)
+    place = tile[:, None] * size + jnp.arange(size)
     inside = (place >= (ends - sizes)[group][:, None]) & (place < ends[group][:, None])
-    valid = (done_groups < len(sizes)) & (done_tiles < tiles)
+    valid = (done_groups < len(sizes)) & (done_tiles < number)
     return tile, group, inside & valid[:, None]
 
 

@@ -1,0 +1,295 @@
+"""Mixture of experts: an MLP of which each token uses the few that its router chooses.
+
+Shazeer et al., 2017, https://arxiv.org/abs/1701.06538. No token is dropped: assignments lie sorted
+by expert, and each expert multiplies its own (Gale et al., 2022, https://arxiv.org/abs/2211.15841).
+The way there and back are gathers, in the backward pass as well, so that every sum has one order.
+
+Shape legend: B rows, T tokens, n = B T, D model width, E experts, k experts of a token, F width of
+an expert, S width of the shared expert.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxrl.models.architecture import Experts
+from jaxrl.models.kernels.choice import REFERENCE
+from jaxrl.models.kernels.grouped_product import grouped_product
+from jaxrl.models.linear import project, rounded
+from jaxrl.parallel.rules import Placement, constrain
+from jaxrl.types import Array
+
+EXPERT = "expert"  # the mesh axis over which experts are spread
+SCORES: dict[str, Callable[[Array], Array]] = {
+    "softmax": functools.partial(jax.nn.softmax, axis=-1),
+    "sigmoid": jax.nn.sigmoid,
+}
+
+
+class Routes(NamedTuple):
+    """Hold the experts of each token: ids [n, k] int32 and their weights [n, k] float32."""
+
+    ids: Array
+    weights: Array
+
+
+class Routing(NamedTuple):
+    """Hold what a router did: ids [B, T, k], weights [B, T, k], float32 logits [B, T, E].
+
+    `SCORES` makes the scores of the logits.
+    """
+
+    ids: Array
+    weights: Array
+    logits: Array
+
+
+def route(
+    experts: Experts, logits: Array, bias: Array | None = None, replay: Array | None = None
+) -> tuple[Routes, Array]:
+    """Choose the k experts of each token and weigh them by their scores.
+
+    As transformers does for Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE (softmax) and for DeepSeek-V3
+    (sigmoid, https://arxiv.org/abs/2412.19437, section 2.1.2).
+
+    Args:
+        logits: [n, E] float32.
+        bias: [E], with `experts.bias`; it has no gradient.
+        replay: [n, k] ids that are taken in place of the choice, such as those of the sampler (Ma
+            et al., 2025, https://arxiv.org/abs/2510.11370); the weights remain functions of the
+            logits. A row whose first id is E is not known, and chooses for itself.
+
+    Returns:
+        The routes, and the scores [n, E] float32.
+    """
+    scores = SCORES[experts.scoring](logits)
+    ids = _choose(experts, jax.lax.stop_gradient(scores), bias)
+    if replay is not None:
+        ids = jnp.where(replay[:, :1] < experts.count, replay, ids)
+    weights = _at(scores, ids)
+    if experts.normalise:
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+    return Routes(ids, weights * experts.scaling), scores
+
+
+def _choose(experts: Experts, scores: Array, bias: Array | None) -> Array:
+    """Return the ids [n, k] of the best scores [n, E], in the best groups of experts alone.
+
+    A group is as good as its two best together.
+    """
+    if bias is not None:
+        scores = scores + jax.lax.stop_gradient(bias)
+    if experts.groups > 1:
+        grouped = scores.reshape(len(scores), experts.groups, -1)
+        of_group = jax.lax.top_k(grouped, 2)[0].sum(axis=-1)
+        best = jax.lax.top_k(of_group, experts.groups_per_token)[1]
+        open_groups = (best[:, None] == jnp.arange(experts.groups)[:, None]).any(axis=-1)
+        scores = jnp.where(open_groups[..., None], grouped, -jnp.inf).reshape(scores.shape)
+    return jax.lax.top_k(scores, experts.per_token)[1]
+
+
+@jax.checkpoint  # keeps no mask [n, k, E]
+def _at(scores: Array, ids: Array) -> Array:
+    """Return the scores [n, k] of ids; the gradient is a sum over k, not a scatter."""
+    here = ids[..., None] == jnp.arange(scores.shape[1])
+    return jnp.where(here, scores[:, None], 0).sum(axis=-1)
+
+
+def expert_mlp(
+    experts: Experts,
+    activation: Callable[[Array], Array],
+    weights: Mapping[str, Array],
+    y: Array,
+    *,
+    placement: Placement | None = None,
+    kernel: str = REFERENCE,
+    replay: Array | None = None,
+) -> tuple[Array, Routing]:
+    """Compute the sum of each token's experts by their weights, and of the shared expert.
+
+    An expert is down(activation(gate y) * up y). Over a mesh with an axis `expert` each of its
+    devices has E / its size of the experts: it gathers the tokens of the others, computes what its
+    experts make of them, and sends back sums.
+
+    Args:
+        weights: of one layer, whole over the batch axes: router [D, E], router_bias [E],
+            experts_gate and experts_up [E, D, F], experts_down [E, F, D]; shared_gate and shared_up
+            [D, S], shared_down [S, D], shared_router [D, 1].
+        y: [B, T, D].
+        placement: where rows, experts and their width are spread.
+        kernel: of `GROUPED_PRODUCT`.
+        replay: [B, T, k], see `route`.
+
+    Returns:
+        [B, T, D] in the dtype of y, and what the router did.
+    """
+    names = ("router", "router_bias", "experts_gate", "experts_up", "experts_down")
+    routed = {name: weights[name] for name in names if name in weights}
+    # float32 outside and the dtype of y within, so that gradients meet in float32
+    given = (routed, y.astype(jnp.float32), replay)
+    run = functools.partial(_routed, experts, activation, kernel, y.dtype)
+    if placement is None:
+        parts, routing = run(None, False, *given)
+    else:
+        parts, routing = _over_mesh(experts, run, placement, *given)
+    out = parts.sum(axis=0)
+    if experts.shared_width is not None:
+        out = out + _shared(activation, weights, y, placement)
+    return out.astype(y.dtype), routing
+
+
+def _over_mesh(
+    experts: Experts,
+    run: Callable[..., tuple[Array, Routing]],
+    placement: Placement,
+    weights: dict[str, Array],
+    y: Array,
+    replay: Array | None,
+) -> tuple[Array, Routing]:
+    """Run `_routed` on every device of a mesh, with its rows, its experts and its part of F."""
+    shards = placement.mesh.shape.get(EXPERT, 1)
+    expert = EXPERT if shards > 1 and experts.count % shards == 0 else None
+    (width,) = placement.spec((experts.width,), ("mlp",))
+    (rows,) = placement.spec(y.shape[:1], ("batch",))
+    gathers = expert is not None and rows is not None and expert in placement.batch_axes
+    # Parts are added outside: the gradient of that sum is no sum, as it would be of a psum.
+    parts = tuple(jax.tree.leaves((None if gathers else expert, width)))
+    specs = dict.fromkeys(weights, PartitionSpec()) | {
+        "experts_gate": PartitionSpec(expert, None, width),
+        "experts_up": PartitionSpec(expert, None, width),
+        "experts_down": PartitionSpec(expert, width),
+    }
+    return jax.shard_map(
+        functools.partial(run, expert, gathers),
+        mesh=placement.mesh,
+        in_specs=(specs, PartitionSpec(rows), PartitionSpec(rows)),
+        out_specs=(PartitionSpec(parts, rows), PartitionSpec(rows)),
+        check_vma=False,  # a kernel does not say over which axes its output varies
+    )(weights, y, replay)
+
+
+def _routed(
+    experts: Experts,
+    activation: Callable[[Array], Array],
+    kernel: str,
+    dtype: Any,
+    expert: str | None,
+    gathers: bool,
+    weights: dict[str, Array],
+    y: Array,
+    replay: Array | None,
+) -> tuple[Array, Routing]:
+    """Compute the part [1, B, T, D] float32 that this device's experts have in the sum.
+
+    Args:
+        dtype: in which experts compute.
+        expert: the axis over which experts are spread; None = all are here.
+        gathers: rows are spread over it as well.
+        y: [B, T, D] float32, of values that `dtype` has.
+    """
+    tokens = y.reshape(-1, y.shape[-1])
+    logits = tokens @ rounded(weights["router"], dtype)
+    replay = None if replay is None else replay.reshape(len(tokens), -1)
+    routes, _ = route(experts, logits, weights.get("router_bias"), replay)
+    routing = Routing(*(x.reshape(*y.shape[:2], -1) for x in (*routes, logits)))
+    if gathers:
+        tokens = _all_tokens(tokens, expert, dtype)
+        routes = Routes(*(jax.lax.all_gather(x, expert, tiled=True) for x in routes))
+    first = 0 if expert is None else jax.lax.axis_index(expert) * len(weights["experts_gate"])
+    out = _mixture(
+        activation, kernel, dtype, weights, tokens, routes._replace(ids=routes.ids - first)
+    )
+    if gathers:
+        out = jax.lax.psum_scatter(out, expert, scatter_dimension=0, tiled=True)
+    return out.reshape(1, *y.shape), routing
+
+
+def _mixture(
+    activation: Callable[[Array], Array],
+    kernel: str,
+    dtype: Any,
+    weights: dict[str, Array],
+    tokens: Array,
+    routes: Routes,
+) -> Array:
+    """Compute the sum [n, D] float32 of what experts make of tokens [n, D].
+
+    Ids outside of the experts in `weights` are of other devices: their assignments lie behind all
+    groups, where a product is 0.
+    """
+    here = len(weights["experts_gate"])
+    ids = routes.ids.reshape(-1)
+    ids = jnp.where((ids >= 0) & (ids < here), ids, here)
+    order = jnp.argsort(ids, stable=True)
+    inverse = jnp.argsort(order)
+    ends = jnp.searchsorted(ids[order], jnp.arange(here), side="right")
+    sizes = jnp.diff(ends, prepend=0).astype(jnp.int32)
+    product = functools.partial(grouped_product, sizes=sizes, kernel=kernel)
+
+    @jax.checkpoint  # keeps no second and wider copy of the rows
+    def total(rows: Array, by_token: Array) -> Array:
+        back = _take(rows, inverse, order, dtype).reshape(*by_token.shape, -1)
+        return (by_token[..., None] * back.astype(jnp.float32)).sum(axis=1)
+
+    rows = _take(tokens, order, inverse, dtype)
+    gate, up = product(rows, weights["experts_gate"]), product(rows, weights["experts_up"])
+    return total(product(activation(gate) * up, weights["experts_down"]), routes.weights)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _take(x: Array, order: Array, inverse: Array, dtype: Any) -> Array:
+    """Return, for a permutation of k n places, rows order // k of x [n, D], in `dtype`.
+
+    Its gradient is gathered by the inverse and summed over k in float32.
+    """
+    return x.astype(dtype)[order // (len(order) // len(x))]
+
+
+def _take_forward(x: Array, order: Array, inverse: Array, dtype: Any) -> tuple[Array, tuple]:
+    return _take(x, order, inverse, dtype), (inverse, x[:, :0])  # of x its shape and dtype
+
+
+def _take_backward(dtype: Any, residuals: tuple, g: Array) -> tuple[Array, None, None]:
+    inverse, x = residuals
+    by_row = g[inverse].reshape(len(x), -1, g.shape[1])
+    return by_row.astype(jnp.float32).sum(axis=1).astype(x.dtype), None, None
+
+
+_take.defvjp(_take_forward, _take_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _all_tokens(tokens: Array, axis: str, dtype: Any) -> Array:
+    """Gather the tokens of all devices of an axis in `dtype`; their gradient is float32."""
+    narrow = jax.lax.all_gather(tokens.astype(dtype), axis, tiled=True)
+    return narrow.astype(tokens.dtype)
+
+
+def _all_tokens_forward(tokens: Array, axis: str, dtype: Any) -> tuple[Array, None]:
+    return _all_tokens(tokens, axis, dtype), None
+
+
+def _all_tokens_backward(axis: str, dtype: Any, _: None, g: Array) -> tuple[Array]:
+    return (jax.lax.psum_scatter(g, axis, scatter_dimension=0, tiled=True),)
+
+
+_all_tokens.defvjp(_all_tokens_forward, _all_tokens_backward)
+
+
+def _shared(
+    activation: Callable[[Array], Array],
+    weights: Mapping[str, Array],
+    y: Array,
+    placement: Placement | None,
+) -> Array:
+    """Compute what the shared expert makes of y [B, T, D], in float32."""
+    hidden = activation(project(y, weights["shared_gate"])) * project(y, weights["shared_up"])
+    hidden = constrain(hidden, ("batch", None, "mlp"), placement)
+    out = project(hidden, weights["shared_down"]).astype(jnp.float32)
+    if "shared_router" in weights:
+        out = out * jax.nn.sigmoid(project(y, weights["shared_router"]).astype(jnp.float32))
+    return out
