@@ -8,8 +8,8 @@ from jaxrl.config.dataclass_config import BaseConfig
 from jaxrl.config.status import implemented, inert, mapped, new, planned
 
 _MEGATRONS_OWN = inert("Megatron's own")
-_LATER_AXIS = planned("mesh.context and mesh.expert are later axes")
-_MEGATRONS_EXPERTS = inert("Megatron's mixture-of-experts layers; our models are dense")
+_LATER_AXIS = planned("mesh.context is a later axis")
+_MEGATRONS_EXPERTS = inert("Megatron's own way; ours has no other, and the model says the rest")
 _FLOAT32_ALONE = mapped("fp32 alone: gradients are summed in it, so that no mesh changes them")
 
 
@@ -23,10 +23,11 @@ class MeshConfig(BaseConfig):
     """Devices that share one copy of parameters and optimizer state, with other rows each."""
     tensor: Annotated[int, new()] = 1
     """Devices that share the rows, and split heads, MLP width and vocabulary."""
-    context: Annotated[int, planned(only_with="later axes", skyrl_only=False)] = 1
+    context: Annotated[int, planned(only_with="a later axis", skyrl_only=False)] = 1
     """Devices that split the positions of a row."""
-    expert: Annotated[int, planned(only_with="later axes", skyrl_only=False)] = 1
-    """Devices that split the experts."""
+    expert: Annotated[int, new()] = 1
+    """Devices that split the experts of each layer, with other rows each; they share all other
+    parameters as those of fsdp do."""
 
 
 # values of MixedPrecisionConfig, as NumPy names them
@@ -139,10 +140,12 @@ class MegatronConfig(BaseConfig):
     """Pipeline stages."""
     context_parallel_size: Annotated[int, _LATER_AXIS] = 1
     """Devices that share each sequence."""
-    expert_model_parallel_size: Annotated[int, _LATER_AXIS] = 1
+    expert_model_parallel_size: Annotated[int, mapped("mesh.expert")] = 1
     """Devices that share the experts."""
-    expert_tensor_parallel_size: Annotated[int | None, _LATER_AXIS] = None
-    """Devices that share each expert matrix."""
+    expert_tensor_parallel_size: Annotated[
+        int | None, mapped("mesh.tensor, which splits experts as all else")
+    ] = None
+    """Devices that share each expert matrix; None = tensor_model_parallel_size."""
     moe_token_dispatcher_type: Annotated[str, _MEGATRONS_EXPERTS] = "alltoall"
     """How tokens travel to experts."""
     moe_router_load_balancing_type: Annotated[str, _MEGATRONS_EXPERTS] = "none"

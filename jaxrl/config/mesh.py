@@ -1,6 +1,7 @@
 """Map SkyRL's size fields onto a mesh."""
 
 import dataclasses
+from typing import Any
 
 from jaxrl.config.backend import MeshConfig
 from jaxrl.config.trainer import CriticConfig, PolicyConfig, RefConfig
@@ -8,10 +9,16 @@ from jaxrl.config.trainer import CriticConfig, PolicyConfig, RefConfig
 
 def skyrl_sizes(role: PolicyConfig | RefConfig | CriticConfig) -> list[tuple[str, str, int]]:
     """Return SkyRL's size fields of a role that are set: (field, mesh axis, size)."""
+    fields: list[tuple[str, str, Any, Any]]
     fields = [("fsdp_config.fsdp_size", "fsdp", role.fsdp_config.fsdp_size, -1)]
     if not isinstance(role, CriticConfig):  # SkyRL has no critic on Megatron
-        tensor = role.megatron_config.tensor_model_parallel_size
-        fields.append(("megatron_config.tensor_model_parallel_size", "tensor", tensor, 1))
+        megatron = role.megatron_config
+        for field, axis, default in (
+            ("tensor_model_parallel_size", "tensor", 1),
+            ("expert_tensor_parallel_size", "tensor", None),
+            ("expert_model_parallel_size", "expert", 1),
+        ):
+            fields.append((f"megatron_config.{field}", axis, getattr(megatron, field), default))
     return [(field, axis, size) for field, axis, size, default in fields if size != default]
 
 

@@ -153,9 +153,8 @@ def check_mesh(config: TrainConfig, ranges: DeviceRanges, num_processes: int = 1
         if role.mesh is None:
             continue
         field, sizes = f"trainer.{name}.mesh", dataclasses.asdict(role.mesh)
-        for axis in ("context", "expert"):
-            if sizes[axis] != 1:
-                fail(f"{field}.{axis}", sizes[axis], "not available yet; set it to 1")
+        if sizes["context"] != 1:
+            fail(f"{field}.context", sizes["context"], "not available yet; set it to 1")
         try:
             mesh_sizes(len(devices) * num_processes, **sizes)
         except ValueError as error:
@@ -176,7 +175,7 @@ def _check_rules(overrides: dict[str, Any]) -> None:
     for name, axes in overrides.items():
         check_choice(_RULES, name, movable)
         for axis in axes if isinstance(axes, list | tuple) else [axes]:
-            check_choice(f"{_RULES}[{name!r}]", axis, (None, "data", "fsdp", "tensor"))
+            check_choice(f"{_RULES}[{name!r}]", axis, (None, "data", "fsdp", "expert", "tensor"))
     rules = dataclasses.asdict(sharding_rules(overrides))
     axes_of = {name: (x,) if isinstance(x, str) else x or () for name, x in rules.items()}
     batch = set(axes_of["batch"])

@@ -209,15 +209,10 @@ def check_kernels(trainer: TrainerConfig, *, sampling: bool) -> None:
     """
     if not trainer.kernels:
         return
-    from jaxrl.models.kernels import (  # after the check: it imports Pallas
-        GROUPED_PRODUCT,
-        OPERATIONS,
-        PAGED_ATTENTION,
-    )
+    # after the check: it imports Pallas
+    from jaxrl.models.kernels import OPERATIONS, PAGED_ATTENTION
 
-    unread = {GROUPED_PRODUCT.name: "no model here has groups of experts"}
-    if not sampling:
-        unread[PAGED_ATTENTION.name] = "no engine of jaxrl is started here"
+    unread = {} if sampling else {PAGED_ATTENTION.name: "no engine of jaxrl is started here"}
     for operation, name in trainer.kernels.items():
         if operation == "decode_attention":  # of versions whose cache had no pages
             fail("trainer.kernels", operation, f"is gone; name {PAGED_ATTENTION.name!r} instead")

@@ -177,10 +177,11 @@ def forward_of_adapted(
     dtype: jnp.dtype = jnp.float32,
     remat: str = "none",
     kernel: str = "xla",
+    experts_kernel: str = "xla",
     placement: Placement | None = None,
 ) -> jax.Array:
     """Run the module; what it returns are logits already."""
-    del kernel, placement  # the module's own attention; left to the partitioner
+    del kernel, experts_kernel, placement  # the module's own attention; left to the partitioner
     call = recompute(model.call, remat)
     return call(_cast(params, dtype), tokens, positions, segment_ids)
 

@@ -67,6 +67,9 @@ class TransformerConfig:
     experts: Experts | None = None
 
 
+DENSE, EXPERTS = "dense", "experts"  # kinds of layers
+
+
 class Stack(NamedTuple):
     """Name the layers of one kind, whose parameters are stacked."""
 
@@ -87,7 +90,7 @@ def layer_stacks(config: TransformerConfig) -> tuple[Stack, ...]:
     experts, layers = config.experts, range(config.num_layers)
     dense = tuple(i for i in layers if experts is None or i in experts.dense_layers)
     rest = tuple(i for i in layers if i not in dense)
-    return tuple(stack for stack in (Stack("dense", dense), Stack("experts", rest)) if stack.layers)
+    return tuple(stack for stack in (Stack(DENSE, dense), Stack(EXPERTS, rest)) if stack.layers)
 
 
 def by_kind(config: TransformerConfig, layers: Any) -> dict[str, Any]:

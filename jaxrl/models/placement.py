@@ -6,6 +6,7 @@ import warnings
 import jax
 
 from jaxrl.models.adapter import AdaptedModel
+from jaxrl.models.architecture import DENSE, layer_stacks
 from jaxrl.models.lora import LoraConfig
 from jaxrl.models.transformer import Params, TransformerConfig, abstract_params, logical_axes
 from jaxrl.parallel import Placement, ShardingRules, param_shardings
@@ -24,7 +25,7 @@ def place_model(
 
     Raises:
         ValueError: the tensor axis does not divide the heads or the MLP width of the model, or the
-            model is a flax module, which has no axes to split.
+            expert axis the experts; or the model is a flax module, which has no axes to split.
     """
     placement = Placement(mesh, rules)
     parts = placement.size(placement.rules.embed)
@@ -35,21 +36,44 @@ def place_model(
             "and over the rest with data",
             stacklevel=2,
         )
-    name = f"trainer.{role}.mesh.tensor"
-    for axis, field in {"heads": "num_heads", "mlp": "intermediate_size"}.items():
-        split = placement.size(getattr(placement.rules, axis))
+    by_rule = _sizes_to_split(model)
+    for rule, sizes in by_rule.items():
+        split = placement.size(getattr(placement.rules, rule))
         if split == 1:
             continue
+        field = f"trainer.{role}.mesh.{'expert' if rule == 'experts' else 'tensor'}={split}"
         if isinstance(model, AdaptedModel):
-            raise ValueError(f"{name}={split}: {model.name} is a flax module; set it to 1")
-        if (whole := getattr(model, field)) % split:
-            common = math.gcd(mesh.size, model.num_heads, model.intermediate_size)
-            divisors = [n for n in range(1, common + 1) if common % n == 0]
-            raise ValueError(
-                f"{name}={split} does not divide the model's {field}={whole}; on {mesh.size} "
-                f"devices set it to one of {divisors}"
-            )
+            raise ValueError(f"{field}: {model.name} is a flax module; set it to 1")
+        if not sizes:
+            raise ValueError(f"{field}: the model has no experts; set it to 1")
+        for name, whole in sizes.items():
+            if whole % split:
+                alike = [r for r in by_rule if (r == "experts") == (rule == "experts")]
+                common = math.gcd(mesh.size, *(n for r in alike for n in by_rule[r].values()))
+                divisors = [n for n in range(1, common + 1) if common % n == 0]
+                raise ValueError(
+                    f"{field} does not divide the model's {name}={whole}; on {mesh.size} devices "
+                    f"set it to one of {divisors}"
+                )
     return placement
+
+
+def _sizes_to_split(model: TransformerConfig | AdaptedModel) -> dict[str, dict[str, int]]:
+    """Return, by rule, the numbers of a model that its mesh axis must divide."""
+    if isinstance(model, AdaptedModel):
+        return {"heads": {}, "experts": {}}
+    experts, widths = model.experts, {}
+    if any(stack.kind == DENSE for stack in layer_stacks(model)):
+        widths["intermediate_size"] = model.intermediate_size
+    if experts is not None:
+        widths["experts.width"] = experts.width
+    if experts is not None and experts.shared_width is not None:
+        widths["experts.shared_width"] = experts.shared_width
+    return {
+        "heads": {"num_heads": model.num_heads},
+        "mlp": widths,
+        "experts": {} if experts is None else {"experts.count": experts.count},
+    }
 
 
 def model_shardings(

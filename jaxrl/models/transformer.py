@@ -23,6 +23,8 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models.architecture import (
+    DENSE,
+    EXPERTS,
     Experts,
     TransformerConfig,
     by_kind,
@@ -31,6 +33,8 @@ from jaxrl.models.architecture import (
     layer_stacks,
 )
 from jaxrl.models.attention import Attend, View, layer_views, softcap
+from jaxrl.models.experts import Routing, expert_mlp
+from jaxrl.models.kernels.choice import REFERENCE
 from jaxrl.models.kernels.packed_attention import self_attention, training_mask
 from jaxrl.models.linear import (
     add_bias,
@@ -52,6 +56,7 @@ from jaxrl.parallel.rules import Placement, constrain
 MAX_UNROLLED_LAYERS = 4
 
 Params = dict
+Mix = Callable[[Params, jax.Array], jax.Array]
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
@@ -101,9 +106,9 @@ def param_specs(config: TransformerConfig) -> Params:
     if c.post_norms:
         norms["attn_post_norm"] = ParamSpec((d,), ("norm",), scale)
         norms["mlp_post_norm"] = ParamSpec((d,), ("norm",), scale)
-    mlps = {"dense": _mlp("w", d, ff)}
+    mlps = {DENSE: _mlp("w", d, ff)}
     if c.experts is not None:
-        mlps["experts"] = _experts(c.experts, d)
+        mlps[EXPERTS] = _experts(c.experts, d)
     stacks = {
         kind: {
             name: ParamSpec((len(numbers), *spec.shape), ("layers", *spec.axes), spec.init)
@@ -293,6 +298,27 @@ def project_gate_up(weights: Params, y: jax.Array, shards: int = 1) -> tuple[jax
     return project(y, weights["w_gate"]), project(y, weights["w_up"])
 
 
+def mixing(
+    config: TransformerConfig,
+    record: list[Routing],
+    *,
+    placement: Placement | None,
+    kernel: str,
+    replay: jax.Array | None = None,
+) -> Mix:
+    """Return what `decoder_layer` calls for experts; it notes in `record` what the router did."""
+
+    def mix(weights: Params, y: jax.Array) -> jax.Array:
+        assert config.experts is not None
+        given = {"placement": placement, "kernel": kernel, "replay": replay}
+        act = ACTIVATIONS[config.activation]
+        out, routing = expert_mlp(config.experts, act, weights, y, **given)
+        record.append(routing)
+        return out
+
+    return mix
+
+
 def decoder_layer(
     config: TransformerConfig,
     layer: Params,
@@ -300,12 +326,13 @@ def decoder_layer(
     view: View,
     attend: Attend,
     placement: Placement | None = None,
+    mix: Mix | None = None,
 ) -> jax.Array:
     """Run one pre-norm block; `attend` decides which keys there are.
 
     attend(q, k, v, mask) takes q [B, T, H, h], k, v [B, K, T, h], the view's mask and returns
     [B, T, H, h]. x [B, T, D]; returns [B, T, D]. Heads and MLP width are spread by
-    `placement`.
+    `placement`. mix(weights, y) is what a layer with experts has for an MLP, see `expert_mlp`.
     """
     x, shards = checkpoint_name(x, LAYER_INPUT), shards_of(placement)
 
@@ -331,9 +358,13 @@ def decoder_layer(
         x = x + (norm(out, "attn_post_norm") if config.post_norms else out)
     with jax.named_scope("mlp"):
         y = norm(x, "mlp_norm")
-        gate, up = project_gate_up(layer, y, shards)
-        hidden = spread(ACTIVATIONS[config.activation](gate) * up, "mlp")
-        out = spread(project(hidden, layer["w_down"]), None)
+        if "router" in layer:
+            assert mix is not None
+            out = spread(mix(layer, y), None)
+        else:
+            gate, up = project_gate_up(layer, y, shards)
+            hidden = spread(ACTIVATIONS[config.activation](gate) * up, "mlp")
+            out = spread(project(hidden, layer["w_down"]), None)
         return x + (norm(out, "mlp_post_norm") if config.post_norms else out)
 
 
@@ -377,7 +408,8 @@ def forward(
     *,
     dtype: jnp.dtype = jnp.float32,
     remat: str = "none",
-    kernel: str = "xla",
+    kernel: str = REFERENCE,
+    experts_kernel: str = REFERENCE,
     placement: Placement | None = None,
 ) -> jax.Array:
     """Compute the hidden states [B, T, D] before the final norm.
@@ -387,27 +419,67 @@ def forward(
         dtype: compute dtype; norms, rotary angles, softmax and logits stay float32.
         remat: what each layer keeps for the backward pass, see `remat.py`.
         kernel: of the attention, of `PACKED_ATTENTION`.
-        placement: where rows, heads and MLP width are spread, and parameters gathered from.
+        experts_kernel: of `GROUPED_PRODUCT`.
+        placement: where rows, heads, experts and MLP width are spread, and parameters gathered
+            from.
+    """
+    settings: dict[str, Any] = {"dtype": dtype, "remat": remat, "kernel": kernel}
+    settings |= {"experts_kernel": experts_kernel, "placement": placement}
+    return routed_forward(config, params, tokens, positions, segment_ids, None, **settings)[0]
+
+
+def routed_forward(
+    config: TransformerConfig,
+    params: Params,
+    tokens: jax.Array,
+    positions: jax.Array,
+    segment_ids: jax.Array,
+    replay: jax.Array | None,
+    *,
+    dtype: jnp.dtype,
+    remat: str,
+    kernel: str,
+    experts_kernel: str,
+    placement: Placement | None,
+) -> tuple[jax.Array, Routing | None]:
+    """Compute what `forward` does, and what the routers did.
+
+    Args:
+        replay: [Lx, B, T, k] ids of the experts of the Lx layers that have some, see `route`; None:
+            every token chooses.
+
+    Returns:
+        [B, T, D], and the routing [Lx, B, T, ...]; None where no layer has experts.
     """
     axes, stored = (by_kind(config, tree["layers"]) for tree in (logical_axes(config), params))
     view = layer_views(config, training_mask(segment_ids, kernel), positions, positions)
     attend = functools.partial(self_attention, config, kernel=kernel, placement=placement)
 
-    def body(kind: str, x: jax.Array, layer: tuple[Params, jax.Array]) -> tuple[jax.Array, None]:
-        names, (weights, sliding) = axes[kind], layer
+    def body(
+        kind: str, x: jax.Array, layer: tuple[Params, jax.Array, jax.Array | None]
+    ) -> tuple[jax.Array, tuple[Routing, ...]]:
+        names, (weights, sliding, chosen) = axes[kind], layer
+        routing: list[Routing] = []
+        mix = mixing(config, routing, placement=placement, kernel=experts_kernel, replay=chosen)
         whole = {
             name: gather_weight(w, names[name][1:], placement, dtype) for name, w in weights.items()
         }
-        return decoder_layer(config, whole, x, view(sliding), attend, placement), None
+        x = decoder_layer(config, whole, x, view(sliding), attend, placement, mix)
+        return x, tuple(routing)
 
     x = embed(config, params, tokens, dtype, placement)
+    routing: list[Routing] = []
     for run in layer_runs(config):
-        flags = sliding_flags(config)[run.in_model]
+        flags = jnp.asarray(sliding_flags(config)[run.in_model])
         layers = jax.tree.map(lambda w, run=run: w[run.in_stack], stored[run.kind])
-        x, _ = jax.lax.scan(
+        chosen = None if replay is None or run.kind != EXPERTS else replay[run.in_stack]
+        x, routed = jax.lax.scan(
             recompute(functools.partial(body, run.kind), remat),
             x,
-            (layers, jnp.asarray(flags)),
+            (layers, flags, chosen),
             unroll=len(flags) if config.num_layers <= MAX_UNROLLED_LAYERS else 1,
         )
-    return x
+        routing += routed
+    if not routing:
+        return x, None
+    return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *routing)

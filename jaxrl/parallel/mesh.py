@@ -10,9 +10,10 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-# data: rows of a batch. fsdp: rows, parameters and optimizer state. tensor: heads, MLP width and
-# vocabulary. context (positions) and expert are named, and of size 1 until they are built. The last
-# axes are neighbours on the machine: tensor communicates most, in every layer.
+# data: rows of a batch. fsdp: rows, parameters and optimizer state. expert: the same, but whole
+# experts in place of parts of each. tensor: heads, MLP width and vocabulary. context (positions) is
+# named, and of size 1 until it is built. The last axes are neighbours on the machine: tensor
+# communicates most, in every layer.
 AXES = ("data", "fsdp", "context", "expert", "tensor")
 
 

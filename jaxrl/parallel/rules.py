@@ -42,12 +42,21 @@ class Placement:
 
     def spec(self, shape: Sequence[int], names: Sequence[str | None]) -> PartitionSpec:
         """Return the mesh axes of each dim of an array with these logical axes."""
-        axes = [getattr(self.rules, name) if name else None for name in names]
+        axes = [self._of_mesh(getattr(self.rules, name) if name else None) for name in names]
 
         def fits(dim: int, axis: MeshAxes) -> bool:
             return self.size(axis) > 1 and dim % self.size(axis) == 0
 
         return PartitionSpec(*(a if fits(d, a) else None for d, a in zip(shape, axes, strict=True)))
+
+    def _of_mesh(self, axes: MeshAxes) -> MeshAxes:
+        """Return those of some axes that the mesh has, without the one of experts where it is 1."""
+        there = tuple(
+            axis
+            for axis in _names(axes)
+            if axis in self.mesh.shape and (axis != "expert" or self.mesh.shape[axis] > 1)
+        )
+        return there[0] if len(there) == 1 else there or None
 
     def sharding(self, shape: Sequence[int], names: Sequence[str | None]) -> NamedSharding:
         """Return the sharding of an array with these logical axes, as `spec` says."""
@@ -73,11 +82,11 @@ class Placement:
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """Return the mesh axes over which rows are spread."""
-        return _names(self.rules.batch)
+        return _names(self._of_mesh(self.rules.batch))
 
     def size(self, axes: MeshAxes) -> int:
         """Return the number of devices along mesh axes."""
-        return math.prod(self.mesh.shape[name] for name in _names(axes))
+        return math.prod(self.mesh.shape.get(name, 1) for name in _names(axes))
 
 
 def constrain(x: jax.Array, names: Sequence[str | None], placement: Placement | None) -> jax.Array:
@@ -135,7 +144,7 @@ def param_shardings(mesh: Mesh, axes: Any, shapes: Any, rules: ShardingRules) ->
 
 def batch_sharding(mesh: Mesh, rules: ShardingRules) -> NamedSharding:
     """Return the sharding of rows over the batch axes; every further dimension is whole."""
-    return NamedSharding(mesh, PartitionSpec(rules.batch))
+    return NamedSharding(mesh, PartitionSpec(Placement(mesh, rules).batch_axes))
 
 
 def batch_devices(mesh: Mesh, rules: ShardingRules) -> int:

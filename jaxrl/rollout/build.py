@@ -13,6 +13,7 @@ from jaxrl.files import writable_folder
 from jaxrl.models import hf
 from jaxrl.models.export import save_pretrained, untied
 from jaxrl.models.kernels.choice import Choice, facts_of
+from jaxrl.models.kernels.grouped_product import GROUPED_PRODUCT
 from jaxrl.models.kernels.paged_attention import PAGED_ATTENTION
 from jaxrl.models.linear import merge
 from jaxrl.models.transformer import Params, TransformerConfig
@@ -100,6 +101,7 @@ def engine_of_run(
         decode_text=decode_text,
         group_bytes=cfg.group_bytes(config),
         kernel=engine_kernel(config, model, mesh.devices.flat[0]).name,
+        experts_kernel=config.trainer.kernels.get(GROUPED_PRODUCT.name),
         **options,
     )
 

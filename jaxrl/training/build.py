@@ -13,6 +13,7 @@ from jaxrl.array_ops import DTYPES
 from jaxrl.config.microbatching import forward_microbatching, update_microbatching
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.kernels.choice import REFERENCE, Choice, facts_of
+from jaxrl.models.kernels.grouped_product import GROUPED_PRODUCT
 from jaxrl.models.kernels.head_log_probs import HEAD_LOG_PROBS
 from jaxrl.models.kernels.packed_attention import PACKED_ATTENTION
 from jaxrl.models.lora import LoraConfig
@@ -181,6 +182,14 @@ def attention_kernel(
     return PACKED_ATTENTION.choose(facts_of(device, DTYPES[dtype], model, packed), named)
 
 
+def experts_kernel(
+    trainer: cfg.TrainerConfig, model: TransformerConfig, device: Any, role: str = "policy"
+) -> Choice:
+    """Choose the kernel of a role's products with experts, see `attention_kernel`."""
+    facts = facts_of(device, DTYPES[cfg.compute_dtype(trainer, role)], model)
+    return GROUPED_PRODUCT.choose(facts, trainer.kernels.get(GROUPED_PRODUCT.name))
+
+
 def head_kernel(
     config: cfg.TrainConfig, model: TransformerConfig, device: Any, role: str = "policy"
 ) -> Choice:
@@ -194,7 +203,7 @@ def head_kernel(
 def role_kernels(
     config: cfg.TrainConfig, model: TransformerConfig | AdaptedModel, device: Any, role: str
 ) -> list[Choice]:
-    """Choose the kernels of a role's training and scoring: of its attention, and of its head.
+    """Choose the kernels of a role's training and scoring: attention, experts, head.
 
     Raises:
         ValueError: `trainer.kernels` names one that cannot run the model.
@@ -207,10 +216,15 @@ def role_kernels(
                 "head; leave it empty"
             )
         return []
-    attention = attention_kernel(trainer, model, device, role)
-    if model.value_head is not None:  # a sum, and no log-probs
-        return [attention]
-    return [attention, head_kernel(config, model, device, role)]
+    kernels = [attention_kernel(trainer, model, device, role)]
+    if model.experts is None and (named := trainer.kernels.get(GROUPED_PRODUCT.name)):
+        field = f"trainer.kernels[{GROUPED_PRODUCT.name!r}]={named!r}"
+        raise ValueError(f"{field} has no effect: the model has no experts; leave it out")
+    if model.experts is not None:
+        kernels.append(experts_kernel(trainer, model, device, role))
+    if model.value_head is None:  # else a sum, and no log-probs
+        kernels.append(head_kernel(config, model, device, role))
+    return kernels
 
 
 def make_forward_pass(
@@ -237,6 +251,7 @@ def make_forward_pass(
         dtype=dtype,
         remat=trainer.remat_policy if trainer.gradient_checkpointing else "none",
         kernel=names.get(PACKED_ATTENTION.name, REFERENCE),
+        experts_kernel=names.get(GROUPED_PRODUCT.name, REFERENCE),
         placement=placement if mesh.size > 1 else None,
     )
     if values:

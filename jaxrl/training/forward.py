@@ -53,7 +53,8 @@ def log_probs_and_entropy(
     temperature: float,
     dtype: jnp.dtype,
     remat: str = "none",
-    kernel: str = "xla",
+    kernel: str = REFERENCE,
+    experts_kernel: str = REFERENCE,
     head_kernel: str = REFERENCE,
     with_entropy: bool = True,
     placement: Placement | None = None,
@@ -66,6 +67,7 @@ def log_probs_and_entropy(
         dtype: compute dtype of the model.
         remat: what layers keep for the backward pass, see `models/remat.py`.
         kernel: of the attention, see `models/kernels/packed_attention.py`.
+        experts_kernel: of the products with experts, see `GROUPED_PRODUCT`.
         head_kernel: of the vocabulary head, see `HEAD_LOG_PROBS`.
         with_entropy: False returns zeros for it; it costs a pass over the vocabulary.
         placement: of the parameters and rows; None = one device, or, of CPUs, as the partitioner
@@ -86,6 +88,7 @@ def log_probs_and_entropy(
         dtype=dtype,
         remat=remat,
         kernel=kernel,
+        experts_kernel=experts_kernel,
         placement=placement,
     )
     with jax.named_scope("log_probs"):
@@ -105,7 +108,8 @@ def state_values(
     *,
     dtype: jnp.dtype,
     remat: str = "none",
-    kernel: str = "xla",
+    kernel: str = REFERENCE,
+    experts_kernel: str = REFERENCE,
     placement: Placement | None = None,
 ) -> tuple[FloatBT, ...]:
     """Return a critic's value of the state before each token, see `log_probs_and_entropy`.
@@ -124,6 +128,7 @@ def state_values(
         dtype=dtype,
         remat=remat,
         kernel=kernel,
+        experts_kernel=experts_kernel,
         placement=placement,
     )
     with jax.named_scope("values"):
@@ -277,7 +282,7 @@ def score(
     if placement is None:
         return run(head, weights, hidden, targets, wanted)
     specs = {name: placement.spec(w.shape, axes[name]) for name, w in weights.items()}
-    rows = PartitionSpec(placement.rules.batch)
+    rows = PartitionSpec(placement.batch_axes)
     placed = dataclasses.replace(
         head,
         specs=tuple(specs.items()),

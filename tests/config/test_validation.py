@@ -47,7 +47,7 @@ PLANNED = [
     ("trainer.policy.sequence_parallel_size", 2, 1),
     ("trainer.policy.megatron_config.pipeline_model_parallel_size", 2, 1),
     ("trainer.policy.megatron_config.context_parallel_size", 2, 1),
-    ("trainer.ref.megatron_config.expert_model_parallel_size", 2, 1),
+    ("trainer.ref.megatron_config.context_parallel_size", 2, 1),
 ]
 
 

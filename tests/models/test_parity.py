@@ -104,7 +104,7 @@ MODELS = {
     ),
     "qwen2-moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 40}),
     "mixtral": ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2}),
-    "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2}),
+    "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "head_dim": 8}),
 }
 
 

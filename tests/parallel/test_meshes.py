@@ -7,10 +7,13 @@ every pair of these choices occurs in the default run, the full product is marke
 import dataclasses
 import itertools
 
+import jax
 import numpy as np
 import pytest
 
+from jaxrl.models.architecture import Experts
 from jaxrl.models.lora import LoraConfig, select_modules
+from jaxrl.models.transformer import abstract_params
 from tests.training.test_update import (
     LENGTHS as UNEQUAL,
     MODEL,
@@ -119,6 +122,34 @@ def test_the_cover_is_small_and_complete():
 @pytest.mark.parametrize("case", CHOSEN, ids=name)
 def test_loss_and_gradient_are_those_of_one_device(case):
     check(*case)
+
+
+MIXED = dataclasses.replace(
+    DEEP, experts=Experts(count=8, per_token=2, width=16, normalise=True, dense_layers=(0, 3))
+)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "packed"),
+    [
+        ({"expert": 8}, True),
+        ({"expert": 4, "fsdp": 2}, False),
+        ({"expert": 2, "fsdp": 2, "tensor": 2}, True),
+        ({"fsdp": 8}, False),
+    ],
+    ids=str,
+)
+def test_experts_over_a_mesh_have_the_gradient_of_one_device(sizes, packed):
+    batch = make_batch(lengths=LENGTHS[packed])
+    cut = {"model": MIXED, "microbatch_rows": ROWS}
+    expected, expected_metrics = gradient(ALGORITHM, batch, **cut)
+    found, metrics = gradient(
+        ALGORITHM, batch, devices=8, sizes=tuple(sizes.items()), packed=packed, **cut
+    )
+    ends = np.cumsum([x.size for x in jax.tree.leaves(abstract_params(MIXED))])[:-1]
+    for mine, whole in zip(np.split(found, ends), np.split(expected, ends), strict=True):
+        assert np.abs(mine - whole).max() <= 1e-5 * np.abs(whole).max()
+    assert metrics["final_loss"] == pytest.approx(expected_metrics["final_loss"], rel=1e-5)
 
 
 @pytest.mark.slow

@@ -102,7 +102,7 @@ def make_updater(
     Cached, because an updater holds its compiled functions.
     """
     placement = Placement(make_mesh(devices=jax.devices()[:devices], **dict(sizes)))
-    mesh, groups = placement.mesh, placement.size(("data", "fsdp"))
+    mesh, groups = placement.mesh, placement.size(placement.rules.batch)
     trained = lora or model
     shardings = param_shardings(
         mesh, logical_axes(trained), abstract_params(trained), placement.rules

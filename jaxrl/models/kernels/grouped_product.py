@@ -223,7 +223,7 @@ def _tokamax_needs(facts: Facts) -> list[str]:
 
 GROUPED_PRODUCT = Operation(
     "grouped_product",
-    "each group of rows times its own matrix, for mixtures of experts; no model here has them yet",
+    "each group of rows times its own matrix, for mixtures of experts",
     {
         "megablox": Implementation(differentiable(megablox_rows, megablox_outer)),
         "tokamax": Implementation(

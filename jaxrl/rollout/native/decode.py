@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec
 from jaxrl.array_ops import token_log_probs
 from jaxrl.models.architecture import by_kind, layer_runs, layer_stacks
 from jaxrl.models.attention import Segments, layer_views
+from jaxrl.models.experts import Routing
 from jaxrl.models.kernels.choice import REFERENCE
 from jaxrl.models.kernels.paged_attention import Pages
 from jaxrl.models.linear import merge
@@ -36,6 +37,7 @@ from jaxrl.models.transformer import (
     decoder_layer,
     embed,
     fuse_projections,
+    mixing,
     sliding_flags,
     unembed,
 )
@@ -231,6 +233,7 @@ def decode(
     steps: int,
     placement: Placement | None = None,
     kernel: str = REFERENCE,
+    experts_kernel: str = REFERENCE,
 ) -> tuple[Cache, Rows, Block]:
     """Prefill chunks of prompts, and draw up to `steps` tokens for every row, step by step.
 
@@ -238,7 +241,7 @@ def decode(
     of the next block.
 
     Args:
-        kernel: of `PAGED_ATTENTION`.
+        kernel, experts_kernel: of `PAGED_ATTENTION` and `GROUPED_PRODUCT`.
     """
     size, features = len(rows.live), rows.features
     alternatives = (size, steps, min(features.alternatives, config.vocab_size))
@@ -260,7 +263,8 @@ def decode(
             sampling_mask_ids=jnp.full((size, steps, features.sampling_mask_size), -1),
         ),
     )
-    layers = functools.partial(run_layers, config, params, placement=placement, kernel=kernel)
+    settings = {"placement": placement, "kernel": kernel, "experts_kernel": experts_kernel}
+    layers = functools.partial(run_layers, config, params, **settings)
 
     def prefill(chunk: Array, cache: Cache) -> Cache:
         of = (x[chunk] for x in (prompts.tokens, prompts.table, prompts.first, prompts.count))
@@ -311,6 +315,7 @@ def run_layers(
     *,
     placement: Placement | None,
     kernel: str,
+    experts_kernel: str,
 ) -> tuple[Array, Cache]:
     """Return the hidden states [B, T, D] of tokens, and the cache with their keys and values.
 
@@ -322,6 +327,8 @@ def run_layers(
     view = layer_views(config, Segments(positions, False), positions, positions)
     x = embed(config, params, tokens, params["unembed"].dtype)
     new: list[Pages] = []
+    routing: list[Routing] = []
+    mix = mixing(config, routing, placement=placement, kernel=experts_kernel)
     for layer, sliding in zip(params["layers"], sliding_flags(config), strict=True):
 
         def attend(q: Array, k: Array, v: Array, _: object, sliding: bool = bool(sliding)) -> Array:
@@ -334,7 +341,7 @@ def run_layers(
             new.append(pages)
             return out
 
-        x = decoder_layer(config, layer, x, view(sliding), attend, placement)
+        x = decoder_layer(config, layer, x, view(sliding), attend, placement, mix)
     return x, tuple(new)
 
 

@@ -82,7 +82,8 @@ class NativeEngine(SampleThread):
             comes free is filled a block later; the tokens are the same. None = but on CPUs.
         decode_text: token ids to text, for stop strings.
         group_bytes: most bytes of new weights that are on their way from other devices at a time.
-        kernel: of `PAGED_ATTENTION`; None = the fastest that can.
+        kernel, experts_kernel: of `PAGED_ATTENTION` and `GROUPED_PRODUCT`; None = the fastest that
+            can.
         platform: see `Programs`.
 
     Attributes:
@@ -111,6 +112,7 @@ class NativeEngine(SampleThread):
         decode_text: Callable[[Sequence[int]], str] | None = None,
         group_bytes: int = GROUP_BYTES,
         kernel: str | None = None,
+        experts_kernel: str | None = None,
         platform: str | None = None,
     ) -> None:
         super().__init__()
@@ -147,6 +149,7 @@ class NativeEngine(SampleThread):
             ahead=ahead,
             group_bytes=group_bytes,
             kernel=kernel,
+            experts_kernel=experts_kernel,
             platform=platform,
         )
         self.table = SlotTable(

@@ -19,6 +19,7 @@ from jaxrl import activity
 from jaxrl.data.packing import length_bucket, round_up
 from jaxrl.models.architecture import by_kind, layer_stacks
 from jaxrl.models.kernels.choice import facts_of
+from jaxrl.models.kernels.grouped_product import GROUPED_PRODUCT
 from jaxrl.models.kernels.paged_attention import layout_of, paged_kernel
 from jaxrl.models.transformer import (
     FUSED,
@@ -128,6 +129,13 @@ def kernel_of(
 ) -> str:
     """Return the name of what the engine attends by on the devices of a mesh."""
     return paged_kernel(facts_of(mesh.devices.flat[0], dtype, config), named)
+
+
+def experts_kernel_of(
+    config: TransformerConfig, mesh: Mesh, dtype: jnp.dtype, named: str | None = None
+) -> str:
+    """Return the name of what the engine multiplies experts by, of `GROUPED_PRODUCT`."""
+    return GROUPED_PRODUCT.choose(facts_of(mesh.devices.flat[0], dtype, config), named).name
 
 
 def _empty(
@@ -242,7 +250,8 @@ class Programs:
         shrink: blocks may run over fewer rows than slots; None = on one CPU device. On accelerators
             a block takes as long. With True the last bits depend on how many rows are live.
         group_bytes: most bytes that are on their way from other devices at a time.
-        kernel: of `PAGED_ATTENTION`; None = the fastest that can.
+        kernel, experts_kernel: of `PAGED_ATTENTION` and `GROUPED_PRODUCT`; None = the fastest that
+            can.
 
     Attributes:
         length: tokens of the longest row that finds room.
@@ -264,6 +273,7 @@ class Programs:
         ahead: bool | None = None,
         group_bytes: int = GROUP_BYTES,
         kernel: str | None = None,
+        experts_kernel: str | None = None,
         platform: str | None = None,
     ) -> None:
         # weights are whole but for the tensor axis: a step of decoding would gather them every time
@@ -288,7 +298,7 @@ class Programs:
         self._by_row = placement.sharding((self.slots,), ("batch",))
         self._cache: kv_cache.Cache | None = None
         self._nothing: device.Prompts | None = None
-        self.functions = compiled(config, placement, self.dtype, kernel)
+        self.functions = compiled(config, placement, self.dtype, kernel, experts_kernel)
 
     def load(self, params: Params) -> None:
         """Take over a copy of the trainer's parameters, from whatever devices they are on."""
@@ -533,15 +543,23 @@ class Compiled(NamedTuple):
 
 @functools.lru_cache(maxsize=8)  # an engine made anew finds what was compiled for the last one
 def compiled(
-    config: TransformerConfig, placement: Placement, dtype: jnp.dtype, kernel: str | None = None
+    config: TransformerConfig,
+    placement: Placement,
+    dtype: jnp.dtype,
+    kernel: str | None = None,
+    experts_kernel: str | None = None,
 ) -> Compiled:
     """Return the functions of `decode.py`, jitted with the shardings of their results.
 
     Args:
-        kernel: of `PAGED_ATTENTION`; None = the fastest that can.
+        kernel, experts_kernel: of `PAGED_ATTENTION` and `GROUPED_PRODUCT`; None = the fastest that
+            can.
     """
     bind, jit = functools.partial, jax.jit
-    name = kernel_of(config, placement.mesh, dtype, kernel)
+    kernels = {
+        "kernel": kernel_of(config, placement.mesh, dtype, kernel),
+        "experts_kernel": experts_kernel_of(config, placement.mesh, dtype, experts_kernel),
+    }
     shards, whole = shards_of(placement), placement.sharding((), ())
     split = shards > 1
     # also over a single TPU: within `shard_map` its kernel knows the chip, wherever it is compiled
@@ -581,7 +599,7 @@ def compiled(
         put=jit(bind(kv_cache.put_pages, placement=spread), donate_argnums=0, out_shardings=cache),
         go_on=jit(device.go_on, out_shardings=by_row),
         decode=jit(
-            bind(device.decode, config, placement=spread, kernel=name),
+            bind(device.decode, config, placement=spread, **kernels),
             static_argnames="steps",
             donate_argnums=1,
             out_shardings=(cache, by_row, by_row),
