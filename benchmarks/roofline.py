@@ -6,12 +6,11 @@ The work is counted by `jaxrl.tools.plan.work`, the rates are measured by `jaxrl
 import os
 from collections.abc import Sequence
 
-from jaxrl.models.transformer import TransformerConfig
+from jaxrl.models.architecture import TransformerConfig, layer_params
 from jaxrl.tools.plan.costs import Rates, best_seconds, measure_rates
 from jaxrl.tools.plan.work import (
     decode_step_bytes,
     head_flops,
-    layer_params,
     layers_flops,
 )
 

@@ -44,10 +44,13 @@ def _few_programs():
     """Forget compiled programs once there are many.
 
     Each holds memory maps, of which Linux gives a process 65,530; when they are used up, the next
-    compilation is a segmentation fault.
+    compilation is a segmentation fault. And each holds memory.
     """
     yield
-    maps = Path("/proc/self/maps")
-    if maps.exists() and len(maps.read_text().splitlines()) > 20_000:
+    maps, sizes = Path("/proc/self/maps"), Path("/proc/self/statm")
+    if not maps.exists():
+        return
+    resident = int(sizes.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    if len(maps.read_text().splitlines()) > 20_000 or resident > 3 * 2**30:
         jax.clear_caches()
         gc.collect()

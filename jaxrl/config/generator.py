@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from jaxrl.config.constraints import between, must, one_of, positive, positive_or
 from jaxrl.config.dataclass_config import BaseConfig
-from jaxrl.config.status import implemented, inert, later, mapped, new, planned
+from jaxrl.config.status import implemented, inert, later, mapped, new
 
 _ONE_TEMPLATE = mapped(
     "nothing is tokenised again, so no named templates that rewrite earlier turns"
@@ -122,8 +122,11 @@ class InferenceEngineConfig(BaseConfig):
     """Devices of an engine that share each weight matrix."""
     pipeline_parallel_size: Annotated[int, positive, mapped("of vLLM servers started here")] = 1
     """Pipeline stages of an engine."""
-    expert_parallel_size: Annotated[int, planned("mixture-of-experts models")] = 1
-    """Devices of an engine that share the experts."""
+    expert_parallel_size: Annotated[
+        int, positive, implemented("each has whole experts; of vLLM, enable_expert_parallel")
+    ] = 1
+    """Devices of an engine that have all experts together, those that share each matrix among
+    them; 1 = no others."""
     data_parallel_size: Annotated[
         int, mapped("an engine spreads its rows over all its devices")
     ] = 1

@@ -99,6 +99,9 @@ def check_engines(config: TrainConfig, num_devices: int) -> None:
     _check_workers(config)
     _check_transport(config)
     _warn_of_adapter_folder(config)
+    if engine.expert_parallel_size > 1 and engine.backend not in ("native", "vllm"):
+        fix = f"is for the backends 'native' and 'vllm', not {engine.backend!r}; set it to 1"
+        _fail("expert_parallel_size", engine.expert_parallel_size, fix)
     if engine.backend == "jetstream":
         _check_jetstream(config)
     elif engine.run_engines_locally:
@@ -123,12 +126,17 @@ def _fail(name: str, value: Any, problem: str) -> NoReturn:
 
 
 def _check_in_process(engine: InferenceEngineConfig, num_devices: int) -> None:
-    parts = engine.num_engines * engine.tensor_parallel_size
+    tensor, experts = engine.tensor_parallel_size, engine.expert_parallel_size
+    if experts > 1 and experts % tensor:
+        fix = f"must be 1 or a multiple of tensor_parallel_size={tensor}"
+        _fail("expert_parallel_size", experts, fix)
+    parts = engine.num_engines * max(tensor, experts)
     if num_devices % parts:
+        larger = "tensor" if tensor >= experts else "expert"
         _fail(
             "num_engines",
             engine.num_engines,
-            f"times tensor_parallel_size={engine.tensor_parallel_size} is {parts}, which does not "
+            f"times {larger}_parallel_size={max(tensor, experts)} is {parts}, which does not "
             f"divide {num_devices} devices; choose sizes whose product does",
         )
     if engine.pipeline_parallel_size != 1:

@@ -93,6 +93,22 @@ def layer_stacks(config: TransformerConfig) -> tuple[Stack, ...]:
     return tuple(stack for stack in (Stack(DENSE, dense), Stack(EXPERTS, rest)) if stack.layers)
 
 
+def layer_params(config: TransformerConfig, tokens: float = 1.0) -> float:
+    """Return the number of parameters that tokens use together in the products of all layers.
+
+    Of a layer's E experts a token uses k, and n tokens that choose evenly E (1 - (1 - k / E)^n);
+    of infinitely many tokens they are all.
+    """
+    c = config
+    attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
+    mlp = {DENSE: 3 * c.hidden_size * c.intermediate_size}
+    if (e := c.experts) is not None:
+        used = e.count * (1 - (1 - e.per_token / e.count) ** tokens)
+        widths = used * e.width + (e.shared_width or 0)
+        mlp[EXPERTS] = c.hidden_size * (e.count + 3 * widths + e.shared_gate)
+    return sum(len(stack.layers) * (attention + mlp[stack.kind]) for stack in layer_stacks(c))
+
+
 def by_kind(config: TransformerConfig, layers: Any) -> dict[str, Any]:
     """Return what `params["layers"]`, or a tree parallel to it, has of each kind of layer.
 

@@ -154,20 +154,28 @@ def by_process(devices: Iterable[Any]) -> list[list[Any]]:
     return [parts[index] for index in sorted(parts)]
 
 
-def engine_meshes(devices: Iterable[Any], engines: int, tensor: int) -> list[Mesh]:
+def engine_meshes(
+    devices: Iterable[Any], engines: int, tensor: int, experts: int = 1
+) -> list[Mesh]:
     """Part devices into `engines` equal meshes, each with a tensor axis and data over the rest.
 
     They keep their order, that of the trainer's mesh.
+
+    Args:
+        experts: devices that have all experts together, those of the tensor axis among them.
 
     Raises:
         ValueError: they cannot be parted so.
     """
     devices = list(devices)
-    if len(devices) % (engines * tensor):
+    each = max(tensor, experts)
+    if each % tensor or len(devices) % (engines * each):
         raise ValueError(
-            f"generator.inference_engine.num_engines={engines} x tensor_parallel_size={tensor} "
-            f"does not divide {len(devices)} devices; choose sizes whose product does"
+            f"generator.inference_engine.num_engines={engines} x tensor_parallel_size={tensor}, "
+            f"expert_parallel_size={experts}: the last must be 1 or a multiple of the one before, "
+            f"and the larger times the engines divide {len(devices)} devices"
         )
     size = len(devices) // engines
     parts = (devices[first : first + size] for first in range(0, len(devices), size))
-    return [make_mesh(devices=part, keep_order=True, data=-1, tensor=tensor) for part in parts]
+    axes = {"data": -1, "expert": each // tensor, "tensor": tensor}
+    return [make_mesh(devices=part, keep_order=True, **axes) for part in parts]

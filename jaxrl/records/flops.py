@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxrl.models.adapter import AdaptedModel
+from jaxrl.models.architecture import layer_params
 from jaxrl.models.transformer import TransformerConfig, abstract_params
 from jaxrl.parallel.chips import chip_of
 from jaxrl.types import TrainBatch
@@ -31,16 +32,14 @@ def forward_flops(
     """Return the FLOPs of one forward pass over rows of so many tokens [B].
 
     The logits are those of `scored` tokens; None = of every token. 2 for each parameter of a matrix
-    product and token; 4 x heads x head width for each pair of tokens of which one sees the other.
-    Of a flax module 2 for each parameter and token alone.
+    product that a token uses; 4 x heads x head width for each pair of tokens of which one sees the
+    other. Of a flax module 2 for each parameter and token alone.
     """
     tokens = float(np.sum(lengths))
     if isinstance(model, AdaptedModel):
         return 2.0 * tokens * sum(x.size for x in jax.tree.leaves(abstract_params(model)))
     heads = model.num_heads * model.head_dim
-    attention = model.hidden_size * 2 * (heads + model.num_kv_heads * model.head_dim)
-    layer = attention + 3 * model.hidden_size * model.intermediate_size
-    products = model.num_layers * layer * tokens
+    products = layer_params(model) * tokens
     products += model.hidden_size * model.vocab_size * (tokens if scored is None else scored)
     pairs = float(np.sum(np.square(lengths, dtype=np.float64) + lengths) / 2)
     return 2.0 * products + 4.0 * model.num_layers * heads * pairs

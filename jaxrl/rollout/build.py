@@ -54,9 +54,31 @@ def native_engine(
         "decode_text": decode_text,
     }
     arguments |= options | settings.engine_init_kwargs
-    parts = engine_meshes(mesh.devices.flat, settings.num_engines, settings.tensor_parallel_size)
+    parts = meshes_of_engines(settings, model, mesh)
     engines = [NativeEngine(model, part, **arguments) for part in parts]
     return engines[0] if len(engines) == 1 else Balancer(engines)
+
+
+def meshes_of_engines(
+    settings: cfg.InferenceEngineConfig, model: TransformerConfig, mesh: jax.sharding.Mesh
+) -> list[jax.sharding.Mesh]:
+    """Part the devices of a mesh among the engines.
+
+    Raises:
+        ValueError: the sizes do not part the devices, or the experts, of which a model may have
+            none.
+    """
+    tensor, experts = settings.tensor_parallel_size, settings.expert_parallel_size
+    parts = engine_meshes(mesh.devices.flat, settings.num_engines, tensor, experts)
+    field = f"generator.inference_engine.expert_parallel_size={experts}"
+    if experts > 1 and model.experts is None:
+        raise ValueError(f"{field}: the model has no experts; set it to 1")
+    if model.experts is not None and model.experts.count % parts[0].shape["expert"]:
+        raise ValueError(
+            f"{field}, over tensor_parallel_size={tensor}, does not divide the model's "
+            f"{model.experts.count} experts; set it to 1, or to a size that does"
+        )
+    return parts
 
 
 def engine_kernel(config: cfg.TrainConfig, model: TransformerConfig, device: Any) -> Choice:

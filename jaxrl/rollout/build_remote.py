@@ -174,6 +174,7 @@ def _vllm_servers(config: cfg.TrainConfig) -> list[VllmServer]:
         "gpu_memory_utilization": engine.gpu_memory_utilization,
         "tensor_parallel_size": engine.tensor_parallel_size,
         "pipeline_parallel_size": engine.pipeline_parallel_size,
+        "enable_expert_parallel": engine.expert_parallel_size > 1,
         "enable_prefix_caching": engine.enable_prefix_caching,
         "enforce_eager": engine.enforce_eager,
         "served_model_name": engine.served_model_name,

@@ -12,7 +12,6 @@ PLANNED = {  # what is still to come, and nothing else
         for role in ("policy", "ref")
         for kind in ("context", "pipeline_model")
     ),
-    "generator.inference_engine.expert_parallel_size",
 }
 
 

@@ -277,7 +277,7 @@ class Programs:
         platform: str | None = None,
     ) -> None:
         # weights are whole but for the tensor axis: a step of decoding would gather them every time
-        rules = ShardingRules(embed=None)
+        rules = ShardingRules(embed=None, expert_embed=None)
         placement = Placement(mesh, rules)
         platform = platform or placement.platform
         alone = platform == "cpu" and mesh.size == 1
@@ -561,7 +561,7 @@ def compiled(
         "experts_kernel": experts_kernel_of(config, placement.mesh, dtype, experts_kernel),
     }
     shards, whole = shards_of(placement), placement.sharding((), ())
-    split = shards > 1
+    split = shards > 1 or placement.size(placement.rules.experts) > 1
     # also over a single TPU: within `shard_map` its kernel knows the chip, wherever it is compiled
     alone = placement.mesh.size == 1 and placement.platform != "tpu"
     spread = None if alone else placement

@@ -8,11 +8,10 @@ import math
 
 import jax
 
+from jaxrl.models.architecture import EXPERTS, TransformerConfig, layer_params, layer_stacks
 from jaxrl.models.kernels.head_log_probs import XLA_IDS, block_tokens
-from jaxrl.models.transformer import TransformerConfig
 from jaxrl.parallel.rules import batch_devices
 from jaxrl.tools.plan.phases import SAMPLING, Part, Phase
-from jaxrl.tools.plan.work import layer_params
 from jaxrl.training.forward import CHUNK_LOGITS, CHUNK_TOKENS, CPU_CHUNK_TOKENS
 from jaxrl.training.resident_memory import device_bytes
 
@@ -39,7 +38,7 @@ def temporaries(phase: Phase, remat: str, flash: bool) -> float:
     if not flash:
         scores = rows * model.num_heads / tensor * length**2 * CAUSAL
         within["scores"] = scores * (4 + size)
-    weights = layer_params(model) / model.num_layers / tensor * size
+    weights = _layers_of(part) / model.num_layers * size
     head = model.vocab_size * model.hidden_size / tensor * size
     one = 2 * weights + head + _logits(part, rows * length) + sum(within.values())
     one += 3 * within["input"]
@@ -54,12 +53,16 @@ def _intermediates(part: Part, rows: int, length: int) -> dict[str, float]:
     model, tokens = part.model, rows * length * part.dtype.itemsize
     tensor = part.placement.mesh.shape["tensor"]
     heads = model.head_dim / tensor
+    mlp = 3 * model.intermediate_size / tensor
+    if (e := model.experts) is not None:  # of the tokens of all devices that share the experts
+        routed = e.per_token * (3 * e.width / tensor + 2 * model.hidden_size)
+        mlp = part.placement.mesh.shape["expert"] * routed + 3 * (e.shared_width or 0) / tensor
     return {
         "input": tokens * model.hidden_size,
         "norms": 3 * tokens * model.hidden_size,
         "qkv": tokens * (model.num_heads + 2 * model.num_kv_heads) * heads,
         "attention": tokens * model.num_heads * heads,
-        "mlp": 3 * tokens * model.intermediate_size / tensor,
+        "mlp": tokens * mlp,
         "scores": 0.0,
     }
 
@@ -91,11 +94,11 @@ def _saved(within: dict[str, float], remat: str) -> float:
 def collectives(phase: Phase, remat: str) -> dict[str, float]:
     """Estimate the bytes that a device sends in one execution, by kind.
 
-    They are the least of FSDP and Megatron.
+    They are the least of FSDP and Megatron, and what `expert_mlp` sends.
     """
     part, (rows, length) = phase.part, phase.shape
     model, size, mesh = part.model, part.dtype.itemsize, part.placement.mesh
-    tensor, fsdp, data = (mesh.shape[axis] for axis in ("tensor", "fsdp", "data"))
+    tensor, fsdp, data, expert = (mesh.shape[x] for x in ("tensor", "fsdp", "data", "expert"))
     sent: dict[str, float] = {}
     passes = {"forward": 1, "prefill": 1, "decode": phase.trips, "gradient": 2 + (remat != "none")}
     if phase.kind not in passes:
@@ -104,20 +107,33 @@ def collectives(phase: Phase, remat: str) -> dict[str, float]:
         activations = rows * length * model.hidden_size * size
         sums = 2 * model.num_layers * passes[phase.kind]
         sent["all-reduce"] = sums * activations * 2 * (tensor - 1) / tensor
+    if expert > 1:  # tokens go to all devices that share the experts, and float32 sums come back
+        layers = sum(len(s.layers) for s in layer_stacks(model) if s.kind == EXPERTS)
+        tokens = layers * passes[phase.kind] * rows * length * model.hidden_size
+        sent["experts"] = tokens * (expert - 1) * (size + 4)
     if phase.kind in SAMPLING:
         return sent
-    elements = _elements(model) / tensor
-    if fsdp > 1:
-        gathers = 1 if phase.kind == "forward" else 2
-        sent["all-gather"] = gathers * elements * size * (fsdp - 1) / fsdp
+    head = math.prod((model.vocab_size, model.hidden_size)) / tensor
+    shared, alone = layer_params(model, 0) / tensor + head, _expert_params(model) / tensor / expert
+    gathers = 1 if phase.kind == "forward" else 2
+    together = shared * (fsdp * expert - 1) / (fsdp * expert) + alone * (fsdp - 1) / fsdp
+    if together:
+        sent["all-gather"] = gathers * together * size
     if phase.kind == "gradient":
         trained = sum(device_bytes(x) for x in jax.tree.leaves(phase.call.args[0]))
-        if fsdp > 1:
-            sent["reduce-scatter"] = trained * (fsdp - 1)
+        if fsdp * expert > 1:
+            sent["reduce-scatter"] = trained * (fsdp * expert - 1)
         if data > 1:
             sent["all-reduce"] = sent.get("all-reduce", 0) + trained * 2 * (data - 1) / data
     return sent
 
 
-def _elements(model: TransformerConfig) -> float:
-    return layer_params(model) + math.prod((model.vocab_size, model.hidden_size))
+def _layers_of(part: Part) -> float:
+    """Return the parameters of all layers that a device computes with."""
+    shape = part.placement.mesh.shape
+    apart = _expert_params(part.model) / shape["expert"]
+    return (layer_params(part.model, 0) + apart) / shape["tensor"]
+
+
+def _expert_params(model: TransformerConfig) -> float:
+    return layer_params(model, math.inf) - layer_params(model, 0)

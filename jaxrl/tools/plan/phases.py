@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxrl import config as cfg
 from jaxrl.array_ops import DTYPES
 from jaxrl.data.microbatches import MAX_PER_ROW, Microbatching
+from jaxrl.models.architecture import layer_params
 from jaxrl.models.kernels.choice import REFERENCE
 from jaxrl.models.kernels.head_log_probs import block_tokens
 from jaxrl.models.kernels.paged_attention import BLOCK_POSITIONS
@@ -29,7 +30,6 @@ from jaxrl.tools.plan.work import (
     forward_work,
     gradient_work,
     head_flops,
-    layer_params,
 )
 from jaxrl.training.build import head_kernel
 from jaxrl.training.forward import CHUNK_TOKENS, CPU_CHUNK_TOKENS, chunk_columns, shared_axes
@@ -314,7 +314,7 @@ def _prefill(run: Run, programs: Programs, part: Part, call: Call, prompts: floa
     chunk = programs.parts * shape.tiles
     tokens = chunk * shape.tile
     attention = attention_flops(model) * context * tokens
-    weights = layer_params(model) * part.dtype.itemsize / _tensor(part)
+    weights = layer_params(model, tokens) * part.dtype.itemsize / _tensor(part)
     read = _position_bytes(programs, call) * shape.tiles * (context + shape.tile / 2)
     return Phase(
         "prefill",
@@ -352,7 +352,8 @@ def _decode(
     live = samples * mean / (slots * max(blocks * steps, 1)) if shorter else share
     attention = slots * steps * attention_flops(model) * context
     products = slots * steps * (2 * layer_params(model) + head_flops(model, 1))
-    rows, weights = slots // programs.parts, decode_step_bytes(model, 0, 0, part.dtype.itemsize)
+    rows = slots // programs.parts
+    weights = decode_step_bytes(model, rows, 0, part.dtype.itemsize)
     read = _position_bytes(programs, call) * rows * live * context
     return Phase(
         "decode",

@@ -5,7 +5,7 @@ XLA's own count takes the body of a loop once, and nothing of a kernel.
 
 from typing import NamedTuple
 
-from jaxrl.models.transformer import TransformerConfig
+from jaxrl.models.architecture import TransformerConfig, layer_params
 
 # Share of the layers' products and attention that a remat policy computes again.
 RECOMPUTED = {
@@ -72,17 +72,11 @@ def _head(model: TransformerConfig, wanted: int) -> int:
     return 0 if model.value_head else head_flops(model, wanted)
 
 
-def layer_params(model: TransformerConfig) -> int:
-    """Return the number of parameters of all layers that take part in matrix products."""
-    c = model
-    attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
-    return c.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size)
-
-
-def layers_flops(model: TransformerConfig, start: int, stop: int) -> int:
+def layers_flops(model: TransformerConfig, start: int, stop: int) -> float:
     """Return the FLOPs of the layers for positions start..stop-1 of one sequence.
 
-    2 per parameter and token; 2 for q k^T and 2 for probs v, per head dim and position seen.
+    2 per parameter that a token uses; 2 for q k^T and 2 for probs v, per head dim and position
+    seen.
     """
     seen = (stop * (stop + 1) - start * (start + 1)) // 2
     return 2 * layer_params(model) * (stop - start) + attention_flops(model) * seen
@@ -103,12 +97,12 @@ def decode_step_bytes(
 ) -> float:
     """Return the bytes that one decode step must read.
 
-    They are every weight once, and the keys and values of each row.
+    They are every weight once that the rows use, and the keys and values of each row.
 
     Args:
         batch: rows; a part of one where some are dead.
         context: mean positions seen by a row.
     """
-    weights = layer_params(model) + model.hidden_size * model.vocab_size
+    weights = layer_params(model, batch) + model.hidden_size * model.vocab_size
     cache = 2 * model.num_layers * model.num_kv_heads * model.head_dim * context * batch
     return bytes_per_element * (weights + cache)

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.models.architecture import layer_params
 from jaxrl.models.families import config_from_hf
 from jaxrl.models.kernels.choice import Facts
 from jaxrl.parallel.chips import GIB
 from jaxrl.prove import main
-from jaxrl.tools.plan.work import layer_params
 from jaxrl.tools.prove import kernels, proof, sampling, training
 from jaxrl.tools.prove.page import TITLES, html, shown
 from jaxrl.tools.prove.proof import SECTIONS, as_json, prove
