@@ -1,10 +1,13 @@
 """Kill training runs at random instants, again and again, and see whether anything was lost.
 
-    python -m benchmarks.chaos --kills 40 --kinds sync,lockstep,free
+    python -m benchmarks.chaos --kills 40 --kinds sync,turns,lockstep,free
 
 Claim: 40 SIGKILLs at random instants, some in the middle of writing a checkpoint or the ledger, of
-synchronous, lockstep and free-running runs: after every one `jaxrl.audit` passes, and the first two
-kinds end with the parameters and optimizer state of the run that was not disturbed, bit for bit.
+synchronous, lockstep and free-running runs: after every one `jaxrl.audit` passes, and all kinds but
+the last end with the parameters and optimizer state of the run that was not disturbed, bit for bit.
+
+"turns" is synchronous, with conversations of up to three turns, an environment that answers after
+random times, and fewer slots and pages than conversations, so that some make room for others.
 
 Each run is `python -m jaxrl.train` on the task of the quickstart, in a process of its own, with a
 checkpoint every second step; asynchronous ones have an environment that takes its time, so that
@@ -40,7 +43,7 @@ import orbax.checkpoint as ocp
 from jaxrl import config as cfg
 from jaxrl.audit import audit, report
 from jaxrl.envs import StepOutput
-from jaxrl.envs.toys import sort_digits
+from jaxrl.envs.toys import guess_number, sort_digits
 from jaxrl.files import check_file
 from jaxrl.records.checkpoint import PREFIX, Checkpointer
 from jaxrl.records.ledger import FILE
@@ -56,6 +59,16 @@ ASYNCHRONOUS = {
 }
 KINDS: dict[str, dict[str, Any]] = {
     "sync": {},
+    "turns": {
+        "data.train_data": ["benchmarks.chaos:slowly_answered"],
+        "environment.env_class": "guess_number",
+        "generator.max_turns": 3,
+        "generator.max_input_length": 39,  # 13 of the prompt; a guess of 2, its end, "a number?>"
+        "generator.sampling_params.max_generate_length": 2,
+        "generator.inference_engine.max_num_seqs": 6,
+        "trainer.algorithm.max_seq_len": 41,
+        "trainer.algorithm.advantage_estimator": "grpo",
+    },
     "lockstep": {**ASYNCHRONOUS, "trainer.fully_async.schedule": "lockstep"},
     "free": {**ASYNCHRONOUS, "trainer.fully_async.schedule": "free"},
 }
@@ -72,6 +85,20 @@ class SlowJudge(sort_digits.SortDigitsEnv):
     ) -> StepOutput:
         await asyncio.sleep(random.expovariate(1 / 0.05))
         return super().step(action, tokens, stopped)
+
+
+class SlowGuess(guess_number.GuessNumberEnv):
+    """Answers after a random time: turns meet others in the engine in every run."""
+
+    def step(self, action: str) -> StepOutput:
+        time.sleep(random.Random().random() * 0.03)
+        return super().step(action)
+
+
+def slowly_answered() -> Iterator[dict[str, Any]]:
+    """Numbers to guess, with `SlowGuess`."""
+    for row in guess_number.prompts(size=64, seed=0):
+        yield {**row, "env_class": "benchmarks.chaos:SlowGuess"}
 
 
 def slowly_judged() -> Iterator[dict[str, Any]]:

@@ -7,9 +7,10 @@ decodes, below 130 where it fills or empties them all.
 
 The device does nothing here: its programs return at once, a block with 8 tokens for each row, as an
 accelerator's has. What is left is what an accelerator waits for: admission of samples, their pages,
-chunks of prompts, the rows of a block, and what becomes of its tokens. `admit` is the turn in which all slots are filled,
-with groups of 8 samples of prompts of 256 tokens, `turn` one that decodes, `end` the one in which
-all samples end. CPU time of the thread, the least of `--repeats`: other processes lengthen it.
+chunks of prompts, the rows of a block, and what becomes of its tokens. `admit` is the turn in which
+all slots are filled, with groups of 8 samples of prompts of 256 tokens, `turn` one that decodes,
+`end` the one in which all samples end. CPU time of the thread, the least of `--repeats`: other
+processes lengthen it.
 """
 
 import argparse
