@@ -334,6 +334,10 @@ def _experts(family: Family, values: Mapping[str, Any]) -> Experts | None:
         layers = range(values["num_hidden_layers"])
         dense = tuple(i for i in layers if i in alone or (i + 1) % step)
     fields = {ours: values[theirs] for ours, theirs in family.experts.items()}
+    count, chosen = fields["count"], fields["per_token"]
+    if not 1 <= chosen <= count:
+        names = family.experts["per_token"], family.experts["count"]
+        raise _unsupported(names[0], chosen, f"1 to {names[1]}={count}")
     return Experts(**fields, **family.expert_features, dense_layers=dense)
 
 

@@ -117,9 +117,9 @@ SETTINGS = (
     Setting(
         "refused",
         _each(_MEGATRON, "mtp_* moe_aux_loss_coeff freeze_moe_router moe_enable_routing_replay"),
-        "no mixture-of-experts models, no multi-token prediction",
+        "no router replay and no losses of routers yet, no multi-token prediction",
     ),
-    Setting("refused", f"{_ENGINE}enable_return_routed_experts", "no mixture-of-experts models"),
+    Setting("refused", f"{_ENGINE}enable_return_routed_experts", "no router replay yet"),
     Setting("refused", "trainer.policy.model.fake_int4_qat.*", "no quantised training"),
     Setting("refused", "generator.vision_language_generator", "text models only"),
     Setting(
@@ -202,9 +202,11 @@ def setting_of(key: str) -> Setting | None:
     return next((row for row in SETTINGS if row.covers(key)), None)
 
 
+_LOADABLE_EXPERTS = r"Qwen1\.5-MoE|Qwen2-\d+B-A|Qwen3-(Coder-)?\d+B-A|Mixtral|OLMoE"
 _UNLOADABLE = {
-    r"-A\d+(\.\d+)?B\b|MoE|Mixtral|DeepSeek-(V\d|R1$)|gpt-oss|Moonlight|Kimi-K": (
-        "a mixture of experts"
+    rf"^(?!.*({_LOADABLE_EXPERTS})).*"
+    r"(-A\d+(\.\d+)?B\b|MoE|DeepSeek-(V\d|R1$)|gpt-oss|Moonlight|Kimi-K)": (
+        "a mixture of experts of another family than Qwen3-MoE, Qwen2-MoE, Mixtral and OLMoE"
     ),
     r"\bVL\b|-VL-|Vision|LLaVA|Omni": "a model of images",
 }
