@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl.data.packing import one_per_row
+from jaxrl.models.architecture import Experts
 from jaxrl.models.linear import LoraWeight, drop_out, merge, project
 from jaxrl.models.lora import (
     LoraConfig,
@@ -20,6 +21,7 @@ from jaxrl.models.lora import (
     with_token_keys,
     with_trained,
 )
+from jaxrl.models.peft_format import load_adapter, save_adapter
 from jaxrl.models.transformer import (
     TransformerConfig,
     abstract_params,
@@ -126,6 +128,28 @@ def test_merged_equals_applied():
     decode = decode_params(MODEL, params, jnp.float32)
     whole = decode_params(MODEL, merge(params), jnp.float32)
     jax.tree.map(np.testing.assert_array_equal, decode, whole)
+
+
+def test_experts_and_their_router_have_no_adapters_and_each_stack_has_its_own(tmp_path):
+    experts = Experts(count=4, per_token=2, width=12, shared_width=20, dense_layers=(0,))
+    model = dataclasses.replace(MODEL, num_layers=3, experts=experts)
+    lora, base = lora_of("all-linear", model), init_params(model, 0)
+    adapters = moved(lora)
+    attention = {"wq", "wk", "wv", "wo"}
+    shared = {"shared_gate", "shared_up", "shared_down"}
+    assert adapters.keys() == {
+        *(f"dense/{name}" for name in attention | {"w_gate", "w_up", "w_down"}),
+        *(f"experts/{name}" for name in attention | shared),
+    }
+    params = attach(lora, base, adapters)
+    jax.tree.map(np.testing.assert_array_equal, trained(params), adapters)
+    applied = logits(params, model)
+    assert float(jnp.abs(applied - logits(base, model)).max()) > 1
+    np.testing.assert_allclose(logits(merge(params), model), applied, atol=1e-5)
+    save_adapter(tmp_path / "adapter", lora, adapters, base="a/base")
+    again, found = load_adapter(tmp_path / "adapter", model)
+    assert sorted(again.modules) == sorted(lora.modules)
+    jax.tree.map(np.testing.assert_array_equal, found, adapters)
 
 
 def test_the_gradient_is_that_of_the_dense_formula():

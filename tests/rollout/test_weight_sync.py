@@ -1,10 +1,13 @@
 """Parameters in groups of bounded size."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.models.architecture import Experts
 from jaxrl.models.hf import load_config
 from jaxrl.models.linear import merge
 from jaxrl.models.lora import LoraConfig, attach, select_modules
@@ -26,6 +29,10 @@ from jaxrl.rollout.weights.groups import (
 from tests.test_train import assert_bitwise_equal
 
 MODEL = load_config("configs/tiny_char_model")
+MIXED = dataclasses.replace(
+    MODEL, num_layers=3, experts=Experts(count=4, per_token=2, width=32, dense_layers=(1,))
+)
+MODELS = pytest.mark.parametrize("model", [MODEL, MIXED], ids=["dense", "mixed"])
 HALF = jnp.bfloat16
 
 
@@ -68,9 +75,10 @@ def test_the_last_group_has_the_layers_that_are_left():
     assert layer_ranges(stacked, 100) == [(0, 2), (2, 2), (4, 1)]
 
 
+@MODELS
 @pytest.mark.parametrize("group_bytes", [1000, 20_000, 10**9])
-def test_every_element_comes_once_and_no_group_is_larger(group_bytes):
-    whole = whole_pieces(named(abstract_params(MODEL)), HALF)
+def test_every_element_comes_once_and_no_group_is_larger(group_bytes, model):
+    whole = whole_pieces(named(abstract_params(model)), HALF)
     groups = plan(whole, group_bytes)
     assert max(sum(p.nbytes for p in group) for group in groups) <= group_bytes
     counts = {p.name: np.zeros(p.shape, int) for p in whole}
@@ -121,14 +129,15 @@ def test_pieces_of_another_model_are_refused():
         assembly.finish()
 
 
+@MODELS
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_an_engine_on_other_devices_gets_the_same_bits_in_groups(tensor):
+def test_an_engine_on_other_devices_gets_the_same_bits_in_groups(tensor, model):
     """As the decode layout of parameters that were there before."""
-    params = placed(make_mesh(devices=jax.devices()[:4], fsdp=4))
+    params = placed(make_mesh(devices=jax.devices()[:4], fsdp=4), model)
     mesh = make_mesh(devices=jax.devices()[4:6], data=-1, tensor=tensor)
-    engine = NativeEngine(MODEL, mesh, dtype=HALF, max_num_seqs=2, group_bytes=20_000)
+    engine = NativeEngine(model, mesh, dtype=HALF, max_num_seqs=2, group_bytes=20_000)
     engine.update_weights(params, 1)
-    functions = compiled(MODEL, engine.programs.placement, jnp.dtype(HALF))
+    functions = compiled(model, engine.programs.placement, jnp.dtype(HALF))
     near = jax.device_put(jax.device_get(params), functions.whole)
     assert_bitwise_equal(engine.programs.params, functions.decode_params(near))
     found, wanted = (
