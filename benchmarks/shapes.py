@@ -26,6 +26,13 @@ SHAPES = {  # as in the config.json of Hugging Face
     **QWEN,
     "qwen2.5-3b": hf_config("qwen2", 36, 2048, 11_008, 16, 2, 128, 151_936),
     "qwen2.5-7b": hf_config("qwen2", 28, 3584, 18_944, 28, 4, 128, 152_064, tied=False),
+    "qwen3-30b-a3b": hf_config("qwen3_moe", 48, 2048, 6144, 32, 4, 128, 151_936, tied=False)
+    | {
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    },
     "qwen2.5-32b": hf_config("qwen2", 64, 5120, 27_648, 40, 8, 128, 152_064, tied=False),
 }
 

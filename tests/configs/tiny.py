@@ -26,6 +26,7 @@ from jaxrl.models.transformer import init_params
 ROOT = Path(__file__).parents[2]
 FAMILIES = {
     "Qwen/Qwen2.5": "qwen2",
+    "Qwen/Qwen3-30B-A3B": "qwen3_moe",
     "Qwen/Qwen3": "qwen3",
     "models/smollm2": "llama",
     "runs/": "qwen3",  # tiny_char_model, after an earlier recipe
@@ -164,6 +165,7 @@ def _model(path: str, folder: Path) -> str:
         tokens = [*CHARACTERS, *WORDS]
         tokenizer = character_tokenizer(tokens)
         sizes |= {"model_type": kind, "vocab_size": len(tokenizer), "num_hidden_layers": 2}
+        sizes |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
         model = config_from_hf(sizes)
         save_pretrained(target, model, init_params(model, zlib.crc32(path.encode())), tokenizer)
     return str(target)

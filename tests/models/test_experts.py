@@ -354,3 +354,48 @@ def test_nothing_is_larger_than_the_assignments_and_nothing_is_scattered(monkeyp
 def test_the_description_is_json():
     for experts in KINDS.values():
         assert Experts(**json.loads(json.dumps(dataclasses.asdict(experts)))) == experts
+
+
+@pytest.mark.slow  # the TPU compiler
+@pytest.mark.parametrize("kind", ["v5e:2x2", "v5p:2x2x1"])
+@pytest.mark.parametrize("sizes", [{}, {"expert": 4}], ids=["one chip", "expert 4"])
+def test_on_a_tpu_a_layer_costs_what_its_tokens_use(kind, sizes):
+    """Qwen3-30B-A3B's experts, 4,096 tokens of a chip: 3 products, each with 2 in the gradient."""
+    pytest.importorskip("libtpu")
+    from jaxrl.tools.plan.topology import topology_devices
+
+    wide = Experts(count=128, per_token=8, width=768, normalise=True)
+    width, tokens, chips = 2048, 4096, sizes.get("expert", 1)
+    mesh = make_mesh(devices=topology_devices(kind)[:chips], **sizes)
+    placement = Placement(mesh)
+
+    def shape(size, names, dtype):
+        sharding = jax.sharding.NamedSharding(mesh, placement.spec(size, names))
+        return jax.ShapeDtypeStruct(size, dtype, sharding=sharding)
+
+    weights = {
+        "router": shape((width, 128), (None, None), jnp.float32),
+        **{
+            f"experts_{name}": shape((128, *size), ("experts", None, None), jnp.float32)
+            for name, size in (
+                ("gate", (width, 768)),
+                ("up", (width, 768)),
+                ("down", (768, width)),
+            )
+        },
+    }
+    y = shape((chips, tokens, width), ("batch", None, None), jnp.bfloat16)
+
+    def loss(weights, y):
+        out, _ = expert_mlp(wide, jax.nn.silu, weights, y, placement=placement, kernel="megablox")
+        return out.astype(jnp.float32).sum()
+
+    compiled = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(weights, y).compile()
+    rows = tokens * 8
+    active = 3 * 3 * 2 * rows * width * 768
+    router = 3 * 2 * tokens * width * 128
+    assert compiled.cost_analysis()["flops"] < 1.3 * (active + router) * chips
+    found = re.findall(r"(?:bf16|f32|s32)\[([\d,]+)\]", compiled.as_text())
+    largest = max(np.prod([int(n) for n in dims.split(",")]) for dims in set(found))
+    # neither [tokens, experts, width] nor a row for each token and expert
+    assert largest <= max(rows * chips * width, 128 * width * 768)

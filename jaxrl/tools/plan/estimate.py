@@ -120,9 +120,12 @@ def collectives(phase: Phase, remat: str) -> dict[str, float]:
     if together:
         sent["all-gather"] = gathers * together * size
     if phase.kind == "gradient":
-        trained = sum(device_bytes(x) for x in jax.tree.leaves(phase.call.args[0]))
+        leaves = jax.tree_util.tree_leaves_with_path(phase.call.args[0])
+        size_of = {jax.tree_util.keystr(path): device_bytes(x) for path, x in leaves}
+        trained = sum(size_of.values())
+        apart = sum(size for name, size in size_of.items() if "['experts_" in name)
         if fsdp * expert > 1:
-            sent["reduce-scatter"] = trained * (fsdp * expert - 1)
+            sent["reduce-scatter"] = (trained - apart) * (fsdp * expert - 1) + apart * (fsdp - 1)
         if data > 1:
             sent["all-reduce"] = sent.get("all-reduce", 0) + trained * 2 * (data - 1) / data
     return sent
