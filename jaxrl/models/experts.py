@@ -232,7 +232,7 @@ def _mixture(
 
     @jax.checkpoint  # keeps no second and wider copy of the rows
     def total(rows: Array, by_token: Array) -> Array:
-        back = _take(rows, inverse, order, dtype).reshape(*by_token.shape, -1)
+        back = jnp.reshape(_take(rows, inverse, order, dtype), (*by_token.shape, -1))
         return (by_token[..., None] * back.astype(jnp.float32)).sum(axis=1)
 
     rows = _take(tokens, order, inverse, dtype)
