@@ -177,6 +177,11 @@ class AlgorithmConfig(BaseConfig):
     """Subtract the policy's entropy from the loss."""
     entropy_loss_coef: Annotated[float, not_negative, _OVER_MINIBATCH] = 0.01
     """Coefficient of the entropy term."""
+    router_balance_loss_coef: Annotated[float, not_negative, new()] = 0.0
+    """Coefficient of the balance of each trajectory's load over the experts of a layer, which is 1
+    where all have the same."""
+    router_z_loss_coef: Annotated[float, not_negative, new()] = 0.0
+    """Coefficient of the squared logsumexp of a router's logits."""
     temperature: Annotated[
         float | None, implemented("also applied to the reference model's logits")
     ] = None

@@ -86,6 +86,7 @@ def _parts(config: TrainConfig, num_devices: int, platform: Sequence[str]) -> Pa
         ("sampler", sampler_lines(config)),
         ("KL", [*kl_lines(config), *controller_lines(config), *reference_lines(trainer)]),
         ("entropy", ["H = sum_bt m_bt H_bt / sum m" if algorithm.use_entropy_loss else "off"]),
+        ("router", _router(algorithm)),
         ("temperature", [f"{algorithm.temperature:g}, of sampling and of every log-softmax"]),
         ("filters", _filters(config)),
         ("optimizer", [optimizer_line(trainer.policy.optimizer_config)]),
@@ -130,9 +131,26 @@ def _minimise(config: TrainConfig) -> str:
     weight = "c_bt w_bt" if correction_enabled(algorithm.off_policy_correction) else "w_bt"
     kl = f" + {algorithm.kl_loss_coef:g} KL" if kl_in_loss(algorithm) else ""
     entropy = f" - {algorithm.entropy_loss_coef:g} H" if algorithm.use_entropy_loss else ""
+    router = "".join(
+        f" + {coef:g} {name}"
+        for coef, name in (
+            (algorithm.router_balance_loss_coef, "balance"),
+            (algorithm.router_z_loss_coef, "z"),
+        )
+        if coef
+    )
     shapes = "(minibatch of B rows b, tokens t, loss mask m)"
     loss = "l" if reduces_by_itself(config) else f"sum_bt {weight} l_bt"
-    return f"{loss}{kl}{entropy}      {shapes}"
+    return f"{loss}{kl}{entropy}{router}      {shapes}"
+
+
+def _router(algorithm: AlgorithmConfig) -> list[str]:
+    formulas = []
+    if algorithm.router_balance_loss_coef:
+        formulas.append("balance = E / (k n^2) sum_i (sum_t 1[i chosen]) (sum_t s_ti), s = scores")
+    if algorithm.router_z_loss_coef:
+        formulas.append("z = 1 / n sum_t logsumexp(logits)^2")
+    return [*formulas, "of each trajectory of n tokens, mean over layers"] if formulas else []
 
 
 def _normalised(algorithm: AlgorithmConfig) -> list[str]:

@@ -99,6 +99,49 @@ def _at(scores: Array, ids: Array) -> Array:
     return jnp.where(here, scores[:, None], 0).sum(axis=-1)
 
 
+class RouterTerms(NamedTuple):
+    """Hold what a token adds to the losses of the router of a layer, [B, T] float32 each."""
+
+    balance: Array
+    z: Array
+
+
+def router_terms(experts: Experts, routing: Routing, segment_ids: Array) -> RouterTerms:
+    """Return the terms of a layer's router losses, whose sums over a trajectory are the losses.
+
+    Of a trajectory of n tokens, with the chosen ids and scores s of token t, that add up to 1:
+
+        balance = sum_i f_i P_i,  f_i = E / (k n) sum_t 1[i chosen],  P_i = 1 / n sum_t s_ti
+        z = 1 / n sum_t logsumexp(logits_t)^2
+
+    Balance is 1 where all experts have the same load, and E / k where k have all. Each trajectory
+    has its own, so no cut into microbatches changes the gradient, which is of P alone. DeepSeek-V3,
+    https://arxiv.org/abs/2412.19437, equations 17 to 20; ST-MoE, https://arxiv.org/abs/2202.08906,
+    equation 5.
+
+    Args:
+        segment_ids: [B, T] of the trajectory of each token, its tokens side by side; 0 = padding,
+            whose terms are 0.
+    """
+    index, length = jnp.arange(segment_ids.shape[1]), segment_ids.shape[1]
+    changes = segment_ids[:, 1:] != segment_ids[:, :-1]
+    begins = jnp.pad(changes, ((0, 0), (1, 0)), constant_values=True)
+    ends = jnp.pad(changes, ((0, 0), (0, 1)), constant_values=True)
+    first = jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
+    last = jax.lax.cummin(jnp.where(ends, index, length), axis=1, reverse=True)
+    chosen = (routing.ids[..., None] == jnp.arange(experts.count)).sum(axis=2)  # [B, T, E]
+    before = jnp.pad(jnp.cumsum(chosen, axis=1), ((0, 0), (1, 0), (0, 0)))
+    at = functools.partial(jnp.take_along_axis, before, axis=1)
+    counts = at((last + 1)[..., None]) - at(first[..., None])
+    n = (last - first + 1).astype(jnp.float32)
+    f = counts * (experts.count / (experts.per_token * n))[..., None]
+    scores = SCORES[experts.scoring](routing.logits)
+    scores = scores / scores.sum(axis=-1, keepdims=True)
+    real = (segment_ids > 0) / n
+    z = jnp.square(jax.nn.logsumexp(routing.logits, axis=-1))
+    return RouterTerms(real * (f * scores).sum(axis=-1), real * z)
+
+
 def expert_mlp(
     experts: Experts,
     activation: Callable[[Array], Array],

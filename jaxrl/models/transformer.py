@@ -425,7 +425,7 @@ def forward(
     """
     settings: dict[str, Any] = {"dtype": dtype, "remat": remat, "kernel": kernel}
     settings |= {"experts_kernel": experts_kernel, "placement": placement}
-    return routed_forward(config, params, tokens, positions, segment_ids, None, **settings)[0]
+    return routed_forward(config, params, tokens, positions, segment_ids, **settings)[0]
 
 
 def routed_forward(
@@ -434,22 +434,24 @@ def routed_forward(
     tokens: jax.Array,
     positions: jax.Array,
     segment_ids: jax.Array,
-    replay: jax.Array | None,
     *,
     dtype: jnp.dtype,
     remat: str,
     kernel: str,
     experts_kernel: str,
     placement: Placement | None,
-) -> tuple[jax.Array, Routing | None]:
-    """Compute what `forward` does, and what the routers did.
+    replay: jax.Array | None = None,
+    observe: Callable[[Routing], Any] = lambda routing: (),
+) -> tuple[jax.Array, Any]:
+    """Compute what `forward` does, and what is to be known of the routers.
 
     Args:
         replay: [Lx, B, T, k] ids of the experts of the Lx layers that have some, see `route`; None:
             every token chooses.
+        observe: what to keep of the routing of a layer.
 
     Returns:
-        [B, T, D], and the routing [Lx, B, T, ...]; None where no layer has experts.
+        [B, T, D], and what was kept, stacked to [Lx, ...]; None where no layer has experts.
     """
     axes, stored = (by_kind(config, tree["layers"]) for tree in (logical_axes(config), params))
     view = layer_views(config, training_mask(segment_ids, kernel), positions, positions)
@@ -457,7 +459,7 @@ def routed_forward(
 
     def body(
         kind: str, x: jax.Array, layer: tuple[Params, jax.Array, jax.Array | None]
-    ) -> tuple[jax.Array, tuple[Routing, ...]]:
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
         names, (weights, sliding, chosen) = axes[kind], layer
         routing: list[Routing] = []
         mix = mixing(config, routing, placement=placement, kernel=experts_kernel, replay=chosen)
@@ -465,21 +467,21 @@ def routed_forward(
             name: gather_weight(w, names[name][1:], placement, dtype) for name, w in weights.items()
         }
         x = decoder_layer(config, whole, x, view(sliding), attend, placement, mix)
-        return x, tuple(routing)
+        return x, tuple(map(observe, routing))
 
     x = embed(config, params, tokens, dtype, placement)
-    routing: list[Routing] = []
+    observed: list[Any] = []
     for run in layer_runs(config):
         flags = jnp.asarray(sliding_flags(config)[run.in_model])
         layers = jax.tree.map(lambda w, run=run: w[run.in_stack], stored[run.kind])
         chosen = None if replay is None or run.kind != EXPERTS else replay[run.in_stack]
-        x, routed = jax.lax.scan(
+        x, seen = jax.lax.scan(
             recompute(functools.partial(body, run.kind), remat),
             x,
             (layers, flags, chosen),
             unroll=len(flags) if config.num_layers <= MAX_UNROLLED_LAYERS else 1,
         )
-        routing += routed
-    if not routing:
+        observed += seen
+    if not observed:
         return x, None
-    return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *routing)
+    return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *observed)

@@ -31,7 +31,12 @@ from jaxrl.parallel.offload import host_shardings
 from jaxrl.parallel.rules import batch_devices
 from jaxrl.training.forward import log_probs_and_entropy, state_values
 from jaxrl.training.forward_pass import ForwardPass
-from jaxrl.training.objective import policy_objective, value_objective
+from jaxrl.training.objective import (
+    ROUTER_LOSSES,
+    has_router_losses,
+    policy_objective,
+    value_objective,
+)
 from jaxrl.training.optim import (
     abstract_state,
     make_apply,
@@ -260,7 +265,10 @@ def make_forward_pass(
     temperature = trainer.algorithm.temperature
     for_head = names.get(HEAD_LOG_PROBS.name, REFERENCE)
     forward = functools.partial(forward, temperature=temperature, head_kernel=for_head)
-    return ForwardPass(forward, place, microbatching, kernels=kernels)
+    options = {"with_entropy": False}
+    if has_router_losses(trainer.algorithm):
+        options["router_losses"] = False
+    return ForwardPass(forward, place, microbatching, options, kernels=kernels)
 
 
 def assemble_update(
@@ -284,9 +292,13 @@ def assemble_update(
     new: Callable[..., Any] = new_critic_state
     if role == "policy":
         new = functools.partial(new_state, algorithm_state=algorithm_state)
+    options: dict[str, Any] = {}
     if role == "policy":
         rows = trainer.micro_train_batch_size_per_gpu
         objective = policy_objective(trainer.algorithm, block_rows=rows)
+        if has_router_losses(trainer.algorithm):
+            options["router_losses"] = True
+            _check_router_losses(trainer.algorithm, trained)
     else:
         objective = value_objective(trainer.algorithm.value_clip)
     optimizer, schedule = assemble_optimizer(trainer, total_steps, role)
@@ -299,9 +311,21 @@ def assemble_update(
         objective=objective,
         shardings=state_shardings,
         offloaded=_offloaded(trainer, role, state_shardings),
+        options=options,
         microbatching=update_microbatching(config, batch_devices(mesh, placement.rules), role),
     )
     return optimizer, state, updater
+
+
+def _check_router_losses(
+    algorithm: cfg.AlgorithmConfig, trained: TransformerConfig | AdaptedModel | LoraConfig
+) -> None:
+    model = trained.model if isinstance(trained, LoraConfig) else trained
+    coefs = {name: getattr(algorithm, name) for name in ROUTER_LOSSES}
+    if isinstance(model, AdaptedModel) or model.experts is None:
+        raise ValueError(
+            f"trainer.algorithm: {coefs} weigh routers, the model has none; set them to 0"
+        )
 
 
 def _offloaded(trainer: cfg.TrainerConfig, role: str, shardings: Any) -> dict[str, Any]:

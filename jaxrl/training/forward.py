@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 
 from jaxrl.array_ops import Array, BoolBT, FloatBT, IntBT, entropy, keep_only, token_log_probs
 from jaxrl.models.adapter import AdaptedModel
+from jaxrl.models.experts import router_terms
 from jaxrl.models.kernels import head_log_probs
 from jaxrl.models.kernels.choice import REFERENCE
 from jaxrl.models.linear import merge
@@ -34,6 +35,7 @@ from jaxrl.models.transformer import (
     head_axes,
     logical_axes,
     rms_norm,
+    routed_forward,
     unembed,
 )
 from jaxrl.parallel.rules import Placement, gather_parameter
@@ -57,8 +59,9 @@ def log_probs_and_entropy(
     experts_kernel: str = REFERENCE,
     head_kernel: str = REFERENCE,
     with_entropy: bool = True,
+    router_losses: bool = False,
     placement: Placement | None = None,
-) -> tuple[FloatBT, FloatBT]:
+) -> tuple[FloatBT, ...]:
     """Return the wanted tokens' log-probs given those before, and the entropy they were drawn from.
 
     Args:
@@ -70,6 +73,7 @@ def log_probs_and_entropy(
         experts_kernel: of the products with experts, see `GROUPED_PRODUCT`.
         head_kernel: of the vocabulary head, see `HEAD_LOG_PROBS`.
         with_entropy: False returns zeros for it; it costs a pass over the vocabulary.
+        router_losses: return `RouterTerms` as well, the mean of all layers with experts.
         placement: of the parameters and rows; None = one device, or, of CPUs, as the partitioner
             decides.
 
@@ -79,26 +83,24 @@ def log_probs_and_entropy(
         of the model held; T = L where `rows.source` is None.
     """
     params = with_dropout(params, rows.keys)
-    hidden = forward(
-        config,
-        params,
-        rows.tokens,
-        rows.positions,
-        rows.segment_ids,
-        dtype=dtype,
-        remat=remat,
-        kernel=kernel,
-        experts_kernel=experts_kernel,
-        placement=placement,
-    )
+    given = config, params, rows.tokens, rows.positions, rows.segment_ids
+    settings: dict[str, Any] = {"dtype": dtype, "remat": remat, "kernel": kernel}
+    settings |= {"experts_kernel": experts_kernel, "placement": placement}
+    terms: tuple[FloatBT, ...] = ()
+    if router_losses:
+        assert isinstance(config, TransformerConfig) and config.experts is not None
+        observe = functools.partial(router_terms, config.experts, segment_ids=rows.segment_ids)
+        hidden, observed = routed_forward(*given, **settings, observe=observe)
+        terms = by_trajectory(rows, *(x.mean(axis=0) for x in observed))
+    else:
+        hidden = forward(*given, **settings)
     with jax.named_scope("log_probs"):
         head = Head(config, temperature, dtype, with_entropy, kernel=head_kernel)
         targets = Targets(rows.tokens, rows.kept)
         targets, wanted = jax.tree.map(lambda x: x[:, 1:], (targets, rows.wanted))
         scores = score(head, params, hidden[:, :-1], targets, wanted, placement)
         first = ((0, 0), (1, 0))  # nothing predicts the first token
-        log_probs, entropies = by_trajectory(rows, *(jnp.pad(x, first) for x in scores))
-        return log_probs, entropies
+        return *by_trajectory(rows, *(jnp.pad(x, first) for x in scores)), *terms
 
 
 def state_values(

@@ -1,7 +1,7 @@
 """The objective of a minibatch, from the outputs of the model to a number: policy and critic.
 
     objective = sum_bt w_bt loss_bt + kl_loss_coef sum_bt k_bt kl_bt - entropy_loss_coef sum_bt e_bt
-    H_bt                                                                          (policy)
+    H_bt + router_balance_loss_coef balance + router_z_loss_coef z                (policy)
     objective = sum_bt v_bt value_loss_bt                                         (critic)
 
 with weights w, k, e of the whole minibatch; w holds the reduction and the off-policy correction.
@@ -33,6 +33,7 @@ from jaxrl.types import TrainBatch
 
 Metrics = dict[str, Any]  # arrays; under RATIOS a dict of them
 RATIOS = "ratios"
+ROUTER_LOSSES = ("router_balance_loss_coef", "router_z_loss_coef")
 MISMATCH = "rollout_train_logprobs_abs_diff"
 
 
@@ -124,7 +125,8 @@ def _minibatch_weights(
 def policy_objective(algorithm: Any, block_rows: int) -> Objective:
     """Make the objective of policy loss, KL and entropy of the config.
 
-    The outputs that it takes are log-probs and entropy.
+    The outputs that it takes are log-probs and entropy, and of models with experts, where a
+    coefficient is not 0, the `RouterTerms`.
 
     Args:
         algorithm: the AlgorithmConfig.
@@ -152,7 +154,7 @@ def policy_objective(algorithm: Any, block_rows: int) -> Objective:
 def make_objective(algorithm: Any, policy_loss: PolicyLoss) -> Callable[..., tuple[Array, Metrics]]:
     """Make `(log_probs, entropy, batch, weights, key) -> (objective, metrics)`.
 
-    The objective is the sum of all terms.
+    The objective is the sum of all terms. With losses of the router `RouterTerms` follow entropy.
     """
 
     def objective(
@@ -190,7 +192,30 @@ def make_objective(algorithm: Any, policy_loss: PolicyLoss) -> Callable[..., tup
             metrics[f"loss_metrics/{name}"] = reduce_metric(name, value, mask, weights.entropy)
         return total, jax.lax.stop_gradient(metrics)
 
-    return objective
+    def with_router(
+        log_probs: FloatBT,
+        entropy: FloatBT,
+        balance: FloatBT,
+        z: FloatBT,
+        batch: TrainBatch,
+        weights: TokenWeights,
+        key: Array,
+    ) -> tuple[Array, Metrics]:
+        total, metrics = objective(log_probs, entropy, batch, weights, key)
+        share = weights.kl.sum(axis=1)  # of each trajectory in the mean over them
+        terms = {"balance": balance, "z": z}
+        of_router = {name: jnp.sum(share * x.sum(axis=1)) for name, x in terms.items()}
+        total += algorithm.router_balance_loss_coef * of_router["balance"]
+        total += algorithm.router_z_loss_coef * of_router["z"]
+        found = {f"router_{name}_loss": x for name, x in of_router.items()} | {"final_loss": total}
+        return total, jax.lax.stop_gradient(metrics | found)
+
+    return with_router if has_router_losses(algorithm) else objective
+
+
+def has_router_losses(algorithm: Any) -> bool:
+    """Return whether the objective has losses of the routers of a mixture of experts."""
+    return any(getattr(algorithm, name) > 0 for name in ROUTER_LOSSES)
 
 
 class ValueWeights(struct.PyTreeNode):

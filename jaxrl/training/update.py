@@ -1,5 +1,6 @@
 """Optimizer updates of policy or critic: gradients in microbatches, apply."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ class Updater:
         objective: what is minimised, of the outputs of the forward pass.
         shardings: the state's; gradients are placed like the parameters.
         microbatching: how minibatches are cut.
+        options: of the forward pass.
         offloaded: shardings between updates of the parts of the state that wait in host memory, by
             name.
     """
@@ -44,10 +46,12 @@ class Updater:
         shardings: Any,
         microbatching: Microbatching,
         offloaded: Mapping[str, Any] = MappingProxyType({}),
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.objective, self.microbatching, self.offloaded = objective, microbatching, offloaded
         self.forward_pass, self.place = forward_pass, forward_pass.place
-        forward = forward_pass.forward
+        self.options = dict(options)
+        forward = functools.partial(forward_pass.forward, **options)
 
         def accumulate(
             grads: Any, params: Any, rows: ModelRows, batch: TrainBatch, weights: Any, key: Array
@@ -73,7 +77,12 @@ class Updater:
             accumulate, donate_argnums=0, out_shardings=(shardings.params, None)
         )
         self.pull_back = jax.jit(pull_back, donate_argnums=0, out_shardings=shardings.params)
-        self.cotangents = jax.jit(jax.grad(objective.loss, argnums=(0, 1), has_aux=True))
+
+        def cotangents(*given: Any) -> Any:  # (*outputs, batch, weights, key)
+            every_output = tuple(range(len(given) - 3))
+            return jax.grad(objective.loss, argnums=every_output, has_aux=True)(*given)
+
+        self.cotangents = jax.jit(cotangents)
         self.apply = jax.jit(apply, donate_argnums=0, out_shardings=(shardings, None))
         self._whole: bool | None = None
 
@@ -193,7 +202,8 @@ class Updater:
     def _whole_outputs(self, params: Any, batch: TrainBatch, key: Array) -> tuple[np.ndarray, ...]:
         """Return the outputs of the pass that is pulled back through: in the same cuts."""
         cut = self.microbatching
-        return self.forward_pass(params, batch, microbatching=cut, with_entropy=True, key=key)
+        options = self.options | {"with_entropy": True}
+        return self.forward_pass(params, batch, microbatching=cut, key=key, **options)
 
     def packing_efficiency(self, minibatches: Sequence[TrainBatch]) -> float:
         """Return tokens of the trajectories / tokens that the model runs on, in one pass."""

@@ -31,7 +31,12 @@ from jaxrl.parallel import (
 from jaxrl.registry import PolicyLossRegistry
 from jaxrl.training.forward import log_probs_and_entropy
 from jaxrl.training.forward_pass import ForwardPass
-from jaxrl.training.objective import merge_metrics, minibatch_weights, policy_objective
+from jaxrl.training.objective import (
+    has_router_losses,
+    merge_metrics,
+    minibatch_weights,
+    policy_objective,
+)
 from jaxrl.training.optim import (
     abstract_state,
     init_state,
@@ -126,14 +131,17 @@ def make_updater(
     )
     cut = Microbatching(microbatch_rows, ROWS, groups=groups, **packing)
     rows = batch_sharding(mesh, placement.rules)
+    with_router = has_router_losses(algorithm)
+    options = {"with_entropy": False} | ({"router_losses": False} if with_router else {})
     updater = Updater(
-        ForwardPass(forward, lambda x: jax.device_put(x, rows), cut),
+        ForwardPass(forward, lambda x: jax.device_put(x, rows), cut, options),
         make_apply(optimizer, schedule),
         objective=policy_objective(algorithm, microbatch_rows // groups),
         shardings=jax.tree.map(
             lambda x: x.sharding, abstract_state(optimizer, trained, shardings, replicated(mesh))
         ),
         microbatching=cut,
+        options={"router_losses": True} if with_router else {},
     )
 
     def state():

@@ -351,8 +351,9 @@ def weight_ess(
     """
     no_kl = weights.replace(kl=np.zeros_like(weights.kl))
     log_probs, entropy = outputs
+    router = (np.zeros_like(entropy),) * (2 * bool(updater.options))  # weighed by no_kl
     seen = updater.objective.seen(minibatch)
-    (slopes, _), _ = updater.cotangents(log_probs, entropy, seen, no_kl, key)
+    (slopes, *_), _ = updater.cotangents(log_probs, entropy, *router, seen, no_kl, key)
     advantages = np.asarray(minibatch.advantages, np.float64)
     counted = (np.asarray(minibatch.loss_mask) > 0) & (advantages != 0)
     weight = np.abs(np.asarray(slopes, np.float64)[counted] / advantages[counted])

@@ -95,9 +95,10 @@ class Differentiated(NamedTuple):
             return updater.accumulate(zeros, self.params, model_rows, batch, weights, key)[0]
 
     def outputs(self) -> Any:
-        """Return the log-prob and entropy of each token, of all rows in one microbatch."""
+        """Return what the loss is a function of, by token, of all rows in one microbatch."""
+        options = self.updater.options | {"with_entropy": True}
         return self.updater.forward_pass(
-            self.params, self.minibatch, microbatching=self.whole, with_entropy=True
+            self.params, self.minibatch, microbatching=self.whole, **options
         )
 
     def loss_slopes(self, outputs: Sequence[np.ndarray], cut: Microbatching) -> list[np.ndarray]:
