@@ -140,10 +140,12 @@ class MegatronConfig(BaseConfig):
     """Pipeline stages."""
     context_parallel_size: Annotated[int, _LATER_AXIS] = 1
     """Devices that share each sequence."""
-    expert_model_parallel_size: Annotated[int, mapped("mesh.expert")] = 1
+    expert_model_parallel_size: Annotated[
+        int, mapped("mesh.expert, times expert_tensor over tensor_model_parallel_size")
+    ] = 1
     """Devices that share the experts."""
     expert_tensor_parallel_size: Annotated[
-        int | None, mapped("mesh.tensor, which splits experts as all else")
+        int | None, mapped("to mesh.expert; mesh.tensor splits each expert as all else")
     ] = None
     """Devices that share each expert matrix; None = tensor_model_parallel_size."""
     moe_token_dispatcher_type: Annotated[str, _MEGATRONS_EXPERTS] = "alltoall"

@@ -13,12 +13,15 @@ def skyrl_sizes(role: PolicyConfig | RefConfig | CriticConfig) -> list[tuple[str
     fields = [("fsdp_config.fsdp_size", "fsdp", role.fsdp_config.fsdp_size, -1)]
     if not isinstance(role, CriticConfig):  # SkyRL has no critic on Megatron
         megatron = role.megatron_config
-        for field, axis, default in (
-            ("tensor_model_parallel_size", "tensor", 1),
-            ("expert_tensor_parallel_size", "tensor", None),
-            ("expert_model_parallel_size", "expert", 1),
-        ):
-            fields.append((f"megatron_config.{field}", axis, getattr(megatron, field), default))
+        tensor, experts = (
+            megatron.tensor_model_parallel_size,
+            megatron.expert_model_parallel_size,
+        )
+        fields.append(("megatron_config.tensor_model_parallel_size", "tensor", tensor, 1))
+        if experts > 1:  # Megatron's are over the devices of tensor, too; ours split each expert
+            within = megatron.expert_tensor_parallel_size or tensor
+            size = max(experts * within // tensor, 1)
+            fields.append(("megatron_config.expert_model_parallel_size", "expert", size, 0))
     return [(field, axis, size) for field, axis, size, default in fields if size != default]
 
 

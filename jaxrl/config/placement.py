@@ -18,7 +18,12 @@ _RULES = "trainer.sharding_rules"
 def sharding_rules(overrides: dict[str, Any]) -> ShardingRules:
     """Return the default rules, changed by `trainer.sharding_rules`."""
     changes = {name: tuple(x) if isinstance(x, list) else x for name, x in overrides.items()}
-    return ShardingRules(**changes)
+    rules = ShardingRules(**changes)
+    if "batch" not in changes or "embed" in changes:
+        return rules
+    batch = (rules.batch,) if isinstance(rules.batch, str) else rules.batch or ()
+    default = ShardingRules().embed or ()  # as far as it is over the rows' axes
+    return dataclasses.replace(rules, embed=tuple(x for x in default if x in batch) or None)
 
 
 class DeviceRanges(NamedTuple):
@@ -169,13 +174,17 @@ def check_mesh(config: TrainConfig, ranges: DeviceRanges, num_processes: int = 1
     _check_rules(trainer.sharding_rules)
 
 
+_OF_ROWS = ("batch", "embed")  # rules whose axes have other rows
+
+
 def _check_rules(overrides: dict[str, Any]) -> None:
     """Check that rows and parameters are over the batch axes, a model's width over the others."""
     movable = ("batch", "embed", "vocab", "heads", "kv_heads", "mlp")
     for name, axes in overrides.items():
         check_choice(_RULES, name, movable)
+        allowed = [None, "data", "fsdp", "tensor", *(["expert"] if name in _OF_ROWS else [])]
         for axis in axes if isinstance(axes, list | tuple) else [axes]:
-            check_choice(f"{_RULES}[{name!r}]", axis, (None, "data", "fsdp", "expert", "tensor"))
+            check_choice(f"{_RULES}[{name!r}]", axis, allowed)
     rules = dataclasses.asdict(sharding_rules(overrides))
     axes_of = {name: (x,) if isinstance(x, str) else x or () for name, x in rules.items()}
     batch = set(axes_of["batch"])

@@ -67,7 +67,7 @@ class TransformerConfig:
     experts: Experts | None = None
 
 
-DENSE, EXPERTS = "dense", "experts"  # kinds of layers
+DENSE, EXPERTS = KINDS = ("dense", "experts")  # of layers
 
 
 class Stack(NamedTuple):

@@ -179,7 +179,7 @@ FAMILIES = {
         "Qwen3MoeForCausalLM",
         _QWEN3_MOE,
         {"qk_norm": True},
-        lambda c, _: c["use_sliding_window"],
+        lambda c, _: c["use_sliding_window"] and c["sliding_window"] is not None,
         _EXPERTS,
     ),
     "qwen2_moe": Family(
@@ -228,7 +228,10 @@ def config_from_hf(
         ValueError: a model type or feature that the forward does not compute, a missing size or an
             unknown override; names the field, its value and what is supported.
     """
-    hf_config = {ALIASES.get(name, name): x for name, x in hf_config.items()}
+    hf_config, overrides = (
+        {ALIASES.get(name, name): x for name, x in (given or {}).items()}
+        for given in (hf_config, overrides)
+    )
     if hf_config.get("model_type") == "gemma3":
         hf_config = {**hf_config.get("text_config", {}), "model_type": "gemma3_text"}
     model_type = hf_config.get("model_type")
@@ -331,6 +334,8 @@ def _experts(family: Family, values: Mapping[str, Any]) -> Experts | None:
     dense: tuple[int, ...] = ()
     if "decoder_sparse_step" in family.defaults:
         step, alone = values["decoder_sparse_step"], values["mlp_only_layers"] or ()
+        if step < 1:
+            raise _unsupported("decoder_sparse_step", step, "1 or more")
         layers = range(values["num_hidden_layers"])
         dense = tuple(i for i in layers if i in alone or (i + 1) % step)
     fields = {ours: values[theirs] for ours, theirs in family.experts.items()}
@@ -345,6 +350,8 @@ def _written_experts(family: Family, config: TransformerConfig) -> dict[str, Any
     if family.experts is None or config.experts is None:
         return {}
     written = {theirs: getattr(config.experts, ours) for ours, theirs in family.experts.items()}
+    # Mixtral's files have one name of it, the others' the other
+    written["num_local_experts"] = config.experts.count
     if "decoder_sparse_step" in family.defaults:
         dense = {"decoder_sparse_step": 1, "mlp_only_layers": [*config.experts.dense_layers]}
         written |= dense

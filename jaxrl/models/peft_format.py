@@ -129,10 +129,14 @@ def peft_config(lora: LoraConfig, base: str) -> dict[str, Any]:
 
 def _shortest_names(lora: LoraConfig) -> list[str]:
     """Return the last part of a name where every layer has the adapter, else full names."""
-    names, chosen = [], set(lora.modules)
-    for modules in matrices(lora.model).values():
+    chosen = set(lora.modules)
+    everywhere: dict[str, list[str]] = {}
+    for name in (name for modules in matrices(lora.model).values() for name in modules):
+        everywhere.setdefault(name.rpartition(".")[2], []).append(name)
+    names = set()
+    for last, modules in everywhere.items():
         left = [name for name in modules if name in chosen]
-        names += [modules[0].rpartition(".")[2]] if left == modules else left
+        names |= {last} if left == modules else set(left)
     return sorted(names)
 
 

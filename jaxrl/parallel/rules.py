@@ -22,7 +22,6 @@ class ShardingRules:
     batch: MeshAxes = ("data", "fsdp", "expert")
     embed: MeshAxes = ("fsdp", "expert")
     experts: MeshAxes = "expert"
-    expert_embed: MeshAxes = "fsdp"
     vocab: MeshAxes = "tensor"
     heads: MeshAxes = "tensor"
     kv_heads: MeshAxes = "tensor"
@@ -31,6 +30,12 @@ class ShardingRules:
     layers: MeshAxes = None
     norm: MeshAxes = None
     lora_rank: MeshAxes = None
+
+    @property
+    def expert_embed(self) -> MeshAxes:
+        """Return the axes of the model width in experts: those that do not split the experts."""
+        apart = _names(self.experts)
+        return tuple(axis for axis in _names(self.embed) if axis not in apart) or None
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxrl import config as cfg
 from jaxrl.array_ops import DTYPES
 from jaxrl.functions import import_function
+from jaxrl.models.kernels.grouped_product import GROUPED_PRODUCT
 from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.parallel import engine_meshes
 from jaxrl.rollout.build import engine_kernel, weight_folder
@@ -79,6 +80,7 @@ def _our_engine(
         "tokens_per_call": TOKENS_PER_CALL,
         "tokenizer": tokenizer,
         "kernel": engine_kernel(config, model, mesh.devices.flat[0]).name,
+        "experts_kernel": config.trainer.kernels.get(GROUPED_PRODUCT.name),
     }
     return TransformerEngine(model, mesh, **options | engine_kwargs)
 

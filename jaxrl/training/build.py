@@ -222,7 +222,11 @@ def role_kernels(
             )
         return []
     kernels = [attention_kernel(trainer, model, device, role)]
-    if model.experts is None and (named := trainer.kernels.get(GROUPED_PRODUCT.name)):
+    if (
+        role == "policy"
+        and model.experts is None
+        and (named := trainer.kernels.get(GROUPED_PRODUCT.name))
+    ):
         field = f"trainer.kernels[{GROUPED_PRODUCT.name!r}]={named!r}"
         raise ValueError(f"{field} has no effect: the model has no experts; leave it out")
     if model.experts is not None:

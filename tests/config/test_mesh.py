@@ -3,6 +3,7 @@
 import pytest
 
 from jaxrl.config import TrainConfig, batch_groups, resolve, validate
+from jaxrl.config.placement import sharding_rules
 
 RECIPE = {"trainer.policy.model.path": "m", "data.train_data": "['d.jsonl']"}
 POLICY, REF = "trainer.policy", "trainer.ref"
@@ -76,3 +77,27 @@ def test_what_cannot_be_placed_is_refused(overrides, message):
 
 def test_rules_can_be_changed():
     validate(config_of({RULES: "{embed: [data, fsdp], vocab: null}"}), num_devices=8)
+
+
+def test_rows_over_the_axes_of_before_there_were_experts_are_allowed():
+    assert sharding_rules({"batch": ["data", "fsdp"]}).embed == ("fsdp",)
+    validate(config_of({RULES: "{batch: [data, fsdp]}", f"{POLICY}.mesh.fsdp": -1}), 8)
+    with pytest.raises(ValueError, match=r"sharding_rules\['mlp'\]='expert': must be"):
+        validate(config_of({RULES: "{mlp: expert}"}), 8)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "experts", "within", "found"),
+    # Megatron: 8 devices have all experts, whole; ours: 2 parts, and 4 devices split each expert
+    [(4, 8, 1, 2), (4, 2, 1, 1), (2, 4, None, 4), (1, 4, None, 4)],
+)
+def test_megatrons_sizes_of_experts_become_those_of_the_mesh(tensor, experts, within, found):
+    sizes = {
+        "tensor_model_parallel_size": tensor,
+        "expert_model_parallel_size": experts,
+        "expert_tensor_parallel_size": within,
+    }
+    given = {name: size for name, size in sizes.items() if size is not None}
+    fields = {f"{POLICY}.megatron_config.{name}": size for name, size in given.items()}
+    mesh = resolve(config_of(fields)).trainer.policy.mesh
+    assert (mesh.tensor, mesh.expert) == (tensor, found)

@@ -266,3 +266,23 @@ def test_configs_without_a_family_are_rejected():
     with pytest.raises(ValueError, match="hidden_size='32 with num_attention_heads=3'"):
         bias = {"attention_bias": True, "attention_output_bias": True}
         config_to_hf(dataclasses.replace(OURS, num_heads=3, num_kv_heads=3, **bias))
+
+
+def test_experts_that_cannot_be_are_named():
+    published = {"model_type": "qwen3_moe", **EXPERTS_SIZES}
+    with pytest.raises(ValueError, match="num_experts_per_tok=9 is not supp.*1 to num_experts=8"):
+        config_from_hf(published | {"num_experts": 8, "num_experts_per_tok": 9})
+    with pytest.raises(ValueError, match="decoder_sparse_step=0 is not supported; supported: 1 or"):
+        config_from_hf(published | {"decoder_sparse_step": 0})
+    mixtral = {"model_type": "mixtral", **EXPERTS_SIZES, "num_local_experts": 4}
+    assert config_from_hf(mixtral).experts.count == 4
+    assert config_from_hf(mixtral, {"num_local_experts": 6}).experts.count == 6
+
+
+EXPERTS_SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}

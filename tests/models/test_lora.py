@@ -146,10 +146,13 @@ def test_experts_and_their_router_have_no_adapters_and_each_stack_has_its_own(tm
     applied = logits(params, model)
     assert float(jnp.abs(applied - logits(base, model)).max()) > 1
     np.testing.assert_allclose(logits(merge(params), model), applied, atol=1e-5)
-    save_adapter(tmp_path / "adapter", lora, adapters, base="a/base")
-    again, found = load_adapter(tmp_path / "adapter", model)
-    assert sorted(again.modules) == sorted(lora.modules)
-    jax.tree.map(np.testing.assert_array_equal, found, adapters)
+    some = lora_of(["model.layers.0..*q_proj", "shared_expert.gate_proj"], model)
+    for number, one in enumerate((lora, some)):  # of the second others have the same last name
+        folder, adapters = tmp_path / f"adapter{number}", moved(one)
+        save_adapter(folder, one, adapters, base="a/base")
+        again, found = load_adapter(folder, model)
+        assert sorted(again.modules) == sorted(one.modules)
+        jax.tree.map(np.testing.assert_array_equal, found, adapters)
 
 
 def test_the_gradient_is_that_of_the_dense_formula():

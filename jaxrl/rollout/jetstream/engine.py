@@ -120,7 +120,8 @@ class TransformerEngine:
         tokens_per_call: of `generate`. JetStream's orchestrator wants 1, as it drops a whole call
             that reaches beyond max_tokens.
         tokenizer: for `build_tokenizer`; a Hugging Face one.
-        kernel: of `PAGED_ATTENTION`; None = the fastest that can.
+        kernel, experts_kernel: of `PAGED_ATTENTION` and `GROUPED_PRODUCT`; None = the fastest that
+            can.
     """
 
     samples_per_slot = 1
@@ -142,6 +143,7 @@ class TransformerEngine:
         tokens_per_call: int = 1,
         tokenizer: Any = None,
         kernel: str | None = None,
+        experts_kernel: str | None = None,
     ) -> None:
         self.mesh, self.tokenizer = mesh, tokenizer
         self.max_prefill_length = prefill_length(max_prefill_length)
@@ -157,7 +159,7 @@ class TransformerEngine:
         self.params = ParamsRef()
         self._rng = np.random.default_rng(seed)
         self._freed: set[int] = set()
-        self._functions = compiled(config, placement, jnp.dtype(dtype), kernel)
+        self._functions = compiled(config, placement, jnp.dtype(dtype), kernel, experts_kernel)
         self._by_prompt = prompt_shardings(placement)
         # rows always lie so: each place that they come from would have programs of its own
         self._by_row = placement.sharding((self.parts,), ("batch",))

@@ -277,7 +277,7 @@ class Programs:
         platform: str | None = None,
     ) -> None:
         # weights are whole but for the tensor axis: a step of decoding would gather them every time
-        rules = ShardingRules(embed=None, expert_embed=None)
+        rules = ShardingRules(embed=None)
         placement = Placement(mesh, rules)
         platform = platform or placement.platform
         alone = platform == "cpu" and mesh.size == 1

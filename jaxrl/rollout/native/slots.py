@@ -85,6 +85,8 @@ class Sample:
             context_version: the oldest in the row's keys and values; None = the sample goes on with
                 all that its first weights computed.
         """
+        if not len(tokens):
+            return
         if context_version is None:
             context_version = self.spans[0][0] if self.spans else version
         self.tokens += tokens
@@ -627,6 +629,7 @@ class SlotTable:
         Args:
             counts: [n] of those of each slot.
         """
+        assert (self.length[slots] + counts <= self.tokens.shape[1]).all()
         drawn = np.arange(tokens.shape[1]) < counts[:, None]
         first = slots * self.tokens.shape[1] + self.length[slots]  # in the flat array
         into = np.repeat(first - counts.cumsum() + counts, counts) + np.arange(counts.sum())

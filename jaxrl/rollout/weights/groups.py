@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl.models.architecture import KINDS
 from jaxrl.models.linear import LoraWeight, Weight, is_adapted, merge
 from jaxrl.models.transformer import Params
 from jaxrl.parallel import by_process
@@ -90,10 +91,11 @@ def plan(whole: Sequence[Piece], group_bytes: int = GROUP_BYTES) -> list[tuple[P
         whole: each array as one piece.
         group_bytes: most bytes of a group.
     """
-    stacks: dict[str, list[Piece]] = {}
+    stacks: dict[str, list[Piece]] = {STACKED: [], **{f"{STACKED}/{kind}": [] for kind in KINDS}}
     for p in whole:
-        if p.name.startswith(f"{STACKED}/") and p.shape:
-            stacks.setdefault(p.name.rpartition("/")[0], []).append(p)
+        folder = p.name.rpartition("/")[0]
+        if folder in stacks and p.shape:
+            stacks[folder].append(p)
     # a flax module's have no such dim
     stacks = {k: some for k, some in stacks.items() if len({p.shape[0] for p in some}) == 1}
     stacked = {p.name for some in stacks.values() for p in some}

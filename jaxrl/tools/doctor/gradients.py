@@ -352,7 +352,10 @@ def other_meshes(examined: ExaminedRun) -> list[dict[str, Any]]:
     meshes += [{axis: count} for axis in ("data", "fsdp") if shape[axis] != count]
     model: Any = trainer.model
     if not isinstance(model, AdaptedModel) and count % 2 == 0 and shape["tensor"] == 1:
-        whole_heads = model.num_heads % 2 == 0 and model.intermediate_size % 2 == 0
+        widths = [model.num_heads, model.intermediate_size]
+        if (experts := model.experts) is not None:
+            widths += [experts.width, experts.shared_width or 0]
+        whole_heads = not any(width % 2 for width in widths)
         meshes += [{"fsdp": count // 2, "tensor": 2}] if whole_heads else []
     return meshes
 
