@@ -174,7 +174,7 @@ def test_the_effective_sample_size_is_of_the_weights_that_tokens_get():
         return (slopes, None), None
 
     objective = SimpleNamespace(seen=lambda minibatch: minibatch)
-    updater = SimpleNamespace(cotangents=cotangents, objective=objective)
+    updater = SimpleNamespace(cotangents=cotangents, objective=objective, options={})
     found = weight_ess(updater, (None, None), minibatch, weights, 0)
     # weights 6 / 2 = 3 and 1 / 1 = 1: (3 + 1)^2 / (2 (9 + 1))
     assert found == pytest.approx(16 / 20)

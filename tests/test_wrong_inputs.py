@@ -312,8 +312,8 @@ MODELS = {
     ),
     "config cut": (cut("config.json", 9), ["config.json is not valid JSON"]),
     "experts": (
-        changed_json("config.json", model_type="qwen3_moe"),
-        ["config.json: model_type='qwen3_moe' is not supported", "qwen3"],
+        changed_json("config.json", model_type="deepseek_v3"),
+        ["config.json: model_type='deepseek_v3' is not supported", "qwen3"],
     ),
     "vocabulary": (
         changed_json("config.json", vocab_size=20),

@@ -453,7 +453,7 @@ def routed_forward(
     Returns:
         [B, T, D], and what was kept, stacked to [Lx, ...]; None where no layer has experts.
     """
-    axes, stored = (by_kind(config, tree["layers"]) for tree in (logical_axes(config), params))
+    axes = by_kind(config, logical_axes(config)["layers"])
     view = layer_views(config, training_mask(segment_ids, kernel), positions, positions)
     attend = functools.partial(self_attention, config, kernel=kernel, placement=placement)
 
@@ -469,14 +469,15 @@ def routed_forward(
         x = decoder_layer(config, whole, x, view(sliding), attend, placement, mix)
         return x, tuple(map(observe, routing))
 
-    x = embed(config, params, tokens, dtype, placement)
+    bodies = {kind: recompute(functools.partial(body, kind), remat) for kind in axes}
+    x, stored = embed(config, params, tokens, dtype, placement), by_kind(config, params["layers"])
     observed: list[Any] = []
     for run in layer_runs(config):
         flags = jnp.asarray(sliding_flags(config)[run.in_model])
         layers = jax.tree.map(lambda w, run=run: w[run.in_stack], stored[run.kind])
         chosen = None if replay is None or run.kind != EXPERTS else replay[run.in_stack]
         x, seen = jax.lax.scan(
-            recompute(functools.partial(body, run.kind), remat),
+            bodies[run.kind],
             x,
             (layers, flags, chosen),
             unroll=len(flags) if config.num_layers <= MAX_UNROLLED_LAYERS else 1,

@@ -104,9 +104,9 @@ def test_few_shapes_are_compiled_together_and_once(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Folders of two shapes: of the policy, and of a teacher that is another model."""
+    """Folders of the policy, of a teacher that is another model, and of a mixture of experts."""
     folder = tmp_path_factory.mktemp("models")
-    for name in ("qwen2.5-0.5b", "qwen2.5-1.5b"):
+    for name in ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen3-30b-a3b"):
         write_model_folder(folder / name, name)
     return folder
 
@@ -119,6 +119,7 @@ def recipe_on_an_accelerator(name, models):
     for role in ("policy", "ref", "critic"):
         model = getattr(resolved.trainer, role).model
         shape = "qwen2.5-0.5b" if model.path == policy else "qwen2.5-1.5b"
+        shape = "qwen3-30b-a3b" if "A3B" in (model.path or "") else shape
         model.path = model.path and str(models / shape)
     return resolved
 

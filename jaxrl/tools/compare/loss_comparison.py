@@ -351,7 +351,8 @@ def weight_ess(
     """
     no_kl = weights.replace(kl=np.zeros_like(weights.kl))
     log_probs, entropy = outputs
-    router = (np.zeros_like(entropy),) * (2 * bool(updater.options))  # weighed by no_kl
+    # losses of routers have no part in it, and no weight
+    router = (np.zeros_like(minibatch.advantages),) * (2 * bool(updater.options))
     seen = updater.objective.seen(minibatch)
     (slopes, *_), _ = updater.cotangents(log_probs, entropy, *router, seen, no_kl, key)
     advantages = np.asarray(minibatch.advantages, np.float64)

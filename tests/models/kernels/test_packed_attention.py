@@ -23,7 +23,7 @@ from jaxrl.models.kernels.packed_attention import (
 from jaxrl.models.transformer import TransformerConfig, abstract_params, forward
 from jaxrl.parallel import make_mesh
 from jaxrl.parallel.rules import Placement
-from jaxrl.training.build import attention_kernel
+from jaxrl.training.build import attention_kernel, role_kernels
 
 MODEL = TransformerConfig(
     vocab_size=32,
@@ -244,8 +244,10 @@ def test_the_config_names_kernels():
     for kernels, message in (
         ({"atention": "xla"}, "trainer.kernels='atention'"),
         ({"packed_attention": "flash"}, r"trainer.kernels\['packed_attention'\]='flash'"),
-        ({"grouped_product": "xla"}, r"'grouped_product'\]='xla': has no effect, no model here"),
     ):
         config = cfg.apply_overrides(cfg.TrainConfig(), {"trainer.kernels": kernels})
         with pytest.raises(ValueError, match=message):
             cfg.validate(config)
+    config = cfg.apply_overrides(cfg.TrainConfig(), {"trainer.kernels": {"grouped_product": "xla"}})
+    with pytest.raises(ValueError, match=r"'grouped_product'\]='xla' has no effect: the model has"):
+        role_kernels(config, MODEL, device, "policy")
