@@ -119,7 +119,7 @@ def by_kind(config: TransformerConfig, layers: Any) -> dict[str, Any]:
 
 
 def joined(stacks: dict[str, Any]) -> Any:
-    """Undo `by_kind`."""
+    """Return what `params["layers"]` is, given the layers of each kind: undo `by_kind`."""
     return stacks if len(stacks) > 1 else next(iter(stacks.values()))
 
 
