@@ -10,6 +10,7 @@ row, N tokens, H query heads, K key/value heads, h head width.
 """
 
 import functools
+import inspect
 from typing import Any, Literal
 
 import jax
@@ -352,8 +353,11 @@ def cudnn(
     places = table.astype(jnp.int32)[:, None, :, None]
     nothing = jnp.zeros(0, keys.dtype)
     # What `fused.paged_attention` calls; that itself wants as many pages as the table has entries,
-    # which neither XLA nor cuDNN does.
-    return fused._dot_product_attention(
+    # which neither XLA nor cuDNN does. It is private: of its arguments, those that only some
+    # versions of JAX have stand in the dict at its end.
+    attend = fused._dot_product_attention
+    later = {"score_mod_args": (), "score_mod": None}  # a function of the scores (0.12)
+    return attend(
         query=q.astype(keys.dtype),
         key=keys,
         value=values,
@@ -373,6 +377,7 @@ def cudnn(
         sliding_window_length=None,
         cudnn_version=fused.check_cudnn_version(),
         return_residual=False,
+        **{k: v for k, v in later.items() if k in inspect.signature(attend).parameters},
     )
 
 
