@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -25,7 +25,7 @@ from jaxrl.config.objective_requirements import (
     needs_old_log_probs,
     needs_reference,
 )
-from jaxrl.data.columns import trajectory_numbers
+from jaxrl.data.columns import ROUTES, trajectory_numbers
 from jaxrl.data.messages import messages_of
 from jaxrl.data.order import order_of_run
 from jaxrl.data.packing import collate, empty_batch, minibatches
@@ -68,6 +68,7 @@ from jaxrl.training.build import (
     assemble_policy,
     assemble_reference,
     assemble_update,
+    routes_of_any_token,
     sampler_dtype,
 )
 from jaxrl.training.critic import Critic
@@ -458,6 +459,14 @@ class Trainer:
     def collate(self, output: GeneratorOutput) -> TrainBatch:
         """Return rows [B, T]; the samples of a prompt are a group."""
         self.ledger.keep(output)
+        replay = self.config.trainer.policy.router_replay
+        if replay == "off":
+            output = cast(GeneratorOutput, {k: x for k, x in output.items() if k != ROUTES})
+        elif ROUTES not in output:
+            raise ValueError(
+                f"trainer.policy.router_replay={replay!r}: the generator gives no {ROUTES!r} in "
+                "its output; give them, or set 'off'"
+            )
         last = output.get("is_last_step", [True] * len(output["response_ids"]))
         width_of = self.updater.microbatching.batch_width
         return collate(output, trajectory_numbers(last) // self.samples, width_of)
@@ -475,7 +484,8 @@ class Trainer:
         )
         self.metrics |= metrics
         if self.ref_params is not None:
-            ref, _ = self.ref_forward_pass(on_device(self.ref_params), batch)
+            own = batch.replace(routes=None)  # it is a policy of its own, and not the sampler
+            ref, _ = self.ref_forward_pass(on_device(self.ref_params), own)
             batch = batch.replace(ref_log_probs=ref)
         if self.critic:
             batch = batch.replace(values=self.critic.values(self.state.critic, batch))
@@ -759,12 +769,14 @@ class Trainer:
         length = min(width, settings.packed_length or width)
         sampling = self.config.generator.sampling_params
         kept = sampling.top_k if sampling.keep_sampling_mask else 0
+        log_probs = sampling.logprobs is not None
+        routes = routes_of_any_token(settings, self.model)
         cuts = {forward_pass.microbatching for forward_pass in self._forward_passes()}
         most = min(cut.total for cut in cuts)  # of a batch; each rounds it up to its own devices
         batch = None
         for rows in sorted({min(size, most) for cut in cuts for size in cut.batch_sizes(length)}):
             batch = self.add_log_probs(
-                empty_batch(rows, width, length, kept=kept, log_probs=sampling.logprobs is not None)
+                empty_batch(rows, width, length, kept=kept, log_probs=log_probs, routes=routes)
             )
         assert batch is not None  # there is a size
         batch = _resized(batch, settings.train_batch_size * self.samples)

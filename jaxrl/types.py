@@ -90,6 +90,7 @@ class Trajectory:
     versions: list[int] = field(default_factory=list)  # of the policy that drew it; -1 = given
     # the oldest that computed keys and values it was drawn from; -1 = given
     context_versions: list[int] = field(default_factory=list)
+    routes: Array | None = None  # [n, Lx, k] of the first n tokens, of the prompt too
 
 
 class TrajectoryID(NamedTuple):
@@ -149,6 +150,8 @@ class GeneratorOutput(TypedDict):
     token_versions: NotRequired[list[list[int]]]  # per token, of the policy that drew it; -1 = none
     valid_mask: NotRequired[list[bool]]  # False = masked by its generator: its environment failed
     context_versions: NotRequired[list[list[int]]]  # per token, the oldest in its context, or -1
+    # [n, Lx, k] ids of the experts of the first n tokens of prompt and response, see `Completion`
+    rollout_expert_indices: NotRequired[list[Array]]
     measured: NotRequired[list[Measured]]  # of parts, for the `rollout_metrics` of the batch
     ledger_ids: NotRequired[list[int]]  # of the trajectory in run.db
 
@@ -181,6 +184,7 @@ class TrainBatch(PyTree):
     token_versions: IntBT | None = None  # -1 where not sampled; None = not recorded
     context_versions: IntBT | None = None  # the oldest in a token's context
     staleness: IntBT | None = None  # if the loss asks for it; see jaxrl/training/staleness.py
+    routes: Array | None = None  # [B, T, Lx, k] experts to replay, of which E or more are unknown
 
 
 class ModelRows(PyTree):
@@ -201,6 +205,7 @@ class ModelRows(PyTree):
     source: IntBT | None = None
     keys: Array | None = None  # [R, L] PRNG keys for what drops out; None = nothing
     kept: Array | None = None  # [R, L, k], as in TrainBatch
+    routes: Array | None = None  # [R, L, Lx, k], as in TrainBatch
 
 
 class CriticState(PyTree):

@@ -96,6 +96,8 @@ def check_engines(config: TrainConfig, num_devices: int) -> None:
         _check_in_process(engine, num_devices)
     else:
         _check_sampling_mask(config)
+    if not in_process(config) or engine.backend != "native":
+        _check_replay(config)
     _check_workers(config)
     _check_transport(config)
     _warn_of_adapter_folder(config)
@@ -188,6 +190,15 @@ def _check_sampling_mask(config: TrainConfig) -> None:
                 "is not sent over HTTP; set it to false, or use the engine in this process: "
                 "generator.inference_engine.backend='native' and run_engines_locally=true",
             )
+
+
+def _check_replay(config: TrainConfig) -> None:
+    if (replay := config.trainer.policy.router_replay) != "off":
+        fix = (
+            "only the engine in this process tells the experts of a token; use that, "
+            "generator.inference_engine.backend='native' and run_engines_locally=true, or set 'off'"
+        )
+        fail("trainer.policy.router_replay", replay, fix)
 
 
 def _check_started(config: TrainConfig) -> None:

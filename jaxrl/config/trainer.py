@@ -95,6 +95,9 @@ class PolicyConfig(BaseConfig):
     """Megatron settings."""
     model_config_kwargs: Annotated[dict[str, Any], _MODEL_CHANGES] = field(default_factory=dict)
     """Changes to the Hugging Face model config."""
+    router_replay: Annotated[str, one_of("off", "forward"), new()] = "off"
+    """Of a mixture of experts: "forward" sends tokens to the experts that the sampler sent them to,
+    in training and for old log-probs; the weights of the experts are computed and learnt."""
 
 
 @dataclass

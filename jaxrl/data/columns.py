@@ -93,6 +93,9 @@ TOKEN_COLUMNS = (
         optional=True,
     ),
 )
+# The experts of prompt and response are no column with an entry per response token.
+ROUTES = "rollout_expert_indices"
+NO_ROUTES = np.zeros((0, 0, 0), np.uint8)  # of a row of which nothing is known
 BLANKS = {column.name: column.blank for column in TOKEN_COLUMNS}
 
 

@@ -8,14 +8,20 @@ is one of four; where programs take minutes to compile they are fewer still, see
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jaxrl.data.packing import buckets_between, length_bucket, one_per_row, round_up
+from jaxrl.data.packing import (
+    beside_tokens,
+    buckets_between,
+    length_bucket,
+    one_per_row,
+    round_up,
+)
 from jaxrl.types import Array, ModelRows, TrainBatch
 
 MAX_PER_ROW = 16  # trajectories: bounds the rows of the losses' arrays
@@ -154,7 +160,7 @@ def microbatches(
 
     Args:
         tree: host arrays [B, T, ...] and [B], parallel to the batch.
-        batch: its tokens, lengths, loss_mask and kept make the rows of the model.
+        batch: its tokens, lengths, loss_mask and `beside_tokens` make the rows of the model.
 
     Yields:
         The numbers [n] of its trajectories in the batch; the rows; `tree` for these trajectories,
@@ -169,11 +175,11 @@ def microbatches(
             return np.pad(taken, ((0, size - len(taken)), *((0, 0),) * (taken.ndim - 1)))
 
         tokens, lengths, mask = take(batch.tokens), take(batch.lengths), take(batch.loss_mask)
-        kept = None if batch.kept is None else take(batch.kept)
+        beside = jax.tree.map(take, beside_tokens(batch))
         if settings.packed:
-            rows = packed_rows(tokens, lengths, mask, layout, kept)
+            rows = packed_rows(tokens, lengths, mask, layout, beside)
         else:
-            rows = one_per_row(tokens, lengths, mask, kept)
+            rows = one_per_row(tokens, lengths, mask, beside)
         yield layout.chosen, rows, jax.tree.map(take, tree)
 
 
@@ -266,7 +272,11 @@ def _layout(
 
 
 def packed_rows(
-    tokens: Array, lengths: Array, mask: Array, layout: Layout, kept: Array | None = None
+    tokens: Array,
+    lengths: Array,
+    mask: Array,
+    layout: Layout,
+    beside: Mapping[str, Array | None],
 ) -> ModelRows:
     """Do what `one_per_row` does, for a layout; lengths are 0 where there is no trajectory."""
     count, length = layout.shape
@@ -290,5 +300,5 @@ def packed_rows(
         segment_ids=place(segment),
         wanted=place((mask != 0) & (column > 0)),
         source=source,
-        kept=None if kept is None else place(kept),
+        **jax.tree.map(place, beside),
     )

@@ -1,13 +1,14 @@
 """Trajectories -> `TrainBatch`: host arrays, one trajectory per row, right padded to a bucket."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.data.columns import TOKEN_COLUMNS, Column
+from jaxrl.data.columns import ROUTES, TOKEN_COLUMNS, Column
 from jaxrl.types import Array, GeneratorOutput, ModelRows, TrainBatch
 
 
@@ -37,13 +38,20 @@ def buckets_between(shortest: int, longest: int) -> list[int]:
 
 
 def empty_batch(
-    rows: int, width: int, length: int | None = None, *, kept: int = 0, log_probs: bool = True
+    rows: int,
+    width: int,
+    length: int | None = None,
+    *,
+    kept: int = 0,
+    log_probs: bool = True,
+    routes: np.ndarray | None = None,
 ) -> TrainBatch:
     """Make trajectories of `length` tokens (None = `width`) as `collate` would, masked.
 
     Args:
         kept: ids that are recorded with each token; 0 = None are.
         log_probs: the rollouts carry them.
+        routes: [Lx, k] experts of every token; None = they are not replayed.
     """
     columns: dict[str, np.ndarray | None] = {
         column.batch: np.full((rows, width), column.blank, column.dtype)
@@ -60,6 +68,7 @@ def empty_batch(
         policy_versions=np.zeros(rows, np.int32),
         row_ids=np.arange(rows, dtype=np.int32),
         kept=np.full((rows, width, kept), -1, np.int32) if kept else None,
+        routes=None if routes is None else np.broadcast_to(routes, (rows, width, *routes.shape)),
         **columns,
     )
 
@@ -143,8 +152,18 @@ def collate(
         row_ids=np.arange(rows, dtype=np.int32),
         is_last_step=np.asarray(output["is_last_step"]) if "is_last_step" in output else None,
         valid_mask=np.asarray(output["valid_mask"]) if "valid_mask" in output else None,
+        routes=_routes(output[ROUTES], width) if ROUTES in output else None,
         **{column.batch: response_array(column) for column in TOKEN_COLUMNS},
     )
+
+
+def _routes(entries: Sequence[np.ndarray], width: int) -> np.ndarray:
+    """Return experts as [B, T, Lx, k]; the highest number where they are not known."""
+    like = max(entries, key=len)
+    array = np.full((len(entries), width, *like.shape[1:]), np.iinfo(like.dtype).max, like.dtype)
+    for row, known in enumerate(entries):
+        array[row, : len(known)] = known.reshape(-1, *like.shape[1:])
+    return array
 
 
 def _tuples(output: GeneratorOutput, column: Column, width: int) -> np.ndarray:
@@ -159,11 +178,17 @@ def _tuples(output: GeneratorOutput, column: Column, width: int) -> np.ndarray:
     return array
 
 
-def one_per_row(tokens: Array, lengths: Array, mask: Array, kept: Array | None = None) -> ModelRows:
+def one_per_row(
+    tokens: Array,
+    lengths: Array,
+    mask: Array,
+    beside: Mapping[str, Array | None] = MappingProxyType({}),
+) -> ModelRows:
     """Make rows of the model with one trajectory each.
 
     Args:
-        tokens: [B, T]; lengths: [B]; mask: [B, T] not 0 where wanted; kept: [B, T, k].
+        tokens: [B, T]; lengths: [B]; mask: [B, T] not 0 where wanted.
+        beside: further fields of the rows by name, [B, T, ...] each, see `beside_tokens`.
     """
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     return ModelRows(
@@ -171,8 +196,13 @@ def one_per_row(tokens: Array, lengths: Array, mask: Array, kept: Array | None =
         positions=positions,
         segment_ids=(positions < lengths[:, None]).astype(np.int32),
         wanted=(mask != 0) & (positions > 0),
-        kept=kept,
+        **beside,
     )
+
+
+def beside_tokens(batch: TrainBatch) -> dict[str, Array | None]:
+    """Return what the model's rows have of a batch beside tokens and mask, [B, T, ...] by name."""
+    return {"kept": batch.kept, "routes": batch.routes}
 
 
 def row_slices(tree: Any, rows: int) -> Iterator[Any]:

@@ -21,7 +21,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from jaxrl.data.columns import TOKEN_COLUMNS
+from jaxrl.data.columns import ROUTES, TOKEN_COLUMNS
 from jaxrl.files import replaced
 from jaxrl.types import GeneratorOutput, TrajectoryID
 
@@ -134,6 +134,10 @@ def to_arrays(output: GeneratorOutput) -> dict[str, np.ndarray]:
             sizes = [row.size if row.ndim else _NUMBER for row in rows]
             arrays[f"{name}.lengths"] = np.array(sizes, np.int32)
             arrays[name] = np.concatenate([np.atleast_1d(row) for row in rows])
+        elif name == ROUTES:
+            arrays[f"{name}.lengths"] = np.array([len(row) for row in column], np.int32)
+            known = [row for row in column if len(row)] or column[:1]
+            arrays[name] = np.concatenate(known)
         elif isinstance(column, list) and name in _PER_ROW:
             arrays[name] = np.array(column, _PER_ROW[name])
         else:
@@ -149,6 +153,10 @@ def from_arrays(arrays: dict[str, np.ndarray]) -> GeneratorOutput:
         if name == "json" or name.endswith(".lengths"):
             continue
         lengths = arrays.get(f"{name}.lengths")
+        if name == ROUTES:
+            assert lengths is not None
+            output[name] = np.split(array, np.cumsum(lengths)[:-1])
+            continue
         output[name] = array.tolist() if lengths is None else _split(array.tolist(), lengths)
     if "trajectory_ids" in output:
         output["trajectory_ids"] = [TrajectoryID(*i) for i in output["trajectory_ids"]]

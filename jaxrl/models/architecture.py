@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxrl.models.rope import RopeScaling
 
 
@@ -27,6 +29,11 @@ class Experts:
     shared_gate: bool = False  # Qwen2: its output times a sigmoid of the token
     dense_layers: tuple[int, ...] = ()  # numbers of the layers that have an MLP
     names: str = "qwen"  # of the tensors in a checkpoint, a key of `EXPERT_WEIGHTS`
+
+    @property
+    def id_dtype(self) -> Any:
+        """Return the smallest dtype that has the ids of all experts, and `count` for none."""
+        return np.uint8 if self.count < 2**8 else np.uint16
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,12 @@ def layer_stacks(config: TransformerConfig) -> tuple[Stack, ...]:
     dense = tuple(i for i in layers if experts is None or i in experts.dense_layers)
     rest = tuple(i for i in layers if i not in dense)
     return tuple(stack for stack in (Stack(DENSE, dense), Stack(EXPERTS, rest)) if stack.layers)
+
+
+def routes_shape(config: TransformerConfig) -> tuple[int, int]:
+    """Return (Lx, k): the layers with experts, and the experts of a token in each."""
+    assert config.experts is not None
+    return len(dict(layer_stacks(config))[EXPERTS]), config.experts.per_token
 
 
 def layer_params(config: TransformerConfig, tokens: float = 1.0) -> float:

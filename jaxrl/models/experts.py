@@ -40,12 +40,14 @@ class Routes(NamedTuple):
 class Routing(NamedTuple):
     """Hold what a router did: ids [B, T, k], weights [B, T, k], float32 logits [B, T, E].
 
-    `SCORES` makes the scores of the logits.
+    `SCORES` makes the scores of the logits. `differs` [B, T] float32 is the share of the ids that
+    were replayed and that the router would not have chosen.
     """
 
     ids: Array
     weights: Array
     logits: Array
+    differs: Array
 
 
 def route(
@@ -61,7 +63,7 @@ def route(
         bias: [E], with `experts.bias`; it has no gradient.
         replay: [n, k] ids that are taken in place of the choice, such as those of the sampler (Ma
             et al., 2025, https://arxiv.org/abs/2510.11370); the weights remain functions of the
-            logits. A row whose first id is E is not known, and chooses for itself.
+            logits. A row whose first id is E or more is not known, and chooses for itself.
 
     Returns:
         The routes, and the scores [n, E] float32.
@@ -69,6 +71,7 @@ def route(
     scores = SCORES[experts.scoring](logits)
     ids = _choose(experts, jax.lax.stop_gradient(scores), bias)
     if replay is not None:
+        replay = replay.astype(jnp.int32)
         ids = jnp.where(replay[:, :1] < experts.count, replay, ids)
     weights = _at(scores, ids)
     if experts.normalise:
@@ -100,14 +103,18 @@ def _at(scores: Array, ids: Array) -> Array:
 
 
 class RouterTerms(NamedTuple):
-    """Hold what a token adds to the losses of the router of a layer, [B, T] float32 each."""
+    """Hold what is known of the router of a layer by token, [B, T] float32 each.
+
+    The first two add up to its losses; the third is that of `Routing`.
+    """
 
     balance: Array
     z: Array
+    differs: Array
 
 
 def router_terms(experts: Experts, routing: Routing, segment_ids: Array) -> RouterTerms:
-    """Return the terms of a layer's router losses, whose sums over a trajectory are the losses.
+    """Return what is known of a layer's router; sums over a trajectory are its losses.
 
     Of a trajectory of n tokens, with the chosen ids and scores s of token t, that add up to 1:
 
@@ -139,7 +146,7 @@ def router_terms(experts: Experts, routing: Routing, segment_ids: Array) -> Rout
     scores = scores / scores.sum(axis=-1, keepdims=True)
     real = (segment_ids > 0) / n
     z = jnp.square(jax.nn.logsumexp(routing.logits, axis=-1))
-    return RouterTerms(real * (f * scores).sum(axis=-1), real * z)
+    return RouterTerms(real * (f * scores).sum(axis=-1), real * z, routing.differs)
 
 
 def expert_mlp(
@@ -237,8 +244,13 @@ def _routed(
     tokens = y.reshape(-1, y.shape[-1])
     logits = tokens @ rounded(weights["router"], dtype)
     replay = None if replay is None else replay.reshape(len(tokens), -1)
-    routes, _ = route(experts, logits, weights.get("router_bias"), replay)
-    routing = Routing(*(x.reshape(*y.shape[:2], -1) for x in (*routes, logits)))
+    own, _ = route(experts, logits, weights.get("router_bias"))
+    routes, differs = own, jnp.zeros(y.shape[:2], jnp.float32)
+    if replay is not None:
+        routes, _ = route(experts, logits, weights.get("router_bias"), replay)
+        agrees = (routes.ids[..., None] == own.ids[:, None]).any(axis=-1)
+        differs = 1 - agrees.mean(axis=-1).reshape(y.shape[:2])
+    routing = Routing(*(x.reshape(*y.shape[:2], -1) for x in (*routes, logits)), differs=differs)
     if gathers:
         tokens = _all_tokens(tokens, expert, dtype)
         routes = Routes(*(jax.lax.all_gather(x, expert, tiled=True) for x in routes))

@@ -124,6 +124,7 @@ def engine_of_run(
         group_bytes=cfg.group_bytes(config),
         kernel=engine_kernel(config, model, mesh.devices.flat[0]).name,
         experts_kernel=config.trainer.kernels.get(GROUPED_PRODUCT.name),
+        keep_routes=config.trainer.policy.router_replay != "off",
         **options,
     )
 

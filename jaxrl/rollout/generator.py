@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar, cast
 import numpy as np
 
 from jaxrl.config import SamplingParams, TrainConfig
-from jaxrl.data.columns import BLANKS, TOKEN_COLUMNS
+from jaxrl.data.columns import BLANKS, NO_ROUTES, ROUTES, TOKEN_COLUMNS
 from jaxrl.rollout.conversations.conversation import generator_input, sampling_of
 from jaxrl.rollout.conversations.loop_thread import LoopThread
 from jaxrl.rollout.conversations.step_wise import merge_steps
@@ -135,9 +135,12 @@ def checked_output(output: GeneratorOutput, generator: str, trajectories: int) -
             "give one for each entry, in order, and is_last_step for its last row"
         )
     for name, column in columns.items():
-        columns[name] = rows_of = [_plain(value) for value in column]
+        columns[name] = rows_of = [_ids(v) if name == ROUTES else _plain(v) for v in column]
         for row, value in enumerate(rows_of):
-            if wanted := _wanted(name, value, len(columns["response_ids"][row])):
+            tokens = len(columns["response_ids"][row])
+            if name == ROUTES:
+                tokens += len(columns["prompt_token_ids"][row])
+            if wanted := _wanted(name, value, tokens):
                 raise ValueError(f"{gave} {name}[{row}]={_short(value)}: give {wanted}")
     return cast(GeneratorOutput, {**found, **columns})
 
@@ -149,8 +152,24 @@ def _plain(value: Any) -> Any:
     return list(value) if type(value) is tuple else value
 
 
+def _ids(routes: Any) -> Any:
+    """Return experts as an array of unsigned integers, if they are that, whatever they lie in."""
+    try:
+        array = np.asarray(routes)
+    except ValueError:  # lists of different lengths
+        return routes
+    if not array.size:
+        return NO_ROUTES
+    fits = array.dtype.kind == "i" and 0 <= array.min() and array.max() < 2**16
+    return array.astype(np.uint16) if fits else array
+
+
 def _wanted(name: str, value: Any, tokens: int) -> str:
     """Return what a row of a column has to be, or "" if it is that."""
+    if name == ROUTES:
+        usable = isinstance(value, np.ndarray) and value.dtype.kind == "u" and value.ndim == 3
+        fits = usable and len(value) <= tokens
+        return "" if fits else f"ids [n, layers, experts of a token], n at most {tokens}"
     if name in _PER_ROW:
         kind = _PER_ROW[name]
         return "" if isinstance(value, kind) else f"one {kind.__name__}"

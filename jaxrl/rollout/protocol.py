@@ -143,6 +143,9 @@ class Completion:
             they are asked for. Nothing but -1 = all ids.
         context_versions: per token, the oldest version that computed keys and values it was drawn
             from; empty where the engine does not say.
+        routes: [n, Lx, k] ids of the experts that the first n tokens of prompt and response were
+            sent to, in each of the Lx layers with experts; all but the last one, which was not
+            computed. None where the engine does not say.
     """
 
     tokens: list[int]
@@ -154,6 +157,7 @@ class Completion:
     raw_log_probs: list[float] = field(default_factory=list)
     sampling_mask_ids: list[tuple[int, ...]] = field(default_factory=list)
     context_versions: list[int] = field(default_factory=list)
+    routes: np.ndarray | None = field(default=None, compare=False)
 
 
 class Sampler(Protocol):

@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 
 from jaxrl import config as cfg
 from jaxrl.array_ops import DTYPES
 from jaxrl.config.microbatching import forward_microbatching, update_microbatching
 from jaxrl.models.adapter import AdaptedModel
+from jaxrl.models.architecture import routes_shape
 from jaxrl.models.kernels.choice import REFERENCE, Choice, facts_of
 from jaxrl.models.kernels.grouped_product import GROUPED_PRODUCT
 from jaxrl.models.kernels.head_log_probs import HEAD_LOG_PROBS
@@ -33,7 +35,6 @@ from jaxrl.training.forward import log_probs_and_entropy, state_values
 from jaxrl.training.forward_pass import ForwardPass
 from jaxrl.training.objective import (
     ROUTER_LOSSES,
-    has_router_losses,
     policy_objective,
     value_objective,
 )
@@ -269,9 +270,9 @@ def make_forward_pass(
     temperature = trainer.algorithm.temperature
     for_head = names.get(HEAD_LOG_PROBS.name, REFERENCE)
     forward = functools.partial(forward, temperature=temperature, head_kernel=for_head)
-    options = {"with_entropy": False}
-    if has_router_losses(trainer.algorithm):
-        options["router_losses"] = False
+    options: dict[str, Any] = {"with_entropy": False}
+    if observed_of_routers(trainer):
+        options["routers"] = ()
     return ForwardPass(forward, place, microbatching, options, kernels=kernels)
 
 
@@ -299,10 +300,11 @@ def assemble_update(
     options: dict[str, Any] = {}
     if role == "policy":
         rows = trainer.micro_train_batch_size_per_gpu
-        objective = policy_objective(trainer.algorithm, block_rows=rows)
-        if has_router_losses(trainer.algorithm):
-            options["router_losses"] = True
-            _check_router_losses(trainer.algorithm, trained)
+        routers = observed_of_routers(trainer)
+        objective = policy_objective(trainer.algorithm, block_rows=rows, routers=routers)
+        if routers:
+            options["routers"] = routers
+            _check_routers(trainer, trained)
     else:
         objective = value_objective(trainer.algorithm.value_clip)
     optimizer, schedule = assemble_optimizer(trainer, total_steps, role)
@@ -321,15 +323,34 @@ def assemble_update(
     return optimizer, state, updater
 
 
-def _check_router_losses(
-    algorithm: cfg.AlgorithmConfig, trained: TransformerConfig | AdaptedModel | LoraConfig
+def observed_of_routers(trainer: cfg.TrainerConfig) -> tuple[str, ...]:
+    """Return which of `RouterTerms` the update asks the forward pass for."""
+    coefs = [getattr(trainer.algorithm, name) for name in ROUTER_LOSSES.values()]
+    losses = tuple(ROUTER_LOSSES) if any(coefs) else ()
+    return losses + ("differs",) * (trainer.policy.router_replay != "off")
+
+
+def routes_of_any_token(
+    trainer: cfg.TrainerConfig, model: TransformerConfig | AdaptedModel
+) -> np.ndarray | None:
+    """Return some experts [Lx, k], as a batch has them of each token; None: none are replayed."""
+    if trainer.policy.router_replay == "off" or isinstance(model, AdaptedModel):
+        return None
+    assert model.experts is not None
+    return np.zeros(routes_shape(model), model.experts.id_dtype)
+
+
+def _check_routers(
+    trainer: cfg.TrainerConfig, trained: TransformerConfig | AdaptedModel | LoraConfig
 ) -> None:
     model = trained.model if isinstance(trained, LoraConfig) else trained
-    coefs = {name: getattr(algorithm, name) for name in ROUTER_LOSSES}
-    if isinstance(model, AdaptedModel) or model.experts is None:
-        raise ValueError(
-            f"trainer.algorithm: {coefs} weigh routers, the model has none; set them to 0"
-        )
+    if not isinstance(model, AdaptedModel) and model.experts is not None:
+        return
+    if (replay := trainer.policy.router_replay) != "off":
+        field = f"trainer.policy.router_replay={replay!r}"
+        raise ValueError(f"{field} has no effect: the model has no experts; set it to 'off'")
+    coefs = {name: getattr(trainer.algorithm, name) for name in ROUTER_LOSSES.values()}
+    raise ValueError(f"trainer.algorithm: {coefs} weigh routers, the model has none; set them to 0")
 
 
 def _offloaded(trainer: cfg.TrainerConfig, role: str, shardings: Any) -> dict[str, Any]:

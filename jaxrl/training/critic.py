@@ -67,7 +67,7 @@ class Critic:
 
     def values(self, state: CriticState, batch: TrainBatch) -> np.ndarray:
         """Return the value of the state before each response token [B, T], 0 elsewhere."""
-        (values,) = self.forward_pass(self.params(state), batch.replace(kept=None))
+        (values,) = self.forward_pass(self.params(state), batch.replace(kept=None, routes=None))
         return values * np.asarray(batch.response_mask)
 
     def update(
@@ -121,7 +121,12 @@ def critic_model(trainer: cfg.TrainerConfig, tokens: int) -> TransformerConfig:
 def without_policy(batch: TrainBatch) -> TrainBatch:
     """Return the batch as the critic's loss sees it: nothing else need reach the devices."""
     return batch.replace(
-        rollout_log_probs=None, old_log_probs=None, ref_log_probs=None, advantages=None, kept=None
+        rollout_log_probs=None,
+        old_log_probs=None,
+        ref_log_probs=None,
+        advantages=None,
+        kept=None,
+        routes=None,
     )
 
 

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from jaxrl.array_ops import Array, BoolBT, FloatBT, IntBT, entropy, keep_only, token_log_probs
 from jaxrl.models.adapter import AdaptedModel
-from jaxrl.models.experts import router_terms
+from jaxrl.models.experts import Routing, router_terms
 from jaxrl.models.kernels import head_log_probs
 from jaxrl.models.kernels.choice import REFERENCE
 from jaxrl.models.linear import merge
@@ -59,7 +59,7 @@ def log_probs_and_entropy(
     experts_kernel: str = REFERENCE,
     head_kernel: str = REFERENCE,
     with_entropy: bool = True,
-    router_losses: bool = False,
+    routers: tuple[str, ...] = (),
     placement: Placement | None = None,
 ) -> tuple[FloatBT, ...]:
     """Return the wanted tokens' log-probs given those before, and the entropy they were drawn from.
@@ -73,7 +73,7 @@ def log_probs_and_entropy(
         experts_kernel: of the products with experts, see `GROUPED_PRODUCT`.
         head_kernel: of the vocabulary head, see `HEAD_LOG_PROBS`.
         with_entropy: False returns zeros for it; it costs a pass over the vocabulary.
-        router_losses: return `RouterTerms` as well, the mean of all layers with experts.
+        routers: which of `RouterTerms` to return as well, the mean of all layers with experts.
         placement: of the parameters and rows; None = one device, or, of CPUs, as the partitioner
             decides.
 
@@ -87,10 +87,17 @@ def log_probs_and_entropy(
     settings: dict[str, Any] = {"dtype": dtype, "remat": remat, "kernel": kernel}
     settings |= {"experts_kernel": experts_kernel, "placement": placement}
     terms: tuple[FloatBT, ...] = ()
-    if router_losses:
-        assert isinstance(config, TransformerConfig) and config.experts is not None
-        observe = functools.partial(router_terms, config.experts, segment_ids=rows.segment_ids)
-        hidden, observed = routed_forward(*given, **settings, observe=observe)
+    if routers or rows.routes is not None:
+        assert isinstance(config, TransformerConfig)
+        experts = config.experts
+        assert experts is not None
+        replay = None if rows.routes is None else jnp.moveaxis(rows.routes, 2, 0)
+
+        def observe(routing: Routing) -> tuple[Array, ...]:
+            found = router_terms(experts, routing, rows.segment_ids)
+            return tuple(getattr(found, name) for name in routers)
+
+        hidden, observed = routed_forward(*given, **settings, replay=replay, observe=observe)
         terms = by_trajectory(rows, *(x.mean(axis=0) for x in observed))
     else:
         hidden = forward(*given, **settings)

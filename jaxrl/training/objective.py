@@ -20,6 +20,7 @@ import numpy as np
 from flax import struct
 
 from jaxrl.array_ops import Array, FloatBT, MaskBT, masked_sum
+from jaxrl.data.packing import beside_tokens
 from jaxrl.losses.kl import approximate_kl
 from jaxrl.losses.off_policy import correction_enabled, off_policy_correction
 from jaxrl.losses.reduction import reduction_weights
@@ -33,8 +34,12 @@ from jaxrl.types import TrainBatch
 
 Metrics = dict[str, Any]  # arrays; under RATIOS a dict of them
 RATIOS = "ratios"
-ROUTER_LOSSES = ("router_balance_loss_coef", "router_z_loss_coef")
+ROUTER_LOSSES = {  # by field of `RouterTerms` the coefficient
+    "balance": "router_balance_loss_coef",
+    "z": "router_z_loss_coef",
+}
 MISMATCH = "rollout_train_logprobs_abs_diff"
+OF_FIRST_UPDATE = (MISMATCH, "router_differs")  # of sampler and trainer; later ones are farther
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +62,8 @@ class Objective:
     def seen(self, minibatch: TrainBatch) -> TrainBatch:
         """Return what `loss` is called with: nothing it does not read is moved, or compiled for."""
         unread = set(OPTIONAL) - self.reads
-        return minibatch.replace(kept=None, **dict.fromkeys(unread))  # the model's rows have kept
+        # the model's rows have what is beside tokens
+        return minibatch.replace(**dict.fromkeys((*beside_tokens(minibatch), *unread)))
 
 
 class TokenWeights(struct.PyTreeNode):
@@ -122,15 +128,17 @@ def _minibatch_weights(
     return weights, metrics
 
 
-def policy_objective(algorithm: Any, block_rows: int) -> Objective:
+def policy_objective(
+    algorithm: Any, block_rows: int, routers: tuple[str, ...] = ()
+) -> Objective:
     """Make the objective of policy loss, KL and entropy of the config.
 
-    The outputs that it takes are log-probs and entropy, and of models with experts, where a
-    coefficient is not 0, the `RouterTerms`.
+    The outputs that it takes are log-probs and entropy, and those of `routers`.
 
     Args:
         algorithm: the AlgorithmConfig.
         block_rows: rows that token_mean_legacy takes its means over.
+        routers: fields of `RouterTerms`, of which two are losses and one is logged.
 
     Raises:
         ValueError: see `make_policy_loss`.
@@ -144,17 +152,19 @@ def policy_objective(algorithm: Any, block_rows: int) -> Objective:
         return loss.ndim == 0 or PolicyLossRegistry.has_batch_statistics(name)
 
     return Objective(
-        make_objective(algorithm, policy_loss),
+        make_objective(algorithm, policy_loss, routers),
         functools.partial(minibatch_weights, algorithm=algorithm, block_rows=block_rows),
         sees_whole,
         frozenset(accepted_keywords(PolicyLossRegistry.resolve(name), dict.fromkeys(OPTIONAL))),
     )
 
 
-def make_objective(algorithm: Any, policy_loss: PolicyLoss) -> Callable[..., tuple[Array, Metrics]]:
-    """Make `(log_probs, entropy, batch, weights, key) -> (objective, metrics)`.
+def make_objective(
+    algorithm: Any, policy_loss: PolicyLoss, routers: tuple[str, ...] = ()
+) -> Callable[..., tuple[Array, Metrics]]:
+    """Make `(log_probs, entropy, *of_routers, batch, weights, key) -> (objective, metrics)`.
 
-    The objective is the sum of all terms. With losses of the router `RouterTerms` follow entropy.
+    The objective is the sum of all terms. `of_routers` are the `RouterTerms` named in `routers`.
     """
 
     def objective(
@@ -193,29 +203,21 @@ def make_objective(algorithm: Any, policy_loss: PolicyLoss) -> Callable[..., tup
         return total, jax.lax.stop_gradient(metrics)
 
     def with_router(
-        log_probs: FloatBT,
-        entropy: FloatBT,
-        balance: FloatBT,
-        z: FloatBT,
-        batch: TrainBatch,
-        weights: TokenWeights,
-        key: Array,
+        log_probs: FloatBT, entropy: FloatBT, *rest: Any
     ) -> tuple[Array, Metrics]:
+        *terms, batch, weights, key = rest
         total, metrics = objective(log_probs, entropy, batch, weights, key)
         share = weights.kl.sum(axis=1)  # of each trajectory in the mean over them
-        terms = {"balance": balance, "z": z}
-        of_router = {name: jnp.sum(share * x.sum(axis=1)) for name, x in terms.items()}
-        total += algorithm.router_balance_loss_coef * of_router["balance"]
-        total += algorithm.router_z_loss_coef * of_router["z"]
-        found = {f"router_{name}_loss": x for name, x in of_router.items()} | {"final_loss": total}
-        return total, jax.lax.stop_gradient(metrics | found)
+        for name, x in zip(routers, terms, strict=True):
+            if name not in ROUTER_LOSSES:
+                metrics[f"router_{name}"] = masked_sum(x, weights.entropy)
+                continue
+            loss = jnp.sum(share * x.sum(axis=1))
+            total += getattr(algorithm, ROUTER_LOSSES[name]) * loss
+            metrics[f"router_{name}_loss"] = loss
+        return total, jax.lax.stop_gradient(metrics | {"final_loss": total})
 
-    return with_router if has_router_losses(algorithm) else objective
-
-
-def has_router_losses(algorithm: Any) -> bool:
-    """Return whether the objective has losses of the routers of a mixture of experts."""
-    return any(getattr(algorithm, name) > 0 for name in ROUTER_LOSSES)
+    return with_router if routers else objective
 
 
 class ValueWeights(struct.PyTreeNode):
@@ -338,7 +340,8 @@ def step_metrics(
     updates = fetch(updates)
     merged = [merge_metrics(parts) | whole for parts, whole in updates]
     metrics = merge_metrics(merged, np.mean)
-    metrics |= {name: float(merged[0][name]) for name in metrics if name.startswith(MISMATCH)}
+    first = {name: x for name, x in merged[0].items() if name.startswith(OF_FIRST_UPDATE)}
+    metrics |= {name: float(x) for name, x in first.items()}
     ratios = [part[RATIOS] for parts, _ in updates for part in parts if RATIOS in part]
     metrics |= ratio_metrics(add_ratio_sums(ratios)) if ratios else {}
     skipped = sum(int(update["skipped_updates"]) for update in merged)

@@ -58,7 +58,7 @@ def scores(prompt, completion, seed=0, kept=None, temperature=1.0):
     if kept is not None:
         ids, kept = kept, np.full((1, WIDTH, len(kept[0])), -1, np.int32)
         kept[0, len(prompt) : len(whole)] = ids
-    rows = one_per_row(row, np.array([len(whole)], np.int32), np.ones_like(row), kept)
+    rows = one_per_row(row, np.array([len(whole)], np.int32), np.ones_like(row), {"kept": kept})
     found = scorer(temperature)(random_params(LLAMA, seed), rows)[0]
     return np.asarray(found)[0, len(prompt) : len(whole)]
 

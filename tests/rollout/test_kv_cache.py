@@ -19,10 +19,12 @@ layouts = pytest.mark.parametrize("layout", ["transposed", "joined", "apart"])
 
 
 def filled(parts, layout):
-    """A cache of two layers, and its shapes' random contents."""
-    empty = kv_cache.empty_cache(LLAMA, parts * PAGES, SIZE, jnp.float32, layout=layout)[:2]
+    """A cache of two layers and of routes, with random contents."""
+    empty = kv_cache.empty_cache(LLAMA, parts * PAGES, SIZE, jnp.float32, layout=layout)
+    empty = empty._replace(layers=empty.layers[:2])
+    empty = empty._replace(routes=jnp.zeros((parts * PAGES, SIZE, 6), jnp.uint8))
     rng = np.random.default_rng(0)
-    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), empty)
+    return jax.tree.map(lambda x: jnp.asarray(10 + rng.normal(size=x.shape), x.dtype), empty)
 
 
 def on_mesh(sizes, layout):
@@ -52,10 +54,10 @@ def test_each_device_writes_and_reads_the_pages_of_its_rows(sizes, layout):
     first, count = jnp.array([6, 17] * sizes["data"]), jnp.array([4, 2] * sizes["data"])
     run = functools.partial(kv_cache.write_and_attend, LLAMA, sliding=False, kernel="xla")
     given = q, k, v, table, first, count
-    layer, out = jax.jit(functools.partial(run, placement=placement))(spread[0], *given)
+    layer, out = jax.jit(functools.partial(run, placement=placement))(spread.layers[0], *given)
     for part in range(sizes["data"]):
         here = slice(2 * part, 2 * part + 2)
-        alone, expected = jax.jit(run)(part_of(cache[0], part), *(x[here] for x in given))
+        alone, expected = jax.jit(run)(part_of(cache.layers[0], part), *(x[here] for x in given))
         assert_same(part_of(jax.tree.map(np.asarray, layer), part), alone)
         np.testing.assert_allclose(out[here.start], expected[0], atol=1e-6)
         np.testing.assert_allclose(out[here.start + 1, :2], expected[1, :2], atol=1e-6)
@@ -70,7 +72,7 @@ def test_each_device_writes_and_reads_the_pages_of_its_rows(sizes, layout):
     np.testing.assert_array_equal(page(layer, 2)[1][:, :2], v[0, :, 2:])
     # row 1 writes 17 and 18, and no 19
     np.testing.assert_array_equal(page(layer, 3)[1][:, 1:3], v[1, :, :2])
-    np.testing.assert_array_equal(page(layer, 3)[1][:, 3:], page(cache[0], 3)[1][:, 3:])
+    np.testing.assert_array_equal(page(layer, 3)[1][:, 3:], page(cache.layers[0], 3)[1][:, 3:])
 
 
 @sizes

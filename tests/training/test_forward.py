@@ -309,7 +309,7 @@ def test_kept_ids_go_through_the_chunks(monkeypatch, rows, chunk_tokens):
     kept[:, 5::3] = -1
 
     def ours(params):
-        given = one_per_row(tokens, lengths, mask, kept)
+        given = one_per_row(tokens, lengths, mask, {"kept": kept})
         return log_probs_and_entropy(
             TIED, params, given, temperature=TEMPERATURE, dtype=jnp.float32
         )

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.config import AlgorithmConfig
+from jaxrl.config import AlgorithmConfig, PolicyConfig, TrainerConfig
 from jaxrl.models.architecture import Experts
 from jaxrl.models.experts import Routing, router_terms
-from jaxrl.training.build import _check_router_losses
+from jaxrl.training.build import _check_routers
 from tests.training.test_update import (
     MODEL,
     ROWS,
@@ -33,6 +33,7 @@ def test_terms_of_a_token_add_up_to_the_losses_of_its_trajectory():
         ids=jnp.array([[[0, 1], [2, 3], [0, 1], [0, 1]]]),
         weights=jnp.zeros((1, 4, 2)),
         logits=jnp.array([[even, one_sided, one_sided, even]], jnp.float32),
+        differs=jnp.zeros((1, 4)),
     )
     found = router_terms(Experts(count=4, per_token=2, width=1), routing, jnp.array([[1, 1, 2, 0]]))
     # first: every expert has 1 of 4 choices, f = 4 / (2 * 2) * 1 = 1, and P adds up to 1
@@ -52,7 +53,7 @@ def test_the_gradient_is_of_the_scores_alone_and_pushes_the_load_apart():
 
     def balance(logits):
         ids = jax.lax.top_k(logits, 2)[1]
-        routing = Routing(ids, jnp.zeros(ids.shape), logits)
+        routing = Routing(ids, jnp.zeros(ids.shape), logits, jnp.zeros(ids.shape[:2]))
         return router_terms(experts, routing, jnp.ones((1, 3), int)).balance.sum()
 
     logits = jnp.array([[[2.0, 1.0, 0.0, 0.0]] * 3])
@@ -65,7 +66,7 @@ def test_the_gradient_is_of_the_scores_alone_and_pushes_the_load_apart():
     "cut",
     [
         {"microbatch_rows": 3},
-        {"microbatch_rows": 1, "packed_length": 32},
+        {"microbatch_rows": 1, "packed": True, "packed_length": 32},
         {"microbatch_rows": 8, "devices": 8, "sizes": (("fsdp", 2), ("expert", 4))},
     ],
     ids=["microbatches", "packed", "mesh"],
@@ -85,6 +86,9 @@ def test_no_cut_changes_the_gradient(cut):
 
 
 def test_a_model_without_experts_is_refused():
-    algorithm = AlgorithmConfig(router_z_loss_coef=0.1)
+    losses = TrainerConfig(algorithm=AlgorithmConfig(router_z_loss_coef=0.1))
     with pytest.raises(ValueError, match="router_z_loss_coef.*the model has none"):
-        _check_router_losses(algorithm, MODEL)
+        _check_routers(losses, MODEL)
+    replay = TrainerConfig(policy=PolicyConfig(router_replay="forward"))
+    with pytest.raises(ValueError, match="router_replay='forward' has no effect.*set it to 'off'"):
+        _check_routers(replay, MODEL)

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl.config import AlgorithmConfig
+from jaxrl.config import AlgorithmConfig, PolicyConfig, TrainerConfig
 from jaxrl.data.microbatches import Microbatching
 from jaxrl.data.packing import row_slices
 from jaxrl.losses.reduction import REDUCTIONS
@@ -29,10 +29,10 @@ from jaxrl.parallel import (
     replicated,
 )
 from jaxrl.registry import PolicyLossRegistry
+from jaxrl.training.build import observed_of_routers
 from jaxrl.training.forward import log_probs_and_entropy
 from jaxrl.training.forward_pass import ForwardPass
 from jaxrl.training.objective import (
-    has_router_losses,
     merge_metrics,
     minibatch_weights,
     policy_objective,
@@ -100,7 +100,15 @@ def make_batch(width=WIDTH, lengths=LENGTHS):
 
 @functools.cache
 def make_updater(
-    algorithm, *, microbatch_rows, devices=1, sizes=(), model=MODEL, lora=None, **packing
+    algorithm,
+    *,
+    microbatch_rows,
+    devices=1,
+    sizes=(),
+    model=MODEL,
+    lora=None,
+    replay="off",
+    **packing,
 ):
     """An updater, parameters, and a function that makes a fresh state of them.
 
@@ -131,17 +139,18 @@ def make_updater(
     )
     cut = Microbatching(microbatch_rows, ROWS, groups=groups, **packing)
     rows = batch_sharding(mesh, placement.rules)
-    with_router = has_router_losses(algorithm)
-    options = {"with_entropy": False} | ({"router_losses": False} if with_router else {})
+    replaying = PolicyConfig(router_replay=replay)
+    routers = observed_of_routers(TrainerConfig(algorithm=algorithm, policy=replaying))
+    options = {"with_entropy": False} | ({"routers": ()} if routers else {})
     updater = Updater(
         ForwardPass(forward, lambda x: jax.device_put(x, rows), cut, options),
         make_apply(optimizer, schedule),
-        objective=policy_objective(algorithm, microbatch_rows // groups),
+        objective=policy_objective(algorithm, microbatch_rows // groups, routers),
         shardings=jax.tree.map(
             lambda x: x.sharding, abstract_state(optimizer, trained, shardings, replicated(mesh))
         ),
         microbatching=cut,
-        options={"router_losses": True} if with_router else {},
+        options={"routers": routers} if routers else {},
     )
 
     def state():

@@ -116,10 +116,15 @@ SETTINGS = (
     Setting("refused", "trainer.mtp.*", "no multi-token prediction heads", (1, 0.1)),
     Setting(
         "refused",
-        _each(_MEGATRON, "mtp_* moe_aux_loss_coeff freeze_moe_router moe_enable_routing_replay"),
-        "no router replay and no losses of routers yet, no multi-token prediction",
+        _each(_MEGATRON, "mtp_* freeze_moe_router"),
+        "routers are trained as all else; no multi-token prediction",
     ),
-    Setting("refused", f"{_ENGINE}enable_return_routed_experts", "no router replay yet"),
+    Setting(
+        "refused",
+        _each(_MEGATRON, "moe_aux_loss_coeff"),
+        "Megatron's is of a microbatch; trainer.algorithm.router_balance_loss_coef is of each "
+        "trajectory",
+    ),
     Setting("refused", "trainer.policy.model.fake_int4_qat.*", "no quantised training"),
     Setting("refused", "generator.vision_language_generator", "text models only"),
     Setting(

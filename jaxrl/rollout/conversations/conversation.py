@@ -149,6 +149,7 @@ class Conversation:
             sampling_mask_ids=completion.sampling_mask_ids,
             versions=completion.versions,
             context_versions=completion.context_versions,
+            routes=completion.routes,
         )
 
     @contextlib.contextmanager
@@ -189,6 +190,7 @@ class Conversation:
             failure=str(self.failure) if self.failure else "",
             rejudged=self.rejudged,
             turns=transcript.turns,
+            routes=transcript.routes,
             **columns,
         )
 

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from jaxrl.data.columns import BLANKS, TOKEN_COLUMNS
+from jaxrl.data.columns import BLANKS, ROUTES, TOKEN_COLUMNS
 from jaxrl.types import GeneratorOutput, Trajectory
 
 
@@ -56,6 +56,7 @@ def _step(t: Trajectory, start: int, end: int) -> Trajectory:
         prompt_tokens=[*t.prompt_tokens, *t.response_tokens[:start]],
         response_tokens=t.response_tokens[start:end],
         turns=[(0, end - start)],
+        routes=None if t.routes is None else t.routes[: len(t.prompt_tokens) + end],
         **{column.field: getattr(t, column.field)[start:end] for column in TOKEN_COLUMNS}
         | {"rewards": [0.0] * (end - start)},
     )
@@ -81,5 +82,7 @@ def _append(rows: dict[str, list[Any]], row: dict[str, Any]) -> None:
             column[-1] += between + row[name]
         elif name in BLANKS and isinstance(row[name], list):
             column[-1] += [BLANKS[name]] * len(between) + row[name]
+        elif name == ROUTES:
+            column[-1] = np.concatenate([column[-1], row[name][len(column[-1]) :]])
         elif name not in ("prompt_token_ids", "policy_versions"):
             column[-1] = row[name]

@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from jaxrl import envs
-from jaxrl.data.columns import TOKEN_COLUMNS
+from jaxrl.data.columns import NO_ROUTES, ROUTES, TOKEN_COLUMNS
 from jaxrl.rollout.conversations.step_wise import steps_of
 from jaxrl.types import GeneratorOutput, Measured, Trajectory, TrajectoryID
 
@@ -56,6 +56,8 @@ def to_columns(
             **per_token,
         },
     )
+    if any(t.routes is not None for t in rows):
+        output[ROUTES] = [NO_ROUTES if t.routes is None else t.routes for t in rows]
     if step_wise:
         output["is_last_step"] = [row is s[-1] for s in steps for row in s]
     if part:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from jaxrl.data.columns import TOKEN_COLUMNS
 from jaxrl.rollout.protocol import Completion
 from jaxrl.types import Message
@@ -33,6 +35,7 @@ class Transcript:
     versions: list[int] = field(default_factory=list)  # of the policy; -1 where not sampled
     context_versions: list[int] = field(default_factory=list)  # the oldest in its context, or -1
     turns: list[tuple[int, int]] = field(default_factory=list)  # first token, one after the last
+    routes: np.ndarray | None = None  # [n, Lx, k] of the first n tokens, those of the prompt first
 
     @property
     def input(self) -> tuple[int, ...]:
@@ -52,11 +55,16 @@ class Transcript:
         sampling_mask_ids: Sequence[tuple[int, ...]] = (),
         versions: Sequence[int] = (),
         context_versions: Sequence[int] = (),
+        routes: np.ndarray | None = None,
     ) -> None:
         """Add a turn of the policy; all but its tokens may be empty, as a whole.
 
-        `context_versions` are `versions` where the engine does not say.
+        `context_versions` are `versions` where the engine does not say. Of `routes`, which begin
+        with the prompt, what is known already stays: earlier turns were drawn from it.
         """
+        if routes is not None:
+            known = routes[:0] if self.routes is None else self.routes
+            self.routes = np.concatenate([known, routes[len(known) :]])
         start = len(self.tokens)
         self._add(
             tokens,
@@ -117,6 +125,8 @@ class Transcript:
             getattr(self, column.field).extend(new)
 
     def _cut(self, length: int) -> None:
+        if self.routes is not None:
+            self.routes = self.routes[: len(self.prompt) + length]
         if length < len(self.tokens):
             for column in (self.tokens, *self.columns.values()):
                 del column[length:]

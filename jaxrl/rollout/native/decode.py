@@ -42,7 +42,7 @@ from jaxrl.models.transformer import (
     unembed,
 )
 from jaxrl.parallel.rules import Placement
-from jaxrl.rollout.native.kv_cache import Cache, copy_pages, write_and_attend
+from jaxrl.rollout.native.kv_cache import Cache, copy_pages, write_and_attend, write_routes
 from jaxrl.rollout.native.sampling import adjust, assign, sample, top_tokens, uniforms
 from jaxrl.rollout.protocol import Sampling
 from jaxrl.rollout.weights.groups import NOT_CAST, STACKED
@@ -317,7 +317,7 @@ def run_layers(
     kernel: str,
     experts_kernel: str,
 ) -> tuple[Array, Cache]:
-    """Return the hidden states [B, T, D] of tokens, and the cache with their keys and values.
+    """Return the hidden states [B, T, D] of tokens, and the cache with what is to be kept of them.
 
     Args:
         tokens: [B, T] neighbouring tokens of each row.
@@ -333,7 +333,7 @@ def run_layers(
 
         def attend(q: Array, k: Array, v: Array, _: object, sliding: bool = bool(sliding)) -> Array:
             pages, out = write_and_attend(
-                *(config, cache[len(new)], q, k, v, table, first, count),
+                *(config, cache.layers[len(new)], q, k, v, table, first, count),
                 sliding=sliding,
                 kernel=kernel,
                 placement=placement,
@@ -342,7 +342,11 @@ def run_layers(
             return out
 
         x = decoder_layer(config, layer, x, view(sliding), attend, placement, mix)
-    return x, tuple(new)
+    routes = cache.routes
+    if routes is not None:
+        chosen = jnp.concatenate([of_layer.ids for of_layer in routing], axis=-1)
+        routes = write_routes(routes, chosen, table, first, count, placement=placement)
+    return x, Cache(tuple(new), routes)
 
 
 class Choice(NamedTuple):

@@ -24,7 +24,7 @@ from jaxrl.rollout.native.decode import Block, Features, Rows
 from jaxrl.rollout.native.programs import Prefill, Programs, pages_that_fit
 from jaxrl.rollout.native.sample_thread import SampleThread
 from jaxrl.rollout.native.slots import Sample, SlotTable
-from jaxrl.rollout.protocol import Request, Sampling
+from jaxrl.rollout.protocol import Completion, Request, Sampling
 from jaxrl.rollout.weights.groups import GROUP_BYTES
 
 NOBODY = 2**30  # in place of a slot: padding
@@ -51,6 +51,18 @@ class Flight(NamedTuple):
     rows: Rows
     block: Block
     drawn: list[Drawn]
+
+
+class Ended(NamedTuple):
+    """Hold samples that are at their end but for their routes, which are on their way.
+
+    Attributes:
+        samples: each with the number of its positions.
+        fetch: waits for them, see `Programs.read_routes`.
+    """
+
+    samples: list[tuple[Sample, int]]
+    fetch: Callable[[], list[np.ndarray]]
 
 
 class NativeEngine(SampleThread):
@@ -85,6 +97,8 @@ class NativeEngine(SampleThread):
         kernel, experts_kernel: of `PAGED_ATTENTION` and `GROUPED_PRODUCT`; None = the fastest that
             can.
         platform: see `Programs`.
+        keep_routes: completions tell the experts of every token that was computed, of the prompt
+            too: those of the keys and values that its sample was drawn from.
 
     Attributes:
         prefilled_tokens: computed so far, each time counted.
@@ -114,8 +128,11 @@ class NativeEngine(SampleThread):
         kernel: str | None = None,
         experts_kernel: str | None = None,
         platform: str | None = None,
+        keep_routes: bool = False,
     ) -> None:
         super().__init__()
+        if keep_routes and config.experts is None:
+            raise ValueError("keep_routes=True: the model has no experts; leave it off")
         for name, value in (
             ("steps_per_dispatch", steps_per_dispatch),
             ("max_num_seqs", max_num_seqs),
@@ -136,6 +153,7 @@ class NativeEngine(SampleThread):
                 memory=device_memory,
                 resident=resident_bytes,
                 platform=platform,
+                keep_routes=keep_routes,
             )
         self.programs = Programs(
             config,
@@ -151,7 +169,9 @@ class NativeEngine(SampleThread):
             kernel=kernel,
             experts_kernel=experts_kernel,
             platform=platform,
+            keep_routes=keep_routes,
         )
+        self.keep_routes = keep_routes
         self.table = SlotTable(
             self.programs.slots,
             parts=self.programs.parts,
@@ -161,6 +181,7 @@ class NativeEngine(SampleThread):
             tile=self.programs.shape.tile,
         )
         self._flight: Flight | None = None
+        self._ended: list[Ended] = []
         self.prefilled_tokens = self.decoded_tokens = self.suspended = 0
         self._warm: set[Features] = set()  # of `warm_up`, and their unions
 
@@ -279,6 +300,12 @@ class NativeEngine(SampleThread):
     def _release(self, slot: int) -> None:
         self.table.release(slot)
 
+    def _all_out(self) -> Iterator[Sample]:
+        for ended in self._ended:
+            yield from (sample for sample, _ in ended.samples)
+        self._ended = []
+        yield from super()._all_out()
+
     def _recover(self) -> None:
         self._flight = None
         self.table.reset()
@@ -294,10 +321,13 @@ class NativeEngine(SampleThread):
         begun = self._begin_block()
         if not self.programs.ahead:
             self._flight, begun = begun, None
-        self._land()
+        before = len(self._ended)
+        self._fetch_block()
         # of a block whose samples have all ended meanwhile there is nothing to fetch
         if begun and any(self.table.samples[of.slot] is of.sample for of in begun.drawn):
             self._flight = begun
+        # what was asked for behind a block that is under way is there when that is
+        self._hand_over(before if self._flight else len(self._ended))
 
     # ---- pages
 
@@ -454,7 +484,15 @@ class NativeEngine(SampleThread):
         return Flight(after, block, list(drawn))
 
     def _land(self) -> None:
-        """Fetch the block that is under way, if there is one, and hand out what it drew."""
+        """Fetch all that is under way, and hand out what was drawn."""
+        self._fetch_block()
+        self._hand_over(len(self._ended))
+
+    def _fetch_block(self) -> None:
+        """Fetch the block that is under way, if there is one, and hand out what it drew.
+
+        Of samples that are at their end the routes, where they are kept, are asked for instead.
+        """
         if self._flight is None:
             return
         flight, self._flight = self._flight, None
@@ -471,16 +509,35 @@ class NativeEngine(SampleThread):
         columns = (x.tolist() for x in (block.tokens, block.log_probs, block.count, block.stopped))
         tokens, log_probs, drawn, stopped = columns
         asks_more = features.alternatives or features.raw or features.sampling_mask_size
+        ended, held = [], []
         for row, slot, sample, context in here:
             n = drawn[row]
             sample.extend(tokens[row][:n], log_probs[row][:n], self.version, context)
             if asks_more:
                 sample.note(block, row)
             if sample.ended(stopped[row], n, self.decode_text):
-                self._done.append(sample.hand_over)
+                if self.keep_routes:
+                    length = len(sample.request.prompt) + len(sample.tokens)
+                    ended.append((sample, min(length, int(table.filled[slot]))))
+                    held.append(table.pages_of(slot))
+                else:
+                    self._done.append(sample.hand_over)
                 table.release(slot)
             elif report := sample.report():
                 self._done.append(report)
+        if ended:
+            self._ended.append(Ended(ended, self.programs.read_routes(held)))
+
+    def _hand_over(self, number: int) -> None:
+        """Hand over the first of the samples that wait for nothing but their routes."""
+        for ended in self._ended[:number]:
+            for (sample, positions), routes in zip(ended.samples, ended.fetch(), strict=True):
+                assert isinstance(sample.outcome, Completion)
+                # a copy: what was fetched is of other samples, too
+                known = routes[:positions].copy()
+                sample.outcome = dataclasses.replace(sample.outcome, routes=known)
+                self._done.append(sample.hand_over)
+        del self._ended[:number]
 
     def _rows(self, slots: np.ndarray, features: Features, start: np.ndarray | None = None) -> Rows:
         """Return samples in `slots` as arrays, for a program of such features; NOBODY = padding.

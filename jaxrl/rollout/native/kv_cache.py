@@ -4,31 +4,56 @@ Each part of the mesh's batch axes has pages of its own, for the rows that it ha
 called by its number on that part. Every write is in place, and touches what it writes.
 
 Shape legend: P pages of a part, p positions of a page, B rows of a call, T tokens of each, C pages
-of a row, K key/value heads, H query heads, h head width, G parts.
+of a row, K key/value heads, H query heads, h head width, G parts, Lx layers with experts, k experts
+of a token.
 """
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxrl.models.architecture import routes_shape
 from jaxrl.models.kernels.paged_attention import Layout, Pages, paged_attention
 from jaxrl.models.transformer import TransformerConfig
 from jaxrl.parallel.rules import Placement
 from jaxrl.types import Array
 
-Cache = tuple[Pages, ...]  # of each layer
+
+class Cache(NamedTuple):
+    """Hold what the model has computed for the positions of all rows.
+
+    Attributes:
+        layers: keys and values of each.
+        routes: [P, p, Lx k] experts that the token was sent to, layer by layer; None = not kept.
+    """
+
+    layers: tuple[Pages, ...]
+    routes: Array | None = None
 
 
 def empty_cache(
-    config: TransformerConfig, pages: int, size: int, dtype: Any, *, layout: Layout
+    config: TransformerConfig,
+    pages: int,
+    size: int,
+    dtype: Any,
+    *,
+    layout: Layout,
+    keep_routes: bool = False,
 ) -> Cache:
     """Make a cache of `pages` pages of `size` positions; `layout` as in `Pages`."""
-    return tuple(
+    layers = tuple(
         Pages.empty(config, pages, size, dtype, layout=layout) for _ in range(config.num_layers)
     )
+    if not keep_routes:
+        return Cache(layers)
+    assert config.experts is not None
+    # one dim: the two last ones of an array are padded to a tile of the chip
+    shape = pages, size, math.prod(routes_shape(config))
+    return Cache(layers, jnp.zeros(shape, config.experts.id_dtype))
 
 
 def write_and_attend(
@@ -63,12 +88,10 @@ def write_and_attend(
     def run(
         layer: Pages, q: Array, k: Array, v: Array, table: Array, first: Array, count: Array
     ) -> tuple[Pages, Array]:
-        index = jnp.arange(q.shape[1])
-        at, size = first[:, None] + index, layer.size
-        ids = jnp.take_along_axis(table, jnp.clip(at // size, 0, table.shape[1] - 1), axis=1)
-        ids = jnp.where(index < count[:, None], ids, len(layer.arrays[0]))
         flat = (x.swapaxes(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (k, v))
-        layer = layer.write(ids.ravel(), (at % size).ravel(), *flat)
+        pages = len(layer.arrays[0])
+        ids, at = _places(table, first, count, q.shape[1], pages=pages, size=layer.size)
+        layer = layer.write(ids, at, *flat)
         given = config, q, layer, table, first
         return layer, paged_attention(*given, sliding=sliding, kernel=kernel)
 
@@ -78,6 +101,44 @@ def write_and_attend(
         asks, held = PartitionSpec(by_row, None, by_head), PartitionSpec(by_row, by_head)
         run = _by_device(run, placement, (pages, asks, held, held, row, row, row), (pages, asks))
     return run(layer, q, k, v, table, first, count)
+
+
+def write_routes(
+    routes: Array,
+    chosen: Array,
+    table: Array,
+    first: Array,
+    count: Array,
+    *,
+    placement: Placement | None = None,
+) -> Array:
+    """Put the experts [B, T, Lx k] that tokens of each row were sent to into the row's pages.
+
+    Args:
+        routes: [P, p, Lx k].
+        table, first, count: see `write_and_attend`.
+    """
+
+    def run(routes: Array, chosen: Array, table: Array, first: Array, count: Array) -> Array:
+        pages, size, width = routes.shape
+        ids, at = _places(table, first, count, chosen.shape[1], pages=pages, size=size)
+        return routes.at[ids, at].set(chosen.reshape(-1, width).astype(routes.dtype), mode="drop")
+
+    if placement is not None:
+        row = PartitionSpec(placement.batch_axes)
+        run = _by_device(run, placement, (row,) * 5, row)
+    return run(routes, chosen, table, first, count)
+
+
+def _places(
+    table: Array, first: Array, count: Array, tokens: int, *, pages: int, size: int
+) -> tuple[Array, Array]:
+    """Return the page [B T] of each token and its place there; of those that are none, page P."""
+    index = jnp.arange(tokens)
+    at = first[:, None] + index
+    ids = jnp.take_along_axis(table, jnp.clip(at // size, 0, table.shape[1] - 1), axis=1)
+    ids = jnp.where(index < count[:, None], ids, pages)
+    return ids.ravel(), (at % size).ravel()
 
 
 def copy_pages(
@@ -157,7 +218,8 @@ def _split(layer: Pages, placement: Placement) -> Pages:
 
 
 def _split_all(cache: Cache, placement: Placement) -> Cache:
-    return tuple(_split(layer, placement) for layer in cache)
+    routes = None if cache.routes is None else PartitionSpec(placement.batch_axes)
+    return Cache(tuple(_split(layer, placement) for layer in cache.layers), routes)
 
 
 def cache_shardings(cache: Cache, placement: Placement) -> Cache:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jaxrl import activity
 from jaxrl.data.packing import length_bucket, round_up
-from jaxrl.models.architecture import by_kind, layer_stacks
+from jaxrl.models.architecture import by_kind, layer_stacks, routes_shape
 from jaxrl.models.kernels.choice import facts_of
 from jaxrl.models.kernels.grouped_product import GROUPED_PRODUCT
 from jaxrl.models.kernels.paged_attention import layout_of, paged_kernel
@@ -91,6 +91,7 @@ def pages_that_fit(
     memory: float | None = None,
     resident: float = 0,
     platform: str | None = None,
+    keep_routes: bool = False,
 ) -> int:
     """Return how many pages fit, beside the decode weights, into a share of a device's free memory.
 
@@ -99,7 +100,7 @@ def pages_that_fit(
         utilization: share of what is free.
         memory: bytes of a device; None = as it says itself.
         resident: bytes of a device that are not free.
-        platform: see `Programs`.
+        platform, keep_routes: see `Programs`.
 
     Raises:
         ValueError: not even those of one row.
@@ -108,8 +109,12 @@ def pages_that_fit(
     size = shape_of(platform or device.platform).page
     elements = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract_params(config)))
     weights = elements * jnp.dtype(dtype).itemsize / tensor
-    page = jax.eval_shape(functools.partial(_empty, config, device, dtype, pages=1, size=size))
-    page_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(page)) / tensor
+    empty = functools.partial(_empty, config, device, dtype, keep_routes=keep_routes)
+    page = jax.eval_shape(functools.partial(empty, pages=1, size=size))
+    of_layers, of_routes = (
+        sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) for tree in page
+    )
+    page_bytes = of_layers / tensor + of_routes
     whole = device_memory(device) if memory is None else memory
     budget = utilization * (whole - resident)
     fitting, row = int((budget - weights) // page_bytes), -(-max_model_len // size)
@@ -139,10 +144,17 @@ def experts_kernel_of(
 
 
 def _empty(
-    config: TransformerConfig, device: Any, dtype: Any, *, pages: int, size: int
+    config: TransformerConfig,
+    device: Any,
+    dtype: Any,
+    *,
+    pages: int,
+    size: int,
+    keep_routes: bool,
 ) -> kv_cache.Cache:
     """Make a cache of pages of `size` positions as a device's platform has it."""
-    return kv_cache.empty_cache(config, pages, size, dtype, layout=layout_of(device.platform))
+    layout = layout_of(device.platform)
+    return kv_cache.empty_cache(config, pages, size, dtype, layout=layout, keep_routes=keep_routes)
 
 
 class Prefill:
@@ -252,6 +264,7 @@ class Programs:
         group_bytes: most bytes that are on their way from other devices at a time.
         kernel, experts_kernel: of `PAGED_ATTENTION` and `GROUPED_PRODUCT`; None = the fastest that
             can.
+        keep_routes: keep the experts of each position, for `read_routes`.
 
     Attributes:
         length: tokens of the longest row that finds room.
@@ -275,6 +288,7 @@ class Programs:
         kernel: str | None = None,
         experts_kernel: str | None = None,
         platform: str | None = None,
+        keep_routes: bool = False,
     ) -> None:
         # weights are whole but for the tensor axis: a step of decoding would gather them every time
         rules = ShardingRules(embed=None)
@@ -298,7 +312,9 @@ class Programs:
         self._by_row = placement.sharding((self.slots,), ("batch",))
         self._cache: kv_cache.Cache | None = None
         self._nothing: device.Prompts | None = None
-        self.functions = compiled(config, placement, self.dtype, kernel, experts_kernel)
+        self.functions = compiled(
+            config, placement, self.dtype, kernel, experts_kernel, keep_routes=keep_routes
+        )
 
     def load(self, params: Params) -> None:
         """Take over a copy of the trainer's parameters, from whatever devices they are on."""
@@ -412,6 +428,37 @@ class Programs:
         given = self._ids(part, pages), jax.tree.map(spread, held)
         self._cache = self.functions.put(self._cache, *given)
 
+    def read_routes(
+        self, rows: Sequence[tuple[int, Sequence[int]]]
+    ) -> Callable[[], list[np.ndarray]]:
+        """Begin to fetch the experts of rows, each given by its part and its pages.
+
+        Returns:
+            A call that waits for them: of each row [positions of its pages, Lx, k].
+        """
+        assert self._cache is not None
+        ids: list[list[int]] = [[] for _ in range(self.parts)]
+        begins = []
+        for part, pages in rows:
+            begins.append(len(ids[part]))
+            ids[part] += pages
+        width = 1 << (max(map(len, ids)) - 1).bit_length()  # few shapes, to compile
+        padded = np.zeros((self.parts, width), np.int32)
+        for part, pages in enumerate(ids):
+            padded[part, : len(pages)] = pages
+        found = self.functions.read(self._cache._replace(layers=()), padded.ravel()).routes
+        found.copy_to_host_async()
+
+        def fetch() -> list[np.ndarray]:
+            shape = self.parts, width * self.shape.page, *routes_shape(self.config)
+            by_part, size = np.asarray(found).reshape(shape), self.shape.page
+            return [
+                by_part[part, first * size : (first + len(pages)) * size]
+                for (part, pages), first in zip(rows, begins, strict=True)
+            ]
+
+        return fetch
+
     def _ids(self, part: int, pages: Sequence[int]) -> np.ndarray:
         """Return as many ids for every part as a table has columns: of its pages, and of none."""
         ids = np.full((self.parts, self.columns), self.pages, np.int32)
@@ -496,6 +543,7 @@ class Compiled(NamedTuple):
     lengthen: Any
     take: Any
     put: Any
+    read: Any
     go_on: Any
     decode: Any
 
@@ -548,12 +596,15 @@ def compiled(
     dtype: jnp.dtype,
     kernel: str | None = None,
     experts_kernel: str | None = None,
+    *,
+    keep_routes: bool = False,
 ) -> Compiled:
     """Return the functions of `decode.py`, jitted with the shardings of their results.
 
     Args:
         kernel, experts_kernel: of `PAGED_ATTENTION` and `GROUPED_PRODUCT`; None = the fastest that
             can.
+        keep_routes: see `Programs`.
     """
     bind, jit = functools.partial, jax.jit
     kernels = {
@@ -565,7 +616,7 @@ def compiled(
     # also over a single TPU: within `shard_map` its kernel knows the chip, wherever it is compiled
     alone = placement.mesh.size == 1 and placement.platform != "tpu"
     spread = None if alone else placement
-    empty = bind(_empty, config, placement.mesh.devices.flat[0], dtype)
+    empty = bind(_empty, config, placement.mesh.devices.flat[0], dtype, keep_routes=keep_routes)
     parts = placement.size(placement.rules.batch)
     cache = kv_cache.cache_shardings(jax.eval_shape(bind(empty, pages=parts, size=8)), placement)
     by_row = placement.sharding((parts,), ("batch",))
@@ -597,6 +648,7 @@ def compiled(
         ),
         take=jit(bind(kv_cache.take_pages, placement=spread), out_shardings=cache),
         put=jit(bind(kv_cache.put_pages, placement=spread), donate_argnums=0, out_shardings=cache),
+        read=jit(bind(kv_cache.take_pages, placement=spread)),
         go_on=jit(device.go_on, out_shardings=by_row),
         decode=jit(
             bind(device.decode, config, placement=spread, **kernels),

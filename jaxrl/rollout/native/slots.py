@@ -277,6 +277,11 @@ class SlotTable:
         """Yield the slots with a sample in them, each with its sample."""
         return ((slot, s) for slot, s in enumerate(self.samples) if s is not None)
 
+    def pages_of(self, slot: int) -> tuple[int, list[int]]:
+        """Return the part of a slot, and the pages there that have what its row has filled."""
+        used = self._pages(int(self.filled[slot]))
+        return self.part(slot), self.table[slot, :used].tolist()
+
     def part(self, slot: int) -> int:
         """Return the part of a slot."""
         return slot // self.each

@@ -121,5 +121,6 @@ def _row(prompt: Prompt, segment: Segment, *, failed: bool) -> Trajectory:
         policy_version=transcript.policy_version,
         env_class=prompt.env_class,
         turns=transcript.turns,
+        routes=transcript.routes,
         **transcript.columns,
     )

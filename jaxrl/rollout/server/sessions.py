@@ -142,6 +142,7 @@ class ServedSession:
             completion.sampling_mask_ids,
             completion.versions,
             completion.context_versions,
+            completion.routes,
         )
         segment.stop_reason = completion.stop_reason
         if turn.messages is not None:

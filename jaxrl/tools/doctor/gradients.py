@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxrl import config as cfg
 from jaxrl.data.microbatches import Microbatching, microbatches as cut_into_microbatches
-from jaxrl.data.packing import length_bucket, one_per_row, round_up
+from jaxrl.data.packing import beside_tokens, length_bucket, one_per_row, round_up
 from jaxrl.models.adapter import AdaptedModel, check_packing
 from jaxrl.models.lora import attach, with_token_keys
 from jaxrl.models.placement import place_model
@@ -86,8 +86,8 @@ class Differentiated(NamedTuple):
 
         batch = filled(updater.objective.seen(wide))
         weights = filled(updater.weights(wide)[0])
-        tokens, lengths, mask_ids = filled((wide.tokens, wide.lengths, wide.kept))
-        model_rows = one_per_row(tokens, lengths, batch.loss_mask, mask_ids)
+        tokens, lengths, beside = filled((wide.tokens, wide.lengths, beside_tokens(wide)))
+        model_rows = one_per_row(tokens, lengths, batch.loss_mask, beside)
         model_rows = with_token_keys(self.params, model_rows, batch.row_ids, key)
         with exact_products():
             zeros = updater.zeros(self.params)

@@ -32,7 +32,12 @@ from jaxrl.rollout.protocol import Request
 from jaxrl.rollout.weights.groups import NOT_CAST
 from jaxrl.tools.plan.topology import Machine
 from jaxrl.train import meshes
-from jaxrl.training.build import assemble_policy, assemble_reference, assemble_update
+from jaxrl.training.build import (
+    assemble_policy,
+    assemble_reference,
+    assemble_update,
+    routes_of_any_token,
+)
 from jaxrl.training.critic import Critic, without_policy
 from jaxrl.training.forward_pass import ForwardPass
 from jaxrl.training.resident_memory import device_bytes, of_training
@@ -196,7 +201,9 @@ class Run:
         length = min(width, trainer.packed_length or width)
         rows = cut.batch_sizes(length)[-1]
         log_probs = sampling.logprobs is not None
-        batch = empty_batch(rows, width, length, kept=mask_ids, log_probs=log_probs)
+        routes = routes_of_any_token(trainer, self.model)
+        beside = {"kept": mask_ids, "log_probs": log_probs, "routes": routes}
+        batch = empty_batch(rows, width, length, **beside)
         if not done:
             return batch
         zeros = batch.loss_mask
@@ -211,6 +218,8 @@ class Run:
     def forward_call(self, forward_pass: ForwardPass, params: Params, placement: Placement) -> Call:
         """Return the call of `forward_pass.forward` for one microbatch."""
         batch = self.batch(forward_pass.microbatching, done=False)
+        if forward_pass is not self.forward_pass or params is not self.params:
+            batch = batch.replace(routes=None)
         _, rows, _ = next(microbatches(batch.row_ids, batch, forward_pass.microbatching))
         return Call(forward_pass.forward, (params, placed(rows, placement)), forward_pass.options)
 

@@ -143,7 +143,7 @@ def block_program(config, kernel):
     )
     longest = Request((0,) * 512, ((0, 0),), Sampling(max_tokens=POSITIONS - 512))
     weights, cache, *given = engine.calls(params, [longest])["decode"].args
-    pages = len(cache[0].arrays[0]), 128, jnp.bfloat16
+    pages = len(cache.layers[0].arrays[0]), 128, jnp.bfloat16
     empty = functools.partial(empty_cache, config, *pages, layout=layout_of("gpu"))
     cache = jax.eval_shape(empty)
     run = functools.partial(decode, config, steps=4, kernel=kernel)
@@ -200,7 +200,7 @@ def test_a_block_of_the_engine_is_in_place_and_scores_a_page_at_a_time(config):
     assert libraries(text) == ({"__cudnn$fmhaSoftmax"} if kernel == "cudnn" else set())
     assert text.count("tf.aliasing_output") == len(jax.tree.leaves(cache))
     assert f"x{POSITIONS}x" not in text  # neither scores nor keys of whole rows
-    for x in cache[0].arrays:
+    for x in cache.layers[0].arrays:
         assert x.shape[0] == SLOTS * POSITIONS // 128
         held = f"tensor<{'x'.join(map(str, x.shape))}xbf16>"
         assert held in text
