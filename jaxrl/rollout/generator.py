@@ -160,7 +160,7 @@ def _ids(routes: Any) -> Any:
         return routes
     if not array.size:
         return NO_ROUTES
-    fits = array.dtype.kind == "i" and 0 <= array.min() and array.max() < 2**16
+    fits = array.dtype.kind == "i" and array.min() >= 0 and array.max() < 2**16
     return array.astype(np.uint16) if fits else array
 
 
