@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from jaxrl.models.architecture import Experts
 from jaxrl.models.kernels.choice import REFERENCE
 from jaxrl.models.kernels.grouped_product import grouped_product
-from jaxrl.models.linear import project, rounded
+from jaxrl.models.linear import LoraWeight, Weight, project, rounded
 from jaxrl.parallel.rules import Placement, constrain
 from jaxrl.types import Array
 
@@ -152,7 +152,7 @@ def router_terms(experts: Experts, routing: Routing, segment_ids: Array) -> Rout
 def expert_mlp(
     experts: Experts,
     activation: Callable[[Array], Array],
-    weights: Mapping[str, Array],
+    weights: Mapping[str, Weight],
     y: Array,
     *,
     placement: Placement | None = None,
@@ -167,7 +167,8 @@ def expert_mlp(
 
     Args:
         weights: of one layer, whole over the batch axes: router [D, E], router_bias [E],
-            experts_gate and experts_up [E, D, F], experts_down [E, F, D]; shared_gate and shared_up
+            experts_gate and experts_up [E, D, F], experts_down [E, F, D], these with adapters or
+            without; shared_gate and shared_up
             [D, S], shared_down [S, D], shared_router [D, 1].
         y: [B, T, D].
         placement: where rows, experts and their width are spread.
@@ -196,7 +197,7 @@ def _over_mesh(
     experts: Experts,
     run: Callable[..., tuple[Array, Routing]],
     placement: Placement,
-    weights: dict[str, Array],
+    weights: dict[str, Weight],
     y: Array,
     replay: Array | None,
 ) -> tuple[Array, Routing]:
@@ -208,11 +209,12 @@ def _over_mesh(
     gathers = expert is not None and rows is not None and expert in placement.batch_axes
     # Parts are added outside: the gradient of that sum is no sum, as it would be of a psum.
     parts = tuple(jax.tree.leaves((None if gathers else expert, width)))
-    specs = dict.fromkeys(weights, PartitionSpec()) | {
-        "experts_gate": PartitionSpec(expert, None, width),
-        "experts_up": PartitionSpec(expert, None, width),
-        "experts_down": PartitionSpec(expert, width),
+    dims = {
+        "experts_gate": (None, width),
+        "experts_up": (None, width),
+        "experts_down": (width, None),
     }
+    specs = {name: _spec(w, expert, *dims.get(name, ())) for name, w in weights.items()}
     return jax.shard_map(
         functools.partial(run, expert, gathers),
         mesh=placement.mesh,
@@ -222,6 +224,24 @@ def _over_mesh(
     )(weights, y, replay)
 
 
+def _spec(w: Weight, expert: str | None, *dims: str | None) -> Any:
+    """Return by which mesh axes a weight of experts [E, in, out] is split; one without dims is not.
+
+    Each device has the adapters of its experts, whole but for the dim that is split.
+    """
+    if not dims:
+        return PartitionSpec()
+    if not isinstance(w, LoraWeight):
+        return PartitionSpec(expert, *dims)
+    rows, columns = dims
+    return w.replace(
+        w=PartitionSpec(expert, rows, columns),
+        a=PartitionSpec(expert, rows, None),
+        b=PartitionSpec(expert, None, columns),
+        scale=PartitionSpec(expert),
+    )
+
+
 def _routed(
     experts: Experts,
     activation: Callable[[Array], Array],
@@ -229,7 +249,7 @@ def _routed(
     dtype: Any,
     expert: str | None,
     gathers: bool,
-    weights: dict[str, Array],
+    weights: dict[str, Weight],
     y: Array,
     replay: Array | None,
 ) -> tuple[Array, Routing]:
@@ -254,7 +274,8 @@ def _routed(
     if gathers:
         tokens = _all_tokens(tokens, expert, dtype)
         routes = Routes(*(jax.lax.all_gather(x, expert, tiled=True) for x in routes))
-    first = 0 if expert is None else jax.lax.axis_index(expert) * len(weights["experts_gate"])
+    here = _experts_in(weights)
+    first = 0 if expert is None else jax.lax.axis_index(expert) * here
     out = _mixture(
         activation, kernel, dtype, weights, tokens, routes._replace(ids=routes.ids - first)
     )
@@ -267,7 +288,7 @@ def _mixture(
     activation: Callable[[Array], Array],
     kernel: str,
     dtype: Any,
-    weights: dict[str, Array],
+    weights: dict[str, Weight],
     tokens: Array,
     routes: Routes,
 ) -> Array:
@@ -276,14 +297,19 @@ def _mixture(
     Ids outside of the experts in `weights` are of other devices: their assignments lie behind all
     groups, where a product is 0.
     """
-    here = len(weights["experts_gate"])
+    here = _experts_in(weights)
     ids = routes.ids.reshape(-1)
     ids = jnp.where((ids >= 0) & (ids < here), ids, here)
     order = jnp.argsort(ids, stable=True)
     inverse = jnp.argsort(order)
     ends = jnp.searchsorted(ids[order], jnp.arange(here), side="right")
     sizes = jnp.diff(ends, prepend=0).astype(jnp.int32)
-    product = functools.partial(grouped_product, sizes=sizes, kernel=kernel)
+
+    def product(x: Array, w: Weight) -> Array:
+        if isinstance(w, LoraWeight):
+            low_rank, b = product(x, w.a), w.b * w.scale[:, None, None]
+            return product(x, w.w) + product(low_rank, b)
+        return grouped_product(x, w, sizes, kernel)
 
     @jax.checkpoint  # keeps no second and wider copy of the rows
     def total(rows: Array, by_token: Array) -> Array:
@@ -293,6 +319,12 @@ def _mixture(
     rows = _take(tokens, order, inverse, dtype)
     gate, up = product(rows, weights["experts_gate"]), product(rows, weights["experts_up"])
     return total(product(activation(gate) * up, weights["experts_down"]), routes.weights)
+
+
+def _experts_in(weights: Mapping[str, Weight]) -> int:
+    """Return how many experts have their weights here."""
+    w = weights["experts_gate"]
+    return len(w.w if isinstance(w, LoraWeight) else w)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -337,7 +369,7 @@ _all_tokens.defvjp(_all_tokens_forward, _all_tokens_backward)
 
 def _shared(
     activation: Callable[[Array], Array],
-    weights: Mapping[str, Array],
+    weights: Mapping[str, Weight],
     y: Array,
     placement: Placement | None,
 ) -> Array:

@@ -21,7 +21,8 @@ class LoraWeight(struct.PyTreeNode):
 
         y = x w + scale * (dropout(x) a) b
 
-    A stacked matrix has a leading L in every array; the scale is 0 in layers without an adapter.
+    A stacked matrix has a leading L in every array, and E of experts; the scale is 0 where there is
+    no adapter.
 
     Example: w [L, D, H, h], a [L, D, r], b [L, r, H, h], scale [L].
     """

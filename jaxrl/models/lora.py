@@ -1,6 +1,6 @@
 """LoRA: which matrices get an adapter, and the adapters as parameters of their own.
 
-    y = x W + (alpha / r) dropout(x) A B        A [in, r], B [r, out]
+    y = x W + (alpha / r) dropout(x) A B        A [in, r], B [r, out], of each expert its own
 
 Hu et al., 2021, https://arxiv.org/abs/2106.09685 (section 4.1). W stays as it is. Adapters are a
 tree beside the model, {"wq": {"a": [L, D, r], "b": [L, r, H, h]}, ...}: they alone have gradients
@@ -32,8 +32,8 @@ INIT_METHODS = ("kaiming", "gaussian")
 ALL_LINEAR = "all-linear"
 NOT_IN_ALL_LINEAR = ("embed_tokens", "lm_head")
 TRAINED_WHOLE = "value_head"
-# Single parameters in transformers, which PEFT's patterns do not choose either.
-NOT_LINEAR = ("router", "experts_gate", "experts_up", "experts_down")
+NOT_LINEAR = ("router",)  # a single parameter in transformers, which PEFT does not choose either
+OF_EXPERT, EXPERTS = ".experts.", "experts"  # in the name of a matrix, and in patterns that mean it
 Patterns = str | Sequence[str]
 
 
@@ -76,6 +76,11 @@ class LoraConfig:
                 f"lora.init_method={self.init_method!r} is unknown; choose one of "
                 f"{list(INIT_METHODS)}"
             )
+        if self.dropout and any(OF_EXPERT in name for name in self.modules):
+            raise ValueError(
+                f"lora.dropout={self.dropout} is not available for experts; set it to 0.0, or name "
+                "no experts in target_modules"
+            )
         if self.dropout and "lm_head" in self.modules:
             raise ValueError(
                 f"lora.dropout={self.dropout} is not available for lm_head; set it to 0.0, or add "
@@ -87,14 +92,14 @@ class LoraConfig:
 
 
 def matrices(config: TransformerConfig) -> dict[str, list[str]]:
-    """Return the full names of each leaf's matrices, one per layer, by leaf of the parameters.
+    """Return the full names of each leaf's matrices in the order of its stack, by leaf.
 
     {"wq": ["model.layers.0.self_attn.q_proj", ...], ...}; tied embeddings are left out: an adapter
     in the table would change the head as well. So is a critic's head.
     """
     return {
         name: [part.removesuffix(".weight") for part in tensor_names(weight)]
-        for name, weight in _by_name(weight_map(config), is_weight).items()
+        for name, weight in weights_by_name(config).items()
         if len(weight.dims) == 2
         and name.rpartition("/")[2] not in NOT_LINEAR
         and name != TRAINED_WHOLE
@@ -109,7 +114,8 @@ def select_modules(
 
     A pattern is a name ("q_proj", "mlp.up_proj"), the end of a full name, or a regular expression
     for the whole of one ("model.layers.[01]..*"). "all-linear": all but embed_tokens and lm_head,
-    as in PEFT.
+    as in PEFT. Experts are chosen by patterns that name "experts" alone (".*experts.*"): to PEFT,
+    which sees a single parameter, "gate_proj" is not theirs.
 
     Args:
         target_modules, exclude_modules: a pattern or a list of them.
@@ -152,6 +158,8 @@ def _matching(
 
 
 def _matches(name: str, pattern: str) -> bool:
+    if OF_EXPERT in name and EXPERTS not in pattern:
+        return False
     if pattern.lower() == ALL_LINEAR:
         return name.rpartition(".")[2] not in NOT_IN_ALL_LINEAR
     return f".{name}".endswith(f".{pattern}") or re.fullmatch(pattern, name) is not None
@@ -168,7 +176,7 @@ def adapter_specs(lora: LoraConfig) -> Params:
     there as it is.
     """
     specs = _by_name(transformer.param_specs(lora.model), transformer.is_spec)
-    weights = _by_name(weight_map(lora.model), is_weight)
+    weights = weights_by_name(lora.model)
     pairs = {
         name: _pair(lora, name, specs[name], weights[name])
         for name, modules in matrices(lora.model).items()
@@ -178,7 +186,7 @@ def adapter_specs(lora: LoraConfig) -> Params:
 
 
 def _pair(lora: LoraConfig, name: str, spec: ParamSpec, weight: HFWeight) -> dict[str, ParamSpec]:
-    stack = int(spec.axes[0] == "layers")
+    stack = len(weight.stack)
     split = stack + len(next(group for group in weight.dims if 0 in group))
     return {
         "a": ParamSpec(
@@ -192,6 +200,11 @@ def _pair(lora: LoraConfig, name: str, spec: ParamSpec, weight: HFWeight) -> dic
             init="normal" if name == "embed" else "zeros",
         ),
     }
+
+
+def weights_by_name(config: TransformerConfig) -> dict[str, HFWeight]:
+    """Return the Hugging Face layout of each leaf of the model, by the name adapters know it by."""
+    return _by_name(weight_map(config), is_weight)
 
 
 def _by_name(tree: Params, is_leaf: Callable[[Any], bool]) -> dict[str, Any]:
@@ -239,7 +252,7 @@ def _draw(spec: ParamSpec, rng: np.random.Generator) -> np.ndarray:
     if spec.init == "zeros":
         return np.zeros(spec.shape, np.float32)
     if spec.init == "kaiming":
-        stack = spec.axes[0] == "layers"
+        stack = sum(axis in ("layers", "experts") for axis in spec.axes)
         bound = math.prod(spec.shape[stack:-1]) ** -0.5
         return np.float32(bound) * (2 * rng.random(spec.shape, np.float32) - 1)
     deviation = 1 / spec.shape[-1] if spec.init == "gaussian" else 1.0
@@ -260,15 +273,15 @@ def attach(lora: LoraConfig, base: Params, adapters: Params) -> Params:
         adapters: shapes of `adapter_specs`; a critic's head among them takes that of the base's.
     """
     chosen, names = set(lora.modules), matrices(lora.model)
+    weights = weights_by_name(lora.model)
 
     def paired(path: tuple, w: Array) -> Any:
         name = _name(path)
         if name not in adapters or name == TRAINED_WHOLE:
             return adapters.get(name, w)
         used = np.array([module in chosen for module in names[name]], np.float32)
-        scale = used * np.float32(lora.alpha / lora.rank)
+        scale = (used * np.float32(lora.alpha / lora.rank)).reshape(weights[name].stack)
         pair = adapters[name]
-        scale = scale if path[0].key == "layers" else scale[0]
         return LoraWeight(w, pair["a"], pair["b"], scale, dropout=lora.dropout)
 
     return jax.tree_util.tree_map_with_path(paired, base)

@@ -16,7 +16,14 @@ from safetensors.numpy import load_file
 
 from jaxrl.models.export import save_tokenizer, whole_folder, write_json, write_tensors
 from jaxrl.models.hf import read_json
-from jaxrl.models.lora import LoraConfig, adapter_specs, matrices, select_modules
+from jaxrl.models.lora import (
+    OF_EXPERT,
+    LoraConfig,
+    adapter_specs,
+    matrices,
+    select_modules,
+    weights_by_name,
+)
 from jaxrl.models.transformer import Params, TransformerConfig, abstract_params
 from jaxrl.models.weights import HFWeight, from_hf, hf_shape, to_hf
 from jaxrl.parallel.processes import fetch
@@ -34,7 +41,7 @@ class Tensor(NamedTuple):
     name: str
     leaf: str
     part: str  # "a" or "b"
-    index: Any  # the layer, or ... of a leaf that is not stacked
+    index: Any  # in its stack
     layout: HFWeight
     shape: tuple[int, ...]  # ours
 
@@ -128,11 +135,12 @@ def peft_config(lora: LoraConfig, base: str) -> dict[str, Any]:
 
 
 def _shortest_names(lora: LoraConfig) -> list[str]:
-    """Return the last part of a name where every layer has the adapter, else full names."""
+    """Return the end of a name where every layer has the adapter, else full names."""
     chosen = set(lora.modules)
     everywhere: dict[str, list[str]] = {}
     for name in (name for modules in matrices(lora.model).values() for name in modules):
-        everywhere.setdefault(name.rpartition(".")[2], []).append(name)
+        end = name.rpartition(OF_EXPERT)[2] if OF_EXPERT in name else name.rpartition(".")[2]
+        everywhere.setdefault(f"experts.{end}" if OF_EXPERT in name else end, []).append(name)
     names = set()
     for last, modules in everywhere.items():
         left = [name for name in modules if name in chosen]
@@ -141,16 +149,16 @@ def _shortest_names(lora: LoraConfig) -> list[str]:
 
 
 def _tensors(lora: LoraConfig) -> Iterator[Tensor]:
-    names, chosen = matrices(lora.model), set(lora.modules)
+    names, chosen, weights = matrices(lora.model), set(lora.modules), weights_by_name(lora.model)
     for leaf, parts in adapter_specs(lora).items():
         kind = "lora_embedding_{}" if leaf == "embed" else "lora_{}.weight"
         for part, spec in parts.items():
-            stacked = spec.axes[0] == "layers"
-            shape = spec.shape[stacked:]
-            for layer, module in enumerate(names[leaf]):
+            stack = weights[leaf].stack
+            shape = spec.shape[len(stack) :]
+            for number, module in enumerate(names[leaf]):
                 if module in chosen:
                     name = f"base_model.model.{module}.{kind.format(part.upper())}"
-                    index = layer if stacked else ...
+                    index = tuple(map(int, np.unravel_index(number, stack))) if stack else ...
                     yield Tensor(name, leaf, part, index, _layout(name, part, len(shape)), shape)
 
 

@@ -128,9 +128,7 @@ def _minibatch_weights(
     return weights, metrics
 
 
-def policy_objective(
-    algorithm: Any, block_rows: int, routers: tuple[str, ...] = ()
-) -> Objective:
+def policy_objective(algorithm: Any, block_rows: int, routers: tuple[str, ...] = ()) -> Objective:
     """Make the objective of policy loss, KL and entropy of the config.
 
     The outputs that it takes are log-probs and entropy, and those of `routers`.
@@ -202,9 +200,7 @@ def make_objective(
             metrics[f"loss_metrics/{name}"] = reduce_metric(name, value, mask, weights.entropy)
         return total, jax.lax.stop_gradient(metrics)
 
-    def with_router(
-        log_probs: FloatBT, entropy: FloatBT, *rest: Any
-    ) -> tuple[Array, Metrics]:
+    def with_router(log_probs: FloatBT, entropy: FloatBT, *rest: Any) -> tuple[Array, Metrics]:
         *terms, batch, weights, key = rest
         total, metrics = objective(log_probs, entropy, batch, weights, key)
         share = weights.kl.sum(axis=1)  # of each trajectory in the mean over them

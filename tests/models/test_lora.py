@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from jaxrl.data.packing import one_per_row
 from jaxrl.models.architecture import Experts
@@ -153,6 +155,78 @@ def test_experts_and_their_router_have_no_adapters_and_each_stack_has_its_own(tm
         again, found = load_adapter(folder, model)
         assert sorted(again.modules) == sorted(one.modules)
         jax.tree.map(np.testing.assert_array_equal, found, adapters)
+
+
+EXPERTS = dataclasses.replace(
+    MODEL, experts=Experts(count=4, per_token=2, width=12, dense_layers=(0,)), num_layers=3
+)
+
+
+def test_experts_have_adapters_where_a_pattern_names_them():
+    lora, base = lora_of(["q_proj", ".*experts.*"], EXPERTS), init_params(EXPERTS, 0)
+    adapters = moved(lora)
+    of_experts = {f"experts/experts_{name}" for name in ("gate", "up", "down")}
+    assert adapters.keys() == {"dense/wq", "experts/wq", *of_experts}
+    assert adapters["experts/experts_down"]["a"].shape == (2, 4, 12, 4)
+    assert adapters["experts/experts_down"]["b"].shape == (2, 4, 4, 16)
+    params = attach(lora, base, adapters)
+    jax.tree.map(np.testing.assert_array_equal, trained(params), adapters)
+    applied = logits(params, EXPERTS)
+    without = lora_of(["q_proj"], EXPERTS)
+    some = {name: x for name, x in adapters.items() if name.endswith("wq")}
+    assert float(jnp.abs(applied - logits(attach(without, base, some), EXPERTS)).max()) > 0.1
+    np.testing.assert_allclose(logits(merge(params), EXPERTS), applied, atol=1e-5)
+
+
+def test_adapters_of_experts_lie_in_folders_as_those_of_modules(tmp_path):
+    every = lora_of([".*experts.*"], EXPERTS)
+    some = lora_of(["model.layers.2.mlp.experts.3.up_proj", "experts.1.down_proj"], EXPERTS)
+    for number, lora in enumerate((every, some)):
+        folder, adapters = tmp_path / f"adapter{number}", moved(lora)
+        save_adapter(folder, lora, adapters, base="a/base")
+        again, found = load_adapter(folder, EXPERTS)
+        assert sorted(again.modules) == sorted(lora.modules)
+        assert len(again.modules) == (2 * 4 * 3, 3)[number]
+        used = attach(again, init_params(EXPERTS, 0), found)
+        expected = attach(lora, init_params(EXPERTS, 0), adapters)
+        np.testing.assert_array_equal(logits(used, EXPERTS), logits(expected, EXPERTS))
+    tensors = load_file(tmp_path / "adapter1" / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.2.mlp.experts.3.up_proj.lora_{}.weight"
+    up = moved(some)["experts/experts_up"]  # of layer 2, the second with experts
+    np.testing.assert_array_equal(tensors[name.format("A")], up["a"][1, 3].T)
+    np.testing.assert_array_equal(tensors[name.format("B")], up["b"][1, 3].T)
+    settings = json.loads((tmp_path / "adapter0" / "adapter_config.json").read_text())
+    assert settings["target_modules"][0] == "experts.0.down_proj"
+    with pytest.raises(ValueError, match="dropout=0.1 is not available for experts"):
+        dataclasses.replace(every, dropout=0.1)
+
+
+def test_the_gradient_of_adapters_of_experts_is_that_of_the_merged_matrices():
+    """dA = s dW B^T and dB = s A^T dW."""
+    lora = lora_of(["experts.2.gate_proj", "experts.0.down_proj"], EXPERTS)
+    base, adapters = init_params(EXPERTS, 0), moved(lora)
+    merged = merge(attach(lora, base, adapters))
+
+    def loss(params):
+        return jnp.sum(jnp.sin(logits(params, EXPERTS)))
+
+    def dense_loss(some):
+        layers = merged["layers"]
+        return loss(merged | {"layers": layers | {"experts": layers["experts"] | some}})
+
+    ours = jax.grad(lambda new: loss(attach(lora, base, new)))(adapters)
+    names = "experts_gate", "experts_down"
+    dense = jax.grad(dense_loss)({name: merged["layers"]["experts"][name] for name in names})
+    scale = lora.alpha / lora.rank
+    for name, expert in (("experts_gate", 2), ("experts_down", 0)):
+        g = np.asarray(dense[name], np.float64)[:, expert]
+        pair, found = adapters[f"experts/{name}"], ours[f"experts/{name}"]
+        a, b = (np.asarray(pair[part], np.float64)[:, expert] for part in "ab")
+        for part, expected in (("a", scale * g @ b.mT), ("b", scale * a.mT @ g)):
+            limit = 1e-4 * np.abs(expected).max()
+            np.testing.assert_allclose(found[part][:, expert], expected, atol=limit)
+        others = [i for i in range(4) if i != expert]
+        assert not any(np.asarray(x)[:, others].any() for x in found.values())
 
 
 def test_the_gradient_is_that_of_the_dense_formula():

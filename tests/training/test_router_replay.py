@@ -12,6 +12,7 @@ from jaxrl.data.columns import NO_ROUTES, ROUTES
 from jaxrl.data.packing import collate, empty_batch, one_per_row
 from jaxrl.data.recorded import from_arrays, to_arrays
 from jaxrl.models.experts import route
+from jaxrl.models.lora import LoraConfig, select_modules
 from jaxrl.models.transformer import init_params, routed_forward
 from jaxrl.rollout.conversations.concat_outputs import concat_outputs
 from jaxrl.rollout.conversations.step_wise import merge_steps, steps_of
@@ -103,6 +104,18 @@ def test_no_cut_changes_the_gradient(cut):
     assert 0.2 < whole[1]["router_differs"] < 0.8
     free = gradient(algorithm, batch.replace(routes=None), model=MIXED, microbatch_rows=ROWS)
     assert np.linalg.norm(whole[0] - free[0]) > 1e-2 * np.linalg.norm(free[0])
+
+
+@pytest.mark.parametrize(
+    "sizes", [(("fsdp", 2), ("expert", 4)), (("expert", 2), ("tensor", 2), ("fsdp", 2))], ids=str
+)
+def test_no_mesh_changes_the_gradient_of_adapters_of_experts(sizes):
+    modules = select_modules(MIXED, ["q_proj", ".*experts.*"])
+    given = {"model": MIXED, "lora": LoraConfig(MIXED, modules, rank=4), "replay": "forward"}
+    algorithm, batch = algorithm_with(), with_routes(make_batch())
+    whole = gradient(algorithm, batch, microbatch_rows=ROWS, **given)
+    cut = gradient(algorithm, batch, microbatch_rows=ROWS, devices=8, sizes=sizes, **given)
+    assert_same(cut, whole)
 
 
 # ---- from the sampler to the batch
