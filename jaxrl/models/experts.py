@@ -149,6 +149,29 @@ def router_terms(experts: Experts, routing: Routing, segment_ids: Array) -> Rout
     return RouterTerms(real * (f * scores).sum(axis=-1), real * z, routing.differs)
 
 
+class Load(NamedTuple):
+    """Hold what the experts of a layer had to do, float32.
+
+    Attributes:
+        tokens: [E] that were sent to each.
+        weight: [E] the sum of the weights that they had there.
+        sent: [] ids of all tokens, k of each.
+    """
+
+    tokens: Array
+    weight: Array
+    sent: Array
+
+
+def load_of(experts: Experts, routing: Routing, real: Array) -> Load:
+    """Return the load of the tokens that are `real` [B, T] bool."""
+    here = routing.ids[..., None] == jnp.arange(experts.count)
+    here &= real[..., None, None]
+    weight = jnp.where(here, routing.weights[..., None], 0).sum(axis=(0, 1, 2))
+    sent = experts.per_token * real.sum(dtype=jnp.float32)
+    return Load(here.sum(axis=(0, 1, 2), dtype=jnp.float32), weight, sent)
+
+
 def expert_mlp(
     experts: Experts,
     activation: Callable[[Array], Array],

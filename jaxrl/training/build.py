@@ -271,8 +271,8 @@ def make_forward_pass(
     for_head = names.get(HEAD_LOG_PROBS.name, REFERENCE)
     forward = functools.partial(forward, temperature=temperature, head_kernel=for_head)
     options: dict[str, Any] = {"with_entropy": False}
-    if observed_of_routers(trainer):
-        options["routers"] = ()
+    if role == "policy" and isinstance(model, TransformerConfig) and model.experts is not None:
+        options |= {"routers": (), "loads": False}
     return ForwardPass(forward, place, microbatching, options, kernels=kernels)
 
 
@@ -303,8 +303,9 @@ def assemble_update(
         routers = observed_of_routers(trainer)
         objective = policy_objective(trainer.algorithm, block_rows=rows, routers=routers)
         if routers:
-            options["routers"] = routers
             _check_routers(trainer, trained)
+        if "loads" in forward_pass.options:
+            options |= {"routers": routers, "loads": True}
     else:
         objective = value_objective(trainer.algorithm.value_clip)
     optimizer, schedule = assemble_optimizer(trainer, total_steps, role)

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from jaxrl.array_ops import Array, BoolBT, FloatBT, IntBT, entropy, keep_only, token_log_probs
 from jaxrl.models.adapter import AdaptedModel
-from jaxrl.models.experts import Routing, router_terms
+from jaxrl.models.experts import Load, Routing, load_of, router_terms
 from jaxrl.models.kernels import head_log_probs
 from jaxrl.models.kernels.choice import REFERENCE
 from jaxrl.models.linear import merge
@@ -60,8 +60,9 @@ def log_probs_and_entropy(
     head_kernel: str = REFERENCE,
     with_entropy: bool = True,
     routers: tuple[str, ...] = (),
+    loads: bool = False,
     placement: Placement | None = None,
-) -> tuple[FloatBT, ...]:
+) -> Any:
     """Return the wanted tokens' log-probs given those before, and the entropy they were drawn from.
 
     Args:
@@ -74,30 +75,35 @@ def log_probs_and_entropy(
         head_kernel: of the vocabulary head, see `HEAD_LOG_PROBS`.
         with_entropy: False returns zeros for it; it costs a pass over the vocabulary.
         routers: which of `RouterTerms` to return as well, the mean of all layers with experts.
+        loads: return, beside all that, the `Load` of each layer with experts [Lx, ...].
         placement: of the parameters and rows; None = one device, or, of CPUs, as the partitioner
             decides.
 
     Returns:
         log_probs [B, T], entropy [B, T], float32: `log_probs[b, t] = log p(tokens[b, t] |
         tokens[b, :t])` where it is wanted, else 0. One trajectory in each row b, whatever the rows
-        of the model held; T = L where `rows.source` is None.
+        of the model held; T = L where `rows.source` is None. With `loads` a pair of these, a tuple,
+        and them.
     """
     params = with_dropout(params, rows.keys)
     given = config, params, rows.tokens, rows.positions, rows.segment_ids
     settings: dict[str, Any] = {"dtype": dtype, "remat": remat, "kernel": kernel}
     settings |= {"experts_kernel": experts_kernel, "placement": placement}
     terms: tuple[FloatBT, ...] = ()
-    if routers or rows.routes is not None:
+    found_loads = None
+    if routers or loads or rows.routes is not None:
         assert isinstance(config, TransformerConfig)
         experts = config.experts
         assert experts is not None
         replay = None if rows.routes is None else jnp.moveaxis(rows.routes, 2, 0)
 
-        def observe(routing: Routing) -> tuple[Array, ...]:
+        def observe(routing: Routing) -> tuple[tuple[Array, ...], Load]:
             found = router_terms(experts, routing, rows.segment_ids)
-            return tuple(getattr(found, name) for name in routers)
+            load = load_of(experts, jax.lax.stop_gradient(routing), rows.segment_ids > 0)
+            return tuple(getattr(found, name) for name in routers), load
 
-        hidden, observed = routed_forward(*given, **settings, replay=replay, observe=observe)
+        hidden, seen = routed_forward(*given, **settings, replay=replay, observe=observe)
+        observed, found_loads = seen
         terms = by_trajectory(rows, *(x.mean(axis=0) for x in observed))
     else:
         hidden = forward(*given, **settings)
@@ -107,7 +113,8 @@ def log_probs_and_entropy(
         targets, wanted = jax.tree.map(lambda x: x[:, 1:], (targets, rows.wanted))
         scores = score(head, params, hidden[:, :-1], targets, wanted, placement)
         first = ((0, 0), (1, 0))  # nothing predicts the first token
-        return *by_trajectory(rows, *(jnp.pad(x, first) for x in scores)), *terms
+        outputs = *by_trajectory(rows, *(jnp.pad(x, first) for x in scores)), *terms
+        return (outputs, found_loads) if loads else outputs
 
 
 def state_values(

@@ -29,11 +29,12 @@ from jaxrl.parallel import fetch
 from jaxrl.registry import PolicyLossRegistry, accepted_keywords
 from jaxrl.registry.bind import OPTIONAL, PolicyLoss, make_policy_loss
 from jaxrl.registry.contracts import loss_and_metrics, raised_by
+from jaxrl.training.loads import load_metrics
 from jaxrl.training.ratios import add_ratio_sums, ratio_metrics, ratio_sums
 from jaxrl.types import TrainBatch
 
-Metrics = dict[str, Any]  # arrays; under RATIOS a dict of them
-RATIOS = "ratios"
+Metrics = dict[str, Any]  # arrays; under RATIOS and LOADS a dict of them, which are sums
+RATIOS, LOADS = "ratios", "loads"
 ROUTER_LOSSES = {  # by field of `RouterTerms` the coefficient
     "balance": "router_balance_loss_coef",
     "z": "router_z_loss_coef",
@@ -321,7 +322,7 @@ def merge_metrics(
     return {
         name: float(by_name.get(name[-4:], merge)([float(part[name]) for part in parts]))
         for name in parts[0]
-        if name != RATIOS
+        if name not in (RATIOS, LOADS)
     }
 
 
@@ -340,5 +341,7 @@ def step_metrics(
     metrics |= {name: float(x) for name, x in first.items()}
     ratios = [part[RATIOS] for parts, _ in updates for part in parts if RATIOS in part]
     metrics |= ratio_metrics(add_ratio_sums(ratios)) if ratios else {}
+    loads = [part[LOADS] for parts, _ in updates for part in parts if LOADS in part]
+    metrics |= load_metrics(add_ratio_sums(loads)) if loads else {}
     skipped = sum(int(update["skipped_updates"]) for update in merged)
     return {f"{role}/{n}": x for n, x in metrics.items()} | {f"{role}/skipped_updates": skipped}

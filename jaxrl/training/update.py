@@ -1,6 +1,5 @@
 """Optimizer updates of policy or critic: gradients in microbatches, apply."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -15,7 +14,7 @@ from jaxrl.data.packing import group_numbers, minibatches, row_slices
 from jaxrl.models.lora import trained, with_token_keys, with_trained
 from jaxrl.parallel.offload import on_device
 from jaxrl.training.forward_pass import ForwardPass
-from jaxrl.training.objective import Metrics, Objective
+from jaxrl.training.objective import LOADS, Metrics, Objective
 from jaxrl.types import CriticState, ModelRows, TrainBatch, TrainState
 
 State = TypeVar("State", TrainState, CriticState)
@@ -51,21 +50,26 @@ class Updater:
         self.objective, self.microbatching, self.offloaded = objective, microbatching, offloaded
         self.forward_pass, self.place = forward_pass, forward_pass.place
         self.options = dict(options)
-        forward = functools.partial(forward_pass.forward, **options)
+        loads = bool(options.get("loads"))
+
+        def forward(params: Any, rows: ModelRows) -> tuple[tuple[Array, ...], Metrics]:
+            """Return the outputs, and what is to be known of experts."""
+            found = forward_pass.forward(params, rows, **options)
+            return (found[0], {LOADS: found[1]._asdict()}) if loads else (found, {})
 
         def accumulate(
             grads: Any, params: Any, rows: ModelRows, batch: TrainBatch, weights: Any, key: Array
         ) -> Any:
-            outputs, to_params = jax.vjp(
-                lambda new: forward(with_trained(params, new), rows), trained(params)
+            outputs, to_params, of_experts = jax.vjp(
+                lambda new: forward(with_trained(params, new), rows), trained(params), has_aux=True
             )
             slope = jax.grad(objective.loss, tuple(range(len(outputs))), has_aux=True)
             cotangents, metrics = slope(*outputs, batch, weights, key)
-            return jax.tree.map(jnp.add, grads, to_params(cotangents)[0]), metrics
+            return jax.tree.map(jnp.add, grads, to_params(cotangents)[0]), metrics | of_experts
 
         def pull_back(grads: Any, params: Any, rows: ModelRows, cotangents: Any) -> Any:
-            _, to_params = jax.vjp(
-                lambda new: forward(with_trained(params, new), rows), trained(params)
+            _, to_params, _ = jax.vjp(
+                lambda new: forward(with_trained(params, new), rows), trained(params), has_aux=True
             )
             return jax.tree.map(jnp.add, grads, to_params(cotangents)[0])
 
@@ -202,8 +206,13 @@ class Updater:
     def _whole_outputs(self, params: Any, batch: TrainBatch, key: Array) -> tuple[np.ndarray, ...]:
         """Return the outputs of the pass that is pulled back through: in the same cuts."""
         cut = self.microbatching
-        options = self.options | {"with_entropy": True}
-        return self.forward_pass(params, batch, microbatching=cut, key=key, **options)
+        return self.forward_pass(params, batch, microbatching=cut, key=key, **self.outputs_alone)
+
+    @property
+    def outputs_alone(self) -> dict[str, Any]:
+        """Return the options of a forward pass for the outputs of the objective alone."""
+        without = {"loads": False} if "loads" in self.options else {}
+        return self.options | without | {"with_entropy": True}
 
     def packing_efficiency(self, minibatches: Sequence[TrainBatch]) -> float:
         """Return tokens of the trajectories / tokens that the model runs on, in one pass."""

@@ -141,7 +141,8 @@ def make_updater(
     rows = batch_sharding(mesh, placement.rules)
     replaying = PolicyConfig(router_replay=replay)
     routers = observed_of_routers(TrainerConfig(algorithm=algorithm, policy=replaying))
-    options = {"with_entropy": False} | ({"routers": ()} if routers else {})
+    mixed = model.experts is not None
+    options = {"with_entropy": False} | ({"routers": (), "loads": False} if mixed else {})
     updater = Updater(
         ForwardPass(forward, lambda x: jax.device_put(x, rows), cut, options),
         make_apply(optimizer, schedule),
@@ -150,7 +151,7 @@ def make_updater(
             lambda x: x.sharding, abstract_state(optimizer, trained, shardings, replicated(mesh))
         ),
         microbatching=cut,
-        options={"routers": routers} if routers else {},
+        options={"routers": routers, "loads": True} if mixed else {},
     )
 
     def state():

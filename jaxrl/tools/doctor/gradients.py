@@ -96,9 +96,8 @@ class Differentiated(NamedTuple):
 
     def outputs(self) -> Any:
         """Return what the loss is a function of, by token, of all rows in one microbatch."""
-        options = self.updater.options | {"with_entropy": True}
         return self.updater.forward_pass(
-            self.params, self.minibatch, microbatching=self.whole, **options
+            self.params, self.minibatch, microbatching=self.whole, **self.updater.outputs_alone
         )
 
     def loss_slopes(self, outputs: Sequence[np.ndarray], cut: Microbatching) -> list[np.ndarray]:
