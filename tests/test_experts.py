@@ -1,8 +1,5 @@
 """Runs of a mixture of experts: the sampler's experts are replayed, recorded, and resumed."""
 
-import json
-import shutil
-
 import numpy as np
 import pytest
 
@@ -15,7 +12,7 @@ from jaxrl.train import BasePPOExp, train
 from tests.test_resume import kill_after_step_2
 from tests.test_train import GUESS, ROOT, assert_bitwise_equal, metric_lines, small
 
-DENSE = ROOT / "configs" / "tiny_char_model"
+MIXTURE = {"trainer.policy.model.path": str(ROOT / "configs" / "tiny_mixture_model")}
 REPLAY = {"trainer.policy.router_replay": "forward"}
 LOCKSTEP = {
     "trainer.policy_mini_batch_size": 4,
@@ -29,21 +26,8 @@ QUIET = dict.fromkeys(
 ) | {"trainer.max_training_steps": 2}
 
 
-@pytest.fixture(scope="session")
-def mixture(tmp_path_factory):
-    """The quickstart's model with eight experts in the place of its MLPs."""
-    folder = tmp_path_factory.mktemp("mixture")
-    shutil.copytree(DENSE, folder, dirs_exist_ok=True)
-    described = json.loads((DENSE / "config.json").read_text())
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    named = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
-    config = described | named | experts | {"norm_topk_prob": True}
-    (folder / "config.json").write_text(json.dumps(config))
-    return {"trainer.policy.model.path": str(folder)}
-
-
-def test_a_run_replays_what_was_sampled_and_records_it(tmp_path, mixture):
-    run = train(small(tmp_path, **QUIET, **mixture, **REPLAY))
+def test_a_run_replays_what_was_sampled_and_records_it(tmp_path):
+    run = train(small(tmp_path, **QUIET, **MIXTURE, **REPLAY))
     for line in metric_lines(tmp_path):
         assert line["policy/router_differs"] < 1e-3  # float32 on both sides
         assert line["policy/rollout_train_logprobs_abs_diff_max"] < 1e-4
@@ -61,10 +45,10 @@ def test_a_run_replays_what_was_sampled_and_records_it(tmp_path, mixture):
 
 
 @pytest.mark.parametrize("step_wise", [False, True])
-def test_turns_of_a_conversation_are_replayed_where_they_stand(tmp_path, mixture, step_wise):
+def test_turns_of_a_conversation_are_replayed_where_they_stand(tmp_path, step_wise):
     """In bfloat16, where a router chooses otherwise now and then: packed, a forward pass before."""
     changes = {
-        **mixture,
+        **MIXTURE,
         **REPLAY,
         "trainer.max_training_steps": 2,
         "trainer.train_batch_size": 4,
@@ -92,9 +76,9 @@ def test_turns_of_a_conversation_are_replayed_where_they_stand(tmp_path, mixture
         assert line["policy/rollout_train_logprobs_abs_diff_max"] < 0.1
 
 
-def test_killed_and_resumed_equals_uninterrupted(tmp_path, mixture):
+def test_killed_and_resumed_equals_uninterrupted(tmp_path):
     """Overlapping: units that wait in the checkpoint have their routes with them."""
-    given = {**QUIET, **mixture, **REPLAY, "trainer.max_training_steps": 4, **LOCKSTEP}
+    given = {**QUIET, **MIXTURE, **REPLAY, "trainer.max_training_steps": 4, **LOCKSTEP}
     whole = train(small(tmp_path / "whole", **given))
     config = small(tmp_path / "parts", **given)
     (tmp_path / "parts").mkdir()
@@ -144,20 +128,13 @@ class SilentExp(BasePPOExp):
         return Silent(super().get_generator(*args, **kwargs))
 
 
-def test_what_cannot_be_replayed_is_refused(tmp_path, mixture):
+def test_what_cannot_be_replayed_is_refused(tmp_path):
     with pytest.raises(ValueError, match="router_replay='forward' has no effect.*no experts"):
         train(small(tmp_path / "dense", **QUIET, **REPLAY))
     with pytest.raises(ValueError, match="the generator gives no 'rollout_expert_indices'"):
-        SilentExp(small(tmp_path / "silent", **QUIET, **mixture, **REPLAY)).run()
+        SilentExp(small(tmp_path / "silent", **QUIET, **MIXTURE, **REPLAY)).run()
     engine = "generator.inference_engine."
     away = {f"{engine}run_engines_locally": False, f"{engine}remote_urls": ["http://10.0.0.1:1"]}
     for elsewhere in (away, {f"{engine}backend": "jetstream"}):
         with pytest.raises(ValueError, match="router_replay='forward'.*in this process"):
-            cfg.validate(cfg.resolve(small(tmp_path, **mixture, **REPLAY, **elsewhere)), 1)
-
-
-def test_skyrls_names_ask_for_it():
-    config = cfg.TrainConfig()
-    assert cfg.resolve(config).trainer.policy.router_replay == "off"
-    config.trainer.policy.megatron_config.moe_enable_routing_replay = True
-    assert cfg.resolve(config).trainer.policy.router_replay == "forward"
+            cfg.validate(cfg.resolve(small(tmp_path, **MIXTURE, **REPLAY, **elsewhere)), 1)

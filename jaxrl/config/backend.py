@@ -158,10 +158,6 @@ class MegatronConfig(BaseConfig):
     """Router score, instead of the model's own."""
     moe_router_enable_expert_bias: Annotated[bool | None, _MEGATRONS_EXPERTS] = None
     """Router bias, instead of the model's own setting."""
-    moe_enable_routing_replay: Annotated[
-        bool, mapped("of the policy: policy.router_replay='forward'")
-    ] = False
-    """Send tokens to the experts that the sampler sent them to."""
     ddp_config: Annotated[MegatronDDPConfig, _MEGATRONS_OWN] = field(
         default_factory=MegatronDDPConfig
     )

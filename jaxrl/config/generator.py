@@ -127,10 +127,6 @@ class InferenceEngineConfig(BaseConfig):
     ] = 1
     """Devices of an engine that have all experts together, those that share each matrix among
     them; 1 = no others."""
-    enable_return_routed_experts: Annotated[
-        bool, mapped("with trainer.policy.router_replay it does")
-    ] = False
-    """Tell the experts of each token."""
     data_parallel_size: Annotated[
         int, mapped("an engine spreads its rows over all its devices")
     ] = 1

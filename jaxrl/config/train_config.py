@@ -85,8 +85,7 @@ def resolve(config: Config) -> Config:
     megatron_config are added; generator.max_input_length = trainer.max_prompt_length;
     algorithm.temperature = sampling temperature; algorithm.max_seq_len = max_input_length +
     max_generate_length (for one turn only);
-    policy.mesh, ref.mesh, critic.mesh = what SkyRL's fields say where they do not; so does
-    policy.router_replay;
+    policy.mesh, ref.mesh, critic.mesh = what SkyRL's fields say where they do not;
     eval_sampling_params = greedy with the same length; generator.rope_* = trainer.rope_*;
     fully_async.num_parallel_generation_workers, if the default = what the batch can keep at work;
     ckpt_path, export_path = checkpoints and exports in the run folder;
@@ -111,8 +110,6 @@ def resolve(config: Config) -> Config:
     own_devices = not trainer.placement.colocate_policy_ref
     trainer.ref.mesh = map_mesh(trainer.ref) or (MeshConfig() if own_devices else None)
     trainer.critic.mesh = map_mesh(trainer.critic)
-    if trainer.policy.megatron_config.moe_enable_routing_replay:
-        trainer.policy.router_replay = "forward"
     if generator.max_input_length is None:
         generator.max_input_length = trainer.max_prompt_length
     if algorithm.temperature is None:

@@ -27,6 +27,7 @@ from benchmarks import (
     rollout,
     rollout_file,
     roofline,
+    router_replay,
     sandbox,
     serve,
     staleness,

@@ -121,6 +121,11 @@ SETTINGS = (
     ),
     Setting(
         "refused",
+        f"{_each(_MEGATRON, 'moe_enable_routing_replay')} {_ENGINE}enable_return_routed_experts",
+        "trainer.policy.router_replay='forward' does both",
+    ),
+    Setting(
+        "refused",
         _each(_MEGATRON, "moe_aux_loss_coeff"),
         "Megatron's is of a microbatch; trainer.algorithm.router_balance_loss_coef is of each "
         "trajectory",
