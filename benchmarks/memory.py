@@ -50,8 +50,8 @@ def ours(
 ) -> tuple[Array, Array]:
     """Log-probs and entropy as the trainer computes them by a kernel of `HEAD_LOG_PROBS`."""
     head = dataclasses.replace(head, kernel=kernel)
-    targets = Targets(rows.tokens[:, 1:], None)
-    return score(head, weights, hidden[:, :-1], targets, rows.wanted[:, 1:], placement)
+    given = jax.tree.map(lambda x: x[:, :-1], (hidden, Targets(rows.targets, None), rows.wanted))
+    return score(head, weights, *given, placement)
 
 
 def naive(
@@ -80,7 +80,7 @@ def head_temporaries(
     weights = {name: array(shapes[name].shape, jnp.bfloat16) for name in head_axes(model)}
     shape = (max(tokens // ROW, 1), min(tokens, ROW))
     hidden, ints = array((*shape, width), jnp.bfloat16), array(shape, jnp.int32)
-    rows = ModelRows(ints, ints, ints, array(shape, jnp.bool_))
+    rows = ModelRows(ints, ints, ints, ints, array(shape, jnp.bool_))
 
     def objective(weights: Params, hidden: Array, rows: ModelRows) -> Array:
         log_probs, entropy = scores(head, weights, hidden, rows, placement)

@@ -87,7 +87,10 @@ def scored(
         names = ("kernel", "experts_kernel")
         settings: dict[str, Any] = {"remat": "none", "dtype": jnp.bfloat16, "placement": None}
         given = params, rows.tokens, rows.positions, rows.segment_ids
-        settings |= dict.fromkeys(names, "xla") | {"observe": lambda routing: routing.ids}
+        settings |= dict.fromkeys(names, "xla") | {
+            "context": "gather",
+            "observe": lambda routing: routing.ids,
+        }
         return jnp.moveaxis(routed_forward(model, *given, **settings)[1], 0, 2)
 
     differences: list[np.ndarray] = []

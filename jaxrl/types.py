@@ -25,6 +25,7 @@ BoolRL = Annotated[Array, "bool [R, L]"]
 IntScalar = Annotated[Array, "int []"]
 FloatScalar = Annotated[Array, "float []"]
 Message = dict[str, Any]  # {"role": "user", "content": "..."}
+MOST_SEGMENTS = 16  # trajectories in a row of the model
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,8 @@ class ModelRows(PyTree):
 
     Segment 0 is padding. `source` says where in the rows, read row after row, each token of a batch
     [B, T] stands; another number >= R L for each that stands nowhere. None: the rows are the batch,
-    one trajectory in each.
+    one trajectory in each. Where rows are spread over devices their places are in the order of
+    `parallel.context`, and each token knows the one that follows it: its target.
 
     Example, L = 6, a trajectory of 4 tokens and one of 2 in one row: segment_ids [[1, 1, 1, 1, 2,
     2]], positions [[0, 1, 2, 3, 0, 1]], source [[0, 1, 2, 3], [4, 5, 6, 7]].
@@ -201,10 +203,11 @@ class ModelRows(PyTree):
     tokens: IntRL
     positions: IntRL  # from 0 in every segment
     segment_ids: IntRL
-    wanted: BoolRL  # tokens whose log-prob is asked for; never the first of a segment
+    targets: IntRL  # the next token in the row
+    wanted: BoolRL  # targets whose log-prob is asked for; never the first of a segment
     source: IntBT | None = None
     keys: Array | None = None  # [R, L] PRNG keys for what drops out; None = nothing
-    kept: Array | None = None  # [R, L, k], as in TrainBatch
+    kept: Array | None = None  # [R, L, k] of the targets, as in TrainBatch
     routes: Array | None = None  # [R, L, Lx, k], as in TrainBatch
 
 

@@ -20,7 +20,7 @@ from jaxrl.losses import LOSSES
 from jaxrl.models.attention import causal_mask
 from jaxrl.parallel import ShardingRules, batch_sharding, make_mesh, replicated
 from jaxrl.registry import PolicyLossRegistry
-from jaxrl.training.forward import by_trajectory
+from jaxrl.training.forward import by_target
 from jaxrl.training.forward_pass import ForwardPass
 from jaxrl.training.objective import merge_metrics, minibatch_weights, policy_objective
 from jaxrl.training.optim import init_state, make_apply, make_optimizer, make_schedule
@@ -48,10 +48,9 @@ def forward(params, rows, with_entropy=True):
     before = causal_mask(rows.segment_ids) / (1.0 + rows.positions[..., None])
     context = before @ params["embed"][tokens]
     scores = jax.nn.log_softmax(jnp.tanh(context @ params["hidden"])[:, :-1] @ params["head"])
-    log_probs = jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1)[..., 0]
+    log_probs = jnp.take_along_axis(scores, rows.targets[:, :-1, None], axis=-1)[..., 0]
     outputs = log_probs, -(jnp.exp(scores) * scores).sum(-1)
-    scored = (jnp.pad(x, ((0, 0), (1, 0))) * rows.wanted for x in outputs)
-    return by_trajectory(rows, *scored)
+    return by_target(rows, *(x * rows.wanted[:, :-1] for x in outputs))
 
 
 def parameters():

@@ -22,8 +22,9 @@ def sharding_rules(overrides: dict[str, Any]) -> ShardingRules:
     if "batch" not in changes or "embed" in changes:
         return rules
     batch = (rules.batch,) if isinstance(rules.batch, str) else rules.batch or ()
-    default = ShardingRules().embed or ()  # as far as it is over the rows' axes
-    return dataclasses.replace(rules, embed=tuple(x for x in default if x in batch) or None)
+    default = ShardingRules().embed or ()  # as far as it is over the axes of tokens
+    tokens = (*batch, rules.seq)
+    return dataclasses.replace(rules, embed=tuple(x for x in default if x in tokens) or None)
 
 
 class DeviceRanges(NamedTuple):
@@ -188,8 +189,9 @@ def _check_rules(overrides: dict[str, Any]) -> None:
     rules = dataclasses.asdict(sharding_rules(overrides))
     axes_of = {name: (x,) if isinstance(x, str) else x or () for name, x in rules.items()}
     batch = set(axes_of["batch"])
-    if not set(axes_of["embed"]) <= batch:
-        fix = f"must be among those of batch, {sorted(batch)}: parameters are gathered over them"
+    tokens = batch | set(axes_of["seq"])
+    if not set(axes_of["embed"]) <= tokens:
+        fix = f"must be among those of tokens, {sorted(tokens)}: parameters are gathered over them"
         fail(f"{_RULES}['embed']", rules["embed"], fix)
     for name in ("vocab", "heads", "kv_heads", "mlp"):
         if set(axes_of[name]) & batch or len(axes_of[name]) > 1:

@@ -21,10 +21,12 @@ from jaxrl.data.packing import (
     length_bucket,
     one_per_row,
     round_up,
+    with_targets,
 )
-from jaxrl.types import Array, ModelRows, TrainBatch
+from jaxrl.parallel.context import row_length, split_rows
+from jaxrl.types import MOST_SEGMENTS, Array, ModelRows, TrainBatch
 
-MAX_PER_ROW = 16  # trajectories: bounds the rows of the losses' arrays
+MAX_PER_ROW = MOST_SEGMENTS  # bounds the rows of the losses' arrays
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Microbatching:
         packed_length: tokens of a packed row; None = the bucket of the batch's longest trajectory.
         widths: that the losses' arrays can have, ascending, in place of all buckets; packed rows
             then come in two numbers, a quarter of a full microbatch and a full one.
+        context: devices over which each row is spread.
     """
 
     rows: int
@@ -52,6 +55,7 @@ class Microbatching:
     packed: bool = False
     packed_length: int | None = None
     widths: tuple[int, ...] = ()
+    context: int = 1
 
     def width(self, longest: int) -> int:
         """Return T of the losses' arrays: the longest trajectory's bucket, or a packed row."""
@@ -68,7 +72,7 @@ class Microbatching:
 
     def length(self, width: int) -> int:
         """Return L of the model's rows."""
-        return self.packed_length or width
+        return row_length(self.packed_length or width, self.context)
 
     def row_counts(self, width: int) -> list[int]:
         """Return the numbers of rows that a microbatch can have, ascending; the last is a full one.
@@ -180,6 +184,7 @@ def microbatches(
             rows = packed_rows(tokens, lengths, mask, layout, beside)
         else:
             rows = one_per_row(tokens, lengths, mask, beside)
+        rows = split_rows(rows, settings.context)
         yield layout.chosen, rows, jax.tree.map(take, tree)
 
 
@@ -294,7 +299,7 @@ def packed_rows(
         rows[source[real]] = np.broadcast_to(x, real.shape + more)[real]
         return rows.reshape(count, length, *more)
 
-    return ModelRows(
+    return with_targets(
         tokens=place(tokens),
         positions=place(column),
         segment_ids=place(segment),

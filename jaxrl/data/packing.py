@@ -191,12 +191,29 @@ def one_per_row(
         beside: further fields of the rows by name, [B, T, ...] each, see `beside_tokens`.
     """
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-    return ModelRows(
+    return with_targets(
         tokens=tokens,
         positions=positions,
         segment_ids=(positions < lengths[:, None]).astype(np.int32),
         wanted=(mask != 0) & (positions > 0),
         **beside,
+    )
+
+
+def with_targets(
+    *, tokens: Array, wanted: Array, kept: Array | None = None, **rest: Any
+) -> ModelRows:
+    """Make rows of what is known of tokens, of which `wanted` and `kept` are of targets there."""
+
+    def next_of(x: Array) -> np.ndarray:
+        return np.pad(x[:, 1:], ((0, 0), (0, 1), *((0, 0),) * (x.ndim - 2)))
+
+    return ModelRows(
+        tokens=tokens,
+        targets=next_of(tokens),
+        wanted=next_of(wanted),
+        kept=None if kept is None else next_of(kept),
+        **rest,
     )
 
 

@@ -21,7 +21,7 @@ from jaxrl.models.kernels.choice import REFERENCE
 from jaxrl.models.kernels.grouped_product import grouped_product
 from jaxrl.models.linear import LoraWeight, Weight, project, rounded
 from jaxrl.parallel.rules import Placement, constrain
-from jaxrl.types import Array
+from jaxrl.types import MOST_SEGMENTS, Array
 
 EXPERT = "expert"  # the mesh axis over which experts are spread
 SCORES: dict[str, Callable[[Array], Array]] = {
@@ -127,20 +127,16 @@ def router_terms(experts: Experts, routing: Routing, segment_ids: Array) -> Rout
     equation 5.
 
     Args:
-        segment_ids: [B, T] of the trajectory of each token, its tokens side by side; 0 = padding,
-            whose terms are 0.
+        segment_ids: [B, T] of the trajectory of each token, wherever in the row; 0 = padding, whose
+            terms are 0.
     """
-    index, length = jnp.arange(segment_ids.shape[1]), segment_ids.shape[1]
-    changes = segment_ids[:, 1:] != segment_ids[:, :-1]
-    begins = jnp.pad(changes, ((0, 0), (1, 0)), constant_values=True)
-    ends = jnp.pad(changes, ((0, 0), (0, 1)), constant_values=True)
-    first = jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
-    last = jax.lax.cummin(jnp.where(ends, index, length), axis=1, reverse=True)
     chosen = (routing.ids[..., None] == jnp.arange(experts.count)).sum(axis=2)  # [B, T, E]
-    before = jnp.pad(jnp.cumsum(chosen, axis=1), ((0, 0), (1, 0), (0, 0)))
-    at = functools.partial(jnp.take_along_axis, before, axis=1)
-    counts = at((last + 1)[..., None]) - at(first[..., None])
-    n = (last - first + 1).astype(jnp.float32)
+    inside = segment_ids[..., None] == jnp.arange(1, MOST_SEGMENTS + 1)  # [B, T, S]
+    counts = jnp.einsum("bts,bte->bse", inside.astype(jnp.int32), chosen)
+    mine = jnp.maximum(segment_ids - 1, 0)[..., None]
+    counts = jnp.take_along_axis(counts, mine, axis=1)
+    n = jnp.take_along_axis(inside.sum(axis=1), mine[..., 0], axis=1)
+    n = jnp.maximum(n, 1).astype(jnp.float32)
     f = counts * (experts.count / (experts.per_token * n))[..., None]
     scores = SCORES[experts.scoring](routing.logits)
     scores = scores / scores.sum(axis=-1, keepdims=True)
@@ -228,7 +224,7 @@ def _over_mesh(
     shards = placement.mesh.shape.get(EXPERT, 1)
     expert = EXPERT if shards > 1 and experts.count % shards == 0 else None
     (width,) = placement.spec((experts.width,), ("mlp",))
-    (rows,) = placement.spec(y.shape[:1], ("batch",))
+    rows, seq = placement.spec(y.shape[:2], ("batch", "seq"))
     gathers = expert is not None and rows is not None and expert in placement.batch_axes
     # Parts are added outside: the gradient of that sum is no sum, as it would be of a psum.
     parts = tuple(jax.tree.leaves((None if gathers else expert, width)))
@@ -241,8 +237,8 @@ def _over_mesh(
     return jax.shard_map(
         functools.partial(run, expert, gathers),
         mesh=placement.mesh,
-        in_specs=(specs, PartitionSpec(rows), PartitionSpec(rows)),
-        out_specs=(PartitionSpec(parts, rows), PartitionSpec(rows)),
+        in_specs=(specs, PartitionSpec(rows, seq), PartitionSpec(rows, seq)),
+        out_specs=(PartitionSpec(parts, rows, seq), PartitionSpec(rows, seq)),
         check_vma=False,  # a kernel does not say over which axes its output varies
     )(weights, y, replay)
 

@@ -32,9 +32,10 @@ from jaxrl.models.architecture import (
     layer_runs,
     layer_stacks,
 )
-from jaxrl.models.attention import Attend, View, layer_views, softcap
+from jaxrl.models.attention import Attend, Segments, View, layer_views, softcap
 from jaxrl.models.experts import Routing, expert_mlp
 from jaxrl.models.kernels.choice import REFERENCE
+from jaxrl.models.kernels.context_attention import context_attention
 from jaxrl.models.kernels.packed_attention import self_attention, training_mask
 from jaxrl.models.linear import (
     add_bias,
@@ -342,7 +343,7 @@ def decoder_layer(
         return rms_norm(flat, scale.reshape(-1), config).reshape(y.shape)
 
     def spread(y: jax.Array, *names: str | None) -> jax.Array:
-        return constrain(y, ("batch", None, *names), placement)
+        return constrain(y, ("batch", "seq", *names), placement)
 
     with jax.named_scope("attention"):
         y = norm(x, "attn_norm")
@@ -410,6 +411,7 @@ def forward(
     remat: str = "none",
     kernel: str = REFERENCE,
     experts_kernel: str = REFERENCE,
+    context: str = "gather",
     placement: Placement | None = None,
 ) -> jax.Array:
     """Compute the hidden states [B, T, D] before the final norm.
@@ -420,11 +422,12 @@ def forward(
         remat: what each layer keeps for the backward pass, see `remat.py`.
         kernel: of the attention, of `PACKED_ATTENTION`.
         experts_kernel: of `GROUPED_PRODUCT`.
-        placement: where rows, heads, experts and MLP width are spread, and parameters gathered
-            from.
+        context: how rows that are spread over devices attend, of `context_attention`.
+        placement: where rows, places, heads, experts and MLP width are spread, and parameters
+            gathered from.
     """
     settings: dict[str, Any] = {"dtype": dtype, "remat": remat, "kernel": kernel}
-    settings |= {"experts_kernel": experts_kernel, "placement": placement}
+    settings |= {"experts_kernel": experts_kernel, "context": context, "placement": placement}
     return routed_forward(config, params, tokens, positions, segment_ids, **settings)[0]
 
 
@@ -439,6 +442,7 @@ def routed_forward(
     remat: str,
     kernel: str,
     experts_kernel: str,
+    context: str,
     placement: Placement | None,
     replay: jax.Array | None = None,
     observe: Callable[[Routing], Any] = lambda routing: (),
@@ -454,8 +458,15 @@ def routed_forward(
         [B, T, D], and what was kept, stacked to [Lx, ...]; None where no layer has experts.
     """
     axes = by_kind(config, logical_axes(config)["layers"])
-    view = layer_views(config, training_mask(segment_ids, kernel), positions, positions)
-    attend = functools.partial(self_attention, config, kernel=kernel, placement=placement)
+    if placement is None or placement.size(placement.rules.seq) == 1:
+        mask = training_mask(segment_ids, kernel)
+        attend: Any = functools.partial(self_attention, kernel=kernel, placement=placement)
+    else:
+        mask = Segments(segment_ids, False)
+        how = {"strategy": context, "kernel": kernel, "placement": placement}
+        attend = functools.partial(context_attention, **how)
+    view = layer_views(config, mask, positions, positions)
+    attend = functools.partial(attend, config)
 
     def body(
         kind: str, x: jax.Array, layer: tuple[Params, jax.Array, jax.Array | None]

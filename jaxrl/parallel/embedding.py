@@ -25,7 +25,7 @@ def look_up(
     if placement is None:
         return table[tokens].astype(dtype)
     vocab_axis, embed_axis = placement.spec(table.shape, names)
-    rows = PartitionSpec(placement.batch_axes)
+    rows = placement.tokens
     return jax.shard_map(
         functools.partial(_look_up, vocab_axis=vocab_axis, embed_axis=embed_axis, dtype=dtype),
         mesh=placement.mesh,

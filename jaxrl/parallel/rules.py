@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 MeshAxes = str | tuple[str, ...] | None
+LATER = ("expert", "context")  # axes that arrays do not name where their size is 1, as ever
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class ShardingRules:
     """
 
     batch: MeshAxes = ("data", "fsdp", "expert")
-    embed: MeshAxes = ("fsdp", "expert")
+    seq: MeshAxes = "context"
+    embed: MeshAxes = ("fsdp", "expert", "context")
     experts: MeshAxes = "expert"
     vocab: MeshAxes = "tensor"
     heads: MeshAxes = "tensor"
@@ -55,11 +57,11 @@ class Placement:
         return PartitionSpec(*(a if fits(d, a) else None for d, a in zip(shape, axes, strict=True)))
 
     def _of_mesh(self, axes: MeshAxes) -> MeshAxes:
-        """Return those of some axes that the mesh has, without the one of experts where it is 1."""
+        """Return those of some axes that the mesh has, without `LATER` ones of size 1."""
         there = tuple(
             axis
             for axis in _names(axes)
-            if axis in self.mesh.shape and (axis != "expert" or self.mesh.shape[axis] > 1)
+            if axis in self.mesh.shape and (axis not in LATER or self.mesh.shape[axis] > 1)
         )
         return there[0] if len(there) == 1 else there or None
 
@@ -68,13 +70,13 @@ class Placement:
         return NamedSharding(self.mesh, self.spec(shape, names))
 
     def whole_over_batch(self, shape: Sequence[int], names: Sequence[str | None]) -> PartitionSpec:
-        """Return `spec` without the axes of the batch: a parameter as the computation needs it.
+        """Return `spec` without the axes of tokens: a parameter as the computation needs it.
 
         Experts stay apart: tokens travel to them.
         """
 
         def keep(axes: MeshAxes, name: str | None) -> MeshAxes:
-            left = (a for a in _names(axes) if name == "experts" or a not in self.batch_axes)
+            left = (a for a in _names(axes) if name == "experts" or a not in self.token_axes)
             return tuple(left) or None
 
         return PartitionSpec(*map(keep, self.spec(shape, names), names))
@@ -88,6 +90,16 @@ class Placement:
     def batch_axes(self) -> tuple[str, ...]:
         """Return the mesh axes over which rows are spread."""
         return _names(self._of_mesh(self.rules.batch))
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """Return the mesh axes over which tokens are spread: those of rows, and those within."""
+        return (*self.batch_axes, *_names(self._of_mesh(self.rules.seq)))
+
+    @property
+    def tokens(self) -> PartitionSpec:
+        """Return how an array [B, T, ...] of tokens is spread."""
+        return PartitionSpec(self.batch_axes, self._of_mesh(self.rules.seq))
 
     def size(self, axes: MeshAxes) -> int:
         """Return the number of devices along mesh axes."""
@@ -150,6 +162,13 @@ def param_shardings(mesh: Mesh, axes: Any, shapes: Any, rules: ShardingRules) ->
 def batch_sharding(mesh: Mesh, rules: ShardingRules) -> NamedSharding:
     """Return the sharding of rows over the batch axes; every further dimension is whole."""
     return NamedSharding(mesh, PartitionSpec(Placement(mesh, rules).batch_axes))
+
+
+def spread_tokens(tree: Any, placement: Placement | None) -> Any:
+    """Return arrays [B, T, ...] spread over the devices of their tokens."""
+    if placement is None:
+        return tree
+    return jax.tree.map(lambda x: _place(x, placement.mesh, placement.tokens), tree)
 
 
 def batch_devices(mesh: Mesh, rules: ShardingRules) -> int:

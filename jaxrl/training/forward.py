@@ -38,7 +38,7 @@ from jaxrl.models.transformer import (
     routed_forward,
     unembed,
 )
-from jaxrl.parallel.rules import Placement, gather_parameter
+from jaxrl.parallel.rules import Placement, gather_parameter, spread_tokens
 from jaxrl.types import ModelRows
 
 # Per chunk of the head on one device; at least one column. Short responses want short chunks, but
@@ -57,6 +57,7 @@ def log_probs_and_entropy(
     remat: str = "none",
     kernel: str = REFERENCE,
     experts_kernel: str = REFERENCE,
+    context: str = "gather",
     head_kernel: str = REFERENCE,
     with_entropy: bool = True,
     routers: tuple[str, ...] = (),
@@ -72,6 +73,7 @@ def log_probs_and_entropy(
         remat: what layers keep for the backward pass, see `models/remat.py`.
         kernel: of the attention, see `models/kernels/packed_attention.py`.
         experts_kernel: of the products with experts, see `GROUPED_PRODUCT`.
+        context: how rows that are spread over devices attend, see `context_attention`.
         head_kernel: of the vocabulary head, see `HEAD_LOG_PROBS`.
         with_entropy: False returns zeros for it; it costs a pass over the vocabulary.
         routers: which of `RouterTerms` to return as well, the mean of all layers with experts.
@@ -85,10 +87,11 @@ def log_probs_and_entropy(
         of the model held; T = L where `rows.source` is None. With `loads` a pair of these, a tuple,
         and them.
     """
+    rows = _spread(rows, placement)
     params = with_dropout(params, rows.keys)
     given = config, params, rows.tokens, rows.positions, rows.segment_ids
     settings: dict[str, Any] = {"dtype": dtype, "remat": remat, "kernel": kernel}
-    settings |= {"experts_kernel": experts_kernel, "placement": placement}
+    settings |= {"experts_kernel": experts_kernel, "context": context, "placement": placement}
     terms: tuple[FloatBT, ...] = ()
     found_loads = None
     if routers or loads or rows.routes is not None:
@@ -104,16 +107,16 @@ def log_probs_and_entropy(
 
         hidden, seen = routed_forward(*given, **settings, replay=replay, observe=observe)
         observed, found_loads = seen
-        terms = by_trajectory(rows, *(x.mean(axis=0) for x in observed))
+        terms = by_token(rows, *(x.mean(axis=0) for x in observed))
     else:
         hidden = forward(*given, **settings)
     with jax.named_scope("log_probs"):
         head = Head(config, temperature, dtype, with_entropy, kernel=head_kernel)
-        targets = Targets(rows.tokens, rows.kept)
-        targets, wanted = jax.tree.map(lambda x: x[:, 1:], (targets, rows.wanted))
-        scores = score(head, params, hidden[:, :-1], targets, wanted, placement)
-        first = ((0, 0), (1, 0))  # nothing predicts the first token
-        outputs = *by_trajectory(rows, *(jnp.pad(x, first) for x in scores)), *terms
+        given = hidden, Targets(rows.targets, rows.kept), rows.wanted
+        if placement is None or placement.size(placement.rules.seq) == 1:
+            given = jax.tree.map(lambda x: x[:, :-1], given)  # the last one has no target
+        scores = by_target(rows, *score(head, params, *given, placement))
+        outputs = *scores, *terms
         return (outputs, found_loads) if loads else outputs
 
 
@@ -126,6 +129,7 @@ def state_values(
     remat: str = "none",
     kernel: str = REFERENCE,
     experts_kernel: str = REFERENCE,
+    context: str = "gather",
     placement: Placement | None = None,
 ) -> tuple[FloatBT, ...]:
     """Return a critic's value of the state before each token, see `log_probs_and_entropy`.
@@ -134,6 +138,7 @@ def state_values(
         values [B, T] float32, alone in a tuple: `values[b, t]` is that of tokens[b, :t]; 0 for the
         first token and for padding.
     """
+    rows = _spread(rows, placement)
     params = with_dropout(params, rows.keys)
     hidden = forward(
         config,
@@ -145,6 +150,7 @@ def state_values(
         remat=remat,
         kernel=kernel,
         experts_kernel=experts_kernel,
+        context=context,
         placement=placement,
     )
     with jax.named_scope("values"):
@@ -152,20 +158,46 @@ def state_values(
         axes = logical_axes(config)["value_head"]
         head = gather_parameter(params["value_head"], axes, placement, jnp.float32)
         after = jnp.sum(normed * head[:, 0], axis=-1)  # a matrix product would round on TPUs
-        before = jnp.pad(after[:, :-1], ((0, 0), (1, 0)))
-        known = (rows.positions > 0) & (rows.segment_ids > 0)
-        return by_trajectory(rows, jnp.where(known, before, 0.0))
+        (before,), (known,) = (
+            by_target(rows, after),
+            by_token(rows, (rows.positions > 0) & (rows.segment_ids > 0)),
+        )
+        return (jnp.where(known, before, 0.0),)
 
 
-def by_trajectory(rows: ModelRows, *scores: Array) -> tuple[FloatBT, ...]:
-    """Move scores [R, L] to [B, T].
+def _spread(rows: ModelRows, placement: Placement | None) -> ModelRows:
+    """Return rows of which each device has its tokens; `source` is whole, as losses are."""
+    spread = spread_tokens(rows.replace(source=None), placement)
+    return spread.replace(source=rows.source)
+
+
+def by_token(rows: ModelRows, *values: Array) -> tuple[Array, ...]:
+    """Move what is known of tokens [R, L] to [B, T], 0 where there is none.
 
     Each place is read at most once, so the backward pass adds nothing up.
     """
-    if rows.source is not None:
-        read = {"mode": "fill", "fill_value": 0, "unique_indices": True}
-        scores = tuple(x.reshape(-1).at[rows.source].get(**read) for x in scores)
-    return scores
+    if rows.source is None:
+        return values
+    return tuple(_read(x, rows.source) for x in values)
+
+
+def by_target(rows: ModelRows, *scores: Array) -> tuple[Array, ...]:
+    """Move scores of targets, [R, L] or shorter by the last one, to [B, T], 0 for first tokens.
+
+    A token's score lies where the token before it is.
+    """
+    length = rows.tokens.shape[1]
+    if rows.source is None:
+        return tuple(jnp.pad(x[:, : length - 1], ((0, 0), (1, 0))) for x in scores)
+    whole = tuple(jnp.pad(x, ((0, 0), (0, length - x.shape[1]))) for x in scores)
+    size, nowhere = rows.source.shape[0], rows.tokens.size + rows.source.size
+    first = nowhere + jnp.arange(size, dtype=rows.source.dtype)[:, None]
+    before = jnp.concatenate([first, rows.source[:, :-1]], axis=1)
+    return tuple(_read(x, before) for x in whole)
+
+
+def _read(x: Array, places: Array) -> Array:
+    return x.reshape(-1).at[places].get(mode="fill", fill_value=0, unique_indices=True)
 
 
 class Targets(NamedTuple):
@@ -181,7 +213,7 @@ class Head:
 
     Attributes:
         specs: how each weight is sharded; empty on one device.
-        batch: mesh axes over which weights are stored in parts, and whole when used.
+        batch: mesh axes of tokens: over them weights are stored in parts, and whole when used.
         vocab: mesh axis over which the vocabulary is split, in storage and in use.
         shared: batch axes over which the vocabulary is split in use alone, and tokens go round.
         kernel: of `HEAD_LOG_PROBS`; "xla" is `score_columns`.
@@ -298,15 +330,15 @@ def score(
     if placement is None:
         return run(head, weights, hidden, targets, wanted)
     specs = {name: placement.spec(w.shape, axes[name]) for name, w in weights.items()}
-    rows = PartitionSpec(placement.batch_axes)
+    rows = placement.tokens
     placed = dataclasses.replace(
         head,
         specs=tuple(specs.items()),
-        batch=placement.batch_axes,
+        batch=placement.token_axes,
         vocab=_vocab_axis(axes, specs),
     )
     if not by_columns:
-        tokens = wanted.size // placement.size(placement.rules.batch)
+        tokens = wanted.size // placement.size(placement.token_axes)
         shared = shared_axes(head.model, placement, head.kernel, head.dtype, tokens)
         placed = dataclasses.replace(placed, shared=shared)
     return jax.shard_map(
@@ -340,7 +372,7 @@ def shared_axes(
     parts, ids = placement.size(shared), model.vocab_size // placement.size(spec["vocab"])
     block = head_log_probs.block_tokens(kernel, parts * tokens, model.hidden_size)
     divisible = ids % parts == 0 and block % parts == 0
-    if not (shared and set(shared) <= set(placement.batch_axes) and divisible):
+    if not (shared and set(shared) <= set(placement.token_axes) and divisible):
         return ()
     width, c = model.hidden_size, jnp.dtype(dtype).itemsize
     turned = ids // parts * width * (c + 4)

@@ -27,7 +27,6 @@ from benchmarks import (
     rollout,
     rollout_file,
     roofline,
-    router_replay,
     sandbox,
     serve,
     staleness,

@@ -101,9 +101,10 @@ def test_literal_rows():
     assert rows.positions.tolist() == [[0, 1, 2, 3, 4, 5, 6, 0], [0, 1, 2, 0, 1, 0, 0, 0]]
     assert rows.segment_ids.tolist() == [[1, 1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 2, 2, 0, 0, 0]]
     assert rows.wanted.astype(int).tolist() == [
-        [0, 0, 1, 1, 1, 1, 1, 0],
-        [0, 0, 1, 0, 0, 0, 0, 0],
+        [0, 1, 1, 1, 1, 1, 0, 0],
+        [0, 1, 0, 0, 0, 0, 0, 0],
     ]
+    assert rows.targets[0].tolist() == [102, 103, 104, 105, 106, 107, 0, 0]
     # 8 tokens of each of 4 trajectories; numbers from 2 x 8 for those that stand nowhere
     assert rows.source.tolist() == [
         [0, 1, 2, 3, 4, 5, 6, 23],

@@ -362,7 +362,8 @@ def test_what_drops_out_is_named_by_the_row_and_position_alone():
         tokens=tokens[::-1].reshape(1, 12),
         positions=np.tile(np.arange(6, dtype=np.int32), 2)[None],
         segment_ids=np.repeat([1, 2], 6)[None],
-        wanted=np.tile(np.arange(6) > 0, 2)[None],
+        targets=np.roll(tokens[::-1], -1, axis=1).reshape(1, 12),
+        wanted=np.tile(np.arange(6) < 5, 2)[None],
         source=np.array([[6, 7, 8, 9, 10, 11], [0, 1, 2, 3, 4, 5]]),
     )
     alone = with_token_keys(params, rows, row_ids, key)

@@ -29,8 +29,14 @@ def choices_of(params, tokens, width):
     shape = 1, width
     row = jnp.zeros(shape, jnp.int32).at[0, : len(tokens)].set(tokens)
     positions = jnp.broadcast_to(jnp.arange(width), shape)
-    settings = {"dtype": jnp.float32, "remat": "none", "kernel": "xla", "experts_kernel": "xla"}
-    settings |= {"placement": None, "observe": lambda routing: routing.ids[0]}
+    settings = {
+        "dtype": jnp.float32,
+        "remat": "none",
+        "kernel": "xla",
+        "experts_kernel": "xla",
+        "context": "gather",
+    }
+    settings |= {"context": "gather", "placement": None, "observe": lambda routing: routing.ids[0]}
     return routed_forward(MODEL, params, row, positions, jnp.ones_like(row), **settings)[1]
 
 

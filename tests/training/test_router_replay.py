@@ -42,8 +42,14 @@ def rows_of(batch):
 
 @jax.jit
 def own_choice(params, rows):
-    settings = {"dtype": jnp.float32, "remat": "none", "kernel": "xla", "experts_kernel": "xla"}
-    settings |= {"placement": None, "observe": lambda routing: routing.ids}
+    settings = {
+        "dtype": jnp.float32,
+        "remat": "none",
+        "kernel": "xla",
+        "experts_kernel": "xla",
+        "context": "gather",
+    }
+    settings |= {"context": "gather", "placement": None, "observe": lambda routing: routing.ids}
     given = rows.tokens, rows.positions, rows.segment_ids
     ids = routed_forward(MIXED, params, *given, **settings)[1]
     return jnp.moveaxis(ids, 0, 2).astype(jnp.uint8)

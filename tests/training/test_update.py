@@ -108,6 +108,8 @@ def make_updater(
     model=MODEL,
     lora=None,
     replay="off",
+    context="gather",
+    kernel="xla",
     **packing,
 ):
     """An updater, parameters, and a function that makes a fresh state of them.
@@ -135,9 +137,12 @@ def make_updater(
         temperature=0.9,
         dtype=jnp.float32,
         remat="full",
+        kernel=kernel,
+        context=context,
         placement=placement if devices > 1 else None,
     )
-    cut = Microbatching(microbatch_rows, ROWS, groups=groups, **packing)
+    parts = placement.size(placement.rules.seq)
+    cut = Microbatching(microbatch_rows, ROWS, groups=groups, context=parts, **packing)
     rows = batch_sharding(mesh, placement.rules)
     replaying = PolicyConfig(router_replay=replay)
     routers = observed_of_routers(TrainerConfig(algorithm=algorithm, policy=replaying))

@@ -15,7 +15,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.models.architecture import TransformerConfig
 from jaxrl.models.attention import (
@@ -138,6 +139,81 @@ def splash(
         local = run(splash_attention_mask.LocalMask(shape, window, offset=0))
         out = jax.lax.cond(segments.sliding, local, causal)
     return out.transpose(0, 2, 1, 3)[:, :t]
+
+
+def splash_over(
+    config: TransformerConfig,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments,
+    order: np.ndarray,
+    placement: Placement,
+    axes: tuple[Any, str, Any],
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """Compute `splash` of rows that are spread over devices, each with its queries and all keys.
+
+    Args:
+        q, k, v: [B, S, H, h], [B, K, S, h] twice, in the order of places.
+        segments: ids [B, S].
+        order: [S] which token of a row stands at each place.
+        axes: over which rows, places and heads are spread.
+
+    Returns:
+        [B, S, H, h].
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel,
+        splash_attention_mask,
+    )
+
+    rows, seq, heads = axes
+    mesh, places = placement.mesh, q.shape[1]
+    parts, place = mesh.shape[seq], np.argsort(order)
+    block = next(b for b in (512, 256, BLOCK) if places // parts % b == 0)
+    scaled = (q * jnp.asarray(scale(config), q.dtype)).transpose(0, 2, 1, 3)
+
+    def run(make: Callable[[], splash_attention_mask.Mask]) -> Callable[[], jax.Array]:
+        mask: Any = make()
+        mask.q_sequence = order  # the keys lie in the order of tokens
+        kernel: Any = splash_attention_kernel.make_splash_mha(
+            mask=splash_attention_mask.MultiHeadMask([mask] * q.shape[2]),
+            block_sizes=_splash_blocks(block),
+            attn_logits_soft_cap=config.attention_softcap,
+            residual_checkpoint_name="attention",
+            head_shards=placement.size(heads),
+            q_seq_shards=parts,
+            interpret=interpret,
+        )
+        spec = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(heads, seq)))
+
+        def on_device(kernel: Any, q: Any, k: Any, v: Any, ids: Any) -> jax.Array:
+            k, v = (jax.lax.all_gather(x, seq, axis=2, tiled=True)[:, :, place] for x in (k, v))
+            every = jax.lax.all_gather(ids, seq, axis=1, tiled=True)[:, place]
+            both = splash_attention_kernel.SegmentIds(ids, every)
+            return jax.vmap(kernel)(q, k, v, both)
+
+        held = PartitionSpec(rows, heads, seq)
+        spread = jax.shard_map(
+            on_device,
+            mesh=mesh,
+            in_specs=(spec, held, held, held, PartitionSpec(rows, seq)),
+            out_specs=held,
+            check_vma=False,
+        )
+        return lambda: spread(kernel, scaled, k, v, segments.ids)
+
+    shape = places, places
+    causal = run(lambda: splash_attention_mask.CausalMask(shape, shard_count=parts))
+    if config.sliding_window is None:
+        out = causal()
+    else:
+        window = (config.sliding_window - 1, 0)
+        local = run(lambda: splash_attention_mask.LocalMask(shape, window, 0, shard_count=parts))
+        out = jax.lax.cond(segments.sliding, local, causal)
+    return out.transpose(0, 2, 1, 3)
 
 
 def _splash_blocks(block: int) -> Any:

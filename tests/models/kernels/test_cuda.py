@@ -108,7 +108,7 @@ def training_programs(config, kernel, params=None):
     """The gradient and the pass of the scorer, as text."""
     params = abstract_params(config) if params is None else params
     ints, bools = (jax.ShapeDtypeStruct((ROWS, LENGTH), kind) for kind in (jnp.int32, bool))
-    rows = ModelRows(ints, ints, ints, bools)
+    rows = ModelRows(ints, ints, ints, ints, bools)
     score = functools.partial(
         log_probs_and_entropy, config, temperature=1.0, dtype=jnp.bfloat16, kernel=kernel
     )

@@ -1,0 +1,199 @@
+"""Rows spread over devices: the order of their tokens, and that nothing depends on it."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.data.packing import one_per_row
+from jaxrl.models.attention import Segments, attention, causal_mask
+from jaxrl.models.kernels.context_attention import STRATEGIES, context_attention
+from jaxrl.models.kernels.packed_attention import splash_over
+from jaxrl.models.lora import LoraConfig, select_modules
+from jaxrl.models.transformer import init_params
+from jaxrl.parallel import Placement, make_mesh
+from jaxrl.parallel.context import order_of_places, row_length, split_rows
+from jaxrl.training.forward import state_values
+from tests.training.test_router_losses import MIXED
+from tests.training.test_router_replay import with_routes
+from tests.training.test_update import (
+    MODEL,
+    ROWS,
+    algorithm_with,
+    assert_same,
+    gradient,
+    make_batch,
+)
+
+strategies = pytest.mark.parametrize("strategy", STRATEGIES)
+
+
+def test_each_device_has_a_piece_of_both_halves():
+    assert order_of_places(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+    assert [row_length(n, 2) for n in (7, 8, 9)] == [8, 8, 12]
+    assert row_length(7, 1) == 7
+
+
+def test_rows_know_where_their_tokens_went():
+    """Two rows of 6 tokens, of which the second has 4, over 2 devices: rows of 8 places."""
+    tokens = np.arange(12).reshape(2, 6)
+    rows = one_per_row(tokens, np.array([6, 4]), np.ones((2, 6)))
+    split = split_rows(rows, 2)
+    assert split.tokens.tolist() == [[0, 1, 0, 0, 2, 3, 4, 5], [6, 7, 0, 0, 8, 9, 10, 11]]
+    assert split.targets.tolist() == [[1, 2, 0, 0, 3, 4, 5, 0], [7, 8, 0, 0, 9, 10, 11, 0]]
+    assert split.source.tolist() == [[0, 1, 4, 5, 6, 7], [8, 9, 12, 13, 14, 15]]
+    np.testing.assert_array_equal(split.tokens.reshape(-1)[split.source], tokens)
+    packed = rows.replace(source=np.array([[0, 1, 2, 12, 13, 14], [6, 7, 15, 16, 17, 18]]))
+    moved = split_rows(packed, 2).source
+    assert moved.tolist() == [[0, 1, 4, 16, 17, 18], [8, 9, 19, 20, 21, 22]]
+
+
+ATTENTIONS = {
+    "plain": MODEL,
+    "windows": dataclasses.replace(MODEL, sliding_window=5, sliding_layers=(True, False)),
+    "softcap": dataclasses.replace(MODEL, attention_softcap=2.0),
+}
+
+
+@strategies
+@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("sizes", [{"context": 4}, {"context": 2, "tensor": 2, "data": 2}], ids=str)
+def test_attention_and_its_gradient_are_those_of_whole_rows(strategy, name, sizes):
+    model, length = dataclasses.replace(ATTENTIONS[name], num_heads=8, num_kv_heads=4), 48
+    rng = np.random.default_rng(0)
+    shapes = (2, length, 8, 8), (2, 4, length, 8), (2, 4, length, 8)
+    q, k, v, g = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in (*shapes, shapes[0]))
+    ids = jnp.asarray(np.repeat([[1, 2, 3, 0], [1, 1, 2, 0]], 12, axis=1))
+    sliding = name == "windows"
+    mask = causal_mask(ids)
+    if sliding:
+        ahead = np.arange(length)[:, None] - np.arange(length)
+        mask &= ahead < 5
+
+    def whole(q, k, v):
+        return attention(model, q, k, v, mask)
+
+    count = int(np.prod(list(sizes.values())))
+    placement = Placement(make_mesh(devices=jax.devices()[:count], **sizes))
+    order = order_of_places(length, sizes["context"])
+    back = np.argsort(order)
+
+    def spread(q, k, v):
+        how = {"strategy": strategy, "kernel": "chunked", "placement": placement}
+        given = q[:, order], k[:, :, order], v[:, :, order]
+        segments = Segments(ids[:, order], sliding)
+        return context_attention(model, *given, segments, **how)[:, back]
+
+    def with_gradient(run):
+        return jax.jit(lambda q, k, v: (run(q, k, v), jax.vjp(run, q, k, v)[1](g)))
+
+    expected, gradients = with_gradient(whole)(q, k, v)
+    out, found = with_gradient(spread)(q, k, v)
+    real = np.asarray(ids)[:, :, None, None] > 0
+    np.testing.assert_allclose(np.where(real, out, 0), np.where(real, expected, 0), atol=2e-6)
+    for mine, other in zip(found, gradients, strict=True):
+        np.testing.assert_allclose(mine, other, atol=5e-6)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_the_kernel_of_tpus_attends_over_devices(window):
+    """Interpreted: splash attention with queries in parts, whose order its mask knows."""
+    model = dataclasses.replace(MODEL, head_dim=64, sliding_window=window)
+    rng, length = np.random.default_rng(0), 512
+    shapes = (2, length, 4, 64), (2, 2, length, 64), (2, 2, length, 64)
+    q, k, v, g = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in (*shapes, shapes[0]))
+    ids = jnp.asarray(np.repeat([[1, 1, 2, 2], [1, 2, 3, 0]], 128, axis=1))
+    mask = causal_mask(ids)
+    if window is not None:
+        mask &= np.arange(length)[:, None] - np.arange(length) < window
+    placement = Placement(make_mesh(devices=jax.devices()[:4], context=2, tensor=2))
+    order = order_of_places(length, 2)
+
+    def spread(q, k, v):
+        given = q[:, order], k[:, :, order], v[:, :, order]
+        segments = Segments(ids[:, order], window is not None)
+        axes = None, "context", "tensor"
+        how = {"order": order, "placement": placement, "axes": axes, "interpret": True}
+        return splash_over(model, *given, segments, **how)[:, np.argsort(order)]
+
+    def with_gradient(run):
+        return jax.jit(lambda q, k, v: (run(q, k, v), jax.vjp(run, q, k, v)[1](g * real)))
+
+    real = (np.asarray(ids) > 0)[:, :, None, None]
+    expected, gradients = with_gradient(lambda *x: attention(model, *x, mask))(q, k, v)
+    out, found = with_gradient(spread)(q, k, v)
+    np.testing.assert_allclose(out * real, expected * real, atol=1e-5)
+    for mine, other in zip(found, gradients, strict=True):
+        np.testing.assert_allclose(mine, other, atol=2e-5)
+
+
+MESHES = [
+    (("context", 2),),
+    (("context", 8),),
+    (("context", 2), ("fsdp", 2), ("tensor", 2)),
+]
+CUTS = [{"microbatch_rows": 4}, {"microbatch_rows": 4, "packed": True, "packed_length": 32}]
+
+
+def devices_of(sizes):
+    return int(np.prod([size for _, size in sizes]))
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=["padded", "packed"])
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("strategy", ["gather", "ring"])
+def test_the_gradient_does_not_depend_on_the_context_axis(strategy, sizes, cut):
+    algorithm, batch = algorithm_with(), make_batch()
+    whole = gradient(algorithm, batch, microbatch_rows=ROWS)
+    given = {"devices": devices_of(sizes), "sizes": sizes, "context": strategy}
+    assert_same(gradient(algorithm, batch, **given, **cut), whole)
+
+
+WINDOWS = dataclasses.replace(MODEL, sliding_window=5, sliding_layers=(True, False))
+KINDS = {
+    "gspo": {"loss": "gspo"},
+    "clip_cov": {"loss": "clip_cov"},
+    "windows": {"model": WINDOWS, "context": "ring"},
+    "windows, gathered": {"model": WINDOWS},
+    "ulysses": {
+        "model": dataclasses.replace(MODEL, num_kv_heads=4),
+        "context": "ulysses",
+        "kernel": "chunked",
+    },
+    "adapters": {"lora": LoraConfig(MODEL, select_modules(MODEL, [".*"]), rank=4, dropout=0.3)},
+    "experts": {"model": MIXED, "replay": "forward", "loss": "regular"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_update_is_that_of_one_device(kind):
+    given = dict(KINDS[kind])
+    losses = {"router_balance_loss_coef": 0.3, "router_z_loss_coef": 0.02}
+    mixed = given.get("model") is MIXED
+    algorithm = algorithm_with(
+        policy_loss_type=given.pop("loss", "regular"), **(losses if mixed else {})
+    )
+    batch = with_routes(make_batch()) if mixed else make_batch()
+    over = ("expert", 2) if mixed else ("tensor", 2)
+    how = {name: given.pop(name) for name in ("context", "kernel") if name in given}
+    whole = gradient(algorithm, batch, microbatch_rows=ROWS, **given)
+    sizes = (("context", 2), ("fsdp", 2), over)
+    packed = {"packed": True, "packed_length": 32}
+    cut = {"microbatch_rows": 4, "devices": 8, "sizes": sizes, **packed}
+    assert_same(gradient(algorithm, batch, **given, **how, **cut), whole)
+
+
+def test_a_critic_scores_states_as_on_one_device():
+    batch, critic = make_batch(), dataclasses.replace(MODEL, value_head="score")
+    rows = one_per_row(batch.tokens, batch.lengths, batch.loss_mask)
+    params = init_params(critic, 0)
+    (whole,) = state_values(critic, params, rows, dtype=jnp.float32)
+    placement = Placement(make_mesh(**{"context": 4, "fsdp": 2}))
+    spread = jax.jit(
+        functools.partial(state_values, critic, dtype=jnp.float32, placement=placement)
+    )
+    (found,) = spread(params, split_rows(rows, 4))
+    np.testing.assert_allclose(found, whole, atol=1e-5)
