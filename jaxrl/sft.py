@@ -129,7 +129,9 @@ class SFTTrainer:
             self.config, self.forward_pass, placement, self.total_steps, self.policy.trained
         )
         groups, longest = batch_devices(self.mesh, placement.rules), max(self.lengths)
-        self.updater.microbatching = update_microbatching(self.config, groups, longest=longest)
+        parts = placement.size(placement.rules.seq)
+        cut = update_microbatching(self.config, groups, longest=longest, context=parts)
+        self.updater.microbatching = cut
         self.eval_cut = dataclasses.replace(
             self.forward_pass.microbatching,
             total=round_up(trainer.eval_batch_size, groups),

@@ -82,8 +82,7 @@ Before a run, `resolve` fills the fields that follow from others, `validate` che
 ## All fields
 
 Status: **implemented** as in SkyRL; **mapped** to its counterpart in JAX; **inert**: accepted with
-a warning, it has no counterpart; **planned**: rejected until it exists, or without effect until the
-setting named under "difference" exists. "SkyRL default" is filled where ours differs.
+a warning, it has no counterpart. "SkyRL default" is filled where ours differs.
 
 | field | default | meaning here | status | difference from SkyRL | SkyRL default |
 |---|---|---|---|---|---|

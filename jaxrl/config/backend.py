@@ -5,10 +5,9 @@ from typing import Annotated, Any
 
 from jaxrl.config.constraints import one_of
 from jaxrl.config.dataclass_config import BaseConfig
-from jaxrl.config.status import implemented, inert, mapped, new, planned
+from jaxrl.config.status import implemented, inert, mapped, new
 
 _MEGATRONS_OWN = inert("Megatron's own")
-_LATER_AXIS = planned("mesh.context is a later axis")
 _MEGATRONS_EXPERTS = inert("Megatron's own way; ours has no other, and the model says the rest")
 _FLOAT32_ALONE = mapped("fp32 alone: gradients are summed in it, so that no mesh changes them")
 
@@ -23,8 +22,9 @@ class MeshConfig(BaseConfig):
     """Devices that share one copy of parameters and optimizer state, with other rows each."""
     tensor: Annotated[int, new()] = 1
     """Devices that share the rows, and split heads, MLP width and vocabulary."""
-    context: Annotated[int, planned(only_with="a later axis", skyrl_only=False)] = 1
-    """Devices that split the positions of a row."""
+    context: Annotated[int, new()] = 1
+    """Devices that split the tokens of each row, for rows that one device does not hold; they share
+    the parameters as those of fsdp do."""
     expert: Annotated[int, new()] = 1
     """Devices that split the experts of each layer, with other rows each; they share all other
     parameters as those of fsdp do."""
@@ -133,12 +133,10 @@ class MegatronConfig(BaseConfig):
     """Devices that share each weight matrix."""
     pipeline_model_parallel_size: Annotated[
         int,
-        planned(
-            "its stages would idle in every microbatch; mesh.fsdp and mesh.tensor hold any model"
-        ),
+        mapped("its devices join those of mesh.fsdp, which hold any model and never idle"),
     ] = 1
     """Pipeline stages."""
-    context_parallel_size: Annotated[int, _LATER_AXIS] = 1
+    context_parallel_size: Annotated[int, mapped("mesh.context")] = 1
     """Devices that share each sequence."""
     expert_model_parallel_size: Annotated[
         int, mapped("mesh.expert, times expert_tensor over tensor_model_parallel_size")

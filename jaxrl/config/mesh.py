@@ -10,7 +10,10 @@ from jaxrl.config.trainer import CriticConfig, PolicyConfig, RefConfig
 def skyrl_sizes(role: PolicyConfig | RefConfig | CriticConfig) -> list[tuple[str, str, int]]:
     """Return SkyRL's size fields of a role that are set: (field, mesh axis, size)."""
     fields: list[tuple[str, str, Any, Any]]
-    fields = [("fsdp_config.fsdp_size", "fsdp", role.fsdp_config.fsdp_size, -1)]
+    fields = [
+        ("fsdp_config.fsdp_size", "fsdp", role.fsdp_config.fsdp_size, -1),
+        ("sequence_parallel_size", "context", role.sequence_parallel_size, 1),
+    ]
     if not isinstance(role, CriticConfig):  # SkyRL has no critic on Megatron
         megatron = role.megatron_config
         tensor, experts = (
@@ -18,6 +21,8 @@ def skyrl_sizes(role: PolicyConfig | RefConfig | CriticConfig) -> list[tuple[str
             megatron.expert_model_parallel_size,
         )
         fields.append(("megatron_config.tensor_model_parallel_size", "tensor", tensor, 1))
+        context = megatron.context_parallel_size
+        fields.append(("megatron_config.context_parallel_size", "context", context, 1))
         if experts > 1:  # Megatron's are over the devices of tensor, too; ours split each expert
             within = megatron.expert_tensor_parallel_size or tensor
             size = max(experts * within // tensor, 1)

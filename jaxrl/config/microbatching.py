@@ -8,24 +8,29 @@ from jaxrl.data.packing import length_bucket, round_up
 
 
 def update_microbatching(
-    config: TrainConfig, groups: int, role: str = "policy", longest: int | None = None
+    config: TrainConfig,
+    groups: int,
+    role: str = "policy",
+    longest: int | None = None,
+    context: int = 1,
 ) -> Microbatching:
     """Cut a minibatch of policy or critic for `groups` data-parallel groups of devices.
 
     Args:
+        context: devices over which each row is spread.
         longest: tokens of the longest trajectory; None = as the config allows.
     """
     trainer = config.trainer
     prompts = getattr(trainer, f"{role}_mini_batch_size")
     rows = trainer.micro_train_batch_size_per_gpu
-    return _microbatching(config, groups, prompts, rows, longest)
+    return _microbatching(config, groups, prompts, rows, context, longest)
 
 
-def forward_microbatching(config: TrainConfig, groups: int) -> Microbatching:
+def forward_microbatching(config: TrainConfig, groups: int, context: int = 1) -> Microbatching:
     """Cut the whole batch of a step, for its gradient-free passes."""
     trainer = config.trainer
     prompts, rows = trainer.train_batch_size, trainer.micro_forward_batch_size_per_gpu
-    return _microbatching(config, groups, prompts, rows)
+    return _microbatching(config, groups, prompts, rows, context)
 
 
 def _microbatching(
@@ -33,6 +38,7 @@ def _microbatching(
     groups: int,
     prompts: int,
     rows_per_group: int,
+    context: int,
     longest: int | None = None,
 ) -> Microbatching:
     trainer, generator = config.trainer, config.generator
@@ -47,6 +53,7 @@ def _microbatching(
         packed=packed,
         packed_length=trainer.packed_length,
         widths=few_widths(longest or longest_trajectory(config), packed) if few else (),
+        context=context,
     )
 
 

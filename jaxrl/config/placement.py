@@ -159,8 +159,6 @@ def check_mesh(config: TrainConfig, ranges: DeviceRanges, num_processes: int = 1
         if role.mesh is None:
             continue
         field, sizes = f"trainer.{name}.mesh", dataclasses.asdict(role.mesh)
-        if sizes["context"] != 1:
-            fail(f"{field}.context", sizes["context"], "not available yet; set it to 1")
         try:
             mesh_sizes(len(devices) * num_processes, **sizes)
         except ValueError as error:

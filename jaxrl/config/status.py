@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-Status = Literal["implemented", "mapped", "inert", "planned"]
+Status = Literal["implemented", "mapped", "inert"]
 SAME_DEFAULT = "same as SkyRL"
 
 
@@ -20,7 +20,7 @@ class FieldStatus:
 
     Attributes:
         status: implemented: as in SkyRL. mapped: the JAX counterpart, see `note`. inert: no
-            counterpart, accepted with a warning. planned: rejected until it exists.
+            counterpart, accepted with a warning.
         note: the difference from SkyRL, or the reason.
         only_with: the setting without which the field has no effect. That setting is the one
             `validate` rejects; the field itself may have any value.
@@ -38,7 +38,6 @@ class FieldStatus:
 implemented = partial(FieldStatus, "implemented")
 mapped = partial(FieldStatus, "mapped")
 inert = partial(FieldStatus, "inert")
-planned = partial(FieldStatus, "planned")
 
 
 def new(note: str = "", only_with: str = "") -> FieldStatus:

@@ -18,14 +18,15 @@ from jaxrl.config.constraints import (
 )
 from jaxrl.config.dataclass_config import BaseConfig
 from jaxrl.config.model import ModelConfig, OptimizerConfig
-from jaxrl.config.status import implemented, inert, later, mapped, new, planned
+from jaxrl.config.status import implemented, inert, later, mapped, new
 from jaxrl.config.watching import LOGGERS, WatchingConfig
 
 _COUNTED = mapped(
     "counted only where parts have devices of their own; else all parts have all devices"
 )
+CONTEXT_STRATEGIES = ("gather", "ring", "ulysses")
 _OWN_FOLDER = "unset, in the run folder; of one run alone"
-_SEQUENCE_PARALLEL = planned("mesh.context is a later axis")
+_SEQUENCE_PARALLEL = mapped("mesh.context")
 _MODEL_CHANGES = implemented("an unknown field is an error")
 _IN_PEFT_FOLDER = inert("read from the PEFT folder in ref.model.path")
 _REF_MODEL = {
@@ -228,6 +229,10 @@ class TrainerConfig(BaseConfig):
     remat_policy: Annotated[str, one_in("jaxrl.models.remat:REMAT_POLICIES"), new()] = "full"
     """What layers keep when gradient_checkpointing is on, see `jaxrl/models/remat.py`: "full",
     "attention", "dots", "none" or "offload"."""
+    context_strategy: Annotated[str, one_of("auto", *CONTEXT_STRATEGIES), new()] = "auto"
+    """How devices of mesh.context attend, whose tokens are of the same rows: "gather" keys and
+    values, pass them round in a "ring", or exchange tokens for heads, "ulysses"; "auto" = the first
+    while these are at most 1 GiB of a layer, then the second. All give the same numbers."""
     gradient_checkpointing_use_reentrant: Annotated[bool, inert("torch only")] = False
     """Variant of torch's gradient checkpointing."""
     seed: Annotated[int, _seed] = 42

@@ -115,15 +115,13 @@ def _check_nan(values: dict[str, Any]) -> None:
 
 
 def _check_status(values: dict[str, Any]) -> None:
-    """Refuse planned features that are on; warn once of all fields without a counterpart."""
+    """Warn once of all fields without a counterpart that are set."""
     defaults = flatten(resolve(TrainConfig()))
     ignored = []
     for field, value in values.items():
         row = status_of(field)
         if row is None or row.only_with or (field in defaults and value == defaults[field]):
             continue
-        if row.status == "planned":
-            fail(field, value, f"not available yet ({row.note}); set it to {defaults[field]!r}")
         if row.status == "inert":
             ignored.append(f"{field}={value!r} ({row.note})")
     if ignored:

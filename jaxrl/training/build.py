@@ -6,12 +6,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from jaxrl import config as cfg
 from jaxrl.array_ops import DTYPES
-from jaxrl.config.microbatching import forward_microbatching, update_microbatching
+from jaxrl.config.microbatching import (
+    forward_microbatching,
+    longest_trajectory,
+    update_microbatching,
+)
+from jaxrl.data.microbatches import Microbatching
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.architecture import routes_shape
 from jaxrl.models.kernels.choice import REFERENCE, Choice, facts_of
@@ -49,6 +55,8 @@ from jaxrl.training.optim import (
 from jaxrl.training.reference import Reference, reference_model
 from jaxrl.training.update import Updater
 from jaxrl.training.weights import Weights
+
+MOST_GATHERED = 2**30  # bytes of the keys and values of a layer, of whole rows on a device
 
 
 def assemble_optimizer(
@@ -254,7 +262,11 @@ def make_forward_pass(
     names = {choice.operation: choice.name for choice in kernels}
     values = isinstance(model, TransformerConfig) and model.value_head is not None
     place = functools.partial(put, shardings=batch_sharding(mesh, rules))
-    microbatching = forward_microbatching(config, batch_devices(mesh, rules))
+    parts = placement.size(rules.seq)
+    microbatching = forward_microbatching(config, batch_devices(mesh, rules), parts)
+    attends = context_strategy(config, model, placement, microbatching)
+    if parts > 1:
+        kernels.append(Choice("context_attention", attends))
     forward = functools.partial(
         state_values if values else log_probs_and_entropy,
         model,
@@ -262,6 +274,7 @@ def make_forward_pass(
         remat=trainer.remat_policy if trainer.gradient_checkpointing else "none",
         kernel=names.get(PACKED_ATTENTION.name, REFERENCE),
         experts_kernel=names.get(GROUPED_PRODUCT.name, REFERENCE),
+        context=attends,
         placement=placement if mesh.size > 1 else None,
     )
     if values:
@@ -274,6 +287,51 @@ def make_forward_pass(
     if role == "policy" and isinstance(model, TransformerConfig) and model.experts is not None:
         options |= {"routers": (), "loads": False}
     return ForwardPass(forward, place, microbatching, options, kernels=kernels)
+
+
+def context_strategy(
+    config: cfg.TrainConfig,
+    model: TransformerConfig | AdaptedModel,
+    placement: Placement,
+    microbatching: Microbatching,
+) -> str:
+    """Choose how rows that are spread over devices attend, of `context_attention`.
+
+    By gathering, where the keys and values of a layer are at most `MOST_GATHERED` bytes on a
+    device; else by a ring.
+
+    Args:
+        microbatching: of the longest pass.
+
+    Raises:
+        ValueError: the model is a flax module, or `trainer.context_strategy` cannot be.
+    """
+    named = config.trainer.context_strategy
+    devices = placement.size(placement.rules.seq)
+    field = f"trainer.context_strategy={named!r}"
+    if devices == 1:
+        if named != "auto":
+            raise ValueError(f"{field} has no effect with mesh.context=1; set it to 'auto'")
+        return "gather"
+    if isinstance(model, AdaptedModel):
+        raise ValueError(
+            f"mesh.context={devices}: {model.name} is a flax module, whose attention jaxrl cannot "
+            "spread over devices; set it to 1"
+        )
+    tensor = placement.size(placement.rules.heads)
+    heads, kv = model.num_heads // tensor, model.num_kv_heads // tensor
+    if named == "ulysses" and (heads % devices or kv % devices):
+        raise ValueError(
+            f"{field}: mesh.context={devices} does not divide the {heads} heads and {kv} key/value "
+            "heads of a device; set 'gather' or 'ring'"
+        )
+    if named != "auto":
+        return named
+    rows = microbatching.rows // microbatching.groups
+    length = microbatching.length(microbatching.width(longest_trajectory(config)))
+    size = jnp.dtype(DTYPES[cfg.compute_dtype(config.trainer, "policy")]).itemsize
+    gathered = 2 * rows * max(kv, 1) * model.head_dim * length * size
+    return "gather" if gathered <= MOST_GATHERED else "ring"
 
 
 def assemble_update(
@@ -319,7 +377,12 @@ def assemble_update(
         shardings=state_shardings,
         offloaded=_offloaded(trainer, role, state_shardings),
         options=options,
-        microbatching=update_microbatching(config, batch_devices(mesh, placement.rules), role),
+        microbatching=update_microbatching(
+            config,
+            batch_devices(mesh, placement.rules),
+            role,
+            context=placement.size(placement.rules.seq),
+        ),
     )
     return optimizer, state, updater
 

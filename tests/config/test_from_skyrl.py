@@ -13,7 +13,6 @@ from jaxrl.config.from_skyrl import from_command, from_script, from_yaml, main
 from jaxrl.config.skyrl.conversion import skyrl_defaults
 from jaxrl.config.skyrl.recipe_file import recipe_text
 from jaxrl.train import BasePPOExp
-from tests.config.test_planned import PLANNED
 from tests.config.test_schema import CHANGED_DEFAULTS, SEED
 from tests.config.test_skyrl_script import SCRIPT
 
@@ -122,7 +121,7 @@ def test_settings_are_taken_changed_without_effect_or_refused():
     assert (trainer.seed, trainer.epochs, trainer.train_batch_size) == (3, 2, 256)
     assert trainer.use_sample_packing is False
     assert trainer.policy.megatron_config.tensor_model_parallel_size == 2
-    assert trainer.policy.megatron_config.context_parallel_size == 1
+    assert trainer.policy.megatron_config.context_parallel_size == 2
     assert trainer.hf_save_interval == -1  # 0 is off in SkyRL
     assert config.generator.sampling_params.stop == ["</a>"]
     assert config.generator.inference_engine.backend == "native"
@@ -132,7 +131,7 @@ def test_settings_are_taken_changed_without_effect_or_refused():
     def heads(lines):
         return {re.split(r"=|: ", line)[0].rpartition(".")[2] for line in lines}
 
-    assert heads(result.refused) == {"context_parallel_size", "my_own", "num_speculative_tokens"}
+    assert heads(result.refused) == {"my_own", "num_speculative_tokens"}
     assert heads(result.inert) == {
         "strategy",
         "max_model_len",
@@ -142,6 +141,7 @@ def test_settings_are_taken_changed_without_effect_or_refused():
     assert heads(result.changed) == {
         "remove_microbatch_padding",
         "tensor_model_parallel_size",
+        "context_parallel_size",
         "policy_num_gpus_per_node",
         "backend",
         "num_engines",  # 3 does not divide 8 devices
@@ -219,7 +219,7 @@ def test_an_entry_point_of_the_users_own_is_left_out_with_a_reason():
 
 
 def test_walk_over_skyrls_documented_keys():
-    """At their defaults all convert; another value is refused of what is planned, and named."""
+    """At their defaults all convert."""
     rows = {key: status_of(key) for key in SEED}
     defaults = {
         key: SEED[key] if row.skyrl_default is SAME_DEFAULT else row.skyrl_default
@@ -227,12 +227,6 @@ def test_walk_over_skyrls_documented_keys():
     }
     result = from_command([f"{key}={value}" for key, value in defaults.items()])
     assert (result.refused, result.problem) == ([], "")
-    sizes = [k for k, row in rows.items() if row.status == "planned" and not row.only_with]
-    assert len(sizes) >= 6  # context and pipeline
-    for key in sizes:
-        refused = from_command([f"{key}={(SEED[key] or 1) + 1}"]).refused
-        assert [line.partition("=")[0] for line in refused] == [key]
-        assert any(key.startswith(prefix) for prefix in PLANNED)
 
 
 def test_a_yaml_config_and_arguments_over_it(tmp_path):

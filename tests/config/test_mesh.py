@@ -59,14 +59,14 @@ def test_the_reference_has_the_policys_mesh_or_its_own():
             {f"{POLICY}.mesh.tensor": 4, f"{POLICY}.{TENSOR}": 2},
             rf"trainer.policy.mesh.tensor=4: trainer.policy.{TENSOR}=2 says otherwise",
         ),
-        ({f"{POLICY}.mesh.context": 2}, r"trainer.policy.mesh.context=2: not available yet"),
+        ({f"{POLICY}.mesh.context": 3}, r"context: 1, 2, 4 or 8 would fit"),
         (
-            {f"{POLICY}.megatron_config.pipeline_model_parallel_size": 2},
-            r"pipeline_model_parallel_size=2: not available yet \(its stages would idle",
+            {f"{POLICY}.mesh.context": 2, f"{POLICY}.sequence_parallel_size": 4},
+            r"mesh.context=2: trainer.policy.sequence_parallel_size=4 says otherwise",
         ),
         ({RULES: "{width: tensor}"}, r"sharding_rules='width': must be 'batch' or 'embed' or"),
         ({RULES: "{mlp: pipeline}"}, r"sharding_rules\['mlp'\]='pipeline': must be None or 'data'"),
-        ({RULES: "{embed: tensor}"}, r"\['embed'\]='tensor': must be among those of batch"),
+        ({RULES: "{embed: tensor}"}, r"\['embed'\]='tensor': must be among those of tokens"),
         ({RULES: "{heads: fsdp}"}, r"\['heads'\]='fsdp': must be one axis that is not of batch"),
     ],
 )
@@ -80,7 +80,7 @@ def test_rules_can_be_changed():
 
 
 def test_rows_over_the_axes_of_before_there_were_experts_are_allowed():
-    assert sharding_rules({"batch": ["data", "fsdp"]}).embed == ("fsdp",)
+    assert sharding_rules({"batch": ["data", "fsdp"]}).embed == ("fsdp", "context")
     validate(config_of({RULES: "{batch: [data, fsdp]}", f"{POLICY}.mesh.fsdp": -1}), 8)
     with pytest.raises(ValueError, match=r"sharding_rules\['mlp'\]='expert': must be"):
         validate(config_of({RULES: "{mlp: expert}"}), 8)

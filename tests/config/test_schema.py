@@ -117,7 +117,7 @@ def test_resolved_defaults_equal_skyrls_or_are_listed_as_changed():
 def test_every_field_says_what_it_is_in_skyrl(key):
     status = status_of(key)
     assert status is not None
-    assert status.status in ("implemented", "mapped", "inert", "planned")
+    assert status.status in ("implemented", "mapped", "inert")
     assert status.status == "implemented" or status.note or status.only_with
     assert status.skyrl_only == (key in SEED or key == "generator.eval_sampling_params")
     expected = CHANGED_DEFAULTS[key][0] if key in CHANGED_DEFAULTS else SAME_DEFAULT

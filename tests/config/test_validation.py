@@ -11,8 +11,6 @@ from jaxrl.config import (
     resolve,
     validate,
 )
-from jaxrl.config.field_status import status_of
-from tests.config.test_schema import KEYS
 
 
 def check(overrides, num_devices=1):
@@ -42,25 +40,6 @@ def test_nan_is_refused_wherever_it_stands():
         check({"trainer.policy.optimizer_config.lr": float("nan")})
 
 
-PLANNED = [
-    ("trainer.critic.sequence_parallel_size", 2, 1),
-    ("trainer.policy.sequence_parallel_size", 2, 1),
-    ("trainer.policy.megatron_config.pipeline_model_parallel_size", 2, 1),
-    ("trainer.policy.megatron_config.context_parallel_size", 2, 1),
-    ("trainer.ref.megatron_config.context_parallel_size", 2, 1),
-]
-
-
-@pytest.mark.parametrize(("field", "value", "off"), PLANNED, ids=[p[0] for p in PLANNED])
-def test_planned_features_are_rejected_with_the_value_that_turns_them_off(field, value, off):
-    assert status_of(field).status == "planned"
-    with pytest.raises(ValueError) as error:
-        check({field: value})
-    message = str(error.value)
-    assert message.startswith(f"{field}={value!r}: not available yet (")
-    assert message.endswith(f"set it to {off!r}")
-
-
 def test_settings_of_a_feature_that_is_off_may_have_any_value():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -74,11 +53,6 @@ def test_settings_of_a_feature_that_is_off_may_have_any_value():
                 "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high": 3,
             }
         )
-
-
-def test_every_planned_field_says_what_comes_or_what_it_belongs_to():
-    rows = [status_of(key) for key in KEYS]
-    assert all(row.note or row.only_with for row in rows if row.status == "planned")
 
 
 def test_inert_fields_are_named_in_one_warning():

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.config.trainer import CONTEXT_STRATEGIES
 from jaxrl.data.packing import one_per_row
 from jaxrl.models.attention import Segments, attention, causal_mask
-from jaxrl.models.kernels.context_attention import STRATEGIES, context_attention
+from jaxrl.models.kernels.context_attention import context_attention
 from jaxrl.models.kernels.packed_attention import splash_over
 from jaxrl.models.lora import LoraConfig, select_modules
 from jaxrl.models.transformer import init_params
@@ -28,7 +29,7 @@ from tests.training.test_update import (
     make_batch,
 )
 
-strategies = pytest.mark.parametrize("strategy", STRATEGIES)
+strategies = pytest.mark.parametrize("strategy", CONTEXT_STRATEGIES)
 
 
 def test_each_device_has_a_piece_of_both_halves():

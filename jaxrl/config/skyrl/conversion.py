@@ -149,16 +149,12 @@ def _place(
         current = current_name(key, TrainConfig())
     status = status_of(current) or status_of(current.rpartition(".")[0])
     try:
-        after = flatten(apply_overrides(TrainConfig(), {current: value}))
+        apply_overrides(TrainConfig(), {current: value})
     except ValueError as error:
         return result.refused.append(f"{shown}: {str(error).partition(' Fields of ')[0]}")
-    default = flatten(TrainConfig()).get(current)
     if status is not None and (status.status == "inert" or current == "trainer.strategy"):
         return result.inert.append(f"{shown}: {status.note}")
-    if status is not None and status.status == "planned" and not status.only_with:
-        if after.get(current) != default:
-            return result.refused.append(f"{shown}: {status.note}")
-    elif current in entry.sets and "overlong" not in current:
+    if current in entry.sets and "overlong" not in current:
         return result.changed.append(f"{shown}: {entry.sets[current]!r} here, {entry.note}")
     values[current] = Text(value) if isinstance(value, str) else value
     result.named.add(current)

@@ -15,7 +15,7 @@ C devices, S = C T places, H query heads, K key/value heads, G = H / K, h head w
 """
 
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +25,11 @@ from jax.sharding import PartitionSpec
 from jaxrl.models.architecture import TransformerConfig
 from jaxrl.models.attention import Segments, attention, scale, softcap
 from jaxrl.models.kernels.choice import REFERENCE
-from jaxrl.models.kernels.packed_attention import CHUNK, PACKED_ATTENTION, splash_over
+from jaxrl.models.kernels.packed_attention import BLOCK, CHUNK, PACKED_ATTENTION, splash_over
 from jaxrl.models.linear import einsum_float32
 from jaxrl.parallel.context import order_of_places
 from jaxrl.parallel.rules import Placement
 
-Strategy = Literal["gather", "ring", "ulysses"]
-STRATEGIES = ("gather", "ring", "ulysses")
 AXIS = "context"
 LEAST = jnp.finfo(jnp.float32).min
 
@@ -43,7 +41,7 @@ def context_attention(
     v: jax.Array,
     segments: Segments,
     *,
-    strategy: Strategy,
+    strategy: str,
     kernel: str,
     placement: Placement,
 ) -> jax.Array:
@@ -52,7 +50,7 @@ def context_attention(
     Args:
         q, k, v: [B, S, H, h], [B, K, S, h] twice.
         segments: ids [B, S].
-        strategy: see above; `ulysses` needs heads that the devices divide.
+        strategy: a name above; `ulysses` needs heads that the devices divide.
         kernel: of `PACKED_ATTENTION`, for `ulysses`; "splash" for `gather`, too. Where it is none
             of these it is plain XLA.
 
@@ -64,7 +62,8 @@ def context_attention(
     if placement.spec(k.shape, ("batch", "kv_heads", None, None))[1] != heads:
         heads = None  # a device's query heads would miss their keys
     order = order_of_places(q.shape[1], devices)
-    if strategy == "gather" and kernel == "splash":
+    whole_blocks = q.shape[1] // devices % BLOCK == 0
+    if strategy == "gather" and kernel == "splash" and whole_blocks:
         return splash_over(config, q, k, v, segments, order, placement, (rows, AXIS, heads))
     run = {"gather": _gather, "ring": _ring, "ulysses": _ulysses}[strategy]
     if strategy == "ulysses":
