@@ -142,6 +142,7 @@ def test_settings_are_taken_changed_without_effect_or_refused():
         "remove_microbatch_padding",
         "tensor_model_parallel_size",
         "context_parallel_size",
+        "pipeline_model_parallel_size",
         "policy_num_gpus_per_node",
         "backend",
         "num_engines",  # 3 does not divide 8 devices
