@@ -152,7 +152,6 @@ def test_settings_are_taken_changed_without_effect_or_refused():
         "seed",
         "epochs",
         "hf_save_interval",
-        "pipeline_model_parallel_size",
         "stop",
     }
 
