@@ -5,9 +5,10 @@ r"""GRPO on MATH with Qwen3-30B-A3B, a mixture of experts.
     python -m jaxrl.train --config=configs/math_qwen3_30b_a3b.py
 
 128 experts, of which a token uses 8: 30.5 billion parameters, 3.3 of them active. The experts of a
-layer are split over 4 devices (`mesh.expert`), all else over all of them. Sampler and trainer may
-choose other experts for a token where two are nearly alike (docs/experts.md), so a token's weight is
-its probability under the trainer before the update over that under the sampler, at most 2 (TIS).
+layer are split over 4 devices (`mesh.expert`), all else over all of them. The trainer sends tokens
+to the experts that the sampler sent them to (docs/experts.md); for what is left of the difference a
+token's weight is its probability under the trainer before the update over that under the sampler,
+at most 2 (TIS).
 
 Paper: GRPO, Shao et al. 2024, arXiv:2402.03300
 Hardware: 32 TPU v5p
@@ -29,6 +30,7 @@ def get_config():
     trainer.run_name = "math_qwen3_30b_a3b"
     trainer.policy.model.path = "Qwen/Qwen3-30B-A3B"
     trainer.policy.mesh.expert = 4
+    trainer.policy.router_replay = "forward"
     trainer.policy.optimizer_config.lr = 1e-6
     algorithm.use_kl_loss = False
     algorithm.eps_clip_low, algorithm.eps_clip_high = 0.2, 0.28

@@ -134,7 +134,7 @@ def to_arrays(output: GeneratorOutput) -> dict[str, np.ndarray]:
             sizes = [row.size if row.ndim else _NUMBER for row in rows]
             arrays[f"{name}.lengths"] = np.array(sizes, np.int32)
             arrays[name] = np.concatenate([np.atleast_1d(row) for row in rows])
-        elif name == ROUTES:
+        elif isinstance(column, list) and name == ROUTES:
             arrays[f"{name}.lengths"] = np.array([len(row) for row in column], np.int32)
             known = [row for row in column if len(row)] or column[:1]
             arrays[name] = np.concatenate(known)

@@ -71,8 +71,8 @@ def route(
     scores = SCORES[experts.scoring](logits)
     ids = _choose(experts, jax.lax.stop_gradient(scores), bias)
     if replay is not None:
-        replay = replay.astype(jnp.int32)
-        ids = jnp.where(replay[:, :1] < experts.count, replay, ids)
+        given = jnp.asarray(replay, jnp.int32)
+        ids = jnp.where(given[:, :1] < experts.count, given, ids)
     weights = _at(scores, ids)
     if experts.normalise:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
@@ -281,7 +281,9 @@ def _routed(
         y: [B, T, D] float32, of values that `dtype` has.
     """
     tokens = y.reshape(-1, y.shape[-1])
-    logits = tokens @ rounded(weights["router"], dtype)
+    router = weights["router"]
+    assert not isinstance(router, LoraWeight)
+    logits = tokens @ rounded(router, dtype)
     replay = None if replay is None else replay.reshape(len(tokens), -1)
     own, _ = route(experts, logits, weights.get("router_bias"))
     routes, differs = own, jnp.zeros(y.shape[:2], jnp.float32)

@@ -89,7 +89,7 @@ def log_probs_and_entropy(
     """
     rows = _spread(rows, placement)
     params = with_dropout(params, rows.keys)
-    given = config, params, rows.tokens, rows.positions, rows.segment_ids
+    given = params, rows.tokens, rows.positions, rows.segment_ids
     settings: dict[str, Any] = {"dtype": dtype, "remat": remat, "kernel": kernel}
     settings |= {"experts_kernel": experts_kernel, "context": context, "placement": placement}
     terms: tuple[FloatBT, ...] = ()
@@ -105,17 +105,18 @@ def log_probs_and_entropy(
             load = load_of(experts, jax.lax.stop_gradient(routing), rows.segment_ids > 0)
             return tuple(getattr(found, name) for name in routers), load
 
-        hidden, seen = routed_forward(*given, **settings, replay=replay, observe=observe)
+        settings |= {"replay": replay, "observe": observe}
+        hidden, seen = routed_forward(config, *given, **settings)
         observed, found_loads = seen
         terms = by_token(rows, *(x.mean(axis=0) for x in observed))
     else:
-        hidden = forward(*given, **settings)
+        hidden = forward(config, *given, **settings)
     with jax.named_scope("log_probs"):
         head = Head(config, temperature, dtype, with_entropy, kernel=head_kernel)
-        given = hidden, Targets(rows.targets, rows.kept), rows.wanted
-        if placement is None or placement.size(placement.rules.seq) == 1:
-            given = jax.tree.map(lambda x: x[:, :-1], given)  # the last one has no target
-        scores = by_target(rows, *score(head, params, *given, placement))
+        targets, wanted = Targets(rows.targets, rows.kept), rows.wanted
+        if placement is None or placement.size(placement.rules.seq) == 1:  # the last has no target
+            hidden, targets, wanted = jax.tree.map(lambda x: x[:, :-1], (hidden, targets, wanted))
+        scores = by_target(rows, *score(head, params, hidden, targets, wanted, placement))
         outputs = *scores, *terms
         return (outputs, found_loads) if loads else outputs
 

@@ -117,12 +117,12 @@ def _gather(
     """Attend from this device's tokens to the keys of all."""
     k, v = (jax.lax.all_gather(x, AXIS, axis=2, tiled=True) for x in (k, v))
     ids = jax.lax.all_gather(segments.ids, AXIS, axis=1, tiled=True)
-    keys = Places(jnp.asarray(order), ids)
+    keys, sliding = Places(jnp.asarray(order), ids), jnp.asarray(segments.sliding)
 
     @jax.checkpoint  # the scores of few queries at once, twice: what is kept is the input
     def part(given: tuple[jax.Array, Places]) -> jax.Array:
         queries, places = given
-        return attention(config, queries, k, v, _sees(config, places, keys, segments.sliding))
+        return attention(config, queries, k, v, _sees(config, places, keys, sliding))
 
     parts, mine = _parts(q), Places(_here(order), segments.ids)
     return _joined(jax.lax.map(part, (parts, _places_of_parts(mine, parts))), q)
