@@ -43,7 +43,7 @@ def assemble(
         settings: config fields by dotted name.
     """
     each = {
-        "trainer.micro_train_batch_size_per_gpu": rows // len(devices),
+        "trainer.micro_train_batch_size_per_gpu": rows * sizes.get("context", 1) // len(devices),
         "trainer.train_batch_size": rows,
         "trainer.policy_mini_batch_size": rows,
         "generator.n_samples_per_prompt": 1,
