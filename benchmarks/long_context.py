@@ -2,12 +2,11 @@
 
     JAX_PLATFORMS=cpu python -m benchmarks.long_context [--topology=v5p:2x2x2] [--lengths 2048 ...]
 
-For each length the gradient of one row for each group of devices is compiled, with `mesh.context`
-over all devices, by each strategy, of a shape with few layers. Printed: temporaries of a device, what
-it receives of others in a layer, and the largest array that has the row's length twice.
+For each length the gradient of one row is compiled, with `mesh.context` over all devices, by each
+strategy, of a shape with few layers. Printed: temporaries of a device, what it sends to others, and
+the largest array that has the row's length twice.
 
-Claims: no array has a row's length, or a device's part of it, twice; temporaries grow with the length
-and not with its square; what `gather` receives in a layer is what docs/long_context.md says.
+Claim: no array has a row's length, or a device's part of it, twice.
 """
 
 import argparse

@@ -98,7 +98,8 @@ def collectives(phase: Phase, remat: str) -> dict[str, float]:
     """
     part, (rows, length) = phase.part, phase.shape
     model, size, mesh = part.model, part.dtype.itemsize, part.placement.mesh
-    tensor, fsdp, data, expert = (mesh.shape[x] for x in ("tensor", "fsdp", "data", "expert"))
+    tensor, data, expert, context = (mesh.shape[x] for x in ("tensor", "data", "expert", "context"))
+    fsdp = mesh.shape["fsdp"] * context  # the devices of a row share parameters like those of rows
     sent: dict[str, float] = {}
     passes = {"forward": 1, "prefill": 1, "decode": phase.trips, "gradient": 2 + (remat != "none")}
     if phase.kind not in passes:
@@ -113,6 +114,10 @@ def collectives(phase: Phase, remat: str) -> dict[str, float]:
         sent["experts"] = tokens * (expert - 1) * (size + 4)
     if phase.kind in SAMPLING:
         return sent
+    if context > 1:  # keys and values of whole rows in each layer; their gradient back
+        held = 2 * rows * length * model.num_kv_heads * model.head_dim / tensor
+        times = passes[phase.kind] + (phase.kind == "gradient")
+        sent["keys"] = model.num_layers * times * held * (context - 1) * size
     head = math.prod((model.vocab_size, model.hidden_size)) / tensor
     shared, alone = layer_params(model, 0) / tensor + head, _expert_params(model) / tensor / expert
     gathers = 1 if phase.kind == "forward" else 2

@@ -429,7 +429,13 @@ def _tensor(part: Part) -> int:
 
 
 def _on_device(part: Part, rows: int, length: int) -> tuple[int, int]:
-    return rows // batch_devices(part.placement.mesh, part.placement.rules), length
+    groups = batch_devices(part.placement.mesh, part.placement.rules)
+    return rows // groups, length // _context(part)
+
+
+def _context(part: Part) -> int:
+    """Return over how many devices each row is spread."""
+    return part.placement.size(part.placement.rules.seq)
 
 
 def _wanted(run: Run, length: int) -> int:
@@ -444,9 +450,11 @@ def _chunks(part: Part, rows: int, length: int, wanted: int) -> int:
     model, placement = part.model, part.placement
     if model.value_head is not None:
         return 1
-    on_device = _on_device(part, rows, length)[0]
+    on_device, columns = _on_device(part, rows, length)
+    columns -= _context(part) == 1  # the last of a whole row has no target
+    wanted = -(-wanted // _context(part))
     if part.head_kernel != REFERENCE:
-        tokens = on_device * (length - 1)
+        tokens = on_device * columns
         shared = shared_axes(model, placement, part.head_kernel, part.dtype, tokens)
         parts = placement.size(shared)  # of a block, one from each device
         size = block_tokens(part.head_kernel, parts * tokens, model.hidden_size)
@@ -454,5 +462,4 @@ def _chunks(part: Part, rows: int, length: int, wanted: int) -> int:
     tokens = CPU_CHUNK_TOKENS if placement.platform == "cpu" else CHUNK_TOKENS
     split = placement.size(placement.rules.vocab)
     vocabulary = model.vocab_size // (split if model.vocab_size % split == 0 else 1)
-    columns = chunk_columns(tokens, vocabulary, on_device, length - 1)
-    return -(-wanted // columns)
+    return -(-wanted // chunk_columns(tokens, vocabulary, on_device, columns))
