@@ -17,6 +17,7 @@ from jaxrl.models.lora import attach, with_token_keys
 from jaxrl.models.placement import place_model
 from jaxrl.models.transformer import abstract_params, logical_axes
 from jaxrl.parallel import make_mesh, param_shardings
+from jaxrl.parallel.context import split_rows
 from jaxrl.parallel.devices import device_memory
 from jaxrl.parallel.offload import on_device
 from jaxrl.registry.trial import REDUCE, SAME_LOSS
@@ -60,7 +61,8 @@ class Differentiated(NamedTuple):
         """Return the cut that makes all rows one microbatch, one trajectory in each row."""
         groups = self.updater.microbatching.groups
         total = round_up(len(self.minibatch.index), groups)
-        return Microbatching(rows=total, total=total, groups=groups)
+        context = self.updater.microbatching.context
+        return Microbatching(rows=total, total=total, groups=groups, context=context)
 
     def gradient(self, cut: Microbatching | None = None) -> Any:
         """Return the gradient of the objective by the real update, in a cut; None = `whole`."""
@@ -88,6 +90,7 @@ class Differentiated(NamedTuple):
         weights = filled(updater.weights(wide)[0])
         tokens, lengths, beside = filled((wide.tokens, wide.lengths, beside_tokens(wide)))
         model_rows = one_per_row(tokens, lengths, batch.loss_mask, beside)
+        model_rows = split_rows(model_rows, updater.microbatching.context)
         model_rows = with_token_keys(self.params, model_rows, batch.row_ids, key)
         with exact_products():
             zeros = updater.zeros(self.params)
