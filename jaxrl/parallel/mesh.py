@@ -11,9 +11,9 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 # data: rows of a batch. fsdp: rows, parameters and optimizer state. expert: the same, but whole
-# experts in place of parts of each. context: the tokens of each row, and parameters as fsdp. tensor:
-# heads, MLP width and vocabulary. The last axes are neighbours on the machine: tensor communicates
-# most, in every layer.
+# experts in place of parts of each. context: the tokens of each row, and parameters as fsdp.
+# tensor: heads, MLP width and vocabulary. The last axes are neighbours on the machine: tensor
+# communicates most, in every layer.
 AXES = ("data", "fsdp", "context", "expert", "tensor")
 
 
