@@ -68,7 +68,6 @@ from jaxrl.training.build import (
     assemble_policy,
     assemble_reference,
     assemble_update,
-    routes_of_any_token,
     sampler_dtype,
 )
 from jaxrl.training.critic import Critic
@@ -87,6 +86,7 @@ from jaxrl.training.rewards import (
     penalize_kl,
     shape_rewards,
 )
+from jaxrl.training.routes import routes_of_any_token, routes_of_model
 from jaxrl.training.staleness import with_staleness
 from jaxrl.training.update import minibatches_of_step, rows_without_update
 from jaxrl.types import GeneratorOutput, Message, Prompt, TrainBatch, TrainState
@@ -467,6 +467,10 @@ class Trainer:
                 f"trainer.policy.router_replay={replay!r}: the generator gives no {ROUTES!r} in "
                 "its output; give them, or set 'off'"
             )
+        else:
+            assert isinstance(self.model, TransformerConfig)  # has experts
+            routes = routes_of_model(cast(dict, output)[ROUTES], self.model)
+            output = cast(GeneratorOutput, output | {ROUTES: routes})
         last = output.get("is_last_step", [True] * len(output["response_ids"]))
         width_of = self.updater.microbatching.batch_width
         return collate(output, trajectory_numbers(last) // self.samples, width_of)
@@ -770,7 +774,7 @@ class Trainer:
         sampling = self.config.generator.sampling_params
         kept = sampling.top_k if sampling.keep_sampling_mask else 0
         log_probs = sampling.logprobs is not None
-        routes = routes_of_any_token(settings, self.model)
+        routes = routes_of_any_token(self.model, settings.policy.router_replay)
         cuts = {forward_pass.microbatching for forward_pass in self._forward_passes()}
         most = min(cut.total for cut in cuts)  # of a batch; each rounds it up to its own devices
         batch = None

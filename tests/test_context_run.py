@@ -37,10 +37,16 @@ def test_a_run_killed_and_resumed_equals_uninterrupted(tmp_path):
         assert mine == pytest.approx(others, rel=1e-4)
 
 
+def test_a_reference_may_have_whole_rows_where_the_policy_has_not(tmp_path):
+    other = {"trainer.ref.mesh.context": 1, "trainer.context_strategy": "ring"}
+    run = train(small(tmp_path, **QUIET, **CONTEXT, **other, **{"trainer.max_training_steps": 1}))
+    assert int(run.state.step) == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "wrong"),
     [
-        ({"trainer.context_strategy": "ring"}, "context_strategy='ring' has no effect"),
+        ({"trainer.context_strategy": "ring"}, "context_strategy='ring': has no effect"),
         (
             {"trainer.policy.mesh.context": 4, "trainer.context_strategy": "ulysses"},
             "mesh.context=4 does not divide the 4 heads and 2 key/value heads",

@@ -230,7 +230,8 @@ def _batch(config: TrainConfig, num_devices: int) -> list[str]:
 def microbatch_lines(config: TrainConfig, rows: int, num_devices: int, longest: int) -> list[str]:
     """Say how a minibatch of so many rows of at most `longest` tokens is cut."""
     groups = batch_groups(config, num_devices)
-    settings = update_microbatching(config, groups, longest=longest)
+    context = config.trainer.policy.mesh.context
+    settings = update_microbatching(config, groups, longest=longest, context=context)
     width = settings.width(longest)
     micro, length = settings.row_counts(width)[-1], settings.length(width)
     size = num_devices // groups

@@ -5,6 +5,7 @@ from jaxrl.config.train_config import TrainConfig
 from jaxrl.config.trainer import TrainerConfig
 from jaxrl.data.microbatches import Microbatching
 from jaxrl.data.packing import length_bucket, round_up
+from jaxrl.parallel.context import row_length
 
 
 def update_microbatching(
@@ -110,7 +111,8 @@ def check_rows(trainer: TrainerConfig, num_devices: int, longest: int, described
     if length is not None and length < longest:
         fix = f"shorter than {described}; set it to {longest} or more, or leave it None"
         fail("trainer.packed_length", length, fix)
-    needed = num_devices * (length or length_bucket(longest))
+    row = row_length(length or length_bucket(longest), trainer.policy.mesh.context)
+    needed = num_devices * row
     if budget != -1 and budget < needed:
         fail(
             "trainer.max_tokens_per_microbatch",

@@ -170,6 +170,10 @@ def check_mesh(config: TrainConfig, ranges: DeviceRanges, num_processes: int = 1
                     f"trainer.{name}.{alias}={size} says otherwise; set one of them, or both alike"
                 )
                 fail(f"{field}.{axis}", sizes[axis], fix)
+    meshes = [role.mesh for role in (trainer.policy, trainer.ref, trainer.critic) if role.mesh]
+    if trainer.context_strategy != "auto" and all(mesh.context == 1 for mesh in meshes):
+        fix = "has no effect with mesh.context=1; set it to 'auto'"
+        fail("trainer.context_strategy", trainer.context_strategy, fix)
     _check_rules(trainer.sharding_rules)
 
 

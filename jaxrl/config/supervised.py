@@ -80,6 +80,9 @@ def validate_sft(config: TrainConfig, num_devices: int = 1, num_processes: int =
     check_processes(resolved, num_devices, num_processes)
     ranges = check_placement(resolved, num_devices // num_processes)
     check_mesh(resolved, ranges, num_processes)
+    if (replay := resolved.trainer.policy.router_replay) != "off":
+        fix = "there is no sampler whose experts could be replayed; set it to 'off'"
+        fail("trainer.policy.router_replay", replay, fix)
     if resolved.trainer.policy.record_memory:
         fail("trainer.policy.record_memory", True, "is of reinforcement learning; set it to False")
 

@@ -232,7 +232,8 @@ def _padded(lengths: np.ndarray, settings: Microbatching) -> list[Layout]:
         (rows,) = settings.row_counts(width)
         chosen, order = order[:rows], order[rows:]
         row = np.arange(len(chosen))
-        layouts.append(Layout(chosen, row, 0 * row, (rows, width), (rows, width)))
+        shape = rows, settings.length(width)
+        layouts.append(Layout(chosen, row, 0 * row, shape, (rows, width)))
     return layouts
 
 

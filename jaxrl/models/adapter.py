@@ -178,10 +178,12 @@ def forward_of_adapted(
     remat: str = "none",
     kernel: str = "xla",
     experts_kernel: str = "xla",
+    context: str = "auto",
     placement: Placement | None = None,
 ) -> jax.Array:
     """Run the module; what it returns are logits already."""
-    del kernel, experts_kernel, placement  # the module's own attention; left to the partitioner
+    # the module's own attention; left to the partitioner
+    del kernel, experts_kernel, context, placement
     call = recompute(model.call, remat)
     return call(_cast(params, dtype), tokens, positions, segment_ids)
 

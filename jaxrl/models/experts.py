@@ -327,10 +327,13 @@ def _mixture(
     sizes = jnp.diff(ends, prepend=0).astype(jnp.int32)
 
     def product(x: Array, w: Weight) -> Array:
-        if isinstance(w, LoraWeight):
-            low_rank, b = product(x, w.a), w.b * w.scale[:, None, None]
-            return product(x, w.w) + product(low_rank, b)
-        return grouped_product(x, w, sizes, kernel)
+        if not isinstance(w, LoraWeight):
+            return grouped_product(x, w, sizes, kernel)
+        # kernels have tiles of 128, and most ranks are smaller
+        low = kernel if w.a.shape[-1] % 128 == 0 else REFERENCE
+        low_rank = grouped_product(x, w.a, sizes, low)
+        scaled = w.b * w.scale[:, None, None]
+        return product(x, w.w) + grouped_product(low_rank, scaled, sizes, low)
 
     @jax.checkpoint  # keeps no second and wider copy of the rows
     def total(rows: Array, by_token: Array) -> Array:

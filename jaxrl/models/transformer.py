@@ -411,7 +411,7 @@ def forward(
     remat: str = "none",
     kernel: str = REFERENCE,
     experts_kernel: str = REFERENCE,
-    context: str = "gather",
+    context: str = "auto",
     placement: Placement | None = None,
 ) -> jax.Array:
     """Compute the hidden states [B, T, D] before the final norm.

@@ -113,6 +113,12 @@ def engine_of_run(
     by_clock = config.generator.max_turns > 1 or settings.enable_http_endpoint
     by_clock |= cfg.overlaps(config)
     repeats = not cfg.runs_free(config)
+    replay = config.trainer.policy.router_replay
+    if replay != "off" and model.experts is None:
+        raise ValueError(
+            f"trainer.policy.router_replay={replay!r} has no effect: the model has no experts; set "
+            "it to 'off'"
+        )
     return native_engine(
         settings,
         model,
@@ -124,7 +130,7 @@ def engine_of_run(
         group_bytes=cfg.group_bytes(config),
         kernel=engine_kernel(config, model, mesh.devices.flat[0]).name,
         experts_kernel=config.trainer.kernels.get(GROUPED_PRODUCT.name),
-        keep_routes=config.trainer.policy.router_replay != "off",
+        keep_routes=replay != "off",
         **options,
     )
 

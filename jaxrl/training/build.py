@@ -6,20 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jaxrl import config as cfg
 from jaxrl.array_ops import DTYPES
 from jaxrl.config.microbatching import (
     forward_microbatching,
-    longest_trajectory,
     update_microbatching,
 )
-from jaxrl.data.microbatches import Microbatching
 from jaxrl.models.adapter import AdaptedModel
-from jaxrl.models.architecture import routes_shape
 from jaxrl.models.kernels.choice import REFERENCE, Choice, facts_of
 from jaxrl.models.kernels.grouped_product import GROUPED_PRODUCT
 from jaxrl.models.kernels.head_log_probs import HEAD_LOG_PROBS
@@ -55,8 +50,6 @@ from jaxrl.training.optim import (
 from jaxrl.training.reference import Reference, reference_model
 from jaxrl.training.update import Updater
 from jaxrl.training.weights import Weights
-
-MOST_GATHERED = 2**30  # bytes of the keys and values of a layer, of whole rows on a device
 
 
 def assemble_optimizer(
@@ -264,7 +257,7 @@ def make_forward_pass(
     place = functools.partial(put, shardings=batch_sharding(mesh, rules))
     parts = placement.size(rules.seq)
     microbatching = forward_microbatching(config, batch_devices(mesh, rules), parts)
-    attends = context_strategy(config, model, placement, microbatching)
+    attends = context_strategy(trainer, model, placement)
     if parts > 1:
         kernels.append(Choice("context_attention", attends))
     forward = functools.partial(
@@ -290,48 +283,31 @@ def make_forward_pass(
 
 
 def context_strategy(
-    config: cfg.TrainConfig,
-    model: TransformerConfig | AdaptedModel,
-    placement: Placement,
-    microbatching: Microbatching,
+    trainer: cfg.TrainerConfig, model: TransformerConfig | AdaptedModel, placement: Placement
 ) -> str:
-    """Choose how rows that are spread over devices attend, of `context_attention`.
-
-    By gathering, where the keys and values of a layer are at most `MOST_GATHERED` bytes on a
-    device; else by a ring.
-
-    Args:
-        microbatching: of the longest pass.
+    """Return how rows that are spread over devices attend, of `context_attention`.
 
     Raises:
-        ValueError: the model is a flax module, or `trainer.context_strategy` cannot be.
+        ValueError: the model is a flax module, or has heads that cannot be exchanged for tokens.
     """
-    named = config.trainer.context_strategy
-    devices = placement.size(placement.rules.seq)
-    field = f"trainer.context_strategy={named!r}"
+    named, devices = trainer.context_strategy, placement.size(placement.rules.seq)
     if devices == 1:
-        if named != "auto":
-            raise ValueError(f"{field} has no effect with mesh.context=1; set it to 'auto'")
-        return "gather"
+        return named
     if isinstance(model, AdaptedModel):
         raise ValueError(
             f"mesh.context={devices}: {model.name} is a flax module, whose attention jaxrl cannot "
             "spread over devices; set it to 1"
         )
+    heads, kv = model.num_heads, model.num_kv_heads
     tensor = placement.size(placement.rules.heads)
-    heads, kv = model.num_heads // tensor, model.num_kv_heads // tensor
+    if heads % tensor == kv % tensor == 0:
+        heads, kv = heads // tensor, kv // tensor
     if named == "ulysses" and (heads % devices or kv % devices):
         raise ValueError(
-            f"{field}: mesh.context={devices} does not divide the {heads} heads and {kv} key/value "
-            "heads of a device; set 'gather' or 'ring'"
+            f"trainer.context_strategy={named!r}: mesh.context={devices} does not divide the "
+            f"{heads} heads and {kv} key/value heads of a device; set 'gather' or 'ring'"
         )
-    if named != "auto":
-        return named
-    rows = microbatching.rows // microbatching.groups
-    length = microbatching.length(microbatching.width(longest_trajectory(config)))
-    size = jnp.dtype(DTYPES[cfg.compute_dtype(config.trainer, "policy")]).itemsize
-    gathered = 2 * rows * max(kv, 1) * model.head_dim * length * size
-    return "gather" if gathered <= MOST_GATHERED else "ring"
+    return named
 
 
 def assemble_update(
@@ -392,16 +368,6 @@ def observed_of_routers(trainer: cfg.TrainerConfig) -> tuple[str, ...]:
     coefs = [getattr(trainer.algorithm, name) for name in ROUTER_LOSSES.values()]
     losses = tuple(ROUTER_LOSSES) if any(coefs) else ()
     return losses + ("differs",) * (trainer.policy.router_replay != "off")
-
-
-def routes_of_any_token(
-    trainer: cfg.TrainerConfig, model: TransformerConfig | AdaptedModel
-) -> np.ndarray | None:
-    """Return some experts [Lx, k], as a batch has them of each token; None: none are replayed."""
-    if trainer.policy.router_replay == "off" or isinstance(model, AdaptedModel):
-        return None
-    assert model.experts is not None
-    return np.zeros(routes_shape(model), model.experts.id_dtype)
 
 
 def _check_routers(

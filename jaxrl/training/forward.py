@@ -57,7 +57,7 @@ def log_probs_and_entropy(
     remat: str = "none",
     kernel: str = REFERENCE,
     experts_kernel: str = REFERENCE,
-    context: str = "gather",
+    context: str = "auto",
     head_kernel: str = REFERENCE,
     with_entropy: bool = True,
     routers: tuple[str, ...] = (),
@@ -130,7 +130,7 @@ def state_values(
     remat: str = "none",
     kernel: str = REFERENCE,
     experts_kernel: str = REFERENCE,
-    context: str = "gather",
+    context: str = "auto",
     placement: Placement | None = None,
 ) -> tuple[FloatBT, ...]:
     """Return a critic's value of the state before each token, see `log_probs_and_entropy`.

@@ -166,6 +166,29 @@ def test_samples_that_end_without_the_engine_have_no_routes():
         assert_routes(prompt, sample)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_error_before_routes_are_asked_for_reaches_all_samples(monkeypatch, ahead):
+    """Those of the same block too, whose end is known already."""
+
+    def text(tokens):
+        if 7 in tokens:
+            raise RuntimeError("no text")
+        return "".join(chr(64 + token) for token in tokens)
+
+    made = engine(steps_per_dispatch=30, ahead=ahead, decode_text=text)
+    requests = [Request((1 + i, 2), ((i, i),), Sampling(20, stop=("!",))) for i in range(6)]
+    futures = [future for group in made.submit(requests) for future in group]
+    found = [future.exception(60) for future in futures]
+    assert any(found)
+    monkeypatch.setattr(made.programs, "read_routes", lambda rows: 1 / 0)
+    for (future,) in made.submit([Request((1, 2), ((i, i),), Sampling(3)) for i in range(3)]):
+        with pytest.raises(ZeroDivisionError):
+            future.result(60)
+    monkeypatch.undo()
+    for prompt, sample in samples_of(made, REQUESTS):
+        assert_routes(prompt, sample)
+
+
 def test_an_error_reaches_samples_that_wait_for_their_routes(monkeypatch):
     made = engine(steps_per_dispatch=30, ahead=True)
     short, long = Sampling(3), Sampling(40)

@@ -20,6 +20,7 @@ from jaxrl.rollout.conversations.trajectories import to_columns
 from jaxrl.rollout.conversations.turns import Transcript
 from jaxrl.rollout.generator import checked_output
 from jaxrl.training.forward import log_probs_and_entropy
+from jaxrl.training.routes import routes_of_model
 from jaxrl.types import Trajectory
 from tests.training.test_router_losses import MIXED
 from tests.training.test_update import ROWS, algorithm_with, assert_same, gradient, make_batch
@@ -176,6 +177,10 @@ def test_rows_of_turns_have_the_routes_of_their_prompts():
     first, last = steps_of(whole)
     assert first.routes.ravel().tolist() == [10, 11, 12, 13]
     assert last.routes.ravel().tolist() == [10, 11, 12, 13, 14]
+    for routes in ((first.routes, NO_ROUTES), (NO_ROUTES, last.routes)):  # one was aborted
+        columns = to_columns([whole], step_wise=True) | {ROUTES: list(routes)}
+        (kept,) = merge_steps(columns)[ROUTES]
+        assert len(kept) == max(map(len, routes))
     (merged,) = merge_steps(to_columns([whole], step_wise=True))[ROUTES]
     assert merged.ravel().tolist() == [10, 11, 12, 13, 14]
 
@@ -212,6 +217,24 @@ def test_a_generator_may_give_lists_and_is_told_what_is_wrong():
     for wrong in ([7, 8], [[[0.5]]], [[[1]]] * 4, [[[1], [2]], [[1]]], None, [[[-1]]]):
         with pytest.raises(ValueError, match=r"Mine.generate gave rollout_expert_indices\[0\]"):
             checked_output({**output, ROUTES: [wrong]}, "Mine", 1)
+
+
+def test_routes_are_brought_to_the_dtype_and_the_layers_of_the_model():
+    given = [np.array([[[0, 1]], [[3, 4]], [[2, 3]]], np.uint16), NO_ROUTES]
+    known, unknown = routes_of_model(given, MIXED)  # of four experts, one layer, two of a token
+    assert known.dtype == unknown.dtype == np.uint8
+    assert known.tolist() == [[[0, 1]], [[255, 255]], [[2, 3]]]
+    assert unknown.shape == (0, 1, 2)
+    row = {
+        "prompt_token_ids": [[1]],
+        "response_ids": [[2]],
+        "rewards": [[0.0]],
+        "loss_masks": [[1]],
+    }
+    output = row | {"rollout_logprobs": None, "policy_versions": [0], ROUTES: [unknown]}
+    assert (collate(output, [0]).routes == 255).all()
+    with pytest.raises(ValueError, match=r"rollout_expert_indices\[0\] has \(2, 2\)"):
+        routes_of_model([np.zeros((3, 2, 2), np.uint8)], MIXED)
 
 
 def test_an_empty_batch_has_the_shapes_of_a_real_one():

@@ -31,6 +31,7 @@ from jaxrl.parallel.context import order_of_places
 from jaxrl.parallel.rules import Placement
 
 AXIS = "context"
+MOST_GATHERED = 2**30
 LEAST = jnp.finfo(jnp.float32).min
 
 
@@ -50,7 +51,9 @@ def context_attention(
     Args:
         q, k, v: [B, S, H, h], [B, K, S, h] twice.
         segments: ids [B, S].
-        strategy: a name above; `ulysses` needs heads that the devices divide.
+        strategy: a name above; `ulysses` needs heads that the devices divide. "auto": `gather`
+            where the keys and values of whole rows are at most `MOST_GATHERED` bytes on a device,
+            else `ring`.
         kernel: of `PACKED_ATTENTION`, for `ulysses`; "splash" for `gather`, too. Where it is none
             of these it is plain XLA.
 
@@ -62,6 +65,9 @@ def context_attention(
     if placement.spec(k.shape, ("batch", "kv_heads", None, None))[1] != heads:
         heads = None  # a device's query heads would miss their keys
     order = order_of_places(q.shape[1], devices)
+    if strategy == "auto":
+        held = placement.size(placement.rules.batch) * placement.size(heads)
+        strategy = "gather" if (k.nbytes + v.nbytes) // held <= MOST_GATHERED else "ring"
     whole_blocks = q.shape[1] // devices % BLOCK == 0
     if strategy == "gather" and kernel == "splash" and whole_blocks:
         return splash_over(config, q, k, v, segments, order, placement, (rows, AXIS, heads))
@@ -303,9 +309,11 @@ def _ring_backward(config: TransformerConfig, residuals: tuple, g: jax.Array) ->
     for_q = jnp.zeros(parts.shape, jnp.float32)
     zeros = jnp.zeros(k.shape, jnp.float32)
     held = (k, v, places, zeros, zeros)
-    for _ in range(devices):
+    for step in range(devices):
         for_q, for_k, for_v = visit(for_q, held)
-        held = _next((*held[:3], for_k, for_v))  # their gradients travel with keys and values
+        # their gradients travel with keys and values, and one device farther, home
+        kept = _next(held[:3]) if step + 1 < devices else held[:3]
+        held = (*kept, *_next((for_k, for_v)))
     return (
         _joined(for_q, q).astype(q.dtype),
         held[3].astype(k.dtype),

@@ -83,6 +83,10 @@ def _append(rows: dict[str, list[Any]], row: dict[str, Any]) -> None:
         elif name in BLANKS and isinstance(row[name], list):
             column[-1] += [BLANKS[name]] * len(between) + row[name]
         elif name == ROUTES:
-            column[-1] = np.concatenate([column[-1], row[name][len(column[-1]) :]])
+            known, more = column[-1], row[name]
+            if len(known) and len(more) > len(known):
+                column[-1] = np.concatenate([known, more[len(known) :]])
+            elif len(more):
+                column[-1] = known if len(known) else more
         elif name not in ("prompt_token_ids", "policy_versions"):
             column[-1] = row[name]

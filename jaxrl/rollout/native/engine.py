@@ -306,6 +306,9 @@ class NativeEngine(SampleThread):
         self._ended = []
         yield from super()._all_out()
 
+    def _has_work(self) -> bool:
+        return super()._has_work() or bool(self._ended and not self._paused)
+
     def _recover(self) -> None:
         self._flight = None
         self.table.reset()
@@ -509,7 +512,7 @@ class NativeEngine(SampleThread):
         columns = (x.tolist() for x in (block.tokens, block.log_probs, block.count, block.stopped))
         tokens, log_probs, drawn, stopped = columns
         asks_more = features.alternatives or features.raw or features.sampling_mask_size
-        ended, held = [], []
+        ended: list[tuple[int, Sample, int]] = []  # they have their slots until routes are coming
         for row, slot, sample, context in here:
             n = drawn[row]
             sample.extend(tokens[row][:n], log_probs[row][:n], self.version, context)
@@ -518,15 +521,17 @@ class NativeEngine(SampleThread):
             if sample.ended(stopped[row], n, self.decode_text):
                 if self.keep_routes:
                     length = len(sample.request.prompt) + len(sample.tokens)
-                    ended.append((sample, min(length, int(table.filled[slot]))))
-                    held.append(table.pages_of(slot))
-                else:
-                    self._done.append(sample.hand_over)
+                    ended.append((slot, sample, min(length, int(table.filled[slot]))))
+                    continue
+                self._done.append(sample.hand_over)
                 table.release(slot)
             elif report := sample.report():
                 self._done.append(report)
         if ended:
-            self._ended.append(Ended(ended, self.programs.read_routes(held)))
+            fetch = self.programs.read_routes([table.pages_of(slot) for slot, _, _ in ended])
+            self._ended.append(Ended([(sample, n) for _, sample, n in ended], fetch))
+            for slot, _, _ in ended:
+                table.release(slot)
 
     def _hand_over(self, number: int) -> None:
         """Hand over the first of the samples that wait for nothing but their routes."""

@@ -481,6 +481,10 @@ class Programs:
                 self.fetch(block)
         for part in range(self.parts):
             self.put(part, [], self.take(part, [self.pages]))
+        if self._cache is not None and self._cache.routes is not None:
+            most = self.slots // self.parts * self.columns
+            for number in range(most.bit_length() + 1):
+                self.read_routes([(0, [0] * (1 << number))])()
 
     def calls(
         self, params: Params, longest: int, rows: Callable[[], device.Rows]

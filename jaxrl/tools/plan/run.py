@@ -36,11 +36,11 @@ from jaxrl.training.build import (
     assemble_policy,
     assemble_reference,
     assemble_update,
-    routes_of_any_token,
 )
 from jaxrl.training.critic import Critic, without_policy
 from jaxrl.training.forward_pass import ForwardPass
 from jaxrl.training.resident_memory import device_bytes, of_training
+from jaxrl.training.routes import routes_of_any_token
 from jaxrl.training.update import Updater
 from jaxrl.training.weights import Weights
 from jaxrl.types import TrainBatch
@@ -201,7 +201,7 @@ class Run:
         length = min(width, trainer.packed_length or width)
         rows = cut.batch_sizes(length)[-1]
         log_probs = sampling.logprobs is not None
-        routes = routes_of_any_token(trainer, self.model)
+        routes = routes_of_any_token(self.model, trainer.policy.router_replay)
         beside = {"kept": mask_ids, "log_probs": log_probs, "routes": routes}
         batch = empty_batch(rows, width, length, **beside)
         if not done:
