@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
-from jaxrl.data.columns import BLANKS
+from jaxrl.data.columns import BLANKS, ROUTES
 from jaxrl.data.packing import length_bucket
 from jaxrl.tools.doctor.examined_run import ExaminedRun, Program
 from jaxrl.tools.doctor.finding import Finding, failed, passed
@@ -85,6 +85,9 @@ def shortened(output: GeneratorOutput, width: int) -> GeneratorOutput:
                 values[:end] if isinstance(values, Sequence) else values
                 for values, end in zip(column, ends, strict=True)
             ]
+    if ROUTES in cut:
+        wide = zip(cut[ROUTES], output["prompt_token_ids"], ends, strict=True)
+        cut[ROUTES] = [known[: len(prompt) + end] for known, prompt, end in wide]
     return cast(GeneratorOutput, cut)
 
 
