@@ -131,6 +131,28 @@ def test_the_kernel_of_tpus_attends_over_devices(window):
         np.testing.assert_allclose(mine, other, atol=2e-5)
 
 
+@pytest.mark.parametrize("strategy", ["gather", "ring"])
+def test_what_a_query_sees_is_not_kept_for_a_loop_of_layers(strategy):
+    """It is the same in all of them: XLA would compute L^2 of it once, for every head."""
+    placement = Placement(make_mesh(context=8))
+    ints = jnp.zeros((1, 4096), jnp.int32)
+    q, k = jnp.zeros((1, 4096, 4, 8)), jnp.zeros((1, 2, 4096, 8))
+    how = {"strategy": strategy, "kernel": "chunked", "placement": placement}
+
+    @jax.checkpoint
+    def layer(q, k, ids):
+        return context_attention(MODEL, q, k, k, Segments(ids, False), **how)
+
+    def temporaries(run):
+        gradient = jax.jit(jax.grad(lambda q, k, ids: run(q, k, ids).sum(), (0, 1)))
+        return gradient.lower(q, k, ints).compile().memory_analysis().temp_size_in_bytes
+
+    def layers(q, k, ids):
+        return jax.lax.scan(lambda x, _: (layer(x, k, ids), None), q, jnp.arange(4))[0]
+
+    assert temporaries(layers) < 1.2 * temporaries(layer)
+
+
 MESHES = [
     (("context", 2),),
     (("context", 8),),

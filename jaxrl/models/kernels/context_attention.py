@@ -103,6 +103,15 @@ def _sees(
     return near & (queries.ids[:, :, None] == keys.ids[:, None])
 
 
+def _with(places: Places, x: jax.Array) -> Places:
+    """Return the same places, as if they followed from x.
+
+    Else what a query sees would follow from nothing in a layer, and be kept for all layers together
+    in front of their loop: L^2 numbers for every head.
+    """
+    return jax.lax.optimization_barrier((places, x))[0]
+
+
 def _here(order: np.ndarray) -> jax.Array:
     """Return which tokens of a row this device has [T]."""
     devices = jax.lax.axis_size(AXIS)
@@ -130,7 +139,7 @@ def _gather(
         queries, places = given
         return attention(config, queries, k, v, _sees(config, places, keys, sliding))
 
-    parts, mine = _parts(q), Places(_here(order), segments.ids)
+    parts, mine = _parts(q), _with(Places(_here(order), segments.ids), q)
     return _joined(jax.lax.map(part, (parts, _places_of_parts(mine, parts))), q)
 
 
@@ -244,7 +253,7 @@ def _ring_forward(
     sliding: Any,
 ) -> tuple[jax.Array, tuple]:
     devices, parts = jax.lax.axis_size(AXIS), _parts(q)
-    of_parts = _places_of_parts(places, parts)
+    of_parts = _places_of_parts(_with(places, q), parts)
 
     def visit(softmax: _Softmax, held: tuple[jax.Array, jax.Array, Places]) -> _Softmax:
         keys, values, key_places = held
@@ -274,7 +283,7 @@ def _ring_forward(
 def _ring_backward(config: TransformerConfig, residuals: tuple, g: jax.Array) -> tuple:
     q, k, v, places, sliding, out, log_total = residuals
     devices, parts, kv = jax.lax.axis_size(AXIS), _parts(q), k.shape[1]
-    of_parts = _places_of_parts(places, parts)
+    of_parts = _places_of_parts(_with(places, g), parts)
     slope = (g.astype(jnp.float32) * out).sum(axis=-1)  # [B, T, H]: sum over keys of p dp
     given = parts, of_parts, _parts(g), log_total, _parts(slope)
 
