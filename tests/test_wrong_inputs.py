@@ -140,7 +140,7 @@ TRAIN = [
         ["--config.trainer.policy.mesh.fsdp=16"],
         ["mesh={'fsdp': 16}", "fsdp: 8 would fit", "xla_force_host_platform_device_count=16"],
     ),
-    (["--config.trainer.policy.mesh.context=2"], ["mesh.context=2", "not available yet"]),
+    (["--config.trainer.policy.mesh.context=3"], ["'context': 3", "1, 2, 4 or 8 would fit"]),
     (["--config.trainer.max_prompt_length=2"], ["longer than max_prompt_length=2", "has 5"]),
     # losses and estimators
     (
