@@ -232,7 +232,7 @@ def _padded(lengths: np.ndarray, settings: Microbatching) -> list[Layout]:
         (rows,) = settings.row_counts(width)
         chosen, order = order[:rows], order[rows:]
         row = np.arange(len(chosen))
-        shape = rows, settings.length(width)
+        shape = rows, row_length(width, settings.context)
         layouts.append(Layout(chosen, row, 0 * row, shape, (rows, width)))
     return layouts
 
