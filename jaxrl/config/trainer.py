@@ -97,7 +97,7 @@ class PolicyConfig(BaseConfig):
     model_config_kwargs: Annotated[dict[str, Any], _MODEL_CHANGES] = field(default_factory=dict)
     """Changes to the Hugging Face model config."""
     router_replay: Annotated[str, one_of("off", "forward"), new()] = "off"
-    """Of a mixture of experts: "forward" sends tokens to the experts that the sampler sent them to,
+    """Send tokens of a mixture of experts to the experts that the sampler sent them to ("forward"),
     in training and for old log-probs; the weights of the experts are computed and learnt."""
 
 

@@ -10,10 +10,7 @@ import optax
 
 from jaxrl import config as cfg
 from jaxrl.array_ops import DTYPES
-from jaxrl.config.microbatching import (
-    forward_microbatching,
-    update_microbatching,
-)
+from jaxrl.config.microbatching import forward_microbatching, update_microbatching
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.kernels.choice import REFERENCE, Choice, facts_of
 from jaxrl.models.kernels.grouped_product import GROUPED_PRODUCT

@@ -159,10 +159,8 @@ def state_values(
         axes = logical_axes(config)["value_head"]
         head = gather_parameter(params["value_head"], axes, placement, jnp.float32)
         after = jnp.sum(normed * head[:, 0], axis=-1)  # a matrix product would round on TPUs
-        (before,), (known,) = (
-            by_target(rows, after),
-            by_token(rows, (rows.positions > 0) & (rows.segment_ids > 0)),
-        )
+        (before,) = by_target(rows, after)
+        (known,) = by_token(rows, (rows.positions > 0) & (rows.segment_ids > 0))
         return (jnp.where(known, before, 0.0),)
 
 
