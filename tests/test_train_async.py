@@ -206,8 +206,9 @@ def test_a_free_run_that_a_worker_ends_trains_every_group_once_when_resumed(tmp_
 # ------------------------------------------------------------------ weights that change in flight
 
 
-def test_the_age_of_a_token_is_that_of_its_context():
+def test_the_age_of_a_token_is_that_of_its_context(tmp_path):
     trainer = object.__new__(AsyncTrainer)
+    trainer.config = quick(tmp_path, "free")
     trainer.ledger, trainer.samples, trainer.metrics = SimpleNamespace(keep=id), 1, {}
     trainer.updater = SimpleNamespace(microbatching=Microbatching(rows=2, total=2))
     trainer.state, trainer.ahead = SimpleNamespace(step=np.int32(5)), 2
