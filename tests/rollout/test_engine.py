@@ -212,13 +212,15 @@ def test_at_the_bounds_of_temperature_and_penalty_tokens_and_log_probs_are_sound
         assert all(np.isfinite(list(top.values())).all() for top in completion.top_log_probs)
 
 
-def test_a_tensor_parallel_engine_draws_the_same():
+@pytest.mark.parametrize("tensor", [2, 4])  # the model has two key/value heads
+def test_a_tensor_parallel_engine_draws_the_same(tensor):
     everything = {"top_k": 5, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}
     everything |= {"min_tokens": 4, "stop_token_ids": (3, 30), "logprobs": 3}
     everything |= {"raw_log_probs": True, "keep_sampling_mask": True}
     asked = [request(keys=(1, 2, 3)), request(keys=(4, 5), **everything)]
     expected = flat(shared().generate(asked))
-    split = make(devices={"devices": jax.devices()[:4], "data": 2, "tensor": 2})
+    sizes = {"data": 2, "tensor": tensor}
+    split = make(devices={"devices": jax.devices()[: 2 * tensor], **sizes})
     for ours, theirs in zip(flat(split.generate(asked)), expected, strict=True):
         assert ours.tokens == theirs.tokens
         assert ours.sampling_mask_ids == theirs.sampling_mask_ids

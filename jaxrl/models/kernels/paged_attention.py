@@ -30,6 +30,7 @@ from jaxrl.models.kernels.choice import (
     unmet,
 )
 from jaxrl.models.linear import einsum_float32
+from jaxrl.parallel.rules import MeshAxes
 from jaxrl.types import Array
 
 # Of keys and values of a page of each of some rows. Rows are attended to in tiles of so many bytes,
@@ -57,6 +58,7 @@ class Pages(struct.PyTreeNode):
 
     Attributes:
         arrays: as `layout` says.
+        kv_heads: of the model, wherever they are.
         layout: "transposed" has keys [P, K, h, p] and values [P, K, p, h], as a CPU multiplies
             them. In the others a token is what lies together, so that an accelerator writes it in
             place: "apart" has keys and values [P, p, K, h] each, which cuDNN reads; "joined" one
@@ -65,6 +67,7 @@ class Pages(struct.PyTreeNode):
     """
 
     arrays: tuple[Array, ...]
+    kv_heads: int = struct.field(pytree_node=False)
     layout: Layout = struct.field(pytree_node=False)
 
     @classmethod
@@ -78,7 +81,7 @@ class Pages(struct.PyTreeNode):
             "joined": ((pages, size, _rows_of_tpu(2 * heads, dtype), width + -width % LANES),),
             "apart": ((pages, size, heads, width),) * 2,
         }[layout]
-        return cls(tuple(jnp.zeros(shape, dtype) for shape in shapes), layout)
+        return cls(tuple(jnp.zeros(shape, dtype) for shape in shapes), heads, layout)
 
     @property
     def head_axis(self) -> int:
@@ -86,8 +89,13 @@ class Pages(struct.PyTreeNode):
         return 1 if self.layout == "transposed" else 2
 
     @property
+    def position_axes(self) -> tuple[int, ...]:
+        """Return the axis of the positions of each array."""
+        return (3, 2) if self.layout == "transposed" else (1,) * len(self.arrays)
+
+    @property
     def size(self) -> int:
-        """Return the positions of a page."""
+        """Return the positions of a page that are here."""
         return self.arrays[-1].shape[3 - self.head_axis]
 
     @property
@@ -157,6 +165,7 @@ def paged_attention(
     *,
     sliding: bool = False,
     kernel: str = REFERENCE,
+    axis: MeshAxes = None,
 ) -> Array:
     """Attend from the positions of each row to all before them, and to themselves.
 
@@ -166,6 +175,9 @@ def paged_attention(
         first: [R]; below 0, the row is none, and gets anything finite.
         sliding: the layer sees `config.sliding_window` positions.
         kernel: of `PAGED_ATTENTION`.
+        axis: mesh axes over which the positions of every page are spread, in a `shard_map`: device
+            i of n has those from i p / n on. That is done in plain XLA, whatever the kernel: none
+            gives the sums of its softmax.
 
     Returns:
         [R, Q, H, h].
@@ -178,6 +190,8 @@ def paged_attention(
     room = (0, 0), (0, 0), (0, pages.heads - heads), (0, 0), (0, pages.width - width)
     padded = jnp.pad(grouped, room)
     run = PAGED_ATTENTION.implementations[kernel].run
+    if axis is not None:
+        run = functools.partial(by_pages, axis=axis)
     out = run(padded.reshape(rows, queries, -1, pages.width), pages, table, first, **settings)
     return out.reshape(padded.shape)[:, :, :heads, :, :width].reshape(q.shape).astype(q.dtype)
 
@@ -201,12 +215,13 @@ def by_pages(
     scale: float,
     cap: float | None,
     window: int | None,
+    axis: MeshAxes = None,
 ) -> Array:
     """Attend in plain XLA: on a CPU to a page of few rows at a time, elsewhere to many of all rows.
 
     A CPU works from its cache; an accelerator wants few and large operations.
     """
-    settings = {"scale": scale, "cap": cap, "window": window}
+    settings = {"scale": scale, "cap": cap, "window": window, "axis": axis}
     step = max(BLOCK_POSITIONS // pages.size, 1)
     tiles = functools.partial(in_tiles, **settings)
     whole = functools.partial(attend, **settings, step=step)
@@ -240,6 +255,7 @@ def attend(
     cap: float | None,
     window: int | None,
     step: int,
+    axis: MeshAxes,
 ) -> Array:
     """Attend to `step` pages of every row at a time.
 
@@ -247,7 +263,12 @@ def attend(
     beyond its step.
     """
     rows, queries, heads, width = q.shape
-    count, span = pages.heads, step * pages.size
+    count, devices, device = pages.heads, 1, 0
+    if axis is not None:
+        devices, device = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    span = step * devices * pages.size  # positions of these pages, on all devices
+    of_page = (jnp.arange(step)[:, None] * devices + device) * pages.size
+    here = (of_page + jnp.arange(pages.size)).ravel()
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % step)))
     at = (first[:, None] + jnp.arange(queries))[:, None, None, :, None]  # [R, 1, 1, Q, 1]
     grouped = q.reshape(rows, queries, count, -1, width).transpose(0, 2, 3, 1, 4)
@@ -257,16 +278,16 @@ def attend(
         most, total, mixed = so_far
         ids = jax.lax.dynamic_slice_in_dim(table, number * step, step, axis=1)
         keys, values = pages.read(ids)
-        written = number * span + jnp.arange(span) < first[:, None] + queries
+        seen = number * span + here
+        written = seen < first[:, None] + queries
         # behind its end a row has pages of others, whatever is in them: 0 x inf is no number
         values = jnp.where(written[:, None, :, None], values, 0)
         scores = softcap(einsum_float32("rkqh,rkhp->rkqp", flat, keys) * scale, cap)
-        scores = scores.reshape(*grouped.shape[:-1], span)
-        seen = number * span + jnp.arange(span)
+        scores = scores.reshape(*grouped.shape[:-1], len(here))
         sees = (seen <= at) & (first >= 0)[:, None, None, None, None]
         if window is not None:
             sees &= at - seen < window
-        scores = jnp.where(sees, scores, -jnp.inf).reshape(*flat.shape[:-1], span)
+        scores = jnp.where(sees, scores, -jnp.inf).reshape(*flat.shape[:-1], len(here))
         higher = jnp.maximum(most, scores.max(-1))
         weights = jnp.exp(scores - higher[..., None])
         shrink = jnp.exp(most - higher)
@@ -281,7 +302,10 @@ def attend(
     if window is not None:  # what the first of them sees
         earliest = jnp.where(first < 0, first.max(), first).min()
         begin = jnp.maximum(earliest - window + 1, 0) // span
-    _, total, mixed = jax.lax.fori_loop(begin, end, add_step, nothing)
+    most, total, mixed = jax.lax.fori_loop(begin, end, add_step, nothing)
+    if axis is not None:
+        shrink = jnp.exp(most - jax.lax.pmax(most, axis))
+        total, mixed = jax.lax.psum((total * shrink, mixed * shrink[..., None]), axis)
     out = mixed / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
     out = out.reshape(grouped.shape).transpose(0, 3, 1, 2, 4)
     return out.reshape(rows, queries, heads, width)

@@ -1,7 +1,8 @@
 """The key/value cache of the native engine: pages, spread over devices by row and by head.
 
 Each part of the mesh's batch axes has pages of its own, for the rows that it has: there a page is
-called by its number on that part. Every write is in place, and touches what it writes.
+called by its number on that part. Where there are more devices than heads can be split over, each
+has some positions of every page. Every write is in place, and touches what it writes.
 
 Shape legend: P pages of a part, p positions of a page, B rows of a call, T tokens of each, C pages
 of a row, K key/value heads, H query heads, h head width, G parts, Lx layers with experts, k experts
@@ -19,7 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxrl.models.architecture import routes_shape
 from jaxrl.models.kernels.paged_attention import Layout, Pages, paged_attention
 from jaxrl.models.transformer import TransformerConfig
-from jaxrl.parallel.rules import Placement
+from jaxrl.parallel.rules import MeshAxes, Placement
 from jaxrl.types import Array
 
 
@@ -85,18 +86,26 @@ def write_and_attend(
         The layer, and [B, T, H, h].
     """
 
+    size, by_head, by_position = layer.size, None, None
+    if placement is not None:
+        by_head, by_position = _axes(layer, placement)
+
     def run(
         layer: Pages, q: Array, k: Array, v: Array, table: Array, first: Array, count: Array
     ) -> tuple[Pages, Array]:
         flat = (x.swapaxes(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (k, v))
         pages = len(layer.arrays[0])
-        ids, at = _places(table, first, count, q.shape[1], pages=pages, size=layer.size)
+        ids, at = _places(table, first, count, q.shape[1], pages=pages, size=size)
+        if by_position is not None:
+            here = at // layer.size == jax.lax.axis_index(by_position)
+            ids, at = jnp.where(here, ids, pages), at % layer.size
         layer = layer.write(ids, at, *flat)
         given = config, q, layer, table, first
-        return layer, paged_attention(*given, sliding=sliding, kernel=kernel)
+        out = paged_attention(*given, sliding=sliding, kernel=kernel, axis=by_position)
+        return layer, out
 
     if placement is not None:
-        by_row, by_head = placement.batch_axes, placement.spec(k.shape[1:2], ("kv_heads",))[0]
+        by_row = placement.batch_axes
         row, pages = PartitionSpec(by_row), _split(layer, placement)
         asks, held = PartitionSpec(by_row, None, by_head), PartitionSpec(by_row, by_head)
         run = _by_device(run, placement, (pages, asks, held, held, row, row, row), (pages, asks))
@@ -210,11 +219,27 @@ def put_pages(cache: Cache, ids: Array, held: Any, *, placement: Placement | Non
 # ---------------------------------------------------------------- devices
 
 
+def _axes(layer: Pages, placement: Placement) -> tuple[MeshAxes, MeshAxes]:
+    """Return the mesh axes that split the heads of pages, and those that split their positions.
+
+    Which device has a position follows from the position, so that no neighbour changes a bit.
+    """
+    by_head = placement.spec((layer.kv_heads,), ("kv_heads",))[0]
+    axes = placement.rules.kv_heads
+    devices = placement.size(axes)
+    runs_out = by_head is None and devices > 1 and layer.size % devices == 0
+    return by_head, axes if runs_out else None
+
+
 def _split(layer: Pages, placement: Placement) -> Pages:
     """Return the mesh axes of each dim of a layer's arrays; every batch axis splits its pages."""
-    by_head, dim = placement.spec((layer.heads,), ("kv_heads",))[0], layer.head_axis
-    spec = PartitionSpec(placement.batch_axes, *(by_head if i == dim else None for i in (1, 2, 3)))
-    return jax.tree.map(lambda _: spec, layer)
+    by_head, by_position = _axes(layer, placement)
+
+    def spec(position_axis: int) -> PartitionSpec:
+        by_dim = {layer.head_axis: by_head, position_axis: by_position}
+        return PartitionSpec(placement.batch_axes, *(by_dim.get(dim) for dim in (1, 2, 3)))
+
+    return layer.replace(arrays=tuple(map(spec, layer.position_axes)))
 
 
 def _split_all(cache: Cache, placement: Placement) -> Cache:

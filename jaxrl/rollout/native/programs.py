@@ -46,6 +46,8 @@ from jaxrl.rollout.weights.groups import (
 from jaxrl.types import Array
 
 GIB = 2**30
+# weights are whole but for the tensor axis: a step of decoding would gather them every time
+RULES = ShardingRules(embed=None)
 FRACTIONS = (4, 2, 1)  # a block may run over a quarter, a half or all of the rows
 # Decode steps of a block, by platform. Where a block begins before the one before is fetched, the
 # device waits for the host only if that needs longer than a block takes: about 6 ms for 1,024 slots
@@ -110,11 +112,15 @@ def pages_that_fit(
     elements = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract_params(config)))
     weights = elements * jnp.dtype(dtype).itemsize / tensor
     empty = functools.partial(_empty, config, device, dtype, keep_routes=keep_routes)
-    page = jax.eval_shape(functools.partial(empty, pages=1, size=size))
-    of_layers, of_routes = (
-        sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) for tree in page
+    placement = Placement(mesh, RULES)
+    parts = batch_devices(mesh, RULES)
+    page = jax.eval_shape(functools.partial(empty, pages=parts, size=size))  # one in each
+    by_device = jax.tree.map(
+        lambda x, sharding: math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize,
+        page,
+        kv_cache.cache_shardings(page, placement),
     )
-    page_bytes = of_layers / tensor + of_routes
+    page_bytes = sum(jax.tree.leaves(by_device))
     whole = device_memory(device) if memory is None else memory
     budget = utilization * (whole - resident)
     fitting, row = int((budget - weights) // page_bytes), -(-max_model_len // size)
@@ -290,9 +296,7 @@ class Programs:
         platform: str | None = None,
         keep_routes: bool = False,
     ) -> None:
-        # weights are whole but for the tensor axis: a step of decoding would gather them every time
-        rules = ShardingRules(embed=None)
-        placement = Placement(mesh, rules)
+        placement = Placement(mesh, RULES)
         platform = platform or placement.platform
         alone = platform == "cpu" and mesh.size == 1
         if steps is None:
@@ -301,7 +305,7 @@ class Programs:
         self.placement, self.platform, self.dtype = placement, platform, jnp.dtype(dtype)
         self.shape = shape_of(platform)
         self.group_bytes, self._most_pages = group_bytes, pages
-        self.parts = batch_devices(mesh, rules)
+        self.parts = batch_devices(mesh, RULES)
         self.slots = round_up(slots, self.parts)
         chunk = self.parts * self.shape.tiles * self.shape.tile
         self.chunks = max(batched_tokens // chunk, 1)
