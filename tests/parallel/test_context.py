@@ -165,14 +165,24 @@ def devices_of(sizes):
     return int(np.prod([size for _, size in sizes]))
 
 
-@pytest.mark.parametrize("cut", CUTS, ids=["padded", "packed"])
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
-@pytest.mark.parametrize("strategy", ["gather", "ring"])
-def test_the_gradient_does_not_depend_on_the_context_axis(strategy, sizes, cut):
+def check(strategy, sizes, cut):
     algorithm, batch = algorithm_with(), make_batch()
     whole = gradient(algorithm, batch, microbatch_rows=ROWS)
     given = {"devices": devices_of(sizes), "sizes": sizes, "context": strategy}
     assert_same(gradient(algorithm, batch, **given, **cut), whole)
+
+
+@pytest.mark.parametrize(("strategy", "mesh", "cut"), [("gather", 1, 0), ("ring", 2, 1)])
+def test_the_gradient_does_not_depend_on_the_context_axis(strategy, mesh, cut):
+    check(strategy, MESHES[mesh], CUTS[cut])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", CUTS, ids=["padded", "packed"])
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("strategy", ["gather", "ring"])
+def test_the_gradient_does_not_depend_on_the_context_axis_all(strategy, sizes, cut):
+    check(strategy, sizes, cut)
 
 
 WINDOWS = dataclasses.replace(MODEL, sliding_window=5, sliding_layers=(True, False))
@@ -191,7 +201,12 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+SLOW = "clip_cov", "windows, gathered", "ulysses", "adapters"  # the default run has the others
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.slow) if k in SLOW else k for k in KINDS]
+)
 def test_every_kind_of_update_is_that_of_one_device(kind):
     given = dict(KINDS[kind])
     losses = {"router_balance_loss_coef": 0.3, "router_z_loss_coef": 0.02}

@@ -132,8 +132,8 @@ MIXED = dataclasses.replace(
 @pytest.mark.parametrize(
     ("sizes", "packed"),
     [
-        ({"expert": 8}, True),
-        ({"expert": 4, "fsdp": 2}, False),
+        pytest.param({"expert": 8}, True, marks=pytest.mark.slow),
+        pytest.param({"expert": 4, "fsdp": 2}, False, marks=pytest.mark.slow),
         ({"expert": 2, "fsdp": 2, "tensor": 2}, True),
         ({"fsdp": 8}, False),
     ],
