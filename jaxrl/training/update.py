@@ -68,10 +68,10 @@ class Updater:
             return jax.tree.map(jnp.add, grads, to_params(cotangents)[0]), metrics | of_experts
 
         def pull_back(grads: Any, params: Any, rows: ModelRows, cotangents: Any) -> Any:
-            _, to_params, _ = jax.vjp(
+            _, to_params, of_experts = jax.vjp(
                 lambda new: forward(with_trained(params, new), rows), trained(params), has_aux=True
             )
-            return jax.tree.map(jnp.add, grads, to_params(cotangents)[0])
+            return jax.tree.map(jnp.add, grads, to_params(cotangents)[0]), of_experts
 
         self.zeros = jax.jit(
             lambda params: jax.tree.map(jnp.zeros_like, trained(params)),
@@ -80,7 +80,9 @@ class Updater:
         self.accumulate = jax.jit(
             accumulate, donate_argnums=0, out_shardings=(shardings.params, None)
         )
-        self.pull_back = jax.jit(pull_back, donate_argnums=0, out_shardings=shardings.params)
+        self.pull_back = jax.jit(
+            pull_back, donate_argnums=0, out_shardings=(shardings.params, None)
+        )
 
         def cotangents(*given: Any) -> Any:  # (*outputs, batch, weights, key)
             every_output = tuple(range(len(given) - 3))
@@ -161,7 +163,8 @@ class Updater:
             seen = self.objective.seen(minibatch)
             cotangents, metrics = self.cotangents(*outputs, seen, weights, key)
             cotangents = jax.device_get(cotangents)
-            return self.pulled_back(grads, params, minibatch, cotangents, key), [metrics]
+            grads, of_experts = self.pulled_back(grads, params, minibatch, cotangents, key)
+            return grads, [metrics | of_experts]
         tree = self.objective.seen(minibatch), weights
         parts = microbatches(tree, minibatch, self.microbatching)
         for _, host_rows, on_host in parts:
@@ -173,14 +176,19 @@ class Updater:
 
     def pulled_back(
         self, grads: Any, params: Any, batch: TrainBatch, cotangents: Any, key: Array
-    ) -> Any:
-        """Add to `grads` the gradient from cotangents of log-probs and entropy, [B, T] each."""
-        tree = batch.row_ids, cotangents
+    ) -> tuple[Any, Metrics]:
+        """Add to `grads` the gradient from cotangents of log-probs and entropy, [B, T] each.
+
+        Returns:
+            The gradient, and what is to be known of experts, added up.
+        """
+        tree, found = (batch.row_ids, cotangents), []
         for _, host_rows, (row_ids, on_host) in microbatches(tree, batch, self.microbatching):
             keyed_rows = with_token_keys(params, host_rows, row_ids, key)
             rows, cotangent = self.place((keyed_rows, on_host))
-            grads = self.pull_back(grads, params, rows, cotangent)
-        return grads
+            grads, of_experts = self.pull_back(grads, params, rows, cotangent)
+            found.append(of_experts)
+        return grads, jax.tree.map(lambda *parts: sum(parts), *found)
 
     def warm_up(self, params: Any, minibatch: TrainBatch) -> None:
         """Compile `update`, all but `apply`, for all microbatches of trajectories of this length.

@@ -52,6 +52,14 @@ def test_loads_are_of_real_tokens_whatever_the_cut():
             np.testing.assert_allclose(x, whole[name], rtol=1e-5)
 
 
+def test_a_loss_that_sees_the_whole_minibatch_has_them_too():
+    batch = make_batch()
+    whole = sums_of(batch, microbatch_rows=ROWS)
+    found = sums_of(batch, "clip_cov", microbatch_rows=3)  # in two passes over microbatches
+    for name, x in found.items():
+        np.testing.assert_allclose(x, whole[name], rtol=1e-5)
+
+
 def test_ids_that_no_expert_has_are_counted_as_dropped():
     batch = with_routes(make_batch())
     batch.routes[0, 3, 0, 1] = 17
