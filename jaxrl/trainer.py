@@ -25,7 +25,7 @@ from jaxrl.config.objective_requirements import (
     needs_old_log_probs,
     needs_reference,
 )
-from jaxrl.data.columns import ROUTES, trajectory_numbers
+from jaxrl.data.columns import ROUTES, ROUTES_PROCESS, trajectory_numbers
 from jaxrl.data.messages import messages_of
 from jaxrl.data.order import order_of_run
 from jaxrl.data.packing import collate, empty_batch, minibatches
@@ -310,7 +310,9 @@ class Trainer:
             self.batch = batch = self.add_advantages(batch)  # 6
         if self.config.trainer.dump_data_batch and is_first():
             with timed(self.metrics, "dump_data_batch"):
-                dump_batch(batch_path(self.config.trainer.export_path, step), batch, step)
+                # of a job's batch this process has the experts of its own rows alone
+                dumped = batch.replace(routes=None) if jax.process_count() > 1 else batch
+                dump_batch(batch_path(self.config.trainer.export_path, step), dumped, step)
         self.update_critic(batch, step)  # 7
         with timed(self.metrics, "policy_train"):
             self.update(batch, step)
@@ -461,7 +463,8 @@ class Trainer:
         self.ledger.keep(output)
         replay = self.config.trainer.policy.router_replay
         if replay == "off":
-            output = cast(GeneratorOutput, {k: x for k, x in output.items() if k != ROUTES})
+            without = ROUTES, ROUTES_PROCESS
+            output = cast(GeneratorOutput, {k: x for k, x in output.items() if k not in without})
         elif ROUTES not in output:
             raise ValueError(
                 f"trainer.policy.router_replay={replay!r}: the generator gives no {ROUTES!r} in "

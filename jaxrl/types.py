@@ -153,6 +153,8 @@ class GeneratorOutput(TypedDict):
     context_versions: NotRequired[list[list[int]]]  # per token, the oldest in its context, or -1
     # [n, Lx, k] ids of the experts of the first n tokens of prompt and response, see `Completion`
     rollout_expert_indices: NotRequired[list[Array]]
+    # of a job: the process that has these of a row, in the others they have n = 0
+    expert_indices_process: NotRequired[list[int]]
     measured: NotRequired[list[Measured]]  # of parts, for the `rollout_metrics` of the batch
     ledger_ids: NotRequired[list[int]]  # of the trajectory in run.db
 
@@ -185,7 +187,8 @@ class TrainBatch(PyTree):
     token_versions: IntBT | None = None  # -1 where not sampled; None = not recorded
     context_versions: IntBT | None = None  # the oldest in a token's context
     staleness: IntBT | None = None  # if the loss asks for it; see jaxrl/training/staleness.py
-    routes: Array | None = None  # [B, T, Lx, k] experts to replay, of which E or more are unknown
+    # [B, T, Lx, k] experts to replay, of which E or more are unknown; in a job `OwnRoutes`
+    routes: Array | None = None
 
 
 class ModelRows(PyTree):
@@ -208,7 +211,7 @@ class ModelRows(PyTree):
     source: IntBT | None = None
     keys: Array | None = None  # [R, L] PRNG keys for what drops out; None = nothing
     kept: Array | None = None  # [R, L, k] of the targets, as in TrainBatch
-    routes: Array | None = None  # [R, L, Lx, k], as in TrainBatch
+    routes: Array | None = None  # [R, L, Lx, k], as in TrainBatch; in a job a `Share` of them
 
 
 class CriticState(PyTree):

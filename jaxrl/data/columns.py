@@ -95,7 +95,8 @@ TOKEN_COLUMNS = (
 )
 # The experts of prompt and response are no column with an entry per response token.
 ROUTES = "rollout_expert_indices"
-NO_ROUTES = np.zeros((0, 0, 0), np.uint8)  # of a row of which nothing is known
+NO_ROUTES = np.zeros((0, 0, 0), np.uint8)  # of a row of which nothing is known, or not here
+ROUTES_PROCESS = "expert_indices_process"  # of a job: which process has those of a row
 BLANKS = {column.name: column.blank for column in TOKEN_COLUMNS}
 
 

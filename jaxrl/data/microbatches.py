@@ -23,6 +23,7 @@ from jaxrl.data.packing import (
     round_up,
     with_targets,
 )
+from jaxrl.data.routes import OwnRoutes
 from jaxrl.parallel.context import row_length, split_rows
 from jaxrl.types import MOST_SEGMENTS, Array, ModelRows, TrainBatch
 
@@ -179,11 +180,18 @@ def microbatches(
             return np.pad(taken, ((0, size - len(taken)), *((0, 0),) * (taken.ndim - 1)))
 
         tokens, lengths, mask = take(batch.tokens), take(batch.lengths), take(batch.loss_mask)
-        beside = jax.tree.map(take, beside_tokens(batch))
+        beside = beside_tokens(batch)
+        own = beside.pop("routes") if isinstance(batch.routes, OwnRoutes) else None
+        beside = jax.tree.map(take, beside)
         if settings.packed:
             rows = packed_rows(tokens, lengths, mask, layout, beside)
         else:
             rows = one_per_row(tokens, lengths, mask, beside)
+        if own is not None:
+            taken, n = rows.tokens.shape, len(layout.chosen)
+            ends = lengths[:n] if settings.packed else np.full(n, width)  # as those of an array
+            at = layout.chosen, layout.row, layout.start
+            rows = rows.replace(routes=own.placed(*at, ends, taken))
         rows = split_rows(rows, settings.context)
         yield layout.chosen, rows, jax.tree.map(take, tree)
 

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.data.columns import ROUTES, TOKEN_COLUMNS, Column
+from jaxrl.data.columns import ROUTES, ROUTES_PROCESS, TOKEN_COLUMNS, Column
+from jaxrl.data.routes import OwnRoutes, own_routes
 from jaxrl.types import Array, GeneratorOutput, ModelRows, TrainBatch
 
 
@@ -68,7 +69,7 @@ def empty_batch(
         policy_versions=np.zeros(rows, np.int32),
         row_ids=np.arange(rows, dtype=np.int32),
         kept=np.full((rows, width, kept), -1, np.int32) if kept else None,
-        routes=None if routes is None else np.broadcast_to(routes, (rows, width, *routes.shape)),
+        routes=None if routes is None else _same_routes(routes, rows, width),
         **columns,
     )
 
@@ -152,13 +153,26 @@ def collate(
         row_ids=np.arange(rows, dtype=np.int32),
         is_last_step=np.asarray(output["is_last_step"]) if "is_last_step" in output else None,
         valid_mask=np.asarray(output["valid_mask"]) if "valid_mask" in output else None,
-        routes=_routes(output[ROUTES], width) if ROUTES in output else None,
+        routes=_routes(output, width) if ROUTES in output else None,
         **{column.batch: response_array(column) for column in TOKEN_COLUMNS},
     )
 
 
-def _routes(entries: Sequence[np.ndarray], width: int) -> np.ndarray:
-    """Return experts as [B, T, Lx, k]; the highest number where they are not known."""
+def _same_routes(routes: np.ndarray, rows: int, width: int) -> np.ndarray | OwnRoutes:
+    """Return the experts [Lx, k] of all tokens as `collate` does; in a job the first knows them."""
+    if jax.process_count() > 1:
+        return own_routes([np.broadcast_to(routes, (width, *routes.shape))] * rows, [0] * rows)
+    return np.broadcast_to(routes, (rows, width, *routes.shape))
+
+
+def _routes(output: GeneratorOutput, width: int) -> np.ndarray | OwnRoutes:
+    """Return experts as [B, T, Lx, k]; the highest number where they are not known.
+
+    Where processes have them, it is what this one has.
+    """
+    entries = cast(dict, output)[ROUTES]
+    if ROUTES_PROCESS in output:
+        return own_routes(entries, cast(dict, output)[ROUTES_PROCESS])
     like = max(entries, key=len)
     array = np.full((len(entries), width, *like.shape[1:]), np.iinfo(like.dtype).max, like.dtype)
     for row, known in enumerate(entries):

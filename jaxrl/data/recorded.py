@@ -5,6 +5,13 @@
 It holds the columns that `Trainer.rollouts` returned, as they were before rewards are shaped; all
 that a step computes follows from them and from the state before it. Lists per token are one array
 each, with the length of every row; what is not numbers is JSON. Nothing is pickled.
+
+In a job of several processes each has the experts of the rows that it sampled. The first writes its
+own into this file, and every other one those that it has into
+
+    <run folder>/processes/<i>/rollouts/step_000012.npz
+
+The first file has a digest of what is in each of these.
 """
 
 import contextlib
@@ -21,7 +28,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from jaxrl.data.columns import ROUTES, TOKEN_COLUMNS
+from jaxrl.data.columns import NO_ROUTES, ROUTES, ROUTES_PROCESS, TOKEN_COLUMNS
 from jaxrl.files import replaced
 from jaxrl.types import GeneratorOutput, TrajectoryID
 
@@ -35,7 +42,9 @@ _PER_ROW = {
     "policy_versions": np.int32,
     "is_last_step": np.bool_,
     "ledger_ids": np.int64,
+    ROUTES_PROCESS: np.int32,
 }
+_DIGESTS = "digests of routes"  # by process
 
 
 _DAMAGED = ValueError, KeyError, EOFError, OSError, RuntimeError, zipfile.BadZipFile, zlib.error
@@ -51,6 +60,7 @@ def write_rollouts(
     arrays: dict[str, np.ndarray],
     uids: Sequence[str],
     kept: Mapping[str, Mapping[str, np.ndarray]] = MappingProxyType({}),
+    routes_digests: Sequence[str] = (),
 ) -> str:
     """Write trajectories and the prompt of each; returns the digest of the file.
 
@@ -59,13 +69,37 @@ def write_rollouts(
     Args:
         arrays: of `to_arrays`.
         kept: what callbacks keep, "before" the step and "after" it, by name.
+        routes_digests: of a job, `routes_digest` of each process.
     """
     arrays = arrays | {
         f"{_KEPT}{when}.{name}": value for when in kept for name, value in kept[when].items()
     }
     about = {"uids": _json_array(json.dumps(list(uids))), "format": np.array(FORMAT, np.int32)}
+    if routes_digests:
+        about[_DIGESTS] = _json_array(json.dumps(list(routes_digests)))
+    return _write(path, arrays | about)
+
+
+def own_routes(output: GeneratorOutput, process: int) -> dict[str, np.ndarray]:
+    """Return the experts that a process has, as the arrays of its file."""
+    columns = zip(cast(dict, output)[ROUTES], cast(dict, output)[ROUTES_PROCESS], strict=True)
+    rows = [routes for routes, at in columns if at == process] or [NO_ROUTES]
+    return to_arrays(cast(GeneratorOutput, {ROUTES: rows}))
+
+
+def routes_digest(arrays: Mapping[str, np.ndarray]) -> str:
+    """Return the digest of what `own_routes` gave."""
+    return _digest(arrays[f"{ROUTES}.lengths"].tobytes() + arrays[ROUTES].tobytes())
+
+
+def write_routes(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write what `own_routes` gave; the file is on disk, whole, when it has its name."""
+    _write(path, arrays)
+
+
+def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> str:
     buffer = io.BytesIO()
-    np.savez_compressed(buffer, **(arrays | about))  # type: ignore[arg-type]
+    np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as new, new.open("wb") as file:
         file.write(buffer.getbuffer())
@@ -79,16 +113,22 @@ def file_digest(path: Path) -> str:
     return _digest(path.read_bytes())
 
 
-def read_rollouts(path: Path) -> tuple[GeneratorOutput, list[str]]:
+def read_rollouts(path: Path, *, with_routes: bool = True) -> tuple[GeneratorOutput, list[str]]:
     """Read the trajectories of a step and the prompt of each.
 
+    Args:
+        with_routes: read the experts of tokens too, of which each process of a job has written a
+            part.
+
     Raises:
-        FileNotFoundError: no such file.
+        FileNotFoundError: no such file, or none of a process of its job.
         ValueError: it is damaged, or of another version.
     """
+    left_out = (_DIGESTS,) if with_routes else (_DIGESTS, ROUTES, f"{ROUTES}.lengths")
     with _damage_named(path):
         with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files if not name.startswith(_KEPT)}
+            names = (n for n in file.files if n not in left_out and not n.startswith(_KEPT))
+            arrays = {name: file[name] for name in names}
         written = int(arrays.pop("format"))
         uids = _from_json(arrays.pop("uids"))
         output = from_arrays(arrays)
@@ -97,7 +137,50 @@ def read_rollouts(path: Path) -> tuple[GeneratorOutput, list[str]]:
             f"{path} has format {written}, this jaxrl reads {FORMAT}: read it with the version "
             "that wrote it"
         )
+    processes = cast(dict, output).pop(ROUTES_PROCESS, None)
+    if with_routes and processes is not None:
+        for process, routes in routes_elsewhere(path).items():
+            rows = [row for row, at in enumerate(processes) if at == process]
+            for row, known in zip(rows, routes, strict=True):
+                output[ROUTES][row] = known
     return output, uids
+
+
+def routes_elsewhere(path: Path) -> dict[int, list[np.ndarray]]:
+    """Read the experts that processes other than the first have written, by process.
+
+    Args:
+        path: of the step's trajectories.
+
+    Raises:
+        FileNotFoundError: a file of one of them is not there.
+        ValueError: one is damaged, or not what was written at that step.
+    """
+    with _damage_named(path), np.load(path, allow_pickle=False) as file:
+        if _DIGESTS not in file.files:
+            return {}
+        digests, processes = _from_json(file[_DIGESTS]), set(file[ROUTES_PROCESS].tolist())
+    from jaxrl.parallel import record_folder  # here: what one process has written needs no JAX
+
+    found = {}
+    for process in sorted(processes - {0}):
+        own = record_folder(path.parents[1], process) / path.parent.name / path.name
+        try:
+            with _damage_named(own), np.load(own, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in file.files}
+                digest = routes_digest(arrays)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"{own} is gone, the experts of the tokens that process {process} sampled for "
+                f"{path}: copy it from the host of that process"
+            ) from error
+        if digest != digests[process]:
+            raise ValueError(
+                f"{own} is not what process {process} wrote beside {path}: its digest is {digest}, "
+                f"{digests[process]} is recorded; copy it from the host of that process"
+            )
+        found[process] = cast(dict, from_arrays(arrays))[ROUTES]
+    return found
 
 
 def read_kept(path: Path, when: str) -> dict[str, np.ndarray]:

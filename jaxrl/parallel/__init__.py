@@ -20,10 +20,12 @@ from jaxrl.parallel.rules import (
     param_shardings,
     replicated,
 )
+from jaxrl.parallel.shares import Share
 
 __all__ = [
     "Placement",
     "ProcessError",
+    "Share",
     "ShardingRules",
     "agree",
     "allgather",

@@ -2,7 +2,7 @@
 
 import functools
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -45,6 +45,27 @@ def start_checksums(state: Any) -> Callable[[], dict[str, int]]:
 def host_checksums(arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
     """Return a number for the bytes of each array of the host, its CRC-32."""
     return {name: zlib.crc32(array.tobytes()) for name, array in arrays.items()}
+
+
+def joined_checksum(parts: Sequence[int], size: int) -> int:
+    """Return the CRC-32 of `size` bytes after `size` bytes and so on, from the CRC-32 of each.
+
+    With A before B it is crc(A) x^(8 size) + crc(B), in polynomials over GF(2) modulo that of the
+    CRC; their first coefficient is the last bit (as `crc32_combine` of zlib 1.2.12).
+    """
+    power, square, left = 1 << 31, 1 << 23, size  # 1, and x^8
+    while left:
+        power = _product(power, square) if left & 1 else power
+        square, left = _product(square, square), left >> 1
+    return functools.reduce(lambda joined, part: _product(power, joined) ^ part, parts, 0)
+
+
+def _product(a: int, b: int) -> int:
+    product = 0
+    for bit in range(31, -1, -1):
+        product ^= b if a >> bit & 1 else 0
+        b = b >> 1 ^ (0xEDB88320 if b & 1 else 0)
+    return product
 
 
 def _in_blocks(arrays: Mapping[str, Array]) -> frozenset[str]:

@@ -29,6 +29,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 import jaxrl
 from jaxrl import cli
+from jaxrl.parallel.shares import Share, put_share
 from jaxrl.parallel.xla_flags import set_flags
 
 T = TypeVar("T")
@@ -215,9 +216,14 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def record_folder(folder: Path) -> Path:
-    """Return where this process writes what each has of its own, in the folder of a run."""
-    return folder if is_first() else folder / "processes" / str(jax.process_index())
+def record_folder(folder: Path, process: int | None = None) -> Path:
+    """Return where a process writes what each has of its own, in the folder of a run.
+
+    Args:
+        process: None = this one.
+    """
+    process = jax.process_index() if process is None else process
+    return folder / "processes" / str(process) if process else folder
 
 
 def allgather(value: T) -> list[T]:
@@ -282,17 +288,26 @@ def local_slice(items: Sequence[T]) -> Sequence[T]:
 def put(tree: Any, shardings: Any) -> Any:
     """Put host arrays, the same in all processes, on devices; each process copies its parts.
 
+    A `Share` becomes the array that all processes together have; with one it is a collective.
+
     Args:
         shardings: one for all, or a tree of them; None = the default device.
     """
     if jax.process_count() == 1 or shardings is None:
         return jax.device_put(tree, shardings)
     if isinstance(shardings, Sharding):
-        shardings = jax.tree.map(lambda _: shardings, tree)
-    return jax.tree.map(_put, tree, shardings)
+        shardings = jax.tree.map(lambda _: shardings, tree, is_leaf=_is_share)
+    return jax.tree.map(_put, tree, shardings, is_leaf=_is_share)
+
+
+def _is_share(x: Any) -> bool:
+    return isinstance(x, Share)
 
 
 def _put(x: Any, sharding: Sharding) -> jax.Array:
+    if isinstance(x, Share):
+        assert isinstance(sharding, NamedSharding)  # as all that span processes
+        return put_share(x, sharding)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return jax.device_put(x, sharding)
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

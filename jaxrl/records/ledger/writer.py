@@ -3,7 +3,7 @@
 import json
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -12,10 +12,19 @@ import jax
 import numpy as np
 
 from jaxrl.config.trainer import LedgerConfig
-from jaxrl.data.recorded import rollouts_path, to_arrays, write_rollouts
-from jaxrl.parallel import ProcessError, agree, allgather, is_first
+from jaxrl.data.columns import ROUTES_PROCESS
+from jaxrl.data.recorded import (
+    own_routes,
+    rollouts_path,
+    routes_digest,
+    to_arrays,
+    write_rollouts,
+    write_routes,
+)
+from jaxrl.data.routes import OwnRoutes
+from jaxrl.parallel import ProcessError, agree, allgather, is_first, record_folder
 from jaxrl.parallel.checksums import start_checksums
-from jaxrl.records.ledger.database import FILE, Ledger
+from jaxrl.records.ledger.database import FILE, Ledger, LedgerError
 from jaxrl.types import GeneratorOutput, Prompt, TrainBatch
 
 _FAILED = ("env_error", "abort")  # stop reasons of trajectories from which nothing is learnt
@@ -29,18 +38,21 @@ class Taken(NamedTuple):
         uids: prompt of each.
         stopped: stop reason of each, by its number.
         rows: number of the trajectory of each row that becomes a row of the batch.
+        routes_digests: of a job, of what each process writes of the experts of tokens.
     """
 
     arrays: dict[str, np.ndarray] | None
     uids: Sequence[str]
     stopped: dict[int, str]
     rows: np.ndarray
+    routes_digests: Sequence[str]
 
 
 class LedgerWriter:
     """Write what happens to the trajectories of one run; thread-safe, silent before `begin`.
 
-    Of the processes of a job the first alone has a ledger.
+    Of the processes of a job the first alone has a ledger; the others write the experts of the
+    tokens that they sampled, which it does not have.
 
     Args:
         folder: of the run.
@@ -51,8 +63,10 @@ class LedgerWriter:
         self.folder, self.settings = folder, settings
         self.database: Ledger | None = None
         self._taken: Taken | None = None
+        self._routes: dict[str, np.ndarray] | None = None  # of a process that is not the first
         self._skipped: np.ndarray | None = None
         self._writing: Future[Any] | None = None
+        self._thread: ThreadPoolExecutor | None = None  # of a process that is not the first
 
     def begin(self, step: int, saved: Mapping[str, Any] | None = None, **attempt: Any) -> None:
         """Open the ledger for an attempt; take back what its checkpoint lacks.
@@ -65,12 +79,13 @@ class LedgerWriter:
         Raises:
             LedgerError: see `Ledger`.
         """
-        if not is_first():
-            return
-        timeout = self.settings.lock_timeout_seconds
-        self.database = Ledger(self.folder / FILE, lock_timeout=timeout)
-        self.database.begin(step, saved if step else None, **attempt)
-        for path in (self.folder / "rollouts").glob("step_*.npz"):
+        if is_first():
+            timeout = self.settings.lock_timeout_seconds
+            self.database = Ledger(self.folder / FILE, lock_timeout=timeout)
+            self.database.begin(step, saved if step else None, **attempt)
+        else:
+            self._thread = ThreadPoolExecutor(1, "jaxrl-ledger")
+        for path in (record_folder(self.folder) / "rollouts").glob("step_*.npz"):
             number = path.stem.removeprefix("step_")
             if number.isdecimal() and int(number) > step:  # of what is superseded
                 path.unlink()
@@ -124,17 +139,25 @@ class LedgerWriter:
     def take(self, output: GeneratorOutput, uids: Sequence[str]) -> None:
         """Take the trajectories of the step that begins.
 
-        What is recorded is copied here: whoever shapes them may do so in place.
+        What is recorded is copied here: whoever shapes them may do so in place. In a job it is a
+        collective.
         """
+        if self.database is None and self._thread is None:
+            return
+        recorded, digests = self.settings.record_rollouts, ()
+        if recorded and ROUTES_PROCESS in output:
+            own = own_routes(output, jax.process_index())
+            digests = allgather(routes_digest(own))
+            self._routes = None if is_first() else own
         if self.database is None:
             return
-        recorded = self.settings.record_rollouts
         ids = output.get("ledger_ids", [])
         self._taken = Taken(
             to_arrays(output) if recorded else None,
             list(uids),
             dict(zip(ids, output["stop_reasons"], strict=False)),
             np.array(ids, int),
+            digests,
         )
         self._skipped = None
 
@@ -171,6 +194,9 @@ class LedgerWriter:
             numbers = start_step_checksums(batch, state)
             if jax.process_count() > 1:
                 _compare(numbers())
+        if self._routes is not None:
+            routes, self._routes = self._routes, None
+            self._write_beside(rollouts_path(record_folder(self.folder), step), routes)
         if self.database is None or self._taken is None:
             return
         taken, self._taken = self._taken, None
@@ -181,7 +207,8 @@ class LedgerWriter:
             if taken.arrays is None:
                 return step, None, None, json.dumps(numbers())
             path = rollouts_path(self.folder, step)
-            digest = write_rollouts(path, taken.arrays, taken.uids, kept)
+            given = taken.arrays, taken.uids, kept, taken.routes_digests
+            digest = write_rollouts(path, *given)
             return step, str(path.relative_to(self.folder)), digest, json.dumps(numbers())
 
         if self._writing is not None:  # a slow disk may be one step behind, not more
@@ -191,9 +218,13 @@ class LedgerWriter:
     def commit(self) -> dict[str, Any] | None:
         """Return what the checkpoint that is saved now has to know; all of it is on disk.
 
+        So is what this process has to write, if it is not the first; it has nothing to tell.
+
         Raises:
             LedgerError: it cannot be written.
         """
+        if self._thread is not None and self._writing is not None:
+            self._writing.result()
         return None if self.database is None else self.database.position()
 
     def close(self) -> None:
@@ -201,6 +232,26 @@ class LedgerWriter:
         if self.database is not None:
             self.database.close()
             self.database = None
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+
+    def _write_beside(self, path: Path, routes: dict[str, np.ndarray]) -> None:
+        """Write what this process has of a step, while it goes on."""
+
+        def write() -> None:
+            try:
+                write_routes(path, routes)
+            except OSError as error:
+                raise LedgerError(
+                    f"cannot write {path} ({error}): free space on its disk, or mend it, and start "
+                    "again; the run goes on from its last checkpoint"
+                ) from error
+
+        assert self._thread is not None
+        if self._writing is not None:  # a slow disk may be one step behind, not more
+            self._writing.result()
+        self._writing = self._thread.submit(write)
 
 
 def step_checksums(batch: TrainBatch, state: Any) -> dict[str, int]:
@@ -213,10 +264,13 @@ def step_checksums(batch: TrainBatch, state: Any) -> dict[str, int]:
 
 def start_step_checksums(batch: TrainBatch, state: Any) -> Callable[[], dict[str, int]]:
     """Dispatch `step_checksums`; what is returned waits for the devices, in any thread."""
-    arrays = {name: array for name, array in vars(batch).items() if array is not None}
+    width = batch.tokens.shape[1]
     batch_checksums = {
-        f"batch.{name}": zlib.crc32(np.asarray(jax.device_get(array)).tobytes())
-        for name, array in arrays.items()
+        f"batch.{name}": array.checksum(width)
+        if isinstance(array, OwnRoutes)
+        else zlib.crc32(np.asarray(jax.device_get(array)).tobytes())
+        for name, array in vars(batch).items()
+        if array is not None
     }
     state_checksums = start_checksums(state)
     return lambda: (

@@ -2,10 +2,11 @@
 
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 
+from jaxrl.data.columns import NO_ROUTES, ROUTES, ROUTES_PROCESS
 from jaxrl.models.transformer import Params
 from jaxrl.parallel import allgather, is_first, local_slice
 from jaxrl.rollout.conversations.concat_outputs import concat_batch
@@ -20,7 +21,9 @@ def sample_across_processes(
 ) -> GeneratorOutput:
     """Sample the trajectories of a batch, the same in every process; a collective.
 
-    Which process samples a prompt changes nothing: all that is random has a name.
+    Which process samples a prompt changes nothing: all that is random has a name. The experts of a
+    token, which are most of what is known of it, stay with the process that sampled it: the column
+    `expert_indices_process` says which that is.
 
     Args:
         each_samples: each process a share of the prompts; False = the first one all of them.
@@ -31,16 +34,26 @@ def sample_across_processes(
     if jax.process_count() == 1:
         return sample(prompts, False)
     mine = local_slice(prompts) if each_samples else prompts if is_first() else ()
-    output = error = None
+    output: dict[str, Any] | None = None
+    error = None
     try:
-        output = sample(mine, each_samples) if mine else None
+        output = cast(dict, sample(mine, each_samples)) if mine else None
     except Exception as raised:  # the others wait
         error = _portable(raised)
-    found = allgather((output, error))
-    for _, raised in found:
+    routes = output.get(ROUTES) if output else None
+    sent = output and {name: x for name, x in output.items() if name != ROUTES}
+    found = allgather((sent, routes is not None, error))
+    for _, _, raised in found:
         if raised is not None:
             raise raised
-    whole = [output for output, _ in found if output is not None]
+    parts = {process: part for process, (part, _, _) in enumerate(found) if part is not None}
+    if any(with_routes for _, with_routes, _ in found):
+        for process, part in parts.items():
+            rows = len(part["response_ids"])
+            here = process == jax.process_index() and routes is not None
+            part[ROUTES] = routes if here else [NO_ROUTES] * rows
+            part[ROUTES_PROCESS] = [process] * rows
+    whole = cast(list[GeneratorOutput], list(parts.values()))
     return concat_batch(whole) if each_samples else whole[0]
 
 

@@ -6,12 +6,13 @@ from typing import Any, cast
 
 import numpy as np
 
-from jaxrl.data.columns import BLANKS, NO_ROUTES, ROUTES, TOKEN_COLUMNS
+from jaxrl.data.columns import BLANKS, NO_ROUTES, ROUTES, ROUTES_PROCESS, TOKEN_COLUMNS
 from jaxrl.rollout.conversations.trajectories import batch_metrics, refuse_all_failed
 from jaxrl.types import GeneratorOutput, Measured
 
 # Columns that a part may lack, because none of its rows has anything in them.
-_MAY_LACK = {column.name for column in TOKEN_COLUMNS if column.optional} | {ROUTES, "reward_terms"}
+_MAY_LACK = {column.name for column in TOKEN_COLUMNS if column.optional}
+_MAY_LACK |= {ROUTES, ROUTES_PROCESS, "reward_terms"}
 
 
 def concat_batch(parts: Sequence[GeneratorOutput]) -> GeneratorOutput:
@@ -61,4 +62,6 @@ def _nothing(name: str, response: Sequence[int]) -> Any:
     """Return what a row has in a column that its part lacks."""
     if name == ROUTES:
         return NO_ROUTES
+    if name == ROUTES_PROCESS:
+        return 0  # any: none of them knows
     return {} if name == "reward_terms" else [BLANKS[name]] * len(response)

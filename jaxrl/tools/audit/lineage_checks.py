@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.data.recorded import file_digest
+from jaxrl.data.recorded import file_digest, routes_elsewhere
 from jaxrl.files import as_path
 from jaxrl.records.checkpoint_folders import PREFIX
 from jaxrl.tools.audit.lineage import AuditedRun
@@ -305,6 +305,11 @@ def rollout_files(run: AuditedRun) -> Check:
             failures.append(f"step {step}: {file} does not exist")
         elif file_digest(path) != digest:
             failures.append(f"step {step}: {file} is not what was written")
+        else:
+            try:
+                routes_elsewhere(path)
+            except (ValueError, FileNotFoundError) as error:
+                failures.append(f"step {step}: {error}")
     figures = {"files": len(found) - unrecorded, "steps without": unrecorded}
     off = f"{unrecorded} steps were not recorded (trainer.ledger.record_rollouts=False)"
     return Check("recorded rollouts", figures, failures, off if unrecorded else "")

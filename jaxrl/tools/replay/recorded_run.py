@@ -18,7 +18,7 @@ import jax.extend
 import numpy as np
 
 from jaxrl import config as cfg
-from jaxrl.data.recorded import file_digest, read_kept
+from jaxrl.data.recorded import file_digest, read_kept, routes_elsewhere
 from jaxrl.records.callbacks import TrainingCallback
 from jaxrl.records.checkpoint import Checkpointer, parse_resume_path
 from jaxrl.records.checkpoint_folders import PREFIX
@@ -174,6 +174,10 @@ class RecordedRun:
                     f"step {step}: {path} is not the file that the run wrote: its digest is "
                     f"{found}, run.db has {digest}"
                 )
+            try:
+                routes_elsewhere(path)
+            except ValueError as error:
+                raise CorruptedRollouts(f"step {step}: {error}") from error
 
     def find_checkpoint(self, step: int | None, asked: str | None = None) -> str | None:
         """Return where to start: a checkpoint's folder; None: the models that the run began with.

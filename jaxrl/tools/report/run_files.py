@@ -295,10 +295,11 @@ def prompts_of_steps(run: RunFiles) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {step: [] for step in run.rollouts}
     if not run.has_ledger:
         for step, path in run.rollouts.items():
-            uids = run.note_of(
-                "trajectories", lambda path=path: read_rollouts(path)[1], [], step=step
-            )
-            found[step] = list(dict.fromkeys(uids))
+
+            def uids(path: Path = path) -> list[str]:
+                return read_rollouts(path, with_routes=False)[1]
+
+            found[step] = list(dict.fromkeys(run.note_of("trajectories", uids, [], step=step)))
         return found
     with open_run(run.folder) as ledger:
         for step, uid in ledger.rows(

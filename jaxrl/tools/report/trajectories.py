@@ -76,7 +76,7 @@ def read_step(run: RunFiles, step: int, *, with_batch: bool = True) -> StepRows 
 
 
 def _read(path: Path) -> tuple[GeneratorOutput, list[tuple[str, list[int]]], np.ndarray]:
-    output, uids = read_rollouts(path)
+    output, uids = read_rollouts(path, with_routes=False)
     rows = len(output["response_ids"])
     numbers = trajectory_numbers(output.get("is_last_step", [True] * rows))
     if rows and len(uids) <= numbers[-1]:
