@@ -142,7 +142,7 @@ def read_rollouts(path: Path, *, with_routes: bool = True) -> tuple[GeneratorOut
         for process, routes in routes_elsewhere(path).items():
             rows = [row for row, at in enumerate(processes) if at == process]
             for row, known in zip(rows, routes, strict=True):
-                output[ROUTES][row] = known
+                cast(dict, output)[ROUTES][row] = known
     return output, uids
 
 

@@ -34,6 +34,7 @@ def put_share(share: Share, sharding: NamedSharding) -> jax.Array:
     Args:
         sharding: of the rows; further dimensions are whole.
     """
+    assert isinstance(sharding.mesh, Mesh)  # as that of all arrays on devices
     processes = tuple(map(tuple, by_process(sharding.mesh.devices.flat)))
     return sum_of_shares([share.known], sharding, processes)
 

@@ -5,8 +5,9 @@ import os
 import numpy as np
 import pytest
 
-from jaxrl.data.recorded import file_digest, to_arrays
-from jaxrl.records.ledger import read_rollouts, write_rollouts
+from jaxrl.data.columns import NO_ROUTES, ROUTES, ROUTES_PROCESS
+from jaxrl.data.recorded import file_digest, own_routes, routes_digest, to_arrays, write_routes
+from jaxrl.records.ledger import read_rollouts, rollouts_path, write_rollouts
 from jaxrl.types import Measured, TrajectoryID
 
 UIDS = ["0:3", "0:3"]
@@ -89,3 +90,51 @@ def test_a_flipped_bit_is_named_or_changes_nothing(tmp_path):
         else:  # a date, or the like
             assert found == output and uids == UIDS
     assert named > len(whole) / 11 / 4
+
+
+# ---- of a job, each of whose processes has the experts of what it sampled
+
+
+def of_job(folder, *, rows=(0, 1, 1)):
+    """Write a step of two processes as they do; returns the path of the first and all experts."""
+    routes = [np.full((n, 2, 1), n, np.uint8) for n in (3, 1, 2)]
+    path, outputs = rollouts_path(folder, 3), []
+    for process in (0, 1):
+        given = zip(routes, rows, strict=True)
+        own = [x if at == process else NO_ROUTES for x, at in given]
+        changes = {ROUTES: own, ROUTES_PROCESS: list(rows)}
+        outputs.append({"response_ids": [[1, 2, 45], [9], [9, 9]], **changes})
+    own = [own_routes(output, process) for process, output in enumerate(outputs)]
+    digests = [routes_digest(x) for x in own]
+    write_rollouts(path, to_arrays(outputs[0]), UIDS, routes_digests=digests)
+    write_routes(rollouts_path(folder / "processes/1", 3), own[1])
+    return path, routes
+
+
+def test_the_files_of_a_job_are_read_together(tmp_path):
+    path, routes = of_job(tmp_path)
+    found, _ = read_rollouts(path)
+    assert ROUTES_PROCESS not in found
+    for mine, stored in zip(routes, found[ROUTES], strict=True):
+        np.testing.assert_array_equal(mine, stored)
+    of_job(tmp_path, rows=(0, 0, 0))  # the second has sampled nothing
+    assert [len(x) for x in read_rollouts(path)[0][ROUTES]] == [3, 1, 2]
+
+
+def test_a_file_of_another_process_that_is_gone_or_damaged_is_named(tmp_path):
+    path, _ = of_job(tmp_path)
+    other = tmp_path / "processes/1/rollouts/step_000003.npz"
+    data = bytearray(other.read_bytes())
+    write_routes(other, own_routes({ROUTES: [NO_ROUTES], ROUTES_PROCESS: [1]}, 1))
+    with pytest.raises(ValueError, match=r"processes/1/.*000003.npz is not what process 1 wrote"):
+        read_rollouts(path)
+    data[len(data) // 2] ^= 1
+    other.write_bytes(data)
+    with pytest.raises(ValueError, match=r"processes/1/rollouts/step_000003.npz is damaged"):
+        read_rollouts(path)
+    other.unlink()
+    with pytest.raises(FileNotFoundError, match=r"is gone, the experts .* that process 1 sampled"):
+        read_rollouts(path)
+    without, _ = read_rollouts(path, with_routes=False)  # as a report does
+    assert without["response_ids"] == [[1, 2, 45], [9], [9, 9]]
+    assert not {ROUTES, ROUTES_PROCESS} & set(without)

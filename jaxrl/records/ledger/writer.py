@@ -45,7 +45,7 @@ class Taken(NamedTuple):
     uids: Sequence[str]
     stopped: dict[int, str]
     rows: np.ndarray
-    routes_digests: Sequence[str]
+    routes_digests: Sequence[str] = ()
 
 
 class LedgerWriter:

@@ -51,8 +51,8 @@ def sample_across_processes(
         for process, part in parts.items():
             rows = len(part["response_ids"])
             here = process == jax.process_index() and routes is not None
-            part[ROUTES] = routes if here else [NO_ROUTES] * rows
-            part[ROUTES_PROCESS] = [process] * rows
+            column = routes if here else [NO_ROUTES] * rows
+            parts[process] = part | {ROUTES: column, ROUTES_PROCESS: [process] * rows}
     whole = cast(list[GeneratorOutput], list(parts.values()))
     return concat_batch(whole) if each_samples else whole[0]
 

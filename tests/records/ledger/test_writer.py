@@ -8,13 +8,14 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.data.columns import take_rows
+from jaxrl.config.trainer import LedgerConfig
+from jaxrl.data.columns import NO_ROUTES, ROUTES, ROUTES_PROCESS, take_rows
 from jaxrl.data.order import DataOrder
 from jaxrl.data.packing import empty_batch
 from jaxrl.data.recorded import file_digest
 from jaxrl.records.batch_file import batch_path, load_batch
-from jaxrl.records.ledger import FILE, read_rollouts, rollouts_path
-from jaxrl.records.ledger.writer import Taken, _judged, _reasons, step_checksums
+from jaxrl.records.ledger import FILE, LedgerError, read_rollouts, rollouts_path, writer
+from jaxrl.records.ledger.writer import LedgerWriter, Taken, _judged, _reasons, step_checksums
 from jaxrl.replay import replay
 from jaxrl.train import BasePPOExp, train
 from jaxrl.trainer import Trainer
@@ -212,3 +213,47 @@ def test_a_skipped_update_is_no_training(tmp_path):
     reasons = [row[-1] for row in found]
     # step 2 is prompts 4 to 7 of 4 samples; its first minibatch, of two prompts, was skipped
     assert reasons == [None] * 16 + ["skipped_update"] * 8 + [None] * 8
+
+
+@pytest.fixture
+def second(tmp_path, monkeypatch):
+    """The writer of the second of two processes, and what it is to write of a step."""
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(writer, "allgather", lambda value: ["of the first", value])
+    made = LedgerWriter(tmp_path, LedgerConfig(record_checksums=False))
+    routes = np.arange(6, dtype=np.uint8).reshape(3, 2, 1)
+    output = {"response_ids": [[1], [2]], "stop_reasons": ["stop"] * 2}
+    yield made, {**output, ROUTES: [NO_ROUTES, routes], ROUTES_PROCESS: [0, 1]}
+    made.close()
+
+
+def test_a_process_that_is_not_the_first_writes_its_experts(second, tmp_path):
+    made, output = second
+    path = rollouts_path(tmp_path / "processes/1", 3)
+    path.parent.mkdir(parents=True)
+    for step in (2, 3, 4):  # of which the last two are taken back
+        rollouts_path(tmp_path / "processes/1", step).touch()
+    made.begin(2, first_ordinal=0, facts={}, machine={}, uids=[])
+    assert [x.name for x in path.parent.iterdir()] == ["step_000002.npz"]
+    made.take(output, ["0:1", "0:2"])
+    assert made.commit() is None
+    made.end_step(3, empty_batch(2, 8), None)
+    made.commit()  # it is on disk before the checkpoint is
+    with np.load(path) as file:
+        np.testing.assert_array_equal(file[ROUTES].ravel(), range(6))
+        assert file[f"{ROUTES}.lengths"].tolist() == [3]
+    assert sorted(x.name for x in tmp_path.rglob("*.*")) == ["step_000002.npz", "step_000003.npz"]
+
+
+def test_what_it_cannot_write_ends_the_run_before_a_checkpoint(second, monkeypatch):
+    made, output = second
+
+    def full(path, arrays):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writer, "write_routes", full)
+    made.begin(0, first_ordinal=0, facts={}, machine={}, uids=[])
+    made.take(output, ["0:1", "0:2"])
+    made.end_step(1, empty_batch(2, 8), None)
+    with pytest.raises(LedgerError, match=r"processes/1/.*npz .*No space left on device\): free"):
+        made.commit()
