@@ -362,7 +362,9 @@ class TrainerConfig(BaseConfig):
     print_example_interval: Annotated[int, positive_or(-1, "off"), new()] = 1
     """Steps between printed example trajectories; -1 = none."""
     dump_data_batch: bool = False
-    """Write every training batch to export_path/dumped_data, a .npz per step."""
+    """Write every training batch to export_path/dumped_data, a .npz per step.
+
+    That of a job of several processes is without the experts of tokens, see trainer.ledger."""
     dump_eval_results: bool = True
     """Write evaluation trajectories to export_path/dumped_evals, a folder per step."""
     compilation_cache_path: Annotated[str | None, new()] = "~/.cache/jaxrl/compiled"

@@ -23,7 +23,7 @@ Processes = tuple[tuple[Any, ...], ...]  # the devices of each, equally many
 
 
 class Share(PyTree):
-    """Hold the rows [R, ...] that this process knows, 0 elsewhere; `put` makes the whole of it."""
+    """Hold the rows [R, L, ...] that this process knows, 0 elsewhere; `put` adds up all shares."""
 
     known: Array
 
@@ -42,7 +42,7 @@ def put_share(share: Share, sharding: NamedSharding) -> jax.Array:
 def sum_of_shares(
     shares: Sequence[np.ndarray], sharding: NamedSharding, processes: Processes
 ) -> jax.Array:
-    """Return the sum of arrays of one shape [R, ...] and dtype, of which one is not 0 at most.
+    """Return the sum of arrays of one shape [R, L, ...] and dtype, of which one at most is not 0.
 
     A process holds R / processes rows at once on each of its devices, and sends to each other one
     what that needs: in all as many bytes as the array has.
@@ -65,13 +65,14 @@ class _Plan(NamedTuple):
     Attributes:
         blocks: [P, n] numbers of the blocks of rows that the devices of each process need; the
             first once more where it needs fewer.
-        size: numbers in a block.
-        given: sharding of all shares [P, P, n size], of which process p gives [p, q] to process q.
+        places: R x L of a block.
+        given: sharding of all shares [P, P, n places, ...], of which process p gives [p, q] to
+            process q; the devices of a process have equally many places.
         program: makes of these each device's block.
     """
 
     blocks: np.ndarray
-    size: int
+    places: int
     given: NamedSharding
     program: Callable[[jax.Array], jax.Array]
 
@@ -83,25 +84,29 @@ def _plan(shape: tuple[int, ...], sharding: NamedSharding, processes: Processes)
     slices = sharding.devices_indices_map(shape)
     needed = [[(slices[d][0].start or 0) // block[0] for d in devices] for devices in processes]
     each = [sorted(set(numbers)) for numbers in needed]
-    most, size = max(map(len, each)), math.prod(block)
+    most, places = max(map(len, each)), math.prod(block[:2])
     blocks = np.array([numbers + numbers[:1] * (most - len(numbers)) for numbers in each])
     place = np.array([[own.index(x) for x in row] for own, row in zip(each, needed, strict=True)])
 
     def run(given: jax.Array) -> jax.Array:
         of_processes = jax.lax.all_to_all(given[0], "process", 0, 0)
         mine = of_processes.sum(0, dtype=given.dtype)
-        whole = jax.lax.all_gather(mine, "local", tiled=True)[: most * size].reshape(most, *block)
+        whole = jax.lax.all_gather(mine, "local", tiled=True)
         own = jnp.asarray(place)[jax.lax.axis_index("process"), jax.lax.axis_index("local")]
-        return whole[own]
+        return jax.lax.dynamic_slice_in_dim(whole, own * places, places).reshape(block)
 
     mesh = Mesh(np.array(processes), ("process", "local"))
     given, found = PartitionSpec("process", None, "local"), PartitionSpec(("process", "local"))
     program = jax.shard_map(run, mesh=mesh, in_specs=given, out_specs=found, check_vma=False)
-    return _Plan(blocks, size, NamedSharding(mesh, given), jax.jit(program))
+    return _Plan(blocks, places, NamedSharding(mesh, given), jax.jit(program))
 
 
 def _for_each_process(share: np.ndarray, plan: _Plan, processes: int) -> np.ndarray:
-    """Return the rows [P, n size] that each process needs, filled up for all of its devices."""
-    local = plan.given.mesh.shape["local"]
-    rows = share.reshape(-1, plan.size)[plan.blocks].reshape(processes, -1)
-    return np.pad(rows, ((0, 0), (0, -rows.shape[1] % local)))
+    """Return the places [P, n places, numbers] that each process needs, filled up for its devices.
+
+    The numbers of a place stay together: TPUs lay them out by 128.
+    """
+    local, numbers = plan.given.mesh.shape["local"], math.prod(share.shape[2:])
+    blocks = share.reshape(-1, plan.places, numbers)[plan.blocks]
+    rows = blocks.reshape(processes, -1, numbers)
+    return np.pad(rows, ((0, 0), (0, -rows.shape[1] % local), (0, 0)))
